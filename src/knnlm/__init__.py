@@ -1,0 +1,78 @@
+"""knnlm gives any language model a memory.
+
+import knnlm
+
+lm = knnlm.CausalLM.open("bundled")                          # or a folder, a .gguf file, a hub name
+knnlm.build(knnlm.read("docs/"), "memory", lm=lm)            # one pass over the text, no training
+mixture = knnlm.Mixture.open("memory", lm)
+print(knnlm.evaluate(mixture, knnlm.read("held-out.txt")))   # perplexity without and with the memory
+model = knnlm.KnnForCausalLM(mixture)                        # a transformers model
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from knnlm.corpus import Document, read
+    from knnlm.datastore import Datastore, build, build_index
+    from knnlm.errors import KnnlmError
+    from knnlm.evaluation import Evaluation, evaluate
+    from knnlm.explanation import explain
+    from knnlm.generate import KnnConfig, KnnForCausalLM
+    from knnlm.lm import CausalLM
+    from knnlm.memory import KnnMemory
+    from knnlm.mixture import Mixture
+    from knnlm.trace import Trace, record
+    from knnlm.tuning import Sweep, sweep, tune
+
+# Where each public name lives. They are imported when first used: torch and transformers take seconds to import, and
+# `knnlm --help` needs neither.
+_HOMES = {
+    "CausalLM": "lm",
+    "Datastore": "datastore",
+    "Document": "corpus",
+    "Evaluation": "evaluation",
+    "KnnConfig": "generate",
+    "KnnForCausalLM": "generate",
+    "KnnMemory": "memory",
+    "KnnlmError": "errors",
+    "Mixture": "mixture",
+    "Sweep": "tuning",
+    "Trace": "trace",
+    "build": "datastore",
+    "build_index": "datastore",
+    "evaluate": "evaluation",
+    "explain": "explanation",
+    "read": "corpus",
+    "record": "trace",
+    "sweep": "tuning",
+    "tune": "tuning",
+}
+
+__all__ = [
+    "CausalLM",
+    "Datastore",
+    "Document",
+    "Evaluation",
+    "KnnConfig",
+    "KnnForCausalLM",
+    "KnnMemory",
+    "KnnlmError",
+    "Mixture",
+    "Sweep",
+    "Trace",
+    "build",
+    "build_index",
+    "evaluate",
+    "explain",
+    "read",
+    "record",
+    "sweep",
+    "tune",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'knnlm' has no attribute {name!r}")
+    return getattr(import_module(f"knnlm.{_HOMES[name]}"), name)

@@ -1,0 +1,71 @@
+"""The `knnlm` command: collects the commands and turns errors into one line and an exit code."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+import typer
+
+from knnlm import errors
+from knnlm.cli import building, demonstrating, measuring, using
+
+app = typer.Typer(
+    name="knnlm",
+    help="Give any language model a memory. Begin with: knnlm demo",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+for module in (building, measuring, using, demonstrating):
+    module.register(app)
+
+
+@app.callback(invoke_without_command=True)
+def root(version: bool = typer.Option(False, "--version", help="Say which knnlm this is.")) -> None:
+    """Give any language model a memory. Begin with: knnlm demo"""
+    if version:
+        from importlib.metadata import version as installed
+
+        typer.echo(f"knnlm {installed('knnlm')}")
+        raise typer.Exit
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Run one command and exit: 0 done, 2 an error that is the caller's to mend, 130 interrupted."""
+    sys.exit(run(sys.argv[1:] if arguments is None else arguments))
+
+
+def run(arguments: list[str]) -> int:
+    """Run one command and return its exit code."""
+    try:
+        result = app(arguments, standalone_mode=False, prog_name="knnlm")
+        sys.stdout.flush()
+        return result if isinstance(result, int) else 0
+    except errors.KnnlmError as error:
+        return _fail(str(error))
+    except (KeyboardInterrupt, typer.Abort):
+        print("knnlm: stopped. What was finished is kept; run the same command to go on.", file=sys.stderr)  # noqa: T201
+        return 130
+    except BrokenPipeError:
+        # The reader of our output has gone (`knnlm … | head`); say nothing, and keep Python from trying again.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except typer.Exit as error:
+        return error.exit_code
+    except OSError as error:
+        return _fail(f"{error.filename or 'the system'}: {error.strerror or error}.")
+    except Exception as error:
+        # Wrong options; the class lives in typer or in click, by typer's version.
+        if not hasattr(error, "format_message"):
+            raise
+        context = getattr(error, "ctx", None)
+        command = context.command_path if context else "knnlm"
+        message = " ".join(error.format_message().split())
+        return _fail(f"{message.rstrip('.')}. See: {command} --help") if message else 2
+
+
+def _fail(message: str) -> int:
+    print(f"knnlm: error: {' '.join(message.split())}", file=sys.stderr)  # noqa: T201
+    return 2

@@ -1,0 +1,157 @@
+"""Commands that make a memory and look at it: build, index, info."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from knnlm.cli import options, screen
+
+
+def register(app: typer.Typer) -> None:
+    """Add the commands to the app."""
+    app.command(short_help="Read text once and make a memory of it.")(build)
+    app.command(short_help="Make a memory searchable fast.")(index)
+    app.command(short_help="Say what is in a memory.")(info)
+
+
+def build(
+    text: options.Text,
+    out: Annotated[Path, typer.Option(help="The folder to make.", show_default=False)],
+    model: Annotated[str, typer.Option(help="bundled, a local folder, a .gguf file, or a hub name.")] = "bundled",
+    key_layer: Annotated[
+        str,
+        typer.Option(
+            help="Where keys are read: ffn_input, ffn_input_pre_norm, attention_input, attention_input_pre_norm, "
+            "output, output_normed."
+        ),
+    ] = "ffn_input",
+    layer: Annotated[int, typer.Option(help="Which layer, counted from 0, or from the end with -1.")] = -1,
+    context: Annotated[
+        int | None, typer.Option(help="Tokens read at once.", show_default="1024, or what the model can read")
+    ] = None,
+    stride: Annotated[
+        int | None, typer.Option(help="Tokens a window moves on by.", show_default="half the context")
+    ] = None,
+    keys: Annotated[str, typer.Option(help="Precision of stored keys: float16 or float32.")] = "float16",
+    text_field: options.TextField = "text",
+    device: options.Device = "auto",
+    dtype: options.Dtype = "auto",
+    json: options.Json = False,
+) -> None:
+    """knnlm build docs/ --out memory
+
+    Read every document once with the model and store, for each token, the context vector and the token that followed.
+    A build that was stopped goes on when the same command is given again.
+    """
+    from knnlm import corpus, datastore
+
+    begin = time.perf_counter()
+    with screen.waiting("looking through the text"):
+        survey = corpus.survey(*text, text_field=text_field)
+    lm = screen.open_model(model, key_layer=key_layer, layer=layer, device=device, dtype=dtype)
+    store = datastore.build(
+        corpus.read(*text, text_field=text_field),
+        out,
+        lm=lm,
+        window=lm.window(context, stride),
+        key_dtype=keys,
+        total=survey.characters if survey.complete else None,
+        progress=screen.bar,
+    )
+    seconds = time.perf_counter() - begin
+    facts = {
+        "memory": str(out),
+        "documents": store.catalog.document_count(),
+        "tokens": store.rows,
+        "bytes": store.bytes,
+        "seconds": seconds,
+        "tokens_per_second": store.rows / seconds,
+    }
+    if json:
+        screen.print_json(facts)
+        return
+    screen.out.print(
+        f"{out}: {store.rows:,} tokens of {facts['documents']:,} documents in {seconds:.0f} s, "
+        f"{store.bytes / 1e6:,.1f} MB. Next: knnlm tune {out} TEXT",
+        markup=False,
+    )
+
+
+def index(
+    memory: options.Memory,
+    spec: Annotated[
+        str, typer.Option("--index", help="auto, exact, or a FAISS factory string such as IVF1024,PQ64.")
+    ] = "auto",
+    metric: Annotated[str, typer.Option(help="l2 (squared) or ip (inner product).")] = "l2",
+    json: options.Json = False,
+) -> None:
+    """knnlm index memory
+
+    Make an index. A memory of up to 200,000 tokens is searched exactly, which needs none; above that, auto makes
+    IVF + PQ, and the shortlist it gives is measured again on the stored keys.
+    """
+    from knnlm import datastore
+
+    begin = time.perf_counter()
+    store = datastore.Datastore.open(memory)
+    made = datastore.build_index(store, spec, metric=metric, progress=screen.bar)
+    facts = {"memory": str(memory), "index": made, "tokens": store.rows, "seconds": time.perf_counter() - begin}
+    if json:
+        screen.print_json(facts)
+        return
+    screen.out.print(f"{memory}: {made} over {store.rows:,} keys, {facts['seconds']:.1f} s", markup=False)
+
+
+def info(memory: options.Memory, json: options.Json = False) -> None:
+    """knnlm info memory
+
+    Say how large a memory is, which model made it, and what it was tuned to.
+    """
+    from knnlm.datastore import Datastore
+
+    store = Datastore.open(memory)
+    indexes = store.catalog.indexes()
+    facts: dict[str, Any] = {
+        "memory": str(memory),
+        "documents": store.catalog.document_count(),
+        "tokens": store.rows,
+        "segments": len(store.segments),
+        "bytes": store.bytes,
+        "bytes_per_token": store.bytes / store.rows if store.rows else 0,
+        "keys": {
+            "dtype": store.key_dtype,
+            "largest_scale": max((segment.scale for segment in store.segments), default=1.0),
+            "offset": store.offset is not None,
+        },
+        "model": store.model,
+        "window": store.window,
+        "index": [{"spec": row.spec, "metric": row.metric} for row in indexes] or "exact",
+        "choice": store.catalog.get("choice"),
+    }
+    if json:
+        screen.print_json(facts)
+        return
+    model, choice = store.model, facts["choice"]
+    rows = [
+        ("memory", f"{memory}"),
+        ("size", f"{store.rows:,} tokens of {facts['documents']:,} documents, {store.bytes / 1e6:,.1f} MB"),
+        ("model", f"{model['name']} ({model['class']}, weights {model['weights']['float32']})"),
+        ("keys", f"{model['key_layer']} of layer {model['layer']} of {model['layers']} ({model['key_module']})"),
+        ("", f"{store.width} × {store.key_dtype}, scale {facts['keys']['largest_scale']:g}"),
+        ("window", f"{store.window['context']} tokens, moved on by {store.window['stride']}"),
+        ("index", ", ".join(f"{row.spec} ({row.metric})" for row in indexes) or "exact"),
+        ("tuned", _describe(choice) if choice else "not yet: knnlm tune"),
+    ]
+    screen.print_facts(rows)
+
+
+def _describe(choice: dict[str, Any]) -> str:
+    return (
+        f"k {choice['k']}, τ {choice['temperature']:g}, λ {choice['lambda']:g}, {choice['metric']}; chosen on "
+        f"{choice['tokens']:,} tokens of {', '.join(choice['chosen_on'])} "
+        f"(perplexity {choice['base_perplexity']:.2f} → {choice['perplexity']:.2f})"
+    )

@@ -1,0 +1,108 @@
+"""Tables, bars and JSON on a terminal. Results go to standard output, everything else to standard error."""
+
+from __future__ import annotations
+
+import json
+import math
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Table
+from rich.text import Text
+
+from knnlm.progress import Advance
+
+if TYPE_CHECKING:
+    from knnlm.lm import CausalLM
+
+out = Console(highlight=False, soft_wrap=True)
+err = Console(stderr=True, highlight=False)
+
+
+@contextmanager
+def bar(what: str, *, total: int | None = None, unit: str = "tokens") -> Iterator[Advance]:
+    """Show one progress bar with speed and time left."""
+    columns = (
+        TextColumn("{task.description:<20}"),
+        BarColumn(bar_width=30),
+        TextColumn("{task.fields[done]}"),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=err) as progress:
+        task = progress.add_task(what, total=total, done="")
+
+        def advance(count: int) -> None:
+            progress.update(task, advance=count)
+            state = progress.tasks[0]
+            speed = state.completed / state.elapsed if state.elapsed else 0.0
+            progress.update(task, done=f"{state.completed:,.0f} {unit}, {speed:,.0f}/s")
+
+        yield advance
+        # What was expected and what came differ a little where a limit falls inside a document.
+        progress.update(task, total=progress.tasks[0].completed)
+
+
+@contextmanager
+def waiting(what: str) -> Iterator[None]:
+    """Show a spinner while something of unknown length goes on."""
+    with err.status(what):
+        yield
+
+
+def open_model(name: str, **settings: Any) -> CausalLM:
+    """Open a model without the chatter of the libraries below."""
+    from knnlm.lm import CausalLM
+
+    quiet()
+    with waiting(f"opening the model {name} (the first time takes longer)"):
+        return CausalLM.open(name, **settings)
+
+
+def quiet() -> None:
+    """Keep transformers from writing over our bars."""
+    from transformers.utils import logging
+
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    warnings.filterwarnings("ignore")
+
+
+def print_json(value: Any) -> None:
+    """Print one JSON object; a number that is infinite or undefined becomes null."""
+    out.print(json.dumps(_finite(value), indent=2, ensure_ascii=False), markup=False)
+
+
+def print_facts(facts: Sequence[tuple[str, str]], *, title: str | None = None) -> None:
+    """Print names and values in two columns."""
+    table = Table(title=title, show_header=False, box=None, pad_edge=False, title_justify="left")
+    table.add_column(style="bold")
+    table.add_column(overflow="fold")
+    for name, value in facts:
+        table.add_row(Text(name), Text(value))
+    out.print(table)
+
+
+def visible(text: str) -> str:
+    """Show line breaks and tabs of a token as signs."""
+    return text.replace("\n", "⏎").replace("\t", "⇥").replace("\r", "␍")
+
+
+def safe(text: str) -> str:
+    """Show text of unknown content inside markup."""
+    return escape(visible(text))
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(item) for item in value]
+    return value

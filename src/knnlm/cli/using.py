@@ -1,0 +1,150 @@
+"""Commands that use a memory: generate, explain."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.table import Table
+from rich.text import Text
+
+from knnlm.cli import options, screen
+from knnlm.cli.measuring import open_mixture
+from knnlm.errors import ParameterError
+
+if TYPE_CHECKING:
+    from knnlm.explanation import TokenExplanation
+    from knnlm.mixture import Mixture
+
+
+def register(app: typer.Typer) -> None:
+    """Add the commands to the app."""
+    app.command(short_help="Continue a prompt.")(generate)
+    app.command(short_help="Say which documents spoke for each token of a text.")(explain)
+
+
+def generate(
+    memory: options.Memory,
+    prompt: Annotated[str, typer.Argument(help="The text to continue.", show_default=False)],
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="How many tokens to write at most.")] = 60,
+    do_sample: Annotated[bool, typer.Option("--do-sample", help="Sample instead of taking the most probable.")] = False,
+    sampling_temperature: Annotated[float, typer.Option(help="Of sampling; --temperature is the vote's.")] = 1.0,
+    top_p: Annotated[float, typer.Option(help="Sample from the most probable tokens with this much mass.")] = 1.0,
+    top_k: Annotated[int, typer.Option(min=0, help="Sample from this many tokens; 0 is all.")] = 0,
+    repetition_penalty: Annotated[float, typer.Option(help="Above 1 makes repeats less probable.")] = 1.0,
+    beams: Annotated[int, typer.Option(min=1, help="Number of beams.")] = 1,
+    seed: Annotated[int | None, typer.Option(help="Make sampling repeatable.", show_default=False)] = None,
+    no_memory: Annotated[bool, typer.Option("--no-memory", help="The model alone.")] = False,
+    k: options.K = None,
+    temperature: options.Temperature = None,
+    weight: options.Lambda = None,
+    metric: options.Metric = None,
+    model: options.Reader = None,
+    device: options.Device = "auto",
+    dtype: options.Dtype = "auto",
+    json: options.Json = False,
+) -> None:
+    """knnlm generate memory "The with statement" --max-new-tokens 20
+
+    Continue a prompt with the memory, or without it for comparison.
+    """
+    settings: dict[str, Any] = {"num_beams": beams, "do_sample": do_sample, "repetition_penalty": repetition_penalty}
+    if do_sample:
+        if not sampling_temperature > 0:
+            raise ParameterError(f"sampling temperature must be above 0, not {sampling_temperature}.")
+        if not 0 < top_p <= 1:
+            raise ParameterError(f"top-p must be above 0 and at most 1, not {top_p}.")
+        settings |= {"temperature": sampling_temperature, "top_p": top_p, "top_k": top_k}
+    mixture = open_mixture(
+        memory, model=model, k=k, temperature=temperature, weight=weight, metric=metric, device=device, dtype=dtype
+    )
+    begin = time.perf_counter()
+    text, tokens = continue_text(
+        mixture,
+        prompt,
+        memory=not no_memory,
+        max_new_tokens=max_new_tokens,
+        seed=seed,
+        stream=not json and beams == 1,
+        **settings,
+    )
+    seconds = time.perf_counter() - begin
+    if json:
+        facts = {"prompt": prompt, "text": text, "tokens": tokens, "memory": not no_memory, "seconds": seconds}
+        screen.print_json(facts)
+    elif beams > 1:
+        screen.out.print(prompt + text, markup=False)
+
+
+def continue_text(
+    mixture: Mixture, prompt: str, *, memory: bool, seed: int | None, stream: bool, **settings: Any
+) -> tuple[str, int]:
+    """Generate, and return the new text and how many tokens it has."""
+    import torch
+    from transformers import TextStreamer
+
+    from knnlm.generate import KnnForCausalLM
+
+    lm = mixture.lm
+    tokens = lm.prompt(prompt, room=settings["max_new_tokens"])
+    ids = torch.tensor([tokens], device=lm.device)
+    if seed is not None:
+        torch.manual_seed(seed)
+    model: Any = KnnForCausalLM(mixture) if memory else lm.model
+    streamer = TextStreamer(lm.tokenizer, skip_special_tokens=True) if stream else None
+    # Padding never happens with one prompt, but a model without a pad token would say that it chose one.
+    settings.setdefault("pad_token_id", lm.model.config.pad_token_id or lm.start_token)
+    produced = model.generate(ids, attention_mask=torch.ones_like(ids), streamer=streamer, **settings)
+    new = produced[0, len(tokens) :].tolist()
+    return str(lm.tokenizer.decode(new, skip_special_tokens=True)), len(new)
+
+
+def explain(
+    memory: options.Memory,
+    text: Annotated[str, typer.Argument(help="The text to explain.", show_default=False)],
+    top: Annotated[int, typer.Option(min=0, help="How many neighbours to show for each token.")] = 3,
+    k: options.K = None,
+    temperature: options.Temperature = None,
+    weight: options.Lambda = None,
+    metric: options.Metric = None,
+    model: options.Reader = None,
+    device: options.Device = "auto",
+    dtype: options.Dtype = "auto",
+    json: options.Json = False,
+) -> None:
+    """knnlm explain memory "The with statement is used to wrap"
+
+    For each token: its probability by the model, by the memory and by both, and the neighbours that spoke: with what
+    weight, for which token, and from which document.
+    """
+    from dataclasses import asdict
+
+    from knnlm.explanation import explain as explain_text
+
+    mixture = open_mixture(
+        memory, model=model, k=k, temperature=temperature, weight=weight, metric=metric, device=device, dtype=dtype
+    )
+    explained = explain_text(mixture, text, top=top)
+    if json:
+        screen.print_json({"text": text, "tokens": [asdict(token) for token in explained]})
+        return
+    for token in explained:
+        screen.out.print(explanation_table(token))
+
+
+def explanation_table(token: TokenExplanation) -> Table:
+    """Lay out one token and its neighbours."""
+    title = (
+        f"[bold]{screen.safe(token.token)}[/bold]   p_LM {token.p_lm:.3g}   p_kNN {token.p_knn:.3g}   p {token.p:.3g}"
+    )
+    table = Table(title=title, title_justify="left", show_header=False, box=None, padding=(0, 1, 0, 2))
+    table.add_column(justify="right", no_wrap=True)
+    table.add_column(overflow="fold")
+    table.add_column(overflow="fold", style="dim")
+    for voice in token.neighbours:
+        context = Text(f"…{screen.visible(voice.before)[-60:]}")
+        context.append(screen.visible(voice.token), style="bold green" if voice.agrees else "bold red")
+        context.append(f"{screen.visible(voice.after)[:30]}…", style="dim")
+        table.add_row(f"{voice.weight:.3f}", context, Text(voice.source))
+    return table

@@ -1,0 +1,84 @@
+"""Make the index of a memory, and open it. Knows nothing about language models."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+from knnlm.datastore.builder import writer_lock
+from knnlm.datastore.catalog import FILE, Catalog, IndexRow
+from knnlm.datastore.segment import checksum, sync_folder, writing
+from knnlm.datastore.store import Datastore
+from knnlm.errors import DatastoreCorrupt, IndexInvalid
+from knnlm.index import ExactIndex, FaissIndex, Index, Reranked, auto_spec, check_index
+from knnlm.index.base import check_metric
+from knnlm.progress import Progress, silent
+
+_FILE = "index.faiss"
+
+
+def build_index(store: Datastore, spec: str = "auto", *, metric: str = "l2", progress: Progress = silent) -> str:
+    """Make an index for a memory and return its factory string, or `exact` where none is needed."""
+    check_metric(metric)
+    with writer_lock(store.path):
+        catalog = Catalog.open(store.path / FILE, write=True)
+        try:
+            return _replace_index(store, catalog, spec, metric, progress)
+        finally:
+            catalog.close()
+
+
+def _replace_index(store: Datastore, catalog: Catalog, spec: str, metric: str, progress: Progress) -> str:
+    old = catalog.indexes()
+    number = old[-1].id + 1 if old else 0
+    _remove_garbage(store.path, old)
+    if spec == "auto":
+        spec = auto_spec(store.rows, store.width)
+    if spec == "exact":
+        catalog.replace_indexes(None)
+    else:
+        index = FaissIndex.build(store, spec, metric=metric, progress=progress)
+        check_index(index, store, what=f"The new index {spec}")
+        folder = _folder(store.path, number)
+        partial = folder.with_suffix(".partial")
+        with writing(partial):
+            partial.mkdir(parents=True)
+            index.save(partial / _FILE)
+            sync_folder(partial)
+            partial.rename(folder)
+            sync_folder(folder.parent)
+        catalog.replace_indexes(IndexRow(number, spec, metric, store.rows, checksum(folder / _FILE)))
+    for row in old:
+        shutil.rmtree(_folder(store.path, row.id), ignore_errors=True)
+    return spec
+
+
+def open_index(store: Datastore, *, metric: str = "l2", rerank: bool = True, device: str = "cpu") -> Index:
+    """Open the memory's index after checking it, or search exactly where there is none for this metric."""
+    for row in store.catalog.indexes():
+        if row.metric != metric:
+            continue
+        path = _folder(store.path, row.id) / _FILE
+        if not path.is_file():
+            raise DatastoreCorrupt(f"{path} is missing. Make it again with: knnlm index {store.path}")
+        index = FaissIndex.load(path, metric=metric)
+        if (index.rows, index.width, row.rows) != (store.rows, store.width, store.rows):
+            raise IndexInvalid(
+                f"{path} holds {index.rows:,} vectors of width {index.width}, but the memory has {store.rows:,} of "
+                f"width {store.width}. Make it again with: knnlm index {store.path}"
+            )
+        check_index(index, store, what=str(path))
+        return Reranked(index, store) if rerank else index
+    return ExactIndex(store, metric=metric, device=device)
+
+
+def _remove_garbage(path: Path, known: list[IndexRow]) -> None:
+    """Remove what a killed process left."""
+    names = {_folder(path, row.id).name for row in known}
+    for entry in (path / "index").glob("*"):
+        if entry.name not in names:
+            shutil.rmtree(entry)
+
+
+def _folder(path: Path, number: int) -> Path:
+    return path / "index" / f"{number:06d}"

@@ -1,0 +1,172 @@
+"""Arrays on disk: written once, then immutable. Knows nothing about models or catalogs.
+
+Rows may be written in any order and in pieces, and nothing is kept in memory; the .npy header, whose length does not
+depend on the number of rows, is written again at the end with the true one.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from contextlib import suppress
+from itertools import pairwise
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+from numpy.typing import DTypeLike, NDArray
+
+from knnlm.errors import DatastoreCorrupt, DatastoreError
+
+_PIECE = 1 << 24
+
+
+class ArrayWriter:
+    """Writes one .npy file row by row, in any order."""
+
+    def __init__(self, path: Path, dtype: DTypeLike, row_shape: tuple[int, ...] = ()) -> None:
+        self.path = path
+        self.rows = 0
+        self._dtype = np.dtype(dtype)
+        self._row_shape = row_shape
+        with writing(path):
+            self._file = path.open("wb+")
+            self._write_header()
+        self._begin = self._file.tell()
+
+    def append(self, array: NDArray[Any]) -> None:
+        """Write rows behind the last one."""
+        self.write(self.rows, array)
+
+    def write(self, row: int, array: NDArray[Any]) -> None:
+        """Write rows from this number on."""
+        data = np.ascontiguousarray(array, dtype=self._dtype)
+        assert data.shape[1:] == self._row_shape, (data.shape, self._row_shape)
+        with writing(self.path):
+            self._file.seek(self._begin + row * self._row_bytes)
+            self._file.write(data.data if data.size else b"")
+        self.rows = max(self.rows, row + len(data))
+
+    def put(self, rows: NDArray[np.int64], array: NDArray[Any]) -> None:
+        """Write rows to these numbers, one write for each run of consecutive ones."""
+        cuts = [0, *(np.flatnonzero(np.diff(rows) != 1) + 1).tolist(), len(rows)]
+        for begin, end in pairwise(cuts):
+            self.write(int(rows[begin]), array[begin:end])
+
+    def scale(self, factor: float) -> None:
+        """Multiply all that has been written, piece by piece."""
+        step = max(1, _PIECE // self._row_bytes)
+        for row in range(0, self.rows, step):
+            count = min(step, self.rows - row)
+            self._file.seek(self._begin + row * self._row_bytes)
+            data = np.frombuffer(self._file.read(count * self._row_bytes), self._dtype)
+            self.write(row, (data.astype(np.float32) * factor).reshape(count, *self._row_shape))
+
+    def close(self) -> None:
+        """Write the header and make sure that all of it is on disk."""
+        with writing(self.path):
+            self._file.seek(0)
+            self._write_header()
+            self._file.flush()
+            os.fsync(self._file.fileno())
+            self._file.close()
+
+    def abandon(self) -> None:
+        """Close without a promise: what was written is garbage."""
+        # A full disk refuses the buffered rest once more; there is nothing left to save.
+        with suppress(OSError):
+            self._file.close()
+
+    def __enter__(self) -> ArrayWriter:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is None:
+            self.close()
+        else:
+            self.abandon()
+
+    @property
+    def _row_bytes(self) -> int:
+        return self._dtype.itemsize * int(np.prod(self._row_shape, dtype=np.int64))
+
+    def _write_header(self) -> None:
+        np.lib.format.write_array_header_1_0(
+            self._file,
+            {
+                "descr": np.lib.format.dtype_to_descr(self._dtype),
+                "fortran_order": False,
+                "shape": (self.rows, *self._row_shape),
+            },
+        )
+
+
+class writing:  # noqa: N801  (used like a function)
+    """Turn an error of the disk into one of ours that names the file."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if isinstance(error, OSError):
+            raise DatastoreError(
+                f"Cannot write {self._path}: {error.strerror or error}. What was finished is kept; make room and run "
+                "the same command again."
+            ) from error
+
+
+def open_array(path: Path, dtype: DTypeLike, shape: tuple[int, ...]) -> NDArray[Any]:
+    """Map an array into memory after checking that the file is exactly what the catalog says."""
+    expected = np.dtype(dtype)
+    try:
+        with path.open("rb") as file:
+            version = np.lib.format.read_magic(file)
+            if version != (1, 0):
+                raise ValueError(f"format version {version}")
+            found_shape, fortran, found_dtype = np.lib.format.read_array_header_1_0(file)
+            begin = file.tell()
+    except FileNotFoundError:
+        raise DatastoreCorrupt(f"{path} is missing. Build the memory again, or restore the file.") from None
+    except PermissionError as error:
+        raise DatastoreError(f"Cannot read {path}: {error.strerror}.") from None
+    except (ValueError, OSError) as error:
+        raise DatastoreCorrupt(f"{path} is not a readable array ({error}). Build the memory again.") from None
+    if found_shape != shape or found_dtype != expected or fortran:
+        raise DatastoreCorrupt(
+            f"{path} holds {found_dtype} {found_shape}, but the catalog says {expected} {shape}. "
+            "Build the memory again, or restore the file."
+        )
+    size = begin + expected.itemsize * int(np.prod(shape, dtype=np.int64))
+    if path.stat().st_size != size:
+        raise DatastoreCorrupt(
+            f"{path} has {path.stat().st_size:,} bytes instead of {size:,}: it was cut short. "
+            "Build the memory again, or restore the file."
+        )
+    if 0 in shape:
+        return np.empty(shape, expected)
+    return np.memmap(path, expected, "r", begin, shape)
+
+
+def checksum(path: Path) -> str:
+    """Hash a file piece by piece."""
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while piece := file.read(_PIECE):
+            digest.update(piece)
+    return digest.hexdigest()
+
+
+def sync_folder(path: Path) -> None:
+    """Make sure that the names in a folder are on disk."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

@@ -1,0 +1,178 @@
+"""Open a memory and read it. Knows nothing about language models or search.
+
+memory/
+  catalog.db                 what exists
+  segments/000000/keys.npy   (N, D) context vectors, less `offset`, divided by the segment's scale
+  segments/000000/values.npy (N,) the token that followed each context
+  index/<id>/index.faiss     derived data, can always be made again
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from knnlm.datastore.catalog import FILE, Catalog, SegmentRow, StoredDocument
+from knnlm.datastore.segment import open_array
+from knnlm.errors import DatastoreCorrupt, DatastoreError
+
+KEYS, VALUES = "keys.npy", "values.npy"
+
+
+class Datastore:
+    """The (context vector → next token) pairs of a text collection. It is also the `Vectors` of an index.
+
+    `chunks` and `take` give keys less the store's `offset`; `shift` brings a query there. Squared distances do not
+    change under a shift, and inner products change by the same amount for all keys of a query.
+    """
+
+    def __init__(self, path: Path, catalog: Catalog) -> None:
+        self.path = path
+        self.catalog = catalog
+        self.model: dict[str, Any] = _fact(catalog, "model", dict)
+        self.window: dict[str, int] = _fact(catalog, "window", dict)
+        self.key_dtype: str = _fact(catalog, "key_dtype", str)
+        self._segments = catalog.segments()
+        offset = catalog.get("offset")
+        self.offset: Tensor | None = None if offset is None else torch.tensor(offset, dtype=torch.float32)
+        self._starts = np.array([segment.first_row for segment in self._segments], dtype=np.int64)
+        self._check_rows()
+        self._keys = [self._open(segment, KEYS) for segment in self._segments]
+        self._values = [self._open(segment, VALUES) for segment in self._segments]
+
+    @classmethod
+    def open(cls, path: str | Path) -> Datastore:
+        """Open a finished memory for reading."""
+        folder = Path(path)
+        catalog = Catalog.open(folder / FILE)
+        if catalog.get("state") != "complete":
+            raise DatastoreError(
+                f"{folder} is an unfinished build ({catalog.document_count():,} documents are in). "
+                "Run the same knnlm build again to finish it."
+            )
+        return cls(folder, catalog)
+
+    @property
+    def rows(self) -> int:
+        """The number of stored pairs."""
+        return self._segments[-1].first_row + self._segments[-1].rows if self._segments else 0
+
+    @property
+    def width(self) -> int:
+        """The number of dimensions of a key."""
+        return int(self.model["width"])
+
+    @property
+    def segments(self) -> list[SegmentRow]:
+        """The segments in the order of their rows."""
+        return list(self._segments)
+
+    @property
+    def bytes(self) -> int:
+        """The size of keys and values on disk."""
+        return sum(array.nbytes for array in (*self._keys, *self._values))
+
+    def shift(self, queries: Tensor) -> Tensor:
+        """Bring queries to where the stored keys are."""
+        return queries if self.offset is None else queries - self.offset.to(queries.device)
+
+    def chunks(self, size: int) -> Iterator[tuple[int, Tensor]]:
+        """Give (number of the first row, (n, D) float32 keys) from first to last."""
+        for segment in self._segments:
+            # Plain reads rather than the mapping: mapped pages would count as memory of this process.
+            with (self._folder(segment) / KEYS).open("rb") as file:
+                file.seek(self._keys[segment.id].offset)  # type: ignore[attr-defined]
+                for begin in range(0, segment.rows, size):
+                    count = min(size, segment.rows - begin)
+                    flat = np.fromfile(file, self.key_dtype, count * self.width)
+                    if len(flat) < count * self.width:
+                        raise DatastoreCorrupt(f"{file.name} was cut short. Build the memory again.")
+                    yield (
+                        segment.first_row + begin,
+                        self._decode(flat.reshape(count, self.width), segment.scale),
+                    )
+
+    def take(self, ids: Tensor) -> Tensor:
+        """Give the keys of these rows, (…) → (…, D) float32; an id below 0 gives zeros."""
+        flat = ids.reshape(-1).cpu().numpy()
+        keys = torch.zeros(len(flat), self.width)
+        for number, places in self._by_segment(flat):
+            segment = self._segments[number]
+            rows = self._keys[number][flat[places] - segment.first_row]
+            keys[torch.from_numpy(places)] = self._decode(rows, segment.scale)
+        return keys.reshape(*ids.shape, self.width)
+
+    def values(self, ids: Tensor) -> Tensor:
+        """Give the tokens of these rows; an id below 0 gives -1."""
+        flat = ids.reshape(-1).cpu().numpy()
+        values = np.full(len(flat), -1, dtype=np.int64)
+        for number, places in self._by_segment(flat):
+            values[places] = self._values[number][flat[places] - self._segments[number].first_row]
+        return torch.from_numpy(values).reshape(ids.shape)
+
+    def document_at(self, row: int) -> StoredDocument:
+        """Find the document that holds a row."""
+        return self.catalog.document_at(row)
+
+    def around(self, row: int, *, before: int = 20, after: int = 20) -> tuple[list[int], list[int]]:
+        """Give the tokens of the row's document before it, and from it on."""
+        document = self.document_at(row)
+        begin = max(document.first_row, row - before)
+        end = min(document.first_row + document.rows, row + after)
+        return self.values(torch.arange(begin, row)).tolist(), self.values(torch.arange(row, end)).tolist()
+
+    def close(self) -> None:
+        """Let go of the files."""
+        self.catalog.close()
+
+    def _by_segment(self, rows: NDArray[np.int64]) -> Iterator[tuple[int, NDArray[np.int64]]]:
+        """Give (segment number, places in `rows` that lie in it)."""
+        if len(rows) and rows.max() >= self.rows:
+            raise IndexError(f"row {rows.max()} of {self.rows}")
+        numbers = np.searchsorted(self._starts, rows, side="right") - 1
+        numbers[rows < 0] = -1
+        for number in np.unique(numbers):
+            if number >= 0:
+                yield int(number), np.flatnonzero(numbers == number)
+
+    def _decode(self, stored: NDArray[Any], scale: float) -> Tensor:
+        keys = torch.from_numpy(np.ascontiguousarray(stored).astype(np.float32))
+        return keys if scale == 1.0 else keys.mul_(scale)
+
+    def _folder(self, segment: SegmentRow) -> Path:
+        return segment_folder(self.path, segment.id)
+
+    def _open(self, segment: SegmentRow, name: str) -> NDArray[Any]:
+        if name == KEYS:
+            return open_array(self._folder(segment) / name, self.key_dtype, (segment.rows, self.width))
+        return open_array(self._folder(segment) / name, np.int32, (segment.rows,))
+
+    def _check_rows(self) -> None:
+        """The catalog must number segments and rows without gaps."""
+        expected = 0
+        for number, segment in enumerate(self._segments):
+            if segment.id != number or segment.first_row != expected or segment.rows < 1:
+                raise DatastoreCorrupt(
+                    f"{self.catalog.path}: segment {segment.id} begins at row {segment.first_row} with "
+                    f"{segment.rows} rows; row {expected} was expected. Build the memory again."
+                )
+            expected += segment.rows
+
+
+def segment_folder(path: Path, number: int) -> Path:
+    """Say where a segment lies."""
+    return path / "segments" / f"{number:06d}"
+
+
+def _fact(catalog: Catalog, key: str, kind: type) -> Any:
+    """Read a fact that every memory has."""
+    value = catalog.get(key)
+    if not isinstance(value, kind):
+        raise DatastoreCorrupt(f"{catalog.path} does not say the memory's {key}. Build the memory again.")
+    return value

@@ -1,0 +1,87 @@
+"""The whole way in a few minutes, on text that is on every Python machine. Knows nothing about screens.
+
+The text is Python's own language reference as `pydoc` carries it. Whole topics are held out, and since topics quote
+each other, every paragraph that also stands in a held-out topic is left out of the memory.
+"""
+
+from __future__ import annotations
+
+import math
+import zlib
+from dataclasses import dataclass
+from pathlib import Path
+
+from knnlm.corpus import Document
+from knnlm.datastore import build
+from knnlm.evaluation import Evaluation, evaluate
+from knnlm.explanation import TokenExplanation, explain
+from knnlm.lm import CausalLM
+from knnlm.mixture import Mixture
+from knnlm.progress import Progress, silent
+from knnlm.tuning import tune
+
+STORE, HELD_OUT = 130_000, 22_000  # characters: some 36,000 and 6,000 tokens
+
+
+@dataclass(frozen=True)
+class Split:
+    """Documents to remember, to choose settings on, and to report on."""
+
+    store: list[Document]
+    valid: list[Document]
+    test: list[Document]
+
+
+def split_topics(store: int = STORE, held_out: int = HELD_OUT) -> Split:
+    """Deal whole topics into three parts by a hash of their names, up to so many characters."""
+    from pydoc_data.topics import topics
+
+    names = sorted(topics, key=lambda name: zlib.crc32(name.encode()))
+    parts: dict[str, list[Document]] = {"test": [], "valid": [], "store": []}
+    seen: set[str] = set()
+    for part, room in (("test", held_out), ("valid", held_out), ("store", store)):
+        while names and room > 0:
+            name = names.pop()
+            fresh = [paragraph for paragraph in topics[name].split("\n\n") if _normal(paragraph) not in seen]
+            text = "\n\n".join(fresh)[: max(room, 2000)]
+            if len(text) < 200:
+                continue
+            room -= len(text)
+            parts[part].append(Document(id=name, source=f"pydoc:{name}", text=text))
+        # A paragraph of one part is in no later part; inside a part repeats may stay.
+        for document in parts[part]:
+            seen.update(_normal(paragraph) for paragraph in document.text.split("\n\n"))
+    return Split(**parts)
+
+
+@dataclass(frozen=True)
+class Demonstration:
+    """What the demo shows."""
+
+    mixture: Mixture
+    evaluation: Evaluation
+    telling: list[TokenExplanation]
+    prompt: str
+
+
+def demonstrate(path: Path, lm: CausalLM, *, parts: Split, progress: Progress = silent) -> Demonstration:
+    """Build, tune, evaluate, and pick the tokens for which the memory spoke most tellingly."""
+    build(
+        parts.store, path, lm=lm, total=sum(len(document.text) for document in parts.store), progress=progress
+    ).close()
+    tune(Mixture.open(path, lm), parts.valid, sources=[document.source for document in parts.valid], progress=progress)
+    mixture = Mixture.open(path, lm)
+    evaluation = evaluate(mixture, parts.test, progress=progress)
+    longest = max(parts.test, key=lambda document: len(document.text))
+    prompt = " ".join(longest.text[:1500].split()[:40])
+    return Demonstration(mixture, evaluation, telling_tokens(mixture, longest.text[:1500]), prompt)
+
+
+def telling_tokens(mixture: Mixture, text: str, count: int = 3) -> list[TokenExplanation]:
+    """Choose the tokens of a text that the memory made most probable, among those that are words."""
+    words = [token for token in explain(mixture, text) if token.token.strip().isalpha() and len(token.token) > 3]
+    return sorted(words, key=lambda token: math.log(token.p / token.p_lm), reverse=True)[:count]
+
+
+def _normal(paragraph: str) -> str:
+    return " ".join(paragraph.split())

@@ -1,0 +1,180 @@
+"""Measure a mixture on text: perplexity per token, per word, bits per byte. Knows nothing about indexes or stores."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from knnlm.corpus import Document
+from knnlm.errors import CorpusError, ParameterError
+from knnlm.lm import CausalLM, Reading, WindowShape
+from knnlm.mixture import Mixture
+from knnlm.progress import Progress, silent
+
+_GROUP = 8192  # tokens that are packed into batches together
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """What a mixture makes of a text. Perplexities are per token unless they say otherwise."""
+
+    documents: int
+    tokens: int
+    words: int
+    bytes: int
+    base_perplexity: float
+    perplexity: float
+    oracle_perplexity: float  # per token the better of the model and the memory: what no mixture can beat by choosing
+    lambda_: float
+    k: int
+    temperature: float
+    metric: str
+    seconds: float
+
+    @property
+    def gain(self) -> float:
+        """How much lower the perplexity is with the memory, as a fraction."""
+        return 1 - self.perplexity / self.base_perplexity
+
+    @property
+    def tokens_per_second(self) -> float:
+        """How fast the text was evaluated."""
+        return self.tokens / self.seconds if self.seconds else 0.0
+
+    def as_dict(self) -> dict[str, Any]:
+        """Give every figure under the name it has in `--json`."""
+        return {
+            "documents": self.documents,
+            "tokens": self.tokens,
+            "words": self.words,
+            "bytes": self.bytes,
+            "base_perplexity": self.base_perplexity,
+            "perplexity": self.perplexity,
+            "gain": self.gain,
+            "oracle_perplexity": self.oracle_perplexity,
+            "base_word_perplexity": _power(self.base_perplexity, self.tokens / self.words),
+            "word_perplexity": _power(self.perplexity, self.tokens / self.words),
+            "base_bits_per_byte": math.log2(self.base_perplexity) * self.tokens / self.bytes,
+            "bits_per_byte": math.log2(self.perplexity) * self.tokens / self.bytes,
+            "lambda": self.lambda_,
+            "k": self.k,
+            "temperature": self.temperature,
+            "metric": self.metric,
+            "seconds": self.seconds,
+            "tokens_per_second": self.tokens_per_second,
+        }
+
+
+@dataclass
+class Tally:
+    """How much text has been read."""
+
+    documents: int = 0
+    tokens: int = 0
+    words: int = 0
+    bytes: int = 0
+
+    def add(self, text: str, tokens: int) -> None:
+        """Count one document."""
+        self.documents += 1
+        self.tokens += tokens
+        self.words += len(text.split())
+        self.bytes += len(text.encode())
+
+
+def evaluate(
+    mixture: Mixture,
+    documents: Iterable[Document],
+    *,
+    limit: int | None = None,
+    batch_tokens: int = 1024,
+    progress: Progress = silent,
+) -> Evaluation:
+    """Score every token of the documents with the model alone and with the mixture."""
+    begin = time.perf_counter()
+    tally = Tally()
+    sums = torch.zeros(3, dtype=torch.float64)
+    for _, reading in read_all(
+        mixture.lm,
+        documents,
+        mixture.window,
+        tally=tally,
+        limit=limit,
+        batch_tokens=batch_tokens,
+        progress=progress,
+    ):
+        assert reading.logits is not None
+        prediction = mixture.predict(reading.logits, reading.keys)
+        base, memory = (part.of(reading.targets) for part in prediction.parts)
+        best = torch.maximum(base, memory)
+        mixed = prediction.of(reading.targets)
+        sums += torch.stack([base, mixed, best]).double().sum(1).cpu()
+    base_loss, loss, best_loss = (-sums / tally.tokens).tolist()
+    return Evaluation(
+        documents=tally.documents,
+        tokens=tally.tokens,
+        words=tally.words,
+        bytes=tally.bytes,
+        base_perplexity=_exp(base_loss),
+        perplexity=_exp(loss),
+        oracle_perplexity=_exp(best_loss),
+        lambda_=mixture.weight,
+        k=mixture.memory.k,
+        temperature=mixture.memory.temperature,
+        metric=mixture.memory.index.metric,
+        seconds=time.perf_counter() - begin,
+    )
+
+
+def read_all(
+    lm: CausalLM,
+    documents: Iterable[Document],
+    window: WindowShape,
+    *,
+    tally: Tally,
+    limit: int | None = None,
+    batch_tokens: int = 1024,
+    progress: Progress = silent,
+) -> Iterator[tuple[int, Reading]]:
+    """Read whole documents until `limit` tokens are reached; give (row of the group's first token, reading)."""
+    if limit is not None and limit < 1:
+        raise ParameterError(f"limit must be at least 1 token, not {limit}.")
+    first = 0
+    with progress("evaluating", total=limit) as advance:
+        for group in _groups(lm, documents, limit, tally):
+            for reading in lm.read(group, window, batch_tokens=batch_tokens):
+                yield first, reading
+                advance(len(reading.rows))
+            first += sum(map(len, group))
+    if not tally.tokens:
+        raise CorpusError("There is no text to evaluate on: no document has a token.")
+
+
+def _groups(lm: CausalLM, documents: Iterable[Document], limit: int | None, tally: Tally) -> Iterator[list[list[int]]]:
+    """Tokenise documents and gather some thousand tokens of them."""
+    group: list[list[int]] = []
+    for document in documents:
+        tokens = lm.encode(document.text)
+        group.append(tokens)
+        tally.add(document.text, len(tokens))
+        enough = limit is not None and tally.tokens >= limit
+        if enough or sum(map(len, group)) >= _GROUP:
+            yield group
+            group = []
+        if enough:
+            return
+    if group:
+        yield group
+
+
+def _exp(loss: float) -> float:
+    return math.exp(loss) if loss < 700 else math.inf
+
+
+def _power(perplexity: float, tokens_per_word: float) -> float:
+    return _exp(math.log(perplexity) * tokens_per_word) if math.isfinite(perplexity) else math.inf

@@ -1,0 +1,221 @@
+"""A language model with a memory as a transformers model. Knows nothing about how the memory finds neighbours.
+
+`KnnForCausalLM` holds the base model as an ordinary sub-module and calls it; it replaces nothing in it. Its logits are
+log-probabilities of the mixture, so sampling, beams, streaming and pipelines work as with any other model.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import os
+import shutil
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GenerationMixin,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+from transformers.modeling_outputs import CausalLMOutputWithPast
+
+from knnlm.errors import DatastoreError, ModelError
+from knnlm.lm import CausalLM
+from knnlm.mixture import DEFAULTS, Mixture
+
+_BASE, _MEMORY = "base", "memory"
+
+
+class KnnConfig(PreTrainedConfig):
+    """The base model's configuration, where the memory lies, and how it is mixed."""
+
+    model_type = "knnlm"
+    sub_configs = {"text_config": AutoConfig}  # noqa: RUF012  (transformers reads a plain dict)
+
+    def __init__(
+        self,
+        text_config: PreTrainedConfig | dict[str, Any] | None = None,
+        *,
+        memory: str | None = None,
+        k: int = DEFAULTS["k"],
+        temperature: float = DEFAULTS["temperature"],
+        weight: float = DEFAULTS["lambda"],
+        metric: str = "l2",
+        **kwargs: Any,
+    ) -> None:
+        if isinstance(text_config, dict):
+            text_config = AutoConfig.for_model(**text_config)
+        self.text_config = text_config
+        self.memory = memory
+        self.k = k
+        self.knn_temperature = kwargs.pop("knn_temperature", temperature)
+        self.weight = weight
+        self.metric = metric
+        super().__init__(**kwargs)
+
+
+class KnnForCausalLM(PreTrainedModel, GenerationMixin):
+    """p = (1-λ)·p_LM + λ·p_kNN, as a model that transformers can generate with."""
+
+    config: KnnConfig
+    config_class = KnnConfig
+    base_model_prefix = ""
+    # The base model has its own say in all of these; this class adds no attention of its own.
+    _supports_sdpa = True
+    _supports_flash_attn = True
+    _supports_flex_attn = True
+    _supports_attention_backend = True
+
+    def __init__(self, mixture: Mixture) -> None:
+        base = mixture.lm.model
+        config = KnnConfig(
+            copy.deepcopy(base.config),
+            memory=str(mixture.memory.store.path.resolve()),
+            k=mixture.memory.k,
+            temperature=mixture.memory.temperature,
+            weight=mixture.weight,
+            metric=mixture.memory.index.metric,
+            bos_token_id=base.config.bos_token_id,
+            eos_token_id=base.config.eos_token_id,
+            pad_token_id=base.config.pad_token_id,
+        )
+        super().__init__(config)
+        self.base = base
+        self.mixture = mixture
+        self.generation_config = copy.deepcopy(base.generation_config)
+        self._base_arguments = inspect.signature(base.forward).parameters
+
+    @classmethod
+    def from_memory(cls, path: str | os.PathLike[str], lm: CausalLM | None = None, **settings: Any) -> KnnForCausalLM:
+        """Open a memory with the model it was built with; settings as for `Mixture.open`."""
+        return cls(Mixture.open(Path(path), lm, **settings))
+
+    @property
+    def tokenizer(self) -> PreTrainedTokenizerBase:
+        """The base model's tokenizer."""
+        return self.mixture.lm.tokenizer
+
+    def get_input_embeddings(self) -> torch.nn.Module:
+        """The base model's input embeddings."""
+        return self.base.get_input_embeddings()
+
+    def get_output_embeddings(self) -> torch.nn.Module:
+        """The base model's output embeddings."""
+        return cast(torch.nn.Module, self.base.get_output_embeddings())
+
+    def prepare_inputs_for_generation(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """Let the base model prepare its own inputs: it is the one that reads them."""
+        base: Any = self.base
+        return cast(dict[str, Any], base.prepare_inputs_for_generation(*args, **kwargs))
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        past_key_values: Any = None,
+        inputs_embeds: Tensor | None = None,
+        labels: Tensor | None = None,
+        use_cache: bool | None = None,
+        logits_to_keep: int | Tensor = 0,
+        return_dict: bool | None = None,  # noqa: ARG002  (the output is always a dictionary)
+        **others: Any,
+    ) -> CausalLMOutputWithPast:
+        """Read keys and logits from one pass of the base model; return log p of the mixture as logits."""
+        # `generate` looks at this signature to see what a model takes; the base model may take less.
+        offered = {
+            "attention_mask": attention_mask,
+            "position_ids": position_ids,
+            "past_key_values": past_key_values,
+            "inputs_embeds": inputs_embeds,
+            "use_cache": use_cache,
+            "logits_to_keep": logits_to_keep,
+        }
+        inputs = {name: value for name, value in offered.items() if name in self._base_arguments and value is not None}
+        with self.mixture.lm.key_layer.capture() as kept:
+            output = self.base(input_ids=input_ids, return_dict=True, **inputs, **others)
+        logits = output.logits
+        if logits.shape[1] == kept[-1].shape[1] and isinstance(logits_to_keep, int):
+            logits = logits[:, -logits_to_keep:]  # 0 keeps all of them
+        positions = slice(-logits.shape[1], None) if isinstance(logits_to_keep, int) else logits_to_keep
+        keys = kept[-1][:, positions].float()  # (B, T', D)
+        mixed = self.mixture.predict(logits.flatten(0, 1), keys.flatten(0, 1)).dense().log_()
+        log_p = mixed.unflatten(0, logits.shape[:2])
+        loss: Any = None
+        if labels is not None:
+            # log p sums to one already, so its cross entropy is -log p of the label.
+            loss = torch.nn.functional.cross_entropy(log_p[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+        return CausalLMOutputWithPast(
+            loss=loss,
+            logits=log_p,
+            past_key_values=output.get("past_key_values"),
+            hidden_states=output.get("hidden_states"),
+            attentions=output.get("attentions"),
+        )
+
+    def save_pretrained(  # type: ignore[override]
+        self, save_directory: str | os.PathLike[str], *, copy_memory: bool = False, **kwargs: Any
+    ) -> None:
+        """Write the base model as an ordinary folder inside this one, and name the memory or copy it along."""
+        folder = Path(save_directory)
+        self.base.save_pretrained(folder / _BASE, **kwargs)
+        self.tokenizer.save_pretrained(folder / _BASE)
+        self.tokenizer.save_pretrained(folder)
+        config = copy.deepcopy(self.config)
+        config.architectures = [type(self).__name__]
+        if copy_memory:
+            shutil.copytree(self.mixture.memory.store.path, folder / _MEMORY, dirs_exist_ok=True)
+            config.memory = _MEMORY
+        config.save_pretrained(folder)
+        self.generation_config.save_pretrained(folder)
+
+    @classmethod
+    def from_pretrained(  # type: ignore[override]
+        cls, pretrained_model_name_or_path: str | os.PathLike[str], *model_args: Any, **kwargs: Any
+    ) -> KnnForCausalLM:
+        """Open what `save_pretrained` wrote; other arguments (dtype, device_map, …) go to the base model."""
+        folder = Path(pretrained_model_name_or_path)
+        config = kwargs.pop("config", None) or KnnConfig.from_pretrained(folder)
+        if not isinstance(config, KnnConfig) or config.memory is None:
+            raise ModelError(f"{folder} does not name a memory. Save one with KnnForCausalLM.save_pretrained.")
+        memory = folder / config.memory  # an absolute path stays as it is
+        if not memory.exists():
+            raise DatastoreError(
+                f"{folder} uses the memory {memory}, which is not there. Bring it back, or save with copy_memory=True."
+            )
+        kwargs.setdefault("dtype", "auto")
+        base = AutoModelForCausalLM.from_pretrained(folder / _BASE, *model_args, **_for_base(kwargs))
+        tokenizer = AutoTokenizer.from_pretrained(folder / _BASE)
+        mixture = _open_mixture(memory, base, tokenizer, config)
+        return cls(mixture)
+
+
+def _for_base(kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Drop what the Auto classes add about this class rather than about the base model."""
+    return {
+        name: value for name, value in kwargs.items() if name not in ("_from_auto", "adapter_kwargs", "_commit_hash")
+    }
+
+
+def _open_mixture(
+    memory: Path, base: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, config: KnnConfig
+) -> Mixture:
+    from knnlm.datastore import Datastore
+
+    store = Datastore.open(memory)
+    place: dict[str, Any] = {"key_layer": store.model["key_layer"], "layer": store.model["layer"]}
+    lm = CausalLM(base, tokenizer, name=store.model["name"], **place)
+    return Mixture.open(
+        memory, lm, k=config.k, temperature=config.knn_temperature, weight=config.weight, metric=config.metric
+    )
+
+
+AutoConfig.register(KnnConfig.model_type, KnnConfig)
+AutoModelForCausalLM.register(KnnConfig, KnnForCausalLM)

@@ -1,0 +1,61 @@
+"""What every index is. Knows nothing about tokens or language models.
+
+Distances are squared L2, or minus the inner product: in both, smaller is nearer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+from knnlm.errors import ParameterError
+
+METRICS = ("l2", "ip")
+
+
+@dataclass(frozen=True)
+class Neighbours:
+    """The nearest rows of each query, nearest first."""
+
+    ids: Tensor  # (N, k) int64; -1 where there are fewer than k
+    distances: Tensor  # (N, k) float32, ascending; inf where the id is -1
+
+
+class Vectors(Protocol):
+    """Vectors that may be larger than memory."""
+
+    @property
+    def rows(self) -> int: ...
+    @property
+    def width(self) -> int: ...
+    def chunks(self, size: int) -> Iterator[tuple[int, Tensor]]:
+        """Give (number of the first row, (n, D) float32) from first to last."""
+
+    def take(self, ids: Tensor) -> Tensor:
+        """Give the rows of these ids, (…) → (…, D) float32; an id below 0 gives zeros."""
+
+
+class Index(Protocol):
+    """Finds the nearest vectors."""
+
+    metric: str
+
+    def search(self, queries: Tensor, k: int) -> Neighbours:
+        """Find the k nearest rows of each of (N, D) queries."""
+
+
+def check_search(queries: Tensor, k: int, width: int) -> None:
+    """Refuse what no index can answer."""
+    if k < 1:
+        raise ParameterError(f"k must be at least 1, not {k}.")
+    if queries.ndim != 2 or queries.shape[1] != width:
+        raise ParameterError(f"queries have shape {tuple(queries.shape)}, but the keys have width {width}.")
+
+
+def check_metric(metric: str) -> None:
+    """Refuse an unknown metric."""
+    if metric not in METRICS:
+        raise ParameterError(f"Unknown metric {metric!r}: use {' or '.join(METRICS)}.")

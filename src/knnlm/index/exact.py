@@ -1,0 +1,116 @@
+"""Search by comparing with every vector. The oracle for other indexes. Knows nothing about tokens.
+
+Keys are read in blocks and pass by once for all queries. A block's distances are one matrix product; most of them are
+farther than the k-th best so far, so only the survivors of that comparison are sorted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from knnlm.index.base import Neighbours, Vectors, check_metric, check_search
+from knnlm.index.rerank import remeasure
+
+_BLOCK = 8192  # keys at a time
+_QUERIES = 512  # queries at a time: (512, 8192) float32 distances are 16 MB
+_ROUNDING = 1e-6  # of a float32 sum of some hundred squares, relative
+_RESIDENT = 1 << 29  # keep keys in memory as float32 up to this many bytes
+
+
+class ExactIndex:
+    """Compare with every vector, on any torch device."""
+
+    def __init__(self, vectors: Vectors, *, metric: str = "l2", device: torch.device | str = "cpu") -> None:
+        check_metric(metric)
+        self.metric = metric
+        self._vectors = vectors
+        self._device = torch.device(device)
+        self._centre = self._find_centre()
+        self._largest = torch.zeros((), device=self._device)  # largest |k|² met so far
+        self._resident: list[tuple[int, Tensor, Tensor]] | None = None
+        if vectors.rows * vectors.width * 4 <= _RESIDENT:
+            self._resident = list(self._blocks())
+
+    def search(self, queries: Tensor, k: int) -> Neighbours:
+        """Find the k nearest rows of each of (N, D) queries."""
+        check_search(queries, k, self._vectors.width)
+        queries = queries.to(self._device, torch.float32) - self._centre
+        distances = torch.full((len(queries), k), torch.inf, device=self._device)
+        ids = torch.full((len(queries), k), -1, device=self._device)
+        for first, keys, squares in self._resident if self._resident is not None else self._blocks():
+            for begin in range(0, len(queries), _QUERIES):
+                part = slice(begin, begin + _QUERIES)
+                found = self._compare(queries[part], keys, squares)
+                _merge(distances[part], ids[part], found, first)
+        ids[distances == torch.inf] = -1
+        if self.metric == "l2":
+            squares = queries.square().sum(1, keepdim=True)  # (N, 1)
+            distances += squares
+            distances.clamp_(min=0)  # a key that is its own query can come out a rounding error below
+            if self._is_coarse(distances, squares):
+                return remeasure(self._vectors, queries + self._centre, ids, metric=self.metric)
+        return Neighbours(ids, distances)
+
+    def _is_coarse(self, distances: Tensor, squares: Tensor) -> bool:
+        """Say whether rounding in |q|² + |k|² - 2q·k is more than a thousandth of a usual distance."""
+        usual = distances[distances.isfinite()]
+        if not len(usual):
+            return False
+        return bool(_ROUNDING * (squares.median() + self._largest) > 1e-3 * usual.median())
+
+    def _compare(self, queries: Tensor, keys: Tensor, squares: Tensor) -> Tensor:
+        """Give (n, R) distances, less the query's own square, which does not change the order."""
+        if self.metric == "ip":
+            return -(queries @ keys.T)
+        return torch.addmm(squares, queries, keys.T, alpha=-2)
+
+    def _blocks(self) -> Iterator[tuple[int, Tensor, Tensor]]:
+        for first, block in self._vectors.chunks(_BLOCK):
+            keys = block.to(self._device) - self._centre
+            squares = keys.square().sum(1)
+            self._largest = torch.maximum(self._largest, squares.max())
+            yield first, keys, squares
+
+    def _find_centre(self) -> Tensor:
+        """Take a mean out of keys and queries: |q|² + |k|² - 2q·k loses digits when all of them are far from zero.
+
+        Inner products are not the same after a shift, so there the centre is zero.
+        """
+        if self.metric == "l2":
+            for _, block in self._vectors.chunks(_BLOCK):
+                return block.mean(0).to(self._device)
+        return torch.zeros(self._vectors.width, device=self._device)
+
+
+def _merge(best: Tensor, ids: Tensor, found: Tensor, first: int) -> None:
+    """Put what is nearer than the k-th best so far into `best` and `ids`, in place."""
+    k = best.shape[1]
+    nearer = found < best[:, -1:]
+    most = int(nearer.sum(1).max())
+    if most == 0:
+        return
+    if most > found.shape[1] // 4:
+        candidates, columns = found.topk(min(k, found.shape[1]), largest=False)
+    else:
+        candidates, columns = _pack(found, nearer, most)
+    distances = torch.cat([best, candidates], 1)
+    numbers = torch.cat([ids, columns + first], 1)
+    order = distances.topk(k, largest=False, sorted=True).indices
+    best.copy_(distances.gather(1, order))
+    ids.copy_(numbers.gather(1, order))
+
+
+def _pack(found: Tensor, nearer: Tensor, most: int) -> tuple[Tensor, Tensor]:
+    """Move the marked entries of each row to the left: (n, R) → (n, most), the rest inf."""
+    rows, columns = nearer.nonzero(as_tuple=True)
+    starts = nearer.sum(1).cumsum(0).roll(1)
+    starts[0] = 0
+    places = torch.arange(len(rows), device=rows.device) - starts[rows]
+    candidates = found.new_full((len(found), most), torch.inf)
+    numbers = torch.zeros((len(found), most), dtype=torch.int64, device=found.device)
+    candidates[rows, places] = found[rows, columns]
+    numbers[rows, places] = columns
+    return candidates, numbers

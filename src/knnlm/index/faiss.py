@@ -1,0 +1,155 @@
+"""Approximate search with FAISS, the only module that imports it. Knows nothing about tokens.
+
+An index is trained on a sample and filled block by block, so memory is bounded by the index, not by the keys.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from knnlm.errors import IndexInvalid, ParameterError
+from knnlm.index.base import Neighbours, Vectors, check_metric, check_search
+from knnlm.progress import Progress, silent
+
+_BLOCK = 16384
+_SEED = 1234
+
+
+class FaissIndex:
+    """A FAISS index behind the `Index` protocol."""
+
+    def __init__(self, index: Any, *, metric: str = "l2") -> None:
+        self.metric = metric
+        self._index = index
+
+    @classmethod
+    def build(
+        cls,
+        vectors: Vectors,
+        spec: str,
+        *,
+        metric: str = "l2",
+        nprobe: int | None = None,
+        progress: Progress = silent,
+    ) -> FaissIndex:
+        """Train and fill an index from a FAISS factory string, such as `IVF256,PQ64`."""
+        check_metric(metric)
+        faiss = _faiss()
+        kind = faiss.METRIC_INNER_PRODUCT if metric == "ip" else faiss.METRIC_L2
+        try:
+            index = faiss.index_factory(vectors.width, spec, kind)
+        except RuntimeError as error:
+            raise ParameterError(
+                f"FAISS does not understand the index {spec!r} for vectors of width {vectors.width}: "
+                f"{_reason(error)}. Use auto, exact, or a factory string such as IVF256,PQ{_pieces(vectors.width)}."
+            ) from None
+        if not index.is_trained:
+            _train(index, spec, vectors, progress)
+        with progress("filling the index", total=vectors.rows, unit="keys") as advance:
+            for _, block in vectors.chunks(_BLOCK):
+                index.add(block.numpy())
+                advance(len(block))
+        _set_nprobe(index, nprobe)
+        return cls(index, metric=metric)
+
+    def save(self, path: Path) -> None:
+        """Write the index to a file."""
+        try:
+            _faiss().write_index(self._index, str(path))
+        except RuntimeError as error:
+            raise OSError(_reason(error)) from None
+
+    @classmethod
+    def load(cls, path: Path, *, metric: str = "l2") -> FaissIndex:
+        """Read an index from a file."""
+        try:
+            return cls(_faiss().read_index(str(path)), metric=metric)
+        except RuntimeError as error:
+            raise IndexInvalid(
+                f"{path} is not a readable index ({_reason(error)}). Make it again with: knnlm index MEMORY"
+            ) from None
+
+    @property
+    def rows(self) -> int:
+        """The number of vectors in the index."""
+        return int(self._index.ntotal)
+
+    @property
+    def width(self) -> int:
+        """The number of dimensions of a vector."""
+        return int(self._index.d)
+
+    def search(self, queries: Tensor, k: int) -> Neighbours:
+        """Find about the k nearest rows of each of (N, D) queries; distances are those of the codes."""
+        check_search(queries, k, self.width)
+        if not self.rows or not len(queries):
+            shape = (len(queries), k)
+            return Neighbours(torch.full(shape, -1), torch.full(shape, torch.inf))
+        wanted = min(k, self.rows)
+        scores, ids = self._index.search(np.ascontiguousarray(queries.detach().cpu().float().numpy()), wanted)
+        distances = torch.from_numpy(scores)
+        found = torch.from_numpy(ids)
+        if self.metric == "ip":
+            distances = -distances
+        distances.masked_fill_(found < 0, torch.inf)
+        if wanted < k:
+            found = torch.nn.functional.pad(found, (0, k - wanted), value=-1)
+            distances = torch.nn.functional.pad(distances, (0, k - wanted), value=torch.inf)
+        return Neighbours(found.to(queries.device), distances.to(queries.device))
+
+
+def auto_spec(rows: int, width: int) -> str:
+    """Choose an index from the size of a store: `exact` while that is cheap, then lists that grow with its root."""
+    if rows <= 200_000:
+        return "exact"
+    lists = 1 << round(np.log2(4 * np.sqrt(rows)))
+    return f"IVF{lists},PQ{_pieces(width)}"
+
+
+def _pieces(width: int) -> int:
+    """Choose how many bytes a code has: about 8 dimensions a byte, a divisor of the width."""
+    return max(pieces for pieces in range(1, min(width, 64) + 1) if width % pieces == 0)
+
+
+def _train(index: Any, spec: str, vectors: Vectors, progress: Progress) -> None:
+    """Train on as many vectors as the centroids need, taken evenly from all."""
+    faiss = _faiss()
+    lists = getattr(faiss.try_extract_index_ivf(index), "nlist", 0)
+    wanted = min(vectors.rows, max(64 * lists, 20_000))
+    picked = torch.linspace(0, vectors.rows - 1, wanted, dtype=torch.float64).long().unique()
+    with progress("training the index", total=1, unit="steps") as advance:
+        sample = np.ascontiguousarray(vectors.take(picked).numpy())
+        try:
+            index.train(sample)
+        except RuntimeError as error:
+            raise ParameterError(
+                f"The index {spec!r} cannot be trained on {vectors.rows:,} keys: {_reason(error)}. "
+                "Use fewer lists, or --index exact."
+            ) from None
+        advance(1)
+
+
+def _set_nprobe(index: Any, nprobe: int | None) -> None:
+    """Look into a share of the lists that finds most neighbours; FAISS looks into one if not told."""
+    ivf = _faiss().try_extract_index_ivf(index)
+    if ivf is not None:
+        ivf.nprobe = min(nprobe or max(16, ivf.nlist // 32), ivf.nlist)
+
+
+def _reason(error: Exception) -> str:
+    """Keep what FAISS says went wrong, without its C++ file names and line numbers."""
+    return " ".join(str(error).split("Error: ")[-1].split())[:160] or type(error).__name__
+
+
+def _faiss() -> Any:
+    # Imported late: it takes a while, and machines without it can still search exactly.
+    try:
+        import faiss
+    except ImportError:
+        raise ParameterError("This index needs FAISS: pip install faiss-cpu, or use --index exact.") from None
+    return faiss

@@ -1,0 +1,255 @@
+"""Read text with a decoder-only model: hidden states and next-token logits. Knows nothing about stores or memories.
+
+A key is the hidden state at one place of the model (see `key_layers`) at the position that predicts a token. Keys and
+logits come out of one forward pass through ordinary hooks; nothing of the model is replaced, and outside a call of
+this class the model behaves as if the class did not exist.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+
+from knnlm.errors import ModelError, ParameterError
+from knnlm.lm import bundled
+from knnlm.lm.fingerprint import tokenizer_fingerprint, weights_fingerprint
+from knnlm.lm.key_layers import PLACES, check_causal, find_key_layer
+from knnlm.lm.windows import Window, WindowShape, batches, windows
+
+
+@dataclass(frozen=True)
+class Reading:
+    """What one batch of windows gave: for each scored position its row, key, target and, if asked for, logits."""
+
+    rows: Tensor  # (N,) numbers of the targets, counted through all documents of the call
+    keys: Tensor  # (N, D) float32
+    targets: Tensor  # (N,)
+    logits: Tensor | None  # (N, V)
+
+
+class CausalLM:
+    """A decoder, its tokenizer, and the place its keys are read from."""
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        name: str | None = None,
+        key_layer: str = PLACES[0],
+        layer: int = -1,
+    ) -> None:
+        check_causal(model)
+        self.model = model
+        self.tokenizer = tokenizer
+        self.name = name or getattr(model.config, "_name_or_path", "") or type(model).__name__
+        self.key_layer = find_key_layer(model, key_layer, layer)
+        self.vocab_size: int = model.config.get_text_config().vocab_size
+        self.start_token = _start_token(tokenizer)
+        if len(tokenizer) > self.vocab_size:
+            raise ModelError(
+                f"The tokenizer of {self.name} has {len(tokenizer):,} tokens, but the model only {self.vocab_size:,}: "
+                "they do not belong together."
+            )
+
+    @classmethod
+    def open(
+        cls,
+        name: str = bundled.NAME,
+        *,
+        key_layer: str = PLACES[0],
+        layer: int = -1,
+        device: str = "auto",
+        dtype: str = "auto",
+    ) -> CausalLM:
+        """Open the bundled model, a local folder, a .gguf file or a hub name."""
+        where = _device(device)
+        model, tokenizer = load(name, dtype=_dtype(dtype, where))
+        return cls(model.to(where), tokenizer, name=name, key_layer=key_layer, layer=layer)  # type: ignore[arg-type]
+
+    @property
+    def device(self) -> torch.device:
+        """Where the model lives."""
+        return self.model.device
+
+    @property
+    def width(self) -> int:
+        """The number of dimensions of a key."""
+        return self.key_layer.width
+
+    @property
+    def longest(self) -> int | None:
+        """The most tokens that the model can read at once, None where its positions have no end."""
+        config = self.model.config.get_text_config()
+        # Relative positions (ALiBi) have no end, whatever number the configuration carries.
+        if getattr(config, "alibi", False):
+            return None
+        limit = getattr(config, "max_position_embeddings", None)
+        return int(limit) if isinstance(limit, int) and limit > 0 else None
+
+    @cached_property
+    def identity(self) -> dict[str, Any]:
+        """What a store must remember of the model that made its keys."""
+        return {
+            "name": self.name,
+            "class": type(self.model).__name__,
+            "weights": weights_fingerprint(self.model),
+            "tokenizer": tokenizer_fingerprint(self.tokenizer),
+            "start_token": self.start_token,
+            "vocab_size": self.vocab_size,
+            "width": self.width,
+            "key_layer": self.key_layer.place,
+            "layer": self.key_layer.layer,
+            "layers": self.key_layer.layers,
+            "key_module": self.key_layer.module,
+        }
+
+    def window(self, context: int | None = None, stride: int | None = None) -> WindowShape:
+        """Choose the window: 1,024 tokens, moved on by half, or what the model can read if that is less."""
+        if context is not None and self.longest is not None and context > self.longest:
+            raise ParameterError(
+                f"context {context:,} is longer than the {self.longest:,} tokens that {self.name} can read at once. "
+                f"Use --context {self.longest} or less."
+            )
+        context = context if context is not None else min(1024, self.longest or 1024)
+        return WindowShape(context, stride if stride is not None else max(1, context // 2))
+
+    def encode(self, text: str) -> list[int]:
+        """Turn text into tokens, without special ones."""
+        # verbose=False: a document may be longer than the model reads at once; windows see to that.
+        return list(self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """Turn tokens into text, as they were."""
+        return str(self.tokenizer.decode(list(tokens), clean_up_tokenization_spaces=False))
+
+    def prompt(self, text: str, *, room: int = 0) -> list[int]:
+        """Turn the beginning of a document into tokens, and refuse one that leaves no room for what is to follow."""
+        tokens = [self.start_token, *self.encode(text)]
+        if self.longest is not None and len(tokens) + room > self.longest:
+            raise ParameterError(
+                f"The prompt has {len(tokens):,} tokens and {room:,} more are wanted, but {self.name} can read only "
+                f"{self.longest:,}. Shorten the prompt, or ask for fewer new tokens."
+            )
+        return tokens
+
+    def read(
+        self,
+        documents: Sequence[Sequence[int]],
+        shape: WindowShape,
+        *,
+        batch_tokens: int = 2048,
+        logits: bool = True,
+    ) -> Iterator[Reading]:
+        """Read documents in windows of like length; the rows of a reading say which targets it holds."""
+        ready: list[Window] = []
+        row = 0
+        for document in documents:
+            ready.extend(windows(document, shape, start_token=self.start_token, row=row))
+            row += len(document)
+        for batch in batches(ready, batch_tokens):
+            yield self._read_batch(batch, logits=logits)
+
+    @torch.inference_mode()
+    def _read_batch(self, batch: list[Window], *, logits: bool) -> Reading:
+        longest = len(batch[0].tokens)
+        # Padding goes to the right, where no earlier position looks, so no mask is needed.
+        ids = torch.full((len(batch), longest), self.start_token)
+        scored = torch.zeros(len(batch), longest, dtype=torch.bool)
+        for i, window in enumerate(batch):
+            ids[i, : len(window.tokens)] = torch.as_tensor(window.tokens)
+            scored[i, len(window.tokens) - len(window.targets) : len(window.tokens)] = True
+        scored = scored.to(self.device)
+        keys, output = self.forward(ids.to(self.device), logits=logits)
+        rows = torch.cat([torch.arange(w.row, w.row + len(w.targets)) for w in batch])
+        targets = torch.cat([torch.as_tensor(w.targets) for w in batch])
+        return Reading(
+            rows=rows,
+            keys=keys[scored].float(),
+            targets=targets.to(self.device),
+            logits=None if output is None else output[scored],
+        )
+
+    def forward(self, ids: Tensor, *, logits: bool = True) -> tuple[Tensor, Tensor | None]:
+        """Give keys (B, T, D) and logits (B, T, V) of a batch; without logits the pass ends at the key layer."""
+        with evaluating(self.model), self.key_layer.capture(stop=not logits) as kept:
+            output = self.model(input_ids=ids, use_cache=False)
+            # Not reached without logits: capturing the key ends the pass, and the LM head never runs.
+            return kept[-1], output.logits
+        return kept[-1], None
+
+
+@contextmanager
+def evaluating(model: PreTrainedModel) -> Iterator[None]:
+    """Switch dropout off for a while, and leave every module as it was."""
+    training = [module for module in model.modules() if module.training]
+    for module in training:
+        module.training = False
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True
+
+
+def load(name: str, *, dtype: torch.dtype | None = None) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """Load a model and its tokenizer from the bundled package, a folder, a .gguf file or a hub name."""
+    place: str | Path = name
+    if name == bundled.NAME:
+        place = bundled.bundled_folder()
+    elif name.endswith(".gguf") and Path(name).is_file():
+        file = Path(name).resolve()
+        place = bundled.cache_folder() / f"{file.stem}-{file.stat().st_size}-{file.stat().st_mtime_ns}"
+        if not place.exists():
+            bundled.unpack(file, place)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(place)
+        model = AutoModelForCausalLM.from_pretrained(place, dtype=dtype or "auto")
+    except (OSError, ValueError, KeyError) as error:
+        reason = " ".join(str(error).split())
+        raise ModelError(
+            f"Cannot open the model {name}: {reason[:300]} "
+            "Give --model a local folder with config.json, weights and tokenizer, a .gguf file, or a hub name."
+        ) from None
+    return model, tokenizer
+
+
+def _start_token(tokenizer: PreTrainedTokenizerBase) -> int:
+    """Choose what a document begins with: BOS, or EOS where there is no BOS."""
+    for token in (tokenizer.bos_token_id, tokenizer.eos_token_id):
+        if isinstance(token, int):
+            return token
+    raise ModelError(
+        "The tokenizer has neither a BOS nor an EOS token, so a document has nothing to begin with. "
+        "Set tokenizer.bos_token."
+    )
+
+
+def _device(name: str) -> torch.device:
+    """Turn `auto` into the fastest device there is."""
+    if name != "auto":
+        try:
+            return torch.device(name)
+        except RuntimeError:
+            raise ParameterError(f"Unknown device {name!r}: use auto, cpu, cuda, cuda:0, mps.") from None
+    if torch.cuda.is_available():
+        return torch.device("cuda")
+    return torch.device("mps" if torch.backends.mps.is_available() else "cpu")
+
+
+def _dtype(name: str, device: torch.device) -> torch.dtype:
+    """Turn `auto` into float32 on a CPU, where it is exact and repeatable, and bfloat16 elsewhere."""
+    if name == "auto":
+        return torch.float32 if device.type == "cpu" else torch.bfloat16
+    known = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+    if name not in known:
+        raise ParameterError(f"Unknown dtype {name!r}: use auto, {', '.join(known)}.")
+    return known[name]

@@ -1,0 +1,60 @@
+"""Cut documents into windows that a model can read. Knows nothing about models.
+
+A document is its start token and then its tokens; its targets are the tokens, all of them. The first window of a
+document scores every target in it. Each later window scores the next `stride` targets and reads at least
+`context - stride` earlier tokens, which it does not score again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from knnlm.errors import ParameterError
+
+
+@dataclass(frozen=True)
+class WindowShape:
+    """How many tokens a window reads, and by how many the next one moves on."""
+
+    context: int = 1024
+    stride: int = 512
+
+    def __post_init__(self) -> None:
+        if self.context < 1:
+            raise ParameterError(f"context must be at least 1, not {self.context}.")
+        if not 1 <= self.stride <= self.context:
+            raise ParameterError(f"stride must be from 1 to the context ({self.context}), not {self.stride}.")
+
+
+@dataclass(frozen=True)
+class Window:
+    """Input tokens; the last `len(targets)` positions are scored, their rows start at `row`."""
+
+    tokens: Sequence[int]
+    targets: Sequence[int]
+    row: int
+
+
+def windows(document: Sequence[int], shape: WindowShape, *, start_token: int, row: int = 0) -> Iterator[Window]:
+    """Cut one document into windows; `row` numbers its first target."""
+    inputs = [start_token, *document[:-1]]
+    scored = 0
+    begin = 0
+    while scored < len(document):
+        end = min(begin + shape.context, len(document))
+        yield Window(inputs[begin:end], document[scored:end], row + scored)
+        scored = end
+        begin += shape.stride
+
+
+def batches(ready: Sequence[Window], batch_tokens: int) -> Iterator[list[Window]]:
+    """Group windows of like length, so that little of a batch is padding; the order is the same every time."""
+    batch: list[Window] = []
+    for window in sorted(ready, key=lambda window: -len(window.tokens)):
+        if batch and (len(batch) + 1) * len(batch[0].tokens) > batch_tokens:
+            yield batch
+            batch = []
+        batch.append(window)
+    if batch:
+        yield batch

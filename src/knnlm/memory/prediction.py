@@ -1,0 +1,71 @@
+"""Next-token distributions at N positions, dense or sparse. Knows nothing about where they come from."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+_ROWS = 128  # of a (N, V) tensor at a time, so that no second tensor of that size is made
+
+
+class Prediction(Protocol):
+    """What every part of a mixture gives. A row may abstain: it has no opinion, and its weight goes to the others."""
+
+    def of(self, targets: Tensor) -> Tensor:
+        """Give the (N,) log-probabilities of one token a row, without building (N, V)."""
+
+    def dense(self) -> Tensor:
+        """Give the (N, V) probabilities; a row that abstains is all zeros."""
+
+    def abstains(self) -> Tensor:
+        """Mark the (N,) rows without an opinion."""
+
+
+@dataclass(frozen=True)
+class Logits:
+    """What a language model says: softmax over the whole vocabulary."""
+
+    logits: Tensor  # (N, V)
+
+    def of(self, targets: Tensor) -> Tensor:
+        """Give the (N,) log-probabilities of one token a row."""
+        parts = [
+            rows.gather(1, wanted[:, None])[:, 0].float() - rows.float().logsumexp(1)
+            for rows, wanted in zip(self.logits.split(_ROWS), targets.split(_ROWS), strict=True)
+        ]
+        return torch.cat(parts) if parts else torch.zeros(0, device=self.logits.device)
+
+    def dense(self) -> Tensor:
+        """Give the (N, V) probabilities."""
+        return self.logits.float().softmax(1)
+
+    def abstains(self) -> Tensor:
+        """A language model always has an opinion."""
+        return torch.zeros(len(self.logits), dtype=torch.bool, device=self.logits.device)
+
+
+@dataclass(frozen=True)
+class Votes:
+    """What neighbours say: k tokens and their weights, which sum to 1 in each row that does not abstain."""
+
+    values: Tensor  # (N, k); -1 where there is no neighbour
+    log_weights: Tensor  # (N, k) float32; -inf where there is no neighbour
+    vocab_size: int
+
+    def of(self, targets: Tensor) -> Tensor:
+        """Give the (N,) log-probabilities of one token a row: -inf where no neighbour voted for it."""
+        voted = self.values == targets[:, None]
+        return self.log_weights.masked_fill(~voted, -torch.inf).logsumexp(1)
+
+    def dense(self) -> Tensor:
+        """Give the (N, V) probabilities."""
+        probs = self.log_weights.new_zeros(len(self.values), self.vocab_size)
+        # Neighbours often share a token, so add rather than assign; a missing one adds nothing to token 0.
+        return probs.scatter_add_(1, self.values.clamp(min=0), self.log_weights.exp())
+
+    def abstains(self) -> Tensor:
+        """Mark the (N,) rows that have no neighbour."""
+        return (self.values < 0).all(1)

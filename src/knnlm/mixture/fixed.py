@@ -1,0 +1,55 @@
+"""Mix predictions with the same weights everywhere. Knows nothing about what is mixed.
+
+p(y | x) = w_0 · p_LM(y | x) + Σ_m w_m · p_m(y | x)
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from knnlm.errors import ParameterError
+from knnlm.memory import Prediction
+
+
+@dataclass(frozen=True)
+class Mixed:
+    """A weighted sum of predictions. It is a prediction itself. The first part is the language model's."""
+
+    parts: Sequence[Prediction]
+    weights: Tensor  # (N, M), rows sum to 1
+
+    def of(self, targets: Tensor) -> Tensor:
+        """Give the (N,) log-probabilities of one token a row, summed in the log domain."""
+        logs = torch.stack([part.of(targets) for part in self.parts], 1)  # (N, M)
+        return (logs + self.weights.log()).logsumexp(1)
+
+    def dense(self) -> Tensor:
+        """Give the (N, V) probabilities."""
+        probs = self.parts[0].dense().mul_(self.weights[:, :1])
+        for number, part in enumerate(self.parts[1:], 1):
+            probs += part.dense().mul_(self.weights[:, number : number + 1])
+        return probs
+
+    def abstains(self) -> Tensor:
+        """Mark the (N,) rows where no part has an opinion."""
+        return torch.stack([part.abstains() for part in self.parts], 1).all(1)
+
+
+def check_lambda(weight: float) -> None:
+    """Refuse a λ that is not a probability."""
+    if not (math.isfinite(weight) and 0 <= weight <= 1):
+        raise ParameterError(f"lambda must be from 0 to 1, not {weight}.")
+
+
+def mix(parts: Sequence[Prediction], weights: Sequence[float]) -> Mixed:
+    """Mix parts by fixed weights; the weight of a part that abstains goes to the first part, the language model."""
+    abstains = torch.stack([part.abstains() for part in parts], 1)  # (N, M)
+    given = torch.tensor(weights, device=abstains.device).expand(abstains.shape)
+    kept = given.masked_fill(abstains, 0)
+    kept[:, 0] += (given - kept).sum(1)
+    return Mixed(parts, kept)

@@ -1,0 +1,23 @@
+"""How long work tells how far it is. Knows nothing about the work or about screens."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Protocol
+
+Advance = Callable[[int], None]
+
+
+class Progress(Protocol):
+    """Opens one bar: `with progress("reading", total=100, unit="tokens") as advance: advance(10)`."""
+
+    def __call__(
+        self, what: str, *, total: int | None = None, unit: str = "tokens"
+    ) -> AbstractContextManager[Advance]: ...
+
+
+@contextmanager
+def silent(what: str, *, total: int | None = None, unit: str = "tokens") -> Iterator[Advance]:  # noqa: ARG001
+    """Show nothing: the library's default."""
+    yield lambda _: None

@@ -1,0 +1,207 @@
+"""Choose k, τ and λ from a trace. Knows nothing about models or how neighbours are found.
+
+For every k and τ, the vote for the target is a sum over its hits; for every λ, the likelihood is one logarithm a token:
+
+    log p = m + log((1-λ)·e^(log p_LM - m) + λ·e^(log p_kNN - m)),   m = max(log p_LM, log p_kNN)
+"""
+
+from __future__ import annotations
+
+import math
+import tempfile
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from knnlm.corpus import Document
+from knnlm.datastore.builder import writer_lock
+from knnlm.datastore.catalog import FILE, Catalog
+from knnlm.errors import ParameterError
+from knnlm.mixture import Mixture, check_lambda
+from knnlm.progress import Progress, silent
+from knnlm.trace import Trace, record
+
+_BLOCK = 1024  # tokens at a time
+KS = (1, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
+LAMBDAS = tuple(round(0.01 * step, 2) for step in range(100))
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """The perplexity of a trace for every setting."""
+
+    ks: tuple[int, ...]
+    temperatures: tuple[float, ...]
+    lambdas: tuple[float, ...]
+    perplexity: NDArray[np.float64]  # (len(ks), len(temperatures), len(lambdas))
+    base_perplexity: float
+    tokens: int
+    seconds: float
+
+    @property
+    def best(self) -> tuple[int, float, float, float]:
+        """Give k, τ, λ and their perplexity."""
+        k, temperature, weight = np.unravel_index(self.perplexity.argmin(), self.perplexity.shape)
+        return (
+            self.ks[k],
+            self.temperatures[temperature],
+            self.lambdas[weight],
+            float(self.perplexity[k, temperature, weight]),
+        )
+
+    def at_edge(self) -> list[str]:
+        """Name the settings whose best value is the last one tried, so that a wider sweep may find a better one."""
+        k, temperature, weight = self.best[:3]
+        edges = {
+            "temperature": temperature in (self.temperatures[0], self.temperatures[-1]) and len(self.temperatures) > 1,
+            "lambda": weight == self.lambdas[-1] and len(self.lambdas) > 1,
+            "k": k == self.ks[-1] and len(self.ks) > 1,
+        }
+        return [name for name, edge in edges.items() if edge and weight > 0]
+
+
+def sweep(
+    trace: Trace,
+    *,
+    ks: Sequence[int] | None = None,
+    temperatures: Sequence[float] | None = None,
+    lambdas: Sequence[float] = LAMBDAS,
+) -> Sweep:
+    """Compute the perplexity of every combination of settings."""
+    begin = time.perf_counter()
+    widest = trace.distances.shape[1]
+    chosen_ks = _check_ks(ks, widest)
+    chosen = tuple(sorted(set(temperatures))) if temperatures else temperature_grid(trace)
+    if any(not (value > 0 and math.isfinite(value)) for value in chosen):
+        raise ParameterError(f"temperatures must be above 0, not {min(chosen)}.")
+    for value in lambdas:
+        check_lambda(value)
+    weights = torch.tensor(sorted(set(lambdas)), dtype=torch.float32)
+    sums = torch.zeros(len(chosen_ks), len(chosen), len(weights), dtype=torch.float64)
+    base = 0.0
+    for start in range(0, len(trace), _BLOCK):
+        part = slice(start, start + _BLOCK)
+        log_p = torch.from_numpy(np.array(trace.log_p[part]))
+        distances = torch.from_numpy(np.array(trace.distances[part]))
+        hits = torch.from_numpy(trace.values[part] == trace.targets[part, None])
+        base += float(log_p.double().sum())
+        for number, temperature in enumerate(chosen):
+            votes = target_votes(distances, hits, chosen_ks, temperature)
+            sums[:, number] += _mixed_sums(log_p, votes, weights)
+    return Sweep(
+        ks=chosen_ks,
+        temperatures=chosen,
+        lambdas=tuple(float(f"{value:.6g}") for value in weights.tolist()),
+        perplexity=(-sums / max(1, len(trace))).exp().numpy(),
+        base_perplexity=math.exp(-base / max(1, len(trace))),
+        tokens=len(trace),
+        seconds=time.perf_counter() - begin,
+    )
+
+
+def target_votes(distances: Tensor, hits: Tensor, ks: Sequence[int], temperature: float) -> Tensor:
+    """Give (len(ks), n) log p_kNN of the target: the share of the weight of the k nearest that hits have."""
+    # Relative to the nearest: weights do not change, and the largest exponent is 0.
+    weights = ((distances[:, :1] - distances) / temperature).exp_()  # (n, K)
+    weights.nan_to_num_(nan=0.0)  # a row without any neighbour: inf - inf
+    total = weights.new_zeros(len(ks), len(distances))
+    hit = torch.zeros_like(total)
+    last = 0
+    for number, k in enumerate(ks):
+        piece = slice(last, k)
+        total[number] = weights[:, piece].sum(1)
+        hit[number] = (weights[:, piece] * hits[:, piece]).sum(1)
+        last = k
+    total, hit = total.cumsum(0), hit.cumsum(0)
+    votes = (hit / total).log()
+    return votes.masked_fill(total == 0, torch.nan)  # no neighbour at all: no opinion
+
+
+def _mixed_sums(log_p: Tensor, votes: Tensor, weights: Tensor) -> Tensor:
+    """Give (len(ks), len(weights)) sums over the tokens of log((1-λ)p_LM + λp_kNN)."""
+    votes = torch.where(votes.isnan(), log_p, votes)  # who has no opinion leaves the word to the model
+    largest = torch.maximum(log_p, votes)  # (K, n)
+    model, memory = (log_p - largest).exp(), (votes - largest).exp()
+    sums = torch.empty(len(votes), len(weights), dtype=torch.float64)
+    for number, weight in enumerate(weights.tolist()):
+        sums[:, number] = torch.lerp(model, memory, weight).log_().sum(1).double()
+    sums += largest.double().sum(1)[:, None]
+    # With all the weight on one side, the other side's exponential is no floor against underflow.
+    sums[:, weights == 0] = log_p.double().sum()
+    sums[:, weights == 1] = votes.double().sum(1)[:, None]
+    return sums
+
+
+def temperature_grid(trace: Trace, count: int = 20) -> tuple[float, ...]:
+    """Choose temperatures by how far apart neighbours are, which differs a thousandfold between models."""
+    sample = np.array(trace.distances[:: max(1, len(trace) // 2000)])
+    last = np.where(np.isfinite(sample), sample, -np.inf).max(1, initial=-np.inf)
+    spread = (last - sample[:, 0])[np.isfinite(last) & np.isfinite(sample[:, 0])]
+    typical = float(np.median(spread)) if len(spread) else 1.0
+    typical = typical if typical > 0 else 1.0
+    grid = np.geomspace(typical / 300, typical * 3, count)
+    return tuple(sorted({float(f"{value:.3g}") for value in grid}))
+
+
+def _check_ks(ks: Sequence[int] | None, widest: int) -> tuple[int, ...]:
+    wanted = sorted(set(ks)) if ks else [*(k for k in KS if k < widest), widest]
+    if wanted[0] < 1 or wanted[-1] > widest:
+        raise ParameterError(
+            f"k must be from 1 to {widest}, the neighbours in the trace; not {wanted[0]}…{wanted[-1]}."
+        )
+    return tuple(wanted)
+
+
+def tune(
+    mixture: Mixture,
+    documents: Iterable[Document],
+    *,
+    sources: Sequence[str] = (),
+    limit: int | None = None,
+    ks: Sequence[int] | None = None,
+    temperatures: Sequence[float] | None = None,
+    lambdas: Sequence[float] = LAMBDAS,
+    progress: Progress = silent,
+) -> Sweep:
+    """Read a text, choose k, τ and λ on it, and store the choice in the memory."""
+    with tempfile.TemporaryDirectory(prefix="knnlm-") as folder:
+        trace = record(
+            mixture,
+            documents,
+            Path(folder) / "trace",
+            k=max(ks) if ks else KS[-1],
+            sources=sources,
+            limit=limit,
+            progress=progress,
+        )
+        result = sweep(trace, ks=ks, temperatures=temperatures, lambdas=lambdas)
+        choose(mixture.memory.store.path, result, trace)
+    return result
+
+
+def choose(path: Path, result: Sweep, trace: Trace) -> None:
+    """Store the best settings of a sweep in a memory, with the text they were chosen on."""
+    k, temperature, weight, perplexity = result.best
+    with writer_lock(path):
+        catalog = Catalog.open(path / FILE, write=True)
+        try:
+            catalog.put(
+                choice={
+                    "k": k,
+                    "temperature": temperature,
+                    "lambda": weight,
+                    "metric": trace.facts["metric"],
+                    "chosen_on": trace.facts["text"],
+                    "tokens": result.tokens,
+                    "base_perplexity": result.base_perplexity,
+                    "perplexity": perplexity,
+                }
+            )
+        finally:
+            catalog.close()

@@ -1,0 +1,49 @@
+"""Fixtures that many tests share: a tiny real model with a real tokenizer, and text it can read."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+from knnlm import CausalLM, Datastore, Document, build
+from models import TEXT, tiny, tiny_tokenizer
+
+# Two test processes with two threads each wait for one another more than they compute; and a sum is rounded by how
+# many threads share it, which tests of equal bytes would see.
+torch.set_num_threads(1)
+os.environ["OMP_NUM_THREADS"] = "1"  # for the processes that tests start
+
+WORDS = TEXT.split()
+
+
+def documents(count: int, *, words: int = 30, start: int = 0) -> list[Document]:
+    """Make different documents out of the same words."""
+    made = []
+    for number in range(start, start + count):
+        chosen = [WORDS[(number * 7 + step * (1 + number % 5)) % len(WORDS)] for step in range(words + number % 11)]
+        made.append(Document(id=f"d{number}", source=f"text.jsonl:{number + 1}", text=" ".join(chosen)))
+    return made
+
+
+@pytest.fixture(scope="session")
+def lm() -> CausalLM:
+    """A tiny llama."""
+    return CausalLM(tiny("llama"), tiny_tokenizer(), name="tiny-llama")
+
+
+@pytest.fixture(scope="session")
+def store(lm: CausalLM, tmp_path_factory: pytest.TempPathFactory) -> Datastore:
+    """A memory of forty short documents, in several segments."""
+    return build(documents(40), tmp_path_factory.mktemp("store") / "memory", lm=lm, segment_rows=500)
+
+
+@pytest.fixture(scope="session")
+def model_folder(lm: CausalLM, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tiny model as a folder, for the command line."""
+    folder = tmp_path_factory.mktemp("model") / "tiny"
+    lm.model.save_pretrained(folder)
+    lm.tokenizer.save_pretrained(folder)
+    return folder

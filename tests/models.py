@@ -1,0 +1,150 @@
+"""Tiny real models and a tiny real tokenizer, made in a moment from configurations. Downloads nothing.
+
+Every family has width 32, 3 layers and room for 320 tokens; all weights are random, those of norms too, so
+that no two norms agree and no norm is close to the identity.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import lru_cache
+
+import torch
+import transformers as hf
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+VOCABULARY = 320
+WIDTH = 32
+LAYERS = 3
+
+EOS, BOS = "<eos>", "<bos>"
+
+TEXT = """
+The memory of a model is a list of contexts, and each context remembers the token that came after it. When
+the model reads a new context, it looks for old contexts that are near, and lets them vote. The near ones
+speak loudly, the far ones softly. A model that has a memory can learn a new fact without training: the fact
+is written down once, and it is found again when it is needed. In 1998 the library had 20 rooms; in 2024 it
+has 3. "Where are the others?" asked Anna. "They are closed," said the librarian, "but the books are still
+there, and you may read them."
+""".strip()
+
+
+def _config(name: str, **options: object) -> hf.PretrainedConfig:
+    common = {"vocab_size": VOCABULARY, "bos_token_id": 1, "eos_token_id": 0, "pad_token_id": 0}
+    return hf.CONFIG_MAPPING[name](**{**common, **options})
+
+
+def _long(name: str, **options: object) -> Callable[[], hf.PreTrainedModel]:
+    """A family whose configuration uses the long names."""
+    shape = {
+        "hidden_size": WIDTH,
+        "num_hidden_layers": LAYERS,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "intermediate_size": 80,
+        "max_position_embeddings": 128,
+    }
+    return lambda: hf.AutoModelForCausalLM.from_config(_config(name, **{**shape, **options}))
+
+
+def _short(name: str, **options: object) -> Callable[[], hf.PreTrainedModel]:
+    """A family whose configuration uses names of its own."""
+    return lambda: hf.AutoModelForCausalLM.from_config(_config(name, **options))
+
+
+_GPT = {"n_embd": WIDTH, "n_layer": LAYERS, "n_head": 4, "n_positions": 128}
+_FALCON = {"hidden_size": WIDTH, "num_hidden_layers": LAYERS, "num_attention_heads": 4}
+_OPT = {"ffn_dim": 80, "word_embed_proj_dim": WIDTH}
+_EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 48}
+
+FAMILIES: dict[str, Callable[[], hf.PreTrainedModel]] = {
+    "gpt2": _short("gpt2", **_GPT),
+    "gpt_neox": _long("gpt_neox", use_parallel_residual=True),
+    "gpt_neox_sequential": _long("gpt_neox", use_parallel_residual=False),
+    "gpt_neo": _short(
+        "gpt_neo",
+        hidden_size=WIDTH,
+        num_layers=LAYERS,
+        num_heads=4,
+        attention_types=[[["global", "local", "global"], 1]],
+        window_size=64,
+        max_position_embeddings=128,
+    ),
+    "gptj": _short("gptj", **_GPT, rotary_dim=4),
+    "opt": _long("opt", **_OPT),
+    "opt_post_norm": _long("opt", **_OPT, do_layer_norm_before=False),
+    "bloom": _short("bloom", hidden_size=WIDTH, n_layer=LAYERS, n_head=4),
+    "falcon": _short("falcon", **_FALCON, multi_query=True, parallel_attn=True),
+    "falcon_new": _short("falcon", **_FALCON, new_decoder_architecture=True, num_kv_heads=2),
+    "falcon_sequential": _short("falcon", **_FALCON, parallel_attn=False, alibi=True, multi_query=False, bias=True),
+    "llama": _long("llama"),
+    "mistral": _long("mistral", sliding_window=64),
+    "qwen2": _long("qwen2"),
+    "qwen3": _long("qwen3", head_dim=8),
+    "gemma2": _long("gemma2", head_dim=8, query_pre_attn_scalar=8, sliding_window=64),
+    "gemma3": _long("gemma3_text", head_dim=8, query_pre_attn_scalar=8, sliding_window=64),
+    "phi": _long("phi"),
+    "phi3": _long("phi3"),
+    "olmo": _long("olmo"),
+    "olmo2": _long("olmo2"),
+    "mixtral": _long("mixtral", num_local_experts=4, num_experts_per_tok=2),
+    "qwen3_moe": _long("qwen3_moe", head_dim=8, num_experts=4, **_EXPERTS),
+    "cohere": _long("cohere"),
+    "mpt": _short("mpt", d_model=WIDTH, n_layers=LAYERS, n_heads=4, max_seq_len=128),
+    "starcoder2": _long("starcoder2"),
+    "stablelm": _long("stablelm"),
+    "dbrx": _short(
+        "dbrx",
+        d_model=WIDTH,
+        n_layers=LAYERS,
+        n_heads=4,
+        max_seq_len=128,
+        attn_config={"kv_n_heads": 2, "clip_qkv": 8, "rope_theta": 10000.0},
+        ffn_config={"ffn_hidden_size": 48, "moe_num_experts": 4, "moe_top_k": 2, "hidden_size": WIDTH},
+    ),
+    "bert_decoder": _long("bert", is_decoder=True),
+}
+
+
+def tiny(family: str, *, seed: int = 0) -> hf.PreTrainedModel:
+    """A new tiny model of a family, the same for the same seed; in evaluation mode and float32."""
+    return randomise(FAMILIES[family], seed=seed)
+
+
+def randomise(make: Callable[[], hf.PreTrainedModel], *, seed: int = 0) -> hf.PreTrainedModel:
+    """Make a model and draw all its weights, without touching the caller's random state."""
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        torch.manual_seed(seed)
+        model = make().float().eval()
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.normal_(std=0.2)
+            else:
+                parameter.add_(torch.randn_like(parameter), alpha=0.2)
+    return model
+
+
+@lru_cache
+def _trained(bos: bool) -> str:
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=300,
+        special_tokens=[EOS, BOS] if bos else [EOS],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator([TEXT], trainer)
+    return tokenizer.to_str()
+
+
+def tiny_tokenizer(*, bos: bool = True) -> hf.PreTrainedTokenizerFast:
+    """A byte-level tokenizer of 300 tokens for any text; adds no special tokens, and pads with <eos>."""
+    return hf.PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer.from_str(_trained(bos)),
+        bos_token=BOS if bos else None,
+        eos_token=EOS,
+        pad_token=EOS,
+        clean_up_tokenization_spaces=False,
+    )

@@ -1,0 +1,659 @@
+"""What goes in as files, comes out as documents; what cannot be read says where and why."""
+
+from __future__ import annotations
+
+import gzip
+import io
+import json
+import lzma
+import os
+import random
+import shutil
+import subprocess
+import sys
+import tempfile
+import tracemalloc
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import zstandard
+from hypothesis import given
+from hypothesis import strategies as st
+
+from knnlm import corpus
+from knnlm.corpus import LONGEST, Document, Survey, read, survey
+from knnlm.errors import CorpusError, MissingExtra
+
+PACK: dict[str, Callable[[bytes], bytes]] = {
+    "": lambda data: data,
+    ".gz": gzip.compress,
+    ".xz": lzma.compress,
+    ".zst": zstandard.ZstdCompressor().compress,
+}
+
+
+def write(path: Path, content: str | bytes) -> str:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    return str(path)
+
+
+def jsonl(path: Path, *records: object) -> str:
+    return write(path, "".join(json.dumps(record) + "\n" for record in records))
+
+
+def parquet(path: Path, **columns: Any) -> str:
+    pq.write_table(pa.table(columns), path)
+    return str(path)
+
+
+def failure(*inputs: str | os.PathLike[str], **options: Any) -> str:
+    """The message of the error that reading raises, which must be one line."""
+    with pytest.raises(CorpusError) as caught:
+        list(read(*inputs, **options))
+    message = str(caught.value)
+    assert "\n" not in message
+    return message
+
+
+def texts(*inputs: str, **options: Any) -> list[str]:
+    return [document.text for document in read(*inputs, **options)]
+
+
+def in_another_process(code: str, typed: bytes = b"") -> bytes:
+    """What a program prints that uses this module and, to start fast, nothing else of the package."""
+    package = f"knnlm = type(sys)('knnlm'); knnlm.__path__ = [{str(Path(corpus.__file__).parent)!r}]"
+    program = f"import sys; {package}; sys.modules['knnlm'] = knnlm\n{code}"
+    return subprocess.run([sys.executable, "-c", program], input=typed, stdout=subprocess.PIPE, check=True).stdout
+
+
+# Files of every kind
+
+
+@pytest.mark.parametrize("packing", PACK)
+@pytest.mark.parametrize("suffix", [".txt", ".md", ".TXT"])
+def test_a_text_file_is_one_document(tmp_path: Path, suffix: str, packing: str) -> None:
+    path = write(tmp_path / f"a{suffix}{packing}", PACK[packing]("Grüße\n\nan alle 🎈\n".encode()))
+    assert list(read(path)) == [Document(path, path, "Grüße\n\nan alle 🎈\n")]
+
+
+@pytest.mark.parametrize("packing", PACK)
+def test_a_jsonl_file_is_a_document_per_line(tmp_path: Path, packing: str) -> None:
+    lines = b'{"text": "one", "id": "first"}\n\n  \r\n{"id": 7, "text": "two"}\r\n{"text": "three", "id": null}'
+    path = write(tmp_path / f"a.jsonl{packing}", PACK[packing](lines))
+    assert list(read(path)) == [
+        Document("first", f"{path}:1", "one"),
+        Document("7", f"{path}:4", "two"),
+        Document(f"{path}:5", f"{path}:5", "three"),
+    ]
+
+
+@pytest.mark.parametrize("own", [True, 1.5, ["x"], ""])
+def test_an_id_that_is_no_name_is_not_used(tmp_path: Path, own: object) -> None:
+    path = jsonl(tmp_path / "a.jsonl", {"id": own, "text": "one"})
+    assert [document.id for document in read(path)] == [f"{path}:1"]
+
+
+def test_a_parquet_file_is_a_document_per_row_over_batches_and_row_groups(tmp_path: Path) -> None:
+    table = pa.table({"other": list(range(500)), "text": [f"row {i}" for i in range(500)]})
+    pq.write_table(table, tmp_path / "a.parquet", row_group_size=150)
+    path = str(tmp_path / "a.parquet")
+    assert list(read(path)) == [Document(f"{path}:{i + 1}", f"{path}:{i + 1}", f"row {i}") for i in range(500)]
+
+
+def test_a_parquet_row_has_its_own_id_and_null_is_an_empty_text(tmp_path: Path) -> None:
+    path = parquet(tmp_path / "a.parquet", id=[5, 6, 7], body=["five", None, "seven"])
+    found = list(read(path, text_field="body"))
+    assert found == [Document("5", f"{path}:1", "five"), Document("7", f"{path}:3", "seven")]
+
+
+def test_text_field_chooses_the_field_of_jsonl(tmp_path: Path) -> None:
+    path = jsonl(tmp_path / "a.jsonl", {"text": "no", "body": "yes"})
+    assert texts(path, text_field="body") == ["yes"]
+
+
+def test_a_zst_file_may_have_several_frames(tmp_path: Path) -> None:
+    pack = PACK[".zst"]
+    path = write(tmp_path / "a.txt.zst", pack(b"one ") + pack(b"two ") + pack(os.urandom(5000).hex().encode()))
+    [text] = texts(path)
+    assert text.startswith("one two ")
+    assert len(text) == 8 + 10000
+
+
+@given(st.lists(st.text().filter(lambda text: "\0" not in text), min_size=1), st.booleans())
+def test_text_goes_through_jsonl_unchanged(written: list[str], ascii_only: bool) -> None:
+    lines = [json.dumps({"text": text}, ensure_ascii=ascii_only) for text in ["begin", *written]]
+    with tempfile.TemporaryDirectory() as folder:
+        path = write(Path(folder, "a.jsonl"), "\n".join(lines))
+        expected = ["begin", *(text.replace("\r\n", "\n") for text in written if text.strip())]
+        assert texts(path) == expected
+
+
+def test_standard_input_is_one_document() -> None:
+    assert list(read("-", stdin=io.BytesIO(b"hello\r\nthere"))) == [Document("-", "-", "hello\nthere")]
+
+
+def test_standard_input_of_a_real_process_is_read() -> None:
+    code = "from knnlm.corpus import read; print(ascii([d.text for d in read('-')]))"
+    assert in_another_process(code, typed=b"caf\xc3\xa9").strip() == rb"['caf\xe9']"
+
+
+def test_closed_standard_input_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdin", None)
+    assert "standard input is closed" in failure("-")
+
+
+# Newlines, marks, bytes
+
+
+def test_a_byte_order_mark_is_dropped_at_the_beginning_only(tmp_path: Path) -> None:
+    text = write(tmp_path / "a.txt", b"\xef\xbb\xbfone \xef\xbb\xbf two")
+    lines = write(tmp_path / "a.jsonl", b'\xef\xbb\xbf{"text": "three"}')
+    assert texts(text, lines) == ["one \ufeff two", "three"]
+
+
+@given(st.lists(st.sampled_from(["\r", "\n", "\r\n", "\ufeff", "é", "🎈", "a"])), st.integers(1, 7))
+def test_decoding_does_not_depend_on_where_the_chunks_end(pieces: list[str], size: int) -> None:
+    data = "".join(pieces).encode()
+    chunks = [data[i : i + size] for i in range(0, len(data), size)]
+    expected = data.decode("utf-8-sig").replace("\r\n", "\n")
+    assert "".join(corpus._decoded(chunks, "name")) == expected
+
+
+@given(st.binary(max_size=12), st.binary(max_size=12), st.integers(1, 7))
+def test_invalid_utf8_is_found_where_python_finds_it(before: bytes, after: bytes, size: int) -> None:
+    data = (before + b"\n\xff" + after).replace(b"\0", b"\n")
+    with pytest.raises(UnicodeDecodeError) as oracle:
+        data.decode()
+    at = oracle.value.start
+    with pytest.raises(CorpusError) as caught:
+        list(corpus._decoded([data[i : i + size] for i in range(0, len(data), size)], "name"))
+    line = data[:at].count(b"\n") + 1
+    assert str(caught.value).startswith(f"name:{line}: invalid UTF-8 at byte offset {at} ")
+
+
+@pytest.mark.parametrize("packing", PACK)
+def test_invalid_utf8_in_a_text_names_file_line_and_offset(tmp_path: Path, packing: str) -> None:
+    before = "é line\n".encode() * 100_000  # more than one chunk
+    path = write(tmp_path / f"a.txt{packing}", PACK[packing](before + b"caf\xe9 noir"))
+    message = failure(path)
+    assert f"{path}:100001: invalid UTF-8 at byte offset {len(before) + 3} " in message
+    assert "iconv" in message
+
+
+def test_invalid_utf8_in_jsonl_names_file_line_and_offset(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.jsonl", b'{"text": "one"}\n{"text": "caf\xe9"}\n')
+    assert f"{path}:2: invalid UTF-8 at byte offset 29 " in failure(path)
+
+
+def test_a_text_that_ends_within_a_character_is_invalid(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.txt", "one\ntwo é".encode()[:-1])
+    assert f"{path}:2: invalid UTF-8 at byte offset 8 " in failure(path)
+
+
+@pytest.mark.parametrize("content", [b"\x89PNG\r\n\x00\x00", b"a\0b", "utf16".encode("utf-16")])
+@pytest.mark.parametrize("suffix", [".txt", ".jsonl"])
+def test_a_binary_file_is_recognised(tmp_path: Path, content: bytes, suffix: str) -> None:
+    path = write(tmp_path / f"a{suffix}", content)
+    assert f"{path} looks like a binary file" in failure(path)
+
+
+@pytest.mark.parametrize(("text", "words"), [("a\0b", "looks like a binary file"), ("a\ud800b", "surrogate")])
+def test_characters_that_are_no_text_are_refused_in_records(tmp_path: Path, text: str, words: str) -> None:
+    path = jsonl(tmp_path / "a.jsonl", {"text": "fine"}, {"text": text})
+    message = failure(path)
+    assert f"{path}:2: " in message
+    assert words in message
+
+
+@pytest.mark.parametrize("packing", [".gz", ".xz", ".zst"])
+@pytest.mark.parametrize("suffix", [".txt", ".jsonl"])
+def test_a_truncated_file_is_an_error(tmp_path: Path, suffix: str, packing: str) -> None:
+    content = PACK[packing](json.dumps({"text": random.Random(0).randbytes(5000).hex()}).encode())
+    # Cut within the data, and just before the end.
+    for end in (len(content) // 2, len(content) - 1):
+        path = write(tmp_path / f"a{suffix}{packing}", content[:end])
+        assert f"{path} is corrupt or truncated" in failure(path)
+
+
+@pytest.mark.parametrize("packing", [".gz", ".xz", ".zst"])
+def test_a_file_that_is_not_compressed_as_it_says_is_an_error(tmp_path: Path, packing: str) -> None:
+    path = write(tmp_path / f"a.txt{packing}", "just text, and more of it")
+    assert f"{path} is corrupt or truncated" in failure(path)
+
+
+def test_a_flipped_byte_in_a_gz_file_is_an_error(tmp_path: Path) -> None:
+    content = bytearray(gzip.compress(b"some text"))
+    content[-6] ^= 1  # within the checksum
+    path = write(tmp_path / "a.txt.gz", bytes(content))
+    assert f"{path} is corrupt or truncated" in failure(path)
+
+
+# Long texts
+
+
+@given(st.text(st.sampled_from("ab \n"), max_size=200), st.integers(1, 20), st.integers(1, 50))
+def test_the_parts_of_a_long_text_concatenate_to_the_text(text: str, limit: int, size: int) -> None:
+    pieces = [text[i : i + size] for i in range(0, len(text), size)]
+    parts = list(corpus._split(pieces, limit))
+    assert "".join(parts) == text
+    assert all(0 < len(part) <= limit for part in parts)
+    assert parts == list(corpus._split([text], limit))  # the pieces do not matter
+    for i, part in enumerate(parts[:-1]):
+        window = "".join(parts[i:])[:limit]
+        best = next((s for s in ("\n\n", "\n", " ") if s in window), None)
+        assert part == (window[: window.rindex(best)] + best if best else window)
+
+
+def test_a_long_text_is_cut_at_paragraphs_then_newlines_then_spaces_then_anywhere() -> None:
+    assert list(corpus._split(["a b\n\nc d\ne f"], 10)) == ["a b\n\n", "c d\ne f"]
+    assert list(corpus._split(["a b c\nd e f"], 10)) == ["a b c\n", "d e f"]
+    assert list(corpus._split(["aaa bbb ccc"], 10)) == ["aaa bbb ", "ccc"]
+    assert list(corpus._split(["aaaaaaaaaaaaa"], 10)) == ["aaaaaaaaaa", "aaa"]
+
+
+@pytest.mark.parametrize("suffix", [".txt", ".jsonl", ".parquet"])
+def test_a_long_document_is_read_in_numbered_parts(tmp_path: Path, suffix: str) -> None:
+    text = "word " * (LONGEST // 2)  # two and a half times the longest
+    path = str(tmp_path / f"a{suffix}")
+    name = {".txt": path, ".jsonl": "own", ".parquet": f"{path}:1"}[suffix]
+    if suffix == ".txt":
+        write(Path(path), text)
+    elif suffix == ".jsonl":
+        jsonl(Path(path), {"text": text, "id": "own"})
+    else:
+        parquet(Path(path), text=[text])
+    found = list(read(path))
+    assert [document.id for document in found] == [name, f"{name}#2", f"{name}#3"]
+    assert {document.source for document in found} == {path if suffix == ".txt" else f"{path}:1"}
+    assert "".join(document.text for document in found) == text
+    assert all(len(document.text) <= LONGEST for document in found)
+
+
+def test_a_text_of_exactly_the_longest_length_is_one_document(tmp_path: Path) -> None:
+    assert len(texts(write(tmp_path / "a.txt", "x" * LONGEST))) == 1
+    assert len(texts(write(tmp_path / "a.txt", "x" * LONGEST + "y"))) == 2
+
+
+def test_parts_of_whitespace_are_dropped_without_a_gap_in_the_numbers(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.txt", "x" * LONGEST + " " * LONGEST + "y" * LONGEST + "z")
+    found = list(read(path))
+    assert [document.id for document in found] == [path, f"{path}#2", f"{path}#3"]
+    assert [document.text[-1] for document in found] == ["x", "y", "z"]
+
+
+@pytest.mark.parametrize("packing", ["", ".gz", ".zst"])
+@pytest.mark.parametrize("suffix", [".txt", ".jsonl"])
+def test_memory_does_not_grow_with_the_file(tmp_path: Path, suffix: str, packing: str) -> None:
+    text = "it was a dark and stormy night, and the rain fell in torrents, é\n" * 100
+    line = text if suffix == ".txt" else json.dumps({"text": text}, ensure_ascii=False) + "\n"
+    count = 60_000_000 // len(line)
+    path = tmp_path / f"a{suffix}{packing}"
+    with {"": open, ".gz": gzip.open, ".zst": zstandard.open}[packing](path, "wb") as file:
+        for _ in range(count):
+            file.write(line.encode())
+    tracemalloc.start()
+    try:
+        characters = sum(len(document.text) for document in read(path))
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert characters == len(text) * count
+    assert peak < 30_000_000
+
+
+def test_memory_does_not_grow_with_a_row_group_of_parquet(tmp_path: Path) -> None:
+    table = pa.table({"text": [f"{i:06} " + "x" * 9993 for i in range(12_000)]})
+    path = str(tmp_path / "a.parquet")
+    # One row group of 120 MB, in pages of about 1 MB; Arrow has one whole page in memory, whatever we do.
+    pq.write_table(table, path, compression="none", use_dictionary=False, write_batch_size=64)
+    assert pq.ParquetFile(path).metadata.num_row_groups == 1
+    code = f"""if True:
+        import psutil, pyarrow.parquet
+        from knnlm.corpus import read
+        documents = read({path!r})
+        peak = before = psutil.Process().memory_info().rss
+        characters = 0
+        for number, document in enumerate(documents):
+            characters += len(document.text)
+            if number % 100 == 0:
+                peak = max(peak, psutil.Process().memory_info().rss)
+        print(characters, peak - before)
+    """
+    characters, growth = map(int, in_another_process(code).split())
+    assert characters == 120_000_000
+    assert growth < 60_000_000
+
+
+def test_a_line_without_end_is_an_error_rather_than_all_of_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write(tmp_path / "a.jsonl", '{"text": "short"}\n{"text": "' + "x" * 30_000_000 + '"}\n')
+    assert len(texts(path)) == 1 + 29  # the short one, and the parts of the long one
+    monkeypatch.setattr(corpus, "LONGEST_LINE", 1_000_000)
+    tracemalloc.start()
+    try:
+        message = failure(path)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert f"{path}:2: longer than 1000000 characters" in message
+    assert peak < 10_000_000
+
+
+# Folders
+
+
+def test_a_folder_is_read_in_the_order_of_relative_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ["b.txt", "a/z.md", "a/b/c.txt", "a-b.txt", "a.txt", "B.txt"]:
+        write(tmp_path / "docs" / name, f"text of {name}")
+    write(tmp_path / "docs/a/rows.jsonl", '{"text": "a row"}')
+    for ignored in [".hidden.txt", ".git/config.txt", "a/.cache/x.md", "picture.png", "README", "notes.gz"]:
+        write(tmp_path / "docs" / ignored, "not read")
+    monkeypatch.chdir(tmp_path)
+    names = sorted(["b.txt", "a/z.md", "a/b/c.txt", "a-b.txt", "a.txt", "B.txt", "a/rows.jsonl:1"])
+    for folder in ["docs", "docs/", "./docs", Path("docs")]:
+        assert [document.id for document in read(folder)] == [f"docs/{name}" for name in names]
+    assert [document.source for document in read("docs")] == [f"docs/{name}" for name in names]
+    monkeypatch.chdir(tmp_path / "docs")
+    assert [document.id for document in read(".")] == names
+    absolute = str(tmp_path / "docs")
+    assert [document.id for document in read(absolute)] == [f"{absolute}/{name}" for name in names]
+
+
+def test_inputs_mix_and_keep_their_order(tmp_path: Path) -> None:
+    write(tmp_path / "docs/b.txt", "in the folder")
+    text = write(tmp_path / "z.txt", "first")
+    lines = jsonl(tmp_path / "a.jsonl", {"text": "last"})
+    inputs = [text, "-", str(tmp_path / "docs"), lines]
+    assert texts(*inputs, stdin=io.BytesIO(b"typed")) == ["first", "typed", "in the folder", "last"]
+
+
+def test_a_hidden_file_that_is_named_is_read(tmp_path: Path) -> None:
+    assert texts(write(tmp_path / ".notes.txt", "hidden")) == ["hidden"]
+
+
+def test_linked_folders_are_followed_once_and_never_in_loops(tmp_path: Path) -> None:
+    write(tmp_path / "elsewhere/far.txt", "far")
+    write(tmp_path / "docs/near.txt", "near")
+    (tmp_path / "docs/link").symlink_to(tmp_path / "elsewhere")
+    (tmp_path / "docs/link-again").symlink_to(tmp_path / "elsewhere")
+    (tmp_path / "docs/self").symlink_to(tmp_path / "docs")
+    (tmp_path / "elsewhere/back").symlink_to(tmp_path / "docs")
+    assert texts(str(tmp_path / "docs")) == ["far", "near"]
+    (tmp_path / "alias").symlink_to(tmp_path / "docs")
+    assert texts(str(tmp_path / "alias")) == ["far", "near"]
+
+
+def test_linked_files_are_read_and_broken_links_are_errors(tmp_path: Path) -> None:
+    write(tmp_path / "blob", "behind the link")
+    (tmp_path / "docs").mkdir()
+    (tmp_path / "docs/a.txt").symlink_to(tmp_path / "blob")
+    assert texts(str(tmp_path / "docs")) == ["behind the link"]
+    (tmp_path / "blob").unlink()
+    assert f"cannot read {tmp_path}/docs/a.txt: No such file" in failure(tmp_path / "docs")
+
+
+def test_a_pipe_in_a_folder_does_not_block(tmp_path: Path) -> None:
+    write(tmp_path / "a.txt", "text")
+    os.mkfifo(tmp_path / "b.txt")
+    assert texts(str(tmp_path)) == ["text"]
+
+
+def test_a_folder_without_readable_files_is_an_error(tmp_path: Path) -> None:
+    write(tmp_path / "picture.png", "x")
+    write(tmp_path / ".hidden.txt", "x")
+    message = failure(tmp_path)
+    assert f"{tmp_path} has no file that can be read" in message
+    for suffix in [".txt", ".md", ".jsonl", ".parquet", ".gz", ".xz", ".zst"]:
+        assert suffix in message
+
+
+# Names
+
+
+def test_ids_are_unique_within_a_read(tmp_path: Path) -> None:
+    text = write(tmp_path / "a.txt", "x" * (LONGEST + 1))
+    lines = jsonl(tmp_path / "a.jsonl", *({"id": i, "text": "x"} for i in ["same", "same~2", "same", "same", 1, "1"]))
+    ids = [document.id for document in read(text, lines, text)]
+    assert ids[:2] == [text, f"{text}#2"]
+    assert ids[2:8] == ["same", "same~2", "same~3", "same~4", "1", "1~2"]
+    assert ids[8:] == [f"{text}~2", f"{text}#2~2"]
+    assert [document.id for document in read(text)] == [text, f"{text}#2"]  # the next read begins anew
+
+
+def test_many_equal_ids_do_not_take_quadratic_time() -> None:
+    count = 50_000
+    ids = [document.id for document in corpus._unique(Document("same", "s", "t") for _ in range(count))]
+    assert ids == ["same", *(f"same~{i}" for i in range(2, count + 1))]
+
+
+def test_names_can_always_be_written_as_utf8(tmp_path: Path) -> None:
+    raw = os.fsencode(tmp_path) + b"/caf\xe9.txt"
+    with open(raw, "wb") as file:  # noqa: PTH123
+        file.write(b"text")
+    lines = jsonl(tmp_path / "a.jsonl", {"id": "\ud800", "text": "text"})
+    assert [document.id for document in read(os.fsdecode(raw), lines)] == [f"{tmp_path}/caf?.txt", "?"]
+
+
+# Errors
+
+
+def test_no_inputs_at_all_are_an_error() -> None:
+    for inputs in [(), ("",), ("a.txt", "")]:
+        assert "name at least one file or folder" in failure(*inputs)
+    with pytest.raises(CorpusError, match="name at least one file or folder"):
+        survey()
+
+
+def test_a_missing_file_is_an_error(tmp_path: Path) -> None:
+    for name in ["a.txt", "a.jsonl", "a.parquet", "a.txt.zst", "folder", "a.pdf"]:
+        assert f"cannot read {tmp_path / name}: No such file" in failure(tmp_path / name)
+
+
+@pytest.fixture
+def someone_else() -> Iterator[Path]:
+    """A folder that everybody may enter, and a user who is not root, whom permissions would not hold up."""
+    folder = Path(tempfile.mkdtemp())
+    folder.chmod(0o777)
+    root = os.geteuid() == 0
+    if root:
+        os.seteuid(65534)
+    yield folder
+    if root:
+        os.seteuid(0)
+    shutil.rmtree(folder)
+
+
+@pytest.mark.skipif(os.name != "posix", reason="permissions of POSIX")
+def test_a_file_or_folder_without_permission_is_an_error(someone_else: Path) -> None:
+    path = Path(write(someone_else / "docs/sub/a.txt", "secret"))
+    path.chmod(0)
+    assert f"cannot read {path}: Permission denied" in failure(path)
+    assert f"cannot read {path}: Permission denied" in failure(someone_else)
+    for mode, verb in [(0, "list"), (0o400, "read")]:  # no listing; listing without entering
+        path.parent.chmod(mode)
+        message = failure(path.parent.parent)
+        path.parent.chmod(0o700)
+        assert message.startswith(f"cannot {verb} {path.parent if verb == 'list' else path.parent.parent}")
+        assert "Permission denied" in message
+
+
+@pytest.mark.parametrize(
+    ("name", "suffix"), [("a.pdf", ".pdf"), ("a.csv.gz", ".csv.gz"), ("a.gz", ".gz"), ("README", "(none)")]
+)
+def test_an_unknown_suffix_is_an_error(tmp_path: Path, name: str, suffix: str) -> None:
+    message = failure(write(tmp_path / name, "text"))
+    assert f"{tmp_path / name} has the unknown suffix {suffix};" in message
+    assert ".txt, .md, .jsonl, .parquet" in message
+
+
+def test_a_parquet_file_compressed_from_outside_is_an_error(tmp_path: Path) -> None:
+    path = write(tmp_path / "docs/a.parquet.gz", gzip.compress(b"PAR1"))
+    for given_input in [path, str(tmp_path / "docs")]:
+        message = failure(given_input)
+        assert path in message
+        assert "not compressed from outside" in message
+
+
+@pytest.mark.parametrize("content", [b"", b" \n\t\r\n", b"\xef\xbb\xbf", "\u2003".encode()])
+@pytest.mark.parametrize("packing", ["", ".gz"])
+def test_a_file_without_text_is_an_error(tmp_path: Path, content: bytes, packing: str) -> None:
+    write(tmp_path / "a.txt", "text")
+    path = write(tmp_path / f"b.txt{packing}", PACK[packing](content))
+    assert f"{path} is empty" in failure(path)
+    assert f"{path} is empty" in failure(tmp_path)
+
+
+def test_records_or_standard_input_without_text_are_an_error(tmp_path: Path) -> None:
+    for path in [
+        write(tmp_path / "a.jsonl", "\n \n"),
+        jsonl(tmp_path / "b.jsonl", {"text": ""}, {"text": " \n"}),
+        parquet(tmp_path / "a.parquet", text=["", None, " "]),
+        parquet(tmp_path / "b.parquet", text=pa.array([], pa.string())),
+    ]:
+        assert f"{path} is empty" in failure(path)
+    assert "standard input is empty" in failure("-", stdin=io.BytesIO(b" "))
+
+
+def test_empty_records_are_skipped_when_others_have_text(tmp_path: Path) -> None:
+    path = jsonl(tmp_path / "a.jsonl", {"text": ""}, {"text": "one"}, {"text": "  "})
+    assert [(document.id, document.text) for document in read(path)] == [(f"{path}:2", "one")]
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("{'text': 1}", "not valid JSON (Expecting property name"),
+        ('{"text": "a"', "not valid JSON ("),
+        ("[" * 100_000, "not valid JSON ("),
+        ('{"text": 1' + "0" * 5000 + "}", "not valid JSON ("),
+        ('["text"]', "list, not an object"),
+        ('"text"', "str, not an object"),
+        ('{"body": "a", "title": "b"}', "no field 'text' among 'body', 'title'; name one with --text-field"),
+        ("{}", "no field 'text' among none"),
+        ('{"text": 5}', "the field 'text' is not a string but int; name another with --text-field"),
+        ('{"text": null}', "the field 'text' is not a string but NoneType"),
+    ],
+)
+def test_a_wrong_line_of_jsonl_is_named(tmp_path: Path, line: str, words: str) -> None:
+    path = write(tmp_path / "a.jsonl", '{"text": "fine"}\n\n' + line + '\n{"text": "fine"}\n')
+    message = failure(path)
+    assert message.startswith(f"{path}:3: ")
+    assert words in message
+
+
+def test_a_parquet_file_without_the_column_or_with_another_type_is_an_error(tmp_path: Path) -> None:
+    path = parquet(tmp_path / "a.parquet", body=["a"], number=[3])
+    assert f"{path}: no field 'text' among 'body', 'number'; name one with --text-field" in failure(path)
+    assert f"{path}:1: the field 'number' is not a string but int" in failure(path, text_field="number")
+
+
+def test_a_damaged_parquet_file_is_an_error(tmp_path: Path) -> None:
+    path = Path(parquet(tmp_path / "a.parquet", text=[f"text {i}" for i in range(1000)]))
+    content = path.read_bytes()
+    for damaged in [content[:-100], b"not parquet", content[:4] + b"\xff" * 60 + content[64:]]:
+        path.write_bytes(damaged)
+        assert f"{path} is corrupt or truncated" in failure(path)
+
+
+def test_invalid_utf8_in_parquet_names_the_row(tmp_path: Path) -> None:
+    bad = pa.Array.from_buffers(pa.string(), 2, pa.array([b"fine", b"caf\xe9"], pa.binary()).buffers())
+    path = parquet(tmp_path / "a.parquet", text=bad)
+    message = failure(path)
+    assert f"{path}:2 " in message
+    assert "utf-8" in message
+
+
+# Packages that may be missing
+
+
+@pytest.mark.parametrize(
+    ("package", "extra", "name"), [("zstandard", "zstd", "a.jsonl.zst"), ("pyarrow", "parquet", "a.parquet")]
+)
+def test_a_missing_package_says_how_to_install_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, package: str, extra: str, name: str
+) -> None:
+    path = write(tmp_path / name, b"never looked at")
+    monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(MissingExtra) as caught:
+        list(read(path))
+    for words in [path, package, f"pip install 'knnlm[{extra}]'"]:
+        assert words in str(caught.value)
+
+
+def test_the_missing_datasets_package_is_told_before_anything_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    text = write(tmp_path / "a.txt", "text")
+    with pytest.raises(MissingExtra, match=r"hf:some/set.*datasets.*pip install 'knnlm\[datasets\]'"):
+        read(text, "hf:some/set")
+
+
+# Datasets
+
+
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch) -> dict[tuple[str, str], list[dict[str, object]]]:
+    """A datasets package with the sets that a test puts into it."""
+    sets: dict[tuple[str, str], list[dict[str, object]]] = {}
+
+    def load_dataset(name: str, *, split: str, streaming: bool) -> Iterator[dict[str, object]]:
+        assert streaming
+        if (name, split) not in sets:
+            raise ValueError(f"no set {name}\nand many more lines")
+        return iter(sets[name, split])
+
+    module = ModuleType("datasets")
+    module.load_dataset = load_dataset  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "datasets", module)
+    return sets
+
+
+def test_a_dataset_is_a_document_per_row(hub: dict[tuple[str, str], list[dict[str, object]]]) -> None:
+    hub["owner/set", "train"] = [{"text": "one"}, {"text": None}, {"text": "three", "id": 33}]
+    hub["set", "test"] = [{"body": "four"}]
+    expected = [Document("hf:owner/set:train:1", "hf:owner/set:train:1", "one")]
+    expected += [Document("33", "hf:owner/set:train:3", "three")]
+    assert list(read("hf:owner/set")) == expected
+    assert list(read("hf:set:test", text_field="body")) == [Document("hf:set:test:1", "hf:set:test:1", "four")]
+
+
+def test_a_dataset_that_cannot_be_read_is_an_error(
+    hub: dict[tuple[str, str], list[dict[str, object]]],
+) -> None:
+    hub["void", "train"] = []
+    hub["set", "train"] = [{"text": "one"}, {"body": "two"}]
+    assert "cannot read hf:no/set:test (no set no/set)" in failure("hf:no/set:test")
+    assert "hf:void:train is empty" in failure("hf:void")
+    assert "hf:set:train:2: no field 'text' among 'body'; name one with --text-field" in failure("hf:set")
+    assert "names no dataset" in failure("hf:")
+
+
+# Survey
+
+
+def test_a_survey_counts_what_a_read_gives(tmp_path: Path) -> None:
+    write(tmp_path / "docs/a.txt", "é" * (LONGEST + 5))
+    lines = jsonl(tmp_path / "a.jsonl", {"body": "four"}, {"body": "fives"}, {"body": ""})
+    assert survey(tmp_path / "docs", lines, text_field="body") == Survey(4, LONGEST + 5 + 9, complete=True)
+
+
+def test_a_survey_leaves_out_what_can_be_read_only_once(tmp_path: Path) -> None:
+    text = write(tmp_path / "a.txt", "text")
+    assert survey(text) == Survey(1, 4, complete=True)
+    assert survey(text, "-") == Survey(1, 4, complete=False)
+    assert survey("hf:owner/set", text) == Survey(1, 4, complete=False)
+    assert survey("-") == Survey(0, 0, complete=False)
+
+
+def test_a_survey_finds_the_error_in_the_last_line(tmp_path: Path) -> None:
+    path = jsonl(tmp_path / "a.jsonl", {"text": "one"}, {"text": 2})
+    with pytest.raises(CorpusError, match=r"a\.jsonl:2: "):
+        survey(path)
