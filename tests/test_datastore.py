@@ -356,7 +356,7 @@ def test_an_index_is_kept_and_checked_when_it_is_opened(lm, broken):
     with pytest.raises(IndexInvalid, match="knnlm index"):
         open_index(Datastore.open(broken))
     next((broken / "index").rglob("*.faiss")).unlink()
-    with pytest.raises(DatastoreCorrupt, match="is missing. Make it again"):
+    with pytest.raises(DatastoreCorrupt, match=r"is missing. Make it again"):
         open_index(Datastore.open(broken))
     assert build_index(store, "exact") == "exact"
     assert type(open_index(Datastore.open(broken))).__name__ == "ExactIndex"

@@ -126,8 +126,8 @@ def test_survivors_are_packed_over_many_blocks(monkeypatch):
 
     class Blocks(Array):
         def chunks(self, size):
-            for first in range(0, self.rows, 500):
-                yield first, self.data[first : first + 500]
+            for first in range(0, self.rows, min(size, 500)):
+                yield first, self.data[first : first + min(size, 500)]
 
     assert_same_neighbours(ExactIndex(Blocks(keys)), keys.astype(np.float32), queries.astype(np.float32), 30, "l2")
     assert ways

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 import oracle
 from conftest import documents
-from knnlm import Mixture, Trace, build, evaluate, record, sweep, tune
+from knnlm import Mixture, Trace, build, evaluate, record, replay, sweep, tune
 from knnlm.errors import DatastoreCorrupt, DatastoreError, ParameterError
 from knnlm.tuning import temperature_grid
 
@@ -41,6 +41,16 @@ def test_a_sweep_equals_an_evaluation_with_each_setting(lm, mixture, trace):
                 close = 1e-4 if k == 64 else 1e-2
                 assert swept.perplexity[i, j, m] == pytest.approx(measured.perplexity, rel=close)
                 assert swept.base_perplexity == pytest.approx(measured.base_perplexity, rel=1e-6)
+
+
+@pytest.mark.parametrize(("k", "temperature", "weight"), [(64, 3.0, 0.4), (64, 20.0, 0.0), (64, 3.0, 1.0)])
+def test_a_replay_equals_an_evaluation(lm, mixture, trace, k, temperature, weight):
+    opened = Mixture.open(mixture.memory.store.path, lm, k=k, temperature=temperature, weight=weight)
+    measured = evaluate(opened, documents(5, start=100)).as_dict()
+    replayed = replay(trace, k=k, temperature=temperature, weight=weight).as_dict()
+    assert replayed.pop("metric") == measured.pop("metric")
+    for name in measured.keys() - {"seconds", "tokens_per_second"}:
+        assert replayed[name] == pytest.approx(measured[name], rel=1e-4), name
 
 
 def made_trace(log_p, distances, values, targets):

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from knnlm.memory import KnnMemory
     from knnlm.mixture import Mixture
     from knnlm.trace import Trace, record
-    from knnlm.tuning import Sweep, sweep, tune
+    from knnlm.tuning import Sweep, replay, sweep, tune
 
 # Where each public name lives. They are imported when first used: torch and transformers take seconds to import, and
 # `knnlm --help` needs neither.
@@ -45,6 +45,7 @@ _HOMES = {
     "explain": "explanation",
     "read": "corpus",
     "record": "trace",
+    "replay": "tuning",
     "sweep": "tuning",
     "tune": "tuning",
 }
@@ -67,6 +68,7 @@ __all__ = [
     "explain",
     "read",
     "record",
+    "replay",
     "sweep",
     "tune",
 ]

@@ -6,7 +6,6 @@ each other, every paragraph that also stands in a held-out topic is left out of 
 
 from __future__ import annotations
 
-import math
 import zlib
 from dataclasses import dataclass
 from pathlib import Path
@@ -66,21 +65,42 @@ class Demonstration:
 
 def demonstrate(path: Path, lm: CausalLM, *, parts: Split, progress: Progress = silent) -> Demonstration:
     """Build, tune, evaluate, and pick the tokens for which the memory spoke most tellingly."""
-    build(
-        parts.store, path, lm=lm, total=sum(len(document.text) for document in parts.store), progress=progress
-    ).close()
-    tune(Mixture.open(path, lm), parts.valid, sources=[document.source for document in parts.valid], progress=progress)
+    build(parts.store, path, lm=lm, total=_characters(parts.store), progress=progress).close()
+    sources = [document.source for document in parts.valid]
+    tune(Mixture.open(path, lm), parts.valid, sources=sources, total=_characters(parts.valid), progress=progress)
     mixture = Mixture.open(path, lm)
-    evaluation = evaluate(mixture, parts.test, progress=progress)
-    longest = max(parts.test, key=lambda document: len(document.text))
-    prompt = " ".join(longest.text[:1500].split()[:40])
-    return Demonstration(mixture, evaluation, telling_tokens(mixture, longest.text[:1500]), prompt)
+    evaluation = evaluate(mixture, parts.test, total=_characters(parts.test), progress=progress)
+    prose = sorted((paragraph for document in parts.test for paragraph in _prose(document.text)), key=len)
+    return Demonstration(mixture, evaluation, telling_tokens(mixture, "\n\n".join(prose[-4:])), _opening(prose[-1]))
 
 
 def telling_tokens(mixture: Mixture, text: str, count: int = 3) -> list[TokenExplanation]:
-    """Choose the tokens of a text that the memory made most probable, among those that are words."""
-    words = [token for token in explain(mixture, text) if token.token.strip().isalpha() and len(token.token) > 3]
-    return sorted(words, key=lambda token: math.log(token.p / token.p_lm), reverse=True)[:count]
+    """Choose the words that the memory made more probable, by how many times."""
+    words: dict[str, TokenExplanation] = {}
+    for token in sorted(explain(mixture, text), key=lambda token: token.p / token.p_lm, reverse=True):
+        # A word that the loudest neighbours spoke for; a rise from nothing to next to nothing tells little.
+        heard = token.p_knn > 0.1 and any(voice.agrees for voice in token.neighbours)
+        if heard and token.token.strip().isalpha() and len(token.token) > 3:
+            words.setdefault(token.token, token)
+    return list(words.values())[:count]
+
+
+def _prose(text: str) -> list[str]:
+    """Give the paragraphs that are sentences rather than grammar or code."""
+    return [
+        paragraph
+        for paragraph in text.split("\n\n")
+        if 200 < len(paragraph) < 1500
+        and sum(char.isalpha() or char.isspace() for char in paragraph) > 0.93 * len(paragraph)
+    ]
+
+
+def _opening(paragraph: str, words: int = 14) -> str:
+    return " ".join(paragraph.split()[:words])
+
+
+def _characters(documents: list[Document]) -> int:
+    return sum(len(document.text) for document in documents)
 
 
 def _normal(paragraph: str) -> str:

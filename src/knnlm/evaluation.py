@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +12,7 @@ import torch
 
 from knnlm.corpus import Document
 from knnlm.errors import CorpusError, ParameterError
-from knnlm.lm import CausalLM, Reading, WindowShape
+from knnlm.lm import CausalLM, Reading
 from knnlm.mixture import Mixture
 from knnlm.progress import Progress, silent
 
@@ -77,6 +77,7 @@ class Tally:
     documents: int = 0
     tokens: int = 0
     words: int = 0
+    characters: int = 0
     bytes: int = 0
 
     def add(self, text: str, tokens: int) -> None:
@@ -84,6 +85,7 @@ class Tally:
         self.documents += 1
         self.tokens += tokens
         self.words += len(text.split())
+        self.characters += len(text)
         self.bytes += len(text.encode())
 
 
@@ -93,20 +95,15 @@ def evaluate(
     *,
     limit: int | None = None,
     batch_tokens: int = 1024,
+    total: int | None = None,
     progress: Progress = silent,
 ) -> Evaluation:
-    """Score every token of the documents with the model alone and with the mixture."""
+    """Score every token of the documents with the model alone and with the mixture; `total` is their characters."""
     begin = time.perf_counter()
     tally = Tally()
     sums = torch.zeros(3, dtype=torch.float64)
     for _, reading in read_all(
-        mixture.lm,
-        documents,
-        mixture.window,
-        tally=tally,
-        limit=limit,
-        batch_tokens=batch_tokens,
-        progress=progress,
+        mixture, documents, tally=tally, limit=limit, batch_tokens=batch_tokens, total=total, progress=progress
     ):
         assert reading.logits is not None
         prediction = mixture.predict(reading.logits, reading.keys)
@@ -114,43 +111,58 @@ def evaluate(
         best = torch.maximum(base, memory)
         mixed = prediction.of(reading.targets)
         sums += torch.stack([base, mixed, best]).double().sum(1).cpu()
-    base_loss, loss, best_loss = (-sums / tally.tokens).tolist()
+    settings = (mixture.memory.k, mixture.memory.temperature, mixture.weight, mixture.memory.index.metric)
+    return summary(tally, sums.tolist(), settings, seconds=time.perf_counter() - begin)
+
+
+def summary(
+    tally: Tally, sums: Sequence[float], settings: tuple[int, float, float, str], *, seconds: float
+) -> Evaluation:
+    """Turn sums of log-probabilities (model, mixture, better of model and memory) into perplexities."""
+    k, temperature, weight, metric = settings
+    base, mixed, best = (_exp(-total / tally.tokens) for total in sums)
     return Evaluation(
         documents=tally.documents,
         tokens=tally.tokens,
         words=tally.words,
         bytes=tally.bytes,
-        base_perplexity=_exp(base_loss),
-        perplexity=_exp(loss),
-        oracle_perplexity=_exp(best_loss),
-        lambda_=mixture.weight,
-        k=mixture.memory.k,
-        temperature=mixture.memory.temperature,
-        metric=mixture.memory.index.metric,
-        seconds=time.perf_counter() - begin,
+        base_perplexity=base,
+        perplexity=mixed,
+        oracle_perplexity=best,
+        lambda_=weight,
+        k=k,
+        temperature=temperature,
+        metric=metric,
+        seconds=seconds,
     )
 
 
 def read_all(
-    lm: CausalLM,
+    mixture: Mixture,
     documents: Iterable[Document],
-    window: WindowShape,
     *,
     tally: Tally,
     limit: int | None = None,
     batch_tokens: int = 1024,
+    total: int | None = None,
     progress: Progress = silent,
+    what: str = "evaluating",
 ) -> Iterator[tuple[int, Reading]]:
     """Read whole documents until `limit` tokens are reached; give (row of the group's first token, reading)."""
     if limit is not None and limit < 1:
         raise ParameterError(f"limit must be at least 1 token, not {limit}.")
-    first = 0
-    with progress("evaluating", total=limit) as advance:
-        for group in _groups(lm, documents, limit, tally):
-            for reading in lm.read(group, window, batch_tokens=batch_tokens):
+    first = characters = 0
+    unit = "characters" if limit is None else "tokens"
+    with progress(what, total=total if limit is None else limit, unit=unit) as advance:
+        for group in _groups(mixture.lm, documents, limit, tally):
+            tokens, new = sum(map(len, group)), tally.characters - characters
+            done = 0
+            for reading in mixture.lm.read(group, mixture.window, batch_tokens=batch_tokens):
                 yield first, reading
-                advance(len(reading.rows))
-            first += sum(map(len, group))
+                before, done = done, done + len(reading.rows)
+                advance(len(reading.rows) if limit else new * done // tokens - new * before // tokens)
+            first += tokens
+            characters += new
     if not tally.tokens:
         raise CorpusError("There is no text to evaluate on: no document has a token.")
 

@@ -74,6 +74,7 @@ def record(
     sources: Sequence[str] = (),
     limit: int | None = None,
     batch_tokens: int = 1024,
+    total: int | None = None,
     progress: Progress = silent,
 ) -> Trace:
     """Read a text once and write what was seen; the folder appears complete or not at all."""
@@ -94,13 +95,14 @@ def record(
             distances = stack.enter_context(ArrayWriter(partial / "distances.npy", np.float32, (k,)))
             values = stack.enter_context(ArrayWriter(partial / "values.npy", np.int32, (k,)))
             for first, reading in read_all(
-                mixture.lm,
+                mixture,
                 documents,
-                mixture.window,
                 tally=tally,
                 limit=limit,
                 batch_tokens=batch_tokens,
+                total=total,
                 progress=progress,
+                what="tracing",
             ):
                 assert reading.logits is not None
                 found = memory.search(reading.keys, k)

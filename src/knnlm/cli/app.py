@@ -42,18 +42,18 @@ def run(arguments: list[str]) -> int:
     try:
         result = app(arguments, standalone_mode=False, prog_name="knnlm")
         sys.stdout.flush()
-        return result if isinstance(result, int) else 0
+        return _stopped() if result == 130 else int(result or 0)
     except errors.KnnlmError as error:
         return _fail(str(error))
     except (KeyboardInterrupt, typer.Abort):
-        print("knnlm: stopped. What was finished is kept; run the same command to go on.", file=sys.stderr)  # noqa: T201
-        return 130
+        return _stopped()
     except BrokenPipeError:
         # The reader of our output has gone (`knnlm … | head`); say nothing, and keep Python from trying again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except typer.Exit as error:
-        return error.exit_code
+        # Some versions of typer turn Ctrl-C into this themselves.
+        return _stopped() if error.exit_code == 130 else error.exit_code
     except OSError as error:
         return _fail(f"{error.filename or 'the system'}: {error.strerror or error}.")
     except Exception as error:
@@ -64,6 +64,11 @@ def run(arguments: list[str]) -> int:
         command = context.command_path if context else "knnlm"
         message = " ".join(error.format_message().split())
         return _fail(f"{message.rstrip('.')}. See: {command} --help") if message else 2
+
+
+def _stopped() -> int:
+    print("knnlm: stopped. What was finished is kept; run the same command to go on.", file=sys.stderr)  # noqa: T201
+    return 130
 
 
 def _fail(message: str) -> int:

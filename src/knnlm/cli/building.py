@@ -50,8 +50,7 @@ def build(
     from knnlm import corpus, datastore
 
     begin = time.perf_counter()
-    with screen.waiting("looking through the text"):
-        survey = corpus.survey(*text, text_field=text_field)
+    total = screen.survey(text, text_field)
     lm = screen.open_model(model, key_layer=key_layer, layer=layer, device=device, dtype=dtype)
     store = datastore.build(
         corpus.read(*text, text_field=text_field),
@@ -59,7 +58,7 @@ def build(
         lm=lm,
         window=lm.window(context, stride),
         key_dtype=keys,
-        total=survey.characters if survey.complete else None,
+        total=total,
         progress=screen.bar,
     )
     seconds = time.perf_counter() - begin

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -62,9 +64,12 @@ def tune(
         chosen_on = seen.facts["text"]
     else:
         chosen_on = list(text or [])
+        total = screen.survey(chosen_on, text_field)
         mixture = open_mixture(memory, model=model, metric=metric, device=device, dtype=dtype)
         documents = corpus.read(*chosen_on, text_field=text_field)
-        result = tune_on_text(mixture, documents, sources=chosen_on, limit=limit, progress=screen.bar, **grid)
+        result = tune_on_text(
+            mixture, documents, sources=chosen_on, limit=limit, total=total, progress=screen.bar, **grid
+        )
     best_k, best_temperature, best_weight, perplexity = result.best
     facts = {
         "memory": str(memory),
@@ -117,8 +122,12 @@ def evaluate(
     """
     from knnlm import corpus
     from knnlm.evaluation import evaluate as evaluate_text
+    from knnlm.mixture.model import check_settings
     from knnlm.trace import record
+    from knnlm.tuning import replay
 
+    check_settings(k=k, temperature=temperature, weight=weight, metric=metric)
+    total = screen.survey(text, text_field)
     mixture = open_mixture(
         memory,
         model=model,
@@ -130,11 +139,15 @@ def evaluate(
         device=device,
         dtype=dtype,
     )
-    if save_trace is not None:
-        documents = corpus.read(*text, text_field=text_field)
-        record(mixture, documents, save_trace, sources=text, limit=limit, progress=screen.bar)
     documents = corpus.read(*text, text_field=text_field)
-    figures = evaluate_text(mixture, documents, limit=limit, progress=screen.bar).as_dict()
+    if save_trace is None:
+        found = evaluate_text(mixture, documents, limit=limit, total=total, progress=screen.bar)
+    else:
+        begin = time.perf_counter()
+        trace = record(mixture, documents, save_trace, sources=text, limit=limit, total=total, progress=screen.bar)
+        found = replay(trace, k=mixture.memory.k, temperature=mixture.memory.temperature, weight=mixture.weight)
+        found = replace(found, seconds=time.perf_counter() - begin)
+    figures = found.as_dict()
     if json:
         screen.print_json(figures)
         return

@@ -55,6 +55,15 @@ def waiting(what: str) -> Iterator[None]:
         yield
 
 
+def survey(text: Sequence[str], text_field: str) -> int | None:
+    """Look through all text before anything slow begins, so that its errors come first; give its characters."""
+    from knnlm import corpus
+
+    with waiting("looking through the text"):
+        found = corpus.survey(*text, text_field=text_field)
+    return found.characters if found.complete else None
+
+
 def open_model(name: str, **settings: Any) -> CausalLM:
     """Open a model without the chatter of the libraries below."""
     from knnlm.lm import CausalLM

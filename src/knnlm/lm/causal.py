@@ -210,6 +210,12 @@ def load(name: str, *, dtype: torch.dtype | None = None) -> tuple[PreTrainedMode
         place = bundled.cache_folder() / f"{file.stem}-{file.stat().st_size}-{file.stat().st_mtime_ns}"
         if not place.exists():
             bundled.unpack(file, place)
+    elif name.startswith((".", "/", "~")) and not Path(name).is_dir():
+        # Said here, because asking a hub for such a name takes its time and gives a long answer.
+        raise ModelError(
+            f"Cannot open the model {name}: there is no such folder. Give --model a folder, a .gguf file, "
+            "a hub name, or bundled."
+        )
     try:
         tokenizer = AutoTokenizer.from_pretrained(place)
         model = AutoModelForCausalLM.from_pretrained(place, dtype=dtype or "auto")

@@ -1,0 +1,89 @@
+"""The shape of the code: imports point one way, public names are what they say, heavy packages stay at home."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+from pathlib import Path
+
+import pytest
+
+import knnlm
+
+SOURCE = Path(knnlm.__file__).parent
+# Each module may import from its own row and the rows above it.
+ROWS = [
+    {"errors", "progress"},
+    {"corpus", "lm", "index"},
+    {"datastore"},
+    {"memory"},
+    {"mixture"},
+    {"evaluation", "trace", "tuning", "generate", "explanation"},
+    {"demo"},
+    {"cli"},
+]
+# Within a row, who may import whom; the others know nothing of each other.
+WITHIN = {("trace", "evaluation"), ("tuning", "evaluation"), ("tuning", "trace")}
+ROW_OF = {name: number for number, row in enumerate(ROWS) for name in row}
+FILES = sorted(file for file in SOURCE.rglob("*.py") if file.parent != SOURCE or not file.name.startswith("__"))
+
+
+def imported(file: Path) -> set[str]:
+    """The knnlm modules that a file imports, by their first name, wherever in the file it does so."""
+    found = set()
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.ImportFrom) and node.module:
+            parts = node.module.split(".")
+            if parts[0] == "knnlm":
+                found.update([parts[1]] if len(parts) > 1 else [alias.name for alias in node.names])
+        elif isinstance(node, ast.Import):
+            found.update(alias.name.split(".")[1] for alias in node.names if alias.name.startswith("knnlm."))
+    return found
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: str(file.relative_to(SOURCE)))
+def test_imports_point_one_way(file):
+    own = file.relative_to(SOURCE).parts[0].removesuffix(".py")
+    assert own in ROW_OF, f"{own} has no place in the order of modules"
+    for other in imported(file) - {own}:
+        assert other in ROW_OF, f"{file} imports {other}, which is no module"
+        below = ROW_OF[other] < ROW_OF[own]
+        assert below or (own, other) in WITHIN, f"{own} must not import {other}"
+
+
+def test_only_one_file_imports_faiss():
+    users = {
+        file.relative_to(SOURCE).as_posix()
+        for file in SOURCE.rglob("*.py")
+        for node in ast.walk(ast.parse(file.read_text()))
+        if (isinstance(node, ast.Import) and any(alias.name == "faiss" for alias in node.names))
+        or (isinstance(node, ast.ImportFrom) and node.module == "faiss")
+    }
+    assert users == {"index/faiss.py"}
+
+
+def test_every_public_name_is_found_also_after_its_module_was_imported():
+    import knnlm.evaluation
+    import knnlm.explanation
+    import knnlm.tuning
+
+    assert sorted(knnlm.__all__) == knnlm.__all__ == sorted(knnlm._HOMES)
+    for name in knnlm.__all__:
+        assert not inspect.ismodule(getattr(knnlm, name)), name
+    with pytest.raises(AttributeError, match="nonsense"):
+        _ = knnlm.nonsense
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: str(file.relative_to(SOURCE)))
+def test_every_module_says_what_it_is_for_and_stays_small(file):
+    text = file.read_text()
+    assert ast.get_docstring(ast.parse(text))
+    assert len(text.splitlines()) <= 400
+
+
+def test_the_errors_are_drawn_as_they_are():
+    from knnlm import errors
+
+    drawn = [line.split("──")[1].split()[0] for line in errors.__doc__.splitlines() if "──" in line]
+    made = [name for name, value in vars(errors).items() if inspect.isclass(value) and name != "KnnlmError"]
+    assert sorted(drawn) == sorted(made)
