@@ -280,8 +280,7 @@ def test_a_memory_of_another_model_names_both(memory, texts, tmp_path, capfd):
     assert "was built with" in line
 
 
-def test_a_model_that_is_not_there_is_one_line(texts, tmp_path, capfd, monkeypatch):
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+def test_a_model_that_is_not_there_is_one_line(texts, tmp_path, capfd):
     line = failure(capfd, "build", texts / "docs", "--out", tmp_path / "m", "--model", tmp_path / "nowhere")
     assert str(tmp_path / "nowhere") in line
     assert not (tmp_path / "m").exists()

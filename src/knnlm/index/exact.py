@@ -31,8 +31,14 @@ class ExactIndex:
         self._centre = self._find_centre()
         self._largest = torch.zeros((), device=self._device)  # largest |k|² met so far
         self._resident: list[tuple[int, Tensor, Tensor]] | None = None
-        if vectors.rows * vectors.width * 4 <= _RESIDENT:
+        if vectors.rows * vectors.width * 4 <= self._room():
             self._resident = list(self._blocks())
+
+    def _room(self) -> int:
+        """Say how many bytes of keys may stay in memory: on a GPU, half of what is free there."""
+        if self._device.type == "cuda":
+            return torch.cuda.mem_get_info(self._device)[0] // 2
+        return _RESIDENT
 
     def search(self, queries: Tensor, k: int) -> Neighbours:
         """Find the k nearest rows of each of (N, D) queries."""

@@ -1,0 +1,149 @@
+"""Perplexity of a corpus without and with a memory of it, and the same by an independent NumPy computation.
+
+    python benchmarks/figures.py CORPUS --store 20000 --limit 3000 --oracle      # minutes on two cores
+    python benchmarks/figures.py CORPUS --limit 60000 --device cuda              # the whole corpus on a GPU
+
+CORPUS is a folder with train, valid and test .jsonl (also .gz, .xz, .zst), a document a line. The memory is made of
+train, k, τ and λ are chosen on valid, and the figures are those of test.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import torch
+
+import knnlm
+from knnlm import CausalLM, Document, Evaluation, Mixture
+
+
+def main() -> None:
+    options = parse()
+    lm = CausalLM.open(options.model, device=options.device, dtype=options.dtype)
+    for corpus in options.corpus:
+        with tempfile.TemporaryDirectory() as folder:
+            row = measure(corpus, Path(folder) / "memory", lm, options)
+        print(json.dumps(row))
+        sys.stdout.flush()
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("corpus", type=Path, nargs="+")
+    parser.add_argument("--model", default="bundled")
+    parser.add_argument("--device", default="auto")
+    parser.add_argument("--dtype", default="auto")
+    parser.add_argument("--store", type=int, help="tokens to remember (default: all of train)")
+    parser.add_argument("--limit", type=int, help="tokens of valid and of test (default: all)")
+    parser.add_argument("--at", help="k,τ,λ to use instead of choosing them on valid, e.g. 1024,2,0.75")
+    parser.add_argument("--oracle", action="store_true", help="compute the test figures again in NumPy")
+    parser.add_argument("--build-batch", type=int, default=2048, help="tokens in a batch when building")
+    parser.add_argument("--batch", type=int, default=1024, help="tokens in a batch when evaluating")
+    return parser.parse_args()
+
+
+def measure(corpus: Path, memory: Path, lm: CausalLM, options: argparse.Namespace) -> dict[str, object]:
+    """Build, tune, evaluate; give one row of the table."""
+    begin = time.perf_counter()
+    train = list(first(split(corpus, "train"), lm, options.store))
+    store = knnlm.build(train, memory, lm=lm, batch_tokens=options.build_batch)
+    built = time.perf_counter()
+    settings = {}
+    if options.at:
+        k, temperature, weight = options.at.split(",")
+        settings = {"k": int(k), "temperature": float(temperature), "weight": float(weight)}
+    else:
+        knnlm.tune(Mixture.open(memory, lm), split(corpus, "valid"), sources=["valid"], limit=options.limit)
+    tuned = time.perf_counter()
+    test = list(first(split(corpus, "test"), lm, options.limit))
+    found = knnlm.evaluate(Mixture.open(memory, lm, **settings), test, batch_tokens=options.batch)
+    row: dict[str, object] = {
+        "corpus": corpus.name,
+        "store_tokens": store.rows,
+        "test_tokens": found.tokens,
+        "lm": round(found.base_perplexity, 4),
+        "knn_lm": round(found.perplexity, 4),
+        "oracle_of_both": round(found.oracle_perplexity, 4),
+        "k": found.k,
+        "temperature": found.temperature,
+        "lambda": found.lambda_,
+        "build_seconds": round(built - begin, 1),
+        "tune_seconds": round(tuned - built, 1),
+        "eval_seconds": round(found.seconds, 1),
+    }
+    if options.oracle:
+        row["numpy"] = by_numpy(lm, train, test, found)
+    return row
+
+
+def split(corpus: Path, name: str) -> Iterator[Document]:
+    files = sorted(corpus.glob(f"{name}.jsonl*"))
+    if not files:
+        sys.exit(f"{corpus} has no {name}.jsonl")
+    return knnlm.read(files[0])
+
+
+def first(documents: Iterator[Document], lm: CausalLM, tokens: int | None) -> Iterator[Document]:
+    """Whole documents until so many tokens are reached."""
+    count = 0
+    for document in documents:
+        yield document
+        count += len(lm.encode(document.text))
+        if tokens is not None and count >= tokens:
+            return
+
+
+def by_numpy(lm: CausalLM, train: list[Document], test: list[Document], found: Evaluation) -> dict[str, float]:
+    """The test figures from the formulas: one document at a time, plain hooks, float64 brute force."""
+    keys, _, values = plain_reading(lm, train)
+    queries, log_p, _ = plain_reading(lm, test)
+    targets = np.concatenate([lm.encode(document.text) for document in test])
+    squares = (keys**2).sum(1)
+    knn = np.zeros(len(targets))
+    for number, query in enumerate(queries):
+        distances = squares - 2 * keys @ query + query @ query
+        nearest = np.argpartition(distances, min(found.k, len(keys)) - 1)[: found.k]
+        scores = -distances[nearest] / found.temperature
+        weights = np.exp(scores - scores.max())
+        knn[number] = weights[values[nearest] == targets[number]].sum() / weights.sum()
+    base = np.exp(log_p)
+    mixed = (1 - found.lambda_) * base + found.lambda_ * knn
+    return {
+        "lm": round(float(np.exp(-log_p.mean())), 4),
+        "knn_lm": round(float(np.exp(-np.log(mixed).mean())), 4),
+        "oracle_of_both": round(float(np.exp(-np.log(np.maximum(base, knn)).mean())), 4),
+    }
+
+
+@torch.no_grad()
+def plain_reading(lm: CausalLM, documents: list[Document]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Keys, log p of the targets, and targets, without the library's windows, batches or hooks."""
+    seen: list[torch.Tensor] = []
+    module = lm.model.get_submodule(lm.key_layer.module)
+    handle = module.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))
+    keys, log_p, targets = [], [], []
+    for document in documents:
+        tokens = lm.encode(document.text)
+        inputs = [lm.start_token, *tokens[:-1]]
+        scored = begin = 0
+        while scored < len(tokens):
+            end = min(begin + 1024, len(tokens))
+            logits = lm.model(torch.tensor([inputs[begin:end]], device=lm.device)).logits[0, scored - begin :]
+            wanted = torch.tensor(tokens[scored:end], device=lm.device)
+            log_p.append(logits.double().log_softmax(1).gather(1, wanted[:, None])[:, 0].cpu().numpy())
+            keys.append(seen.pop()[0, scored - begin :].double().cpu().numpy())
+            targets.extend(tokens[scored:end])
+            scored, begin = end, begin + 512
+    handle.remove()
+    return np.concatenate(keys), np.concatenate(log_p), np.array(targets)
+
+
+if __name__ == "__main__":
+    main()
