@@ -105,7 +105,7 @@ def test_a_prompt_that_leaves_no_room_is_refused(lm):
         lm.prompt("The memory " * 60, room=10)
 
 
-def test_a_fingerprint_is_the_same_in_every_precision_and_differs_after_the_smallest_training_step():
+def test_a_fingerprint_is_the_same_in_every_precision_and_differs_after_a_change_of_one_percent():
     model = tiny("llama")
     plain = weights_fingerprint(model)
     for dtype in (torch.bfloat16, torch.float16):
@@ -123,11 +123,13 @@ def test_tokenizers_differ_by_their_vocabulary():
     assert tokenizer_fingerprint(tiny_tokenizer()) == tokenizer_fingerprint(tiny_tokenizer())
 
 
-def test_a_tokenizer_larger_than_the_model_is_refused():
+def test_a_token_that_the_model_does_not_have_is_refused_when_it_is_used():
     tokenizer = tiny_tokenizer()
     tokenizer.add_tokens([f"extra{number}" for number in range(400)])
+    lm = CausalLM(tiny("llama"), tokenizer)
+    assert lm.encode("The memory")
     with pytest.raises(ModelError, match="do not belong together"):
-        CausalLM(tiny("llama"), tokenizer)
+        lm.encode("extra399")
 
 
 @pytest.mark.parametrize("name", ["/nowhere/at/all", "no-such-model-anywhere"])
@@ -143,6 +145,55 @@ def test_unknown_devices_and_precisions_are_refused(model_folder, option, value)
         CausalLM.open(str(model_folder), **{option: value})
 
 
+def test_a_model_with_missing_weights_is_refused(model_folder, tmp_path):
+    import shutil
+
+    from safetensors.torch import load_file, save_file
+
+    shutil.copytree(model_folder, tmp_path / "hole")
+    weights = load_file(tmp_path / "hole" / "model.safetensors")
+    gone = [name for name in weights if ".layers.1." in name]
+    save_file(
+        {name: weight for name, weight in weights.items() if name not in gone},
+        tmp_path / "hole" / "model.safetensors",
+        metadata={"format": "pt"},
+    )
+    with pytest.raises(ModelError, match=rf"not all there: .*layers\.1\..* and {len(gone) - 1} more"):
+        CausalLM.open(str(tmp_path / "hole"))
+    (tmp_path / "hole" / "model.safetensors").write_bytes(b"junk")
+    with pytest.raises(ModelError, match="Cannot open the model"):
+        CausalLM.open(str(tmp_path / "hole"))
+
+
+def test_junk_that_is_called_gguf_is_one_clear_line(tmp_path):
+    (tmp_path / "junk.gguf").write_bytes(b"GGUF" + b"junk" * 100)
+    with pytest.raises(ModelError, match=r"Cannot open the model .*junk\.gguf"):
+        CausalLM.open(str(tmp_path / "junk.gguf"))
+
+
+def test_the_pieces_of_a_text_are_the_text_also_where_a_character_is_many_tokens(lm):
+    text = "日本 é: naïve 🙂 end"
+    tokens = lm.encode(text)
+    assert len(tokens) > len(text)
+    assert "".join(lm.pieces(tokens)) == text
+    assert "\ufffd" not in "".join(lm.pieces(tokens))
+
+
+def test_two_threads_that_use_one_model_get_their_own_keys(lm):
+    from concurrent.futures import ThreadPoolExecutor
+
+    tokens = [lm.encode(document.text)[:24] for document in documents(8)]
+    alone = [collect(lm, [one], batch_tokens=64)[0] for one in tokens]
+
+    def work(number):
+        return [collect(lm, [tokens[number]], batch_tokens=64)[0] for _ in range(20)]
+
+    with ThreadPoolExecutor(4) as pool:
+        for number, results in enumerate(pool.map(work, range(8))):
+            for keys in results:
+                torch.testing.assert_close(keys, alone[number], rtol=1e-4, atol=1e-5)
+
+
 def test_a_store_refuses_another_model_and_names_both(store, lm):
     from knnlm import Mixture
 
@@ -150,6 +201,11 @@ def test_a_store_refuses_another_model_and_names_both(store, lm):
     with pytest.raises(ModelMismatch, match=r"tiny-llama.*another-llama") as caught:
         Mixture.open(store.path, other)
     assert "weights" in str(caught.value)
+    model = tiny("llama")
+    model.config.rope_parameters["rope_theta"] = 77.0
+    turned = CausalLM(model, tiny_tokenizer(), name="turned-llama")
+    with pytest.raises(ModelMismatch, match=r"rope parameters .*10000.*77"):
+        Mixture.open(store.path, turned)
     elsewhere = CausalLM(lm.model, lm.tokenizer, name="tiny-llama", key_layer="output")
     with pytest.raises(ModelMismatch, match=r"key layer ffn_input.*key layer output"):
         Mixture.open(store.path, elsewhere)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
 import re
 import shlex
 import signal
@@ -186,6 +187,18 @@ def test_explain_names_documents(memory, capfd):
     assert "docs/" in out
 
 
+def test_explain_takes_a_file_too_and_json_keeps_the_text_as_it_is(memory, tmp_path, capfd):
+    text = "a :smile: [bold]日本[/bold]"
+    (tmp_path / "text.txt").write_text(text)
+    for given in (text, tmp_path / "text.txt"):
+        code, out, _ = knnlm(capfd, "explain", memory, given, "--top", 0, "--json")
+        assert code == 0
+        explained = json.loads(out)
+        assert explained["text"] == text
+        assert "".join(token["token"] for token in explained["tokens"]) == text
+    assert knnlm(capfd, "explain", memory, text)[0] == 0
+
+
 def test_standard_input_is_text_too(memory, texts, capfd):
     command = [sys.executable, "-m", "knnlm", "eval", str(memory), "-", "--json"]
     text = (texts / "held-out.txt").read_bytes()
@@ -315,6 +328,39 @@ def test_a_text_longer_than_the_context_is_explained_window_by_window(memory, ca
 
 def test_an_index_that_cannot_be_is_one_line(memory, capfd):
     assert "nonsense" in failure(capfd, "index", memory, "--index", "nonsense")
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["a\udcffb"],
+        ["x", "--repetition-penalty", "0"],
+        ["x", "--repetition-penalty", "nan"],
+        ["x", "--seed", "99999999999999999999"],
+        ["x", "--do-sample", "--top-p", "0"],
+        ["x", "--do-sample", "--sampling-temperature", "0"],
+        ["x", "--max-new-tokens", "0"],
+        ["x", "--device", "cuda:99"],
+    ],
+)
+def test_generations_that_cannot_be_are_one_line(memory, capfd, arguments):
+    failure(capfd, "generate", memory, *arguments)
+
+
+def test_a_memory_is_opened_from_any_folder(texts, model_folder, tmp_path, monkeypatch, capfd):
+    monkeypatch.chdir(model_folder.parent)
+    arguments = ("--out", tmp_path / "m", "--model", model_folder.name)
+    assert knnlm(capfd, "build", texts / "docs", *arguments)[0] == 0
+    monkeypatch.chdir(tmp_path)
+    assert knnlm(capfd, "eval", "m", texts / "held-out.txt", "--limit", 10)[0] == 0
+
+
+def test_a_terminal_without_unicode_is_no_error(memory):
+    command = [sys.executable, "-m", "knnlm", "info", str(memory)]
+    environment = {**os.environ, "PYTHONIOENCODING": "ascii"}
+    result = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+    assert result.returncode == 0, result.stderr
+    assert "tokens of" in result.stdout
 
 
 def test_tune_wants_text_or_a_trace(memory, texts, capfd, tmp_path):

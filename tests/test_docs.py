@@ -148,15 +148,20 @@ def test_the_page_on_key_layers_names_every_family():
 
 @every_page
 def test_python_in_pages_is_clean(page, tmp_path):
-    """Format and lint as for the code; examples may print, and may import where they first need it."""
+    """Format each block and lint them together; examples may print, and may import where they first need it."""
     python = [block.text for block in blocks(page.read_text()) if block.language == "python"]
-    if not python:
-        return
-    (tmp_path / "page.py").write_text("\n\n".join(python) + "\n")
-    lint = [sys.executable, "-m", "ruff", "check", "--quiet", "--config", ROOT / "pyproject.toml"]
-    lint += ["--ignore", "T20,E402,I001", "--no-cache", tmp_path / "page.py"]
-    result = subprocess.run(lint, capture_output=True, text=True, check=False)
-    assert result.returncode == 0, result.stdout
+    for number, text in enumerate(python):
+        (tmp_path / f"{number}.py").write_text(text + "\n")
+    (tmp_path / "all").mkdir()
+    (tmp_path / "all" / "page.py").write_text("\n\n".join(python) + "\n")
+    settings = ["--quiet", "--no-cache", "--config", ROOT / "pyproject.toml"]
+    for check in (
+        ["format", "--check", *settings, *tmp_path.glob("*.py")],
+        ["check", *settings, "--ignore", "T20,E402,I001", tmp_path / "all"],
+    ):
+        if python:
+            result = subprocess.run([sys.executable, "-m", "ruff", *check], capture_output=True, text=True, check=False)
+            assert result.returncode == 0, result.stdout + result.stderr
 
 
 def test_the_checks_of_this_file_see_what_they_should():

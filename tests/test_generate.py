@@ -7,6 +7,7 @@ import copy
 import numpy as np
 import pytest
 import torch
+import transformers
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -18,8 +19,9 @@ from transformers import (
 
 import oracle
 from conftest import documents
-from knnlm import CausalLM, Datastore, KnnForCausalLM, Mixture, build
+from knnlm import CausalLM, Datastore, KnnForCausalLM, KnnMemory, Mixture, build
 from knnlm.errors import DatastoreError
+from knnlm.index import ExactIndex
 from models import tiny, tiny_tokenizer
 
 FAMILIES = ["llama", "gpt2", "opt", "bloom", "falcon", "gpt_neox", "gemma3", "qwen3_moe", "mpt"]
@@ -184,6 +186,50 @@ def test_the_loss_is_the_mean_of_minus_log_p(llama):
         [np.log(numpy_next(llama, ids[0, : n + 1].tolist())[ids[0, n + 1]]) for n in range(ids.shape[1] - 1)]
     )
     assert output.loss.item() == pytest.approx(right, rel=1e-3)
+
+
+def test_nothing_underflows_and_gradients_flow(lm, store):
+    sharp = tiny("llama")
+    with torch.no_grad():
+        sharp.lm_head.weight *= 40
+    sharp_lm = CausalLM(sharp, tiny_tokenizer(), name="sharp")
+    memory = KnnMemory(store, ExactIndex(store), k=5, temperature=1.0)
+    ids = torch.tensor([lm.encode("The memory of a model")])
+    right = sharp(ids).logits.log_softmax(-1)
+    assert right.min() < -120
+    assert right.exp().min() == 0
+    mixture = Mixture(lm, memory, weight=0.0)
+    mixture.lm = sharp_lm
+    wrapped = KnnForCausalLM(mixture)
+    torch.testing.assert_close(wrapped(ids).logits, right)
+    wrapped.mixture.weight = 0.3
+    wrapped(ids, labels=ids).loss.backward()
+    gradient = sharp.lm_head.weight.grad
+    assert gradient.isfinite().all()
+    assert gradient.abs().max() > 0
+
+
+def test_a_state_space_model_generates_too(tmp_path):
+    config = transformers.MambaConfig(vocab_size=320, hidden_size=32, num_hidden_layers=2, state_size=4)
+    torch.manual_seed(0)
+    lm = CausalLM(transformers.MambaForCausalLM(config), tiny_tokenizer(), key_layer="output", name="mamba")
+    build(documents(3), tmp_path / "memory", lm=lm, window=lm.window(64))
+    model = KnnForCausalLM(Mixture.open(tmp_path / "memory", lm, k=8, temperature=4.0, weight=0.6))
+    ids = lm.encode("The memory of a model")
+    made = model.generate(torch.tensor([ids]), max_new_tokens=6, do_sample=False, eos_token_id=None)
+    assert made[0].tolist() == greedy(model, ids, 6)
+
+
+def test_settings_changed_after_opening_are_saved_and_saving_twice_works(lm, store, tmp_path):
+    model = KnnForCausalLM(Mixture.open(store.path, lm, weight=0.2))
+    model.mixture.weight = 0.9
+    for _ in range(2):
+        model.save_pretrained(tmp_path / "saved", copy_memory=True)
+    loaded = KnnForCausalLM.from_pretrained(tmp_path / "saved")
+    assert loaded.mixture.weight == 0.9
+    loaded.save_pretrained(tmp_path / "saved")
+    (tmp_path / "saved").rename(tmp_path / "moved")
+    assert KnnForCausalLM.from_pretrained(tmp_path / "moved").mixture.memory.store.rows == store.rows
 
 
 def test_only_the_positions_asked_for_are_searched(llama):

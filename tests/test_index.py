@@ -143,7 +143,7 @@ def test_distances_stay_right_when_all_keys_are_far_from_zero():
         np.testing.assert_allclose(found, np.sort(oracle.distances(query, keys)), rtol=2e-3)
 
 
-def test_distances_are_measured_again_when_a_few_dimensions_vary_enormously():
+def test_neighbours_stay_right_when_groups_of_keys_share_an_enormous_value():
     generator = np.random.default_rng(3)
     keys = generator.normal(size=(300, 16)).astype(np.float32)
     keys[:, 0] = np.where(np.arange(300) % 2, 30000, -30000)
@@ -152,6 +152,14 @@ def test_distances_are_measured_again_when_a_few_dimensions_vary_enormously():
     for query, ids, found in zip(queries, answer.ids.numpy(), answer.distances.numpy(), strict=True):
         exact = oracle.distances(query, keys)
         np.testing.assert_allclose(found, exact[ids], rtol=1e-4, atol=1e-4)
+        np.testing.assert_allclose(found, np.sort(exact)[:20], rtol=1e-4, atol=1e-4)
+
+
+def test_damaged_keys_are_an_error_not_a_silence():
+    keys = np.ones((20, 4), np.float32)
+    keys[13, 2] = np.nan
+    with pytest.raises(IndexInvalid, match="no finite numbers"):
+        ExactIndex(Array(keys)).search(torch.ones(1, 4), 3)
 
 
 def test_rerank_gives_distances_of_the_vectors_and_without_it_those_of_the_codes():

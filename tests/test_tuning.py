@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 import oracle
 from conftest import documents
 from knnlm import Mixture, Trace, build, evaluate, record, replay, sweep, tune
-from knnlm.errors import DatastoreCorrupt, DatastoreError, ParameterError
-from knnlm.tuning import temperature_grid
+from knnlm.datastore.builder import writer_lock
+from knnlm.errors import DatastoreBusy, DatastoreCorrupt, DatastoreError, ParameterError
+from knnlm.tuning import choose, temperature_grid
 
 
 @pytest.fixture(scope="module")
@@ -146,12 +147,38 @@ def test_a_trace_that_fails_leaves_nothing_behind(mixture, tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize(
-    "grid", [{"ks": [0]}, {"ks": [65]}, {"temperatures": [0.0]}, {"temperatures": [-1.0]}, {"lambdas": [1.5]}]
-)
+@pytest.mark.parametrize("grid", [{"ks": [0]}, {"temperatures": [0.0]}, {"temperatures": [-1.0]}, {"lambdas": [1.5]}])
 def test_values_outside_their_range_are_refused(trace, grid):
     with pytest.raises(ParameterError, match="must be"):
         sweep(trace, **grid)
+
+
+def test_values_out_of_range_are_refused_before_anything_is_read(mixture):
+    def never():
+        raise AssertionError("the text was read")
+        yield
+
+    with pytest.raises(ParameterError, match="temperature must be above 0"):
+        tune(mixture, never(), temperatures=[1.0, 0.0])
+    with writer_lock(mixture.memory.store.path), pytest.raises(DatastoreBusy):
+        tune(mixture, never())
+
+
+def test_more_neighbours_than_there_are_is_all_of_them(trace):
+    assert sweep(trace, ks=[8, 100_000]).ks == (8, 64)
+
+
+def test_a_choice_made_with_another_memory_is_refused(lm, trace, tmp_path):
+    other = build(documents(3), tmp_path / "other", lm=lm)
+    with pytest.raises(DatastoreError, match="made with another memory"):
+        choose(other.path, sweep(trace), trace)
+    assert other.catalog.get("choice") is None
+
+
+def test_a_choice_for_one_metric_is_not_used_for_another(lm, mixture):
+    tune(mixture, documents(2, start=100), temperatures=[1.25])
+    assert Mixture.open(mixture.memory.store.path, lm).memory.temperature == 1.25
+    assert Mixture.open(mixture.memory.store.path, lm, metric="ip").memory.temperature != 1.25
 
 
 def test_temperatures_follow_the_scale_of_the_distances():

@@ -15,7 +15,6 @@ import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from hashlib import blake2b
 from importlib import import_module
 from itertools import chain
 from json import loads
@@ -23,6 +22,7 @@ from pathlib import Path, PurePath
 from typing import Any, BinaryIO
 
 from knnlm.errors import CorpusError, KnnlmError, MissingExtra
+from knnlm.seen import Seen
 
 __all__ = ["LONGEST", "Document", "Survey", "read", "survey"]
 
@@ -352,16 +352,13 @@ def _not_empty(documents: Iterator[Document], name: str) -> Iterator[Document]:
 
 def _unique(documents: Iterable[Document]) -> Iterator[Document]:
     """Add ~2, ~3, ... to an id that was there before."""
-    seen: set[bytes] = set()  # hashes, because ids can be long and many
-    last: dict[bytes, int] = {}  # the number given last, so that the millionth equal id takes one try
+    seen = Seen()
+    last: dict[str, int] = {}  # the number given last, so that the millionth equal id takes one try
     for document in documents:
         name = document.id
-        first = key = blake2b(name.encode(), digest_size=16).digest()
-        while key in seen:
-            last[first] = last.get(first, 1) + 1
-            name = f"{document.id}~{last[first]}"
-            key = blake2b(name.encode(), digest_size=16).digest()
-        seen.add(key)
+        while not seen.add(name):
+            last[document.id] = last.get(document.id, 1) + 1
+            name = f"{document.id}~{last[document.id]}"
         yield document if name == document.id else replace(document, id=name)
 
 

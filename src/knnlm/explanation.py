@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 
@@ -49,7 +49,7 @@ def explain(mixture: Mixture, text: str, *, top: int = 3) -> list[TokenExplanati
     for reading in mixture.lm.read([tokens], mixture.window, batch_tokens=1024):
         for row, explanation in _explain_reading(mixture, reading, top):
             explained[row] = explanation
-    return [explained[row] for row in range(len(tokens))]
+    return [replace(explained[row], token=piece) for row, piece in enumerate(mixture.lm.pieces(tokens))]
 
 
 def _explain_reading(mixture: Mixture, reading: Reading, top: int) -> Iterator[tuple[int, TokenExplanation]]:

@@ -51,6 +51,8 @@ class Trace:
         try:
             facts = json.loads((folder / _FILE).read_text())
             rows, k = int(facts["tokens"]), int(facts["k"])
+            if missing := {"metric", "text", "fingerprint", "documents", "words", "characters", "bytes"} - facts.keys():
+                raise KeyError(min(missing))
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise DatastoreError(f"{folder} is not a trace ({error}). Make one with: knnlm eval --save-trace") from None
         return cls(
@@ -115,6 +117,7 @@ def record(
             "k": k,
             "metric": memory.index.metric,
             "memory": str(memory.store.path),
+            "fingerprint": memory.store.fingerprint,
             "text": list(sources),
         }
         with writing(partial):

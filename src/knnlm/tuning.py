@@ -20,9 +20,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from knnlm.corpus import Document
+from knnlm.datastore import Datastore
 from knnlm.datastore.builder import writer_lock
 from knnlm.datastore.catalog import FILE, Catalog
-from knnlm.errors import ParameterError
+from knnlm.errors import DatastoreError
 from knnlm.evaluation import Evaluation, Tally, summary
 from knnlm.memory import check_vote
 from knnlm.mixture import Mixture, check_lambda
@@ -68,6 +69,30 @@ class Sweep:
         return [name for name, edge in edges.items() if edge and weight > 0]
 
 
+@dataclass(frozen=True)
+class Grid:
+    """The settings to try, in order; None is chosen by what was seen."""
+
+    ks: tuple[int, ...] | None
+    temperatures: tuple[float, ...] | None
+    lambdas: tuple[float, ...]
+
+    @classmethod
+    def of(cls, ks: Sequence[int] | None, temperatures: Sequence[float] | None, lambdas: Sequence[float]) -> Grid:
+        """Sort the values and refuse those out of range."""
+        for k in ks or ():
+            check_vote(k, 1.0)
+        for temperature in temperatures or ():
+            check_vote(1, temperature)
+        for weight in lambdas:
+            check_lambda(weight)
+        return cls(
+            tuple(sorted(set(ks))) if ks else None,
+            tuple(sorted(set(temperatures))) if temperatures else None,
+            tuple(sorted(set(lambdas))),
+        )
+
+
 def sweep(
     trace: Trace,
     *,
@@ -75,16 +100,13 @@ def sweep(
     temperatures: Sequence[float] | None = None,
     lambdas: Sequence[float] = LAMBDAS,
 ) -> Sweep:
-    """Compute the perplexity of every combination of settings."""
+    """Compute the perplexity of every combination of settings; a k beyond the trace's is the trace's."""
     begin = time.perf_counter()
+    grid = Grid.of(ks, temperatures, lambdas)
     widest = trace.distances.shape[1]
-    chosen_ks = _check_ks(ks, widest)
-    chosen = tuple(sorted(set(temperatures))) if temperatures else temperature_grid(trace)
-    if any(not (value > 0 and math.isfinite(value)) for value in chosen):
-        raise ParameterError(f"temperatures must be above 0, not {min(chosen)}.")
-    for value in lambdas:
-        check_lambda(value)
-    weights = torch.tensor(sorted(set(lambdas)), dtype=torch.float32)
+    chosen_ks = tuple(sorted({min(k, widest) for k in grid.ks or (*KS, widest)}))
+    chosen = grid.temperatures or temperature_grid(trace)
+    weights = torch.tensor(grid.lambdas, dtype=torch.float32)
     sums = torch.zeros(len(chosen_ks), len(chosen), len(weights), dtype=torch.float64)
     base = 0.0
     for log_p, distances, hits in _blocks(trace):
@@ -95,7 +117,7 @@ def sweep(
     return Sweep(
         ks=chosen_ks,
         temperatures=chosen,
-        lambdas=tuple(float(f"{value:.6g}") for value in weights.tolist()),
+        lambdas=grid.lambdas,
         perplexity=(-sums / max(1, len(trace))).exp().numpy(),
         base_perplexity=math.exp(-base / max(1, len(trace))),
         tokens=len(trace),
@@ -174,15 +196,6 @@ def temperature_grid(trace: Trace, count: int = 20) -> tuple[float, ...]:
     return tuple(sorted({float(f"{value:.3g}") for value in grid}))
 
 
-def _check_ks(ks: Sequence[int] | None, widest: int) -> tuple[int, ...]:
-    wanted = sorted(set(ks)) if ks else [*(k for k in KS if k < widest), widest]
-    if wanted[0] < 1 or wanted[-1] > widest:
-        raise ParameterError(
-            f"k must be from 1 to {widest}, the neighbours in the trace; not {wanted[0]}…{wanted[-1]}."
-        )
-    return tuple(wanted)
-
-
 def tune(
     mixture: Mixture,
     documents: Iterable[Document],
@@ -196,39 +209,52 @@ def tune(
     progress: Progress = silent,
 ) -> Sweep:
     """Read a text, choose k, τ and λ on it, and store the choice in the memory; `total` is its characters."""
-    with tempfile.TemporaryDirectory(prefix="knnlm-") as folder:
+    path = mixture.memory.store.path
+    grid = Grid.of(ks, temperatures, lambdas)
+    # Locked from the beginning, so that nobody waits for a choice that cannot be stored.
+    with writer_lock(path), tempfile.TemporaryDirectory(prefix=".trace-", dir=path) as folder:
         trace = record(
             mixture,
             documents,
             Path(folder) / "trace",
-            k=max(ks) if ks else KS[-1],
+            k=max(grid.ks or KS),
             sources=sources,
             limit=limit,
             total=total,
             progress=progress,
         )
-        result = sweep(trace, ks=ks, temperatures=temperatures, lambdas=lambdas)
-        choose(mixture.memory.store.path, result, trace)
+        result = sweep(trace, ks=grid.ks, temperatures=grid.temperatures, lambdas=grid.lambdas)
+        _store_choice(path, result, trace)
     return result
 
 
 def choose(path: Path, result: Sweep, trace: Trace) -> None:
-    """Store the best settings of a sweep in a memory, with the text they were chosen on."""
-    k, temperature, weight, perplexity = result.best
+    """Store the best settings of a sweep in the memory that the trace was made with."""
     with writer_lock(path):
-        catalog = Catalog.open(path / FILE, write=True)
-        try:
-            catalog.put(
-                choice={
-                    "k": k,
-                    "temperature": temperature,
-                    "lambda": weight,
-                    "metric": trace.facts["metric"],
-                    "chosen_on": trace.facts["text"],
-                    "tokens": result.tokens,
-                    "base_perplexity": result.base_perplexity,
-                    "perplexity": perplexity,
-                }
-            )
-        finally:
-            catalog.close()
+        _store_choice(path, result, trace)
+
+
+def _store_choice(path: Path, result: Sweep, trace: Trace) -> None:
+    k, temperature, weight, perplexity = result.best
+    fingerprint = Datastore.open(path).fingerprint
+    if fingerprint != trace.facts["fingerprint"]:
+        raise DatastoreError(
+            f"The trace was made with another memory ({trace.facts['memory']}, {trace.facts['fingerprint']}) than "
+            f"{path} ({fingerprint}). Make one with: knnlm eval {path} TEXT --save-trace"
+        )
+    catalog = Catalog.open(path / FILE, write=True)
+    try:
+        catalog.put(
+            choice={
+                "k": k,
+                "temperature": temperature,
+                "lambda": weight,
+                "metric": trace.facts["metric"],
+                "chosen_on": trace.facts["text"],
+                "tokens": result.tokens,
+                "base_perplexity": result.base_perplexity,
+                "perplexity": perplexity,
+            }
+        )
+    finally:
+        catalog.close()

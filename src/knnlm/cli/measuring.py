@@ -52,6 +52,8 @@ def tune(
 
     if (trace is None) == (not text):
         raise ParameterError("Give either TEXT or --trace to tune on.")
+    if trace is not None and not (metric is None and limit is None and model is None):
+        raise ParameterError("--metric, --limit and --model are those of the trace; leave them out with --trace.")
     grid: dict[str, Any] = {
         "ks": _numbers("k", k, int),
         "temperatures": _numbers("temperature", temperature, float),
@@ -64,7 +66,7 @@ def tune(
         chosen_on = seen.facts["text"]
     else:
         chosen_on = list(text or [])
-        total = screen.survey(chosen_on, text_field)
+        total = screen.survey(chosen_on, text_field, limit=limit)
         mixture = open_mixture(memory, model=model, metric=metric, device=device, dtype=dtype)
         documents = corpus.read(*chosen_on, text_field=text_field)
         result = tune_on_text(
@@ -127,7 +129,7 @@ def evaluate(
     from knnlm.tuning import replay
 
     check_settings(k=k, temperature=temperature, weight=weight, metric=metric)
-    total = screen.survey(text, text_field)
+    total = screen.survey(text, text_field, limit=limit)
     mixture = open_mixture(
         memory,
         model=model,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -20,8 +21,8 @@ from knnlm.progress import Advance
 if TYPE_CHECKING:
     from knnlm.lm import CausalLM
 
-out = Console(highlight=False, soft_wrap=True)
-err = Console(stderr=True, highlight=False)
+out = Console(highlight=False, emoji=False, soft_wrap=True)
+err = Console(stderr=True, highlight=False, emoji=False)
 
 
 @contextmanager
@@ -55,10 +56,12 @@ def waiting(what: str) -> Iterator[None]:
         yield
 
 
-def survey(text: Sequence[str], text_field: str) -> int | None:
+def survey(text: Sequence[str], text_field: str, *, limit: int | None = None) -> int | None:
     """Look through all text before anything slow begins, so that its errors come first; give its characters."""
     from knnlm import corpus
 
+    if limit is not None:  # most of it may not be read at all
+        return None
     with waiting("looking through the text"):
         found = corpus.survey(*text, text_field=text_field)
     return found.characters if found.complete else None
@@ -84,7 +87,7 @@ def quiet() -> None:
 
 def print_json(value: Any) -> None:
     """Print one JSON object; a number that is infinite or undefined becomes null."""
-    out.print(json.dumps(_finite(value), indent=2, ensure_ascii=False), markup=False)
+    sys.stdout.write(json.dumps(_finite(value), indent=2, ensure_ascii=False) + "\n")
 
 
 def print_facts(facts: Sequence[tuple[str, str]], *, title: str | None = None) -> None:

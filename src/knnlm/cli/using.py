@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -34,7 +35,9 @@ def generate(
     top_k: Annotated[int, typer.Option(min=0, help="Sample from this many tokens; 0 is all.")] = 0,
     repetition_penalty: Annotated[float, typer.Option(help="Above 1 makes repeats less probable.")] = 1.0,
     beams: Annotated[int, typer.Option(min=1, help="Number of beams.")] = 1,
-    seed: Annotated[int | None, typer.Option(help="Make sampling repeatable.", show_default=False)] = None,
+    seed: Annotated[
+        int | None, typer.Option(min=0, max=2**63 - 1, help="Make sampling repeatable.", show_default=False)
+    ] = None,
     no_memory: Annotated[bool, typer.Option("--no-memory", help="The model alone.")] = False,
     k: options.K = None,
     temperature: options.Temperature = None,
@@ -49,6 +52,8 @@ def generate(
 
     Continue a prompt with the memory, or without it for comparison.
     """
+    if not 0 < repetition_penalty < float("inf"):
+        raise ParameterError(f"repetition penalty must be above 0, not {repetition_penalty}.")
     settings: dict[str, Any] = {"num_beams": beams, "do_sample": do_sample, "repetition_penalty": repetition_penalty}
     if do_sample:
         if not sampling_temperature > 0:
@@ -102,7 +107,9 @@ def continue_text(
 
 def explain(
     memory: options.Memory,
-    text: Annotated[str, typer.Argument(help="The text to explain.", show_default=False)],
+    text: Annotated[
+        str, typer.Argument(help="The text itself, a file that holds it, or - for standard input.", show_default=False)
+    ],
     top: Annotated[int, typer.Option(min=0, help="How many neighbours to show for each token.")] = 3,
     k: options.K = None,
     temperature: options.Temperature = None,
@@ -125,12 +132,26 @@ def explain(
     mixture = open_mixture(
         memory, model=model, k=k, temperature=temperature, weight=weight, metric=metric, device=device, dtype=dtype
     )
+    text = _text(text)
     explained = explain_text(mixture, text, top=top)
     if json:
         screen.print_json({"text": text, "tokens": [asdict(token) for token in explained]})
         return
     for token in explained:
         screen.out.print(explanation_table(token))
+
+
+def _text(given: str) -> str:
+    """Read a text from where it is: the argument itself, unless that names a file."""
+    from knnlm import corpus
+
+    if given != "-":
+        try:
+            if not Path(given).is_file():
+                return given
+        except (OSError, ValueError):  # too long for a name, or with a null
+            return given
+    return "\n\n".join(document.text for document in corpus.read(given))
 
 
 def explanation_table(token: TokenExplanation) -> Table:

@@ -64,7 +64,10 @@ def build(
     """Store every document, resuming an unfinished build of the same text; `total` is its number of characters."""
     if key_dtype not in KEY_DTYPES:
         raise ParameterError(f"Unknown key dtype {key_dtype!r}: use {' or '.join(KEY_DTYPES)}.")
+    if segment_rows < 1 or batch_tokens < 1:
+        raise ParameterError(f"segment rows ({segment_rows}) and batch tokens ({batch_tokens}) must be at least 1.")
     folder = Path(path)
+    _check_folder(folder)
     with writer_lock(folder, create=True):
         catalog = _begin(folder, lm, window or lm.window(), key_dtype, segment_rows, batch_tokens)
         try:
@@ -98,6 +101,19 @@ def writer_lock(folder: Path, *, create: bool = False) -> Iterator[None]:
         lock.release()
 
 
+def _check_folder(folder: Path) -> None:
+    """Refuse a place that holds something else, before anything is put there."""
+    if folder.exists() and not folder.is_dir():
+        raise DatastoreError(f"{folder} is a file. Choose another --out.")
+    ours = {"writer.lock", "catalog.partial", "catalog.partial-journal"}
+    if folder.exists() and not (folder / FILE).exists():
+        foreign = sorted(entry.name for entry in folder.iterdir() if entry.name not in ours)
+        if foreign:
+            raise DatastoreError(
+                f"{folder} is not empty (it holds {foreign[0]}) and is not a memory. Choose another --out."
+            )
+
+
 def _begin(
     folder: Path, lm: CausalLM, window: WindowShape, key_dtype: str, segment_rows: int, batch_tokens: int
 ) -> Catalog:
@@ -111,12 +127,6 @@ def _begin(
     }
     file = folder / FILE
     if not file.exists():
-        ours = {"writer.lock", "catalog.partial", "catalog.partial-journal"}
-        foreign = sorted(entry.name for entry in folder.iterdir() if entry.name not in ours)
-        if foreign:
-            raise DatastoreError(
-                f"{folder} is not empty (it holds {foreign[0]}) and is not a memory. Choose another --out."
-            )
         return Catalog.create(file, {"state": "building", "offset": None, **settings})
     catalog = Catalog.open(file, write=True)
     if catalog.get("state") == "complete":

@@ -6,6 +6,7 @@ A segment exists when its row is committed. Anything else on disk is garbage tha
 from __future__ import annotations
 
 import json
+import os
 import sqlite3
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -112,10 +113,11 @@ class Catalog:
         if not path.is_file():
             raise DatastoreError(f"{path.parent} is not a memory: it has no {path.name}. Make one with: knnlm build")
         with _reporting(path):
-            mode = "rw" if write else "ro"
-            uri = f"{path.resolve().as_uri()}?mode={mode}"
+            # Readers too, where they may: only so can SQLite take back what a killed writer left half done.
+            may_write = os.access(path, os.W_OK) and os.access(path.parent, os.W_OK)
+            uri = f"{path.resolve().as_uri()}?mode={'rw' if write or may_write else 'ro'}"
             connection = sqlite3.connect(uri, uri=True, isolation_level=None, check_same_thread=False)
-            connection.execute("PRAGMA synchronous=FULL")
+            connection.execute("PRAGMA synchronous=FULL" if write else "PRAGMA query_only=ON")
             catalog = cls(connection, path)
             found = catalog.get("format")
         if found is None:
@@ -163,7 +165,9 @@ class Catalog:
 
     def document_at(self, row: int) -> StoredDocument:
         """Find the document that holds a row."""
-        found = self._all("SELECT * FROM documents WHERE first_row <= ? ORDER BY first_row DESC LIMIT 1", row)
+        found = self._all(
+            "SELECT * FROM documents WHERE first_row <= ? AND rows > 0 ORDER BY first_row DESC LIMIT 1", row
+        )
         if not found:
             raise DatastoreCorrupt(f"{self.path} has no document for row {row}. Build the memory again.")
         return StoredDocument(*found[0])

@@ -9,7 +9,11 @@ memory/
 
 from __future__ import annotations
 
+import hashlib
+import os
 from collections.abc import Iterator
+from functools import lru_cache
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +27,7 @@ from knnlm.datastore.segment import open_array
 from knnlm.errors import DatastoreCorrupt, DatastoreError
 
 KEYS, VALUES = "keys.npy", "values.npy"
+_MAPPINGS = 256
 
 
 class Datastore:
@@ -43,8 +48,11 @@ class Datastore:
         self.offset: Tensor | None = None if offset is None else torch.tensor(offset, dtype=torch.float32)
         self._starts = np.array([segment.first_row for segment in self._segments], dtype=np.int64)
         self._check_rows()
-        self._keys = [self._open(segment, KEYS) for segment in self._segments]
-        self._values = [self._open(segment, VALUES) for segment in self._segments]
+        for segment in self._segments:
+            self._open(segment, KEYS)
+            self._open(segment, VALUES)
+        # Mapped when needed and let go again: each mapping holds a file handle, and a system has few.
+        self._mapped = lru_cache(maxsize=_MAPPINGS)(self._open)
 
     @classmethod
     def open(cls, path: str | Path) -> Datastore:
@@ -76,7 +84,13 @@ class Datastore:
     @property
     def bytes(self) -> int:
         """The size of keys and values on disk."""
-        return sum(array.nbytes for array in (*self._keys, *self._values))
+        return self.rows * (self.width * np.dtype(self.key_dtype).itemsize + 4)
+
+    @property
+    def fingerprint(self) -> str:
+        """What tells this memory from any other: a hash over the hashes of its files."""
+        sums = [f"{segment.keys_sha256} {segment.values_sha256}" for segment in self._segments]
+        return hashlib.sha256("\n".join(sums).encode()).hexdigest()[:16]
 
     def shift(self, queries: Tensor) -> Tensor:
         """Bring queries to where the stored keys are."""
@@ -87,7 +101,7 @@ class Datastore:
         for segment in self._segments:
             # Plain reads rather than the mapping: mapped pages would count as memory of this process.
             with (self._folder(segment) / KEYS).open("rb") as file:
-                file.seek(self._keys[segment.id].offset)  # type: ignore[attr-defined]
+                file.seek(file.seek(0, os.SEEK_END) - segment.rows * self.width * np.dtype(self.key_dtype).itemsize)
                 for begin in range(0, segment.rows, size):
                     count = min(size, segment.rows - begin)
                     flat = np.fromfile(file, self.key_dtype, count * self.width)
@@ -104,7 +118,7 @@ class Datastore:
         keys = torch.zeros(len(flat), self.width)
         for number, places in self._by_segment(flat):
             segment = self._segments[number]
-            rows = self._keys[number][flat[places] - segment.first_row]
+            rows = self._mapped(segment, KEYS)[flat[places] - segment.first_row]
             keys[torch.from_numpy(places)] = self._decode(rows, segment.scale)
         return keys.reshape(*ids.shape, self.width)
 
@@ -113,7 +127,10 @@ class Datastore:
         flat = ids.reshape(-1).cpu().numpy()
         values = np.full(len(flat), -1, dtype=np.int64)
         for number, places in self._by_segment(flat):
-            values[places] = self._values[number][flat[places] - self._segments[number].first_row]
+            segment = self._segments[number]
+            values[places] = self._mapped(segment, VALUES)[flat[places] - segment.first_row]
+        if values.max(initial=-1) >= self.model["vocab_size"]:
+            raise DatastoreCorrupt(f"{self.path} holds a token that its model does not have. Build the memory again.")
         return torch.from_numpy(values).reshape(ids.shape)
 
     def document_at(self, row: int) -> StoredDocument:
@@ -137,9 +154,11 @@ class Datastore:
             raise IndexError(f"row {rows.max()} of {self.rows}")
         numbers = np.searchsorted(self._starts, rows, side="right") - 1
         numbers[rows < 0] = -1
-        for number in np.unique(numbers):
-            if number >= 0:
-                yield int(number), np.flatnonzero(numbers == number)
+        order = np.argsort(numbers, kind="stable")
+        cuts = np.flatnonzero(np.diff(numbers[order], prepend=-2)).tolist()
+        for begin, end in pairwise([*cuts, len(order)]):
+            if (number := int(numbers[order[begin]])) >= 0:
+                yield number, order[begin:end]
 
     def _decode(self, stored: NDArray[Any], scale: float) -> Tensor:
         keys = torch.from_numpy(np.ascontiguousarray(stored).astype(np.float32))

@@ -24,7 +24,7 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
-from transformers.modeling_outputs import CausalLMOutputWithPast
+from transformers.utils.generic import ModelOutput
 
 from knnlm.errors import DatastoreError, ModelError
 from knnlm.lm import CausalLM
@@ -75,18 +75,7 @@ class KnnForCausalLM(PreTrainedModel, GenerationMixin):
 
     def __init__(self, mixture: Mixture) -> None:
         base = mixture.lm.model
-        config = KnnConfig(
-            copy.deepcopy(base.config),
-            memory=str(mixture.memory.store.path.resolve()),
-            k=mixture.memory.k,
-            temperature=mixture.memory.temperature,
-            weight=mixture.weight,
-            metric=mixture.memory.index.metric,
-            bos_token_id=base.config.bos_token_id,
-            eos_token_id=base.config.eos_token_id,
-            pad_token_id=base.config.pad_token_id,
-        )
-        super().__init__(config)
+        super().__init__(_config(mixture))
         self.base = base
         self.mixture = mixture
         self.generation_config = copy.deepcopy(base.generation_config)
@@ -115,6 +104,12 @@ class KnnForCausalLM(PreTrainedModel, GenerationMixin):
         base: Any = self.base
         return cast(dict[str, Any], base.prepare_inputs_for_generation(*args, **kwargs))
 
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        """Generate as transformers does; a base model whose cache is of a kind of its own is used without one."""
+        if "past_key_values" not in self._base_arguments:
+            kwargs["use_cache"] = False
+        return GenerationMixin.generate(cast(Any, self), *args, **kwargs)
+
     def forward(
         self,
         input_ids: Tensor | None = None,
@@ -127,7 +122,7 @@ class KnnForCausalLM(PreTrainedModel, GenerationMixin):
         logits_to_keep: int | Tensor = 0,
         return_dict: bool | None = None,  # noqa: ARG002  (the output is always a dictionary)
         **others: Any,
-    ) -> CausalLMOutputWithPast:
+    ) -> ModelOutput:
         """Read keys and logits from one pass of the base model; return log p of the mixture as logits."""
         # `generate` looks at this signature to see what a model takes; the base model may take less.
         offered = {
@@ -146,19 +141,14 @@ class KnnForCausalLM(PreTrainedModel, GenerationMixin):
             logits = logits[:, -logits_to_keep:]  # 0 keeps all of them
         positions = slice(-logits.shape[1], None) if isinstance(logits_to_keep, int) else logits_to_keep
         keys = kept[-1][:, positions].float()  # (B, T', D)
-        mixed = self.mixture.predict(logits.flatten(0, 1), keys.flatten(0, 1)).dense().log_()
+        mixed = self.mixture.predict(logits.flatten(0, 1), keys.flatten(0, 1)).log_dense()
         log_p = mixed.unflatten(0, logits.shape[:2])
-        loss: Any = None
+        # The base model's own output with other logits: whatever kind of cache it carries goes along.
+        output["logits"] = log_p
         if labels is not None:
             # log p sums to one already, so its cross entropy is -log p of the label.
-            loss = torch.nn.functional.cross_entropy(log_p[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
-        return CausalLMOutputWithPast(
-            loss=loss,
-            logits=log_p,
-            past_key_values=output.get("past_key_values"),
-            hidden_states=output.get("hidden_states"),
-            attentions=output.get("attentions"),
-        )
+            output["loss"] = torch.nn.functional.cross_entropy(log_p[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+        return cast(ModelOutput, output)
 
     def save_pretrained(  # type: ignore[override]
         self, save_directory: str | os.PathLike[str], *, copy_memory: bool = False, **kwargs: Any
@@ -168,10 +158,13 @@ class KnnForCausalLM(PreTrainedModel, GenerationMixin):
         self.base.save_pretrained(folder / _BASE, **kwargs)
         self.tokenizer.save_pretrained(folder / _BASE)
         self.tokenizer.save_pretrained(folder)
-        config = copy.deepcopy(self.config)
+        config = _config(self.mixture)  # as it is now, not as it was when this object was made
         config.architectures = [type(self).__name__]
-        if copy_memory:
-            shutil.copytree(self.mixture.memory.store.path, folder / _MEMORY, dirs_exist_ok=True)
+        source, copied = self.mixture.memory.store.path.resolve(), (folder / _MEMORY).resolve()
+        if copy_memory and source != copied:
+            shutil.rmtree(copied, ignore_errors=True)
+            shutil.copytree(source, copied, ignore=shutil.ignore_patterns("writer.lock"))
+        if copy_memory or source == copied:
             config.memory = _MEMORY
         config.save_pretrained(folder)
         self.generation_config.save_pretrained(folder)
@@ -195,6 +188,20 @@ class KnnForCausalLM(PreTrainedModel, GenerationMixin):
         tokenizer = AutoTokenizer.from_pretrained(folder / _BASE)
         mixture = _open_mixture(memory, base, tokenizer, config)
         return cls(mixture)
+
+
+def _config(mixture: Mixture) -> KnnConfig:
+    """Describe a mixture; the base model's configuration is copied, since transformers changes what it is given."""
+    base = mixture.lm.model.config
+    return KnnConfig(
+        copy.deepcopy(base),
+        memory=str(mixture.memory.store.path.resolve()),
+        k=mixture.memory.k,
+        temperature=mixture.memory.temperature,
+        weight=mixture.weight,
+        metric=mixture.memory.index.metric,
+        **{name: getattr(base, name, None) for name in ("bos_token_id", "eos_token_id", "pad_token_id")},
+    )
 
 
 def _for_base(kwargs: dict[str, Any]) -> dict[str, Any]:

@@ -11,8 +11,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from knnlm.errors import IndexInvalid
 from knnlm.index.base import Neighbours, Vectors, check_metric, check_search
-from knnlm.index.rerank import remeasure
 
 _BLOCK = 8192  # keys at a time
 _QUERIES = 512  # queries at a time: (512, 8192) float32 distances are 16 MB
@@ -43,29 +43,42 @@ class ExactIndex:
     def search(self, queries: Tensor, k: int) -> Neighbours:
         """Find the k nearest rows of each of (N, D) queries."""
         check_search(queries, k, self._vectors.width)
-        queries = queries.to(self._device, torch.float32) - self._centre
-        distances = torch.full((len(queries), k), torch.inf, device=self._device)
+        queries = queries.to(self._device, torch.float32)
+        found = self._search(queries, k, torch.float32)
+        coarse = self._coarse(found.distances, queries)
+        if coarse.any():
+            again = self._search(queries[coarse], k, torch.float64)
+            found.ids[coarse], found.distances[coarse] = again.ids, again.distances
+        return found
+
+    def _search(self, queries: Tensor, k: int, dtype: torch.dtype) -> Neighbours:
+        """Compare with every vector in this precision."""
+        queries = queries.to(dtype) - self._centre
+        distances = torch.full((len(queries), k), torch.inf, dtype=dtype, device=self._device)
         ids = torch.full((len(queries), k), -1, device=self._device)
         for first, keys, squares in self._resident if self._resident is not None else self._blocks():
+            keys, squares = keys.to(dtype), squares if dtype == squares.dtype else keys.to(dtype).square().sum(1)
             for begin in range(0, len(queries), _QUERIES):
                 part = slice(begin, begin + _QUERIES)
                 found = self._compare(queries[part], keys, squares)
                 _merge(distances[part], ids[part], found, first)
         ids[distances == torch.inf] = -1
         if self.metric == "l2":
-            squares = queries.square().sum(1, keepdim=True)  # (N, 1)
-            distances += squares
+            distances += queries.square().sum(1, keepdim=True)
             distances.clamp_(min=0)  # a key that is its own query can come out a rounding error below
-            if self._is_coarse(distances, squares):
-                return remeasure(self._vectors, queries + self._centre, ids, metric=self.metric)
-        return Neighbours(ids, distances)
+        return Neighbours(ids, distances.float())
 
-    def _is_coarse(self, distances: Tensor, squares: Tensor) -> bool:
-        """Say whether rounding in |q|² + |k|² - 2q·k is more than a thousandth of a usual distance."""
-        usual = distances[distances.isfinite()]
-        if not len(usual):
-            return False
-        return bool(_ROUNDING * (squares.median() + self._largest) > 1e-3 * usual.median())
+    def _coarse(self, distances: Tensor, queries: Tensor) -> Tensor:
+        """Mark the (N,) queries for which rounding is more than a thousandth of a usual distance of theirs.
+
+        |q|² + |k|² - 2q·k is off by a share of its terms, and they can be a million times the distance where groups of
+        keys share some enormous value. Then not only the distances would be wrong, but also who is near.
+        """
+        if self.metric == "ip" or not self._vectors.rows or not len(queries):
+            return torch.zeros(len(queries), dtype=torch.bool, device=self._device)
+        squares = (queries - self._centre).square().sum(1)
+        usual = distances.masked_fill(distances == torch.inf, torch.nan).nanmedian(1).values
+        return _ROUNDING * (squares + self._largest) > 1e-3 * usual.nan_to_num(posinf=0)
 
     def _compare(self, queries: Tensor, keys: Tensor, squares: Tensor) -> Tensor:
         """Give (n, R) distances, less the query's own square, which does not change the order."""
@@ -77,6 +90,12 @@ class ExactIndex:
         for first, block in self._vectors.chunks(_BLOCK):
             keys = block.to(self._device) - self._centre
             squares = keys.square().sum(1)
+            if not squares.isfinite().all():
+                last = first + len(block) - 1
+                raise IndexInvalid(
+                    f"Among the stored keys {first:,} to {last:,} are some that are no finite numbers: "
+                    "their file is damaged. Build the memory again."
+                )
             self._largest = torch.maximum(self._largest, squares.max())
             yield first, keys, squares
 

@@ -5,6 +5,7 @@ An index is trained on a sample and filled block by block, so memory is bounded 
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from knnlm.index.base import Neighbours, Vectors, check_metric, check_search
 from knnlm.progress import Progress, silent
 
 _BLOCK = 16384
-_SEED = 1234
+_SAMPLE = 1 << 30  # bytes to train on at most
 
 
 class FaissIndex:
@@ -52,7 +53,10 @@ class FaissIndex:
             _train(index, spec, vectors, progress)
         with progress("filling the index", total=vectors.rows, unit="keys") as advance:
             for _, block in vectors.chunks(_BLOCK):
-                index.add(block.numpy())
+                try:
+                    index.add(block.numpy())
+                except RuntimeError as error:
+                    raise ParameterError(f"The index {spec!r} cannot be filled: {_reason(error)}.") from None
                 advance(len(block))
         _set_nprobe(index, nprobe)
         return cls(index, metric=metric)
@@ -112,7 +116,7 @@ def auto_spec(rows: int, width: int) -> str:
 
 
 def _pieces(width: int) -> int:
-    """Choose how many bytes a code has: about 8 dimensions a byte, a divisor of the width."""
+    """Choose how many bytes a code has: the largest divisor of the width up to 64."""
     return max(pieces for pieces in range(1, min(width, 64) + 1) if width % pieces == 0)
 
 
@@ -120,7 +124,11 @@ def _train(index: Any, spec: str, vectors: Vectors, progress: Progress) -> None:
     """Train on as many vectors as the centroids need, taken evenly from all."""
     faiss = _faiss()
     lists = getattr(faiss.try_extract_index_ivf(index), "nlist", 0)
-    wanted = min(vectors.rows, max(64 * lists, 20_000))
+    # Reordering codes for a kind of search that is not used here takes most of the training of a small PQ.
+    for part in (index, faiss.try_extract_index_ivf(index)):
+        if hasattr(part, "do_polysemous_training"):
+            part.do_polysemous_training = False
+    wanted = min(vectors.rows, max(64 * lists, 20_000), _SAMPLE // (4 * vectors.width))
     picked = torch.linspace(0, vectors.rows - 1, wanted, dtype=torch.float64).long().unique()
     with progress("training the index", total=1, unit="steps") as advance:
         sample = np.ascontiguousarray(vectors.take(picked).numpy())
@@ -143,7 +151,9 @@ def _set_nprobe(index: Any, nprobe: int | None) -> None:
 
 def _reason(error: Exception) -> str:
     """Keep what FAISS says went wrong, without its C++ file names and line numbers."""
-    return " ".join(str(error).split("Error: ")[-1].split())[:160] or type(error).__name__
+    message = " ".join(str(error).split())
+    message = re.sub(r"^Error in .*? at \S+:\d+: ", "", message).removeprefix("Error: ")
+    return message[:160].rstrip(".") or type(error).__name__
 
 
 def _faiss() -> Any:

@@ -18,11 +18,13 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
-from knnlm.errors import ModelError, ParameterError
+from knnlm.errors import KnnlmError, ModelError, ParameterError
 from knnlm.lm import bundled
-from knnlm.lm.fingerprint import tokenizer_fingerprint, weights_fingerprint
+from knnlm.lm.fingerprint import config_facts, tokenizer_fingerprint, weights_fingerprint
 from knnlm.lm.key_layers import PLACES, check_causal, find_key_layer
 from knnlm.lm.windows import Window, WindowShape, batches, windows
+
+_LONGEST_CHARACTER = 5  # tokens, at a byte each
 
 
 @dataclass(frozen=True)
@@ -54,11 +56,6 @@ class CausalLM:
         self.key_layer = find_key_layer(model, key_layer, layer)
         self.vocab_size: int = model.config.get_text_config().vocab_size
         self.start_token = _start_token(tokenizer)
-        if len(tokenizer) > self.vocab_size:
-            raise ModelError(
-                f"The tokenizer of {self.name} has {len(tokenizer):,} tokens, but the model only {self.vocab_size:,}: "
-                "they do not belong together."
-            )
 
     @classmethod
     def open(
@@ -72,7 +69,11 @@ class CausalLM:
     ) -> CausalLM:
         """Open the bundled model, a local folder, a .gguf file or a hub name."""
         where = _device(device)
-        model, tokenizer = load(name, dtype=_dtype(dtype, where))
+        precision = _dtype(dtype, where)
+        if Path(name).exists():
+            # A store remembers this name, and may be opened from another folder.
+            name = str(Path(name).resolve())
+        model, tokenizer = load(name, dtype=precision)
         return cls(model.to(where), tokenizer, name=name, key_layer=key_layer, layer=layer)  # type: ignore[arg-type]
 
     @property
@@ -92,8 +93,8 @@ class CausalLM:
         # Relative positions (ALiBi) have no end, whatever number the configuration carries.
         if getattr(config, "alibi", False):
             return None
-        limit = getattr(config, "max_position_embeddings", None)
-        return int(limit) if isinstance(limit, int) and limit > 0 else None
+        limits = (getattr(config, name, None) for name in ("max_position_embeddings", "n_positions", "max_seq_len"))
+        return next((limit for limit in limits if isinstance(limit, int) and limit > 0), None)
 
     @cached_property
     def identity(self) -> dict[str, Any]:
@@ -102,6 +103,7 @@ class CausalLM:
             "name": self.name,
             "class": type(self.model).__name__,
             "weights": weights_fingerprint(self.model),
+            "config": config_facts(self.model),
             "tokenizer": tokenizer_fingerprint(self.tokenizer),
             "start_token": self.start_token,
             "vocab_size": self.vocab_size,
@@ -124,12 +126,40 @@ class CausalLM:
 
     def encode(self, text: str) -> list[int]:
         """Turn text into tokens, without special ones."""
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise ParameterError(f"The text is not Unicode at character {error.start}: give it as UTF-8.") from None
         # verbose=False: a document may be longer than the model reads at once; windows see to that.
-        return list(self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
+        tokens = list(self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
+        # Some tokenizers have a few more tokens than their model, for pictures say; that is fine until one is used.
+        if tokens and max(tokens) >= self.vocab_size:
+            raise ModelError(
+                f"The tokenizer of {self.name} gives token {max(tokens):,}, but the model has only {self.vocab_size:,}"
+                ": they do not belong together."
+            )
+        return tokens
 
     def decode(self, tokens: Sequence[int]) -> str:
         """Turn tokens into text, as they were."""
         return str(self.tokenizer.decode(list(tokens), clean_up_tokenization_spaces=False))
+
+    def pieces(self, tokens: Sequence[int]) -> list[str]:
+        """Give the text of each token so that together they are the text.
+
+        A character of several bytes can be several tokens; it is shown at the last of them.
+        """
+        pieces: list[str] = []
+        pending: list[int] = []
+        for token in tokens:
+            pending.append(token)
+            text = self.decode(pending)
+            unfinished = text.endswith("\ufffd") and len(pending) < _LONGEST_CHARACTER
+            pieces.append("" if unfinished else text)
+            pending = pending if unfinished else []
+        if pending:
+            pieces[-1] = self.decode(pending)
+        return pieces
 
     def prompt(self, text: str, *, room: int = 0) -> list[int]:
         """Turn the beginning of a document into tokens, and refuse one that leaves no room for what is to follow."""
@@ -160,13 +190,13 @@ class CausalLM:
 
     @torch.inference_mode()
     def _read_batch(self, batch: list[Window], *, logits: bool) -> Reading:
-        longest = len(batch[0].tokens)
+        longest = len(batch[0])
         # Padding goes to the right, where no earlier position looks, so no mask is needed.
         ids = torch.full((len(batch), longest), self.start_token)
         scored = torch.zeros(len(batch), longest, dtype=torch.bool)
         for i, window in enumerate(batch):
-            ids[i, : len(window.tokens)] = torch.as_tensor(window.tokens)
-            scored[i, len(window.tokens) - len(window.targets) : len(window.tokens)] = True
+            ids[i, : len(window)] = torch.as_tensor(window.tokens)
+            scored[i, window.scored - window.begin : len(window)] = True
         scored = scored.to(self.device)
         keys, output = self.forward(ids.to(self.device), logits=logits)
         rows = torch.cat([torch.arange(w.row, w.row + len(w.targets)) for w in batch])
@@ -202,30 +232,41 @@ def evaluating(model: PreTrainedModel) -> Iterator[None]:
 
 def load(name: str, *, dtype: torch.dtype | None = None) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Load a model and its tokenizer from the bundled package, a folder, a .gguf file or a hub name."""
-    place: str | Path = name
-    if name == bundled.NAME:
-        place = bundled.bundled_folder()
-    elif name.endswith(".gguf") and Path(name).is_file():
-        file = Path(name).resolve()
-        place = bundled.cache_folder() / f"{file.stem}-{file.stat().st_size}-{file.stat().st_mtime_ns}"
-        if not place.exists():
-            bundled.unpack(file, place)
-    elif name.startswith((".", "/", "~")) and not Path(name).is_dir():
+    advice = "Give --model a local folder with config.json, weights and tokenizer, a .gguf file, or a hub name."
+    if name.startswith((".", "/", "~")) and not Path(name).exists():
         # Said here, because asking a hub for such a name takes its time and gives a long answer.
-        raise ModelError(
-            f"Cannot open the model {name}: there is no such folder. Give --model a folder, a .gguf file, "
-            "a hub name, or bundled."
-        )
+        raise ModelError(f"Cannot open the model {name}: there is no such folder or file. {advice}")
     try:
+        place = _folder(name)
         tokenizer = AutoTokenizer.from_pretrained(place)
-        model = AutoModelForCausalLM.from_pretrained(place, dtype=dtype or "auto")
-    except (OSError, ValueError, KeyError) as error:
-        reason = " ".join(str(error).split())
+        loaded: Any = AutoModelForCausalLM.from_pretrained(place, dtype=dtype or "auto", output_loading_info=True)
+    except KnnlmError:
+        raise
+    except Exception as error:  # what can go wrong inside transformers, safetensors and gguf has no common root
+        reason = " ".join(str(error).split()) or type(error).__name__
+        raise ModelError(f"Cannot open the model {name}: {reason[:300]} {advice}") from error
+    # Otherwise transformers draws them at random, and says so only in its log.
+    model, report = loaded
+    missing = sorted(report["missing_keys"]) + sorted(str(entry) for entry in report["mismatched_keys"])
+    if missing:
         raise ModelError(
-            f"Cannot open the model {name}: {reason[:300]} "
-            "Give --model a local folder with config.json, weights and tokenizer, a .gguf file, or a hub name."
-        ) from None
+            f"The weights of {name} are not all there: {missing[0]} and {len(missing) - 1} more are missing or of "
+            "another shape. Fetch the model again."
+        )
     return model, tokenizer
+
+
+def _folder(name: str) -> str | Path:
+    """Find what transformers can load; a GGUF file is unpacked the first time."""
+    if name == bundled.NAME:
+        return bundled.bundled_folder()
+    if not name.endswith(".gguf"):
+        return name
+    file = Path(name).resolve()
+    place = bundled.cache_folder() / f"{file.stem}-{file.stat().st_size}-{file.stat().st_mtime_ns}"
+    if not place.exists():
+        bundled.unpack(file, place)
+    return place
 
 
 def _start_token(tokenizer: PreTrainedTokenizerBase) -> int:
@@ -243,9 +284,12 @@ def _device(name: str) -> torch.device:
     """Turn `auto` into the fastest device there is."""
     if name != "auto":
         try:
-            return torch.device(name)
-        except RuntimeError:
-            raise ParameterError(f"Unknown device {name!r}: use auto, cpu, cuda, cuda:0, mps.") from None
+            device = torch.device(name)
+            torch.empty(0, device=device)
+        except (RuntimeError, AssertionError, NotImplementedError) as error:
+            reason = " ".join(str(error).split())[:120]
+            raise ParameterError(f"Unknown device {name!r} ({reason}): use auto, cpu, cuda, cuda:0, mps.") from None
+        return device
     if torch.cuda.is_available():
         return torch.device("cuda")
     return torch.device("mps" if torch.backends.mps.is_available() else "cpu")

@@ -16,8 +16,17 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _SAMPLE = 4096
-# Fields that say how a model is run, not what it is.
-_INCIDENTAL = {"_name_or_path", "_attn_implementation", "dtype", "torch_dtype", "transformers_version"}
+# Fields that say how a model is run or where it came from, not what it computes.
+_INCIDENTAL = {
+    "name_or_path",
+    "_name_or_path",
+    "dtype",
+    "torch_dtype",
+    "transformers_version",
+    "use_cache",
+    "architectures",
+}
+_INCIDENTAL |= {"output_attentions", "output_hidden_states", "return_dict", "quantization_config"}
 _PROBE = "The 3 naïve foxes\n\n\tsaid: “日本 2026!” def f(x): return x**2"
 
 
@@ -32,6 +41,33 @@ def weights_fingerprint(model: PreTrainedModel) -> dict[str, str]:
             digest.update(f"{name}{tuple(weight.shape)}".encode())
             digest.update(sample.to(_DTYPES[dtype]).float().numpy().tobytes())
     return {name: digest.hexdigest()[:16] for name, digest in hashes.items()}
+
+
+def config_facts(model: PreTrainedModel) -> dict[str, Any]:
+    """Keep what of a configuration may change what a model computes, such as the base of its rotary positions."""
+    facts = model.config.get_text_config().to_dict()
+    return {
+        name: value
+        for name, value in sorted(facts.items())
+        if name not in _INCIDENTAL and not name.startswith("_") and not name.endswith("_token_id") and _is_plain(value)
+    }
+
+
+def config_difference(one: dict[str, Any], other: dict[str, Any]) -> str | None:
+    """Name a field that two configurations both have with different values.
+
+    Fields that only one of them has do not count: each version of transformers adds some.
+    """
+    return next((name for name in one if name in other and one[name] != other[name]), None)
+
+
+def _is_plain(value: Any) -> bool:
+    """Say whether JSON gives a value back as it was."""
+    if isinstance(value, dict):
+        return all(isinstance(key, str) and _is_plain(item) for key, item in value.items())
+    if isinstance(value, list):
+        return all(map(_is_plain, value))
+    return value is None or isinstance(value, (bool, int, float, str))
 
 
 def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:

@@ -16,8 +16,8 @@ Does not know about tokens, texts, or what keys are used for; nor about modules 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, cast
@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from knnlm.errors import KeyLayerError, ModelError
+from knnlm.lm.capture import Tap, capture, hidden_states, hooked, items
 
 PLACES: tuple[str, ...] = (
     "ffn_input",
@@ -37,7 +38,6 @@ PLACES: tuple[str, ...] = (
     "output_normed",
 )
 
-_Hook = Callable[..., None] | None
 _LENGTH = 8  # tokens in a probe
 
 
@@ -50,11 +50,11 @@ class KeyLayer:
     layers: int
     module: str
     width: int
-    _tap: _Tap = field(repr=False, compare=False)
+    _tap: Tap = field(repr=False, compare=False)
 
     def capture(self, *, stop: bool = False) -> AbstractContextManager[list[Tensor]]:
         """Collect the keys (B, T, D) of the passes inside; `stop` leaves the pass and the block at the key."""
-        return _capture(self._tap, self.width, stop)
+        return capture(self._tap, self.width, stop)
 
 
 def find_key_layer(model: PreTrainedModel, place: str = "ffn_input", layer: int = -1) -> KeyLayer:
@@ -91,87 +91,6 @@ def check_causal(model: PreTrainedModel) -> None:
         raise ModelError(f"In {type(model).__name__} later tokens change the states of earlier ones. {need}")
 
 
-@dataclass(frozen=True)
-class _Tap:
-    """The input or the output of a module, at one of its calls within a block."""
-
-    block: nn.Module
-    module: nn.Module
-    path: str
-    output: bool = False
-    turn: int = 0  # a module may be called more than once in a block
-    then: nn.Module | None = None  # applied to what was read
-
-
-class _Stop(Exception):
-    """Ends a forward pass that has given its key; carries the list that the key went to."""
-
-
-@contextmanager
-def _capture(tap: _Tap, width: int, stop: bool) -> Iterator[list[Tensor]]:
-    """Hook the block, to learn the shape of a pass and to count calls from there, and the module."""
-    kept: list[Tensor] = []
-    shape: torch.Size | None = None
-    turn = tap.turn + 1  # until the block begins, no call is the one
-
-    def enter(_: nn.Module, args: Any, kwargs: Any) -> None:
-        nonlocal shape, turn
-        hidden = _hidden((*args, *kwargs.values()), width)
-        shape, turn = None if hidden is None else hidden.shape, 0  # (B, T, D)
-
-    def read(_: nn.Module, args: Any, kwargs: Any, *output: Any) -> None:
-        nonlocal turn
-        turn += 1
-        if turn != tap.turn + 1:
-            return
-        values = _items(output[0]) if output else (*args, *kwargs.values())
-        hidden = None if shape is None else _hidden(values, width, rows=shape[:-1].numel())
-        if shape is None or hidden is None:
-            raise KeyLayerError(f"{tap.path} has no hidden states of width {width}, unlike in the probe.")
-        key = hidden.detach().reshape(shape)  # some models flatten to (B*T, D)
-        # Copied, since some models write into hidden states later; `forward`, so as not to set off hooks.
-        with torch.no_grad():
-            kept.append(tap.then.forward(key) if tap.then else key.clone())
-        if stop:
-            raise _Stop(kept)
-
-    try:
-        side = "end" if tap.output else "begin"
-        with _hooked([tap.block], begin=enter), _hooked([tap.module], **{side: read}):
-            yield kept
-    except _Stop as stopped:
-        if stopped.args[0] is not kept:  # an outer capture's
-            raise
-
-
-@contextmanager
-def _hooked(modules: Iterable[nn.Module], *, begin: _Hook = None, end: _Hook = None) -> Iterator[None]:
-    """Call `begin` before and `end` after each of the modules."""
-    with ExitStack() as hooks:
-        for module in modules:
-            if begin is not None:
-                hooks.callback(module.register_forward_pre_hook(begin, with_kwargs=True).remove)
-            if end is not None:
-                hooks.callback(module.register_forward_hook(end, with_kwargs=True).remove)
-        yield
-
-
-def _hidden(values: Iterable[Any], width: int | None, *, rows: int | None = None) -> Tensor | None:
-    """The first of the values that can be hidden states: (B, T, D) or (B*T, D)."""
-    for value in values:
-        if isinstance(value, Tensor) and value.is_floating_point() and value.dim() in (2, 3):
-            wide = width is None or value.shape[-1] == width
-            if wide and (rows is None or value.shape[:-1].numel() == rows):
-                return value
-    return None
-
-
-def _items(output: Any) -> tuple[Any, ...]:
-    """What a module returned, as a flat sequence."""
-    values = output.values() if isinstance(output, Mapping) else output
-    return tuple(values) if isinstance(output, (Mapping, tuple, list)) else (output,)
-
-
 @dataclass(eq=False)
 class _Call:
     """One call of a module; the copies (T, D) hold what the hidden states were at that time."""
@@ -192,7 +111,7 @@ class _Call:
         other = hidden.to(self.taken).view(self.taken.shape)
         args = (other if value is self.taken else value for value in self.args)
         kwargs = {key: other if value is self.taken else value for key, value in self.kwargs.items()}
-        return _copy(_hidden(_items(self.module(*args, **kwargs)), None, rows=_LENGTH))
+        return _copy(hidden_states(items(self.module(*args, **kwargs)), None, rows=_LENGTH))
 
     @cached_property
     def mixes(self) -> bool:
@@ -229,7 +148,7 @@ def _forward(model: PreTrainedModel, ids: Tensor) -> Tensor:
         raise ModelError(
             f"{type(model).__name__} cannot read {_LENGTH} tokens: {error!r}. A decoder-only model is needed."
         ) from error
-    return cast(Tensor, _items(output)[0][0])
+    return cast(Tensor, items(output)[0][0])
 
 
 def _record(model: PreTrainedModel, modules: Mapping[str, nn.Module], width: int | None) -> list[_Call]:
@@ -239,16 +158,16 @@ def _record(model: PreTrainedModel, modules: Mapping[str, nn.Module], width: int
     paths = {module: path for path, module in modules.items()}
 
     def begin(module: nn.Module, args: Any, kwargs: Any) -> None:
-        taken = _hidden((*args, *kwargs.values()), width, rows=_LENGTH)
+        taken = hidden_states((*args, *kwargs.values()), width, rows=_LENGTH)
         calls.append(_Call(paths[module], module, args, kwargs, tuple(running), taken, _copy(taken)))
         running.append(calls[-1])
 
     def end(_: nn.Module, __: Any, ___: Any, output: Any) -> None:
         call = running.pop()
-        call.given = _hidden(_items(output), width, rows=_LENGTH)
+        call.given = hidden_states(items(output), width, rows=_LENGTH)
         call.given_copy = _copy(call.given)
 
-    with _hooked(paths, begin=begin, end=end):
+    with hooked(paths, begin=begin, end=end):
         _forward(model, torch.arange(5, 5 + _LENGTH))
     return calls
 
@@ -296,7 +215,7 @@ class _Probe:
         takers = (call for call in after if _equal(call.taken_copy, last.given_copy) and self._is_norm(call))
         self.final_norm = next((call.module for call in takers), None)
 
-    def taps(self) -> dict[str, _Tap]:
+    def taps(self) -> dict[str, Tap]:
         """All the places that this block has."""
         taps = {}
         mixer = next((call for call in self._parts(self.block) if self._kind(call) == "mixer"), None)
@@ -305,7 +224,7 @@ class _Probe:
             if call is not None:
                 taps[name] = self._input_of(call)
                 taps[f"{name}_pre_norm"] = self._input_of(self._feeder(call) or call)
-        taps["output"] = _Tap(self.block.module, self.block.module, self.block.path, output=True)
+        taps["output"] = Tap(self.block.module, self.block.module, self.block.path, output=True)
         if self.final_norm is not None:
             taps["output_normed"] = replace(taps["output"], then=self.final_norm)
         return taps
@@ -369,9 +288,9 @@ class _Probe:
                     return self._behind_norm(inner)
         return call
 
-    def _input_of(self, call: _Call) -> _Tap:
+    def _input_of(self, call: _Call) -> Tap:
         calls = [other for other in self.inside if other.module is call.module]
-        return _Tap(self.block.module, call.module, call.path, turn=calls.index(call))
+        return Tap(self.block.module, call.module, call.path, turn=calls.index(call))
 
 
 def _copy(hidden: Tensor | None) -> Tensor:

@@ -29,21 +29,41 @@ class WindowShape:
 
 @dataclass(frozen=True)
 class Window:
-    """Input tokens; the last `len(targets)` positions are scored, their rows start at `row`."""
+    """Positions begin … end - 1 of a document; those from `scored` on are scored, their rows start at `row`.
 
-    tokens: Sequence[int]
-    targets: Sequence[int]
+    It holds no tokens of its own: with a short stride there are as many windows as tokens.
+    """
+
+    document: Sequence[int]
+    start_token: int
+    begin: int
+    scored: int
+    end: int
     row: int
+
+    def __len__(self) -> int:
+        return self.end - self.begin
+
+    @property
+    def tokens(self) -> list[int]:
+        """What the model reads: the token before each position, the start token before the first."""
+        if self.begin:
+            return list(self.document[self.begin - 1 : self.end - 1])
+        return [self.start_token, *self.document[: self.end - 1]]
+
+    @property
+    def targets(self) -> Sequence[int]:
+        """What the scored positions predict."""
+        return self.document[self.scored : self.end]
 
 
 def windows(document: Sequence[int], shape: WindowShape, *, start_token: int, row: int = 0) -> Iterator[Window]:
     """Cut one document into windows; `row` numbers its first target."""
-    inputs = [start_token, *document[:-1]]
     scored = 0
     begin = 0
     while scored < len(document):
         end = min(begin + shape.context, len(document))
-        yield Window(inputs[begin:end], document[scored:end], row + scored)
+        yield Window(document, start_token, begin, scored, end, row + scored)
         scored = end
         begin += shape.stride
 
@@ -51,8 +71,8 @@ def windows(document: Sequence[int], shape: WindowShape, *, start_token: int, ro
 def batches(ready: Sequence[Window], batch_tokens: int) -> Iterator[list[Window]]:
     """Group windows of like length, so that little of a batch is padding; the order is the same every time."""
     batch: list[Window] = []
-    for window in sorted(ready, key=lambda window: -len(window.tokens)):
-        if batch and (len(batch) + 1) * len(batch[0].tokens) > batch_tokens:
+    for window in sorted(ready, key=len, reverse=True):
+        if batch and (len(batch) + 1) * len(batch[0]) > batch_tokens:
             yield batch
             batch = []
         batch.append(window)

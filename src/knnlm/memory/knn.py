@@ -12,10 +12,12 @@ import torch
 from torch import Tensor
 
 from knnlm.datastore import Datastore
-from knnlm.errors import ParameterError
+from knnlm.errors import ModelError, ParameterError
 from knnlm.index import Index
 from knnlm.memory.context import Context
 from knnlm.memory.prediction import Votes
+
+_COLDEST = 1e-30  # float32 knows little below, and nothing is colder than one vote for the nearest
 
 
 @dataclass(frozen=True)
@@ -29,7 +31,8 @@ class Found:
 
 def vote(found: Found, *, temperature: float, vocab_size: int) -> Votes:
     """Turn distances into weights: softmax(-distance / τ) over the neighbours there are."""
-    scores = -found.distances / temperature
+    # Less the nearest one's: weights do not change, and a tiny τ cannot make the largest score infinite.
+    scores = (found.distances[:, :1] - found.distances) / temperature
     log_weights = scores.log_softmax(1)
     # A row without any neighbour is -inf everywhere, and its softmax undefined.
     return Votes(found.values, log_weights.masked_fill(found.ids < 0, -torch.inf), vocab_size)
@@ -39,8 +42,8 @@ def check_vote(k: int, temperature: float) -> None:
     """Refuse a vote of nobody, or one whose weights are undefined."""
     if k < 1:
         raise ParameterError(f"k must be at least 1, not {k}.")
-    if not (temperature > 0 and math.isfinite(temperature)):
-        raise ParameterError(f"temperature must be above 0, not {temperature}.")
+    if not (temperature >= _COLDEST and math.isfinite(temperature)):
+        raise ParameterError(f"temperature must be above 0 (at least {_COLDEST:g}), not {temperature}.")
 
 
 class KnnMemory:
@@ -48,7 +51,7 @@ class KnnMemory:
 
     name = "knn"
 
-    def __init__(self, store: Datastore, index: Index, *, k: int = 1024, temperature: float = 1.0) -> None:
+    def __init__(self, store: Datastore, index: Index, *, k: int, temperature: float) -> None:
         check_vote(k, temperature)
         self.store = store
         self.index = index
@@ -57,6 +60,10 @@ class KnnMemory:
 
     def search(self, keys: Tensor, k: int | None = None) -> Found:
         """Find the nearest stored contexts of (N, D) keys."""
+        if not keys.isfinite().all():
+            raise ModelError(
+                "The model gives infinite or undefined hidden states, which have no neighbours. Try float32."
+            )
         euclidean = self.index.metric == "l2"
         queries = self.store.shift(keys) if euclidean else keys
         k = k or self.k
@@ -65,7 +72,8 @@ class KnnMemory:
         distances = answer.distances.to(keys.device)
         if not euclidean and self.store.offset is not None:
             distances = distances - (keys @ self.store.offset.to(keys))[:, None]
-        return Found(answer.ids, distances, self.store.values(answer.ids).to(keys.device))
+        ids = answer.ids.to(keys.device)
+        return Found(ids, distances, self.store.values(ids).to(keys.device))
 
     def predict(self, context: Context) -> Votes:
         """Let the neighbours of each position vote."""

@@ -17,8 +17,8 @@ class Prediction(Protocol):
     def of(self, targets: Tensor) -> Tensor:
         """Give the (N,) log-probabilities of one token a row, without building (N, V)."""
 
-    def dense(self) -> Tensor:
-        """Give the (N, V) probabilities; a row that abstains is all zeros."""
+    def log_dense(self) -> Tensor:
+        """Give the (N, V) log-probabilities; a row that abstains is all -inf."""
 
     def abstains(self) -> Tensor:
         """Mark the (N,) rows without an opinion."""
@@ -38,9 +38,9 @@ class Logits:
         ]
         return torch.cat(parts) if parts else torch.zeros(0, device=self.logits.device)
 
-    def dense(self) -> Tensor:
-        """Give the (N, V) probabilities."""
-        return self.logits.float().softmax(1)
+    def log_dense(self) -> Tensor:
+        """Give the (N, V) log-probabilities."""
+        return self.logits.float().log_softmax(1)
 
     def abstains(self) -> Tensor:
         """A language model always has an opinion."""
@@ -60,11 +60,11 @@ class Votes:
         voted = self.values == targets[:, None]
         return self.log_weights.masked_fill(~voted, -torch.inf).logsumexp(1)
 
-    def dense(self) -> Tensor:
-        """Give the (N, V) probabilities."""
+    def log_dense(self) -> Tensor:
+        """Give the (N, V) log-probabilities: -inf where no neighbour voted."""
         probs = self.log_weights.new_zeros(len(self.values), self.vocab_size)
         # Neighbours often share a token, so add rather than assign; a missing one adds nothing to token 0.
-        return probs.scatter_add_(1, self.values.clamp(min=0), self.log_weights.exp())
+        return probs.scatter_add_(1, self.values.clamp(min=0), self.log_weights.exp()).log_()
 
     def abstains(self) -> Tensor:
         """Mark the (N,) rows that have no neighbour."""

@@ -28,12 +28,13 @@ class Mixed:
         logs = torch.stack([part.of(targets) for part in self.parts], 1)  # (N, M)
         return (logs + self.weights.log()).logsumexp(1)
 
-    def dense(self) -> Tensor:
-        """Give the (N, V) probabilities."""
-        probs = self.parts[0].dense().mul_(self.weights[:, :1])
+    def log_dense(self) -> Tensor:
+        """Give the (N, V) log-probabilities, summed in the log domain, where nothing underflows."""
+        logs = self.weights.log()
+        total = self.parts[0].log_dense() + logs[:, :1]
         for number, part in enumerate(self.parts[1:], 1):
-            probs += part.dense().mul_(self.weights[:, number : number + 1])
-        return probs
+            total = torch.logaddexp(total, part.log_dense() + logs[:, number : number + 1])
+        return total
 
     def abstains(self) -> Tensor:
         """Mark the (N,) rows where no part has an opinion."""

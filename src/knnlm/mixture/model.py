@@ -11,7 +11,7 @@ from knnlm.datastore import Datastore, open_index
 from knnlm.errors import ModelMismatch
 from knnlm.index.base import check_metric
 from knnlm.lm import CausalLM, WindowShape
-from knnlm.lm.fingerprint import same_weights
+from knnlm.lm.fingerprint import config_difference, same_weights
 from knnlm.memory import Context, KnnMemory, Logits, Prediction, check_vote
 from knnlm.mixture.fixed import Mixed, check_lambda, mix
 
@@ -49,7 +49,10 @@ class Mixture:
         """
         check_settings(k=k, temperature=temperature, weight=weight, metric=metric)
         store = Datastore.open(path)
-        chosen = {**DEFAULTS, **(store.catalog.get("choice") or {})}
+        chosen = dict(DEFAULTS)
+        tuned = store.catalog.get("choice") or {"metric": "l2"}
+        if metric in (None, tuned["metric"]):  # distances of another metric are on another scale
+            chosen |= tuned
         lm = lm or open_reader(store, device=device, dtype=dtype)
         metric = metric or chosen.get("metric", "l2")
         memory = KnnMemory(
@@ -95,6 +98,8 @@ def check_model(store: Datastore, lm: CausalLM) -> None:
     for what in ("tokenizer", "width", "vocab_size", "start_token", "key_layer", "layer"):
         if found.get(what) != given[what]:
             _refuse(store, given, what, found.get(what), given[what])
+    if (field := config_difference(found["config"], given["config"])) is not None:
+        _refuse(store, given, f"config's {field}", found["config"][field], given["config"][field])
     if not same_weights(found["weights"], given["weights"]):
         _refuse(store, given, "weights", found["weights"].get("float32"), given["weights"]["float32"])
 
