@@ -68,7 +68,8 @@ def desk(tmp_path, model_folder, monkeypatch):
     (tmp_path / "docs").mkdir()
     for number, document in enumerate(documents(12)):
         (tmp_path / "docs" / f"{number}.txt").write_text(document.text)
-    (tmp_path / "held-out.txt").write_text(documents(1, words=100, start=50)[0].text)
+    for name, start in (("held-out.txt", 50), ("valid.txt", 60)):
+        (tmp_path / name).write_text(documents(1, words=100, start=start)[0].text)
     notes = [{"id": document.id, "text": document.text, "body": document.text} for document in documents(3, start=20)]
     (tmp_path / "notes.jsonl").write_text("\n".join(map(json.dumps, notes)))
     monkeypatch.setattr(bundled, "bundled_folder", lambda: model_folder)

@@ -8,9 +8,11 @@ For every k and τ, the vote for the target is a sum over its hits; for every λ
 from __future__ import annotations
 
 import math
+import shutil
 import tempfile
 import time
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,6 +25,7 @@ from knnlm.corpus import Document
 from knnlm.datastore import Datastore
 from knnlm.datastore.builder import writer_lock
 from knnlm.datastore.catalog import FILE, Catalog
+from knnlm.datastore.segment import writing
 from knnlm.errors import DatastoreError
 from knnlm.evaluation import Evaluation, Tally, summary
 from knnlm.memory import check_vote
@@ -212,11 +215,11 @@ def tune(
     path = mixture.memory.store.path
     grid = Grid.of(ks, temperatures, lambdas)
     # Locked from the beginning, so that nobody waits for a choice that cannot be stored.
-    with writer_lock(path), tempfile.TemporaryDirectory(prefix=".trace-", dir=path) as folder:
+    with writer_lock(path), _scratch(path) as folder:
         trace = record(
             mixture,
             documents,
-            Path(folder) / "trace",
+            folder / "trace",
             k=max(grid.ks or KS),
             sources=sources,
             limit=limit,
@@ -226,6 +229,15 @@ def tune(
         result = sweep(trace, ks=grid.ks, temperatures=grid.temperatures, lambdas=grid.lambdas)
         _store_choice(path, result, trace)
     return result
+
+
+@contextmanager
+def _scratch(path: Path) -> Iterator[Path]:
+    """Make room for a trace on the memory's own disk, and remove what a killed process left there."""
+    for leftover in path.glob(".trace-*"):
+        shutil.rmtree(leftover, ignore_errors=True)
+    with writing(path), tempfile.TemporaryDirectory(prefix=".trace-", dir=path) as folder:
+        yield Path(folder)
 
 
 def choose(path: Path, result: Sweep, trace: Trace) -> None:

@@ -163,7 +163,7 @@ class KnnForCausalLM(PreTrainedModel, GenerationMixin):
         source, copied = self.mixture.memory.store.path.resolve(), (folder / _MEMORY).resolve()
         if copy_memory and source != copied:
             shutil.rmtree(copied, ignore_errors=True)
-            shutil.copytree(source, copied, ignore=shutil.ignore_patterns("writer.lock"))
+            shutil.copytree(source, copied, ignore=shutil.ignore_patterns("writer.lock", ".trace-*"))
         if copy_memory or source == copied:
             config.memory = _MEMORY
         config.save_pretrained(folder)
