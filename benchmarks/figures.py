@@ -79,7 +79,7 @@ def measure(corpus: Path, memory: Path, lm: CausalLM, options: argparse.Namespac
         "eval_seconds": round(found.seconds, 1),
     }
     if options.oracle:
-        row["numpy"] = by_numpy(lm, train, test, found)
+        row |= by_numpy(lm, train, test, found)
     return row
 
 
@@ -100,11 +100,25 @@ def first(documents: Iterator[Document], lm: CausalLM, tokens: int | None) -> It
             return
 
 
-def by_numpy(lm: CausalLM, train: list[Document], test: list[Document], found: Evaluation) -> dict[str, float]:
-    """The test figures from the formulas: one document at a time, plain hooks, float64 brute force."""
+def by_numpy(lm: CausalLM, train: list[Document], test: list[Document], found: Evaluation) -> dict[str, object]:
+    """The test figures from the formulas: one document at a time, plain hooks, float64 brute force.
+
+    Once with keys rounded to float16, as they are stored, and once with keys as the model gave them.
+    """
     keys, _, values = plain_reading(lm, train)
-    queries, log_p, _ = plain_reading(lm, test)
-    targets = np.concatenate([lm.encode(document.text) for document in test])
+    asked = plain_reading(lm, test)
+    rounded = keys.astype(np.float16).astype(np.float64)
+    return {
+        "numpy": vote_by_numpy(rounded, values, asked, found),
+        "numpy_unrounded_keys": vote_by_numpy(keys, values, asked, found),
+    }
+
+
+def vote_by_numpy(
+    keys: np.ndarray, values: np.ndarray, asked: tuple[np.ndarray, np.ndarray, np.ndarray], found: Evaluation
+) -> dict[str, float]:
+    """Brute force, one query at a time."""
+    queries, log_p, targets = asked
     squares = (keys**2).sum(1)
     knn = np.zeros(len(targets))
     for number, query in enumerate(queries):

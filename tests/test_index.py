@@ -201,6 +201,30 @@ def test_the_self_check_passes_sound_indexes_and_refuses_those_of_other_keys(met
             check_index(index, Array(keys[:500]), what="it")
 
 
+@pytest.mark.slow
+def test_the_index_that_auto_chooses_for_many_keys_finds_most_neighbours_after_rerank():
+    # Keys in clusters, as those of a language model are; queries near them.
+    generator = np.random.default_rng(7)
+    centres = generator.normal(size=(500, 32)) * 3
+    keys = (centres[generator.integers(0, 500, 250_000)] + generator.normal(size=(250_000, 32))).astype(np.float32)
+    queries = torch.from_numpy(keys[:50] + generator.normal(size=(50, 32)).astype(np.float32) * 0.3)
+
+    class Blocks(Array):
+        def chunks(self, size):
+            for first in range(0, self.rows, size):
+                yield first, self.data[first : first + size]
+
+    vectors = Blocks(keys)
+    spec = auto_spec(vectors.rows, vectors.width)
+    assert spec == "IVF2048,PQ32"
+    index = FaissIndex.build(vectors, spec)
+    check_index(index, vectors, what="it")
+    found = Reranked(index, vectors).search(queries, 100).ids
+    right = ExactIndex(vectors).search(queries, 100).ids
+    recall = np.mean([len(set(a.tolist()) & set(b.tolist())) / 100 for a, b in zip(found, right, strict=True)])
+    assert recall > 0.9
+
+
 def test_the_self_check_refuses_distances_that_descend_or_disagree():
     keys = np.random.default_rng(6).normal(size=(300, 8)).astype(np.float32)
 

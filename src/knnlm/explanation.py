@@ -5,11 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from torch import Tensor
-
 from knnlm.errors import CorpusError, ParameterError
 from knnlm.lm import Reading
-from knnlm.memory import KnnMemory, Logits, Votes, vote
+from knnlm.memory import Found, Logits, Votes, vote
 from knnlm.mixture import Mixture, mix
 
 
@@ -62,7 +60,7 @@ def _explain_reading(mixture: Mixture, reading: Reading, top: int) -> Iterator[t
     # Neighbours come nearest first, so the first ones are the loudest.
     for number, (row, target) in enumerate(zip(reading.rows.tolist(), reading.targets.tolist(), strict=True)):
         voices = [
-            _voice(mixture, memory, votes, found.ids, found.distances, number, place, target)
+            _voice(mixture, found, votes, (number, place), target)
             for place in range(min(top, found.ids.shape[1]))
             if found.ids[number, place] >= 0
         ]
@@ -70,23 +68,14 @@ def _explain_reading(mixture: Mixture, reading: Reading, top: int) -> Iterator[t
         yield row, TokenExplanation(mixture.lm.decode([target]), p_lm, p_knn, p, tuple(voices))
 
 
-def _voice(
-    mixture: Mixture,
-    memory: KnnMemory,
-    votes: Votes,
-    ids: Tensor,
-    distances: Tensor,
-    number: int,
-    place: int,
-    target: int,
-) -> Voice:
-    row = int(ids[number, place])
-    document = memory.store.document_at(row)
-    before, after = memory.store.around(row, before=12, after=8)
-    value = int(votes.values[number, place])
+def _voice(mixture: Mixture, found: Found, votes: Votes, at: tuple[int, int], target: int) -> Voice:
+    store = mixture.memory.store
+    row, value = int(found.ids[at]), int(found.values[at])
+    document = store.document_at(row)
+    before, after = store.around(row, before=12, after=8)
     return Voice(
-        weight=float(votes.log_weights[number, place].exp()),
-        distance=float(distances[number, place]),
+        weight=float(votes.log_weights[at].exp()),
+        distance=float(found.distances[at]),
         token=mixture.lm.decode([value]),
         agrees=value == target,
         document=document.id,

@@ -34,6 +34,7 @@ def tune(
     ] = None,
     metric: options.Metric = None,
     limit: options.Limit = None,
+    no_rerank: options.NoRerank = False,
     text_field: options.TextField = "text",
     model: options.Reader = None,
     device: options.Device = "auto",
@@ -67,7 +68,7 @@ def tune(
     else:
         chosen_on = list(text or [])
         total = screen.survey(chosen_on, text_field, limit=limit)
-        mixture = open_mixture(memory, model=model, metric=metric, device=device, dtype=dtype)
+        mixture = open_mixture(memory, model=model, metric=metric, rerank=not no_rerank, device=device, dtype=dtype)
         documents = corpus.read(*chosen_on, text_field=text_field)
         result = tune_on_text(
             mixture, documents, sources=chosen_on, limit=limit, total=total, progress=screen.bar, **grid

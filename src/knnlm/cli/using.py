@@ -43,6 +43,7 @@ def generate(
     temperature: options.Temperature = None,
     weight: options.Lambda = None,
     metric: options.Metric = None,
+    no_rerank: options.NoRerank = False,
     model: options.Reader = None,
     device: options.Device = "auto",
     dtype: options.Dtype = "auto",
@@ -62,7 +63,15 @@ def generate(
             raise ParameterError(f"top-p must be above 0 and at most 1, not {top_p}.")
         settings |= {"temperature": sampling_temperature, "top_p": top_p, "top_k": top_k}
     mixture = open_mixture(
-        memory, model=model, k=k, temperature=temperature, weight=weight, metric=metric, device=device, dtype=dtype
+        memory,
+        model=model,
+        k=k,
+        temperature=temperature,
+        weight=weight,
+        metric=metric,
+        rerank=not no_rerank,
+        device=device,
+        dtype=dtype,
     )
     begin = time.perf_counter()
     text, tokens = continue_text(
@@ -115,6 +124,7 @@ def explain(
     temperature: options.Temperature = None,
     weight: options.Lambda = None,
     metric: options.Metric = None,
+    no_rerank: options.NoRerank = False,
     model: options.Reader = None,
     device: options.Device = "auto",
     dtype: options.Dtype = "auto",
@@ -130,7 +140,15 @@ def explain(
     from knnlm.explanation import explain as explain_text
 
     mixture = open_mixture(
-        memory, model=model, k=k, temperature=temperature, weight=weight, metric=metric, device=device, dtype=dtype
+        memory,
+        model=model,
+        k=k,
+        temperature=temperature,
+        weight=weight,
+        metric=metric,
+        rerank=not no_rerank,
+        device=device,
+        dtype=dtype,
     )
     text = _text(text)
     explained = explain_text(mixture, text, top=top)

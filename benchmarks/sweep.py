@@ -1,0 +1,35 @@
+"""How long a sweep of k × τ × λ takes on a trace, and on how many tokens.
+
+    python benchmarks/sweep.py --tokens 50000
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+
+import numpy as np
+import torch
+
+from knnlm import Trace, sweep
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tokens", type=int, default=50_000)
+    parser.add_argument("--k", type=int, default=1024)
+    options = parser.parse_args()
+    generator = torch.Generator().manual_seed(0)
+    shape = (options.tokens, options.k)
+    distances = (torch.rand(shape, generator=generator) * 100).sort(1).values.numpy()
+    values = torch.randint(0, 50, shape, generator=generator, dtype=torch.int32).numpy()
+    targets = np.zeros(options.tokens, np.int32)
+    log_p = np.full(options.tokens, -3.0, np.float32)
+    facts = {"tokens": options.tokens, "k": options.k, "metric": "l2", "text": ["random"]}
+    swept = sweep(Trace(targets, log_p, distances, values, facts))
+    row = {"tokens": swept.tokens, "settings": swept.perplexity.size, "threads": torch.get_num_threads()}
+    print(json.dumps(row | {"seconds": round(swept.seconds, 2)}))
+
+
+if __name__ == "__main__":
+    main()
