@@ -1,6 +1,6 @@
 """How long a sweep of k × τ × λ takes on a trace, and on how many tokens.
 
-    python benchmarks/sweep.py --tokens 50000
+python benchmarks/sweep.py --tokens 50000
 """
 
 from __future__ import annotations

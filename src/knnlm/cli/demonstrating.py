@@ -35,6 +35,7 @@ def demo(
     what it is worth: perplexity, three tokens with the passages that spoke for them, one continuation.
     """
     from knnlm.demo import demonstrate, split_topics
+    from knnlm.mixture import Mixture
 
     begin = time.perf_counter()
     lm = screen.open_model(model, device=device, dtype=dtype)
@@ -45,15 +46,17 @@ def demo(
     )
     with tempfile.TemporaryDirectory(prefix="knnlm-demo-") as temporary:
         shown = demonstrate(out or Path(temporary) / "memory", lm, parts=parts, progress=screen.bar)
+        # The best λ for perplexity is cautious; for one continuation the memory may speak up.
+        loud = Mixture(lm, shown.mixture.memory, weight=max(0.5, shown.mixture.weight))
         with screen.waiting("writing"):
             without, remembered = (
-                continue_text(shown.mixture, shown.prompt, memory=on, seed=0, stream=False, max_new_tokens=40)[0]
+                continue_text(loud, shown.prompt, memory=on, seed=0, stream=False, max_new_tokens=40)[0]
                 for on in (False, True)
             )
         figures = shown.evaluation.as_dict() | {"total_seconds": time.perf_counter() - begin}
     if json:
         tokens = [asdict(token) for token in shown.telling]
-        continuation = {"prompt": shown.prompt, "without": without, "with": remembered}
+        continuation = {"prompt": shown.prompt, "without": without, "with": remembered, "lambda": loud.weight}
         screen.print_json(figures | {"explained": tokens, "continuation": continuation})
         return
     table = Table(title="Held-out topics", title_justify="left")
@@ -74,7 +77,7 @@ def demo(
         screen.out.print(explanation_table(token))
     screen.out.print(f"\n[bold]Prompt[/bold]          {screen.safe(shown.prompt)}")
     screen.out.print(f"[bold]without memory[/bold]  {screen.safe(without)}")
-    screen.out.print(f"[bold]with memory[/bold]     {screen.safe(remembered)}")
+    screen.out.print(f"[bold]with, at λ {loud.weight:g}[/bold]  {screen.safe(remembered)}")
     kept = out or "memory"
     screen.out.print(
         f"\nNext, with your own text: knnlm build FOLDER --out {kept}, then knnlm tune, eval, generate, explain."
