@@ -33,7 +33,8 @@ def test_it_opens_from_the_cache_in_seconds_without_its_package(smol):
 
 
 def test_its_weights_are_those_of_the_file(smol):
-    gguf = pytest.importorskip("gguf")
+    import gguf
+
     reader = gguf.GGUFReader(str(bundled._gguf_file()))
     tensors = {tensor.name: tensor for tensor in reader.tensors}
     raw = tensors["blk.3.ffn_down.weight"]

@@ -39,6 +39,7 @@ def split_topics(store: int = STORE, held_out: int = HELD_OUT) -> Split:
     parts: dict[str, list[Document]] = {"test": [], "valid": [], "store": []}
     seen: set[str] = set()
     for part, room in (("test", held_out), ("valid", held_out), ("store", store)):
+        used: list[str] = []
         while names and room > 0:
             name = names.pop()
             fresh = [paragraph for paragraph in topics[name].split("\n\n") if _normal(paragraph) not in seen]
@@ -47,9 +48,9 @@ def split_topics(store: int = STORE, held_out: int = HELD_OUT) -> Split:
                 continue
             room -= len(text)
             parts[part].append(Document(id=name, source=f"pydoc:{name}", text=text))
-        # A paragraph of one part is in no later part; inside a part repeats may stay.
-        for document in parts[part]:
-            seen.update(_normal(paragraph) for paragraph in document.text.split("\n\n"))
+            used += fresh
+        # A paragraph of one part is in no later part, also where only its beginning was used; repeats inside may stay.
+        seen.update(map(_normal, used))
     return Split(**parts)
 
 
