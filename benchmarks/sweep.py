@@ -25,7 +25,14 @@ def main() -> None:
     values = torch.randint(0, 50, shape, generator=generator, dtype=torch.int32).numpy()
     targets = np.zeros(options.tokens, np.int32)
     log_p = np.full(options.tokens, -3.0, np.float32)
-    facts = {"tokens": options.tokens, "k": options.k, "metric": "l2", "text": ["random"]}
+    facts = {
+        "tokens": options.tokens,
+        "k": options.k,
+        "metric": "l2",
+        "text": ["random"],
+        "documents": 1,
+        "remembered": 0,
+    }
     swept = sweep(Trace(targets, log_p, distances, values, facts))
     row = {"tokens": swept.tokens, "settings": swept.perplexity.size, "threads": torch.get_num_threads()}
     print(json.dumps(row | {"seconds": round(swept.seconds, 2)}))

@@ -273,7 +273,7 @@ def test_the_line_of_invalid_text_is_given(tmp_path, model_folder, capfd):
 
 def test_memories_that_cannot_be_opened_are_one_line(memory, texts, tmp_path, capfd):
     assert "is not a memory" in failure(capfd, "info", tmp_path)
-    assert "is not a memory" in failure(capfd, "eval", tmp_path / "nowhere", texts / "held-out.txt")
+    assert "There is no folder" in failure(capfd, "eval", tmp_path / "nowhere", texts / "held-out.txt")
     (tmp_path / "catalog.db").write_bytes(b"no database" * 100)
     assert "catalog.db" in failure(capfd, "info", tmp_path)
 
@@ -379,7 +379,7 @@ def test_missing_extras_name_the_install(memory, tmp_path, capfd, monkeypatch):
 
 def test_ctrl_c_ends_with_130_and_the_build_goes_on_afterwards(tmp_path, model_folder):
     text = tmp_path / "long.jsonl"
-    # Some minutes of work in two segments; the first is finished well before the interrupt.
+    # Many segments; the first is finished well before the interrupt.
     with text.open("w") as file:
         for number in range(4000):
             file.write(json.dumps({"text": documents(1, words=120, start=number)[0].text}) + "\n")
@@ -394,7 +394,7 @@ def test_ctrl_c_ends_with_130_and_the_build_goes_on_afterwards(tmp_path, model_f
     process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=60)
     assert process.returncode == 130, err
-    assert "run the same command to go on" in err
+    assert "goes on from its last segment" in err
     assert "Traceback" not in err
     finished = (out / "segments" / "000000" / "keys.npy").stat().st_mtime_ns
     assert subprocess.run(command, stderr=subprocess.DEVNULL, check=False).returncode == 0

@@ -503,11 +503,14 @@ def test_a_parquet_file_compressed_from_outside_is_an_error(tmp_path: Path) -> N
 
 @pytest.mark.parametrize("content", [b"", b" \n\t\r\n", b"\xef\xbb\xbf", "\u2003".encode()])
 @pytest.mark.parametrize("packing", ["", ".gz"])
-def test_a_file_without_text_is_an_error(tmp_path: Path, content: bytes, packing: str) -> None:
-    write(tmp_path / "a.txt", "text")
+def test_a_file_without_text_is_an_error_where_it_was_named_and_passed_over_in_a_folder(
+    tmp_path: Path, content: bytes, packing: str
+) -> None:
     path = write(tmp_path / f"b.txt{packing}", PACK[packing](content))
     assert f"{path} is empty" in failure(path)
-    assert f"{path} is empty" in failure(tmp_path)
+    assert f"{tmp_path} is empty" in failure(tmp_path)
+    write(tmp_path / "a.txt", "text")
+    assert [document.text for document in read(tmp_path)] == ["text"]
 
 
 def test_records_or_standard_input_without_text_are_an_error(tmp_path: Path) -> None:

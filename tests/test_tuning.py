@@ -56,6 +56,7 @@ def test_a_replay_equals_an_evaluation(lm, mixture, trace, k, temperature, weigh
 
 def made_trace(log_p, distances, values, targets):
     facts = {"tokens": len(targets), "k": distances.shape[1], "metric": "l2", "text": ["made"]}
+    facts |= {"documents": 1, "remembered": 0}
     return Trace(targets.astype(np.int32), log_p.astype(np.float32), distances, values.astype(np.int32), facts)
 
 
@@ -112,6 +113,15 @@ def test_tuning_stores_its_choice_and_the_text_it_was_made_on(lm, mixture):
     assert choice["chosen_on"] == ["held-out.txt"]
     assert choice["tokens"] == result.tokens
     assert evaluate(opened, documents(5, start=100)).perplexity == pytest.approx(perplexity, rel=1e-4)
+
+
+def test_text_that_is_in_the_memory_is_counted(lm, mixture, tmp_path):
+    text = [*documents(2), *documents(3, start=100)]
+    assert evaluate(mixture, text).as_dict()["remembered_documents"] == 2
+    trace = record(mixture, text, tmp_path / "trace")
+    assert (sweep(trace).remembered, sweep(trace).documents) == (2, 5)
+    assert replay(trace, k=4, temperature=1.0, weight=0.1).remembered == 2
+    assert trace.facts["text"] == [document.source for document in text[:3]]
 
 
 def test_a_trace_holds_targets_hits_and_distances_in_document_order(lm, mixture, trace):

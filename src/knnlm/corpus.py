@@ -88,8 +88,9 @@ def _input(given: str, text_field: str, stdin: BinaryIO | None) -> Iterator[Docu
         with _failures_of(_printable(given)):
             Path(given).stat()  # is_dir would answer False whatever went wrong
             paths = _files_in(given) if Path(given).is_dir() else [given]
-        for path in paths:
-            yield from _file(path, text_field)
+        # An empty file in a folder is common and harmless; one that was named is a mistake.
+        documents = (document for path in paths for document in _file(path, text_field))
+        yield from _not_empty(documents, _printable(given))
 
 
 def _files_in(folder: str) -> list[str]:
@@ -142,7 +143,7 @@ def _file(path: str, text_field: str) -> Iterator[Document]:
     else:
         documents = _parts(_decoded(_chunks(path, name), name), name, name)
     with _failures_of(name):
-        yield from _not_empty(documents, name)
+        yield from documents
 
 
 def _stdin(given: BinaryIO | None) -> Iterator[Document]:

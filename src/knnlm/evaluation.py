@@ -5,17 +5,18 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from knnlm.corpus import Document
 from knnlm.errors import CorpusError, ParameterError
-from knnlm.lm import CausalLM, Reading
+from knnlm.lm import Reading
 from knnlm.mixture import Mixture
 from knnlm.progress import Progress, silent
 
+_NAMED = 3  # sources that are kept by name
 _GROUP = 8192  # tokens that are packed into batches together
 
 
@@ -24,6 +25,7 @@ class Evaluation:
     """What a mixture makes of a text. Perplexities are per token unless they say otherwise."""
 
     documents: int
+    remembered: int  # documents that are in the memory themselves: on them, figures are too good
     tokens: int
     words: int
     bytes: int
@@ -50,6 +52,7 @@ class Evaluation:
         """Give every figure under the name it has in `--json`."""
         return {
             "documents": self.documents,
+            "remembered_documents": self.remembered,
             "tokens": self.tokens,
             "words": self.words,
             "bytes": self.bytes,
@@ -79,10 +82,16 @@ class Tally:
     words: int = 0
     characters: int = 0
     bytes: int = 0
+    remembered: int = 0  # documents that are in the memory themselves
+    sources: list[str] = field(default_factory=list)  # of the first documents
 
-    def add(self, text: str, tokens: int) -> None:
+    def add(self, document: Document, tokens: int, *, remembered: bool) -> None:
         """Count one document."""
+        text = document.text
         self.documents += 1
+        self.remembered += remembered
+        if len(self.sources) < _NAMED:
+            self.sources.append(document.source)
         self.tokens += tokens
         self.words += len(text.split())
         self.characters += len(text)
@@ -123,6 +132,7 @@ def summary(
     base, mixed, best = (_exp(-total / tally.tokens) for total in sums)
     return Evaluation(
         documents=tally.documents,
+        remembered=tally.remembered,
         tokens=tally.tokens,
         words=tally.words,
         bytes=tally.bytes,
@@ -154,7 +164,7 @@ def read_all(
     first = characters = 0
     unit = "characters" if limit is None else "tokens"
     with progress(what, total=total if limit is None else limit, unit=unit) as advance:
-        for group in _groups(mixture.lm, documents, limit, tally):
+        for group in _groups(mixture, documents, limit, tally):
             tokens, new = sum(map(len, group)), tally.characters - characters
             done = 0
             for reading in mixture.lm.read(group, mixture.window, batch_tokens=batch_tokens):
@@ -167,13 +177,15 @@ def read_all(
         raise CorpusError("There is no text to evaluate on: no document has a token.")
 
 
-def _groups(lm: CausalLM, documents: Iterable[Document], limit: int | None, tally: Tally) -> Iterator[list[list[int]]]:
+def _groups(
+    mixture: Mixture, documents: Iterable[Document], limit: int | None, tally: Tally
+) -> Iterator[list[list[int]]]:
     """Tokenise documents and gather some thousand tokens of them."""
     group: list[list[int]] = []
     for document in documents:
-        tokens = lm.encode(document.text)
+        tokens = mixture.lm.encode(document.text)
         group.append(tokens)
-        tally.add(document.text, len(tokens))
+        tally.add(document, len(tokens), remembered=mixture.memory.store.holds(document.text))
         enough = limit is not None and tally.tokens >= limit
         if enough or sum(map(len, group)) >= _GROUP:
             yield group

@@ -51,7 +51,10 @@ class Trace:
         try:
             facts = json.loads((folder / _FILE).read_text())
             rows, k = int(facts["tokens"]), int(facts["k"])
-            if missing := {"metric", "text", "fingerprint", "documents", "words", "characters", "bytes"} - facts.keys():
+            if (
+                missing := {"metric", "text", "fingerprint", "documents", "words", "characters", "bytes", "remembered"}
+                - facts.keys()
+            ):
                 raise KeyError(min(missing))
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise DatastoreError(f"{folder} is not a trace ({error}). Make one with: knnlm eval --save-trace") from None
@@ -118,7 +121,7 @@ def record(
             "metric": memory.index.metric,
             "memory": str(memory.store.path),
             "fingerprint": memory.store.fingerprint,
-            "text": list(sources),
+            "text": list(sources) or tally.sources,
         }
         with writing(partial):
             (partial / _FILE).write_text(json.dumps({**facts, **asdict(tally)}, indent=2))

@@ -48,6 +48,8 @@ class Sweep:
     perplexity: NDArray[np.float64]  # (len(ks), len(temperatures), len(lambdas))
     base_perplexity: float
     tokens: int
+    documents: int
+    remembered: int  # documents that are in the memory themselves: what is chosen on them suits no other text
     seconds: float
 
     @property
@@ -124,6 +126,8 @@ def sweep(
         perplexity=(-sums / max(1, len(trace))).exp().numpy(),
         base_perplexity=math.exp(-base / max(1, len(trace))),
         tokens=len(trace),
+        documents=trace.facts["documents"],
+        remembered=trace.facts["remembered"],
         seconds=time.perf_counter() - begin,
     )
 
@@ -172,7 +176,7 @@ def replay(trace: Trace, *, k: int, temperature: float, weight: float) -> Evalua
         mixed = _mixed_sums(log_p, votes, torch.tensor([weight]))
         best = torch.fmax(log_p, votes[0])
         sums += torch.stack([log_p.double().sum(), mixed[0, 0], best.double().sum()])
-    counts = {name: trace.facts[name] for name in ("documents", "tokens", "words", "characters", "bytes")}
+    counts = {name: trace.facts[name] for name in ("documents", "tokens", "words", "characters", "bytes", "remembered")}
     settings = (k, temperature, weight, trace.facts["metric"])
     return summary(Tally(**counts), sums.tolist(), settings, seconds=time.perf_counter() - begin)
 

@@ -72,7 +72,7 @@ def run(arguments: list[str]) -> int:
 
 
 def _stopped() -> int:
-    print("knnlm: stopped. What was finished is kept; run the same command to go on.", file=sys.stderr)  # noqa: T201
+    print("knnlm: stopped. An unfinished build goes on from its last segment when it is run again.", file=sys.stderr)  # noqa: T201
     return 130
 
 

@@ -45,7 +45,8 @@ def build(
     """knnlm build docs/ --out memory
 
     Read every document once with the model and store, for each token, the context vector and the token that followed.
-    A build that was stopped goes on when the same command is given again.
+    A build that was stopped goes on when the same command is given again, from its last finished segment (16,384 tokens
+    on a CPU).
     """
     from knnlm import corpus, datastore
 
@@ -62,7 +63,7 @@ def build(
         progress=screen.bar,
     )
     seconds = time.perf_counter() - begin
-    facts = {
+    facts: dict[str, Any] = {
         "memory": str(out),
         "documents": store.catalog.document_count(),
         "tokens": store.rows,
@@ -74,7 +75,7 @@ def build(
         screen.print_json(facts)
         return
     screen.out.print(
-        f"{out}: {store.rows:,} tokens of {facts['documents']:,} documents in {seconds:.0f} s, "
+        f"{out}: {store.rows:,} tokens of {screen.count(facts['documents'], 'document')} in {seconds:.0f} s, "
         f"{store.bytes / 1e6:,.1f} MB. Next: knnlm tune {out} TEXT",
         markup=False,
     )
@@ -137,7 +138,10 @@ def info(memory: options.Memory, json: options.Json = False) -> None:
     model, choice = store.model, facts["choice"]
     rows = [
         ("memory", f"{memory}"),
-        ("size", f"{store.rows:,} tokens of {facts['documents']:,} documents, {store.bytes / 1e6:,.1f} MB"),
+        (
+            "size",
+            f"{store.rows:,} tokens of {screen.count(facts['documents'], 'document')}, {store.bytes / 1e6:,.1f} MB",
+        ),
         ("model", f"{model['name']} ({model['class']}, weights {model['weights']['float32']})"),
         ("keys", f"{model['key_layer']} of layer {model['layer']} of {model['layers']} ({model['key_module']})"),
         ("", f"{store.width} × {store.key_dtype}, scale {facts['keys']['largest_scale']:g}"),

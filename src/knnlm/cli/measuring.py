@@ -86,6 +86,8 @@ def tune(
         "settings_tried": int(result.perplexity.size),
         "sweep_seconds": result.seconds,
         "at_edge": result.at_edge(),
+        "documents": result.documents,
+        "remembered_documents": result.remembered,
     }
     if json:
         screen.print_json(facts)
@@ -98,6 +100,7 @@ def tune(
     ]
     if facts["at_edge"]:
         rows.append(("note", f"best value is the last one tried of: {', '.join(result.at_edge())}"))
+    rows += _warning(result.remembered, result.documents, "what was chosen on them suits no other text")
     screen.print_facts(rows)
 
 
@@ -155,7 +158,10 @@ def evaluate(
         screen.print_json(figures)
         return
     rows = [
-        ("text", f"{figures['tokens']:,} tokens, {figures['words']:,} words of {figures['documents']:,} documents"),
+        (
+            "text",
+            f"{figures['tokens']:,} tokens, {figures['words']:,} words of {screen.count(found.documents, 'document')}",
+        ),
         (
             "perplexity",
             f"{figures['base_perplexity']:.3f} → {figures['perplexity']:.3f}  ({figures['gain']:.1%} lower)",
@@ -168,8 +174,16 @@ def evaluate(
         ("bits per byte", f"{figures['base_bits_per_byte']:.4f} → {figures['bits_per_byte']:.4f}"),
         ("k, τ, λ", f"{figures['k']}, {figures['temperature']:g}, {figures['lambda']:g} ({figures['metric']})"),
         ("time", f"{figures['seconds']:.1f} s, {figures['tokens_per_second']:,.0f} tokens/s"),
+        *_warning(found.remembered, found.documents, "their figures are too good"),
     ]
     screen.print_facts(rows)
+
+
+def _warning(remembered: int, documents: int, so: str) -> list[tuple[str, str]]:
+    """Tell a person who measures on text that is in the memory."""
+    if not remembered:
+        return []
+    return [("WARNING", f"{remembered:,} of {screen.count(documents, 'document')} are in the memory itself: {so}")]
 
 
 def open_mixture(

@@ -105,6 +105,11 @@ def visible(text: str) -> str:
     return text.replace("\n", "⏎").replace("\t", "⇥").replace("\r", "␍")
 
 
+def count(number: int, noun: str) -> str:
+    """Say how many there are of something."""
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
 def safe(text: str) -> str:
     """Show text of unknown content inside markup."""
     return escape(visible(text))

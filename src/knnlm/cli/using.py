@@ -183,7 +183,8 @@ def explanation_table(token: TokenExplanation) -> Table:
     table.add_column(overflow="fold", style="dim")
     for voice in token.neighbours:
         context = Text(f"…{screen.visible(voice.before)[-60:]}")
-        context.append(screen.visible(voice.token), style="bold green" if voice.agrees else "bold red")
+        # Marked by signs too: colours are lost in a pipe.
+        context.append(f"«{screen.visible(voice.token)}»", style="bold green" if voice.agrees else "bold red")
         context.append(f"{screen.visible(voice.after)[:30]}…", style="dim")
         table.add_row(f"{voice.weight:.3f}", context, Text(voice.source))
     return table

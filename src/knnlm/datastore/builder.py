@@ -7,7 +7,6 @@ killed and run again from its last finished segment ends with the same bytes.
 
 from __future__ import annotations
 
-import hashlib
 import math
 import shutil
 from collections.abc import Iterable, Iterator
@@ -23,7 +22,7 @@ from torch import Tensor
 from knnlm.corpus import Document
 from knnlm.datastore.catalog import FILE, Catalog, SegmentRow, StoredDocument
 from knnlm.datastore.segment import ArrayWriter, checksum, sync_folder, writing
-from knnlm.datastore.store import KEYS, VALUES, Datastore, segment_folder
+from knnlm.datastore.store import KEYS, VALUES, Datastore, segment_folder, text_hash
 from knnlm.errors import DatastoreBusy, DatastoreError, ModelError, ParameterError
 from knnlm.lm import CausalLM, WindowShape
 from knnlm.progress import Progress, silent
@@ -56,14 +55,18 @@ def build(
     lm: CausalLM,
     window: WindowShape | None = None,
     key_dtype: str = "float16",
-    segment_rows: int = 65_536,
-    batch_tokens: int = 2048,
+    segment_rows: int | None = None,
+    batch_tokens: int | None = None,
     total: int | None = None,
     progress: Progress = silent,
 ) -> Datastore:
     """Store every document, resuming an unfinished build of the same text; `total` is its number of characters."""
     if key_dtype not in KEY_DTYPES:
         raise ParameterError(f"Unknown key dtype {key_dtype!r}: use {' or '.join(KEY_DTYPES)}.")
+    # A stopped build loses the segment that was begun, so it should take half a minute, not more.
+    slow = lm.device.type == "cpu"
+    segment_rows = segment_rows if segment_rows is not None else (16_384 if slow else 65_536)
+    batch_tokens = batch_tokens if batch_tokens is not None else (1024 if slow else 16_384)
     if segment_rows < 1 or batch_tokens < 1:
         raise ParameterError(f"segment rows ({segment_rows}) and batch tokens ({batch_tokens}) must be at least 1.")
     folder = Path(path)
@@ -165,7 +168,7 @@ def _resume(documents: Iterable[Document], catalog: Catalog, advance: Any) -> It
         known = next(stored, None)
         if known is None:
             yield document
-        elif (known.id, known.sha256) == (document.id, _hash(document)):
+        elif (known.id, known.sha256) == (document.id, text_hash(document.text)):
             advance(len(document.text))
         else:
             raise DatastoreError(
@@ -278,10 +281,8 @@ def _offset(catalog: Catalog) -> Tensor | None:
 def _rows(group: _Group, segment: int, first_row: int, number: int) -> Iterator[StoredDocument]:
     """Give the catalog rows of a group's documents."""
     for document, tokens in zip(group.documents, group.tokens, strict=True):
-        yield StoredDocument(number, document.id, document.source, segment, first_row, len(tokens), _hash(document))
+        yield StoredDocument(
+            number, document.id, document.source, segment, first_row, len(tokens), text_hash(document.text)
+        )
         number += 1
         first_row += len(tokens)
-
-
-def _hash(document: Document) -> str:
-    return hashlib.sha256(document.text.encode()).hexdigest()

@@ -39,6 +39,7 @@ CREATE TABLE documents (
     sha256 TEXT NOT NULL
 );
 CREATE INDEX documents_by_row ON documents(first_row);
+CREATE INDEX documents_by_hash ON documents(sha256);
 CREATE TABLE indexes (
     id INTEGER PRIMARY KEY,
     spec TEXT NOT NULL,
@@ -110,6 +111,8 @@ class Catalog:
     @classmethod
     def open(cls, path: Path, *, write: bool = False) -> Catalog:
         """Open an existing catalog, for reading unless told otherwise."""
+        if not path.parent.exists():
+            raise DatastoreError(f"There is no folder {path.parent}. Make a memory with: knnlm build")
         if not path.is_file():
             raise DatastoreError(f"{path.parent} is not a memory: it has no {path.name}. Make one with: knnlm build")
         with _reporting(path):
@@ -162,6 +165,10 @@ class Catalog:
     def document_count(self) -> int:
         """Count the documents."""
         return int(self._all("SELECT COUNT(*) FROM documents")[0][0])
+
+    def holds(self, sha256: str) -> bool:
+        """Say whether a document with this hash of its text is stored."""
+        return bool(self._all("SELECT 1 FROM documents WHERE sha256 = ? LIMIT 1", sha256))
 
     def document_at(self, row: int) -> StoredDocument:
         """Find the document that holds a row."""

@@ -133,6 +133,10 @@ class Datastore:
             raise DatastoreCorrupt(f"{self.path} holds a token that its model does not have. Build the memory again.")
         return torch.from_numpy(values).reshape(ids.shape)
 
+    def holds(self, text: str) -> bool:
+        """Say whether a document with exactly this text is stored."""
+        return self.catalog.holds(text_hash(text))
+
     def document_at(self, row: int) -> StoredDocument:
         """Find the document that holds a row."""
         return self.catalog.document_at(row)
@@ -182,6 +186,11 @@ class Datastore:
                     f"{segment.rows} rows; row {expected} was expected. Build the memory again."
                 )
             expected += segment.rows
+
+
+def text_hash(text: str) -> str:
+    """Hash the text of a document, to know it again."""
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def segment_folder(path: Path, number: int) -> Path:
