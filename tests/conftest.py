@@ -8,6 +8,7 @@ from pathlib import Path
 # No test may need a network, and asking for one takes a minute to fail. It is read when transformers is imported.
 os.environ["HF_HUB_OFFLINE"] = "1"
 
+import hypothesis
 import pytest
 import torch
 
@@ -18,6 +19,12 @@ from models import TEXT, tiny, tiny_tokenizer
 # many threads share it, which tests of equal bytes would see.
 torch.set_num_threads(1)
 os.environ["OMP_NUM_THREADS"] = "1"  # for the processes that tests start
+
+# How long an example takes depends on what else the machine does; a slow one is no failure.
+hypothesis.settings.register_profile(
+    "knnlm", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow], print_blob=True
+)
+hypothesis.settings.load_profile("knnlm")
 
 WORDS = TEXT.split()
 
