@@ -116,10 +116,9 @@ def evaluate(
     ):
         assert reading.logits is not None
         prediction = mixture.predict(reading.logits, reading.keys)
-        base, memory = (part.of(reading.targets) for part in prediction.parts)
-        best = torch.maximum(base, memory)
-        mixed = prediction.of(reading.targets)
-        sums += torch.stack([base, mixed, best]).double().sum(1).cpu()
+        each = prediction.each_of(reading.targets)  # (N, 2): model, memory
+        columns = torch.stack([each[:, 0], prediction.weigh(each), each.amax(1)])
+        sums += columns.double().sum(1).cpu()
     settings = (mixture.memory.k, mixture.memory.temperature, mixture.weight, mixture.memory.index.metric)
     return summary(tally, sums.tolist(), settings, seconds=time.perf_counter() - begin)
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 
 from knnlm.errors import CorpusError, ParameterError
 from knnlm.lm import Reading
-from knnlm.memory import Found, Logits, Votes, vote
-from knnlm.mixture import Mixture, mix
+from knnlm.memory import Found, Votes
+from knnlm.mixture import Mixture
 
 
 @dataclass(frozen=True)
@@ -52,11 +52,11 @@ def explain(mixture: Mixture, text: str, *, top: int = 3) -> list[TokenExplanati
 
 def _explain_reading(mixture: Mixture, reading: Reading, top: int) -> Iterator[tuple[int, TokenExplanation]]:
     assert reading.logits is not None
-    memory = mixture.memory
-    found = memory.search(reading.keys)
-    votes = vote(found, temperature=memory.temperature, vocab_size=mixture.lm.vocab_size)
-    prediction = mix([Logits(reading.logits), votes], [1 - mixture.weight, mixture.weight])
-    columns = [part.of(reading.targets).exp().tolist() for part in (*prediction.parts, prediction)]
+    found = mixture.memory.search(reading.keys)
+    votes = mixture.memory.vote(found)
+    prediction = mixture.mix(reading.logits, votes)
+    each = prediction.each_of(reading.targets)
+    columns = [*each.exp().T.tolist(), prediction.weigh(each).exp().tolist()]
     # Neighbours come nearest first, so the first ones are the loudest.
     for number, (row, target) in enumerate(zip(reading.rows.tolist(), reading.targets.tolist(), strict=True)):
         voices = [

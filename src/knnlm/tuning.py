@@ -240,24 +240,26 @@ def _scratch(path: Path) -> Iterator[Path]:
     """Make room for a trace on the memory's own disk, and remove what a killed process left there."""
     for leftover in path.glob(".trace-*"):
         shutil.rmtree(leftover, ignore_errors=True)
-    with writing(path), tempfile.TemporaryDirectory(prefix=".trace-", dir=path) as folder:
+    with writing(path):
+        scratch = tempfile.TemporaryDirectory(prefix=".trace-", dir=path)
+    with scratch as folder:
         yield Path(folder)
 
 
 def choose(path: Path, result: Sweep, trace: Trace) -> None:
     """Store the best settings of a sweep in the memory that the trace was made with."""
-    with writer_lock(path):
-        _store_choice(path, result, trace)
-
-
-def _store_choice(path: Path, result: Sweep, trace: Trace) -> None:
-    k, temperature, weight, perplexity = result.best
     fingerprint = Datastore.open(path).fingerprint
     if fingerprint != trace.facts["fingerprint"]:
         raise DatastoreError(
             f"The trace was made with another memory ({trace.facts['memory']}, {trace.facts['fingerprint']}) than "
             f"{path} ({fingerprint}). Make one with: knnlm eval {path} TEXT --save-trace"
         )
+    with writer_lock(path):
+        _store_choice(path, result, trace)
+
+
+def _store_choice(path: Path, result: Sweep, trace: Trace) -> None:
+    k, temperature, weight, perplexity = result.best
     catalog = Catalog.open(path / FILE, write=True)
     try:
         catalog.put(

@@ -8,7 +8,6 @@ killed and run again from its last finished segment ends with the same bytes.
 from __future__ import annotations
 
 import math
-import shutil
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -21,8 +20,8 @@ from torch import Tensor
 
 from knnlm.corpus import Document
 from knnlm.datastore.catalog import FILE, Catalog, SegmentRow, StoredDocument
-from knnlm.datastore.segment import ArrayWriter, checksum, sync_folder, writing
-from knnlm.datastore.store import KEYS, VALUES, Datastore, segment_folder, text_hash
+from knnlm.datastore.segment import ArrayWriter, checksum, remove_others, sync_folder, writing
+from knnlm.datastore.store import KEYS, VALUES, Datastore, segment_folder, stored_offset, text_hash
 from knnlm.errors import DatastoreBusy, DatastoreError, ModelError, ParameterError
 from knnlm.lm import CausalLM, WindowShape
 from knnlm.progress import Progress, silent
@@ -141,7 +140,7 @@ def _begin(
                 f"{folder} is an unfinished build with another {name.replace('_', ' ')} "
                 f"({_difference(found, wanted)}). Finish it with the same options, or remove it."
             )
-    _remove_garbage(folder, catalog)
+    remove_others(folder / "segments", [segment_folder(folder, segment.id) for segment in catalog.segments()])
     return catalog
 
 
@@ -151,14 +150,6 @@ def _difference(found: Any, wanted: Any) -> str:
         name = next(name for name in wanted if found.get(name) != wanted[name])
         return f"{name} {found.get(name)}, now {wanted[name]}"
     return f"{found}, now {wanted}"
-
-
-def _remove_garbage(folder: Path, catalog: Catalog) -> None:
-    """Remove what a killed process left: segments that no row of the catalog names."""
-    known = {segment_folder(folder, segment.id).name for segment in catalog.segments()}
-    for entry in (folder / "segments").glob("*"):
-        if entry.name not in known:
-            shutil.rmtree(entry)
 
 
 def _resume(documents: Iterable[Document], catalog: Catalog, advance: Any) -> Iterator[Document]:
@@ -201,7 +192,7 @@ def _write_segment(folder: Path, catalog: Catalog, lm: CausalLM, group: _Group, 
     number = len(segments)
     first_row = segments[-1].first_row + segments[-1].rows if segments else 0
     window = WindowShape(**catalog.get("window"))
-    offset = _calibrate(lm, group, window) if number == 0 else _offset(catalog)
+    offset = _calibrate(lm, group, window) if number == 0 else stored_offset(catalog)
     final = segment_folder(folder, number)
     partial = final.with_suffix(".partial")
     with writing(partial):
@@ -271,11 +262,6 @@ def _calibrate(lm: CausalLM, group: _Group, window: WindowShape) -> Tensor | Non
             break
     keys = torch.cat([reading.keys.cpu() for reading in lm.read(sample, window, logits=False)])
     return keys.mean(0) if float(keys.abs().max()) > _LARGE else None
-
-
-def _offset(catalog: Catalog) -> Tensor | None:
-    offset = catalog.get("offset")
-    return None if offset is None else torch.tensor(offset, dtype=torch.float32)
 
 
 def _rows(group: _Group, segment: int, first_row: int, number: int) -> Iterator[StoredDocument]:

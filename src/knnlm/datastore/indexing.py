@@ -7,7 +7,7 @@ from pathlib import Path
 
 from knnlm.datastore.builder import writer_lock
 from knnlm.datastore.catalog import FILE, Catalog, IndexRow
-from knnlm.datastore.segment import checksum, sync_folder, writing
+from knnlm.datastore.segment import checksum, remove_others, sync_folder, writing
 from knnlm.datastore.store import Datastore
 from knnlm.errors import DatastoreCorrupt, IndexInvalid
 from knnlm.index import ExactIndex, FaissIndex, Index, Reranked, auto_spec, check_index
@@ -31,7 +31,7 @@ def build_index(store: Datastore, spec: str = "auto", *, metric: str = "l2", pro
 def _replace_index(store: Datastore, catalog: Catalog, spec: str, metric: str, progress: Progress) -> str:
     old = catalog.indexes()
     number = old[-1].id + 1 if old else 0
-    _remove_garbage(store.path, old)
+    remove_others(store.path / "index", [_folder(store.path, row.id) for row in old])
     if spec == "auto":
         spec = auto_spec(store.rows, store.width)
     if spec == "exact":
@@ -70,14 +70,6 @@ def open_index(store: Datastore, *, metric: str = "l2", rerank: bool = True, dev
         check_index(index, store, what=str(path))
         return Reranked(index, store) if rerank else index
     return ExactIndex(store, metric=metric, device=device)
-
-
-def _remove_garbage(path: Path, known: list[IndexRow]) -> None:
-    """Remove what a killed process left."""
-    names = {_folder(path, row.id).name for row in known}
-    for entry in (path / "index").glob("*"):
-        if entry.name not in names:
-            shutil.rmtree(entry)
 
 
 def _folder(path: Path, number: int) -> Path:

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import hashlib
 import os
+import shutil
+from collections.abc import Iterable
 from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
@@ -161,6 +163,12 @@ def checksum(path: Path) -> str:
         while piece := file.read(_PIECE):
             digest.update(piece)
     return digest.hexdigest()
+
+
+def remove_others(folder: Path, known: Iterable[Path]) -> None:
+    """Remove what a killed process left in a folder: all that the catalog does not know."""
+    for entry in set(folder.glob("*")) - set(known):
+        shutil.rmtree(entry)
 
 
 def sync_folder(path: Path) -> None:

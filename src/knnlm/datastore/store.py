@@ -44,8 +44,7 @@ class Datastore:
         self.window: dict[str, int] = _fact(catalog, "window", dict)
         self.key_dtype: str = _fact(catalog, "key_dtype", str)
         self._segments = catalog.segments()
-        offset = catalog.get("offset")
-        self.offset: Tensor | None = None if offset is None else torch.tensor(offset, dtype=torch.float32)
+        self.offset = stored_offset(catalog)
         self._starts = np.array([segment.first_row for segment in self._segments], dtype=np.int64)
         self._check_rows()
         for segment in self._segments:
@@ -186,6 +185,12 @@ class Datastore:
                     f"{segment.rows} rows; row {expected} was expected. Build the memory again."
                 )
             expected += segment.rows
+
+
+def stored_offset(catalog: Catalog) -> Tensor | None:
+    """Give what was taken from every key before it was stored, None where nothing was."""
+    offset = catalog.get("offset")
+    return None if offset is None else torch.tensor(offset, dtype=torch.float32)
 
 
 def text_hash(text: str) -> str:

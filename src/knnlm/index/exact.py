@@ -57,7 +57,9 @@ class ExactIndex:
         distances = torch.full((len(queries), k), torch.inf, dtype=dtype, device=self._device)
         ids = torch.full((len(queries), k), -1, device=self._device)
         for first, keys, squares in self._resident if self._resident is not None else self._blocks():
-            keys, squares = keys.to(dtype), squares if dtype == squares.dtype else keys.to(dtype).square().sum(1)
+            if keys.dtype != dtype:
+                keys = keys.to(dtype)
+                squares = keys.square().sum(1)
             for begin in range(0, len(queries), _QUERIES):
                 part = slice(begin, begin + _QUERIES)
                 found = self._compare(queries[part], keys, squares)

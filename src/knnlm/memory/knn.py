@@ -77,5 +77,8 @@ class KnnMemory:
 
     def predict(self, context: Context) -> Votes:
         """Let the neighbours of each position vote."""
-        found = self.search(context.keys)
+        return self.vote(self.search(context.keys))
+
+    def vote(self, found: Found) -> Votes:
+        """Let neighbours vote, with this memory's temperature."""
         return vote(found, temperature=self.temperature, vocab_size=int(self.store.model["vocab_size"]))

@@ -25,7 +25,14 @@ class Mixed:
 
     def of(self, targets: Tensor) -> Tensor:
         """Give the (N,) log-probabilities of one token a row, summed in the log domain."""
-        logs = torch.stack([part.of(targets) for part in self.parts], 1)  # (N, M)
+        return self.weigh(self.each_of(targets))
+
+    def each_of(self, targets: Tensor) -> Tensor:
+        """Give the (N, M) log-probabilities of one token a row by each part."""
+        return torch.stack([part.of(targets) for part in self.parts], 1)
+
+    def weigh(self, logs: Tensor) -> Tensor:
+        """Mix what `each_of` gave, for those who want both and would not ask every part twice."""
         return (logs + self.weights.log()).logsumexp(1)
 
     def log_dense(self) -> Tensor:

@@ -70,8 +70,11 @@ class Mixture:
 
     def predict(self, logits: Tensor, keys: Tensor) -> Mixed:
         """Mix what the model says, (N, V) logits, with what the memory says of (N, D) keys."""
-        parts: list[Prediction] = [Logits(logits), self.memory.predict(Context(keys))]
-        return mix(parts, [1 - self.weight, self.weight])
+        return self.mix(logits, self.memory.predict(Context(keys)))
+
+    def mix(self, logits: Tensor, votes: Prediction) -> Mixed:
+        """Mix what the model says with votes that are there already."""
+        return mix([Logits(logits), votes], [1 - self.weight, self.weight])
 
 
 def check_settings(*, k: int | None, temperature: float | None, weight: float | None, metric: str | None) -> None:
