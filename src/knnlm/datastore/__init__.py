@@ -1,8 +1,11 @@
 """(context vector → next token) pairs on disk."""
 
-from knnlm.datastore.builder import KEY_DTYPES, build
+from knnlm.datastore.builder import build
 from knnlm.datastore.catalog import StoredDocument
+from knnlm.datastore.derive import derive
 from knnlm.datastore.indexing import build_index, open_index
+from knnlm.datastore.keymap import KeyMap
+from knnlm.datastore.segment import KEY_DTYPES
 from knnlm.datastore.store import Datastore
 
-__all__ = ["KEY_DTYPES", "Datastore", "StoredDocument", "build", "build_index", "open_index"]
+__all__ = ["KEY_DTYPES", "Datastore", "KeyMap", "StoredDocument", "build", "build_index", "derive", "open_index"]

@@ -20,14 +20,21 @@ from torch import Tensor
 
 from knnlm.corpus import Document
 from knnlm.datastore.catalog import FILE, Catalog, SegmentRow, StoredDocument
-from knnlm.datastore.segment import ArrayWriter, checksum, remove_others, sync_folder, writing
+from knnlm.datastore.keymap import FILE as MAP
+from knnlm.datastore.segment import (
+    KEY_DTYPES,
+    ArrayWriter,
+    KeyWriter,
+    checksum,
+    remove_others,
+    sync_folder,
+    writing,
+)
 from knnlm.datastore.store import KEYS, VALUES, Datastore, segment_folder, stored_offset, text_hash
 from knnlm.errors import DatastoreBusy, DatastoreError, ModelError, ParameterError
 from knnlm.lm import CausalLM, WindowShape
 from knnlm.progress import Progress, silent
 
-KEY_DTYPES = ("float16", "float32")
-_LARGEST = {"float16": 65504.0, "float32": 3.4e38}
 # Above this, one step of float16 is a whole unit: as much as neighbours differ by in an ordinary dimension.
 _LARGE = 1024.0
 _CALIBRATION = 2048  # tokens read to see how large the keys of a model are
@@ -69,7 +76,7 @@ def build(
     if segment_rows < 1 or batch_tokens < 1:
         raise ParameterError(f"segment rows ({segment_rows}) and batch tokens ({batch_tokens}) must be at least 1.")
     folder = Path(path)
-    _check_folder(folder)
+    check_folder(folder)
     with writer_lock(folder, create=True):
         catalog = _begin(folder, lm, window or lm.window(), key_dtype, segment_rows, batch_tokens)
         try:
@@ -103,11 +110,11 @@ def writer_lock(folder: Path, *, create: bool = False) -> Iterator[None]:
         lock.release()
 
 
-def _check_folder(folder: Path) -> None:
+def check_folder(folder: Path) -> None:
     """Refuse a place that holds something else, before anything is put there."""
     if folder.exists() and not folder.is_dir():
         raise DatastoreError(f"{folder} is a file. Choose another --out.")
-    ours = {"writer.lock", "catalog.partial", "catalog.partial-journal"}
+    ours = {"writer.lock", "catalog.partial", "catalog.partial-journal", MAP, f"{MAP}.partial"}
     if folder.exists() and not (folder / FILE).exists():
         foreign = sorted(entry.name for entry in folder.iterdir() if entry.name not in ours)
         if foreign:
@@ -223,30 +230,23 @@ def _write_keys(
     advance: Any,
 ) -> float:
     """Write the keys of a group and return what they were divided by to stay within the range of the dtype."""
-    scale = 1.0
     characters = sum(len(document.text) for document in group.documents)
     done = 0
-    with ArrayWriter(path, dtype, (lm.width,)) as writer:
+    with KeyWriter(path, dtype, lm.width) as writer:
         for reading in lm.read(group.tokens, window, batch_tokens=batch_tokens, logits=False):
             keys = reading.keys.cpu()
             if offset is not None:
                 keys = keys - offset
-            largest = float(keys.abs().max())
-            if not math.isfinite(largest):
+            if not math.isfinite(float(keys.abs().max())):
                 raise ModelError(
                     f"{lm.name} gives infinite or undefined hidden states at {lm.key_layer.module} "
                     f"(among the tokens of {group.documents[0].source} and after). Try --dtype float32 or another "
                     "--key-layer."
                 )
-            if largest / scale > _LARGEST[dtype] / 2:
-                # A power of two loses nothing, and leaves room for what comes.
-                wider = 2.0 ** math.ceil(math.log2(largest / (_LARGEST[dtype] / 8)))
-                writer.scale(scale / wider)
-                scale = wider
-            writer.put(reading.rows.numpy(), (keys / scale if scale != 1.0 else keys).numpy())
+            writer.put_keys(reading.rows.numpy(), keys.numpy())
             before, done = done, done + len(keys)
             advance(characters * done // group.rows - characters * before // group.rows)
-    return scale
+    return writer.divisor
 
 
 def _calibrate(lm: CausalLM, group: _Group, window: WindowShape) -> Tensor | None:

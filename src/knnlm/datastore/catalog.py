@@ -1,6 +1,8 @@
 """The catalog of a memory: one SQLite file that says what exists. Knows nothing about arrays or models.
 
-A segment exists when its row is committed. Anything else on disk is garbage that the next writer removes.
+A segment exists when its row is committed. Anything else on disk is garbage that the next writer removes. Format 1 is a
+memory as it was built: every row has a key, and keys are what the model gave. Where that is not so, because rows were
+pruned or keys were mapped, the format is 2, so that a program that knows only the first refuses it.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ from typing import Any
 
 from knnlm.errors import DatastoreCorrupt, DatastoreError
 
-FORMAT = 1
+BUILT, DERIVED = 1, 2  # formats
 FILE = "catalog.db"
 
 _SCHEMA = """
@@ -48,6 +50,11 @@ CREATE TABLE indexes (
     sha256 TEXT NOT NULL
 );
 """
+_SCHEMA_DERIVED = """
+ALTER TABLE segments ADD COLUMN kept INTEGER;
+ALTER TABLE segments ADD COLUMN kept_sha256 TEXT;
+ALTER TABLE segments ADD COLUMN counts_sha256 TEXT;
+"""
 
 
 @dataclass(frozen=True)
@@ -60,6 +67,14 @@ class SegmentRow:
     scale: float
     keys_sha256: str
     values_sha256: str
+    kept: int | None = None  # how many of the rows have a key; None: all
+    kept_sha256: str | None = None
+    counts_sha256: str | None = None  # None: each key counts once
+
+    @property
+    def keys(self) -> int:
+        """The number of keys."""
+        return self.rows if self.kept is None else self.kept
 
 
 @dataclass(frozen=True)
@@ -77,7 +92,7 @@ class StoredDocument:
 
 @dataclass(frozen=True)
 class IndexRow:
-    """One index over the first `rows` rows."""
+    """One index over the first `rows` keys."""
 
     id: int
     spec: str
@@ -94,7 +109,7 @@ class Catalog:
         self.path = path
 
     @classmethod
-    def create(cls, path: Path, meta: dict[str, Any]) -> Catalog:
+    def create(cls, path: Path, meta: dict[str, Any], *, derived: bool = False) -> Catalog:
         """Make a new catalog that already holds `meta`; it appears complete or not at all."""
         partial = path.with_suffix(".partial")
         # A journal that outlived its catalog would be played back into the new one.
@@ -102,8 +117,8 @@ class Catalog:
             leftover.unlink(missing_ok=True)
         with _reporting(path):
             catalog = cls(sqlite3.connect(partial, isolation_level=None), partial)
-            catalog._connection.executescript(_SCHEMA)
-            catalog.put(format=FORMAT, **meta)
+            catalog._connection.executescript(_SCHEMA + _SCHEMA_DERIVED if derived else _SCHEMA)
+            catalog.put(format=DERIVED if derived else BUILT, **meta)
             catalog.close()
         partial.rename(path)
         return cls.open(path, write=True)
@@ -125,9 +140,9 @@ class Catalog:
             found = catalog.get("format")
         if found is None:
             raise DatastoreCorrupt(f"{path} is not a knnlm catalog. Build the memory again.")
-        if found != FORMAT:
+        if found not in (BUILT, DERIVED):
             raise DatastoreError(
-                f"{path.parent} has format version {found}, this knnlm reads version {FORMAT}. "
+                f"{path.parent} has format version {found}, this knnlm reads version {BUILT} or {DERIVED}. "
                 "Install the knnlm that made it, or build the memory again."
             )
         return catalog
@@ -162,6 +177,13 @@ class Catalog:
             for row in self._connection.execute("SELECT * FROM documents ORDER BY number"):
                 yield StoredDocument(*row)
 
+    def documents_of(self, segment: int) -> list[StoredDocument]:
+        """List the documents of one segment."""
+        return [
+            StoredDocument(*row)
+            for row in self._all("SELECT * FROM documents WHERE segment = ? ORDER BY number", segment)
+        ]
+
     def document_count(self) -> int:
         """Count the documents."""
         return int(self._all("SELECT COUNT(*) FROM documents")[0][0])
@@ -182,7 +204,11 @@ class Catalog:
     def add_segment(self, segment: SegmentRow, documents: Iterable[StoredDocument], **facts: Any) -> None:
         """Commit a segment, its documents and facts that hold from now on, all or none."""
         with self._transaction():
-            self._connection.execute("INSERT INTO segments VALUES (?, ?, ?, ?, ?, ?)", _values(segment))
+            # A memory as it was built has no columns for what only derived ones have.
+            if self.get("format") == BUILT:
+                self._connection.execute("INSERT INTO segments VALUES (?, ?, ?, ?, ?, ?)", _values(segment)[:6])
+            else:
+                self._connection.execute("INSERT INTO segments VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)", _values(segment))
             self._connection.executemany(
                 "INSERT INTO documents VALUES (?, ?, ?, ?, ?, ?, ?)",
                 (_values(document) for document in documents),

@@ -33,12 +33,12 @@ def _replace_index(store: Datastore, catalog: Catalog, spec: str, metric: str, p
     number = old[-1].id + 1 if old else 0
     remove_others(store.path / "index", [_folder(store.path, row.id) for row in old])
     if spec == "auto":
-        spec = auto_spec(store.rows, store.width)
+        spec = auto_spec(store.key_count, store.width)
     if spec == "exact":
         catalog.replace_indexes(None)
     else:
-        index = FaissIndex.build(store, spec, metric=metric, progress=progress)
-        check_index(index, store, what=f"The new index {spec}")
+        index = FaissIndex.build(store.keys, spec, metric=metric, progress=progress)
+        check_index(index, store.keys, what=f"The new index {spec}")
         folder = _folder(store.path, number)
         partial = folder.with_suffix(".partial")
         with writing(partial):
@@ -47,7 +47,7 @@ def _replace_index(store: Datastore, catalog: Catalog, spec: str, metric: str, p
             sync_folder(partial)
             partial.rename(folder)
             sync_folder(folder.parent)
-        catalog.replace_indexes(IndexRow(number, spec, metric, store.rows, checksum(folder / _FILE)))
+        catalog.replace_indexes(IndexRow(number, spec, metric, store.key_count, checksum(folder / _FILE)))
     for row in old:
         shutil.rmtree(_folder(store.path, row.id), ignore_errors=True)
     return spec
@@ -62,14 +62,14 @@ def open_index(store: Datastore, *, metric: str = "l2", rerank: bool = True, dev
         if not path.is_file():
             raise DatastoreCorrupt(f"{path} is missing. Make it again with: knnlm index {store.path}")
         index = FaissIndex.load(path, metric=metric)
-        if (index.rows, index.width, row.rows) != (store.rows, store.width, store.rows):
+        if (index.rows, index.width, row.rows) != (store.key_count, store.width, store.key_count):
             raise IndexInvalid(
-                f"{path} holds {index.rows:,} vectors of width {index.width}, but the memory has {store.rows:,} of "
-                f"width {store.width}. Make it again with: knnlm index {store.path}"
+                f"{path} holds {index.rows:,} vectors of width {index.width}, but the memory has "
+                f"{store.key_count:,} of width {store.width}. Make it again with: knnlm index {store.path}"
             )
-        check_index(index, store, what=str(path))
-        return Reranked(index, store) if rerank else index
-    return ExactIndex(store, metric=metric, device=device)
+        check_index(index, store.keys, what=str(path))
+        return Reranked(index, store.keys) if rerank else index
+    return ExactIndex(store.keys, metric=metric, device=device)
 
 
 def _folder(path: Path, number: int) -> Path:

@@ -7,6 +7,7 @@ depend on the number of rows, is written again at the end with the true one.
 from __future__ import annotations
 
 import hashlib
+import math
 import os
 import shutil
 from collections.abc import Iterable
@@ -14,14 +15,17 @@ from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from knnlm.errors import DatastoreCorrupt, DatastoreError
 
+KEY_DTYPES = ("float16", "float32")
+_LARGEST = {"float16": 65504.0, "float32": 3.4e38}
 _PIECE = 1 << 24
+_Writer = TypeVar("_Writer", bound="ArrayWriter")
 
 
 class ArrayWriter:
@@ -80,7 +84,7 @@ class ArrayWriter:
         with suppress(OSError):
             self._file.close()
 
-    def __enter__(self) -> ArrayWriter:
+    def __enter__(self: _Writer) -> _Writer:
         return self
 
     def __exit__(
@@ -104,6 +108,25 @@ class ArrayWriter:
                 "shape": (self.rows, *self._row_shape),
             },
         )
+
+
+class KeyWriter(ArrayWriter):
+    """Writes keys, divided by a power of two where they would not fit into the range of their dtype."""
+
+    def __init__(self, path: Path, dtype: str, width: int) -> None:
+        super().__init__(path, dtype, (width,))
+        self.divisor = 1.0  # of all that has been written
+        self._most = _LARGEST[dtype]
+
+    def put_keys(self, rows: NDArray[np.int64], keys: NDArray[np.float32]) -> None:
+        """Write finite keys to these rows."""
+        largest = float(np.abs(keys).max(initial=0.0))
+        if largest / self.divisor > self._most / 2:
+            # A power of two loses nothing, and leaves room for what comes.
+            wider = 2.0 ** math.ceil(math.log2(largest / (self._most / 8)))
+            self.scale(self.divisor / wider)
+            self.divisor = wider
+        self.put(rows, keys / np.float32(self.divisor) if self.divisor != 1.0 else keys)
 
 
 class writing:  # noqa: N801  (used like a function)

@@ -2,9 +2,15 @@
 
 memory/
   catalog.db                 what exists
-  segments/000000/keys.npy   (N, D) context vectors, less `offset`, divided by the segment's scale
+  map.safetensors            the linear map that keys went through, where there is one
+  segments/000000/keys.npy   (N, D) context vectors, less `offset`, mapped, divided by the segment's scale
   segments/000000/values.npy (N,) the token that followed each context
+  segments/000000/kept.npy   (n,) which rows of the segment the n keys belong to, where not every row has one
+  segments/000000/counts.npy (n,) how much each key counts in a vote, where that is not 1
   index/<id>/index.faiss     derived data, can always be made again
+
+A row is a token of the stored text, and all of the text is here. A key is one of the vectors. In a memory as it was
+built, row i has key i; in a pruned one, keys have numbers of their own, and `rows_of` says which rows they belong to.
 """
 
 from __future__ import annotations
@@ -12,6 +18,7 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
 from pathlib import Path
@@ -23,18 +30,45 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from knnlm.datastore.catalog import FILE, Catalog, SegmentRow, StoredDocument
+from knnlm.datastore.keymap import FILE as MAP
+from knnlm.datastore.keymap import KeyMap
 from knnlm.datastore.segment import open_array
 from knnlm.errors import DatastoreCorrupt, DatastoreError
 
-KEYS, VALUES = "keys.npy", "values.npy"
+KEYS, VALUES, KEPT, COUNTS = "keys.npy", "values.npy", "kept.npy", "counts.npy"
 _MAPPINGS = 256
+_RESIDENT = 1 << 26  # tokens that are kept in memory: four bytes each
+
+
+@dataclass(frozen=True)
+class Keys:
+    """The keys of a memory as an index sees them: `Vectors`, numbered from 0."""
+
+    store: Datastore
+
+    @property
+    def rows(self) -> int:
+        """The number of keys."""
+        return self.store.key_count
+
+    @property
+    def width(self) -> int:
+        """The number of dimensions of a key."""
+        return self.store.width
+
+    def chunks(self, size: int) -> Iterator[tuple[int, Tensor]]:
+        """Give (number of the first key, (n, D) float32) from first to last."""
+        return self.store.chunks(size)
+
+    def take(self, ids: Tensor) -> Tensor:
+        """Give these keys, (…) → (…, D) float32; an id below 0 gives zeros."""
+        return self.store.take(ids)
 
 
 class Datastore:
-    """The (context vector → next token) pairs of a text collection. It is also the `Vectors` of an index.
+    """The (context vector → next token) pairs of a text collection.
 
-    `chunks` and `take` give keys less the store's `offset`; `shift` brings a query there. Squared distances do not
-    change under a shift, and inner products change by the same amount for all keys of a query.
+    `chunks` and `take` give keys less the store's `offset` and mapped by its `map`; `project` brings a query there.
     """
 
     def __init__(self, path: Path, catalog: Catalog) -> None:
@@ -45,13 +79,18 @@ class Datastore:
         self.key_dtype: str = _fact(catalog, "key_dtype", str)
         self._segments = catalog.segments()
         self.offset = stored_offset(catalog)
-        self._starts = np.array([segment.first_row for segment in self._segments], dtype=np.int64)
+        self.map = stored_map(catalog, int(self.model["width"]))
         self._check_rows()
+        self._starts = _starts([segment.rows for segment in self._segments])
+        self._key_starts = _starts([segment.keys for segment in self._segments])
+        self._pruned = any(segment.kept is not None for segment in self._segments)
+        self._counted = any(segment.counts_sha256 is not None for segment in self._segments)
         for segment in self._segments:
-            self._open(segment, KEYS)
-            self._open(segment, VALUES)
+            for name in _files(segment):
+                self._open(segment, name)
         # Mapped when needed and let go again: each mapping holds a file handle, and a system has few.
         self._mapped = lru_cache(maxsize=_MAPPINGS)(self._open)
+        self._values: dict[torch.device, Tensor] = {}
 
     @classmethod
     def open(cls, path: str | Path) -> Datastore:
@@ -59,21 +98,32 @@ class Datastore:
         folder = Path(path)
         catalog = Catalog.open(folder / FILE)
         if catalog.get("state") != "complete":
+            what = "copy of another memory" if catalog.get("derived") else "build"
             raise DatastoreError(
-                f"{folder} is an unfinished build ({catalog.document_count():,} documents are in). "
-                "Run the same knnlm build again to finish it."
+                f"{folder} is an unfinished {what} ({catalog.document_count():,} documents are in). "
+                "Run the same command again to finish it."
             )
         return cls(folder, catalog)
 
     @property
     def rows(self) -> int:
-        """The number of stored pairs."""
-        return self._segments[-1].first_row + self._segments[-1].rows if self._segments else 0
+        """The number of tokens."""
+        return int(self._starts[-1])
+
+    @property
+    def key_count(self) -> int:
+        """The number of keys: as many as tokens, unless the memory was pruned."""
+        return int(self._key_starts[-1])
+
+    @property
+    def keys(self) -> Keys:
+        """The keys, for an index."""
+        return Keys(self)
 
     @property
     def width(self) -> int:
-        """The number of dimensions of a key."""
-        return int(self.model["width"])
+        """The number of dimensions of a key; the reader's hidden states have `model["width"]`."""
+        return int(self.model["width"]) if self.map is None else self.map.width
 
     @property
     def segments(self) -> list[SegmentRow]:
@@ -82,55 +132,120 @@ class Datastore:
 
     @property
     def bytes(self) -> int:
-        """The size of keys and values on disk."""
-        return self.rows * (self.width * np.dtype(self.key_dtype).itemsize + 4)
+        """The size of keys and values, and of what says which keys there are, on disk."""
+        extra = 4 * self._pruned + 4 * self._counted
+        return self.key_count * (self.width * np.dtype(self.key_dtype).itemsize + extra) + 4 * self.rows
 
     @property
     def fingerprint(self) -> str:
         """What tells this memory from any other: a hash over the hashes of its files."""
         sums = [f"{segment.keys_sha256} {segment.values_sha256}" for segment in self._segments]
+        if self._pruned:
+            sums += [f"{segment.kept_sha256} {segment.counts_sha256}" for segment in self._segments]
+        if self.map is not None:
+            sums.append(self.catalog.get("map")["sha256"])
         return hashlib.sha256("\n".join(sums).encode()).hexdigest()[:16]
 
-    def shift(self, queries: Tensor) -> Tensor:
-        """Bring queries to where the stored keys are."""
-        return queries if self.offset is None else queries - self.offset.to(queries.device)
+    @property
+    def origin(self) -> Tensor | None:
+        """What `project` takes away, in the space of the stored keys: (D,); None where that is nothing.
+
+        The inner product with a stored key, plus that with the origin, is the inner product with the whole key.
+        """
+        if self.map is None:
+            return self.offset
+        matrix, centre = self.map.on(torch.device("cpu"))
+        return (centre if self.offset is None else centre + self.offset) @ matrix
+
+    def project(self, queries: Tensor, *, metric: str = "l2") -> Tensor:
+        """Bring hidden states of the reader to where the stored keys are, (N, model width) → (N, D).
+
+        Distances do not change when keys and queries move by the same; inner products do, and `origin` says by what.
+        """
+        if metric == "ip":
+            return queries if self.map is None else queries.float() @ self.map.on(queries.device)[0]
+        shifted = queries if self.offset is None else queries - self.offset.to(queries.device)
+        return shifted if self.map is None else self.map.apply(shifted)
 
     def chunks(self, size: int) -> Iterator[tuple[int, Tensor]]:
-        """Give (number of the first row, (n, D) float32 keys) from first to last."""
-        for segment in self._segments:
+        """Give (number of the first key, (n, D) float32 keys) from first to last."""
+        for segment, first in zip(self._segments, self._key_starts.tolist(), strict=False):
             # Plain reads rather than the mapping: mapped pages would count as memory of this process.
             with (self._folder(segment) / KEYS).open("rb") as file:
-                file.seek(file.seek(0, os.SEEK_END) - segment.rows * self.width * np.dtype(self.key_dtype).itemsize)
-                for begin in range(0, segment.rows, size):
-                    count = min(size, segment.rows - begin)
+                file.seek(file.seek(0, os.SEEK_END) - segment.keys * self.width * np.dtype(self.key_dtype).itemsize)
+                for begin in range(0, segment.keys, size):
+                    count = min(size, segment.keys - begin)
                     flat = np.fromfile(file, self.key_dtype, count * self.width)
                     if len(flat) < count * self.width:
                         raise DatastoreCorrupt(f"{file.name} was cut short. Build the memory again.")
-                    yield (
-                        segment.first_row + begin,
-                        self._decode(flat.reshape(count, self.width), segment.scale),
-                    )
+                    yield first + begin, self._decode(flat.reshape(count, self.width), segment.scale)
 
     def take(self, ids: Tensor) -> Tensor:
-        """Give the keys of these rows, (…) → (…, D) float32; an id below 0 gives zeros."""
+        """Give these keys, (…) → (…, D) float32; an id below 0 gives zeros."""
         flat = ids.reshape(-1).cpu().numpy()
         keys = torch.zeros(len(flat), self.width)
-        for number, places in self._by_segment(flat):
+        for number, places, local in self._by_segment(flat, self._key_starts):
             segment = self._segments[number]
-            rows = self._mapped(segment, KEYS)[flat[places] - segment.first_row]
-            keys[torch.from_numpy(places)] = self._decode(rows, segment.scale)
+            keys[torch.from_numpy(places)] = self._decode(self._mapped(segment, KEYS)[local], segment.scale)
         return keys.reshape(*ids.shape, self.width)
 
-    def values(self, ids: Tensor) -> Tensor:
-        """Give the tokens of these rows; an id below 0 gives -1."""
+    def rows_of(self, ids: Tensor) -> Tensor:
+        """Say which rows these keys belong to; an id below 0 stays."""
+        if not self._pruned:
+            return ids
         flat = ids.reshape(-1).cpu().numpy()
-        values = np.full(len(flat), -1, dtype=np.int64)
-        for number, places in self._by_segment(flat):
+        rows = np.full(len(flat), -1, dtype=np.int64)
+        for number, places, local in self._by_segment(flat, self._key_starts):
             segment = self._segments[number]
-            values[places] = self._mapped(segment, VALUES)[flat[places] - segment.first_row]
-        if values.max(initial=-1) >= self.model["vocab_size"]:
+            kept = local if segment.kept is None else self._mapped(segment, KEPT)[local].astype(np.int64)
+            if kept.min(initial=0) < 0 or kept.max(initial=0) >= segment.rows:
+                raise DatastoreCorrupt(
+                    f"{self._folder(segment) / KEPT} names a row beyond the {segment.rows:,} of the segment. "
+                    "Make the memory again."
+                )
+            rows[places] = kept + segment.first_row
+        return torch.from_numpy(rows).reshape(ids.shape).to(ids.device)
+
+    def counts(self, ids: Tensor) -> Tensor | None:
+        """Say how much these keys count in a vote, (…) float32, 0 for an id below 0; None where each counts once."""
+        if not self._counted:
+            return None
+        flat = ids.reshape(-1).cpu().numpy()
+        counts = np.zeros(len(flat), dtype=np.float32)
+        for number, places, local in self._by_segment(flat, self._key_starts):
+            segment = self._segments[number]
+            counts[places] = 1 if segment.counts_sha256 is None else self._mapped(segment, COUNTS)[local]
+        return torch.from_numpy(counts).reshape(ids.shape).to(ids.device)
+
+    def values(self, rows: Tensor) -> Tensor:
+        """Give the tokens of these rows, where the rows are; a row below 0 gives -1."""
+        if self.rows <= _RESIDENT:
+            return self._resident(rows)
+        flat = rows.reshape(-1).cpu().numpy()
+        values = np.full(len(flat), -1, dtype=np.int64)
+        for number, places, local in self._by_segment(flat, self._starts):
+            values[places] = self._mapped(self._segments[number], VALUES)[local]
+        self._check_values(values)
+        return torch.from_numpy(values).reshape(rows.shape).to(rows.device)
+
+    def _resident(self, rows: Tensor) -> Tensor:
+        """Look tokens up in one array on the device that asks: a thousand neighbours a query are many lookups."""
+        if rows.numel() and int(rows.max()) >= self.rows:
+            raise IndexError(f"row {int(rows.max())} of {self.rows}")
+        if rows.device not in self._values:
+            values = np.empty(self.rows, np.int32)
+            for segment in self._segments:  # one after another: each mapping holds a file handle
+                values[segment.first_row : segment.first_row + segment.rows] = self._open(segment, VALUES)
+            self._check_values(values)
+            self._values[rows.device] = torch.from_numpy(values).to(rows.device)
+        values_here = self._values[rows.device]
+        if not len(values_here):
+            return torch.full_like(rows, -1)
+        return values_here[rows.clamp(min=0)].long().masked_fill_(rows < 0, -1)
+
+    def _check_values(self, values: NDArray[Any]) -> None:
+        if values.max(initial=-1) >= self.model["vocab_size"] or values.min(initial=0) < -1:
             raise DatastoreCorrupt(f"{self.path} holds a token that its model does not have. Build the memory again.")
-        return torch.from_numpy(values).reshape(ids.shape)
 
     def holds(self, text: str) -> bool:
         """Say whether a document with exactly this text is stored."""
@@ -151,17 +266,20 @@ class Datastore:
         """Let go of the files."""
         self.catalog.close()
 
-    def _by_segment(self, rows: NDArray[np.int64]) -> Iterator[tuple[int, NDArray[np.int64]]]:
-        """Give (segment number, places in `rows` that lie in it)."""
-        if len(rows) and rows.max() >= self.rows:
-            raise IndexError(f"row {rows.max()} of {self.rows}")
-        numbers = np.searchsorted(self._starts, rows, side="right") - 1
-        numbers[rows < 0] = -1
-        order = np.argsort(numbers, kind="stable")
-        cuts = np.flatnonzero(np.diff(numbers[order], prepend=-2)).tolist()
+    def _by_segment(
+        self, numbers: NDArray[np.int64], starts: NDArray[np.int64]
+    ) -> Iterator[tuple[int, NDArray[np.int64], NDArray[np.int64]]]:
+        """Give (segment, places in `numbers` that lie in it, their numbers counted from its first)."""
+        if len(numbers) and numbers.max() >= starts[-1]:
+            raise IndexError(f"row {numbers.max()} of {starts[-1]}")
+        segments = np.searchsorted(starts[:-1], numbers, side="right") - 1
+        segments[numbers < 0] = -1
+        order = np.argsort(segments, kind="stable")
+        cuts = np.flatnonzero(np.diff(segments[order], prepend=-2)).tolist()
         for begin, end in pairwise([*cuts, len(order)]):
-            if (number := int(numbers[order[begin]])) >= 0:
-                yield number, order[begin:end]
+            if (segment := int(segments[order[begin]])) >= 0:
+                places = order[begin:end]
+                yield segment, places, numbers[places] - starts[segment]
 
     def _decode(self, stored: NDArray[Any], scale: float) -> Tensor:
         keys = torch.from_numpy(np.ascontiguousarray(stored).astype(np.float32))
@@ -171,9 +289,13 @@ class Datastore:
         return segment_folder(self.path, segment.id)
 
     def _open(self, segment: SegmentRow, name: str) -> NDArray[Any]:
-        if name == KEYS:
-            return open_array(self._folder(segment) / name, self.key_dtype, (segment.rows, self.width))
-        return open_array(self._folder(segment) / name, np.int32, (segment.rows,))
+        shapes: dict[str, tuple[str, tuple[int, ...]]] = {
+            KEYS: (self.key_dtype, (segment.keys, self.width)),
+            VALUES: ("int32", (segment.rows,)),
+            KEPT: ("int32", (segment.keys,)),
+            COUNTS: ("float32", (segment.keys,)),
+        }
+        return open_array(self._folder(segment) / name, *shapes[name])
 
     def _check_rows(self) -> None:
         """The catalog must number segments and rows without gaps."""
@@ -184,6 +306,11 @@ class Datastore:
                     f"{self.catalog.path}: segment {segment.id} begins at row {segment.first_row} with "
                     f"{segment.rows} rows; row {expected} was expected. Build the memory again."
                 )
+            if not 0 <= segment.keys <= segment.rows:
+                raise DatastoreCorrupt(
+                    f"{self.catalog.path}: segment {segment.id} has {segment.keys} keys for {segment.rows} rows. "
+                    "Make the memory again."
+                )
             expected += segment.rows
 
 
@@ -191,6 +318,31 @@ def stored_offset(catalog: Catalog) -> Tensor | None:
     """Give what was taken from every key before it was stored, None where nothing was."""
     offset = catalog.get("offset")
     return None if offset is None else torch.tensor(offset, dtype=torch.float32)
+
+
+def stored_map(catalog: Catalog, width: int) -> KeyMap | None:
+    """Give the linear map that keys of this width went through before they were stored, None where there is none."""
+    fact = catalog.get("map")
+    if fact is None:
+        return None
+    found = KeyMap.load(catalog.path.with_name(MAP), sha256=fact["sha256"], facts=fact["facts"])
+    if len(found.centre) != width:
+        raise DatastoreCorrupt(
+            f"{catalog.path.with_name(MAP)} maps keys of width {len(found.centre)}, but those of the model have "
+            f"{width}. Make the memory again."
+        )
+    return found
+
+
+def _files(segment: SegmentRow) -> list[str]:
+    """Name the arrays that a segment has."""
+    has = {KEYS: True, VALUES: True, KEPT: segment.kept is not None, COUNTS: segment.counts_sha256 is not None}
+    return [name for name, there in has.items() if there]
+
+
+def _starts(sizes: list[int]) -> NDArray[np.int64]:
+    """Give where each segment begins, and at the end where the last one ends."""
+    return np.cumsum([0, *sizes], dtype=np.int64)
 
 
 def text_hash(text: str) -> str:

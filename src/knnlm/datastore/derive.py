@@ -1,0 +1,269 @@
+"""Write a new memory out of another: fewer keys, or keys that went through a linear map. Knows nothing about which.
+
+All tokens and documents are copied, so the text around a neighbour stays; only keys are left out. Segments are copied
+one by one, each committed as a build commits it, so a copy that was killed and is run again goes on after the last
+finished segment and ends with the same bytes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from knnlm.datastore.builder import check_folder, writer_lock
+from knnlm.datastore.catalog import BUILT, FILE, Catalog, SegmentRow
+from knnlm.datastore.keymap import FILE as MAP
+from knnlm.datastore.keymap import KeyMap
+from knnlm.datastore.segment import (
+    KEY_DTYPES,
+    ArrayWriter,
+    KeyWriter,
+    checksum,
+    remove_others,
+    sync_folder,
+    writing,
+)
+from knnlm.datastore.store import COUNTS, KEPT, KEYS, VALUES, Datastore, segment_folder
+from knnlm.errors import DatastoreCorrupt, DatastoreError, ParameterError
+from knnlm.progress import Advance, Progress, silent
+
+_BLOCK = 8192  # keys at a time
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """What goes into the new memory."""
+
+    store: Datastore
+    keep: NDArray[np.bool_] | None  # over the keys of `store`; None: all
+    counts: NDArray[np.float32] | None  # over the keys of `store`; None: as they are there
+    map: KeyMap | None
+    key_dtype: str
+
+    def facts(self, facts: dict[str, Any]) -> dict[str, Any]:
+        """Tell this plan from any other."""
+        parts = {
+            "keep": self.keep,
+            "counts": self.counts,
+            "matrix": None if self.map is None else self.map.matrix.float().cpu().numpy(),
+            "centre": None if self.map is None else self.map.centre.float().cpu().numpy(),
+        }
+        hashes = {name: None if part is None else _hash(part) for name, part in parts.items()}
+        return {"from": self.store.fingerprint, "key_dtype": self.key_dtype, **hashes, "facts": facts}
+
+
+def derive(
+    store: Datastore,
+    out: str | Path,
+    *,
+    keep: Tensor | None = None,
+    counts: Tensor | None = None,
+    key_map: KeyMap | None = None,
+    key_dtype: str | None = None,
+    facts: dict[str, Any] | None = None,
+    progress: Progress = silent,
+) -> Datastore:
+    """Write a memory with the keys that are kept (a mask, or their numbers), how much each counts, and mapped.
+
+    `counts` are those of all keys of `store`. Its map, if it has one, comes before the new one. `facts` are kept in
+    the catalog.
+    """
+    plan = _plan(store, keep, counts, key_map, key_dtype or store.key_dtype)
+    folder = Path(out)
+    if folder.resolve() == store.path.resolve():
+        raise ParameterError(f"{folder} is the memory to copy from. Choose another --out.")
+    check_folder(folder)
+    with writer_lock(folder, create=True):
+        catalog = _begin(folder, plan, plan.facts(facts or {}))
+        try:
+            _copy(folder, catalog, plan, progress)
+            catalog.put(state="complete")
+        finally:
+            catalog.close()
+    return Datastore.open(folder)
+
+
+def _plan(
+    store: Datastore, keep: Tensor | None, counts: Tensor | None, key_map: KeyMap | None, key_dtype: str
+) -> _Plan:
+    """Check what was asked for."""
+    if key_dtype not in KEY_DTYPES:
+        raise ParameterError(f"Unknown key dtype {key_dtype!r}: use {' or '.join(KEY_DTYPES)}.")
+    if key_map is not None and len(key_map.centre) != store.width:
+        raise ParameterError(
+            f"The map is for keys of width {len(key_map.centre)}, but those of {store.path} have {store.width}."
+        )
+    mask = _mask(store, keep)
+    weights = None
+    if counts is not None:
+        weights = counts.detach().cpu().numpy().astype(np.float32)
+        if weights.shape != (store.key_count,):
+            raise ParameterError(
+                f"counts has shape {weights.shape}, but {store.path} has {store.key_count:,} keys: one number each."
+            )
+        used = weights if mask is None else weights[mask]
+        if not (np.isfinite(used) & (used > 0)).all():
+            raise ParameterError("counts must be finite and above 0 for every key that is kept.")
+    return _Plan(store, mask, weights, key_map, key_dtype)
+
+
+def _mask(store: Datastore, keep: Tensor | None) -> NDArray[np.bool_] | None:
+    """Turn a mask or numbers of keys into a mask; None where all are kept."""
+    if keep is None:
+        return None
+    given = keep.detach().cpu()
+    if given.dtype != torch.bool:
+        if given.ndim != 1 or (len(given) and not 0 <= int(given.min()) <= int(given.max()) < store.key_count):
+            raise ParameterError(f"keep names keys that are not among the {store.key_count:,} of {store.path}.")
+        mask = torch.zeros(store.key_count, dtype=torch.bool)
+        mask[given.long()] = True
+        return mask.numpy()
+    if given.shape != (store.key_count,):
+        raise ParameterError(
+            f"keep has shape {tuple(given.shape)}, but {store.path} has {store.key_count:,} keys: one truth value each."
+        )
+    return given.numpy()
+
+
+def _begin(folder: Path, plan: _Plan, derived: dict[str, Any]) -> Catalog:
+    """Make a new catalog, or open that of an unfinished copy with the same settings."""
+    file = folder / FILE
+    if not file.exists():
+        store = plan.store
+        meta: dict[str, Any] = {
+            "state": "building",
+            "model": store.model,
+            "window": store.window,
+            "key_dtype": plan.key_dtype,
+            "offset": None if store.offset is None else store.offset.tolist(),
+            "derived": derived,
+        }
+        whole = store.map if plan.map is None else plan.map.after(store.map)
+        if whole is not None:
+            meta["map"] = {"sha256": whole.save(folder / MAP), "facts": whole.facts}
+        special = whole is not None or plan.keep is not None or store.catalog.get("format") != BUILT
+        return Catalog.create(file, meta, derived=special or plan.counts is not None)
+    catalog = Catalog.open(file, write=True)
+    complete, found = catalog.get("state") == "complete", catalog.get("derived")
+    if complete or found != derived:
+        catalog.close()
+        if complete:
+            raise DatastoreError(f"{folder} is a finished memory already. Choose another --out, or remove it first.")
+        raise DatastoreError(
+            f"{folder} is unfinished and of another memory, or with other settings. Finish it with the same command, "
+            "or remove it."
+        )
+    remove_others(folder / "segments", [segment_folder(folder, segment.id) for segment in catalog.segments()])
+    return catalog
+
+
+def _copy(folder: Path, catalog: Catalog, plan: _Plan, progress: Progress) -> None:
+    """Write the segments that are not there yet."""
+    done = len(catalog.segments())
+    first = 0
+    with progress("writing keys", total=plan.store.key_count, unit="keys") as advance:
+        for segment in plan.store.segments:
+            if segment.id < done:
+                advance(segment.keys)
+            else:
+                row = _copy_segment(folder, plan, segment, first, advance)
+                catalog.add_segment(row, plan.store.catalog.documents_of(segment.id))
+            first += segment.keys
+
+
+def _copy_segment(folder: Path, plan: _Plan, segment: SegmentRow, first: int, advance: Advance) -> SegmentRow:
+    """Write one segment, whose keys begin at number `first`, under a temporary name, and then give it its own."""
+    final = segment_folder(folder, segment.id)
+    partial = final.with_suffix(".partial")
+    with writing(partial):
+        partial.mkdir(parents=True)
+    kept = np.arange(first, first + segment.keys)
+    if plan.keep is not None:
+        kept = kept[plan.keep[kept]]
+    divisor = _write_keys(partial / KEYS, plan, kept, segment.keys, advance)
+    source = segment_folder(plan.store.path, segment.id) / VALUES
+    if _write_values(partial / VALUES, plan.store, segment) != segment.values_sha256:
+        raise DatastoreCorrupt(f"{source} is not as it was written. Build the memory again, or restore the file.")
+    rows = plan.store.rows_of(torch.from_numpy(kept)).numpy() - segment.first_row
+    weights = _weights(plan, kept)
+    pruned = len(rows) < segment.rows or weights is not None
+    sums: list[str | None] = [None, None]
+    for place, (name, array) in enumerate(((KEPT, rows if pruned else None), (COUNTS, weights))):
+        if array is not None:
+            with ArrayWriter(partial / name, "int32" if name == KEPT else "float32") as writer:
+                writer.append(array)
+            sums[place] = checksum(partial / name)
+    keys_sum = checksum(partial / KEYS)
+    with writing(final):
+        sync_folder(partial)
+        partial.rename(final)
+        sync_folder(final.parent)
+    return SegmentRow(
+        segment.id,
+        segment.first_row,
+        segment.rows,
+        divisor,
+        keys_sum,
+        segment.values_sha256,
+        len(rows) if pruned else None,
+        *sums,
+    )
+
+
+def _write_keys(path: Path, plan: _Plan, kept: NDArray[np.int64], total: int, advance: Advance) -> float:
+    """Write these keys of the old memory, and return what they were divided by."""
+    width = plan.store.width if plan.map is None else plan.map.width
+    told = 0
+    with KeyWriter(path, plan.key_dtype, width) as writer:
+        for begin, keys in _blocks(plan.store, kept):
+            mapped = keys if plan.map is None else plan.map.apply(keys)
+            if not mapped.isfinite().all():
+                raise DatastoreCorrupt(
+                    f"{plan.store.path} has keys that are no finite numbers, or the map makes them so. "
+                    "Build the memory again."
+                )
+            writer.put_keys(np.arange(begin, begin + len(keys)), mapped.numpy())
+            share = total * (begin + len(keys)) // len(kept)
+            advance(share - told)
+            told = share
+    advance(total - told)
+    return writer.divisor
+
+
+def _blocks(store: Datastore, kept: NDArray[np.int64]) -> Iterator[tuple[int, Tensor]]:
+    """Give (number in the new segment, keys) of the kept keys, a few at a time."""
+    for begin in range(0, len(kept), _BLOCK):
+        yield begin, store.take(torch.from_numpy(kept[begin : begin + _BLOCK]))
+
+
+def _write_values(path: Path, store: Datastore, segment: SegmentRow) -> str:
+    """Copy the tokens of a segment and return the hash of the file."""
+    with ArrayWriter(path, "int32") as writer:
+        for begin in range(0, segment.rows, 1 << 20):
+            rows = torch.arange(begin, min(begin + (1 << 20), segment.rows)) + segment.first_row
+            writer.append(store.values(rows).numpy())
+    return checksum(path)
+
+
+def _weights(plan: _Plan, kept: NDArray[np.int64]) -> NDArray[np.float32] | None:
+    """Give how much each kept key counts; None where each counts once."""
+    if plan.counts is not None:
+        weights = plan.counts[kept]
+    else:
+        found = plan.store.counts(torch.from_numpy(kept))
+        if found is None:
+            return None
+        weights = found.numpy()
+    return None if (weights == 1).all() else weights
+
+
+def _hash(array: NDArray[Any]) -> str:
+    return hashlib.sha256(np.ascontiguousarray(array).tobytes()).hexdigest()[:16]

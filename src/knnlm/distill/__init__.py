@@ -1,0 +1,1 @@
+"""Training of memories that are matrices rather than lists of contexts."""

@@ -1,0 +1,445 @@
+"""Memories made out of others: what is left out is what was meant, and all that stays is as it was."""
+
+from __future__ import annotations
+
+import math
+import os
+import sqlite3
+import subprocess
+import sys
+import textwrap
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import oracle
+from conftest import documents
+from knnlm.datastore import Datastore, KeyMap, StoredDocument, build, build_index, derive, open_index
+from knnlm.datastore.catalog import FILE, Catalog, SegmentRow
+from knnlm.datastore.components import principal_components
+from knnlm.datastore.segment import ArrayWriter, checksum
+from knnlm.datastore.store import segment_folder
+from knnlm.errors import DatastoreCorrupt, DatastoreError, ModelMismatch, ParameterError
+from knnlm.index import ExactIndex
+from knnlm.lm import CausalLM
+from knnlm.prune import known_keys, merge_keys, prune, store_log_p
+from models import tiny, tiny_tokenizer
+
+
+def made_store(path, keys, values, *, sizes=None, segments=2, dtype="float32", offset=None):
+    """A memory of these very keys, in documents of these sizes, without any model."""
+    keys, values = np.asarray(keys, np.float32), np.asarray(values)
+    sizes = [len(values)] if sizes is None else list(sizes)
+    path.mkdir(parents=True)
+    model = {"name": "none", "tokenizer": "none", "width": keys.shape[1], "vocab_size": int(values.max()) + 1}
+    facts = {"model": model, "window": {"context": 8, "stride": 4}, "key_dtype": dtype}
+    given_offset = None if offset is None else np.asarray(offset, np.float32).tolist()
+    catalog = Catalog.create(path / FILE, {"state": "building", "offset": given_offset, **facts})
+    row = number = 0
+    for segment, group in enumerate(np.array_split(sizes, min(segments, len(sizes)))):
+        first = row
+        stored = []
+        for size in group.tolist():
+            stored.append(StoredDocument(number, f"d{number}", f"t:{number}", segment, row, size, str(number)))
+            row, number = row + size, number + 1
+        folder = segment_folder(path, segment)
+        folder.mkdir(parents=True)
+        for name, array, kind in (("keys", keys, dtype), ("values", values, "int32")):
+            with ArrayWriter(folder / f"{name}.npy", kind, array.shape[1:]) as writer:
+                writer.append(array[first:row])
+        sums = [checksum(folder / "keys.npy"), checksum(folder / "values.npy")]
+        catalog.add_segment(SegmentRow(segment, first, row - first, 1.0, *sums), stored)
+    catalog.put(state="complete")
+    catalog.close()
+    return Datastore.open(path)
+
+
+def random_store(path, *, rows=120, width=6, words=5, seed=0, **options):
+    """Keys without ties, in ten documents."""
+    generator = np.random.default_rng(seed)
+    sizes = np.full(10, rows // 10)
+    values = generator.integers(0, words, rows)
+    # Contexts of one word are near each other, as they are in life.
+    keys = generator.normal(size=(rows, width)) + 1.5 * generator.normal(size=(words, width))[values]
+    return made_store(path, keys, values, sizes=sizes, segments=3, **options)
+
+
+def all_keys(store):
+    return store.take(torch.arange(store.key_count))
+
+
+def contents(path):
+    """Every file of a memory by name, the catalog as the statements that make it."""
+    made = {}
+    for file in sorted(path.rglob("*")):
+        if file.name == FILE:
+            with sqlite3.connect(file) as connection:
+                made[file.name] = "\n".join(connection.iterdump()).encode()
+            connection.close()
+        elif file.is_file() and file.name != "writer.lock":
+            made[str(file.relative_to(path))] = file.read_bytes()
+    return made
+
+
+def test_a_memory_as_it_was_built_has_the_same_format_as_ever(store):
+    assert store.catalog.get("format") == 1
+    assert store.key_count == store.rows
+    ids = torch.tensor([[0, -1], [3, 7]])
+    assert store.rows_of(ids) is ids
+    assert store.counts(ids) is None
+    with sqlite3.connect(store.path / FILE) as connection:
+        columns = [row[1] for row in connection.execute("PRAGMA table_info(segments)")]
+    connection.close()
+    assert columns == ["id", "first_row", "rows", "scale", "keys_sha256", "values_sha256"]
+    queries = torch.randn(3, store.width)
+    assert store.project(queries) is queries
+
+
+@pytest.mark.parametrize("by", ["mask", "numbers"])
+def test_keys_that_are_kept_are_the_same_and_know_their_rows(store, tmp_path, by):
+    generator = torch.Generator().manual_seed(0)
+    mask = torch.rand(store.rows, generator=generator) < 0.3
+    mask[store.segments[1].first_row : store.segments[1].first_row + store.segments[1].rows] = False
+    counts = 1 + torch.rand(store.rows, generator=generator)
+    keep = mask if by == "mask" else mask.nonzero()[:, 0]
+    pruned = derive(store, tmp_path / "pruned", keep=keep, counts=counts)
+    assert pruned.catalog.get("format") == 2
+    assert (pruned.key_count, pruned.rows) == (int(mask.sum()), store.rows)
+    rows = mask.nonzero()[:, 0]
+    ids = torch.arange(pruned.key_count)
+    assert torch.equal(pruned.rows_of(ids), rows)
+    assert torch.equal(all_keys(pruned), store.take(rows))
+    assert torch.equal(pruned.counts(ids), counts[rows])
+    assert torch.equal(torch.cat([block for _, block in pruned.chunks(37)]), store.take(rows))
+    firsts = [first for first, _ in pruned.chunks(37)]
+    assert firsts == sorted(set(firsts))
+    some = torch.tensor([[5, -1], [pruned.key_count - 1, 0]])
+    assert pruned.rows_of(some).tolist() == [[int(rows[5]), -1], [int(rows[-1]), int(rows[0])]]
+    assert pruned.counts(some)[0, 1] == 0
+    assert pruned.bytes == pruned.key_count * (2 * 32 + 8) + 4 * pruned.rows
+    assert pruned.fingerprint != store.fingerprint
+    with pytest.raises(IndexError):
+        pruned.rows_of(torch.tensor([pruned.key_count]))
+
+
+def test_the_text_is_all_there_after_pruning(store, tmp_path):
+    pruned = derive(store, tmp_path / "pruned", keep=torch.arange(0, store.rows, 7))
+    everything = torch.arange(store.rows)
+    assert torch.equal(pruned.values(everything), store.values(everything))
+    assert list(pruned.catalog.documents()) == list(store.catalog.documents())
+    for row in (0, 50, store.rows - 1):
+        assert pruned.around(row, before=5, after=9) == store.around(row, before=5, after=9)
+        assert pruned.document_at(row) == store.document_at(row)
+    assert pruned.holds(documents(1)[0].text)
+    assert (pruned.model, pruned.window) == (store.model, store.window)
+
+
+@pytest.mark.parametrize("spec", ["exact", "Flat", "IVF4,Flat"])
+def test_an_index_over_a_pruned_memory_finds_the_right_rows(tmp_path, spec):
+    store = random_store(tmp_path / "memory", rows=400)
+    rows = torch.arange(store.rows)[torch.arange(store.rows) % 3 != 1]
+    pruned = derive(store, tmp_path / "pruned", keep=rows)
+    assert build_index(pruned, spec) == spec
+    queries = torch.randn(20, 6, generator=torch.Generator().manual_seed(1))
+    found = open_index(Datastore.open(tmp_path / "pruned")).search(pruned.project(queries), 5)
+    keys = all_keys(store).numpy()[rows]
+    for query, ids in zip(queries, pruned.rows_of(found.ids), strict=True):
+        right = rows[np.argsort(oracle.distances(query, keys))[:5]]
+        assert ids.tolist() == right.tolist()
+
+
+def test_a_vote_with_counts_is_that_of_the_keys_repeated(tmp_path):
+    store = random_store(tmp_path / "memory")
+    generator = np.random.default_rng(3)
+    counts = torch.from_numpy(generator.integers(1, 4, store.rows))
+    mask = torch.from_numpy(generator.random(store.rows) < 0.5)
+    pruned = derive(store, tmp_path / "pruned", keep=mask, counts=counts)
+    query = torch.randn(1, 6, generator=torch.Generator().manual_seed(2))
+    found = ExactIndex(pruned.keys).search(query, pruned.key_count)
+    weights = (-found.distances / 2.0 + pruned.counts(found.ids).log()).softmax(1)[0].double().numpy()
+    voted = np.bincount(pruned.values(pruned.rows_of(found.ids))[0], weights, minlength=5)
+    keys, values = all_keys(store).numpy(), store.values(torch.arange(store.rows)).numpy()
+    again = np.repeat(np.flatnonzero(mask.numpy()), counts.numpy()[mask.numpy()])
+    right = oracle.knn_distribution(query[0], keys[again], values[again], 5, k=len(again), temperature=2.0)
+    np.testing.assert_allclose(voted, right, rtol=1e-4)
+
+
+@settings(max_examples=10)
+@given(seed=st.integers(0, 10_000), out=st.integers(1, 6), shifted=st.booleans(), twice=st.booleans())
+def test_mapped_keys_and_queries_meet(tmp_path_factory, seed, out, shifted, twice):
+    generator = np.random.default_rng(seed)
+    raw = generator.normal(size=(40, 6)) + 3
+    offset = generator.normal(size=6) + 3 if shifted else None
+    kept = raw if offset is None else raw - offset
+    folder = tmp_path_factory.mktemp("maps")
+    store = made_store(folder / "a", kept, generator.integers(0, 4, 40), sizes=[20, 20], offset=offset)
+    queries = generator.normal(size=(3, 6)) + 3
+    true_keys, true_queries = raw, queries
+    widths = [6, out] if twice else [out]
+    for number, width in enumerate(widths):
+        matrix = generator.normal(size=(store.width, width))
+        centre = generator.normal(size=store.width)
+        key_map = KeyMap(torch.from_numpy(matrix).float(), torch.from_numpy(centre).float())
+        store = derive(store, folder / str(number), key_map=key_map)
+        true_keys, true_queries = true_keys @ matrix, true_queries @ matrix
+        assert (store.width, store.model["width"]) == (width, 6)
+    for metric in ("l2", "ip"):
+        projected = store.project(torch.from_numpy(queries).float(), metric=metric)
+        found = ExactIndex(store, metric=metric).search(projected, 40)
+        distances = found.distances
+        if metric == "ip" and store.origin is not None:
+            distances = distances - (projected @ store.origin)[:, None]
+        for query, ids, given_distances in zip(true_queries, found.ids, distances, strict=True):
+            right = oracle.distances(query, true_keys, metric)
+            np.testing.assert_allclose(given_distances, right[ids], rtol=2e-3, atol=2e-3 * np.abs(right).max())
+
+
+def test_a_map_of_the_wrong_width_or_of_no_numbers_is_refused(store, tmp_path):
+    with pytest.raises(ParameterError, match="for keys of width 5"):
+        derive(store, tmp_path / "a", key_map=KeyMap(torch.eye(5), torch.zeros(5)))
+    with pytest.raises(ParameterError, match="finite"):
+        KeyMap(torch.full((2, 2), torch.nan), torch.zeros(2))
+    with pytest.raises(ParameterError, match=r"not \(2, 2\) and \(3,\)"):
+        KeyMap(torch.eye(2), torch.zeros(3))
+    for wrong in (torch.ones(3, dtype=torch.bool), torch.tensor([store.rows]), torch.tensor([-1])):
+        with pytest.raises(ParameterError, match="keep"):
+            derive(store, tmp_path / "a", keep=wrong)
+    for wrong in (torch.ones(3), torch.zeros(store.rows), torch.full((store.rows,), torch.inf)):
+        with pytest.raises(ParameterError, match="counts"):
+            derive(store, tmp_path / "a", counts=wrong)
+    with pytest.raises(ParameterError, match="float8"):
+        derive(store, tmp_path / "a", key_dtype="float8")
+    with pytest.raises(ParameterError, match="the memory to copy from"):
+        derive(store, store.path)
+    assert not (tmp_path / "a").exists()
+
+
+def test_keys_that_a_map_makes_too_large_for_float16_are_scaled(store, tmp_path):
+    large = derive(store, tmp_path / "large", key_map=KeyMap(1e6 * torch.eye(32), torch.zeros(32)))
+    assert min(segment.scale for segment in large.segments) > 1
+    torch.testing.assert_close(all_keys(large), 1e6 * all_keys(store), rtol=1e-3, atol=1e3)
+
+
+def test_a_pruned_memory_can_be_pruned_again(tmp_path):
+    store = random_store(tmp_path / "a")
+    counts = torch.arange(1.0, store.rows + 1)
+    once = derive(store, tmp_path / "b", keep=torch.arange(0, store.rows, 2), counts=counts)
+    twice = derive(once, tmp_path / "c", keep=torch.arange(0, once.key_count, 3))
+    rows = torch.arange(0, store.rows, 6)
+    ids = torch.arange(twice.key_count)
+    assert torch.equal(twice.rows_of(ids), rows)
+    assert torch.equal(twice.counts(ids), counts[rows])
+    assert torch.equal(all_keys(twice), store.take(rows))
+
+
+def test_a_memory_without_any_key_can_be_opened_and_searched(tmp_path):
+    store = random_store(tmp_path / "a")
+    empty = derive(store, tmp_path / "b", keep=torch.zeros(store.rows, dtype=torch.bool))
+    assert (empty.key_count, empty.rows) == (0, store.rows)
+    found = open_index(empty).search(torch.randn(2, 6), 3)
+    assert found.ids.tolist() == [[-1] * 3] * 2
+    assert empty.rows_of(found.ids).tolist() == [[-1] * 3] * 2
+
+
+@pytest.mark.parametrize("name", ["keys.npy", "values.npy", "kept.npy", "counts.npy", "map.safetensors"])
+def test_a_damaged_file_of_a_pruned_memory_is_named(tmp_path, name):
+    store = random_store(tmp_path / "a")
+    key_map = KeyMap(torch.eye(6), torch.zeros(6))
+    counts = torch.arange(1.0, store.rows + 1)
+    derive(store, tmp_path / "b", keep=torch.arange(0, store.rows, 2), counts=counts, key_map=key_map)
+    file = next((tmp_path / "b").rglob(name))
+    os.truncate(file, file.stat().st_size - 3)
+    with pytest.raises(DatastoreCorrupt, match=name.replace(".", r"\.")):
+        Datastore.open(tmp_path / "b")
+    file.unlink()
+    with pytest.raises(DatastoreCorrupt, match=rf"{name} is missing"):
+        Datastore.open(tmp_path / "b")
+
+
+def test_rows_that_are_not_there_are_damage(tmp_path):
+    store = random_store(tmp_path / "a")
+    pruned = derive(store, tmp_path / "b", keep=torch.arange(0, store.rows, 2))
+    file = next((tmp_path / "b").rglob("kept.npy"))
+    data = bytearray(file.read_bytes())
+    data[-4:] = np.int32(10_000).tobytes()
+    file.write_bytes(data)
+    with pytest.raises(DatastoreCorrupt, match=r"kept\.npy names a row beyond"):
+        pruned.rows_of(torch.arange(pruned.key_count))
+
+
+# Copies that stop themselves with SIGKILL at one write after another, each in a process of its own.
+KILLED = """
+    import os, signal, sys
+    import torch
+    from knnlm.datastore import Datastore, KeyMap, catalog, derive, keymap, segment
+    left = [0]
+    def dying(original):
+        def wrapper(*args, **kwargs):
+            left[0] -= 1
+            if left[0] == 0:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return original(*args, **kwargs)
+        return wrapper
+    segment.ArrayWriter.write = dying(segment.ArrayWriter.write)
+    keymap.save_file = dying(keymap.save_file)
+    catalog.Catalog.add_segment = dying(catalog.Catalog.add_segment)
+    catalog.Catalog._put = dying(catalog.Catalog._put)
+    torch.set_num_threads(1)
+    for writes in map(int, sys.argv[2:]):
+        if os.fork() == 0:
+            left[0] = writes
+            store = Datastore.open("a")
+            counts = torch.arange(1.0, store.rows + 1)
+            key_map = KeyMap(2 * torch.eye(6), torch.ones(6))
+            derive(store, f"killed{writes}", keep=torch.arange(0, store.rows, 2), counts=counts, key_map=key_map)
+            os._exit(0)
+        assert os.wait()[1] == signal.SIGKILL, writes
+"""
+
+
+def test_a_copy_killed_at_any_write_goes_on_and_ends_with_the_same_bytes(tmp_path):
+    store = random_store(tmp_path / "a")
+    options = {"keep": torch.arange(0, store.rows, 2), "counts": torch.arange(1.0, store.rows + 1)}
+    key_map = KeyMap(2 * torch.eye(6), torch.ones(6))
+    derive(store, tmp_path / "whole", key_map=key_map, **options)
+    # The first write is the map's, then come the facts of the catalog, then arrays and segments, then the last fact.
+    points = [1, 3, 9, 10, 12, 13, 14, 19, 23]
+    command = [sys.executable, "-c", textwrap.dedent(KILLED), "-", *map(str, points)]
+    subprocess.run(command, check=True, cwd=tmp_path)
+    for writes in points:
+        killed = tmp_path / f"killed{writes}"
+        with pytest.raises(DatastoreError, match=r"unfinished copy|not a memory|not a knnlm catalog"):
+            Datastore.open(killed)
+        if writes > 12:
+            with pytest.raises(DatastoreError, match="unfinished and of another memory, or with other settings"):
+                derive(store, killed, **options)
+        derive(store, killed, key_map=key_map, **options)
+        assert contents(killed) == contents(tmp_path / "whole")
+    with pytest.raises(DatastoreError, match="finished memory already"):
+        derive(store, killed, key_map=key_map, **options)
+
+
+def test_a_copy_does_not_write_over_other_things(store, tmp_path):
+    (tmp_path / "thesis.tex").write_text("years of work")
+    with pytest.raises(DatastoreError, match=r"holds thesis\.tex"):
+        derive(store, tmp_path)
+
+
+def test_principal_components_are_those_of_the_singular_value_decomposition(tmp_path):
+    generator = np.random.default_rng(5)
+    keys = generator.normal(size=(300, 8)) * [9, 7, 5, 3, 1, 1, 0.5, 0.1] @ generator.normal(size=(8, 8)) + 100
+    store = made_store(tmp_path / "a", keys, generator.integers(0, 4, 300), sizes=[100] * 3)
+    keys = all_keys(store).double().numpy()
+    found = principal_components(store, 3)
+    centred = keys - keys.mean(0)
+    _, sizes, vectors = np.linalg.svd(centred, full_matrices=False)
+    np.testing.assert_allclose(found.centre, keys.mean(0), rtol=1e-5)
+    np.testing.assert_allclose(np.abs(vectors[:3] @ found.matrix.double().numpy()), np.eye(3), atol=1e-4)
+    assert found.facts["explained_variance"] == pytest.approx((sizes[:3] ** 2).sum() / (sizes**2).sum(), rel=1e-6)
+    facts = prune(store, tmp_path / "b", width=3)
+    small = Datastore.open(tmp_path / "b")
+    projected = centred @ vectors[:3].T
+    right = ((projected[:10, None] - projected[None]) ** 2).sum(2)
+    far = torch.cdist(small.project(torch.from_numpy(keys[:10]).float()), all_keys(small)).square()
+    np.testing.assert_allclose(far, right, atol=1e-3 * right.max())
+    assert (facts["keys_before"], facts["keys_after"], facts["merged"], facts["dropped"]) == (300, 300, 0, 0)
+    assert (facts["bytes_before"], facts["bytes_after"]) == (300 * (8 * 4 + 4), 300 * (3 * 4 + 4))
+    assert small.catalog.get("derived")["facts"]["settings"]["width"] == 3
+
+
+def merge_by_hand(keys, values, order, neighbours, alive):
+    """The greedy merge as it is told, one key after another, by brute force."""
+    into = {key: key for key in range(len(keys)) if alive[key]}
+    counts = dict.fromkeys(into, 1)
+    for key in order:
+        if not alive[key] or counts[key] > 1:
+            continue
+        near = np.argsort(oracle.distances(keys[key], keys))
+        for other in [one for one in near if one != key][:neighbours]:
+            if alive[other] and values[other] == values[key] and into[other] == other:
+                into[key] = other
+                counts[other] += 1
+                counts[key] = 0
+                break
+    return into, counts
+
+
+@settings(max_examples=10)
+@given(seed=st.integers(0, 10_000), neighbours=st.integers(1, 12), dropping=st.booleans())
+def test_the_greedy_merge_is_that_of_brute_force(tmp_path_factory, seed, neighbours, dropping):
+    store = random_store(tmp_path_factory.mktemp("merge") / "a", seed=seed)
+    alive = torch.from_numpy(np.random.default_rng(seed).random(store.rows) < (0.7 if dropping else 2))
+    keys, values = all_keys(store).numpy(), store.values(torch.arange(store.rows)).numpy()
+    merged = merge_keys(store, ExactIndex(store), neighbours=neighbours, alive=alive, seed=seed)
+    order = np.random.default_rng(seed).permutation(store.rows)
+    into, counts = merge_by_hand(keys, values, order, neighbours, alive.numpy())
+    assert merged.into.tolist() == [into.get(key, -1) for key in range(store.rows)]
+    assert merged.counts.tolist() == [counts.get(key, 0) for key in range(store.rows)]
+    assert merged.counts.sum() == alive.sum()
+    for key, other in into.items():
+        assert values[key] == values[other]
+        assert into[other] == other
+        nearer = (oracle.distances(keys[key], keys) < oracle.distances(keys[key], keys)[other]).sum()
+        assert key == other or nearer <= neighbours
+
+
+def test_merging_keeps_counts_in_the_memory_and_facts_add_up(tmp_path):
+    store = random_store(tmp_path / "a")
+    facts = prune(store, tmp_path / "b", merge=8, seed=4)
+    pruned = Datastore.open(tmp_path / "b")
+    assert 0 < facts["merged"] == store.rows - pruned.key_count
+    ids = torch.arange(pruned.key_count)
+    assert pruned.counts(ids).sum() == store.rows
+    merged = merge_keys(store, ExactIndex(store), neighbours=8, seed=4)
+    assert torch.equal(pruned.rows_of(ids), merged.keep.nonzero()[:, 0])
+    assert torch.equal(pruned.counts(ids), merged.counts[merged.keep])
+    prune(store, tmp_path / "c", merge=8, seed=4)
+    assert contents(tmp_path / "c") == contents(tmp_path / "b")
+
+
+def test_what_the_model_knows_is_dropped_by_its_probability_of_each_token(lm, tmp_path):
+    made = documents(3, words=60)
+    store = build(made, tmp_path / "a", lm=lm, segment_rows=100, window=lm.window(48, 24))
+    right = []
+    for document in made:
+        tokens = lm.encode(document.text)
+        _, probs = oracle.read_token_by_token(
+            lm.model, lm.model.model.layers[-1].mlp, tokens, start_token=lm.start_token, context=48, stride=24
+        )
+        right.extend(probs[np.arange(len(tokens)), tokens])
+    log_p = store_log_p(store, lm)
+    np.testing.assert_allclose(log_p, np.log(right), atol=1e-4)
+    limit = float(np.quantile(right, 0.6))
+    limit = math.exp(0.5 * (math.log(limit) + math.log(min(p for p in right if p > limit * 1.001))))
+    assert torch.equal(known_keys(store, log_p, limit), torch.from_numpy(np.array(right) >= limit))
+    facts = prune(store, tmp_path / "b", drop_known=limit, log_p=log_p)
+    pruned = Datastore.open(tmp_path / "b")
+    assert facts["dropped"] == (np.array(right) >= limit).sum() == store.rows - pruned.key_count
+    assert pruned.rows_of(torch.arange(pruned.key_count)).tolist() == np.flatnonzero(np.array(right) < limit).tolist()
+    assert pruned.counts(torch.arange(pruned.key_count)) is None
+    both = prune(store, tmp_path / "c", drop_known=limit, log_p=log_p, merge=4, width=5)
+    small = Datastore.open(tmp_path / "c")
+    assert small.counts(torch.arange(small.key_count)).sum() == store.rows - both["dropped"]
+    assert both["keys_after"] == store.rows - both["dropped"] - both["merged"] == small.key_count
+    assert small.width == 5
+
+
+def test_what_cannot_be_pruned_is_refused(store, tmp_path):
+    wrong = [
+        ({}, "Nothing to prune"),
+        ({"width": 0}, "from 1 to 32"),
+        ({"width": 33}, "from 1 to 32"),
+        ({"merge": 0}, "at least 1"),
+        ({"drop_known": 1.5, "log_p": torch.zeros(store.rows)}, "probability"),
+        ({"drop_known": 0.5}, "store_log_p"),
+        ({"drop_known": 0.5, "log_p": torch.zeros(3)}, "store_log_p"),
+    ]
+    for options, match in wrong:
+        with pytest.raises(ParameterError, match=match):
+            prune(store, tmp_path / "b", **options)
+    other = CausalLM(tiny("llama"), tiny_tokenizer(bos=False), name="other")
+    with pytest.raises(ModelMismatch, match="other has another tokenizer"):
+        store_log_p(store, other)
