@@ -11,8 +11,7 @@ from hypothesis.extra import numpy as hnp
 
 import oracle
 from knnlm.errors import ParameterError
-from knnlm.memory import Found, Logits, vote
-from knnlm.memory.knn import check_vote
+from knnlm.memory import Found, Logits, check_vote, vote
 from knnlm.mixture import check_lambda, mix
 
 VOCABULARY = 11

@@ -8,7 +8,7 @@ this class the model behaves as if the class did not exist.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, P
 from knnlm.errors import KnnlmError, ModelError, ParameterError
 from knnlm.lm import bundled
 from knnlm.lm.fingerprint import config_facts, tokenizer_fingerprint, weights_fingerprint
-from knnlm.lm.key_layers import PLACES, check_causal, find_key_layer
+from knnlm.lm.key_layers import PLACES, KeyLayer, check_causal, find_key_layer
 from knnlm.lm.windows import Window, WindowShape, batches, windows
 
 _LONGEST_CHARACTER = 5  # tokens, at a byte each
@@ -68,7 +68,7 @@ class CausalLM:
         dtype: str = "auto",
     ) -> CausalLM:
         """Open the bundled model, a local folder, a .gguf file or a hub name."""
-        where = _device(device)
+        where = choose_device(device)
         precision = _dtype(dtype, where)
         if Path(name).exists():
             # A store remembers this name, and may be opened from another folder.
@@ -186,10 +186,15 @@ class CausalLM:
             ready.extend(windows(document, shape, start_token=self.start_token, row=row))
             row += len(document)
         for batch in batches(ready, batch_tokens):
-            yield self._read_batch(batch, logits=logits)
+            (keys,), output = self.read_batch(batch, [self.key_layer], logits=logits)
+            rows, targets = expected(batch)
+            yield Reading(rows=rows, keys=keys, targets=targets.to(self.device), logits=output)
 
     @torch.inference_mode()
-    def _read_batch(self, batch: list[Window], *, logits: bool) -> Reading:
+    def read_batch(
+        self, batch: Sequence[Window], layers: Sequence[KeyLayer], *, logits: bool
+    ) -> tuple[list[Tensor], Tensor | None]:
+        """Give the (N, D) keys at each of the layers, and the (N, V) logits, of the scored positions of windows."""
         longest = len(batch[0])
         # Padding goes to the right, where no earlier position looks, so no mask is needed.
         ids = torch.full((len(batch), longest), self.start_token)
@@ -198,23 +203,29 @@ class CausalLM:
             ids[i, : len(window)] = torch.as_tensor(window.tokens)
             scored[i, window.scored - window.begin : len(window)] = True
         scored = scored.to(self.device)
-        keys, output = self.forward(ids.to(self.device), logits=logits)
-        rows = torch.cat([torch.arange(w.row, w.row + len(w.targets)) for w in batch])
-        targets = torch.cat([torch.as_tensor(w.targets) for w in batch])
-        return Reading(
-            rows=rows,
-            keys=keys[scored].float(),
-            targets=targets.to(self.device),
-            logits=None if output is None else output[scored],
-        )
+        keys, output = self.forward(ids.to(self.device), layers, logits=logits)
+        return [key[scored].float() for key in keys], None if output is None else output[scored]
 
-    def forward(self, ids: Tensor, *, logits: bool = True) -> tuple[Tensor, Tensor | None]:
-        """Give keys (B, T, D) and logits (B, T, V) of a batch; without logits the pass ends at the key layer."""
-        with evaluating(self.model), self.key_layer.capture(stop=not logits) as kept:
+    def forward(
+        self, ids: Tensor, layers: Sequence[KeyLayer] | None = None, *, logits: bool = True
+    ) -> tuple[list[Tensor], Tensor | None]:
+        """Give keys (B, T, D) at each of the layers and logits (B, T, V) of a batch.
+
+        Without logits, the pass ends at the key layer if there is only one: the LM head never runs.
+        """
+        layers = [self.key_layer] if layers is None else layers
+        kept: list[list[Tensor]] = []
+        output = None
+        with evaluating(self.model), ExitStack() as hooks:
+            kept.extend(hooks.enter_context(layer.capture(stop=not logits and len(layers) == 1)) for layer in layers)
             output = self.model(input_ids=ids, use_cache=False)
-            # Not reached without logits: capturing the key ends the pass, and the LM head never runs.
-            return kept[-1], output.logits
-        return kept[-1], None
+        return [keys[-1] for keys in kept], output.logits if logits and output is not None else None
+
+
+def expected(batch: Sequence[Window]) -> tuple[Tensor, Tensor]:
+    """Give the (N,) rows and the (N,) targets of the scored positions of windows."""
+    rows = torch.cat([torch.arange(window.row, window.row + len(window.targets)) for window in batch])
+    return rows, torch.cat([torch.as_tensor(window.targets) for window in batch])
 
 
 @contextmanager
@@ -280,7 +291,7 @@ def _start_token(tokenizer: PreTrainedTokenizerBase) -> int:
     )
 
 
-def _device(name: str) -> torch.device:
+def choose_device(name: str) -> torch.device:
     """Turn `auto` into the fastest device there is."""
     if name != "auto":
         try:

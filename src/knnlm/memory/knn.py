@@ -1,62 +1,60 @@
-"""The k nearest stored contexts vote for the next token. Knows nothing about how the vote is mixed.
-
-p_kNN(y | x) = Σ over the k nearest i with value y of softmax(-distance_i / τ)
-"""
+"""The k nearest stored contexts vote for the next token. Knows nothing about how the vote is mixed."""
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from knnlm.datastore import Datastore
-from knnlm.errors import ModelError, ParameterError
+from knnlm.errors import ModelError
 from knnlm.index import Index
-from knnlm.memory.context import Context
-from knnlm.memory.prediction import Votes
-
-_COLDEST = 1e-30  # float32 knows little below, and nothing is colder than one vote for the nearest
-
-
-@dataclass(frozen=True)
-class Found:
-    """The neighbours of N queries, nearest first."""
-
-    ids: Tensor  # (N, k) rows of the store; -1 = none
-    distances: Tensor  # (N, k); inf = none
-    values: Tensor  # (N, k) the token that followed; -1 = none
-
-
-def vote(found: Found, *, temperature: float, vocab_size: int) -> Votes:
-    """Turn distances into weights: softmax(-distance / τ) over the neighbours there are."""
-    # Less the nearest one's: weights do not change, and a tiny τ cannot make the largest score infinite.
-    scores = (found.distances[:, :1] - found.distances) / temperature
-    log_weights = scores.log_softmax(1)
-    # A row without any neighbour is -inf everywhere, and its softmax undefined.
-    return Votes(found.values, log_weights.masked_fill(found.ids < 0, -torch.inf), vocab_size)
-
-
-def check_vote(k: int, temperature: float) -> None:
-    """Refuse a vote of nobody, or one whose weights are undefined."""
-    if k < 1:
-        raise ParameterError(f"k must be at least 1, not {k}.")
-    if not (temperature >= _COLDEST and math.isfinite(temperature)):
-        raise ParameterError(f"temperature must be above 0 (at least {_COLDEST:g}), not {temperature}.")
+from knnlm.memory.context import Context, Source
+from knnlm.memory.neighbours import SIGNALS, Found, Poll, Setting
 
 
 class KnnMemory:
     """A datastore, its index, and how neighbours vote."""
 
     name = "knn"
+    horizon = 0
+    signal_names = SIGNALS
 
-    def __init__(self, store: Datastore, index: Index, *, k: int, temperature: float) -> None:
-        check_vote(k, temperature)
+    def __init__(
+        self,
+        store: Datastore,
+        index: Index,
+        *,
+        k: int,
+        temperature: float,
+        others: Sequence[Setting] = (),
+        source: Source | None = None,
+    ) -> None:
         self.store = store
         self.index = index
-        self.k = k
-        self.temperature = temperature
+        self.settings = (Setting(k, temperature), *others)
+        self.source = source or Source(0, store.model["key_layer"], store.model["layer"])
+
+    @property
+    def k(self) -> int:
+        """How many neighbours vote."""
+        return self.settings[0].k
+
+    @property
+    def temperature(self) -> float:
+        """How much louder the nearer ones speak."""
+        return self.settings[0].temperature
+
+    @property
+    def part_names(self) -> Sequence[str]:
+        """One part for each way of counting the votes."""
+        return [f"{self.name} {setting}" for setting in self.settings]
+
+    @property
+    def vocab_size(self) -> int:
+        """The number of tokens that the store's model knows."""
+        return int(self.store.model["vocab_size"])
 
     def search(self, keys: Tensor, k: int | None = None) -> Found:
         """Find the nearest stored contexts of (N, D) keys."""
@@ -64,21 +62,43 @@ class KnnMemory:
             raise ModelError(
                 "The model gives infinite or undefined hidden states, which have no neighbours. Try float32."
             )
-        euclidean = self.index.metric == "l2"
-        queries = self.store.shift(keys) if euclidean else keys
-        k = k or self.k
+        metric = self.index.metric
+        queries = self.store.project(keys, metric=metric)
+        k = k or max(setting.k for setting in self.settings)
         # Fewer columns than k where the store is smaller: an empty store gives no column at all.
-        answer = self.index.search(queries, max(1, min(k, self.store.rows)))
+        answer = self.index.search(queries, max(1, min(k, self.store.key_count)))
         distances = answer.distances.to(keys.device)
-        if not euclidean and self.store.offset is not None:
-            distances = distances - (keys @ self.store.offset.to(keys))[:, None]
-        ids = answer.ids.to(keys.device)
-        return Found(ids, distances, self.store.values(ids).to(keys.device))
+        if metric == "ip" and (origin := self.store.origin) is not None:
+            distances = distances - (queries @ origin.to(queries))[:, None]
+        ids = self.store.rows_of(answer.ids)
+        counts = self.store.counts(answer.ids)
+        return Found(
+            ids.to(keys.device),
+            distances,
+            self.store.values(ids).to(keys.device),
+            None if counts is None else counts.to(keys.device),
+        )
 
-    def predict(self, context: Context) -> Votes:
+    def predict(self, context: Context) -> Poll:
         """Let the neighbours of each position vote."""
-        return self.vote(self.search(context.keys))
+        assert self.source is not None
+        keys = context.seen[self.source]
+        if context.asked is None or bool(context.asked.all()):
+            return self.poll(self.search(keys))
+        found = self.search(keys[context.asked])
+        return self.poll(_spread(found, context.asked))
 
-    def vote(self, found: Found) -> Votes:
-        """Let neighbours vote, with this memory's temperature."""
-        return vote(found, temperature=self.temperature, vocab_size=int(self.store.model["vocab_size"]))
+    def poll(self, found: Found) -> Poll:
+        """Let neighbours vote, by this memory's settings."""
+        return Poll(found, self.settings, self.vocab_size)
+
+
+def _spread(found: Found, asked: Tensor) -> Found:
+    """Put the neighbours of some rows among rows that have none."""
+    shape = (len(asked), found.ids.shape[1])
+
+    def wide(some: Tensor, nothing: float) -> Tensor:
+        return torch.full(shape, nothing, dtype=some.dtype, device=some.device).masked_scatter_(asked[:, None], some)
+
+    counts = None if found.counts is None else wide(found.counts, 1.0)
+    return Found(wide(found.ids, -1), wide(found.distances, torch.inf), wide(found.values, -1), counts)

@@ -8,7 +8,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-_ROWS = 128  # of a (N, V) tensor at a time, so that no second tensor of that size is made
+ROWS = 128  # of a (N, V) tensor at a time, so that no second tensor of that size is made
 
 
 class Prediction(Protocol):
@@ -34,7 +34,7 @@ class Logits:
         """Give the (N,) log-probabilities of one token a row."""
         parts = [
             rows.gather(1, wanted[:, None])[:, 0].float() - rows.float().logsumexp(1)
-            for rows, wanted in zip(self.logits.split(_ROWS), targets.split(_ROWS), strict=True)
+            for rows, wanted in zip(self.logits.split(ROWS), targets.split(ROWS), strict=True)
         ]
         return torch.cat(parts) if parts else torch.zeros(0, device=self.logits.device)
 

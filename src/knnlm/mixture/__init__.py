@@ -1,6 +1,20 @@
 """How a language model and its memories are mixed."""
 
 from knnlm.mixture.fixed import Mixed, check_lambda, mix
-from knnlm.mixture.model import DEFAULTS, Mixture, check_model, open_reader
+from knnlm.mixture.model import Mixture
+from knnlm.mixture.opening import DEFAULTS, check_model, open_reader
+from knnlm.mixture.readers import Batch
+from knnlm.mixture.weights import Fixed, Weights
 
-__all__ = ["DEFAULTS", "Mixed", "Mixture", "check_lambda", "check_model", "mix", "open_reader"]
+__all__ = [
+    "DEFAULTS",
+    "Batch",
+    "Fixed",
+    "Mixed",
+    "Mixture",
+    "Weights",
+    "check_lambda",
+    "check_model",
+    "mix",
+    "open_reader",
+]

@@ -1,33 +1,54 @@
-"""A language model and its memory, mixed. Knows nothing about evaluation or generation, which only see this."""
+"""A language model and its memories, mixed. Knows nothing about evaluation or generation, which only see this."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
+import torch
 from torch import Tensor
 
-from knnlm.datastore import Datastore, open_index
-from knnlm.errors import ModelMismatch
-from knnlm.index.base import check_metric
+from knnlm.datastore import Datastore
+from knnlm.errors import ParameterError
 from knnlm.lm import CausalLM, WindowShape
-from knnlm.lm.fingerprint import config_difference, same_weights
-from knnlm.memory import Context, KnnMemory, Logits, Prediction, check_vote
-from knnlm.mixture.fixed import Mixed, check_lambda, mix
-
-# What a memory is used with until it is tuned.
-DEFAULTS: dict[str, Any] = {"k": 1024, "temperature": 2.0, "lambda": 0.25}
+from knnlm.memory import Answer, Context, KnnMemory, Memory, Source, Spoken
+from knnlm.mixture.fixed import Mixed, check_lambda
+from knnlm.mixture.opening import DEFAULTS, Ingredients, check_model, gather
+from knnlm.mixture.readers import Batch, Readers
+from knnlm.mixture.weights import Fixed, Weights
 
 
 class Mixture:
-    """p = (1-λ)·p_LM + λ·p_kNN."""
+    """p = w_0·p_LM + Σ_m w_m·p_m; with one memory of neighbours, p = (1-λ)·p_LM + λ·p_kNN."""
 
-    def __init__(self, lm: CausalLM, memory: KnnMemory, *, weight: float = DEFAULTS["lambda"]) -> None:
-        check_lambda(weight)
-        check_model(memory.store, lm)
+    def __init__(
+        self,
+        lm: CausalLM,
+        memory: Memory | Sequence[Memory],
+        *,
+        weight: float | None = None,
+        weights: Weights | None = None,
+        readers: Readers | None = None,
+        labels: Sequence[str] | None = None,
+        home: Datastore | None = None,
+    ) -> None:
         self.lm = lm
-        self.memory = memory
-        self.weight = weight
+        self.memories: list[Memory] = list(memory) if isinstance(memory, Sequence) else [memory]
+        if not self.memories:
+            raise ParameterError("A mixture needs at least one memory.")
+        self.readers = readers or Readers(lm)
+        self.labels = list(labels or [one.name for one in self.memories])
+        self.home = home or (self.knn.store if self.knn else None)  # whose windows are read, where choices are kept
+        self.weights = weights or share(self.memories, DEFAULTS["lambda"] if weight is None else weight)
+        for one in self.memories:
+            if isinstance(one, KnnMemory):
+                check_model(one.store, self.readers.models[one.source.reader], place=one.source)
+        # What is read of each position, and how many earlier keys of it are remembered.
+        self.horizons: dict[Source, int] = {}
+        for one in self.memories:
+            if one.source is not None:
+                self.horizons[one.source] = max(one.horizon, self.horizons.get(one.source, 0))
 
     @classmethod
     def open(
@@ -35,81 +56,110 @@ class Mixture:
         path: str | Path,
         lm: CausalLM | None = None,
         *,
+        memories: str | None = None,
         k: int | None = None,
         temperature: float | None = None,
         weight: float | None = None,
         metric: str | None = None,
+        skip: float | None = None,
         rerank: bool = True,
+        fresh: bool = False,
+        model: str | None = None,
         device: str = "auto",
         dtype: str = "auto",
     ) -> Mixture:
         """Open a memory with the model it was built with, and with the settings it was tuned to.
 
-        What is given here is used instead of what was tuned; where neither is there, the defaults are.
+        `memories` names what is mixed, as in "knn,cache,ngram"; None is what was tuned last, or the store alone where
+        nothing was or where k, τ or λ are given. What is given here is used instead of what was tuned; where neither is
+        there, the defaults are. `fresh` forgets what was tuned.
         """
-        check_settings(k=k, temperature=temperature, weight=weight, metric=metric)
-        store = Datastore.open(path)
-        chosen = dict(DEFAULTS)
-        tuned = store.catalog.get("choice") or {"metric": "l2"}
-        if metric in (None, tuned["metric"]):  # distances of another metric are on another scale
-            chosen |= tuned
-        lm = lm or open_reader(store, device=device, dtype=dtype)
-        metric = metric or chosen.get("metric", "l2")
-        memory = KnnMemory(
-            store,
-            open_index(store, metric=metric, rerank=rerank, device=str(lm.device)),
-            k=k if k is not None else chosen["k"],
-            temperature=temperature if temperature is not None else chosen["temperature"],
+        wanted = Ingredients(memories, k, temperature, weight, metric, skip, rerank, fresh)
+        found = gather(Path(path), lm, wanted, model=model, device=device, dtype=dtype)
+        return cls(
+            found.readers.models[0],
+            found.memories,
+            weight=found.share,
+            weights=found.weights,
+            readers=found.readers,
+            labels=found.labels,
+            home=found.home,
         )
-        return cls(lm, memory, weight=weight if weight is not None else chosen["lambda"])
+
+    @property
+    def knn(self) -> KnnMemory | None:
+        """The first memory that is a store, None where there is none."""
+        for memory in self.memories:
+            if isinstance(memory, KnnMemory):
+                return memory
+        return None
+
+    @property
+    def weight(self) -> float | None:
+        """λ: what all memories together weigh, None where that depends on the token."""
+        return sum(self.weights.values[1:]) if isinstance(self.weights, Fixed) else None
+
+    @weight.setter
+    def weight(self, weight: float) -> None:
+        self.weights = share(self.memories, weight)
+
+    @property
+    def own_sources(self) -> list[Source]:
+        """The places of the language model itself that memories read."""
+        return [source for source in self.horizons if source.reader == 0]
+
+    @property
+    def looks_back(self) -> bool:
+        """Whether anything here needs more than the keys of the positions that are predicted."""
+        stateless = isinstance(self.weights, Fixed) and len(self.horizons) == len(self.own_sources)
+        return not stateless or any(memory.source is None or memory.horizon for memory in self.memories)
 
     @property
     def window(self) -> WindowShape:
         """The window that the store was read with; evaluation uses the same."""
-        return WindowShape(**self.memory.store.window)
+        return WindowShape(**self.home.window) if self.home else self.lm.window()
 
-    def predict(self, logits: Tensor, keys: Tensor) -> Mixed:
-        """Mix what the model says, (N, V) logits, with what the memory says of (N, D) keys."""
-        return self.mix(logits, self.memory.predict(Context(keys)))
+    @property
+    def part_names(self) -> list[str]:
+        """Name everything that is mixed, the language model first."""
+        names = ["model"]
+        for label, memory in zip(self.labels, self.memories, strict=True):
+            names += [label + name.removeprefix(memory.name) for name in memory.part_names]
+        return names
 
-    def mix(self, logits: Tensor, votes: Prediction) -> Mixed:
-        """Mix what the model says with votes that are there already."""
-        return mix([Logits(logits), votes], [1 - self.weight, self.weight])
+    def read(self, documents: Sequence[Sequence[int]], *, batch_tokens: int = 1024) -> Iterator[Batch]:
+        """Read documents with all the models that are needed, in the windows that the store was read with."""
+        return self.readers.read(documents, self.window, self.horizons, batch_tokens=batch_tokens)
 
+    def ask(self, logits: Tensor, context: Context) -> tuple[Context, Spoken, list[Answer]]:
+        """Ask the language model and every memory; searches may be left out where the weights say so."""
+        lm = Spoken(logits)
+        answers: list[Answer | None] = [
+            None if isinstance(memory, KnnMemory) else memory.predict(context) for memory in self.memories
+        ]
+        asked = self.weights.asked(context, lm, answers)
+        context = replace(context, asked=asked)
+        complete = [
+            memory.predict(context) if answer is None else answer
+            for memory, answer in zip(self.memories, answers, strict=True)
+        ]
+        return context, lm, complete
 
-def check_settings(*, k: int | None, temperature: float | None, weight: float | None, metric: str | None) -> None:
-    """Refuse wrong settings before anything large is opened; None is what was tuned."""
-    check_vote(DEFAULTS["k"] if k is None else k, DEFAULTS["temperature"] if temperature is None else temperature)
-    check_lambda(DEFAULTS["lambda"] if weight is None else weight)
-    check_metric(metric or "l2")
+    def mix(self, context: Context, lm: Spoken, answers: Sequence[Answer]) -> Mixed:
+        """Weigh what was answered."""
+        parts = [*lm.parts, *(part for answer in answers for part in answer.parts)]
+        abstains = torch.stack([part.abstains() for part in parts], 1)  # (N, M)
+        return Mixed(parts, self.weights.weigh(context, lm, answers, abstains))
 
-
-def open_reader(store: Datastore, *, name: str | None = None, device: str = "auto", dtype: str = "auto") -> CausalLM:
-    """Open the model that a store was built with, at the place its keys come from."""
-    return CausalLM.open(
-        name or store.model["name"],
-        key_layer=store.model["key_layer"],
-        layer=store.model["layer"],
-        device=device,
-        dtype=dtype,
-    )
-
-
-def check_model(store: Datastore, lm: CausalLM) -> None:
-    """Refuse a model whose keys mean nothing to the store."""
-    found, given = store.model, lm.identity
-    for what in ("tokenizer", "width", "vocab_size", "start_token", "key_layer", "layer"):
-        if found.get(what) != given[what]:
-            _refuse(store, given, what, found.get(what), given[what])
-    if (field := config_difference(found["config"], given["config"])) is not None:
-        _refuse(store, given, f"config's {field}", found["config"][field], given["config"][field])
-    if not same_weights(found["weights"], given["weights"]):
-        _refuse(store, given, "weights", found["weights"].get("float32"), given["weights"]["float32"])
+    def predict(self, logits: Tensor, context: Context) -> Mixed:
+        """Mix what the model says, (N, V) logits, with what the memories say."""
+        return self.mix(*self.ask(logits, context))
 
 
-def _refuse(store: Datastore, given: dict[str, Any], what: str, found: Any, now: Any) -> None:
-    raise ModelMismatch(
-        f"{store.path} was built with {store.model['name']} ({what.replace('_', ' ')} {found}), but the loaded "
-        f"model is {given['name']} ({what.replace('_', ' ')} {now}). Open it with --model "
-        f"{store.model['name']}, or rebuild it."
-    )
+def share(memories: Sequence[Memory], weight: float) -> Fixed:
+    """Share λ equally among memories; the first part of each has all of its memory's weight."""
+    check_lambda(weight)
+    values = [1.0 - weight]
+    for memory in memories:
+        values += [weight / len(memories), *(0.0 for _ in memory.part_names[1:])]
+    return Fixed(tuple(values))

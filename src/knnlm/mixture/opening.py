@@ -1,0 +1,243 @@
+"""Open what a mixture is made of: stores, indexes, models, and the weights that were tuned for them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from knnlm.datastore import Datastore, open_index
+from knnlm.errors import DatastoreError, ModelError, ModelMismatch, ParameterError
+from knnlm.index.base import check_metric
+from knnlm.lm import CausalLM
+from knnlm.memory import (
+    CacheMemory,
+    KnnMemory,
+    LMMemory,
+    Memory,
+    NgramMemory,
+    OutputMemory,
+    Setting,
+    Source,
+    check_vote,
+)
+from knnlm.mixture.choice import load_weights, tuned
+from knnlm.mixture.fixed import check_lambda
+from knnlm.mixture.readers import Readers, difference
+from knnlm.mixture.recipe import MemorySpec, parse_memories, resolve
+from knnlm.mixture.weights import Fixed, Weights
+
+# What a memory is used with until it is tuned.
+DEFAULTS: dict[str, Any] = {"k": 1024, "temperature": 2.0, "lambda": 0.25}
+
+
+@dataclass(frozen=True)
+class Ingredients:
+    """What is asked for; None is what was tuned."""
+
+    memories: str | None = None
+    k: int | None = None
+    temperature: float | None = None
+    weight: float | None = None
+    metric: str | None = None
+    skip: float | None = None
+    rerank: bool = True
+    fresh: bool = False  # nothing that was tuned is used
+
+    def check(self) -> None:
+        """Refuse wrong settings before anything large is opened."""
+        check_vote(
+            DEFAULTS["k"] if self.k is None else self.k,
+            DEFAULTS["temperature"] if self.temperature is None else self.temperature,
+        )
+        check_lambda(DEFAULTS["lambda"] if self.weight is None else self.weight)
+        check_metric(self.metric or "l2")
+        if self.skip is not None and not 0 <= self.skip <= 1:
+            raise ParameterError(f"skip must be a fraction from 0 to 1, not {self.skip}.")
+
+
+@dataclass(frozen=True)
+class Opened:
+    """All that a mixture is made of."""
+
+    readers: Readers
+    memories: list[Memory]
+    labels: list[str]
+    weights: Weights | None
+    share: float | None
+    home: Datastore
+
+
+def gather(
+    path: Path, lm: CausalLM | None, wanted: Ingredients, *, model: str | None, device: str, dtype: str
+) -> Opened:
+    """Open a memory, the models it needs, and everything that is mixed."""
+    wanted.check()
+    store = Datastore.open(path)
+    specs, weights_facts = _choose(store, wanted)
+    lm = lm or open_reader(store, name=model, device=device, dtype=dtype)
+    kitchen = _Kitchen(store, Readers(lm), wanted, dtype)
+    memories = [kitchen.open(spec) for spec in specs]
+    weights: Weights | None = None
+    if weights_facts is not None:
+        weights = load_weights(weights_facts, store.path, memories, skip=wanted.skip)
+    elif specs[0].weight is not None:
+        weights = _given(specs, memories)
+    if wanted.skip and getattr(weights, "skip", None) is None:
+        raise ParameterError("Only a gate can skip searches. Tune the memory with --weights gated first.")
+    share = wanted.weight if wanted.weight is not None else DEFAULTS["lambda"]
+    return Opened(kitchen.readers, memories, [spec.label for spec in specs], weights, share, store)
+
+
+def _given(specs: Sequence[MemorySpec], memories: Sequence[Memory]) -> Fixed:
+    """Take the weights that the command line gave; the language model has the rest."""
+    values: list[float] = []
+    for spec, memory in zip(specs, memories, strict=True):
+        values += [spec.weight or 0.0, *[0.0] * (len(memory.part_names) - 1)]
+    return Fixed((1 - sum(values), *values))
+
+
+def _choose(store: Datastore, wanted: Ingredients) -> tuple[list[MemorySpec], dict[str, Any] | None]:
+    """Say which memories are mixed, and by which weights; None: share λ equally."""
+    overridden = (wanted.k, wanted.temperature, wanted.weight) != (None, None, None)
+    if wanted.memories is not None:
+        asked: list[MemorySpec] | None = resolve(parse_memories(wanted.memories), store.path)
+    else:
+        asked = [MemorySpec("knn")] if overridden else None  # k, τ and λ are those of the paper's kNN-LM
+    choice = None if wanted.fresh else tuned(store, asked)
+    # Distances of another metric are on another scale, so nothing of the choice is of use.
+    if (
+        choice is not None
+        and wanted.metric is not None
+        and any(spec.metric not in (None, wanted.metric) for spec in choice.specs if spec.kind == "knn")
+    ):
+        choice = None
+    if choice is None:
+        return asked or [MemorySpec("knn")], None
+    if asked is not None and any(spec.weight is not None for spec in asked):
+        weights = {spec.label: spec.weight for spec in asked}
+        return [replace(spec, weight=weights[spec.label], settings=spec.settings[:1]) for spec in choice.specs], None
+    if wanted.weight is not None or (overridden and choice.weights["kind"] != "fixed"):
+        return [replace(spec, settings=spec.settings[:1]) for spec in choice.specs], None
+    return choice.specs, choice.weights
+
+
+class _Kitchen:
+    """Opens one memory after another; models that several need are opened once."""
+
+    def __init__(self, store: Datastore, readers: Readers, wanted: Ingredients, dtype: str) -> None:
+        self.store = store
+        self.readers = readers
+        self.wanted = wanted
+        self.dtype = dtype
+
+    @property
+    def lm(self) -> CausalLM:
+        return self.readers.models[0]
+
+    def open(self, spec: MemorySpec) -> Memory:
+        """Open the memory that a line of a recipe names."""
+        if spec.kind == "knn":
+            return self._knn(spec)
+        if spec.kind == "cache":
+            return self._cache(spec)
+        if spec.kind == "ngram":
+            return NgramMemory.open(self._store(spec))
+        return self._lm(spec) if spec.kind == "lm" else self._output(spec)
+
+    def _knn(self, spec: MemorySpec) -> KnnMemory:
+        store = self._store(spec)
+        main, *others = spec.settings or [Setting(DEFAULTS["k"], DEFAULTS["temperature"])]
+        if spec.path is None:  # what is given on the command line is meant for the memory itself
+            k, temperature = self.wanted.k, self.wanted.temperature
+            main = Setting(main.k if k is None else k, main.temperature if temperature is None else temperature)
+        metric = self.wanted.metric or spec.metric or "l2"
+        index = open_index(store, metric=metric, rerank=self.wanted.rerank, device=str(self.lm.device))
+        return KnnMemory(
+            store, index, k=main.k, temperature=main.temperature, others=others, source=self._source(store)
+        )
+
+    def _cache(self, spec: MemorySpec) -> CacheMemory:
+        main, *others = spec.settings or [Setting(DEFAULTS["k"], DEFAULTS["temperature"])]
+        place = self.lm.key_layer
+        return CacheMemory(
+            vocab_size=self.lm.vocab_size,
+            k=main.k,
+            temperature=main.temperature,
+            others=others,
+            source=Source(0, place.place, place.layer),
+        )
+
+    def _lm(self, spec: MemorySpec) -> LMMemory:
+        assert spec.path is not None
+        model = CausalLM.open(self._path(spec.path), device=str(self.lm.device), dtype=self.dtype)
+        return LMMemory(self.readers.add(model))
+
+    def _output(self, spec: MemorySpec) -> OutputMemory:
+        path = self.store.path / "output" if spec.path is None else Path(self._path(spec.path))
+        if not path.exists():
+            raise DatastoreError(
+                f"{path} is not there: the memory has no output matrix yet. Train one: knnlm distill "
+                f"{self.store.path} --into output"
+            )
+        return OutputMemory.open(path, device=str(self.lm.device), source=self._source(self.store))
+
+    def _store(self, spec: MemorySpec) -> Datastore:
+        return self.store if spec.path is None else Datastore.open(self._path(spec.path))
+
+    def _path(self, path: str) -> str:
+        """Find a path within the memory, or as it is."""
+        inside = self.store.path / path
+        return str(inside) if inside.exists() else path
+
+    def _source(self, store: Datastore) -> Source:
+        """Say where a store's keys come from, and open the model that gives them if it is not open yet."""
+        number = self.readers.find(store.model)
+        if number is None:
+            _check_tokenizer(store, self.lm)
+            try:
+                reader = open_reader(store, device=str(self.lm.device), dtype=self.dtype)
+            except ModelError as error:
+                wrong = difference(store.model, self.lm)
+                assert wrong is not None
+                raise _mismatch(store, self.lm, *wrong, more=f" ({error})") from None
+            check_model(store, reader)
+            number = self.readers.add(reader)
+        return Source(number, store.model["key_layer"], store.model["layer"])
+
+
+def open_reader(store: Datastore, *, name: str | None = None, device: str = "auto", dtype: str = "auto") -> CausalLM:
+    """Open the model that a store was built with, at the place its keys come from."""
+    return CausalLM.open(
+        name or store.model["name"],
+        key_layer=store.model["key_layer"],
+        layer=store.model["layer"],
+        device=device,
+        dtype=dtype,
+    )
+
+
+def check_model(store: Datastore, lm: CausalLM, *, place: Source | None = None) -> None:
+    """Refuse a model whose keys mean nothing to the store."""
+    found = store.model
+    if place is not None and (place.place, place.layer) != (found["key_layer"], found["layer"]):
+        own, given = f"{found['key_layer']} {found['layer']}", f"{place.place} {place.layer}"
+        raise _mismatch(store, lm, "key layer", own, given)
+    if (wrong := difference(found, lm)) is not None:
+        raise _mismatch(store, lm, *wrong)
+
+
+def _check_tokenizer(store: Datastore, lm: CausalLM) -> None:
+    """Refuse a store whose tokens are not the language model's."""
+    for what in ("tokenizer", "start_token", "vocab_size"):
+        if store.model[what] != lm.identity[what]:
+            raise _mismatch(store, lm, what, store.model[what], lm.identity[what])
+
+
+def _mismatch(store: Datastore, lm: CausalLM, what: str, found: Any, now: Any, *, more: str = "") -> ModelMismatch:
+    what = what.replace("_", " ")
+    return ModelMismatch(
+        f"{store.path} was built with {store.model['name']} ({what} {found}), but the loaded model is {lm.name} "
+        f"({what} {now}). Open it with --model {store.model['name']}, or rebuild it.{more}"
+    )

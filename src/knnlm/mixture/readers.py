@@ -1,0 +1,176 @@
+"""The models that memories read with, and one pass of them over texts. Knows nothing about memories.
+
+The language model is reader 0. A store whose keys come from another model, or a second language model that is a memory
+itself, brings a reader of its own; stores with the same reader share its pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from knnlm.errors import ModelMismatch, ParameterError
+from knnlm.lm import CausalLM, KeyLayer, WindowShape, find_key_layer
+from knnlm.lm.causal import expected
+from knnlm.lm.fingerprint import config_difference, same_weights
+from knnlm.lm.windows import Window, batches, windows
+from knnlm.memory import LOGITS, Context, Run, Source
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Some positions of some documents: what came, what the language model said, what memories may look at."""
+
+    rows: Tensor  # (N,) numbers of the targets, counted through all documents of the call
+    targets: Tensor  # (N,)
+    logits: Tensor  # (N, V)
+    context: Context
+
+
+class Readers:
+    """The language model, other models with the same tokenizer, and the places where each of them is read."""
+
+    def __init__(self, lm: CausalLM) -> None:
+        self.models = [lm]
+        self.layers: dict[Source, KeyLayer] = {}
+
+    def add(self, model: CausalLM) -> int:
+        """Give a model its number; it must speak the language model's tokens."""
+        lm = self.models[0]
+        if model in self.models:
+            return self.models.index(model)
+        for what in ("tokenizer", "start_token"):
+            if model.identity[what] != lm.identity[what]:
+                raise ModelMismatch(
+                    f"{model.name} has another tokenizer ({what.replace('_', ' ')} {model.identity[what]}) than "
+                    f"{lm.name} ({lm.identity[what]}), so what it says means nothing to it. Use a model with the "
+                    "same tokenizer."
+                )
+        if model.vocab_size != lm.vocab_size:
+            raise ModelMismatch(
+                f"{model.name} has {model.vocab_size:,} tokens in its output, but {lm.name} has {lm.vocab_size:,}. "
+                "Use a model with the same tokenizer and vocabulary."
+            )
+        self.models.append(model)
+        return len(self.models) - 1
+
+    def find(self, facts: Mapping[str, Any]) -> int | None:
+        """Give the number of the reader that a store was built with, None where it is not here."""
+        return next((number for number, model in enumerate(self.models) if is_reader(facts, model)), None)
+
+    def layer(self, source: Source) -> KeyLayer:
+        """Give the place in the model that a source names."""
+        if source not in self.layers:
+            model = self.models[source.reader]
+            own = model.key_layer
+            known = (own.place, own.layer) == (source.place, source.layer % own.layers)
+            self.layers[source] = own if known else find_key_layer(model.model, source.place, source.layer)
+        return self.layers[source]
+
+    def wanted(self, sources: Iterable[Source]) -> list[tuple[CausalLM, list[Source], bool]]:
+        """Give each reader that is needed with its places, and whether its logits are wanted."""
+        sources = list(sources)
+        found = []
+        for number, model in enumerate(self.models):
+            own = [source for source in sources if source.reader == number]
+            places = [source for source in own if source.place != LOGITS]
+            if number == 0 or own:
+                found.append((model, places, number == 0 or len(places) < len(own)))
+        return found
+
+    def read(
+        self,
+        documents: Sequence[Sequence[int]],
+        shape: WindowShape,
+        horizons: Mapping[Source, int],
+        *,
+        batch_tokens: int,
+    ) -> Iterator[Batch]:
+        """Read documents in windows; `horizons` says how many earlier keys of each source are remembered."""
+        wanted = self.wanted(horizons)
+        for model, _, _ in wanted[1:]:
+            if model.longest is not None and shape.context > model.longest:
+                raise ParameterError(
+                    f"{model.name} can read only {model.longest:,} tokens at once, but the memory's window has "
+                    f"{shape.context:,}. Use a model that reads as far."
+                )
+        start_token = self.models[0].start_token
+        ready: list[Window] = []
+        past = _Past(horizons, start_token, self.models[0].device)
+        for document in documents:
+            ready.extend(windows(document, shape, start_token=start_token, row=past.begin(document)))
+        for batch in batches(ready, batch_tokens):
+            seen: dict[Source, Tensor] = {}
+            logits = None
+            for number, (model, places, speaks) in enumerate(wanted):
+                layers = [self.layer(source) for source in places]
+                keys, said = model.read_batch(batch, layers, logits=speaks)
+                seen.update(zip(places, keys, strict=True))
+                if number == 0:
+                    logits = said
+                elif said is not None:
+                    seen[Source(self.models.index(model), LOGITS)] = said
+            assert logits is not None
+            rows, targets = expected(batch)
+            runs = past.runs(batch, seen)
+            yield Batch(rows, targets.to(logits.device), logits, Context(seen, runs))
+
+
+class _Past:
+    """The keys of earlier windows, document by document."""
+
+    def __init__(self, horizons: Mapping[Source, int], start_token: int, device: torch.device) -> None:
+        self.horizons = {source: horizon for source, horizon in horizons.items() if horizon}
+        self.start_token = start_token
+        self.device = device
+        self.texts: dict[int, Tensor] = {}  # by the row of a document's first target
+        self.scored: dict[int, int] = {}
+        self.keys: dict[int, dict[Source, Tensor]] = {}
+        self.rows = 0
+
+    def begin(self, document: Sequence[int]) -> int:
+        """Note a document and give the row of its first target."""
+        row, self.rows = self.rows, self.rows + len(document)
+        self.texts[row] = torch.tensor([self.start_token, *document[:-1]], device=self.device)
+        self.scored[row] = 0
+        self.keys[row] = {}
+        return row
+
+    def runs(self, batch: Sequence[Window], seen: Mapping[Source, Tensor]) -> list[Run]:
+        """Make the run of each window, and remember its keys for the windows that follow."""
+        runs = []
+        first = 0
+        for window in batch:
+            document = window.row - window.scored
+            # Longer windows come first, and the last window of a document is its shortest.
+            assert self.scored[document] == window.scored, "windows of a document must come in order"
+            past = self.keys[document]
+            runs.append(Run(self.texts[document][: window.end], window.scored, dict(past)))
+            last = first + window.end - window.scored
+            for source, horizon in self.horizons.items():
+                new = seen[source][first:last]
+                past[source] = torch.cat([past[source], new])[-horizon:] if source in past else new[-horizon:]
+            self.scored[document], first = window.end, last
+        return runs
+
+
+def is_reader(facts: Mapping[str, Any], model: CausalLM) -> bool:
+    """Say whether a store with these facts was built with this model, at whatever place."""
+    return difference(facts, model) is None
+
+
+def difference(facts: Mapping[str, Any], model: CausalLM) -> tuple[str, Any, Any] | None:
+    """Name the first thing in which a model differs from the one that a store was built with."""
+    given = model.identity
+    for what in ("tokenizer", "vocab_size", "start_token"):
+        if facts.get(what) != given[what]:
+            return what, facts.get(what), given[what]
+    if (field := config_difference(facts["config"], given["config"])) is not None:
+        return f"config's {field}", facts["config"][field], given["config"][field]
+    if not same_weights(facts["weights"], given["weights"]):
+        return "weights", facts["weights"].get("float32"), given["weights"]["float32"]
+    return None
