@@ -86,7 +86,7 @@ def test_an_approximate_index_votes_with_the_distances_of_stored_keys(lm, seen, 
     assert abs(math.log(fine.perplexity / right)) < abs(math.log(plain.perplexity / right))
     assert fine.perplexity == pytest.approx(right, rel=0.1)
     # For the other metric there is no index, and the search is exact.
-    assert type(Mixture.open(store.path, lm, metric="ip").memory.index).__name__ == "ExactIndex"
+    assert type(Mixture.open(store.path, lm, metric="ip").knn.index).__name__ == "ExactIndex"
 
 
 def test_lambda_zero_gives_the_models_own_perplexity(lm, small):

@@ -22,6 +22,8 @@ from conftest import documents
 from knnlm import CausalLM, Datastore, KnnForCausalLM, KnnMemory, Mixture, build
 from knnlm.errors import DatastoreError
 from knnlm.index import ExactIndex
+from knnlm.memory import Source
+from knnlm.mixture.readers import Readers
 from models import tiny, tiny_tokenizer
 
 FAMILIES = ["llama", "gpt2", "opt", "bloom", "falcon", "gpt_neox", "gemma3", "qwen3_moe", "mpt"]
@@ -46,7 +48,7 @@ def prompts(model):
 
 def numpy_next(model, ids):
     """The mixture after one sequence, by brute force over the stored keys."""
-    store = model.mixture.memory.store
+    store = model.mixture.knn.store
     with torch.no_grad(), model.mixture.lm.key_layer.capture() as kept:
         logits = model.base(torch.tensor([ids])).logits[0, -1]
     rows = torch.arange(store.rows)
@@ -55,8 +57,8 @@ def numpy_next(model, ids):
         store.take(rows).numpy(),
         store.values(rows).numpy(),
         model.mixture.lm.vocab_size,
-        k=model.mixture.memory.k,
-        temperature=model.mixture.memory.temperature,
+        k=model.mixture.knn.k,
+        temperature=model.mixture.knn.temperature,
     )
     return oracle.mix(oracle.softmax(logits.double().numpy()), p_knn, model.mixture.weight)
 
@@ -193,13 +195,14 @@ def test_nothing_underflows_and_gradients_flow(lm, store):
     with torch.no_grad():
         sharp.lm_head.weight *= 40
     sharp_lm = CausalLM(sharp, tiny_tokenizer(), name="sharp")
-    memory = KnnMemory(store, ExactIndex(store), k=5, temperature=1.0)
+    readers = Readers(sharp_lm)
+    source = Source(readers.add(lm), lm.key_layer.place, lm.key_layer.layer)
+    memory = KnnMemory(store, ExactIndex(store), k=5, temperature=1.0, source=source)
     ids = torch.tensor([lm.encode("The memory of a model")])
     right = sharp(ids).logits.log_softmax(-1)
     assert right.min() < -120
     assert right.exp().min() == 0
-    mixture = Mixture(lm, memory, weight=0.0)
-    mixture.lm = sharp_lm
+    mixture = Mixture(sharp_lm, memory, weight=0.0, readers=readers)
     wrapped = KnnForCausalLM(mixture)
     torch.testing.assert_close(wrapped(ids).logits, right)
     wrapped.mixture.weight = 0.3
@@ -229,12 +232,12 @@ def test_settings_changed_after_opening_are_saved_and_saving_twice_works(lm, sto
     assert loaded.mixture.weight == 0.9
     loaded.save_pretrained(tmp_path / "saved")
     (tmp_path / "saved").rename(tmp_path / "moved")
-    assert KnnForCausalLM.from_pretrained(tmp_path / "moved").mixture.memory.store.rows == store.rows
+    assert KnnForCausalLM.from_pretrained(tmp_path / "moved").mixture.knn.store.rows == store.rows
 
 
 def test_only_the_positions_asked_for_are_searched(llama):
     asked = []
-    memory = llama.mixture.memory
+    memory = llama.mixture.knn
     original = memory.index.search
     memory.index.search = lambda queries, k: asked.append(len(queries)) or original(queries, k)
     try:
@@ -256,8 +259,8 @@ def test_saving_and_loading_gives_the_same_model(model, tmp_path, copied):
         assert isinstance(loaded, KnnForCausalLM)
         torch.testing.assert_close(loaded(ids).logits, model(ids).logits)
         assert loaded.mixture.weight == model.mixture.weight
-        where = loaded.mixture.memory.store.path
-        assert where == (tmp_path / "saved" / "memory" if copied else model.mixture.memory.store.path)
+        where = loaded.mixture.knn.store.path
+        assert where == (tmp_path / "saved" / "memory" if copied else model.mixture.knn.store.path)
     # The base model inside is an ordinary folder that needs no knnlm.
     plain = AutoModelForCausalLM.from_pretrained(tmp_path / "saved" / "base")
     torch.testing.assert_close(plain(ids).logits, model.base(ids).logits)

@@ -15,7 +15,10 @@ from conftest import documents
 from knnlm import Mixture, Trace, build, evaluate, record, replay, sweep, tune
 from knnlm.datastore.builder import writer_lock
 from knnlm.errors import DatastoreBusy, DatastoreCorrupt, DatastoreError, ParameterError
-from knnlm.tuning import choose, temperature_grid
+from knnlm.memory.lm import SIGNALS
+from knnlm.sweeping import temperature_grid
+from knnlm.trace import MemoryTrace
+from knnlm.tuning import choose_from, tune_trace
 
 
 @pytest.fixture(scope="module")
@@ -36,7 +39,7 @@ def test_a_sweep_equals_an_evaluation_with_each_setting(lm, mixture, trace):
     for i, k in enumerate(swept.ks):
         for j, temperature in enumerate(swept.temperatures):
             for m, weight in enumerate(swept.lambdas):
-                opened = Mixture.open(mixture.memory.store.path, lm, k=k, temperature=temperature, weight=weight)
+                opened = Mixture.open(mixture.knn.store.path, lm, k=k, temperature=temperature, weight=weight)
                 measured = evaluate(opened, documents(5, start=100))
                 # With the trace's own k the neighbours are the same; with fewer, ties may be broken otherwise.
                 close = 1e-4 if k == 64 else 1e-2
@@ -46,18 +49,26 @@ def test_a_sweep_equals_an_evaluation_with_each_setting(lm, mixture, trace):
 
 @pytest.mark.parametrize(("k", "temperature", "weight"), [(64, 3.0, 0.4), (64, 20.0, 0.0), (64, 3.0, 1.0)])
 def test_a_replay_equals_an_evaluation(lm, mixture, trace, k, temperature, weight):
-    opened = Mixture.open(mixture.memory.store.path, lm, k=k, temperature=temperature, weight=weight)
+    opened = Mixture.open(mixture.knn.store.path, lm, k=k, temperature=temperature, weight=weight)
     measured = evaluate(opened, documents(5, start=100)).as_dict()
     replayed = replay(trace, k=k, temperature=temperature, weight=weight).as_dict()
-    assert replayed.pop("metric") == measured.pop("metric")
+    assert [replayed.pop(name) for name in ("metric", "weights")] == [
+        measured.pop(name) for name in ("metric", "weights")
+    ]
+    (mine,), (theirs,) = replayed.pop("memories"), measured.pop("memories")
+    assert mine.pop("weight") == pytest.approx(theirs.pop("weight"), abs=1e-6)
+    assert mine == theirs
     for name in measured.keys() - {"seconds", "tokens_per_second"}:
         assert replayed[name] == pytest.approx(measured[name], rel=1e-4), name
 
 
 def made_trace(log_p, distances, values, targets):
-    facts = {"tokens": len(targets), "k": distances.shape[1], "metric": "l2", "text": ["made"]}
-    facts |= {"documents": 1, "remembered": 0}
-    return Trace(targets.astype(np.int32), log_p.astype(np.float32), distances, values.astype(np.int32), facts)
+    facts = {"tokens": len(targets), "text": ["made"], "documents": 1, "remembered": 0}
+    own = {"label": "knn", "kind": "knn", "k": distances.shape[1], "metric": "l2"}
+    memory = MemoryTrace(own, {"distances": distances, "values": values.astype(np.int32)}, 50)
+    rows = np.zeros(len(targets), np.int32)
+    signals = np.zeros((len(targets), len(SIGNALS)), np.float32)
+    return Trace(targets.astype(np.int32), log_p.astype(np.float32), signals, rows, rows, rows, rows, [memory], facts)
 
 
 @settings(max_examples=100, deadline=None)
@@ -105,13 +116,14 @@ def test_the_best_setting_is_the_smallest_of_the_table(trace):
 
 
 def test_tuning_stores_its_choice_and_the_text_it_was_made_on(lm, mixture):
-    result = tune(mixture, documents(5, start=100), sources=["held-out.txt"])
-    k, temperature, weight, perplexity = result.best
-    opened = Mixture.open(mixture.memory.store.path, lm)
-    assert (opened.memory.k, opened.memory.temperature, opened.weight) == (k, temperature, weight)
-    choice = opened.memory.store.catalog.get("choice")
-    assert choice["chosen_on"] == ["held-out.txt"]
-    assert choice["tokens"] == result.tokens
+    result = tune(mixture, documents(5, start=100), weights="fixed", sources=["held-out.txt"])
+    k, temperature, weight, perplexity = result.sweep.best
+    assert result.perplexity == perplexity
+    opened = Mixture.open(mixture.knn.store.path, lm)
+    assert (opened.knn.k, opened.knn.temperature, opened.weight) == (k, temperature, weight)
+    facts = opened.home.catalog.get("choices")["knn"]["facts"]
+    assert facts["chosen_on"] == ["held-out.txt"]
+    assert facts["tokens"] == result.tokens
     assert evaluate(opened, documents(5, start=100)).perplexity == pytest.approx(perplexity, rel=1e-4)
 
 
@@ -127,9 +139,10 @@ def test_text_that_is_in_the_memory_is_counted(lm, mixture, tmp_path):
 def test_a_trace_holds_targets_hits_and_distances_in_document_order(lm, mixture, trace):
     tokens = [token for document in documents(5, start=100) for token in lm.encode(document.text)]
     assert trace.targets.tolist() == tokens
-    assert (np.diff(trace.distances, axis=1) >= 0).all()
+    (seen,) = trace.memories
+    assert (np.diff(seen.distances, axis=1) >= 0).all()
     assert trace.facts["text"] == ["held-out"]
-    assert (trace.values < lm.vocab_size).all()
+    assert (seen.arrays["values"] < lm.vocab_size).all()
 
 
 def test_a_trace_is_not_written_over_and_a_damaged_one_is_named(mixture, tmp_path):
@@ -137,7 +150,7 @@ def test_a_trace_is_not_written_over_and_a_damaged_one_is_named(mixture, tmp_pat
     record(mixture, documents(1, start=100), path)
     with pytest.raises(DatastoreError, match="exists already"):
         record(mixture, documents(1, start=100), path)
-    with (path / "values.npy").open("r+b") as file:
+    with (path / "0" / "values.npy").open("r+b") as file:
         file.truncate(200)
     with pytest.raises(DatastoreCorrupt, match=r"values\.npy has 200 bytes instead of"):
         Trace.open(path)
@@ -170,7 +183,7 @@ def test_values_out_of_range_are_refused_before_anything_is_read(mixture):
 
     with pytest.raises(ParameterError, match="temperature must be above 0"):
         tune(mixture, never(), temperatures=[1.0, 0.0])
-    with writer_lock(mixture.memory.store.path), pytest.raises(DatastoreBusy):
+    with writer_lock(mixture.knn.store.path), pytest.raises(DatastoreBusy):
         tune(mixture, never())
 
 
@@ -181,25 +194,26 @@ def test_more_neighbours_than_there_are_is_all_of_them(trace):
 def test_a_choice_made_with_another_memory_is_refused(lm, trace, tmp_path):
     other = build(documents(3), tmp_path / "other", lm=lm)
     with pytest.raises(DatastoreError, match="made with another memory"):
-        choose(other.path, sweep(trace), trace)
-    assert other.catalog.get("choice") is None
+        choose_from(other.path, tune_trace(trace, other), trace)
+    assert other.catalog.get("choices") is None
 
 
 def test_a_choice_for_one_metric_is_not_used_for_another(lm, mixture):
-    tune(mixture, documents(2, start=100), temperatures=[1.25])
-    assert Mixture.open(mixture.memory.store.path, lm).memory.temperature == 1.25
-    assert Mixture.open(mixture.memory.store.path, lm, metric="ip").memory.temperature != 1.25
+    tune(mixture, documents(2, start=100), weights="fixed", temperatures=[1.25])
+    assert Mixture.open(mixture.knn.store.path, lm).knn.temperature == 1.25
+    assert Mixture.open(mixture.knn.store.path, lm, metric="ip").knn.temperature != 1.25
 
 
 def test_temperatures_follow_the_scale_of_the_distances():
     generator = np.random.default_rng(0)
     distances = np.sort(generator.uniform(100, 200, (50, 8)).astype(np.float32), 1)
     none = np.zeros(50)
-    small = temperature_grid(made_trace(none, distances, np.zeros((50, 8)), none))
-    large = temperature_grid(made_trace(none, distances * 1000, np.zeros((50, 8)), none))
+    small = temperature_grid(made_trace(none, distances, np.zeros((50, 8)), none).memories[0])
+    large = temperature_grid(made_trace(none, distances * 1000, np.zeros((50, 8)), none).memories[0])
     assert len(small) == 20
     np.testing.assert_allclose(np.array(large) / np.array(small), 1000, rtol=0.02)
-    nothing = temperature_grid(made_trace(none, np.full((50, 1), np.inf, np.float32), np.zeros((50, 1)), none))
+    far = made_trace(none, np.full((50, 1), np.inf, np.float32), np.zeros((50, 1)), none)
+    nothing = temperature_grid(far.memories[0])
     assert all(np.isfinite(nothing))
 
 

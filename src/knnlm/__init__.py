@@ -22,8 +22,9 @@ if TYPE_CHECKING:
     from knnlm.lm import CausalLM
     from knnlm.memory import KnnMemory
     from knnlm.mixture import Mixture
+    from knnlm.sweeping import Sweep, replay, sweep
     from knnlm.trace import Trace, record
-    from knnlm.tuning import Sweep, replay, sweep, tune
+    from knnlm.tuning import Tuning, tune
 
 # Where each public name lives. They are imported when first used: torch and transformers take seconds to import, and
 # `knnlm --help` needs neither.
@@ -37,16 +38,17 @@ _HOMES = {
     "KnnMemory": "memory",
     "KnnlmError": "errors",
     "Mixture": "mixture",
-    "Sweep": "tuning",
+    "Sweep": "sweeping",
     "Trace": "trace",
+    "Tuning": "tuning",
     "build": "datastore",
     "build_index": "datastore",
     "evaluate": "evaluation",
     "explain": "explanation",
     "read": "corpus",
     "record": "trace",
-    "replay": "tuning",
-    "sweep": "tuning",
+    "replay": "sweeping",
+    "sweep": "sweeping",
     "tune": "tuning",
 }
 
@@ -62,6 +64,7 @@ __all__ = [
     "Mixture",
     "Sweep",
     "Trace",
+    "Tuning",
     "build",
     "build_index",
     "evaluate",

@@ -68,7 +68,8 @@ def demonstrate(path: Path, lm: CausalLM, *, parts: Split, progress: Progress = 
     """Build, tune, evaluate, and pick the tokens for which the memory spoke most tellingly."""
     build(parts.store, path, lm=lm, total=_characters(parts.store), progress=progress).close()
     sources = [document.source for document in parts.valid]
-    tune(Mixture.open(path, lm), parts.valid, sources=sources, total=_characters(parts.valid), progress=progress)
+    fresh = Mixture.open(path, lm, memories="knn,cache,ngram")
+    tune(fresh, parts.valid, sources=sources, total=_characters(parts.valid), progress=progress)
     mixture = Mixture.open(path, lm)
     evaluation = evaluate(mixture, parts.test, total=_characters(parts.test), progress=progress)
     prose = sorted((paragraph for document in parts.test for paragraph in _prose(document.text)), key=len)
@@ -80,7 +81,7 @@ def telling_tokens(mixture: Mixture, text: str, count: int = 3) -> list[TokenExp
     words: dict[str, TokenExplanation] = {}
     for token in sorted(explain(mixture, text), key=lambda token: token.p / token.p_lm, reverse=True):
         # A word that the loudest neighbours spoke for; a rise from nothing to next to nothing tells little.
-        heard = token.p_knn > 0.1 and any(voice.agrees for voice in token.neighbours)
+        heard = (token.p_knn or 0) > 0.1 and any(voice.agrees for voice in token.neighbours)
         if heard and token.token.strip().isalpha() and len(token.token) > 3:
             words.setdefault(token.token, token)
     return list(words.values())[:count]

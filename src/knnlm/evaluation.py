@@ -12,8 +12,8 @@ import torch
 
 from knnlm.corpus import Document
 from knnlm.errors import CorpusError, ParameterError
-from knnlm.lm import Reading
-from knnlm.mixture import Mixture
+from knnlm.memory import CacheMemory, KnnMemory
+from knnlm.mixture import Batch, Fixed, Mixture
 from knnlm.progress import Progress, silent
 
 _NAMED = 3  # sources that are kept by name
@@ -31,12 +31,35 @@ class Evaluation:
     bytes: int
     base_perplexity: float
     perplexity: float
-    oracle_perplexity: float  # per token the better of the model and the memory: what no mixture can beat by choosing
-    lambda_: float
-    k: int
-    temperature: float
-    metric: str
+    oracle_perplexity: float  # per token the best of all parts: what no mixture can beat by choosing
+    memories: list[dict[str, Any]]  # each memory's name, settings, mean weight, and perplexity where it spoke alone
+    weights: str  # how they were weighed: fixed, fitted, buckets, gated
     seconds: float
+
+    @property
+    def lambda_(self) -> float:
+        """What all memories together weighed, on average."""
+        return float(sum(memory["weight"] for memory in self.memories))
+
+    @property
+    def first(self) -> dict[str, Any]:
+        """The first store's settings, empty where there is no store."""
+        return next((memory for memory in self.memories if memory["kind"] == "knn"), {})
+
+    @property
+    def k(self) -> int | None:
+        """How many neighbours voted in the first store."""
+        return self.first.get("k")
+
+    @property
+    def temperature(self) -> float | None:
+        """The temperature of that vote."""
+        return self.first.get("temperature")
+
+    @property
+    def metric(self) -> str | None:
+        """How distances were measured there."""
+        return self.first.get("metric")
 
     @property
     def gain(self) -> float:
@@ -68,6 +91,8 @@ class Evaluation:
             "k": self.k,
             "temperature": self.temperature,
             "metric": self.metric,
+            "weights": self.weights,
+            "memories": self.memories,
             "seconds": self.seconds,
             "tokens_per_second": self.tokens_per_second,
         }
@@ -111,23 +136,40 @@ def evaluate(
     begin = time.perf_counter()
     tally = Tally()
     sums = torch.zeros(3, dtype=torch.float64)
-    for _, reading in read_all(
+    parts = torch.zeros(len(mixture.part_names), dtype=torch.float64)
+    for _, batch in read_all(
         mixture, documents, tally=tally, limit=limit, batch_tokens=batch_tokens, total=total, progress=progress
     ):
-        assert reading.logits is not None
-        prediction = mixture.predict(reading.logits, reading.keys)
-        each = prediction.each_of(reading.targets)  # (N, 2): model, memory
-        columns = torch.stack([each[:, 0], prediction.weigh(each), each.amax(1)])
+        prediction = mixture.predict(batch.logits, batch.context)
+        each = prediction.each_of(batch.targets)  # (N, M): model, then every part of every memory
+        columns = torch.stack([each[:, 0], prediction.weigh(each), each.nan_to_num(nan=-torch.inf).amax(1)])
         sums += columns.double().sum(1).cpu()
-    settings = (mixture.memory.k, mixture.memory.temperature, mixture.weight, mixture.memory.index.metric)
-    return summary(tally, sums.tolist(), settings, seconds=time.perf_counter() - begin)
+        parts += prediction.weights.double().sum(0).cpu()
+    weights = mixture.weights
+    shares = describe(mixture, weights.values if isinstance(weights, Fixed) else (parts / tally.tokens).tolist())
+    return summary(tally, sums.tolist(), shares, mixture.weights.kind, seconds=time.perf_counter() - begin)
+
+
+def describe(mixture: Mixture, weights: Sequence[float]) -> list[dict[str, Any]]:
+    """Say which memories there are, with which settings, and what the parts of each weighed together."""
+    found = []
+    first = 1  # the language model is part 0
+    for label, memory in zip(mixture.labels, mixture.memories, strict=True):
+        last = first + len(memory.part_names)
+        facts: dict[str, Any] = {"name": label, "kind": memory.name, "weight": float(sum(weights[first:last]))}
+        if isinstance(memory, KnnMemory | CacheMemory):
+            main = memory.settings[0]
+            metric = memory.index.metric if isinstance(memory, KnnMemory) else memory.metric
+            facts |= {"k": main.k, "temperature": main.temperature, "metric": metric}
+        found.append(facts)
+        first = last
+    return found
 
 
 def summary(
-    tally: Tally, sums: Sequence[float], settings: tuple[int, float, float, str], *, seconds: float
+    tally: Tally, sums: Sequence[float], memories: list[dict[str, Any]], weights: str, *, seconds: float
 ) -> Evaluation:
-    """Turn sums of log-probabilities (model, mixture, better of model and memory) into perplexities."""
-    k, temperature, weight, metric = settings
+    """Turn sums of log-probabilities (model, mixture, best of all parts) into perplexities."""
     base, mixed, best = (_exp(-total / tally.tokens) for total in sums)
     return Evaluation(
         documents=tally.documents,
@@ -138,10 +180,8 @@ def summary(
         base_perplexity=base,
         perplexity=mixed,
         oracle_perplexity=best,
-        lambda_=weight,
-        k=k,
-        temperature=temperature,
-        metric=metric,
+        memories=memories,
+        weights=weights,
         seconds=seconds,
     )
 
@@ -156,8 +196,8 @@ def read_all(
     total: int | None = None,
     progress: Progress = silent,
     what: str = "evaluating",
-) -> Iterator[tuple[int, Reading]]:
-    """Read whole documents until `limit` tokens are reached; give (row of the group's first token, reading)."""
+) -> Iterator[tuple[int, Batch]]:
+    """Read whole documents until `limit` tokens are reached; give (row of the group's first token, batch)."""
     if limit is not None and limit < 1:
         raise ParameterError(f"limit must be at least 1 token, not {limit}.")
     first = characters = 0
@@ -166,10 +206,10 @@ def read_all(
         for group in _groups(mixture, documents, limit, tally):
             tokens, new = sum(map(len, group)), tally.characters - characters
             done = 0
-            for reading in mixture.lm.read(group, mixture.window, batch_tokens=batch_tokens):
-                yield first, reading
-                before, done = done, done + len(reading.rows)
-                advance(len(reading.rows) if limit else new * done // tokens - new * before // tokens)
+            for batch in mixture.read(group, batch_tokens=batch_tokens):
+                yield first, batch
+                before, done = done, done + len(batch.rows)
+                advance(len(batch.rows) if limit else new * done // tokens - new * before // tokens)
             first += tokens
             characters += new
     if not tally.tokens:
@@ -184,7 +224,8 @@ def _groups(
     for document in documents:
         tokens = mixture.lm.encode(document.text)
         group.append(tokens)
-        tally.add(document, len(tokens), remembered=mixture.memory.store.holds(document.text))
+        remembered = mixture.home is not None and mixture.home.holds(document.text)
+        tally.add(document, len(tokens), remembered=remembered)
         enough = limit is not None and tally.tokens >= limit
         if enough or sum(map(len, group)) >= _GROUP:
             yield group

@@ -1,20 +1,23 @@
-"""Say which stored contexts spoke for each token of a text, and how loudly. Knows nothing about indexes."""
+"""Say which contexts spoke for each token of a text, and how loudly. Knows nothing about indexes."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from knnlm.errors import CorpusError, ParameterError
-from knnlm.lm import Reading
-from knnlm.memory import Found, Votes
-from knnlm.mixture import Mixture
+from knnlm.memory import CacheMemory, KnnMemory, Poll
+from knnlm.mixture import Batch, Mixture
+
+_BEFORE, _AFTER = 12, 8  # tokens around a neighbour
+_HERE = "this text"
 
 
 @dataclass(frozen=True)
 class Voice:
-    """One neighbour: the token it votes for, with what weight, and where it stands."""
+    """One neighbour: the token it votes for, with what weight in its memory, and where it stands."""
 
+    memory: str
     weight: float
     distance: float
     token: str
@@ -26,13 +29,23 @@ class Voice:
 
 
 @dataclass(frozen=True)
+class Share:
+    """One memory: how probable it found the token, and how much it counted here."""
+
+    memory: str
+    p: float
+    weight: float
+
+
+@dataclass(frozen=True)
 class TokenExplanation:
     """One token of the text: how probable it was, and who said so."""
 
     token: str
     p_lm: float
-    p_knn: float
+    p_knn: float | None  # by the first store; None where there is none
     p: float
+    shares: tuple[Share, ...]
     neighbours: tuple[Voice, ...]
 
 
@@ -44,42 +57,89 @@ def explain(mixture: Mixture, text: str, *, top: int = 3) -> list[TokenExplanati
     if not tokens:
         raise CorpusError("There is nothing to explain: the text is empty.")
     explained: dict[int, TokenExplanation] = {}
-    for reading in mixture.lm.read([tokens], mixture.window, batch_tokens=1024):
-        for row, explanation in _explain_reading(mixture, reading, top):
+    for batch in mixture.read([tokens]):
+        for row, explanation in _Explainer(mixture, tokens, batch, top).each():
             explained[row] = explanation
     return [replace(explained[row], token=piece) for row, piece in enumerate(mixture.lm.pieces(tokens))]
 
 
-def _explain_reading(mixture: Mixture, reading: Reading, top: int) -> Iterator[tuple[int, TokenExplanation]]:
-    assert reading.logits is not None
-    found = mixture.memory.search(reading.keys)
-    votes = mixture.memory.vote(found)
-    prediction = mixture.mix(reading.logits, votes)
-    each = prediction.each_of(reading.targets)
-    columns = [*each.exp().T.tolist(), prediction.weigh(each).exp().tolist()]
-    # Neighbours come nearest first, so the first ones are the loudest.
-    for number, (row, target) in enumerate(zip(reading.rows.tolist(), reading.targets.tolist(), strict=True)):
-        voices = [
-            _voice(mixture, found, votes, (number, place), target)
-            for place in range(min(top, found.ids.shape[1]))
-            if found.ids[number, place] >= 0
-        ]
-        p_lm, p_knn, p = (column[number] for column in columns)
-        yield row, TokenExplanation(mixture.lm.decode([target]), p_lm, p_knn, p, tuple(voices))
+class _Explainer:
+    """Explains the positions of one batch of one text."""
 
+    def __init__(self, mixture: Mixture, tokens: Sequence[int], batch: Batch, top: int) -> None:
+        self.mixture = mixture
+        self.tokens = tokens
+        self.batch = batch
+        self.top = top
+        context, lm, self.answers = mixture.ask(batch.logits, batch.context)
+        prediction = mixture.mix(context, lm, self.answers)
+        logs = prediction.each_of(batch.targets)  # (N, M)
+        self.p = prediction.weigh(logs).exp().tolist()
+        self.parts = logs.exp().cpu()
+        self.weights = prediction.weights.cpu()
 
-def _voice(mixture: Mixture, found: Found, votes: Votes, at: tuple[int, int], target: int) -> Voice:
-    store = mixture.memory.store
-    row, value = int(found.ids[at]), int(found.values[at])
-    document = store.document_at(row)
-    before, after = store.around(row, before=12, after=8)
-    return Voice(
-        weight=float(votes.log_weights[at].exp()),
-        distance=float(found.distances[at]),
-        token=mixture.lm.decode([value]),
-        agrees=value == target,
-        document=document.id,
-        source=document.source,
-        before=mixture.lm.decode(before),
-        after=mixture.lm.decode(after[1:]),
-    )
+    def each(self) -> Iterator[tuple[int, TokenExplanation]]:
+        """Give (row, explanation)."""
+        rows, targets = self.batch.rows.tolist(), self.batch.targets.tolist()
+        knn = next((n for n, memory in enumerate(self.mixture.memories) if isinstance(memory, KnnMemory)), None)
+        for number, (row, target) in enumerate(zip(rows, targets, strict=True)):
+            shares = self._shares(number)
+            yield (
+                row,
+                TokenExplanation(
+                    token=self.mixture.lm.decode([target]),
+                    p_lm=float(self.parts[number, 0]),
+                    p_knn=None if knn is None else shares[knn].p,
+                    p=self.p[number],
+                    shares=tuple(shares),
+                    neighbours=tuple(self._voices(number, target)),
+                ),
+            )
+
+    def _shares(self, number: int) -> list[Share]:
+        """Say what each memory gave, over all of its parts, and what they weighed together."""
+        shares = []
+        first = 1
+        for label, memory in zip(self.mixture.labels, self.mixture.memories, strict=True):
+            last = first + len(memory.part_names)
+            weight = float(self.weights[number, first:last].sum())
+            given = self.parts[number, first:last]
+            mixed = float((given * self.weights[number, first:last]).sum())
+            # Where its parts weigh nothing, the first of them speaks for the memory.
+            shares.append(Share(label, mixed / weight if weight > 0 else float(given[0]), weight))
+            first = last
+        return shares
+
+    def _voices(self, number: int, target: int) -> Iterator[Voice]:
+        # Neighbours come nearest first, so the first ones are the loudest.
+        for label, memory, answer in zip(self.mixture.labels, self.mixture.memories, self.answers, strict=True):
+            if isinstance(answer, Poll) and isinstance(memory, KnnMemory | CacheMemory):
+                for place in range(min(self.top, answer.found.ids.shape[1])):
+                    if answer.found.ids[number, place] >= 0:
+                        yield self._voice(label, memory, answer, (number, place), target)
+
+    def _voice(
+        self, label: str, memory: KnnMemory | CacheMemory, answer: Poll, at: tuple[int, int], target: int
+    ) -> Voice:
+        row, value = int(answer.found.ids[at]), int(answer.found.values[at])
+        if isinstance(memory, KnnMemory):
+            document = memory.store.document_at(row)
+            before, after = memory.store.around(row, before=_BEFORE, after=_AFTER)
+            where = document.id, document.source
+        else:
+            before, after = self.tokens[max(0, row - _BEFORE) : row], self.tokens[row : row + _AFTER]  # type: ignore[assignment]
+            where = _HERE, _HERE
+        decode = self.mixture.lm.decode
+        # Counted over the neighbours that vote; one beyond the first setting's k has no voice in it.
+        votes = answer.parts[0].log_weights
+        return Voice(
+            memory=label,
+            weight=float(votes[at].exp()) if at[1] < votes.shape[1] else 0.0,
+            distance=float(answer.found.distances[at]),
+            token=decode([value]),
+            agrees=value == target,
+            document=where[0],
+            source=where[1],
+            before=decode(before),
+            after=decode(after[1:]),
+        )

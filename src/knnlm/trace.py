@@ -1,37 +1,104 @@
-"""What one pass over a text saw: p_LM of each target and its neighbours. Knows nothing about settings.
+"""What one pass over a text saw: what the model and each memory said of every target. Knows nothing about settings.
 
-With a trace, every sweep over k, τ and λ is arithmetic, and the model never runs again.
+With a trace, every sweep over k and τ and every fit of weights is arithmetic, and the model never runs again.
 
     trace/
-      trace.json       the memory, the text, the metric, how much was read
-      targets.npy      (N,) the token that came
-      log_p.npy        (N,) the model's log-probability of it
-      distances.npy    (N, k) of the neighbours, ascending; inf = none
-      values.npy       (N, k) the tokens the neighbours vote for; -1 = none; equal to the target = a hit
+      trace.json         the memories, the text, how much was read
+      targets.npy        (N,) the token that came
+      documents.npy      (N,) which document it is in, and positions.npy, where in it; tokens.npy, the token before it
+      log_p.npy          (N,) the model's log-probability of the target
+      signals.npy        (N, F) how sure the model seemed, and choice.npy, (N,) the token it found most probable
+      0/, 1/, …          one folder for each memory; of one that finds neighbours:
+        distances.npy    (N, k) ascending; inf = none
+        values.npy       (N, k) the tokens they vote for; -1 = none; equal to the target = a hit
+        counts.npy       (N, k) how many contexts each stands for, where that is not one
+        model.npy        (N, 64) the model's log-probability of the nearest ones' tokens
+                         and of any other:
+        log_p.npy        (N, P) log-probability of the target by each of its parts; NaN = it abstains
+        signals.npy      (N, F), choice.npy (N,), of_choice.npy (N,), model_of_choice.npy (N,): see `Evidence`
 """
 
 from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from knnlm.corpus import Document
 from knnlm.datastore.segment import ArrayWriter, open_array, writing
 from knnlm.errors import DatastoreError
 from knnlm.evaluation import Tally, read_all
-from knnlm.memory import Logits
-from knnlm.mixture import Mixture
+from knnlm.memory import NEAR, Answer, CacheMemory, Context, Found, KnnMemory, Memory, Poll, Setting, Spoken
+from knnlm.mixture import Batch, Mixture
+from knnlm.mixture.evidence import Evidence, Place, evidence, place
 from knnlm.progress import Progress, silent
 
 _FILE = "trace.json"
+_FACTS = {"text", "fingerprint", "documents", "words", "characters", "bytes", "remembered", "memories", "vocab_size"}
+
+
+@dataclass(frozen=True)
+class MemoryTrace:
+    """What one memory said; its arrays are mapped, not read."""
+
+    facts: dict[str, Any]  # label, kind, k, metric, parts, signals
+    arrays: dict[str, NDArray[Any]]
+    vocab_size: int
+
+    @property
+    def label(self) -> str:
+        """What the memory is called."""
+        return str(self.facts["label"])
+
+    @property
+    def polls(self) -> bool:
+        """Whether it finds neighbours, so that k and τ can be chosen."""
+        return "distances" in self.arrays
+
+    @property
+    def distances(self) -> NDArray[np.float32]:
+        """Distances of the (N, k) neighbours."""
+        return self.arrays["distances"]
+
+    def found(self, rows: slice, *, device: str = "cpu") -> Found:
+        """Give the neighbours of some rows."""
+        values = _tensor(self.arrays["values"][rows]).to(device).long()
+        counts = _tensor(self.arrays["counts"][rows]).to(device) if "counts" in self.arrays else None
+        # An id below 0 is all that votes need.
+        return Found(values, _tensor(self.distances[rows]).to(device), values, counts)
+
+    def poll(self, rows: slice, settings: Sequence[Setting], *, device: str = "cpu") -> Poll:
+        """Let the neighbours of some rows vote."""
+        return Poll(self.found(rows, device=device), settings, self.vocab_size)
+
+    def log_p(self, rows: slice, targets: Tensor, settings: Sequence[Setting], *, device: str = "cpu") -> Tensor:
+        """Give (n, P) log-probabilities of targets by each part; NaN where it abstains."""
+        if not self.polls:
+            return _tensor(self.arrays["log_p"][rows])
+        parts = self.poll(rows, settings, device=device).parts
+        return torch.stack([part.of(targets).masked_fill(part.abstains(), torch.nan) for part in parts], 1)
+
+    def evidence(self, rows: slice, choice: Tensor, settings: Sequence[Setting], *, device: str = "cpu") -> Evidence:
+        """Give what a gate looks at; `choice` is the model's."""
+        if not self.polls:
+            names = ("signals", "of_choice", "choice", "model_of_choice")
+            return Evidence(*(_tensor(self.arrays[name][rows]) for name in names))
+        poll = self.poll(rows, settings[:1], device=device)
+        top = poll.top()
+        near = poll.found.values[:, :NEAR]
+        model = _tensor(self.arrays["model"][rows]).to(device)
+        same = (near == top[:, None]) & (top >= 0)[:, None]
+        of_top = torch.cat([model.new_full((len(top), 1), -torch.inf), model.masked_fill(~same, -torch.inf)], 1).amax(1)
+        return Evidence(poll.signals(), poll.parts[0].of(choice), top, of_top)
 
 
 @dataclass(frozen=True)
@@ -40,8 +107,12 @@ class Trace:
 
     targets: NDArray[np.int32]  # (N,)
     log_p: NDArray[np.float32]  # (N,)
-    distances: NDArray[np.float32]  # (N, k)
-    values: NDArray[np.int32]  # (N, k)
+    signals: NDArray[np.float32]  # (N, F)
+    choice: NDArray[np.int32]  # (N,)
+    documents: NDArray[np.int32]  # (N,)
+    positions: NDArray[np.int32]  # (N,)
+    tokens: NDArray[np.int32]  # (N,)
+    memories: list[MemoryTrace]
     facts: dict[str, Any]
 
     @classmethod
@@ -50,24 +121,66 @@ class Trace:
         folder = Path(path)
         try:
             facts = json.loads((folder / _FILE).read_text())
-            rows, k = int(facts["tokens"]), int(facts["k"])
-            if (
-                missing := {"metric", "text", "fingerprint", "documents", "words", "characters", "bytes", "remembered"}
-                - facts.keys()
-            ):
+            rows, vocab_size = int(facts["tokens"]), int(facts["vocab_size"])
+            if missing := _FACTS - facts.keys():
                 raise KeyError(min(missing))
+            memories = [
+                _open_memory(folder / str(number), one, rows, vocab_size)
+                for number, one in enumerate(facts["memories"])
+            ]
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise DatastoreError(f"{folder} is not a trace ({error}). Make one with: knnlm eval --save-trace") from None
+        whole = {
+            name: open_array(folder / f"{name}.npy", np.int32, (rows,))
+            for name in ("targets", "choice", "documents", "positions", "tokens")
+        }
         return cls(
-            targets=open_array(folder / "targets.npy", np.int32, (rows,)),
             log_p=open_array(folder / "log_p.npy", np.float32, (rows,)),
-            distances=open_array(folder / "distances.npy", np.float32, (rows, k)),
-            values=open_array(folder / "values.npy", np.int32, (rows, k)),
+            signals=open_array(folder / "signals.npy", np.float32, (rows, len(facts["signals"]))),
+            memories=memories,
             facts=facts,
+            **whole,
         )
 
     def __len__(self) -> int:
         return len(self.targets)
+
+    def blocks(self, device: str = "cpu") -> Iterator[slice]:
+        """Give some rows at a time, more where there is more room."""
+        size = 1024 if device == "cpu" else 16_384
+        for start in range(0, len(self), size):
+            yield slice(start, min(start + size, len(self)))
+
+    def place(self, rows: slice) -> Place:
+        """Say where some rows are."""
+        return Place(_tensor(self.positions[rows]).long(), _tensor(self.tokens[rows]).long())
+
+
+def _tensor(array: NDArray[Any]) -> Tensor:
+    return torch.from_numpy(np.array(array))
+
+
+def _open_memory(folder: Path, facts: dict[str, Any], rows: int, vocab_size: int) -> MemoryTrace:
+    k, parts, signals = int(facts["k"]), len(facts["parts"]), len(facts["signals"])
+    shapes: dict[str, tuple[type, tuple[int, ...]]]
+    if k >= 0:
+        shapes = {
+            "distances": (np.float32, (rows, k)),
+            "values": (np.int32, (rows, k)),
+            "model": (np.float32, (rows, min(k, NEAR))),
+        }
+        if facts["counted"]:
+            shapes["counts"] = (np.float32, (rows, k))
+    else:
+        shapes = {
+            "log_p": (np.float32, (rows, parts)),
+            "signals": (np.float32, (rows, signals)),
+            "choice": (np.int32, (rows,)),
+            "of_choice": (np.float32, (rows,)),
+            "model_of_choice": (np.float32, (rows,)),
+        }
+    arrays = {name: open_array(folder / f"{name}.npy", dtype, shape) for name, (dtype, shape) in shapes.items()}
+    return MemoryTrace(facts, arrays, vocab_size)
 
 
 def record(
@@ -87,19 +200,14 @@ def record(
     if folder.exists():
         raise DatastoreError(f"{folder} exists already. Choose another folder for the trace, or remove it.")
     partial = folder.with_name(folder.name + ".partial")
-    memory = mixture.memory
-    k = max(1, min(k or memory.k, memory.store.rows))
     tally = Tally()
     with writing(partial):
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
     try:
         with ExitStack() as stack:
-            targets = stack.enter_context(ArrayWriter(partial / "targets.npy", np.int32))
-            log_p = stack.enter_context(ArrayWriter(partial / "log_p.npy", np.float32))
-            distances = stack.enter_context(ArrayWriter(partial / "distances.npy", np.float32, (k,)))
-            values = stack.enter_context(ArrayWriter(partial / "values.npy", np.int32, (k,)))
-            for first, reading in read_all(
+            writer = _Writer(mixture, partial, stack, k)
+            for first, batch in read_all(
                 mixture,
                 documents,
                 tally=tally,
@@ -109,20 +217,8 @@ def record(
                 progress=progress,
                 what="tracing",
             ):
-                assert reading.logits is not None
-                found = memory.search(reading.keys, k)
-                rows = (reading.rows + first).numpy()
-                targets.put(rows, reading.targets.cpu().numpy())
-                log_p.put(rows, Logits(reading.logits).of(reading.targets).cpu().numpy())
-                distances.put(rows, found.distances.cpu().numpy())
-                values.put(rows, found.values.cpu().numpy())
-        facts = {
-            "k": k,
-            "metric": memory.index.metric,
-            "memory": str(memory.store.path),
-            "fingerprint": memory.store.fingerprint,
-            "text": list(sources) or tally.sources,
-        }
+                writer.put(first, batch)
+        facts = writer.facts() | {"text": list(sources) or tally.sources}
         with writing(partial):
             (partial / _FILE).write_text(json.dumps({**facts, **asdict(tally)}, indent=2))
             partial.rename(folder)
@@ -130,3 +226,114 @@ def record(
         shutil.rmtree(partial, ignore_errors=True)
         raise
     return Trace.open(folder)
+
+
+class _Writer:
+    """Writes what was seen, batch by batch."""
+
+    def __init__(self, mixture: Mixture, folder: Path, stack: ExitStack, k: int | None) -> None:
+        self.mixture = mixture
+        self.folder = folder
+        self.stack = stack
+        self.arrays: dict[str, ArrayWriter] = {}
+        self.document_rows: dict[int, int] = {}
+        self.ks = [_width(memory, k) for memory in mixture.memories]
+        self.counted = [False] * len(mixture.memories)
+
+    def put(self, first: int, batch: Batch) -> None:
+        """Write one batch; `first` is the row of its group's first token."""
+        rows = (batch.rows + first).numpy()
+        lm = Spoken(batch.logits)
+        where = place(batch.context)
+        begins = batch.rows + first - where.positions  # the row of the document's first token
+        self._write("targets", rows, batch.targets, np.int32)
+        self._write("documents", rows, begins, np.int32)
+        self._write("positions", rows, where.positions, np.int32)
+        self._write("tokens", rows, where.tokens, np.int32)
+        self._write("log_p", rows, lm.parts[0].of(batch.targets), np.float32)
+        self._write("signals", rows, lm.signals(), np.float32)
+        self._write("choice", rows, lm.top(), np.int32)
+        for number, memory in enumerate(self.mixture.memories):
+            if isinstance(memory, KnnMemory | CacheMemory):
+                self._put_neighbours(number, rows, lm, _search(memory, batch.context, self.ks[number]))
+            else:
+                self._put_answer(number, rows, lm, memory.predict(batch.context), batch.targets)
+
+    def _put_neighbours(self, number: int, rows: NDArray[np.int64], lm: Spoken, found: Found) -> None:
+        self.ks[number] = found.distances.shape[1]
+        self._write(f"{number}/distances", rows, found.distances, np.float32)
+        self._write(f"{number}/values", rows, found.values, np.int32)
+        near = found.values[:, :NEAR]
+        self._write(f"{number}/model", rows, _of_each(lm, near), np.float32)
+        if found.counts is not None:
+            self.counted[number] = True
+            self._write(f"{number}/counts", rows, found.counts, np.float32)
+
+    def _put_answer(self, number: int, rows: NDArray[np.int64], lm: Spoken, answer: Answer, targets: Tensor) -> None:
+        logs = [part.of(targets).masked_fill(part.abstains(), torch.nan) for part in answer.parts]
+        seen = evidence(answer, lm)
+        self._write(f"{number}/log_p", rows, torch.stack(logs, 1), np.float32)
+        self._write(f"{number}/signals", rows, seen.signals, np.float32)
+        self._write(f"{number}/choice", rows, seen.choice, np.int32)
+        self._write(f"{number}/of_choice", rows, seen.of_choice, np.float32)
+        self._write(f"{number}/model_of_choice", rows, seen.model_of_choice, np.float32)
+
+    def _write(self, name: str, rows: NDArray[np.int64], values: Tensor, dtype: type) -> None:
+        if name not in self.arrays:
+            file = self.folder / f"{name}.npy"
+            file.parent.mkdir(exist_ok=True)
+            self.arrays[name] = self.stack.enter_context(ArrayWriter(file, dtype, tuple(values.shape[1:])))
+        self.arrays[name].put(rows, values.cpu().numpy())
+
+    def facts(self) -> dict[str, Any]:
+        """Say what was mixed."""
+        mixture = self.mixture
+        memories = [
+            {
+                "label": label,
+                "kind": memory.name,
+                "k": k,
+                "metric": _metric(memory),
+                "counted": counted,
+                "parts": list(memory.part_names),
+                "signals": list(memory.signal_names),
+            }
+            for label, memory, k, counted in zip(mixture.labels, mixture.memories, self.ks, self.counted, strict=True)
+        ]
+        home = mixture.home
+        return {
+            "memory": str(home.path) if home else None,
+            "fingerprint": home.fingerprint if home else None,
+            "vocab_size": mixture.lm.vocab_size,
+            "signals": ["top", "second", "entropy"],
+            "memories": memories,
+        }
+
+
+def _width(memory: Memory, k: int | None) -> int:
+    """Say how many neighbours of a memory are kept; -1: it has none."""
+    if isinstance(memory, KnnMemory):
+        return max(1, min(k or max(setting.k for setting in memory.settings), memory.store.key_count))
+    if isinstance(memory, CacheMemory):
+        return min(memory.horizon, max(setting.k for setting in memory.settings))
+    return -1
+
+
+def _search(memory: KnnMemory | CacheMemory, context: Context, k: int) -> Found:
+    if isinstance(memory, CacheMemory):
+        return memory.search(context, k)
+    return memory.search(context.seen[memory.source], k)
+
+
+def _metric(memory: Memory) -> str | None:
+    if isinstance(memory, KnnMemory):
+        return memory.index.metric
+    return memory.metric if isinstance(memory, CacheMemory) else None
+
+
+def _of_each(lm: Spoken, tokens: Tensor) -> Tensor:
+    """Give the model's log-probabilities of (N, n) tokens; those below 0 are never read."""
+    logits = lm.logits.gather(1, tokens.clamp(min=0)).float()
+    total = lm.parts[0].of(tokens[:, 0].clamp(min=0)) if tokens.shape[1] else logits.new_zeros(len(logits))
+    # log p differs from the logit by one number a row.
+    return logits - (logits[:, :1] - total[:, None]) if tokens.shape[1] else logits

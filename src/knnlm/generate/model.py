@@ -10,6 +10,7 @@ import copy
 import inspect
 import os
 import shutil
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, cast
 
@@ -27,7 +28,9 @@ from transformers import (
 from transformers.utils.generic import ModelOutput
 
 from knnlm.errors import DatastoreError, ModelError
+from knnlm.generate.state import Step, look, state_of
 from knnlm.lm import CausalLM
+from knnlm.memory import Context
 from knnlm.mixture import DEFAULTS, Mixture
 
 _BASE, _MEMORY = "base", "memory"
@@ -46,8 +49,9 @@ class KnnConfig(PreTrainedConfig):
         memory: str | None = None,
         k: int = DEFAULTS["k"],
         temperature: float = DEFAULTS["temperature"],
-        weight: float = DEFAULTS["lambda"],
+        weight: float | None = None,
         metric: str = "l2",
+        memories: str | None = None,
         **kwargs: Any,
     ) -> None:
         if isinstance(text_config, dict):
@@ -58,6 +62,7 @@ class KnnConfig(PreTrainedConfig):
         self.knn_temperature = kwargs.pop("knn_temperature", temperature)
         self.weight = weight
         self.metric = metric
+        self.memories = memories
         super().__init__(**kwargs)
 
 
@@ -134,14 +139,27 @@ class KnnForCausalLM(PreTrainedModel, GenerationMixin):
             "logits_to_keep": logits_to_keep,
         }
         inputs = {name: value for name, value in offered.items() if name in self._base_arguments and value is not None}
-        with self.mixture.lm.key_layer.capture() as kept:
+        # Before the pass, since the base model fills the cache.
+        state = state_of(past_key_values) if self.mixture.looks_back else None
+        readers, sources = self.mixture.readers, self.mixture.own_sources
+        with ExitStack() as hooks:
+            kept = [hooks.enter_context(readers.layer(source).capture()) for source in sources]
             output = self.base(input_ids=input_ids, return_dict=True, **inputs, **others)
+        keys = {source: own[-1].float() for source, own in zip(sources, kept, strict=True)}  # (B, T, D)
         logits = output.logits
-        if logits.shape[1] == kept[-1].shape[1] and isinstance(logits_to_keep, int):
+        given = input_ids if input_ids is not None else inputs_embeds
+        assert given is not None
+        if logits.shape[1] == given.shape[1] and isinstance(logits_to_keep, int):
             logits = logits[:, -logits_to_keep:]  # 0 keeps all of them
         positions = slice(-logits.shape[1], None) if isinstance(logits_to_keep, int) else logits_to_keep
-        keys = kept[-1][:, positions].float()  # (B, T', D)
-        mixed = self.mixture.predict(logits.flatten(0, 1), keys.flatten(0, 1)).log_dense()
+        if state is None:
+            context = Context({source: own[:, positions].flatten(0, 1) for source, own in keys.items()})
+        elif input_ids is None:
+            raise ModelError("This mixture looks at the tokens of the text: give input_ids, not inputs_embeds.")
+        else:
+            step = Step(input_ids, attention_mask, position_ids, positions)
+            context = look(self.mixture, step, keys, state, getattr(output, "past_key_values", None))
+        mixed = self.mixture.predict(logits.flatten(0, 1), context).log_dense()
         log_p = mixed.unflatten(0, logits.shape[:2])
         # The base model's own output with other logits: whatever kind of cache it carries goes along.
         output["logits"] = log_p
@@ -160,7 +178,7 @@ class KnnForCausalLM(PreTrainedModel, GenerationMixin):
         self.tokenizer.save_pretrained(folder)
         config = _config(self.mixture)  # as it is now, not as it was when this object was made
         config.architectures = [type(self).__name__]
-        source, copied = self.mixture.memory.store.path.resolve(), (folder / _MEMORY).resolve()
+        source, copied = _home(self.mixture).resolve(), (folder / _MEMORY).resolve()
         if copy_memory and source != copied:
             shutil.rmtree(copied, ignore_errors=True)
             shutil.copytree(source, copied, ignore=shutil.ignore_patterns("writer.lock", ".trace-*"))
@@ -193,15 +211,24 @@ class KnnForCausalLM(PreTrainedModel, GenerationMixin):
 def _config(mixture: Mixture) -> KnnConfig:
     """Describe a mixture; the base model's configuration is copied, since transformers changes what it is given."""
     base = mixture.lm.model.config
+    knn = mixture.knn
     return KnnConfig(
         copy.deepcopy(base),
-        memory=str(mixture.memory.store.path.resolve()),
-        k=mixture.memory.k,
-        temperature=mixture.memory.temperature,
-        weight=mixture.weight,
-        metric=mixture.memory.index.metric,
+        memory=str(_home(mixture).resolve()),
+        k=knn.k if knn else DEFAULTS["k"],
+        temperature=knn.temperature if knn else DEFAULTS["temperature"],
+        # Weights that are not one number are kept in the memory.
+        weight=mixture.weight if len(mixture.memories) == 1 else None,
+        metric=knn.index.metric if knn else "l2",
+        memories=",".join(mixture.labels),
         **{name: getattr(base, name, None) for name in ("bos_token_id", "eos_token_id", "pad_token_id")},
     )
+
+
+def _home(mixture: Mixture) -> Path:
+    if mixture.home is None:
+        raise ModelError("A mixture without a store has no folder to be named by. Open it with Mixture.open.")
+    return mixture.home.path
 
 
 def _for_base(kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -219,8 +246,16 @@ def _open_mixture(
     store = Datastore.open(memory)
     place: dict[str, Any] = {"key_layer": store.model["key_layer"], "layer": store.model["layer"]}
     lm = CausalLM(base, tokenizer, name=store.model["name"], **place)
+    if config.weight is None:  # as tuned
+        return Mixture.open(memory, lm, memories=config.memories, metric=config.metric)
     return Mixture.open(
-        memory, lm, k=config.k, temperature=config.knn_temperature, weight=config.weight, metric=config.metric
+        memory,
+        lm,
+        memories=config.memories,
+        k=config.k,
+        temperature=config.knn_temperature,
+        weight=config.weight,
+        metric=config.metric,
     )
 
 

@@ -1,0 +1,137 @@
+"""Generation with memories that remember the text: whatever happens to a beam happens to what its memories know."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+
+from conftest import documents
+from knnlm import CausalLM, KnnForCausalLM, Mixture, build
+from models import tiny, tiny_tokenizer
+
+FAMILIES = ["llama", "gpt2", "mistral", "gemma3", "qwen3_moe", "bloom"]
+PROMPT = "The memory of a model is the memory of a model and the memory"
+SETTINGS = {"do_sample": False, "eos_token_id": None}
+
+
+@pytest.fixture(scope="module")
+def second(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("second") / "model"
+    torch.manual_seed(11)
+    tiny("gpt2", seed=4).save_pretrained(folder)
+    tiny_tokenizer().save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def model(request, second, tmp_path_factory):
+    """A tiny model of a family with all the memories that need to know what was read."""
+    lm = CausalLM(tiny(request.param), tiny_tokenizer(), name=request.param)
+    path = tmp_path_factory.mktemp("memories") / "memory"
+    store = build(documents(8), path, lm=lm, window=lm.window(128))  # as far as the second model reads
+    memories = f"knn:0.1,cache:0.4,ngram:0.2,lm={second}:0.2"
+    mixture = Mixture.open(store.path, lm, memories=memories, k=12, temperature=4.0, fresh=True)
+    return KnnForCausalLM(mixture)
+
+
+def prompt(model):
+    return model.mixture.lm.prompt(PROMPT)
+
+
+def by_evaluation(model, ids):
+    """Log-probabilities at every position, as evaluation computes them; the first id is the start token."""
+    mixture = model.mixture
+    rows = {}
+    for batch in mixture.read([[*ids[1:], 0]]):  # one more target, so that the last position is read too
+        dense = mixture.predict(batch.logits, batch.context).log_dense()
+        rows |= dict(zip(batch.rows.tolist(), dense, strict=True))
+    return torch.stack([rows[row] for row in range(len(ids))])
+
+
+def test_a_whole_text_is_scored_as_in_evaluation(model):
+    ids = prompt(model)
+    with torch.no_grad():
+        logits = model(torch.tensor([ids])).logits[0]
+    torch.testing.assert_close(logits.exp(), by_evaluation(model, ids).exp(), rtol=1e-3, atol=1e-5)
+    torch.testing.assert_close(logits.exp().sum(1), torch.ones(len(ids)), rtol=1e-4, atol=1e-4)
+
+
+@torch.no_grad()
+def test_steps_with_a_cache_equal_the_whole_text_at_once(model):
+    ids = torch.tensor([prompt(model)])
+    whole = model(ids, use_cache=False).logits
+    past, steps = None, []
+    for begin, end in ((0, 5), (5, 6), (6, 9), *((n, n + 1) for n in range(9, ids.shape[1]))):
+        output = model(ids[:, begin:end], past_key_values=past, use_cache=True)
+        past = output.past_key_values
+        steps.append(output.logits)
+    torch.testing.assert_close(torch.cat(steps, 1).exp(), whole.exp(), rtol=1e-3, atol=1e-5)
+
+
+def test_greedy_with_and_without_a_cache_are_the_same(model):
+    ids = torch.tensor([prompt(model)])
+    made = [model.generate(ids, max_new_tokens=10, use_cache=cached, **SETTINGS).tolist() for cached in (True, False)]
+    assert made[0] == made[1]
+
+
+def test_a_batch_with_left_padding_gives_what_each_prompt_gives_alone(model):
+    tokenizer = copy.deepcopy(model.tokenizer)
+    tokenizer.padding_side = "left"
+    chosen = [model.mixture.lm.encode(text) for text in (PROMPT, "When", "In 1998 the library had the library")]
+    batch = tokenizer.pad({"input_ids": chosen}, return_tensors="pt")
+    made = model.generate(**batch, max_new_tokens=8, **SETTINGS)
+    for row, ids in zip(made, chosen, strict=True):
+        alone = model.generate(torch.tensor([ids]), max_new_tokens=8, **SETTINGS)
+        assert row[-8:].tolist() == alone[0, -8:].tolist()
+
+
+def test_beams_score_each_hypothesis_by_its_own_past(model):
+    ids = torch.tensor([prompt(model)])
+    made = model.generate(
+        ids,
+        num_beams=5,
+        num_return_sequences=5,
+        max_new_tokens=6,
+        eos_token_id=None,
+        output_scores=True,
+        return_dict_in_generate=True,
+        length_penalty=0.0,
+    )
+    for sequence, score in zip(made.sequences, made.sequences_scores, strict=True):
+        log_p = by_evaluation(model, sequence.tolist())[ids.shape[1] - 1 : -1]
+        again = log_p.gather(1, sequence[ids.shape[1] :, None]).sum()
+        assert score.item() == pytest.approx(again.item(), abs=2e-2)
+
+
+def test_tokens_that_were_guessed_and_taken_back_are_forgotten(model):
+    ids = torch.tensor([prompt(model)])
+    plain = model.generate(ids, max_new_tokens=10, **SETTINGS)
+    guessed = model.generate(ids, max_new_tokens=10, prompt_lookup_num_tokens=3, **SETTINGS)
+    assert guessed.tolist() == plain.tolist()
+
+
+def test_a_cache_that_was_filled_without_the_memory_is_refused(model):
+    from knnlm.errors import ModelError
+
+    ids = torch.tensor([prompt(model)])
+    with torch.no_grad():
+        past = model.base(ids[:, :-1], use_cache=True).past_key_values
+    with pytest.raises(ModelError, match="filled without the memory"):
+        model(ids[:, -1:], past_key_values=past)
+
+
+def test_it_is_saved_with_its_memories_and_opened_again(model, tmp_path):
+    from knnlm.tuning import tune
+
+    mixture = model.mixture
+    labels = ",".join(mixture.labels)
+    fresh = Mixture.open(mixture.home.path, mixture.lm, memories=labels, fresh=True)
+    tune(fresh, documents(3, start=60), weights="fitted")
+    tuned = KnnForCausalLM(Mixture.open(mixture.home.path, mixture.lm))
+    tuned.save_pretrained(tmp_path / "saved")
+    again = KnnForCausalLM.from_pretrained(tmp_path / "saved")
+    ids = torch.tensor([prompt(model)])
+    with torch.no_grad():
+        torch.testing.assert_close(again(ids).logits, tuned(ids).logits, rtol=1e-4, atol=1e-4)
