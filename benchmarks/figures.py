@@ -60,7 +60,9 @@ def measure(corpus: Path, memory: Path, lm: CausalLM, options: argparse.Namespac
         k, temperature, weight = options.at.split(",")
         settings = {"k": int(k), "temperature": float(temperature), "weight": float(weight)}
     else:
-        knnlm.tune(Mixture.open(memory, lm), split(corpus, "valid"), sources=["valid"], limit=options.limit)
+        knnlm.tune(
+            Mixture.open(memory, lm), split(corpus, "valid"), weights="fixed", sources=["valid"], limit=options.limit
+        )
     tuned = time.perf_counter()
     test = list(first(split(corpus, "test"), lm, options.limit))
     found = knnlm.evaluate(Mixture.open(memory, lm, **settings), test, batch_tokens=options.batch)

@@ -18,12 +18,22 @@ ROWS = [
     {"datastore"},
     {"memory"},
     {"mixture"},
-    {"evaluation", "trace", "tuning", "generate", "explanation"},
-    {"demo"},
+    {"evaluation", "trace", "sweeping", "fitting", "tuning", "generate", "explanation", "distill", "prune"},
+    {"demo", "report"},
     {"cli"},
 ]
 # Within a row, who may import whom; the others know nothing of each other.
-WITHIN = {("trace", "evaluation"), ("tuning", "evaluation"), ("tuning", "trace")}
+WITHIN = {
+    ("trace", "evaluation"),
+    ("sweeping", "evaluation"),
+    ("sweeping", "trace"),
+    ("fitting", "evaluation"),
+    ("fitting", "sweeping"),
+    ("fitting", "trace"),
+    ("tuning", "fitting"),
+    ("tuning", "sweeping"),
+    ("tuning", "trace"),
+}
 ROW_OF = {name: number for number, row in enumerate(ROWS) for name in row}
 FILES = sorted(file for file in SOURCE.rglob("*.py") if file.parent != SOURCE or not file.name.startswith("__"))
 

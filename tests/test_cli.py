@@ -13,12 +13,14 @@ import sys
 import time
 
 import pytest
+import torch
 
+import oracle
 from conftest import WORDS, documents
-from knnlm import Mixture, evaluate
+from knnlm import Datastore, Mixture, evaluate
 from knnlm.cli.app import app, run
 
-COMMANDS = ["build", "index", "tune", "eval", "generate", "explain", "info", "demo"]
+COMMANDS = ["build", "index", "tune", "eval", "generate", "explain", "info", "distill", "prune", "report", "demo"]
 
 
 def knnlm(capfd, *arguments) -> tuple[int, str, str]:
@@ -86,7 +88,7 @@ def test_the_examples_run_as_they_stand(texts, model_folder, tmp_path, monkeypat
     (tmp_path / "docs").symlink_to(texts / "docs")
     (tmp_path / "held-out.txt").symlink_to(texts / "held-out.txt")
     lines = examples()
-    for name in ("build", "index", "tune", "eval", "generate", "explain", "info"):
+    for name in ("build", "index", "tune", "eval", "generate", "explain", "info", "distill", "prune"):
         arguments = shlex.split(lines[name])[1:] + (["--model", str(model_folder)] if name == "build" else [])
         code, out, err = knnlm(capfd, *arguments)
         assert code == 0, err
@@ -114,6 +116,7 @@ def test_eval_prints_what_the_library_computes(memory, texts, lm, capfd):
     figures = json.loads(out)
     mixture = Mixture.open(memory, lm, k=7, temperature=3.0, weight=0.2)
     right = evaluate(mixture, documents(1, words=150, start=50)).as_dict()
+    assert figures.pop("memories") == right.pop("memories")
     for name, value in right.items():
         if name not in ("seconds", "tokens_per_second"):
             assert figures[name] == (value if isinstance(value, str) else pytest.approx(value, rel=1e-5)), name
@@ -124,7 +127,8 @@ def test_eval_prints_what_the_library_computes(memory, texts, lm, capfd):
 def test_tune_stores_its_choice_and_eval_uses_it(texts, model_folder, tmp_path, capfd):
     memory = tmp_path / "m"
     assert run(["build", str(texts / "docs"), "--out", str(memory), "--model", str(model_folder)]) == 0
-    code, out, _ = knnlm(capfd, "tune", memory, texts / "held-out.txt", "--json")
+    alone = ("--memory", "knn", "--weights", "fixed")
+    code, out, _ = knnlm(capfd, "tune", memory, texts / "held-out.txt", *alone, "--json")
     assert code == 0
     tuned = json.loads(out[out.index("{") :])
     assert tuned["chosen_on"] == [str(texts / "held-out.txt")]
@@ -137,7 +141,9 @@ def test_tune_stores_its_choice_and_eval_uses_it(texts, model_folder, tmp_path, 
     ]
     assert figures["perplexity"] == pytest.approx(tuned["perplexity"], rel=1e-3)
     code, out, _ = knnlm(
-        capfd, "tune", memory, "--trace", trace, "--k", "1,4", "--temperature", "2", "--lambda", "0.1,0.2", "--json"
+        capfd,
+        *("tune", memory, "--trace", trace, "--weights", "fixed", "--json"),
+        *("--k", "1,4", "--temperature", "2", "--lambda", "0.1,0.2"),
     )
     assert code == 0
     again = json.loads(out)
@@ -157,7 +163,6 @@ def test_generate_with_and_without_memory(memory, capfd, lm):
         assert code == 0
         made[extra] = json.loads(out)
     assert made[()]["text"] != made[("--no-memory",)]["text"]
-    import torch
 
     ids = torch.tensor([lm.prompt(prompt)])
     plain = lm.model.generate(ids, max_new_tokens=5, do_sample=False)
@@ -283,12 +288,26 @@ def test_a_finished_memory_is_not_built_over(memory, texts, model_folder, capfd)
     assert "finished memory already" in line
 
 
-def test_a_memory_of_another_model_names_both(memory, texts, tmp_path, capfd):
+def test_another_model_is_given_the_memory_and_one_with_another_tokenizer_is_refused(memory, texts, tmp_path, capfd):
     from models import tiny, tiny_tokenizer
 
-    tiny("llama", seed=9).save_pretrained(tmp_path / "other")
-    tiny_tokenizer().save_pretrained(tmp_path / "other")
-    line = failure(capfd, "eval", memory, texts / "held-out.txt", "--model", tmp_path / "other")
+    other = tiny("llama", seed=9)
+    other.save_pretrained(tmp_path / "other")
+    tokenizer = tiny_tokenizer()
+    tokenizer.save_pretrained(tmp_path / "other")
+    text = ("eval", memory, texts / "held-out.txt")
+    code, out, err = knnlm(capfd, *text, "--model", tmp_path / "other", "--k", 7, "--lambda", 0.5, "--json")
+    assert code == 0, err
+    figures = json.loads(out)
+    tokens = tokenizer((texts / "held-out.txt").read_text(), add_special_tokens=False)["input_ids"]
+    window = Datastore.open(memory).window
+    module = other.model.layers[-1].mlp
+    _, probabilities = oracle.read_token_by_token(other, module, tokens, start_token=tokenizer.bos_token_id, **window)
+    right = oracle.perplexity(probabilities[range(len(tokens)), tokens])
+    assert figures["base_perplexity"] == pytest.approx(right, rel=1e-4)
+    tokenizer.add_tokens(["nonsense"])
+    tokenizer.save_pretrained(tmp_path / "other")
+    line = failure(capfd, *text, "--model", tmp_path / "other")
     assert str(tmp_path / "other") in line
     assert "was built with" in line
 

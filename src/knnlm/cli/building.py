@@ -130,12 +130,13 @@ def info(memory: options.Memory, json: options.Json = False) -> None:
         "model": store.model,
         "window": store.window,
         "index": [{"spec": row.spec, "metric": row.metric} for row in indexes] or "exact",
-        "choice": store.catalog.get("choice"),
+        "choices": store.catalog.get("choices") or {},
+        "chosen": store.catalog.get("chosen"),
     }
     if json:
         screen.print_json(facts)
         return
-    model, choice = store.model, facts["choice"]
+    model, choice = store.model, facts["choices"].get(facts["chosen"])
     rows = [
         ("memory", f"{memory}"),
         (
@@ -153,8 +154,14 @@ def info(memory: options.Memory, json: options.Json = False) -> None:
 
 
 def _describe(choice: dict[str, Any]) -> str:
+    memories = []
+    for memory in choice["memories"]:
+        kind = memory["kind"] if memory["path"] is None else f"{memory['kind']}={memory['path']}"
+        votes = [f" k {k}, τ {temperature:g}" for k, temperature in memory["settings"][:1]]
+        memories.append(kind + "".join(votes))
+    weights, facts = choice["weights"], choice["facts"]
+    share = f", λ {1 - weights['values'][0]:.3g}" if "values" in weights else ""
     return (
-        f"k {choice['k']}, τ {choice['temperature']:g}, λ {choice['lambda']:g}, {choice['metric']}; chosen on "
-        f"{choice['tokens']:,} tokens of {', '.join(choice['chosen_on'])} "
-        f"(perplexity {choice['base_perplexity']:.2f} → {choice['perplexity']:.2f})"
+        f"{'; '.join(memories)}; {weights['kind']} weights{share}; chosen on {facts['tokens']:,} tokens of "
+        f"{', '.join(facts['chosen_on'])} (perplexity {facts['base_perplexity']:.2f} → {facts['perplexity']:.2f})"
     )

@@ -46,8 +46,9 @@ def demo(
     )
     with tempfile.TemporaryDirectory(prefix="knnlm-demo-") as temporary:
         shown = demonstrate(out or Path(temporary) / "memory", lm, parts=parts, progress=screen.bar)
-        # The best λ for perplexity is cautious; for one continuation the memory may speak up.
-        loud = Mixture(lm, shown.mixture.memory, weight=max(0.5, shown.mixture.weight))
+        # The best weights for perplexity are cautious; for one continuation the store may speak up.
+        assert shown.mixture.knn is not None
+        loud = Mixture(lm, shown.mixture.knn, weight=0.5)
         with screen.waiting("writing"):
             without, remembered = (
                 continue_text(loud, shown.prompt, memory=on, seed=0, stream=False, max_new_tokens=40)[0]
@@ -60,15 +61,13 @@ def demo(
         screen.print_json(figures | {"explained": tokens, "continuation": continuation})
         return
     table = Table(title="Held-out topics", title_justify="left")
-    for name in ("LM perplexity", "kNN-LM perplexity", "gain", "λ", "τ", "k", "seconds"):
+    for name in ("LM perplexity", "with memory", "gain", "mean λ", "seconds"):
         table.add_column(name, justify="right")
     table.add_row(
         f"{figures['base_perplexity']:.2f}",
         f"{figures['perplexity']:.2f}",
         f"{figures['gain']:.1%}",
-        f"{figures['lambda']:g}",
-        f"{figures['temperature']:g}",
-        f"{figures['k']}",
+        f"{figures['lambda']:.2f}",
         f"{figures['total_seconds']:.0f}",
     )
     screen.out.print(table)

@@ -3,25 +3,43 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from knnlm.cli import options, screen
+from knnlm.cli.showing import show_evaluation, show_tuning
 from knnlm.errors import ParameterError
+
+if TYPE_CHECKING:
+    from knnlm.corpus import Document
+    from knnlm.evaluation import Evaluation
+    from knnlm.mixture import Mixture
 
 
 def register(app: typer.Typer) -> None:
     """Add the commands to the app."""
-    app.command(short_help="Choose k, τ and λ on held-out text.")(tune)
+    app.command(short_help="Choose settings and weights on held-out text.")(tune)
     app.command("eval", short_help="Measure perplexity without and with the memory.")(evaluate)
 
 
 def tune(
     memory: options.Memory,
     text: Annotated[list[str] | None, typer.Argument(help="Held-out text, as for build.", show_default=False)] = None,
+    memories: Annotated[
+        str,
+        typer.Option("--memory", help="What is mixed: knn, cache, ngram, output, knn=FOLDER, lm=FOLDER, with commas."),
+    ] = "knn,cache,ngram",
+    weights: Annotated[
+        str,
+        typer.Option(
+            help="fixed (the same everywhere), fitted (the same, over several k and τ), buckets (by distance), gated "
+            "(by a small network, for each token)."
+        ),
+    ] = "gated",
     trace: Annotated[
         Path | None, typer.Option(help="Choose on a trace of eval --save-trace instead.", show_default=False)
     ] = None,
@@ -29,7 +47,7 @@ def tune(
     temperature: Annotated[
         str | None, typer.Option(help="Values to try.", show_default="20, by the distances seen")
     ] = None,
-    weights: Annotated[
+    lambdas: Annotated[
         str | None, typer.Option("--lambda", help="Values to try.", show_default="0, 0.01 … 0.99")
     ] = None,
     metric: options.Metric = None,
@@ -43,74 +61,71 @@ def tune(
 ) -> None:
     """knnlm tune memory held-out.txt
 
-    Read the text once, then try every k × τ × λ by arithmetic on what was seen. The best is stored in the memory, and
-    every other command uses it. Tune on text that is neither in the memory nor in your test.
+    Read the text once, then choose by arithmetic on what was seen: k and τ of each memory, and the weights. The choice
+    is stored in the memory, and every other command uses it. Tune on text that is neither in the memory nor in your
+    test. The paper's kNN-LM is --memory knn --weights fixed.
     """
     from knnlm import corpus
+    from knnlm.datastore import Datastore
+    from knnlm.fitting import check_weights
+    from knnlm.sweeping import LAMBDAS, Grid
     from knnlm.trace import Trace
-    from knnlm.tuning import LAMBDAS, choose, sweep
+    from knnlm.tuning import choose_from, tune_trace
     from knnlm.tuning import tune as tune_on_text
 
+    check_weights(weights)
     if (trace is None) == (not text):
         raise ParameterError("Give either TEXT or --trace to tune on.")
     if trace is not None and not (metric is None and limit is None and model is None):
         raise ParameterError("--metric, --limit and --model are those of the trace; leave them out with --trace.")
+    if lambdas is not None and weights != "fixed":
+        raise ParameterError(f"--lambda is for --weights fixed; {weights} weights are found without a grid.")
     grid: dict[str, Any] = {
         "ks": _numbers("k", k, int),
         "temperatures": _numbers("temperature", temperature, float),
-        "lambdas": _numbers("lambda", weights, float) or LAMBDAS,
+        "lambdas": _numbers("lambda", lambdas, float) or LAMBDAS,
     }
     if trace is not None:
         seen = Trace.open(trace)
-        result = sweep(seen, **grid)
-        choose(memory, result, seen)
         chosen_on = seen.facts["text"]
+        result = tune_trace(seen, Datastore.open(memory), weights=weights, grid=Grid.of(**grid), progress=screen.bar)
+        choose_from(memory, result, seen)
     else:
         chosen_on = list(text or [])
         total = screen.survey(chosen_on, text_field, limit=limit)
-        mixture = open_mixture(memory, model=model, metric=metric, rerank=not no_rerank, device=device, dtype=dtype)
+        mixture = open_mixture(
+            memory,
+            memories=memories,
+            fresh=True,
+            model=model,
+            metric=metric,
+            rerank=not no_rerank,
+            device=device,
+            dtype=dtype,
+        )
         documents = corpus.read(*chosen_on, text_field=text_field)
         result = tune_on_text(
-            mixture, documents, sources=chosen_on, limit=limit, total=total, progress=screen.bar, **grid
+            mixture,
+            documents,
+            weights=weights,
+            sources=chosen_on,
+            limit=limit,
+            total=total,
+            progress=screen.bar,
+            **grid,
         )
-    best_k, best_temperature, best_weight, perplexity = result.best
-    facts = {
-        "memory": str(memory),
-        "chosen_on": chosen_on,
-        "tokens": result.tokens,
-        "k": best_k,
-        "temperature": best_temperature,
-        "lambda": best_weight,
-        "base_perplexity": result.base_perplexity,
-        "perplexity": perplexity,
-        "settings_tried": int(result.perplexity.size),
-        "sweep_seconds": result.seconds,
-        "at_edge": result.at_edge(),
-        "documents": result.documents,
-        "remembered_documents": result.remembered,
-    }
-    if json:
-        screen.print_json(facts)
-        return
-    rows = [
-        ("chosen on", f"{result.tokens:,} tokens of {', '.join(chosen_on)}"),
-        ("k, τ, λ", f"{best_k}, {best_temperature:g}, {best_weight:g}"),
-        ("perplexity", f"{result.base_perplexity:.3f} → {perplexity:.3f} on that text; report it on another"),
-        ("sweep", f"{facts['settings_tried']:,} settings in {result.seconds:.1f} s"),
-    ]
-    if facts["at_edge"]:
-        rows.append(("note", f"best value is the last one tried of: {', '.join(result.at_edge())}"))
-    rows += _warning(result.remembered, result.documents, "what was chosen on them suits no other text")
-    screen.print_facts(rows)
+    show_tuning(memory, chosen_on, result, json=json)
 
 
 def evaluate(
     memory: options.Memory,
     text: options.Text,
+    memories: options.Memories = None,
     k: options.K = None,
     temperature: options.Temperature = None,
     weight: options.Lambda = None,
     metric: options.Metric = None,
+    skip: options.Skip = None,
     limit: options.Limit = None,
     no_rerank: options.NoRerank = False,
     save_trace: Annotated[
@@ -124,23 +139,21 @@ def evaluate(
 ) -> None:
     """knnlm eval memory held-out.txt
 
-    Score every token of the text with the model alone and with the memory.
+    Score every token of the text with the model alone and with its memories.
     """
     from knnlm import corpus
     from knnlm.evaluation import evaluate as evaluate_text
-    from knnlm.mixture.model import check_settings
-    from knnlm.trace import record
-    from knnlm.tuning import replay
 
-    check_settings(k=k, temperature=temperature, weight=weight, metric=metric)
     total = screen.survey(text, text_field, limit=limit)
     mixture = open_mixture(
         memory,
+        memories=memories,
         model=model,
         k=k,
         temperature=temperature,
         weight=weight,
         metric=metric,
+        skip=skip,
         rerank=not no_rerank,
         device=device,
         dtype=dtype,
@@ -149,57 +162,31 @@ def evaluate(
     if save_trace is None:
         found = evaluate_text(mixture, documents, limit=limit, total=total, progress=screen.bar)
     else:
-        begin = time.perf_counter()
-        trace = record(mixture, documents, save_trace, sources=text, limit=limit, total=total, progress=screen.bar)
-        found = replay(trace, k=mixture.memory.k, temperature=mixture.memory.temperature, weight=mixture.weight)
-        found = replace(found, seconds=time.perf_counter() - begin)
-    figures = found.as_dict()
-    if json:
-        screen.print_json(figures)
-        return
-    rows = [
-        (
-            "text",
-            f"{figures['tokens']:,} tokens, {figures['words']:,} words of {screen.count(found.documents, 'document')}",
-        ),
-        (
-            "perplexity",
-            f"{figures['base_perplexity']:.3f} → {figures['perplexity']:.3f}  ({figures['gain']:.1%} lower)",
-        ),
-        (
-            "  best of both",
-            f"{figures['oracle_perplexity']:.3f}, choosing the better of model and memory at each token",
-        ),
-        ("  per word", f"{figures['base_word_perplexity']:.2f} → {figures['word_perplexity']:.2f}"),
-        ("bits per byte", f"{figures['base_bits_per_byte']:.4f} → {figures['bits_per_byte']:.4f}"),
-        ("k, τ, λ", f"{figures['k']}, {figures['temperature']:g}, {figures['lambda']:g} ({figures['metric']})"),
-        ("time", f"{figures['seconds']:.1f} s, {figures['tokens_per_second']:,.0f} tokens/s"),
-        *_warning(found.remembered, found.documents, "their figures are too good"),
-    ]
-    screen.print_facts(rows)
+        found = _trace(mixture, documents, save_trace, sources=text, limit=limit, total=total)
+    show_evaluation(found, json=json)
 
 
-def _warning(remembered: int, documents: int, so: str) -> list[tuple[str, str]]:
-    """Tell a person who measures on text that is in the memory."""
-    if not remembered:
-        return []
-    return [("WARNING", f"{remembered:,} of {screen.count(documents, 'document')} are in the memory itself: {so}")]
+def _trace(mixture: Mixture, documents: Iterable[Document], path: Path, **reading: Any) -> Evaluation:
+    """Write a trace, and evaluate from it."""
+    from knnlm.fitting import evaluate_trace
+    from knnlm.trace import record
+
+    begin = time.perf_counter()
+    trace = record(mixture, documents, path, progress=screen.bar, **reading)
+    settings = [getattr(memory, "settings", ()) for memory in mixture.memories]
+    found = evaluate_trace(trace, settings, mixture.weights)
+    return replace(found, seconds=time.perf_counter() - begin)
 
 
 def open_mixture(
     memory: Path, *, model: str | None = None, device: str = "auto", dtype: str = "auto", **settings: Any
-) -> Any:
-    """Open a memory and its model, checking the settings before the model is loaded."""
-    from knnlm.datastore import Datastore
-    from knnlm.mixture import Mixture, open_reader
-    from knnlm.mixture.model import check_settings
+) -> Mixture:
+    """Open a memory and its models, without the chatter of the libraries below."""
+    from knnlm.mixture import Mixture
 
-    check_settings(**{name: settings.get(name) for name in ("k", "temperature", "weight", "metric")})
-    store = Datastore.open(memory)
     screen.quiet()
     with screen.waiting(f"opening {memory}"):
-        lm = open_reader(store, name=model, device=device, dtype=dtype)
-        return Mixture.open(memory, lm, **settings)
+        return Mixture.open(memory, model=model, device=device, dtype=dtype, **settings)
 
 
 def _numbers(name: str, given: str | None, kind: type) -> list[Any] | None:

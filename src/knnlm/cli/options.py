@@ -25,7 +25,25 @@ Dtype = Annotated[
 ]
 Reader = Annotated[
     str | None,
-    typer.Option("--model", help="The model the memory was built with, if it has moved.", show_default=False),
+    typer.Option(
+        "--model",
+        help="The language model: the one the memory was built with, where it is now, or another one with the same "
+        "tokenizer.",
+        show_default="the one the memory was built with",
+    ),
+]
+Memories = Annotated[
+    str | None,
+    typer.Option(
+        "--memory",
+        help="What is mixed: knn, cache, ngram, output, knn=FOLDER, lm=FOLDER, with commas; a weight each as in "
+        "knn:0.3,cache:0.1.",
+        show_default="as tuned, else knn",
+    ),
+]
+Skip = Annotated[
+    float | None,
+    typer.Option(help="Fraction of the searches that a gate leaves out.", show_default="0"),
 ]
 K = Annotated[int | None, typer.Option("--k", help="How many neighbours vote.", show_default="as tuned, else 1024")]
 Temperature = Annotated[

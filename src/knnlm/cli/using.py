@@ -39,10 +39,12 @@ def generate(
         int | None, typer.Option(min=0, max=2**63 - 1, help="Make sampling repeatable.", show_default=False)
     ] = None,
     no_memory: Annotated[bool, typer.Option("--no-memory", help="The model alone.")] = False,
+    memories: options.Memories = None,
     k: options.K = None,
     temperature: options.Temperature = None,
     weight: options.Lambda = None,
     metric: options.Metric = None,
+    skip: options.Skip = None,
     no_rerank: options.NoRerank = False,
     model: options.Reader = None,
     device: options.Device = "auto",
@@ -64,11 +66,13 @@ def generate(
         settings |= {"temperature": sampling_temperature, "top_p": top_p, "top_k": top_k}
     mixture = open_mixture(
         memory,
+        memories=memories,
         model=model,
         k=k,
         temperature=temperature,
         weight=weight,
         metric=metric,
+        skip=skip,
         rerank=not no_rerank,
         device=device,
         dtype=dtype,
@@ -120,10 +124,12 @@ def explain(
         str, typer.Argument(help="The text itself, a file that holds it, or - for standard input.", show_default=False)
     ],
     top: Annotated[int, typer.Option(min=0, help="How many neighbours to show for each token.")] = 3,
+    memories: options.Memories = None,
     k: options.K = None,
     temperature: options.Temperature = None,
     weight: options.Lambda = None,
     metric: options.Metric = None,
+    skip: options.Skip = None,
     no_rerank: options.NoRerank = False,
     model: options.Reader = None,
     device: options.Device = "auto",
@@ -141,11 +147,13 @@ def explain(
 
     mixture = open_mixture(
         memory,
+        memories=memories,
         model=model,
         k=k,
         temperature=temperature,
         weight=weight,
         metric=metric,
+        skip=skip,
         rerank=not no_rerank,
         device=device,
         dtype=dtype,
@@ -172,11 +180,17 @@ def _text(given: str) -> str:
     return "\n\n".join(document.text for document in corpus.read(given))
 
 
+def _short(memory: str) -> str:
+    """Name a memory as the formula does; of a path, the last folder tells enough."""
+    kind, _, path = memory.partition("=")
+    name = "kNN" if kind == "knn" else kind
+    return f"{name}={Path(path).name}" if path else name
+
+
 def explanation_table(token: TokenExplanation) -> Table:
     """Lay out one token and its neighbours."""
-    title = (
-        f"[bold]{screen.safe(token.token)}[/bold]   p_LM {token.p_lm:.3g}   p_kNN {token.p_knn:.3g}   p {token.p:.3g}"
-    )
+    said = "   ".join(f"p_{_short(share.memory)} {share.p:.3g} × {share.weight:.2f}" for share in token.shares)
+    title = f"[bold]{screen.safe(token.token)}[/bold]   p_LM {token.p_lm:.3g}   {screen.safe(said)}   p {token.p:.3g}"
     table = Table(title=title, title_justify="left", show_header=False, box=None, padding=(0, 1, 0, 2))
     table.add_column(justify="right", no_wrap=True)
     table.add_column(overflow="fold")

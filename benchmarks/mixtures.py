@@ -1,0 +1,266 @@
+"""Test perplexity of a corpus with each memory and each kind of weights, all fitted on valid.
+
+    python benchmarks/mixtures.py CORPUS... --store 20000 --limit 3000            # minutes on two cores
+    python benchmarks/mixtures.py CORPUS... --limit 60000 --device cuda --keep D  # the whole corpus on a GPU
+    python benchmarks/mixtures.py --from D                                        # the same table from what was kept
+
+CORPUS is a folder with train, valid and test .jsonl (also .gz, .xz, .zst), a document a line. One pass over valid and
+one over test give what every part says of every target; each row of the table is then arithmetic on that.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import numpy as np
+import torch
+
+import knnlm
+from figures import first, split
+from knnlm import CausalLM, Mixture
+from knnlm.datastore import derive
+from knnlm.distill.output import distill_output
+from knnlm.distill.similarity import learn_map
+from knnlm.evaluation import Tally
+from knnlm.fitting import Seen, SeenMemory, choose_settings, evaluate_seen, fit_weights, look, sweep_all
+from knnlm.mixture.evidence import Evidence, Place
+from knnlm.tuning import token_frequencies
+
+KNN, MAPPED, CACHE, NGRAM = "knn", "trained keys", "cache", "ngram"
+WORDS, BEST = "W_ds r={}", "the best W_ds"
+
+
+def ladder(seen: Seen) -> list[tuple[str, list[str], str]]:
+    """The rows of the table: (name, memories, weights)."""
+    there = {memory.label for memory in seen.memories}
+    words = [label for label in map(WORDS.format, range(1, 10)) if label in there]
+    rows = [("kNN, one λ", [KNN], "fixed"), ("cache, one λ", [CACHE], "fixed"), ("n-grams, one λ", [NGRAM], "fixed")]
+    rows += [(f"{label}, one λ", [label], "fixed") for label in words]
+    rows += [("trained similarity, one λ", [MAPPED], "fixed")]
+    rows += [("kNN + cache, one weight each", [KNN, CACHE], "fixed")]
+    rows += [("kNN + cache + n-grams, one weight each", [KNN, CACHE, NGRAM], "fixed")]
+    base = [KNN, CACHE, NGRAM]
+    rows += [(f"kNN + cache + n-grams, {kind}", base, kind) for kind in ("fitted", "buckets", "gated")]
+    rows += [("kNN, fitted", [KNN], "fitted"), ("kNN, buckets", [KNN], "buckets"), ("kNN, gated", [KNN], "gated")]
+    rows += [("kNN + cache, gated", [KNN, CACHE], "gated")]
+    rows += [("kNN + cache + n-grams + W_ds, fitted", [*base, BEST], "fitted")]
+    rows += [("kNN + cache + n-grams + W_ds, gated", [*base, BEST], "gated")]
+    rows += [("all, one weight each", [*base, BEST, MAPPED], "fixed")]
+    rows += [("all, fitted", [*base, BEST, MAPPED], "fitted")]
+    rows += [("all, gated", [*base, BEST, MAPPED], "gated")]
+    return rows
+
+
+def main() -> None:
+    options = parse()
+    tables = {}
+    if options.kept:
+        names = sorted({file.name.split("-")[0] for file in options.kept.glob("*-valid.npz")})
+        tables = {
+            name: table(*(load(options.kept, name, part) for part in ("valid", "test")), options) for name in names
+        }
+    else:
+        lm = CausalLM.open(options.model, device=options.device, dtype=options.dtype)
+        for corpus in options.corpus:
+            with tempfile.TemporaryDirectory() as folder:
+                parts = see(corpus, Path(folder), lm, options)
+            tables[corpus.name] = table(*parts, options)
+    show(tables)
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("corpus", type=Path, nargs="*")
+    parser.add_argument("--model", default="bundled")
+    parser.add_argument("--device", default="auto")
+    parser.add_argument("--dtype", default="auto")
+    parser.add_argument("--store", type=int, help="tokens to remember (default: all of train)")
+    parser.add_argument("--limit", type=int, help="tokens of valid and of test (default: all)")
+    parser.add_argument("--rows", default="1,2,3", help="r of W_ds")
+    parser.add_argument(
+        "--anchors", type=int, default=40_000, help="contexts that the similarity is learnt from; 0 for none"
+    )
+    parser.add_argument("--build-batch", type=int, default=2048, help="tokens in a batch when building")
+    parser.add_argument("--batch", type=int, default=1024, help="tokens in a batch when reading")
+    parser.add_argument("--keep", type=Path, help="also write what was seen into this folder")
+    parser.add_argument("--from", dest="kept", type=Path, help="use what --keep wrote instead of a corpus")
+    parser.add_argument("--only", help="rows whose name contains this")
+    options = parser.parse_args()
+    if bool(options.corpus) == bool(options.kept):
+        parser.error("give corpora, or --from")
+    return options
+
+
+def see(corpus: Path, folder: Path, lm: CausalLM, options: argparse.Namespace) -> tuple[tuple[Seen, torch.Tensor], ...]:
+    """Build, train what can be trained, and read valid and test once."""
+    clock = Clock(corpus.name)
+    device = str(lm.device)
+    train = list(first(split(corpus, "train"), lm, options.store))
+    store = knnlm.build(train, folder / "memory", lm=lm, batch_tokens=options.build_batch)
+    clock.say("built", store.rows)
+    labels = {"knn": KNN, "cache": CACHE, "ngram": NGRAM}
+    memories = ["knn", "cache", "ngram"]
+    for rows in map(int, options.rows.split(",")):
+        card = distill_output(store, folder / f"output-{rows}", rows=rows, device=device)
+        memories.append(f"output={folder}/output-{rows}")
+        labels[memories[-1]] = WORDS.format(rows)
+        clock.say(f"W_ds r={rows}: held-out loss {card.held_out_before} to {card.held_out_after}", card.steps)
+    if options.anchors:
+        learned = learn_map(store, anchors=options.anchors, device=device)
+        derive(store, folder / "mapped", key_map=learned).close()
+        memories.append(f"knn={folder}/mapped")
+        labels[memories[-1]] = MAPPED
+        clock.say("trained keys", json.dumps(learned.facts)[:600])
+    mixture = Mixture.open(folder / "memory", lm, memories=",".join(memories), fresh=True)
+    clock.say("opened", 0)
+    traces = []
+    for part in ("valid", "test"):
+        documents = split(corpus, part)
+        trace = knnlm.record(mixture, documents, folder / part, k=1024, limit=options.limit, batch_tokens=options.batch)
+        traces.append(trace)
+        clock.say(f"read {part}", len(trace))
+    sweeps = sweep_all(traces[0], device=device)
+    clock.say("swept", [found.best for found in sweeps if found])
+    settings = choose_settings(traces[0], sweeps, several=True)
+    found = []
+    for part, trace in zip(("valid", "test"), traces, strict=True):
+        seen = rename(look(trace, settings, device=device), labels)
+        found.append((seen, token_frequencies(store)))
+        if options.keep:
+            save(options.keep, corpus.name, part, *found[-1])
+    clock.say("looked", 0)
+    return tuple(found)
+
+
+class Clock:
+    """Says what was done and when."""
+
+    def __init__(self, name: str) -> None:
+        self.name, self.begin = name, time.perf_counter()
+
+    def say(self, what: str, figure: object) -> None:
+        print(f"{self.name} {time.perf_counter() - self.begin:6.1f} s  {what}: {figure}", file=sys.stderr, flush=True)
+
+
+def rename(seen: Seen, labels: dict[str, str]) -> Seen:
+    from dataclasses import replace
+
+    named = []
+    for memory in seen.memories:
+        own = next((new for old, new in labels.items() if memory.label in (old, old.split("=")[-1])), memory.label)
+        named.append(replace(memory, label=own))
+    return replace(seen, memories=named)
+
+
+def table(
+    valid: tuple[Seen, torch.Tensor], test: tuple[Seen, torch.Tensor], options: argparse.Namespace
+) -> dict[str, list[float]]:
+    """Fit every row on valid and evaluate it on test: name → (valid, test)."""
+    seen, frequencies = valid
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    model = float((-seen.model.double().mean()).exp()), float((-test[0].model.double().mean()).exp())
+    found = {"model": list(model)}
+    there = {memory.label for memory in seen.memories}
+    words = [memory.label for memory in seen.memories if memory.label.startswith("W_ds")]
+    alone = {label: fit_weights(seen.only(label), "fixed", frequencies=frequencies).perplexity for label in words}
+    best = min(words, key=alone.__getitem__)  # by valid
+    for name, memories, kind in ladder(seen):
+        if options.only and options.only not in name:
+            continue
+        memories = [best if memory == BEST else memory for memory in memories]
+        if not set(memories) <= there:
+            continue
+        begin = time.perf_counter()
+        fitted = fit_weights(seen.only(*memories), kind, frequencies=frequencies, device=device)
+        measured = evaluate_seen(test[0].only(*memories), fitted.weights)
+        found[name] = [fitted.perplexity, measured.perplexity]
+        print(
+            f"  {name:<45} valid {fitted.perplexity:8.3f}  test {measured.perplexity:8.3f}  "
+            f"{time.perf_counter() - begin:5.1f} s",
+            file=sys.stderr,
+            flush=True,
+        )
+    return found
+
+
+def show(tables: dict[str, dict[str, list[float]]]) -> None:
+    names = list(dict.fromkeys(name for found in tables.values() for name in found))
+    print("| mixture |", " | ".join(tables), "|")
+    print("|---|", "|".join("---" for _ in tables), "|")
+    for name in names:
+        print(
+            f"| {name} |",
+            " | ".join(f"{found[name][1]:.2f}" if name in found else "" for found in tables.values()),
+            "|",
+        )
+
+
+def save(folder: Path, corpus: str, part: str, seen: Seen, frequencies: torch.Tensor) -> None:
+    """Write what was seen: some tens of megabytes rather than the trace's gigabytes."""
+    folder.mkdir(parents=True, exist_ok=True)
+    arrays = {
+        "model": seen.model,
+        "signals": seen.signals,
+        "choice": seen.choice.int(),
+        "positions": seen.place.positions.int(),
+        "tokens": seen.place.tokens.int(),
+        "groups": seen.groups.int(),
+        "frequencies": frequencies,
+    }
+    facts = {"tally": vars(seen.tally), "memories": []}
+    for number, memory in enumerate(seen.memories):
+        facts["memories"].append(
+            {"label": memory.label, "kind": memory.kind, "names": memory.names, "facts": memory.facts}
+        )
+        arrays[f"{number}.logs"] = memory.logs
+        for name in Evidence.__dataclass_fields__:
+            value = getattr(memory.evidence, name)
+            arrays[f"{number}.{name}"] = value.half() if value.is_floating_point() else value.int()
+        if memory.nearest is not None:
+            arrays[f"{number}.nearest"] = memory.nearest
+    np.savez_compressed(
+        folder / f"{corpus}-{part}.npz", facts=json.dumps(facts), **{name: one.numpy() for name, one in arrays.items()}
+    )
+
+
+def load(folder: Path, corpus: str, part: str) -> tuple[Seen, torch.Tensor]:
+    """Read what `save` wrote."""
+    with np.load(folder / f"{corpus}-{part}.npz") as file:
+        facts = json.loads(str(file["facts"]))
+        arrays = {name: torch.from_numpy(file[name]) for name in file.files if name != "facts"}
+    memories = []
+    for number, own in enumerate(facts["memories"]):
+        evidence = [arrays[f"{number}.{name}"] for name in Evidence.__dataclass_fields__]
+        evidence = [one.float() if one.is_floating_point() else one.long() for one in evidence]
+        nearest = arrays.get(f"{number}.nearest")
+        memories.append(
+            SeenMemory(
+                own["label"],
+                own["kind"],
+                own["names"],
+                arrays[f"{number}.logs"],
+                Evidence(*evidence),
+                nearest,
+                own["facts"],
+            )
+        )
+    place = Place(arrays["positions"].long(), arrays["tokens"].long())
+    seen = Seen(
+        arrays["model"],
+        arrays["signals"],
+        arrays["choice"].long(),
+        place,
+        arrays["groups"].long(),
+        memories,
+        Tally(**facts["tally"]),
+    )
+    return seen, arrays["frequencies"]
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,203 @@
+"""Studies of what is mixed: each memory alone, all together, the best choice at each token, searches left out."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from knnlm.fitting import evaluate_seen
+from knnlm.mixture.weights import Gated
+from knnlm.report.desk import Desk, Read, perplexity
+from knnlm.report.study import CannotStudy, Cell, Line, Plot, Study, Table, lowest, percent_lower
+from knnlm.sweeping import LAMBDAS
+
+_TRUSTED = ("model", "one λ", "gated", "better of two", "best of all")
+_FRACTIONS = tuple(round(0.1 * step, 1) for step in range(11))
+
+
+def short(label: str) -> str:
+    """Name a memory without the folder it lies in."""
+    kind, _, path = label.partition("=")
+    return kind if not path else f"{kind}={path.rstrip('/').rpartition('/')[2]}"
+
+
+def study_memories(desk: Desk) -> Study:
+    """Add one memory after the other, then weigh all of them in every way."""
+    everything = tuple(range(len(desk.labels)))
+    first = desk.knn
+    others = [number for number in everything if number != first]
+    wanted: list[tuple[tuple[int, ...], str]] = [((first,), "fixed")]
+    wanted += [((number,), "fixed") for number in others]
+    wanted += [((first, number), "fixed") for number in others]
+    if len(others) > 1:
+        wanted.append((everything, "fixed"))
+    wanted += [(everything, kind) for kind in ("fitted", "buckets", "gated")]
+    rows: list[list[Cell]] = [["the model alone", "", 0.0, perplexity(desk.valid.trace.log_p), desk.base]]
+    for memories, kind in wanted:
+        valid, test, weight = desk.measure(memories, kind)
+        rows.append([" + ".join(short(desk.labels[number]) for number in memories), kind, weight, valid, test])
+    figures = [float(str(row[4])) for row in rows]
+    # Of buckets there is no figure on text that they were not fitted on.
+    best = lowest([None if row[1] == "buckets" else float(str(row[3])) for row in rows])
+    options = ("--memory", ",".join(desk.labels), "--weights", "gated")
+    names = [f"{row[0]} ({row[1]})" if row[1] else str(row[0]) for row in rows]
+    return Study(
+        name="memories",
+        title="Each memory alone, and all together",
+        paper="kNN-LM, Table 1",
+        finding=(
+            f"The store alone makes perplexity {percent_lower(figures[1], desk.base)} than the model's "
+            f"{desk.base:.2f}; the best on the tuning text, {names[best]}, makes it {figures[best]:.2f}, "
+            f"{percent_lower(figures[best], desk.base)}."
+        ),
+        command=desk.tuning(*options) + "\n" + desk.evaluation("--memory", ",".join(desk.labels)),
+        tables=[
+            Table.of(
+                {"mixed in": "", "weights": "", "λ": ".2f", "tuning": ".3f", "held-out": ".3f"},
+                rows,
+                caption="λ: what all memories weigh together, on average. On the tuning text, a gate's figure is by "
+                "networks that had not seen the document; that of buckets is not, so they are not chosen by it.",
+                best=best,
+            )
+        ],
+        plots=[Plot.bars("Perplexity by what is mixed", names, figures)],
+    )
+
+
+def study_baselines(desk: Desk) -> Study:
+    """Mix each memory alone with the model, by every λ."""
+    tried = {}
+    for number, label in enumerate(desk.labels):
+        valid, test = (_by_lambda(*_pair(desk, read, number)) for read in (desk.valid, desk.test))
+        tried[short(label)] = (number, lowest(valid.tolist()), valid.tolist(), test.tolist())
+    rows: list[list[Cell]] = [
+        [name, LAMBDAS[best], valid[best], test[best]] for name, (_, best, valid, test) in tried.items()
+    ]
+    figures = {name: test[best] for name, (_, best, _, test) in tried.items()}
+    knn = figures.pop("knn")
+    notes = [] if any(label.startswith("lm=") for label in desk.labels) else ["No second model: give one with --lm."]
+    if "output" not in desk.labels:
+        notes.append("No output matrix: train one with knnlm distill.")
+    if not figures:
+        raise CannotStudy("there is no memory besides the store to compare it with")
+    name = min(figures, key=lambda name: tried[name][2][tried[name][1]])  # on the tuning text
+    number, best, _, _ = tried[name]
+    lines = [Line(name, list(LAMBDAS), test) for name, (_, _, _, test) in tried.items()]
+    return Study(
+        name="baselines",
+        title="N-grams and other memories beside the store",
+        paper="kNN-LM, Figures 7 and 8",
+        finding=(
+            f"Each alone with the model, the store gives {knn:.2f} and the best of the others, {name}, "
+            f"{figures[name]:.2f}; the model gives {desk.base:.2f}."
+        ),
+        command=_alone(desk, number, LAMBDAS[best]),
+        tables=[
+            Table.of(
+                {"memory": "", "λ": ".2f", "tuning": ".3f", "held-out": ".3f"},
+                rows,
+                best=lowest([float(str(row[2])) for row in rows]),
+            )
+        ],
+        plots=[Plot.curves("Perplexity of the held-out text by λ", "λ", lines, model_alone=desk.base)],
+        notes=notes,
+        numbers={"lambda": list(LAMBDAS), **{name: {"valid": one[2], "test": one[3]} for name, one in tried.items()}},
+    )
+
+
+def _alone(desk: Desk, number: int, weight: float) -> str:
+    """Write the commands that measure one memory alone with the model; k and τ of a cache are only ever tuned."""
+    label, found = desk.labels[number], desk.sweeps[number]
+    if found is not None:
+        return desk.tuning("--memory", label) + "\n" + desk.evaluation("--memory", label)
+    return desk.evaluation("--memory", label, "--lambda", weight)
+
+
+def _pair(desk: Desk, read: Read, number: int) -> tuple[Tensor, Tensor]:
+    """Give the (N,) log-probabilities by the model and by one memory's first part, at its best setting."""
+    seen = desk.seen(read, "fixed")
+    model, memory = seen.model.double(), seen.memories[number].logs[:, 0].double()
+    return model, torch.where(memory.isnan(), model, memory)
+
+
+def _by_lambda(model: Tensor, memory: Tensor) -> Tensor:
+    """Give the perplexity of the mixture for each λ."""
+    weights = torch.tensor(LAMBDAS, dtype=torch.float64)
+    found = [float(torch.logaddexp(model + (1 - w).log(), memory + w.log()).mean()) for w in weights]
+    return (-torch.tensor(found, dtype=torch.float64)).exp()
+
+
+def study_oracle(desk: Desk) -> Study:
+    """Let somebody who knows the token choose between the parts: what no weights can beat."""
+    setting, weight = desk.chosen
+    model, store = desk.store_logs(desk.test)
+    vote = torch.where(store.isnan(), model, store)
+    mixed = torch.logaddexp(model + np.log1p(-weight), vote + np.log(weight)) if weight > 0 else model
+    everything = tuple(range(len(desk.labels)))
+    parts = desk.seen(desk.test, "gated").logs.double().nan_to_num(nan=-torch.inf).amax(1)
+    rows: list[list[Cell]] = [
+        ["the model alone", perplexity(model)],
+        [f"one λ = {weight:.2f} everywhere", perplexity(mixed)],
+        ["all memories, gated", desk.measure(everything, "gated")[1]],
+        ["the better of model and store at each token", perplexity(torch.fmax(model, store))],
+        ["the best of all parts at each token", perplexity(parts)],
+    ]
+    figures = [float(str(row[1])) for row in rows]
+    better = float((vote > model).double().mean())
+    options = ("--k", setting.k, "--temperature", setting.temperature, "--lambda", weight)
+    return Study(
+        name="oracle",
+        title="If one knew whom to trust",
+        paper="Why do Nearest Neighbor Language Models Work?, on interpolation",
+        finding=(
+            f"The store is the better of the two at {better:.0%} of the tokens; always choosing the better would give "
+            f"{figures[3]:.2f} where one λ gives {figures[1]:.2f}."
+        ),
+        command=desk.evaluation("--memory", "knn", "--metric", "l2", *options),
+        tables=[Table.of({"who is trusted": "", "held-out": ".3f"}, rows)],
+        plots=[Plot.bars("Perplexity by who is trusted", [*_TRUSTED], figures)],
+        notes=["knnlm eval calls the fourth row “best of all”, since there all means model and store."],
+        numbers={"store_better": better},
+    )
+
+
+def study_skip(desk: Desk) -> Study:
+    """Leave out more and more searches, where the gate expects least of them."""
+    everything = tuple(range(len(desk.labels)))
+    weights = desk.fit(everything, "gated").weights
+    if not isinstance(weights, Gated) or weights.skip is None:
+        raise CannotStudy("the gate has not learnt where to search")
+    seen = desk.seen(desk.test, "gated")
+    before = seen.features(weights.frequencies, without=seen.stores, leave_out=True)
+    rows: list[list[Cell]] = []
+    for fraction in _FRACTIONS:
+        skipped = 1 - float(weights.skip.asked(before, fraction).double().mean())
+        rows.append([fraction, skipped, evaluate_seen(seen, replace(weights, fraction=fraction)).perplexity])
+    figures = [float(str(row[2])) for row in rows]
+    shares = [float(str(row[1])) for row in rows]
+    half = min(range(len(rows)), key=lambda number: abs(shares[number] - 0.5))
+    finding = f"With no search left out perplexity is {figures[0]:.2f}, with all of them left out {figures[-1]:.2f}"
+    if 0.1 < shares[half] < 0.9:
+        finding += f"; with {shares[half]:.0%} of them left out it is {figures[half]:.2f}."
+    else:
+        finding += "; the gate does not tell here which of them matter."
+    options = ("--memory", ",".join(desk.labels), "--weights", "gated")
+    return Study(
+        name="skip",
+        title="Searches left out",
+        paper="Efficient Nearest Neighbor Language Models (He et al. 2021), adaptive retrieval",
+        finding=finding,
+        command=desk.tuning(*options) + "\n" + desk.evaluation("--memory", ",".join(desk.labels), "--skip", 0.5),
+        tables=[Table.of({"--skip": ".1f", "searches left out": ".1%", "held-out": ".3f"}, rows)],
+        plots=[
+            Plot.curves(
+                "Perplexity by how many searches are left out",
+                "searches left out",
+                [Line("held-out text", shares, [*figures])],
+                model_alone=desk.base,
+            )
+        ],
+    )

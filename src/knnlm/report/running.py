@@ -1,0 +1,223 @@
+"""Run the studies, keep what each said, and write the page. Knows nothing about what studies do.
+
+A study that is finished is kept in OUT/work/<study>.json with the key of its inputs; with the same inputs it is not
+made again, so a report that was stopped goes on where it was.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from knnlm.corpus import Document
+from knnlm.datastore.segment import writing
+from knnlm.errors import DatastoreError, ParameterError
+from knnlm.lm import CausalLM
+from knnlm.progress import Advance, Progress, silent
+from knnlm.report import plots
+from knnlm.report.desk import Desk, Order, perplexity
+from knnlm.report.layers import study_layer
+from knnlm.report.learning import study_output
+from knnlm.report.mixing import study_baselines, study_memories, study_oracle, study_skip
+from knnlm.report.page import write_page
+from knnlm.report.shrinking import study_pruning, study_quantised
+from knnlm.report.stores import study_metric, study_size
+from knnlm.report.study import CannotStudy, Study, finite
+from knnlm.report.telling import study_examples, study_where
+from knnlm.report.texts import gather
+from knnlm.report.voting import study_k, study_lambda, study_temperature
+
+_QUICK_TOKENS = 4000  # of each text, where it is to be quick and nothing else is said
+# In the order of the page.
+STUDIES: dict[str, Callable[[Desk], Study]] = {
+    "memories": study_memories,
+    "lambda": study_lambda,
+    "k": study_k,
+    "temperature": study_temperature,
+    "size": study_size,
+    "layer": study_layer,
+    "metric": study_metric,
+    "quantised": study_quantised,
+    "pruning": study_pruning,
+    "baselines": study_baselines,
+    "output": study_output,
+    "oracle": study_oracle,
+    "skip": study_skip,
+    "where": study_where,
+    "examples": study_examples,
+}
+
+
+@dataclass(frozen=True)
+class Report:
+    """What was found, and where the page is."""
+
+    page: Path
+    facts: dict[str, Any]  # the memory, the texts, the model's perplexity
+    studies: list[Study]
+    left_out: dict[str, str]  # studies that could not be made, and why
+
+    def as_dict(self) -> dict[str, Any]:
+        """Give every number, for JSON."""
+        studies = {study.name: study.as_dict() for study in self.studies}
+        found = finite({"page": str(self.page), **self.facts, "studies": studies, "left_out": self.left_out})
+        assert isinstance(found, dict)
+        return found
+
+
+def report(
+    memory: str | Path,
+    documents: Iterable[Document],
+    out: str | Path,
+    *,
+    valid: Iterable[Document] | None = None,
+    lm: CausalLM | None = None,
+    memories: str | None = None,
+    second_lm: str | None = None,
+    studies: Sequence[str] | None = None,
+    limit: int | None = None,
+    quick: bool = False,
+    model: str | None = None,
+    device: str = "auto",
+    dtype: str = "auto",
+    progress: Progress = silent,
+) -> Report:
+    """Study a memory on a text, choosing on `valid` or on half of the text, and write OUT/index.html.
+
+    `lm` is the memory's model, if it is open already; `second_lm` is the folder of another one to mix in. `limit` is
+    for each of the two texts.
+    """
+    plots.require()
+    wanted = check_studies(studies)
+    if limit is not None and limit < 1:
+        raise ParameterError(f"limit must be at least 1 token, not {limit}.")
+    limit = _QUICK_TOKENS if limit is None and quick else limit
+    folder = Path(out)
+    if folder.exists() and not folder.is_dir():
+        raise DatastoreError(f"{folder} is a file. Choose another --out.")
+    order = Order(
+        Path(memory),
+        folder,
+        gather(documents, valid, limit=limit),
+        memories=memories,
+        second_lm=second_lm,
+        limit=limit,
+        quick=quick,
+        model=model,
+        device=device,
+        dtype=dtype,
+    )
+    desk = Desk(order, lm, progress=progress)
+    if not desk.store.key_count:
+        raise DatastoreError(f"{desk.store.path} holds no keys: there is nothing to study.")
+    made, left_out = _run(desk, wanted)
+    found = Report(folder / "index.html", _facts(desk), made, left_out)
+    _write(found, folder, progress)
+    return found
+
+
+def check_studies(studies: Sequence[str] | None) -> list[str]:
+    """Put the studies that are wanted in order, and refuse those that there are not."""
+    if not studies or list(studies) == ["all"]:
+        return list(STUDIES)
+    for name in studies:
+        if name not in STUDIES:
+            raise ParameterError(f"There is no study {name!r}. The studies are {', '.join(STUDIES)}, or all.")
+    return [name for name in STUDIES if name in studies]
+
+
+def _named(name: str, progress: Progress) -> Progress:
+    """Say on every bar which study it is for."""
+
+    def named(what: str, *, total: int | None = None, unit: str = "tokens") -> AbstractContextManager[Advance]:
+        return progress(f"{name}: {what}", total=total, unit=unit)
+
+    return named
+
+
+def _run(desk: Desk, wanted: Sequence[str]) -> tuple[list[Study], dict[str, str]]:
+    """Make each study that was not made before."""
+    made: list[Study] = []
+    left_out: dict[str, str] = {}
+    progress = desk.progress
+    for name in wanted:
+        file = desk.work / f"{name}.json"
+        key = f"{desk.key}{'-quick' if desk.quick else ''}"
+        study = _kept(file, key)
+        if study is None:
+            begin = time.perf_counter()
+            desk.progress = _named(name, progress)
+            try:
+                study = STUDIES[name](desk)
+            except CannotStudy as error:
+                left_out[name] = str(error)
+                continue
+            # As it will be read again, so that a page does not depend on who made its studies.
+            study = Study.from_dict(replace(study, seconds=time.perf_counter() - begin).as_dict())
+            _write_json(file, {"key": key, "study": study.as_dict()})
+        made.append(study)
+    return made, left_out
+
+
+def _kept(file: Path, key: str) -> Study | None:
+    """Read a study that was made of the same inputs; None where there is none that can be read."""
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))
+        return Study.from_dict(found["study"]) if found["key"] == key else None
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return None
+
+
+def _facts(desk: Desk) -> dict[str, Any]:
+    """Say what was studied."""
+    store, valid, test = desk.store, desk.valid.trace, desk.test.trace
+    setting, weight = desk.chosen
+    return {
+        "memory": str(desk.order.memory),
+        "model": store.model["name"],
+        "stored_tokens": store.rows,
+        "stored_keys": store.key_count,
+        "stored_documents": store.catalog.document_count(),
+        "memories": desk.labels,
+        "chosen_on": desk.order.texts.how,
+        "valid_tokens": len(valid),
+        "valid_documents": valid.facts["documents"],
+        "test_tokens": len(test),
+        "test_documents": test.facts["documents"],
+        "remembered_documents": valid.facts["remembered"] + test.facts["remembered"],
+        "base_perplexity": desk.base,
+        "valid_base_perplexity": perplexity(valid.log_p),
+        "k": setting.k,
+        "temperature": setting.temperature,
+        "lambda": weight,
+        "quick": desk.quick,
+    }
+
+
+def _write(found: Report, folder: Path, progress: Progress) -> None:
+    """Draw the plots and write the page and the numbers."""
+    drawings: dict[str, list[bytes]] = {}
+    with progress("drawing", total=sum(len(study.plots) for study in found.studies), unit="plots") as advance:
+        for study in found.studies:
+            drawings[study.name] = []
+            for number, plot in enumerate(study.plots):
+                name = study.name if len(study.plots) == 1 else f"{study.name}-{number + 1}"
+                drawings[study.name].append(plots.draw(plot))
+                with writing(folder / f"{name}.png"):
+                    (folder / f"{name}.png").write_bytes(drawings[study.name][-1])
+                advance(1)
+    _write_json(folder / "report.json", found.as_dict())
+    write_page(found.page, facts=found.facts, studies=found.studies, left_out=found.left_out, drawings=drawings)
+
+
+def _write_json(file: Path, value: Any) -> None:
+    """Write a file that appears complete or not at all."""
+    partial = file.with_suffix(".partial")
+    with writing(file):
+        partial.write_text(json.dumps(finite(value), indent=1, ensure_ascii=False), encoding="utf-8")
+        partial.replace(file)
