@@ -5,7 +5,8 @@
     python benchmarks/mixtures.py --from D                                        # the same table from what was kept
 
 CORPUS is a folder with train, valid and test .jsonl (also .gz, .xz, .zst), a document a line. One pass over valid and
-one over test give what every part says of every target; each row of the table is then arithmetic on that.
+one over test give what every part says of every target; each row of the table is then arithmetic on that. What is
+kept has its signals in float16, so that a gate fitted to it may differ in the last digit.
 """
 
 from __future__ import annotations
@@ -215,7 +216,13 @@ def save(folder: Path, corpus: str, part: str, seen: Seen, frequencies: torch.Te
     facts = {"tally": vars(seen.tally), "memories": []}
     for number, memory in enumerate(seen.memories):
         facts["memories"].append(
-            {"label": memory.label, "kind": memory.kind, "names": memory.names, "facts": memory.facts}
+            {
+                "label": memory.label,
+                "kind": memory.kind,
+                "names": memory.names,
+                "facts": memory.facts,
+                "signals": list(memory.signals),
+            }
         )
         arrays[f"{number}.logs"] = memory.logs
         for name in Evidence.__dataclass_fields__:
@@ -238,17 +245,9 @@ def load(folder: Path, corpus: str, part: str) -> tuple[Seen, torch.Tensor]:
         evidence = [arrays[f"{number}.{name}"] for name in Evidence.__dataclass_fields__]
         evidence = [one.float() if one.is_floating_point() else one.long() for one in evidence]
         nearest = arrays.get(f"{number}.nearest")
-        memories.append(
-            SeenMemory(
-                own["label"],
-                own["kind"],
-                own["names"],
-                arrays[f"{number}.logs"],
-                Evidence(*evidence),
-                nearest,
-                own["facts"],
-            )
-        )
+        signals = own.get("signals") or [str(column) for column in range(evidence[0].shape[1])]
+        known = (own["label"], own["kind"], own["names"], arrays[f"{number}.logs"], Evidence(*evidence), nearest)
+        memories.append(SeenMemory(*known, own["facts"], signals))
     place = Place(arrays["positions"].long(), arrays["tokens"].long())
     seen = Seen(
         arrays["model"],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import sqlite3
@@ -19,6 +20,7 @@ from conftest import documents
 from knnlm import CausalLM, Datastore, Document, KnnMemory, Mixture, build, build_index, evaluate
 from knnlm.datastore import open_index
 from knnlm.datastore.builder import writer_lock
+from knnlm.datastore.catalog import Catalog
 from knnlm.datastore.segment import ArrayWriter
 from knnlm.errors import DatastoreBusy, DatastoreCorrupt, DatastoreError, IndexInvalid, ModelError, ParameterError
 from knnlm.index import ExactIndex
@@ -332,6 +334,31 @@ def test_a_damaged_catalog_is_one_clear_line(broken, damage):
     with pytest.raises(DatastoreError, match=r"catalog\.db") as caught:
         Datastore.open(broken)
     assert "\n" not in str(caught.value)
+
+
+def test_facts_of_the_catalog_that_cannot_be_are_one_clear_line(broken):
+    catalog = Catalog.open(broken / "catalog.db", write=True)
+    model = catalog.get("model")
+    nowhere = [1.0, 2.0], [[0.0] * 32], "x", 5, {"a": 1}, [0.0] * 31 + ["x"], [0.0] * 31 + [math.nan], [math.inf] * 32
+    for bad in nowhere:
+        catalog.put(offset=bad)
+        with pytest.raises(DatastoreCorrupt, match=r"catalog\.db: the offset of the keys is not 32 finite numbers"):
+            Datastore.open(broken)
+    catalog.put(offset=[0.5] * 32)
+    assert Datastore.open(broken).offset.tolist() == [0.5] * 32
+    catalog.put(offset=None)
+    for bad in ({}, {**model, "width": "wide"}, {**model, "width": 0}, {**model, "width": None}):
+        catalog.put(model=bad)
+        with pytest.raises(DatastoreCorrupt, match="does not say the width"):
+            Datastore.open(broken)
+    catalog.put(model=model)
+    for bad in (0, -1, 9e999, "'much'"):
+        with sqlite3.connect(broken / "catalog.db") as connection:
+            connection.execute(f"UPDATE segments SET scale = {bad if bad != math.inf else '9e999'} WHERE id = 1")
+        connection.close()
+        with pytest.raises(DatastoreCorrupt, match="the keys of segment 1 have the scale"):
+            Datastore.open(broken)
+    catalog.close()
 
 
 def test_a_folder_that_is_no_memory_and_a_newer_format_say_so(broken, tmp_path):

@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 import math
+import shutil
 
 import numpy as np
 import pytest
 import torch
 
 from conftest import documents
-from knnlm import Mixture, build, evaluate, record, tune
-from knnlm.errors import DatastoreCorrupt, ParameterError
+from knnlm import CausalLM, Datastore, Mixture, build, evaluate, record, tune
+from knnlm.datastore.catalog import FILE, Catalog
+from knnlm.errors import DatastoreCorrupt, DatastoreError, ModelMismatch, ParameterError
 from knnlm.fitting import evaluate_trace, fit_weights, look, variants
-from knnlm.memory import Setting
+from knnlm.memory import CacheMemory, Setting, Source
 from knnlm.mixture.evidence import evidence, feature_names, features, place
 from knnlm.sweeping import Sweep
 from knnlm.tuning import token_frequencies
 
 MEMORIES = "knn,cache,ngram"
 TEST = documents(4, start=130)
+BUCKETS = {"edges": [], "weights": [[0.5, 0.5], [0.5, 0.5]]}
 
 
 @pytest.fixture(scope="module")
@@ -99,7 +102,7 @@ def test_what_a_gate_sees_in_a_trace_is_what_it_sees_in_the_text(lm, path, test_
     mixture = Mixture.open(path, lm, memories=MEMORIES, fresh=True)
     counts = token_frequencies(mixture.home)
     stored = look(test_trace, settings(mixture)).features(counts)
-    names = feature_names(mixture.memories)
+    names = feature_names((memory.name, memory.signal_names) for memory in mixture.memories)
     assert stored.shape == (len(test_trace), len(names))
     tokens = [lm.encode(document.text) for document in TEST]
     for batch in mixture.read(tokens):
@@ -138,9 +141,139 @@ def test_each_set_of_memories_keeps_its_own_choice(lm, path):
     assert Mixture.open(path, lm).labels == ["knn", "ngram"]  # the last one
     assert Mixture.open(path, lm, memories="knn").labels == ["knn"]
     assert Mixture.open(path, lm, memories="knn").knn.temperature != 2.0
-    both = Mixture.open(path, lm, memories="cache,knn")
-    assert both.labels == ["cache", "knn"]
-    assert isinstance(both.weight, float)
+    for order in ("cache,knn", "knn,cache"):  # a set has no order
+        both = Mixture.open(path, lm, memories=order)
+        assert both.labels == ["cache", "knn"]
+        assert both.weight != 0.25
+
+
+def test_a_memory_that_was_tuned_among_others_votes_as_it_was_tuned_to(lm, tmp_path):
+    path = build(documents(10), tmp_path / "memory", lm=lm).path
+    fresh = Mixture.open(path, lm, memories=MEMORIES, fresh=True)
+    result = tune(fresh, documents(6, start=100), weights="gated")
+    (knn,) = [spec for spec in result.specs if spec.kind == "knn"]
+    (cache,) = [spec for spec in result.specs if spec.kind == "cache"]
+    opened = Mixture.open(path, lm, k=3)
+    assert opened.labels == ["knn"]
+    assert opened.knn.settings == (Setting(3, knn.settings[0].temperature),)
+    assert opened.weight == 0.25
+    alone = Mixture.open(path, lm, memories="cache", temperature=0.5)
+    assert alone.memories[0].settings == (Setting(cache.settings[0].k, 0.5),)
+
+
+def test_k_and_temperature_are_refused_where_it_is_unclear_whose_they_are(lm, path, tmp_path):
+    other = build(documents(3, start=300), tmp_path / "other", lm=lm)
+    opened = Mixture.open(path, lm, memories=f"knn={other.path}", k=5, temperature=9.0)
+    assert opened.knn.settings == (Setting(5, 9.0),)
+    with pytest.raises(ParameterError, match="has 2"):
+        Mixture.open(path, lm, memories=f"knn={other.path},cache", k=5, fresh=True)
+
+
+def test_stores_that_were_read_in_other_windows_are_refused(lm, path, tmp_path):
+    other = build(documents(3, start=300), tmp_path / "other", lm=lm, window=lm.window(16))
+    with pytest.raises(ParameterError, match="windows of"):
+        Mixture.open(path, lm, memories=f"knn,knn={other.path}", fresh=True)
+
+
+def test_an_output_matrix_is_read_where_it_was_trained_and_by_no_other_model(lm, path, tmp_path):
+    from knnlm.distill.output import distill_output
+    from models import tiny, tiny_tokenizer
+
+    elsewhere = CausalLM(lm.model, lm.tokenizer, name="tiny-llama", key_layer="output")
+    other_place = build(documents(8), tmp_path / "place", lm=elsewhere)
+    distill_output(other_place, tmp_path / "place-output", epochs=1)
+    opened = Mixture.open(path, lm, memories=f"output={tmp_path}/place-output", fresh=True)
+    assert opened.memories[0].source.place == "output"
+    stranger = CausalLM(tiny("llama", seed=8), tiny_tokenizer(), name="stranger")
+    other_model = build(documents(8), tmp_path / "model", lm=stranger)
+    distill_output(other_model, tmp_path / "model-output", epochs=1)
+    with pytest.raises(ModelMismatch, match=r"trained on states of stranger"):
+        Mixture.open(path, lm, memories=f"output={tmp_path}/model-output", fresh=True)
+
+
+def test_weights_that_were_tuned_for_another_matrix_are_refused(lm, path, tmp_path):
+    from knnlm.distill.output import distill_output
+
+    place = tmp_path / "matrix"
+    store = Datastore.open(path)
+    distill_output(store, place, epochs=1)
+    tune(Mixture.open(path, lm, memories=f"knn,output={place}", fresh=True), documents(3, start=100), weights="fitted")
+    assert Mixture.open(path, lm).weights.kind == "fitted"
+    (place / "output.safetensors").unlink()
+    distill_output(store, place, epochs=2)
+    with pytest.raises(DatastoreError, match="another matrix"):
+        Mixture.open(path, lm)
+    tune(Mixture.open(path, lm, memories="knn", fresh=True), documents(3, start=100), weights="fixed")
+
+
+def test_a_mixture_that_could_not_be_opened_again_is_not_tuned(lm, path):
+    opened = Mixture.open(path, lm, memories="knn", fresh=True)
+    twice = Mixture(lm, [opened.knn, opened.knn], home=opened.home)
+    with pytest.raises(ParameterError, match="Two memories are called knn"):
+        tune(twice, TEST)
+    cache = CacheMemory(vocab_size=lm.vocab_size, window=9, metric="ip", source=Source(0, "ffn_input", 2))
+    tuned = Mixture(lm, [opened.knn, cache], home=opened.home)
+    result = tune(tuned, documents(3, start=100), weights="fixed")
+    again = Mixture.open(path, lm).memories[1]
+    assert (again.horizon, again.metric) == (9, "ip")
+    assert result.specs[1].label == "cache=9"
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (lambda facts: facts["weights"].update(kind="buckets", memory=7, buckets=BUCKETS), "no neighbours to go by"),
+        (lambda facts: facts["memories"][0].update(settings=[[float("inf"), 1.0]]), "which memories"),
+        (lambda facts: facts["memories"][0].update(kind="lm", path=None), "which memories"),
+        (lambda facts: facts["memories"][0].update(kind="cache", path="abc"), "which memories"),
+        (lambda facts: facts["weights"].update(values=[float("nan"), 0.5]), "cannot be read"),
+        (lambda facts: facts["weights"].update(kind="gated", networks=[], file="x", fraction=0), "cannot be read"),
+        (lambda facts: facts["weights"].update(values=[1.0]), "weights for 1 parts"),
+    ],
+)
+def test_a_choice_that_a_stranger_wrote_is_refused_in_words(lm, path, tmp_path, change, says):
+    copied = shutil.copytree(path, tmp_path / "copy")
+    choice = {
+        "memories": [{"kind": "knn", "path": None, "metric": "l2", "settings": [[4, 1.0]], "identity": None}],
+        "weights": {"kind": "fixed", "values": [0.5, 0.5]},
+        "facts": {},
+    }
+    change(choice)
+    catalog = Catalog.open(copied / FILE, write=True)
+    catalog.put(choices={"knn": choice}, chosen="knn")
+    catalog.close()
+    with pytest.raises(DatastoreCorrupt, match=says):
+        Mixture.open(copied, lm)
+
+
+def test_choices_that_are_no_choices_are_refused(lm, path, tmp_path):
+    copied = shutil.copytree(path, tmp_path / "copy")
+    for facts in ({"choices": [1]}, {"choices": {}, "chosen": [1]}):
+        catalog = Catalog.open(copied / FILE, write=True)
+        catalog.put(**facts)
+        catalog.close()
+        with pytest.raises(DatastoreCorrupt, match="what was tuned"):
+            Mixture.open(copied, lm)
+
+
+def test_a_trace_is_tuned_for_some_of_its_memories(lm, path, test_trace):
+    from knnlm.tuning import tune_trace
+
+    some = test_trace.only("ngram", "knn")
+    result = tune_trace(some, Datastore.open(path), weights="fixed")
+    assert [spec.label for spec in result.specs] == ["ngram", "knn"]
+    with pytest.raises(DatastoreError, match="but not output"):
+        test_trace.only("output")
+
+
+def test_the_cache_looks_back_as_far_as_it_is_told(lm, path):
+    opened = Mixture.open(path, lm, memories="knn,cache=7", fresh=True)
+    assert opened.memories[1].horizon == 7
+    (batch,) = opened.read([lm.encode(TEST[0].text)[:50]])
+    found = opened.memories[1].search(batch.context)
+    ages = torch.arange(50)[:, None] - found.ids
+    assert int(ages[found.ids >= 0].max()) == 7
+    assert (found.ids >= 0).sum(1).tolist() == [min(row, 7) for row in range(50)]
 
 
 def test_weights_on_the_command_line_are_taken_as_they_are(lm, path):
@@ -157,9 +290,11 @@ def test_weights_on_the_command_line_are_taken_as_they_are(lm, path):
         ("", "There is no memory"),
         ("knn,knn", "twice"),
         ("lm", "needs a model"),
-        ("cache=folder", "takes no path"),
+        ("cache=folder", "no number of positions"),
+        ("cache=0", "no number of positions"),
         ("knn:0.5,cache", "every memory a weight or none"),
         ("knn:0.8,cache:0.3", "sum to at most 1"),
+        ("knn:nan", "sum to at most 1"),
     ],
 )
 def test_a_list_of_memories_that_means_nothing_is_refused(lm, path, memories, says):
@@ -183,7 +318,7 @@ def test_skipping_needs_a_gate(lm, path):
 def test_a_gate_that_was_damaged_is_named(lm, path):
     fresh = Mixture.open(path, lm, memories="knn,cache", fresh=True)
     tune(fresh, documents(5, start=100), weights="gated")
-    name = Mixture.open(path, lm).home.catalog.get("choices")["knn,cache"]["weights"]["file"]
+    name = Mixture.open(path, lm).home.catalog.get("choices")["cache,knn"]["weights"]["file"]
     file = path / "mixtures" / name
     whole = file.read_bytes()
     file.write_bytes(whole[:1000])

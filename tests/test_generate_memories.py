@@ -6,9 +6,11 @@ import copy
 
 import pytest
 import torch
+import transformers
 
 from conftest import documents
-from knnlm import CausalLM, KnnForCausalLM, Mixture, build
+from knnlm import CausalLM, KnnForCausalLM, Mixture, build, evaluate, tune
+from knnlm.errors import ModelError
 from models import tiny, tiny_tokenizer
 
 FAMILIES = ["llama", "gpt2", "mistral", "gemma3", "qwen3_moe", "bloom"]
@@ -112,9 +114,67 @@ def test_tokens_that_were_guessed_and_taken_back_are_forgotten(model):
     assert guessed.tolist() == plain.tolist()
 
 
-def test_a_cache_that_was_filled_without_the_memory_is_refused(model):
-    from knnlm.errors import ModelError
+def test_a_cache_that_cannot_carry_the_memories_is_refused(model):
+    ids = torch.tensor([prompt(model)])
+    config = model.base.config.get_text_config()
+    caches = [transformers.StaticCache(config=config, max_cache_len=64)]
+    caches.append(transformers.DynamicCache(config=config, offloading=True) if torch.cuda.is_available() else caches[0])
+    for cache in caches:
+        with pytest.raises(ModelError, match="cannot carry"):
+            model(ids, past_key_values=cache, use_cache=True)
 
+
+def test_positions_out_of_order_are_refused(model):
+    ids = torch.tensor([prompt(model)])
+    with torch.no_grad():
+        whole = model(ids).logits
+        some = model(ids, logits_to_keep=torch.tensor([2, 3, 4])).logits
+        torch.testing.assert_close(some, whole[:, 2:5], rtol=1e-4, atol=1e-4)
+        for wrong in ([0, 2, 1, 3], [5, 5, 7]):
+            with pytest.raises(ModelError, match="consecutive"):
+                model(ids, logits_to_keep=torch.tensor(wrong))
+
+
+def test_a_model_that_keeps_its_own_state_is_read_anew_at_each_step(tmp_path):
+    config = transformers.RecurrentGemmaConfig(
+        vocab_size=320, hidden_size=32, num_hidden_layers=3, num_attention_heads=2, intermediate_size=64, lru_width=32,
+        attention_window_size=16, head_dim=16,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    lm = CausalLM(transformers.RecurrentGemmaForCausalLM(config).eval(), tiny_tokenizer(), name="recurrent")
+    store = build(documents(4), tmp_path / "memory", lm=lm, window=lm.window(64))
+    model = KnnForCausalLM(Mixture.open(store.path, lm, memories="knn:0.1,cache:0.5,ngram:0.3", fresh=True))
+    ids = torch.tensor([prompt(model)])
+    made = [model.generate(ids, max_new_tokens=6, use_cache=cached, **SETTINGS).tolist() for cached in (True, False)]
+    assert made[0] == made[1]
+
+
+@pytest.mark.parametrize("kind", ["given", "one memory, fitted", "gated, some searches skipped"])
+def test_a_mixture_comes_back_as_it_was_saved(lm, tmp_path, kind):
+    saved = KnnForCausalLM(made(lm, tmp_path / "memory", kind))
+    saved.save_pretrained(tmp_path / "saved", copy_memory=True)
+    again = KnnForCausalLM.from_pretrained(tmp_path / "saved").mixture
+    assert again.labels == saved.mixture.labels
+    assert [getattr(one, "settings", None) for one in again.memories] == [
+        getattr(one, "settings", None) for one in saved.mixture.memories
+    ]
+    text = documents(3, start=60)
+    assert evaluate(again, text).perplexity == pytest.approx(evaluate(saved.mixture, text).perplexity, rel=1e-4)
+    assert getattr(again.weights, "fraction", 0) == getattr(saved.mixture.weights, "fraction", 0)
+
+
+def made(lm, path, kind):
+    """A mixture of some kind, over a new memory."""
+    build(documents(10), path, lm=lm)
+    if kind == "given":
+        return Mixture.open(path, lm, memories="knn:0.1,cache=20:0.4,ngram:0.2", k=8, temperature=30.0, fresh=True)
+    memories = "knn" if kind == "one memory, fitted" else "knn,ngram"
+    fresh = Mixture.open(path, lm, memories=memories, fresh=True)
+    tune(fresh, documents(6, start=30), weights="fitted" if memories == "knn" else "gated")
+    return Mixture.open(path, lm, skip=None if memories == "knn" else 0.5)
+
+
+def test_a_cache_that_was_filled_without_the_memory_is_refused(model):
     ids = torch.tensor([prompt(model)])
     with torch.no_grad():
         past = model.base(ids[:, :-1], use_cache=True).past_key_values
@@ -123,8 +183,6 @@ def test_a_cache_that_was_filled_without_the_memory_is_refused(model):
 
 
 def test_it_is_saved_with_its_memories_and_opened_again(model, tmp_path):
-    from knnlm.tuning import tune
-
     mixture = model.mixture
     labels = ",".join(mixture.labels)
     fresh = Mixture.open(mixture.home.path, mixture.lm, memories=labels, fresh=True)

@@ -128,18 +128,64 @@ def test_texts_in_one_batch_do_not_hear_each_other(mixture, lm):
                     torch.testing.assert_close(part[number].exp(), whole.exp(), rtol=1e-3, atol=1e-4)
 
 
-def test_a_fork_of_a_text_does_not_hear_its_sibling(mixture, lm):
-    tokens = texts(lm, count=1)[0]
-    left, right = [*tokens, 20, 21, 22], [*tokens, 30, 20, 31]
+def test_forks_of_a_text_share_their_past_and_do_not_hear_each_other(mixture, lm):
+    """Two continuations of one text, asked in one context with the very same tensors of their past."""
+    tokens = texts(lm, count=1)[0][:20]
+    forks = [[*tokens, 20, 21, 22], [*tokens, 30, 20, 31]]
+    contexts = []
+    for fork in forks:
+        (batch,) = mixture.read([[*fork, 0]])  # one more target, so that the last token is read
+        contexts.append(batch.context)
+    start = len(tokens) + 1
+    past = {source: keys[:start].clone() for source, keys in contexts[0].seen.items()}
+    kept = {source: keys.clone() for source, keys in past.items()}
+    runs = [Run(context.runs[0].tokens, start, past) for context in contexts]
+    seen = {source: torch.cat([context.seen[source][start:] for context in contexts]) for source in past}
+    together, _ = predictions(mixture, Context(seen, runs))
+    for number, context in enumerate(contexts):
+        rows = slice(number * 3, number * 3 + 3)
+        own = {source: keys[start:] for source, keys in context.seen.items()}
+        alone, _ = predictions(mixture, Context(own, [runs[number]]))
+        for one, both in zip(alone, together, strict=True):
+            torch.testing.assert_close(both[rows].exp(), one.exp(), rtol=1e-4, atol=1e-5)
+    for source, keys in past.items():
+        assert torch.equal(keys, kept[source])  # nobody wrote into the past that they share
 
-    def ask(text):
-        (batch,) = mixture.read([text])
-        return predictions(mixture, batch.context)[0]
 
-    before = ask(left)
-    ask(right)
-    for one, again in zip(before, ask(left), strict=True):
-        assert torch.equal(one, again)
+@pytest.mark.parametrize("kind", ["knn", "cache"])
+def test_the_signals_of_neighbours_are_what_their_names_say(lm, store, kind):
+    mixture = Mixture.open(store.path, lm, memories=kind, k=100, temperature=1.5, fresh=True)
+    (memory,) = mixture.memories
+    (batch,) = mixture.read(texts(lm, count=1))
+    poll = memory.predict(batch.context)
+    signals = dict(zip(memory.signal_names, poll.signals().T.numpy(), strict=True))
+    top = poll.top().tolist()
+    for row, (ids, distances, values) in enumerate(
+        zip(poll.found.ids.numpy(), poll.found.distances.numpy(), poll.found.values.numpy(), strict=True)
+    ):
+        there = ids >= 0
+        if not there.any():
+            assert top[row] == -1
+            assert all(signal[row] == 0 for signal in signals.values())
+            continue
+        near, named = distances[there], values[there]
+        votes = np.bincount(named, oracle.softmax(-near / 1.5), minlength=lm.vocab_size)
+        spoken = votes[votes > 0]
+        expected = {
+            "distance 1": np.arcsinh(near[0]),
+            "distance 8": np.arcsinh(near[min(8, len(near)) - 1]),
+            "distance 64": np.arcsinh(near[min(64, len(near)) - 1]),
+            "last distance": np.arcsinh(near[-1]),
+            "distinct 16": np.log1p(len(set(named[:16]))),
+            "distinct 64": np.log1p(len(set(named[:64]))),
+            "distinct": np.log1p(len(set(named))),
+            "entropy": -(spoken * np.log(spoken)).sum(),
+            "loudest": np.log(votes.max()),
+        }
+        for name, value in expected.items():
+            assert signals[name][row] == pytest.approx(value, rel=1e-3, abs=1e-3), name
+        loud = np.bincount(named[:64], oracle.softmax(-near / 1.5)[:64], minlength=lm.vocab_size)
+        assert loud[top[row]] == pytest.approx(loud.max(), rel=1e-4)
 
 
 def test_the_windows_of_a_long_text_carry_the_cache_on(lm):
@@ -198,6 +244,18 @@ def test_a_second_model_says_what_it_says_alone(lm, store, second):
         with torch.no_grad():
             logits = alone.model(torch.tensor([[lm.start_token, *tokens[:-1]]])).logits[0]
         torch.testing.assert_close(said, logits.log_softmax(1), rtol=1e-4, atol=1e-4)
+
+
+def test_the_language_model_may_be_its_own_second_opinion(lm, model_folder, tmp_path):
+    own = CausalLM.open(str(model_folder), device="cpu")
+    store = knnlm.build(documents(4), tmp_path / "memory", lm=own)
+    mixture = Mixture.open(store.path, own, memories=f"lm={model_folder}:0.5", fresh=True)
+    assert len(mixture.readers.models) == 1
+    measured = knnlm.evaluate(mixture, documents(2, start=70))
+    assert measured.perplexity == pytest.approx(measured.base_perplexity, rel=1e-5)
+    ids = torch.tensor([own.prompt("The memory of a model")])
+    with torch.no_grad():
+        torch.testing.assert_close(knnlm.KnnForCausalLM(mixture)(ids).logits, own.model(ids).logits.log_softmax(-1))
 
 
 def test_a_store_of_another_reader_is_asked_with_that_reader_s_keys(lm, store, other_store, second):

@@ -190,6 +190,42 @@ def test_a_cap_changes_only_how_different_tokens_are_counted(texts, context, cap
     assert_agree(answer, [witten_bell(texts, tokens[: row + 1], cap=cap) for row in range(len(tokens))])
 
 
+def distance(one, other):
+    """The total variation between two distributions."""
+    return sum(abs(one.get(token, 0) - other.get(token, 0)) for token in {*one, *other}) / 2
+
+
+@given(st.lists(st.integers(0, 60), min_size=1, max_size=300), st.integers(1, 20))
+@settings(max_examples=50)
+def test_above_the_cap_the_formula_is_missed_by_no_more_than_the_weights_are(followers, cap):
+    texts = [[30, 31, token] for token in followers] + [[32, 31, 2]]
+    tokens = [2, 30, 31]
+    answer = memory_of(texts, cap=cap).predict(context_of((tokens, 2)))
+    [smoothed], [longest] = (distributions(part) for part in answer.parts)
+    right, alone = witten_bell(texts, tokens)
+    # Only "30 31" has a T that is estimated. With T, the weight of shorter matches is T / (n + T).
+    found = follow(texts, [30, 31])
+    sizes = min(len(set(follow(texts, [31]))), estimate_distinct(found, cap)), len(set(found))
+    estimated, exact = (size / (len(found) + size) for size in sizes)
+    assert distance(smoothed, right) <= abs(estimated - exact) + 1e-6
+    assert longest == pytest.approx(alone)
+    if len(found) <= cap:
+        assert smoothed == pytest.approx(right, rel=1e-5)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_above_the_cap_text_as_it_is_written_is_within_a_hundredth_of_the_formula(seed):
+    rng = np.random.default_rng(seed)
+    share = 1 / np.arange(1, 3001)
+    texts = rng.choice(3000, p=share / share.sum(), size=(30, 300)) + 100
+    texts = [[number for token in text.tolist() for number in (50, 51, token)] for text in texts]
+    tokens = [2, 50, 51]
+    right, _ = witten_bell(texts, tokens)
+    for cap, most in ((256, 0.01), (10**9, 1e-5)):
+        [smoothed] = distributions(memory_of(texts, cap=cap).predict(context_of((tokens, 2))).parts[0])
+        assert distance(smoothed, right) < most
+
+
 @given(st.lists(st.integers(0, 20), min_size=1, max_size=400), st.integers(1, 50))
 def test_signals_of_a_capped_match_come_from_an_even_sample(followers, cap):
     texts = [[30, token] for token in followers]

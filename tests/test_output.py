@@ -33,6 +33,8 @@ from knnlm.distill.pairs import Pairs, hold_out
 from knnlm.errors import DatastoreBusy, DatastoreCorrupt, DatastoreError, ModelError, ParameterError
 from knnlm.memory.context import Context, Source
 from knnlm.memory.output import FILE, OutputCard, OutputMatrix, OutputMemory, load_output, save_output
+from test_cli import failure, knnlm
+from test_prune import made_store
 
 HERE = Path(__file__).parent
 SOURCE = Source(0, "ffn_input", -1)
@@ -158,18 +160,36 @@ def test_losses_and_their_gradient_are_what_the_formulas_say(counts, seed, inter
 
 
 @given(counts=st.lists(st.integers(0, 5000), min_size=1, max_size=60), rows=st.integers(1, 9))
-def test_frequent_words_get_more_rows_and_no_more_are_given_in_all(counts, rows):
+def test_frequent_words_get_more_rows_and_as_many_are_given_in_all(counts, rows):
     words = torch.tensor(counts)
     assert share_rows(words, rows, "uniform").tolist() == [rows] * len(counts)
-    shared = share_rows(words, rows, "frequency")
-    assert int(shared.min()) >= 1
-    assert int(shared.sum()) <= rows * len(counts)
-    order = words.argsort()
-    assert (shared[order].diff() >= 0).all()
-    total = sum(math.sqrt(count) for count in counts)
-    for count, found in zip(counts, shared.tolist(), strict=True):
-        right = (rows - 1) * len(counts) * math.sqrt(count) / max(1.0, total)
-        assert found in {1 + min(63, math.floor(right * (1 + sign * 1e-12))) for sign in (-1, 1)}
+    shared = share_rows(words, rows, "frequency").tolist()
+    assert sum(shared) == rows * len(counts)
+    assert 1 <= min(shared) <= max(shared) <= 64
+    for count, found in zip(counts, shared, strict=True):
+        assert all(found >= more for other, more in zip(counts, shared, strict=True) if other < count)
+    # Each word's part of the rows is the root of its count times one number for all, but no more than 63; that number
+    # is found by bisection. What is given is that, rounded up or down.
+    roots, low, high = [math.sqrt(count) for count in counts], 0.0, 1e6
+    if sum(min(63, high * root) for root in roots) > (rows - 1) * len(counts):
+        for _ in range(200):
+            middle = (low + high) / 2
+            enough = sum(min(63, middle * root) for root in roots) >= (rows - 1) * len(counts)
+            low, high = (low, middle) if enough else (middle, high)
+        for root, found in zip(roots, shared, strict=True):
+            assert abs(found - 1 - min(63, high * root)) < 1 + 1e-6
+
+
+def test_rows_by_frequency_of_a_hand_worked_case():
+    # Eight more rows by 1 : 2 : 4 : 9 are 0.5, 1, 2 and 4.5; the last half goes to the first of the equally near.
+    assert share_rows(torch.tensor([1, 4, 16, 81]), 3, "frequency").tolist() == [2, 2, 3, 5]
+    # A hundred words, of which one is nearly all of the text: it has the most, and the others share what is left.
+    shared = share_rows(torch.tensor([10**9] + [1] * 99), 2, "frequency")
+    assert shared.tolist()[0] == 64
+    assert sorted(shared.tolist()[1:]) == [1] * 62 + [2] * 37
+    # A word that is not in training gets more only when there is nobody else to give them to.
+    assert share_rows(torch.tensor([0, 1, 1]), 20, "frequency").tolist() == [1, 30, 29]
+    assert share_rows(torch.tensor([0, 1, 1]), 60, "frequency").tolist() == [52, 64, 64]
 
 
 @pytest.fixture(scope="module")
@@ -186,6 +206,39 @@ def test_held_out_are_whole_documents_and_equal_texts_together(store):
     assert 0.1 * store.rows <= marked.sum() <= 0.1 * store.rows + max(map(len, inside))
     assert not hold_out(store, 0.0, seed=3).any()
     assert (hold_out(store, 0.1, seed=4) != marked).any()
+
+
+def test_by_default_whole_documents_are_held_out_where_there_are_enough(lm, tmp_path):
+    made = documents(60, words=60)
+    store = build([*made, replace(made[0], id="again")], tmp_path / "memory", lm=lm, segment_rows=2000)
+    for seed in range(8):
+        marked = hold_out(store, 0.02, seed=seed)
+        inside = [marked[d.first_row : d.first_row + d.rows] for d in store.catalog.documents()]
+        assert {part.mean() for part in inside} == {0.0, 1.0}
+        assert inside[0].mean() == inside[-1].mean()
+        assert 0.02 * store.rows <= marked.sum() <= 0.02 * store.rows + 2 * max(map(len, inside))
+
+
+def held_out_of(path, sizes, share):
+    """The share of the text that is held out, and of each document."""
+    rows = sum(sizes)
+    store = made_store(path, np.zeros((rows, 1)), np.arange(rows) % 3, sizes=sizes)
+    marked = hold_out(store, share, seed=0)
+    return marked.mean(), [part.mean() for part in np.split(marked, np.cumsum(sizes)[:-1])]
+
+
+def test_a_document_that_is_most_of_the_text_is_not_held_out_whole(tmp_path):
+    share, parts = held_out_of(tmp_path / "a", [9000, *[100] * 30], 0.02)
+    assert parts[0] == 0
+    assert set(parts[1:]) == {0.0, 1.0}
+    assert 0.02 <= share < 0.03
+    # The short ones are not enough, so all are cut.
+    share, parts = held_out_of(tmp_path / "b", [*[3000] * 7, *[2] * 12], 0.1)
+    assert 0.1 <= share < 0.16
+    assert any(0 < part < 1 for part in parts)
+    # Enough of them, but few: they are large, and whole all the same.
+    share, parts = held_out_of(tmp_path / "c", [1000] * 20, 0.02)
+    assert sorted(parts) == [0.0] * 19 + [1.0]
 
 
 def test_equal_texts_are_held_out_together_and_long_ones_in_stretches(lm, tmp_path):
@@ -525,6 +578,35 @@ def test_a_store_with_nothing_to_train_on_is_refused(lm, tmp_path):
     with pytest.raises(ParameterError, match="held_out=0"):
         distill_output(tiny, tmp_path / "o")
     assert distill_output(tiny, tmp_path / "o", held_out=0, epochs=1).trained_pairs == tiny.rows
+
+
+def test_the_command_line_follows_its_own_advice(lm, model_folder, tmp_path, capfd):
+    tiny = build(documents(1, words=5), tmp_path / "tiny", lm=lm).path
+    assert "--held-out 0" in failure(capfd, "distill", tiny)
+    code, out, err = knnlm(capfd, "distill", tiny, "--held-out", 0, "--epochs", 1)
+    assert code == 0, err
+    assert "nothing was held out" in out
+    card = load_output(tiny / "output")[1]
+    assert (card.settings["held_out"], card.settings["epochs"], card.held_out_pairs) == (0, 1, 0)
+
+
+def test_options_of_the_other_kind_are_refused(store, tmp_path, capfd):
+    output = {"--rows": 5, "--rows-by": "frequency", "--interpolate": 0.5, "--held-out": 0.1}
+    keys = {"--width": 3, "--anchors": 7, "--neighbours": 4, "--rounds": 2}
+    for into, wrong, other in (("keys", output, "output"), ("output", keys, "keys")):
+        for name, value in wrong.items():
+            line = failure(capfd, "distill", store.path, "--into", into, "--out", tmp_path / "o", name, value)
+            assert f"{name} is for --into {other}, not for --into {into}" in line
+        both = [str(part) for pair in list(wrong.items())[:2] for part in pair]
+        line = failure(capfd, "distill", store.path, "--into", into, "--out", tmp_path / "o", *both)
+        assert f"{both[0]} and {both[2]} are for --into {other}" in line
+    assert not (tmp_path / "o").exists()
+    command = ["distill", store.path, "--out", tmp_path / "o", "--rows", 2, "--rows-by", "frequency", "--json"]
+    code, out, err = knnlm(capfd, *command, "--epochs", 1, "--held-out", 0.1)
+    assert code == 0, err
+    facts = json.loads(out)
+    assert facts["settings"] | {"rows": 2, "rows_by": "frequency", "epochs": 1, "held_out": 0.1} == facts["settings"]
+    assert facts["rows"] == 2 * facts["words"]
 
 
 def test_one_process_trains_at_a_time(store, tmp_path):

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import sqlite3
 import subprocess
 import sys
 import textwrap
+from contextlib import contextmanager
 
 import numpy as np
 import pytest
@@ -27,10 +29,11 @@ from knnlm.index import ExactIndex
 from knnlm.lm import CausalLM
 from knnlm.prune import known_keys, merge_keys, prune, store_log_p
 from models import tiny, tiny_tokenizer
+from test_cli import knnlm
 
 
-def made_store(path, keys, values, *, sizes=None, segments=2, dtype="float32", offset=None):
-    """A memory of these very keys, in documents of these sizes, without any model."""
+def made_store(path, keys, values, *, sizes=None, texts=None, segments=2, dtype="float32", offset=None):
+    """A memory of these very keys, in documents of these sizes and hashes of texts, without any model."""
     keys, values = np.asarray(keys, np.float32), np.asarray(values)
     sizes = [len(values)] if sizes is None else list(sizes)
     path.mkdir(parents=True)
@@ -43,7 +46,8 @@ def made_store(path, keys, values, *, sizes=None, segments=2, dtype="float32", o
         first = row
         stored = []
         for size in group.tolist():
-            stored.append(StoredDocument(number, f"d{number}", f"t:{number}", segment, row, size, str(number)))
+            text = str(number if texts is None else texts[number])
+            stored.append(StoredDocument(number, f"d{number}", f"t:{number}", segment, row, size, text))
             row, number = row + size, number + 1
         folder = segment_folder(path, segment)
         folder.mkdir(parents=True)
@@ -223,6 +227,40 @@ def test_keys_that_a_map_makes_too_large_for_float16_are_scaled(store, tmp_path)
     torch.testing.assert_close(all_keys(large), 1e6 * all_keys(store), rtol=1e-3, atol=1e3)
 
 
+@pytest.mark.parametrize("factor", [1e-3, 1e-7, 1e-30])
+def test_keys_that_a_map_makes_too_small_for_float16_keep_their_digits(store, tmp_path, factor):
+    small = derive(store, tmp_path / "small", key_map=KeyMap(factor * torch.eye(32), torch.zeros(32)))
+    assert max(segment.scale for segment in small.segments) < 1
+    keys, right = all_keys(small).double(), factor * all_keys(store).double()
+    # Float16 has eleven bits, and only what is a millionth of the largest key has fewer.
+    assert ((keys - right).abs() <= 2**-11 * right.abs() + 1e-6 * right.abs().max()).all()
+    for segment in small.segments:
+        stored = np.load(segment_folder(small.path, segment.id) / "keys.npy")
+        assert np.abs(stored).max() < 65504 / 4
+        exponent = math.log2(segment.scale)
+        assert exponent == round(exponent)
+    # Distances are a square, which float32 has digits for as long as keys are not tiny beyond reason.
+    if factor > 1e-15:
+        near = ExactIndex(small.keys).search(factor * all_keys(store)[:100], 10).ids
+        found = ExactIndex(store.keys).search(all_keys(store)[:100], 10).ids
+        shared = [len(set(one) & set(other)) for one, other in zip(near.tolist(), found.tolist(), strict=True)]
+        assert np.mean(shared) > 9.8
+
+
+def test_keys_of_ordinary_size_are_copied_bit_by_bit(store, tmp_path):
+    # Just above where keys are small: as a build would write them, not finer.
+    factor = 1.01 * 2.0**-4 / min(float(store.take(torch.arange(s.first_row, s.first_row + s.rows)).abs().max())
+                                  for s in store.segments)  # fmt: skip
+    key_map = KeyMap(factor * torch.eye(32), torch.zeros(32))
+    copy, mapped = derive(store, tmp_path / "copy"), derive(store, tmp_path / "mapped", key_map=key_map)
+    for segment in store.segments:
+        name = f"segments/{segment.id:06d}/keys.npy"
+        assert (copy.path / name).read_bytes() == (store.path / name).read_bytes()
+        right = key_map.apply(store.take(torch.arange(segment.first_row, segment.first_row + segment.rows)))
+        assert (np.load(mapped.path / name) == right.numpy().astype(np.float16)).all()
+    assert {segment.scale for segment in [*copy.segments, *mapped.segments]} == {1.0}
+
+
 def test_a_pruned_memory_can_be_pruned_again(tmp_path):
     store = random_store(tmp_path / "a")
     counts = torch.arange(1.0, store.rows + 1)
@@ -268,6 +306,34 @@ def test_rows_that_are_not_there_are_damage(tmp_path):
     file.write_bytes(data)
     with pytest.raises(DatastoreCorrupt, match=r"kept\.npy names a row beyond"):
         pruned.rows_of(torch.arange(pruned.key_count))
+
+
+@pytest.mark.parametrize("bad", [math.nan, -3.0, 0.0, math.inf])
+def test_counts_that_cannot_be_are_damage(tmp_path, bad):
+    store = random_store(tmp_path / "a")
+    pruned = derive(store, tmp_path / "b", counts=torch.arange(1.0, store.rows + 1))
+    file = next((tmp_path / "b").rglob("counts.npy"))
+    data = bytearray(file.read_bytes())
+    data[-4:] = np.float32(bad).tobytes()
+    file.write_bytes(data)
+    with pytest.raises(DatastoreCorrupt, match=r"counts\.npy holds counts that are not finite and above 0"):
+        pruned.counts(torch.arange(store.rows))
+    with pytest.raises(DatastoreCorrupt, match=r"counts\.npy"):
+        merge_keys(Datastore.open(tmp_path / "b"), ExactIndex(store), neighbours=2)
+
+
+def test_facts_of_a_map_that_cannot_be_are_damage(tmp_path):
+    store = random_store(tmp_path / "a")
+    derive(store, tmp_path / "b", key_map=KeyMap(torch.eye(6), torch.zeros(6))).close()
+    catalog = Catalog.open(tmp_path / "b" / FILE, write=True)
+    good = catalog.get("map")
+    for bad in ("x", 5, [1], {"a": 1}, {**good, "sha256": 3}, {**good, "facts": [1]}, {"sha256": good["sha256"]}):
+        catalog.put(map=bad)
+        with pytest.raises(DatastoreCorrupt, match=r"catalog\.db does not say which map the keys went through"):
+            Datastore.open(tmp_path / "b")
+    catalog.put(map=good)
+    assert Datastore.open(tmp_path / "b").width == 6
+    catalog.close()
 
 
 # Copies that stop themselves with SIGKILL at one write after another, each in a process of its own.
@@ -320,6 +386,49 @@ def test_a_copy_killed_at_any_write_goes_on_and_ends_with_the_same_bytes(tmp_pat
         assert contents(killed) == contents(tmp_path / "whole")
     with pytest.raises(DatastoreError, match="finished memory already"):
         derive(store, killed, key_map=key_map, **options)
+
+
+def stopped_copy(store, out):
+    """A copy that was stopped when its first segment was written."""
+
+    @contextmanager
+    def stopping(what, *, total, unit):
+        def advance(count):
+            if len(list((out / "segments").glob("000001*"))):
+                raise KeyboardInterrupt
+
+        yield advance
+
+    with pytest.raises(KeyboardInterrupt):
+        derive(store, out, keep=torch.arange(0, store.rows, 2), progress=stopping)
+
+
+def test_builds_and_copies_do_not_take_each_other_for_their_own(lm, store, tmp_path):
+    stopped_copy(store, tmp_path / "copy")
+    before = contents(tmp_path / "copy")
+    with pytest.raises(DatastoreError, match=r"copy is an unfinished copy of another memory, as knnlm prune and"):
+        build(documents(40), tmp_path / "copy", lm=lm, segment_rows=500)
+    assert contents(tmp_path / "copy") == before
+    assert derive(store, tmp_path / "copy", keep=torch.arange(0, store.rows, 2)).rows == store.rows
+
+    def stopping():
+        yield from documents(8)
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        build(stopping(), tmp_path / "build", lm=lm, segment_rows=150)
+    with pytest.raises(DatastoreError, match="build is an unfinished build, not a copy"):
+        derive(store, tmp_path / "build")
+
+
+def test_a_place_that_is_taken_is_refused_before_anything_takes_its_time(store, tmp_path):
+    derive(store, tmp_path / "done").close()
+
+    def progress(what, *, total, unit):
+        raise AssertionError(f"{what} has begun")
+
+    with pytest.raises(DatastoreError, match="finished memory already"):
+        prune(store, tmp_path / "done", merge=4, width=3, progress=progress)
 
 
 def test_a_copy_does_not_write_over_other_things(store, tmp_path):
@@ -425,6 +534,28 @@ def test_what_the_model_knows_is_dropped_by_its_probability_of_each_token(lm, tm
     assert small.counts(torch.arange(small.key_count)).sum() == store.rows - both["dropped"]
     assert both["keys_after"] == store.rows - both["dropped"] - both["merged"] == small.key_count
     assert small.width == 5
+
+
+def test_the_model_that_is_named_says_what_is_known(lm, store, model_folder, tmp_path, capfd):
+    """On the command line: the language model, not the one that made the keys."""
+    other = CausalLM(tiny("gpt2", seed=5), tiny_tokenizer(), name="other")
+    other.model.save_pretrained(tmp_path / "other")
+    other.tokenizer.save_pretrained(tmp_path / "other")
+    for name, model in (("own", lm), ("other", other)):
+        log_p = store_log_p(store, model)
+        limit = float(log_p.double().quantile(0.7).exp())
+        folder = model_folder if name == "own" else tmp_path / "other"
+        command = ["prune", store.path, "--out", tmp_path / f"without {name}", "--drop-known", limit, "--json"]
+        code, out, err = knnlm(capfd, *command, "--model", folder)
+        assert code == 0, err
+        pruned = Datastore.open(tmp_path / f"without {name}")
+        kept = (log_p.double() < math.log(limit)).nonzero()[:, 0]
+        assert torch.equal(pruned.rows_of(torch.arange(pruned.key_count)), kept)
+        assert json.loads(out)["dropped"] == store.rows - len(kept)
+    small = CausalLM(tiny("llama"), tiny_tokenizer(), name="small")
+    small.model.resize_token_embeddings(310)
+    with pytest.raises(ModelMismatch, match="320, but that of small has 310"):
+        store_log_p(store, CausalLM(small.model, tiny_tokenizer(), name="small"))
 
 
 def test_what_cannot_be_pruned_is_refused(store, tmp_path):

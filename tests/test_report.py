@@ -25,10 +25,15 @@ import knnlm.evaluation
 from conftest import documents
 from knnlm import CausalLM, Datastore, Document, Mixture, Trace, build, evaluate, tune
 from knnlm.cli.app import run
+from knnlm.datastore.builder import writer_lock
 from knnlm.distill.output import distill_output
-from knnlm.errors import CorpusError, MissingExtra, ParameterError
+from knnlm.errors import CorpusError, DatastoreBusy, DatastoreError, MissingExtra, ModelMismatch, ParameterError
+from knnlm.fitting import choose_settings, fit_weights, look, sweep_all
+from knnlm.mixture.buckets import Buckets
 from knnlm.prune import prune
 from knnlm.report import STUDIES, report
+from knnlm.report.judging import describe_folds, hold_back, out_of_fold
+from knnlm.report.mixing import name_memories
 from knnlm.report.page import write_page
 from knnlm.report.plots import draw
 from knnlm.report.shrinking import recall
@@ -228,7 +233,8 @@ def test_a_key_layer_is_measured_with_the_states_that_transformers_gives(studies
 def test_what_was_quantised_is_compared_with_what_was_not(studies, stored, test, made):
     rows = studies["quantised"].tables[0].rows
     _, _, size, found, temperature, weight, _, perplexity = rows[0]
-    assert (size, found) == (4 * stored[0].shape[1], 1.0)
+    assert rows[0][0] == "float16"  # as the store keeps them
+    assert (size, found) == (2 * stored[0].shape[1], 1.0)
     distances, values = test.search(*stored, made.facts["k"])
     vote = test.vote(made.facts["k"], temperature, distances=distances, values=values)
     assert test.perplexity(vote, weight) == pytest.approx(perplexity, rel=2e-3)
@@ -278,10 +284,67 @@ def test_mixtures_are_those_of_tune_and_eval(studies, place, lm, tmp_path):
         fresh = Mixture.open(tmp_path / "memory", lm, memories=memories, fresh=True)
         tuning = tune(fresh, documents_of(place, "valid"), weights=kind)
         measured = evaluate(Mixture.open(tmp_path / "memory", lm, memories=memories), documents_of(place, "test"))
-        _, _, weight, on_valid, on_test = rows[name, kind]
+        _, _, weight, on_valid, _, on_test = rows[name, kind]
         assert on_valid == pytest.approx(tuning.perplexity, rel=2e-3), (name, kind)
         assert on_test == pytest.approx(measured.perplexity, rel=1e-2), (name, kind)
         assert weight == pytest.approx(measured.lambda_, abs=2e-2), (name, kind)
+
+
+def by_one_lambda(text, vote, fold):
+    """Log-probabilities by a λ chosen on the other folds, each part having been right once before, by brute force."""
+    model, lambdas = np.exp(text.model), np.linspace(0.0005, 0.9995, 1000)[:, None]
+    found = np.zeros(len(model))
+    for number in np.unique(fold):
+        held = fold == number
+        likely = np.log((1 - lambdas) * model[~held] + lambdas * vote[~held]).sum(1)
+        weight = lambdas[np.argmax(likely + np.log(lambdas[:, 0]) + np.log1p(-lambdas[:, 0]))]
+        found[held] = np.log((1 - weight) * model[held] + weight * vote[held])
+    return found
+
+
+def test_mixtures_are_compared_by_what_they_give_out_of_fold(studies, valid, made):
+    table = studies["memories"].tables[0]
+    judged = [row[4] for row in table.rows]
+    assert table.best == int(np.argmin(judged))
+    rows = {(row[0], row[1]): row for row in table.rows}
+    fold = hold_back(torch.from_numpy(np.array(valid.trace.documents))).numpy()
+    assert len(np.unique(fold)) == len(np.unique(valid.trace.documents)) == made.facts["valid_documents"]
+    knn = by_one_lambda(valid, valid.vote(made.facts["k"], made.facts["temperature"]), fold)
+    assert rows["knn", "fixed"][4] == pytest.approx(np.exp(-knn.mean()), rel=1e-3)
+    said = np.exp(np.asarray(valid.trace.memories[2].arrays["log_p"][:, 0], dtype=np.float64))
+    assert rows["ngram", "fixed"][4] == pytest.approx(np.exp(-by_one_lambda(valid, said, fold).mean()), rel=1e-3)
+    for name, kind, _, fitted, held_back, _ in table.rows:
+        if kind in ("", "gated"):
+            assert held_back == fitted
+        else:
+            assert held_back >= fitted * (1 - 1e-3), (name, kind)  # nothing is better by rows it was not fitted to
+    assert "by weights fitted to other documents" in table.caption
+
+
+def test_weights_out_of_fold_are_those_that_a_gate_starts_from(lm, valid):
+    sweeps = sweep_all(valid.trace)
+    seen = look(valid.trace, choose_settings(valid.trace, sweeps, several=True))
+    gated = fit_weights(seen, "gated", frequencies=torch.ones(lm.vocab_size))
+    assert out_of_fold(seen, "fitted") == pytest.approx(gated.weights.gate.facts["fitted_perplexity"], rel=1e-5)
+    documents, near = seen.groups.numpy(), seen.memories[0].nearest
+    fold, logs = hold_back(seen.groups).numpy(), seen.logs
+    found = np.zeros(len(documents))
+    for number in np.unique(fold):
+        others = torch.from_numpy(fold != number)
+        assert not set(documents[fold == number]) & set(documents[others.numpy()])
+        buckets = Buckets.fit(logs[others], near[others])
+        for row in np.flatnonzero(fold == number):
+            said = np.exp(logs[row].double().numpy())
+            weights = buckets.table.numpy()[np.searchsorted(buckets.edges.numpy(), float(near[row]), side="right")]
+            left = weights[np.isnan(said)].sum()  # those who abstain leave the word to the model
+            found[row] = np.log(np.nansum(said * weights) + left * said[0])
+    assert out_of_fold(seen, "buckets") == pytest.approx(float(np.exp(-found.mean())), rel=1e-4)
+
+
+def test_it_is_said_to_what_the_weights_were_fitted():
+    assert describe_folds(torch.tensor([0] * 50 + [7] * 50)) == "by weights fitted to other documents"
+    assert "other stretches of the text" in describe_folds(torch.zeros(100, dtype=torch.long))
+    assert "fitted to all of it" in describe_folds(torch.tensor([0, 0, 1, 1]))
 
 
 def test_baselines_are_the_formula_too(studies, test, valid):
@@ -320,7 +383,7 @@ def test_no_mixture_beats_who_knows_the_token(studies, test, made):
     assert rows[3] <= min(studies["lambda"].numbers["test"]) * (1 + 1e-5)
     assert rows[1] == pytest.approx(test.perplexity(vote, made.facts["lambda"]), rel=1e-4)
     for row in studies["memories"].tables[0].rows:
-        assert rows[4] <= row[4] * (1 + 1e-5), row
+        assert rows[4] <= row[5] * (1 + 1e-5), row
     assert rows[4] <= rows[3]
 
 
@@ -329,7 +392,7 @@ def test_searches_are_left_out_as_eval_leaves_them_out(studies, place, lm, tmp_p
     everything = studies["memories"].tables[0].rows[-1]
     assert everything[1] == "gated"
     assert rows[0][:2] == [0.0, 0.0]
-    assert rows[0][2] == pytest.approx(everything[4])
+    assert rows[0][2] == pytest.approx(everything[5])
     assert rows[-1][:2] == [1.0, 1.0]
     shutil.copytree(place / "memory", tmp_path / "memory")
     memories = f"knn,cache,ngram,output,lm={place / 'second'}"
@@ -461,13 +524,13 @@ def test_a_report_that_was_stopped_goes_on_where_it_was(place, lm, model_folder,
         assert forwards.count == 0
     finally:
         forwards.hook.remove()
-    assert "lambda: tracing" not in bars.names
+    assert "tracing" not in bars.names
     assert not any(name.startswith(("lambda: ", "k: ")) for name in bars.names)
     assert [study.name for study in found.studies] == ["lambda", "k", "size"]
     # With other text, all of it is done again, and what was read before is gone.
     bars = Bars()
     other = make(place, lm, model_folder, progress=bars, text=documents(4, words=12, start=200), **few)
-    assert "lambda: tracing" in bars.names
+    assert "tracing" in bars.names
     assert other.facts["base_perplexity"] != found.facts["base_perplexity"]
     assert len(list((tmp_path / "stopped" / "work").glob("texts-*"))) == 1
 
@@ -489,6 +552,86 @@ def test_studies_that_cannot_be_made_are_named_with_the_reason(place, lm, model_
     page = found.page.read_text()
     for reason in found.left_out.values():
         assert reason in page
+
+
+def test_an_error_in_one_study_leaves_the_others_and_the_page(place, lm, model_folder, tmp_path, monkeypatch):
+    def broken(desk):
+        raise DatastoreError(f"{desk.store.path.name} cannot be <read>.")
+
+    monkeypatch.setitem(STUDIES, "lambda", broken)
+    few = {"second_lm": None, "memories": "knn", "studies": ["lambda", "k"], "out": tmp_path / "broken"}
+    found = make(place, lm, model_folder, **few)
+    assert [study.name for study in found.studies] == ["k"]
+    assert found.left_out == {"lambda": "memory cannot be <read>."}
+    assert "memory cannot be &lt;read&gt;." in found.page.read_text()
+    monkeypatch.undo()
+    assert make(place, lm, model_folder, **few).left_out == {}
+
+
+def test_what_was_found_in_one_precision_is_not_taken_for_another(place, tmp_path):
+    # Weights that bfloat16 holds exactly are the same model in both precisions, but do not give the same numbers.
+    rounded = tiny("llama").bfloat16().float()
+    rounded.save_pretrained(tmp_path / "model")
+    tiny_tokenizer().save_pretrained(tmp_path / "model")
+    few = {"second_lm": None, "memories": "knn", "studies": ["k"]}
+    single = make(place, None, tmp_path / "model", out=tmp_path / "one", dtype="float32", **few)
+    half = make(place, None, tmp_path / "model", out=tmp_path / "one", dtype="bfloat16", **few)
+    alone = make(place, None, tmp_path / "model", out=tmp_path / "other", dtype="bfloat16", **few)
+    assert half.facts["base_perplexity"] == alone.facts["base_perplexity"] != single.facts["base_perplexity"]
+    assert half.studies[0].tables == alone.studies[0].tables
+
+
+def test_what_was_found_with_one_model_is_not_taken_for_another(place, model_folder, lm, tmp_path):
+    few = {"second_lm": None, "memories": "knn", "studies": ["k"], "out": tmp_path / "one"}
+    make(place, lm, model_folder, **few)
+    another = CausalLM(tiny("llama", seed=5), tiny_tokenizer(), name=lm.name)
+    with pytest.raises(ModelMismatch):
+        make(place, another, model_folder, **few)
+
+
+def test_documents_are_shown_by_the_names_they_have_now(place, lm, model_folder, tmp_path):
+    few = {"second_lm": None, "memories": "knn", "studies": ["examples"], "out": tmp_path / "named"}
+    make(place, lm, model_folder, **few)
+    renamed = [replace(one, source=f"new-{number}.txt") for number, one in enumerate(TEXT)]
+    found = make(place, lm, model_folder, text=renamed, **few)
+    shown = {example.document for kind in found.studies[0].examples.values() for example in kind}
+    assert shown
+    assert shown <= {one.source for one in renamed}
+
+
+def test_an_output_matrix_that_was_never_finished_is_not_mixed_in(lm, model_folder, tmp_path):
+    build(STORED[:4], tmp_path / "memory", lm=lm)
+    (tmp_path / "memory" / "output").mkdir()
+    (tmp_path / "memory" / "output" / "writer.lock").touch()
+    found = report(tmp_path / "memory", TEXT[:4], tmp_path / "out", lm=lm, model=str(model_folder), studies=["k"])
+    assert found.facts["memories"] == ["knn", "cache", "ngram"]
+
+
+def test_two_reports_are_not_written_to_one_folder_at_once(place, lm, model_folder, tmp_path):
+    few = {"second_lm": None, "memories": "knn", "studies": ["k"], "out": tmp_path / "busy"}
+    with writer_lock(tmp_path / "busy" / "work", create=True), pytest.raises(DatastoreBusy, match="busy/work"):
+        make(place, lm, model_folder, **few)
+    assert make(place, lm, model_folder, **few).page.exists()
+
+
+def test_memories_of_the_same_name_are_told_apart(place, lm, model_folder, tmp_path):
+    assert name_memories(["knn", "lm=/a/m", "lm=/b/m/", "knn=/a/m", "cache=20"]) == [
+        "knn", "lm=a/m", "lm=b/m", "knn=m", "cache=20"
+    ]  # fmt: skip
+    assert name_memories(["lm=m", "lm=a/m", "lm=/m"]) == ["lm=m", "lm=a/m", "lm=/m"]
+    shutil.copytree(place / "second", tmp_path / "second")
+    memories = f"knn,lm={place / 'second'},lm={tmp_path / 'second'}"
+    found = make(place, lm, model_folder, memories=memories, second_lm=None, out=tmp_path / "x", studies=["baselines"])
+    names = [row[0] for row in found.studies[0].tables[0].rows]
+    assert len(set(names)) == 3
+    assert [name.endswith("/second") for name in names] == [False, True, True]
+
+
+@given(st.lists(st.lists(st.sampled_from(["a", "b", ""]), min_size=1, max_size=3), min_size=1, max_size=6))
+def test_no_two_memories_ever_have_one_name(paths):
+    labels = sorted({f"lm={'/'.join(path)}" for path in paths})
+    names = name_memories(labels)
+    assert len(set(names)) == len(labels)
 
 
 class Outline(HTMLParser):
@@ -574,7 +717,7 @@ def test_hostile_text_is_shown_and_not_run(tmp_path):
     study = Study("k", evil, evil, evil, evil, [table], [plot], {evil: [example]}, [evil])
     assert Study.from_dict(json.loads(json.dumps(study.as_dict()))) == study
     facts = dict.fromkeys(["stored_tokens", "stored_documents", "test_tokens", "test_documents", "k"], 1)
-    facts |= dict.fromkeys(["valid_tokens", "valid_documents", "remembered_documents"], 1)
+    facts |= dict.fromkeys(["valid_tokens", "valid_documents"], 1) | {"warnings": [evil], "at_edge": [evil]}
     facts |= {"memory": evil, "model": evil, "memories": [evil], "chosen_on": evil, "quick": True}
     facts |= {"temperature": 1.0, "lambda": 0.5, "base_perplexity": 2.0}
     drawings = {"k": [draw(plot)]}
@@ -591,7 +734,47 @@ def test_a_warning_is_given_where_the_text_is_in_the_memory(place, lm, model_fol
     assert "in the memory itself" not in (place / "report" / "index.html").read_text()
 
 
-texts = st.lists(st.text(st.characters(codec="utf-8"), min_size=1, max_size=40), min_size=2, max_size=12)
+def test_a_document_that_is_cut_in_two_is_known_as_a_whole(place, lm, model_folder, tmp_path):
+    few = {"studies": ["k"], "second_lm": None, "memories": "knn"}
+    found = make(place, lm, model_folder, out=tmp_path / "known", text=STORED[:1], **few)
+    assert found.facts["remembered_documents"] == 1
+    assert "1 document of the texts is in the memory itself" in found.page.read_text()
+    other = make(place, lm, model_folder, out=tmp_path / "new", text=TEXT[:1], **few)
+    assert other.facts["remembered_documents"] == 0
+
+
+def test_text_that_is_chosen_on_and_reported_on_is_refused_or_warned_of(place, lm, model_folder, tmp_path, capfd):
+    copies = [replace(one, id=f"copy of {one.id}") for one in TEXT]
+    with pytest.raises(CorpusError, match="Every document to report on is also in --valid"):
+        make(place, lm, model_folder, out=tmp_path / "same", valid=[*copies, STORED[0]])
+    few = {"studies": ["k"], "second_lm": None, "memories": "knn"}
+    found = make(place, lm, model_folder, out=tmp_path / "some", valid=copies[:2], **few)
+    assert found.facts["shared_documents"] == 2
+    (warning,) = found.as_dict()["warnings"]
+    assert warning.startswith("2 of the 6 documents reported on are in the tuning text too")
+    assert warning in found.page.read_text()
+    files = [tmp_path / "valid.jsonl", tmp_path / "test.jsonl"]
+    for file, own in zip(files, (copies[:2], TEXT), strict=True):
+        file.write_text("\n".join(json.dumps({"id": one.id, "text": one.text}) for one in own))
+    options = ["--memory", "knn", "--studies", "k", "--model", str(model_folder), "--out", str(tmp_path / "cli")]
+    assert run(["report", str(place / "memory"), str(files[1]), "--valid", str(files[0]), *options]) == 0
+    assert "2 of the 6 documents reported on" in " ".join(capfd.readouterr().out.split())
+
+
+def test_what_was_chosen_at_the_edge_of_what_was_tried_is_said(made):
+    expected = []
+    facts, study = made.facts, {study.name: study for study in made.studies}
+    temperatures = [row[0] for row in study["temperature"].tables[0].rows]
+    expected += ["temperature"] if facts["temperature"] in (temperatures[0], temperatures[-1]) else []
+    expected += ["lambda"] if facts["lambda"] == study["lambda"].numbers["lambda"][-1] else []
+    expected += ["k"] if facts["k"] == study["k"].tables[0].rows[-1][0] else []
+    assert facts["at_edge"] == expected
+    assert (f"last one tried of: {', '.join(expected)}." in made.page.read_text()) == bool(expected)
+
+
+few_texts = st.lists(st.sampled_from(["a", "b b", "c c c c", "d" * 30]), min_size=2, max_size=12)
+any_texts = st.lists(st.text(st.characters(codec="utf-8"), min_size=1, max_size=40), min_size=2, max_size=12)
+texts = (any_texts | few_texts).filter(lambda given: len(set(given)) > 1)
 
 
 @given(texts)
@@ -602,10 +785,10 @@ def test_a_text_is_split_into_two_halves_of_about_the_same_size(given_texts):
     assert split.test
     assert sorted(map(id, (*split.valid, *split.test))) == sorted(map(id, whole))
     sizes = [sum(len(document.text) for document in half) for half in (split.valid, split.test)]
-    assert abs(sizes[0] - sizes[1]) <= max(map(len, given_texts))
+    assert abs(sizes[0] - sizes[1]) <= max(len(text) * times for text, times in Counter(given_texts).items())
+    assert not {one.text for one in split.valid} & {one.text for one in split.test}
     again = gather(list(reversed(whole)), None, limit=None)
-    if len(set(given_texts)) == len(given_texts):
-        assert {one.text for one in again.valid} == {one.text for one in split.valid}
+    assert {one.text for one in again.valid} == {one.text for one in split.valid}
 
 
 def test_a_single_document_is_cut_in_its_middle():
@@ -614,6 +797,9 @@ def test_a_single_document_is_cut_in_its_middle():
     assert split.valid[0].text + split.test[0].text == text
     assert split.valid[0].text == "one two three"
     assert "first half" in split.how
+    same = gather([Document(name, f"{name}.txt", text) for name in "abc"], None, limit=None)
+    assert [one.text for one in same.valid] == ["one two three"] * 3
+    assert [one.id for one in same.test] == ["a#1", "b#1", "c#1"]
     with pytest.raises(CorpusError, match="too short"):
         gather([Document("a", "a.txt", "x")], None, limit=None)
     with pytest.raises(CorpusError, match="no text"):
@@ -657,6 +843,23 @@ def test_wrong_wishes_are_refused_before_anything_is_read(place, lm, monkeypatch
     with pytest.raises(MissingExtra, match=re.escape("pip install 'knnlm[report]'")):
         report(place / "memory", TEXT, tmp_path / "x", lm=lm)
     assert not (tmp_path / "x" / "index.html").exists()
+
+
+def test_dollars_are_drawn_and_not_read_as_formulas():
+    price = "lm=$\\foo$ and $x$"
+    lines = [Line(price, [1, 2], [1.0, 2.0])]
+    assert draw(Plot("lines", price, price, price, lines, levels={price: 1.5}, mark=[1.0, 1.0])).startswith(b"\x89PNG")
+    assert draw(Plot("points", price, price, price, lines, log_x=True)).startswith(b"\x89PNG")
+    bars = [Line(price, [price, "b"], [1.0, 2.0])]
+    assert draw(Plot("bars", price, price, price, bars, levels={price: 1.5})).startswith(b"\x89PNG")
+
+
+def test_a_mixture_that_is_worse_is_said_to_be_higher(made, tmp_path):
+    (study,) = (study for study in made.studies if study.name == "memories")
+    rows = [[*row[:5], 1.03 * made.facts["base_perplexity"]] for row in study.tables[0].rows]
+    worse = replace(study, tables=[replace(study.tables[0], rows=rows, best=1)])
+    write_page(tmp_path / "x.html", facts=made.facts, studies=[worse], left_out={}, drawings={"memories": []})
+    assert "of the held-out text, 3.0% higher with knn (fixed)" in (tmp_path / "x.html").read_text()
 
 
 def test_the_same_numbers_are_drawn_as_the_same_picture():

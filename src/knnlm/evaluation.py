@@ -32,7 +32,7 @@ class Evaluation:
     base_perplexity: float
     perplexity: float
     oracle_perplexity: float  # per token the best of all parts: what no mixture can beat by choosing
-    memories: list[dict[str, Any]]  # each memory's name, settings, mean weight, and perplexity where it spoke alone
+    memories: list[dict[str, Any]]  # each memory's name, settings and mean weight
     weights: str  # how they were weighed: fixed, fitted, buckets, gated
     seconds: float
 
@@ -237,7 +237,7 @@ def _groups(
 
 
 def _exp(loss: float) -> float:
-    return math.exp(loss) if loss < 700 else math.inf
+    return math.inf if loss >= 700 else math.exp(loss)  # what is undefined stays so
 
 
 def _power(perplexity: float, tokens_per_word: float) -> float:

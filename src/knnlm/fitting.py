@@ -22,10 +22,12 @@ from knnlm.errors import ParameterError
 from knnlm.evaluation import Evaluation, Tally, summary
 from knnlm.memory import Setting
 from knnlm.mixture.buckets import Buckets
-from knnlm.mixture.evidence import Evidence, Place, features
+from knnlm.mixture.evidence import Evidence, Place, feature_names, features
 from knnlm.mixture.fitted import fit
 from knnlm.mixture.fixed import leave_to_first
-from knnlm.mixture.gate import Gate, train_gate, train_skip
+from knnlm.mixture.gate import Gate, train_gate
+from knnlm.mixture.nets import FEWEST
+from knnlm.mixture.skip import train_skip
 from knnlm.mixture.weights import Bucketed, Fixed, Gated, Weights, nearest
 from knnlm.progress import Progress, silent
 from knnlm.sweeping import LAMBDAS, Sweep, sweep, tally
@@ -49,9 +51,10 @@ class SeenMemory:
     kind: str
     names: list[str]  # of its parts
     logs: Tensor  # (N, P) log-probability of the target by each part; NaN = it abstains
-    evidence: Evidence
+    evidence: Evidence | None  # None where nobody asked for it
     nearest: Tensor | None  # (N,) distance of the nearest neighbour, of a memory that has neighbours
     facts: dict[str, Any]  # how its neighbours vote
+    signals: Sequence[str] = ()  # what its signals are called
 
 
 @dataclass(frozen=True)
@@ -96,6 +99,7 @@ class Seen:
         """Give what a gate looks at; memories in `without` are shown as if nobody had asked them, or left out."""
         found = []
         for number, memory in enumerate(self.memories):
+            assert memory.evidence is not None, "look with evidence for a gate"
             if number not in without:
                 found.append(memory.evidence)
             elif not leave_out:
@@ -117,8 +121,8 @@ def _nothing(evidence: Evidence) -> Evidence:
     return Evidence(torch.zeros_like(evidence.signals), never, torch.full_like(evidence.choice, -1), never)
 
 
-def look(trace: Trace, settings: Settings, *, device: str = "cpu") -> Seen:
-    """Compute what each part gave to each target, and what a gate may look at."""
+def look(trace: Trace, settings: Settings, *, evidence: bool = True, device: str = "cpu") -> Seen:
+    """Compute what each part gave to each target, and, as evidence, what a gate may look at."""
     whole = slice(0, len(trace))
     return Seen(
         model=_tensor(trace.log_p),
@@ -126,18 +130,24 @@ def look(trace: Trace, settings: Settings, *, device: str = "cpu") -> Seen:
         choice=_tensor(trace.choice).long(),
         place=trace.place(whole),
         groups=_tensor(trace.documents).long(),
-        memories=[_look_at(trace, seen, own, device) for seen, own in zip(trace.memories, settings, strict=True)],
+        memories=[
+            _look_at(trace, seen, own, device, evidence=evidence)
+            for seen, own in zip(trace.memories, settings, strict=True)
+        ],
         tally=tally(trace),
     )
 
 
-def _look_at(trace: Trace, seen: MemoryTrace, settings: Sequence[Setting], device: str) -> SeenMemory:
+def _look_at(
+    trace: Trace, seen: MemoryTrace, settings: Sequence[Setting], device: str, *, evidence: bool
+) -> SeenMemory:
     logs, found = [], []
     for rows in trace.blocks(device):
         targets = _tensor(trace.targets[rows]).long().to(device)
         choice = _tensor(trace.choice[rows]).long().to(device)
         logs.append(seen.log_p(rows, targets, settings, device=device).cpu())
-        found.append(seen.evidence(rows, choice, settings, device=device))
+        if evidence:
+            found.append(seen.evidence(rows, choice, settings, device=device))
     parts = [[getattr(one, name).cpu() for one in found] for name in Evidence.__dataclass_fields__]
     facts: dict[str, Any] = {}
     if seen.polls:
@@ -148,9 +158,10 @@ def _look_at(trace: Trace, seen: MemoryTrace, settings: Sequence[Setting], devic
         kind=seen.facts["kind"],
         names=names,
         logs=torch.cat(logs),
-        evidence=Evidence(*map(torch.cat, parts)),
+        evidence=Evidence(*map(torch.cat, parts)) if evidence else None,
         nearest=nearest(_tensor(seen.distances[:, :1])) if seen.polls else None,
         facts=facts,
+        signals=seen.facts["signals"],
     )
 
 
@@ -162,7 +173,7 @@ def variants(
     found: Sweep, ks: Sequence[int] = (1, 8, 64, 1024), *, steps: Sequence[int] = (-6, -3, 3, 6)
 ) -> list[Setting]:
     """Give the best way of counting votes, then others for a gate to choose from: fewer voters, colder, hotter."""
-    best_k, best_temperature = found.best[:2]
+    best_k, best_temperature = found.setting
     chosen = [Setting(best_k, best_temperature)]
     place = found.temperatures.index(best_temperature)
     for step in steps:
@@ -170,7 +181,8 @@ def variants(
             chosen.append(Setting(best_k, found.temperatures[place + step]))
     for k in ks:
         if k in found.ks and k != best_k:
-            temperature = int(found.perplexity[found.ks.index(k)].min(1).argmin())
+            heard = found.perplexity[found.ks.index(k)][:, np.array(found.lambdas) > 0]
+            temperature = int(heard.min(1).argmin()) if heard.size else 0
             chosen.append(Setting(k, found.temperatures[temperature]))
     return chosen
 
@@ -189,7 +201,6 @@ def fit_weights(
     *,
     frequencies: Tensor,
     device: str = "cpu",
-    feature_names: Sequence[str] | None = None,
     progress: Progress = silent,
 ) -> Fitted:
     """Fit weights of one kind; `fixed` weighs the first part of each memory only, the others all parts."""
@@ -202,7 +213,7 @@ def fit_weights(
         return Fitted(Fixed(tuple(values.tolist()), kind), math.exp(found.loss))
     if kind == "buckets":
         return _fit_buckets(seen)
-    gate = _fit_gate(seen, frequencies, device, feature_names, progress)
+    gate = _fit_gate(seen, frequencies, device, progress)
     assert gate.gate.out_of_fold is not None
     return Fitted(gate, math.exp(-float(gate.gate.out_of_fold.double().mean())))
 
@@ -218,9 +229,7 @@ def _fit_buckets(seen: Seen) -> Fitted:
     return Fitted(Bucketed(buckets, number), math.exp(-float(mixed.mean())))
 
 
-def _fit_gate(
-    seen: Seen, frequencies: Tensor, device: str, feature_names: Sequence[str] | None, progress: Progress
-) -> Gated:
+def _fit_gate(seen: Seen, frequencies: Tensor, device: str, progress: Progress) -> Gated:
     """Train a gate over everything, one for where there was no search, and the judge of where to search."""
 
     def train(looks: Tensor, logs: Tensor) -> Gate:
@@ -228,7 +237,7 @@ def _fit_gate(
             looks,
             logs,
             seen.groups,
-            feature_names=feature_names,
+            feature_names=feature_names((memory.kind, memory.signals) for memory in seen.memories),
             part_names=seen.names,
             device=device,
             progress=progress,
@@ -236,7 +245,7 @@ def _fit_gate(
 
     gate = train(seen.features(frequencies), seen.logs)
     stores = seen.stores
-    if not stores:
+    if not stores or len(seen.model) < FEWEST:
         return Gated(gate, frequencies)
     without = seen.forget(stores, torch.ones(len(seen.model), dtype=torch.bool))
     cheap = train(seen.features(frequencies, without=stores), without)
@@ -293,7 +302,7 @@ def evaluate_seen(seen: Seen, weights: Weights) -> Evaluation:
 
 def evaluate_trace(trace: Trace, settings: Settings, weights: Weights) -> Evaluation:
     """Evaluate a trace with weights."""
-    return evaluate_seen(look(trace, settings), weights)
+    return evaluate_seen(look(trace, settings, evidence=isinstance(weights, Gated)), weights)
 
 
 def choose_settings(trace: Trace, sweeps: Sequence[Sweep | None], *, several: bool) -> list[tuple[Setting, ...]]:
@@ -304,7 +313,7 @@ def choose_settings(trace: Trace, sweeps: Sequence[Sweep | None], *, several: bo
             assert not seen.polls
             chosen.append(())
         else:
-            chosen.append(tuple(variants(found)) if several else (Setting(*found.best[:2]),))
+            chosen.append(tuple(variants(found)) if several else (Setting(*found.setting),))
     return chosen
 
 

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from knnlm.datastore import Datastore, derive, open_index
 from knnlm.datastore.components import principal_components
+from knnlm.datastore.derive import check_out
 from knnlm.errors import ModelMismatch, ParameterError
 from knnlm.index import Index
 from knnlm.lm import CausalLM
@@ -63,6 +64,7 @@ def prune(
     principal components.
     """
     _check(store, width, merge, drop_known, log_p)
+    check_out(store, out)
     alive = torch.ones(store.key_count, dtype=torch.bool)
     if drop_known is not None and log_p is not None:
         alive = ~known_keys(store, log_p, drop_known)
@@ -194,6 +196,11 @@ def store_log_p(
         raise ModelMismatch(
             f"{store.path} holds tokens of {store.model['name']}, but {lm.name} has another tokenizer. "
             f"Read it with {store.model['name']}."
+        )
+    if lm.vocab_size != store.model["vocab_size"]:
+        raise ModelMismatch(
+            f"{store.path} holds tokens of {store.model['name']}, whose output has {store.model['vocab_size']:,}, but "
+            f"that of {lm.name} has {lm.vocab_size:,}. Read it with {store.model['name']}."
         )
     window = lm.window(store.window["context"], store.window["stride"])
     batch_tokens = batch_tokens or (1024 if lm.device.type == "cpu" else 16_384)

@@ -52,6 +52,15 @@ class Sweep:
             float(self.perplexity[k, temperature, weight]),
         )
 
+    @property
+    def setting(self) -> tuple[int, float]:
+        """Give the best k and τ of those where the memory has a say at all."""
+        heard = self.perplexity[:, :, np.array(self.lambdas) > 0]
+        if not heard.size:
+            return self.best[:2]
+        k, temperature, _ = np.unravel_index(heard.argmin(), heard.shape)
+        return self.ks[k], self.temperatures[temperature]
+
     def at_edge(self) -> list[str]:
         """Name the settings whose best value is the last one tried, so that a wider sweep may find a better one."""
         k, temperature, weight = self.best[:3]
@@ -151,7 +160,7 @@ def target_votes(
 def _mixed_sums(log_p: Tensor, votes: Tensor, weights: Tensor) -> Tensor:
     """Give (len(ks), len(weights)) sums over the tokens of log((1-λ)p_LM + λp_kNN)."""
     votes = torch.where(votes.isnan(), log_p, votes)  # who has no opinion leaves the word to the model
-    largest = torch.maximum(log_p, votes)  # (K, n)
+    largest = torch.maximum(log_p, votes).clamp(min=-1e30)  # (K, n); what nobody thinks possible stays impossible
     model, memory = (log_p - largest).exp(), (votes - largest).exp()
     sums = torch.empty(len(votes), len(weights), dtype=torch.float64, device=votes.device)
     for number, weight in enumerate(weights.tolist()):

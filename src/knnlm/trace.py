@@ -24,7 +24,7 @@ import json
 import shutil
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -38,8 +38,10 @@ from knnlm.datastore.segment import ArrayWriter, open_array, writing
 from knnlm.errors import DatastoreError
 from knnlm.evaluation import Tally, read_all
 from knnlm.memory import NEAR, Answer, CacheMemory, Context, Found, KnnMemory, Memory, Poll, Setting, Spoken
+from knnlm.memory.prediction import ROWS
 from knnlm.mixture import Batch, Mixture
 from knnlm.mixture.evidence import Evidence, Place, evidence, place
+from knnlm.mixture.opening import identity_of
 from knnlm.progress import Progress, silent
 
 _FILE = "trace.json"
@@ -144,6 +146,16 @@ class Trace:
 
     def __len__(self) -> int:
         return len(self.targets)
+
+    def only(self, *labels: str) -> Trace:
+        """Keep some of the memories, in this order."""
+        own = {
+            memory.label: (memory, facts) for memory, facts in zip(self.memories, self.facts["memories"], strict=True)
+        }
+        if missing := next((label for label in labels if label not in own), None):
+            raise DatastoreError(f"The trace has {', '.join(own)}, but not {missing}.")
+        facts = self.facts | {"memories": [own[label][1] for label in labels]}
+        return replace(self, memories=[own[label][0] for label in labels], facts=facts)
 
     def blocks(self, device: str = "cpu") -> Iterator[slice]:
         """Give some rows at a time, more where there is more room."""
@@ -295,6 +307,7 @@ class _Writer:
                 "k": k,
                 "metric": _metric(memory),
                 "counted": counted,
+                "identity": identity_of(memory),
                 "parts": list(memory.part_names),
                 "signals": list(memory.signal_names),
             }
@@ -334,6 +347,5 @@ def _metric(memory: Memory) -> str | None:
 def _of_each(lm: Spoken, tokens: Tensor) -> Tensor:
     """Give the model's log-probabilities of (N, n) tokens; those below 0 are never read."""
     logits = lm.logits.gather(1, tokens.clamp(min=0)).float()
-    total = lm.parts[0].of(tokens[:, 0].clamp(min=0)) if tokens.shape[1] else logits.new_zeros(len(logits))
-    # log p differs from the logit by one number a row.
-    return logits - (logits[:, :1] - total[:, None]) if tokens.shape[1] else logits
+    totals = [rows.float().logsumexp(1) for rows in lm.logits.split(ROWS)]
+    return logits - torch.cat([logits.new_zeros(0), *totals])[:, None]

@@ -8,8 +8,9 @@ import tempfile
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -23,7 +24,7 @@ from knnlm.errors import DatastoreError, ParameterError
 from knnlm.fitting import check_weights, choose_settings, fit_weights, look, sweep_all
 from knnlm.mixture import Fixed, Mixture, Weights
 from knnlm.mixture.choice import Choice, choose, weights_state
-from knnlm.mixture.recipe import MemorySpec
+from knnlm.mixture.recipe import MemorySpec, parse_memories
 from knnlm.progress import Progress, silent
 from knnlm.sweeping import KS, LAMBDAS, Grid, Sweep
 from knnlm.trace import Trace, record
@@ -73,6 +74,7 @@ def tune(
     if home is None:
         raise ParameterError("Only a mixture that was opened from a memory can be tuned: the choice is kept there.")
     check_weights(weights)
+    specs = mixture.specs
     grid = Grid.of(ks, temperatures, lambdas)
     # Locked from the beginning, so that nobody waits for a choice that cannot be stored.
     with writer_lock(home.path), _scratch(home.path) as folder:
@@ -87,7 +89,9 @@ def tune(
             total=total,
             progress=progress,
         )
-        result = tune_trace(trace, home, weights=weights, grid=grid, device=str(mixture.lm.device), progress=progress)
+        result = tune_trace(
+            trace, home, weights=weights, grid=grid, specs=specs, device=str(mixture.lm.device), progress=progress
+        )
         _store(home.path, result, trace)
     return result
 
@@ -98,6 +102,7 @@ def tune_trace(
     *,
     weights: str = "gated",
     grid: Grid | None = None,
+    specs: Sequence[MemorySpec] | None = None,
     device: str = "cpu",
     progress: Progress = silent,
 ) -> Tuning:
@@ -114,10 +119,11 @@ def tune_trace(
         weight, perplexity = first.best[2:]
         chosen: Weights = Fixed((1 - weight, weight))
     else:
-        seen = look(trace, settings, device=device)
+        seen = look(trace, settings, evidence=weights == "gated", device=device)
         found = fit_weights(seen, weights, frequencies=token_frequencies(store), device=device, progress=progress)
         chosen, perplexity = found.weights, found.perplexity
-    specs = [_spec(facts, own) for facts, own in zip(trace.facts["memories"], settings, strict=True)]
+    known = specs or [_spec(facts) for facts in trace.facts["memories"]]
+    specs = [replace(spec, settings=tuple(own)) for spec, own in zip(known, settings, strict=True)]
     return Tuning(
         specs=specs,
         weights=chosen,
@@ -133,14 +139,19 @@ def tune_trace(
 
 def choose_from(path: Path, result: Tuning, trace: Trace) -> None:
     """Store what was chosen on a trace in the memory that the trace was made with."""
+    check_trace(path, trace)
+    with writer_lock(path):
+        _store(path, result, trace)
+
+
+def check_trace(path: Path, trace: Trace) -> None:
+    """Refuse a trace that was made with another memory."""
     fingerprint = Datastore.open(path).fingerprint
     if fingerprint != trace.facts["fingerprint"]:
         raise DatastoreError(
             f"The trace was made with another memory ({trace.facts['memory']}, {trace.facts['fingerprint']}) than "
             f"{path} ({fingerprint}). Make one with: knnlm eval {path} TEXT --save-trace"
         )
-    with writer_lock(path):
-        _store(path, result, trace)
 
 
 def token_frequencies(store: Datastore) -> Tensor:
@@ -152,9 +163,9 @@ def token_frequencies(store: Datastore) -> Tensor:
     return counts
 
 
-def _spec(facts: dict[str, object], settings: Sequence[object]) -> MemorySpec:
-    kind, _, path = str(facts["label"]).partition("=")
-    return MemorySpec(kind, path or None, None, tuple(settings), facts["metric"])  # type: ignore[arg-type]
+def _spec(facts: dict[str, Any]) -> MemorySpec:
+    (spec,) = parse_memories(facts["label"])
+    return replace(spec, metric=facts["metric"], identity=facts["identity"])
 
 
 @contextmanager

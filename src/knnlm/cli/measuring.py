@@ -20,6 +20,9 @@ if TYPE_CHECKING:
     from knnlm.mixture import Mixture
 
 
+TUNED = "knn,cache,ngram"  # what tune mixes unless it is told otherwise
+
+
 def register(app: typer.Typer) -> None:
     """Add the commands to the app."""
     app.command(short_help="Choose settings and weights on held-out text.")(tune)
@@ -30,9 +33,13 @@ def tune(
     memory: options.Memory,
     text: Annotated[list[str] | None, typer.Argument(help="Held-out text, as for build.", show_default=False)] = None,
     memories: Annotated[
-        str,
-        typer.Option("--memory", help="What is mixed: knn, cache, ngram, output, knn=FOLDER, lm=FOLDER, with commas."),
-    ] = "knn,cache,ngram",
+        str | None,
+        typer.Option(
+            "--memory",
+            help="What is mixed: knn, cache, ngram, output, knn=FOLDER, lm=FOLDER, cache=POSITIONS, with commas.",
+            show_default=f"{TUNED}; with --trace, all it has",
+        ),
+    ] = None,
     weights: Annotated[
         str,
         typer.Option(
@@ -68,9 +75,10 @@ def tune(
     from knnlm import corpus
     from knnlm.datastore import Datastore
     from knnlm.fitting import check_weights
+    from knnlm.mixture.recipe import parse_memories, resolve
     from knnlm.sweeping import LAMBDAS, Grid
     from knnlm.trace import Trace
-    from knnlm.tuning import choose_from, tune_trace
+    from knnlm.tuning import check_trace, choose_from, tune_trace
     from knnlm.tuning import tune as tune_on_text
 
     check_weights(weights)
@@ -78,8 +86,9 @@ def tune(
         raise ParameterError("Give either TEXT or --trace to tune on.")
     if trace is not None and not (metric is None and limit is None and model is None):
         raise ParameterError("--metric, --limit and --model are those of the trace; leave them out with --trace.")
-    if lambdas is not None and weights != "fixed":
-        raise ParameterError(f"--lambda is for --weights fixed; {weights} weights are found without a grid.")
+    only_one = "," not in (memories or ("" if trace is not None else TUNED))
+    if lambdas is not None and (weights != "fixed" or not only_one):
+        raise ParameterError("--lambda is a grid for one memory: --memory knn --weights fixed. Others need none.")
     grid: dict[str, Any] = {
         "ks": _numbers("k", k, int),
         "temperatures": _numbers("temperature", temperature, float),
@@ -87,6 +96,9 @@ def tune(
     }
     if trace is not None:
         seen = Trace.open(trace)
+        check_trace(memory, seen)
+        if memories is not None:
+            seen = seen.only(*(spec.label for spec in resolve(parse_memories(memories), memory)))
         chosen_on = seen.facts["text"]
         result = tune_trace(seen, Datastore.open(memory), weights=weights, grid=Grid.of(**grid), progress=screen.bar)
         choose_from(memory, result, seen)
@@ -95,7 +107,7 @@ def tune(
         total = screen.survey(chosen_on, text_field, limit=limit)
         mixture = open_mixture(
             memory,
-            memories=memories,
+            memories=memories or TUNED,
             fresh=True,
             model=model,
             metric=metric,

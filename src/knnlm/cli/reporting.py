@@ -77,4 +77,7 @@ def report(
         return
     rows = [(study.name, study.finding) for study in found.studies]
     rows += [(name, f"left out: {reason}") for name, reason in found.left_out.items()]
+    if found.facts["at_edge"]:
+        rows.append(("note", f"best value is the last one tried of: {', '.join(found.facts['at_edge'])}"))
+    rows += [("WARNING", warning) for warning in found.facts["warnings"]]
     screen.print_facts([*rows, ("page", str(found.page))])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 import time
 from dataclasses import asdict
 from pathlib import Path
@@ -14,6 +15,12 @@ from knnlm.errors import ParameterError
 
 if TYPE_CHECKING:
     from knnlm.datastore import Datastore
+
+# Which options are for which kind of --into; the others are for both.
+_OWN = {
+    "output": ("rows", "rows_by", "held_out", "interpolate"),
+    "keys": ("width", "anchors", "neighbours", "rounds"),
+}
 
 
 def register(app: typer.Typer) -> None:
@@ -35,11 +42,30 @@ def distill(
         Path | None,
         typer.Option(help="The folder to make.", show_default="MEMORY/output; for keys, it must be given"),
     ] = None,
-    rows: Annotated[int, typer.Option(min=1, max=9, help="output: rows for each word.")] = 1,
+    rows: Annotated[
+        int | None, typer.Option(min=1, max=9, help="output: rows for each word.", show_default="1")
+    ] = None,
     rows_by: Annotated[
-        str, typer.Option(help="output: uniform, or frequency (more rows for frequent words).")
-    ] = "uniform",
-    epochs: Annotated[int | None, typer.Option(min=1, help="Passes over the pairs at most.", show_default="6")] = None,
+        str | None,
+        typer.Option(help="output: uniform, or frequency (more rows for frequent words).", show_default="uniform"),
+    ] = None,
+    epochs: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="Passes over the pairs at most; of keys, over the anchors in each round.",
+            show_default="6; for keys, 3",
+        ),
+    ] = None,
+    held_out: Annotated[
+        float | None,
+        typer.Option(
+            min=0,
+            max=0.5,
+            help="output: fraction of the text, in whole documents, that tells when to stop; 0 holds nothing out.",
+            show_default="0.02",
+        ),
+    ] = None,
     interpolate: Annotated[
         float | None,
         typer.Option(
@@ -50,9 +76,15 @@ def distill(
     width: Annotated[
         int | None, typer.Option(min=1, help="keys: dimensions after the map.", show_default="as many as before")
     ] = None,
-    anchors: Annotated[int, typer.Option(min=1, help="keys: contexts to learn from.")] = 40_000,
-    neighbours: Annotated[int, typer.Option(min=2, help="keys: neighbours of each, of other documents.")] = 128,
-    rounds: Annotated[int, typer.Option(min=1, help="keys: how often neighbours are looked for anew.")] = 1,
+    anchors: Annotated[
+        int | None, typer.Option(min=1, help="keys: contexts to learn from.", show_default="40000")
+    ] = None,
+    neighbours: Annotated[
+        int | None, typer.Option(min=2, help="keys: neighbours of each, of other documents.", show_default="128")
+    ] = None,
+    rounds: Annotated[
+        int | None, typer.Option(min=1, help="keys: how often neighbours are looked for anew.", show_default="1")
+    ] = None,
     seed: Annotated[int, typer.Option(min=0, help="Makes training repeatable.")] = 0,
     model: options.Reader = None,
     device: options.Device = "auto",
@@ -62,36 +94,46 @@ def distill(
     """knnlm distill memory --into output
 
     Learn from the stored pairs alone: no text is read again, and the model is not run (but for --interpolate). A run
-    that was stopped goes on when the same command is given again.
+    that was stopped goes on when the same command is given again; of keys, once they are learned and being written.
     """
     from knnlm.datastore import Datastore
     from knnlm.lm.causal import choose_device
 
     if into not in ("output", "keys"):
         raise ParameterError(f"--into takes output or keys, not {into!r}.")
+    given = {"rows": rows, "rows_by": rows_by, "held_out": held_out, "interpolate": interpolate}
+    given |= {"width": width, "anchors": anchors, "neighbours": neighbours, "rounds": rounds, "epochs": epochs}
+    settings = _settings(into, given)
     where = str(choose_device(device))
     store = Datastore.open(memory)
     if into == "keys":
         if out is None:
             raise ParameterError("--into keys makes a new memory: say where with --out.")
-        settings: dict[str, Any] = {} if epochs is None else {"epochs": epochs}
-        settings |= {"width": width, "anchors": anchors, "neighbours": neighbours, "rounds": rounds}
         facts = _distill_keys(store, out, seed=seed, device=where, **settings)
         summary = f"{out}: a memory with trained keys. Next: knnlm tune {memory} TEXT --memory knn,knn={out}"
     else:
         place = out or memory / "output"
         log_p = None if interpolate is None else _log_p(store, model, where, dtype)
-        settings = {} if epochs is None else {"epochs": epochs}
-        settings |= {"rows": rows, "rows_by": rows_by, "interpolate": interpolate, "log_p_lm": log_p}
-        facts = _distill_output(store, place, seed=seed, device=where, **settings)
-        summary = (
-            f"{place}: loss on held-out documents {_nats(facts['held_out_before'])} → {_nats(facts['held_out_after'])} "
-            f"in {facts['seconds']:.0f} s. Next: knnlm tune {memory} TEXT --memory knn,output"
-        )
+        facts = _distill_output(store, place, seed=seed, device=where, log_p_lm=log_p, **settings)
+        summary = f"{place}: {_gain(facts)} in {facts['seconds']:.0f} s. "
+        summary += f"Next: knnlm tune {memory} TEXT --memory knn,output"
     if json:
         screen.print_json({"memory": str(memory), **facts})
         return
     screen.out.print(summary, markup=False)
+
+
+def _settings(into: str, given: dict[str, Any]) -> dict[str, Any]:
+    """Take the options that were given, and refuse those that are for the other kind."""
+    other = next(kind for kind in _OWN if kind != into)
+    chosen = {name: value for name, value in given.items() if value is not None}
+    wrong = [f"--{name.replace('_', '-')}" for name in _OWN[other] if name in chosen]
+    if wrong:
+        raise ParameterError(
+            f"{' and '.join(wrong)} {'is' if len(wrong) == 1 else 'are'} for --into {other}, not for --into {into}. "
+            f"Leave {'it' if len(wrong) == 1 else 'them'} out, or say --into {other}."
+        )
+    return chosen
 
 
 def _distill_output(store: Datastore, place: Path, **settings: Any) -> dict[str, Any]:
@@ -102,17 +144,15 @@ def _distill_output(store: Datastore, place: Path, **settings: Any) -> dict[str,
 
 
 def _distill_keys(store: Datastore, out: Path, **settings: Any) -> dict[str, Any]:
-    from knnlm.datastore import derive
-    from knnlm.distill.similarity import learn_map
+    from knnlm.distill.keys import distill_keys
 
     begin = time.perf_counter()
-    key_map = learn_map(store, progress=screen.bar, **settings)
-    made = derive(store, out, key_map=key_map, progress=screen.bar)
+    made = distill_keys(store, out, progress=screen.bar, **settings)
     return {
         "into": "keys",
         "out": str(out),
         "width": made.width,
-        "learned": key_map.facts,
+        "learned": {} if made.map is None else made.map.facts,
         "seconds": time.perf_counter() - begin,
     }
 
@@ -130,22 +170,28 @@ def prune(
     drop_known: Annotated[
         float | None,
         typer.Option(
-            help="Drop keys whose token the model gives at least this probability; reads the memory's text once more.",
+            help="Drop keys whose token --model gives at least this probability; reads the memory's text once more.",
             show_default="off",
         ),
     ] = None,
+    held_out: Annotated[
+        list[str] | None,
+        typer.Option("--text", help="Held-out text: say what pruning costs on it.", show_default=False),
+    ] = None,
+    limit: options.Limit = None,
     seed: Annotated[int, typer.Option(min=0, help="The order of merging.")] = 0,
     model: options.Reader = None,
     device: options.Device = "auto",
     dtype: options.Dtype = "auto",
     json: options.Json = False,
 ) -> None:
-    """knnlm prune memory --out smaller --merge 8
+    """knnlm prune memory --out smaller --merge 8 --text held-out.txt
 
-    Write a smaller memory beside the old one. Its text stays whole, so neighbours are still shown where they stand;
-    what it costs is measured by tune and eval.
+    Write a smaller memory beside the old one. Its text stays whole, so neighbours are still shown where they stand.
+    With --text, both are measured on it, each with its own best k, τ and λ.
     """
     from knnlm.datastore import Datastore
+    from knnlm.datastore.derive import check_out
     from knnlm.lm.causal import choose_device
     from knnlm.prune import prune as prune_store
 
@@ -154,6 +200,7 @@ def prune(
     begin = time.perf_counter()
     where = str(choose_device(device))
     store = Datastore.open(memory)
+    check_out(store, out)
     log_p = None if drop_known is None else _log_p(store, model, where, dtype)
     facts = prune_store(
         store,
@@ -167,6 +214,10 @@ def prune(
         progress=screen.bar,
     )
     facts |= {"memory": str(memory), "out": str(out), "seconds": time.perf_counter() - begin}
+    if held_out:
+        opening = {"model": model, "device": device, "dtype": dtype}
+        facts["perplexity_before"] = _perplexity(memory, held_out, limit, opening)
+        facts["perplexity_after"] = _perplexity(out, held_out, limit, opening)
     if json:
         screen.print_json(facts)
         return
@@ -175,24 +226,47 @@ def prune(
         ("  dropped", f"{facts['dropped']:,} that the model knows"),
         ("  merged", f"{facts['merged']:,} into others"),
         ("bytes", f"{facts['bytes_before']:,} → {facts['bytes_after']:,}"),
-        ("next", f"knnlm tune {out} TEXT, then knnlm eval: that is what it costs"),
     ]
+    if held_out:
+        figures = f"{facts['perplexity_before']:.3f} → {facts['perplexity_after']:.3f}"
+        rows.append(("perplexity", f"{figures}, each with its best k, τ and λ for that text"))
+    rows.append(("next", f"knnlm tune {out} TEXT"))
     if facts["explained_variance"] is not None:
         rows.insert(3, ("variance kept", f"{facts['explained_variance']:.1%}"))
     screen.print_facts(rows)
 
 
+def _perplexity(memory: Path, text: list[str], limit: int | None, opening: dict[str, Any]) -> float:
+    """Give the best perplexity that one λ over the memory's neighbours has on a text."""
+    from knnlm import corpus
+    from knnlm.cli.measuring import open_mixture
+    from knnlm.sweeping import KS, sweep
+    from knnlm.trace import record
+
+    mixture = open_mixture(memory, memories="knn", fresh=True, **opening)
+    with tempfile.TemporaryDirectory(prefix="knnlm-prune-") as folder:
+        place = Path(folder) / "trace"
+        trace = record(mixture, corpus.read(*text), place, k=max(KS), limit=limit, progress=screen.bar)
+        return sweep(trace, device=str(mixture.lm.device)).best[3]
+
+
 def _log_p(store: Datastore, model: str | None, device: str, dtype: str) -> Any:
-    """Read the memory's text again with its model."""
+    """Read the memory's text again with the language model: the one that is named, else the memory's own."""
+    from knnlm.lm import CausalLM
     from knnlm.mixture import check_model, open_reader
     from knnlm.prune import store_log_p
 
     screen.quiet()
     with screen.waiting(f"opening {model or store.model['name']}"):
-        lm = open_reader(store, name=model, device=device, dtype=dtype)
-        check_model(store, lm)
+        if model is None:
+            lm = open_reader(store, device=device, dtype=dtype)
+            check_model(store, lm)
+        else:  # it may be another one than made the keys, and have fewer layers
+            lm = CausalLM.open(model, key_layer=store.model["key_layer"], device=device, dtype=dtype)
     return store_log_p(store, lm, progress=screen.bar)
 
 
-def _nats(loss: float | None) -> str:
-    return "?" if loss is None else f"{loss:.3f}"
+def _gain(facts: dict[str, Any]) -> str:
+    if facts["held_out_after"] is None:
+        return "nothing was held out"
+    return f"loss on held-out documents {facts['held_out_before']:.3f} → {facts['held_out_after']:.3f}"

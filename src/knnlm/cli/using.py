@@ -105,7 +105,7 @@ def continue_text(
     from knnlm.generate import KnnForCausalLM
 
     lm = mixture.lm
-    tokens = lm.prompt(prompt, room=settings["max_new_tokens"])
+    tokens = lm.prompt(prompt, room=settings["max_new_tokens"], longest=mixture.longest if memory else lm.longest)
     ids = torch.tensor([tokens], device=lm.device)
     if seed is not None:
         torch.manual_seed(seed)

@@ -121,11 +121,14 @@ class Catalog:
             catalog.put(format=DERIVED if derived else BUILT, **meta)
             catalog.close()
         partial.rename(path)
-        return cls.open(path, write=True)
+        return cls.open(path, write=True, copying=True)
 
     @classmethod
-    def open(cls, path: Path, *, write: bool = False) -> Catalog:
-        """Open an existing catalog, for reading unless told otherwise."""
+    def open(cls, path: Path, *, write: bool = False, copying: bool = False) -> Catalog:
+        """Open an existing catalog, for reading unless told otherwise.
+
+        An unfinished copy of another memory is written to by those only who say that they are `copying`.
+        """
         if not path.parent.exists():
             raise DatastoreError(f"There is no folder {path.parent}. Make a memory with: knnlm build")
         if not path.is_file():
@@ -144,6 +147,12 @@ class Catalog:
             raise DatastoreError(
                 f"{path.parent} has format version {found}, this knnlm reads version {BUILT} or {DERIVED}. "
                 "Install the knnlm that made it, or build the memory again."
+            )
+        if write and not copying and catalog.get("derived") is not None and catalog.get("state") != "complete":
+            catalog.close()
+            raise DatastoreError(
+                f"{path.parent} is an unfinished copy of another memory, as knnlm prune and knnlm distill --into keys "
+                "make them. Finish it with the command that began it, choose another --out, or remove it."
             )
         return catalog
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -78,10 +79,9 @@ def derive(
     """
     plan = _plan(store, keep, counts, key_map, key_dtype or store.key_dtype)
     folder = Path(out)
-    if folder.resolve() == store.path.resolve():
-        raise ParameterError(f"{folder} is the memory to copy from. Choose another --out.")
-    check_folder(folder)
+    check_out(store, folder)
     with writer_lock(folder, create=True):
+        check_out(store, folder)  # another process may have finished it meanwhile
         catalog = _begin(folder, plan, plan.facts(facts or {}))
         try:
             _copy(folder, catalog, plan, progress)
@@ -89,6 +89,24 @@ def derive(
         finally:
             catalog.close()
     return Datastore.open(folder)
+
+
+def check_out(store: Datastore, out: str | Path) -> None:
+    """Refuse a place where no copy of a memory can be, before anything takes its time."""
+    folder = Path(out)
+    if folder.resolve() == store.path.resolve():
+        raise ParameterError(f"{folder} is the memory to copy from. Choose another --out.")
+    check_folder(folder)
+    if not (folder / FILE).exists():
+        return
+    with closing(Catalog.open(folder / FILE)) as catalog:
+        if catalog.get("state") == "complete":
+            raise DatastoreError(f"{folder} is a finished memory already. Choose another --out, or remove it first.")
+        if catalog.get("derived") is None:
+            raise DatastoreError(
+                f"{folder} is an unfinished build, not a copy. Finish it with knnlm build, choose another --out, or "
+                "remove it."
+            )
 
 
 def _plan(
@@ -151,12 +169,9 @@ def _begin(folder: Path, plan: _Plan, derived: dict[str, Any]) -> Catalog:
             meta["map"] = {"sha256": whole.save(folder / MAP), "facts": whole.facts}
         special = whole is not None or plan.keep is not None or store.catalog.get("format") != BUILT
         return Catalog.create(file, meta, derived=special or plan.counts is not None)
-    catalog = Catalog.open(file, write=True)
-    complete, found = catalog.get("state") == "complete", catalog.get("derived")
-    if complete or found != derived:
+    catalog = Catalog.open(file, write=True, copying=True)
+    if catalog.get("derived") != derived:
         catalog.close()
-        if complete:
-            raise DatastoreError(f"{folder} is a finished memory already. Choose another --out, or remove it first.")
         raise DatastoreError(
             f"{folder} is unfinished and of another memory, or with other settings. Finish it with the same command, "
             "or remove it."
@@ -220,9 +235,20 @@ def _copy_segment(folder: Path, plan: _Plan, segment: SegmentRow, first: int, ad
 
 def _write_keys(path: Path, plan: _Plan, kept: NDArray[np.int64], total: int, advance: Advance) -> float:
     """Write these keys of the old memory, and return what they were divided by."""
+    writer = _write_mapped(path, plan, kept, total, advance)
+    if writer.finer < 1:
+        # A map may shrink keys until float16 has no digits left for them. Only now is it known how far.
+        writer = _write_mapped(path, plan, kept, 0, advance, divisor=writer.finer)
+    return writer.divisor
+
+
+def _write_mapped(
+    path: Path, plan: _Plan, kept: NDArray[np.int64], total: int, advance: Advance, *, divisor: float = 1.0
+) -> KeyWriter:
+    """Write these keys of the old memory, divided, while progress goes on by `total`."""
     width = plan.store.width if plan.map is None else plan.map.width
     told = 0
-    with KeyWriter(path, plan.key_dtype, width) as writer:
+    with KeyWriter(path, plan.key_dtype, width, divisor=divisor) as writer:
         for begin, keys in _blocks(plan.store, kept):
             mapped = keys if plan.map is None else plan.map.apply(keys)
             if not mapped.isfinite().all():
@@ -235,7 +261,7 @@ def _write_keys(path: Path, plan: _Plan, kept: NDArray[np.int64], total: int, ad
             advance(share - told)
             told = share
     advance(total - told)
-    return writer.divisor
+    return writer
 
 
 def _blocks(store: Datastore, kept: NDArray[np.int64]) -> Iterator[tuple[int, Tensor]]:

@@ -24,6 +24,8 @@ from knnlm.errors import DatastoreCorrupt, DatastoreError
 
 KEY_DTYPES = ("float16", "float32")
 _LARGEST = {"float16": 65504.0, "float32": 3.4e38}
+_SMALL = 2.0**-4  # where all keys are below it, the small parts of them would lose digits in float16
+_FINEST = 2.0**-100  # what keys are divided by at the least, so that float32 can undo it
 _PIECE = 1 << 24
 _Writer = TypeVar("_Writer", bound="ArrayWriter")
 
@@ -113,20 +115,33 @@ class ArrayWriter:
 class KeyWriter(ArrayWriter):
     """Writes keys, divided by a power of two where they would not fit into the range of their dtype."""
 
-    def __init__(self, path: Path, dtype: str, width: int) -> None:
+    def __init__(self, path: Path, dtype: str, width: int, *, divisor: float = 1.0) -> None:
         super().__init__(path, dtype, (width,))
-        self.divisor = 1.0  # of all that has been written
+        self.divisor = divisor  # of all that has been written
+        self.largest = 0.0  # of all that has been written, before it was divided
         self._most = _LARGEST[dtype]
+
+    @property
+    def finer(self) -> float:
+        """Give the divisor below 1 that small keys should be written with; 1 where keys are not small."""
+        if self._dtype != np.float16 or not 0 < self.largest < _SMALL:
+            return 1.0
+        return max(_divisor(self.largest, self._most), _FINEST)
 
     def put_keys(self, rows: NDArray[np.int64], keys: NDArray[np.float32]) -> None:
         """Write finite keys to these rows."""
         largest = float(np.abs(keys).max(initial=0.0))
+        self.largest = max(self.largest, largest)
         if largest / self.divisor > self._most / 2:
-            # A power of two loses nothing, and leaves room for what comes.
-            wider = 2.0 ** math.ceil(math.log2(largest / (self._most / 8)))
+            wider = _divisor(largest, self._most)
             self.scale(self.divisor / wider)
             self.divisor = wider
         self.put(rows, keys / np.float32(self.divisor) if self.divisor != 1.0 else keys)
+
+
+def _divisor(largest: float, most: float) -> float:
+    """Give the power of two, which loses nothing, that brings the largest number near the most and leaves room."""
+    return 2.0 ** math.ceil(math.log2(largest / (most / 8)))
 
 
 class writing:  # noqa: N801  (used like a function)

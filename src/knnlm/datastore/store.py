@@ -79,7 +79,7 @@ class Datastore:
         self.key_dtype: str = _fact(catalog, "key_dtype", str)
         self._segments = catalog.segments()
         self.offset = stored_offset(catalog)
-        self.map = stored_map(catalog, int(self.model["width"]))
+        self.map = stored_map(catalog, _width(catalog))
         self._check_rows()
         self._starts = _starts([segment.rows for segment in self._segments])
         self._key_starts = _starts([segment.keys for segment in self._segments])
@@ -214,7 +214,13 @@ class Datastore:
         counts = np.zeros(len(flat), dtype=np.float32)
         for number, places, local in self._by_segment(flat, self._key_starts):
             segment = self._segments[number]
-            counts[places] = 1 if segment.counts_sha256 is None else self._mapped(segment, COUNTS)[local]
+            found = np.ones(1) if segment.counts_sha256 is None else self._mapped(segment, COUNTS)[local]
+            if not (np.isfinite(found) & (found > 0)).all():
+                raise DatastoreCorrupt(
+                    f"{self._folder(segment) / COUNTS} holds counts that are not finite and above 0. "
+                    "Make the memory again, or restore the file."
+                )
+            counts[places] = found
         return torch.from_numpy(counts).reshape(ids.shape).to(ids.device)
 
     def values(self, rows: Tensor) -> Tensor:
@@ -311,13 +317,29 @@ class Datastore:
                     f"{self.catalog.path}: segment {segment.id} has {segment.keys} keys for {segment.rows} rows. "
                     "Make the memory again."
                 )
+            if not (isinstance(segment.scale, float) and 0 < segment.scale < np.inf):
+                raise DatastoreCorrupt(
+                    f"{self.catalog.path}: the keys of segment {segment.id} have the scale {segment.scale!r}. "
+                    "Make the memory again."
+                )
             expected += segment.rows
 
 
 def stored_offset(catalog: Catalog) -> Tensor | None:
     """Give what was taken from every key before it was stored, None where nothing was."""
     offset = catalog.get("offset")
-    return None if offset is None else torch.tensor(offset, dtype=torch.float32)
+    if offset is None:
+        return None
+    width = _width(catalog)
+    try:
+        found = torch.tensor(offset, dtype=torch.float32)
+    except (TypeError, ValueError, RuntimeError):
+        found = torch.zeros(0)
+    if found.shape != (width,) or not found.isfinite().all():
+        raise DatastoreCorrupt(
+            f"{catalog.path}: the offset of the keys is not {width} finite numbers. Build the memory again."
+        )
+    return found
 
 
 def stored_map(catalog: Catalog, width: int) -> KeyMap | None:
@@ -325,13 +347,25 @@ def stored_map(catalog: Catalog, width: int) -> KeyMap | None:
     fact = catalog.get("map")
     if fact is None:
         return None
-    found = KeyMap.load(catalog.path.with_name(MAP), sha256=fact["sha256"], facts=fact["facts"])
+    facts = fact if isinstance(fact, dict) else {}
+    sha256, about = facts.get("sha256"), facts.get("facts")
+    if not isinstance(sha256, str) or not isinstance(about, dict):
+        raise DatastoreCorrupt(f"{catalog.path} does not say which map the keys went through. Make the memory again.")
+    found = KeyMap.load(catalog.path.with_name(MAP), sha256=sha256, facts=about)
     if len(found.centre) != width:
         raise DatastoreCorrupt(
             f"{catalog.path.with_name(MAP)} maps keys of width {len(found.centre)}, but those of the model have "
             f"{width}. Make the memory again."
         )
     return found
+
+
+def _width(catalog: Catalog) -> int:
+    """Give the width of the reader's hidden states."""
+    width = _fact(catalog, "model", dict).get("width")
+    if not isinstance(width, int) or width < 1:
+        raise DatastoreCorrupt(f"{catalog.path} does not say the width of the model. Build the memory again.")
+    return width
 
 
 def _files(segment: SegmentRow) -> list[str]:

@@ -73,7 +73,7 @@ def distill_output(
     with writer_lock(folder, create=True):
         if (folder / FILE).exists():
             card = load_output(folder)[1]
-            check_same(folder / FILE, {"store": card.store, **card.settings}, store, settings)
+            check_same(folder / FILE, {"store": card.store, **card.settings}, facts_of(store, settings))
             return card
         pairs = Pairs(
             store,
@@ -163,7 +163,7 @@ class _Training:
         if not path.exists():
             return
         tensors, facts = load_tensors(path)
-        check_same(path, facts.get("settings"), self.pairs.store, self.settings)
+        check_same(path, facts.get("settings"), facts_of(self.pairs.store, self.settings))
         try:
             self.course = _Course(**facts["course"])
             for name, tensor in self._tensors().items():
@@ -305,13 +305,28 @@ def weigh_losses(
 
 
 def share_rows(counts: Tensor, rows: int, rows_by: str) -> Tensor:
-    """Say how many rows each word has, (W,): all the same, or more for the frequent ones and no more in all."""
+    """Say how many rows each word has, (W,): all the same, or more for the frequent ones and as many in all."""
     if rows_by == "uniform":
         return torch.full_like(counts, rows)
-    # By the root: a word that is a hundred times as frequent is not asked for in a hundred times as many ways.
-    roots = counts.double().sqrt()
-    extra = (rows - 1) * len(counts) * roots / roots.sum().clamp(min=1)
-    return 1 + extra.floor().long().clamp(max=MOST_ROWS - 1)
+    # By the root: a word that is a hundred times as frequent is not asked for in a hundred times as many ways. Words
+    # that are not in training get more than one only when all others have the most.
+    roots = counts.double().clamp(min=1e-18).sqrt()
+    total, most = (rows - 1) * len(counts), MOST_ROWS - 1
+    extra = torch.zeros_like(roots)
+    full = torch.zeros(len(counts), dtype=torch.bool)
+    while not full.all():
+        # What those who have the most leave goes to the others.
+        left = total - most * int(full.sum())
+        extra = torch.where(full, float(most), left * roots / roots[~full].sum())
+        if not (over := ~full & (extra > most)).any():
+            break
+        full |= over
+    extra = extra.clamp(max=most)  # a sum may be rounded up
+    given = extra.floor()
+    # The rows that are left over go to those who are nearest to one more.
+    rest = (extra - given).argsort(descending=True, stable=True)[: total - int(given.sum())]
+    given[rest] += 1
+    return 1 + given.long()
 
 
 def _begin(pairs: Pairs, rows: Tensor, settings: Settings, init: Tensor | None) -> dict[str, Tensor]:

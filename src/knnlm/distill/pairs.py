@@ -22,6 +22,7 @@ _BLOCK = 2048  # keys that are read together
 _BUFFER = 1 << 17  # keys that are shuffled together
 _SAMPLE = 1 << 15  # keys that tell the mean and the spread of all
 _MOST_HELD_OUT = 1 << 16  # tokens; more would only take longer to look at
+_FEW = 16  # documents: where there are fewer, they are cut into stretches
 _LEAST_STRETCH = 64  # tokens of a document that are held out together
 
 
@@ -53,7 +54,10 @@ class Pairs:
         self.held_out = torch.from_numpy(np.flatnonzero(self.is_held_out))
         self.count = store.key_count - len(self.held_out)
         if not self.count:
-            raise ParameterError(f"All of {store.path} would be held out. Give more text, or held_out=0.")
+            raise ParameterError(
+                f"All of {store.path} would be held out. Give more text, or hold nothing out with held_out=0 "
+                "(--held-out 0)."
+            )
         self.mean, self.spread = self._measure()
         self._resident = self._keep() if device.type == "cuda" else None
 
@@ -116,22 +120,38 @@ class Pairs:
 def hold_out(store: Datastore, share: float, *, seed: int) -> NDArray[np.bool_]:
     """Mark the (rows,) tokens that are held out: whole documents by the hash of their text, the same for equal texts.
 
-    A document that is too long for that is cut into stretches, so that one book can be trained on and held out too.
+    Where there are few documents, or too few that are short enough, they are cut into stretches, so that one book can
+    be trained on and held out too.
     """
-    marked = np.zeros(store.rows, dtype=bool)
     wanted = min(share * store.rows, _MOST_HELD_OUT)
     if not wanted:
-        return marked
-    stretch = max(_LEAST_STRETCH, int(wanted) // 2)
-    pieces = []
+        return np.zeros(store.rows, dtype=bool)
+    texts = {document.sha256 for document in store.catalog.documents() if document.rows}
+    if len(texts) >= _FEW:
+        # One text may be most of a memory, and what is held out is lost to training.
+        most = min(max(wanted, store.rows / _FEW), _MOST_HELD_OUT)
+        marked = _mark(store, wanted, seed, stretch=store.rows, most=most)
+        if marked.sum() >= wanted:
+            return marked
+    return _mark(store, wanted, seed, stretch=max(_LEAST_STRETCH, int(wanted) // 2), most=store.rows)
+
+
+def _mark(store: Datastore, wanted: float, seed: int, *, stretch: int, most: float) -> NDArray[np.bool_]:
+    """Mark stretches of documents in the order of their hashes until it is enough; none that has more than `most`."""
+    marked = np.zeros(store.rows, dtype=bool)
+    pieces: dict[bytes, list[tuple[int, int]]] = {}  # those with the same text are one
     for document in store.catalog.documents():
         for begin in range(0, document.rows, stretch):
             digest = hashlib.sha256(f"{seed} {document.sha256} {begin}".encode()).digest()
-            pieces.append((digest, document.first_row + begin, min(stretch, document.rows - begin)))
-    held_out, last = 0, b""
-    for digest, first, rows in sorted(pieces):
-        if held_out >= wanted and digest != last:
+            place = (document.first_row + begin, min(stretch, document.rows - begin))
+            pieces.setdefault(digest, []).append(place)
+    held_out = 0
+    for _, places in sorted(pieces.items()):
+        size = sum(rows for _, rows in places)
+        if held_out >= wanted:
             break
-        marked[first : first + rows] = True
-        held_out, last = held_out + rows, digest
+        if size <= most:
+            for first, rows in places:
+                marked[first : first + rows] = True
+            held_out += size
     return marked

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -53,13 +54,13 @@ def facts_of(store: Datastore, settings: Settings) -> dict[str, Any]:
     return {"store": store.fingerprint, **asdict(settings)}
 
 
-def check_same(path: Path, found: Any, store: Datastore, settings: Settings) -> None:
+def check_same(path: Path, found: Any, wanted: Mapping[str, Any]) -> None:
     """Refuse to go on with, or to replace, what was trained in another way."""
     found = found if isinstance(found, dict) else {}
-    for name, wanted in facts_of(store, settings).items():
-        if found.get(name) != wanted:
+    for name, value in wanted.items():
+        if found.get(name) != value:
             raise DatastoreError(
-                f"{path} was trained with another {name.replace('_', ' ')} ({found.get(name)}, now {wanted}). "
+                f"{path} was trained with another {name.replace('_', ' ')} ({found.get(name)}, now {value}). "
                 "Use the same settings, choose another --out, or remove it."
             )
 

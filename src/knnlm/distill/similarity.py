@@ -3,9 +3,10 @@
 Contexts with the same next token should be near. For some keys (anchors) and their nearest keys from other documents,
 the map A maximises the leave-one-out likelihood of the vote,
 
-    log Σ over j with value_j = value_i of softmax_j(-|(key_i - key_j) A|² / τ)
+    log Σ over j with value_j = value_i of softmax_j(-|(key_i - key_j) A|² / τ + log count_j)
 
 with τ fixed at what is best before training, so that a temperature that was right for the old keys stays about right.
+In a memory whose keys were merged, count_j is how many contexts a key stands for, and anchors weigh as much; else 1.
 """
 
 from __future__ import annotations
@@ -33,6 +34,8 @@ _RESIDENT = 1 << 30  # bytes of keys that stay in memory
 _HELD_OUT = 0.1  # of the anchors
 _FEW = 16  # documents: where there are fewer, they are cut into pieces
 _PIECE = 1024  # tokens
+_WIDEN = 4  # times that the temperatures to try are widened; each time by a factor of 1024
+_FLAT = 0.01  # nats: what is better by less is not worth an extreme temperature
 
 
 @dataclass(frozen=True)
@@ -42,13 +45,20 @@ class Mined:
     anchors: Tensor  # (n,) numbers of keys
     near: Tensor  # (n, K) numbers of keys; -1 = none
     same: Tensor  # (n, K) whether the neighbour has the anchor's token
+    weights: Tensor  # (n,) how many contexts the anchor stands for
+    log_counts: Tensor  # (n, K) the logarithm of how many the neighbour stands for
 
     def __len__(self) -> int:
         return len(self.anchors)
 
     def select(self, rows: Tensor) -> Mined:
         """Keep some anchors."""
-        return Mined(self.anchors[rows], self.near[rows], self.same[rows])
+        return Mined(self.anchors[rows], self.near[rows], self.same[rows], self.weights[rows], self.log_counts[rows])
+
+    def mean(self, values: Tensor) -> Tensor:
+        """Give the mean of (n,) values of the anchors, by how many contexts each stands for."""
+        weights = self.weights.to(values)
+        return (values * weights).sum() / weights.sum()
 
 
 def learn_map(
@@ -134,19 +144,22 @@ def _check(
 
 
 def key_groups(store: Datastore) -> NDArray[np.int64]:
-    """Give the (K,) number of the document that each key is from.
+    """Give the (K,) number of the document that each key is from; copies of a text are one document.
 
     Where there are few documents, of the piece of it: a memory of one book should learn, too, only not from contexts
     that are almost the same text.
     """
-    spans = [(document.first_row, document.rows) for document in store.catalog.documents() if document.rows]
-    if len(spans) < _FEW:
-        spans = [
-            (first + begin, min(_PIECE, rows - begin)) for first, rows in spans for begin in range(0, rows, _PIECE)
-        ]
-    starts = np.array([first for first, _ in spans], dtype=np.int64)
+    documents = [document for document in store.catalog.documents() if document.rows]
+    few = len({document.sha256 for document in documents}) < _FEW
+    numbers: dict[tuple[str, int], int] = {}
+    starts, groups = list[int](), list[int]()
+    for document in documents:
+        for begin in range(0, document.rows, _PIECE if few else document.rows):
+            starts.append(document.first_row + begin)
+            groups.append(numbers.setdefault((document.sha256, begin), len(numbers)))
     rows = store.rows_of(torch.arange(store.key_count)).numpy()
-    return np.searchsorted(starts, rows, side="right") - 1
+    found: NDArray[np.int64] = np.searchsorted(np.array(starts, dtype=np.int64), rows, side="right") - 1
+    return np.array(groups, dtype=np.int64)[found]
 
 
 def _held_out(groups: NDArray[np.int64], chosen: Tensor, seed: int) -> Tensor:
@@ -221,7 +234,11 @@ def mine(
             advance(len(anchors[part]))
     values = store.values(store.rows_of(torch.where(near < 0, -1, near)))
     own = store.values(store.rows_of(anchors))
-    return Mined(anchors, near, (values == own[:, None]) & (near >= 0))
+    same = (values == own[:, None]) & (near >= 0)
+    weights, counts = store.counts(anchors), store.counts(near)
+    if weights is None or counts is None:
+        return Mined(anchors, near, same, torch.ones(len(anchors)), torch.zeros(near.shape))
+    return Mined(anchors, near, same, weights, counts.clamp(min=1e-30).log())
 
 
 def _others(ids: Tensor, found: Tensor, groups: NDArray[np.int64], own: NDArray[np.int64], count: int) -> Tensor:
@@ -234,17 +251,10 @@ def _others(ids: Tensor, found: Tensor, groups: NDArray[np.int64], own: NDArray[
     return torch.nn.functional.pad(kept, (0, count - kept.shape[1]), value=-1)
 
 
-def vote_log_p(differences: Tensor, near: Tensor, same: Tensor, *, matrix: Tensor | None, temperature: float) -> Tensor:
-    """Give the (n,) log-likelihoods of the anchors' tokens by the vote of their neighbours.
-
-    `differences` are those of the keys, (n, K, D).
-    """
-    moved = differences if matrix is None else differences @ matrix
-    return _log_p(moved.square().sum(2), near, same, temperature)
-
-
-def _log_p(distances: Tensor, near: Tensor, same: Tensor, temperature: float) -> Tensor:
-    scores = (-distances / temperature).masked_fill(near < 0, -torch.inf)  # (n, K)
+def vote_log_p(mined: Mined, distances: Tensor, temperature: float) -> Tensor:
+    """Give the (n,) log-likelihoods of the anchors' tokens by the vote of neighbours at these (n, K) distances."""
+    near, same, log_counts = (part.to(distances.device) for part in (mined.near, mined.same, mined.log_counts))
+    scores = (-distances / temperature + log_counts.to(distances)).masked_fill(near < 0, -torch.inf)  # (n, K)
     return scores.masked_fill(~same, -torch.inf).logsumexp(1) - scores.logsumexp(1)
 
 
@@ -280,11 +290,24 @@ class _Fit:
 
     def best_temperature(self) -> float:
         """Find the temperature that explains the held-out anchors best before training."""
-        distances = torch.cat([part.square().sum(2) for _, part in self._batches(self._testing)])
-        near, same = self._testing.near.to(self._device), self._testing.same.to(self._device)
-        usual = float(distances[near >= 0].median().clamp(min=1e-12))
-        tried: list[float] = [usual * 2.0 ** (step / 2) for step in range(-20, 11)]
-        return max(tried, key=lambda one: float(_log_p(distances, near, same, one).double().mean()))
+        testing = self._testing
+        distances = torch.cat([part.square().sum(2) for _, part in self._batches(testing)])
+        usual = float(distances[(testing.near >= 0).to(self._device)].median().clamp(min=1e-12))
+        scores: dict[int, float] = {}
+        steps, best, before = range(-20, 11), 0, -math.inf
+        for _ in range(1 + _WIDEN):
+            for step in steps:
+                scores[step] = float(testing.mean(vote_log_p(testing, distances, usual * 2.0 ** (step / 2)).double()))
+            best = max(scores, key=lambda step: (scores[step], -abs(step)))
+            at_edge = best in (min(scores), max(scores))
+            if not at_edge or scores[best] - before < _FLAT:
+                break
+            before = scores[best]
+            steps = range(best - 20, best) if best < 0 else range(best + 1, best + 21)
+        if at_edge:
+            # Ever better, but hardly: the nearest alone decide, or all are alike. From there nothing could be learned.
+            best = min((step for step in scores if scores[step] >= scores[best] - _FLAT), key=abs)
+        return usual * math.pow(2.0, best / 2)
 
     def run(
         self, matrix: Tensor, temperature: float, *, epochs: int, learning_rate: float, progress: Progress
@@ -300,7 +323,7 @@ class _Fit:
             for _ in range(epochs):
                 shuffled = self._training.select(torch.randperm(len(self._training), generator=generator))
                 for batch, differences in self._batches(shuffled):
-                    loss = -self._log_p(batch, differences, current, temperature).mean()
+                    loss = -batch.mean(vote_log_p(batch, (differences @ current).square().sum(2), temperature))
                     optimiser.zero_grad()
                     loss.backward()
                     optimiser.step()
@@ -312,15 +335,14 @@ class _Fit:
         figures = {"before": scores[0], "after": max(scores), "each": scores, "trained_on": len(self._training)}
         return best, figures
 
-    def _log_p(self, batch: Mined, differences: Tensor, matrix: Tensor, temperature: float) -> Tensor:
-        near, same = batch.near.to(self._device), batch.same.to(self._device)
-        return vote_log_p(differences, near, same, matrix=matrix, temperature=temperature)
-
     @torch.no_grad()
     def _score(self, matrix: Tensor, temperature: float) -> float:
         """Give the mean log-likelihood of the held-out anchors."""
-        parts = [self._log_p(batch, part, matrix, temperature) for batch, part in self._batches(self._testing)]
-        return float(torch.cat(parts).double().mean())
+        parts = [
+            vote_log_p(batch, (part @ matrix).square().sum(2), temperature)
+            for batch, part in self._batches(self._testing)
+        ]
+        return float(self._testing.mean(torch.cat(parts).double()))
 
     def _batches(self, mined: Mined) -> Iterator[tuple[Mined, Tensor]]:
         """Give a few anchors at a time, and how their keys differ from their neighbours', (n, K, D)."""

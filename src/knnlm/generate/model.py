@@ -11,6 +11,7 @@ import inspect
 import os
 import shutil
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -30,8 +31,11 @@ from transformers.utils.generic import ModelOutput
 from knnlm.errors import DatastoreError, ModelError
 from knnlm.generate.state import Step, look, state_of
 from knnlm.lm import CausalLM
-from knnlm.memory import Context
+from knnlm.memory import LOGITS, Context, Source
 from knnlm.mixture import DEFAULTS, Mixture
+from knnlm.mixture.choice import weights_state, write_tensors
+from knnlm.mixture.opening import Written
+from knnlm.mixture.recipe import MemorySpec
 
 _BASE, _MEMORY = "base", "memory"
 
@@ -51,7 +55,7 @@ class KnnConfig(PreTrainedConfig):
         temperature: float = DEFAULTS["temperature"],
         weight: float | None = None,
         metric: str = "l2",
-        memories: str | None = None,
+        mixture: dict[str, Any] | None = None,
         **kwargs: Any,
     ) -> None:
         if isinstance(text_config, dict):
@@ -62,7 +66,7 @@ class KnnConfig(PreTrainedConfig):
         self.knn_temperature = kwargs.pop("knn_temperature", temperature)
         self.weight = weight
         self.metric = metric
-        self.memories = memories
+        self.mixture = mixture
         super().__init__(**kwargs)
 
 
@@ -111,7 +115,8 @@ class KnnForCausalLM(PreTrainedModel, GenerationMixin):
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         """Generate as transformers does; a base model whose cache is of a kind of its own is used without one."""
-        if "past_key_values" not in self._base_arguments:
+        own = self.mixture.looks_back and getattr(self.base, "_is_stateful", False)
+        if own or "past_key_values" not in self._base_arguments:
             kwargs["use_cache"] = False
         return GenerationMixin.generate(cast(Any, self), *args, **kwargs)
 
@@ -159,7 +164,9 @@ class KnnForCausalLM(PreTrainedModel, GenerationMixin):
         else:
             step = Step(input_ids, attention_mask, position_ids, positions)
             context = look(self.mixture, step, keys, state, getattr(output, "past_key_values", None))
-        mixed = self.mixture.predict(logits.flatten(0, 1), context).log_dense()
+        said = logits.flatten(0, 1)
+        context = replace(context, seen={**context.seen, Source(0, LOGITS): said})
+        mixed = self.mixture.predict(said, context).log_dense()
         log_p = mixed.unflatten(0, logits.shape[:2])
         # The base model's own output with other logits: whatever kind of cache it carries goes along.
         output["logits"] = log_p
@@ -177,6 +184,7 @@ class KnnForCausalLM(PreTrainedModel, GenerationMixin):
         self.tokenizer.save_pretrained(folder / _BASE)
         self.tokenizer.save_pretrained(folder)
         config = _config(self.mixture)  # as it is now, not as it was when this object was made
+        config.mixture = _write_mixture(self.mixture, folder, copy_memory=copy_memory)
         config.architectures = [type(self).__name__]
         source, copied = _home(self.mixture).resolve(), (folder / _MEMORY).resolve()
         if copy_memory and source != copied:
@@ -204,7 +212,7 @@ class KnnForCausalLM(PreTrainedModel, GenerationMixin):
         kwargs.setdefault("dtype", "auto")
         base = AutoModelForCausalLM.from_pretrained(folder / _BASE, *model_args, **_for_base(kwargs))
         tokenizer = AutoTokenizer.from_pretrained(folder / _BASE)
-        mixture = _open_mixture(memory, base, tokenizer, config)
+        mixture = _open_mixture(memory, base, tokenizer, config, folder)
         return cls(mixture)
 
 
@@ -217,10 +225,8 @@ def _config(mixture: Mixture) -> KnnConfig:
         memory=str(_home(mixture).resolve()),
         k=knn.k if knn else DEFAULTS["k"],
         temperature=knn.temperature if knn else DEFAULTS["temperature"],
-        # Weights that are not one number are kept in the memory.
-        weight=mixture.weight if len(mixture.memories) == 1 else None,
+        weight=mixture.weight,
         metric=knn.index.metric if knn else "l2",
-        memories=",".join(mixture.labels),
         **{name: getattr(base, name, None) for name in ("bos_token_id", "eos_token_id", "pad_token_id")},
     )
 
@@ -239,24 +245,35 @@ def _for_base(kwargs: dict[str, Any]) -> dict[str, Any]:
 
 
 def _open_mixture(
-    memory: Path, base: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, config: KnnConfig
+    memory: Path, base: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, config: KnnConfig, folder: Path
 ) -> Mixture:
     from knnlm.datastore import Datastore
 
     store = Datastore.open(memory)
     place: dict[str, Any] = {"key_layer": store.model["key_layer"], "layer": store.model["layer"]}
     lm = CausalLM(base, tokenizer, name=store.model["name"], **place)
-    if config.weight is None:  # as tuned
-        return Mixture.open(memory, lm, memories=config.memories, metric=config.metric)
-    return Mixture.open(
-        memory,
-        lm,
-        memories=config.memories,
-        k=config.k,
-        temperature=config.knn_temperature,
-        weight=config.weight,
-        metric=config.metric,
-    )
+    if config.mixture is None:
+        settings = {"k": config.k, "temperature": config.knn_temperature, "weight": config.weight}
+        return Mixture.open(memory, lm, memories="knn", metric=config.metric, **settings)
+    try:
+        where = str(folder)
+        specs = [MemorySpec.from_dict(facts, where) for facts in config.mixture["memories"]]
+        written = Written(specs, dict(config.mixture["weights"]), folder)
+    except (KeyError, TypeError) as error:
+        raise ModelError(f"{folder} does not say which mixture it is ({error}). Save it again.") from None
+    return Mixture.open(memory, lm, written=written)
+
+
+def _write_mixture(mixture: Mixture, folder: Path, *, copy_memory: bool) -> dict[str, Any]:
+    """Write the weights' networks into the folder, and give the rest of what must be known to open the mixture."""
+    specs = mixture.specs
+    outside = [spec.label for spec in specs if spec.path and spec.kind != "cache" and Path(spec.path).is_absolute()]
+    if copy_memory and outside:
+        raise ModelError(f"copy_memory copies the memory itself, but {outside[0]} lies elsewhere. Copy that by hand.")
+    weights, tensors = weights_state(mixture.weights)
+    if tensors:
+        weights["file"] = write_tensors(folder, tensors)
+    return {"memories": [spec.as_dict() for spec in specs], "weights": weights}
 
 
 AutoConfig.register(KnnConfig.model_type, KnnConfig)

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import DynamicCache
-from transformers.cache_utils import Cache, DynamicLayer
+from transformers.cache_utils import Cache, DynamicLayer, StaticLayer
 
 from knnlm.errors import ModelError
 from knnlm.lm import CausalLM
@@ -59,6 +59,11 @@ class State:
 
 def state_of(cache: Any) -> State:
     """Find the state in a cache, or begin a new one with an empty cache."""
+    fixed = any(isinstance(layer, StaticLayer) for layer in getattr(cache, "layers", ()))
+    if fixed or getattr(cache, "offloading", False):
+        raise ModelError(
+            "A cache of fixed size, or an offloaded one, cannot carry what memories remember. Use the usual."
+        )
     found = getattr(cache, _MARK, None)
     if found is not None:
         return found  # type: ignore[no-any-return]
@@ -132,8 +137,9 @@ def _runs(state: State, step: Step) -> list[Run]:
     assert state.texts.values is not None
     tokens = state.texts.values[:, 0, :, 0].long()  # (B, all)
     total, new = tokens.shape[1], step.tokens.shape[1]
-    wanted = torch.arange(new)[step.kept] + total - new
-    if len(wanted) and int(wanted[-1] - wanted[0]) + 1 != len(wanted):
+    kept = step.kept if isinstance(step.kept, slice) else step.kept.cpu()
+    wanted = torch.arange(new)[kept] + total - new
+    if (wanted.diff() != 1).any():
         raise ModelError("With a memory, logits_to_keep must be a number or consecutive positions.")
     runs = []
     for row in range(len(tokens)):

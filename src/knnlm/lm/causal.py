@@ -161,13 +161,17 @@ class CausalLM:
             pieces[-1] = self.decode(pending)
         return pieces
 
-    def prompt(self, text: str, *, room: int = 0) -> list[int]:
-        """Turn the beginning of a document into tokens, and refuse one that leaves no room for what is to follow."""
+    def prompt(self, text: str, *, room: int = 0, longest: int | None = None) -> list[int]:
+        """Turn the beginning of a document into tokens, and refuse one that leaves no room for what is to follow.
+
+        `longest` is what others who read along can read at once, if that is less than what this model can.
+        """
         tokens = [self.start_token, *self.encode(text)]
-        if self.longest is not None and len(tokens) + room > self.longest:
+        limits = [limit for limit in (self.longest, longest) if limit is not None]
+        if limits and len(tokens) + room > min(limits):
             raise ParameterError(
                 f"The prompt has {len(tokens):,} tokens and {room:,} more are wanted, but {self.name} can read only "
-                f"{self.longest:,}. Shorten the prompt, or ask for fewer new tokens."
+                f"{min(limits):,}. Shorten the prompt, or ask for fewer new tokens."
             )
         return tokens
 

@@ -16,6 +16,8 @@ from knnlm.index.base import check_metric
 from knnlm.memory.context import Context, Run, Source
 from knnlm.memory.neighbours import SIGNALS, Found, Poll, Setting
 
+WINDOW = 65_536  # positions: the whole of most texts
+
 
 class CacheMemory:
     """The last positions of the text, as a small store of its own."""
@@ -27,7 +29,7 @@ class CacheMemory:
         self,
         *,
         vocab_size: int,
-        window: int = 65_536,
+        window: int = WINDOW,
         k: int = 1024,
         temperature: float = 2.0,
         metric: str = "l2",
@@ -76,15 +78,16 @@ class CacheMemory:
         if not len(stored):
             return
         first = run.start - len(past)
-        position = torch.arange(run.start, run.start + len(keys), device=keys.device)  # (n,)
-        earlier = torch.arange(first, first + len(stored), device=keys.device)  # (S,)
-        distances = self._distances(keys, stored)
-        age = position[:, None] - earlier
-        distances.masked_fill_((age < 1) | (age > self.horizon), torch.inf)
+        distances = self._distances(keys, stored)  # (n, S)
+        # What a position has not read yet, and what it reads now; and what lies too far back.
+        hidden = torch.ones(distances.shape, dtype=torch.bool, device=keys.device).triu_(len(past))
+        if len(stored) > self.horizon:
+            hidden |= torch.ones_like(hidden).tril_(len(past) - self.horizon - 1)
+        distances.masked_fill_(hidden, torch.inf)
         k = min(out.ids.shape[1], len(stored))
         nearest, columns = distances.topk(k, largest=False)
         there = nearest.isfinite()
-        ids = earlier[columns]
+        ids = columns + first
         tokens = run.tokens.to(keys.device)
         out.distances[:, :k] = nearest
         out.ids[:, :k] = ids.masked_fill(~there, -1)

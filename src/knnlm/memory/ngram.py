@@ -101,11 +101,11 @@ class Backoff:
 class NgramMemory:
     """A memory's text, sorted, and how long matches may be.
 
-    Probabilities are exact. What else is to be known of a match with more than `cap` places comes from a sample: what
-    follows is sorted there, so `cap` evenly spaced places give each token its share to within 1 / cap. How many
-    different tokens follow is exact for no and for one token of context, else estimated from the sample: where two
-    neighbours in it differ, from 1 to `step` new tokens lie between them (`step` places apart), and the geometric mean
-    √step is taken.
+    Probabilities are exact given T, and those of the longest match alone are exact. What else is to be known of a match
+    with more than `cap` places comes from a sample: what follows is sorted there, so `cap` evenly spaced places give
+    each token its share to within 1 / cap. T of matches of two or more tokens with more than `cap` places is estimated
+    from it: where two neighbours in the sample differ, from 1 to `step` new tokens lie between them (`step` places
+    apart), and the geometric mean √step is taken.
     """
 
     name = "ngram"

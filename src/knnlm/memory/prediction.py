@@ -63,8 +63,12 @@ class Votes:
     def log_dense(self) -> Tensor:
         """Give the (N, V) log-probabilities: -inf where no neighbour voted."""
         probs = self.log_weights.new_zeros(len(self.values), self.vocab_size)
+        return self.add_to(probs, probs.new_ones(len(probs))).log_()
+
+    def add_to(self, probs: Tensor, weights: Tensor) -> Tensor:
+        """Add these votes, each row by its weight, to (N, V) probabilities."""
         # Neighbours often share a token, so add rather than assign; a missing one adds nothing to token 0.
-        return probs.scatter_add_(1, self.values.clamp(min=0), self.log_weights.exp()).log_()
+        return probs.scatter_add_(1, self.values.clamp(min=0), self.log_weights.exp() * weights[:, None])
 
     def abstains(self) -> Tensor:
         """Mark the (N,) rows that have no neighbour."""

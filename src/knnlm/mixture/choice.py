@@ -8,13 +8,14 @@ memory/
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save
+from safetensors.torch import load, save
 from torch import Tensor
 
 from knnlm.datastore import Datastore
@@ -23,8 +24,10 @@ from knnlm.datastore.segment import sync_folder, writing
 from knnlm.errors import DatastoreCorrupt
 from knnlm.memory import Memory
 from knnlm.mixture.buckets import Buckets
-from knnlm.mixture.gate import Gate, Skip
+from knnlm.mixture.evidence import feature_names
+from knnlm.mixture.gate import Gate
 from knnlm.mixture.recipe import MemorySpec, key_of
+from knnlm.mixture.skip import Skip
 from knnlm.mixture.weights import Bucketed, Fixed, Gated, Weights
 
 _FOLDER = "mixtures"
@@ -42,12 +45,32 @@ class Choice:
 
 def tuned(store: Datastore, specs: Sequence[MemorySpec] | None) -> Choice | None:
     """Give what was tuned for these memories, or last; None where nothing was."""
-    choices = store.catalog.get("choices") or {}
-    key = store.catalog.get("chosen") if specs is None else key_of(specs)
-    found = choices.get(key) if isinstance(choices, dict) else None
-    if found is None:
-        return None
-    where = str(store.catalog.path)
+    choices, chosen = _choices(store.catalog)
+    found = choices.get((chosen or "") if specs is None else key_of(specs))
+    return None if found is None else _read(found, str(store.catalog.path))
+
+
+def tuned_settings(store: Datastore, spec: MemorySpec) -> MemorySpec:
+    """Give a memory the way of voting that it was tuned to among whatever others, the last choice first."""
+    choices, chosen = _choices(store.catalog)
+    for key in sorted(choices, key=lambda key: key != chosen):
+        for known in _read(choices[key], str(store.catalog.path)).specs:
+            if known.label == spec.label and known.settings and spec.metric in (None, known.metric):
+                return replace(spec, settings=known.settings[:1], metric=known.metric)
+    return spec
+
+
+def _choices(catalog: Catalog) -> tuple[dict[str, Any], str | None]:
+    choices, chosen = catalog.get("choices") or {}, catalog.get("chosen")
+    if not isinstance(choices, dict) or not isinstance(chosen, str | None):
+        raise DatastoreCorrupt(
+            f"{catalog.path} does not say what was tuned. Tune it again after removing the memory's "
+            "catalog entry, or build it again."
+        )
+    return choices, chosen
+
+
+def _read(found: Any, where: str) -> Choice:
     try:
         memories = [MemorySpec.from_dict(facts, where) for facts in found["memories"]]
         if found["weights"]["kind"] not in ("fixed", "fitted", "buckets", "gated"):
@@ -61,10 +84,10 @@ def choose(path: Path, choice: Choice, tensors: dict[str, Tensor] | None = None)
     """Store a choice in the memory, as the last one; the caller holds the memory's writer lock."""
     weights = dict(choice.weights)
     if tensors:
-        weights["file"] = _write(path, tensors)
+        weights["file"] = write_tensors(path, tensors)
     catalog = Catalog.open(path / FILE, write=True)
     try:
-        choices = catalog.get("choices") or {}
+        choices, _ = _choices(catalog)
         key = key_of(choice.specs)
         memories = [spec.as_dict() for spec in choice.specs]
         choices[key] = {"memories": memories, "weights": weights, "facts": choice.facts}
@@ -94,9 +117,9 @@ def weights_state(weights: Weights) -> tuple[dict[str, Any], dict[str, Tensor]]:
 
 
 def load_weights(
-    facts: dict[str, Any], path: Path, memories: Sequence[Memory], *, skip: float | None = None
+    facts: dict[str, Any], path: Path, memories: Sequence[Memory], *, vocab_size: int, skip: float | None = None
 ) -> Weights:
-    """Make weights again from what was written down."""
+    """Make weights again from what was written down, and trust none of it."""
     parts = 1 + sum(len(memory.part_names) for memory in memories)
     try:
         if facts["kind"] in ("fixed", "fitted"):
@@ -105,10 +128,21 @@ def load_weights(
         elif facts["kind"] == "buckets":
             buckets = Buckets.from_dict(facts["buckets"])
             weights, found = Bucketed(buckets, int(facts["memory"])), buckets.table.shape[1]
+            if not (0 <= weights.memory < len(memories) and memories[weights.memory].name == "knn"):
+                raise ValueError(f"memory {weights.memory} has no neighbours to go by")
         else:
             gated = _load_gated(facts, path, skip)
             weights, found = gated, len(gated.gate.part_names)
-    except (KeyError, TypeError, ValueError, OSError, SafetensorError) as error:
+            names, given = (
+                gated.gate.feature_names,
+                tuple(feature_names((one.name, one.signal_names) for one in memories)),
+            )
+            if names != given:
+                raise ValueError(f"it looks at {len(names)} signals, and these memories give {len(given)} others")
+            counts = gated.frequencies
+            if counts.shape != (vocab_size,) or not bool((counts >= 0).all() and counts.isfinite().all()):
+                raise ValueError("it does not know how often each token is stored")
+    except (KeyError, TypeError, ValueError, AttributeError, IndexError, OSError, SafetensorError) as error:
         raise DatastoreCorrupt(f"{path}: its mixture cannot be read ({error}). Tune it again.") from None
     if found != parts:
         raise DatastoreCorrupt(f"{path} has weights for {found} parts, but its memories have {parts}. Tune it again.")
@@ -117,7 +151,10 @@ def load_weights(
 
 def _load_gated(facts: dict[str, Any], path: Path, skip: float | None) -> Gated:
     name = Path(facts["file"]).name  # no path that a stranger wrote leads out of the memory
-    tensors = load_file(path / _FOLDER / name)
+    data = (path / _FOLDER / name).read_bytes()
+    if _name(data) != name:
+        raise ValueError(f"{name} is damaged")
+    tensors = load(data)
     kinds: dict[str, Any] = {"gate": Gate, "cheap": Gate, "skip": Skip}
     networks = {}
     for network, described in facts["networks"].items():
@@ -135,14 +172,21 @@ def _load_gated(facts: dict[str, Any], path: Path, skip: float | None) -> Gated:
     )
 
 
-def _write(path: Path, tensors: dict[str, Tensor]) -> str:
+def write_tensors(path: Path, tensors: dict[str, Tensor]) -> str:
     data = save({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()})
-    name = f"{hashlib.sha256(data).hexdigest()[:16]}.safetensors"
-    folder = path / _FOLDER
+    name, folder = _name(data), path / _FOLDER
     with writing(folder):
         folder.mkdir(exist_ok=True)
         partial = folder / f"{name}.partial"
-        partial.write_bytes(data)
+        with partial.open("wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
         partial.replace(folder / name)
         sync_folder(folder)
     return name
+
+
+def _name(data: bytes) -> str:
+    """Name a file by what is in it."""
+    return f"{hashlib.sha256(data).hexdigest()[:16]}.safetensors"

@@ -5,13 +5,13 @@ The same numbers come from answers, when a text is read, and from a trace, when 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from knnlm.memory import Answer, Context, Memory, Spoken
+from knnlm.memory import Answer, Context, Spoken
 from knnlm.memory.lm import SIGNALS as LM_SIGNALS
 
 _NEVER = -15.0  # log-probabilities below are all alike
@@ -57,11 +57,11 @@ def place(context: Context) -> Place:
     return Place(torch.cat([nowhere, *positions]), torch.cat([nowhere.to(tokens[0]) if tokens else nowhere, *tokens]))
 
 
-def feature_names(memories: Sequence[Memory]) -> list[str]:
-    """Name the columns of `features`."""
+def feature_names(memories: Iterable[tuple[str, Sequence[str]]]) -> list[str]:
+    """Name the columns of `features`, by the kind of each memory and the names of its signals."""
     names = [*PLACE, *(f"model {name}" for name in LM_SIGNALS)]
-    for number, memory in enumerate(memories):
-        names += [f"{number} {memory.name} {name}" for name in (*memory.signal_names, *_OF_MEMORY)]
+    for number, (kind, signals) in enumerate(memories):
+        names += [f"{number} {kind} {name}" for name in (*signals, *_OF_MEMORY)]
     return names
 
 

@@ -85,15 +85,16 @@ def fit_folds(
 
 
 def folds_of(groups: Tensor, folds: int, *, seed: int = 0, fewest: int = 0) -> Tensor:
-    """Give each of N rows its fold, (N,): whole documents, or blocks where these are few or one has most rows.
+    """Give each of N rows its fold, (N,): whole documents; blocks of rows where there is one, or one has almost all.
 
-    Of fewer than `fewest` rows none is held back: all are in fold -1.
+    There are fewer folds where there are fewer documents. Of fewer than `fewest` rows none is held back: all are in
+    fold -1.
     """
     rows = len(groups)
     if rows < max(fewest, 2 * folds):
         return torch.full((rows,), -1)
     _, number, sizes = groups.cpu().unique(return_inverse=True, return_counts=True)
-    if len(sizes) < folds or int(sizes.max()) > rows / 2:
+    if len(sizes) < 2 or int(sizes.max()) > 0.9 * rows:
         return torch.arange(rows) * folds // rows
     order = torch.randperm(len(sizes), generator=torch.Generator().manual_seed(seed))
     filled, fold = [0] * folds, torch.zeros(len(sizes), dtype=torch.int64)

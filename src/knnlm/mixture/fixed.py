@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from knnlm.errors import ParameterError
-from knnlm.memory import Prediction
+from knnlm.memory import Prediction, Votes
 
 
 @dataclass(frozen=True)
@@ -39,9 +39,14 @@ class Mixed:
         """Give the (N, V) log-probabilities, summed in the log domain, where nothing underflows."""
         logs = self.weights.log()
         total = self.parts[0].log_dense() + logs[:, :1]
+        votes = None  # votes are few tokens each, so all of them share one (N, V) tensor
         for number, part in enumerate(self.parts[1:], 1):
-            total = torch.logaddexp(total, part.log_dense() + logs[:, number : number + 1])
-        return total
+            if isinstance(part, Votes):
+                votes = torch.zeros_like(total) if votes is None else votes
+                part.add_to(votes, self.weights[:, number].to(votes))
+            else:
+                total = torch.logaddexp(total, part.log_dense() + logs[:, number : number + 1])
+        return total if votes is None else torch.logaddexp(total, votes.log_())
 
     def abstains(self) -> Tensor:
         """Mark the (N,) rows where no part has an opinion."""

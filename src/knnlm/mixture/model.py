@@ -12,11 +12,12 @@ from torch import Tensor
 from knnlm.datastore import Datastore
 from knnlm.errors import ParameterError
 from knnlm.lm import CausalLM, WindowShape
-from knnlm.memory import Answer, Context, KnnMemory, Memory, Source, Spoken
+from knnlm.memory import LOGITS, Answer, Context, KnnMemory, Memory, Source, Spoken
 from knnlm.mixture.fixed import Mixed, check_lambda
-from knnlm.mixture.opening import DEFAULTS, Ingredients, check_model, gather
+from knnlm.mixture.opening import DEFAULTS, Ingredients, Written, check_model, gather, write_down
 from knnlm.mixture.readers import Batch, Readers
-from knnlm.mixture.weights import Fixed, Weights
+from knnlm.mixture.recipe import MemorySpec
+from knnlm.mixture.weights import Fixed, Gated, Weights
 
 
 class Mixture:
@@ -64,6 +65,7 @@ class Mixture:
         skip: float | None = None,
         rerank: bool = True,
         fresh: bool = False,
+        written: Written | None = None,
         model: str | None = None,
         device: str = "auto",
         dtype: str = "auto",
@@ -72,9 +74,9 @@ class Mixture:
 
         `memories` names what is mixed, as in "knn,cache,ngram"; None is what was tuned last, or the store alone where
         nothing was or where k, τ or λ are given. What is given here is used instead of what was tuned; where neither is
-        there, the defaults are. `fresh` forgets what was tuned.
+        there, the defaults are. `fresh` forgets what was tuned; `written` is a mixture that was written down elsewhere.
         """
-        wanted = Ingredients(memories, k, temperature, weight, metric, skip, rerank, fresh)
+        wanted = Ingredients(memories, k, temperature, weight, metric, skip, rerank, fresh, written)
         found = gather(Path(path), lm, wanted, model=model, device=device, dtype=dtype)
         return cls(
             found.readers.models[0],
@@ -106,13 +108,24 @@ class Mixture:
     @property
     def own_sources(self) -> list[Source]:
         """The places of the language model itself that memories read."""
-        return [source for source in self.horizons if source.reader == 0]
+        return [source for source in self.horizons if source.reader == 0 and source.place != LOGITS]
 
     @property
     def looks_back(self) -> bool:
         """Whether anything here needs more than the keys of the positions that are predicted."""
-        stateless = isinstance(self.weights, Fixed) and len(self.horizons) == len(self.own_sources)
-        return not stateless or any(memory.source is None or memory.horizon for memory in self.memories)
+        others = isinstance(self.weights, Gated) or any(source.reader for source in self.horizons)
+        return others or any(memory.source is None or memory.horizon for memory in self.memories)
+
+    @property
+    def longest(self) -> int | None:
+        """The most tokens that all the models here can read at once, None where there is no end."""
+        limits = [model.longest for model, _, _ in self.readers.wanted(self.horizons) if model.longest is not None]
+        return min(limits, default=None)
+
+    @property
+    def specs(self) -> list[MemorySpec]:
+        """What these memories are opened from, written down."""
+        return write_down(self.memories, self.labels, self.lm)
 
     @property
     def window(self) -> WindowShape:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +24,9 @@ from knnlm.memory import (
     Source,
     check_vote,
 )
-from knnlm.mixture.choice import load_weights, tuned
+from knnlm.memory.cache import WINDOW
+from knnlm.memory.output import FILE
+from knnlm.mixture.choice import load_weights, tuned, tuned_settings
 from knnlm.mixture.fixed import check_lambda
 from knnlm.mixture.readers import Readers, difference
 from knnlm.mixture.recipe import MemorySpec, parse_memories, resolve
@@ -30,6 +34,15 @@ from knnlm.mixture.weights import Fixed, Weights
 
 # What a memory is used with until it is tuned.
 DEFAULTS: dict[str, Any] = {"k": 1024, "temperature": 2.0, "lambda": 0.25}
+
+
+@dataclass(frozen=True)
+class Written:
+    """A mixture as it was written down."""
+
+    specs: list[MemorySpec]
+    weights: dict[str, Any]
+    folder: Path  # that holds what the weights need
 
 
 @dataclass(frozen=True)
@@ -44,6 +57,7 @@ class Ingredients:
     skip: float | None = None
     rerank: bool = True
     fresh: bool = False  # nothing that was tuned is used
+    written: Written | None = None  # just this
 
     def check(self) -> None:
         """Refuse wrong settings before anything large is opened."""
@@ -76,12 +90,17 @@ def gather(
     wanted.check()
     store = Datastore.open(path)
     specs, weights_facts = _choose(store, wanted)
-    lm = lm or open_reader(store, name=model, device=device, dtype=dtype)
+    specs = _override(specs, wanted)
+    if lm is None and model is None:
+        lm = open_reader(store, device=device, dtype=dtype)
+    elif lm is None:  # it may have fewer layers than the store's reader, and need not be that reader
+        lm = CausalLM.open(model or "", key_layer=store.model["key_layer"], device=device, dtype=dtype)
     kitchen = _Kitchen(store, Readers(lm), wanted, dtype)
     memories = [kitchen.open(spec) for spec in specs]
     weights: Weights | None = None
     if weights_facts is not None:
-        weights = load_weights(weights_facts, store.path, memories, skip=wanted.skip)
+        folder = wanted.written.folder if wanted.written is not None else store.path
+        weights = load_weights(weights_facts, folder, memories, vocab_size=lm.vocab_size, skip=wanted.skip)
     elif specs[0].weight is not None:
         weights = _given(specs, memories)
     if wanted.skip and getattr(weights, "skip", None) is None:
@@ -100,6 +119,8 @@ def _given(specs: Sequence[MemorySpec], memories: Sequence[Memory]) -> Fixed:
 
 def _choose(store: Datastore, wanted: Ingredients) -> tuple[list[MemorySpec], dict[str, Any] | None]:
     """Say which memories are mixed, and by which weights; None: share λ equally."""
+    if wanted.written is not None:
+        return list(wanted.written.specs), wanted.written.weights
     overridden = (wanted.k, wanted.temperature, wanted.weight) != (None, None, None)
     if wanted.memories is not None:
         asked: list[MemorySpec] | None = resolve(parse_memories(wanted.memories), store.path)
@@ -107,20 +128,42 @@ def _choose(store: Datastore, wanted: Ingredients) -> tuple[list[MemorySpec], di
         asked = [MemorySpec("knn")] if overridden else None  # k, τ and λ are those of the paper's kNN-LM
     choice = None if wanted.fresh else tuned(store, asked)
     # Distances of another metric are on another scale, so nothing of the choice is of use.
-    if (
-        choice is not None
-        and wanted.metric is not None
-        and any(spec.metric not in (None, wanted.metric) for spec in choice.specs if spec.kind == "knn")
+    if choice is not None and any(
+        wanted.metric not in (None, spec.metric) for spec in choice.specs if spec.kind == "knn"
     ):
         choice = None
     if choice is None:
-        return asked or [MemorySpec("knn")], None
+        specs = asked or [MemorySpec("knn")]
+        if wanted.fresh:
+            return specs, None
+        # Tuned among others, or not at all.
+        return [tuned_settings(store, replace(spec, metric=wanted.metric)) for spec in specs], None
     if asked is not None and any(spec.weight is not None for spec in asked):
         weights = {spec.label: spec.weight for spec in asked}
         return [replace(spec, weight=weights[spec.label], settings=spec.settings[:1]) for spec in choice.specs], None
     if wanted.weight is not None or (overridden and choice.weights["kind"] != "fixed"):
         return [replace(spec, settings=spec.settings[:1]) for spec in choice.specs], None
     return choice.specs, choice.weights
+
+
+def _override(specs: list[MemorySpec], wanted: Ingredients) -> list[MemorySpec]:
+    """Let k and τ be what is asked for, where it is clear whose."""
+    if wanted.k is None and wanted.temperature is None:
+        return specs
+    polls = [number for number, spec in enumerate(specs) if spec.kind in ("knn", "cache")]
+    own = [number for number in polls if (specs[number].kind, specs[number].path) == ("knn", None)]
+    if not own and len(polls) != 1:
+        raise ParameterError(
+            "k and temperature are those of the memory's own store, or of the only memory that has neighbours; "
+            f"{', '.join(spec.label for spec in specs)} has {len(polls)}. Tune them instead."
+        )
+    number = own[0] if own else polls[0]
+    main, *others = specs[number].settings or (Setting(DEFAULTS["k"], DEFAULTS["temperature"]),)
+    main = Setting(
+        main.k if wanted.k is None else wanted.k,
+        main.temperature if wanted.temperature is None else wanted.temperature,
+    )
+    return [replace(spec, settings=(main, *others)) if n == number else spec for n, spec in enumerate(specs)]
 
 
 class _Kitchen:
@@ -148,10 +191,13 @@ class _Kitchen:
 
     def _knn(self, spec: MemorySpec) -> KnnMemory:
         store = self._store(spec)
+        if store.window != self.store.window:
+            raise ParameterError(
+                f"{store.path} was read in windows of {store.window}, but {self.store.path} in windows of "
+                f"{self.store.window}, and a text is read in one way. Build one of them again with the other's "
+                "--context and --stride."
+            )
         main, *others = spec.settings or [Setting(DEFAULTS["k"], DEFAULTS["temperature"])]
-        if spec.path is None:  # what is given on the command line is meant for the memory itself
-            k, temperature = self.wanted.k, self.wanted.temperature
-            main = Setting(main.k if k is None else k, main.temperature if temperature is None else temperature)
         metric = self.wanted.metric or spec.metric or "l2"
         index = open_index(store, metric=metric, rerank=self.wanted.rerank, device=str(self.lm.device))
         return KnnMemory(
@@ -162,9 +208,11 @@ class _Kitchen:
         main, *others = spec.settings or [Setting(DEFAULTS["k"], DEFAULTS["temperature"])]
         place = self.lm.key_layer
         return CacheMemory(
+            window=WINDOW if spec.path is None else int(spec.path),
             vocab_size=self.lm.vocab_size,
             k=main.k,
             temperature=main.temperature,
+            metric=spec.metric or "l2",
             others=others,
             source=Source(0, place.place, place.layer),
         )
@@ -172,16 +220,31 @@ class _Kitchen:
     def _lm(self, spec: MemorySpec) -> LMMemory:
         assert spec.path is not None
         model = CausalLM.open(self._path(spec.path), device=str(self.lm.device), dtype=self.dtype)
-        return LMMemory(self.readers.add(model))
+        number = self.readers.find(model.identity)
+        return LMMemory(self.readers.add(model) if number is None else number)
 
     def _output(self, spec: MemorySpec) -> OutputMemory:
         path = self.store.path / "output" if spec.path is None else Path(self._path(spec.path))
-        if not path.exists():
+        if not (path / FILE).exists():
             raise DatastoreError(
                 f"{path} is not there: the memory has no output matrix yet. Train one: knnlm distill "
                 f"{self.store.path} --into output"
             )
-        return OutputMemory.open(path, device=str(self.lm.device), source=self._source(self.store))
+        memory = OutputMemory.open(path, device=str(self.lm.device))
+        number = self.readers.find(memory.card.model)
+        if number is None:
+            wrong = difference(memory.card.model, self.lm) or ("model", "?", "?")
+            raise ModelMismatch(
+                f"{path} was trained on states of {memory.card.model['name']} ({wrong[0]} {wrong[1]}), but the loaded "
+                f"model is {self.lm.name} ({wrong[0]} {wrong[2]}). Train one for it: knnlm distill --into output"
+            )
+        if spec.identity not in (None, identity_of(memory)):
+            raise DatastoreError(
+                f"{path} is another matrix than the one the weights were tuned with. Tune again: knnlm tune "
+                f"{self.store.path} TEXT"
+            )
+        memory.source = Source(number, memory.card.model["key_layer"], memory.card.model["layer"])
+        return memory
 
     def _store(self, spec: MemorySpec) -> Datastore:
         return self.store if spec.path is None else Datastore.open(self._path(spec.path))
@@ -205,6 +268,35 @@ class _Kitchen:
             check_model(store, reader)
             number = self.readers.add(reader)
         return Source(number, store.model["key_layer"], store.model["layer"])
+
+
+def write_down(memories: Sequence[Memory], labels: Sequence[str], lm: CausalLM) -> list[MemorySpec]:
+    """Write down which memories these are; refuse those that could not be opened again from it."""
+    if twice := next((label for label in labels if labels.count(label) > 1), None):
+        raise ParameterError(f"Two memories are called {twice}. Name them by what they are opened from: knn=FOLDER.")
+    return [_write(memory, label, lm) for memory, label in zip(memories, labels, strict=True)]
+
+
+def _write(memory: Memory, label: str, lm: CausalLM) -> MemorySpec:
+    (spec,) = parse_memories(label)
+    if spec.kind != memory.name:
+        raise ParameterError(f"A memory of the kind {memory.name} is called {label}.")
+    if isinstance(memory, KnnMemory):
+        return replace(spec, settings=tuple(memory.settings), metric=memory.index.metric)
+    if not isinstance(memory, CacheMemory):
+        return replace(spec, identity=identity_of(memory))
+    place = (lm.key_layer.place, lm.key_layer.layer)
+    if memory.source.reader or (memory.source.place, memory.source.layer % lm.key_layer.layers) != place:
+        raise ParameterError("A cache over other states than the language model's key layer cannot be written down.")
+    window = None if memory.horizon == WINDOW else str(memory.horizon)
+    return replace(spec, path=window, settings=tuple(memory.settings), metric=memory.metric)
+
+
+def identity_of(memory: Memory) -> str | None:
+    """Say which one a memory is, of a kind that can be made anew in the same place."""
+    if not isinstance(memory, OutputMemory):
+        return None
+    return hashlib.sha256(json.dumps(asdict(memory.card), sort_keys=True, default=str).encode()).hexdigest()[:16]
 
 
 def open_reader(store: Datastore, *, name: str | None = None, device: str = "auto", dtype: str = "auto") -> CausalLM:

@@ -92,7 +92,7 @@ class Readers:
     ) -> Iterator[Batch]:
         """Read documents in windows; `horizons` says how many earlier keys of each source are remembered."""
         wanted = self.wanted(horizons)
-        for model, _, _ in wanted[1:]:
+        for model, _, _ in wanted:
             if model.longest is not None and shape.context > model.longest:
                 raise ParameterError(
                     f"{model.name} can read only {model.longest:,} tokens at once, but the memory's window has "
@@ -112,7 +112,7 @@ class Readers:
                 seen.update(zip(places, keys, strict=True))
                 if number == 0:
                     logits = said
-                elif said is not None:
+                if said is not None:  # of the language model itself too: it may be its own second opinion
                     seen[Source(self.models.index(model), LOGITS)] = said
             assert logits is not None
             rows, targets = expected(batch)

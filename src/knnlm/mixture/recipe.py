@@ -3,6 +3,7 @@
 knn,cache,ngram              the memory's own store, the text being read, n-grams of the store
 knn,knn=OTHER,lm=FOLDER      a second store, a second language model
 knn:0.3,cache:0.1            with weights
+knn,cache=2000               the last 2,000 positions of the text instead of all of it
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ class MemorySpec:
     weight: float | None = None
     settings: tuple[Setting, ...] = ()
     metric: str | None = None
+    identity: str | None = None  # what it was when weights were fitted for it, where that can change
 
     @property
     def label(self) -> str:
@@ -41,6 +43,7 @@ class MemorySpec:
             "path": self.path,
             "metric": self.metric,
             "settings": [[setting.k, setting.temperature] for setting in self.settings],
+            "identity": self.identity,
         }
 
     @classmethod
@@ -48,10 +51,13 @@ class MemorySpec:
         """Read what `as_dict` wrote; it may come from a stranger."""
         try:
             settings = tuple(Setting(int(k), float(temperature)) for k, temperature in facts["settings"])
-            spec = cls(facts["kind"], facts["path"], None, settings, facts["metric"])
+            spec = cls(facts["kind"], facts["path"], None, settings, facts["metric"], facts["identity"])
             if spec.kind not in KINDS or not isinstance(spec.path, str | None):
                 raise ValueError(f"unknown memory {spec.kind}")
-        except (KeyError, TypeError, ValueError) as error:
+            if spec.metric not in (None, "l2", "ip") or not isinstance(spec.identity, str | None):
+                raise ValueError(f"unknown metric {spec.metric}")
+            _parse(spec.label)
+        except (KeyError, TypeError, ValueError, OverflowError) as error:
             raise DatastoreCorrupt(f"{where} does not say which memories it has ({error}). Tune it again.") from None
         return spec
 
@@ -65,7 +71,7 @@ def parse_memories(text: str) -> list[MemorySpec]:
     if twice := next((label for label in labels if labels.count(label) > 1), None):
         raise ParameterError(f"The memory {twice} is there twice in {text!r}.")
     given = [spec.weight for spec in specs if spec.weight is not None]
-    if given and (len(given) < len(specs) or min(given) < 0 or sum(given) > 1):
+    if given and (len(given) < len(specs) or not (min(given) >= 0 and sum(given) <= 1)):
         raise ParameterError(
             f"In {text!r}, give every memory a weight or none; weights are at least 0 and sum to at most 1, and the "
             "language model gets the rest."
@@ -76,7 +82,7 @@ def parse_memories(text: str) -> list[MemorySpec]:
 def _parse(piece: str) -> MemorySpec:
     weight = None
     head, _, tail = piece.rpartition(":")
-    if head:
+    if head and not Path(piece.partition("=")[2] or ":").exists():
         with suppress(ValueError):  # a colon within a path
             weight, piece = float(tail), head
     kind, _, path = piece.partition("=")
@@ -86,8 +92,8 @@ def _parse(piece: str) -> MemorySpec:
         )
     if kind == "lm" and not path:
         raise ParameterError("The memory lm needs a model: lm=FOLDER.")
-    if kind == "cache" and path:
-        raise ParameterError(f"The cache is the text being read, and takes no path ({path}).")
+    if kind == "cache" and path and not (path.isdecimal() and int(path) > 0):
+        raise ParameterError(f"cache={path} is no number of positions to look back on, as in cache=2000.")
     return MemorySpec(kind, path or None, weight)
 
 
@@ -96,7 +102,7 @@ def resolve(specs: Sequence[MemorySpec], memory: Path) -> list[MemorySpec]:
     found = []
     for spec in specs:
         path = spec.path
-        if path is not None and Path(path).exists():
+        if path is not None and spec.kind != "cache" and not (memory / path).exists() and Path(path).exists():
             whole = Path(path).resolve()
             inside = whole.is_relative_to(memory.resolve())
             path = str(whole.relative_to(memory.resolve()) if inside else whole)
@@ -105,5 +111,5 @@ def resolve(specs: Sequence[MemorySpec], memory: Path) -> list[MemorySpec]:
 
 
 def key_of(specs: Sequence[MemorySpec]) -> str:
-    """Name a set of memories, to find what was tuned for it."""
-    return ",".join(spec.label for spec in specs)
+    """Name a set of memories, in whatever order, to find what was tuned for it."""
+    return ",".join(sorted(spec.label for spec in specs))

@@ -19,7 +19,8 @@ from knnlm.memory import Answer, Context, Poll, Spoken
 from knnlm.mixture.buckets import Buckets
 from knnlm.mixture.evidence import evidence, features, place
 from knnlm.mixture.fixed import leave_to_first
-from knnlm.mixture.gate import Gate, Skip
+from knnlm.mixture.gate import Gate
+from knnlm.mixture.skip import Skip
 
 
 class Weights(Protocol):
@@ -44,7 +45,7 @@ class Fixed:
     kind: str = "fixed"
 
     def __post_init__(self) -> None:
-        if min(self.values) < -1e-6 or abs(sum(self.values) - 1) > 1e-4:
+        if not (min(self.values) >= -1e-6 and abs(sum(self.values) - 1) <= 1e-4):
             raise ParameterError(f"weights must be at least 0 and sum to 1, not {self.values}.")
 
     def weigh(self, context: Context, lm: Spoken, answers: Sequence[Answer], abstains: Tensor) -> Tensor:  # noqa: ARG002

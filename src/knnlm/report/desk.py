@@ -1,12 +1,13 @@
 """What the studies share: the memory, both texts as they were read once, and the settings chosen on the first.
 
-Nothing is opened or read before a study asks for it, and what was read is kept in OUT/work:
+Nothing is read before it is asked for, and what was read is kept in OUT/work:
 
     work/
       texts-<key>/valid/trace, keys.npy     what one pass over the text saw, and the key of each of its positions
       texts-<key>/test/trace, keys.npy
       valid.jsonl, test.jsonl               the texts, as `knnlm tune` and `knnlm eval` read them
       <study>.json                          what a study said
+      writer.lock                           held by the report that is being made
 """
 
 from __future__ import annotations
@@ -33,16 +34,19 @@ from knnlm.fitting import Fitted, Seen, choose_settings, evaluate_seen, fit_weig
 from knnlm.lm import CausalLM
 from knnlm.lm.causal import choose_device
 from knnlm.memory import KnnMemory, Setting
+from knnlm.memory.output import FILE as OUTPUT_FILE
 from knnlm.mixture import Batch, Fixed, Mixture
+from knnlm.mixture.opening import open_reader
 from knnlm.mixture.recipe import parse_memories
 from knnlm.progress import Progress, silent
+from knnlm.report.judging import out_of_fold
 from knnlm.report.searching import beginning
 from knnlm.report.texts import Texts, write_texts
 from knnlm.sweeping import Sweep
 from knnlm.trace import Trace, record
 from knnlm.tuning import token_frequencies
 
-FORMAT = 1  # of what is kept; another one is made again
+FORMAT = 2  # of what is kept; another one is made again
 K = 1024  # neighbours that are kept of each position
 
 
@@ -105,11 +109,9 @@ class Desk:
         self.labels = _labels(self.store, order)
         self.device = str(lm.device) if lm is not None else str(choose_device(order.device))
         self.work = order.out / "work"
-        self._lm = lm
+        self._given = lm
         self._seen: dict[tuple[str, bool], Seen] = {}
         self._fits: dict[tuple[tuple[int, ...], str], Fitted] = {}
-        with writing(self.work):
-            self.work.mkdir(parents=True, exist_ok=True)
 
     @property
     def quick(self) -> bool:
@@ -119,8 +121,11 @@ class Desk:
     @cached_property
     def key(self) -> str:
         """Tell these inputs from any others: what was found for them holds for no others."""
-        order = self.order
-        facts = [FORMAT, self.store.fingerprint, order.texts.key(), self.labels, self.order.limit, K, order.model]
+        order, model = self.order, self.lm.model
+        facts = [FORMAT, self.store.fingerprint, order.texts.key(), self.labels, order.limit, K, order.model]
+        facts += [{**self.lm.identity, "name": None}, str(model.dtype), self.lm.device.type]
+        # A model that was given has a precision of its own; others are opened as it was asked for.
+        facts += [] if self._given is None else [order.dtype]
         facts += [[row.spec, row.metric] for row in self.store.catalog.indexes()]
         facts += [_state(place) for place in _places(self.store.path, self.labels)]
         return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]
@@ -131,7 +136,7 @@ class Desk:
         order = self.order
         return _Keeping.open(  # type: ignore[return-value]  # open gives what it is called on
             order.memory,
-            self._lm,
+            self.lm,
             memories=",".join(self.labels),
             fresh=True,
             model=order.model,
@@ -139,10 +144,13 @@ class Desk:
             dtype=order.dtype,
         )
 
-    @property
+    @cached_property
     def lm(self) -> CausalLM:
         """The language model."""
-        return self.mixture.lm
+        order = self.order
+        if self._given is not None:
+            return self._given
+        return open_reader(self.store, name=order.model, device=order.device, dtype=order.dtype)
 
     @cached_property
     def valid(self) -> Read:
@@ -260,6 +268,12 @@ class Desk:
             self._fits[memories, kind] = fitted
         return self._fits[memories, kind]
 
+    def judge(self, memories: tuple[int, ...], kind: str) -> float:
+        """Give the perplexity of the first text by weights that had not seen it: what weights are compared by."""
+        if kind == "gated":  # its own figure is of that sort
+            return self.fit(memories, kind).perplexity
+        return out_of_fold(self.some(self.valid, memories, kind), kind)
+
     def measure(self, memories: tuple[int, ...], kind: str) -> tuple[float, float, float]:
         """Give the perplexities on both texts, and what all memories weighed on the second."""
         fitted = self.fit(memories, kind)
@@ -302,7 +316,7 @@ def _labels(store: Datastore, order: Order) -> list[str]:
             raise ParameterError(f"A report is about a store: let knn be among the memories, not only {found}.")
     else:
         found = ["knn", "cache", "ngram"]
-        if (store.path / "output").exists():
+        if (store.path / "output" / OUTPUT_FILE).is_file():  # a folder alone is what training left that was stopped
             found.append("output")
     if order.second_lm is not None and (label := f"lm={order.second_lm}") not in found:
         found.append(label)

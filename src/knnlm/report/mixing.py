@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -11,6 +12,7 @@ from torch import Tensor
 from knnlm.fitting import evaluate_seen
 from knnlm.mixture.weights import Gated
 from knnlm.report.desk import Desk, Read, perplexity
+from knnlm.report.judging import describe_folds
 from knnlm.report.study import CannotStudy, Cell, Line, Plot, Study, Table, lowest, percent_lower
 from knnlm.sweeping import LAMBDAS
 
@@ -18,10 +20,18 @@ _TRUSTED = ("model", "one λ", "gated", "better of two", "best of all")
 _FRACTIONS = tuple(round(0.1 * step, 1) for step in range(11))
 
 
-def short(label: str) -> str:
-    """Name a memory without the folder it lies in."""
-    kind, _, path = label.partition("=")
-    return kind if not path else f"{kind}={path.rstrip('/').rpartition('/')[2]}"
+def name_memories(labels: Sequence[str]) -> list[str]:
+    """Name memories without the folders they lie in, as far as that tells them apart."""
+    possible = []
+    for label in labels:
+        kind, _, path = label.partition("=")
+        folders = [folder for folder in path.split("/") if folder]
+        possible.append([*(f"{kind}={'/'.join(folders[-count:])}" for count in range(1, len(folders) + 1)), label])
+    found = []
+    for number, own in enumerate(possible):
+        taken = {name for other, names in enumerate(possible) if other != number for name in names}
+        found.append(next((name for name in own if name not in taken), own[-1]))
+    return found
 
 
 def study_memories(desk: Desk) -> Study:
@@ -35,14 +45,11 @@ def study_memories(desk: Desk) -> Study:
     if len(others) > 1:
         wanted.append((everything, "fixed"))
     wanted += [(everything, kind) for kind in ("fitted", "buckets", "gated")]
-    rows: list[list[Cell]] = [["the model alone", "", 0.0, perplexity(desk.valid.trace.log_p), desk.base]]
-    for memories, kind in wanted:
-        valid, test, weight = desk.measure(memories, kind)
-        rows.append([" + ".join(short(desk.labels[number]) for number in memories), kind, weight, valid, test])
-    figures = [float(str(row[4])) for row in rows]
-    # Of buckets there is no figure on text that they were not fitted on.
-    best = lowest([None if row[1] == "buckets" else float(str(row[3])) for row in rows])
+    rows = _measure_all(desk, wanted)
+    figures = [float(str(row[5])) for row in rows]
+    best = lowest([float(str(row[4])) for row in rows])
     options = ("--memory", ",".join(desk.labels), "--weights", "gated")
+    held_back = describe_folds(desk.seen(desk.valid, "fixed").groups)
     names = [f"{row[0]} ({row[1]})" if row[1] else str(row[0]) for row in rows]
     return Study(
         name="memories",
@@ -50,16 +57,17 @@ def study_memories(desk: Desk) -> Study:
         paper="kNN-LM, Table 1",
         finding=(
             f"The store alone makes perplexity {percent_lower(figures[1], desk.base)} than the model's "
-            f"{desk.base:.2f}; the best on the tuning text, {names[best]}, makes it {figures[best]:.2f}, "
+            f"{desk.base:.2f}; the best on the tuning text out of fold, {names[best]}, makes it {figures[best]:.2f}, "
             f"{percent_lower(figures[best], desk.base)}."
         ),
         command=desk.tuning(*options) + "\n" + desk.evaluation("--memory", ",".join(desk.labels)),
         tables=[
             Table.of(
-                {"mixed in": "", "weights": "", "λ": ".2f", "tuning": ".3f", "held-out": ".3f"},
+                {"mixed in": "", "weights": "", "λ": ".2f", "tuning": ".3f", "out of fold": ".3f", "held-out": ".3f"},
                 rows,
-                caption="λ: what all memories weigh together, on average. On the tuning text, a gate's figure is by "
-                "networks that had not seen the document; that of buckets is not, so they are not chosen by it.",
+                caption="λ: what all memories weigh together, on average. Tuning: what knnlm tune says, of weights "
+                f"fitted to that very text (but for gates). Out of fold: the tuning text {held_back}; the best is the "
+                "lowest of these. k and τ are chosen on all of it.",
                 best=best,
             )
         ],
@@ -67,12 +75,23 @@ def study_memories(desk: Desk) -> Study:
     )
 
 
+def _measure_all(desk: Desk, wanted: Sequence[tuple[tuple[int, ...], str]]) -> list[list[Cell]]:
+    """Give a row for the model, then one for each of the mixtures."""
+    alone, labels = perplexity(desk.valid.trace.log_p), name_memories(desk.labels)
+    rows: list[list[Cell]] = [["the model alone", "", 0.0, alone, alone, desk.base]]
+    for memories, kind in wanted:
+        valid, test, weight = desk.measure(memories, kind)
+        name = " + ".join(labels[number] for number in memories)
+        rows.append([name, kind, weight, valid, desk.judge(memories, kind), test])
+    return rows
+
+
 def study_baselines(desk: Desk) -> Study:
     """Mix each memory alone with the model, by every λ."""
     tried = {}
-    for number, label in enumerate(desk.labels):
+    for number, label in enumerate(name_memories(desk.labels)):
         valid, test = (_by_lambda(*_pair(desk, read, number)) for read in (desk.valid, desk.test))
-        tried[short(label)] = (number, lowest(valid.tolist()), valid.tolist(), test.tolist())
+        tried[label] = (number, lowest(valid.tolist()), valid.tolist(), test.tolist())
     rows: list[list[Cell]] = [
         [name, LAMBDAS[best], valid[best], test[best]] for name, (_, best, valid, test) in tried.items()
     ]

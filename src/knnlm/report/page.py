@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from knnlm.datastore.segment import writing
-from knnlm.report.study import Cell, Example, Neighbour, Plot, Study, Table
+from knnlm.report.study import Cell, Example, Neighbour, Plot, Study, Table, percent_lower
 
 _SIGNS = {"\n": "⏎", "\t": "⇥", "\r": "␍"}
 
@@ -62,23 +62,23 @@ def _header(facts: dict[str, Any], studies: Sequence[Study]) -> Iterator[str]:
     yield f"<h1>A report on <em>{escape(Path(facts['memory']).name)}</em></h1>"
     best = _best(studies)
     if best is not None:
-        change = 1 - best[1] / facts["base_perplexity"]
+        change = percent_lower(best[1], facts["base_perplexity"])
         yield (
             f'<p class="headline"><span class="big">{facts["base_perplexity"]:.2f}</span> → '
-            f'<span class="big good">{best[1]:.2f}</span> perplexity of the held-out text, {change:.1%} lower with '
+            f'<span class="big good">{best[1]:.2f}</span> perplexity of the held-out text, {change} with '
             f"{escape(best[0])}</p>"
         )
     rows = [
-        ("memory", f"{facts['memory']}: {facts['stored_tokens']:,} tokens of {_count(facts['stored_documents'])}"),
+        ("memory", f"{facts['memory']}: {facts['stored_tokens']:,} tokens of {count(facts['stored_documents'])}"),
         ("model", str(facts["model"])),
         ("mixed in", ", ".join(facts["memories"])),
         (
             "held-out text",
-            f"{facts['test_tokens']:,} tokens of {_count(facts['test_documents'])}; all is reported on it",
+            f"{facts['test_tokens']:,} tokens of {count(facts['test_documents'])}; all is reported on it",
         ),
         (
             "tuning text",
-            f"{facts['valid_tokens']:,} tokens of {_count(facts['valid_documents'])}: {facts['chosen_on']}. k, τ, λ "
+            f"{facts['valid_tokens']:,} tokens of {count(facts['valid_documents'])}: {facts['chosen_on']}. k, τ, λ "
             "and all weights are chosen on it",
         ),
         (
@@ -90,14 +90,18 @@ def _header(facts: dict[str, Any], studies: Sequence[Study]) -> Iterator[str]:
     for name, value in rows:
         yield f"<dt>{escape(name)}</dt><dd>{escape(value)}</dd>"
     yield "</dl>"
-    if facts["remembered_documents"]:
-        yield (
-            f'<p class="warning">{_count(facts["remembered_documents"])} of the texts are in the memory itself: these '
-            "figures are too good.</p>"
-        )
+    yield from _reservations(facts)
+    yield "</header>"
+
+
+def _reservations(facts: dict[str, Any]) -> Iterator[str]:
+    """Say what makes figures less than they seem."""
+    for warning in facts["warnings"]:
+        yield f'<p class="warning">{escape(warning)}</p>'
+    if facts["at_edge"]:
+        yield f'<p class="note">The best value is the last one tried of: {escape(", ".join(facts["at_edge"]))}.</p>'
     if facts["quick"]:
         yield '<p class="note">Made with --quick: samples are small, and so are differences worth believing.</p>'
-    yield "</header>"
 
 
 def _best(studies: Sequence[Study]) -> tuple[str, float] | None:
@@ -105,8 +109,8 @@ def _best(studies: Sequence[Study]) -> tuple[str, float] | None:
     for study in studies:
         if study.name == "memories" and study.tables[0].best is not None:
             row = study.tables[0].rows[study.tables[0].best]
-            if isinstance(row[4], float) and row[1]:
-                return f"{row[0]} ({row[1]})", row[4]
+            if isinstance(row[5], float) and row[1]:
+                return f"{row[0]} ({row[1]})", row[5]
     return None
 
 
@@ -231,5 +235,6 @@ def _footer(studies: Sequence[Study]) -> Iterator[str]:
     )
 
 
-def _count(documents: int) -> str:
+def count(documents: int) -> str:
+    """Say how many documents there are."""
     return f"{documents:,} document{'' if documents == 1 else 's'}"

@@ -40,6 +40,7 @@ def require() -> None:
 def draw(plot: Plot) -> bytes:
     """Draw a plot and give the bytes of a PNG file."""
     from matplotlib.figure import Figure
+    from matplotlib.text import Text
 
     bars = plot.kind == "bars"
     height = max(1.7, 1.0 + _BAR * len(plot.lines[0].x)) if bars else _HEIGHT
@@ -53,6 +54,8 @@ def draw(plot: Plot) -> bytes:
         # Below the axes, where it hides nothing.
         figure.legend(loc="outside lower center", ncols=3, frameon=False, fontsize=8.5, labelcolor=_INK)
     axes.set_title(plot.title, loc="left", fontsize=11, fontweight="bold", color=_INK, pad=16 if plot.levels else 6)
+    for text in figure.findobj(Text):
+        text.set_parse_math(False)  # names of files may have dollars in them
     return _png(figure)
 
 

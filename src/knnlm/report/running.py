@@ -15,8 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from knnlm.corpus import Document
+from knnlm.datastore.builder import writer_lock
 from knnlm.datastore.segment import writing
-from knnlm.errors import DatastoreError, ParameterError
+from knnlm.errors import DatastoreError, KnnlmError, ParameterError
 from knnlm.lm import CausalLM
 from knnlm.progress import Advance, Progress, silent
 from knnlm.report import plots
@@ -24,12 +25,12 @@ from knnlm.report.desk import Desk, Order, perplexity
 from knnlm.report.layers import study_layer
 from knnlm.report.learning import study_output
 from knnlm.report.mixing import study_baselines, study_memories, study_oracle, study_skip
-from knnlm.report.page import write_page
+from knnlm.report.page import count, write_page
 from knnlm.report.shrinking import study_pruning, study_quantised
 from knnlm.report.stores import study_metric, study_size
-from knnlm.report.study import CannotStudy, Study, finite
+from knnlm.report.study import Study, finite
 from knnlm.report.telling import study_examples, study_where
-from knnlm.report.texts import gather
+from knnlm.report.texts import count_shared, gather
 from knnlm.report.voting import study_k, study_lambda, study_temperature
 
 _QUICK_TOKENS = 4000  # of each text, where it is to be quick and nothing else is said
@@ -115,9 +116,10 @@ def report(
     desk = Desk(order, lm, progress=progress)
     if not desk.store.key_count:
         raise DatastoreError(f"{desk.store.path} holds no keys: there is nothing to study.")
-    made, left_out = _run(desk, wanted)
-    found = Report(folder / "index.html", _facts(desk), made, left_out)
-    _write(found, folder, progress)
+    with writer_lock(desk.work, create=True):
+        facts = _facts(desk)  # first: without these there is no page, whatever a study says
+        found = Report(folder / "index.html", facts, *_run(desk, wanted))
+        _write(found, folder, progress)
     return found
 
 
@@ -154,7 +156,7 @@ def _run(desk: Desk, wanted: Sequence[str]) -> tuple[list[Study], dict[str, str]
             desk.progress = _named(name, progress)
             try:
                 study = STUDIES[name](desk)
-            except CannotStudy as error:
+            except KnnlmError as error:  # one that cannot be made takes nothing from the others
                 left_out[name] = str(error)
                 continue
             # As it will be read again, so that a page does not depend on who made its studies.
@@ -177,6 +179,7 @@ def _facts(desk: Desk) -> dict[str, Any]:
     """Say what was studied."""
     store, valid, test = desk.store, desk.valid.trace, desk.test.trace
     setting, weight = desk.chosen
+    remembered, shared = _remembered(desk), count_shared(desk.valid.documents, desk.test.documents)
     return {
         "memory": str(desk.order.memory),
         "model": store.model["name"],
@@ -189,14 +192,46 @@ def _facts(desk: Desk) -> dict[str, Any]:
         "valid_documents": valid.facts["documents"],
         "test_tokens": len(test),
         "test_documents": test.facts["documents"],
-        "remembered_documents": valid.facts["remembered"] + test.facts["remembered"],
+        "remembered_documents": remembered,
+        "shared_documents": shared,
+        "warnings": _warnings(remembered, shared, test.facts["documents"]),
         "base_perplexity": desk.base,
         "valid_base_perplexity": perplexity(valid.log_p),
         "k": setting.k,
         "temperature": setting.temperature,
         "lambda": weight,
+        "at_edge": desk.sweep.at_edge(),
         "quick": desk.quick,
     }
+
+
+def _remembered(desk: Desk) -> int:
+    """Count the documents that are in the memory, as they were given: half of one is another text than all of it."""
+    texts, halves = desk.order.texts, (desk.valid, desk.test)
+    if not texts.whole:
+        return sum(int(half.trace.facts["remembered"]) for half in halves)
+    read = max(len(half.documents) for half in halves)
+    together = list(zip(texts.whole, texts.valid, texts.test, strict=True))[:read]
+    return sum(any(desk.store.holds(document.text) for document in same) for same in together)
+
+
+def _warnings(remembered: int, shared: int, documents: int) -> list[str]:
+    """Say why figures are better than they would be on other text."""
+    found = []
+    if remembered:
+        found.append(
+            f"{count(remembered)} of the texts {_are(remembered)} in the memory itself: these figures are too good."
+        )
+    if shared:
+        found.append(
+            f"{shared:,} of the {count(documents)} reported on {_are(shared)} in the tuning text too: settings were "
+            "chosen on what is reported on, and these figures are too good."
+        )
+    return found
+
+
+def _are(number: int) -> str:
+    return "is" if number == 1 else "are"
 
 
 def _write(found: Report, folder: Path, progress: Progress) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from knnlm.corpus import Document
@@ -22,26 +22,42 @@ class Texts:
     valid: list[Document]
     test: list[Document]
     how: str  # where the first came from, in words
+    whole: list[Document] = field(default_factory=list)  # as they were given, where all were cut in two
 
     def key(self) -> str:
-        """Tell these texts from any others."""
-        digest = hashlib.sha256()
-        for document in (*self.valid, None, *self.test):
-            digest.update(b"\0" if document is None else hashlib.sha256(document.text.encode()).digest())
-        return digest.hexdigest()[:16]
+        """Tell these texts from any others, and the same text under another name, too: names are shown."""
+        facts = [[[one.id, one.source, _hash(one)] for one in half] for half in (self.valid, self.test)]
+        return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]
 
 
 def gather(documents: Iterable[Document], valid: Iterable[Document] | None, *, limit: int | None) -> Texts:
     """Take both texts as they are given, or split the one there is in two halves."""
     room = None if limit is None else limit * _CHARACTERS
     if valid is not None:
-        return Texts(_take(valid, room), _take(documents, room), "the text given with --valid")
+        given = Texts(_take(valid, room), _take(documents, room), "the text given with --valid")
+        if count_shared(given.valid, given.test) == len(given.test):
+            raise CorpusError(
+                "Every document to report on is also in --valid, so settings would be chosen on what they are "
+                "reported on. Give other text with --valid, or none: then the text is split in two."
+            )
+        return given
     whole = _take(documents, None if room is None else 2 * room)
-    if len(whole) == 1:
-        first, second = _cut(whole[0])
-        return Texts([first], [second], "the first half of the only document; the second is reported on")
+    if len(set(map(_hash, whole))) == 1:
+        which = "the only document" if len(whole) == 1 else "each document, for all are the same"
+        first, second = (list(half) for half in zip(*map(_cut, whole), strict=True))
+        return Texts(first, second, f"the first half of {which}; the second is reported on", whole)
     halves = _deal(whole)
     return Texts(*halves, "half of the documents, dealt by a hash of their text; the other half is reported on")
+
+
+def count_shared(valid: Iterable[Document], test: Iterable[Document]) -> int:
+    """Count the documents to report on whose text is also among those to choose on."""
+    known = set(map(_hash, valid))
+    return sum(_hash(document) in known for document in test)
+
+
+def _hash(document: Document) -> str:
+    return hashlib.sha256(document.text.encode()).hexdigest()
 
 
 def write_texts(folder: Path, name: str, documents: Iterable[Document]) -> Path:
@@ -69,14 +85,19 @@ def _take(documents: Iterable[Document], room: int | None) -> list[Document]:
 
 
 def _deal(documents: list[Document]) -> tuple[list[Document], list[Document]]:
-    """Deal documents, in the order of their hashes, always to the smaller half; in each they keep their order."""
-    hashes = [hashlib.sha256(document.text.encode()).hexdigest() for document in documents]
+    """Deal documents, in the order of their hashes, always to the smaller half; in each they keep their order.
+
+    Those with the same text go to the same half: nothing is reported on that was chosen on.
+    """
+    same: dict[str, list[int]] = {}
+    for number, document in enumerate(documents):
+        same.setdefault(_hash(document), []).append(number)
     halves: tuple[list[int], list[int]] = ([], [])
     sizes = [0, 0]
-    for number in sorted(range(len(documents)), key=lambda number: (hashes[number], number)):
+    for _, numbers in sorted(same.items()):
         half = 0 if sizes[0] <= sizes[1] else 1
-        halves[half].append(number)
-        sizes[half] += len(documents[number].text)
+        halves[half].extend(numbers)
+        sizes[half] += sum(len(documents[number].text) for number in numbers)
     first, second = ([documents[number] for number in sorted(half)] for half in halves)
     return first, second
 
