@@ -23,8 +23,7 @@ from knnlm.evaluation import Evaluation, Tally, summary
 from knnlm.memory import Setting
 from knnlm.mixture.buckets import Buckets
 from knnlm.mixture.evidence import Evidence, Place, feature_names, features
-from knnlm.mixture.fitted import fit
-from knnlm.mixture.fixed import leave_to_first
+from knnlm.mixture.fitted import fit, share
 from knnlm.mixture.gate import Gate, train_gate
 from knnlm.mixture.nets import FEWEST
 from knnlm.mixture.skip import train_skip
@@ -267,8 +266,7 @@ def weigh(seen: Seen, weights: Weights) -> tuple[Tensor, Tensor]:
     logs = seen.logs
     abstains = logs.isnan()
     if isinstance(weights, Fixed):
-        same = torch.tensor(weights.values, dtype=torch.float64).expand(abstains.shape)
-        return logs, leave_to_first(same, abstains)
+        return logs, share(torch.tensor(weights.values, dtype=torch.float64), abstains)
     if isinstance(weights, Bucketed):
         near = seen.memories[weights.memory].nearest
         assert near is not None

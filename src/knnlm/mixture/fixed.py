@@ -14,6 +14,7 @@ from torch import Tensor
 
 from knnlm.errors import ParameterError
 from knnlm.memory import Prediction, Votes
+from knnlm.mixture.fitted import share
 
 
 @dataclass(frozen=True)
@@ -62,12 +63,4 @@ def check_lambda(weight: float) -> None:
 def mix(parts: Sequence[Prediction], weights: Sequence[float]) -> Mixed:
     """Mix parts by fixed weights; the weight of a part that abstains goes to the first part, the language model."""
     abstains = torch.stack([part.abstains() for part in parts], 1)  # (N, M)
-    given = torch.tensor(weights, device=abstains.device).expand(abstains.shape)
-    return Mixed(parts, leave_to_first(given, abstains))
-
-
-def leave_to_first(weights: Tensor, abstains: Tensor) -> Tensor:
-    """Give the weight of parts that abstain to the first part, the language model."""
-    kept = weights.masked_fill(abstains, 0)
-    kept[:, 0] += (weights - kept).sum(1)
-    return kept
+    return Mixed(parts, share(torch.tensor(weights), abstains))

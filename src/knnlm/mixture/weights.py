@@ -18,7 +18,7 @@ from knnlm.errors import ParameterError
 from knnlm.memory import Answer, Context, Poll, Spoken
 from knnlm.mixture.buckets import Buckets
 from knnlm.mixture.evidence import evidence, features, place
-from knnlm.mixture.fixed import leave_to_first
+from knnlm.mixture.fitted import share
 from knnlm.mixture.gate import Gate
 from knnlm.mixture.skip import Skip
 
@@ -50,7 +50,7 @@ class Fixed:
 
     def weigh(self, context: Context, lm: Spoken, answers: Sequence[Answer], abstains: Tensor) -> Tensor:  # noqa: ARG002
         """Give the same weights to every row."""
-        return leave_to_first(torch.tensor(self.values, device=abstains.device).expand(abstains.shape), abstains)
+        return share(torch.tensor(self.values), abstains)
 
     def asked(self, context: Context, lm: Spoken, answers: Sequence[Answer | None]) -> Tensor | None:  # noqa: ARG002
         """Ask everywhere."""
