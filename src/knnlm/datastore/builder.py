@@ -114,7 +114,7 @@ def check_folder(folder: Path) -> None:
     """Refuse a place that holds something else, before anything is put there."""
     if folder.exists() and not folder.is_dir():
         raise DatastoreError(f"{folder} is a file. Choose another --out.")
-    ours = {"writer.lock", "catalog.partial", "catalog.partial-journal", MAP, f"{MAP}.partial"}
+    ours = {"writer.lock", "catalog.partial", "catalog.partial-journal", MAP, Path(MAP).with_suffix(".partial").name}
     if folder.exists() and not (folder / FILE).exists():
         foreign = sorted(entry.name for entry in folder.iterdir() if entry.name not in ours)
         if foreign:

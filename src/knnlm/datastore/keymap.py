@@ -5,7 +5,6 @@ key' = (key - centre) @ matrix
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from knnlm.datastore.segment import checksum, writing
+from knnlm.datastore.segment import checksum, replacing
 from knnlm.errors import DatastoreCorrupt, ParameterError
 
 FILE = "map.safetensors"
@@ -68,13 +67,9 @@ class KeyMap:
 
     def save(self, path: Path) -> str:
         """Write the map so that it is there completely or not at all, and return the hash of the file."""
-        partial = path.with_name(f"{path.name}.partial")
-        with writing(path):
-            tensors = {"matrix": self.matrix.float(), "centre": self.centre.float()}
+        tensors = {"matrix": self.matrix.float(), "centre": self.centre.float()}
+        with replacing(path) as partial:
             save_file({name: tensor.cpu().contiguous() for name, tensor in tensors.items()}, partial)
-            with partial.open("rb") as file:
-                os.fsync(file.fileno())
-            partial.rename(path)
         return checksum(path)
 
     @classmethod

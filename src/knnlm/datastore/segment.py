@@ -10,8 +10,8 @@ import hashlib
 import math
 import os
 import shutil
-from collections.abc import Iterable
-from contextlib import suppress
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 from itertools import pairwise
 from pathlib import Path
 from types import TracebackType
@@ -207,6 +207,18 @@ def remove_others(folder: Path, known: Iterable[Path]) -> None:
     """Remove what a killed process left in a folder: all that the catalog does not know."""
     for entry in set(folder.glob("*")) - set(known):
         shutil.rmtree(entry)
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """Give a place to write a file to; once that is done it is on disk and stands at `path`, complete or not at all."""
+    partial = path.with_suffix(".partial")
+    with writing(path):
+        yield partial
+        with partial.open("rb") as file:
+            os.fsync(file.fileno())
+        partial.replace(path)
+        sync_folder(path.parent)
 
 
 def sync_folder(path: Path) -> None:

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -24,7 +23,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from knnlm.datastore.segment import sync_folder, writing
+from knnlm.datastore.segment import replacing
 from knnlm.errors import DatastoreCorrupt, DatastoreError, ModelError, ParameterError
 from knnlm.memory.context import Context, Said, Source
 
@@ -179,17 +178,12 @@ def _signals(log_probs: Tensor) -> Tensor:
 
 def save_tensors(path: Path, tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> None:
     """Write a safetensors file that appears complete or not at all; the facts are its metadata, as JSON."""
-    partial = path.with_suffix(".partial")
     metadata = {"format": str(FORMAT), "facts": json.dumps(facts)}
-    with writing(path):
+    with replacing(path) as partial:
         try:
             save_file({name: tensor.contiguous().cpu() for name, tensor in tensors.items()}, partial, metadata)
         except SafetensorError as error:
             raise OSError(str(error)) from None
-        with partial.open("rb") as file:
-            os.fsync(file.fileno())
-        partial.rename(path)
-        sync_folder(path.parent)
 
 
 def load_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:

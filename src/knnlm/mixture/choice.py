@@ -8,7 +8,6 @@ memory/
 from __future__ import annotations
 
 import hashlib
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -20,7 +19,7 @@ from torch import Tensor
 
 from knnlm.datastore import Datastore
 from knnlm.datastore.catalog import FILE, Catalog
-from knnlm.datastore.segment import sync_folder, writing
+from knnlm.datastore.segment import replacing, writing
 from knnlm.errors import DatastoreCorrupt
 from knnlm.memory import Memory
 from knnlm.mixture.buckets import Buckets
@@ -173,17 +172,13 @@ def _load_gated(facts: dict[str, Any], path: Path, skip: float | None) -> Gated:
 
 
 def write_tensors(path: Path, tensors: dict[str, Tensor]) -> str:
+    """Write the networks of a gate into a folder, and give the name of the file, which tells what is in it."""
     data = save({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()})
     name, folder = _name(data), path / _FOLDER
     with writing(folder):
         folder.mkdir(exist_ok=True)
-        partial = folder / f"{name}.partial"
-        with partial.open("wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        partial.replace(folder / name)
-        sync_folder(folder)
+    with replacing(folder / name) as partial:
+        partial.write_bytes(data)
     return name
 
 

@@ -12,7 +12,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from knnlm.datastore.segment import writing
+from knnlm.datastore.segment import replacing
 from knnlm.report.study import Cell, Example, Neighbour, Plot, Study, Table, percent_lower
 
 _SIGNS = {"\n": "⏎", "\t": "⇥", "\r": "␍"}
@@ -50,10 +50,8 @@ def write_page(
         "</body>",
         "</html>",
     ]
-    partial = path.with_suffix(".partial")
-    with writing(path):
+    with replacing(path) as partial:
         partial.write_text("\n".join(parts) + "\n", encoding="utf-8")
-        partial.replace(path)
 
 
 def _header(facts: dict[str, Any], studies: Sequence[Study]) -> Iterator[str]:

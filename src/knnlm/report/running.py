@@ -16,7 +16,7 @@ from typing import Any
 
 from knnlm.corpus import Document
 from knnlm.datastore.builder import writer_lock
-from knnlm.datastore.segment import writing
+from knnlm.datastore.segment import replacing, writing
 from knnlm.errors import DatastoreError, KnnlmError, ParameterError
 from knnlm.lm import CausalLM
 from knnlm.progress import Advance, Progress, silent
@@ -252,7 +252,5 @@ def _write(found: Report, folder: Path, progress: Progress) -> None:
 
 def _write_json(file: Path, value: Any) -> None:
     """Write a file that appears complete or not at all."""
-    partial = file.with_suffix(".partial")
-    with writing(file):
+    with replacing(file) as partial:
         partial.write_text(json.dumps(finite(value), indent=1, ensure_ascii=False), encoding="utf-8")
-        partial.replace(file)
