@@ -270,7 +270,7 @@ def test_the_cache_looks_back_as_far_as_it_is_told(lm, path):
     opened = Mixture.open(path, lm, memories="knn,cache=7", fresh=True)
     assert opened.memories[1].horizon == 7
     (batch,) = opened.read([lm.encode(TEST[0].text)[:50]])
-    found = opened.memories[1].search(batch.context)
+    found = opened.memories[1].find(batch.context)
     ages = torch.arange(50)[:, None] - found.ids
     assert int(ages[found.ids >= 0].max()) == 7
     assert (found.ids >= 0).sum(1).tolist() == [min(row, 7) for row in range(50)]

@@ -37,8 +37,8 @@ from knnlm.corpus import Document
 from knnlm.datastore.segment import ArrayWriter, open_array, writing
 from knnlm.errors import DatastoreError
 from knnlm.evaluation import Tally, read_all
-from knnlm.memory import NEAR, Answer, CacheMemory, Context, Found, KnnMemory, Memory, Poll, Setting, Spoken
-from knnlm.memory.prediction import ROWS
+from knnlm.memory import NEAR, Answer, Found, KnnMemory, Memory, Poll, Setting, Spoken, Voters
+from knnlm.memory.lm import SIGNALS
 from knnlm.mixture import Batch, Mixture
 from knnlm.mixture.evidence import Evidence, Place, evidence, place
 from knnlm.mixture.opening import identity_of
@@ -73,10 +73,10 @@ class MemoryTrace:
 
     def found(self, rows: slice, *, device: str = "cpu") -> Found:
         """Give the neighbours of some rows."""
-        values = _tensor(self.arrays["values"][rows]).to(device).long()
-        counts = _tensor(self.arrays["counts"][rows]).to(device) if "counts" in self.arrays else None
+        values = tensor_of(self.arrays["values"][rows]).to(device).long()
+        counts = tensor_of(self.arrays["counts"][rows]).to(device) if "counts" in self.arrays else None
         # An id below 0 is all that votes need.
-        return Found(values, _tensor(self.distances[rows]).to(device), values, counts)
+        return Found(values, tensor_of(self.distances[rows]).to(device), values, counts)
 
     def poll(self, rows: slice, settings: Sequence[Setting], *, device: str = "cpu") -> Poll:
         """Let the neighbours of some rows vote."""
@@ -85,7 +85,7 @@ class MemoryTrace:
     def log_p(self, rows: slice, targets: Tensor, settings: Sequence[Setting], *, device: str = "cpu") -> Tensor:
         """Give (n, P) log-probabilities of targets by each part; NaN where it abstains."""
         if not self.polls:
-            return _tensor(self.arrays["log_p"][rows])
+            return tensor_of(self.arrays["log_p"][rows])
         parts = self.poll(rows, settings, device=device).parts
         return torch.stack([part.of(targets).masked_fill(part.abstains(), torch.nan) for part in parts], 1)
 
@@ -93,11 +93,11 @@ class MemoryTrace:
         """Give what a gate looks at; `choice` is the model's."""
         if not self.polls:
             names = ("signals", "of_choice", "choice", "model_of_choice")
-            return Evidence(*(_tensor(self.arrays[name][rows]) for name in names))
+            return Evidence(*(tensor_of(self.arrays[name][rows]) for name in names))
         poll = self.poll(rows, settings[:1], device=device)
         top = poll.top()
         near = poll.found.values[:, :NEAR]
-        model = _tensor(self.arrays["model"][rows]).to(device)
+        model = tensor_of(self.arrays["model"][rows]).to(device)
         same = (near == top[:, None]) & (top >= 0)[:, None]
         of_top = torch.cat([model.new_full((len(top), 1), -torch.inf), model.masked_fill(~same, -torch.inf)], 1).amax(1)
         return Evidence(poll.signals(), poll.parts[0].of(choice), top, of_top)
@@ -165,10 +165,11 @@ class Trace:
 
     def place(self, rows: slice) -> Place:
         """Say where some rows are."""
-        return Place(_tensor(self.positions[rows]).long(), _tensor(self.tokens[rows]).long())
+        return Place(tensor_of(self.positions[rows]).long(), tensor_of(self.tokens[rows]).long())
 
 
-def _tensor(array: NDArray[Any]) -> Tensor:
+def tensor_of(array: NDArray[Any]) -> Tensor:
+    """Copy what is mapped into a tensor."""
     return torch.from_numpy(np.array(array))
 
 
@@ -248,7 +249,6 @@ class _Writer:
         self.folder = folder
         self.stack = stack
         self.arrays: dict[str, ArrayWriter] = {}
-        self.document_rows: dict[int, int] = {}
         self.ks = [_width(memory, k) for memory in mixture.memories]
         self.counted = [False] * len(mixture.memories)
 
@@ -266,8 +266,8 @@ class _Writer:
         self._write("signals", rows, lm.signals(), np.float32)
         self._write("choice", rows, lm.top(), np.int32)
         for number, memory in enumerate(self.mixture.memories):
-            if isinstance(memory, KnnMemory | CacheMemory):
-                self._put_neighbours(number, rows, lm, _search(memory, batch.context, self.ks[number]))
+            if isinstance(memory, Voters):
+                self._put_neighbours(number, rows, lm, memory.find(batch.context, self.ks[number]))
             else:
                 self._put_answer(number, rows, lm, memory.predict(batch.context), batch.targets)
 
@@ -275,8 +275,8 @@ class _Writer:
         self.ks[number] = found.distances.shape[1]
         self._write(f"{number}/distances", rows, found.distances, np.float32)
         self._write(f"{number}/values", rows, found.values, np.int32)
-        near = found.values[:, :NEAR]
-        self._write(f"{number}/model", rows, _of_each(lm, near), np.float32)
+        near = found.values[:, :NEAR].clamp(min=0)  # what is written of those below 0 is never read
+        self._write(f"{number}/model", rows, lm.parts[0].of_each(near), np.float32)
         if found.counts is not None:
             self.counted[number] = True
             self._write(f"{number}/counts", rows, found.counts, np.float32)
@@ -305,7 +305,7 @@ class _Writer:
                 "label": label,
                 "kind": memory.name,
                 "k": k,
-                "metric": _metric(memory),
+                "metric": memory.metric if isinstance(memory, Voters) else None,
                 "counted": counted,
                 "identity": identity_of(memory),
                 "parts": list(memory.part_names),
@@ -318,7 +318,7 @@ class _Writer:
             "memory": str(home.path) if home else None,
             "fingerprint": home.fingerprint if home else None,
             "vocab_size": mixture.lm.vocab_size,
-            "signals": ["top", "second", "entropy"],
+            "signals": list(SIGNALS),
             "memories": memories,
         }
 
@@ -326,26 +326,5 @@ class _Writer:
 def _width(memory: Memory, k: int | None) -> int:
     """Say how many neighbours of a memory are kept; -1: it has none."""
     if isinstance(memory, KnnMemory):
-        return max(1, min(k or max(setting.k for setting in memory.settings), memory.store.key_count))
-    if isinstance(memory, CacheMemory):
-        return min(memory.horizon, max(setting.k for setting in memory.settings))
-    return -1
-
-
-def _search(memory: KnnMemory | CacheMemory, context: Context, k: int) -> Found:
-    if isinstance(memory, CacheMemory):
-        return memory.search(context, k)
-    return memory.search(context.seen[memory.source], k)
-
-
-def _metric(memory: Memory) -> str | None:
-    if isinstance(memory, KnnMemory):
-        return memory.index.metric
-    return memory.metric if isinstance(memory, CacheMemory) else None
-
-
-def _of_each(lm: Spoken, tokens: Tensor) -> Tensor:
-    """Give the model's log-probabilities of (N, n) tokens; those below 0 are never read."""
-    logits = lm.logits.gather(1, tokens.clamp(min=0)).float()
-    totals = [rows.float().logsumexp(1) for rows in lm.logits.split(ROWS)]
-    return logits - torch.cat([logits.new_zeros(0), *totals])[:, None]
+        return max(1, min(k or memory.widest, memory.store.key_count))
+    return min(memory.horizon, memory.widest) if isinstance(memory, Voters) else -1

@@ -4,7 +4,7 @@ from knnlm.memory.cache import CacheMemory
 from knnlm.memory.context import LOGITS, Answer, Context, Memory, Run, Said, Source
 from knnlm.memory.knn import KnnMemory
 from knnlm.memory.lm import LMMemory, Spoken
-from knnlm.memory.neighbours import NEAR, Found, Poll, Setting, check_vote, vote
+from knnlm.memory.neighbours import NEAR, Found, Poll, Setting, Voters, check_vote, vote
 from knnlm.memory.ngram import NgramMemory
 from knnlm.memory.output import OutputMemory
 from knnlm.memory.prediction import Logits, Prediction, Votes
@@ -29,6 +29,7 @@ __all__ = [
     "Setting",
     "Source",
     "Spoken",
+    "Voters",
     "Votes",
     "check_vote",
     "vote",

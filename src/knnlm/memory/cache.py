@@ -14,16 +14,15 @@ from torch import Tensor
 from knnlm.errors import ParameterError
 from knnlm.index.base import check_metric
 from knnlm.memory.context import Context, Run, Source
-from knnlm.memory.neighbours import SIGNALS, Found, Poll, Setting
+from knnlm.memory.neighbours import Found, Setting, Voters
 
 WINDOW = 65_536  # positions: the whole of most texts
 
 
-class CacheMemory:
+class CacheMemory(Voters):
     """The last positions of the text, as a small store of its own."""
 
     name = "cache"
-    signal_names = SIGNALS
 
     def __init__(
         self,
@@ -45,22 +44,9 @@ class CacheMemory:
         self.settings = (Setting(k, temperature), *others)
         self.source = source or Source()
 
-    @property
-    def part_names(self) -> Sequence[str]:
-        """One part for each way of counting the votes."""
-        return [f"{self.name} {setting}" for setting in self.settings]
-
-    def predict(self, context: Context) -> Poll:
-        """Let the earlier positions of each text vote."""
-        return self.poll(self.search(context))
-
-    def poll(self, found: Found) -> Poll:
-        """Let neighbours vote, by this memory's settings."""
-        return Poll(found, self.settings, self.vocab_size)
-
-    def search(self, context: Context, k: int | None = None) -> Found:
+    def find(self, context: Context, k: int | None = None) -> Found:
         """Find the nearest earlier positions of each position, within its own text; ids count from its beginning."""
-        k = min(k or max(setting.k for setting in self.settings), self.horizon)
+        k = min(k or self.widest, self.horizon)
         keys = context.seen[self.source]
         found = Found(
             torch.full((len(keys), k), -1, device=keys.device),

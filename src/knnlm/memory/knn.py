@@ -11,15 +11,14 @@ from knnlm.datastore import Datastore
 from knnlm.errors import ModelError
 from knnlm.index import Index
 from knnlm.memory.context import Context, Source
-from knnlm.memory.neighbours import SIGNALS, Found, Poll, Setting
+from knnlm.memory.neighbours import Found, Setting, Voters
 
 
-class KnnMemory:
+class KnnMemory(Voters):
     """A datastore, its index, and how neighbours vote."""
 
     name = "knn"
     horizon = 0
-    signal_names = SIGNALS
 
     def __init__(
         self,
@@ -33,6 +32,8 @@ class KnnMemory:
     ) -> None:
         self.store = store
         self.index = index
+        self.metric = index.metric
+        self.vocab_size = int(store.model["vocab_size"])
         self.settings = (Setting(k, temperature), *others)
         self.source = source or Source(0, store.model["key_layer"], store.model["layer"])
 
@@ -46,29 +47,18 @@ class KnnMemory:
         """How much louder the nearer ones speak."""
         return self.settings[0].temperature
 
-    @property
-    def part_names(self) -> Sequence[str]:
-        """One part for each way of counting the votes."""
-        return [f"{self.name} {setting}" for setting in self.settings]
-
-    @property
-    def vocab_size(self) -> int:
-        """The number of tokens that the store's model knows."""
-        return int(self.store.model["vocab_size"])
-
     def search(self, keys: Tensor, k: int | None = None) -> Found:
         """Find the nearest stored contexts of (N, D) keys."""
         if not keys.isfinite().all():
             raise ModelError(
                 "The model gives infinite or undefined hidden states, which have no neighbours. Try float32."
             )
-        metric = self.index.metric
-        queries = self.store.project(keys, metric=metric)
-        k = k or max(setting.k for setting in self.settings)
+        queries = self.store.project(keys, metric=self.metric)
+        k = k or self.widest
         # Fewer columns than k where the store is smaller: an empty store gives no column at all.
         answer = self.index.search(queries, max(1, min(k, self.store.key_count)))
         distances = answer.distances.to(keys.device)
-        if metric == "ip" and (origin := self.store.origin) is not None:
+        if self.metric == "ip" and (origin := self.store.origin) is not None:
             distances = distances - (queries @ origin.to(queries))[:, None]
         ids = self.store.rows_of(answer.ids)
         counts = self.store.counts(answer.ids)
@@ -79,18 +69,12 @@ class KnnMemory:
             None if counts is None else counts.to(keys.device),
         )
 
-    def predict(self, context: Context) -> Poll:
-        """Let the neighbours of each position vote."""
-        assert self.source is not None
+    def find(self, context: Context, k: int | None = None) -> Found:
+        """Find the nearest stored contexts of each position, where it is asked for."""
         keys = context.seen[self.source]
         if context.asked is None or bool(context.asked.all()):
-            return self.poll(self.search(keys))
-        found = self.search(keys[context.asked])
-        return self.poll(_spread(found, context.asked))
-
-    def poll(self, found: Found) -> Poll:
-        """Let neighbours vote, by this memory's settings."""
-        return Poll(found, self.settings, self.vocab_size)
+            return self.search(keys, k)
+        return _spread(self.search(keys[context.asked], k), context.asked)
 
 
 def _spread(found: Found, asked: Tensor) -> Found:

@@ -24,7 +24,7 @@ class Spoken:
 
     logits: Tensor  # (N, V)
 
-    @property
+    @cached_property
     def parts(self) -> Sequence[Logits]:
         """The one prediction."""
         return (Logits(self.logits),)

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from knnlm.errors import ParameterError
+from knnlm.memory.context import Context, Source
 from knnlm.memory.prediction import Votes
 
 _COLDEST = 1e-30  # float32 knows little below, and nothing is colder than one vote for the nearest
@@ -122,6 +123,40 @@ class Poll:
         best = groups.shares.argmax(1, keepdim=True)
         top = values.gather(1, groups.first.gather(1, best).clamp(max=values.shape[1] - 1))[:, 0]
         return top.masked_fill((values < 0).all(1), -1)
+
+
+class Voters:
+    """What memories of neighbours have in common: they find some, and let them vote by their settings."""
+
+    name: str
+    vocab_size: int
+    metric: str
+    source: Source
+    horizon: int
+    settings: tuple[Setting, ...]
+    signal_names = SIGNALS
+
+    @property
+    def part_names(self) -> Sequence[str]:
+        """One part for each way of counting the votes."""
+        return [f"{self.name} {setting}" for setting in self.settings]
+
+    @property
+    def widest(self) -> int:
+        """The most neighbours that any setting asks for."""
+        return max(setting.k for setting in self.settings)
+
+    def find(self, context: Context, k: int | None = None) -> Found:
+        """Find the neighbours of each position."""
+        raise NotImplementedError
+
+    def predict(self, context: Context) -> Poll:
+        """Let the neighbours of each position vote."""
+        return self.poll(self.find(context))
+
+    def poll(self, found: Found) -> Poll:
+        """Let neighbours vote, by this memory's settings."""
+        return Poll(found, self.settings, self.vocab_size)
 
 
 @dataclass(frozen=True)

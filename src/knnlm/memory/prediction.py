@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Protocol
 
 import torch
@@ -30,13 +31,19 @@ class Logits:
 
     logits: Tensor  # (N, V)
 
+    @cached_property
+    def _totals(self) -> Tensor:
+        """What is to be taken from the logits of each row, (N,); it costs a look at all of them."""
+        parts = [rows.float().logsumexp(1) for rows in self.logits.split(ROWS)]
+        return torch.cat(parts) if parts else torch.zeros(0, device=self.logits.device)
+
     def of(self, targets: Tensor) -> Tensor:
         """Give the (N,) log-probabilities of one token a row."""
-        parts = [
-            rows.gather(1, wanted[:, None])[:, 0].float() - rows.float().logsumexp(1)
-            for rows, wanted in zip(self.logits.split(ROWS), targets.split(ROWS), strict=True)
-        ]
-        return torch.cat(parts) if parts else torch.zeros(0, device=self.logits.device)
+        return self.of_each(targets[:, None])[:, 0]
+
+    def of_each(self, tokens: Tensor) -> Tensor:
+        """Give the log-probabilities of some tokens a row, (N, n) → (N, n)."""
+        return self.logits.gather(1, tokens).float() - self._totals[:, None]
 
     def log_dense(self) -> Tensor:
         """Give the (N, V) log-probabilities."""
