@@ -12,7 +12,7 @@ import torch
 
 from knnlm.corpus import Document
 from knnlm.errors import CorpusError, ParameterError
-from knnlm.memory import CacheMemory, KnnMemory
+from knnlm.memory import Voters
 from knnlm.mixture import Batch, Fixed, Mixture
 from knnlm.progress import Progress, silent
 
@@ -153,16 +153,12 @@ def evaluate(
 def describe(mixture: Mixture, weights: Sequence[float]) -> list[dict[str, Any]]:
     """Say which memories there are, with which settings, and what the parts of each weighed together."""
     found = []
-    first = 1  # the language model is part 0
-    for label, memory in zip(mixture.labels, mixture.memories, strict=True):
-        last = first + len(memory.part_names)
-        facts: dict[str, Any] = {"name": label, "kind": memory.name, "weight": float(sum(weights[first:last]))}
-        if isinstance(memory, KnnMemory | CacheMemory):
+    for label, memory, span in zip(mixture.labels, mixture.memories, mixture.spans, strict=True):
+        facts: dict[str, Any] = {"name": label, "kind": memory.name, "weight": float(sum(weights[span]))}
+        if isinstance(memory, Voters):
             main = memory.settings[0]
-            metric = memory.index.metric if isinstance(memory, KnnMemory) else memory.metric
-            facts |= {"k": main.k, "temperature": main.temperature, "metric": metric}
+            facts |= {"k": main.k, "temperature": main.temperature, "metric": memory.metric}
         found.append(facts)
-        first = last
     return found
 
 

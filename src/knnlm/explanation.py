@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from knnlm.errors import CorpusError, ParameterError
-from knnlm.memory import CacheMemory, KnnMemory, Poll
+from knnlm.memory import KnnMemory, Poll, Voters
 from knnlm.mixture import Batch, Mixture
 
 _BEFORE, _AFTER = 12, 8  # tokens around a neighbour
@@ -99,28 +99,22 @@ class _Explainer:
     def _shares(self, number: int) -> list[Share]:
         """Say what each memory gave, over all of its parts, and what they weighed together."""
         shares = []
-        first = 1
-        for label, memory in zip(self.mixture.labels, self.mixture.memories, strict=True):
-            last = first + len(memory.part_names)
-            weight = float(self.weights[number, first:last].sum())
-            given = self.parts[number, first:last]
-            mixed = float((given * self.weights[number, first:last]).sum())
+        for label, span in zip(self.mixture.labels, self.mixture.spans, strict=True):
+            given, weights = self.parts[number, span], self.weights[number, span]
+            weight, mixed = float(weights.sum()), float((given * weights).sum())
             # Where its parts weigh nothing, the first of them speaks for the memory.
             shares.append(Share(label, mixed / weight if weight > 0 else float(given[0]), weight))
-            first = last
         return shares
 
     def _voices(self, number: int, target: int) -> Iterator[Voice]:
         # Neighbours come nearest first, so the first ones are the loudest.
         for label, memory, answer in zip(self.mixture.labels, self.mixture.memories, self.answers, strict=True):
-            if isinstance(answer, Poll) and isinstance(memory, KnnMemory | CacheMemory):
+            if isinstance(answer, Poll) and isinstance(memory, Voters):
                 for place in range(min(self.top, answer.found.ids.shape[1])):
                     if answer.found.ids[number, place] >= 0:
                         yield self._voice(label, memory, answer, (number, place), target)
 
-    def _voice(
-        self, label: str, memory: KnnMemory | CacheMemory, answer: Poll, at: tuple[int, int], target: int
-    ) -> Voice:
+    def _voice(self, label: str, memory: Voters, answer: Poll, at: tuple[int, int], target: int) -> Voice:
         row, value = int(answer.found.ids[at]), int(answer.found.values[at])
         if isinstance(memory, KnnMemory):
             document = memory.store.document_at(row)

@@ -13,11 +13,11 @@ from knnlm.datastore import Datastore
 from knnlm.errors import ParameterError
 from knnlm.lm import CausalLM, WindowShape
 from knnlm.memory import LOGITS, Answer, Context, KnnMemory, Memory, Source, Spoken
-from knnlm.mixture.fixed import Mixed, check_lambda
+from knnlm.mixture.fixed import Mixed
 from knnlm.mixture.opening import DEFAULTS, Ingredients, Written, check_model, gather, write_down
 from knnlm.mixture.readers import Batch, Readers
 from knnlm.mixture.recipe import MemorySpec
-from knnlm.mixture.weights import Fixed, Gated, Weights
+from knnlm.mixture.weights import Fixed, Gated, Weights, share_equally, spans_of
 
 
 class Mixture:
@@ -41,7 +41,7 @@ class Mixture:
         self.readers = readers or Readers(lm)
         self.labels = list(labels or [one.name for one in self.memories])
         self.home = home or (self.knn.store if self.knn else None)  # whose windows are read, where choices are kept
-        self.weights = weights or share(self.memories, DEFAULTS["lambda"] if weight is None else weight)
+        self.weights = weights or share_equally(self.memories, DEFAULTS["lambda"] if weight is None else weight)
         for one in self.memories:
             if isinstance(one, KnnMemory):
                 check_model(one.store, self.readers.models[one.source.reader], place=one.source)
@@ -81,7 +81,6 @@ class Mixture:
         return cls(
             found.readers.models[0],
             found.memories,
-            weight=found.share,
             weights=found.weights,
             readers=found.readers,
             labels=found.labels,
@@ -103,7 +102,7 @@ class Mixture:
 
     @weight.setter
     def weight(self, weight: float) -> None:
-        self.weights = share(self.memories, weight)
+        self.weights = share_equally(self.memories, weight)
 
     @property
     def own_sources(self) -> list[Source]:
@@ -140,6 +139,11 @@ class Mixture:
             names += [label + name.removeprefix(memory.name) for name in memory.part_names]
         return names
 
+    @property
+    def spans(self) -> list[slice]:
+        """The parts of each memory, among all that is mixed."""
+        return spans_of(len(memory.part_names) for memory in self.memories)
+
     def read(self, documents: Sequence[Sequence[int]], *, batch_tokens: int = 1024) -> Iterator[Batch]:
         """Read documents with all the models that are needed, in the windows that the store was read with."""
         return self.readers.read(documents, self.window, self.horizons, batch_tokens=batch_tokens)
@@ -167,12 +171,3 @@ class Mixture:
     def predict(self, logits: Tensor, context: Context) -> Mixed:
         """Mix what the model says, (N, V) logits, with what the memories say."""
         return self.mix(*self.ask(logits, context))
-
-
-def share(memories: Sequence[Memory], weight: float) -> Fixed:
-    """Share λ equally among memories; the first part of each has all of its memory's weight."""
-    check_lambda(weight)
-    values = [1.0 - weight]
-    for memory in memories:
-        values += [weight / len(memories), *(0.0 for _ in memory.part_names[1:])]
-    return Fixed(tuple(values))

@@ -30,7 +30,7 @@ from knnlm.mixture.choice import load_weights, tuned, tuned_settings
 from knnlm.mixture.fixed import check_lambda
 from knnlm.mixture.readers import Readers, difference
 from knnlm.mixture.recipe import MemorySpec, parse_memories, resolve
-from knnlm.mixture.weights import Fixed, Weights
+from knnlm.mixture.weights import Weights, first_parts, share_equally
 
 # What a memory is used with until it is tuned.
 DEFAULTS: dict[str, Any] = {"k": 1024, "temperature": 2.0, "lambda": 0.25}
@@ -78,8 +78,7 @@ class Opened:
     readers: Readers
     memories: list[Memory]
     labels: list[str]
-    weights: Weights | None
-    share: float | None
+    weights: Weights
     home: Datastore
 
 
@@ -97,24 +96,17 @@ def gather(
         lm = CausalLM.open(model or "", key_layer=store.model["key_layer"], device=device, dtype=dtype)
     kitchen = _Kitchen(store, Readers(lm), wanted, dtype)
     memories = [kitchen.open(spec) for spec in specs]
-    weights: Weights | None = None
     if weights_facts is not None:
         folder = wanted.written.folder if wanted.written is not None else store.path
         weights = load_weights(weights_facts, folder, memories, vocab_size=lm.vocab_size, skip=wanted.skip)
-    elif specs[0].weight is not None:
-        weights = _given(specs, memories)
+    elif specs[0].weight is not None:  # on the command line
+        given = [spec.weight or 0.0 for spec in specs]
+        weights = first_parts(memories, 1 - sum(given), given)
+    else:
+        weights = share_equally(memories, DEFAULTS["lambda"] if wanted.weight is None else wanted.weight)
     if wanted.skip and getattr(weights, "skip", None) is None:
         raise ParameterError("Only a gate can skip searches. Tune the memory with --weights gated first.")
-    share = wanted.weight if wanted.weight is not None else DEFAULTS["lambda"]
-    return Opened(kitchen.readers, memories, [spec.label for spec in specs], weights, share, store)
-
-
-def _given(specs: Sequence[MemorySpec], memories: Sequence[Memory]) -> Fixed:
-    """Take the weights that the command line gave; the language model has the rest."""
-    values: list[float] = []
-    for spec, memory in zip(specs, memories, strict=True):
-        values += [spec.weight or 0.0, *[0.0] * (len(memory.part_names) - 1)]
-    return Fixed((1 - sum(values), *values))
+    return Opened(kitchen.readers, memories, [spec.label for spec in specs], weights, store)
 
 
 def _choose(store: Datastore, wanted: Ingredients) -> tuple[list[MemorySpec], dict[str, Any] | None]:
@@ -282,7 +274,7 @@ def _write(memory: Memory, label: str, lm: CausalLM) -> MemorySpec:
     if spec.kind != memory.name:
         raise ParameterError(f"A memory of the kind {memory.name} is called {label}.")
     if isinstance(memory, KnnMemory):
-        return replace(spec, settings=tuple(memory.settings), metric=memory.index.metric)
+        return replace(spec, settings=tuple(memory.settings), metric=memory.metric)
     if not isinstance(memory, CacheMemory):
         return replace(spec, identity=identity_of(memory))
     place = (lm.key_layer.place, lm.key_layer.layer)

@@ -7,20 +7,24 @@ each, unless they were fitted over all.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from knnlm.errors import ParameterError
-from knnlm.memory import Answer, Context, Poll, Spoken
+from knnlm.memory import Answer, Context, Memory, Poll, Spoken
 from knnlm.mixture.buckets import Buckets
 from knnlm.mixture.evidence import evidence, features, place
 from knnlm.mixture.fitted import share
+from knnlm.mixture.fixed import check_lambda
 from knnlm.mixture.gate import Gate
 from knnlm.mixture.skip import Skip
+
+KINDS = ("fixed", "fitted", "buckets", "gated")
 
 
 class Weights(Protocol):
@@ -103,6 +107,26 @@ class Gated:
         found = [evidence(answer, lm) for answer in answers if answer is not None]
         seen = features(place(context), self.frequencies, (lm.signals(), lm.top()), found)
         return self.skip.asked(seen, self.fraction)
+
+
+def spans_of(counts: Iterable[int]) -> list[slice]:
+    """Say which parts of a mixture are each memory's, by how many it has; part 0 is the language model."""
+    ends = list(accumulate(counts, initial=1))
+    return [slice(begin, end) for begin, end in pairwise(ends)]
+
+
+def first_parts(memories: Sequence[Memory], model: float, weights: Sequence[float]) -> Fixed:
+    """Give the language model its weight, and the first part of each memory all of its memory's."""
+    values = [model]
+    for memory, weight in zip(memories, weights, strict=True):
+        values += [weight, *(0.0 for _ in memory.part_names[1:])]
+    return Fixed(tuple(values))
+
+
+def share_equally(memories: Sequence[Memory], weight: float) -> Fixed:
+    """Share λ equally among memories."""
+    check_lambda(weight)
+    return first_parts(memories, 1.0 - weight, [weight / len(memories)] * len(memories))
 
 
 def nearest(distances: Tensor) -> Tensor:
