@@ -10,12 +10,10 @@ import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from knnlm.errors import ParameterError
@@ -27,12 +25,11 @@ from knnlm.mixture.fitted import fit, share
 from knnlm.mixture.gate import Gate, train_gate
 from knnlm.mixture.nets import FEWEST
 from knnlm.mixture.skip import train_skip
-from knnlm.mixture.weights import Bucketed, Fixed, Gated, Weights, nearest
+from knnlm.mixture.weights import KINDS, Bucketed, Fixed, Gated, Weights, nearest, spans_of
 from knnlm.progress import Progress, silent
 from knnlm.sweeping import LAMBDAS, Sweep, sweep, tally
-from knnlm.trace import MemoryTrace, Trace
+from knnlm.trace import MemoryTrace, Trace, tensor_of
 
-KINDS = ("fixed", "fitted", "buckets", "gated")
 Settings = Sequence[Sequence[Setting]]  # of each memory; empty where it has no neighbours
 
 
@@ -86,8 +83,7 @@ class Seen:
     @property
     def spans(self) -> list[slice]:
         """The parts of each memory."""
-        ends = np.cumsum([1, *(len(memory.names) for memory in self.memories)]).tolist()
-        return [slice(begin, end) for begin, end in pairwise(ends)]
+        return spans_of(len(memory.names) for memory in self.memories)
 
     @property
     def stores(self) -> list[int]:
@@ -124,11 +120,11 @@ def look(trace: Trace, settings: Settings, *, evidence: bool = True, device: str
     """Compute what each part gave to each target, and, as evidence, what a gate may look at."""
     whole = slice(0, len(trace))
     return Seen(
-        model=_tensor(trace.log_p),
-        signals=_tensor(trace.signals),
-        choice=_tensor(trace.choice).long(),
+        model=tensor_of(trace.log_p),
+        signals=tensor_of(trace.signals),
+        choice=tensor_of(trace.choice).long(),
         place=trace.place(whole),
-        groups=_tensor(trace.documents).long(),
+        groups=tensor_of(trace.documents).long(),
         memories=[
             _look_at(trace, seen, own, device, evidence=evidence)
             for seen, own in zip(trace.memories, settings, strict=True)
@@ -142,8 +138,8 @@ def _look_at(
 ) -> SeenMemory:
     logs, found = [], []
     for rows in trace.blocks(device):
-        targets = _tensor(trace.targets[rows]).long().to(device)
-        choice = _tensor(trace.choice[rows]).long().to(device)
+        targets = tensor_of(trace.targets[rows]).long().to(device)
+        choice = tensor_of(trace.choice[rows]).long().to(device)
         logs.append(seen.log_p(rows, targets, settings, device=device).cpu())
         if evidence:
             found.append(seen.evidence(rows, choice, settings, device=device))
@@ -158,14 +154,10 @@ def _look_at(
         names=names,
         logs=torch.cat(logs),
         evidence=Evidence(*map(torch.cat, parts)) if evidence else None,
-        nearest=nearest(_tensor(seen.distances[:, :1])) if seen.polls else None,
+        nearest=nearest(tensor_of(seen.distances[:, :1])) if seen.polls else None,
         facts=facts,
         signals=seen.facts["signals"],
     )
-
-
-def _tensor(array: NDArray[Any]) -> Tensor:
-    return torch.from_numpy(np.array(array))
 
 
 def variants(

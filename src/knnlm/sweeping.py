@@ -21,7 +21,7 @@ from knnlm.errors import ParameterError
 from knnlm.evaluation import Evaluation, Tally, summary
 from knnlm.memory import check_vote
 from knnlm.mixture import check_lambda
-from knnlm.trace import MemoryTrace, Trace
+from knnlm.trace import MemoryTrace, Trace, tensor_of
 
 KS = (1, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 LAMBDAS = tuple(round(0.01 * step, 2) for step in range(100))
@@ -199,8 +199,8 @@ def _blocks(trace: Trace, seen: MemoryTrace, device: str) -> Iterator[tuple[Tens
     """Give (log p_LM, distances, hits, counts) of some tokens at a time."""
     for rows in trace.blocks(device):
         found = seen.found(rows, device=device)
-        targets = torch.from_numpy(np.array(trace.targets[rows])).to(device)
-        log_p = torch.from_numpy(np.array(trace.log_p[rows])).to(device)
+        targets = tensor_of(trace.targets[rows]).to(device)
+        log_p = tensor_of(trace.log_p[rows]).to(device)
         yield log_p, found.distances, found.values == targets[:, None], found.counts
 
 
