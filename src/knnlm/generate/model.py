@@ -33,9 +33,8 @@ from knnlm.generate.state import Step, look, state_of
 from knnlm.lm import CausalLM
 from knnlm.memory import LOGITS, Context, Source
 from knnlm.mixture import DEFAULTS, Mixture
-from knnlm.mixture.choice import weights_state, write_tensors
+from knnlm.mixture.choice import read_mixture, weights_state, write_mixture
 from knnlm.mixture.opening import Written
-from knnlm.mixture.recipe import MemorySpec
 
 _BASE, _MEMORY = "base", "memory"
 
@@ -226,7 +225,7 @@ def _config(mixture: Mixture) -> KnnConfig:
         k=knn.k if knn else DEFAULTS["k"],
         temperature=knn.temperature if knn else DEFAULTS["temperature"],
         weight=mixture.weight,
-        metric=knn.index.metric if knn else "l2",
+        metric=knn.metric if knn else "l2",
         **{name: getattr(base, name, None) for name in ("bos_token_id", "eos_token_id", "pad_token_id")},
     )
 
@@ -256,9 +255,7 @@ def _open_mixture(
         settings = {"k": config.k, "temperature": config.knn_temperature, "weight": config.weight}
         return Mixture.open(memory, lm, memories="knn", metric=config.metric, **settings)
     try:
-        where = str(folder)
-        specs = [MemorySpec.from_dict(facts, where) for facts in config.mixture["memories"]]
-        written = Written(specs, dict(config.mixture["weights"]), folder)
+        written = Written(*read_mixture(config.mixture, str(folder)), folder)
     except (KeyError, TypeError) as error:
         raise ModelError(f"{folder} does not say which mixture it is ({error}). Save it again.") from None
     return Mixture.open(memory, lm, written=written)
@@ -270,10 +267,7 @@ def _write_mixture(mixture: Mixture, folder: Path, *, copy_memory: bool) -> dict
     outside = [spec.label for spec in specs if spec.path and spec.kind != "cache" and Path(spec.path).is_absolute()]
     if copy_memory and outside:
         raise ModelError(f"copy_memory copies the memory itself, but {outside[0]} lies elsewhere. Copy that by hand.")
-    weights, tensors = weights_state(mixture.weights)
-    if tensors:
-        weights["file"] = write_tensors(folder, tensors)
-    return {"memories": [spec.as_dict() for spec in specs], "weights": weights}
+    return write_mixture(folder, specs, *weights_state(mixture.weights))
 
 
 AutoConfig.register(KnnConfig.model_type, KnnConfig)

@@ -27,7 +27,7 @@ from knnlm.mixture.evidence import feature_names
 from knnlm.mixture.gate import Gate
 from knnlm.mixture.recipe import MemorySpec, key_of
 from knnlm.mixture.skip import Skip
-from knnlm.mixture.weights import Bucketed, Fixed, Gated, Weights
+from knnlm.mixture.weights import KINDS, Bucketed, Fixed, Gated, Weights
 
 _FOLDER = "mixtures"
 _NETWORKS = ("gate", "cheap", "skip")
@@ -71,25 +71,35 @@ def _choices(catalog: Catalog) -> tuple[dict[str, Any], str | None]:
 
 def _read(found: Any, where: str) -> Choice:
     try:
-        memories = [MemorySpec.from_dict(facts, where) for facts in found["memories"]]
-        if found["weights"]["kind"] not in ("fixed", "fitted", "buckets", "gated"):
-            raise KeyError(found["weights"]["kind"])
-        return Choice(memories, found["weights"], found["facts"])
+        return Choice(*read_mixture(found, where), found["facts"])
     except (KeyError, TypeError) as error:
         raise DatastoreCorrupt(f"{where} does not say how its memories are weighed ({error}). Tune it again.") from None
 
 
+def read_mixture(found: Any, where: str) -> tuple[list[MemorySpec], dict[str, Any]]:
+    """Read the memories and weights that `write_mixture` gave; KeyError or TypeError where it is something else."""
+    specs = [MemorySpec.from_dict(facts, where) for facts in found["memories"]]
+    if found["weights"]["kind"] not in KINDS:
+        raise KeyError(found["weights"]["kind"])
+    return specs, found["weights"]
+
+
+def write_mixture(
+    path: Path, specs: Sequence[MemorySpec], weights: dict[str, Any], tensors: dict[str, Tensor] | None
+) -> dict[str, Any]:
+    """Write the networks of weights into a folder, and give the rest as JSON can keep it."""
+    file = {"file": _write_tensors(path, tensors)} if tensors else {}
+    return {"memories": [spec.as_dict() for spec in specs], "weights": {**weights, **file}}
+
+
 def choose(path: Path, choice: Choice, tensors: dict[str, Tensor] | None = None) -> None:
     """Store a choice in the memory, as the last one; the caller holds the memory's writer lock."""
-    weights = dict(choice.weights)
-    if tensors:
-        weights["file"] = write_tensors(path, tensors)
+    written = write_mixture(path, choice.specs, choice.weights, tensors)
     catalog = Catalog.open(path / FILE, write=True)
     try:
         choices, _ = _choices(catalog)
         key = key_of(choice.specs)
-        memories = [spec.as_dict() for spec in choice.specs]
-        choices[key] = {"memories": memories, "weights": weights, "facts": choice.facts}
+        choices[key] = {**written, "facts": choice.facts}
         catalog.put(choices=choices, chosen=key)
     finally:
         catalog.close()
@@ -171,7 +181,7 @@ def _load_gated(facts: dict[str, Any], path: Path, skip: float | None) -> Gated:
     )
 
 
-def write_tensors(path: Path, tensors: dict[str, Tensor]) -> str:
+def _write_tensors(path: Path, tensors: dict[str, Tensor]) -> str:
     """Write the networks of a gate into a folder, and give the name of the file, which tells what is in it."""
     data = save({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()})
     name, folder = _name(data), path / _FOLDER
