@@ -28,7 +28,7 @@ from knnlm.memory.cache import WINDOW
 from knnlm.memory.output import FILE
 from knnlm.mixture.choice import load_weights, tuned, tuned_settings
 from knnlm.mixture.fixed import check_lambda
-from knnlm.mixture.readers import Readers, difference
+from knnlm.mixture.readers import LANGUAGE, Readers, difference
 from knnlm.mixture.recipe import MemorySpec, parse_memories, resolve
 from knnlm.mixture.weights import Weights, first_parts, share_equally
 
@@ -212,8 +212,7 @@ class _Kitchen:
     def _lm(self, spec: MemorySpec) -> LMMemory:
         assert spec.path is not None
         model = CausalLM.open(self._path(spec.path), device=str(self.lm.device), dtype=self.dtype)
-        number = self.readers.find(model.identity)
-        return LMMemory(self.readers.add(model) if number is None else number)
+        return LMMemory(self.readers.add(model))
 
     def _output(self, spec: MemorySpec) -> OutputMemory:
         path = self.store.path / "output" if spec.path is None else Path(self._path(spec.path))
@@ -250,12 +249,13 @@ class _Kitchen:
         """Say where a store's keys come from, and open the model that gives them if it is not open yet."""
         number = self.readers.find(store.model)
         if number is None:
-            _check_tokenizer(store, self.lm)
+            wrong = difference(store.model, self.lm)
+            assert wrong is not None
+            if wrong[0] in LANGUAGE:
+                raise _mismatch(store, self.lm, *wrong)
             try:
                 reader = open_reader(store, device=str(self.lm.device), dtype=self.dtype)
             except ModelError as error:
-                wrong = difference(store.model, self.lm)
-                assert wrong is not None
                 raise _mismatch(store, self.lm, *wrong, more=f" ({error})") from None
             check_model(store, reader)
             number = self.readers.add(reader)
@@ -310,13 +310,6 @@ def check_model(store: Datastore, lm: CausalLM, *, place: Source | None = None) 
         raise _mismatch(store, lm, "key layer", own, given)
     if (wrong := difference(found, lm)) is not None:
         raise _mismatch(store, lm, *wrong)
-
-
-def _check_tokenizer(store: Datastore, lm: CausalLM) -> None:
-    """Refuse a store whose tokens are not the language model's."""
-    for what in ("tokenizer", "start_token", "vocab_size"):
-        if store.model[what] != lm.identity[what]:
-            raise _mismatch(store, lm, what, store.model[what], lm.identity[what])
 
 
 def _mismatch(store: Datastore, lm: CausalLM, what: str, found: Any, now: Any, *, more: str = "") -> ModelMismatch:

@@ -20,6 +20,8 @@ from knnlm.lm.fingerprint import config_difference, same_weights
 from knnlm.lm.windows import Window, batches, windows
 from knnlm.memory import LOGITS, Context, Run, Source
 
+LANGUAGE = ("tokenizer", "vocab_size", "start_token")  # in which all the models of a mixture must agree
+
 
 @dataclass(frozen=True)
 class Batch:
@@ -39,22 +41,17 @@ class Readers:
         self.layers: dict[Source, KeyLayer] = {}
 
     def add(self, model: CausalLM) -> int:
-        """Give a model its number; it must speak the language model's tokens."""
+        """Give a model its number, the same as its twin's; it must speak the language model's tokens."""
+        if (number := self.find(model.identity)) is not None:
+            return number
         lm = self.models[0]
-        if model in self.models:
-            return self.models.index(model)
-        for what in ("tokenizer", "start_token"):
+        for what in LANGUAGE:
             if model.identity[what] != lm.identity[what]:
                 raise ModelMismatch(
-                    f"{model.name} has another tokenizer ({what.replace('_', ' ')} {model.identity[what]}) than "
-                    f"{lm.name} ({lm.identity[what]}), so what it says means nothing to it. Use a model with the "
-                    "same tokenizer."
+                    f"{model.name} has another tokenizer or vocabulary ({what.replace('_', ' ')} "
+                    f"{model.identity[what]}) than {lm.name} ({lm.identity[what]}), so what it says means nothing to "
+                    "it. Use a model with the same tokenizer and vocabulary."
                 )
-        if model.vocab_size != lm.vocab_size:
-            raise ModelMismatch(
-                f"{model.name} has {model.vocab_size:,} tokens in its output, but {lm.name} has {lm.vocab_size:,}. "
-                "Use a model with the same tokenizer and vocabulary."
-            )
         self.models.append(model)
         return len(self.models) - 1
 
@@ -166,7 +163,7 @@ def is_reader(facts: Mapping[str, Any], model: CausalLM) -> bool:
 def difference(facts: Mapping[str, Any], model: CausalLM) -> tuple[str, Any, Any] | None:
     """Name the first thing in which a model differs from the one that a store was built with."""
     given = model.identity
-    for what in ("tokenizer", "vocab_size", "start_token"):
+    for what in LANGUAGE:
         if facts.get(what) != given[what]:
             return what, facts.get(what), given[what]
     if (field := config_difference(facts["config"], given["config"])) is not None:
