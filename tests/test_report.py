@@ -39,8 +39,8 @@ from knnlm.report.plots import draw
 from knnlm.report.shrinking import recall
 from knnlm.report.study import Example, Line, Neighbour, Plot, Study, Table
 from knnlm.report.texts import gather
-from models import tiny, tiny_tokenizer
-from oracle import softmax
+from models import randomise, tiny, tiny_tokenizer
+from oracle import read_token_by_token, softmax
 
 HOSTILE = '<script>alert("x")</script> & "quotes" \'single\' <img src=http://evil.example/x.png> The memory of a model'
 STORED = [*documents(12, words=12), Document("<b>id</b>", "<i>stored & kept</i>.txt", HOSTILE)]
@@ -587,6 +587,26 @@ def test_what_was_found_with_one_model_is_not_taken_for_another(place, model_fol
     another = CausalLM(tiny("llama", seed=5), tiny_tokenizer(), name=lm.name)
     with pytest.raises(ModelMismatch):
         make(place, another, model_folder, **few)
+
+
+def test_a_model_with_fewer_layers_than_the_stores_own_is_reported_on(model_folder, tmp_path):
+    build(STORED[:6], tmp_path / "memory", lm=CausalLM.open(str(model_folder)))
+    config = tiny("llama").config
+    config.num_hidden_layers = 2  # the store reads the third layer of its own model
+    short = randomise(lambda: type(tiny("llama"))(config), seed=3)
+    tokenizer = tiny_tokenizer()
+    for part in (short, tokenizer):
+        part.save_pretrained(tmp_path / "short")
+    options = {"valid": TEXT[:2], "memories": "knn", "studies": ["k"], "model": str(tmp_path / "short")}
+    found = report(tmp_path / "memory", TEXT[2:4], tmp_path / "out", **options)
+    assert [study.name for study in found.studies] == ["k"]
+    logs = []
+    for document in TEXT[2:4]:
+        tokens = tokenizer(document.text, add_special_tokens=False)["input_ids"]
+        window = Datastore.open(tmp_path / "memory").window
+        _, read = read_token_by_token(short, short.model.layers[-1].mlp, tokens, start_token=1, **window)
+        logs.append(np.log(read[range(len(tokens)), tokens]))
+    assert found.facts["base_perplexity"] == pytest.approx(np.exp(-np.concatenate(logs).mean()), rel=1e-4)
 
 
 def test_documents_are_shown_by_the_names_they_have_now(place, lm, model_folder, tmp_path):

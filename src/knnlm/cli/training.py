@@ -252,17 +252,14 @@ def _perplexity(memory: Path, text: list[str], limit: int | None, opening: dict[
 
 def _log_p(store: Datastore, model: str | None, device: str, dtype: str) -> Any:
     """Read the memory's text again with the language model: the one that is named, else the memory's own."""
-    from knnlm.lm import CausalLM
     from knnlm.mixture import check_model, open_reader
     from knnlm.prune import store_log_p
 
     screen.quiet()
     with screen.waiting(f"opening {model or store.model['name']}"):
-        if model is None:
-            lm = open_reader(store, device=device, dtype=dtype)
+        lm = open_reader(store, name=model, device=device, dtype=dtype)
+        if model is None:  # one that is named may be another than made the keys
             check_model(store, lm)
-        else:  # it may be another one than made the keys, and have fewer layers
-            lm = CausalLM.open(model, key_layer=store.model["key_layer"], device=device, dtype=dtype)
     return store_log_p(store, lm, progress=screen.bar)
 
 

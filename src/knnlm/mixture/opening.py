@@ -90,10 +90,8 @@ def gather(
     store = Datastore.open(path)
     specs, weights_facts = _choose(store, wanted)
     specs = _override(specs, wanted)
-    if lm is None and model is None:
-        lm = open_reader(store, device=device, dtype=dtype)
-    elif lm is None:  # it may have fewer layers than the store's reader, and need not be that reader
-        lm = CausalLM.open(model or "", key_layer=store.model["key_layer"], device=device, dtype=dtype)
+    if lm is None:
+        lm = open_reader(store, name=model, device=device, dtype=dtype)
     kitchen = _Kitchen(store, Readers(lm), wanted, dtype)
     memories = [kitchen.open(spec) for spec in specs]
     if weights_facts is not None:
@@ -292,11 +290,13 @@ def identity_of(memory: Memory) -> str | None:
 
 
 def open_reader(store: Datastore, *, name: str | None = None, device: str = "auto", dtype: str = "auto") -> CausalLM:
-    """Open the model that a store was built with, at the place its keys come from."""
+    """Open the model that a store was built with, at the place its keys come from, or another one by its name."""
+    # One that is named may have fewer layers than the store's reader, and need not be that reader.
+    layer = store.model["layer"] if name is None else -1
     return CausalLM.open(
-        name or store.model["name"],
+        store.model["name"] if name is None else name,
         key_layer=store.model["key_layer"],
-        layer=store.model["layer"],
+        layer=layer,
         device=device,
         dtype=dtype,
     )
