@@ -558,6 +558,17 @@ def test_the_model_that_is_named_says_what_is_known(lm, store, model_folder, tmp
         store_log_p(store, CausalLM(small.model, tiny_tokenizer(), name="small"))
 
 
+def test_a_map_that_cannot_be_written_is_refused_in_words(store, tmp_path):
+    (tmp_path / "b" / "map.partial").mkdir(parents=True)  # what is there cannot be written over
+    with pytest.raises(DatastoreError, match=r"Cannot write .*map\.safetensors: .*Is a directory"):
+        prune(store, tmp_path / "b", width=4)
+    (tmp_path / "b" / "map.partial").rmdir()
+    (tmp_path / "b" / "map.partial").write_text("what a killed process left")
+    prune(store, tmp_path / "b", width=4)
+    assert Datastore.open(tmp_path / "b").key_count == store.rows
+    assert not (tmp_path / "b" / "map.partial").exists()
+
+
 def test_what_cannot_be_pruned_is_refused(store, tmp_path):
     wrong = [
         ({}, "Nothing to prune"),

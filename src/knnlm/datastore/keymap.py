@@ -69,7 +69,10 @@ class KeyMap:
         """Write the map so that it is there completely or not at all, and return the hash of the file."""
         tensors = {"matrix": self.matrix.float(), "centre": self.centre.float()}
         with replacing(path) as partial:
-            save_file({name: tensor.cpu().contiguous() for name, tensor in tensors.items()}, partial)
+            try:
+                save_file({name: tensor.cpu().contiguous() for name, tensor in tensors.items()}, partial)
+            except SafetensorError as error:
+                raise OSError(str(error)) from None
         return checksum(path)
 
     @classmethod
