@@ -12,7 +12,7 @@ from hypothesis.extra import numpy as hnp
 import oracle
 from knnlm.errors import IndexInvalid, ParameterError
 from knnlm.index import ExactIndex, FaissIndex, Reranked, auto_spec, check_index
-from knnlm.index import exact as exact_module
+from knnlm.index import plain as plain_module
 
 
 class Array:
@@ -43,7 +43,7 @@ def make_exact(vectors, metric):
 
 def make_streaming(vectors, metric):
     index = ExactIndex(vectors, metric=metric)
-    index._resident = None
+    index.finder._resident = None
     return index
 
 
@@ -119,8 +119,8 @@ def test_impossible_questions_are_refused(kind):
 def test_survivors_are_packed_over_many_blocks(monkeypatch):
     # Enough keys that most of a block is farther than the k-th best, so both ways of merging run.
     ways = []
-    original = exact_module._pack
-    monkeypatch.setattr(exact_module, "_pack", lambda *a: ways.append(1) or original(*a))
+    original = plain_module._pack
+    monkeypatch.setattr(plain_module, "_pack", lambda *a: ways.append(1) or original(*a))
     generator = np.random.default_rng(1)
     keys, queries = generator.normal(size=(5000, 8)), generator.normal(size=(20, 8))
 

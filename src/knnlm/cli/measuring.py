@@ -60,6 +60,7 @@ def tune(
     metric: options.Metric = None,
     limit: options.Limit = None,
     no_rerank: options.NoRerank = False,
+    device_keys: options.DeviceKeys = "float16",
     text_field: options.TextField = "text",
     model: options.Reader = None,
     device: options.Device = "auto",
@@ -112,6 +113,7 @@ def tune(
             model=model,
             metric=metric,
             rerank=not no_rerank,
+            device_keys=device_keys,
             device=device,
             dtype=dtype,
         )
@@ -140,6 +142,7 @@ def evaluate(
     skip: options.Skip = None,
     limit: options.Limit = None,
     no_rerank: options.NoRerank = False,
+    device_keys: options.DeviceKeys = "float16",
     save_trace: Annotated[
         Path | None, typer.Option(help="Also keep what was seen, for tune --trace.", show_default=False)
     ] = None,
@@ -167,6 +170,7 @@ def evaluate(
         metric=metric,
         skip=skip,
         rerank=not no_rerank,
+        device_keys=device_keys,
         device=device,
         dtype=dtype,
     )

@@ -60,6 +60,13 @@ Metric = Annotated[
 NoRerank = Annotated[
     bool, typer.Option("--no-rerank", help="Vote with the index's own distances instead of the stored keys'.")
 ]
+DeviceKeys = Annotated[
+    str,
+    typer.Option(
+        help="What a GPU holds keys in: float16 (as stored), or int8 (half the memory; with rerank, only the choice of "
+        "a shortlist is rounded)."
+    ),
+]
 Limit = Annotated[
     int | None, typer.Option(help="Read whole documents until this many tokens are reached.", show_default="all")
 ]

@@ -46,6 +46,7 @@ def generate(
     metric: options.Metric = None,
     skip: options.Skip = None,
     no_rerank: options.NoRerank = False,
+    device_keys: options.DeviceKeys = "float16",
     model: options.Reader = None,
     device: options.Device = "auto",
     dtype: options.Dtype = "auto",
@@ -74,6 +75,7 @@ def generate(
         metric=metric,
         skip=skip,
         rerank=not no_rerank,
+        device_keys=device_keys,
         device=device,
         dtype=dtype,
     )
@@ -131,6 +133,7 @@ def explain(
     metric: options.Metric = None,
     skip: options.Skip = None,
     no_rerank: options.NoRerank = False,
+    device_keys: options.DeviceKeys = "float16",
     model: options.Reader = None,
     device: options.Device = "auto",
     dtype: options.Dtype = "auto",
@@ -155,6 +158,7 @@ def explain(
         metric=metric,
         skip=skip,
         rerank=not no_rerank,
+        device_keys=device_keys,
         device=device,
         dtype=dtype,
     )

@@ -12,6 +12,7 @@ from knnlm.datastore.store import Datastore
 from knnlm.errors import DatastoreCorrupt, IndexInvalid
 from knnlm.index import ExactIndex, FaissIndex, Index, Reranked, auto_spec, check_index
 from knnlm.index.base import check_metric
+from knnlm.index.exact import fast
 from knnlm.progress import Progress, silent
 
 _FILE = "index.faiss"
@@ -53,8 +54,17 @@ def _replace_index(store: Datastore, catalog: Catalog, spec: str, metric: str, p
     return spec
 
 
-def open_index(store: Datastore, *, metric: str = "l2", rerank: bool = True, device: str = "cpu") -> Index:
-    """Open the memory's index after checking it, or search exactly where there is none for this metric."""
+def open_index(
+    store: Datastore, *, metric: str = "l2", rerank: bool = True, device: str = "cpu", keys: str = "float16"
+) -> Index:
+    """Open the memory's index after checking it, or search exactly where there is none for this metric.
+
+    On a GPU, exact search is faster than any index on the CPU, so that one is used only where its own distances are
+    wanted. `keys` is what the GPU holds keys in.
+    """
+    if rerank and fast(device):
+        exact = ExactIndex(store.keys, metric=metric, device=device, keys=keys)
+        return Reranked(exact, store.keys) if keys == "int8" else exact
     for row in store.catalog.indexes():
         if row.metric != metric:
             continue
@@ -69,7 +79,7 @@ def open_index(store: Datastore, *, metric: str = "l2", rerank: bool = True, dev
             )
         check_index(index, store.keys, what=str(path))
         return Reranked(index, store.keys) if rerank else index
-    return ExactIndex(store.keys, metric=metric, device=device)
+    return ExactIndex(store.keys, metric=metric, device=device, keys=keys)
 
 
 def _folder(path: Path, number: int) -> Path:

@@ -15,7 +15,7 @@ from contextlib import contextmanager, suppress
 from itertools import pairwise
 from pathlib import Path
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any, BinaryIO, TypeVar
 
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
@@ -192,6 +192,13 @@ def open_array(path: Path, dtype: DTypeLike, shape: tuple[int, ...]) -> NDArray[
     if 0 in shape:
         return np.empty(shape, expected)
     return np.memmap(path, expected, "r", begin, shape)
+
+
+def skip_header(file: BinaryIO) -> int:
+    """Go to the first row of an array that was checked when it was opened, and say where that is."""
+    np.lib.format.read_magic(file)
+    np.lib.format.read_array_header_1_0(file)
+    return file.tell()
 
 
 def checksum(path: Path) -> str:

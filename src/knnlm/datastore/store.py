@@ -16,9 +16,7 @@ built, row i has key i; in a pruned one, keys have numbers of their own, and `ro
 from __future__ import annotations
 
 import hashlib
-import os
 from collections.abc import Iterator
-from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
 from pathlib import Path
@@ -32,37 +30,14 @@ from torch import Tensor
 from knnlm.datastore.catalog import FILE, Catalog, SegmentRow, StoredDocument
 from knnlm.datastore.keymap import FILE as MAP
 from knnlm.datastore.keymap import KeyMap
-from knnlm.datastore.segment import open_array
+from knnlm.datastore.keys import Keys
+from knnlm.datastore.segment import open_array, skip_header
 from knnlm.errors import DatastoreCorrupt, DatastoreError
+from knnlm.index.base import capturing
 
 KEYS, VALUES, KEPT, COUNTS = "keys.npy", "values.npy", "kept.npy", "counts.npy"
 _MAPPINGS = 256
 _RESIDENT = 1 << 26  # tokens that are kept in memory: four bytes each
-
-
-@dataclass(frozen=True)
-class Keys:
-    """The keys of a memory as an index sees them: `Vectors`, numbered from 0."""
-
-    store: Datastore
-
-    @property
-    def rows(self) -> int:
-        """The number of keys."""
-        return self.store.key_count
-
-    @property
-    def width(self) -> int:
-        """The number of dimensions of a key."""
-        return self.store.width
-
-    def chunks(self, size: int) -> Iterator[tuple[int, Tensor]]:
-        """Give (number of the first key, (n, D) float32) from first to last."""
-        return self.store.chunks(size)
-
-    def take(self, ids: Tensor) -> Tensor:
-        """Give these keys, (…) → (…, D) float32; an id below 0 gives zeros."""
-        return self.store.take(ids)
 
 
 class Datastore:
@@ -91,6 +66,8 @@ class Datastore:
         # Mapped when needed and let go again: each mapping holds a file handle, and a system has few.
         self._mapped = lru_cache(maxsize=_MAPPINGS)(self._open)
         self._values: dict[torch.device, Tensor] = {}
+        # (n, D) float16 keys of each segment, where a build has left them on its device.
+        self.device_keys: list[Tensor] | None = None
 
     @classmethod
     def open(cls, path: str | Path) -> Datastore:
@@ -172,13 +149,29 @@ class Datastore:
         for segment, first in zip(self._segments, self._key_starts.tolist(), strict=False):
             # Plain reads rather than the mapping: mapped pages would count as memory of this process.
             with (self._folder(segment) / KEYS).open("rb") as file:
-                file.seek(file.seek(0, os.SEEK_END) - segment.keys * self.width * np.dtype(self.key_dtype).itemsize)
+                skip_header(file)
                 for begin in range(0, segment.keys, size):
                     count = min(size, segment.keys - begin)
                     flat = np.fromfile(file, self.key_dtype, count * self.width)
                     if len(flat) < count * self.width:
                         raise DatastoreCorrupt(f"{file.name} was cut short. Build the memory again.")
                     yield first + begin, self._decode(flat.reshape(count, self.width), segment.scale)
+
+    def read(self, first: int, out: Tensor) -> None:
+        """Fill a (n, D) tensor of the keys' dtype with the keys from this one on, as they are stored."""
+        row_bytes = self.width * np.dtype(self.key_dtype).itemsize
+        done = 0
+        while done < len(out):
+            number = int(np.searchsorted(self._key_starts, first + done, side="right")) - 1
+            segment = self._segments[number]
+            local = first + done - int(self._key_starts[number])
+            count = min(len(out) - done, segment.keys - local)
+            with (self._folder(segment) / KEYS).open("rb") as file:
+                file.seek(skip_header(file) + local * row_bytes)
+                place = out[done : done + count].numpy()
+                if file.readinto(place.view(np.uint8).data) < count * row_bytes:
+                    raise DatastoreCorrupt(f"{file.name} was cut short. Build the memory again.")
+            done += count
 
     def take(self, ids: Tensor) -> Tensor:
         """Give these keys, (…) → (…, D) float32; an id below 0 gives zeros."""
@@ -236,7 +229,7 @@ class Datastore:
 
     def _resident(self, rows: Tensor) -> Tensor:
         """Look tokens up in one array on the device that asks: a thousand neighbours a query are many lookups."""
-        if rows.numel() and int(rows.max()) >= self.rows:
+        if rows.numel() and not capturing(rows) and int(rows.max()) >= self.rows:
             raise IndexError(f"row {int(rows.max())} of {self.rows}")
         if rows.device not in self._values:
             values = np.empty(self.rows, np.int32)

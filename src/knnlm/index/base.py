@@ -9,9 +9,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
-from knnlm.errors import ParameterError
+from knnlm.errors import IndexInvalid, ParameterError
 
 METRICS = ("l2", "ip")
 
@@ -38,6 +39,17 @@ class Vectors(Protocol):
         """Give the rows of these ids, (…) → (…, D) float32; an id below 0 gives zeros."""
 
 
+class HalfVectors(Vectors, Protocol):
+    """Vectors that may also be had just as they are stored, where that is in float16."""
+
+    @property
+    def half(self) -> bool:
+        """Whether they are."""
+
+    def read(self, first: int, out: Tensor) -> None:
+        """Fill a (n, D) float16 tensor with the rows from this one on."""
+
+
 class Index(Protocol):
     """Finds the nearest vectors."""
 
@@ -45,6 +57,11 @@ class Index(Protocol):
 
     def search(self, queries: Tensor, k: int) -> Neighbours:
         """Find the k nearest rows of each of (N, D) queries."""
+
+
+def capturing(tensor: Tensor) -> bool:
+    """Say whether a CUDA graph is being captured there, so that nobody on the host may look at a value."""
+    return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
 def check_search(queries: Tensor, k: int, width: int) -> None:
@@ -59,3 +76,12 @@ def check_metric(metric: str) -> None:
     """Refuse an unknown metric."""
     if metric not in METRICS:
         raise ParameterError(f"Unknown metric {metric!r}: use {' or '.join(METRICS)}.")
+
+
+def check_finite(squares: Tensor, first: int) -> None:
+    """Refuse keys, given their (n,) squares, that are no numbers."""
+    if not squares.isfinite().all():
+        raise IndexInvalid(
+            f"Among the stored keys {first:,} to {first + len(squares) - 1:,} are some that are no finite numbers: "
+            "their file is damaged. Build the memory again."
+        )

@@ -54,7 +54,7 @@ class Mixture:
     @classmethod
     def open(
         cls,
-        path: str | Path,
+        path: str | Path | Datastore,
         lm: CausalLM | None = None,
         *,
         memories: str | None = None,
@@ -64,6 +64,7 @@ class Mixture:
         metric: str | None = None,
         skip: float | None = None,
         rerank: bool = True,
+        device_keys: str = "float16",
         fresh: bool = False,
         written: Written | None = None,
         model: str | None = None,
@@ -72,12 +73,14 @@ class Mixture:
     ) -> Mixture:
         """Open a memory with the model it was built with, and with the settings it was tuned to.
 
+        The memory is a folder, or a store that is open: one that has its keys on the device is searched there.
         `memories` names what is mixed, as in "knn,cache,ngram"; None is what was tuned last, or the store alone where
         nothing was or where k, τ or λ are given. What is given here is used instead of what was tuned; where neither is
         there, the defaults are. `fresh` forgets what was tuned; `written` is a mixture that was written down elsewhere.
         """
-        wanted = Ingredients(memories, k, temperature, weight, metric, skip, rerank, fresh, written)
-        found = gather(Path(path), lm, wanted, model=model, device=device, dtype=dtype)
+        wanted = Ingredients(memories, k, temperature, weight, metric, skip, rerank, fresh, written, device_keys)
+        memory = path if isinstance(path, Datastore) else Path(path)
+        found = gather(memory, lm, wanted, model=model, device=device, dtype=dtype)
         return cls(
             found.readers.models[0],
             found.memories,

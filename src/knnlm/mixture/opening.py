@@ -12,6 +12,7 @@ from typing import Any
 from knnlm.datastore import Datastore, open_index
 from knnlm.errors import DatastoreError, ModelError, ModelMismatch, ParameterError
 from knnlm.index.base import check_metric
+from knnlm.index.exact import check_keys
 from knnlm.lm import CausalLM
 from knnlm.memory import (
     CacheMemory,
@@ -58,6 +59,7 @@ class Ingredients:
     rerank: bool = True
     fresh: bool = False  # nothing that was tuned is used
     written: Written | None = None  # just this
+    device_keys: str = "float16"  # what a GPU holds them in
 
     def check(self) -> None:
         """Refuse wrong settings before anything large is opened."""
@@ -67,6 +69,7 @@ class Ingredients:
         )
         check_lambda(DEFAULTS["lambda"] if self.weight is None else self.weight)
         check_metric(self.metric or "l2")
+        check_keys(self.device_keys)
         if self.skip is not None and not 0 <= self.skip <= 1:
             raise ParameterError(f"skip must be a fraction from 0 to 1, not {self.skip}.")
 
@@ -83,11 +86,17 @@ class Opened:
 
 
 def gather(
-    path: Path, lm: CausalLM | None, wanted: Ingredients, *, model: str | None, device: str, dtype: str
+    memory: Path | Datastore,
+    lm: CausalLM | None,
+    wanted: Ingredients,
+    *,
+    model: str | None,
+    device: str,
+    dtype: str,
 ) -> Opened:
     """Open a memory, the models it needs, and everything that is mixed."""
     wanted.check()
-    store = Datastore.open(path)
+    store = memory if isinstance(memory, Datastore) else Datastore.open(memory)
     specs, weights_facts = _choose(store, wanted)
     specs = _override(specs, wanted)
     if lm is None:
@@ -189,7 +198,13 @@ class _Kitchen:
             )
         main, *others = spec.settings or [Setting(DEFAULTS["k"], DEFAULTS["temperature"])]
         metric = self.wanted.metric or spec.metric or "l2"
-        index = open_index(store, metric=metric, rerank=self.wanted.rerank, device=str(self.lm.device))
+        index = open_index(
+            store,
+            metric=metric,
+            rerank=self.wanted.rerank,
+            device=str(self.lm.device),
+            keys=self.wanted.device_keys,
+        )
         return KnnMemory(
             store, index, k=main.k, temperature=main.temperature, others=others, source=self._source(store)
         )

@@ -1,0 +1,305 @@
+"""Check the fused exact search on a GPU against brute force in float64: `python benchmarks/check_gpu.py`.
+
+The checks are those of tests/searches.py, which the tests run on a CPU, with larger sizes; and those that need a GPU.
+Prints one line a check and "all checks passed" at the end, or exits with 1. Needs torch, Triton and NumPy. Under
+TRITON_INTERPRET=1 and with `--device cpu --small`, it runs without a GPU, to see whether the script itself is sound.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT / "src"), str(ROOT / "tests")]
+
+import searches  # noqa: E402
+from knnlm.index import fused  # noqa: E402
+from knnlm.index.base import Neighbours  # noqa: E402
+from knnlm.index.exact import ExactIndex  # noqa: E402
+from knnlm.index.fused import FusedSearch  # noqa: E402
+from knnlm.index.loading import StreamedSearch  # noqa: E402
+
+METRICS = ("l2", "ip")
+
+
+class Sizes:
+    """How much is checked."""
+
+    def __init__(self, *, small: bool) -> None:
+        self.width = 64 if small else 576
+        self.rows = 700 if small else 20_001
+        self.k = 5 if small else 100
+        self.large = 2_000 if small else 1_000_000
+        self.large_k = 8 if small else 1024
+        self.batches = (1, 7) if small else (1, 7, 16, 32, 100, 1000)
+        self.odd = (
+            [(1, 1, 1, 1), (2, 3, 17, 5), (257, 65, 2, 9)]
+            if small
+            else [
+                (1, 1, 1, 1),
+                (2, 3, 17, 5),
+                (255, 65, 33, 300),
+                (257, 65, 65, 7),
+                (5_003, 65, 129, 33),
+                (100_003, 65, 16, 4096),
+                (30_011, 65, 300, 64),
+            ]
+        )
+
+
+class Checks:
+    """Every method is a check."""
+
+    def __init__(self, device: torch.device, *, small: bool) -> None:
+        self.device = device
+        self.sizes = Sizes(small=small)
+        self.real: tuple[Tensor, Tensor] | None = None
+
+    def _new(self, seed: int) -> torch.Generator:
+        return searches.seeded(seed, self.device)
+
+    def largest_score_of_every_group(self) -> str:
+        """For every way of cutting the work up, between poisoned guards."""
+        for shape, dtype in searches.SHAPES.values():
+            searches.check_group_maxima(shape, dtype, self.sizes.width, self._new(1))
+        return f"{len(searches.SHAPES)} shapes"
+
+    def measured_distances(self) -> str:
+        """Of all members of some groups."""
+        for metric in METRICS:
+            for pairs, dtype in ((8, torch.float16), (16, torch.float16), (16, torch.int8)):
+                searches.check_measure(pairs, dtype, metric, self.sizes.width, self._new(2))
+        return ""
+
+    def survivors_of_a_threshold(self) -> str:
+        """Counts, overflow, and nothing else written."""
+        for columns, capacity in ((100, 100), (1500, 40), (2049, 1), (40_000, 3000)):
+            searches.check_survivors(9, columns, capacity, self._new(3))
+        return ""
+
+    def thresholds_that_mislead(self) -> str:
+        """Every way out of `_above_threshold` is taken."""
+        few = many = direct = 0
+        with searches.settings(fused, _DIRECT=64, _FEW=1, _SAMPLE=16):
+            for kind in ("sample too good", "sample too bad", "all equal", "mixed", "nearly all padding", "random"):
+                for wanted in (8, 16, 24):
+                    spy = searches.check_groups(searches.misled(kind, 6, 256, 16, self._new(wanted)), wanted)
+                    few, many, direct = few + spy.few, many + spy.many, direct + spy.direct
+        assert few, "no threshold was lowered"
+        assert many, "no threshold was raised"
+        assert direct, "nothing was left to a plain top-k"
+        return f"{few} lowered, {many} raised, {direct} sorted"
+
+    def bounds_that_nothing_passes(self) -> str:
+        """Scores of single keys against `lower`, as the tensor cores of this device round them."""
+        for kind in searches.KINDS.values():
+            for metric in METRICS:
+                keys, queries = kind(self._new(4), 300, self.sizes.width, 7)
+                searches.check_lower(keys, queries, metric)
+        for metric in METRICS:
+            keys, queries = searches.random_data(self._new(5), 300, self.sizes.width, 7)
+            searches.check_lower(keys, queries, metric, int8=True)
+        return f"{len(searches.KINDS)} kinds of data"
+
+    def odd_sizes(self) -> str:
+        """Any N, D, B and k, some of them above N."""
+        for number, (rows, width, count, k) in enumerate(self.sizes.odd):
+            keys, queries = searches.random_data(self._new(number), rows, width, count)
+            searches.check_search(keys, queries, k, METRICS[number % 2])
+        return f"{len(self.sizes.odd)} sizes"
+
+    def difficult_data(self) -> str:
+        """Anisotropic, clustered, duplicated, enormous, tiny, ordered."""
+        proofs = plain = 0
+        for kind in searches.KINDS.values():
+            for metric in METRICS:
+                for count in (3, 70):
+                    keys, queries = kind(self._new(6), self.sizes.rows, self.sizes.width, count)
+                    index = searches.check_search(keys, queries, self.sizes.k, metric)
+                    proofs, plain = proofs + index.finder.proofs, plain + index.finder.plain  # type: ignore[attr-defined]
+        return f"{proofs} second looks, {plain} compared with everything"
+
+    def search_by_thresholds(self) -> str:
+        """A whole search in which a sample suggests thresholds."""
+        rounds = 0
+        with searches.settings(fused, _DIRECT=64, _FEW=1, _SAMPLE=128):
+            for kind in (searches.ascending, searches.duplicates, searches.clusters):
+                keys, queries = kind(self._new(7), 4 * self.sizes.rows, self.sizes.width, 70)
+                with searches.spying(0) as spy:
+                    searches.check_search(keys, queries, self.sizes.k, "l2")
+                rounds += spy.rounds
+        assert rounds >= 3, "no threshold was used"
+        return f"{rounds} rounds"
+
+    def proofs_that_repair(self) -> str:
+        """As few groups as possible are measured at first, and queries lose their digits."""
+        keys, queries = searches.shifted(self._new(8), self.sizes.rows, self.sizes.width, 20)
+        with searches.settings(FusedSearch, _wanted=lambda _, k: k):
+            index = searches.check_search(keys, queries, 3, "l2")
+            proofs = index.finder.proofs  # type: ignore[attr-defined]
+            assert proofs, "nothing was proven"
+            with searches.settings(fused, _WIDEST=8):
+                keys, queries = searches.duplicates(self._new(9), self.sizes.rows, self.sizes.width, 20)
+                index = searches.check_search(keys, queries, 3, "l2", coarse=1e-6)
+                plain = index.finder.plain  # type: ignore[attr-defined]
+                assert plain, "nothing was compared with everything"
+        return f"{proofs} proven, {plain} compared with everything"
+
+    def int8_keys(self) -> str:
+        """Exact about the rounded keys, close to the true ones."""
+        recalls = []
+        for metric in METRICS:
+            for count in (7, 70):
+                keys, queries = searches.random_data(self._new(10), self.sizes.rows, self.sizes.width, count)
+                recalls.append(searches.check_int8(keys, queries, self.sizes.k, metric))
+        assert min(recalls) > 0.9, f"recall {min(recalls)}"
+        return f"recall at least {min(recalls):.3f}"
+
+    def streamed_keys(self) -> str:
+        """Chunks that pass over the device, twice."""
+        keys, queries = searches.clusters(self._new(11), self.sizes.rows, self.sizes.width, 20)
+        room = 2 * self.sizes.width * self.sizes.rows - 1
+        for metric in METRICS:
+            index = searches.check_search(keys, queries, self.sizes.k, metric, room=room)
+            assert isinstance(index.finder, StreamedSearch)
+            again, first = index.search(queries, self.sizes.k), index.search(queries, self.sizes.k)
+            assert torch.equal(again.distances, first.distances)
+        return f"chunks of {index.finder.chunk:,}"  # type: ignore[attr-defined]
+
+    def _like_real(self) -> tuple[Tensor, Tensor]:
+        """Make many keys like those of a model: a few large dimensions, clusters, duplicates; and queries near some."""
+        if self.real is None:
+            rows, width, new = self.sizes.large, self.sizes.width, self._new(12)
+            size = torch.rand(width, generator=new, device=self.device) + 0.1
+            size[:: width // 4] *= 30
+            centres = torch.randn(1000, width, generator=new, device=self.device) * size
+            keys = torch.empty(rows, width, dtype=torch.float16, device=self.device)
+            for begin in range(0, rows, 1 << 18):
+                part = keys[begin : begin + (1 << 18)]
+                own = torch.randint(1000, (len(part),), generator=new, device=self.device)
+                part.copy_(centres[own] + torch.randn(part.shape, generator=new, device=self.device) * size / 2)
+            keys[:: rows // 500] = keys[0].clone()  # the first key of every document
+            near = torch.randint(rows, (max(self.sizes.batches),), generator=new, device=self.device)
+            near[0] = 0
+            noise = torch.randn(len(near), width, generator=new, device=self.device)
+            self.real = keys, keys[near].float() + noise * size / 10
+        return self.real
+
+    def _compare(self, found: Neighbours, keys: Tensor, queries: Tensor, k: int) -> None:
+        for begin in range(0, len(queries), 100):
+            part = slice(begin, begin + 100)
+            truth = true_distances(queries[part], keys)
+            slack = searches.allowed(queries[part], keys[:1], truth, "l2")
+            searches.check_answer(Neighbours(found.ids[part], found.distances[part]), truth, k, slack)
+
+    def many_keys(self) -> str:
+        """A million keys of width 576, k = 1024, small and large batches."""
+        keys, queries = self._like_real()
+        search = self._hold(keys)
+        for count in self.sizes.batches:
+            with searches.poisoned():
+                found = search.search(queries[:count], self.sizes.large_k)
+            self._compare(found, keys, queries[:count], self.sizes.large_k)
+        return f"{search.proofs} second looks, {search.plain} compared with everything"
+
+    def _hold(self, keys: Tensor) -> FusedSearch:
+        return FusedSearch(searches.hold(keys, "l2", int8=False))
+
+    def replayed_graph(self) -> str:
+        """A search with one query, captured and replayed with others."""
+        if self.device.type != "cuda":
+            return "needs a GPU"
+        keys, queries = self._like_real()
+        kept = ExactIndex(_OnDevice(keys), device=self.device, fused=True)
+        search = kept.finder
+        assert isinstance(search, FusedSearch)
+        query = queries[:1].clone()
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            for _ in range(3):
+                kept.search(query, self.sizes.large_k)
+        torch.cuda.current_stream().wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            captured = kept.search(query, self.sizes.large_k)
+        assert search.unproven is not None
+        unproven = 0
+        for number in range(20):
+            query.copy_(queries[number : number + 1])
+            captured.ids.fill_(-7)
+            graph.replay()
+            if bool(search.unproven.any()):
+                unproven += 1
+                continue
+            eager = kept.search(queries[number : number + 1], self.sizes.large_k)
+            assert torch.equal(captured.distances, eager.distances)
+            assert torch.equal(captured.ids.sort().values, eager.ids.sort().values) or _tied(eager)
+        assert unproven < 20, "no replay was proven"
+        return f"{20 - unproven} of 20 replays proven and equal"
+
+
+def _tied(found: Neighbours) -> bool:
+    return bool((found.distances.diff(dim=1) == 0).any())
+
+
+class _OnDevice(searches.Array):
+    """Keys that are on the device already, as a build leaves them."""
+
+    @property
+    def device_keys(self) -> list[Tensor]:
+        """Two pieces."""
+        return [self.data[: len(self.data) // 3], self.data[len(self.data) // 3 :]]
+
+
+def true_distances(queries: Tensor, keys: Tensor) -> Tensor:
+    """Give (B, N) squared distances in float64, from centred products, chunk by chunk."""
+    centre = keys[:1000].double().mean(0)
+    queries = queries.double() - centre
+    parts = []
+    for chunk in keys.split(1 << 18):
+        moved = chunk.double() - centre
+        squares = queries.square().sum(1)[:, None] + moved.square().sum(1)
+        parts.append(torch.addmm(squares, queries, moved.T, alpha=-2).clamp_(min=0))
+    return torch.cat(parts, 1)
+
+
+def main() -> int:
+    """Run every check."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--small", action="store_true", help="sizes for Triton's interpreter")
+    options = parser.parse_args()
+    torch.backends.cuda.matmul.allow_tf32 = False
+    device = torch.device(options.device)
+    checks = Checks(device, small=options.small)
+    every: dict[str, Callable[[], Any]] = {
+        name: getattr(checks, name) for name in vars(Checks) if not name.startswith("_")
+    }
+    failed = 0
+    began = time.perf_counter()
+    for name, check in every.items():
+        start = time.perf_counter()
+        try:
+            said, verdict = check(), "ok"
+        except Exception:  # whatever it is, the other checks are worth their line
+            said, verdict = traceback.format_exc(limit=-4).strip(), "FAILED"
+            failed += 1
+        took = time.perf_counter() - start
+        print(f"{verdict:6} {name.replace('_', ' '):32} {took:6.1f} s  {said}", flush=True)
+    print(f"{len(every)} checks, {time.perf_counter() - began:.0f} s")
+    print(f"{failed} checks failed" if failed else "all checks passed")
+    return int(failed > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
