@@ -37,6 +37,10 @@ def build(
         int | None, typer.Option(help="Tokens a window moves on by.", show_default="half the context")
     ] = None,
     keys: Annotated[str, typer.Option(help="Precision of stored keys: float16 or float32.")] = "float16",
+    compile: Annotated[  # noqa: A002
+        bool | None,
+        typer.Option("--compile/--no-compile", help="Compile the model first.", show_default="on a GPU, for much text"),
+    ] = None,
     text_field: options.TextField = "text",
     device: options.Device = "auto",
     dtype: options.Dtype = "auto",
@@ -46,7 +50,7 @@ def build(
 
     Read every document once with the model and store, for each token, the context vector and the token that followed.
     A build that was stopped goes on when the same command is given again, from its last finished segment (16,384 tokens
-    on a CPU).
+    on a CPU, a million on a GPU).
     """
     from knnlm import corpus, datastore
 
@@ -59,6 +63,7 @@ def build(
         lm=lm,
         window=lm.window(context, stride),
         key_dtype=keys,
+        compile=compile,
         total=total,
         progress=screen.bar,
     )

@@ -8,19 +8,24 @@ killed and run again from its last finished segment ends with the same bytes.
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from concurrent.futures import Future
+from contextlib import ExitStack, closing, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from filelock import FileLock, Timeout
 from torch import Tensor
 
 from knnlm.corpus import Document
-from knnlm.datastore.catalog import FILE, Catalog, SegmentRow, StoredDocument
+from knnlm.datastore.catalog import FILE, Catalog, SegmentRow
+from knnlm.datastore.grouping import Group, groups
 from knnlm.datastore.keymap import FILE as MAP
+from knnlm.datastore.pipeline import Disk, Written, collect, pipelined, room, tokenised
 from knnlm.datastore.segment import (
     KEY_DTYPES,
     ArrayWriter,
@@ -33,25 +38,16 @@ from knnlm.datastore.segment import (
 from knnlm.datastore.store import KEYS, VALUES, Datastore, segment_folder, stored_offset, text_hash
 from knnlm.errors import DatastoreBusy, DatastoreError, ModelError, ParameterError
 from knnlm.lm import CausalLM, WindowShape
-from knnlm.progress import Progress, silent
+from knnlm.lm.compiling import Compiling, compiled
+from knnlm.progress import Advance, Progress, silent
 
 # Above this, one step of float16 is a whole unit: as much as neighbours differ by in an ordinary dimension.
 _LARGE = 1024.0
 _CALIBRATION = 2048  # tokens read to see how large the keys of a model are
-
-
-@dataclass
-class _Group:
-    """Documents that will make one segment."""
-
-    documents: list[Document] = field(default_factory=list)
-    tokens: list[list[int]] = field(default_factory=list)
-    rows: int = 0
-
-    def add(self, document: Document, tokens: list[int]) -> None:
-        self.documents.append(document)
-        self.tokens.append(tokens)
-        self.rows += len(tokens)
+_BATCH_TOKENS = {"cpu": 1024, "cuda": 65_536}
+_SEGMENT_BYTES = 1 << 31
+_BEHIND = 3  # segments that may be on their way to the disk
+_PAYS = 15_000_000  # tokens in whole windows: to compile takes ten seconds, and saves 0.7 for a million
 
 
 def build(
@@ -63,16 +59,20 @@ def build(
     key_dtype: str = "float16",
     segment_rows: int | None = None,
     batch_tokens: int | None = None,
+    compile: bool | None = None,  # noqa: A002  (what torch calls it)
+    device_keys: bool = False,
     total: int | None = None,
     progress: Progress = silent,
 ) -> Datastore:
-    """Store every document, resuming an unfinished build of the same text; `total` is its number of characters."""
+    """Store every document, resuming an unfinished build of the same text; `total` is its number of characters.
+
+    `compile` says whether the model's blocks are compiled, by default where that pays; a resumed build does as it
+    began. `device_keys` leaves the keys on the device too, as `device_keys` of what is returned, if they can be.
+    """
     if key_dtype not in KEY_DTYPES:
         raise ParameterError(f"Unknown key dtype {key_dtype!r}: use {' or '.join(KEY_DTYPES)}.")
-    # A stopped build loses the segment that was begun, so it should take half a minute, not more.
-    slow = lm.device.type == "cpu"
-    segment_rows = segment_rows if segment_rows is not None else (16_384 if slow else 65_536)
-    batch_tokens = batch_tokens if batch_tokens is not None else (1024 if slow else 16_384)
+    segment_rows = segment_rows if segment_rows is not None else _segment_rows(lm)
+    batch_tokens = batch_tokens if batch_tokens is not None else _BATCH_TOKENS.get(lm.device.type, 16_384)
     if segment_rows < 1 or batch_tokens < 1:
         raise ParameterError(f"segment rows ({segment_rows}) and batch tokens ({batch_tokens}) must be at least 1.")
     folder = Path(path)
@@ -81,12 +81,26 @@ def build(
         catalog = _begin(folder, lm, window or lm.window(), key_dtype, segment_rows, batch_tokens)
         try:
             with progress("reading", total=total, unit="characters") as advance:
-                for group in _groups(_resume(documents, catalog, advance), lm, segment_rows):
-                    _write_segment(folder, catalog, lm, group, advance)
+                source = iter(documents)
+                _skip_stored(source, catalog, advance)
+                work = _Build(folder, catalog, lm, advance, compile=compile, total=total, keep=device_keys)
+                with closing(tokenised(source, lm)) as pairs:
+                    work.run(groups(pairs, segment_rows))
             catalog.put(state="complete")
         finally:
             catalog.close()
-    return Datastore.open(folder)
+    store = Datastore.open(folder)
+    if device_keys:
+        store.device_keys = work.kept
+    return store
+
+
+def _segment_rows(lm: CausalLM) -> int:
+    """Choose how many rows make a segment. A stopped build loses the one that was begun: half a minute, not more."""
+    if lm.device.type != "cuda":
+        return 16_384 if lm.device.type == "cpu" else 65_536
+    # Several segments are on the device at a time.
+    return min(1 << 20, max(65_536, _SEGMENT_BYTES // (2 * lm.width)))
 
 
 @contextmanager
@@ -159,116 +173,217 @@ def _difference(found: Any, wanted: Any) -> str:
     return f"{found}, now {wanted}"
 
 
-def _resume(documents: Iterable[Document], catalog: Catalog, advance: Any) -> Iterator[Document]:
-    """Skip the documents that are stored, after checking that they are the same."""
-    stored = catalog.documents()
-    for document in documents:
-        known = next(stored, None)
-        if known is None:
-            yield document
-        elif (known.id, known.sha256) == (document.id, text_hash(document.text)):
-            advance(len(document.text))
-        else:
+def _skip_stored(documents: Iterator[Document], catalog: Catalog, advance: Advance) -> None:
+    """Pass over the documents that are stored, after checking that they are the same."""
+    for known in catalog.documents():
+        document = next(documents, None)
+        if document is None:
+            raise DatastoreError(
+                f"{catalog.path.parent} is an unfinished build of more text: it already holds {known.source}, which is "
+                "not in the text given now. Give the same text, or remove the memory and begin again."
+            )
+        if (known.id, known.sha256) != (document.id, text_hash(document.text)):
             raise DatastoreError(
                 f"{catalog.path.parent} is an unfinished build of other text: document {known.number + 1} was "
                 f"{known.source}, now it is {document.source} or its text has changed. Give the same text in the "
                 "same order, or remove the memory and begin again."
             )
-    if (left := next(stored, None)) is not None:
-        raise DatastoreError(
-            f"{catalog.path.parent} is an unfinished build of more text: it already holds {left.source}, which is not "
-            "in the text given now. Give the same text, or remove the memory and begin again."
+        advance(len(document.text))
+
+
+@dataclass(frozen=True)
+class _Segment:
+    """A group and its place in the memory."""
+
+    group: Group
+    number: int
+    first_row: int
+
+
+class _Build:
+    """Reads one group after another and commits each as the next segment.
+
+    On a fast device, segments are written in threads while the model reads on, and are committed here, in their order,
+    when they are on disk.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        catalog: Catalog,
+        lm: CausalLM,
+        advance: Advance,
+        *,
+        compile: bool | None,  # noqa: A002
+        total: int | None,
+        keep: bool,
+    ) -> None:
+        self._folder, self._catalog, self._lm, self._advance = folder, catalog, lm, advance
+        self._compile, self._total = compile, total
+        self._window = WindowShape(**catalog.get("window"))
+        self._key_dtype: str = catalog.get("key_dtype")
+        self._batch_tokens: int = catalog.get("batch_tokens")
+        segments = catalog.segments()
+        self._number = len(segments)
+        self._row = segments[-1].first_row + segments[-1].rows if segments else 0
+        self._offset = stored_offset(catalog)
+        self._compiling: Compiling | None = None
+        self._piped = pipelined(lm.device) and self._key_dtype == "float16"
+        self._waiting: deque[tuple[_Segment, Future[Written]]] = deque()
+        self.kept: list[Tensor] | None = [] if keep and self._piped and not segments else None
+
+    def run(self, groups: Iterable[Group]) -> None:
+        """Make a segment of each group. What is on disk when something goes wrong is committed before it is raised."""
+        with ExitStack() as stack:
+            self._disk = stack.enter_context(Disk(_seal))
+            try:
+                for number, group in enumerate(groups):
+                    if number == 0:
+                        self._prepare(group, stack)
+                    self._add(group)
+                self._settle(0)
+            except BaseException:
+                self._rescue()
+                raise
+
+    def _prepare(self, group: Group, stack: ExitStack) -> None:
+        """Decide on the first group what holds for all; a resumed build has decided."""
+        window = self._window
+        if self._number == 0:
+            self._offset = _calibrate(self._lm, group, window)
+            wanted = self._pays(group) if self._compile is None else self._compile
+        else:
+            wanted = bool(self._catalog.get("compile"))
+        if wanted:
+            shape = (max(1, self._batch_tokens // window.context), window.context)  # of every batch of whole windows
+            self._compiling = stack.enter_context(compiled(self._lm.model, self._lm.key_layer, shape))
+
+    def _pays(self, group: Group) -> bool:
+        """Say whether compiling saves more than it takes, judged by how many whole windows a group has."""
+        if self._lm.device.type != "cuda" or self._total is None:
+            return False
+        read = group.whole_windows(self._window) * self._window.context
+        return read * self._total >= _PAYS * group.characters
+
+    def _add(self, group: Group) -> None:
+        segment = _Segment(group, self._number, self._row)
+        self._number, self._row = self._number + 1, self._row + group.rows
+        self._settle(_BEHIND - 1)
+        if self._piped and self._make_room(group.rows * self._lm.width * 2):
+            collected = collect(
+                self._lm,
+                group.tokens,
+                self._window,
+                batch_tokens=self._batch_tokens,
+                offset=self._offset,
+                advance=group.by_characters(self._advance),
+            )
+            if self.kept is not None:
+                self.kept.append(collected.keys)
+            values = np.concatenate([np.asarray(tokens, np.int32) for tokens in group.tokens])
+            final = segment_folder(self._folder, segment.number)
+            self._waiting.append((segment, self._disk.submit(final, collected, values)))
+        else:
+            self.kept = None
+            self._settle(0)
+            self._commit(segment, *self._write(segment, group.by_characters(self._advance)))
+
+    def _make_room(self, size: int) -> bool:
+        """See that the device has room for keys of so many bytes; False where they must not stay there."""
+        while size > room(self._lm.device):
+            if self._waiting:
+                self._take()
+            elif self.kept:
+                self.kept = None
+            else:
+                return False
+        return True
+
+    def _settle(self, most: int) -> None:
+        """Commit what has been written, and wait until at most so many segments are not."""
+        while self._waiting and (len(self._waiting) > most or self._waiting[0][1].done()):
+            self._take()
+
+    def _take(self) -> None:
+        """Commit the oldest segment that was handed to the disk."""
+        segment, future = self._waiting[0]
+        written = future.result()
+        if not math.isfinite(written.largest):
+            raise self._undefined(segment.group)
+        if written.sums is not None:
+            self._commit(segment, 1.0, *written.sums)
+        else:
+            # Larger than float16: read once more, into a file that is divided as need be; and so from now on.
+            self._piped, self.kept = False, None
+            self._commit(segment, *self._write(segment, lambda _: None))
+        self._waiting.popleft()  # not before: where something goes wrong, none behind it may be committed
+
+    def _rescue(self) -> None:
+        """Commit what is on its way to the disk, up to the first segment that does not get there."""
+        for segment, future in self._waiting:
+            if future.exception() is not None or (sums := future.result().sums) is None:
+                return
+            try:
+                self._commit(segment, 1.0, *sums)
+            except DatastoreError:  # what went wrong first is what should be told
+                return
+
+    def _write(self, segment: _Segment, advance: Advance) -> tuple[float, str, str]:
+        """Read a group and write it here and now; give the scale, and the hashes of keys and values."""
+        final = segment_folder(self._folder, segment.number)
+        partial = final.with_suffix(".partial")
+        with writing(partial):
+            partial.mkdir(parents=True)
+        with KeyWriter(partial / KEYS, self._key_dtype, self._lm.width) as writer:
+            readings = self._lm.read(segment.group.tokens, self._window, batch_tokens=self._batch_tokens, logits=False)
+            for reading in readings:
+                keys = reading.keys.cpu()
+                if self._offset is not None:
+                    keys = keys - self._offset
+                if not math.isfinite(float(keys.abs().max())):
+                    raise self._undefined(segment.group)
+                writer.put_keys(reading.rows.numpy(), keys.numpy())
+                advance(len(keys))
+        with ArrayWriter(partial / VALUES, "int32") as values:
+            for tokens in segment.group.tokens:
+                values.append(np.asarray(tokens, np.int32))
+        _seal(partial, final)
+        return writer.divisor, checksum(final / KEYS), checksum(final / VALUES)
+
+    def _undefined(self, group: Group) -> ModelError:
+        return ModelError(
+            f"{self._lm.name} gives infinite or undefined hidden states at {self._lm.key_layer.module} "
+            f"(among the tokens of {group.documents[0].source} and after). Try --dtype float32 or another "
+            "--key-layer."
         )
 
+    def _commit(self, segment: _Segment, scale: float, keys_sum: str, values_sum: str) -> None:
+        """Let a segment that is on disk exist."""
+        row = SegmentRow(segment.number, segment.first_row, segment.group.rows, scale, keys_sum, values_sum)
+        number = self._catalog.document_count()
+        documents = segment.group.stored(segment.number, first_row=segment.first_row, number=number)
+        facts: dict[str, Any] = {}
+        if segment.number == 0:
+            facts["compile"] = self._compiling is not None and not self._compiling.broken
+            if self._offset is not None:
+                facts["offset"] = self._offset.tolist()
+        self._catalog.add_segment(row, documents, **facts)
 
-def _groups(documents: Iterable[Document], lm: CausalLM, segment_rows: int) -> Iterator[_Group]:
-    """Tokenise documents and gather whole ones until they fill a segment."""
-    group = _Group()
-    for document in documents:
-        group.add(document, lm.encode(document.text))
-        if group.rows >= segment_rows:
-            yield group
-            group = _Group()
-    if group.rows:
-        yield group
 
-
-def _write_segment(folder: Path, catalog: Catalog, lm: CausalLM, group: _Group, advance: Any) -> None:
-    """Read one group with the model and commit it as the next segment."""
-    segments = catalog.segments()
-    number = len(segments)
-    first_row = segments[-1].first_row + segments[-1].rows if segments else 0
-    window = WindowShape(**catalog.get("window"))
-    offset = _calibrate(lm, group, window) if number == 0 else stored_offset(catalog)
-    final = segment_folder(folder, number)
-    partial = final.with_suffix(".partial")
-    with writing(partial):
-        partial.mkdir(parents=True)
-    batch_tokens = catalog.get("batch_tokens")
-    scale = _write_keys(partial / KEYS, lm, group, window, offset, catalog.get("key_dtype"), batch_tokens, advance)
-    with ArrayWriter(partial / VALUES, "int32") as values:
-        for tokens in group.tokens:
-            values.append(torch.tensor(tokens, dtype=torch.int32).numpy())
+def _seal(partial: Path, final: Path) -> None:
+    """Give a folder that was written its name, so that both are on disk."""
     with writing(final):
         sync_folder(partial)
         partial.rename(final)
         sync_folder(final.parent)
-    row = SegmentRow(number, first_row, group.rows, scale, checksum(final / KEYS), checksum(final / VALUES))
-    documents = _rows(group, number, first_row, catalog.document_count())
-    facts = {} if offset is None else {"offset": offset.tolist()}
-    catalog.add_segment(row, documents, **facts)
 
 
-def _write_keys(
-    path: Path,
-    lm: CausalLM,
-    group: _Group,
-    window: WindowShape,
-    offset: Tensor | None,
-    dtype: str,
-    batch_tokens: int,
-    advance: Any,
-) -> float:
-    """Write the keys of a group and return what they were divided by to stay within the range of the dtype."""
-    characters = sum(len(document.text) for document in group.documents)
-    done = 0
-    with KeyWriter(path, dtype, lm.width) as writer:
-        for reading in lm.read(group.tokens, window, batch_tokens=batch_tokens, logits=False):
-            keys = reading.keys.cpu()
-            if offset is not None:
-                keys = keys - offset
-            if not math.isfinite(float(keys.abs().max())):
-                raise ModelError(
-                    f"{lm.name} gives infinite or undefined hidden states at {lm.key_layer.module} "
-                    f"(among the tokens of {group.documents[0].source} and after). Try --dtype float32 or another "
-                    "--key-layer."
-                )
-            writer.put_keys(reading.rows.numpy(), keys.numpy())
-            before, done = done, done + len(keys)
-            advance(characters * done // group.rows - characters * before // group.rows)
-    return writer.divisor
-
-
-def _calibrate(lm: CausalLM, group: _Group, window: WindowShape) -> Tensor | None:
+def _calibrate(lm: CausalLM, group: Group, window: WindowShape) -> Tensor | None:
     """Find the mean of the keys where some are too large for fine steps of float16; None where all is well.
 
     Some models have a few dimensions that are thousands of times larger than the rest and hardly vary. Stored less
     their mean, they take as little of the precision as the others do.
     """
-    sample: list[list[int]] = []
-    for tokens in group.tokens:
-        sample.append(tokens[: _CALIBRATION - sum(map(len, sample))])
-        if sum(map(len, sample)) >= _CALIBRATION:
-            break
+    sample = group.beginning(_CALIBRATION)
     keys = torch.cat([reading.keys.cpu() for reading in lm.read(sample, window, logits=False)])
     return keys.mean(0) if float(keys.abs().max()) > _LARGE else None
-
-
-def _rows(group: _Group, segment: int, first_row: int, number: int) -> Iterator[StoredDocument]:
-    """Give the catalog rows of a group's documents."""
-    for document, tokens in zip(group.documents, group.tokens, strict=True):
-        yield StoredDocument(
-            number, document.id, document.source, segment, first_row, len(tokens), text_hash(document.text)
-        )
-        number += 1
-        first_row += len(tokens)

@@ -126,12 +126,20 @@ class CausalLM:
 
     def encode(self, text: str) -> list[int]:
         """Turn text into tokens, without special ones."""
-        try:
-            text.encode()
-        except UnicodeEncodeError as error:
-            raise ParameterError(f"The text is not Unicode at character {error.start}: give it as UTF-8.") from None
+        _check_text(text)
         # verbose=False: a document may be longer than the model reads at once; windows see to that.
-        tokens = list(self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
+        return self._checked(list(self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]))
+
+    def encode_all(self, texts: Sequence[str]) -> list[list[int]]:
+        """Turn many texts into tokens, each as `encode` does, on all cores where the tokenizer can."""
+        for text in texts:
+            _check_text(text)
+        if not texts:
+            return []
+        encoded = self.tokenizer(list(texts), add_special_tokens=False, verbose=False)["input_ids"]
+        return [self._checked(list(tokens)) for tokens in encoded]
+
+    def _checked(self, tokens: list[int]) -> list[int]:
         # Some tokenizers have a few more tokens than their model, for pictures say; that is fine until one is used.
         if tokens and max(tokens) >= self.vocab_size:
             raise ModelError(
@@ -224,6 +232,14 @@ class CausalLM:
             kept.extend(hooks.enter_context(layer.capture(stop=not logits and len(layers) == 1)) for layer in layers)
             output = self.model(input_ids=ids, use_cache=False)
         return [keys[-1] for keys in kept], output.logits if logits and output is not None else None
+
+
+def _check_text(text: str) -> None:
+    """Refuse what is no Unicode: a lone half of a surrogate pair."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ParameterError(f"The text is not Unicode at character {error.start}: give it as UTF-8.") from None
 
 
 def expected(batch: Sequence[Window]) -> tuple[Tensor, Tensor]:
