@@ -44,8 +44,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--limit", type=int, help="tokens of valid and of test (default: all)")
     parser.add_argument("--at", help="k,τ,λ to use instead of choosing them on valid, e.g. 1024,2,0.75")
     parser.add_argument("--oracle", action="store_true", help="compute the test figures again in NumPy")
-    parser.add_argument("--build-batch", type=int, default=2048, help="tokens in a batch when building")
-    parser.add_argument("--batch", type=int, default=1024, help="tokens in a batch when evaluating")
+    parser.add_argument("--build-batch", type=int, help="tokens in a batch when building")
+    parser.add_argument("--batch", type=int, help="tokens in a batch when evaluating")
     return parser.parse_args()
 
 
@@ -94,11 +94,14 @@ def split(corpus: Path, name: str) -> Iterator[Document]:
 
 def first(documents: Iterator[Document], lm: CausalLM, tokens: int | None) -> Iterator[Document]:
     """Whole documents until so many tokens are reached."""
+    if tokens is None:
+        yield from documents
+        return
     count = 0
     for document in documents:
         yield document
         count += len(lm.encode(document.text))
-        if tokens is not None and count >= tokens:
+        if count >= tokens:
             return
 
 

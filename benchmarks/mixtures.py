@@ -86,8 +86,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument(
         "--anchors", type=int, default=40_000, help="contexts that the similarity is learnt from; 0 for none"
     )
-    parser.add_argument("--build-batch", type=int, default=2048, help="tokens in a batch when building")
-    parser.add_argument("--batch", type=int, default=1024, help="tokens in a batch when reading")
+    parser.add_argument("--build-batch", type=int, help="tokens in a batch when building")
+    parser.add_argument("--batch", type=int, help="tokens in a batch when reading")
     parser.add_argument("--keep", type=Path, help="also write what was seen into this folder")
     parser.add_argument("--from", dest="kept", type=Path, help="use what --keep wrote instead of a corpus")
     parser.add_argument("--only", help="rows whose name contains this")

@@ -17,7 +17,8 @@ from knnlm.mixture import Batch, Fixed, Mixture
 from knnlm.progress import Progress, silent
 
 _NAMED = 3  # sources that are kept by name
-_GROUP = 8192  # tokens that are packed into batches together
+_BATCH, _GROUP = 1024, 8192  # tokens that are read at once, and tokens that are packed into batches together
+_GPU = 16  # times as many on a GPU, which is idle with less
 
 
 @dataclass(frozen=True)
@@ -128,7 +129,7 @@ def evaluate(
     documents: Iterable[Document],
     *,
     limit: int | None = None,
-    batch_tokens: int = 1024,
+    batch_tokens: int | None = None,
     total: int | None = None,
     progress: Progress = silent,
 ) -> Evaluation:
@@ -188,7 +189,7 @@ def read_all(
     *,
     tally: Tally,
     limit: int | None = None,
-    batch_tokens: int = 1024,
+    batch_tokens: int | None = None,
     total: int | None = None,
     progress: Progress = silent,
     what: str = "evaluating",
@@ -196,10 +197,12 @@ def read_all(
     """Read whole documents until `limit` tokens are reached; give (row of the group's first token, batch)."""
     if limit is not None and limit < 1:
         raise ParameterError(f"limit must be at least 1 token, not {limit}.")
+    times = 1 if mixture.lm.device.type == "cpu" else _GPU
+    batch_tokens = times * _BATCH if batch_tokens is None else batch_tokens
     first = characters = 0
     unit = "characters" if limit is None else "tokens"
     with progress(what, total=total if limit is None else limit, unit=unit) as advance:
-        for group in _groups(mixture, documents, limit, tally):
+        for group in _groups(mixture, documents, limit, tally, max(times * _GROUP, batch_tokens)):
             tokens, new = sum(map(len, group)), tally.characters - characters
             done = 0
             for batch in mixture.read(group, batch_tokens=batch_tokens):
@@ -213,7 +216,7 @@ def read_all(
 
 
 def _groups(
-    mixture: Mixture, documents: Iterable[Document], limit: int | None, tally: Tally
+    mixture: Mixture, documents: Iterable[Document], limit: int | None, tally: Tally, size: int
 ) -> Iterator[list[list[int]]]:
     """Tokenise documents and gather some thousand tokens of them."""
     group: list[list[int]] = []
@@ -223,7 +226,7 @@ def _groups(
         remembered = mixture.home is not None and mixture.home.holds(document.text)
         tally.add(document, len(tokens), remembered=remembered)
         enough = limit is not None and tally.tokens >= limit
-        if enough or sum(map(len, group)) >= _GROUP:
+        if enough or sum(map(len, group)) >= size:
             yield group
             group = []
         if enough:

@@ -204,7 +204,7 @@ def record(
     k: int | None = None,
     sources: Sequence[str] = (),
     limit: int | None = None,
-    batch_tokens: int = 1024,
+    batch_tokens: int | None = None,
     total: int | None = None,
     progress: Progress = silent,
 ) -> Trace:

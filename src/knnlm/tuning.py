@@ -65,7 +65,7 @@ def tune(
     ks: Sequence[int] | None = None,
     temperatures: Sequence[float] | None = None,
     lambdas: Sequence[float] = LAMBDAS,
-    batch_tokens: int = 1024,
+    batch_tokens: int | None = None,
     total: int | None = None,
     progress: Progress = silent,
 ) -> Tuning:
