@@ -106,6 +106,10 @@ class Checks:
                 keys, queries = kind(self._new(4), 300, self.sizes.width, 7)
                 searches.check_lower(keys, queries, metric)
         for metric in METRICS:
+            # Tensor cores cut digits off, so that errors grow with the width; keys as queries are rounded by nothing.
+            for width in (4096, 8192):
+                keys, _ = searches.shifted(self._new(4), 300, width, 1)
+                searches.check_lower(keys, keys[:7].float(), metric)
             keys, queries = searches.random_data(self._new(5), 300, self.sizes.width, 7)
             searches.check_lower(keys, queries, metric, int8=True)
         return f"{len(searches.KINDS)} kinds of data"
@@ -243,20 +247,19 @@ class Checks:
                 continue
             eager = kept.search(queries[number : number + 1], self.sizes.large_k)
             assert torch.equal(captured.distances, eager.distances)
-            assert torch.equal(captured.ids.sort().values, eager.ids.sort().values) or _tied(eager)
+            ids = captured.ids[0]
+            own = (keys[ids].float() - query).square().sum(1)
+            torch.testing.assert_close(own, captured.distances[0], rtol=1e-4, atol=1e-5)
+            assert len(ids.unique()) == len(ids)
         assert unproven < 20, "no replay was proven"
         return f"{20 - unproven} of 20 replays proven and equal"
-
-
-def _tied(found: Neighbours) -> bool:
-    return bool((found.distances.diff(dim=1) == 0).any())
 
 
 class _OnDevice(searches.Array):
     """Keys that are on the device already, as a build leaves them."""
 
     @property
-    def device_keys(self) -> list[Tensor]:
+    def resident_keys(self) -> list[Tensor]:
         """Two pieces."""
         return [self.data[: len(self.data) // 3], self.data[len(self.data) // 3 :]]
 

@@ -145,24 +145,27 @@ def search(millions: int, dtype: str) -> None:
     note(
         f"{millions}M {dtype}: read all keys once", f"{reading:.2f} ms", f"{held.keys.nbytes / reading / 1e9:.2f} TB/s"
     )
-    product = 0.0
+    products: dict[int, float] = {}
     if dtype == "float16":
-        product = time_of_product(held.keys, queries[:1024].half())
-        note(f"{millions}M {dtype}: product alone, 1,024 queries", f"{1024e3 / product:,.0f} queries/s")
+        for batch in (256, 1024, 4096):
+            products[batch] = time_of_product(held.keys, queries[:batch].half())
+            note(
+                f"{millions}M {dtype}: product alone, batch {batch}", f"{batch * 1e3 / products[batch]:,.0f} queries/s"
+            )
     for k in KS:
         for batch in BATCHES:
             one = queries[:batch]
             spent = timed(partial(finder.search, one, k), repeats=3 if batch > 256 else 7)
             beside = f"÷ reading {reading / spent:.2f}"
-            if batch >= 256 and product:
-                beside = f"÷ product {product * batch / 1024 / spent:.2f}"
+            if batch in products:
+                beside = f"÷ product {products[batch] / spent:.2f}"
             note(f"{millions}M {dtype}, k={k}, batch {batch}", f"{batch * 1e3 / spent:,.0f} queries/s", beside)
     if dtype == "float16":
         spent = timed(lambda: by_torch(held, queries[:1024]), repeats=1)
         note(f"{millions}M {dtype}: torch mm + topk, k=1024, batch 1024", f"{1024e3 / spent:,.0f} queries/s")
     wrong, off = compare(finder, held, queries[:: max(BATCHES) // 64])
     note(
-        f"{millions}M {dtype}: neighbours missed against float32",
+        f"{millions}M {dtype}: neighbours missed against brute force",
         f"{wrong} of {64 * 1024}",
         f"distances off by {off:.1e}",
     )
@@ -234,7 +237,7 @@ class Host:
 
 
 def streamed(millions: int) -> None:
-    """Time a search of keys that wait in host memory, with room for a quarter of them on the device."""
+    """Time a search of keys that wait in host memory, with room for about a twelfth of them on the device at a time."""
     from knnlm.index import ExactIndex
 
     torch.cuda.empty_cache()
@@ -295,12 +298,14 @@ def corpus(folder: Path, options: argparse.Namespace) -> None:
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
     name = folder.name
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = tempfile.mkdtemp()  # compiled as for the first time
+    torch._dynamo.reset()
     lm = CausalLM.open(options.model, device="cuda")
     documents = list(split(folder, "train"))
     characters = sum(len(document.text) for document in documents)
     with tempfile.TemporaryDirectory(dir=options.folder) as place:
         begin = time.perf_counter()
-        store = knnlm.build(documents, Path(place) / "memory", lm=lm, total=characters, device_keys=True)
+        store = knnlm.build(documents, Path(place) / "memory", lm=lm, total=characters, keep_on_device=True)
         built = time.perf_counter()
         mixture = Mixture.open(store, lm, fresh=True)
         torch.cuda.synchronize()
@@ -310,7 +315,7 @@ def corpus(folder: Path, options: argparse.Namespace) -> None:
             f"{ready - begin:.1f} s",
             f"{store.rows:,} keys, {built - begin:.1f} s of it the build",
         )
-        kept = store.device_keys is not None
+        kept = store.resident_keys is not None
         note(f"{name}: keys stayed on the device", kept, f"{store.rows / (built - begin) / 1e6:.2f} M keys/s")
         valid = knnlm.record(mixture, split(folder, "valid"), Path(place) / "valid", k=1024, limit=options.limit)
         traced = time.perf_counter()

@@ -8,14 +8,13 @@ from pathlib import Path
 # No test may need a network, and asking for one takes a minute to fail. It is read when transformers is imported.
 os.environ["HF_HUB_OFFLINE"] = "1"
 
-import torch
-
-# Without a GPU, kernels run under Triton's interpreter. It is read when Triton is imported, which torch alone is not.
-if not torch.cuda.is_available():
-    os.environ["TRITON_INTERPRET"] = "1"
+# Tests run on a CPU, kernels under Triton's interpreter; it is read when Triton is imported. A GPU has
+# benchmarks/check_gpu.py.
+os.environ["TRITON_INTERPRET"] = "1"
 
 import hypothesis
 import pytest
+import torch
 
 from knnlm import CausalLM, Datastore, Document, build
 from models import TEXT, tiny, tiny_tokenizer

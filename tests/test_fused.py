@@ -17,9 +17,10 @@ from hypothesis import strategies as st
 import oracle
 import searches
 from conftest import documents
-from knnlm import Datastore, build
+from knnlm import Datastore, build, build_index
+from knnlm.datastore import indexing, open_index
 from knnlm.errors import DatastoreCorrupt, IndexInvalid, ParameterError
-from knnlm.index import ExactIndex, fused, kernels, loading
+from knnlm.index import ExactIndex, Reranked, fused, kernels, loading
 from knnlm.index import exact as exact_module
 from knnlm.index.fused import FusedSearch
 from knnlm.index.loading import StreamedSearch
@@ -99,15 +100,19 @@ def test_no_queries_give_no_answers():
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy's, under the interpreter
+@pytest.mark.parametrize("room", [None, 10_000])  # at once, and streamed in chunks
 @pytest.mark.parametrize("value", [np.nan, np.inf, 1e30])
-def test_a_query_that_is_nowhere_has_no_neighbours_rather_than_padding(value):
-    keys, queries = searches.random_data(seeded(0), 300, 8, 2)
+def test_a_query_that_is_nowhere_has_no_neighbours_rather_than_padding(value, room):
+    count = 300 if room is None else 2100
+    keys, queries = searches.random_data(seeded(0), count, 8, 2)
     queries[1, 3] = value
-    found = ExactIndex(Array(keys), fused=True).search(queries, 4)
+    index = ExactIndex(Array(keys), fused=True, room=room)
+    assert isinstance(index.finder, FusedSearch if room is None else StreamedSearch)
+    found = index.search(queries, 4)
     truth = by_numpy(queries[:1], keys.numpy(), "l2")
     first = type(found)(found.ids[:1], found.distances[:1])
     searches.check_answer(first, truth, 4, searches.allowed(queries[:1], keys, truth, "l2"))
-    assert ((found.ids[1] < 300) & (found.ids[1] >= -1)).all()
+    assert (found.ids[1] == -1).all()
     assert (found.distances[1] == np.inf).all()
 
 
@@ -357,15 +362,58 @@ def test_keys_that_a_build_left_on_the_device_are_used(store, monkeypatch):
     monkeypatch.setattr(loading, "_CHUNK", 64)
     opened = Datastore.open(store.path)
     everything = stored(store).half()
-    opened.device_keys = list(everything.split(190))
+    opened.resident_keys = list(everything.split(190))
     monkeypatch.setattr(opened, "read", None)  # files are not looked at
     queries = queries_near(store)
     truth = by_numpy(queries, everything.numpy(), "l2")
     slack = searches.allowed(queries, everything, truth, "l2")
-    for room in (None, 10_000):
-        found = ExactIndex(opened.keys, fused=True, room=room).search(queries, 6)
-        searches.check_answer(found, truth, 6, slack)
+    found = ExactIndex(opened.keys, fused=True).search(queries, 6)
+    searches.check_answer(found, truth, 6, slack)
+    assert opened.resident_keys is not None
     opened.close()
+
+
+def test_keys_that_do_not_fit_twice_are_let_go_and_read_from_their_files(store):
+    opened = Datastore.open(store.path)
+    wrong = torch.full_like(stored(store).half(), 7)
+    opened.resident_keys = [wrong]
+    queries = queries_near(store)
+    index = ExactIndex(opened.keys, fused=True, room=10_000)
+    assert isinstance(index.finder, StreamedSearch)
+    assert opened.resident_keys is None
+    truth = by_numpy(queries, stored(store).numpy(), "l2")
+    slack = searches.allowed(queries, stored(store), truth, "l2")
+    searches.check_answer(index.search(queries, 6), truth, 6, slack)
+    opened.close()
+
+
+def test_keys_that_no_memory_holds_are_read_as_they_are_needed(store, monkeypatch):
+    monkeypatch.setattr(loading, "_host_memory", lambda: 10_000)
+    assert isinstance(ExactIndex(store.keys, fused=True, room=10_000).finder, PlainIndex)
+
+
+def test_what_fits_on_a_device_is_known_before(lm, store, tmp_path, monkeypatch):
+    cpu = torch.device("cpu")
+    assert loading.fits_on(store.keys, cpu, "float16")
+    single = build(documents(3), tmp_path / "single", lm=lm, key_dtype="float32")
+    assert not loading.fits_on(single.keys, cpu, "float16")
+    needed = {keys: loading._needed(store.keys, keys) for keys in ("float16", "int8")}
+    assert needed["int8"] < needed["float16"]
+    assert store.rows * store.width * 2 < needed["float16"]
+    monkeypatch.setattr(loading, "_free", lambda _: needed["float16"] - 1)
+    assert not loading.fits_on(store.keys, cpu, "float16")
+    assert loading.fits_on(store.keys, cpu, "int8")
+
+
+@pytest.mark.parametrize("fitting", [True, False])
+def test_an_index_is_passed_over_only_where_all_keys_fit(lm, tmp_path, monkeypatch, fitting):
+    made = build(documents(12), tmp_path / "memory", lm=lm)
+    build_index(made, "Flat")
+    monkeypatch.setattr(indexing, "fast", lambda _: True)
+    monkeypatch.setattr(indexing, "fits", lambda *_: fitting)
+    opened = open_index(Datastore.open(made.path))
+    assert isinstance(opened, ExactIndex if fitting else Reranked)
+    assert not isinstance(open_index(Datastore.open(made.path), rerank=False), ExactIndex)
 
 
 @pytest.mark.parametrize("cut", [1, 128, 5000])

@@ -77,9 +77,9 @@ def test_large_keys_are_stored_as_in_the_plain_way(tmp_path, piped, factor, shif
     plain = build(documents(8), tmp_path / "plain", lm=lm, segment_rows=100)
     assert plain.offset is not None
     piped()
-    store = build(documents(8), tmp_path / "piped", lm=lm, segment_rows=100, device_keys=True)
+    store = build(documents(8), tmp_path / "piped", lm=lm, segment_rows=100, keep_on_device=True)
     assert contents(tmp_path / "piped") == contents(tmp_path / "plain")
-    assert (store.device_keys is None) == any(row.scale != 1.0 for row in store.segments)
+    assert (store.resident_keys is None) == any(row.scale != 1.0 for row in store.segments)
 
 
 def test_segments_before_and_after_one_of_too_large_keys_are_right(tmp_path, piped):
@@ -93,17 +93,17 @@ def test_segments_before_and_after_one_of_too_large_keys_are_right(tmp_path, pip
     else:
         pytest.fail("no such size")
     piped()
-    store = build(documents(12), tmp_path / "piped", lm=lm, segment_rows=1, device_keys=True)
+    store = build(documents(12), tmp_path / "piped", lm=lm, segment_rows=1, keep_on_device=True)
     assert contents(tmp_path / "piped") == contents(plain.path)
-    assert store.device_keys is None
+    assert store.resident_keys is None
 
 
 def test_float32_keys_go_the_plain_way(lm, tmp_path, piped):
     build(documents(4), tmp_path / "plain", lm=lm, key_dtype="float32", segment_rows=150)
     piped()
-    store = build(documents(4), tmp_path / "piped", lm=lm, key_dtype="float32", segment_rows=150, device_keys=True)
+    store = build(documents(4), tmp_path / "piped", lm=lm, key_dtype="float32", segment_rows=150, keep_on_device=True)
     assert contents(tmp_path / "piped") == contents(tmp_path / "plain")
-    assert store.device_keys is None
+    assert store.resident_keys is None
 
 
 def test_a_device_without_room_is_relieved_and_then_passed_by(lm, tmp_path, piped, monkeypatch):
@@ -112,19 +112,19 @@ def test_a_device_without_room_is_relieved_and_then_passed_by(lm, tmp_path, pipe
     for name, rooms in {"never": [], "at first": [10**9, 10**9], "later": [10**9, 0, 0, 0, 0, 0, 10**9]}.items():
         left = iter(rooms)
         monkeypatch.setattr(builder, "room", lambda _, left=left: next(left, 0))
-        store = build(documents(12), tmp_path / name, lm=lm, segment_rows=150, device_keys=True)
+        store = build(documents(12), tmp_path / name, lm=lm, segment_rows=150, keep_on_device=True)
         assert contents(tmp_path / name) == contents(tmp_path / "plain")
-        assert store.device_keys is None
+        assert store.resident_keys is None
 
 
 def test_keys_that_stay_on_the_device_are_the_stored_ones(lm, tmp_path, piped):
-    assert build(documents(12), tmp_path / "plain", lm=lm, segment_rows=150, device_keys=True).device_keys is None
+    assert build(documents(12), tmp_path / "plain", lm=lm, segment_rows=150, keep_on_device=True).resident_keys is None
     piped()
-    assert build(documents(12), tmp_path / "without", lm=lm, segment_rows=150).device_keys is None
-    store = build(documents(12), tmp_path / "piped", lm=lm, segment_rows=150, device_keys=True)
-    assert [len(keys) for keys in store.device_keys] == [row.rows for row in store.segments]
-    assert all(keys.dtype == torch.float16 and not keys.is_inference() for keys in store.device_keys)
-    assert torch.equal(torch.cat(store.device_keys).float(), store.take(torch.arange(store.rows)))
+    assert build(documents(12), tmp_path / "without", lm=lm, segment_rows=150).resident_keys is None
+    store = build(documents(12), tmp_path / "piped", lm=lm, segment_rows=150, keep_on_device=True)
+    assert [len(keys) for keys in store.resident_keys] == [row.rows for row in store.segments]
+    assert all(keys.dtype == torch.float16 and not keys.is_inference() for keys in store.resident_keys)
+    assert torch.equal(torch.cat(store.resident_keys).float(), store.take(torch.arange(store.rows)))
 
 
 def test_progress_counts_every_character_once(lm, tmp_path, piped):
@@ -179,9 +179,9 @@ def test_an_error_of_the_source_comes_after_all_before_it_is_stored(lm, tmp_path
         catalog = Catalog.open(tmp_path / name / "catalog.db")
         resumed = catalog.document_count() > 0
         catalog.close()
-        store = build(documents(12), tmp_path / name, lm=lm, segment_rows=150, device_keys=True)
+        store = build(documents(12), tmp_path / name, lm=lm, segment_rows=150, keep_on_device=True)
         assert contents(tmp_path / name) == whole
-        assert (store.device_keys is None) == resumed
+        assert (store.resident_keys is None) == resumed
 
 
 def grouped(lm: CausalLM, text: list[Document]) -> list[Group]:

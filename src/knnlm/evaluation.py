@@ -19,6 +19,7 @@ from knnlm.progress import Progress, silent
 _NAMED = 3  # sources that are kept by name
 _BATCH, _GROUP = 1024, 8192  # tokens that are read at once, and tokens that are packed into batches together
 _GPU = 16  # times as many on a GPU, which is idle with less
+_SHARE = 32  # of its memory, one part in so many is for the logits of a batch
 
 
 @dataclass(frozen=True)
@@ -197,8 +198,8 @@ def read_all(
     """Read whole documents until `limit` tokens are reached; give (row of the group's first token, batch)."""
     if limit is not None and limit < 1:
         raise ParameterError(f"limit must be at least 1 token, not {limit}.")
-    times = 1 if mixture.lm.device.type == "cpu" else _GPU
-    batch_tokens = times * _BATCH if batch_tokens is None else batch_tokens
+    times = _GPU if mixture.lm.device.type == "cuda" else 1
+    batch_tokens = _batch_tokens(mixture, times) if batch_tokens is None else batch_tokens
     first = characters = 0
     unit = "characters" if limit is None else "tokens"
     with progress(what, total=total if limit is None else limit, unit=unit) as advance:
@@ -213,6 +214,14 @@ def read_all(
             characters += new
     if not tally.tokens:
         raise CorpusError("There is no text to evaluate on: no document has a token.")
+
+
+def _batch_tokens(mixture: Mixture, times: int) -> int:
+    """Choose how many tokens are read at once: on a GPU, more, as far as their logits fit."""
+    if times == 1:
+        return _BATCH
+    memory = torch.cuda.get_device_properties(mixture.lm.device).total_memory
+    return max(_BATCH, min(times * _BATCH, memory // _SHARE // (4 * mixture.lm.vocab_size)))
 
 
 def _groups(

@@ -63,8 +63,7 @@ NoRerank = Annotated[
 DeviceKeys = Annotated[
     str,
     typer.Option(
-        help="What a GPU holds keys in: float16 (as stored), or int8 (half the memory; with rerank, only the choice of "
-        "a shortlist is rounded)."
+        help="What a GPU holds keys in: float16 (as stored), or int8 (half the memory, distances to rounded keys)."
     ),
 ]
 Limit = Annotated[

@@ -43,8 +43,10 @@ from knnlm.progress import Advance, Progress, silent
 
 # Above this, one step of float16 is a whole unit: as much as neighbours differ by in an ordinary dimension.
 _LARGE = 1024.0
+STUDENT, ADAPTED = "student", "adapted.json"  # what else may lie in the folder of a memory
 _CALIBRATION = 2048  # tokens read to see how large the keys of a model are
-_BATCH_TOKENS = {"cpu": 1024, "cuda": 65_536}
+_BATCH_TOKENS = {"cpu": 1024, "cuda": 65_536}  # on a GPU, of a model of this width; fewer of a wider one
+_WIDTH, _FEWEST = 576, 4096
 _SEGMENT_BYTES = 1 << 31
 _BEHIND = 3  # segments that may be on their way to the disk
 _PAYS = 15_000_000  # tokens in whole windows: to compile takes ten seconds, and saves 0.7 for a million
@@ -60,19 +62,19 @@ def build(
     segment_rows: int | None = None,
     batch_tokens: int | None = None,
     compile: bool | None = None,  # noqa: A002  (what torch calls it)
-    device_keys: bool = False,
+    keep_on_device: bool = False,
     total: int | None = None,
     progress: Progress = silent,
 ) -> Datastore:
     """Store every document, resuming an unfinished build of the same text; `total` is its number of characters.
 
     `compile` says whether the model's blocks are compiled, by default where that pays; a resumed build does as it
-    began. `device_keys` leaves the keys on the device too, as `device_keys` of what is returned, if they can be.
+    began. `keep_on_device` leaves keys on the device too, as `resident_keys` of what is returned, if they can be.
     """
     if key_dtype not in KEY_DTYPES:
         raise ParameterError(f"Unknown key dtype {key_dtype!r}: use {' or '.join(KEY_DTYPES)}.")
     segment_rows = segment_rows if segment_rows is not None else _segment_rows(lm)
-    batch_tokens = batch_tokens if batch_tokens is not None else _BATCH_TOKENS.get(lm.device.type, 16_384)
+    batch_tokens = batch_tokens if batch_tokens is not None else _batch_tokens(lm)
     if segment_rows < 1 or batch_tokens < 1:
         raise ParameterError(f"segment rows ({segment_rows}) and batch tokens ({batch_tokens}) must be at least 1.")
     folder = Path(path)
@@ -83,15 +85,15 @@ def build(
             with progress("reading", total=total, unit="characters") as advance:
                 source = iter(documents)
                 _skip_stored(source, catalog, advance)
-                work = _Build(folder, catalog, lm, advance, compile=compile, total=total, keep=device_keys)
+                work = _Build(folder, catalog, lm, advance, compile=compile, total=total, keep=keep_on_device)
                 with closing(tokenised(source, lm)) as pairs:
                     work.run(groups(pairs, segment_rows))
             catalog.put(state="complete")
         finally:
             catalog.close()
     store = Datastore.open(folder)
-    if device_keys:
-        store.device_keys = work.kept
+    if keep_on_device:
+        store.resident_keys = work.kept
     return store
 
 
@@ -101,6 +103,12 @@ def _segment_rows(lm: CausalLM) -> int:
         return 16_384 if lm.device.type == "cpu" else 65_536
     # Several segments are on the device at a time.
     return min(1 << 20, max(65_536, _SEGMENT_BYTES // (2 * lm.width)))
+
+
+def _batch_tokens(lm: CausalLM) -> int:
+    """Choose how many tokens are read at once: as many as keep the device busy and fit beside the keys."""
+    usual = _BATCH_TOKENS.get(lm.device.type, 16_384)
+    return usual if lm.device.type == "cpu" else max(_FEWEST, min(usual, usual * _WIDTH // lm.width))
 
 
 @contextmanager
@@ -129,6 +137,7 @@ def check_folder(folder: Path) -> None:
     if folder.exists() and not folder.is_dir():
         raise DatastoreError(f"{folder} is a file. Choose another --out.")
     ours = {"writer.lock", "catalog.partial", "catalog.partial-journal", MAP, Path(MAP).with_suffix(".partial").name}
+    ours |= {STUDENT, f"{STUDENT}.partial"}
     if folder.exists() and not (folder / FILE).exists():
         foreign = sorted(entry.name for entry in folder.iterdir() if entry.name not in ours)
         if foreign:

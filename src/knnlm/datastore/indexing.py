@@ -12,7 +12,7 @@ from knnlm.datastore.store import Datastore
 from knnlm.errors import DatastoreCorrupt, IndexInvalid
 from knnlm.index import ExactIndex, FaissIndex, Index, Reranked, auto_spec, check_index
 from knnlm.index.base import check_metric
-from knnlm.index.exact import fast
+from knnlm.index.exact import fast, fits
 from knnlm.progress import Progress, silent
 
 _FILE = "index.faiss"
@@ -59,12 +59,11 @@ def open_index(
 ) -> Index:
     """Open the memory's index after checking it, or search exactly where there is none for this metric.
 
-    On a GPU, exact search is faster than any index on the CPU, so that one is used only where its own distances are
-    wanted. `keys` is what the GPU holds keys in.
+    Where a GPU can hold all keys, exact search there is faster than any index on the CPU, so that one is used only
+    where its own distances are wanted. `keys` is what the GPU holds keys in; int8 gives distances to rounded keys.
     """
-    if rerank and fast(device):
-        exact = ExactIndex(store.keys, metric=metric, device=device, keys=keys)
-        return Reranked(exact, store.keys) if keys == "int8" else exact
+    if (rerank or keys == "int8") and fast(device) and fits(store.keys, device, keys):
+        return ExactIndex(store.keys, metric=metric, device=device, keys=keys)
     for row in store.catalog.indexes():
         if row.metric != metric:
             continue

@@ -46,6 +46,10 @@ class Keys:
         self.store.read(first, out)
 
     @property
-    def device_keys(self) -> list[Tensor] | None:
+    def resident_keys(self) -> list[Tensor] | None:
         """The keys on the device that they were built on, if they were kept there."""
-        return self.store.device_keys
+        return self.store.resident_keys
+
+    def release(self) -> None:
+        """Let the keys on the device go; they are in their files."""
+        self.store.resident_keys = None

@@ -38,6 +38,7 @@ from knnlm.index.base import capturing
 KEYS, VALUES, KEPT, COUNTS = "keys.npy", "values.npy", "kept.npy", "counts.npy"
 _MAPPINGS = 256
 _RESIDENT = 1 << 26  # tokens that are kept in memory: four bytes each
+_MOST = 1 << 31  # and on a GPU, beside their keys, which are hundreds of times larger
 
 
 class Datastore:
@@ -67,7 +68,7 @@ class Datastore:
         self._mapped = lru_cache(maxsize=_MAPPINGS)(self._open)
         self._values: dict[torch.device, Tensor] = {}
         # (n, D) float16 keys of each segment, where a build has left them on its device.
-        self.device_keys: list[Tensor] | None = None
+        self.resident_keys: list[Tensor] | None = None
 
     @classmethod
     def open(cls, path: str | Path) -> Datastore:
@@ -218,7 +219,7 @@ class Datastore:
 
     def values(self, rows: Tensor) -> Tensor:
         """Give the tokens of these rows, where the rows are; a row below 0 gives -1."""
-        if self.rows <= _RESIDENT:
+        if self.rows <= (_RESIDENT if rows.device.type == "cpu" else _MOST):
             return self._resident(rows)
         flat = rows.reshape(-1).cpu().numpy()
         values = np.full(len(flat), -1, dtype=np.int64)

@@ -18,6 +18,7 @@ from knnlm.index.base import Neighbours, Vectors, check_metric, check_search
 from knnlm.index.plain import PlainIndex
 
 KEY_DTYPES = ("float16", "int8")
+_CAPABILITY = (8, 0)  # of a GPU whose tensor cores multiply int8 as the kernels want it
 
 
 class Finder(Protocol):
@@ -34,8 +35,18 @@ def check_keys(keys: str) -> None:
 
 
 def fast(device: torch.device | str) -> bool:
-    """Say whether the kernels run there, so that comparing with everything needs no index."""
-    return torch.device(device).type == "cuda" and find_spec("triton") is not None
+    """Say whether the kernels run there."""
+    where = torch.device(device)
+    if where.type != "cuda" or find_spec("triton") is None:
+        return False
+    return torch.cuda.get_device_capability(where) >= _CAPABILITY
+
+
+def fits(vectors: Vectors, device: torch.device | str, keys: str) -> bool:
+    """Say whether the kernels can hold all vectors there."""
+    from knnlm.index.loading import fits_on  # needs Triton
+
+    return fast(device) and fits_on(vectors, torch.device(device), keys)
 
 
 class ExactIndex:

@@ -16,6 +16,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from knnlm.errors import ParameterError
 from knnlm.index import kernels
 from knnlm.index.base import Neighbours, capturing
 from knnlm.index.held import HeldKeys
@@ -42,7 +43,13 @@ class FusedSearch:
 
     def search(self, queries: Tensor, k: int) -> Neighbours:
         """Find the k nearest of each of (B, D) float32 queries; k is at most the number of keys."""
-        parts = [self._search(part, k) for part in queries.split(self._batch(len(queries), k))]
+        size = self._batch(len(queries), k)
+        if capturing(queries) and min(size, len(queries)) > _FEW:
+            raise ParameterError(f"A CUDA graph can hold a search of up to {_FEW} queries, not {len(queries)}.")
+        captured: list[Tensor] = []
+        parts = [self._search(part, k, captured) for part in queries.split(size)]
+        if captured:
+            self.unproven = torch.cat(captured)
         return Neighbours(torch.cat([part.ids for part in parts]), torch.cat([part.distances for part in parts]))
 
     def _batch(self, count: int, k: int) -> int:
@@ -52,7 +59,7 @@ class FusedSearch:
         fitting = self.workspace // (4 * largest) // shape.queries * shape.queries
         return min(max(fitting, shape.queries), _LARGEST)
 
-    def _search(self, queries: Tensor, k: int) -> Neighbours:
+    def _search(self, queries: Tensor, k: int, captured: list[Tensor]) -> Neighbours:
         held = self.held
         shape = kernels.shape_for(len(queries), held.keys.dtype)
         asked = held.ask(queries, shape.queries)
@@ -64,7 +71,7 @@ class FusedSearch:
         lower = held.lower(asked, found.distances[:, -1])
         unproven = limit >= lower
         if capturing(queries):
-            self.unproven = unproven  # nobody can look now; whoever replays the graph may
+            captured.append(unproven)  # nobody can look now; whoever replays the graph may
         elif (rows := unproven.nonzero()[:, 0]).numel():
             self._prove(found, rows, asked.exact, maxima, lower, shape.pairs)
         # A query that is no number, or farther from everything than numbers go, has no neighbours.

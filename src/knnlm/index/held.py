@@ -21,7 +21,9 @@ from knnlm.index.base import check_finite
 
 DEPTH = 64  # dimensions are padded to a multiple of this, for the kernels
 TILE = 256  # and keys to a multiple of this
-_ROUNDING = 2.0**-19  # of a float32 sum on tensor cores, relative to |q||k|; about five times the most that was seen
+# Of a float32 sum on tensor cores, relative to |q||k|, for each dimension: they cut digits off, so that errors add up.
+# At width 576 about five times the most that was seen.
+_ROUNDING = 2.0**-28
 _SIGMAS = 6.0  # of the error of an int8 query; see ByteKeys
 _LEVELS = 127
 _USUAL, _HEADROOM = 0.999, 1.25  # int8 ends at this many times a size that this share of numbers stays below
@@ -72,7 +74,7 @@ class HalfKeys:
 
     def __init__(self, rows: int, width: int, *, metric: str, device: torch.device, centre: Tensor) -> None:
         self.rows, self.width, self.metric = rows, width, metric
-        shape = _padded(rows, TILE), _padded(width, DEPTH)
+        shape = padded(rows, TILE), padded(width, DEPTH)
         self.keys = torch.zeros(shape, dtype=torch.float16, device=device)
         self.halves = torch.full(shape[:1], torch.inf, device=device)
         self.scales = torch.ones(shape[1], device=device)
@@ -110,7 +112,7 @@ class HalfKeys:
         else:
             score, apart = -far, self._radius.double()
             longest = centre.norm() + apart
-        slack = off * apart + _ROUNDING * longest * (size + longest)
+        slack = off * apart + rounding(self.keys.shape[1]) * longest * (size + longest)
         lower: Tensor = score - error @ centre - slack
         return lower.float()
 
@@ -124,7 +126,7 @@ class HalfKeys:
 
 
 class ByteKeys:
-    """Keys in int8: half the bytes and twice the speed of float16, for distances to rounded keys.
+    """Keys in int8: half the bytes of float16 and half as fast again, for distances to rounded keys.
 
     Keys are centred and turned by a random rotation, which distances do not notice and which makes all dimensions
     alike, so that one int8 step suits them all, and queries too. After it, the error e of a rounded query points
@@ -139,7 +141,7 @@ class ByteKeys:
         sample = sample.to(device, torch.float32)
         self._centre = sample.mean(0)
         self._rotation = random_rotation(width, device)
-        shape = _padded(rows, TILE), _padded(width, DEPTH)
+        shape = padded(rows, TILE), padded(width, DEPTH)
         # Not the largest of all: what one enormous key needs would leave the others a step or two.
         sizes = ((sample - self._centre) @ self._rotation).abs().sort(0).values
         usual = _HEADROOM * sizes[math.ceil(_USUAL * len(sizes)) - 1]
@@ -173,8 +175,8 @@ class ByteKeys:
         squares = asked.exact[:count].double().square().sum(1)
         score = (squares - distances.double()) / 2 if self.metric == "l2" else -distances.double()
         off = asked.error[:count].double().norm(dim=1) * self._longest.double()
-        rounding = _ROUNDING * (squares + distances.double().abs())
-        lower: Tensor = score - _SIGMAS / math.sqrt(self.width) * off - rounding
+        blurred = _SIGMAS / math.sqrt(self.width) * off
+        lower: Tensor = score - blurred - rounding(self.keys.shape[1]) * (squares + distances.double().abs())
         return lower.float()
 
     def shift(self, queries: Tensor) -> Tensor:
@@ -187,6 +189,11 @@ class ByteKeys:
         return self.keys[begin:end, : self.width] * self.scales[: self.width]
 
 
+def rounding(width: int) -> float:
+    """Give how far a sum over so many dimensions can be off, relative to the lengths of what is multiplied."""
+    return _ROUNDING * max(512, width)
+
+
 def random_rotation(width: int, device: torch.device) -> Tensor:
     """Give a (D, D) orthogonal matrix, the same every time."""
     generator = torch.Generator().manual_seed(_ROTATION_SEED)
@@ -195,7 +202,8 @@ def random_rotation(width: int, device: torch.device) -> Tensor:
     return rotation.to(device, torch.float32).contiguous()
 
 
-def _padded(count: int, multiple: int) -> int:
+def padded(count: int, multiple: int) -> int:
+    """Give the next multiple; at least one."""
     return max(1, -(-count // multiple)) * multiple
 
 
@@ -204,5 +212,5 @@ def _wide(vector: Tensor, width: int) -> Tensor:
 
 
 def _pad(queries: Tensor, multiple: int, width: int) -> Tensor:
-    rows = _padded(len(queries), multiple)
+    rows = padded(len(queries), multiple)
     return torch.nn.functional.pad(queries.float(), (0, width - queries.shape[1], 0, rows - len(queries))).contiguous()

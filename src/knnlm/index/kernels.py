@@ -179,7 +179,8 @@ def measure(
     members = 2 * pairs
     out = torch.empty(len(queries), wanted * members, device=queries.device)
     at_once = max(1, 128 // members)
-    _measure[(len(queries), triton.cdiv(wanted, at_once))](
+    # The first axis of a grid has no end, the second ends at 65,535.
+    _measure[(triton.cdiv(wanted, at_once) * len(queries),)](
         queries,
         keys,
         scales,
@@ -187,6 +188,7 @@ def measure(
         out,
         rows,
         wanted,
+        triton.cdiv(wanted, at_once),
         D=keys.shape[1],
         STEP=DEPTH,
         J=pairs,
@@ -207,6 +209,7 @@ def _measure(
     out,
     rows,
     wanted,
+    parts,
     D: tl.constexpr,
     STEP: tl.constexpr,
     J: tl.constexpr,
@@ -214,9 +217,10 @@ def _measure(
     INNER: tl.constexpr,
     BYTES: tl.constexpr,
 ):
-    row = tl.program_id(0).to(tl.int64)
+    program = tl.program_id(0)
+    row = (program // parts).to(tl.int64)
     member = tl.arange(0, GROUPS * 2 * J)
-    which = tl.program_id(1) * GROUPS + member // (2 * J)
+    which = (program % parts) * GROUPS + member // (2 * J)
     group = tl.load(groups + row * wanted + which, mask=which < wanted, other=-1).to(tl.int64)
     inside = member % (2 * J)
     key = (group // 4) * (8 * J) + (inside // 2) * 8 + (group % 4) * 2 + inside % 2

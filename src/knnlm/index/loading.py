@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -14,14 +15,17 @@ from knnlm.index import kernels
 from knnlm.index.base import HalfVectors, Neighbours, Vectors
 from knnlm.index.exact import Finder
 from knnlm.index.fused import FusedSearch
-from knnlm.index.held import DEPTH, ByteKeys, HalfKeys, HeldKeys
+from knnlm.index.held import DEPTH, TILE, ByteKeys, HalfKeys, HeldKeys, padded
 
 _CHUNK = 1 << 16  # rows that are read at once
 _READERS = 4  # threads
 _SAMPLE = 1 << 14  # rows that a centre and scales are taken from, in pieces from all over
 _PIECES = 64
-_SCORES = 1 << 33  # bytes for the scores of a batch of queries
-_SHARE = 0.9  # of the memory that is free
+_SCORES = 1 << 33  # bytes for the scores of a batch of queries, at most
+_LEAST = 1 << 26  # and at least
+_QUERIES = 128  # in the smallest batch that is worth while
+_SHARE = 0.8  # of the memory that is free on a device
+_HOST_SHARE = 0.7  # of that which is available to the host
 
 
 def load(vectors: Vectors, metric: str, device: torch.device, *, keys: str, room: int | None) -> Finder | None:
@@ -31,25 +35,51 @@ def load(vectors: Vectors, metric: str, device: torch.device, *, keys: str, room
     source = _source(vectors)
     if source is None:
         return None
-    room = room if room is not None else _free(device)
-    bytes_each = kernels_width(vectors.width) * (1 if keys == "int8" else 2) + 4
-    if vectors.rows * bytes_each <= room:
+    needed = _needed(vectors, keys)
+    given, room = room, _free(device) if room is None else room
+    if isinstance(source, _Resident) and needed > room:
+        # No room for them twice: let those go that the build left here, and read them from their files.
+        cast(Any, vectors).release()
+        source = _Source(vectors)
+        room = _free(device) if given is None else given
+    if needed <= room:
         held = _hold(vectors, source, metric, device, keys)
-        left = room - vectors.rows * bytes_each
-        return FusedSearch(held, workspace=max(1 << 26, min(_SCORES, left // 2)))
+        return FusedSearch(held, workspace=max(_LEAST, min(_SCORES, (room - needed) // 2)))
+    if vectors.rows * vectors.width * 2 > _host_memory() * _HOST_SHARE:
+        return None
     return StreamedSearch(vectors, source, metric=metric, device=device, room=room)
 
 
-def kernels_width(width: int) -> int:
-    """Give the width that keys are padded to."""
-    return -(-width // DEPTH) * DEPTH
+def fits_on(vectors: Vectors, device: torch.device, keys: str) -> bool:
+    """Say whether all keys can be on a device, as they are stored or in int8, with room to search them."""
+    pieces: list[Tensor] = getattr(vectors, "resident_keys", None) or []
+    room = _free(device) + sum(piece.nbytes for piece in pieces)
+    return bool(getattr(vectors, "half", False)) and _needed(vectors, keys) <= room
+
+
+def _needed(vectors: Vectors, keys: str) -> int:
+    """Give the bytes that keys take, and the scores of the smallest batch that is worth while."""
+    rows = padded(vectors.rows, TILE)
+    return rows * (padded(vectors.width, DEPTH) * (1 if keys == "int8" else 2) + 4) + _QUERIES * 4 * rows // 16
 
 
 def _free(device: torch.device) -> int:
+    """Give the bytes that keys and scores may take: most of what is free, the rest is for models."""
     if device.type != "cuda":
         return 1 << 40
     torch.cuda.empty_cache()
     return int(torch.cuda.mem_get_info(device)[0] * _SHARE)
+
+
+def _host_memory() -> int:
+    """Give the bytes of memory that the host could give; where that cannot be known, all that one may wish."""
+    try:
+        for line in Path("/proc/meminfo").read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    except (OSError, ValueError, IndexError):
+        pass
+    return 1 << 50
 
 
 class _Source:
@@ -79,7 +109,7 @@ class _Source:
                 yield number, block.result()
 
 
-class _Kept(_Source):
+class _Resident(_Source):
     """Keys that are on the device already, in pieces one after another."""
 
     def __init__(self, vectors: Vectors, pieces: list[Tensor]) -> None:
@@ -112,9 +142,9 @@ class _Converted(_Source):
 
 def _source(vectors: Vectors) -> _Source | None:
     """Find out how to read keys in float16 without losing anything; None where that cannot be."""
-    pieces: Any = getattr(vectors, "device_keys", None)
+    pieces: Any = getattr(vectors, "resident_keys", None)
     if pieces is not None:
-        return _Kept(vectors, pieces)
+        return _Resident(vectors, pieces)
     if hasattr(vectors, "half"):
         return _Source(vectors) if cast(HalfVectors, vectors).half else None
     halves = torch.empty(vectors.rows, vectors.width, dtype=torch.float16)
@@ -154,9 +184,12 @@ class StreamedSearch:
         self._metric = metric
         self._width = vectors.width
         # Two chunks being copied and one being searched, and the scores.
-        fitting = room // 2 // (6 * kernels_width(vectors.width) + 4)
-        self.chunk = max(1 << 10, min(fitting, vectors.rows))
-        self._workspace = max(1 << 26, min(_SCORES, room // 4))
+        fitting = room // 2 // (6 * padded(vectors.width, DEPTH) + 4)
+        # Torch pins memory in powers of two.
+        size = 1 << max(0, (fitting * vectors.width * 2).bit_length() - 1)
+        self.chunk = max(1 << 10, min(size // (2 * vectors.width), vectors.rows))
+        self._side: Any = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._workspace = max(_LEAST, min(_SCORES, room // 4))
         self._centre = _sampled(vectors.rows, source).float().mean(0)
         pin = device.type == "cuda"
         self._host: list[tuple[int, Tensor]] = []
@@ -172,7 +205,7 @@ class StreamedSearch:
         best: Neighbours | None = None
         for first, held in self._chunks():
             found = FusedSearch(held, workspace=self._workspace).search(queries, min(k, held.rows))
-            found = Neighbours(found.ids + first, found.distances)
+            found = Neighbours(found.ids.where(found.ids < 0, found.ids + first), found.distances)
             best = found if best is None else _nearer(best, found, k)
             del held  # before the next one is made
         assert best is not None
@@ -180,8 +213,7 @@ class StreamedSearch:
 
     def _chunks(self) -> Iterator[tuple[int, HalfKeys]]:
         """Give (first row, keys on the device), copying one chunk while another is searched."""
-        gpu = self._device.type == "cuda"
-        side: Any = torch.cuda.Stream(self._device) if gpu else None
+        side, gpu = self._side, self._side is not None
         main: Any = torch.cuda.current_stream(self._device) if gpu else None
         staged: list[Any] = [None, None]
 
@@ -198,6 +230,8 @@ class StreamedSearch:
             held = HalfKeys(len(host), self._width, metric=self._metric, device=self._device, centre=self._centre)
             for begin in range(0, len(host), _CHUNK):
                 held.fill(begin, staged[number % 2][begin : begin + _CHUNK])
+            if gpu:
+                staged[number % 2].record_stream(main)
             staged[number % 2] = None
             if number + 1 < len(self._host):
                 copy(number + 1)
