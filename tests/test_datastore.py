@@ -89,20 +89,14 @@ def test_missing_neighbours_have_no_key_and_no_value(store):
 
 # A build that stops itself with SIGKILL when it has written so many arrays.
 KILLED = """
-    import os, signal, sys
+    import sys
     sys.path.insert(0, {here!r})
     from conftest import documents
+    from killing import Dying
     from models import tiny, tiny_tokenizer
     from knnlm import CausalLM, build
     from knnlm.datastore import builder, catalog, segment
-    left = [int(sys.argv[2])]
-    def dying(original):
-        def wrapper(*args, **kwargs):
-            left[0] -= 1
-            if left[0] == 0:
-                os.kill(os.getpid(), signal.SIGKILL)
-            return original(*args, **kwargs)
-        return wrapper
+    dying = Dying(int(sys.argv[2]))
     segment.ArrayWriter.write = dying(segment.ArrayWriter.write)
     builder.sync_folder = dying(builder.sync_folder)
     catalog.Catalog.add_segment = dying(catalog.Catalog.add_segment)

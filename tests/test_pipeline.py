@@ -242,21 +242,15 @@ def test_a_full_disk_is_our_error_and_the_build_goes_on_when_there_is_room(
 
 # A build that stops itself with SIGKILL, in whichever thread, when it has written so many pieces.
 KILLED = """
-    import os, signal, sys
+    import sys
     sys.path.insert(0, {here!r})
     from conftest import documents
+    from killing import Dying
     from models import tiny, tiny_tokenizer
     from knnlm import CausalLM, build
     from knnlm.datastore import builder, catalog, pipeline, segment
     pipeline.DEVICES, pipeline._PIECE = {{"cpu"}}, 1000
-    left = [int(sys.argv[2])]
-    def dying(original):
-        def wrapper(*args, **kwargs):
-            left[0] -= 1
-            if left[0] == 0:
-                os.kill(os.getpid(), signal.SIGKILL)
-            return original(*args, **kwargs)
-        return wrapper
+    dying = Dying(int(sys.argv[2]))
     segment.ArrayWriter.write = dying(segment.ArrayWriter.write)
     builder.sync_folder = dying(builder.sync_folder)
     catalog.Catalog.add_segment = dying(catalog.Catalog.add_segment)

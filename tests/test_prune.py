@@ -10,6 +10,7 @@ import subprocess
 import sys
 import textwrap
 from contextlib import contextmanager
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -339,16 +340,11 @@ def test_facts_of_a_map_that_cannot_be_are_damage(tmp_path):
 # Copies that stop themselves with SIGKILL at one write after another, each in a process of its own.
 KILLED = """
     import os, signal, sys
+    sys.path.insert(0, HERE)
     import torch
+    from killing import Dying
     from knnlm.datastore import Datastore, KeyMap, catalog, derive, keymap, segment
-    left = [0]
-    def dying(original):
-        def wrapper(*args, **kwargs):
-            left[0] -= 1
-            if left[0] == 0:
-                os.kill(os.getpid(), signal.SIGKILL)
-            return original(*args, **kwargs)
-        return wrapper
+    dying = Dying()
     segment.ArrayWriter.write = dying(segment.ArrayWriter.write)
     keymap.save_file = dying(keymap.save_file)
     catalog.Catalog.add_segment = dying(catalog.Catalog.add_segment)
@@ -356,7 +352,7 @@ KILLED = """
     torch.set_num_threads(1)
     for writes in map(int, sys.argv[2:]):
         if os.fork() == 0:
-            left[0] = writes
+            dying.left = writes
             store = Datastore.open("a")
             counts = torch.arange(1.0, store.rows + 1)
             key_map = KeyMap(2 * torch.eye(6), torch.ones(6))
@@ -373,7 +369,13 @@ def test_a_copy_killed_at_any_write_goes_on_and_ends_with_the_same_bytes(tmp_pat
     derive(store, tmp_path / "whole", key_map=key_map, **options)
     # The first write is the map's, then come the facts of the catalog, then arrays and segments, then the last fact.
     points = [1, 3, 9, 10, 12, 13, 14, 19, 23]
-    command = [sys.executable, "-c", textwrap.dedent(KILLED), "-", *map(str, points)]
+    command = [
+        sys.executable,
+        "-c",
+        textwrap.dedent(KILLED).replace("HERE", repr(str(Path(__file__).parent))),
+        "-",
+        *map(str, points),
+    ]
     subprocess.run(command, check=True, cwd=tmp_path)
     for writes in points:
         killed = tmp_path / f"killed{writes}"
