@@ -30,7 +30,7 @@ number that is infinite or undefined is `null`. An error is one line that begins
 |---|---|
 | 0 | done |
 | 2 | an error that the caller can mend: wrong options, unreadable text, another model, a full disk |
-| 130 | interrupted; what was finished is kept, and the same `knnlm build` goes on from there |
+| 130 | interrupted; what was finished is kept, and the same command goes on from there |
 """
 
 

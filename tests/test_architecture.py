@@ -19,7 +19,7 @@ ROWS = [
     {"memory"},
     {"mixture"},
     {"evaluation", "trace", "sweeping", "fitting", "tuning", "generate", "explanation", "distill", "prune"},
-    {"demo", "report"},
+    {"adaptation", "demo", "report"},
     {"cli"},
 ]
 # Within a row, who may import whom; the others know nothing of each other.

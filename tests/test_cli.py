@@ -20,7 +20,20 @@ from conftest import WORDS, documents
 from knnlm import Datastore, Mixture, evaluate
 from knnlm.cli.app import app, run
 
-COMMANDS = ["build", "index", "tune", "eval", "generate", "explain", "info", "distill", "prune", "report", "demo"]
+COMMANDS = [
+    "build",
+    "index",
+    "tune",
+    "eval",
+    "generate",
+    "explain",
+    "info",
+    "distill",
+    "prune",
+    "adapt",
+    "report",
+    "demo",
+]
 
 
 def knnlm(capfd, *arguments) -> tuple[int, str, str]:

@@ -13,6 +13,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from knnlm.adaptation import Adaptation, adapt
     from knnlm.corpus import Document, read
     from knnlm.datastore import Datastore, build, build_index
     from knnlm.errors import KnnlmError
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
 # Where each public name lives. They are imported when first used: torch and transformers take seconds to import, and
 # `knnlm --help` needs neither.
 _HOMES = {
+    "Adaptation": "adaptation",
     "CausalLM": "lm",
     "Datastore": "datastore",
     "Document": "corpus",
@@ -41,6 +43,7 @@ _HOMES = {
     "Sweep": "sweeping",
     "Trace": "trace",
     "Tuning": "tuning",
+    "adapt": "adaptation",
     "build": "datastore",
     "build_index": "datastore",
     "evaluate": "evaluation",
@@ -53,6 +56,7 @@ _HOMES = {
 }
 
 __all__ = [
+    "Adaptation",
     "CausalLM",
     "Datastore",
     "Document",
@@ -65,6 +69,7 @@ __all__ = [
     "Sweep",
     "Trace",
     "Tuning",
+    "adapt",
     "build",
     "build_index",
     "evaluate",

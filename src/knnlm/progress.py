@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 Advance = Callable[[int], None]
 
@@ -15,6 +15,20 @@ class Progress(Protocol):
     def __call__(
         self, what: str, *, total: int | None = None, unit: str = "tokens"
     ) -> AbstractContextManager[Advance]: ...
+
+
+@runtime_checkable
+class Noted(Protocol):
+    """A bar that has room for a few words beside it."""
+
+    def note(self, text: str) -> None:
+        """Show these words instead of those before."""
+
+
+def note(advance: Advance, text: str) -> None:
+    """Show a few words beside a bar, such as the loss; one that has no room for them stays as it is."""
+    if isinstance(advance, Noted):
+        advance.note(text)
 
 
 @contextmanager

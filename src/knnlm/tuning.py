@@ -21,9 +21,11 @@ from knnlm.datastore import Datastore
 from knnlm.datastore.builder import writer_lock
 from knnlm.datastore.segment import writing
 from knnlm.errors import DatastoreError, ParameterError
-from knnlm.fitting import check_weights, choose_settings, fit_weights, look, sweep_all
+from knnlm.fitting import Seen, check_weights, choose_settings, fit_weights, look, sweep_all
+from knnlm.memory.decoder import DecoderCard, set_lambda
 from knnlm.mixture import Fixed, Mixture, Weights
 from knnlm.mixture.choice import Choice, choose, weights_state
+from knnlm.mixture.plugin import is_decoder
 from knnlm.mixture.recipe import MemorySpec, parse_memories
 from knnlm.progress import Progress, silent
 from knnlm.sweeping import KS, LAMBDAS, Grid, Sweep
@@ -71,13 +73,15 @@ def tune(
 ) -> Tuning:
     """Read a text, choose settings and weights on it, and store the choice in the memory; `total` is its characters."""
     home = mixture.home
+    if home is None and mixture.folder is not None and is_decoder(mixture.folder):
+        raise ParameterError(f"{mixture.folder} is a decoder: choose its λ with knnlm.tuning.tune_decoder.")
     if home is None:
         raise ParameterError("Only a mixture that was opened from a memory can be tuned: the choice is kept there.")
     check_weights(weights)
     specs = mixture.specs
     grid = Grid.of(ks, temperatures, lambdas)
     # Locked from the beginning, so that nobody waits for a choice that cannot be stored.
-    with writer_lock(home.path), _scratch(home.path) as folder:
+    with writer_lock(home.path), scratch(home.path) as folder:
         trace = record(
             mixture,
             documents,
@@ -92,7 +96,7 @@ def tune(
         result = tune_trace(
             trace, home, weights=weights, grid=grid, specs=specs, device=str(mixture.lm.device), progress=progress
         )
-        _store(home.path, result, trace)
+        store_choice(home.path, result, trace)
     return result
 
 
@@ -141,7 +145,40 @@ def choose_from(path: Path, result: Tuning, trace: Trace) -> None:
     """Store what was chosen on a trace in the memory that the trace was made with."""
     check_trace(path, trace)
     with writer_lock(path):
-        _store(path, result, trace)
+        store_choice(path, result, trace)
+
+
+def tune_decoder(
+    mixture: Mixture,
+    documents: Iterable[Document],
+    *,
+    sources: Sequence[str] = (),
+    limit: int | None = None,
+    total: int | None = None,
+    progress: Progress = silent,
+) -> DecoderCard:
+    """Read a text with a model and its decoder, choose λ on it, and write it into the decoder's card."""
+    if mixture.folder is None or not is_decoder(mixture.folder):
+        raise ParameterError("Only a mixture that was opened from a decoder keeps its λ there.")
+    with tempfile.TemporaryDirectory(prefix="knnlm-tune-") as folder:
+        place = Path(folder) / "trace"
+        trace = record(mixture, documents, place, sources=sources, limit=limit, total=total, progress=progress)
+        seen = look(trace, [()], evidence=False)
+    return set_lambda(mixture.folder, *fit_decoder(seen, mixture.lm.name, trace.facts["text"]))
+
+
+def fit_decoder(seen: Seen, model: str, text: Sequence[str]) -> tuple[float, dict[str, Any]]:
+    """Choose λ of the decoder, which is all that was seen beside the model, and say what that gives."""
+    found = fit_weights(seen, "fixed", frequencies=torch.zeros(0))  # which one λ has no use for
+    assert isinstance(found.weights, Fixed)
+    facts = {
+        "model": model,
+        "text": list(text),
+        "tokens": len(seen.model),
+        "base_perplexity": math.exp(-float(seen.model.double().mean())),
+        "perplexity": found.perplexity,
+    }
+    return float(found.weights.values[1]), facts
 
 
 def check_trace(path: Path, trace: Trace) -> None:
@@ -169,7 +206,7 @@ def _spec(facts: dict[str, Any]) -> MemorySpec:
 
 
 @contextmanager
-def _scratch(path: Path) -> Iterator[Path]:
+def scratch(path: Path) -> Iterator[Path]:
     """Make room for a trace on the memory's own disk, and remove what a killed process left there."""
     for leftover in path.glob(".trace-*"):
         shutil.rmtree(leftover, ignore_errors=True)
@@ -179,7 +216,8 @@ def _scratch(path: Path) -> Iterator[Path]:
         yield Path(folder)
 
 
-def _store(path: Path, result: Tuning, trace: Trace) -> None:
+def store_choice(path: Path, result: Tuning, trace: Trace) -> None:
+    """Store what was chosen; the caller holds the memory's writer lock."""
     facts, tensors = weights_state(result.weights)
     choose(
         path,

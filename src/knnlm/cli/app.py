@@ -9,7 +9,7 @@ import sys
 import typer
 
 from knnlm import errors
-from knnlm.cli import building, demonstrating, measuring, reporting, training, using
+from knnlm.cli import adapting, building, demonstrating, measuring, reporting, training, using
 
 app = typer.Typer(
     name="knnlm",
@@ -19,7 +19,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
-for module in (building, measuring, using, training, reporting, demonstrating):
+for module in (building, measuring, using, training, adapting, reporting, demonstrating):
     module.register(app)
 
 
@@ -72,7 +72,11 @@ def run(arguments: list[str]) -> int:
 
 
 def _stopped() -> int:
-    print("knnlm: stopped. An unfinished build goes on from its last segment when it is run again.", file=sys.stderr)  # noqa: T201
+    print(  # noqa: T201
+        "knnlm: stopped. Given again, the same command goes on: a build goes on from its last segment, a training from "
+        "its last checkpoint.",
+        file=sys.stderr,
+    )
     return 130
 
 

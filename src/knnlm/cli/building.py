@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import time
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from knnlm.cli import options, screen
+from knnlm.cli.showing import adaptation_rows, show_decoder
 
 
 def register(app: typer.Typer) -> None:
@@ -114,12 +116,19 @@ def index(
 def info(memory: options.Memory, json: options.Json = False) -> None:
     """knnlm info memory
 
-    Say how large a memory is, which model made it, and what it was tuned to.
+    Say how large a memory is, which model made it, and what it was tuned to; of a decoder, how it was trained.
     """
+    from knnlm.adaptation import load_adaptation
     from knnlm.datastore import Datastore
+    from knnlm.mixture.opening import language_model
+    from knnlm.mixture.plugin import is_decoder
 
+    if is_decoder(memory):
+        show_decoder(memory, json=json)
+        return
     store = Datastore.open(memory)
     indexes = store.catalog.indexes()
+    adapted = load_adaptation(memory)
     facts: dict[str, Any] = {
         "memory": str(memory),
         "documents": store.catalog.document_count(),
@@ -133,10 +142,12 @@ def info(memory: options.Memory, json: options.Json = False) -> None:
             "offset": store.offset is not None,
         },
         "model": store.model,
+        "language_model": language_model(store),
         "window": store.window,
         "index": [{"spec": row.spec, "metric": row.metric} for row in indexes] or "exact",
         "choices": store.catalog.get("choices") or {},
         "chosen": store.catalog.get("chosen"),
+        "adapted": None if adapted is None else asdict(adapted),
     }
     if json:
         screen.print_json(facts)
@@ -155,6 +166,11 @@ def info(memory: options.Memory, json: options.Json = False) -> None:
         ("index", ", ".join(f"{row.spec} ({row.metric})" for row in indexes) or "exact"),
         ("tuned", _describe(choice) if choice else "not yet: knnlm tune"),
     ]
+    if facts["language_model"]:
+        rows.insert(2, ("for", facts["language_model"]))
+    if adapted is not None:
+        rows.append(("adapted", f"perplexity of {screen.count(adapted.held_out_tokens, 'held-out token')}"))
+        rows += [(f"  {name}", figure) for name, figure in adaptation_rows(adapted)]
     screen.print_facts(rows)
 
 

@@ -37,16 +37,17 @@ def tune(
         typer.Option(
             "--memory",
             help="What is mixed: knn, cache, ngram, output, knn=FOLDER, lm=FOLDER, cache=POSITIONS, with commas.",
-            show_default=f"{TUNED}; with --trace, all it has",
+            show_default=f"{TUNED}, and the student of adapt; with --trace, all it has",
         ),
     ] = None,
     weights: Annotated[
-        str,
+        str | None,
         typer.Option(
             help="fixed (the same everywhere), fitted (the same, over several k and τ), buckets (by distance), gated "
-            "(by a small network, for each token)."
+            "(by a small network, for each token).",
+            show_default="gated; of a decoder, fixed",
         ),
-    ] = "gated",
+    ] = None,
     trace: Annotated[
         Path | None, typer.Option(help="Choose on a trace of eval --save-trace instead.", show_default=False)
     ] = None,
@@ -71,23 +72,38 @@ def tune(
 
     Read the text once, then choose by arithmetic on what was seen: k and τ of each memory, and the weights. The choice
     is stored in the memory, and every other command uses it. Tune on text that is neither in the memory nor in your
-    test. The paper's kNN-LM is --memory knn --weights fixed.
+    test. The paper's kNN-LM is --memory knn --weights fixed. Of a decoder there is only λ to choose, which is kept in
+    the decoder.
     """
     from knnlm import corpus
     from knnlm.datastore import Datastore
+    from knnlm.datastore.builder import STUDENT
     from knnlm.fitting import check_weights
+    from knnlm.mixture.plugin import is_decoder
     from knnlm.mixture.recipe import parse_memories, resolve
     from knnlm.sweeping import LAMBDAS, Grid
     from knnlm.trace import Trace
     from knnlm.tuning import check_trace, choose_from, tune_trace
     from knnlm.tuning import tune as tune_on_text
 
+    if is_decoder(memory):
+        given = (memories, trace, k, temperature, lambdas, metric)
+        searching = no_rerank or device_keys != "float16"
+        if any(value is not None for value in given) or weights not in (None, "fixed") or searching:
+            raise ParameterError(
+                f"{memory} is a decoder, which has no store: only its λ is chosen, so give TEXT, --model and --limit."
+            )
+        _tune_decoder(memory, list(text or []), text_field, limit, model=model, device=device, dtype=dtype, json=json)
+        return
+    weights = weights or "gated"
     check_weights(weights)
     if (trace is None) == (not text):
         raise ParameterError("Give either TEXT or --trace to tune on.")
     if trace is not None and not (metric is None and limit is None and model is None):
         raise ParameterError("--metric, --limit and --model are those of the trace; leave them out with --trace.")
-    only_one = "," not in (memories or ("" if trace is not None else TUNED))
+    if memories is None and trace is None:
+        memories = f"{TUNED},lm={STUDENT}" if is_decoder(memory / STUDENT) else TUNED
+    only_one = "," not in (memories or "")
     if lambdas is not None and (weights != "fixed" or not only_one):
         raise ParameterError("--lambda is a grid for one memory: --memory knn --weights fixed. Others need none.")
     grid: dict[str, Any] = {
@@ -108,7 +124,7 @@ def tune(
         total = screen.survey(chosen_on, text_field, limit=limit)
         mixture = open_mixture(
             memory,
-            memories=memories or TUNED,
+            memories=memories,
             fresh=True,
             model=model,
             metric=metric,
@@ -192,6 +208,27 @@ def _trace(mixture: Mixture, documents: Iterable[Document], path: Path, **readin
     settings = [getattr(memory, "settings", ()) for memory in mixture.memories]
     found = evaluate_trace(trace, settings, mixture.weights)
     return replace(found, seconds=time.perf_counter() - begin)
+
+
+def _tune_decoder(
+    folder: Path, text: list[str], text_field: str, limit: int | None, *, json: bool, **opening: Any
+) -> None:
+    """Choose how loud a decoder may be, which is all that there is to choose."""
+    from knnlm import corpus
+    from knnlm.tuning import tune_decoder
+
+    if not text:
+        raise ParameterError("Give TEXT to tune the decoder on.")
+    total = screen.survey(text, text_field, limit=limit)
+    mixture = open_mixture(folder, **opening)
+    documents = corpus.read(*text, text_field=text_field)
+    card = tune_decoder(mixture, documents, sources=text, limit=limit, total=total, progress=screen.bar)
+    facts = {"decoder": str(folder), "lambda": card.weight, **(card.weight_facts or {})}
+    if json:
+        screen.print_json(facts)
+        return
+    figures = f"{facts['base_perplexity']:.3f} → {facts['perplexity']:.3f}"
+    screen.out.print(f"{folder}: λ = {card.weight:.2f} with {facts['model']}, perplexity {figures}", markup=False)
 
 
 def open_mixture(

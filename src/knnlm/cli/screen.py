@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 from rich.text import Text
 
@@ -23,6 +23,25 @@ if TYPE_CHECKING:
 
 out = Console(highlight=False, emoji=False, soft_wrap=True)
 err = Console(stderr=True, highlight=False, emoji=False)
+
+
+class _Bar:
+    """One bar on the screen: how far, how fast, and what is to be said beside it."""
+
+    def __init__(self, progress: Progress, task: TaskID, unit: str) -> None:
+        self._progress, self._task, self._unit = progress, task, unit
+        self._note = ""
+
+    def __call__(self, count: int) -> None:
+        self._progress.update(self._task, advance=count)
+        state = self._progress.tasks[0]
+        speed = state.completed / state.elapsed if state.elapsed else 0.0
+        done = f"{state.completed:,.0f} {self._unit}, {speed:,.0f}/s"
+        self._progress.update(self._task, done=f"{done}, {self._note}" if self._note else done)
+
+    def note(self, text: str) -> None:
+        """Show these words from the next step on."""
+        self._note = text
 
 
 @contextmanager
@@ -37,14 +56,7 @@ def bar(what: str, *, total: int | None = None, unit: str = "tokens") -> Iterato
     )
     with Progress(*columns, console=err) as progress:
         task = progress.add_task(what, total=total, done="")
-
-        def advance(count: int) -> None:
-            progress.update(task, advance=count)
-            state = progress.tasks[0]
-            speed = state.completed / state.elapsed if state.elapsed else 0.0
-            progress.update(task, done=f"{state.completed:,.0f} {unit}, {speed:,.0f}/s")
-
-        yield advance
+        yield _Bar(progress, task, unit)
         # What was expected and what came differ a little where a limit falls inside a document.
         progress.update(task, total=progress.tasks[0].completed)
 

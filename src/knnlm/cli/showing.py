@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from knnlm.cli import screen
 
 if TYPE_CHECKING:
+    from knnlm.adaptation import Adaptation
     from knnlm.evaluation import Evaluation
     from knnlm.tuning import Tuning
 
@@ -92,3 +94,54 @@ def warning(remembered: int, documents: int, so: str) -> list[tuple[str, str]]:
     if not remembered:
         return []
     return [("WARNING", f"{remembered:,} of {screen.count(documents, 'document')} are in the memory itself: {so}")]
+
+
+def adaptation_rows(result: Adaptation) -> list[tuple[str, str]]:
+    """Lay out what each part of an adapted memory is worth."""
+    return [
+        ("the model", f"{result.base:.3f}"),
+        ("the student alone", f"{result.fine_tuned:.3f}"),
+        ("the model and its memory", f"{result.knn:.3f}"),
+        ("the model and the student", f"{result.decoder:.3f}  (λ = {result.decoder_lambda:.2f})"),
+        ("all, gated", f"{result.everything:.3f}"),
+    ]
+
+
+def show_decoder(folder: Path, *, json: bool) -> None:
+    """Say what a decoder is, how it was trained, and for which model it was tuned."""
+    from knnlm.memory.decoder import load_card
+
+    card = load_card(folder)
+    if json:
+        facts = asdict(card)
+        screen.print_json(
+            {
+                "decoder": str(folder),
+                "lambda": facts.pop("weight"),
+                "lambda_facts": facts.pop("weight_facts"),
+                **facts,
+            }
+        )
+        return
+    student, chosen = card.student, card.weight_facts
+    blocks = "" if student["blocks"] is None else f", blocks {', '.join(map(str, student['blocks']))}"
+    losses = ", ".join(f"{name} {value:.3f}" for name, value in card.losses.items() if value is not None)
+    taught = "" if card.teacher is None else f", {card.beta:g} of the loss by the store {card.teacher}"
+    tuned = "not yet: knnlm tune DECODER TEXT --model MODEL"
+    if card.weight is not None:
+        tuned = f"λ {card.weight:.3g}"
+        if chosen is not None:
+            gain = f"{chosen['base_perplexity']:.2f} → {chosen['perplexity']:.2f}"
+            tuned += f" for {chosen['model']}; chosen on {chosen['tokens']:,} tokens of {', '.join(chosen['text'])} "
+            tuned += f"(perplexity {gain})"
+    rows = [
+        ("decoder", f"{folder}"),
+        ("student", f"{student['spec']} ({student['class']}, {student['parameters'] / 1e6:,.1f}M weights{blocks})"),
+        ("tokens", f"{card.vocab_size:,}, tokenizer {card.tokenizer}"),
+        ("trained", f"{card.tokens:,} tokens of text, {card.steps:,} steps, {card.seconds:,.0f} s{taught}"),
+        ("", f"at the end: {losses}"),
+        ("window", f"{card.window['context']} tokens"),
+        ("tuned", tuned),
+        *(("note", note) for note in card.notes),
+    ]
+    screen.print_facts(rows)

@@ -11,21 +11,37 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from knnlm.cli import options, screen
+from knnlm.cli.adapting import describe_decoder, distill_decoder, open_helped
 from knnlm.errors import ParameterError
 
 if TYPE_CHECKING:
     from knnlm.datastore import Datastore
 
-# Which options are for which kind of --into; the others are for both.
-_OWN = {
+_DECODER = (
+    "student",
+    "layers",
+    "teacher",
+    "beta",
+    "k",
+    "temperature",
+    "exclude",
+    "learning_rate",
+    "batch_tokens",
+    "accumulate",
+    "context",
+    "valid",
+)
+# Which options are for which kind of --into; the others are for all.
+_OWN: dict[str, tuple[str, ...]] = {
     "output": ("rows", "rows_by", "held_out", "interpolate"),
     "keys": ("width", "anchors", "neighbours", "rounds"),
+    "decoder": _DECODER,
 }
 
 
 def register(app: typer.Typer) -> None:
     """Add the commands to the app."""
-    app.command(short_help="Train an output matrix or a better similarity on a memory.")(distill)
+    app.command(short_help="Train an output matrix, a better similarity or a decoder on a memory.")(distill)
     app.command(short_help="Make a memory smaller.")(prune)
 
 
@@ -34,13 +50,14 @@ def distill(
     into: Annotated[
         str,
         typer.Option(
-            help="output (a matrix with rows for every word, mixed in as --memory output) or keys (a memory whose "
-            "similarity was trained, mixed in as --memory knn=OUT)."
+            help="output (a matrix with rows for every word, mixed in as --memory output), keys (a memory whose "
+            "similarity was trained, mixed in as --memory knn=OUT) or decoder (a model that says what the memory "
+            "would, mixed in as --memory lm=OUT, or used in its place)."
         ),
     ] = "output",
     out: Annotated[
         Path | None,
-        typer.Option(help="The folder to make.", show_default="MEMORY/output; for keys, it must be given"),
+        typer.Option(help="The folder to make.", show_default="MEMORY/output; for others, it must be given"),
     ] = None,
     rows: Annotated[
         int | None, typer.Option(min=1, max=9, help="output: rows for each word.", show_default="1")
@@ -54,7 +71,7 @@ def distill(
         typer.Option(
             min=1,
             help="Passes over the pairs at most; of keys, over the anchors in each round.",
-            show_default="6; for keys, 3",
+            show_default="6; for keys and a decoder, 3",
         ),
     ] = None,
     held_out: Annotated[
@@ -85,6 +102,61 @@ def distill(
     rounds: Annotated[
         int | None, typer.Option(min=1, help="keys: how often neighbours are looked for anew.", show_default="1")
     ] = None,
+    student: Annotated[
+        str | None,
+        typer.Option(
+            help="decoder: what it begins as, a model or the .json file of a configuration.",
+            show_default="the memory's model",
+        ),
+    ] = None,
+    layers: Annotated[
+        int | None, typer.Option(min=1, help="decoder: blocks of it to keep.", show_default="all")
+    ] = None,
+    teacher: Annotated[
+        Path | None,
+        typer.Option(
+            help="decoder: a memory of the same text to learn from, read by a fine-tuned model say.",
+            show_default="MEMORY",
+        ),
+    ] = None,
+    beta: Annotated[
+        float | None,
+        typer.Option(
+            min=0,
+            max=1,
+            help="decoder: share of the loss that is the teacher's; 0 is the text alone.",
+            show_default="0",
+        ),
+    ] = None,
+    k: Annotated[
+        int | None, typer.Option("--k", min=1, help="decoder: neighbours that teach.", show_default="1024")
+    ] = None,
+    temperature: Annotated[float | None, typer.Option(help="decoder: τ of their vote.", show_default="2")] = None,
+    exclude: Annotated[
+        str | None,
+        typer.Option(
+            help="decoder: what of the memory a position may not see: self, or its document.", show_default="self"
+        ),
+    ] = None,
+    learning_rate: Annotated[
+        float | None, typer.Option(help="decoder: the highest, after a warm-up.", show_default="0.0002")
+    ] = None,
+    batch_tokens: Annotated[
+        int | None, typer.Option(min=1, help="decoder: tokens in a step.", show_default="16384")
+    ] = None,
+    accumulate: Annotated[
+        int | None,
+        typer.Option(
+            min=1, help="decoder: parts that a step is read in, where it does not fit at once.", show_default="1"
+        ),
+    ] = None,
+    context: Annotated[
+        int | None,
+        typer.Option(min=1, help="decoder: tokens read at once.", show_default="1024, or what the student can read"),
+    ] = None,
+    valid: Annotated[
+        list[str] | None, typer.Option(help="decoder: text to choose its λ on.", show_default=False)
+    ] = None,
     seed: Annotated[int, typer.Option(min=0, help="Makes training repeatable.")] = 0,
     model: options.Reader = None,
     device: options.Device = "auto",
@@ -93,22 +165,31 @@ def distill(
 ) -> None:
     """knnlm distill memory --into output
 
-    Learn from the stored pairs alone: no text is read again, and the model is not run (but for --interpolate). A run
-    that was stopped goes on when the same command is given again; of keys, once they are learned and being written.
+    Learn from the stored pairs alone: no text is read again, and the model is not run (but for --interpolate, and for a
+    decoder, which is trained on the stored text). A run that was stopped goes on when the same command is given again;
+    of keys, once they are learned and being written.
     """
     from knnlm.datastore import Datastore
     from knnlm.lm.causal import choose_device
 
-    if into not in ("output", "keys"):
-        raise ParameterError(f"--into takes output or keys, not {into!r}.")
-    given = {"rows": rows, "rows_by": rows_by, "held_out": held_out, "interpolate": interpolate}
+    if into not in _OWN:
+        raise ParameterError(f"--into takes {', '.join(_OWN)}, not {into!r}.")
+    given: dict[str, Any] = {"rows": rows, "rows_by": rows_by, "held_out": held_out, "interpolate": interpolate}
     given |= {"width": width, "anchors": anchors, "neighbours": neighbours, "rounds": rounds, "epochs": epochs}
+    given |= {"student": student, "layers": layers, "teacher": teacher, "beta": beta, "k": k, "exclude": exclude}
+    given |= {"temperature": temperature, "learning_rate": learning_rate, "batch_tokens": batch_tokens}
+    given |= {"accumulate": accumulate, "context": context, "valid": valid}
     settings = _settings(into, given)
     where = str(choose_device(device))
     store = Datastore.open(memory)
-    if into == "keys":
-        if out is None:
-            raise ParameterError("--into keys makes a new memory: say where with --out.")
+    if into != "output" and out is None:
+        raise ParameterError(f"--into {into} makes a new folder: say where with --out.")
+    if into == "decoder":
+        assert out is not None
+        facts = distill_decoder(store, out, seed=seed, model=model, device=where, dtype=dtype, **settings)
+        summary = describe_decoder(facts)
+    elif into == "keys":
+        assert out is not None
         facts = _distill_keys(store, out, seed=seed, device=where, **settings)
         summary = f"{out}: a memory with trained keys. Next: knnlm tune {memory} TEXT --memory knn,knn={out}"
     else:
@@ -125,10 +206,11 @@ def distill(
 
 def _settings(into: str, given: dict[str, Any]) -> dict[str, Any]:
     """Take the options that were given, and refuse those that are for the other kind."""
-    other = next(kind for kind in _OWN if kind != into)
     chosen = {name: value for name, value in given.items() if value is not None}
-    wrong = [f"--{name.replace('_', '-')}" for name in _OWN[other] if name in chosen]
-    if wrong:
+    others = [kind for kind in _OWN if kind != into]
+    other = next((kind for kind in others if any(name in chosen for name in _OWN[kind])), None)
+    if other is not None:
+        wrong = [f"--{name.replace('_', '-')}" for name in _OWN[other] if name in chosen]
         raise ParameterError(
             f"{' and '.join(wrong)} {'is' if len(wrong) == 1 else 'are'} for --into {other}, not for --into {into}. "
             f"Leave {'it' if len(wrong) == 1 else 'them'} out, or say --into {other}."
@@ -252,14 +334,13 @@ def _perplexity(memory: Path, text: list[str], limit: int | None, opening: dict[
 
 def _log_p(store: Datastore, model: str | None, device: str, dtype: str) -> Any:
     """Read the memory's text again with the language model: the one that is named, else the memory's own."""
-    from knnlm.mixture import check_model, open_reader
+    from knnlm.mixture import check_model
+    from knnlm.mixture.opening import language_model
     from knnlm.prune import store_log_p
 
-    screen.quiet()
-    with screen.waiting(f"opening {model or store.model['name']}"):
-        lm = open_reader(store, name=model, device=device, dtype=dtype)
-        if model is None:  # one that is named may be another than made the keys
-            check_model(store, lm)
+    lm = open_helped(store, model, device, dtype)
+    if model is None and language_model(store) is None:  # one that is named may be another than made the keys
+        check_model(store, lm)
     return store_log_p(store, lm, progress=screen.bar)
 
 

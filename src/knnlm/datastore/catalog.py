@@ -19,6 +19,7 @@ from typing import Any
 from knnlm.errors import DatastoreCorrupt, DatastoreError
 
 BUILT, DERIVED = 1, 2  # formats
+LANGUAGE_MODEL = "language_model"  # the fact that names the model that a memory is for, if that is not its reader
 FILE = "catalog.db"
 
 _SCHEMA = """

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from knnlm.datastore.builder import check_folder, writer_lock
-from knnlm.datastore.catalog import BUILT, FILE, Catalog, SegmentRow
+from knnlm.datastore.catalog import BUILT, FILE, LANGUAGE_MODEL, Catalog, SegmentRow
 from knnlm.datastore.keymap import FILE as MAP
 from knnlm.datastore.keymap import KeyMap
 from knnlm.datastore.segment import (
@@ -167,6 +167,8 @@ def _begin(folder: Path, plan: _Plan, derived: dict[str, Any]) -> Catalog:
         whole = store.map if plan.map is None else plan.map.after(store.map)
         if whole is not None:
             meta["map"] = {"sha256": whole.save(folder / MAP), "facts": whole.facts}
+        if (helped := store.catalog.get(LANGUAGE_MODEL)) is not None:
+            meta[LANGUAGE_MODEL] = helped
         special = whole is not None or plan.keep is not None or store.catalog.get("format") != BUILT
         return Catalog.create(file, meta, derived=special or plan.counts is not None)
     catalog = Catalog.open(file, write=True, copying=True)

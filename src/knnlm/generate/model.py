@@ -34,7 +34,9 @@ from knnlm.lm import CausalLM
 from knnlm.memory import LOGITS, Context, Source
 from knnlm.mixture import DEFAULTS, Mixture
 from knnlm.mixture.choice import read_mixture, weights_state, write_mixture
-from knnlm.mixture.opening import Written
+from knnlm.mixture.ingredients import Written
+from knnlm.mixture.opening import language_model
+from knnlm.mixture.plugin import is_decoder
 
 _BASE, _MEMORY = "base", "memory"
 
@@ -231,9 +233,9 @@ def _config(mixture: Mixture) -> KnnConfig:
 
 
 def _home(mixture: Mixture) -> Path:
-    if mixture.home is None:
+    if mixture.folder is None:
         raise ModelError("A mixture without a store has no folder to be named by. Open it with Mixture.open.")
-    return mixture.home.path
+    return mixture.folder
 
 
 def _for_base(kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -248,9 +250,17 @@ def _open_mixture(
 ) -> Mixture:
     from knnlm.datastore import Datastore
 
+    if is_decoder(memory):
+        return Mixture.open(memory, CausalLM(base, tokenizer), weight=config.weight)
     store = Datastore.open(memory)
-    place: dict[str, Any] = {"key_layer": store.model["key_layer"], "layer": store.model["layer"]}
-    lm = CausalLM(base, tokenizer, name=store.model["name"], **place)
+    name = language_model(store)  # which need not have as many layers as the model that reads the store
+    lm = CausalLM(
+        base,
+        tokenizer,
+        name=name or store.model["name"],
+        key_layer=store.model["key_layer"],
+        layer=-1 if name else store.model["layer"],
+    )
     if config.mixture is None:
         settings = {"k": config.k, "temperature": config.knn_temperature, "weight": config.weight}
         return Mixture.open(memory, lm, memories="knn", metric=config.metric, **settings)

@@ -31,6 +31,7 @@ FILE = "output.safetensors"
 FORMAT = 1
 _POSITIONS = 128  # read at a time, so that no (N, R) tensor is made where words have many rows
 _AGAIN = "Make it again with: knnlm distill --into output"
+_RUN_AGAIN = "Make it again with the command that made it: knnlm distill or knnlm adapt"
 
 
 @dataclass(frozen=True)
@@ -193,21 +194,21 @@ def load_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
             metadata = file.metadata() or {}
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  (it is no mapping)
     except FileNotFoundError:
-        raise DatastoreError(f"There is no {path}. {_AGAIN}") from None
+        raise DatastoreError(f"There is no {path}. {_RUN_AGAIN}") from None
     except OSError as error:
         raise DatastoreError(f"Cannot read {path}: {error.strerror or error}.") from None
     except SafetensorError as error:
-        raise DatastoreCorrupt(f"{path} is damaged ({error}). Remove it. {_AGAIN}") from None
+        raise DatastoreCorrupt(f"{path} is damaged ({error}). Remove it. {_RUN_AGAIN}") from None
     if metadata.get("format") != str(FORMAT):
         raise DatastoreError(
-            f"{path} has format version {metadata.get('format')}, this knnlm reads version {FORMAT}. {_AGAIN}"
+            f"{path} has format version {metadata.get('format')}, this knnlm reads version {FORMAT}. {_RUN_AGAIN}"
         )
     try:
         facts = json.loads(metadata["facts"])
     except (KeyError, ValueError, RecursionError):
-        raise DatastoreCorrupt(f"{path} does not say what it is. Remove it. {_AGAIN}") from None
+        raise DatastoreCorrupt(f"{path} does not say what it is. Remove it. {_RUN_AGAIN}") from None
     if not isinstance(facts, dict):
-        raise DatastoreCorrupt(f"{path} does not say what it is. Remove it. {_AGAIN}")
+        raise DatastoreCorrupt(f"{path} does not say what it is. Remove it. {_RUN_AGAIN}")
     return tensors, facts
 
 

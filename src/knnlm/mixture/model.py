@@ -14,7 +14,8 @@ from knnlm.errors import ParameterError
 from knnlm.lm import CausalLM, WindowShape
 from knnlm.memory import LOGITS, Answer, Context, KnnMemory, Memory, Source, Spoken
 from knnlm.mixture.fixed import Mixed
-from knnlm.mixture.opening import DEFAULTS, Ingredients, Written, check_model, gather, write_down
+from knnlm.mixture.ingredients import DEFAULTS, Ingredients, Written
+from knnlm.mixture.opening import check_model, gather, write_down
 from knnlm.mixture.readers import Batch, Readers
 from knnlm.mixture.recipe import MemorySpec
 from knnlm.mixture.weights import Fixed, Gated, Weights, share_equally, spans_of
@@ -33,6 +34,7 @@ class Mixture:
         readers: Readers | None = None,
         labels: Sequence[str] | None = None,
         home: Datastore | None = None,
+        folder: Path | None = None,
     ) -> None:
         self.lm = lm
         self.memories: list[Memory] = list(memory) if isinstance(memory, Sequence) else [memory]
@@ -41,6 +43,7 @@ class Mixture:
         self.readers = readers or Readers(lm)
         self.labels = list(labels or [one.name for one in self.memories])
         self.home = home or (self.knn.store if self.knn else None)  # whose windows are read, where choices are kept
+        self.folder = folder or (self.home.path if self.home else None)  # what it was opened from
         self.weights = weights or share_equally(self.memories, DEFAULTS["lambda"] if weight is None else weight)
         for one in self.memories:
             if isinstance(one, KnnMemory):
@@ -88,6 +91,7 @@ class Mixture:
             readers=found.readers,
             labels=found.labels,
             home=found.home,
+            folder=found.folder,
         )
 
     @property
@@ -132,7 +136,7 @@ class Mixture:
     @property
     def window(self) -> WindowShape:
         """The window that the store was read with; evaluation uses the same."""
-        return WindowShape(**self.home.window) if self.home else self.lm.window()
+        return WindowShape(**self.home.window) if self.home else self.lm.window(min(1024, self.longest or 1024))
 
     @property
     def part_names(self) -> list[str]:

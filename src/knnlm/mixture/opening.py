@@ -5,14 +5,13 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 from knnlm.datastore import Datastore, open_index
+from knnlm.datastore.catalog import LANGUAGE_MODEL
 from knnlm.errors import DatastoreError, ModelError, ModelMismatch, ParameterError
-from knnlm.index.base import check_metric
-from knnlm.index.exact import check_keys
 from knnlm.lm import CausalLM
 from knnlm.memory import (
     CacheMemory,
@@ -23,66 +22,15 @@ from knnlm.memory import (
     OutputMemory,
     Setting,
     Source,
-    check_vote,
 )
 from knnlm.memory.cache import WINDOW
 from knnlm.memory.output import FILE
 from knnlm.mixture.choice import load_weights, tuned, tuned_settings
-from knnlm.mixture.fixed import check_lambda
+from knnlm.mixture.ingredients import DEFAULTS, Ingredients, Opened
+from knnlm.mixture.plugin import gather_decoder, is_decoder
 from knnlm.mixture.readers import LANGUAGE, Readers, difference
 from knnlm.mixture.recipe import MemorySpec, parse_memories, resolve
-from knnlm.mixture.weights import Weights, first_parts, share_equally
-
-# What a memory is used with until it is tuned.
-DEFAULTS: dict[str, Any] = {"k": 1024, "temperature": 2.0, "lambda": 0.25}
-
-
-@dataclass(frozen=True)
-class Written:
-    """A mixture as it was written down."""
-
-    specs: list[MemorySpec]
-    weights: dict[str, Any]
-    folder: Path  # that holds what the weights need
-
-
-@dataclass(frozen=True)
-class Ingredients:
-    """What is asked for; None is what was tuned."""
-
-    memories: str | None = None
-    k: int | None = None
-    temperature: float | None = None
-    weight: float | None = None
-    metric: str | None = None
-    skip: float | None = None
-    rerank: bool = True
-    fresh: bool = False  # nothing that was tuned is used
-    written: Written | None = None  # just this
-    device_keys: str = "float16"  # what a GPU holds them in
-
-    def check(self) -> None:
-        """Refuse wrong settings before anything large is opened."""
-        check_vote(
-            DEFAULTS["k"] if self.k is None else self.k,
-            DEFAULTS["temperature"] if self.temperature is None else self.temperature,
-        )
-        check_lambda(DEFAULTS["lambda"] if self.weight is None else self.weight)
-        check_metric(self.metric or "l2")
-        check_keys(self.device_keys)
-        if self.skip is not None and not 0 <= self.skip <= 1:
-            raise ParameterError(f"skip must be a fraction from 0 to 1, not {self.skip}.")
-
-
-@dataclass(frozen=True)
-class Opened:
-    """All that a mixture is made of."""
-
-    readers: Readers
-    memories: list[Memory]
-    labels: list[str]
-    weights: Weights
-    home: Datastore
+from knnlm.mixture.weights import first_parts, share_equally
 
 
 def gather(
@@ -96,11 +44,13 @@ def gather(
 ) -> Opened:
     """Open a memory, the models it needs, and everything that is mixed."""
     wanted.check()
+    if not isinstance(memory, Datastore) and is_decoder(memory):
+        return gather_decoder(memory, lm, wanted, model=model, device=device, dtype=dtype)
     store = memory if isinstance(memory, Datastore) else Datastore.open(memory)
     specs, weights_facts = _choose(store, wanted)
     specs = _override(specs, wanted)
     if lm is None:
-        lm = open_reader(store, name=model, device=device, dtype=dtype)
+        lm = open_reader(store, name=model or language_model(store), device=device, dtype=dtype)
     kitchen = _Kitchen(store, Readers(lm), wanted, dtype)
     memories = [kitchen.open(spec) for spec in specs]
     if weights_facts is not None:
@@ -113,7 +63,7 @@ def gather(
         weights = share_equally(memories, DEFAULTS["lambda"] if wanted.weight is None else wanted.weight)
     if wanted.skip and getattr(weights, "skip", None) is None:
         raise ParameterError("Only a gate can skip searches. Tune the memory with --weights gated first.")
-    return Opened(kitchen.readers, memories, [spec.label for spec in specs], weights, store)
+    return Opened(kitchen.readers, memories, [spec.label for spec in specs], weights, store, store.path)
 
 
 def _choose(store: Datastore, wanted: Ingredients) -> tuple[list[MemorySpec], dict[str, Any] | None]:
@@ -224,8 +174,12 @@ class _Kitchen:
 
     def _lm(self, spec: MemorySpec) -> LMMemory:
         assert spec.path is not None
-        model = CausalLM.open(self._path(spec.path), device=str(self.lm.device), dtype=self.dtype)
-        return LMMemory(self.readers.add(model))
+        path = self._path(spec.path)
+        # The reader of a store may be a memory itself; it is open then.
+        known = [model.name for model in self.readers.models]
+        if (name := str(Path(path).resolve())) in known:
+            return LMMemory(known.index(name))
+        return LMMemory(self.readers.add(CausalLM.open(path, device=str(self.lm.device), dtype=self.dtype)))
 
     def _output(self, spec: MemorySpec) -> OutputMemory:
         path = self.store.path / "output" if spec.path is None else Path(self._path(spec.path))
@@ -309,12 +263,25 @@ def open_reader(store: Datastore, *, name: str | None = None, device: str = "aut
     # One that is named may have fewer layers than the store's reader, and need not be that reader.
     layer = store.model["layer"] if name is None else -1
     return CausalLM.open(
-        store.model["name"] if name is None else name,
+        _reader_name(store) if name is None else name,
         key_layer=store.model["key_layer"],
         layer=layer,
         device=device,
         dtype=dtype,
     )
+
+
+def language_model(store: Datastore) -> str | None:
+    """Name the model that a memory is for, where that is not the one that reads it."""
+    name = store.catalog.get(LANGUAGE_MODEL)
+    return name if isinstance(name, str) else None
+
+
+def _reader_name(store: Datastore) -> str:
+    """Name the model that reads a store; one that lies in the memory's own folder moves with it."""
+    name = str(store.model["name"])
+    inside = store.path / Path(name).name
+    return str(inside) if (inside / "config.json").is_file() else name
 
 
 def check_model(store: Datastore, lm: CausalLM, *, place: Source | None = None) -> None:

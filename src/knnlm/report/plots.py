@@ -1,4 +1,4 @@
-"""Draw a plot as a PNG picture on white. The only module that imports matplotlib.
+"""Draw a plot as a PNG picture on white.
 
 Figures are made by hand and not through pyplot, so nothing of a caller's own plots is touched and no window opens.
 """

@@ -1,0 +1,233 @@
+"""Test perplexity of a model with decoders trained on a corpus, beside what one would do instead.
+
+    python benchmarks/decoders.py CORPUS --store 6000 --limit 1500 --layers 4 --blocks 2   # minutes on two cores
+    python benchmarks/decoders.py CORPUS --limit 60000 --device cuda --teach 0.5:2:self,0.5:16:document
+
+CORPUS is a folder with train, valid and test .jsonl (also .gz, .xz, .zst), a document a line. A student is trained on
+train by cross entropy alone, a small one of some of the model's blocks too, and each reads a store of its own. k, τ,
+weights and gates are fitted on valid; figures are those of test. --teach trains more students, each with a share β of
+its loss from the store that the first student reads: β:τ:what a position may not see.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import knnlm
+from figures import first, split
+from knnlm import CausalLM, Mixture
+from knnlm.distill.decoder import train_decoder
+from knnlm.distill.student import open_student
+from knnlm.distill.targets import make_targets
+from knnlm.fitting import Seen, choose_settings, evaluate_seen, fit_weights, look, sweep_all
+from knnlm.tuning import token_frequencies
+
+STUDENT, SMALL = "lm=student", "lm=small"
+BASE_KNN, STUDENT_KNN, SMALL_KNN = "knn=base.store", "knn", "knn=small.store"
+ROWS: list[tuple[str, list[str], str]] = [
+    ("model + kNN, one λ", [BASE_KNN], "fixed"),
+    ("model + student, one λ", [STUDENT], "fixed"),
+    ("model + student + kNN, gated", [STUDENT, BASE_KNN], "gated"),
+    ("model + student + kNN of the student, gated", [STUDENT, STUDENT_KNN], "gated"),
+    ("and cache, n-grams: all, gated", [STUDENT, STUDENT_KNN, "cache", "ngram"], "gated"),
+    ("model + small, one λ", [SMALL], "fixed"),
+    ("model + small + kNN, gated", [SMALL, BASE_KNN], "gated"),
+    ("model + small + kNN of the small one, gated", [SMALL, SMALL_KNN], "gated"),
+    ("and cache, n-grams: all with the small one, gated", [SMALL, SMALL_KNN, "cache", "ngram"], "gated"),
+]
+
+
+def main() -> None:
+    options = parse()
+    lm = CausalLM.open(options.model, device=options.device, dtype=options.dtype)
+    for corpus in options.corpus:
+        with tempfile.TemporaryDirectory(dir=options.folder) as folder:
+            found = Study(corpus, Path(folder), lm, options).run()
+        print(f"| {corpus.name} | test perplexity | valid |\n|---|---|---|")
+        for name, (valid, test) in found.items():
+            print(f"| {name} | {test:.2f} | {valid:.2f} |", flush=True)
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("corpus", type=Path, nargs="+")
+    parser.add_argument("--model", default="bundled")
+    parser.add_argument("--device", default="auto")
+    parser.add_argument("--dtype", default="auto")
+    parser.add_argument("--store", type=int, help="tokens to learn (default: all of train)")
+    parser.add_argument("--limit", type=int, help="tokens of valid and of test (default: all)")
+    parser.add_argument("--layers", type=int, help="blocks of the model that the student has (default: all)")
+    parser.add_argument("--blocks", type=int, default=8, help="blocks that the small student has")
+    parser.add_argument("--epochs", type=int, default=3)
+    parser.add_argument("--learning-rate", type=float, default=2e-4)
+    parser.add_argument("--small-rate", type=float, default=6e-4, help="learning rate of the small student")
+    parser.add_argument("--small-epochs", type=int, default=3)
+    parser.add_argument("--teach", default="", help="β:τ:self or document, with commas")
+    parser.add_argument("--folder", type=Path, help="where models and stores are made (default: a temporary folder)")
+    return parser.parse_args()
+
+
+class Study:
+    """Everything about one corpus."""
+
+    def __init__(self, corpus: Path, folder: Path, lm: CausalLM, options: argparse.Namespace) -> None:
+        self.corpus, self.folder, self.lm, self.options = corpus, folder, lm, options
+        self.begin = time.perf_counter()
+        self.found: dict[str, tuple[float, float]] = {}
+
+    def say(self, *words: object) -> None:
+        print(f"{self.corpus.name} {time.perf_counter() - self.begin:6.1f} s ", *words, file=sys.stderr, flush=True)
+
+    def run(self) -> dict[str, tuple[float, float]]:
+        options = self.options
+        documents = list(first(split(self.corpus, "train"), self.lm, options.store))
+        self.tokens = self.lm.encode_all([document.text for document in documents])
+        self.train("student", options.layers, options.learning_rate, options.epochs)
+        self.train("small", options.blocks, options.small_rate, options.small_epochs)
+        for name in ("student", "small"):
+            reader = CausalLM.open(str(self.folder / name), device=options.device, dtype=options.dtype)
+            knnlm.build(documents, self.folder / f"{name}.store", lm=reader).close()
+        knnlm.build(documents, self.folder / "base.store", lm=self.lm).close()
+        self.say("stores are built")
+        memories = ["knn", *(f"{kind}={self.folder}/{name}" for kind, name in (
+            ("knn", "base.store"), ("knn", "small.store"), ("lm", "student"), ("lm", "small"),
+        ))]  # fmt: skip
+        seen = self.look([*memories, "cache", "ngram"])
+        self.table(seen)
+        self.speed()
+        self.stories(seen[1])
+        for teaching in filter(None, options.teach.split(",")):
+            self.teach(*teaching.split(":"))
+        return self.found
+
+    def train(self, name: str, layers: int | None, rate: float, epochs: int, **teaching: Any) -> None:
+        student = open_student(self.options.model, like=self.lm, layers=layers)
+        settings = {"beta": 0.0, "epochs": epochs, "learning_rate": rate, "device": self.options.device} | teaching
+        card = train_decoder(self.tokens, student, self.folder / name, **settings)
+        speed = card.tokens * epochs / card.seconds
+        self.say(f"{name}: {card.student['parameters'] / 1e6:.0f}M weights, {card.losses}, {speed:,.0f} tokens/s")
+
+    def look(self, memories: list[str]) -> list[Seen]:
+        """Read valid and test once with everything; settings of votes are chosen on valid."""
+        device = str(self.lm.device)
+        home = self.folder / "student.store"
+        mixture = Mixture.open(home, self.lm, memories=",".join(memories), fresh=True)
+        self.frequencies = token_frequencies(mixture.home)
+        traces = []
+        for part in ("valid", "test"):
+            place = Path(tempfile.mkdtemp(dir=self.folder)) / part
+            text = split(self.corpus, part)
+            traces.append(knnlm.record(mixture, text, place, k=1024, limit=self.options.limit))
+        settings = choose_settings(traces[0], sweep_all(traces[0], device=device), several=True)
+        self.say("valid and test are read")
+        return [self.named(look(trace, settings, device=device)) for trace in traces]
+
+    def named(self, seen: Seen) -> Seen:
+        from dataclasses import replace
+
+        short = [replace(one, label=one.label.replace(f"{self.folder}/", "")) for one in seen.memories]
+        return replace(seen, memories=short)
+
+    def table(self, seen: list[Seen]) -> None:
+        self.add("model", *(perplexity(one.model) for one in seen))
+        for name, label in (("the student alone: fine-tuned", STUDENT), ("the small student alone", SMALL)):
+            self.add(name, *(perplexity(one.only(label).memories[0].logs[:, 0]) for one in seen))
+        for name, memories, kind in ROWS:
+            self.add(name, *self.fitted(seen, memories, kind))
+
+    def fitted(self, seen: list[Seen], memories: list[str], kind: str) -> tuple[float, float]:
+        device = str(self.lm.device)
+        valid, test = (one.only(*memories) for one in seen)
+        fitted = fit_weights(valid, kind, frequencies=self.frequencies, device=device)
+        return fitted.perplexity, evaluate_seen(test, fitted.weights).perplexity
+
+    def add(self, name: str, valid: float, test: float) -> None:
+        self.found[name] = (valid, test)
+        self.say(f"{name:<50} valid {valid:8.3f}  test {test:8.3f}")
+
+    def teach(self, beta: str, temperature: str, exclude: str) -> None:
+        """Train a student on the text and on the store that the first student reads, as long as the first."""
+        store = knnlm.Datastore.open(self.folder / "student.store")
+        place = self.folder / f"targets-{temperature}-{exclude}"
+        settings = {"temperature": float(temperature), "exclude": exclude, "device": self.options.device}
+        targets = make_targets(store, place, **settings)
+        self.say("targets:", targets.facts)
+        name = f"taught-{beta}-{temperature}-{exclude}"
+        options = self.options
+        self.train(name, options.layers, options.learning_rate, options.epochs, beta=float(beta), targets=targets)
+        store.close()
+        seen = self.look([f"lm={self.folder}/{name}"])
+        alone = (perplexity(one.memories[0].logs[:, 0]) for one in seen)
+        self.add(f"taught β={beta} τ={temperature} without {exclude}, alone", *alone)
+        self.add(
+            f"model + taught β={beta} τ={temperature} without {exclude}, one λ",
+            *self.fitted(seen, [f"lm={name}"], "fixed"),
+        )
+
+    def speed(self) -> None:
+        """Milliseconds a token of generation, batch 1: the model, and the model with each decoder."""
+        ids = torch.randint(100, 40_000, (1, 32), device=self.lm.device)
+        base = milliseconds(self.lm.model, ids)
+        for name in ("student", "small"):
+            with_it = milliseconds(knnlm.KnnForCausalLM(Mixture.open(self.folder / name, self.lm)), ids)
+            self.say(f"generate: {base:.1f} ms a token, with {name} {with_it:.1f}, x{with_it / base:.2f}")
+
+    def stories(self, seen: Seen) -> None:
+        """Where the student is far above the model, and how close it stays on frequent words."""
+        targets = self.targets(seen)
+        (student,) = seen.only(STUDENT).memories
+        gain = student.logs[:, 0] - seen.model
+        counts = self.frequencies[targets]
+        common = self.frequencies.argsort(descending=True)[:50]
+        frequent = torch.isin(targets, common)
+        rare = (counts > 0) & (counts <= 20)
+        for name, rows in (("the 50 most frequent tokens", frequent), ("tokens seen 1 to 20 times", rare)):
+            self.say(
+                f"{name}: {int(rows.sum())} of {len(rows)}, p of the model {seen.model[rows].exp().mean():.3f}, "
+                f"of the student {student.logs[rows, 0].exp().mean():.3f}, log ratio {gain[rows].mean():+.3f}"
+            )
+        common_words = frequent & (gain.abs() < gain.abs()[frequent].median())
+        for name, rows in (("long tail", rare), ("function words", common_words)):
+            places = rows.nonzero()[:, 0]
+            best = gain[places].argsort(descending=True)[:: max(1, len(places) // 400)][:4]
+            for place in places[best].tolist():
+                before = self.lm.tokenizer.decode(targets[max(0, place - 12) : place].tolist())
+                told = (
+                    f"p of the model {seen.model[place].exp():.3f}, of the student {student.logs[place, 0].exp():.3f}"
+                )
+                self.say(f"{name}: …{before!r} → {self.lm.tokenizer.decode([int(targets[place])])!r}: {told}")
+
+    def targets(self, seen: Seen) -> torch.Tensor:
+        """The tokens that were predicted, in the order of the trace."""
+        found: list[int] = []
+        for document in split(self.corpus, "test"):
+            found += self.lm.encode(document.text)
+            if len(found) >= len(seen.model):
+                break
+        assert len(found) == len(seen.model)
+        return torch.tensor(found)
+
+
+def perplexity(logs: torch.Tensor) -> float:
+    return float((-logs.double().mean()).exp())
+
+
+def milliseconds(model: Any, ids: torch.Tensor, tokens: int = 64) -> float:
+    settings = {"max_new_tokens": tokens, "min_new_tokens": tokens, "do_sample": False, "pad_token_id": 0}
+    times = []
+    for _ in range(3):
+        begin = time.perf_counter()
+        model.generate(ids, attention_mask=torch.ones_like(ids), **settings)
+        times.append(time.perf_counter() - begin)
+    return 1e3 * sorted(times)[1] / tokens
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,25 @@
+"""Read facts from a JSON file that may come from a stranger. Knows nothing about what they are of."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from knnlm.errors import DatastoreCorrupt, DatastoreError
+
+
+def load_facts(file: Path, *, version: int, missing: str, again: str) -> dict[str, Any]:
+    """Give what the file holds; `missing` is said where it is not there, `again` how it is made again."""
+    try:
+        facts = json.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise DatastoreError(missing) from None
+    except OSError as error:
+        raise DatastoreError(f"Cannot read {file}: {error.strerror or error}.") from None
+    except (ValueError, RecursionError):
+        raise DatastoreCorrupt(f"{file} is no JSON. {again}") from None
+    if not isinstance(facts, dict) or facts.get("format") != version:
+        found = facts.get("format") if isinstance(facts, dict) else None
+        raise DatastoreError(f"{file} has format version {found}, this knnlm reads version {version}. {again}")
+    return facts

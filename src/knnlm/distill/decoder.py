@@ -1,0 +1,234 @@
+"""Train a small model to say what retrieval would have said, and keep it as an ordinary model with a card.
+
+OUT.partial/   while it is trained: checkpoint.safetensors, losses.jsonl
+OUT/           the finished model and tokenizer as transformers writes them; decoder.json, losses.jsonl, learning.png
+
+Knows nothing about mixing what comes of it.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+import shutil
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+
+from knnlm.datastore import Datastore
+from knnlm.datastore.builder import writer_lock
+from knnlm.datastore.segment import sync_folder, writing
+from knnlm.distill.curve import draw_curve
+from knnlm.distill.settings import check_same
+from knnlm.distill.student import Student, open_student
+from knnlm.distill.text import Lessons, Text
+from knnlm.distill.training import CURVE, Settings, Teacher, Training, read_curve
+from knnlm.errors import DatastoreError, MissingExtra, ParameterError
+from knnlm.lm import WindowShape
+from knnlm.lm.causal import choose_device
+from knnlm.memory.decoder import CARD, DecoderCard, load_card, save_card, set_lambda
+from knnlm.progress import Progress, silent
+
+__all__ = ["DecoderCard", "Student", "load_card", "open_student", "set_lambda", "train_decoder"]
+
+PICTURE = "learning.png"
+_FINISHED = "finished"
+
+
+def train_decoder(
+    text: Datastore | Iterable[Sequence[int]],
+    student: Student,
+    out: str | Path,
+    *,
+    targets: Teacher | None = None,
+    beta: float = 0.0,
+    epochs: int = 3,
+    batch_tokens: int = 16_384,
+    learning_rate: float = 2e-4,
+    warm_up: float = 0.05,
+    schedule: str = "linear",
+    weight_decay: float = 0.01,
+    clip: float = 1.0,
+    accumulate: int = 1,
+    precision: str = "auto",
+    held_out: float = 0.0,
+    context: int | None = None,
+    stride: int | None = None,
+    seed: int = 0,
+    checkpoint_every: float = 120.0,
+    device: str = "auto",
+    tensorboard: bool = False,
+    progress: Progress = silent,
+) -> DecoderCard:
+    """Train a copy of the student on a memory's text, or on the tokens of documents, going on with an unfinished run.
+
+    The loss is β·KL to the targets + (1-β)·CE; with beta=0 no targets are needed. A step sees about `batch_tokens`,
+    read in `accumulate` parts where they do not fit at once. `context` tokens are read at a time, moved on by `stride`,
+    by default as many. `clip` 0 clips nothing. `checkpoint_every` is in seconds.
+    """
+    where = choose_device(device)
+    shape = student.lm.window(context, None)
+    shape = WindowShape(shape.context, stride if stride is not None else shape.context)
+    settings = Settings(
+        beta, epochs, batch_tokens, learning_rate, warm_up, schedule, weight_decay, clip, accumulate,
+        _precision(precision, where), held_out, shape.context, shape.stride, seed,
+    )  # fmt: skip
+    words = Text.of_store(text) if isinstance(text, Datastore) else Text.of_documents(text)
+    teacher = _check_teacher(targets, words, beta)
+    _check_tokens(text, words, student)
+    facts = _facts(words, student, teacher, settings)
+    folder = Path(out).absolute()
+    work = folder.with_name(f"{folder.name}.partial")
+    if _is_finished(folder, facts) and not work.exists():
+        return load_card(folder)
+    with writer_lock(work, create=True):
+        if not _is_finished(folder, facts):
+            lessons = Lessons(words, shape, start_token=student.lm.start_token, held_out=held_out, seed=seed)
+            model = copy.deepcopy(student.lm.model).float().to(where)
+            training = Training(model, lessons, teacher, settings, facts=facts, device=where)
+            training.resume(work)
+            watch = _watcher(work, tensorboard)
+            training.run(work, every=checkpoint_every, progress=progress, watch=watch)
+            _publish(work, folder, training, student, _card(student, training, lessons, teacher, work))
+        shutil.rmtree(work)
+    return load_card(folder)
+
+
+def _facts(text: Text, student: Student, teacher: Teacher | None, settings: Settings) -> dict[str, Any]:
+    """All that the result depends on."""
+    names = ("teacher", "k", "temperature", "exclude", "top", "mass")  # which are the same whenever targets are made
+    return {
+        "text": text.fingerprint,
+        "student": student.lm.identity["weights"],
+        "tokenizer": student.lm.identity["tokenizer"],
+        "targets": None if teacher is None else {name: teacher.facts.get(name) for name in names},
+        **asdict(settings),
+    }
+
+
+def _precision(name: str, device: torch.device) -> str:
+    """Turn `auto` into bfloat16 on a GPU, with weights in float32, and float32 elsewhere, where it is repeatable."""
+    return ("bfloat16" if device.type == "cuda" else "float32") if name == "auto" else name
+
+
+def _check_teacher(targets: Teacher | None, text: Text, beta: float) -> Teacher | None:
+    """Refuse targets of another text; without β, nobody is asked."""
+    if not beta:
+        return None
+    if targets is None:
+        raise ParameterError(
+            f"beta {beta:g} needs targets, what retrieval says of the text. Make them, or use beta=0: the text alone."
+        )
+    found = targets.facts.get("text", text.fingerprint)
+    if targets.rows != len(text.tokens) or found != text.fingerprint:
+        raise DatastoreError(
+            f"The targets are of another text ({targets.rows:,} tokens, {found}) than the one to train on "
+            f"({len(text.tokens):,} tokens, {text.fingerprint}). Make them from a memory of the same text."
+        )
+    return targets
+
+
+def _check_tokens(given: Datastore | Iterable[Sequence[int]], text: Text, student: Student) -> None:
+    """Refuse text that the student cannot read."""
+    name, identity = student.spec, student.lm.identity
+    if isinstance(given, Datastore) and given.model.get("tokenizer") not in (identity["tokenizer"], None):
+        raise DatastoreError(
+            f"{given.path} was built with another tokenizer ({given.model['tokenizer']}) than that of the student "
+            f"{name} ({identity['tokenizer']}). Use a student with the same tokenizer."
+        )
+    if len(text.tokens) and not 0 <= int(text.tokens.min()) <= int(text.tokens.max()) < student.lm.vocab_size:
+        raise ParameterError(
+            f"The text holds tokens from {text.tokens.min()} to {text.tokens.max()}, but the student {name} has only "
+            f"{student.lm.vocab_size:,}."
+        )
+
+
+def _is_finished(folder: Path, facts: dict[str, Any]) -> bool:
+    """Say whether the decoder is there; refuse one that was made in another way, and whatever else is there."""
+    if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
+        return False
+    if not (folder / CARD).exists():
+        raise DatastoreError(f"{folder} is not empty and is no decoder. Choose another --out.")
+    check_same(folder, load_card(folder).settings, facts)
+    return True
+
+
+def _watcher(work: Path, tensorboard: bool) -> Callable[[dict[str, Any]], None]:
+    """Give whom to tell each line of the curve: TensorBoard, if it is asked for."""
+    if not tensorboard:
+        return lambda _: None
+    if find_spec("tensorboard") is None:
+        raise ParameterError("tensorboard=True needs the package tensorboard: pip install tensorboard")
+    from torch.utils.tensorboard import SummaryWriter
+
+    writer = SummaryWriter(str(work / "tensorboard"))
+
+    def watch(line: dict[str, Any]) -> None:
+        for name in ("loss", "kl", "ce", "learning_rate", "tokens_per_second"):
+            if line[name] is not None:
+                writer.add_scalar(name, line[name], line["step"])
+        writer.flush()
+
+    return watch
+
+
+def _card(student: Student, training: Training, lessons: Lessons, teacher: Teacher | None, work: Path) -> DecoderCard:
+    course, identity, settings = training.course, student.lm.identity, training.settings
+    last = [line for line in read_curve(work / CURVE) if line["epoch"] == settings.epochs - 1]
+    losses: dict[str, float | None] = {}
+    for name in ("loss", "kl", "ce"):
+        found = [line[name] for line in last if line[name] is not None]
+        losses[name] = sum(found) / len(found) if found else None
+    return DecoderCard(
+        student=student.facts,
+        tokenizer=identity["tokenizer"],
+        vocab_size=identity["vocab_size"],
+        start_token=identity["start_token"],
+        window={"context": settings.context, "stride": settings.stride},
+        teacher=None if teacher is None else teacher.facts["teacher"],
+        targets=None if teacher is None else teacher.facts,
+        beta=settings.beta,
+        settings=training.facts,
+        text=lessons.text.fingerprint,
+        tokens=lessons.positions(lessons.training),
+        held_out_tokens=lessons.positions(lessons.held_out),
+        steps=course.step,
+        seconds=course.seconds,
+        losses=losses,
+        held_out=course.held_out,
+        notes=[],
+    )
+
+
+def _publish(work: Path, folder: Path, training: Training, student: Student, card: DecoderCard) -> None:
+    """Write the finished decoder beside its work, and move it to its place at once."""
+    made = work / _FINISHED
+    shutil.rmtree(made, ignore_errors=True)
+    lines = read_curve(work / CURVE)
+    with writing(folder):
+        made.mkdir()
+        try:
+            training.model.eval().save_pretrained(made)
+        except SafetensorError as error:
+            raise OSError(str(error)) from None
+        student.lm.tokenizer.save_pretrained(made)
+        shutil.copy(work / CURVE, made / CURVE)
+        if (work / "tensorboard").exists():
+            shutil.copytree(work / "tensorboard", made / "tensorboard")
+        try:
+            (made / PICTURE).write_bytes(draw_curve(lines, card.held_out))
+        except MissingExtra as error:
+            card.notes.append(str(error))
+        save_card(made, card)
+        for file in made.rglob("*"):
+            if file.is_file():
+                with file.open("rb") as handle:
+                    os.fsync(handle.fileno())
+        sync_folder(made)
+        made.rename(folder)
+        sync_folder(folder.parent)
