@@ -193,11 +193,10 @@ class Study:
                 f"{name}: {int(rows.sum())} of {len(rows)}, p of the model {seen.model[rows].exp().mean():.3f}, "
                 f"of the student {student.logs[rows, 0].exp().mean():.3f}, log ratio {gain[rows].mean():+.3f}"
             )
-        common_words = frequent & (gain.abs() < gain.abs()[frequent].median())
-        for name, rows in (("long tail", rare), ("function words", common_words)):
+        draw = torch.Generator().manual_seed(0)
+        for name, rows in (("seen 1 to 20 times", rare), ("frequent", frequent)):
             places = rows.nonzero()[:, 0]
-            best = gain[places].argsort(descending=True)[:: max(1, len(places) // 400)][:4]
-            for place in places[best].tolist():
+            for place in places[torch.randperm(len(places), generator=draw)[:8]].tolist():  # drawn, not chosen
                 before = self.lm.tokenizer.decode(targets[max(0, place - 12) : place].tolist())
                 told = (
                     f"p of the model {seen.model[place].exp():.3f}, of the student {student.logs[place, 0].exp():.3f}"

@@ -20,6 +20,7 @@ from knnlm import CausalLM, Datastore, Document, KnnForCausalLM, Mixture, adapt,
 from knnlm.adaptation import MEMORIES, load_adaptation
 from knnlm.datastore import derive
 from knnlm.datastore.builder import STUDENT
+from knnlm.datastore.catalog import FILE, LANGUAGE_MODEL, Catalog
 from knnlm.distill.text import Text
 from knnlm.errors import CorpusError, DatastoreCorrupt, DatastoreError, ParameterError
 from knnlm.lm.fingerprint import tokenizer_fingerprint
@@ -206,7 +207,9 @@ def test_what_is_finished_is_not_done_again_and_other_text_is_refused(adapted, c
     with pytest.raises(DatastoreError, match="another epochs"):
         adapt(TEXT, copied, lm=base, **{**QUICK, "epochs": 1})
     # Tuning on less is another tuning of the same memory.
-    again = adapt(TEXT, copied, lm=base, limit=20, progress=watching, **QUICK)
+    kept = held_out(copied)
+    learnt = [document for document in TEXT if document not in kept]
+    again = adapt(learnt, copied, lm=base, held_out=kept, limit=20, progress=watching, **QUICK)
     assert again.held_out_tokens < adapted[1].held_out_tokens
     assert set(stages) & {"training", "reading"} == set()
     (copied / "adapted.json").write_text('{"model": 5}')
@@ -456,3 +459,13 @@ def test_a_copy_is_for_the_same_model_and_opens_each_model_once(copied, base, tm
     assert opened == [base.name, str(copied / STUDENT)]  # not the one that it is a copy of
     assert [model.name for model in mixture.readers.models] == [base.name, str((copied / STUDENT).resolve())]
     assert Mixture.open(tmp_path / "derived").lm.name == base.name
+
+
+@pytest.mark.parametrize("value", [5, "", ["x"]])
+def test_a_memory_that_names_no_proper_model_is_damaged_rather_than_read_by_another(copied, base, value):
+    catalog = Catalog.open(copied / FILE, write=True)
+    catalog.put(**{LANGUAGE_MODEL: value})
+    catalog.close()
+    with pytest.raises(DatastoreCorrupt, match="which model it is for"):
+        Mixture.open(copied)
+    assert Mixture.open(copied, base).lm is base

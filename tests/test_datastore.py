@@ -19,8 +19,8 @@ import oracle
 from conftest import documents
 from knnlm import CausalLM, Datastore, Document, KnnMemory, Mixture, build, build_index, evaluate
 from knnlm.datastore import open_index
-from knnlm.datastore.builder import writer_lock
 from knnlm.datastore.catalog import Catalog
+from knnlm.datastore.locking import writer_lock
 from knnlm.datastore.segment import ArrayWriter
 from knnlm.errors import DatastoreBusy, DatastoreCorrupt, DatastoreError, IndexInvalid, ModelError, ParameterError
 from knnlm.index import ExactIndex

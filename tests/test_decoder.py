@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import signal
@@ -11,6 +12,7 @@ import textwrap
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -25,17 +27,20 @@ from conftest import documents
 from knnlm import CausalLM, build
 from knnlm.cli import screen
 from knnlm.distill import curve as curve_module
+from knnlm.distill import decoder, training
 from knnlm.distill.decoder import train_decoder
 from knnlm.distill.loss import distillation_loss
 from knnlm.distill.retrieval import Ballot, Retrieval
 from knnlm.distill.student import both_ends, keep_blocks, open_student
 from knnlm.distill.targets import make_targets
-from knnlm.distill.text import Lessons, Text
+from knnlm.distill.text import Lessons, Text, positions
 from knnlm.distill.training import CHECKPOINT, Settings, read_curve
-from knnlm.errors import DatastoreError, ModelError, ModelMismatch, ParameterError
+from knnlm.errors import DatastoreError, MissingExtra, ModelError, ModelMismatch, ParameterError
 from knnlm.lm import WindowShape
 from knnlm.lm.fingerprint import tokenizer_fingerprint
+from knnlm.lm.windows import windows as cut
 from knnlm.memory.decoder import CARD, load_card, save_card, set_lambda
+from knnlm.memory.output import load_tensors
 from knnlm.progress import note, silent
 from models import tiny, tiny_tokenizer
 
@@ -157,22 +162,33 @@ def test_without_targets_it_is_the_cross_entropy_and_parts_add_up_to_the_whole()
     context=st.integers(1, 16),
     part=st.floats(0.1, 1),
     batch_tokens=st.integers(1, 100),
+    epoch=st.integers(0, 3),
+    held_out=st.sampled_from([0.0, 0.3]),
 )
-def test_every_token_is_to_be_predicted_once_from_its_own_document(sizes, context, part, batch_tokens):
+def test_every_token_is_to_be_predicted_once_from_its_own_document(sizes, context, part, batch_tokens, epoch, held_out):
     if not sum(sizes):
         return
     random = np.random.default_rng(0)
     texts = [random.integers(2, 99, size).tolist() for size in sizes]
     text = Text.of_documents(texts)
     stride = max(1, int(context * part))
-    lessons = Lessons(text, WindowShape(context, stride), start_token=1, held_out=0.0, seed=3)
+    try:
+        lessons = Lessons(text, WindowShape(context, stride), start_token=1, held_out=held_out, seed=3)
+    except ParameterError:
+        assert held_out  # nothing is left
+        return
     first = np.cumsum([0, *sizes])
+    steps = lessons.steps(epoch, batch_tokens)
+    assert all(steps)
+    groups = [group for step in steps for group in step]
+    assert sum(map(positions, groups)) == lessons.tokens
     rows = []
-    for numbers in lessons.batches(0, batch_tokens):
-        batch = lessons.read(numbers)
-        assert len(numbers) == 1 or batch.ids.numel() <= batch_tokens
+    for windows in [*groups, *lessons.held_out_groups(batch_tokens)]:
+        batch = lessons.read(windows)
+        assert len(windows) == 1 or batch.ids.numel() <= batch_tokens / 2
+        assert batch.ids.shape[1] <= context
         counted = batch.targets.view(batch.ids.shape) >= 0
-        assert int(counted.sum()) == lessons.positions(numbers)
+        assert int(counted.sum()) == positions(windows)
         for ids, targets, found in zip(
             batch.ids.tolist(), batch.targets.view(batch.ids.shape).tolist(),
             batch.rows.view(batch.ids.shape).tolist(), strict=True,
@@ -186,8 +202,43 @@ def test_every_token_is_to_be_predicted_once_from_its_own_document(sizes, contex
                 assert targets[place] == texts[number][local]
                 seen = [1, *texts[number][:local]]
                 assert ids[: place + 1] == seen[len(seen) - place - 1 :]
+                # With a stride, what is behind the first window has been told at least as much as is promised.
+                assert place >= min(local, context - stride)
                 rows.append(row)
     assert sorted(rows) == list(range(sum(sizes)))
+
+
+def test_long_documents_are_cut_at_other_places_in_each_epoch():
+    sizes = [64, 20, 21, 5, 300]
+    lessons = Lessons(
+        Text.of_documents([[7] * n for n in sizes]), WindowShape(20, 20), start_token=1, held_out=0, seed=4
+    )
+    starts = np.cumsum([0, *sizes])
+    for epoch in range(5):
+        right = []
+        for number, size in enumerate(sizes):
+            first = np.random.default_rng([4, epoch, number]).integers(1, 21) if size > 20 else size
+            borders = [0, *range(first, size, 20), size]
+            right += [(starts[number], a, a, b) for a, b in itertools.pairwise(borders)]
+        assert sorted(map(tuple, lessons.windows(epoch).tolist())) == sorted(right)
+    assert len({tuple(map(tuple, lessons.windows(epoch).tolist())) for epoch in range(5)}) == 5
+
+
+@pytest.mark.parametrize("stride", [10, 4])
+def test_held_out_windows_begin_where_the_document_does_and_stay(stride):
+    book = list(range(1000))
+    lessons = Lessons(Text.of_documents([book]), WindowShape(10, stride), start_token=1, held_out=0.1, seed=0)
+    plain = [(0, one.begin, one.scored, one.end) for one in cut(book, WindowShape(10, stride), start_token=1)]
+    held = set(map(tuple, lessons.held_out.tolist()))
+    assert held < set(plain)
+    left = {row for _, _, scored, end in held for row in range(scored, end)}
+    cuts = set()
+    for epoch in range(3):
+        windows = lessons.windows(epoch)
+        rows = lessons.read(windows).rows
+        assert sorted([*rows[rows >= 0].tolist(), *left]) == book
+        cuts.add(tuple(map(tuple, windows.tolist())))
+    assert len(cuts) == 3
 
 
 def test_the_order_follows_from_the_seed_and_the_epoch():
@@ -195,11 +246,35 @@ def test_the_order_follows_from_the_seed_and_the_epoch():
 
     def order(seed, epoch):
         lessons = Lessons(text, WindowShape(8, 8), start_token=1, held_out=0.0, seed=seed)
-        return [numbers.tolist() for numbers in lessons.batches(epoch, 32)]
+        return [[group.tolist() for group in step] for step in lessons.steps(epoch, 32)]
 
     assert order(0, 0) == order(0, 0)
     assert order(0, 0) != order(0, 1) != order(1, 1)
-    assert len(order(0, 0)) == len(order(0, 1))
+
+
+@pytest.mark.parametrize(("batch_tokens", "least", "parts"), [(2048, 0.5, 2), (4096, 0.5, 2), (8192, 0.7, 4)])
+def test_a_step_holds_documents_of_several_lengths_and_none_is_a_remainder(batch_tokens, least, parts):
+    random = np.random.default_rng(0)
+    lengths = random.integers(10, 500, size=900)
+    lessons = Lessons(
+        Text.of_documents([[7] * n for n in lengths]), WindowShape(512, 512), start_token=1, held_out=0.0, seed=0
+    )
+    mixed, neighbours = 0, []
+    for epoch in range(2):
+        steps = lessons.steps(epoch, batch_tokens)
+        assert len(steps) == round(lengths.sum() / batch_tokens)
+        for step in steps:
+            sizes = [group[:, 3] - group[:, 1] for group in step]
+            assert least <= sum(size.sum() for size in sizes) / batch_tokens <= 2 - least
+            assert all(len(size) * size.max() <= batch_tokens // parts for size in sizes)  # what is read at once
+            assert len(step) >= parts - 1
+            mixed += np.ptp(np.concatenate(sizes)) > 100
+        assert mixed > 0.75 * (epoch + 1) * len(steps)
+        neighbours.append({frozenset(group[:, 0].tolist()) for step in steps for group in step})
+    assert len(neighbours[0] & neighbours[1]) < 0.5 * len(neighbours[0])
+    # A little more than one step is one step, and not one and a crumb.
+    short = Lessons(Text.of_documents([[7] * 64] * 40), WindowShape(64, 64), start_token=1, held_out=0.0, seed=0)
+    assert [sum(map(positions, step)) for step in short.steps(0, 2048)] == [2560]
 
 
 def test_held_out_are_whole_documents_with_their_copies_or_windows_of_a_book():
@@ -207,15 +282,17 @@ def test_held_out_are_whole_documents_with_their_copies_or_windows_of_a_book():
     text = Text.of_documents(texts)
     for seed in range(20):
         lessons = Lessons(text, WindowShape(3, 3), start_token=1, held_out=0.2, seed=seed)
-        held = {tuple(lessons.read(np.array([n])).targets.tolist()) for n in lessons.held_out}
-        train = {tuple(lessons.read(np.array([n])).targets.tolist()) for n in lessons.training}
+        held, train = (
+            {token for token in lessons.read(windows).targets.tolist() if token >= 0}
+            for windows in (lessons.held_out, lessons.windows(0))
+        )
         assert not held & train
-        assert 0.2 <= lessons.positions(lessons.held_out) / len(text.tokens) <= 0.31
-        assert lessons.positions(lessons.held_out) % 5 == 0
-        assert lessons.positions(lessons.held_out) + lessons.positions(lessons.training) == len(text.tokens)
+        assert 0.2 <= positions(lessons.held_out) / len(text.tokens) <= 0.31
+        assert positions(lessons.held_out) % 5 == 0
+        assert positions(lessons.held_out) + lessons.tokens == len(text.tokens)
     book = Text.of_documents([np.arange(1000) % 211])
     lessons = Lessons(book, WindowShape(10, 10), start_token=1, held_out=0.1, seed=0)
-    assert 100 <= lessons.positions(lessons.held_out) <= 120
+    assert 100 <= positions(lessons.held_out) <= 120
     with pytest.raises(ParameterError, match="no text"):
         Lessons(Text.of_documents([[]]), WindowShape(3, 3), start_token=1, held_out=0.1, seed=0)
 
@@ -383,12 +460,12 @@ def test_the_curve_is_that_of_a_training_by_hand(small, lm, student, tmp_path):
     optimiser = torch.optim.AdamW([{"params": decayed, "weight_decay": 10.0}, {"params": others, "weight_decay": 0.0}])
     text = Text.of_store(store)
     lessons = Lessons(text, WindowShape(64, 64), start_token=lm.start_token, held_out=0.0, seed=0)
-    batches = [(epoch, numbers) for epoch in range(2) for numbers in lessons.batches(epoch, 512)]
+    batches = [(epoch, np.concatenate(groups)) for epoch in range(2) for groups in lessons.steps(epoch, 512)]
     warm, steps = math.ceil(0.3 * len(batches)), len(batches)
-    for step, ((epoch, numbers), line) in enumerate(zip(batches, losses(tmp_path / "out"), strict=True)):
+    for step, ((epoch, windows), line) in enumerate(zip(batches, losses(tmp_path / "out"), strict=True)):
         total, count = 0.0, 0
-        for number in numbers:
-            window = lessons.read(np.array([number]))
+        for one in windows:
+            window = lessons.read(one[None])
             sparse = targets.of(window.rows)
             log_q = model(window.ids).logits[0].log_softmax(1)
             ce = -log_q.gather(1, window.targets[:, None])[:, 0]
@@ -396,7 +473,7 @@ def test_the_curve_is_that_of_a_training_by_hand(small, lm, student, tmp_path):
             total, count = total + (0.6 * kl + 0.4 * ce).sum(), count + len(ce)
         (total / count).backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
-        left = (steps - step) / (steps - warm)
+        left = (steps - step) / (steps - warm + 1)
         rate = 1e-3 * ((step + 1) / warm if step < warm else 0.5 * (1 + math.cos(math.pi * (1 - left))))
         for group in optimiser.param_groups:
             group["lr"] = rate
@@ -422,7 +499,7 @@ def test_a_batch_read_in_parts_is_the_same_batch(small, student, tmp_path):
 
 def test_the_pace_rises_and_falls_to_nothing():
     settings = Settings(0.5, 1, 1, 2.0, 0.25, "linear", 0, 1, 1, "float32", 0, 8, 8, 0)
-    assert [settings.pace(step, 8) for step in range(8)] == pytest.approx([1, 2, 2, 10 / 6, 8 / 6, 1, 4 / 6, 2 / 6])
+    assert [settings.pace(step, 8) for step in range(8)] == pytest.approx([1, 2, *(n * 2 / 7 for n in range(6, 0, -1))])
     cosine = replace(settings, schedule="cosine", warm_up=0.0)
     assert [cosine.pace(step, 4) for step in range(4)] == pytest.approx(
         [2.0, 1 + math.cos(math.pi / 4), 1.0, 1 - math.cos(math.pi / 4)]
@@ -477,7 +554,7 @@ def test_a_training_that_was_interrupted_goes_on_with_the_same_curve(small, lm, 
                 train_decoder(store, student, out, checkpoint_every=every, progress=stopping(stop), **options)
             assert not out.exists()
         work = Path(f"{out}.partial")
-        assert (work / CHECKPOINT).exists() == (every == 0 and stops != [1])
+        assert load_tensors(work / CHECKPOINT)[1]["course"]["step"] == sum(stops)
         if number == 1:
             with pytest.raises(DatastoreError, match=r"another beta \(0.5, now 0.25\)"):
                 train_decoder(store, student, out, **{**options, "beta": 0.25})
@@ -488,6 +565,65 @@ def test_a_training_that_was_interrupted_goes_on_with_the_same_curve(small, lm, 
         assert equal(out, tmp_path / "whole")
         assert replace(card, seconds=0) == replace(whole, seconds=0)
         assert not work.exists()
+
+
+@pytest.mark.parametrize("where", ["optimiser", "curve", "held out"])
+def test_an_interruption_anywhere_leaves_something_to_go_on_from(small, student, tmp_path, monkeypatch, where):
+    store, targets = small
+    options = {**QUICK, "beta": 0.5, "targets": targets, "held_out": 0.2, "batch_tokens": 128}
+    whole = train_decoder(store, student, tmp_path / "whole", **options)
+    owner, name, call = {
+        "optimiser": (torch.optim.AdamW, "step", 5),
+        "curve": (training._Curve, "_put", 3),  # the first one is at the beginning
+        "held out": (training.Training, "_look", 2),
+    }[where]
+    original, calls = getattr(owner, name), []
+
+    def breaking(*given, **named):
+        calls.append(name)
+        if len(calls) == call:
+            if where == "curve":
+                original(*given, **named)  # written, but nobody has noted it
+            elif where == "optimiser":
+                given[0].param_groups[0]["params"][0].data.fill_(7.0)  # half done
+            raise KeyboardInterrupt
+        return original(*given, **named)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(owner, name, breaking)
+        patch.setattr(training, "_LOOK", 2)
+        with pytest.raises(KeyboardInterrupt):
+            train_decoder(store, student, tmp_path / "out", checkpoint_every=1e9, **options)
+    assert len(calls) == call
+    assert (tmp_path / "out.partial" / CHECKPOINT).exists() == (where == "held out")
+    card = train_decoder(store, student, tmp_path / "out", **options)
+    assert losses(tmp_path / "out") == losses(tmp_path / "whole")
+    assert equal(tmp_path / "out", tmp_path / "whole")
+    assert replace(card, seconds=0) == replace(whole, seconds=0)
+
+
+def test_what_is_trained_to_the_end_is_not_trained_again_where_it_could_not_be_published(
+    small, student, tmp_path, monkeypatch
+):
+    def full(*_, **__):
+        raise OSError("no space")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(decoder, "_publish", full)
+        with pytest.raises(OSError, match="no space"):
+            train_decoder(small[0], student, tmp_path / "out", held_out=0.2, **QUICK)
+    steps = []
+
+    @contextmanager
+    def watch(what, *, total=None, unit="tokens"):
+        yield steps.append
+        assert steps == [total]
+
+    card = train_decoder(small[0], student, tmp_path / "out", held_out=0.2, progress=watch, **QUICK)
+    whole = train_decoder(small[0], student, tmp_path / "whole", held_out=0.2, **QUICK)
+    assert len(steps) == 1
+    assert equal(tmp_path / "out", tmp_path / "whole")
+    assert replace(card, seconds=0) == replace(whole, seconds=0)
 
 
 def test_a_training_that_was_killed_goes_on_with_the_same_curve(small, lm, student, model_folder, tmp_path):
@@ -543,14 +679,14 @@ def test_held_out_text_is_measured_before_and_after_each_epoch(small, lm, studen
     assert card.held_out[-1]["loss"] < card.held_out[0]["loss"]
     assert card.tokens + card.held_out_tokens == store.rows
     lessons = Lessons(Text.of_store(store), WindowShape(64, 64), start_token=lm.start_token, held_out=0.2, seed=0)
-    assert lessons.positions(lessons.held_out) == card.held_out_tokens
+    assert positions(lessons.held_out) == card.held_out_tokens
     for model, entry in (
         (lm.model, card.held_out[0]),
         (hf.AutoModelForCausalLM.from_pretrained(tmp_path / "out"), card.held_out[-1]),
     ):
         nats = 0.0
-        for number in lessons.held_out:
-            window = lessons.read(np.array([number]))
+        for one in lessons.held_out:
+            window = lessons.read(one[None])
             with torch.no_grad():
                 log_q = model(window.ids).logits[0].log_softmax(1)
             nats -= float(log_q.gather(1, window.targets[:, None]).sum())
@@ -667,7 +803,8 @@ def test_settings_and_texts_that_cannot_be_are_refused(small, lm, student, tmp_p
         ({"warm_up": 2.0}, "warm_up"),
         ({"context": 10**6}, "longer than"),
         ({"context": 8, "stride": 9}, "stride"),
-        ({"tensorboard": True}, "pip install tensorboard"),
+        ({"targets": targets}, "would not be used"),
+        ({"batch_tokens": 0}, "batch_tokens"),
     ]:
         with pytest.raises(ParameterError, match=message):
             train_decoder(store, student, out, **{"beta": 0.0, "device": "cpu", **options})
@@ -677,8 +814,9 @@ def test_settings_and_texts_that_cannot_be_are_refused(small, lm, student, tmp_p
     other = build(documents(3), tmp_path / "other", lm=lm)
     with pytest.raises(DatastoreError, match="another text"):
         train_decoder(other, student, out, targets=targets, beta=0.5)
+    wild = {**QUICK, "batch_tokens": 64, "learning_rate": 1e30, "clip": 0.0}
     with pytest.raises(ParameterError, match="diverged"):
-        train_decoder(store, student, out, beta=0.0, **{**QUICK, "learning_rate": 1e30, "clip": 0.0})
+        train_decoder(store, student, out, beta=0.0, **wild)
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "diary.txt").write_text("")
     with pytest.raises(DatastoreError, match="not empty"):
@@ -686,14 +824,92 @@ def test_settings_and_texts_that_cannot_be_are_refused(small, lm, student, tmp_p
     assert [file.name for file in (tmp_path / "full").iterdir()] == ["diary.txt"]
 
 
+@pytest.mark.parametrize(
+    ("tokens", "epochs", "right"),
+    [
+        (455_774, 3, 4096), (1_490_000, 3, 8192), (2_240_000, 3, 16_384), (10**8, 3, 16_384), (100, 1, 2048),
+        (4096 * 100, 3, 4096), (4096 * 100 - 1, 3, 2048),
+    ],
+)  # fmt: skip
+def test_a_step_is_as_large_as_leaves_three_hundred_of_them(tokens, epochs, right):
+    text = Text(np.zeros(tokens, np.int8), np.array([0, tokens]))
+    assert decoder._batch_tokens(text, epochs) == right
+    assert right == 2048 or tokens * epochs / right >= 300
+    assert right == 16_384 or tokens * epochs / (2 * right) < 300
+
+
+def test_the_card_holds_the_size_of_a_step_that_was_chosen(small, student, tmp_path):
+    card = train_decoder(small[0], student, tmp_path / "out", epochs=1, device="cpu")
+    assert card.settings["batch_tokens"] == 2048
+
+
+def test_a_finished_decoder_of_any_precision_is_taken_unless_one_is_asked_for(small, student, tmp_path):
+    options = {**QUICK, "batch_tokens": 128}
+    half = train_decoder(small[0], student, tmp_path / "out", precision="bfloat16", **options)
+    assert half.settings["precision"] == "bfloat16"
+    assert train_decoder(small[0], student, tmp_path / "out", **options) == half
+    with pytest.raises(DatastoreError, match="another precision"):
+        train_decoder(small[0], student, tmp_path / "out", precision="float32", **options)
+    # What is unfinished goes on as it began, or not at all.
+    with pytest.raises(KeyboardInterrupt):
+        train_decoder(small[0], student, tmp_path / "half", precision="bfloat16", progress=stopping(3), **options)
+    with pytest.raises(DatastoreError, match="another precision"):
+        train_decoder(small[0], student, tmp_path / "half", **options)
+
+
+def test_the_same_tokens_in_other_documents_are_another_text(lm, student, tmp_path):
+    given = [lm.encode(document.text) for document in documents(4, words=20)]
+    card = train_decoder(given, student, tmp_path / "out", **QUICK)
+    joined = [given[0] + given[1], *given[2:]]
+    assert Text.of_documents(joined).fingerprint == card.text
+    with pytest.raises(DatastoreError, match="another division into documents"):
+        train_decoder(joined, student, tmp_path / "out", **QUICK)
+
+
+def test_tensorboard_is_told_each_step_once_also_by_whoever_goes_on(small, student, tmp_path, monkeypatch):
+    """The package is large and not installed here, so a writer of a few lines stands for its own."""
+    closed = []
+
+    class SummaryWriter:
+        def __init__(self, folder, **_):
+            Path(folder).mkdir()
+            self.path, self.lines = Path(folder, f"events.{len(closed)}"), []
+
+        def add_scalar(self, name, value, step):
+            self.lines.append(json.dumps([name, step, value]) + "\n")
+
+        def close(self):
+            self.path.write_text("".join(self.lines))
+            closed.append(self.path)
+
+    options = {**QUICK, "batch_tokens": 128, "tensorboard": True}
+    with monkeypatch.context() as patch:
+        patch.setattr(decoder, "find_spec", lambda _: None)
+        with pytest.raises(MissingExtra, match=r"pip install 'knnlm\[tensorboard\]'"):
+            train_decoder(small[0], student, tmp_path / "out", **options)
+    assert not list(tmp_path.iterdir())
+    monkeypatch.setattr(decoder, "find_spec", lambda _: True)
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", SimpleNamespace(SummaryWriter=SummaryWriter))
+    with pytest.raises(KeyboardInterrupt):
+        train_decoder(small[0], student, tmp_path / "out", progress=stopping(5), **options)
+    assert len(closed) == 1
+    train_decoder(small[0], student, tmp_path / "out", **options)
+    assert len(closed) == 2
+    told = [json.loads(line) for file in (tmp_path / "out" / "tensorboard").iterdir() for line in file.open()]
+    right = [(line["step"], line["loss"]) for line in losses(tmp_path / "out")]
+    assert sorted((step, value) for name, step, value in told if name == "loss") == right
+    assert {name for name, _, _ in told} == {"loss", "ce", "learning_rate", "tokens_per_second"}
+
+
 def test_lambda_is_written_into_the_card_and_hostile_cards_are_refused_in_one_line(small, student, tmp_path):
     out = tmp_path / "out"
     card = train_decoder(small[0], student, out, beta=0.0, **QUICK)
     assert card.weight is None
     assert json.loads((out / CARD).read_text())["lambda"] is None
-    assert set_lambda(out, 0.3, {"text": "valid"}) == load_card(out)
+    told = {"model": "x", "text": ["valid"], "tokens": 9, "base_perplexity": 3.0, "perplexity": 2.0}
+    assert set_lambda(out, 0.3, told) == load_card(out)
     facts = json.loads((out / CARD).read_text())
-    assert (facts["lambda"], facts["lambda_facts"]) == (0.3, {"text": "valid"})
+    assert (facts["lambda"], facts["lambda_facts"]) == (0.3, told)
     for value in (-0.1, 1.1, float("nan")):
         with pytest.raises(ParameterError, match="lambda"):
             set_lambda(out, value)

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from conftest import documents
 from knnlm.datastore import Datastore, build
-from knnlm.datastore.builder import writer_lock
+from knnlm.datastore.locking import writer_lock
 from knnlm.datastore.segment import checksum
 from knnlm.datastore.suffixes import DEPTH, from_documents, open_suffixes
 from knnlm.errors import DatastoreCorrupt, ParameterError

@@ -24,9 +24,9 @@ from safetensors.torch import save_file
 import oracle
 from conftest import documents
 from knnlm import Datastore, build
-from knnlm.datastore.builder import writer_lock
 from knnlm.datastore.derive import derive
 from knnlm.datastore.keymap import KeyMap
+from knnlm.datastore.locking import writer_lock
 from knnlm.distill import pairs as pairs_module
 from knnlm.distill.output import CHECKPOINT, distill_output, share_rows, weigh_losses
 from knnlm.distill.pairs import Pairs, hold_out

@@ -238,7 +238,8 @@ def test_a_model_must_be_named_until_one_is_tuned_for_and_must_be_there(decoder,
     for command in (("eval", decoder, desk / "valid.txt"), ("tune", decoder, desk / "valid.txt")):
         assert "say which model it is to help with --model" in failure(capfd, *command)
     assert "Give TEXT" in failure(capfd, "tune", decoder, "--model", model_folder)
-    set_lambda(decoder, 0.5, {"model": "/nowhere/at/all"})
+    told = {"text": ["valid"], "tokens": 9, "base_perplexity": 3.0, "perplexity": 2.0}
+    set_lambda(decoder, 0.5, {"model": "/nowhere/at/all", **told})
     assert "was tuned with /nowhere/at/all" in failure(capfd, "eval", decoder, desk / "valid.txt")
     assert knnlm(capfd, "eval", decoder, desk / "valid.txt", "--model", model_folder)[0] == 0
 
@@ -357,6 +358,19 @@ def test_a_store_teaches_with_beta_and_valid_tunes_lambda(memory, desk, model_fo
     said = knnlm(capfd, *arguments, "--valid", desk / "valid.txt")[1]
     assert f"λ = {facts['lambda']:.2f}" in said
     assert f"Next: knnlm eval {out} TEXT" in said
+
+
+def test_a_finished_decoder_asks_nobody_again_and_keeps_its_lambda(memory, desk, tmp_path, capfd):
+    out, targets = tmp_path / "d", tmp_path / "d.targets"
+    options = ("--beta", 0.5, "--k", 8, "--valid", desk / "valid.txt")
+    facts = distill(capfd, memory, out, *options)
+    shutil.rmtree(targets)
+    set_lambda(out, 0.125, facts["lambda_facts"])  # as if it had been tuned since
+    again = distill(capfd, memory, out, *options)
+    assert again == {**facts, "lambda": 0.125}
+    start = ("distill", memory, "--into", "decoder", "--out", out, *QUICK, *options[:2])
+    assert "another targets" in failure(capfd, *start, "--k", 9)
+    assert not targets.exists()
 
 
 def test_another_memory_of_the_same_text_may_teach_and_one_of_other_text_may_not(memory, desk, tmp_path, capfd):

@@ -25,7 +25,7 @@ import knnlm.evaluation
 from conftest import documents
 from knnlm import CausalLM, Datastore, Document, Mixture, Trace, build, evaluate, tune
 from knnlm.cli.app import run
-from knnlm.datastore.builder import writer_lock
+from knnlm.datastore.locking import writer_lock
 from knnlm.distill.output import distill_output
 from knnlm.errors import CorpusError, DatastoreBusy, DatastoreError, MissingExtra, ModelMismatch, ParameterError
 from knnlm.fitting import choose_settings, fit_weights, look, sweep_all

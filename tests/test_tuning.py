@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 import oracle
 from conftest import documents
 from knnlm import Mixture, Trace, build, evaluate, record, replay, sweep, tune
-from knnlm.datastore.builder import writer_lock
+from knnlm.datastore.locking import writer_lock
 from knnlm.errors import DatastoreBusy, DatastoreCorrupt, DatastoreError, ParameterError
 from knnlm.memory.lm import SIGNALS
 from knnlm.sweeping import temperature_grid

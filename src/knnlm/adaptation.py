@@ -23,8 +23,9 @@ import torch
 
 from knnlm.corpus import Document
 from knnlm.datastore import Datastore, build
-from knnlm.datastore.builder import ADAPTED, STUDENT, check_folder, writer_lock
+from knnlm.datastore.builder import ADAPTED, STUDENT, check_folder
 from knnlm.datastore.catalog import FILE, LANGUAGE_MODEL, Catalog
+from knnlm.datastore.locking import writer_lock
 from knnlm.datastore.segment import replacing
 from knnlm.datastore.store import text_hash
 from knnlm.distill.decoder import set_lambda, train_decoder
@@ -41,6 +42,7 @@ from knnlm.trace import Trace, record
 from knnlm.tuning import Tuning, fit_decoder, scratch, store_choice, token_frequencies, tune_trace
 
 _SHARE = 10  # one token in so many is held out where no text is given for it
+_ROOM = 1.5  # times as much as is wanted may be held out, since documents stay whole
 _TOKENS = 60_000  # of held-out text that are used at most
 MEMORIES = f"knn,lm={STUDENT},cache,ngram"
 
@@ -84,26 +86,29 @@ def adapt(
     layers: int | None = None,
     limit: int = _TOKENS,
     seed: int = 0,
-    device: str = "auto",
+    device: str | None = None,
     progress: Progress = silent,
     **training: Any,
 ) -> Adaptation:
     """Train a student on documents, build its store, tune everything on held-out ones, and say what each is worth.
 
     `held_out` is text to tune on; None takes a tenth of the text, in whole documents. `student` is a model to begin
-    with, by default the model itself, of which `layers` keeps some blocks; `training` is for `train_decoder`.
+    with, by default the model itself, of which `layers` keeps some blocks; it is trained on `device`, by default where
+    the model is; `training` is for `train_decoder`. At most `limit` tokens are held out and tuned on.
     """
     begin = time.perf_counter()
     folder = Path(out)
     if limit < 1:
         raise ParameterError(f"limit must be at least 1 token, not {limit}.")
     _check_place(folder)
-    texts = _given(documents, held_out, lm) if held_out is not None else _divide(documents, lm, seed)
+    texts = _given(documents, held_out, lm) if held_out is not None else _divide(documents, lm, seed, limit)
     own = open_student(student or lm.name, like=lm, layers=layers, seed=seed)
-    settings = {"beta": 0.0, "seed": seed, "device": device, **training}
+    settings = {"beta": 0.0, "seed": seed, "device": device or str(lm.device), **training}
     train_decoder(texts.tokens, own, folder / STUDENT, progress=progress, **settings)
     del own
-    reader = CausalLM.open(str(folder / STUDENT), device=str(lm.device), dtype=_dtype(lm))
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()  # what comes next looks at how much is free
+    reader = CausalLM.open(str(folder / STUDENT), device=str(lm.device), dtype=lm.dtype)
     store = _store(texts.learnt, folder, reader, lm, progress)
     del reader
     tuned_on = {
@@ -147,10 +152,6 @@ def _check_place(folder: Path) -> None:
         raise DatastoreError(f"{folder} is a memory already, and not one that a student reads. Choose another --out.")
 
 
-def _dtype(lm: CausalLM) -> str:
-    return str(lm.model.dtype).removeprefix("torch.")
-
-
 def _hash(documents: Sequence[Document]) -> str:
     whole = "".join(text_hash(document.text) for document in documents)
     return hashlib.sha256(whole.encode()).hexdigest()[:16]
@@ -167,7 +168,7 @@ def _given(documents: Iterable[Document], held_out: Iterable[Document], lm: Caus
     return _Texts(learnt, tokens, kept, sum(map(len, others)))
 
 
-def _divide(documents: Iterable[Document], lm: CausalLM, seed: int) -> _Texts:
+def _divide(documents: Iterable[Document], lm: CausalLM, seed: int, limit: int) -> _Texts:
     """Hold some documents out, drawn by the seed, copies of a text together: about a tenth, and no more than is of use.
 
     One that is most of the text is better learnt, so where none is short enough, it is the shortest.
@@ -184,10 +185,10 @@ def _divide(documents: Iterable[Document], lm: CausalLM, seed: int) -> _Texts:
         raise ParameterError("One document alone cannot be divided: give text to tune on with --valid.")
     groups = list(copies.values())
     sizes = [sum(len(tokens[number]) for number in group) for group in groups]
-    wanted, found = min(sum(sizes) / _SHARE, _TOKENS), 0
+    wanted, found = min(sum(sizes) / _SHARE, limit), 0
     chosen: list[int] = []
     for place in np.random.default_rng(seed).permutation(len(groups)).tolist():
-        if found < wanted and found + sizes[place] <= 2 * wanted:
+        if found < wanted and found + sizes[place] <= _ROOM * wanted:
             chosen, found = [*chosen, *groups[place]], found + sizes[place]
     if not chosen:
         shortest = int(np.argmin(sizes))
@@ -216,7 +217,8 @@ def _store(
         total = sum(len(document.text) for document in documents)
         # Both are to read the same windows, and one of them may not read as far.
         window = min(reader.window(), lm.window(), key=lambda shape: shape.context)
-        store = build(documents, folder, lm=reader, window=window, total=total, progress=progress)
+        options: dict[str, Any] = {"window": window, "total": total, "language_model": lm.name}
+        store = build(documents, folder, lm=reader, progress=progress, **options)
     if language_model(store) != lm.name:
         with writer_lock(folder):
             catalog = Catalog.open(folder / FILE, write=True)
@@ -239,7 +241,7 @@ def _complete(folder: Path) -> bool:
 
 def _tune(store: Datastore, lm: CausalLM, texts: _Texts, limit: int, progress: Progress) -> Adaptation:
     """Tune all memories together, keep the choice, and see what each is worth by itself."""
-    mixture = Mixture.open(store, lm, memories=MEMORIES, fresh=True, dtype=_dtype(lm))
+    mixture = Mixture.open(store, lm, memories=MEMORIES, fresh=True, dtype=lm.dtype)
     device = str(lm.device)
     with writer_lock(store.path), scratch(store.path) as place:
         wanted = min(limit, texts.kept_tokens)

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from knnlm.corpus import Document
 from knnlm.datastore import Datastore
-from knnlm.datastore.builder import writer_lock
+from knnlm.datastore.locking import writer_lock
 from knnlm.datastore.segment import writing
 from knnlm.errors import DatastoreError, ParameterError
 from knnlm.fitting import Seen, check_weights, choose_settings, fit_weights, look, sweep_all

@@ -15,7 +15,7 @@ from knnlm.errors import DatastoreError, ParameterError
 
 if TYPE_CHECKING:
     from knnlm.datastore import Datastore
-    from knnlm.distill.targets import Targets
+    from knnlm.distill.training import Teacher
     from knnlm.lm import CausalLM
 
 _TEACHING = ("teacher", "k", "temperature", "exclude")  # what only β above 0 has a use for
@@ -49,7 +49,9 @@ def adapt(
     ] = None,
     epochs: Annotated[int, typer.Option(min=1, help="Passes over the text.")] = 3,
     learning_rate: Annotated[float, typer.Option(help="The highest, after a warm-up.")] = 2e-4,
-    batch_tokens: Annotated[int, typer.Option(min=1, help="Tokens in a step.")] = 16_384,
+    batch_tokens: Annotated[
+        int | None, typer.Option(min=1, help="Tokens in a step.", show_default="what gives 300 steps, 16384 at most")
+    ] = None,
     accumulate: Annotated[
         int, typer.Option(min=1, help="Parts that a step is read in, where it does not fit at once.")
     ] = 1,
@@ -132,7 +134,7 @@ def distill_decoder(
     targets = _targets(store, out, device, **teaching) if beta else None
     settings |= {"beta": beta, "seed": seed, "device": device}
     card = train_decoder(store, own, out, targets=targets, progress=screen.bar, **settings)
-    if valid:
+    if valid and card.weight is None:  # one that was tuned since stays so
         card = _tune(out, lm, valid, total)
     facts = asdict(card)
     facts |= {"lambda": facts.pop("weight"), "lambda_facts": facts.pop("weight_facts")}
@@ -161,11 +163,13 @@ def _check(out: Path, beta: float, teaching: dict[str, Any], settings: dict[str,
         raise DatastoreError(f"{out} is not empty and is no decoder. Choose another --out.")
 
 
-def _targets(store: Datastore, out: Path, device: str, *, teacher: Path | None = None, **votes: Any) -> Targets:
+def _targets(store: Datastore, out: Path, device: str, *, teacher: Path | None = None, **votes: Any) -> Teacher:
     """Ask the memory, or another of the same text, what it would have said at each position."""
     from knnlm.datastore import Datastore
+    from knnlm.distill.retrieval import Ballot, Planned
     from knnlm.distill.targets import make_targets
     from knnlm.distill.text import Text
+    from knnlm.mixture.plugin import is_decoder
 
     taught_by = store if teacher is None else Datastore.open(teacher)
     if Text.of_store(taught_by).fingerprint != Text.of_store(store).fingerprint:
@@ -173,6 +177,8 @@ def _targets(store: Datastore, out: Path, device: str, *, teacher: Path | None =
             f"{taught_by.path} is a memory of another text than {store.path}, or with another tokenizer, so it cannot "
             "teach it. Build one of the same text with: knnlm build --model FINE-TUNED"
         )
+    if is_decoder(out):  # finished: it is enough to know what would be asked
+        return Planned(taught_by, Ballot(**votes))
     place = out.absolute()
     return make_targets(
         taught_by, place.with_name(f"{place.name}.targets"), device=device, progress=screen.bar, **votes

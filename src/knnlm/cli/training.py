@@ -142,7 +142,8 @@ def distill(
         float | None, typer.Option(help="decoder: the highest, after a warm-up.", show_default="0.0002")
     ] = None,
     batch_tokens: Annotated[
-        int | None, typer.Option(min=1, help="decoder: tokens in a step.", show_default="16384")
+        int | None,
+        typer.Option(min=1, help="decoder: tokens in a step.", show_default="what gives 300 steps, 16384 at most"),
     ] = None,
     accumulate: Annotated[
         int | None,

@@ -11,20 +11,20 @@ import math
 from collections import deque
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from filelock import FileLock, Timeout
 from torch import Tensor
 
 from knnlm.corpus import Document
-from knnlm.datastore.catalog import FILE, Catalog, SegmentRow
+from knnlm.datastore.catalog import FILE, LANGUAGE_MODEL, Catalog, SegmentRow
 from knnlm.datastore.grouping import Group, groups
 from knnlm.datastore.keymap import FILE as MAP
+from knnlm.datastore.locking import writer_lock
 from knnlm.datastore.pipeline import Disk, Written, collect, pipelined, room, tokenised
 from knnlm.datastore.segment import (
     KEY_DTYPES,
@@ -36,7 +36,7 @@ from knnlm.datastore.segment import (
     writing,
 )
 from knnlm.datastore.store import KEYS, VALUES, Datastore, segment_folder, stored_offset, text_hash
-from knnlm.errors import DatastoreBusy, DatastoreError, ModelError, ParameterError
+from knnlm.errors import DatastoreError, ModelError, ParameterError
 from knnlm.lm import CausalLM, WindowShape
 from knnlm.lm.compiling import Compiling, compiled
 from knnlm.progress import Advance, Progress, silent
@@ -63,6 +63,7 @@ def build(
     batch_tokens: int | None = None,
     compile: bool | None = None,  # noqa: A002  (what torch calls it)
     keep_on_device: bool = False,
+    language_model: str | None = None,
     total: int | None = None,
     progress: Progress = silent,
 ) -> Datastore:
@@ -70,6 +71,7 @@ def build(
 
     `compile` says whether the model's blocks are compiled, by default where that pays; a resumed build does as it
     began. `keep_on_device` leaves keys on the device too, as `resident_keys` of what is returned, if they can be.
+    `language_model` names the model that the memory is for, if that is not the one that reads it.
     """
     if key_dtype not in KEY_DTYPES:
         raise ParameterError(f"Unknown key dtype {key_dtype!r}: use {' or '.join(KEY_DTYPES)}.")
@@ -88,7 +90,8 @@ def build(
                 work = _Build(folder, catalog, lm, advance, compile=compile, total=total, keep=keep_on_device)
                 with closing(tokenised(source, lm)) as pairs:
                     work.run(groups(pairs, segment_rows))
-            catalog.put(state="complete")
+            helped = {} if language_model is None else {LANGUAGE_MODEL: language_model}
+            catalog.put(state="complete", **helped)
         finally:
             catalog.close()
     store = Datastore.open(folder)
@@ -109,27 +112,6 @@ def _batch_tokens(lm: CausalLM) -> int:
     """Choose how many tokens are read at once: as many as keep the device busy and fit beside the keys."""
     usual = _BATCH_TOKENS.get(lm.device.type, 16_384)
     return usual if lm.device.type == "cpu" else max(_FEWEST, min(usual, usual * _WIDTH // lm.width))
-
-
-@contextmanager
-def writer_lock(folder: Path, *, create: bool = False) -> Iterator[None]:
-    """Let one process write at a time; the lock of a dead process is free."""
-    if create:
-        with writing(folder):
-            folder.mkdir(parents=True, exist_ok=True)
-    elif not (folder / FILE).is_file():
-        raise DatastoreError(f"{folder} is not a memory: it has no {FILE}. Make one with: knnlm build")
-    lock = FileLock(folder / "writer.lock", timeout=0)
-    try:
-        lock.acquire()
-    except Timeout:
-        raise DatastoreBusy(f"Another process is writing to {folder}. Try again when it has finished.") from None
-    except OSError as error:
-        raise DatastoreError(f"Cannot write to {folder}: {error.strerror or error}.") from None
-    try:
-        yield
-    finally:
-        lock.release()
 
 
 def check_folder(folder: Path) -> None:

@@ -19,10 +19,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from knnlm.datastore.builder import check_folder, writer_lock
+from knnlm.datastore.builder import check_folder
 from knnlm.datastore.catalog import BUILT, FILE, LANGUAGE_MODEL, Catalog, SegmentRow
 from knnlm.datastore.keymap import FILE as MAP
 from knnlm.datastore.keymap import KeyMap
+from knnlm.datastore.locking import writer_lock
 from knnlm.datastore.segment import (
     KEY_DTYPES,
     ArrayWriter,

@@ -5,8 +5,8 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
-from knnlm.datastore.builder import writer_lock
 from knnlm.datastore.catalog import FILE, Catalog, IndexRow
+from knnlm.datastore.locking import writer_lock
 from knnlm.datastore.segment import checksum, remove_others, sync_folder, writing
 from knnlm.datastore.store import Datastore
 from knnlm.errors import DatastoreCorrupt, IndexInvalid

@@ -30,7 +30,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from knnlm.datastore.builder import writer_lock
+from knnlm.datastore.locking import writer_lock
 from knnlm.datastore.segment import ArrayWriter, checksum, open_array, sync_folder, writing
 from knnlm.datastore.store import Datastore
 from knnlm.errors import DatastoreCorrupt, DatastoreError, ParameterError

@@ -11,7 +11,8 @@ from __future__ import annotations
 import copy
 import os
 import shutil
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict
 from importlib.util import find_spec
 from pathlib import Path
@@ -21,12 +22,12 @@ import torch
 from safetensors import SafetensorError
 
 from knnlm.datastore import Datastore
-from knnlm.datastore.builder import writer_lock
+from knnlm.datastore.locking import writer_lock
 from knnlm.datastore.segment import sync_folder, writing
 from knnlm.distill.curve import draw_curve
 from knnlm.distill.settings import check_same
 from knnlm.distill.student import Student, open_student
-from knnlm.distill.text import Lessons, Text
+from knnlm.distill.text import Lessons, Text, positions
 from knnlm.distill.training import CURVE, Settings, Teacher, Training, read_curve
 from knnlm.errors import DatastoreError, MissingExtra, ParameterError
 from knnlm.lm import WindowShape
@@ -38,6 +39,8 @@ __all__ = ["DecoderCard", "Student", "load_card", "open_student", "set_lambda", 
 
 PICTURE = "learning.png"
 _FINISHED = "finished"
+_STEPS = 300  # at least, where the text is long enough
+_SMALLEST, _LARGEST = 2_048, 16_384  # tokens of a step
 
 
 def train_decoder(
@@ -48,7 +51,7 @@ def train_decoder(
     targets: Teacher | None = None,
     beta: float = 0.0,
     epochs: int = 3,
-    batch_tokens: int = 16_384,
+    batch_tokens: int | None = None,
     learning_rate: float = 2e-4,
     warm_up: float = 0.05,
     schedule: str = "linear",
@@ -67,36 +70,46 @@ def train_decoder(
 ) -> DecoderCard:
     """Train a copy of the student on a memory's text, or on the tokens of documents, going on with an unfinished run.
 
-    The loss is β·KL to the targets + (1-β)·CE; with beta=0 no targets are needed. A step sees about `batch_tokens`,
-    read in `accumulate` parts where they do not fit at once. `context` tokens are read at a time, moved on by `stride`,
-    by default as many. `clip` 0 clips nothing. `checkpoint_every` is in seconds.
+    The loss is β·KL to the targets + (1-β)·CE; with beta=0 there are none. A step sees about `batch_tokens`, by default
+    as many as leave 300 steps, from 2,048 to 16,384, in at least `accumulate` parts. `context` tokens are read at a
+    time, moved on by `stride`, by default as many. `clip` 0 clips nothing. `checkpoint_every` is in seconds.
     """
+    if tensorboard and find_spec("tensorboard") is None:
+        raise MissingExtra("tensorboard=True", "tensorboard", "tensorboard")
     where = choose_device(device)
     shape = student.lm.window(context, None)
     shape = WindowShape(shape.context, stride if stride is not None else shape.context)
+    words = Text.of_store(text) if isinstance(text, Datastore) else Text.of_documents(text)
+    size = _batch_tokens(words, epochs) if batch_tokens is None else batch_tokens
     settings = Settings(
-        beta, epochs, batch_tokens, learning_rate, warm_up, schedule, weight_decay, clip, accumulate,
+        beta, epochs, size, learning_rate, warm_up, schedule, weight_decay, clip, accumulate,
         _precision(precision, where), held_out, shape.context, shape.stride, seed,
     )  # fmt: skip
-    words = Text.of_store(text) if isinstance(text, Datastore) else Text.of_documents(text)
     teacher = _check_teacher(targets, words, beta)
     _check_tokens(text, words, student)
     facts = _facts(words, student, teacher, settings)
     folder = Path(out).absolute()
     work = folder.with_name(f"{folder.name}.partial")
-    if _is_finished(folder, facts) and not work.exists():
+    strict = precision != "auto"
+    if _is_finished(folder, facts, strict) and not work.exists():
         return load_card(folder)
     with writer_lock(work, create=True):
-        if not _is_finished(folder, facts):
+        if not _is_finished(folder, facts, strict):
             lessons = Lessons(words, shape, start_token=student.lm.start_token, held_out=held_out, seed=seed)
             model = copy.deepcopy(student.lm.model).float().to(where)
             training = Training(model, lessons, teacher, settings, facts=facts, device=where)
             training.resume(work)
-            watch = _watcher(work, tensorboard)
-            training.run(work, every=checkpoint_every, progress=progress, watch=watch)
+            with _watcher(work, tensorboard) as watch:
+                training.run(work, every=checkpoint_every, progress=progress, watch=watch)
             _publish(work, folder, training, student, _card(student, training, lessons, teacher, work))
         shutil.rmtree(work)
     return load_card(folder)
+
+
+def _batch_tokens(text: Text, epochs: int) -> int:
+    """Choose the size of a step: few large ones teach less than many small ones, of which a short text has enough."""
+    share = len(text.tokens) * epochs // _STEPS
+    return min(_LARGEST, max(_SMALLEST, 1 << max(0, share.bit_length() - 1)))
 
 
 def _facts(text: Text, student: Student, teacher: Teacher | None, settings: Settings) -> dict[str, Any]:
@@ -104,6 +117,7 @@ def _facts(text: Text, student: Student, teacher: Teacher | None, settings: Sett
     names = ("teacher", "k", "temperature", "exclude", "top", "mass")  # which are the same whenever targets are made
     return {
         "text": text.fingerprint,
+        "division_into_documents": text.division,
         "student": student.lm.identity["weights"],
         "tokenizer": student.lm.identity["tokenizer"],
         "targets": None if teacher is None else {name: teacher.facts.get(name) for name in names},
@@ -117,8 +131,10 @@ def _precision(name: str, device: torch.device) -> str:
 
 
 def _check_teacher(targets: Teacher | None, text: Text, beta: float) -> Teacher | None:
-    """Refuse targets of another text; without β, nobody is asked."""
+    """Refuse targets of another text, and those that nobody would ask."""
     if not beta:
+        if targets is not None:
+            raise ParameterError("With beta=0 the targets would not be used. Give a beta above 0, or no targets.")
         return None
     if targets is None:
         raise ParameterError(
@@ -148,33 +164,41 @@ def _check_tokens(given: Datastore | Iterable[Sequence[int]], text: Text, studen
         )
 
 
-def _is_finished(folder: Path, facts: dict[str, Any]) -> bool:
-    """Say whether the decoder is there; refuse one that was made in another way, and whatever else is there."""
+def _is_finished(folder: Path, facts: dict[str, Any], strict: bool) -> bool:
+    """Say whether the decoder is there; refuse one that was made in another way, and whatever else is there.
+
+    What a GPU has finished is not to be made again without one: unless strict, any precision will do.
+    """
     if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
         return False
     if not (folder / CARD).exists():
         raise DatastoreError(f"{folder} is not empty and is no decoder. Choose another --out.")
-    check_same(folder, load_card(folder).settings, facts)
+    wanted = {name: value for name, value in facts.items() if strict or name != "precision"}
+    check_same(folder, load_card(folder).settings, wanted)
     return True
 
 
-def _watcher(work: Path, tensorboard: bool) -> Callable[[dict[str, Any]], None]:
+@contextmanager
+def _watcher(work: Path, tensorboard: bool) -> Iterator[Callable[[dict[str, Any]], None]]:
     """Give whom to tell each line of the curve: TensorBoard, if it is asked for."""
     if not tensorboard:
-        return lambda _: None
-    if find_spec("tensorboard") is None:
-        raise ParameterError("tensorboard=True needs the package tensorboard: pip install tensorboard")
+        yield lambda _: None
+        return
     from torch.utils.tensorboard import SummaryWriter
 
-    writer = SummaryWriter(str(work / "tensorboard"))
+    # Whoever goes on tells the lines so far once more, so what is there already would be there twice.
+    shutil.rmtree(work / "tensorboard", ignore_errors=True)
+    writer = SummaryWriter(str(work / "tensorboard"), flush_secs=10)
 
     def watch(line: dict[str, Any]) -> None:
         for name in ("loss", "kl", "ce", "learning_rate", "tokens_per_second"):
             if line[name] is not None:
                 writer.add_scalar(name, line[name], line["step"])
-        writer.flush()
 
-    return watch
+    try:
+        yield watch
+    finally:
+        writer.close()
 
 
 def _card(student: Student, training: Training, lessons: Lessons, teacher: Teacher | None, work: Path) -> DecoderCard:
@@ -195,8 +219,8 @@ def _card(student: Student, training: Training, lessons: Lessons, teacher: Teach
         beta=settings.beta,
         settings=training.facts,
         text=lessons.text.fingerprint,
-        tokens=lessons.positions(lessons.training),
-        held_out_tokens=lessons.positions(lessons.held_out),
+        tokens=lessons.tokens,
+        held_out_tokens=positions(lessons.held_out),
         steps=course.step,
         seconds=course.seconds,
         losses=losses,

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from knnlm.datastore import Datastore
-from knnlm.datastore.builder import writer_lock
+from knnlm.datastore.locking import writer_lock
 from knnlm.distill.pairs import Pairs
 from knnlm.distill.settings import MOST_ROWS, Settings, check, check_given, check_same, facts_of, hash_of
 from knnlm.errors import DatastoreCorrupt, DatastoreError, ParameterError

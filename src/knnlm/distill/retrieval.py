@@ -52,6 +52,29 @@ class Ballot:
             raise ParameterError(f"mass must be above 0 and at most 1, not {self.mass}.")
 
 
+@dataclass(frozen=True)
+class Planned:
+    """What a store would be asked about its own positions: enough to know whether that was done."""
+
+    teacher: Datastore
+    ballot: Ballot
+
+    @property
+    def rows(self) -> int:
+        """The number of positions."""
+        return self.teacher.rows
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """What the answers would depend on."""
+        text = tokens_hash(stored_tokens(self.teacher))
+        return {"teacher": self.teacher.fingerprint, "text": text, **asdict(self.ballot)}
+
+    def of(self, rows: Tensor) -> Sparse:
+        """Nobody is asked."""
+        raise NotImplementedError
+
+
 class Retrieval:
     """A store that is asked about its own positions, on the fly.
 

@@ -25,8 +25,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from knnlm.datastore import Datastore
-from knnlm.datastore.builder import writer_lock
 from knnlm.datastore.facts import load_facts
+from knnlm.datastore.locking import writer_lock
 from knnlm.datastore.segment import open_array, replacing, writing
 from knnlm.distill.retrieval import Ballot, Retrieval, Sparse, check_whole
 from knnlm.distill.settings import check_same

@@ -1,13 +1,14 @@
 """Text as the training of a student reads it: windows of documents, in batches. Knows nothing about models.
 
-Documents are kept apart, and a window never reaches into the next one. The order of an epoch follows from the seed
-alone, so whoever was stopped can go on where it was.
+Documents are kept apart, and a window never reaches into the next one. Where long ones are cut, and in which order
+windows come, is another in each epoch, but follows from the seed alone: whoever was stopped can go on where it was.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Sequence
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -18,10 +19,11 @@ from torch import Tensor
 from knnlm.datastore import Datastore
 from knnlm.errors import ParameterError
 from knnlm.lm import WindowShape
-from knnlm.lm.windows import windows
 
 _BLOCK = 1 << 20  # tokens that are read together
 _FEW = 16  # documents: where there are fewer, windows are held out
+_MANY = 8_192  # tokens of a step that are enough for four groups; fewer make two
+_Row = tuple[int, int, int, int]
 
 
 @dataclass(frozen=True)
@@ -49,6 +51,11 @@ class Text:
         """What tells these tokens from others."""
         return tokens_hash(self.tokens)
 
+    @property
+    def division(self) -> str:
+        """What tells these borders of documents from others."""
+        return hashlib.sha256(self.starts.astype("<i8").tobytes()).hexdigest()[:16]
+
 
 def stored_tokens(store: Datastore) -> NDArray[np.int32]:
     """Give the (rows,) tokens of a memory."""
@@ -74,44 +81,59 @@ class Batch:
 
 
 class Lessons:
-    """The windows of a text: which are trained on, which are held out, and in which batches they come."""
+    """The windows of a text: which are trained on, which are held out, and in which steps they come.
+
+    Windows are (W, 4) integers: where the document begins in the text, and the window's begin, first scored position
+    and end in it.
+    """
 
     def __init__(self, text: Text, shape: WindowShape, *, start_token: int, held_out: float, seed: int) -> None:
-        self.text, self._start_token, self._seed = text, start_token, seed
-        spans = [
-            (first, window.begin, window.scored, window.end)
-            for first, end in zip(text.starts[:-1].tolist(), text.starts[1:].tolist(), strict=True)
-            for window in windows(range(end - first), shape, start_token=start_token)
-        ]
-        # (W, 4): where the document begins in the text, and the window's begin, first scored position and end in it.
-        self._windows = np.array(spans, dtype=np.int64).reshape(-1, 4)
-        self._lengths = self._windows[:, 3] - self._windows[:, 1]
-        self._scored = self._windows[:, 3] - self._windows[:, 2]
-        left = self._hold_out(held_out)
-        self.training, self.held_out = np.flatnonzero(~left), np.flatnonzero(left)
-        if not len(self.training):
+        self.text, self._shape, self._start_token, self._seed = text, shape, start_token, seed
+        borders = zip(text.starts[:-1].tolist(), text.starts[1:].tolist(), strict=True)
+        table = _table([one for start, end in borders for one in self._cut(start, 0, end - start, shape.context)])
+        held = self._hold_out(held_out, table)
+        self.held_out = table[held]
+        self._short, self._long = self._stretches(table[~held])
+        self.tokens = len(text.tokens) - positions(self.held_out)  # that are trained on in an epoch
+        if not self.tokens:
             raise ParameterError("There is no text to train on. Give more text, or hold less of it out.")
 
-    def positions(self, numbers: NDArray[np.int64]) -> int:
-        """Count the tokens that these windows are to predict."""
-        return int(self._scored[numbers].sum())
+    def windows(self, epoch: int) -> NDArray[np.int64]:
+        """Cut what is trained on into windows, long documents at other places in each epoch."""
+        context, stride = self._shape.context, self._shape.stride
+        made: list[_Row] = []
+        for document, start, begin, end in self._long:
+            first = int(np.random.default_rng([self._seed, epoch, document]).integers(1, context + 1))
+            # Behind what is held out, a window reads what is before it, and so has room for fewer.
+            made += self._cut(start, begin, end, first if not begin else 1 + (first - 1) % stride)
+        return np.concatenate([self._short, _table(made)])
 
-    def batches(self, epoch: int, batch_tokens: int) -> list[NDArray[np.int64]]:
-        """Give the numbers of all windows in training, in batches of like length, the longest first in each."""
+    def steps(self, epoch: int, batch_tokens: int) -> list[list[NDArray[np.int64]]]:
+        """Give the windows of an epoch in steps of about as many tokens; a step is some groups of like length."""
         random = np.random.default_rng([self._seed, epoch])
-        packed = self._pack(random.permutation(self.training), batch_tokens)
-        return [packed[number] for number in random.permutation(len(packed))]
+        ready = self._pack(random.permutation(self.windows(epoch)), batch_tokens, random)
+        # By turns of the longest, …, the shortest: whichever stand together in a step, they are of several lengths.
+        kinds = [random.permutation(kind) for kind in np.array_split(np.arange(len(ready)), _groups(batch_tokens))]
+        turns = [number for turn in itertools.zip_longest(*kinds) for number in turn if number is not None]
+        groups = [ready[number] for number in turns]
+        sizes = np.array([int((group[:, 3] - group[:, 1]).sum()) for group in groups])
+        total = int(sizes.sum())
+        # All steps are of like size, so the last one is no remainder: each group goes where its middle lies.
+        count = max(1, (2 * total + batch_tokens) // (2 * batch_tokens))
+        places = (2 * np.cumsum(sizes) - sizes) * count // (2 * total)
+        borders = [0, *(np.flatnonzero(np.diff(places)) + 1).tolist(), len(groups)]
+        return [groups[begin:end] for begin, end in itertools.pairwise(borders)]
 
-    def held_out_batches(self, batch_tokens: int) -> list[NDArray[np.int64]]:
-        """Give the numbers of the windows that are held out, in batches."""
+    def held_out_groups(self, batch_tokens: int) -> list[NDArray[np.int64]]:
+        """Give the windows that are held out, in groups of like length."""
         return self._pack(self.held_out, batch_tokens)
 
-    def read(self, numbers: NDArray[np.int64]) -> Batch:
+    def read(self, windows: NDArray[np.int64]) -> Batch:
         """Put windows side by side; padding goes to the right, where no earlier position looks."""
-        shape = len(numbers), int(self._lengths[numbers].max())
+        shape = len(windows), int((windows[:, 3] - windows[:, 1]).max())
         ids = np.full(shape, self._start_token, dtype=np.int64)
         targets, rows = np.full(shape, -1, dtype=np.int64), np.full(shape, -1, dtype=np.int64)
-        for place, (first, begin, scored, end) in enumerate(self._windows[numbers].tolist()):
+        for place, (first, begin, scored, end) in enumerate(windows.tolist()):
             before = max(1, begin)  # the first token of a document is read behind the start token
             ids[place, before - begin : end - begin] = self.text.tokens[first + before - 1 : first + end - 1]
             counted = slice(scored - begin, end - begin)
@@ -119,27 +141,60 @@ class Lessons:
             rows[place, counted] = np.arange(first + scored, first + end)
         return Batch(torch.from_numpy(ids), torch.from_numpy(targets).reshape(-1), torch.from_numpy(rows).reshape(-1))
 
-    def _pack(self, order: NDArray[np.int64], batch_tokens: int) -> list[NDArray[np.int64]]:
-        """Cut windows, by length and else in their order, into batches that are no larger, or a single window."""
-        order = order[np.argsort(-self._lengths[order], kind="stable")]
+    def _cut(self, start: int, begin: int, end: int, first: int) -> Iterator[_Row]:
+        """Cut positions of the document at `start` into windows; the first scores so many, each later one `stride`."""
+        back, scored, until = self._shape.context - self._shape.stride, begin, min(begin + first, end)
+        while scored < end:
+            yield start, max(0, scored - back), scored, until
+            scored, until = until, min(until + self._shape.stride, end)
+
+    def _stretches(self, table: NDArray[np.int64]) -> tuple[NDArray[np.int64], list[_Row]]:
+        """Divide what is trained on into whole windows, and stretches (document, start, begin, end) to be cut anew."""
+        documents = np.searchsorted(self.text.starts, table[:, 0]).tolist()
+        joined: list[list[int]] = []
+        for document, (start, _, scored, end) in zip(documents, table.tolist(), strict=True):
+            if joined and joined[-1][0] == document and joined[-1][3] == scored:
+                joined[-1][3] = end
+            else:
+                joined.append([document, start, scored, end])
+        short: list[_Row] = []
+        long: list[_Row] = []
+        for document, start, begin, end in joined:
+            most = self._shape.stride if begin else self._shape.context
+            if end - begin <= most:
+                short += self._cut(start, begin, end, most)
+            else:
+                long.append((document, start, begin, end))
+        return _table(short), long
+
+    def _pack(
+        self, windows: NDArray[np.int64], batch_tokens: int, random: np.random.Generator | None = None
+    ) -> list[NDArray[np.int64]]:
+        """Cut windows, by length and else in their order, into groups: a part of a step, or a single window."""
+        lengths = windows[:, 3] - windows[:, 1]
+        order = np.argsort(-lengths, kind="stable")
+        windows, lengths = windows[order], lengths[order].tolist()
+        share = batch_tokens // _groups(batch_tokens)
         packed, begin = [], 0
-        while begin < len(order):
-            count = max(1, batch_tokens // int(self._lengths[order[begin]]))
-            packed.append(order[begin : begin + count])
+        while begin < len(windows):
+            count = max(1, share // lengths[begin])
+            if random is not None and not begin:
+                count = int(random.integers(1, count + 1))  # or windows would have the same neighbours in each epoch
+            packed.append(windows[begin : begin + count])
             begin += count
         return packed
 
-    def _hold_out(self, share: float) -> NDArray[np.bool_]:
+    def _hold_out(self, share: float, table: NDArray[np.int64]) -> NDArray[np.bool_]:
         """Mark windows: those of whole documents, by the hash of their tokens, copies of a text together."""
         wanted = share * len(self.text.tokens)
-        marked = np.zeros(len(self._windows), dtype=bool)
+        marked = np.zeros(len(table), dtype=bool)
         if not wanted:
             return marked
         whole = len(self.text.starts) - 1 >= _FEW
         ends = dict(zip(self.text.starts[:-1].tolist(), self.text.starts[1:].tolist(), strict=True))
         pieces: dict[bytes, list[int]] = {}
         digests: dict[tuple[int, int], bytes] = {}
-        for number, (first, _, scored, end) in enumerate(self._windows.tolist()):
+        for number, (first, _, scored, end) in enumerate(table.tolist()):
             span = (first, ends[first]) if whole else (first + scored, first + end)
             if span not in digests:
                 own = np.ascontiguousarray(self.text.tokens[slice(*span)])
@@ -147,9 +202,22 @@ class Lessons:
             pieces.setdefault(digests[span], []).append(number)
         found = 0
         for _, numbers in sorted(pieces.items()):
-            size = int(self._scored[numbers].sum())
+            size = positions(table[numbers])
             # One text may be most of all, and what is held out is lost to training.
             if found < wanted and size <= max(2 * wanted, len(self.text.tokens) / _FEW):
                 marked[numbers] = True
                 found += size
         return marked
+
+
+def positions(windows: NDArray[np.int64]) -> int:
+    """Count the tokens that windows are to predict."""
+    return int((windows[:, 3] - windows[:, 2]).sum())
+
+
+def _groups(batch_tokens: int) -> int:
+    return 4 if batch_tokens >= _MANY else 2  # more would be too small to keep a GPU busy
+
+
+def _table(rows: list[_Row]) -> NDArray[np.int64]:
+    return np.array(rows, dtype=np.int64).reshape(-1, 4)

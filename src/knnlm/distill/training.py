@@ -1,7 +1,8 @@
 """Train a student: steps, checkpoints, the curve of losses. Knows nothing about folders of models, or how it is used.
 
 What a step does follows from the seed and its number, so a run that was killed goes on from its checkpoint and, on a
-CPU, ends with the same numbers. Nothing on the host waits for the device but the curve, which looks every few steps.
+CPU, ends with the same numbers. The host waits for the device once a forward pass, where transformers looks whether a
+mask is needed, and where the curve looks at the losses, every few steps.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
@@ -26,7 +28,7 @@ from knnlm.datastore.segment import writing
 from knnlm.distill.loss import Losses, distillation_loss
 from knnlm.distill.retrieval import Sparse
 from knnlm.distill.settings import check_same
-from knnlm.distill.text import Batch, Lessons
+from knnlm.distill.text import Batch, Lessons, positions
 from knnlm.errors import DatastoreCorrupt, ParameterError
 from knnlm.memory.output import load_tensors, save_tensors
 from knnlm.progress import Progress, note
@@ -90,7 +92,7 @@ class Settings:
         warm = math.ceil(self.warm_up * steps)
         if step < warm:
             return self.learning_rate * (step + 1) / warm
-        left = (steps - step) / max(1, steps - warm)
+        left = (steps - step) / (steps - max(1, warm) + 1)  # the last step of the warm-up has had the full one
         return self.learning_rate * (left if self.schedule == "linear" else (1 - math.cos(math.pi * left)) / 2)
 
 
@@ -128,42 +130,66 @@ class Training:
         groups = [{"params": matrices, "weight_decay": settings.weight_decay}, {"params": others, "weight_decay": 0.0}]
         fused = device.type in ("cpu", "cuda")
         self._optimiser = torch.optim.AdamW([group for group in groups if group["params"]], fused=fused)
-        for (
-            weight
-        ) in self._trained.values():  # here rather than at the first step, so that a checkpoint can be put there
+        # Here rather than at the first step, so that a checkpoint can be put there.
+        for weight in self._trained.values():
             self._optimiser.state[weight] = {
                 "step": torch.zeros((), device=device if fused else "cpu"),
                 "exp_avg": torch.zeros_like(weight),
                 "exp_avg_sq": torch.zeros_like(weight),
             }
-        self.steps = settings.epochs * len(lessons.batches(0, settings.batch_tokens))
+        # Where documents are cut is another in each epoch, and so may be the number of steps.
+        self.steps = sum(len(lessons.steps(epoch, settings.batch_tokens)) for epoch in range(settings.epochs))
+        self._torn = False
 
     def run(self, folder: Path, *, every: float, progress: Progress, watch: Callable[[dict[str, Any]], None]) -> None:
-        """Train to the end; `watch` is told each line of the curve."""
-        course, settings = self.course, self.settings
-        tokens = self._lessons.positions(self._lessons.training)
-        begun, saved = time.monotonic() - course.seconds, time.monotonic()
+        """Train to the end, or to Ctrl-C, and keep a checkpoint of it; `watch` is told each line of the curve."""
+        course, path = self.course, folder / CHECKPOINT
+        begun = time.monotonic() - course.seconds
         curve = _Curve(folder / CURVE, course, watch)
+        saved = time.monotonic()
+
+        def save() -> None:
+            nonlocal saved
+            with self._unbroken():
+                curve.write()
+            course.seconds = time.monotonic() - begun
+            save_tensors(path, self._tensors(), {"settings": self.facts, "course": asdict(course)})
+            saved = time.monotonic()
+
         devices = [self._device] if self._device.type == "cuda" else []
-        with torch.random.fork_rng(devices), progress("training", total=settings.epochs * tokens) as advance:
-            advance(course.tokens)
-            if not course.held_out:
-                self._look()
-            while course.epoch < settings.epochs:
-                packed = self._lessons.batches(course.epoch, settings.batch_tokens)[course.batch :]
-                for numbers, parts in zip(packed, _ahead(packed, self._read), strict=True):
-                    curve.add(self._step(numbers, parts))
-                    advance(curve.tokens)
-                    if curve.waiting >= _LOOK or course.step == self.steps:
-                        note(advance, f"loss {curve.write():.3f}")
+        try:
+            total = self.settings.epochs * self._lessons.tokens
+            with torch.random.fork_rng(devices), progress("training", total=total) as advance:
+                for _ in self._steps(curve, advance):
                     if time.monotonic() - saved >= every:
-                        curve.write()
-                        course.seconds = time.monotonic() - begun
-                        self._save(folder / CHECKPOINT)
-                        saved = time.monotonic()
+                        save()
+            save()
+        except KeyboardInterrupt:
+            if not self._torn:
+                save()
+            raise
+
+    def _steps(self, curve: _Curve, advance: Callable[[int], None]) -> Iterator[int]:
+        """Take one step after another, and look at what is held out before the first and after each epoch."""
+        course, settings = self.course, self.settings
+        advance(course.tokens)
+        if not course.held_out:
+            course.held_out = self._look(0)
+        self.model.train()
+        while course.epoch < settings.epochs:
+            groups = self._lessons.steps(course.epoch, settings.batch_tokens)[course.batch :]
+            for parts in _ahead(groups, self._read):
+                self._step(parts, curve)
+                advance(curve.tokens)
+                if curve.waiting >= _LOOK or course.step == self.steps:
+                    with self._unbroken():
+                        loss = curve.write()
+                    note(advance, f"loss {loss:.3f}")
+                yield course.step
+            seen = self._look(course.epoch + 1)
+            with self._unbroken():
+                course.held_out += seen
                 course.epoch, course.batch = course.epoch + 1, 0
-                self._look()
-        course.seconds = time.monotonic() - begun
 
     def resume(self, folder: Path) -> None:
         """Go on from a checkpoint, where there is one."""
@@ -181,15 +207,21 @@ class Training:
         except (KeyError, TypeError, ValueError) as error:
             raise DatastoreCorrupt(f"{path} is no checkpoint of this training ({error}). Remove it.") from None
 
-    def _step(self, numbers: NDArray[np.int64], parts: list[tuple[Batch, Sparse | None]]) -> tuple[Any, ...]:
-        """Move the weights once by a batch, which is read in several parts; give what the curve is to tell."""
+    @contextmanager
+    def _unbroken(self) -> Iterator[None]:
+        """Do what leaves nothing to go on from where Ctrl-C breaks it."""
+        self._torn = True
+        yield
+        self._torn = False
+
+    def _step(self, parts: list[tuple[Batch, Sparse | None]], curve: _Curve) -> None:
+        """Move the weights once by windows that are read in several parts, and tell the curve."""
         course, settings = self.course, self.settings
         torch.manual_seed((settings.seed * 1_000_003 + course.step) % (1 << 63))  # dropout
-        positions = self._lessons.positions(numbers)
-        self.model.train()
+        count = sum(int((batch.targets >= 0).sum()) for batch, _ in parts)
         found = []
         for batch, sparse in parts:
-            losses = self._losses(batch, sparse, positions)
+            losses = self._losses(batch, sparse, count)
             losses.total.backward()
             found.append(torch.stack([part.detach().float() for part in losses]))
         if settings.clip:
@@ -197,12 +229,13 @@ class Training:
         pace = settings.pace(course.step, self.steps)
         for group in self._optimiser.param_groups:
             group["lr"] = pace
-        self._optimiser.step()
+        with self._unbroken():
+            self._optimiser.step()
+            course.step, course.batch, course.tokens = course.step + 1, course.batch + 1, course.tokens + count
+            curve.add((course.step, course.epoch, count, pace, torch.stack(found).sum(0)))
         self._optimiser.zero_grad(set_to_none=True)
-        course.step, course.batch, course.tokens = course.step + 1, course.batch + 1, course.tokens + positions
-        return course.step, course.epoch, positions, pace, torch.stack(found).sum(0)
 
-    def _losses(self, batch: Batch, sparse: Sparse | None, positions: int) -> Losses:
+    def _losses(self, batch: Batch, sparse: Sparse | None, count: int) -> Losses:
         """Read windows, and compare what is said with what was to be said."""
         read, targets = self._bring(batch.ids), self._bring(batch.targets)
         ids, probs = (None, None) if sparse is None else (self._bring(sparse.ids), self._bring(sparse.probs))
@@ -211,14 +244,16 @@ class Training:
             # Padding is on the right, so no mask is needed, and attention may take its fastest way.
             logits = self.model(input_ids=read, use_cache=False).logits  # (B, T, V)
         beta = self.settings.beta
-        return distillation_loss(logits.flatten(0, 1), targets, ids, probs, beta, positions=positions)
+        return distillation_loss(logits.flatten(0, 1), targets, ids, probs, beta, positions=count)
 
-    def _read(self, numbers: NDArray[np.int64]) -> list[tuple[Batch, Sparse | None]]:
-        """Read a batch of windows in its parts, and what retrieval says there."""
+    def _read(self, groups: Sequence[NDArray[np.int64]]) -> list[tuple[Batch, Sparse | None]]:
+        """Read groups of windows, cut into parts where more are wanted, and what retrieval says there."""
+        each = math.ceil(self.settings.accumulate / len(groups))
         made = []
-        for part in np.array_split(numbers, min(self.settings.accumulate, len(numbers))):
-            batch = self._lessons.read(part)
-            made.append((batch, None if self._teacher is None else self._teacher.of(batch.rows)))
+        for group in groups:
+            for part in np.array_split(group, min(each, len(group))):
+                batch = self._lessons.read(part)
+                made.append((batch, None if self._teacher is None else self._teacher.of(batch.rows)))
         return made
 
     def _bring(self, tensor: Tensor) -> Tensor:
@@ -227,23 +262,22 @@ class Training:
         return tensor.to(self._device, non_blocking=True)
 
     @torch.no_grad()
-    def _look(self) -> None:
-        """Measure the student on what is held out."""
-        numbers = self._lessons.held_out
-        if not len(numbers):
-            return
+    def _look(self, epoch: int) -> list[dict[str, Any]]:
+        """Measure the student, after so many epochs, on what is held out, if anything is."""
+        windows = self._lessons.held_out
+        if not len(windows):
+            return []
+        count = positions(windows)
+        groups = [[group] for group in self._lessons.held_out_groups(self.settings.batch_tokens)]
         self.model.eval()
-        positions = self._lessons.positions(numbers)
         found = [
-            torch.stack([loss.float() for loss in self._losses(batch, sparse, positions)])
-            for batches in _ahead(self._lessons.held_out_batches(self.settings.batch_tokens), self._read)
-            for batch, sparse in batches
+            torch.stack([loss.float() for loss in self._losses(batch, sparse, count)])
+            for parts in _ahead(groups, self._read)
+            for batch, sparse in parts
         ]
-        figures = _figures(torch.stack(found).double().sum(0).tolist(), positions)
-        self.course.held_out.append({"epoch": self.course.epoch, "step": self.course.step, **figures})
-
-    def _save(self, path: Path) -> None:
-        save_tensors(path, self._tensors(), {"settings": self.facts, "course": asdict(self.course)})
+        self.model.train()
+        figures = _figures(torch.stack(found).double().sum(0).tolist(), count)
+        return [{"epoch": epoch, "step": self.course.step, **figures}]
 
     def _tensors(self) -> dict[str, Tensor]:
         """All that a checkpoint holds; what dropout draws follows from the number of the step."""
@@ -258,7 +292,10 @@ class _Curve:
 
     def __init__(self, path: Path, course: Course, watch: Callable[[dict[str, Any]], None]) -> None:
         self._path, self._watch = path, watch
-        self._put([line for line in read_curve(path) if line["step"] <= course.step], mode="w")
+        known = [line for line in read_curve(path) if line["step"] <= course.step]
+        self._put(known, mode="w")
+        for line in known:
+            watch(line)
         self._waiting: list[tuple[Any, ...]] = []
         self._since = time.monotonic()
         self._loss = math.nan
@@ -281,8 +318,8 @@ class _Curve:
         seen = torch.stack([step[4] for step in self._waiting]).double().tolist()
         speed = sum(step[2] for step in self._waiting) / max(1e-9, time.monotonic() - self._since)
         lines = []
-        for (step, epoch, positions, pace, _), sums in zip(self._waiting, seen, strict=True):
-            figures = _figures(sums, positions)
+        for (step, epoch, count, pace, _), sums in zip(self._waiting, seen, strict=True):
+            figures = _figures(sums, count)
             lines.append({"step": step, "epoch": epoch, **figures, "learning_rate": pace, "tokens_per_second": speed})
             if not math.isfinite(figures["loss"] or 0.0):
                 raise ParameterError(
@@ -319,10 +356,10 @@ def read_curve(path: Path) -> list[dict[str, Any]]:
     return found
 
 
-def _figures(sums: Sequence[float], positions: int) -> dict[str, Any]:
+def _figures(sums: Sequence[float], count: int) -> dict[str, Any]:
     """Turn sums into means: over all positions, for KL over those with a target."""
     total, kl, ce, answered = sums
-    return {"loss": total, "kl": kl / answered if answered else None, "ce": ce / positions}
+    return {"loss": total, "kl": kl / answered if answered else None, "ce": ce / count}
 
 
 def _ahead(given: Sequence[_Given], make: Callable[[_Given], _Made]) -> Iterator[_Made]:

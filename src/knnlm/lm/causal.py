@@ -82,6 +82,11 @@ class CausalLM:
         return self.model.device
 
     @property
+    def dtype(self) -> str:
+        """The precision of the model, by the name that `open` takes."""
+        return str(self.model.dtype).removeprefix("torch.")
+
+    @property
     def width(self) -> int:
         """The number of dimensions of a key."""
         return self.key_layer.width

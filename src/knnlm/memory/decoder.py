@@ -18,6 +18,7 @@ from knnlm.errors import DatastoreCorrupt, ParameterError
 
 CARD = "decoder.json"
 FORMAT = 1
+TOLD = {"model", "text", "tokens", "base_perplexity", "perplexity"}  # of the text that λ was chosen on
 _AGAIN = "Make it again with: knnlm distill --into decoder"
 
 
@@ -74,6 +75,8 @@ def set_lambda(folder: str | Path, value: float, facts: Mapping[str, Any] | None
     """Write into a decoder's card how much it counts in a mixture, and how that was found."""
     if not (math.isfinite(value) and 0 <= value <= 1):
         raise ParameterError(f"lambda must be from 0 to 1, not {value}.")
+    if facts is not None and (missing := TOLD - facts.keys()):
+        raise ParameterError(f"What λ was chosen on must say its {min(missing).replace('_', ' ')}.")
     card = replace(load_card(folder), weight=float(value), weight_facts=None if facts is None else dict(facts))
     save_card(Path(folder), card)
     return card
@@ -114,4 +117,7 @@ def _ranges(given: Mapping[str, Any]) -> dict[str, bool]:
         "window": whole and 1 <= window["stride"] <= window["context"],
         "beta": 0 <= given["beta"] <= 1,
         "weight": weight is None or 0 <= weight <= 1,
+        "student": given["student"].keys() >= {"spec", "blocks", "class", "parameters"},
+        "losses": all(value is None or type(value) in (int, float) for value in given["losses"].values()),
+        "weight_facts": given["weight_facts"] is None or given["weight_facts"].keys() >= TOLD,
     }

@@ -11,7 +11,7 @@ from typing import Any
 
 from knnlm.datastore import Datastore, open_index
 from knnlm.datastore.catalog import LANGUAGE_MODEL
-from knnlm.errors import DatastoreError, ModelError, ModelMismatch, ParameterError
+from knnlm.errors import DatastoreCorrupt, DatastoreError, ModelError, ModelMismatch, ParameterError
 from knnlm.lm import CausalLM
 from knnlm.memory import (
     CacheMemory,
@@ -274,7 +274,9 @@ def open_reader(store: Datastore, *, name: str | None = None, device: str = "aut
 def language_model(store: Datastore) -> str | None:
     """Name the model that a memory is for, where that is not the one that reads it."""
     name = store.catalog.get(LANGUAGE_MODEL)
-    return name if isinstance(name, str) else None
+    if name is not None and (not isinstance(name, str) or not name):
+        raise DatastoreCorrupt(f"{store.path} does not say properly which model it is for. Say it with --model.")
+    return name
 
 
 def _reader_name(store: Datastore) -> str:

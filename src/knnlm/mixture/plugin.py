@@ -35,7 +35,7 @@ def gather_decoder(
     if lm is None:
         lm = CausalLM.open(_helped(folder, card, model), device=device, dtype=dtype)
     readers = Readers(lm)
-    memory = LMMemory(readers.add(CausalLM.open(str(folder), device=str(lm.device), dtype=dtype)))
+    memory = LMMemory(readers.add(CausalLM.open(str(folder), device=str(lm.device), dtype=lm.dtype)))
     tuned = None if wanted.fresh else card.weight
     weight = next(weight for weight in (wanted.weight, tuned, _SHARE) if weight is not None)
     # Its folder is known, so the last name is enough, also where a memory is copied; signs of a recipe are no names.

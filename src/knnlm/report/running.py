@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from knnlm.corpus import Document
-from knnlm.datastore.builder import writer_lock
+from knnlm.datastore.locking import writer_lock
 from knnlm.datastore.segment import replacing, writing
 from knnlm.errors import DatastoreError, KnnlmError, ParameterError
 from knnlm.lm import CausalLM
