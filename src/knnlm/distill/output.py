@@ -17,10 +17,11 @@ from torch import Tensor
 
 from knnlm.datastore import Datastore
 from knnlm.datastore.locking import writer_lock
+from knnlm.distill.checkpoint import restore
 from knnlm.distill.pairs import Pairs
 from knnlm.distill.settings import MOST_ROWS, Settings, check, check_given, check_same, facts_of, hash_of
-from knnlm.errors import DatastoreCorrupt, DatastoreError, ParameterError
-from knnlm.memory.output import FILE, OutputCard, OutputMatrix, load_output, load_tensors, save_output, save_tensors
+from knnlm.errors import DatastoreError, ParameterError
+from knnlm.memory.output import FILE, OutputCard, OutputMatrix, load_output, save_output, save_tensors
 from knnlm.progress import Progress, silent
 
 CHECKPOINT = "checkpoint.safetensors"
@@ -160,18 +161,8 @@ class _Training:
 
     def resume(self, path: Path) -> None:
         """Go on from a checkpoint, where there is one."""
-        if not path.exists():
-            return
-        tensors, facts = load_tensors(path)
-        check_same(path, facts.get("settings"), facts_of(self.pairs.store, self.settings))
-        try:
-            self.course = _Course(**facts["course"])
-            for name, tensor in self._tensors().items():
-                if tensors[name].shape != tensor.shape:
-                    raise ValueError(f"{name} is {tuple(tensors[name].shape)} instead of {tuple(tensor.shape)}")
-                tensor.copy_(tensors[name])
-        except (KeyError, TypeError, ValueError) as error:
-            raise DatastoreCorrupt(f"{path} is no checkpoint of this training ({error}). Remove it.") from None
+        settings = facts_of(self.pairs.store, self.settings)
+        self.course = restore(path, settings, self._tensors(), _Course) or self.course
 
     def matrix(self) -> OutputMatrix:
         """Give the best matrix as one that reads the model's hidden states: all that was done to keys is folded in."""

@@ -25,12 +25,12 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from knnlm.datastore.segment import writing
+from knnlm.distill.checkpoint import restore
 from knnlm.distill.loss import Losses, distillation_loss
 from knnlm.distill.retrieval import Sparse
-from knnlm.distill.settings import check_same
 from knnlm.distill.text import Batch, Lessons, positions
-from knnlm.errors import DatastoreCorrupt, ParameterError
-from knnlm.memory.output import load_tensors, save_tensors
+from knnlm.errors import ParameterError
+from knnlm.memory.output import save_tensors
 from knnlm.progress import Progress, note
 
 CHECKPOINT, CURVE = "checkpoint.safetensors", "losses.jsonl"
@@ -193,19 +193,7 @@ class Training:
 
     def resume(self, folder: Path) -> None:
         """Go on from a checkpoint, where there is one."""
-        path = folder / CHECKPOINT
-        if not path.exists():
-            return
-        tensors, facts = load_tensors(path)
-        check_same(path, facts.get("settings"), self.facts)
-        try:
-            self.course = Course(**facts["course"])
-            for name, tensor in self._tensors().items():
-                if tensors[name].shape != tensor.shape:
-                    raise ValueError(f"{name} is {tuple(tensors[name].shape)} instead of {tuple(tensor.shape)}")
-                tensor.copy_(tensors[name])
-        except (KeyError, TypeError, ValueError) as error:
-            raise DatastoreCorrupt(f"{path} is no checkpoint of this training ({error}). Remove it.") from None
+        self.course = restore(folder / CHECKPOINT, self.facts, self._tensors(), Course) or self.course
 
     @contextmanager
     def _unbroken(self) -> Iterator[None]:
