@@ -18,6 +18,7 @@ import oracle
 from conftest import documents
 from knnlm import CausalLM, Datastore, Document, KnnForCausalLM, Mixture, adapt, build, evaluate
 from knnlm.adaptation import MEMORIES, load_adaptation
+from knnlm.cli.showing import perplexity
 from knnlm.datastore import derive
 from knnlm.datastore.builder import STUDENT
 from knnlm.datastore.catalog import FILE, LANGUAGE_MODEL, Catalog
@@ -469,3 +470,8 @@ def test_a_memory_that_names_no_proper_model_is_damaged_rather_than_read_by_anot
     with pytest.raises(DatastoreCorrupt, match="which model it is for"):
         Mixture.open(copied)
     assert Mixture.open(copied, base).lm is base
+
+
+@pytest.mark.parametrize(("value", "words"), [(21.88049, "21.880"), (999_999.0, "999999.000"), (1.7e15, "1.7e+15")])
+def test_a_perplexity_has_no_digits_that_do_not_matter(value, words):
+    assert perplexity(value) == words

@@ -99,12 +99,17 @@ def warning(remembered: int, documents: int, so: str) -> list[tuple[str, str]]:
 def adaptation_rows(result: Adaptation) -> list[tuple[str, str]]:
     """Lay out what each part of an adapted memory is worth."""
     return [
-        ("the model", f"{result.base:.3f}"),
-        ("the student alone", f"{result.fine_tuned:.3f}"),
-        ("the model and its memory", f"{result.knn:.3f}"),
-        ("the model and the student", f"{result.decoder:.3f}  (λ = {result.decoder_lambda:.2f})"),
-        ("all, gated", f"{result.everything:.3f}"),
+        ("the model", perplexity(result.base)),
+        ("the student alone", perplexity(result.fine_tuned)),
+        ("the model and its memory", perplexity(result.knn)),
+        ("the model and the student", f"{perplexity(result.decoder)}  (λ = {result.decoder_lambda:.2f})"),
+        ("all, gated", perplexity(result.everything)),
     ]
+
+
+def perplexity(value: float) -> str:
+    """Write a perplexity; that of a student that has hardly learnt anything has many digits, none of which matters."""
+    return f"{value:.3f}" if value < 1e6 else f"{value:.2g}"
 
 
 def show_decoder(folder: Path, *, json: bool) -> None:
