@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 import knnlm
-from figures import first, split
+from figures import first, parser_for, split
 from knnlm import CausalLM, Mixture
 from knnlm.distill.decoder import train_decoder
 from knnlm.distill.student import open_student
@@ -56,13 +56,7 @@ def main() -> None:
 
 
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("corpus", type=Path, nargs="+")
-    parser.add_argument("--model", default="bundled")
-    parser.add_argument("--device", default="auto")
-    parser.add_argument("--dtype", default="auto")
-    parser.add_argument("--store", type=int, help="tokens to learn (default: all of train)")
-    parser.add_argument("--limit", type=int, help="tokens of valid and of test (default: all)")
+    parser = parser_for(__doc__)
     parser.add_argument("--layers", type=int, help="blocks of the model that the student has (default: all)")
     parser.add_argument("--blocks", type=int, default=8, help="blocks that the small student has")
     parser.add_argument("--epochs", type=int, default=3)

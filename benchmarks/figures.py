@@ -34,14 +34,20 @@ def main() -> None:
         sys.stdout.flush()
 
 
-def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("corpus", type=Path, nargs="+")
+def parser_for(about: str | None, corpora: str = "+") -> argparse.ArgumentParser:
+    """The options that all benchmarks on a corpus have."""
+    parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("corpus", type=Path, nargs=corpora)
     parser.add_argument("--model", default="bundled")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--dtype", default="auto")
-    parser.add_argument("--store", type=int, help="tokens to remember (default: all of train)")
+    parser.add_argument("--store", type=int, help="tokens of train to use (default: all)")
     parser.add_argument("--limit", type=int, help="tokens of valid and of test (default: all)")
+    return parser
+
+
+def parse() -> argparse.Namespace:
+    parser = parser_for(__doc__)
     parser.add_argument("--at", help="k,τ,λ to use instead of choosing them on valid, e.g. 1024,2,0.75")
     parser.add_argument("--oracle", action="store_true", help="compute the test figures again in NumPy")
     parser.add_argument("--build-batch", type=int, help="tokens in a batch when building")

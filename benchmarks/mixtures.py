@@ -22,7 +22,7 @@ import numpy as np
 import torch
 
 import knnlm
-from figures import first, split
+from figures import first, parser_for, split
 from knnlm import CausalLM, Mixture
 from knnlm.datastore import derive
 from knnlm.distill.output import distill_output
@@ -75,13 +75,7 @@ def main() -> None:
 
 
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("corpus", type=Path, nargs="*")
-    parser.add_argument("--model", default="bundled")
-    parser.add_argument("--device", default="auto")
-    parser.add_argument("--dtype", default="auto")
-    parser.add_argument("--store", type=int, help="tokens to remember (default: all of train)")
-    parser.add_argument("--limit", type=int, help="tokens of valid and of test (default: all)")
+    parser = parser_for(__doc__, "*")
     parser.add_argument("--rows", default="1,2,3", help="r of W_ds")
     parser.add_argument(
         "--anchors", type=int, default=40_000, help="contexts that the similarity is learnt from; 0 for none"

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from knnlm.corpus import Document
 from knnlm.datastore.grouping import Tokenised
-from knnlm.datastore.segment import ArrayWriter, writing
+from knnlm.datastore.segment import ArrayWriter, write_header, writing
 from knnlm.datastore.store import KEYS, VALUES
 from knnlm.errors import KnnlmError
 from knnlm.lm import CausalLM, WindowShape
@@ -259,6 +259,5 @@ def _pieces(keys: Tensor) -> Iterator[NDArray[np.float16]]:
 def _header(dtype: str, shape: tuple[int, ...]) -> bytes:
     """Give the header of a .npy file, as `ArrayWriter` writes it."""
     file = io.BytesIO()
-    facts = {"descr": np.lib.format.dtype_to_descr(np.dtype(dtype)), "fortran_order": False, "shape": shape}
-    np.lib.format.write_array_header_1_0(file, facts)
+    write_header(file, np.dtype(dtype), shape)
     return file.getvalue()

@@ -15,7 +15,7 @@ from contextlib import contextmanager, suppress
 from itertools import pairwise
 from pathlib import Path
 from types import TracebackType
-from typing import Any, BinaryIO, TypeVar
+from typing import IO, Any, BinaryIO, TypeVar
 
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
@@ -102,14 +102,7 @@ class ArrayWriter:
         return self._dtype.itemsize * int(np.prod(self._row_shape, dtype=np.int64))
 
     def _write_header(self) -> None:
-        np.lib.format.write_array_header_1_0(
-            self._file,
-            {
-                "descr": np.lib.format.dtype_to_descr(self._dtype),
-                "fortran_order": False,
-                "shape": (self.rows, *self._row_shape),
-            },
-        )
+        write_header(self._file, self._dtype, (self.rows, *self._row_shape))
 
 
 class KeyWriter(ArrayWriter):
@@ -192,6 +185,12 @@ def open_array(path: Path, dtype: DTypeLike, shape: tuple[int, ...]) -> NDArray[
     if 0 in shape:
         return np.empty(shape, expected)
     return np.memmap(path, expected, "r", begin, shape)
+
+
+def write_header(file: IO[bytes], dtype: np.dtype[Any], shape: tuple[int, ...]) -> None:
+    """Write the header of an array; its size does not depend on the number of rows."""
+    facts = {"descr": np.lib.format.dtype_to_descr(dtype), "fortran_order": False, "shape": shape}
+    np.lib.format.write_array_header_1_0(file, facts)
 
 
 def skip_header(file: BinaryIO) -> int:

@@ -115,12 +115,13 @@ def _batch_tokens(text: Text, epochs: int) -> int:
 def _facts(text: Text, student: Student, teacher: Teacher | None, settings: Settings) -> dict[str, Any]:
     """All that the result depends on."""
     names = ("teacher", "k", "temperature", "exclude", "top", "mass")  # which are the same whenever targets are made
+    told = {} if teacher is None else teacher.facts
     return {
         "text": text.fingerprint,
         "division_into_documents": text.division,
         "student": student.lm.identity["weights"],
         "tokenizer": student.lm.identity["tokenizer"],
-        "targets": None if teacher is None else {name: teacher.facts.get(name) for name in names},
+        "targets": None if teacher is None else {name: told.get(name) for name in names},
         **asdict(settings),
     }
 
@@ -203,6 +204,7 @@ def _watcher(work: Path, tensorboard: bool) -> Iterator[Callable[[dict[str, Any]
 
 def _card(student: Student, training: Training, lessons: Lessons, teacher: Teacher | None, work: Path) -> DecoderCard:
     course, identity, settings = training.course, student.lm.identity, training.settings
+    told = None if teacher is None else teacher.facts
     last = [line for line in read_curve(work / CURVE) if line["epoch"] == settings.epochs - 1]
     losses: dict[str, float | None] = {}
     for name in ("loss", "kl", "ce"):
@@ -214,8 +216,8 @@ def _card(student: Student, training: Training, lessons: Lessons, teacher: Teach
         vocab_size=identity["vocab_size"],
         start_token=identity["start_token"],
         window={"context": settings.context, "stride": settings.stride},
-        teacher=None if teacher is None else teacher.facts["teacher"],
-        targets=None if teacher is None else teacher.facts,
+        teacher=None if told is None else told["teacher"],
+        targets=told,
         beta=settings.beta,
         settings=training.facts,
         text=lessons.text.fingerprint,

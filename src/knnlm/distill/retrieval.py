@@ -8,6 +8,7 @@ A row is left out by its number, not by coming first: where contexts are equal, 
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,7 +19,7 @@ from knnlm.datastore import Datastore
 from knnlm.datastore.indexing import open_index
 from knnlm.distill.text import stored_tokens, tokens_hash
 from knnlm.errors import DatastoreError, ParameterError
-from knnlm.memory.neighbours import check_vote
+from knnlm.memory.neighbours import by_token, check_vote
 
 EXCLUDED = ("self", "document")
 _LEAST = 2.0**-24  # the smallest number above 0 in float16
@@ -52,21 +53,20 @@ class Ballot:
             raise ParameterError(f"mass must be above 0 and at most 1, not {self.mass}.")
 
 
-@dataclass(frozen=True)
 class Planned:
     """What a store would be asked about its own positions: enough to know whether that was done."""
 
-    teacher: Datastore
-    ballot: Ballot
+    def __init__(self, teacher: Datastore, ballot: Ballot) -> None:
+        self.teacher, self.ballot = teacher, ballot
 
     @property
     def rows(self) -> int:
         """The number of positions."""
         return self.teacher.rows
 
-    @property
+    @cached_property
     def facts(self) -> dict[str, Any]:
-        """What the answers would depend on."""
+        """What the answers depend on; all tokens are read for it."""
         text = tokens_hash(stored_tokens(self.teacher))
         return {"teacher": self.teacher.fingerprint, "text": text, **asdict(self.ballot)}
 
@@ -75,7 +75,7 @@ class Planned:
         raise NotImplementedError
 
 
-class Retrieval:
+class Retrieval(Planned):
     """A store that is asked about its own positions, on the fly.
 
     With exclude="document", a position's whole document is left out, and copies of it: equal texts are one document.
@@ -83,23 +83,12 @@ class Retrieval:
 
     def __init__(self, teacher: Datastore, ballot: Ballot, *, device: str = "cpu") -> None:
         check_whole(teacher)
-        self.teacher, self.ballot = teacher, ballot
-        self._text = tokens_hash(stored_tokens(teacher))
+        super().__init__(teacher, ballot)
         self._index = open_index(teacher, device=device)
         self._groups = _documents(teacher) if ballot.exclude == "document" else None
         # Its document may have many of a position's nearest; more than half are not waited for.
         own = 1 if self._groups is None else min(int(self._groups.bincount().max()), ballot.k) if teacher.rows else 0
         self._wanted = max(1, min(ballot.k + own, teacher.rows))
-
-    @property
-    def rows(self) -> int:
-        """The number of positions."""
-        return self.teacher.rows
-
-    @property
-    def facts(self) -> dict[str, Any]:
-        """What the answers depend on."""
-        return {"teacher": self.teacher.fingerprint, "text": self._text, **asdict(self.ballot)}
 
     def of(self, rows: Tensor) -> Sparse:
         """Ask about these (n,) rows; one below 0 has no target."""
@@ -135,10 +124,7 @@ def add_up(values: Tensor, distances: Tensor, temperature: float) -> tuple[Tenso
     """Let (n, k) neighbours vote: tokens (n, k), ascending, -1 behind the last, and their float64 shares."""
     scores = (-distances.double() / temperature).masked_fill(values < 0, -torch.inf)
     weights = scores.softmax(1).nan_to_num(nan=0.0)  # nobody there: no weights
-    ordered, order = values.sort(dim=1)
-    new = torch.ones_like(ordered, dtype=torch.bool)
-    new[:, 1:] = ordered[:, 1:] != ordered[:, :-1]
-    group = new.cumsum(1) - 1  # (n, k)
+    ordered, order, group = by_token(values)
     shares = torch.zeros_like(weights).scatter_add_(1, group, weights.gather(1, order))
     return torch.full_like(ordered, -1).scatter_(1, group, ordered), shares
 

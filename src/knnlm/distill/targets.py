@@ -27,10 +27,9 @@ from torch import Tensor
 from knnlm.datastore import Datastore
 from knnlm.datastore.facts import load_facts
 from knnlm.datastore.locking import writer_lock
-from knnlm.datastore.segment import open_array, replacing, writing
-from knnlm.distill.retrieval import Ballot, Retrieval, Sparse, check_whole
+from knnlm.datastore.segment import open_array, replacing, write_header, writing
+from knnlm.distill.retrieval import Ballot, Planned, Retrieval, Sparse, check_whole
 from knnlm.distill.settings import check_same
-from knnlm.distill.text import stored_tokens, tokens_hash
 from knnlm.errors import DatastoreCorrupt, DatastoreError, ParameterError
 from knnlm.lm.causal import choose_device
 from knnlm.progress import Progress, silent
@@ -146,13 +145,8 @@ def make_targets(
     folder = Path(out)
     if folder.exists() and not folder.is_dir():
         raise DatastoreError(f"{folder} is a file. Choose another --out.")
-    settings = {
-        "teacher": teacher.fingerprint,
-        "text": tokens_hash(stored_tokens(teacher)),
-        "rows": teacher.rows,
-        "vocab_size": int(teacher.model["vocab_size"]),
-        **asdict(ballot),
-    }
+    about = {"rows": teacher.rows, "vocab_size": int(teacher.model["vocab_size"])}
+    settings = {**Planned(teacher, ballot).facts, **about}
     with writer_lock(folder, create=True):
         done = _Done()
         if (folder / FILE).exists():
@@ -272,8 +266,7 @@ class _Growing:
     def _write_header(self) -> None:
         # Its size does not depend on the length: numpy leaves room for more digits.
         self._file.seek(0)
-        header = {"descr": np.lib.format.dtype_to_descr(self._dtype), "fortran_order": False, "shape": (self._length,)}
-        np.lib.format.write_array_header_1_0(self._file, header)
+        write_header(self._file, self._dtype, (self._length,))
 
 
 def _token_dtype(vocab_size: int) -> type[np.generic]:

@@ -98,6 +98,9 @@ class _Source:
             return out
 
         firsts = range(begin, end, _CHUNK)
+        if len(firsts) == 1:
+            yield begin, read(begin)
+            return
         with ThreadPoolExecutor(_READERS) as pool:
             ahead: list[tuple[int, Future[Tensor]]] = []
             for first in firsts:

@@ -169,12 +169,17 @@ class _Groups:
 
 def _group(values: Tensor, weights: Tensor) -> _Groups:
     """Add up the votes for the same token."""
-    ordered, order = values.sort(dim=1, stable=True)
-    new = torch.ones_like(ordered, dtype=torch.bool)
-    new[:, 1:] = ordered[:, 1:] != ordered[:, :-1]
-    group = new.cumsum(1) - 1  # (N, k)
+    ordered, order, group = by_token(values)
     shares = torch.zeros_like(weights).scatter_add_(1, group, weights.gather(1, order))
     nobody = values.shape[1]
     places = order.masked_fill(ordered < 0, nobody)  # who is not there names nothing
     first = torch.full_like(group, nobody).scatter_reduce_(1, group, places, "amin")
     return _Groups(shares, first)
+
+
+def by_token(values: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Put (N, k) tokens in order: the tokens, where each of them stood, and the number of its group in the row."""
+    ordered, order = values.sort(dim=1, stable=True)
+    new = torch.ones_like(ordered, dtype=torch.bool)
+    new[:, 1:] = ordered[:, 1:] != ordered[:, :-1]
+    return ordered, order, new.cumsum(1) - 1
