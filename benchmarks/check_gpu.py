@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+import tempfile
 import time
 import traceback
 from collections.abc import Callable
@@ -253,6 +254,47 @@ class Checks:
             assert len(ids.unique()) == len(ids)
         assert unproven < 20, "no replay was proven"
         return f"{20 - unproven} of 20 replays proven and equal"
+
+    def steps_that_nobody_waits_for(self) -> str:
+        """Search, vote and mixture of a token without a look at the device; generation looks once, at the end."""
+        from knnlm import CausalLM, Document, KnnForCausalLM, Mixture, build
+        from knnlm.index.looking import deferring
+        from knnlm.memory import Context
+        from models import tiny, tiny_tokenizer
+
+        lm = CausalLM(tiny("llama").to(self.device), tiny_tokenizer(), name="llama")
+        with tempfile.TemporaryDirectory() as folder:
+            texts = [f"In {year} the library had {year * 7 % 1000} books. " * 9 for year in range(1900, 1940)]
+            stored = [Document(str(number), "made up", text) for number, text in enumerate(texts)]
+            store = build(stored, Path(folder) / "memory", lm=lm)
+            mixture = Mixture.open(store, lm, k=64, temperature=4.0, weight=0.6)
+            assert mixture.knn is not None
+            model = KnnForCausalLM(mixture)
+            keys = torch.randn(3, lm.width, device=self.device)
+            logits = torch.randn(3, lm.vocab_size, device=self.device)
+
+            def step() -> Tensor:
+                return mixture.predict(logits, Context({mixture.knn.source: keys})).log_dense()
+
+            looked = step()
+            with deferring() as doubts:
+                if self.device.type == "cuda":
+                    torch.cuda.set_sync_debug_mode("error")
+                try:
+                    blind = step()
+                finally:
+                    if self.device.type == "cuda":
+                        torch.cuda.set_sync_debug_mode("default")
+            assert not doubts.justified()
+            torch.testing.assert_close(blind, looked)
+            made = []
+            for late in (True, False):
+                model.looks_late = late
+                torch.manual_seed(3)
+                ids = torch.tensor([[5, 6, 7]], device=self.device)
+                made.append(model.generate(ids, max_new_tokens=20, do_sample=True, eos_token_id=None))
+            assert torch.equal(*made)
+        return ""
 
 
 class _OnDevice(searches.Array):

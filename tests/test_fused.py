@@ -24,6 +24,7 @@ from knnlm.index import ExactIndex, Reranked, fused, kernels, loading
 from knnlm.index import exact as exact_module
 from knnlm.index.fused import FusedSearch
 from knnlm.index.loading import StreamedSearch
+from knnlm.index.looking import Doubts, deferring
 from knnlm.index.plain import PlainIndex
 from searches import KINDS, Array, seeded
 
@@ -129,6 +130,22 @@ def test_a_blurred_choice_of_groups_is_repaired_by_the_proof(monkeypatch):
         monkeypatch.setattr(FusedSearch, "_prove", lambda *_: None)
         with pytest.raises(AssertionError, match=r"missed|farther"):
             check(keys, queries, 3, "l2")
+
+
+def test_while_nobody_looks_a_doubt_is_noted_and_looked_at_in_the_end(monkeypatch):
+    keys, queries = searches.shifted(seeded(3), 3000, 64, 12)
+    clear, asked = searches.random_data(seeded(1), 3000, 64, 4)
+    monkeypatch.setattr(FusedSearch, "_prove", lambda *_: pytest.fail("it has looked"))
+    with at_least(0):
+        index = ExactIndex(Array(keys), fused=True)
+        with deferring() as doubts:
+            blind = index.search(queries, 3)
+            assert blind.ids.shape == (12, 3)
+        assert doubts.justified()
+    with deferring() as doubts:
+        check(clear, asked, 10, "l2")
+    assert not doubts.justified()
+    assert not Doubts().justified()
 
 
 def test_proofs_are_measured_in_parts(monkeypatch):

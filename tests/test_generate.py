@@ -20,8 +20,10 @@ from transformers import (
 import oracle
 from conftest import documents
 from knnlm import CausalLM, Datastore, KnnForCausalLM, KnnMemory, Mixture, build
-from knnlm.errors import DatastoreError
+from knnlm.errors import DatastoreError, ModelError
 from knnlm.index import ExactIndex
+from knnlm.index.base import Neighbours
+from knnlm.index.looking import blind, seen
 from knnlm.memory import Source
 from knnlm.mixture.readers import Readers
 from models import tiny, tiny_tokenizer
@@ -149,6 +151,56 @@ def test_samples_follow_the_mixture(llama):
         torch.tensor([ids]), max_new_tokens=1, do_sample=True, top_k=0, num_return_sequences=4000, eos_token_id=None
     )
     assert torch.equal(made, again)
+
+
+class Doubtful:
+    """An index that is wrong while nobody looks, and says so."""
+
+    def __init__(self, index, *, doubt):
+        self.index, self.metric, self.doubt, self.searches = index, index.metric, doubt, 0
+
+    def search(self, queries, k):
+        self.searches += 1
+        found = self.index.search(queries, k)
+        wrong = blind(queries) and self.doubt
+        seen(torch.tensor([False, self.doubt]))
+        return Neighbours(found.ids.flip(0) * 0, found.distances) if wrong else found
+
+
+@pytest.mark.parametrize("doubt", [True, False])
+def test_generation_that_looks_late_is_done_again_where_there_is_reason(lm, store, doubt):
+    settings = {"max_new_tokens": 6, "do_sample": True, "top_k": 0, "eos_token_id": None}
+
+    def sampled(model, **more):
+        torch.manual_seed(5)
+        return model.generate(torch.tensor([prompts(model)[0]]), **settings, **more)
+
+    index = Doubtful(ExactIndex(store.keys), doubt=doubt)
+    model = KnnForCausalLM(Mixture(lm, KnnMemory(store, index, k=12, temperature=4.0), weight=0.9))
+    model.looks_late = False
+    right, after = sampled(model), torch.rand(1)
+    assert index.searches == 6
+    model.looks_late = True
+    assert torch.equal(sampled(model), right)
+    assert torch.rand(1) == after
+    assert index.searches == 6 + (12 if doubt else 6)
+    # What a streamer was given cannot be taken back, so it looks at each token.
+    streamer = TextIteratorStreamer(model.tokenizer, skip_prompt=True)
+    assert torch.equal(sampled(model, streamer=streamer), right)
+    assert index.searches == 6 + (12 if doubt else 6) + 6
+
+
+def test_undefined_hidden_states_are_told_even_if_it_looks_late(lm, store):
+    model = KnnForCausalLM(Mixture(lm, KnnMemory(store, ExactIndex(store.keys), k=12, temperature=4.0), weight=0.9))
+    model.looks_late = True
+    table = lm.model.get_input_embeddings().weight
+    kept = table.data.clone()
+    try:
+        table.data.fill_(torch.nan)
+        with pytest.raises(ModelError, match="infinite or undefined"):
+            model.generate(torch.tensor([[3, 4]]), max_new_tokens=2, do_sample=False)
+    finally:
+        table.data.copy_(kept)
 
 
 def test_streaming_gives_the_same_text(llama):

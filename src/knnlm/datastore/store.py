@@ -33,7 +33,7 @@ from knnlm.datastore.keymap import KeyMap
 from knnlm.datastore.keys import Keys
 from knnlm.datastore.segment import open_array, skip_header
 from knnlm.errors import DatastoreCorrupt, DatastoreError
-from knnlm.index.base import capturing
+from knnlm.index.looking import seen
 
 KEYS, VALUES, KEPT, COUNTS = "keys.npy", "values.npy", "kept.npy", "counts.npy"
 _MAPPINGS = 256
@@ -230,7 +230,7 @@ class Datastore:
 
     def _resident(self, rows: Tensor) -> Tensor:
         """Look tokens up in one array on the device that asks: a thousand neighbours a query are many lookups."""
-        if rows.numel() and not capturing(rows) and int(rows.max()) >= self.rows:
+        if rows.numel() and seen(rows.amax() >= self.rows):
             raise IndexError(f"row {int(rows.max())} of {self.rows}")
         if rows.device not in self._values:
             values = np.empty(self.rows, np.int32)
@@ -241,7 +241,7 @@ class Datastore:
         values_here = self._values[rows.device]
         if not len(values_here):
             return torch.full_like(rows, -1)
-        return values_here[rows.clamp(min=0)].long().masked_fill_(rows < 0, -1)
+        return values_here[rows.clamp(0, self.rows - 1)].long().masked_fill_(rows < 0, -1)
 
     def _check_values(self, values: NDArray[Any]) -> None:
         if values.max(initial=-1) >= self.model["vocab_size"] or values.min(initial=0) < -1:

@@ -12,6 +12,7 @@ import os
 import shutil
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -30,6 +31,7 @@ from transformers.utils.generic import ModelOutput
 
 from knnlm.errors import DatastoreError, ModelError
 from knnlm.generate.state import Step, look, state_of
+from knnlm.index.looking import deferring
 from knnlm.lm import CausalLM
 from knnlm.memory import LOGITS, Context, Source
 from knnlm.mixture import DEFAULTS, Mixture
@@ -39,6 +41,16 @@ from knnlm.mixture.opening import language_model
 from knnlm.mixture.plugin import is_decoder
 
 _BASE, _MEMORY = "base", "memory"
+# What `generate` may be given that it changes or calls with every token.
+_CHANGED = (
+    "assistant_model",
+    "custom_generate",
+    "logits_processor",
+    "past_key_values",
+    "prefix_allowed_tokens_fn",
+    "stopping_criteria",
+    "streamer",
+)
 
 
 class KnnConfig(PreTrainedConfig):
@@ -90,6 +102,8 @@ class KnnForCausalLM(PreTrainedModel, GenerationMixin):
         self.mixture = mixture
         self.generation_config = copy.deepcopy(base.generation_config)
         self._base_arguments = inspect.signature(base.forward).parameters
+        # Whether `generate` looks at the end, rather than at each token, if every search was proven to be exact.
+        self.looks_late: bool | None = None  # None: on a GPU
 
     @classmethod
     def from_memory(cls, path: str | os.PathLike[str], lm: CausalLM | None = None, **settings: Any) -> KnnForCausalLM:
@@ -119,7 +133,18 @@ class KnnForCausalLM(PreTrainedModel, GenerationMixin):
         own = self.mixture.looks_back and getattr(self.base, "_is_stateful", False)
         if own or "past_key_values" not in self._base_arguments:
             kwargs["use_cache"] = False
-        return GenerationMixin.generate(cast(Any, self), *args, **kwargs)
+        begin = partial(GenerationMixin.generate, cast(Any, self), *args, **kwargs)
+        # To do it again, nothing that it changes may be the caller's.
+        late = self.device.type == "cuda" if self.looks_late is None else self.looks_late
+        if not late or len(args) > 1 or any(kwargs.get(name) is not None for name in _CHANGED):
+            return begin()
+        state = _random_state(self.device)
+        with deferring() as doubts:
+            text = begin()
+        if not doubts.justified():
+            return text
+        _restore(self.device, state)
+        return begin()
 
     def forward(
         self,
@@ -215,6 +240,18 @@ class KnnForCausalLM(PreTrainedModel, GenerationMixin):
         tokenizer = AutoTokenizer.from_pretrained(folder / _BASE)
         mixture = _open_mixture(memory, base, tokenizer, config, folder)
         return cls(mixture)
+
+
+def _random_state(device: torch.device) -> tuple[Tensor, Tensor | None]:
+    """Note where the random numbers are that sampling draws."""
+    return torch.get_rng_state(), torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+
+
+def _restore(device: torch.device, state: tuple[Tensor, Tensor | None]) -> None:
+    """Go back there."""
+    torch.set_rng_state(state[0])
+    if state[1] is not None:
+        torch.cuda.set_rng_state(state[1], device)
 
 
 def _config(mixture: Mixture) -> KnnConfig:

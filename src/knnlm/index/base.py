@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
-import torch
 from torch import Tensor
 
 from knnlm.errors import IndexInvalid, ParameterError
@@ -57,11 +56,6 @@ class Index(Protocol):
 
     def search(self, queries: Tensor, k: int) -> Neighbours:
         """Find the k nearest rows of each of (N, D) queries."""
-
-
-def capturing(tensor: Tensor) -> bool:
-    """Say whether a CUDA graph is being captured there, so that nobody on the host may look at a value."""
-    return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
 def check_search(queries: Tensor, k: int, width: int) -> None:

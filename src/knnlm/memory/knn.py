@@ -10,7 +10,7 @@ from torch import Tensor
 from knnlm.datastore import Datastore
 from knnlm.errors import ModelError
 from knnlm.index import Index
-from knnlm.index.base import capturing
+from knnlm.index.looking import seen
 from knnlm.memory.context import Context, Source
 from knnlm.memory.neighbours import Found, Setting, Voters
 
@@ -50,7 +50,7 @@ class KnnMemory(Voters):
 
     def search(self, keys: Tensor, k: int | None = None) -> Found:
         """Find the nearest stored contexts of (N, D) keys."""
-        if not capturing(keys) and not keys.isfinite().all():
+        if seen(~keys.isfinite()):
             raise ModelError(
                 "The model gives infinite or undefined hidden states, which have no neighbours. Try float32."
             )

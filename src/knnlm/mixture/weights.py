@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import accumulate, pairwise
 from typing import Protocol
 
@@ -54,7 +55,7 @@ class Fixed:
 
     def weigh(self, context: Context, lm: Spoken, answers: Sequence[Answer], abstains: Tensor) -> Tensor:  # noqa: ARG002
         """Give the same weights to every row."""
-        return share(torch.tensor(self.values), abstains)
+        return share(_placed(self.values, abstains.device), abstains)
 
     def asked(self, context: Context, lm: Spoken, answers: Sequence[Answer | None]) -> Tensor | None:  # noqa: ARG002
         """Ask everywhere."""
@@ -107,6 +108,12 @@ class Gated:
         found = [evidence(answer, lm) for answer in answers if answer is not None]
         seen = features(place(context), self.frequencies, (lm.signals(), lm.top()), found)
         return self.skip.asked(seen, self.fraction)
+
+
+@lru_cache(maxsize=64)
+def _placed(values: tuple[float, ...], device: torch.device) -> Tensor:
+    """Bring weights to a device once: the copy is something that the host would wait for at every token."""
+    return torch.tensor(values, device=device)
 
 
 def spans_of(counts: Iterable[int]) -> list[slice]:
