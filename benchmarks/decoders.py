@@ -6,7 +6,9 @@
 CORPUS is a folder with train, valid and test .jsonl (also .gz, .xz, .zst), a document a line. A student is trained on
 train by cross entropy alone, a small one of some of the model's blocks too, and each reads a store of its own. k, τ,
 weights and gates are fitted on valid; figures are those of test. --teach trains more students, each with a share β of
-its loss from the store that the first student reads: β:τ:what a position may not see.
+its loss from the store that the first student reads: β:τ:what a position may not see, and, where given, :the most
+tokens and :the mass that are kept of a target. --variants trains students otherwise: rate:tokens in a step:epochs.
+--other trains a second model on another corpus, and helps it with the student of the first.
 """
 
 from __future__ import annotations
@@ -63,7 +65,10 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--learning-rate", type=float, default=2e-4)
     parser.add_argument("--small-rate", type=float, default=6e-4, help="learning rate of the small student")
     parser.add_argument("--small-epochs", type=int, default=3)
-    parser.add_argument("--teach", default="", help="β:τ:self or document, with commas")
+    parser.add_argument("--teach", default="", help="β:τ:self or document[:top[:mass]], with commas")
+    parser.add_argument("--variants", default="", help="learning rate:tokens in a step:epochs, with commas")
+    parser.add_argument("--other", type=Path, help="a corpus that a second model is fine-tuned on")
+    parser.add_argument("--other-store", type=int, default=500_000, help="tokens of its train to use")
     parser.add_argument("--folder", type=Path, help="where models and stores are made (default: a temporary folder)")
     return parser.parse_args()
 
@@ -97,6 +102,10 @@ class Study:
         self.table(seen)
         self.speed()
         self.stories(seen[1])
+        if options.other:
+            self.plug_in()
+        for variant in filter(None, options.variants.split(",")):
+            self.vary(*variant.split(":"))
         for teaching in filter(None, options.teach.split(",")):
             self.teach(*teaching.split(":"))
         return self.found
@@ -146,24 +155,52 @@ class Study:
         self.found[name] = (valid, test)
         self.say(f"{name:<50} valid {valid:8.3f}  test {test:8.3f}")
 
-    def teach(self, beta: str, temperature: str, exclude: str) -> None:
+    def vary(self, rate: str, size: str, epochs: str) -> None:
+        """Train a student with other settings."""
+        name = f"varied-{rate}-{size}-{epochs}"
+        self.train(name, self.options.layers, float(rate), int(epochs), batch_tokens=int(size))
+        self.judge(name, f"student at {rate}, {size} tokens a step, {epochs} epochs")
+
+    def judge(self, name: str, what: str) -> None:
+        """Measure a student alone and with the model."""
+        seen = self.look([f"lm={self.folder}/{name}"])
+        self.add(f"{what}, alone", *(perplexity(one.memories[0].logs[:, 0]) for one in seen))
+        self.add(f"model + {what}, one λ", *self.fitted(seen, [f"lm={name}"], "fixed"))
+
+    def plug_in(self) -> None:
+        """Help a second model, fine-tuned on another text, with the same student."""
+        options = self.options
+        documents = first(split(options.other, "train"), self.lm, options.other_store)
+        tokens = self.lm.encode_all([document.text for document in documents])
+        train_decoder(
+            tokens,
+            open_student(options.model, like=self.lm),
+            self.folder / "other",
+            epochs=1,
+            learning_rate=options.learning_rate,
+            device=options.device,
+        )
+        own = self.lm
+        self.lm = CausalLM.open(str(self.folder / "other"), device=options.device, dtype=options.dtype)
+        seen = self.look([f"lm={self.folder}/student"])
+        name = f"a model fine-tuned on {options.other.name}"
+        self.add(name, *(perplexity(one.model) for one in seen))
+        self.add(f"{name} + student, one λ", *self.fitted(seen, [STUDENT], "fixed"))
+        self.lm = own
+
+    def teach(self, beta: str, temperature: str, exclude: str, top: str = "64", mass: str = "0.99") -> None:
         """Train a student on the text and on the store that the first student reads, as long as the first."""
         store = knnlm.Datastore.open(self.folder / "student.store")
-        place = self.folder / f"targets-{temperature}-{exclude}"
-        settings = {"temperature": float(temperature), "exclude": exclude, "device": self.options.device}
+        place = self.folder / f"targets-{temperature}-{exclude}-{top}-{mass}"
+        settings: dict[str, Any] = {"temperature": float(temperature), "exclude": exclude}
+        settings |= {"top": int(top), "mass": float(mass), "device": self.options.device}
         targets = make_targets(store, place, **settings)
         self.say("targets:", targets.facts)
-        name = f"taught-{beta}-{temperature}-{exclude}"
+        name = f"taught-{beta}-{temperature}-{exclude}-{top}-{mass}"
         options = self.options
         self.train(name, options.layers, options.learning_rate, options.epochs, beta=float(beta), targets=targets)
         store.close()
-        seen = self.look([f"lm={self.folder}/{name}"])
-        alone = (perplexity(one.memories[0].logs[:, 0]) for one in seen)
-        self.add(f"taught β={beta} τ={temperature} without {exclude}, alone", *alone)
-        self.add(
-            f"model + taught β={beta} τ={temperature} without {exclude}, one λ",
-            *self.fitted(seen, [f"lm={name}"], "fixed"),
-        )
+        self.judge(name, f"taught β={beta} τ={temperature} without {exclude}, {top} tokens of {mass}")
 
     def speed(self) -> None:
         """Milliseconds a token of generation, batch 1: the model, and the model with each decoder."""
