@@ -119,8 +119,13 @@ class Mixture:
     @property
     def looks_back(self) -> bool:
         """Whether anything here needs more than the keys of the positions that are predicted."""
-        others = isinstance(self.weights, Gated) or any(source.reader for source in self.horizons)
-        return others or any(memory.source is None or memory.horizon for memory in self.memories)
+        return self.reads_texts or any(source.reader for source in self.horizons)
+
+    @property
+    def reads_texts(self) -> bool:
+        """Whether anything here looks at the tokens of a text, or at earlier keys."""
+        gated = isinstance(self.weights, Gated)
+        return gated or any(memory.source is None or memory.horizon for memory in self.memories)
 
     @property
     def longest(self) -> int | None:
