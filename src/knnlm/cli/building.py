@@ -64,7 +64,7 @@ def build(
         out,
         lm=lm,
         window=lm.window(context, stride),
-        key_dtype=keys,
+        keys=keys,
         compile=compile,
         total=total,
         progress=screen.bar,
