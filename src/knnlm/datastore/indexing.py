@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import shutil
-from pathlib import Path
 
 from knnlm.datastore.catalog import FILE, Catalog, IndexRow
+from knnlm.datastore.codec import Codes
 from knnlm.datastore.locking import writer_lock
 from knnlm.datastore.segment import checksum, remove_others, sync_folder, writing
 from knnlm.datastore.store import Datastore
+from knnlm.datastore.store import index_folder as _folder
 from knnlm.errors import DatastoreCorrupt, IndexInvalid
 from knnlm.index import ExactIndex, FaissIndex, Index, Reranked, auto_spec, check_index
 from knnlm.index.base import check_metric
 from knnlm.index.exact import fast, fits
+from knnlm.index.thin import thin_spec
 from knnlm.progress import Progress, silent
 
 _FILE = "index.faiss"
@@ -34,7 +36,8 @@ def _replace_index(store: Datastore, catalog: Catalog, spec: str, metric: str, p
     number = old[-1].id + 1 if old else 0
     remove_others(store.path / "index", [_folder(store.path, row.id) for row in old])
     if spec == "auto":
-        spec = auto_spec(store.key_count, store.width)
+        choose = thin_spec if isinstance(store.codec, Codes) else auto_spec
+        spec = choose(store.key_count, store.width)
     if spec == "exact":
         catalog.replace_indexes(None)
     else:
@@ -79,7 +82,3 @@ def open_index(
         check_index(index, store.keys, what=str(path))
         return Reranked(index, store.keys) if rerank else index
     return ExactIndex(store.keys, metric=metric, device=device, keys=keys)
-
-
-def _folder(path: Path, number: int) -> Path:
-    return path / "index" / f"{number:06d}"

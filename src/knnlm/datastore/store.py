@@ -117,6 +117,17 @@ class Datastore:
         return self.key_count * (row_bytes(self.codec) + extra) + 4 * self.rows
 
     @property
+    def index_bytes(self) -> int:
+        """The size of the index on disk."""
+        folders = [index_folder(self.path, row.id) for row in self.catalog.indexes()]
+        return sum(file.stat().st_size for folder in folders for file in folder.glob("*"))
+
+    @property
+    def storage(self) -> str:
+        """How keys are stored, as `knnlm build --keys` names it."""
+        return self.key_dtype if isinstance(self.codec, Plain) else str(self.catalog.get("keys") or self.key_dtype)
+
+    @property
     def fingerprint(self) -> str:
         """What tells this memory from any other: a hash over the hashes of its files."""
         sums = [f"{segment.keys_sha256} {segment.values_sha256}" for segment in self._segments]
@@ -337,6 +348,11 @@ def _starts(sizes: list[int]) -> NDArray[np.int64]:
 def text_hash(text: str) -> str:
     """Hash the text of a document, to know it again."""
     return hashlib.sha256(text.encode()).hexdigest()
+
+
+def index_folder(path: Path, number: int) -> Path:
+    """Say where an index lies."""
+    return path / "index" / f"{number:06d}"
 
 
 def segment_folder(path: Path, number: int) -> Path:
