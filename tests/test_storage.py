@@ -388,11 +388,11 @@ def test_a_thin_index_is_small_and_finds_most(tmp_path):
     from searches import Array
 
     assert thin_spec(200_000, 576) == "exact"
-    assert thin_spec(1_000_000, 576) == "PCAR64,IVF4096,PQ32x4fs"
-    keys = drawn(2, 20_000, 64, spread=2.0)
-    index = FaissIndex.build(Array(keys), "PCAR64,IVF64,PQ32x4fs")
+    assert thin_spec(1_000_000, 576) == "PCAR80,IVF2048,PQ40x4fsr"
+    keys = drawn(2, 20_000, 80, spread=2.0)
+    index = FaissIndex.build(Array(keys), "PCAR80,IVF64,PQ40x4fsr")
     index.save(tmp_path / "index")
-    assert (tmp_path / "index").stat().st_size / len(keys) < 30  # of which 24 are codes and numbers
+    assert (tmp_path / "index").stat().st_size / len(keys) < 34  # of which 28 are codes and numbers
     queries = keys[::200] + 0.1
     found = Reranked(index, Array(keys)).search(queries, 100).ids
     true = torch.cdist(queries, keys).topk(100, largest=False).indices

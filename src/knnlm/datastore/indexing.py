@@ -23,6 +23,8 @@ _FILE = "index.faiss"
 def build_index(store: Datastore, spec: str = "auto", *, metric: str = "l2", progress: Progress = silent) -> str:
     """Make an index for a memory and return its factory string, or `exact` where none is needed."""
     check_metric(metric)
+    if spec == "auto" and isinstance(store.codec, Codes):
+        spec = thin_spec(store.key_count, store.width)
     with writer_lock(store.path):
         catalog = Catalog.open(store.path / FILE, write=True)
         try:
@@ -36,8 +38,7 @@ def _replace_index(store: Datastore, catalog: Catalog, spec: str, metric: str, p
     number = old[-1].id + 1 if old else 0
     remove_others(store.path / "index", [_folder(store.path, row.id) for row in old])
     if spec == "auto":
-        choose = thin_spec if isinstance(store.codec, Codes) else auto_spec
-        spec = choose(store.key_count, store.width)
+        spec = auto_spec(store.key_count, store.width)
     if spec == "exact":
         catalog.replace_indexes(None)
     else:
