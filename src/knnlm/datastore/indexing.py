@@ -18,6 +18,7 @@ from knnlm.index.thin import thin_spec
 from knnlm.progress import Progress, silent
 
 _FILE = "index.faiss"
+_DEEP = 3.0  # times k
 
 
 def build_index(store: Datastore, spec: str = "auto", *, metric: str = "l2", progress: Progress = silent) -> str:
@@ -81,5 +82,10 @@ def open_index(
                 f"{store.key_count:,} of width {store.width}. Make it again with: knnlm index {store.path}"
             )
         check_index(index, store.keys, what=str(path))
-        return Reranked(index, store.keys) if rerank else index
+        return _reranked(index, store) if rerank else index
     return ExactIndex(store.keys, metric=metric, device=device, keys=keys)
+
+
+def _reranked(index: Index, store: Datastore) -> Index:
+    """Measure a shortlist again on what is stored; that of a thin index is long, for it is only roughly in order."""
+    return Reranked(index, store.keys, depth=_DEEP) if isinstance(store.codec, Codes) else Reranked(index, store.keys)
