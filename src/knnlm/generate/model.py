@@ -192,7 +192,7 @@ class KnnForCausalLM(PreTrainedModel, GenerationMixin):
             context = look(self.mixture, step, keys, state, getattr(output, "past_key_values", None))
         said = logits.flatten(0, 1)
         context = replace(context, seen={**context.seen, Source(0, LOGITS): said})
-        mixed = self.mixture.predict(said, context).log_dense()
+        mixed = self.mixture.predict(said, context, every=False).log_dense()
         log_p = mixed.unflatten(0, logits.shape[:2])
         # The base model's own output with other logits: whatever kind of cache it carries goes along.
         output["logits"] = log_p
