@@ -9,6 +9,7 @@ from knnlm.datastore.catalog import FILE, Catalog, IndexRow
 from knnlm.datastore.locking import writer_lock
 from knnlm.datastore.segment import checksum, remove_others, sync_folder, writing
 from knnlm.datastore.store import Datastore
+from knnlm.datastore.strangers import check_place
 from knnlm.errors import DatastoreCorrupt, IndexInvalid
 from knnlm.index import ExactIndex, FaissIndex, Index, Reranked, auto_spec, check_index
 from knnlm.index.base import check_metric
@@ -64,12 +65,18 @@ def open_index(
     """
     if (rerank or keys == "int8") and fast(device) and fits(store.keys, device, keys):
         return ExactIndex(store.keys, metric=metric, device=device, keys=keys)
-    for row in store.catalog.indexes():
+    for row in store.catalog.indexes() if store.trust_index else []:
         if row.metric != metric:
             continue
         path = _folder(store.path, row.id) / _FILE
         if not path.is_file():
             raise DatastoreCorrupt(f"{path} is missing. Make it again with: knnlm index {store.path}")
+        check_place(store.path, path)
+        if checksum(path) != row.sha256:
+            raise IndexInvalid(
+                f"{path} is not the file that was written, and FAISS reads no other. Make it again with: knnlm index "
+                f"{store.path}"
+            )
         index = FaissIndex.load(path, metric=metric)
         if (index.rows, index.width, row.rows) != (store.key_count, store.width, store.key_count):
             raise IndexInvalid(

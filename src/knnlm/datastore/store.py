@@ -27,17 +27,23 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from knnlm.datastore.arrays import COUNTS as COUNTS
+from knnlm.datastore.arrays import KEPT as KEPT
+from knnlm.datastore.arrays import KEYS as KEYS
+from knnlm.datastore.arrays import VALUES as VALUES
+from knnlm.datastore.arrays import array_shapes, check_facts
 from knnlm.datastore.catalog import FILE, Catalog, SegmentRow, StoredDocument
 from knnlm.datastore.keymap import FILE as MAP
 from knnlm.datastore.keymap import KeyMap
 from knnlm.datastore.keys import Keys
 from knnlm.datastore.segment import open_array, skip_header
+from knnlm.datastore.strangers import check_place
 from knnlm.errors import DatastoreCorrupt, DatastoreError
 from knnlm.index.base import capturing
 
-KEYS, VALUES, KEPT, COUNTS = "keys.npy", "values.npy", "kept.npy", "counts.npy"
 _MAPPINGS = 256
 _RESIDENT = 1 << 26  # tokens that are kept in memory: four bytes each
+_WIDEST = 1 << 24  # that a hidden state may be
 _MOST = 1 << 31  # and on a GPU, beside their keys, which are hundreds of times larger
 
 
@@ -50,19 +56,21 @@ class Datastore:
     def __init__(self, path: Path, catalog: Catalog) -> None:
         self.path = path
         self.catalog = catalog
+        self.trust_index = True
         self.model: dict[str, Any] = _fact(catalog, "model", dict)
         self.window: dict[str, int] = _fact(catalog, "window", dict)
         self.key_dtype: str = _fact(catalog, "key_dtype", str)
         self._segments = catalog.segments()
         self.offset = stored_offset(catalog)
         self.map = stored_map(catalog, _width(catalog))
+        check_facts(catalog.path, self.model, self.window, self.key_dtype)
         self._check_rows()
         self._starts = _starts([segment.rows for segment in self._segments])
         self._key_starts = _starts([segment.keys for segment in self._segments])
         self._pruned = any(segment.kept is not None for segment in self._segments)
         self._counted = any(segment.counts_sha256 is not None for segment in self._segments)
         for segment in self._segments:
-            for name in _files(segment):
+            for name in array_shapes(segment, self.key_dtype, self.width):
                 self._open(segment, name)
         # Mapped when needed and let go again: each mapping holds a file handle, and a system has few.
         self._mapped = lru_cache(maxsize=_MAPPINGS)(self._open)
@@ -71,8 +79,8 @@ class Datastore:
         self.resident_keys: list[Tensor] | None = None
 
     @classmethod
-    def open(cls, path: str | Path) -> Datastore:
-        """Open a finished memory for reading."""
+    def open(cls, path: str | Path, *, trust_index: bool = True) -> Datastore:
+        """Open a finished memory for reading; with `trust_index` False no file of FAISS is read, whoever made it."""
         folder = Path(path)
         catalog = Catalog.open(folder / FILE)
         if catalog.get("state") != "complete":
@@ -81,7 +89,9 @@ class Datastore:
                 f"{folder} is an unfinished {what} ({catalog.document_count():,} documents are in). "
                 "Run the same command again to finish it."
             )
-        return cls(folder, catalog)
+        store = cls(folder, catalog)
+        store.trust_index = trust_index
+        return store
 
     @property
     def rows(self) -> int:
@@ -253,7 +263,10 @@ class Datastore:
 
     def document_at(self, row: int) -> StoredDocument:
         """Find the document that holds a row."""
-        return self.catalog.document_at(row)
+        found = self.catalog.document_at(row)
+        if not found.first_row <= row < found.first_row + found.rows <= self.rows:
+            raise DatastoreCorrupt(f"{self.catalog.path} has no document for row {row}. Run knnlm repair {self.path}")
+        return found
 
     def around(self, row: int, *, before: int = 20, after: int = 20) -> tuple[list[int], list[int]]:
         """Give the tokens of the row's document before it, and from it on."""
@@ -289,19 +302,15 @@ class Datastore:
         return segment_folder(self.path, segment.id)
 
     def _open(self, segment: SegmentRow, name: str) -> NDArray[Any]:
-        shapes: dict[str, tuple[str, tuple[int, ...]]] = {
-            KEYS: (self.key_dtype, (segment.keys, self.width)),
-            VALUES: ("int32", (segment.rows,)),
-            KEPT: ("int32", (segment.keys,)),
-            COUNTS: ("float32", (segment.keys,)),
-        }
-        return open_array(self._folder(segment) / name, *shapes[name])
+        path = self._folder(segment) / name
+        check_place(self.path, path)
+        return open_array(path, *array_shapes(segment, self.key_dtype, self.width)[name])
 
     def _check_rows(self) -> None:
         """The catalog must number segments and rows without gaps."""
         expected = 0
-        for number, segment in enumerate(self._segments):
-            if segment.id != number or segment.first_row != expected or segment.rows < 1:
+        for segment in self._segments:  # ids ascend; a repair leaves gaps between them
+            if segment.first_row != expected or segment.rows < 1:
                 raise DatastoreCorrupt(
                     f"{self.catalog.path}: segment {segment.id} begins at row {segment.first_row} with "
                     f"{segment.rows} rows; row {expected} was expected. Build the memory again."
@@ -357,15 +366,9 @@ def stored_map(catalog: Catalog, width: int) -> KeyMap | None:
 def _width(catalog: Catalog) -> int:
     """Give the width of the reader's hidden states."""
     width = _fact(catalog, "model", dict).get("width")
-    if not isinstance(width, int) or width < 1:
+    if not isinstance(width, int) or not 1 <= width <= _WIDEST:
         raise DatastoreCorrupt(f"{catalog.path} does not say the width of the model. Build the memory again.")
     return width
-
-
-def _files(segment: SegmentRow) -> list[str]:
-    """Name the arrays that a segment has."""
-    has = {KEYS: True, VALUES: True, KEPT: segment.kept is not None, COUNTS: segment.counts_sha256 is not None}
-    return [name for name, there in has.items() if there]
 
 
 def _starts(sizes: list[int]) -> NDArray[np.int64]:

@@ -33,6 +33,7 @@ from numpy.typing import NDArray
 from knnlm.datastore.locking import writer_lock
 from knnlm.datastore.segment import ArrayWriter, checksum, open_array, sync_folder, writing
 from knnlm.datastore.store import Datastore
+from knnlm.datastore.strangers import check_place
 from knnlm.errors import DatastoreCorrupt, DatastoreError, ParameterError
 from knnlm.progress import Progress, silent
 
@@ -42,6 +43,7 @@ Small: TypeAlias = NDArray[np.int32]
 DEPTH = 64  # numbers by which two places are compared, at least
 _FOLDER, _FACTS = "ngram", "facts.json"
 _FORMAT = 1
+_FACTS_BYTES = 1 << 16  # of facts.json, at most
 _LARGEST = 2**31 - 2  # places are kept in 32 bits
 _BLOCK = 1 << 20  # rows of the memory read at a time
 _SORTING = "sorting n-grams"
@@ -288,7 +290,10 @@ def _text(store: Datastore) -> Small:
 
 
 def _start_token(store: Datastore) -> int:
-    return int(store.model["start_token"])
+    token = store.model.get("start_token")
+    if not isinstance(token, int):
+        raise DatastoreCorrupt(f"{store.catalog.path} does not say the start token of the model. Build it again.")
+    return token
 
 
 def _load(store: Datastore, expected: dict[str, Any]) -> Suffixes | None:
@@ -301,6 +306,8 @@ def _load(store: Datastore, expected: dict[str, Any]) -> Suffixes | None:
     if not isinstance(size, int) or not 0 < size - store.rows <= expected["documents"] + 1:
         raise _corrupt(folder, f"{_FACTS} says {size} places for {store.rows:,} tokens")
     shapes = {"text": (size,), "order": (size,), "followers": (vocab_size + 2,)}
+    for name in shapes:
+        check_place(store.path, folder / f"{name}.npy")
     # As plain arrays: what numpy adds to a mapping makes every small look-up slower.
     arrays = {name: np.asarray(open_array(folder / f"{name}.npy", np.int32, shape)) for name, shape in shapes.items()}
     for name in shapes:
@@ -319,7 +326,10 @@ def _check_range(folder: Path, arrays: dict[str, Small], size: int, vocab_size: 
 
 
 def _read_facts(path: Path) -> dict[str, Any] | None:
+    check_place(path.parent.parent, path)
     try:
+        if path.stat().st_size > _FACTS_BYTES:
+            raise ValueError(f"it has {path.stat().st_size:,} bytes")
         facts = json.loads(path.read_bytes())
     except FileNotFoundError:
         return None

@@ -1,0 +1,37 @@
+"""Which arrays a segment has, by what the catalog says. Knows nothing about reading them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from knnlm.datastore.catalog import SegmentRow
+from knnlm.datastore.segment import KEY_DTYPES
+from knnlm.errors import DatastoreCorrupt
+
+KEYS, VALUES, KEPT, COUNTS = "keys.npy", "values.npy", "kept.npy", "counts.npy"
+
+
+def array_shapes(segment: SegmentRow, key_dtype: str, width: int) -> dict[str, tuple[str, tuple[int, ...]]]:
+    """Say of which type and shape the arrays are that a segment has."""
+    shapes: dict[str, tuple[str, tuple[int, ...]]] = {
+        KEYS: (key_dtype, (segment.keys, width)),
+        VALUES: ("int32", (segment.rows,)),
+    }
+    if segment.kept is not None:
+        shapes[KEPT] = ("int32", (segment.keys,))
+    if segment.counts_sha256 is not None:
+        shapes[COUNTS] = ("float32", (segment.keys,))
+    return shapes
+
+
+def check_facts(path: Path, model: dict[str, Any], window: dict[str, Any], key_dtype: str) -> None:
+    """Refuse facts that would be stumbled over later."""
+    sound = {
+        "model's name": isinstance(model.get("name"), str),
+        "model's vocabulary": isinstance(size := model.get("vocab_size"), int) and 0 < size < 1 << 31,
+        "window": all(isinstance(window.get(name), int) and window[name] > 0 for name in ("context", "stride")),
+        "precision of the keys": key_dtype in KEY_DTYPES,
+    }
+    if wrong := [name for name, fine in sound.items() if not fine]:
+        raise DatastoreCorrupt(f"{path} does not say the {wrong[0]} properly. Build the memory again.")
