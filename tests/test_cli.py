@@ -31,6 +31,11 @@ COMMANDS = [
     "distill",
     "prune",
     "adapt",
+    "verify",
+    "repair",
+    "merge",
+    "import",
+    "export",
     "report",
     "demo",
 ]

@@ -171,6 +171,11 @@ class Catalog:
             row = self._connection.execute("SELECT value FROM meta WHERE key = ?", (key,)).fetchone()
             return None if row is None else json.loads(row[0])
 
+    def facts(self) -> dict[str, Any]:
+        """Read all facts about the memory."""
+        with _reporting(self.path):
+            return {str(key): json.loads(value) for key, value in self._all("SELECT key, value FROM meta")}
+
     def put(self, **facts: Any) -> None:
         """Write facts about the memory, all or none."""
         with self._transaction():
@@ -236,6 +241,10 @@ class Catalog:
             self._connection.execute("DELETE FROM indexes")
             if index is not None:
                 self._connection.execute("INSERT INTO indexes VALUES (?, ?, ?, ?, ?)", _values(index))
+
+    def integrity(self) -> list[str]:
+        """Let SQLite check its own file, and give what it finds wrong."""
+        return [str(row[0]) for row in self._all("PRAGMA integrity_check(100)") if row[0] != "ok"]
 
     def _put(self, key: str, value: Any) -> None:
         self._connection.execute(

@@ -68,7 +68,7 @@ def open_index(
     for row in store.catalog.indexes() if store.trust_index else []:
         if row.metric != metric:
             continue
-        path = _folder(store.path, row.id) / _FILE
+        path = index_file(store.path, row.id)
         if not path.is_file():
             raise DatastoreCorrupt(f"{path} is missing. Make it again with: knnlm index {store.path}")
         check_place(store.path, path)
@@ -86,6 +86,11 @@ def open_index(
         check_index(index, store.keys, what=str(path))
         return Reranked(index, store.keys) if rerank else index
     return ExactIndex(store.keys, metric=metric, device=device, keys=keys)
+
+
+def index_file(path: Path, number: int) -> Path:
+    """Say where the file of an index lies."""
+    return _folder(path, number) / _FILE
 
 
 def _folder(path: Path, number: int) -> Path:

@@ -41,7 +41,7 @@ Ints: TypeAlias = NDArray[np.int64]
 Small: TypeAlias = NDArray[np.int32]
 
 DEPTH = 64  # numbers by which two places are compared, at least
-_FOLDER, _FACTS = "ngram", "facts.json"
+FOLDER, _FACTS = "ngram", "facts.json"
 _FORMAT = 1
 _FACTS_BYTES = 1 << 16  # of facts.json, at most
 _LARGEST = 2**31 - 2  # places are kept in 32 bits
@@ -172,23 +172,33 @@ def open_suffixes(store: Datastore, *, progress: Progress = silent) -> Suffixes:
     Where they cannot be kept (a folder that may not be written, another process that is writing, a full disk), they
     stay in this process's memory, and the next opening makes them again.
     """
-    expected: dict[str, Any] = {
-        "format": _FORMAT,
-        "fingerprint": store.fingerprint,
-        "documents": store.catalog.document_count(),
-        "vocab_size": int(store.model["vocab_size"]),
-        "depth": DEPTH,
-    }
+    expected = _expected(store)
     found = _load(store, expected)
     if found is not None:
         return found
-    what = f"{_SORTING} again, as the memory has changed" if (store.path / _FOLDER).exists() else _SORTING
+    what = f"{_SORTING} again, as the memory has changed" if (store.path / FOLDER).exists() else _SORTING
     made = _made(_text(store), expected["vocab_size"], _start_token(store), progress=progress, what=what)
     try:
         _keep(store, made, expected)
     except DatastoreError:
         return made
     return _load(store, expected) or made
+
+
+def kept_suffixes(store: Datastore) -> Suffixes | None:
+    """Open the sorted places that are kept, and check them; None where there are none, or those of another memory."""
+    return _load(store, _expected(store))
+
+
+def _expected(store: Datastore) -> dict[str, Any]:
+    """Say what the kept files must have been made of."""
+    return {
+        "format": _FORMAT,
+        "fingerprint": store.fingerprint,
+        "documents": store.catalog.document_count(),
+        "vocab_size": int(store.model["vocab_size"]),
+        "depth": DEPTH,
+    }
 
 
 def _made(text: Small, vocab_size: int, start_token: int, *, progress: Progress, what: str) -> Suffixes:
@@ -298,7 +308,7 @@ def _start_token(store: Datastore) -> int:
 
 def _load(store: Datastore, expected: dict[str, Any]) -> Suffixes | None:
     """Map the kept files into memory; None where there are none, or those of another memory."""
-    folder = store.path / _FOLDER
+    folder = store.path / FOLDER
     facts = _read_facts(folder / _FACTS)
     if facts is None or any(facts.get(name) != value for name, value in expected.items()):
         return None
@@ -348,7 +358,7 @@ def _corrupt(folder: Path, what: str) -> DatastoreCorrupt:
 
 def _keep(store: Datastore, made: Suffixes, facts: dict[str, Any]) -> None:
     """Write the files under a temporary name, then put them in the place of older ones."""
-    folder = store.path / _FOLDER
+    folder = store.path / FOLDER
     partial = folder.with_suffix(".partial")
     with writer_lock(store.path):
         try:
