@@ -1,4 +1,4 @@
-"""Several memories become one: every document once, as it was, found as before; or they do not fit, and it is said why."""
+"""Several memories become one: every document once, as it was; or they do not fit, and it is said why."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def test_two_halves_merge_to_the_bytes_of_the_whole(lm, tmp_path):
         assert list(merged.catalog.documents()) == list(whole.catalog.documents())
 
 
-@settings(max_examples=25)
+@settings(max_examples=8)
 @given(data=st.data())
 def test_any_overlap_of_pruned_memories_merges_as_sets_do(data, tmp_path_factory):
     folder = tmp_path_factory.mktemp("sets")
@@ -204,10 +204,10 @@ def test_places_that_are_taken_and_damaged_sources_are_refused(three, tmp_path):
     with pytest.raises(ParameterError, match="Nothing to merge"):
         merge([], tmp_path / "out")
     with pytest.raises(ParameterError, match="is the memory to copy from"):
-        merge(three, three[1])
+        merge([three[1]], three[1])
     shutil.copytree(three[0], tmp_path / "damaged")
     flip(tmp_path / "damaged/segments/000001/keys.npy", -1)
-    with pytest.raises(DatastoreCorrupt, match="segments/000001/keys.npy is not as it was written"):
+    with pytest.raises(DatastoreCorrupt, match=r"segments/000001/keys\.npy is not as it was written"):
         merge([tmp_path / "damaged"], tmp_path / "out")
     with pytest.raises(DatastoreError, match="unfinished and of other memories"):
         merge(three, tmp_path / "out")
@@ -219,7 +219,7 @@ def test_places_that_are_taken_and_damaged_sources_are_refused(three, tmp_path):
 def test_a_merge_that_is_killed_anywhere_goes_on_and_ends_with_the_same_bytes(three, tmp_path):
     merge(three, tmp_path / "whole")
     expected = tree(tmp_path / "whole")
-    outs = [tmp_path / f"out-{number}" for number in range(1, 16)]
+    outs = [tmp_path / f"out-{number}" for number in range(1, 11)]
     script = f"""
         import os, sys
         from pathlib import Path
