@@ -31,13 +31,14 @@ from knnlm.datastore.arrays import COUNTS as COUNTS
 from knnlm.datastore.arrays import KEPT as KEPT
 from knnlm.datastore.arrays import KEYS as KEYS
 from knnlm.datastore.arrays import VALUES as VALUES
-from knnlm.datastore.arrays import array_shapes, check_facts
+from knnlm.datastore.arrays import array_shapes, check_facts, check_segments
 from knnlm.datastore.catalog import FILE, Catalog, SegmentRow, StoredDocument
 from knnlm.datastore.keymap import FILE as MAP
 from knnlm.datastore.keymap import KeyMap
 from knnlm.datastore.keys import Keys
 from knnlm.datastore.segment import open_array, skip_header
 from knnlm.datastore.strangers import check_place
+from knnlm.datastore.sums import Sums
 from knnlm.errors import DatastoreCorrupt, DatastoreError
 from knnlm.index.base import capturing
 
@@ -57,6 +58,7 @@ class Datastore:
         self.path = path
         self.catalog = catalog
         self.trust_index = True
+        self.sums: Sums | None = Sums()
         self.model: dict[str, Any] = _fact(catalog, "model", dict)
         self.window: dict[str, int] = _fact(catalog, "window", dict)
         self.key_dtype: str = _fact(catalog, "key_dtype", str)
@@ -64,7 +66,7 @@ class Datastore:
         self.offset = stored_offset(catalog)
         self.map = stored_map(catalog, _width(catalog))
         check_facts(catalog.path, self.model, self.window, self.key_dtype)
-        self._check_rows()
+        check_segments(catalog.path, self._segments)
         self._starts = _starts([segment.rows for segment in self._segments])
         self._key_starts = _starts([segment.keys for segment in self._segments])
         self._pruned = any(segment.kept is not None for segment in self._segments)
@@ -73,14 +75,18 @@ class Datastore:
             for name in array_shapes(segment, self.key_dtype, self.width):
                 self._open(segment, name)
         # Mapped when needed and let go again: each mapping holds a file handle, and a system has few.
-        self._mapped = lru_cache(maxsize=_MAPPINGS)(self._open)
+        self._mapped = lru_cache(maxsize=_MAPPINGS)(self._open_sound)
         self._values: dict[torch.device, Tensor] = {}
         # (n, D) float16 keys of each segment, where a build has left them on its device.
         self.resident_keys: list[Tensor] | None = None
 
     @classmethod
-    def open(cls, path: str | Path, *, trust_index: bool = True) -> Datastore:
-        """Open a finished memory for reading; with `trust_index` False no file of FAISS is read, whoever made it."""
+    def open(cls, path: str | Path, *, trust_index: bool = True, check: bool = True) -> Datastore:
+        """Open a finished memory for reading.
+
+        With `trust_index` False no file of FAISS is read, whoever made it. With `check` False what is read is not
+        compared with its checksums.
+        """
         folder = Path(path)
         catalog = Catalog.open(folder / FILE)
         if catalog.get("state") != "complete":
@@ -91,6 +97,7 @@ class Datastore:
             )
         store = cls(folder, catalog)
         store.trust_index = trust_index
+        store.sums = store.sums if check else None
         return store
 
     @property
@@ -163,6 +170,7 @@ class Datastore:
                 skip_header(file)
                 for begin in range(0, segment.keys, size):
                     count = min(size, segment.keys - begin)
+                    self._touch(segment, np.arange(begin, begin + count))
                     flat = np.fromfile(file, self.key_dtype, count * self.width)
                     if len(flat) < count * self.width:
                         raise DatastoreCorrupt(f"{file.name} was cut short. Build the memory again.")
@@ -177,6 +185,7 @@ class Datastore:
             segment = self._segments[number]
             local = first + done - int(self._key_starts[number])
             count = min(len(out) - done, segment.keys - local)
+            self._touch(segment, np.arange(local, local + count))
             with (self._folder(segment) / KEYS).open("rb") as file:
                 file.seek(skip_header(file) + local * row_bytes)
                 place = out[done : done + count].numpy()
@@ -190,6 +199,7 @@ class Datastore:
         keys = torch.zeros(len(flat), self.width)
         for number, places, local in self._by_segment(flat, self._key_starts):
             segment = self._segments[number]
+            self._touch(segment, local)
             keys[torch.from_numpy(places)] = self._decode(self._mapped(segment, KEYS)[local], segment.scale)
         return keys.reshape(*ids.shape, self.width)
 
@@ -245,7 +255,7 @@ class Datastore:
         if rows.device not in self._values:
             values = np.empty(self.rows, np.int32)
             for segment in self._segments:  # one after another: each mapping holds a file handle
-                values[segment.first_row : segment.first_row + segment.rows] = self._open(segment, VALUES)
+                values[segment.first_row : segment.first_row + segment.rows] = self._open_sound(segment, VALUES)
             self._check_values(values)
             self._values[rows.device] = torch.from_numpy(values).to(rows.device)
         values_here = self._values[rows.device]
@@ -306,26 +316,19 @@ class Datastore:
         check_place(self.path, path)
         return open_array(path, *array_shapes(segment, self.key_dtype, self.width)[name])
 
-    def _check_rows(self) -> None:
-        """The catalog must number segments and rows without gaps."""
-        expected = 0
-        for segment in self._segments:  # ids ascend; a repair leaves gaps between them
-            if segment.first_row != expected or segment.rows < 1:
-                raise DatastoreCorrupt(
-                    f"{self.catalog.path}: segment {segment.id} begins at row {segment.first_row} with "
-                    f"{segment.rows} rows; row {expected} was expected. Build the memory again."
-                )
-            if not 0 <= segment.keys <= segment.rows:
-                raise DatastoreCorrupt(
-                    f"{self.catalog.path}: segment {segment.id} has {segment.keys} keys for {segment.rows} rows. "
-                    "Make the memory again."
-                )
-            if not (isinstance(segment.scale, float) and 0 < segment.scale < np.inf):
-                raise DatastoreCorrupt(
-                    f"{self.catalog.path}: the keys of segment {segment.id} have the scale {segment.scale!r}. "
-                    "Make the memory again."
-                )
-            expected += segment.rows
+    def _open_sound(self, segment: SegmentRow, name: str) -> NDArray[Any]:
+        """Map an array, and compare a small one with its checksum."""
+        if self.sums is not None and name != KEYS:
+            self.sums.whole(self._folder(segment) / name, getattr(segment, f"{Path(name).stem}_sha256"))
+        return self._open(segment, name)
+
+    def _touch(self, segment: SegmentRow, keys: NDArray[np.int64]) -> None:
+        """Compare the blocks that hold these keys of a segment with their checksums, before they are read."""
+        if self.sums is not None and segment.id not in self.sums.done:
+            size = self.width * np.dtype(self.key_dtype).itemsize
+            path = self._folder(segment) / KEYS
+            if self.sums.rows(path, segment.keys_sha256, keys, size, total=segment.keys):
+                self.sums.done.add(segment.id)
 
 
 def stored_offset(catalog: Catalog) -> Tensor | None:
