@@ -141,10 +141,16 @@ class Catalog:
             may_write = os.access(path, os.W_OK) and os.access(path.parent, os.W_OK)
             uri = f"{path.resolve().as_uri()}?mode={'rw' if write or may_write else 'ro'}"
             connection = sqlite3.connect(uri, uri=True, isolation_level=None, check_same_thread=False)
-            connection.execute("PRAGMA synchronous=FULL" if write else "PRAGMA query_only=ON")
-            check_schema(connection, path)
             catalog = cls(connection, path)
-            found = catalog.get("format")
+            try:
+                connection.execute("PRAGMA synchronous=FULL" if write else "PRAGMA query_only=ON")
+                check_schema(connection, path)
+                found = catalog.get("format")
+            except BaseException:
+                catalog.close()
+                raise
+        if found not in (BUILT, DERIVED):
+            catalog.close()
         if found is None:
             raise DatastoreCorrupt(f"{path} is not a knnlm catalog. Build the memory again.")
         if found not in (BUILT, DERIVED):

@@ -165,7 +165,9 @@ def _carry_out(folder: Path, plan: _Plan) -> None:
         for place in [*places, *plan.set_aside]:
             _keep(place, plan.kept_in / place.relative_to(folder))
         if plan.kept_in.exists():
-            shutil.copy2(folder / FILE, plan.kept_in / FILE)
+            for file in (folder / FILE, folder / f"{FILE}-wal"):
+                if file.exists():
+                    shutil.copy2(file, plan.kept_in / file.name)
             sync_folder(plan.kept_in)
     _commit(folder / FILE, plan)
     for place in [*places, *plan.set_aside]:

@@ -66,7 +66,7 @@ class _Look:
 
     def run(self, progress: Progress) -> Verification:
         """Look at the catalog, the segments, and what was made of them."""
-        facts, documents = Facts(), 0
+        facts, documents, gone = Facts(), 0, 0
         segments: list[SegmentRow] = []
         with self._gathering(FILE), closing(Catalog.open(self.folder / FILE)) as catalog:
             self.problems += [Problem(FILE, f"SQLite says: {line}") for line in catalog.integrity()]
@@ -75,7 +75,9 @@ class _Look:
             segments = catalog.segments()
             self.problems += check_segments(segments)
             documents = catalog.document_count()
-            self.problems += check_documents(catalog, segments, removed_rows(catalog))
+            removed = removed_rows(catalog)
+            gone = sum(rows for ranges in removed.values() for _, rows in ranges)
+            self.problems += check_documents(catalog, segments, removed)
             self._segments(facts, segments, progress)
             self._index(catalog)
         self._links()
@@ -87,7 +89,7 @@ class _Look:
             facts.format,
             facts.state,
             documents,
-            sum(segment.rows for segment in segments),
+            sum(segment.rows for segment in segments) - gone,
             len(self.files),
             sum(file.stat().st_size for file in self.files if file.is_file()),
             tuple(self.problems),
