@@ -58,7 +58,7 @@ def read_memory(path):
         assert facts["format"] in (1, 2, 3)
         assert facts["state"] == "complete"
         connection.row_factory = sqlite3.Row
-        segments = [dict(row) for row in connection.execute("SELECT * FROM segments ORDER BY id")]
+        segments = [dict(row) for row in connection.execute("SELECT * FROM segments ORDER BY first_row")]
         documents = [dict(row) for row in connection.execute("SELECT * FROM documents ORDER BY number")]
         tables = {row[0] for row in connection.execute("SELECT name FROM sqlite_master WHERE type = 'table'")}
         removed = [dict(row) for row in connection.execute("SELECT * FROM removed")] if "removed" in tables else []

@@ -339,7 +339,7 @@ def test_a_repair_that_is_killed_anywhere_is_finished_by_the_next(memory, tmp_pa
         for number, path in enumerate(sys.argv[1:], 1):
             if os.fork() == 0:
                 dying = Dying(number)
-                for name in ("_keep", "_commit", "_raise", "_take_away"):
+                for name in ("_keep", "_commit", "_put", "_take_away"):
                     setattr(repairing, name, dying(getattr(repairing, name)))
                 repairing.repair(path, index=False)
                 os._exit(0)

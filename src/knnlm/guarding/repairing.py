@@ -101,6 +101,7 @@ class _Plan:
     set_aside: list[Path]  # trained files that are damaged
     dropped: list[str]
     reindex: bool  # of the tables of the catalog
+    complete: bool  # not an unfinished build
     kept_in: Path
 
 
@@ -147,7 +148,9 @@ def _plan(folder: Path, before: Verification) -> _Plan:
         dropped.append(NGRAM)
     aside = [folder / problem.file for problem in derived if problem.file != NGRAM]
     remaining = [segment for segment in segments if segment not in lost]
-    return _Plan(lost, remaining, documents, indexes, aside, dropped, bool(tables), _free_name(folder / LOST))
+    complete = before.state == "complete"
+    place = _free_name(folder / LOST)
+    return _Plan(lost, remaining, documents, indexes, aside, dropped, bool(tables), complete, place)
 
 
 def _free_name(folder: Path) -> Path:
@@ -226,6 +229,11 @@ def _commit(file: Path, plan: _Plan) -> None:
 
 
 def _change(connection: sqlite3.Connection, plan: _Plan) -> None:
+    if plan.complete:
+        # What was lost keeps its numbers: nothing that comes later may be taken for it.
+        for fact, table, column in (("next_segment", "segments", "id"), ("next_document", "documents", "number")):
+            (last,) = connection.execute(f"SELECT COALESCE(MAX({column}), -1) FROM {table}").fetchone()  # noqa: S608
+            _put(connection, fact, max(_number(connection, fact), last + 1))
     tables = {row[0] for row in connection.execute("SELECT name FROM sqlite_master WHERE type = 'table'")}
     dependent = [name for name in ("documents", "removed") if name in tables]
     for segment in plan.segments:
@@ -247,16 +255,19 @@ def _change(connection: sqlite3.Connection, plan: _Plan) -> None:
     if plan.segments:
         # Whoever has the memory open sees by these that its content, and the numbers of its rows, have changed.
         for fact in ("generation", "layout"):
-            _raise(connection, fact)
+            _put(connection, fact, _number(connection, fact) + 1)
     if plan.segments or plan.indexes:
         connection.execute("DELETE FROM meta WHERE key = 'index_skipped'")
 
 
-def _raise(connection: sqlite3.Connection, fact: str) -> None:
+def _number(connection: sqlite3.Connection, fact: str) -> int:
     row = connection.execute("SELECT value FROM meta WHERE key = ?", (fact,)).fetchone()
     found: Any = json.loads(row[0]) if row else 0
-    value = json.dumps(found + 1 if isinstance(found, int) else 1)
-    connection.execute("INSERT OR REPLACE INTO meta VALUES (?, ?)", (fact, value))
+    return found if isinstance(found, int) else 0
+
+
+def _put(connection: sqlite3.Connection, fact: str, value: int) -> None:
+    connection.execute("INSERT OR REPLACE INTO meta VALUES (?, ?)", (fact, json.dumps(value)))
 
 
 def _index_again(folder: Path, old: IndexRow, progress: Progress) -> str | None:
