@@ -93,7 +93,8 @@ def test_a_sound_memory_has_no_problems_and_is_left_as_it_is(memory, pruned):
 def test_a_flipped_bit_in_any_file_is_found_and_only_that_file_is_named(memory, pruned):
     for path in (memory, pruned):
         for name in sorted(tree(path)):
-            if name in ("catalog.db", "writer.lock", "ngram/facts.json"):
+            # The catalog has tests of its own; sums that are wrong are made again, and so is what facts.json is of.
+            if name.endswith((".db", ".lock", ".json", ".sums")):
                 continue
             flip(path / name, -3)
             wanted = "ngram" if name.startswith("ngram/") else name
@@ -107,7 +108,9 @@ def test_a_flipped_bit_in_any_file_is_found_and_only_that_file_is_named(memory, 
 def test_a_file_that_was_cut_short_is_found_without_reading_it(data, original, tmp_path_factory):
     path = tmp_path_factory.mktemp("cut") / "memory"
     shutil.copytree(original, path)
-    name = data.draw(st.sampled_from(sorted(name for name in tree(path) if name.startswith("segments/"))))
+    name = data.draw(
+        st.sampled_from(sorted(name for name in tree(path) if name.startswith("segments/") and name.endswith(".npy")))
+    )
     size = (path / name).stat().st_size
     os.truncate(path / name, data.draw(st.integers(0, size - 1)))
     assert named(verify(path)) == {name}
@@ -283,7 +286,7 @@ def test_a_repair_of_an_unfinished_build_keeps_the_beginning_and_the_build_goes_
     assert done.segments == (2, 3, 4)
     build(documents(10), path, lm=lm, segment_rows=150).close()
     assert verify(path, deep=True).sound
-    for name in (name for name in whole if name.startswith("segments/")):
+    for name in (name for name in whole if name.endswith(".npy") and name.startswith("segments/")):
         assert (path / name).read_bytes() == whole[name]
 
 
