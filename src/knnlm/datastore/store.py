@@ -58,7 +58,7 @@ class Datastore:
         self.path = path
         self.catalog = catalog
         self.trust_index = True
-        self.sums: Sums | None = Sums()
+        self.sums = Sums()
         self.model: dict[str, Any] = _fact(catalog, "model", dict)
         self.window: dict[str, int] = _fact(catalog, "window", dict)
         self.key_dtype: str = _fact(catalog, "key_dtype", str)
@@ -97,7 +97,7 @@ class Datastore:
             )
         store = cls(folder, catalog)
         store.trust_index = trust_index
-        store.sums = store.sums if check else None
+        store.sums = Sums(on=check)
         return store
 
     @property
@@ -170,7 +170,7 @@ class Datastore:
                 skip_header(file)
                 for begin in range(0, segment.keys, size):
                     count = min(size, segment.keys - begin)
-                    self._touch(segment, np.arange(begin, begin + count))
+                    self.sums.keys(self._folder(segment), segment, np.arange(begin, begin + count), self._row_bytes)
                     flat = np.fromfile(file, self.key_dtype, count * self.width)
                     if len(flat) < count * self.width:
                         raise DatastoreCorrupt(f"{file.name} was cut short. Build the memory again.")
@@ -178,14 +178,14 @@ class Datastore:
 
     def read(self, first: int, out: Tensor) -> None:
         """Fill a (n, D) tensor of the keys' dtype with the keys from this one on, as they are stored."""
-        row_bytes = self.width * np.dtype(self.key_dtype).itemsize
+        row_bytes = self._row_bytes
         done = 0
         while done < len(out):
             number = int(np.searchsorted(self._key_starts, first + done, side="right")) - 1
             segment = self._segments[number]
             local = first + done - int(self._key_starts[number])
             count = min(len(out) - done, segment.keys - local)
-            self._touch(segment, np.arange(local, local + count))
+            self.sums.keys(self._folder(segment), segment, np.arange(local, local + count), self._row_bytes)
             with (self._folder(segment) / KEYS).open("rb") as file:
                 file.seek(skip_header(file) + local * row_bytes)
                 place = out[done : done + count].numpy()
@@ -199,7 +199,7 @@ class Datastore:
         keys = torch.zeros(len(flat), self.width)
         for number, places, local in self._by_segment(flat, self._key_starts):
             segment = self._segments[number]
-            self._touch(segment, local)
+            self.sums.keys(self._folder(segment), segment, local, self._row_bytes)
             keys[torch.from_numpy(places)] = self._decode(self._mapped(segment, KEYS)[local], segment.scale)
         return keys.reshape(*ids.shape, self.width)
 
@@ -317,18 +317,13 @@ class Datastore:
         return open_array(path, *array_shapes(segment, self.key_dtype, self.width)[name])
 
     def _open_sound(self, segment: SegmentRow, name: str) -> NDArray[Any]:
-        """Map an array, and compare a small one with its checksum."""
-        if self.sums is not None and name != KEYS:
-            self.sums.whole(self._folder(segment) / name, getattr(segment, f"{Path(name).stem}_sha256"))
+        """Map an array, and compare it with its checksum; keys are compared when they are read."""
+        self.sums.array(self._folder(segment), segment, name)
         return self._open(segment, name)
 
-    def _touch(self, segment: SegmentRow, keys: NDArray[np.int64]) -> None:
-        """Compare the blocks that hold these keys of a segment with their checksums, before they are read."""
-        if self.sums is not None and segment.id not in self.sums.done:
-            size = self.width * np.dtype(self.key_dtype).itemsize
-            path = self._folder(segment) / KEYS
-            if self.sums.rows(path, segment.keys_sha256, keys, size, total=segment.keys):
-                self.sums.done.add(segment.id)
+    @property
+    def _row_bytes(self) -> int:
+        return self.width * np.dtype(self.key_dtype).itemsize
 
 
 def stored_offset(catalog: Catalog) -> Tensor | None:

@@ -18,6 +18,8 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from knnlm.datastore.arrays import KEYS
+from knnlm.datastore.catalog import SegmentRow
 from knnlm.datastore.segment import checksum
 from knnlm.errors import DatastoreCorrupt
 
@@ -29,19 +31,28 @@ _NAME = 64  # characters of a SHA-256
 
 
 class Sums:
-    """What has been compared so far."""
+    """What has been compared so far; one that is not `on` compares nothing."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, on: bool = True) -> None:
+        self._on = on
         self._whole: set[Path] = set()
         self._blocks: dict[Path, _Blocks] = {}
-        self.done: set[int] = set()  # the segments whose keys are all compared, for those who ask often
+        self._done: set[int] = set()  # the segments whose keys are all compared
 
-    def whole(self, path: Path, sha256: str | None) -> None:
-        """Compare a file, once."""
-        if path not in self._whole:
-            if checksum(path) != sha256:
+    def array(self, folder: Path, segment: SegmentRow, name: str) -> None:
+        """Compare a small array of a segment, once; keys are not small."""
+        path = folder / name
+        if self._on and name != KEYS and path not in self._whole:
+            if checksum(path) != getattr(segment, f"{path.stem}_sha256"):
                 raise _damaged(path)
             self._whole.add(path)
+
+    def keys(self, folder: Path, segment: SegmentRow, keys: NDArray[np.int64], row_bytes: int) -> None:
+        """Compare the blocks that hold these keys of a segment, each once."""
+        if not self._on or segment.id in self._done:
+            return
+        if self.rows(folder / KEYS, segment.keys_sha256, keys, row_bytes, total=segment.keys):
+            self._done.add(segment.id)
 
     def rows(self, path: Path, sha256: str, rows: NDArray[np.int64], row_bytes: int, *, total: int) -> bool:
         """Compare the blocks that hold these rows of the `total` that a file ends with, each once.
