@@ -34,7 +34,7 @@ class Sums:
     """What has been compared so far; one that is not `on` compares nothing."""
 
     def __init__(self, *, on: bool = True) -> None:
-        self._on = on
+        self.on = on
         self._whole: set[Path] = set()
         self._blocks: dict[Path, _Blocks] = {}
         self._done: set[int] = set()  # the segments whose keys are all compared
@@ -42,14 +42,14 @@ class Sums:
     def array(self, folder: Path, segment: SegmentRow, name: str) -> None:
         """Compare a small array of a segment, once; keys are not small."""
         path = folder / name
-        if self._on and name != KEYS and path not in self._whole:
+        if self.on and name != KEYS and path not in self._whole:
             if checksum(path) != getattr(segment, f"{path.stem}_sha256"):
                 raise _damaged(path)
             self._whole.add(path)
 
     def keys(self, folder: Path, segment: SegmentRow, keys: NDArray[np.int64], row_bytes: int) -> None:
         """Compare the blocks that hold these keys of a segment, each once."""
-        if not self._on or segment.id in self._done:
+        if not self.on or segment.id in self._done:
             return
         if self.rows(folder / KEYS, segment.keys_sha256, keys, row_bytes, total=segment.keys):
             self._done.add(segment.id)
