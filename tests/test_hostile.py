@@ -104,7 +104,7 @@ def files(path: Path, *, but: str = "never") -> list[str]:
     return sorted(
         file.relative_to(path).as_posix()
         for file in path.rglob("*")
-        if file.is_file() and file.name != "writer.lock" and but not in file.name
+        if file.is_file() and file.suffix != ".lock" and but not in file.name
     )
 
 

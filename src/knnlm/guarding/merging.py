@@ -36,17 +36,8 @@ _POSITION = "merged"  # the fact that says how far a merge has come
 _FLOATS = ("float16", "float32")
 # Facts that may differ between memories that fit together; any other must be the same, also one that is not known here.
 _FREE = {"format", "state", "choices", "chosen", "derived", "segment_rows", "batch_tokens", "compile", "generation"}
-_FREE |= {
-    "layout",
-    "index_skipped",
-    "next_segment",
-    "next_document",
-    LANGUAGE_MODEL,
-    _POSITION,
-    "offset",
-    "map",
-    "model",
-}
+_FREE |= {"layout", "index_skipped", "next_segment", "next_document", "forgot", LANGUAGE_MODEL, _POSITION}
+_FREE |= {"offset", "map", "model"}
 
 
 @dataclass(frozen=True)
