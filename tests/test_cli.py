@@ -32,6 +32,11 @@ COMMANDS = [
     "prune",
     "compress",
     "adapt",
+    "verify",
+    "repair",
+    "merge",
+    "import",
+    "export",
     "report",
     "demo",
 ]

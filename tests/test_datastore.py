@@ -361,7 +361,7 @@ def test_a_folder_that_is_no_memory_and_a_newer_format_say_so(broken, tmp_path):
     with sqlite3.connect(broken / "catalog.db") as connection:
         connection.execute("UPDATE meta SET value = '99' WHERE key = 'format'")
     connection.close()
-    with pytest.raises(DatastoreError, match="format version 99, this knnlm reads version 1"):
+    with pytest.raises(DatastoreError, match="format version 99, this knnlm reads versions up to 4"):
         Datastore.open(broken)
 
 
@@ -503,6 +503,6 @@ def test_tokens_that_the_model_does_not_have_are_damage(broken):
     data = bytearray(file.read_bytes())
     data[-4:] = b"\xff\xff\xff\x7f"
     file.write_bytes(data)
-    store = Datastore.open(broken)
+    store = Datastore.open(broken, check=False)  # checksums would tell before
     with pytest.raises(DatastoreCorrupt, match="holds a token that its model does not have"):
         store.values(torch.arange(store.rows))

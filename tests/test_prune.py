@@ -25,6 +25,7 @@ from knnlm.datastore.catalog import FILE, Catalog, SegmentRow
 from knnlm.datastore.components import principal_components
 from knnlm.datastore.segment import ArrayWriter, checksum
 from knnlm.datastore.store import segment_folder
+from knnlm.datastore.sums import Sums
 from knnlm.errors import DatastoreCorrupt, DatastoreError, ModelMismatch, ParameterError
 from knnlm.index import ExactIndex
 from knnlm.lm import CausalLM
@@ -305,6 +306,9 @@ def test_rows_that_are_not_there_are_damage(tmp_path):
     data = bytearray(file.read_bytes())
     data[-4:] = np.int32(10_000).tobytes()
     file.write_bytes(data)
+    with pytest.raises(DatastoreCorrupt, match=r"kept\.npy is not as it was written"):
+        pruned.rows_of(torch.arange(pruned.key_count))
+    pruned.sums = Sums(on=False)  # as it is where a stranger made the checksum too
     with pytest.raises(DatastoreCorrupt, match=r"kept\.npy names a row beyond"):
         pruned.rows_of(torch.arange(pruned.key_count))
 
@@ -317,6 +321,7 @@ def test_counts_that_cannot_be_are_damage(tmp_path, bad):
     data = bytearray(file.read_bytes())
     data[-4:] = np.float32(bad).tobytes()
     file.write_bytes(data)
+    pruned.sums = Sums(on=False)  # as it is where a stranger made the checksum too
     with pytest.raises(DatastoreCorrupt, match=r"counts\.npy holds counts that are not finite and above 0"):
         pruned.counts(torch.arange(store.rows))
     with pytest.raises(DatastoreCorrupt, match=r"counts\.npy"):

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from knnlm.evaluation import Evaluation, evaluate
     from knnlm.explanation import explain
     from knnlm.generate import KnnConfig, KnnForCausalLM
+    from knnlm.guarding import export, import_arrays, merge, repair, verify
     from knnlm.lm import CausalLM
     from knnlm.memory import KnnMemory
     from knnlm.mixture import Mixture
@@ -49,11 +50,16 @@ _HOMES = {
     "compress": "datastore",
     "evaluate": "evaluation",
     "explain": "explanation",
+    "export": "guarding",
+    "import_arrays": "guarding",
+    "merge": "guarding",
     "read": "corpus",
     "record": "trace",
+    "repair": "guarding",
     "replay": "sweeping",
     "sweep": "sweeping",
     "tune": "tuning",
+    "verify": "guarding",
 }
 
 __all__ = [
@@ -76,11 +82,16 @@ __all__ = [
     "compress",
     "evaluate",
     "explain",
+    "export",
+    "import_arrays",
+    "merge",
     "read",
     "record",
+    "repair",
     "replay",
     "sweep",
     "tune",
+    "verify",
 ]
 
 

@@ -17,9 +17,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from knnlm.datastore.strangers import check_database, check_schema, typed
 from knnlm.errors import DatastoreCorrupt, DatastoreError
 
-BUILT, DERIVED, CODED = 1, 2, 4  # formats
+BUILT, DERIVED, CODED = FORMATS = 1, 2, 4
 LANGUAGE_MODEL = "language_model"  # the fact that names the model that a memory is for, if that is not its reader
 FILE = "catalog.db"
 
@@ -135,20 +136,29 @@ class Catalog:
             raise DatastoreError(f"There is no folder {path.parent}. Make a memory with: knnlm build")
         if not path.is_file():
             raise DatastoreError(f"{path.parent} is not a memory: it has no {path.name}. Make one with: knnlm build")
+        check_database(path)
         with _reporting(path):
             # Readers too, where they may: only so can SQLite take back what a killed writer left half done.
             may_write = os.access(path, os.W_OK) and os.access(path.parent, os.W_OK)
             uri = f"{path.resolve().as_uri()}?mode={'rw' if write or may_write else 'ro'}"
             connection = sqlite3.connect(uri, uri=True, isolation_level=None, check_same_thread=False)
-            connection.execute("PRAGMA synchronous=FULL" if write else "PRAGMA query_only=ON")
             catalog = cls(connection, path)
-            found = catalog.get("format")
+            try:
+                connection.execute("PRAGMA synchronous=FULL" if write else "PRAGMA query_only=ON")
+                check_schema(connection, path)
+                found = catalog.get("format")
+            except BaseException:
+                catalog.close()
+                raise
+        if found not in FORMATS:
+            catalog.close()
         if found is None:
             raise DatastoreCorrupt(f"{path} is not a knnlm catalog. Build the memory again.")
-        if found not in (BUILT, DERIVED, CODED):
+        if found not in FORMATS:
+            newer = isinstance(found, int) and found > max(FORMATS)
             raise DatastoreError(
-                f"{path.parent} has format version {found}, this knnlm reads version {BUILT}, {DERIVED} or {CODED}. "
-                "Install the knnlm that made it, or build the memory again."
+                f"{path.parent} has format version {found}, this knnlm reads versions up to {max(FORMATS)}. "
+                + ("Upgrade knnlm: pip install -U knnlm" if newer else "Build the memory again.")
             )
         if write and not copying and catalog.get("derived") is not None and catalog.get("state") != "complete":
             catalog.close()
@@ -168,6 +178,11 @@ class Catalog:
             row = self._connection.execute("SELECT value FROM meta WHERE key = ?", (key,)).fetchone()
             return None if row is None else json.loads(row[0])
 
+    def facts(self) -> dict[str, Any]:
+        """Read all facts about the memory."""
+        with _reporting(self.path):
+            return {str(key): json.loads(value) for key, value in self._all("SELECT key, value FROM meta")}
+
     def put(self, **facts: Any) -> None:
         """Write facts about the memory, all or none."""
         with self._transaction():
@@ -176,22 +191,22 @@ class Catalog:
 
     def segments(self) -> list[SegmentRow]:
         """List the segments in the order of their rows."""
-        return [SegmentRow(*row) for row in self._all("SELECT * FROM segments ORDER BY id")]
+        return [typed(SegmentRow, row, self.path) for row in self._all("SELECT * FROM segments ORDER BY id")]
 
     def indexes(self) -> list[IndexRow]:
         """List the indexes, oldest first."""
-        return [IndexRow(*row) for row in self._all("SELECT * FROM indexes ORDER BY id")]
+        return [typed(IndexRow, row, self.path) for row in self._all("SELECT * FROM indexes ORDER BY id")]
 
     def documents(self) -> Iterator[StoredDocument]:
         """Give the documents in the order of their rows, without holding them all in memory."""
         with _reporting(self.path):
             for row in self._connection.execute("SELECT * FROM documents ORDER BY number"):
-                yield StoredDocument(*row)
+                yield typed(StoredDocument, row, self.path)
 
     def documents_of(self, segment: int) -> list[StoredDocument]:
         """List the documents of one segment."""
         return [
-            StoredDocument(*row)
+            typed(StoredDocument, row, self.path)
             for row in self._all("SELECT * FROM documents WHERE segment = ? ORDER BY number", segment)
         ]
 
@@ -210,7 +225,7 @@ class Catalog:
         )
         if not found:
             raise DatastoreCorrupt(f"{self.path} has no document for row {row}. Build the memory again.")
-        return StoredDocument(*found[0])
+        return typed(StoredDocument, found[0], self.path)
 
     def add_segment(self, segment: SegmentRow, documents: Iterable[StoredDocument], **facts: Any) -> None:
         """Commit a segment, its documents and facts that hold from now on, all or none."""
@@ -243,6 +258,10 @@ class Catalog:
             self._connection.execute("DELETE FROM indexes")
             if index is not None:
                 self._connection.execute("INSERT INTO indexes VALUES (?, ?, ?, ?, ?)", _values(index))
+
+    def integrity(self) -> list[str]:
+        """Let SQLite check its own file, and give what it finds wrong."""
+        return [str(row[0]) for row in self._all("PRAGMA integrity_check(100)") if row[0] != "ok"]
 
     def _put(self, key: str, value: Any) -> None:
         self._connection.execute(
@@ -279,7 +298,7 @@ def _reporting(path: Path) -> Iterator[None]:
         raise DatastoreError(f"Cannot use {path}: {error}. Check the disk and the permissions.") from None
     except sqlite3.DatabaseError as error:
         raise DatastoreCorrupt(f"{path} is damaged ({error}). Build the memory again.") from None
-    except (json.JSONDecodeError, TypeError) as error:
+    except (ValueError, TypeError, RecursionError, OverflowError) as error:
         raise DatastoreCorrupt(f"{path} holds a fact that cannot be read ({error}). Build it again.") from None
 
 

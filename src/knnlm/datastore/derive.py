@@ -210,8 +210,8 @@ def _copy(folder: Path, catalog: Catalog, plan: _Plan, progress: Progress) -> No
     done = len(catalog.segments())
     first = 0
     with progress("writing keys", total=plan.store.key_count, unit="keys") as advance:
-        for segment in plan.store.segments:
-            if segment.id < done:
+        for number, segment in enumerate(plan.store.segments):
+            if number < done:
                 advance(segment.keys)
             else:
                 row = _copy_segment(folder, plan, segment, first, advance)

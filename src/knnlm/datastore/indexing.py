@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import shutil
 
+from knnlm.datastore.arrays import INDEX, index_file, index_folder
 from knnlm.datastore.catalog import FILE, Catalog, IndexRow
 from knnlm.datastore.codec import Codes
 from knnlm.datastore.locking import writer_lock
 from knnlm.datastore.segment import checksum, remove_others, sync_folder, writing
 from knnlm.datastore.store import Datastore
-from knnlm.datastore.store import index_folder as _folder
+from knnlm.datastore.strangers import check_place
 from knnlm.errors import DatastoreCorrupt, IndexInvalid
 from knnlm.index import ExactIndex, FaissIndex, Index, Reranked, auto_spec, check_index
 from knnlm.index.base import check_metric
@@ -17,7 +18,6 @@ from knnlm.index.exact import fast, fits
 from knnlm.index.thin import thin_spec
 from knnlm.progress import Progress, silent
 
-_FILE = "index.faiss"
 _DEEP = 3.0  # times k
 
 
@@ -37,7 +37,7 @@ def build_index(store: Datastore, spec: str = "auto", *, metric: str = "l2", pro
 def _replace_index(store: Datastore, catalog: Catalog, spec: str, metric: str, progress: Progress) -> str:
     old = catalog.indexes()
     number = old[-1].id + 1 if old else 0
-    remove_others(store.path / "index", [_folder(store.path, row.id) for row in old])
+    remove_others(store.path / "index", [index_folder(store.path, row.id) for row in old])
     if spec == "auto":
         spec = auto_spec(store.key_count, store.width)
     if spec == "exact":
@@ -45,17 +45,17 @@ def _replace_index(store: Datastore, catalog: Catalog, spec: str, metric: str, p
     else:
         index = FaissIndex.build(store.keys, spec, metric=metric, progress=progress)
         check_index(index, store.keys, what=f"The new index {spec}")
-        folder = _folder(store.path, number)
+        folder = index_folder(store.path, number)
         partial = folder.with_suffix(".partial")
         with writing(partial):
             partial.mkdir(parents=True)
-            index.save(partial / _FILE)
+            index.save(partial / INDEX)
             sync_folder(partial)
             partial.rename(folder)
             sync_folder(folder.parent)
-        catalog.replace_indexes(IndexRow(number, spec, metric, store.key_count, checksum(folder / _FILE)))
+        catalog.replace_indexes(IndexRow(number, spec, metric, store.key_count, checksum(folder / INDEX)))
     for row in old:
-        shutil.rmtree(_folder(store.path, row.id), ignore_errors=True)
+        shutil.rmtree(index_folder(store.path, row.id), ignore_errors=True)
     return spec
 
 
@@ -69,12 +69,18 @@ def open_index(
     """
     if (rerank or keys == "int8") and fast(device) and fits(store.keys, device, keys):
         return ExactIndex(store.keys, metric=metric, device=device, keys=keys)
-    for row in store.catalog.indexes():
+    for row in store.catalog.indexes() if store.trust_index else []:
         if row.metric != metric:
             continue
-        path = _folder(store.path, row.id) / _FILE
+        path = index_file(store.path, row.id)
         if not path.is_file():
             raise DatastoreCorrupt(f"{path} is missing. Make it again with: knnlm index {store.path}")
+        check_place(store.path, path)
+        if checksum(path) != row.sha256:
+            raise IndexInvalid(
+                f"{path} is not the file that was written, and FAISS reads no other. Make it again with: knnlm index "
+                f"{store.path}"
+            )
         index = FaissIndex.load(path, metric=metric)
         if (index.rows, index.width, row.rows) != (store.key_count, store.width, store.key_count):
             raise IndexInvalid(

@@ -169,14 +169,14 @@ def open_array(path: Path, dtype: DTypeLike, shape: tuple[int, ...]) -> NDArray[
         raise DatastoreCorrupt(f"{path} is missing. Build the memory again, or restore the file.") from None
     except PermissionError as error:
         raise DatastoreError(f"Cannot read {path}: {error.strerror}.") from None
-    except (ValueError, OSError) as error:
+    except Exception as error:  # whatever a parser of Python literals may say of a header that is none
         raise DatastoreCorrupt(f"{path} is not a readable array ({error}). Build the memory again.") from None
     if found_shape != shape or found_dtype != expected or fortran:
         raise DatastoreCorrupt(
             f"{path} holds {found_dtype} {found_shape}, but the catalog says {expected} {shape}. "
             "Build the memory again, or restore the file."
         )
-    size = begin + expected.itemsize * int(np.prod(shape, dtype=np.int64))
+    size = begin + expected.itemsize * math.prod(shape)
     if path.stat().st_size != size:
         raise DatastoreCorrupt(
             f"{path} has {path.stat().st_size:,} bytes instead of {size:,}: it was cut short. "

@@ -28,15 +28,22 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from knnlm.datastore.arrays import COUNTS as COUNTS
+from knnlm.datastore.arrays import KEPT as KEPT
+from knnlm.datastore.arrays import KEYS as KEYS
+from knnlm.datastore.arrays import VALUES as VALUES
+from knnlm.datastore.arrays import array_shapes, check_facts, check_segments, index_folder
+from knnlm.datastore.arrays import segment_folder as segment_folder
 from knnlm.datastore.catalog import FILE, Catalog, SegmentRow, StoredDocument
 from knnlm.datastore.codec import Plain, row_bytes
 from knnlm.datastore.keys import Keys
 from knnlm.datastore.segment import open_array, skip_header
 from knnlm.datastore.stored import fact, reader_width, stored_codec, stored_map, stored_offset
+from knnlm.datastore.strangers import check_place
+from knnlm.datastore.sums import Sums
 from knnlm.errors import DatastoreCorrupt, DatastoreError
 from knnlm.index.looking import seen
 
-KEYS, VALUES, KEPT, COUNTS = "keys.npy", "values.npy", "kept.npy", "counts.npy"
 _MAPPINGS = 256
 _RESIDENT = 1 << 26  # tokens that are kept in memory: four bytes each
 _MOST = 1 << 31  # and on a GPU, beside their keys, which are hundreds of times larger
@@ -51,6 +58,8 @@ class Datastore:
     def __init__(self, path: Path, catalog: Catalog) -> None:
         self.path = path
         self.catalog = catalog
+        self.trust_index = True
+        self.sums = Sums()
         self.model: dict[str, Any] = fact(catalog, "model", dict)
         self.window: dict[str, int] = fact(catalog, "window", dict)
         self.key_dtype: str = fact(catalog, "key_dtype", str)
@@ -58,23 +67,28 @@ class Datastore:
         self.offset = stored_offset(catalog)
         self.map = stored_map(catalog, reader_width(catalog))
         self.codec = stored_codec(catalog, self.width)
-        self._check_rows()
+        check_facts(catalog.path, self.model, self.window, self.codec)
+        check_segments(catalog.path, self._segments)
         self._starts = _starts([segment.rows for segment in self._segments])
         self._key_starts = _starts([segment.keys for segment in self._segments])
         self._pruned = any(segment.kept is not None for segment in self._segments)
         self._counted = any(segment.counts_sha256 is not None for segment in self._segments)
         for segment in self._segments:
-            for name in _files(segment):
+            for name in array_shapes(segment, self.codec):
                 self._open(segment, name)
         # Mapped when needed and let go again: each mapping holds a file handle, and a system has few.
-        self._mapped = lru_cache(maxsize=_MAPPINGS)(self._open)
+        self._mapped = lru_cache(maxsize=_MAPPINGS)(self._open_sound)
         self._values: dict[torch.device, Tensor] = {}
         # (n, D) float16 keys of each segment, where a build has left them on its device.
         self.resident_keys: list[Tensor] | None = None
 
     @classmethod
-    def open(cls, path: str | Path) -> Datastore:
-        """Open a finished memory for reading."""
+    def open(cls, path: str | Path, *, trust_index: bool = True, check: bool = True) -> Datastore:
+        """Open a finished memory for reading.
+
+        With `trust_index` False no file of FAISS is read, whoever made it. With `check` False what is read is not
+        compared with its checksums.
+        """
         folder = Path(path)
         catalog = Catalog.open(folder / FILE)
         if catalog.get("state") != "complete":
@@ -83,7 +97,10 @@ class Datastore:
                 f"{folder} is an unfinished {what} ({catalog.document_count():,} documents are in). "
                 "Run the same command again to finish it."
             )
-        return cls(folder, catalog)
+        store = cls(folder, catalog)
+        store.trust_index = trust_index
+        store.sums = Sums(on=check)
+        return store
 
     @property
     def rows(self) -> int:
@@ -169,6 +186,7 @@ class Datastore:
                 skip_header(file)
                 for begin in range(0, segment.keys, size):
                     count = min(size, segment.keys - begin)
+                    self._compare(segment, np.arange(begin, begin + count))
                     flat = np.fromfile(file, self.codec.dtype, count * columns)
                     if len(flat) < count * columns:
                         raise DatastoreCorrupt(f"{file.name} was cut short. Build the memory again.")
@@ -183,6 +201,7 @@ class Datastore:
             segment = self._segments[number]
             local = first + done - int(self._key_starts[number])
             count = min(len(out) - done, segment.keys - local)
+            self._compare(segment, np.arange(local, local + count))
             with (self._folder(segment) / KEYS).open("rb") as file:
                 file.seek(skip_header(file) + local * size)
                 place = out[done : done + count].numpy()
@@ -197,12 +216,14 @@ class Datastore:
         stored = np.empty((len(flat), self.codec.columns), self.codec.dtype)
         scales = np.ones((len(flat), 1), np.float32)
         for number, places, local in self._by_segment(flat, self._key_starts):
-            mapped = self._mapped(self._segments[number], KEYS)
+            segment = self._segments[number]
+            self._compare(segment, local)
+            mapped = self._mapped(segment, KEYS)
             if places[-1] - places[0] == len(places) - 1:  # ids that come in order lie side by side
                 np.take(mapped, local, axis=0, out=stored[places[0] : places[-1] + 1], mode="clip")
             else:
                 stored[places] = mapped[local]
-            scales[places] = self._segments[number].scale
+            scales[places] = segment.scale
         keys = self.codec.decode(torch.from_numpy(stored), 1.0)
         if (scales != 1).any() and isinstance(self.codec, Plain):
             keys.mul_(torch.from_numpy(scales))
@@ -262,7 +283,7 @@ class Datastore:
         if rows.device not in self._values:
             values = np.empty(self.rows, np.int32)
             for segment in self._segments:  # one after another: each mapping holds a file handle
-                values[segment.first_row : segment.first_row + segment.rows] = self._open(segment, VALUES)
+                values[segment.first_row : segment.first_row + segment.rows] = self._open_sound(segment, VALUES)
             self._check_values(values)
             self._values[rows.device] = torch.from_numpy(values).to(rows.device)
         values_here = self._values[rows.device]
@@ -280,7 +301,10 @@ class Datastore:
 
     def document_at(self, row: int) -> StoredDocument:
         """Find the document that holds a row."""
-        return self.catalog.document_at(row)
+        found = self.catalog.document_at(row)
+        if not found.first_row <= row < found.first_row + found.rows <= self.rows:
+            raise DatastoreCorrupt(f"{self.catalog.path} has no document for row {row}. Run knnlm repair {self.path}")
+        return found
 
     def around(self, row: int, *, before: int = 20, after: int = 20) -> tuple[list[int], list[int]]:
         """Give the tokens of the row's document before it, and from it on."""
@@ -315,41 +339,20 @@ class Datastore:
         return segment_folder(self.path, segment.id)
 
     def _open(self, segment: SegmentRow, name: str) -> NDArray[Any]:
-        shapes: dict[str, tuple[str, tuple[int, ...]]] = {
-            KEYS: (self.codec.dtype, (segment.keys, self.codec.columns)),
-            VALUES: ("int32", (segment.rows,)),
-            KEPT: ("int32", (segment.keys,)),
-            COUNTS: ("float32", (segment.keys,)),
-        }
+        path = self._folder(segment) / name
+        check_place(self.path, path)
         # As a plain array: what numpy adds to a mapping makes every small look-up slower.
-        return np.asarray(open_array(self._folder(segment) / name, *shapes[name]))
+        return np.asarray(open_array(path, *array_shapes(segment, self.codec)[name]))
 
-    def _check_rows(self) -> None:
-        """The catalog must number segments and rows without gaps."""
-        expected = 0
-        for number, segment in enumerate(self._segments):
-            if segment.id != number or segment.first_row != expected or segment.rows < 1:
-                raise DatastoreCorrupt(
-                    f"{self.catalog.path}: segment {segment.id} begins at row {segment.first_row} with "
-                    f"{segment.rows} rows; row {expected} was expected. Build the memory again."
-                )
-            if not 0 <= segment.keys <= segment.rows:
-                raise DatastoreCorrupt(
-                    f"{self.catalog.path}: segment {segment.id} has {segment.keys} keys for {segment.rows} rows. "
-                    "Make the memory again."
-                )
-            if not (isinstance(segment.scale, float) and 0 < segment.scale < np.inf):
-                raise DatastoreCorrupt(
-                    f"{self.catalog.path}: the keys of segment {segment.id} have the scale {segment.scale!r}. "
-                    "Make the memory again."
-                )
-            expected += segment.rows
+    def _open_sound(self, segment: SegmentRow, name: str) -> NDArray[Any]:
+        """Map an array, and compare it with its checksum; keys are compared when they are read."""
+        self.sums.array(self._folder(segment), segment, name)
+        return self._open(segment, name)
 
-
-def _files(segment: SegmentRow) -> list[str]:
-    """Name the arrays that a segment has."""
-    has = {KEYS: True, VALUES: True, KEPT: segment.kept is not None, COUNTS: segment.counts_sha256 is not None}
-    return [name for name, there in has.items() if there]
+    def _compare(self, segment: SegmentRow, keys: NDArray[np.int64]) -> None:
+        """See that these keys of a segment are as they were written, where that was not seen yet."""
+        if not self.sums.done(segment):
+            self.sums.keys(self._folder(segment), segment, keys, row_bytes(self.codec))
 
 
 def _starts(sizes: list[int]) -> NDArray[np.int64]:
@@ -360,13 +363,3 @@ def _starts(sizes: list[int]) -> NDArray[np.int64]:
 def text_hash(text: str) -> str:
     """Hash the text of a document, to know it again."""
     return hashlib.sha256(text.encode()).hexdigest()
-
-
-def index_folder(path: Path, number: int) -> Path:
-    """Say where an index lies."""
-    return path / "index" / f"{number:06d}"
-
-
-def segment_folder(path: Path, number: int) -> Path:
-    """Say where a segment lies."""
-    return path / "segments" / f"{number:06d}"
