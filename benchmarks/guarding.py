@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import resource
 import tempfile
 import time
 from collections.abc import Callable
@@ -83,9 +82,7 @@ def measure(folder: Path, keys: int, width: int) -> dict[str, float]:
         found["read all, again"] = seconds(lambda: read_all(store))
     found["verify"] = seconds(lambda: verify(path))
     found["verify --deep"] = seconds(lambda: verify(path, deep=True))
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     found["merge"] = seconds(lambda: merge([path], folder / "merged"))
-    found["merge, more peak memory (MB)"] = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024
     with (folder / "merged/segments/000001/keys.npy").open("r+b") as file:
         file.seek(-1, 2)
         file.write(b"\x55")

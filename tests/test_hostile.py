@@ -9,7 +9,7 @@ import subprocess
 import sys
 import textwrap
 import time
-from contextlib import closing
+from contextlib import closing, suppress
 from pathlib import Path
 
 import numpy as np
@@ -26,7 +26,7 @@ from knnlm.datastore.components import principal_components
 from knnlm.datastore.segment import checksum
 from knnlm.datastore.suffixes import open_suffixes
 from knnlm.errors import DatastoreCorrupt, DatastoreError, IndexInvalid, KnnlmError
-from knnlm.guarding import verify
+from knnlm.guarding import repair, verify
 from test_guarding import change
 
 SOURCE = Path(knnlm.__file__).parent
@@ -233,6 +233,34 @@ def test_a_link_out_of_the_memory_is_not_followed(memory, tmp_path, name):
         use(tmp_path / "alias")
 
 
+@pytest.mark.parametrize("name", ["writer.lock", "index", "segments", "segments/999999", "index/000007", "mixtures"])
+def test_no_writer_removes_or_empties_what_a_link_leads_to(memory, tmp_path, name):
+    """Writers remove what their catalog does not know, and opening a lock empties its file."""
+    precious = tmp_path / "precious"
+    (precious / "letters").mkdir(parents=True)
+    (precious / "letters/a.txt").write_text("dear")
+    (precious / "000001").mkdir()
+    (precious / "000001/b.txt").write_text("sir")
+    before = files(precious)
+    place = memory / name
+    if place.is_dir():
+        shutil.rmtree(place)
+    else:
+        place.unlink(missing_ok=True)
+    place.symlink_to(precious / "letters/a.txt" if name == "writer.lock" else precious)
+
+    def index():
+        with closing(Datastore.open(memory, trust_index=False)) as store:
+            build_index(store, "Flat")
+
+    for act in (index, lambda: repair(memory), lambda: repair(memory, dry_run=True), lambda: survives(memory)):
+        with suppress(KnnlmError):
+            act()
+        assert files(precious) == before
+        assert (precious / "letters/a.txt").read_text() == "dear"
+    assert not (memory / "lost").exists() or all(not file.is_symlink() for file in (memory / "lost").rglob("*"))
+
+
 @pytest.mark.parametrize("name", ["segments/000000/keys.npy", "map.safetensors", "catalog.db", "ngram/facts.json"])
 def test_a_pipe_that_nobody_writes_to_does_not_hang(memory, name):
     (memory / name).unlink()
@@ -335,7 +363,7 @@ def test_enormous_promises_fit_into_little_memory(memory, lm):
         from pathlib import Path
         from test_hostile import use
         from knnlm.errors import KnnlmError
-        from knnlm.guarding import verify
+        from knnlm.guarding import repair, verify
         paths = [Path(path) for path in sys.argv[1:]]
         use(paths[0])
         size = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()

@@ -10,6 +10,7 @@ from filelock import FileLock, Timeout
 
 from knnlm.datastore.catalog import FILE
 from knnlm.datastore.segment import writing
+from knnlm.datastore.strangers import check_links
 from knnlm.errors import DatastoreBusy, DatastoreError
 
 
@@ -21,6 +22,7 @@ def writer_lock(folder: Path, *, create: bool = False) -> Iterator[None]:
             folder.mkdir(parents=True, exist_ok=True)
     elif not (folder / FILE).is_file():
         raise DatastoreError(f"{folder} is not a memory: it has no {FILE}. Make one with: knnlm build")
+    check_links(folder)
     lock = FileLock(folder / "writer.lock", timeout=0)
     try:
         lock.acquire()

@@ -211,8 +211,13 @@ def checksum(path: Path) -> str:
 
 def remove_others(folder: Path, known: Iterable[Path]) -> None:
     """Remove what a killed process left in a folder: all that the catalog does not know."""
+    if folder.is_symlink():
+        raise DatastoreCorrupt(f"{folder} is a link to {folder.resolve()}. Nothing is removed there: copy it instead.")
     for entry in set(folder.glob("*")) - set(known):
-        shutil.rmtree(entry)
+        if entry.is_symlink() or not entry.is_dir():
+            entry.unlink()
+        else:
+            shutil.rmtree(entry)
 
 
 @contextmanager

@@ -45,6 +45,16 @@ def check_place(folder: Path, path: Path) -> None:
         raise DatastoreCorrupt(f"{path} cannot be reached ({error}). Restore it, or make the memory again.") from None
 
 
+def check_links(folder: Path) -> None:
+    """Refuse to write where an entry of the folder leads out of it, since writers also remove what they do not know."""
+    for entry in folder.iterdir():
+        # The file of a lock is emptied when it is opened, wherever it is.
+        if entry.is_symlink() and (entry.suffix == ".lock" or not entry.resolve().is_relative_to(folder.resolve())):
+            raise DatastoreCorrupt(
+                f"{entry} is a link to {entry.resolve()}. Nothing is written here: remove it, or copy what it leads to."
+            )
+
+
 def check_database(path: Path) -> None:
     """Refuse a database whose files are not plain, or whose journal would have SQLite touch another file."""
     for suffix in _BESIDE:

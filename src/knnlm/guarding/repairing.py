@@ -175,7 +175,8 @@ def _carry_out(folder: Path, plan: _Plan) -> None:
             sync_folder(plan.kept_in)
     _commit(folder / FILE, plan)
     for place in [*places, *plan.set_aside]:
-        _take_away(place)
+        if place.parent.resolve().is_relative_to(folder.resolve()):  # what lies behind a link is not ours
+            _take_away(place)
     for name in plan.dropped:
         _take_away(folder / name if name == NGRAM else (folder / name).parent)
 
