@@ -216,7 +216,7 @@ def test_the_index_that_auto_chooses_for_many_keys_finds_most_neighbours_after_r
 
     vectors = Blocks(keys)
     spec = auto_spec(vectors.rows, vectors.width)
-    assert spec == "IVF1024,PQ16x4fsr"
+    assert spec == "PCAR32,IVF1024,PQ16x4fs"
     index = FaissIndex.build(vectors, spec)
     check_index(index, vectors, what="it")
     found = Reranked(index, vectors).search(queries, 100).ids

@@ -3,10 +3,11 @@
 Each rung is on the Pareto front of (perplexity, time, bytes) of what was measured; see docs/search.md. All rungs are of
 one kind, and only the number of lists grows:
 
-    PCA256     turns keys so that few dimensions hold most of their spread, and drops the others
+    PCAR256    keeps the 256 dimensions that hold most of the spread, and turns them so that all are alike: the tables
+               that codes are compared with have 8 bits, and one wide dimension would leave none for the others
     IVF…       sorts keys into lists by the nearest of so many centroids; a query looks into some lists only
-    PQ128x4fsr writes down what a key differs from its centroid by, as half a byte for every two dimensions, which a
-               processor compares 32 at a time without leaving its registers
+    PQ128x4fs  writes a key down as half a byte for every two dimensions, which a processor compares 32 at a time
+               without leaving its registers
 """
 
 from __future__ import annotations
@@ -29,11 +30,12 @@ def auto_spec(rows: int, width: int, *, metric: str = "l2") -> str:
     """Choose an index from the number of keys: `exact` while that is cheap, then lists that grow with its root."""
     if rows <= EXACT:
         return "exact"
-    # Principal components leave out a mean, and with it what inner products differ by.
-    kept = width if metric == "ip" or width <= _WIDTH else _WIDTH
-    codes = kept // _PAIR if kept % _PAIR == 0 else kept
-    turned = "" if kept == width else f"PCA{kept},"
-    return f"{turned}IVF{lists_for(rows)},PQ{codes}x4fsr"
+    lists = f"IVF{lists_for(rows)}"
+    if metric == "ip":
+        # Principal components leave out a mean, and with it what inner products differ by. A rotation does not.
+        return f"RR{width},{lists},PQ{width // _PAIR if width % _PAIR == 0 else width}x4fs"
+    kept = min(_WIDTH, width)
+    return f"PCAR{kept},{lists},PQ{kept // _PAIR if kept % _PAIR == 0 else kept}x4fs"
 
 
 def lists_for(rows: int) -> int:

@@ -1,8 +1,8 @@
 """Measure a shortlist again on the vectors themselves. Knows nothing about how the shortlist came about.
 
 Approximate indexes compare with compressed codes. Votes weigh neighbours by exp(-distance), so an error of the codes
-would enter them directly. But a vote is decided by the nearest ones, so only these are measured on the stored vectors;
-what the codes were off by there, on average, is what the rest of the shortlist is moved by.
+would enter them directly. But a vote is decided by the nearest ones, so only these are measured on the stored vectors,
+and a few of the others, spread over the rest of the list: what their codes are off by, on average, moves the rest.
 """
 
 from __future__ import annotations
@@ -12,12 +12,13 @@ from torch import Tensor
 
 from knnlm.index.base import Index, Neighbours, Vectors
 
-MEASURED = 128  # of the nearest by their codes
+MEASURED = 128  # of a query's shortlist
+_SPREAD = 8  # one in so many of them is from the rest of the list, not from its beginning
 _ROWS = 1024  # vectors at a time: few enough to stay near the processor between one step and the next
 
 
 class Reranked:
-    """Ask an index for a shortlist, measure its nearest exactly, keep the k nearest.
+    """Ask an index for a shortlist, measure some of it exactly, keep the k nearest.
 
     `measured` is how many of a query's shortlist are measured; None: all. `depth` is how long the shortlist is, in
     multiples of k; it is never shorter than what is measured.
@@ -34,24 +35,43 @@ class Reranked:
         """Find the k nearest rows of each of (N, D) queries."""
         wanted = max(int(k * self._depth), self._measured or 0)
         shortlist = self._index.search(queries, max(k, min(wanted, self._vectors.rows)))
-        measured = remeasure(self._vectors, queries.float(), shortlist.ids[:, : self._measured], metric=self.metric)
-        if measured.ids.shape == shortlist.ids.shape:
+        length = shortlist.ids.shape[1]
+        if self._measured is None or self._measured >= length:
+            measured = remeasure(self._vectors, queries, shortlist.ids, metric=self.metric)
             return Neighbours(measured.ids[:, :k], measured.distances[:, :k])
-        rest = self._move(shortlist, measured)
-        return merge(measured, rest, k)
-
-    def _move(self, shortlist: Neighbours, measured: Neighbours) -> Neighbours:
-        """Give what was not measured, its distances moved by what the codes of the measured were off by."""
-        count = measured.ids.shape[1]
-        there = measured.distances < torch.inf
-        # All of the same ids, so that the sums may be taken in any order.
-        gained = measured.distances.where(there, 0).sum(1) - shortlist.distances[:, :count].where(
-            shortlist.ids[:, :count] >= 0, 0
-        ).sum(1)
-        moved = shortlist.distances[:, count:] + (gained / there.sum(1).clamp(min=1))[:, None]
+        chosen, others = choose(length, self._measured)
+        chosen, others = chosen.to(shortlist.ids.device), others.to(shortlist.ids.device)
+        ids = shortlist.ids[:, chosen]
+        exact = measure(self._vectors, queries, ids, metric=self.metric)
+        moved = shortlist.distances[:, others] + self._off(shortlist, exact, chosen)
         if self.metric == "l2":
             moved.clamp_(min=0)
-        return Neighbours(shortlist.ids[:, count:], moved)
+        exact, order = exact.sort(dim=1)
+        return merge(Neighbours(ids.gather(1, order), exact), Neighbours(shortlist.ids[:, others], moved), k)
+
+    def _off(self, shortlist: Neighbours, exact: Tensor, chosen: Tensor) -> Tensor:
+        """Say what codes are off by, (N, 1). The nearest by their codes are those that codes flatter: leave them out."""
+        few = spread_of(exact.shape[1])
+        there = shortlist.ids[:, chosen] >= 0
+        off = (exact - shortlist.distances[:, chosen]).where(there, 0)
+        # A list that ends before the spread ones begin has nothing to move.
+        return off[:, -few:].sum(1, keepdim=True) / there[:, -few:].sum(1, keepdim=True).clamp(min=1)
+
+
+def spread_of(measured: int) -> int:
+    """Say how many of those that are measured are spread over the rest of the list."""
+    return max(1, measured // _SPREAD)
+
+
+def choose(length: int, measured: int) -> tuple[Tensor, Tensor]:
+    """Choose the places of a list that are measured, its beginning and some spread over the rest; and the others."""
+    few = spread_of(measured)
+    begin = measured - few
+    spread = torch.linspace(begin, length - 1, few, dtype=torch.float64).round().long()
+    rest = torch.ones(length, dtype=torch.bool)
+    rest[:begin] = False
+    rest[spread] = False
+    return torch.cat([torch.arange(begin), spread]), rest.nonzero()[:, 0]
 
 
 def merge(one: Neighbours, other: Neighbours, k: int) -> Neighbours:
