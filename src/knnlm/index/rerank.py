@@ -50,7 +50,7 @@ class Reranked:
         return merge(Neighbours(ids.gather(1, order), exact), Neighbours(shortlist.ids[:, others], moved), k)
 
     def _off(self, shortlist: Neighbours, exact: Tensor, chosen: Tensor) -> Tensor:
-        """Say what codes are off by, (N, 1). The nearest by their codes are those that codes flatter: leave them out."""
+        """Say what codes are off by, (N, 1). The nearest by their codes are those that codes flatter: not by them."""
         few = spread_of(exact.shape[1])
         there = shortlist.ids[:, chosen] >= 0
         off = (exact - shortlist.distances[:, chosen]).where(there, 0)
