@@ -20,7 +20,7 @@ _PAIR = 2  # dimensions that share a code
 _LISTS = (
     2.0  # times the root of the number of keys: more lists are shorter, but there are more centroids to compare with
 )
-_PROBES = 16  # lists that a query looks into
+_PROBES = 64  # lists that a query looks into
 _PER_LIST = 48  # keys to train on for each centroid: fewer make lists uneven, more only take longer
 _SAMPLE = 20_000  # keys to train on at the least: codes need them too
 ROUNDS = 5  # of k-means: the first ones do nearly all of the work
