@@ -33,6 +33,7 @@ COMMANDS = [
     "compress",
     "adapt",
     "report",
+    "bench",
     "demo",
 ]
 

@@ -39,7 +39,7 @@ def _replace_index(store: Datastore, catalog: Catalog, spec: str, metric: str, p
     number = old[-1].id + 1 if old else 0
     remove_others(store.path / "index", [_folder(store.path, row.id) for row in old])
     if spec == "auto":
-        spec = auto_spec(store.key_count, store.width)
+        spec = auto_spec(store.key_count, store.width, metric=metric)
     if spec == "exact":
         catalog.replace_indexes(None)
     else:
