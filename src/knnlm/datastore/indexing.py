@@ -88,4 +88,6 @@ def open_index(
 
 def _reranked(index: Index, store: Datastore) -> Index:
     """Measure a shortlist again on what is stored; that of a thin index is long, for it is only roughly in order."""
-    return Reranked(index, store.keys, depth=_DEEP) if isinstance(store.codec, Codes) else Reranked(index, store.keys)
+    if isinstance(store.codec, Codes):
+        return Reranked(index, store.keys, depth=_DEEP, measured=None)
+    return Reranked(index, store.keys)
