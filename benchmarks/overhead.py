@@ -31,7 +31,7 @@ def main() -> None:
     lm = CausalLM.open(options.model, device="cpu", dtype=options.dtype)
     store = Datastore.open(options.memory)
     mixture = Mixture.open(store, lm, k=options.k, temperature=options.temperature, weight=options.weight)
-    documents = list(first(knnlm.read([options.text]), lm, options.limit))
+    documents = list(first(knnlm.read(options.text), lm, options.limit))
     texts = [lm.encode(document.text) for document in documents]
     tokens = sum(map(len, texts))
     print(f"{store.key_count:,} keys, {tokens:,} tokens, k={options.k}, {options.threads} threads, {lm.model.dtype}")
