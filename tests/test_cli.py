@@ -38,6 +38,7 @@ COMMANDS = [
     "import",
     "export",
     "report",
+    "bench",
     "demo",
 ]
 

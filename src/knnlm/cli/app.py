@@ -9,7 +9,18 @@ import sys
 import typer
 
 from knnlm import errors
-from knnlm.cli import adapting, building, demonstrating, guarding, measuring, reporting, storing, training, using
+from knnlm.cli import (
+    adapting,
+    benching,
+    building,
+    demonstrating,
+    guarding,
+    measuring,
+    reporting,
+    storing,
+    training,
+    using,
+)
 
 app = typer.Typer(
     name="knnlm",
@@ -19,7 +30,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
-for module in (building, measuring, using, storing, training, adapting, guarding, reporting, demonstrating):
+for module in (building, measuring, using, storing, training, adapting, guarding, reporting, benching, demonstrating):
     module.register(app)
 
 

@@ -98,8 +98,8 @@ def index(
 ) -> None:
     """knnlm index memory
 
-    Make an index. A memory of up to 200,000 tokens is searched exactly, which needs none; above that, auto makes
-    IVF + PQ, and the shortlist it gives is measured again on the stored keys.
+    Make an index. A memory of up to 20,000 tokens is searched exactly, which needs none; above that, auto makes lists
+    of short codes, and the nearest that it finds are measured again on the stored keys.
     """
     from knnlm import datastore
 

@@ -39,7 +39,7 @@ def _replace_index(store: Datastore, catalog: Catalog, spec: str, metric: str, p
     number = old[-1].id + 1 if old else 0
     remove_others(store.path / "index", [index_folder(store.path, row.id) for row in old])
     if spec == "auto":
-        spec = auto_spec(store.key_count, store.width)
+        spec = auto_spec(store.key_count, store.width, metric=metric)
     if spec == "exact":
         catalog.replace_indexes(None)
     else:
@@ -94,4 +94,6 @@ def open_index(
 
 def _reranked(index: Index, store: Datastore) -> Index:
     """Measure a shortlist again on what is stored; that of a thin index is long, for it is only roughly in order."""
-    return Reranked(index, store.keys, depth=_DEEP) if isinstance(store.codec, Codes) else Reranked(index, store.keys)
+    if isinstance(store.codec, Codes):
+        return Reranked(index, store.keys, depth=_DEEP, measured=None)
+    return Reranked(index, store.keys)
