@@ -28,6 +28,7 @@ from knnlm.lm.windows import WindowShape
 from models import tiny, tiny_tokenizer
 
 HERE = Path(__file__).parent
+BESIDE = {"writer.lock", "readers.lock", "catalog.db-wal", "catalog.db-shm"}  # what is no part of a memory's content
 
 
 def contents(path: Path) -> dict[str, bytes]:
@@ -38,7 +39,7 @@ def contents(path: Path) -> dict[str, bytes]:
             with sqlite3.connect(file) as connection:
                 made[file.name] = "\n".join(connection.iterdump()).encode()
             connection.close()
-        elif file.is_file() and file.name != "writer.lock":
+        elif file.is_file() and file.name not in BESIDE:
             made[str(file.relative_to(path))] = file.read_bytes()
     return made
 

@@ -76,6 +76,9 @@ def all_keys(store):
     return store.take(torch.arange(store.key_count))
 
 
+BESIDE = {"writer.lock", "readers.lock", "catalog.db-wal", "catalog.db-shm"}
+
+
 def contents(path):
     """Every file of a memory by name, the catalog as the statements that make it."""
     made = {}
@@ -84,7 +87,7 @@ def contents(path):
             with sqlite3.connect(file) as connection:
                 made[file.name] = "\n".join(connection.iterdump()).encode()
             connection.close()
-        elif file.is_file() and file.name != "writer.lock":
+        elif file.is_file() and file.name not in BESIDE:
             made[str(file.relative_to(path))] = file.read_bytes()
     return made
 

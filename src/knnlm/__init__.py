@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from knnlm.adaptation import Adaptation, adapt
     from knnlm.corpus import Document, read
-    from knnlm.datastore import Datastore, build, build_index
+    from knnlm.datastore import Added, Compacted, Datastore, Removed, add, build, build_index, compact, remove
     from knnlm.errors import KnnlmError
     from knnlm.evaluation import Evaluation, evaluate
     from knnlm.explanation import explain
@@ -31,7 +31,9 @@ if TYPE_CHECKING:
 # `knnlm --help` needs neither.
 _HOMES = {
     "Adaptation": "adaptation",
+    "Added": "datastore",
     "CausalLM": "lm",
+    "Compacted": "datastore",
     "Datastore": "datastore",
     "Document": "corpus",
     "Evaluation": "evaluation",
@@ -40,16 +42,20 @@ _HOMES = {
     "KnnMemory": "memory",
     "KnnlmError": "errors",
     "Mixture": "mixture",
+    "Removed": "datastore",
     "Sweep": "sweeping",
     "Trace": "trace",
     "Tuning": "tuning",
     "adapt": "adaptation",
+    "add": "datastore",
     "build": "datastore",
     "build_index": "datastore",
+    "compact": "datastore",
     "evaluate": "evaluation",
     "explain": "explanation",
     "read": "corpus",
     "record": "trace",
+    "remove": "datastore",
     "replay": "sweeping",
     "sweep": "sweeping",
     "tune": "tuning",
@@ -57,7 +63,9 @@ _HOMES = {
 
 __all__ = [
     "Adaptation",
+    "Added",
     "CausalLM",
+    "Compacted",
     "Datastore",
     "Document",
     "Evaluation",
@@ -66,16 +74,20 @@ __all__ = [
     "KnnMemory",
     "KnnlmError",
     "Mixture",
+    "Removed",
     "Sweep",
     "Trace",
     "Tuning",
     "adapt",
+    "add",
     "build",
     "build_index",
+    "compact",
     "evaluate",
     "explain",
     "read",
     "record",
+    "remove",
     "replay",
     "sweep",
     "tune",

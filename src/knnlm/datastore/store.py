@@ -11,16 +11,22 @@ memory/
 
 A row is a token of the stored text, and all of the text is here. A key is one of the vectors. In a memory as it was
 built, row i has key i; in a pruned one, keys have numbers of their own, and `rows_of` says which rows they belong to.
+
+Rows and keys are counted without those of removed documents, which have no number here at all: whatever reads a memory
+through this module cannot come upon them. A memory that is open stays as it is, whatever others write meanwhile.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from dataclasses import replace
 from functools import lru_cache
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
+from weakref import ref
 
 import numpy as np
 import torch
@@ -28,9 +34,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from knnlm.datastore.catalog import FILE, Catalog, SegmentRow, StoredDocument
-from knnlm.datastore.keymap import FILE as MAP
-from knnlm.datastore.keymap import KeyMap
 from knnlm.datastore.keys import Keys
+from knnlm.datastore.layout import check_removed, check_segments, fact, stored_map, stored_offset
+from knnlm.datastore.locking import Lease
+from knnlm.datastore.numbering import Numbering
 from knnlm.datastore.segment import open_array, skip_header
 from knnlm.errors import DatastoreCorrupt, DatastoreError
 from knnlm.index.base import capturing
@@ -47,25 +54,29 @@ class Datastore:
     `chunks` and `take` give keys less the store's `offset` and mapped by its `map`; `project` brings a query there.
     """
 
-    def __init__(self, path: Path, catalog: Catalog) -> None:
+    def __init__(self, path: Path, catalog: Catalog, lease: Lease | None = None) -> None:
         self.path = path
         self.catalog = catalog
-        self.model: dict[str, Any] = _fact(catalog, "model", dict)
-        self.window: dict[str, int] = _fact(catalog, "window", dict)
-        self.key_dtype: str = _fact(catalog, "key_dtype", str)
+        self.lease = lease
+        self.generation, self.layout = catalog.generation, catalog.layout
+        self.model: dict[str, Any] = fact(catalog, "model", dict)
+        self.window: dict[str, int] = fact(catalog, "window", dict)
+        self.key_dtype: str = fact(catalog, "key_dtype", str)
         self._segments = catalog.segments()
         self.offset = stored_offset(catalog)
-        self.map = stored_map(catalog, _width(catalog))
-        self._check_rows()
+        self.map = stored_map(catalog)
+        check_segments(catalog, self._segments)
         self._starts = _starts([segment.rows for segment in self._segments])
         self._key_starts = _starts([segment.keys for segment in self._segments])
         self._pruned = any(segment.kept is not None for segment in self._segments)
         self._counted = any(segment.counts_sha256 is not None for segment in self._segments)
+        self.row_numbers = Numbering(int(self._starts[-1]), check_removed(catalog, self._segments))
         for segment in self._segments:
-            for name in _files(segment):
+            for name in self.files(segment):
                 self._open(segment, name)
+        self.key_numbers = self._number_keys()
         # Mapped when needed and let go again: each mapping holds a file handle, and a system has few.
-        self._mapped = lru_cache(maxsize=_MAPPINGS)(self._open)
+        self._mapped = lru_cache(maxsize=_MAPPINGS)(_weak(self))
         self._values: dict[torch.device, Tensor] = {}
         # (n, D) float16 keys of each segment, where a build has left them on its device.
         self.resident_keys: list[Tensor] | None = None
@@ -74,24 +85,35 @@ class Datastore:
     def open(cls, path: str | Path) -> Datastore:
         """Open a finished memory for reading."""
         folder = Path(path)
-        catalog = Catalog.open(folder / FILE)
+        lease = Lease(folder)  # first, so that what the catalog names stays where it is
+        catalog = Catalog.open(folder / FILE, hold=True)
         if catalog.get("state") != "complete":
             what = "copy of another memory" if catalog.get("derived") else "build"
             raise DatastoreError(
                 f"{folder} is an unfinished {what} ({catalog.document_count():,} documents are in). "
                 "Run the same command again to finish it."
             )
-        return cls(folder, catalog)
+        return cls(folder, catalog, lease)
+
+    @property
+    def stale(self) -> bool:
+        """Whether documents were added or removed since the memory was opened."""
+        with closing(self.catalog.latest()) as now:
+            return now.generation != self.generation
+
+    def reopen(self) -> Datastore:
+        """Open the memory as it is now; this one stays as it is, and should be closed when nobody needs it."""
+        return Datastore.open(self.path)
 
     @property
     def rows(self) -> int:
         """The number of tokens."""
-        return int(self._starts[-1])
+        return self.row_numbers.live
 
     @property
     def key_count(self) -> int:
         """The number of keys: as many as tokens, unless the memory was pruned."""
-        return int(self._key_starts[-1])
+        return self.key_numbers.live
 
     @property
     def keys(self) -> Keys:
@@ -108,6 +130,15 @@ class Datastore:
         """The segments in the order of their rows."""
         return list(self._segments)
 
+    def files(self, segment: SegmentRow) -> list[str]:
+        """Name the arrays that a segment has."""
+        has = {KEYS: True, VALUES: True, KEPT: segment.kept is not None, COUNTS: segment.counts_sha256 is not None}
+        return [name for name, there in has.items() if there]
+
+    def first_key(self, segment: SegmentRow) -> int:
+        """Give the stored number of a segment's first key."""
+        return int(self._key_starts[self._segments.index(segment)])
+
     @property
     def bytes(self) -> int:
         """The size of keys and values, and of what says which keys there are, on disk."""
@@ -122,6 +153,7 @@ class Datastore:
             sums += [f"{segment.kept_sha256} {segment.counts_sha256}" for segment in self._segments]
         if self.map is not None:
             sums.append(self.catalog.get("map")["sha256"])
+        sums += [f"without {first} {count}" for first, count in self.row_numbers.gaps]
         return hashlib.sha256("\n".join(sums).encode()).hexdigest()[:16]
 
     @property
@@ -145,29 +177,38 @@ class Datastore:
         shifted = queries if self.offset is None else queries - self.offset.to(queries.device)
         return shifted if self.map is None else self.map.apply(shifted)
 
-    def chunks(self, size: int) -> Iterator[tuple[int, Tensor]]:
-        """Give (number of the first key, (n, D) float32 keys) from first to last."""
-        for segment, first in zip(self._segments, self._key_starts.tolist(), strict=False):
+    def chunks(self, size: int, *, begin: int = 0) -> Iterator[tuple[int, Tensor]]:
+        """Give (number of the first key, (n, D) float32 keys) from one key to the last."""
+        number = begin
+        row_bytes = self.width * np.dtype(self.key_dtype).itemsize
+        for place, count in self._stretches(begin, size):
+            segment = self._segments[place[0]]
             # Plain reads rather than the mapping: mapped pages would count as memory of this process.
             with (self._folder(segment) / KEYS).open("rb") as file:
-                skip_header(file)
-                for begin in range(0, segment.keys, size):
-                    count = min(size, segment.keys - begin)
-                    flat = np.fromfile(file, self.key_dtype, count * self.width)
-                    if len(flat) < count * self.width:
-                        raise DatastoreCorrupt(f"{file.name} was cut short. Build the memory again.")
-                    yield first + begin, self._decode(flat.reshape(count, self.width), segment.scale)
+                file.seek(skip_header(file) + place[1] * row_bytes)
+                flat = np.fromfile(file, self.key_dtype, count * self.width)
+                if len(flat) < count * self.width:
+                    raise DatastoreCorrupt(f"{file.name} was cut short. Build the memory again.")
+                yield number, self._decode(flat.reshape(count, self.width), segment.scale)
+            number += count
+
+    def _stretches(self, begin: int, size: int) -> Iterator[tuple[tuple[int, int], int]]:
+        """Give ((segment, first key in it), count) of all keys from one on, without gaps, at most `size` at a time."""
+        lowest = int(self.key_numbers.stored(np.array([begin]))[0])
+        for number, (first, end) in enumerate(pairwise(self._key_starts.tolist())):
+            for start, count in self.key_numbers.stretches(max(first, lowest), end):
+                for local in range(start - first, start - first + count, size):
+                    yield (number, local), min(size, start - first + count - local)
 
     def read(self, first: int, out: Tensor) -> None:
         """Fill a (n, D) tensor of the keys' dtype with the keys from this one on, as they are stored."""
         row_bytes = self.width * np.dtype(self.key_dtype).itemsize
         done = 0
-        while done < len(out):
-            number = int(np.searchsorted(self._key_starts, first + done, side="right")) - 1
-            segment = self._segments[number]
-            local = first + done - int(self._key_starts[number])
-            count = min(len(out) - done, segment.keys - local)
-            with (self._folder(segment) / KEYS).open("rb") as file:
+        for (number, local), count in self._stretches(first, max(1, len(out))):
+            count = min(count, len(out) - done)
+            if not count:
+                return
+            with (self._folder(self._segments[number]) / KEYS).open("rb") as file:
                 file.seek(skip_header(file) + local * row_bytes)
                 place = out[done : done + count].numpy()
                 if file.readinto(place.view(np.uint8).data) < count * row_bytes:
@@ -176,7 +217,7 @@ class Datastore:
 
     def take(self, ids: Tensor) -> Tensor:
         """Give these keys, (…) → (…, D) float32; an id below 0 gives zeros."""
-        flat = ids.reshape(-1).cpu().numpy()
+        flat = self.key_numbers.stored(ids.reshape(-1).cpu().numpy())
         keys = torch.zeros(len(flat), self.width)
         for number, places, local in self._by_segment(flat, self._key_starts):
             segment = self._segments[number]
@@ -187,7 +228,7 @@ class Datastore:
         """Say which rows these keys belong to; an id below 0 stays."""
         if not self._pruned:
             return ids
-        flat = ids.reshape(-1).cpu().numpy()
+        flat = self.key_numbers.stored(ids.reshape(-1).cpu().numpy())
         rows = np.full(len(flat), -1, dtype=np.int64)
         for number, places, local in self._by_segment(flat, self._key_starts):
             segment = self._segments[number]
@@ -198,13 +239,14 @@ class Datastore:
                     "Make the memory again."
                 )
             rows[places] = kept + segment.first_row
+        rows = self.row_numbers.lives(rows)
         return torch.from_numpy(rows).reshape(ids.shape).to(ids.device)
 
     def counts(self, ids: Tensor) -> Tensor | None:
         """Say how much these keys count in a vote, (…) float32, 0 for an id below 0; None where each counts once."""
         if not self._counted:
             return None
-        flat = ids.reshape(-1).cpu().numpy()
+        flat = self.key_numbers.stored(ids.reshape(-1).cpu().numpy())
         counts = np.zeros(len(flat), dtype=np.float32)
         for number, places, local in self._by_segment(flat, self._key_starts):
             segment = self._segments[number]
@@ -221,7 +263,7 @@ class Datastore:
         """Give the tokens of these rows, where the rows are; a row below 0 gives -1."""
         if self.rows <= (_RESIDENT if rows.device.type == "cpu" else _MOST):
             return self._resident(rows)
-        flat = rows.reshape(-1).cpu().numpy()
+        flat = self.row_numbers.stored(rows.reshape(-1).cpu().numpy())
         values = np.full(len(flat), -1, dtype=np.int64)
         for number, places, local in self._by_segment(flat, self._starts):
             values[places] = self._mapped(self._segments[number], VALUES)[local]
@@ -234,8 +276,12 @@ class Datastore:
             raise IndexError(f"row {int(rows.max())} of {self.rows}")
         if rows.device not in self._values:
             values = np.empty(self.rows, np.int32)
+            done = 0
             for segment in self._segments:  # one after another: each mapping holds a file handle
-                values[segment.first_row : segment.first_row + segment.rows] = self._open(segment, VALUES)
+                mapped, first = self._open(segment, VALUES), segment.first_row
+                for start, count in self.row_numbers.stretches(first, first + segment.rows):
+                    values[done : done + count] = mapped[start - first : start - first + count]
+                    done += count
             self._check_values(values)
             self._values[rows.device] = torch.from_numpy(values).to(rows.device)
         values_here = self._values[rows.device]
@@ -251,9 +297,19 @@ class Datastore:
         """Say whether a document with exactly this text is stored."""
         return self.catalog.holds(text_hash(text))
 
+    def documents(self) -> Iterator[StoredDocument]:
+        """Give the documents in the order of their rows, without holding them all in memory."""
+        return map(self._counted_anew, self.catalog.documents())
+
     def document_at(self, row: int) -> StoredDocument:
         """Find the document that holds a row."""
-        return self.catalog.document_at(row)
+        return self._counted_anew(self.catalog.document_at(int(self.row_numbers.stored(np.array([row]))[0])))
+
+    def _counted_anew(self, document: StoredDocument) -> StoredDocument:
+        """Say where a document is among the rows that are there."""
+        if self.row_numbers.whole:
+            return document
+        return replace(document, first_row=self.row_numbers.before(document.first_row))
 
     def around(self, row: int, *, before: int = 20, after: int = 20) -> tuple[list[int], list[int]]:
         """Give the tokens of the row's document before it, and from it on."""
@@ -265,6 +321,22 @@ class Datastore:
     def close(self) -> None:
         """Let go of the files."""
         self.catalog.close()
+        if self.lease is not None:
+            self.lease.close()
+
+    def _number_keys(self) -> Numbering:
+        """Leave out the keys of removed rows."""
+        if not self._pruned:
+            return self.row_numbers
+        gaps = []
+        for segment, first in zip(self._segments, self._key_starts.tolist(), strict=False):
+            for start, count in self.row_numbers.gaps:
+                local = start - segment.first_row
+                if 0 <= local < segment.rows:
+                    kept = np.arange(segment.rows) if segment.kept is None else self._open(segment, KEPT)
+                    low, high = np.searchsorted(kept, [local, local + count]).tolist()
+                    gaps.append((first + low, high - low))
+        return Numbering(int(self._key_starts[-1]), gaps)
 
     def _by_segment(
         self, numbers: NDArray[np.int64], starts: NDArray[np.int64]
@@ -297,75 +369,17 @@ class Datastore:
         }
         return open_array(self._folder(segment) / name, *shapes[name])
 
-    def _check_rows(self) -> None:
-        """The catalog must number segments and rows without gaps."""
-        expected = 0
-        for number, segment in enumerate(self._segments):
-            if segment.id != number or segment.first_row != expected or segment.rows < 1:
-                raise DatastoreCorrupt(
-                    f"{self.catalog.path}: segment {segment.id} begins at row {segment.first_row} with "
-                    f"{segment.rows} rows; row {expected} was expected. Build the memory again."
-                )
-            if not 0 <= segment.keys <= segment.rows:
-                raise DatastoreCorrupt(
-                    f"{self.catalog.path}: segment {segment.id} has {segment.keys} keys for {segment.rows} rows. "
-                    "Make the memory again."
-                )
-            if not (isinstance(segment.scale, float) and 0 < segment.scale < np.inf):
-                raise DatastoreCorrupt(
-                    f"{self.catalog.path}: the keys of segment {segment.id} have the scale {segment.scale!r}. "
-                    "Make the memory again."
-                )
-            expected += segment.rows
 
+def _weak(store: Datastore) -> Callable[[SegmentRow, str], NDArray[Any]]:
+    """Open arrays for a store without keeping it: one that is forgotten should let go of its files at once."""
+    owner = ref(store)
 
-def stored_offset(catalog: Catalog) -> Tensor | None:
-    """Give what was taken from every key before it was stored, None where nothing was."""
-    offset = catalog.get("offset")
-    if offset is None:
-        return None
-    width = _width(catalog)
-    try:
-        found = torch.tensor(offset, dtype=torch.float32)
-    except (TypeError, ValueError, RuntimeError):
-        found = torch.zeros(0)
-    if found.shape != (width,) or not found.isfinite().all():
-        raise DatastoreCorrupt(
-            f"{catalog.path}: the offset of the keys is not {width} finite numbers. Build the memory again."
-        )
-    return found
+    def opened(segment: SegmentRow, name: str) -> NDArray[Any]:
+        found = owner()
+        assert found is not None
+        return found._open(segment, name)
 
-
-def stored_map(catalog: Catalog, width: int) -> KeyMap | None:
-    """Give the linear map that keys of this width went through before they were stored, None where there is none."""
-    fact = catalog.get("map")
-    if fact is None:
-        return None
-    facts = fact if isinstance(fact, dict) else {}
-    sha256, about = facts.get("sha256"), facts.get("facts")
-    if not isinstance(sha256, str) or not isinstance(about, dict):
-        raise DatastoreCorrupt(f"{catalog.path} does not say which map the keys went through. Make the memory again.")
-    found = KeyMap.load(catalog.path.with_name(MAP), sha256=sha256, facts=about)
-    if len(found.centre) != width:
-        raise DatastoreCorrupt(
-            f"{catalog.path.with_name(MAP)} maps keys of width {len(found.centre)}, but those of the model have "
-            f"{width}. Make the memory again."
-        )
-    return found
-
-
-def _width(catalog: Catalog) -> int:
-    """Give the width of the reader's hidden states."""
-    width = _fact(catalog, "model", dict).get("width")
-    if not isinstance(width, int) or width < 1:
-        raise DatastoreCorrupt(f"{catalog.path} does not say the width of the model. Build the memory again.")
-    return width
-
-
-def _files(segment: SegmentRow) -> list[str]:
-    """Name the arrays that a segment has."""
-    has = {KEYS: True, VALUES: True, KEPT: segment.kept is not None, COUNTS: segment.counts_sha256 is not None}
-    return [name for name, there in has.items() if there]
+    return opened
 
 
 def _starts(sizes: list[int]) -> NDArray[np.int64]:
@@ -381,11 +395,3 @@ def text_hash(text: str) -> str:
 def segment_folder(path: Path, number: int) -> Path:
     """Say where a segment lies."""
     return path / "segments" / f"{number:06d}"
-
-
-def _fact(catalog: Catalog, key: str, kind: type) -> Any:
-    """Read a fact that every memory has."""
-    value = catalog.get(key)
-    if not isinstance(value, kind):
-        raise DatastoreCorrupt(f"{catalog.path} does not say the memory's {key}. Build the memory again.")
-    return value
