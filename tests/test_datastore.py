@@ -493,7 +493,7 @@ def test_a_writer_killed_inside_a_catalog_write_does_not_lock_readers_out(broken
     """)
     rows = Datastore.open(broken).rows
     subprocess.run([sys.executable, "-c", script, str(broken / "catalog.db")], check=False)
-    assert (broken / "catalog.db-journal").stat().st_size > 0
+    assert (broken / "catalog.db-wal").stat().st_size > 0
     store = Datastore.open(broken)
     assert store.rows == rows
     assert store.catalog.get("x0") is None

@@ -120,6 +120,7 @@ def info(memory: options.Memory, json: options.Json = False) -> None:
     """
     from knnlm.adaptation import load_adaptation
     from knnlm.datastore import Datastore
+    from knnlm.datastore.indexing import stored_indexes
     from knnlm.mixture.opening import language_model
     from knnlm.mixture.plugin import is_decoder
 
@@ -127,13 +128,16 @@ def info(memory: options.Memory, json: options.Json = False) -> None:
         show_decoder(memory, json=json)
         return
     store = Datastore.open(memory)
-    indexes = store.catalog.indexes()
+    indexes = [row for row, _ in stored_indexes(store)]
+    waiting = store.row_numbers.total - store.rows
     adapted = load_adaptation(memory)
     facts: dict[str, Any] = {
         "memory": str(memory),
         "documents": store.catalog.document_count(),
         "tokens": store.rows,
         "segments": len(store.segments),
+        "generation": store.generation,
+        "removed_tokens": waiting,
         "bytes": store.bytes,
         "bytes_per_token": store.bytes / store.rows if store.rows else 0,
         "keys": {
@@ -166,6 +170,8 @@ def info(memory: options.Memory, json: options.Json = False) -> None:
         ("index", ", ".join(f"{row.spec} ({row.metric})" for row in indexes) or "exact"),
         ("tuned", _describe(choice) if choice else "not yet: knnlm tune"),
     ]
+    if waiting:
+        rows.insert(2, ("removed", f"{waiting:,} tokens, whose bytes go with: knnlm compact {memory}"))
     if facts["language_model"]:
         rows.insert(2, ("for", facts["language_model"]))
     if adapted is not None:

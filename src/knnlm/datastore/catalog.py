@@ -14,6 +14,7 @@ from __future__ import annotations
 import json
 import os
 import sqlite3
+import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -90,6 +91,8 @@ class Catalog:
 
     def __init__(self, connection: sqlite3.Connection, path: Path) -> None:
         self._connection = connection
+        # SQLite's own objects are a cycle, and one that is forgotten would hold its snapshot until that is collected.
+        weakref.finalize(self, connection.close).atexit = False
         self.path = path
         self._held: int | None = None  # the generation that must not change, where no snapshot can be held
 

@@ -132,9 +132,10 @@ def _join(store: Datastore, index: FaissIndex, covered: Numbering, *, rerank: bo
         return Reranked(index, store.keys) if rerank else index
     numbers = known.lives(covered.stored(np.arange(index.rows)))
     first = known.before(min(covered.total, known.total))  # keys from here on are newer
-    alive = Surviving(index, numbers)
+    older = Keys(store, end=first)
+    alive = Surviving(index, numbers, older)
     if alive.rows:
-        check_index(alive, Keys(store, end=first), what=what)
+        check_index(alive, older, what=what)
     found: Index = Reranked(alive, store.keys) if rerank else alive
     if first == store.key_count:
         return found

@@ -71,7 +71,7 @@ def stored_offset(catalog: Catalog) -> Tensor | None:
 
 def stored_map(catalog: Catalog) -> KeyMap | None:
     """Give the linear map that keys went through before they were stored, None where there is none."""
-    given = catalog.get("map")
+    given, wide = catalog.get("map"), width(catalog)
     if given is None:
         return None
     facts = given if isinstance(given, dict) else {}
@@ -79,7 +79,7 @@ def stored_map(catalog: Catalog) -> KeyMap | None:
     if not isinstance(sha256, str) or not isinstance(about, dict):
         raise DatastoreCorrupt(f"{catalog.path} does not say which map the keys went through. Make the memory again.")
     found = KeyMap.load(catalog.path.with_name(MAP), sha256=sha256, facts=about)
-    if len(found.centre) != (wide := width(catalog)):
+    if len(found.centre) != wide:
         raise DatastoreCorrupt(
             f"{catalog.path.with_name(MAP)} maps keys of width {len(found.centre)}, but those of the model have "
             f"{wide}. Make the memory again."

@@ -60,6 +60,7 @@ class Lease:
         self._handle = _open(folder)
         if self._handle is not None:
             self._closing = weakref.finalize(self, os.close, self._handle)
+            self._closing.atexit = False  # not before the process has let go of all else
             fcntl.flock(self._handle, fcntl.LOCK_SH)
 
     def close(self) -> None:

@@ -1,7 +1,7 @@
 """Search while what is searched changes: some vectors are gone, others are newer than the index. Knows no files.
 
 An approximate index is made once and cannot forget. `Surviving` asks it for more than is wanted and leaves out what is
-gone, again and for more, until there are enough or nothing is left to ask for. `Joined` asks two indexes, one over the
+gone, again and for more, until there are enough; where it does not reach enough, they are found exactly. `Joined` asks two indexes, one over the
 first vectors and one over those behind them.
 """
 
@@ -15,7 +15,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from knnlm.index.base import Index, Neighbours, check_search
+from knnlm.index.base import Index, Neighbours, Vectors, check_search
+from knnlm.index.exact import ExactIndex
 
 _MORE = 16  # asked for beside the share that is expected to be gone
 _WIDER = 4  # times as many when that was not enough
@@ -39,10 +40,12 @@ class Thorough(Index, Protocol):
 class Surviving:
     """An index some of whose vectors are gone, and whose others have new numbers."""
 
-    def __init__(self, index: Thorough, numbers: NDArray[np.int64]) -> None:
-        """`numbers` (n,) are those that the index's vectors have now; -1 for one that is gone."""
+    def __init__(self, index: Thorough, numbers: NDArray[np.int64], vectors: Vectors) -> None:
+        """`numbers` (n,) are those that the index's vectors have now, -1 for one that is gone; `vectors` are those."""
         self.metric = index.metric
         self._index = index
+        self._vectors = vectors
+        self._exact: ExactIndex | None = None
         self._numbers = torch.from_numpy(numbers)
         self.rows = int((numbers >= 0).sum())
 
@@ -56,13 +59,22 @@ class Surviving:
         wanted = math.ceil(enough * total / max(1, self.rows)) + _MORE
         effort = 1.0
         while enough and len(left):
-            found = self._alive(self._index.search(queries[left], min(wanted, total), effort=effort), k)
+            if wanted > total * _WIDER:  # all was asked for, and more than the index would give did not come
+                found = self._exactly(queries[left], k)
+            else:
+                everything = wanted >= total
+                asked = self._index.search(queries[left], min(wanted, total), effort=total if everything else effort)
+                found = self._alive(asked, k)
             ids[left], distances[left] = found.ids, found.distances
-            if wanted >= total and effort >= total:
-                break
-            left = left[(found.ids >= 0).sum(1) < enough]
+            left = left[(found.ids >= 0).sum(1) < enough] if wanted <= total * _WIDER else left[:0]
             wanted, effort = wanted * _WIDER, effort * _WIDER
         return Neighbours(ids, distances)
+
+    def _exactly(self, queries: Tensor, k: int) -> Neighbours:
+        """Compare with every vector: a graph need not reach all of them."""
+        self._exact = self._exact or ExactIndex(self._vectors, metric=self.metric)
+        found = self._exact.search(queries, k)
+        return Neighbours(found.ids.to(queries.device), found.distances.to(queries.device))
 
     def _alive(self, found: Neighbours, k: int) -> Neighbours:
         """Keep the first k that are there, with the numbers that they have now."""

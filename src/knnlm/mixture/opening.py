@@ -264,7 +264,7 @@ def open_reader(store: Datastore, *, name: str | None = None, device: str = "aut
     # One that is named may have fewer layers than the store's reader, and need not be that reader.
     layer = store.model["layer"] if name is None else -1
     return CausalLM.open(
-        _reader_name(store) if name is None else name,
+        reader_name(store) if name is None else name,
         key_layer=store.model["key_layer"],
         layer=layer,
         device=device,
@@ -280,7 +280,7 @@ def language_model(store: Datastore) -> str | None:
     return name
 
 
-def _reader_name(store: Datastore) -> str:
+def reader_name(store: Datastore) -> str:
     """Name the model that reads a store; one that lies in the memory's own folder moves with it."""
     name = str(store.model["name"])
     inside = store.path / Path(name).name
