@@ -25,6 +25,7 @@ from knnlm import (
     CausalLM,
     Datastore,
     Document,
+    KnnForCausalLM,
     Mixture,
     add,
     build,
@@ -554,3 +555,26 @@ def test_a_reader_in_another_process_keeps_old_files_and_compact_waits_for_it(me
     assert process.stdout.readline() == "same\n"
     assert compact(memory, wait=30).purged
     assert process.wait() == 0
+
+
+def test_a_model_that_is_given_away_with_its_memory_has_no_byte_of_a_removed_document(lm, memory, tmp_path):
+    tokens = np.array(lm.encode(DOCUMENTS[4].text), np.int32)[:12].tobytes()
+    remove(memory, document="d4")
+    mixture = Mixture.open(memory, lm, memories="knn")
+    assert not mixture.stale
+    KnnForCausalLM(mixture).save_pretrained(tmp_path / "model", copy_memory=True)
+    files = [file for file in (tmp_path / "model").rglob("*") if file.is_file()]
+    assert not [file for file in files if tokens in file.read_bytes()]
+    assert any(tokens in file.read_bytes() for file in memory.rglob("*.npy"))
+    remove(memory, document="d5")
+    assert mixture.stale
+
+
+def test_what_the_index_covers_must_be_said_properly(memory):
+    with closing(Datastore.open(memory)) as store:
+        build_index(store, "Flat")
+    for bad in ("nothing", [1], [[1]], [[0, -1]], [["0", 1]], [[0, 1 << 60]]):
+        with closing(Catalog.open(memory / "catalog.db", write=True)) as catalog:
+            catalog.put(index_skipped=bad)
+        with closing(Datastore.open(memory)) as store, pytest.raises(DatastoreCorrupt, match="what the index covers"):
+            open_index(store)

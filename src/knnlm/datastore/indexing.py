@@ -97,12 +97,16 @@ def stored_indexes(store: Datastore) -> list[tuple[IndexRow, Numbering]]:
     with closing(store.catalog.latest()) as now, now.snapshot():
         source = now if now.layout == store.layout else store.catalog
         rows, skipped = source.indexes(), source.get(SKIPPED) or []
-    try:
-        gaps = [(int(first), int(count)) for first, count in skipped]
-    except (TypeError, ValueError):
-        raise DatastoreCorrupt(
-            f"{store.catalog.path} does not say what the index covers. Make it again with: knnlm index {store.path}"
-        ) from None
+    gaps = list[tuple[int, int]]()
+    for gap in skipped if isinstance(skipped, list) else [None]:
+        # Numbers of keys stay far below this, and sums of them in 64 bits.
+        if not (
+            isinstance(gap, list) and len(gap) == 2 and all(type(one) is int and 0 <= one < 1 << 48 for one in gap)
+        ):
+            raise DatastoreCorrupt(
+                f"{store.catalog.path} does not say what the index covers. Make it again with: knnlm index {store.path}"
+            )
+        gaps.append((gap[0], gap[1]))
     gone = sum(count for _, count in gaps)
     return [(row, Numbering(row.rows + gone, gaps)) for row in rows]
 

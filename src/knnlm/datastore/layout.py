@@ -42,7 +42,13 @@ def check_removed(catalog: Catalog, segments: Sequence[SegmentRow]) -> list[tupl
     ends = {segment.id: segment.first_row + segment.rows for segment in segments}
     gaps, end = [], 0
     for gone in catalog.removed():
-        if gone.rows < 0 or gone.first_row < end or gone.first_row + gone.rows > ends.get(gone.segment, -1):
+        numbers = all(type(one) is int for one in (gone.segment, gone.first_row, gone.rows))
+        if (
+            not numbers
+            or gone.rows < 0
+            or gone.first_row < end
+            or gone.first_row + gone.rows > ends.get(gone.segment, -1)
+        ):
             raise DatastoreCorrupt(
                 f"{catalog.path}: {gone.rows} rows from {gone.first_row} on were removed, which are not in segment "
                 f"{gone.segment}. Build the memory again."

@@ -1,8 +1,8 @@
 """Search while what is searched changes: some vectors are gone, others are newer than the index. Knows no files.
 
 An approximate index is made once and cannot forget. `Surviving` asks it for more than is wanted and leaves out what is
-gone, again and for more, until there are enough; where it does not reach enough, they are found exactly. `Joined` asks two indexes, one over the
-first vectors and one over those behind them.
+gone, again and for more, until there are enough; where it does not reach enough, they are found exactly. `Joined` asks
+two indexes, one over the first vectors and one over those behind them.
 """
 
 from __future__ import annotations

@@ -103,6 +103,12 @@ class Mixture:
         return None
 
     @property
+    def stale(self) -> bool:
+        """Whether documents were added to or removed from a store of it since it was opened: then open it again."""
+        stores = {memory.store for memory in self.memories if isinstance(memory, KnnMemory)}
+        return any(store.stale for store in stores | ({self.home} if self.home is not None else set()))
+
+    @property
     def weight(self) -> float | None:
         """λ: what all memories together weigh, None where that depends on the token."""
         return sum(self.weights.values[1:]) if isinstance(self.weights, Fixed) else None
