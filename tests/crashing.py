@@ -241,5 +241,5 @@ if __name__ == "__main__":
     torch.set_num_threads(1)
     LM = CausalLM(tiny("llama"), tiny_tokenizer(), name="tiny-llama")
     LM.encode("warm up")
-    ACTIONS |= {"read": sharing.read, "write": lambda path, order: sharing.write(path, order, LM)}
+    ACTIONS |= {"hold": sharing.hold, "read": sharing.read, "write": lambda path, order: sharing.write(path, order, LM)}
     _serve()

@@ -101,3 +101,15 @@ def _check(store: Datastore, index: Any, ids: list[str], alone: Any, chance: ran
     document = store.document_at(row)
     assert document.id in ids
     assert document.first_row <= row < document.first_row + document.rows
+
+
+def hold(path: Path, order: dict[str, Any]) -> None:
+    """Open the memory, say so, and when told to go on, see that it has not changed."""
+    with closing(Datastore.open(path)) as store:
+        right = store.take(torch.arange(store.rows)), list(store.documents())
+        path.with_name("open").touch()
+        while not path.with_name("go").exists():
+            time.sleep(0.01)
+        assert torch.equal(store.take(torch.arange(store.rows)), right[0])
+        assert list(store.documents()) == right[1]
+        time.sleep(0.3)

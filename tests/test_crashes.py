@@ -18,7 +18,7 @@ import torch
 import sharing
 from conftest import documents
 from crashing import ROWS, Zygote, complaint
-from knnlm import CausalLM, Datastore, Document, add, build, build_index, remove
+from knnlm import Datastore, Document, add, build, build_index, compact, remove
 from knnlm.datastore import evidence, open_index
 from knnlm.datastore.catalog import Catalog
 from knnlm.datastore.segment import checksum
@@ -219,6 +219,19 @@ def share(
     assert max(int(generations) for _, generations in checks) > 1
 
 
+def test_a_reader_keeps_old_files_and_a_compaction_waits_for_it(zygote, template, tmp_path):
+    path = shutil.copytree(template, tmp_path / "memory")
+    pid = zygote.start("hold", path)
+    while not path.with_name("open").exists():
+        time.sleep(0.01)
+    remove(path, document="d0")
+    assert not compact(path).purged
+    path.with_name("go").touch()
+    assert compact(path, wait=60).purged
+    assert zygote.wait(pid) == 0, complaint(path)
+    assert evidence(path).bytes == ()
+
+
 def test_readers_see_one_generation_each_while_a_writer_changes_the_memory(zygote, template, alone, tmp_path):
     share(zygote, template, alone, tmp_path, readers=2, seconds=4)
 
@@ -226,8 +239,3 @@ def test_readers_see_one_generation_each_while_a_writer_changes_the_memory(zygot
 @pytest.mark.slow
 def test_eight_readers_see_one_generation_each_for_a_minute(zygote, template, alone, tmp_path):
     share(zygote, template, alone, tmp_path, readers=8, seconds=60)
-
-
-def test_a_memory_without_catalog_is_no_memory(tmp_path, lm: CausalLM):
-    with pytest.raises(DatastoreError):
-        add(ALL[:1], tmp_path / "nowhere", lm=lm)

@@ -38,11 +38,16 @@ from knnlm import (
 from knnlm.cli.app import run
 from knnlm.datastore import KeyMap, derive, evidence, list_documents, open_index
 from knnlm.datastore.catalog import Catalog
+from knnlm.datastore.components import sample_keys
 from knnlm.datastore.numbering import Numbering
 from knnlm.datastore.querying import Selection
 from knnlm.datastore.suffixes import open_suffixes
+from knnlm.distill.pairs import hold_out
+from knnlm.distill.similarity import key_groups
+from knnlm.distill.text import Text
 from knnlm.errors import DatastoreBusy, DatastoreCorrupt, DatastoreError, ModelMismatch, ParameterError
 from knnlm.index import ExactIndex
+from knnlm.tuning import token_frequencies
 from models import tiny, tiny_tokenizer
 
 DOCUMENTS = documents(16)
@@ -324,6 +329,30 @@ def test_figures_explanations_and_statistics_are_those_of_a_memory_without_the_d
     assert again == pytest.approx(figures[1], rel=2e-3)
 
 
+def test_whatever_is_counted_sorted_or_learnt_from_a_memory_is_as_if_the_document_had_never_been(lm, memory, tmp_path):
+    gone = ("d0", "d6", "d11")
+    for name in gone:
+        remove(memory, document=name)
+    wanted = [one for one in DOCUMENTS[:12] if one.id not in gone]
+    with (
+        closing(Datastore.open(memory)) as store,
+        closing(build(wanted, tmp_path / "fresh", lm=lm, segment_rows=250)) as fresh,
+    ):
+        assert torch.equal(token_frequencies(store), token_frequencies(fresh))
+        texts = Text.of_store(store), Text.of_store(fresh)
+        assert (texts[0].fingerprint, texts[0].division) == (texts[1].fingerprint, texts[1].division)
+        np.testing.assert_array_equal(key_groups(store), key_groups(fresh))
+        np.testing.assert_array_equal(hold_out(store, 0.2, seed=3), hold_out(fresh, 0.2, seed=3))
+        for name in ("text", "order", "followers", "first"):
+            np.testing.assert_array_equal(getattr(open_suffixes(store), name), getattr(open_suffixes(fresh), name))
+        assert torch.equal(sample_keys(store, 50, seed=1), sample_keys(fresh, 50, seed=1))
+        queries = store.take(torch.arange(0, store.rows, 97)) + 0.01
+        fused, plain = ExactIndex(store.keys, fused=True), ExactIndex(fresh.keys, fused=False)
+        found, right = fused.search(queries, 9), plain.search(queries, 9)
+        np.testing.assert_allclose(found.distances, right.distances, atol=2e-2, rtol=1e-2)
+        assert (store.bytes, store.rows) == (fresh.bytes, fresh.rows)
+
+
 def test_a_copy_of_a_memory_has_nothing_of_what_was_removed(lm, memory, tmp_path, alone):
     for name in ("d0", "d7", "d8"):
         remove(memory, document=name)
@@ -531,30 +560,6 @@ def test_the_commands_do_what_the_functions_do(memory, model_folder, tmp_path, c
         assert (code, out) == (2, "")
         assert message in err
     assert json.loads(knnlm(capfd, "info", memory, "--json")[1])["removed_tokens"] == 0
-
-
-def test_a_reader_in_another_process_keeps_old_files_and_compact_waits_for_it(memory):
-    script = textwrap.dedent("""
-        import sys, time, torch
-        from knnlm import Datastore
-        store = Datastore.open(sys.argv[1])
-        right = store.take(torch.arange(store.rows))
-        print("open", flush=True)
-        sys.stdin.readline()
-        assert torch.equal(store.take(torch.arange(store.rows)), right)
-        assert store.document_at(0).id == "d0"
-        print("same", flush=True)
-    """)
-    arguments = [sys.executable, "-c", script, str(memory)]
-    process = subprocess.Popen(arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-    assert process.stdout.readline() == "open\n"
-    remove(memory, document="d0")
-    assert not compact(memory).purged
-    process.stdin.write("go\n")
-    process.stdin.flush()
-    assert process.stdout.readline() == "same\n"
-    assert compact(memory, wait=30).purged
-    assert process.wait() == 0
 
 
 def test_a_model_that_is_given_away_with_its_memory_has_no_byte_of_a_removed_document(lm, memory, tmp_path):

@@ -94,6 +94,7 @@ def index(
         str, typer.Option("--index", help="auto, exact, or a FAISS factory string such as IVF1024,PQ64.")
     ] = "auto",
     metric: Annotated[str, typer.Option(help="l2 (squared) or ip (inner product).")] = "l2",
+    wait: options.Wait = 0.0,
     json: options.Json = False,
 ) -> None:
     """knnlm index memory
@@ -105,7 +106,7 @@ def index(
 
     begin = time.perf_counter()
     store = datastore.Datastore.open(memory)
-    made = datastore.build_index(store, spec, metric=metric, progress=screen.bar)
+    made = datastore.build_index(store, spec, metric=metric, wait=wait, progress=screen.bar)
     facts = {"memory": str(memory), "index": made, "tokens": store.rows, "seconds": time.perf_counter() - begin}
     if json:
         screen.print_json(facts)

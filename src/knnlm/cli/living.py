@@ -16,7 +16,6 @@ if TYPE_CHECKING:
 
 _SHOWN = 20
 
-Wait = Annotated[float, typer.Option(min=0, help="Seconds to wait for others who use the memory.")]
 Document = Annotated[str | None, typer.Option(help="The id of a document.", show_default=False)]
 Source = Annotated[
     str | None, typer.Option(help="A pattern of sources, in which * stands for anything.", show_default=False)
@@ -46,7 +45,7 @@ def add(
             help="The model that the memory was built with, where it is now.", show_default="where it was then"
         ),
     ] = None,
-    wait: Wait = 0.0,
+    wait: options.Wait = 0.0,
     text_field: options.TextField = "text",
     device: options.Device = "auto",
     dtype: options.Dtype = "auto",
@@ -98,7 +97,7 @@ def remove(
     report: Annotated[
         bool, typer.Option("--report", help="Say which files still hold bytes of removed documents.")
     ] = False,
-    wait: Wait = 0.0,
+    wait: options.Wait = 0.0,
     json: options.Json = False,
 ) -> None:
     """knnlm remove memory --source "*held-out*"
@@ -111,8 +110,9 @@ def remove(
     chosen = document is not None or source is not None or bool(where)
     facts: dict[str, Any] = {"memory": str(memory)}
     if chosen or not report:
-        options = {"document": document, "source": source, "where": tuple(where or ())}
-        removed = datastore.remove(memory, **options, dry_run=dry_run, wait=wait)  # type: ignore[arg-type]
+        removed = datastore.remove(
+            memory, document=document, source=source, where=tuple(where or ()), dry_run=dry_run, wait=wait
+        )
         facts |= asdict(removed)
     left = datastore.evidence(memory) if report else None
     if json:
@@ -170,7 +170,7 @@ def _print_documents(found: list[dict[str, Any]]) -> None:
     screen.print_facts([(number, screen.visible(text)) for number, text in rows])
 
 
-def compact(memory: options.Memory, wait: Wait = 0.0, json: options.Json = False) -> None:
+def compact(memory: options.Memory, wait: options.Wait = 0.0, json: options.Json = False) -> None:
     """knnlm compact memory
 
     Write the memory anew without the bytes of removed documents, with small segments merged and the index made again.

@@ -59,15 +59,17 @@ class Surviving:
         wanted = math.ceil(enough * total / max(1, self.rows)) + _MORE
         effort = 1.0
         while enough and len(left):
-            if wanted > total * _WIDER:  # all was asked for, and more than the index would give did not come
-                found = self._exactly(queries[left], k)
-            else:
-                everything = wanted >= total
-                asked = self._index.search(queries[left], min(wanted, total), effort=total if everything else effort)
-                found = self._alive(asked, k)
+            everything = wanted >= total
+            asked = self._index.search(queries[left], min(wanted, total), effort=total if everything else effort)
+            found = self._alive(asked, k)
             ids[left], distances[left] = found.ids, found.distances
-            left = left[(found.ids >= 0).sum(1) < enough] if wanted <= total * _WIDER else left[:0]
+            left = left[(found.ids >= 0).sum(1) < enough]
+            if everything:
+                break
             wanted, effort = wanted * _WIDER, effort * _WIDER
+        if enough and len(left):
+            found = self._exactly(queries[left], k)
+            ids[left], distances[left] = found.ids, found.distances
         return Neighbours(ids, distances)
 
     def _exactly(self, queries: Tensor, k: int) -> Neighbours:
