@@ -573,6 +573,14 @@ def test_a_model_that_is_given_away_with_its_memory_has_no_byte_of_a_removed_doc
     assert any(tokens in file.read_bytes() for file in memory.rglob("*.npy"))
     remove(memory, document="d5")
     assert mixture.stale
+    newer = mixture.reopen()
+    assert not newer.stale
+    assert newer.lm is lm
+    assert newer.home.rows == mixture.home.rows - len(lm.encode(DOCUMENTS[5].text))
+    told = explain(newer, DOCUMENTS[5].text, top=3)
+    assert "d5" not in {voice.document for token in told for voice in token.neighbours}
+    with pytest.raises(ParameterError, match="can be opened again"):
+        Mixture(lm, mixture.memories).reopen()
 
 
 def test_what_the_index_covers_must_be_said_properly(memory):

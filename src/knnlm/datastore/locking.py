@@ -11,7 +11,7 @@ import os
 import time
 import weakref
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from filelock import FileLock, Timeout
@@ -61,7 +61,9 @@ class Lease:
         if self._handle is not None:
             self._closing = weakref.finalize(self, os.close, self._handle)
             self._closing.atexit = False  # not before the process has let go of all else
-            fcntl.flock(self._handle, fcntl.LOCK_SH)
+            # Where locks do not work, nobody is ever alone either, and so nobody removes anything.
+            with suppress(OSError):
+                fcntl.flock(self._handle, fcntl.LOCK_SH)
 
     def close(self) -> None:
         """Give it back."""
@@ -78,7 +80,8 @@ class Lease:
         try:
             yield _try(self._handle)
         finally:
-            fcntl.flock(self._handle, fcntl.LOCK_SH)
+            with suppress(OSError):
+                fcntl.flock(self._handle, fcntl.LOCK_SH)
 
 
 @contextmanager
