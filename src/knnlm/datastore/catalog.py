@@ -17,11 +17,14 @@ import sqlite3
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from knnlm.datastore import schema
+from knnlm.datastore.schema import IndexRow as IndexRow
+from knnlm.datastore.schema import RemovedRow as RemovedRow
+from knnlm.datastore.schema import SegmentRow as SegmentRow
+from knnlm.datastore.schema import StoredDocument as StoredDocument
 from knnlm.errors import DatastoreCorrupt, DatastoreError
 
 BUILT, DERIVED, LIVING = 1, 2, 3  # formats
@@ -30,60 +33,6 @@ LANGUAGE_MODEL = "language_model"  # the fact that names the model that a memory
 SKIPPED = "index_skipped"  # the fact that says which keys the index has left out: [first, count] each
 FILE = "catalog.db"
 PARTIAL = ("catalog.partial", "catalog.partial-journal", "catalog.partial-wal", "catalog.partial-shm")
-
-
-@dataclass(frozen=True)
-class SegmentRow:
-    """One segment: rows first_row … first_row + rows - 1 of the memory; keys are stored divided by `scale`."""
-
-    id: int
-    first_row: int
-    rows: int
-    scale: float
-    keys_sha256: str
-    values_sha256: str
-    kept: int | None = None  # how many of the rows have a key; None: all
-    kept_sha256: str | None = None
-    counts_sha256: str | None = None  # None: each key counts once
-
-    @property
-    def keys(self) -> int:
-        """The number of keys."""
-        return self.rows if self.kept is None else self.kept
-
-
-@dataclass(frozen=True)
-class StoredDocument:
-    """One document and the rows that hold its tokens."""
-
-    number: int
-    id: str
-    source: str
-    segment: int
-    first_row: int
-    rows: int
-    sha256: str
-
-
-@dataclass(frozen=True)
-class RemovedRow:
-    """The rows of a document that is no longer there; their bytes go with the next compaction."""
-
-    number: int
-    segment: int
-    first_row: int
-    rows: int
-
-
-@dataclass(frozen=True)
-class IndexRow:
-    """One index over the first `rows` keys; those that were removed before it was made are not counted."""
-
-    id: int
-    spec: str
-    metric: str
-    rows: int
-    sha256: str
 
 
 class Catalog:
@@ -200,7 +149,7 @@ class Catalog:
 
     def removed(self) -> list[RemovedRow]:
         """List the rows that are no longer there, in their order."""
-        if self.get("format") != LIVING:
+        if not self._lives():
             return []
         return [RemovedRow(*row) for row in self._all("SELECT * FROM removed ORDER BY first_row, number")]
 
@@ -302,11 +251,15 @@ class Catalog:
             if found == BUILT:
                 for statement in schema.DERIVED.split(";")[:-1]:
                     self._connection.execute(statement)
-            if found != LIVING:
+            if not self._lives():
                 self._connection.execute(schema.LIVING)
-                self._put("format", LIVING)
+                self._put("format", max(found, LIVING))
             yield self._connection
             self._put(GENERATION, self.generation + 1)
+
+    def _lives(self) -> bool:
+        """Whether the catalog has a place for what was removed."""
+        return bool(self._all("SELECT 1 FROM sqlite_master WHERE type = 'table' AND name = 'removed'"))
 
     def tidy(self) -> None:
         """Write the catalog anew, so that nothing of what was deleted is in it."""
