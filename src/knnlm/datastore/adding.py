@@ -17,11 +17,11 @@ from knnlm.corpus import Document
 from knnlm.datastore.builder import Build, usual_segment_rows
 from knnlm.datastore.catalog import FILE, Catalog
 from knnlm.datastore.grouping import groups
-from knnlm.datastore.layout import fact
 from knnlm.datastore.locking import writer_lock
 from knnlm.datastore.pipeline import tokenised
 from knnlm.datastore.purging import purge
 from knnlm.datastore.store import text_hash
+from knnlm.datastore.stored import fact
 from knnlm.errors import DatastoreError, ModelMismatch
 from knnlm.lm import CausalLM
 from knnlm.lm.fingerprint import difference

@@ -24,7 +24,6 @@ from knnlm.corpus import Document
 from knnlm.datastore.catalog import FILE, LANGUAGE_MODEL, PARTIAL, Catalog, SegmentRow
 from knnlm.datastore.grouping import Group, groups
 from knnlm.datastore.keymap import FILE as MAP
-from knnlm.datastore.layout import stored_map, stored_offset
 from knnlm.datastore.locking import READERS, WRITER, writer_lock
 from knnlm.datastore.pipeline import Disk, Written, collect, pipelined, room, tokenised
 from knnlm.datastore.segment import (
@@ -37,6 +36,7 @@ from knnlm.datastore.segment import (
     writing,
 )
 from knnlm.datastore.store import KEYS, VALUES, Datastore, segment_folder, text_hash
+from knnlm.datastore.stored import reader_width, stored_map, stored_offset
 from knnlm.errors import DatastoreError, ModelError, ParameterError
 from knnlm.lm import CausalLM, WindowShape
 from knnlm.lm.compiling import Compiling, compiled
@@ -223,7 +223,7 @@ class Build:
         segments = catalog.segments()
         self._number = next_segment(folder, catalog)
         self._row = segments[-1].first_row + segments[-1].rows if segments else 0
-        self._offset, self._map = stored_offset(catalog), stored_map(catalog)
+        self._offset, self._map = stored_offset(catalog), stored_map(catalog, reader_width(catalog))
         self._first, self._growing = catalog.next_segment() == 0, catalog.get("state") == "complete"
         self._compiling: Compiling | None = None
         self._piped = pipelined(lm.device) and self._key_dtype == "float16" and self._map is None

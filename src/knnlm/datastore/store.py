@@ -33,16 +33,21 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from knnlm.datastore.arrays import COUNTS as COUNTS
+from knnlm.datastore.arrays import KEPT as KEPT
+from knnlm.datastore.arrays import KEYS as KEYS
+from knnlm.datastore.arrays import VALUES as VALUES
+from knnlm.datastore.arrays import array_shapes, check_segments
 from knnlm.datastore.catalog import FILE, Catalog, SegmentRow, StoredDocument
+from knnlm.datastore.gaps import check_removed
 from knnlm.datastore.keys import Keys
-from knnlm.datastore.layout import check_removed, check_segments, fact, stored_map, stored_offset
 from knnlm.datastore.locking import Lease
 from knnlm.datastore.numbering import Numbering
 from knnlm.datastore.segment import open_array, skip_header
+from knnlm.datastore.stored import fact, reader_width, stored_map, stored_offset
 from knnlm.errors import DatastoreCorrupt, DatastoreError
 from knnlm.index.base import capturing
 
-KEYS, VALUES, KEPT, COUNTS = "keys.npy", "values.npy", "kept.npy", "counts.npy"
 _MAPPINGS = 256
 _RESIDENT = 1 << 26  # tokens that are kept in memory: four bytes each
 _MOST = 1 << 31  # and on a GPU, beside their keys, which are hundreds of times larger
@@ -64,8 +69,8 @@ class Datastore:
         self.key_dtype: str = fact(catalog, "key_dtype", str)
         self._segments = catalog.segments()
         self.offset = stored_offset(catalog)
-        self.map = stored_map(catalog)
-        check_segments(catalog, self._segments)
+        self.map = stored_map(catalog, reader_width(catalog))
+        check_segments(catalog.path, self._segments)
         self._starts = _starts([segment.rows for segment in self._segments])
         self._key_starts = _starts([segment.keys for segment in self._segments])
         self._pruned = any(segment.kept is not None for segment in self._segments)
@@ -132,8 +137,7 @@ class Datastore:
 
     def files(self, segment: SegmentRow) -> list[str]:
         """Name the arrays that a segment has."""
-        has = {KEYS: True, VALUES: True, KEPT: segment.kept is not None, COUNTS: segment.counts_sha256 is not None}
-        return [name for name, there in has.items() if there]
+        return list(array_shapes(segment, self.key_dtype, self.width))
 
     def first_key(self, segment: SegmentRow) -> int:
         """Give the stored number of a segment's first key."""
@@ -361,12 +365,7 @@ class Datastore:
         return segment_folder(self.path, segment.id)
 
     def _open(self, segment: SegmentRow, name: str) -> NDArray[Any]:
-        shapes: dict[str, tuple[str, tuple[int, ...]]] = {
-            KEYS: (self.key_dtype, (segment.keys, self.width)),
-            VALUES: ("int32", (segment.rows,)),
-            KEPT: ("int32", (segment.keys,)),
-            COUNTS: ("float32", (segment.keys,)),
-        }
+        shapes = array_shapes(segment, self.key_dtype, self.width)
         return open_array(self._folder(segment) / name, *shapes[name])
 
 
