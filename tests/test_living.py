@@ -509,6 +509,17 @@ def test_compaction_refuses_to_copy_what_is_damaged(memory):
     assert Datastore.open(memory).catalog.document_count() == 11
 
 
+def test_an_index_that_so_few_keys_cannot_have_becomes_an_exact_search(lm, memory, alone):
+    with closing(Datastore.open(memory)) as store:
+        build_index(store, "IVF300,Flat")
+    for number in range(10):
+        remove(memory, document=f"d{number}")
+    assert compact(memory).index == "exact"
+    with closing(Datastore.open(memory)) as store:
+        expect(store, DOCUMENTS[10:12], lm, alone)
+        assert open_index(store).search(store.take(torch.arange(5)), 3).ids.min() >= 0
+
+
 def test_removed_rows_that_cannot_be_are_damage(memory):
     remove(memory, document="d1")
     with closing(sqlite3.connect(memory / "catalog.db", isolation_level=None)) as connection:

@@ -25,7 +25,7 @@ from knnlm.datastore.locking import writer_lock
 from knnlm.datastore.purging import purge
 from knnlm.datastore.segment import ArrayWriter, checksum, sync_folder, writing
 from knnlm.datastore.store import COUNTS, KEPT, KEYS, VALUES, Datastore, segment_folder
-from knnlm.errors import DatastoreCorrupt, ParameterError
+from knnlm.errors import DatastoreCorrupt, IndexInvalid, ParameterError
 from knnlm.index import auto_spec
 from knnlm.progress import Advance, Progress, silent
 
@@ -149,7 +149,7 @@ class _Compaction:
             return None
         try:
             return make_index(store, self._catalog, old.spec, old.metric, self._progress)
-        except ParameterError:
+        except (ParameterError, IndexInvalid):
             spec = auto_spec(store.key_count, store.width)
             if spec == "exact":
                 return None
