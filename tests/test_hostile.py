@@ -19,7 +19,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import knnlm
-from conftest import documents
+from conftest import BESIDE, documents
 from knnlm.datastore import Datastore, build, build_index, derive, open_index
 from knnlm.datastore.catalog import Catalog
 from knnlm.datastore.components import principal_components
@@ -104,7 +104,7 @@ def files(path: Path, *, but: str = "never") -> list[str]:
     return sorted(
         file.relative_to(path).as_posix()
         for file in path.rglob("*")
-        if file.is_file() and file.suffix != ".lock" and but not in file.name
+        if file.is_file() and file.name not in BESIDE and but not in file.name
     )
 
 

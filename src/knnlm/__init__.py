@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from knnlm.adaptation import Adaptation, adapt
     from knnlm.corpus import Document, read
-    from knnlm.datastore import Datastore, build, build_index, compress
+    from knnlm.datastore import Added, Compacted, Datastore, Removed, add, build, build_index, compact, compress, remove
     from knnlm.errors import KnnlmError
     from knnlm.evaluation import Evaluation, evaluate
     from knnlm.explanation import explain
@@ -32,7 +32,9 @@ if TYPE_CHECKING:
 # `knnlm --help` needs neither.
 _HOMES = {
     "Adaptation": "adaptation",
+    "Added": "datastore",
     "CausalLM": "lm",
+    "Compacted": "datastore",
     "Datastore": "datastore",
     "Document": "corpus",
     "Evaluation": "evaluation",
@@ -41,12 +43,15 @@ _HOMES = {
     "KnnMemory": "memory",
     "KnnlmError": "errors",
     "Mixture": "mixture",
+    "Removed": "datastore",
     "Sweep": "sweeping",
     "Trace": "trace",
     "Tuning": "tuning",
     "adapt": "adaptation",
+    "add": "datastore",
     "build": "datastore",
     "build_index": "datastore",
+    "compact": "datastore",
     "compress": "datastore",
     "evaluate": "evaluation",
     "explain": "explanation",
@@ -55,6 +60,7 @@ _HOMES = {
     "merge": "guarding",
     "read": "corpus",
     "record": "trace",
+    "remove": "datastore",
     "repair": "guarding",
     "replay": "sweeping",
     "sweep": "sweeping",
@@ -64,7 +70,9 @@ _HOMES = {
 
 __all__ = [
     "Adaptation",
+    "Added",
     "CausalLM",
+    "Compacted",
     "Datastore",
     "Document",
     "Evaluation",
@@ -73,12 +81,15 @@ __all__ = [
     "KnnMemory",
     "KnnlmError",
     "Mixture",
+    "Removed",
     "Sweep",
     "Trace",
     "Tuning",
     "adapt",
+    "add",
     "build",
     "build_index",
+    "compact",
     "compress",
     "evaluate",
     "explain",
@@ -87,6 +98,7 @@ __all__ = [
     "merge",
     "read",
     "record",
+    "remove",
     "repair",
     "replay",
     "sweep",

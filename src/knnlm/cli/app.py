@@ -15,6 +15,7 @@ from knnlm.cli import (
     building,
     demonstrating,
     guarding,
+    living,
     measuring,
     reporting,
     storing,
@@ -30,7 +31,20 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
-for module in (building, measuring, using, storing, training, adapting, guarding, reporting, benching, demonstrating):
+MODULES = (
+    building,
+    living,
+    measuring,
+    using,
+    storing,
+    training,
+    adapting,
+    guarding,
+    reporting,
+    benching,
+    demonstrating,
+)
+for module in MODULES:
     module.register(app)
 
 

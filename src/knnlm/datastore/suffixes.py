@@ -179,6 +179,8 @@ def open_suffixes(store: Datastore, *, progress: Progress = silent) -> Suffixes:
     what = f"{_SORTING} again, as the memory has changed" if (store.path / FOLDER).exists() else _SORTING
     made = _made(_text(store), expected["vocab_size"], _start_token(store), progress=progress, what=what)
     try:
+        if store.stale:  # what is kept is for those who open the memory as it is now
+            return made
         _keep(store, made, expected)
     except DatastoreError:
         return made
@@ -192,12 +194,14 @@ def kept_suffixes(store: Datastore) -> Suffixes | None:
 
 def _expected(store: Datastore) -> dict[str, Any]:
     """Say what the kept files must have been made of."""
+    changed = {"generation": store.generation} if store.generation else {}
     return {
         "format": _FORMAT,
         "fingerprint": store.fingerprint,
         "documents": store.catalog.document_count(),
         "vocab_size": int(store.model["vocab_size"]),
         "depth": DEPTH,
+        **changed,
     }
 
 
@@ -274,7 +278,7 @@ def _first_rows(text: Small, vocab_size: int) -> Ints:
 def _text(store: Datastore) -> Small:
     """Read the memory's documents, with their borders."""
     begins, expected = [], 0
-    for document in store.catalog.documents():
+    for document in store.documents():
         if document.first_row != expected or document.rows < 0:
             raise DatastoreCorrupt(
                 f"{store.catalog.path}: {document.source} begins at row {document.first_row}; row {expected} was "
@@ -312,6 +316,18 @@ def _load(store: Datastore, expected: dict[str, Any]) -> Suffixes | None:
     facts = _read_facts(folder / _FACTS)
     if facts is None or any(facts.get(name) != value for name, value in expected.items()):
         return None
+    try:
+        return _map(store, facts, expected)
+    except DatastoreCorrupt:
+        # Another process may have put newer ones in their place between two files.
+        if _read_facts(folder / _FACTS) != facts:
+            return None
+        raise
+
+
+def _map(store: Datastore, facts: dict[str, Any], expected: dict[str, Any]) -> Suffixes:
+    """Map files into memory that must be as the facts say."""
+    folder = store.path / FOLDER
     size, vocab_size = facts.get("size"), expected["vocab_size"]
     if not isinstance(size, int) or not 0 < size - store.rows <= expected["documents"] + 1:
         raise _corrupt(folder, f"{_FACTS} says {size} places for {store.rows:,} tokens")

@@ -93,9 +93,9 @@ def check_segments(segments: Sequence[SegmentRow]) -> list[Problem]:
 
 
 def removed_rows(catalog: Catalog) -> Ranges:
-    """Give the rows of removed documents by segment; a catalog that knows no removal has none."""
+    """Give the rows of removed documents by segment."""
     ranges: Ranges = {}
-    for row in getattr(catalog, "removed", list)():
+    for row in catalog.removed():
         ranges.setdefault(row.segment, []).append((row.first_row, row.rows))
     return ranges
 

@@ -156,8 +156,7 @@ class _Documents:
     """The documents in the order of their rows, asked for stretch by stretch."""
 
     def __init__(self, store: Datastore) -> None:
-        # Counted here: where documents were removed, rows of the memory are numbered without theirs.
-        self._source = store.catalog.documents()
+        self._source = store.documents()
         self._next, self._end = 0, 0
         self._current = ("", "")
 
