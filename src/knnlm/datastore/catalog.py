@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from knnlm.datastore.strangers import check_database, check_schema, typed
-from knnlm.errors import DatastoreCorrupt, DatastoreError
+from knnlm.errors import DatastoreCorrupt, DatastoreError, KnnlmError
 
 BUILT, DERIVED = 1, 2  # formats
 LANGUAGE_MODEL = "language_model"  # the fact that names the model that a memory is for, if that is not its reader
@@ -279,6 +279,8 @@ def _reporting(path: Path) -> Iterator[None]:
     """Turn an error of SQLite into one of ours that names the file."""
     try:
         yield
+    except KnnlmError:  # some are errors of Python's too
+        raise
     except sqlite3.OperationalError as error:
         if "locked" in str(error):
             raise DatastoreError(f"{path} is in use by another process. Try again when it has finished.") from None
