@@ -66,6 +66,8 @@ class Sums:
         if path not in self._blocks:
             self._blocks[path] = _Blocks(path, sha256)
         blocks = self._blocks[path]
+        if blocks.size < total * row_bytes:  # cut short since the memory was opened
+            raise _damaged(path)
         if blocks.left:
             blocks.check(blocks.size - (total - rows) * row_bytes, row_bytes)
         return not blocks.left
