@@ -49,7 +49,7 @@ def contents(path) -> dict[str, tuple[list[int], np.ndarray]]:
     with closing(Datastore.open(path)) as store:
         found = {}
         owners = store.rows_of(torch.arange(store.key_count))
-        for document in list(store.catalog.documents()):
+        for document in list(store.documents()):
             rows = torch.arange(document.first_row, document.first_row + document.rows)
             inside = ((owners >= document.first_row) & (owners < document.first_row + document.rows)).nonzero()[:, 0]
             found[document.sha256] = (store.values(rows).tolist(), store.take(inside).numpy())
@@ -227,7 +227,7 @@ def test_a_merge_that_is_killed_anywhere_goes_on_and_ends_with_the_same_bytes(th
         from killing import Dying
         from knnlm.datastore.catalog import Catalog
         from knnlm.guarding import merging
-        from knnlm.guarding.segments import NewSegment
+        from knnlm.datastore.newsegment import NewSegment
         for number, path in enumerate(sys.argv[1:], 1):
             if os.fork() == 0:
                 dying = Dying(number)

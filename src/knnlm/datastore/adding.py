@@ -55,9 +55,9 @@ def add(
         _check_model(catalog, lm)
         purge(folder, catalog)
         before, rows = catalog.document_count(), _rows(catalog)
+        waiting = Waiting(folder, catalog, storage_of(catalog), width=lm.width)
         with progress("reading", total=total, unit="characters") as advance:
             new = _New(documents, catalog, advance)
-            waiting = Waiting(folder, catalog, storage_of(catalog), width=lm.width)
             work = Build(folder, catalog, lm, waiting, advance, compile=False, total=total, keep=False)
             with closing(tokenised(new, lm)) as pairs:
                 work.run(groups(pairs, catalog.get("segment_rows") or usual_segment_rows(lm)))

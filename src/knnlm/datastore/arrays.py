@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -44,24 +44,30 @@ def array_shapes(segment: SegmentRow, codec: Codec) -> dict[str, tuple[str, tupl
     return shapes
 
 
-def check_segments(path: Path, segments: Sequence[SegmentRow]) -> None:
-    """The catalog must number segments and rows without gaps."""
+def array_sums(segment: SegmentRow) -> dict[str, str | None]:
+    """Say which SHA-256 the arrays have that a segment has."""
+    sums = (segment.keys_sha256, segment.values_sha256, segment.kept_sha256, segment.counts_sha256)
+    return dict(zip((KEYS, VALUES, KEPT, COUNTS), sums, strict=True))
+
+
+def segment_faults(segments: Sequence[SegmentRow]) -> Iterator[tuple[SegmentRow, str, bool]]:
+    """Say what is wrong with the numbers of segments, and whether it is with that one only: rows go without gaps."""
     expected = 0
-    for segment in segments:  # ids ascend; a repair leaves gaps between them
+    for segment in segments:
         if segment.first_row != expected or segment.rows < 1:
-            raise DatastoreCorrupt(
-                f"{path}: segment {segment.id} begins at row {segment.first_row} with "
-                f"{segment.rows} rows; row {expected} was expected. Build the memory again."
-            )
+            what = f"begins at row {segment.first_row:,} with {segment.rows:,} rows; row {expected:,} was expected"
+            yield segment, f"segment {segment.id} {what}", False
         if not 0 <= segment.keys <= segment.rows:
-            raise DatastoreCorrupt(
-                f"{path}: segment {segment.id} has {segment.keys} keys for {segment.rows} rows. Make the memory again."
-            )
+            yield segment, f"segment {segment.id} has {segment.keys:,} keys for {segment.rows:,} rows", False
         if not (isinstance(segment.scale, float) and 0 < segment.scale < math.inf):
-            raise DatastoreCorrupt(
-                f"{path}: the keys of segment {segment.id} have the scale {segment.scale!r}. Make the memory again."
-            )
-        expected += segment.rows
+            yield segment, f"the keys of segment {segment.id} have the scale {repr(segment.scale)[:60]}", True
+        expected = segment.first_row + segment.rows
+
+
+def check_segments(path: Path, segments: Sequence[SegmentRow]) -> None:
+    """Refuse segments whose numbers cannot be."""
+    for _, what, _ in segment_faults(segments):
+        raise DatastoreCorrupt(f"{path}: {what}. Make the memory again, or run: knnlm repair {path.parent}")
 
 
 def check_facts(path: Path, model: dict[str, Any], window: dict[str, Any], codec: Codec) -> None:

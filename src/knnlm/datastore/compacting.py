@@ -11,26 +11,25 @@ from collections.abc import Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from knnlm.datastore.adding import check_complete
+from knnlm.datastore.arrays import COUNTS, KEPT, KEYS, VALUES, array_shapes
 from knnlm.datastore.builder import next_segment
 from knnlm.datastore.catalog import FILE, LAYOUT, Catalog, IndexRow, SegmentRow
 from knnlm.datastore.indexing import choose_spec, make_index, stored_indexes
 from knnlm.datastore.locking import writer_lock
+from knnlm.datastore.newsegment import NewSegment
 from knnlm.datastore.purging import purge
-from knnlm.datastore.segment import ArrayWriter, checksum, sync_folder, writing
-from knnlm.datastore.store import COUNTS, KEPT, KEYS, VALUES, Datastore, segment_folder
-from knnlm.errors import DatastoreCorrupt, IndexInvalid, ParameterError
+from knnlm.datastore.store import Datastore
+from knnlm.errors import IndexInvalid, ParameterError
 from knnlm.progress import Advance, Progress, silent
 
 _ROWS = 16_384  # of a segment, where the memory does not say
-_PIECE = 1 << 22  # bytes that are copied at a time
-_SUMS = {KEYS: "keys_sha256", VALUES: "values_sha256", KEPT: "kept_sha256", COUNTS: "counts_sha256"}
 
 
 @dataclass(frozen=True)
@@ -160,48 +159,26 @@ class _Compaction:
         if not rows:
             return None
         number, self._next = self._next, self._next + 1
-        final = segment_folder(self._store.path, number)
-        partial = final.with_suffix(".partial")
-        with writing(partial):
-            partial.mkdir(parents=True)
-        sums: dict[str, str] = {}
-        for name in self._store.files(group.segments[0]):
+        made = NewSegment(self._store.path, number)
+        names = self._store.files(group.segments[0])
+        for name in names:
             if name == KEPT:
-                with ArrayWriter(partial / name, "int32") as writer:
+                with made.array(name, "int32") as writer:
                     writer.append(self._kept(group, first))
             else:
-                self._copy_array(group, partial / name, advance if name == VALUES else lambda _: None)
-            sums[_SUMS[name]] = checksum(partial / name)
-        with writing(final):
-            sync_folder(partial)
-            partial.rename(final)
-            sync_folder(final.parent)
-        kept = sum(count for _, count in self._keys(group)) if KEPT in self._store.files(group.segments[0]) else None
-        return SegmentRow(number, first, rows, group.segments[0].scale, kept=kept, **sums)
+                self._copy_array(group, name, made, advance if name == VALUES else lambda _: None)
+        kept = sum(count for _, count in self._keys(group)) if KEPT in names else None
+        sums, scale = made.seal(), group.segments[0].scale
+        return SegmentRow(number, first, rows, scale, sums[KEYS], sums[VALUES], kept, sums.get(KEPT), sums.get(COUNTS))
 
-    def _copy_array(self, group: _Group, path: Path, advance: Advance) -> None:
+    def _copy_array(self, group: _Group, name: str, made: NewSegment, advance: Advance) -> None:
         """Copy the rows that are there, byte for byte, whatever they are made of."""
-        writer: ArrayWriter | None = None
-        try:
+        dtype, shape = array_shapes(group.segments[0], self._store.codec)[name]
+        with made.array(name, dtype, shape[1:]) as writer:
             for segment in group.segments:
-                source = segment_folder(self._store.path, segment.id) / path.name
-                if checksum(source) != getattr(segment, _SUMS[path.name]):
-                    raise DatastoreCorrupt(
-                        f"{source} is not as it was written, so nothing was compacted. Restore the file, or build the "
-                        "memory again."
-                    )
-                with source.open("rb") as file:
-                    dtype, shape = _header(file)
-                    writer = writer or ArrayWriter(path, dtype, shape[1:])
-                    for piece in _pieces(file, dtype, shape, self._local(segment, path.name)):
-                        writer.append(piece)
-                        advance(len(piece))
-            assert writer is not None
-            writer.close()
-        except BaseException:
-            if writer is not None:
-                writer.abandon()
-            raise
+                for piece in self._store.arrays.copy(segment, name, self._local(segment, name)):
+                    writer.append(piece)
+                    advance(len(piece))
 
     def _local(self, segment: SegmentRow, name: str) -> Iterator[tuple[int, int]]:
         """Give (first, count) of what is there in an array of a segment, counted from its beginning."""
@@ -239,27 +216,3 @@ class _Compaction:
             connection.execute("UPDATE documents SET first_row = row_now(first_row), segment = segment_now(segment)")
             connection.execute("DELETE FROM removed")
             catalog.put_index(index, [])
-
-
-def _header(file: BinaryIO) -> tuple[np.dtype[Any], tuple[int, ...]]:
-    """Read what an array that was checked when it was opened is made of, and stop before its first row."""
-    np.lib.format.read_magic(file)
-    shape, _, dtype = np.lib.format.read_array_header_1_0(file)
-    return dtype, shape
-
-
-def _pieces(
-    file: BinaryIO, dtype: np.dtype[Any], shape: tuple[int, ...], stretches: Iterator[tuple[int, int]]
-) -> Iterator[NDArray[Any]]:
-    """Read stretches of rows, a few megabytes at a time."""
-    begin = file.tell()
-    row_bytes = dtype.itemsize * int(np.prod(shape[1:], dtype=np.int64))
-    step = max(1, _PIECE // max(1, row_bytes))
-    for start, count in stretches:
-        for first in range(start, start + count, step):
-            size = min(step, start + count - first)
-            file.seek(begin + first * row_bytes)
-            data = file.read(size * row_bytes)
-            if len(data) < size * row_bytes:
-                raise DatastoreCorrupt(f"{file.name} was cut short. Build the memory again.")
-            yield np.frombuffer(data, dtype).reshape(size, *shape[1:])

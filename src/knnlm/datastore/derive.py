@@ -26,14 +26,11 @@ from knnlm.datastore.codec import Bytes, Codec, Codes, Plain, save_codec
 from knnlm.datastore.keymap import FILE as MAP
 from knnlm.datastore.keymap import KeyMap
 from knnlm.datastore.locking import writer_lock
+from knnlm.datastore.newsegment import NewSegment
 from knnlm.datastore.segment import (
     KEY_DTYPES,
-    ArrayWriter,
     KeyWriter,
-    checksum,
     remove_others,
-    sync_folder,
-    writing,
 )
 from knnlm.datastore.store import COUNTS, KEPT, KEYS, VALUES, Datastore, segment_folder
 from knnlm.datastore.waiting import CodeWriter
@@ -248,41 +245,30 @@ def _copy(folder: Path, catalog: Catalog, plan: _Plan, progress: Progress) -> No
 
 def _copy_segment(folder: Path, plan: _Plan, part: _Part, advance: Advance) -> SegmentRow:
     """Write one segment under a temporary name, and then give it its own."""
-    final = segment_folder(folder, part.number)
-    partial = final.with_suffix(".partial")
-    with writing(partial):
-        partial.mkdir(parents=True)
+    made = NewSegment(folder, part.number)
     kept = np.arange(part.first_key, part.first_key + part.keys)
     if plan.keep is not None:
         kept = kept[plan.keep[kept]]
-    divisor = _write_keys(partial / KEYS, plan, kept, part.keys, advance)
-    source = segment_folder(plan.store.path, part.segment.id) / VALUES
-    if checksum(source) != part.segment.values_sha256:
-        raise DatastoreCorrupt(f"{source} is not as it was written. Build the memory again, or restore the file.")
-    _write_values(partial / VALUES, plan.store, part)
+    divisor = _write_keys(made.place(KEYS), plan, kept, part.keys, advance)
+    _write_values(made, plan.store, part.segment)
     rows = plan.store.rows_of(torch.from_numpy(kept)).numpy() - part.first_row
     weights = _weights(plan, kept)
     pruned = len(rows) < part.rows or weights is not None
-    sums: list[str | None] = [None, None]
-    for place, (name, array) in enumerate(((KEPT, rows if pruned else None), (COUNTS, weights))):
+    for name, dtype, array in ((KEPT, "int32", rows if pruned else None), (COUNTS, "float32", weights)):
         if array is not None:
-            with ArrayWriter(partial / name, "int32" if name == KEPT else "float32") as writer:
+            with made.array(name, dtype) as writer:
                 writer.append(array)
-            sums[place] = checksum(partial / name)
-    keys_sum, values_sum = checksum(partial / KEYS), checksum(partial / VALUES)
-    with writing(final):
-        sync_folder(partial)
-        partial.rename(final)
-        sync_folder(final.parent)
+    sums = made.seal()
     return SegmentRow(
         part.number,
         part.first_row,
         part.rows,
         divisor,
-        keys_sum,
-        values_sum,
+        sums[KEYS],
+        sums[VALUES],
         len(rows) if pruned else None,
-        *sums,
+        sums.get(KEPT),
+        sums.get(COUNTS),
     )
 
 
@@ -324,12 +310,13 @@ def _blocks(store: Datastore, kept: NDArray[np.int64]) -> Iterator[tuple[int, Te
         yield begin, store.take(torch.from_numpy(kept[begin : begin + _BLOCK]))
 
 
-def _write_values(path: Path, store: Datastore, part: _Part) -> None:
-    """Copy the tokens of a segment."""
-    with ArrayWriter(path, "int32") as writer:
-        for begin in range(0, part.rows, 1 << 20):
-            rows = torch.arange(begin, min(begin + (1 << 20), part.rows)) + part.first_row
-            writer.append(store.values(rows).numpy())
+def _write_values(made: NewSegment, store: Datastore, segment: SegmentRow) -> None:
+    """Copy the tokens that are there of a segment."""
+    first = segment.first_row
+    there = store.row_numbers.stretches(first, first + segment.rows)
+    with made.array(VALUES, "int32") as writer:
+        for piece in store.arrays.copy(segment, VALUES, ((start - first, count) for start, count in there)):
+            writer.append(piece)
 
 
 def _weights(plan: _Plan, kept: NDArray[np.int64]) -> NDArray[np.float32] | None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterable, Iterator
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
@@ -9,15 +11,16 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from knnlm.datastore.arrays import KEYS, array_shapes, segment_folder
+from knnlm.datastore.arrays import KEYS, array_shapes, array_sums, segment_folder
 from knnlm.datastore.catalog import SegmentRow
 from knnlm.datastore.codec import Codec, row_bytes
-from knnlm.datastore.segment import open_array, skip_header
+from knnlm.datastore.segment import checksum, open_array, skip_header
 from knnlm.datastore.strangers import check_place
-from knnlm.datastore.sums import Sums
+from knnlm.datastore.sums import Sums, damaged
 from knnlm.errors import DatastoreCorrupt
 
 _MAPPINGS = 256
+_PIECE = 1 << 22  # bytes that are copied at a time
 
 
 class Arrays:
@@ -54,10 +57,34 @@ class Arrays:
             if file.readinto(out.view(np.uint8).data) < len(out) * self._row_bytes:
                 raise DatastoreCorrupt(f"{file.name} was cut short. Build the memory again.")
 
+    def copy(self, segment: SegmentRow, name: str, stretches: Iterable[tuple[int, int]]) -> Iterator[NDArray[Any]]:
+        """Give stretches of an array's rows, (first, count) each, as they are stored, some megabytes at a time.
+
+        All of the file is compared before: what is copied gets a checksum of its own.
+        """
+        path = segment_folder(self._path, segment.id) / name
+        check_place(self._path, path)
+        if checksum(path) != array_sums(segment)[name]:
+            raise damaged(path)
+        dtype, shape = array_shapes(segment, self._codec)[name]
+        size = np.dtype(dtype).itemsize * math.prod(shape[1:])
+        with path.open("rb") as file:
+            begin = skip_header(file)
+            for first, count in _pieces(stretches, max(1, _PIECE // size)):
+                file.seek(begin + first * size)
+                data = np.fromfile(file, dtype, count * math.prod(shape[1:]))
+                yield data.reshape(count, *shape[1:])
+
     def _compare(self, segment: SegmentRow, keys: NDArray[np.int64]) -> None:
         """See that these keys of a segment are as they were written, where that was not seen yet."""
         if not self.sums.done(segment):
             self.sums.keys(segment_folder(self._path, segment.id), segment, keys, self._row_bytes)
+
+
+def _pieces(stretches: Iterable[tuple[int, int]], step: int) -> Iterator[tuple[int, int]]:
+    for first, count in stretches:
+        for begin in range(first, first + count, step):
+            yield begin, min(step, first + count - begin)
 
 
 def _open(path: Path, codec: Codec, segment: SegmentRow, name: str) -> NDArray[Any]:

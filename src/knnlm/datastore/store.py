@@ -76,14 +76,14 @@ class Datastore:
         self.codec = stored_codec(catalog, self.width)
         check_facts(catalog.path, self.model, self.window, self.codec)
         check_segments(catalog.path, self._segments)
-        self._arrays = Arrays(path, self.codec, check=check)
+        self.arrays = Arrays(path, self.codec, check=check)
         self._starts = _starts([segment.rows for segment in self._segments])
         self._key_starts = _starts([segment.keys for segment in self._segments])
         self._pruned = any(segment.kept is not None for segment in self._segments)
         self._counted = any(segment.counts_sha256 is not None for segment in self._segments)
         self.row_numbers = Numbering(int(self._starts[-1]), check_removed(catalog, self._segments))
         for segment in self._segments:
-            self._arrays.check(segment)
+            self.arrays.check(segment)
         self.key_numbers = self._number_keys()
         self._values: dict[torch.device, Tensor] = {}
         # (n, D) float16 keys of each segment, where a build has left them on its device.
@@ -145,7 +145,7 @@ class Datastore:
     @property
     def sums(self) -> Sums:
         """What has been compared with its checksum."""
-        return self._arrays.sums
+        return self.arrays.sums
 
     def files(self, segment: SegmentRow) -> list[str]:
         """Name the arrays that a segment has."""
@@ -211,7 +211,7 @@ class Datastore:
         number = begin
         for segment, local, count in self._stretches(begin, size):
             stored = np.empty((count, self.codec.columns), self.codec.dtype)
-            self._arrays.read(segment, local, stored)
+            self.arrays.read(segment, local, stored)
             yield number, self.codec.decode(torch.from_numpy(stored), segment.scale)
             number += count
 
@@ -230,7 +230,7 @@ class Datastore:
             count = min(count, len(out) - done)
             if not count:
                 return
-            self._arrays.read(segment, local, out[done : done + count].numpy())
+            self.arrays.read(segment, local, out[done : done + count].numpy())
             done += count
 
     def take(self, ids: Tensor) -> Tensor:
@@ -241,7 +241,7 @@ class Datastore:
         scales = np.ones((len(flat), 1), np.float32)
         for number, places, local in by_segment(flat, self._key_starts):
             segment = self._segments[number]
-            mapped = self._arrays.keys(segment, local)
+            mapped = self.arrays.keys(segment, local)
             if places[-1] - places[0] == len(places) - 1:  # ids that come in order lie side by side
                 np.take(mapped, local, axis=0, out=stored[places[0] : places[-1] + 1], mode="clip")
             else:
@@ -262,7 +262,7 @@ class Datastore:
         rows = np.full(len(flat), -1, dtype=np.int64)
         for number, places, local in by_segment(flat, self._key_starts):
             segment = self._segments[number]
-            kept = local if segment.kept is None else self._arrays.mapped(segment, KEPT)[local].astype(np.int64)
+            kept = local if segment.kept is None else self.arrays.mapped(segment, KEPT)[local].astype(np.int64)
             if kept.min(initial=0) < 0 or kept.max(initial=0) >= segment.rows:
                 raise DatastoreCorrupt(
                     f"{segment_folder(self.path, segment.id) / KEPT} names a row beyond the {segment.rows:,} of the "
@@ -280,7 +280,7 @@ class Datastore:
         counts = np.zeros(len(flat), dtype=np.float32)
         for number, places, local in by_segment(flat, self._key_starts):
             segment = self._segments[number]
-            found = np.ones(1) if segment.counts_sha256 is None else self._arrays.mapped(segment, COUNTS)[local]
+            found = np.ones(1) if segment.counts_sha256 is None else self.arrays.mapped(segment, COUNTS)[local]
             if not (np.isfinite(found) & (found > 0)).all():
                 raise DatastoreCorrupt(
                     f"{segment_folder(self.path, segment.id) / COUNTS} holds counts that are not finite and above 0. "
@@ -296,7 +296,7 @@ class Datastore:
         flat = self.row_numbers.stored(rows.reshape(-1).cpu().numpy())
         values = np.full(len(flat), -1, dtype=np.int64)
         for number, places, local in by_segment(flat, self._starts):
-            values[places] = self._arrays.mapped(self._segments[number], VALUES)[local]
+            values[places] = self.arrays.mapped(self._segments[number], VALUES)[local]
         self._check_values(values)
         return torch.from_numpy(values).reshape(rows.shape).to(rows.device)
 
@@ -308,7 +308,7 @@ class Datastore:
             values = np.empty(self.rows, np.int32)
             done = 0
             for segment in self._segments:  # one after another: each mapping holds a file handle
-                mapped, first = self._arrays.open(segment, VALUES), segment.first_row
+                mapped, first = self.arrays.open(segment, VALUES), segment.first_row
                 for start, count in self.row_numbers.stretches(first, first + segment.rows):
                     values[done : done + count] = mapped[start - first : start - first + count]
                     done += count
@@ -367,7 +367,7 @@ class Datastore:
             for start, count in self.row_numbers.gaps:
                 local = start - segment.first_row
                 if 0 <= local < segment.rows:
-                    kept = np.arange(segment.rows) if segment.kept is None else self._arrays.open(segment, KEPT)
+                    kept = np.arange(segment.rows) if segment.kept is None else self.arrays.open(segment, KEPT)
                     low, high = np.searchsorted(kept, [local, local + count]).tolist()
                     gaps.append((first + low, high - low))
         return Numbering(int(self._key_starts[-1]), gaps)

@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from knnlm.datastore.arrays import KEYS
+from knnlm.datastore.arrays import KEYS, array_sums
 from knnlm.datastore.catalog import SegmentRow
 from knnlm.datastore.segment import checksum
 from knnlm.errors import DatastoreCorrupt
@@ -43,8 +43,8 @@ class Sums:
         """Compare a small array of a segment, once; keys are not small."""
         path = folder / name
         if self.on and name != KEYS and path not in self._whole:
-            if checksum(path) != getattr(segment, f"{path.stem}_sha256"):
-                raise _damaged(path)
+            if checksum(path) != array_sums(segment)[name]:
+                raise damaged(path)
             self._whole.add(path)
 
     def done(self, segment: SegmentRow) -> bool:
@@ -67,7 +67,7 @@ class Sums:
             self._blocks[path] = _Blocks(path, sha256)
         blocks = self._blocks[path]
         if blocks.size < total * row_bytes:  # cut short since the memory was opened
-            raise _damaged(path)
+            raise damaged(path)
         if blocks.left:
             blocks.check(blocks.size - (total - rows) * row_bytes, row_bytes)
         return not blocks.left
@@ -110,7 +110,7 @@ class _Blocks:
     def _compare(self, data: memoryview, first: int) -> None:
         for number, at in enumerate(range(0, len(data), BLOCK), first):
             if zlib.crc32(data[at : at + BLOCK]) != self._sums[number]:
-                raise _damaged(self._path, f" in bytes {number * BLOCK:,} to {(number + 1) * BLOCK - 1:,}")
+                raise damaged(self._path, f" in bytes {number * BLOCK:,} to {(number + 1) * BLOCK - 1:,}")
 
 
 def _make(path: Path, sha256: str) -> NDArray[np.uint32]:
@@ -122,7 +122,7 @@ def _make(path: Path, sha256: str) -> NDArray[np.uint32]:
             view = memoryview(data)
             sums += [zlib.crc32(view[at : at + BLOCK]) for at in range(0, len(data), BLOCK)]
     if digest.hexdigest() != sha256:
-        raise _damaged(path)
+        raise damaged(path)
     return np.array(sums, dtype="<u4")
 
 
@@ -153,6 +153,7 @@ def _load(file: Path, sha256: str, count: int) -> NDArray[np.uint32] | None:
     return np.frombuffer(body[end:], "<u4")
 
 
-def _damaged(path: Path, where: str = "") -> DatastoreCorrupt:
+def damaged(path: Path, where: str = "") -> DatastoreCorrupt:
+    """Say that a file of a segment is not what it was."""
     memory = path.parent.parent.parent
     return DatastoreCorrupt(f"{path} is not as it was written{where}. Restore it, or run: knnlm repair {memory}")

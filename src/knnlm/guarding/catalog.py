@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from knnlm.datastore.arrays import segment_faults
 from knnlm.datastore.catalog import FILE, Catalog, SegmentRow
 from knnlm.datastore.codec import FILE as CODEC_FILE
 from knnlm.datastore.codec import Codec
@@ -78,18 +79,10 @@ def _read_codec(catalog: Catalog, width: int) -> tuple[Codec | None, list[Proble
 
 def check_segments(segments: Sequence[SegmentRow]) -> list[Problem]:
     """Rows must be numbered without gaps."""
-    problems, expected = [], 0
-    for segment in segments:
-        if segment.first_row != expected or segment.rows < 1:
-            what = f"begins at row {segment.first_row:,} with {segment.rows:,} rows; row {expected:,} was expected"
-            problems.append(Problem(FILE, f"segment {segment.id} {what}"))
-        if not 0 <= segment.keys <= segment.rows:
-            problems.append(Problem(FILE, f"segment {segment.id} has {segment.keys:,} keys for {segment.rows:,} rows"))
-        if not (isinstance(segment.scale, float) and 0 < segment.scale < math.inf):
-            what = f"the keys of segment {segment.id} have the scale {_short(segment.scale)}"
-            problems.append(Problem(FILE, what, SEGMENT, segment.id))
-        expected = segment.first_row + segment.rows
-    return problems
+    return [
+        Problem(FILE, what, SEGMENT, segment.id) if its_own else Problem(FILE, what)
+        for segment, what, its_own in segment_faults(segments)
+    ]
 
 
 def removed_rows(catalog: Catalog) -> Ranges:
@@ -119,6 +112,9 @@ def check_documents(catalog: Catalog, segments: Sequence[SegmentRow], removed: R
             if expected != end:
                 what = f"rows {expected:,} to {end - 1:,} belong to no document"
                 problems.append(Problem(FILE, f"segment {segment.id}: {what}", SEGMENT, segment.id))
+    known = {segment.id for segment in segments}
+    if lost := sum(rows for segment, ranges in removed.items() if segment not in known for _, rows in ranges):
+        problems.append(Problem(FILE, f"{lost:,} removed rows are of segments that the catalog does not have"))
     if counted != catalog.document_count():
         missing = catalog.document_count() - counted
         problems.append(Problem(FILE, f"{missing:,} documents are of segments that the catalog does not have"))

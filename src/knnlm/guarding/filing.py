@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from knnlm.datastore.arrays import COUNTS, KEPT, KEYS, VALUES, array_shapes, segment_folder
+from knnlm.datastore.arrays import COUNTS, KEPT, KEYS, VALUES, array_shapes, array_sums, segment_folder
 from knnlm.datastore.catalog import SegmentRow
 from knnlm.datastore.codec import Codec
 from knnlm.datastore.segment import open_array, skip_header
@@ -35,13 +35,7 @@ class SegmentFiles:
         self._shapes = array_shapes(segment, codec)
         if waiting:
             self._shapes[WAITING] = self._shapes.pop(KEYS)
-        self._sums = {
-            KEYS: segment.keys_sha256,
-            WAITING: segment.keys_sha256,
-            VALUES: segment.values_sha256,
-            KEPT: segment.kept_sha256,
-            COUNTS: segment.counts_sha256,
-        }
+        self._sums = {**array_sums(segment), WAITING: segment.keys_sha256}
 
     def paths(self) -> list[Path]:
         """Name the files."""

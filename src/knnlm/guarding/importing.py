@@ -22,10 +22,10 @@ from numpy.typing import NDArray
 from knnlm.datastore.builder import check_folder
 from knnlm.datastore.catalog import FILE, Catalog, SegmentRow, StoredDocument
 from knnlm.datastore.locking import writer_lock
+from knnlm.datastore.newsegment import NewSegment
 from knnlm.datastore.segment import remove_others
 from knnlm.datastore.store import KEYS, VALUES, Datastore, segment_folder
 from knnlm.errors import DatastoreError, ModelMismatch, ParameterError
-from knnlm.guarding.segments import NewSegment
 from knnlm.lm import CausalLM, WindowShape
 from knnlm.progress import Progress, silent
 

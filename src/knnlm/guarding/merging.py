@@ -17,7 +17,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from knnlm.datastore.arrays import COUNTS, KEPT, KEYS, VALUES, array_shapes, segment_folder
@@ -26,13 +25,12 @@ from knnlm.datastore.codec import Plain
 from knnlm.datastore.derive import check_out
 from knnlm.datastore.indexing import build_index
 from knnlm.datastore.locking import writer_lock
-from knnlm.datastore.segment import checksum, open_array, remove_others, replacing
+from knnlm.datastore.newsegment import NewSegment
+from knnlm.datastore.segment import checksum, remove_others, replacing
 from knnlm.datastore.store import Datastore
 from knnlm.errors import DatastoreCorrupt, DatastoreError, ModelMismatch, ParameterError
-from knnlm.guarding.segments import NewSegment
 from knnlm.progress import Progress, silent
 
-_PIECE = 1 << 24  # bytes at a time
 _POSITION = "merged"  # the fact that says how far a merge has come
 # Facts that may differ between memories that fit together; any other must be the same, also one that is not known here.
 _FREE = {"format", "state", "choices", "chosen", "derived", "segment_rows", "batch_tokens", "compile", "generation"}
@@ -206,40 +204,27 @@ class _Copy:
         self, store: Datastore, segment: SegmentRow, documents: Sequence[StoredDocument], shift: Tensor | None
     ) -> None:
         self._store, self._segment, self._shift = store, segment, shift
-        self._arrays = self._open()
+        self._names = store.files(segment)
         self._runs = list(_runs(documents, segment.first_row))  # (first row, rows) within the segment
-        kept = self._arrays.get(KEPT)
         self._key_runs = self._runs
-        if kept is not None:
-            bounds = [np.searchsorted(kept, [first, first + rows]) for first, rows in self._runs]
+        if KEPT in self._names:
+            self._kept = store.arrays.open(segment, KEPT)
+            bounds = [np.searchsorted(self._kept, [first, first + rows]) for first, rows in self._runs]
             self._key_runs = [(int(low), int(high - low)) for low, high in bounds]
-
-    def _open(self) -> dict[str, NDArray[Any]]:
-        """Map the arrays of the segment, after seeing that they are as they were written."""
-        store, segment = self._store, self._segment
-        sums = {KEYS: segment.keys_sha256, VALUES: segment.values_sha256}
-        sums |= {KEPT: str(segment.kept_sha256), COUNTS: str(segment.counts_sha256)}
-        arrays = {}
-        for name, (dtype, shape) in array_shapes(segment, store.codec).items():
-            path = segment_folder(store.path, segment.id) / name
-            arrays[name] = open_array(path, dtype, shape)
-            if checksum(path) != sums[name]:
-                raise DatastoreCorrupt(f"{path} is not as it was written. Run: knnlm repair {store.path}")
-        return arrays
 
     def write(self, made: NewSegment) -> SegmentRow:
         """Write the new segment; its numbers in the new memory are not known here."""
         scale = self._write_keys(made)
         self._write_array(made, VALUES, self._runs)
         kept = None
-        if KEPT in self._arrays:
+        if KEPT in self._names:
             kept = sum(count for _, count in self._key_runs)
             with made.array(KEPT, "int32") as writer:
                 begin = 0
                 for (first, rows), (key, count) in zip(self._runs, self._key_runs, strict=True):
-                    writer.append(self._arrays[KEPT][key : key + count] - first + begin)
+                    writer.append(self._kept[key : key + count] - first + begin)
                     begin += rows
-        if COUNTS in self._arrays:
+        if COUNTS in self._names:
             self._write_array(made, COUNTS, self._key_runs)
         sums = made.seal()
         return SegmentRow(0, 0, 0, scale, sums[KEYS], sums[VALUES], kept, sums.get(KEPT), sums.get(COUNTS))
@@ -251,23 +236,16 @@ class _Copy:
             return self._segment.scale
         scale = np.float32(self._segment.scale)
         with made.keys(self._store.key_dtype, self._store.width) as writer:
-            for piece in self._pieces(KEYS, self._key_runs):
+            for piece in self._store.arrays.copy(self._segment, KEYS, self._key_runs):
                 moved = piece.astype(np.float32) * scale + self._shift.numpy()
                 writer.put_keys(np.arange(writer.rows, writer.rows + len(moved)), moved)
         return writer.divisor
 
     def _write_array(self, made: NewSegment, name: str, runs: Sequence[tuple[int, int]]) -> None:
-        array = self._arrays[name]
-        with made.array(name, array.dtype, array.shape[1:]) as writer:
-            for piece in self._pieces(name, runs):
+        dtype, shape = array_shapes(self._segment, self._store.codec)[name]
+        with made.array(name, dtype, shape[1:]) as writer:
+            for piece in self._store.arrays.copy(self._segment, name, runs):
                 writer.append(piece)
-
-    def _pieces(self, name: str, runs: Sequence[tuple[int, int]]) -> Iterator[NDArray[Any]]:
-        array = self._arrays[name]
-        step = max(1, _PIECE // max(1, array.dtype.itemsize * int(np.prod(array.shape[1:], dtype=np.int64))))
-        for first, count in runs:
-            for begin in range(first, first + count, step):
-                yield array[begin : min(begin + step, first + count)]
 
 
 def _runs(documents: Sequence[StoredDocument], base: int) -> Iterator[tuple[int, int]]:

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from knnlm.index.base import Index, Neighbours, Vectors, check_search
 from knnlm.index.exact import ExactIndex
+from knnlm.index.rerank import merge
 
 _MORE = 16  # asked for beside the share that is expected to be gone
 _WIDER = 4  # times as many when that was not enough
@@ -104,7 +105,4 @@ class Joined:
         """Find the k nearest rows of each of (N, D) queries."""
         old, new = self.index.search(queries, k), self.newer.search(queries, k)
         added = torch.where(new.ids < 0, new.ids, new.ids + self._first).to(old.ids.device)
-        ids = torch.cat([old.ids, added], 1)
-        distances = torch.cat([old.distances, new.distances.to(old.distances.device)], 1)
-        best = distances.sort(dim=1, stable=True)
-        return Neighbours(ids.gather(1, best.indices)[:, :k], best.values[:, :k])
+        return merge(old, Neighbours(added, new.distances.to(old.distances.device)), k)

@@ -7,8 +7,8 @@ from pathlib import Path
 
 from numpy.typing import DTypeLike
 
+from knnlm.datastore.arrays import KEYS, segment_folder
 from knnlm.datastore.segment import ArrayWriter, KeyWriter, checksum, sync_folder, writing
-from knnlm.datastore.store import KEYS, segment_folder
 
 
 class NewSegment:
@@ -21,13 +21,17 @@ class NewSegment:
             shutil.rmtree(self._partial, ignore_errors=True)
             self._partial.mkdir(parents=True)
 
+    def place(self, name: str) -> Path:
+        """Say where a file of it is to be written."""
+        return self._partial / name
+
     def array(self, name: str, dtype: DTypeLike, row_shape: tuple[int, ...] = ()) -> ArrayWriter:
         """Begin an array; close it before the segment is sealed."""
-        return ArrayWriter(self._partial / name, dtype, row_shape)
+        return ArrayWriter(self.place(name), dtype, row_shape)
 
     def keys(self, dtype: str, width: int) -> KeyWriter:
         """Begin keys that may have to be divided to fit into their type."""
-        return KeyWriter(self._partial / KEYS, dtype, width)
+        return KeyWriter(self.place(KEYS), dtype, width)
 
     def seal(self) -> dict[str, str]:
         """Give the folder its name, so that it is on disk, and the SHA-256 of each file."""
