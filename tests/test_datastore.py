@@ -464,8 +464,8 @@ def test_a_store_of_many_segments_needs_few_file_handles(lm, tmp_path):
     script = textwrap.dedent("""
         import resource, sys, torch
         from knnlm import Datastore
-        from knnlm.datastore import store
-        store._MAPPINGS = 16
+        from knnlm.datastore import reading
+        reading._MAPPINGS = 16
         resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
         opened = Datastore.open(sys.argv[1])
         assert len(opened.segments) == 80

@@ -11,7 +11,7 @@ import torch
 
 import knnlm
 from conftest import documents
-from knnlm.datastore import Datastore, build, build_index, open_index
+from knnlm.datastore import Datastore, build, build_index, evidence, open_index
 from knnlm.datastore.suffixes import open_suffixes
 from knnlm.guarding import export, merge, repair, verify
 from test_format import read_memory
@@ -90,3 +90,21 @@ def test_a_merge_and_an_export_leave_out_what_was_removed(living, lm, tmp_path):
     for name, token in zip(table["document"].to_pylist(), table["token"].to_pylist(), strict=True):
         tokens.setdefault(name, []).append(token)
     assert tokens == {name: lm.encode(texts[name]) for name in LEFT}
+
+
+def test_a_repair_lets_readers_go_on_and_the_next_writer_clears_up(living, lm):
+    with closing(Datastore.open(living)) as reader:
+        keys = reader.take(torch.arange(reader.key_count))
+        generation = reader.generation
+        flip(living / "segments/000001/values.npy", -1)
+        done = repair(living)
+        assert done.segments == (1,)
+        assert (living / "segments/000001").exists()
+        assert torch.equal(reader.take(torch.arange(reader.key_count)), keys)
+        assert reader.stale
+        assert reader.reopen().generation > generation
+        assert any(holding.path == "lost" for holding in evidence(living).bytes)
+    assert verify(living, deep=True).sound
+    knnlm.add(documents(1, start=40), living, lm=lm)
+    assert not (living / "segments/000001").exists()
+    assert verify(living, deep=True).sound

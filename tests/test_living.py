@@ -602,3 +602,16 @@ def test_what_the_index_covers_must_be_said_properly(memory):
             catalog.put(index_skipped=bad)
         with closing(Datastore.open(memory)) as store, pytest.raises(DatastoreCorrupt, match="what the index covers"):
             open_index(store)
+
+
+def test_a_saved_model_has_nothing_that_a_repair_or_a_compaction_has_replaced(lm, memory, tmp_path):
+    with closing(Datastore.open(memory)):  # somebody reads, so the old segments stay
+        remove(memory, document="d3")
+        assert not compact(memory).purged
+        (memory / "lost" / "001").mkdir(parents=True)
+        known = {f"{segment.id:06d}" for segment in Datastore.open(memory).segments}
+        assert {entry.name for entry in (memory / "segments").iterdir()} > known
+        KnnForCausalLM(Mixture.open(memory, lm)).save_pretrained(tmp_path / "model", copy_memory=True)
+    copied = tmp_path / "model" / "memory"
+    assert {entry.name for entry in (copied / "segments").iterdir()} == known
+    assert not (copied / "lost").exists()

@@ -14,6 +14,7 @@ from knnlm.errors import DatastoreCorrupt
 
 KEYS, VALUES, KEPT, COUNTS = "keys.npy", "values.npy", "kept.npy", "counts.npy"
 INDEX = "index.faiss"
+LOST = "lost"  # the folder of what a repair has taken out
 
 
 def segment_folder(path: Path, number: int) -> Path:

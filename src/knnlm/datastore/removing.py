@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from knnlm.datastore.adding import check_complete
-from knnlm.datastore.arrays import index_folder, segment_folder
+from knnlm.datastore.arrays import LOST, index_folder, segment_folder
 from knnlm.datastore.catalog import FILE, Catalog, RemovedRow, StoredDocument
 from knnlm.datastore.locking import writer_lock
 from knnlm.datastore.purging import purge
@@ -128,6 +128,8 @@ def evidence(path: str | Path) -> Evidence:
         gone = catalog.removed()
         files = [*_segments(folder, gone), *_derived(folder, catalog, gone), *_replaced(folder, catalog)]
         trained = tuple(_trained(folder, catalog))
+    if (folder / LOST).exists():
+        files.append(Holding(LOST, "what a repair has taken out, as it was then", "delete the folder"))
     log = folder / f"{FILE}-wal"
     if log.exists() and log.stat().st_size:
         files.append(Holding(log.name, "the catalog's last changes: names and hashes, no text", "compact"))

@@ -30,6 +30,10 @@ from transformers import (
 from transformers.utils.generic import ModelOutput
 
 from knnlm.datastore import Datastore, compact
+from knnlm.datastore.arrays import LOST
+from knnlm.datastore.catalog import FILE, Catalog
+from knnlm.datastore.locking import writer_lock
+from knnlm.datastore.purging import purge
 from knnlm.errors import DatastoreError, ModelError
 from knnlm.generate.state import Step, look, state_of
 from knnlm.index.looking import deferring
@@ -216,7 +220,7 @@ class KnnForCausalLM(PreTrainedModel, GenerationMixin):
         source, copied = _home(self.mixture).resolve(), (folder / _MEMORY).resolve()
         if copy_memory and source != copied:
             shutil.rmtree(copied, ignore_errors=True)
-            shutil.copytree(source, copied, ignore=shutil.ignore_patterns("*.lock", "*-shm", ".trace-*"))
+            shutil.copytree(source, copied, ignore=shutil.ignore_patterns("*.lock", "*-shm", ".trace-*", LOST))
             _purge(copied)
         if copy_memory or source == copied:
             config.memory = _MEMORY
@@ -264,6 +268,10 @@ def _purge(memory: Path) -> None:
         whole = store.row_numbers.whole
     if not whole:
         compact(memory)
+    else:
+        # What a compaction has replaced may still lie there, for somebody was reading it.
+        with writer_lock(memory), closing(Catalog.open(memory / FILE, write=True)) as catalog:
+            purge(memory, catalog)
 
 
 def _config(mixture: Mixture) -> KnnConfig:

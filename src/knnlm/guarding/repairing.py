@@ -17,10 +17,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from knnlm.datastore.arrays import index_file, segment_folder
+from knnlm.datastore.arrays import LOST, index_file, segment_folder
 from knnlm.datastore.catalog import FILE, Catalog, IndexRow, SegmentRow
 from knnlm.datastore.indexing import build_index
-from knnlm.datastore.locking import writer_lock
+from knnlm.datastore.locking import nobody_reading, writer_lock
 from knnlm.datastore.segment import sync_folder, writing
 from knnlm.datastore.store import Datastore
 from knnlm.datastore.suffixes import FOLDER as NGRAM
@@ -29,7 +29,6 @@ from knnlm.guarding.findings import DERIVED, INDEX, SEGMENT, Verification
 from knnlm.guarding.verifying import verify
 from knnlm.progress import Progress, silent
 
-LOST = "lost"
 _SQLITE = "SQLite says: "
 
 
@@ -174,11 +173,12 @@ def _carry_out(folder: Path, plan: _Plan) -> None:
                     shutil.copy2(file, plan.kept_in / file.name)
             sync_folder(plan.kept_in)
     _commit(folder / FILE, plan)
-    for place in [*places, *plan.set_aside]:
-        if place.parent.resolve().is_relative_to(folder.resolve()):  # what lies behind a link is not ours
-            _take_away(place)
-    for name in plan.dropped:
-        _take_away(folder / name if name == NGRAM else (folder / name).parent)
+    replaced = [*places, *((folder / name).parent for name in plan.dropped if name != NGRAM)]
+    with nobody_reading(folder) as sole:  # else the next writer takes away what readers still hold
+        at_once = [*plan.set_aside, *(folder / name for name in plan.dropped if name == NGRAM)]
+        for place in [*at_once, *(replaced if sole else [])]:
+            if place.parent.resolve().is_relative_to(folder.resolve()):  # what lies behind a link is not ours
+                _take_away(place)
 
 
 def _keep(place: Path, target: Path) -> None:
