@@ -36,7 +36,7 @@ def drawn(seed, rows, width, *, spread=4.0, shift=0.0):
 
 
 @given(st.integers(0, 10_000), st.integers(1, 300), st.integers(1, 20), st.floats(-1e4, 1e4))
-@settings(max_examples=60)
+@settings(max_examples=30)
 def test_a_byte_is_off_by_half_a_step_or_by_what_lies_beyond_the_last(seed, rows, width, shift):
     keys = drawn(seed, rows, width, shift=shift)
     codec = fit_bytes(keys)
@@ -54,7 +54,7 @@ def test_a_byte_is_off_by_half_a_step_or_by_what_lies_beyond_the_last(seed, rows
 
 
 @given(st.integers(0, 10_000), st.integers(1, 400), st.integers(1, 4), st.integers(1, 5))
-@settings(max_examples=40)
+@settings(max_examples=20)
 def test_a_code_names_the_nearest_entry_of_its_book(seed, rows, pieces, size):
     keys = drawn(seed, rows, pieces * size)
     codec = fit_codes(keys, pieces)

@@ -45,7 +45,7 @@ class Size:
     repeats: int
 
 
-QUICK = Size(characters=8_000, keys=40_000, queries=256, generated=12, repeats=3)
+QUICK = Size(characters=5_000, keys=30_000, queries=256, generated=8, repeats=2)
 FULL = Size(characters=60_000, keys=300_000, queries=1024, generated=48, repeats=5)
 
 
