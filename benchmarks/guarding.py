@@ -19,8 +19,8 @@ import torch
 
 from knnlm.datastore import Datastore, StoredDocument
 from knnlm.datastore.catalog import FILE, Catalog, SegmentRow
+from knnlm.datastore.newsegment import NewSegment
 from knnlm.guarding import merge, repair, verify
-from knnlm.guarding.segments import NewSegment
 
 SEGMENT = 16_384
 
