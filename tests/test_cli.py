@@ -32,6 +32,7 @@ COMMANDS = [
     "prune",
     "adapt",
     "report",
+    "serve",
     "demo",
 ]
 

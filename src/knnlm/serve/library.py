@@ -1,0 +1,129 @@
+"""The documents of the memory: list them, read them, add and remove some. Knows nothing about HTTP or generation."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import knnlm
+from knnlm.corpus import Document
+from knnlm.datastore import Datastore
+from knnlm.datastore.catalog import StoredDocument
+from knnlm.errors import KnnlmError, ParameterError
+from knnlm.lm import CausalLM
+
+PAGE = 400  # tokens of a passage
+MOST = 200  # documents of a list
+
+
+class UnknownDocument(KnnlmError):
+    """There is no such document."""
+
+
+class Library:
+    """The store of a memory, as those see it who read and change its documents; it may be used from any thread."""
+
+    def __init__(self, path: Path, lm: CausalLM) -> None:
+        self.path = path
+        self.lm = lm
+        self._store = Datastore.open(path)
+        self._lock = threading.Lock()
+        self._changing = threading.Lock()
+
+    @property
+    def can_change(self) -> bool:
+        """Whether this knnlm can add and remove documents."""
+        return hasattr(knnlm, "add") and hasattr(knnlm, "remove")
+
+    def close(self) -> None:
+        """Let go of the files."""
+        self._store.close()
+
+    def list(self, *, query: str = "", offset: int = 0, limit: int = 50) -> dict[str, Any]:
+        """Give some of the documents whose id or source has the query in it, and how many there are."""
+        with self._lock:
+            store = self._current()
+            total = sum(1 for _ in _matching(store, query))
+            shown = islice(_matching(store, query), offset, offset + limit)
+            return {"total": total, "offset": offset, "documents": [_facts(document) for document in shown]}
+
+    def read(self, number: int, *, row: int | None = None, offset: int = 0, limit: int = PAGE) -> dict[str, Any]:
+        """Give a piece of a document: around a row of the memory, or from a token of the document on."""
+        with self._lock:
+            store = self._current()
+            document = _document(store, number)
+            end = document.first_row + document.rows
+            if row is not None:
+                if not document.first_row <= row < end:
+                    raise UnknownDocument(f"Row {row} is not in document {number}.")
+                begin = max(document.first_row, row - limit // 2)
+            else:
+                begin = min(document.first_row + offset, end)
+            stop = min(begin + limit, end)
+            tokens = store.values(torch.arange(begin, stop)).tolist()
+        place = len(tokens) if row is None else row - begin
+        return {
+            **_facts(document),
+            "offset": begin - document.first_row,
+            "before": self.lm.decode(tokens[:place]),
+            "token": self.lm.decode(tokens[place : place + 1]),
+            "after": self.lm.decode(tokens[place + 1 :]),
+            "more": stop < end,
+        }
+
+    def add(self, documents: Sequence[tuple[str, str, str]]) -> dict[str, Any]:
+        """Remember (id, source, text) documents; those whose text is there already are skipped."""
+        self._check_change()
+        new = [Document(id=name, source=source, text=text) for name, source, text in documents]
+        with self._changing:
+            made = knnlm.add(new, self.path, lm=self.lm)
+        return {"added": made.documents, "skipped": made.skipped, "tokens": made.tokens}
+
+    def remove(self, number: int) -> dict[str, Any]:
+        """Forget a document."""
+        self._check_change()
+        with self._lock:
+            _document(self._current(), number)
+        with self._changing:
+            gone = knnlm.remove(self.path, where=(f"number={number}",))
+        return {"removed": len(gone.documents)}
+
+    def _check_change(self) -> None:
+        if not self.can_change:
+            raise ParameterError("This knnlm cannot change a memory. Install a newer one.")
+
+    def _current(self) -> Datastore:
+        """Give the store as it is now; the caller holds the lock."""
+        store: Any = self._store
+        if getattr(store, "stale", False):
+            self._store = store.reopen()
+        return self._store
+
+
+def _matching(store: Datastore, query: str) -> Iterator[StoredDocument]:
+    wanted = query.casefold()
+    for document in getattr(store, "documents", store.catalog.documents)():
+        if wanted in document.id.casefold() or wanted in document.source.casefold():
+            yield document
+
+
+def _document(store: Datastore, number: int) -> StoredDocument:
+    for document in getattr(store, "documents", store.catalog.documents)():
+        if document.number == number:
+            return document
+    raise UnknownDocument(f"There is no document {number} in the memory.")
+
+
+def _facts(document: StoredDocument) -> dict[str, Any]:
+    return {
+        "number": document.number,
+        "id": document.id,
+        "source": document.source,
+        "tokens": document.rows,
+        "first_row": document.first_row,
+    }
