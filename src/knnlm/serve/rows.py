@@ -133,16 +133,17 @@ class Together:
     def step(self, tokens: Sequence[int]) -> tuple[Tensor, Context]:
         """Read one more token of each text in one pass."""
         device = self.model.mixture.lm.device
-        lengths = torch.tensor(self.lengths)
-        total = max(self.lengths) + 1
-        mask = (torch.arange(total) >= total - 1 - lengths[:, None]).long().to(device)  # (B, T)
+        padding: dict[str, Tensor] = {}
+        if min(self.lengths) < max(self.lengths):
+            lengths, total = torch.tensor(self.lengths), max(self.lengths) + 1
+            mask = torch.arange(total) >= total - 1 - lengths[:, None]  # (B, T)
+            padding = {"attention_mask": mask.long().to(device), "position_ids": lengths[:, None].to(device)}
         output, context = self.model.read(
             torch.tensor(tokens, device=device)[:, None],
-            attention_mask=mask,
-            position_ids=lengths[:, None].to(device),
             past_key_values=self.cache,
             use_cache=True,
             logits_to_keep=1,
+            **padding,
         )
         self.lengths = [length + 1 for length in self.lengths]
         return output.logits[:, -1], context
