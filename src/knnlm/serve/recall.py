@@ -8,6 +8,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from threading import Lock
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,7 +16,7 @@ from torch import Tensor
 
 from knnlm.errors import ParameterError
 from knnlm.memory import Found, Setting, Voters
-from knnlm.memory.neighbours import vote
+from knnlm.memory.neighbours import Votes, vote
 from knnlm.mixture import Fixed, Mixture
 from knnlm.mixture.fitted import share
 from knnlm.serve.hearing import weighed
@@ -102,21 +103,41 @@ def rescore(wishes: Wishes, wish: Wish, tokens: Sequence[Token], changes: Wish) 
     abstains = torch.tensor([opinion.abstains for opinion in opinions])
     if logs.shape[1] != len(mixture.part_names):
         raise ParameterError("The memory has changed since this text was made. Make it again.")
+    votes = None
     if (setting := _changed(wishes, mixture, wish, wanted)) is not None:
-        part, own = setting
-        logs[:, part] = _vote_again(opinions, own)
+        votes = _vote_again(opinions, setting[1])
+        logs[:, setting[0]] = votes.of(torch.ones(len(known), dtype=torch.long)).double()
     if isinstance(mixture.weights, Fixed):
         weights = share(torch.tensor(mixture.weights.values, dtype=torch.float64), abstains)
     else:  # nothing was changed that such weights depend on
         weights = torch.tensor([opinion.weights for opinion in opinions], dtype=torch.float64)
     mixed = (logs + weights.log()).logsumexp(1)
     again = iter(
-        weighed(token.id, log_p, replace(opinion, logs=tuple(own), weights=tuple(weight)))
-        for token, opinion, own, weight, log_p in zip(
-            known, opinions, logs.tolist(), weights.tolist(), mixed.tolist(), strict=True
+        replace(
+            weighed(token.id, log_p, replace(opinion, logs=tuple(own), weights=tuple(weight))),
+            text=token.text,
+            sources=token.sources if votes is None else _sources_again(wishes, token, opinion, votes.log_weights[row]),
+        )
+        for row, (token, opinion, own, weight, log_p) in enumerate(
+            zip(known, opinions, logs.tolist(), weights.tolist(), mixed.tolist(), strict=True)
         )
     )
-    return [replace(next(again), text=token.text) if token.opinion is not None else token for token in tokens]
+    return [next(again) if token.opinion is not None else token for token in tokens]
+
+
+def _sources_again(wishes: Wishes, token: Token, opinion: Opinion, log_weights: Tensor) -> list[dict[str, Any]]:
+    """Give a token's sources their weight in a vote that was counted anew; those that have none now are last."""
+    assert wishes.own is not None
+    assert opinion.neighbours is not None
+    label, distances = wishes.mixture.labels[wishes.own], opinion.neighbours.distances
+    made = []
+    for source in token.sources:
+        # Neighbours that are as far away weigh the same, so the distance finds the weight.
+        place = int(np.argmin(np.abs(distances - source["distance"]))) if source["memory"] == label else -1
+        if place >= 0:
+            source = {**source, "weight": float(log_weights[place].exp()) if place < len(log_weights) else 0.0}
+        made.append(source)
+    return sorted(made, key=lambda each: -each["weight"])
 
 
 def _changed(wishes: Wishes, mixture: Mixture, before: Wish, after: Wish) -> tuple[int, Setting] | None:
@@ -132,8 +153,8 @@ def _changed(wishes: Wishes, mixture: Mixture, before: Wish, after: Wish) -> tup
     return mixture.spans[number].start, memory.settings[0]
 
 
-def _vote_again(opinions: Sequence[Opinion], setting: Setting) -> Tensor:
-    """Give the (N,) log-probabilities of the tokens, by their neighbours' votes counted in another way."""
+def _vote_again(opinions: Sequence[Opinion], setting: Setting) -> Votes:
+    """Count the votes of neighbours in another way: 1 is the token that came, 0 any other."""
     found = [opinion.neighbours for opinion in opinions]
     there = [each for each in found if each is not None]
     if len(there) < len(found):
@@ -145,8 +166,7 @@ def _vote_again(opinions: Sequence[Opinion], setting: Setting) -> Tensor:
     if any(each.counts is not None for each in there):
         counts = torch.from_numpy(np.stack([_wide(_counts(each), widest, 1) for each in there]))
     nearest = Found(hits, distances, hits, counts).nearest(setting.k)
-    votes = vote(nearest, temperature=setting.temperature, vocab_size=2)
-    return votes.of(torch.ones(len(there), dtype=torch.long)).double()
+    return vote(nearest, temperature=setting.temperature, vocab_size=2)
 
 
 def _counts(each: Neighbours) -> np.ndarray[tuple[int], np.dtype[np.float32]]:
