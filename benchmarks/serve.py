@@ -25,12 +25,12 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 
-from conftest import documents
-from models import tiny_tokenizer
-from serving import Running, read_stream, serving
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from conftest import documents
 from knnlm import CausalLM, KnnForCausalLM, Mixture, build
+from models import tiny_tokenizer
+from serving import Running, read_stream, serving
 
 PROMPT = "The memory of a model"
 

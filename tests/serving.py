@@ -78,8 +78,14 @@ async def read_stream(port: int, body: dict[str, Any]) -> Stream:
     stream = Stream()
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     payload = json.dumps({"stream": True, **body}).encode()
-    head = f"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\nContent-Length: {len(payload)}\r\nConnection: close\r\n\r\n"
-    writer.write(head.encode() + payload)
+    head = [
+        "POST /v1/completions HTTP/1.1",
+        "Host: 127.0.0.1",
+        "Content-Type: application/json",
+        f"Content-Length: {len(payload)}",
+        "Connection: close",
+    ]
+    writer.write("\r\n".join([*head, "", ""]).encode() + payload)
     await writer.drain()
     stream.status = int((await reader.readline()).split()[1])
     async for line in reader:

@@ -73,7 +73,7 @@ class _Text:
     ended: str | None = None
 
 
-@dataclass
+@dataclass(eq=False)
 class _Entry:
     """An order whose prompt is being read."""
 
@@ -89,7 +89,7 @@ class Engine:
         self.model = KnnForCausalLM(mixture)
         self.model.train(False)
         self.wishes = Wishes(mixture)
-        self.recall = recall or Recall()
+        self.recall = Recall() if recall is None else recall
         self.slots, self.queue = slots, queue
         self.ready = threading.Event()
         self.failed: BaseException | None = None
@@ -247,10 +247,9 @@ class Engine:
         """Read pieces of prompts in turn, and say how many of its positions each is told of."""
         heard, owners = [], []
         room = CHUNK
-        for _ in range(len(self._entries)):
+        for entry in list(self._entries):
             if room <= 0:
                 break
-            entry = self._entries.popleft()
             order, first = entry.ticket.order, entry.prompt.done
             owners.append((entry, 0))
             if entry.prompt.left:
@@ -261,8 +260,7 @@ class Engine:
                 if wants := _wants(entry, first):
                     heard.append(Heard(logits, context, wants, whole=True))
                     owners[-1] = (entry, len(wants))
-            if entry.prompt.left:
-                self._entries.append(entry)
+            self._entries.rotate(-1)  # who was read now comes last in the next turn
         return heard, owners
 
     def _prompted(self, entry: _Entry, answers: Sequence[list[Token]]) -> None:
@@ -270,6 +268,8 @@ class Engine:
         order = entry.ticket.order
         done = not entry.prompt.left
         draws = done and order.max_tokens > 0
+        if done:  # not before: until here, an error in this turn is an error of this order
+            self._entries.remove(entry)
         known = answers[: len(answers) - draws] if order.echo else []
         for text in entry.texts:
             shown = [_spelt(text, replace(tokens[0])) for tokens in known]

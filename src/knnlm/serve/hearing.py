@@ -15,7 +15,6 @@ from time import perf_counter
 import torch
 from torch import Tensor
 
-from knnlm.index import ExactIndex
 from knnlm.memory import Answer, Context, Found, KnnMemory, Poll
 from knnlm.memory.prediction import Logits
 from knnlm.mixture import Mixed, Mixture
@@ -110,6 +109,16 @@ def _groups(wishes: Wishes, heard: Sequence[Heard]) -> list[Group]:
     return list(groups.values())
 
 
+def depth(mixture: Mixture | None, label: str, memory: KnnMemory) -> int:
+    """Say how many neighbours are looked for: as many as the server's own setting asks for, or more.
+
+    So most texts share one search, whatever their k, and what a text is told does not depend on its neighbours in the
+    batch: of neighbours that are equally near, a search for fewer may choose others.
+    """
+    k = 0 if mixture is None else wanted_k(mixture, label)
+    return max(k, memory.widest) if k else 0
+
+
 def _search(wishes: Wishes, heard: Sequence[Heard], groups: Sequence[Group], times: Times) -> dict[str, Found]:
     """Search each store once for all positions that want it; rows that do not have no neighbour."""
     base, total = wishes.mixture, sum(len(piece.wants) for piece in heard)
@@ -119,9 +128,8 @@ def _search(wishes: Wishes, heard: Sequence[Heard], groups: Sequence[Group], tim
             continue
         wanted = [0] * total
         for group in groups:
-            k = 0 if group.mixture is None else wanted_k(group.mixture, label)
             for row in group.rows:
-                wanted[row] = k
+                wanted[row] = depth(group.mixture, label, memory)
         if any(wanted):
             began = perf_counter()
             keys = torch.cat([piece.context.seen[memory.source] for piece in heard])
@@ -132,28 +140,13 @@ def _search(wishes: Wishes, heard: Sequence[Heard], groups: Sequence[Group], tim
 
 
 def _search_store(memory: KnnMemory, keys: Tensor, wanted: Sequence[int]) -> Found:
-    """Search for the rows that want neighbours.
-
-    An exact search finds the same first k whatever it is asked for, so one search with the most is enough. An
-    approximate one may not, and what a text is told must not depend on its neighbours in the batch: one for each k.
-    """
-    if isinstance(memory.index, ExactIndex):
-        if all(wanted):
-            return memory.search(keys, max(wanted))
-        depths = {max(wanted)}
-    else:
-        depths = set(wanted) - {0}
-        if len(depths) == 1 and all(wanted):
-            return memory.search(keys, depths.pop())
-    return _spread(memory, keys, wanted, depths)
-
-
-def _spread(memory: KnnMemory, keys: Tensor, wanted: Sequence[int], depths: set[int]) -> Found:
-    """Search in parts, and put what was found where its rows are."""
+    """Search for the rows that want neighbours, once for each number of them."""
+    depths = sorted(set(wanted) - {0})
+    if len(depths) == 1 and all(wanted):
+        return memory.search(keys, depths[0])
     parts = []
-    for depth in sorted(depths):
-        rows = [row for row, k in enumerate(wanted) if k and (len(depths) == 1 or k == depth)]
-        place = torch.tensor(rows, device=keys.device)
+    for depth in depths:
+        place = torch.tensor([row for row, k in enumerate(wanted) if k == depth], device=keys.device)
         parts.append((place, memory.search(keys[place], depth)))
     shape = (len(keys), max(some.ids.shape[1] for _, some in parts))
     ids = torch.full(shape, -1, device=keys.device)
@@ -184,14 +177,17 @@ class _Panel:
         ]
         self.logits = torch.cat([logits for logits, _ in pieces]) if len(pieces) > 1 else pieces[0][0]
         self.answers: Sequence[Answer] = ()
+        self.found: dict[str, Found] = {}
+        self.asked: Tensor | None = None
         if self.mixture is None:
             model = Logits(self.logits)
             self.mixed = Mixed([model], torch.ones(len(self.logits), 1, device=self.logits.device))
             return
         context = join_contexts([context for _, context in pieces])
         rows = torch.tensor(group.rows, device=self.logits.device)
-        own = {label: _rows_of(some, rows) for label, some in found.items() if wanted_k(self.mixture, label)}
-        looked, lm, self.answers = self.mixture.ask(self.logits, Looked(context.seen, context.runs, found=own))
+        self.found = {label: _rows_of(some, rows) for label, some in found.items() if label in self.mixture.labels}
+        looked, lm, self.answers = self.mixture.ask(self.logits, Looked(context.seen, context.runs, found=self.found))
+        self.asked = looked.asked
         self.mixed = self.mixture.mix(looked, lm, self.answers)
 
     def tokens(self) -> Iterator[list[Token]]:
@@ -229,7 +225,7 @@ class _Panel:
                 top = dense[row].topk(min(want.order.alternatives, dense.shape[1]))
                 token.top = list(zip(top.indices.tolist(), top.values.tolist(), strict=True))
             if self.mixture is not None:
-                token.shares = _shares(self.mixture, opinion)
+                token.shares = shares_of(self.mixture, opinion)
                 if want.order.sources:
                     token.sources = name_sources(self.mixture, self.answers, row, top=want.order.sources)
             made.append(token)
@@ -245,7 +241,10 @@ class _Panel:
         answer = self.answers[self.mixture.labels.index(label)]
         if not isinstance(answer, Poll):
             return None
-        found = answer.found
+        found, base = answer.found, self.wishes.mixture.memories[self.wishes.own]
+        if label in self.found and self.asked is None and isinstance(base, KnnMemory):
+            # More than have voted may have been found; scoring again may let them vote.
+            found = self.found[label].nearest(depth(self.mixture, label, base))
         hits = (found.values == targets[:, None]).to(torch.int8).masked_fill_(found.ids < 0, -1).cpu().numpy()
         distances = found.distances.float().cpu().numpy()
         counts = None if found.counts is None else found.counts.float().cpu().numpy()
@@ -274,7 +273,7 @@ def weighed(token: int, log_p: float, opinion: Opinion) -> Token:
     return Token(id=token, log_p=log_p, p_lm=said[0], p_knn=p_knn, p=math.exp(log_p), weight=weight, opinion=opinion)
 
 
-def _shares(mixture: Mixture, opinion: Opinion) -> list[dict[str, object]]:
+def shares_of(mixture: Mixture, opinion: Opinion) -> list[dict[str, object]]:
     """Say what each memory gave, where there are several."""
     if len(mixture.memories) < 2:
         return []

@@ -15,16 +15,17 @@ import torch
 from torch import Tensor
 
 from knnlm.errors import ParameterError
-from knnlm.memory import Found, Setting, Voters
-from knnlm.memory.neighbours import Votes, vote
+from knnlm.memory import Found, Setting, Voters, Votes
+from knnlm.memory.neighbours import vote
 from knnlm.mixture import Fixed, Mixture
 from knnlm.mixture.fitted import share
-from knnlm.serve.hearing import weighed
+from knnlm.serve.hearing import shares_of, weighed
 from knnlm.serve.orders import Neighbours, Opinion, Token, Wish
 from knnlm.serve.wishes import Wishes
 
 _BYTES = 256 << 20  # of all that is remembered
 _MOST = 4096  # texts
+_TOKEN, _SOURCE = 500, 1000  # bytes that the objects of one take, about
 
 
 @dataclass
@@ -80,7 +81,8 @@ class Recall:
 
 def _size(token: Token) -> int:
     neighbours = None if token.opinion is None else token.opinion.neighbours
-    return 500 + (0 if neighbours is None else neighbours.bytes)
+    texts = sum(_SOURCE + 2 * len(source["before"] + source["after"] + source["source"]) for source in token.sources)
+    return _TOKEN + texts + (0 if neighbours is None else neighbours.bytes)
 
 
 def rescore(wishes: Wishes, wish: Wish, tokens: Sequence[Token], changes: Wish) -> list[Token]:
@@ -112,17 +114,17 @@ def rescore(wishes: Wishes, wish: Wish, tokens: Sequence[Token], changes: Wish) 
     else:  # nothing was changed that such weights depend on
         weights = torch.tensor([opinion.weights for opinion in opinions], dtype=torch.float64)
     mixed = (logs + weights.log()).logsumexp(1)
-    again = iter(
-        replace(
-            weighed(token.id, log_p, replace(opinion, logs=tuple(own), weights=tuple(weight))),
-            text=token.text,
-            sources=token.sources if votes is None else _sources_again(wishes, token, opinion, votes.log_weights[row]),
-        )
-        for row, (token, opinion, own, weight, log_p) in enumerate(
-            zip(known, opinions, logs.tolist(), weights.tolist(), mixed.tolist(), strict=True)
-        )
-    )
-    return [next(again) if token.opinion is not None else token for token in tokens]
+    made = []
+    columns = zip(opinions, logs.tolist(), weights.tolist(), mixed.tolist(), strict=True)
+    for row, (token, (opinion, own, weight, log_p)) in enumerate(zip(known, columns, strict=True)):
+        said = replace(opinion, logs=tuple(own), weights=tuple(weight))
+        again = weighed(token.id, log_p, said)
+        again.text, again.shares, again.sources = token.text, shares_of(mixture, said), token.sources
+        if votes is not None:
+            again.sources = _sources_again(wishes, token, opinion, votes.log_weights[row])
+        made.append(again)
+    weighed_again = iter(made)
+    return [next(weighed_again) if token.opinion is not None else token for token in tokens]
 
 
 def _sources_again(wishes: Wishes, token: Token, opinion: Opinion, log_weights: Tensor) -> list[dict[str, Any]]:

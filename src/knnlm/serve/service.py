@@ -228,8 +228,9 @@ class Service:
         label = self.mixture.labels[own]
         if label not in mixture.labels:
             return 0
-        memory: Any = mixture.memories[mixture.labels.index(label)]
-        return int(memory.widest)
+        here: Any = mixture.memories[mixture.labels.index(label)]
+        base: Any = self.mixture.memories[own]
+        return max(int(here.widest), int(base.widest))
 
     def retry_after(self) -> int:
         """Guess in how many seconds there is room again."""

@@ -19,12 +19,12 @@ def name_sources(mixture: Mixture, answers: Sequence[Answer], position: int, *, 
     for label, memory, answer in zip(mixture.labels, mixture.memories, answers, strict=True):
         if not isinstance(answer, Poll) or not isinstance(memory, KnnMemory):
             continue
-        votes = answer.parts[0].log_weights[position]
-        loudest = votes.topk(min(top, len(votes)))
-        for place, log_weight in zip(loudest.indices.tolist(), loudest.values.exp().tolist(), strict=True):
+        # Of those that are equally loud, the nearer ones.
+        votes, places = answer.parts[0].log_weights[position].exp().sort(descending=True, stable=True)
+        for place, weight in zip(places[:top].tolist(), votes[:top].tolist(), strict=True):
             row = int(answer.found.ids[position, place])
             if row >= 0:
-                facts = {"memory": label, "weight": log_weight}
+                facts = {"memory": label, "weight": weight}
                 facts["distance"] = float(answer.found.distances[position, place])
                 named.append({**facts, **describe(memory.store, mixture.lm, row)})
     return sorted(named, key=lambda each: -each["weight"])[:top]
