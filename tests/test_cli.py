@@ -33,6 +33,7 @@ COMMANDS = [
     "adapt",
     "report",
     "serve",
+    "chat",
     "demo",
 ]
 

@@ -9,7 +9,7 @@ import sys
 import typer
 
 from knnlm import errors
-from knnlm.cli import adapting, building, demonstrating, measuring, reporting, serving, training, using
+from knnlm.cli import adapting, building, chatting, demonstrating, measuring, reporting, serving, training, using
 
 app = typer.Typer(
     name="knnlm",
@@ -19,7 +19,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
-for module in (building, measuring, using, training, adapting, reporting, serving, demonstrating):
+for module in (building, measuring, using, training, adapting, reporting, serving, chatting, demonstrating):
     module.register(app)
 
 
