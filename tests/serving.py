@@ -87,21 +87,23 @@ async def read_stream(port: int, body: dict[str, Any]) -> Stream:
     ]
     writer.write("\r\n".join([*head, "", ""]).encode() + payload)
     await writer.drain()
-    stream.status = int((await reader.readline()).split()[1])
-    async for line in reader:
-        if not line.startswith(b"data: "):
-            continue
-        if line.startswith(b"data: [DONE]"):
-            stream.done = True
-            break
-        facts = json.loads(line[6:])
-        if "error" in facts:
-            stream.error = facts["error"]["message"]
-            break
-        (choice,) = facts["choices"]
-        stream.text += choice["text"]
-        if choice["knnlm"]["tokens"]:
-            stream.tokens += len(choice["knnlm"]["tokens"])
-            stream.times.append(perf_counter())
-    writer.close()
+    try:
+        stream.status = int((await reader.readline()).split()[1])
+        async for line in reader:
+            if not line.startswith(b"data: "):
+                continue
+            if line.startswith(b"data: [DONE]"):
+                stream.done = True
+                break
+            facts = json.loads(line[6:])
+            if "error" in facts:
+                stream.error = facts["error"]["message"]
+                break
+            (choice,) = facts["choices"]
+            stream.text += choice["text"]
+            if choice["knnlm"]["tokens"]:
+                stream.tokens += len(choice["knnlm"]["tokens"])
+                stream.times.append(perf_counter())
+    finally:
+        writer.close()
     return stream

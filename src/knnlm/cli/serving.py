@@ -68,7 +68,10 @@ def serve(
     service = Service(mixture, name=name or memory.resolve().name, limits=allowed)
     where = running.address(taken)
     running.serve(
-        service, taken, keys=keys, ready=lambda: screen.err.print(f"knnlm: {memory} is served at {where}", markup=False)
+        service,
+        taken,
+        keys=keys,
+        ready=lambda: screen.err.print(f"knnlm: {memory} is served at {where}", markup=False, soft_wrap=True),
     )
 
 

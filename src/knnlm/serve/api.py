@@ -10,7 +10,7 @@ from typing import Annotated, Any, TypeVar
 
 from fastapi import FastAPI, Path, Query, Request, Response
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import StreamingResponse
+from fastapi.responses import JSONResponse, StreamingResponse
 from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
 
@@ -36,10 +36,8 @@ T = TypeVar("T")
 Number = Annotated[int, Path(ge=0, le=2**63 - 1)]
 
 
-class Json(Response):
+class Json(JSONResponse):
     """JSON that any text can be put in: what is not ASCII is escaped, so half a surrogate pair does no harm."""
-
-    media_type = "application/json"
 
     def render(self, content: Any) -> bytes:
         """Write it."""

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from fastapi.exceptions import HTTPException
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -25,10 +26,6 @@ def error_body(status: int, message: str, *, param: str | None = None, code: str
     """Write an error in OpenAI's shape."""
     usual = "server_error" if status >= 500 else "invalid_request_error"
     return {"error": {"message": message, "type": _KINDS.get(status, usual), "param": param, "code": code}}
-
-
-class TooLarge(Exception):
-    """More bytes came than are allowed."""
 
 
 class Guard:
@@ -65,26 +62,17 @@ class Guard:
             self.seen(route, status, time.perf_counter() - began)
 
     async def _pass(self, scope: Scope, receive: Receive, send: Send) -> None:
-        size, answered = 0, False
+        size = 0
 
         async def limited() -> Message:
             nonlocal size
             message = await receive()
             size += len(message.get("body", b""))
             if size > self.body_bytes:
-                raise TooLarge
+                raise HTTPException(413, self._too_large())
             return message
 
-        async def noted(message: Message) -> None:
-            nonlocal answered
-            answered = True
-            await send(message)
-
-        try:
-            await self.app(scope, limited, noted)
-        except TooLarge:
-            if not answered:
-                await _refuse(send, 413, self._too_large())
+        await self.app(scope, limited, send)
 
     def _refusal(self, scope: Scope) -> tuple[int, str] | None:
         """Say why a request is refused, None where it is not."""

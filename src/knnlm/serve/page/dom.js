@@ -17,6 +17,12 @@ export function make(tag, facts = {}, ...children) {
   return made;
 }
 
+/** Mark a token; the space before it is part of it, but at the end of a line looks better without. */
+export function marked(token, kind = "") {
+  const word = token.trimStart() || token;
+  return [token.slice(0, token.length - word.length), make("mark", { class: kind, text: word })];
+}
+
 /** Show spaces and line breaks of a token as signs. */
 export const visible = (text) =>
   text.replaceAll("\n", "⏎").replaceAll("\t", "⇥").replaceAll("\r", "␍").replace(/^ /, "␣").replace(/ $/, "␣");

@@ -1,7 +1,7 @@
 // Show one token: how probable it was, to whom, and which passages voted. Opens a passage in its document.
 
 import { ask } from "./api.js";
-import { complain, count, find, make, narrow, probability, visible } from "./dom.js";
+import { complain, count, find, make, marked, narrow, probability, visible } from "./dom.js";
 import { share } from "./tokens.js";
 
 let pinned = null;
@@ -100,7 +100,7 @@ function voter(source, token) {
   const agrees = source.token === token.text;
   const context = make("p", { class: "context" },
     `…${source.before.replace(/^[\s.,;:!?]+/, "")}`,
-    make("mark", { class: agrees ? "agrees" : "", text: source.token }), `${source.after.trimEnd()}…`);
+    ...marked(source.token, agrees ? "agrees" : ""), `${source.after.trimEnd()}…`);
   const head = make("div", { class: "voter-head" },
     make("span", { class: "rail", "aria-hidden": "true" }, make("span", { class: "fill memory", style: { "--part": source.weight } })),
     make("b", { class: "weight", text: `${(source.weight * 100).toFixed(source.weight < 0.1 ? 1 : 0)} %` }),
@@ -126,7 +126,7 @@ export async function openPassage(number, row = null) {
     open = { number, begin: piece.offset, end: piece.offset + length, tokens: piece.tokens };
     find("passage-title").textContent = piece.id;
     find("passage-source").textContent = piece.source === piece.id ? "" : piece.source;
-    const mark = piece.token ? [make("mark", { text: piece.token })] : [];
+    const mark = piece.token ? marked(piece.token) : [];
     find("passage-text").replaceChildren(piece.before, ...mark, piece.after);
     place();
     if (!find("passage").open) find("passage").showModal();
