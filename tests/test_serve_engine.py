@@ -5,10 +5,12 @@ from __future__ import annotations
 import math
 import time
 
+import hypothesis
 import numpy as np
 import pytest
 import torch
 import transformers
+from hypothesis import strategies as st
 
 from conftest import documents
 from knnlm import CausalLM, KnnForCausalLM, Mixture, build, evaluate, explain, tune
@@ -19,6 +21,7 @@ from knnlm.serve.engine import Busy, Engine
 from knnlm.serve.orders import Ended, Failed, Order, Said, Wish
 from knnlm.serve.recall import Recall, rescore
 from knnlm.serve.rows import Apart, Together, choose_rows
+from knnlm.serve.sampling import Sampler
 from models import TEXT, tiny, tiny_tokenizer
 
 FAMILIES = ["llama", "gpt2", "gemma3", "bloom", "opt"]
@@ -389,3 +392,21 @@ def test_stopping_tells_those_who_wait(mixture):
         assert isinstance(last, Failed | Ended)
     with pytest.raises(Busy):
         engine.submit(order(engine, "When", 1))
+
+
+@hypothesis.given(
+    logits=st.lists(st.floats(-30, 30), min_size=1, max_size=12),
+    temperature=st.floats(0, 2),
+    top_p=st.floats(0, 1, exclude_min=True),
+    seed=st.integers(0, 2**63 - 1),
+)
+def test_whatever_is_drawn_is_one_of_the_fewest_that_have_the_mass(logits, temperature, top_p, seed):
+    log_p = torch.tensor(logits).log_softmax(0)
+    token = Sampler(temperature, top_p, seed).draw(log_p)
+    right = log_p.double()
+    if temperature <= 1e-4:
+        assert right[token] == right.max()
+        return
+    probs = (right / temperature).softmax(0)
+    more_probable = float(probs[probs > probs[token] * (1 + 1e-5)].sum())
+    assert more_probable < top_p + 1e-5

@@ -13,9 +13,11 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from queue import SimpleQueue
+from typing import Any
 
 import torch
 
+from knnlm.datastore import Datastore
 from knnlm.errors import KnnlmError
 from knnlm.generate import KnnForCausalLM
 from knnlm.mixture import Mixture
@@ -185,8 +187,10 @@ class Engine:
     def _turn(self) -> None:
         """Read a token of every text and a piece of new prompts, and tell what follows."""
         self._drop()
-        self._admit()
         try:
+            if self._waiting:
+                self._refresh()
+            self._admit()
             began = time.perf_counter()
             heard = self._read_texts() + (read := self._read_prompts())[0]
             self.forward_seconds += time.perf_counter() - began
@@ -202,6 +206,18 @@ class Engine:
             self._fail_all(500, why, waiting=False)
         self.turns += 1
         self._deliver()
+
+    def _refresh(self) -> None:
+        """Open the memory anew where documents were added or removed, so that the next request finds them."""
+        before: Any = self.mixture
+        if not getattr(before, "stale", False):
+            return
+        after: Mixture = before.reopen()
+        self.model.mixture = after
+        self.wishes = Wishes(after)
+        self.reopened += 1
+        for store in _stores(before) - _stores(after):
+            store.close()
 
     def _admit(self) -> None:
         """Begin orders, first come, first served, as long as there is room."""
@@ -305,6 +321,7 @@ class Engine:
         text.ended = reason
         self._say(text, text.writer.finish())
         self._events.append((text.ticket, Ended(text.copy, "stop" if text.writer.stopped else reason, text.made)))
+        self.mean_seconds += 0.1 * (time.monotonic() - text.ticket.taken - self.mean_seconds)
 
     def _say(self, text: _Text, tokens: Sequence[Token]) -> None:
         if tokens:
@@ -353,6 +370,12 @@ class Engine:
         if self._events:
             events, self._events = self._events, []
             self.post(events)
+
+
+def _stores(mixture: Mixture) -> set[Datastore]:
+    """Give the stores that a mixture has open."""
+    found = {store for memory in mixture.memories if isinstance(store := getattr(memory, "store", None), Datastore)}
+    return found | ({mixture.home} if mixture.home is not None else set())
 
 
 def _put_each(events: list[tuple[Ticket, Event]]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import threading
 from collections.abc import Iterator, Sequence
 from itertools import islice
@@ -30,7 +31,8 @@ class Library:
 
     def __init__(self, path: Path, lm: CausalLM) -> None:
         self.path = path
-        self.lm = lm
+        # A tokenizer must not be used by two threads at once, so those who read and who add have their own.
+        self.lm, self._adding = _with_own_tokenizer(lm), _with_own_tokenizer(lm)
         self._store = Datastore.open(path)
         self._lock = threading.Lock()
         self._changing = threading.Lock()
@@ -66,22 +68,22 @@ class Library:
                 begin = min(document.first_row + offset, end)
             stop = min(begin + limit, end)
             tokens = store.values(torch.arange(begin, stop)).tolist()
-        place = len(tokens) if row is None else row - begin
-        return {
-            **_facts(document),
-            "offset": begin - document.first_row,
-            "before": self.lm.decode(tokens[:place]),
-            "token": self.lm.decode(tokens[place : place + 1]),
-            "after": self.lm.decode(tokens[place + 1 :]),
-            "more": stop < end,
-        }
+            place = len(tokens) if row is None else row - begin
+            return {
+                **_facts(document),
+                "offset": begin - document.first_row,
+                "before": self.lm.decode(tokens[:place]),
+                "token": self.lm.decode(tokens[place : place + 1]),
+                "after": self.lm.decode(tokens[place + 1 :]),
+                "more": stop < end,
+            }
 
     def add(self, documents: Sequence[tuple[str, str, str]]) -> dict[str, Any]:
         """Remember (id, source, text) documents; those whose text is there already are skipped."""
         self._check_change()
         new = [Document(id=name, source=source, text=text) for name, source, text in documents]
         with self._changing:
-            made = knnlm.add(new, self.path, lm=self.lm)
+            made = knnlm.add(new, self.path, lm=self._adding)
         return {"added": made.documents, "skipped": made.skipped, "tokens": made.tokens}
 
     def remove(self, number: int) -> dict[str, Any]:
@@ -103,6 +105,13 @@ class Library:
         if getattr(store, "stale", False):
             self._store = store.reopen()
         return self._store
+
+
+def _with_own_tokenizer(lm: CausalLM) -> CausalLM:
+    """Give the same model with a copy of its tokenizer."""
+    made = copy.copy(lm)
+    made.tokenizer = copy.deepcopy(lm.tokenizer)
+    return made
 
 
 def _matching(store: Datastore, query: str) -> Iterator[StoredDocument]:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+_COLD = 1e-4  # colder than that, any difference decides
+
 
 class Sampler:
     """Draws the tokens of one text: the most probable ones, or by chance with a seed of its own."""
@@ -13,7 +15,7 @@ class Sampler:
         self.temperature = temperature
         self.top_p = top_p
         self.generator: torch.Generator | None = None
-        if temperature > 0:
+        if temperature > _COLD:
             self.generator = torch.Generator()
             self.generator.manual_seed(seed) if seed is not None else self.generator.seed()
 
@@ -33,4 +35,5 @@ def nucleus(probs: Tensor, mass: float) -> Tensor:
     """Keep the fewest most probable tokens that have this much mass together, and at least one; others become 0."""
     ordered, order = probs.sort(descending=True)
     before = ordered.cumsum(0) - ordered
+    before[0] = -1.0  # stays, however little mass is asked for
     return probs.masked_fill(torch.zeros_like(probs, dtype=torch.bool).scatter_(0, order, before >= mass), 0.0)
