@@ -1,10 +1,11 @@
 """Make the pictures of the page in docs/images: a small memory of a small island, the bundled model, a real browser.
 
-Needs chromium and playwright. `python docs/screenshots.py FOLDER` keeps the memory there, so that it is built once.
+Needs chromium, playwright and pillow. `python docs/screenshots.py FOLDER` keeps the memory there, so that it is built once.
 """
 
 from __future__ import annotations
 
+import io
 import os
 import subprocess
 import sys
@@ -12,11 +13,13 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from PIL import Image
 from playwright.sync_api import Browser, Page, sync_playwright
 
 IMAGES = Path(__file__).parent / "images"
 CHROMIUM = os.environ.get("CHROMIUM", "/usr/bin/chromium")
-PROMPT = "The lamp of the lighthouse on Harrow Skerry"
+PROMPT = "When fog comes down on Harrow Skerry, the keeper"
+CHOSEN = " Grey"
 SCORED = (
     "The lamp of the lighthouse on Harrow Skerry is lit an hour before sunset, and its light turns once in twelve "
     "seconds. Old Tamsin Vey has kept it for thirty years. When fog comes down, she rings the bell they call the "
@@ -118,20 +121,20 @@ def photograph(browser: Browser, address: str, name: str, *, scheme: Any, size: 
     if not small:
         page.evaluate("document.activeElement.blur()")
     page.wait_for_timeout(400)
-    page.screenshot(path=IMAGES / f"{name}.png")
+    picture = Image.open(io.BytesIO(page.screenshot()))
+    # A page has few colours, and a palette of them takes a third of the bytes.
+    picture.convert("RGB").quantize(256).save(IMAGES / f"{name}.png", optimize=True)
     context.close()
 
 
 def write(page: Page) -> None:
-    """Write a text with and without the memory, and choose the word that the memory spoke for most."""
+    """Write a text with and without the memory, and choose a word that only the memory could say."""
     page.fill("#prompt", PROMPT)
-    page.fill("#length", "40")
+    page.fill("#length", "34")
     page.click("#go")
     page.wait_for_selector("#go:not([disabled])", timeout=300_000)
-    places = page.eval_on_selector_all(
-        "#text-with .token", "all => all.map((one, at) => [Number(one.dataset.share), one.textContent.length, at])"
-    )
-    choose(page, "text-with", max(place for place in places if place[1] > 3)[2])
+    words = page.eval_on_selector_all("#text-with .token", "all => all.map(one => one.textContent)")
+    choose(page, "text-with", words.index(CHOSEN) if CHOSEN in words else 0)
 
 
 def score(page: Page) -> None:

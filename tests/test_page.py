@@ -166,7 +166,7 @@ def test_a_voters_document_opens_at_its_passage(browser, server, leave):
     text = {document.id: document.text for document in documents(40)}[source["document"]]
     assert page.inner_text("#passage-title") == source["document"]
     assert page.locator("#passage-text").text_content().removesuffix("<eos>") == text
-    assert page.locator("#passage-text mark").text_content() == source["token"]
+    assert page.locator("#passage-text mark").text_content() == source["token"].strip()
     assert source["before"][-20:] in page.locator("#passage-text").text_content()
     page.keyboard.press("Escape")
     expect(page.locator("#passage")).to_be_hidden()
@@ -250,13 +250,13 @@ def test_sliding_k_and_temperature_gives_what_scoring_with_them_gives(browser, s
 
 def test_more_neighbours_than_were_looked_for_are_not_pretended(browser, server, leave):
     page = leave(visit(browser, server), server)
-    slide(page, "k", 0)
     write(page, length=3)
     slide(page, "k", 1000)
-    expect(page.locator("#mixing-note")).to_contain_text("Only 1 neighbours were looked for")
+    expect(page.locator("#mixing-note")).to_contain_text("Only 32 neighbours were looked for")
     write(page, length=3)
-    slide(page, "k", 500)
+    slide(page, "k", 900)
     expect(page.locator("#mixing-note")).to_contain_text("no model ran")
+    assert int(page.inner_text("#value-k")) > 32
 
 
 def test_scoring_shows_where_the_memory_helps_and_hurts(browser, server, lm, store, leave):
@@ -469,3 +469,59 @@ def drop(page: Page, name: str, text: str) -> None:
         }""",
         [name, text],
     )
+
+
+@pytest.fixture
+def living(lm, tmp_path):
+    """A memory of its own, which the admin key may change."""
+    build(documents(6), tmp_path / "memory", lm=lm).close()
+    keys = Keys(admins=(ADMIN.encode(),))
+    with serving(Mixture.open(tmp_path / "memory", lm, **SETTINGS), keys=keys) as running:
+        yield running
+
+
+def voters(page: Page) -> set[str]:
+    """The documents that vote for any token of the text that was written."""
+    heard = set()
+    for token in page.locator("#text-with .token").all():
+        token.focus()
+        heard.update(page.locator(".voters .document").all_inner_texts())
+    return heard
+
+
+def test_a_dropped_file_is_heard_by_the_next_word_and_a_removed_one_no_more(browser, living, leave):
+    page = leave(visit(browser, living, "memory"), living, complaints=True)
+    drop(page, "news.txt", "Zyx quux! Zyx quux! Zyx quux!")
+    expect(page.get_by_role("alert")).to_contain_text("This needs the admin key.")
+    expect(page.locator("#added")).to_contain_text("news.txt: not remembered.")
+    page.fill("#admin", ADMIN)
+    drop(page, "news.txt", "Zyx quux! Zyx quux! Zyx quux!")
+    expect(page.locator("#added")).to_contain_text("tokens remembered.")
+    expect(page.get_by_role("alert")).to_have_text("")
+    expect(page.locator("#total")).to_have_text("7")
+    drop(page, "again.txt", "Zyx quux! Zyx quux! Zyx quux!")
+    expect(page.locator("#added")).to_contain_text("again.txt: this text is there already.")
+    page.click("#tab-write")
+    write(page, "Zyx quux! Zyx qu", length=3)
+    assert "news.txt" in voters(page)
+    page.click("#tab-memory")
+    page.get_by_role("button", name="Remove news.txt").click()
+    page.get_by_role("button", name="Keep it").click()
+    expect(page.locator("#confirm")).to_be_hidden()
+    expect(page.locator("#total")).to_have_text("7")
+    page.get_by_role("button", name="Remove news.txt").click()
+    expect(page.locator("#confirm-text")).to_contain_text("news.txt")
+    page.get_by_role("button", name="Forget it").click()
+    expect(page.locator("#total")).to_have_text("6")
+    assert "news.txt" not in page.locator("#shelf").inner_text()
+    page.click("#tab-write")
+    write(page, "Zyx quux! Zyx qu", length=3)
+    assert "news.txt" not in voters(page)
+
+
+def test_a_file_that_is_no_text_is_not_sent(browser, living, leave):
+    page = leave(visit(browser, living, "memory"), living)
+    page.fill("#admin", ADMIN)
+    page.set_input_files("#files", {"name": "picture.png", "mimeType": "image/png", "buffer": b"\x89PNG\xff\x00"})
+    expect(page.get_by_role("alert")).to_contain_text("picture.png is no text in UTF-8")
+    assert not [method for method, _ in page.asked if method == "POST"]
