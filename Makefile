@@ -1,5 +1,5 @@
 # Two commands for people: `make demo` and `make test`. CI runs `make test` too.
-.PHONY: demo test test-slow check format clean
+.PHONY: demo test test-slow bench check format clean
 
 PYTHON ?= python3
 VENV := .venv
@@ -14,6 +14,10 @@ test: check
 
 test-slow: $(VENV)/.ready
 	$(BIN)/python -m pytest -m slow
+
+# Both sides of each figure in one process: half an hour on two idle cores. Less: knnlm bench --quick
+bench: $(VENV)/.ready
+	$(BIN)/python benchmarks/cpu.py --json bench.json
 
 check: $(VENV)/.ready
 	$(BIN)/ruff format --check .

@@ -2,11 +2,14 @@
 
     python benchmarks/decoders.py CORPUS --store 6000 --limit 1500 --layers 4 --blocks 2   # minutes on two cores
     python benchmarks/decoders.py CORPUS --limit 60000 --device cuda --teach 0.5:2:self,0.5:16:document
+    python benchmarks/decoders.py --speed 30,8,6 --device cuda                             # alone on the machine
 
 CORPUS is a folder with train, valid and test .jsonl (also .gz, .xz, .zst), a document a line. A student is trained on
 train by cross entropy alone, a small one of some of the model's blocks too, and each reads a store of its own. k, τ,
 weights and gates are fitted on valid; figures are those of test. --teach trains more students, each with a share β of
-its loss from the store that the first student reads: β:τ:what a position may not see.
+its loss from the store that the first student reads: β:τ:what a position may not see, and, where given, :the most
+tokens and :the mass that are kept of a target. --variants trains students otherwise: rate:tokens in a step:epochs.
+--other trains a second model on another corpus, and helps it with the student of the first.
 """
 
 from __future__ import annotations
@@ -47,6 +50,8 @@ ROWS: list[tuple[str, list[str], str]] = [
 def main() -> None:
     options = parse()
     lm = CausalLM.open(options.model, device=options.device, dtype=options.dtype)
+    if options.speed:
+        speed(lm, [int(blocks) for blocks in options.speed.split(",")], options)
     for corpus in options.corpus:
         with tempfile.TemporaryDirectory(dir=options.folder) as folder:
             found = Study(corpus, Path(folder), lm, options).run()
@@ -56,14 +61,19 @@ def main() -> None:
 
 
 def parse() -> argparse.Namespace:
-    parser = parser_for(__doc__)
+    parser = parser_for(__doc__, "*")
     parser.add_argument("--layers", type=int, help="blocks of the model that the student has (default: all)")
-    parser.add_argument("--blocks", type=int, default=8, help="blocks that the small student has")
+    parser.add_argument("--blocks", type=int, default=6, help="blocks that the small student has")
     parser.add_argument("--epochs", type=int, default=3)
     parser.add_argument("--learning-rate", type=float, default=2e-4)
     parser.add_argument("--small-rate", type=float, default=6e-4, help="learning rate of the small student")
     parser.add_argument("--small-epochs", type=int, default=3)
-    parser.add_argument("--teach", default="", help="β:τ:self or document, with commas")
+    parser.add_argument("--table", action=argparse.BooleanOptionalAction, default=True, help="mix everything")
+    parser.add_argument("--teach", default="", help="β:τ:self or document[:top[:mass]], with commas")
+    parser.add_argument("--variants", default="", help="learning rate:tokens in a step:epochs, with commas")
+    parser.add_argument("--other", type=Path, help="a corpus that a second model is fine-tuned on")
+    parser.add_argument("--other-store", type=int, default=500_000, help="tokens of its train to use")
+    parser.add_argument("--speed", help="only time generation, with students of so many blocks, with commas")
     parser.add_argument("--folder", type=Path, help="where models and stores are made (default: a temporary folder)")
     return parser.parse_args()
 
@@ -84,22 +94,31 @@ class Study:
         documents = list(first(split(self.corpus, "train"), self.lm, options.store))
         self.tokens = self.lm.encode_all([document.text for document in documents])
         self.train("student", options.layers, options.learning_rate, options.epochs)
-        self.train("small", options.blocks, options.small_rate, options.small_epochs)
-        for name in ("student", "small"):
+        if options.table:
+            self.train("small", options.blocks, options.small_rate, options.small_epochs)
+        for name in ("student", "small") if options.table else ("student",):
             reader = CausalLM.open(str(self.folder / name), device=options.device, dtype=options.dtype)
             knnlm.build(documents, self.folder / f"{name}.store", lm=reader).close()
+        self.say("the students have read their stores")
+        if options.table:
+            self.compare(documents)
+        if options.other:
+            self.plug_in()
+        for variant in filter(None, options.variants.split(",")):
+            self.vary(*variant.split(":"))
+        for teaching in filter(None, options.teach.split(",")):
+            self.teach(*teaching.split(":"))
+        return self.found
+
+    def compare(self, documents: list[knnlm.Document]) -> None:
+        """Make the table of all that may be mixed."""
         knnlm.build(documents, self.folder / "base.store", lm=self.lm).close()
-        self.say("stores are built")
         memories = ["knn", *(f"{kind}={self.folder}/{name}" for kind, name in (
             ("knn", "base.store"), ("knn", "small.store"), ("lm", "student"), ("lm", "small"),
         ))]  # fmt: skip
         seen = self.look([*memories, "cache", "ngram"])
         self.table(seen)
-        self.speed()
         self.stories(seen[1])
-        for teaching in filter(None, options.teach.split(",")):
-            self.teach(*teaching.split(":"))
-        return self.found
 
     def train(self, name: str, layers: int | None, rate: float, epochs: int, **teaching: Any) -> None:
         student = open_student(self.options.model, like=self.lm, layers=layers)
@@ -146,32 +165,52 @@ class Study:
         self.found[name] = (valid, test)
         self.say(f"{name:<50} valid {valid:8.3f}  test {test:8.3f}")
 
-    def teach(self, beta: str, temperature: str, exclude: str) -> None:
+    def vary(self, rate: str, size: str, epochs: str) -> None:
+        """Train a student with other settings."""
+        name = f"varied-{rate}-{size}-{epochs}"
+        self.train(name, self.options.layers, float(rate), int(epochs), batch_tokens=int(size))
+        self.judge(name, f"student at {rate}, {size} tokens a step, {epochs} epochs")
+
+    def judge(self, name: str, what: str) -> None:
+        """Measure a student alone and with the model."""
+        seen = self.look([f"lm={self.folder}/{name}"])
+        self.add(f"{what}, alone", *(perplexity(one.memories[0].logs[:, 0]) for one in seen))
+        self.add(f"model + {what}, one λ", *self.fitted(seen, [f"lm={name}"], "fixed"))
+
+    def plug_in(self) -> None:
+        """Help a second model, fine-tuned on another text, with the same student."""
+        options = self.options
+        documents = first(split(options.other, "train"), self.lm, options.other_store)
+        tokens = self.lm.encode_all([document.text for document in documents])
+        train_decoder(
+            tokens,
+            open_student(options.model, like=self.lm),
+            self.folder / "other",
+            epochs=1,
+            learning_rate=options.learning_rate,
+            device=options.device,
+        )
+        own = self.lm
+        self.lm = CausalLM.open(str(self.folder / "other"), device=options.device, dtype=options.dtype)
+        seen = self.look([f"lm={self.folder}/student"])
+        name = f"a model fine-tuned on {options.other.name}"
+        self.add(name, *(perplexity(one.model) for one in seen))
+        self.add(f"{name} + student, one λ", *self.fitted(seen, [STUDENT], "fixed"))
+        self.lm = own
+
+    def teach(self, beta: str, temperature: str, exclude: str, top: str = "64", mass: str = "0.99") -> None:
         """Train a student on the text and on the store that the first student reads, as long as the first."""
         store = knnlm.Datastore.open(self.folder / "student.store")
-        place = self.folder / f"targets-{temperature}-{exclude}"
-        settings = {"temperature": float(temperature), "exclude": exclude, "device": self.options.device}
+        place = self.folder / f"targets-{temperature}-{exclude}-{top}-{mass}"
+        settings: dict[str, Any] = {"temperature": float(temperature), "exclude": exclude}
+        settings |= {"top": int(top), "mass": float(mass), "device": self.options.device}
         targets = make_targets(store, place, **settings)
         self.say("targets:", targets.facts)
-        name = f"taught-{beta}-{temperature}-{exclude}"
+        name = f"taught-{beta}-{temperature}-{exclude}-{top}-{mass}"
         options = self.options
         self.train(name, options.layers, options.learning_rate, options.epochs, beta=float(beta), targets=targets)
         store.close()
-        seen = self.look([f"lm={self.folder}/{name}"])
-        alone = (perplexity(one.memories[0].logs[:, 0]) for one in seen)
-        self.add(f"taught β={beta} τ={temperature} without {exclude}, alone", *alone)
-        self.add(
-            f"model + taught β={beta} τ={temperature} without {exclude}, one λ",
-            *self.fitted(seen, [f"lm={name}"], "fixed"),
-        )
-
-    def speed(self) -> None:
-        """Milliseconds a token of generation, batch 1: the model, and the model with each decoder."""
-        ids = torch.randint(100, 40_000, (1, 32), device=self.lm.device)
-        base = milliseconds(self.lm.model, ids)
-        for name in ("student", "small"):
-            with_it = milliseconds(knnlm.KnnForCausalLM(Mixture.open(self.folder / name, self.lm)), ids)
-            self.say(f"generate: {base:.1f} ms a token, with {name} {with_it:.1f}, x{with_it / base:.2f}")
+        self.judge(name, f"taught β={beta} τ={temperature} without {exclude}, {top} tokens of {mass}")
 
     def stories(self, seen: Seen) -> None:
         """Where the student is far above the model, and how close it stays on frequent words."""
@@ -210,6 +249,23 @@ class Study:
 
 def perplexity(logs: torch.Tensor) -> float:
     return float((-logs.double().mean()).exp())
+
+
+def speed(lm: CausalLM, sizes: list[int], options: argparse.Namespace) -> None:
+    """Milliseconds a token of generation, batch 1, with students that have learnt nothing: that takes as long."""
+    ids = torch.randint(100, 40_000, (1, 32), device=lm.device)
+    print("| blocks | weights | ms a token | ÷ the model alone |\n|---|---|---|---|")
+    milliseconds(lm.model, ids)
+    for blocks in sizes:
+        with tempfile.TemporaryDirectory(dir=options.folder) as folder:
+            student = open_student(options.model, like=lm, layers=blocks)
+            card = train_decoder([[5] * 64] * 4, student, Path(folder) / "student", epochs=1, device=options.device)
+            mixed = knnlm.KnnForCausalLM(Mixture.open(Path(folder) / "student", lm))
+        # One after the other, again and again: clocks of a shared machine wander.
+        times = [(milliseconds(lm.model, ids), milliseconds(mixed, ids)) for _ in range(3)]
+        base, with_it = (sorted(column)[1] for column in zip(*times, strict=True))
+        weights = card.student["parameters"] / 1e6
+        print(f"| {blocks} | {weights:.0f}M | {with_it:.1f} | {with_it / base:.2f} |", flush=True)
 
 
 def milliseconds(model: Any, ids: torch.Tensor, tokens: int = 64) -> float:

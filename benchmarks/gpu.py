@@ -345,6 +345,10 @@ def corpus(folder: Path, options: argparse.Namespace) -> None:
                 f"{result.seconds:.2f} s",
                 f"{result.tokens:,} tokens; {figures}",
             )
+        rounded = Mixture.open(store, lm, fresh=True, k=k, temperature=temperature, weight=weight, device_keys="int8")
+        result = knnlm.evaluate(rounded, test, limit=options.limit)
+        note(f"{name}: evaluation with int8 keys", f"{result.seconds:.2f} s", f"{result.perplexity:.3f}")
+        del rounded
         finder = mixture.knn.index.finder
         note(f"{name}: second looks, plain searches", f"{finder.proofs}, {finder.plain}")
         generation(name, mixed)

@@ -19,7 +19,7 @@ ROWS = [
     {"memory"},
     {"mixture"},
     {"evaluation", "trace", "sweeping", "fitting", "tuning", "generate", "explanation", "distill", "prune"},
-    {"adaptation", "demo", "report", "serve"},
+    {"adaptation", "bench", "demo", "report", "serve"},
     {"cli"},
 ]
 # Within a row, who may import whom; the others know nothing of each other.
@@ -33,6 +33,7 @@ WITHIN = {
     ("tuning", "fitting"),
     ("tuning", "sweeping"),
     ("tuning", "trace"),
+    ("bench", "demo"),
 }
 ROW_OF = {name: number for number, row in enumerate(ROWS) for name in row}
 FILES = sorted(file for file in SOURCE.rglob("*.py") if file.parent != SOURCE or not file.name.startswith("__"))

@@ -30,8 +30,10 @@ COMMANDS = [
     "info",
     "distill",
     "prune",
+    "compress",
     "adapt",
     "report",
+    "bench",
     "serve",
     "chat",
     "demo",
@@ -103,7 +105,7 @@ def test_the_examples_run_as_they_stand(texts, model_folder, tmp_path, monkeypat
     (tmp_path / "docs").symlink_to(texts / "docs")
     (tmp_path / "held-out.txt").symlink_to(texts / "held-out.txt")
     lines = examples()
-    for name in ("build", "index", "tune", "eval", "generate", "explain", "info", "distill", "prune"):
+    for name in ("build", "index", "tune", "eval", "generate", "explain", "info", "compress", "distill", "prune"):
         arguments = shlex.split(lines[name])[1:] + (["--model", str(model_folder)] if name == "build" else [])
         code, out, err = knnlm(capfd, *arguments)
         assert code == 0, err

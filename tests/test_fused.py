@@ -412,7 +412,7 @@ def test_keys_that_no_memory_holds_are_read_as_they_are_needed(store, monkeypatc
 def test_what_fits_on_a_device_is_known_before(lm, store, tmp_path, monkeypatch):
     cpu = torch.device("cpu")
     assert loading.fits_on(store.keys, cpu, "float16")
-    single = build(documents(3), tmp_path / "single", lm=lm, key_dtype="float32")
+    single = build(documents(3), tmp_path / "single", lm=lm, keys="float32")
     assert not loading.fits_on(single.keys, cpu, "float16")
     needed = {keys: loading._needed(store.keys, keys) for keys in ("float16", "int8")}
     assert needed["int8"] < needed["float16"]
@@ -447,7 +447,7 @@ def test_a_file_that_is_cut_short_while_it_is_open_is_noticed(store, tmp_path, c
 
 
 def test_keys_that_float16_cannot_hold_are_searched_plainly(lm, store, tmp_path):
-    floats = build(documents(3), tmp_path / "floats", lm=lm, key_dtype="float32")
+    floats = build(documents(3), tmp_path / "floats", lm=lm, keys="float32")
     scaled = Datastore.open(store.path)
     scaled._segments[1] = dataclasses.replace(scaled._segments[1], scale=2.0)
     for opened in (floats, scaled):

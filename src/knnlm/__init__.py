@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from knnlm.adaptation import Adaptation, adapt
     from knnlm.corpus import Document, read
-    from knnlm.datastore import Datastore, build, build_index
+    from knnlm.datastore import Datastore, build, build_index, compress
     from knnlm.errors import KnnlmError
     from knnlm.evaluation import Evaluation, evaluate
     from knnlm.explanation import explain
@@ -46,6 +46,7 @@ _HOMES = {
     "adapt": "adaptation",
     "build": "datastore",
     "build_index": "datastore",
+    "compress": "datastore",
     "evaluate": "evaluation",
     "explain": "explanation",
     "read": "corpus",
@@ -72,6 +73,7 @@ __all__ = [
     "adapt",
     "build",
     "build_index",
+    "compress",
     "evaluate",
     "explain",
     "read",

@@ -9,7 +9,19 @@ import sys
 import typer
 
 from knnlm import errors
-from knnlm.cli import adapting, building, chatting, demonstrating, measuring, reporting, serving, training, using
+from knnlm.cli import (
+    adapting,
+    benching,
+    building,
+    chatting,
+    demonstrating,
+    measuring,
+    reporting,
+    serving,
+    storing,
+    training,
+    using,
+)
 
 app = typer.Typer(
     name="knnlm",
@@ -19,7 +31,20 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
-for module in (building, measuring, using, training, adapting, reporting, serving, chatting, demonstrating):
+COMMANDS = (
+    building,
+    measuring,
+    using,
+    storing,
+    training,
+    adapting,
+    reporting,
+    benching,
+    serving,
+    chatting,
+    demonstrating,
+)
+for module in COMMANDS:
     module.register(app)
 
 

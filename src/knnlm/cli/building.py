@@ -38,7 +38,7 @@ def build(
     stride: Annotated[
         int | None, typer.Option(help="Tokens a window moves on by.", show_default="half the context")
     ] = None,
-    keys: Annotated[str, typer.Option(help="Precision of stored keys: float16 or float32.")] = "float16",
+    keys: options.Keys = "float16",
     compile: Annotated[  # noqa: A002
         bool | None,
         typer.Option("--compile/--no-compile", help="Compile the model first.", show_default="on a GPU, for much text"),
@@ -64,7 +64,7 @@ def build(
         out,
         lm=lm,
         window=lm.window(context, stride),
-        key_dtype=keys,
+        keys=keys,
         compile=compile,
         total=total,
         progress=screen.bar,
@@ -98,8 +98,8 @@ def index(
 ) -> None:
     """knnlm index memory
 
-    Make an index. A memory of up to 200,000 tokens is searched exactly, which needs none; above that, auto makes
-    IVF + PQ, and the shortlist it gives is measured again on the stored keys.
+    Make an index. A memory of up to 20,000 tokens is searched exactly, which needs none; above that, auto makes lists
+    of short codes, and the nearest that it finds are measured again on the stored keys.
     """
     from knnlm import datastore
 
@@ -135,8 +135,10 @@ def info(memory: options.Memory, json: options.Json = False) -> None:
         "tokens": store.rows,
         "segments": len(store.segments),
         "bytes": store.bytes,
-        "bytes_per_token": store.bytes / store.rows if store.rows else 0,
+        "index_bytes": store.index_bytes,
+        "bytes_per_token": (store.bytes + store.index_bytes) / store.rows if store.rows else 0,
         "keys": {
+            "storage": store.storage,
             "dtype": store.key_dtype,
             "largest_scale": max((segment.scale for segment in store.segments), default=1.0),
             "offset": store.offset is not None,
@@ -159,9 +161,10 @@ def info(memory: options.Memory, json: options.Json = False) -> None:
             "size",
             f"{store.rows:,} tokens of {screen.count(facts['documents'], 'document')}, {store.bytes / 1e6:,.1f} MB",
         ),
+        ("", f"{facts['bytes_per_token']:,.1f} bytes a token, {store.index_bytes / 1e6:,.1f} MB of index included"),
         ("model", f"{model['name']} ({model['class']}, weights {model['weights']['float32']})"),
         ("keys", f"{model['key_layer']} of layer {model['layer']} of {model['layers']} ({model['key_module']})"),
-        ("", f"{store.width} × {store.key_dtype}, scale {facts['keys']['largest_scale']:g}"),
+        ("", f"{store.width} dimensions as {store.storage}, scale {facts['keys']['largest_scale']:g}"),
         ("window", f"{store.window['context']} tokens, moved on by {store.window['stride']}"),
         ("index", ", ".join(f"{row.spec} ({row.metric})" for row in indexes) or "exact"),
         ("tuned", _describe(choice) if choice else "not yet: knnlm tune"),

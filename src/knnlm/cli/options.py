@@ -66,6 +66,12 @@ DeviceKeys = Annotated[
         help="What a GPU holds keys in: float16 (as stored), or int8 (half the memory, distances to rounded keys)."
     ),
 ]
+Keys = Annotated[
+    str,
+    typer.Option(
+        help="How keys are stored: float16, float32, int8, pca256-int8 (so many components), codes48 (so many bytes)."
+    ),
+]
 Limit = Annotated[
     int | None, typer.Option(help="Read whole documents until this many tokens are reached.", show_default="all")
 ]

@@ -22,20 +22,16 @@ from torch import Tensor
 
 from knnlm.corpus import Document
 from knnlm.datastore.catalog import FILE, LANGUAGE_MODEL, Catalog, SegmentRow
+from knnlm.datastore.codec import FILE as CODEC
+from knnlm.datastore.coding import Storage, parse_storage
 from knnlm.datastore.grouping import Group, groups
 from knnlm.datastore.keymap import FILE as MAP
 from knnlm.datastore.locking import writer_lock
 from knnlm.datastore.pipeline import Disk, Written, collect, pipelined, room, tokenised
-from knnlm.datastore.segment import (
-    KEY_DTYPES,
-    ArrayWriter,
-    KeyWriter,
-    checksum,
-    remove_others,
-    sync_folder,
-    writing,
-)
-from knnlm.datastore.store import KEYS, VALUES, Datastore, segment_folder, stored_offset, text_hash
+from knnlm.datastore.segment import ArrayWriter, checksum, remove_others, sync_folder, writing
+from knnlm.datastore.store import VALUES, Datastore, segment_folder, text_hash
+from knnlm.datastore.stored import stored_offset
+from knnlm.datastore.waiting import Waiting
 from knnlm.errors import DatastoreError, ModelError, ParameterError
 from knnlm.lm import CausalLM, WindowShape
 from knnlm.lm.compiling import Compiling, compiled
@@ -58,7 +54,7 @@ def build(
     *,
     lm: CausalLM,
     window: WindowShape | None = None,
-    key_dtype: str = "float16",
+    keys: str = "float16",
     segment_rows: int | None = None,
     batch_tokens: int | None = None,
     compile: bool | None = None,  # noqa: A002  (what torch calls it)
@@ -69,12 +65,12 @@ def build(
 ) -> Datastore:
     """Store every document, resuming an unfinished build of the same text; `total` is its number of characters.
 
+    `keys` says how they are stored: float16, float32, int8, pca256-int8 or codes64, with any number.
     `compile` says whether the model's blocks are compiled, by default where that pays; a resumed build does as it
     began. `keep_on_device` leaves keys on the device too, as `resident_keys` of what is returned, if they can be.
     `language_model` names the model that the memory is for, if that is not the one that reads it.
     """
-    if key_dtype not in KEY_DTYPES:
-        raise ParameterError(f"Unknown key dtype {key_dtype!r}: use {' or '.join(KEY_DTYPES)}.")
+    storage = parse_storage(keys, width=lm.width)
     segment_rows = segment_rows if segment_rows is not None else _segment_rows(lm)
     batch_tokens = batch_tokens if batch_tokens is not None else _batch_tokens(lm)
     if segment_rows < 1 or batch_tokens < 1:
@@ -82,12 +78,13 @@ def build(
     folder = Path(path)
     check_folder(folder)
     with writer_lock(folder, create=True):
-        catalog = _begin(folder, lm, window or lm.window(), key_dtype, segment_rows, batch_tokens)
+        catalog = _begin(folder, lm, window or lm.window(), storage, segment_rows, batch_tokens)
         try:
             with progress("reading", total=total, unit="characters") as advance:
                 source = iter(documents)
                 _skip_stored(source, catalog, advance)
-                work = _Build(folder, catalog, lm, advance, compile=compile, total=total, keep=keep_on_device)
+                waiting = Waiting(folder, catalog, storage, width=lm.width)
+                work = _Build(folder, catalog, lm, waiting, advance, compile=compile, total=total, keep=keep_on_device)
                 with closing(tokenised(source, lm)) as pairs:
                     work.run(groups(pairs, segment_rows))
             helped = {} if language_model is None else {LANGUAGE_MODEL: language_model}
@@ -118,8 +115,8 @@ def check_folder(folder: Path) -> None:
     """Refuse a place that holds something else, before anything is put there."""
     if folder.exists() and not folder.is_dir():
         raise DatastoreError(f"{folder} is a file. Choose another --out.")
-    ours = {"writer.lock", "catalog.partial", "catalog.partial-journal", MAP, Path(MAP).with_suffix(".partial").name}
-    ours |= {STUDENT, f"{STUDENT}.partial"}
+    ours = {"writer.lock", "catalog.partial", "catalog.partial-journal", STUDENT, f"{STUDENT}.partial"}
+    ours |= {MAP, Path(MAP).with_suffix(".partial").name, CODEC, Path(CODEC).with_suffix(".partial").name}
     if folder.exists() and not (folder / FILE).exists():
         foreign = sorted(entry.name for entry in folder.iterdir() if entry.name not in ours)
         if foreign:
@@ -129,19 +126,21 @@ def check_folder(folder: Path) -> None:
 
 
 def _begin(
-    folder: Path, lm: CausalLM, window: WindowShape, key_dtype: str, segment_rows: int, batch_tokens: int
+    folder: Path, lm: CausalLM, window: WindowShape, storage: Storage, segment_rows: int, batch_tokens: int
 ) -> Catalog:
     """Make a new catalog, or open that of an unfinished build with the same settings."""
     settings: dict[str, Any] = {
         "model": lm.identity,
         "window": {"context": window.context, "stride": window.stride},
-        "key_dtype": key_dtype,
+        "key_dtype": storage.dtype,
         "segment_rows": segment_rows,
         "batch_tokens": batch_tokens,
     }
+    if storage.fitted:
+        settings["keys"] = str(storage)
     file = folder / FILE
     if not file.exists():
-        return Catalog.create(file, {"state": "building", "offset": None, **settings})
+        return Catalog.create(file, {"state": "building", "offset": None, **settings}, coded=storage.fitted)
     catalog = Catalog.open(file, write=True)
     if catalog.get("state") == "complete":
         raise DatastoreError(f"{folder} is a finished memory already. Choose another --out, or remove it first.")
@@ -203,6 +202,7 @@ class _Build:
         folder: Path,
         catalog: Catalog,
         lm: CausalLM,
+        waiting: Waiting,
         advance: Advance,
         *,
         compile: bool | None,  # noqa: A002
@@ -210,18 +210,18 @@ class _Build:
         keep: bool,
     ) -> None:
         self._folder, self._catalog, self._lm, self._advance = folder, catalog, lm, advance
-        self._compile, self._total = compile, total
+        self._compile, self._total, self._keys = compile, total, waiting
         self._window = WindowShape(**catalog.get("window"))
-        self._key_dtype: str = catalog.get("key_dtype")
         self._batch_tokens: int = catalog.get("batch_tokens")
         segments = catalog.segments()
         self._number = len(segments)
         self._row = segments[-1].first_row + segments[-1].rows if segments else 0
         self._offset = stored_offset(catalog)
         self._compiling: Compiling | None = None
-        self._piped = pipelined(lm.device) and self._key_dtype == "float16"
+        self._piped = pipelined(lm.device) and waiting.numbers != "float32"
         self._waiting: deque[tuple[_Segment, Future[Written]]] = deque()
-        self.kept: list[Tensor] | None = [] if keep and self._piped and not segments else None
+        as_read = waiting.codec is not None and waiting.numbers == "float16"  # nothing is lost by storing them
+        self.kept: list[Tensor] | None = [] if keep and self._piped and as_read and not segments else None
 
     def run(self, groups: Iterable[Group]) -> None:
         """Make a segment of each group. What is on disk when something goes wrong is committed before it is raised."""
@@ -233,6 +233,7 @@ class _Build:
                         self._prepare(group, stack)
                     self._add(group)
                 self._settle(0)
+                self._keys.settle()
             except BaseException:
                 self._rescue()
                 raise
@@ -257,6 +258,9 @@ class _Build:
         return read * self._total >= _PAYS * group.characters
 
     def _add(self, group: Group) -> None:
+        if self._keys.due(self._row):
+            self._settle(0)
+            self._keys.settle()
         segment = _Segment(group, self._number, self._row)
         self._number, self._row = self._number + 1, self._row + group.rows
         self._settle(_BEHIND - 1)
@@ -273,7 +277,8 @@ class _Build:
                 self.kept.append(collected.keys)
             values = np.concatenate([np.asarray(tokens, np.int32) for tokens in group.tokens])
             final = segment_folder(self._folder, segment.number)
-            self._waiting.append((segment, self._disk.submit(final, collected, values)))
+            encode = self._keys.encode if self._keys.numbers is None else None
+            self._waiting.append((segment, self._disk.submit(final, collected, values, self._keys.file, encode)))
         else:
             self.kept = None
             self._settle(0)
@@ -325,7 +330,7 @@ class _Build:
         partial = final.with_suffix(".partial")
         with writing(partial):
             partial.mkdir(parents=True)
-        with KeyWriter(partial / KEYS, self._key_dtype, self._lm.width) as writer:
+        with self._keys.writer(partial) as writer:
             readings = self._lm.read(segment.group.tokens, self._window, batch_tokens=self._batch_tokens, logits=False)
             for reading in readings:
                 keys = reading.keys.cpu()
@@ -339,7 +344,7 @@ class _Build:
             for tokens in segment.group.tokens:
                 values.append(np.asarray(tokens, np.int32))
         _seal(partial, final)
-        return writer.divisor, checksum(final / KEYS), checksum(final / VALUES)
+        return writer.divisor, checksum(final / self._keys.file), checksum(final / VALUES)
 
     def _undefined(self, group: Group) -> ModelError:
         return ModelError(

@@ -2,7 +2,8 @@
 
 A segment exists when its row is committed. Anything else on disk is garbage that the next writer removes. Format 1 is a
 memory as it was built: every row has a key, and keys are what the model gave. Where that is not so, because rows were
-pruned or keys were mapped, the format is 2, so that a program that knows only the first refuses it.
+pruned or keys were mapped, the format is 2, so that a program that knows only the first refuses it. Where keys are
+stored as bytes or codes, it is 4.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from typing import Any
 
 from knnlm.errors import DatastoreCorrupt, DatastoreError
 
-BUILT, DERIVED = 1, 2  # formats
+BUILT, DERIVED, CODED = 1, 2, 4  # formats
 LANGUAGE_MODEL = "language_model"  # the fact that names the model that a memory is for, if that is not its reader
 FILE = "catalog.db"
 
@@ -110,7 +111,7 @@ class Catalog:
         self.path = path
 
     @classmethod
-    def create(cls, path: Path, meta: dict[str, Any], *, derived: bool = False) -> Catalog:
+    def create(cls, path: Path, meta: dict[str, Any], *, derived: bool = False, coded: bool = False) -> Catalog:
         """Make a new catalog that already holds `meta`; it appears complete or not at all."""
         partial = path.with_suffix(".partial")
         # A journal that outlived its catalog would be played back into the new one.
@@ -118,8 +119,8 @@ class Catalog:
             leftover.unlink(missing_ok=True)
         with _reporting(path):
             catalog = cls(sqlite3.connect(partial, isolation_level=None), partial)
-            catalog._connection.executescript(_SCHEMA + _SCHEMA_DERIVED if derived else _SCHEMA)
-            catalog.put(format=DERIVED if derived else BUILT, **meta)
+            catalog._connection.executescript(_SCHEMA + _SCHEMA_DERIVED if derived or coded else _SCHEMA)
+            catalog.put(format=CODED if coded else DERIVED if derived else BUILT, **meta)
             catalog.close()
         partial.rename(path)
         return cls.open(path, write=True, copying=True)
@@ -144,9 +145,9 @@ class Catalog:
             found = catalog.get("format")
         if found is None:
             raise DatastoreCorrupt(f"{path} is not a knnlm catalog. Build the memory again.")
-        if found not in (BUILT, DERIVED):
+        if found not in (BUILT, DERIVED, CODED):
             raise DatastoreError(
-                f"{path.parent} has format version {found}, this knnlm reads version {BUILT} or {DERIVED}. "
+                f"{path.parent} has format version {found}, this knnlm reads version {BUILT}, {DERIVED} or {CODED}. "
                 "Install the knnlm that made it, or build the memory again."
             )
         if write and not copying and catalog.get("derived") is not None and catalog.get("state") != "complete":
@@ -222,6 +223,16 @@ class Catalog:
             self._connection.executemany(
                 "INSERT INTO documents VALUES (?, ?, ?, ?, ?, ?, ?)",
                 (_values(document) for document in documents),
+            )
+            for key, value in facts.items():
+                self._put(key, value)
+
+    def replace_keys(self, segments: Iterable[SegmentRow], **facts: Any) -> None:
+        """Say that segments have other files of keys now, and facts that hold from now on, all or none."""
+        with self._transaction():
+            self._connection.executemany(
+                "UPDATE segments SET scale = ?, keys_sha256 = ? WHERE id = ?",
+                ((segment.scale, segment.keys_sha256, segment.id) for segment in segments),
             )
             for key, value in facts.items():
                 self._put(key, value)

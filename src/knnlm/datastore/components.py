@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
+from typing import Any
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -16,29 +19,42 @@ _BLOCK = 4096  # keys at a time
 
 
 def principal_components(store: Datastore, width: int, *, seed: int = 0, progress: Progress = silent) -> KeyMap:
-    """Find the map to the directions in which a sample of the keys varies most, in float64."""
+    """Find the map to the directions in which a sample of the keys varies most."""
     ids = sample_keys(store, _SAMPLE, seed=seed)
     if not len(ids):
         raise ParameterError(f"{store.path} has no keys, so they have no principal components.")
-    total = torch.zeros(store.width, dtype=torch.float64)
-    squares = torch.zeros(store.width, store.width, dtype=torch.float64)
-    # Less the first block's mean from the start: sums of squares lose digits where keys are far from zero.
-    origin = store.take(ids[:_BLOCK]).double().mean(0)
-    with progress("finding principal components", total=len(ids), unit="keys") as advance:
-        for part in ids.split(_BLOCK):
-            keys = store.take(part).double() - origin
-            total += keys.sum(0)
-            squares.addmm_(keys.T, keys)
-            advance(len(part))
-    mean = total / len(ids)
-    variances, vectors = torch.linalg.eigh(squares / len(ids) - torch.outer(mean, mean))  # ascending
+
+    def blocks() -> Iterator[Tensor]:
+        with progress("finding principal components", total=len(ids), unit="keys") as advance:
+            for part in ids.split(_BLOCK):
+                yield store.take(part)
+                advance(len(part))
+
+    return components_of(blocks(), width, sample=len(ids), seed=seed)[0]
+
+
+def components_of(blocks: Iterable[Tensor], width: int, **facts: Any) -> tuple[KeyMap, Tensor]:
+    """Find the map to the directions in which (n, D) keys vary most, in float64, and their (width,) variances."""
+    count = 0
+    for block in blocks:
+        keys = block.double()
+        if not count:
+            # Less the first block's mean from the start: sums of squares lose digits where keys are far from zero.
+            origin = keys.mean(0)
+            total, squares = torch.zeros_like(origin), origin.new_zeros(len(origin), len(origin))
+        keys = keys - origin
+        total += keys.sum(0)
+        squares.addmm_(keys.T, keys)
+        count += len(keys)
+    mean = total / count
+    variances, vectors = torch.linalg.eigh(squares / count - torch.outer(mean, mean))  # ascending
     variances = variances.clamp(min=0)
     matrix = vectors[:, -width:].flip(1)
     # A direction has no sign of its own; choose one, so that the same keys give the same bytes.
     matrix = matrix * matrix.gather(0, matrix.abs().argmax(0, keepdim=True)).sign()
     explained = float(variances[-width:].sum() / variances.sum().clamp(min=1e-300))
-    facts = {"kind": "principal components", "explained_variance": explained, "sample": len(ids), "seed": seed}
-    return KeyMap(matrix.float(), (mean + origin).float(), facts)
+    about = {"kind": "principal components", "explained_variance": explained, **facts}
+    return KeyMap(matrix.float(), (mean + origin).float(), about), variances[-width:].flip(0)
 
 
 def sample_keys(store: Datastore, size: int, *, seed: int) -> Tensor:

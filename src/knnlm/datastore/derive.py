@@ -1,4 +1,4 @@
-"""Write a new memory out of another: fewer keys, or keys that went through a linear map. Knows nothing about which.
+"""Write a new memory out of another: fewer keys, mapped keys, or keys stored otherwise. Knows nothing about which.
 
 All tokens and documents are copied, so the text around a neighbour stays; only keys are left out. Segments are copied
 one by one, each committed as a build commits it, so a copy that was killed and is run again goes on after the last
@@ -21,6 +21,8 @@ from torch import Tensor
 
 from knnlm.datastore.builder import check_folder
 from knnlm.datastore.catalog import BUILT, FILE, LANGUAGE_MODEL, Catalog, SegmentRow
+from knnlm.datastore.codec import FILE as CODEC
+from knnlm.datastore.codec import Bytes, Codec, Codes, Plain, save_codec
 from knnlm.datastore.keymap import FILE as MAP
 from knnlm.datastore.keymap import KeyMap
 from knnlm.datastore.locking import writer_lock
@@ -34,6 +36,7 @@ from knnlm.datastore.segment import (
     writing,
 )
 from knnlm.datastore.store import COUNTS, KEPT, KEYS, VALUES, Datastore, segment_folder
+from knnlm.datastore.waiting import CodeWriter
 from knnlm.errors import DatastoreCorrupt, DatastoreError, ParameterError
 from knnlm.progress import Advance, Progress, silent
 
@@ -48,18 +51,20 @@ class _Plan:
     keep: NDArray[np.bool_] | None  # over the keys of `store`; None: all
     counts: NDArray[np.float32] | None  # over the keys of `store`; None: as they are there
     map: KeyMap | None
-    key_dtype: str
+    codec: Codec
 
     def facts(self, facts: dict[str, Any]) -> dict[str, Any]:
         """Tell this plan from any other."""
-        parts = {
+        parts: dict[str, NDArray[Any] | None] = {
             "keep": self.keep,
             "counts": self.counts,
             "matrix": None if self.map is None else self.map.matrix.float().cpu().numpy(),
             "centre": None if self.map is None else self.map.centre.float().cpu().numpy(),
         }
+        if isinstance(self.codec, Bytes | Codes):
+            parts |= {name: tensor.cpu().numpy() for name, tensor in self.codec.tensors().items()}
         hashes = {name: None if part is None else _hash(part) for name, part in parts.items()}
-        return {"from": self.store.fingerprint, "key_dtype": self.key_dtype, **hashes, "facts": facts}
+        return {"from": self.store.fingerprint, "key_dtype": self.codec.dtype, **hashes, "facts": facts}
 
 
 def derive(
@@ -70,15 +75,17 @@ def derive(
     counts: Tensor | None = None,
     key_map: KeyMap | None = None,
     key_dtype: str | None = None,
+    codec: Codec | None = None,
     facts: dict[str, Any] | None = None,
     progress: Progress = silent,
 ) -> Datastore:
     """Write a memory with the keys that are kept (a mask, or their numbers), how much each counts, and mapped.
 
-    `counts` are those of all keys of `store`. Its map, if it has one, comes before the new one. `facts` are kept in
-    the catalog.
+    `counts` are those of all keys of `store`. Its map, if it has one, comes before the new one. Keys are stored by
+    `codec`, or as numbers of `key_dtype`, or as they were; bytes and codes that are mapped anew become float16.
+    `facts` are kept in the catalog.
     """
-    plan = _plan(store, keep, counts, key_map, key_dtype or store.key_dtype)
+    plan = _plan(store, keep, counts, key_map, codec or _codec(store, key_map, key_dtype))
     folder = Path(out)
     check_out(store, folder)
     with writer_lock(folder, create=True):
@@ -110,12 +117,8 @@ def check_out(store: Datastore, out: str | Path) -> None:
             )
 
 
-def _plan(
-    store: Datastore, keep: Tensor | None, counts: Tensor | None, key_map: KeyMap | None, key_dtype: str
-) -> _Plan:
+def _plan(store: Datastore, keep: Tensor | None, counts: Tensor | None, key_map: KeyMap | None, codec: Codec) -> _Plan:
     """Check what was asked for."""
-    if key_dtype not in KEY_DTYPES:
-        raise ParameterError(f"Unknown key dtype {key_dtype!r}: use {' or '.join(KEY_DTYPES)}.")
     if key_map is not None and len(key_map.centre) != store.width:
         raise ParameterError(
             f"The map is for keys of width {len(key_map.centre)}, but those of {store.path} have {store.width}."
@@ -131,7 +134,22 @@ def _plan(
         used = weights if mask is None else weights[mask]
         if not (np.isfinite(used) & (used > 0)).all():
             raise ParameterError("counts must be finite and above 0 for every key that is kept.")
-    return _Plan(store, mask, weights, key_map, key_dtype)
+    width = store.width if key_map is None else key_map.width
+    if codec.width != width:
+        raise ParameterError(f"The codec is for keys of width {codec.width}, but those of the copy have {width}.")
+    return _Plan(store, mask, weights, key_map, codec)
+
+
+def _codec(store: Datastore, key_map: KeyMap | None, key_dtype: str | None) -> Codec:
+    """Choose how the copy stores its keys where no codec is given."""
+    if key_dtype is not None and key_dtype not in KEY_DTYPES:
+        raise ParameterError(f"Unknown key dtype {key_dtype!r}: use {' or '.join(KEY_DTYPES)}.")
+    if isinstance(store.codec, Plain):
+        return Plain(key_dtype or store.codec.dtype, store.width if key_map is None else key_map.width)
+    # A decoded key is encoded to what it was decoded from, or to what float32 cannot tell from it: nothing is lost.
+    if key_map is None:
+        return store.codec if key_dtype is None else Plain(key_dtype, store.width)
+    return Plain(key_dtype or "float16", key_map.width)
 
 
 def _mask(store: Datastore, keep: Tensor | None) -> NDArray[np.bool_] | None:
@@ -161,17 +179,21 @@ def _begin(folder: Path, plan: _Plan, derived: dict[str, Any]) -> Catalog:
             "state": "building",
             "model": store.model,
             "window": store.window,
-            "key_dtype": plan.key_dtype,
+            "key_dtype": plan.codec.dtype,
             "offset": None if store.offset is None else store.offset.tolist(),
             "derived": derived,
         }
         whole = store.map if plan.map is None else plan.map.after(store.map)
         if whole is not None:
             meta["map"] = {"sha256": whole.save(folder / MAP), "facts": whole.facts}
+        coded = isinstance(plan.codec, Bytes | Codes)
+        if isinstance(plan.codec, Bytes | Codes):
+            meta["codec"] = save_codec(plan.codec, folder / CODEC)
+            meta["keys"] = derived["facts"].get("keys") or store.catalog.get("keys")
         if (helped := store.catalog.get(LANGUAGE_MODEL)) is not None:
             meta[LANGUAGE_MODEL] = helped
         special = whole is not None or plan.keep is not None or store.catalog.get("format") != BUILT
-        return Catalog.create(file, meta, derived=special or plan.counts is not None)
+        return Catalog.create(file, meta, derived=special or plan.counts is not None, coded=coded)
     catalog = Catalog.open(file, write=True, copying=True)
     if catalog.get("derived") != derived:
         catalog.close()
@@ -239,7 +261,7 @@ def _copy_segment(folder: Path, plan: _Plan, segment: SegmentRow, first: int, ad
 def _write_keys(path: Path, plan: _Plan, kept: NDArray[np.int64], total: int, advance: Advance) -> float:
     """Write these keys of the old memory, and return what they were divided by."""
     writer = _write_mapped(path, plan, kept, total, advance)
-    if writer.finer < 1:
+    if isinstance(writer, KeyWriter) and writer.finer < 1:
         # A map may shrink keys until float16 has no digits left for them. Only now is it known how far.
         writer = _write_mapped(path, plan, kept, 0, advance, divisor=writer.finer)
     return writer.divisor
@@ -247,11 +269,14 @@ def _write_keys(path: Path, plan: _Plan, kept: NDArray[np.int64], total: int, ad
 
 def _write_mapped(
     path: Path, plan: _Plan, kept: NDArray[np.int64], total: int, advance: Advance, *, divisor: float = 1.0
-) -> KeyWriter:
+) -> KeyWriter | CodeWriter:
     """Write these keys of the old memory, divided, while progress goes on by `total`."""
-    width = plan.store.width if plan.map is None else plan.map.width
     told = 0
-    with KeyWriter(path, plan.key_dtype, width, divisor=divisor) as writer:
+    codec = plan.codec
+    plain = isinstance(codec, Plain)
+    with (
+        KeyWriter(path, codec.dtype, codec.width, divisor=divisor) if plain else CodeWriter(path, codec, None)
+    ) as writer:
         for begin, keys in _blocks(plan.store, kept):
             mapped = keys if plan.map is None else plan.map.apply(keys)
             if not mapped.isfinite().all():

@@ -3,24 +3,29 @@
 from __future__ import annotations
 
 import shutil
-from pathlib import Path
 
 from knnlm.datastore.catalog import FILE, Catalog, IndexRow
+from knnlm.datastore.codec import Codes
 from knnlm.datastore.locking import writer_lock
 from knnlm.datastore.segment import checksum, remove_others, sync_folder, writing
 from knnlm.datastore.store import Datastore
+from knnlm.datastore.store import index_folder as _folder
 from knnlm.errors import DatastoreCorrupt, IndexInvalid
 from knnlm.index import ExactIndex, FaissIndex, Index, Reranked, auto_spec, check_index
 from knnlm.index.base import check_metric
 from knnlm.index.exact import fast, fits
+from knnlm.index.thin import thin_spec
 from knnlm.progress import Progress, silent
 
 _FILE = "index.faiss"
+_DEEP = 3.0  # times k
 
 
 def build_index(store: Datastore, spec: str = "auto", *, metric: str = "l2", progress: Progress = silent) -> str:
     """Make an index for a memory and return its factory string, or `exact` where none is needed."""
     check_metric(metric)
+    if spec == "auto" and isinstance(store.codec, Codes):
+        spec = thin_spec(store.key_count, store.width)
     with writer_lock(store.path):
         catalog = Catalog.open(store.path / FILE, write=True)
         try:
@@ -34,7 +39,7 @@ def _replace_index(store: Datastore, catalog: Catalog, spec: str, metric: str, p
     number = old[-1].id + 1 if old else 0
     remove_others(store.path / "index", [_folder(store.path, row.id) for row in old])
     if spec == "auto":
-        spec = auto_spec(store.key_count, store.width)
+        spec = auto_spec(store.key_count, store.width, metric=metric)
     if spec == "exact":
         catalog.replace_indexes(None)
     else:
@@ -77,9 +82,12 @@ def open_index(
                 f"{store.key_count:,} of width {store.width}. Make it again with: knnlm index {store.path}"
             )
         check_index(index, store.keys, what=str(path))
-        return Reranked(index, store.keys) if rerank else index
+        return _reranked(index, store) if rerank else index
     return ExactIndex(store.keys, metric=metric, device=device, keys=keys)
 
 
-def _folder(path: Path, number: int) -> Path:
-    return path / "index" / f"{number:06d}"
+def _reranked(index: Index, store: Datastore) -> Index:
+    """Measure a shortlist again on what is stored; that of a thin index is long, for it is only roughly in order."""
+    if isinstance(store.codec, Codes):
+        return Reranked(index, store.keys, depth=_DEEP, measured=None)
+    return Reranked(index, store.keys)

@@ -6,10 +6,16 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor
+
+from knnlm.datastore.codec import Plain
 
 if TYPE_CHECKING:
     from knnlm.datastore.store import Datastore
+
+_LARGEST = 65504.0 / 2  # of float16, with room to add
+_BLOCK = 4096  # keys that are decoded at a time
 
 
 @dataclass(frozen=True)
@@ -38,12 +44,22 @@ class Keys:
 
     @property
     def half(self) -> bool:
-        """Whether keys are stored in float16 just as they are, not divided by anything."""
-        return self.store.key_dtype == "float16" and all(segment.scale == 1.0 for segment in self.store.segments)
+        """Whether keys can be had in float16: stored just so, not divided by anything, or decoded within its range."""
+        codec = self.store.codec
+        if not isinstance(codec, Plain):
+            return codec.largest <= _LARGEST
+        return codec.dtype == "float16" and all(segment.scale == 1.0 for segment in self.store.segments)
 
     def read(self, first: int, out: Tensor) -> None:
-        """Fill a (n, D) float16 tensor with the keys from this one on, as they are stored."""
-        self.store.read(first, out)
+        """Fill a (n, D) float16 tensor with the keys from this one on, as they are stored or as they are decoded."""
+        codec = self.store.codec
+        if isinstance(codec, Plain):
+            self.store.read(first, out)
+            return
+        stored = torch.empty(len(out), codec.columns, dtype=getattr(torch, codec.dtype))
+        self.store.read(first, stored)
+        for begin in range(0, len(out), _BLOCK):
+            out[begin : begin + _BLOCK] = codec.decode(stored[begin : begin + _BLOCK], 1.0)
 
     @property
     def resident_keys(self) -> list[Tensor] | None:

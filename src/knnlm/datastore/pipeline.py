@@ -35,8 +35,10 @@ DEVICES = {"cuda"}
 _CHARACTERS, _DOCUMENTS = 1 << 22, 1024  # in one call of the tokenizer, at most
 _AHEAD = 2  # such calls that are under way or done before their text is needed
 _PIECE = 1 << 26  # bytes that go from the device to the disk at a time
+_ENCODED = 1 << 14  # keys that are encoded at a time
 _THREADS = 2  # that write, and as many that hash
 _LARGEST = 65504.0 / 2  # above this, a KeyWriter divides what it writes
+Encode = Callable[[Tensor], Tensor]
 
 
 def pipelined(device: torch.device) -> bool:
@@ -210,11 +212,23 @@ class Disk:
         self._writers.shutdown()
         self._hashers.shutdown()
 
-    def submit(self, final: Path, collected: Collected, values: NDArray[np.int32]) -> Future[Written]:
-        """Write keys and values when the device has the keys, first under a name for what is not finished."""
-        return self._writers.submit(self._write, final, collected, values)
+    def submit(
+        self,
+        final: Path,
+        collected: Collected,
+        values: NDArray[np.int32],
+        file: str = KEYS,
+        encode: Encode | None = None,
+    ) -> Future[Written]:
+        """Write keys and values when the device has the keys, first under a name for what is not finished.
 
-    def _write(self, final: Path, collected: Collected, values: NDArray[np.int32]) -> Written:
+        `encode` says what is stored of keys, if not the keys themselves.
+        """
+        return self._writers.submit(self._write, final, collected, values, file, encode)
+
+    def _write(
+        self, final: Path, collected: Collected, values: NDArray[np.int32], file: str, encode: Encode | None
+    ) -> Written:
         keys, partial = collected.keys, final.with_suffix(".partial")
         if collected.done is not None:
             collected.done.synchronize()
@@ -225,8 +239,10 @@ class Disk:
                 return Written(largest, None)
             with writing(partial):
                 partial.mkdir(parents=True)
+            stored = keys if encode is None else torch.cat([encode(some) for some in keys.split(_ENCODED)])
+            dtype = str(stored.dtype).removeprefix("torch.")
             sums = (
-                self._write_array(partial / KEYS, "float16", tuple(keys.shape), _pieces(keys)),
+                self._write_array(partial / file, dtype, tuple(stored.shape), _pieces(stored)),
                 self._write_array(partial / VALUES, "int32", values.shape, [values]),
             )
         self._seal(partial, final)
@@ -245,7 +261,7 @@ class Disk:
         return digest.hexdigest()
 
 
-def _pieces(keys: Tensor) -> Iterator[NDArray[np.float16]]:
+def _pieces(keys: Tensor) -> Iterator[NDArray[Any]]:
     """Bring keys to the host in pieces; each is gone when the next is asked for."""
     step = max(1, _PIECE // (keys.element_size() * keys.shape[1]))
     pinned = keys.device.type == "cuda"

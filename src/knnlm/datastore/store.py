@@ -3,7 +3,8 @@
 memory/
   catalog.db                 what exists
   map.safetensors            the linear map that keys went through, where there is one
-  segments/000000/keys.npy   (N, D) context vectors, less `offset`, mapped, divided by the segment's scale
+  codec.safetensors          how keys are stored, where that is not as plain numbers
+  segments/000000/keys.npy   (N, W) context vectors, less `offset`, mapped, divided by the segment's scale or encoded
   segments/000000/values.npy (N,) the token that followed each context
   segments/000000/kept.npy   (n,) which rows of the segment the n keys belong to, where not every row has one
   segments/000000/counts.npy (n,) how much each key counts in a vote, where that is not 1
@@ -28,10 +29,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from knnlm.datastore.catalog import FILE, Catalog, SegmentRow, StoredDocument
-from knnlm.datastore.keymap import FILE as MAP
-from knnlm.datastore.keymap import KeyMap
+from knnlm.datastore.codec import Plain, row_bytes
 from knnlm.datastore.keys import Keys
 from knnlm.datastore.segment import open_array, skip_header
+from knnlm.datastore.stored import fact, reader_width, stored_codec, stored_map, stored_offset
 from knnlm.errors import DatastoreCorrupt, DatastoreError
 from knnlm.index.looking import seen
 
@@ -50,12 +51,13 @@ class Datastore:
     def __init__(self, path: Path, catalog: Catalog) -> None:
         self.path = path
         self.catalog = catalog
-        self.model: dict[str, Any] = _fact(catalog, "model", dict)
-        self.window: dict[str, int] = _fact(catalog, "window", dict)
-        self.key_dtype: str = _fact(catalog, "key_dtype", str)
+        self.model: dict[str, Any] = fact(catalog, "model", dict)
+        self.window: dict[str, int] = fact(catalog, "window", dict)
+        self.key_dtype: str = fact(catalog, "key_dtype", str)
         self._segments = catalog.segments()
         self.offset = stored_offset(catalog)
-        self.map = stored_map(catalog, _width(catalog))
+        self.map = stored_map(catalog, reader_width(catalog))
+        self.codec = stored_codec(catalog, self.width)
         self._check_rows()
         self._starts = _starts([segment.rows for segment in self._segments])
         self._key_starts = _starts([segment.keys for segment in self._segments])
@@ -112,7 +114,18 @@ class Datastore:
     def bytes(self) -> int:
         """The size of keys and values, and of what says which keys there are, on disk."""
         extra = 4 * self._pruned + 4 * self._counted
-        return self.key_count * (self.width * np.dtype(self.key_dtype).itemsize + extra) + 4 * self.rows
+        return self.key_count * (row_bytes(self.codec) + extra) + 4 * self.rows
+
+    @property
+    def index_bytes(self) -> int:
+        """The size of the index on disk."""
+        folders = [index_folder(self.path, row.id) for row in self.catalog.indexes()]
+        return sum(file.stat().st_size for folder in folders for file in folder.glob("*"))
+
+    @property
+    def storage(self) -> str:
+        """How keys are stored, as `knnlm build --keys` names it."""
+        return self.key_dtype if isinstance(self.codec, Plain) else str(self.catalog.get("keys") or self.key_dtype)
 
     @property
     def fingerprint(self) -> str:
@@ -122,6 +135,8 @@ class Datastore:
             sums += [f"{segment.kept_sha256} {segment.counts_sha256}" for segment in self._segments]
         if self.map is not None:
             sums.append(self.catalog.get("map")["sha256"])
+        if not isinstance(self.codec, Plain):
+            sums.append(self.catalog.get("codec")["sha256"])
         return hashlib.sha256("\n".join(sums).encode()).hexdigest()[:16]
 
     @property
@@ -147,20 +162,21 @@ class Datastore:
 
     def chunks(self, size: int) -> Iterator[tuple[int, Tensor]]:
         """Give (number of the first key, (n, D) float32 keys) from first to last."""
+        columns = self.codec.columns
         for segment, first in zip(self._segments, self._key_starts.tolist(), strict=False):
             # Plain reads rather than the mapping: mapped pages would count as memory of this process.
             with (self._folder(segment) / KEYS).open("rb") as file:
                 skip_header(file)
                 for begin in range(0, segment.keys, size):
                     count = min(size, segment.keys - begin)
-                    flat = np.fromfile(file, self.key_dtype, count * self.width)
-                    if len(flat) < count * self.width:
+                    flat = np.fromfile(file, self.codec.dtype, count * columns)
+                    if len(flat) < count * columns:
                         raise DatastoreCorrupt(f"{file.name} was cut short. Build the memory again.")
-                    yield first + begin, self._decode(flat.reshape(count, self.width), segment.scale)
+                    yield first + begin, self._decode(flat.reshape(count, columns), segment.scale)
 
     def read(self, first: int, out: Tensor) -> None:
-        """Fill a (n, D) tensor of the keys' dtype with the keys from this one on, as they are stored."""
-        row_bytes = self.width * np.dtype(self.key_dtype).itemsize
+        """Fill a (n, W) tensor of the codec's dtype with the keys from this one on, as they are stored."""
+        size = row_bytes(self.codec)
         done = 0
         while done < len(out):
             number = int(np.searchsorted(self._key_starts, first + done, side="right")) - 1
@@ -168,19 +184,30 @@ class Datastore:
             local = first + done - int(self._key_starts[number])
             count = min(len(out) - done, segment.keys - local)
             with (self._folder(segment) / KEYS).open("rb") as file:
-                file.seek(skip_header(file) + local * row_bytes)
+                file.seek(skip_header(file) + local * size)
                 place = out[done : done + count].numpy()
-                if file.readinto(place.view(np.uint8).data) < count * row_bytes:
+                if file.readinto(place.view(np.uint8).data) < count * size:
                     raise DatastoreCorrupt(f"{file.name} was cut short. Build the memory again.")
             done += count
 
     def take(self, ids: Tensor) -> Tensor:
         """Give these keys, (…) → (…, D) float32; an id below 0 gives zeros."""
         flat = ids.reshape(-1).cpu().numpy()
-        keys = torch.zeros(len(flat), self.width)
+        # Gathered as they are stored, and decoded all at once: one token's neighbours are in as many segments.
+        stored = np.empty((len(flat), self.codec.columns), self.codec.dtype)
+        scales = np.ones((len(flat), 1), np.float32)
         for number, places, local in self._by_segment(flat, self._key_starts):
-            segment = self._segments[number]
-            keys[torch.from_numpy(places)] = self._decode(self._mapped(segment, KEYS)[local], segment.scale)
+            mapped = self._mapped(self._segments[number], KEYS)
+            if places[-1] - places[0] == len(places) - 1:  # ids that come in order lie side by side
+                np.take(mapped, local, axis=0, out=stored[places[0] : places[-1] + 1], mode="clip")
+            else:
+                stored[places] = mapped[local]
+            scales[places] = self._segments[number].scale
+        keys = self.codec.decode(torch.from_numpy(stored), 1.0)
+        if (scales != 1).any() and isinstance(self.codec, Plain):
+            keys.mul_(torch.from_numpy(scales))
+        if (nobody := flat < 0).any():
+            keys[torch.from_numpy(nobody)] = 0.0
         return keys.reshape(*ids.shape, self.width)
 
     def rows_of(self, ids: Tensor) -> Tensor:
@@ -282,20 +309,20 @@ class Datastore:
                 yield segment, places, numbers[places] - starts[segment]
 
     def _decode(self, stored: NDArray[Any], scale: float) -> Tensor:
-        keys = torch.from_numpy(np.ascontiguousarray(stored).astype(np.float32))
-        return keys if scale == 1.0 else keys.mul_(scale)
+        return self.codec.decode(torch.from_numpy(np.ascontiguousarray(stored)), scale)
 
     def _folder(self, segment: SegmentRow) -> Path:
         return segment_folder(self.path, segment.id)
 
     def _open(self, segment: SegmentRow, name: str) -> NDArray[Any]:
         shapes: dict[str, tuple[str, tuple[int, ...]]] = {
-            KEYS: (self.key_dtype, (segment.keys, self.width)),
+            KEYS: (self.codec.dtype, (segment.keys, self.codec.columns)),
             VALUES: ("int32", (segment.rows,)),
             KEPT: ("int32", (segment.keys,)),
             COUNTS: ("float32", (segment.keys,)),
         }
-        return open_array(self._folder(segment) / name, *shapes[name])
+        # As a plain array: what numpy adds to a mapping makes every small look-up slower.
+        return np.asarray(open_array(self._folder(segment) / name, *shapes[name]))
 
     def _check_rows(self) -> None:
         """The catalog must number segments and rows without gaps."""
@@ -319,49 +346,6 @@ class Datastore:
             expected += segment.rows
 
 
-def stored_offset(catalog: Catalog) -> Tensor | None:
-    """Give what was taken from every key before it was stored, None where nothing was."""
-    offset = catalog.get("offset")
-    if offset is None:
-        return None
-    width = _width(catalog)
-    try:
-        found = torch.tensor(offset, dtype=torch.float32)
-    except (TypeError, ValueError, RuntimeError):
-        found = torch.zeros(0)
-    if found.shape != (width,) or not found.isfinite().all():
-        raise DatastoreCorrupt(
-            f"{catalog.path}: the offset of the keys is not {width} finite numbers. Build the memory again."
-        )
-    return found
-
-
-def stored_map(catalog: Catalog, width: int) -> KeyMap | None:
-    """Give the linear map that keys of this width went through before they were stored, None where there is none."""
-    fact = catalog.get("map")
-    if fact is None:
-        return None
-    facts = fact if isinstance(fact, dict) else {}
-    sha256, about = facts.get("sha256"), facts.get("facts")
-    if not isinstance(sha256, str) or not isinstance(about, dict):
-        raise DatastoreCorrupt(f"{catalog.path} does not say which map the keys went through. Make the memory again.")
-    found = KeyMap.load(catalog.path.with_name(MAP), sha256=sha256, facts=about)
-    if len(found.centre) != width:
-        raise DatastoreCorrupt(
-            f"{catalog.path.with_name(MAP)} maps keys of width {len(found.centre)}, but those of the model have "
-            f"{width}. Make the memory again."
-        )
-    return found
-
-
-def _width(catalog: Catalog) -> int:
-    """Give the width of the reader's hidden states."""
-    width = _fact(catalog, "model", dict).get("width")
-    if not isinstance(width, int) or width < 1:
-        raise DatastoreCorrupt(f"{catalog.path} does not say the width of the model. Build the memory again.")
-    return width
-
-
 def _files(segment: SegmentRow) -> list[str]:
     """Name the arrays that a segment has."""
     has = {KEYS: True, VALUES: True, KEPT: segment.kept is not None, COUNTS: segment.counts_sha256 is not None}
@@ -378,14 +362,11 @@ def text_hash(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
+def index_folder(path: Path, number: int) -> Path:
+    """Say where an index lies."""
+    return path / "index" / f"{number:06d}"
+
+
 def segment_folder(path: Path, number: int) -> Path:
     """Say where a segment lies."""
     return path / "segments" / f"{number:06d}"
-
-
-def _fact(catalog: Catalog, key: str, kind: type) -> Any:
-    """Read a fact that every memory has."""
-    value = catalog.get(key)
-    if not isinstance(value, kind):
-        raise DatastoreCorrupt(f"{catalog.path} does not say the memory's {key}. Build the memory again.")
-    return value

@@ -172,7 +172,7 @@ class KnnForCausalLM(PreTrainedModel, GenerationMixin):
             **others,
         )
         logits = output.logits
-        mixed = self.mixture.predict(logits.flatten(0, 1), context).log_dense()
+        mixed = self.mixture.predict(logits.flatten(0, 1), context, every=False).log_dense()
         log_p = mixed.unflatten(0, logits.shape[:2])
         # The base model's own output with other logits: whatever kind of cache it carries goes along.
         output["logits"] = log_p

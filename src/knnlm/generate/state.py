@@ -8,9 +8,10 @@ of the base model, and whatever happens to a beam happens to what its memories k
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -105,7 +106,7 @@ def look(mixture: Mixture, step: Step, keys: Mapping[Source, Tensor], state: Sta
             state.past[source].grow(every[source], step.tokens)
     if isinstance(cache, Cache):
         state.join(cache)
-    return Context(seen, _runs(state, step))
+    return Context(seen, _runs(state, step) if mixture.reads_texts else ())
 
 
 def _read(
@@ -119,17 +120,26 @@ def _read(
     keep: bool,
 ) -> tuple[dict[Source, Tensor], Tensor]:
     """Run another reader over the new tokens, with a cache of its own."""
-    accepted = inspect.signature(model.model.forward).parameters
+    accepted = _arguments(type(model.model).forward)
     inputs: dict[str, Any] = {"attention_mask": step.mask, "position_ids": step.positions, "use_cache": keep}
     if keep:
-        config = model.model.config
-        inputs["past_key_values"] = state.caches.setdefault(reader, DynamicCache(config=config))
+        if reader not in state.caches:
+            state.caches[reader] = DynamicCache(config=model.model.config)
+        inputs["past_key_values"] = state.caches[reader]
     inputs = {name: value for name, value in inputs.items() if name in accepted and value is not None}
-    with evaluating(model.model), ExitStack() as hooks:
+    # To look through all modules takes as long as a block of a small model takes.
+    quiet = evaluating(model.model) if model.model.training else nullcontext()
+    with quiet, ExitStack() as hooks:
         layers = [mixture.readers.layer(source) for source in places]
         kept = [hooks.enter_context(layer.capture()) for layer in layers]
         output = model.model(input_ids=step.tokens, return_dict=True, **inputs)
     return {source: own[-1].float() for source, own in zip(places, kept, strict=True)}, output.logits
+
+
+@lru_cache(maxsize=16)
+def _arguments(forward: Callable[..., Any]) -> frozenset[str]:
+    """Say what a model takes; to find out at every token takes longer than it should."""
+    return frozenset(inspect.signature(forward).parameters)
 
 
 def _runs(state: State, step: Step) -> list[Run]:

@@ -3,7 +3,8 @@
 from knnlm.index.base import METRICS, Index, Neighbours, Vectors
 from knnlm.index.check import check_index
 from knnlm.index.exact import ExactIndex
-from knnlm.index.faiss import FaissIndex, auto_spec
+from knnlm.index.faiss import FaissIndex
+from knnlm.index.ladder import auto_spec
 from knnlm.index.rerank import Reranked
 
 __all__ = [

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from knnlm.errors import IndexInvalid, ParameterError
+from knnlm.index import ladder
 from knnlm.index.base import Neighbours, Vectors, check_metric, check_search
 from knnlm.progress import Progress, silent
 
@@ -47,7 +48,8 @@ class FaissIndex:
         except RuntimeError as error:
             raise ParameterError(
                 f"FAISS does not understand the index {spec!r} for vectors of width {vectors.width}: "
-                f"{_reason(error)}. Use auto, exact, or a factory string such as IVF256,PQ{_pieces(vectors.width)}."
+                f"{_reason(error)}. Use auto, exact, or a factory string such as "
+                f"IVF256,PQ{ladder.pieces(vectors.width)}."
             ) from None
         if not index.is_trained:
             _train(index, spec, vectors, progress)
@@ -107,28 +109,17 @@ class FaissIndex:
         return Neighbours(found.to(queries.device), distances.to(queries.device))
 
 
-def auto_spec(rows: int, width: int) -> str:
-    """Choose an index from the size of a store: `exact` while that is cheap, then lists that grow with its root."""
-    if rows <= 200_000:
-        return "exact"
-    lists = 1 << round(np.log2(4 * np.sqrt(rows)))
-    return f"IVF{lists},PQ{_pieces(width)}"
-
-
-def _pieces(width: int) -> int:
-    """Choose how many bytes a code has: the largest divisor of the width up to 64."""
-    return max(pieces for pieces in range(1, min(width, 64) + 1) if width % pieces == 0)
-
-
 def _train(index: Any, spec: str, vectors: Vectors, progress: Progress) -> None:
     """Train on as many vectors as the centroids need, taken evenly from all."""
-    faiss = _faiss()
-    lists = getattr(faiss.try_extract_index_ivf(index), "nlist", 0)
-    # Reordering codes for a kind of search that is not used here takes most of the training of a small PQ.
-    for part in (index, faiss.try_extract_index_ivf(index)):
+    ivf = _lists(index)
+    for part in (index, ivf):
+        # Reordering codes for a kind of search that is not used here takes most of the training of a small PQ.
         if hasattr(part, "do_polysemous_training"):
             part.do_polysemous_training = False
-    wanted = min(vectors.rows, max(64 * lists, 20_000), _SAMPLE // (4 * vectors.width))
+    if ivf is not None:
+        ivf.cp.niter = ladder.ROUNDS
+        ivf.cp.min_points_per_centroid = 1  # it would only complain
+    wanted = min(vectors.rows, ladder.sample_for(0 if ivf is None else ivf.nlist), _SAMPLE // (4 * vectors.width))
     picked = torch.linspace(0, vectors.rows - 1, wanted, dtype=torch.float64).long().unique()
     with progress("training the index", total=1, unit="steps") as advance:
         sample = np.ascontiguousarray(vectors.take(picked).numpy())
@@ -143,10 +134,17 @@ def _train(index: Any, spec: str, vectors: Vectors, progress: Progress) -> None:
 
 
 def _set_nprobe(index: Any, nprobe: int | None) -> None:
-    """Look into a share of the lists that finds most neighbours; FAISS looks into one if not told."""
+    """Look into as many lists as find most neighbours; FAISS looks into one if not told."""
     ivf = _faiss().try_extract_index_ivf(index)
     if ivf is not None:
-        ivf.nprobe = min(nprobe or max(16, ivf.nlist // 32), ivf.nlist)
+        ivf.nprobe = min(nprobe or ladder.probes_for(ivf.nlist), ivf.nlist)
+
+
+def _lists(index: Any) -> Any:
+    """Find the part of an index that has lists, as what it is; None where there is none."""
+    faiss = _faiss()
+    found = faiss.try_extract_index_ivf(index)
+    return None if found is None else faiss.downcast_index(found)
 
 
 def _reason(error: Exception) -> str:

@@ -75,7 +75,15 @@ class KnnMemory(Voters):
         keys = context.seen[self.source]
         if context.asked is None or bool(context.asked.all()):
             return self.search(keys, k)
+        if not context.asked.any():
+            return _nobody(len(keys), keys.device)
         return _spread(self.search(keys[context.asked], k), context.asked)
+
+
+def _nobody(rows: int, device: torch.device) -> Found:
+    """Give what is found where nothing is asked for: no column at all."""
+    ids = torch.zeros(rows, 0, dtype=torch.int64, device=device)
+    return Found(ids, torch.zeros(rows, 0, device=device), ids)
 
 
 def _spread(found: Found, asked: Tensor) -> Found:

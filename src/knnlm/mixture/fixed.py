@@ -14,6 +14,7 @@ from torch import Tensor
 
 from knnlm.errors import ParameterError
 from knnlm.memory import Prediction, Votes
+from knnlm.memory.neighbours import by_token
 from knnlm.mixture.fitted import share
 
 
@@ -39,19 +40,46 @@ class Mixed:
     def log_dense(self) -> Tensor:
         """Give the (N, V) log-probabilities, summed in the log domain, where nothing underflows."""
         logs = self.weights.log()
-        total = self.parts[0].log_dense() + logs[:, :1]
-        votes = None  # votes are few tokens each, so all of them share one (N, V) tensor
+        total = self.parts[0].log_dense()
+        # In place where nobody wants gradients: a vocabulary is large, and one copy of it is enough.
+        total = total + logs[:, :1] if total.requires_grad else total.add_(logs[:, :1])
+        polled = []
         for number, part in enumerate(self.parts[1:], 1):
             if isinstance(part, Votes):
-                votes = torch.zeros_like(total) if votes is None else votes
-                part.add_to(votes, self.weights[:, number].to(votes))
+                polled.append((part, self.weights[:, number].to(total)))
             else:
                 total = torch.logaddexp(total, part.log_dense() + logs[:, number : number + 1])
-        return total if votes is None else torch.logaddexp(total, votes.log_())
+        if not polled:
+            return total
+        few = total.device.type == "cpu" and not total.requires_grad  # elsewhere, steps count more than copies
+        return _add_few(total, polled) if few else _add_many(total, polled)
 
     def abstains(self) -> Tensor:
         """Mark the (N,) rows where no part has an opinion."""
         return torch.stack([part.abstains() for part in self.parts], 1).all(1)
+
+
+def _add_many(total: Tensor, polled: Sequence[tuple[Votes, Tensor]]) -> Tensor:
+    """Add votes to (N, V) log-probabilities over the whole vocabulary, which takes few steps."""
+    votes = torch.zeros_like(total)  # votes are few tokens each, so all of them share one (N, V) tensor
+    for part, weights in polled:
+        part.add_to(votes, weights)
+    return torch.logaddexp(total, votes.log_())
+
+
+def _add_few(total: Tensor, polled: Sequence[tuple[Votes, Tensor]]) -> Tensor:
+    """Add votes to (N, V) log-probabilities in place, where there are any: nothing else of that size is made."""
+    values = torch.cat([part.values for part, _ in polled], 1)  # (N, k)
+    if not values.shape[1]:
+        return total
+    shares = torch.cat([part.log_weights.exp() * weights[:, None] for part, weights in polled], 1)
+    tokens, order, group = by_token(values)
+    sums = torch.zeros_like(shares).scatter_add_(1, group, shares.gather(1, order))
+    # Who is not there says once more what the last one says: what is written twice must be the same.
+    nobody = tokens < 0
+    tokens = tokens.where(~nobody, tokens[:, -1:]).clamp(min=0)
+    sums = sums.gather(1, group.where(~nobody, group[:, -1:]))
+    return total.scatter_(1, tokens, torch.logaddexp(total.gather(1, tokens), sums.log_()))
 
 
 def check_lambda(weight: float) -> None:

@@ -12,8 +12,8 @@ from torch import Tensor
 from knnlm.datastore import Datastore
 from knnlm.errors import ParameterError
 from knnlm.lm import CausalLM, WindowShape
-from knnlm.memory import LOGITS, Answer, Context, KnnMemory, Memory, Source, Spoken
-from knnlm.mixture.fixed import Mixed
+from knnlm.memory import LOGITS, Answer, Context, KnnMemory, Memory, Prediction, Source, Spoken
+from knnlm.mixture.fixed import Mixed, mix
 from knnlm.mixture.ingredients import DEFAULTS, Ingredients, Written
 from knnlm.mixture.opening import check_model, gather, write_down
 from knnlm.mixture.readers import Batch, Readers
@@ -119,8 +119,13 @@ class Mixture:
     @property
     def looks_back(self) -> bool:
         """Whether anything here needs more than the keys of the positions that are predicted."""
-        others = isinstance(self.weights, Gated) or any(source.reader for source in self.horizons)
-        return others or any(memory.source is None or memory.horizon for memory in self.memories)
+        return self.reads_texts or any(source.reader for source in self.horizons)
+
+    @property
+    def reads_texts(self) -> bool:
+        """Whether anything here looks at the tokens of a text, or at earlier keys."""
+        gated = isinstance(self.weights, Gated)
+        return gated or any(memory.source is None or memory.horizon for memory in self.memories)
 
     @property
     def longest(self) -> int | None:
@@ -175,6 +180,19 @@ class Mixture:
         abstains = torch.stack([part.abstains() for part in parts], 1)  # (N, M)
         return Mixed(parts, self.weights.weigh(context, lm, answers, abstains))
 
-    def predict(self, logits: Tensor, context: Context) -> Mixed:
-        """Mix what the model says, (N, V) logits, with what the memories say."""
-        return self.mix(*self.ask(logits, context))
+    def predict(self, logits: Tensor, context: Context, *, every: bool = True) -> Mixed:
+        """Mix what the model says, (N, V) logits, with what the memories say.
+
+        Not `every` memory need be asked where only the mixture is looked at, and not its parts: then those that weigh
+        nothing anywhere are left out, and nothing is searched for them.
+        """
+        if every or not isinstance(self.weights, Fixed) or all(self.weights.values[1:]):
+            return self.mix(*self.ask(logits, context))
+        values = self.weights.values
+        parts: list[Prediction] = [*Spoken(logits).parts]
+        heard = [values[0]]
+        for memory, span in zip(self.memories, self.spans, strict=True):
+            if any(values[span]):
+                parts += memory.predict(context).parts
+                heard += values[span]
+        return mix(parts, heard)

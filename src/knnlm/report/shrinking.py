@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from knnlm.datastore import Datastore
+from knnlm.datastore.codec import row_bytes
 from knnlm.errors import ParameterError
 from knnlm.index import ExactIndex, FaissIndex, Reranked
 from knnlm.memory import KnnMemory
@@ -97,8 +98,8 @@ def _quantise(desk: Desk) -> tuple[list[_Kept], list[str]]:
     # Reranking fetches thousands of keys for each position, so few positions must do.
     texts = [read.begin(_TEXT[desk.quick]) for read in both(desk)]
     exact = search_both(desk, Within(ExactIndex(keys, device=desk.device), part), texts)
-    size = np.dtype(store.key_dtype).itemsize * store.width
-    kept = [_Kept(store.key_dtype, "exact", size, 1.0, choose_for(desk, exact, texts=texts))]
+    size = row_bytes(store.codec)
+    kept = [_Kept(store.storage, "exact", size, 1.0, choose_for(desk, exact, texts=texts))]
     notes = [f"In {part.rows:,} of the {store.key_count:,} keys, for {len(texts[1].keys):,} held-out tokens."]
     for spec, size in _specs(part.rows, store.width, quick=desk.quick):
         try:

@@ -1,0 +1,262 @@
+"""How fast search is on two cores, next to the recipe that others copy, FAISS flat, and the model itself.
+
+    make bench                                             # all of it: half an hour on two idle cores
+    python benchmarks/cpu.py --sizes 10,100                # thousands of keys; a few minutes
+    python benchmarks/cpu.py --store MEMORY --sizes 1000   # keys of a memory, not made-up ones
+    python benchmarks/cpu.py --json figures.json
+
+Both sides run in one process, one after the other, with as many threads. Keys are made up with the spectrum and the
+clusters of real ones: those of the bundled model over Python's documentation, or of --store (see synthetic.py). On
+made-up keys there is no perplexity; ladder.py measures that on real ones. Times are medians of repeats.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import faiss
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+import sides
+import synthetic
+from knnlm import CausalLM, Datastore, Document, build
+from knnlm.index import ExactIndex, FaissIndex, Reranked, auto_spec
+from sides import Mapped, middle, spread, timed
+
+K = 1024
+VOCABULARY = 49_152
+
+
+def main() -> None:
+    options = parse()
+    torch.set_num_threads(options.threads)
+    faiss.omp_set_num_threads(options.threads)
+    figures: dict[str, Any] = {"machine": sides.machine(options.threads)}
+    with tempfile.TemporaryDirectory(dir=options.folder) as folder:
+        if options.model:
+            figures["model"] = model(options)
+        if options.sizes:
+            figures["search"] = list(search(options, Path(folder), figures))
+    figures["machine"]["load_after"] = sides.machine(options.threads)["load"]
+    table(figures)
+    if options.json:
+        options.json.write_text(json.dumps(figures, indent=2) + "\n")
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "--sizes", type=thousands, default="10,100,1000", help="thousands of keys; 10000 takes 12 GB of disk"
+    )
+    parser.add_argument("--peer-up-to", type=int, default=1000, help="thousands of keys that the recipe is made for")
+    parser.add_argument("--flat-up-to", type=int, default=1000, help="thousands of keys that are compared one by one")
+    parser.add_argument("--store", type=Path, help="a memory whose keys are used, as far as there are enough")
+    parser.add_argument("--fit", type=int, default=16_000, help="tokens to read where there is no --store")
+    parser.add_argument(
+        "--model", action=argparse.BooleanOptionalAction, default=True, help="time the bundled model too"
+    )
+    parser.add_argument("--queries", type=int, default=2048)
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--folder", type=Path, help="where keys are written (default: the temporary folder)")
+    parser.add_argument("--json", type=Path, help="also write all figures to this file")
+    return parser.parse_args()
+
+
+def thousands(text: str) -> list[int]:
+    return [int(number) * 1000 for number in text.split(",") if number.strip() not in ("", "0")]
+
+
+def say(*what: object) -> None:
+    print(*what, file=sys.stderr, flush=True)
+
+
+def model(options: argparse.Namespace) -> dict[str, float]:
+    """The forward pass of the bundled model with and without its head: what the cost of a memory is compared with."""
+    lm = CausalLM.open("bundled", device="cpu")
+    tokens = torch.randint(100, 40_000, (1, 512))
+    with torch.inference_mode():
+        whole = timed(lambda: lm.model(tokens, use_cache=False), repeats=options.repeats)
+        body = timed(lambda: lm.model.model(tokens, use_cache=False), repeats=options.repeats)
+        state = lm.model(tokens, use_cache=True).past_key_values
+        one = tokens[:, :1]
+
+        def step() -> None:
+            lm.model(one, past_key_values=state, use_cache=True)
+            state.crop(512)
+
+        steps = timed(step, repeats=3 * options.repeats)
+    found = {
+        "forward_ms_per_token": middle(whole) / 512 * 1e3,
+        "without_head_ms_per_token": middle(body) / 512 * 1e3,
+        "one_token_ms": middle(steps) * 1e3,
+        "spread": spread(whole),
+    }
+    say("model", rounded(found))
+    return found
+
+
+def real_keys(options: argparse.Namespace, folder: Path) -> NDArray[np.float16]:
+    """Keys to learn the shape of keys from: of a memory, or of Python's documentation as the bundled model reads it."""
+    if options.store:
+        store = Datastore.open(options.store)
+    else:
+        from pydoc_data.topics import topics
+
+        text = "\n\n".join(topics[name] for name in sorted(topics))[: 4 * options.fit]
+        pages = [Document(str(at), "pydoc", text[at : at + 4000]) for at in range(0, len(text), 4000)]
+        store = build(pages, folder / "real", lm=CausalLM.open("bundled", device="cpu"))
+    most = min(store.key_count, max(options.sizes) + options.queries if options.store else store.key_count)
+    keys = np.lib.format.open_memmap(folder / "real.npy", "w+", np.float16, (most, store.width))
+    for first, block in store.chunks(sides.BLOCK):
+        if first >= most:
+            break
+        keys[first : first + len(block)] = block[: most - first].half().numpy()
+    return keys
+
+
+def search(options: argparse.Namespace, folder: Path, figures: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Measure all sides at every size."""
+    real = real_keys(options, folder)
+    some = torch.from_numpy(np.array(real[np.linspace(0, len(real) - 1, min(len(real), 40_000)).astype(int)])).float()
+    shape = synthetic.fit(some)
+    figures["keys"] = {"fitted_on": shape.fitted_on, **synthetic.compare(shape, some[:8192])}
+    say("keys", figures["keys"])
+    for rows in options.sizes:
+        enough = len(real) >= rows + options.queries
+        if enough:
+            # Queries are other positions of the same text, evenly from all of it.
+            asked = np.linspace(0, len(real) - 1, options.queries).astype(int)
+            keys, queries = np.delete(real, asked, axis=0)[:rows], real[asked]
+        else:
+            keys = synthetic.write(shape, rows, folder / f"{rows}.npy", seed=1)
+            queries = torch.cat(list(shape.draw(options.queries, seed=2))).half().numpy()
+        found = {"rows": rows, "made_up": not enough, **one_size(keys, queries.astype(np.float32), options)}
+        say(rounded(found))
+        yield found
+        del keys
+        (folder / f"{rows}.npy").unlink(missing_ok=True)
+
+
+def one_size(keys: NDArray[Any], queries: NDArray[np.float32], options: argparse.Namespace) -> dict[str, Any]:
+    """Measure all sides over one set of keys."""
+    rows, k = len(keys), min(K, len(keys))
+    asked = torch.from_numpy(queries)
+    found: dict[str, Any] = {}
+    truth = None
+    if rows <= options.flat_up_to * 1000:
+        exact = sides.flat(keys)
+        few = queries[: max(16, min(len(queries), 200_000_000 // rows))]
+        found |= times("flat", lambda: exact.search(few, k), len(few), 1)
+        truth = exact.search(few, k)[1]
+        del exact
+    if rows <= 200_000:
+        plain = ExactIndex(Mapped(keys))
+        found |= times("exact", lambda: plain.search(asked[:512], k), 512, options.repeats)
+        found |= times("exact_one", lambda: plain.search(asked[:1], k), 1, 3 * options.repeats)
+        del plain
+    found |= ours(Mapped(keys), asked, truth, options)
+    if rows <= options.peer_up_to * 1000:
+        found |= peer(keys, queries, truth, options)
+        found["peer_build_s"] = found["peer_train_s"] + found["peer_add_s"]
+        if "build_s" in found:
+            found["ratio_build"] = found["peer_build_s"] / found["build_s"]
+        found["ratio_search"] = found["peer_ms"] / found["ours_ms"]
+        found["ratio_search_and_votes"] = found["peer_with_scatter_ms"] / found["ours_ms"]
+    return found
+
+
+def ours(
+    keys: Mapped, queries: torch.Tensor, truth: NDArray[Any] | None, options: argparse.Namespace
+) -> dict[str, Any]:
+    """Make the index of `auto` and search it with rerank."""
+    spec = auto_spec(keys.rows, keys.width)
+    found: dict[str, Any] = {"spec": spec}
+    if spec == "exact":
+        index: Any = ExactIndex(keys)
+        found["bytes_per_key"] = 0.0
+    else:
+        begin = time.perf_counter()
+        made = FaissIndex.build(keys, spec)
+        found["build_s"] = time.perf_counter() - begin
+        found["bytes_per_key"] = sides.size_of(made._index) / keys.rows
+        index = Reranked(made, keys)
+        found |= times("ours_codes", lambda: made.search(queries, K), len(queries), options.repeats)
+    found |= times("ours", lambda: index.search(queries, K), len(queries), options.repeats)
+    found |= times("ours_one", lambda: index.search(queries[:1], K), 1, 10 * options.repeats)
+    if truth is not None:
+        found["ours_recall"] = recall(index.search(queries[: len(truth)], K).ids.numpy(), truth)
+    return found
+
+
+def peer(
+    keys: NDArray[Any], queries: NDArray[np.float32], truth: NDArray[Any] | None, options: argparse.Namespace
+) -> dict[str, Any]:
+    """Make the recipe's index, search it for each forward call, and scatter votes."""
+    made = sides.recipe(keys)
+    found: dict[str, Any] = {
+        "peer_train_s": made.train,
+        "peer_add_s": made.add,
+        "peer_bytes_per_key": made.bytes_per_key,
+    }
+    found |= times("peer", lambda: made.index.search(queries, K), len(queries), options.repeats)
+    values = torch.randint(VOCABULARY, (512, K))
+
+    def with_scatter() -> None:
+        distances, _ = made.index.search(queries[:512], K)
+        sides.scatter(distances, values, vocab_size=VOCABULARY)
+
+    found |= times("peer_with_scatter", with_scatter, 512, options.repeats)
+    found |= times("peer_one", lambda: made.index.search(queries[:1], K), 1, 10 * options.repeats)
+    if truth is not None:
+        found["peer_recall"] = recall(made.index.search(queries[: len(truth)], K)[1], truth)
+    return found
+
+
+def times(name: str, work: Any, count: int, repeats: int) -> dict[str, float]:
+    """Give milliseconds a query, and how far repeats are apart."""
+    taken = timed(work, repeats=repeats)
+    return {f"{name}_ms": middle(taken) / count * 1e3, f"{name}_spread": spread(taken)}
+
+
+def recall(found: NDArray[Any], truth: NDArray[Any]) -> float:
+    """Say which share of the true neighbours was found."""
+    return float(np.mean([np.isin(right, one).mean() for one, right in zip(found, truth, strict=True)]))
+
+
+def rounded(figures: dict[str, Any]) -> dict[str, Any]:
+    return {name: float(f"{value:.4g}") if isinstance(value, float) else value for name, value in figures.items()}
+
+
+def table(figures: dict[str, Any]) -> None:
+    """Print a table a person can read; --json has everything."""
+    print("machine:", figures["machine"])
+    if "model" in figures:
+        print("model:", rounded(figures["model"]))
+    print("| keys | index | build s (recipe's, ratio) | ms a query | one query ms | recall | bytes a key |")
+    print("|---|---|---|---|---|---|---|")
+    for row in figures.get("search", []):
+        own = rounded(row)
+        cells = [
+            f"{row['rows']:,}{' made up' if row['made_up'] else ''}",
+            own["spec"],
+            f"{own.get('build_s', '-')} ({own.get('peer_build_s', '-')}, {own.get('ratio_build', '-')}x)",
+            f"{own['ours_ms']} ({own.get('peer_ms', '-')}, {own.get('ratio_search', '-')}x)",
+            f"{own['ours_one_ms']} ({own.get('peer_one_ms', '-')})",
+            f"{own.get('ours_recall', '-')} ({own.get('peer_recall', '-')})",
+            f"{own['bytes_per_key']} ({own.get('peer_bytes_per_key', '-')})",
+        ]
+        print("|", " | ".join(cells), "|")
+
+
+if __name__ == "__main__":
+    main()

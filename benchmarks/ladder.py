@@ -1,0 +1,203 @@
+"""Perplexity against time and bytes, index by index, on real keys: what the ladder behind `auto` was chosen from.
+
+    python benchmarks/ladder.py MEMORY TEXT.jsonl                         # the rung of auto, and the recipe of others
+    python benchmarks/ladder.py MEMORY TEXT.jsonl --specs PCAR256,IVF512,PQ128x4fs IVF512,PQ64 --probes 16 64
+    python benchmarks/ladder.py MEMORY TEXT.jsonl --json ladder.json --plot docs/ladder.png
+    python benchmarks/ladder.py --replot ladder.json --plot docs/ladder.png
+
+MEMORY is a memory of the bundled model, TEXT held-out text. τ and λ are chosen on one half of its tokens, and figures
+are those of the other half. "measured" is how many of the k = 1024 neighbours get their exact distance; 0 votes with
+the codes' own. Where there is a GPU, the model and exact search use it; indexes are always on the CPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import faiss
+import numpy as np
+import torch
+from torch import Tensor
+
+import sides
+from knnlm import CausalLM, Datastore, Mixture, read
+from knnlm.evaluation import Tally, read_all
+from knnlm.index import ExactIndex, FaissIndex, Index, Neighbours, Reranked, auto_spec
+from knnlm.memory import Spoken
+
+K = 1024
+TEMPERATURES = (0.5, 0.75, 1, 1.5, 2, 3, 4, 6, 8, 12)
+WEIGHTS = torch.linspace(0.02, 0.9, 45)[:, None]
+
+
+@dataclass(frozen=True)
+class Text:
+    """Held-out positions."""
+
+    queries: Tensor  # (N, D)
+    targets: Tensor  # (N,)
+    model: Tensor  # (N,) what the model gives the target
+
+
+def main() -> None:
+    options = parse()
+    if options.replot:
+        plot(json.loads(options.replot.read_text())["rows"], options.plot)
+        return
+    torch.set_num_threads(options.threads)
+    faiss.omp_set_num_threads(options.threads)
+    store = Datastore.open(options.memory)
+    text = read_text(store, options)
+    truth = exact(store, text.queries, options.device)
+    base = perplexity(store, text, truth)
+    rows: list[dict[str, Any]] = []
+    specs = options.specs or [auto_spec(store.key_count, store.width), sides.RECIPE]
+    for spec in specs:
+        for row in one_spec(store, text, truth, spec, options):
+            rows.append(row | {"ratio": row["perplexity"] / base["perplexity"]})
+            print(json.dumps({name: rounded(value) for name, value in rows[-1].items()}), file=sys.stderr, flush=True)
+    about = {
+        "machine": sides.machine(options.threads),
+        "keys": store.key_count,
+        "tokens": len(text.targets),
+        "exact": base,
+    }
+    if options.json:
+        options.json.write_text(json.dumps(about | {"rows": rows}, indent=2) + "\n")
+    print(json.dumps(about))
+    if options.plot:
+        plot(rows, options.plot)
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("memory", type=Path, nargs="?")
+    parser.add_argument("text", nargs="?")
+    parser.add_argument("--specs", nargs="+")
+    parser.add_argument("--probes", type=int, nargs="+", default=[16, 32, 64])
+    parser.add_argument("--measured", type=int, nargs="+", default=[0, 128, K])
+    parser.add_argument("--limit", type=int, default=8192, help="tokens of TEXT")
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--device", default="auto", help="for the model and exact search; indexes are on the CPU")
+    parser.add_argument("--model", default="bundled")
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--plot", type=Path)
+    parser.add_argument("--replot", type=Path, help="draw what an earlier run wrote")
+    options = parser.parse_args()
+    if not options.replot and not options.text:
+        parser.error("give MEMORY and TEXT, or --replot")
+    return options
+
+
+def read_text(store: Datastore, options: argparse.Namespace) -> Text:
+    """Read held-out text once: its keys, its tokens, and what the model makes of them."""
+    lm = CausalLM.open(options.model, device=options.device)
+    mixture = Mixture.open(store, lm, fresh=True)
+    assert mixture.knn is not None
+    parts: list[tuple[Tensor, Tensor, Tensor]] = []
+    with torch.inference_mode():
+        for _, batch in read_all(mixture, read(options.text), tally=Tally(), limit=options.limit):
+            keys = store.project(batch.context.seen[mixture.knn.source].float())
+            said = Spoken(batch.logits).parts[0].of(batch.targets)
+            parts.append((keys.cpu(), batch.targets.cpu(), said.exp().cpu()))
+    queries, targets, model = (torch.cat(column) for column in zip(*parts, strict=True))
+    # Mixed, so that both halves are of the whole text.
+    order = torch.randperm(len(targets), generator=torch.Generator().manual_seed(0))[: options.limit]
+    return Text(queries[order], targets[order], model[order].double())
+
+
+def exact(store: Datastore, queries: Tensor, device: str) -> Neighbours:
+    """Search exactly, on a GPU where there is one."""
+    where = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
+    found = ExactIndex(store.keys, device=where).search(queries, min(K, store.key_count))
+    return Neighbours(found.ids.cpu(), found.distances.cpu())
+
+
+def perplexity(store: Datastore, text: Text, found: Neighbours) -> dict[str, float]:
+    """Choose τ and λ on the first half, and measure on the second."""
+    hits = store.values(store.rows_of(found.ids)) == text.targets[:, None]  # (N, k)
+    half = len(text.targets) // 2
+    best: tuple[float, float, float, float] | None = None
+    for temperature in TEMPERATURES:
+        weights = (-found.distances / temperature).softmax(1).nan_to_num()
+        memory = (weights * hits).sum(1).double()
+        logs = (WEIGHTS * memory + (1 - WEIGHTS) * text.model).log()  # (λ, N)
+        chosen = int(logs[:, :half].mean(1).argmax())
+        one = (
+            float(logs[chosen, :half].mean()),
+            temperature,
+            float(WEIGHTS[chosen]),
+            float(logs[chosen, half:].mean()),
+        )
+        best = one if best is None or one > best else best
+    assert best is not None
+    return {"perplexity": float(np.exp(-best[3])), "temperature": best[1], "lambda": best[2]}
+
+
+def one_spec(
+    store: Datastore, text: Text, truth: Neighbours, spec: str, options: argparse.Namespace
+) -> list[dict[str, Any]]:
+    """Make one index and search it in several ways."""
+    begin = time.perf_counter()
+    made = FaissIndex.build(store.keys, spec)
+    facts = {
+        "spec": spec,
+        "build_s": time.perf_counter() - begin,
+        "bytes_per_key": sides.size_of(made._index) / made.rows,
+    }
+    rows = []
+    for probes in options.probes:
+        faiss.extract_index_ivf(made._index).nprobe = probes
+        for measured in options.measured:
+            index: Index = Reranked(made, store.keys, measured=measured) if measured else made
+            found = index.search(text.queries, K)
+            taken = sides.timed(lambda index=index: index.search(text.queries[:2048], K), repeats=2)
+            hits = [np.isin(right, one).mean() for right, one in zip(truth.ids.numpy(), found.ids.numpy(), strict=True)]
+            cost = {
+                "ms_per_query": sides.middle(taken) / min(2048, len(text.queries)) * 1e3,
+                "spread": sides.spread(taken),
+            }
+            quality = perplexity(store, text, found) | {"recall": float(np.mean(hits))}
+            rows.append(facts | {"probes": probes, "measured": measured} | cost | quality)
+    return rows
+
+
+def rounded(value: object) -> object:
+    return float(f"{value:.5g}") if isinstance(value, float) else value
+
+
+def plot(rows: list[dict[str, Any]], path: Path) -> None:
+    """Draw perplexity over that of exact search against milliseconds a query."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7.5, 4.5), layout="constrained")
+    axes = figure.subplots()
+    for number, (spec, measured) in enumerate(sorted({(row["spec"], row["measured"]) for row in rows})):
+        own = [row for row in rows if (row["spec"], row["measured"]) == (spec, measured)]
+        own.sort(key=lambda row: row["ms_per_query"])
+        label = f"{spec}, {measured} measured" if measured else f"{spec}, codes only"
+        line = {0: ":", K: "--"}.get(measured, "-")
+        axes.plot(
+            [row["ms_per_query"] for row in own],
+            [row["ratio"] for row in own],
+            line,
+            marker="osD^vP*X"[number % 8],
+            markersize=4,
+            label=label,
+        )
+        for row in own:
+            axes.annotate(f" {row['probes']}", (row["ms_per_query"], row["ratio"]), fontsize=7)
+    axes.axhline(1.005, color="grey", linewidth=0.8)
+    axes.set(xscale="log", xlabel="milliseconds a query", ylabel="perplexity ÷ that of exact search")
+    axes.legend(fontsize=7)
+    figure.savefig(path, dpi=120)
+
+
+if __name__ == "__main__":
+    main()

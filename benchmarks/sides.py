@@ -1,0 +1,134 @@
+"""The sides that search is compared with: the recipe that others copy, and FAISS flat. Written from the papers.
+
+The recipe: `IVF4096,PQ64`, trained on up to a million keys, 32 lists looked into, k = 1024, votes by the distances of
+the codes, and for each forward call a dense (positions, vocabulary) matrix that they are scattered into.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import faiss
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+RECIPE, PROBES, TRAINED_ON = "IVF4096,PQ64", 32, 1_000_000
+BLOCK = 65_536
+
+
+class Mapped:
+    """Keys in a file that is mapped into memory, as an index wants them."""
+
+    def __init__(self, keys: NDArray[Any]) -> None:
+        self.keys = keys
+
+    @property
+    def rows(self) -> int:
+        return len(self.keys)
+
+    @property
+    def width(self) -> int:
+        return int(self.keys.shape[1])
+
+    def chunks(self, size: int) -> Iterator[tuple[int, Tensor]]:
+        for first in range(0, self.rows, size):
+            yield first, torch.from_numpy(np.array(self.keys[first : first + size])).float()
+
+    def take(self, ids: Tensor) -> Tensor:
+        found = torch.from_numpy(np.take(self.keys, ids.clamp(min=0).numpy(), axis=0)).float()
+        return found * (ids >= 0)[..., None] if (ids < 0).any() else found
+
+
+@dataclass(frozen=True)
+class Made:
+    """An index, and what it took to make it."""
+
+    index: Any
+    train: float
+    add: float
+    bytes_per_key: float
+
+
+def recipe(keys: NDArray[Any], spec: str = RECIPE) -> Made:
+    """Make the index that others make; lists that would have fewer than 39 keys to train on are too many."""
+    if len(keys) < 39 * 4096 and spec == RECIPE:
+        spec = f"IVF{1 << int(np.log2(len(keys) / 39))},PQ64"
+    index = faiss.index_factory(keys.shape[1], spec)
+    picked = np.unique(np.linspace(0, len(keys) - 1, min(len(keys), TRAINED_ON)).astype(np.int64))
+    sample = keys[picked].astype(np.float32)
+    begin = time.perf_counter()
+    index.train(sample)
+    trained = time.perf_counter()
+    for first in range(0, len(keys), BLOCK):
+        index.add(keys[first : first + BLOCK].astype(np.float32))
+    added = time.perf_counter()
+    faiss.extract_index_ivf(index).nprobe = PROBES
+    return Made(index, trained - begin, added - trained, size_of(index) / len(keys))
+
+
+def flat(keys: NDArray[Any]) -> Any:
+    """Compare with every key in float32."""
+    index = faiss.IndexFlatL2(keys.shape[1])
+    for first in range(0, len(keys), BLOCK):
+        index.add(keys[first : first + BLOCK].astype(np.float32))
+    return index
+
+
+def scatter(distances: NDArray[Any], values: Tensor, *, vocab_size: int, temperature: float = 1.0) -> Tensor:
+    """Votes as others count them: a whole (n, V) matrix, for every forward call."""
+    weights = torch.from_numpy(-distances / temperature).log_softmax(1).exp()
+    return torch.zeros(len(values), vocab_size).scatter_add_(1, values, weights)
+
+
+def size_of(index: Any) -> int:
+    """Count the bytes of an index."""
+    return len(faiss.serialize_index(index))
+
+
+def timed(work: Callable[[], object], *, repeats: int) -> list[float]:
+    """Give the seconds of each repeat, after one that does not count."""
+    work()
+    times = []
+    for _ in range(repeats):
+        begin = time.perf_counter()
+        work()
+        times.append(time.perf_counter() - begin)
+    return times
+
+
+def middle(times: list[float]) -> float:
+    """Give the median."""
+    return statistics.median(times)
+
+
+def spread(times: list[float]) -> float:
+    """Say how far the slowest and the fastest are apart, relative to the median."""
+    return (max(times) - min(times)) / middle(times)
+
+
+def machine(threads: int) -> dict[str, object]:
+    """Say what this was measured on."""
+    lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
+    name = next(
+        (line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.processor()
+    )
+    return {
+        "processor": name,
+        "cores": os.cpu_count(),
+        "threads": threads,
+        "load": round(os.getloadavg()[0], 2),
+        "python": sys.version.split()[0],
+        "torch": torch.__version__,
+        "faiss": faiss.__version__,
+        "numpy": np.__version__,
+    }

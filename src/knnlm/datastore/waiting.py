@@ -1,0 +1,147 @@
+"""Keys that wait for their codec while a memory is being built. Knows nothing about language models.
+
+How keys are stored best is seen from keys. So the first ones, at least `ENOUGH` or all of a smaller text, are written
+as float16 into `waiting.npy` of their segments, which are committed like any other. Then the codec is fitted to them,
+their `keys.npy` are written, and one transaction lets the codec and these files exist; what waited is removed. A build
+that is killed before that transaction does it again from the same keys, so that the same bytes come out. The price is
+float16 for the first segments while they wait; nothing is read by the model twice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from knnlm.datastore.catalog import Catalog, SegmentRow
+from knnlm.datastore.codec import FILE as CODEC
+from knnlm.datastore.codec import Codec, Plain, save_codec
+from knnlm.datastore.coding import Storage, fit_codec
+from knnlm.datastore.keymap import FILE as MAP
+from knnlm.datastore.keymap import KeyMap
+from knnlm.datastore.segment import ArrayWriter, KeyWriter, checksum, open_array, sync_folder, writing
+from knnlm.datastore.store import KEYS, segment_folder
+from knnlm.datastore.stored import stored_codec, stored_map
+from knnlm.errors import DatastoreCorrupt
+
+WAITING = "waiting.npy"
+ENOUGH = 65_536  # keys to fit a codec to
+_LOOKED_AT = 1 << 27  # bytes of those that wait, in float32
+_BLOCK = 8192  # keys at a time
+
+
+class CodeWriter(ArrayWriter):
+    """Writes keys as what a codec makes of them."""
+
+    divisor = 1.0
+
+    def __init__(self, path: Path, codec: Codec, key_map: KeyMap | None) -> None:
+        super().__init__(path, codec.dtype, (codec.columns,))
+        self._codec, self._map = codec, key_map
+
+    def put_keys(self, rows: NDArray[np.int64], keys: NDArray[np.float32]) -> None:
+        """Write finite keys to these rows."""
+        self.put(rows, encoded(torch.from_numpy(keys), self._codec, self._map).numpy())
+
+
+class Waiting:
+    """How a build stores its keys: as numbers from the start, or as numbers until there is a codec for them."""
+
+    def __init__(self, folder: Path, catalog: Catalog, storage: Storage, *, width: int, enough: int | None = None):
+        self._folder, self._catalog, self._storage, self._width = folder, catalog, storage, width
+        self._enough = ENOUGH if enough is None else enough
+        self.map: KeyMap | None = stored_map(catalog, width)
+        self.codec: Codec | None = None
+        if not storage.fitted:
+            self.codec = Plain(storage.dtype, width)
+        elif catalog.get("codec") is not None:
+            self.codec = stored_codec(catalog, width if self.map is None else self.map.width)
+            self._remove_waiting(catalog.segments())
+
+    @property
+    def file(self) -> str:
+        """The name of the file that keys go into now."""
+        return WAITING if self.codec is None else KEYS
+
+    @property
+    def numbers(self) -> str | None:
+        """The dtype of the numbers that keys are written as now; None where they are encoded."""
+        if self.codec is None:
+            return "float16"
+        return self.codec.dtype if isinstance(self.codec, Plain) else None
+
+    def due(self, rows: int) -> bool:
+        """Say whether so many rows are enough to choose the codec by."""
+        return self.codec is None and rows >= self._enough
+
+    def writer(self, folder: Path) -> KeyWriter | CodeWriter:
+        """Open the file of a new segment's keys."""
+        if (dtype := self.numbers) is not None:
+            return KeyWriter(folder / self.file, dtype, self._width)
+        assert self.codec is not None
+        return CodeWriter(folder / self.file, self.codec, self.map)
+
+    def encode(self, keys: Tensor) -> Tensor:
+        """Turn (n, D) keys into what is stored of them, where they are."""
+        assert self.codec is not None
+        return encoded(keys, self.codec, self.map)
+
+    def settle(self) -> None:
+        """Choose the codec by the keys that wait, and store them with it."""
+        segments = self._catalog.segments()
+        if self.codec is not None or not segments:
+            return
+        self.map, self.codec = fit_codec(self._storage, self._sample(segments))
+        facts: dict[str, object] = {"codec": save_codec(self.codec, self._folder / CODEC)}
+        if self.map is not None:
+            facts["map"] = {"sha256": self.map.save(self._folder / MAP), "facts": self.map.facts}
+        self._catalog.replace_keys([self._convert(segment) for segment in segments], **facts)
+        self._remove_waiting(segments)
+
+    def _sample(self, segments: list[SegmentRow]) -> Tensor:
+        """Give keys that wait, taken evenly from all where there are many."""
+        rows = sum(segment.keys for segment in segments)
+        step = max(1, -(-rows * self._width * 4 // _LOOKED_AT))
+        parts, first = [], 0
+        for segment in segments:
+            local = np.arange(-first % step, segment.keys, step)
+            parts.append(torch.from_numpy(self._open(segment)[local].astype(np.float32)) * segment.scale)
+            first += segment.keys
+        return torch.cat(parts)
+
+    def _convert(self, segment: SegmentRow) -> SegmentRow:
+        """Write the stored form of one segment's keys beside those that wait."""
+        folder = segment_folder(self._folder, segment.id)
+        with self.writer(folder) as writer:
+            for first, keys in self._blocks(segment):
+                writer.put_keys(np.arange(first, first + len(keys)), keys.numpy())
+        with writing(folder):
+            sync_folder(folder)
+        return replace(segment, scale=writer.divisor, keys_sha256=checksum(folder / KEYS))
+
+    def _blocks(self, segment: SegmentRow) -> Iterator[tuple[int, Tensor]]:
+        stored = self._open(segment)
+        for first in range(0, segment.keys, _BLOCK):
+            yield first, torch.from_numpy(stored[first : first + _BLOCK].astype(np.float32)) * segment.scale
+
+    def _open(self, segment: SegmentRow) -> NDArray[np.float16]:
+        path = segment_folder(self._folder, segment.id) / WAITING
+        if checksum(path) != segment.keys_sha256:
+            raise DatastoreCorrupt(f"{path} is not as it was written. Remove the memory and build it again.")
+        return open_array(path, "float16", (segment.keys, self._width))
+
+    def _remove_waiting(self, segments: list[SegmentRow]) -> None:
+        for segment in segments:
+            path = segment_folder(self._folder, segment.id) / WAITING
+            with writing(path):
+                path.unlink(missing_ok=True)
+
+
+def encoded(keys: Tensor, codec: Codec, key_map: KeyMap | None) -> Tensor:
+    """Turn (n, D) keys into what is stored of them, where they are."""
+    return codec.encode(keys.float() if key_map is None else key_map.apply(keys))
