@@ -1,6 +1,6 @@
 """Make the pictures of the page in docs/images: a small memory of a small island, the bundled model, a real browser.
 
-Needs chromium, playwright and pillow. `python docs/screenshots.py FOLDER` keeps the memory there, so that it is built once.
+Needs chromium, playwright and pillow. `python docs/screenshots.py FOLDER` keeps the memory there, to be built once.
 """
 
 from __future__ import annotations
