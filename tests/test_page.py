@@ -5,14 +5,16 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import time
 
 import numpy as np
 import pytest
 from playwright.sync_api import Browser, Page, expect, sync_playwright
 
 from conftest import documents
-from knnlm import Document, Mixture, build, explain
+from knnlm import CausalLM, Document, Mixture, build, explain
 from knnlm.serve.keys import Keys
+from models import tiny, tiny_tokenizer
 from serving import Running, serving
 
 PROMPT = "The memory of a model"
@@ -300,18 +302,28 @@ def test_an_error_of_the_server_is_shown_to_the_person(browser, lm, store, leave
     expect(page.get_by_role("alert")).to_contain_text("The server does not answer.")
 
 
-def test_a_text_can_be_stopped_and_the_server_is_free_again(browser, server, leave):
-    page = leave(visit(browser, server), server)
-    page.fill("#prompt", PROMPT)
-    page.fill("#length", "100")
-    page.click("#go")
-    page.wait_for_selector("#text-with .token")
-    if page.is_visible("#stop"):
-        page.click("#stop", force=True)
-    page.wait_for_selector("#go:not([disabled])")
-    assert page.get_by_role("alert").inner_text() == ""
-    write(page, length=2)
-    assert len(words(page, "text-with")) == 2
+def test_a_text_can_be_stopped_and_the_server_is_free_again(browser, lm, tmp_path, leave):
+    model = tiny("llama")
+    model.config.max_position_embeddings = 4096
+    model.generation_config.eos_token_id = None  # it would go on for half a minute
+    endless = CausalLM(model, tiny_tokenizer(), name="endless")
+    build(documents(3), tmp_path / "memory", lm=endless).close()
+    with serving(Mixture.open(tmp_path / "memory", endless, **SETTINGS)) as server:
+        page = leave(visit(browser, server), server)
+        page.fill("#prompt", PROMPT)
+        page.fill("#length", "4000")
+        page.click("#go")
+        page.wait_for_selector("#text-with .token")
+        page.click("#stop")
+        page.wait_for_selector("#go:not([disabled])")
+        assert page.get_by_role("alert").inner_text() == ""
+        assert 0 < len(words(page, "text-with")) < 4000
+        end = time.monotonic() + 10
+        while server.service.engine.active and time.monotonic() < end:
+            page.wait_for_timeout(50)
+        assert server.service.engine.active == 0
+        slide(page, "lambda", 900)  # what was written before can be weighed too
+        expect(page.locator("#mixing-note")).to_contain_text("no model ran")
 
 
 @pytest.fixture(scope="module")
