@@ -316,7 +316,7 @@ def _add_documents(app: FastAPI, library: Library) -> None:
     @app.get("/v1/documents", response_model=schema.DocumentList, responses=_ERRORS)
     async def documents(
         query: Annotated[str, Query(max_length=512)] = "",
-        offset: Annotated[int, Query(ge=0, le=2**63 - 1)] = 0,
+        offset: Annotated[int, Query(ge=0, le=2**53)] = 0,
         limit: Annotated[int, Query(ge=1, le=200)] = 50,
     ) -> Json:
         return Json(await run_in_threadpool(library.list, query=query, offset=offset, limit=limit))
@@ -325,7 +325,7 @@ def _add_documents(app: FastAPI, library: Library) -> None:
     async def document(
         number: Number,
         row: Annotated[int | None, Query(ge=0, le=2**63 - 1)] = None,
-        offset: Annotated[int, Query(ge=0, le=2**62)] = 0,
+        offset: Annotated[int, Query(ge=0, le=2**53)] = 0,
         limit: Annotated[int, Query(ge=1, le=4000)] = 400,
     ) -> Json:
         return Json(await run_in_threadpool(library.read, number, row=row, offset=offset, limit=limit))
