@@ -406,6 +406,7 @@ def test_it_can_be_used_by_keyboard_alone(browser, server, leave):
     page.locator("#tab-write").focus()
     page.keyboard.press("ArrowRight")
     assert page.evaluate("document.activeElement.id") == "tab-score"
+    assert page.evaluate("getComputedStyle(document.activeElement).outlineStyle") == "solid"
     expect(page.locator("#score")).to_be_visible()
     page.keyboard.press("ArrowLeft")
     page.locator("#prompt").focus()
@@ -420,8 +421,11 @@ def test_it_can_be_used_by_keyboard_alone(browser, server, leave):
         if page.evaluate("document.activeElement.closest('#text-with') !== null"):
             break
     assert page.evaluate("document.activeElement.className").startswith("token")
-    outline = page.evaluate("getComputedStyle(document.activeElement.querySelector('.word')).outlineStyle")
-    assert outline == "solid"
+    outline = (
+        "(one) => { const own = getComputedStyle(one); return [own.outlineStyle, own.outlineWidth, own.outlineColor]; }"
+    )
+    ring = ["solid", "2px", "rgb(91, 75, 214)"]
+    assert page.locator("#text-with .token:focus .word").evaluate(outline) == ring
     page.keyboard.press("ArrowRight")
     page.keyboard.press("Enter")
     assert page.locator("#text-with .token.looked").text_content() == words(page, "text-with")[1]
