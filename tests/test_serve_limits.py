@@ -18,6 +18,7 @@ import pytest
 
 from knnlm import Mixture
 from knnlm.errors import ParameterError
+from knnlm.serve.guard import Guard
 from knnlm.serve.keys import Keys, check_host, is_loopback
 from knnlm.serve.limits import Limits
 from knnlm.serve.running import Place, bind
@@ -136,6 +137,15 @@ def test_a_body_that_is_too_large_is_refused_also_where_it_does_not_say_so(mixtu
         answer = client.post("/v1/completions", content=pieces, headers=headers)
         assert (answer.status_code, answer.json()["error"]["type"]) == (413, "invalid_request_error")
         assert client.post("/v1/completions", json={"prompt": "a", "max_tokens": 1}).status_code == 200
+
+
+def test_a_body_that_never_comes_is_not_waited_for(mixture, monkeypatch):
+    monkeypatch.setattr(Guard.__init__, "__kwdefaults__", {"patience": 0.2})
+    with serving(mixture) as running, socket.create_connection(("127.0.0.1", running.port)) as connection:
+        head = ["POST /v1/score HTTP/1.1", "Host: localhost", "Content-Length: 50", "Content-Type: application/json"]
+        connection.sendall("\r\n".join([*head, "", '{"text":']).encode())
+        connection.settimeout(10)
+        assert connection.recv(4096).startswith(b"HTTP/1.1 408")
 
 
 def test_prompts_and_outputs_have_limits(mixture):

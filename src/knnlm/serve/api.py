@@ -29,7 +29,7 @@ from knnlm.serve.service import Asked, OrderFailed, Service, read_wish, status_o
 
 _ERRORS: dict[int | str, dict[str, Any]] = {
     status: {"model": schema.ErrorBody, "description": "An error in OpenAI's shape."}
-    for status in (400, 401, 403, 404, 413, 415, 429, 500, 503, 504)
+    for status in (400, 401, 403, 404, 408, 413, 415, 429, 500, 503, 504)
 }
 _POLICY = "default-src 'self'; img-src 'self' data:; frame-ancestors 'none'; base-uri 'none'; form-action 'none'"
 T = TypeVar("T")
@@ -279,7 +279,7 @@ def _add_scoring(app: FastAPI, service: Service) -> None:
         service.check_model(body.model)
         tokens, hidden = await run_in_threadpool(service.prompt, body.text)
         wish = read_wish(body.memory)
-        service.room(len(tokens) - 1, 0, wish, usual=0)
+        service.room(len(tokens) - 1, 0, usual=0)
         order = Order(
             tuple(tokens), 0, echo=True, sources=body.sources, wish=wish, deadline=service.deadline(), hidden=hidden
         )
@@ -304,7 +304,7 @@ def _add_scoring(app: FastAPI, service: Service) -> None:
         service.check_model(body.model)
         tokens, hidden = await run_in_threadpool(service.prompt, body.prompt)
         wish = read_wish(body.memory)
-        service.room(len(tokens), 1, wish, usual=1)
+        service.room(len(tokens), 1, usual=1)
         order = Order(
             tuple(tokens), 1, sources=body.k, wish=wish, deadline=service.deadline(), hidden=hidden, endless=True
         )

@@ -5,6 +5,7 @@ Knows nothing about what is asked for.
 
 from __future__ import annotations
 
+import asyncio
 import json
 import time
 from collections.abc import Callable
@@ -31,10 +32,11 @@ def error_body(status: int, message: str, *, param: str | None = None, code: str
 class Guard:
     """Checks keys, the Host header and the size of the body, and counts."""
 
-    def __init__(self, app: ASGIApp, *, keys: Keys, body_bytes: int, seen: Seen) -> None:
+    def __init__(self, app: ASGIApp, *, keys: Keys, body_bytes: int, seen: Seen, patience: float = 30.0) -> None:
         self.app = app
         self.keys = keys
         self.body_bytes = body_bytes
+        self.patience = patience  # seconds for the next piece of a body
         self.seen = seen
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -62,12 +64,17 @@ class Guard:
             self.seen(route, status, time.perf_counter() - began)
 
     async def _pass(self, scope: Scope, receive: Receive, send: Send) -> None:
-        size = 0
+        size, complete = 0, False
 
         async def limited() -> Message:
-            nonlocal size
-            message = await receive()
+            nonlocal size, complete
+            try:
+                # Once the body is there, this waits for the client to go, which may take as long as it likes.
+                message = await asyncio.wait_for(receive(), None if complete else self.patience)
+            except asyncio.TimeoutError:
+                raise HTTPException(408, "The body did not come in time.") from None
             size += len(message.get("body", b""))
+            complete = complete or not message.get("more_body", False)
             if size > self.body_bytes:
                 raise HTTPException(413, self._too_large())
             return message

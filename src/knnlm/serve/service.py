@@ -196,7 +196,7 @@ class Service:
             raise ParameterError(f"n is {copies}, but this server writes {self.limits.slots} texts at once at most.")
         return Order(
             tokens=tuple(tokens),
-            max_tokens=self.room(len(tokens), max_tokens, wish, usual=usual),
+            max_tokens=self.room(len(tokens), max_tokens, usual=usual),
             copies=copies,
             temperature=1.0 if body.temperature is None else body.temperature,
             top_p=1.0 if body.top_p is None else body.top_p,
@@ -210,10 +210,8 @@ class Service:
             hidden=hidden,
         )
 
-    def room(self, prompt: int, wanted: int | None, wish: Wish, *, usual: int) -> int:
-        """Say how many tokens may follow a prompt."""
-        # The engine reads with all models, whatever a request makes of them.
-        _ = wish
+    def room(self, prompt: int, wanted: int | None, *, usual: int) -> int:
+        """Say how many tokens may follow a prompt; the engine reads with all models, whatever a request wants."""
         return self.limits.room(prompt, wanted, self.mixture.longest, usual=usual)
 
     def deadline(self) -> float:
