@@ -50,8 +50,16 @@ class Library:
         """Give some of the documents whose id or source has the query in it, and how many there are."""
         with self._lock:
             store = self._current()
-            total = sum(1 for _ in _matching(store, query))
-            shown = islice(_matching(store, query), offset, offset + limit)
+            if not query:
+                shown = list(islice(_documents(store), offset, offset + limit))
+                total = store.catalog.document_count()
+            else:
+                shown, total = [], 0
+                for document in _documents(store):
+                    if _has(document, query.casefold()):
+                        total += 1
+                        if offset < total <= offset + limit:
+                            shown.append(document)
             return {"total": total, "offset": offset, "documents": [_facts(document) for document in shown]}
 
     def read(self, number: int, *, row: int | None = None, offset: int = 0, limit: int = PAGE) -> dict[str, Any]:
@@ -114,17 +122,26 @@ def _with_own_tokenizer(lm: CausalLM) -> CausalLM:
     return made
 
 
-def _matching(store: Datastore, query: str) -> Iterator[StoredDocument]:
-    wanted = query.casefold()
-    for document in getattr(store, "documents", store.catalog.documents)():
-        if wanted in document.id.casefold() or wanted in document.source.casefold():
-            yield document
+def _documents(store: Datastore) -> Iterator[StoredDocument]:
+    found: Iterator[StoredDocument] = getattr(store, "documents", store.catalog.documents)()
+    return found
+
+
+def _has(document: StoredDocument, wanted: str) -> bool:
+    return wanted in document.id.casefold() or wanted in document.source.casefold()
 
 
 def _document(store: Datastore, number: int) -> StoredDocument:
-    for document in getattr(store, "documents", store.catalog.documents)():
-        if document.number == number:
-            return document
+    """Find a document by its number; numbers go up with rows, so a few looks are enough."""
+    low, high = 0, store.rows - 1
+    while low <= high:
+        found = store.document_at((low + high) // 2)
+        if found.number == number:
+            return found
+        if found.number < number:
+            low = found.first_row + found.rows
+        else:
+            high = found.first_row - 1
     raise UnknownDocument(f"There is no document {number} in the memory.")
 
 
