@@ -158,7 +158,7 @@ class Talk:
                     f"The message comes to {len(tokens):,} tokens and {self.max_tokens:,} more are wanted, but the "
                     f"model can read only {longest:,}. Shorten it, or begin with a lower --max-new-tokens."
                 )
-            del self.turns[: 2 if len(self.turns) > 2 else 1]  # a question and its answer
+            del self.turns[:2]  # a question and its answer
             self.forgotten += 1
         return Order(tuple(tokens), self.max_tokens, sources=SOURCES, hidden=not self.has_template, **self.drawing)
 
