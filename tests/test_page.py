@@ -440,7 +440,9 @@ def test_keys_are_asked_for_and_kept_nowhere(browser, lm, store, leave):
         expect(page.locator("#key")).to_be_visible()
         page.fill("#key-value", "not-the-key")
         page.keyboard.press("Enter")
+        expect(page.get_by_role("alert")).to_contain_text("The API key is missing or wrong.")
         expect(page.locator("#key")).to_be_visible()
+        page.click("#notices button")  # it lies over the dialog, where it can be reached
         page.fill("#key-value", USER)
         page.keyboard.press("Enter")
         page.wait_for_selector("html[data-ready]")

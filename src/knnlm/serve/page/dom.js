@@ -55,6 +55,8 @@ export function complain(error) {
   notice.append(make("button", {
     class: "quiet icon", type: "button", "aria-label": "Dismiss", text: "×", onclick: () => notice.remove(),
   }));
+  // An open dialog lies over all else and takes all clicks, so it has to hold the notice.
+  (document.querySelector("dialog[open]") ?? document.body).append(find("notices"));
   find("notices").replaceChildren(notice);
 }
 

@@ -88,7 +88,7 @@ async function look() {
     document.documentElement.dataset.ready = "yes";
   } catch (error) {
     find("served").textContent = "Not connected";
-    if (error.status !== 401) complain(error);
+    if (error.status !== 401 || find("key-value").value) complain(error);
   }
 }
 
