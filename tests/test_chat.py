@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import io
 import json
 import os
@@ -206,6 +207,7 @@ class Typist:
             os.environ.update({"TERM": "dumb", "PYTHONUTF8": "1"})
             os.execv(sys.executable, [sys.executable, "-m", "knnlm", *command])
         self.seen = ""
+        self.letters = codecs.getincrementaldecoder("utf-8")("replace")  # a read may end inside of one
 
     def wait_for(self, pattern: str, seconds: float = 60) -> str:
         """Read until a pattern is on the screen; give what is new up to there."""
@@ -214,7 +216,7 @@ class Typist:
             ready, _, _ = select.select([self.screen], [], [], max(0, end - time.monotonic()))
             assert ready, f"no {pattern!r} in {self.seen!r}"
             try:
-                self.seen += os.read(self.screen, 65536).decode(errors="replace")
+                self.seen += self.letters.decode(os.read(self.screen, 65536))
             except OSError as error:
                 raise AssertionError(f"ended without {pattern!r}: {self.seen!r}") from error
         new, self.seen = self.seen[: found.end()], self.seen[found.end() :]
