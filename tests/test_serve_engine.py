@@ -17,7 +17,7 @@ from knnlm import CausalLM, KnnForCausalLM, Mixture, build, evaluate, explain, t
 from knnlm.corpus import Document
 from knnlm.errors import ParameterError
 from knnlm.serve import engine as engine_module
-from knnlm.serve.engine import Busy, Engine
+from knnlm.serve.engine import Busy, Engine, Stopped
 from knnlm.serve.orders import Ended, Failed, Order, Said, Wish
 from knnlm.serve.recall import Recall, rescore
 from knnlm.serve.rows import Apart, Together, choose_rows
@@ -390,7 +390,7 @@ def test_stopping_tells_those_who_wait(mixture):
     for ticket in tickets:
         *_, last = ticket.wait()
         assert isinstance(last, Failed | Ended)
-    with pytest.raises(Busy):
+    with pytest.raises(Stopped):
         engine.submit(order(engine, "When", 1))
 
 

@@ -21,6 +21,7 @@ from knnlm.errors import ParameterError
 from knnlm.serve.guard import Guard
 from knnlm.serve.keys import Keys, check_host, is_loopback
 from knnlm.serve.limits import Limits
+from knnlm.serve.orders import Order
 from knnlm.serve.running import Place, bind
 from serving import read_stream, serving
 
@@ -202,6 +203,20 @@ def test_a_client_that_goes_frees_its_slot(slow, stream):
         until(lambda: engine.active == 0)
         assert engine.tokens_made < 50
         assert running.post("/v1/completions", prompt="When", max_tokens=2)["usage"]["completion_tokens"] == 2
+
+
+def test_a_client_that_goes_before_its_turn_comes_is_forgotten(slow):
+    with serving(slow, slots=1) as running:
+        engine = running.service.engine
+        first = engine.submit(Order(tuple(slow.lm.prompt("When")), 100))
+        payload = json.dumps({**LONG, "stream": True}).encode()
+        with socket.create_connection(("127.0.0.1", running.port)) as connection:
+            head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(payload)}\r\n"
+            connection.sendall(head.encode() + b"Content-Type: application/json\r\n\r\n" + payload)
+            until(lambda: engine.waiting == 1)
+        until(lambda: engine.waiting == 0)
+        assert engine.active == 1
+        first.cancel()
 
 
 def test_a_request_that_takes_too_long_ends_with_an_error(slow):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated
@@ -67,12 +68,13 @@ def serve(
     mixture = open_mixture(memory, model=model, device=device, dtype=dtype, **chosen)
     service = Service(mixture, name=name or memory.resolve().name, limits=allowed)
     where = running.address(taken)
-    running.serve(
-        service,
-        taken,
-        keys=keys,
-        ready=lambda: screen.err.print(f"knnlm: {memory} is served at {where}", markup=False, soft_wrap=True),
-    )
+    with suppress(KeyboardInterrupt):  # the way to end it
+        running.serve(
+            service,
+            taken,
+            keys=keys,
+            ready=lambda: screen.err.print(f"knnlm: {memory} is served at {where}", markup=False, soft_wrap=True),
+        )
 
 
 def check_installed() -> None:

@@ -182,7 +182,7 @@ async def _answer(service: Service, request: Request, asked: Asked, body: schema
         return Json(await _unless_gone(request, _whole(service, asked, form)))
     chunks = _chunks(service, asked, form, usage=bool(body.stream_options and body.stream_options.include_usage))
     # The first one is waited for, so that an error that comes before it has its status.
-    first = await anext(chunks)
+    first = await _unless_gone(request, anext(chunks))
     return StreamingResponse(_stream(first, chunks), media_type="text/event-stream")
 
 

@@ -37,6 +37,10 @@ class Busy(KnnlmError):
     """There is no room for one more order."""
 
 
+class Stopped(KnnlmError):
+    """Orders are not carried out any more."""
+
+
 class Ticket:
     """An order that was taken: its events come here, and it can be called off."""
 
@@ -149,12 +153,12 @@ class Engine:
         return type(self._rows).__name__ == "Together"
 
     def submit(self, order: Order, put: Callable[[Event], None] | None = None) -> Ticket:
-        """Take an order; its events go to `put`, or wait in the ticket. Busy where there are too many."""
+        """Take an order; its events go to `put`, or to the ticket. Busy or Stopped where it cannot be taken."""
         self.wishes.grant(order.wish)  # refused here rather than in the engine's thread
         ticket = Ticket(order, put)
         with self._wake:
             if not self.alive:
-                raise Busy("The server is stopping.")
+                raise Stopped("The server is stopping.")
             if len(self._waiting) >= self.queue:
                 raise Busy(f"{len(self._waiting):,} requests are waiting already.")
             self._waiting.append(ticket)

@@ -55,6 +55,7 @@ class Recall:
         made = Recollection(wish)
         with self._lock:
             self._texts[made.id] = made
+            self._forget()
         return made
 
     def add(self, text: Recollection, tokens: Sequence[Token]) -> None:
@@ -66,9 +67,13 @@ class Recall:
             more = sum(_size(token) for token in tokens)
             text.bytes += more
             self.bytes += more
-            while self._texts and (self.bytes > self.most_bytes or len(self._texts) > self.most):
-                _, oldest = self._texts.popitem(last=False)
-                self.bytes -= oldest.bytes
+            self._forget()
+
+    def _forget(self) -> None:
+        """Make room; the caller holds the lock."""
+        while self._texts and (self.bytes > self.most_bytes or len(self._texts) > self.most):
+            _, oldest = self._texts.popitem(last=False)
+            self.bytes -= oldest.bytes
 
     def find(self, name: str) -> tuple[Wish, list[Token]] | None:
         """Give a text as it is now, None where it is forgotten."""

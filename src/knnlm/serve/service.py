@@ -17,7 +17,7 @@ from typing import Any
 
 from knnlm.errors import KnnlmError, ModelError, ParameterError
 from knnlm.mixture import Mixture
-from knnlm.serve.engine import Busy, Engine, Ticket
+from knnlm.serve.engine import Busy, Engine, Stopped, Ticket
 from knnlm.serve.library import Library
 from knnlm.serve.limits import Limits
 from knnlm.serve.metrics import Metrics
@@ -276,6 +276,6 @@ def status_of(error: KnnlmError) -> int:
         return error.status
     if isinstance(error, UnknownModel):
         return 404
-    if isinstance(error, Busy):
-        return 429
+    if isinstance(error, Busy | Stopped):
+        return 429 if isinstance(error, Busy) else 503
     return 400 if isinstance(error, ParameterError | ModelError) else 500

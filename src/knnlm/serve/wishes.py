@@ -6,9 +6,11 @@ what counts how much. A search that was made for all rows of a batch is handed t
 
 from __future__ import annotations
 
+import copy
 from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from threading import Lock
 
 import torch
 from torch import Tensor
@@ -70,17 +72,19 @@ class Wishes:
     def __init__(self, mixture: Mixture) -> None:
         self.mixture = mixture
         self._made: OrderedDict[Wish, Mixture] = OrderedDict()
+        self._lock = Lock()
 
     def grant(self, wish: Wish) -> Mixture | None:
         """Give the mixture, None where the memory is off; ParameterError where there is no such thing."""
         if wish.off:
             return None
-        if wish not in self._made:
-            self._made[wish] = self._make(wish)
-            if len(self._made) > _KEPT:
-                self._made.popitem(last=False)
-        self._made.move_to_end(wish)
-        return self._made[wish]
+        with self._lock:
+            if wish not in self._made:
+                self._made[wish] = self._make(wish)
+                if len(self._made) > _KEPT:
+                    self._made.popitem(last=False)
+            self._made.move_to_end(wish)
+            return self._made[wish]
 
     @property
     def own(self) -> int | None:
@@ -139,8 +143,6 @@ class Wishes:
 
 def _with_settings(memory: Voters, settings: tuple[Setting, ...]) -> Memory:
     """Copy a memory of neighbours that is no store, with other ways of voting."""
-    import copy
-
     made = copy.copy(memory)
     made.settings = settings
     return made
