@@ -31,6 +31,7 @@ hypothesis.settings.register_profile(
 hypothesis.settings.load_profile("knnlm")
 
 WORDS = TEXT.split()
+BESIDE = {"writer.lock", "readers.lock", "catalog.db-wal", "catalog.db-shm"}  # what is no part of a memory's content
 
 
 def documents(count: int, *, words: int = 30, start: int = 0) -> list[Document]:

@@ -18,7 +18,7 @@ ROWS = [
     {"datastore"},
     {"memory"},
     {"mixture"},
-    {"evaluation", "trace", "sweeping", "fitting", "tuning", "generate", "explanation", "distill", "prune"},
+    {"evaluation", "trace", "sweeping", "fitting", "tuning", "generate", "explanation", "distill", "prune", "guarding"},
     {"adaptation", "bench", "demo", "report", "serve"},
     {"cli"},
 ]

@@ -32,12 +32,22 @@ COMMANDS = [
     "prune",
     "compress",
     "adapt",
+    "verify",
+    "repair",
+    "merge",
+    "import",
+    "export",
     "report",
     "bench",
     "serve",
     "chat",
     "demo",
+    "add",
+    "remove",
+    "documents",
+    "compact",
 ]
+LIVING = ("add", "documents", "remove", "compact")
 
 
 def knnlm(capfd, *arguments) -> tuple[int, str, str]:
@@ -105,7 +115,10 @@ def test_the_examples_run_as_they_stand(texts, model_folder, tmp_path, monkeypat
     (tmp_path / "docs").symlink_to(texts / "docs")
     (tmp_path / "held-out.txt").symlink_to(texts / "held-out.txt")
     lines = examples()
-    for name in ("build", "index", "tune", "eval", "generate", "explain", "info", "compress", "distill", "prune"):
+    for name in (
+        *("build", "index", "tune", "eval", "generate", "explain", "info", "compress", "distill", "prune"),
+        *LIVING,
+    ):
         arguments = shlex.split(lines[name])[1:] + (["--model", str(model_folder)] if name == "build" else [])
         code, out, err = knnlm(capfd, *arguments)
         assert code == 0, err

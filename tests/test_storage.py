@@ -301,7 +301,7 @@ def test_a_build_killed_around_its_codec_goes_on_and_ends_with_the_same_bytes(lm
     monkeypatch.setattr(waiting, "ENOUGH", 400)
     whole = build(documents(16), tmp_path / "whole", lm=lm, keys="codes4", segment_rows=150)
     expected = contents(whole.path)
-    points = [12, 30, 36, 40, 44, 48, 51, 55, 60]
+    points = [12, 22, 26, 32, 38, 42, 46, 50, 53, 57, 62]
     script = textwrap.dedent(KILLED).replace("HERE", repr(str(Path(__file__).parent)))
     subprocess.run([sys.executable, "-c", script, *map(str, points)], check=True, cwd=tmp_path)
     stages = set()

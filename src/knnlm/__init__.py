@@ -15,11 +15,12 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from knnlm.adaptation import Adaptation, adapt
     from knnlm.corpus import Document, read
-    from knnlm.datastore import Datastore, build, build_index, compress
+    from knnlm.datastore import Added, Compacted, Datastore, Removed, add, build, build_index, compact, compress, remove
     from knnlm.errors import KnnlmError
     from knnlm.evaluation import Evaluation, evaluate
     from knnlm.explanation import explain
     from knnlm.generate import KnnConfig, KnnForCausalLM
+    from knnlm.guarding import export, import_arrays, merge, repair, verify
     from knnlm.lm import CausalLM
     from knnlm.memory import KnnMemory
     from knnlm.mixture import Mixture
@@ -31,7 +32,9 @@ if TYPE_CHECKING:
 # `knnlm --help` needs neither.
 _HOMES = {
     "Adaptation": "adaptation",
+    "Added": "datastore",
     "CausalLM": "lm",
+    "Compacted": "datastore",
     "Datastore": "datastore",
     "Document": "corpus",
     "Evaluation": "evaluation",
@@ -40,25 +43,36 @@ _HOMES = {
     "KnnMemory": "memory",
     "KnnlmError": "errors",
     "Mixture": "mixture",
+    "Removed": "datastore",
     "Sweep": "sweeping",
     "Trace": "trace",
     "Tuning": "tuning",
     "adapt": "adaptation",
+    "add": "datastore",
     "build": "datastore",
     "build_index": "datastore",
+    "compact": "datastore",
     "compress": "datastore",
     "evaluate": "evaluation",
     "explain": "explanation",
+    "export": "guarding",
+    "import_arrays": "guarding",
+    "merge": "guarding",
     "read": "corpus",
     "record": "trace",
+    "remove": "datastore",
+    "repair": "guarding",
     "replay": "sweeping",
     "sweep": "sweeping",
     "tune": "tuning",
+    "verify": "guarding",
 }
 
 __all__ = [
     "Adaptation",
+    "Added",
     "CausalLM",
+    "Compacted",
     "Datastore",
     "Document",
     "Evaluation",
@@ -67,20 +81,29 @@ __all__ = [
     "KnnMemory",
     "KnnlmError",
     "Mixture",
+    "Removed",
     "Sweep",
     "Trace",
     "Tuning",
     "adapt",
+    "add",
     "build",
     "build_index",
+    "compact",
     "compress",
     "evaluate",
     "explain",
+    "export",
+    "import_arrays",
+    "merge",
     "read",
     "record",
+    "remove",
+    "repair",
     "replay",
     "sweep",
     "tune",
+    "verify",
 ]
 
 

@@ -209,7 +209,7 @@ def _store(
     """Build the student's store, or open it where that was done, and note which model it is for."""
     if _complete(folder):
         store = Datastore.open(folder)
-        stored = [document.sha256 for document in store.catalog.documents()]
+        stored = [document.sha256 for document in store.documents()]
         if stored != [text_hash(document.text) for document in documents]:
             raise DatastoreError(f"{folder} was made of other text. Choose another --out, or remove it.")
         check_model(store, reader)

@@ -216,8 +216,7 @@ def store_log_p(
 
 def _stored_text(store: Datastore, group: int) -> Iterator[tuple[int, list[list[int]]]]:
     """Give (first row, tokens of each document) of some whole documents at a time."""
-    # All at once, because a query that is still open would keep writers out of the catalog.
-    sizes = [document.rows for document in store.catalog.documents()]
+    sizes = [document.rows for document in store.documents()]
     first, tokens, row = 0, list[list[int]](), 0
     for size in sizes:
         tokens.append(store.values(torch.arange(row, row + size)).tolist())

@@ -15,6 +15,8 @@ from knnlm.cli import (
     building,
     chatting,
     demonstrating,
+    guarding,
+    living,
     measuring,
     reporting,
     serving,
@@ -31,20 +33,22 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
-COMMANDS = (
+MODULES = (
     building,
+    living,
     measuring,
     using,
     storing,
     training,
     adapting,
+    guarding,
     reporting,
     benching,
     serving,
     chatting,
     demonstrating,
 )
-for module in COMMANDS:
+for module in MODULES:
     module.register(app)
 
 

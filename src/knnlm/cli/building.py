@@ -94,6 +94,7 @@ def index(
         str, typer.Option("--index", help="auto, exact, or a FAISS factory string such as IVF1024,PQ64.")
     ] = "auto",
     metric: Annotated[str, typer.Option(help="l2 (squared) or ip (inner product).")] = "l2",
+    wait: options.Wait = 0.0,
     json: options.Json = False,
 ) -> None:
     """knnlm index memory
@@ -105,7 +106,7 @@ def index(
 
     begin = time.perf_counter()
     store = datastore.Datastore.open(memory)
-    made = datastore.build_index(store, spec, metric=metric, progress=screen.bar)
+    made = datastore.build_index(store, spec, metric=metric, wait=wait, progress=screen.bar)
     facts = {"memory": str(memory), "index": made, "tokens": store.rows, "seconds": time.perf_counter() - begin}
     if json:
         screen.print_json(facts)
@@ -120,6 +121,7 @@ def info(memory: options.Memory, json: options.Json = False) -> None:
     """
     from knnlm.adaptation import load_adaptation
     from knnlm.datastore import Datastore
+    from knnlm.datastore.indexing import stored_indexes
     from knnlm.mixture.opening import language_model
     from knnlm.mixture.plugin import is_decoder
 
@@ -127,13 +129,16 @@ def info(memory: options.Memory, json: options.Json = False) -> None:
         show_decoder(memory, json=json)
         return
     store = Datastore.open(memory)
-    indexes = store.catalog.indexes()
+    indexes = [row for row, _ in stored_indexes(store)]
+    waiting = store.row_numbers.total - store.rows
     adapted = load_adaptation(memory)
     facts: dict[str, Any] = {
         "memory": str(memory),
         "documents": store.catalog.document_count(),
         "tokens": store.rows,
         "segments": len(store.segments),
+        "generation": store.generation,
+        "removed_tokens": waiting,
         "bytes": store.bytes,
         "index_bytes": store.index_bytes,
         "bytes_per_token": (store.bytes + store.index_bytes) / store.rows if store.rows else 0,
@@ -169,6 +174,8 @@ def info(memory: options.Memory, json: options.Json = False) -> None:
         ("index", ", ".join(f"{row.spec} ({row.metric})" for row in indexes) or "exact"),
         ("tuned", _describe(choice) if choice else "not yet: knnlm tune"),
     ]
+    if waiting:
+        rows.insert(2, ("removed", f"{waiting:,} tokens, whose bytes go with: knnlm compact {memory}"))
     if facts["language_model"]:
         rows.insert(2, ("for", facts["language_model"]))
     if adapted is not None:

@@ -75,3 +75,4 @@ Keys = Annotated[
 Limit = Annotated[
     int | None, typer.Option(help="Read whole documents until this many tokens are reached.", show_default="all")
 ]
+Wait = Annotated[float, typer.Option(min=0, help="Seconds to wait for others who use the memory.")]

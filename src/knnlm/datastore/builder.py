@@ -21,12 +21,13 @@ import torch
 from torch import Tensor
 
 from knnlm.corpus import Document
-from knnlm.datastore.catalog import FILE, LANGUAGE_MODEL, Catalog, SegmentRow
+from knnlm.datastore.catalog import FILE, LANGUAGE_MODEL, PARTIAL, Catalog, SegmentRow
 from knnlm.datastore.codec import FILE as CODEC
+from knnlm.datastore.codec import Plain
 from knnlm.datastore.coding import Storage, parse_storage
 from knnlm.datastore.grouping import Group, groups
 from knnlm.datastore.keymap import FILE as MAP
-from knnlm.datastore.locking import writer_lock
+from knnlm.datastore.locking import READERS, WRITER, writer_lock
 from knnlm.datastore.pipeline import Disk, Written, collect, pipelined, room, tokenised
 from knnlm.datastore.segment import ArrayWriter, checksum, remove_others, sync_folder, writing
 from knnlm.datastore.store import VALUES, Datastore, segment_folder, text_hash
@@ -71,7 +72,7 @@ def build(
     `language_model` names the model that the memory is for, if that is not the one that reads it.
     """
     storage = parse_storage(keys, width=lm.width)
-    segment_rows = segment_rows if segment_rows is not None else _segment_rows(lm)
+    segment_rows = segment_rows if segment_rows is not None else usual_segment_rows(lm)
     batch_tokens = batch_tokens if batch_tokens is not None else _batch_tokens(lm)
     if segment_rows < 1 or batch_tokens < 1:
         raise ParameterError(f"segment rows ({segment_rows}) and batch tokens ({batch_tokens}) must be at least 1.")
@@ -84,7 +85,7 @@ def build(
                 source = iter(documents)
                 _skip_stored(source, catalog, advance)
                 waiting = Waiting(folder, catalog, storage, width=lm.width)
-                work = _Build(folder, catalog, lm, waiting, advance, compile=compile, total=total, keep=keep_on_device)
+                work = Build(folder, catalog, lm, waiting, advance, compile=compile, total=total, keep=keep_on_device)
                 with closing(tokenised(source, lm)) as pairs:
                     work.run(groups(pairs, segment_rows))
             helped = {} if language_model is None else {LANGUAGE_MODEL: language_model}
@@ -97,7 +98,7 @@ def build(
     return store
 
 
-def _segment_rows(lm: CausalLM) -> int:
+def usual_segment_rows(lm: CausalLM) -> int:
     """Choose how many rows make a segment. A stopped build loses the one that was begun: half a minute, not more."""
     if lm.device.type != "cuda":
         return 16_384 if lm.device.type == "cpu" else 65_536
@@ -115,7 +116,7 @@ def check_folder(folder: Path) -> None:
     """Refuse a place that holds something else, before anything is put there."""
     if folder.exists() and not folder.is_dir():
         raise DatastoreError(f"{folder} is a file. Choose another --out.")
-    ours = {"writer.lock", "catalog.partial", "catalog.partial-journal", STUDENT, f"{STUDENT}.partial"}
+    ours = {WRITER, READERS, *PARTIAL, STUDENT, f"{STUDENT}.partial"}
     ours |= {MAP, Path(MAP).with_suffix(".partial").name, CODEC, Path(CODEC).with_suffix(".partial").name}
     if folder.exists() and not (folder / FILE).exists():
         foreign = sorted(entry.name for entry in folder.iterdir() if entry.name not in ours)
@@ -155,6 +156,12 @@ def _begin(
     return catalog
 
 
+def next_segment(folder: Path, catalog: Catalog) -> int:
+    """Give a number that no segment ever had, nor a folder that nobody could remove yet."""
+    there = (entry.name.partition(".")[0] for entry in (folder / "segments").glob("[0-9]*"))
+    return max(catalog.next_segment(), *(int(name) + 1 for name in there if name.isdigit()), 0)
+
+
 def _difference(found: Any, wanted: Any) -> str:
     """Say in what two settings differ."""
     if isinstance(found, dict) and isinstance(wanted, dict):
@@ -190,7 +197,7 @@ class _Segment:
     first_row: int
 
 
-class _Build:
+class Build:
     """Reads one group after another and commits each as the next segment.
 
     On a fast device, segments are written in threads while the model reads on, and are committed here, in their order,
@@ -212,16 +219,18 @@ class _Build:
         self._folder, self._catalog, self._lm, self._advance = folder, catalog, lm, advance
         self._compile, self._total, self._keys = compile, total, waiting
         self._window = WindowShape(**catalog.get("window"))
-        self._batch_tokens: int = catalog.get("batch_tokens")
+        self._batch_tokens: int = catalog.get("batch_tokens") or _batch_tokens(lm)
         segments = catalog.segments()
-        self._number = len(segments)
+        self._number = next_segment(folder, catalog)
         self._row = segments[-1].first_row + segments[-1].rows if segments else 0
         self._offset = stored_offset(catalog)
+        self._first, self._growing = catalog.next_segment() == 0, catalog.get("state") == "complete"
         self._compiling: Compiling | None = None
-        self._piped = pipelined(lm.device) and waiting.numbers != "float32"
+        # What is written in threads is float16 as it was read, or what the device has encoded.
+        self._piped = pipelined(lm.device) and (waiting.as_read or not isinstance(waiting.codec, Plain))
         self._waiting: deque[tuple[_Segment, Future[Written]]] = deque()
-        as_read = waiting.codec is not None and waiting.numbers == "float16"  # nothing is lost by storing them
-        self.kept: list[Tensor] | None = [] if keep and self._piped and as_read and not segments else None
+        # Only where nothing is lost by storing them.
+        self.kept: list[Tensor] | None = [] if keep and self._piped and waiting.as_read and not segments else None
 
     def run(self, groups: Iterable[Group]) -> None:
         """Make a segment of each group. What is on disk when something goes wrong is committed before it is raised."""
@@ -241,11 +250,11 @@ class _Build:
     def _prepare(self, group: Group, stack: ExitStack) -> None:
         """Decide on the first group what holds for all; a resumed build has decided."""
         window = self._window
-        if self._number == 0:
+        if self._first:
             self._offset = _calibrate(self._lm, group, window)
             wanted = self._pays(group) if self._compile is None else self._compile
         else:
-            wanted = bool(self._catalog.get("compile"))
+            wanted = bool(self._catalog.get("compile")) and not self._growing
         if wanted:
             shape = (max(1, self._batch_tokens // window.context), window.context)  # of every batch of whole windows
             self._compiling = stack.enter_context(compiled(self._lm.model, self._lm.key_layer, shape))
@@ -336,6 +345,7 @@ class _Build:
                 keys = reading.keys.cpu()
                 if self._offset is not None:
                     keys = keys - self._offset
+                keys = self._keys.mapped(keys)
                 if not math.isfinite(float(keys.abs().max())):
                     raise self._undefined(segment.group)
                 writer.put_keys(reading.rows.numpy(), keys.numpy())
@@ -356,14 +366,15 @@ class _Build:
     def _commit(self, segment: _Segment, scale: float, keys_sum: str, values_sum: str) -> None:
         """Let a segment that is on disk exist."""
         row = SegmentRow(segment.number, segment.first_row, segment.group.rows, scale, keys_sum, values_sum)
-        number = self._catalog.document_count()
+        number = self._catalog.next_document()
         documents = segment.group.stored(segment.number, first_row=segment.first_row, number=number)
         facts: dict[str, Any] = {}
-        if segment.number == 0:
+        if self._first:
             facts["compile"] = self._compiling is not None and not self._compiling.broken
             if self._offset is not None:
                 facts["offset"] = self._offset.tolist()
         self._catalog.add_segment(row, documents, **facts)
+        self._first = False
 
 
 def _seal(partial: Path, final: Path) -> None:

@@ -2,8 +2,11 @@
 
 A segment exists when its row is committed. Anything else on disk is garbage that the next writer removes. Format 1 is a
 memory as it was built: every row has a key, and keys are what the model gave. Where that is not so, because rows were
-pruned or keys were mapped, the format is 2, so that a program that knows only the first refuses it. Where keys are
-stored as bytes or codes, it is 4.
+pruned or keys were mapped, the format is 2, so that a program that knows only the first refuses it. Format 3 is a
+memory that documents were added to or removed from: `removed` says which rows are no longer there, and the fact
+`generation` counts the changes. Where keys are stored as bytes or codes, the format is 4, also of a memory that lives.
+
+A reader that holds its snapshot sees one state for as long as it is open, whatever others write meanwhile.
 """
 
 from __future__ import annotations
@@ -11,96 +14,26 @@ from __future__ import annotations
 import json
 import os
 import sqlite3
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+import weakref
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from knnlm.errors import DatastoreCorrupt, DatastoreError
+from knnlm.datastore import schema
+from knnlm.datastore.schema import IndexRow as IndexRow
+from knnlm.datastore.schema import RemovedRow as RemovedRow
+from knnlm.datastore.schema import SegmentRow as SegmentRow
+from knnlm.datastore.schema import StoredDocument as StoredDocument
+from knnlm.datastore.strangers import check_database, check_schema, typed
+from knnlm.errors import DatastoreCorrupt, DatastoreError, KnnlmError
 
-BUILT, DERIVED, CODED = 1, 2, 4  # formats
+BUILT, DERIVED, LIVING, CODED = FORMATS = 1, 2, 3, 4
+GENERATION, LAYOUT = "generation", "layout"  # facts: how often the content has changed, and the numbers of its rows
 LANGUAGE_MODEL = "language_model"  # the fact that names the model that a memory is for, if that is not its reader
+SKIPPED = "index_skipped"  # the fact that says which keys the index has left out: [first, count] each
 FILE = "catalog.db"
-
-_SCHEMA = """
-CREATE TABLE meta (key TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID;
-CREATE TABLE segments (
-    id INTEGER PRIMARY KEY,
-    first_row INTEGER NOT NULL,
-    rows INTEGER NOT NULL,
-    scale REAL NOT NULL,
-    keys_sha256 TEXT NOT NULL,
-    values_sha256 TEXT NOT NULL
-);
-CREATE TABLE documents (
-    number INTEGER PRIMARY KEY,
-    id TEXT NOT NULL,
-    source TEXT NOT NULL,
-    segment INTEGER NOT NULL REFERENCES segments(id),
-    first_row INTEGER NOT NULL,
-    rows INTEGER NOT NULL,
-    sha256 TEXT NOT NULL
-);
-CREATE INDEX documents_by_row ON documents(first_row);
-CREATE INDEX documents_by_hash ON documents(sha256);
-CREATE TABLE indexes (
-    id INTEGER PRIMARY KEY,
-    spec TEXT NOT NULL,
-    metric TEXT NOT NULL,
-    rows INTEGER NOT NULL,
-    sha256 TEXT NOT NULL
-);
-"""
-_SCHEMA_DERIVED = """
-ALTER TABLE segments ADD COLUMN kept INTEGER;
-ALTER TABLE segments ADD COLUMN kept_sha256 TEXT;
-ALTER TABLE segments ADD COLUMN counts_sha256 TEXT;
-"""
-
-
-@dataclass(frozen=True)
-class SegmentRow:
-    """One segment: rows first_row … first_row + rows - 1 of the memory; keys are stored divided by `scale`."""
-
-    id: int
-    first_row: int
-    rows: int
-    scale: float
-    keys_sha256: str
-    values_sha256: str
-    kept: int | None = None  # how many of the rows have a key; None: all
-    kept_sha256: str | None = None
-    counts_sha256: str | None = None  # None: each key counts once
-
-    @property
-    def keys(self) -> int:
-        """The number of keys."""
-        return self.rows if self.kept is None else self.kept
-
-
-@dataclass(frozen=True)
-class StoredDocument:
-    """One document and the rows that hold its tokens."""
-
-    number: int
-    id: str
-    source: str
-    segment: int
-    first_row: int
-    rows: int
-    sha256: str
-
-
-@dataclass(frozen=True)
-class IndexRow:
-    """One index over the first `rows` keys."""
-
-    id: int
-    spec: str
-    metric: str
-    rows: int
-    sha256: str
+PARTIAL = ("catalog.partial", "catalog.partial-journal", "catalog.partial-wal", "catalog.partial-shm")
 
 
 class Catalog:
@@ -108,55 +41,72 @@ class Catalog:
 
     def __init__(self, connection: sqlite3.Connection, path: Path) -> None:
         self._connection = connection
+        # SQLite's own objects are a cycle, and one that is forgotten would hold its snapshot until that is collected.
+        weakref.finalize(self, connection.close).atexit = False
         self.path = path
+        self._held: int | None = None  # the generation that must not change, where no snapshot can be held
 
     @classmethod
     def create(cls, path: Path, meta: dict[str, Any], *, derived: bool = False, coded: bool = False) -> Catalog:
         """Make a new catalog that already holds `meta`; it appears complete or not at all."""
         partial = path.with_suffix(".partial")
         # A journal that outlived its catalog would be played back into the new one.
-        for leftover in (partial, path.with_suffix(".partial-journal")):
-            leftover.unlink(missing_ok=True)
+        for leftover in PARTIAL:
+            path.with_name(leftover).unlink(missing_ok=True)
         with _reporting(path):
             catalog = cls(sqlite3.connect(partial, isolation_level=None), partial)
-            catalog._connection.executescript(_SCHEMA + _SCHEMA_DERIVED if derived or coded else _SCHEMA)
+            catalog._connection.execute("PRAGMA journal_mode=WAL")
+            catalog._connection.executescript(schema.BUILT + schema.DERIVED if derived or coded else schema.BUILT)
             catalog.put(format=CODED if coded else DERIVED if derived else BUILT, **meta)
             catalog.close()
         partial.rename(path)
         return cls.open(path, write=True, copying=True)
 
     @classmethod
-    def open(cls, path: Path, *, write: bool = False, copying: bool = False) -> Catalog:
+    def open(cls, path: Path, *, write: bool = False, copying: bool = False, hold: bool = False) -> Catalog:
         """Open an existing catalog, for reading unless told otherwise.
 
-        An unfinished copy of another memory is written to by those only who say that they are `copying`.
+        An unfinished copy of another memory is written to by those only who say that they are `copying`. A reader that
+        is to `hold` its snapshot goes on to see what it saw first.
         """
         if not path.parent.exists():
             raise DatastoreError(f"There is no folder {path.parent}. Make a memory with: knnlm build")
         if not path.is_file():
             raise DatastoreError(f"{path.parent} is not a memory: it has no {path.name}. Make one with: knnlm build")
+        check_database(path)
         with _reporting(path):
-            # Readers too, where they may: only so can SQLite take back what a killed writer left half done.
-            may_write = os.access(path, os.W_OK) and os.access(path.parent, os.W_OK)
-            uri = f"{path.resolve().as_uri()}?mode={'rw' if write or may_write else 'ro'}"
-            connection = sqlite3.connect(uri, uri=True, isolation_level=None, check_same_thread=False)
-            connection.execute("PRAGMA synchronous=FULL" if write else "PRAGMA query_only=ON")
+            connection = sqlite3.connect(_uri(path, write), uri=True, isolation_level=None, check_same_thread=False)
             catalog = cls(connection, path)
-            found = catalog.get("format")
-        if found is None:
-            raise DatastoreCorrupt(f"{path} is not a knnlm catalog. Build the memory again.")
-        if found not in (BUILT, DERIVED, CODED):
-            raise DatastoreError(
-                f"{path.parent} has format version {found}, this knnlm reads version {BUILT}, {DERIVED} or {CODED}. "
-                "Install the knnlm that made it, or build the memory again."
-            )
-        if write and not copying and catalog.get("derived") is not None and catalog.get("state") != "complete":
-            catalog.close()
-            raise DatastoreError(
-                f"{path.parent} is an unfinished copy of another memory, as knnlm prune and knnlm distill --into keys "
-                "make them. Finish it with the command that began it, choose another --out, or remove it."
-            )
+            try:
+                check_schema(connection, path)
+                if write:
+                    catalog._prepare_to_write()
+                else:
+                    connection.execute("PRAGMA query_only=ON")
+                if hold:
+                    catalog._hold()
+                catalog._check_format(copying=copying or not write)
+            except BaseException:
+                catalog.close()
+                raise
         return catalog
+
+    def _check_format(self, *, copying: bool) -> None:
+        """Refuse what this knnlm does not know, and an unfinished copy unless one is `copying`."""
+        found, folder = self.get("format"), self.path.parent
+        if found is None:
+            raise DatastoreCorrupt(f"{self.path} is not a knnlm catalog. Build the memory again.")
+        if found not in FORMATS:
+            newer = isinstance(found, int) and found > max(FORMATS)
+            raise DatastoreError(
+                f"{folder} has format version {found}, this knnlm reads versions up to {max(FORMATS)}. "
+                + ("Upgrade knnlm: pip install -U knnlm" if newer else "Build the memory again.")
+            )
+        if not copying and self.get("derived") is not None and self.get("state") != "complete":
+            raise DatastoreError(
+                f"{folder} is an unfinished copy of another memory, as knnlm prune and knnlm distill --into keys make "
+                "them. Finish it with the command that began it, choose another --out, or remove it."
+            )
 
     def close(self) -> None:
         """Let go of the file."""
@@ -168,36 +118,95 @@ class Catalog:
             row = self._connection.execute("SELECT value FROM meta WHERE key = ?", (key,)).fetchone()
             return None if row is None else json.loads(row[0])
 
+    def facts(self) -> dict[str, Any]:
+        """Read all facts about the memory."""
+        with _reporting(self.path):
+            return {str(key): json.loads(value) for key, value in self._all("SELECT key, value FROM meta")}
+
+    def integrity(self) -> list[str]:
+        """Let SQLite check its own file, and give what it finds wrong."""
+        return [str(row[0]) for row in self._all("PRAGMA integrity_check(100)") if row[0] != "ok"]
+
     def put(self, **facts: Any) -> None:
         """Write facts about the memory, all or none."""
         with self._transaction():
-            for key, value in facts.items():
-                self._put(key, value)
+            self.put_within(**facts)
+
+    @contextmanager
+    def snapshot(self) -> Iterator[None]:
+        """Let several questions be answered by one state."""
+        with _reporting(self.path):
+            self._connection.execute("BEGIN")
+            try:
+                yield
+            finally:
+                self._connection.execute("COMMIT")
+
+    def latest(self) -> Catalog:
+        """Open the catalog once more, to see what others have written since; close it."""
+        return Catalog.open(self.path)
+
+    @property
+    def generation(self) -> int:
+        """How often the content has changed since the memory was built."""
+        return self._count(GENERATION)
+
+    @property
+    def layout(self) -> int:
+        """How often rows have been numbered anew."""
+        return self._count(LAYOUT)
+
+    def _count(self, name: str) -> int:
+        found = self.get(name)
+        if found is not None and (type(found) is not int or found < 0):
+            raise DatastoreCorrupt(f"{self.path} has the {name} {found!r}. Build the memory again.")
+        return found or 0
 
     def segments(self) -> list[SegmentRow]:
         """List the segments in the order of their rows."""
-        return [SegmentRow(*row) for row in self._all("SELECT * FROM segments ORDER BY id")]
+        return [typed(SegmentRow, row, self.path) for row in self._all("SELECT * FROM segments ORDER BY first_row, id")]
+
+    def removed(self) -> list[RemovedRow]:
+        """List the rows that are no longer there, in their order."""
+        if not self._lives():
+            return []
+        return [
+            typed(RemovedRow, row, self.path) for row in self._all("SELECT * FROM removed ORDER BY first_row, number")
+        ]
 
     def indexes(self) -> list[IndexRow]:
         """List the indexes, oldest first."""
-        return [IndexRow(*row) for row in self._all("SELECT * FROM indexes ORDER BY id")]
+        return [typed(IndexRow, row, self.path) for row in self._all("SELECT * FROM indexes ORDER BY id")]
 
     def documents(self) -> Iterator[StoredDocument]:
         """Give the documents in the order of their rows, without holding them all in memory."""
+        self._check_held()
         with _reporting(self.path):
             for row in self._connection.execute("SELECT * FROM documents ORDER BY number"):
-                yield StoredDocument(*row)
+                yield typed(StoredDocument, row, self.path)
 
     def documents_of(self, segment: int) -> list[StoredDocument]:
         """List the documents of one segment."""
         return [
-            StoredDocument(*row)
+            typed(StoredDocument, row, self.path)
             for row in self._all("SELECT * FROM documents WHERE segment = ? ORDER BY number", segment)
         ]
 
-    def document_count(self) -> int:
-        """Count the documents."""
-        return int(self._all("SELECT COUNT(*) FROM documents")[0][0])
+    def select(
+        self, condition: str, values: Sequence[Any], *, first: int = 0, limit: int | None = None
+    ) -> list[StoredDocument]:
+        """List the documents that fit a condition in SQL, from the first one on."""
+        found = self._all(
+            f"SELECT * FROM documents WHERE {condition} ORDER BY number LIMIT ? OFFSET ?",  # noqa: S608  (ours)
+            *values,
+            -1 if limit is None else limit,
+            first,
+        )
+        return [typed(StoredDocument, row, self.path) for row in found]
+
+    def document_count(self, condition: str = "1", values: Sequence[Any] = ()) -> int:
+        """Count the documents, all or those that fit a condition in SQL."""
+        return int(self._all(f"SELECT COUNT(*) FROM documents WHERE {condition}", *values)[0][0])  # noqa: S608
 
     def holds(self, sha256: str) -> bool:
         """Say whether a document with this hash of its text is stored."""
@@ -208,24 +217,30 @@ class Catalog:
         found = self._all(
             "SELECT * FROM documents WHERE first_row <= ? AND rows > 0 ORDER BY first_row DESC LIMIT 1", row
         )
-        if not found:
+        if not found or not row < (document := typed(StoredDocument, found[0], self.path)).first_row + document.rows:
             raise DatastoreCorrupt(f"{self.path} has no document for row {row}. Build the memory again.")
-        return StoredDocument(*found[0])
+        return document
+
+    def next_document(self) -> int:
+        """Give the number of the next document; no number is given twice."""
+        last: int = self._all("SELECT COALESCE(MAX(number), -1) FROM documents")[0][0]
+        return max(self._count("next_document"), last + 1)
+
+    def next_segment(self) -> int:
+        """Give the number of the next segment; no number is given twice."""
+        last: int = self._all("SELECT COALESCE(MAX(id), -1) FROM segments")[0][0]
+        return max(self._count("next_segment"), last + 1)
 
     def add_segment(self, segment: SegmentRow, documents: Iterable[StoredDocument], **facts: Any) -> None:
         """Commit a segment, its documents and facts that hold from now on, all or none."""
-        with self._transaction():
-            # A memory as it was built has no columns for what only derived ones have.
-            if self.get("format") == BUILT:
-                self._connection.execute("INSERT INTO segments VALUES (?, ?, ?, ?, ?, ?)", _values(segment)[:6])
-            else:
-                self._connection.execute("INSERT INTO segments VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)", _values(segment))
+        # What is added to a finished memory is a change of it.
+        with self.change() if self.get("state") == "complete" else self._transaction():
+            self.put_segments([segment])
             self._connection.executemany(
                 "INSERT INTO documents VALUES (?, ?, ?, ?, ?, ?, ?)",
                 (_values(document) for document in documents),
             )
-            for key, value in facts.items():
-                self._put(key, value)
+            self.put_within(**facts)
 
     def replace_keys(self, segments: Iterable[SegmentRow], **facts: Any) -> None:
         """Say that segments have other files of keys now, and facts that hold from now on, all or none."""
@@ -234,15 +249,83 @@ class Catalog:
                 "UPDATE segments SET scale = ?, keys_sha256 = ? WHERE id = ?",
                 ((segment.scale, segment.keys_sha256, segment.id) for segment in segments),
             )
-            for key, value in facts.items():
-                self._put(key, value)
+            self.put_within(**facts)
 
-    def replace_indexes(self, index: IndexRow | None) -> None:
-        """Make this the only index, or let there be none."""
+    def put_segments(self, segments: Iterable[SegmentRow]) -> None:
+        """Write segments within a change."""
+        for segment in segments:
+            # A memory as it was built has no columns for what only derived ones have.
+            values = _values(segment)[:6] if self.get("format") == BUILT else _values(segment)
+            places = ", ".join("?" * len(values))
+            self._connection.execute(f"INSERT INTO segments VALUES ({places})", values)  # noqa: S608
+
+    def replace_indexes(self, index: IndexRow | None, *, skipped: list[tuple[int, int]] | None = None) -> None:
+        """Make this the only index, or let there be none; `skipped` are the stretches of keys it has left out."""
         with self._transaction():
-            self._connection.execute("DELETE FROM indexes")
-            if index is not None:
-                self._connection.execute("INSERT INTO indexes VALUES (?, ?, ?, ?, ?)", _values(index))
+            self.put_index(index, skipped or [])
+
+    def put_index(self, index: IndexRow | None, skipped: list[tuple[int, int]]) -> None:
+        """Do so within a change."""
+        self._connection.execute("DELETE FROM indexes")
+        if index is not None:
+            self._connection.execute("INSERT INTO indexes VALUES (?, ?, ?, ?, ?)", _values(index))
+        if skipped or self.get(SKIPPED) is not None:
+            self._put(SKIPPED, skipped)
+
+    @contextmanager
+    def change(self) -> Iterator[sqlite3.Connection]:
+        """Change the content, all or nothing: what is done within counts as one more generation."""
+        with self._transaction():
+            found = self.get("format")
+            if found == BUILT:
+                for statement in schema.DERIVED.split(";")[:-1]:
+                    self._connection.execute(statement)
+            if not self._lives():
+                self._connection.execute(schema.LIVING)
+                self._put("format", max(found, LIVING))
+            yield self._connection
+            self._put(GENERATION, self.generation + 1)
+
+    def _lives(self) -> bool:
+        """Whether the catalog has a place for what was removed."""
+        return bool(self._all("SELECT 1 FROM sqlite_master WHERE type = 'table' AND name = 'removed'"))
+
+    def tidy(self) -> None:
+        """Write the catalog anew, so that nothing of what was deleted is in it."""
+        with _reporting(self.path):
+            self._connection.execute("VACUUM")
+
+    def settle(self) -> bool:
+        """Empty the log of changes into the catalog's file; False where a reader still needs it."""
+        with _reporting(self.path):
+            self._connection.execute("PRAGMA busy_timeout=0")
+            busy: int = self._connection.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()[0]
+            self._connection.execute("PRAGMA busy_timeout=5000")
+        return not busy
+
+    def _prepare_to_write(self) -> None:
+        """Promise durability and leave nothing of what is deleted; let readers hold snapshots from now on."""
+        self._connection.execute("PRAGMA synchronous=FULL")
+        self._connection.execute("PRAGMA secure_delete=ON")
+        # Somebody may be reading just now a catalog that an older knnlm made; then the next writer does it.
+        with suppress(sqlite3.OperationalError):
+            self._connection.execute("PRAGMA journal_mode=WAL")
+
+    def _hold(self) -> None:
+        """Keep the snapshot: of a catalog that an older knnlm made, at least notice when it has changed."""
+        if self._connection.execute("PRAGMA journal_mode").fetchone()[0] == "wal":
+            self._connection.execute("BEGIN")
+        else:
+            self._held = self.generation
+
+    def _check_held(self) -> None:
+        if self._held is not None and self.generation != self._held:
+            raise DatastoreError(f"{self.path.parent} has changed since it was opened. Open it again.")
+
+    def put_within(self, **facts: Any) -> None:
+        """Write facts within a change."""
+        for key, value in facts.items():
+            self._put(key, value)
 
     def _put(self, key: str, value: Any) -> None:
         self._connection.execute(
@@ -251,6 +334,7 @@ class Catalog:
         )
 
     def _all(self, query: str, *values: Any) -> list[Any]:
+        self._check_held()
         with _reporting(self.path):
             return self._connection.execute(query, values).fetchall()
 
@@ -271,6 +355,8 @@ def _reporting(path: Path) -> Iterator[None]:
     """Turn an error of SQLite into one of ours that names the file."""
     try:
         yield
+    except KnnlmError:  # some are errors of Python's too
+        raise
     except sqlite3.OperationalError as error:
         if "locked" in str(error):
             raise DatastoreError(f"{path} is in use by another process. Try again when it has finished.") from None
@@ -279,8 +365,19 @@ def _reporting(path: Path) -> Iterator[None]:
         raise DatastoreError(f"Cannot use {path}: {error}. Check the disk and the permissions.") from None
     except sqlite3.DatabaseError as error:
         raise DatastoreCorrupt(f"{path} is damaged ({error}). Build the memory again.") from None
-    except (json.JSONDecodeError, TypeError) as error:
+    except (ValueError, TypeError, RecursionError, OverflowError) as error:
         raise DatastoreCorrupt(f"{path} holds a fact that cannot be read ({error}). Build it again.") from None
+
+
+def _uri(path: Path, write: bool) -> str:
+    """Say how SQLite is to open a catalog."""
+    # Readers too may write, where they can: only so can SQLite take back what a killed writer left half done.
+    if write or (os.access(path, os.W_OK) and os.access(path.parent, os.W_OK)):
+        return f"{path.resolve().as_uri()}?mode=rw"
+    log = path.with_name(f"{path.name}-wal")
+    # Nobody can write here, and SQLite could not make its files; unless a log is there, which must be read, too.
+    still = not log.exists() or log.stat().st_size == 0
+    return f"{path.resolve().as_uri()}?mode=ro{'&immutable=1' if still else ''}"
 
 
 def _values(row: Any) -> tuple[Any, ...]:

@@ -18,6 +18,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from knnlm.datastore.segment import checksum, replacing
+from knnlm.datastore.strangers import check_place
 from knnlm.errors import DatastoreCorrupt, ParameterError
 
 FILE = "codec.safetensors"
@@ -130,7 +131,7 @@ class Codes:
     books: Tensor  # (W, 256, d) float32, D = W · d
     kind = "codes"
     dtype = "uint8"
-    _flat: dict[torch.device, Tensor] = field(default_factory=dict, repr=False, compare=False)
+    _flat: dict[torch.device, Tensor] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if self.books.ndim != 3 or self.books.shape[1] != BOOK or 0 in self.books.shape:
@@ -211,12 +212,16 @@ def load_codec(path: Path, fact: Any, *, width: int) -> Codec:
     kind = KINDS.get(str(facts.get("kind")))
     if kind is None:
         raise DatastoreCorrupt(f"{path.parent} does not say properly how its keys are stored. {advice}")
+    check_place(path.parent, path)
     if not path.is_file():
         raise DatastoreCorrupt(f"{path} is missing. {advice}")
     if checksum(path) != facts.get("sha256"):
         raise DatastoreCorrupt(f"{path} is not the codec that this memory was made with. {advice}")
     try:
-        codec: Codec = kind(**{name: tensor.float() for name, tensor in load_file(path).items()})
+        tensors = load_file(path)
+        if {tensor.dtype for tensor in tensors.values()} != {torch.float32}:
+            raise ParameterError("its numbers are not float32")
+        codec: Codec = kind(**tensors)
     except (SafetensorError, TypeError, ParameterError) as error:
         raise DatastoreCorrupt(f"{path} is not a readable codec ({error}). {advice}") from None
     if codec.width != width:

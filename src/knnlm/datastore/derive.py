@@ -1,8 +1,8 @@
 """Write a new memory out of another: fewer keys, mapped keys, or keys stored otherwise. Knows nothing about which.
 
-All tokens and documents are copied, so the text around a neighbour stays; only keys are left out. Segments are copied
-one by one, each committed as a build commits it, so a copy that was killed and is run again goes on after the last
-finished segment and ends with the same bytes.
+All tokens and documents that are there are copied, so the text around a neighbour stays; only keys are left out.
+Segments are copied one by one, each committed as a build commits it, so a copy that was killed and is run again goes on
+after the last finished segment and ends with the same bytes.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,14 +26,11 @@ from knnlm.datastore.codec import Bytes, Codec, Codes, Plain, save_codec
 from knnlm.datastore.keymap import FILE as MAP
 from knnlm.datastore.keymap import KeyMap
 from knnlm.datastore.locking import writer_lock
+from knnlm.datastore.newsegment import NewSegment
 from knnlm.datastore.segment import (
     KEY_DTYPES,
-    ArrayWriter,
     KeyWriter,
-    checksum,
     remove_others,
-    sync_folder,
-    writing,
 )
 from knnlm.datastore.store import COUNTS, KEPT, KEYS, VALUES, Datastore, segment_folder
 from knnlm.datastore.waiting import CodeWriter
@@ -205,56 +202,73 @@ def _begin(folder: Path, plan: _Plan, derived: dict[str, Any]) -> Catalog:
     return catalog
 
 
+@dataclass(frozen=True)
+class _Part:
+    """What is there of a segment, as numbers of the memory's rows and keys, and its number in the copy."""
+
+    segment: SegmentRow
+    number: int
+    first_row: int
+    rows: int
+    first_key: int
+    keys: int
+
+
+def _parts(store: Datastore) -> Iterator[_Part]:
+    """Give what is there of each segment; one of which nothing is left does not count."""
+    number, stored = 0, 0
+    for segment in store.segments:
+        row, key = store.row_numbers.before(segment.first_row), store.key_numbers.before(stored)
+        stored += segment.keys
+        rows = store.row_numbers.before(segment.first_row + segment.rows) - row
+        if rows:
+            yield _Part(segment, number, row, rows, key, store.key_numbers.before(stored) - key)
+            number += 1
+
+
 def _copy(folder: Path, catalog: Catalog, plan: _Plan, progress: Progress) -> None:
     """Write the segments that are not there yet."""
     done = len(catalog.segments())
-    first = 0
-    with progress("writing keys", total=plan.store.key_count, unit="keys") as advance:
-        for segment in plan.store.segments:
-            if segment.id < done:
-                advance(segment.keys)
-            else:
-                row = _copy_segment(folder, plan, segment, first, advance)
-                catalog.add_segment(row, plan.store.catalog.documents_of(segment.id))
-            first += segment.keys
+    store = plan.store
+    with progress("writing keys", total=store.key_count, unit="keys") as advance:
+        for part in _parts(store):
+            if part.number < done:
+                advance(part.keys)
+                continue
+            row = _copy_segment(folder, plan, part, advance)
+            documents = store.catalog.documents_of(part.segment.id)
+            before = store.row_numbers.before
+            catalog.add_segment(
+                row, (replace(one, segment=part.number, first_row=before(one.first_row)) for one in documents)
+            )
 
 
-def _copy_segment(folder: Path, plan: _Plan, segment: SegmentRow, first: int, advance: Advance) -> SegmentRow:
-    """Write one segment, whose keys begin at number `first`, under a temporary name, and then give it its own."""
-    final = segment_folder(folder, segment.id)
-    partial = final.with_suffix(".partial")
-    with writing(partial):
-        partial.mkdir(parents=True)
-    kept = np.arange(first, first + segment.keys)
+def _copy_segment(folder: Path, plan: _Plan, part: _Part, advance: Advance) -> SegmentRow:
+    """Write one segment under a temporary name, and then give it its own."""
+    made = NewSegment(folder, part.number)
+    kept = np.arange(part.first_key, part.first_key + part.keys)
     if plan.keep is not None:
         kept = kept[plan.keep[kept]]
-    divisor = _write_keys(partial / KEYS, plan, kept, segment.keys, advance)
-    source = segment_folder(plan.store.path, segment.id) / VALUES
-    if _write_values(partial / VALUES, plan.store, segment) != segment.values_sha256:
-        raise DatastoreCorrupt(f"{source} is not as it was written. Build the memory again, or restore the file.")
-    rows = plan.store.rows_of(torch.from_numpy(kept)).numpy() - segment.first_row
+    divisor = _write_keys(made.place(KEYS), plan, kept, part.keys, advance)
+    _write_values(made, plan.store, part.segment)
+    rows = plan.store.rows_of(torch.from_numpy(kept)).numpy() - part.first_row
     weights = _weights(plan, kept)
-    pruned = len(rows) < segment.rows or weights is not None
-    sums: list[str | None] = [None, None]
-    for place, (name, array) in enumerate(((KEPT, rows if pruned else None), (COUNTS, weights))):
+    pruned = len(rows) < part.rows or weights is not None
+    for name, dtype, array in ((KEPT, "int32", rows if pruned else None), (COUNTS, "float32", weights)):
         if array is not None:
-            with ArrayWriter(partial / name, "int32" if name == KEPT else "float32") as writer:
+            with made.array(name, dtype) as writer:
                 writer.append(array)
-            sums[place] = checksum(partial / name)
-    keys_sum = checksum(partial / KEYS)
-    with writing(final):
-        sync_folder(partial)
-        partial.rename(final)
-        sync_folder(final.parent)
+    sums = made.seal()
     return SegmentRow(
-        segment.id,
-        segment.first_row,
-        segment.rows,
+        part.number,
+        part.first_row,
+        part.rows,
         divisor,
-        keys_sum,
-        segment.values_sha256,
+        sums[KEYS],
+        sums[VALUES],
         len(rows) if pruned else None,
-        *sums,
+        sums.get(KEPT),
+        sums.get(COUNTS),
     )
 
 
@@ -274,9 +288,7 @@ def _write_mapped(
     told = 0
     codec = plan.codec
     plain = isinstance(codec, Plain)
-    with (
-        KeyWriter(path, codec.dtype, codec.width, divisor=divisor) if plain else CodeWriter(path, codec, None)
-    ) as writer:
+    with KeyWriter(path, codec.dtype, codec.width, divisor=divisor) if plain else CodeWriter(path, codec) as writer:
         for begin, keys in _blocks(plan.store, kept):
             mapped = keys if plan.map is None else plan.map.apply(keys)
             if not mapped.isfinite().all():
@@ -298,13 +310,13 @@ def _blocks(store: Datastore, kept: NDArray[np.int64]) -> Iterator[tuple[int, Te
         yield begin, store.take(torch.from_numpy(kept[begin : begin + _BLOCK]))
 
 
-def _write_values(path: Path, store: Datastore, segment: SegmentRow) -> str:
-    """Copy the tokens of a segment and return the hash of the file."""
-    with ArrayWriter(path, "int32") as writer:
-        for begin in range(0, segment.rows, 1 << 20):
-            rows = torch.arange(begin, min(begin + (1 << 20), segment.rows)) + segment.first_row
-            writer.append(store.values(rows).numpy())
-    return checksum(path)
+def _write_values(made: NewSegment, store: Datastore, segment: SegmentRow) -> None:
+    """Copy the tokens that are there of a segment."""
+    first = segment.first_row
+    there = store.row_numbers.stretches(first, first + segment.rows)
+    with made.array(VALUES, "int32") as writer:
+        for piece in store.arrays.copy(segment, VALUES, ((start - first, count) for start, count in there)):
+            writer.append(piece)
 
 
 def _weights(plan: _Plan, kept: NDArray[np.int64]) -> NDArray[np.float32] | None:

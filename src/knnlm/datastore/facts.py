@@ -8,10 +8,14 @@ from typing import Any
 
 from knnlm.errors import DatastoreCorrupt, DatastoreError
 
+_MOST = 1 << 28  # bytes: read whole, so a file that only claims to be large must not fill the memory
+
 
 def load_facts(file: Path, *, version: int, missing: str, again: str) -> dict[str, Any]:
     """Give what the file holds; `missing` is said where it is not there, `again` how it is made again."""
     try:
+        if file.stat().st_size > _MOST:
+            raise DatastoreCorrupt(f"{file} has {file.stat().st_size:,} bytes, too many for facts. {again}")
         facts = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise DatastoreError(missing) from None

@@ -3,60 +3,85 @@
 from __future__ import annotations
 
 import shutil
+from contextlib import closing
+from pathlib import Path
 
-from knnlm.datastore.catalog import FILE, Catalog, IndexRow
+import numpy as np
+
+from knnlm.datastore.arrays import INDEX, index_file, index_folder
+from knnlm.datastore.catalog import FILE, SKIPPED, Catalog, IndexRow
 from knnlm.datastore.codec import Codes
+from knnlm.datastore.keys import Keys
 from knnlm.datastore.locking import writer_lock
-from knnlm.datastore.segment import checksum, remove_others, sync_folder, writing
+from knnlm.datastore.numbering import Numbering
+from knnlm.datastore.purging import purge
+from knnlm.datastore.segment import checksum, sync_folder, writing
 from knnlm.datastore.store import Datastore
-from knnlm.datastore.store import index_folder as _folder
+from knnlm.datastore.strangers import check_place
 from knnlm.errors import DatastoreCorrupt, IndexInvalid
 from knnlm.index import ExactIndex, FaissIndex, Index, Reranked, auto_spec, check_index
 from knnlm.index.base import check_metric
 from knnlm.index.exact import fast, fits
+from knnlm.index.living import Joined, Surviving
 from knnlm.index.thin import thin_spec
 from knnlm.progress import Progress, silent
 
-_FILE = "index.faiss"
 _DEEP = 3.0  # times k
 
 
-def build_index(store: Datastore, spec: str = "auto", *, metric: str = "l2", progress: Progress = silent) -> str:
-    """Make an index for a memory and return its factory string, or `exact` where none is needed."""
+def build_index(
+    store: Datastore, spec: str = "auto", *, metric: str = "l2", wait: float = 0.0, progress: Progress = silent
+) -> str:
+    """Make an index for a memory as it is now and return its factory string, or `exact` where none is needed."""
     check_metric(metric)
-    if spec == "auto" and isinstance(store.codec, Codes):
-        spec = thin_spec(store.key_count, store.width)
-    with writer_lock(store.path):
-        catalog = Catalog.open(store.path / FILE, write=True)
+    with writer_lock(store.path, wait=wait), closing(Catalog.open(store.path / FILE, write=True)) as catalog:
+        current = store.reopen() if store.stale else store
         try:
-            return _replace_index(store, catalog, spec, metric, progress)
+            return _replace_index(current, catalog, spec, metric, progress)
         finally:
-            catalog.close()
+            if current is not store:
+                current.close()
 
 
 def _replace_index(store: Datastore, catalog: Catalog, spec: str, metric: str, progress: Progress) -> str:
-    old = catalog.indexes()
-    number = old[-1].id + 1 if old else 0
-    remove_others(store.path / "index", [_folder(store.path, row.id) for row in old])
+    purge(store.path, catalog, lease=store.lease)
     if spec == "auto":
-        spec = auto_spec(store.key_count, store.width, metric=metric)
-    if spec == "exact":
-        catalog.replace_indexes(None)
-    else:
-        index = FaissIndex.build(store.keys, spec, metric=metric, progress=progress)
-        check_index(index, store.keys, what=f"The new index {spec}")
-        folder = _folder(store.path, number)
-        partial = folder.with_suffix(".partial")
-        with writing(partial):
-            partial.mkdir(parents=True)
-            index.save(partial / _FILE)
-            sync_folder(partial)
-            partial.rename(folder)
-            sync_folder(folder.parent)
-        catalog.replace_indexes(IndexRow(number, spec, metric, store.key_count, checksum(folder / _FILE)))
-    for row in old:
-        shutil.rmtree(_folder(store.path, row.id), ignore_errors=True)
+        spec = choose_spec(store, metric)
+    made = None if spec == "exact" else make_index(store, catalog, spec, metric, progress)
+    catalog.replace_indexes(made, skipped=store.key_numbers.gaps)
+    purge(store.path, catalog, lease=store.lease)
     return spec
+
+
+def choose_spec(store: Datastore, metric: str) -> str:
+    """Choose an index by how many keys there are, and by how they are stored; `exact` where none is needed."""
+    if isinstance(store.codec, Codes):
+        return thin_spec(store.key_count, store.width)
+    return auto_spec(store.key_count, store.width, metric=metric)
+
+
+def make_index(store: Datastore, catalog: Catalog, spec: str, metric: str, progress: Progress) -> IndexRow:
+    """Write an index over the keys that are there; it is used from when its row is in the catalog."""
+    index = FaissIndex.build(store.keys, spec, metric=metric, progress=progress)
+    check_index(index, store.keys, what=f"The new index {spec}")
+    number = next_index(store.path, catalog)
+    folder = index_folder(store.path, number)
+    partial = folder.with_suffix(".partial")
+    with writing(partial):
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+        index.save(partial / INDEX)
+        sync_folder(partial)
+        partial.rename(folder)
+        sync_folder(folder.parent)
+    return IndexRow(number, spec, metric, store.key_count, checksum(folder / INDEX))
+
+
+def next_index(path: Path, catalog: Catalog) -> int:
+    """Give a number that no index has, nor a folder that nobody could remove yet."""
+    taken = [row.id for row in catalog.indexes()]
+    taken += [int(entry.name) for entry in (path / "index").glob("[0-9]*") if entry.name.isdigit()]
+    return max(taken, default=-1) + 1
 
 
 def open_index(
@@ -69,21 +94,73 @@ def open_index(
     """
     if (rerank or keys == "int8") and fast(device) and fits(store.keys, device, keys):
         return ExactIndex(store.keys, metric=metric, device=device, keys=keys)
-    for row in store.catalog.indexes():
-        if row.metric != metric:
-            continue
-        path = _folder(store.path, row.id) / _FILE
-        if not path.is_file():
-            raise DatastoreCorrupt(f"{path} is missing. Make it again with: knnlm index {store.path}")
-        index = FaissIndex.load(path, metric=metric)
-        if (index.rows, index.width, row.rows) != (store.key_count, store.width, store.key_count):
-            raise IndexInvalid(
-                f"{path} holds {index.rows:,} vectors of width {index.width}, but the memory has "
-                f"{store.key_count:,} of width {store.width}. Make it again with: knnlm index {store.path}"
-            )
-        check_index(index, store.keys, what=str(path))
-        return _reranked(index, store) if rerank else index
+    for row, covered in stored_indexes(store) if store.trust_index else []:
+        if row.metric == metric:
+            return _join(store, _open(store, row, covered), covered, rerank=rerank)
     return ExactIndex(store.keys, metric=metric, device=device, keys=keys)
+
+
+def stored_indexes(store: Datastore) -> list[tuple[IndexRow, Numbering]]:
+    """List the indexes of a memory, and which stored keys each has.
+
+    Also one that was made after the memory was opened, as long as keys have the same numbers.
+    """
+    with closing(store.catalog.latest()) as now, now.snapshot():
+        source = now if now.layout == store.layout else store.catalog
+        rows, skipped = source.indexes(), source.get(SKIPPED) or []
+    gaps = list[tuple[int, int]]()
+    for gap in skipped if isinstance(skipped, list) else [None]:
+        # Numbers of keys stay far below this, and sums of them in 64 bits.
+        if not (
+            isinstance(gap, list) and len(gap) == 2 and all(type(one) is int and 0 <= one < 1 << 48 for one in gap)
+        ):
+            raise DatastoreCorrupt(
+                f"{store.catalog.path} does not say what the index covers. Make it again with: knnlm index {store.path}"
+            )
+        gaps.append((gap[0], gap[1]))
+    gone = sum(count for _, count in gaps)
+    return [(row, Numbering(row.rows + gone, gaps)) for row in rows]
+
+
+def _open(store: Datastore, row: IndexRow, covered: Numbering) -> FaissIndex:
+    """Read an index that must have as many keys as the catalog says."""
+    path = index_file(store.path, row.id)
+    if not path.is_file():
+        raise DatastoreCorrupt(f"{path} is missing. Make it again with: knnlm index {store.path}")
+    check_place(store.path, path)
+    if checksum(path) != row.sha256:
+        raise IndexInvalid(
+            f"{path} is not the file that was written, and FAISS reads no other. Make it again with: knnlm index "
+            f"{store.path}"
+        )
+    index = FaissIndex.load(path, metric=row.metric)
+    # One that is newer than what the store has seen may have more; one as old as a build may not have fewer.
+    most = store.key_numbers.total if store.catalog.generation == 0 else covered.total
+    if (index.rows, index.width, covered.total) != (row.rows, store.width, most):
+        raise IndexInvalid(
+            f"{path} holds {index.rows:,} vectors of width {index.width}, but the memory has "
+            f"{store.key_count:,} of width {store.width}. Make it again with: knnlm index {store.path}"
+        )
+    return index
+
+
+def _join(store: Datastore, index: FaissIndex, covered: Numbering, *, rerank: bool) -> Index:
+    """Leave out of an index what is gone, check it, and search beside it what is newer."""
+    what = f"The index {index_folder(store.path, 0).parent}"
+    known = store.key_numbers
+    if known.gaps == covered.gaps and known.total == covered.total:
+        check_index(index, store.keys, what=what)
+        return _reranked(index, store) if rerank else index
+    numbers = known.lives(covered.stored(np.arange(index.rows)))
+    first = known.before(min(covered.total, known.total))  # keys from here on are newer
+    older = Keys(store, end=first)
+    alive = Surviving(index, numbers, older)
+    if alive.rows:
+        check_index(alive, older, what=what)
+    found: Index = _reranked(alive, store) if rerank else alive
+    if first == store.key_count:
+        return found
+    return Joined(found, ExactIndex(Keys(store, first), metric=index.metric), first=first)
 
 
 def _reranked(index: Index, store: Datastore) -> Index:

@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from knnlm.datastore.segment import checksum, replacing
+from knnlm.datastore.strangers import check_place
 from knnlm.errors import DatastoreCorrupt, ParameterError
 
 FILE = "map.safetensors"
@@ -79,12 +80,15 @@ class KeyMap:
     def load(cls, path: Path, *, sha256: str, facts: dict[str, Any]) -> KeyMap:
         """Read a map after checking that it is the one that the catalog means."""
         advice = "Make the memory again, or restore the file."
+        check_place(path.parent, path)
         if not path.is_file():
             raise DatastoreCorrupt(f"{path} is missing. {advice}")
         if checksum(path) != sha256:
             raise DatastoreCorrupt(f"{path} is not the map of keys that this memory was made with. {advice}")
         try:
             tensors = load_file(path)
+            if {tensors["matrix"].dtype, tensors["centre"].dtype} != {torch.float32}:
+                raise ParameterError("its numbers are not float32")
             return cls(tensors["matrix"], tensors["centre"], facts)
         except (SafetensorError, KeyError, ParameterError) as error:
             raise DatastoreCorrupt(f"{path} is not a readable map of keys ({error}). {advice}") from None

@@ -20,14 +20,16 @@ _BLOCK = 4096  # keys that are decoded at a time
 
 @dataclass(frozen=True)
 class Keys:
-    """The keys of a memory as an index sees them: `Vectors`, numbered from 0."""
+    """The keys of a memory as an index sees them: `Vectors`, numbered from 0; all, or those from `first` to `end`."""
 
     store: Datastore
+    first: int = 0
+    end: int | None = None
 
     @property
     def rows(self) -> int:
         """The number of keys."""
-        return self.store.key_count
+        return (self.store.key_count if self.end is None else self.end) - self.first
 
     @property
     def width(self) -> int:
@@ -36,11 +38,14 @@ class Keys:
 
     def chunks(self, size: int) -> Iterator[tuple[int, Tensor]]:
         """Give (number of the first key, (n, D) float32) from first to last."""
-        return self.store.chunks(size)
+        for number, block in self.store.chunks(size, begin=self.first):
+            if number - self.first >= self.rows:
+                return
+            yield number - self.first, block[: self.rows - (number - self.first)]
 
     def take(self, ids: Tensor) -> Tensor:
         """Give these keys, (…) → (…, D) float32; an id below 0 gives zeros."""
-        return self.store.take(ids)
+        return self.store.take(torch.where(ids < 0, ids, ids + self.first) if self.first else ids)
 
     @property
     def half(self) -> bool:
@@ -53,6 +58,7 @@ class Keys:
     def read(self, first: int, out: Tensor) -> None:
         """Fill a (n, D) float16 tensor with the keys from this one on, as they are stored or as they are decoded."""
         codec = self.store.codec
+        first += self.first
         if isinstance(codec, Plain):
             self.store.read(first, out)
             return
@@ -64,7 +70,7 @@ class Keys:
     @property
     def resident_keys(self) -> list[Tensor] | None:
         """The keys on the device that they were built on, if they were kept there."""
-        return self.store.resident_keys
+        return self.store.resident_keys if not self.first else None
 
     def release(self) -> None:
         """Let the keys on the device go; they are in their files."""

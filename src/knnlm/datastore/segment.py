@@ -169,14 +169,14 @@ def open_array(path: Path, dtype: DTypeLike, shape: tuple[int, ...]) -> NDArray[
         raise DatastoreCorrupt(f"{path} is missing. Build the memory again, or restore the file.") from None
     except PermissionError as error:
         raise DatastoreError(f"Cannot read {path}: {error.strerror}.") from None
-    except (ValueError, OSError) as error:
+    except Exception as error:  # whatever a parser of Python literals may say of a header that is none
         raise DatastoreCorrupt(f"{path} is not a readable array ({error}). Build the memory again.") from None
     if found_shape != shape or found_dtype != expected or fortran:
         raise DatastoreCorrupt(
             f"{path} holds {found_dtype} {found_shape}, but the catalog says {expected} {shape}. "
             "Build the memory again, or restore the file."
         )
-    size = begin + expected.itemsize * int(np.prod(shape, dtype=np.int64))
+    size = begin + expected.itemsize * math.prod(shape)
     if path.stat().st_size != size:
         raise DatastoreCorrupt(
             f"{path} has {path.stat().st_size:,} bytes instead of {size:,}: it was cut short. "
@@ -211,8 +211,13 @@ def checksum(path: Path) -> str:
 
 def remove_others(folder: Path, known: Iterable[Path]) -> None:
     """Remove what a killed process left in a folder: all that the catalog does not know."""
+    if folder.is_symlink():
+        raise DatastoreCorrupt(f"{folder} is a link to {folder.resolve()}. Nothing is removed there: copy it instead.")
     for entry in set(folder.glob("*")) - set(known):
-        shutil.rmtree(entry)
+        if entry.is_symlink() or not entry.is_dir():
+            entry.unlink()
+        else:
+            shutil.rmtree(entry)
 
 
 @contextmanager

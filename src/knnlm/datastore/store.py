@@ -12,13 +12,17 @@ memory/
 
 A row is a token of the stored text, and all of the text is here. A key is one of the vectors. In a memory as it was
 built, row i has key i; in a pruned one, keys have numbers of their own, and `rows_of` says which rows they belong to.
+
+Rows and keys are counted without those of removed documents, which have no number here at all: whatever reads a memory
+through this module cannot come upon them. A memory that is open stays as it is, whatever others write meanwhile.
 """
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator
-from functools import lru_cache
+from contextlib import closing
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -28,16 +32,24 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from knnlm.datastore.arrays import COUNTS as COUNTS
+from knnlm.datastore.arrays import KEPT as KEPT
+from knnlm.datastore.arrays import KEYS as KEYS
+from knnlm.datastore.arrays import VALUES as VALUES
+from knnlm.datastore.arrays import array_shapes, check_facts, check_segments, index_folder
+from knnlm.datastore.arrays import segment_folder as segment_folder
 from knnlm.datastore.catalog import FILE, Catalog, SegmentRow, StoredDocument
 from knnlm.datastore.codec import Plain, row_bytes
+from knnlm.datastore.gaps import check_removed
 from knnlm.datastore.keys import Keys
-from knnlm.datastore.segment import open_array, skip_header
+from knnlm.datastore.locking import Lease
+from knnlm.datastore.numbering import Numbering, by_segment
+from knnlm.datastore.reading import Arrays
 from knnlm.datastore.stored import fact, reader_width, stored_codec, stored_map, stored_offset
+from knnlm.datastore.sums import Sums
 from knnlm.errors import DatastoreCorrupt, DatastoreError
 from knnlm.index.looking import seen
 
-KEYS, VALUES, KEPT, COUNTS = "keys.npy", "values.npy", "kept.npy", "counts.npy"
-_MAPPINGS = 256
 _RESIDENT = 1 << 26  # tokens that are kept in memory: four bytes each
 _MOST = 1 << 31  # and on a GPU, beside their keys, which are hundreds of times larger
 
@@ -48,9 +60,13 @@ class Datastore:
     `chunks` and `take` give keys less the store's `offset` and mapped by its `map`; `project` brings a query there.
     """
 
-    def __init__(self, path: Path, catalog: Catalog) -> None:
+    def __init__(
+        self, path: Path, catalog: Catalog, *, lease: Lease | None = None, trust_index: bool = True, check: bool = True
+    ) -> None:
         self.path = path
         self.catalog = catalog
+        self.lease, self.trust_index = lease, trust_index
+        self.generation, self.layout = catalog.generation, catalog.layout
         self.model: dict[str, Any] = fact(catalog, "model", dict)
         self.window: dict[str, int] = fact(catalog, "window", dict)
         self.key_dtype: str = fact(catalog, "key_dtype", str)
@@ -58,42 +74,58 @@ class Datastore:
         self.offset = stored_offset(catalog)
         self.map = stored_map(catalog, reader_width(catalog))
         self.codec = stored_codec(catalog, self.width)
-        self._check_rows()
+        check_facts(catalog.path, self.model, self.window, self.codec)
+        check_segments(catalog.path, self._segments)
+        self.arrays = Arrays(path, self.codec, check=check)
         self._starts = _starts([segment.rows for segment in self._segments])
         self._key_starts = _starts([segment.keys for segment in self._segments])
         self._pruned = any(segment.kept is not None for segment in self._segments)
         self._counted = any(segment.counts_sha256 is not None for segment in self._segments)
+        self.row_numbers = Numbering(int(self._starts[-1]), check_removed(catalog, self._segments))
         for segment in self._segments:
-            for name in _files(segment):
-                self._open(segment, name)
-        # Mapped when needed and let go again: each mapping holds a file handle, and a system has few.
-        self._mapped = lru_cache(maxsize=_MAPPINGS)(self._open)
+            self.arrays.check(segment)
+        self.key_numbers = self._number_keys()
         self._values: dict[torch.device, Tensor] = {}
         # (n, D) float16 keys of each segment, where a build has left them on its device.
         self.resident_keys: list[Tensor] | None = None
 
     @classmethod
-    def open(cls, path: str | Path) -> Datastore:
-        """Open a finished memory for reading."""
+    def open(cls, path: str | Path, *, trust_index: bool = True, check: bool = True) -> Datastore:
+        """Open a finished memory for reading.
+
+        With `trust_index` False no file of FAISS is read, whoever made it. With `check` False what is read is not
+        compared with its checksums.
+        """
         folder = Path(path)
-        catalog = Catalog.open(folder / FILE)
+        lease = Lease(folder)  # first, so that what the catalog names stays where it is
+        catalog = Catalog.open(folder / FILE, hold=True)
         if catalog.get("state") != "complete":
             what = "copy of another memory" if catalog.get("derived") else "build"
             raise DatastoreError(
                 f"{folder} is an unfinished {what} ({catalog.document_count():,} documents are in). "
                 "Run the same command again to finish it."
             )
-        return cls(folder, catalog)
+        return cls(folder, catalog, lease=lease, trust_index=trust_index, check=check)
+
+    @property
+    def stale(self) -> bool:
+        """Whether documents were added or removed since the memory was opened."""
+        with closing(self.catalog.latest()) as now:
+            return now.generation != self.generation
+
+    def reopen(self) -> Datastore:
+        """Open the memory as it is now; this one stays as it is, and should be closed when nobody needs it."""
+        return Datastore.open(self.path, trust_index=self.trust_index, check=self.sums.on)
 
     @property
     def rows(self) -> int:
         """The number of tokens."""
-        return int(self._starts[-1])
+        return self.row_numbers.live
 
     @property
     def key_count(self) -> int:
         """The number of keys: as many as tokens, unless the memory was pruned."""
-        return int(self._key_starts[-1])
+        return self.key_numbers.live
 
     @property
     def keys(self) -> Keys:
@@ -109,6 +141,19 @@ class Datastore:
     def segments(self) -> list[SegmentRow]:
         """The segments in the order of their rows."""
         return list(self._segments)
+
+    @property
+    def sums(self) -> Sums:
+        """What has been compared with its checksum."""
+        return self.arrays.sums
+
+    def files(self, segment: SegmentRow) -> list[str]:
+        """Name the arrays that a segment has."""
+        return list(array_shapes(segment, self.codec))
+
+    def first_key(self, segment: SegmentRow) -> int:
+        """Give the stored number of a segment's first key."""
+        return int(self._key_starts[self._segments.index(segment)])
 
     @property
     def bytes(self) -> int:
@@ -137,6 +182,7 @@ class Datastore:
             sums.append(self.catalog.get("map")["sha256"])
         if not isinstance(self.codec, Plain):
             sums.append(self.catalog.get("codec")["sha256"])
+        sums += [f"without {first} {count}" for first, count in self.row_numbers.gaps]
         return hashlib.sha256("\n".join(sums).encode()).hexdigest()[:16]
 
     @property
@@ -160,49 +206,47 @@ class Datastore:
         shifted = queries if self.offset is None else queries - self.offset.to(queries.device)
         return shifted if self.map is None else self.map.apply(shifted)
 
-    def chunks(self, size: int) -> Iterator[tuple[int, Tensor]]:
-        """Give (number of the first key, (n, D) float32 keys) from first to last."""
-        columns = self.codec.columns
-        for segment, first in zip(self._segments, self._key_starts.tolist(), strict=False):
-            # Plain reads rather than the mapping: mapped pages would count as memory of this process.
-            with (self._folder(segment) / KEYS).open("rb") as file:
-                skip_header(file)
-                for begin in range(0, segment.keys, size):
-                    count = min(size, segment.keys - begin)
-                    flat = np.fromfile(file, self.codec.dtype, count * columns)
-                    if len(flat) < count * columns:
-                        raise DatastoreCorrupt(f"{file.name} was cut short. Build the memory again.")
-                    yield first + begin, self._decode(flat.reshape(count, columns), segment.scale)
+    def chunks(self, size: int, *, begin: int = 0) -> Iterator[tuple[int, Tensor]]:
+        """Give (number of the first key, (n, D) float32 keys) from one key to the last."""
+        number = begin
+        for segment, local, count in self._stretches(begin, size):
+            stored = np.empty((count, self.codec.columns), self.codec.dtype)
+            self.arrays.read(segment, local, stored)
+            yield number, self.codec.decode(torch.from_numpy(stored), segment.scale)
+            number += count
+
+    def _stretches(self, begin: int, size: int) -> Iterator[tuple[SegmentRow, int, int]]:
+        """Give (segment, first key in it, count) of all keys from one on, without gaps, at most `size` at a time."""
+        lowest = int(self.key_numbers.stored(np.array([begin]))[0])
+        for number, (first, end) in enumerate(pairwise(self._key_starts.tolist())):
+            for start, count in self.key_numbers.stretches(max(first, lowest), end):
+                for local in range(start - first, start - first + count, size):
+                    yield self._segments[number], local, min(size, start - first + count - local)
 
     def read(self, first: int, out: Tensor) -> None:
         """Fill a (n, W) tensor of the codec's dtype with the keys from this one on, as they are stored."""
-        size = row_bytes(self.codec)
         done = 0
-        while done < len(out):
-            number = int(np.searchsorted(self._key_starts, first + done, side="right")) - 1
-            segment = self._segments[number]
-            local = first + done - int(self._key_starts[number])
-            count = min(len(out) - done, segment.keys - local)
-            with (self._folder(segment) / KEYS).open("rb") as file:
-                file.seek(skip_header(file) + local * size)
-                place = out[done : done + count].numpy()
-                if file.readinto(place.view(np.uint8).data) < count * size:
-                    raise DatastoreCorrupt(f"{file.name} was cut short. Build the memory again.")
+        for segment, local, count in self._stretches(first, max(1, len(out))):
+            count = min(count, len(out) - done)
+            if not count:
+                return
+            self.arrays.read(segment, local, out[done : done + count].numpy())
             done += count
 
     def take(self, ids: Tensor) -> Tensor:
         """Give these keys, (…) → (…, D) float32; an id below 0 gives zeros."""
-        flat = ids.reshape(-1).cpu().numpy()
+        flat = self.key_numbers.stored(ids.reshape(-1).cpu().numpy())
         # Gathered as they are stored, and decoded all at once: one token's neighbours are in as many segments.
         stored = np.empty((len(flat), self.codec.columns), self.codec.dtype)
         scales = np.ones((len(flat), 1), np.float32)
-        for number, places, local in self._by_segment(flat, self._key_starts):
-            mapped = self._mapped(self._segments[number], KEYS)
+        for number, places, local in by_segment(flat, self._key_starts):
+            segment = self._segments[number]
+            mapped = self.arrays.keys(segment, local)
             if places[-1] - places[0] == len(places) - 1:  # ids that come in order lie side by side
                 np.take(mapped, local, axis=0, out=stored[places[0] : places[-1] + 1], mode="clip")
             else:
                 stored[places] = mapped[local]
-            scales[places] = self._segments[number].scale
+            scales[places] = segment.scale
         keys = self.codec.decode(torch.from_numpy(stored), 1.0)
         if (scales != 1).any() and isinstance(self.codec, Plain):
             keys.mul_(torch.from_numpy(scales))
@@ -214,31 +258,32 @@ class Datastore:
         """Say which rows these keys belong to; an id below 0 stays."""
         if not self._pruned:
             return ids
-        flat = ids.reshape(-1).cpu().numpy()
+        flat = self.key_numbers.stored(ids.reshape(-1).cpu().numpy())
         rows = np.full(len(flat), -1, dtype=np.int64)
-        for number, places, local in self._by_segment(flat, self._key_starts):
+        for number, places, local in by_segment(flat, self._key_starts):
             segment = self._segments[number]
-            kept = local if segment.kept is None else self._mapped(segment, KEPT)[local].astype(np.int64)
+            kept = local if segment.kept is None else self.arrays.mapped(segment, KEPT)[local].astype(np.int64)
             if kept.min(initial=0) < 0 or kept.max(initial=0) >= segment.rows:
                 raise DatastoreCorrupt(
-                    f"{self._folder(segment) / KEPT} names a row beyond the {segment.rows:,} of the segment. "
-                    "Make the memory again."
+                    f"{segment_folder(self.path, segment.id) / KEPT} names a row beyond the {segment.rows:,} of the "
+                    "segment. Make the memory again."
                 )
             rows[places] = kept + segment.first_row
+        rows = self.row_numbers.lives(rows)
         return torch.from_numpy(rows).reshape(ids.shape).to(ids.device)
 
     def counts(self, ids: Tensor) -> Tensor | None:
         """Say how much these keys count in a vote, (…) float32, 0 for an id below 0; None where each counts once."""
         if not self._counted:
             return None
-        flat = ids.reshape(-1).cpu().numpy()
+        flat = self.key_numbers.stored(ids.reshape(-1).cpu().numpy())
         counts = np.zeros(len(flat), dtype=np.float32)
-        for number, places, local in self._by_segment(flat, self._key_starts):
+        for number, places, local in by_segment(flat, self._key_starts):
             segment = self._segments[number]
-            found = np.ones(1) if segment.counts_sha256 is None else self._mapped(segment, COUNTS)[local]
+            found = np.ones(1) if segment.counts_sha256 is None else self.arrays.mapped(segment, COUNTS)[local]
             if not (np.isfinite(found) & (found > 0)).all():
                 raise DatastoreCorrupt(
-                    f"{self._folder(segment) / COUNTS} holds counts that are not finite and above 0. "
+                    f"{segment_folder(self.path, segment.id) / COUNTS} holds counts that are not finite and above 0. "
                     "Make the memory again, or restore the file."
                 )
             counts[places] = found
@@ -248,10 +293,10 @@ class Datastore:
         """Give the tokens of these rows, where the rows are; a row below 0 gives -1."""
         if self.rows <= (_RESIDENT if rows.device.type == "cpu" else _MOST):
             return self._resident(rows)
-        flat = rows.reshape(-1).cpu().numpy()
+        flat = self.row_numbers.stored(rows.reshape(-1).cpu().numpy())
         values = np.full(len(flat), -1, dtype=np.int64)
-        for number, places, local in self._by_segment(flat, self._starts):
-            values[places] = self._mapped(self._segments[number], VALUES)[local]
+        for number, places, local in by_segment(flat, self._starts):
+            values[places] = self.arrays.mapped(self._segments[number], VALUES)[local]
         self._check_values(values)
         return torch.from_numpy(values).reshape(rows.shape).to(rows.device)
 
@@ -261,14 +306,18 @@ class Datastore:
             raise IndexError(f"row {int(rows.max())} of {self.rows}")
         if rows.device not in self._values:
             values = np.empty(self.rows, np.int32)
+            done = 0
             for segment in self._segments:  # one after another: each mapping holds a file handle
-                values[segment.first_row : segment.first_row + segment.rows] = self._open(segment, VALUES)
+                mapped, first = self.arrays.open(segment, VALUES), segment.first_row
+                for start, count in self.row_numbers.stretches(first, first + segment.rows):
+                    values[done : done + count] = mapped[start - first : start - first + count]
+                    done += count
             self._check_values(values)
             self._values[rows.device] = torch.from_numpy(values).to(rows.device)
         values_here = self._values[rows.device]
         if not len(values_here):
             return torch.full_like(rows, -1)
-        return values_here[rows.clamp(0, self.rows - 1)].long().masked_fill_(rows < 0, -1)
+        return values_here[rows.clamp(min=0)].long().masked_fill_(rows < 0, -1)
 
     def _check_values(self, values: NDArray[Any]) -> None:
         if values.max(initial=-1) >= self.model["vocab_size"] or values.min(initial=0) < -1:
@@ -278,9 +327,23 @@ class Datastore:
         """Say whether a document with exactly this text is stored."""
         return self.catalog.holds(text_hash(text))
 
+    def documents(self) -> Iterator[StoredDocument]:
+        """Give the documents in the order of their rows, without holding them all in memory."""
+        return map(self._counted_anew, self.catalog.documents())
+
     def document_at(self, row: int) -> StoredDocument:
         """Find the document that holds a row."""
-        return self.catalog.document_at(row)
+        stored = int(self.row_numbers.stored(np.array([row]))[0])
+        found = self.catalog.document_at(stored)
+        if not found.first_row <= stored < found.first_row + found.rows <= self.row_numbers.total:
+            raise DatastoreCorrupt(f"{self.catalog.path} has no document for row {row}. Run knnlm repair {self.path}")
+        return self._counted_anew(found)
+
+    def _counted_anew(self, document: StoredDocument) -> StoredDocument:
+        """Say where a document is among the rows that are there."""
+        if self.row_numbers.whole:
+            return document
+        return replace(document, first_row=self.row_numbers.before(document.first_row))
 
     def around(self, row: int, *, before: int = 20, after: int = 20) -> tuple[list[int], list[int]]:
         """Give the tokens of the row's document before it, and from it on."""
@@ -292,64 +355,22 @@ class Datastore:
     def close(self) -> None:
         """Let go of the files."""
         self.catalog.close()
+        if self.lease is not None:
+            self.lease.close()
 
-    def _by_segment(
-        self, numbers: NDArray[np.int64], starts: NDArray[np.int64]
-    ) -> Iterator[tuple[int, NDArray[np.int64], NDArray[np.int64]]]:
-        """Give (segment, places in `numbers` that lie in it, their numbers counted from its first)."""
-        if len(numbers) and numbers.max() >= starts[-1]:
-            raise IndexError(f"row {numbers.max()} of {starts[-1]}")
-        segments = np.searchsorted(starts[:-1], numbers, side="right") - 1
-        segments[numbers < 0] = -1
-        order = np.argsort(segments, kind="stable")
-        cuts = np.flatnonzero(np.diff(segments[order], prepend=-2)).tolist()
-        for begin, end in pairwise([*cuts, len(order)]):
-            if (segment := int(segments[order[begin]])) >= 0:
-                places = order[begin:end]
-                yield segment, places, numbers[places] - starts[segment]
-
-    def _decode(self, stored: NDArray[Any], scale: float) -> Tensor:
-        return self.codec.decode(torch.from_numpy(np.ascontiguousarray(stored)), scale)
-
-    def _folder(self, segment: SegmentRow) -> Path:
-        return segment_folder(self.path, segment.id)
-
-    def _open(self, segment: SegmentRow, name: str) -> NDArray[Any]:
-        shapes: dict[str, tuple[str, tuple[int, ...]]] = {
-            KEYS: (self.codec.dtype, (segment.keys, self.codec.columns)),
-            VALUES: ("int32", (segment.rows,)),
-            KEPT: ("int32", (segment.keys,)),
-            COUNTS: ("float32", (segment.keys,)),
-        }
-        # As a plain array: what numpy adds to a mapping makes every small look-up slower.
-        return np.asarray(open_array(self._folder(segment) / name, *shapes[name]))
-
-    def _check_rows(self) -> None:
-        """The catalog must number segments and rows without gaps."""
-        expected = 0
-        for number, segment in enumerate(self._segments):
-            if segment.id != number or segment.first_row != expected or segment.rows < 1:
-                raise DatastoreCorrupt(
-                    f"{self.catalog.path}: segment {segment.id} begins at row {segment.first_row} with "
-                    f"{segment.rows} rows; row {expected} was expected. Build the memory again."
-                )
-            if not 0 <= segment.keys <= segment.rows:
-                raise DatastoreCorrupt(
-                    f"{self.catalog.path}: segment {segment.id} has {segment.keys} keys for {segment.rows} rows. "
-                    "Make the memory again."
-                )
-            if not (isinstance(segment.scale, float) and 0 < segment.scale < np.inf):
-                raise DatastoreCorrupt(
-                    f"{self.catalog.path}: the keys of segment {segment.id} have the scale {segment.scale!r}. "
-                    "Make the memory again."
-                )
-            expected += segment.rows
-
-
-def _files(segment: SegmentRow) -> list[str]:
-    """Name the arrays that a segment has."""
-    has = {KEYS: True, VALUES: True, KEPT: segment.kept is not None, COUNTS: segment.counts_sha256 is not None}
-    return [name for name, there in has.items() if there]
+    def _number_keys(self) -> Numbering:
+        """Leave out the keys of removed rows."""
+        if not self._pruned:
+            return self.row_numbers
+        gaps = []
+        for segment, first in zip(self._segments, self._key_starts.tolist(), strict=False):
+            for start, count in self.row_numbers.gaps:
+                local = start - segment.first_row
+                if 0 <= local < segment.rows:
+                    kept = np.arange(segment.rows) if segment.kept is None else self.arrays.open(segment, KEPT)
+                    low, high = np.searchsorted(kept, [local, local + count]).tolist()
+                    gaps.append((first + low, high - low))
+        return Numbering(int(self._key_starts[-1]), gaps)
 
 
 def _starts(sizes: list[int]) -> NDArray[np.int64]:
@@ -360,13 +381,3 @@ def _starts(sizes: list[int]) -> NDArray[np.int64]:
 def text_hash(text: str) -> str:
     """Hash the text of a document, to know it again."""
     return hashlib.sha256(text.encode()).hexdigest()
-
-
-def index_folder(path: Path, number: int) -> Path:
-    """Say where an index lies."""
-    return path / "index" / f"{number:06d}"
-
-
-def segment_folder(path: Path, number: int) -> Path:
-    """Say where a segment lies."""
-    return path / "segments" / f"{number:06d}"

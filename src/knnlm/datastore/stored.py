@@ -14,6 +14,8 @@ from knnlm.datastore.keymap import FILE as MAP
 from knnlm.datastore.keymap import KeyMap
 from knnlm.errors import DatastoreCorrupt
 
+_WIDEST = 1 << 24  # that a hidden state may be
+
 
 def stored_offset(catalog: Catalog) -> Tensor | None:
     """Give what was taken from every key before it was stored, None where nothing was."""
@@ -54,14 +56,21 @@ def stored_codec(catalog: Catalog, width: int) -> Codec:
     """Give what keys of this width are stored as."""
     found = catalog.get("codec")
     if found is None:
-        return Plain(fact(catalog, "key_dtype", str), width)
-    return load_codec(catalog.path.with_name(CODEC), found, width=width)
+        # Keys that wait for a codec, which is chosen by them, do so as float16.
+        return Plain("float16" if catalog.get("keys") is not None else fact(catalog, "key_dtype", str), width)
+    codec = load_codec(catalog.path.with_name(CODEC), found, width=width)
+    if codec.dtype != (said := fact(catalog, "key_dtype", str)):
+        raise DatastoreCorrupt(
+            f"{catalog.path} says that keys are stored as {said[:20]!r}, but the codec beside it stores "
+            f"{codec.dtype}. Make the memory again."
+        )
+    return codec
 
 
 def reader_width(catalog: Catalog) -> int:
     """Give the width of the reader's hidden states."""
     width = fact(catalog, "model", dict).get("width")
-    if not isinstance(width, int) or width < 1:
+    if not isinstance(width, int) or not 1 <= width <= _WIDEST:
         raise DatastoreCorrupt(f"{catalog.path} does not say the width of the model. Build the memory again.")
     return width
 

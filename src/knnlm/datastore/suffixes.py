@@ -33,6 +33,7 @@ from numpy.typing import NDArray
 from knnlm.datastore.locking import writer_lock
 from knnlm.datastore.segment import ArrayWriter, checksum, open_array, sync_folder, writing
 from knnlm.datastore.store import Datastore
+from knnlm.datastore.strangers import check_place
 from knnlm.errors import DatastoreCorrupt, DatastoreError, ParameterError
 from knnlm.progress import Progress, silent
 
@@ -40,8 +41,9 @@ Ints: TypeAlias = NDArray[np.int64]
 Small: TypeAlias = NDArray[np.int32]
 
 DEPTH = 64  # numbers by which two places are compared, at least
-_FOLDER, _FACTS = "ngram", "facts.json"
+FOLDER, _FACTS = "ngram", "facts.json"
 _FORMAT = 1
+_FACTS_BYTES = 1 << 16  # of facts.json, at most
 _LARGEST = 2**31 - 2  # places are kept in 32 bits
 _BLOCK = 1 << 20  # rows of the memory read at a time
 _SORTING = "sorting n-grams"
@@ -170,23 +172,37 @@ def open_suffixes(store: Datastore, *, progress: Progress = silent) -> Suffixes:
     Where they cannot be kept (a folder that may not be written, another process that is writing, a full disk), they
     stay in this process's memory, and the next opening makes them again.
     """
-    expected: dict[str, Any] = {
+    expected = _expected(store)
+    found = _load(store, expected)
+    if found is not None:
+        return found
+    what = f"{_SORTING} again, as the memory has changed" if (store.path / FOLDER).exists() else _SORTING
+    made = _made(_text(store), expected["vocab_size"], _start_token(store), progress=progress, what=what)
+    try:
+        if store.stale:  # what is kept is for those who open the memory as it is now
+            return made
+        _keep(store, made, expected)
+    except DatastoreError:
+        return made
+    return _load(store, expected) or made
+
+
+def kept_suffixes(store: Datastore) -> Suffixes | None:
+    """Open the sorted places that are kept, and check them; None where there are none, or those of another memory."""
+    return _load(store, _expected(store))
+
+
+def _expected(store: Datastore) -> dict[str, Any]:
+    """Say what the kept files must have been made of."""
+    changed = {"generation": store.generation} if store.generation else {}
+    return {
         "format": _FORMAT,
         "fingerprint": store.fingerprint,
         "documents": store.catalog.document_count(),
         "vocab_size": int(store.model["vocab_size"]),
         "depth": DEPTH,
+        **changed,
     }
-    found = _load(store, expected)
-    if found is not None:
-        return found
-    what = f"{_SORTING} again, as the memory has changed" if (store.path / _FOLDER).exists() else _SORTING
-    made = _made(_text(store), expected["vocab_size"], _start_token(store), progress=progress, what=what)
-    try:
-        _keep(store, made, expected)
-    except DatastoreError:
-        return made
-    return _load(store, expected) or made
 
 
 def _made(text: Small, vocab_size: int, start_token: int, *, progress: Progress, what: str) -> Suffixes:
@@ -262,7 +278,7 @@ def _first_rows(text: Small, vocab_size: int) -> Ints:
 def _text(store: Datastore) -> Small:
     """Read the memory's documents, with their borders."""
     begins, expected = [], 0
-    for document in store.catalog.documents():
+    for document in store.documents():
         if document.first_row != expected or document.rows < 0:
             raise DatastoreCorrupt(
                 f"{store.catalog.path}: {document.source} begins at row {document.first_row}; row {expected} was "
@@ -288,19 +304,36 @@ def _text(store: Datastore) -> Small:
 
 
 def _start_token(store: Datastore) -> int:
-    return int(store.model["start_token"])
+    token = store.model.get("start_token")
+    if not isinstance(token, int):
+        raise DatastoreCorrupt(f"{store.catalog.path} does not say the start token of the model. Build it again.")
+    return token
 
 
 def _load(store: Datastore, expected: dict[str, Any]) -> Suffixes | None:
     """Map the kept files into memory; None where there are none, or those of another memory."""
-    folder = store.path / _FOLDER
+    folder = store.path / FOLDER
     facts = _read_facts(folder / _FACTS)
     if facts is None or any(facts.get(name) != value for name, value in expected.items()):
         return None
+    try:
+        return _map(store, facts, expected)
+    except DatastoreCorrupt:
+        # Another process may have put newer ones in their place between two files.
+        if _read_facts(folder / _FACTS) != facts:
+            return None
+        raise
+
+
+def _map(store: Datastore, facts: dict[str, Any], expected: dict[str, Any]) -> Suffixes:
+    """Map files into memory that must be as the facts say."""
+    folder = store.path / FOLDER
     size, vocab_size = facts.get("size"), expected["vocab_size"]
     if not isinstance(size, int) or not 0 < size - store.rows <= expected["documents"] + 1:
         raise _corrupt(folder, f"{_FACTS} says {size} places for {store.rows:,} tokens")
     shapes = {"text": (size,), "order": (size,), "followers": (vocab_size + 2,)}
+    for name in shapes:
+        check_place(store.path, folder / f"{name}.npy")
     # As plain arrays: what numpy adds to a mapping makes every small look-up slower.
     arrays = {name: np.asarray(open_array(folder / f"{name}.npy", np.int32, shape)) for name, shape in shapes.items()}
     for name in shapes:
@@ -319,7 +352,10 @@ def _check_range(folder: Path, arrays: dict[str, Small], size: int, vocab_size: 
 
 
 def _read_facts(path: Path) -> dict[str, Any] | None:
+    check_place(path.parent.parent, path)
     try:
+        if path.stat().st_size > _FACTS_BYTES:
+            raise ValueError(f"it has {path.stat().st_size:,} bytes")
         facts = json.loads(path.read_bytes())
     except FileNotFoundError:
         return None
@@ -338,7 +374,7 @@ def _corrupt(folder: Path, what: str) -> DatastoreCorrupt:
 
 def _keep(store: Datastore, made: Suffixes, facts: dict[str, Any]) -> None:
     """Write the files under a temporary name, then put them in the place of older ones."""
-    folder = store.path / _FOLDER
+    folder = store.path / FOLDER
     partial = folder.with_suffix(".partial")
     with writer_lock(store.path):
         try:

@@ -21,13 +21,13 @@ from torch import Tensor
 from knnlm.datastore.catalog import Catalog, SegmentRow
 from knnlm.datastore.codec import FILE as CODEC
 from knnlm.datastore.codec import Codec, Plain, save_codec
-from knnlm.datastore.coding import Storage, fit_codec
+from knnlm.datastore.coding import Storage, fit_codec, parse_storage
 from knnlm.datastore.keymap import FILE as MAP
 from knnlm.datastore.keymap import KeyMap
 from knnlm.datastore.segment import ArrayWriter, KeyWriter, checksum, open_array, sync_folder, writing
 from knnlm.datastore.store import KEYS, segment_folder
-from knnlm.datastore.stored import stored_codec, stored_map
-from knnlm.errors import DatastoreCorrupt
+from knnlm.datastore.stored import fact, stored_codec, stored_map
+from knnlm.errors import DatastoreCorrupt, DatastoreError
 
 WAITING = "waiting.npy"
 ENOUGH = 65_536  # keys to fit a codec to
@@ -40,13 +40,13 @@ class CodeWriter(ArrayWriter):
 
     divisor = 1.0
 
-    def __init__(self, path: Path, codec: Codec, key_map: KeyMap | None) -> None:
+    def __init__(self, path: Path, codec: Codec) -> None:
         super().__init__(path, codec.dtype, (codec.columns,))
-        self._codec, self._map = codec, key_map
+        self._codec = codec
 
     def put_keys(self, rows: NDArray[np.int64], keys: NDArray[np.float32]) -> None:
-        """Write finite keys to these rows."""
-        self.put(rows, encoded(torch.from_numpy(keys), self._codec, self._map).numpy())
+        """Write finite keys, mapped already, to these rows."""
+        self.put(rows, self._codec.encode(torch.from_numpy(keys)).numpy())
 
 
 class Waiting:
@@ -57,16 +57,23 @@ class Waiting:
         self._enough = ENOUGH if enough is None else enough
         self.map: KeyMap | None = stored_map(catalog, width)
         self.codec: Codec | None = None
+        mapped = width if self.map is None else self.map.width
         if not storage.fitted:
-            self.codec = Plain(storage.dtype, width)
+            self.codec = Plain(storage.dtype, mapped)
         elif catalog.get("codec") is not None:
-            self.codec = stored_codec(catalog, width if self.map is None else self.map.width)
-            self._remove_waiting(catalog.segments())
+            self.codec = stored_codec(catalog, mapped)
+            if catalog.get("state") != "complete":
+                self._remove_waiting(catalog.segments())
 
     @property
     def file(self) -> str:
         """The name of the file that keys go into now."""
         return WAITING if self.codec is None else KEYS
+
+    @property
+    def as_read(self) -> bool:
+        """Whether keys are stored just as the model gives them, where that is in float16."""
+        return isinstance(self.codec, Plain) and self.codec.dtype == "float16" and self.map is None
 
     @property
     def numbers(self) -> str | None:
@@ -82,14 +89,18 @@ class Waiting:
     def writer(self, folder: Path) -> KeyWriter | CodeWriter:
         """Open the file of a new segment's keys."""
         if (dtype := self.numbers) is not None:
-            return KeyWriter(folder / self.file, dtype, self._width)
+            return KeyWriter(folder / self.file, dtype, self._width if self.codec is None else self.codec.width)
         assert self.codec is not None
-        return CodeWriter(folder / self.file, self.codec, self.map)
+        return CodeWriter(folder / self.file, self.codec)
+
+    def mapped(self, keys: Tensor) -> Tensor:
+        """Bring keys to where they are stored; those that wait are left as they are."""
+        return keys if self.map is None or self.codec is None else self.map.apply(keys)
 
     def encode(self, keys: Tensor) -> Tensor:
         """Turn (n, D) keys into what is stored of them, where they are."""
         assert self.codec is not None
-        return encoded(keys, self.codec, self.map)
+        return self.codec.encode(self.mapped(keys).float())
 
     def settle(self) -> None:
         """Choose the codec by the keys that wait, and store them with it."""
@@ -119,7 +130,7 @@ class Waiting:
         folder = segment_folder(self._folder, segment.id)
         with self.writer(folder) as writer:
             for first, keys in self._blocks(segment):
-                writer.put_keys(np.arange(first, first + len(keys)), keys.numpy())
+                writer.put_keys(np.arange(first, first + len(keys)), self.mapped(keys).numpy())
         with writing(folder):
             sync_folder(folder)
         return replace(segment, scale=writer.divisor, keys_sha256=checksum(folder / KEYS))
@@ -142,6 +153,15 @@ class Waiting:
                 path.unlink(missing_ok=True)
 
 
-def encoded(keys: Tensor, codec: Codec, key_map: KeyMap | None) -> Tensor:
-    """Turn (n, D) keys into what is stored of them, where they are."""
-    return codec.encode(keys.float() if key_map is None else key_map.apply(keys))
+def storage_of(catalog: Catalog) -> Storage:
+    """Say how a finished memory stores its keys, for those that are added to it."""
+    named = catalog.get("keys")
+    if named is None:
+        dtype = fact(catalog, "key_dtype", str)
+        return Storage("codes" if dtype == "uint8" else dtype)
+    if catalog.get("codec") is None:
+        raise DatastoreError(
+            f"{catalog.path.parent} has no keys yet, by which it would be decided how {named} stores them. "
+            "Build it again, with the text that is to be in it."
+        )
+    return parse_storage(str(named))

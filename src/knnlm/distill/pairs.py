@@ -126,7 +126,7 @@ def hold_out(store: Datastore, share: float, *, seed: int) -> NDArray[np.bool_]:
     wanted = min(share * store.rows, _MOST_HELD_OUT)
     if not wanted:
         return np.zeros(store.rows, dtype=bool)
-    texts = {document.sha256 for document in store.catalog.documents() if document.rows}
+    texts = {document.sha256 for document in store.documents() if document.rows}
     if len(texts) >= _FEW:
         # One text may be most of a memory, and what is held out is lost to training.
         most = min(max(wanted, store.rows / _FEW), _MOST_HELD_OUT)
@@ -140,7 +140,7 @@ def _mark(store: Datastore, wanted: float, seed: int, *, stretch: int, most: flo
     """Mark stretches of documents in the order of their hashes until it is enough; none that has more than `most`."""
     marked = np.zeros(store.rows, dtype=bool)
     pieces: dict[bytes, list[tuple[int, int]]] = {}  # those with the same text are one
-    for document in store.catalog.documents():
+    for document in store.documents():
         for begin in range(0, document.rows, stretch):
             digest = hashlib.sha256(f"{seed} {document.sha256} {begin}".encode()).digest()
             place = (document.first_row + begin, min(stretch, document.rows - begin))

@@ -147,7 +147,7 @@ def _documents(store: Datastore) -> Tensor:
     """Give the (rows,) number of the text that each row is from."""
     numbers: dict[str, int] = {}
     groups = np.empty(store.rows, dtype=np.int64)
-    for document in store.catalog.documents():
+    for document in store.documents():
         number = numbers.setdefault(document.sha256, len(numbers))
         groups[document.first_row : document.first_row + document.rows] = number
     return torch.from_numpy(groups)

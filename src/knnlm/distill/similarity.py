@@ -23,6 +23,7 @@ from torch import Tensor
 
 from knnlm.datastore import Datastore, KeyMap, open_index
 from knnlm.datastore.components import principal_components, sample_keys
+from knnlm.datastore.indexing import stored_indexes
 from knnlm.errors import ParameterError
 from knnlm.index import ExactIndex, Index, Neighbours
 from knnlm.progress import Progress, silent
@@ -149,7 +150,7 @@ def key_groups(store: Datastore) -> NDArray[np.int64]:
     Where there are few documents, of the piece of it: a memory of one book should learn, too, only not from contexts
     that are almost the same text.
     """
-    documents = [document for document in store.catalog.documents() if document.rows]
+    documents = [document for document in store.documents() if document.rows]
     few = len({document.sha256 for document in documents}) < _FEW
     numbers: dict[tuple[str, int], int] = {}
     starts, groups = list[int](), list[int]()
@@ -220,7 +221,7 @@ def mine(
     On a CPU they come from the memory's FAISS index where it has one, else exactly from a sample of the keys.
     """
     limit = _POOL["cpu" if device == "cpu" else "cuda"]
-    indexed = key_map is None and device == "cpu" and any(row.metric == "l2" for row in store.catalog.indexes())
+    indexed = key_map is None and device == "cpu" and any(row.metric == "l2" for row, _ in stored_indexes(store))
     pool = _Pool(store, sample_keys(store, store.key_count if indexed else limit, seed=seed + 2), key_map)
     index: Index = open_index(store) if indexed else ExactIndex(pool, device=device)
     near = torch.full((len(anchors), count), -1)

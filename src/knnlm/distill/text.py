@@ -36,7 +36,7 @@ class Text:
     @classmethod
     def of_store(cls, store: Datastore) -> Text:
         """Read all that a memory holds; row i of the memory is token i."""
-        starts = [document.first_row for document in store.catalog.documents() if document.rows]
+        starts = [document.first_row for document in store.documents() if document.rows]
         return cls(stored_tokens(store), np.array([*starts, store.rows], dtype=np.int64))
 
     @classmethod

@@ -10,7 +10,7 @@ import copy
 import inspect
 import os
 import shutil
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -29,6 +29,11 @@ from transformers import (
 )
 from transformers.utils.generic import ModelOutput
 
+from knnlm.datastore import Datastore, compact
+from knnlm.datastore.arrays import LOST
+from knnlm.datastore.catalog import FILE, Catalog
+from knnlm.datastore.locking import writer_lock
+from knnlm.datastore.purging import purge
 from knnlm.errors import DatastoreError, ModelError
 from knnlm.generate.state import Step, look, state_of
 from knnlm.index.looking import deferring
@@ -236,7 +241,8 @@ class KnnForCausalLM(PreTrainedModel, GenerationMixin):
         source, copied = _home(self.mixture).resolve(), (folder / _MEMORY).resolve()
         if copy_memory and source != copied:
             shutil.rmtree(copied, ignore_errors=True)
-            shutil.copytree(source, copied, ignore=shutil.ignore_patterns("writer.lock", ".trace-*"))
+            shutil.copytree(source, copied, ignore=shutil.ignore_patterns("*.lock", "*-shm", ".trace-*", LOST))
+            _purge(copied)
         if copy_memory or source == copied:
             config.memory = _MEMORY
         config.save_pretrained(folder)
@@ -275,6 +281,20 @@ def _restore(device: torch.device, state: tuple[Tensor, Tensor | None]) -> None:
         torch.cuda.set_rng_state(state[1], device)
 
 
+def _purge(memory: Path) -> None:
+    """Leave nothing of removed documents in a copy that may be given away."""
+    if is_decoder(memory):
+        return
+    with closing(Datastore.open(memory)) as store:
+        whole = store.row_numbers.whole
+    if not whole:
+        compact(memory)
+    else:
+        # What a compaction has replaced may still lie there, for somebody was reading it.
+        with writer_lock(memory), closing(Catalog.open(memory / FILE, write=True)) as catalog:
+            purge(memory, catalog)
+
+
 def _config(mixture: Mixture) -> KnnConfig:
     """Describe a mixture; the base model's configuration is copied, since transformers changes what it is given."""
     base = mixture.lm.model.config
@@ -306,8 +326,6 @@ def _for_base(kwargs: dict[str, Any]) -> dict[str, Any]:
 def _open_mixture(
     memory: Path, base: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, config: KnnConfig, folder: Path
 ) -> Mixture:
-    from knnlm.datastore import Datastore
-
     if is_decoder(memory):
         return Mixture.open(memory, CausalLM(base, tokenizer), weight=config.weight)
     store = Datastore.open(memory)

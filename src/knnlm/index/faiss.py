@@ -5,7 +5,10 @@ An index is trained on a sample and filled block by block, so memory is bounded 
 
 from __future__ import annotations
 
+import math
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -90,14 +93,19 @@ class FaissIndex:
         """The number of dimensions of a vector."""
         return int(self._index.d)
 
-    def search(self, queries: Tensor, k: int) -> Neighbours:
-        """Find about the k nearest rows of each of (N, D) queries; distances are those of the codes."""
+    def search(self, queries: Tensor, k: int, *, effort: float = 1.0) -> Neighbours:
+        """Find about the k nearest rows of each of (N, D) queries; distances are those of the codes.
+
+        With more `effort`, so many times more lists are looked into, where the index has lists.
+        """
         check_search(queries, k, self.width)
         if not self.rows or not len(queries):
             shape = (len(queries), k)
             return Neighbours(torch.full(shape, -1), torch.full(shape, torch.inf))
         wanted = min(k, self.rows)
-        scores, ids = self._index.search(np.ascontiguousarray(queries.detach().cpu().float().numpy()), wanted)
+        asked = np.ascontiguousarray(queries.detach().cpu().float().numpy())
+        with _looking_into(self._index, effort):
+            scores, ids = self._index.search(asked, wanted)
         distances = torch.from_numpy(scores)
         found = torch.from_numpy(ids)
         if self.metric == "ip":
@@ -145,6 +153,21 @@ def _lists(index: Any) -> Any:
     faiss = _faiss()
     found = faiss.try_extract_index_ivf(index)
     return None if found is None else faiss.downcast_index(found)
+
+
+@contextmanager
+def _looking_into(index: Any, effort: float) -> Iterator[None]:
+    """Look into more lists for as long as this lasts."""
+    ivf = None if effort == 1.0 else _faiss().try_extract_index_ivf(index)
+    if ivf is None:
+        yield
+        return
+    usual = ivf.nprobe
+    ivf.nprobe = min(ivf.nlist, math.ceil(usual * effort))
+    try:
+        yield
+    finally:
+        ivf.nprobe = usual
 
 
 def _reason(error: Exception) -> str:

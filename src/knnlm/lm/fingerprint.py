@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _SAMPLE = 4096
+LANGUAGE = ("tokenizer", "vocab_size", "start_token")  # in which all the models of a mixture must agree
 # Fields that say how a model is run or where it came from, not what it computes.
 _INCIDENTAL = {
     "name_or_path",
@@ -79,3 +81,15 @@ def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
 def same_weights(one: dict[str, Any], other: dict[str, Any]) -> bool:
     """Say whether two weight fingerprints agree in any precision."""
     return any(one.get(name) is not None and one.get(name) == other.get(name) for name in _DTYPES)
+
+
+def difference(facts: Mapping[str, Any], given: Mapping[str, Any]) -> tuple[str, Any, Any] | None:
+    """Name the first thing in which a model's identity differs from that of another one, and both values."""
+    for what in LANGUAGE:
+        if facts.get(what) != given[what]:
+            return what, facts.get(what), given[what]
+    if (field := config_difference(facts["config"], given["config"])) is not None:
+        return f"config's {field}", facts["config"][field], given["config"][field]
+    if not same_weights(facts["weights"], given["weights"]):
+        return "weights", facts["weights"].get("float32"), given["weights"]["float32"]
+    return None

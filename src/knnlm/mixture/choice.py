@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -44,19 +45,25 @@ class Choice:
 
 def tuned(store: Datastore, specs: Sequence[MemorySpec] | None) -> Choice | None:
     """Give what was tuned for these memories, or last; None where nothing was."""
-    choices, chosen = _choices(store.catalog)
+    choices, chosen = _known(store)
     found = choices.get((chosen or "") if specs is None else key_of(specs))
     return None if found is None else _read(found, str(store.catalog.path))
 
 
 def tuned_settings(store: Datastore, spec: MemorySpec) -> MemorySpec:
     """Give a memory the way of voting that it was tuned to among whatever others, the last choice first."""
-    choices, chosen = _choices(store.catalog)
+    choices, chosen = _known(store)
     for key in sorted(choices, key=lambda key: key != chosen):
         for known in _read(choices[key], str(store.catalog.path)).specs:
             if known.label == spec.label and known.settings and spec.metric in (None, known.metric):
                 return replace(spec, settings=known.settings[:1], metric=known.metric)
     return spec
+
+
+def _known(store: Datastore) -> tuple[dict[str, Any], str | None]:
+    """Give what was tuned, also after the store was opened."""
+    with closing(store.catalog.latest()) as now:
+        return _choices(now)
 
 
 def _choices(catalog: Catalog) -> tuple[dict[str, Any], str | None]:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -37,6 +38,7 @@ class Mixture:
         folder: Path | None = None,
     ) -> None:
         self.lm = lm
+        self._again: Callable[[Path, CausalLM], Mixture] | None = None
         self.memories: list[Memory] = list(memory) if isinstance(memory, Sequence) else [memory]
         if not self.memories:
             raise ParameterError("A mixture needs at least one memory.")
@@ -82,9 +84,22 @@ class Mixture:
         there, the defaults are. `fresh` forgets what was tuned; `written` is a mixture that was written down elsewhere.
         """
         wanted = Ingredients(memories, k, temperature, weight, metric, skip, rerank, fresh, written, device_keys)
-        memory = path if isinstance(path, Datastore) else Path(path)
+        again = partial(cls._gather, wanted, model=model, device=device, dtype=dtype)
+        return again(path if isinstance(path, Datastore) else Path(path), lm)
+
+    @classmethod
+    def _gather(
+        cls,
+        wanted: Ingredients,
+        memory: Path | Datastore,
+        lm: CausalLM | None,
+        *,
+        model: str | None,
+        device: str,
+        dtype: str,
+    ) -> Mixture:
         found = gather(memory, lm, wanted, model=model, device=device, dtype=dtype)
-        return cls(
+        made = cls(
             found.readers.models[0],
             found.memories,
             weights=found.weights,
@@ -93,6 +108,14 @@ class Mixture:
             home=found.home,
             folder=found.folder,
         )
+        made._again = partial(cls._gather, wanted, model=None, device=device, dtype=dtype)
+        return made
+
+    def reopen(self) -> Mixture:
+        """Open the memory as it is now, with the same model, as this mixture was opened; this one stays as it is."""
+        if self._again is None or self.folder is None:
+            raise ParameterError("Only a mixture that was opened from a memory can be opened again.")
+        return self._again(self.folder, self.lm)
 
     @property
     def knn(self) -> KnnMemory | None:
@@ -101,6 +124,12 @@ class Mixture:
             if isinstance(memory, KnnMemory):
                 return memory
         return None
+
+    @property
+    def stale(self) -> bool:
+        """Whether documents were added to or removed from a store of it since it was opened: then open it again."""
+        stores = {memory.store for memory in self.memories if isinstance(memory, KnnMemory)}
+        return any(store.stale for store in stores | ({self.home} if self.home is not None else set()))
 
     @property
     def weight(self) -> float | None:

@@ -13,6 +13,7 @@ from knnlm.datastore import Datastore, open_index
 from knnlm.datastore.catalog import LANGUAGE_MODEL
 from knnlm.errors import DatastoreCorrupt, DatastoreError, ModelError, ModelMismatch, ParameterError
 from knnlm.lm import CausalLM
+from knnlm.lm.fingerprint import LANGUAGE, difference
 from knnlm.memory import (
     CacheMemory,
     KnnMemory,
@@ -28,7 +29,7 @@ from knnlm.memory.output import FILE
 from knnlm.mixture.choice import load_weights, tuned, tuned_settings
 from knnlm.mixture.ingredients import DEFAULTS, Ingredients, Opened
 from knnlm.mixture.plugin import gather_decoder, is_decoder
-from knnlm.mixture.readers import LANGUAGE, Readers, difference
+from knnlm.mixture.readers import Readers
 from knnlm.mixture.recipe import MemorySpec, parse_memories, resolve
 from knnlm.mixture.weights import first_parts, share_equally
 
@@ -191,7 +192,7 @@ class _Kitchen:
         memory = OutputMemory.open(path, device=str(self.lm.device))
         number = self.readers.find(memory.card.model)
         if number is None:
-            wrong = difference(memory.card.model, self.lm) or ("model", "?", "?")
+            wrong = difference(memory.card.model, self.lm.identity) or ("model", "?", "?")
             raise ModelMismatch(
                 f"{path} was trained on states of {memory.card.model['name']} ({wrong[0]} {wrong[1]}), but the loaded "
                 f"model is {self.lm.name} ({wrong[0]} {wrong[2]}). Train one for it: knnlm distill --into output"
@@ -216,7 +217,7 @@ class _Kitchen:
         """Say where a store's keys come from, and open the model that gives them if it is not open yet."""
         number = self.readers.find(store.model)
         if number is None:
-            wrong = difference(store.model, self.lm)
+            wrong = difference(store.model, self.lm.identity)
             assert wrong is not None
             if wrong[0] in LANGUAGE:
                 raise _mismatch(store, self.lm, *wrong)
@@ -263,7 +264,7 @@ def open_reader(store: Datastore, *, name: str | None = None, device: str = "aut
     # One that is named may have fewer layers than the store's reader, and need not be that reader.
     layer = store.model["layer"] if name is None else -1
     return CausalLM.open(
-        _reader_name(store) if name is None else name,
+        reader_name(store) if name is None else name,
         key_layer=store.model["key_layer"],
         layer=layer,
         device=device,
@@ -279,7 +280,7 @@ def language_model(store: Datastore) -> str | None:
     return name
 
 
-def _reader_name(store: Datastore) -> str:
+def reader_name(store: Datastore) -> str:
     """Name the model that reads a store; one that lies in the memory's own folder moves with it."""
     name = str(store.model["name"])
     inside = store.path / Path(name).name
@@ -292,7 +293,7 @@ def check_model(store: Datastore, lm: CausalLM, *, place: Source | None = None) 
     if place is not None and (place.place, place.layer) != (found["key_layer"], found["layer"]):
         own, given = f"{found['key_layer']} {found['layer']}", f"{place.place} {place.layer}"
         raise _mismatch(store, lm, "key layer", own, given)
-    if (wrong := difference(found, lm)) is not None:
+    if (wrong := difference(found, lm.identity)) is not None:
         raise _mismatch(store, lm, *wrong)
 
 

@@ -16,11 +16,9 @@ from torch import Tensor
 from knnlm.errors import ModelMismatch, ParameterError
 from knnlm.lm import CausalLM, KeyLayer, WindowShape, find_key_layer
 from knnlm.lm.causal import expected
-from knnlm.lm.fingerprint import config_difference, same_weights
+from knnlm.lm.fingerprint import LANGUAGE, difference
 from knnlm.lm.windows import Window, batches, windows
 from knnlm.memory import LOGITS, Context, Run, Source
-
-LANGUAGE = ("tokenizer", "vocab_size", "start_token")  # in which all the models of a mixture must agree
 
 
 @dataclass(frozen=True)
@@ -157,17 +155,4 @@ class _Past:
 
 def is_reader(facts: Mapping[str, Any], model: CausalLM) -> bool:
     """Say whether a store with these facts was built with this model, at whatever place."""
-    return difference(facts, model) is None
-
-
-def difference(facts: Mapping[str, Any], model: CausalLM) -> tuple[str, Any, Any] | None:
-    """Name the first thing in which a model differs from the one that a store was built with."""
-    given = model.identity
-    for what in LANGUAGE:
-        if facts.get(what) != given[what]:
-            return what, facts.get(what), given[what]
-    if (field := config_difference(facts["config"], given["config"])) is not None:
-        return f"config's {field}", facts["config"][field], given["config"][field]
-    if not same_weights(facts["weights"], given["weights"]):
-        return "weights", facts["weights"].get("float32"), given["weights"]["float32"]
-    return None
+    return difference(facts, model.identity) is None

@@ -100,7 +100,7 @@ def _sources(desk: Desk) -> tuple[list[Source], list[str]]:
 
 def _sample(desk: Desk, tokens: int) -> list[list[int]]:
     """Take whole documents of the store, in the order of a hash of their text, up to so many tokens."""
-    documents = sorted(desk.store.catalog.documents(), key=lambda document: (document.sha256, document.number))
+    documents = sorted(desk.store.documents(), key=lambda document: (document.sha256, document.number))
     found: list[list[int]] = []
     for document in documents:
         room = tokens - sum(map(len, found))

@@ -89,7 +89,7 @@ def study_size(desk: Desk) -> Study:
 
 def _growing_parts(desk: Desk) -> tuple[list[Tensor], list[float]]:
     """Give the keys that each part has more than the part before it, and the share of the tokens that it has."""
-    documents = list(desk.store.catalog.documents())
+    documents = list(desk.store.documents())
     order = sorted(range(len(documents)), key=lambda number: (documents[number].sha256, number))
     bounds = [desk.store.rows / 2**step for step in range(_HALVINGS, 0, -1)]
     part = np.zeros(len(documents), dtype=np.int64)

@@ -1,0 +1,110 @@
+"""What guarding costs: checks of what is read, verify, merge and repair, on a memory of random keys.
+
+python benchmarks/guarding.py --keys 200000 --width 576      # a minute; takes three times the size of the keys
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tempfile
+import time
+from collections.abc import Callable
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from knnlm.datastore import Datastore, StoredDocument
+from knnlm.datastore.catalog import FILE, Catalog, SegmentRow
+from knnlm.guarding import merge, repair, verify
+from knnlm.guarding.segments import NewSegment
+
+SEGMENT = 16_384
+
+
+def make(path: Path, keys: int, width: int, *, name: str) -> None:
+    """Write a memory of random float16 keys, in segments as a CPU build makes them, a document each."""
+    path.mkdir()
+    model = {"name": "none", "tokenizer": "none", "width": width, "vocab_size": 1000, "start_token": 0}
+    facts = {"model": model, "window": {"context": 8, "stride": 4}, "key_dtype": "float16", "offset": None}
+    generator = np.random.default_rng(0)
+    with closing(Catalog.create(path / FILE, {"state": "building", **facts})) as catalog:
+        for number, first in enumerate(range(0, keys, SEGMENT)):
+            rows = min(SEGMENT, keys - first)
+            made = NewSegment(path, number)
+            with made.array("keys.npy", "float16", (width,)) as writer:
+                writer.append(generator.normal(size=(rows, width)).astype(np.float16))
+            with made.array("values.npy", "int32") as writer:
+                writer.append(np.arange(rows) % 1000)
+            sums = made.seal()
+            document = StoredDocument(number, f"{name}{number}", name, number, first, rows, f"{name}{number}")
+            row = SegmentRow(number, first, rows, 1.0, sums["keys.npy"], sums["values.npy"])
+            catalog.add_segment(row, [document])
+        catalog.put(state="complete")
+
+
+def seconds(work: Callable[[], Any]) -> float:
+    begin = time.perf_counter()
+    work()
+    return time.perf_counter() - begin
+
+
+def read_all(store: Datastore) -> None:
+    for _ in store.chunks(16_384):
+        pass
+
+
+def read_some(store: Datastore, *, queries: int = 8, k: int = 1024) -> None:
+    """Take keys as the rerank of a shortlist does."""
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(queries):
+        store.take(torch.randint(store.key_count, (1, k), generator=generator))
+
+
+def measure(folder: Path, keys: int, width: int) -> dict[str, float]:
+    """Give seconds for each thing that is done."""
+    path = folder / "memory"
+    make(path, keys, width, name="a")
+    found: dict[str, float] = {}
+    with closing(Datastore.open(path, check=False)) as store:
+        found["read all, no checks"] = seconds(lambda: read_all(store))
+        found["8 × 1024 random keys, no checks"] = seconds(lambda: read_some(store))
+    with closing(Datastore.open(path)) as store:
+        found["read all, the first time ever"] = seconds(lambda: read_all(store))
+    with closing(Datastore.open(path)) as store:
+        found["8 × 1024 random keys, first in a process"] = seconds(lambda: read_some(store))
+        found["8 × 1024 random keys, again"] = seconds(lambda: read_some(store))
+    with closing(Datastore.open(path)) as store:
+        found["read all, first in a process"] = seconds(lambda: read_all(store))
+        found["read all, again"] = seconds(lambda: read_all(store))
+    found["verify"] = seconds(lambda: verify(path))
+    found["verify --deep"] = seconds(lambda: verify(path, deep=True))
+    found["merge"] = seconds(lambda: merge([path], folder / "merged"))
+    with (folder / "merged/segments/000001/keys.npy").open("r+b") as file:
+        file.seek(-1, 2)
+        file.write(b"\x55")
+    found["repair of one segment"] = seconds(lambda: repair(folder / "merged"))
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--keys", type=int, default=200_000)
+    parser.add_argument("--width", type=int, default=576)
+    parser.add_argument("--json", action="store_true")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        found = measure(Path(folder), options.keys, options.width)
+    if options.json:
+        print(json.dumps(found, indent=1))
+        return
+    print(f"{options.keys:,} keys × {options.width} float16, {options.keys * options.width * 2 / 1e6:,.0f} MB")
+    for name, figure in found.items():
+        print(f"{name:<42} {figure:8.2f}")
+
+
+if __name__ == "__main__":
+    main()

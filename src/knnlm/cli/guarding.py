@@ -1,0 +1,191 @@
+"""Commands that guard a memory and carry it elsewhere: verify, repair, merge, import, export."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from knnlm.cli import options, screen
+
+
+def register(app: typer.Typer) -> None:
+    """Add the commands to the app."""
+    app.command(short_help="Say what is wrong with a memory.")(verify)
+    app.command(short_help="Keep what is sound of a damaged memory.")(repair)
+    app.command(short_help="Make one memory of several.")(merge)
+    app.command(name="import", short_help="Make a memory of another program's arrays.")(import_arrays)
+    app.command(short_help="Write a memory for other programs.")(export)
+
+
+def verify(
+    memory: options.Memory,
+    deep: Annotated[bool, typer.Option("--deep", help="Read every byte: checksums, numbers, index.")] = False,
+    trust_index: Annotated[
+        bool,
+        typer.Option("--trust-index/--no-trust-index", help="Open files of FAISS whose checksum is the catalog's."),
+    ] = True,
+    json: options.Json = False,
+) -> None:
+    """knnlm verify memory --deep
+
+    Compare the catalog with the files and name all that is wrong. Changes nothing. The exit code is 1 where something
+    is wrong.
+    """
+    from knnlm import guarding
+
+    found = guarding.verify(memory, deep=deep, trust_index=trust_index, progress=screen.bar)
+    if json:
+        screen.print_json({**_plain(asdict(found)), "sound": found.sound})
+    else:
+        for problem in found.problems:
+            screen.out.print(str(problem), markup=False)
+        for note in found.notes:
+            screen.err.print(f"note: {note}", markup=False)
+        what = f"{found.memory}: {screen.count(found.documents, 'document')}, {found.tokens:,} tokens, " + (
+            f"{screen.count(found.files, 'file')} of {found.bytes / 1e6:,.1f} MB looked at in {found.seconds:.1f} s: "
+        )
+        more = "" if deep or not found.sound else " (checksums were not: --deep)"
+        wrong = f"{screen.count(len(found.problems), 'problem')}. See: knnlm repair {memory}"
+        screen.out.print(what + ("nothing is wrong" + more if found.sound else wrong), markup=False)
+    if not found.sound:
+        raise typer.Exit(1)
+
+
+def repair(
+    memory: options.Memory,
+    index: Annotated[bool, typer.Option("--index/--no-index", help="Make the index again.")] = True,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would be done.")] = False,
+    json: options.Json = False,
+) -> None:
+    """knnlm repair memory
+
+    Take damaged segments out of a memory and name the documents that were in them. Their files go to the folder lost
+    in the memory. What is derived, such as an index, is made again.
+    """
+    from knnlm import guarding
+
+    done = guarding.repair(memory, index=index, dry_run=dry_run, progress=screen.bar)
+    if json:
+        screen.print_json(_plain(asdict(done)))
+        return
+    for document in done.lost:
+        screen.out.print(f"lost: {document.source} ({document.id}), {document.tokens:,} tokens", markup=False)
+    for name in done.dropped:
+        screen.out.print(f"dropped: {name}", markup=False)
+    if done.before.sound:
+        screen.out.print(f"{memory}: nothing is wrong", markup=False)
+        return
+    kept = f"; what was damaged is in {done.kept_in}" if done.kept_in else ""
+    made = f"; the index {done.index} was made again" if done.index else ""
+    would = "would have" if dry_run else "has"
+    screen.out.print(
+        f"{memory} {would} {screen.count(done.documents, 'document')} of {done.tokens:,} tokens, "
+        f"{screen.count(len(done.lost), 'document')} lost{kept}{made}",
+        markup=False,
+    )
+
+
+def merge(
+    memories: Annotated[list[Path], typer.Argument(help="The folders of memories.", show_default=False)],
+    out: Annotated[Path, typer.Option(help="The folder to make.", show_default=False)],
+    index: Annotated[
+        str | None, typer.Option(help="Make an index too: auto, exact, or a FAISS factory string.", show_default="none")
+    ] = None,
+    metric: Annotated[str, typer.Option(help="Of the index: l2 (squared) or ip (inner product).")] = "l2",
+    json: options.Json = False,
+) -> None:
+    """knnlm merge memory --out merged
+
+    Write one memory with the documents of several that were built with the same model, each text once. A merge that was
+    stopped goes on when the same command is given again.
+    """
+    from knnlm import guarding
+
+    done = guarding.merge(memories, out, index=index, metric=metric, progress=screen.bar)
+    if json:
+        screen.print_json(_plain(asdict(done)))
+        return
+    screen.out.print(
+        f"{out}: {done.tokens:,} tokens of {screen.count(done.documents, 'document')}, "
+        f"{done.duplicates:,} duplicates left out, {done.seconds:.1f} s. Next: knnlm tune {out} TEXT",
+        markup=False,
+    )
+
+
+def import_arrays(
+    keys: Annotated[Path, typer.Argument(help="The raw array of keys.", show_default=False)],
+    values: Annotated[Path, typer.Argument(help="The raw array of tokens.", show_default=False)],
+    out: Annotated[Path, typer.Option(help="The folder to make.", show_default=False)],
+    model: Annotated[str, typer.Option(help="The model that gave the keys: a folder or a hub name.")] = "bundled",
+    format: Annotated[str, typer.Option(help="knn-transformers or fairseq.")] = "knn-transformers",  # noqa: A002
+    rows: Annotated[
+        int | None, typer.Option(help="How many rows were written.", show_default="all that the files have")
+    ] = None,
+    key_dtype: Annotated[
+        str | None, typer.Option(help="float16 or float32.", show_default="what fits the files")
+    ] = None,
+    value_dtype: Annotated[
+        str | None, typer.Option(help="int64, int32 or int16.", show_default="what fits the files")
+    ] = None,
+    key_layer: Annotated[str, typer.Option(help="Where keys were read.")] = "ffn_input",
+    layer: Annotated[int, typer.Option(help="Which layer, counted from 0, or from the end with -1.")] = -1,
+    check: Annotated[bool, typer.Option("--check/--no-check", help="Read a sample again with the model.")] = True,
+    device: options.Device = "auto",
+    dtype: options.Dtype = "auto",
+    json: options.Json = False,
+) -> None:
+    """knnlm import dstore_keys.npy dstore_vals.npy --out imported
+
+    Make a memory of the raw arrays that knn-transformers or fairseq's knnlm wrote. A sample is read again with the
+    model, to see that the keys are its own. An import is one document: the arrays know none.
+    """
+    from knnlm import guarding
+
+    lm = screen.open_model(model, key_layer=key_layer, layer=layer, device=device, dtype=dtype)
+    settings: dict[str, Any] = {"format": format, "rows": rows, "key_dtype": key_dtype, "value_dtype": value_dtype}
+    done = guarding.import_arrays(keys, values, out, lm=lm, check=check, progress=screen.bar, **settings)
+    if json:
+        screen.print_json(_plain(asdict(done)))
+        return
+    seen = "not checked" if done.agreement is None else f"{done.agreement:.0%} of a sample as the model gives them"
+    screen.out.print(
+        f"{out}: {done.tokens:,} tokens, keys {done.key_dtype}, {seen}, {done.seconds:.1f} s. "
+        f"Next: knnlm tune {out} TEXT",
+        markup=False,
+    )
+
+
+def export(
+    memory: options.Memory,
+    out: Annotated[Path, typer.Option(help="The folder to make.", show_default=False)],
+    format: Annotated[str, typer.Option(help="parquet.")] = "parquet",  # noqa: A002
+    json: options.Json = False,
+) -> None:
+    """knnlm export memory --out exported
+
+    Write every row of a memory to Parquet files: key, token, document, source and position. What was removed from the
+    memory is not there.
+    """
+    from knnlm import guarding
+
+    done = guarding.export(memory, out, format=format, progress=screen.bar)
+    if json:
+        screen.print_json(_plain(asdict(done)))
+        return
+    screen.out.print(
+        f"{out}: {done.rows:,} rows in {screen.count(done.files, 'file')}, {done.bytes / 1e6:,.1f} MB, "
+        f"{done.seconds:.1f} s",
+        markup=False,
+    )
+
+
+def _plain(value: Any) -> Any:
+    """Turn paths into text."""
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    return str(value) if isinstance(value, Path) else value

@@ -1,0 +1,108 @@
+"""Add documents to a finished memory. Knows nothing about search.
+
+They are read as the others were and become segments behind the last one, each there from the moment it is committed.
+What was stored is not touched, so that to add takes as long as what is added. Documents whose text is stored already
+are passed over, so a command that was killed may simply be given again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from knnlm.corpus import Document
+from knnlm.datastore.builder import Build, usual_segment_rows
+from knnlm.datastore.catalog import FILE, Catalog
+from knnlm.datastore.grouping import groups
+from knnlm.datastore.locking import writer_lock
+from knnlm.datastore.pipeline import tokenised
+from knnlm.datastore.purging import purge
+from knnlm.datastore.store import text_hash
+from knnlm.datastore.stored import fact
+from knnlm.datastore.waiting import Waiting, storage_of
+from knnlm.errors import DatastoreError, ModelMismatch
+from knnlm.lm import CausalLM
+from knnlm.lm.fingerprint import difference
+from knnlm.progress import Advance, Progress, silent
+
+
+@dataclass(frozen=True)
+class Added:
+    """What became of the documents that were given."""
+
+    documents: int  # that are new
+    tokens: int  # of them
+    skipped: int  # documents whose text was stored already
+    generation: int  # of the memory, as it is now
+
+
+def add(
+    documents: Iterable[Document],
+    path: str | Path,
+    *,
+    lm: CausalLM,
+    wait: float = 0.0,
+    total: int | None = None,
+    progress: Progress = silent,
+) -> Added:
+    """Add documents to a memory; `wait` for another writer so many seconds; `total` is their number of characters."""
+    folder = Path(path)
+    with writer_lock(folder, wait=wait), closing(Catalog.open(folder / FILE, write=True)) as catalog:
+        check_complete(catalog)
+        _check_model(catalog, lm)
+        purge(folder, catalog)
+        before, rows = catalog.document_count(), _rows(catalog)
+        waiting = Waiting(folder, catalog, storage_of(catalog), width=lm.width)
+        with progress("reading", total=total, unit="characters") as advance:
+            new = _New(documents, catalog, advance)
+            work = Build(folder, catalog, lm, waiting, advance, compile=False, total=total, keep=False)
+            with closing(tokenised(new, lm)) as pairs:
+                work.run(groups(pairs, catalog.get("segment_rows") or usual_segment_rows(lm)))
+        return Added(catalog.document_count() - before, _rows(catalog) - rows, new.skipped, catalog.generation)
+
+
+class _New:
+    """The documents that are not stored, each text once."""
+
+    def __init__(self, documents: Iterable[Document], catalog: Catalog, advance: Advance) -> None:
+        self.skipped = 0
+        self._documents, self._catalog, self._advance = documents, catalog, advance
+
+    def __iter__(self) -> Iterator[Document]:
+        given: set[str] = set()  # now: most of them are not in the catalog yet
+        for document in self._documents:
+            known = text_hash(document.text)
+            if known in given or self._catalog.holds(known):
+                self.skipped += 1
+                self._advance(len(document.text))
+                continue
+            given.add(known)
+            yield document
+
+
+def check_complete(catalog: Catalog) -> None:
+    """Refuse a memory that is not finished."""
+    if catalog.get("state") != "complete":
+        raise DatastoreError(
+            f"{catalog.path.parent} is an unfinished build. Finish it first, with the command that began it."
+        )
+
+
+def _check_model(catalog: Catalog, lm: CausalLM) -> None:
+    """Refuse a model whose keys would mean nothing among those that are stored."""
+    found: dict[str, Any] = fact(catalog, "model", dict)
+    place, own = (lm.key_layer.place, lm.key_layer.layer), (found.get("key_layer"), found.get("layer"))
+    wrong = difference(found, lm.identity) or (("key layer", own, place) if own != place else None)
+    if wrong is not None:
+        what, stored, now = wrong
+        raise ModelMismatch(
+            f"{catalog.path.parent} was built with {found.get('name')} ({what.replace('_', ' ')} {stored}), but the "
+            f"loaded model is {lm.name} ({what.replace('_', ' ')} {now}). Add with --model {found.get('name')}."
+        )
+
+
+def _rows(catalog: Catalog) -> int:
+    return sum(segment.rows for segment in catalog.segments())

@@ -1,0 +1,43 @@
+"""Remove from a memory's folder what is no part of it. Knows nothing about why it is there.
+
+What a writer left that was killed, and what a compaction or a newer index has replaced. A reader that opened the memory
+before may still read the latter, so nothing is touched while somebody reads; the next writer tries again.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+from knnlm.datastore.arrays import index_folder, segment_folder
+from knnlm.datastore.catalog import Catalog
+from knnlm.datastore.locking import Lease, nobody_reading
+from knnlm.datastore.segment import remove_others, writing
+from knnlm.datastore.suffixes import FOLDER as SUFFIXES
+
+
+def purge(folder: Path, catalog: Catalog, *, lease: Lease | None = None, wait: float = 0.0) -> bool:
+    """Remove what the catalog does not name, for one who holds the writer's lock; False where others still read.
+
+    `lease` is the caller's own, which is not in its own way.
+    """
+    with lease.alone() if lease is not None else nobody_reading(folder, wait=wait) as sole:
+        if not sole:
+            return False
+        with writing(folder):
+            remove_others(folder / "segments", [segment_folder(folder, row.id) for row in catalog.segments()])
+            remove_others(folder / "index", [index_folder(folder, row.id) for row in catalog.indexes()])
+            _remove_old_suffixes(folder, catalog)
+        return catalog.settle()
+
+
+def _remove_old_suffixes(folder: Path, catalog: Catalog) -> None:
+    """Remove sorted text of another generation: it holds words of documents that may be gone."""
+    facts = folder / SUFFIXES / "facts.json"
+    try:
+        generation = json.loads(facts.read_bytes()).get("generation", 0)
+    except (OSError, ValueError, AttributeError, RecursionError):
+        generation = None
+    if (folder / SUFFIXES).exists() and generation != catalog.generation:
+        shutil.rmtree(folder / SUFFIXES)

@@ -1,0 +1,281 @@
+"""Keep what is sound of a damaged memory. Knows nothing about how damage is found.
+
+The unit of loss is a segment: a checksum tells that a file is not as it was written, not which of its rows are wrong.
+What is damaged goes to the folder `lost` first, then one transaction takes it out of the catalog, and only then is it
+taken from where it was; so a repair that is killed leaves everything as it was, or is finished when it is run again.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import sqlite3
+import time
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from knnlm.datastore.arrays import LOST, index_file, segment_folder
+from knnlm.datastore.catalog import FILE, Catalog, IndexRow, SegmentRow
+from knnlm.datastore.indexing import build_index
+from knnlm.datastore.locking import nobody_reading, writer_lock
+from knnlm.datastore.segment import sync_folder, writing
+from knnlm.datastore.store import Datastore
+from knnlm.datastore.suffixes import FOLDER as NGRAM
+from knnlm.errors import DatastoreCorrupt, DatastoreError, KnnlmError
+from knnlm.guarding.findings import DERIVED, INDEX, SEGMENT, Verification
+from knnlm.guarding.verifying import verify
+from knnlm.progress import Progress, silent
+
+_SQLITE = "SQLite says: "
+
+
+@dataclass(frozen=True)
+class LostDocument:
+    """A document whose tokens or keys are damaged."""
+
+    id: str
+    source: str
+    tokens: int
+    segment: int
+
+
+@dataclass(frozen=True)
+class Repair:
+    """What was wrong, and what became of it."""
+
+    memory: Path
+    before: Verification
+    lost: tuple[LostDocument, ...]
+    segments: tuple[int, ...]  # that were taken out
+    kept_in: Path | None  # where their files are now
+    dropped: tuple[str, ...]  # derived files that were removed; they can be made again
+    index: str | None  # that was made again
+    documents: int  # that are there now
+    tokens: int
+    seconds: float
+
+
+def repair(path: str | Path, *, index: bool = True, dry_run: bool = False, progress: Progress = silent) -> Repair:
+    """Take out what is damaged, and make the index again if there was one; `dry_run` only says what would be done."""
+    folder, begin = Path(path), time.perf_counter()
+    _check_catalog(folder)
+    with writer_lock(folder):
+        before = verify(folder, deep=True, progress=progress)
+        plan = _plan(folder, before)
+        if not before.sound and not dry_run:
+            _carry_out(folder, plan)
+    made = None
+    if plan.indexes and not dry_run and index:
+        made = _index_again(folder, plan.indexes[-1], progress)
+    after = before if dry_run else verify(folder, deep=not before.sound, progress=progress)
+    if not dry_run and not after.sound:
+        raise DatastoreCorrupt(f"{folder} is still damaged after the repair: {after.problems[0]}. Build it again.")
+    moved = plan.kept_in if plan.segments or plan.set_aside else None
+    lost = tuple(plan.lost)
+    gone = sum(document.tokens for document in lost) if dry_run else 0
+    return Repair(
+        folder,
+        before,
+        lost,
+        tuple(segment.id for segment in plan.segments),
+        moved,
+        tuple(plan.dropped),
+        made,
+        after.documents - (len(lost) if dry_run else 0),
+        after.tokens - gone,
+        time.perf_counter() - begin,
+    )
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """What is to be done."""
+
+    segments: list[SegmentRow]  # to take out
+    remaining: list[SegmentRow]
+    lost: list[LostDocument]
+    indexes: list[IndexRow]  # to drop
+    set_aside: list[Path]  # trained files that are damaged
+    dropped: list[str]
+    reindex: bool  # of the tables of the catalog
+    complete: bool  # not an unfinished build
+    kept_in: Path
+
+
+def _check_catalog(folder: Path) -> None:
+    """Say what can be done where there is no catalog: without it nobody knows what the files are."""
+    if (folder / FILE).is_file():
+        return
+    found = len(list((folder / "segments").glob("*"))) if folder.is_dir() else 0
+    if not found:
+        raise DatastoreError(f"{folder} is not a memory: it has no {FILE}. Make one with: knnlm build")
+    raise DatastoreError(
+        f"{folder} has {found:,} segments but no {FILE}, which says what they hold. Nothing was changed. Restore the "
+        "file from a copy, or build the memory again in another folder."
+    )
+
+
+def _plan(folder: Path, before: Verification) -> _Plan:
+    """Decide what to take out; refuse what cannot be repaired."""
+    hopeless = [problem for problem in before.problems if problem.part not in (SEGMENT, INDEX, DERIVED)]
+    tables = [problem for problem in hopeless if problem.what.startswith(_SQLITE)]
+    if len(hopeless) > len(tables):
+        worst = next(problem for problem in hopeless if problem not in tables)
+        raise DatastoreCorrupt(
+            f"{folder} cannot be repaired: {worst}. Nothing was changed. Restore {worst.file} from a copy, or build "
+            "the memory again in another folder."
+        )
+    damaged = {problem.segment for problem in before.problems if problem.part == SEGMENT}
+    with closing(Catalog.open(folder / FILE)) as catalog:
+        segments = catalog.segments()
+        lost = [segment for segment in segments if segment.id in damaged]
+        if lost and before.state != "complete":
+            # A build that goes on begins after its last segment, so only a beginning can be kept.
+            lost = segments[segments.index(lost[0]) :]
+        documents = [
+            LostDocument(document.id, document.source, document.rows, segment.id)
+            for segment in lost
+            for document in catalog.documents_of(segment.id)
+        ]
+        bad_index = lost or any(problem.part == INDEX for problem in before.problems)
+        indexes = catalog.indexes() if bad_index else []
+    derived = [problem for problem in before.problems if problem.part == DERIVED]
+    dropped = [index_file(folder, row.id).relative_to(folder).as_posix() for row in indexes]
+    if (folder / NGRAM).exists() and (lost or any(problem.file == NGRAM for problem in derived)):
+        dropped.append(NGRAM)
+    aside = [folder / problem.file for problem in derived if problem.file != NGRAM]
+    remaining = [segment for segment in segments if segment not in lost]
+    complete = before.state == "complete"
+    place = _free_name(folder / LOST)
+    return _Plan(lost, remaining, documents, indexes, aside, dropped, bool(tables), complete, place)
+
+
+def _free_name(folder: Path) -> Path:
+    """Choose a folder that no earlier repair has used."""
+    number = 1
+    while (folder / f"{number:03d}").exists():
+        number += 1
+    return folder / f"{number:03d}"
+
+
+def _carry_out(folder: Path, plan: _Plan) -> None:
+    """Copy what is damaged, commit, and then take it away."""
+    places = [segment_folder(folder, segment.id) for segment in plan.segments]
+    with writing(plan.kept_in):
+        for place in [*places, *plan.set_aside]:
+            _keep(place, plan.kept_in / place.relative_to(folder))
+        if plan.kept_in.exists():
+            for file in (folder / FILE, folder / f"{FILE}-wal"):
+                if file.exists():
+                    shutil.copy2(file, plan.kept_in / file.name)
+            sync_folder(plan.kept_in)
+    _commit(folder / FILE, plan)
+    replaced = [*places, *((folder / name).parent for name in plan.dropped if name != NGRAM)]
+    with nobody_reading(folder) as sole:  # else the next writer takes away what readers still hold
+        at_once = [*plan.set_aside, *(folder / name for name in plan.dropped if name == NGRAM)]
+        for place in [*at_once, *(replaced if sole else [])]:
+            if place.parent.resolve().is_relative_to(folder.resolve()):  # what lies behind a link is not ours
+                _take_away(place)
+
+
+def _keep(place: Path, target: Path) -> None:
+    """Give files a second name, which takes no room, or copy them where that cannot be; links are not followed."""
+    if place.is_symlink() or not place.exists():
+        return  # a link leads elsewhere, where nothing is touched
+    target.parent.mkdir(parents=True, exist_ok=True)
+    if place.is_dir():
+        target.mkdir(exist_ok=True)
+        for file in place.iterdir():
+            _keep(file, target / file.name)
+    elif place.is_file():
+        try:
+            os.link(place, target)
+        except OSError:
+            shutil.copy2(place, target)
+
+
+def _take_away(place: Path) -> None:
+    if place.is_symlink() or not place.is_dir():
+        place.unlink(missing_ok=True)
+    else:
+        shutil.rmtree(place, ignore_errors=True)
+
+
+def _commit(file: Path, plan: _Plan) -> None:
+    """Take segments and indexes out of the catalog and number rows anew, all or nothing."""
+    try:
+        with closing(sqlite3.connect(file, isolation_level=None)) as connection:
+            connection.execute("PRAGMA synchronous=FULL")
+            connection.execute("BEGIN IMMEDIATE")
+            try:
+                _change(connection, plan)
+                if plan.reindex:
+                    connection.execute("REINDEX")
+                left = [row[0] for row in connection.execute("PRAGMA integrity_check(1)") if row[0] != "ok"]
+                if left:
+                    raise DatastoreCorrupt(
+                        f"{file} cannot be repaired ({left[0]}). Nothing was changed. Restore it from a copy, or build "
+                        "the memory again in another folder."
+                    )
+            except BaseException:
+                connection.execute("ROLLBACK")
+                raise
+            connection.execute("COMMIT")
+    except sqlite3.Error as error:
+        raise DatastoreCorrupt(
+            f"{file} cannot be repaired ({error}). Restore it from a copy, or build the memory again in another folder."
+        ) from None
+
+
+def _change(connection: sqlite3.Connection, plan: _Plan) -> None:
+    if plan.complete:
+        # What was lost keeps its numbers: nothing that comes later may be taken for it.
+        for fact, table, column in (("next_segment", "segments", "id"), ("next_document", "documents", "number")):
+            (last,) = connection.execute(f"SELECT COALESCE(MAX({column}), -1) FROM {table}").fetchone()  # noqa: S608
+            _put(connection, fact, max(_number(connection, fact), last + 1))
+    tables = {row[0] for row in connection.execute("SELECT name FROM sqlite_master WHERE type = 'table'")}
+    dependent = [name for name in ("documents", "removed") if name in tables]
+    for segment in plan.segments:
+        for table in dependent:
+            connection.execute(f"DELETE FROM {table} WHERE segment = ?", (segment.id,))  # noqa: S608  (ours)
+        connection.execute("DELETE FROM segments WHERE id = ?", (segment.id,))
+    expected = 0
+    for segment in plan.remaining:
+        if (by := segment.first_row - expected) != 0:
+            connection.execute("UPDATE segments SET first_row = ? WHERE id = ?", (expected, segment.id))
+            for table in dependent:
+                connection.execute(
+                    f"UPDATE {table} SET first_row = first_row - ? WHERE segment = ?",  # noqa: S608
+                    (by, segment.id),
+                )
+        expected += segment.rows
+    for row in plan.indexes:
+        connection.execute("DELETE FROM indexes WHERE id = ?", (row.id,))
+    if plan.segments:
+        # Whoever has the memory open sees by these that its content, and the numbers of its rows, have changed.
+        for fact in ("generation", "layout"):
+            _put(connection, fact, _number(connection, fact) + 1)
+    if plan.segments or plan.indexes:
+        connection.execute("DELETE FROM meta WHERE key = 'index_skipped'")
+
+
+def _number(connection: sqlite3.Connection, fact: str) -> int:
+    row = connection.execute("SELECT value FROM meta WHERE key = ?", (fact,)).fetchone()
+    found: Any = json.loads(row[0]) if row else 0
+    return found if isinstance(found, int) else 0
+
+
+def _put(connection: sqlite3.Connection, fact: str, value: int) -> None:
+    connection.execute("INSERT OR REPLACE INTO meta VALUES (?, ?)", (fact, json.dumps(value)))
+
+
+def _index_again(folder: Path, old: IndexRow, progress: Progress) -> str | None:
+    """Make the index again as it was; a memory that has become too small for it is searched exactly."""
+    try:
+        with closing(Datastore.open(folder)) as store:
+            return build_index(store, old.spec, metric=old.metric, progress=progress)
+    except KnnlmError:
+        return None

@@ -1,0 +1,188 @@
+"""Say all that is wrong with a memory, file by file. Changes nothing, and knows nothing about repairs."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
+from pathlib import Path
+from typing import Any
+
+from knnlm.datastore.arrays import index_file, segment_folder
+from knnlm.datastore.catalog import FILE, Catalog, SegmentRow
+from knnlm.datastore.codec import FILE as CODEC_FILE
+from knnlm.datastore.indexing import open_index
+from knnlm.datastore.keymap import FILE as MAP_FILE
+from knnlm.datastore.segment import checksum
+from knnlm.datastore.store import Datastore
+from knnlm.datastore.strangers import check_place
+from knnlm.datastore.suffixes import FOLDER as NGRAM
+from knnlm.datastore.suffixes import kept_suffixes
+from knnlm.errors import DatastoreError, KnnlmError
+from knnlm.guarding.catalog import Facts, check_documents, check_segments, read_facts, removed_rows
+from knnlm.guarding.filing import SegmentFiles
+from knnlm.guarding.findings import DERIVED, INDEX, Problem, Verification
+from knnlm.memory.output import FILE as OUTPUT_FILE
+from knnlm.memory.output import load_output, load_tensors
+from knnlm.progress import Progress, silent
+
+_ATTEMPTS = 3
+
+
+def verify(
+    path: str | Path, *, deep: bool = False, trust_index: bool = True, progress: Progress = silent
+) -> Verification:
+    """Look through a memory; `deep` reads every byte. With `trust_index` False no file of FAISS is opened."""
+    folder = Path(path)
+    if not (folder / FILE).exists():
+        what = f"is not a memory: it has no {FILE}" if folder.is_dir() else "is not there"
+        raise DatastoreError(f"{folder} {what}. See knnlm build and knnlm repair.")
+    for _ in range(_ATTEMPTS):
+        before = _contents(folder)
+        found = _Look(folder, deep, trust_index).run(progress)
+        # Another process may have swapped segments meanwhile: what is missing then was only moved on.
+        if found.sound or before == _contents(folder):
+            break
+    return found
+
+
+def _contents(folder: Path) -> Any:
+    """Tell whether the catalog has changed."""
+    try:
+        with closing(Catalog.open(folder / FILE)) as catalog:
+            return catalog.segments(), catalog.indexes(), catalog.get("generation")
+    except KnnlmError as error:
+        return str(error)
+
+
+class _Look:
+    """One pass over a memory, which gathers what it finds."""
+
+    def __init__(self, folder: Path, deep: bool, trust_index: bool) -> None:
+        self.folder, self.deep, self.trust_index = folder, deep, trust_index
+        self.problems: list[Problem] = []
+        self.notes: list[str] = []
+        self.files: list[Path] = [folder / FILE]
+        self.begin = time.perf_counter()
+
+    def run(self, progress: Progress) -> Verification:
+        """Look at the catalog, the segments, and what was made of them."""
+        facts, documents, gone = Facts(), 0, 0
+        segments: list[SegmentRow] = []
+        with self._gathering(FILE), closing(Catalog.open(self.folder / FILE)) as catalog:
+            self.problems += [Problem(FILE, f"SQLite says: {line}") for line in catalog.integrity()]
+            facts, wrong = read_facts(catalog)
+            self.problems += wrong
+            segments = catalog.segments()
+            self.problems += check_segments(segments)
+            documents = catalog.document_count()
+            removed = removed_rows(catalog)
+            gone = sum(rows for ranges in removed.values() for _, rows in ranges)
+            self.problems += check_documents(catalog, segments, removed)
+            self._segments(facts, segments, progress)
+            self._index(catalog)
+        self._links()
+        self._strays(segments)
+        self._derived()
+        return Verification(
+            self.folder,
+            self.deep,
+            facts.format,
+            facts.state,
+            documents,
+            sum(segment.rows for segment in segments) - gone,
+            len(self.files),
+            sum(file.stat().st_size for file in self.files if file.is_file()),
+            tuple(self.problems),
+            tuple(self.notes),
+            time.perf_counter() - self.begin,
+        )
+
+    @contextmanager
+    def _gathering(self, file: str, part: str = "catalog") -> Iterator[None]:
+        """Write an error down as a problem of this file."""
+        try:
+            yield
+        except (KnnlmError, OSError) as error:
+            self.problems.append(Problem(file, str(error).removeprefix(str(self.folder / file)).lstrip(": "), part))
+
+    def _segments(self, facts: Facts, segments: list[SegmentRow], progress: Progress) -> None:
+        if facts.codec is None or facts.vocab_size is None:
+            return  # it is not known what the files should be, and that has been said
+        sets = [
+            SegmentFiles(self.folder, segment, facts.codec, vocab_size=facts.vocab_size, waiting=facts.waiting)
+            for segment in segments
+        ]
+        paths = [path for each in sets for path in each.paths()]
+        self.files += paths
+        total = sum(path.stat().st_size for path in paths if path.is_file()) if self.deep else None
+        with progress("reading files" if self.deep else "looking at files", total=total, unit="bytes") as advance:
+            for each in sets:
+                self.problems += each.check(deep=self.deep, advance=advance)
+
+    def _index(self, catalog: Catalog) -> None:
+        for row in catalog.indexes():
+            file = index_file(self.folder, row.id)
+            name = file.relative_to(self.folder).as_posix()
+            self.files.append(file)
+            with self._gathering(name, INDEX):
+                check_place(self.folder, file)
+                if not file.is_file():
+                    self.problems.append(Problem(name, "is missing", INDEX))
+                elif self.deep and checksum(file) != row.sha256:
+                    self.problems.append(
+                        Problem(name, "is not as it was written: its SHA-256 is not the catalog's", INDEX)
+                    )
+                elif self.deep and self.trust_index and not self.problems and catalog.get("state") == "complete":
+                    with closing(Datastore.open(self.folder)) as store:
+                        open_index(store, metric=row.metric, rerank=False)
+
+    def _links(self) -> None:
+        """Find links that lead out of the folder, wherever they are."""
+        for root, folders, files in os.walk(self.folder):
+            for path in (Path(root) / name for name in [*folders, *files]):
+                if path.is_symlink():
+                    real = path.resolve()
+                    if not real.is_relative_to(self.folder.resolve()):
+                        name = path.relative_to(self.folder).as_posix()
+                        if all(problem.file != name for problem in self.problems):
+                            self.problems.append(Problem(name, f"is a link out of the memory, to {real}", DERIVED))
+
+    def _strays(self, segments: list[SegmentRow]) -> None:
+        known = {segment_folder(self.folder, segment.id) for segment in segments}
+        strays = sorted(set((self.folder / "segments").glob("*")) - known)
+        strays += sorted(self.folder.glob("*.partial"))
+        self.notes += [
+            f"{stray.relative_to(self.folder).as_posix()} is in no catalog: what a stopped process left, or a process "
+            "is writing. The next writer removes it."
+            for stray in strays
+        ]
+
+    def _derived(self) -> None:
+        """Look at what was made of the segments, where it is there."""
+        checks: list[tuple[Path, Callable[[Path], object]]] = []
+        if self.deep and (self.folder / NGRAM).exists() and self._opens():
+            checks.append((self.folder / NGRAM, self._ngram))
+        checks += [(file, load_output) for file in [self.folder / "output" / OUTPUT_FILE] if file.exists()]
+        checks += [(file, load_tensors) for file in sorted((self.folder / "mixtures").glob("*.safetensors"))]
+        for file, check in checks:
+            self.files += sorted(file.glob("*")) if file.is_dir() else [file]
+            with self._gathering(file.relative_to(self.folder).as_posix(), DERIVED):
+                if not file.is_dir():
+                    check_place(self.folder, file)
+                check(file)
+        self.files += [self.folder / name for name in (MAP_FILE, CODEC_FILE) if (self.folder / name).is_file()]
+
+    def _opens(self) -> bool:
+        """Whether the memory can be opened, which what is derived from it needs to be compared with it."""
+        try:
+            Datastore.open(self.folder, trust_index=False).close()
+        except KnnlmError:
+            return False
+        return True
+
+    def _ngram(self, _: Path) -> None:
+        with closing(Datastore.open(self.folder, trust_index=False)) as store:
+            if kept_suffixes(store) is None:
+                self.notes.append(f"{NGRAM} is of another state of the memory. It is made again when it is needed.")

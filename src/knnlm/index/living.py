@@ -1,0 +1,108 @@
+"""Search while what is searched changes: some vectors are gone, others are newer than the index. Knows no files.
+
+An approximate index is made once and cannot forget. `Surviving` asks it for more than is wanted and leaves out what is
+gone, again and for more, until there are enough; where it does not reach enough, they are found exactly. `Joined` asks
+two indexes, one over the first vectors and one over those behind them.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from knnlm.index.base import Index, Neighbours, Vectors, check_search
+from knnlm.index.exact import ExactIndex
+from knnlm.index.rerank import merge
+
+_MORE = 16  # asked for beside the share that is expected to be gone
+_WIDER = 4  # times as many when that was not enough
+
+
+class Thorough(Index, Protocol):
+    """An index that can be told to look further than it would."""
+
+    @property
+    def rows(self) -> int:
+        """The number of vectors in it."""
+
+    @property
+    def width(self) -> int:
+        """The number of their dimensions."""
+
+    def search(self, queries: Tensor, k: int, *, effort: float = 1.0) -> Neighbours:
+        """Find the k nearest; `effort` multiplies how many of the vectors are looked at."""
+
+
+class Surviving:
+    """An index some of whose vectors are gone, and whose others have new numbers."""
+
+    def __init__(self, index: Thorough, numbers: NDArray[np.int64], vectors: Vectors) -> None:
+        """`numbers` (n,) are those that the index's vectors have now, -1 for one that is gone; `vectors` are those."""
+        self.metric = index.metric
+        self._index = index
+        self._vectors = vectors
+        self._exact: ExactIndex | None = None
+        self._numbers = torch.from_numpy(numbers)
+        self.rows = int((numbers >= 0).sum())
+
+    def search(self, queries: Tensor, k: int) -> Neighbours:
+        """Find the k nearest of each of (N, D) queries; all that there are, where these are fewer."""
+        check_search(queries, k, self._index.width)
+        ids = torch.full((len(queries), k), -1, device=queries.device)
+        distances = torch.full((len(queries), k), torch.inf, device=queries.device)
+        left = torch.arange(len(queries), device=queries.device)
+        total, enough = self._index.rows, min(k, self.rows)
+        wanted = math.ceil(enough * total / max(1, self.rows)) + _MORE
+        effort = 1.0
+        while enough and len(left):
+            everything = wanted >= total
+            asked = self._index.search(queries[left], min(wanted, total), effort=total if everything else effort)
+            found = self._alive(asked, k)
+            ids[left], distances[left] = found.ids, found.distances
+            left = left[(found.ids >= 0).sum(1) < enough]
+            if everything:
+                break
+            wanted, effort = wanted * _WIDER, effort * _WIDER
+        if enough and len(left):
+            found = self._exactly(queries[left], k)
+            ids[left], distances[left] = found.ids, found.distances
+        return Neighbours(ids, distances)
+
+    def _exactly(self, queries: Tensor, k: int) -> Neighbours:
+        """Compare with every vector: a graph need not reach all of them."""
+        self._exact = self._exact or ExactIndex(self._vectors, metric=self.metric)
+        found = self._exact.search(queries, k)
+        return Neighbours(found.ids.to(queries.device), found.distances.to(queries.device))
+
+    def _alive(self, found: Neighbours, k: int) -> Neighbours:
+        """Keep the first k that are there, with the numbers that they have now."""
+        numbers = self._numbers.to(found.ids.device)
+        # An index from elsewhere may name what it does not have.
+        known = (found.ids >= 0) & (found.ids < len(numbers))
+        ids = numbers[found.ids.where(known, 0)].where(known, -1)
+        order = (ids < 0).to(torch.int8).sort(dim=1, stable=True).indices[:, :k]
+        ids, distances = ids.gather(1, order), found.distances.gather(1, order)
+        missing = 0, k - ids.shape[1]
+        return Neighbours(
+            torch.nn.functional.pad(ids, missing, value=-1),
+            torch.nn.functional.pad(distances.masked_fill(ids < 0, torch.inf), missing, value=torch.inf),
+        )
+
+
+class Joined:
+    """Two indexes side by side: the second one's vectors come behind the `first` of the other."""
+
+    def __init__(self, index: Index, newer: Index, *, first: int) -> None:
+        self.metric = index.metric
+        self.index, self.newer, self._first = index, newer, first
+
+    def search(self, queries: Tensor, k: int) -> Neighbours:
+        """Find the k nearest rows of each of (N, D) queries."""
+        old, new = self.index.search(queries, k), self.newer.search(queries, k)
+        added = torch.where(new.ids < 0, new.ids, new.ids + self._first).to(old.ids.device)
+        return merge(old, Neighbours(added, new.distances.to(old.distances.device)), k)

@@ -1,0 +1,179 @@
+"""Memories whose keys are bytes or codes live as others do: what is added is encoded as the rest, what goes is gone."""
+
+from __future__ import annotations
+
+import shutil
+from contextlib import closing
+
+import numpy as np
+import pytest
+import torch
+
+import oracle
+from conftest import documents
+from knnlm import add, build, build_index, compact, compress, remove
+from knnlm.datastore import Datastore, open_index
+from knnlm.datastore.catalog import CODED
+from knnlm.datastore.codec import Bytes
+from knnlm.errors import DatastoreError
+from knnlm.guarding import export, merge, repair, verify
+from test_cli import failure
+from test_coded import WAYS
+from test_guarding import flip
+from test_merge import contents
+
+NEW = documents(3, start=20)
+
+
+@pytest.fixture(scope="module", params=WAYS)
+def built(request, lm, tmp_path_factory):
+    """Ten documents in five segments, with an index."""
+    path = tmp_path_factory.mktemp("coded") / "memory"
+    with closing(build(documents(10), path, lm=lm, segment_rows=150, keys=request.param)) as store:
+        build_index(store, "IVF4,Flat")
+    return path
+
+
+@pytest.fixture
+def memory(built, tmp_path):
+    """A copy of it that may be changed."""
+    return shutil.copytree(built, tmp_path / "memory")
+
+
+@pytest.fixture(scope="module")
+def plain(lm, tmp_path_factory):
+    """The keys of all documents as the model gives them, by the hash of the text."""
+    path = tmp_path_factory.mktemp("plain") / "memory"
+    build([*documents(10), *NEW], path, lm=lm, segment_rows=1, keys="float32").close()
+    return {name: keys for name, (_, keys) in contents(path).items()}
+
+
+def coded_keys(store: Datastore, keys: np.ndarray) -> np.ndarray:
+    """What the codec of a store makes of keys, in NumPy."""
+    if store.map is not None:
+        keys = (keys - store.map.centre.numpy()) @ store.map.matrix.numpy()
+    codec = store.codec
+    if isinstance(codec, Bytes):
+        centre, step = codec.centre.numpy(), codec.step.numpy()
+        return centre + step * np.clip(np.rint((keys - centre) / step), -127, 127)
+    pieces = keys.reshape(len(keys), codec.columns, -1)
+    far = ((pieces[:, :, None] - codec.books.numpy()[None]) ** 2).sum(3)  # (n, W, 256)
+    nearest = far.argmin(2)
+    return np.stack([codec.books.numpy()[piece, nearest[:, piece]] for piece in range(codec.columns)], 1).reshape(
+        len(keys), -1
+    )
+
+
+def raw(path) -> dict[str, bytes]:
+    """The stored bytes of every document's keys, by the hash of its text."""
+    found = {}
+    with closing(Datastore.open(path)) as store:
+        for document in list(store.catalog.documents()):
+            segment = next(one for one in store.segments if one.id == document.segment)
+            keys = np.load(path / "segments" / f"{segment.id:06d}" / "keys.npy")
+            first = document.first_row - segment.first_row
+            found[document.sha256] = keys[first : first + document.rows].tobytes()
+    return found
+
+
+def nearest_are_found(store: Datastore) -> None:
+    """Search as brute force on what is stored does."""
+    keys = store.take(torch.arange(store.key_count))
+    queries = keys[::23] + 0.01
+    found = open_index(store).search(queries, 6)
+    for query, distances in zip(queries.numpy(), found.distances.numpy(), strict=True):
+        right = np.sort(oracle.distances(query, keys.numpy(), "l2"))[:6]
+        np.testing.assert_allclose(distances, right, rtol=1e-3, atol=1e-3)
+
+
+def test_what_is_added_is_encoded_by_the_codec_that_is_there(memory, lm, plain):
+    before = raw(memory)
+    codec = (memory / "codec.safetensors").read_bytes()
+    done = add(NEW, memory, lm=lm)
+    assert (done.documents, done.skipped, done.generation) == (3, 0, 2)  # in two segments
+    assert (memory / "codec.safetensors").read_bytes() == codec
+    after = raw(memory)
+    assert {name: after[name] for name in before} == before
+    found = contents(memory)
+    with closing(Datastore.open(memory)) as store:
+        assert store.catalog.get("format") == CODED
+        for name in set(found) - set(before):
+            right = coded_keys(store, plain[name])
+            assert found[name][1].shape == right.shape
+            # A key may lie between two codes, and is read in another batch here.
+            assert np.isclose(found[name][1], right, atol=1e-5).mean() > 0.97
+    assert verify(memory, deep=True).sound
+
+
+def test_what_is_removed_is_not_found_and_a_compaction_leaves_the_codes_of_the_rest(memory, lm):
+    add(NEW, memory, lm=lm)
+    before = raw(memory)
+    gone = {one.sha256 for name in ("d3", "d21") for one in remove(memory, document=name).documents}
+    left = {name: data for name, data in before.items() if name not in gone}
+    assert raw(memory) == left
+    with closing(Datastore.open(memory)) as store:
+        assert store.key_count == sum(map(len, left.values())) // store.codec.columns
+        nearest_are_found(store)
+    assert verify(memory, deep=True).sound
+    assert compact(memory, segment_rows=400).purged
+    assert raw(memory) == left
+    with closing(Datastore.open(memory)) as store:
+        assert store.catalog.get("format") == CODED
+        assert store.catalog.removed() == []
+        nearest_are_found(store)
+    assert verify(memory, deep=True).sound
+    everything = b"".join(file.read_bytes() for file in (memory / "segments").rglob("keys.npy"))
+    assert all(before[name] not in everything for name in gone)
+    add(documents(1, start=3), memory, lm=lm)  # what was removed may come back
+    with closing(Datastore.open(memory)) as store:
+        nearest_are_found(store)
+
+
+def test_a_living_coded_memory_is_merged_repaired_exported_and_compressed(memory, built, lm, tmp_path):
+    add(NEW, memory, lm=lm)
+    remove(memory, document="d1")
+    left = contents(memory)
+    export(memory, tmp_path / "out")
+    assert merge([memory, built], tmp_path / "merged").documents == 13  # the other one still has it
+    merged = contents(tmp_path / "merged")
+    assert all(np.array_equal(merged[name][1], keys) for name, (_, keys) in left.items())
+    assert verify(tmp_path / "merged", deep=True).sound
+    with closing(Datastore.open(memory)) as store:
+        compress(store, tmp_path / "numbers", keys="float32").close()
+    numbers = contents(tmp_path / "numbers")
+    assert set(numbers) == set(left)
+    assert all(np.array_equal(numbers[name][1], keys) for name, (_, keys) in left.items())
+    with closing(Datastore.open(memory)) as store:
+        lost = {one.sha256 for one in store.catalog.documents_of(store.segments[-1].id)}
+        number = store.segments[-1].id
+    flip(memory / "segments" / f"{number:06d}" / "keys.npy", -3)
+    repair(memory)
+    assert set(contents(memory)) == set(left) - lost
+    assert verify(memory, deep=True).sound
+    add(NEW, memory, lm=lm)
+    assert set(contents(memory)) == set(left)
+
+
+def test_a_copy_that_was_compressed_lives_too(lm, tmp_path, plain):
+    with closing(build(documents(10), tmp_path / "m", lm=lm, segment_rows=150)) as store:
+        compress(store, tmp_path / "small", keys="pca12-int8").close()
+    add(NEW, tmp_path / "small", lm=lm)
+    found = contents(tmp_path / "small")
+    with closing(Datastore.open(tmp_path / "small")) as store:
+        for name, keys in plain.items():
+            right = coded_keys(store, keys)
+            step = store.codec.step.numpy()
+            # Those of the copy were rounded to float16 before.
+            assert (np.abs(found[name][1] - right) <= 1.01 * step).all()
+            assert np.isclose(found[name][1], right, atol=1e-5).mean() > 0.9
+    assert verify(tmp_path / "small", deep=True).sound
+
+
+def test_nothing_is_added_where_no_keys_say_how_they_are_stored(lm, tmp_path, model_folder, capfd):
+    build([], tmp_path / "m", lm=lm, keys="int8").close()
+    with pytest.raises(DatastoreError, match="has no keys yet"):
+        add(NEW, tmp_path / "m", lm=lm)
+    (tmp_path / "text.txt").write_text("some words")
+    line = failure(capfd, "add", tmp_path / "m", tmp_path / "text.txt", "--model", model_folder)
+    assert "has no keys yet" in line
+    assert verify(tmp_path / "m", deep=True).sound

@@ -1,0 +1,148 @@
+"""Any sequence of changes to a memory, held against a dictionary of documents and brute force."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from contextlib import closing
+from functools import lru_cache
+from pathlib import Path
+
+import hypothesis.strategies as st
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, settings
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
+
+import oracle
+from conftest import documents
+from knnlm import CausalLM, Datastore, add, build, build_index, compact, remove
+from knnlm.datastore import open_index
+from models import tiny, tiny_tokenizer
+
+ALL = documents(9, words=8)
+SPECS = ("Flat", "IVF2,Flat", "HNSW4", "exact")
+
+
+@lru_cache
+def reader() -> CausalLM:
+    return CausalLM(tiny("llama"), tiny_tokenizer(), name="tiny-llama")
+
+
+@lru_cache
+def alone() -> dict[str, tuple[np.ndarray, list[int]]]:
+    """The keys and tokens of each document, read alone."""
+    found = {}
+    with tempfile.TemporaryDirectory() as folder:
+        for document in ALL:
+            with closing(build([document], Path(folder) / document.id, lm=reader())) as store:
+                rows = torch.arange(store.rows)
+                found[document.id] = store.take(rows).numpy(), store.values(rows).tolist()
+    return found
+
+
+def check(store: Datastore, ids: list[str]) -> None:
+    """A store answers as one of exactly these documents, in this order, would."""
+    stored = list(store.documents())
+    assert [document.id for document in stored] == ids
+    keys = np.concatenate([np.zeros((0, 32), np.float32), *(alone()[name][0] for name in ids)])
+    tokens = [token for name in ids for token in alone()[name][1]]
+    rows = torch.arange(store.rows)
+    assert store.values(rows).tolist() == tokens
+    np.testing.assert_allclose(store.take(rows).numpy(), keys, atol=4e-3, rtol=2e-3)
+    for query in [keys[number] + np.float32(0.01) for number in range(0, len(keys), 41)]:
+        found = open_index(store).search(torch.from_numpy(query)[None], 5)
+        right = np.sort(oracle.distances(query, keys))[:5]
+        there = found.ids[0] >= 0
+        assert int(there.sum()) == min(5, len(keys))
+        # An approximate index may give farther ones, but never nearer ones than there are.
+        assert (found.distances[0][there].numpy() >= right - 0.05 - 0.02 * right).all()
+        assert found.distances[0, 0].item() <= right[0] + 0.1 + 0.02 * right[0]
+
+
+class Memory(RuleBasedStateMachine):
+    """The memory on disk, and the list of what should be in it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.folder = Path(tempfile.mkdtemp(prefix="knnlm-states-"))
+        self.path = self.folder / "memory"
+        self.ids: list[str] = []
+        self.held: list[tuple[Datastore, list[str]]] = []
+
+    @initialize(count=st.integers(0, 4), rows=st.sampled_from([20, 60, 1000]))
+    def begin(self, count, rows):
+        build(ALL[:count], self.path, lm=reader(), segment_rows=rows).close()
+        self.ids = [document.id for document in ALL[:count]]
+
+    @rule(numbers=st.lists(st.integers(0, len(ALL) - 1), max_size=3))
+    def add(self, numbers):
+        added = add([ALL[number] for number in numbers], self.path, lm=reader())
+        new = [name for name in dict.fromkeys(f"d{number}" for number in numbers) if name not in self.ids]
+        assert (added.documents, added.skipped) == (len(new), len(numbers) - len(new))
+        self.ids += new
+
+    @precondition(lambda self: self.ids)
+    @rule(data=st.data())
+    def remove(self, data):
+        gone = data.draw(st.sampled_from(self.ids))
+        assert [document.id for document in remove(self.path, document=gone).documents] == [gone]
+        self.ids = [name for name in self.ids if name != gone]
+
+    @precondition(lambda self: self.ids)
+    @rule(spec=st.sampled_from(SPECS))
+    def index(self, spec):
+        with closing(Datastore.open(self.path)) as store:
+            build_index(store, spec)
+
+    @rule(rows=st.sampled_from([None, 30, 500]))
+    def compact(self, rows):
+        done = compact(self.path, segment_rows=rows)
+        assert done.purged == (not self.held)
+
+    @precondition(lambda self: len(self.held) < 2)
+    @rule()
+    def hold(self):
+        self.held.append((Datastore.open(self.path), list(self.ids)))
+
+    @precondition(lambda self: self.held)
+    @rule()
+    def let_go(self):
+        self.held.pop(0)[0].close()
+
+    @invariant()
+    def everybody_sees_what_they_should(self):
+        if not self.path.exists():
+            return
+        for store, ids in self.held:
+            check(store, ids)
+        with closing(Datastore.open(self.path)) as store:
+            check(store, self.ids)
+
+    def teardown(self):
+        for store, _ in self.held:
+            store.close()
+        shutil.rmtree(self.folder)
+
+
+def play(examples: int, steps: int) -> None:
+    checks = [HealthCheck.too_slow, HealthCheck.filter_too_much, HealthCheck.data_too_large]
+    wanted = settings(max_examples=examples, stateful_step_count=steps, deadline=None, suppress_health_check=checks)
+    run_state_machine_as_test(Memory, settings=wanted)
+
+
+def test_a_memory_is_what_was_added_less_what_was_removed():
+    play(6, 10)
+
+
+@pytest.mark.slow
+def test_a_memory_is_what_was_added_less_what_was_removed_at_length():
+    play(120, 30)
