@@ -66,7 +66,7 @@ def make(path: Path) -> Mixture:
 
 def measure(mixture: Mixture, options: argparse.Namespace) -> dict[str, Any]:
     """Time `generate`, one request, and several at once."""
-    with serving(mixture) as running:
+    with serving(mixture, trace_bytes=16 << 20) as running:  # full soon, so that what grows after is a leak
         clients = {"port": running.port, "tokens": options.tokens, "seconds": 0.0}
         ask_in_process({**clients, "streams": 1})
         generate(mixture, options.tokens)

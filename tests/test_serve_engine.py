@@ -17,11 +17,12 @@ from knnlm import CausalLM, KnnForCausalLM, Mixture, build, evaluate, explain, t
 from knnlm.corpus import Document
 from knnlm.errors import ParameterError
 from knnlm.serve import engine as engine_module
-from knnlm.serve.engine import Busy, Engine, Stopped
+from knnlm.serve.engine import Engine
 from knnlm.serve.orders import Ended, Failed, Order, Said, Wish
 from knnlm.serve.recall import Recall, rescore
 from knnlm.serve.rows import Apart, Together, choose_rows
 from knnlm.serve.sampling import Sampler
+from knnlm.serve.tickets import Busy, Stopped, Ticket
 from models import TEXT, tiny, tiny_tokenizer
 
 FAMILIES = ["llama", "gpt2", "gemma3", "bloom", "opt"]
@@ -184,7 +185,7 @@ def test_a_batch_is_searched_once_a_turn_whatever_k_its_texts_ask_for(mixture):
     memory.search = lambda keys, k: asked.append((len(keys), k)) or search(keys, k)
     try:
         for k in (5, 9, 2):
-            engine._waiting.append(engine_module.Ticket(order(engine, "When", 3, wish=Wish(k=k))))
+            engine._waiting.append(Ticket(order(engine, "When", 3, wish=Wish(k=k))))
         engine.start()
         while engine.active or engine.waiting or not engine.turns:
             time.sleep(0.001)
@@ -242,7 +243,7 @@ def test_a_short_request_overtakes_the_prompt_of_a_long_one(mixture, monkeypatch
     ended = []
     long, short = order(engine, TEXT[:200], 1), order(engine, "When", 5)
     for name, each in (("long", long), ("short", short)):
-        ticket = engine_module.Ticket(each, lambda event, name=name: isinstance(event, Ended) and ended.append(name))
+        ticket = Ticket(each, lambda event, name=name: isinstance(event, Ended) and ended.append(name))
         engine._waiting.append(ticket)
     engine.start()
     while len(ended) < 2:
@@ -324,11 +325,11 @@ def test_weighing_anew_works_with_several_memories(lm, store):
 
 
 def test_what_is_remembered_is_bounded_and_the_oldest_goes_first(mixture):
-    engine = open_engine(mixture, recall=Recall(most_bytes=60_000))
+    engine = open_engine(mixture, recall=Recall(most_bytes=200_000))
     tickets = [engine.submit(order(engine, "When", 10)) for _ in range(30)]
     for ticket in tickets:
         said(ticket)
-    assert engine.recall.bytes <= 60_000
+    assert engine.recall.bytes <= 200_000
     assert engine.recall.find(tickets[0].texts[0].id) is None
     wish, tokens = engine.recall.find(tickets[-1].texts[0].id)
     assert (wish, len(tokens)) == (Wish(), 10)

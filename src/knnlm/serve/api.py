@@ -18,7 +18,6 @@ from knnlm.errors import KnnlmError, ParameterError
 from knnlm.serve import schema
 from knnlm.serve.answers import Choice, Form, provenance, totals
 from knnlm.serve.assets import FIRST, load_page
-from knnlm.serve.engine import Busy
 from knnlm.serve.guard import Guard, error_body
 from knnlm.serve.keys import Keys
 from knnlm.serve.library import Library, UnknownDocument
@@ -26,6 +25,7 @@ from knnlm.serve.metrics import TYPE
 from knnlm.serve.orders import Ended, Order, Said, Token, Wish
 from knnlm.serve.recall import rescore
 from knnlm.serve.service import Asked, OrderFailed, Service, read_wish, status_of
+from knnlm.serve.tickets import Busy
 
 _ERRORS: dict[int | str, dict[str, Any]] = {
     status: {"model": schema.ErrorBody, "description": "An error in OpenAI's shape."}

@@ -10,10 +10,8 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from queue import SimpleQueue
-from typing import Any
 
 import torch
 
@@ -26,43 +24,12 @@ from knnlm.serve.orders import Ended, Event, Failed, Order, Said, Token, unread
 from knnlm.serve.recall import Recall, Recollection
 from knnlm.serve.rows import Prompt, Rows, choose_rows, read_prompt
 from knnlm.serve.sampling import Sampler
+from knnlm.serve.tickets import Busy, Stopped, Ticket
 from knnlm.serve.wishes import Wishes
 from knnlm.serve.writing import Spelling, Writer
 
 _log = logging.getLogger(__name__)
 CHUNK = 256  # tokens of prompts that are read in one turn, so that texts being written go on
-
-
-class Busy(KnnlmError):
-    """There is no room for one more order."""
-
-
-class Stopped(KnnlmError):
-    """Orders are not carried out any more."""
-
-
-class Ticket:
-    """An order that was taken: its events come here, and it can be called off."""
-
-    def __init__(self, order: Order, put: Callable[[Event], None] | None = None) -> None:
-        self.order = order
-        self.events: SimpleQueue[Event] = SimpleQueue()
-        self.put = put or self.events.put
-        self.cancelled = False
-        self.taken = time.monotonic()
-        self.texts: list[Recollection] = []  # one for each continuation
-
-    def cancel(self) -> None:
-        """Nobody waits for it any more."""
-        self.cancelled = True
-
-    def wait(self) -> Iterator[Event]:
-        """Give its events as they come, until it is done."""
-        left = self.order.copies
-        while left:
-            event = self.events.get()
-            left = 0 if isinstance(event, Failed) else left - isinstance(event, Ended)
-            yield event
 
 
 @dataclass
@@ -213,10 +180,10 @@ class Engine:
 
     def _refresh(self) -> None:
         """Open the memory anew where documents were added or removed, so that the next request finds them."""
-        before: Any = self.mixture
-        if not getattr(before, "stale", False):
+        before = self.mixture
+        if not before.stale:
             return
-        after: Mixture = before.reopen()
+        after = before.reopen()
         self.model.mixture = after
         self.wishes = Wishes(after)
         self.reopened += 1

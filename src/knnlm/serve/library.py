@@ -4,22 +4,21 @@ from __future__ import annotations
 
 import copy
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import torch
 
-import knnlm
 from knnlm.corpus import Document
-from knnlm.datastore import Datastore
+from knnlm.datastore import Datastore, add, remove
 from knnlm.datastore.catalog import StoredDocument
-from knnlm.errors import KnnlmError, ParameterError
+from knnlm.errors import KnnlmError
 from knnlm.lm import CausalLM
 
 PAGE = 400  # tokens of a passage
-MOST = 200  # documents of a list
+_WAIT = 20.0  # seconds for another writer
 
 
 class UnknownDocument(KnnlmError):
@@ -37,11 +36,6 @@ class Library:
         self._lock = threading.Lock()
         self._changing = threading.Lock()
 
-    @property
-    def can_change(self) -> bool:
-        """Whether this knnlm can add and remove documents."""
-        return hasattr(knnlm, "add") and hasattr(knnlm, "remove")
-
     def close(self) -> None:
         """Let go of the files."""
         self._store.close()
@@ -51,11 +45,11 @@ class Library:
         with self._lock:
             store = self._current()
             if not query:
-                shown = list(islice(_documents(store), offset, offset + limit))
+                shown = list(islice(store.documents(), offset, offset + limit))
                 total = store.catalog.document_count()
             else:
                 shown, total = [], 0
-                for document in _documents(store):
+                for document in store.documents():
                     if _has(document, query.casefold()):
                         total += 1
                         if offset < total <= offset + limit:
@@ -88,30 +82,24 @@ class Library:
 
     def add(self, documents: Sequence[tuple[str, str, str]]) -> dict[str, Any]:
         """Remember (id, source, text) documents; those whose text is there already are skipped."""
-        self._check_change()
         new = [Document(id=name, source=source, text=text) for name, source, text in documents]
         with self._changing:
-            made = knnlm.add(new, self.path, lm=self._adding)
+            made = add(new, self.path, lm=self._adding, wait=_WAIT)
         return {"added": made.documents, "skipped": made.skipped, "tokens": made.tokens}
 
     def remove(self, number: int) -> dict[str, Any]:
         """Forget a document."""
-        self._check_change()
         with self._lock:
             _document(self._current(), number)
         with self._changing:
-            gone = knnlm.remove(self.path, where=(f"number={number}",))
+            gone = remove(self.path, where=f"number={number}", wait=_WAIT)
         return {"removed": len(gone.documents)}
-
-    def _check_change(self) -> None:
-        if not self.can_change:
-            raise ParameterError("This knnlm cannot change a memory. Install a newer one.")
 
     def _current(self) -> Datastore:
         """Give the store as it is now; the caller holds the lock."""
-        store: Any = self._store
-        if getattr(store, "stale", False):
-            self._store = store.reopen()
+        if self._store.stale:
+            before, self._store = self._store, self._store.reopen()
+            before.close()
         return self._store
 
 
@@ -120,11 +108,6 @@ def _with_own_tokenizer(lm: CausalLM) -> CausalLM:
     made = copy.copy(lm)
     made.tokenizer = copy.deepcopy(lm.tokenizer)
     return made
-
-
-def _documents(store: Datastore) -> Iterator[StoredDocument]:
-    found: Iterator[StoredDocument] = getattr(store, "documents", store.catalog.documents)()
-    return found
 
 
 def _has(document: StoredDocument, wanted: str) -> bool:

@@ -25,7 +25,7 @@ from knnlm.serve.wishes import Wishes
 
 _BYTES = 256 << 20  # of all that is remembered
 _MOST = 4096  # texts
-_TOKEN, _SOURCE = 500, 1000  # bytes that the objects of one take, about
+_TOKEN, _SOURCE = 2000, 1000  # bytes that the objects of one take, about
 
 
 @dataclass

@@ -17,13 +17,14 @@ from typing import Any
 
 from knnlm.errors import KnnlmError, ModelError, ParameterError
 from knnlm.mixture import Mixture
-from knnlm.serve.engine import Busy, Engine, Stopped, Ticket
+from knnlm.serve.engine import Engine
 from knnlm.serve.library import Library
 from knnlm.serve.limits import Limits
 from knnlm.serve.metrics import Metrics
 from knnlm.serve.orders import Ended, Event, Failed, Order, Wish
 from knnlm.serve.recall import Recall
 from knnlm.serve.schema import ChatRequest, CompletionRequest, MemorySettings, Sampling
+from knnlm.serve.tickets import Busy, Stopped, Ticket
 
 USUAL = 16  # tokens, as OpenAI's completions have it
 USUAL_CHAT = 512
