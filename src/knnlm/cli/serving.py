@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
@@ -43,6 +44,7 @@ def serve(
     model: options.Reader = None,
     device: options.Device = "auto",
     dtype: options.Dtype = "auto",
+    json: Annotated[bool, typer.Option("--json", help="Say where it listens as one JSON object.")] = False,
 ) -> None:
     """knnlm serve memory --port 8000
 
@@ -67,14 +69,17 @@ def serve(
     chosen = {"memories": memories, "k": k, "temperature": temperature, "weight": weight, "metric": metric}
     mixture = open_mixture(memory, model=model, device=device, dtype=dtype, **chosen)
     service = Service(mixture, name=name or memory.resolve().name, limits=allowed)
-    where = running.address(taken)
+
+    def ready() -> None:
+        facts = {"memory": str(memory), "model": service.name, "url": running.address(taken)}
+        if json:
+            screen.print_json(facts)
+            sys.stdout.flush()
+        else:
+            screen.err.print(f"knnlm: {memory} is served at {facts['url']}", markup=False, soft_wrap=True)
+
     with suppress(KeyboardInterrupt):  # the way to end it
-        running.serve(
-            service,
-            taken,
-            keys=keys,
-            ready=lambda: screen.err.print(f"knnlm: {memory} is served at {where}", markup=False, soft_wrap=True),
-        )
+        running.serve(service, taken, keys=keys, ready=ready)
 
 
 def check_installed() -> None:
