@@ -16,7 +16,12 @@ from knnlm.cli.app import app
 PAGE = Path(__file__).parent / "cli.md"
 ENVIRONMENT = {"COLUMNS": "80", "PYTHONUTF8": "1", "NO_COLOR": "1", "TERM": "dumb"}
 # Commands that the test that runs the examples of this page cannot run.
-LONG = {"demo": "takes-minutes", "import": "needs-files-of-another-program"}
+LONG = {
+    "demo": "takes-minutes",
+    "chat": "reads-until-Ctrl-D",
+    "import": "needs-files-of-another-program",
+    "serve": "runs-until-Ctrl-C",
+}
 
 HEADER = """\
 # The command line

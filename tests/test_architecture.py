@@ -19,7 +19,7 @@ ROWS = [
     {"memory"},
     {"mixture"},
     {"evaluation", "trace", "sweeping", "fitting", "tuning", "generate", "explanation", "distill", "prune", "guarding"},
-    {"adaptation", "bench", "demo", "report"},
+    {"adaptation", "bench", "demo", "report", "serve"},
     {"cli"},
 ]
 # Within a row, who may import whom; the others know nothing of each other.

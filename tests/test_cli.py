@@ -39,6 +39,8 @@ COMMANDS = [
     "export",
     "report",
     "bench",
+    "serve",
+    "chat",
     "demo",
     "add",
     "remove",

@@ -13,11 +13,13 @@ from knnlm.cli import (
     adapting,
     benching,
     building,
+    chatting,
     demonstrating,
     guarding,
     living,
     measuring,
     reporting,
+    serving,
     storing,
     training,
     using,
@@ -42,6 +44,8 @@ MODULES = (
     guarding,
     reporting,
     benching,
+    serving,
+    chatting,
     demonstrating,
 )
 for module in MODULES:

@@ -166,38 +166,18 @@ class KnnForCausalLM(PreTrainedModel, GenerationMixin):
     ) -> ModelOutput:
         """Read keys and logits from one pass of the base model; return log p of the mixture as logits."""
         # `generate` looks at this signature to see what a model takes; the base model may take less.
-        offered = {
-            "attention_mask": attention_mask,
-            "position_ids": position_ids,
-            "past_key_values": past_key_values,
-            "inputs_embeds": inputs_embeds,
-            "use_cache": use_cache,
-            "logits_to_keep": logits_to_keep,
-        }
-        inputs = {name: value for name, value in offered.items() if name in self._base_arguments and value is not None}
-        # Before the pass, since the base model fills the cache.
-        state = state_of(past_key_values) if self.mixture.looks_back else None
-        readers, sources = self.mixture.readers, self.mixture.own_sources
-        with ExitStack() as hooks:
-            kept = [hooks.enter_context(readers.layer(source).capture()) for source in sources]
-            output = self.base(input_ids=input_ids, return_dict=True, **inputs, **others)
-        keys = {source: own[-1].float() for source, own in zip(sources, kept, strict=True)}  # (B, T, D)
+        output, context = self.read(
+            input_ids,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            past_key_values=past_key_values,
+            inputs_embeds=inputs_embeds,
+            use_cache=use_cache,
+            logits_to_keep=logits_to_keep,
+            **others,
+        )
         logits = output.logits
-        given = input_ids if input_ids is not None else inputs_embeds
-        assert given is not None
-        if logits.shape[1] == given.shape[1] and isinstance(logits_to_keep, int):
-            logits = logits[:, -logits_to_keep:]  # 0 keeps all of them
-        positions = slice(-logits.shape[1], None) if isinstance(logits_to_keep, int) else logits_to_keep
-        if state is None:
-            context = Context({source: own[:, positions].flatten(0, 1) for source, own in keys.items()})
-        elif input_ids is None:
-            raise ModelError("This mixture looks at the tokens of the text: give input_ids, not inputs_embeds.")
-        else:
-            step = Step(input_ids, attention_mask, position_ids, positions)
-            context = look(self.mixture, step, keys, state, getattr(output, "past_key_values", None))
-        said = logits.flatten(0, 1)
-        context = replace(context, seen={**context.seen, Source(0, LOGITS): said})
-        mixed = self.mixture.predict(said, context, every=False).log_dense()
+        mixed = self.mixture.predict(logits.flatten(0, 1), context, every=False).log_dense()
         log_p = mixed.unflatten(0, logits.shape[:2])
         # The base model's own output with other logits: whatever kind of cache it carries goes along.
         output["logits"] = log_p
@@ -205,6 +185,47 @@ class KnnForCausalLM(PreTrainedModel, GenerationMixin):
             # log p sums to one already, so its cross entropy is -log p of the label.
             output["loss"] = torch.nn.functional.cross_entropy(log_p[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
         return cast(ModelOutput, output)
+
+    def read(
+        self,
+        input_ids: Tensor | None,
+        *,
+        past_key_values: Any = None,
+        logits_to_keep: int | Tensor = 0,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        **offered: Any,
+    ) -> tuple[Any, Context]:
+        """Run the base model once: its own output, with the logits asked for, and what the memories may look at."""
+        named = {
+            "attention_mask": attention_mask,
+            "position_ids": position_ids,
+            "past_key_values": past_key_values,
+            "inputs_embeds": offered.pop("inputs_embeds", None),
+            "use_cache": offered.pop("use_cache", None),
+            "logits_to_keep": logits_to_keep,
+        }
+        inputs = {name: value for name, value in named.items() if name in self._base_arguments and value is not None}
+        # Before the pass, since the base model fills the cache.
+        state = state_of(past_key_values) if self.mixture.looks_back else None
+        readers, sources = self.mixture.readers, self.mixture.own_sources
+        with ExitStack() as hooks:
+            kept = [hooks.enter_context(readers.layer(source).capture()) for source in sources]
+            output = self.base(input_ids=input_ids, return_dict=True, **inputs, **offered)
+        keys = {source: own[-1].float() for source, own in zip(sources, kept, strict=True)}  # (B, T, D)
+        given = input_ids if input_ids is not None else inputs["inputs_embeds"]
+        if output.logits.shape[1] == given.shape[1] and isinstance(logits_to_keep, int):
+            output["logits"] = output.logits[:, -logits_to_keep:]  # 0 keeps all of them
+        positions = slice(-output.logits.shape[1], None) if isinstance(logits_to_keep, int) else logits_to_keep
+        if state is None:
+            context = Context({source: own[:, positions].flatten(0, 1) for source, own in keys.items()})
+        elif input_ids is None:
+            raise ModelError("This mixture looks at the tokens of the text: give input_ids, not inputs_embeds.")
+        else:
+            step = Step(input_ids, attention_mask, position_ids, positions)
+            context = look(self.mixture, step, keys, state, getattr(output, "past_key_values", None))
+        seen = {**context.seen, Source(0, LOGITS): output.logits.flatten(0, 1)}
+        return output, replace(context, seen=seen)
 
     def save_pretrained(  # type: ignore[override]
         self, save_directory: str | os.PathLike[str], *, copy_memory: bool = False, **kwargs: Any

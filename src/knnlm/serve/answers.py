@@ -1,0 +1,168 @@
+"""From the engine's events to the bodies of answers, whole or in chunks. Knows nothing about HTTP."""
+
+from __future__ import annotations
+
+import math
+import secrets
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from knnlm.serve.orders import Token
+
+Decode = Callable[[Sequence[int]], str]
+
+
+def finite(number: float | None) -> float | None:
+    """Give a number as JSON can hold it."""
+    return number if number is not None and math.isfinite(number) else None
+
+
+def token_facts(token: Token) -> dict[str, Any]:
+    """Tell of a token."""
+    facts: dict[str, Any] = {
+        "id": token.id,
+        "text": token.text,
+        "p_lm": finite(token.p_lm),
+        "p_knn": finite(token.p_knn),
+        "p": finite(token.p),
+        "weight": token.weight,
+        "sources": token.sources,
+    }
+    if token.shares:
+        facts["shares"] = token.shares
+    return facts
+
+
+def provenance(trace: str, k: int, tokens: Sequence[Token]) -> dict[str, Any]:
+    """Tell where tokens come from."""
+    return {"id": trace, "k": k, "tokens": [token_facts(token) for token in tokens]}
+
+
+def totals(tokens: Sequence[Token]) -> dict[str, Any]:
+    """Give the log-probability and the perplexity of a text, by the model alone and with the memory."""
+    known = [token for token in tokens if token.opinion is not None]
+    lm = sum(token.opinion.logs[0] for token in known if token.opinion is not None)
+    mixed = sum(token.log_p for token in known)
+    facts: dict[str, Any] = {"tokens": len(known), "log_p_lm": finite(lm), "log_p": finite(mixed)}
+    for name, log_p in (("perplexity_lm", lm), ("perplexity", mixed)):
+        mean = -log_p / len(known) if known else math.nan
+        facts[name] = finite(math.exp(mean)) if mean < 700 else None
+    return facts
+
+
+@dataclass
+class Choice:
+    """One continuation as far as it has come."""
+
+    index: int
+    trace: str = ""
+    k: int = 0
+    tokens: list[Token] = field(default_factory=list)
+    length: int = 0  # characters told of
+    reason: str | None = None
+    begun: bool = False
+
+    @property
+    def text(self) -> str:
+        """All of its text."""
+        return "".join(token.text for token in self.tokens)
+
+
+@dataclass
+class Form:
+    """What answers of one request look like."""
+
+    kind: str  # "cmpl" or "chatcmpl"
+    model: str
+    decode: Decode
+    alternatives: int | None  # None: no log-probabilities are wanted
+    id: str = ""
+    created: int = field(default_factory=lambda: int(time.time()))
+
+    def __post_init__(self) -> None:
+        self.id = f"{self.kind}-{secrets.token_hex(12)}"
+
+    @property
+    def chat(self) -> bool:
+        """Whether it is a conversation."""
+        return self.kind == "chatcmpl"
+
+    def whole(self, choices: Sequence[Choice], usage: dict[str, int]) -> dict[str, Any]:
+        """Write the whole answer."""
+        name = "chat.completion" if self.chat else "text_completion"
+        return {**self._head(name), "choices": [self._choice(choice) for choice in choices], "usage": usage}
+
+    def chunk(self, choice: Choice, tokens: Sequence[Token]) -> dict[str, Any]:
+        """Write a piece of a stream: some tokens of a choice, or its end."""
+        text = "".join(token.text for token in tokens)
+        facts: dict[str, Any] = {"index": choice.index, "finish_reason": choice.reason}
+        if self.chat:
+            facts["delta"] = {"content": text} if tokens or not choice.reason else {}
+            if not choice.begun:
+                facts["delta"] = {"role": "assistant", **facts["delta"]}
+        else:
+            facts["text"] = text
+        facts["logprobs"] = self._log_probabilities(tokens, choice.length) if tokens else None
+        facts["knnlm"] = provenance(choice.trace, choice.k, tokens)
+        choice.begun = True
+        choice.length += len(text)
+        return {**self._head(self._chunk_name), "choices": [facts]}
+
+    def last(self, usage: dict[str, int]) -> dict[str, Any]:
+        """Write the chunk that tells what was used."""
+        return {**self._head(self._chunk_name), "choices": [], "usage": usage}
+
+    @property
+    def _chunk_name(self) -> str:
+        return "chat.completion.chunk" if self.chat else "text_completion"
+
+    def _head(self, name: str) -> dict[str, Any]:
+        return {"id": self.id, "object": name, "created": self.created, "model": self.model}
+
+    def _choice(self, choice: Choice) -> dict[str, Any]:
+        facts: dict[str, Any] = {"index": choice.index, "finish_reason": choice.reason}
+        if self.chat:
+            facts["message"] = {"role": "assistant", "content": choice.text, "refusal": None}
+        else:
+            facts["text"] = choice.text
+        facts["logprobs"] = self._log_probabilities(choice.tokens, 0)
+        facts["knnlm"] = provenance(choice.trace, choice.k, choice.tokens)
+        return facts
+
+    def _log_probabilities(self, tokens: Sequence[Token], offset: int) -> dict[str, Any] | None:
+        if self.alternatives is None:
+            return None
+        if self.chat:
+            return {"content": [self._chat_token(token) for token in tokens], "refusal": None}
+        offsets = []
+        for token in tokens:
+            offsets.append(offset)
+            offset += len(token.text)
+        return {
+            "tokens": [self.decode([token.id]) for token in tokens],
+            "token_logprobs": [finite(token.log_p) for token in tokens],
+            "top_logprobs": [self._top(token) for token in tokens],
+            "text_offset": offsets,
+        }
+
+    def _top(self, token: Token) -> dict[str, float | None] | None:
+        if token.opinion is None:
+            return None
+        found: dict[str, float | None] = {}
+        for other, log_p in token.top:  # the most probable first: of two that are written alike, it stays
+            found.setdefault(self.decode([other]), finite(log_p))
+        return found
+
+    def _chat_token(self, token: Token) -> dict[str, Any]:
+        return {
+            **self._spelt(token.id, token.log_p),
+            "top_logprobs": [self._spelt(other, log_p) for other, log_p in token.top],
+        }
+
+    def _spelt(self, token: int, log_p: float) -> dict[str, Any]:
+        text = self.decode([token])
+        # OpenAI writes what is impossible as -9999.
+        shown = -9999.0 if finite(log_p) is None else log_p
+        return {"token": text, "logprob": shown, "bytes": list(text.encode(errors="replace"))}

@@ -1,0 +1,282 @@
+"""From requests to orders: prompts become tokens, settings are checked, events are brought to the event loop.
+
+Knows nothing about routes or the shape of answers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import math
+import threading
+import time
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from knnlm.errors import KnnlmError, ModelError, ParameterError
+from knnlm.mixture import Mixture
+from knnlm.serve.engine import Engine
+from knnlm.serve.library import Library
+from knnlm.serve.limits import Limits
+from knnlm.serve.metrics import Metrics
+from knnlm.serve.orders import Ended, Event, Failed, Order, Wish
+from knnlm.serve.recall import Recall
+from knnlm.serve.schema import ChatRequest, CompletionRequest, MemorySettings, Sampling
+from knnlm.serve.tickets import Busy, Stopped, Ticket
+
+USUAL = 16  # tokens, as OpenAI's completions have it
+USUAL_CHAT = 512
+
+
+class UnknownModel(KnnlmError):
+    """Another model is asked for than the one that is served."""
+
+
+class OrderFailed(KnnlmError):
+    """An order could not be carried out."""
+
+    def __init__(self, failed: Failed) -> None:
+        super().__init__(failed.message)
+        self.status = failed.status
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What a request comes to: an order for each prompt, and what is told of its tokens."""
+
+    orders: list[Order]
+    prompt_tokens: int
+    alternatives: int | None
+
+
+class Service:
+    """A mixture that is served: its engine, its documents, and the limits that hold."""
+
+    def __init__(self, mixture: Mixture, *, name: str, limits: Limits | None = None) -> None:
+        self.limits = limits or Limits()
+        self.name = name
+        recall = Recall(most_bytes=self.limits.trace_bytes)
+        self.engine = Engine(mixture, slots=self.limits.slots, queue=self.limits.queue, recall=recall)
+        self.library = None if mixture.home is None else Library(mixture.home.path, mixture.lm)
+        self.metrics = Metrics(self.engine)
+        self.started = int(time.time())
+        # One of its own: a tokenizer must not be used by two threads at once.
+        self._tokenizer = copy.deepcopy(mixture.lm.tokenizer)
+        self._tokenizing = threading.Lock()
+
+    @property
+    def mixture(self) -> Mixture:
+        """What is served."""
+        return self.engine.mixture
+
+    @property
+    def ready(self) -> bool:
+        """Whether the first query would succeed."""
+        return self.engine.ready.is_set() and self.engine.alive
+
+    def begin(self) -> None:
+        """Start the engine; its events are brought to the event loop that runs now."""
+        loop = asyncio.get_running_loop()
+
+        def post(events: list[tuple[Ticket, Event]]) -> None:
+            loop.call_soon_threadsafe(_put, events)
+
+        self.engine.post = post
+        self.engine.start()
+
+    def end(self) -> None:
+        """Stop the engine and let go of the files."""
+        self.engine.post = lambda _: None
+        self.engine.stop()
+        if self.library is not None:
+            self.library.close()
+
+    def check_model(self, name: str | None) -> None:
+        """Refuse a request for another model."""
+        if name is not None and name != self.name:
+            raise UnknownModel(f"There is no model {name!r} here. There is: {self.name}.")
+
+    def completion(self, body: CompletionRequest) -> Asked:
+        """Read a request for continuations."""
+        self.check_model(body.model)
+        if body.best_of is not None and body.best_of != (body.n or 1):
+            raise ParameterError("best_of other than n is not supported.")
+        asked: Any = body.prompt
+        several = isinstance(asked, list) and not isinstance(asked[0], int)
+        texts = [self.prompt(each) for each in (asked if several else [asked])]
+        orders = [
+            self._order(
+                tokens,
+                body,
+                hidden=hidden,
+                max_tokens=body.max_tokens,
+                alternatives=body.logprobs or 0,
+                echo=bool(body.echo),
+            )
+            for tokens, hidden in texts
+        ]
+        return Asked(orders, sum(len(tokens) - hidden for tokens, hidden in texts), body.logprobs)
+
+    def chat(self, body: ChatRequest) -> Asked:
+        """Read a request for an answer."""
+        self.check_model(body.model)
+        if body.top_logprobs and not body.logprobs:
+            raise ParameterError("top_logprobs needs logprobs: true.")
+        tokens = self.conversation([message.model_dump(exclude_none=True) for message in body.messages])
+        wanted = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
+        order = self._order(
+            tokens,
+            body,
+            hidden=False,
+            max_tokens=wanted,
+            alternatives=body.top_logprobs or 0,
+            usual=USUAL_CHAT,
+        )
+        return Asked([order], len(tokens), (body.top_logprobs or 0) if body.logprobs else None)
+
+    def prompt(self, given: str | Sequence[int]) -> tuple[list[int], bool]:
+        """Turn a prompt into tokens; a text begins with the start token, which is not the caller's."""
+        lm = self.mixture.lm
+        if isinstance(given, str):
+            return [lm.start_token, *self.encode(given)], True
+        if max(given) >= lm.vocab_size:
+            raise ParameterError(f"Token {max(given):,} is not one of the {lm.vocab_size:,} that the model has.")
+        tokens = list(given)
+        hidden = tokens[0] != lm.start_token
+        return ([lm.start_token, *tokens], True) if hidden else (tokens, False)
+
+    def encode(self, text: str) -> list[int]:
+        """Turn text into tokens."""
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise ParameterError(f"The text is not Unicode at character {error.start}: give it as UTF-8.") from None
+        with self._tokenizing:
+            tokens = list(self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
+        if tokens and max(tokens) >= self.mixture.lm.vocab_size:
+            raise ParameterError("The text has a token that the model does not know.")
+        return tokens
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """Turn tokens into text."""
+        with self._tokenizing:
+            return str(self._tokenizer.decode(list(tokens), clean_up_tokenization_spaces=False))
+
+    def conversation(self, messages: list[dict[str, Any]]) -> list[int]:
+        """Write a conversation as the model was taught to read it."""
+        if not getattr(self._tokenizer, "chat_template", None):
+            raise ParameterError(
+                f"{self.mixture.lm.name} has no chat template: it was not trained to converse. Use /v1/completions."
+            )
+        for message in messages:
+            if isinstance(message["content"], list):
+                message["content"] = "".join(part["text"] for part in message["content"])
+        try:
+            text = self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        except Exception as error:  # a template may refuse roles, and says so in its own ways
+            raise ParameterError(f"The chat template of the model refuses the messages: {error}") from None
+        return self.encode(str(text))
+
+    def _order(
+        self,
+        tokens: list[int],
+        body: Sampling,
+        *,
+        hidden: bool,
+        max_tokens: int | None,
+        alternatives: int,
+        echo: bool = False,
+        usual: int = USUAL,
+    ) -> Order:
+        stop = [body.stop] if isinstance(body.stop, str) else body.stop or []
+        wish = read_wish(body.memory)
+        copies = body.n or 1
+        if copies > self.limits.slots:
+            raise ParameterError(f"n is {copies}, but this server writes {self.limits.slots} texts at once at most.")
+        return Order(
+            tokens=tuple(tokens),
+            max_tokens=self.room(len(tokens), max_tokens, usual=usual),
+            copies=copies,
+            temperature=1.0 if body.temperature is None else body.temperature,
+            top_p=1.0 if body.top_p is None else body.top_p,
+            seed=body.seed,
+            stop=tuple(stop),
+            echo=echo,
+            alternatives=alternatives,
+            sources=body.sources,
+            wish=wish,
+            deadline=self.deadline(),
+            hidden=hidden,
+        )
+
+    def room(self, prompt: int, wanted: int | None, *, usual: int) -> int:
+        """Say how many tokens may follow a prompt; the engine reads with all models, whatever a request wants."""
+        return self.limits.room(prompt, wanted, self.mixture.longest, usual=usual)
+
+    def deadline(self) -> float:
+        """Say until when a request may take."""
+        return time.monotonic() + self.limits.seconds
+
+    def neighbours_kept(self, wish: Wish) -> int:
+        """Say up to which k a text with this wish can be scored again."""
+        mixture, own = self.engine.wishes.grant(wish), self.engine.wishes.own
+        if mixture is None or own is None:
+            return 0
+        label = self.mixture.labels[own]
+        if label not in mixture.labels:
+            return 0
+        here: Any = mixture.memories[mixture.labels.index(label)]
+        base: Any = self.mixture.memories[own]
+        return max(int(here.widest), int(base.widest))
+
+    def retry_after(self) -> int:
+        """Guess in how many seconds there is room again."""
+        return max(1, math.ceil(self.engine.mean_seconds * (self.engine.waiting + 1) / self.limits.slots))
+
+    async def events(self, orders: Sequence[Order]) -> AsyncIterator[tuple[int, Ticket, Event]]:
+        """Carry out orders, and give their events as they come: whose, and what. Whoever stops listening calls off."""
+        queue: asyncio.Queue[tuple[int, Event]] = asyncio.Queue()
+        tickets: list[Ticket] = []
+        try:
+            for number, order in enumerate(orders):
+                tickets.append(self.engine.submit(order, partial(_into, queue, number)))
+            left = sum(order.copies for order in orders)
+            while left:
+                number, event = await queue.get()
+                if isinstance(event, Failed):
+                    raise OrderFailed(event)
+                left -= isinstance(event, Ended)
+                yield number, tickets[number], event
+        finally:
+            for ticket in tickets:
+                ticket.cancel()
+
+
+def _into(queue: asyncio.Queue[tuple[int, Event]], number: int, event: Event) -> None:
+    queue.put_nowait((number, event))
+
+
+def _put(events: list[tuple[Ticket, Event]]) -> None:
+    for ticket, event in events:
+        ticket.put(event)
+
+
+def read_wish(given: MemorySettings | None) -> Wish:
+    """Read what a request asks of the memory."""
+    if given is None:
+        return Wish()
+    memories = None if given.memories is None else tuple(sorted(set(given.memories)))
+    return Wish(given.off, given.weight, given.k, given.temperature, memories)
+
+
+def status_of(error: KnnlmError) -> int:
+    """Say which HTTP status an error has."""
+    if isinstance(error, OrderFailed):
+        return error.status
+    if isinstance(error, UnknownModel):
+        return 404
+    if isinstance(error, Busy | Stopped):
+        return 429 if isinstance(error, Busy) else 503
+    return 400 if isinstance(error, ParameterError | ModelError) else 500

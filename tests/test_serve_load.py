@@ -1,0 +1,76 @@
+"""Many streams at once: no error, nobody starves, memory does not grow."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import time
+
+import psutil
+import pytest
+
+from knnlm import Mixture
+from serving import read_stream, serving
+
+STREAMS = 64
+
+
+async def keep_up(port, seconds):
+    """Keep 64 streams up for a while, each by itself, of all lengths and settings."""
+    end = time.monotonic() + seconds
+    found = []
+
+    async def one(number):
+        turn = 0
+        while time.monotonic() < end:
+            memory = [{}, {"k": 3}, {"lambda": 0.9}, {"off": True}][(number + turn) % 4]
+            body = {
+                "prompt": "When the model reads " * (1 + (number + turn) % 5),
+                "max_tokens": 4 + (7 * number + turn) % 40,
+                "temperature": number % 2,
+                "memory": memory,
+                "sources": number % 3,
+            }
+            stream = await read_stream(port, body)
+            found.append((number, body["max_tokens"], stream))
+            turn += 1
+
+    await asyncio.gather(*(one(number) for number in range(STREAMS)))
+    return found
+
+
+def check(found):
+    for _, wanted, stream in found:
+        assert (stream.status, stream.error, stream.done) == (200, None, True)
+        assert stream.tokens == wanted
+    assert {number for number, _, _ in found} == set(range(STREAMS))
+
+
+@pytest.fixture
+def server(lm, store):
+    lm.model.generation_config.eos_token_id = None
+    with serving(Mixture.open(store.path, lm, k=16, temperature=8.0), trace_bytes=4 << 20) as running:
+        yield running
+
+
+def test_many_streams_are_all_served(server):
+    check(asyncio.run(keep_up(server.port, 4.0)))
+    assert server.service.engine.active == 0
+
+
+@pytest.mark.slow
+def test_many_streams_for_a_minute_leave_nothing_behind(server):
+    process = psutil.Process()
+    check(asyncio.run(keep_up(server.port, 15.0)))
+    gc.collect()
+    before = process.memory_info().rss
+    found = asyncio.run(keep_up(server.port, 60.0))
+    check(found)
+    gc.collect()
+    grown = process.memory_info().rss - before
+    assert grown < 30 << 20, f"{grown / 2**20:.1f} MiB more"
+    engine = server.service.engine
+    assert (engine.active, engine.waiting, len(engine._rows)) == (0, 0, 0)
+    # Nobody starves: the slowest stream got at least a third of what the median one got.
+    made = sorted(sum(stream.tokens for number, _, stream in found if number == one) for one in range(STREAMS))
+    assert made[0] > made[STREAMS // 2] / 3
