@@ -1,5 +1,5 @@
 # Two commands for people: `make demo` and `make test`. CI runs `make test` too.
-.PHONY: demo test test-slow bench check format clean
+.PHONY: demo test test-slow bench check format clean browser
 
 PYTHON ?= python3
 VENV := .venv
@@ -9,7 +9,7 @@ demo: $(VENV)/.ready
 	$(BIN)/knnlm demo
 
 # Lint, types and tests, in the order of how fast they fail.
-test: check
+test: check browser
 	$(BIN)/python -m pytest -n 2 -m "not slow"
 
 test-slow: $(VENV)/.ready
@@ -18,6 +18,12 @@ test-slow: $(VENV)/.ready
 # Both sides of each figure in one process: half an hour on two idle cores. Less: knnlm bench --quick
 bench: $(VENV)/.ready
 	$(BIN)/python benchmarks/cpu.py --json bench.json
+
+# The page of the server is tested in a real browser; another one than Debian's by CHROMIUM=path.
+browser:
+	@test -n "$(CHROMIUM)" || command -v chromium >/dev/null || command -v google-chrome >/dev/null \
+	  || { apt-get update -qq && apt-get install -y -qq chromium; } \
+	  || { echo "The tests of the page need a browser: install chromium, or set CHROMIUM to one."; exit 1; }
 
 check: $(VENV)/.ready
 	$(BIN)/ruff format --check .
