@@ -24,6 +24,8 @@ from knnlm.datastore import Datastore, build, build_index, derive, open_index
 from knnlm.datastore.suffixes import open_suffixes
 from knnlm.errors import DatastoreCorrupt, DatastoreError
 from knnlm.guarding import repair, verify
+from knnlm.mixture import Mixture
+from knnlm.tuning import tune
 from test_cli import failure
 from test_cli import knnlm as command
 
@@ -380,3 +382,17 @@ def test_the_commands_say_what_is_wrong_with_exit_codes(memory, capfd):
     assert json.loads(out)["lost"] == []
     assert "is not there" in failure(capfd, "verify", memory / "nowhere")
     assert "is not a memory" in failure(capfd, "repair", memory.parent)
+
+
+def test_a_gate_that_was_tuned_is_sound_and_one_that_was_damaged_is_set_aside(memory, lm):
+    held_out = documents(6, words=40, start=50)
+    tune(Mixture.open(memory, lm), held_out, weights="gated")
+    (gate,) = (memory / "mixtures").glob("*.safetensors")
+    found = verify(memory, deep=True)
+    assert found.sound, found.problems
+    assert repair(memory).kept_in is None
+    flip(gate, -2)
+    assert named(verify(memory)) == {f"mixtures/{gate.name}"}
+    assert repair(memory).kept_in is not None
+    assert not gate.exists()
+    assert verify(memory, deep=True).sound

@@ -24,7 +24,8 @@ from knnlm.guarding.catalog import Facts, check_documents, check_segments, read_
 from knnlm.guarding.filing import SegmentFiles
 from knnlm.guarding.findings import DERIVED, INDEX, Problem, Verification
 from knnlm.memory.output import FILE as OUTPUT_FILE
-from knnlm.memory.output import load_output, load_tensors
+from knnlm.memory.output import load_output
+from knnlm.mixture.choice import load_networks
 from knnlm.progress import Progress, silent
 
 _ATTEMPTS = 3
@@ -165,7 +166,7 @@ class _Look:
         if self.deep and (self.folder / NGRAM).exists() and self._opens():
             checks.append((self.folder / NGRAM, self._ngram))
         checks += [(file, load_output) for file in [self.folder / "output" / OUTPUT_FILE] if file.exists()]
-        checks += [(file, load_tensors) for file in sorted((self.folder / "mixtures").glob("*.safetensors"))]
+        checks += [(file, load_networks) for file in sorted((self.folder / "mixtures").glob("*.safetensors"))]
         for file, check in checks:
             self.files += sorted(file.glob("*")) if file.is_dir() else [file]
             with self._gathering(file.relative_to(self.folder).as_posix(), DERIVED):

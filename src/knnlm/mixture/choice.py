@@ -165,12 +165,20 @@ def load_weights(
     return weights
 
 
+def load_networks(file: Path) -> dict[str, Tensor]:
+    """Read the networks of a gate, whose file is named by its hash."""
+    data = file.read_bytes()
+    try:
+        if _name(data) == file.name:
+            return load(data)
+    except SafetensorError:
+        pass
+    raise DatastoreCorrupt(f"{file} is damaged. Remove it, and tune again.")
+
+
 def _load_gated(facts: dict[str, Any], path: Path, skip: float | None) -> Gated:
     name = Path(facts["file"]).name  # no path that a stranger wrote leads out of the memory
-    data = (path / _FOLDER / name).read_bytes()
-    if _name(data) != name:
-        raise ValueError(f"{name} is damaged")
-    tensors = load(data)
+    tensors = load_networks(path / _FOLDER / name)
     kinds: dict[str, Any] = {"gate": Gate, "cheap": Gate, "skip": Skip}
     networks = {}
     for network, described in facts["networks"].items():
