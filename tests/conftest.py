@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sqlite3
 from pathlib import Path
 
 # No test may need a network, and asking for one takes a minute to fail. It is read when transformers is imported.
@@ -32,6 +33,19 @@ hypothesis.settings.load_profile("knnlm")
 
 WORDS = TEXT.split()
 BESIDE = {"writer.lock", "readers.lock", "catalog.db-wal", "catalog.db-shm"}  # what is no part of a memory's content
+
+
+def contents(path: Path) -> dict[str, bytes]:
+    """Every file of a memory by name, the catalog as the statements that make it."""
+    made = {}
+    for file in sorted(path.rglob("*")):
+        if file.name == "catalog.db":
+            with sqlite3.connect(file) as connection:
+                made[file.name] = "\n".join(connection.iterdump()).encode()
+            connection.close()
+        elif file.is_file() and file.name not in (*BESIDE, "keys.sums"):  # sums are made when keys are first read
+            made[str(file.relative_to(path))] = file.read_bytes()
+    return made
 
 
 def documents(count: int, *, words: int = 30, start: int = 0) -> list[Document]:

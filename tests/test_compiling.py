@@ -8,14 +8,13 @@ import threading
 import pytest
 import torch
 
-from conftest import documents
+from conftest import contents, documents
 from knnlm import CausalLM, Datastore, build
 from knnlm.datastore import builder, pipeline
 from knnlm.lm.capture import hooked
 from knnlm.lm.compiling import blocks_before, compiled
 from knnlm.lm.windows import WindowShape
 from models import FAMILIES, LAYERS, tiny, tiny_tokenizer
-from test_datastore import contents
 
 SHAPE = (3, 16)
 IDS = torch.arange(48).reshape(SHAPE) * 5 % 300

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 import oracle
-from conftest import BESIDE, documents
+from conftest import contents, documents
 from knnlm import CausalLM, Datastore, Document, KnnMemory, Mixture, build, build_index, evaluate
 from knnlm.datastore import open_index
 from knnlm.datastore.catalog import Catalog
@@ -28,19 +28,6 @@ from knnlm.lm.windows import WindowShape
 from models import tiny, tiny_tokenizer
 
 HERE = Path(__file__).parent
-
-
-def contents(path: Path) -> dict[str, bytes]:
-    """Every file of a memory by name, the catalog as the statements that make it."""
-    made = {}
-    for file in sorted(path.rglob("*")):
-        if file.name == "catalog.db":
-            with sqlite3.connect(file) as connection:
-                made[file.name] = "\n".join(connection.iterdump()).encode()
-            connection.close()
-        elif file.is_file() and file.name not in BESIDE:
-            made[str(file.relative_to(path))] = file.read_bytes()
-    return made
 
 
 def test_rows_are_the_documents_tokens_and_the_contexts_before_them(lm, store):

@@ -17,7 +17,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from conftest import documents
+from conftest import contents, documents
 from knnlm import CausalLM, Datastore, Document, build
 from knnlm.datastore import builder, pipeline, segment
 from knnlm.datastore.catalog import Catalog
@@ -25,7 +25,7 @@ from knnlm.datastore.grouping import Group, groups
 from knnlm.errors import DatastoreError, ModelError, ParameterError
 from knnlm.lm.windows import WindowShape, windows
 from models import tiny, tiny_tokenizer
-from test_datastore import contents, large_model
+from test_datastore import large_model
 
 HERE = Path(__file__).parent
 

@@ -19,7 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import oracle
-from conftest import BESIDE, documents
+from conftest import contents, documents
 from knnlm.datastore import Datastore, KeyMap, StoredDocument, build, build_index, derive, open_index
 from knnlm.datastore.catalog import FILE, Catalog, SegmentRow
 from knnlm.datastore.components import principal_components
@@ -74,19 +74,6 @@ def random_store(path, *, rows=120, width=6, words=5, seed=0, **options):
 
 def all_keys(store):
     return store.take(torch.arange(store.key_count))
-
-
-def contents(path):
-    """Every file of a memory by name, the catalog as the statements that make it."""
-    made = {}
-    for file in sorted(path.rglob("*")):
-        if file.name == FILE:
-            with sqlite3.connect(file) as connection:
-                made[file.name] = "\n".join(connection.iterdump()).encode()
-            connection.close()
-        elif file.is_file() and file.name not in BESIDE:
-            made[str(file.relative_to(path))] = file.read_bytes()
-    return made
 
 
 def test_a_memory_as_it_was_built_has_the_same_format_as_ever(store):

@@ -11,13 +11,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import oracle
+from conftest import contents
 from knnlm.datastore import Datastore, KeyMap, build_index, derive
 from knnlm.distill import similarity
 from knnlm.distill.keys import distill_keys, learnt_file
 from knnlm.distill.similarity import Mined, key_groups, learn_map, mine, vote_log_p
 from knnlm.errors import DatastoreCorrupt, DatastoreError, ParameterError
 from knnlm.memory.output import load_tensors, save_tensors
-from test_prune import all_keys, contents, made_store
+from test_prune import all_keys, made_store
 
 WORDS, SIGNAL, NOISE = 8, 6, 6
 

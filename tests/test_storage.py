@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import oracle
-from conftest import documents
+from conftest import contents, documents
 from knnlm import KnnForCausalLM, Mixture, build, build_index, compress, evaluate, explain
 from knnlm.datastore import Datastore, derive, open_index, waiting
 from knnlm.datastore.codec import BOOK, Bytes, Codes, Plain, nearest_entries
@@ -23,7 +23,7 @@ from knnlm.datastore.coding import fit_bytes, fit_codec, fit_codes, parse_storag
 from knnlm.errors import DatastoreCorrupt, DatastoreError, ParameterError
 from knnlm.index.thin import thin_spec
 from test_cli import failure, knnlm
-from test_prune import all_keys, contents, random_store
+from test_prune import all_keys, random_store
 
 WAYS = ["int8", "pca12-int8", "codes8", "pca16-codes4"]  # of keys of width 32
 
