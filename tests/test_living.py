@@ -11,7 +11,7 @@ import subprocess
 import sys
 import textwrap
 import time
-from contextlib import closing
+from contextlib import closing, suppress
 
 import hypothesis.strategies as st
 import numpy as np
@@ -496,6 +496,59 @@ def test_a_folder_that_cannot_be_written_is_read(lm, memory, alone, monkeypatch)
     with closing(Datastore.open(memory)) as store:
         expect(store, [DOCUMENTS[0], *DOCUMENTS[2:12]], lm, alone)
         assert not store.stale
+
+
+def test_a_reader_who_cannot_write_keeps_its_snapshot_while_the_owner_writes(lm, memory, alone, monkeypatch):
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "access", lambda *_: False)
+        store = Datastore.open(memory)
+    with closing(store):
+        add(DOCUMENTS[12:16], memory, lm=lm)
+        for number in range(6):
+            remove(memory, document=f"d{number}")
+        assert not compact(memory).purged
+        expect(store, DOCUMENTS[:12], lm, alone)
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "access", lambda *_: False)
+        assert store.stale
+        with closing(Datastore.open(memory)) as now:
+            expect(now, DOCUMENTS[6:16], lm, alone)
+
+
+def test_a_reader_who_cannot_write_sees_what_is_only_in_the_log_yet_and_nothing_half_written(memory, monkeypatch):
+    """Another process holds the log open, and changes the catalog all the time."""
+    script = textwrap.dedent("""
+        import sqlite3, sys
+        connection = sqlite3.connect(sys.argv[1] + "/catalog.db", isolation_level=None)
+        connection.execute("PRAGMA wal_autocheckpoint=3")
+        for number in range(1, 10**9):
+            connection.execute("BEGIN")
+            connection.execute("UPDATE documents SET source = ?", (f"{number} " * 200,))
+            connection.execute("INSERT OR REPLACE INTO meta VALUES ('number', ?)", (number,))
+            connection.execute("COMMIT")
+            if number == 1:
+                print("begun", flush=True)
+                sys.stdin.readline()
+    """)
+    arguments = [sys.executable, "-c", script, str(memory)]
+    process = subprocess.Popen(arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout.readline() == "begun\n"
+        monkeypatch.setattr(os, "access", lambda *_: False)
+        seen = []
+        for turn in range(12):
+            with suppress(DatastoreBusy), closing(Catalog.open(memory / "catalog.db", hold=True)) as catalog:
+                seen.append(catalog.get("number"))
+                assert {one.source for one in catalog.documents()} == {f"{seen[-1]} " * 200}
+                assert catalog.integrity() == []
+            if turn == 0:
+                assert seen == [1]
+                process.stdin.write("go\n")
+                process.stdin.flush()
+    finally:
+        process.kill()
+        process.wait()
+    assert seen == sorted(seen)
 
 
 def test_compaction_refuses_to_copy_what_is_damaged(memory):

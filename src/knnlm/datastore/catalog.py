@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from knnlm.datastore import schema
+from knnlm.datastore.frozen import open_frozen
 from knnlm.datastore.schema import IndexRow as IndexRow
 from knnlm.datastore.schema import RemovedRow as RemovedRow
 from knnlm.datastore.schema import SegmentRow as SegmentRow
@@ -75,7 +76,7 @@ class Catalog:
             raise DatastoreError(f"{path.parent} is not a memory: it has no {path.name}. Make one with: knnlm build")
         check_database(path)
         with _reporting(path):
-            connection = sqlite3.connect(_uri(path, write), uri=True, isolation_level=None, check_same_thread=False)
+            connection = _connect(path, write)
             catalog = cls(connection, path)
             try:
                 check_schema(connection, path)
@@ -369,15 +370,13 @@ def _reporting(path: Path) -> Iterator[None]:
         raise DatastoreCorrupt(f"{path} holds a fact that cannot be read ({error}). Build it again.") from None
 
 
-def _uri(path: Path, write: bool) -> str:
-    """Say how SQLite is to open a catalog."""
+def _connect(path: Path, write: bool) -> sqlite3.Connection:
+    """Open the file for SQLite."""
     # Readers too may write, where they can: only so can SQLite take back what a killed writer left half done.
     if write or (os.access(path, os.W_OK) and os.access(path.parent, os.W_OK)):
-        return f"{path.resolve().as_uri()}?mode=rw"
-    log = path.with_name(f"{path.name}-wal")
-    # Nobody can write here, and SQLite could not make its files; unless a log is there, which must be read, too.
-    still = not log.exists() or log.stat().st_size == 0
-    return f"{path.resolve().as_uri()}?mode=ro{'&immutable=1' if still else ''}"
+        uri = f"{path.resolve().as_uri()}?mode=rw"
+        return sqlite3.connect(uri, uri=True, isolation_level=None, check_same_thread=False)
+    return open_frozen(path)  # its owner may write though we may not
 
 
 def _values(row: Any) -> tuple[Any, ...]:
