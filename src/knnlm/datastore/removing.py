@@ -18,6 +18,7 @@ from knnlm.datastore.catalog import FILE, Catalog, RemovedRow, StoredDocument
 from knnlm.datastore.locking import writer_lock
 from knnlm.datastore.purging import purge
 from knnlm.datastore.querying import Selection
+from knnlm.datastore.strangers import LARGEST
 from knnlm.datastore.suffixes import FOLDER as SUFFIXES
 from knnlm.errors import DatastoreError, ParameterError
 
@@ -65,8 +66,8 @@ def list_documents(
     path: str | Path, selection: Selection | None = None, *, first: int = 0, limit: int | None = None
 ) -> tuple[list[StoredDocument], int]:
     """List the documents that are meant, all where nothing is said, and count all that are; for looking through."""
-    if first < 0 or (limit is not None and limit < 0):
-        raise ParameterError(f"first ({first}) and limit ({limit}) must be at least 0.")
+    if not 0 <= first < LARGEST or not 0 <= (limit or 0) < LARGEST:
+        raise ParameterError(f"first ({first}) and limit ({limit}) must be from 0 to {LARGEST - 1}.")
     with closing(Catalog.open(Path(path) / FILE)) as catalog, catalog.snapshot():
         check_complete(catalog)
         condition = (selection or Selection()).condition()
