@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 import sqlite3
@@ -444,6 +445,32 @@ def test_documents_are_chosen_by_id_pattern_and_field(memory):
             list_documents(memory, Selection(where=(wrong,)))
     with pytest.raises(ParameterError, match="Which documents"):
         remove(memory)
+
+
+@given(
+    names=st.lists(st.text("ab[]?^-!1.\\", min_size=1, max_size=6), min_size=1, max_size=6, unique=True),
+    pattern=st.text("ab[]?^-!1.\\*", max_size=6),
+)
+def test_only_a_star_is_special_in_a_pattern_of_sources(names, pattern):
+    with closing(sqlite3.connect(":memory:")) as connection:
+        connection.execute("CREATE TABLE documents (source TEXT)")
+        connection.executemany("INSERT INTO documents VALUES (?)", ((name,) for name in names))
+
+        def chosen(source: str) -> set[str]:
+            condition, values = Selection(source=source).condition()
+            return {row[0] for row in connection.execute(f"SELECT source FROM documents WHERE {condition}", values)}
+
+        assert [chosen(name) for name in names] == [{name} for name in names]
+        regular = re.compile(".*".join(re.escape(part) for part in pattern.split("*")), re.DOTALL)
+        assert chosen(pattern) == {name for name in names if regular.fullmatch(name)}
+
+
+def test_a_number_that_no_catalog_can_hold_is_refused_in_one_line(memory, capfd):
+    for option in ("--limit", "--first"):
+        code, _, err = knnlm(capfd, "documents", memory, option, "99999999999999999999")
+        assert code == 2
+        assert "must be from 0 to" in err
+        assert "damaged" not in err
 
 
 def test_what_learnt_from_a_removed_document_is_named_until_it_is_made_again(memory):
