@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 from contextlib import closing
+from pathlib import Path
 
 import numpy as np
 import pyarrow.parquet as pq
@@ -225,6 +227,32 @@ def test_rows_whose_keys_were_pruned_have_none_and_the_others_their_counts(seed,
             assert count == counts[row]
     assert table["row"].to_pylist() == list(range(40))
     assert ("count" in table.column_names) == bool(keep.any())
+
+
+def test_an_export_removes_only_what_a_stopped_one_has_left(lm, tmp_path, monkeypatch):
+    build(documents(4), tmp_path / "m", lm=lm).close()
+    (tmp_path / "out.partial").mkdir()
+    (tmp_path / "out.partial" / "thesis.txt").write_text("years of work")
+    own = tmp_path / "out.knnlm-export"
+    own.mkdir()
+    for name in ("part-00000.parquet", "thesis.txt"):  # the first has a name of ours, but nothing says that it is
+        (own / name).write_text("years of work")
+        with pytest.raises(ParameterError, match="holds what no export has written"):
+            export(tmp_path / "m", tmp_path / "out")
+        assert (own / name).read_text() == "years of work"
+        (own / name).unlink()
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "rename", lambda *_: os._exit(7))
+        if (child := os.fork()) == 0:
+            export(tmp_path / "m", tmp_path / "out", file_rows=20)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+    assert len(list(own.glob("part-*"))) > 2
+    done = export(tmp_path / "m", tmp_path / "out")
+    assert len(read_back(tmp_path / "out")) == done.rows
+    assert [file.name for file in (tmp_path / "out").iterdir()] == ["part-00000.parquet"]
+    assert not own.exists()
+    assert (tmp_path / "out.partial" / "thesis.txt").read_text() == "years of work"
 
 
 def test_the_commands_import_and_export(peer, model_folder, tmp_path, capfd):
