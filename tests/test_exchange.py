@@ -16,7 +16,9 @@ from hypothesis import strategies as st
 
 import oracle
 from conftest import documents
+from knnlm import compact, remove
 from knnlm.datastore import Datastore, build, derive, open_index
+from knnlm.datastore.catalog import Catalog
 from knnlm.errors import DatastoreError, ModelMismatch, ParameterError
 from knnlm.guarding import export, import_arrays, verify
 from knnlm.guarding.importing import open_arrays
@@ -152,8 +154,6 @@ def test_nothing_is_allocated_before_the_lengths_are_seen_to_fit(peer, lm, tmp_p
 
 
 def test_an_import_that_was_stopped_goes_on(peer, lm, tmp_path, monkeypatch):
-    from knnlm.datastore.catalog import Catalog
-
     folder, keys, values = peer
     paths = write(folder, keys, values)
     import_arrays(*paths, tmp_path / "whole", lm=lm, segment_rows=30)
@@ -175,6 +175,23 @@ def test_an_import_that_was_stopped_goes_on(peer, lm, tmp_path, monkeypatch):
         assert one.fingerprint == two.fingerprint
     with pytest.raises(DatastoreError, match="is a finished memory already"):
         import_arrays(*paths, tmp_path / "m", lm=lm, segment_rows=30)
+
+
+def test_the_name_of_an_import_goes_with_its_document(peer, lm, tmp_path):
+    _, keys, values = peer
+    secret = tmp_path / "secret"
+    secret.mkdir()
+    paths = [path.rename(secret / f"CUSTOMER_{path.name}") for path in write(tmp_path, keys, values)]
+    import_arrays(*paths, tmp_path / "m", lm=lm, segment_rows=60)
+    with closing(Catalog.open(tmp_path / "m" / "catalog.db", write=True)) as catalog:
+        about = catalog.get("derived")["import"]
+        assert about == {"format": "knn-transformers", "rows": 120}
+        # As it was written before.
+        catalog.put(derived={"import": {**about, "keys": "CUSTOMER_keys.npy", "values": "CUSTOMER_vals.npy"}})
+    remove(tmp_path / "m", source="*")
+    assert compact(tmp_path / "m").purged
+    for file in (tmp_path / "m").rglob("*"):
+        assert file.is_dir() or b"CUSTOMER" not in file.read_bytes(), file
 
 
 def read_back(folder):

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from knnlm.datastore.adding import check_complete
 from knnlm.datastore.arrays import LOST, index_folder, segment_folder
@@ -106,12 +107,21 @@ def _forget(folder: Path, catalog: Catalog, documents: list[StoredDocument]) -> 
     """Take documents out of the catalog, and note their rows and what may have learnt from them."""
     forgot = {**(catalog.get(FORGOT) or {}), **_trained_marks(folder)}
     with catalog.change() as connection:
-        catalog.put_within(next_document=catalog.next_document(), **{FORGOT: forgot})
+        catalog.put_within(next_document=catalog.next_document(), **{FORGOT: forgot}, **_less_names(catalog))
         connection.executemany(
             "INSERT INTO removed VALUES (?, ?, ?, ?)",
             ((one.number, one.segment, one.first_row, one.rows) for one in documents),
         )
         connection.executemany("DELETE FROM documents WHERE number = ?", ((one.number,) for one in documents))
+
+
+def _less_names(catalog: Catalog) -> dict[str, Any]:
+    """Give the fact of an import without the names of its files, which earlier imports have left there."""
+    derived = catalog.get("derived")
+    about = derived.get("import") if isinstance(derived, dict) else None
+    if not isinstance(about, dict):
+        return {}
+    return {"derived": {"import": {name: about[name] for name in about if name not in ("keys", "values")}}}
 
 
 def _check_some(catalog: Catalog, selection: Selection, found: list[StoredDocument]) -> None:
