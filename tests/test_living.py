@@ -485,6 +485,52 @@ def test_what_learnt_from_a_removed_document_is_named_until_it_is_made_again(mem
     assert evidence(memory).trained == ()
 
 
+def test_each_gate_that_learnt_from_a_removed_document_is_named_whatever_others_come(memory):
+    (memory / "mixtures").mkdir()
+    for name in ("one", "two"):
+        (memory / "mixtures" / f"{name}.safetensors").write_bytes(name.encode())
+    remove(memory, document="d1")
+    (memory / "mixtures" / "three.safetensors").write_bytes(b"three")
+    (memory / "mixtures" / "two.safetensors").unlink()
+    assert [one.path for one in evidence(memory).trained] == ["mixtures/one.safetensors"]
+    remove(memory, document="d2")
+    assert [one.path for one in evidence(memory).trained] == ["mixtures/one.safetensors", "mixtures/three.safetensors"]
+
+
+def test_an_offset_that_removed_keys_may_be_in_is_named(lm, tmp_path):
+    with closing(build(DOCUMENTS[:4], tmp_path / "m", lm=lm)) as store:
+        keys = store.take(torch.arange(store.rows))
+    with closing(Catalog.open(tmp_path / "m" / "catalog.db", write=True)) as catalog:
+        catalog.put(offset=keys.mean(0).tolist())
+    assert evidence(tmp_path / "m").trained == ()
+    remove(tmp_path / "m", document="d1")
+    (found,) = evidence(tmp_path / "m").trained
+    assert (found.path, found.goes) == ("catalog.db", "build again")
+    assert "offset" in found.what
+
+
+def test_sorted_text_from_before_a_removal_is_named_as_long_as_it_is_there(memory):
+    def named() -> bool:
+        return any(one.path == "ngram" for one in evidence(memory).bytes)
+
+    reader = Datastore.open(memory)
+    open_suffixes(reader)
+    assert not named()
+    remove(memory, document="d1")
+    assert named()
+    assert not compact(memory).purged
+    assert (memory / "ngram").exists()
+    assert named()
+    reader.close()
+    assert compact(memory).purged
+    assert not named()
+    remove(memory, document="d2")
+    with closing(Datastore.open(memory)) as store:
+        open_suffixes(store)  # of what is there now
+    assert (memory / "ngram").exists()
+    assert not named()
+
+
 def test_a_second_writer_is_refused_or_waits_and_a_dead_one_is_in_nobodys_way(memory):
     script = textwrap.dedent("""
         import sys, time
