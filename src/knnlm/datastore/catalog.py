@@ -33,6 +33,7 @@ BUILT, DERIVED, LIVING, CODED = FORMATS = 1, 2, 3, 4
 GENERATION, LAYOUT = "generation", "layout"  # facts: how often the content has changed, and the numbers of its rows
 LANGUAGE_MODEL = "language_model"  # the fact that names the model that a memory is for, if that is not its reader
 SKIPPED = "index_skipped"  # the fact that says which keys the index has left out: [first, count] each
+WISH = "index_wanted"  # the fact that says which index is still to be made, by a command that may have been killed
 FILE = "catalog.db"
 PARTIAL = ("catalog.partial", "catalog.partial-journal", "catalog.partial-wal", "catalog.partial-shm")
 
@@ -264,6 +265,8 @@ class Catalog:
         """Make this the only index, or let there be none; `skipped` are the stretches of keys it has left out."""
         with self._transaction():
             self.put_index(index, skipped or [])
+            if self.get(WISH) is not None:
+                self._put(WISH, None)
 
     def put_index(self, index: IndexRow | None, skipped: list[tuple[int, int]]) -> None:
         """Do so within a change."""
