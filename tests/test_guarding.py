@@ -25,10 +25,12 @@ from knnlm.datastore.catalog import Catalog
 from knnlm.datastore.suffixes import open_suffixes
 from knnlm.errors import DatastoreCorrupt, DatastoreError
 from knnlm.guarding import repair, repairing, verify
+from knnlm.memory.output import save_output
 from knnlm.mixture import Mixture
 from knnlm.tuning import tune
 from test_cli import failure
 from test_cli import knnlm as command
+from test_output import card_of, random_matrix
 
 
 @pytest.fixture(scope="module")
@@ -420,6 +422,17 @@ def test_a_gate_that_was_tuned_is_sound_and_one_that_was_damaged_is_set_aside(me
     assert not gate.exists()
     assert verify(memory, deep=True).sound
     Mixture.open(memory, lm)  # as nobody has tuned it
+
+
+def test_a_flipped_bit_in_an_output_matrix_is_found_and_it_is_set_aside(memory):
+    (memory / "output").mkdir()
+    save_output(memory / "output", random_matrix([1, 2]), card_of(3, 2, 5, 40))
+    assert verify(memory).sound
+    flip(memory / "output/output.safetensors", -5)
+    assert named(verify(memory)) == {"output/output.safetensors"}
+    assert (repair(memory).kept_in / "output/output.safetensors").is_file()
+    assert not (memory / "output/output.safetensors").exists()
+    assert verify(memory, deep=True).sound
 
 
 def test_weights_whose_gate_is_missing_are_found_and_taken_out_and_others_stay(memory, lm):
