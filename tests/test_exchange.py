@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
-from contextlib import closing
+import os
+from contextlib import closing, suppress
+from pathlib import Path
 
 import numpy as np
 import pyarrow.parquet as pq
@@ -14,7 +16,9 @@ from hypothesis import strategies as st
 
 import oracle
 from conftest import documents
+from knnlm import compact, remove
 from knnlm.datastore import Datastore, build, derive, open_index
+from knnlm.datastore.catalog import Catalog
 from knnlm.errors import DatastoreError, ModelMismatch, ParameterError
 from knnlm.guarding import export, import_arrays, verify
 from knnlm.guarding.importing import open_arrays
@@ -150,8 +154,6 @@ def test_nothing_is_allocated_before_the_lengths_are_seen_to_fit(peer, lm, tmp_p
 
 
 def test_an_import_that_was_stopped_goes_on(peer, lm, tmp_path, monkeypatch):
-    from knnlm.datastore.catalog import Catalog
-
     folder, keys, values = peer
     paths = write(folder, keys, values)
     import_arrays(*paths, tmp_path / "whole", lm=lm, segment_rows=30)
@@ -173,6 +175,23 @@ def test_an_import_that_was_stopped_goes_on(peer, lm, tmp_path, monkeypatch):
         assert one.fingerprint == two.fingerprint
     with pytest.raises(DatastoreError, match="is a finished memory already"):
         import_arrays(*paths, tmp_path / "m", lm=lm, segment_rows=30)
+
+
+def test_the_name_of_an_import_goes_with_its_document(peer, lm, tmp_path):
+    _, keys, values = peer
+    secret = tmp_path / "secret"
+    secret.mkdir()
+    paths = [path.rename(secret / f"CUSTOMER_{path.name}") for path in write(tmp_path, keys, values)]
+    import_arrays(*paths, tmp_path / "m", lm=lm, segment_rows=60)
+    with closing(Catalog.open(tmp_path / "m" / "catalog.db", write=True)) as catalog:
+        about = catalog.get("derived")["import"]
+        assert about == {"format": "knn-transformers", "rows": 120}
+        # As it was written before.
+        catalog.put(derived={"import": {**about, "keys": "CUSTOMER_keys.npy", "values": "CUSTOMER_vals.npy"}})
+    remove(tmp_path / "m", source="*")
+    assert compact(tmp_path / "m").purged
+    for file in (tmp_path / "m").rglob("*"):
+        assert file.is_dir() or b"CUSTOMER" not in file.read_bytes(), file
 
 
 def read_back(folder):
@@ -225,6 +244,34 @@ def test_rows_whose_keys_were_pruned_have_none_and_the_others_their_counts(seed,
             assert count == counts[row]
     assert table["row"].to_pylist() == list(range(40))
     assert ("count" in table.column_names) == bool(keep.any())
+
+
+def test_an_export_removes_only_what_a_stopped_one_has_left(lm, tmp_path, monkeypatch):
+    build(documents(4), tmp_path / "m", lm=lm).close()
+    (tmp_path / "out.partial").mkdir()
+    (tmp_path / "out.partial" / "thesis.txt").write_text("years of work")
+    own = tmp_path / "out.knnlm-export"
+    own.mkdir()
+    for name in ("part-00000.parquet", "thesis.txt"):  # the first has a name of ours, but nothing says that it is
+        (own / name).write_text("years of work")
+        with pytest.raises(ParameterError, match="holds what no export has written"):
+            export(tmp_path / "m", tmp_path / "out")
+        assert (own / name).read_text() == "years of work"
+        (own / name).unlink()
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "rename", lambda *_: os._exit(7))
+        if (child := os.fork()) == 0:
+            with suppress(BaseException):
+                export(tmp_path / "m", tmp_path / "out", file_rows=20)
+            os._exit(1)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+    assert len(list(own.glob("part-*"))) > 2
+    done = export(tmp_path / "m", tmp_path / "out")
+    assert len(read_back(tmp_path / "out")) == done.rows
+    assert [file.name for file in (tmp_path / "out").iterdir()] == ["part-00000.parquet"]
+    assert not own.exists()
+    assert (tmp_path / "out.partial" / "thesis.txt").read_text() == "years of work"
 
 
 def test_the_commands_import_and_export(peer, model_folder, tmp_path, capfd):

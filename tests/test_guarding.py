@@ -9,7 +9,7 @@ import sqlite3
 import subprocess
 import sys
 import textwrap
-from contextlib import closing
+from contextlib import closing, suppress
 from pathlib import Path
 
 import numpy as np
@@ -21,13 +21,16 @@ from hypothesis import strategies as st
 import knnlm
 from conftest import BESIDE, documents
 from knnlm.datastore import Datastore, build, build_index, derive, open_index
+from knnlm.datastore.catalog import Catalog
 from knnlm.datastore.suffixes import open_suffixes
 from knnlm.errors import DatastoreCorrupt, DatastoreError
-from knnlm.guarding import repair, verify
+from knnlm.guarding import repair, repairing, verify
+from knnlm.memory.output import save_output
 from knnlm.mixture import Mixture
 from knnlm.tuning import tune
 from test_cli import failure
 from test_cli import knnlm as command
+from test_output import card_of, random_matrix
 
 
 @pytest.fixture(scope="module")
@@ -364,6 +367,28 @@ def test_a_repair_that_is_killed_anywhere_is_finished_by_the_next(memory, tmp_pa
         assert kept == {"000001", "000002"}
 
 
+def test_a_repair_that_is_killed_before_the_index_is_finished_by_the_next(memory, capfd, monkeypatch):
+    with closing(Datastore.open(memory)) as store:
+        build_index(store, "IVF2,Flat", metric="ip")
+    flip(memory / "segments/000001/keys.npy", -1)
+    with monkeypatch.context() as patched:
+        patched.setattr(repairing, "fulfil", lambda *_, **__: os._exit(7))
+        if (child := os.fork()) == 0:
+            with suppress(BaseException):
+                repair(memory)
+            os._exit(1)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+    with closing(Catalog.open(memory / "catalog.db")) as catalog:
+        assert catalog.indexes() == []
+    code, out, _ = command(capfd, "repair", memory, "--wait", "5")
+    assert (code, "nothing is wrong; the index IVF2,Flat was made again" in out) == (0, True)
+    with closing(Catalog.open(memory / "catalog.db")) as catalog:
+        (row,) = catalog.indexes()
+        assert (row.spec, row.metric, catalog.get("index_wanted")) == ("IVF2,Flat", "ip", None)
+    assert repair(memory).index is None
+    assert verify(memory, deep=True).sound
+
+
 def test_the_commands_say_what_is_wrong_with_exit_codes(memory, capfd):
     code, out, _ = command(capfd, "verify", memory)
     assert code == 0
@@ -396,3 +421,30 @@ def test_a_gate_that_was_tuned_is_sound_and_one_that_was_damaged_is_set_aside(me
     assert repair(memory).kept_in is not None
     assert not gate.exists()
     assert verify(memory, deep=True).sound
+    Mixture.open(memory, lm)  # as nobody has tuned it
+
+
+def test_a_flipped_bit_in_an_output_matrix_is_found_and_it_is_set_aside(memory):
+    (memory / "output").mkdir()
+    save_output(memory / "output", random_matrix([1, 2]), card_of(3, 2, 5, 40))
+    assert verify(memory).sound
+    flip(memory / "output/output.safetensors", -5)
+    assert named(verify(memory)) == {"output/output.safetensors"}
+    assert (repair(memory).kept_in / "output/output.safetensors").is_file()
+    assert not (memory / "output/output.safetensors").exists()
+    assert verify(memory, deep=True).sound
+
+
+def test_weights_whose_gate_is_missing_are_found_and_taken_out_and_others_stay(memory, lm):
+    held_out = documents(6, words=40, start=50)
+    tune(Mixture.open(memory, lm, memories="ngram"), held_out, weights="fixed")
+    tune(Mixture.open(memory, lm, memories="knn"), held_out, weights="gated")
+    (gate,) = (memory / "mixtures").glob("*.safetensors")
+    gate.unlink()
+    assert named(verify(memory)) == {f"mixtures/{gate.name}"}
+    assert repair(memory).kept_in is None
+    assert verify(memory, deep=True).sound
+    with closing(Catalog.open(memory / "catalog.db")) as catalog:
+        (left,) = catalog.get("choices").values()
+        assert ([spec["kind"] for spec in left["memories"]], catalog.get("chosen")) == (["ngram"], None)
+    Mixture.open(memory, lm)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 import sqlite3
@@ -11,7 +12,7 @@ import subprocess
 import sys
 import textwrap
 import time
-from contextlib import closing
+from contextlib import closing, suppress
 
 import hypothesis.strategies as st
 import numpy as np
@@ -446,6 +447,32 @@ def test_documents_are_chosen_by_id_pattern_and_field(memory):
         remove(memory)
 
 
+@given(
+    names=st.lists(st.text("ab[]?^-!1.\\", min_size=1, max_size=6), min_size=1, max_size=6, unique=True),
+    pattern=st.text("ab[]?^-!1.\\*", max_size=6),
+)
+def test_only_a_star_is_special_in_a_pattern_of_sources(names, pattern):
+    with closing(sqlite3.connect(":memory:")) as connection:
+        connection.execute("CREATE TABLE documents (source TEXT)")
+        connection.executemany("INSERT INTO documents VALUES (?)", ((name,) for name in names))
+
+        def chosen(source: str) -> set[str]:
+            condition, values = Selection(source=source).condition()
+            return {row[0] for row in connection.execute(f"SELECT source FROM documents WHERE {condition}", values)}
+
+        assert [chosen(name) for name in names] == [{name} for name in names]
+        regular = re.compile(".*".join(re.escape(part) for part in pattern.split("*")), re.DOTALL)
+        assert chosen(pattern) == {name for name in names if regular.fullmatch(name)}
+
+
+def test_a_number_that_no_catalog_can_hold_is_refused_in_one_line(memory, capfd):
+    for option in ("--limit", "--first"):
+        code, _, err = knnlm(capfd, "documents", memory, option, "99999999999999999999")
+        assert code == 2
+        assert "must be from 0 to" in err
+        assert "damaged" not in err
+
+
 def test_what_learnt_from_a_removed_document_is_named_until_it_is_made_again(memory):
     (memory / "output").mkdir()
     (memory / "output" / "output.safetensors").write_bytes(b"trained")
@@ -456,6 +483,52 @@ def test_what_learnt_from_a_removed_document_is_named_until_it_is_made_again(mem
     assert (found.path, found.goes) == ("output", "train again")
     (memory / "output" / "output.safetensors").write_bytes(b"retrain")
     assert evidence(memory).trained == ()
+
+
+def test_each_gate_that_learnt_from_a_removed_document_is_named_whatever_others_come(memory):
+    (memory / "mixtures").mkdir()
+    for name in ("one", "two"):
+        (memory / "mixtures" / f"{name}.safetensors").write_bytes(name.encode())
+    remove(memory, document="d1")
+    (memory / "mixtures" / "three.safetensors").write_bytes(b"three")
+    (memory / "mixtures" / "two.safetensors").unlink()
+    assert [one.path for one in evidence(memory).trained] == ["mixtures/one.safetensors"]
+    remove(memory, document="d2")
+    assert [one.path for one in evidence(memory).trained] == ["mixtures/one.safetensors", "mixtures/three.safetensors"]
+
+
+def test_an_offset_that_removed_keys_may_be_in_is_named(lm, tmp_path):
+    with closing(build(DOCUMENTS[:4], tmp_path / "m", lm=lm)) as store:
+        keys = store.take(torch.arange(store.rows))
+    with closing(Catalog.open(tmp_path / "m" / "catalog.db", write=True)) as catalog:
+        catalog.put(offset=keys.mean(0).tolist())
+    assert evidence(tmp_path / "m").trained == ()
+    remove(tmp_path / "m", document="d1")
+    (found,) = evidence(tmp_path / "m").trained
+    assert (found.path, found.goes) == ("catalog.db", "build again")
+    assert "offset" in found.what
+
+
+def test_sorted_text_from_before_a_removal_is_named_as_long_as_it_is_there(memory):
+    def named() -> bool:
+        return any(one.path == "ngram" for one in evidence(memory).bytes)
+
+    reader = Datastore.open(memory)
+    open_suffixes(reader)
+    assert not named()
+    remove(memory, document="d1")
+    assert named()
+    assert not compact(memory).purged
+    assert (memory / "ngram").exists()
+    assert named()
+    reader.close()
+    assert compact(memory).purged
+    assert not named()
+    remove(memory, document="d2")
+    with closing(Datastore.open(memory)) as store:
+        open_suffixes(store)  # of what is there now
+    assert (memory / "ngram").exists()
+    assert not named()
 
 
 def test_a_second_writer_is_refused_or_waits_and_a_dead_one_is_in_nobodys_way(memory):
@@ -496,6 +569,59 @@ def test_a_folder_that_cannot_be_written_is_read(lm, memory, alone, monkeypatch)
     with closing(Datastore.open(memory)) as store:
         expect(store, [DOCUMENTS[0], *DOCUMENTS[2:12]], lm, alone)
         assert not store.stale
+
+
+def test_a_reader_who_cannot_write_keeps_its_snapshot_while_the_owner_writes(lm, memory, alone, monkeypatch):
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "access", lambda *_: False)
+        store = Datastore.open(memory)
+    with closing(store):
+        add(DOCUMENTS[12:16], memory, lm=lm)
+        for number in range(6):
+            remove(memory, document=f"d{number}")
+        assert not compact(memory).purged
+        expect(store, DOCUMENTS[:12], lm, alone)
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "access", lambda *_: False)
+        assert store.stale
+        with closing(Datastore.open(memory)) as now:
+            expect(now, DOCUMENTS[6:16], lm, alone)
+
+
+def test_a_reader_who_cannot_write_sees_what_is_only_in_the_log_yet_and_nothing_half_written(memory, monkeypatch):
+    """Another process holds the log open, and changes the catalog all the time."""
+    script = textwrap.dedent("""
+        import sqlite3, sys
+        connection = sqlite3.connect(sys.argv[1] + "/catalog.db", isolation_level=None)
+        connection.execute("PRAGMA wal_autocheckpoint=3")
+        for number in range(1, 10**9):
+            connection.execute("BEGIN")
+            connection.execute("UPDATE documents SET source = ?", (f"{number} " * 200,))
+            connection.execute("INSERT OR REPLACE INTO meta VALUES ('number', ?)", (number,))
+            connection.execute("COMMIT")
+            if number == 1:
+                print("begun", flush=True)
+                sys.stdin.readline()
+    """)
+    arguments = [sys.executable, "-c", script, str(memory)]
+    process = subprocess.Popen(arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout.readline() == "begun\n"
+        monkeypatch.setattr(os, "access", lambda *_: False)
+        seen = []
+        for turn in range(12):
+            with suppress(DatastoreBusy), closing(Catalog.open(memory / "catalog.db", hold=True)) as catalog:
+                seen.append(catalog.get("number"))
+                assert {one.source for one in catalog.documents()} == {f"{seen[-1]} " * 200}
+                assert catalog.integrity() == []
+            if turn == 0:
+                assert seen == [1]
+                process.stdin.write("go\n")
+                process.stdin.flush()
+    finally:
+        process.kill()
+        process.wait()
+    assert seen == sorted(seen)
 
 
 def test_compaction_refuses_to_copy_what_is_damaged(memory):

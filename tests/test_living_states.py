@@ -26,6 +26,7 @@ import oracle
 from conftest import documents
 from knnlm import CausalLM, Datastore, add, build, build_index, compact, remove
 from knnlm.datastore import open_index
+from knnlm.guarding import merge, verify
 from models import tiny, tiny_tokenizer
 
 ALL = documents(9, words=8)
@@ -77,6 +78,8 @@ class Memory(RuleBasedStateMachine):
         self.path = self.folder / "memory"
         self.ids: list[str] = []
         self.held: list[tuple[Datastore, list[str]]] = []
+        self.elsewhere: list[tuple[Datastore, list[str]]] = []  # of memories that were merged since
+        self.merges = 0
 
     @initialize(count=st.integers(0, 4), rows=st.sampled_from([20, 60, 1000]))
     def begin(self, count, rows):
@@ -108,6 +111,21 @@ class Memory(RuleBasedStateMachine):
         done = compact(self.path, segment_rows=rows)
         assert done.purged == (not self.held)
 
+    @rule(numbers=st.lists(st.integers(0, len(ALL) - 1), max_size=3, unique=True), first=st.booleans())
+    def merge(self, numbers, first):
+        """Go on with a merge of the memory and another one, in either order; those who hold the old one keep it."""
+        self.merges += 1
+        other, out = self.folder / f"other-{self.merges}", self.folder / f"merged-{self.merges}"
+        build([ALL[number] for number in numbers], other, lm=reader(), segment_rows=40).close()
+        others = [f"d{number}" for number in numbers]
+        both = [others, self.ids] if first else [self.ids, others]
+        done = merge([other, self.path] if first else [self.path, other], out)
+        right = list(dict.fromkeys(both[0] + both[1]))
+        assert (done.documents, done.duplicates) == (len(right), len(both[0] + both[1]) - len(right))
+        assert verify(out, deep=True).sound
+        self.path, self.ids = out, right
+        self.elsewhere, self.held = self.elsewhere + self.held, []
+
     @precondition(lambda self: len(self.held) < 2)
     @rule()
     def hold(self):
@@ -122,13 +140,13 @@ class Memory(RuleBasedStateMachine):
     def everybody_sees_what_they_should(self):
         if not self.path.exists():
             return
-        for store, ids in self.held:
+        for store, ids in self.held + self.elsewhere:
             check(store, ids)
         with closing(Datastore.open(self.path)) as store:
             check(store, self.ids)
 
     def teardown(self):
-        for store, _ in self.held:
+        for store, _ in self.held + self.elsewhere:
             store.close()
         shutil.rmtree(self.folder)
 

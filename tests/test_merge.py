@@ -8,7 +8,7 @@ import shutil
 import subprocess
 import sys
 import textwrap
-from contextlib import closing
+from contextlib import closing, suppress
 from pathlib import Path
 
 import numpy as np
@@ -22,7 +22,7 @@ from conftest import documents
 from knnlm.datastore import Datastore, KeyMap, build, derive, open_index
 from knnlm.datastore.catalog import FILE, Catalog
 from knnlm.errors import DatastoreCorrupt, DatastoreError, ModelMismatch, ParameterError
-from knnlm.guarding import merge, verify
+from knnlm.guarding import merge, merging, verify
 from knnlm.lm import CausalLM, WindowShape
 from models import tiny, tiny_tokenizer
 from test_cli import failure
@@ -255,6 +255,25 @@ def test_a_merge_that_is_killed_anywhere_goes_on_and_ends_with_the_same_bytes(th
                 assert found[name] == expected[name], name
         with closing(Datastore.open(out)) as one, closing(Datastore.open(tmp_path / "whole")) as two:
             assert list(one.catalog.documents()) == list(two.catalog.documents())
+
+
+def test_a_merge_that_is_killed_before_its_index_makes_it_when_it_is_given_again(three, tmp_path, monkeypatch):
+    out = tmp_path / "all"
+    with monkeypatch.context() as patched:
+        patched.setattr(merging, "fulfil", lambda *_, **__: os._exit(7))
+        if (child := os.fork()) == 0:
+            with suppress(BaseException):
+                merge(three, out, index="Flat", metric="ip")
+            os._exit(1)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+    with pytest.raises(DatastoreError, match="is a finished memory already"):
+        merge(three[:2], out, index="Flat", metric="ip")
+    done = merge(three, out, index="Flat", metric="ip")
+    assert (done.index, done.documents, done.duplicates) == ("Flat", 12, 3)
+    with closing(Catalog.open(out / FILE)) as catalog:
+        assert [(row.spec, row.metric) for row in catalog.indexes()] == [("Flat", "ip")]
+    with pytest.raises(DatastoreError, match="is a finished memory already"):
+        merge(three, out, index="Flat", metric="ip")
 
 
 def test_memory_use_does_not_grow_with_what_is_merged(tmp_path):

@@ -58,6 +58,7 @@ def repair(
     memory: options.Memory,
     index: Annotated[bool, typer.Option("--index/--no-index", help="Make the index again.")] = True,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would be done.")] = False,
+    wait: options.Wait = 0.0,
     json: options.Json = False,
 ) -> None:
     """knnlm repair memory
@@ -67,7 +68,7 @@ def repair(
     """
     from knnlm import guarding
 
-    done = guarding.repair(memory, index=index, dry_run=dry_run, progress=screen.bar)
+    done = guarding.repair(memory, index=index, dry_run=dry_run, wait=wait, progress=screen.bar)
     if json:
         screen.print_json(_plain(asdict(done)))
         return
@@ -75,11 +76,11 @@ def repair(
         screen.out.print(f"lost: {document.source} ({document.id}), {document.tokens:,} tokens", markup=False)
     for name in done.dropped:
         screen.out.print(f"dropped: {name}", markup=False)
+    made = f"; the index {done.index} was made again" if done.index else ""
     if done.before.sound:
-        screen.out.print(f"{memory}: nothing is wrong", markup=False)
+        screen.out.print(f"{memory}: nothing is wrong{made}", markup=False)
         return
     kept = f"; what was damaged is in {done.kept_in}" if done.kept_in else ""
-    made = f"; the index {done.index} was made again" if done.index else ""
     would = "would have" if dry_run else "has"
     screen.out.print(
         f"{memory} {would} {screen.count(done.documents, 'document')} of {done.tokens:,} tokens, "
@@ -95,6 +96,7 @@ def merge(
         str | None, typer.Option(help="Make an index too: auto, exact, or a FAISS factory string.", show_default="none")
     ] = None,
     metric: Annotated[str, typer.Option(help="Of the index: l2 (squared) or ip (inner product).")] = "l2",
+    wait: options.Wait = 0.0,
     json: options.Json = False,
 ) -> None:
     """knnlm merge memory --out merged
@@ -104,7 +106,7 @@ def merge(
     """
     from knnlm import guarding
 
-    done = guarding.merge(memories, out, index=index, metric=metric, progress=screen.bar)
+    done = guarding.merge(memories, out, index=index, metric=metric, wait=wait, progress=screen.bar)
     if json:
         screen.print_json(_plain(asdict(done)))
         return

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from knnlm.datastore import schema
+from knnlm.datastore.frozen import open_frozen
 from knnlm.datastore.schema import IndexRow as IndexRow
 from knnlm.datastore.schema import RemovedRow as RemovedRow
 from knnlm.datastore.schema import SegmentRow as SegmentRow
@@ -32,6 +33,7 @@ BUILT, DERIVED, LIVING, CODED = FORMATS = 1, 2, 3, 4
 GENERATION, LAYOUT = "generation", "layout"  # facts: how often the content has changed, and the numbers of its rows
 LANGUAGE_MODEL = "language_model"  # the fact that names the model that a memory is for, if that is not its reader
 SKIPPED = "index_skipped"  # the fact that says which keys the index has left out: [first, count] each
+WISH = "index_wanted"  # the fact that says which index is still to be made, by a command that may have been killed
 FILE = "catalog.db"
 PARTIAL = ("catalog.partial", "catalog.partial-journal", "catalog.partial-wal", "catalog.partial-shm")
 
@@ -75,7 +77,7 @@ class Catalog:
             raise DatastoreError(f"{path.parent} is not a memory: it has no {path.name}. Make one with: knnlm build")
         check_database(path)
         with _reporting(path):
-            connection = sqlite3.connect(_uri(path, write), uri=True, isolation_level=None, check_same_thread=False)
+            connection = _connect(path, write)
             catalog = cls(connection, path)
             try:
                 check_schema(connection, path)
@@ -263,6 +265,8 @@ class Catalog:
         """Make this the only index, or let there be none; `skipped` are the stretches of keys it has left out."""
         with self._transaction():
             self.put_index(index, skipped or [])
+            if self.get(WISH) is not None:
+                self._put(WISH, None)
 
     def put_index(self, index: IndexRow | None, skipped: list[tuple[int, int]]) -> None:
         """Do so within a change."""
@@ -369,15 +373,13 @@ def _reporting(path: Path) -> Iterator[None]:
         raise DatastoreCorrupt(f"{path} holds a fact that cannot be read ({error}). Build it again.") from None
 
 
-def _uri(path: Path, write: bool) -> str:
-    """Say how SQLite is to open a catalog."""
+def _connect(path: Path, write: bool) -> sqlite3.Connection:
+    """Open the file for SQLite."""
     # Readers too may write, where they can: only so can SQLite take back what a killed writer left half done.
     if write or (os.access(path, os.W_OK) and os.access(path.parent, os.W_OK)):
-        return f"{path.resolve().as_uri()}?mode=rw"
-    log = path.with_name(f"{path.name}-wal")
-    # Nobody can write here, and SQLite could not make its files; unless a log is there, which must be read, too.
-    still = not log.exists() or log.stat().st_size == 0
-    return f"{path.resolve().as_uri()}?mode=ro{'&immutable=1' if still else ''}"
+        uri = f"{path.resolve().as_uri()}?mode=rw"
+        return sqlite3.connect(uri, uri=True, isolation_level=None, check_same_thread=False)
+    return open_frozen(path)  # its owner may write though we may not
 
 
 def _values(row: Any) -> tuple[Any, ...]:

@@ -117,6 +117,6 @@ def _open(folder: Path) -> int | None:
     for flags in (os.O_RDWR | os.O_CREAT, os.O_RDONLY):
         try:
             return os.open(folder / READERS, flags | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
-        except OSError:  # a folder that may not be written: nobody removes anything from it
+        except OSError:  # a folder that we may not write, and nobody has read yet
             continue
     return None

@@ -28,16 +28,16 @@ def purge(folder: Path, catalog: Catalog, *, lease: Lease | None = None, wait: f
         with writing(folder):
             remove_others(folder / "segments", [segment_folder(folder, row.id) for row in catalog.segments()])
             remove_others(folder / "index", [index_folder(folder, row.id) for row in catalog.indexes()])
-            _remove_old_suffixes(folder, catalog)
+            if has_old_suffixes(folder, catalog):
+                shutil.rmtree(folder / SUFFIXES)
         return catalog.settle()
 
 
-def _remove_old_suffixes(folder: Path, catalog: Catalog) -> None:
-    """Remove sorted text of another generation: it holds words of documents that may be gone."""
+def has_old_suffixes(folder: Path, catalog: Catalog) -> bool:
+    """Whether there is sorted text of another generation: it holds words of documents that may be gone."""
     facts = folder / SUFFIXES / "facts.json"
     try:
         generation = json.loads(facts.read_bytes()).get("generation", 0)
     except (OSError, ValueError, AttributeError, RecursionError):
         generation = None
-    if (folder / SUFFIXES).exists() and generation != catalog.generation:
-        shutil.rmtree(folder / SUFFIXES)
+    return (folder / SUFFIXES).exists() and generation != catalog.generation

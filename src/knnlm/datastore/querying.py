@@ -11,6 +11,7 @@ from knnlm.errors import ParameterError
 FIELDS = ("id", "number", "rows", "sha256", "source")
 _CONDITION = re.compile(r"\s*(\w+)\s*=\s?(.*)", re.DOTALL)
 _NUMBERS = ("number", "rows")
+_OTHER_SIGNS = re.compile(r"[\[?]")
 
 
 @dataclass(frozen=True)
@@ -39,8 +40,10 @@ class Selection:
             parts.append(f"{field} = ?")
             values.append(value)
         if self.source is not None:
-            parts.append("source GLOB ?")
-            values.append(self.source)
+            several = "*" in self.source
+            parts.append("source GLOB ?" if several else "source = ?")
+            # SQLite knows more signs than the one that is ours, and names of files may have them.
+            values.append(_OTHER_SIGNS.sub(r"[\g<0>]", self.source) if several else self.source)
         return " AND ".join(parts), values
 
     def _fields(self) -> list[tuple[str, str | int]]:

@@ -11,23 +11,26 @@ from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from knnlm.datastore.adding import check_complete
 from knnlm.datastore.arrays import LOST, index_folder, segment_folder
 from knnlm.datastore.catalog import FILE, Catalog, RemovedRow, StoredDocument
 from knnlm.datastore.locking import writer_lock
-from knnlm.datastore.purging import purge
+from knnlm.datastore.purging import has_old_suffixes, purge
 from knnlm.datastore.querying import Selection
+from knnlm.datastore.strangers import LARGEST
 from knnlm.datastore.suffixes import FOLDER as SUFFIXES
 from knnlm.errors import DatastoreError, ParameterError
 
 FORGOT = "forgot"  # the fact that says what had been trained when documents were removed
+_GATES = "mixtures"
 # What was trained or chosen on a memory's text or keys, and lies in its folder.
 _TRAINED = {
     "map.safetensors": "the map of its keys",
     "codec.safetensors": "the codec of its keys",
     "output": "an output matrix, W_ds",
-    "mixtures": "gates: networks that weigh the memories",
+    _GATES: "a gate: networks that weigh the memories",
     "student": "a student that reads it",
 }
 _PIECE = 1 << 16  # bytes at each end by which one file is told from another
@@ -65,8 +68,8 @@ def list_documents(
     path: str | Path, selection: Selection | None = None, *, first: int = 0, limit: int | None = None
 ) -> tuple[list[StoredDocument], int]:
     """List the documents that are meant, all where nothing is said, and count all that are; for looking through."""
-    if first < 0 or (limit is not None and limit < 0):
-        raise ParameterError(f"first ({first}) and limit ({limit}) must be at least 0.")
+    if not 0 <= first < LARGEST or not 0 <= (limit or 0) < LARGEST:
+        raise ParameterError(f"first ({first}) and limit ({limit}) must be from 0 to {LARGEST - 1}.")
     with closing(Catalog.open(Path(path) / FILE)) as catalog, catalog.snapshot():
         check_complete(catalog)
         condition = (selection or Selection()).condition()
@@ -103,14 +106,26 @@ def remove(
 
 def _forget(folder: Path, catalog: Catalog, documents: list[StoredDocument]) -> None:
     """Take documents out of the catalog, and note their rows and what may have learnt from them."""
-    forgot = {**(catalog.get(FORGOT) or {}), **_trained_marks(folder)}
+    marks = _trained_marks(folder)
+    # A gate that is gone does not come back: its file is named by what is in it.
+    earlier = {name: mark for name, mark in (catalog.get(FORGOT) or {}).items() if "/" not in name or name in marks}
+    forgot = {**earlier, **marks}
     with catalog.change() as connection:
-        catalog.put_within(next_document=catalog.next_document(), **{FORGOT: forgot})
+        catalog.put_within(next_document=catalog.next_document(), **{FORGOT: forgot}, **_less_names(catalog))
         connection.executemany(
             "INSERT INTO removed VALUES (?, ?, ?, ?)",
             ((one.number, one.segment, one.first_row, one.rows) for one in documents),
         )
         connection.executemany("DELETE FROM documents WHERE number = ?", ((one.number,) for one in documents))
+
+
+def _less_names(catalog: Catalog) -> dict[str, Any]:
+    """Give the fact of an import without the names of its files, which earlier imports have left there."""
+    derived = catalog.get("derived")
+    about = derived.get("import") if isinstance(derived, dict) else None
+    if not isinstance(about, dict):
+        return {}
+    return {"derived": {"import": {name: about[name] for name in about if name not in ("keys", "values")}}}
 
 
 def _check_some(catalog: Catalog, selection: Selection, found: list[StoredDocument]) -> None:
@@ -147,7 +162,8 @@ def _derived(folder: Path, catalog: Catalog, gone: list[RemovedRow]) -> Iterator
     if any(row.rows for row in gone):
         for row in catalog.indexes():
             yield Holding(f"index/{row.id:06d}", f"the index {row.spec}, codes of keys", "compact")
-    if gone and (folder / SUFFIXES).exists():
+    # Also after a compaction that somebody was reading through, when no removed row is left to tell.
+    if catalog.get(FORGOT) is not None and has_old_suffixes(folder, catalog):
         yield Holding(SUFFIXES, "sorted tokens", "compact")
 
 
@@ -165,9 +181,13 @@ def _trained(folder: Path, catalog: Catalog) -> Iterator[Holding]:
     forgot, now = catalog.get(FORGOT), _trained_marks(folder)
     if not isinstance(forgot, dict):
         return
-    for name, what in _TRAINED.items():
-        if name in now and forgot.get(name) == now[name]:
-            yield Holding(name, f"{what}, trained while the documents were there: it cannot forget them", "train again")
+    for name, mark in now.items():
+        if forgot.get(name) == mark:
+            what = f"{_TRAINED[name.partition('/')[0]]}, trained while the documents were there: it cannot forget them"
+            yield Holding(name, what, "train again")
+    if catalog.get("offset") is not None:
+        what = "the offset of its keys, a mean over the first that were read, which removed ones may have been among"
+        yield Holding(FILE, what, "build again")
     if any(segment.counts_sha256 is not None for segment in catalog.segments()):
         yield Holding("segments/*/counts.npy", "votes of keys that were merged into others' keys", "prune again")
 
@@ -177,9 +197,12 @@ def _trained_marks(folder: Path) -> dict[str, str]:
     marks = {}
     for name in _TRAINED:
         place = folder / name
-        files = sorted(place.rglob("*")) if place.is_dir() else [place]
-        if parts := [_ends(file) for file in files if file.is_file()]:
-            marks[name] = hashlib.sha256(b"".join(parts)).hexdigest()[:16]
+        files = sorted(file for file in (place.rglob("*") if place.is_dir() else [place]) if file.is_file())
+        # Gates come and go one by one; a folder of another kind is one thing.
+        groups = {f"{name}/{file.name}": [file] for file in files} if name == _GATES else {name: files}
+        for group, members in groups.items():
+            if members:
+                marks[group] = hashlib.sha256(b"".join(map(_ends, members))).hexdigest()[:16]
     return marks
 
 

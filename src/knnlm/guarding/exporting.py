@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import shutil
+import re
 import time
 from collections.abc import Iterator
 from contextlib import closing
@@ -22,6 +22,9 @@ from knnlm.progress import Advance, Progress, silent
 
 FORMATS = ("parquet",)
 FILE_ROWS = 1 << 20
+_PARTIAL = ".knnlm-export"  # ends the name of a folder that is being written
+_MARKER = ".knnlm-export"  # the file in it that says that it is ours
+_PART = re.compile(r"part-\d{5,}\.parquet")
 _GROUP_BYTES = 1 << 26  # of keys in a row group, which is what is in memory at a time
 
 
@@ -59,19 +62,39 @@ def export(
         raise ParameterError(f"{folder} is there already. Choose another --out, or remove it first.")
     _pyarrow()
     with closing(Datastore.open(memory, trust_index=False)) as store:
-        partial = folder.with_name(folder.name + ".partial")
+        partial = folder.with_name(f"{folder.name}{_PARTIAL}")
         with writing(partial):
-            shutil.rmtree(partial, ignore_errors=True)
-            partial.mkdir(parents=True)
+            _begin(partial)
             with progress("exporting", total=store.rows, unit="tokens") as advance:
                 files = _Export(store, partial, file_rows).run(advance)
             sync_folder(partial)
             if folder.exists():
                 folder.rmdir()
             partial.rename(folder)
+            (folder / _MARKER).unlink()
+            sync_folder(folder)
             sync_folder(folder.parent)
         size = sum(file.stat().st_size for file in folder.iterdir())
         return Exporting(Path(memory), folder, files, store.rows, size, time.perf_counter() - begin)
+
+
+def _begin(partial: Path) -> None:
+    """Make the folder to write to, empty; what a stopped export left there is removed, and nothing else."""
+    if partial.is_symlink() or (partial.exists() and not partial.is_dir()):
+        raise ParameterError(
+            f"{partial} is in the way: an export is written there first. Move it, or choose another --out."
+        )
+    partial.mkdir(parents=True, exist_ok=True)
+    names = sorted(file.name for file in partial.iterdir())
+    ours = [name for name in names if name == _MARKER or _PART.fullmatch(name)]
+    if names and (names != ours or _MARKER not in names):
+        raise ParameterError(
+            f"{partial} holds what no export has written, and is written to first. Move it, or choose another --out."
+        )
+    (partial / _MARKER).touch()
+    for name in ours:
+        if name != _MARKER:
+            (partial / name).unlink()
 
 
 class _Export:

@@ -91,7 +91,8 @@ def import_arrays(
         about = {"format": format, "keys": Path(keys).name, "values": Path(values).name, "rows": len(arrays.values)}
         with closing(_begin(folder, lm, shape, arrays, about)) as catalog:
             _copy(folder, catalog, arrays, Path(keys), lm.vocab_size, segment_rows, progress)
-            catalog.put(state="complete")
+            # The names were needed to go on with the same files only, and must go when the document is forgotten.
+            catalog.put(state="complete", derived={"import": {"format": format, "rows": len(arrays.values)}})
     Datastore.open(folder).close()
     types = arrays.keys.dtype.name, arrays.values.dtype.name
     return Importing(folder, len(arrays.values), *types, agreement, time.perf_counter() - begin)

@@ -20,22 +20,23 @@ import torch
 from torch import Tensor
 
 from knnlm.datastore.arrays import COUNTS, KEPT, KEYS, VALUES, array_shapes, segment_folder
-from knnlm.datastore.catalog import FILE, LANGUAGE_MODEL, Catalog, SegmentRow, StoredDocument
+from knnlm.datastore.catalog import FILE, LANGUAGE_MODEL, WISH, Catalog, SegmentRow, StoredDocument
 from knnlm.datastore.codec import Plain
 from knnlm.datastore.derive import check_out
-from knnlm.datastore.indexing import build_index
 from knnlm.datastore.locking import writer_lock
 from knnlm.datastore.newsegment import NewSegment
 from knnlm.datastore.segment import checksum, remove_others, replacing
 from knnlm.datastore.store import Datastore
 from knnlm.errors import DatastoreCorrupt, DatastoreError, ModelMismatch, ParameterError
+from knnlm.guarding.wishing import fulfil, read_wish, wish
+from knnlm.index.base import check_metric
 from knnlm.progress import Progress, silent
 
 _POSITION = "merged"  # the fact that says how far a merge has come
 # Facts that may differ between memories that fit together; any other must be the same, also one that is not known here.
 _FREE = {"format", "state", "choices", "chosen", "derived", "segment_rows", "batch_tokens", "compile", "generation"}
 _FREE |= {"layout", "index_skipped", "next_segment", "next_document", "forgot", LANGUAGE_MODEL, _POSITION}
-_FREE |= {"offset", "map", "model"}
+_FREE |= {"offset", "map", "model", WISH}
 
 
 @dataclass(frozen=True)
@@ -58,26 +59,47 @@ def merge(
     *,
     index: str | None = None,
     metric: str = "l2",
+    wait: float = 0.0,
     progress: Progress = silent,
 ) -> Merging:
-    """Write one memory with the documents of all, each text once; `index` is made of it if one is named."""
+    """Write one memory with the documents of all, each text once; `index` is made of it if one is named.
+
+    Waits so many seconds for another who writes to `out`.
+    """
     begin, folder = time.perf_counter(), Path(out)
     if not memories:
         raise ParameterError("Nothing to merge: name the memories.")
+    check_metric(metric)
     with ExitStack() as stack:
         stores = [stack.enter_context(closing(Datastore.open(path, trust_index=False))) for path in memories]
         for store in stores:
             check_fits(stores[0], store)
-            check_out(store, folder)
-        with writer_lock(folder, create=True), closing(_begin(folder, stores)) as catalog:
-            _Merge(folder, catalog, stores).run(progress)
-            catalog.put(state="complete", **{_POSITION: None})
+        if index is None or not _lacks_index(folder, stores):
+            for store in stores:
+                check_out(store, folder)
+            with writer_lock(folder, create=True, wait=wait), closing(_begin(folder, stores)) as catalog:
+                _Merge(folder, catalog, stores).run(progress)
+                later = {} if index is None else {WISH: wish(index, metric)}
+                catalog.put(state="complete", **{_POSITION: None}, **later)
         read = sum(store.catalog.document_count() for store in stores)
+    spec = None if index is None else fulfil(folder, index, metric, wait=wait, progress=progress)
     with closing(Datastore.open(folder)) as made:
-        spec = None if index is None else build_index(made, index, metric=metric, progress=progress)
         documents = made.catalog.document_count()
         seconds = time.perf_counter() - begin
         return Merging(folder, len(stores), documents, read - documents, made.rows, made.key_count, spec, seconds)
+
+
+def _lacks_index(folder: Path, stores: Sequence[Datastore]) -> bool:
+    """Whether these memories were merged already, by a command that was killed before it had made the index."""
+    if not (folder / FILE).is_file() or any(folder.resolve() == store.path.resolve() for store in stores):
+        return False
+    with closing(Catalog.open(folder / FILE)) as catalog:
+        same = catalog.get("derived") == _derived(stores) and catalog.get("state") == "complete"
+        return same and read_wish(catalog) is not None
+
+
+def _derived(stores: Sequence[Datastore]) -> dict[str, Any]:
+    return {"merge": [store.fingerprint for store in stores]}
 
 
 def check_fits(first: Datastore, other: Datastore) -> None:
@@ -118,7 +140,7 @@ def _shift(first: Datastore, other: Datastore) -> Tensor | None:
 
 def _begin(folder: Path, stores: Sequence[Datastore]) -> Catalog:
     """Make a new catalog, or open that of an unfinished merge of the same memories."""
-    derived = {"merge": [store.fingerprint for store in stores]}
+    derived = _derived(stores)
     if (folder / FILE).exists():
         catalog = Catalog.open(folder / FILE, write=True, copying=True)
         if catalog.get("derived") != derived:

@@ -18,15 +18,16 @@ from pathlib import Path
 from typing import Any
 
 from knnlm.datastore.arrays import LOST, index_file, segment_folder
-from knnlm.datastore.catalog import FILE, Catalog, IndexRow, SegmentRow
-from knnlm.datastore.indexing import build_index
+from knnlm.datastore.catalog import FILE, WISH, Catalog, IndexRow, SegmentRow
 from knnlm.datastore.locking import nobody_reading, writer_lock
 from knnlm.datastore.segment import sync_folder, writing
-from knnlm.datastore.store import Datastore
 from knnlm.datastore.suffixes import FOLDER as NGRAM
-from knnlm.errors import DatastoreCorrupt, DatastoreError, KnnlmError
+from knnlm.errors import DatastoreBusy, DatastoreCorrupt, DatastoreError, KnnlmError
 from knnlm.guarding.findings import DERIVED, INDEX, SEGMENT, Verification
 from knnlm.guarding.verifying import verify
+from knnlm.guarding.wishing import drop_wish, fulfil, read_wish, wish
+from knnlm.mixture.choice import FOLDER as GATES
+from knnlm.mixture.choice import gate_of
 from knnlm.progress import Progress, silent
 
 _SQLITE = "SQLite says: "
@@ -58,22 +59,30 @@ class Repair:
     seconds: float
 
 
-def repair(path: str | Path, *, index: bool = True, dry_run: bool = False, progress: Progress = silent) -> Repair:
-    """Take out what is damaged, and make the index again if there was one; `dry_run` only says what would be done."""
+def repair(
+    path: str | Path,
+    *,
+    index: bool = True,
+    dry_run: bool = False,
+    wait: float = 0.0,
+    progress: Progress = silent,
+) -> Repair:
+    """Take out what is damaged, and make the index again if there was one; `dry_run` only says what would be done.
+
+    Waits so many seconds for another writer.
+    """
     folder, begin = Path(path), time.perf_counter()
     _check_catalog(folder)
-    with writer_lock(folder):
+    with writer_lock(folder, wait=wait):
         before = verify(folder, deep=True, progress=progress)
-        plan = _plan(folder, before)
+        plan = _plan(folder, before, index=index)
         if not before.sound and not dry_run:
             _carry_out(folder, plan)
-    made = None
-    if plan.indexes and not dry_run and index:
-        made = _index_again(folder, plan.indexes[-1], progress)
+    made = None if dry_run else _index_again(folder, plan, wait, progress)
     after = before if dry_run else verify(folder, deep=not before.sound, progress=progress)
     if not dry_run and not after.sound:
         raise DatastoreCorrupt(f"{folder} is still damaged after the repair: {after.problems[0]}. Build it again.")
-    moved = plan.kept_in if plan.segments or plan.set_aside else None
+    moved = plan.kept_in if (plan.segments or plan.set_aside) and (dry_run or plan.kept_in.exists()) else None
     lost = tuple(plan.lost)
     gone = sum(document.tokens for document in lost) if dry_run else 0
     return Repair(
@@ -98,6 +107,7 @@ class _Plan:
     remaining: list[SegmentRow]
     lost: list[LostDocument]
     indexes: list[IndexRow]  # to drop
+    wish: tuple[str, str] | None  # the index to make then, and its metric
     set_aside: list[Path]  # trained files that are damaged
     dropped: list[str]
     reindex: bool  # of the tables of the catalog
@@ -118,7 +128,7 @@ def _check_catalog(folder: Path) -> None:
     )
 
 
-def _plan(folder: Path, before: Verification) -> _Plan:
+def _plan(folder: Path, before: Verification, *, index: bool) -> _Plan:
     """Decide what to take out; refuse what cannot be repaired."""
     hopeless = [problem for problem in before.problems if problem.part not in (SEGMENT, INDEX, DERIVED)]
     tables = [problem for problem in hopeless if problem.what.startswith(_SQLITE)]
@@ -142,6 +152,10 @@ def _plan(folder: Path, before: Verification) -> _Plan:
         ]
         bad_index = lost or any(problem.part == INDEX for problem in before.problems)
         indexes = catalog.indexes() if bad_index else []
+        # A repair that was killed when it had dropped the index has left its wish.
+        wanted = None if catalog.indexes() else read_wish(catalog)
+        if indexes:
+            wanted = indexes[-1].spec, indexes[-1].metric
     derived = [problem for problem in before.problems if problem.part == DERIVED]
     dropped = [index_file(folder, row.id).relative_to(folder).as_posix() for row in indexes]
     if (folder / NGRAM).exists() and (lost or any(problem.file == NGRAM for problem in derived)):
@@ -150,7 +164,8 @@ def _plan(folder: Path, before: Verification) -> _Plan:
     remaining = [segment for segment in segments if segment not in lost]
     complete = before.state == "complete"
     place = _free_name(folder / LOST)
-    return _Plan(lost, remaining, documents, indexes, aside, dropped, bool(tables), complete, place)
+    wish = wanted if index else None
+    return _Plan(lost, remaining, documents, indexes, wish, aside, dropped, bool(tables), complete, place)
 
 
 def _free_name(folder: Path) -> Path:
@@ -260,6 +275,22 @@ def _change(connection: sqlite3.Connection, plan: _Plan) -> None:
             _put(connection, fact, _number(connection, fact) + 1)
     if plan.segments or plan.indexes:
         connection.execute("DELETE FROM meta WHERE key = 'index_skipped'")
+        _put(connection, WISH, None if plan.wish is None else wish(*plan.wish))
+    _forget_choices(connection, plan)
+
+
+def _forget_choices(connection: sqlite3.Connection, plan: _Plan) -> None:
+    """Take out what was tuned for a gate that is missing or set aside: nobody could open it."""
+    lost = {place.name for place in plan.set_aside if place.parent.name == GATES}
+    row = connection.execute("SELECT value FROM meta WHERE key = 'choices'").fetchone()
+    choices: Any = json.loads(row[0]) if row else None
+    if not lost or not isinstance(choices, dict):
+        return
+    left = {key: choice for key, choice in choices.items() if gate_of(choice) not in lost}
+    _put(connection, "choices", left)
+    row = connection.execute("SELECT value FROM meta WHERE key = 'chosen'").fetchone()
+    if row and json.loads(row[0]) not in left:
+        _put(connection, "chosen", None)
 
 
 def _number(connection: sqlite3.Connection, fact: str) -> int:
@@ -268,14 +299,18 @@ def _number(connection: sqlite3.Connection, fact: str) -> int:
     return found if isinstance(found, int) else 0
 
 
-def _put(connection: sqlite3.Connection, fact: str, value: int) -> None:
-    connection.execute("INSERT OR REPLACE INTO meta VALUES (?, ?)", (fact, json.dumps(value)))
+def _put(connection: sqlite3.Connection, fact: str, value: Any) -> None:
+    connection.execute("INSERT OR REPLACE INTO meta VALUES (?, ?)", (fact, json.dumps(value, sort_keys=True)))
 
 
-def _index_again(folder: Path, old: IndexRow, progress: Progress) -> str | None:
+def _index_again(folder: Path, plan: _Plan, wait: float, progress: Progress) -> str | None:
     """Make the index again as it was; a memory that has become too small for it is searched exactly."""
+    if plan.wish is None or not plan.complete:
+        return None
     try:
-        with closing(Datastore.open(folder)) as store:
-            return build_index(store, old.spec, metric=old.metric, progress=progress)
+        return fulfil(folder, *plan.wish, wait=wait, progress=progress)
+    except DatastoreBusy:
+        raise  # the wish stays, for the next repair
     except KnnlmError:
+        drop_wish(folder, wait=wait)
         return None

@@ -25,7 +25,8 @@ from knnlm.guarding.filing import SegmentFiles
 from knnlm.guarding.findings import DERIVED, INDEX, Problem, Verification
 from knnlm.memory.output import FILE as OUTPUT_FILE
 from knnlm.memory.output import load_output
-from knnlm.mixture.choice import load_networks
+from knnlm.mixture.choice import FOLDER as GATES
+from knnlm.mixture.choice import gate_of, load_networks
 from knnlm.progress import Progress, silent
 
 _ATTEMPTS = 3
@@ -83,6 +84,7 @@ class _Look:
             self.problems += check_documents(catalog, segments, removed)
             self._segments(facts, segments, progress)
             self._index(catalog)
+            self._gates(catalog)
         self._links()
         self._strays(segments)
         self._derived()
@@ -139,6 +141,14 @@ class _Look:
                     with closing(Datastore.open(self.folder)) as store:
                         open_index(store, metric=row.metric, rerank=False)
 
+    def _gates(self, catalog: Catalog) -> None:
+        """Find choices whose networks are gone."""
+        choices = catalog.get("choices")
+        files = {gate_of(choice) for choice in choices.values()} if isinstance(choices, dict) else set()
+        for file in sorted(name for name in files if name is not None):
+            if not (self.folder / GATES / file).exists():
+                self.problems.append(Problem(f"{GATES}/{file}", "is missing, but weights were tuned with it", DERIVED))
+
     def _links(self) -> None:
         """Find links that lead out of the folder, wherever they are."""
         for root, folders, files in os.walk(self.folder):
@@ -166,7 +176,7 @@ class _Look:
         if self.deep and (self.folder / NGRAM).exists() and self._opens():
             checks.append((self.folder / NGRAM, self._ngram))
         checks += [(file, load_output) for file in [self.folder / "output" / OUTPUT_FILE] if file.exists()]
-        checks += [(file, load_networks) for file in sorted((self.folder / "mixtures").glob("*.safetensors"))]
+        checks += [(file, load_networks) for file in sorted((self.folder / GATES).glob("*.safetensors"))]
         for file, check in checks:
             self.files += sorted(file.glob("*")) if file.is_dir() else [file]
             with self._gathering(file.relative_to(self.folder).as_posix(), DERIVED):

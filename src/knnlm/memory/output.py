@@ -11,6 +11,7 @@ The file is OUT/output.safetensors: weight (R, D), bias (R,), centre (D,), words
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 from collections.abc import Mapping, Sequence
@@ -180,11 +181,22 @@ def _signals(log_probs: Tensor) -> Tensor:
 def save_tensors(path: Path, tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> None:
     """Write a safetensors file that appears complete or not at all; the facts are its metadata, as JSON."""
     metadata = {"format": str(FORMAT), "facts": json.dumps(facts)}
+    metadata["sha256"] = _digest(tensors, metadata["facts"])
     with replacing(path) as partial:
         try:
             save_file({name: tensor.contiguous().cpu() for name, tensor in tensors.items()}, partial, metadata)
         except SafetensorError as error:
             raise OSError(str(error)) from None
+
+
+def _digest(tensors: Mapping[str, Tensor], facts: str) -> str:
+    """Hash everything that a file of tensors says."""
+    digest = hashlib.sha256(facts.encode())
+    for name in sorted(tensors):
+        tensor = tensors[name].detach().cpu().contiguous()
+        digest.update(f"\n{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
+        digest.update(tensor.reshape(-1).view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
 
 
 def load_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -203,6 +215,9 @@ def load_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
         raise DatastoreError(
             f"{path} has format version {metadata.get('format')}, this knnlm reads version {FORMAT}. {_RUN_AGAIN}"
         )
+    # Files from before have none.
+    if "sha256" in metadata and metadata["sha256"] != _digest(tensors, metadata.get("facts", "")):
+        raise DatastoreCorrupt(f"{path} is not as it was written: its SHA-256 is another. Remove it. {_RUN_AGAIN}")
     try:
         facts = json.loads(metadata["facts"])
     except (KeyError, ValueError, RecursionError):

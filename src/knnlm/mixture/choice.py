@@ -30,7 +30,7 @@ from knnlm.mixture.recipe import MemorySpec, key_of
 from knnlm.mixture.skip import Skip
 from knnlm.mixture.weights import KINDS, Bucketed, Fixed, Gated, Weights
 
-_FOLDER = "mixtures"
+FOLDER = "mixtures"
 _NETWORKS = ("gate", "cheap", "skip")
 
 
@@ -111,9 +111,16 @@ def choose(path: Path, choice: Choice, tensors: dict[str, Tensor] | None = None)
     finally:
         catalog.close()
     used = {each["weights"].get("file") for each in choices.values()}
-    for file in (path / _FOLDER).glob("*"):
+    for file in (path / FOLDER).glob("*"):
         if file.name not in used:
             file.unlink(missing_ok=True)
+
+
+def gate_of(choice: Any) -> str | None:
+    """Give the name of the file of networks that a choice, as the catalog has it, needs; None where it needs none."""
+    weights = choice.get("weights") if isinstance(choice, dict) else None
+    file = weights.get("file") if isinstance(weights, dict) else None
+    return Path(file).name if isinstance(file, str) else None
 
 
 def weights_state(weights: Weights) -> tuple[dict[str, Any], dict[str, Tensor]]:
@@ -178,7 +185,7 @@ def load_networks(file: Path) -> dict[str, Tensor]:
 
 def _load_gated(facts: dict[str, Any], path: Path, skip: float | None) -> Gated:
     name = Path(facts["file"]).name  # no path that a stranger wrote leads out of the memory
-    tensors = load_networks(path / _FOLDER / name)
+    tensors = load_networks(path / FOLDER / name)
     kinds: dict[str, Any] = {"gate": Gate, "cheap": Gate, "skip": Skip}
     networks = {}
     for network, described in facts["networks"].items():
@@ -199,7 +206,7 @@ def _load_gated(facts: dict[str, Any], path: Path, skip: float | None) -> Gated:
 def _write_tensors(path: Path, tensors: dict[str, Tensor]) -> str:
     """Write the networks of a gate into a folder, and give the name of the file, which tells what is in it."""
     data = save({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()})
-    name, folder = _name(data), path / _FOLDER
+    name, folder = _name(data), path / FOLDER
     with writing(folder):
         folder.mkdir(exist_ok=True)
     with replacing(folder / name) as partial:
