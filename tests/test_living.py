@@ -282,6 +282,36 @@ def test_an_index_made_after_a_removal_has_only_what_is_there(lm, memory):
         np.testing.assert_allclose(found.distances, right.distances, atol=1e-3)
 
 
+@pytest.mark.parametrize("before", ["no index", "index"])
+@pytest.mark.parametrize("case", ["added", "one removed", "half removed", "removed and added"])
+def test_a_reader_finds_all_of_its_snapshot_whatever_others_have_indexed_since(lm, memory, case, before):
+    if "half" in case:
+        add(DOCUMENTS[12:13], memory, lm=lm)  # a reader of a later generation than the first
+    if before == "index":
+        with closing(Datastore.open(memory)) as store:
+            build_index(store, "Flat")
+    with closing(Datastore.open(memory)) as reader:
+        for name in {"one removed": ["d1"], "half removed": [f"d{n}" for n in range(6)]}.get(case, []):
+            remove(memory, document=name)
+        if case == "removed and added":
+            remove(memory, document="d11")
+        if "added" in case:
+            add(DOCUMENTS[13:15], memory, lm=lm)
+        with closing(Datastore.open(memory)) as other:
+            build_index(other, "Flat")
+            right = ExactIndex(other.keys).search(other.take(torch.arange(other.rows)), 5)
+            found = open_index(other).search(other.take(torch.arange(other.rows)), 5)
+            np.testing.assert_allclose(found.distances, right.distances, atol=1e-3)
+        keys = reader.take(torch.arange(reader.rows)).numpy()
+        index = open_index(reader)
+        found = index.search(torch.from_numpy(keys), 5)
+        assert (found.ids >= 0).all()
+        for key, row in zip(keys[::7], found.distances.numpy()[::7], strict=True):
+            np.testing.assert_allclose(row, np.sort(oracle.distances(key, keys, "l2"))[:5], atol=1e-3)
+        if before == "index":  # its own index is still there for it
+            assert type(index).__name__ == "Reranked"
+
+
 def test_a_reader_keeps_its_snapshot_through_everything_and_finds_the_new_state_when_it_reopens(lm, memory, alone):
     with closing(Datastore.open(memory)) as store:
         build_index(store, "IVF4,Flat")
