@@ -282,6 +282,21 @@ def test_an_index_made_after_a_removal_has_only_what_is_there(lm, memory):
         np.testing.assert_allclose(found.distances, right.distances, atol=1e-3)
 
 
+def test_an_index_is_on_disk_before_the_catalog_names_it(memory, monkeypatch):
+    synced, really = list[tuple[int, int]](), os.fsync
+
+    def noting(handle: int) -> None:
+        really(handle)
+        with closing(Catalog.open(memory / "catalog.db")) as catalog:
+            synced.append((os.fstat(handle).st_ino, len(catalog.indexes())))
+
+    monkeypatch.setattr(os, "fsync", noting)
+    with closing(Datastore.open(memory)) as store:
+        build_index(store, "Flat")
+    file = next((memory / "index").rglob("*.faiss"))
+    assert (file.stat().st_ino, 0) in synced
+
+
 @pytest.mark.parametrize("before", ["no index", "index"])
 @pytest.mark.parametrize("case", ["added", "one removed", "half removed", "removed and added"])
 def test_a_reader_finds_all_of_its_snapshot_whatever_others_have_indexed_since(lm, memory, case, before):

@@ -15,7 +15,7 @@ from knnlm.datastore.keys import Keys
 from knnlm.datastore.locking import writer_lock
 from knnlm.datastore.numbering import Numbering
 from knnlm.datastore.purging import purge
-from knnlm.datastore.segment import checksum, sync_folder, writing
+from knnlm.datastore.segment import checksum, sync_file, sync_folder, writing
 from knnlm.datastore.store import Datastore
 from knnlm.datastore.strangers import check_place
 from knnlm.errors import DatastoreCorrupt, IndexInvalid
@@ -71,6 +71,7 @@ def make_index(store: Datastore, catalog: Catalog, spec: str, metric: str, progr
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
         index.save(partial / INDEX)
+        sync_file(partial / INDEX)  # else a loss of power could leave a catalog that names an empty file
         sync_folder(partial)
         partial.rename(folder)
         sync_folder(folder.parent)
