@@ -253,6 +253,25 @@ def test_every_index_gives_exactly_k_live_neighbours_after_removals_and_addition
                 np.testing.assert_allclose(row, right, atol=1e-3, rtol=1e-4)
 
 
+@pytest.mark.parametrize("spec", ["HNSW4", "HNSW32", "IVF64,Flat"])
+def test_every_index_gives_exactly_k_also_where_nothing_is_gone(lm, memory, spec):
+    with closing(Datastore.open(memory)) as store:
+        build_index(store, spec)
+    remove(memory, document="d0")
+    compact(memory)
+    with closing(Datastore.open(memory)) as store:
+        keys = store.take(torch.arange(store.rows))
+        for rerank in (True, False):
+            index = open_index(store, rerank=rerank)
+            for k in (1, 300, store.rows - 5, store.rows, store.rows + 5):
+                found, there = index.search(keys[::11], k), min(k, store.rows)
+                assert (found.ids[:, there:] == -1).all()
+                assert all(len(set(row) - {-1}) == there for row in found.ids.tolist())
+                assert (found.distances.nan_to_num(posinf=1e30).diff(dim=1) >= 0).all()
+                right = oracle.distances(keys[11].numpy(), keys.numpy(), "l2")[found.ids[1, :there].numpy()]
+                np.testing.assert_allclose(found.distances[1, :there], right, atol=1e-3, rtol=1e-3)
+
+
 def test_an_index_whose_whole_neighbourhood_is_gone_still_gives_k(lm, memory):
     with closing(Datastore.open(memory)) as store:
         build_index(store, "IVF12,Flat")

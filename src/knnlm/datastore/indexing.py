@@ -168,7 +168,8 @@ def _join(store: Datastore, index: FaissIndex, covered: Numbering, *, rerank: bo
     known = store.key_numbers
     if known.gaps == covered.gaps and known.total == covered.total:
         check_index(index, store.keys, what=what)
-        return _reranked(index, store) if rerank else index
+        whole = Surviving(index, None, store.keys)
+        return _reranked(whole, store) if rerank else whole
     numbers = known.lives(covered.stored(np.arange(index.rows)))
     first = known.before(min(covered.total, known.total))  # keys from here on are newer
     older = Keys(store, end=first)
