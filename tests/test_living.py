@@ -11,7 +11,7 @@ import subprocess
 import sys
 import textwrap
 import time
-from contextlib import closing
+from contextlib import closing, contextmanager
 
 import hypothesis.strategies as st
 import numpy as np
@@ -36,9 +36,10 @@ from knnlm import (
     remove,
 )
 from knnlm.cli.app import run
-from knnlm.datastore import KeyMap, derive, evidence, list_documents, open_index
+from knnlm.datastore import KeyMap, derive, evidence, list_documents, open_index, suffixes
 from knnlm.datastore.catalog import Catalog
 from knnlm.datastore.components import sample_keys
+from knnlm.datastore.locking import writer_lock
 from knnlm.datastore.numbering import Numbering
 from knnlm.datastore.querying import Selection
 from knnlm.datastore.suffixes import open_suffixes
@@ -508,6 +509,21 @@ def test_documents_are_chosen_by_id_pattern_and_field(memory):
             list_documents(memory, Selection(where=(wrong,)))
     with pytest.raises(ParameterError, match="Which documents"):
         remove(memory)
+
+
+def test_sorted_text_is_not_kept_when_a_document_goes_just_before_it_would_be(memory, monkeypatch):
+    @contextmanager
+    def overtaken(folder, **options):
+        remove(memory, document="d1")  # by another process, at the last moment
+        with writer_lock(folder, **options):
+            yield
+
+    monkeypatch.setattr(suffixes, "writer_lock", overtaken)
+    with closing(Datastore.open(memory)) as store:
+        made = open_suffixes(store)
+        assert (len(made.text), made.kept) == (store.rows + 12 + 1, False)  # all of the snapshot, for this reader alone
+    assert not (memory / "ngram").exists()
+    assert "ngram" not in {held.path for held in evidence(memory).bytes}
 
 
 def test_what_learnt_from_a_removed_document_is_named_until_it_is_made_again(memory):
