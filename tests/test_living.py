@@ -47,6 +47,7 @@ from knnlm.distill.pairs import hold_out
 from knnlm.distill.similarity import key_groups
 from knnlm.distill.text import Text
 from knnlm.errors import DatastoreBusy, DatastoreCorrupt, DatastoreError, ModelMismatch, ParameterError
+from knnlm.guarding import merge, verify
 from knnlm.index import ExactIndex
 from knnlm.tuning import token_frequencies
 from models import tiny, tiny_tokenizer
@@ -429,6 +430,30 @@ def test_a_copy_of_a_memory_has_nothing_of_what_was_removed(lm, memory, tmp_path
         with closing(derive(store, tmp_path / "pruned", keep=kept)) as pruned:
             assert torch.equal(pruned.rows_of(torch.arange(len(kept))), kept)
             assert torch.equal(pruned.take(torch.arange(len(kept))), store.take(kept))
+
+
+@pytest.mark.parametrize("gone", [("d0",), ("d1",), ("d3",), ("d0", "d1"), ("d1", "d3"), ("d0", "d1", "d2", "d3")])
+@pytest.mark.parametrize("place", [0, 1, 3])
+def test_a_document_of_no_rows_goes_with_a_segment_that_is_there(lm, tmp_path, place, gone):
+    empty = Document(id="empty", source="empty.txt", text="")
+    given = [*DOCUMENTS[:place], empty, *DOCUMENTS[place:4]]
+    build(given, tmp_path / "memory", lm=lm, segment_rows=1).close()  # it shares a segment with the one behind it
+    for name in gone:
+        remove(tmp_path / "memory", document=name)
+    # Where nothing else is left there is no segment to be in, and a build of it alone is empty too.
+    wanted = [one.id for one in given if one.id not in gone] if len(gone) < 4 else []
+    with closing(Datastore.open(tmp_path / "memory")) as store:
+        derive(store, tmp_path / "copy").close()
+        merged = merge([tmp_path / "memory"], tmp_path / "merged")
+    compact(tmp_path / "memory", segment_rows=1)
+    for name in ("memory", "copy", "merged"):
+        assert verify(tmp_path / name, deep=True).problems == ()
+        with closing(Datastore.open(tmp_path / name)) as store:
+            assert [one.id for one in store.documents()] == wanted
+            tokens = [token for one in DOCUMENTS[:4] if one.id in wanted for token in lm.encode(one.text)]
+            assert store.values(torch.arange(store.rows)).tolist() == tokens
+    if wanted:
+        assert (merged.documents, merged.duplicates) == (len(wanted), 0)
 
 
 def test_a_pruned_and_mapped_memory_lives_too(lm, memory, tmp_path, alone):
