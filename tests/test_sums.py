@@ -127,7 +127,7 @@ def test_sums_that_are_damaged_or_of_another_file_are_made_again(memory):
 def test_reading_writes_through_no_link_that_a_stranger_has_left(memory, tmp_path, monkeypatch):
     victim = tmp_path / "victim"
     victim.write_bytes(b"precious")
-    monkeypatch.setattr(secrets, "token_hex", lambda size: "guessed")
+    monkeypatch.setattr(secrets, "token_hex", lambda _: "guessed")
     for name in (str(os.getpid()), "guessed"):
         (memory / f"segments/000000/keys.{name}.partial").symlink_to(victim)
     used(memory)

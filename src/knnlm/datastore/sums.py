@@ -135,7 +135,7 @@ def _save(file: Path, sha256: str, sums: NDArray[np.uint32]) -> None:
     with suppress(OSError):
         handle = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_NOFOLLOW", 0), 0o666)
         try:
-            with open(handle, "wb") as out:
+            with os.fdopen(handle, "wb") as out:
                 out.write(body + hashlib.sha256(body).digest())
             partial.replace(file)
         finally:
