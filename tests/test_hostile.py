@@ -375,7 +375,7 @@ def test_enormous_promises_fit_into_little_memory(memory, lm):
             except KnnlmError as error:
                 print(type(error).__name__)
     """
-    copies = [memory.parent / f"copy-{number}" for number in range(4)]
+    copies = [memory.parent / f"copy-{number}" for number in range(5)]
     for copy in copies:
         shutil.copytree(memory, copy)
     change(copies[0], "UPDATE segments SET rows = 1000000000000, kept = 1000000000000 WHERE id = 0")
@@ -384,11 +384,13 @@ def test_enormous_promises_fit_into_little_memory(memory, lm):
     vouch(copies[1], "map.safetensors")
     os.truncate(copies[2] / "ngram/facts.json", 1 << 40)  # nothing but a size
     os.truncate(copies[3] / "segments/000000/values.npy", 1 << 40)
+    vocabulary = "UPDATE meta SET value = json_set(value, '$.vocab_size', 2147483646) WHERE key = 'model'"
+    change(copies[4], vocabulary)
     environment = {**os.environ, "PYTHONPATH": f"{Path(__file__).parent}:{SOURCE.parent}", "OMP_NUM_THREADS": "1"}
     arguments = [sys.executable, "-c", textwrap.dedent(script), str(memory), *map(str, copies)]
     result = subprocess.run(arguments, capture_output=True, text=True, env=environment, check=False)
     assert result.returncode == 0, result.stderr[-2000:]
-    assert result.stdout.split() == ["DatastoreCorrupt"] * 4
+    assert result.stdout.split() == ["DatastoreCorrupt"] * 5
 
 
 def test_nothing_in_the_source_can_unpickle():

@@ -12,7 +12,7 @@ import subprocess
 import sys
 import textwrap
 import time
-from contextlib import closing, suppress
+from contextlib import closing, contextmanager, suppress
 
 import hypothesis.strategies as st
 import numpy as np
@@ -37,9 +37,10 @@ from knnlm import (
     remove,
 )
 from knnlm.cli.app import run
-from knnlm.datastore import KeyMap, derive, evidence, list_documents, open_index
+from knnlm.datastore import KeyMap, derive, evidence, list_documents, open_index, suffixes
 from knnlm.datastore.catalog import Catalog
 from knnlm.datastore.components import sample_keys
+from knnlm.datastore.locking import writer_lock
 from knnlm.datastore.numbering import Numbering
 from knnlm.datastore.querying import Selection
 from knnlm.datastore.suffixes import open_suffixes
@@ -47,6 +48,7 @@ from knnlm.distill.pairs import hold_out
 from knnlm.distill.similarity import key_groups
 from knnlm.distill.text import Text
 from knnlm.errors import DatastoreBusy, DatastoreCorrupt, DatastoreError, ModelMismatch, ParameterError
+from knnlm.guarding import merge, verify
 from knnlm.index import ExactIndex
 from knnlm.tuning import token_frequencies
 from models import tiny, tiny_tokenizer
@@ -254,6 +256,25 @@ def test_every_index_gives_exactly_k_live_neighbours_after_removals_and_addition
                 np.testing.assert_allclose(row, right, atol=1e-3, rtol=1e-4)
 
 
+@pytest.mark.parametrize("spec", ["HNSW4", "HNSW32", "IVF64,Flat"])
+def test_every_index_gives_exactly_k_also_where_nothing_is_gone(lm, memory, spec):
+    with closing(Datastore.open(memory)) as store:
+        build_index(store, spec)
+    remove(memory, document="d0")
+    compact(memory)
+    with closing(Datastore.open(memory)) as store:
+        keys = store.take(torch.arange(store.rows))
+        for rerank in (True, False):
+            index = open_index(store, rerank=rerank)
+            for k in (1, 300, store.rows - 5, store.rows, store.rows + 5):
+                found, there = index.search(keys[::11], k), min(k, store.rows)
+                assert (found.ids[:, there:] == -1).all()
+                assert all(len(set(row) - {-1}) == there for row in found.ids.tolist())
+                assert (found.distances.nan_to_num(posinf=1e30).diff(dim=1) >= 0).all()
+                right = oracle.distances(keys[11].numpy(), keys.numpy(), "l2")[found.ids[1, :there].numpy()]
+                np.testing.assert_allclose(found.distances[1, :there], right, atol=1e-3, rtol=1e-3)
+
+
 def test_an_index_whose_whole_neighbourhood_is_gone_still_gives_k(lm, memory):
     with closing(Datastore.open(memory)) as store:
         build_index(store, "IVF12,Flat")
@@ -281,6 +302,51 @@ def test_an_index_made_after_a_removal_has_only_what_is_there(lm, memory):
         right = ExactIndex(store.keys).search(queries, 5)
         found = open_index(store).search(queries, 5)
         np.testing.assert_allclose(found.distances, right.distances, atol=1e-3)
+
+
+def test_an_index_is_on_disk_before_the_catalog_names_it(memory, monkeypatch):
+    synced, really = list[tuple[int, int]](), os.fsync
+
+    def noting(handle: int) -> None:
+        really(handle)
+        with closing(Catalog.open(memory / "catalog.db")) as catalog:
+            synced.append((os.fstat(handle).st_ino, len(catalog.indexes())))
+
+    monkeypatch.setattr(os, "fsync", noting)
+    with closing(Datastore.open(memory)) as store:
+        build_index(store, "Flat")
+    file = next((memory / "index").rglob("*.faiss"))
+    assert (file.stat().st_ino, 0) in synced
+
+
+@pytest.mark.parametrize("before", ["no index", "index"])
+@pytest.mark.parametrize("case", ["added", "one removed", "half removed", "removed and added"])
+def test_a_reader_finds_all_of_its_snapshot_whatever_others_have_indexed_since(lm, memory, case, before):
+    if "half" in case:
+        add(DOCUMENTS[12:13], memory, lm=lm)  # a reader of a later generation than the first
+    if before == "index":
+        with closing(Datastore.open(memory)) as store:
+            build_index(store, "Flat")
+    with closing(Datastore.open(memory)) as reader:
+        for name in {"one removed": ["d1"], "half removed": [f"d{n}" for n in range(6)]}.get(case, []):
+            remove(memory, document=name)
+        if case == "removed and added":
+            remove(memory, document="d11")
+        if "added" in case:
+            add(DOCUMENTS[13:15], memory, lm=lm)
+        with closing(Datastore.open(memory)) as other:
+            build_index(other, "Flat")
+            right = ExactIndex(other.keys).search(other.take(torch.arange(other.rows)), 5)
+            found = open_index(other).search(other.take(torch.arange(other.rows)), 5)
+            np.testing.assert_allclose(found.distances, right.distances, atol=1e-3)
+        keys = reader.take(torch.arange(reader.rows)).numpy()
+        index = open_index(reader)
+        found = index.search(torch.from_numpy(keys), 5)
+        assert (found.ids >= 0).all()
+        for key, row in zip(keys[::7], found.distances.numpy()[::7], strict=True):
+            np.testing.assert_allclose(row, np.sort(oracle.distances(key, keys, "l2"))[:5], atol=1e-3)
+        if before == "index":  # its own index is still there for it
+            assert type(index).__name__ == "Reranked"
 
 
 def test_a_reader_keeps_its_snapshot_through_everything_and_finds_the_new_state_when_it_reopens(lm, memory, alone):
@@ -365,6 +431,30 @@ def test_a_copy_of_a_memory_has_nothing_of_what_was_removed(lm, memory, tmp_path
         with closing(derive(store, tmp_path / "pruned", keep=kept)) as pruned:
             assert torch.equal(pruned.rows_of(torch.arange(len(kept))), kept)
             assert torch.equal(pruned.take(torch.arange(len(kept))), store.take(kept))
+
+
+@pytest.mark.parametrize("gone", [("d0",), ("d1",), ("d3",), ("d0", "d1"), ("d1", "d3"), ("d0", "d1", "d2", "d3")])
+@pytest.mark.parametrize("place", [0, 1, 3])
+def test_a_document_of_no_rows_goes_with_a_segment_that_is_there(lm, tmp_path, place, gone):
+    empty = Document(id="empty", source="empty.txt", text="")
+    given = [*DOCUMENTS[:place], empty, *DOCUMENTS[place:4]]
+    build(given, tmp_path / "memory", lm=lm, segment_rows=1).close()  # it shares a segment with the one behind it
+    for name in gone:
+        remove(tmp_path / "memory", document=name)
+    # Where nothing else is left there is no segment to be in, and a build of it alone is empty too.
+    wanted = [one.id for one in given if one.id not in gone] if len(gone) < 4 else []
+    with closing(Datastore.open(tmp_path / "memory")) as store:
+        derive(store, tmp_path / "copy").close()
+        merged = merge([tmp_path / "memory"], tmp_path / "merged")
+    compact(tmp_path / "memory", segment_rows=1)
+    for name in ("memory", "copy", "merged"):
+        assert verify(tmp_path / name, deep=True).problems == ()
+        with closing(Datastore.open(tmp_path / name)) as store:
+            assert [one.id for one in store.documents()] == wanted
+            tokens = [token for one in DOCUMENTS[:4] if one.id in wanted for token in lm.encode(one.text)]
+            assert store.values(torch.arange(store.rows)).tolist() == tokens
+    if wanted:
+        assert (merged.documents, merged.duplicates) == (len(wanted), 0)
 
 
 def test_a_pruned_and_mapped_memory_lives_too(lm, memory, tmp_path, alone):
@@ -471,6 +561,21 @@ def test_a_number_that_no_catalog_can_hold_is_refused_in_one_line(memory, capfd)
         assert code == 2
         assert "must be from 0 to" in err
         assert "damaged" not in err
+
+
+def test_sorted_text_is_not_kept_when_a_document_goes_just_before_it_would_be(memory, monkeypatch):
+    @contextmanager
+    def overtaken(folder, **options):
+        remove(memory, document="d1")  # by another process, at the last moment
+        with writer_lock(folder, **options):
+            yield
+
+    monkeypatch.setattr(suffixes, "writer_lock", overtaken)
+    with closing(Datastore.open(memory)) as store:
+        made = open_suffixes(store)
+        assert (len(made.text), made.kept) == (store.rows + 12 + 1, False)  # all of the snapshot, for this reader alone
+    assert not (memory / "ngram").exists()
+    assert "ngram" not in {held.path for held in evidence(memory).bytes}
 
 
 def test_what_learnt_from_a_removed_document_is_named_until_it_is_made_again(memory):

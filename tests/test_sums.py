@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import secrets
 import shutil
 import zlib
 from contextlib import closing
@@ -123,6 +124,23 @@ def test_sums_that_are_damaged_or_of_another_file_are_made_again(memory):
     assert file.read_bytes() == sound
 
 
+def test_reading_writes_through_no_link_that_a_stranger_has_left(memory, tmp_path, monkeypatch):
+    victim = tmp_path / "victim"
+    victim.write_bytes(b"precious")
+    monkeypatch.setattr(secrets, "token_hex", lambda _: "guessed")
+    for name in (str(os.getpid()), "guessed"):
+        (memory / f"segments/000000/keys.{name}.partial").symlink_to(victim)
+    used(memory)
+    assert victim.read_bytes() == b"precious"
+    assert not (memory / "segments/000000/keys.sums").exists()  # the name was taken
+    monkeypatch.undo()
+    used(memory)
+    assert victim.read_bytes() == b"precious"
+    file = memory / "segments/000000/keys.sums"
+    assert file.is_file()
+    assert not file.is_symlink()
+
+
 def test_every_block_is_read_once(memory, monkeypatch):
     used(memory)
     calls = []
@@ -137,12 +155,12 @@ def test_every_block_is_read_once(memory, monkeypatch):
 
 
 def test_a_memory_that_cannot_be_written_to_is_compared_all_the_same(memory, monkeypatch):
-    from pathlib import Path
+    def refused(path, flags, *rest, real=os.open, **options):
+        if flags & os.O_CREAT and str(path).endswith(".partial"):
+            raise PermissionError(13, "Permission denied")
+        return real(path, flags, *rest, **options)
 
-    def refused(*_):
-        raise PermissionError(13, "Permission denied")
-
-    monkeypatch.setattr(Path, "write_bytes", refused)
+    monkeypatch.setattr(os, "open", refused)
     before = tree(memory)
     used(memory)
     assert tree(memory) == before

@@ -15,6 +15,7 @@ from knnlm.errors import DatastoreCorrupt
 KEYS, VALUES, KEPT, COUNTS = "keys.npy", "values.npy", "kept.npy", "counts.npy"
 INDEX = "index.faiss"
 LOST = "lost"  # the folder of what a repair has taken out
+VOCABULARY = 1 << 22  # tokens that a model may have: tables of that length are made, whoever wrote the catalog
 
 
 def segment_folder(path: Path, number: int) -> Path:
@@ -75,7 +76,7 @@ def check_facts(path: Path, model: dict[str, Any], window: dict[str, Any], codec
     """Refuse facts that would be stumbled over later."""
     sound = {
         "model's name": isinstance(model.get("name"), str),
-        "model's vocabulary": isinstance(size := model.get("vocab_size"), int) and 0 < size < 1 << 31,
+        "model's vocabulary": isinstance(size := model.get("vocab_size"), int) and 0 < size <= VOCABULARY,
         "window": all(isinstance(window.get(name), int) and window[name] > 0 for name in ("context", "stride")),
         "precision of the keys": not isinstance(codec, Plain) or codec.dtype in KEY_DTYPES,
     }

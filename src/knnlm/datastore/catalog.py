@@ -238,11 +238,13 @@ class Catalog:
         # What is added to a finished memory is a change of it.
         with self.change() if self.get("state") == "complete" else self._transaction():
             self.put_segments([segment])
-            self._connection.executemany(
-                "INSERT INTO documents VALUES (?, ?, ?, ?, ?, ?, ?)",
-                (_values(document) for document in documents),
-            )
+            self.put_documents(documents)
             self.put_within(**facts)
+
+    def put_documents(self, documents: Iterable[StoredDocument]) -> None:
+        """Write documents within a change, or those of no rows by themselves."""
+        rows = (_values(document) for document in documents)
+        self._connection.executemany("INSERT INTO documents VALUES (?, ?, ?, ?, ?, ?, ?)", rows)
 
     def replace_keys(self, segments: Iterable[SegmentRow], **facts: Any) -> None:
         """Say that segments have other files of keys now, and facts that hold from now on, all or none."""

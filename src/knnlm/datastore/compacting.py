@@ -125,14 +125,18 @@ class _Compaction:
             return
         total = sum(self._live(group) for group in self._groups if group.rewrite)
         segments: list[SegmentRow] = []
+        waiting: list[int] = []
         with self._progress("copying segments", total=total, unit="tokens") as advance:
             for group in self._groups:
                 first = segments[-1].first_row + segments[-1].rows if segments else 0
                 made = self._copy(group, first, advance) if group.rewrite else group.segments[0]
                 if made is not None:
                     segments.append(replace(made, first_row=first))
-                name = made.id if made is not None else segments[-1].id if segments else 0
-                self._names |= {segment.id: name for segment in group.segments}
+                # Documents of no rows outlive their segment: they go with the one before, or with the first.
+                waiting += [segment.id for segment in group.segments]
+                if segments:
+                    self._names |= dict.fromkeys(waiting, segments[-1].id)
+                    waiting.clear()
         # Keys are counted here as they will be in the new segments.
         index = self._index(indexed[0][0]) if indexed else None
         self._commit(segments, index)
@@ -214,5 +218,7 @@ class _Compaction:
             connection.create_function("row_now", 1, before, deterministic=True)
             connection.create_function("segment_now", 1, lambda old: self._names.get(old, old), deterministic=True)
             connection.execute("UPDATE documents SET first_row = row_now(first_row), segment = segment_now(segment)")
+            if not segments:  # documents of no rows, which have no place without a segment: a build keeps none either
+                connection.execute("DELETE FROM documents")
             connection.execute("DELETE FROM removed")
             catalog.put_index(index, [])

@@ -212,18 +212,25 @@ class _Part:
     rows: int
     first_key: int
     keys: int
+    sources: tuple[int, ...]  # the segments whose documents go with it: those of no rows outlive their segment
 
 
-def _parts(store: Datastore) -> Iterator[_Part]:
-    """Give what is there of each segment; one of which nothing is left does not count."""
-    number, stored = 0, 0
+def _parts(store: Datastore) -> list[_Part]:
+    """Give what is there of each segment; one of which nothing is left does not count, but its documents go along."""
+    parts, stored = list[_Part](), 0
+    waiting: tuple[int, ...] = ()
     for segment in store.segments:
         row, key = store.row_numbers.before(segment.first_row), store.key_numbers.before(stored)
         stored += segment.keys
         rows = store.row_numbers.before(segment.first_row + segment.rows) - row
+        waiting += (segment.id,)
         if rows:
-            yield _Part(segment, number, row, rows, key, store.key_numbers.before(stored) - key)
-            number += 1
+            keys = store.key_numbers.before(stored) - key
+            parts.append(_Part(segment, len(parts), row, rows, key, keys, waiting))
+            waiting = ()
+    if parts:
+        parts[-1] = replace(parts[-1], sources=parts[-1].sources + waiting)
+    return parts
 
 
 def _copy(folder: Path, catalog: Catalog, plan: _Plan, progress: Progress) -> None:
@@ -236,7 +243,7 @@ def _copy(folder: Path, catalog: Catalog, plan: _Plan, progress: Progress) -> No
                 advance(part.keys)
                 continue
             row = _copy_segment(folder, plan, part, advance)
-            documents = store.catalog.documents_of(part.segment.id)
+            documents = [one for source in part.sources for one in store.catalog.documents_of(source)]
             before = store.row_numbers.before
             catalog.add_segment(
                 row, (replace(one, segment=part.number, first_row=before(one.first_row)) for one in documents)

@@ -15,7 +15,7 @@ from knnlm.datastore.keys import Keys
 from knnlm.datastore.locking import writer_lock
 from knnlm.datastore.numbering import Numbering
 from knnlm.datastore.purging import purge
-from knnlm.datastore.segment import checksum, sync_folder, writing
+from knnlm.datastore.segment import checksum, sync_file, sync_folder, writing
 from knnlm.datastore.store import Datastore
 from knnlm.datastore.strangers import check_place
 from knnlm.errors import DatastoreCorrupt, IndexInvalid
@@ -71,6 +71,7 @@ def make_index(store: Datastore, catalog: Catalog, spec: str, metric: str, progr
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
         index.save(partial / INDEX)
+        sync_file(partial / INDEX)  # else a loss of power could leave a catalog that names an empty file
         sync_folder(partial)
         partial.rename(folder)
         sync_folder(folder.parent)
@@ -103,11 +104,26 @@ def open_index(
 def stored_indexes(store: Datastore) -> list[tuple[IndexRow, Numbering]]:
     """List the indexes of a memory, and which stored keys each has.
 
-    Also one that was made after the memory was opened, as long as keys have the same numbers.
+    Also one that was made after the memory was opened, as long as keys have the same numbers and it has left out none
+    that this store still has; else those that the store saw when it was opened, which its lease keeps in their place.
     """
     with closing(store.catalog.latest()) as now, now.snapshot():
-        source = now if now.layout == store.layout else store.catalog
-        rows, skipped = source.indexes(), source.get(SKIPPED) or []
+        newest = _covering(store, now) if now.layout == store.layout else None
+    gone = store.key_numbers
+    if newest is not None and all(
+        not any(True for _ in gone.stretches(first, min(first + count, gone.total)))
+        for _, covered in newest
+        for first, count in covered.gaps
+    ):
+        return newest
+    seen = _covering(store, store.catalog)
+    # One that this store has itself replaced is gone, and what came after it is of no use here.
+    return [(row, covered) for row, covered in seen if index_file(store.path, row.id).is_file()]
+
+
+def _covering(store: Datastore, catalog: Catalog) -> list[tuple[IndexRow, Numbering]]:
+    """List the indexes that a catalog names, and which stored keys each has."""
+    rows, skipped = catalog.indexes(), catalog.get(SKIPPED) or []
     gaps = list[tuple[int, int]]()
     for gap in skipped if isinstance(skipped, list) else [None]:
         # Numbers of keys stay far below this, and sums of them in 64 bits.
@@ -135,8 +151,10 @@ def _open(store: Datastore, row: IndexRow, covered: Numbering) -> FaissIndex:
         )
     index = FaissIndex.load(path, metric=row.metric)
     # One that is newer than what the store has seen may have more; one as old as a build may not have fewer.
-    most = store.key_numbers.total if store.catalog.generation == 0 else covered.total
-    if (index.rows, index.width, covered.total) != (row.rows, store.width, most):
+    known = store.key_numbers.total
+    fewer = store.generation == 0 and covered.total < known
+    more = covered.total > known and row in store.catalog.indexes()
+    if fewer or more or (index.rows, index.width) != (row.rows, store.width):
         raise IndexInvalid(
             f"{path} holds {index.rows:,} vectors of width {index.width}, but the memory has "
             f"{store.key_count:,} of width {store.width}. Make it again with: knnlm index {store.path}"
@@ -150,7 +168,8 @@ def _join(store: Datastore, index: FaissIndex, covered: Numbering, *, rerank: bo
     known = store.key_numbers
     if known.gaps == covered.gaps and known.total == covered.total:
         check_index(index, store.keys, what=what)
-        return _reranked(index, store) if rerank else index
+        whole = Surviving(index, None, store.keys)
+        return _reranked(whole, store) if rerank else whole
     numbers = known.lives(covered.stored(np.arange(index.rows)))
     first = known.before(min(covered.total, known.total))  # keys from here on are newer
     older = Keys(store, end=first)

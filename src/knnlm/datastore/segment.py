@@ -226,10 +226,15 @@ def replacing(path: Path) -> Iterator[Path]:
     partial = path.with_suffix(".partial")
     with writing(path):
         yield partial
-        with partial.open("rb") as file:
-            os.fsync(file.fileno())
+        sync_file(partial)
         partial.replace(path)
         sync_folder(path.parent)
+
+
+def sync_file(path: Path) -> None:
+    """Make sure that what another library wrote to a file is on disk."""
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
 
 
 def sync_folder(path: Path) -> None:

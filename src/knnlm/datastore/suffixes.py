@@ -179,8 +179,6 @@ def open_suffixes(store: Datastore, *, progress: Progress = silent) -> Suffixes:
     what = f"{_SORTING} again, as the memory has changed" if (store.path / FOLDER).exists() else _SORTING
     made = _made(_text(store), expected["vocab_size"], _start_token(store), progress=progress, what=what)
     try:
-        if store.stale:  # what is kept is for those who open the memory as it is now
-            return made
         _keep(store, made, expected)
     except DatastoreError:
         return made
@@ -377,6 +375,8 @@ def _keep(store: Datastore, made: Suffixes, facts: dict[str, Any]) -> None:
     folder = store.path / FOLDER
     partial = folder.with_suffix(".partial")
     with writer_lock(store.path):
+        if store.stale:  # what is kept is for those who open the memory as it is now
+            return
         try:
             with writing(partial):
                 shutil.rmtree(partial, ignore_errors=True)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import secrets
 import zlib
 from contextlib import suppress
 from pathlib import Path
@@ -129,10 +130,13 @@ def _make(path: Path, sha256: str) -> NDArray[np.uint32]:
 def _save(file: Path, sha256: str, sums: NDArray[np.uint32]) -> None:
     """Write sums down for the next process; where that cannot be, it makes them again."""
     body = _MAGIC + sha256.encode() + sums.tobytes()
-    partial = file.with_suffix(f".{os.getpid()}.partial")
+    # Whoever merely reads a memory of a stranger must not write where the stranger has put a link.
+    partial = file.with_suffix(f".{secrets.token_hex(8)}.partial")
     with suppress(OSError):
+        handle = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_NOFOLLOW", 0), 0o666)
         try:
-            partial.write_bytes(body + hashlib.sha256(body).digest())
+            with os.fdopen(handle, "wb") as out:
+                out.write(body + hashlib.sha256(body).digest())
             partial.replace(file)
         finally:
             partial.unlink(missing_ok=True)

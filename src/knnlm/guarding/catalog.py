@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from knnlm.datastore.arrays import segment_faults
+from knnlm.datastore.arrays import VOCABULARY, segment_faults
 from knnlm.datastore.catalog import FILE, Catalog, SegmentRow
 from knnlm.datastore.codec import FILE as CODEC_FILE
 from knnlm.datastore.codec import Codec
@@ -43,7 +43,7 @@ def read_facts(catalog: Catalog) -> tuple[Facts, list[Problem]]:
 
     model = expect("model", model := catalog.get("model"), isinstance(model, dict)) or {}
     width = expect("model's width", found := model.get("width"), _whole(found, 1, 1 << 24))
-    vocab_size = expect("model's vocabulary", found := model.get("vocab_size"), _whole(found, 1, 1 << 31))
+    vocab_size = expect("model's vocabulary", found := model.get("vocab_size"), _whole(found, 1, VOCABULARY))
     expect("model's name", found := model.get("name"), isinstance(found, str))
     window = catalog.get("window")
     sizes = window if isinstance(window, dict) else {}

@@ -184,6 +184,7 @@ class _Merge:
         self._number = len(segments)
         self._row = segments[-1].first_row + segments[-1].rows if segments else 0
         self._documents = catalog.document_count()
+        self._waiting: list[StoredDocument] = []  # those of no rows, which go with the next segment, or with the last
 
     def run(self, progress: Progress) -> None:
         """Go on after the last segment that was committed."""
@@ -195,24 +196,32 @@ class _Merge:
                     if (number, place) > done:
                         self._add(store, segment, [number, place])
                     advance(segment.rows)
+        if self._number:
+            # One by one: each that is in is not new when a merge that was killed goes on.
+            for document in self._numbered(self._waiting, self._number - 1):
+                self._catalog.put_documents([document])
 
     def _add(self, store: Datastore, segment: SegmentRow, position: list[int]) -> None:
         new = list(self._new(store.catalog.documents_of(segment.id)))
         rows = sum(document.rows for document in new)
         if not rows:
+            self._waiting += new
             return
         copy = _Copy(store, segment, new, _shift(self._stores[0], store))
         row = copy.write(NewSegment(self._folder, self._number))
-        documents, first = [], self._row
-        for document in new:
-            documents.append(replace(document, number=self._documents, segment=self._number, first_row=first))
-            first, self._documents = first + document.rows, self._documents + 1
         row = replace(row, id=self._number, first_row=self._row, rows=rows)
+        documents = list(self._numbered([*self._waiting, *new], self._number))
         self._catalog.add_segment(row, documents, **{_POSITION: position})
-        self._number, self._row = self._number + 1, first
+        self._number, self._waiting = self._number + 1, []
+
+    def _numbered(self, documents: Sequence[StoredDocument], segment: int) -> Iterator[StoredDocument]:
+        """Give documents the numbers that they have in the new memory."""
+        for document in documents:
+            yield replace(document, number=self._documents, segment=segment, first_row=self._row)
+            self._row, self._documents = self._row + document.rows, self._documents + 1
 
     def _new(self, documents: Sequence[StoredDocument]) -> Iterator[StoredDocument]:
-        seen: set[str] = set()
+        seen = {document.sha256 for document in self._waiting}
         for document in documents:
             if document.sha256 not in seen and not self._catalog.holds(document.sha256):
                 seen.add(document.sha256)

@@ -1,8 +1,9 @@
 """Search while what is searched changes: some vectors are gone, others are newer than the index. Knows no files.
 
 An approximate index is made once and cannot forget. `Surviving` asks it for more than is wanted and leaves out what is
-gone, again and for more, until there are enough; where it does not reach enough, they are found exactly. `Joined` asks
-two indexes, one over the first vectors and one over those behind them.
+gone, again and for more, until there are enough; where it does not reach enough, they are found exactly. So it does
+where nothing is gone: lists may be short, and a graph need not reach all. `Joined` asks two indexes, one over the first
+vectors and one over those behind them.
 """
 
 from __future__ import annotations
@@ -41,14 +42,17 @@ class Thorough(Index, Protocol):
 class Surviving:
     """An index some of whose vectors are gone, and whose others have new numbers."""
 
-    def __init__(self, index: Thorough, numbers: NDArray[np.int64], vectors: Vectors) -> None:
-        """`numbers` (n,) are those that the index's vectors have now, -1 for one that is gone; `vectors` are those."""
+    def __init__(self, index: Thorough, numbers: NDArray[np.int64] | None, vectors: Vectors) -> None:
+        """`numbers` (n,) are those that the index's vectors have now, -1 for one that is gone; `vectors` are those.
+
+        None: all are there, with the numbers that they have in the index.
+        """
         self.metric = index.metric
         self._index = index
         self._vectors = vectors
         self._exact: ExactIndex | None = None
-        self._numbers = torch.from_numpy(numbers)
-        self.rows = int((numbers >= 0).sum())
+        self._numbers = None if numbers is None else torch.from_numpy(numbers)
+        self.rows = index.rows if numbers is None else int((numbers >= 0).sum())
 
     def search(self, queries: Tensor, k: int) -> Neighbours:
         """Find the k nearest of each of (N, D) queries; all that there are, where these are fewer."""
@@ -57,7 +61,7 @@ class Surviving:
         distances = torch.full((len(queries), k), torch.inf, device=queries.device)
         left = torch.arange(len(queries), device=queries.device)
         total, enough = self._index.rows, min(k, self.rows)
-        wanted = math.ceil(enough * total / max(1, self.rows)) + _MORE
+        wanted = enough if self._numbers is None else math.ceil(enough * total / max(1, self.rows)) + _MORE
         effort = 1.0
         while enough and len(left):
             everything = wanted >= total
@@ -81,12 +85,14 @@ class Surviving:
 
     def _alive(self, found: Neighbours, k: int) -> Neighbours:
         """Keep the first k that are there, with the numbers that they have now."""
-        numbers = self._numbers.to(found.ids.device)
-        # An index from elsewhere may name what it does not have.
-        known = (found.ids >= 0) & (found.ids < len(numbers))
-        ids = numbers[found.ids.where(known, 0)].where(known, -1)
-        order = (ids < 0).to(torch.int8).sort(dim=1, stable=True).indices[:, :k]
-        ids, distances = ids.gather(1, order), found.distances.gather(1, order)
+        ids, distances = found.ids[:, :k], found.distances[:, :k]
+        if self._numbers is not None:
+            numbers = self._numbers.to(found.ids.device)
+            # An index from elsewhere may name what it does not have.
+            known = (found.ids >= 0) & (found.ids < len(numbers))
+            ids = numbers[found.ids.where(known, 0)].where(known, -1)
+            order = (ids < 0).to(torch.int8).sort(dim=1, stable=True).indices[:, :k]
+            ids, distances = ids.gather(1, order), found.distances.gather(1, order)
         missing = 0, k - ids.shape[1]
         return Neighbours(
             torch.nn.functional.pad(ids, missing, value=-1),
