@@ -22,6 +22,7 @@ from knnlm.errors import DatastoreCorrupt, IndexInvalid
 from knnlm.index import ExactIndex, FaissIndex, Index, Reranked, auto_spec, check_index
 from knnlm.index.base import check_metric
 from knnlm.index.exact import fast, fits
+from knnlm.index.ladder import finer_spec
 from knnlm.index.living import Joined, Surviving
 from knnlm.index.thin import thin_spec
 from knnlm.progress import Progress, silent
@@ -50,7 +51,7 @@ def _replace_index(store: Datastore, catalog: Catalog, spec: str, metric: str, p
     made = None if spec == "exact" else make_index(store, catalog, spec, metric, progress)
     catalog.replace_indexes(made, skipped=store.key_numbers.gaps)
     purge(store.path, catalog, lease=store.lease)
-    return spec
+    return "exact" if made is None else made.spec
 
 
 def choose_spec(store: Datastore, metric: str) -> str:
@@ -62,8 +63,13 @@ def choose_spec(store: Datastore, metric: str) -> str:
 
 def make_index(store: Datastore, catalog: Catalog, spec: str, metric: str, progress: Progress) -> IndexRow:
     """Write an index over the keys that are there; it is used from when its row is in the catalog."""
-    index = FaissIndex.build(store.keys, spec, metric=metric, progress=progress)
-    check_index(index, store.keys, what=f"The new index {spec}")
+    try:
+        index = _build_sound(store, spec, metric, progress)
+    except IndexInvalid:
+        if spec != choose_spec(store, metric) or isinstance(store.codec, Codes):
+            raise
+        spec = finer_spec(spec)
+        index = _build_sound(store, spec, metric, progress)
     number = next_index(store.path, catalog)
     folder = index_folder(store.path, number)
     partial = folder.with_suffix(".partial")
@@ -76,6 +82,12 @@ def make_index(store: Datastore, catalog: Catalog, spec: str, metric: str, progr
         partial.rename(folder)
         sync_folder(folder.parent)
     return IndexRow(number, spec, metric, store.key_count, checksum(folder / INDEX))
+
+
+def _build_sound(store: Datastore, spec: str, metric: str, progress: Progress) -> FaissIndex:
+    index = FaissIndex.build(store.keys, spec, metric=metric, progress=progress)
+    check_index(index, store.keys, what=f"The new index {spec}")
+    return index
 
 
 def next_index(path: Path, catalog: Catalog) -> int:

@@ -38,6 +38,16 @@ def auto_spec(rows: int, width: int, *, metric: str = "l2") -> str:
     return f"PCAR{kept},{lists},PQ{kept // _PAIR if kept % _PAIR == 0 else kept}x4fs"
 
 
+def finer_spec(spec: str) -> str:
+    """Give what is made where a rung fails its self-check: a byte for each dimension, in as many lists.
+
+    Codes are of whole keys. Where clusters are narrow and far from one another, unlike those of language models, half a
+    byte for two dimensions cannot tell their members apart.
+    """
+    lists = next(part for part in spec.split(",") if part.startswith("IVF"))
+    return f"{lists},SQ8"
+
+
 def lists_for(rows: int) -> int:
     """Choose the number of lists: the power of two nearest to some roots of the number of keys."""
     return 1 << round(math.log2(_LISTS * math.sqrt(max(1, rows))))
