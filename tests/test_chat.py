@@ -249,7 +249,9 @@ def test_ctrl_c_stops_the_answer_but_not_the_program_and_ctrl_d_ends_it(home):
     told = person.wait_for(r"of the probability of ([\d,]+) tokens")
     assert 1 <= int(re.search(r"of ([\d,]+) tokens", told)[1].replace(",", "")) < 4000
     person.wait_for("› ")
-    person.type("half a line\x03")  # at the prompt it takes back what was typed
+    person.type("half a line")
+    person.wait_for("half a line")  # the line is being read: between the prompt and that, a signal waits for a key
+    person.type("\x03")  # at the prompt it takes back what was typed
     person.wait_for("Ctrl-D ends the conversation.")
     person.wait_for("› ")
     person.type("\x04")
