@@ -29,8 +29,9 @@ from numpy.typing import NDArray
 import sides
 import synthetic
 from knnlm import CausalLM, Datastore, Document, build
+from knnlm.bench import spread, times_of
 from knnlm.index import ExactIndex, FaissIndex, Reranked, auto_spec
-from sides import Mapped, middle, spread, timed
+from sides import Mapped, middle
 
 K = 1024
 VOCABULARY = 49_152
@@ -85,8 +86,8 @@ def model(options: argparse.Namespace) -> dict[str, float]:
     lm = CausalLM.open("bundled", device="cpu")
     tokens = torch.randint(100, 40_000, (1, 512))
     with torch.inference_mode():
-        whole = timed(lambda: lm.model(tokens, use_cache=False), repeats=options.repeats)
-        body = timed(lambda: lm.model.model(tokens, use_cache=False), repeats=options.repeats)
+        whole = times_of(lambda: lm.model(tokens, use_cache=False), options.repeats)
+        body = times_of(lambda: lm.model.model(tokens, use_cache=False), options.repeats)
         state = lm.model(tokens, use_cache=True).past_key_values
         one = tokens[:, :1]
 
@@ -94,7 +95,7 @@ def model(options: argparse.Namespace) -> dict[str, float]:
             lm.model(one, past_key_values=state, use_cache=True)
             state.crop(512)
 
-        steps = timed(step, repeats=3 * options.repeats)
+        steps = times_of(step, 3 * options.repeats)
     found = {
         "forward_ms_per_token": middle(whole) / 512 * 1e3,
         "without_head_ms_per_token": middle(body) / 512 * 1e3,
@@ -224,7 +225,7 @@ def peer(
 
 def times(name: str, work: Any, count: int, repeats: int) -> dict[str, float]:
     """Give milliseconds a query, and how far repeats are apart."""
-    taken = timed(work, repeats=repeats)
+    taken = times_of(work, repeats)
     return {f"{name}_ms": middle(taken) / count * 1e3, f"{name}_spread": spread(taken)}
 
 

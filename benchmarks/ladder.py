@@ -27,6 +27,7 @@ from torch import Tensor
 
 import sides
 from knnlm import CausalLM, Datastore, Mixture, read
+from knnlm.bench import spread, times_of
 from knnlm.evaluation import Tally, read_all
 from knnlm.index import ExactIndex, FaissIndex, Index, Neighbours, Reranked, auto_spec
 from knnlm.memory import Spoken
@@ -157,11 +158,11 @@ def one_spec(
         for measured in options.measured:
             index: Index = Reranked(made, store.keys, measured=measured) if measured else made
             found = index.search(text.queries, K)
-            taken = sides.timed(lambda index=index: index.search(text.queries[:2048], K), repeats=2)
+            taken = times_of(lambda index=index: index.search(text.queries[:2048], K), 2)
             hits = [np.isin(right, one).mean() for right, one in zip(truth.ids.numpy(), found.ids.numpy(), strict=True)]
             cost = {
                 "ms_per_query": sides.middle(taken) / min(2048, len(text.queries)) * 1e3,
-                "spread": sides.spread(taken),
+                "spread": spread(taken),
             }
             quality = perplexity(store, text, found) | {"recall": float(np.mean(hits))}
             rows.append(facts | {"probes": probes, "measured": measured} | cost | quality)

@@ -11,7 +11,7 @@ import platform
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -95,25 +95,9 @@ def size_of(index: Any) -> int:
     return len(faiss.serialize_index(index))
 
 
-def timed(work: Callable[[], object], *, repeats: int) -> list[float]:
-    """Give the seconds of each repeat, after one that does not count."""
-    work()
-    times = []
-    for _ in range(repeats):
-        begin = time.perf_counter()
-        work()
-        times.append(time.perf_counter() - begin)
-    return times
-
-
 def middle(times: list[float]) -> float:
     """Give the median."""
     return statistics.median(times)
-
-
-def spread(times: list[float]) -> float:
-    """Say how far the slowest and the fastest are apart, relative to the median."""
-    return (max(times) - min(times)) / middle(times)
 
 
 def machine(threads: int) -> dict[str, object]:

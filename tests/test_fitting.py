@@ -322,10 +322,10 @@ def test_a_gate_that_was_damaged_is_named(lm, path):
     file = path / "mixtures" / name
     whole = file.read_bytes()
     file.write_bytes(whole[:1000])
-    with pytest.raises(DatastoreCorrupt, match=r"Tune it again|tune again"):
+    with pytest.raises(DatastoreCorrupt, match="Tune it again"):
         Mixture.open(path, lm)
     file.unlink()
-    with pytest.raises(DatastoreCorrupt, match=r"Tune it again|tune again"):
+    with pytest.raises(DatastoreCorrupt, match="Tune it again"):
         Mixture.open(path, lm)
     file.write_bytes(whole)
     assert Mixture.open(path, lm).weights.kind == "gated"

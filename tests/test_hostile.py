@@ -100,6 +100,16 @@ def mutate(data: bytes, draw) -> bytes:
     return bytes(changed)
 
 
+def damaged_copy(memory: Path, folder: Path, names: list[str], draw) -> tuple[Path, str]:
+    """Copy a memory and change one of these files of it; give the copy and the name of the file."""
+    path = folder / "fuzzed"
+    shutil.rmtree(path, ignore_errors=True)
+    shutil.copytree(memory, path)
+    name = draw(st.sampled_from(names))
+    (path / name).write_bytes(mutate((path / name).read_bytes(), draw))
+    return path, name
+
+
 def files(path: Path, *, but: str = "never") -> list[str]:
     return sorted(
         file.relative_to(path).as_posix()
@@ -112,11 +122,7 @@ def files(path: Path, *, but: str = "never") -> list[str]:
 @given(data=st.data())
 def test_a_memory_with_damaged_bytes_is_refused_or_works(data, mapped, tmp_path):
     """Checksums are on; FAISS reads only what has the right one, so it is never reached by a mutated file."""
-    path = tmp_path / "fuzzed"
-    shutil.rmtree(path, ignore_errors=True)
-    shutil.copytree(mapped, path)
-    name = data.draw(st.sampled_from(files(path)))
-    (path / name).write_bytes(mutate((path / name).read_bytes(), data.draw))
+    path, _ = damaged_copy(mapped, tmp_path, files(mapped), data.draw)
     survives(path)
 
 
@@ -124,11 +130,8 @@ def test_a_memory_with_damaged_bytes_is_refused_or_works(data, mapped, tmp_path)
 @given(data=st.data())
 def test_a_catalog_that_vouches_for_damaged_files_is_refused_or_works(data, mapped, tmp_path):
     """As a stranger would make it: every checksum is right, so each reader must stand on its own."""
-    path = tmp_path / "fuzzed"
-    shutil.rmtree(path, ignore_errors=True)
-    shutil.copytree(mapped, path)
-    name = data.draw(st.sampled_from([name for name in files(path, but="faiss") if name != "catalog.db"]))
-    (path / name).write_bytes(mutate((path / name).read_bytes(), data.draw))
+    names = [name for name in files(mapped, but="faiss") if name != "catalog.db"]
+    path, name = damaged_copy(mapped, tmp_path, names, data.draw)
     vouch(path, name)
     survives(path)
 

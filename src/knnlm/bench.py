@@ -116,14 +116,14 @@ def _evaluating(mixture: Mixture, documents: list[Document], size: Size) -> dict
             assert reading.logits is not None
             reading.logits.float().logsumexp(1)
 
-    with_memory = _times(lambda: evaluate(mixture, documents), size.repeats)
-    without = _times(plain, size.repeats)
+    with_memory = times_of(lambda: evaluate(mixture, documents), size.repeats)
+    without = times_of(plain, size.repeats)
     return {
         "tokens": count,
         "ms_per_token": statistics.median(with_memory) / count * 1e3,
         "model_ms_per_token": statistics.median(without) / count * 1e3,
         "ratio_to_model": statistics.median(with_memory) / statistics.median(without),
-        "spread": _spread(with_memory),
+        "spread": spread(with_memory),
     }
 
 
@@ -136,14 +136,14 @@ def _generating(mixture: Mixture, size: Size) -> dict[str, Any]:
     def generate(model: Any) -> None:
         model.generate(ids, attention_mask=torch.ones_like(ids), pad_token_id=0, **settings)
 
-    with_memory = _times(lambda: generate(mixed), size.repeats)
-    without = _times(lambda: generate(mixture.lm.model), size.repeats)
+    with_memory = times_of(lambda: generate(mixed), size.repeats)
+    without = times_of(lambda: generate(mixture.lm.model), size.repeats)
     return {
         "tokens": size.generated,
         "ms_per_token": statistics.median(with_memory) / size.generated * 1e3,
         "model_ms_per_token": statistics.median(without) / size.generated * 1e3,
         "ratio_to_model": statistics.median(with_memory) / statistics.median(without),
-        "spread": _spread(with_memory),
+        "spread": spread(with_memory),
     }
 
 
@@ -153,17 +153,17 @@ def _searching(store: Datastore, size: Size) -> dict[str, Any]:
     queries = MadeUp(store, size.queries, seed=1).take(torch.arange(size.queries))
     exact = ExactIndex(keys)
     figures: dict[str, Any] = {"keys": keys.rows, "made_up": True, "k": 1024, "index": auto_spec(keys.rows, keys.width)}
-    slow = _times(lambda: exact.search(queries, 1024), size.repeats)
+    slow = times_of(lambda: exact.search(queries, 1024), size.repeats)
     figures["exact_ms_per_query"] = statistics.median(slow) / size.queries * 1e3
     begin = time.perf_counter()
     # So few keys that an index would not pay are compared one by one on both sides.
     spec = figures["index"]
     index: Index = exact if spec == "exact" else Reranked(FaissIndex.build(keys, spec), keys)
     figures["index_seconds"] = time.perf_counter() - begin
-    fast = _times(lambda: index.search(queries, 1024), size.repeats)
+    fast = times_of(lambda: index.search(queries, 1024), size.repeats)
     figures["ms_per_query"] = statistics.median(fast) / size.queries * 1e3
     figures["ratio_exact_to_index"] = statistics.median(slow) / statistics.median(fast)
-    figures["spread"] = _spread(fast)
+    figures["spread"] = spread(fast)
     right, found = exact.search(queries, 1024).ids, index.search(queries, 1024).ids
     hits = [torch.isin(one, other).float().mean().item() for one, other in zip(right, found, strict=True)]
     figures["recall"] = statistics.fmean(hits)
@@ -200,7 +200,7 @@ def _pieces(documents: list[Document]) -> list[Document]:
     ]
 
 
-def _times(work: Callable[[], object], repeats: int) -> list[float]:
+def times_of(work: Callable[[], object], repeats: int) -> list[float]:
     """Give the seconds of each repeat, after one that does not count."""
     work()
     taken = []
@@ -211,6 +211,6 @@ def _times(work: Callable[[], object], repeats: int) -> list[float]:
     return taken
 
 
-def _spread(taken: list[float]) -> float:
+def spread(taken: list[float]) -> float:
     """Say how far the slowest and the fastest are apart, relative to the median."""
     return (max(taken) - min(taken)) / statistics.median(taken)

@@ -38,7 +38,7 @@ def verify(
 
     found = guarding.verify(memory, deep=deep, trust_index=trust_index, progress=screen.bar)
     if json:
-        screen.print_json({**_plain(asdict(found)), "sound": found.sound})
+        screen.print_json({**asdict(found), "sound": found.sound})
     else:
         for problem in found.problems:
             screen.out.print(str(problem), markup=False)
@@ -70,7 +70,7 @@ def repair(
 
     done = guarding.repair(memory, index=index, dry_run=dry_run, wait=wait, progress=screen.bar)
     if json:
-        screen.print_json(_plain(asdict(done)))
+        screen.print_json(asdict(done))
         return
     for document in done.lost:
         screen.out.print(f"lost: {document.source} ({document.id}), {document.tokens:,} tokens", markup=False)
@@ -108,7 +108,7 @@ def merge(
 
     done = guarding.merge(memories, out, index=index, metric=metric, wait=wait, progress=screen.bar)
     if json:
-        screen.print_json(_plain(asdict(done)))
+        screen.print_json(asdict(done))
         return
     screen.out.print(
         f"{out}: {done.tokens:,} tokens of {screen.count(done.documents, 'document')}, "
@@ -150,7 +150,7 @@ def import_arrays(
     settings: dict[str, Any] = {"format": format, "rows": rows, "key_dtype": key_dtype, "value_dtype": value_dtype}
     done = guarding.import_arrays(keys, values, out, lm=lm, check=check, progress=screen.bar, **settings)
     if json:
-        screen.print_json(_plain(asdict(done)))
+        screen.print_json(asdict(done))
         return
     seen = "not checked" if done.agreement is None else f"{done.agreement:.0%} of a sample as the model gives them"
     screen.out.print(
@@ -175,19 +175,10 @@ def export(
 
     done = guarding.export(memory, out, format=format, progress=screen.bar)
     if json:
-        screen.print_json(_plain(asdict(done)))
+        screen.print_json(asdict(done))
         return
     screen.out.print(
         f"{out}: {done.rows:,} rows in {screen.count(done.files, 'file')}, {done.bytes / 1e6:,.1f} MB, "
         f"{done.seconds:.1f} s",
         markup=False,
     )
-
-
-def _plain(value: Any) -> Any:
-    """Turn paths into text."""
-    if isinstance(value, dict):
-        return {key: _plain(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_plain(item) for item in value]
-    return str(value) if isinstance(value, Path) else value

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import sys
 import warnings
 from collections.abc import Iterator, Sequence
@@ -98,8 +99,8 @@ def quiet() -> None:
 
 
 def print_json(value: Any) -> None:
-    """Print one JSON object; a number that is infinite or undefined becomes null."""
-    sys.stdout.write(json.dumps(_finite(value), indent=2, ensure_ascii=False) + "\n")
+    """Print one JSON object; a number that is infinite or undefined becomes null, a path its text."""
+    sys.stdout.write(json.dumps(_finite(value), indent=2, ensure_ascii=False, default=os.fspath) + "\n")
 
 
 def print_facts(facts: Sequence[tuple[str, str]], *, title: str | None = None) -> None:

@@ -57,25 +57,36 @@ class Surviving:
     def search(self, queries: Tensor, k: int) -> Neighbours:
         """Find the k nearest of each of (N, D) queries; all that there are, where these are fewer."""
         check_search(queries, k, self._index.width)
-        ids = torch.full((len(queries), k), -1, device=queries.device)
-        distances = torch.full((len(queries), k), torch.inf, device=queries.device)
-        left = torch.arange(len(queries), device=queries.device)
         total, enough = self._index.rows, min(k, self.rows)
+        if not enough:
+            nobody = torch.full((len(queries), k), -1, device=queries.device)
+            return Neighbours(nobody, torch.full(nobody.shape, torch.inf, device=queries.device))
         wanted = enough if self._numbers is None else math.ceil(enough * total / max(1, self.rows)) + _MORE
+        best = self._ask(queries, wanted, k, effort=1.0)
+        left = self._short(best, enough)
         effort = 1.0
-        while enough and len(left):
-            everything = wanted >= total
-            asked = self._index.search(queries[left], min(wanted, total), effort=total if everything else effort)
-            found = self._alive(asked, k)
-            ids[left], distances[left] = found.ids, found.distances
-            left = left[(found.ids >= 0).sum(1) < enough]
-            if everything:
-                break
+        while len(left) and wanted < total:  # rarely: an answer that is long enough is given as it came
             wanted, effort = wanted * _WIDER, effort * _WIDER
-        if enough and len(left):
-            found = self._exactly(queries[left], k)
-            ids[left], distances[left] = found.ids, found.distances
-        return Neighbours(ids, distances)
+            left = self._replace(best, left, self._ask(queries[left], wanted, k, effort=effort), enough)
+        if len(left):
+            self._replace(best, left, self._exactly(queries[left], k), enough)
+        return best
+
+    def _ask(self, queries: Tensor, wanted: int, k: int, *, effort: float) -> Neighbours:
+        """Ask for so many, and keep those that are there; whoever asks for all lets all be looked at."""
+        total = self._index.rows
+        asked = self._index.search(queries, max(1, min(wanted, total)), effort=total if wanted >= total else effort)
+        return self._alive(asked, k)
+
+    @staticmethod
+    def _short(found: Neighbours, enough: int) -> Tensor:
+        """Say which answers have fewer than there are."""
+        return ((found.ids >= 0).sum(1) < enough).nonzero()[:, 0]
+
+    def _replace(self, best: Neighbours, rows: Tensor, by: Neighbours, enough: int) -> Tensor:
+        """Put better answers in their places, and say which rows are still short."""
+        best.ids[rows], best.distances[rows] = by.ids, by.distances
+        return rows[self._short(by, enough)]
 
     def _exactly(self, queries: Tensor, k: int) -> Neighbours:
         """Compare with every vector: a graph need not reach all of them."""

@@ -180,7 +180,7 @@ def load_networks(file: Path) -> dict[str, Tensor]:
             return load(data)
     except SafetensorError:
         pass
-    raise DatastoreCorrupt(f"{file} is damaged. Remove it, and tune again.")
+    raise DatastoreCorrupt(f"{file} is damaged. Tune it again with: knnlm tune")
 
 
 def _load_gated(facts: dict[str, Any], path: Path, skip: float | None) -> Gated:

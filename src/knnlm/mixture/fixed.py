@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -91,4 +92,10 @@ def check_lambda(weight: float) -> None:
 def mix(parts: Sequence[Prediction], weights: Sequence[float]) -> Mixed:
     """Mix parts by fixed weights; the weight of a part that abstains goes to the first part, the language model."""
     abstains = torch.stack([part.abstains() for part in parts], 1)  # (N, M)
-    return Mixed(parts, share(torch.tensor(weights), abstains))
+    return Mixed(parts, share(placed(tuple(weights), abstains.device), abstains))
+
+
+@lru_cache(maxsize=64)
+def placed(values: tuple[float, ...], device: torch.device) -> Tensor:
+    """Bring weights to a device once: the copy is something that the host would wait for at every token."""
+    return torch.tensor(values, device=device)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from itertools import accumulate, pairwise
 from typing import Protocol
 
@@ -21,7 +20,7 @@ from knnlm.memory import Answer, Context, Memory, Poll, Spoken
 from knnlm.mixture.buckets import Buckets
 from knnlm.mixture.evidence import evidence, features, place
 from knnlm.mixture.fitted import share
-from knnlm.mixture.fixed import check_lambda
+from knnlm.mixture.fixed import check_lambda, placed
 from knnlm.mixture.gate import Gate
 from knnlm.mixture.skip import Skip
 
@@ -55,7 +54,7 @@ class Fixed:
 
     def weigh(self, context: Context, lm: Spoken, answers: Sequence[Answer], abstains: Tensor) -> Tensor:  # noqa: ARG002
         """Give the same weights to every row."""
-        return share(_placed(self.values, abstains.device), abstains)
+        return share(placed(self.values, abstains.device), abstains)
 
     def asked(self, context: Context, lm: Spoken, answers: Sequence[Answer | None]) -> Tensor | None:  # noqa: ARG002
         """Ask everywhere."""
@@ -108,12 +107,6 @@ class Gated:
         found = [evidence(answer, lm) for answer in answers if answer is not None]
         seen = features(place(context), self.frequencies, (lm.signals(), lm.top()), found)
         return self.skip.asked(seen, self.fraction)
-
-
-@lru_cache(maxsize=64)
-def _placed(values: tuple[float, ...], device: torch.device) -> Tensor:
-    """Bring weights to a device once: the copy is something that the host would wait for at every token."""
-    return torch.tensor(values, device=device)
 
 
 def spans_of(counts: Iterable[int]) -> list[slice]:
