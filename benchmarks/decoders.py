@@ -70,6 +70,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--small-epochs", type=int, default=3)
     parser.add_argument("--table", action=argparse.BooleanOptionalAction, default=True, help="mix everything")
     parser.add_argument("--teach", default="", help="β:τ:self or document[:top[:mass]], with commas")
+    parser.add_argument("--teach-small", action="store_true", help="teach the small student as well")
     parser.add_argument("--variants", default="", help="learning rate:tokens in a step:epochs, with commas")
     parser.add_argument("--other", type=Path, help="a corpus that a second model is fine-tuned on")
     parser.add_argument("--other-store", type=int, default=500_000, help="tokens of its train to use")
@@ -206,11 +207,15 @@ class Study:
         settings |= {"top": int(top), "mass": float(mass), "device": self.options.device}
         targets = make_targets(store, place, **settings)
         self.say("targets:", targets.facts)
-        name = f"taught-{beta}-{temperature}-{exclude}-{top}-{mass}"
         options = self.options
-        self.train(name, options.layers, options.learning_rate, options.epochs, beta=float(beta), targets=targets)
+        sizes = {"student": (options.layers, options.learning_rate, options.epochs)}
+        if options.teach_small:
+            sizes["small"] = (options.blocks, options.small_rate, options.small_epochs)
+        for size, how in sizes.items():
+            name = f"{size}-{beta}-{temperature}-{exclude}-{top}-{mass}"
+            self.train(name, *how, beta=float(beta), targets=targets)
+            self.judge(name, f"{size} taught β={beta} τ={temperature} without {exclude}, {top} tokens of {mass}")
         store.close()
-        self.judge(name, f"taught β={beta} τ={temperature} without {exclude}, {top} tokens of {mass}")
 
     def stories(self, seen: Seen) -> None:
         """Where the student is far above the model, and how close it stays on frequent words."""

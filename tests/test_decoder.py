@@ -33,7 +33,7 @@ from knnlm.distill.loss import distillation_loss
 from knnlm.distill.retrieval import Ballot, Retrieval
 from knnlm.distill.student import both_ends, keep_blocks, open_student
 from knnlm.distill.targets import make_targets
-from knnlm.distill.text import Lessons, Text, positions
+from knnlm.distill.text import Lessons, Text, join_groups, positions
 from knnlm.distill.training import CHECKPOINT, Settings, read_curve
 from knnlm.errors import DatastoreError, MissingExtra, ModelError, ModelMismatch, ParameterError
 from knnlm.lm import WindowShape
@@ -495,6 +495,40 @@ def test_a_batch_read_in_parts_is_the_same_batch(small, student, tmp_path):
     for other in curves[1:]:
         assert [line["loss"] for line in other] == pytest.approx([line["loss"] for line in curves[0]], rel=1e-4)
         assert [line["kl"] for line in other] == pytest.approx([line["kl"] for line in curves[0]], rel=1e-4)
+
+
+def test_groups_read_together_as_on_a_gpu_are_the_same_batch(small, student, tmp_path, monkeypatch):
+    store, targets = small
+    passes = []
+    read = Lessons.read
+    monkeypatch.setattr(Lessons, "read", lambda self, windows: passes.append(len(windows)) or read(self, windows))
+    counts = []
+    for number, room in enumerate((0, 4 * 512)):
+        passes.clear()
+        monkeypatch.setattr(training, "_room", lambda *_, room=room: room)
+        train_decoder(store, student, tmp_path / str(number), targets=targets, beta=0.5, **QUICK)
+        counts.append(len(passes))
+    apart, together = (losses(tmp_path / str(number)) for number in range(2))
+    assert counts[1] == len(together) < counts[0]
+    for name in ("loss", "kl", "ce"):
+        assert [line[name] for line in together] == pytest.approx([line[name] for line in apart], rel=1e-4)
+
+
+@given(
+    lengths=st.lists(st.lists(st.integers(1, 30), min_size=1, max_size=6), min_size=1, max_size=6),
+    room=st.integers(0, 400),
+)
+def test_groups_are_put_together_where_there_is_room(lengths, room):
+    groups = [np.array([[7, 0, 0, length] for length in group]) for group in lengths]
+    found = join_groups(groups, room)
+    assert sorted(length for group in found for length in group[:, 3]) == sorted(itertools.chain(*lengths))
+    given_ = {tuple(sorted(group)) for group in map(tuple, lengths)}
+    for group in found:
+        padded = len(group) * group[:, 3].max()
+        assert padded <= room or tuple(sorted(group[:, 3].tolist())) in given_
+    # Two that stand side by side would not have fitted together.
+    for one, other in itertools.pairwise(found):
+        assert (len(one) + min(map(len, lengths))) * one[:, 3].max() > room or len(other) > min(map(len, lengths))
 
 
 def test_the_pace_rises_and_falls_to_nothing():

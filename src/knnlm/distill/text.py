@@ -130,7 +130,7 @@ class Lessons:
 
     def read(self, windows: NDArray[np.int64]) -> Batch:
         """Put windows side by side; padding goes to the right, where no earlier position looks."""
-        shape = len(windows), int((windows[:, 3] - windows[:, 1]).max())
+        shape = len(windows), _longest(windows)
         ids = np.full(shape, self._start_token, dtype=np.int64)
         targets, rows = np.full(shape, -1, dtype=np.int64), np.full(shape, -1, dtype=np.int64)
         for place, (first, begin, scored, end) in enumerate(windows.tolist()):
@@ -210,6 +210,17 @@ class Lessons:
         return marked
 
 
+def join_groups(groups: Sequence[NDArray[np.int64]], room: int) -> list[NDArray[np.int64]]:
+    """Put groups of windows together, the longest first, where they take at most `room` positions with their padding."""
+    made: list[NDArray[np.int64]] = []
+    for group in sorted(groups, key=_longest, reverse=True):
+        if made and (len(made[-1]) + len(group)) * _longest(made[-1]) <= room:
+            made[-1] = np.concatenate([made[-1], group])
+        else:
+            made.append(group)
+    return made
+
+
 def positions(windows: NDArray[np.int64]) -> int:
     """Count the tokens that windows are to predict."""
     return int((windows[:, 3] - windows[:, 2]).sum())
@@ -217,6 +228,10 @@ def positions(windows: NDArray[np.int64]) -> int:
 
 def _groups(batch_tokens: int) -> int:
     return 4 if batch_tokens >= _MANY else 2  # more would be too small to keep a GPU busy
+
+
+def _longest(windows: NDArray[np.int64]) -> int:
+    return int((windows[:, 3] - windows[:, 1]).max())
 
 
 def _table(rows: list[_Row]) -> NDArray[np.int64]:

@@ -22,13 +22,14 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import PreTrainedModel
 
 from knnlm.datastore.segment import writing
 from knnlm.distill.checkpoint import restore
 from knnlm.distill.loss import Losses, distillation_loss
 from knnlm.distill.retrieval import Sparse
-from knnlm.distill.text import Batch, Lessons, positions
+from knnlm.distill.text import Batch, Lessons, join_groups, positions
 from knnlm.errors import ParameterError
 from knnlm.memory.output import save_tensors
 from knnlm.progress import Progress, note
@@ -36,6 +37,9 @@ from knnlm.progress import Progress, note
 CHECKPOINT, CURVE = "checkpoint.safetensors", "losses.jsonl"
 SCHEDULES = ("linear", "cosine")
 PRECISIONS = ("float32", "bfloat16")
+_PADDING = 4  # positions that a GPU reads at most for each token, if that makes fewer passes
+# Not cuDNN's, which plans for a tenth of a second whenever windows have another shape, that is at nearly every step.
+_ATTENTION = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 _LOOK = 20  # steps between two looks at the losses
 _Given = TypeVar("_Given")
 _Made = TypeVar("_Made")
@@ -139,6 +143,7 @@ class Training:
             }
         # Where documents are cut is another in each epoch, and so may be the number of steps.
         self.steps = sum(len(lessons.steps(epoch, settings.batch_tokens)) for epoch in range(settings.epochs))
+        self._room = _room(model, settings.batch_tokens, device)
         self._torn = False
 
     def run(self, folder: Path, *, every: float, progress: Progress, watch: Callable[[dict[str, Any]], None]) -> None:
@@ -228,7 +233,7 @@ class Training:
         read, targets = self._bring(batch.ids), self._bring(batch.targets)
         ids, probs = (None, None) if sparse is None else (self._bring(sparse.ids), self._bring(sparse.probs))
         half = self.settings.precision == "bfloat16"
-        with torch.autocast(self._device.type, torch.bfloat16, enabled=half):
+        with sdpa_kernel(_ATTENTION), torch.autocast(self._device.type, torch.bfloat16, enabled=half):
             # Padding is on the right, so no mask is needed, and attention may take its fastest way.
             logits = self.model(input_ids=read, use_cache=False).logits  # (B, T, V)
         beta = self.settings.beta
@@ -236,6 +241,7 @@ class Training:
 
     def _read(self, groups: Sequence[NDArray[np.int64]]) -> list[tuple[Batch, Sparse | None]]:
         """Read groups of windows, cut into parts where more are wanted, and what retrieval says there."""
+        groups = join_groups(groups, self._room)
         each = math.ceil(self.settings.accumulate / len(groups))
         made = []
         for group in groups:
@@ -342,6 +348,15 @@ def read_curve(path: Path) -> list[dict[str, Any]]:
             break
         found.append(facts)
     return found
+
+
+def _room(model: PreTrainedModel, batch_tokens: int, device: torch.device) -> int:
+    """Say how many positions, padding among them, are read together: a GPU waits for Python, a CPU for its arithmetic."""
+    if device.type != "cuda":
+        return 0
+    config = model.config.get_text_config()
+    kept = 40 * config.num_hidden_layers * config.hidden_size + 8 * config.vocab_size  # bytes a position, about
+    return int(min(_PADDING * batch_tokens, torch.cuda.mem_get_info(device)[0] // (2 * kept)))
 
 
 def _figures(sums: Sequence[float], count: int) -> dict[str, Any]:
