@@ -41,7 +41,7 @@ from knnlm.progress import Advance, Progress, silent
 # Above this, one step of float16 is a whole unit: as much as neighbours differ by in an ordinary dimension.
 _LARGE = 1024.0
 STUDENT, ADAPTED = "student", "adapted.json"  # what else may lie in the folder of a memory
-_CALIBRATION = 2048  # tokens read to see how large the keys of a model are
+_GLANCE, _CALIBRATION = 256, 2048  # tokens read to see how large the keys of a model are; the latter if they may be
 _BATCH_TOKENS = {"cpu": 1024, "cuda": 65_536}  # on a GPU, of a model of this width; fewer of a wider one
 _WIDTH, _FEWEST = 576, 4096
 _SEGMENT_BYTES = 1 << 31
@@ -391,6 +391,8 @@ def _calibrate(lm: CausalLM, group: Group, window: WindowShape) -> Tensor | None
     Some models have a few dimensions that are thousands of times larger than the rest and hardly vary. Stored less
     their mean, they take as little of the precision as the others do.
     """
-    sample = group.beginning(_CALIBRATION)
-    keys = torch.cat([reading.keys.cpu() for reading in lm.read(sample, window, logits=False)])
-    return keys.mean(0) if float(keys.abs().max()) > _LARGE else None
+    for count, bound in ((_GLANCE, _LARGE / 4), (_CALIBRATION, _LARGE)):
+        keys = torch.cat([reading.keys.cpu() for reading in lm.read(group.beginning(count), window, logits=False)])
+        if float(keys.abs().max()) <= bound:
+            return None
+    return keys.mean(0)

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Iterable, Iterator
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from knnlm.datastore.arrays import KEYS, array_shapes, array_sums, segment_folder
 from knnlm.datastore.catalog import SegmentRow
@@ -79,6 +82,13 @@ class Arrays:
         """See that these keys of a segment are as they were written, where that was not seen yet."""
         if not self.sums.done(segment):
             self.sums.keys(segment_folder(self._path, segment.id), segment, keys, self._row_bytes)
+
+
+def as_tensor(array: NDArray[Any]) -> Tensor:
+    """Let torch see an array that is only to be read, which it warns of once."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return torch.from_numpy(array)
 
 
 def _pieces(stretches: Iterable[tuple[int, int]], step: int) -> Iterator[tuple[int, int]]:

@@ -44,7 +44,7 @@ from knnlm.datastore.gaps import check_removed
 from knnlm.datastore.keys import Keys
 from knnlm.datastore.locking import Lease
 from knnlm.datastore.numbering import Numbering, by_segment
-from knnlm.datastore.reading import Arrays
+from knnlm.datastore.reading import Arrays, as_tensor
 from knnlm.datastore.stored import fact, reader_width, stored_codec, stored_map, stored_offset
 from knnlm.datastore.sums import Sums
 from knnlm.errors import DatastoreCorrupt, DatastoreError
@@ -237,17 +237,19 @@ class Datastore:
         """Give these keys, (…) → (…, D) float32; an id below 0 gives zeros."""
         flat = self.key_numbers.stored(ids.reshape(-1).cpu().numpy())
         # Gathered as they are stored, and decoded all at once: one token's neighbours are in as many segments.
-        stored = np.empty((len(flat), self.codec.columns), self.codec.dtype)
+        stored = torch.empty(len(flat), self.codec.columns, dtype=getattr(torch, self.codec.dtype))
         scales = np.ones((len(flat), 1), np.float32)
         for number, places, local in by_segment(flat, self._key_starts):
             segment = self._segments[number]
             mapped = self.arrays.keys(segment, local)
             if places[-1] - places[0] == len(places) - 1:  # ids that come in order lie side by side
-                np.take(mapped, local, axis=0, out=stored[places[0] : places[-1] + 1], mode="clip")
+                # By torch, which uses all cores.
+                out = stored[places[0] : places[-1] + 1]
+                torch.index_select(as_tensor(mapped), 0, torch.from_numpy(local), out=out)
             else:
-                stored[places] = mapped[local]
+                stored.numpy()[places] = mapped[local]
             scales[places] = segment.scale
-        keys = self.codec.decode(torch.from_numpy(stored), 1.0)
+        keys = self.codec.decode(stored, 1.0)
         if (scales != 1).any() and isinstance(self.codec, Plain):
             keys.mul_(torch.from_numpy(scales))
         if (nobody := flat < 0).any():

@@ -211,7 +211,7 @@ class Lessons:
 
 
 def join_groups(groups: Sequence[NDArray[np.int64]], room: int) -> list[NDArray[np.int64]]:
-    """Put groups of windows together, the longest first, where they take at most `room` positions with their padding."""
+    """Put groups together, the longest windows first, where they take at most `room` positions with their padding."""
     made: list[NDArray[np.int64]] = []
     for group in sorted(groups, key=_longest, reverse=True):
         if made and (len(made[-1]) + len(group)) * _longest(made[-1]) <= room:

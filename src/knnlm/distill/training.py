@@ -22,7 +22,6 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import PreTrainedModel
 
 from knnlm.datastore.segment import writing
@@ -31,6 +30,7 @@ from knnlm.distill.loss import Losses, distillation_loss
 from knnlm.distill.retrieval import Sparse
 from knnlm.distill.text import Batch, Lessons, join_groups, positions
 from knnlm.errors import ParameterError
+from knnlm.lm.attention import for_any_shape
 from knnlm.memory.output import save_tensors
 from knnlm.progress import Progress, note
 
@@ -38,8 +38,6 @@ CHECKPOINT, CURVE = "checkpoint.safetensors", "losses.jsonl"
 SCHEDULES = ("linear", "cosine")
 PRECISIONS = ("float32", "bfloat16")
 _PADDING = 4  # positions that a GPU reads at most for each token, if that makes fewer passes
-# Not cuDNN's, which plans for a tenth of a second whenever windows have another shape, that is at nearly every step.
-_ATTENTION = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 _LOOK = 20  # steps between two looks at the losses
 _Given = TypeVar("_Given")
 _Made = TypeVar("_Made")
@@ -233,7 +231,7 @@ class Training:
         read, targets = self._bring(batch.ids), self._bring(batch.targets)
         ids, probs = (None, None) if sparse is None else (self._bring(sparse.ids), self._bring(sparse.probs))
         half = self.settings.precision == "bfloat16"
-        with sdpa_kernel(_ATTENTION), torch.autocast(self._device.type, torch.bfloat16, enabled=half):
+        with for_any_shape(self._device), torch.autocast(self._device.type, torch.bfloat16, enabled=half):
             # Padding is on the right, so no mask is needed, and attention may take its fastest way.
             logits = self.model(input_ids=read, use_cache=False).logits  # (B, T, V)
         beta = self.settings.beta
@@ -351,7 +349,7 @@ def read_curve(path: Path) -> list[dict[str, Any]]:
 
 
 def _room(model: PreTrainedModel, batch_tokens: int, device: torch.device) -> int:
-    """Say how many positions, padding among them, are read together: a GPU waits for Python, a CPU for its arithmetic."""
+    """Say how many positions are read together, padding too: a GPU waits for Python, a CPU for its arithmetic."""
     if device.type != "cuda":
         return 0
     config = model.config.get_text_config()

@@ -38,6 +38,7 @@ from knnlm.errors import DatastoreError, ModelError
 from knnlm.generate.state import Step, look, state_of
 from knnlm.index.looking import deferring
 from knnlm.lm import CausalLM
+from knnlm.lm.attention import for_any_shape
 from knnlm.memory import LOGITS, Context, Source
 from knnlm.mixture import DEFAULTS, Mixture
 from knnlm.mixture.choice import read_mixture, weights_state, write_mixture
@@ -211,6 +212,7 @@ class KnnForCausalLM(PreTrainedModel, GenerationMixin):
         readers, sources = self.mixture.readers, self.mixture.own_sources
         with ExitStack() as hooks:
             kept = [hooks.enter_context(readers.layer(source).capture()) for source in sources]
+            hooks.enter_context(for_any_shape(self.device))
             output = self.base(input_ids=input_ids, return_dict=True, **inputs, **offered)
         keys = {source: own[-1].float() for source, own in zip(sources, kept, strict=True)}  # (B, T, D)
         given = input_ids if input_ids is not None else inputs["inputs_embeds"]
