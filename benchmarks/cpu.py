@@ -4,6 +4,7 @@
     python benchmarks/cpu.py --sizes 10,100                # thousands of keys; a few minutes
     python benchmarks/cpu.py --store MEMORY --sizes 1000   # keys of a memory, not made-up ones
     python benchmarks/cpu.py --json figures.json
+    python benchmarks/cpu.py --replot figures.json … --plot docs/images/search-cpu.png
 
 Both sides run in one process, one after the other, with as many threads. Keys are made up with the spectrum and the
 clusters of real ones: those of the bundled model over Python's documentation, or of --store (see synthetic.py). On
@@ -39,6 +40,9 @@ VOCABULARY = 49_152
 
 def main() -> None:
     options = parse()
+    if options.replot:
+        plot([row for path in options.replot for row in json.loads(path.read_text())["search"]], options.plot)
+        return
     torch.set_num_threads(options.threads)
     faiss.omp_set_num_threads(options.threads)
     figures: dict[str, Any] = {"machine": sides.machine(options.threads)}
@@ -51,6 +55,8 @@ def main() -> None:
     table(figures)
     if options.json:
         options.json.write_text(json.dumps(figures, indent=2) + "\n")
+    if options.plot:
+        plot(figures.get("search", []), options.plot)
 
 
 def parse() -> argparse.Namespace:
@@ -70,6 +76,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--folder", type=Path, help="where keys are written (default: the temporary folder)")
     parser.add_argument("--json", type=Path, help="also write all figures to this file")
+    parser.add_argument("--replot", type=Path, nargs="+", help="draw what earlier runs wrote")
+    parser.add_argument("--plot", type=Path, help="draw milliseconds a query by the number of keys")
     return parser.parse_args()
 
 
@@ -257,6 +265,26 @@ def table(figures: dict[str, Any]) -> None:
             f"{own['bytes_per_key']} ({own.get('peer_bytes_per_key', '-')})",
         ]
         print("|", " | ".join(cells), "|")
+
+
+def plot(rows: list[dict[str, Any]], path: Path) -> None:
+    """Draw what a query costs, by the number of keys; of several runs the last that has a figure."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(6.5, 4.2), layout="constrained")
+    axes = figure.subplots()
+    for name, label, line in (
+        ("ours_ms", "auto, with rerank", "o-"),
+        ("ours_codes_ms", "auto, distances of codes", "o:"),
+        ("peer_ms", f"{sides.RECIPE}, {sides.PROBES} lists", "s--"),
+        ("flat_ms", "FAISS flat", "^--"),
+    ):
+        own = sorted({row["rows"]: row[name] for row in rows if name in row}.items())
+        axes.plot(*zip(*own, strict=True), line, label=label)
+    axes.set(xscale="log", yscale="log", xlabel="keys", ylabel="milliseconds a query, k = 1024, two cores")
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize=8)
+    figure.savefig(path, dpi=120)
 
 
 if __name__ == "__main__":

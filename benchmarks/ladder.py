@@ -3,7 +3,7 @@
     python benchmarks/ladder.py MEMORY TEXT.jsonl                         # the rung of auto, and the recipe of others
     python benchmarks/ladder.py MEMORY TEXT.jsonl --specs PCAR256,IVF512,PQ128x4fs IVF512,PQ64 --probes 16 64
     python benchmarks/ladder.py MEMORY TEXT.jsonl --json ladder.json --plot docs/ladder.png
-    python benchmarks/ladder.py --replot ladder.json --plot docs/ladder.png
+    python benchmarks/ladder.py --replot ladder.json … --plot docs/ladder.png
 
 MEMORY is a memory of the bundled model, TEXT held-out text. τ and λ are chosen on one half of its tokens, and figures
 are those of the other half. "measured" is how many of the k = 1024 neighbours get their exact distance; 0 votes with
@@ -49,7 +49,7 @@ class Text:
 def main() -> None:
     options = parse()
     if options.replot:
-        plot(json.loads(options.replot.read_text())["rows"], options.plot)
+        plot([row for path in options.replot for row in json.loads(path.read_text())["rows"]], options.plot)
         return
     use_threads(options.threads)
     store = Datastore.open(options.memory)
@@ -89,7 +89,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--model", default="bundled")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--plot", type=Path)
-    parser.add_argument("--replot", type=Path, help="draw what an earlier run wrote")
+    parser.add_argument("--replot", type=Path, nargs="+", help="draw what earlier runs wrote")
     options = parser.parse_args()
     if not options.replot and not options.text:
         parser.error("give MEMORY and TEXT, or --replot")

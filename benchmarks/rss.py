@@ -1,8 +1,10 @@
-"""Peak memory of a build by the size of the corpus: it must not grow.
+"""Peak memory of a build by the size of the corpus, and of an evaluation over a large memory: it must not grow.
 
-    python benchmarks/rss.py CORPUS --store 4000 16000      # a few minutes on two cores
+    python benchmarks/rss.py build CORPUS --store 4000 16000      # a few minutes on two cores
+    python benchmarks/rss.py eval MEMORY TEXT.jsonl --limit 3000
 
-CORPUS is a folder with train.jsonl (also .gz, .xz, .zst). Each size is built in a process of its own.
+CORPUS is a folder with train.jsonl (also .gz, .xz, .zst). Each size is built in a process of its own. What is given is
+the peak beyond that of the model alone, which has read some text before.
 """
 
 from __future__ import annotations
@@ -17,43 +19,64 @@ from pathlib import Path
 
 import knnlm
 from figures import first, split
-from knnlm import CausalLM
+from knnlm import CausalLM, Datastore, Mixture
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("corpus", type=Path)
-    parser.add_argument("--store", type=int, nargs="+", default=[4000, 16000], help="tokens, one build each")
-    parser.add_argument("--segment-rows", type=int, default=2000, help="small, so that many segments are written")
-    parser.add_argument("--here", action="store_true", help=argparse.SUPPRESS)
+    kinds = parser.add_subparsers(dest="kind", required=True)
+    building = kinds.add_parser("build")
+    building.add_argument("corpus", type=Path)
+    building.add_argument("--store", type=int, nargs="+", default=[4000, 16000], help="tokens, one build each")
+    building.add_argument("--segment-rows", type=int, default=2000, help="small, so that many segments are written")
+    reading = kinds.add_parser("eval")
+    reading.add_argument("memory", type=Path)
+    reading.add_argument("text", type=Path)
+    reading.add_argument("--limit", type=int, default=3000, help="tokens of TEXT")
     options = parser.parse_args()
-    if options.here:
-        measure(options.corpus, options.store[0], options.segment_rows)
-        return
-    for tokens in options.store:
-        rows = str(options.segment_rows)
-        subprocess.run(
-            [sys.executable, __file__, options.corpus, "--store", str(tokens), "--segment-rows", rows, "--here"],
-            check=True,
-        )
+    if options.kind == "eval":
+        evaluate(options)
+    elif len(options.store) == 1:
+        build(options)
+    else:
+        for tokens in options.store:
+            rows = str(options.segment_rows)
+            command = [sys.executable, __file__, "build", options.corpus, "--store", str(tokens)]
+            subprocess.run([*command, "--segment-rows", rows], check=True)
 
 
-def measure(corpus: Path, tokens: int, segment_rows: int) -> None:
-    """Build and print the peak before and after."""
+def build(options: argparse.Namespace) -> None:
+    """Build, and say how far the peak rose."""
     lm = CausalLM.open("bundled")
     list(lm.read([lm.encode("A few words, so that the model has run once. " * 200)], lm.window(), logits=False))
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    before = peak()
     with tempfile.TemporaryDirectory() as folder:
-        documents = first(split(corpus, "train"), lm, tokens)
-        store = knnlm.build(documents, Path(folder) / "memory", lm=lm, segment_rows=segment_rows)
-    after = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    row = {
-        "tokens": store.rows,
-        "stored_mb": store.bytes / 1e6,
-        "peak_mb": after / 1024,
-        "grown_mb": (after - before) / 1024,
-    }
+        documents = first(split(options.corpus, "train"), lm, options.store[0])
+        store = knnlm.build(documents, Path(folder) / "memory", lm=lm, segment_rows=options.segment_rows)
+        show(store, before)
+
+
+def evaluate(options: argparse.Namespace) -> None:
+    """Evaluate, and say how far the peak rose."""
+    lm = CausalLM.open("bundled", device="cpu")
+    documents = list(first(knnlm.read(options.text), lm, options.limit))
+    for reading in lm.read([lm.encode(document.text) for document in documents], lm.window(), batch_tokens=1024):
+        assert reading.logits is not None
+        reading.logits.float().logsumexp(1)
+    before = peak()
+    store = Datastore.open(options.memory)
+    mixture = Mixture.open(store, lm, k=1024, temperature=2.0, weight=0.4)
+    knnlm.evaluate(mixture, documents, batch_tokens=1024)
+    show(store, before)
+
+
+def show(store: Datastore, before: float) -> None:
+    row = {"tokens": store.rows, "stored_mb": store.bytes / 1e6, "peak_mb": peak(), "grown_mb": peak() - before}
     print(json.dumps({name: round(value, 1) for name, value in row.items()}))
+
+
+def peak() -> float:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ from torch import Tensor
 from knnlm.datastore.arrays import KEYS, array_shapes, array_sums, segment_folder
 from knnlm.datastore.catalog import SegmentRow
 from knnlm.datastore.codec import Codec, row_bytes
+from knnlm.datastore.resident import Resident
 from knnlm.datastore.segment import checksum, open_array, skip_header
 from knnlm.datastore.strangers import check_place
 from knnlm.datastore.sums import Sums, damaged
@@ -33,6 +34,7 @@ class Arrays:
         self._path, self._codec = path, codec
         self._row_bytes = row_bytes(codec)
         self.sums = Sums(on=check)
+        self._resident = Resident()
         # Mapped when needed and let go again: each mapping holds a file handle, and a system has few. The cache knows
         # nothing of its owner, so that a memory that is forgotten lets go of its files at once.
         self.mapped = lru_cache(maxsize=_MAPPINGS)(partial(_open_sound, path, codec, self.sums))
@@ -49,7 +51,9 @@ class Arrays:
     def keys(self, segment: SegmentRow, numbers: NDArray[np.int64]) -> NDArray[Any]:
         """Map the keys of a segment, after comparing those with these numbers."""
         self._compare(segment, numbers)
-        return self.mapped(segment, KEYS)
+        mapped = self.mapped(segment, KEYS)
+        self._resident.touched(mapped)
+        return mapped
 
     def read(self, segment: SegmentRow, first: int, out: NDArray[Any]) -> None:
         """Fill (n, W) with the keys of a segment from this one on, as they are stored."""
