@@ -250,6 +250,9 @@ class Catalog:
     def holds(self, sha256: str) -> bool:
         """Say whether a document with this hash of its text is stored."""
         self._compare_documents()
+        with reporting(self.path):
+            if self._compared is not None:
+                self._compared.check_hashes(self._connection)
         return bool(self._all("SELECT 1 FROM documents WHERE sha256 = ? LIMIT 1", sha256))
 
     def document_at(self, row: int) -> StoredDocument:

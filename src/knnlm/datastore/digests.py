@@ -24,6 +24,13 @@ BLOCK = 1024  # numbers of documents in one part
 _BLOCKS = "documents"  # the table that is cut into blocks
 END = 1 << 256  # where sums begin again
 _NOTHING = f"{0:064x}"
+_BY_HASH = "documents_by_hash"
+_LACKING = f"""
+SELECT 1 FROM documents AS one NOT INDEXED WHERE NOT EXISTS (
+    SELECT 1 FROM documents AS other INDEXED BY {_BY_HASH}
+    WHERE other.sha256 = one.sha256 AND other.number = one.number
+) LIMIT 1
+"""  # noqa: S608  (ours)
 
 
 def row_sum(table: str, row: Iterable[object]) -> int:
@@ -109,6 +116,16 @@ class Compared:
                 f"run: knnlm repair {self._path.parent}"
             )
         self._parts.add(table if number is None else part_of(table, number))
+
+    def check_hashes(self, connection: sqlite3.Connection) -> None:
+        """Refuse, once, an index by hash that lacks a document: it alone is asked whether a text is stored."""
+        asked = "SELECT 1 FROM sqlite_master WHERE type = 'index' AND name = ?"
+        needed = _BY_HASH not in self._parts and connection.execute(asked, (_BY_HASH,)).fetchone()
+        if needed and connection.execute(_LACKING).fetchone():
+            raise DatastoreCorrupt(
+                f"{self._path} is damaged (its index by hash lacks a document). Run: knnlm repair {self._path.parent}"
+            )
+        self._parts.add(_BY_HASH)
 
 
 class Tally:
