@@ -90,20 +90,48 @@ def measure(folder: Path, keys: int, width: int) -> dict[str, float]:
     return found
 
 
+def measure_catalog(folder: Path, count: int) -> dict[str, float]:
+    """Give seconds for what a catalog of so many documents is asked, with and without its sums."""
+    folder.mkdir()
+    file = folder / FILE
+    listed = [StoredDocument(n, f"d{n}", f"texts.jsonl:{n}", 0, 100 * n, 100, f"{n:064x}") for n in range(count)]
+    found: dict[str, float] = {}
+    with closing(Catalog.create(file, {"state": "complete", "offset": [0.123456789] * 576})) as catalog:
+        segment = SegmentRow(0, 0, 100 * count, 1.0, "0" * 64, "0" * 64)
+        found[f"catalog: write {count:,} documents"] = seconds(lambda: catalog.add_segment(segment, listed))
+    for compare, what in ((False, "no checks"), (True, "checked")):
+        found[f"catalog: open, {what}"] = seconds(lambda: Catalog.open(file, compare=compare).close())  # noqa: B023
+        with closing(Catalog.open(file, compare=compare)) as catalog:
+            found[f"catalog: one document, {what}"] = seconds(lambda: catalog.document_at(77 * count))
+            found[f"catalog: another, {what}"] = seconds(lambda: catalog.document_at(77 * count + 999))
+            found[f"catalog: all documents, {what}"] = seconds(lambda: list(catalog.documents()))
+    with closing(Catalog.open(file, write=True)) as catalog:
+        catalog.put(warm="up")
+
+        def change() -> None:
+            with catalog.change() as connection:
+                connection.execute("DELETE FROM documents WHERE number = 7")
+
+        found["catalog: remove one document"] = seconds(change)
+    return found
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--keys", type=int, default=200_000)
     parser.add_argument("--width", type=int, default=576)
+    parser.add_argument("--documents", type=int, default=100_000)
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         found = measure(Path(folder), options.keys, options.width)
+        found |= measure_catalog(Path(folder) / "catalog", options.documents)
     if options.json:
         print(json.dumps(found, indent=1))
         return
     print(f"{options.keys:,} keys × {options.width} float16, {options.keys * options.width * 2 / 1e6:,.0f} MB")
     for name, figure in found.items():
-        print(f"{name:<42} {figure:8.2f}")
+        print(f"{name:<42} {figure:8.3f}")
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from conftest import documents
 from knnlm import build, compress
 from knnlm.datastore import Datastore, build_index, derive, waiting
-from knnlm.datastore.catalog import CODED, FILE, Catalog
+from knnlm.datastore.catalog import FILE, Catalog
 from knnlm.datastore.segment import checksum
 from knnlm.errors import DatastoreCorrupt, ModelMismatch
 from knnlm.guarding import export, merge, repair, verify
@@ -44,7 +44,7 @@ def memory(coded, tmp_path):
 def test_a_sound_memory_is_sound_and_every_flipped_bit_is_found(memory):
     found = verify(memory, deep=True)
     assert found.sound, found.problems
-    assert found.format == CODED
+    assert found.format == 5
     beside = sum((memory / f"{name}.safetensors").exists() for name in ("map", "codec"))
     assert found.files == 1 + 5 * 2 + 1 + beside  # catalog, arrays, index, what the keys are read by
     for name in sorted(tree(memory)):

@@ -13,7 +13,6 @@ import oracle
 from conftest import documents
 from knnlm import add, build, build_index, compact, compress, remove
 from knnlm.datastore import Datastore, open_index
-from knnlm.datastore.catalog import CODED
 from knnlm.datastore.codec import Bytes
 from knnlm.errors import DatastoreError
 from knnlm.guarding import export, merge, repair, verify
@@ -96,7 +95,6 @@ def test_what_is_added_is_encoded_by_the_codec_that_is_there(memory, lm, plain):
     assert {name: after[name] for name in before} == before
     found = contents(memory)
     with closing(Datastore.open(memory)) as store:
-        assert store.catalog.get("format") == CODED
         for name in set(found) - set(before):
             right = coded_keys(store, plain[name])
             assert found[name][1].shape == right.shape
@@ -118,7 +116,6 @@ def test_what_is_removed_is_not_found_and_a_compaction_leaves_the_codes_of_the_r
     assert compact(memory, segment_rows=400).purged
     assert raw(memory) == left
     with closing(Datastore.open(memory)) as store:
-        assert store.catalog.get("format") == CODED
         assert store.catalog.removed() == []
         nearest_are_found(store)
     assert verify(memory, deep=True).sound

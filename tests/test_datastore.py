@@ -26,6 +26,7 @@ from knnlm.errors import DatastoreBusy, DatastoreCorrupt, DatastoreError, IndexI
 from knnlm.index import ExactIndex
 from knnlm.lm.windows import WindowShape
 from models import tiny, tiny_tokenizer
+from sealing import seal
 
 HERE = Path(__file__).parent
 
@@ -312,6 +313,7 @@ def test_a_damaged_catalog_is_one_clear_line(broken, damage):
         connection.execute(statement)
         connection.commit()
         connection.close()
+        seal(file)
     with pytest.raises(DatastoreError, match=r"catalog\.db") as caught:
         Datastore.open(broken)
     assert "\n" not in str(caught.value)
@@ -337,6 +339,7 @@ def test_facts_of_the_catalog_that_cannot_be_are_one_clear_line(broken):
         with sqlite3.connect(broken / "catalog.db") as connection:
             connection.execute(f"UPDATE segments SET scale = {bad if bad != math.inf else '9e999'} WHERE id = 1")
         connection.close()
+        seal(broken / "catalog.db")
         with pytest.raises(DatastoreCorrupt, match="the keys of segment 1 have the scale"):
             Datastore.open(broken)
     catalog.close()
@@ -348,7 +351,7 @@ def test_a_folder_that_is_no_memory_and_a_newer_format_say_so(broken, tmp_path):
     with sqlite3.connect(broken / "catalog.db") as connection:
         connection.execute("UPDATE meta SET value = '99' WHERE key = 'format'")
     connection.close()
-    with pytest.raises(DatastoreError, match="format version 99, this knnlm reads versions up to 4"):
+    with pytest.raises(DatastoreError, match="format version 99, this knnlm reads versions up to 5"):
         Datastore.open(broken)
 
 

@@ -21,6 +21,7 @@ from knnlm.datastore import Datastore, add, build, derive, open_index, remove
 from knnlm.datastore.components import principal_components
 from knnlm.errors import DatastoreError
 from knnlm.guarding import verify
+from sealing import sums_of, written_sums
 from test_guarding import change, tree
 from test_prune import random_store
 
@@ -52,11 +53,18 @@ def read_tensors(path):
     return tensors
 
 
+def version_of(path):
+    with closing(sqlite3.connect(path / "catalog.db")) as connection:
+        return json.loads(connection.execute("SELECT value FROM meta WHERE key = 'format'").fetchone()[0])
+
+
 def read_memory(path):
     """Everything in a memory, with sqlite3, json and NumPy, as docs/format.md says."""
+    if version_of(path) == 5:
+        assert written_sums(path / "catalog.db") == sums_of(path / "catalog.db")
     with closing(sqlite3.connect(path / "catalog.db")) as connection:
         facts = {key: json.loads(value) for key, value in connection.execute("SELECT key, value FROM meta")}
-        assert facts["format"] in (1, 2, 3, 4)
+        assert facts["format"] in (1, 2, 3, 4, 5)
         assert facts["state"] == "complete"
         connection.row_factory = sqlite3.Row
         segments = [dict(row) for row in connection.execute("SELECT * FROM segments ORDER BY first_row")]
@@ -166,7 +174,7 @@ def test_any_derived_memory_is_read_the_same_without_our_code(seed, dtype, offse
     check_against_ours(folder / "d")
 
 
-@pytest.mark.parametrize("version", [1, 2, 3, 4])
+@pytest.mark.parametrize("version", [1, 2, 3, 4, 5])
 def test_the_golden_memories_are_read_without_our_code(version, tmp_path):
     shutil.copytree(GOLDEN / f"v{version}", tmp_path / "memory")
     check_against_ours(tmp_path / "memory")
@@ -189,6 +197,8 @@ TOKENS = [285, 271, 288, 290, 90, 268, 71, 259, 271, 291, 77, 298, 259, 299, 84,
          [18, 36, 25], [-9.50474, -5.55655, -4.40222]),
         (4, "3e680dc66132b14e", 77, [18, 64, 36, 28, 32], [30.2011, 31.3737, 36.1061, 36.3424, 37.7992],
          [18, 36, 25], [-9.48119, -5.53128, -4.38892]),
+        (5, "45360fa6e2bfceea", 77, [18, 64, 36, 28, 32], [30.1754, 34.0273, 36.0374, 36.3169, 37.8459],
+         [18, 36, 25], [-9.50474, -5.55655, -4.40222]),
     ],
 )  # fmt: skip
 def test_a_golden_memory_opens_and_answers_as_on_the_day_it_was_made(
@@ -217,8 +227,8 @@ def test_a_golden_memory_opens_and_answers_as_on_the_day_it_was_made(
 
 def test_a_newer_version_says_that_knnlm_must_be_upgraded(tmp_path):
     shutil.copytree(GOLDEN / "v1", tmp_path / "m")
-    change(tmp_path / "m", "UPDATE meta SET value = '5' WHERE key = 'format'")
-    with pytest.raises(DatastoreError, match=r"format version 5.*Upgrade knnlm"):
+    change(tmp_path / "m", "UPDATE meta SET value = '6' WHERE key = 'format'")
+    with pytest.raises(DatastoreError, match=r"format version 6.*Upgrade knnlm"):
         Datastore.open(tmp_path / "m")
     change(tmp_path / "m", "UPDATE meta SET value = '0' WHERE key = 'format'")
     with pytest.raises(DatastoreError, match=r"format version 0.*Build the memory again"):

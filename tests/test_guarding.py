@@ -28,6 +28,7 @@ from knnlm.guarding import repair, repairing, verify
 from knnlm.memory.output import save_output
 from knnlm.mixture import Mixture
 from knnlm.tuning import tune
+from sealing import seal
 from test_cli import failure
 from test_cli import knnlm as command
 from test_output import card_of, random_matrix
@@ -68,9 +69,10 @@ def flip(path: Path, place: int) -> None:
 
 
 def change(path: Path, statement: str, *values: object) -> None:
-    """Write to the catalog behind the library's back."""
+    """Write to the catalog behind the library's back, and make its sums right, as a stranger would."""
     with closing(sqlite3.connect(path / "catalog.db", isolation_level=None)) as connection:
         connection.execute(statement, values)
+    seal(path / "catalog.db")
 
 
 def named(found) -> set[str]:

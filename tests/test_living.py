@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import re
 import shutil
@@ -10,9 +11,13 @@ import signal
 import sqlite3
 import subprocess
 import sys
+import tempfile
 import textwrap
 import time
+from collections.abc import Iterator
 from contextlib import closing, contextmanager, suppress
+from multiprocessing.connection import Connection
+from pathlib import Path
 
 import hypothesis.strategies as st
 import numpy as np
@@ -52,7 +57,9 @@ from knnlm.guarding import merge, verify
 from knnlm.index import ExactIndex
 from knnlm.tuning import token_frequencies
 from models import tiny, tiny_tokenizer
+from sealing import seal, sums_of, written_sums
 
+GOLDEN = Path(__file__).parent / "golden"
 DOCUMENTS = documents(16)
 ALL = {"k": 5000, "temperature": 1.0}  # so that no tie at the k-th place is broken one way or the other
 SPECS = ("Flat", "IVF4,Flat", "IVF8,PQ8x4", "PQ8x4", "HNSW8", "PCA24,IVF4,Flat")
@@ -485,21 +492,35 @@ def test_a_pruned_and_mapped_memory_lives_too(lm, memory, tmp_path, alone):
         assert compact(small).purged
 
 
-def test_formats_one_and_two_become_three_with_the_first_change_and_not_before(lm, memory):
-    def state() -> tuple[int, int]:
-        with closing(Catalog.open(memory / "catalog.db")) as catalog:
-            return catalog.get("format"), catalog.generation
+@pytest.mark.parametrize("version", [1, 2, 3, 4])
+def test_an_older_format_becomes_the_newest_with_the_first_change_and_not_before(lm, tmp_path, version):
+    memory = tmp_path / "memory"
+    shutil.copytree(GOLDEN / f"v{version}", memory)
 
-    assert state() == (1, 0)
+    def found() -> int:
+        with closing(Catalog.open(memory / "catalog.db")) as catalog:
+            assert catalog.summed == (catalog.get("format") == 5)
+            return catalog.get("format")
+
     with closing(Datastore.open(memory)) as store:
-        build_index(store, "Flat")
+        assert store.document_at(0).id == "d0"
+        keys = store.take(torch.arange(store.key_count))
     with pytest.raises(DatastoreError, match="no document for --document nobody"):
         remove(memory, document="nobody")
     remove(memory, document="d1", dry_run=True)
-    assert add(DOCUMENTS[:3], memory, lm=lm).documents == 0
-    assert state() == (1, 0)
+    assert any("no sums" in note for note in verify(memory).notes)
+    assert found() == version
     remove(memory, document="d1")
-    assert state() == (3, 1)
+    assert found() == 5
+    assert written_sums(memory / "catalog.db") == sums_of(memory / "catalog.db")
+    report = verify(memory, deep=True)
+    assert (report.problems, report.notes) == ((), ())
+    with closing(Datastore.open(memory)) as store:
+        assert [one.id for one in store.documents()] == ["d0", "d2"]
+        assert set(map(tuple, store.take(torch.arange(store.key_count)).tolist())) <= set(map(tuple, keys.tolist()))
+    if version != 2:  # whose keys went through a map
+        add(documents(1, start=9), memory, lm=lm)
+        assert verify(memory, deep=True).sound
 
 
 def test_a_memory_from_before_is_read_and_changed_and_its_old_reader_is_told(lm, memory, alone):
@@ -715,7 +736,10 @@ def test_a_reader_who_cannot_write_sees_what_is_only_in_the_log_yet_and_nothing_
         monkeypatch.setattr(os, "access", lambda *_: False)
         seen = []
         for turn in range(12):
-            with suppress(DatastoreBusy), closing(Catalog.open(memory / "catalog.db", hold=True)) as catalog:
+            with (
+                suppress(DatastoreBusy),
+                closing(Catalog.open(memory / "catalog.db", hold=True, compare=False)) as catalog,
+            ):
                 seen.append(catalog.get("number"))
                 assert {one.source for one in catalog.documents()} == {f"{seen[-1]} " * 200}
                 assert catalog.integrity() == []
@@ -727,6 +751,62 @@ def test_a_reader_who_cannot_write_sees_what_is_only_in_the_log_yet_and_nothing_
         process.kill()
         process.wait()
     assert seen == sorted(seen)
+
+
+@contextmanager
+def a_stranger_reads(memory: Path, lm, alone, expected) -> Iterator[Connection]:
+    """Another process, of a user who may not write here, has the memory open; a word lets it read all of it."""
+    near, far = multiprocessing.Pipe()
+    child = os.fork()
+    if not child:
+        code = 1
+        with suppress(BaseException):
+            if os.getuid() == 0:
+                os.setgid(65534)
+                os.setuid(65534)
+            assert not os.access(memory, os.W_OK)
+            with closing(Datastore.open(memory)) as store:
+                far.send("open")
+                far.recv()
+                expect(store, expected, lm, alone)
+            far.send("read")
+            code = 0
+        os._exit(code)
+    far.close()
+    try:
+        yield near
+    finally:
+        near.close()
+        assert os.waitpid(child, 0)[1] == 0
+
+
+@pytest.mark.parametrize("lock", ["no lock", "a lock"])
+def test_files_stay_for_a_reader_who_may_write_nothing(lm, memory, alone, lock):
+    """Not even the readers' lock: it holds the folder itself."""
+    with tempfile.TemporaryDirectory(prefix="knnlm-stranger-") as folder:
+        path = Path(folder) / "memory"
+        shutil.copytree(memory, path)
+        (path / "readers.lock").unlink(missing_ok=True)
+        if lock == "a lock":
+            Datastore.open(path).close()
+        Path(folder).chmod(0o755)
+        allowed = path.stat().st_mode
+        if os.getuid():
+            path.chmod(0o555)
+        with a_stranger_reads(path, lm, alone, DOCUMENTS[:12]) as reader:
+            assert reader.recv() == "open"
+            assert (path / "readers.lock").exists() == (lock == "a lock")
+            path.chmod(allowed)
+            remove(path, document="d1")
+            before = set((path / "segments").iterdir())
+            assert not compact(path, segment_rows=10_000).purged
+            assert before < set((path / "segments").iterdir())
+            reader.send("read")
+            assert reader.recv() == "read"
+        assert compact(path).purged
+        assert not before & set((path / "segments").iterdir())
+        with closing(Datastore.open(path)) as store:
+            expect(store, [DOCUMENTS[0], *DOCUMENTS[2:12]], lm, alone)
 
 
 def test_compaction_refuses_to_copy_what_is_damaged(memory):
@@ -755,6 +835,7 @@ def test_removed_rows_that_cannot_be_are_damage(memory):
     remove(memory, document="d1")
     with closing(sqlite3.connect(memory / "catalog.db", isolation_level=None)) as connection:
         connection.execute("UPDATE removed SET rows = 100000")
+    seal(memory / "catalog.db")
     with pytest.raises(DatastoreCorrupt, match=r"rows from .* on were removed, which are not in segment"):
         Datastore.open(memory)
 

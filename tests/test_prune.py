@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import sqlite3
 import subprocess
 import sys
 import textwrap
@@ -76,16 +75,12 @@ def all_keys(store):
     return store.take(torch.arange(store.key_count))
 
 
-def test_a_memory_as_it_was_built_has_the_same_format_as_ever(store):
-    assert store.catalog.get("format") == 1
+def test_a_memory_as_it_was_built_has_a_key_for_each_row(store):
     assert store.key_count == store.rows
     ids = torch.tensor([[0, -1], [3, 7]])
     assert store.rows_of(ids) is ids
     assert store.counts(ids) is None
-    with sqlite3.connect(store.path / FILE) as connection:
-        columns = [row[1] for row in connection.execute("PRAGMA table_info(segments)")]
-    connection.close()
-    assert columns == ["id", "first_row", "rows", "scale", "keys_sha256", "values_sha256"]
+    assert {(segment.kept, segment.kept_sha256, segment.counts_sha256) for segment in store.segments} == {(None,) * 3}
     queries = torch.randn(3, store.width)
     assert store.project(queries) is queries
 
@@ -98,7 +93,6 @@ def test_keys_that_are_kept_are_the_same_and_know_their_rows(store, tmp_path, by
     counts = 1 + torch.rand(store.rows, generator=generator)
     keep = mask if by == "mask" else mask.nonzero()[:, 0]
     pruned = derive(store, tmp_path / "pruned", keep=keep, counts=counts)
-    assert pruned.catalog.get("format") == 2
     assert (pruned.key_count, pruned.rows) == (int(mask.sum()), store.rows)
     rows = mask.nonzero()[:, 0]
     ids = torch.arange(pruned.key_count)

@@ -25,6 +25,7 @@ from knnlm.corpus import Document
 from knnlm.datastore import Datastore, build
 from knnlm.datastore.builder import ADAPTED, STUDENT, check_folder
 from knnlm.datastore.catalog import FILE, LANGUAGE_MODEL, Catalog
+from knnlm.datastore.facts import check_sum, summed
 from knnlm.datastore.locking import writer_lock
 from knnlm.datastore.segment import replacing
 from knnlm.datastore.store import text_hash
@@ -123,7 +124,7 @@ def adapt(
     found = _tune(store, lm, texts, limit, progress)
     result = replace(found, seconds=time.perf_counter() - begin)
     with replacing(folder / ADAPTED) as partial:
-        written = {**asdict(result), "tuned_on": tuned_on}
+        written = summed({**asdict(result), "tuned_on": tuned_on})
         partial.write_text(json.dumps(written, indent=2, ensure_ascii=False), encoding="utf-8")
     return result
 
@@ -142,6 +143,7 @@ def load_adaptation(folder: Path, tuned_on: dict[str, Any] | None = None) -> Ada
             raise ValueError("figures that are no numbers")
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise DatastoreCorrupt(f"{file} cannot be read ({error}). Remove it and run: knnlm adapt") from None
+    check_sum(file, facts, "Remove it and run: knnlm adapt")
     return found if same else None
 
 

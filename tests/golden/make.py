@@ -21,7 +21,7 @@ from models import tiny, tiny_tokenizer
 def main(folder: Path) -> None:
     """Write those that are not there: the same three documents in each format."""
     lm = CausalLM(tiny("llama"), tiny_tokenizer(), name="tiny-llama")
-    for number, make in enumerate((built, pruned, living, coded), 1):
+    for number, make in enumerate((built, pruned, living, coded, summed), 1):
         path = folder / f"v{number}"
         if not path.exists():
             make(folder, path, lm)
@@ -53,6 +53,11 @@ def living(_: Path, path: Path, lm: CausalLM, *, keys: str = "float16") -> None:
 def coded(_: Path, path: Path, lm: CausalLM) -> None:
     """Format 4: bytes, and it lives."""
     living(_, path, lm, keys="int8")
+
+
+def summed(_: Path, path: Path, lm: CausalLM) -> None:
+    """Format 5: sums of what the catalog says; it lives, and its keys are float16."""
+    living(_, path, lm)
 
 
 if __name__ == "__main__":

@@ -74,6 +74,11 @@ def repair(
         return
     for document in done.lost:
         screen.out.print(f"lost: {document.source} ({document.id}), {document.tokens:,} tokens", markup=False)
+    for cell in done.mended:
+        screen.out.print(f"mended: {cell}", markup=False)
+    for part in done.unsure:
+        what = "was kept as it is: it fits the files, but it is not as it was written"
+        screen.out.print(f"unsure: {part} of the catalog {what}", markup=False)
     for name in done.dropped:
         screen.out.print(f"dropped: {name}", markup=False)
     made = f"; the index {done.index} was made again" if done.index else ""

@@ -141,7 +141,7 @@ def _begin(
         settings["keys"] = str(storage)
     file = folder / FILE
     if not file.exists():
-        return Catalog.create(file, {"state": "building", "offset": None, **settings}, coded=storage.fitted)
+        return Catalog.create(file, {"state": "building", "offset": None, **settings})
     catalog = Catalog.open(file, write=True)
     if catalog.get("state") == "complete":
         raise DatastoreError(f"{folder} is a finished memory already. Choose another --out, or remove it first.")

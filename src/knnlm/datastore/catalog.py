@@ -1,10 +1,9 @@
 """The catalog of a memory: one SQLite file that says what exists. Knows nothing about arrays or models.
 
-A segment exists when its row is committed. Anything else on disk is garbage that the next writer removes. Format 1 is a
-memory as it was built: every row has a key, and keys are what the model gave. Where that is not so, because rows were
-pruned or keys were mapped, the format is 2, so that a program that knows only the first refuses it. Format 3 is a
-memory that documents were added to or removed from: `removed` says which rows are no longer there, and the fact
-`generation` counts the changes. Where keys are stored as bytes or codes, the format is 4, also of a memory that lives.
+A segment exists when its row is committed. Anything else on disk is garbage that the next writer removes. What is
+written is of format 5, in which every row counts in a sum (`digests`), and is compared with it before it is used: facts
+when the catalog is opened, each other table when it is first read. Formats 1 to 4 have no sums; they are read as they
+are, and the first change makes them 5.
 
 A reader that holds its snapshot sees one state for as long as it is open, whatever others write meanwhile.
 """
@@ -12,29 +11,28 @@ A reader that holds its snapshot sees one state for as long as it is open, whate
 from __future__ import annotations
 
 import json
-import os
 import sqlite3
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from knnlm.datastore import schema
-from knnlm.datastore.frozen import open_frozen
+from knnlm.datastore import digests, schema
+from knnlm.datastore.database import connect, prepare_to_write, reporting
 from knnlm.datastore.schema import IndexRow as IndexRow
 from knnlm.datastore.schema import RemovedRow as RemovedRow
 from knnlm.datastore.schema import SegmentRow as SegmentRow
 from knnlm.datastore.schema import StoredDocument as StoredDocument
 from knnlm.datastore.strangers import check_database, check_schema, typed
-from knnlm.errors import DatastoreCorrupt, DatastoreError, KnnlmError
+from knnlm.errors import DatastoreCorrupt, DatastoreError
 
-BUILT, DERIVED, LIVING, CODED = FORMATS = 1, 2, 3, 4
 GENERATION, LAYOUT = "generation", "layout"  # facts: how often the content has changed, and the numbers of its rows
 LANGUAGE_MODEL = "language_model"  # the fact that names the model that a memory is for, if that is not its reader
 SKIPPED = "index_skipped"  # the fact that says which keys the index has left out: [first, count] each
 WISH = "index_wanted"  # the fact that says which index is still to be made, by a command that may have been killed
 FILE = "catalog.db"
+_Row = TypeVar("_Row")
 PARTIAL = ("catalog.partial", "catalog.partial-journal", "catalog.partial-wal", "catalog.partial-shm")
 
 
@@ -47,47 +45,55 @@ class Catalog:
         weakref.finalize(self, connection.close).atexit = False
         self.path = path
         self._held: int | None = None  # the generation that must not change, where no snapshot can be held
+        self._writes = False
+        self._tally: digests.Tally | None = None
+        self._compared: digests.Compared | None = None  # None: nothing is to be
 
     @classmethod
-    def create(cls, path: Path, meta: dict[str, Any], *, derived: bool = False, coded: bool = False) -> Catalog:
+    def create(cls, path: Path, meta: dict[str, Any]) -> Catalog:
         """Make a new catalog that already holds `meta`; it appears complete or not at all."""
         partial = path.with_suffix(".partial")
         # A journal that outlived its catalog would be played back into the new one.
         for leftover in PARTIAL:
             path.with_name(leftover).unlink(missing_ok=True)
-        with _reporting(path):
+        with reporting(path):
             catalog = cls(sqlite3.connect(partial, isolation_level=None), partial)
             catalog._connection.execute("PRAGMA journal_mode=WAL")
-            catalog._connection.executescript(schema.BUILT + schema.DERIVED if derived or coded else schema.BUILT)
-            catalog.put(format=CODED if coded else DERIVED if derived else BUILT, **meta)
+            catalog._connection.executescript(schema.BUILT + schema.DERIVED + schema.LIVING + schema.SUMMED)
+            catalog.put(format=schema.VERSION, **meta)
             catalog.close()
         partial.rename(path)
         return cls.open(path, write=True, copying=True)
 
     @classmethod
-    def open(cls, path: Path, *, write: bool = False, copying: bool = False, hold: bool = False) -> Catalog:
+    def open(
+        cls, path: Path, *, write: bool = False, copying: bool = False, hold: bool = False, compare: bool = True
+    ) -> Catalog:
         """Open an existing catalog, for reading unless told otherwise.
 
         An unfinished copy of another memory is written to by those only who say that they are `copying`. A reader that
-        is to `hold` its snapshot goes on to see what it saw first.
+        is to `hold` its snapshot goes on to see what it saw first. Unless one is to `compare`, sums are not looked at.
         """
         if not path.parent.exists():
             raise DatastoreError(f"There is no folder {path.parent}. Make a memory with: knnlm build")
         if not path.is_file():
             raise DatastoreError(f"{path.parent} is not a memory: it has no {path.name}. Make one with: knnlm build")
         check_database(path)
-        with _reporting(path):
-            connection = _connect(path, write)
+        with reporting(path):
+            connection = connect(path, write=write)
             catalog = cls(connection, path)
             try:
                 check_schema(connection, path)
+                catalog._writes = write
+                catalog._compared = digests.Compared(path) if compare and catalog.summed else None
                 if write:
-                    catalog._prepare_to_write()
+                    prepare_to_write(connection)
                 else:
                     connection.execute("PRAGMA query_only=ON")
                 if hold:
                     catalog._hold()
                 catalog._check_format(copying=copying or not write)
+                catalog._compare("meta")
             except BaseException:
                 catalog.close()
                 raise
@@ -98,12 +104,9 @@ class Catalog:
         found, folder = self.get("format"), self.path.parent
         if found is None:
             raise DatastoreCorrupt(f"{self.path} is not a knnlm catalog. Build the memory again.")
-        if found not in FORMATS:
-            newer = isinstance(found, int) and found > max(FORMATS)
-            raise DatastoreError(
-                f"{folder} has format version {found}, this knnlm reads versions up to {max(FORMATS)}. "
-                + ("Upgrade knnlm: pip install -U knnlm" if newer else "Build the memory again.")
-            )
+        schema.check_version(found, folder)
+        if found == schema.VERSION and not self.summed:
+            raise DatastoreCorrupt(f"{self.path} is damaged (it has no sums). Restore it, or build the memory again.")
         if not copying and self.get("derived") is not None and self.get("state") != "complete":
             raise DatastoreError(
                 f"{folder} is an unfinished copy of another memory, as knnlm prune and knnlm distill --into keys make "
@@ -116,18 +119,41 @@ class Catalog:
 
     def get(self, key: str) -> Any:
         """Read one fact about the memory; None where it is not known."""
-        with _reporting(self.path):
+        with reporting(self.path):
             row = self._connection.execute("SELECT value FROM meta WHERE key = ?", (key,)).fetchone()
             return None if row is None else json.loads(row[0])
 
     def facts(self) -> dict[str, Any]:
         """Read all facts about the memory."""
-        with _reporting(self.path):
+        with reporting(self.path):
             return {str(key): json.loads(value) for key, value in self._all("SELECT key, value FROM meta")}
 
     def integrity(self) -> list[str]:
         """Let SQLite check its own file, and give what it finds wrong."""
         return [str(row[0]) for row in self._all("PRAGMA integrity_check(100)") if row[0] != "ok"]
+
+    @property
+    def summed(self) -> bool:
+        """Whether there are sums to compare with; older memories have none until they are changed."""
+        return digests.there(self._connection)
+
+    def differing(self) -> list[str]:
+        """Name the parts that are not as they were written, by their sums."""
+        with reporting(self.path), self._still():
+            return digests.differing(self._connection) if self.summed else []
+
+    def _compare(self, table: str, number: int | None = None) -> None:
+        """See, once, that a table is as it was written, or the part of it that holds a document."""
+        # Within a transaction that writes, sums are behind; and they are the same rows that were compared before.
+        ahead = self._tally is not None and self._tally.running
+        if self._compared is not None and not ahead and self._compared.lacks(table, number):
+            with reporting(self.path), self._still():
+                self._compared.check(self._connection, table, number)
+
+    def _compare_documents(self) -> None:
+        """See that all documents are as they were written; a writer need not, as what it changes stays as wrong."""
+        if not self._writes:
+            self._compare("documents")
 
     def put(self, **facts: Any) -> None:
         """Write facts about the memory, all or none."""
@@ -137,12 +163,16 @@ class Catalog:
     @contextmanager
     def snapshot(self) -> Iterator[None]:
         """Let several questions be answered by one state."""
-        with _reporting(self.path):
+        with reporting(self.path):
             self._connection.execute("BEGIN")
             try:
                 yield
             finally:
                 self._connection.execute("COMMIT")
+
+    def _still(self) -> AbstractContextManager[None]:
+        """Do so unless there is one state anyway."""
+        return nullcontext() if self._connection.in_transaction else self.snapshot()
 
     def latest(self) -> Catalog:
         """Open the catalog once more, to see what others have written since; close it."""
@@ -166,29 +196,32 @@ class Catalog:
 
     def segments(self) -> list[SegmentRow]:
         """List the segments in the order of their rows."""
-        return [typed(SegmentRow, row, self.path) for row in self._all("SELECT * FROM segments ORDER BY first_row, id")]
+        return self._rows(SegmentRow, "segments", "first_row, id")
 
     def removed(self) -> list[RemovedRow]:
         """List the rows that are no longer there, in their order."""
-        if not self._lives():
-            return []
-        return [
-            typed(RemovedRow, row, self.path) for row in self._all("SELECT * FROM removed ORDER BY first_row, number")
-        ]
+        return self._rows(RemovedRow, "removed", "first_row, number") if self._lives() else []
 
     def indexes(self) -> list[IndexRow]:
         """List the indexes, oldest first."""
-        return [typed(IndexRow, row, self.path) for row in self._all("SELECT * FROM indexes ORDER BY id")]
+        return self._rows(IndexRow, "indexes", "id")
+
+    def _rows(self, kind: type[_Row], table: str, order: str) -> list[_Row]:
+        self._compare(table)
+        found = self._all(f"SELECT * FROM {table} ORDER BY {order}")  # noqa: S608  (ours)
+        return [typed(kind, row, self.path) for row in found]
 
     def documents(self) -> Iterator[StoredDocument]:
         """Give the documents in the order of their rows, without holding them all in memory."""
         self._check_held()
-        with _reporting(self.path):
+        self._compare("documents")
+        with reporting(self.path):
             for row in self._connection.execute("SELECT * FROM documents ORDER BY number"):
                 yield typed(StoredDocument, row, self.path)
 
     def documents_of(self, segment: int) -> list[StoredDocument]:
         """List the documents of one segment."""
+        self._compare("documents")
         return [
             typed(StoredDocument, row, self.path)
             for row in self._all("SELECT * FROM documents WHERE segment = ? ORDER BY number", segment)
@@ -198,8 +231,10 @@ class Catalog:
         self, condition: str, values: Sequence[Any], *, first: int = 0, limit: int | None = None
     ) -> list[StoredDocument]:
         """List the documents that fit a condition in SQL, from the first one on."""
+        self._compare("documents")
         found = self._all(
-            f"SELECT * FROM documents WHERE {condition} ORDER BY number LIMIT ? OFFSET ?",  # noqa: S608  (ours)
+            # Not by an index, which may say other things than the table that was compared.
+            f"SELECT * FROM documents NOT INDEXED WHERE {condition} ORDER BY number LIMIT ? OFFSET ?",  # noqa: S608
             *values,
             -1 if limit is None else limit,
             first,
@@ -208,20 +243,31 @@ class Catalog:
 
     def document_count(self, condition: str = "1", values: Sequence[Any] = ()) -> int:
         """Count the documents, all or those that fit a condition in SQL."""
-        return int(self._all(f"SELECT COUNT(*) FROM documents WHERE {condition}", *values)[0][0])  # noqa: S608
+        self._compare_documents()
+        query = f"SELECT COUNT(*) FROM documents NOT INDEXED WHERE {condition}"  # noqa: S608  (ours)
+        return int(self._all(query, *values)[0][0])
 
     def holds(self, sha256: str) -> bool:
         """Say whether a document with this hash of its text is stored."""
+        self._compare_documents()
+        with reporting(self.path):
+            if self._compared is not None:
+                self._compared.check_hashes(self._connection)
         return bool(self._all("SELECT 1 FROM documents WHERE sha256 = ? LIMIT 1", sha256))
 
     def document_at(self, row: int) -> StoredDocument:
         """Find the document that holds a row."""
         found = self._all(
-            "SELECT * FROM documents WHERE first_row <= ? AND rows > 0 ORDER BY first_row DESC LIMIT 1", row
+            "SELECT number FROM documents WHERE first_row <= ? AND rows > 0 ORDER BY first_row DESC LIMIT 1", row
         )
-        if not found or not row < (document := typed(StoredDocument, found[0], self.path)).first_row + document.rows:
-            raise DatastoreCorrupt(f"{self.path} has no document for row {row}. Build the memory again.")
-        return document
+        for (number,) in found:
+            self._compare("documents", number)
+            # Once more from the table: what the index says of the row was not compared.
+            for values in self._all("SELECT * FROM documents NOT INDEXED WHERE number = ?", number):
+                document = typed(StoredDocument, values, self.path)
+                if document.first_row <= row < document.first_row + document.rows:
+                    return document
+        raise DatastoreCorrupt(f"{self.path} has no document for row {row}. Run: knnlm repair {self.path.parent}")
 
     def next_document(self) -> int:
         """Give the number of the next document; no number is given twice."""
@@ -244,7 +290,8 @@ class Catalog:
     def put_documents(self, documents: Iterable[StoredDocument]) -> None:
         """Write documents within a change, or those of no rows by themselves."""
         rows = (_values(document) for document in documents)
-        self._connection.executemany("INSERT INTO documents VALUES (?, ?, ?, ?, ?, ?, ?)", rows)
+        with nullcontext() if self._connection.in_transaction else self._transaction():
+            self._connection.executemany("INSERT INTO documents VALUES (?, ?, ?, ?, ?, ?, ?)", rows)
 
     def replace_keys(self, segments: Iterable[SegmentRow], **facts: Any) -> None:
         """Say that segments have other files of keys now, and facts that hold from now on, all or none."""
@@ -257,11 +304,8 @@ class Catalog:
 
     def put_segments(self, segments: Iterable[SegmentRow]) -> None:
         """Write segments within a change."""
-        for segment in segments:
-            # A memory as it was built has no columns for what only derived ones have.
-            values = _values(segment)[:6] if self.get("format") == BUILT else _values(segment)
-            places = ", ".join("?" * len(values))
-            self._connection.execute(f"INSERT INTO segments VALUES ({places})", values)  # noqa: S608
+        rows = map(_values, segments)
+        self._connection.executemany("INSERT INTO segments VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)", rows)
 
     def replace_indexes(self, index: IndexRow | None, *, skipped: list[tuple[int, int]] | None = None) -> None:
         """Make this the only index, or let there be none; `skipped` are the stretches of keys it has left out."""
@@ -282,13 +326,6 @@ class Catalog:
     def change(self) -> Iterator[sqlite3.Connection]:
         """Change the content, all or nothing: what is done within counts as one more generation."""
         with self._transaction():
-            found = self.get("format")
-            if found == BUILT:
-                for statement in schema.DERIVED.split(";")[:-1]:
-                    self._connection.execute(statement)
-            if not self._lives():
-                self._connection.execute(schema.LIVING)
-                self._put("format", max(found, LIVING))
             yield self._connection
             self._put(GENERATION, self.generation + 1)
 
@@ -298,24 +335,16 @@ class Catalog:
 
     def tidy(self) -> None:
         """Write the catalog anew, so that nothing of what was deleted is in it."""
-        with _reporting(self.path):
+        with reporting(self.path):
             self._connection.execute("VACUUM")
 
     def settle(self) -> bool:
         """Empty the log of changes into the catalog's file; False where a reader still needs it."""
-        with _reporting(self.path):
+        with reporting(self.path):
             self._connection.execute("PRAGMA busy_timeout=0")
             busy: int = self._connection.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()[0]
             self._connection.execute("PRAGMA busy_timeout=5000")
         return not busy
-
-    def _prepare_to_write(self) -> None:
-        """Promise durability and leave nothing of what is deleted; let readers hold snapshots from now on."""
-        self._connection.execute("PRAGMA synchronous=FULL")
-        self._connection.execute("PRAGMA secure_delete=ON")
-        # Somebody may be reading just now a catalog that an older knnlm made; then the next writer does it.
-        with suppress(sqlite3.OperationalError):
-            self._connection.execute("PRAGMA journal_mode=WAL")
 
     def _hold(self) -> None:
         """Keep the snapshot: of a catalog that an older knnlm made, at least notice when it has changed."""
@@ -341,47 +370,27 @@ class Catalog:
 
     def _all(self, query: str, *values: Any) -> list[Any]:
         self._check_held()
-        with _reporting(self.path):
+        with reporting(self.path):
             return self._connection.execute(query, values).fetchall()
 
     @contextmanager
     def _transaction(self) -> Iterator[None]:
-        with _reporting(self.path):
+        with reporting(self.path):
             self._connection.execute("BEGIN IMMEDIATE")
+            self._tally = self._tally or digests.Tally(self._connection)
             try:
+                if not self.summed:  # an older format, which becomes the newest with its first change
+                    schema.upgrade(self._connection)
+                    self._put("format", schema.VERSION)
+                    digests.fill(self._connection)
+                self._tally.begin(self._connection)
                 yield
+                self._tally.settle(self._connection)
             except BaseException:
+                self._tally.forget()
                 self._connection.execute("ROLLBACK")
                 raise
             self._connection.execute("COMMIT")
-
-
-@contextmanager
-def _reporting(path: Path) -> Iterator[None]:
-    """Turn an error of SQLite into one of ours that names the file."""
-    try:
-        yield
-    except KnnlmError:  # some are errors of Python's too
-        raise
-    except sqlite3.OperationalError as error:
-        if "locked" in str(error):
-            raise DatastoreError(f"{path} is in use by another process. Try again when it has finished.") from None
-        if "malformed" in str(error) or "no such table" in str(error) or "no such column" in str(error):
-            raise DatastoreCorrupt(f"{path} is damaged ({error}). Build the memory again.") from None
-        raise DatastoreError(f"Cannot use {path}: {error}. Check the disk and the permissions.") from None
-    except sqlite3.DatabaseError as error:
-        raise DatastoreCorrupt(f"{path} is damaged ({error}). Build the memory again.") from None
-    except (ValueError, TypeError, RecursionError, OverflowError) as error:
-        raise DatastoreCorrupt(f"{path} holds a fact that cannot be read ({error}). Build it again.") from None
-
-
-def _connect(path: Path, write: bool) -> sqlite3.Connection:
-    """Open the file for SQLite."""
-    # Readers too may write, where they can: only so can SQLite take back what a killed writer left half done.
-    if write or (os.access(path, os.W_OK) and os.access(path.parent, os.W_OK)):
-        uri = f"{path.resolve().as_uri()}?mode=rw"
-        return sqlite3.connect(uri, uri=True, isolation_level=None, check_same_thread=False)
-    return open_frozen(path)  # its owner may write though we may not
 
 
 def _values(row: Any) -> tuple[Any, ...]:

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from knnlm.datastore.builder import check_folder
-from knnlm.datastore.catalog import BUILT, FILE, LANGUAGE_MODEL, Catalog, SegmentRow
+from knnlm.datastore.catalog import FILE, LANGUAGE_MODEL, Catalog, SegmentRow
 from knnlm.datastore.codec import FILE as CODEC
 from knnlm.datastore.codec import Bytes, Codec, Codes, Plain, save_codec
 from knnlm.datastore.keymap import FILE as MAP
@@ -183,14 +183,12 @@ def _begin(folder: Path, plan: _Plan, derived: dict[str, Any]) -> Catalog:
         whole = store.map if plan.map is None else plan.map.after(store.map)
         if whole is not None:
             meta["map"] = {"sha256": whole.save(folder / MAP), "facts": whole.facts}
-        coded = isinstance(plan.codec, Bytes | Codes)
         if isinstance(plan.codec, Bytes | Codes):
             meta["codec"] = save_codec(plan.codec, folder / CODEC)
             meta["keys"] = derived["facts"].get("keys") or store.catalog.get("keys")
         if (helped := store.catalog.get(LANGUAGE_MODEL)) is not None:
             meta[LANGUAGE_MODEL] = helped
-        special = whole is not None or plan.keep is not None or store.catalog.get("format") != BUILT
-        return Catalog.create(file, meta, derived=special or plan.counts is not None, coded=coded)
+        return Catalog.create(file, meta)
     catalog = Catalog.open(file, write=True, copying=True)
     if catalog.get("derived") != derived:
         catalog.close()

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from pathlib import Path
 from typing import Any
 
 from knnlm.errors import DatastoreCorrupt, DatastoreError
 
+SUM = "sha256"  # the fact that vouches for the others
 _MOST = 1 << 28  # bytes: read whole, so a file that only claims to be large must not fill the memory
 
 
@@ -26,4 +28,20 @@ def load_facts(file: Path, *, version: int, missing: str, again: str) -> dict[st
     if not isinstance(facts, dict) or facts.get("format") != version:
         found = facts.get("format") if isinstance(facts, dict) else None
         raise DatastoreError(f"{file} has format version {found}, this knnlm reads version {version}. {again}")
+    check_sum(file, facts, again)
     return facts
+
+
+def summed(facts: dict[str, Any]) -> dict[str, Any]:
+    """Add what vouches for facts that JSON can keep."""
+    return {**facts, SUM: _sum(facts)}
+
+
+def check_sum(file: Path, facts: dict[str, Any], again: str) -> None:
+    """Refuse facts that are not as they were written; older files have nothing to compare with."""
+    if SUM in facts and facts[SUM] != _sum({name: facts[name] for name in facts if name != SUM}):
+        raise DatastoreCorrupt(f"{file} is not as it was written: its SHA-256 is another. {again}")
+
+
+def _sum(facts: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()

@@ -1,8 +1,8 @@
 """Let one process write to a folder at a time, and know whether others read it. Knows nothing about what is written.
 
-Writers hold `writer.lock` and are alone. Readers share `readers.lock`; nobody removes a file that was once part of the
-memory without holding that one alone, so what a reader has opened stays until it is closed. The system gives both
-locks back when a process dies.
+Writers hold `writer.lock` and are alone. Readers share `readers.lock`, or the folder itself where they may not make
+that file; nobody removes a file that was once part of the memory without holding both alone, so what a reader has
+opened stays until it is closed. The system gives all locks back when a process dies.
 """
 
 from __future__ import annotations
@@ -59,7 +59,10 @@ class Lease:
     """A reader's share of a folder; given back when it is closed, or forgotten, or the process dies."""
 
     def __init__(self, folder: Path) -> None:
+        self._folder = folder
         self._handle = _open(folder)
+        if self._handle is None:
+            self._handle = _open_folder(folder)
         if self._handle is not None:
             self._closing = weakref.finalize(self, os.close, self._handle)
             self._closing.atexit = False  # not before the process has let go of all else
@@ -80,7 +83,8 @@ class Lease:
             yield fcntl is None
             return
         try:
-            yield _try(self._handle)
+            with _folder_alone(self._folder) as sole:
+                yield sole and _try(self._handle)
         finally:
             with suppress(OSError):
                 fcntl.flock(self._handle, fcntl.LOCK_SH)
@@ -95,19 +99,46 @@ def nobody_reading(folder: Path, *, wait: float = 0.0) -> Iterator[bool]:
         return
     try:
         until = time.monotonic() + wait
-        while not (sole := _try(handle)) and time.monotonic() < until:
+        while True:
+            with _folder_alone(folder) as alone:
+                if (sole := alone and _try(handle)) or time.monotonic() >= until:
+                    yield sole
+                    return
             time.sleep(_AGAIN)
-        yield sole
     finally:
         os.close(handle)
 
 
-def _try(handle: int) -> bool:
+@contextmanager
+def _folder_alone(folder: Path) -> Iterator[bool]:
+    """Say whether nobody reads the folder without the readers' lock, and let none begin meanwhile."""
+    handle = _open_folder(folder)
+    if handle is None:
+        yield True
+        return
+    try:
+        yield _try(handle, where_impossible=True)
+    finally:
+        os.close(handle)
+
+
+def _try(handle: int, *, where_impossible: bool = False) -> bool:
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
+    except BlockingIOError:
         return False
+    except OSError:
+        return where_impossible
     return True
+
+
+def _open_folder(folder: Path) -> int | None:
+    """Open the folder itself, which whoever reads it can; None where there can be no lock."""
+    if fcntl is None or not (folder / FILE).is_file():
+        return None
+    with suppress(OSError):
+        return os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    return None
 
 
 def _open(folder: Path) -> int | None:

@@ -1,9 +1,14 @@
-"""The tables of a catalog, by what a memory needs, and their rows. Knows nothing about who reads them."""
+"""The tables of a catalog, as its format grew, and their rows. Knows nothing about who reads them."""
 
 from __future__ import annotations
 
+import sqlite3
 from dataclasses import dataclass
+from pathlib import Path
 
+from knnlm.errors import DatastoreError
+
+VERSION = 5  # the format that is written, which has sums; those below are read
 BUILT = """
 CREATE TABLE meta (key TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID;
 CREATE TABLE segments (
@@ -44,8 +49,31 @@ CREATE TABLE removed (
     segment INTEGER NOT NULL,
     first_row INTEGER NOT NULL,
     rows INTEGER NOT NULL
-)
+);
 """
+SUMMED = """
+CREATE TABLE digests (part TEXT PRIMARY KEY, sum TEXT NOT NULL) WITHOUT ROWID;
+"""
+
+
+def check_version(found: object, folder: Path) -> None:
+    """Refuse a format that this knnlm does not know."""
+    if type(found) is not int or not 1 <= found <= VERSION:
+        newer = isinstance(found, int) and found > VERSION
+        raise DatastoreError(
+            f"{folder} has format version {found}, this knnlm reads versions up to {VERSION}. "
+            + ("Upgrade knnlm: pip install -U knnlm" if newer else "Build the memory again.")
+        )
+
+
+def upgrade(connection: sqlite3.Connection) -> None:
+    """Give the tables of an older format what those of the newest have, within a transaction."""
+    columns = {row[1] for row in connection.execute("SELECT * FROM pragma_table_info('segments')")}
+    tables = {row[0] for row in connection.execute("SELECT name FROM sqlite_master WHERE type = 'table'")}
+    wanted = ((DERIVED, "kept" in columns), (LIVING, "removed" in tables), (SUMMED, "digests" in tables))
+    for script, there in wanted:
+        for statement in [] if there else script.split(";")[:-1]:
+            connection.execute(statement)
 
 
 @dataclass(frozen=True)

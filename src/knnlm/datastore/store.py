@@ -98,7 +98,7 @@ class Datastore:
         """
         folder = Path(path)
         lease = Lease(folder)  # first, so that what the catalog names stays where it is
-        catalog = Catalog.open(folder / FILE, hold=True)
+        catalog = Catalog.open(folder / FILE, hold=True, compare=check)
         if catalog.get("state") != "complete":
             what = "copy of another memory" if catalog.get("derived") else "build"
             raise DatastoreError(

@@ -1,7 +1,8 @@
 """Train a small model to say what retrieval would have said, and keep it as an ordinary model with a card.
 
 OUT.partial/   while it is trained: checkpoint.safetensors, losses.jsonl
-OUT/           the finished model and tokenizer as transformers writes them; decoder.json, losses.jsonl, learning.png
+OUT/           the finished model and tokenizer as transformers writes them; decoder.json, losses.jsonl, learning.png,
+               and the checksums of all but the card, which may change: knnlm.sha256
 
 Knows nothing about mixing what comes of it.
 """
@@ -32,6 +33,7 @@ from knnlm.distill.training import CURVE, Settings, Teacher, Training, read_curv
 from knnlm.errors import DatastoreError, MissingExtra, ParameterError
 from knnlm.lm import WindowShape
 from knnlm.lm.causal import choose_device
+from knnlm.lm.vouching import write_sums
 from knnlm.memory.decoder import CARD, DecoderCard, load_card, save_card, set_lambda
 from knnlm.progress import Progress, silent
 
@@ -250,6 +252,7 @@ def _publish(work: Path, folder: Path, training: Training, student: Student, car
             (made / PICTURE).write_bytes(draw_curve(lines, card.held_out))
         except MissingExtra as error:
             card.notes.append(str(error))
+        write_sums(made, without=CARD)
         save_card(made, card)
         for file in made.rglob("*"):
             if file.is_file():

@@ -7,6 +7,8 @@ from pathlib import Path
 
 # The parts of a memory.
 CATALOG, SEGMENT, MAP, CODEC, INDEX, DERIVED = "catalog", "segment", "map", "codec", "index", "derived"
+STUDENT = "student"
+SUM = "sum"  # a part of the catalog that is not as it was written; which cell of it is not known
 
 
 @dataclass(frozen=True)
@@ -17,6 +19,7 @@ class Problem:
     what: str
     part: str = CATALOG
     segment: int | None = None  # whose documents it touches
+    table: str | None = None  # the part of the catalog that is not as it was written
 
     def __str__(self) -> str:
         return f"{self.file}: {self.what}"

@@ -158,13 +158,7 @@ def _begin(folder: Path, stores: Sequence[Datastore]) -> Catalog:
     for name, fact in facts.items():
         if isinstance(fact, dict) and isinstance(sum_ := fact.get("sha256"), str):
             _copy_beside(stores[0].path / f"{name}.safetensors", folder / f"{name}.safetensors", sum_)
-    special = any(segment.kept is not None for store in stores for segment in store.segments)
-    return Catalog.create(
-        folder / FILE,
-        {**meta, "state": "building", "derived": derived},
-        derived=special or stores[0].map is not None,
-        coded=not isinstance(stores[0].codec, Plain),
-    )
+    return Catalog.create(folder / FILE, {**meta, "state": "building", "derived": derived})
 
 
 def _copy_beside(source: Path, target: Path, sha256: str) -> None:

@@ -3,6 +3,9 @@
 The unit of loss is a segment: a checksum tells that a file is not as it was written, not which of its rows are wrong.
 What is damaged goes to the folder `lost` first, then one transaction takes it out of the catalog, and only then is it
 taken from where it was; so a repair that is killed leaves everything as it was, or is finished when it is run again.
+
+In the catalog a single turned bit is found and turned back. Where more is wrong with a part of it, what the files vouch
+for is kept: rows that fit them, and documents that fill their segments, though their names may be others.
 """
 
 from __future__ import annotations
@@ -17,13 +20,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from knnlm.datastore import digests
 from knnlm.datastore.arrays import LOST, index_file, segment_folder
 from knnlm.datastore.catalog import FILE, WISH, Catalog, IndexRow, SegmentRow
 from knnlm.datastore.locking import nobody_reading, writer_lock
 from knnlm.datastore.segment import sync_folder, writing
 from knnlm.datastore.suffixes import FOLDER as NGRAM
 from knnlm.errors import DatastoreBusy, DatastoreCorrupt, DatastoreError, KnnlmError
-from knnlm.guarding.findings import DERIVED, INDEX, SEGMENT, Verification
+from knnlm.guarding.findings import DERIVED, INDEX, SEGMENT, SUM, Problem, Verification
+from knnlm.guarding.mending import apply_mends, find_mends
 from knnlm.guarding.verifying import verify
 from knnlm.guarding.wishing import drop_wish, fulfil, read_wish, wish
 from knnlm.mixture.choice import FOLDER as GATES
@@ -54,6 +59,8 @@ class Repair:
     kept_in: Path | None  # where their files are now
     dropped: tuple[str, ...]  # derived files that were removed; they can be made again
     index: str | None  # that was made again
+    mended: tuple[str, ...]  # cells of the catalog that are as they were written again
+    unsure: tuple[str, ...]  # parts of the catalog that were kept though they are not as they were written
     documents: int  # that are there now
     tokens: int
     seconds: float
@@ -75,14 +82,16 @@ def repair(
     _check_catalog(folder)
     with writer_lock(folder, wait=wait):
         before = verify(folder, deep=True, progress=progress)
-        plan = _plan(folder, before, index=index)
-        if not before.sound and not dry_run:
+        mended = () if before.sound else _mend(folder / FILE, dry_run=dry_run)
+        left = verify(folder, deep=True, progress=progress) if mended and not dry_run else before
+        # What else is wrong is only known when bits were turned back.
+        plan = _nothing(folder) if mended and dry_run else _plan(folder, left, index=index)
+        if not left.sound and not dry_run:
             _carry_out(folder, plan)
     made = None if dry_run else _index_again(folder, plan, wait, progress)
     after = before if dry_run else verify(folder, deep=not before.sound, progress=progress)
     if not dry_run and not after.sound:
         raise DatastoreCorrupt(f"{folder} is still damaged after the repair: {after.problems[0]}. Build it again.")
-    moved = plan.kept_in if (plan.segments or plan.set_aside) and (dry_run or plan.kept_in.exists()) else None
     lost = tuple(plan.lost)
     gone = sum(document.tokens for document in lost) if dry_run else 0
     return Repair(
@@ -90,9 +99,11 @@ def repair(
         before,
         lost,
         tuple(segment.id for segment in plan.segments),
-        moved,
+        plan.kept_in if plan.keeps and (dry_run or plan.kept_in.exists()) else None,
         tuple(plan.dropped),
         made,
+        mended,
+        tuple(part for part in plan.unsure if part != "indexes"),  # which are made again
         after.documents - (len(lost) if dry_run else 0),
         after.tokens - gone,
         time.perf_counter() - begin,
@@ -113,6 +124,16 @@ class _Plan:
     reindex: bool  # of the tables of the catalog
     complete: bool  # not an unfinished build
     kept_in: Path
+    unsure: tuple[str, ...]  # parts of the catalog to believe
+
+    @property
+    def keeps(self) -> bool:
+        """Whether anything is to be set aside."""
+        return bool(self.segments or self.set_aside or self.unsure)
+
+
+def _nothing(folder: Path) -> _Plan:
+    return _Plan([], [], [], [], None, [], [], False, True, folder / LOST, ())
 
 
 def _check_catalog(folder: Path) -> None:
@@ -128,18 +149,46 @@ def _check_catalog(folder: Path) -> None:
     )
 
 
+def _mend(file: Path, *, dry_run: bool) -> tuple[str, ...]:
+    """Turn bits back, where SQLite can still read its tables, and say which."""
+    try:
+        found = find_mends(file)
+        if found and not dry_run:
+            apply_mends(file, found)
+    except sqlite3.Error:
+        return ()
+    return tuple(map(str, found))
+
+
+def _refuse(folder: Path, worst: Problem) -> None:
+    raise DatastoreCorrupt(
+        f"{folder} cannot be repaired: {worst}. Nothing was changed. Restore {worst.file} from a copy, or build "
+        "the memory again in another folder."
+    )
+
+
+def _check_sums(folder: Path, wrong: list[Problem], segments: list[SegmentRow], lost: list[SegmentRow]) -> None:
+    """Refuse a part of the catalog that is not as it was written, unless the files vouch for what it says.
+
+    They do for all of a segment but its scale. Documents and what was removed must fill their segments, and an index is
+    made again. Nothing vouches for a fact.
+    """
+    plain = all(segment.scale == 1.0 for segment in segments)
+    for problem in wrong:
+        table = str(problem.table).partition(" ")[0]
+        if table == "meta" or (table == "segments" and not lost and not plain):
+            _refuse(folder, problem)
+
+
 def _plan(folder: Path, before: Verification, *, index: bool) -> _Plan:
     """Decide what to take out; refuse what cannot be repaired."""
-    hopeless = [problem for problem in before.problems if problem.part not in (SEGMENT, INDEX, DERIVED)]
+    hopeless = [problem for problem in before.problems if problem.part not in (SEGMENT, INDEX, DERIVED, SUM)]
     tables = [problem for problem in hopeless if problem.what.startswith(_SQLITE)]
     if len(hopeless) > len(tables):
-        worst = next(problem for problem in hopeless if problem not in tables)
-        raise DatastoreCorrupt(
-            f"{folder} cannot be repaired: {worst}. Nothing was changed. Restore {worst.file} from a copy, or build "
-            "the memory again in another folder."
-        )
+        _refuse(folder, next(problem for problem in hopeless if problem not in tables))
     damaged = {problem.segment for problem in before.problems if problem.part == SEGMENT}
-    with closing(Catalog.open(folder / FILE)) as catalog:
+    wrong = [problem for problem in before.problems if problem.part == SUM]
+    with closing(Catalog.open(folder / FILE, compare=False)) as catalog:
         segments = catalog.segments()
         lost = [segment for segment in segments if segment.id in damaged]
         if lost and before.state != "complete":
@@ -150,7 +199,8 @@ def _plan(folder: Path, before: Verification, *, index: bool) -> _Plan:
             for segment in lost
             for document in catalog.documents_of(segment.id)
         ]
-        bad_index = lost or any(problem.part == INDEX for problem in before.problems)
+        _check_sums(folder, wrong, segments, lost)
+        bad_index = lost or any(problem.part == INDEX or problem.table == "indexes" for problem in before.problems)
         indexes = catalog.indexes() if bad_index else []
         # A repair that was killed when it had dropped the index has left its wish.
         wanted = None if catalog.indexes() else read_wish(catalog)
@@ -165,7 +215,8 @@ def _plan(folder: Path, before: Verification, *, index: bool) -> _Plan:
     complete = before.state == "complete"
     place = _free_name(folder / LOST)
     wish = wanted if index else None
-    return _Plan(lost, remaining, documents, indexes, wish, aside, dropped, bool(tables), complete, place)
+    unsure = tuple(str(problem.table) for problem in wrong)
+    return _Plan(lost, remaining, documents, indexes, wish, aside, dropped, bool(tables), complete, place, unsure)
 
 
 def _free_name(folder: Path) -> Path:
@@ -182,6 +233,8 @@ def _carry_out(folder: Path, plan: _Plan) -> None:
     with writing(plan.kept_in):
         for place in [*places, *plan.set_aside]:
             _keep(place, plan.kept_in / place.relative_to(folder))
+        if plan.unsure:
+            plan.kept_in.mkdir(parents=True, exist_ok=True)
         if plan.kept_in.exists():
             for file in (folder / FILE, folder / f"{FILE}-wal"):
                 if file.exists():
@@ -226,7 +279,7 @@ def _commit(file: Path, plan: _Plan) -> None:
             connection.execute("PRAGMA synchronous=FULL")
             connection.execute("BEGIN IMMEDIATE")
             try:
-                _change(connection, plan)
+                _change_summed(connection, plan)
                 if plan.reindex:
                     connection.execute("REINDEX")
                 left = [row[0] for row in connection.execute("PRAGMA integrity_check(1)") if row[0] != "ok"]
@@ -243,6 +296,19 @@ def _commit(file: Path, plan: _Plan) -> None:
         raise DatastoreCorrupt(
             f"{file} cannot be repaired ({error}). Restore it from a copy, or build the memory again in another folder."
         ) from None
+
+
+def _change_summed(connection: sqlite3.Connection, plan: _Plan) -> None:
+    """Change the catalog and its sums, where it has them; write those anew that are to be believed."""
+    if not digests.there(connection):
+        _change(connection, plan)
+        return
+    tally = digests.Tally(connection)
+    tally.begin(connection)
+    _change(connection, plan)
+    tally.settle(connection)
+    if plan.unsure:
+        digests.fill(connection)
 
 
 def _change(connection: sqlite3.Connection, plan: _Plan) -> None:
@@ -300,7 +366,10 @@ def _number(connection: sqlite3.Connection, fact: str) -> int:
 
 
 def _put(connection: sqlite3.Connection, fact: str, value: Any) -> None:
-    connection.execute("INSERT OR REPLACE INTO meta VALUES (?, ?)", (fact, json.dumps(value, sort_keys=True)))
+    connection.execute(
+        "INSERT INTO meta VALUES (?, ?) ON CONFLICT (key) DO UPDATE SET value = excluded.value",
+        (fact, json.dumps(value, sort_keys=True)),
+    )
 
 
 def _index_again(folder: Path, plan: _Plan, wait: float, progress: Progress) -> str | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import time
 from collections.abc import Callable, Iterator
@@ -10,8 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from knnlm.datastore.arrays import index_file, segment_folder
+from knnlm.datastore.builder import ADAPTED
 from knnlm.datastore.catalog import FILE, Catalog, SegmentRow
 from knnlm.datastore.codec import FILE as CODEC_FILE
+from knnlm.datastore.facts import check_sum
 from knnlm.datastore.indexing import open_index
 from knnlm.datastore.keymap import FILE as MAP_FILE
 from knnlm.datastore.segment import checksum
@@ -19,10 +22,13 @@ from knnlm.datastore.store import Datastore
 from knnlm.datastore.strangers import check_place
 from knnlm.datastore.suffixes import FOLDER as NGRAM
 from knnlm.datastore.suffixes import kept_suffixes
-from knnlm.errors import DatastoreError, KnnlmError
+from knnlm.errors import DatastoreCorrupt, DatastoreError, KnnlmError
 from knnlm.guarding.catalog import Facts, check_documents, check_segments, read_facts, removed_rows
 from knnlm.guarding.filing import SegmentFiles
-from knnlm.guarding.findings import DERIVED, INDEX, Problem, Verification
+from knnlm.guarding.findings import DERIVED, INDEX, STUDENT, SUM, Problem, Verification
+from knnlm.lm.vouching import FILE as SUMS
+from knnlm.lm.vouching import damaged_files
+from knnlm.memory.decoder import CARD, load_card
 from knnlm.memory.output import FILE as OUTPUT_FILE
 from knnlm.memory.output import load_output
 from knnlm.mixture.choice import FOLDER as GATES
@@ -52,7 +58,7 @@ def verify(
 def _contents(folder: Path) -> Any:
     """Tell whether the catalog has changed."""
     try:
-        with closing(Catalog.open(folder / FILE)) as catalog:
+        with closing(Catalog.open(folder / FILE, compare=False)) as catalog:
             return catalog.segments(), catalog.indexes(), catalog.get("generation")
     except KnnlmError as error:
         return str(error)
@@ -72,8 +78,9 @@ class _Look:
         """Look at the catalog, the segments, and what was made of them."""
         facts, documents, gone = Facts(), 0, 0
         segments: list[SegmentRow] = []
-        with self._gathering(FILE), closing(Catalog.open(self.folder / FILE)) as catalog:
+        with self._gathering(FILE), closing(Catalog.open(self.folder / FILE, compare=False)) as catalog:
             self.problems += [Problem(FILE, f"SQLite says: {line}") for line in catalog.integrity()]
+            self._sums(catalog)
             facts, wrong = read_facts(catalog)
             self.problems += wrong
             segments = catalog.segments()
@@ -88,6 +95,7 @@ class _Look:
         self._links()
         self._strays(segments)
         self._derived()
+        self._student()
         return Verification(
             self.folder,
             self.deep,
@@ -109,6 +117,14 @@ class _Look:
             yield
         except (KnnlmError, OSError) as error:
             self.problems.append(Problem(file, str(error).removeprefix(str(self.folder / file)).lstrip(": "), part))
+
+    def _sums(self, catalog: Catalog) -> None:
+        """Compare every row of every table with the sums of the catalog."""
+        if not catalog.summed:
+            self.notes.append(f"{FILE} is of an older format and has no sums of its own. The first change adds them.")
+        for part in catalog.differing():
+            what = f"its {part} is not as it was written: the SHA-256 is another"
+            self.problems.append(Problem(FILE, what, SUM, table=part))
 
     def _segments(self, facts: Facts, segments: list[SegmentRow], progress: Progress) -> None:
         if facts.codec is None or facts.vocab_size is None:
@@ -177,6 +193,7 @@ class _Look:
             checks.append((self.folder / NGRAM, self._ngram))
         checks += [(file, load_output) for file in [self.folder / "output" / OUTPUT_FILE] if file.exists()]
         checks += [(file, load_networks) for file in sorted((self.folder / GATES).glob("*.safetensors"))]
+        checks += [(file, self._adapted) for file in [self.folder / ADAPTED] if file.exists()]
         for file, check in checks:
             self.files += sorted(file.glob("*")) if file.is_dir() else [file]
             with self._gathering(file.relative_to(self.folder).as_posix(), DERIVED):
@@ -192,6 +209,29 @@ class _Look:
         except KnnlmError:
             return False
         return True
+
+    def _student(self) -> None:
+        """Look at the card of a student, and, if deep, at every byte of it."""
+        folder = self.folder / STUDENT
+        if not folder.exists():
+            return
+        self.files += sorted(file for file in folder.glob("*") if file.is_file())
+        with self._gathering(f"{STUDENT}/{CARD}", STUDENT):
+            load_card(folder)
+        damaged = damaged_files(folder) if self.deep or not (folder / SUMS).exists() else []
+        self.problems += [Problem(f"{STUDENT}/{name}", what, STUDENT) for name, what in damaged or []]
+        if damaged is None:
+            self.notes.append(f"{STUDENT} has no {SUMS}: an older knnlm trained it, and its files cannot be compared.")
+
+    def _adapted(self, file: Path) -> None:
+        """Compare what an adaptation says of itself with its sum."""
+        try:
+            facts = json.loads(file.read_bytes())
+        except (ValueError, RecursionError):
+            facts = None
+        if not isinstance(facts, dict):
+            raise DatastoreCorrupt(f"{file} is no JSON of facts")
+        check_sum(file, facts, "")
 
     def _ngram(self, _: Path) -> None:
         with closing(Datastore.open(self.folder, trust_index=False)) as store:

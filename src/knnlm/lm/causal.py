@@ -22,6 +22,7 @@ from knnlm.errors import KnnlmError, ModelError, ParameterError
 from knnlm.lm import bundled
 from knnlm.lm.fingerprint import config_facts, tokenizer_fingerprint, weights_fingerprint
 from knnlm.lm.key_layers import PLACES, KeyLayer, check_causal, find_key_layer
+from knnlm.lm.vouching import check_sums
 from knnlm.lm.windows import Window, WindowShape, batches, windows
 
 _LONGEST_CHARACTER = 5  # tokens, at a byte each
@@ -274,6 +275,7 @@ def load(name: str, *, dtype: torch.dtype | None = None) -> tuple[PreTrainedMode
         raise ModelError(f"Cannot open the model {name}: there is no such folder or file. {advice}")
     try:
         place = _folder(name)
+        check_sums(Path(place))
         tokenizer = AutoTokenizer.from_pretrained(place)
         loaded: Any = AutoModelForCausalLM.from_pretrained(place, dtype=dtype or "auto", output_loading_info=True)
     except KnnlmError:

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from knnlm.datastore.facts import load_facts
+from knnlm.datastore.facts import load_facts, summed
 from knnlm.datastore.segment import replacing
 from knnlm.errors import DatastoreCorrupt, ParameterError
 
@@ -51,7 +51,8 @@ def save_card(folder: Path, card: DecoderCard) -> None:
     """Write a card; it appears complete or not at all."""
     facts = {_NAMES.get(name, name): value for name, value in asdict(card).items()}
     with replacing(folder / CARD) as partial:
-        partial.write_text(json.dumps({"format": FORMAT, **facts}, indent=2, ensure_ascii=False), encoding="utf-8")
+        written = summed({"format": FORMAT, **facts})
+        partial.write_text(json.dumps(written, indent=2, ensure_ascii=False), encoding="utf-8")
 
 
 def load_card(folder: str | Path) -> DecoderCard:
