@@ -56,12 +56,15 @@ def read_memory(path):
     """Everything in a memory, with sqlite3, json and NumPy, as docs/format.md says."""
     with closing(sqlite3.connect(path / "catalog.db")) as connection:
         facts = {key: json.loads(value) for key, value in connection.execute("SELECT key, value FROM meta")}
-        assert facts["format"] in (1, 2, 3, 4)
+        assert facts["format"] in (1, 2, 3, 4, 5)
         assert facts["state"] == "complete"
         connection.row_factory = sqlite3.Row
         segments = [dict(row) for row in connection.execute("SELECT * FROM segments ORDER BY first_row")]
         documents = [dict(row) for row in connection.execute("SELECT * FROM documents ORDER BY number")]
         tables = {row[0] for row in connection.execute("SELECT name FROM sqlite_master WHERE type = 'table'")}
+        for one in documents if "fields" in tables else []:
+            found = connection.execute("SELECT name, value FROM fields WHERE number = ?", (one["number"],))
+            one["fields"] = {name: json.loads(value) for name, value in found}
         removed = [dict(row) for row in connection.execute("SELECT * FROM removed")] if "removed" in tables else []
     width = facts["model"]["width"]
     if "map" in facts:
@@ -127,6 +130,7 @@ def check_against_ours(path):
         theirs = [tuple(one[name] for name in ("number", "id", "source", "first_row", "rows", "sha256"))
                   for one in documents]  # fmt: skip
         assert ours == theirs
+        assert [dict(one.fields) for one in store.documents()] == [one.get("fields", {}) for one in documents]
         # A query goes the way of the keys: less the offset and the centre, then through the matrix.
         query = np.random.default_rng(0).normal(size=(2, facts["model"]["width"])).astype(np.float32)
         projected = query if facts["offset"] is None else query - np.array(facts["offset"], np.float32)
@@ -217,8 +221,8 @@ def test_a_golden_memory_opens_and_answers_as_on_the_day_it_was_made(
 
 def test_a_newer_version_says_that_knnlm_must_be_upgraded(tmp_path):
     shutil.copytree(GOLDEN / "v1", tmp_path / "m")
-    change(tmp_path / "m", "UPDATE meta SET value = '5' WHERE key = 'format'")
-    with pytest.raises(DatastoreError, match=r"format version 5.*Upgrade knnlm"):
+    change(tmp_path / "m", "UPDATE meta SET value = '6' WHERE key = 'format'")
+    with pytest.raises(DatastoreError, match=r"format version 6.*Upgrade knnlm"):
         Datastore.open(tmp_path / "m")
     change(tmp_path / "m", "UPDATE meta SET value = '0' WHERE key = 'format'")
     with pytest.raises(DatastoreError, match=r"format version 0.*Build the memory again"):

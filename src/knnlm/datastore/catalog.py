@@ -5,6 +5,7 @@ memory as it was built: every row has a key, and keys are what the model gave. W
 pruned or keys were mapped, the format is 2, so that a program that knows only the first refuses it. Format 3 is a
 memory that documents were added to or removed from: `removed` says which rows are no longer there, and the fact
 `generation` counts the changes. Where keys are stored as bytes or codes, the format is 4, also of a memory that lives.
+Where documents have fields, it is 5: a program that does not know them could not forget them.
 
 A reader that holds its snapshot sees one state for as long as it is open, whatever others write meanwhile.
 """
@@ -12,24 +13,24 @@ A reader that holds its snapshot sees one state for as long as it is open, whate
 from __future__ import annotations
 
 import json
-import os
 import sqlite3
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from knnlm.datastore import schema
-from knnlm.datastore.frozen import open_frozen
+from knnlm.datastore import fields, schema
+from knnlm.datastore.database import connect, reporting
 from knnlm.datastore.schema import IndexRow as IndexRow
 from knnlm.datastore.schema import RemovedRow as RemovedRow
 from knnlm.datastore.schema import SegmentRow as SegmentRow
 from knnlm.datastore.schema import StoredDocument as StoredDocument
 from knnlm.datastore.strangers import check_database, check_schema, typed
-from knnlm.errors import DatastoreCorrupt, DatastoreError, KnnlmError
+from knnlm.errors import DatastoreCorrupt, DatastoreError
 
-BUILT, DERIVED, LIVING, CODED = FORMATS = 1, 2, 3, 4
+BUILT, DERIVED, LIVING, CODED, FIELDED = FORMATS = 1, 2, 3, 4, 5
 GENERATION, LAYOUT = "generation", "layout"  # facts: how often the content has changed, and the numbers of its rows
 LANGUAGE_MODEL = "language_model"  # the fact that names the model that a memory is for, if that is not its reader
 SKIPPED = "index_skipped"  # the fact that says which keys the index has left out: [first, count] each
@@ -55,7 +56,7 @@ class Catalog:
         # A journal that outlived its catalog would be played back into the new one.
         for leftover in PARTIAL:
             path.with_name(leftover).unlink(missing_ok=True)
-        with _reporting(path):
+        with reporting(path):
             catalog = cls(sqlite3.connect(partial, isolation_level=None), partial)
             catalog._connection.execute("PRAGMA journal_mode=WAL")
             catalog._connection.executescript(schema.BUILT + schema.DERIVED if derived or coded else schema.BUILT)
@@ -76,8 +77,8 @@ class Catalog:
         if not path.is_file():
             raise DatastoreError(f"{path.parent} is not a memory: it has no {path.name}. Make one with: knnlm build")
         check_database(path)
-        with _reporting(path):
-            connection = _connect(path, write)
+        with reporting(path):
+            connection = connect(path, write=write)
             catalog = cls(connection, path)
             try:
                 check_schema(connection, path)
@@ -116,13 +117,13 @@ class Catalog:
 
     def get(self, key: str) -> Any:
         """Read one fact about the memory; None where it is not known."""
-        with _reporting(self.path):
+        with reporting(self.path):
             row = self._connection.execute("SELECT value FROM meta WHERE key = ?", (key,)).fetchone()
             return None if row is None else json.loads(row[0])
 
     def facts(self) -> dict[str, Any]:
         """Read all facts about the memory."""
-        with _reporting(self.path):
+        with reporting(self.path):
             return {str(key): json.loads(value) for key, value in self._all("SELECT key, value FROM meta")}
 
     def integrity(self) -> list[str]:
@@ -137,7 +138,7 @@ class Catalog:
     @contextmanager
     def snapshot(self) -> Iterator[None]:
         """Let several questions be answered by one state."""
-        with _reporting(self.path):
+        with reporting(self.path):
             self._connection.execute("BEGIN")
             try:
                 yield
@@ -183,16 +184,14 @@ class Catalog:
     def documents(self) -> Iterator[StoredDocument]:
         """Give the documents in the order of their rows, without holding them all in memory."""
         self._check_held()
-        with _reporting(self.path):
+        with reporting(self.path):
+            fields_of = fields.fields_by_number(self._connection)
             for row in self._connection.execute("SELECT * FROM documents ORDER BY number"):
-                yield typed(StoredDocument, row, self.path)
+                yield typed(StoredDocument, (*row, fields_of(row[0])), self.path)
 
     def documents_of(self, segment: int) -> list[StoredDocument]:
         """List the documents of one segment."""
-        return [
-            typed(StoredDocument, row, self.path)
-            for row in self._all("SELECT * FROM documents WHERE segment = ? ORDER BY number", segment)
-        ]
+        return self.select("segment = ?", [segment])
 
     def select(
         self, condition: str, values: Sequence[Any], *, first: int = 0, limit: int | None = None
@@ -204,7 +203,9 @@ class Catalog:
             -1 if limit is None else limit,
             first,
         )
-        return [typed(StoredDocument, row, self.path) for row in found]
+        with reporting(self.path):
+            fields_of = fields.fields_by_number(self._connection)
+            return [typed(StoredDocument, (*row, fields_of(row[0])), self.path) for row in found]
 
     def document_count(self, condition: str = "1", values: Sequence[Any] = ()) -> int:
         """Count the documents, all or those that fit a condition in SQL."""
@@ -221,7 +222,8 @@ class Catalog:
         )
         if not found or not row < (document := typed(StoredDocument, found[0], self.path)).first_row + document.rows:
             raise DatastoreCorrupt(f"{self.path} has no document for row {row}. Build the memory again.")
-        return document
+        with reporting(self.path):
+            return replace(document, fields=fields.fields_by_number(self._connection)(document.number))
 
     def next_document(self) -> int:
         """Give the number of the next document; no number is given twice."""
@@ -242,9 +244,40 @@ class Catalog:
             self.put_within(**facts)
 
     def put_documents(self, documents: Iterable[StoredDocument]) -> None:
-        """Write documents within a change, or those of no rows by themselves."""
-        rows = (_values(document) for document in documents)
-        self._connection.executemany("INSERT INTO documents VALUES (?, ?, ?, ?, ?, ?, ?)", rows)
+        """Write documents and their fields within a change, or those of no rows by themselves."""
+        given = list(documents)
+        with nullcontext() if self._connection.in_transaction else self._transaction():
+            rows = (_values(document)[:-1] for document in given)
+            self._connection.executemany("INSERT INTO documents VALUES (?, ?, ?, ?, ?, ?, ?)", rows)
+            if any(document.fields for document in given):
+                self._make_fields()
+                fields.put_fields(self._connection, given)
+
+    def put_removed(self, removed: Iterable[RemovedRow]) -> None:
+        """Note within a change that rows are no longer there."""
+        self._connection.executemany("INSERT INTO removed VALUES (?, ?, ?, ?)", map(_values, removed))
+
+    def _make_fields(self) -> None:
+        """Make the table of fields, within a change, where it is not there."""
+        if not fields.has_fields(self._connection):
+            self._make_columns()
+            self._connection.execute(fields.TABLE)
+            self._put("format", FIELDED)
+
+    def _make_columns(self) -> None:
+        if self.get("format") == BUILT:
+            for statement in schema.DERIVED.split(";")[:-1]:
+                self._connection.execute(statement)
+
+    def has_field(self, name: str) -> bool:
+        """Say whether any document has such a field."""
+        with reporting(self.path):
+            return fields.is_field(self._connection, name)
+
+    def field_names(self) -> list[str]:
+        """Name the fields that documents have, not all where there are many."""
+        with reporting(self.path):
+            return fields.field_names(self._connection)
 
     def replace_keys(self, segments: Iterable[SegmentRow], **facts: Any) -> None:
         """Say that segments have other files of keys now, and facts that hold from now on, all or none."""
@@ -282,13 +315,10 @@ class Catalog:
     def change(self) -> Iterator[sqlite3.Connection]:
         """Change the content, all or nothing: what is done within counts as one more generation."""
         with self._transaction():
-            found = self.get("format")
-            if found == BUILT:
-                for statement in schema.DERIVED.split(";")[:-1]:
-                    self._connection.execute(statement)
+            self._make_columns()
             if not self._lives():
                 self._connection.execute(schema.LIVING)
-                self._put("format", max(found, LIVING))
+                self._put("format", max(self.get("format"), LIVING))
             yield self._connection
             self._put(GENERATION, self.generation + 1)
 
@@ -298,12 +328,12 @@ class Catalog:
 
     def tidy(self) -> None:
         """Write the catalog anew, so that nothing of what was deleted is in it."""
-        with _reporting(self.path):
+        with reporting(self.path):
             self._connection.execute("VACUUM")
 
     def settle(self) -> bool:
         """Empty the log of changes into the catalog's file; False where a reader still needs it."""
-        with _reporting(self.path):
+        with reporting(self.path):
             self._connection.execute("PRAGMA busy_timeout=0")
             busy: int = self._connection.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()[0]
             self._connection.execute("PRAGMA busy_timeout=5000")
@@ -341,12 +371,12 @@ class Catalog:
 
     def _all(self, query: str, *values: Any) -> list[Any]:
         self._check_held()
-        with _reporting(self.path):
+        with reporting(self.path):
             return self._connection.execute(query, values).fetchall()
 
     @contextmanager
     def _transaction(self) -> Iterator[None]:
-        with _reporting(self.path):
+        with reporting(self.path):
             self._connection.execute("BEGIN IMMEDIATE")
             try:
                 yield
@@ -354,34 +384,6 @@ class Catalog:
                 self._connection.execute("ROLLBACK")
                 raise
             self._connection.execute("COMMIT")
-
-
-@contextmanager
-def _reporting(path: Path) -> Iterator[None]:
-    """Turn an error of SQLite into one of ours that names the file."""
-    try:
-        yield
-    except KnnlmError:  # some are errors of Python's too
-        raise
-    except sqlite3.OperationalError as error:
-        if "locked" in str(error):
-            raise DatastoreError(f"{path} is in use by another process. Try again when it has finished.") from None
-        if "malformed" in str(error) or "no such table" in str(error) or "no such column" in str(error):
-            raise DatastoreCorrupt(f"{path} is damaged ({error}). Build the memory again.") from None
-        raise DatastoreError(f"Cannot use {path}: {error}. Check the disk and the permissions.") from None
-    except sqlite3.DatabaseError as error:
-        raise DatastoreCorrupt(f"{path} is damaged ({error}). Build the memory again.") from None
-    except (ValueError, TypeError, RecursionError, OverflowError) as error:
-        raise DatastoreCorrupt(f"{path} holds a fact that cannot be read ({error}). Build it again.") from None
-
-
-def _connect(path: Path, write: bool) -> sqlite3.Connection:
-    """Open the file for SQLite."""
-    # Readers too may write, where they can: only so can SQLite take back what a killed writer left half done.
-    if write or (os.access(path, os.W_OK) and os.access(path.parent, os.W_OK)):
-        uri = f"{path.resolve().as_uri()}?mode=rw"
-        return sqlite3.connect(uri, uri=True, isolation_level=None, check_same_thread=False)
-    return open_frozen(path)  # its owner may write though we may not
 
 
 def _values(row: Any) -> tuple[Any, ...]:

@@ -16,6 +16,7 @@ from typing import Any
 from knnlm.datastore.adding import check_complete
 from knnlm.datastore.arrays import LOST, index_folder, segment_folder
 from knnlm.datastore.catalog import FILE, Catalog, RemovedRow, StoredDocument
+from knnlm.datastore.fields import drop_fields
 from knnlm.datastore.locking import writer_lock
 from knnlm.datastore.purging import has_old_suffixes, purge
 from knnlm.datastore.querying import Selection
@@ -72,7 +73,9 @@ def list_documents(
         raise ParameterError(f"first ({first}) and limit ({limit}) must be from 0 to {LARGEST - 1}.")
     with closing(Catalog.open(Path(path) / FILE)) as catalog, catalog.snapshot():
         check_complete(catalog)
-        condition = (selection or Selection()).condition()
+        wanted = selection or Selection()
+        wanted.check(catalog)
+        condition = wanted.condition()
         return catalog.select(*condition, first=first, limit=limit), catalog.document_count(*condition)
 
 
@@ -97,6 +100,7 @@ def remove(
             return Removed(tuple(found), sum(one.rows for one in found), catalog.generation, True)
     with writer_lock(folder, wait=wait), closing(Catalog.open(folder / FILE, write=True)) as catalog:
         check_complete(catalog)
+        selection.check(catalog)
         found = catalog.select(*selection.condition())
         _check_some(catalog, selection, found)
         _forget(folder, catalog, found)
@@ -112,11 +116,9 @@ def _forget(folder: Path, catalog: Catalog, documents: list[StoredDocument]) -> 
     forgot = {**earlier, **marks}
     with catalog.change() as connection:
         catalog.put_within(next_document=catalog.next_document(), **{FORGOT: forgot}, **_less_names(catalog))
-        connection.executemany(
-            "INSERT INTO removed VALUES (?, ?, ?, ?)",
-            ((one.number, one.segment, one.first_row, one.rows) for one in documents),
-        )
+        catalog.put_removed(RemovedRow(one.number, one.segment, one.first_row, one.rows) for one in documents)
         connection.executemany("DELETE FROM documents WHERE number = ?", ((one.number,) for one in documents))
+        drop_fields(connection, (one.number for one in documents))
 
 
 def _less_names(catalog: Catalog) -> dict[str, Any]:

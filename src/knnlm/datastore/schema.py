@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+
+from knnlm.records import Fields
 
 BUILT = """
 CREATE TABLE meta (key TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID;
@@ -79,6 +81,7 @@ class StoredDocument:
     first_row: int
     rows: int
     sha256: str
+    fields: Fields = field(default_factory=dict, hash=False)  # of the user's record; in a table of their own
 
 
 @dataclass(frozen=True)
