@@ -70,9 +70,10 @@ def add(
         screen.print_json(facts)
         return
     skipped = f" {screen.count(added.skipped, 'document')} skipped: there already." if added.skipped else ""
+    resumed = f" {screen.count(added.resumed, 'document')} had been read before." if added.resumed else ""
     screen.out.print(
         f"{memory}: {screen.count(added.documents, 'document')} added, {added.tokens:,} tokens, in "
-        f"{facts['seconds']:.1f} s.{skipped}",
+        f"{facts['seconds']:.1f} s.{skipped}{resumed}",
         markup=False,
     )
 

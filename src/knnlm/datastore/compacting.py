@@ -57,7 +57,7 @@ def compact(
         raise ParameterError(f"segment rows must be at least 1, not {segment_rows}.")
     with writer_lock(folder, wait=wait), closing(Catalog.open(folder / FILE, write=True)) as catalog:
         check_complete(catalog)
-        purge(folder, catalog)
+        purge(folder, catalog, keep_pending=False)
         with closing(Datastore.open(folder)) as store:
             rows = segment_rows or catalog.get("segment_rows") or _ROWS
             work = _Compaction(store, catalog, _plan(store, rows), progress)

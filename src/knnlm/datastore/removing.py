@@ -18,6 +18,8 @@ from knnlm.datastore.arrays import LOST, index_folder, segment_folder
 from knnlm.datastore.catalog import FILE, Catalog, RemovedRow, StoredDocument
 from knnlm.datastore.fields import drop_fields
 from knnlm.datastore.locking import writer_lock
+from knnlm.datastore.pending import FILE as PENDING
+from knnlm.datastore.pending import Pending
 from knnlm.datastore.purging import has_old_suffixes, purge
 from knnlm.datastore.querying import Selection
 from knnlm.datastore.strangers import LARGEST
@@ -170,8 +172,12 @@ def _derived(folder: Path, catalog: Catalog, gone: list[RemovedRow]) -> Iterator
 
 
 def _replaced(folder: Path, catalog: Catalog) -> Iterator[Holding]:
-    """What a compaction has replaced while somebody was reading it."""
-    known = {segment_folder(folder, row.id) for row in catalog.segments()}
+    """What an addition that was stopped has left, and what a compaction has replaced while somebody was reading it."""
+    pending = Pending(folder, catalog)
+    for path in [*pending.folders, *([folder / PENDING] if (folder / PENDING).exists() else [])]:
+        what = "of an addition that was stopped, and may be of anybody"
+        yield Holding(str(path.relative_to(folder)), what, "compact, or the same add")
+    known = {segment_folder(folder, row.id) for row in catalog.segments()} | set(pending.folders)
     known |= {index_folder(folder, row.id) for row in catalog.indexes()}
     for place in ("segments", "index"):
         for entry in sorted(set((folder / place).glob("*")) - known):
