@@ -348,7 +348,7 @@ def test_a_folder_that_is_no_memory_and_a_newer_format_say_so(broken, tmp_path):
     with sqlite3.connect(broken / "catalog.db") as connection:
         connection.execute("UPDATE meta SET value = '99' WHERE key = 'format'")
     connection.close()
-    with pytest.raises(DatastoreError, match="format version 99, this knnlm reads versions up to 4"):
+    with pytest.raises(DatastoreError, match="format version 99, this knnlm reads versions up to 5"):
         Datastore.open(broken)
 
 

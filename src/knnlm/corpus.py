@@ -248,8 +248,9 @@ def _parquet(path: str, name: str, text_field: str) -> Iterator[Document]:
             table = ParquetFile(file, buffer_size=CHUNK, pre_buffer=False)
             fields = table.schema_arrow.names
             _check_field(fields, text_field, name)
-            # Lists and objects are no fields of a document, and may be large.
-            columns = [each.name for each in table.schema_arrow if each.name in (text_field, "id") or _single(pa, each)]
+            # Lists and objects are no fields of a document, and may be large; two columns of one name are none either.
+            kept = [each for each in table.schema_arrow if _single(pa, each) and fields.count(each.name) == 1]
+            columns = [field for field in fields if field in (text_field, "id") or field in {one.name for one in kept}]
             for batch in table.iter_batches(batch_size=64, columns=columns):
                 for i in range(batch.num_rows):
                     row += 1
