@@ -63,8 +63,8 @@ def read_memory(path):
         documents = [dict(row) for row in connection.execute("SELECT * FROM documents ORDER BY number")]
         tables = {row[0] for row in connection.execute("SELECT name FROM sqlite_master WHERE type = 'table'")}
         for one in documents if "fields" in tables else []:
-            found = connection.execute("SELECT name, value FROM fields WHERE number = ?", (one["number"],))
-            one["fields"] = {name: json.loads(value) for name, value in found}
+            found = connection.execute("SELECT record FROM fields WHERE number = ?", (one["number"],)).fetchone()
+            one["fields"] = json.loads(found["record"]) if found else {}
         removed = [dict(row) for row in connection.execute("SELECT * FROM removed")] if "removed" in tables else []
     width = facts["model"]["width"]
     if "map" in facts:

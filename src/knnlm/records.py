@@ -60,9 +60,9 @@ def fault(fields: Any) -> str | None:
     return None
 
 
-def written(value: Scalar) -> str:
-    """Write a value as JSON, so that a number is told from the same digits in a text."""
-    return json.dumps(value, ensure_ascii=False)
+def written(value: Scalar | Fields) -> str:
+    """Write a value, or all fields, as JSON in just one way; so a number is told from the same digits in a text."""
+    return json.dumps(value, ensure_ascii=False, sort_keys=True)
 
 
 def ways_to_write(text: str) -> list[str]:

@@ -269,15 +269,10 @@ class Catalog:
             for statement in schema.DERIVED.split(";")[:-1]:
                 self._connection.execute(statement)
 
-    def has_field(self, name: str) -> bool:
-        """Say whether any document has such a field."""
+    def other_fields(self, name: str = "") -> list[str] | None:
+        """Give None where documents have such a field, and otherwise the names of those that they have."""
         with reporting(self.path):
-            return fields.is_field(self._connection, name)
-
-    def field_names(self) -> list[str]:
-        """Name the fields that documents have, not all where there are many."""
-        with reporting(self.path):
-            return fields.field_names(self._connection)
+            return fields.other_fields(self._connection, name)
 
     def replace_keys(self, segments: Iterable[SegmentRow], **facts: Any) -> None:
         """Say that segments have other files of keys now, and facts that hold from now on, all or none."""

@@ -1,26 +1,22 @@
-"""The fields of users' records in a catalog: one row for each field of a document. Knows nothing about other tables.
+"""The fields of users' records in a catalog: one row for a document that has some. Knows nothing about other tables.
 
-The table is made when the first document comes that has fields, so a memory without them is as it was before.
+The table is made when the first such document comes, so a memory without them is as it was before.
 """
 
 from __future__ import annotations
 
 import json
 import sqlite3
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from knnlm.datastore.schema import StoredDocument
 from knnlm.records import Scalar, fault, ways_to_write, written
 
-TABLE = """
-CREATE TABLE fields (
-    number INTEGER NOT NULL,
-    name TEXT NOT NULL,
-    value TEXT NOT NULL,
-    PRIMARY KEY (number, name)
-) WITHOUT ROWID
-"""
+TABLE = "CREATE TABLE fields (number INTEGER PRIMARY KEY, record TEXT NOT NULL)"
+# The members of the object with a comma on either side, so that one is found as a piece of text: within JSON, no text
+# can look like a member, as its quotation marks have backslashes.
+_MEMBERS = "', ' || substr(record, 2, length(record) - 2) || ', '"
 _SHOWN = 20  # names that are told
 
 
@@ -36,8 +32,8 @@ def fields_by_number(connection: sqlite3.Connection) -> Callable[[Any], dict[str
         return lambda _: {}
 
     def find(number: Any) -> dict[str, Scalar]:
-        rows = connection.execute("SELECT name, value FROM fields WHERE number = ? ORDER BY name", (number,))
-        return check_fields({name: json.loads(value) for name, value in rows})
+        row = connection.execute("SELECT record FROM fields WHERE number = ?", (number,)).fetchone()
+        return {} if row is None else check_fields(json.loads(row[0]))
 
     return find
 
@@ -51,8 +47,8 @@ def check_fields(found: Any) -> dict[str, Scalar]:
 
 def put_fields(connection: sqlite3.Connection, documents: Iterable[StoredDocument]) -> None:
     """Write the fields of documents; the table must be there."""
-    rows = [(one.number, name, written(value)) for one in documents for name, value in one.fields.items()]
-    connection.executemany("INSERT INTO fields VALUES (?, ?, ?)", rows)
+    rows = [(one.number, written(dict(one.fields))) for one in documents if one.fields]
+    connection.executemany("INSERT INTO fields VALUES (?, ?)", rows)
 
 
 def drop_fields(connection: sqlite3.Connection, numbers: Iterable[int] | None = None) -> None:
@@ -64,23 +60,19 @@ def drop_fields(connection: sqlite3.Connection, numbers: Iterable[int] | None = 
             connection.executemany("DELETE FROM fields WHERE number = ?", ((number,) for number in numbers))
 
 
-def is_field(connection: sqlite3.Connection, name: str) -> bool:
-    """Whether any document has such a field."""
-    if not has_fields(connection):
-        return False
-    return connection.execute("SELECT 1 FROM fields WHERE name = ? LIMIT 1", (name,)).fetchone() is not None
-
-
-def field_names(connection: sqlite3.Connection) -> list[str]:
-    """Name the fields that documents have, not all where there are many."""
+def other_fields(connection: sqlite3.Connection, name: str) -> list[str] | None:
+    """Give None where documents have such a field, and otherwise the names of those that they have, not very many."""
     if not has_fields(connection):
         return []
-    found = connection.execute("SELECT DISTINCT name FROM fields ORDER BY name LIMIT ?", (_SHOWN,))
-    return [str(name) for (name,) in found]
+    query = f"SELECT 1 FROM fields WHERE instr({_MEMBERS}, ?) > 0 LIMIT 1"  # noqa: S608  (ours)
+    if connection.execute(query, (f", {written(name)}: ",)).fetchone() is not None:
+        return None
+    records = connection.execute("SELECT record FROM fields")
+    return sorted({each for (record,) in records for each in check_fields(json.loads(record))})[:_SHOWN]
 
 
-def field_condition(name: str, value: str) -> tuple[str, Sequence[str]]:
+def field_condition(name: str, value: str) -> tuple[str, list[str]]:
     """Give the condition for SQL that a field has a value, whether that is a text or a number, and its values."""
-    ways = ways_to_write(value)
-    places = ", ".join("?" * len(ways))
-    return f"number IN (SELECT number FROM fields WHERE name = ? AND value IN ({places}))", [name, *ways]  # noqa: S608
+    ways = [f", {written(name)}: {way}, " for way in ways_to_write(value)]
+    either = " OR ".join([f"instr({_MEMBERS}, ?) > 0"] * len(ways))
+    return f"number IN (SELECT number FROM fields WHERE {either})", ways  # noqa: S608

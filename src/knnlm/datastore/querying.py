@@ -43,8 +43,8 @@ class Selection:
     def check(self, catalog: Catalog) -> None:
         """Refuse a field of users' records that no document has."""
         for given, name, _ in self._given():
-            if name not in FIELDS and not catalog.has_field(name.removeprefix(_RECORD)):
-                known = ", ".join([*FIELDS, *catalog.field_names()])
+            if name not in FIELDS and (others := catalog.other_fields(name.removeprefix(_RECORD))) is not None:
+                known = ", ".join([*FIELDS, *others])
                 raise ParameterError(f"{given!r} is no condition: no document has this field. Known are {known}.")
 
     def condition(self) -> tuple[str, list[Any]]:

@@ -105,7 +105,7 @@ class _Export:
         self._store, self._folder, self._file_rows = store, folder, file_rows
         self._group = max(1, min(file_rows, _GROUP_BYTES // (4 * store.width)))
         self._counted = store.counts(torch.arange(0)) is not None
-        self._fielded = bool(store.catalog.field_names())
+        self._fielded = bool(store.catalog.other_fields())
         self._key = 0  # the first that was not written yet
 
     def run(self, advance: Advance) -> int:
