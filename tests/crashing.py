@@ -43,10 +43,10 @@ class Zygote:
         """Start an attempt and wait for it."""
         return self.wait(self.start(do, path, **options))
 
-    def count(self, do: str, path: Path) -> int:
+    def count(self, do: str, path: Path, **options: Any) -> int:
         """Do it to the end, and say how many write points that has."""
         told = path.with_name("count")
-        assert self.run(do, path, told=str(told)) == 0, complaint(path)
+        assert self.run(do, path, told=str(told), **options) == 0, complaint(path)
         return int(told.read_text())
 
     def close(self) -> None:
@@ -167,13 +167,13 @@ def act(order: dict[str, Any]) -> None:
 def build_memory(path: Path, order: dict[str, Any]) -> None:
     from knnlm import build
 
-    build(documents(order.get("count", 5)), path, lm=LM, segment_rows=ROWS).close()
+    build(documents(order.get("count", 5)), path, lm=LM, segment_rows=ROWS, keys=order.get("keys", "float16")).close()
 
 
 def add_documents(path: Path, order: dict[str, Any]) -> None:
     from knnlm import add
 
-    add([documents(20)[number] for number in order.get("add", (6, 7))], path, lm=LM)
+    add([documents(20)[number] for number in order.get("add", (6, 7, 8))], path, lm=LM)
 
 
 def remove_document(path: Path, order: dict[str, Any]) -> None:
@@ -225,6 +225,7 @@ ROWS = 160
 ACTIONS: dict[str, Callable[[Path, dict[str, Any]], None]] = {
     "build": build_memory,
     "add": add_documents,
+    "first": add_documents,
     "remove": remove_document,
     "index": make_index,
     "compact": compact_memory,

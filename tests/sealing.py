@@ -16,7 +16,7 @@ def sums_of(file: Path) -> dict[str, str]:
         names = {name for (name,) in connection.execute("SELECT name FROM sqlite_master WHERE type = 'table'")}
         for table in names - {"digests"}:
             for row in connection.execute(f"SELECT * FROM {table} NOT INDEXED"):
-                part = f"documents {row[0] // 1024}" if table == "documents" else table
+                part = f"{table} {row[0] // 1024}" if table in ("documents", "fields") else table
                 digest = hashlib.sha256(json.dumps([table, *row]).encode()).hexdigest()
                 sums[part] = (sums.get(part, 0) + int(digest, 16)) % 2**256
     return {part: f"{total:064x}" for part, total in sums.items()}

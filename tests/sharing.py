@@ -49,9 +49,10 @@ def write(path: Path, order: dict[str, Any], lm: CausalLM) -> None:
         missing = sorted(set(everything) - set(there))
         do = chance.choice(["add", "add", "remove", "remove", "compact", "index"])
         if do == "add" and missing:
-            there = [*there, chance.choice(missing)]
+            new = chance.sample(missing, min(len(missing), chance.choice([1, 4])))  # one segment, or several
+            there = [*there, *new]
             note(path, generation + 1, there)
-            add([everything[there[-1]]], path, lm=lm)
+            add([everything[name] for name in new], path, lm=lm)
         elif do == "remove" and len(there) > 2:
             gone = chance.choice(there)
             there = [name for name in there if name != gone]

@@ -13,7 +13,7 @@ import knnlm
 SOURCE = Path(knnlm.__file__).parent
 # Each module may import from its own row and the rows above it.
 ROWS = [
-    {"errors", "progress", "seen"},
+    {"errors", "progress", "records", "seen"},
     {"corpus", "lm", "index"},
     {"datastore"},
     {"memory"},
@@ -24,6 +24,7 @@ ROWS = [
 ]
 # Within a row, who may import whom; the others know nothing of each other.
 WITHIN = {
+    ("records", "errors"),
     ("trace", "evaluation"),
     ("sweeping", "evaluation"),
     ("sweeping", "trace"),

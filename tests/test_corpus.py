@@ -103,7 +103,8 @@ def test_a_parquet_file_is_a_document_per_row_over_batches_and_row_groups(tmp_pa
     table = pa.table({"other": list(range(500)), "text": [f"row {i}" for i in range(500)]})
     pq.write_table(table, tmp_path / "a.parquet", row_group_size=150)
     path = str(tmp_path / "a.parquet")
-    assert list(read(path)) == [Document(f"{path}:{i + 1}", f"{path}:{i + 1}", f"row {i}") for i in range(500)]
+    right = [Document(f"{path}:{i + 1}", f"{path}:{i + 1}", f"row {i}", {"other": i}) for i in range(500)]
+    assert list(read(path)) == right
 
 
 def test_a_parquet_row_has_its_own_id_and_null_is_an_empty_text(tmp_path: Path) -> None:

@@ -23,15 +23,19 @@ from knnlm.datastore import evidence, open_index
 from knnlm.datastore.catalog import Catalog
 from knnlm.datastore.segment import checksum
 from knnlm.errors import DatastoreError
+from knnlm.guarding import verify
 from knnlm.index import ExactIndex
+from test_coded_living import check_keys
 
 QUICK = 3  # points of each command that are tried in the quick tests
+WAYS = ("float16", "int8", "codes8")  # to store keys
 ALL = documents(20)
 BEFORE = [ALL[number] for number in (0, 1, 3, 4, 5)]  # d2 was removed, d5 was added
 # What there may be when a command was killed, and what there must be when it is through.
 STATES = {
     "build": ([ALL[:5]], ALL[:5]),
-    "add": ([BEFORE, [*BEFORE, ALL[6]], [*BEFORE, *ALL[6:8]]], [*BEFORE, *ALL[6:8]]),
+    "add": ([BEFORE, [*BEFORE, *ALL[6:9]]], [*BEFORE, *ALL[6:9]]),
+    "first": ([[], ALL[6:9]], ALL[6:9]),  # to a memory of no text
     "remove": ([BEFORE, [one for one in BEFORE if one.id != "d3"]], [one for one in BEFORE if one.id != "d3"]),
     "index": ([BEFORE], BEFORE),
     "compact": ([BEFORE], BEFORE),
@@ -46,14 +50,23 @@ def zygote():
 
 
 @pytest.fixture(scope="module")
-def template(lm, tmp_path_factory):
-    """A memory with a removed document, an added one, an index that knows neither, and sorted text."""
-    path = tmp_path_factory.mktemp("template") / "memory"
-    with closing(build(ALL[:5], path, lm=lm, segment_rows=ROWS)) as store:
-        build_index(store, "Flat")
-    remove(path, document="d2")
-    add(ALL[5:6], path, lm=lm)
-    return path
+def templates(lm, tmp_path_factory):
+    """For each way to store keys, a memory with a removed document, an added one and an index that knows neither."""
+    made = {}
+    for way in WAYS:
+        path = made[way] = tmp_path_factory.mktemp("template") / way
+        with closing(build(ALL[:5], path, lm=lm, segment_rows=ROWS, keys=way)) as store:
+            build_index(store, "Flat")
+        remove(path, document="d2")
+        add(ALL[5:6], path, lm=lm)
+        build([], path.with_name("empty"), lm=lm, segment_rows=ROWS, keys=way).close()
+    return made
+
+
+@pytest.fixture(scope="module")
+def template(templates):
+    """The one that stores keys as they are."""
+    return templates["float16"]
 
 
 @pytest.fixture(scope="module")
@@ -80,11 +93,15 @@ def sound(path: Path, alone: dict[str, np.ndarray]) -> list[str]:
             assert checksum(folder / "values.npy") == segment.values_sha256
         for row in store.catalog.indexes():
             assert checksum(path / "index" / f"{row.id:06d}" / "index.faiss") == row.sha256
+        assert verify(path, deep=True).sound
         ids = [stored.id for stored in store.documents()]
         rows = torch.arange(store.rows)
+        if not ids:
+            assert store.rows == 0
+            return ids
         keys = np.concatenate([alone[f"keys {name}"] for name in ids])
         assert store.values(rows).tolist() == np.concatenate([alone[f"values {name}"] for name in ids]).tolist()
-        np.testing.assert_allclose(store.take(rows).numpy(), keys, atol=4e-3, rtol=2e-3)
+        check_keys(store, keys)
         queries = store.take(rows[::23]) + 0.01
         found, right = open_index(store).search(queries, 3), ExactIndex(store.keys).search(queries, 3)
         np.testing.assert_allclose(found.distances[:, 0], right.distances[:, 0], atol=1e-3)
@@ -103,7 +120,7 @@ def names(wanted: list[Document]) -> list[str]:
     return [document.id for document in wanted]
 
 
-def finish(zygote: Zygote, do: str, path: Path, alone: dict[str, np.ndarray]) -> None:
+def finish(zygote: Zygote, do: str, path: Path, alone: dict[str, np.ndarray], way: str = WAYS[0]) -> None:
     """After an accident: the memory is sound, the same command ends what it began, and no garbage stays."""
     allowed, right = STATES[do]
     if do == "build" and not finished(path):
@@ -114,7 +131,7 @@ def finish(zygote: Zygote, do: str, path: Path, alone: dict[str, np.ndarray]) ->
         ids = sound(path, alone)
         assert ids in [names(state) for state in allowed]
     if ids != names(right) or do in ("index", "compact"):
-        assert zygote.run(do, path) == 0, complaint(path)
+        assert zygote.run(do, path, keys=way) == 0, complaint(path)
     assert sound(path, alone) == names(right)
     if do == "compact":
         assert evidence(path).bytes == ()
@@ -124,6 +141,8 @@ def finish(zygote: Zygote, do: str, path: Path, alone: dict[str, np.ndarray]) ->
             known = {f"{segment.id:06d}" for segment in catalog.segments()}
         assert {entry.name for entry in (path / "segments").iterdir()} == known
         assert not list((path / "index").glob("*.partial"))
+        assert not (path / "pending.log").exists()
+        assert not list(path.rglob("waiting.npy"))
 
 
 def right_number(right: list[Document]) -> int:
@@ -134,34 +153,36 @@ def right_number(right: list[Document]) -> int:
 def prepare(do: str, template: Path, path: Path) -> Path:
     shutil.rmtree(path, ignore_errors=True)
     if do != "build":
-        shutil.copytree(template, path)
+        shutil.copytree(template.with_name("empty") if do == "first" else template, path)
     return path
 
 
 def spread(total: int, count: int, *, seed: int = 0) -> list[int]:
-    """The first and the last point, and some from all over."""
-    chosen = random.Random(seed).sample(range(1, total + 1), min(count, total))
-    return sorted({1, total, *chosen})
+    """The first and the last point, and some from all over; one where none is asked for."""
+    chosen = random.Random(seed).sample(range(1, total + 1), min(max(count, 1), total))
+    return sorted({1, total, *chosen}) if count else chosen
 
 
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("do", STATES)
-def test_a_command_killed_at_some_write_points_loses_nothing_and_finishes(zygote, template, alone, tmp_path, do):
-    path = tmp_path / "memory"
-    total = zygote.count(do, prepare(do, template, path))
-    for point in spread(total, QUICK):
+def test_a_command_killed_at_some_write_points_loses_nothing_and_finishes(zygote, templates, alone, tmp_path, do, way):
+    path, template = tmp_path / "memory", templates[way]
+    total = zygote.count(do, prepare(do, template, path), keys=way)
+    for point in spread(total, QUICK if way == WAYS[0] else 0, seed=len(way)):
         prepare(do, template, path)
-        assert zygote.run(do, path, left=point) == -signal.SIGKILL
-        finish(zygote, do, path, alone)
+        assert zygote.run(do, path, left=point, keys=way) == -signal.SIGKILL
+        finish(zygote, do, path, alone, way)
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("do", STATES)
-def test_a_command_killed_at_every_write_point_loses_nothing_and_finishes(zygote, template, alone, tmp_path, do):
-    path = tmp_path / "memory"
-    for point in range(1, zygote.count(do, prepare(do, template, path)) + 1):
+def test_a_command_killed_at_every_write_point_loses_nothing_and_finishes(zygote, templates, alone, tmp_path, do, way):
+    path, template = tmp_path / "memory", templates[way]
+    for point in range(1, zygote.count(do, prepare(do, template, path), keys=way) + 1):
         prepare(do, template, path)
-        assert zygote.run(do, path, left=point) == -signal.SIGKILL
-        finish(zygote, do, path, alone)
+        assert zygote.run(do, path, left=point, keys=way) == -signal.SIGKILL
+        finish(zygote, do, path, alone, way)
 
 
 @pytest.mark.parametrize("fail", ["full", "broken", "short"])
@@ -181,8 +202,8 @@ def test_a_disk_that_fails_at_some_writes_is_one_clear_error_and_loses_nothing(
         finish(zygote, do, path, alone)
 
 
-def kill_later(zygote: Zygote, do: str, path: Path, chance: random.Random, longest: float) -> None:
-    pid = zygote.start(do, path)
+def kill_later(zygote: Zygote, do: str, path: Path, way: str, chance: random.Random, longest: float) -> None:
+    pid = zygote.start(do, path, keys=way)
     time.sleep(chance.random() * longest)
     with suppress(ProcessLookupError):
         os.kill(pid, signal.SIGKILL)
@@ -190,15 +211,16 @@ def kill_later(zygote: Zygote, do: str, path: Path, chance: random.Random, longe
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("do", STATES)
-def test_a_command_killed_at_random_moments_loses_nothing_and_finishes(zygote, template, alone, tmp_path, do):
-    path, chance = tmp_path / "memory", random.Random(1)
+def test_a_command_killed_at_random_moments_loses_nothing_and_finishes(zygote, templates, alone, tmp_path, do, way):
+    path, template, chance = tmp_path / "memory", templates[way], random.Random(1)
     begin = time.monotonic()
-    assert zygote.run(do, prepare(do, template, path)) == 0
+    assert zygote.run(do, prepare(do, template, path), keys=way) == 0
     longest = time.monotonic() - begin
-    for _ in range(60):
-        kill_later(zygote, do, prepare(do, template, path), chance, longest)
-        finish(zygote, do, path, alone)
+    for _ in range(60 if way == WAYS[0] else 20):
+        kill_later(zygote, do, prepare(do, template, path), way, chance, longest)
+        finish(zygote, do, path, alone, way)
 
 
 def share(

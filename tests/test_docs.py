@@ -72,6 +72,8 @@ def desk(tmp_path, model_folder, monkeypatch):
         (tmp_path / name).write_text(documents(1, words=100, start=start)[0].text)
     notes = [{"id": document.id, "text": document.text, "body": document.text} for document in documents(3, start=20)]
     (tmp_path / "notes.jsonl").write_text("\n".join(map(json.dumps, notes)))
+    letter = {"id": "n1", "text": "Acme asked for a quote.", "customer": "acme", "year": 2026}
+    (tmp_path / "letters.jsonl").write_text(json.dumps(letter))
     monkeypatch.setattr(bundled, "bundled_folder", lambda: model_folder)
     monkeypatch.chdir(tmp_path)
     return tmp_path

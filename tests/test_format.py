@@ -70,6 +70,9 @@ def read_memory(path):
         segments = [dict(row) for row in connection.execute("SELECT * FROM segments ORDER BY first_row")]
         documents = [dict(row) for row in connection.execute("SELECT * FROM documents ORDER BY number")]
         tables = {row[0] for row in connection.execute("SELECT name FROM sqlite_master WHERE type = 'table'")}
+        for one in documents if "fields" in tables else []:
+            found = connection.execute("SELECT record FROM fields WHERE number = ?", (one["number"],)).fetchone()
+            one["fields"] = json.loads(found["record"]) if found else {}
         removed = [dict(row) for row in connection.execute("SELECT * FROM removed")] if "removed" in tables else []
     width = facts["model"]["width"]
     if "map" in facts:
@@ -135,6 +138,7 @@ def check_against_ours(path):
         theirs = [tuple(one[name] for name in ("number", "id", "source", "first_row", "rows", "sha256"))
                   for one in documents]  # fmt: skip
         assert ours == theirs
+        assert [dict(one.fields) for one in store.documents()] == [one.get("fields", {}) for one in documents]
         # A query goes the way of the keys: less the offset and the centre, then through the matrix.
         query = np.random.default_rng(0).normal(size=(2, facts["model"]["width"])).astype(np.float32)
         projected = query if facts["offset"] is None else query - np.array(facts["offset"], np.float32)

@@ -22,6 +22,8 @@ from pathlib import Path, PurePath
 from typing import Any, BinaryIO
 
 from knnlm.errors import CorpusError, KnnlmError, MissingExtra
+from knnlm.records import Document as Document
+from knnlm.records import Fields, fields_of
 from knnlm.seen import Seen
 
 __all__ = ["LONGEST", "Document", "Survey", "read", "survey"]
@@ -33,15 +35,6 @@ CHUNK = 1 << 18  # bytes read at a time
 SUFFIXES = (".txt", ".md", ".jsonl", ".parquet")
 COMPRESSIONS = (".gz", ".xz", ".zst")
 KNOWN = f"{', '.join(SUFFIXES)}, and all but .parquet also with {', '.join(COMPRESSIONS)} on top"
-
-
-@dataclass(frozen=True)
-class Document:
-    """A text, its name, and where a person finds it."""
-
-    id: str
-    source: str
-    text: str
 
 
 @dataclass(frozen=True)
@@ -255,7 +248,9 @@ def _parquet(path: str, name: str, text_field: str) -> Iterator[Document]:
             table = ParquetFile(file, buffer_size=CHUNK, pre_buffer=False)
             fields = table.schema_arrow.names
             _check_field(fields, text_field, name)
-            columns = [field for field in fields if field in (text_field, "id")]
+            # Lists and objects are no fields of a document, and may be large; two columns of one name are none either.
+            kept = [each for each in table.schema_arrow if _single(pa, each) and fields.count(each.name) == 1]
+            columns = [field for field in fields if field in (text_field, "id") or field in {one.name for one in kept}]
             for batch in table.iter_batches(batch_size=64, columns=columns):
                 for i in range(batch.num_rows):
                     row += 1
@@ -263,6 +258,13 @@ def _parquet(path: str, name: str, text_field: str) -> Iterator[Document]:
                     yield from _record(record, text_field, f"{name}:{row}", null_is_empty=True)
         except (pa.ArrowException, UnicodeDecodeError) as error:
             raise _corrupt(f"{name}:{row}" if row else name, error) from error
+
+
+def _single(pa: Any, column: Any) -> bool:
+    """Say whether a column holds a text, a number or a truth value in each row."""
+    kind, kinds = column.type, pa.types
+    whole = kinds.is_string(kind) or kinds.is_large_string(kind) or kinds.is_boolean(kind)
+    return bool(whole or kinds.is_integer(kind) or kinds.is_floating(kind))
 
 
 def _hugging_face(given: str, text_field: str) -> Iterator[Document]:
@@ -303,7 +305,8 @@ def _record(
         raise CorpusError(f"{where}: the text has half a surrogate pair, not UTF-8; remove the record")
     own = record.get("id") if text_field != "id" else None
     has_own = isinstance(own, str | int) and not isinstance(own, bool) and own != ""
-    yield from _parts([text.replace("\r\n", "\n")], _printable(str(own)) if has_own else where, where)
+    name = _printable(str(own)) if has_own else where
+    yield from _parts([text.replace("\r\n", "\n")], name, where, fields_of(record, but=(text_field, "id")))
 
 
 def _check_field(fields: Iterable[str], text_field: str, where: str) -> None:
@@ -312,13 +315,13 @@ def _check_field(fields: Iterable[str], text_field: str, where: str) -> None:
         raise CorpusError(f"{where}: no field {text_field!r} among {there}; name one with --text-field")
 
 
-def _parts(pieces: Iterable[str], name: str, source: str) -> Iterator[Document]:
+def _parts(pieces: Iterable[str], name: str, source: str, fields: Fields | None = None) -> Iterator[Document]:
     """Turn a text, given in pieces, into one document, or into several when it is long."""
     count = 0
     for part in _split(pieces, LONGEST):
         if not part.isspace():
             count += 1
-            yield Document(name if count == 1 else f"{name}#{count}", source, part)
+            yield Document(name if count == 1 else f"{name}#{count}", source, part, fields or {})
 
 
 def _split(pieces: Iterable[str], limit: int) -> Iterator[str]:

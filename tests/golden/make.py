@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -56,8 +57,12 @@ def coded(_: Path, path: Path, lm: CausalLM) -> None:
 
 
 def summed(_: Path, path: Path, lm: CausalLM) -> None:
-    """Format 5: sums of what the catalog says; it lives, and its keys are float16."""
-    living(_, path, lm)
+    """Format 5: sums of what the catalog says, and fields of a record; it lives, and its keys are float16."""
+    first, second, third, other = documents(4, words=8)
+    told = [replace(first, fields={"year": 2024, "customer": "acme"}), other, second]
+    build(told, path, lm=lm, segment_rows=30).close()
+    remove(path, document=other.id)
+    add([third], path, lm=lm)
 
 
 if __name__ == "__main__":

@@ -102,8 +102,8 @@ def run(arguments: list[str]) -> int:
 
 def _stopped() -> int:
     print(  # noqa: T201
-        "knnlm: stopped. Given again, the same command goes on: a build goes on from its last segment, a training from "
-        "its last checkpoint.",
+        "knnlm: stopped. Given again, the same command goes on: a build or an add goes on from its last segment, a "
+        "training from its last checkpoint.",
         file=sys.stderr,
     )
     return 130

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import asdict
+from json import dumps
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -23,7 +24,8 @@ Source = Annotated[
 Where = Annotated[
     list[str] | None,
     typer.Option(
-        help="field=value, with id, number, rows, sha256 or source as field; all must fit.", show_default=False
+        help="field=value, with id, number, rows, sha256, source, or a field of the records; all must fit.",
+        show_default=False,
     ),
 ]
 
@@ -53,8 +55,8 @@ def add(
 ) -> None:
     """knnlm add memory held-out.txt
 
-    Read documents as those of the memory were read and add them; the next query finds them. A document whose text is
-    there already is skipped, so a command that was stopped may be given again.
+    Read documents as those of the memory were read and add them, all at once; the next query finds them. A document
+    whose text is there already is skipped. A command that was stopped goes on when it is given again.
     """
     from knnlm import corpus, datastore
 
@@ -68,9 +70,10 @@ def add(
         screen.print_json(facts)
         return
     skipped = f" {screen.count(added.skipped, 'document')} skipped: there already." if added.skipped else ""
+    resumed = f" {screen.count(added.resumed, 'document')} had been read before." if added.resumed else ""
     screen.out.print(
         f"{memory}: {screen.count(added.documents, 'document')} added, {added.tokens:,} tokens, in "
-        f"{facts['seconds']:.1f} s.{skipped}",
+        f"{facts['seconds']:.1f} s.{skipped}{resumed}",
         markup=False,
     )
 
@@ -149,7 +152,7 @@ def documents(
 ) -> None:
     """knnlm documents memory
 
-    List the documents: their number, id, tokens and where they came from.
+    List the documents: their number, id, tokens, where they came from, and the other fields of their records.
     """
     from knnlm.datastore import list_documents
     from knnlm.datastore.querying import Selection
@@ -166,8 +169,13 @@ def documents(
 
 
 def _print_documents(found: list[dict[str, Any]]) -> None:
-    rows = [(str(one["number"]), f"{one['id']}  {one['rows']:,} tokens  {one['source']}") for one in found]
-    screen.print_facts([(number, screen.visible(text)) for number, text in rows])
+    rows = [(one, f"{one['id']}  {one['rows']:,} tokens  {one['source']}{_fields(one)}") for one in found]
+    screen.print_facts([(str(one["number"]), screen.visible(text)) for one, text in rows])
+
+
+def _fields(one: dict[str, Any]) -> str:
+    found = ((name, value if isinstance(value, str) else dumps(value)) for name, value in one["fields"].items())
+    return "".join(f"  {name}={text}" for name, text in found)
 
 
 def compact(memory: options.Memory, wait: options.Wait = 0.0, json: options.Json = False) -> None:

@@ -1,8 +1,9 @@
 """Add documents to a finished memory. Knows nothing about search.
 
-They are read as the others were and become segments behind the last one, each there from the moment it is committed.
+They are read as the others were and become segments behind the last one. All of them are there from one moment on, or
+none: until then they are `pending`, and a command that was stopped and is given again goes on behind what it had read.
 What was stored is not touched, so that to add takes as long as what is added. Documents whose text is stored already
-are passed over, so a command that was killed may simply be given again.
+are passed over.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from knnlm.datastore.builder import Build, usual_segment_rows
 from knnlm.datastore.catalog import FILE, Catalog
 from knnlm.datastore.grouping import groups
 from knnlm.datastore.locking import writer_lock
+from knnlm.datastore.pending import Pending
 from knnlm.datastore.pipeline import tokenised
 from knnlm.datastore.purging import purge
 from knnlm.datastore.store import text_hash
@@ -36,6 +38,7 @@ class Added:
     documents: int  # that are new
     tokens: int  # of them
     skipped: int  # documents whose text was stored already
+    resumed: int  # of the new ones, those that a command that was stopped had read already
     generation: int  # of the memory, as it is now
 
 
@@ -48,28 +51,34 @@ def add(
     total: int | None = None,
     progress: Progress = silent,
 ) -> Added:
-    """Add documents to a memory; `wait` for another writer so many seconds; `total` is their number of characters."""
+    """Add documents to a memory, all or none; `wait` for another writer so many seconds.
+
+    `total` is their number of characters. What an addition that was stopped had read is not read again, if it is among
+    the documents; and dropped, if it is not.
+    """
     folder = Path(path)
     with writer_lock(folder, wait=wait), closing(Catalog.open(folder / FILE, write=True)) as catalog:
         check_complete(catalog)
         _check_model(catalog, lm)
         purge(folder, catalog)
-        before, rows = catalog.document_count(), _rows(catalog)
-        waiting = Waiting(folder, catalog, storage_of(catalog), width=lm.width)
+        pending = Pending(folder, catalog)
+        pending.check()
+        waiting = Waiting(folder, pending, storage_of(catalog), width=lm.width)
         with progress("reading", total=total, unit="characters") as advance:
-            new = _New(documents, catalog, advance)
-            work = Build(folder, catalog, lm, waiting, advance, compile=False, total=total, keep=False)
+            new = _New(documents, catalog, pending, advance)
+            work = Build(folder, pending, lm, waiting, advance, compile=False, total=total, keep=False)
             with closing(tokenised(new, lm)) as pairs:
                 work.run(groups(pairs, catalog.get("segment_rows") or usual_segment_rows(lm)))
-        return Added(catalog.document_count() - before, _rows(catalog) - rows, new.skipped, catalog.generation)
+        count, tokens = pending.commit()
+        return Added(count, tokens, new.skipped, new.resumed, catalog.generation)
 
 
 class _New:
-    """The documents that are not stored, each text once."""
+    """The documents that are neither stored nor pending, each text once."""
 
-    def __init__(self, documents: Iterable[Document], catalog: Catalog, advance: Advance) -> None:
-        self.skipped = 0
-        self._documents, self._catalog, self._advance = documents, catalog, advance
+    def __init__(self, documents: Iterable[Document], catalog: Catalog, pending: Pending, advance: Advance) -> None:
+        self.skipped = self.resumed = 0
+        self._documents, self._catalog, self._pending, self._advance = documents, catalog, pending, advance
 
     def __iter__(self) -> Iterator[Document]:
         given: set[str] = set()  # now: most of them are not in the catalog yet
@@ -80,7 +89,11 @@ class _New:
                 self._advance(len(document.text))
                 continue
             given.add(known)
-            yield document
+            if self._pending.claim(document, known):
+                self.resumed += 1
+                self._advance(len(document.text))
+            else:
+                yield document
 
 
 def check_complete(catalog: Catalog) -> None:
@@ -102,7 +115,3 @@ def _check_model(catalog: Catalog, lm: CausalLM) -> None:
             f"{catalog.path.parent} was built with {found.get('name')} ({what.replace('_', ' ')} {stored}), but the "
             f"loaded model is {lm.name} ({what.replace('_', ' ')} {now}). Add with --model {found.get('name')}."
         )
-
-
-def _rows(catalog: Catalog) -> int:
-    return sum(segment.rows for segment in catalog.segments())

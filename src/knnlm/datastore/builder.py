@@ -27,6 +27,7 @@ from knnlm.datastore.codec import Plain
 from knnlm.datastore.coding import Storage, parse_storage
 from knnlm.datastore.grouping import Group, groups
 from knnlm.datastore.keymap import FILE as MAP
+from knnlm.datastore.ledger import Ledger
 from knnlm.datastore.locking import READERS, WRITER, writer_lock
 from knnlm.datastore.pipeline import Disk, Written, collect, pipelined, room, tokenised
 from knnlm.datastore.segment import ArrayWriter, checksum, remove_others, sync_folder, writing
@@ -156,7 +157,7 @@ def _begin(
     return catalog
 
 
-def next_segment(folder: Path, catalog: Catalog) -> int:
+def next_segment(folder: Path, catalog: Ledger) -> int:
     """Give a number that no segment ever had, nor a folder that nobody could remove yet."""
     there = (entry.name.partition(".")[0] for entry in (folder / "segments").glob("[0-9]*"))
     return max(catalog.next_segment(), *(int(name) + 1 for name in there if name.isdigit()), 0)
@@ -207,7 +208,7 @@ class Build:
     def __init__(
         self,
         folder: Path,
-        catalog: Catalog,
+        catalog: Ledger,
         lm: CausalLM,
         waiting: Waiting,
         advance: Advance,

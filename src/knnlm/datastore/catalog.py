@@ -3,7 +3,7 @@
 A segment exists when its row is committed. Anything else on disk is garbage that the next writer removes. What is
 written is of format 5, in which every row counts in a sum (`digests`), and is compared with it before it is used: facts
 when the catalog is opened, each other table when it is first read. Formats 1 to 4 have no sums; they are read as they
-are, and the first change makes them 5.
+are, and the first change makes them 5. It has a place for the fields of users' records too.
 
 A reader that holds its snapshot sees one state for as long as it is open, whatever others write meanwhile.
 """
@@ -18,8 +18,8 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, TypeVar
 
-from knnlm.datastore import digests, schema
-from knnlm.datastore.database import connect, prepare_to_write, reporting
+from knnlm.datastore import digests, fields, schema
+from knnlm.datastore.database import connect, empty_log, prepare_to_write, reporting
 from knnlm.datastore.schema import IndexRow as IndexRow
 from knnlm.datastore.schema import RemovedRow as RemovedRow
 from knnlm.datastore.schema import SegmentRow as SegmentRow
@@ -59,7 +59,7 @@ class Catalog:
         with reporting(path):
             catalog = cls(sqlite3.connect(partial, isolation_level=None), partial)
             catalog._connection.execute("PRAGMA journal_mode=WAL")
-            catalog._connection.executescript(schema.BUILT + schema.DERIVED + schema.LIVING + schema.SUMMED)
+            catalog._connection.executescript(schema.NEWEST)
             catalog.put(format=schema.VERSION, **meta)
             catalog.close()
         partial.rename(path)
@@ -92,26 +92,12 @@ class Catalog:
                     connection.execute("PRAGMA query_only=ON")
                 if hold:
                     catalog._hold()
-                catalog._check_format(copying=copying or not write)
+                schema.check_format(path, catalog.facts(), summed=catalog.summed, copying=copying or not write)
                 catalog._compare("meta")
             except BaseException:
                 catalog.close()
                 raise
         return catalog
-
-    def _check_format(self, *, copying: bool) -> None:
-        """Refuse what this knnlm does not know, and an unfinished copy unless one is `copying`."""
-        found, folder = self.get("format"), self.path.parent
-        if found is None:
-            raise DatastoreCorrupt(f"{self.path} is not a knnlm catalog. Build the memory again.")
-        schema.check_version(found, folder)
-        if found == schema.VERSION and not self.summed:
-            raise DatastoreCorrupt(f"{self.path} is damaged (it has no sums). Restore it, or build the memory again.")
-        if not copying and self.get("derived") is not None and self.get("state") != "complete":
-            raise DatastoreError(
-                f"{folder} is an unfinished copy of another memory, as knnlm prune and knnlm distill --into keys make "
-                "them. Finish it with the command that began it, choose another --out, or remove it."
-            )
 
     def close(self) -> None:
         """Let go of the file."""
@@ -153,7 +139,13 @@ class Catalog:
     def _compare_documents(self) -> None:
         """See that all documents are as they were written; a writer need not, as what it changes stays as wrong."""
         if not self._writes:
-            self._compare("documents")
+            self._compare_both()
+
+    def _compare_both(self, number: int | None = None) -> None:
+        """See that documents, or the part that holds one, are as they were written, and so their fields."""
+        self._compare("documents", number)
+        if fields.has_fields(self._connection):
+            self._compare("fields", number)
 
     def put(self, **facts: Any) -> None:
         """Write facts about the memory, all or none."""
@@ -214,24 +206,27 @@ class Catalog:
     def documents(self) -> Iterator[StoredDocument]:
         """Give the documents in the order of their rows, without holding them all in memory."""
         self._check_held()
-        self._compare("documents")
+        self._compare_both()
         with reporting(self.path):
+            fields_of = fields.fields_by_number(self._connection)
             for row in self._connection.execute("SELECT * FROM documents ORDER BY number"):
-                yield typed(StoredDocument, row, self.path)
+                yield typed(StoredDocument, (*row, fields_of(row[0])), self.path)
+
+    def _typed(self, rows: Iterable[Any]) -> list[StoredDocument]:
+        """Make documents of rows, with their fields."""
+        with reporting(self.path):
+            fields_of = fields.fields_by_number(self._connection)
+            return [typed(StoredDocument, (*row, fields_of(row[0])), self.path) for row in rows]
 
     def documents_of(self, segment: int) -> list[StoredDocument]:
         """List the documents of one segment."""
-        self._compare("documents")
-        return [
-            typed(StoredDocument, row, self.path)
-            for row in self._all("SELECT * FROM documents WHERE segment = ? ORDER BY number", segment)
-        ]
+        return self.select("segment = ?", [segment])
 
     def select(
         self, condition: str, values: Sequence[Any], *, first: int = 0, limit: int | None = None
     ) -> list[StoredDocument]:
         """List the documents that fit a condition in SQL, from the first one on."""
-        self._compare("documents")
+        self._compare_both()
         found = self._all(
             # Not by an index, which may say other things than the table that was compared.
             f"SELECT * FROM documents NOT INDEXED WHERE {condition} ORDER BY number LIMIT ? OFFSET ?",  # noqa: S608
@@ -239,7 +234,7 @@ class Catalog:
             -1 if limit is None else limit,
             first,
         )
-        return [typed(StoredDocument, row, self.path) for row in found]
+        return self._typed(found)
 
     def document_count(self, condition: str = "1", values: Sequence[Any] = ()) -> int:
         """Count the documents, all or those that fit a condition in SQL."""
@@ -261,10 +256,9 @@ class Catalog:
             "SELECT number FROM documents WHERE first_row <= ? AND rows > 0 ORDER BY first_row DESC LIMIT 1", row
         )
         for (number,) in found:
-            self._compare("documents", number)
+            self._compare_both(number)
             # Once more from the table: what the index says of the row was not compared.
-            for values in self._all("SELECT * FROM documents NOT INDEXED WHERE number = ?", number):
-                document = typed(StoredDocument, values, self.path)
+            for document in self._typed(self._all("SELECT * FROM documents NOT INDEXED WHERE number = ?", number)):
                 if document.first_row <= row < document.first_row + document.rows:
                     return document
         raise DatastoreCorrupt(f"{self.path} has no document for row {row}. Run: knnlm repair {self.path.parent}")
@@ -288,10 +282,22 @@ class Catalog:
             self.put_within(**facts)
 
     def put_documents(self, documents: Iterable[StoredDocument]) -> None:
-        """Write documents within a change, or those of no rows by themselves."""
-        rows = (_values(document) for document in documents)
+        """Write documents and their fields within a change, or those of no rows by themselves."""
+        given = list(documents)
+        rows = (_values(document)[:-1] for document in given)
         with nullcontext() if self._connection.in_transaction else self._transaction():
             self._connection.executemany("INSERT INTO documents VALUES (?, ?, ?, ?, ?, ?, ?)", rows)
+            fields.put_fields(self._connection, given)
+
+    def put_removed(self, removed: Iterable[RemovedRow]) -> None:
+        """Note within a change that rows are no longer there."""
+        self._connection.executemany("INSERT INTO removed VALUES (?, ?, ?, ?)", map(_values, removed))
+
+    def other_fields(self, name: str = "") -> list[str] | None:
+        """Give None where documents have such a field, and otherwise the names of those that they have."""
+        self._compare_both()
+        with reporting(self.path):
+            return fields.other_fields(self._connection, name)
 
     def replace_keys(self, segments: Iterable[SegmentRow], **facts: Any) -> None:
         """Say that segments have other files of keys now, and facts that hold from now on, all or none."""
@@ -341,10 +347,7 @@ class Catalog:
     def settle(self) -> bool:
         """Empty the log of changes into the catalog's file; False where a reader still needs it."""
         with reporting(self.path):
-            self._connection.execute("PRAGMA busy_timeout=0")
-            busy: int = self._connection.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()[0]
-            self._connection.execute("PRAGMA busy_timeout=5000")
-        return not busy
+            return empty_log(self._connection)
 
     def _hold(self) -> None:
         """Keep the snapshot: of a catalog that an older knnlm made, at least notice when it has changed."""

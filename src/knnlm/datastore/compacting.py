@@ -21,6 +21,7 @@ from knnlm.datastore.adding import check_complete
 from knnlm.datastore.arrays import COUNTS, KEPT, KEYS, VALUES, array_shapes
 from knnlm.datastore.builder import next_segment
 from knnlm.datastore.catalog import FILE, LAYOUT, Catalog, IndexRow, SegmentRow
+from knnlm.datastore.fields import drop_fields
 from knnlm.datastore.indexing import choose_spec, make_index, stored_indexes
 from knnlm.datastore.locking import writer_lock
 from knnlm.datastore.newsegment import NewSegment
@@ -56,7 +57,7 @@ def compact(
         raise ParameterError(f"segment rows must be at least 1, not {segment_rows}.")
     with writer_lock(folder, wait=wait), closing(Catalog.open(folder / FILE, write=True)) as catalog:
         check_complete(catalog)
-        purge(folder, catalog)
+        purge(folder, catalog, keep_pending=False)
         with closing(Datastore.open(folder)) as store:
             rows = segment_rows or catalog.get("segment_rows") or _ROWS
             work = _Compaction(store, catalog, _plan(store, rows), progress)
@@ -220,5 +221,6 @@ class _Compaction:
             connection.execute("UPDATE documents SET first_row = row_now(first_row), segment = segment_now(segment)")
             if not segments:  # documents of no rows, which have no place without a segment: a build keeps none either
                 connection.execute("DELETE FROM documents")
+                drop_fields(connection)
             connection.execute("DELETE FROM removed")
             catalog.put_index(index, [])

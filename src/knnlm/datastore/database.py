@@ -50,3 +50,11 @@ def prepare_to_write(connection: sqlite3.Connection) -> None:
     # Somebody may be reading just now a catalog that an older knnlm made; then the next writer does it.
     with suppress(sqlite3.OperationalError):
         connection.execute("PRAGMA journal_mode=WAL")
+
+
+def empty_log(connection: sqlite3.Connection) -> bool:
+    """Bring what the log of changes holds into the file itself; False where a reader still needs the log."""
+    connection.execute("PRAGMA busy_timeout=0")
+    busy: int = connection.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()[0]
+    connection.execute("PRAGMA busy_timeout=5000")
+    return not busy

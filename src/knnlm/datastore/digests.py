@@ -21,7 +21,7 @@ from knnlm.errors import DatastoreCorrupt
 
 TABLE = "digests"
 BLOCK = 1024  # numbers of documents in one part
-_BLOCKS = "documents"  # the table that is cut into blocks
+_BLOCKS = ("documents", "fields")  # the tables that are cut into blocks, by the number of a document
 END = 1 << 256  # where sums begin again
 _NOTHING = f"{0:064x}"
 _BY_HASH = "documents_by_hash"
@@ -40,7 +40,7 @@ def row_sum(table: str, row: Iterable[object]) -> int:
 
 def part_of(table: str, number: object) -> str:
     """Name the part that a row belongs to, by its first cell."""
-    return f"{table} {number // BLOCK}" if table == _BLOCKS and isinstance(number, int) else table
+    return f"{table} {number // BLOCK}" if table in _BLOCKS and isinstance(number, int) else table
 
 
 def there(connection: sqlite3.Connection) -> bool:

@@ -62,9 +62,8 @@ class Group:
     def stored(self, segment: int, *, first_row: int, number: int) -> Iterator[StoredDocument]:
         """Give the catalog rows of the documents."""
         for document, tokens in zip(self.documents, self.tokens, strict=True):
-            yield StoredDocument(
-                number, document.id, document.source, segment, first_row, len(tokens), text_hash(document.text)
-            )
+            known, fields = text_hash(document.text), document.fields
+            yield StoredDocument(number, document.id, document.source, segment, first_row, len(tokens), known, fields)
             number += 1
             first_row += len(tokens)
 

@@ -1,7 +1,8 @@
 """Remove from a memory's folder what is no part of it. Knows nothing about why it is there.
 
 What a writer left that was killed, and what a compaction or a newer index has replaced. A reader that opened the memory
-before may still read the latter, so nothing is touched while somebody reads; the next writer tries again.
+before may still read the latter, so nothing is touched while somebody reads; the next writer tries again. What an
+addition has left that goes on when it is given again is kept, unless one says otherwise.
 """
 
 from __future__ import annotations
@@ -12,24 +13,38 @@ from pathlib import Path
 
 from knnlm.datastore.arrays import index_folder, segment_folder
 from knnlm.datastore.catalog import Catalog
+from knnlm.datastore.codec import FILE as CODEC
+from knnlm.datastore.keymap import FILE as MAP
 from knnlm.datastore.locking import Lease, nobody_reading
+from knnlm.datastore.pending import Pending
 from knnlm.datastore.segment import remove_others, writing
 from knnlm.datastore.suffixes import FOLDER as SUFFIXES
 
 
-def purge(folder: Path, catalog: Catalog, *, lease: Lease | None = None, wait: float = 0.0) -> bool:
+def purge(
+    folder: Path, catalog: Catalog, *, lease: Lease | None = None, wait: float = 0.0, keep_pending: bool = True
+) -> bool:
     """Remove what the catalog does not name, for one who holds the writer's lock; False where others still read.
 
     `lease` is the caller's own, which is not in its own way.
     """
+    pending = Pending(folder, catalog)
+    if keep_pending:
+        pending.tidy()
+    else:
+        pending.drop()
     with lease.alone() if lease is not None else nobody_reading(folder, wait=wait) as sole:
         if not sole:
             return False
         with writing(folder):
-            remove_others(folder / "segments", [segment_folder(folder, row.id) for row in catalog.segments()])
+            known = [segment_folder(folder, row.id) for row in catalog.segments()]
+            remove_others(folder / "segments", [*known, *pending.folders])
             remove_others(folder / "index", [index_folder(folder, row.id) for row in catalog.indexes()])
             if has_old_suffixes(folder, catalog):
                 shutil.rmtree(folder / SUFFIXES)
+            for fact, name in (("codec", CODEC), ("map", MAP)):  # made of keys that never came in
+                if pending.get(fact) is None and (folder / name).is_file():
+                    (folder / name).unlink()
         return catalog.settle()
 
 

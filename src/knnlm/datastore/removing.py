@@ -16,7 +16,10 @@ from typing import Any
 from knnlm.datastore.adding import check_complete
 from knnlm.datastore.arrays import LOST, index_folder, segment_folder
 from knnlm.datastore.catalog import FILE, Catalog, RemovedRow, StoredDocument
+from knnlm.datastore.fields import drop_fields
 from knnlm.datastore.locking import writer_lock
+from knnlm.datastore.pending import FILE as PENDING
+from knnlm.datastore.pending import Pending
 from knnlm.datastore.purging import has_old_suffixes, purge
 from knnlm.datastore.querying import Selection
 from knnlm.datastore.strangers import LARGEST
@@ -72,7 +75,9 @@ def list_documents(
         raise ParameterError(f"first ({first}) and limit ({limit}) must be from 0 to {LARGEST - 1}.")
     with closing(Catalog.open(Path(path) / FILE)) as catalog, catalog.snapshot():
         check_complete(catalog)
-        condition = (selection or Selection()).condition()
+        wanted = selection or Selection()
+        wanted.check(catalog)
+        condition = wanted.condition()
         return catalog.select(*condition, first=first, limit=limit), catalog.document_count(*condition)
 
 
@@ -97,6 +102,7 @@ def remove(
             return Removed(tuple(found), sum(one.rows for one in found), catalog.generation, True)
     with writer_lock(folder, wait=wait), closing(Catalog.open(folder / FILE, write=True)) as catalog:
         check_complete(catalog)
+        selection.check(catalog)
         found = catalog.select(*selection.condition())
         _check_some(catalog, selection, found)
         _forget(folder, catalog, found)
@@ -112,11 +118,9 @@ def _forget(folder: Path, catalog: Catalog, documents: list[StoredDocument]) -> 
     forgot = {**earlier, **marks}
     with catalog.change() as connection:
         catalog.put_within(next_document=catalog.next_document(), **{FORGOT: forgot}, **_less_names(catalog))
-        connection.executemany(
-            "INSERT INTO removed VALUES (?, ?, ?, ?)",
-            ((one.number, one.segment, one.first_row, one.rows) for one in documents),
-        )
+        catalog.put_removed(RemovedRow(one.number, one.segment, one.first_row, one.rows) for one in documents)
         connection.executemany("DELETE FROM documents WHERE number = ?", ((one.number,) for one in documents))
+        drop_fields(connection, (one.number for one in documents))
 
 
 def _less_names(catalog: Catalog) -> dict[str, Any]:
@@ -168,8 +172,12 @@ def _derived(folder: Path, catalog: Catalog, gone: list[RemovedRow]) -> Iterator
 
 
 def _replaced(folder: Path, catalog: Catalog) -> Iterator[Holding]:
-    """What a compaction has replaced while somebody was reading it."""
-    known = {segment_folder(folder, row.id) for row in catalog.segments()}
+    """What an addition that was stopped has left, and what a compaction has replaced while somebody was reading it."""
+    pending = Pending(folder, catalog)
+    for path in [*pending.folders, *([folder / PENDING] if (folder / PENDING).exists() else [])]:
+        what = "of an addition that was stopped, and may be of anybody"
+        yield Holding(str(path.relative_to(folder)), what, "compact, or the same add")
+    known = {segment_folder(folder, row.id) for row in catalog.segments()} | set(pending.folders)
     known |= {index_folder(folder, row.id) for row in catalog.indexes()}
     for place in ("segments", "index"):
         for entry in sorted(set((folder / place).glob("*")) - known):

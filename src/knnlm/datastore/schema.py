@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import sqlite3
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
-from knnlm.errors import DatastoreError
+from knnlm.errors import DatastoreCorrupt, DatastoreError
+from knnlm.records import Fields
 
 VERSION = 5  # the format that is written, which has sums; those below are read
 BUILT = """
@@ -51,18 +53,32 @@ CREATE TABLE removed (
     rows INTEGER NOT NULL
 );
 """
+FIELDED = """
+CREATE TABLE fields (number INTEGER PRIMARY KEY, record TEXT NOT NULL);
+"""
 SUMMED = """
 CREATE TABLE digests (part TEXT PRIMARY KEY, sum TEXT NOT NULL) WITHOUT ROWID;
 """
+NEWEST = BUILT + DERIVED + LIVING + FIELDED + SUMMED
 
 
-def check_version(found: object, folder: Path) -> None:
-    """Refuse a format that this knnlm does not know."""
+def check_format(path: Path, facts: Mapping[str, object], *, summed: bool, copying: bool) -> None:
+    """Refuse a catalog that this knnlm does not know, and an unfinished copy unless one is `copying`."""
+    found, folder = facts.get("format"), path.parent
+    if found is None:
+        raise DatastoreCorrupt(f"{path} is not a knnlm catalog. Build the memory again.")
     if type(found) is not int or not 1 <= found <= VERSION:
         newer = isinstance(found, int) and found > VERSION
         raise DatastoreError(
             f"{folder} has format version {found}, this knnlm reads versions up to {VERSION}. "
             + ("Upgrade knnlm: pip install -U knnlm" if newer else "Build the memory again.")
+        )
+    if found == VERSION and not summed:
+        raise DatastoreCorrupt(f"{path} is damaged (it has no sums). Restore it, or build the memory again.")
+    if not copying and facts.get("derived") is not None and facts.get("state") != "complete":
+        raise DatastoreError(
+            f"{folder} is an unfinished copy of another memory, as knnlm prune and knnlm distill --into keys make "
+            "them. Finish it with the command that began it, choose another --out, or remove it."
         )
 
 
@@ -70,8 +86,8 @@ def upgrade(connection: sqlite3.Connection) -> None:
     """Give the tables of an older format what those of the newest have, within a transaction."""
     columns = {row[1] for row in connection.execute("SELECT * FROM pragma_table_info('segments')")}
     tables = {row[0] for row in connection.execute("SELECT name FROM sqlite_master WHERE type = 'table'")}
-    wanted = ((DERIVED, "kept" in columns), (LIVING, "removed" in tables), (SUMMED, "digests" in tables))
-    for script, there in wanted:
+    wanted = {LIVING: "removed" in tables, FIELDED: "fields" in tables, SUMMED: "digests" in tables}
+    for script, there in {DERIVED: "kept" in columns, **wanted}.items():
         for statement in [] if there else script.split(";")[:-1]:
             connection.execute(statement)
 
@@ -107,6 +123,7 @@ class StoredDocument:
     first_row: int
     rows: int
     sha256: str
+    fields: Fields = field(default_factory=dict, hash=False)  # of the user's record; in a table of their own
 
 
 @dataclass(frozen=True)

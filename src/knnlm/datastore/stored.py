@@ -7,17 +7,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from knnlm.datastore.catalog import Catalog
 from knnlm.datastore.codec import FILE as CODEC
 from knnlm.datastore.codec import Codec, Plain, load_codec
 from knnlm.datastore.keymap import FILE as MAP
 from knnlm.datastore.keymap import KeyMap
+from knnlm.datastore.ledger import Ledger
 from knnlm.errors import DatastoreCorrupt
 
 _WIDEST = 1 << 24  # that a hidden state may be
 
 
-def stored_offset(catalog: Catalog) -> Tensor | None:
+def stored_offset(catalog: Ledger) -> Tensor | None:
     """Give what was taken from every key before it was stored, None where nothing was."""
     offset = catalog.get("offset")
     if offset is None:
@@ -34,7 +34,7 @@ def stored_offset(catalog: Catalog) -> Tensor | None:
     return found
 
 
-def stored_map(catalog: Catalog, width: int) -> KeyMap | None:
+def stored_map(catalog: Ledger, width: int) -> KeyMap | None:
     """Give the linear map that keys of this width went through before they were stored, None where there is none."""
     found = catalog.get("map")
     if found is None:
@@ -52,7 +52,7 @@ def stored_map(catalog: Catalog, width: int) -> KeyMap | None:
     return made
 
 
-def stored_codec(catalog: Catalog, width: int) -> Codec:
+def stored_codec(catalog: Ledger, width: int) -> Codec:
     """Give what keys of this width are stored as."""
     found = catalog.get("codec")
     if found is None:
@@ -67,7 +67,7 @@ def stored_codec(catalog: Catalog, width: int) -> Codec:
     return codec
 
 
-def reader_width(catalog: Catalog) -> int:
+def reader_width(catalog: Ledger) -> int:
     """Give the width of the reader's hidden states."""
     width = fact(catalog, "model", dict).get("width")
     if not isinstance(width, int) or not 1 <= width <= _WIDEST:
@@ -75,7 +75,7 @@ def reader_width(catalog: Catalog) -> int:
     return width
 
 
-def fact(catalog: Catalog, key: str, kind: type) -> Any:
+def fact(catalog: Ledger, key: str, kind: type) -> Any:
     """Read a fact that every memory has."""
     value = catalog.get(key)
     if not isinstance(value, kind):

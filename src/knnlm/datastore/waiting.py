@@ -1,4 +1,4 @@
-"""Keys that wait for their codec while a memory is being built. Knows nothing about language models.
+"""Keys that wait for their codec while the first ones of a memory are read. Knows nothing about language models.
 
 How keys are stored best is seen from keys. So the first ones, at least `ENOUGH` or all of a smaller text, are written
 as float16 into `waiting.npy` of their segments, which are committed like any other. Then the codec is fitted to them,
@@ -18,16 +18,17 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from knnlm.datastore.catalog import Catalog, SegmentRow
+from knnlm.datastore.catalog import SegmentRow
 from knnlm.datastore.codec import FILE as CODEC
 from knnlm.datastore.codec import Codec, Plain, save_codec
 from knnlm.datastore.coding import Storage, fit_codec, parse_storage
 from knnlm.datastore.keymap import FILE as MAP
 from knnlm.datastore.keymap import KeyMap
+from knnlm.datastore.ledger import Ledger
 from knnlm.datastore.segment import ArrayWriter, KeyWriter, checksum, open_array, sync_folder, writing
 from knnlm.datastore.store import KEYS, segment_folder
 from knnlm.datastore.stored import fact, stored_codec, stored_map
-from knnlm.errors import DatastoreCorrupt, DatastoreError
+from knnlm.errors import DatastoreCorrupt
 
 WAITING = "waiting.npy"
 ENOUGH = 65_536  # keys to fit a codec to
@@ -52,7 +53,7 @@ class CodeWriter(ArrayWriter):
 class Waiting:
     """How a build stores its keys: as numbers from the start, or as numbers until there is a codec for them."""
 
-    def __init__(self, folder: Path, catalog: Catalog, storage: Storage, *, width: int, enough: int | None = None):
+    def __init__(self, folder: Path, catalog: Ledger, storage: Storage, *, width: int, enough: int | None = None):
         self._folder, self._catalog, self._storage, self._width = folder, catalog, storage, width
         self._enough = ENOUGH if enough is None else enough
         self.map: KeyMap | None = stored_map(catalog, width)
@@ -153,15 +154,10 @@ class Waiting:
                 path.unlink(missing_ok=True)
 
 
-def storage_of(catalog: Catalog) -> Storage:
+def storage_of(catalog: Ledger) -> Storage:
     """Say how a finished memory stores its keys, for those that are added to it."""
     named = catalog.get("keys")
     if named is None:
         dtype = fact(catalog, "key_dtype", str)
         return Storage("codes" if dtype == "uint8" else dtype)
-    if catalog.get("codec") is None:
-        raise DatastoreError(
-            f"{catalog.path.parent} has no keys yet, by which it would be decided how {named} stores them. "
-            "Build it again, with the text that is to be in it."
-        )
     return parse_storage(str(named))

@@ -294,7 +294,7 @@ def _purge(memory: Path) -> None:
     else:
         # What a compaction has replaced may still lie there, for somebody was reading it.
         with writer_lock(memory), closing(Catalog.open(memory / FILE, write=True)) as catalog:
-            purge(memory, catalog)
+            purge(memory, catalog, keep_pending=False)
 
 
 def _config(mixture: Mixture) -> KnnConfig:

@@ -50,6 +50,7 @@ def export(
 ) -> Exporting:
     """Write every row of a memory: key, token, document, source, position; the folder appears complete or not at all.
 
+    Where documents have fields of their records, these are one more column, as JSON.
     Keys are float32 as they are compared: less the offset, and mapped, where the memory has these; a row whose key was
     pruned has none. What was removed from the memory is not there.
     """
@@ -104,6 +105,7 @@ class _Export:
         self._store, self._folder, self._file_rows = store, folder, file_rows
         self._group = max(1, min(file_rows, _GROUP_BYTES // (4 * store.width)))
         self._counted = store.counts(torch.arange(0)) is not None
+        self._fielded = bool(store.catalog.other_fields())
         self._key = 0  # the first that was not written yet
 
     def run(self, advance: Advance) -> int:
@@ -132,6 +134,7 @@ class _Export:
             ("position", arrow.int64()),
         ]
         columns += [("count", arrow.float32())] if self._counted else []
+        columns += [("fields", arrow.string())] if self._fielded else []
         facts = {
             "model": store.model,
             "window": store.window,
@@ -148,7 +151,7 @@ class _Export:
         numbers = self._keys_of(rows)  # (n,) -1 where there is no key
         missing = numbers.numpy() < 0
         flat = store.take(numbers).numpy().reshape(-1)
-        ids, sources, positions = documents.of(begin, stop)
+        ids, sources, fields, positions = documents.of(begin, stop)
         arrays = {
             "row": arrow.array(rows.numpy()),
             "token": arrow.array(store.values(rows).numpy().astype(np.int32)),
@@ -161,6 +164,8 @@ class _Export:
         }
         if self._counted and (counts := store.counts(numbers)) is not None:
             arrays["count"] = arrow.array(counts.numpy(), mask=missing)
+        if self._fielded:
+            arrays["fields"] = arrow.array(fields, arrow.string())
         return arrow.table(arrays, schema=schema)
 
     def _keys_of(self, rows: torch.Tensor) -> torch.Tensor:
@@ -181,18 +186,17 @@ class _Documents:
     def __init__(self, store: Datastore) -> None:
         self._source = store.documents()
         self._next, self._end = 0, 0
-        self._current = ("", "")
+        self._current = ("", "", "")
 
-    def of(self, begin: int, stop: int) -> tuple[list[str], list[str], NDArray[np.int64]]:
-        """Give id, source and position in its document of every row."""
-        ids: list[str] = []
-        sources: list[str] = []
+    def of(self, begin: int, stop: int) -> tuple[list[str], list[str], list[str], NDArray[np.int64]]:
+        """Give id, source, fields as JSON, and position in its document of every row."""
+        texts: list[tuple[str, str, str]] = []
         positions = []
         for first, count, offset in self._stretches(begin, stop):
-            ids += [self._current[0]] * count
-            sources += [self._current[1]] * count
+            texts += [self._current] * count
             positions.append(np.arange(first - offset, first - offset + count))
-        return ids, sources, np.concatenate(positions) if positions else np.zeros(0, np.int64)
+        ids, sources, fields = ([one[place] for one in texts] for place in range(3))
+        return ids, sources, fields, np.concatenate(positions) if positions else np.zeros(0, np.int64)
 
     def _stretches(self, begin: int, stop: int) -> Iterator[tuple[int, int, int]]:
         """Give (first row, rows, first row of its document)."""
@@ -200,7 +204,7 @@ class _Documents:
             while self._end <= begin:
                 document = next(self._source)
                 self._next, self._end = self._end, self._end + document.rows
-                self._current = (document.id, document.source)
+                self._current = (document.id, document.source, json.dumps(dict(document.fields), sort_keys=True))
             count = min(stop, self._end) - begin
             yield begin, count, self._next
             begin += count

@@ -23,6 +23,7 @@ from typing import Any
 from knnlm.datastore import digests
 from knnlm.datastore.arrays import LOST, index_file, segment_folder
 from knnlm.datastore.catalog import FILE, WISH, Catalog, IndexRow, SegmentRow
+from knnlm.datastore.fields import drop_fields
 from knnlm.datastore.locking import nobody_reading, writer_lock
 from knnlm.datastore.segment import sync_folder, writing
 from knnlm.datastore.suffixes import FOLDER as NGRAM
@@ -320,6 +321,8 @@ def _change(connection: sqlite3.Connection, plan: _Plan) -> None:
     tables = {row[0] for row in connection.execute("SELECT name FROM sqlite_master WHERE type = 'table'")}
     dependent = [name for name in ("documents", "removed") if name in tables]
     for segment in plan.segments:
+        gone = connection.execute("SELECT number FROM documents WHERE segment = ?", (segment.id,)).fetchall()
+        drop_fields(connection, (number for (number,) in gone))
         for table in dependent:
             connection.execute(f"DELETE FROM {table} WHERE segment = ?", (segment.id,))  # noqa: S608  (ours)
         connection.execute("DELETE FROM segments WHERE id = ?", (segment.id,))

@@ -17,6 +17,8 @@ from knnlm.datastore.codec import FILE as CODEC_FILE
 from knnlm.datastore.facts import check_sum
 from knnlm.datastore.indexing import open_index
 from knnlm.datastore.keymap import FILE as MAP_FILE
+from knnlm.datastore.pending import FILE as PENDING
+from knnlm.datastore.pending import Pending
 from knnlm.datastore.segment import checksum
 from knnlm.datastore.store import Datastore
 from knnlm.datastore.strangers import check_place
@@ -71,6 +73,7 @@ class _Look:
         self.folder, self.deep, self.trust_index = folder, deep, trust_index
         self.problems: list[Problem] = []
         self.notes: list[str] = []
+        self.pending: set[Path] = set()  # folders of segments
         self.files: list[Path] = [folder / FILE]
         self.begin = time.perf_counter()
 
@@ -92,6 +95,7 @@ class _Look:
             self._segments(facts, segments, progress)
             self._index(catalog)
             self._gates(catalog)
+            self._pending(catalog)
         self._links()
         self._strays(segments)
         self._derived()
@@ -176,8 +180,18 @@ class _Look:
                         if all(problem.file != name for problem in self.problems):
                             self.problems.append(Problem(name, f"is a link out of the memory, to {real}", DERIVED))
 
+    def _pending(self, catalog: Catalog) -> None:
+        """Tell of an addition that was stopped, or is under way: what it has read is no part of the memory yet."""
+        pending = Pending(self.folder, catalog)
+        self.pending = set(pending.folders)
+        if self.pending:
+            self.notes.append(
+                f"{PENDING}: {pending.document_count:,} documents in {len(self.pending):,} segments are of an add that "
+                "was stopped, or is under way. The same command goes on; knnlm compact drops them."
+            )
+
     def _strays(self, segments: list[SegmentRow]) -> None:
-        known = {segment_folder(self.folder, segment.id) for segment in segments}
+        known = {segment_folder(self.folder, segment.id) for segment in segments} | self.pending
         strays = sorted(set((self.folder / "segments").glob("*")) - known)
         strays += sorted(self.folder.glob("*.partial"))
         self.notes += [

@@ -135,4 +135,5 @@ def _facts(document: StoredDocument) -> dict[str, Any]:
         "source": document.source,
         "tokens": document.rows,
         "first_row": document.first_row,
+        "fields": dict(document.fields),
     }

@@ -308,6 +308,7 @@ class DocumentFacts(BaseModel):
     source: str
     tokens: int
     first_row: int
+    fields: dict[str, str | int | float | bool | None]
 
 
 class DocumentList(BaseModel):
