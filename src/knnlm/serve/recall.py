@@ -25,7 +25,7 @@ from knnlm.serve.wishes import Wishes
 
 _BYTES = 256 << 20  # of all that is remembered
 _MOST = 4096  # texts
-_TOKEN, _SOURCE, _OTHER = 2000, 1000, 500  # bytes that the objects of one take, about
+_TOKEN, _SOURCE, _OTHER = 2000, 700, 500  # bytes that the objects of one take, a third more than they were measured
 _BLOCK = 1 << 22  # neighbours that are counted anew at once
 
 
