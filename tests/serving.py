@@ -16,7 +16,7 @@ import httpx
 from knnlm import Mixture
 from knnlm.serve.keys import Keys
 from knnlm.serve.limits import Limits
-from knnlm.serve.running import Place, address, bind, make_server
+from knnlm.serve.running import Place, Server, address, bind, make_server
 from knnlm.serve.service import Service
 
 
@@ -27,6 +27,17 @@ class Running:
     service: Service
     url: str
     port: int
+    server: Server
+
+    @property
+    def connections(self) -> int:
+        """How many connections are open."""
+        return len(self.server.server_state.connections)
+
+    @property
+    def most(self) -> int:
+        """How many there may be."""
+        return int(self.server.config.http_protocol_class.most)
 
     def client(self, key: str | None = None, timeout: float = 60.0) -> httpx.Client:
         """A plain HTTP client."""
@@ -53,7 +64,7 @@ def serving(mixture: Mixture, *, keys: Keys | None = None, **limits: Any) -> Ite
     assert begun.wait(30)
     assert service.engine.ready.wait(30)
     try:
-        yield Running(service, address(taken), taken.getsockname()[1])
+        yield Running(service, address(taken), taken.getsockname()[1], server)
     finally:
         server.should_exit = True
         thread.join(30)

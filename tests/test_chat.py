@@ -23,6 +23,8 @@ from knnlm.cli.app import run
 from knnlm.cli.chatting import SOURCES, Talk, clean, share, voices
 from knnlm.errors import ParameterError
 from knnlm.serve.engine import Engine
+from knnlm.serve.orders import Order
+from knnlm.serve.tickets import Busy
 from models import tiny, tiny_tokenizer
 
 TEMPLATE = "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}assistant:"
@@ -112,6 +114,41 @@ def test_a_model_that_was_not_trained_to_converse_goes_on_from_what_is_written(h
     assert answer == tokenizer.decode(made, skip_special_tokens=True)
     list(begun.say("is"))
     assert [turn["content"] for turn in begun.turns[:3]] == ["The memory of a model", answer, "is"]
+
+
+def test_what_is_no_text_is_an_error_of_one_line(home):
+    command = [sys.executable, "-m", "knnlm", "chat", str(home / "memory"), *CHOSEN, "--max-new-tokens", "3"]
+    environment = {**os.environ, "PYTHONUTF8": "1", "PYTHONIOENCODING": "utf-8:strict"}
+    done = subprocess.run(command, input=b"\xff\xfe\n", capture_output=True, timeout=120, env=environment)
+    assert done.returncode == 2
+    assert b"UTF-8" in done.stderr
+    assert b"Traceback" not in done.stderr
+    environment["PYTHONIOENCODING"] = "utf-8:surrogateescape"
+    done = subprocess.run(command, input=b"\xff\nWhen\n", capture_output=True, timeout=120, env=environment)
+    assert done.returncode == 0
+    assert b"not Unicode" in done.stderr
+    assert b"Traceback" not in done.stderr
+    assert done.stdout.strip()
+
+
+def test_a_message_that_nobody_takes_is_no_part_of_the_conversation(talk):
+    begun = talk()
+    list(begun.say("The memory"))
+    before = list(begun.turns)
+    engine = begun.engine
+    held = [engine.submit(Order((1, 2), 100)) for _ in range(1)]
+    while engine.active < 1:
+        time.sleep(0.001)
+    held.append(engine.submit(Order((1, 2), 100)))
+    with pytest.raises(Busy):
+        next(begun.say("of Anna"))
+    assert begun.turns == before
+    for ticket in held:
+        ticket.cancel()
+
+
+def test_signs_that_turn_writing_around_are_shown_as_signs():
+    assert clean("a\u202eb\u2066c\x1b[2Jd\u200fe\n") == "a\ufffdb\ufffdc\ufffd[2Jd\ufffde\n"
 
 
 def test_why_adds_up_to_what_the_memory_gave(home, talk):

@@ -524,10 +524,6 @@ def test_a_dropped_file_is_heard_by_the_next_word_and_a_removed_one_no_more(brow
     assert "news.txt" in voters(page)
     page.click("#tab-memory")
     page.get_by_role("button", name="Remove news.txt").click()
-    page.get_by_role("button", name="Keep it").click()
-    expect(page.locator("#confirm")).to_be_hidden()
-    expect(page.locator("#total")).to_have_text("7")
-    page.get_by_role("button", name="Remove news.txt").click()
     expect(page.locator("#confirm-text")).to_contain_text("news.txt")
     page.get_by_role("button", name="Forget it").click()
     expect(page.locator("#total")).to_have_text("6")
@@ -537,9 +533,142 @@ def test_a_dropped_file_is_heard_by_the_next_word_and_a_removed_one_no_more(brow
     assert "news.txt" not in voters(page)
 
 
+@pytest.mark.parametrize("way", ["button", "escape", "beside"])
+def test_nothing_is_removed_unless_the_person_says_so(browser, living, leave, way):
+    page = leave(visit(browser, living, "memory"), living)
+    page.fill("#admin", ADMIN)
+    page.get_by_role("button", name="Remove d3").click()
+    expect(page.locator("#confirm")).to_be_visible()
+    assert page.evaluate("document.activeElement.textContent") == "Keep it"  # Enter does no harm
+    if way == "button":
+        page.get_by_role("button", name="Keep it").click()
+    elif way == "escape":
+        page.keyboard.press("Escape")
+    else:
+        page.mouse.click(5, 5)
+    expect(page.locator("#confirm")).to_be_hidden()
+    page.wait_for_timeout(300)
+    assert [url for method, url in page.asked if method == "DELETE"] == []
+    page.get_by_role("button", name="Remove d4").click()
+    page.get_by_role("button", name="Forget it").click()
+    expect(page.locator("#total")).to_have_text("5")
+    assert [url.rsplit("/", 1)[1] for method, url in page.asked if method == "DELETE"] == ["4"]
+    listed = page.locator("#shelf .document").all_inner_texts()
+    assert listed == ["d0", "d1", "d2", "d3", "d5"]
+
+
+CONTRAST = """() => {
+    const canvas = document.createElement("canvas").getContext("2d", { willReadFrequently: true });
+    const rgba = (colour) => {  // any way of writing a colour, as the browser paints it
+        canvas.clearRect(0, 0, 1, 1);
+        canvas.fillStyle = colour;
+        canvas.fillRect(0, 0, 1, 1);
+        const [r, g, b, a] = canvas.getImageData(0, 0, 1, 1).data;
+        return [r, g, b, a / 255];
+    };
+    const over = (top, under) => [0, 1, 2].map((i) => top[i] * top[3] + under[i] * (1 - top[3]));
+    const behind = (element) => {
+        const layers = [];
+        for (let one = element; one; one = one.parentElement) layers.push(rgba(getComputedStyle(one).backgroundColor));
+        return layers.reverse().reduce((under, top) => over(top, under), [255, 255, 255]);
+    };
+    const found = [];
+    const note = (element, colour, text) => {
+        const under = behind(element);
+        found.push([text.trim().slice(0, 40), over(rgba(colour), under), under]);
+    };
+    for (const element of document.querySelectorAll("body *")) {
+        if (!element.checkVisibility({ checkVisibilityCSS: true, checkOpacity: true }) || element.disabled) continue;
+        if (element.placeholder && !element.value) {
+            note(element, getComputedStyle(element, "::placeholder").color, element.placeholder);
+        }
+        const own = [...element.childNodes].filter((node) => node.nodeType === 3 && node.textContent.trim());
+        if (own.length) note(element, getComputedStyle(element).color, own[0].textContent);
+    }
+    return found;
+}"""
+
+
+def contrast(one: list[float], other: list[float]) -> float:
+    """The contrast of two colours, by the formula of WCAG 2."""
+
+    def luminance(colour: list[float]) -> float:
+        parts = [part / 255 for part in colour]
+        linear = [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts]
+        return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+    low, high = sorted([luminance(one), luminance(other)])
+    return (high + 0.05) / (low + 0.05)
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_every_word_on_the_page_can_be_read(browser, living, leave, scheme):
+    """At least 4.5 to 1 between a text and what is behind it, whichever way the page became dark."""
+    page = leave(visit(browser, living, color_scheme=scheme, reduced_motion="reduce"), living, complaints=True)
+    assert contrast([255, 255, 255], [0, 0, 0]) == pytest.approx(21)
+
+    def check(least: int) -> None:
+        found = page.evaluate(CONTRAST)
+        assert len(found) >= least
+        poor = [(text, round(contrast(*colours), 2)) for text, *colours in found if contrast(*colours) < 4.5]
+        assert poor == []
+
+    for turned in (False, True):
+        if turned:  # to the other scheme and, in the end, back
+            page.click("#theme")
+        page.click("#tab-write")
+        check(15)
+        write(page, length=8)
+        page.locator("#text-with .token").nth(3).click()
+        check(40)
+        page.click("#tab-score")
+        page.fill("#given", TEXT)
+        page.click("#measure")
+        page.wait_for_selector("#scored:not([hidden])")
+        check(40)
+        page.click("#tab-memory")
+        page.wait_for_selector("#shelf li")
+        page.fill("#admin", "")
+        drop(page, "news.txt", "Zyx quux!")
+        expect(page.get_by_role("alert")).to_contain_text("This needs the admin key.")
+        page.fill("#admin", ADMIN)
+        drop(page, f"{scheme}-{turned}.txt", f"Zyx quux {turned}!")
+        expect(page.locator("#added .done").first).to_be_visible()
+        page.get_by_role("button", name="Remove d3").click()
+        expect(page.locator("#confirm")).to_be_visible()
+        check(30)
+        page.get_by_role("button", name="Keep it").click()
+
+
 def test_a_file_that_is_no_text_is_not_sent(browser, living, leave):
     page = leave(visit(browser, living, "memory"), living)
     page.fill("#admin", ADMIN)
     page.set_input_files("#files", {"name": "picture.png", "mimeType": "image/png", "buffer": b"\x89PNG\xff\x00"})
     expect(page.get_by_role("alert")).to_contain_text("picture.png is no text in UTF-8")
     assert not [method for method, _ in page.asked if method == "POST"]
+
+
+def test_one_file_that_cannot_be_taken_does_not_keep_the_others_out(browser, living, leave):
+    page = leave(visit(browser, living, "memory"), living)
+    page.fill("#admin", ADMIN)
+    files = [
+        {"name": "picture.png", "mimeType": "image/png", "buffer": b"\x89PNG\xff\x00"},
+        {"name": "huge.txt", "mimeType": "text/plain", "buffer": b"word " * (600 << 10)},
+        {"name": "good.txt", "mimeType": "text/plain", "buffer": b"Zyx quux!"},
+    ]
+    page.set_input_files("#files", files)
+    expect(page.locator("#total")).to_have_text("7")
+    told = page.locator("#added li").all_inner_texts()
+    assert [line.partition(":")[0] for line in told] == ["good.txt", "huge.txt", "picture.png"]
+    assert "tokens remembered" in told[0]
+    assert "larger than the 2,097,152 bytes" in told[1]
+    assert "no text in UTF-8" in told[2]
+
+
+def test_where_the_key_is_wrong_every_file_is_told_of(browser, living, leave):
+    page = leave(visit(browser, living, "memory"), living, complaints=True)
+    files = [{"name": f"{n}.txt", "mimeType": "text/plain", "buffer": b"Zyx quux!"} for n in range(3)]
+    page.set_input_files("#files", files)
+    expect(page.locator("#added li")).to_have_count(3)
+    assert all("not remembered." in line for line in page.locator("#added li").all_inner_texts())
+    assert len([method for method, _ in page.asked if method == "POST"]) == 1

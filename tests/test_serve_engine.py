@@ -17,12 +17,14 @@ from knnlm import CausalLM, KnnForCausalLM, Mixture, build, evaluate, explain, t
 from knnlm.corpus import Document
 from knnlm.errors import ParameterError
 from knnlm.serve import engine as engine_module
+from knnlm.serve import recall as recall_module
 from knnlm.serve.engine import Engine
 from knnlm.serve.orders import Ended, Failed, Order, Said, Wish
 from knnlm.serve.recall import Recall, rescore
 from knnlm.serve.rows import Apart, Together, choose_rows
 from knnlm.serve.sampling import Sampler
 from knnlm.serve.tickets import Busy, Stopped, Ticket
+from knnlm.serve.writing import Spelling
 from models import TEXT, tiny, tiny_tokenizer
 
 FAMILIES = ["llama", "gpt2", "gemma3", "bloom", "opt"]
@@ -382,6 +384,79 @@ def test_an_error_in_a_turn_fails_what_was_in_it_and_no_more(mixture, monkeypatc
         assert event == Failed(500, "Something went wrong in the server.")
     assert ids(said(engine.submit(order(engine, "When", 5)))) == generated(mixture, "When", 5)
     engine.stop()
+
+
+def test_an_error_while_a_text_joins_the_others_is_told_and_leaves_nothing_behind(mixture, monkeypatch):
+    """As where there is no room for its cache: nobody waits for ever, and the next one finds a clean table."""
+    engine = open_engine(mixture)
+    join = Together.join
+
+    def half(rows, prompt, copies):
+        rows.cache = prompt.cache  # and then it fails
+        raise RuntimeError("out of memory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Together, "join", half)
+        (event,) = engine.submit(order(engine, PROMPTS[0], 5)).wait()
+        assert event == Failed(500, "Something went wrong in the server.")
+    assert Together.join is join
+    tickets = [engine.submit(order(engine, prompt, 6)) for prompt in PROMPTS]
+    for prompt, ticket in zip(PROMPTS, tickets, strict=True):
+        assert ids(said(ticket)) == generated(mixture, prompt, 6)
+    assert engine.active == 0
+    engine.stop()
+
+
+def test_an_order_that_cannot_even_be_begun_is_told_so(mixture, monkeypatch):
+    engine = open_engine(mixture)
+    with monkeypatch.context() as patch:
+        patch.setattr(engine_module, "Sampler", lambda *_: 1 / 0)
+        (event,) = engine.submit(order(engine, "When", 5)).wait()
+        assert event.status == 500
+    assert ids(said(engine.submit(order(engine, "When", 5)))) == generated(mixture, "When", 5)
+    engine.stop()
+
+
+@hypothesis.given(text=st.text(max_size=12), cut=st.integers(0, 40))
+def test_characters_that_are_cut_anywhere_come_whole(text, cut):
+    """Whatever of a text is known already, the pieces of the rest are the rest; a cut character comes with them."""
+    tokenizer = tiny_tokenizer()
+
+    def decode(tokens):
+        return tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+
+    tokens = tokenizer(text, add_special_tokens=False)["input_ids"]
+    hypothesis.assume(decode(tokens) == text)
+    before, after = tokens[:cut], tokens[cut:]
+    spelling = Spelling(decode, before)
+    pieces = [spelling.add(token) for token in after]
+    pieces.append(spelling.rest())
+    head = decode(before)
+    while not text.startswith(head):
+        head = head[:-1]
+    assert "".join(pieces) == (text[len(head) :] if after else "")
+
+
+def test_naming_many_sources_of_a_prompt_keeps_nobody_waiting(mixture):
+    """A prompt whose every token has 64 sources is read in smaller pieces."""
+    engine = open_engine(mixture)
+    long = engine.submit(order(engine, TEXT[:200], 0, echo=True, sources=64))
+    began = engine.turns
+    tokens = said(long)
+    assert len(tokens) > 60
+    assert all(len(token.sources) == 16 for token in tokens)  # all that voted
+    assert engine.turns - began >= len(tokens) * 8 // engine_module.CHUNK
+    engine.stop()
+
+
+def test_a_text_of_many_neighbours_is_weighed_anew_in_blocks(engine, monkeypatch):
+    text = PROMPTS[2]
+    tokens = said(engine.submit(order(engine, text, 0, echo=True)))
+    whole = rescore(engine.wishes, Wish(), tokens, Wish(k=5, temperature=2.0))
+    monkeypatch.setattr(recall_module, "_BLOCK", 16 * 7)
+    blocks = rescore(engine.wishes, Wish(), tokens, Wish(k=5, temperature=2.0))
+    assert [token.log_p for token in blocks] == [token.log_p for token in whole]
+    assert "".join(token.text for token in blocks) == text
 
 
 def test_stopping_tells_those_who_wait(mixture):

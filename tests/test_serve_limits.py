@@ -121,8 +121,8 @@ def test_key_files_are_read_and_poor_ones_refused(tmp_path):
     assert not keys.may_ask(USER[:-1])
     assert not keys.may_ask("")
     assert not keys.may_change(USER)
-    for content in ("", "\n", "short\n"):
-        file.write_text(content)
+    for content in ("", "\n", "short\n", "schlüssel-1234\n"):
+        file.write_text(content, encoding="utf-8")
         with pytest.raises(ParameterError, match=str(file)):
             Keys.read(file, None)
     with pytest.raises(ParameterError, match="nowhere"):
@@ -161,6 +161,74 @@ def test_prompts_and_outputs_have_limits(mixture):
         status, message = ask(prompt=[5] * 20, max_tokens=1)
         assert (status, "21 tokens" in message) == (400, True)
         assert client.post("/v1/score", json={"text": "word " * 40}).status_code == 400
+
+
+def test_an_answer_names_only_so_many_sources(mixture):
+    with serving(mixture, sources=100) as running, running.client() as client:
+
+        def ask(path, **body):
+            answer = client.post(path, json=body)
+            return answer.status_code, answer.json().get("error", {}).get("message", "")
+
+        body = {"prompt": "When", "max_tokens": 10, "sources": 5}
+        assert ask("/v1/completions", **body, n=2)[0] == 200
+        status, message = ask("/v1/completions", **body, n=3)
+        assert (status, "150 sources" in message) == (400, True)
+        assert ask("/v1/completions", **(body | {"prompt": ["When"] * 3}))[0] == 400
+        assert ask("/v1/completions", **body, n=2, echo=True)[0] == 400
+        assert ask("/v1/score", text="When the model reads a new context, it looks", sources=20)[0] == 400
+
+
+def test_looking_through_the_memory_keeps_no_prompt_waiting(mixture, monkeypatch):
+    """Dozens who list documents, slowly, must not take all threads."""
+    with serving(mixture) as running:
+        free = threading.Event()
+        monkeypatch.setattr(running.service.library, "list", lambda **_: free.wait(20) and {"total": 0})
+
+        def look():
+            with running.client(timeout=60) as client:
+                client.get("/v1/documents")
+
+        threads = [threading.Thread(target=look) for _ in range(60)]
+        for thread in threads:
+            thread.start()
+        try:
+            until(lambda: running.connections >= 60)
+            began = time.monotonic()
+            assert running.post("/v1/completions", prompt="When", max_tokens=2)["usage"]["completion_tokens"] == 2
+            assert time.monotonic() - began < 10
+        finally:
+            free.set()
+            for thread in threads:
+                thread.join(30)
+
+
+def test_a_turn_that_does_not_end_is_not_waited_for(mixture, monkeypatch):
+    with serving(mixture, seconds=0.3) as running:
+        free = threading.Event()
+        memory, search = mixture.knn, mixture.knn.search
+        monkeypatch.setattr(memory, "search", lambda keys, k=None: free.wait(20) and search(keys, k))
+        try:
+            with running.client() as client:
+                began = time.monotonic()
+                assert client.post("/v1/completions", json=LONG).status_code == 504
+                assert time.monotonic() - began < 10
+        finally:
+            free.set()
+
+
+def test_no_address_is_made_from_the_name_that_a_client_gives(mixture):
+    """A redirect to what the Host header says would lead elsewhere."""
+    with serving(mixture, keys=KEYS) as running, running.client(USER) as client:
+        answer = client.get("/v1/models/", headers={"Host": "evil.example"})
+        assert (answer.status_code, "location" in answer.headers) == (404, False)
+
+
+def test_the_kind_of_a_body_may_be_written_in_capitals(mixture):
+    with serving(mixture) as running, running.client() as client:
+        headers = {"Content-Type": "Application/JSON; charset=UTF-8"}
+        answer = client.post("/v1/completions", content=b'{"prompt": "a", "max_tokens": 1}', headers=headers)
+        assert answer.status_code == 200
 
 
 def test_limits_that_make_no_sense_are_refused():
@@ -269,7 +337,14 @@ def test_the_command_serves_until_it_is_told_to_stop(store, model_folder, tmp_pa
                 until(lambda: client.get("/readyz").status_code == 200)
                 body = {"prompt": "When", "max_tokens": 3, "temperature": 0}
                 assert client.post("/v1/completions", json=body).json()["usage"]["completion_tokens"] == 3
-            process.send_signal(signal.SIGTERM)
+                body = {"prompt": "When", "max_tokens": 100, "n": 16, "logit_bias": {"0": -100}, "stream": True}
+                with client.stream("POST", "/v1/completions", json=body) as stream:
+                    lines = stream.iter_lines()
+                    assert next(lines).startswith("data: ")
+                    process.send_signal(signal.SIGTERM)  # what is in flight is finished
+                    events = [json.loads(one[6:]) for one in lines if one.startswith("data: {")]
+            reasons = [event["choices"][0]["finish_reason"] for event in events]
+            assert reasons.count("length") == 16
             assert process.wait(20) in (0, -signal.SIGTERM, 128 + signal.SIGTERM)
         finally:
             process.kill()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 
 import pytest
 
@@ -82,4 +83,116 @@ def test_a_memory_that_another_process_changes_is_opened_anew_under_texts_in_fli
         with server.client(ADMIN) as other:
             assert nearest(other)["document"] == "zebra"
         thread.join(60)
+    assert found["answer"]["usage"]["completion_tokens"] == 100
+
+
+def test_two_servers_on_one_memory_see_what_the_other_does(server, lm):
+    path = server.service.mixture.home.path
+    other = Mixture.open(path, lm, k=4, temperature=1.0)
+    with (
+        serving(other, keys=Keys((), (ADMIN.encode(),))) as second,
+        server.client(ADMIN) as here,
+        second.client(ADMIN) as there,
+    ):
+        assert here.post("/v1/documents", json={"documents": [{"id": "zebra", "text": NEW}]}).json()["added"] == 1
+        found = nearest(there)
+        assert found["document"] == nearest(here)["document"] == "zebra"
+        assert there.delete(f"/v1/documents/{found['number']}").json() == {"removed": 1}
+        assert nearest(here)["document"] != "zebra"
+        assert here.get(f"/v1/documents/{found['number']}").status_code == 404
+
+
+def test_documents_come_and_go_while_many_texts_are_written(server):
+    """Every text is finished, and the memory is in the end what it was."""
+    before = server.client(ADMIN).post("/v1/score", json={"text": NEW}).json()["perplexity"]
+    stopped, answers = threading.Event(), []
+
+    def ask(number):
+        with server.client(ADMIN) as client:
+            while not stopped.is_set():
+                body = {"prompt": "The memory", "max_tokens": 10 + number, "sources": 2, "echo": bool(number % 2)}
+                answers.append((10 + number, client.post("/v1/completions", json=body)))
+
+    threads = [threading.Thread(target=ask, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    try:
+        with server.client(ADMIN) as client:
+            for turn in range(4):
+                new = {"id": f"zebra-{turn}", "text": f"{NEW} {turn}"}
+                assert client.post("/v1/documents", json={"documents": [new]}).json()["added"] == 1
+                assert nearest(client)["document"] == f"zebra-{turn}"
+                (listed,) = client.get("/v1/documents", params={"query": "zebra"}).json()["documents"]
+                assert client.delete(f"/v1/documents/{listed['number']}").json() == {"removed": 1}
+    finally:
+        stopped.set()
+        for thread in threads:
+            thread.join(60)
+    assert len(answers) >= 4
+    for wanted, answer in answers:
+        assert answer.status_code == 200, answer.text
+        assert answer.json()["usage"]["completion_tokens"] == wanted
+    after = server.client(ADMIN).post("/v1/score", json={"text": NEW}).json()["perplexity"]
+    assert after == pytest.approx(before, rel=1e-4)
+
+
+def test_words_of_a_removed_document_are_not_told_again(server, lm):
+    """Scoring again gives sources; those of a document that was removed meanwhile must not be among them."""
+    path = server.service.mixture.home.path
+    with server.client(ADMIN) as client:
+        for remove in ("here", "elsewhere"):
+            client.post("/v1/documents", json={"documents": [{"id": "zebra", "text": NEW}]})
+            scored = client.post("/v1/score", json={"text": NEW, "sources": 3}).json()
+            trace = {"id": scored["knnlm"]["id"], "lambda": 0.5}
+            assert "zebra" in client.post("/v1/rescore", json=trace).text
+            if remove == "here":
+                number = client.get("/v1/documents", params={"query": "zebra"}).json()["documents"][0]["number"]
+                assert client.delete(f"/v1/documents/{number}").json() == {"removed": 1}
+            else:
+                knnlm.remove(path, document="zebra")
+                client.post("/v1/completions", json={"prompt": "a", "max_tokens": 1})
+            answer = client.post("/v1/rescore", json=trace)
+            assert (answer.status_code, answer.json()["error"]["code"]) == (404, "trace_not_found")
+            fresh = client.post("/v1/score", json={"text": NEW, "sources": 3}).json()
+            assert not any(s["document"] == "zebra" for t in fresh["knnlm"]["tokens"] for s in t["sources"])
+
+
+def test_adding_forgets_nothing_that_can_be_scored_again(server):
+    with server.client(ADMIN) as client:
+        scored = client.post("/v1/score", json={"text": "The memory of a model"}).json()
+        client.post("/v1/documents", json={"documents": [{"id": "zebra", "text": NEW}]})
+        client.post("/v1/completions", json={"prompt": "a", "max_tokens": 1})
+        assert client.post("/v1/rescore", json={"id": scored["knnlm"]["id"], "lambda": 0.5}).status_code == 200
+
+
+def test_a_memory_that_cannot_be_opened_anew_fails_new_requests_only_and_comes_back(server, lm, monkeypatch):
+    engine = server.service.engine
+    path = server.service.mixture.home.path
+    # So that the text under way lasts.
+    read = type(engine.model).read
+    monkeypatch.setattr(type(engine.model), "read", lambda *a, **k: time.sleep(0.01) or read(*a, **k))
+    found = {}
+
+    def ask():
+        body = {"prompt": "The memory", "max_tokens": 100, "temperature": 0}
+        with server.client(ADMIN, timeout=120) as client:
+            found["answer"] = client.post("/v1/completions", json=body).json()
+
+    thread = threading.Thread(target=ask)
+    thread.start()
+    while not engine.tokens_made:
+        time.sleep(0.001)
+    knnlm.add([Document(id="zebra", source="notes", text=NEW)], path, lm=lm)
+    segment = max((path / "segments").iterdir())
+    segment.rename(path / "away")
+    with server.client(ADMIN) as client:
+        turns = engine.turns
+        answer = client.post("/v1/completions", json={"prompt": "a", "max_tokens": 2})
+        assert (answer.status_code, answer.json()["error"]["type"]) == (503, "unavailable_error")
+        assert "cannot be opened" in answer.json()["error"]["message"]
+        assert engine.active == 1
+        (path / "away").rename(segment)
+        assert nearest(client)["document"] == "zebra"
+        assert engine.turns < turns + 200
+    thread.join(60)
     assert found["answer"]["usage"]["completion_tokens"] == 100

@@ -74,3 +74,28 @@ def test_many_streams_for_a_minute_leave_nothing_behind(server):
     # Nobody starves: the slowest stream got at least a third of what the median one got.
     made = sorted(sum(stream.tokens for number, _, stream in found if number == one) for one in range(STREAMS))
     assert made[0] > made[STREAMS // 2] / 3
+
+
+@pytest.mark.slow
+def test_what_is_kept_of_texts_takes_about_what_is_said_and_then_memory_is_flat(lm, store):
+    """Filled and replaced once by what streams leave, it is no larger than its bound by much, and flat from then on."""
+    lm.model.generation_config.eos_token_id = None
+    process = psutil.Process()
+    with serving(Mixture.open(store.path, lm, k=16, temperature=8.0), trace_bytes=48 << 20) as running:
+        engine, recall = running.service.engine, running.service.engine.recall
+        check(asyncio.run(keep_up(running.port, 5.0)))
+        empty, own = process.memory_info().rss, recall.bytes
+        assert own < recall.most_bytes / 2
+        while recall.bytes < 0.95 * recall.most_bytes:
+            check(asyncio.run(keep_up(running.port, 5.0)))
+        full = engine.tokens_made
+        while engine.tokens_made < 2 * full:
+            check(asyncio.run(keep_up(running.port, 5.0)))
+        gc.collect()
+        before = process.memory_info().rss
+        assert before - empty < 1.5 * (recall.bytes - own)
+        check(asyncio.run(keep_up(running.port, 30.0)))
+        gc.collect()
+        grown = process.memory_info().rss - before
+        assert recall.bytes > 0.9 * recall.most_bytes
+        assert grown < 15 << 20, f"{grown / 2**20:.1f} MiB more"

@@ -27,7 +27,8 @@ if TYPE_CHECKING:
     from knnlm.serve.orders import Order, Token
 
 SOURCES = 8  # named for each token
-_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+# What moves the cursor, and what turns the direction of writing around.
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069]")
 _HELP = """\
 /why         which documents spoke for the last answer, and how loudly
 /why all     the same for each of its tokens
@@ -73,7 +74,7 @@ def chat(
         raise ParameterError(f"top-p must be above 0 and at most 1, not {top_p}.")
     chosen = {"memories": memories, "k": k, "temperature": temperature, "weight": weight, "metric": metric}
     mixture = open_mixture(memory, model=model, device=device, dtype=dtype, **chosen)
-    engine = Engine(mixture, slots=1, queue=1, recall=Recall(most_bytes=1 << 20))
+    engine = Engine(mixture, slots=1, queue=16, recall=Recall(most_bytes=1 << 20))
     drawing = {"temperature": sampling_temperature, "top_p": top_p, "seed": seed}
     talk = Talk(engine, system=system, max_tokens=max_new_tokens, drawing=drawing)
     engine.start()
@@ -107,13 +108,14 @@ class Talk:
         self.turns: list[dict[str, str]] = []
         self.answer: Answer | None = None
         self.forgotten = 0  # turns that the model could not read any more
-        # One of its own: the engine's thread uses the other.
-        self._tokenizer = copy.deepcopy(engine.mixture.lm.tokenizer)
+        # With a tokenizer of its own: the engine's thread uses the other.
+        self._lm = copy.copy(engine.mixture.lm)
+        self._lm.tokenizer = copy.deepcopy(self._lm.tokenizer)
 
     @property
     def has_template(self) -> bool:
         """Whether the model was trained to converse."""
-        return bool(getattr(self._tokenizer, "chat_template", None))
+        return bool(getattr(self._lm.tokenizer, "chat_template", None))
 
     def begin(self) -> None:
         """Forget all that was said."""
@@ -125,11 +127,10 @@ class Talk:
 
         self.turns.append({"role": "user", "content": message})
         try:
-            order = self._order()
+            ticket = self.engine.submit(self._order())
         except KnnlmError:
-            self.turns.pop()
+            self.turns.pop()  # nobody answers it
             raise
-        ticket = self.engine.submit(order)
         self.answer = answer = Answer()
         try:
             for event in ticket.wait():
@@ -165,19 +166,14 @@ class Talk:
     def _tokens(self) -> list[int]:
         told = [{"role": "system", "content": self.system}] if self.system else []
         if not self.has_template:
-            lm = self.engine.mixture.lm
             text = "\n".join(turn["content"] for turn in told + self.turns)
-            return [lm.start_token, *self._encode(text)]
+            return [self._lm.start_token, *self._lm.encode(text)]
         try:
-            text = str(
-                self._tokenizer.apply_chat_template(told + self.turns, tokenize=False, add_generation_prompt=True)
-            )
+            tokenizer = self._lm.tokenizer
+            text = str(tokenizer.apply_chat_template(told + self.turns, tokenize=False, add_generation_prompt=True))
         except Exception as error:  # a template may refuse roles, and says so in its own ways
             raise ParameterError(f"The chat template of the model refuses the conversation: {error}") from None
-        return self._encode(text)
-
-    def _encode(self, text: str) -> list[int]:
-        return list(self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
+        return self._lm.encode(text)
 
 
 class Terminal:
@@ -215,13 +211,16 @@ class Terminal:
 
     def _read(self) -> str | None:
         """Read a line, None at the end."""
-        if not self.typed:
-            line = sys.stdin.readline()
-            return line or None
-        with suppress(ImportError):
-            import readline  # noqa: F401  (with it, input knows the lines before)
+        if self.typed:
+            with suppress(ImportError):
+                import readline  # noqa: F401  (with it, input knows the lines before)
         try:
-            return input("› ")
+            return input("› ") if self.typed else sys.stdin.readline() or None
+        except UnicodeDecodeError as error:
+            if not self.typed:
+                raise ParameterError(f"What was piped in is no UTF-8 ({error.reason}). Give it as UTF-8.") from None
+            _note("That was no UTF-8.")
+            return ""
         except EOFError:
             screen.out.print()
             return None

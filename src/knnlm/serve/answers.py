@@ -5,13 +5,14 @@ from __future__ import annotations
 import math
 import secrets
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from knnlm.serve.orders import Token
+from knnlm.serve.pieces import Pieces
 
-Decode = Callable[[Sequence[int]], str]
+_NEVER = -9999.0  # the logarithm of what is impossible, as OpenAI writes it
 
 
 def finite(number: float | None) -> float | None:
@@ -76,7 +77,7 @@ class Form:
 
     kind: str  # "cmpl" or "chatcmpl"
     model: str
-    decode: Decode
+    pieces: Pieces
     alternatives: int | None  # None: no log-probabilities are wanted
     id: str = ""
     created: int = field(default_factory=lambda: int(time.time()))
@@ -141,18 +142,18 @@ class Form:
             offsets.append(offset)
             offset += len(token.text)
         return {
-            "tokens": [self.decode([token.id]) for token in tokens],
-            "token_logprobs": [finite(token.log_p) for token in tokens],
+            "tokens": [self.pieces.spell(token.id)[0] for token in tokens],
+            "token_logprobs": [None if token.opinion is None else _log(token.log_p) for token in tokens],
             "top_logprobs": [self._top(token) for token in tokens],
             "text_offset": offsets,
         }
 
-    def _top(self, token: Token) -> dict[str, float | None] | None:
+    def _top(self, token: Token) -> dict[str, float] | None:
         if token.opinion is None:
             return None
-        found: dict[str, float | None] = {}
+        found: dict[str, float] = {}
         for other, log_p in token.top:  # the most probable first: of two that are written alike, it stays
-            found.setdefault(self.decode([other]), finite(log_p))
+            found.setdefault(self.pieces.spell(other)[0], _log(log_p))
         return found
 
     def _chat_token(self, token: Token) -> dict[str, Any]:
@@ -162,7 +163,9 @@ class Form:
         }
 
     def _spelt(self, token: int, log_p: float) -> dict[str, Any]:
-        text = self.decode([token])
-        # OpenAI writes what is impossible as -9999.
-        shown = -9999.0 if finite(log_p) is None else log_p
-        return {"token": text, "logprob": shown, "bytes": list(text.encode(errors="replace"))}
+        name, spelt = self.pieces.spell(token)
+        return {"token": name, "logprob": _log(log_p), "bytes": None if spelt is None else list(spelt)}
+
+
+def _log(log_p: float) -> float:
+    return log_p if math.isfinite(log_p) else _NEVER

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Awaitable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
 from typing import Annotated, Any, TypeVar
 
@@ -18,13 +18,14 @@ from knnlm.errors import KnnlmError, ParameterError
 from knnlm.serve import schema
 from knnlm.serve.answers import Choice, Form, provenance, totals
 from knnlm.serve.assets import FIRST, load_page
+from knnlm.serve.engine import LATE
 from knnlm.serve.guard import Guard, error_body
 from knnlm.serve.keys import Keys
 from knnlm.serve.library import Library, UnknownDocument
 from knnlm.serve.metrics import TYPE
 from knnlm.serve.orders import Ended, Order, Said, Token, Wish
 from knnlm.serve.recall import rescore
-from knnlm.serve.service import Asked, OrderFailed, Service, read_wish, status_of
+from knnlm.serve.service import Asked, OrderFailed, Service, UnknownModel, Unsupported, read_wish, status_of
 from knnlm.serve.tickets import Busy
 
 _ERRORS: dict[int | str, dict[str, Any]] = {
@@ -32,6 +33,8 @@ _ERRORS: dict[int | str, dict[str, Any]] = {
     for status in (400, 401, 403, 404, 408, 413, 415, 429, 500, 503, 504)
 }
 _POLICY = "default-src 'self'; img-src 'self' data:; frame-ancestors 'none'; base-uri 'none'; form-action 'none'"
+_SSE = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}  # no proxy may keep pieces back
+_CODES: dict[type, str] = {UnknownModel: "model_not_found"}
 T = TypeVar("T")
 Number = Annotated[int, Path(ge=0, le=2**63 - 1)]
 
@@ -56,14 +59,20 @@ def make_app(service: Service, keys: Keys | None = None) -> FastAPI:
             await run_in_threadpool(service.end)
 
     app = FastAPI(
-        title="knnlm", version="1", lifespan=lifespan, docs_url=None, redoc_url=None, default_response_class=Json
+        title="knnlm",
+        version="1",
+        lifespan=lifespan,
+        docs_url=None,
+        redoc_url=None,
+        redirect_slashes=False,
+        default_response_class=Json,
     )
     _add_errors(app, service)
     _add_looking(app, service)
     _add_generation(app, service)
     _add_scoring(app, service)
     if service.library is not None:
-        _add_documents(app, service.library)
+        _add_documents(app, service, service.library)
     _add_page(app)
     app.openapi = lambda: _document(app)  # type: ignore[method-assign]
     app.add_middleware(Guard, keys=keys or Keys(), body_bytes=service.limits.body_bytes, seen=service.metrics.seen)
@@ -96,7 +105,8 @@ def _add_errors(app: FastAPI, service: Service) -> None:
         first = error.errors()[0]
         place = [str(part) for part in first["loc"] if part not in ("body", "query", "path")]
         where = ".".join(place)
-        return _error(400, f"{where}: {first['msg']}" if where else str(first["msg"]), param=where or None)
+        said = _why(first["type"], place, str(first["msg"]))
+        return _error(400, f"{where}: {said}" if where else said, param=where or None)
 
     @app.exception_handler(HTTPException)
     async def _http(_: Request, error: HTTPException) -> Json:
@@ -107,12 +117,22 @@ def _add_errors(app: FastAPI, service: Service) -> None:
         if isinstance(error, Busy):
             waits = {"Retry-After": str(service.retry_after())}
             return _error(429, f"{error} Try again later.", code="rate_limit_exceeded", headers=waits)
-        status = 404 if isinstance(error, UnknownDocument) else status_of(error)
-        return _error(status, str(error), code="model_not_found" if status == 404 else None)
+        param = error.param if isinstance(error, Unsupported) else None
+        if isinstance(error, UnknownDocument):
+            return _error(404, str(error), code="document_not_found")
+        return _error(status_of(error), str(error), param=param, code=_CODES.get(type(error)))
 
     @app.exception_handler(Exception)
     async def _unknown(_: Request, __: Exception) -> Json:
         return _error(500, "Something went wrong in the server.")
+
+
+def _why(kind: str, place: list[str], message: str) -> str:
+    """Say in plain words why a field is refused."""
+    names = [part for part in place if part in schema.NOT_HERE]
+    if names:
+        return schema.NOT_HERE[names[0]]
+    return "this server does not know that field." if kind == "extra_forbidden" else message
 
 
 def _add_looking(app: FastAPI, service: Service) -> None:
@@ -159,6 +179,7 @@ def _model_facts(service: Service) -> dict[str, Any]:
             "batched": service.engine.together,
             "max_prompt_tokens": service.limits.prompt_tokens,
             "max_output_tokens": service.limits.output_tokens,
+            "max_body_bytes": service.limits.body_bytes,
         },
     }
 
@@ -177,13 +198,13 @@ def _add_generation(app: FastAPI, service: Service) -> None:
 
 async def _answer(service: Service, request: Request, asked: Asked, body: schema.Sampling, kind: str) -> Response:
     """Carry out what is asked, as a stream or as a whole."""
-    form = Form(kind, service.name, service.decode, asked.alternatives)
+    form = Form(kind, service.name, service.pieces, asked.alternatives)
     if not body.stream:
         return Json(await _unless_gone(request, _whole(service, asked, form)))
     chunks = _chunks(service, asked, form, usage=bool(body.stream_options and body.stream_options.include_usage))
     # The first one is waited for, so that an error that comes before it has its status.
     first = await _unless_gone(request, anext(chunks))
-    return StreamingResponse(_stream(first, chunks), media_type="text/event-stream")
+    return StreamingResponse(_stream(first, chunks), media_type="text/event-stream", headers=_SSE)
 
 
 async def _whole(service: Service, asked: Asked, form: Form) -> dict[str, Any]:
@@ -276,15 +297,9 @@ async def _tokens(service: Service, order: Order) -> tuple[str, list[Token]]:
 def _add_scoring(app: FastAPI, service: Service) -> None:
     @app.post("/v1/score", response_model=schema.ScoreAnswer, responses=_ERRORS)
     async def score(body: schema.ScoreRequest, request: Request) -> Json:
-        service.check_model(body.model)
-        tokens, hidden = await run_in_threadpool(service.prompt, body.text)
-        wish = read_wish(body.memory)
-        service.room(len(tokens) - 1, 0, usual=0)
-        order = Order(
-            tuple(tokens), 0, echo=True, sources=body.sources, wish=wish, deadline=service.deadline(), hidden=hidden
-        )
+        order = await run_in_threadpool(service.score, body)
         trace, said = await _unless_gone(request, _tokens(service, order))
-        return Json({**totals(said), "knnlm": provenance(trace, service.neighbours_kept(wish), said)})
+        return Json({**totals(said), "knnlm": provenance(trace, service.neighbours_kept(order.wish), said)})
 
     @app.post("/v1/rescore", response_model=schema.ScoreAnswer, responses=_ERRORS)
     async def again(body: schema.RescoreRequest) -> Json:
@@ -296,7 +311,7 @@ def _add_scoring(app: FastAPI, service: Service) -> None:
         if body.k is not None and body.k > most:
             raise ParameterError(f"k can be {most:,} at most: no more neighbours were looked for.")
         changes = Wish(weight=body.weight, k=body.k, temperature=body.temperature)
-        said = await run_in_threadpool(rescore, service.engine.wishes, wish, tokens, changes)
+        said = await _aside(service, rescore, service.engine.wishes, wish, tokens, changes)
         return Json({**totals(said), "knnlm": provenance(body.id, most, said)})
 
     @app.post("/v1/neighbours", response_model=schema.NeighboursAnswer, responses=_ERRORS)
@@ -312,14 +327,27 @@ def _add_scoring(app: FastAPI, service: Service) -> None:
         return Json({"neighbours": said[0].sources if said else []})
 
 
-def _add_documents(app: FastAPI, library: Library) -> None:
+async def _aside(service: Service, work: Callable[..., T], *given: Any, change: bool = False, **named: Any) -> T:
+    """Do what may take long in a thread; few at a time, so that they do not keep others' prompts waiting."""
+    gate = service.changing if change else service.looking
+    try:
+        await asyncio.wait_for(gate.acquire(), service.limits.seconds)
+    except asyncio.TimeoutError:
+        raise HTTPException(504, LATE) from None
+    try:
+        return await run_in_threadpool(work, *given, **named)
+    finally:
+        gate.release()
+
+
+def _add_documents(app: FastAPI, service: Service, library: Library) -> None:
     @app.get("/v1/documents", response_model=schema.DocumentList, responses=_ERRORS)
     async def documents(
         query: Annotated[str, Query(max_length=512)] = "",
         offset: Annotated[int, Query(ge=0, le=2**53)] = 0,
         limit: Annotated[int, Query(ge=1, le=200)] = 50,
     ) -> Json:
-        return Json(await run_in_threadpool(library.list, query=query, offset=offset, limit=limit))
+        return Json(await _aside(service, library.list, query=query, offset=offset, limit=limit))
 
     @app.get("/v1/documents/{number}", response_model=schema.Passage, responses=_ERRORS)
     async def document(
@@ -328,16 +356,18 @@ def _add_documents(app: FastAPI, library: Library) -> None:
         offset: Annotated[int, Query(ge=0, le=2**53)] = 0,
         limit: Annotated[int, Query(ge=1, le=4000)] = 400,
     ) -> Json:
-        return Json(await run_in_threadpool(library.read, number, row=row, offset=offset, limit=limit))
+        return Json(await _aside(service, library.read, number, row=row, offset=offset, limit=limit))
 
     @app.post("/v1/documents", response_model=schema.Added, responses=_ERRORS)
     async def add(body: schema.AddRequest) -> Json:
         new = [(each.id, each.source or each.id, each.text) for each in body.documents]
-        return Json(await run_in_threadpool(library.add, new))
+        return Json(await _aside(service, library.add, new, change=True))
 
     @app.delete("/v1/documents/{number}", response_model=schema.Removed, responses=_ERRORS)
     async def remove(number: Number) -> Json:
-        return Json(await run_in_threadpool(library.remove, number))
+        removed = await _aside(service, library.remove, number, change=True)
+        service.engine.recall.clear()  # it may hold words of the document
+        return Json(removed)
 
 
 def _add_page(app: FastAPI) -> None:

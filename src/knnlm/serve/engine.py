@@ -15,14 +15,14 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from knnlm.datastore import Datastore
 from knnlm.errors import KnnlmError
 from knnlm.generate import KnnForCausalLM
 from knnlm.mixture import Mixture
 from knnlm.serve.hearing import Heard, Times, Want, listen
 from knnlm.serve.orders import Ended, Event, Failed, Order, Said, Token, unread
 from knnlm.serve.recall import Recall, Recollection
-from knnlm.serve.rows import Prompt, Rows, choose_rows, read_prompt
+from knnlm.serve.renewing import Unavailable, renew
+from knnlm.serve.rows import Paged, Prompt, Rows, choose_rows, read_prompt
 from knnlm.serve.sampling import Sampler
 from knnlm.serve.tickets import Busy, Stopped, Ticket
 from knnlm.serve.wishes import Wishes
@@ -30,6 +30,8 @@ from knnlm.serve.writing import Spelling, Writer
 
 _log = logging.getLogger(__name__)
 CHUNK = 256  # tokens of prompts that are read in one turn, so that texts being written go on
+LATE = "The request took longer than the server allows."
+NAMED = 8  # sources that take as long to name as a token takes to read, about
 
 
 @dataclass
@@ -159,9 +161,8 @@ class Engine:
         """Read a token of every text and a piece of new prompts, and tell what follows."""
         self._drop()
         try:
-            if self._waiting:
-                self._refresh()
-            self._admit()
+            if not self._waiting or self._refresh():
+                self._admit()
             began = time.perf_counter()
             heard = self._read_texts() + (read := self._read_prompts())[0]
             self.forward_seconds += time.perf_counter() - began
@@ -178,17 +179,24 @@ class Engine:
         self.turns += 1
         self._deliver()
 
-    def _refresh(self) -> None:
-        """Open the memory anew where documents were added or removed, so that the next request finds them."""
-        before = self.mixture
-        if not before.stale:
-            return
-        after = before.reopen()
-        self.model.mixture = after
-        self.wishes = Wishes(after)
-        self.reopened += 1
-        for store in _stores(before) - _stores(after):
-            store.close()
+    def _refresh(self) -> bool:
+        """Open the memory anew where it has changed, so that the next request finds what is there.
+
+        Say whether that went well. Where it did not, nobody new is let in, but texts under way have what they need.
+        """
+        try:
+            renewed = renew(self.mixture)
+        except Unavailable as error:
+            self._fail_waiting(503, str(error))
+            return False
+        if renewed is not None:
+            if renewed.removed:
+                self.recall.clear()  # it may hold words of documents that are gone
+            self.model.mixture = renewed.mixture
+            self.wishes = Wishes(renewed.mixture)
+            self.reopened += 1
+            renewed.let_go()
+        return True
 
     def _admit(self) -> None:
         """Begin orders, first come, first served, as long as there is room."""
@@ -198,13 +206,12 @@ class Engine:
                     return
                 ticket = self._waiting.popleft()
             order = ticket.order
+            entry = _Entry(ticket, _prompt(order))
+            self._entries.append(entry)  # first, so that an error from here on is told to who asked
             ticket.texts = [self.recall.begin(order.wish) for _ in range(order.copies)]
-            # Where nothing is to be drawn, nobody asks what follows the last token.
-            tokens = list(order.tokens if order.max_tokens else order.tokens[:-1])
-            texts = [self._new_text(ticket, copy) for copy in range(order.copies)]
-            self._entries.append(_Entry(ticket, Prompt(tokens), texts))
+            entry.texts = [self._new_text(ticket, copy) for copy in range(order.copies)]
             if order.echo and not order.hidden:
-                for text in texts:
+                for text in entry.texts:
                     self._say(text, [_spelt(text, unread(order.tokens[0]))])
 
     def _new_text(self, ticket: Ticket, copy: int) -> _Text:
@@ -212,7 +219,7 @@ class Engine:
         seed = None if order.seed is None else order.seed + copy
         before = order.tokens[: int(order.hidden)] if order.echo else order.tokens
         spelling = Spelling(self._decode, before)
-        sampler = Sampler(order.temperature, order.top_p, seed)
+        sampler = Sampler(order.temperature, order.top_p, seed, order.penalties)
         return _Text(ticket, copy, sampler, Writer(spelling, order.stop), ticket.texts[copy])
 
     def _decode(self, tokens: list[int]) -> str:
@@ -240,9 +247,11 @@ class Engine:
             order, first = entry.ticket.order, entry.prompt.done
             owners.append((entry, 0))
             if entry.prompt.left:
-                logits, context = read_prompt(self.model, entry.prompt, most=room, every=order.echo)
+                cost = 1 + order.sources // NAMED if order.echo else 1
+                most = max(1, room // cost)
+                logits, context = read_prompt(self.model, entry.prompt, most=most, every=order.echo)
                 read = entry.prompt.done - first
-                room -= read
+                room -= read * cost
                 self.tokens_read += read
                 if wants := _wants(entry, first):
                     heard.append(Heard(logits, context, wants, whole=True))
@@ -255,8 +264,6 @@ class Engine:
         order = entry.ticket.order
         done = not entry.prompt.left
         draws = done and order.max_tokens > 0
-        if done:  # not before: until here, an error in this turn is an error of this order
-            self._entries.remove(entry)
         known = answers[: len(answers) - draws] if order.echo else []
         for text in entry.texts:
             shown = [_spelt(text, replace(tokens[0])) for tokens in known]
@@ -272,6 +279,8 @@ class Engine:
         elif done:
             for text in entry.texts:
                 self._end(text, "length")
+        if done:  # not before: until here, an error in this turn is an error of this order
+            self._entries.remove(entry)
 
     def _take(self, text: _Text, token: Token) -> None:
         """Let a text go on by a token."""
@@ -307,7 +316,7 @@ class Engine:
             late = ticket.order.deadline is not None and now > ticket.order.deadline
             if late and not ticket.cancelled:
                 ticket.cancel()
-                self._events.append((ticket, Failed(504, "The request took longer than the server allows.")))
+                self._events.append((ticket, Failed(504, LATE)))
             return ticket.cancelled
 
         with self._wake:
@@ -324,18 +333,27 @@ class Engine:
 
     def _fail_all(self, status: int, message: str, *, waiting: bool = True) -> None:
         """Give up all that is in flight."""
-        tickets = [*(entry.ticket for entry in self._entries), *(text.ticket for text in self._texts)]
+        self._fail(
+            [*(entry.ticket for entry in self._entries), *(text.ticket for text in self._texts)], status, message
+        )
         if waiting:
-            with self._wake:
-                tickets += self._waiting
-                self._waiting.clear()
-        for ticket in dict.fromkeys(tickets):
-            ticket.cancel()
-            self._events.append((ticket, Failed(status, message)))
+            self._fail_waiting(status, message)
         self._entries.clear()
         self._texts = []
         if self._rows is not None:
             self._rows.keep([])
+
+    def _fail_waiting(self, status: int, message: str) -> None:
+        """Give up all that has not been begun."""
+        with self._wake:
+            tickets = list(self._waiting)
+            self._waiting.clear()
+        self._fail(tickets, status, message)
+
+    def _fail(self, tickets: Sequence[Ticket], status: int, message: str) -> None:
+        for ticket in dict.fromkeys(tickets):
+            ticket.cancel()
+            self._events.append((ticket, Failed(status, message)))
 
     def _deliver(self) -> None:
         if self._events:
@@ -343,10 +361,11 @@ class Engine:
             self.post(events)
 
 
-def _stores(mixture: Mixture) -> set[Datastore]:
-    """Give the stores that a mixture has open."""
-    found = {store for memory in mixture.memories if isinstance(store := getattr(memory, "store", None), Datastore)}
-    return found | ({mixture.home} if mixture.home is not None else set())
+def _prompt(order: Order) -> Prompt:
+    """Say what is to be read; where nothing is to be drawn, nobody asks what follows the last token."""
+    if order.windowed:
+        return Paged(list(order.tokens[:-1]), document=order.tokens[1:])
+    return Prompt(list(order.tokens if order.max_tokens else order.tokens[:-1] if order.echo else ()))
 
 
 def _put_each(events: list[tuple[Ticket, Event]]) -> None:

@@ -17,6 +17,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from knnlm.serve.keys import Keys, is_loopback
 
+_CLOSE = {"Connection": "close"}  # what is left of the body is not waited for
 PUBLIC = ("/healthz", "/readyz")
 _KINDS = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error", 503: "unavailable_error"}
 
@@ -36,7 +37,7 @@ class Guard:
         self.app = app
         self.keys = keys
         self.body_bytes = body_bytes
-        self.patience = patience  # seconds for the next piece of a body
+        self.patience = patience  # seconds for a body, all of it: a byte now and then is no body
         self.seen = seen
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -65,18 +66,20 @@ class Guard:
 
     async def _pass(self, scope: Scope, receive: Receive, send: Send) -> None:
         size, complete = 0, False
+        end = time.monotonic() + self.patience
 
         async def limited() -> Message:
             nonlocal size, complete
             try:
                 # Once the body is there, this waits for the client to go, which may take as long as it likes.
-                message = await asyncio.wait_for(receive(), None if complete else self.patience)
+                left = None if complete else max(0.0, end - time.monotonic())
+                message = await asyncio.wait_for(receive(), left)
             except asyncio.TimeoutError:
-                raise HTTPException(408, "The body did not come in time.") from None
+                raise HTTPException(408, "The body did not come in time.", headers=_CLOSE) from None
             size += len(message.get("body", b""))
             complete = complete or not message.get("more_body", False)
             if size > self.body_bytes:
-                raise HTTPException(413, self._too_large())
+                raise HTTPException(413, self._too_large(), headers=_CLOSE)
             return message
 
         await self.app(scope, limited, send)
@@ -101,7 +104,8 @@ class Guard:
                 return (403 if self.keys.needed and self.keys.may_ask(key) else 401), "This needs the admin key."
         elif not self.keys.may_ask(key):
             return 401, "The API key is missing or wrong. Send it as: Authorization: Bearer KEY"
-        if scope["method"] == "POST" and headers.get("content-type", "").split(";")[0].strip() != "application/json":
+        kind = headers.get("content-type", "").partition(";")[0].strip().lower()
+        if scope["method"] == "POST" and kind != "application/json":
             return 415, "Send the body as JSON, with Content-Type: application/json."
         return None
 

@@ -40,7 +40,7 @@ class Keys:
 
 def _among(key: str, known: tuple[bytes, ...]) -> bool:
     """Compare with every key, so that the time taken tells nothing."""
-    given = key.encode(errors="replace")
+    given = key.encode("latin-1", errors="replace")  # the bytes that came: so headers are read
     return sum(hmac.compare_digest(given, each) for each in known) > 0
 
 
@@ -52,8 +52,8 @@ def _read(path: Path | None) -> tuple[bytes, ...]:
     except (OSError, UnicodeDecodeError) as error:
         raise ParameterError(f"Cannot read the key file {path} ({error}).") from None
     keys = [line.strip() for line in lines if line.strip()]
-    if not keys or any(len(key) < _SHORTEST for key in keys):
-        raise ParameterError(f"{path} must hold a key of at least {_SHORTEST} characters on each line.")
+    if not keys or any(len(key) < _SHORTEST or not key.isascii() for key in keys):
+        raise ParameterError(f"{path} must hold a key of at least {_SHORTEST} plain characters (ASCII) on each line.")
     return tuple(key.encode() for key in keys)
 
 

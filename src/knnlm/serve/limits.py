@@ -14,6 +14,7 @@ class Limits:
     body_bytes: int = 2 << 20
     prompt_tokens: int = 8192
     output_tokens: int = 4096
+    sources: int = 65_536  # that are named in one answer
     slots: int = 64  # texts that are written at once
     queue: int = 256  # requests that wait for a slot
     seconds: float = 300.0  # for a request, waiting included
@@ -23,6 +24,14 @@ class Limits:
         for name, value in vars(self).items():
             if not value > 0:
                 raise ParameterError(f"the limit of {name.replace('_', ' ')} must be above 0, not {value}.")
+
+    def check_sources(self, wanted: int) -> None:
+        """Refuse an answer that would name too many sources."""
+        if wanted > self.sources:
+            raise ParameterError(
+                f"The answer would name {wanted:,} sources, but this server names {self.sources:,} at most. "
+                "Ask for fewer sources, or for fewer tokens."
+            )
 
     def room(self, prompt: int, wanted: int | None, longest: int | None, *, usual: int) -> int:
         """Say how many tokens may follow a prompt of this length; ParameterError where it is too long."""

@@ -9,6 +9,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from knnlm.serve.sampling import Penalties
+
 
 @dataclass(frozen=True)
 class Wish:
@@ -30,6 +32,7 @@ class Order:
     copies: int = 1  # continuations of it, each drawn by itself
     temperature: float = 0.0  # of sampling; 0 takes the most probable token
     top_p: float = 1.0
+    penalties: Penalties = field(default_factory=Penalties)
     seed: int | None = None
     stop: tuple[str, ...] = ()
     echo: bool = False  # the prompt's own tokens are told of too
@@ -39,6 +42,7 @@ class Order:
     deadline: float | None = None  # on time.monotonic's clock
     hidden: bool = True  # the first token is not the caller's
     endless: bool = False  # the model's own end is a token like any other
+    windowed: bool = False  # read in the memory's windows, as evaluation does: a text that is only scored
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,8 @@ from knnlm.serve.wishes import Wishes
 
 _BYTES = 256 << 20  # of all that is remembered
 _MOST = 4096  # texts
-_TOKEN, _SOURCE = 2000, 1000  # bytes that the objects of one take, about
+_TOKEN, _SOURCE, _OTHER = 2000, 700, 500  # bytes that the objects of one take, a third more than they were measured
+_BLOCK = 1 << 22  # neighbours that are counted anew at once
 
 
 @dataclass
@@ -69,6 +70,12 @@ class Recall:
             self.bytes += more
             self._forget()
 
+    def clear(self) -> None:
+        """Forget all texts."""
+        with self._lock:
+            self._texts.clear()
+            self.bytes = 0
+
     def _forget(self) -> None:
         """Make room; the caller holds the lock."""
         while self._texts and (self.bytes > self.most_bytes or len(self._texts) > self.most):
@@ -86,12 +93,22 @@ class Recall:
 
 def _size(token: Token) -> int:
     neighbours = None if token.opinion is None else token.opinion.neighbours
+    others = _OTHER * len(token.shares) + _OTHER // 4 * len(token.top)
     texts = sum(_SOURCE + 2 * len(source["before"] + source["after"] + source["source"]) for source in token.sources)
-    return _TOKEN + texts + (0 if neighbours is None else neighbours.bytes)
+    return _TOKEN + others + texts + (0 if neighbours is None else neighbours.bytes)
 
 
 def rescore(wishes: Wishes, wish: Wish, tokens: Sequence[Token], changes: Wish) -> list[Token]:
     """Weigh tokens anew, as if the text had been asked for with other settings."""
+    kept = [token.opinion.neighbours for token in tokens if token.opinion is not None]
+    widest = max((len(each.distances) for each in kept if each is not None), default=1)
+    size = max(1, _BLOCK // max(1, widest))
+    # A long text with many neighbours would take gigabytes at once.
+    blocks = [tokens[first : first + size] for first in range(0, len(tokens), size)] or [tokens]
+    return [token for block in blocks for token in _rescore(wishes, wish, block, changes)]
+
+
+def _rescore(wishes: Wishes, wish: Wish, tokens: Sequence[Token], changes: Wish) -> list[Token]:
     if wish.off:
         raise ParameterError("This text was made without the memory, so there is nothing to weigh.")
     wanted = replace(

@@ -8,8 +8,8 @@ cannot be put side by side: it reads one text after the other.
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import torch
@@ -20,6 +20,9 @@ from transformers.cache_utils import Cache, DynamicLayer, DynamicSlidingWindowLa
 from knnlm.errors import KnnlmError
 from knnlm.generate import KnnForCausalLM
 from knnlm.memory import Context
+from knnlm.mixture import Batch, Mixture
+
+_PAGES = 256  # tokens of windows that are read at once, and at least one window
 
 
 @dataclass
@@ -34,6 +37,24 @@ class Prompt:
     def left(self) -> int:
         """How many tokens are still to be read."""
         return len(self.tokens) - self.done
+
+
+@dataclass
+class Paged(Prompt):
+    """A text that is only scored, read in the memory's windows as evaluation does, one or some of them at a time."""
+
+    document: Sequence[int] = ()  # all that is predicted
+    batches: Iterator[Batch] | None = None
+
+    def turn(self, mixture: Mixture) -> tuple[Tensor, Context]:
+        """Read the next windows: (n, V) logits of the positions that they score, and their context."""
+        if self.batches is None:
+            # The windows of one text are all of one length but the last, so they come in their order.
+            self.batches = mixture.read([self.document], batch_tokens=_PAGES)
+        batch = next(self.batches)
+        self.done += len(batch.rows)
+        # As contexts of prompts are, so that the two can be joined.
+        return batch.logits, batch.context if mixture.reads_texts else replace(batch.context, runs=())
 
 
 class Rows(Protocol):
@@ -60,6 +81,8 @@ def caches(model: KnnForCausalLM) -> bool:
 
 def read_prompt(model: KnnForCausalLM, prompt: Prompt, *, most: int, every: bool) -> tuple[Tensor, Context]:
     """Read the next tokens of a prompt: (n, V) logits of all of them, or of the last only, and their context."""
+    if isinstance(prompt, Paged):
+        return prompt.turn(model.mixture)
     if not caches(model):
         # Its positions are told of once, so that nothing is counted twice.
         prompt.done = len(prompt.tokens)
@@ -118,12 +141,12 @@ class Together:
 
     def keep(self, rows: Sequence[int]) -> None:
         """Drop the other texts, and the padding that only they needed."""
+        if not rows:  # also what an error has left half done
+            self.cache, self.lengths = None, []
+            return
         if list(rows) == list(range(len(self))):
             return
         self.lengths = [self.lengths[row] for row in rows]
-        if not rows:
-            self.cache = None
-            return
         chosen = torch.tensor(rows, device=self.model.mixture.lm.device)
         for layer in self.cache.layers:
             if layer.is_initialized:

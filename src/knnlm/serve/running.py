@@ -13,10 +13,12 @@ import uvicorn
 
 from knnlm.errors import ParameterError
 from knnlm.serve.api import make_app
+from knnlm.serve.connections import Connection
 from knnlm.serve.keys import Keys, check_host
 from knnlm.serve.service import Service
 
 PATIENCE = 60  # seconds for what is in flight when the server is told to stop
+SPARE = 256  # connections beyond those whose requests are being answered or wait
 
 
 @dataclass(frozen=True)
@@ -49,7 +51,7 @@ def address(taken: socket.socket) -> str:
 
 
 class Server(uvicorn.Server):
-    """Tells when it is ready, and that it is not any more as soon as it is told to stop."""
+    """Tells when it listens."""
 
     def __init__(self, config: uvicorn.Config, ready: Callable[[], None]) -> None:
         super().__init__(config)
@@ -73,14 +75,18 @@ def make_server(
     service: Service, taken: socket.socket, *, keys: Keys | None = None, ready: Callable[[], None] = lambda: None
 ) -> Server:
     """Make a server that has not begun yet."""
+
+    class Limited(Connection):
+        most = service.limits.slots + service.limits.queue + SPARE
+
     config = uvicorn.Config(
         make_app(service, keys),
+        http=Limited,
         log_level="warning",
         access_log=False,
         server_header=False,
         timeout_graceful_shutdown=PATIENCE,
         timeout_keep_alive=30,
-        h11_max_incomplete_event_size=64 << 10,
         host=taken.getsockname()[0],
         port=taken.getsockname()[1],
     )

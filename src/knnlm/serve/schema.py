@@ -18,12 +18,35 @@ Seed = Annotated[int, Field(ge=-(2**63), le=2**63 - 1)]
 TokenId = Annotated[int, Field(ge=0, le=2**31 - 1)]
 StopString = Annotated[str, StringConstraints(min_length=1, max_length=256)]
 Name = Annotated[str, StringConstraints(max_length=512)]
+TokenNumber = Annotated[str, StringConstraints(pattern=r"^[0-9]{1,10}$")]
+Bias = Annotated[float, Field(ge=-100, le=100)]
+Nothing = Annotated[list[Any], Field(max_length=0)]
+
+# Fields of OpenAI's API that this server has no use for. Left out, null or with the value that asks for nothing, they
+# are taken; anything else is refused in these words, never passed over.
+NOT_HERE = {
+    "audio": "this server writes text only.",
+    "function_call": "this server calls no functions.",
+    "functions": "this server calls no functions.",
+    "modalities": 'this server writes text only: ["text"].',
+    "parallel_tool_calls": "this server calls no tools.",
+    "prediction": "predicted outputs are not supported.",
+    "reasoning_effort": "the model is not told how long to reason.",
+    "response_format": 'only {"type": "text"} is supported: what the model writes is not forced into a form.',
+    "store": "answers are not stored: only false.",
+    "suffix": "text is only continued, not inserted before a suffix.",
+    "tool_calls": "this server calls no tools.",
+    "tool_choice": 'this server calls no tools: only "none" or "auto".',
+    "tools": "this server calls no tools.",
+    "verbosity": "the model is not told how much to write. Use max_tokens.",
+    "web_search_options": "this server searches its memory only.",
+}
 
 
 class Body(BaseModel):
     """What a request sends: a field that nobody knows is refused, so that no misspelt one is passed over."""
 
-    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, populate_by_name=True)
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
 
 class MemorySettings(Body):
@@ -54,9 +77,17 @@ class Sampling(Body):
     stream_options: StreamOptions | None = None
     stop: StopString | Annotated[list[StopString], Field(max_length=16)] | None = None
     seed: Seed | None = None
-    user: Name | None = None
-    presence_penalty: float | None = Field(None, ge=0, le=0, description="Only 0: the mixture is what it is.")
-    frequency_penalty: float | None = Field(None, ge=0, le=0, description="Only 0.")
+    presence_penalty: float | None = Field(None, ge=-2, le=2, description="Taken from log p of tokens written before.")
+    frequency_penalty: float | None = Field(None, ge=-2, le=2, description="The same for each time that they were.")
+    logit_bias: Annotated[dict[TokenNumber, Bias], Field(max_length=4096)] | None = Field(
+        None, description="Added to log p, by token."
+    )
+    user: Name | None = Field(None, description="Taken, and not used; so are the next four.")
+    metadata: Annotated[dict[str, Any], Field(max_length=64)] | None = None
+    prompt_cache_key: Name | None = None
+    safety_identifier: Name | None = None
+    service_tier: Name | None = None
+    store: Literal[False] | None = None
     memory: MemorySettings | None = None
     sources: int = Field(0, ge=0, le=MOST_SOURCES, description="Sources to name for each token.")
 
@@ -75,7 +106,6 @@ class CompletionRequest(Sampling):
     echo: bool | None = None
     best_of: int | None = Field(None, ge=1, le=MOST_COPIES, description="Only the same as n.")
     suffix: Literal[""] | None = None
-    logit_bias: Annotated[dict[str, float], Field(max_length=0)] | None = None
 
 
 class TextPart(Body):
@@ -91,6 +121,18 @@ class Message(Body):
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | list[TextPart]
     name: Name | None = None
+    # What clients send back with an answer of ours.
+    refusal: None = None
+    annotations: Nothing | None = None
+    audio: None = None
+    function_call: None = None
+    tool_calls: Nothing | None = None
+
+
+class ResponseFormat(Body):
+    """What the answer is to look like."""
+
+    type: Literal["text"]
 
 
 class ChatRequest(Sampling):
@@ -101,6 +143,18 @@ class ChatRequest(Sampling):
     max_completion_tokens: int | None = Field(None, ge=1, le=2**31 - 1)
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=20)
+    response_format: ResponseFormat | None = None
+    modalities: list[Literal["text"]] | None = None
+    tools: Nothing | None = None
+    tool_choice: Literal["none", "auto"] | None = None
+    parallel_tool_calls: bool | None = None
+    functions: Nothing | None = None
+    function_call: Literal["none", "auto"] | None = None
+    audio: None = None
+    prediction: None = None
+    reasoning_effort: None = None
+    verbosity: None = None
+    web_search_options: None = None
 
 
 class ScoreRequest(Body):

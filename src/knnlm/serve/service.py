@@ -11,27 +11,39 @@ import math
 import threading
 import time
 from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from knnlm.errors import KnnlmError, ModelError, ParameterError
+from knnlm.errors import DatastoreBusy, KnnlmError, ModelError, ParameterError
 from knnlm.mixture import Mixture
-from knnlm.serve.engine import Engine
+from knnlm.serve.engine import LATE, Engine
 from knnlm.serve.library import Library
 from knnlm.serve.limits import Limits
 from knnlm.serve.metrics import Metrics
-from knnlm.serve.orders import Ended, Event, Failed, Order, Wish
+from knnlm.serve.orders import Ended, Event, Failed, Order, Said, Token, Wish
+from knnlm.serve.pieces import Pieces
 from knnlm.serve.recall import Recall
-from knnlm.serve.schema import ChatRequest, CompletionRequest, MemorySettings, Sampling
+from knnlm.serve.sampling import Penalties
+from knnlm.serve.schema import ChatRequest, CompletionRequest, MemorySettings, Sampling, ScoreRequest
 from knnlm.serve.tickets import Busy, Stopped, Ticket
 
 USUAL = 16  # tokens, as OpenAI's completions have it
 USUAL_CHAT = 512
+_GRACE = 1.0  # seconds
+_GLANCE, _SLACK = 16, 64  # characters for each token of the longest prompt; tokens that depend on where a text is cut
 
 
 class UnknownModel(KnnlmError):
     """Another model is asked for than the one that is served."""
+
+
+class Unsupported(ParameterError):
+    """A field of OpenAI's API has a value that means nothing here."""
+
+    def __init__(self, param: str, message: str) -> None:
+        super().__init__(f"{param}: {message}")
+        self.param = param
 
 
 class OrderFailed(KnnlmError):
@@ -62,9 +74,12 @@ class Service:
         self.library = None if mixture.home is None else Library(mixture.home.path, mixture.lm)
         self.metrics = Metrics(self.engine)
         self.started = int(time.time())
-        # One of its own: a tokenizer must not be used by two threads at once.
+        # Some of their own: a tokenizer must not be used by two threads at once, and the event loop waits for nobody.
         self._tokenizer = copy.deepcopy(mixture.lm.tokenizer)
         self._tokenizing = threading.Lock()
+        # What may take long beside the engine: looking into the memory, and changing it.
+        self.looking, self.changing = asyncio.Semaphore(4), asyncio.Semaphore(1)
+        self.pieces = Pieces(copy.deepcopy(mixture.lm.tokenizer))
 
     @property
     def mixture(self) -> Mixture:
@@ -102,7 +117,7 @@ class Service:
         """Read a request for continuations."""
         self.check_model(body.model)
         if body.best_of is not None and body.best_of != (body.n or 1):
-            raise ParameterError("best_of other than n is not supported.")
+            raise Unsupported("best_of", "only the same as n is supported.")
         asked: Any = body.prompt
         several = isinstance(asked, list) and not isinstance(asked[0], int)
         texts = [self.prompt(each) for each in (asked if several else [asked])]
@@ -117,13 +132,14 @@ class Service:
             )
             for tokens, hidden in texts
         ]
+        self.limits.check_sources(sum(_sources(order) for order in orders))
         return Asked(orders, sum(len(tokens) - hidden for tokens, hidden in texts), body.logprobs)
 
     def chat(self, body: ChatRequest) -> Asked:
         """Read a request for an answer."""
         self.check_model(body.model)
         if body.top_logprobs and not body.logprobs:
-            raise ParameterError("top_logprobs needs logprobs: true.")
+            raise Unsupported("top_logprobs", "it needs logprobs: true.")
         tokens = self.conversation([message.model_dump(exclude_none=True) for message in body.messages])
         wanted = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
         order = self._order(
@@ -134,7 +150,33 @@ class Service:
             alternatives=body.top_logprobs or 0,
             usual=USUAL_CHAT,
         )
+        self.limits.check_sources(_sources(order))
         return Asked([order], len(tokens), (body.top_logprobs or 0) if body.logprobs else None)
+
+    def score(self, body: ScoreRequest) -> Order:
+        """Read a request for a score; a text longer than the memory's window is read in windows, as evaluation does."""
+        self.check_model(body.model)
+        tokens, hidden = self.prompt(body.text)
+        self.limits.room(len(tokens) - 1, 0, None, usual=0)
+        window, longest = self.mixture.window.context, self.mixture.longest
+        windowed = len(tokens) - 1 > window
+        if longest is not None and min(window, len(tokens) - 1) > longest:
+            raise ParameterError(
+                f"The text has {len(tokens) - 1:,} tokens and the memory's window {window:,}, but the models can read "
+                f"only {longest:,} at once. Shorten the text."
+            )
+        order = Order(
+            tuple(tokens),
+            0,
+            echo=True,
+            sources=body.sources,
+            wish=read_wish(body.memory),
+            deadline=self.deadline(),
+            hidden=hidden,
+            windowed=windowed,
+        )
+        self.limits.check_sources(_sources(order))
+        return order
 
     def prompt(self, given: str | Sequence[int]) -> tuple[list[int], bool]:
         """Turn a prompt into tokens; a text begins with the start token, which is not the caller's."""
@@ -153,16 +195,20 @@ class Service:
             text.encode()
         except UnicodeEncodeError as error:
             raise ParameterError(f"The text is not Unicode at character {error.start}: give it as UTF-8.") from None
-        with self._tokenizing:
-            tokens = list(self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
+        most, some = self.limits.prompt_tokens, _GLANCE * self.limits.prompt_tokens
+        # A megabyte takes seconds, in which others' prompts would wait; its beginning mostly says enough.
+        if len(text) > 2 * some and len(self._tokens(text[:some])) > most + _SLACK:
+            raise ParameterError(
+                f"The prompt has far more than {most:,} tokens, but this server takes {most:,} at most. Shorten it."
+            )
+        tokens = self._tokens(text)
         if tokens and max(tokens) >= self.mixture.lm.vocab_size:
             raise ParameterError("The text has a token that the model does not know.")
         return tokens
 
-    def decode(self, tokens: Sequence[int]) -> str:
-        """Turn tokens into text."""
+    def _tokens(self, text: str) -> list[int]:
         with self._tokenizing:
-            return str(self._tokenizer.decode(list(tokens), clean_up_tokenization_spaces=False))
+            return list(self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
 
     def conversation(self, messages: list[dict[str, Any]]) -> list[int]:
         """Write a conversation as the model was taught to read it."""
@@ -201,6 +247,7 @@ class Service:
             copies=copies,
             temperature=1.0 if body.temperature is None else body.temperature,
             top_p=1.0 if body.top_p is None else body.top_p,
+            penalties=self._penalties(body),
             seed=body.seed,
             stop=tuple(stop),
             echo=echo,
@@ -210,6 +257,13 @@ class Service:
             deadline=self.deadline(),
             hidden=hidden,
         )
+
+    def _penalties(self, body: Sampling) -> Penalties:
+        bias = {int(token): value for token, value in (body.logit_bias or {}).items()}
+        if bias and max(bias) >= self.mixture.lm.vocab_size:
+            many = self.mixture.lm.vocab_size
+            raise Unsupported("logit_bias", f"token {max(bias):,} is not one of the {many:,} that the model has.")
+        return Penalties(body.presence_penalty or 0.0, body.frequency_penalty or 0.0, bias)
 
     def room(self, prompt: int, wanted: int | None, *, usual: int) -> int:
         """Say how many tokens may follow a prompt; the engine reads with all models, whatever a request wants."""
@@ -239,6 +293,11 @@ class Service:
         """Carry out orders, and give their events as they come: whose, and what. Whoever stops listening calls off."""
         queue: asyncio.Queue[tuple[int, Event]] = asyncio.Queue()
         tickets: list[Ticket] = []
+        late = None
+        if (end := min((order.deadline or math.inf for order in orders), default=math.inf)) < math.inf:
+            # The engine ends what is late between two turns; this is for a turn that does not end.
+            wait = end - time.monotonic() + _GRACE
+            late = asyncio.get_running_loop().call_later(wait, _into, queue, 0, Failed(504, LATE))
         try:
             for number, order in enumerate(orders):
                 tickets.append(self.engine.submit(order, partial(_into, queue, number)))
@@ -250,12 +309,28 @@ class Service:
                 left -= isinstance(event, Ended)
                 yield number, tickets[number], event
         finally:
+            if late is not None:
+                late.cancel()
             for ticket in tickets:
                 ticket.cancel()
 
 
 def _into(queue: asyncio.Queue[tuple[int, Event]], number: int, event: Event) -> None:
+    if isinstance(event, Said):
+        event = Said(event.copy, [_light(token) for token in event.tokens])
     queue.put_nowait((number, event))
+
+
+def _light(token: Token) -> Token:
+    """Leave out the neighbours, which only scoring again needs: an answer of many tokens would be huge with them."""
+    if token.opinion is None or token.opinion.neighbours is None:
+        return token
+    return replace(token, opinion=replace(token.opinion, neighbours=None))
+
+
+def _sources(order: Order) -> int:
+    """Say how many sources the answer to an order may name."""
+    return order.sources * order.copies * (order.max_tokens + (len(order.tokens) if order.echo else 0))
 
 
 def _put(events: list[tuple[Ticket, Event]]) -> None:
@@ -277,6 +352,6 @@ def status_of(error: KnnlmError) -> int:
         return error.status
     if isinstance(error, UnknownModel):
         return 404
-    if isinstance(error, Busy | Stopped):
+    if isinstance(error, Busy | Stopped | DatastoreBusy):
         return 429 if isinstance(error, Busy) else 503
     return 400 if isinstance(error, ParameterError | ModelError) else 500

@@ -38,7 +38,9 @@ class Spelling:
         return self._settle(self.decode(self.known), self.decode(self.known + self.pending))
 
     def _settle(self, before: str, after: str) -> str:
-        # A character that was cut in the tokens before is written anew with what follows.
+        if not after.startswith(before):
+            # A character that was cut in the tokens before is whole now: its sign is one, and comes with what follows.
+            before = before.removesuffix("\ufffd")
         new = after[len(before) :] if after.startswith(before) else self.decode(self.pending)
         self.known = (self.known + self.pending)[-_BEHIND:]
         self.pending = []

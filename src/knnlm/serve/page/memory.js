@@ -7,6 +7,12 @@ import { openPassage } from "./inspector.js";
 const PAGE = 50;
 let shown = 0;
 let asking = 0;
+let largest = Infinity; // bytes that the server takes at once
+
+/** Take note of what the server says of itself. */
+export function prepare(facts) {
+  largest = facts.max_body_bytes;
+}
 
 /** Take charge of the tab. */
 export function begin() {
@@ -69,12 +75,16 @@ function row(document) {
 
 async function add(files) {
   content();
-  for (const file of files) {
+  for (const [place, file] of files.entries()) {
     const line = make("li", { text: `Reading ${file.name}…` });
     find("added").prepend(line);
     try {
       const text = await readText(file);
       const body = { documents: [{ id: file.name, source: file.name, text }] };
+      if (new Blob([JSON.stringify(body)]).size > largest) {
+        // A server that refuses a body while it is coming cannot say so to a browser.
+        throw new Error(`${file.name} is larger than the ${count(largest)} bytes that the server takes at once. Cut it in pieces.`);
+      }
       const made = await post("/v1/documents", body, { admin: find("admin").value });
       line.textContent = made.added
         ? `${file.name}: ${plural(made.tokens, "token")} remembered.`
@@ -82,8 +92,10 @@ async function add(files) {
       line.className = "done";
       await list();
     } catch (error) {
-      line.textContent = `${file.name}: not remembered.`;
+      line.textContent = `${file.name}: not remembered. ${error.message}`;
       complain(error);
+      if (![0, 401, 403].includes(error.status)) continue; // it is this file's fault
+      for (const other of files.slice(place + 1)) find("added").prepend(make("li", { text: `${other.name}: not remembered.` }));
       return;
     }
   }

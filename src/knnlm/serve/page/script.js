@@ -84,6 +84,7 @@ async function look() {
     document.title = `${model.id} · knnlm`;
     find("length").max = facts.max_output_tokens;
     settings.prepare(facts);
+    memory.prepare(facts);
     show(TABS.includes(location.hash.slice(1)) ? location.hash.slice(1) : "write");
     document.documentElement.dataset.ready = "yes";
   } catch (error) {
