@@ -11,7 +11,10 @@ import knnlm
 from conftest import documents
 from knnlm import CausalLM, Mixture, build
 from knnlm.corpus import Document
+from knnlm.serve import engine as engine_module
 from knnlm.serve.keys import Keys
+from knnlm.serve.orders import Order
+from knnlm.serve.renewing import renew
 from models import tiny, tiny_tokenizer
 from serving import serving
 
@@ -84,6 +87,27 @@ def test_a_memory_that_another_process_changes_is_opened_anew_under_texts_in_fli
             assert nearest(other)["document"] == "zebra"
         thread.join(60)
     assert found["answer"]["usage"]["completion_tokens"] == 100
+
+
+def test_who_comes_while_the_memory_is_looked_at_finds_what_was_added_before(server, lm, monkeypatch):
+    """To open a memory takes a while, in which a document may be added, and asked for by somebody who knows of it."""
+    engine, path = server.service.engine, server.service.mixture.home.path
+    late = []
+
+    def slowly(mixture):
+        found = renew(mixture)
+        if not late:
+            knnlm.add([Document(id="zebra", source="notes", text=NEW)], path, lm=lm)
+            prompt = lm.prompt(NEW[: NEW.index(" sleeps")])
+            late.append(engine.submit(Order(tuple(prompt), 1, sources=1, endless=True)))
+        return found
+
+    monkeypatch.setattr(engine_module, "renew", slowly)
+    server.service.engine.submit(Order((1, 2), 1))
+    while not late:
+        time.sleep(0.001)
+    (heard, _) = late[0].wait()
+    assert heard.tokens[0].sources[0]["document"] == "zebra"
 
 
 def test_two_servers_on_one_memory_see_what_the_other_does(server, lm):

@@ -161,8 +161,10 @@ class Engine:
         """Read a token of every text and a piece of new prompts, and tell what follows."""
         self._drop()
         try:
-            if not self._waiting or self._refresh():
-                self._admit()
+            came = len(self._waiting)
+            if came and self._refresh():
+                # Who comes while the memory is being opened may have added to it before: that is for the next turn.
+                self._admit(came)
             began = time.perf_counter()
             heard = self._read_texts() + (read := self._read_prompts())[0]
             self.forward_seconds += time.perf_counter() - began
@@ -198,9 +200,9 @@ class Engine:
             renewed.let_go()
         return True
 
-    def _admit(self) -> None:
+    def _admit(self, most: int) -> None:
         """Begin orders, first come, first served, as long as there is room."""
-        while True:
+        for _ in range(most):
             with self._wake:
                 if not self._waiting or self.active + self._waiting[0].order.copies > self.slots:
                     return
