@@ -24,6 +24,7 @@ from knnlm.datastore.sums import Sums, damaged
 from knnlm.errors import DatastoreCorrupt
 
 _MAPPINGS = 256
+MANY = 256  # keys of a segment that are asked for together
 _PIECE = 1 << 22  # bytes that are copied at a time
 
 
@@ -35,6 +36,7 @@ class Arrays:
         self._row_bytes = row_bytes(codec)
         self.sums = Sums(on=check)
         self._resident = Resident()
+        self._folder = lru_cache(maxsize=_MAPPINGS)(partial(segment_folder, path))  # one token asks for many
         # Mapped when needed and let go again: each mapping holds a file handle, and a system has few. The cache knows
         # nothing of its owner, so that a memory that is forgotten lets go of its files at once.
         self.mapped = lru_cache(maxsize=_MAPPINGS)(partial(_open_sound, path, codec, self.sums))
@@ -52,7 +54,8 @@ class Arrays:
         """Map the keys of a segment, after comparing those with these numbers."""
         self._compare(segment, numbers)
         mapped = self.mapped(segment, KEYS)
-        self._resident.touched(mapped)
+        if len(numbers) >= MANY:  # a token's few would pay more for coming back than they take
+            self._resident.touched(mapped)
         return mapped
 
     def read(self, segment: SegmentRow, first: int, out: NDArray[Any]) -> None:
@@ -85,7 +88,7 @@ class Arrays:
     def _compare(self, segment: SegmentRow, keys: NDArray[np.int64]) -> None:
         """See that these keys of a segment are as they were written, where that was not seen yet."""
         if not self.sums.done(segment):
-            self.sums.keys(segment_folder(self._path, segment.id), segment, keys, self._row_bytes)
+            self.sums.keys(self._folder(segment.id), segment, keys, self._row_bytes)
 
 
 def as_tensor(array: NDArray[Any]) -> Tensor:

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 MOST = 1 << 28  # bytes of mapped files that may become resident before they are let go
-_OFTEN = 16  # reads between two looks
+_OFTEN = 4  # reads between two looks
 _STATM = Path("/proc/self/statm")  # where there is none, the system is left to itself
 
 

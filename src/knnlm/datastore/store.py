@@ -44,7 +44,7 @@ from knnlm.datastore.gaps import check_removed
 from knnlm.datastore.keys import Keys
 from knnlm.datastore.locking import Lease
 from knnlm.datastore.numbering import Numbering, by_segment
-from knnlm.datastore.reading import Arrays, as_tensor
+from knnlm.datastore.reading import MANY, Arrays, as_tensor
 from knnlm.datastore.stored import fact, reader_width, stored_codec, stored_map, stored_offset
 from knnlm.datastore.sums import Sums
 from knnlm.errors import DatastoreCorrupt, DatastoreError
@@ -242,12 +242,13 @@ class Datastore:
         for number, places, local in by_segment(flat, self._key_starts):
             segment = self._segments[number]
             mapped = self.arrays.keys(segment, local)
-            if places[-1] - places[0] == len(places) - 1:  # ids that come in order lie side by side
-                # By torch, which uses all cores.
-                out = stored[places[0] : places[-1] + 1]
-                torch.index_select(as_tensor(mapped), 0, torch.from_numpy(local), out=out)
-            else:
+            begin, end = places[0], places[-1] + 1
+            if end - begin > len(places):
                 stored.numpy()[places] = mapped[local]
+            elif len(places) < MANY:  # ids that come in order lie side by side
+                np.take(mapped, local, axis=0, out=stored[begin:end].numpy(), mode="clip")
+            else:  # torch uses all cores, which pays for many
+                torch.index_select(as_tensor(mapped), 0, torch.from_numpy(local), out=stored[begin:end])
             scales[places] = segment.scale
         keys = self.codec.decode(stored, 1.0)
         if (scales != 1).any() and isinstance(self.codec, Plain):

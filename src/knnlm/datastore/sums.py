@@ -38,6 +38,7 @@ class Sums:
         self.on = on
         self._whole: set[Path] = set()
         self._blocks: dict[Path, _Blocks] = {}
+        self._paths: dict[int, Path] = {}
         self._done: set[int] = set()  # the segments whose keys are all compared
 
     def array(self, folder: Path, segment: SegmentRow, name: str) -> None:
@@ -56,7 +57,9 @@ class Sums:
         """Compare the blocks that hold these keys of a segment, each once."""
         if self.done(segment):
             return
-        if self.rows(folder / KEYS, segment.keys_sha256, keys, row_bytes, total=segment.keys):
+        if (path := self._paths.get(segment.id)) is None:  # made once: one token's neighbours are in many segments
+            path = self._paths[segment.id] = folder / KEYS
+        if self.rows(path, segment.keys_sha256, keys, row_bytes, total=segment.keys):
             self._done.add(segment.id)
 
     def rows(self, path: Path, sha256: str, rows: NDArray[np.int64], row_bytes: int, *, total: int) -> bool:
