@@ -42,11 +42,23 @@ def test_pages_that_were_read_are_let_go_where_there_are_too_many(array, monkeyp
     assert read_all(array, lambda _: None) > 3 * SIZE // 4
 
 
-def test_arrays_in_memory_are_no_business_of_it():
+def test_arrays_in_memory_are_no_business_of_it(monkeypatch):
+    monkeypatch.setattr(resident, "MOST", -1)  # always too many
     watching = Resident()
     for _ in range(64):
         watching.touched(np.empty((0, 4)))
-    assert not list(watching._mappings)
+        watching.touched(np.ones(3))
+
+
+def test_what_was_there_first_stays(array, tmp_path, monkeypatch):
+    monkeypatch.setattr(resident, "MOST", SIZE // 2)
+    first = np.asarray(np.memmap(tmp_path / "first", np.uint8, "w+", shape=(8 << 20,)))
+    first[:] = 1
+    watching = Resident()
+    read_all(array, watching.touched)
+    before = mapped_bytes()
+    assert int(first.sum(dtype=np.int64)) == first.size  # its pages are there: reading them brings no more
+    assert mapped_bytes() - before < first.size // 2
 
 
 def test_a_memory_gives_the_same_keys_however_often_pages_are_let_go(lm, tmp_path, monkeypatch):

@@ -1,8 +1,9 @@
-"""Keep mapped files from filling the memory of a process. Knows nothing about what they hold.
+"""Bound how much of mapped files is resident in a process. Knows nothing about what they hold.
 
-Pages of a mapped file that were read stay with the process until somebody else needs the room. A search touches keys
-all over a memory, so in time all of it would count as this process's, and where what a process may hold is limited, it
-would be killed. Letting pages go costs little: the system still has them, and gives them back when they are touched.
+Pages of a mapped file that were read stay with the process for as long as nobody else needs the room. A search touches
+keys all over a memory, so in time all of it would count as this process's. Letting pages go costs a page fault when
+they are touched again, though the system still has them. Keys are read from first to last for each batch, so those
+just read are the ones that are needed last: they go, and what was there first stays.
 """
 
 from __future__ import annotations
@@ -10,36 +11,31 @@ from __future__ import annotations
 import mmap
 from pathlib import Path
 from typing import Any
-from weakref import WeakSet
 
 import numpy as np
 from numpy.typing import NDArray
 
-MOST = 1 << 28  # bytes of mapped files that may become resident before they are let go
+MOST = 384 << 20  # bytes of mapped files that may become resident
 _OFTEN = 4  # reads between two looks
 _STATM = Path("/proc/self/statm")  # where there is none, the system is left to itself
 
 
 class Resident:
-    """The mappings that one owner reads from; those that nobody holds any more are gone, and need nothing."""
+    """Looks after what one owner reads."""
 
     def __init__(self) -> None:
-        self._mappings: WeakSet[mmap.mmap] = WeakSet()
         self._reads = 0
         self._least: int | None = None
 
     def touched(self, array: NDArray[Any]) -> None:
-        """Note that an array was read, and let all pages go where too many have become resident."""
-        if (mapping := _mapping(array)) is not None:
-            self._mappings.add(mapping)
+        """Note that an array was read, and let its pages go where too many have become resident."""
         self._reads += 1
         if self._reads % _OFTEN or not hasattr(mmap, "MADV_DONTNEED"):
             return
         now = mapped_bytes()
         self._least = now if self._least is None else min(self._least, now)
-        if now - self._least > MOST:
-            for known in list(self._mappings):
-                known.madvise(mmap.MADV_DONTNEED)
+        if now - self._least > MOST and (mapping := _mapping(array)) is not None:
+            mapping.madvise(mmap.MADV_DONTNEED)
 
 
 def mapped_bytes() -> int:
