@@ -8,16 +8,19 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from time import perf_counter
 from typing import Any
 
 import httpx
 
-from knnlm import Mixture
+from conftest import documents
+from knnlm import CausalLM, Mixture, build
 from knnlm.serve.keys import Keys
 from knnlm.serve.limits import Limits
 from knnlm.serve.running import Place, Server, address, bind, make_server
 from knnlm.serve.service import Service
+from models import tiny, tiny_tokenizer
 
 
 @dataclass
@@ -50,6 +53,16 @@ class Running:
             answer = client.post(path, json=body)
         assert answer.status_code == 200, answer.text
         return answer.json()
+
+
+def talking(path: Path, template: str) -> Mixture:
+    """A tiny model with a memory that has a chat template and never ends by itself."""
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = template
+    lm = CausalLM(tiny("llama"), tokenizer, name="tiny")
+    lm.model.generation_config.eos_token_id = None
+    store = build(documents(20), path, lm=lm)
+    return Mixture.open(store.path, lm, k=16, temperature=8.0, weight=0.6)
 
 
 @contextmanager

@@ -13,9 +13,9 @@ from safetensors.torch import load_file, save_file
 
 from conftest import documents
 from knnlm import build, compress
+from knnlm.checksums import checksum
 from knnlm.datastore import Datastore, build_index, derive, waiting
 from knnlm.datastore.catalog import FILE, Catalog
-from knnlm.datastore.segment import checksum
 from knnlm.errors import DatastoreCorrupt, ModelMismatch
 from knnlm.guarding import export, merge, repair, verify
 from test_guarding import change, flip, named, tree

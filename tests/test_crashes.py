@@ -19,9 +19,9 @@ import sharing
 from conftest import documents
 from crashing import ROWS, Zygote, complaint
 from knnlm import Datastore, Document, add, build, build_index, compact, remove
+from knnlm.checksums import checksum
 from knnlm.datastore import evidence, open_index
 from knnlm.datastore.catalog import Catalog
-from knnlm.datastore.segment import checksum
 from knnlm.errors import DatastoreError
 from knnlm.guarding import verify
 from knnlm.index import ExactIndex

@@ -142,7 +142,7 @@ def test_all_problems_are_told_not_only_the_first(memory):
 
 def test_numbers_that_cannot_be_are_found_also_where_the_checksums_are_right(memory, pruned):
     """As a writer with a mistake, or with intent, would leave them."""
-    from knnlm.datastore.segment import checksum
+    from knnlm.checksums import checksum
 
     cases = [
         (memory, "keys", np.inf, "no finite numbers"),
@@ -213,7 +213,7 @@ def test_a_map_that_is_damaged_is_named(original, tmp_path):
 
 
 def test_an_index_that_answers_wrongly_is_found_though_its_checksum_is_right(memory):
-    from knnlm.datastore.segment import checksum
+    from knnlm.checksums import checksum
 
     with closing(Datastore.open(memory)) as store:
         width, rows = store.width, store.key_count

@@ -20,10 +20,10 @@ from hypothesis import strategies as st
 
 import knnlm
 from conftest import BESIDE, documents
+from knnlm.checksums import checksum
 from knnlm.datastore import Datastore, build, build_index, derive, open_index
 from knnlm.datastore.catalog import Catalog
 from knnlm.datastore.components import principal_components
-from knnlm.datastore.segment import checksum
 from knnlm.datastore.suffixes import open_suffixes
 from knnlm.errors import DatastoreCorrupt, DatastoreError, IndexInvalid, KnnlmError
 from knnlm.guarding import repair, verify

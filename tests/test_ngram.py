@@ -14,9 +14,9 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from conftest import documents
+from knnlm.checksums import checksum
 from knnlm.datastore import Datastore, build
 from knnlm.datastore.locking import writer_lock
-from knnlm.datastore.segment import checksum
 from knnlm.datastore.suffixes import DEPTH, from_documents, open_suffixes
 from knnlm.errors import DatastoreCorrupt, ParameterError
 from knnlm.memory.context import Context, Run

@@ -19,10 +19,11 @@ from hypothesis import strategies as st
 
 import oracle
 from conftest import contents, documents
+from knnlm.checksums import checksum
 from knnlm.datastore import Datastore, KeyMap, StoredDocument, build, build_index, derive, open_index
 from knnlm.datastore.catalog import FILE, Catalog, SegmentRow
 from knnlm.datastore.components import principal_components
-from knnlm.datastore.segment import ArrayWriter, checksum
+from knnlm.datastore.segment import ArrayWriter
 from knnlm.datastore.store import segment_folder
 from knnlm.errors import DatastoreCorrupt, DatastoreError, ModelMismatch, ParameterError
 from knnlm.index import ExactIndex

@@ -12,10 +12,10 @@ import torch
 from prometheus_client.parser import text_string_to_metric_families
 
 from conftest import documents
-from knnlm import CausalLM, KnnForCausalLM, Mixture, build, evaluate, explain
+from knnlm import KnnForCausalLM, Mixture, evaluate, explain
 from knnlm.corpus import Document
-from models import TEXT, tiny, tiny_tokenizer
-from serving import serving
+from models import TEXT
+from serving import serving, talking
 
 PROMPT = "The memory of a model"
 TEMPLATE = (
@@ -26,13 +26,7 @@ TEMPLATE = (
 
 @pytest.fixture(scope="module")
 def mixture(tmp_path_factory):
-    """A tiny model that has a chat template and never ends by itself."""
-    tokenizer = tiny_tokenizer()
-    tokenizer.chat_template = TEMPLATE
-    lm = CausalLM(tiny("llama"), tokenizer, name="tiny")
-    lm.model.generation_config.eos_token_id = None
-    store = build(documents(20), tmp_path_factory.mktemp("serve") / "memory", lm=lm)
-    return Mixture.open(store.path, lm, k=16, temperature=8.0, weight=0.6)
+    return talking(tmp_path_factory.mktemp("serve") / "memory", TEMPLATE)
 
 
 @pytest.fixture(scope="module")

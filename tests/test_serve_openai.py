@@ -11,12 +11,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from conftest import documents
-from knnlm import CausalLM, KnnForCausalLM, Mixture, build
+from knnlm import KnnForCausalLM
 from knnlm.serve.pieces import Pieces
 from knnlm.serve.sampling import Penalties, Sampler
-from models import tiny, tiny_tokenizer
-from serving import serving
+from serving import serving, talking
 
 PROMPT = "The memory of a model"
 TEMPLATE = "{% for message in messages %}<{{ message['role'] }}>{{ message['content'] }}\n{% endfor %}<assistant>"
@@ -24,12 +22,7 @@ TEMPLATE = "{% for message in messages %}<{{ message['role'] }}>{{ message['cont
 
 @pytest.fixture(scope="module")
 def mixture(tmp_path_factory):
-    tokenizer = tiny_tokenizer()
-    tokenizer.chat_template = TEMPLATE
-    lm = CausalLM(tiny("llama"), tokenizer, name="tiny")
-    lm.model.generation_config.eos_token_id = None
-    store = build(documents(20), tmp_path_factory.mktemp("openai") / "memory", lm=lm)
-    return Mixture.open(store.path, lm, k=16, temperature=8.0, weight=0.6)
+    return talking(tmp_path_factory.mktemp("openai") / "memory", TEMPLATE)
 
 
 @pytest.fixture(scope="module")

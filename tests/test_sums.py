@@ -14,8 +14,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from knnlm.checksums import checksum
 from knnlm.datastore import Datastore, build_index, derive, open_index
-from knnlm.datastore.segment import checksum
 from knnlm.datastore.sums import BLOCK, Sums
 from knnlm.errors import DatastoreCorrupt
 from test_guarding import flip, tree

@@ -20,6 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from knnlm.checksums import checksum
 from knnlm.corpus import Document
 from knnlm.datastore.catalog import FILE, LANGUAGE_MODEL, PARTIAL, Catalog, SegmentRow
 from knnlm.datastore.codec import FILE as CODEC
@@ -30,7 +31,7 @@ from knnlm.datastore.keymap import FILE as MAP
 from knnlm.datastore.ledger import Ledger
 from knnlm.datastore.locking import READERS, WRITER, writer_lock
 from knnlm.datastore.pipeline import Disk, Written, collect, pipelined, room, tokenised
-from knnlm.datastore.segment import ArrayWriter, checksum, remove_others, sync_folder, writing
+from knnlm.datastore.segment import ArrayWriter, remove_others, sync_folder, writing
 from knnlm.datastore.store import VALUES, Datastore, segment_folder, text_hash
 from knnlm.datastore.stored import stored_offset
 from knnlm.datastore.waiting import Waiting

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
+from knnlm.checksums import checksum
 from knnlm.datastore.arrays import INDEX, index_file, index_folder
 from knnlm.datastore.catalog import FILE, SKIPPED, Catalog, IndexRow
 from knnlm.datastore.codec import Codes
@@ -15,7 +16,7 @@ from knnlm.datastore.keys import Keys
 from knnlm.datastore.locking import writer_lock
 from knnlm.datastore.numbering import Numbering
 from knnlm.datastore.purging import purge
-from knnlm.datastore.segment import checksum, sync_file, sync_folder, writing
+from knnlm.datastore.segment import sync_file, sync_folder, writing
 from knnlm.datastore.store import Datastore
 from knnlm.datastore.strangers import check_place
 from knnlm.errors import DatastoreCorrupt, IndexInvalid

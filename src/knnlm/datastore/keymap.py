@@ -14,7 +14,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from knnlm.datastore.segment import checksum, replacing
+from knnlm.checksums import checksum
+from knnlm.datastore.segment import replacing
 from knnlm.datastore.strangers import check_place
 from knnlm.errors import DatastoreCorrupt, ParameterError
 

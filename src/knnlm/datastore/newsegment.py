@@ -7,8 +7,9 @@ from pathlib import Path
 
 from numpy.typing import DTypeLike
 
+from knnlm.checksums import checksum
 from knnlm.datastore.arrays import KEYS, segment_folder
-from knnlm.datastore.segment import ArrayWriter, KeyWriter, checksum, sync_folder, writing
+from knnlm.datastore.segment import ArrayWriter, KeyWriter, sync_folder, writing
 
 
 class NewSegment:

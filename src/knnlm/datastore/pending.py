@@ -22,13 +22,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from knnlm.checksums import checksum
 from knnlm.corpus import Document
 from knnlm.datastore.arrays import KEYS, VALUES, segment_folder
 from knnlm.datastore.catalog import Catalog, RemovedRow, SegmentRow, StoredDocument
 from knnlm.datastore.codec import FILE as CODEC
 from knnlm.datastore.fields import check_fields
 from knnlm.datastore.keymap import FILE as MAP
-from knnlm.datastore.segment import checksum, sync_folder, writing
+from knnlm.datastore.segment import sync_folder, writing
 from knnlm.datastore.strangers import typed
 from knnlm.datastore.waiting import WAITING
 from knnlm.errors import KnnlmError

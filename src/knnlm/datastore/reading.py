@@ -14,11 +14,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from knnlm.checksums import checksum
 from knnlm.datastore.arrays import KEYS, array_shapes, array_sums, segment_folder
 from knnlm.datastore.catalog import SegmentRow
 from knnlm.datastore.codec import Codec, row_bytes
 from knnlm.datastore.resident import Resident
-from knnlm.datastore.segment import checksum, open_array, skip_header
+from knnlm.datastore.segment import open_array, skip_header
 from knnlm.datastore.strangers import check_place
 from knnlm.datastore.sums import Sums, damaged
 from knnlm.errors import DatastoreCorrupt

@@ -6,7 +6,6 @@ depend on the number of rows, is written again at the end with the true one.
 
 from __future__ import annotations
 
-import hashlib
 import math
 import os
 import shutil
@@ -198,15 +197,6 @@ def skip_header(file: BinaryIO) -> int:
     np.lib.format.read_magic(file)
     np.lib.format.read_array_header_1_0(file)
     return file.tell()
-
-
-def checksum(path: Path) -> str:
-    """Hash a file piece by piece."""
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        while piece := file.read(_PIECE):
-            digest.update(piece)
-    return digest.hexdigest()
 
 
 def remove_others(folder: Path, known: Iterable[Path]) -> None:

@@ -30,8 +30,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from knnlm.checksums import checksum
 from knnlm.datastore.locking import writer_lock
-from knnlm.datastore.segment import ArrayWriter, checksum, open_array, sync_folder, writing
+from knnlm.datastore.segment import ArrayWriter, open_array, sync_folder, writing
 from knnlm.datastore.store import Datastore
 from knnlm.datastore.strangers import check_place
 from knnlm.errors import DatastoreCorrupt, DatastoreError, ParameterError
@@ -39,7 +40,6 @@ from knnlm.progress import Progress, silent
 
 Ints: TypeAlias = NDArray[np.int64]
 Small: TypeAlias = NDArray[np.int32]
-
 DEPTH = 64  # numbers by which two places are compared, at least
 FOLDER, _FACTS = "ngram", "facts.json"
 _FORMAT = 1

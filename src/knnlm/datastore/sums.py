@@ -19,9 +19,9 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from knnlm.checksums import checksum
 from knnlm.datastore.arrays import KEYS, array_sums
 from knnlm.datastore.catalog import SegmentRow
-from knnlm.datastore.segment import checksum
 from knnlm.errors import DatastoreCorrupt
 
 BLOCK = 1 << 16

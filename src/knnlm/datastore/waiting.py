@@ -18,6 +18,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from knnlm.checksums import checksum
 from knnlm.datastore.catalog import SegmentRow
 from knnlm.datastore.codec import FILE as CODEC
 from knnlm.datastore.codec import Codec, Plain, save_codec
@@ -25,7 +26,7 @@ from knnlm.datastore.coding import Storage, fit_codec, parse_storage
 from knnlm.datastore.keymap import FILE as MAP
 from knnlm.datastore.keymap import KeyMap
 from knnlm.datastore.ledger import Ledger
-from knnlm.datastore.segment import ArrayWriter, KeyWriter, checksum, open_array, sync_folder, writing
+from knnlm.datastore.segment import ArrayWriter, KeyWriter, open_array, sync_folder, writing
 from knnlm.datastore.store import KEYS, segment_folder
 from knnlm.datastore.stored import fact, stored_codec, stored_map
 from knnlm.errors import DatastoreCorrupt

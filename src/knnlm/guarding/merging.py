@@ -19,13 +19,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from knnlm.checksums import checksum
 from knnlm.datastore.arrays import COUNTS, KEPT, KEYS, VALUES, array_shapes, segment_folder
 from knnlm.datastore.catalog import FILE, LANGUAGE_MODEL, WISH, Catalog, SegmentRow, StoredDocument
 from knnlm.datastore.codec import Plain
 from knnlm.datastore.derive import check_out
 from knnlm.datastore.locking import writer_lock
 from knnlm.datastore.newsegment import NewSegment
-from knnlm.datastore.segment import checksum, remove_others, replacing
+from knnlm.datastore.segment import remove_others, replacing
 from knnlm.datastore.store import Datastore
 from knnlm.errors import DatastoreCorrupt, DatastoreError, ModelMismatch, ParameterError
 from knnlm.guarding.wishing import fulfil, read_wish, wish

@@ -10,6 +10,7 @@ from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
+from knnlm.checksums import checksum
 from knnlm.datastore.arrays import index_file, segment_folder
 from knnlm.datastore.builder import ADAPTED
 from knnlm.datastore.catalog import FILE, Catalog, SegmentRow
@@ -19,7 +20,6 @@ from knnlm.datastore.indexing import open_index
 from knnlm.datastore.keymap import FILE as MAP_FILE
 from knnlm.datastore.pending import FILE as PENDING
 from knnlm.datastore.pending import Pending
-from knnlm.datastore.segment import checksum
 from knnlm.datastore.store import Datastore
 from knnlm.datastore.strangers import check_place
 from knnlm.datastore.suffixes import FOLDER as NGRAM

@@ -6,22 +6,21 @@ without such a file is loaded as it is: it is somebody else's.
 
 from __future__ import annotations
 
-import hashlib
 import re
 from pathlib import Path
 
+from knnlm.checksums import checksum
 from knnlm.errors import ModelError
 
 FILE = "knnlm.sha256"
 _LINE = re.compile(r"([0-9a-f]{64}) [ *]([^/\\\0]+)")
-_PIECE = 1 << 22  # bytes at a time
 _MOST = 1 << 20  # bytes of the list: read whole, so one that only claims to be long must not fill the memory
 
 
 def write_sums(folder: Path, *, without: str) -> None:
     """List the files of a folder, but for one that may change later."""
     files = sorted(file for file in folder.iterdir() if file.is_file() and file.name not in (without, FILE))
-    lines = [f"{_checksum(file)}  {file.name}\n" for file in files]
+    lines = [f"{checksum(file)}  {file.name}\n" for file in files]
     (folder / FILE).write_text("".join(lines), encoding="utf-8")
 
 
@@ -43,7 +42,7 @@ def damaged_files(folder: Path) -> list[tuple[str, str]] | None:
         try:
             if not (folder / name).is_file():
                 found.append((name, "is missing"))
-            elif _checksum(folder / name) != sha256:
+            elif checksum(folder / name) != sha256:
                 found.append((name, "is not as it was written: its SHA-256 is another"))
         except OSError as error:
             found.append((name, f"cannot be read ({error.strerror or error})"))
@@ -60,11 +59,3 @@ def _listed(file: Path) -> dict[str, str]:
     except (OSError, UnicodeDecodeError):
         pass
     return {FILE: ""}
-
-
-def _checksum(file: Path) -> str:
-    digest = hashlib.sha256()
-    with file.open("rb") as opened:
-        while piece := opened.read(_PIECE):
-            digest.update(piece)
-    return digest.hexdigest()
