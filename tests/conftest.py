@@ -76,3 +76,21 @@ def model_folder(lm: CausalLM, tmp_path_factory: pytest.TempPathFactory) -> Path
     lm.model.save_pretrained(folder)
     lm.tokenizer.save_pretrained(folder)
     return folder
+
+
+@pytest.fixture(scope="module")
+def server(mixture):
+    """A server of what the module calls its mixture."""
+    from serving import serving
+
+    with serving(mixture) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def client(server):
+    """The real client of OpenAI's API, asking that server."""
+    import openai
+
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="any", max_retries=0) as made:
+        yield made

@@ -29,18 +29,6 @@ def mixture(tmp_path_factory):
     return talking(tmp_path_factory.mktemp("serve") / "memory", TEMPLATE)
 
 
-@pytest.fixture(scope="module")
-def server(mixture):
-    with serving(mixture) as running:
-        yield running
-
-
-@pytest.fixture(scope="module")
-def client(server):
-    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="any", max_retries=0) as made:
-        yield made
-
-
 def generated(mixture, prompt, tokens):
     """The text that transformers' own loop makes."""
     given = torch.tensor([mixture.lm.prompt(prompt)])

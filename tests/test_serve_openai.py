@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from knnlm import KnnForCausalLM
 from knnlm.serve.pieces import Pieces
 from knnlm.serve.sampling import Penalties, Sampler
-from serving import serving, talking
+from serving import talking
 
 PROMPT = "The memory of a model"
 TEMPLATE = "{% for message in messages %}<{{ message['role'] }}>{{ message['content'] }}\n{% endfor %}<assistant>"
@@ -23,18 +23,6 @@ TEMPLATE = "{% for message in messages %}<{{ message['role'] }}>{{ message['cont
 @pytest.fixture(scope="module")
 def mixture(tmp_path_factory):
     return talking(tmp_path_factory.mktemp("openai") / "memory", TEMPLATE)
-
-
-@pytest.fixture(scope="module")
-def server(mixture):
-    with serving(mixture) as running:
-        yield running
-
-
-@pytest.fixture(scope="module")
-def client(server):
-    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="any", max_retries=0) as made:
-        yield made
 
 
 def written(mixture, tokens, count, *, presence=0.0, frequency=0.0, bias=None):

@@ -5,7 +5,6 @@ Carries out each answer with the server's engine, in this process; knows nothing
 
 from __future__ import annotations
 
-import copy
 import json as json_format
 import re
 import sys
@@ -108,9 +107,7 @@ class Talk:
         self.turns: list[dict[str, str]] = []
         self.answer: Answer | None = None
         self.forgotten = 0  # turns that the model could not read any more
-        # With a tokenizer of its own: the engine's thread uses the other.
-        self._lm = copy.copy(engine.mixture.lm)
-        self._lm.tokenizer = copy.deepcopy(self._lm.tokenizer)
+        self._lm = engine.mixture.lm.with_own_tokenizer()  # the engine's thread uses the other
 
     @property
     def has_template(self) -> bool:

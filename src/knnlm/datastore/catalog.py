@@ -92,7 +92,7 @@ class Catalog:
                     connection.execute("PRAGMA query_only=ON")
                 if hold:
                     catalog._hold()
-                schema.check_format(path, catalog.facts(), summed=catalog.summed, copying=copying or not write)
+                schema.check_format(path, catalog.get, summed=catalog.summed, copying=copying or not write)
                 catalog._compare("meta")
             except BaseException:
                 catalog.close()
@@ -208,15 +208,14 @@ class Catalog:
         self._check_held()
         self._compare_both()
         with reporting(self.path):
-            fields_of = fields.fields_by_number(self._connection)
-            for row in self._connection.execute("SELECT * FROM documents ORDER BY number"):
-                yield typed(StoredDocument, (*row, fields_of(row[0])), self.path)
+            yield from self._typed(self._connection.execute("SELECT * FROM documents ORDER BY number"))
 
-    def _typed(self, rows: Iterable[Any]) -> list[StoredDocument]:
+    def _typed(self, rows: Iterable[Any]) -> Iterator[StoredDocument]:
         """Make documents of rows, with their fields."""
         with reporting(self.path):
             fields_of = fields.fields_by_number(self._connection)
-            return [typed(StoredDocument, (*row, fields_of(row[0])), self.path) for row in rows]
+            for row in rows:
+                yield typed(StoredDocument, (*row, fields_of(row[0])), self.path)
 
     def documents_of(self, segment: int) -> list[StoredDocument]:
         """List the documents of one segment."""
@@ -234,7 +233,7 @@ class Catalog:
             -1 if limit is None else limit,
             first,
         )
-        return self._typed(found)
+        return list(self._typed(found))
 
     def document_count(self, condition: str = "1", values: Sequence[Any] = ()) -> int:
         """Count the documents, all or those that fit a condition in SQL."""

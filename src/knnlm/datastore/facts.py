@@ -34,14 +34,15 @@ def load_facts(file: Path, *, version: int, missing: str, again: str) -> dict[st
 
 def summed(facts: dict[str, Any]) -> dict[str, Any]:
     """Add what vouches for facts that JSON can keep."""
-    return {**facts, SUM: _sum(facts)}
+    return {**facts, SUM: hash_facts(facts)}
 
 
 def check_sum(file: Path, facts: dict[str, Any], again: str) -> None:
     """Refuse facts that are not as they were written; older files have nothing to compare with."""
-    if SUM in facts and facts[SUM] != _sum({name: facts[name] for name in facts if name != SUM}):
+    if SUM in facts and facts[SUM] != hash_facts({name: facts[name] for name in facts if name != SUM}):
         raise DatastoreCorrupt(f"{file} is not as it was written: its SHA-256 is another. {again}")
 
 
-def _sum(facts: dict[str, Any]) -> str:
+def hash_facts(facts: dict[str, Any]) -> str:
+    """Give the SHA-256 of facts that JSON can keep, in whatever order they are."""
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()

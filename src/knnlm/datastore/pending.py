@@ -27,6 +27,7 @@ from knnlm.corpus import Document
 from knnlm.datastore.arrays import KEYS, VALUES, segment_folder
 from knnlm.datastore.catalog import Catalog, RemovedRow, SegmentRow, StoredDocument
 from knnlm.datastore.codec import FILE as CODEC
+from knnlm.datastore.facts import hash_facts
 from knnlm.datastore.fields import check_fields
 from knnlm.datastore.keymap import FILE as MAP
 from knnlm.datastore.segment import sync_folder, writing
@@ -51,7 +52,7 @@ class Pending:
         self._folder, self._catalog = folder, catalog
         self._file = folder / FILE
         self._size = 0  # of what is sound of the file
-        self._like = _hash({name: catalog.get(name) for name in _LIKE})
+        self._like = hash_facts({name: catalog.get(name) for name in _LIKE})[:16]
         self._facts: dict[str, Any] = {}
         self._segments: dict[int, SegmentRow] = {}
         self._documents: dict[int, list[StoredDocument]] = {}  # rows are counted from the segment's first
@@ -273,7 +274,3 @@ def _lines(file: BinaryIO) -> Iterator[bytes]:
 
 def _has_sum(path: Path, sha256: Any) -> bool:
     return path.is_file() and checksum(path) == sha256
-
-
-def _hash(facts: dict[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]

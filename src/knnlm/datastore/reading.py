@@ -37,7 +37,7 @@ class Arrays:
         self._row_bytes = row_bytes(codec)
         self.sums = Sums(on=check)
         self._resident = Resident()
-        self._folder = lru_cache(maxsize=_MAPPINGS)(partial(segment_folder, path))  # one token asks for many
+        self._keys_file = lru_cache(maxsize=_MAPPINGS)(partial(_keys_file, path))  # one token asks for many
         # Mapped when needed and let go again: each mapping holds a file handle, and a system has few. The cache knows
         # nothing of its owner, so that a memory that is forgotten lets go of its files at once.
         self.mapped = lru_cache(maxsize=_MAPPINGS)(partial(_open_sound, path, codec, self.sums))
@@ -63,7 +63,7 @@ class Arrays:
         """Fill (n, W) with the keys of a segment from this one on, as they are stored."""
         self._compare(segment, np.arange(first, first + len(out)))
         # Plain reads rather than the mapping: mapped pages would count as memory of this process.
-        with (segment_folder(self._path, segment.id) / KEYS).open("rb") as file:
+        with self._keys_file(segment.id).open("rb") as file:
             file.seek(skip_header(file) + first * self._row_bytes)
             if file.readinto(out.view(np.uint8).data) < len(out) * self._row_bytes:
                 raise DatastoreCorrupt(f"{file.name} was cut short. Build the memory again.")
@@ -89,7 +89,11 @@ class Arrays:
     def _compare(self, segment: SegmentRow, keys: NDArray[np.int64]) -> None:
         """See that these keys of a segment are as they were written, where that was not seen yet."""
         if not self.sums.done(segment):
-            self.sums.keys(self._folder(segment.id), segment, keys, self._row_bytes)
+            self.sums.keys(self._keys_file(segment.id), segment, keys, self._row_bytes)
+
+
+def _keys_file(path: Path, number: int) -> Path:
+    return segment_folder(path, number) / KEYS
 
 
 def as_tensor(array: NDArray[Any]) -> Tensor:

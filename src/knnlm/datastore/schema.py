@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sqlite3
-from collections.abc import Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -62,9 +62,9 @@ CREATE TABLE digests (part TEXT PRIMARY KEY, sum TEXT NOT NULL) WITHOUT ROWID;
 NEWEST = BUILT + DERIVED + LIVING + FIELDED + SUMMED
 
 
-def check_format(path: Path, facts: Mapping[str, object], *, summed: bool, copying: bool) -> None:
+def check_format(path: Path, get: Callable[[str], object], *, summed: bool, copying: bool) -> None:
     """Refuse a catalog that this knnlm does not know, and an unfinished copy unless one is `copying`."""
-    found, folder = facts.get("format"), path.parent
+    found, folder = get("format"), path.parent
     if found is None:
         raise DatastoreCorrupt(f"{path} is not a knnlm catalog. Build the memory again.")
     if type(found) is not int or not 1 <= found <= VERSION:
@@ -75,7 +75,7 @@ def check_format(path: Path, facts: Mapping[str, object], *, summed: bool, copyi
         )
     if found == VERSION and not summed:
         raise DatastoreCorrupt(f"{path} is damaged (it has no sums). Restore it, or build the memory again.")
-    if not copying and facts.get("derived") is not None and facts.get("state") != "complete":
+    if not copying and get("derived") is not None and get("state") != "complete":
         raise DatastoreError(
             f"{folder} is an unfinished copy of another memory, as knnlm prune and knnlm distill --into keys make "
             "them. Finish it with the command that began it, choose another --out, or remove it."

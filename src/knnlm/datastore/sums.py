@@ -38,7 +38,6 @@ class Sums:
         self.on = on
         self._whole: set[Path] = set()
         self._blocks: dict[Path, _Blocks] = {}
-        self._paths: dict[int, Path] = {}
         self._done: set[int] = set()  # the segments whose keys are all compared
 
     def array(self, folder: Path, segment: SegmentRow, name: str) -> None:
@@ -53,12 +52,10 @@ class Sums:
         """Say whether nothing of a segment's keys is left to compare."""
         return not self.on or segment.id in self._done
 
-    def keys(self, folder: Path, segment: SegmentRow, keys: NDArray[np.int64], row_bytes: int) -> None:
+    def keys(self, path: Path, segment: SegmentRow, keys: NDArray[np.int64], row_bytes: int) -> None:
         """Compare the blocks that hold these keys of a segment, each once."""
         if self.done(segment):
             return
-        if (path := self._paths.get(segment.id)) is None:  # made once: one token's neighbours are in many segments
-            path = self._paths[segment.id] = folder / KEYS
         if self.rows(path, segment.keys_sha256, keys, row_bytes, total=segment.keys):
             self._done.add(segment.id)
 

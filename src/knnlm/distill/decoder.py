@@ -10,7 +10,6 @@ Knows nothing about mixing what comes of it.
 from __future__ import annotations
 
 import copy
-import os
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -24,7 +23,7 @@ from safetensors import SafetensorError
 
 from knnlm.datastore import Datastore
 from knnlm.datastore.locking import writer_lock
-from knnlm.datastore.segment import sync_folder, writing
+from knnlm.datastore.segment import sync_file, sync_folder, writing
 from knnlm.distill.curve import draw_curve
 from knnlm.distill.settings import check_same
 from knnlm.distill.student import Student, open_student
@@ -256,8 +255,7 @@ def _publish(work: Path, folder: Path, training: Training, student: Student, car
         save_card(made, card)
         for file in made.rglob("*"):
             if file.is_file():
-                with file.open("rb") as handle:
-                    os.fsync(handle.fileno())
+                sync_file(file)
         sync_folder(made)
         made.rename(folder)
         sync_folder(folder.parent)

@@ -7,6 +7,7 @@ this class the model behaves as if the class did not exist.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -129,6 +130,12 @@ class CausalLM:
             )
         context = context if context is not None else min(1024, self.longest or 1024)
         return WindowShape(context, stride if stride is not None else max(1, context // 2))
+
+    def with_own_tokenizer(self) -> CausalLM:
+        """Give the same model with a copy of its tokenizer, which only one thread may use at a time."""
+        made = copy.copy(self)
+        made.tokenizer = copy.deepcopy(self.tokenizer)
+        return made
 
     def encode(self, text: str) -> list[int]:
         """Turn text into tokens, without special ones."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import threading
 from collections.abc import Sequence
 from itertools import islice
@@ -31,7 +30,7 @@ class Library:
     def __init__(self, path: Path, lm: CausalLM) -> None:
         self.path = path
         # A tokenizer must not be used by two threads at once, so those who read and who add have their own.
-        self.lm, self._adding = _with_own_tokenizer(lm), _with_own_tokenizer(lm)
+        self.lm, self._adding = lm.with_own_tokenizer(), lm.with_own_tokenizer()
         self._store = Datastore.open(path)
         self._lock = threading.Lock()
         self._changing = threading.Lock()
@@ -101,13 +100,6 @@ class Library:
             before, self._store = self._store, self._store.reopen()
             before.close()
         return self._store
-
-
-def _with_own_tokenizer(lm: CausalLM) -> CausalLM:
-    """Give the same model with a copy of its tokenizer."""
-    made = copy.copy(lm)
-    made.tokenizer = copy.deepcopy(lm.tokenizer)
-    return made
 
 
 def _has(document: StoredDocument, wanted: str) -> bool:
