@@ -80,7 +80,10 @@ def test_some_are_measured_and_the_rest_is_moved_by_what_those_spread_over_it_ar
         claimed = [given[number] for number in answer.ids[row].tolist()]
         np.testing.assert_allclose(claimed, answer.distances[row], rtol=1e-4, atol=1e-4)
     assert (answer.distances.diff(dim=1) >= 0).all()
-    assert sum(len(read) for read in vectors.reads) == measured * len(queries)  # nobody else was read
+    few = max(1, measured // 8)
+    measured_places = [*range(measured - few), *np.round(np.linspace(measured - few, 49, few)).astype(int)]
+    # Nobody else was read, and nobody twice.
+    assert torch.cat(vectors.reads).tolist() == sorted(set(shortlist.ids[:, measured_places].flatten().tolist()))
 
 
 def test_moved_distances_are_nearer_to_the_truth_than_those_of_codes():
@@ -133,15 +136,14 @@ def test_missing_neighbours_stay_missing_and_change_nothing(there):
         np.testing.assert_allclose(answer.distances[row], np.sort(expected), rtol=1e-4, atol=1e-4)
 
 
-def test_vectors_are_read_in_the_order_of_their_numbers_and_in_pieces(monkeypatch):
+def test_vectors_are_read_once_in_the_order_of_their_numbers_and_in_pieces(monkeypatch):
     monkeypatch.setattr("knnlm.index.rerank._ROWS", 50)
     keys, queries = made(queries=20)
     vectors = Watched(keys)
     ids = torch.from_numpy(np.random.default_rng(2).integers(-1, 500, size=(20, 17)))
     found = measure(vectors, torch.from_numpy(queries), ids, metric="l2")
     read = torch.cat(vectors.reads)
-    assert (read.diff() >= 0).all()
-    assert len(read) == ids.numel()
+    assert read.tolist() == sorted(set(ids.flatten().tolist()))  # each once, whoever asks for it
     assert max(len(one) for one in vectors.reads) == 50
     exact = np.stack([oracle.distances(query, keys) for query in queries])
     expected = np.where(ids.numpy() < 0, np.inf, np.take_along_axis(exact, ids.clamp(min=0).numpy(), 1))

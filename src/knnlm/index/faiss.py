@@ -117,6 +117,19 @@ class FaissIndex:
         return Neighbours(found.to(queries.device), distances.to(queries.device))
 
 
+def pair_distances(queries: Tensor, one: Tensor, keys: Tensor, other: Tensor, *, metric: str) -> Tensor:
+    """Measure pairs, queries[one[i]] and keys[other[i]] for every i, without making an array of either; (n,) float32.
+
+    All are on the CPU, contiguous, in float32 and int64.
+    """
+    faiss = _faiss()
+    found = torch.empty(len(one))
+    work = faiss.pairwise_indexed_inner_product if metric == "ip" else faiss.pairwise_indexed_L2sqr
+    arrays = (faiss.swig_ptr(array.numpy()) for array in (queries, one, keys, other, found))
+    work(queries.shape[1], len(one), *arrays)
+    return found.neg_() if metric == "ip" else found
+
+
 def _train(index: Any, spec: str, vectors: Vectors, progress: Progress) -> None:
     """Train on as many vectors as the centroids need, taken evenly from all."""
     ivf = _lists(index)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from knnlm.index.base import Index, Neighbours, Vectors
+from knnlm.index.faiss import pair_distances
 
 MEASURED = 128  # of a query's shortlist
 _SPREAD = 8  # one in so many of them is from the rest of the list, not from its beginning
@@ -96,19 +97,19 @@ def remeasure(vectors: Vectors, queries: Tensor, ids: Tensor, *, metric: str) ->
 def measure(vectors: Vectors, queries: Tensor, ids: Tensor, *, metric: str) -> Tensor:
     """Give the exact distances of ids (N, k), inf where there is none.
 
-    Vectors are read in the order of their numbers, whichever query asks for them: they lie in a file that is mapped
-    into memory, and neighbours of neighbouring positions are often the same.
+    Vectors are read once each, in the order of their numbers, whichever queries ask for them: they lie in a file that
+    is mapped into memory, and neighbours of neighbouring positions are often the same.
     """
     numbers, order = ids.reshape(-1).cpu().sort()
     owners = order.div(max(1, ids.shape[1]), rounding_mode="floor")
-    asked = queries.detach().float().cpu()
+    different, places = torch.unique_consecutive(numbers, return_inverse=True)
+    asked = queries.detach().float().cpu().contiguous()
     found = torch.empty(len(numbers))
-    for begin in range(0, len(numbers), _ROWS):
-        part = slice(begin, begin + _ROWS)
-        keys, theirs = vectors.take(numbers[part]), asked.index_select(0, owners[part])  # (n, D), (n, D)
-        if metric == "ip":
-            found[part] = theirs.mul_(keys).sum(1).neg_()
-        else:
-            found[part] = theirs.sub_(keys).square_().sum(1)
+    begin = 0
+    for first in range(0, len(different), _ROWS):
+        end = int(torch.searchsorted(places, first + _ROWS))
+        keys = vectors.take(different[first : first + _ROWS])  # (n, D)
+        found[begin:end] = pair_distances(asked, owners[begin:end], keys, places[begin:end] - first, metric=metric)
+        begin = end
     found.masked_fill_(numbers < 0, torch.inf)
     return torch.empty(len(numbers)).scatter_(0, order, found).view(ids.shape).to(queries.device)
