@@ -18,6 +18,7 @@ ROWS = [
     {"datastore"},
     {"memory"},
     {"mixture"},
+    {"scoring"},
     {"evaluation", "trace", "sweeping", "fitting", "tuning", "generate", "explanation", "distill", "prune", "guarding"},
     {"adaptation", "bench", "demo", "report", "serve"},
     {"cli"},

@@ -15,6 +15,7 @@ from knnlm.errors import CorpusError, ParameterError
 from knnlm.memory import Voters
 from knnlm.mixture import Batch, Fixed, Mixture
 from knnlm.progress import Progress, silent
+from knnlm.scoring import scores
 
 _NAMED = 3  # sources that are kept by name
 _BATCH, _GROUP = 1024, 8192  # tokens that are read at once, and tokens that are packed into batches together
@@ -139,14 +140,13 @@ def evaluate(
     tally = Tally()
     sums = torch.zeros(3, dtype=torch.float64)
     parts = torch.zeros(len(mixture.part_names), dtype=torch.float64)
-    for _, batch in read_all(
+    read = read_all(
         mixture, documents, tally=tally, limit=limit, batch_tokens=batch_tokens, total=total, progress=progress
-    ):
-        prediction = mixture.predict(batch.logits, batch.context)
-        each = prediction.each_of(batch.targets)  # (N, M): model, then every part of every memory
-        columns = torch.stack([each[:, 0], prediction.weigh(each), each.nan_to_num(nan=-torch.inf).amax(1)])
-        sums += columns.double().sum(1).cpu()
-        parts += prediction.weights.double().sum(0).cpu()
+    )
+    for found in scores(mixture, (batch for _, batch in read)):
+        best = found.each.nan_to_num(nan=-torch.inf).amax(1)
+        sums += torch.stack([found.each[:, 0], found.mixed, best]).double().sum(1).cpu()
+        parts += found.weights.double().sum(0).cpu()
     weights = mixture.weights
     shares = describe(mixture, weights.values if isinstance(weights, Fixed) else (parts / tally.tokens).tolist())
     return summary(tally, sums.tolist(), shares, mixture.weights.kind, seconds=time.perf_counter() - begin)
