@@ -209,38 +209,42 @@ async def _answer(service: Service, request: Request, asked: Asked, body: schema
 
 async def _whole(service: Service, asked: Asked, form: Form) -> dict[str, Any]:
     choices, made = _choices(service, asked), 0
-    async for number, ticket, event in service.events(asked.orders):
-        choice = choices[number * asked.orders[0].copies + getattr(event, "copy", 0)]
-        choice.trace = ticket.texts[getattr(event, "copy", 0)].id
-        if isinstance(event, Said):
-            choice.tokens += event.tokens
-        elif isinstance(event, Ended):
-            choice.reason, made = event.reason, made + event.generated
+    async for came in service.events(asked.orders):
+        for number, ticket, event in came:
+            choice = choices[number * asked.orders[0].copies + getattr(event, "copy", 0)]
+            choice.trace = ticket.texts[getattr(event, "copy", 0)].id
+            if isinstance(event, Said):
+                choice.tokens += event.tokens
+            elif isinstance(event, Ended):
+                choice.reason, made = event.reason, made + event.generated
     return form.whole(choices, _usage(asked, made))
 
 
-async def _chunks(service: Service, asked: Asked, form: Form, *, usage: bool) -> AsyncIterator[dict[str, Any]]:
-    """Give the chunks of a stream."""
+async def _chunks(service: Service, asked: Asked, form: Form, *, usage: bool) -> AsyncIterator[bytes]:
+    """Give the chunks of a stream as server-sent events; those that are there at the same time are written at once."""
     choices, made = _choices(service, asked), 0
-    async for number, ticket, event in service.events(asked.orders):
-        copy = getattr(event, "copy", 0)
-        choice = choices[number * asked.orders[0].copies + copy]
-        choice.trace = ticket.texts[copy].id
-        if isinstance(event, Said):
-            yield form.chunk(choice, event.tokens)
-        elif isinstance(event, Ended):
-            choice.reason, made = event.reason, made + event.generated
-            yield form.chunk(choice, [])
+    async for came in service.events(asked.orders):
+        written = []
+        for number, ticket, event in came:
+            copy = getattr(event, "copy", 0)
+            choice = choices[number * asked.orders[0].copies + copy]
+            choice.trace = ticket.texts[copy].id
+            if isinstance(event, Said):
+                written.append(_event(form.chunk(choice, event.tokens)))
+            elif isinstance(event, Ended):
+                choice.reason, made = event.reason, made + event.generated
+                written.append(_event(form.chunk(choice, [])))
+        yield b"".join(written)
     if usage:
-        yield form.last(_usage(asked, made))
+        yield _event(form.last(_usage(asked, made)))
 
 
-async def _stream(first: dict[str, Any], chunks: AsyncIterator[dict[str, Any]]) -> AsyncIterator[bytes]:
-    """Write chunks as server-sent events; an error in the middle is one too."""
+async def _stream(first: bytes, chunks: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+    """Write chunks; an error in the middle is one too."""
     try:
-        yield _event(first)
+        yield first
         async for chunk in chunks:
-            yield _event(chunk)
+            yield chunk
     except OrderFailed as error:
         yield _event(error_body(error.status, str(error)))
     finally:
@@ -287,10 +291,11 @@ async def _tokens(service: Service, order: Order) -> tuple[str, list[Token]]:
     """Carry out one order, and give the name of its trace and its tokens."""
     tokens: list[Token] = []
     trace = ""
-    async for _, ticket, event in service.events([order]):
-        trace = ticket.texts[0].id
-        if isinstance(event, Said):
-            tokens += event.tokens
+    async for came in service.events([order]):
+        for _, ticket, event in came:
+            trace = ticket.texts[0].id
+            if isinstance(event, Said):
+                tokens += event.tokens
     return trace, tokens
 
 
