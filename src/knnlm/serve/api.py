@@ -15,7 +15,8 @@ from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
 
 from knnlm.errors import KnnlmError, ParameterError
-from knnlm.serve import schema
+from knnlm.records import Document
+from knnlm.serve import document_bodies, schema
 from knnlm.serve.answers import Choice, Form, provenance, totals
 from knnlm.serve.assets import FIRST, load_page
 from knnlm.serve.engine import LATE
@@ -35,6 +36,8 @@ _ERRORS: dict[int | str, dict[str, Any]] = {
 _POLICY = "default-src 'self'; img-src 'self' data:; frame-ancestors 'none'; base-uri 'none'; form-action 'none'"
 _SSE = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}  # no proxy may keep pieces back
 _CODES: dict[type, str] = {UnknownModel: "model_not_found"}
+# Made once, where `json.dumps` would make one for every token.
+_write = json.JSONEncoder(allow_nan=False, separators=(",", ":")).encode
 T = TypeVar("T")
 Number = Annotated[int, Path(ge=0, le=2**63 - 1)]
 
@@ -44,7 +47,7 @@ class Json(JSONResponse):
 
     def render(self, content: Any) -> bytes:
         """Write it."""
-        return json.dumps(content, allow_nan=False, separators=(",", ":")).encode()
+        return _write(content).encode()
 
 
 def make_app(service: Service, keys: Keys | None = None) -> FastAPI:
@@ -253,7 +256,7 @@ async def _stream(first: bytes, chunks: AsyncIterator[bytes]) -> AsyncIterator[b
 
 
 def _event(facts: dict[str, Any]) -> bytes:
-    return b"data: " + json.dumps(facts, allow_nan=False, separators=(",", ":")).encode() + b"\n\n"
+    return b"data: " + _write(facts).encode() + b"\n\n"
 
 
 def _choices(service: Service, asked: Asked) -> list[Choice]:
@@ -346,7 +349,7 @@ async def _aside(service: Service, work: Callable[..., T], *given: Any, change: 
 
 
 def _add_documents(app: FastAPI, service: Service, library: Library) -> None:
-    @app.get("/v1/documents", response_model=schema.DocumentList, responses=_ERRORS)
+    @app.get("/v1/documents", response_model=document_bodies.DocumentList, responses=_ERRORS)
     async def documents(
         query: Annotated[str, Query(max_length=512)] = "",
         offset: Annotated[int, Query(ge=0, le=2**53)] = 0,
@@ -354,7 +357,7 @@ def _add_documents(app: FastAPI, service: Service, library: Library) -> None:
     ) -> Json:
         return Json(await _aside(service, library.list, query=query, offset=offset, limit=limit))
 
-    @app.get("/v1/documents/{number}", response_model=schema.Passage, responses=_ERRORS)
+    @app.get("/v1/documents/{number}", response_model=document_bodies.Passage, responses=_ERRORS)
     async def document(
         number: Number,
         row: Annotated[int | None, Query(ge=0, le=2**63 - 1)] = None,
@@ -363,12 +366,12 @@ def _add_documents(app: FastAPI, service: Service, library: Library) -> None:
     ) -> Json:
         return Json(await _aside(service, library.read, number, row=row, offset=offset, limit=limit))
 
-    @app.post("/v1/documents", response_model=schema.Added, responses=_ERRORS)
-    async def add(body: schema.AddRequest) -> Json:
-        new = [(each.id, each.source or each.id, each.text) for each in body.documents]
+    @app.post("/v1/documents", response_model=document_bodies.Added, responses=_ERRORS)
+    async def add(body: document_bodies.AddRequest) -> Json:
+        new = [Document(each.id, each.source or each.id, each.text, each.fields or {}) for each in body.documents]
         return Json(await _aside(service, library.add, new, change=True))
 
-    @app.delete("/v1/documents/{number}", response_model=schema.Removed, responses=_ERRORS)
+    @app.delete("/v1/documents/{number}", response_model=document_bodies.Removed, responses=_ERRORS)
     async def remove(number: Number) -> Json:
         removed = await _aside(service, library.remove, number, change=True)
         service.engine.recall.clear()  # it may hold words of the document
