@@ -12,7 +12,8 @@ from collections.abc import Callable
 from knnlm.serve.orders import Event
 from knnlm.serve.tickets import Ticket
 
-PAUSE = 0.01  # seconds from one handing over to the next, where nothing is urgent: less than a screen takes for a picture
+# Seconds from one handing over to the next, where nothing is urgent: as long as a screen shows one picture.
+PAUSE = 1 / 60
 
 Post = Callable[[list[tuple[Ticket, Event]]], None]
 

@@ -11,7 +11,7 @@ import math
 import threading
 import time
 from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -21,7 +21,7 @@ from knnlm.serve.engine import LATE, Engine
 from knnlm.serve.library import Library
 from knnlm.serve.limits import Limits
 from knnlm.serve.metrics import Metrics
-from knnlm.serve.orders import Ended, Event, Failed, Order, Said, Token, Wish
+from knnlm.serve.orders import Ended, Event, Failed, Order, Said, Wish, without_neighbours
 from knnlm.serve.outbox import put_each
 from knnlm.serve.pieces import Pieces
 from knnlm.serve.recall import Recall
@@ -326,15 +326,8 @@ class Service:
 
 def _into(queue: asyncio.Queue[tuple[int, Event]], number: int, event: Event) -> None:
     if isinstance(event, Said):
-        event = Said(event.copy, [_light(token) for token in event.tokens])
+        event = Said(event.copy, [without_neighbours(token) for token in event.tokens])
     queue.put_nowait((number, event))
-
-
-def _light(token: Token) -> Token:
-    """Leave out the neighbours, which only scoring again needs: an answer of many tokens would be huge with them."""
-    if token.opinion is None or token.opinion.neighbours is None:
-        return token
-    return replace(token, opinion=replace(token.opinion, neighbours=None))
 
 
 def _sources(order: Order) -> int:
