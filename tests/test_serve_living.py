@@ -131,9 +131,10 @@ def test_the_document_of_the_api_says_what_fields_may_be(server):
         parts = client.get("/openapi.json").json()["components"]["schemas"]
         said = parts["NewDocument"]["properties"]["fields"]["anyOf"][0]
         text, whole = said["additionalProperties"]["anyOf"][:2]
-        most = {"n" * said["propertyNames"]["maxLength"]: "x" * text["maxLength"], "whole": whole["maximum"]}
-        most |= {f"field {number}": whole["minimum"] for number in range(said["maxProperties"] - 2)}
-        for fields, status in ((most, 200), ({**most, "more": 1}, 400), ({**most, "whole": whole["maximum"] + 1}, 400)):
+        least, beyond = int(whole["minimum"]), int(whole["exclusiveMaximum"])
+        most = {"n" * said["propertyNames"]["maxLength"]: "x" * text["maxLength"], "whole": beyond - 1}
+        most |= {f"field {number}": least for number in range(said["maxProperties"] - 2)}
+        for fields, status in ((most, 200), ({**most, "more": 1}, 400), ({**most, "whole": beyond}, 400)):
             body = {"documents": [{"id": "zebra", "text": NEW, "fields": fields}]}
             assert client.post("/v1/documents", json=body).status_code == status
         shown = client.get("/v1/documents", params={"query": "zebra"}).json()["documents"][0]

@@ -28,7 +28,7 @@ _FIELDS: dict[str, Any] = {
     "additionalProperties": {
         "anyOf": [
             {"type": "string", "maxLength": LONGEST},
-            {"type": "integer", "minimum": -LARGEST, "maximum": LARGEST - 1},
+            {"type": "integer", "minimum": -LARGEST, "exclusiveMaximum": LARGEST},  # FastAPI makes them floats
             {"type": "number"},
             {"type": "boolean"},
             {"type": "null"},
