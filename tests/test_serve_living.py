@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 import time
 
@@ -9,8 +10,9 @@ import pytest
 
 import knnlm
 from conftest import documents
-from knnlm import CausalLM, Mixture, build
+from knnlm import CausalLM, Mixture, build, corpus
 from knnlm.corpus import Document
+from knnlm.errors import CorpusError
 from knnlm.serve import engine as engine_module
 from knnlm.serve.keys import Keys
 from knnlm.serve.orders import Order
@@ -66,6 +68,77 @@ def test_what_is_added_is_found_by_the_next_request_and_what_is_removed_by_none(
         after = client.post("/v1/score", json={"text": NEW}).json()
         assert after["perplexity"] == pytest.approx(before["perplexity"], rel=1e-4)
     assert server.service.engine.reopened == 2
+
+
+FIELDS = {"customer": "acme", "year": 2024, "open": True, "share": 0.5, "note": "naïve, 水", "until": None}
+
+
+def test_fields_that_are_sent_are_kept_as_those_of_a_file(server, lm, tmp_path):
+    """The same record by the API and from a file: shown alike, and chosen by the same conditions."""
+    path = server.service.mixture.home.path
+    with server.client(ADMIN) as client:
+        new = [{"id": "sent", "text": NEW, "fields": FIELDS}, {"id": "bare", "text": NEW + " Again."}]
+        assert client.post("/v1/documents", json={"documents": new}).json()["added"] == 2
+        record = {"id": "read", "text": NEW + " And again.", **FIELDS}
+        (tmp_path / "new.jsonl").write_text(json.dumps(record))
+        knnlm.add(list(corpus.read(tmp_path / "new.jsonl")), path, lm=lm)
+        listed = client.get("/v1/documents", params={"limit": 200}).json()["documents"]
+        found = {document["id"]: document["fields"] for document in listed}
+        assert found["sent"] == found["read"] == FIELDS
+        assert all(type(found["sent"][name]) is type(value) for name, value in FIELDS.items())  # True == 1
+        assert found["bare"] == {}
+        number = next(document["number"] for document in listed if document["id"] == "sent")
+        assert client.get(f"/v1/documents/{number}").json()["fields"] == FIELDS
+        assert {document.id for document in knnlm.remove(path, where="customer=acme").documents} == {"sent", "read"}
+        assert {"sent", "bare", "read"} & ids(client) == {"bare"}
+
+
+def ids(client):
+    return {document["id"] for document in client.get("/v1/documents", params={"limit": 200}).json()["documents"]}
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"": 1},
+        {"n" * 257: 1},
+        {"long": "x" * 257},
+        {"several": [1, 2]},
+        {"nested": {"a": 1}},
+        {"huge": 1 << 63},
+        {f"field {number}": number for number in range(65)},
+        {"half": "\ud800"},
+    ],
+    ids=lambda fields: next(iter(fields))[:12] or "nameless",
+)
+def test_fields_that_no_record_can_have_are_refused_in_the_same_words(server, fields):
+    with server.client(ADMIN) as client:
+        before = ids(client)
+        bodies = [{"id": "fine", "text": NEW}, {"id": "zebra", "text": NEW + " Again.", "fields": fields}]
+        body = json.dumps({"documents": bodies})
+        answer = client.post("/v1/documents", content=body, headers={"Content-Type": "application/json"})
+        with pytest.raises(CorpusError) as refused:
+            Document(id="zebra", source="", text=NEW, fields=fields)
+        assert answer.status_code == 400
+        assert answer.json()["error"]["param"] == "documents.1.fields"
+        assert answer.json()["error"]["message"] == f"documents.1.fields{refused.value}."
+        assert ids(client) == before
+
+
+def test_the_document_of_the_api_says_what_fields_may_be(server):
+    """What it allows at most is taken, and one more is not."""
+    with server.client(ADMIN) as client:
+        parts = client.get("/openapi.json").json()["components"]["schemas"]
+        said = parts["NewDocument"]["properties"]["fields"]["anyOf"][0]
+        text, whole = said["additionalProperties"]["anyOf"][:2]
+        least, beyond = int(whole["minimum"]), int(whole["exclusiveMaximum"])
+        most = {"n" * said["propertyNames"]["maxLength"]: "x" * text["maxLength"], "whole": beyond - 1}
+        most |= {f"field {number}": least for number in range(said["maxProperties"] - 2)}
+        for fields, status in ((most, 200), ({**most, "more": 1}, 400), ({**most, "whole": beyond}, 400)):
+            body = {"documents": [{"id": "zebra", "text": NEW, "fields": fields}]}
+            assert client.post("/v1/documents", json=body).status_code == status
+        shown = client.get("/v1/documents", params={"query": "zebra"}).json()["documents"][0]
+        assert shown["fields"] == most
 
 
 def test_a_memory_that_another_process_changes_is_opened_anew_under_texts_in_flight(server, lm):

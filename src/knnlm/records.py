@@ -19,7 +19,7 @@ Fields: TypeAlias = Mapping[str, Scalar]
 
 LONGEST = 256  # characters in a name or a value
 MOST = 64  # fields of a document
-_LARGEST = 1 << 63
+LARGEST = 1 << 63  # whole numbers are smaller
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ def _is_scalar(value: Any) -> bool:
         return len(value) <= LONGEST
     if isinstance(value, float):
         return math.isfinite(value)
-    return value is None or (isinstance(value, int) and -_LARGEST <= value < _LARGEST)
+    return value is None or (isinstance(value, int) and -LARGEST <= value < LARGEST)
 
 
 def _sayable(text: str) -> str:

@@ -34,8 +34,9 @@ class Logits:
     @cached_property
     def _totals(self) -> Tensor:
         """What is to be taken from the logits of each row, (N,); it costs a look at all of them."""
-        parts = [rows.float().logsumexp(1) for rows in self.logits.split(ROWS)]
-        return torch.cat(parts) if parts else torch.zeros(0, device=self.logits.device)
+        if len(self.logits) <= ROWS:
+            return self.logits.float().logsumexp(1)
+        return torch.cat([rows.float().logsumexp(1) for rows in self.logits.split(ROWS)])
 
     def of(self, targets: Tensor) -> Tensor:
         """Give the (N,) log-probabilities of one token a row."""

@@ -25,6 +25,7 @@ class Mixed:
 
     parts: Sequence[Prediction]
     weights: Tensor  # (N, M), rows sum to 1
+    silent: Tensor | None = None  # (N, M) who abstains, where that was asked already
 
     def of(self, targets: Tensor) -> Tensor:
         """Give the (N,) log-probabilities of one token a row, summed in the log domain."""
@@ -57,7 +58,16 @@ class Mixed:
 
     def abstains(self) -> Tensor:
         """Mark the (N,) rows where no part has an opinion."""
-        return torch.stack([part.abstains() for part in self.parts], 1).all(1)
+        return self.each_abstains().all(1)
+
+    def each_abstains(self) -> Tensor:
+        """Mark the (N, M) parts that have no opinion."""
+        return who_abstains(self.parts) if self.silent is None else self.silent
+
+
+def who_abstains(parts: Sequence[Prediction]) -> Tensor:
+    """Ask every part, (N, M)."""
+    return torch.stack([part.abstains() for part in parts], 1)
 
 
 def _add_many(total: Tensor, polled: Sequence[tuple[Votes, Tensor]]) -> Tensor:
@@ -91,8 +101,8 @@ def check_lambda(weight: float) -> None:
 
 def mix(parts: Sequence[Prediction], weights: Sequence[float]) -> Mixed:
     """Mix parts by fixed weights; the weight of a part that abstains goes to the first part, the language model."""
-    abstains = torch.stack([part.abstains() for part in parts], 1)  # (N, M)
-    return Mixed(parts, share(placed(tuple(weights), abstains.device), abstains))
+    abstains = who_abstains(parts)  # (N, M)
+    return Mixed(parts, share(placed(tuple(weights), abstains.device), abstains), abstains)
 
 
 @lru_cache(maxsize=64)

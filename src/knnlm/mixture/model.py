@@ -7,14 +7,13 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-import torch
 from torch import Tensor
 
 from knnlm.datastore import Datastore
 from knnlm.errors import ParameterError
 from knnlm.lm import CausalLM, WindowShape
 from knnlm.memory import LOGITS, Answer, Context, KnnMemory, Memory, Prediction, Source, Spoken
-from knnlm.mixture.fixed import Mixed, mix
+from knnlm.mixture.fixed import Mixed, mix, who_abstains
 from knnlm.mixture.ingredients import DEFAULTS, Ingredients, Written
 from knnlm.mixture.opening import check_model, gather, write_down
 from knnlm.mixture.readers import Batch, Readers
@@ -206,8 +205,8 @@ class Mixture:
     def mix(self, context: Context, lm: Spoken, answers: Sequence[Answer]) -> Mixed:
         """Weigh what was answered."""
         parts = [*lm.parts, *(part for answer in answers for part in answer.parts)]
-        abstains = torch.stack([part.abstains() for part in parts], 1)  # (N, M)
-        return Mixed(parts, self.weights.weigh(context, lm, answers, abstains))
+        abstains = who_abstains(parts)  # (N, M)
+        return Mixed(parts, self.weights.weigh(context, lm, answers, abstains), abstains)
 
     def predict(self, logits: Tensor, context: Context, *, every: bool = True) -> Mixed:
         """Mix what the model says, (N, V) logits, with what the memories say.

@@ -15,7 +15,8 @@ from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
 
 from knnlm.errors import KnnlmError, ParameterError
-from knnlm.serve import schema
+from knnlm.records import Document
+from knnlm.serve import document_bodies, schema
 from knnlm.serve.answers import Choice, Form, provenance, totals
 from knnlm.serve.assets import FIRST, load_page
 from knnlm.serve.engine import LATE
@@ -35,6 +36,8 @@ _ERRORS: dict[int | str, dict[str, Any]] = {
 _POLICY = "default-src 'self'; img-src 'self' data:; frame-ancestors 'none'; base-uri 'none'; form-action 'none'"
 _SSE = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}  # no proxy may keep pieces back
 _CODES: dict[type, str] = {UnknownModel: "model_not_found"}
+# Made once, where `json.dumps` would make one for every token.
+_write = json.JSONEncoder(allow_nan=False, separators=(",", ":")).encode
 T = TypeVar("T")
 Number = Annotated[int, Path(ge=0, le=2**63 - 1)]
 
@@ -44,7 +47,7 @@ class Json(JSONResponse):
 
     def render(self, content: Any) -> bytes:
         """Write it."""
-        return json.dumps(content, allow_nan=False, separators=(",", ":")).encode()
+        return _write(content).encode()
 
 
 def make_app(service: Service, keys: Keys | None = None) -> FastAPI:
@@ -209,38 +212,42 @@ async def _answer(service: Service, request: Request, asked: Asked, body: schema
 
 async def _whole(service: Service, asked: Asked, form: Form) -> dict[str, Any]:
     choices, made = _choices(service, asked), 0
-    async for number, ticket, event in service.events(asked.orders):
-        choice = choices[number * asked.orders[0].copies + getattr(event, "copy", 0)]
-        choice.trace = ticket.texts[getattr(event, "copy", 0)].id
-        if isinstance(event, Said):
-            choice.tokens += event.tokens
-        elif isinstance(event, Ended):
-            choice.reason, made = event.reason, made + event.generated
+    async for came in service.events(asked.orders):
+        for number, ticket, event in came:
+            choice = choices[number * asked.orders[0].copies + getattr(event, "copy", 0)]
+            choice.trace = ticket.texts[getattr(event, "copy", 0)].id
+            if isinstance(event, Said):
+                choice.tokens += event.tokens
+            elif isinstance(event, Ended):
+                choice.reason, made = event.reason, made + event.generated
     return form.whole(choices, _usage(asked, made))
 
 
-async def _chunks(service: Service, asked: Asked, form: Form, *, usage: bool) -> AsyncIterator[dict[str, Any]]:
-    """Give the chunks of a stream."""
+async def _chunks(service: Service, asked: Asked, form: Form, *, usage: bool) -> AsyncIterator[bytes]:
+    """Give the chunks of a stream as server-sent events; those that are there at the same time are written at once."""
     choices, made = _choices(service, asked), 0
-    async for number, ticket, event in service.events(asked.orders):
-        copy = getattr(event, "copy", 0)
-        choice = choices[number * asked.orders[0].copies + copy]
-        choice.trace = ticket.texts[copy].id
-        if isinstance(event, Said):
-            yield form.chunk(choice, event.tokens)
-        elif isinstance(event, Ended):
-            choice.reason, made = event.reason, made + event.generated
-            yield form.chunk(choice, [])
+    async for came in service.events(asked.orders):
+        written = []
+        for number, ticket, event in came:
+            copy = getattr(event, "copy", 0)
+            choice = choices[number * asked.orders[0].copies + copy]
+            choice.trace = ticket.texts[copy].id
+            if isinstance(event, Said):
+                written.append(_event(form.chunk(choice, event.tokens)))
+            elif isinstance(event, Ended):
+                choice.reason, made = event.reason, made + event.generated
+                written.append(_event(form.chunk(choice, [])))
+        yield b"".join(written)
     if usage:
-        yield form.last(_usage(asked, made))
+        yield _event(form.last(_usage(asked, made)))
 
 
-async def _stream(first: dict[str, Any], chunks: AsyncIterator[dict[str, Any]]) -> AsyncIterator[bytes]:
-    """Write chunks as server-sent events; an error in the middle is one too."""
+async def _stream(first: bytes, chunks: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+    """Write chunks; an error in the middle is one too."""
     try:
-        yield _event(first)
+        yield first
         async for chunk in chunks:
-            yield _event(chunk)
+            yield chunk
     except OrderFailed as error:
         yield _event(error_body(error.status, str(error)))
     finally:
@@ -249,7 +256,7 @@ async def _stream(first: dict[str, Any], chunks: AsyncIterator[dict[str, Any]]) 
 
 
 def _event(facts: dict[str, Any]) -> bytes:
-    return b"data: " + json.dumps(facts, allow_nan=False, separators=(",", ":")).encode() + b"\n\n"
+    return b"data: " + _write(facts).encode() + b"\n\n"
 
 
 def _choices(service: Service, asked: Asked) -> list[Choice]:
@@ -287,10 +294,11 @@ async def _tokens(service: Service, order: Order) -> tuple[str, list[Token]]:
     """Carry out one order, and give the name of its trace and its tokens."""
     tokens: list[Token] = []
     trace = ""
-    async for _, ticket, event in service.events([order]):
-        trace = ticket.texts[0].id
-        if isinstance(event, Said):
-            tokens += event.tokens
+    async for came in service.events([order]):
+        for _, ticket, event in came:
+            trace = ticket.texts[0].id
+            if isinstance(event, Said):
+                tokens += event.tokens
     return trace, tokens
 
 
@@ -341,7 +349,7 @@ async def _aside(service: Service, work: Callable[..., T], *given: Any, change: 
 
 
 def _add_documents(app: FastAPI, service: Service, library: Library) -> None:
-    @app.get("/v1/documents", response_model=schema.DocumentList, responses=_ERRORS)
+    @app.get("/v1/documents", response_model=document_bodies.DocumentList, responses=_ERRORS)
     async def documents(
         query: Annotated[str, Query(max_length=512)] = "",
         offset: Annotated[int, Query(ge=0, le=2**53)] = 0,
@@ -349,7 +357,7 @@ def _add_documents(app: FastAPI, service: Service, library: Library) -> None:
     ) -> Json:
         return Json(await _aside(service, library.list, query=query, offset=offset, limit=limit))
 
-    @app.get("/v1/documents/{number}", response_model=schema.Passage, responses=_ERRORS)
+    @app.get("/v1/documents/{number}", response_model=document_bodies.Passage, responses=_ERRORS)
     async def document(
         number: Number,
         row: Annotated[int | None, Query(ge=0, le=2**63 - 1)] = None,
@@ -358,12 +366,12 @@ def _add_documents(app: FastAPI, service: Service, library: Library) -> None:
     ) -> Json:
         return Json(await _aside(service, library.read, number, row=row, offset=offset, limit=limit))
 
-    @app.post("/v1/documents", response_model=schema.Added, responses=_ERRORS)
-    async def add(body: schema.AddRequest) -> Json:
-        new = [(each.id, each.source or each.id, each.text) for each in body.documents]
+    @app.post("/v1/documents", response_model=document_bodies.Added, responses=_ERRORS)
+    async def add(body: document_bodies.AddRequest) -> Json:
+        new = [Document(each.id, each.source or each.id, each.text, each.fields or {}) for each in body.documents]
         return Json(await _aside(service, library.add, new, change=True))
 
-    @app.delete("/v1/documents/{number}", response_model=schema.Removed, responses=_ERRORS)
+    @app.delete("/v1/documents/{number}", response_model=document_bodies.Removed, responses=_ERRORS)
     async def remove(number: Number) -> Json:
         removed = await _aside(service, library.remove, number, change=True)
         service.engine.recall.clear()  # it may hold words of the document

@@ -20,6 +20,7 @@ from knnlm.generate import KnnForCausalLM
 from knnlm.mixture import Mixture
 from knnlm.serve.hearing import Heard, Times, Want, listen
 from knnlm.serve.orders import Ended, Event, Failed, Order, Said, Token, unread
+from knnlm.serve.outbox import Outbox
 from knnlm.serve.recall import Recall, Recollection
 from knnlm.serve.renewing import Unavailable, renew
 from knnlm.serve.rows import Paged, Prompt, Rows, choose_rows, read_prompt
@@ -72,12 +73,11 @@ class Engine:
         self.forward_seconds = 0.0
         self.tokens_read = self.tokens_made = self.turns = self.reopened = 0
         self.mean_seconds = 1.0  # that an order takes, the last ones counting most
-        self.post: Callable[[list[tuple[Ticket, Event]]], None] = _put_each
+        self.outbox = Outbox()
         self._waiting: deque[Ticket] = deque()
         self._entries: deque[_Entry] = deque()
         self._rows: Rows | None = None
         self._texts: list[_Text] = []  # one for each row
-        self._events: list[tuple[Ticket, Event]] = []
         self._wake = threading.Condition()
         self._stopping = False
         self._thread = threading.Thread(target=self._run, name="knnlm-engine", daemon=True)
@@ -148,7 +148,7 @@ class Engine:
             _log.exception("the engine has stopped")
         finally:
             self._fail_all(503, "The server has stopped.")
-            self._deliver()
+            self.outbox.hand_over(at_once=True)
 
     def _wait(self) -> bool:
         """Wait until there is something to do; say whether to go on."""
@@ -160,8 +160,10 @@ class Engine:
     def _turn(self) -> None:
         """Read a token of every text and a piece of new prompts, and tell what follows."""
         self._drop()
+        came = len(self._waiting)
+        if came or self._entries:
+            self.outbox.hand_over(at_once=True)  # this turn may take longer than the last one
         try:
-            came = len(self._waiting)
             if came and self._refresh():
                 # Who comes while the memory is being opened may have added to it before: that is for the next turn.
                 self._admit(came)
@@ -179,7 +181,7 @@ class Engine:
             why = str(error) if isinstance(error, KnnlmError) else "Something went wrong in the server."
             self._fail_all(500, why, waiting=False)
         self.turns += 1
-        self._deliver()
+        self.outbox.hand_over(at_once=not self._texts)
 
     def _refresh(self) -> bool:
         """Open the memory anew where it has changed, so that the next request finds what is there.
@@ -302,13 +304,14 @@ class Engine:
     def _end(self, text: _Text, reason: str) -> None:
         text.ended = reason
         self._say(text, text.writer.finish())
-        self._events.append((text.ticket, Ended(text.copy, "stop" if text.writer.stopped else reason, text.made)))
+        ended = Ended(text.copy, "stop" if text.writer.stopped else reason, text.made)
+        self.outbox.add(text.ticket, ended, urgent=True)
         self.mean_seconds += 0.1 * (time.monotonic() - text.ticket.taken - self.mean_seconds)
 
     def _say(self, text: _Text, tokens: Sequence[Token]) -> None:
         if tokens:
             self.recall.add(text.trace, tokens)
-            self._events.append((text.ticket, Said(text.copy, list(tokens))))
+            self.outbox.add(text.ticket, Said(text.copy, list(tokens)), urgent=text.made <= 1)
 
     def _drop(self) -> None:
         """Let go of what nobody waits for, and of what has taken too long."""
@@ -318,7 +321,7 @@ class Engine:
             late = ticket.order.deadline is not None and now > ticket.order.deadline
             if late and not ticket.cancelled:
                 ticket.cancel()
-                self._events.append((ticket, Failed(504, LATE)))
+                self.outbox.add(ticket, Failed(504, LATE), urgent=True)
             return ticket.cancelled
 
         with self._wake:
@@ -355,12 +358,7 @@ class Engine:
     def _fail(self, tickets: Sequence[Ticket], status: int, message: str) -> None:
         for ticket in dict.fromkeys(tickets):
             ticket.cancel()
-            self._events.append((ticket, Failed(status, message)))
-
-    def _deliver(self) -> None:
-        if self._events:
-            events, self._events = self._events, []
-            self.post(events)
+            self.outbox.add(ticket, Failed(status, message), urgent=True)
 
 
 def _prompt(order: Order) -> Prompt:
@@ -368,11 +366,6 @@ def _prompt(order: Order) -> Prompt:
     if order.windowed:
         return Paged(list(order.tokens[:-1]), document=order.tokens[1:])
     return Prompt(list(order.tokens if order.max_tokens else order.tokens[:-1] if order.echo else ()))
-
-
-def _put_each(events: list[tuple[Ticket, Event]]) -> None:
-    for ticket, event in events:
-        ticket.put(event)
 
 
 def _spelt(text: _Text, token: Token) -> Token:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from itertools import groupby
 from time import perf_counter
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -132,7 +133,8 @@ def _search(wishes: Wishes, heard: Sequence[Heard], groups: Sequence[Group], tim
                 wanted[row] = depth(group.mixture, label, memory)
         if any(wanted):
             began = perf_counter()
-            keys = torch.cat([piece.context.seen[memory.source] for piece in heard])
+            own = [piece.context.seen[memory.source] for piece in heard]
+            keys = torch.cat(own) if len(own) > 1 else own[0]
             found[label] = _search_store(memory, keys, wanted)
             times.search += perf_counter() - began
             times.searched += sum(k > 0 for k in wanted)
@@ -184,7 +186,7 @@ class _Panel:
             self.mixed = Mixed([model], torch.ones(len(self.logits), 1, device=self.logits.device))
             return
         context = join_contexts([context for _, context in pieces])
-        rows = torch.tensor(group.rows, device=self.logits.device)
+        rows = group.rows
         self.found = {label: _rows_of(some, rows) for label, some in found.items() if label in self.mixture.labels}
         looked, lm, self.answers = self.mixture.ask(self.logits, Looked(context.seen, context.runs, found=self.found))
         self.asked = looked.asked
@@ -213,8 +215,8 @@ class _Panel:
         logs = self.mixed.each_of(target)  # (N, M)
         weights = self.mixed.weights  # (N, M)
         mixed = self.mixed.weigh(logs)
-        abstains = torch.stack([part.abstains() for part in self.mixed.parts], 1)
-        neighbours = self._neighbours(target)
+        abstains = self.mixed.each_abstains()
+        neighbours = self._neighbours(targets)
         made = []
         columns = (logs.tolist(), weights.tolist(), abstains.tolist(), mixed.tolist())
         for row, (own, weight, gone, log_p) in enumerate(zip(*columns, strict=True)):
@@ -231,7 +233,7 @@ class _Panel:
             made.append(token)
         return made
 
-    def _neighbours(self, targets: Tensor) -> list[Neighbours] | None:
+    def _neighbours(self, targets: Sequence[int]) -> list[Neighbours] | None:
         """Keep what scoring again needs of the neighbours of the store whose settings may be changed."""
         if self.mixture is None or self.wishes.own is None:
             return None
@@ -245,7 +247,10 @@ class _Panel:
         if label in self.found and self.asked is None and isinstance(base, KnnMemory):
             # More than have voted may have been found; scoring again may let them vote.
             found = self.found[label].nearest(depth(self.mixture, label, base))
-        hits = (found.values == targets[:, None]).to(torch.int8).masked_fill_(found.ids < 0, -1).cpu().numpy()
+        # By NumPy, whose small steps cost a fraction of what torch's do.
+        ids, values = found.ids.cpu().numpy(), found.values.cpu().numpy()
+        hits = (values == np.array(targets)[:, None]).astype(np.int8)
+        hits[ids < 0] = -1
         distances = found.distances.float().cpu().numpy()
         counts = None if found.counts is None else found.counts.float().cpu().numpy()
         return [
@@ -254,9 +259,10 @@ class _Panel:
         ]
 
 
-def _rows_of(found: Found, rows: Tensor) -> Found:
-    if len(rows) == len(found.ids) and bool((rows[:-1] < rows[1:]).all()):
+def _rows_of(found: Found, wanted: Sequence[int]) -> Found:
+    if list(wanted) == list(range(len(found.ids))):
         return found
+    rows = torch.tensor(wanted, device=found.ids.device)
     counts = None if found.counts is None else found.counts[rows]
     return Found(found.ids[rows], found.distances[rows], found.values[rows], counts)
 

@@ -79,11 +79,10 @@ class Library:
                 "more": stop < end,
             }
 
-    def add(self, documents: Sequence[tuple[str, str, str]]) -> dict[str, Any]:
-        """Remember (id, source, text) documents; those whose text is there already are skipped."""
-        new = [Document(id=name, source=source, text=text) for name, source, text in documents]
+    def add(self, documents: Sequence[Document]) -> dict[str, Any]:
+        """Remember documents; those whose text is there already are skipped."""
         with self._changing:
-            made = add(new, self.path, lm=self._adding, wait=_WAIT)
+            made = add(documents, self.path, lm=self._adding, wait=_WAIT)
         return {"added": made.documents, "skipped": made.skipped, "tokens": made.tokens}
 
     def remove(self, number: int) -> dict[str, Any]:

@@ -91,6 +91,28 @@ def unread(token: int) -> Token:
     return Token(token, math.nan, math.nan, None, math.nan, 0.0, None)
 
 
+def without_neighbours(token: Token) -> Token:
+    """Leave out what only scoring again needs: an answer of many tokens would be huge with it."""
+    said = token.opinion
+    if said is None or said.neighbours is None:
+        return token
+    light = Opinion(said.logs, said.weights, said.abstains, None)
+    # Written out, since `dataclasses.replace` takes some times as long, for every token.
+    return Token(
+        token.id,
+        token.log_p,
+        token.p_lm,
+        token.p_knn,
+        token.p,
+        token.weight,
+        light,
+        token.sources,
+        token.shares,
+        token.top,
+        token.text,
+    )
+
+
 @dataclass(frozen=True)
 class Said:
     """Tokens of one continuation whose text is settled."""

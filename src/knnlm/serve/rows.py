@@ -116,6 +116,7 @@ class Together:
 
     def __init__(self, model: KnnForCausalLM) -> None:
         self.model = model
+        self.device = model.mixture.lm.device  # to look for it takes as long as a small layer
         self.cache: Any = None
         self.lengths: list[int] = []
 
@@ -147,7 +148,7 @@ class Together:
         if list(rows) == list(range(len(self))):
             return
         self.lengths = [self.lengths[row] for row in rows]
-        chosen = torch.tensor(rows, device=self.model.mixture.lm.device)
+        chosen = torch.tensor(rows, device=self.device)
         for layer in self.cache.layers:
             if layer.is_initialized:
                 layer.batch_select_indices(chosen)
@@ -155,14 +156,13 @@ class Together:
 
     def step(self, tokens: Sequence[int]) -> tuple[Tensor, Context]:
         """Read one more token of each text in one pass."""
-        device = self.model.mixture.lm.device
         padding: dict[str, Tensor] = {}
         if min(self.lengths) < max(self.lengths):
             lengths, total = torch.tensor(self.lengths), max(self.lengths) + 1
             mask = torch.arange(total) >= total - 1 - lengths[:, None]  # (B, T)
-            padding = {"attention_mask": mask.long().to(device), "position_ids": lengths[:, None].to(device)}
+            padding = {"attention_mask": mask.long().to(self.device), "position_ids": lengths[:, None].to(self.device)}
         output, context = self.model.read(
-            torch.tensor(tokens, device=device)[:, None],
+            torch.tensor(tokens, device=self.device)[:, None],
             past_key_values=self.cache,
             use_cache=True,
             logits_to_keep=1,

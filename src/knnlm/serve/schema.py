@@ -184,20 +184,6 @@ class NeighboursRequest(Body):
     memory: MemorySettings | None = None
 
 
-class NewDocument(Body):
-    """A text to be remembered."""
-
-    id: Annotated[str, StringConstraints(min_length=1, max_length=512)]
-    text: Annotated[str, StringConstraints(min_length=1)]
-    source: Name | None = None
-
-
-class AddRequest(Body):
-    """Texts to be remembered."""
-
-    documents: list[NewDocument] = Field(min_length=1, max_length=1024)
-
-
 class ErrorFacts(BaseModel):
     """What went wrong, in OpenAI's shape."""
 
@@ -352,46 +338,3 @@ class ModelList(BaseModel):
 
     object: Literal["list"]
     data: list[ModelFacts]
-
-
-class DocumentFacts(BaseModel):
-    """A document of the memory."""
-
-    number: int
-    id: str
-    source: str
-    tokens: int
-    first_row: int
-    fields: dict[str, str | int | float | bool | None]
-
-
-class DocumentList(BaseModel):
-    """Some documents, and how many there are in all."""
-
-    total: int
-    offset: int
-    documents: list[DocumentFacts]
-
-
-class Passage(DocumentFacts):
-    """Some text of a document: from a token of it on, with the token that was asked for between the two others."""
-
-    offset: int
-    before: str
-    token: str
-    after: str
-    more: bool
-
-
-class Added(BaseModel):
-    """What became of texts that were to be remembered."""
-
-    added: int
-    skipped: int
-    tokens: int
-
-
-class Removed(BaseModel):
-    """What was removed."""
-
-    removed: int

@@ -11,7 +11,7 @@ import math
 import threading
 import time
 from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -21,7 +21,8 @@ from knnlm.serve.engine import LATE, Engine
 from knnlm.serve.library import Library
 from knnlm.serve.limits import Limits
 from knnlm.serve.metrics import Metrics
-from knnlm.serve.orders import Ended, Event, Failed, Order, Said, Token, Wish
+from knnlm.serve.orders import Ended, Event, Failed, Order, Said, Wish, without_neighbours
+from knnlm.serve.outbox import put_each
 from knnlm.serve.pieces import Pieces
 from knnlm.serve.recall import Recall
 from knnlm.serve.sampling import Penalties
@@ -31,6 +32,7 @@ from knnlm.serve.tickets import Busy, Stopped, Ticket
 USUAL = 16  # tokens, as OpenAI's completions have it
 USUAL_CHAT = 512
 _GRACE = 1.0  # seconds
+_TOGETHER = 64  # events that are told of at once: others want the event loop too
 _GLANCE, _SLACK = 16, 64  # characters for each token of the longest prompt; tokens that depend on where a text is cut
 
 
@@ -96,14 +98,14 @@ class Service:
         loop = asyncio.get_running_loop()
 
         def post(events: list[tuple[Ticket, Event]]) -> None:
-            loop.call_soon_threadsafe(_put, events)
+            loop.call_soon_threadsafe(put_each, events)
 
-        self.engine.post = post
+        self.engine.outbox.post = post
         self.engine.start()
 
     def end(self) -> None:
         """Stop the engine and let go of the files."""
-        self.engine.post = lambda _: None
+        self.engine.outbox.post = lambda _: None
         self.engine.stop()
         if self.library is not None:
             self.library.close()
@@ -289,8 +291,11 @@ class Service:
         """Guess in how many seconds there is room again."""
         return max(1, math.ceil(self.engine.mean_seconds * (self.engine.waiting + 1) / self.limits.slots))
 
-    async def events(self, orders: Sequence[Order]) -> AsyncIterator[tuple[int, Ticket, Event]]:
-        """Carry out orders, and give their events as they come: whose, and what. Whoever stops listening calls off."""
+    async def events(self, orders: Sequence[Order]) -> AsyncIterator[list[tuple[int, Ticket, Event]]]:
+        """Carry out orders, and give their events as they come: whose, and what; those that are there already together.
+
+        Whoever stops listening calls off.
+        """
         queue: asyncio.Queue[tuple[int, Event]] = asyncio.Queue()
         tickets: list[Ticket] = []
         late = None
@@ -303,11 +308,15 @@ class Service:
                 tickets.append(self.engine.submit(order, partial(_into, queue, number)))
             left = sum(order.copies for order in orders)
             while left:
-                number, event = await queue.get()
-                if isinstance(event, Failed):
-                    raise OrderFailed(event)
-                left -= isinstance(event, Ended)
-                yield number, tickets[number], event
+                came = [await queue.get()]
+                while len(came) < _TOGETHER and not queue.empty():
+                    came.append(queue.get_nowait())
+                failed = next((place for place, (_, event) in enumerate(came) if isinstance(event, Failed)), len(came))
+                if told := [(number, tickets[number], event) for number, event in came[:failed]]:
+                    left -= sum(isinstance(event, Ended) for _, _, event in told)
+                    yield told
+                if failed < len(came) and isinstance(failure := came[failed][1], Failed):
+                    raise OrderFailed(failure)
         finally:
             if late is not None:
                 late.cancel()
@@ -317,25 +326,13 @@ class Service:
 
 def _into(queue: asyncio.Queue[tuple[int, Event]], number: int, event: Event) -> None:
     if isinstance(event, Said):
-        event = Said(event.copy, [_light(token) for token in event.tokens])
+        event = Said(event.copy, [without_neighbours(token) for token in event.tokens])
     queue.put_nowait((number, event))
-
-
-def _light(token: Token) -> Token:
-    """Leave out the neighbours, which only scoring again needs: an answer of many tokens would be huge with them."""
-    if token.opinion is None or token.opinion.neighbours is None:
-        return token
-    return replace(token, opinion=replace(token.opinion, neighbours=None))
 
 
 def _sources(order: Order) -> int:
     """Say how many sources the answer to an order may name."""
     return order.sources * order.copies * (order.max_tokens + (len(order.tokens) if order.echo else 0))
-
-
-def _put(events: list[tuple[Ticket, Event]]) -> None:
-    for ticket, event in events:
-        ticket.put(event)
 
 
 def read_wish(given: MemorySettings | None) -> Wish:

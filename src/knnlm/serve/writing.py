@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from knnlm.serve.orders import Token
 
 _BEHIND = 6  # earlier tokens that a token's text may depend on: some tokenizers write spaces between
+_MOST = 24  # earlier tokens that are kept, so that their text mostly is what was written last
 _UNFINISHED = 5  # tokens, at a byte each, that may be needed for one character
 
 Decode = Callable[[list[int]], str]
@@ -22,11 +23,12 @@ class Spelling:
         self.decode = decode
         self.known = list(context)[-_BEHIND:]  # tokens whose text was given
         self.pending: list[int] = []
+        self._written: str | None = None  # the text of those that are known, where it was looked at
 
     def add(self, token: int) -> str:
         """Give the text that is new with this token; nothing while a character is incomplete."""
         self.pending.append(token)
-        before, after = self.decode(self.known), self.decode(self.known + self.pending)
+        before, after = self._before(), self.decode(self.known + self.pending)
         if after.endswith("\ufffd") and len(self.pending) < _UNFINISHED:
             return ""
         return self._settle(before, after)
@@ -35,14 +37,21 @@ class Spelling:
         """Give what is left of an incomplete character."""
         if not self.pending:
             return ""
-        return self._settle(self.decode(self.known), self.decode(self.known + self.pending))
+        return self._settle(self._before(), self.decode(self.known + self.pending))
+
+    def _before(self) -> str:
+        if self._written is None:
+            self._written = self.decode(self.known)
+        return self._written
 
     def _settle(self, before: str, after: str) -> str:
         if not after.startswith(before):
             # A character that was cut in the tokens before is whole now: its sign is one, and comes with what follows.
             before = before.removesuffix("\ufffd")
         new = after[len(before) :] if after.startswith(before) else self.decode(self.pending)
-        self.known = (self.known + self.pending)[-_BEHIND:]
+        self.known, self._written = self.known + self.pending, after
+        if len(self.known) > _MOST:
+            self.known, self._written = self.known[-_BEHIND:], None
         self.pending = []
         return new
 
