@@ -31,7 +31,7 @@ def mixture(lm, store):
 
 @pytest.fixture
 def texts(lm):
-    return [lm.encode(document.text) for document in documents(6, start=100)]
+    return [lm.encode(document.text) for document in documents(6, words=12, start=100)]
 
 
 class Watched:
@@ -55,14 +55,14 @@ def watch(mixture, before=lambda: None):
 def one_by_one(mixture, texts):
     """The same, as the mixture says it when it is asked for each batch."""
     found = []
-    for batch in mixture.read(texts, batch_tokens=64):
+    for batch in mixture.read(texts, batch_tokens=32):
         prediction = mixture.predict(batch.logits, batch.context)
         found.append((prediction.each_of(batch.targets), prediction.of(batch.targets), prediction.weights))
     return [torch.cat(column) for column in zip(*found, strict=True)]
 
 
 def together(mixture, texts, **options):
-    found = list(scores(mixture, mixture.read(texts, batch_tokens=64), **options))
+    found = list(scores(mixture, mixture.read(texts, batch_tokens=32), **options))
     return [torch.cat([getattr(one, name) for one in found]) for name in ("each", "mixed", "weights")]
 
 
@@ -90,7 +90,7 @@ def test_what_the_model_says_is_not_kept_while_searches_wait(mixture, texts, mon
     said = []
 
     def batches():
-        for batch in mixture.read(texts, batch_tokens=64):
+        for batch in mixture.read(texts, batch_tokens=32):
             said.append(weakref.ref(batch.logits))
             yield batch
 
@@ -104,7 +104,7 @@ def test_what_the_model_says_is_not_kept_while_searches_wait(mixture, texts, mon
 def test_the_model_reads_on_while_a_search_runs(mixture, texts, monkeypatch):
     monkeypatch.setattr("knnlm.scoring._TOGETHER", 64)
     read_on, waited = threading.Event(), []
-    batches = list(mixture.read(texts, batch_tokens=64))
+    batches = list(mixture.read(texts, batch_tokens=32))
 
     def reading():
         for number, batch in enumerate(batches):
