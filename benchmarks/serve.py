@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -82,10 +83,12 @@ def measure(mixture: Mixture, options: argparse.Namespace) -> dict[str, Any]:
             )
         generated, alone, together = (max(rate for rate, _ in column) for column in zip(*rounds, strict=True))
         own = [min(seconds for _, seconds in column) for column in zip(*rounds, strict=True)]
+        ratios = sorted(one / other - 1 for (one, _), (other, _), _ in rounds)  # side by side, so that drift cancels
         facts = {
             "generate_tokens_per_second": round(generated, 1),
             "one_request_tokens_per_second": round(alone, 1),
-            "overhead_over_generate": round(generated / alone - 1, 3),
+            "overhead_over_generate": round(statistics.median(ratios), 3),
+            "overhead_from_to": [round(ratios[0], 3), round(ratios[-1], 3)],
             # By the time that this process computed, which others on the machine disturb less than the clock.
             "overhead_in_cpu_time": round(own[1] / own[0] - 1, 3),
             f"{options.concurrent}_requests_tokens_per_second": round(together, 1),
