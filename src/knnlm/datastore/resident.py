@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-MOST = 384 << 20  # bytes of mapped files that may become resident
+MOST = 512 << 20  # bytes of mapped files that may become resident
 _OFTEN = 4  # reads between two looks
 _STATM = Path("/proc/self/statm")  # where there is none, the system is left to itself
 

@@ -22,6 +22,7 @@ from knnlm.index.base import Neighbours, Vectors, check_metric, check_search
 from knnlm.progress import Progress, silent
 
 _BLOCK = 16384
+_QUERIES = 1024  # at a time: fewer keep cores waiting, and the tables of more do not stay near the processor
 _SAMPLE = 1 << 30  # bytes to train on at most
 
 
@@ -104,10 +105,11 @@ class FaissIndex:
             return Neighbours(torch.full(shape, -1), torch.full(shape, torch.inf))
         wanted = min(k, self.rows)
         asked = np.ascontiguousarray(queries.detach().cpu().float().numpy())
+        distances, found = torch.empty(len(asked), wanted), torch.empty(len(asked), wanted, dtype=torch.int64)
         with _looking_into(self._index, effort):
-            scores, ids = self._index.search(asked, wanted)
-        distances = torch.from_numpy(scores)
-        found = torch.from_numpy(ids)
+            for begin in range(0, len(asked), _QUERIES):
+                part = slice(begin, begin + _QUERIES)
+                self._index.search(asked[part], wanted, D=distances[part].numpy(), I=found[part].numpy())
         if self.metric == "ip":
             distances = -distances
         distances.masked_fill_(found < 0, torch.inf)

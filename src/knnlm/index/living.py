@@ -104,11 +104,11 @@ class Surviving:
             ids = numbers[found.ids.where(known, 0)].where(known, -1)
             order = (ids < 0).to(torch.int8).sort(dim=1, stable=True).indices[:, :k]
             ids, distances = ids.gather(1, order), found.distances.gather(1, order)
-        missing = 0, k - ids.shape[1]
-        return Neighbours(
-            torch.nn.functional.pad(ids, missing, value=-1),
-            torch.nn.functional.pad(distances.masked_fill(ids < 0, torch.inf), missing, value=torch.inf),
-        )
+        distances = distances.masked_fill(ids < 0, torch.inf)
+        if (missing := k - ids.shape[1]) > 0:
+            ids = torch.nn.functional.pad(ids, (0, missing), value=-1)
+            distances = torch.nn.functional.pad(distances, (0, missing), value=torch.inf)
+        return Neighbours(ids, distances)
 
 
 class Joined:
