@@ -183,6 +183,10 @@ def test_why_says_which_documents_spoke_in_words_and_commands_no_terminal(home, 
     assert "There is no /nonsense." in err
     assert re.search(r"The memory gave \d+% of the probability of 20 tokens", out)
     assert re.search(r"\d+\.\d%\s+d\d+\s+\d+ tokens?", out)
+    # Those that are named and the rest are what the memory gave.
+    told = out[out.index("The memory gave") : out.index("p_LM")]
+    parts = [float(part) for part in re.findall(r"(\d+\.\d)%", told)]
+    assert sum(parts) == pytest.approx(float(re.search(r"gave (\d+)%", told)[1]), abs=0.5 + 0.05 * len(parts))
     assert re.search(r"^ *20 .*%", out, re.M)
     assert "p_kNN" in out
     assert "«" in out

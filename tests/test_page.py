@@ -510,7 +510,7 @@ def voters(page: Page) -> set[str]:
 def test_a_dropped_file_is_heard_by_the_next_word_and_a_removed_one_no_more(browser, living, leave):
     page = leave(visit(browser, living, "memory"), living, complaints=True)
     drop(page, "news.txt", "Zyx quux! Zyx quux! Zyx quux!")
-    expect(page.get_by_role("alert")).to_contain_text("This needs the admin key.")
+    expect(page.get_by_role("alert")).to_contain_text("The admin key is missing or wrong.")
     expect(page.locator("#added")).to_contain_text("news.txt: not remembered.")
     page.fill("#admin", ADMIN)
     drop(page, "news.txt", "Zyx quux! Zyx quux! Zyx quux!")
@@ -630,7 +630,7 @@ def test_every_word_on_the_page_can_be_read(browser, living, leave, scheme):
         page.wait_for_selector("#shelf li")
         page.fill("#admin", "")
         drop(page, "news.txt", "Zyx quux!")
-        expect(page.get_by_role("alert")).to_contain_text("This needs the admin key.")
+        expect(page.get_by_role("alert")).to_contain_text("The admin key is missing or wrong.")
         page.fill("#admin", ADMIN)
         drop(page, f"{scheme}-{turned}.txt", f"Zyx quux {turned}!")
         expect(page.locator("#added .done").first).to_be_visible()

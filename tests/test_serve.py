@@ -307,6 +307,14 @@ def test_a_body_that_is_no_json_and_routes_that_are_none_are_errors_too(server):
         assert client.post("/v1/completions", content=b"prompt=a").status_code == 415
         assert client.get("/v1/nothing").json()["error"]["type"] == "invalid_request_error"
         assert client.get("/v1/completions").status_code == 405
+        for content, said in (
+            (b'{"prompt": "x",', "The body is no valid JSON (at character 15). Send one JSON object."),
+            (b"", "The body is empty. Send one JSON object."),
+            (b"[]", "The body must be one JSON object."),
+        ):
+            error = client.post("/v1/completions", content=content, headers=headers).json()["error"]
+            assert (error["message"], error["param"]) == (said, None)
+        assert "begin with /v1" in client.get("/models").json()["error"]["message"]
 
 
 def test_figures_for_prometheus_count_what_was_done(server):

@@ -322,6 +322,13 @@ def test_a_port_that_is_taken_is_an_error_of_one_line():
             bind(Place(port=taken.getsockname()[1]), Keys())
 
 
+@pytest.mark.parametrize("host", ["203.0.113.9", "nowhere.invalid"])
+def test_a_host_that_is_not_of_this_machine_is_an_error_that_names_it(host):
+    keys = Keys((b"a-key-of-mine",))  # without one, no other host is taken at all
+    with pytest.raises(ParameterError, match=f"Cannot listen on {host}:0: .*Choose another --host"):
+        bind(Place(host=host, port=0), keys)
+
+
 def test_the_command_serves_until_it_is_told_to_stop(store, model_folder, tmp_path):
     """A real process: it says where it listens, answers, and ends by itself after SIGTERM."""
     environment = {**os.environ, "HF_HUB_OFFLINE": "1"}

@@ -337,8 +337,11 @@ def _tell(tokens: Sequence[Token]) -> None:
     table.add_column(justify="right", no_wrap=True)
     table.add_column(overflow="fold")
     table.add_column(style="dim", no_wrap=True)
-    for each in voices(tokens)[:8]:
+    named = voices(tokens)[:8]
+    for each in named:
         table.add_row(f"{each['part']:.1%}", Text(clean(each["document"])), screen.count(each["tokens"], "token"))
+    if (rest := given - sum(each["part"] for each in named)) >= 0.0005:
+        table.add_row(f"{rest:.1%}", Text("passages that are not named, and memories that name none", style="dim"), "")
     if table.row_count:
         screen.out.print(table)
 

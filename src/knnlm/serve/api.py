@@ -106,6 +106,8 @@ def _add_errors(app: FastAPI, service: Service) -> None:
     @app.exception_handler(RequestValidationError)
     async def _invalid(_: Request, error: RequestValidationError) -> Json:
         first = error.errors()[0]
+        if first["type"] == "json_invalid":
+            return _error(400, f"The body is no valid JSON (at character {first['loc'][-1]}). Send one JSON object.")
         place = [str(part) for part in first["loc"] if part not in ("body", "query", "path")]
         where = ".".join(place)
         said = _why(first["type"], place, str(first["msg"]))

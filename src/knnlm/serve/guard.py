@@ -24,10 +24,28 @@ _KINDS = {401: "authentication_error", 403: "permission_error", 429: "rate_limit
 Seen = Callable[[str, int, float], None]
 
 
+_ADMIN = "The admin key is missing or wrong. Send it as: Authorization: Bearer KEY"
+# What the framework says, and what tells more.
+_PLAIN = {
+    "Not Found": "There is no such route. Those of the API begin with /v1; /openapi.json lists them.",
+    "Method Not Allowed": "This route has no such method. /openapi.json lists those that there are.",
+    "Field required": "The body is empty. Send one JSON object.",
+    "Input should be a valid dictionary or object to extract fields from": "The body must be one JSON object.",
+    "There was an error parsing the body": "The body cannot be read. Send one JSON object in UTF-8.",
+}
+
+
 def error_body(status: int, message: str, *, param: str | None = None, code: str | None = None) -> dict[str, Any]:
     """Write an error in OpenAI's shape."""
     usual = "server_error" if status >= 500 else "invalid_request_error"
-    return {"error": {"message": message, "type": _KINDS.get(status, usual), "param": param, "code": code}}
+    return {
+        "error": {
+            "message": _PLAIN.get(message, message),
+            "type": _KINDS.get(status, usual),
+            "param": param,
+            "code": code,
+        }
+    }
 
 
 class Guard:
@@ -101,7 +119,7 @@ class Guard:
             if not self.keys.admins:
                 return 403, "This server lets nobody change its memory. Start it with --admin-key-file."
             if not self.keys.may_change(key):
-                return (403 if self.keys.needed and self.keys.may_ask(key) else 401), "This needs the admin key."
+                return (403 if self.keys.needed and self.keys.may_ask(key) else 401), _ADMIN
         elif not self.keys.may_ask(key):
             return 401, "The API key is missing or wrong. Send it as: Authorization: Bearer KEY"
         kind = headers.get("content-type", "").partition(";")[0].strip().lower()

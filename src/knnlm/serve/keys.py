@@ -50,7 +50,10 @@ def _read(path: Path | None) -> tuple[bytes, ...]:
     try:
         lines = path.read_text().split("\n")
     except (OSError, UnicodeDecodeError) as error:
-        raise ParameterError(f"Cannot read the key file {path} ({error}).") from None
+        reason = getattr(error, "strerror", None) or error
+        raise ParameterError(
+            f"Cannot read the key file {path} ({reason}). Give a text file with a key a line."
+        ) from None
     keys = [line.strip() for line in lines if line.strip()]
     if not keys or any(len(key) < _SHORTEST or not key.isascii() for key in keys):
         raise ParameterError(f"{path} must hold a key of at least {_SHORTEST} plain characters (ASCII) on each line.")

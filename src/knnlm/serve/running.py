@@ -5,6 +5,7 @@ A signal ends it gracefully: nobody new is let in, what is in flight is finished
 
 from __future__ import annotations
 
+import errno
 import socket
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -40,7 +41,9 @@ def bind(place: Place, keys: Keys) -> socket.socket:
     except (OSError, OverflowError) as error:
         taken.close()
         reason = getattr(error, "strerror", None) or error
-        raise ParameterError(f"Cannot listen on {place.host}:{place.port}: {reason}. Choose another --port.") from None
+        elsewhere = isinstance(error, socket.gaierror) or getattr(error, "errno", None) == errno.EADDRNOTAVAIL
+        other = "--host" if elsewhere else "--port"
+        raise ParameterError(f"Cannot listen on {place.host}:{place.port}: {reason}. Choose another {other}.") from None
     return taken
 
 
