@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import statistics
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -24,6 +23,7 @@ import sides
 from knnlm import Datastore
 from knnlm.datastore import open_index
 from ladder import read_text, use_threads
+from overhead import seconds
 
 K = 1024
 
@@ -77,12 +77,6 @@ def recipe_of(store: Datastore, path: Path | None) -> Any:
             faiss.write_index(index, str(path))
     index.nprobe = sides.PROBES
     return index
-
-
-def seconds(work: Callable[[], Any]) -> float:
-    begin = time.perf_counter()
-    work()
-    return time.perf_counter() - begin
 
 
 if __name__ == "__main__":
