@@ -31,7 +31,7 @@ import sides
 import synthetic
 from knnlm import CausalLM, Datastore, Document, build
 from knnlm.bench import spread, times_of
-from knnlm.index import ExactIndex, FaissIndex, Reranked, auto_spec
+from knnlm.index import ExactIndex, auto_spec, build_blocks
 from sides import Mapped, middle
 
 K = 1024
@@ -187,19 +187,17 @@ def one_size(keys: NDArray[Any], queries: NDArray[np.float32], options: argparse
 def ours(
     keys: Mapped, queries: torch.Tensor, truth: NDArray[Any] | None, options: argparse.Namespace
 ) -> dict[str, Any]:
-    """Make the index of `auto` and search it with rerank."""
-    spec = auto_spec(keys.rows, keys.width)
+    """Make the index of `auto` and search it."""
+    spec = auto_spec(keys.rows)
     found: dict[str, Any] = {"spec": spec}
     if spec == "exact":
         index: Any = ExactIndex(keys)
         found["bytes_per_key"] = 0.0
     else:
         begin = time.perf_counter()
-        made = FaissIndex.build(keys, spec)
+        index = build_blocks(keys, spec)
         found["build_s"] = time.perf_counter() - begin
-        found["bytes_per_key"] = sides.size_of(made._index) / keys.rows
-        index = Reranked(made, keys)
-        found |= times("ours_codes", lambda: made.search(queries, K), len(queries), options.repeats)
+        found["bytes_per_key"] = index.stored_bytes / keys.rows
     found |= times("ours", lambda: index.search(queries, K), len(queries), options.repeats)
     found |= times("ours_one", lambda: index.search(queries[:1], K), 1, 10 * options.repeats)
     if truth is not None:

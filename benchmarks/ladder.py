@@ -1,7 +1,7 @@
 """Perplexity against time and bytes, index by index, on real keys: what the ladder behind `auto` was chosen from.
 
     python benchmarks/ladder.py MEMORY TEXT.jsonl                         # the rung of auto, and the recipe of others
-    python benchmarks/ladder.py MEMORY TEXT.jsonl --specs PCAR256,IVF512,PQ128x4fs IVF512,PQ64 --probes 16 64
+    python benchmarks/ladder.py MEMORY TEXT.jsonl --specs Lists128,Blocks256 IVF512,PQ64 --probes 16 64
     python benchmarks/ladder.py MEMORY TEXT.jsonl --json ladder.json --plot docs/ladder.png
     python benchmarks/ladder.py --replot ladder.json … --plot docs/ladder.png
 
@@ -29,10 +29,12 @@ import sides
 from knnlm import CausalLM, Datastore, Mixture, read
 from knnlm.bench import spread, times_of
 from knnlm.evaluation import Tally, read_all
-from knnlm.index import ExactIndex, FaissIndex, Index, Neighbours, Reranked, auto_spec
+from knnlm.index import ExactIndex, FaissIndex, Index, Neighbours, Reranked, auto_spec, build_blocks, is_blocks
+from knnlm.index import ladder as knnlm_ladder
 from knnlm.memory import Spoken
 
 K = 1024
+TIMED = 4096  # queries
 TEMPERATURES = (0.5, 0.75, 1, 1.5, 2, 3, 4, 6, 8, 12)
 WEIGHTS = torch.linspace(0.02, 0.9, 45)[:, None]
 
@@ -57,7 +59,7 @@ def main() -> None:
     truth = exact(store, text.queries, options.device)
     base = perplexity(store, text, truth)
     rows: list[dict[str, Any]] = []
-    specs = options.specs or [auto_spec(store.key_count, store.width), sides.RECIPE]
+    specs = options.specs or [auto_spec(store.key_count), sides.RECIPE]
     for spec in specs:
         for row in one_spec(store, text, truth, spec, options):
             rows.append(row | {"ratio": row["perplexity"] / base["perplexity"]})
@@ -153,25 +155,29 @@ def one_spec(
     many = options.build_threads or options.threads
     use_threads(many)
     begin = time.perf_counter()
-    made = FaissIndex.build(store.keys, spec)
+    blocks = is_blocks(spec)
+    made: Any = build_blocks(store.keys, spec) if blocks else FaissIndex.build(store.keys, spec)
     taken = time.perf_counter() - begin
     use_threads(options.threads)
     facts = {
         "spec": spec,
         "build_s": taken,
         "build_threads": many,
-        "bytes_per_key": sides.size_of(made._index) / made.rows,
+        "bytes_per_key": (made.stored_bytes if blocks else sides.size_of(made._index)) / made.rows,
     }
     rows = []
     for probes in options.probes:
-        faiss.extract_index_ivf(made._index).nprobe = probes
-        for measured in options.measured:
+        if blocks:
+            knnlm_ladder.BLOCKS = probes
+        else:
+            faiss.extract_index_ivf(made._index).nprobe = probes
+        for measured in [0] if blocks else options.measured:
             index: Index = Reranked(made, store.keys, measured=measured) if measured else made
             found = index.search(text.queries, K)
-            times = times_of(lambda index=index: index.search(text.queries[:2048], K), 2)
+            times = times_of(lambda index=index: index.search(text.queries[:TIMED], K), 2)
             hits = [np.isin(right, one).mean() for right, one in zip(truth.ids.numpy(), found.ids.numpy(), strict=True)]
             cost = {
-                "ms_per_query": sides.middle(times) / min(2048, len(text.queries)) * 1e3,
+                "ms_per_query": sides.middle(times) / min(TIMED, len(text.queries)) * 1e3,
                 "spread": spread(times),
             }
             quality = perplexity(store, text, found) | {"recall": float(np.mean(hits))}
@@ -192,7 +198,7 @@ def plot(rows: list[dict[str, Any]], path: Path) -> None:
     for number, (spec, measured) in enumerate(sorted({(row["spec"], row["measured"]) for row in rows})):
         own = [row for row in rows if (row["spec"], row["measured"]) == (spec, measured)]
         own.sort(key=lambda row: row["ms_per_query"])
-        label = f"{spec}, {measured} measured" if measured else f"{spec}, codes only"
+        label = f"{spec}, {measured} measured" if measured else spec if is_blocks(spec) else f"{spec}, codes only"
         line = {0: ":", K: "--"}.get(measured, "-")
         axes.plot(
             [row["ms_per_query"] for row in own],

@@ -4,7 +4,7 @@
     python benchmarks/turns.py MEMORY TEXT.jsonl --recipe recipe.faiss   # keeps it there, or takes it from there
 
 MEMORY is a memory of the bundled model with its index (`knnlm index`), TEXT held-out text whose positions are searched
-for. Keys are measured where they lie, on disk. What the two sides do to perplexity is for ladder.py.
+for at once, as in an evaluation. What the two sides do to perplexity is for ladder.py.
 """
 
 from __future__ import annotations
@@ -34,12 +34,11 @@ def main() -> None:
     store = Datastore.open(options.memory)
     recipe = recipe_of(store, options.recipe)
     queries = read_text(store, options).queries[: options.limit].contiguous()
-    ours, codes = open_index(store), open_index(store, rerank=False)
+    ours = open_index(store)
     asked = np.ascontiguousarray(queries.numpy())
     work: dict[str, Callable[[], Any]] = {
         "recipe": lambda: recipe.search(asked, K),
         "memory": lambda: ours.search(queries, K),
-        "memory, distances of codes": lambda: codes.search(queries, K),
     }
     for one in work.values():
         one()
@@ -57,7 +56,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("memory", type=Path)
     parser.add_argument("text")
     parser.add_argument("--recipe", type=Path, help="a file for the recipe's index")
-    parser.add_argument("--limit", type=int, default=2048, help="positions of TEXT")
+    parser.add_argument("--limit", type=int, default=8192, help="positions of TEXT, searched for at once")
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--model", default="bundled")

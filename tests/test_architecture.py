@@ -13,7 +13,7 @@ import knnlm
 SOURCE = Path(knnlm.__file__).parent
 # Each module may import from its own row and the rows above it.
 ROWS = [
-    {"checksums", "errors", "progress", "records", "seen"},
+    {"checksums", "errors", "mapping", "progress", "records", "seen"},
     {"corpus", "lm", "index"},
     {"datastore"},
     {"memory"},

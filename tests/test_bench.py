@@ -37,7 +37,7 @@ def test_every_ratio_is_that_of_its_two_sides(lm, tmp_path, monkeypatch):
     monkeypatch.setattr(ladder, "_SAMPLE", 1000)
     found = bench(lm, tmp_path / "memory", size=TINY)
     check(found)
-    assert found["search"]["index"] == auto_spec(TINY.keys, lm.width) != "exact"
+    assert found["search"]["index"] == auto_spec(TINY.keys) != "exact"
     store = Datastore.open(tmp_path / "memory")
     assert found["build"]["tokens"] == store.rows
     assert found["build"]["bytes_per_token"] == pytest.approx(store.bytes / store.rows)

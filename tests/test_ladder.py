@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
+
 import faiss
 import numpy as np
 import pytest
 import torch
 
-from knnlm.index import FaissIndex, Reranked, auto_spec, check_index, ladder
+from knnlm.index import FaissIndex, auto_spec, build_approximate, check_index, ladder
 from test_index import Array
 
 
@@ -35,38 +37,38 @@ def clustered(rows, width, *, seed=0):
     return (centres[generator.integers(0, 200, rows)] + generator.normal(size=(rows, width)) * spread).astype("float32")
 
 
-def lists_of(spec):
-    return next(int(part.removeprefix("IVF")) for part in spec.split(",") if part.startswith("IVF"))
+def numbers_of(spec):
+    return tuple(int(number) for number in re.fullmatch(r"Lists(\d+),Blocks(\d+)", spec).groups())
+
+
+SIZES = (ladder.EXACT + 1, 100_000, 1_000_000, 10_000_000, 100_000_000)
 
 
 def test_auto_is_exact_while_that_is_cheap_and_grows_its_lists_with_the_root_of_the_store():
-    assert auto_spec(ladder.EXACT, 576) == "exact"
-    sizes = []
-    for rows in (ladder.EXACT + 1, 100_000, 1_000_000, 10_000_000, 100_000_000):
-        spec = auto_spec(rows, 576)
-        assert spec.startswith("PCAR256,")
-        assert spec.endswith(",PQ128x4fs")
-        sizes.append(lists_of(spec))
-        assert 2**0.5 <= sizes[-1] / np.sqrt(rows) <= 2**1.5
-    assert sizes == sorted(set(sizes))
+    assert auto_spec(ladder.EXACT) == "exact"
+    assert auto_spec(1_000_000) == "Lists512,Blocks256"
+    lists = []
+    for rows in SIZES:
+        count, size = numbers_of(auto_spec(rows))
+        lists.append(count)
+        assert 2**-1.5 <= count / np.sqrt(rows) <= 2**-0.5
+        assert size == 256 or rows / (0.8 * size) > 10_000  # larger only where there would be very many
+        assert rows / (0.8 * size) <= 20_000 or rows > 1e8
+    assert lists == sorted(set(lists))
 
 
 def test_the_work_of_a_search_grows_with_the_root_of_the_store():
     def work(rows):
-        lists = lists_of(auto_spec(rows, 576))
-        return lists + ladder.probes_for(lists) * rows / lists  # centroids and codes that are compared
+        size = numbers_of(auto_spec(rows))[1]
+        return rows / (0.8 * size) + ladder.BLOCKS * size  # centres and keys that are compared
 
     slope = np.log(work(10_000_000) / work(100_000)) / np.log(100)
-    assert slope <= 0.55
+    assert slope <= 0.5
 
 
-@pytest.mark.parametrize("metric", ["l2", "ip"])
-@pytest.mark.parametrize("width", [1, 2, 3, 7, 30, 64, 255, 256, 257, 576])
-def test_faiss_understands_every_rung_at_every_width(width, metric):
-    spec = auto_spec(ladder.EXACT + 1, width, metric=metric)
-    assert faiss.index_factory(width, spec).d == width
-    if metric == "ip":
-        assert "PCA" not in spec  # it leaves out a mean, which changes inner products
+def test_what_is_made_where_blocks_fail_is_one_of_faiss():
+    assert ladder.finer_spec(1_000_000) == "IVF2048,SQfp16"
+    assert faiss.index_factory(576, ladder.finer_spec(21_000)).d == 576
 
 
 def test_an_index_is_trained_on_a_sample_that_follows_its_lists(monkeypatch):
@@ -88,10 +90,10 @@ def test_what_auto_makes_passes_its_check_and_finds_most_of_the_nearest(monkeypa
     monkeypatch.setattr(ladder, "EXACT", 1000)
     keys = clustered(6000, 32)
     vectors = Whole(keys)
-    index = FaissIndex.build(vectors, auto_spec(len(keys), 32, metric=metric), metric=metric)
+    index = build_approximate(vectors, auto_spec(len(keys)), metric=metric)
     check_index(index, vectors, what="it")
     queries = keys[::200] + np.random.default_rng(1).normal(size=(30, 32)).astype("float32") * 0.1
-    found = Reranked(index, vectors).search(torch.from_numpy(queries), 50).ids.numpy()
+    found = index.search(torch.from_numpy(queries), 50).ids.numpy()
     distances = -queries @ keys.T if metric == "ip" else ((queries[:, None] - keys) ** 2).sum(2)
     right = np.argsort(distances, axis=1)[:, :50]
     recall = np.mean([len(set(one) & set(other)) / 50 for one, other in zip(found, right, strict=True)])

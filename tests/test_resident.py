@@ -9,9 +9,8 @@ import pytest
 import torch
 
 from conftest import documents
-from knnlm import Datastore, build
-from knnlm.datastore import resident
-from knnlm.datastore.resident import Resident, mapped_bytes
+from knnlm import Datastore, build, mapping
+from knnlm.mapping import Resident, mapped_bytes
 
 SIZE = 96 << 20
 
@@ -33,7 +32,7 @@ def read_all(array, watch):
 
 
 def test_pages_that_were_read_are_let_go_where_there_are_too_many(array, monkeypatch):
-    monkeypatch.setattr(resident, "MOST", 8 << 20)
+    monkeypatch.setattr(mapping, "MOST", 8 << 20)
     watching = Resident()
     watching.touched(array)
     gc.collect()
@@ -43,7 +42,7 @@ def test_pages_that_were_read_are_let_go_where_there_are_too_many(array, monkeyp
 
 
 def test_arrays_in_memory_are_no_business_of_it(monkeypatch):
-    monkeypatch.setattr(resident, "MOST", -1)  # always too many
+    monkeypatch.setattr(mapping, "MOST", -1)  # always too many
     watching = Resident()
     for _ in range(64):
         watching.touched(np.empty((0, 4)))
@@ -51,7 +50,7 @@ def test_arrays_in_memory_are_no_business_of_it(monkeypatch):
 
 
 def test_what_was_there_first_stays(array, tmp_path, monkeypatch):
-    monkeypatch.setattr(resident, "MOST", SIZE // 2)
+    monkeypatch.setattr(mapping, "MOST", SIZE // 2)
     first = np.asarray(np.memmap(tmp_path / "first", np.uint8, "w+", shape=(8 << 20,)))
     first[:] = 1
     watching = Resident()
@@ -68,8 +67,8 @@ def test_a_memory_gives_the_same_keys_however_often_pages_are_let_go(lm, tmp_pat
     ids %= store.key_count
     right = store.take(ids)
     calls = []
-    monkeypatch.setattr(resident, "MOST", -1)  # always too many
-    monkeypatch.setattr(resident, "mapped_bytes", lambda: calls.append(0) or 5)
+    monkeypatch.setattr(mapping, "MOST", -1)  # always too many
+    monkeypatch.setattr(mapping, "mapped_bytes", lambda: calls.append(0) or 5)
     for _ in range(40):
         torch.testing.assert_close(store.take(ids), right, rtol=0, atol=0)
     assert calls

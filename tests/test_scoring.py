@@ -13,7 +13,7 @@ from knnlm import Mixture
 from knnlm.memory import KnnMemory, Setting
 from knnlm.mixture.buckets import Buckets
 from knnlm.mixture.weights import Bucketed
-from knnlm.scoring import scores, searched_elsewhere, searches_can_wait
+from knnlm.scoring import scores, searches_can_wait
 
 EVERYBODY = 10_000  # votes: who is just in and who just out of k would depend on the last digits
 
@@ -139,4 +139,3 @@ def test_no_text_has_no_scores(mixture):
 def test_searches_wait_only_where_nobody_looks_at_what_the_model_says(lm, store, mixture):
     assert searches_can_wait(mixture)
     assert not searches_can_wait(Mixture.open(store, lm, memories="knn,cache"))
-    assert not searched_elsewhere(mixture)  # the model is on the same processor

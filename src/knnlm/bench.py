@@ -24,7 +24,7 @@ from knnlm.datastore import Datastore, build
 from knnlm.demo import split_topics
 from knnlm.evaluation import evaluate
 from knnlm.generate import KnnForCausalLM
-from knnlm.index import ExactIndex, FaissIndex, Index, Reranked, auto_spec
+from knnlm.index import ExactIndex, Index, auto_spec, build_approximate
 from knnlm.lm import CausalLM
 from knnlm.memory import KnnMemory
 from knnlm.mixture import Mixture
@@ -152,13 +152,13 @@ def _searching(store: Datastore, size: Size) -> dict[str, Any]:
     keys = MadeUp(store, size.keys, seed=0)
     queries = MadeUp(store, size.queries, seed=1).take(torch.arange(size.queries))
     exact = ExactIndex(keys)
-    figures: dict[str, Any] = {"keys": keys.rows, "made_up": True, "k": 1024, "index": auto_spec(keys.rows, keys.width)}
+    figures: dict[str, Any] = {"keys": keys.rows, "made_up": True, "k": 1024, "index": auto_spec(keys.rows)}
     slow = times_of(lambda: exact.search(queries, 1024), size.repeats)
     figures["exact_ms_per_query"] = statistics.median(slow) / size.queries * 1e3
     begin = time.perf_counter()
     # So few keys that an index would not pay are compared one by one on both sides.
     spec = figures["index"]
-    index: Index = exact if spec == "exact" else Reranked(FaissIndex.build(keys, spec), keys)
+    index: Index = exact if spec == "exact" else build_approximate(keys, spec)
     figures["index_seconds"] = time.perf_counter() - begin
     fast = times_of(lambda: index.search(queries, 1024), size.repeats)
     figures["ms_per_query"] = statistics.median(fast) / size.queries * 1e3

@@ -133,9 +133,13 @@ def evaluate(
     limit: int | None = None,
     batch_tokens: int | None = None,
     total: int | None = None,
+    ahead: bool = False,
     progress: Progress = silent,
 ) -> Evaluation:
-    """Score every token of the documents with the model alone and with the mixture; `total` is their characters."""
+    """Score every token of the documents with the model alone and with the mixture; `total` is their characters.
+
+    `ahead` lets the model read on while a search runs; see `scoring.scores` for when that helps.
+    """
     begin = time.perf_counter()
     tally = Tally()
     sums = torch.zeros(3, dtype=torch.float64)
@@ -143,7 +147,7 @@ def evaluate(
     read = read_all(
         mixture, documents, tally=tally, limit=limit, batch_tokens=batch_tokens, total=total, progress=progress
     )
-    for found in scores(mixture, (batch for _, batch in read)):
+    for found in scores(mixture, (batch for _, batch in read), ahead=ahead):
         best = found.each.nan_to_num(nan=-torch.inf).amax(1)
         sums += torch.stack([found.each[:, 0], found.mixed, best]).double().sum(1).cpu()
         parts += found.weights.double().sum(0).cpu()

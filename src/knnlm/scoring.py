@@ -2,8 +2,7 @@
 
 A search over many positions at once costs less than many searches: keys are read from first to last for each, and one
 that several positions ask for is read once. So where nothing but the token that came is asked of the model's own
-probabilities, these are not kept, and searches wait until there are many. Where the model runs elsewhere than the
-search, it reads on meanwhile.
+probabilities, these are not kept, and searches wait until there are many. The model may read on meanwhile.
 """
 
 from __future__ import annotations
@@ -15,12 +14,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from knnlm.index import ExactIndex
 from knnlm.memory import Context, KnnMemory, Logits, Spoken
 from knnlm.mixture import Batch, Mixed, Mixture
 from knnlm.mixture.weights import Bucketed, Fixed
 
-_TOGETHER = 4096  # positions that are searched for at once, at the least
+_TOGETHER = 8192  # positions that are searched for at once, at the least
 
 
 @dataclass(frozen=True)
@@ -32,10 +30,11 @@ class Scores:
     weights: Tensor  # (N, M)
 
 
-def scores(mixture: Mixture, batches: Iterable[Batch], *, ahead: bool | None = None) -> Iterator[Scores]:
+def scores(mixture: Mixture, batches: Iterable[Batch], *, ahead: bool = False) -> Iterator[Scores]:
     """Score the targets of every batch, in their order; several batches may come as one.
 
-    `ahead` lets the next batches be read while a search runs; None: where that helps.
+    `ahead` lets the next batches be read while a search runs. That only helps where the search is left alone by what
+    reads: on the same cores both take longer, and also where the model was on a GPU nothing was gained.
     """
     if not searches_can_wait(mixture):
         for batch in batches:
@@ -44,7 +43,7 @@ def scores(mixture: Mixture, batches: Iterable[Batch], *, ahead: bool | None = N
             yield Scores(each, prediction.weigh(each), prediction.weights)
         return
     many = _together(map(_hear, batches))
-    if searched_elsewhere(mixture) if ahead is None else ahead:
+    if ahead:
         yield from _while_reading_on(mixture, many)
     else:
         yield from (_search(mixture, heard) for heard in many)
@@ -60,13 +59,6 @@ def _while_reading_on(mixture: Mixture, many: Iterable[_Heard]) -> Iterator[Scor
             searching = worker.submit(_search, mixture, heard)
         if searching is not None:
             yield searching.result()
-
-
-def searched_elsewhere(mixture: Mixture) -> bool:
-    """Say whether the model leaves the processor alone that searches. On the same cores, both only take longer."""
-    return mixture.lm.device.type != "cpu" and not any(
-        isinstance(memory.index, ExactIndex) for memory in mixture.memories if isinstance(memory, KnnMemory)
-    )
 
 
 def searches_can_wait(mixture: Mixture) -> bool:

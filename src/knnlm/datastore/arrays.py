@@ -7,13 +7,14 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from knnlm.datastore.catalog import SegmentRow
+from knnlm.datastore.catalog import IndexRow, SegmentRow
 from knnlm.datastore.codec import Codec, Plain
 from knnlm.datastore.segment import KEY_DTYPES
 from knnlm.errors import DatastoreCorrupt
+from knnlm.index import is_blocks
 
 KEYS, VALUES, KEPT, COUNTS = "keys.npy", "values.npy", "kept.npy", "counts.npy"
-INDEX = "index.faiss"
+INDEX, BLOCKS = "index.faiss", "index.safetensors"
 LOST = "lost"  # the folder of what a repair has taken out
 VOCABULARY = 1 << 22  # tokens that a model may have: tables of that length are made, whoever wrote the catalog
 
@@ -28,9 +29,9 @@ def index_folder(path: Path, number: int) -> Path:
     return path / "index" / f"{number:06d}"
 
 
-def index_file(path: Path, number: int) -> Path:
+def index_file(path: Path, row: IndexRow) -> Path:
     """Say where the file of an index lies."""
-    return index_folder(path, number) / INDEX
+    return index_folder(path, row.id) / (BLOCKS if is_blocks(row.spec) else INDEX)
 
 
 def array_shapes(segment: SegmentRow, codec: Codec) -> dict[str, tuple[str, tuple[int, ...]]]:

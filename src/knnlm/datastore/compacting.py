@@ -153,7 +153,7 @@ class _Compaction:
         try:
             return make_index(store, self._catalog, old.spec, old.metric, self._progress)
         except (ParameterError, IndexInvalid):
-            spec = choose_spec(store, old.metric)
+            spec = choose_spec(store)
             if spec == "exact":
                 return None
             return make_index(store, self._catalog, spec, old.metric, self._progress)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import shutil
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 
 from knnlm.checksums import checksum
-from knnlm.datastore.arrays import INDEX, index_file, index_folder
+from knnlm.datastore.arrays import BLOCKS, INDEX, index_file, index_folder
 from knnlm.datastore.catalog import FILE, SKIPPED, Catalog, IndexRow
 from knnlm.datastore.codec import Codes
 from knnlm.datastore.keys import Keys
@@ -20,7 +21,17 @@ from knnlm.datastore.segment import sync_file, sync_folder, writing
 from knnlm.datastore.store import Datastore
 from knnlm.datastore.strangers import check_place
 from knnlm.errors import DatastoreCorrupt, IndexInvalid
-from knnlm.index import ExactIndex, FaissIndex, Index, Reranked, auto_spec, check_index
+from knnlm.index import (
+    BlockIndex,
+    ExactIndex,
+    FaissIndex,
+    Index,
+    Reranked,
+    auto_spec,
+    check_index,
+    is_blocks,
+    write_blocks,
+)
 from knnlm.index.base import check_metric
 from knnlm.index.exact import fast, fits
 from knnlm.index.ladder import finer_spec
@@ -48,47 +59,54 @@ def build_index(
 def _replace_index(store: Datastore, catalog: Catalog, spec: str, metric: str, progress: Progress) -> str:
     purge(store.path, catalog, lease=store.lease)
     if spec == "auto":
-        spec = choose_spec(store, metric)
+        spec = choose_spec(store)
     made = None if spec == "exact" else make_index(store, catalog, spec, metric, progress)
     catalog.replace_indexes(made, skipped=store.key_numbers.gaps)
     purge(store.path, catalog, lease=store.lease)
     return "exact" if made is None else made.spec
 
 
-def choose_spec(store: Datastore, metric: str) -> str:
+def choose_spec(store: Datastore) -> str:
     """Choose an index by how many keys there are, and by how they are stored; `exact` where none is needed."""
     if isinstance(store.codec, Codes):
         return thin_spec(store.key_count, store.width)
-    return auto_spec(store.key_count, store.width, metric=metric)
+    return auto_spec(store.key_count)
 
 
 def make_index(store: Datastore, catalog: Catalog, spec: str, metric: str, progress: Progress) -> IndexRow:
     """Write an index over the keys that are there; it is used from when its row is in the catalog."""
-    try:
-        index = _build_sound(store, spec, metric, progress)
-    except IndexInvalid:
-        if spec != choose_spec(store, metric) or isinstance(store.codec, Codes):
-            raise
-        spec = finer_spec(spec)
-        index = _build_sound(store, spec, metric, progress)
     number = next_index(store.path, catalog)
     folder = index_folder(store.path, number)
-    partial = folder.with_suffix(".partial")
-    with writing(partial):
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir(parents=True)
-        index.save(partial / INDEX)
-        sync_file(partial / INDEX)  # else a loss of power could leave a catalog that names an empty file
-        sync_folder(partial)
-        partial.rename(folder)
+    unfinished = folder.with_suffix(".partial")
+    with writing(unfinished):
+        spec, name = _write_sound(store, spec, metric, unfinished, progress)
+        sync_file(unfinished / name)  # else a loss of power could leave a catalog that names an empty file
+        sync_folder(unfinished)
+        unfinished.rename(folder)
         sync_folder(folder.parent)
-    return IndexRow(number, spec, metric, store.key_count, checksum(folder / INDEX))
+    return IndexRow(number, spec, metric, store.key_count, checksum(folder / name))
 
 
-def _build_sound(store: Datastore, spec: str, metric: str, progress: Progress) -> FaissIndex:
-    index = FaissIndex.build(store.keys, spec, metric=metric, progress=progress)
-    check_index(index, store.keys, what=f"The new index {spec}")
-    return index
+def _write_sound(store: Datastore, spec: str, metric: str, folder: Path, progress: Progress) -> tuple[str, str]:
+    """Write an index that finds what it should into a new folder; give its factory string and its file's name."""
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    index: BlockIndex | FaissIndex
+    try:
+        if is_blocks(spec):
+            write_blocks(store.keys, spec, folder / BLOCKS, metric=metric, progress=progress)
+            index = BlockIndex.load(folder / BLOCKS)
+        else:
+            index = FaissIndex.build(store.keys, spec, metric=metric, progress=progress)
+        check_index(index, store.keys, what=f"The new index {spec}")
+    except IndexInvalid:
+        if spec != choose_spec(store) or isinstance(store.codec, Codes):
+            raise
+        return _write_sound(store, finer_spec(store.key_count), metric, folder, progress)
+    if isinstance(index, FaissIndex):
+        index.save(folder / INDEX)
+        return spec, INDEX
+    return spec, BLOCKS
 
 
 def next_index(path: Path, catalog: Catalog) -> int:
@@ -131,7 +149,7 @@ def stored_indexes(store: Datastore) -> list[tuple[IndexRow, Numbering]]:
         return newest
     seen = _covering(store, store.catalog)
     # One that this store has itself replaced is gone, and what came after it is of no use here.
-    return [(row, covered) for row, covered in seen if index_file(store.path, row.id).is_file()]
+    return [(row, covered) for row, covered in seen if index_file(store.path, row).is_file()]
 
 
 def _covering(store: Datastore, catalog: Catalog) -> list[tuple[IndexRow, Numbering]]:
@@ -151,18 +169,13 @@ def _covering(store: Datastore, catalog: Catalog) -> list[tuple[IndexRow, Number
     return [(row, Numbering(row.rows + gone, gaps)) for row in rows]
 
 
-def _open(store: Datastore, row: IndexRow, covered: Numbering) -> FaissIndex:
+def _open(store: Datastore, row: IndexRow, covered: Numbering) -> FaissIndex | BlockIndex:
     """Read an index that must have as many keys as the catalog says."""
-    path = index_file(store.path, row.id)
+    path = index_file(store.path, row)
     if not path.is_file():
         raise DatastoreCorrupt(f"{path} is missing. Make it again with: knnlm index {store.path}")
     check_place(store.path, path)
-    if checksum(path) != row.sha256:
-        raise IndexInvalid(
-            f"{path} is not the file that was written, and FAISS reads no other. Make it again with: knnlm index "
-            f"{store.path}"
-        )
-    index = FaissIndex.load(path, metric=row.metric)
+    index = _read(store, row, path)
     # One that is newer than what the store has seen may have more; one as old as a build may not have fewer.
     known = store.key_numbers.total
     fewer = store.generation == 0 and covered.total < known
@@ -175,9 +188,26 @@ def _open(store: Datastore, row: IndexRow, covered: Numbering) -> FaissIndex:
     return index
 
 
-def _join(store: Datastore, index: FaissIndex, covered: Numbering, *, rerank: bool) -> Index:
+def _read(store: Datastore, row: IndexRow, path: Path) -> FaissIndex | BlockIndex:
+    """Read the file of an index, if it is the one that was written."""
+    advice = f"Make it again with: knnlm index {store.path}"
+    if is_blocks(row.spec):
+        try:
+            blocks = BlockIndex.load(path, compare=partial(store.arrays.sums.stretches, path, row.sha256))
+        except DatastoreCorrupt:
+            raise IndexInvalid(f"{path} is not the file that was written. {advice}") from None
+        if blocks.metric != row.metric:
+            raise IndexInvalid(f"{path} was made for the metric {blocks.metric}, not {row.metric}. {advice}")
+        return blocks
+    if checksum(path) != row.sha256:
+        raise IndexInvalid(f"{path} is not the file that was written, and FAISS reads no other. {advice}")
+    return FaissIndex.load(path, metric=row.metric)
+
+
+def _join(store: Datastore, index: FaissIndex | BlockIndex, covered: Numbering, *, rerank: bool) -> Index:
     """Leave out of an index what is gone, check it, and search beside it what is newer."""
     what = f"The index {index_folder(store.path, 0).parent}"
+    rerank = rerank and not (isinstance(index, BlockIndex) and index.whole)  # these distances are good as they are
     known = store.key_numbers
     if known.gaps == covered.gaps and known.total == covered.total:
         check_index(index, store.keys, what=what)

@@ -3,26 +3,23 @@
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Iterable, Iterator
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from knnlm.checksums import checksum
 from knnlm.datastore.arrays import KEYS, array_shapes, array_sums, segment_folder
 from knnlm.datastore.catalog import SegmentRow
 from knnlm.datastore.codec import Codec, row_bytes
-from knnlm.datastore.resident import Resident
 from knnlm.datastore.segment import open_array, skip_header
 from knnlm.datastore.strangers import check_place
 from knnlm.datastore.sums import Sums, damaged
 from knnlm.errors import DatastoreCorrupt
+from knnlm.mapping import Resident
 
 _MAPPINGS = 256
 MANY = 256  # keys of a segment that are asked for together
@@ -94,13 +91,6 @@ class Arrays:
 
 def _keys_file(path: Path, number: int) -> Path:
     return segment_folder(path, number) / KEYS
-
-
-def as_tensor(array: NDArray[Any]) -> Tensor:
-    """Let torch see an array that is only to be read, which it warns of once."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        return torch.from_numpy(array)
 
 
 def _pieces(stretches: Iterable[tuple[int, int]], step: int) -> Iterator[tuple[int, int]]:

@@ -8,7 +8,7 @@ memory/
   segments/000000/values.npy (N,) the token that followed each context
   segments/000000/kept.npy   (n,) which rows of the segment the n keys belong to, where not every row has one
   segments/000000/counts.npy (n,) how much each key counts in a vote, where that is not 1
-  index/<id>/index.faiss     derived data, can always be made again
+  index/<id>/index.*         derived data, can always be made again
 
 A row is a token of the stored text, and all of the text is here. A key is one of the vectors. In a memory as it was
 built, row i has key i; in a pruned one, keys have numbers of their own, and `rows_of` says which rows they belong to.
@@ -44,11 +44,12 @@ from knnlm.datastore.gaps import check_removed
 from knnlm.datastore.keys import Keys
 from knnlm.datastore.locking import Lease
 from knnlm.datastore.numbering import Numbering, by_segment
-from knnlm.datastore.reading import MANY, Arrays, as_tensor
+from knnlm.datastore.reading import MANY, Arrays
 from knnlm.datastore.stored import fact, reader_width, stored_codec, stored_map, stored_offset
 from knnlm.datastore.sums import Sums
 from knnlm.errors import DatastoreCorrupt, DatastoreError
 from knnlm.index.looking import seen
+from knnlm.mapping import as_tensor
 
 _RESIDENT = 1 << 26  # tokens that are kept in memory: four bytes each
 _MOST = 1 << 31  # and on a GPU, beside their keys, which are hundreds of times larger

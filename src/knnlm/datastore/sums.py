@@ -64,14 +64,22 @@ class Sums:
 
         True where nothing of the file is left to compare.
         """
-        if path not in self._blocks:
-            self._blocks[path] = _Blocks(path, sha256)
-        blocks = self._blocks[path]
+        blocks = self._of(path, sha256)
         if blocks.size < total * row_bytes:  # cut short since the memory was opened
             raise damaged(path)
         if blocks.left:
             blocks.check(blocks.size - (total - rows) * row_bytes, row_bytes)
         return not blocks.left
+
+    def stretches(self, path: Path, sha256: str, begins: NDArray[np.int64], length: int) -> None:
+        """Compare the blocks of a file from each of these bytes on, as far as the length goes, each once."""
+        if self.on and (blocks := self._of(path, sha256)).left:
+            blocks.check(begins, min(length, blocks.size - int(begins.max(initial=0))))
+
+    def _of(self, path: Path, sha256: str) -> _Blocks:
+        if path not in self._blocks:
+            self._blocks[path] = _Blocks(path, sha256)
+        return self._blocks[path]
 
 
 class _Blocks:

@@ -208,7 +208,7 @@ def _plan(folder: Path, before: Verification, *, index: bool) -> _Plan:
         if indexes:
             wanted = indexes[-1].spec, indexes[-1].metric
     derived = [problem for problem in before.problems if problem.part == DERIVED]
-    dropped = [index_file(folder, row.id).relative_to(folder).as_posix() for row in indexes]
+    dropped = [index_file(folder, row).relative_to(folder).as_posix() for row in indexes]
     if (folder / NGRAM).exists() and (lost or any(problem.file == NGRAM for problem in derived)):
         dropped.append(NGRAM)
     aside = [folder / problem.file for problem in derived if problem.file != NGRAM]

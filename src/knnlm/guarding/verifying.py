@@ -146,7 +146,7 @@ class _Look:
 
     def _index(self, catalog: Catalog) -> None:
         for row in catalog.indexes():
-            file = index_file(self.folder, row.id)
+            file = index_file(self.folder, row)
             name = file.relative_to(self.folder).as_posix()
             self.files.append(file)
             with self._gathering(name, INDEX):

@@ -1,13 +1,11 @@
-"""Which index for how many keys: the ladder behind `auto`. Knows nothing about FAISS but the names of its indexes.
+"""Which index for how many keys: the ladder behind `auto`. Knows nothing about how indexes work.
 
 Each rung is on the Pareto front of (perplexity, time, bytes) of what was measured; see docs/search.md. All rungs are of
-one kind, and only the number of lists grows:
+one kind, and only their numbers grow:
 
-    PCAR256    keeps the 256 dimensions that hold most of the spread, and turns them so that all are alike: the tables
-               that codes are compared with have 8 bits, and one wide dimension would leave none for the others
-    IVF…       sorts keys into lists by the nearest of so many centroids; a query looks into some lists only
-    PQ128x4fs  writes a key down as half a byte for every two dimensions, which a processor compares 32 at a time
-               without leaving its registers
+    Lists512    sorts keys into lists by the nearest of so many centroids
+    Blocks256   cuts lists into blocks of up to so many keys that are near one another, a byte for each dimension; a
+                query looks into some blocks only
 """
 
 from __future__ import annotations
@@ -15,42 +13,46 @@ from __future__ import annotations
 import math
 
 EXACT = 20_000  # keys up to which comparing with all of them is as cheap as anything
-_WIDTH = 256  # dimensions that are kept
-_PAIR = 2  # dimensions that share a code
-_LISTS = (
-    2.0  # times the root of the number of keys: more lists are shorter, but there are more centroids to compare with
-)
-_PROBES = 64  # lists that a query looks into
+BLOCKS = 40  # that a query looks into
+WIDTH = 1024  # dimensions that are kept, at most
+_SIZE = 256  # keys in a block: with fewer there are more centres to compare with, with more a query must look at more
+_MANY = 20_000  # blocks, beyond which they are made larger
+_FILLED = 0.8  # of a block, on average
+_LISTS = 0.5  # times the root of the number of keys: more of them would be cut into fewer blocks that are less full
+_INVERTED = 2.0  # as many, where lists are not cut
+_PROBES = 64  # lists that a query looks into, in an index of FAISS
 _PER_LIST = 48  # keys to train on for each centroid: fewer make lists uneven, more only take longer
-_SAMPLE = 20_000  # keys to train on at the least: codes need them too
+_SAMPLE = 20_000  # keys to train on at the least
 ROUNDS = 5  # of k-means: the first ones do nearly all of the work
 
 
-def auto_spec(rows: int, width: int, *, metric: str = "l2") -> str:
-    """Choose an index from the number of keys: `exact` while that is cheap, then lists that grow with its root."""
+def auto_spec(rows: int) -> str:
+    """Choose an index from the number of keys: `exact` while that is cheap, then blocks."""
     if rows <= EXACT:
         return "exact"
-    lists = f"IVF{lists_for(rows)}"
-    if metric == "ip":
-        # Principal components leave out a mean, and with it what inner products differ by. A rotation does not.
-        return f"RR{width},{lists},PQ{width // _PAIR if width % _PAIR == 0 else width}x4fs"
-    kept = min(_WIDTH, width)
-    return f"PCAR{kept},{lists},PQ{kept // _PAIR if kept % _PAIR == 0 else kept}x4fs"
+    size = _SIZE
+    while rows > _MANY * size * _FILLED:
+        size *= 2
+    return f"Lists{_power_of_two(_LISTS * math.sqrt(rows))},Blocks{size}"
 
 
-def finer_spec(spec: str) -> str:
-    """Give what is made where a rung fails its self-check: a byte for each dimension, in as many lists.
+def finer_spec(rows: int) -> str:
+    """Give what is made where a rung fails its self-check: an index of FAISS with two bytes for each dimension.
 
-    Codes are of whole keys. Where clusters are narrow and far from one another, unlike those of language models, half a
-    byte for two dimensions cannot tell their members apart.
+    Where clusters are narrow and far from one another, unlike those of language models, a byte for the whole of a range
+    cannot tell their members apart.
     """
-    lists = next(part for part in spec.split(",") if part.startswith("IVF"))
-    return f"{lists},SQ8"
+    return f"IVF{inverted_lists_for(rows)},SQfp16"
 
 
-def lists_for(rows: int) -> int:
-    """Choose the number of lists: the power of two nearest to some roots of the number of keys."""
-    return 1 << round(math.log2(_LISTS * math.sqrt(max(1, rows))))
+def inverted_lists_for(rows: int) -> int:
+    """Choose the number of lists of an index of FAISS."""
+    return _power_of_two(_INVERTED * math.sqrt(rows))
+
+
+def _power_of_two(number: float) -> int:
+    """Give the nearest one."""
+    return 1 << round(math.log2(max(1, number)))
 
 
 def probes_for(lists: int) -> int:

@@ -6,7 +6,7 @@ every two of 80 principal components, and with the 8 of a key's number and the l
 
 from __future__ import annotations
 
-import numpy as np
+from knnlm.index.ladder import inverted_lists_for
 
 _COMPONENTS, _PIECES = 80, 40
 _EXACT = 200_000  # keys up to which comparing with all of them is cheap
@@ -16,7 +16,7 @@ def thin_spec(rows: int, width: int) -> str:
     """Give the FAISS factory string of a thin index for so many keys, or `exact`."""
     if rows <= _EXACT:
         return "exact"
-    lists = 1 << round(np.log2(2 * np.sqrt(rows)))
+    lists = inverted_lists_for(rows)
     if width < _COMPONENTS:
         return f"IVF{lists},SQ8"
     # Turned at random after the projection, so that every piece varies as much as the others.

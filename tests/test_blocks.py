@@ -1,0 +1,507 @@
+"""Blocks: what they find is what brute force finds among rounded keys, and every key is in one of them."""
+
+from __future__ import annotations
+
+import json
+from contextlib import closing
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+
+import oracle
+from knnlm import Datastore, build_index, remove
+from knnlm.datastore import open_index
+from knnlm.errors import DatastoreCorrupt, IndexInvalid, ParameterError
+from knnlm.index import BlockIndex, Reranked, build_approximate, build_blocks, is_blocks, ladder, write_blocks
+from knnlm.index import blockmaking as making
+from knnlm.index import blocks as blocks_module
+from knnlm.index import rounded as rounded_module
+from knnlm.index import smallest as smallest_module
+from knnlm.index.blockfile import read_blocks
+from knnlm.index.centres import Centres, cluster, halved, means
+from knnlm.index.rounded import products, rounded
+from knnlm.index.smallest import share, smallest
+from test_index import Array
+from test_ladder import Whole, clustered
+from test_prune import made_store
+
+
+def decoded(blocks):
+    """The keys as the file has them, in the order of their numbers, in float64."""
+    rows = np.repeat(np.arange(len(blocks.sizes)), blocks.sizes)
+    keys = blocks.mapped[: len(rows)].astype(np.float64) * blocks.scales[rows].astype(np.float64)[:, None]
+    found = np.empty_like(keys)
+    found[blocks.numbers] = keys
+    return found
+
+
+def brute_force(index, queries):
+    """Distances between rounded queries and rounded keys, computed in another way than the index does."""
+    blocks = index._blocks
+    keys = decoded(blocks)
+    turned = blocks.turned(torch.as_tensor(queries), moved=index.metric == "l2").double().numpy()
+    scale = np.maximum(np.abs(turned).max(1, keepdims=True), 1e-30) / 127
+    asked = np.round(turned / scale) * scale
+    if index.metric == "l2":
+        return ((asked[:, None] - keys) ** 2).sum(2)
+    return -asked @ keys.T - (queries.astype(np.float64) @ blocks.centre.double().numpy())[:, None]
+
+
+def assert_finds(index, queries, k, *, effort=1e9):
+    answer = index.search(torch.as_tensor(queries), k, effort=effort)
+    assert answer.ids.shape == answer.distances.shape == (len(queries), k)
+    for expected, ids, found in zip(brute_force(index, queries), answer.ids, answer.distances.numpy(), strict=True):
+        count = min(k, index.rows)
+        ids = ids.numpy()
+        assert (ids[count:] == -1).all()
+        assert np.isinf(found[count:]).all()
+        assert len(set(ids[:count].tolist())) == count
+        assert (np.diff(found[:count]) >= 0).all()
+        near = 1e-3 * (1 + np.abs(expected).max(initial=0))
+        np.testing.assert_allclose(found[:count], np.sort(expected)[:count], atol=near)
+        np.testing.assert_allclose(expected[ids[:count]], found[:count], atol=near)
+
+
+numbers = st.floats(-4, 4, width=32).map(lambda value: round(value, 1))  # rounding makes ties and duplicates common
+
+
+@pytest.mark.parametrize("metric", ["l2", "ip"])
+@settings(max_examples=60, deadline=None)
+@given(data=st.data())
+def test_blocks_that_are_all_looked_into_give_what_brute_force_gives(metric, data):
+    width, rows = data.draw(st.integers(1, 6)), data.draw(st.integers(1, 60))
+    keys = data.draw(hnp.arrays(np.float32, (rows, width), elements=numbers))
+    queries = data.draw(hnp.arrays(np.float32, (data.draw(st.integers(0, 5)), width), elements=numbers))
+    spec = f"Lists{data.draw(st.integers(1, 8))},Blocks{data.draw(st.sampled_from([1, 4, 16]))}"
+    assert_finds(build_blocks(Array(keys), spec, metric=metric), queries, data.draw(st.integers(1, 70)))
+
+
+@pytest.mark.parametrize("metric", ["l2", "ip"])
+@pytest.mark.parametrize("floats", [False, True])
+def test_many_queries_in_many_blocks_give_what_brute_force_gives(monkeypatch, metric, floats):
+    # More queries than are asked at once, on more than one thread, with and without instructions for bytes.
+    monkeypatch.setattr(blocks_module, "_QUERIES", 700)
+    monkeypatch.setattr(smallest_module, "_PIECE", 100)
+    monkeypatch.setattr(blocks_module, "_AT_ONCE", 1 << 15)
+    monkeypatch.setattr(rounded_module, "bytes_are_faster", lambda: not floats)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    index = build_blocks(Whole(clustered(3000, 24)), "Lists16,Blocks64", metric=metric)
+    assert_finds(index, clustered(1500, 24, seed=1), 50)
+    assert_finds(index, clustered(3, 24, seed=2), 3000)
+
+
+@pytest.mark.parametrize("metric", ["l2", "ip"])
+def test_distances_are_nearly_those_of_the_keys_themselves(metric):
+    keys, queries = clustered(4000, 64), clustered(30, 64, seed=1)
+    found = build_blocks(Whole(keys), "Lists16,Blocks128", metric=metric).search(torch.from_numpy(queries), 100)
+    true = np.stack([oracle.distances(query, keys, metric) for query in queries])
+    off = np.abs(found.distances.numpy() - np.take_along_axis(true, found.ids.numpy(), 1))
+    assert off.mean() < 0.01 * true.std()
+
+
+def test_a_query_looks_into_as_many_blocks_as_the_ladder_says_and_each_block_is_read_once(monkeypatch):
+    monkeypatch.setattr(ladder, "BLOCKS", 5)
+    index = build_blocks(Whole(clustered(4000, 16)), "Lists16,Blocks64")
+    asked = []
+    original = products
+
+    def counting(rows, others, *, out=None):
+        asked.append(len(rows))
+        return original(rows, others, out=out)
+
+    monkeypatch.setattr(blocks_module, "products", counting)
+    queries = torch.from_numpy(clustered(300, 16, seed=1))
+    few = index.search(queries, 100)
+    assert sum(asked) == 300 * 5
+    assert len(asked) <= len(index._blocks.sizes) < 300 * 5
+    asked.clear()
+    many = index.search(queries, 100, effort=3)
+    assert sum(asked) == 300 * 15
+    assert (many.distances <= few.distances + 1e-3).all()
+    # Few blocks cannot hold many neighbours: then there are more of them.
+    asked.clear()
+    assert (index.search(queries[:10], 1000).ids >= 0).sum(1).min() > 600
+    assert sum(asked) == 10 * 17
+
+
+def test_some_blocks_find_most_of_the_nearest():
+    keys, queries = clustered(30_000, 32), clustered(100, 32, seed=1)
+    index = build_blocks(Whole(keys), ladder.auto_spec(30_000))
+    found = index.search(torch.from_numpy(queries), 100).ids.numpy()
+    right = np.argsort(((queries[:, None] - keys) ** 2).sum(2), axis=1)[:, :100]
+    recall = np.mean([len(set(one) & set(other)) / 100 for one, other in zip(found, right, strict=True)])
+    assert recall > 0.9
+
+
+@pytest.mark.parametrize("rows", [1, 63, 64, 65, 2000])
+def test_every_key_is_in_one_block_and_no_block_has_too_many(rows):
+    keys = clustered(rows, 8)
+    blocks = build_blocks(Whole(keys), "Lists8,Blocks64")._blocks
+    assert sorted(blocks.numbers.tolist()) == list(range(rows))
+    assert 0 < blocks.sizes.min() <= blocks.sizes.max() <= 64
+    # Rounded, but turned back they are the keys.
+    back = decoded(blocks) @ blocks.turn.double().numpy().T + blocks.centre.double().numpy()
+    assert np.abs(back - keys).max() < 0.05 * np.abs(keys).max()
+    assert np.isinf(blocks.constants).sum() == len(blocks.sizes) * 64 - rows
+    beginning = np.cumsum(blocks.sizes) - blocks.sizes
+    inside = np.add.reduceat(decoded(blocks)[blocks.numbers], beginning, axis=0) / blocks.sizes[:, None]
+    np.testing.assert_allclose(blocks.centres, inside, atol=0.05 * np.abs(keys).max())
+
+
+def test_keys_move_to_nearer_blocks_while_there_is_room():
+    generator = np.random.default_rng(0)
+    labels = np.repeat(np.arange(10), 8).astype(np.int32)
+    best, gain = generator.integers(0, 10, 80).astype(np.int32), generator.random(80).astype(np.float32)
+    found, count = making._moved(labels, best, gain, 10)
+    assert count == 10
+    assert np.bincount(found).max() <= 10
+    moved = found != labels
+    assert moved.any()
+    assert (found[moved] == best[moved]).all()
+    # Who stays although another block is better found it full.
+    stay = ~moved & (best != labels)
+    assert (np.bincount(found, minlength=10)[best[stay]] == 10).all()
+
+
+def test_moving_makes_blocks_narrower(monkeypatch):
+    keys = clustered(4000, 16)
+
+    def spread():
+        blocks = build_blocks(Whole(keys), "Lists16,Blocks64")._blocks
+        centres = np.repeat(blocks.centres.numpy(), blocks.sizes, axis=0)
+        return ((decoded(blocks)[blocks.numbers] - centres) ** 2).sum(1).mean()
+
+    after = spread()
+    monkeypatch.setattr(making, "_TRIES", 0)
+    assert after < 0.98 * spread()
+
+
+def test_memory_is_bounded_while_blocks_are_made(monkeypatch):
+    monkeypatch.setattr(making, "_AT_ONCE", 500)
+    monkeypatch.setattr(ladder, "_SAMPLE", 400)
+    vectors = Whole(clustered(4000, 8))
+    build_blocks(vectors, "Lists64,Blocks32")
+    assert max(vectors.taken[1:]) <= 500
+    assert vectors.taken[0] == 64 * ladder._PER_LIST
+
+
+def test_wide_keys_lose_dimensions_and_are_measured_again(monkeypatch, tmp_path):
+    monkeypatch.setattr(ladder, "WIDTH", 8)
+    monkeypatch.setattr(ladder, "EXACT", 1000)
+    keys, queries = clustered(2000, 24), torch.from_numpy(clustered(20, 24, seed=1))
+    narrow = build_blocks(Whole(keys), "Lists8,Blocks64")
+    assert narrow._blocks.keys.shape[1] == 8
+    assert not narrow.whole
+    assert isinstance(build_approximate(Whole(keys), "Lists8,Blocks64"), Reranked)
+    store = made_store(tmp_path / "memory", keys, np.zeros(2000, np.int64))
+    build_index(store)
+    with closing(Datastore.open(store.path)) as again:
+        found = open_index(again).search(queries, 5)
+    true = np.stack([oracle.distances(query, keys) for query in queries.numpy()])
+    np.testing.assert_allclose(found.distances, np.take_along_axis(true, found.ids.numpy(), 1), rtol=1e-2)
+    # The first are those that keys differ most in: what is left out is less than any other part.
+    kept = ((keys - keys.mean(0)) @ narrow._blocks.turn.numpy()).var()
+    assert 8 * kept > 0.5 * (keys - keys.mean(0)).var(0).sum()
+
+
+@pytest.mark.parametrize("spec", ["Lists0,Blocks256", "Lists8,Blocks0", "Lists8", "Blocks8", "Lists8,Blocks8,Flat"])
+def test_other_specs_are_no_blocks(spec, tmp_path):
+    assert not is_blocks(spec)
+    with pytest.raises(ParameterError, match="Lists2048,Blocks256"):
+        write_blocks(Array(np.ones((3, 2))), spec, tmp_path / "index")
+
+
+def test_blocks_of_an_odd_size_are_refused():
+    with pytest.raises(ParameterError, match="Blocks of 100 keys cannot be made: use a power of two"):
+        build_blocks(Array(np.ones((3, 2))), "Lists4,Blocks100")
+
+
+def test_keys_that_are_no_numbers_are_refused_and_such_queries_find_nothing():
+    keys = clustered(500, 4)
+    index = build_blocks(Whole(keys), "Lists4,Blocks16")
+    queries = torch.from_numpy(keys[:3].copy())
+    queries[1, 2] = torch.nan
+    found = index.search(queries, 5)
+    assert (found.ids[1] == -1).all()
+    assert torch.isinf(found.distances[1]).all()
+    assert (found.ids[[0, 2]] >= 0).all()
+    keys[137, 1] = np.inf
+    with pytest.raises(IndexInvalid, match="no finite numbers"):
+        build_blocks(Whole(keys), "Lists4,Blocks16")
+
+
+def test_all_keys_alike_are_found(capfd):
+    index = build_blocks(Whole(np.ones((300, 4), np.float32)), "Lists4,Blocks16")
+    found = index.search(torch.ones(2, 4), 300)
+    assert sorted(found.ids[0].tolist()) == list(range(300))
+    assert (found.distances == 0).all()
+
+
+# --- the file
+
+
+def write(tmp_path, rows=500):
+    path = tmp_path / "index"
+    write_blocks(Whole(clustered(rows, 8)), "Lists4,Blocks16", path)
+    return path
+
+
+def test_the_file_is_one_that_safetensors_reads(tmp_path):
+    from safetensors.numpy import load_file
+
+    path = write(tmp_path)
+    arrays, blocks = load_file(path), read_blocks(path)
+    assert set(arrays) == {"centre", "turn", "centres", "sizes", "scales", "constants", "numbers", "keys"}
+    np.testing.assert_array_equal(arrays["keys"], blocks.mapped)
+    np.testing.assert_array_equal(arrays["constants"], blocks.constants)
+    np.testing.assert_array_equal(arrays["turn"], blocks.turn)
+    assert (path.read_bytes()[blocks.offset :] == arrays["keys"].tobytes()) is True
+
+
+def test_the_same_keys_give_the_same_file(tmp_path):
+    first = write(tmp_path).read_bytes()
+    assert write(tmp_path).read_bytes() == first
+
+
+@pytest.mark.parametrize("data", [b"", b"junk", b"junk" * 100, (40).to_bytes(8, "little") + b"[" * 40, b"\xff" * 80])
+def test_a_file_that_is_no_index_is_named(tmp_path, data):
+    (tmp_path / "index").write_bytes(data)
+    with pytest.raises(IndexInvalid, match="index is not a readable index"):
+        BlockIndex.load(tmp_path / "index")
+
+
+def changed_header(path, change):
+    data = path.read_bytes()
+    length = int.from_bytes(data[:8], "little")
+    header = json.loads(data[8 : 8 + length])
+    change(header)
+    text = json.dumps(header).encode()
+    path.write_bytes(len(text).to_bytes(8, "little") + text + data[8 + length :])
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda header: header.pop("turn"),
+        lambda header: header["sizes"].update(shape=[1]),
+        lambda header: header["keys"].update(data_offsets=[0, 1 << 40]),
+        lambda header: header["keys"].update(data_offsets=[8, 0]),
+        lambda header: header["numbers"].update(dtype="F32"),
+        lambda header: header["__metadata__"].update(metric="cosine"),
+        lambda header: header["__metadata__"].update(format="other"),
+        lambda header: header.update(centre=header["scales"]),
+        lambda header: header.update(sizes=header["numbers"]),
+    ],
+)  # fmt: skip
+def test_a_header_that_does_not_fit_is_refused(tmp_path, change):
+    path = write(tmp_path)
+    changed_header(path, change)
+    with pytest.raises(IndexInvalid, match="is not a readable index"):
+        BlockIndex.load(path)
+
+
+@pytest.fixture
+def memory(tmp_path, monkeypatch):
+    monkeypatch.setattr(ladder, "EXACT", 1000)
+    keys = clustered(3000, 16)
+    store = made_store(tmp_path / "memory", keys, np.arange(3000) % 7)
+    assert is_blocks(build_index(store))
+    return store.path, keys
+
+
+def test_every_part_of_an_index_is_compared_before_it_is_used(memory):
+    path, keys = memory
+    file = path / "index/000000/index.safetensors"
+    sound = file.read_bytes()
+    with closing(Datastore.open(path)) as store:
+        open_index(store).search(torch.from_numpy(keys[:5]), 5)
+    for at in np.linspace(0, len(sound) - 1, 30).astype(int).tolist():
+        damaged = bytearray(sound)
+        damaged[at] ^= 1
+        file.write_bytes(damaged)
+        with closing(Datastore.open(path)) as store, pytest.raises((IndexInvalid, DatastoreCorrupt), match="index"):
+            open_index(store).search(torch.from_numpy(keys), 5)
+    # So is what nobody has summed up yet.
+    file.with_suffix(".sums").unlink()
+    with closing(Datastore.open(path)) as store, pytest.raises(IndexInvalid, match="not the file that was written"):
+        open_index(store)
+
+
+def test_only_what_is_read_is_compared(memory, monkeypatch):
+    path, keys = memory
+    with closing(Datastore.open(path)) as store:
+        open_index(store).search(torch.from_numpy(keys[:1]), 5)  # sums are written down
+    read = []
+    original = BlockIndex.load
+
+    def load(file, *, compare):
+        return original(
+            file, compare=lambda begins, length: read.append((begins.tolist(), length)) or compare(begins, length)
+        )
+
+    monkeypatch.setattr(BlockIndex, "load", staticmethod(load))
+    monkeypatch.setattr(ladder, "BLOCKS", 2)
+    with closing(Datastore.open(path)) as store:
+        index = open_index(store)
+        offset = index._index._blocks.offset
+        read.clear()
+        index.search(torch.from_numpy(keys[:1]), 5)
+    assert len(read) == 1
+    begins, length = read[0]
+    assert len(begins) == 2
+    assert min(begins) >= offset
+    assert length == 256 * 16
+
+
+def test_what_is_removed_is_not_found_and_what_is_added_is(memory):
+    path, keys = memory
+    with closing(Datastore.open(path)) as store:
+        documents = [document.id for document in store.documents()]
+    if len(documents) > 1:
+        remove(path, documents[:1])
+    with closing(Datastore.open(path)) as store:
+        index = open_index(store)
+        found = index.search(torch.from_numpy(keys[:20]), 10)
+        assert found.ids.max() < store.key_count
+        true = store.take(torch.arange(store.key_count)).numpy()
+        for query, distances in zip(keys[:20], found.distances.numpy(), strict=True):
+            np.testing.assert_allclose(
+                distances, np.sort(((true - query) ** 2).sum(1))[:10], atol=0.05 * (1 + distances.max())
+            )
+
+
+# --- the parts
+
+
+@settings(max_examples=200, deadline=None)
+@given(data=st.data())
+def test_the_smallest_are_those_that_sorting_gives(data):
+    rows, width = data.draw(st.integers(0, 5)), data.draw(st.integers(1, 60))
+    choices = st.sampled_from([0.0, 1.0, 2.5, -3.0, 1e6, np.inf, np.nan, 7.25])
+    values = data.draw(hnp.arrays(np.float32, (rows, width), elements=choices))
+    check_smallest(values, data.draw(st.integers(1, 80)))
+
+
+@pytest.mark.parametrize(("width", "k"), [(5000, 40), (10240, 1024), (10240, 9000), (70_000, 1024), (3000, 1)])
+@pytest.mark.parametrize("kind", ["normal", "sorted", "few", "holes", "periodic"])
+def test_the_smallest_of_many_are_those_that_sorting_gives(width, k, kind):
+    generator = np.random.default_rng(width + k)
+    values = generator.normal(20, 5, (6, width)).astype(np.float32)
+    if kind == "sorted":
+        values.sort(axis=1)
+    elif kind == "few":
+        values = np.round(values)
+    elif kind == "holes":
+        values[:, width // 50 :] = np.inf
+    elif kind == "periodic":
+        values[:, ::16] -= 100  # the sample is all that is small: its limit is far too low
+    check_smallest(values, k)
+
+
+def check_smallest(values, k):
+    places, found = smallest(values.copy(), k)
+    assert places.shape == found.shape == (len(values), k)
+    for row, at, numbers_ in zip(values, places, found, strict=True):
+        there = np.sort(row[np.isfinite(row)])[:k]
+        count = len(there)
+        assert (at[count:] == -1).all()
+        assert np.isinf(numbers_[count:]).all()
+        assert len(set(at[:count].tolist())) == count
+        near = 1e-4 * (there[-1] - there[0]) * 16 if count else 0
+        np.testing.assert_allclose(row[at[:count]], there, atol=near + 1e-6)
+        np.testing.assert_allclose(numbers_[:count], there, atol=near + 1e-5 * np.abs(there).max(initial=0))
+        assert (np.diff(numbers_[:count]) >= 0).all()
+
+
+@pytest.mark.parametrize("count", [0, 1, 511, 1024, 5000])
+@pytest.mark.parametrize("threads", [1, 3])
+def test_shared_work_is_done_once(monkeypatch, count, threads):
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    done = np.zeros(count, np.int64)
+
+    def work(begin, end):
+        done[begin:end] += 1
+
+    share(count, work)
+    assert (done == 1).all()
+
+
+def test_work_that_fails_fails(monkeypatch):
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+
+    def work(begin, end):
+        if begin <= 3000 < end:
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        share(5000, work)
+
+
+@pytest.mark.parametrize("faster", [True, False])
+@pytest.mark.parametrize(("rows", "others", "width"), [(1, 4, 1), (3, 7, 5), (65, 130, 576), (4, 6, 3000), (0, 5, 4)])
+def test_products_are_those_of_whole_numbers(monkeypatch, faster, rows, others, width):
+    monkeypatch.setattr(rounded_module, "bytes_are_faster", lambda: faster)
+    generator = np.random.default_rng(width)
+    one, other = (generator.integers(-127, 128, (n, width)).astype(np.int8) for n in (rows, others))
+    one[:1], other[:1] = 127, 127  # as large as it gets
+    right = one.astype(np.int64) @ other.astype(np.int64).T
+    found = products(torch.from_numpy(one), torch.from_numpy(other))
+    np.testing.assert_array_equal(found, right)
+    out = torch.full(found.shape, 9, dtype=torch.int32)
+    products(torch.from_numpy(one), torch.from_numpy(other), out=out)
+    np.testing.assert_array_equal(out, right)
+
+
+def test_rounding_is_off_by_half_a_step_at_most():
+    rows = torch.from_numpy(clustered(200, 30))
+    rows[3] = 0
+    near = rounded(rows)
+    assert ((near.values * near.scale - rows).abs() <= 0.5001 * near.scale).all()
+    assert near.values.abs().amax(1)[4:].eq(127).all()
+    np.testing.assert_allclose(
+        near.squares()[:, 0], (near.values.double() * near.scale.double()).square().sum(1), rtol=1e-5
+    )
+
+
+def test_clusters_are_found_and_the_nearest_of_each_row():
+    generator = np.random.default_rng(3)
+    true = generator.normal(size=(20, 8)) * 10
+    rows = torch.from_numpy(
+        (true[generator.integers(0, 20, 4000)] + generator.normal(size=(4000, 8))).astype(np.float32)
+    )
+    points = cluster(rows, 40, rounds=8)
+    apart = ((rows[:, None] - points) ** 2).sum(2)
+    assert apart.min(1).values.mean() < 12  # 8 of noise; 20 points for 20 clusters would leave no more
+    found = Centres(points).nearest(rounded(rows))
+    chosen = apart.gather(1, found[:, None])[:, 0]
+    assert (chosen - apart.min(1).values).max() < 0.05 * apart.mean()
+    labels = torch.from_numpy(generator.integers(0, 5, 4000))
+    right = np.stack([rows.numpy()[labels.numpy() == one].mean(0) for one in range(5)])
+    np.testing.assert_allclose(means(rows, labels, 6)[:5], right, atol=1e-3)
+    assert (means(rows, labels, 6)[5] == 0).all()
+
+
+@settings(max_examples=60, deadline=None)
+@given(rows=st.integers(1, 200), size=st.integers(1, 40), same=st.booleans())
+def test_halves_are_of_equal_size_and_have_every_row(rows, size, same):
+    parts = -(-rows // size)
+    data = torch.ones(rows, 3) if same else torch.randn(rows, 3, generator=torch.Generator().manual_seed(rows))
+    found = halved(data, parts)
+    assert sorted(torch.cat(found).tolist()) == list(range(rows))
+    assert len(found) == parts
+    assert max(len(part) for part in found) <= size
+    assert max(len(part) for part in found) - min(len(part) for part in found) <= 1
+
+
+def test_halves_are_apart():
+    generator = torch.Generator().manual_seed(0)
+    rows = torch.randn(100, 6, generator=generator) + torch.tensor([0.0, 20.0]).repeat(50)[:, None]
+    one, other = halved(rows, 2)
+    assert {frozenset(one.tolist()), frozenset(other.tolist())} == {
+        frozenset(range(0, 100, 2)),
+        frozenset(range(1, 100, 2)),
+    }
