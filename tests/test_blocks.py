@@ -182,11 +182,17 @@ def test_moving_makes_blocks_narrower(monkeypatch):
 
 def test_memory_is_bounded_while_blocks_are_made(monkeypatch):
     monkeypatch.setattr(making, "_AT_ONCE", 500)
+    monkeypatch.setattr(making, "_TAKEN", 100)
     monkeypatch.setattr(ladder, "_SAMPLE", 400)
+    together = []
+    original = making._taken
+    monkeypatch.setattr(making, "_taken", lambda *given: together.append(len(given[1])) or original(*given))
     vectors = Whole(clustered(4000, 8))
     build_blocks(vectors, "Lists64,Blocks32")
-    assert max(vectors.taken[1:]) <= 500
-    assert vectors.taken[0] == 64 * ladder._PER_LIST
+    assert together[0] == 64 * ladder._PER_LIST  # what is learned from follows the lists
+    assert sum(together[1:]) == 3 * 4000  # cut, moved, written
+    assert max(together[1:]) <= 500
+    assert max(vectors.taken) <= 100
 
 
 def test_wide_keys_lose_dimensions_and_are_measured_again(monkeypatch, tmp_path):

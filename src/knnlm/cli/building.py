@@ -91,7 +91,11 @@ def build(
 def index(
     memory: options.Memory,
     spec: Annotated[
-        str, typer.Option("--index", help="auto, exact, or a FAISS factory string such as IVF1024,PQ64.")
+        str,
+        typer.Option(
+            "--index",
+            help="auto, exact, blocks such as Lists512,Blocks256, or a FAISS factory string such as IVF1024,PQ64.",
+        ),
     ] = "auto",
     metric: Annotated[str, typer.Option(help="l2 (squared) or ip (inner product).")] = "l2",
     wait: options.Wait = 0.0,
@@ -99,8 +103,8 @@ def index(
 ) -> None:
     """knnlm index memory
 
-    Make an index. A memory of up to 20,000 tokens is searched exactly, which needs none; above that, auto makes lists
-    of short codes, and the nearest that it finds are measured again on the stored keys.
+    Make an index. A memory of up to 20,000 tokens is searched exactly, which needs none; above that, auto makes blocks
+    of keys that are near one another, a byte a dimension, of which a query looks into some.
     """
     from knnlm import datastore
 
