@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 
 import numpy as np
@@ -13,16 +17,27 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 import oracle
-from knnlm import Datastore, build_index, remove
+from knnlm import Datastore, Document, add, build, build_index, compact, remove, repair, verify
 from knnlm.datastore import open_index
 from knnlm.errors import DatastoreCorrupt, IndexInvalid, ParameterError
-from knnlm.index import BlockIndex, Reranked, build_approximate, build_blocks, is_blocks, ladder, write_blocks
+from knnlm.index import (
+    BlockIndex,
+    ExactIndex,
+    Reranked,
+    build_approximate,
+    build_blocks,
+    check_index,
+    is_blocks,
+    ladder,
+    write_blocks,
+)
 from knnlm.index import blockmaking as making
 from knnlm.index import blocks as blocks_module
 from knnlm.index import rounded as rounded_module
 from knnlm.index import smallest as smallest_module
 from knnlm.index.blockfile import read_blocks
 from knnlm.index.centres import Centres, cluster, halved, means
+from knnlm.index.living import Joined, Surviving
 from knnlm.index.rounded import products, rounded
 from knnlm.index.smallest import share, smallest
 from test_index import Array
@@ -32,8 +47,8 @@ from test_prune import made_store
 
 def decoded(blocks):
     """The keys as the file has them, in the order of their numbers, in float64."""
-    rows = np.repeat(np.arange(len(blocks.sizes)), blocks.sizes)
-    keys = blocks.mapped[: len(rows)].astype(np.float64) * blocks.scales[rows].astype(np.float64)[:, None]
+    scales = np.concatenate([row[:size] for row, size in zip(blocks.scales, blocks.sizes, strict=True)])
+    keys = blocks.mapped[: len(scales)].astype(np.float64) * scales.astype(np.float64)[:, None]
     found = np.empty_like(keys)
     found[blocks.numbers] = keys
     return found
@@ -273,7 +288,17 @@ def test_the_same_keys_give_the_same_file(tmp_path):
     assert write(tmp_path).read_bytes() == first
 
 
-@pytest.mark.parametrize("data", [b"", b"junk", b"junk" * 100, (40).to_bytes(8, "little") + b"[" * 40, b"\xff" * 80])
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"",
+        b"junk",
+        b"junk" * 100,
+        (4).to_bytes(8, "little") + b"null" * 9,
+        (40).to_bytes(8, "little") + b"[" * 40,
+        b"\xff" * 80,
+    ],
+)
 def test_a_file_that_is_no_index_is_named(tmp_path, data):
     (tmp_path / "index").write_bytes(data)
     with pytest.raises(IndexInvalid, match="index is not a readable index"):
@@ -301,6 +326,11 @@ def changed_header(path, change):
         lambda header: header["__metadata__"].update(format="other"),
         lambda header: header.update(centre=header["scales"]),
         lambda header: header.update(sizes=header["numbers"]),
+        lambda header: header.update(more=header["scales"]),
+        lambda header: header["keys"].update(data_offsets=[]),
+        lambda header: header["keys"].update(shape=[-1, 8]),
+        lambda header: header["keys"].update(shape=[516.0, 8]),
+        lambda header: header.update(__metadata__=None),
     ],
 )  # fmt: skip
 def test_a_header_that_does_not_fit_is_refused(tmp_path, change):
@@ -363,21 +393,108 @@ def test_only_what_is_read_is_compared(memory, monkeypatch):
     assert length == 256 * 16
 
 
-def test_what_is_removed_is_not_found_and_what_is_added_is(memory):
-    path, keys = memory
+def test_what_is_removed_is_not_found_and_what_is_added_is(lm, tmp_path, monkeypatch):
+    monkeypatch.setattr(ladder, "EXACT", 100)
+    path = tmp_path / "memory"
+    texts = [Document(f"d{n}", "some", f"a text that is the {n}. of its kind, " * 8) for n in range(8)]
+    build(texts[:6], path, lm=lm)
     with closing(Datastore.open(path)) as store:
-        documents = [document.id for document in store.documents()]
-    if len(documents) > 1:
-        remove(path, documents[:1])
+        assert is_blocks(build_index(store))
+        before = store.key_count
+    remove(path, document="d2")
     with closing(Datastore.open(path)) as store:
-        index = open_index(store)
-        found = index.search(torch.from_numpy(keys[:20]), 10)
-        assert found.ids.max() < store.key_count
-        true = store.take(torch.arange(store.key_count)).numpy()
-        for query, distances in zip(keys[:20], found.distances.numpy(), strict=True):
-            np.testing.assert_allclose(
-                distances, np.sort(((true - query) ** 2).sum(1))[:10], atol=0.05 * (1 + distances.max())
-            )
+        assert store.key_count < before
+        assert isinstance(open_index(store), Surviving)
+        assert_nearly_exact(store)
+    add(texts[6:], path, lm=lm)
+    with closing(Datastore.open(path)) as store:
+        assert isinstance(open_index(store), Joined)
+        assert_nearly_exact(store)
+
+
+def assert_nearly_exact(store):
+    keys = store.take(torch.arange(store.key_count))
+    right = ExactIndex(Array(keys)).search(keys, 20)
+    found = open_index(store).search(keys, 20)
+    assert (found.ids >= 0).all()
+    assert found.ids.max() < store.key_count
+    assert (found.distances[:, 0] < 0.01 * right.distances.median()).all()  # each finds itself, or its like
+    assert (found.distances - right.distances).abs().median() < 0.02 * right.distances.median()
+
+
+def test_memories_with_an_index_in_blocks_are_verified_repaired_and_compacted(lm, tmp_path, monkeypatch):
+    monkeypatch.setattr(ladder, "EXACT", 100)
+    path = tmp_path / "memory"
+    build([Document(f"d{n}", "some", f"a text that is the {n}. of its kind, " * 8) for n in range(6)], path, lm=lm)
+    with closing(Datastore.open(path)) as store:
+        build_index(store)
+    assert not verify(path, deep=True).problems
+    remove(path, document="d1")
+    compact(path)
+    with closing(Datastore.open(path)) as store:
+        assert [row.spec for row in store.catalog.indexes()] == ["Lists16,Blocks256"]
+        assert_nearly_exact(store)
+    (file,) = path.glob("index/*/index.safetensors")
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 1
+    file.write_bytes(data)
+    assert [problem.part for problem in verify(path, deep=True).problems] == ["index"]
+    assert repair(path).dropped
+    with closing(Datastore.open(path)) as store:
+        assert_nearly_exact(store)  # it was made again
+    assert not verify(path, deep=True).problems
+
+
+def test_one_far_key_leaves_its_neighbours_as_they_are():
+    generator = np.random.default_rng(0)
+    keys = np.concatenate([generator.normal(size=(300, 16)), generator.normal(size=(9700, 16)) * 100]).astype(
+        np.float32
+    )
+    index = build_blocks(Whole(keys), "Lists64,Blocks256")
+    queries = keys[:100] + generator.normal(size=(100, 16)).astype(np.float32) * 0.1
+    found = index.search(torch.from_numpy(queries), 10).distances.numpy()
+    right = np.sort(((queries[:, None] - keys) ** 2).sum(2), axis=1)[:, :10]
+    assert np.abs(found - right).max() < 0.1 * right.mean()
+
+
+def test_indexes_that_vote_with_their_own_distances_must_have_nearly_the_right_ones():
+    generator = np.random.default_rng(1)
+    for gap, sound in ((1, True), (80, False)):
+        centres = generator.normal(size=(100, 64)) * gap
+        keys = (centres[generator.integers(0, 100, 20_000)] + generator.normal(size=(20_000, 64))).astype(np.float32)
+        index = build_blocks(Whole(keys), "Lists64,Blocks256")
+        check_index(index, Whole(keys), what="it")
+        if sound:
+            check_index(index, Whole(keys), what="it", fine=True)
+        else:
+            with pytest.raises(IndexInvalid, match=r"away from those of the stored keys \(median; at most 5%"):
+                check_index(index, Whole(keys), what="it", fine=True)
+
+
+def test_lists_that_have_nearly_all_keys_are_cut_in_pieces(monkeypatch):
+    monkeypatch.setattr(making, "_LONGEST", 300)
+    monkeypatch.setattr(making, "_COMPARED", 1000)
+    most = []
+    original = torch.addmm
+    monkeypatch.setattr(
+        torch, "addmm", lambda *given, **more: most.append((r := original(*given, **more)).numel()) or r
+    )
+    keys = np.ones((3000, 4), np.float32)
+    keys[:50] = clustered(50, 4)
+    blocks = build_blocks(Whole(keys), "Lists8,Blocks16")._blocks
+    assert sorted(blocks.numbers.tolist()) == list(range(3000))
+    assert most
+    assert max(most) <= 1000
+
+
+def test_many_may_ask_at_once_and_little_is_kept():
+    keys, queries = clustered(3000, 16), torch.from_numpy(clustered(400, 16, seed=1))
+    index = build_blocks(Whole(keys), "Lists16,Blocks64")
+    right = index.search(queries, 20)
+    with ThreadPoolExecutor(4) as pool:
+        for found in pool.map(lambda _: index.search(queries, 20), range(40)):
+            assert torch.equal(found.ids, right.ids)
+    assert len(index._spare) == 1
 
 
 # --- the parts
@@ -406,6 +523,45 @@ def test_the_smallest_of_many_are_those_that_sorting_gives(width, k, kind):
     elif kind == "periodic":
         values[:, ::16] -= 100  # the sample is all that is small: its limit is far too low
     check_smallest(values, k)
+
+
+def test_the_first_are_in_order_however_far_the_last_are():
+    generator = np.random.default_rng(0)
+    values = np.full((3, 10_240), 1e6, np.float32)
+    values[:, :500] = 1 + np.arange(500) / 100
+    generator.permuted(values, axis=1, out=values)
+    places, found = smallest(values, 1024)
+    np.testing.assert_array_equal(found[:, :500], np.tile((1 + np.arange(500) / 100).astype(np.float32), (3, 1)))
+    np.testing.assert_array_equal(np.take_along_axis(values, places, 1), found)
+
+
+@pytest.mark.parametrize("size", [1e-20, 1e-3, 1e18])
+def test_small_and_large_keys_are_told_apart(size, recwarn):
+    keys = clustered(500, 4) * np.float32(size)
+    index = build_blocks(Whole(keys), "Lists4,Blocks16")
+    found = index.search(torch.from_numpy(keys[:20]), 3, effort=1e9)
+    assert not [warning for warning in recwarn if issubclass(warning.category, RuntimeWarning)]
+    if size > 1e-19:  # else squares are 0 in float32
+        assert (found.ids[:, 0] == torch.arange(20)).float().mean() > 0.8
+
+
+def test_a_query_that_is_too_far_for_float32_finds_nothing(recwarn):
+    index = build_blocks(Whole(clustered(500, 4)), "Lists4,Blocks16")
+    found = index.search(torch.full((2, 4), 1e30), 5)
+    assert (found.ids == -1).all()
+    assert torch.isinf(found.distances).all()
+
+
+@pytest.mark.parametrize("kind", ["AVX2", "SSE41"])
+def test_processors_that_add_up_wrongly_are_noticed(kind):
+    program = (
+        "import torch; from knnlm.index.rounded import products, bytes_are_faster;"
+        "a = torch.full((70, 512), 127, dtype=torch.int8); assert (products(a, a) == 127 * 127 * 512).all();"
+        "g = torch.Generator().manual_seed(1);"
+        "a, b = (torch.randint(-127, 128, (n, 300), generator=g).char() for n in (33, 256));"
+        "assert torch.equal(products(a, b).long(), a.long() @ b.long().T)"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True, env=os.environ | {"ONEDNN_MAX_CPU_ISA": kind})
 
 
 def check_smallest(values, k):

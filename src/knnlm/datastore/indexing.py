@@ -98,7 +98,7 @@ def _write_sound(store: Datastore, spec: str, metric: str, folder: Path, progres
             index = BlockIndex.load(folder / BLOCKS)
         else:
             index = FaissIndex.build(store.keys, spec, metric=metric, progress=progress)
-        check_index(index, store.keys, what=f"The new index {spec}")
+        check_index(index, store.keys, what=f"The new index {spec}", fine=_votes_itself(index))
     except IndexInvalid:
         if spec != choose_spec(store) or isinstance(store.codec, Codes):
             raise
@@ -207,10 +207,11 @@ def _read(store: Datastore, row: IndexRow, path: Path) -> FaissIndex | BlockInde
 def _join(store: Datastore, index: FaissIndex | BlockIndex, covered: Numbering, *, rerank: bool) -> Index:
     """Leave out of an index what is gone, check it, and search beside it what is newer."""
     what = f"The index {index_folder(store.path, 0).parent}"
-    rerank = rerank and not (isinstance(index, BlockIndex) and index.whole)  # these distances are good as they are
+    fine = _votes_itself(index)
+    rerank = rerank and not fine
     known = store.key_numbers
     if known.gaps == covered.gaps and known.total == covered.total:
-        check_index(index, store.keys, what=what)
+        check_index(index, store.keys, what=what, fine=fine)
         whole = Surviving(index, None, store.keys)
         return _reranked(whole, store) if rerank else whole
     numbers = known.lives(covered.stored(np.arange(index.rows)))
@@ -218,11 +219,16 @@ def _join(store: Datastore, index: FaissIndex | BlockIndex, covered: Numbering, 
     older = Keys(store, end=first)
     alive = Surviving(index, numbers, older)
     if alive.rows:
-        check_index(alive, older, what=what)
+        check_index(alive, older, what=what, fine=fine)
     found: Index = _reranked(alive, store) if rerank else alive
     if first == store.key_count:
         return found
     return Joined(found, ExactIndex(Keys(store, first), metric=index.metric), first=first)
+
+
+def _votes_itself(index: FaissIndex | BlockIndex) -> bool:
+    """Say whether an index gives distances that are good as they are: a byte for each dimension is enough."""
+    return isinstance(index, BlockIndex) and index.whole
 
 
 def _reranked(index: Index, store: Datastore) -> Index:

@@ -74,7 +74,7 @@ class Sums:
     def stretches(self, path: Path, sha256: str, begins: NDArray[np.int64], length: int) -> None:
         """Compare the blocks of a file from each of these bytes on, as far as the length goes, each once."""
         if self.on and (blocks := self._of(path, sha256)).left:
-            blocks.check(begins, min(length, blocks.size - int(begins.max(initial=0))))
+            blocks.check(begins, length)
 
     def _of(self, path: Path, sha256: str) -> _Blocks:
         if path not in self._blocks:
@@ -103,7 +103,8 @@ class _Blocks:
         """Compare the blocks from each of these bytes on, as far as the length goes."""
         steps = [*range(0, length, BLOCK), max(0, length - 1)]
         touched = [(begins + step) // BLOCK for step in steps]
-        wanted = np.unique(np.concatenate([blocks[~self._seen[blocks]] for blocks in touched]))
+        inside = (blocks[blocks < len(self._seen)] for blocks in touched)
+        wanted = np.unique(np.concatenate([blocks[~self._seen[blocks]] for blocks in inside]))
         if not len(wanted):
             return
         with self._path.open("rb") as file:

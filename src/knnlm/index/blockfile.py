@@ -27,6 +27,7 @@ from knnlm.mapping import as_tensor
 _FORMAT = "knnlm blocks 1"
 _KINDS = {"F32": np.float32, "I32": np.int32, "I64": np.int64, "I8": np.int8}
 _NAMES = {np.dtype(kind): name for name, kind in _KINDS.items()}
+_ARRAYS = {"centre", "turn", "centres", "sizes", "scales", "constants", "numbers", "keys"}
 _HEADER = 1 << 20  # bytes that a header may have
 _ALIGN = 64
 
@@ -42,7 +43,7 @@ class Blocks:
     turn: Tensor  # (D, W) what a key less the centre is multiplied with
     centres: Tensor  # (n, W) the mean of each block
     sizes: NDArray[np.int32]  # (n,)
-    scales: NDArray[np.float32]  # (n,) what the bytes of a block are to be multiplied with
+    scales: NDArray[np.float32]  # (n, size) what the bytes of each key are to be multiplied with
     constants: NDArray[np.float32]  # (n, size) squared lengths of keys, or 0; infinite where there is none
     numbers: NDArray[Any]  # (N,) the number of each key
     keys: Tensor  # (N + size, W) int8, mapped
@@ -68,7 +69,7 @@ class BlockWriter:
             "turn": np.zeros((width, kept), np.float32),
             "centres": np.zeros((blocks, kept), np.float32),
             "sizes": np.zeros(blocks, np.int32),
-            "scales": np.zeros(blocks, np.float32),
+            "scales": np.zeros((blocks, size), np.float32),
             "constants": np.full((blocks, size), np.inf, np.float32),
             "numbers": np.zeros(rows, number),
         }
@@ -82,12 +83,12 @@ class BlockWriter:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, value: object, trace: TracebackType | None) -> None:
-        if kind is None:
-            self._file.write(bytes(self._slack))
-            self._file.seek(self._begin)
-            for array in self._arrays.values():
-                self._file.write(array.tobytes())
-        self._file.close()
+        with self._file:
+            if kind is None:
+                self._file.write(bytes(self._slack))
+                self._file.seek(self._begin)
+                for array in self._arrays.values():
+                    self._file.write(array.tobytes())
 
     def array(self, name: str) -> NDArray[Any]:
         """Give one of the arrays beside the keys, to be filled."""
@@ -122,7 +123,7 @@ def read_blocks(path: Path, compare: Callable[[NDArray[np.int64], int], None] | 
     try:
         arrays, about, offset = _arrays(whole, compare)
         return _checked(arrays, about, offset)
-    except (KeyError, TypeError, ValueError, RuntimeError, RecursionError) as error:
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError, RuntimeError) as error:
         raise _unreadable(path, f"{type(error).__name__}: {error}") from None
 
 
@@ -137,16 +138,29 @@ def _arrays(
         compare(np.zeros(1, np.int64), 8 + length)
     entries: dict[str, Any] = json.loads(whole[8 : 8 + length].tobytes())
     about = entries.pop("__metadata__")
-    offset = 8 + length + entries["keys"]["data_offsets"][0]
-    if compare is not None and 0 < offset <= len(whole):
+    if set(entries) != _ARRAYS:
+        raise ValueError(f"it has the arrays {sorted(entries)}")
+    places = {name: _place(name, entry, 8 + length, len(whole)) for name, entry in entries.items()}
+    offset = places["keys"][0]
+    if any(end > offset for name, (_, end) in places.items() if name != "keys"):
+        raise ValueError("keys are not behind all others")
+    if compare is not None:
         compare(np.zeros(1, np.int64), offset)
-    found = {}
-    for name, entry in entries.items():
-        begin, end = (8 + length + at for at in entry["data_offsets"])
-        if not 8 + length <= begin <= end <= len(whole):
-            raise ValueError(f"{name} is beyond its end")
-        found[name] = whole[begin:end].view(_KINDS[entry["dtype"]]).reshape(entry["shape"])
+    found = {
+        name: whole[begin:end].view(_KINDS[entries[name]["dtype"]]).reshape(entries[name]["shape"])
+        for name, (begin, end) in places.items()
+    }
     return found, about, offset
+
+
+def _place(name: str, entry: Any, first: int, last: int) -> tuple[int, int]:
+    """Say where in a file an array lies, if it can be there."""
+    begin, end = (first + at for at in entry["data_offsets"])
+    sound = all(type(number) is int and number >= 0 for number in [*entry["data_offsets"], *entry["shape"]])
+    size = math.prod(entry["shape"]) * np.dtype(_KINDS[entry["dtype"]]).itemsize
+    if not sound or not first <= begin <= end <= last or size != end - begin:
+        raise ValueError(f"{name} cannot be where the header says")
+    return begin, end
 
 
 def _checked(arrays: dict[str, NDArray[Any]], about: dict[str, str], offset: int) -> Blocks:
@@ -156,7 +170,7 @@ def _checked(arrays: dict[str, NDArray[Any]], about: dict[str, str], offset: int
     turn, sizes, constants, numbers = (arrays[name] for name in ("turn", "sizes", "constants", "numbers"))
     (width, kept), (count, size), rows = turn.shape, constants.shape, len(numbers)
     shapes = {
-        "centre": (width,), "centres": (count, kept), "sizes": (count,), "scales": (count,), "numbers": (rows,),
+        "centre": (width,), "centres": (count, kept), "sizes": (count,), "scales": (count, size), "numbers": (rows,),
         "keys": (rows + size, kept),
     }  # fmt: skip
     for name, shape in shapes.items():
@@ -166,9 +180,11 @@ def _checked(arrays: dict[str, NDArray[Any]], about: dict[str, str], offset: int
     for name, array in arrays.items():
         if array.dtype != _KINDS[kinds.get(name, "F32")]:
             raise ValueError(f"{name} is of {array.dtype}")
+    if not (width and kept and size) or size & (size - 1):
+        raise ValueError(f"keys of {width} dimensions, {kept} of them kept, in blocks of {size}")
     if sizes.sum(dtype=np.int64) != rows or (count and not 0 < sizes.min() <= sizes.max() <= size):
         raise ValueError("blocks have other sizes than they can have")
-    if rows and not (numbers.min() >= 0 and numbers.max() < rows):
+    if rows and not (0 <= numbers.min() <= numbers.max() < rows and np.bincount(numbers, minlength=rows).max() == 1):
         raise ValueError("keys have numbers that they cannot have")
     centre, turned, centres = (torch.from_numpy(arrays[name].copy()) for name in ("centre", "turn", "centres"))
     keys, scales = arrays["keys"], arrays["scales"].copy()

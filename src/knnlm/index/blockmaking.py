@@ -24,17 +24,18 @@ from knnlm.index.base import Vectors, check_finite, check_metric
 from knnlm.index.blockfile import BlockWriter
 from knnlm.index.blocks import BlockIndex
 from knnlm.index.centres import Centres, cluster, halved, means
-from knnlm.index.rounded import LARGEST, rounded
+from knnlm.index.rounded import rounded
 from knnlm.progress import Progress, silent
 
 _SPEC = re.compile(r"Lists([1-9]\d{0,7}),Blocks([1-9]\d{0,5})")
 _AT_ONCE = 1 << 13  # keys
+_LONGEST = 1 << 15  # keys of a list that are cut into blocks together
+_COMPARED = 1 << 23  # keys times centres that are compared at once
 _TAKEN = 1 << 11  # keys from all over a mapped file, of which each may bring 64 KiB with it
 _SAMPLE = 1 << 28  # bytes to learn from, at most
 _SEED = 0
 _NEAR = 64  # lists around one, whose blocks its keys may move to
 _TRIES = 6  # to find room in a nearer block: those that leave one make room for others
-_LEAST = 1e-30
 
 
 def is_blocks(spec: str) -> bool:
@@ -156,11 +157,13 @@ def _settle(
             for part, own in zip(rows.split(cuts), np.split(numbers, np.cumsum(cuts)[:-1]), strict=True):
                 blocks = around(int(lists[own[0]]))
                 near = centres[blocks]
-                apart = torch.addmm(near.square().sum(1), part, near.T, alpha=-2)
-                least = apart.min(1)
-                now = torch.from_numpy(labels[own]).long()
-                best[own] = blocks[least.indices].numpy()
-                gain[own] = (apart.gather(1, torch.searchsorted(blocks, now)[:, None])[:, 0] - least.values).numpy()
+                step = max(1, _COMPARED // len(blocks))
+                for some, mine in zip(part.split(step), np.split(own, range(step, len(own), step)), strict=True):
+                    apart = torch.addmm(near.square().sum(1), some, near.T, alpha=-2)
+                    least = apart.min(1)
+                    now = torch.searchsorted(blocks, torch.from_numpy(labels[mine]).long())
+                    best[mine] = blocks[least.indices].numpy()
+                    gain[mine] = (apart.gather(1, now[:, None])[:, 0] - least.values).numpy()
             advance(len(numbers))
     return _moved(labels, best, gain, size)
 
@@ -211,28 +214,29 @@ def _fill(
         for numbers, sizes in _runs(labels):
             rows = frame.turned(_taken(vectors, numbers))
             owner = torch.repeat_interleave(torch.arange(len(sizes)), torch.tensor(sizes))
-            begins = np.cumsum(sizes) - np.array(sizes)
-            largest = np.maximum.reduceat(rows.abs().amax(1).numpy(), begins)
-            scales = torch.from_numpy(largest).clamp_(min=_LEAST) / LARGEST
-            whole = (rows / scales[owner][:, None]).round_()
+            near = rounded(rows)
             part = slice(first, first + len(sizes))
-            writer.array("sizes")[part], writer.array("scales")[part] = sizes, scales
+            writer.array("sizes")[part] = sizes
             writer.array("centres")[part] = means(rows, owner, len(sizes))
             writer.array("numbers")[done : done + len(numbers)] = numbers
-            place = np.arange(len(numbers)) - np.repeat(begins, sizes)
-            squares = torch.zeros(len(rows)) if metric == "ip" else whole.square().sum(1) * scales[owner].square()
-            writer.array("constants")[(owner + first).numpy(), place] = squares
-            writer.write(whole.to(torch.int8).numpy())
+            at = (owner + first).numpy(), np.arange(len(numbers)) - np.repeat(np.cumsum(sizes) - np.array(sizes), sizes)
+            writer.array("scales")[at] = near.scale[:, 0]
+            writer.array("constants")[at] = torch.zeros(len(rows)) if metric == "ip" else near.squares()[:, 0]
+            writer.write(near.values.numpy())
             first, done = first + len(sizes), done + len(numbers)
             advance(len(numbers))
     assert (first, done) == (count, vectors.rows)
 
 
 def _runs(labels: NDArray[np.int32]) -> Iterator[tuple[NDArray[np.int64], list[int]]]:
-    """Give keys in the order of their labels, whole groups of one label at a time: their numbers, and group sizes."""
+    """Give keys in the order of their labels, some groups of one label at a time: their numbers, and group sizes.
+
+    A group that is so large that it would fill the memory comes in pieces, as if it were several.
+    """
     order = np.argsort(labels, kind="stable")
     sizes = np.bincount(labels) if len(labels) else np.zeros(0, np.int64)
-    sizes = sizes[sizes > 0]
+    pieces = [[_LONGEST] * (size // _LONGEST) + [size % _LONGEST] for size in sizes.tolist()]
+    sizes = np.array([size for piece in pieces for size in piece if size], np.int64)
     ends = np.cumsum(sizes)
     first = begin = 0
     while first < len(sizes):

@@ -92,7 +92,7 @@ class BlockIndex:
         chosen = self._choose(near, looked)  # (n, looked)
         room = self._take_room(chosen.size)
         places = self._multiply(near.values, chosen, room)
-        factors = blocks.scales[chosen] * near.scale.numpy() * (-1 if self.metric == "ip" else -2)
+        factors = near.scale.numpy() * np.float32(-1 if self.metric == "ip" else -2)
         constant = -(queries @ blocks.centre)[:, None] if self.metric == "ip" else near.squares()
         constant.nan_to_num_(nan=torch.inf, posinf=torch.inf)  # whoever asks for what is no number finds nothing
 
@@ -101,14 +101,15 @@ class BlockIndex:
             desk = _Desk(min(step, end - begin), looked, blocks.size)
             for at in range(begin, end, step):
                 part = slice(at, min(at + step, end))
-                values = desk.distances(room, places[part], factors[part], blocks.constants, chosen[part])
+                values = desk.distances(blocks, room, places[part], factors[part], chosen[part])
                 found, values = self._nearest(values, chosen[part], ids.shape[1])
                 values += constant[part].numpy()
+                found[~np.isfinite(values)] = -1
                 ids[part] = found
                 distances[part] = values if self.metric == "ip" else np.maximum(values, 0)
 
         share(len(chosen), collect)
-        self._spare.append(room)
+        self._spare[:] = [room]  # one, however many ask at the same time
 
     def _choose(self, near: Rounded, looked: int) -> Ints:
         """Choose the blocks that each query looks into, (n, looked)."""
@@ -118,11 +119,11 @@ class BlockIndex:
 
     def _take_room(self, count: int) -> NDArray[np.int32]:
         """Find room for the products of so many queries with a block each."""
-        while self._spare:
+        try:
             room = self._spare.pop()
-            if len(room) >= count:
-                return room
-        return np.empty((count, self._blocks.size), np.int32)
+        except IndexError:
+            room = np.empty((0, self._blocks.size), np.int32)
+        return room if len(room) >= count else np.empty((count, self._blocks.size), np.int32)
 
     def _multiply(self, queries: Tensor, chosen: Ints, room: NDArray[np.int32]) -> Ints:
         """Multiply queries with the keys of the blocks they look into; say where in the room that is, (n, looked)."""
@@ -168,17 +169,18 @@ class _Desk:
     def __init__(self, rows: int, looked: int, size: int) -> None:
         shape = (rows, looked, size)
         self._whole, self._values = np.empty(shape, np.int32), np.empty(shape, np.float32)
-        self._constants = np.empty(shape, np.float32)
+        self._taken = np.empty(shape, np.float32)
 
     def distances(
-        self, room: NDArray[np.int32], places: Ints, factors: NDArray[np.float32], constants: NDArray[np.float32],
-        chosen: Ints,
-    ) -> NDArray[np.float32]:  # fmt: skip
+        self, blocks: Blocks, room: NDArray[np.int32], places: Ints, factors: NDArray[np.float32], chosen: Ints
+    ) -> NDArray[np.float32]:
         """Make distances, less what is the same for all keys, of the products of some queries; (n, looked * size)."""
         count = len(places)
-        whole, values, added = self._whole[:count], self._values[:count], self._constants[:count]
+        whole, values, taken = self._whole[:count], self._values[:count], self._taken[:count]
         np.take(room, places, axis=0, out=whole, mode="clip")
         values[...] = whole
-        values *= factors[:, :, None]
-        values += np.take(constants, chosen, axis=0, out=added, mode="clip")
+        with np.errstate(over="ignore", invalid="ignore"):  # a query may be too large for any distance
+            values *= factors[:, :, None]
+            values *= np.take(blocks.scales, chosen, axis=0, out=taken, mode="clip")
+            values += np.take(blocks.constants, chosen, axis=0, out=taken, mode="clip")
         return values.reshape(count, -1)

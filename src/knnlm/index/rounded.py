@@ -1,7 +1,8 @@
 """Rows rounded to a byte a number, and products of such rows. Knows nothing about what the rows are.
 
 A processor multiplies bytes several times as fast as float32. What comes out are whole numbers, so it does not matter
-which way they were computed: where bytes are not faster, float32 is used.
+which way they were computed. Where bytes are not faster, or where large sums come out wrong, as on processors whose
+instructions for bytes add up in 16 bits, float32 is used.
 """
 
 from __future__ import annotations
@@ -70,14 +71,16 @@ def _by_floats(rows: Tensor, others: Tensor, out: Tensor | None) -> Tensor:
 
 @cache
 def bytes_are_faster() -> bool:
-    """Try which way is faster on this processor, once; some have no instructions for bytes."""
+    """Try on this processor, once, whether bytes give what float32 gives, in less time."""
     if not hasattr(torch, "_int_mm"):
         return False
     count, others, width = _TRIAL
-    rows = torch.arange(count * width).remainder_(255).sub_(LARGEST).to(torch.int8).view(count, width)
-    keys = torch.arange(others * width).remainder_(251).sub_(LARGEST - 2).to(torch.int8).view(others, width)
+    generator = torch.Generator().manual_seed(0)
+    rows, keys = (torch.randint(-LARGEST, LARGEST + 1, (n, width), generator=generator).char() for n in (count, others))
+    rows[:2], keys[:2] = LARGEST, torch.tensor([[LARGEST], [-LARGEST]])  # sums as large as they get, of either sign
     try:
-        return _seconds(_by_bytes, rows, keys) < _seconds(_by_floats, rows, keys)
+        right = torch.equal(_by_bytes(rows, keys, None), _by_floats(rows, keys, None))
+        return right and _seconds(_by_bytes, rows, keys) < _seconds(_by_floats, rows, keys)
     except (RuntimeError, NotImplementedError):
         return False
 
