@@ -94,7 +94,8 @@ class BlockIndex:
         places = self._multiply(near.values, chosen, room)
         factors = near.scale.numpy() * np.float32(-1 if self.metric == "ip" else -2)
         constant = -(queries @ blocks.centre)[:, None] if self.metric == "ip" else near.squares()
-        constant.nan_to_num_(nan=torch.inf, posinf=torch.inf)  # whoever asks for what is no number finds nothing
+        constant.nan_to_num_(nan=torch.inf, posinf=torch.inf)
+        nowhere = constant[:, 0].isinf().numpy()  # whoever asks for what is no number, or too large, finds nothing
 
         def collect(begin: int, end: int) -> None:
             step = max(1, _AT_ONCE // (looked * blocks.size))
@@ -104,7 +105,7 @@ class BlockIndex:
                 values = desk.distances(blocks, room, places[part], factors[part], chosen[part])
                 found, values = self._nearest(values, chosen[part], ids.shape[1])
                 values += constant[part].numpy()
-                found[~np.isfinite(values)] = -1
+                found[nowhere[part]] = -1
                 ids[part] = found
                 distances[part] = values if self.metric == "ip" else np.maximum(values, 0)
 
