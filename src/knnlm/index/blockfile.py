@@ -34,7 +34,10 @@ _ALIGN = 64
 
 @dataclass(frozen=True)
 class Blocks:
-    """What the file holds: N keys of D dimensions, of which W are kept, in n blocks of up to `size`."""
+    """What the file holds: N keys of D dimensions, of which W are kept, in n blocks of up to `size`.
+
+    What grows with the keys is mapped, and looked at where it lies.
+    """
 
     metric: str
     size: int
@@ -114,7 +117,7 @@ def _header(arrays: dict[str, NDArray[Any]], keys: tuple[int, int], about: dict[
 
 
 def read_blocks(path: Path, compare: Callable[[NDArray[np.int64], int], None] | None = None) -> Blocks:
-    """Map the file; all but the keys is compared with its checksum and read now."""
+    """Map the file; all but the keys is compared with its checksum now."""
     try:
         mapped = np.memmap(path, np.uint8, mode="r")
     except (OSError, ValueError) as error:
@@ -186,11 +189,10 @@ def _checked(arrays: dict[str, NDArray[Any]], about: dict[str, str], offset: int
         raise ValueError("blocks have other sizes than they can have")
     if rows and not (0 <= numbers.min() <= numbers.max() < rows and np.bincount(numbers, minlength=rows).max() == 1):
         raise ValueError("keys have numbers that they cannot have")
-    centre, turned, centres = (torch.from_numpy(arrays[name].copy()) for name in ("centre", "turn", "centres"))
-    keys, scales = arrays["keys"], arrays["scales"].copy()
+    centre, turned = (torch.from_numpy(arrays[name].copy()) for name in ("centre", "turn"))
     return Blocks(
-        about["metric"], size, offset, centre, turned, centres, sizes.copy(), scales, constants.copy(), numbers,
-        as_tensor(keys), keys,
+        about["metric"], size, offset, centre, turned, as_tensor(arrays["centres"]), sizes.copy(), arrays["scales"],
+        constants, numbers, as_tensor(arrays["keys"]), arrays["keys"],
     )  # fmt: skip
 
 
