@@ -40,7 +40,7 @@ from knnlm.index.centres import Centres, cluster, halved, means
 from knnlm.index.living import Joined, Surviving
 from knnlm.index.rounded import products, rounded
 from knnlm.index.smallest import share, smallest
-from test_index import Array
+from test_index import Array, assert_nearest
 from test_ladder import Whole, clustered
 from test_prune import made_store
 
@@ -68,17 +68,7 @@ def brute_force(index, queries):
 
 def assert_finds(index, queries, k, *, effort=1e9):
     answer = index.search(torch.as_tensor(queries), k, effort=effort)
-    assert answer.ids.shape == answer.distances.shape == (len(queries), k)
-    for expected, ids, found in zip(brute_force(index, queries), answer.ids, answer.distances.numpy(), strict=True):
-        count = min(k, index.rows)
-        ids = ids.numpy()
-        assert (ids[count:] == -1).all()
-        assert np.isinf(found[count:]).all()
-        assert len(set(ids[:count].tolist())) == count
-        assert (np.diff(found[:count]) >= 0).all()
-        near = 1e-3 * (1 + np.abs(expected).max(initial=0))
-        np.testing.assert_allclose(found[:count], np.sort(expected)[:count], atol=near)
-        np.testing.assert_allclose(expected[ids[:count]], found[:count], atol=near)
+    assert_nearest(answer, brute_force(index, queries), k, near=1e-3)
 
 
 numbers = st.floats(-4, 4, width=32).map(lambda value: round(value, 1))  # rounding makes ties and duplicates common

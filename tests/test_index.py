@@ -71,15 +71,21 @@ TRAINED = {"inverted": make_inverted, "reranked codes": make_reranked}
 
 def assert_same_neighbours(index, data, queries, k, metric):
     answer = index.search(torch.as_tensor(queries, dtype=torch.float32), k)
-    assert answer.ids.shape == answer.distances.shape == (len(queries), k)
-    for query, ids, found in zip(queries, answer.ids.numpy(), answer.distances.numpy(), strict=True):
-        expected = oracle.distances(query, data, metric) if len(data) else np.zeros(0)
-        count = min(k, len(data))
+    assert_nearest(
+        answer, [oracle.distances(query, data, metric) if len(data) else np.zeros(0) for query in queries], k
+    )
+
+
+def assert_nearest(answer, distances, k, *, near=1e-4):
+    """An answer must be the k nearest by these distances of each query."""
+    assert answer.ids.shape == answer.distances.shape == (len(distances), k)
+    for expected, ids, found in zip(distances, answer.ids.numpy(), answer.distances.numpy(), strict=True):
+        count = min(k, len(expected))
         assert (ids[count:] == -1).all()
         assert np.isinf(found[count:]).all()
         assert len(set(ids[:count].tolist())) == count
         assert (np.diff(found[:count]) >= 0).all()
-        scale = 1e-4 * (1 + np.abs(expected).max(initial=0))
+        scale = near * (1 + np.abs(expected).max(initial=0))
         np.testing.assert_allclose(found[:count], np.sort(expected)[:count], atol=scale)
         # Ties may come in any order, so compare the distances of the ids rather than the ids.
         np.testing.assert_allclose(expected[ids[:count]], found[:count], atol=scale)
