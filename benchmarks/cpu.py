@@ -272,8 +272,7 @@ def plot(rows: list[dict[str, Any]], path: Path) -> None:
     figure = Figure(figsize=(6.5, 4.2), layout="constrained")
     axes = figure.subplots()
     for name, label, line in (
-        ("ours_ms", "auto, with rerank", "o-"),
-        ("ours_codes_ms", "auto, distances of codes", "o:"),
+        ("ours_ms", "auto", "o-"),
         ("peer_ms", f"{sides.RECIPE}, {sides.PROBES} lists", "s--"),
         ("flat_ms", "FAISS flat", "^--"),
     ):
