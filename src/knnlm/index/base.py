@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from knnlm.errors import IndexInvalid, ParameterError
@@ -56,6 +57,12 @@ class Index(Protocol):
 
     def search(self, queries: Tensor, k: int) -> Neighbours:
         """Find the k nearest rows of each of (N, D) queries."""
+
+
+def evenly(rows: int, count: int) -> Tensor:
+    """Give the numbers of so many rows that are spread evenly over all, ascending and each once."""
+    places: Tensor = torch.linspace(0, max(0, rows - 1), count, dtype=torch.float64).long().unique()
+    return places
 
 
 def check_search(queries: Tensor, k: int, width: int) -> None:

@@ -20,10 +20,11 @@ from torch import Tensor
 
 from knnlm.errors import ParameterError
 from knnlm.index import ladder
-from knnlm.index.base import Vectors, check_finite, check_metric
+from knnlm.index.base import Vectors, check_finite, check_metric, evenly
 from knnlm.index.blockfile import BlockWriter
 from knnlm.index.blocks import BlockIndex
 from knnlm.index.centres import Centres, cluster, halved, means
+from knnlm.index.held import random_rotation
 from knnlm.index.rounded import rounded
 from knnlm.progress import Progress, silent
 
@@ -33,7 +34,6 @@ _LONGEST = 1 << 15  # keys of a list that are cut into blocks together
 _COMPARED = 1 << 23  # keys times centres that are compared at once
 _TAKEN = 1 << 11  # keys from all over a mapped file, of which each may bring 64 KiB with it
 _SAMPLE = 1 << 28  # bytes to learn from, at most
-_SEED = 0
 _NEAR = 64  # lists around one, whose blocks its keys may move to
 _TRIES = 6  # to find room in a nearer block: those that leave one make room for others
 
@@ -86,8 +86,7 @@ class Frame:
     def learn(cls, vectors: Vectors, lists: int) -> Frame:
         """Learn from a sample that is taken evenly from all keys."""
         wanted = min(vectors.rows, ladder.sample_for(lists), max(1, _SAMPLE // (4 * max(1, vectors.width))))
-        picked = torch.linspace(0, max(0, vectors.rows - 1), wanted, dtype=torch.float64).long().unique()
-        sample = _taken(vectors, picked.numpy())
+        sample = _taken(vectors, evenly(vectors.rows, wanted).numpy())
         check_finite(sample.square().sum(1), 0)
         centre = sample.mean(0) if len(sample) else torch.zeros(vectors.width)
         sample = sample.sub_(centre)
@@ -108,8 +107,7 @@ def _turn(sample: Tensor) -> Tensor:
     """
     width = sample.shape[1]
     kept = min(width, ladder.WIDTH)
-    random = torch.randn(kept, kept, generator=torch.Generator().manual_seed(_SEED), dtype=torch.float64)
-    rotation: Tensor = torch.linalg.qr(random)[0].float()
+    rotation = random_rotation(kept, sample.device)
     if kept < width:
         rotation = torch.linalg.eigh(sample.T @ sample)[1].flip(1)[:, :kept] @ rotation
     return rotation
@@ -133,14 +131,12 @@ def _into_blocks(
     """Cut lists into blocks: say which block each key is in, list by list, and give the mean of each, (n, D)."""
     labels, centres, count = np.empty(vectors.rows, np.int32), list[Tensor](), 0
     with progress("cutting lists into blocks", total=vectors.rows, unit="keys") as advance:
-        for numbers, cuts in _runs(lists):
-            rows = _taken(vectors, numbers).sub_(frame.centre)
-            for part, own in zip(rows.split(cuts), np.split(numbers, np.cumsum(cuts)[:-1]), strict=True):
-                for block in halved(part, -(-len(own) // size)):
-                    labels[own[block.numpy()]] = count
-                    centres.append(part[block].mean(0))
-                    count += 1
-            advance(len(numbers))
+        for numbers, keys in _list_by_list(vectors, frame, lists):
+            for block in halved(keys, -(-len(keys) // size)):
+                labels[numbers[block.numpy()]] = count
+                centres.append(keys[block].mean(0))
+                count += 1
+            advance(len(keys))
     return labels, torch.stack(centres) if centres else torch.zeros(0, vectors.width)
 
 
@@ -152,19 +148,18 @@ def _settle(
     best, gain = np.empty(len(labels), np.int32), np.empty(len(labels), np.float32)
     around = _around(frame, lists, labels)
     with progress("moving keys to nearer blocks", total=vectors.rows, unit="keys") as advance:
-        for numbers, cuts in _runs(lists):
-            rows = _taken(vectors, numbers).sub_(frame.centre)
-            for part, own in zip(rows.split(cuts), np.split(numbers, np.cumsum(cuts)[:-1]), strict=True):
-                blocks = around(int(lists[own[0]]))
-                near = centres[blocks]
-                step = max(1, _COMPARED // len(blocks))
-                for some, mine in zip(part.split(step), np.split(own, range(step, len(own), step)), strict=True):
-                    apart = torch.addmm(near.square().sum(1), some, near.T, alpha=-2)
-                    least = apart.min(1)
-                    now = torch.searchsorted(blocks, torch.from_numpy(labels[mine]).long())
-                    best[mine] = blocks[least.indices].numpy()
-                    gain[mine] = (apart.gather(1, now[:, None])[:, 0] - least.values).numpy()
-            advance(len(numbers))
+        for numbers, keys in _list_by_list(vectors, frame, lists):
+            blocks = around(int(lists[numbers[0]]))
+            near = centres[blocks]
+            step = max(1, _COMPARED // len(blocks))
+            for at in range(0, len(keys), step):
+                own = numbers[at : at + step]
+                apart = torch.addmm(near.square().sum(1), keys[at : at + step], near.T, alpha=-2)
+                least = apart.min(1)
+                now = torch.searchsorted(blocks, torch.from_numpy(labels[own]).long())
+                best[own] = blocks[least.indices].numpy()
+                gain[own] = (apart.gather(1, now[:, None])[:, 0] - least.values).numpy()
+            advance(len(keys))
     return _moved(labels, best, gain, size)
 
 
@@ -244,6 +239,15 @@ def _runs(labels: NDArray[np.int32]) -> Iterator[tuple[NDArray[np.int64], list[i
         end = int(ends[last - 1])
         yield order[begin:end], sizes[first:last].tolist()
         first, begin = last, end
+
+
+def _list_by_list(
+    vectors: Vectors, frame: Frame, lists: NDArray[np.int32]
+) -> Iterator[tuple[NDArray[np.int64], Tensor]]:
+    """Give the keys of each list: their numbers, and themselves less the centre, (n, D)."""
+    for numbers, cuts in _runs(lists):
+        keys = _taken(vectors, numbers).sub_(frame.centre)
+        yield from zip(np.split(numbers, np.cumsum(cuts)[:-1]), keys.split(cuts), strict=True)
 
 
 def _taken(vectors: Vectors, numbers: NDArray[np.int64]) -> Tensor:

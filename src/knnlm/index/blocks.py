@@ -133,9 +133,9 @@ class BlockIndex:
         owners = order.div(looked, rounding_mode="floor")
         places = torch.empty_like(order).scatter_(0, order, torch.arange(len(order)))
         counts = np.bincount(chosen.reshape(-1), minlength=len(self._begins))
-        if self._compare is not None:
-            self._compare(blocks.offset + self._begins[counts > 0] * blocks.kept, blocks.size * blocks.kept)
         asked = np.flatnonzero(counts)
+        if self._compare is not None:
+            self._compare(blocks.offset + self._begins[asked] * blocks.kept, blocks.size * blocks.kept)
         done = 0
         for first in range(0, len(asked), _GROUP):
             numbers = asked[first : first + _GROUP]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 
 from knnlm.errors import IndexInvalid
-from knnlm.index.base import Index, Vectors
+from knnlm.index.base import Index, Vectors, evenly
 from knnlm.index.rerank import measure
 
 _SAMPLE = 256
@@ -25,7 +25,7 @@ def check_index(index: Index, vectors: Vectors, *, what: str, k: int = 32, fine:
     """
     if not vectors.rows:
         return
-    picked = torch.linspace(0, vectors.rows - 1, min(_SAMPLE, vectors.rows), dtype=torch.float64).long().unique()
+    picked = evenly(vectors.rows, min(_SAMPLE, vectors.rows))
     queries = vectors.take(picked)  # (n, D)
     answer = index.search(queries, k)
     advice = "Make it again with: knnlm index MEMORY"

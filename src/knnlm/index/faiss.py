@@ -18,7 +18,7 @@ from torch import Tensor
 
 from knnlm.errors import IndexInvalid, ParameterError
 from knnlm.index import ladder
-from knnlm.index.base import Neighbours, Vectors, check_metric, check_search
+from knnlm.index.base import Neighbours, Vectors, check_metric, check_search, evenly
 from knnlm.progress import Progress, silent
 
 _BLOCK = 16384
@@ -143,9 +143,8 @@ def _train(index: Any, spec: str, vectors: Vectors, progress: Progress) -> None:
         ivf.cp.niter = ladder.ROUNDS
         ivf.cp.min_points_per_centroid = 1  # it would only complain
     wanted = min(vectors.rows, ladder.sample_for(0 if ivf is None else ivf.nlist), _SAMPLE // (4 * vectors.width))
-    picked = torch.linspace(0, vectors.rows - 1, wanted, dtype=torch.float64).long().unique()
     with progress("training the index", total=1, unit="steps") as advance:
-        sample = np.ascontiguousarray(vectors.take(picked).numpy())
+        sample = np.ascontiguousarray(vectors.take(evenly(vectors.rows, wanted)).numpy())
         try:
             index.train(sample)
         except RuntimeError as error:
