@@ -22,12 +22,12 @@ from torch import Tensor
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT / "src"), str(ROOT / "tests")]
 
-import searches  # noqa: E402
-from knnlm.index import fused  # noqa: E402
+from helpers import search_contract as searches  # noqa: E402
 from knnlm.index.base import Neighbours  # noqa: E402
 from knnlm.index.exact import ExactIndex  # noqa: E402
-from knnlm.index.fused import FusedSearch  # noqa: E402
-from knnlm.index.loading import StreamedSearch  # noqa: E402
+from knnlm.index.gpu import search as fused  # noqa: E402
+from knnlm.index.gpu.search import FusedSearch  # noqa: E402
+from knnlm.index.gpu.streaming import StreamedSearch  # noqa: E402
 
 METRICS = ("l2", "ip")
 
@@ -257,10 +257,14 @@ class Checks:
 
     def steps_that_nobody_waits_for(self) -> str:
         """Search, vote and mixture of a token without a look at the device; generation looks once, at the end."""
-        from knnlm import CausalLM, Document, KnnForCausalLM, Mixture, build
-        from knnlm.index.looking import deferring
-        from knnlm.memory import Context
-        from models import tiny, tiny_tokenizer
+        from helpers.models import tiny, tiny_tokenizer
+        from knnlm.corpus import Document
+        from knnlm.generation.causal import KnnForCausalLM
+        from knnlm.index.gpu.deferred import defer_checks
+        from knnlm.ingest.build import build
+        from knnlm.lm.causal import CausalLM
+        from knnlm.memories.base import Context
+        from knnlm.mixture.mixture import Mixture
 
         lm = CausalLM(tiny("llama").to(self.device), tiny_tokenizer(), name="llama")
         with tempfile.TemporaryDirectory() as folder:
@@ -277,7 +281,7 @@ class Checks:
                 return mixture.predict(logits, Context({mixture.knn.source: keys})).log_dense()
 
             looked = step()
-            with deferring() as doubts:
+            with defer_checks() as doubts:
                 if self.device.type == "cuda":
                     torch.cuda.set_sync_debug_mode("error")
                 try:

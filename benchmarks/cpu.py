@@ -29,9 +29,14 @@ from numpy.typing import NDArray
 
 import sides
 import synthetic
-from knnlm import CausalLM, Datastore, Document, build
-from knnlm.bench import spread, times_of
-from knnlm.index import ExactIndex, auto_spec, build_blocks
+from knnlm.benchmark import spread, times_of
+from knnlm.corpus import Document
+from knnlm.datastore.store import Datastore
+from knnlm.index.blocks.build import build_blocks
+from knnlm.index.exact import ExactIndex
+from knnlm.index.spec import default_spec
+from knnlm.ingest.build import build
+from knnlm.lm.causal import CausalLM
 from sides import Mapped, middle
 
 K = 1024
@@ -188,7 +193,7 @@ def ours(
     keys: Mapped, queries: torch.Tensor, truth: NDArray[Any] | None, options: argparse.Namespace
 ) -> dict[str, Any]:
     """Make the index of `auto` and search it."""
-    spec = auto_spec(keys.rows)
+    spec = default_spec(keys.rows)
     found: dict[str, Any] = {"spec": spec}
     if spec == "exact":
         index: Any = ExactIndex(keys)

@@ -25,12 +25,13 @@ import torch
 
 import knnlm
 from figures import first, parser_for, split
-from knnlm import CausalLM, Mixture
-from knnlm.distill.decoder import train_decoder
-from knnlm.distill.student import open_student
-from knnlm.distill.targets import make_targets
-from knnlm.fitting import Seen, choose_settings, evaluate_seen, fit_weights, look, sweep_all
-from knnlm.tuning import token_frequencies
+from knnlm.evaluation.fit import TraceTable, choose_settings, evaluate_seen, fit_weights, sweep_all, tabulate
+from knnlm.evaluation.tune import token_frequencies
+from knnlm.lm.causal import CausalLM
+from knnlm.mixture.mixture import Mixture
+from knnlm.training.decoder import train_decoder
+from knnlm.training.student import open_student
+from knnlm.training.teacher import make_targets
 
 STUDENT, SMALL = "lm=student", "lm=small"
 BASE_KNN, STUDENT_KNN, SMALL_KNN = "knn=base.store", "knn", "knn=small.store"
@@ -128,7 +129,7 @@ class Study:
         speed = card.tokens * epochs / card.seconds
         self.say(f"{name}: {card.student['parameters'] / 1e6:.0f}M weights, {card.losses}, {speed:,.0f} tokens/s")
 
-    def look(self, memories: list[str]) -> list[Seen]:
+    def tabulate(self, memories: list[str]) -> list[TraceTable]:
         """Read valid and test once with everything; settings of votes are chosen on valid."""
         device = str(self.lm.device)
         home = self.folder / "student.store"
@@ -141,22 +142,22 @@ class Study:
             traces.append(knnlm.record(mixture, text, place, k=1024, limit=self.options.limit))
         settings = choose_settings(traces[0], sweep_all(traces[0], device=device), several=True)
         self.say("valid and test are read")
-        return [self.named(look(trace, settings, device=device)) for trace in traces]
+        return [self.named(tabulate(trace, settings, device=device)) for trace in traces]
 
-    def named(self, seen: Seen) -> Seen:
+    def named(self, seen: TraceTable) -> TraceTable:
         from dataclasses import replace
 
         short = [replace(one, label=one.label.replace(f"{self.folder}/", "")) for one in seen.memories]
         return replace(seen, memories=short)
 
-    def table(self, seen: list[Seen]) -> None:
+    def table(self, seen: list[TraceTable]) -> None:
         self.add("model", *(perplexity(one.model) for one in seen))
         for name, label in (("the student alone: fine-tuned", STUDENT), ("the small student alone", SMALL)):
             self.add(name, *(perplexity(one.only(label).memories[0].logs[:, 0]) for one in seen))
         for name, memories, kind in ROWS:
             self.add(name, *self.fitted(seen, memories, kind))
 
-    def fitted(self, seen: list[Seen], memories: list[str], kind: str) -> tuple[float, float]:
+    def fitted(self, seen: list[TraceTable], memories: list[str], kind: str) -> tuple[float, float]:
         device = str(self.lm.device)
         valid, test = (one.only(*memories) for one in seen)
         fitted = fit_weights(valid, kind, frequencies=self.frequencies, device=device)
@@ -217,7 +218,7 @@ class Study:
             self.judge(name, f"{size} taught β={beta} τ={temperature} without {exclude}, {top} tokens of {mass}")
         store.close()
 
-    def stories(self, seen: Seen) -> None:
+    def stories(self, seen: TraceTable) -> None:
         """Where the student is far above the model, and how close it stays on frequent words."""
         targets = self.targets(seen)
         (student,) = seen.only(STUDENT).memories
@@ -241,7 +242,7 @@ class Study:
                 )
                 self.say(f"{name}: …{before!r} → {self.lm.tokenizer.decode([int(targets[place])])!r}: {told}")
 
-    def targets(self, seen: Seen) -> torch.Tensor:
+    def targets(self, seen: TraceTable) -> torch.Tensor:
         """The tokens that were predicted, in the order of the trace."""
         found: list[int] = []
         for document in split(self.corpus, "test"):

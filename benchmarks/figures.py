@@ -21,7 +21,10 @@ import numpy as np
 import torch
 
 import knnlm
-from knnlm import CausalLM, Document, Evaluation, Mixture
+from knnlm.corpus import Document
+from knnlm.evaluation.evaluate import Evaluation
+from knnlm.lm.causal import CausalLM
+from knnlm.mixture.mixture import Mixture
 
 
 def main() -> None:
@@ -95,7 +98,7 @@ def split(corpus: Path, name: str) -> Iterator[Document]:
     files = sorted(corpus.glob(f"{name}.jsonl*"))
     if not files:
         sys.exit(f"{corpus} has no {name}.jsonl")
-    return knnlm.read(files[0])
+    return knnlm.read_documents(files[0])
 
 
 def first(documents: Iterator[Document], lm: CausalLM, tokens: int | None) -> Iterator[Document]:

@@ -28,8 +28,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from knnlm.index.fused import FusedSearch
-from knnlm.index.held import ByteKeys, HalfKeys, HeldKeys
+from knnlm.index.gpu.keys import ByteKeys, DeviceKeys, HalfKeys
+from knnlm.index.gpu.search import FusedSearch
 
 WIDTH = 576
 MILLION = 1 << 20
@@ -120,10 +120,10 @@ def made_up(count: int, *, seed: int) -> Iterator[Tensor]:
         yield (centres[which] + near) @ turn + mean
 
 
-def hold(count: int, dtype: str) -> HeldKeys:
+def hold(count: int, dtype: str) -> DeviceKeys:
     device = torch.device("cuda")
     sample = next(made_up(BLOCK, seed=1))[: 1 << 14]
-    held: HeldKeys
+    held: DeviceKeys
     if dtype == "int8":
         held = ByteKeys(count, WIDTH, metric="l2", device=device, sample=sample)
     else:
@@ -189,7 +189,7 @@ def time_of_product(keys: Tensor, queries: Tensor) -> float:
     return timed(multiply)
 
 
-def by_torch(held: HeldKeys, queries: Tensor, k: int = 1024) -> Tensor:
+def by_torch(held: DeviceKeys, queries: Tensor, k: int = 1024) -> Tensor:
     """The usual way: a product, top-k of it, block by block."""
     best = torch.full((len(queries), k), -torch.inf, device="cuda")
     ids = torch.zeros(len(queries), k, dtype=torch.int64, device="cuda")
@@ -204,7 +204,7 @@ def by_torch(held: HeldKeys, queries: Tensor, k: int = 1024) -> Tensor:
     return ids
 
 
-def compare(finder: FusedSearch, held: HeldKeys, queries: Tensor, k: int = 1024) -> tuple[int, float]:
+def compare(finder: FusedSearch, held: DeviceKeys, queries: Tensor, k: int = 1024) -> tuple[int, float]:
     """Count neighbours that are farther than the true k-th by more than rounding, by brute force over all keys."""
     found = finder.search(queries, k)
     asked = held.ask(queries, 1).exact[: len(queries), : held.width]
@@ -238,7 +238,7 @@ class Host:
 
 def streamed(millions: int) -> None:
     """Time a search of keys that wait in host memory, with room for about a twelfth of them on the device at a time."""
-    from knnlm.index import ExactIndex
+    from knnlm.index.exact import ExactIndex
 
     torch.cuda.empty_cache()
     host = Host(millions * 1_000_000)
@@ -292,8 +292,9 @@ def corpus(folder: Path, options: argparse.Namespace) -> None:
     """Build, tune, evaluate and generate with a real corpus."""
     import knnlm
     from figures import split
-    from knnlm import CausalLM, Mixture
-    from knnlm.sweeping import sweep
+    from knnlm.evaluation.sweep import sweep
+    from knnlm.lm.causal import CausalLM
+    from knnlm.mixture.mixture import Mixture
 
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
@@ -364,7 +365,7 @@ def generate(model: Any, ids: Tensor) -> None:
 def generation(name: str, mixture: Any) -> None:
     """Tokens a second of `generate`, without and with the memory, and of one step of search and vote as a graph."""
     import knnlm
-    from knnlm.memory import Found
+    from knnlm.memories.voting import Retrieved
 
     model = knnlm.KnnForCausalLM(mixture)
     memory, lm = mixture.knn, mixture.lm
@@ -380,7 +381,7 @@ def generation(name: str, mixture: Any) -> None:
     keys = torch.randn(1, lm.width, device="cuda")
 
     def step() -> Tensor:
-        found: Found = memory.search(keys)
+        found: Retrieved = memory.search(keys)
         return memory.poll(found).parts[0].log_dense()
 
     spent = timed(step)

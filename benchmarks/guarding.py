@@ -17,10 +17,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from knnlm.datastore import Datastore, StoredDocument
-from knnlm.datastore.catalog import FILE, Catalog, SegmentRow
-from knnlm.datastore.newsegment import NewSegment
-from knnlm.guarding import merge, repair, verify
+from knnlm.datastore.catalog import CATALOG_FILE, Catalog
+from knnlm.datastore.schema import SegmentRow, StoredDocument
+from knnlm.datastore.segments import NewSegment
+from knnlm.datastore.store import Datastore
+from knnlm.maintenance.merge import merge
+from knnlm.maintenance.repair import repair
+from knnlm.maintenance.verify import verify
 
 SEGMENT = 16_384
 
@@ -31,7 +34,7 @@ def make(path: Path, keys: int, width: int, *, name: str) -> None:
     model = {"name": "none", "tokenizer": "none", "width": width, "vocab_size": 1000, "start_token": 0}
     facts = {"model": model, "window": {"context": 8, "stride": 4}, "key_dtype": "float16", "offset": None}
     generator = np.random.default_rng(0)
-    with closing(Catalog.create(path / FILE, {"state": "building", **facts})) as catalog:
+    with closing(Catalog.create(path / CATALOG_FILE, {"state": "building", **facts})) as catalog:
         for number, first in enumerate(range(0, keys, SEGMENT)):
             rows = min(SEGMENT, keys - first)
             made = NewSegment(path, number)
@@ -93,7 +96,7 @@ def measure(folder: Path, keys: int, width: int) -> dict[str, float]:
 def measure_catalog(folder: Path, count: int) -> dict[str, float]:
     """Give seconds for what a catalog of so many documents is asked, with and without its sums."""
     folder.mkdir()
-    file = folder / FILE
+    file = folder / CATALOG_FILE
     listed = [StoredDocument(n, f"d{n}", f"texts.jsonl:{n}", 0, 100 * n, 100, f"{n:064x}") for n in range(count)]
     found: dict[str, float] = {}
     with closing(Catalog.create(file, {"state": "complete", "offset": [0.123456789] * 576})) as catalog:

@@ -26,12 +26,20 @@ import torch
 from torch import Tensor
 
 import sides
-from knnlm import CausalLM, Datastore, Mixture, read
-from knnlm.bench import spread, times_of
-from knnlm.evaluation import Tally, read_all
-from knnlm.index import ExactIndex, FaissIndex, Index, Neighbours, Reranked, auto_spec, build_blocks, is_blocks
-from knnlm.index import ladder as knnlm_ladder
-from knnlm.memory import Spoken
+from knnlm.benchmark import spread, times_of
+from knnlm.corpus import read_documents
+from knnlm.datastore.store import Datastore
+from knnlm.evaluation.evaluate import Totals, read_all
+from knnlm.index import spec as knnlm_ladder
+from knnlm.index.base import Index, Neighbours
+from knnlm.index.blocks.build import build_blocks, is_blocks
+from knnlm.index.exact import ExactIndex
+from knnlm.index.faiss import FaissIndex
+from knnlm.index.rerank import Reranked
+from knnlm.index.spec import default_spec
+from knnlm.lm.causal import CausalLM
+from knnlm.memories.decoder import LMOutput
+from knnlm.mixture.mixture import Mixture
 
 K = 1024
 TIMED = 4096  # queries
@@ -59,7 +67,7 @@ def main() -> None:
     truth = exact(store, text.queries, options.device)
     base = perplexity(store, text, truth)
     rows: list[dict[str, Any]] = []
-    specs = options.specs or [auto_spec(store.key_count), sides.RECIPE]
+    specs = options.specs or [default_spec(store.key_count), sides.RECIPE]
     for spec in specs:
         for row in one_spec(store, text, truth, spec, options):
             rows.append(row | {"ratio": row["perplexity"] / base["perplexity"]})
@@ -110,9 +118,9 @@ def read_text(store: Datastore, options: argparse.Namespace) -> Text:
     assert mixture.knn is not None
     parts: list[tuple[Tensor, Tensor, Tensor]] = []
     with torch.inference_mode():
-        for _, batch in read_all(mixture, read(options.text), tally=Tally(), limit=options.limit):
+        for _, batch in read_all(mixture, read_documents(options.text), tally=Totals(), limit=options.limit):
             keys = store.project(batch.context.seen[mixture.knn.source].float())
-            said = Spoken(batch.logits).parts[0].of(batch.targets)
+            said = LMOutput(batch.logits).parts[0].of(batch.targets)
             parts.append((keys.cpu(), batch.targets.cpu(), said.exp().cpu()))
     queries, targets, model = (torch.cat(column) for column in zip(*parts, strict=True))
     # Mixed, so that both halves are of the whole text.

@@ -24,10 +24,16 @@ import torch
 import transformers
 from tokenizers import Tokenizer, models, pre_tokenizers
 
-from knnlm import CausalLM, Datastore, Document, add, build, compact, remove
-from knnlm.datastore.catalog import FILE, Catalog, SegmentRow, StoredDocument
-from knnlm.datastore.segment import ArrayWriter, checksum
-from knnlm.datastore.store import segment_folder
+from knnlm.corpus import Document
+from knnlm.datastore.catalog import CATALOG_FILE, Catalog
+from knnlm.datastore.compact import compact
+from knnlm.datastore.remove import remove
+from knnlm.datastore.schema import SegmentRow, StoredDocument, segment_folder
+from knnlm.datastore.segments import ArrayWriter, checksum
+from knnlm.datastore.store import Datastore
+from knnlm.ingest.add import add
+from knnlm.ingest.build import build
+from knnlm.lm.causal import CausalLM
 
 _DOCUMENT, _SEGMENT, _VOCABULARY = 1000, 16_000, 1000
 
@@ -117,7 +123,7 @@ def fill(path: Path, lm: CausalLM, keys: int) -> None:
     """Write random keys and tokens as a build would have left them."""
     build([], path, lm=lm, segment_rows=_SEGMENT).close()
     random = np.random.default_rng(0)
-    with closing(Catalog.open(path / FILE, write=True)) as catalog:
+    with closing(Catalog.open(path / CATALOG_FILE, write=True)) as catalog:
         catalog.put(state="building")
         for number, first in enumerate(range(0, keys, _SEGMENT)):
             rows = min(_SEGMENT, keys - first)

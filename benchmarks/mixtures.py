@@ -23,20 +23,29 @@ import torch
 
 import knnlm
 from figures import first, parser_for, split
-from knnlm import CausalLM, Mixture
-from knnlm.datastore import derive
-from knnlm.distill.output import distill_output
-from knnlm.distill.similarity import learn_map
-from knnlm.evaluation import Tally
-from knnlm.fitting import Seen, SeenMemory, choose_settings, evaluate_seen, fit_weights, look, sweep_all
-from knnlm.mixture.evidence import Evidence, Place
-from knnlm.tuning import token_frequencies
+from knnlm.datastore.rewrite import derive
+from knnlm.evaluation.evaluate import Totals
+from knnlm.evaluation.fit import (
+    MemoryColumns,
+    TraceTable,
+    choose_settings,
+    evaluate_seen,
+    fit_weights,
+    sweep_all,
+    tabulate,
+)
+from knnlm.evaluation.tune import token_frequencies
+from knnlm.lm.causal import CausalLM
+from knnlm.mixture.gate import MemoryFeatures, Positions
+from knnlm.mixture.mixture import Mixture
+from knnlm.training.metric_learning import train_key_map
+from knnlm.training.output_matrix import train_output
 
 KNN, MAPPED, CACHE, NGRAM = "knn", "trained keys", "cache", "ngram"
 WORDS, BEST = "W_ds r={}", "the best W_ds"
 
 
-def ladder(seen: Seen) -> list[tuple[str, list[str], str]]:
+def ladder(seen: TraceTable) -> list[tuple[str, list[str], str]]:
     """The rows of the table: (name, memories, weights)."""
     there = {memory.label for memory in seen.memories}
     words = [label for label in map(WORDS.format, range(1, 10)) if label in there]
@@ -91,7 +100,9 @@ def parse() -> argparse.Namespace:
     return options
 
 
-def see(corpus: Path, folder: Path, lm: CausalLM, options: argparse.Namespace) -> tuple[tuple[Seen, torch.Tensor], ...]:
+def see(
+    corpus: Path, folder: Path, lm: CausalLM, options: argparse.Namespace
+) -> tuple[tuple[TraceTable, torch.Tensor], ...]:
     """Build, train what can be trained, and read valid and test once."""
     clock = Clock(corpus.name)
     device = str(lm.device)
@@ -101,12 +112,12 @@ def see(corpus: Path, folder: Path, lm: CausalLM, options: argparse.Namespace) -
     labels = {"knn": KNN, "cache": CACHE, "ngram": NGRAM}
     memories = ["knn", "cache", "ngram"]
     for rows in map(int, options.rows.split(",")):
-        card = distill_output(store, folder / f"output-{rows}", rows=rows, device=device)
+        card = train_output(store, folder / f"output-{rows}", rows=rows, device=device)
         memories.append(f"output={folder}/output-{rows}")
         labels[memories[-1]] = WORDS.format(rows)
         clock.say(f"W_ds r={rows}: held-out loss {card.held_out_before} to {card.held_out_after}", card.steps)
     if options.anchors:
-        learned = learn_map(store, anchors=options.anchors, device=device)
+        learned = train_key_map(store, anchors=options.anchors, device=device)
         derive(store, folder / "mapped", key_map=learned).close()
         memories.append(f"knn={folder}/mapped")
         labels[memories[-1]] = MAPPED
@@ -124,7 +135,7 @@ def see(corpus: Path, folder: Path, lm: CausalLM, options: argparse.Namespace) -
     settings = choose_settings(traces[0], sweeps, several=True)
     found = []
     for part, trace in zip(("valid", "test"), traces, strict=True):
-        seen = rename(look(trace, settings, device=device), labels)
+        seen = rename(tabulate(trace, settings, device=device), labels)
         found.append((seen, token_frequencies(store)))
         if options.keep:
             save(options.keep, corpus.name, part, *found[-1])
@@ -142,7 +153,7 @@ class Clock:
         print(f"{self.name} {time.perf_counter() - self.begin:6.1f} s  {what}: {figure}", file=sys.stderr, flush=True)
 
 
-def rename(seen: Seen, labels: dict[str, str]) -> Seen:
+def rename(seen: TraceTable, labels: dict[str, str]) -> TraceTable:
     from dataclasses import replace
 
     named = []
@@ -153,7 +164,7 @@ def rename(seen: Seen, labels: dict[str, str]) -> Seen:
 
 
 def table(
-    valid: tuple[Seen, torch.Tensor], test: tuple[Seen, torch.Tensor], options: argparse.Namespace
+    valid: tuple[TraceTable, torch.Tensor], test: tuple[TraceTable, torch.Tensor], options: argparse.Namespace
 ) -> dict[str, list[float]]:
     """Fit every row on valid and evaluate it on test: name → (valid, test)."""
     seen, frequencies = valid
@@ -195,7 +206,7 @@ def show(tables: dict[str, dict[str, list[float]]]) -> None:
         )
 
 
-def save(folder: Path, corpus: str, part: str, seen: Seen, frequencies: torch.Tensor) -> None:
+def save(folder: Path, corpus: str, part: str, seen: TraceTable, frequencies: torch.Tensor) -> None:
     """Write what was seen: some tens of megabytes rather than the trace's gigabytes."""
     folder.mkdir(parents=True, exist_ok=True)
     arrays = {
@@ -219,7 +230,7 @@ def save(folder: Path, corpus: str, part: str, seen: Seen, frequencies: torch.Te
             }
         )
         arrays[f"{number}.logs"] = memory.logs
-        for name in Evidence.__dataclass_fields__:
+        for name in MemoryFeatures.__dataclass_fields__:
             value = getattr(memory.evidence, name)
             arrays[f"{number}.{name}"] = value.half() if value.is_floating_point() else value.int()
         if memory.nearest is not None:
@@ -229,28 +240,28 @@ def save(folder: Path, corpus: str, part: str, seen: Seen, frequencies: torch.Te
     )
 
 
-def load(folder: Path, corpus: str, part: str) -> tuple[Seen, torch.Tensor]:
+def load(folder: Path, corpus: str, part: str) -> tuple[TraceTable, torch.Tensor]:
     """Read what `save` wrote."""
     with np.load(folder / f"{corpus}-{part}.npz") as file:
         facts = json.loads(str(file["facts"]))
         arrays = {name: torch.from_numpy(file[name]) for name in file.files if name != "facts"}
     memories = []
     for number, own in enumerate(facts["memories"]):
-        evidence = [arrays[f"{number}.{name}"] for name in Evidence.__dataclass_fields__]
+        evidence = [arrays[f"{number}.{name}"] for name in MemoryFeatures.__dataclass_fields__]
         evidence = [one.float() if one.is_floating_point() else one.long() for one in evidence]
         nearest = arrays.get(f"{number}.nearest")
         signals = own.get("signals") or [str(column) for column in range(evidence[0].shape[1])]
-        known = (own["label"], own["kind"], own["names"], arrays[f"{number}.logs"], Evidence(*evidence), nearest)
-        memories.append(SeenMemory(*known, own["facts"], signals))
-    place = Place(arrays["positions"].long(), arrays["tokens"].long())
-    seen = Seen(
+        known = (own["label"], own["kind"], own["names"], arrays[f"{number}.logs"], MemoryFeatures(*evidence), nearest)
+        memories.append(MemoryColumns(*known, own["facts"], signals))
+    place = Positions(arrays["positions"].long(), arrays["tokens"].long())
+    seen = TraceTable(
         arrays["model"],
         arrays["signals"],
         arrays["choice"].long(),
         place,
         arrays["groups"].long(),
         memories,
-        Tally(**facts["tally"]),
+        Totals(**facts["tally"]),
     )
     return seen, arrays["frequencies"]
 

@@ -21,8 +21,12 @@ import torch
 
 import knnlm
 from figures import first
-from knnlm import CausalLM, Datastore, Evaluation, KnnForCausalLM, Mixture
-from knnlm.memory import Logits
+from knnlm.datastore.store import Datastore
+from knnlm.evaluation.evaluate import Evaluation
+from knnlm.generation.causal import KnnForCausalLM
+from knnlm.lm.causal import CausalLM
+from knnlm.memories.base import Logits
+from knnlm.mixture.mixture import Mixture
 
 
 def main() -> None:
@@ -31,7 +35,7 @@ def main() -> None:
     lm = CausalLM.open(options.model, device="cpu", dtype=options.dtype)
     store = Datastore.open(options.memory)
     mixture = Mixture.open(store, lm, k=options.k, temperature=options.temperature, weight=options.weight)
-    documents = list(first(knnlm.read(options.text), lm, options.limit))
+    documents = list(first(knnlm.read_documents(options.text), lm, options.limit))
     texts = [lm.encode(document.text) for document in documents]
     tokens = sum(map(len, texts))
     print(f"{store.key_count:,} keys, {tokens:,} tokens, k={options.k}, {options.threads} threads, {lm.model.dtype}")

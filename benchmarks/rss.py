@@ -19,7 +19,9 @@ from pathlib import Path
 
 import knnlm
 from figures import first, split
-from knnlm import CausalLM, Datastore, Mixture
+from knnlm.datastore.store import Datastore
+from knnlm.lm.causal import CausalLM
+from knnlm.mixture.mixture import Mixture
 
 
 def main() -> None:
@@ -59,7 +61,7 @@ def build(options: argparse.Namespace) -> None:
 def evaluate(options: argparse.Namespace) -> None:
     """Evaluate, and say how far the peak rose."""
     lm = CausalLM.open("bundled", device="cpu")
-    documents = list(first(knnlm.read(options.text), lm, options.limit))
+    documents = list(first(knnlm.read_documents(options.text), lm, options.limit))
     for reading in lm.read([lm.encode(document.text) for document in documents], lm.window(), batch_tokens=1024):
         assert reading.logits is not None
         reading.logits.float().logsumexp(1)

@@ -29,10 +29,13 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from conftest import documents
-from knnlm import CausalLM, KnnForCausalLM, Mixture, build
-from models import tiny_tokenizer
-from serving import Running, read_stream, serving
+from helpers.models import tiny_tokenizer
+from helpers.server import Running, read_stream, serving
+from helpers.stores import documents
+from knnlm.generation.causal import KnnForCausalLM
+from knnlm.ingest.build import build
+from knnlm.lm.causal import CausalLM
+from knnlm.mixture.mixture import Mixture
 
 PROMPT = "The memory of a model"
 

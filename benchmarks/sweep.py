@@ -11,7 +11,8 @@ import json
 import numpy as np
 import torch
 
-from knnlm import Trace, sweep
+from knnlm.evaluation.sweep import sweep
+from knnlm.evaluation.trace import Trace
 
 
 def main() -> None:

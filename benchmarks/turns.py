@@ -20,8 +20,8 @@ import numpy as np
 import torch
 
 import sides
-from knnlm import Datastore
-from knnlm.datastore import open_index
+from knnlm.datastore.indexes import open_index
+from knnlm.datastore.store import Datastore
 from ladder import read_text, use_threads
 from overhead import seconds
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sqlite3
 from pathlib import Path
 
 # No test may need a network, and asking for one takes a minute to fail. It is read when transformers is imported.
@@ -17,8 +16,11 @@ import hypothesis
 import pytest
 import torch
 
-from knnlm import CausalLM, Datastore, Document, build
-from models import TEXT, tiny, tiny_tokenizer
+from helpers.models import tiny, tiny_tokenizer
+from helpers.stores import documents
+from knnlm.datastore.store import Datastore
+from knnlm.ingest.build import build
+from knnlm.lm.causal import CausalLM
 
 # Two test processes with two threads each wait for one another more than they compute; and a sum is rounded by how
 # many threads share it, which tests of equal bytes would see.
@@ -30,31 +32,6 @@ hypothesis.settings.register_profile(
     "knnlm", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow], print_blob=True
 )
 hypothesis.settings.load_profile("knnlm")
-
-WORDS = TEXT.split()
-BESIDE = {"writer.lock", "readers.lock", "catalog.db-wal", "catalog.db-shm"}  # what is no part of a memory's content
-
-
-def contents(path: Path) -> dict[str, bytes]:
-    """Every file of a memory by name, the catalog as the statements that make it."""
-    made = {}
-    for file in sorted(path.rglob("*")):
-        if file.name == "catalog.db":
-            with sqlite3.connect(file) as connection:
-                made[file.name] = "\n".join(connection.iterdump()).encode()
-            connection.close()
-        elif file.is_file() and file.name not in (*BESIDE, "keys.sums"):  # sums are made when keys are first read
-            made[str(file.relative_to(path))] = file.read_bytes()
-    return made
-
-
-def documents(count: int, *, words: int = 30, start: int = 0) -> list[Document]:
-    """Make different documents out of the same words."""
-    made = []
-    for number in range(start, start + count):
-        chosen = [WORDS[(number * 7 + step * (1 + number % 5)) % len(WORDS)] for step in range(words + number % 11)]
-        made.append(Document(id=f"d{number}", source=f"text.jsonl:{number + 1}", text=" ".join(chosen)))
-    return made
 
 
 @pytest.fixture(scope="session")
@@ -81,7 +58,7 @@ def model_folder(lm: CausalLM, tmp_path_factory: pytest.TempPathFactory) -> Path
 @pytest.fixture(scope="module")
 def server(mixture):
     """A server of what the module calls its mixture."""
-    from serving import serving
+    from helpers.server import serving
 
     with serving(mixture) as running:
         yield running

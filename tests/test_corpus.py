@@ -26,7 +26,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from knnlm import corpus
-from knnlm.corpus import LONGEST, Document, Survey, read, survey
+from knnlm.corpus import LONGEST, Document, Survey, read_documents, survey
 from knnlm.errors import CorpusError, MissingExtra
 
 PACK: dict[str, Callable[[bytes], bytes]] = {
@@ -55,14 +55,14 @@ def parquet(path: Path, **columns: Any) -> str:
 def failure(*inputs: str | os.PathLike[str], **options: Any) -> str:
     """The message of the error that reading raises, which must be one line."""
     with pytest.raises(CorpusError) as caught:
-        list(read(*inputs, **options))
+        list(read_documents(*inputs, **options))
     message = str(caught.value)
     assert "\n" not in message
     return message
 
 
 def texts(*inputs: str, **options: Any) -> list[str]:
-    return [document.text for document in read(*inputs, **options)]
+    return [document.text for document in read_documents(*inputs, **options)]
 
 
 def in_another_process(code: str, typed: bytes = b"") -> bytes:
@@ -79,14 +79,14 @@ def in_another_process(code: str, typed: bytes = b"") -> bytes:
 @pytest.mark.parametrize("suffix", [".txt", ".md", ".TXT"])
 def test_a_text_file_is_one_document(tmp_path: Path, suffix: str, packing: str) -> None:
     path = write(tmp_path / f"a{suffix}{packing}", PACK[packing]("Grüße\n\nan alle 🎈\n".encode()))
-    assert list(read(path)) == [Document(path, path, "Grüße\n\nan alle 🎈\n")]
+    assert list(read_documents(path)) == [Document(path, path, "Grüße\n\nan alle 🎈\n")]
 
 
 @pytest.mark.parametrize("packing", PACK)
 def test_a_jsonl_file_is_a_document_per_line(tmp_path: Path, packing: str) -> None:
     lines = b'{"text": "one", "id": "first"}\n\n  \r\n{"id": 7, "text": "two"}\r\n{"text": "three", "id": null}'
     path = write(tmp_path / f"a.jsonl{packing}", PACK[packing](lines))
-    assert list(read(path)) == [
+    assert list(read_documents(path)) == [
         Document("first", f"{path}:1", "one"),
         Document("7", f"{path}:4", "two"),
         Document(f"{path}:5", f"{path}:5", "three"),
@@ -96,7 +96,7 @@ def test_a_jsonl_file_is_a_document_per_line(tmp_path: Path, packing: str) -> No
 @pytest.mark.parametrize("own", [True, 1.5, ["x"], ""])
 def test_an_id_that_is_no_name_is_not_used(tmp_path: Path, own: object) -> None:
     path = jsonl(tmp_path / "a.jsonl", {"id": own, "text": "one"})
-    assert [document.id for document in read(path)] == [f"{path}:1"]
+    assert [document.id for document in read_documents(path)] == [f"{path}:1"]
 
 
 def test_a_parquet_file_is_a_document_per_row_over_batches_and_row_groups(tmp_path: Path) -> None:
@@ -104,12 +104,12 @@ def test_a_parquet_file_is_a_document_per_row_over_batches_and_row_groups(tmp_pa
     pq.write_table(table, tmp_path / "a.parquet", row_group_size=150)
     path = str(tmp_path / "a.parquet")
     right = [Document(f"{path}:{i + 1}", f"{path}:{i + 1}", f"row {i}", {"other": i}) for i in range(500)]
-    assert list(read(path)) == right
+    assert list(read_documents(path)) == right
 
 
 def test_a_parquet_row_has_its_own_id_and_null_is_an_empty_text(tmp_path: Path) -> None:
     path = parquet(tmp_path / "a.parquet", id=[5, 6, 7], body=["five", None, "seven"])
-    found = list(read(path, text_field="body"))
+    found = list(read_documents(path, text_field="body"))
     assert found == [Document("5", f"{path}:1", "five"), Document("7", f"{path}:3", "seven")]
 
 
@@ -136,11 +136,11 @@ def test_text_goes_through_jsonl_unchanged(written: list[str], ascii_only: bool)
 
 
 def test_standard_input_is_one_document() -> None:
-    assert list(read("-", stdin=io.BytesIO(b"hello\r\nthere"))) == [Document("-", "-", "hello\nthere")]
+    assert list(read_documents("-", stdin=io.BytesIO(b"hello\r\nthere"))) == [Document("-", "-", "hello\nthere")]
 
 
 def test_standard_input_of_a_real_process_is_read() -> None:
-    code = "from knnlm.corpus import read; print(ascii([d.text for d in read('-')]))"
+    code = "from knnlm.corpus import read_documents as read; print(ascii([d.text for d in read('-')]))"
     assert in_another_process(code, typed=b"caf\xc3\xa9").strip() == rb"['caf\xe9']"
 
 
@@ -269,7 +269,7 @@ def test_a_long_document_is_read_in_numbered_parts(tmp_path: Path, suffix: str) 
         jsonl(Path(path), {"text": text, "id": "own"})
     else:
         parquet(Path(path), text=[text])
-    found = list(read(path))
+    found = list(read_documents(path))
     assert [document.id for document in found] == [name, f"{name}#2", f"{name}#3"]
     assert {document.source for document in found} == {path if suffix == ".txt" else f"{path}:1"}
     assert "".join(document.text for document in found) == text
@@ -283,7 +283,7 @@ def test_a_text_of_exactly_the_longest_length_is_one_document(tmp_path: Path) ->
 
 def test_parts_of_whitespace_are_dropped_without_a_gap_in_the_numbers(tmp_path: Path) -> None:
     path = write(tmp_path / "a.txt", "x" * LONGEST + " " * LONGEST + "y" * LONGEST + "z")
-    found = list(read(path))
+    found = list(read_documents(path))
     assert [document.id for document in found] == [path, f"{path}#2", f"{path}#3"]
     assert [document.text[-1] for document in found] == ["x", "y", "z"]
 
@@ -300,7 +300,7 @@ def test_memory_does_not_grow_with_the_file(tmp_path: Path, suffix: str, packing
             file.write(line.encode())
     tracemalloc.start()
     try:
-        characters = sum(len(document.text) for document in read(path))
+        characters = sum(len(document.text) for document in read_documents(path))
         peak = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
@@ -316,8 +316,8 @@ def test_memory_does_not_grow_with_a_row_group_of_parquet(tmp_path: Path) -> Non
     assert pq.ParquetFile(path).metadata.num_row_groups == 1
     code = f"""if True:
         import psutil, pyarrow.parquet
-        from knnlm.corpus import read
-        documents = read({path!r})
+        from knnlm.corpus import read_documents
+        documents = read_documents({path!r})
         peak = before = psutil.Process().memory_info().rss
         characters = 0
         for number, document in enumerate(documents):
@@ -359,12 +359,12 @@ def test_a_folder_is_read_in_the_order_of_relative_paths(tmp_path: Path, monkeyp
     monkeypatch.chdir(tmp_path)
     names = sorted(["b.txt", "a/z.md", "a/b/c.txt", "a-b.txt", "a.txt", "B.txt", "a/rows.jsonl:1"])
     for folder in ["docs", "docs/", "./docs", Path("docs")]:
-        assert [document.id for document in read(folder)] == [f"docs/{name}" for name in names]
-    assert [document.source for document in read("docs")] == [f"docs/{name}" for name in names]
+        assert [document.id for document in read_documents(folder)] == [f"docs/{name}" for name in names]
+    assert [document.source for document in read_documents("docs")] == [f"docs/{name}" for name in names]
     monkeypatch.chdir(tmp_path / "docs")
-    assert [document.id for document in read(".")] == names
+    assert [document.id for document in read_documents(".")] == names
     absolute = str(tmp_path / "docs")
-    assert [document.id for document in read(absolute)] == [f"{absolute}/{name}" for name in names]
+    assert [document.id for document in read_documents(absolute)] == [f"{absolute}/{name}" for name in names]
 
 
 def test_inputs_mix_and_keep_their_order(tmp_path: Path) -> None:
@@ -421,11 +421,11 @@ def test_a_folder_without_readable_files_is_an_error(tmp_path: Path) -> None:
 def test_ids_are_unique_within_a_read(tmp_path: Path) -> None:
     text = write(tmp_path / "a.txt", "x" * (LONGEST + 1))
     lines = jsonl(tmp_path / "a.jsonl", *({"id": i, "text": "x"} for i in ["same", "same~2", "same", "same", 1, "1"]))
-    ids = [document.id for document in read(text, lines, text)]
+    ids = [document.id for document in read_documents(text, lines, text)]
     assert ids[:2] == [text, f"{text}#2"]
     assert ids[2:8] == ["same", "same~2", "same~3", "same~4", "1", "1~2"]
     assert ids[8:] == [f"{text}~2", f"{text}#2~2"]
-    assert [document.id for document in read(text)] == [text, f"{text}#2"]  # the next read begins anew
+    assert [document.id for document in read_documents(text)] == [text, f"{text}#2"]  # the next read begins anew
 
 
 def test_many_equal_ids_do_not_take_quadratic_time() -> None:
@@ -439,7 +439,7 @@ def test_names_can_always_be_written_as_utf8(tmp_path: Path) -> None:
     with open(raw, "wb") as file:  # noqa: PTH123
         file.write(b"text")
     lines = jsonl(tmp_path / "a.jsonl", {"id": "\ud800", "text": "text"})
-    assert [document.id for document in read(os.fsdecode(raw), lines)] == [f"{tmp_path}/caf?.txt", "?"]
+    assert [document.id for document in read_documents(os.fsdecode(raw), lines)] == [f"{tmp_path}/caf?.txt", "?"]
 
 
 # Errors
@@ -511,7 +511,7 @@ def test_a_file_without_text_is_an_error_where_it_was_named_and_passed_over_in_a
     assert f"{path} is empty" in failure(path)
     assert f"{tmp_path} is empty" in failure(tmp_path)
     write(tmp_path / "a.txt", "text")
-    assert [document.text for document in read(tmp_path)] == ["text"]
+    assert [document.text for document in read_documents(tmp_path)] == ["text"]
 
 
 def test_records_or_standard_input_without_text_are_an_error(tmp_path: Path) -> None:
@@ -527,7 +527,7 @@ def test_records_or_standard_input_without_text_are_an_error(tmp_path: Path) -> 
 
 def test_empty_records_are_skipped_when_others_have_text(tmp_path: Path) -> None:
     path = jsonl(tmp_path / "a.jsonl", {"text": ""}, {"text": "one"}, {"text": "  "})
-    assert [(document.id, document.text) for document in read(path)] == [(f"{path}:2", "one")]
+    assert [(document.id, document.text) for document in read_documents(path)] == [(f"{path}:2", "one")]
 
 
 @pytest.mark.parametrize(
@@ -586,7 +586,7 @@ def test_a_missing_package_says_how_to_install_it(
     path = write(tmp_path / name, b"never looked at")
     monkeypatch.setitem(sys.modules, package, None)
     with pytest.raises(MissingExtra) as caught:
-        list(read(path))
+        list(read_documents(path))
     for words in [path, package, f"pip install 'knnlm[{extra}]'"]:
         assert words in str(caught.value)
 
@@ -597,7 +597,7 @@ def test_the_missing_datasets_package_is_told_before_anything_is_read(
     monkeypatch.setitem(sys.modules, "datasets", None)
     text = write(tmp_path / "a.txt", "text")
     with pytest.raises(MissingExtra, match=r"hf:some/set.*datasets.*pip install 'knnlm\[datasets\]'"):
-        read(text, "hf:some/set")
+        read_documents(text, "hf:some/set")
 
 
 # Datasets
@@ -625,8 +625,10 @@ def test_a_dataset_is_a_document_per_row(hub: dict[tuple[str, str], list[dict[st
     hub["set", "test"] = [{"body": "four"}]
     expected = [Document("hf:owner/set:train:1", "hf:owner/set:train:1", "one")]
     expected += [Document("33", "hf:owner/set:train:3", "three")]
-    assert list(read("hf:owner/set")) == expected
-    assert list(read("hf:set:test", text_field="body")) == [Document("hf:set:test:1", "hf:set:test:1", "four")]
+    assert list(read_documents("hf:owner/set")) == expected
+    assert list(read_documents("hf:set:test", text_field="body")) == [
+        Document("hf:set:test:1", "hf:set:test:1", "four")
+    ]
 
 
 def test_a_dataset_that_cannot_be_read_is_an_error(

@@ -13,10 +13,10 @@ from typing import NamedTuple
 
 import pytest
 
-from conftest import documents
+from helpers.models import FAMILIES
+from helpers.stores import documents
 from knnlm.cli.app import run
-from knnlm.lm import bundled
-from models import FAMILIES
+from knnlm.lm import loading as bundled
 
 ROOT = Path(__file__).parent.parent
 DOCS = sorted((ROOT / "docs").glob("*.md"))

@@ -3,9 +3,9 @@
 import knnlm
 
 lm = knnlm.CausalLM.open("bundled")                          # or a folder, a .gguf file, a hub name
-knnlm.build(knnlm.read("docs/"), "memory", lm=lm)            # one pass over the text, no training
+knnlm.build(knnlm.read_documents("docs/"), "memory", lm=lm)            # one pass over the text, no training
 mixture = knnlm.Mixture.open("memory", lm)
-print(knnlm.evaluate(mixture, knnlm.read("held-out.txt")))   # perplexity without and with the memory
+print(knnlm.evaluate(mixture, knnlm.read_documents("held-out.txt")))   # perplexity without and with the memory
 model = knnlm.KnnForCausalLM(mixture)                        # a transformers model
 """
 
@@ -13,59 +13,69 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from knnlm.adaptation import Adaptation, adapt
-    from knnlm.corpus import Document, read
-    from knnlm.datastore import Added, Compacted, Datastore, Removed, add, build, build_index, compact, compress, remove
+    from knnlm.corpus import Document, read_documents
+    from knnlm.datastore.compact import Compacted, compact
+    from knnlm.datastore.indexes import build_index
+    from knnlm.datastore.remove import Removed, remove
+    from knnlm.datastore.rewrite import compress
+    from knnlm.datastore.store import Datastore
     from knnlm.errors import KnnlmError
-    from knnlm.evaluation import Evaluation, evaluate
-    from knnlm.explanation import explain
-    from knnlm.generate import KnnConfig, KnnForCausalLM
-    from knnlm.guarding import export, import_arrays, merge, repair, verify
+    from knnlm.evaluation.evaluate import Evaluation, evaluate
+    from knnlm.evaluation.explain import explain
+    from knnlm.evaluation.sweep import Sweep, replay, sweep
+    from knnlm.evaluation.trace import Trace, record
+    from knnlm.evaluation.tune import Tuning, tune
+    from knnlm.generation.causal import KnnConfig, KnnForCausalLM
+    from knnlm.ingest.add import Added, add
+    from knnlm.ingest.build import build
     from knnlm.lm import CausalLM
-    from knnlm.memory import KnnMemory
+    from knnlm.maintenance.export import export
+    from knnlm.maintenance.import_ import import_arrays
+    from knnlm.maintenance.merge import merge
+    from knnlm.maintenance.repair import repair
+    from knnlm.maintenance.verify import verify
+    from knnlm.memories import KnnMemory
     from knnlm.mixture import Mixture
-    from knnlm.sweeping import Sweep, replay, sweep
-    from knnlm.trace import Trace, record
-    from knnlm.tuning import Tuning, tune
+    from knnlm.training.adapt import Adaptation, adapt
 
 # Where each public name lives. They are imported when first used: torch and transformers take seconds to import, and
 # `knnlm --help` needs neither.
 _HOMES = {
-    "Adaptation": "adaptation",
-    "Added": "datastore",
+    "Adaptation": "training.adapt",
+    "Added": "ingest.add",
     "CausalLM": "lm",
-    "Compacted": "datastore",
-    "Datastore": "datastore",
+    "Compacted": "datastore.compact",
+    "Datastore": "datastore.store",
     "Document": "corpus",
-    "Evaluation": "evaluation",
-    "KnnConfig": "generate",
-    "KnnForCausalLM": "generate",
-    "KnnMemory": "memory",
+    "Evaluation": "evaluation.evaluate",
+    "KnnConfig": "generation.causal",
+    "KnnForCausalLM": "generation.causal",
+    "KnnMemory": "memories",
     "KnnlmError": "errors",
     "Mixture": "mixture",
-    "Removed": "datastore",
-    "Sweep": "sweeping",
-    "Trace": "trace",
-    "Tuning": "tuning",
-    "adapt": "adaptation",
-    "add": "datastore",
-    "build": "datastore",
-    "build_index": "datastore",
-    "compact": "datastore",
-    "compress": "datastore",
-    "evaluate": "evaluation",
-    "explain": "explanation",
-    "export": "guarding",
-    "import_arrays": "guarding",
-    "merge": "guarding",
-    "read": "corpus",
-    "record": "trace",
-    "remove": "datastore",
-    "repair": "guarding",
-    "replay": "sweeping",
-    "sweep": "sweeping",
-    "tune": "tuning",
-    "verify": "guarding",
+    "Removed": "datastore.remove",
+    "Sweep": "evaluation.sweep",
+    "Trace": "evaluation.trace",
+    "Tuning": "evaluation.tune",
+    "adapt": "training.adapt",
+    "add": "ingest.add",
+    "build": "ingest.build",
+    "build_index": "datastore.indexes",
+    "compact": "datastore.compact",
+    "compress": "datastore.rewrite",
+    "evaluate": "evaluation.evaluate",
+    "explain": "evaluation.explain",
+    "export": "maintenance.export",
+    "import_arrays": "maintenance.import_",
+    "merge": "maintenance.merge",
+    "read_documents": "corpus",
+    "record": "evaluation.trace",
+    "remove": "datastore.remove",
+    "repair": "maintenance.repair",
+    "replay": "evaluation.sweep",
+    "sweep": "evaluation.sweep",
+    "tune": "evaluation.tune",
+    "verify": "maintenance.verify",
 }
 
 __all__ = [
@@ -96,7 +106,7 @@ __all__ = [
     "export",
     "import_arrays",
     "merge",
-    "read",
+    "read_documents",
     "record",
     "remove",
     "repair",

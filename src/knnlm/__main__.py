@@ -1,5 +1,7 @@
 """Makes `python -m knnlm` the same as `knnlm`."""
 
-from knnlm.cli import main
+from __future__ import annotations
+
+from knnlm.cli.app import main
 
 main()

@@ -2,38 +2,155 @@
 
 Everything is streamed: memory is bounded by one part of a document (jsonl: one line), not by the corpus.
 Nothing is guessed: what is not clean UTF-8 text is an error that says where it is and what to do about it.
+
+A document, and what its record says besides the text. Knows nothing about files or tokens.
+
+Fields are there to choose documents by: `customer`, `year`. So they are single and short; whatever else a record has
+is not kept, since nobody would expect a second text of it in a memory.
+
+Remember which names have been met, in eight bytes each. Knows nothing about what the names are of.
 """
 
 from __future__ import annotations
 
 import codecs
 import gzip
+import json
 import lzma
+import math
 import os
 import sys
 import zlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from hashlib import blake2b
 from importlib import import_module
 from itertools import chain
 from json import loads
 from pathlib import Path, PurePath
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
 
 from knnlm.errors import CorpusError, KnnlmError, MissingExtra
-from knnlm.records import Document as Document
-from knnlm.records import Fields, fields_of
-from knnlm.seen import Seen
 
-__all__ = ["LONGEST", "Document", "Survey", "read", "survey"]
+Scalar: TypeAlias = str | int | float | bool | None
+
+Fields: TypeAlias = Mapping[str, Scalar]
+
+LONGEST_FIELD_NAME = 256  # characters in a name or a value
+
+MOST = 64  # fields of a document
+
+LARGEST = 1 << 63  # whole numbers are smaller
+
+
+@dataclass(frozen=True)
+class Document:
+    """A text, its name, where a person finds it, and what else its record says."""
+
+    id: str
+    source: str
+    text: str
+    fields: Fields = field(default_factory=dict, hash=False)
+
+    def __post_init__(self) -> None:
+        if self.fields and (wrong := fault(self.fields)) is not None:
+            raise CorpusError(f"{self.source}: {wrong}")
+
+
+def fields_of(record: Mapping[str, Any], *, but: Collection[str]) -> dict[str, Scalar]:
+    """Give what can be a field of a record, the first ones where there are very many."""
+    found: dict[str, Scalar] = {}
+    for name, value in record.items():
+        if name not in but and len(found) < MOST and _is_name(name) and _is_scalar(value):
+            found[_sayable(name)] = _sayable(value) if isinstance(value, str) else value
+    return found
+
+
+def fault(fields: Any) -> str | None:
+    """Say what is wrong with fields that somebody gives; None where nothing is."""
+    if not isinstance(fields, Mapping):
+        return f"fields are not a mapping but {type(fields).__name__}; give name and value of each"
+    if len(fields) > MOST:
+        return f"{len(fields)} fields, more than {MOST}; leave some out"
+    for name, value in fields.items():
+        if not _is_name(name) or _sayable(name) != name:
+            return f"{str(name)[:40]!r} is no name of a field; give a text of 1 to {LONGEST_FIELD_NAME} characters"
+        if not _is_scalar(value) or (isinstance(value, str) and _sayable(value) != value):
+            may = f"a finite number, a truth value, or a text of at most {LONGEST_FIELD_NAME} characters"
+            return f"the field {name[:40]!r} cannot be kept ({type(value).__name__}); give {may}"
+    return None
+
+
+def written(value: Scalar | Fields) -> str:
+    """Write a value, or all fields, as JSON in just one way; so a number is told from the same digits in a text."""
+    return json.dumps(value, ensure_ascii=False, sort_keys=True)
+
+
+def ways_to_write(text: str) -> list[str]:
+    """Give all values, as JSON, that a person may mean by a text: values compare as they are read."""
+    # Other JSON begins otherwise, so that a text in quotation marks is not taken for what is between them.
+    return [written(text)] if text.startswith('"') else [written(text), text]
+
+
+def _is_name(name: Any) -> bool:
+    return isinstance(name, str) and 0 < len(name) <= LONGEST_FIELD_NAME
+
+
+def _is_scalar(value: Any) -> bool:
+    if isinstance(value, str):
+        return len(value) <= LONGEST_FIELD_NAME
+    if isinstance(value, float):
+        return math.isfinite(value)
+    return value is None or (isinstance(value, int) and -LARGEST <= value < LARGEST)
+
+
+def _sayable(text: str) -> str:
+    """Replace what UTF-8 cannot say: JSON may have half a character."""
+    return text.encode("utf-8", "replace").decode()
+
+
+_RECENT = 1 << 15
+
+
+class HashSet:
+    """A set of names that stays small: a Python set takes a hundred bytes for each."""
+
+    def __init__(self) -> None:
+        self._recent: set[int] = set()
+        self._sorted: NDArray[np.uint64] = np.empty(0, np.uint64)
+
+    def add(self, name: str) -> bool:
+        """Add a name and say whether it is new. Two of a billion names share a hash once in forty runs."""
+        key = int.from_bytes(blake2b(name.encode(), digest_size=8).digest(), "little")
+        if key in self._recent:
+            return False
+        place = int(np.searchsorted(self._sorted, np.uint64(key)))
+        if place < len(self._sorted) and self._sorted[place] == key:
+            return False
+        self._recent.add(key)
+        if len(self._recent) >= _RECENT:
+            recent = np.fromiter(self._recent, np.uint64, len(self._recent))
+            self._sorted = np.union1d(self._sorted, recent)
+            self._recent.clear()
+        return True
+
+
+__all__ = ["LONGEST", "Document", "Survey", "read_documents", "survey"]
 
 LONGEST = 1 << 20  # characters in one document; a longer text becomes several
+
 LONGEST_LINE = 1 << 28  # characters in one line of jsonl, which is parsed as a whole
+
 CHUNK = 1 << 18  # bytes read at a time
 
 SUFFIXES = (".txt", ".md", ".jsonl", ".parquet")
+
 COMPRESSIONS = (".gz", ".xz", ".zst")
+
 KNOWN = f"{', '.join(SUFFIXES)}, and all but .parquet also with {', '.join(COMPRESSIONS)} on top"
 
 
@@ -46,7 +163,7 @@ class Survey:
     complete: bool = True
 
 
-def read(
+def read_documents(
     *inputs: str | os.PathLike[str], text_field: str = "text", stdin: BinaryIO | None = None
 ) -> Iterator[Document]:
     """Read documents, one after the other, from files, folders, `-` and `hf:NAME[:SPLIT]`."""
@@ -65,7 +182,7 @@ def survey(*inputs: str | os.PathLike[str], text_field: str = "text") -> Survey:
     again = [name for name in names if name != "-" and not name.startswith("hf:")]
     documents = characters = 0
     if again or not names:
-        for document in read(*again, text_field=text_field):
+        for document in read_documents(*again, text_field=text_field):
             documents += 1
             characters += len(document.text)
     return Survey(documents, characters, complete=len(again) == len(names))
@@ -356,7 +473,7 @@ def _not_empty(documents: Iterator[Document], name: str) -> Iterator[Document]:
 
 def _unique(documents: Iterable[Document]) -> Iterator[Document]:
     """Add ~2, ~3, ... to an id that was there before."""
-    seen = Seen()
+    seen = HashSet()
     last: dict[str, int] = {}  # the number given last, so that the millionth equal id takes one try
     for document in documents:
         name = document.id

@@ -11,13 +11,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from knnlm.corpus import Document
-from knnlm.datastore import build
-from knnlm.evaluation import Evaluation, evaluate
-from knnlm.explanation import TokenExplanation, explain
-from knnlm.lm import CausalLM
-from knnlm.mixture import Mixture
+from knnlm.evaluation.evaluate import Evaluation, evaluate
+from knnlm.evaluation.explain import TokenExplanation, explain
+from knnlm.evaluation.tune import tune
+from knnlm.ingest.build import build
+from knnlm.lm.causal import CausalLM
+from knnlm.mixture.mixture import Mixture
 from knnlm.progress import Progress, silent
-from knnlm.tuning import tune
 
 STORE, HELD_OUT = 100_000, 22_000  # characters: some 24,000 and 5,500 tokens
 
@@ -55,7 +55,7 @@ def split_topics(store: int = STORE, held_out: int = HELD_OUT) -> Split:
 
 
 @dataclass(frozen=True)
-class Demonstration:
+class DemoResult:
     """What the demo shows."""
 
     mixture: Mixture
@@ -64,7 +64,7 @@ class Demonstration:
     prompt: str
 
 
-def demonstrate(path: Path, lm: CausalLM, *, parts: Split, progress: Progress = silent) -> Demonstration:
+def demonstrate(path: Path, lm: CausalLM, *, parts: Split, progress: Progress = silent) -> DemoResult:
     """Build, tune, evaluate, and pick the tokens for which the memory spoke most tellingly."""
     build(parts.store, path, lm=lm, total=_characters(parts.store), progress=progress).close()
     sources = [document.source for document in parts.valid]
@@ -73,10 +73,10 @@ def demonstrate(path: Path, lm: CausalLM, *, parts: Split, progress: Progress = 
     mixture = Mixture.open(path, lm)
     evaluation = evaluate(mixture, parts.test, total=_characters(parts.test), progress=progress)
     prose = sorted((paragraph for document in parts.test for paragraph in _prose(document.text)), key=len)
-    return Demonstration(mixture, evaluation, telling_tokens(mixture, "\n\n".join(prose[-4:])), _opening(prose[-1]))
+    return DemoResult(mixture, evaluation, informative_tokens(mixture, "\n\n".join(prose[-4:])), _opening(prose[-1]))
 
 
-def telling_tokens(mixture: Mixture, text: str, count: int = 3) -> list[TokenExplanation]:
+def informative_tokens(mixture: Mixture, text: str, count: int = 3) -> list[TokenExplanation]:
     """Choose the words that the memory made more probable, by how many times."""
     words: dict[str, TokenExplanation] = {}
     for token in sorted(explain(mixture, text), key=lambda token: token.p / token.p_lm, reverse=True):

@@ -12,11 +12,14 @@ from pathlib import Path
 
 import torch
 
-from conftest import documents
-from knnlm import CausalLM, Datastore, add, build, remove
-from knnlm.datastore import derive
-from knnlm.datastore.components import principal_components
-from models import tiny, tiny_tokenizer
+from helpers.models import tiny, tiny_tokenizer
+from helpers.stores import documents
+from knnlm.datastore.remove import remove
+from knnlm.datastore.rewrite import derive, principal_components
+from knnlm.datastore.store import Datastore
+from knnlm.ingest.add import add
+from knnlm.ingest.build import build
+from knnlm.lm.causal import CausalLM
 
 
 def main(folder: Path) -> None:

@@ -9,21 +9,7 @@ import sys
 import typer
 
 from knnlm import errors
-from knnlm.cli import (
-    adapting,
-    benching,
-    building,
-    chatting,
-    demonstrating,
-    guarding,
-    living,
-    measuring,
-    reporting,
-    serving,
-    storing,
-    training,
-    using,
-)
+from knnlm.cli import bench, build, chat, demo, documents, evaluate, generate, maintain, report, serve, train
 
 app = typer.Typer(
     name="knnlm",
@@ -33,21 +19,9 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
-MODULES = (
-    building,
-    living,
-    measuring,
-    using,
-    storing,
-    training,
-    adapting,
-    guarding,
-    reporting,
-    benching,
-    serving,
-    chatting,
-    demonstrating,
-)
+
+MODULES = (build, documents, evaluate, generate, maintain, train, report, bench, serve, chat, demo)
+
 for module in MODULES:
     module.register(app)
 

@@ -6,33 +6,130 @@ when the catalog is opened, each other table when it is first read. Formats 1 to
 are, and the first change makes them 5. It has a place for the fields of users' records too.
 
 A reader that holds its snapshot sees one state for as long as it is open, whatever others write meanwhile.
+
+The fields of users' records in a catalog: one row for a document that has some. Knows nothing about other tables.
+
+Memories of formats below 5 have no such table, and no fields, until they are changed.
+
+What a writer of segments asks of the place where they are noted. Knows nothing about how they are kept there.
+
+A build notes its segments in the catalog; an addition notes them beside it, until all of them are there.
+
+Choose documents of a memory by what the catalog knows of them. Knows nothing about their text or keys.
+
+A field is one that every document has, or else one of the users' records; `fields.source` is always the latter.
 """
 
 from __future__ import annotations
 
 import json
+import re
 import sqlite3
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
-from knnlm.datastore import digests, fields, schema
-from knnlm.datastore.database import connect, empty_log, prepare_to_write, reporting
-from knnlm.datastore.schema import IndexRow as IndexRow
-from knnlm.datastore.schema import RemovedRow as RemovedRow
-from knnlm.datastore.schema import SegmentRow as SegmentRow
-from knnlm.datastore.schema import StoredDocument as StoredDocument
-from knnlm.datastore.strangers import check_database, check_schema, typed
-from knnlm.errors import DatastoreCorrupt, DatastoreError
+from knnlm.corpus import Scalar, fault, ways_to_write, written
+from knnlm.datastore.integrity import DigestUpdates, VerifiedTables, differing, fill, there
+from knnlm.datastore.schema import (
+    NEWEST,
+    VERSION,
+    IndexRow,
+    RemovedRow,
+    SegmentRow,
+    StoredDocument,
+    check_format,
+    connect,
+    empty_log,
+    prepare_to_write,
+    reporting,
+    upgrade,
+)
+from knnlm.datastore.validation import check_database, check_schema, typed
+from knnlm.errors import DatastoreCorrupt, DatastoreError, ParameterError
+
+# The members of the object with a comma on either side, so that one is found as a piece of text: within JSON, no text
+# can look like a member, as its quotation marks have backslashes.
+_MEMBERS = "', ' || substr(record, 2, length(record) - 2) || ', '"
+
+_SHOWN = 20  # names that are told
+
+
+def has_fields(connection: sqlite3.Connection) -> bool:
+    """Whether the table is there."""
+    found = connection.execute("SELECT 1 FROM sqlite_master WHERE type = 'table' AND name = 'fields'")
+    return found.fetchone() is not None
+
+
+def fields_by_number(connection: sqlite3.Connection) -> Callable[[Any], dict[str, Scalar]]:
+    """Give what finds the fields of a document by its number; a ValueError where they cannot be."""
+    if not has_fields(connection):
+        return lambda _: {}
+
+    def find(number: Any) -> dict[str, Scalar]:
+        row = connection.execute("SELECT record FROM fields WHERE number = ?", (number,)).fetchone()
+        return {} if row is None else check_fields(json.loads(row[0]))
+
+    return find
+
+
+def check_fields(found: Any) -> dict[str, Scalar]:
+    """Give fields that came from a file, or a ValueError."""
+    if (wrong := fault(found)) is not None:
+        raise ValueError(wrong)
+    return dict(found)
+
+
+def put_fields(connection: sqlite3.Connection, documents: Iterable[StoredDocument]) -> None:
+    """Write the fields of documents."""
+    rows = [(one.number, written(dict(one.fields))) for one in documents if one.fields]
+    connection.executemany("INSERT INTO fields VALUES (?, ?)", rows)
+
+
+def drop_fields(connection: sqlite3.Connection, numbers: Iterable[int] | None = None) -> None:
+    """Take out the fields of documents that go, or of all."""
+    if has_fields(connection):
+        if numbers is None:
+            connection.execute("DELETE FROM fields")
+        else:
+            connection.executemany("DELETE FROM fields WHERE number = ?", ((number,) for number in numbers))
+
+
+def other_fields(connection: sqlite3.Connection, name: str) -> list[str] | None:
+    """Give None where documents have such a field, and otherwise the names of those that they have, not very many."""
+    if not has_fields(connection):
+        return []
+    query = f"SELECT 1 FROM fields WHERE instr({_MEMBERS}, ?) > 0 LIMIT 1"  # noqa: S608  (ours)
+    if connection.execute(query, (f", {written(name)}: ",)).fetchone() is not None:
+        return None
+    records = connection.execute("SELECT record FROM fields")
+    return sorted({each for (record,) in records for each in check_fields(json.loads(record))})[:_SHOWN]
+
+
+def field_condition(name: str, value: str) -> tuple[str, list[str]]:
+    """Give the condition for SQL that a field has a value, whether that is a text or a number, and its values."""
+    ways = [f", {written(name)}: {way}, " for way in ways_to_write(value)]
+    either = " OR ".join([f"instr({_MEMBERS}, ?) > 0"] * len(ways))
+    return f"number IN (SELECT number FROM fields WHERE {either})", ways  # noqa: S608
+
 
 GENERATION, LAYOUT = "generation", "layout"  # facts: how often the content has changed, and the numbers of its rows
+
 LANGUAGE_MODEL = "language_model"  # the fact that names the model that a memory is for, if that is not its reader
+
 SKIPPED = "index_skipped"  # the fact that says which keys the index has left out: [first, count] each
-WISH = "index_wanted"  # the fact that says which index is still to be made, by a command that may have been killed
-FILE = "catalog.db"
+
+REQUESTED_INDEX = (
+    "index_wanted"  # the fact that says which index is still to be made, by a command that may have been killed
+)
+
+CATALOG_FILE = "catalog.db"
+
 _Row = TypeVar("_Row")
+
 PARTIAL = ("catalog.partial", "catalog.partial-journal", "catalog.partial-wal", "catalog.partial-shm")
 
 
@@ -46,8 +143,8 @@ class Catalog:
         self.path = path
         self._held: int | None = None  # the generation that must not change, where no snapshot can be held
         self._writes = False
-        self._tally: digests.Tally | None = None
-        self._compared: digests.Compared | None = None  # None: nothing is to be
+        self._tally: DigestUpdates | None = None
+        self._compared: VerifiedTables | None = None  # None: nothing is to be
 
     @classmethod
     def create(cls, path: Path, meta: dict[str, Any]) -> Catalog:
@@ -59,8 +156,8 @@ class Catalog:
         with reporting(path):
             catalog = cls(sqlite3.connect(partial, isolation_level=None), partial)
             catalog._connection.execute("PRAGMA journal_mode=WAL")
-            catalog._connection.executescript(schema.NEWEST)
-            catalog.put(format=schema.VERSION, **meta)
+            catalog._connection.executescript(NEWEST)
+            catalog.put(format=VERSION, **meta)
             catalog.close()
         partial.rename(path)
         return cls.open(path, write=True, copying=True)
@@ -85,14 +182,14 @@ class Catalog:
             try:
                 check_schema(connection, path)
                 catalog._writes = write
-                catalog._compared = digests.Compared(path) if compare and catalog.summed else None
+                catalog._compared = VerifiedTables(path) if compare and catalog.summed else None
                 if write:
                     prepare_to_write(connection)
                 else:
                     connection.execute("PRAGMA query_only=ON")
                 if hold:
                     catalog._hold()
-                schema.check_format(path, catalog.get, summed=catalog.summed, copying=copying or not write)
+                check_format(path, catalog.get, summed=catalog.summed, copying=copying or not write)
                 catalog._compare("meta")
             except BaseException:
                 catalog.close()
@@ -121,12 +218,12 @@ class Catalog:
     @property
     def summed(self) -> bool:
         """Whether there are sums to compare with; older memories have none until they are changed."""
-        return digests.there(self._connection)
+        return there(self._connection)
 
     def differing(self) -> list[str]:
         """Name the parts that are not as they were written, by their sums."""
         with reporting(self.path), self._still():
-            return digests.differing(self._connection) if self.summed else []
+            return differing(self._connection) if self.summed else []
 
     def _compare(self, table: str, number: int | None = None) -> None:
         """See, once, that a table is as it was written, or the part of it that holds a document."""
@@ -144,7 +241,7 @@ class Catalog:
     def _compare_both(self, number: int | None = None) -> None:
         """See that documents, or the part that holds one, are as they were written, and so their fields."""
         self._compare("documents", number)
-        if fields.has_fields(self._connection):
+        if has_fields(self._connection):
             self._compare("fields", number)
 
     def put(self, **facts: Any) -> None:
@@ -213,7 +310,7 @@ class Catalog:
     def _typed(self, rows: Iterable[Any]) -> Iterator[StoredDocument]:
         """Make documents of rows, with their fields."""
         with reporting(self.path):
-            fields_of = fields.fields_by_number(self._connection)
+            fields_of = fields_by_number(self._connection)
             for row in rows:
                 yield typed(StoredDocument, (*row, fields_of(row[0])), self.path)
 
@@ -286,7 +383,7 @@ class Catalog:
         rows = (_values(document)[:-1] for document in given)
         with nullcontext() if self._connection.in_transaction else self._transaction():
             self._connection.executemany("INSERT INTO documents VALUES (?, ?, ?, ?, ?, ?, ?)", rows)
-            fields.put_fields(self._connection, given)
+            put_fields(self._connection, given)
 
     def put_removed(self, removed: Iterable[RemovedRow]) -> None:
         """Note within a change that rows are no longer there."""
@@ -296,7 +393,7 @@ class Catalog:
         """Give None where documents have such a field, and otherwise the names of those that they have."""
         self._compare_both()
         with reporting(self.path):
-            return fields.other_fields(self._connection, name)
+            return other_fields(self._connection, name)
 
     def replace_keys(self, segments: Iterable[SegmentRow], **facts: Any) -> None:
         """Say that segments have other files of keys now, and facts that hold from now on, all or none."""
@@ -316,8 +413,8 @@ class Catalog:
         """Make this the only index, or let there be none; `skipped` are the stretches of keys it has left out."""
         with self._transaction():
             self.put_index(index, skipped or [])
-            if self.get(WISH) is not None:
-                self._put(WISH, None)
+            if self.get(REQUESTED_INDEX) is not None:
+                self._put(REQUESTED_INDEX, None)
 
     def put_index(self, index: IndexRow | None, skipped: list[tuple[int, int]]) -> None:
         """Do so within a change."""
@@ -379,12 +476,12 @@ class Catalog:
     def _transaction(self) -> Iterator[None]:
         with reporting(self.path):
             self._connection.execute("BEGIN IMMEDIATE")
-            self._tally = self._tally or digests.Tally(self._connection)
+            self._tally = self._tally or DigestUpdates(self._connection)
             try:
                 if not self.summed:  # an older format, which becomes the newest with its first change
-                    schema.upgrade(self._connection)
-                    self._put("format", schema.VERSION)
-                    digests.fill(self._connection)
+                    upgrade(self._connection)
+                    self._put("format", VERSION)
+                    fill(self._connection)
                 self._tally.begin(self._connection)
                 yield
                 self._tally.settle(self._connection)
@@ -397,3 +494,108 @@ class Catalog:
 
 def _values(row: Any) -> tuple[Any, ...]:
     return tuple(getattr(row, name) for name in row.__dataclass_fields__)
+
+
+class SegmentSink(Protocol):
+    """The catalog, or what stands in for it."""
+
+    path: Path  # of the catalog
+
+    def get(self, key: str) -> Any:
+        """Read one fact about the memory; None where it is not known."""
+
+    def segments(self) -> list[SegmentRow]:
+        """List the segments in the order of their rows."""
+
+    def next_segment(self) -> int:
+        """Give the number of the next segment."""
+
+    def next_document(self) -> int:
+        """Give the number of the next document."""
+
+    def add_segment(self, segment: SegmentRow, documents: Iterable[StoredDocument], **facts: Any) -> None:
+        """Note a segment that is on disk, its documents, and facts that hold from now on."""
+
+    def replace_keys(self, segments: Iterable[SegmentRow], **facts: Any) -> None:
+        """Note that segments have other files of keys now, and facts that hold from now on."""
+
+
+FIELDS = ("id", "number", "rows", "sha256", "source")
+
+_CONDITION = re.compile(r"\s*([^=\s](?:[^=]*[^=\s])?)\s*=\s?(.*)", re.DOTALL)
+
+_RECORD = "fields."
+
+_NUMBERS = ("number", "rows")
+
+_OTHER_SIGNS = re.compile(r"[\[?]")
+
+
+@dataclass(frozen=True)
+class Selection:
+    """Which documents are meant: all that fit everything that is given, none where nothing is given."""
+
+    document: str | None = None  # its id
+    source: str | None = None  # a pattern, in which * stands for anything
+    where: tuple[str, ...] = ()  # field=value
+
+    @property
+    def empty(self) -> bool:
+        """Whether nothing was asked for."""
+        return self.document is None and self.source is None and not self.where
+
+    @property
+    def text(self) -> str:
+        """What was asked for, as a user would write it."""
+        given = [("--document", self.document), ("--source", self.source), *(("--where", one) for one in self.where)]
+        return " ".join(f"{name} {value}" for name, value in given if value is not None)
+
+    def check(self, catalog: Catalog) -> None:
+        """Refuse a field of users' records that no document has."""
+        for given, name, _ in self._given():
+            if name not in FIELDS and (others := catalog.other_fields(name.removeprefix(_RECORD))) is not None:
+                known = ", ".join([*FIELDS, *others])
+                raise ParameterError(f"{given!r} is no condition: no document has this field. Known are {known}.")
+
+    def condition(self) -> tuple[str, list[Any]]:
+        """Give the condition for SQL and its values."""
+        parts, values = ["1"], list[Any]()
+        if self.document is not None:
+            parts.append("id = ?")
+            values.append(self.document)
+        for given, name, value in self._given():
+            own = name in FIELDS
+            part, wanted = _own(given, name, value) if own else field_condition(name.removeprefix(_RECORD), value)
+            parts.append(part)
+            values += wanted
+        if self.source is not None:
+            several = "*" in self.source
+            parts.append("source GLOB ?" if several else "source = ?")
+            # SQLite knows more signs than the one that is ours, and names of files may have them.
+            values.append(_OTHER_SIGNS.sub(r"[\g<0>]", self.source) if several else self.source)
+        return " AND ".join(parts), values
+
+    def _given(self) -> Iterator[tuple[str, str, str]]:
+        """Give each condition as it was written, its field and its value."""
+        for one in self.where:
+            match = _CONDITION.fullmatch(one)
+            if match is None:
+                raise ParameterError(f"{one!r} is no condition: write field=value.")
+            yield one, match[1], match[2]
+
+
+def _own(given: str, name: str, value: str) -> tuple[str, list[Any]]:
+    """Compare what every document has."""
+    if name not in _NUMBERS:
+        return f"{name} = ?", [value]
+    if not re.fullmatch(r"\d{1,18}", value):
+        raise ParameterError(f"{given!r} is no condition: the {name} of a document is a number.")
+    return f"{name} = ?", [int(value)]
+
+
+def check_complete(catalog: Catalog) -> None:
+    """Refuse a memory that is not finished."""
+    if catalog.get("state") != "complete":
+        raise DatastoreError(
+            f"{catalog.path.parent} is an unfinished build. Finish it first, with the command that began it."
+        )

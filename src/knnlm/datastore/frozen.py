@@ -17,8 +17,11 @@ from pathlib import Path
 from knnlm.errors import DatastoreBusy, DatastoreError
 
 _LOGS = ("-wal", "-journal")
+
 _ATTEMPTS = 50
+
 _AGAIN = 0.02  # seconds between two of them
+
 _PIECE = 1 << 20  # bytes
 
 

@@ -1,16 +1,23 @@
-"""The tables of a catalog, as its format grew, and their rows. Knows nothing about who reads them."""
+"""The tables of a catalog, as its format grew, and their rows. Knows nothing about who reads them.
+
+Open the file of a catalog with SQLite, and say in our words what goes wrong. Knows nothing about what it holds.
+"""
 
 from __future__ import annotations
 
+import os
 import sqlite3
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from knnlm.errors import DatastoreCorrupt, DatastoreError
-from knnlm.records import Fields
+from knnlm.corpus import Fields
+from knnlm.datastore.frozen import open_frozen
+from knnlm.errors import DatastoreCorrupt, DatastoreError, KnnlmError
 
 VERSION = 5  # the format that is written, which has sums; those below are read
+
 BUILT = """
 CREATE TABLE meta (key TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID;
 CREATE TABLE segments (
@@ -40,11 +47,13 @@ CREATE TABLE indexes (
     sha256 TEXT NOT NULL
 );
 """
+
 DERIVED = """
 ALTER TABLE segments ADD COLUMN kept INTEGER;
 ALTER TABLE segments ADD COLUMN kept_sha256 TEXT;
 ALTER TABLE segments ADD COLUMN counts_sha256 TEXT;
 """
+
 LIVING = """
 CREATE TABLE removed (
     number INTEGER PRIMARY KEY,
@@ -53,12 +62,15 @@ CREATE TABLE removed (
     rows INTEGER NOT NULL
 );
 """
+
 FIELDED = """
 CREATE TABLE fields (number INTEGER PRIMARY KEY, record TEXT NOT NULL);
 """
+
 SUMMED = """
 CREATE TABLE digests (part TEXT PRIMARY KEY, sum TEXT NOT NULL) WITHOUT ROWID;
 """
+
 NEWEST = BUILT + DERIVED + LIVING + FIELDED + SUMMED
 
 
@@ -145,3 +157,72 @@ class IndexRow:
     metric: str
     rows: int
     sha256: str
+
+
+_BROKEN = ("malformed", "no such table", "no such column", "decode to UTF-8")  # what SQLite says of other bytes
+
+
+@contextmanager
+def reporting(path: Path) -> Iterator[None]:
+    """Turn an error of SQLite into one of ours that names the file."""
+    try:
+        yield
+    except KnnlmError:  # some are errors of Python's too
+        raise
+    except sqlite3.OperationalError as error:
+        if "locked" in str(error):
+            raise DatastoreError(f"{path} is in use by another process. Try again when it has finished.") from None
+        if any(words in str(error) for words in _BROKEN):
+            raise DatastoreCorrupt(f"{path} is damaged ({error}). Build the memory again.") from None
+        raise DatastoreError(f"Cannot use {path}: {error}. Check the disk and the permissions.") from None
+    except sqlite3.DatabaseError as error:
+        raise DatastoreCorrupt(f"{path} is damaged ({error}). Build the memory again.") from None
+    except (ValueError, TypeError, RecursionError, OverflowError) as error:
+        raise DatastoreCorrupt(f"{path} holds a fact that cannot be read ({error}). Build it again.") from None
+
+
+def connect(path: Path, *, write: bool) -> sqlite3.Connection:
+    """Open the file for SQLite."""
+    # Readers too may write, where they can: only so can SQLite take back what a killed writer left half done.
+    if write or (os.access(path, os.W_OK) and os.access(path.parent, os.W_OK)):
+        uri = f"{path.resolve().as_uri()}?mode=rw"
+        return sqlite3.connect(uri, uri=True, isolation_level=None, check_same_thread=False)
+    return open_frozen(path)  # its owner may write though we may not
+
+
+def prepare_to_write(connection: sqlite3.Connection) -> None:
+    """Promise durability and leave nothing of what is deleted; let readers hold snapshots from now on."""
+    connection.execute("PRAGMA synchronous=FULL")
+    connection.execute("PRAGMA secure_delete=ON")
+    connection.execute("PRAGMA temp_store=MEMORY")  # what watches writes is of no use to others
+    # Somebody may be reading just now a catalog that an older knnlm made; then the next writer does it.
+    with suppress(sqlite3.OperationalError):
+        connection.execute("PRAGMA journal_mode=WAL")
+
+
+def empty_log(connection: sqlite3.Connection) -> bool:
+    """Bring what the log of changes holds into the file itself; False where a reader still needs the log."""
+    connection.execute("PRAGMA busy_timeout=0")
+    busy: int = connection.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()[0]
+    connection.execute("PRAGMA busy_timeout=5000")
+    return not busy
+
+
+STUDENT, ADAPTED = "student", "adapted.json"  # what else may lie in the folder of a memory
+KEYS, VALUES, KEPT, COUNTS = "keys.npy", "values.npy", "kept.npy", "counts.npy"
+
+
+def segment_folder(path: Path, number: int) -> Path:
+    """Say where a segment lies."""
+    return path / "segments" / f"{number:06d}"
+
+
+def index_folder(path: Path, number: int) -> Path:
+    """Say where an index lies."""
+    return path / "index" / f"{number:06d}"
+
+
+def array_sums(segment: SegmentRow) -> dict[str, str | None]:
+    """Say which SHA-256 the arrays have that a segment has."""
+    sums = (segment.keys_sha256, segment.values_sha256, segment.kept_sha256, segment.counts_sha256)
+    return dict(zip((KEYS, VALUES, KEPT, COUNTS), sums, strict=True))

@@ -15,6 +15,10 @@ built, row i has key i; in a pruned one, keys have numbers of their own, and `ro
 
 Rows and keys are counted without those of removed documents, which have no number here at all: whatever reads a memory
 through this module cannot come upon them. A memory that is open stays as it is, whatever others write meanwhile.
+
+The keys of a memory as an index sees them. Knows nothing about files.
+
+What the catalog of a memory says about its keys. Knows nothing about the keys themselves.
 """
 
 from __future__ import annotations
@@ -22,7 +26,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator
 from contextlib import closing
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -32,26 +36,169 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from knnlm.datastore.arrays import COUNTS as COUNTS
-from knnlm.datastore.arrays import KEPT as KEPT
-from knnlm.datastore.arrays import KEYS as KEYS
-from knnlm.datastore.arrays import VALUES as VALUES
-from knnlm.datastore.arrays import array_shapes, check_facts, check_segments, index_folder
-from knnlm.datastore.arrays import segment_folder as segment_folder
-from knnlm.datastore.catalog import FILE, Catalog, SegmentRow, StoredDocument
-from knnlm.datastore.codec import Plain, row_bytes
-from knnlm.datastore.gaps import check_removed
-from knnlm.datastore.keys import Keys
-from knnlm.datastore.locking import Lease
-from knnlm.datastore.numbering import Numbering, by_segment
-from knnlm.datastore.reading import MANY, Arrays
-from knnlm.datastore.stored import fact, reader_width, stored_codec, stored_map, stored_offset
-from knnlm.datastore.sums import Sums
+from knnlm.datastore.catalog import CATALOG_FILE, PARTIAL, Catalog, SegmentSink
+from knnlm.datastore.codecs import (
+    CODEC_FILE,
+    MAP_FILE,
+    Codec,
+    KeyMap,
+    Plain,
+    load_codec,
+    row_bytes,
+)
+from knnlm.datastore.integrity import BlockChecksums
+from knnlm.datastore.locks import READERS, WRITER, Lease
+from knnlm.datastore.rowmap import RowMap, by_segment, check_removed
+from knnlm.datastore.schema import (
+    COUNTS,
+    KEPT,
+    STUDENT,
+    VALUES,
+    SegmentRow,
+    StoredDocument,
+    index_folder,
+    segment_folder,
+)
+from knnlm.datastore.segments import MANY, Arrays, array_shapes, check_facts, check_segments
 from knnlm.errors import DatastoreCorrupt, DatastoreError
-from knnlm.index.looking import seen
-from knnlm.mapping import as_tensor
+from knnlm.index.gpu.deferred import check_flag
+from knnlm.io import as_tensor
+
+_LARGEST = 65504.0 / 2  # of float16, with room to add
+
+_BLOCK = 4096  # keys that are decoded at a time
+
+
+@dataclass(frozen=True)
+class Keys:
+    """The keys of a memory as an index sees them: `Vectors`, numbered from 0; all, or those from `first` to `end`."""
+
+    store: Datastore
+    first: int = 0
+    end: int | None = None
+
+    @property
+    def rows(self) -> int:
+        """The number of keys."""
+        return (self.store.key_count if self.end is None else self.end) - self.first
+
+    @property
+    def width(self) -> int:
+        """The number of dimensions of a key."""
+        return self.store.width
+
+    def chunks(self, size: int) -> Iterator[tuple[int, Tensor]]:
+        """Give (number of the first key, (n, D) float32) from first to last."""
+        for number, block in self.store.chunks(size, begin=self.first):
+            if number - self.first >= self.rows:
+                return
+            yield number - self.first, block[: self.rows - (number - self.first)]
+
+    def take(self, ids: Tensor) -> Tensor:
+        """Give these keys, (…) → (…, D) float32; an id below 0 gives zeros."""
+        return self.store.take(torch.where(ids < 0, ids, ids + self.first) if self.first else ids)
+
+    @property
+    def half(self) -> bool:
+        """Whether keys can be had in float16: stored just so, not divided by anything, or decoded within its range."""
+        codec = self.store.codec
+        if not isinstance(codec, Plain):
+            return codec.largest <= _LARGEST
+        return codec.dtype == "float16" and all(segment.scale == 1.0 for segment in self.store.segments)
+
+    def read(self, first: int, out: Tensor) -> None:
+        """Fill a (n, D) float16 tensor with the keys from this one on, as they are stored or as they are decoded."""
+        codec = self.store.codec
+        first += self.first
+        if isinstance(codec, Plain):
+            self.store.read(first, out)
+            return
+        stored = torch.empty(len(out), codec.columns, dtype=getattr(torch, codec.dtype))
+        self.store.read(first, stored)
+        for begin in range(0, len(out), _BLOCK):
+            out[begin : begin + _BLOCK] = codec.decode(stored[begin : begin + _BLOCK], 1.0)
+
+    @property
+    def resident_keys(self) -> list[Tensor] | None:
+        """The keys on the device that they were built on, if they were kept there."""
+        return self.store.resident_keys if not self.first else None
+
+    def release(self) -> None:
+        """Let the keys on the device go; they are in their files."""
+        self.store.resident_keys = None
+
+
+_WIDEST = 1 << 24  # that a hidden state may be
+
+
+def stored_offset(catalog: SegmentSink) -> Tensor | None:
+    """Give what was taken from every key before it was stored, None where nothing was."""
+    offset = catalog.get("offset")
+    if offset is None:
+        return None
+    width = reader_width(catalog)
+    try:
+        found = torch.tensor(offset, dtype=torch.float32)
+    except (TypeError, ValueError, RuntimeError):
+        found = torch.zeros(0)
+    if found.shape != (width,) or not found.isfinite().all():
+        raise DatastoreCorrupt(
+            f"{catalog.path}: the offset of the keys is not {width} finite numbers. Build the memory again."
+        )
+    return found
+
+
+def stored_map(catalog: SegmentSink, width: int) -> KeyMap | None:
+    """Give the linear map that keys of this width went through before they were stored, None where there is none."""
+    found = catalog.get("map")
+    if found is None:
+        return None
+    facts = found if isinstance(found, dict) else {}
+    sha256, about = facts.get("sha256"), facts.get("facts")
+    if not isinstance(sha256, str) or not isinstance(about, dict):
+        raise DatastoreCorrupt(f"{catalog.path} does not say which map the keys went through. Make the memory again.")
+    made = KeyMap.load(catalog.path.with_name(MAP_FILE), sha256=sha256, facts=about)
+    if len(made.centre) != width:
+        raise DatastoreCorrupt(
+            f"{catalog.path.with_name(MAP_FILE)} maps keys of width {len(made.centre)}, but those of the model have "
+            f"{width}. Make the memory again."
+        )
+    return made
+
+
+def stored_codec(catalog: SegmentSink, width: int) -> Codec:
+    """Give what keys of this width are stored as."""
+    found = catalog.get("codec")
+    if found is None:
+        # Keys that wait for a codec, which is chosen by them, do so as float16.
+        return Plain("float16" if catalog.get("keys") is not None else metadata_of(catalog, "key_dtype", str), width)
+    codec = load_codec(catalog.path.with_name(CODEC_FILE), found, width=width)
+    if codec.dtype != (said := metadata_of(catalog, "key_dtype", str)):
+        raise DatastoreCorrupt(
+            f"{catalog.path} says that keys are stored as {said[:20]!r}, but the codec beside it stores "
+            f"{codec.dtype}. Make the memory again."
+        )
+    return codec
+
+
+def reader_width(catalog: SegmentSink) -> int:
+    """Give the width of the reader's hidden states."""
+    width = metadata_of(catalog, "model", dict).get("width")
+    if not isinstance(width, int) or not 1 <= width <= _WIDEST:
+        raise DatastoreCorrupt(f"{catalog.path} does not say the width of the model. Build the memory again.")
+    return width
+
+
+def metadata_of(catalog: SegmentSink, key: str, kind: type) -> Any:
+    """Read a fact that every memory has."""
+    value = catalog.get(key)
+    if not isinstance(value, kind):
+        raise DatastoreCorrupt(f"{catalog.path} does not say the memory's {key}. Build the memory again.")
+    return value
+
 
 _RESIDENT = 1 << 26  # tokens that are kept in memory: four bytes each
+
 _MOST = 1 << 31  # and on a GPU, beside their keys, which are hundreds of times larger
 
 
@@ -68,9 +215,9 @@ class Datastore:
         self.catalog = catalog
         self.lease, self.trust_index = lease, trust_index
         self.generation, self.layout = catalog.generation, catalog.layout
-        self.model: dict[str, Any] = fact(catalog, "model", dict)
-        self.window: dict[str, int] = fact(catalog, "window", dict)
-        self.key_dtype: str = fact(catalog, "key_dtype", str)
+        self.model: dict[str, Any] = metadata_of(catalog, "model", dict)
+        self.window: dict[str, int] = metadata_of(catalog, "window", dict)
+        self.key_dtype: str = metadata_of(catalog, "key_dtype", str)
         self._segments = catalog.segments()
         self.offset = stored_offset(catalog)
         self.map = stored_map(catalog, reader_width(catalog))
@@ -82,7 +229,7 @@ class Datastore:
         self._key_starts = _starts([segment.keys for segment in self._segments])
         self._pruned = any(segment.kept is not None for segment in self._segments)
         self._counted = any(segment.counts_sha256 is not None for segment in self._segments)
-        self.row_numbers = Numbering(int(self._starts[-1]), check_removed(catalog, self._segments))
+        self.row_numbers = RowMap(int(self._starts[-1]), check_removed(catalog, self._segments))
         for segment in self._segments:
             self.arrays.check(segment)
         self.key_numbers = self._number_keys()
@@ -99,7 +246,7 @@ class Datastore:
         """
         folder = Path(path)
         lease = Lease(folder)  # first, so that what the catalog names stays where it is
-        catalog = Catalog.open(folder / FILE, hold=True, compare=check)
+        catalog = Catalog.open(folder / CATALOG_FILE, hold=True, compare=check)
         if catalog.get("state") != "complete":
             what = "copy of another memory" if catalog.get("derived") else "build"
             raise DatastoreError(
@@ -144,7 +291,7 @@ class Datastore:
         return list(self._segments)
 
     @property
-    def sums(self) -> Sums:
+    def sums(self) -> BlockChecksums:
         """What has been compared with its checksum."""
         return self.arrays.sums
 
@@ -306,7 +453,7 @@ class Datastore:
 
     def _resident(self, rows: Tensor) -> Tensor:
         """Look tokens up in one array on the device that asks: a thousand neighbours a query are many lookups."""
-        if rows.numel() and seen(rows.amax() >= self.rows):
+        if rows.numel() and check_flag(rows.amax() >= self.rows):
             raise IndexError(f"row {int(rows.max())} of {self.rows}")
         if rows.device not in self._values:
             values = np.empty(self.rows, np.int32)
@@ -362,7 +509,7 @@ class Datastore:
         if self.lease is not None:
             self.lease.close()
 
-    def _number_keys(self) -> Numbering:
+    def _number_keys(self) -> RowMap:
         """Leave out the keys of removed rows."""
         if not self._pruned:
             return self.row_numbers
@@ -374,7 +521,7 @@ class Datastore:
                     kept = np.arange(segment.rows) if segment.kept is None else self.arrays.open(segment, KEPT)
                     low, high = np.searchsorted(kept, [local, local + count]).tolist()
                     gaps.append((first + low, high - low))
-        return Numbering(int(self._key_starts[-1]), gaps)
+        return RowMap(int(self._key_starts[-1]), gaps)
 
 
 def _starts(sizes: list[int]) -> NDArray[np.int64]:
@@ -385,3 +532,28 @@ def _starts(sizes: list[int]) -> NDArray[np.int64]:
 def text_hash(text: str) -> str:
     """Hash the text of a document, to know it again."""
     return hashlib.sha256(text.encode()).hexdigest()
+
+
+def check_folder(folder: Path) -> None:
+    """Refuse a place that holds something else, before anything is put there."""
+    if folder.exists() and not folder.is_dir():
+        raise DatastoreError(f"{folder} is a file. Choose another --out.")
+    ours = {WRITER, READERS, *PARTIAL, STUDENT, f"{STUDENT}.partial"}
+    ours |= {
+        MAP_FILE,
+        Path(MAP_FILE).with_suffix(".partial").name,
+        CODEC_FILE,
+        Path(CODEC_FILE).with_suffix(".partial").name,
+    }
+    if folder.exists() and not (folder / CATALOG_FILE).exists():
+        foreign = sorted(entry.name for entry in folder.iterdir() if entry.name not in ours)
+        if foreign:
+            raise DatastoreError(
+                f"{folder} is not empty (it holds {foreign[0]}) and is not a memory. Choose another --out."
+            )
+
+
+def next_segment(folder: Path, catalog: SegmentSink) -> int:
+    """Give a number that no segment ever had, nor a folder that nobody could remove yet."""
+    there = (entry.name.partition(".")[0] for entry in (folder / "segments").glob("[0-9]*"))
+    return max(catalog.next_segment(), *(int(name) + 1 for name in there if name.isdigit()), 0)

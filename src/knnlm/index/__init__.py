@@ -1,14 +1,14 @@
-"""Nearest neighbours over stored vectors, behind one protocol."""
+"""Nearest neighbours over stored vectors."""
 
-from knnlm.index.approximate import build_approximate
 from knnlm.index.base import METRICS, Index, Neighbours, Vectors
-from knnlm.index.blockmaking import build_blocks, is_blocks, write_blocks
-from knnlm.index.blocks import BlockIndex
-from knnlm.index.check import check_index
+from knnlm.index.blocks.build import build_blocks, is_blocks, write_blocks
+from knnlm.index.blocks.index import BlockIndex
 from knnlm.index.exact import ExactIndex
+from knnlm.index.factory import build_approximate
 from knnlm.index.faiss import FaissIndex
-from knnlm.index.ladder import auto_spec
 from knnlm.index.rerank import Reranked
+from knnlm.index.spec import default_spec
+from knnlm.index.validation import check_index
 
 __all__ = [
     "METRICS",
@@ -19,10 +19,10 @@ __all__ = [
     "Neighbours",
     "Reranked",
     "Vectors",
-    "auto_spec",
     "build_approximate",
     "build_blocks",
     "check_index",
+    "default_spec",
     "is_blocks",
     "write_blocks",
 ]

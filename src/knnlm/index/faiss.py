@@ -17,12 +17,14 @@ import torch
 from torch import Tensor
 
 from knnlm.errors import IndexInvalid, ParameterError
-from knnlm.index import ladder
 from knnlm.index.base import Neighbours, Vectors, check_metric, check_search, evenly
+from knnlm.index.spec import ROUNDS, pieces, probes_for, sample_for
 from knnlm.progress import Progress, silent
 
 _BLOCK = 16384
+
 _QUERIES = 1024  # at a time: fewer keep cores waiting, and the tables of more do not stay near the processor
+
 _SAMPLE = 1 << 30  # bytes to train on at most
 
 
@@ -53,7 +55,7 @@ class FaissIndex:
             raise ParameterError(
                 f"FAISS does not understand the index {spec!r} for vectors of width {vectors.width}: "
                 f"{_reason(error)}. Use auto, exact, or a factory string such as "
-                f"IVF256,PQ{ladder.pieces(vectors.width)}."
+                f"IVF256,PQ{pieces(vectors.width)}."
             ) from None
         if not index.is_trained:
             _train(index, spec, vectors, progress)
@@ -140,9 +142,9 @@ def _train(index: Any, spec: str, vectors: Vectors, progress: Progress) -> None:
         if hasattr(part, "do_polysemous_training"):
             part.do_polysemous_training = False
     if ivf is not None:
-        ivf.cp.niter = ladder.ROUNDS
+        ivf.cp.niter = ROUNDS
         ivf.cp.min_points_per_centroid = 1  # it would only complain
-    wanted = min(vectors.rows, ladder.sample_for(0 if ivf is None else ivf.nlist), _SAMPLE // (4 * vectors.width))
+    wanted = min(vectors.rows, sample_for(0 if ivf is None else ivf.nlist), _SAMPLE // (4 * vectors.width))
     with progress("training the index", total=1, unit="steps") as advance:
         sample = np.ascontiguousarray(vectors.take(evenly(vectors.rows, wanted)).numpy())
         try:
@@ -159,7 +161,7 @@ def _set_nprobe(index: Any, nprobe: int | None) -> None:
     """Look into as many lists as find most neighbours; FAISS looks into one if not told."""
     ivf = _faiss().try_extract_index_ivf(index)
     if ivf is not None:
-        ivf.nprobe = min(nprobe or ladder.probes_for(ivf.nlist), ivf.nlist)
+        ivf.nprobe = min(nprobe or probes_for(ivf.nlist), ivf.nlist)
 
 
 def _lists(index: Any) -> Any:

@@ -14,7 +14,9 @@ from knnlm.index.base import Index, Neighbours, Vectors
 from knnlm.index.faiss import pair_distances
 
 MEASURED = 128  # of a query's shortlist
+
 _SPREAD = 8  # one in so many of them is from the rest of the list, not from its beginning
+
 _ROWS = 8192  # vectors at a time: torch reads them and FAISS measures them, and the threads of one wait for the other
 
 

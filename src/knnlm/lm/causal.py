@@ -3,13 +3,18 @@
 A key is the hidden state at one place of the model (see `key_layers`) at the position that predicts a token. Keys and
 logits come out of one forward pass through ordinary hooks; nothing of the model is replaced, and outside a call of
 this class the model behaves as if the class did not exist.
+
+Which attention passes of ever-changing shapes use. Knows nothing about what is read.
+
+cuDNN's plans for a tenth of a second at each shape that it has not seen. Windows of a training, and the growing text of
+a generation, are of another shape nearly every time.
 """
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -17,14 +22,23 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from knnlm.errors import KnnlmError, ModelError, ParameterError
-from knnlm.lm import bundled
+from knnlm.errors import ModelError, ParameterError
+from knnlm.lm import loading as bundled
 from knnlm.lm.fingerprint import config_facts, tokenizer_fingerprint, weights_fingerprint
 from knnlm.lm.key_layers import PLACES, KeyLayer, check_causal, find_key_layer
-from knnlm.lm.vouching import check_sums
+from knnlm.lm.loading import _dtype, choose_device, load
 from knnlm.lm.windows import Window, WindowShape, batches, windows
+
+_ANY_SHAPE = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+
+
+def for_any_shape(device: torch.device) -> AbstractContextManager[None]:
+    """Let passes on a GPU do without cuDNN's attention."""
+    return sdpa_kernel(_ANY_SHAPE) if device.type == "cuda" else nullcontext()
+
 
 _LONGEST_CHARACTER = 5  # tokens, at a byte each
 
@@ -274,46 +288,6 @@ def evaluating(model: PreTrainedModel) -> Iterator[None]:
             module.training = True
 
 
-def load(name: str, *, dtype: torch.dtype | None = None) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """Load a model and its tokenizer from the bundled package, a folder, a .gguf file or a hub name."""
-    advice = "Give --model a local folder with config.json, weights and tokenizer, a .gguf file, or a hub name."
-    if name.startswith((".", "/", "~")) and not Path(name).exists():
-        # Said here, because asking a hub for such a name takes its time and gives a long answer.
-        raise ModelError(f"Cannot open the model {name}: there is no such folder or file. {advice}")
-    try:
-        place = _folder(name)
-        check_sums(Path(place))
-        tokenizer = AutoTokenizer.from_pretrained(place)
-        loaded: Any = AutoModelForCausalLM.from_pretrained(place, dtype=dtype or "auto", output_loading_info=True)
-    except KnnlmError:
-        raise
-    except Exception as error:  # what can go wrong inside transformers, safetensors and gguf has no common root
-        reason = " ".join(str(error).split()) or type(error).__name__
-        raise ModelError(f"Cannot open the model {name}: {reason[:300]} {advice}") from error
-    # Otherwise transformers draws them at random, and says so only in its log.
-    model, report = loaded
-    missing = sorted(report["missing_keys"]) + sorted(str(entry) for entry in report["mismatched_keys"])
-    if missing:
-        raise ModelError(
-            f"The weights of {name} are not all there: {missing[0]} and {len(missing) - 1} more are missing or of "
-            "another shape. Fetch the model again."
-        )
-    return model, tokenizer
-
-
-def _folder(name: str) -> str | Path:
-    """Find what transformers can load; a GGUF file is unpacked the first time."""
-    if name == bundled.NAME:
-        return bundled.bundled_folder()
-    if not name.endswith(".gguf"):
-        return name
-    file = Path(name).resolve()
-    place = bundled.cache_folder() / f"{file.stem}-{file.stat().st_size}-{file.stat().st_mtime_ns}"
-    if not place.exists():
-        bundled.unpack(file, place)
-    return place
-
-
 def _start_token(tokenizer: PreTrainedTokenizerBase) -> int:
     """Choose what a document begins with: BOS, or EOS where there is no BOS."""
     for token in (tokenizer.bos_token_id, tokenizer.eos_token_id):
@@ -323,28 +297,3 @@ def _start_token(tokenizer: PreTrainedTokenizerBase) -> int:
         "The tokenizer has neither a BOS nor an EOS token, so a document has nothing to begin with. "
         "Set tokenizer.bos_token."
     )
-
-
-def choose_device(name: str) -> torch.device:
-    """Turn `auto` into the fastest device there is."""
-    if name != "auto":
-        try:
-            device = torch.device(name)
-            torch.empty(0, device=device)
-        except (RuntimeError, AssertionError, NotImplementedError) as error:
-            reason = " ".join(str(error).split())[:120]
-            raise ParameterError(f"Unknown device {name!r} ({reason}): use auto, cpu, cuda, cuda:0, mps.") from None
-        return device
-    if torch.cuda.is_available():
-        return torch.device("cuda")
-    return torch.device("mps" if torch.backends.mps.is_available() else "cpu")
-
-
-def _dtype(name: str, device: torch.device) -> torch.dtype:
-    """Turn `auto` into float32 on a CPU, where it is exact and repeatable, and bfloat16 elsewhere."""
-    if name == "auto":
-        return torch.float32 if device.type == "cpu" else torch.bfloat16
-    known = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-    if name not in known:
-        raise ParameterError(f"Unknown dtype {name!r}: use auto, {', '.join(known)}.")
-    return known[name]

@@ -16,8 +16,11 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
 _SAMPLE = 4096
+
 LANGUAGE = ("tokenizer", "vocab_size", "start_token")  # in which all the models of a mixture must agree
+
 # Fields that say how a model is run or where it came from, not what it computes.
 _INCIDENTAL = {
     "name_or_path",
@@ -28,7 +31,9 @@ _INCIDENTAL = {
     "use_cache",
     "architectures",
 }
+
 _INCIDENTAL |= {"output_attentions", "output_hidden_states", "return_dict", "quantization_config"}
+
 _PROBE = "The 3 naïve foxes\n\n\tsaid: “日本 2026!” def f(x): return x**2"
 
 

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from knnlm.errors import KeyLayerError, ModelError
-from knnlm.lm.capture import Tap, capture, hidden_states, hooked, items
+from knnlm.lm.hooks import Tap, capture, hidden_states, hooked, items
 
 PLACES: tuple[str, ...] = (
     "ffn_input",

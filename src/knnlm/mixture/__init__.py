@@ -1,18 +1,17 @@
-"""How a language model and its memories are mixed."""
+"""Mixtures of a language model and its memories."""
 
-from knnlm.mixture.fixed import Mixed, check_lambda, mix
-from knnlm.mixture.ingredients import DEFAULTS
-from knnlm.mixture.model import Mixture
-from knnlm.mixture.opening import check_model, open_reader
-from knnlm.mixture.readers import Batch
-from knnlm.mixture.weights import Fixed, Weights
+from knnlm.mixture.loader import check_model, open_reader
+from knnlm.mixture.mixture import Mixture
+from knnlm.mixture.options import DEFAULTS
+from knnlm.mixture.readers import ReadBatch
+from knnlm.mixture.weights import FixedWeights, Mixed, Weights, check_lambda, mix
 
 __all__ = [
     "DEFAULTS",
-    "Batch",
-    "Fixed",
+    "FixedWeights",
     "Mixed",
     "Mixture",
+    "ReadBatch",
     "Weights",
     "check_lambda",
     "check_model",

@@ -5,26 +5,34 @@
 Every net is held back from one fold of the documents and starts at weights w_k that were fitted to the others, its last
 layer at 0. The trust t is decided on what was held back, against a prior for the fitted weights. Where features tell
 nothing, or rows are few, little is lost against fitted weights.
+
+What a gate looks at: cheap numbers about each part of a mixture. Knows nothing about networks.
+
+The same numbers come from answers, when a text is read, and from a trace, when a gate is trained.
+
+Where a search is worth its time: nets that say before it what it will gain. Knows nothing about how to search.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from knnlm.errors import DatastoreCorrupt, ParameterError
-from knnlm.mixture.fitted import check_logs, fit, fit_folds, log_mixed, share
-from knnlm.mixture.nets import (
+from knnlm.memories.base import Context, MemoryOutput
+from knnlm.memories.decoder import LM_SIGNALS, LMOutput
+from knnlm.mixture.em import check_logs, fit, fit_folds, folds_of, log_mixed, renormalise
+from knnlm.mixture.networks import (
+    DEFAULT_CONFIG,
     FEWEST,
     ROWS,
-    USUAL,
-    Nets,
-    Recipe,
+    NetworkConfig,
+    NetworkEnsemble,
     check_features,
     fewer_folds,
     name_columns,
@@ -34,8 +42,85 @@ from knnlm.mixture.nets import (
 )
 from knnlm.progress import Progress, silent
 
+_NEVER = -15.0  # log-probabilities below are all alike
+
+_OF_MEMORY = ("for the model's choice", "the model for its choice", "same choice", "abstains")
+
+PLACE = ("position", "frequency of the last token")
+
+
+@dataclass(frozen=True)
+class MemoryFeatures:
+    """What is known about one memory's answer, without the token that came."""
+
+    signals: Tensor  # (N, F)
+    of_choice: Tensor  # (N,) log p that it gives to the model's choice
+    choice: Tensor  # (N,) its own choice; -1 = none
+    model_of_choice: Tensor  # (N,) log p that the model gives to that
+
+
+@dataclass(frozen=True)
+class Positions:
+    """Where positions are."""
+
+    positions: Tensor  # (N,) how many tokens were read before
+    tokens: Tensor  # (N,) the last token that was read
+
+
+def memory_features(answer: MemoryOutput, lm: LMOutput) -> MemoryFeatures:
+    """Look at an answer beside what the language model says."""
+    choice = answer.top()
+    said = lm.parts[0].of(choice.clamp(min=0))
+    return MemoryFeatures(
+        signals=answer.signals(),
+        of_choice=answer.parts[0].of(lm.top()),
+        choice=choice,
+        model_of_choice=said.masked_fill(choice < 0, -torch.inf),
+    )
+
+
+def place(context: Context) -> Positions:
+    """Say where the positions of a context are."""
+    positions = [torch.arange(run.start, len(run.tokens)) for run in context.runs]
+    tokens = [run.tokens[run.start :] for run in context.runs]
+    nowhere = torch.zeros(0, dtype=torch.long)
+    return Positions(
+        torch.cat([nowhere, *positions]), torch.cat([nowhere.to(tokens[0]) if tokens else nowhere, *tokens])
+    )
+
+
+def feature_names(memories: Iterable[tuple[str, Sequence[str]]]) -> list[str]:
+    """Name the columns of `features`, by the kind of each memory and the names of its signals."""
+    names = [*PLACE, *(f"model {name}" for name in LM_SIGNALS)]
+    for number, (kind, signals) in enumerate(memories):
+        names += [f"{number} {kind} {name}" for name in (*signals, *_OF_MEMORY)]
+    return names
+
+
+def features(
+    where: Positions, frequencies: Tensor, model: tuple[Tensor, Tensor], found: Sequence[MemoryFeatures]
+) -> Tensor:
+    """Put together (N, F) features; `model` is the language model's signals and choice."""
+    signals, choice = model
+    device = signals.device
+    position = where.positions.to(device).float().log1p()
+    frequency = frequencies.to(device)[where.tokens.to(device).long()].log1p()
+    columns = [torch.stack([position, frequency], 1), signals.float()]
+    for one in found:
+        beside = [
+            one.of_choice.clamp(min=_NEVER).nan_to_num(nan=_NEVER),
+            one.model_of_choice.clamp(min=_NEVER),
+            (one.choice == choice).float(),
+            (one.choice < 0).float(),
+        ]
+        columns += [one.signals.float(), torch.stack(beside, 1).float()]
+    return torch.cat(columns, 1)
+
+
 _INSIDE = 0.01  # of a net's first weights are spread evenly, for a weight of 0 could not grow
+
 _PRIOR = 20.0  # tokens speak for the fitted weights against the nets
+
 _SURE = 1.5  # standard errors, over documents, that the nets must gain by: what suits one document may suit no other
 
 
@@ -43,7 +128,7 @@ _SURE = 1.5  # standard errors, over documents, that the nets must gain by: what
 class Gate:
     """Trained nets, and the weights they start from."""
 
-    nets: Nets  # their inputs are the features, then which parts abstain
+    nets: NetworkEnsemble  # their inputs are the features, then which parts abstain
     starts: Tensor  # (K, M) the weights that each net starts from, all above 0
     fitted: Tensor  # (M,) the same weights everywhere
     trust: float  # in the nets, against the fitted weights
@@ -65,7 +150,7 @@ class Gate:
     def _some(self, features: Tensor, abstains: Tensor) -> Tensor:
         gone = abstains.to(self.starts.device, copy=True)
         gone[:, 0] = False  # the language model always has an opinion
-        weights = share(self.fitted, gone)
+        weights = renormalise(self.fitted, gone)
         if self.trust > 0:
             inputs = self.nets.standard(torch.cat([features.to(self.starts), gone.to(self.starts)], 1))
             each = _log_weights(self.nets.outputs(inputs), self.starts, gone.expand(self.nets.count, *gone.shape))
@@ -81,7 +166,7 @@ class Gate:
     def load(cls, tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> Gate:
         """Make a gate of what `state` gave, and trust none of it."""
         features, parts = stored_names(facts, "features"), stored_names(facts, "parts")
-        nets = Nets.load(tensors, len(features) + len(parts), len(parts))
+        nets = NetworkEnsemble.load(tensors, len(features) + len(parts), len(parts))
         starts = stored(tensors, "starts", (nets.count, len(parts)))
         fitted = stored(tensors, "fitted", (len(parts),))
         trust = facts.get("trust")
@@ -101,7 +186,7 @@ def train_gate(
     *,
     feature_names: Sequence[str] | None = None,
     part_names: Sequence[str] | None = None,
-    recipe: Recipe = USUAL,
+    recipe: NetworkConfig = DEFAULT_CONFIG,
     device: str | torch.device = "cpu",
     progress: Progress = silent,
 ) -> Gate:
@@ -119,8 +204,10 @@ def train_gate(
     def loss(outputs: Tensor, rows: Tensor, nets: Sequence[int]) -> Tensor:
         return -(_log_weights(outputs, starts[nets], gone[rows]) + said[rows]).logsumexp(-1)
 
-    nets, losses, epochs = train(Nets.new(inputs, logs.shape[1], recipe), inputs, fold, loss, recipe, progress)
-    plain = log_mixed(logs, share(others[fold.clamp(min=0)], gone))  # by weights that were fitted to other rows
+    nets, losses, epochs = train(
+        NetworkEnsemble.new(inputs, logs.shape[1], recipe), inputs, fold, loss, recipe, progress
+    )
+    plain = log_mixed(logs, renormalise(others[fold.clamp(min=0)], gone))  # by weights that were fitted to other rows
     both = torch.stack([plain, -losses if epochs else plain], 1)
     if epochs and not _sure(both[:, 1] - both[:, 0], groups.to(device) if len(groups.unique()) > 1 else fold):
         epochs = 0
@@ -141,4 +228,83 @@ def _sure(gain: Tensor, units: Tensor) -> bool:
 
 def _log_weights(outputs: Tensor, starts: Tensor, abstains: Tensor) -> Tensor:
     """Give (K, n, M) log-weights: the outputs move the starting weights; who abstains has none."""
-    return (share(starts[:, None], abstains).log() + outputs).log_softmax(-1)
+    return (renormalise(starts[:, None], abstains).log() + outputs).log_softmax(-1)
+
+
+_TAIL = 0.005  # of the gains at either end are drawn in, so that a few of them do not decide everything
+
+_LEVELS = 1001  # quantiles of the predicted gain that `Skip` keeps
+
+
+@dataclass(frozen=True)
+class SearchSkipper:
+    """Says from what is known before a search what it will gain, and so where to search."""
+
+    nets: NetworkEnsemble
+    unit: Tensor  # (2,) mean and deviation of the gains it was trained on, nats
+    levels: Tensor  # (L,) quantiles of the gains it predicts
+    feature_names: tuple[str, ...]
+
+    @torch.no_grad()
+    def gain(self, features: Tensor) -> Tensor:
+        """Predict for (N, F) features how many nats a search will gain, (N,)."""
+        if features.ndim != 2 or features.shape[1] != len(self.feature_names):
+            raise ParameterError(f"Skipping looks at {len(self.feature_names)} features, not {tuple(features.shape)}.")
+        rows = [self.nets.outputs(self.nets.standard(some)).mean(0)[:, 0] for some in features.split(ROWS)]
+        return (torch.cat(rows) * self.unit[1] + self.unit[0]).to(features.device)
+
+    def asked(self, features: Tensor, fraction: float) -> Tensor:
+        """Mark the (N,) rows to search for: all but this fraction of a text, of which least gain is predicted."""
+        if not 0 <= fraction <= 1:
+            raise ParameterError(f"The fraction of positions to skip must be from 0 to 1, not {fraction}.")
+        if fraction in (0, 1):
+            return torch.full((len(features),), fraction == 0, device=features.device)
+        if self.levels[0] == self.levels[-1]:  # nothing was learnt: skip anywhere, but always the same
+            return (features.double().sum(1) * 1e4).sin().mul(1e4).frac().abs() >= fraction
+        return self.gain(features) >= self.levels.quantile(fraction).to(features.device)
+
+    def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """Give all of it as named tensors and plain facts."""
+        return {**self.nets.tensors(), "unit": self.unit, "levels": self.levels}, {"features": [*self.feature_names]}
+
+    @classmethod
+    def load(cls, tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> SearchSkipper:
+        """Make of what `state` gave, and trust none of it."""
+        features = stored_names(facts, "features")
+        nets, unit = NetworkEnsemble.load(tensors, len(features), 1), stored(tensors, "unit", (2,))
+        return cls(nets, unit, stored(tensors, "levels", (_LEVELS,)), features)
+
+
+def train_skip(
+    features: Tensor,
+    gain: Tensor,
+    groups: Tensor,
+    *,
+    feature_names: Sequence[str] | None = None,
+    recipe: NetworkConfig = DEFAULT_CONFIG,
+    device: str | torch.device = "cpu",
+    progress: Progress = silent,
+) -> SearchSkipper:
+    """Learn from (N, F) features known before a search the (N,) nats that it gained, by whole documents, (N,)."""
+    names = check_features(features, len(gain), feature_names)
+    if gain.ndim != 1 or len(gain) < 2 or not gain.isfinite().all():
+        raise ParameterError("Skipping is learnt from at least two gains, all of them finite.")
+    gain = gain.to(device, torch.float32)
+    low, high = gain.sort().values[[int(len(gain) * _TAIL), -1 - int(len(gain) * _TAIL)]]
+    wanted = gain.clamp(low, high)
+    unit = torch.stack([wanted.mean(), wanted.std(correction=0).clamp(min=1e-6)])
+    wanted = (wanted - unit[0]) / unit[1]
+    recipe = fewer_folds(recipe, groups)
+    fold = folds_of(groups, recipe.folds, seed=recipe.seed, fewest=FEWEST).to(device)
+    inputs = features.to(device, torch.float32)
+
+    def loss(outputs: Tensor, rows: Tensor, _: Sequence[int]) -> Tensor:
+        return (outputs[..., 0] - wanted[rows]).square()  # the mean is what counts, not the order alone
+
+    # At least one epoch: even a poor guess of the gain puts positions into an order, and a constant does not.
+    nets, _, _ = train(NetworkEnsemble.new(inputs, 1, recipe), inputs, fold, loss, recipe, progress, eager=True)
+    skip = SearchSkipper(nets, unit, unit, names)
+    # Of all nets on all rows, as they will be used: one net's own predictions on what it has not seen are spread wider.
+    predicted = skip.gain(inputs).sort().values
+    places = torch.linspace(0, len(predicted) - 1, _LEVELS, dtype=torch.float64).round().long()
+    return replace(skip, levels=predicted[places.to(device)])

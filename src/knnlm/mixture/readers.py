@@ -14,15 +14,15 @@ import torch
 from torch import Tensor
 
 from knnlm.errors import ModelMismatch, ParameterError
-from knnlm.lm import CausalLM, KeyLayer, WindowShape, find_key_layer
-from knnlm.lm.causal import expected
+from knnlm.lm.causal import CausalLM, expected
 from knnlm.lm.fingerprint import LANGUAGE, difference
-from knnlm.lm.windows import Window, batches, windows
-from knnlm.memory import LOGITS, Context, Run, Source
+from knnlm.lm.key_layers import KeyLayer, find_key_layer
+from knnlm.lm.windows import Window, WindowShape, batches, windows
+from knnlm.memories.base import LOGITS, Context, Source, Span
 
 
 @dataclass(frozen=True)
-class Batch:
+class ReadBatch:
     """Some positions of some documents: what came, what the language model said, what memories may look at."""
 
     rows: Tensor  # (N,) numbers of the targets, counted through all documents of the call
@@ -84,7 +84,7 @@ class Readers:
         horizons: Mapping[Source, int],
         *,
         batch_tokens: int,
-    ) -> Iterator[Batch]:
+    ) -> Iterator[ReadBatch]:
         """Read documents in windows; `horizons` says how many earlier keys of each source are remembered."""
         wanted = self.wanted(horizons)
         for model, _, _ in wanted:
@@ -112,7 +112,7 @@ class Readers:
             assert logits is not None
             rows, targets = expected(batch)
             runs = past.runs(batch, seen)
-            yield Batch(rows, targets.to(logits.device), logits, Context(seen, runs))
+            yield ReadBatch(rows, targets.to(logits.device), logits, Context(seen, runs))
 
 
 class _Past:
@@ -135,7 +135,7 @@ class _Past:
         self.keys[row] = {}
         return row
 
-    def runs(self, batch: Sequence[Window], seen: Mapping[Source, Tensor]) -> list[Run]:
+    def runs(self, batch: Sequence[Window], seen: Mapping[Source, Tensor]) -> list[Span]:
         """Make the run of each window, and remember its keys for the windows that follow."""
         runs = []
         first = 0
@@ -144,7 +144,7 @@ class _Past:
             # Longer windows come first, and the last window of a document is its shortest.
             assert self.scored[document] == window.scored, "windows of a document must come in order"
             past = self.keys[document]
-            runs.append(Run(self.texts[document][: window.end], window.scored, dict(past)))
+            runs.append(Span(self.texts[document][: window.end], window.scored, dict(past)))
             last = first + window.end - window.scored
             for source, horizon in self.horizons.items():
                 new = seen[source][first:last]

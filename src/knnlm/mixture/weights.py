@@ -3,26 +3,210 @@
 A mixture of M parts has the language model's prediction first, then every part of every memory. A memory that stands
 for several ways of counting the same votes has several parts; weights that are the same everywhere use the first of
 each, unless they were fitted over all.
+
+Mix predictions with the same weights everywhere. Knows nothing about what is mixed.
+
+p(y | x) = w_0 · p_LM(y | x) + Σ_m w_m · p_m(y | x)
+
+Weights by how near the nearest neighbour is (Drozdov et al. 2022). Knows nothing about where distances come from.
+
+Positions are put into buckets of about equal size by the distance of their nearest neighbour, and each bucket has
+weights of its own. A small bucket knows little, so its weights are drawn to those of the whole text by a prior that is
+worth some tokens. Positions without any neighbour have a bucket of their own.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import accumulate, pairwise
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from knnlm.errors import ParameterError
-from knnlm.memory import Answer, Context, Memory, Poll, Spoken
-from knnlm.mixture.buckets import Buckets
-from knnlm.mixture.evidence import evidence, features, place
-from knnlm.mixture.fitted import share
-from knnlm.mixture.fixed import check_lambda, placed
-from knnlm.mixture.gate import Gate
-from knnlm.mixture.skip import Skip
+from knnlm.errors import DatastoreCorrupt, ParameterError
+from knnlm.memories.base import Context, Memory, MemoryOutput, Prediction, Votes
+from knnlm.memories.decoder import LMOutput
+from knnlm.memories.voting import VoteOutput, by_token
+from knnlm.mixture.em import check_logs, fit, renormalise
+from knnlm.mixture.gate import Gate, SearchSkipper, features, memory_features, place
+
+
+@dataclass(frozen=True)
+class Mixed:
+    """A weighted sum of predictions. It is a prediction itself. The first part is the language model's."""
+
+    parts: Sequence[Prediction]
+    weights: Tensor  # (N, M), rows sum to 1
+    silent: Tensor | None = None  # (N, M) who abstains, where that was asked already
+
+    def of(self, targets: Tensor) -> Tensor:
+        """Give the (N,) log-probabilities of one token a row, summed in the log domain."""
+        return self.weigh(self.each_of(targets))
+
+    def each_of(self, targets: Tensor) -> Tensor:
+        """Give the (N, M) log-probabilities of one token a row by each part."""
+        return torch.stack([part.of(targets) for part in self.parts], 1)
+
+    def weigh(self, logs: Tensor) -> Tensor:
+        """Mix what `each_of` gave, for those who want both and would not ask every part twice."""
+        return (logs + self.weights.log()).logsumexp(1)
+
+    def log_dense(self) -> Tensor:
+        """Give the (N, V) log-probabilities, summed in the log domain, where nothing underflows."""
+        logs = self.weights.log()
+        total = self.parts[0].log_dense()
+        # In place where nobody wants gradients: a vocabulary is large, and one copy of it is enough.
+        total = total + logs[:, :1] if total.requires_grad else total.add_(logs[:, :1])
+        polled = []
+        for number, part in enumerate(self.parts[1:], 1):
+            if isinstance(part, Votes):
+                polled.append((part, self.weights[:, number].to(total)))
+            else:
+                total = torch.logaddexp(total, part.log_dense() + logs[:, number : number + 1])
+        if not polled:
+            return total
+        few = total.device.type == "cpu" and not total.requires_grad  # elsewhere, steps count more than copies
+        return _add_few(total, polled) if few else _add_many(total, polled)
+
+    def abstains(self) -> Tensor:
+        """Mark the (N,) rows where no part has an opinion."""
+        return self.each_abstains().all(1)
+
+    def each_abstains(self) -> Tensor:
+        """Mark the (N, M) parts that have no opinion."""
+        return abstain_mask(self.parts) if self.silent is None else self.silent
+
+
+def abstain_mask(parts: Sequence[Prediction]) -> Tensor:
+    """Ask every part, (N, M)."""
+    return torch.stack([part.abstains() for part in parts], 1)
+
+
+def _add_many(total: Tensor, polled: Sequence[tuple[Votes, Tensor]]) -> Tensor:
+    """Add votes to (N, V) log-probabilities over the whole vocabulary, which takes few steps."""
+    votes = torch.zeros_like(total)  # votes are few tokens each, so all of them share one (N, V) tensor
+    for part, weights in polled:
+        part.add_to(votes, weights)
+    return torch.logaddexp(total, votes.log_())
+
+
+def _add_few(total: Tensor, polled: Sequence[tuple[Votes, Tensor]]) -> Tensor:
+    """Add votes to (N, V) log-probabilities in place, where there are any: nothing else of that size is made."""
+    values = torch.cat([part.values for part, _ in polled], 1)  # (N, k)
+    if not values.shape[1]:
+        return total
+    shares = torch.cat([part.log_weights.exp() * weights[:, None] for part, weights in polled], 1)
+    tokens, order, group = by_token(values)
+    sums = torch.zeros_like(shares).scatter_add_(1, group, shares.gather(1, order))
+    # Who is not there says once more what the last one says: what is written twice must be the same.
+    nobody = tokens < 0
+    tokens = tokens.where(~nobody, tokens[:, -1:]).clamp(min=0)
+    sums = sums.gather(1, group.where(~nobody, group[:, -1:]))
+    return total.scatter_(1, tokens, torch.logaddexp(total.gather(1, tokens), sums.log_()))
+
+
+def check_lambda(weight: float) -> None:
+    """Refuse a λ that is not a probability."""
+    if not (math.isfinite(weight) and 0 <= weight <= 1):
+        raise ParameterError(f"lambda must be from 0 to 1, not {weight}.")
+
+
+def mix(parts: Sequence[Prediction], weights: Sequence[float]) -> Mixed:
+    """Mix parts by fixed weights; the weight of a part that abstains goes to the first part, the language model."""
+    abstains = abstain_mask(parts)  # (N, M)
+    return Mixed(parts, renormalise(on_device(tuple(weights), abstains.device), abstains), abstains)
+
+
+@lru_cache(maxsize=64)
+def on_device(values: tuple[float, ...], device: torch.device) -> Tensor:
+    """Bring weights to a device once: the copy is something that the host would wait for at every token."""
+    return torch.tensor(values, device=device)
+
+
+_SUM = 1e-3  # how far from 1 the weights of a stored bucket may sum
+
+
+@dataclass(frozen=True)
+class Buckets:
+    """Bounds on the nearest distance, and the weights between them."""
+
+    edges: Tensor  # (B - 1,) float64, ascending; a distance that is an edge belongs to the farther bucket
+    table: Tensor  # (B + 1, M) float64, rows sum to 1; the last row is for positions without a neighbour
+
+    @classmethod
+    def fit(cls, logs: Tensor, nearest: Tensor, *, count: int = 16, prior: float = 20.0) -> Buckets:
+        """Fit the weights of `count` buckets to (N, M) log-probabilities and (N,) distances; inf or NaN is none."""
+        check_logs(logs)
+        if count < 1 or not (prior >= 0 and math.isfinite(prior)):
+            raise ParameterError(f"There must be at least 1 bucket and a prior of 0 or more, not {count} and {prior}.")
+        if nearest.shape != logs.shape[:1]:
+            raise ParameterError(f"Each of the {len(logs)} rows needs one distance, not {tuple(nearest.shape)}.")
+        edges = _edges(nearest, count)
+        whole = fit(logs).weights
+        own = _bucket(nearest, edges).to(logs.device)
+        table = whole.repeat(len(edges) + 2, 1)
+        for number in own.unique().tolist():
+            table[number] = fit(logs[own == number], start=whole, prior=prior * whole).weights
+        return cls(edges, table)
+
+    def weights(self, nearest: Tensor, abstains: Tensor) -> Tensor:
+        """Give (N, M) weights for (N,) distances; those of parts that abstain, (N, M), go to the first part."""
+        if abstains.shape != (len(nearest), self.table.shape[1]):
+            raise ParameterError(
+                f"These buckets weigh {self.table.shape[1]} parts of {len(nearest)} rows, not {tuple(abstains.shape)}."
+            )
+        rows = self.table.float().to(nearest.device)[_bucket(nearest, self.edges)]
+        return renormalise(rows, abstains)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Give plain numbers, for JSON."""
+        return {"edges": self.edges.tolist(), "weights": self.table.tolist()}
+
+    @classmethod
+    def from_dict(cls, stored: Any) -> Buckets:
+        """Make buckets of what `as_dict` gave, and trust none of it."""
+        try:
+            edges = torch.tensor([float(edge) for edge in stored["edges"]], dtype=torch.float64)
+            rows = [[float(weight) for weight in row] for row in stored["weights"]]
+            table = torch.tensor(rows, dtype=torch.float64)
+        except (KeyError, TypeError, ValueError, OverflowError) as error:
+            raise DatastoreCorrupt(f"The stored buckets of weights cannot be read ({error}). Tune again.") from None
+        wrong = _wrong(edges, table)
+        if wrong:
+            raise DatastoreCorrupt(f"The stored buckets of weights are wrong: {wrong}. Tune again.")
+        return cls(edges, table / table.sum(1, keepdim=True))
+
+
+def _edges(nearest: Tensor, count: int) -> Tensor:
+    """Cut the distances there are into parts of equal size; equal distances are never cut apart."""
+    there = nearest[nearest.isfinite()].double().cpu().sort().values
+    if len(there) == 0:
+        return there
+    cuts = torch.arange(1, count) * len(there) // count
+    edges: Tensor = there[cuts].unique()
+    return edges[edges > there[0]]  # nothing would be nearer than such an edge
+
+
+def _bucket(nearest: Tensor, edges: Tensor) -> Tensor:
+    """Give the (N,) numbers of the buckets; the last is for no neighbour."""
+    found = torch.bucketize(nearest.double(), edges.to(nearest.device), right=True)
+    return found.masked_fill(~nearest.isfinite(), len(edges) + 1)
+
+
+def _wrong(edges: Tensor, table: Tensor) -> str | None:
+    """Say what is wrong with stored buckets."""
+    if table.ndim != 2 or table.shape[0] != len(edges) + 2 or table.shape[1] == 0:
+        return f"{len(edges)} edges need {len(edges) + 2} rows of weights, found {tuple(table.shape)}"
+    if not edges.isfinite().all() or bool((edges.diff() <= 0).any()):
+        return "the edges do not ascend"
+    if not table.isfinite().all() or bool((table < 0).any()) or bool(((table.sum(1) - 1).abs() > _SUM).any()):
+        return "the weights of a bucket are not at least 0 with the sum 1"
+    return None
+
 
 KINDS = ("fixed", "fitted", "buckets", "gated")
 
@@ -34,15 +218,15 @@ class Weights(Protocol):
     def kind(self) -> str:
         """Say which kind of weights these are."""
 
-    def weigh(self, context: Context, lm: Spoken, answers: Sequence[Answer], abstains: Tensor) -> Tensor:
+    def weigh(self, context: Context, lm: LMOutput, answers: Sequence[MemoryOutput], abstains: Tensor) -> Tensor:
         """Give (N, M) weights, rows sum to 1 and are 0 where a part abstains."""
 
-    def asked(self, context: Context, lm: Spoken, answers: Sequence[Answer | None]) -> Tensor | None:
+    def asked(self, context: Context, lm: LMOutput, answers: Sequence[MemoryOutput | None]) -> Tensor | None:
         """Mark the (N,) positions where memories that are not there yet are worth asking; None: all."""
 
 
 @dataclass(frozen=True)
-class Fixed:
+class FixedWeights:
     """The same weights everywhere; who abstains leaves its weight to the language model."""
 
     values: tuple[float, ...]
@@ -52,59 +236,59 @@ class Fixed:
         if not (min(self.values) >= -1e-6 and abs(sum(self.values) - 1) <= 1e-4):
             raise ParameterError(f"weights must be at least 0 and sum to 1, not {self.values}.")
 
-    def weigh(self, context: Context, lm: Spoken, answers: Sequence[Answer], abstains: Tensor) -> Tensor:  # noqa: ARG002
+    def weigh(self, context: Context, lm: LMOutput, answers: Sequence[MemoryOutput], abstains: Tensor) -> Tensor:  # noqa: ARG002
         """Give the same weights to every row."""
-        return share(placed(self.values, abstains.device), abstains)
+        return renormalise(on_device(self.values, abstains.device), abstains)
 
-    def asked(self, context: Context, lm: Spoken, answers: Sequence[Answer | None]) -> Tensor | None:  # noqa: ARG002
+    def asked(self, context: Context, lm: LMOutput, answers: Sequence[MemoryOutput | None]) -> Tensor | None:  # noqa: ARG002
         """Ask everywhere."""
         return None
 
 
 @dataclass(frozen=True)
-class Bucketed:
+class BucketWeights:
     """Weights by the distance of the nearest neighbour of one memory."""
 
     buckets: Buckets
     memory: int  # which memory's neighbours
     kind: str = "buckets"
 
-    def weigh(self, context: Context, lm: Spoken, answers: Sequence[Answer], abstains: Tensor) -> Tensor:  # noqa: ARG002
+    def weigh(self, context: Context, lm: LMOutput, answers: Sequence[MemoryOutput], abstains: Tensor) -> Tensor:  # noqa: ARG002
         """Look each row's weights up."""
         answer = answers[self.memory]
-        assert isinstance(answer, Poll)
+        assert isinstance(answer, VoteOutput)
         return self.buckets.weights(nearest(answer.found.distances), abstains)
 
-    def asked(self, context: Context, lm: Spoken, answers: Sequence[Answer | None]) -> Tensor | None:  # noqa: ARG002
+    def asked(self, context: Context, lm: LMOutput, answers: Sequence[MemoryOutput | None]) -> Tensor | None:  # noqa: ARG002
         """Ask everywhere: the distance is known only then."""
         return None
 
 
 @dataclass(frozen=True)
-class Gated:
+class GatedWeights:
     """Weights by a small network that looks at cheap signals of every part; it may say where not to search."""
 
     gate: Gate
     frequencies: Tensor  # (V,) how often the store has each token
-    skip: Skip | None = None
+    skip: SearchSkipper | None = None
     fraction: float = 0.0  # of the positions are not searched for
     cheap: Gate | None = None  # weighs the parts that are there where there was no search
     kind: str = "gated"
 
-    def weigh(self, context: Context, lm: Spoken, answers: Sequence[Answer], abstains: Tensor) -> Tensor:
+    def weigh(self, context: Context, lm: LMOutput, answers: Sequence[MemoryOutput], abstains: Tensor) -> Tensor:
         """Let the network weigh."""
-        found = [evidence(answer, lm) for answer in answers]
+        found = [memory_features(answer, lm) for answer in answers]
         seen = features(place(context), self.frequencies, (lm.signals(), lm.top()), found)
         weights = self.gate.weights(seen, abstains)
         if context.asked is None or self.cheap is None:
             return weights
         return torch.where(context.asked[:, None], weights, self.cheap.weights(seen, abstains))
 
-    def asked(self, context: Context, lm: Spoken, answers: Sequence[Answer | None]) -> Tensor | None:
+    def asked(self, context: Context, lm: LMOutput, answers: Sequence[MemoryOutput | None]) -> Tensor | None:
         """Say where a search is worth its time, by what is known before it."""
         if self.skip is None or self.fraction <= 0:
             return None
-        found = [evidence(answer, lm) for answer in answers if answer is not None]
+        found = [memory_features(answer, lm) for answer in answers if answer is not None]
         seen = features(place(context), self.frequencies, (lm.signals(), lm.top()), found)
         return self.skip.asked(seen, self.fraction)
 
@@ -115,15 +299,15 @@ def spans_of(counts: Iterable[int]) -> list[slice]:
     return [slice(begin, end) for begin, end in pairwise(ends)]
 
 
-def first_parts(memories: Sequence[Memory], model: float, weights: Sequence[float]) -> Fixed:
+def first_parts(memories: Sequence[Memory], model: float, weights: Sequence[float]) -> FixedWeights:
     """Give the language model its weight, and the first part of each memory all of its memory's."""
     values = [model]
     for memory, weight in zip(memories, weights, strict=True):
         values += [weight, *(0.0 for _ in memory.part_names[1:])]
-    return Fixed(tuple(values))
+    return FixedWeights(tuple(values))
 
 
-def share_equally(memories: Sequence[Memory], weight: float) -> Fixed:
+def equal_weights(memories: Sequence[Memory], weight: float) -> FixedWeights:
     """Share λ equally among memories."""
     check_lambda(weight)
     return first_parts(memories, 1.0 - weight, [weight / len(memories)] * len(memories))

@@ -1,5 +1,1 @@
-"""The papers' studies on a user's own memory and text, as one page."""
-
-from knnlm.report.running import STUDIES, Report, report
-
-__all__ = ["STUDIES", "Report", "report"]
+"""The papers' studies on a store and a text, as one HTML page."""

@@ -19,15 +19,21 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
+
 _DOTS = 160  # an inch: sharp on a phone
+
 _WIDTH, _HEIGHT = 6.4, 3.5  # inches
+
 _BAR = 0.36  # inches of height for each bar
+
 _LETTERS = 30  # of a bar's name in a line
+
 _TICKS = 7  # at most, along a logarithmic axis
 
 
 # A dark page inverts the lightness of all of these and keeps their hue.
 _PAPER, _INK, _SOFT, _GRID = "#ffffff", "#1c2430", "#667085", "#e4e7ec"
+
 _COLOURS = ("#1f6feb", "#d9480f", "#2b8a3e", "#9c36b5", "#b08500", "#0b7285")
 
 

@@ -13,6 +13,7 @@ from typing import Any
 from knnlm.errors import KnnlmError
 
 Cell = str | int | float | None
+
 FIGURES = {"τ": ".3g", "λ": ".2f", "tuning": ".3f", "held-out": ".3f"}  # columns of what was chosen, and what it gives
 
 
@@ -77,7 +78,7 @@ def _spaced(levels: dict[str, float]) -> dict[str, float]:
 
 
 @dataclass(frozen=True)
-class Neighbour:
+class ExampleNeighbour:
     """One stored context that voted."""
 
     weight: float
@@ -101,7 +102,7 @@ class Example:
     p_knn: float
     p: float
     gain: float  # nats
-    neighbours: list[Neighbour]
+    neighbours: list[ExampleNeighbour]
 
 
 @dataclass(frozen=True)
@@ -134,7 +135,7 @@ class Study:
         made["plots"] = [Plot(**{**plot, "lines": [Line(**line) for line in plot["lines"]]}) for plot in facts["plots"]]
         made["examples"] = {
             kind: [
-                Example(**{**example, "neighbours": [Neighbour(**one) for one in example["neighbours"]]})
+                Example(**{**example, "neighbours": [ExampleNeighbour(**one) for one in example["neighbours"]]})
                 for example in examples
             ]
             for kind, examples in facts["examples"].items()

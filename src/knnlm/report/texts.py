@@ -9,14 +9,14 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from knnlm.corpus import Document
-from knnlm.datastore.segment import writing
 from knnlm.errors import CorpusError
+from knnlm.io import translate_os_errors
 
 _CHARACTERS = 16  # of a token at most, on average: how much text is kept where only some tokens are wanted
 
 
 @dataclass(frozen=True)
-class Texts:
+class Splits:
     """Documents to choose on and documents to report on."""
 
     valid: list[Document]
@@ -30,11 +30,11 @@ class Texts:
         return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]
 
 
-def gather(documents: Iterable[Document], valid: Iterable[Document] | None, *, limit: int | None) -> Texts:
+def gather(documents: Iterable[Document], valid: Iterable[Document] | None, *, limit: int | None) -> Splits:
     """Take both texts as they are given, or split the one there is in two halves."""
     room = None if limit is None else limit * _CHARACTERS
     if valid is not None:
-        given = Texts(_take(valid, room), _take(documents, room), "the text given with --valid")
+        given = Splits(_take(valid, room), _take(documents, room), "the text given with --valid")
         if count_shared(given.valid, given.test) == len(given.test):
             raise CorpusError(
                 "Every document to report on is also in --valid, so settings would be chosen on what they are "
@@ -45,9 +45,9 @@ def gather(documents: Iterable[Document], valid: Iterable[Document] | None, *, l
     if len(set(map(_hash, whole))) == 1:
         which = "the only document" if len(whole) == 1 else "each document, for all are the same"
         first, second = (list(half) for half in zip(*map(_cut, whole), strict=True))
-        return Texts(first, second, f"the first half of {which}; the second is reported on", whole)
+        return Splits(first, second, f"the first half of {which}; the second is reported on", whole)
     halves = _deal(whole)
-    return Texts(*halves, "half of the documents, dealt by a hash of their text; the other half is reported on")
+    return Splits(*halves, "half of the documents, dealt by a hash of their text; the other half is reported on")
 
 
 def count_shared(valid: Iterable[Document], test: Iterable[Document]) -> int:
@@ -64,7 +64,7 @@ def write_texts(folder: Path, name: str, documents: Iterable[Document]) -> Path:
     """Write documents where `knnlm eval` and `knnlm tune` can read them."""
     file = folder / f"{name}.jsonl"
     lines = (json.dumps({"id": one.id, "source": one.source, "text": one.text}) for one in documents)
-    with writing(file):
+    with translate_os_errors(file):
         file.write_text("\n".join(lines) + "\n", encoding="utf-8")
     return file
 

@@ -1,0 +1,222 @@
+"""What a memory costs on this machine, next to the model alone. Knows nothing about screens.
+
+Both sides of every ratio run in this process, one after the other. A memory of some thousand tokens is built, read with
+and generated with. Searches are timed over more keys than the model could read meanwhile: stored ones, each moved by a
+part of the difference between two others, so that they keep the spectrum of real keys.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from knnlm.corpus import Document
+from knnlm.datastore.store import Datastore
+from knnlm.demo import split_topics
+from knnlm.evaluation.evaluate import evaluate
+from knnlm.generation.causal import KnnForCausalLM
+from knnlm.index.base import Index
+from knnlm.index.exact import ExactIndex
+from knnlm.index.factory import build_approximate
+from knnlm.index.spec import default_spec
+from knnlm.ingest.build import build
+from knnlm.lm.causal import CausalLM
+from knnlm.memories.knn import KnnMemory
+from knnlm.mixture.mixture import Mixture
+from knnlm.progress import Progress, silent
+
+_PIECE = 2000  # characters of a document
+
+_APART = 0.5  # how far a made-up key is from the stored one it is made of, in differences of two others
+
+
+@dataclass(frozen=True)
+class Size:
+    """How much is measured."""
+
+    characters: int  # of text that is stored, and a quarter of it that is read
+    keys: int  # that are searched
+    queries: int
+    generated: int  # tokens
+    repeats: int
+
+
+QUICK = Size(characters=5_000, keys=30_000, queries=256, generated=8, repeats=2)
+
+FULL = Size(characters=60_000, keys=300_000, queries=1024, generated=48, repeats=5)
+
+
+def bench(lm: CausalLM, folder: Path, *, size: Size = QUICK, progress: Progress = silent) -> dict[str, Any]:
+    """Measure a model with and without a memory, which is made in this folder."""
+    parts = split_topics(size.characters, max(2000, size.characters // 4))
+    found: dict[str, Any] = {"machine": machine()}
+    with progress("measuring", total=4, unit="parts") as advance:
+        found["build"], store = _building(lm, _pieces(parts.store), folder)
+        advance(1)
+        mixture = Mixture(lm, KnnMemory(store, ExactIndex(store.keys), k=1024, temperature=2.0), weight=0.25)
+        steps: list[tuple[str, Callable[[], dict[str, Any]]]] = [
+            ("evaluation", lambda: _evaluating(mixture, _pieces(parts.test), size)),
+            ("generation", lambda: _generating(mixture, size)),
+            ("search", lambda: _searching(store, size)),
+        ]
+        for name, work in steps:
+            found[name] = work()
+            advance(1)
+    store.close()
+    return found
+
+
+def machine() -> dict[str, Any]:
+    """Say what this is measured on."""
+    return {
+        "processor": platform.processor() or platform.machine(),
+        "cores": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+    }
+
+
+def _building(lm: CausalLM, documents: list[Document], folder: Path) -> tuple[dict[str, Any], Datastore]:
+    """Build, and make the same forward passes without keeping anything."""
+    tokens = [lm.encode(document.text) for document in documents]
+
+    def forward(*, logits: bool) -> float:
+        begin = time.perf_counter()
+        for _ in lm.read(tokens, lm.window(), logits=logits):
+            pass
+        return time.perf_counter() - begin
+
+    forward(logits=False)  # the first pass of a process is slower
+    without, whole = forward(logits=False), forward(logits=True)
+    begin = time.perf_counter()
+    store = build(documents, folder, lm=lm)
+    built = time.perf_counter() - begin
+    figures = {
+        "tokens": store.rows,
+        "tokens_per_second": store.rows / built,
+        "forward_tokens_per_second": store.rows / whole,
+        "without_head_tokens_per_second": store.rows / without,
+        "ratio_to_forward_without_head": without / built,
+        "bytes_per_token": store.bytes / max(1, store.rows),
+    }
+    return figures, store
+
+
+def _evaluating(mixture: Mixture, documents: list[Document], size: Size) -> dict[str, Any]:
+    """Read a text with and without the memory."""
+    tokens = [mixture.lm.encode(document.text) for document in documents]
+    count = sum(map(len, tokens))
+
+    def plain() -> None:
+        for reading in mixture.lm.read(tokens, mixture.lm.window(), batch_tokens=1024):
+            assert reading.logits is not None
+            reading.logits.float().logsumexp(1)
+
+    with_memory = times_of(lambda: evaluate(mixture, documents), size.repeats)
+    without = times_of(plain, size.repeats)
+    return {
+        "tokens": count,
+        "ms_per_token": statistics.median(with_memory) / count * 1e3,
+        "model_ms_per_token": statistics.median(without) / count * 1e3,
+        "ratio_to_model": statistics.median(with_memory) / statistics.median(without),
+        "spread": spread(with_memory),
+    }
+
+
+def _generating(mixture: Mixture, size: Size) -> dict[str, Any]:
+    """Write some tokens with and without the memory, one text at a time."""
+    ids = torch.tensor([mixture.lm.prompt("The expression is evaluated once, when")], device=mixture.lm.device)
+    settings = {"max_new_tokens": size.generated, "min_new_tokens": size.generated, "do_sample": False}
+    mixed = KnnForCausalLM(mixture)
+
+    def generate(model: Any) -> None:
+        model.generate(ids, attention_mask=torch.ones_like(ids), pad_token_id=0, **settings)
+
+    with_memory = times_of(lambda: generate(mixed), size.repeats)
+    without = times_of(lambda: generate(mixture.lm.model), size.repeats)
+    return {
+        "tokens": size.generated,
+        "ms_per_token": statistics.median(with_memory) / size.generated * 1e3,
+        "model_ms_per_token": statistics.median(without) / size.generated * 1e3,
+        "ratio_to_model": statistics.median(with_memory) / statistics.median(without),
+        "spread": spread(with_memory),
+    }
+
+
+def _searching(store: Datastore, size: Size) -> dict[str, Any]:
+    """Search made-up keys exactly, and with the index that `auto` would make."""
+    keys = SyntheticVectors(store, size.keys, seed=0)
+    queries = SyntheticVectors(store, size.queries, seed=1).take(torch.arange(size.queries))
+    exact = ExactIndex(keys)
+    figures: dict[str, Any] = {"keys": keys.rows, "made_up": True, "k": 1024, "index": default_spec(keys.rows)}
+    slow = times_of(lambda: exact.search(queries, 1024), size.repeats)
+    figures["exact_ms_per_query"] = statistics.median(slow) / size.queries * 1e3
+    begin = time.perf_counter()
+    # So few keys that an index would not pay are compared one by one on both sides.
+    spec = figures["index"]
+    index: Index = exact if spec == "exact" else build_approximate(keys, spec)
+    figures["index_seconds"] = time.perf_counter() - begin
+    fast = times_of(lambda: index.search(queries, 1024), size.repeats)
+    figures["ms_per_query"] = statistics.median(fast) / size.queries * 1e3
+    figures["ratio_exact_to_index"] = statistics.median(slow) / statistics.median(fast)
+    figures["spread"] = spread(fast)
+    right, found = exact.search(queries, 1024).ids, index.search(queries, 1024).ids
+    hits = [torch.isin(one, other).float().mean().item() for one, other in zip(right, found, strict=True)]
+    figures["recall"] = statistics.fmean(hits)
+    return figures
+
+
+class SyntheticVectors:
+    """As many keys as wanted, made of those of a store; they are in memory."""
+
+    def __init__(self, store: Datastore, rows: int, *, seed: int) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        real = store.take(torch.arange(min(store.key_count, 8192)))
+        one, other, third = torch.randint(len(real), (3, rows), generator=generator)
+        self.keys = (real[one] + _APART * (real[other] - real[third])).half()
+        self.rows = rows
+        self.width = real.shape[1]
+
+    def chunks(self, size: int) -> Iterator[tuple[int, Tensor]]:
+        """Give (number of the first key, (n, D) float32) from first to last."""
+        for first in range(0, self.rows, size):
+            yield first, self.keys[first : min(first + size, self.rows)].float()
+
+    def take(self, ids: Tensor) -> Tensor:
+        """Give these keys, (…) → (…, D) float32; an id below 0 gives zeros."""
+        return self.keys[ids.clamp(min=0)].float() * (ids >= 0)[..., None]
+
+
+def _pieces(documents: list[Document]) -> list[Document]:
+    """Cut long documents, so that windows are alike."""
+    return [
+        Document(f"{document.id}:{at}", document.source, document.text[at : at + _PIECE])
+        for document in documents
+        for at in range(0, len(document.text), _PIECE)
+    ]
+
+
+def times_of(work: Callable[[], object], repeats: int) -> list[float]:
+    """Give the seconds of each repeat, after one that does not count."""
+    work()
+    taken = []
+    for _ in range(repeats):
+        begin = time.perf_counter()
+        work()
+        taken.append(time.perf_counter() - begin)
+    return taken
+
+
+def spread(taken: list[float]) -> float:
+    """Say how far the slowest and the fastest are apart, relative to the median."""
+    return (max(taken) - min(taken)) / statistics.median(taken)

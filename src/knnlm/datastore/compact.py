@@ -1,0 +1,223 @@
+"""Write a memory anew without what was removed, while others go on reading. Knows nothing about models.
+
+Segments that lost rows, and runs of small ones, are copied into new segments beside the old; the index is made again.
+One transaction then puts the new in the place of the old. Whoever opened the memory before goes on with the old files,
+which are removed when nobody reads them any more. A compaction that was killed has changed nothing, or everything.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import closing
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from knnlm.datastore.catalog import CATALOG_FILE, LAYOUT, Catalog, check_complete, drop_fields
+from knnlm.datastore.garbage import purge
+from knnlm.datastore.indexes import choose_spec, make_index, stored_indexes
+from knnlm.datastore.locks import writer_lock
+from knnlm.datastore.schema import COUNTS, KEPT, KEYS, VALUES, IndexRow, SegmentRow
+from knnlm.datastore.segments import NewSegment, array_shapes
+from knnlm.datastore.store import Datastore, next_segment
+from knnlm.errors import IndexInvalid, ParameterError
+from knnlm.progress import Advance, Progress, silent
+
+_ROWS = 16_384  # of a segment, where the memory does not say
+
+
+@dataclass(frozen=True)
+class Compacted:
+    """What a compaction did."""
+
+    tokens_dropped: int  # of removed documents
+    segments_before: int
+    segments_after: int
+    index: str  # the factory string, or exact
+    purged: bool  # False where somebody still reads the old files, so that their bytes are still there
+    generation: int
+
+
+def compact(
+    path: str | Path, *, segment_rows: int | None = None, wait: float = 0.0, progress: Progress = silent
+) -> Compacted:
+    """Purge what was removed, merge small segments into ones of `segment_rows`, and make the index again.
+
+    Waits so many seconds for another writer, and at the end for those who read the old files.
+    """
+    folder = Path(path)
+    if segment_rows is not None and segment_rows < 1:
+        raise ParameterError(f"segment rows must be at least 1, not {segment_rows}.")
+    with writer_lock(folder, wait=wait), closing(Catalog.open(folder / CATALOG_FILE, write=True)) as catalog:
+        check_complete(catalog)
+        purge(folder, catalog, keep_pending=False)
+        with closing(Datastore.open(folder)) as store:
+            rows = segment_rows or catalog.get("segment_rows") or _ROWS
+            work = _Compaction(store, catalog, _plan(store, rows), progress)
+            work.run()
+            dropped, before = store.row_numbers.total - store.rows, len(store.segments)
+        catalog.tidy()
+        purged = purge(folder, catalog, wait=wait)
+        index = next((row.spec for row in catalog.indexes()), "exact")
+        return Compacted(dropped, before, len(catalog.segments()), index, purged, catalog.generation)
+
+
+@dataclass(frozen=True)
+class _Group:
+    """Segments that become one, or one that stays as it is."""
+
+    segments: tuple[SegmentRow, ...]
+    rewrite: bool
+
+
+def _plan(store: Datastore, rows: int) -> list[_Group]:
+    """Leave large segments that lost nothing as they are; put the others together while they are alike."""
+    groups: list[_Group] = []
+    waiting: list[SegmentRow] = []
+
+    def close() -> None:
+        if waiting:
+            groups.append(_Group(tuple(waiting), len(waiting) > 1 or live(store, waiting[0]) < waiting[0].rows))
+            waiting.clear()
+
+    for segment in store.segments:
+        if segment.rows >= max(1, rows // 2) and live(store, segment) == segment.rows:
+            close()
+            groups.append(_Group((segment,), False))
+            continue
+        if waiting and (_kind(segment) != _kind(waiting[0]) or sum(live(store, one) for one in waiting) >= rows):
+            close()
+        waiting.append(segment)
+    close()
+    return groups
+
+
+def live(store: Datastore, segment: SegmentRow) -> int:
+    """Count the rows of a segment that are there."""
+    numbers = store.row_numbers
+    return numbers.before(segment.first_row + segment.rows) - numbers.before(segment.first_row)
+
+
+def _kind(segment: SegmentRow) -> tuple[Any, ...]:
+    """What segments must have in common to become one without a change of what they hold."""
+    return segment.scale, segment.kept is None, segment.counts_sha256 is None
+
+
+class _Compaction:
+    """Copies what is to be copied and then changes the catalog."""
+
+    def __init__(self, store: Datastore, catalog: Catalog, groups: Sequence[_Group], progress: Progress) -> None:
+        self._store, self._catalog, self._groups, self._progress = store, catalog, groups, progress
+        self._next = next_segment(store.path, catalog)
+        self._names: dict[int, int] = {}  # the number of the segment that each old one went into
+
+    def run(self) -> None:
+        """Do all of it; nothing where there is nothing to do."""
+        indexed = stored_indexes(self._store)
+        covers = all(covered.whole and covered.total == self._store.key_numbers.total for _, covered in indexed)
+        if not any(group.rewrite for group in self._groups) and covers:
+            return
+        total = sum(self._live(group) for group in self._groups if group.rewrite)
+        segments: list[SegmentRow] = []
+        waiting: list[int] = []
+        with self._progress("copying segments", total=total, unit="tokens") as advance:
+            for group in self._groups:
+                first = segments[-1].first_row + segments[-1].rows if segments else 0
+                made = self._copy(group, first, advance) if group.rewrite else group.segments[0]
+                if made is not None:
+                    segments.append(replace(made, first_row=first))
+                # Documents of no rows outlive their segment: they go with the one before, or with the first.
+                waiting += [segment.id for segment in group.segments]
+                if segments:
+                    self._names |= dict.fromkeys(waiting, segments[-1].id)
+                    waiting.clear()
+        # Keys are counted here as they will be in the new segments.
+        index = self._index(indexed[0][0]) if indexed else None
+        self._commit(segments, index)
+
+    def _live(self, group: _Group) -> int:
+        return sum(live(self._store, segment) for segment in group.segments)
+
+    def _index(self, old: IndexRow) -> IndexRow | None:
+        """Make the index that was there again; another kind where so few keys are left that it cannot be."""
+        store = self._store
+        if not store.key_count:
+            return None
+        try:
+            return make_index(store, self._catalog, old.spec, old.metric, self._progress)
+        except (ParameterError, IndexInvalid):
+            spec = choose_spec(store)
+            if spec == "exact":
+                return None
+            return make_index(store, self._catalog, spec, old.metric, self._progress)
+
+    def _copy(self, group: _Group, first: int, advance: Advance) -> SegmentRow | None:
+        """Write what is there of some segments as a new one; None where nothing is."""
+        rows = self._live(group)
+        if not rows:
+            return None
+        number, self._next = self._next, self._next + 1
+        made = NewSegment(self._store.path, number)
+        names = self._store.files(group.segments[0])
+        for name in names:
+            if name == KEPT:
+                with made.array(name, "int32") as writer:
+                    writer.append(self._kept(group, first))
+            else:
+                self._copy_array(group, name, made, advance if name == VALUES else lambda _: None)
+        kept = sum(count for _, count in self._keys(group)) if KEPT in names else None
+        sums, scale = made.seal(), group.segments[0].scale
+        return SegmentRow(number, first, rows, scale, sums[KEYS], sums[VALUES], kept, sums.get(KEPT), sums.get(COUNTS))
+
+    def _copy_array(self, group: _Group, name: str, made: NewSegment, advance: Advance) -> None:
+        """Copy the rows that are there, byte for byte, whatever they are made of."""
+        dtype, shape = array_shapes(group.segments[0], self._store.codec)[name]
+        with made.array(name, dtype, shape[1:]) as writer:
+            for segment in group.segments:
+                for piece in self._store.arrays.copy(segment, name, self._local(segment, name)):
+                    writer.append(piece)
+                    advance(len(piece))
+
+    def _local(self, segment: SegmentRow, name: str) -> Iterator[tuple[int, int]]:
+        """Give (first, count) of what is there in an array of a segment, counted from its beginning."""
+        if name == VALUES:
+            numbers, begin, count = self._store.row_numbers, segment.first_row, segment.rows
+        else:
+            numbers, begin, count = self._store.key_numbers, self._store.first_key(segment), segment.keys
+        for start, size in numbers.stretches(begin, begin + count):
+            yield start - begin, size
+
+    def _keys(self, group: _Group) -> Iterator[tuple[int, int]]:
+        """Give (number now, count) of the keys that are there."""
+        numbers = self._store.key_numbers
+        for segment in group.segments:
+            begin = self._store.first_key(segment)
+            low, high = numbers.before(begin), numbers.before(begin + segment.keys)
+            yield low, high - low
+
+    def _kept(self, group: _Group, first: int) -> NDArray[np.int32]:
+        """Say which rows of the new segment its keys belong to."""
+        parts = [self._store.rows_of(torch.arange(low, low + count)).numpy() for low, count in self._keys(group)]
+        return (np.concatenate(parts) - first).astype(np.int32)
+
+    def _commit(self, segments: list[SegmentRow], index: IndexRow | None) -> None:
+        """Put the new in the place of the old."""
+        catalog, before = self._catalog, self._store.row_numbers.before
+        with catalog.change() as connection:
+            catalog.put_within(
+                next_segment=self._next, next_document=catalog.next_document(), **{LAYOUT: catalog.layout + 1}
+            )
+            connection.execute("DELETE FROM segments")
+            catalog.put_segments(segments)
+            connection.create_function("row_now", 1, before, deterministic=True)
+            connection.create_function("segment_now", 1, lambda old: self._names.get(old, old), deterministic=True)
+            connection.execute("UPDATE documents SET first_row = row_now(first_row), segment = segment_now(segment)")
+            if not segments:  # documents of no rows, which have no place without a segment: a build keeps none either
+                connection.execute("DELETE FROM documents")
+                drop_fields(connection)
+            connection.execute("DELETE FROM removed")
+            catalog.put_index(index, [])

@@ -1,0 +1,57 @@
+"""Remove from a memory's folder what is no part of it. Knows nothing about why it is there.
+
+What a writer left that was killed, and what a compaction or a newer index has replaced. A reader that opened the memory
+before may still read the latter, so nothing is touched while somebody reads; the next writer tries again. What an
+addition has left that goes on when it is given again is kept, unless one says otherwise.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+from knnlm.datastore.catalog import Catalog
+from knnlm.datastore.codecs import CODEC_FILE, MAP_FILE
+from knnlm.datastore.locks import Lease, nobody_reading
+from knnlm.datastore.schema import index_folder, segment_folder
+from knnlm.datastore.staging import StagedAddition
+from knnlm.datastore.suffix_array import NGRAM_FOLDER
+from knnlm.io import remove_others, translate_os_errors
+
+
+def purge(
+    folder: Path, catalog: Catalog, *, lease: Lease | None = None, wait: float = 0.0, keep_pending: bool = True
+) -> bool:
+    """Remove what the catalog does not name, for one who holds the writer's lock; False where others still read.
+
+    `lease` is the caller's own, which is not in its own way.
+    """
+    pending = StagedAddition(folder, catalog)
+    if keep_pending:
+        pending.tidy()
+    else:
+        pending.drop()
+    with lease.alone() if lease is not None else nobody_reading(folder, wait=wait) as sole:
+        if not sole:
+            return False
+        with translate_os_errors(folder):
+            known = [segment_folder(folder, row.id) for row in catalog.segments()]
+            remove_others(folder / "segments", [*known, *pending.folders])
+            remove_others(folder / "index", [index_folder(folder, row.id) for row in catalog.indexes()])
+            if has_old_suffixes(folder, catalog):
+                shutil.rmtree(folder / NGRAM_FOLDER)
+            for fact, name in (("codec", CODEC_FILE), ("map", MAP_FILE)):  # made of keys that never came in
+                if pending.get(fact) is None and (folder / name).is_file():
+                    (folder / name).unlink()
+        return catalog.settle()
+
+
+def has_old_suffixes(folder: Path, catalog: Catalog) -> bool:
+    """Whether there is sorted text of another generation: it holds words of documents that may be gone."""
+    facts = folder / NGRAM_FOLDER / "facts.json"
+    try:
+        generation = json.loads(facts.read_bytes()).get("generation", 0)
+    except (OSError, ValueError, AttributeError, RecursionError):
+        generation = None
+    return (folder / NGRAM_FOLDER).exists() and generation != catalog.generation

@@ -1,0 +1,407 @@
+"""The principal components of a memory's keys. Knows nothing about what they are used for.
+
+Write a new memory out of another: fewer keys, mapped keys, or keys stored otherwise. Knows nothing about which.
+
+All tokens and documents that are there are copied, so the text around a neighbour stays; only keys are left out.
+Segments are copied one by one, each committed as a build commits it, so a copy that was killed and is run again goes on
+after the last finished segment and ends with the same bytes.
+
+Store the keys of a finished memory in fewer bytes, as a copy. Knows nothing about what that costs.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from contextlib import closing
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from knnlm.datastore.catalog import CATALOG_FILE, LANGUAGE_MODEL, Catalog
+from knnlm.datastore.codecs import (
+    CODEC_FILE,
+    MAP_FILE,
+    Bytes,
+    Codec,
+    Codes,
+    KeyMap,
+    Plain,
+    components_of,
+    fit_codec,
+    parse_storage,
+    save_codec,
+)
+from knnlm.datastore.encoding import CodeWriter
+from knnlm.datastore.locks import writer_lock
+from knnlm.datastore.schema import COUNTS, KEPT, KEYS, VALUES, SegmentRow, segment_folder
+from knnlm.datastore.segments import KEY_DTYPES, KeyWriter, NewSegment
+from knnlm.datastore.store import Datastore, check_folder
+from knnlm.errors import DatastoreCorrupt, DatastoreError, ParameterError
+from knnlm.io import remove_others
+from knnlm.progress import Advance, Progress, silent
+
+_SAMPLE = 100_000  # keys that are looked at
+
+_SAMPLE_BLOCK = 4096  # keys at a time
+
+
+def principal_components(store: Datastore, width: int, *, seed: int = 0, progress: Progress = silent) -> KeyMap:
+    """Find the map to the directions in which a sample of the keys varies most."""
+    ids = sample_keys(store, _SAMPLE, seed=seed)
+    if not len(ids):
+        raise ParameterError(f"{store.path} has no keys, so they have no principal components.")
+
+    def blocks() -> Iterator[Tensor]:
+        with progress("finding principal components", total=len(ids), unit="keys") as advance:
+            for part in ids.split(_SAMPLE_BLOCK):
+                yield store.take(part)
+                advance(len(part))
+
+    return components_of(blocks(), width, sample=len(ids), seed=seed)[0]
+
+
+def sample_keys(store: Datastore, size: int, *, seed: int) -> Tensor:
+    """Choose so many keys at random, in ascending order; all where there are no more."""
+    if store.key_count <= size:
+        return torch.arange(store.key_count)
+    chosen = np.random.default_rng(seed).choice(store.key_count, size, replace=False)
+    return torch.from_numpy(np.sort(chosen))
+
+
+_BLOCK = 8192  # keys at a time
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """What goes into the new memory."""
+
+    store: Datastore
+    keep: NDArray[np.bool_] | None  # over the keys of `store`; None: all
+    counts: NDArray[np.float32] | None  # over the keys of `store`; None: as they are there
+    map: KeyMap | None
+    codec: Codec
+
+    def facts(self, facts: dict[str, Any]) -> dict[str, Any]:
+        """Tell this plan from any other."""
+        parts: dict[str, NDArray[Any] | None] = {
+            "keep": self.keep,
+            "counts": self.counts,
+            "matrix": None if self.map is None else self.map.matrix.float().cpu().numpy(),
+            "centre": None if self.map is None else self.map.centre.float().cpu().numpy(),
+        }
+        if isinstance(self.codec, Bytes | Codes):
+            parts |= {name: tensor.cpu().numpy() for name, tensor in self.codec.tensors().items()}
+        hashes = {name: None if part is None else _hash(part) for name, part in parts.items()}
+        return {"from": self.store.fingerprint, "key_dtype": self.codec.dtype, **hashes, "facts": facts}
+
+
+def derive(
+    store: Datastore,
+    out: str | Path,
+    *,
+    keep: Tensor | None = None,
+    counts: Tensor | None = None,
+    key_map: KeyMap | None = None,
+    key_dtype: str | None = None,
+    codec: Codec | None = None,
+    facts: dict[str, Any] | None = None,
+    progress: Progress = silent,
+) -> Datastore:
+    """Write a memory with the keys that are kept (a mask, or their numbers), how much each counts, and mapped.
+
+    `counts` are those of all keys of `store`. Its map, if it has one, comes before the new one. Keys are stored by
+    `codec`, or as numbers of `key_dtype`, or as they were; bytes and codes that are mapped anew become float16.
+    `facts` are kept in the catalog.
+    """
+    plan = _plan(store, keep, counts, key_map, codec or _codec(store, key_map, key_dtype))
+    folder = Path(out)
+    check_out(store, folder)
+    with writer_lock(folder, create=True):
+        check_out(store, folder)  # another process may have finished it meanwhile
+        catalog = _begin(folder, plan, plan.facts(facts or {}))
+        try:
+            _copy(folder, catalog, plan, progress)
+            catalog.put(state="complete")
+        finally:
+            catalog.close()
+    return Datastore.open(folder)
+
+
+def check_out(store: Datastore, out: str | Path) -> None:
+    """Refuse a place where no copy of a memory can be, before anything takes its time."""
+    folder = Path(out)
+    if folder.resolve() == store.path.resolve():
+        raise ParameterError(f"{folder} is the memory to copy from. Choose another --out.")
+    check_folder(folder)
+    if not (folder / CATALOG_FILE).exists():
+        return
+    with closing(Catalog.open(folder / CATALOG_FILE)) as catalog:
+        if catalog.get("state") == "complete":
+            raise DatastoreError(f"{folder} is a finished memory already. Choose another --out, or remove it first.")
+        if catalog.get("derived") is None:
+            raise DatastoreError(
+                f"{folder} is an unfinished build, not a copy. Finish it with knnlm build, choose another --out, or "
+                "remove it."
+            )
+
+
+def _plan(store: Datastore, keep: Tensor | None, counts: Tensor | None, key_map: KeyMap | None, codec: Codec) -> _Plan:
+    """Check what was asked for."""
+    if key_map is not None and len(key_map.centre) != store.width:
+        raise ParameterError(
+            f"The map is for keys of width {len(key_map.centre)}, but those of {store.path} have {store.width}."
+        )
+    mask = _mask(store, keep)
+    weights = None
+    if counts is not None:
+        weights = counts.detach().cpu().numpy().astype(np.float32)
+        if weights.shape != (store.key_count,):
+            raise ParameterError(
+                f"counts has shape {weights.shape}, but {store.path} has {store.key_count:,} keys: one number each."
+            )
+        used = weights if mask is None else weights[mask]
+        if not (np.isfinite(used) & (used > 0)).all():
+            raise ParameterError("counts must be finite and above 0 for every key that is kept.")
+    width = store.width if key_map is None else key_map.width
+    if codec.width != width:
+        raise ParameterError(f"The codec is for keys of width {codec.width}, but those of the copy have {width}.")
+    return _Plan(store, mask, weights, key_map, codec)
+
+
+def _codec(store: Datastore, key_map: KeyMap | None, key_dtype: str | None) -> Codec:
+    """Choose how the copy stores its keys where no codec is given."""
+    if key_dtype is not None and key_dtype not in KEY_DTYPES:
+        raise ParameterError(f"Unknown key dtype {key_dtype!r}: use {' or '.join(KEY_DTYPES)}.")
+    if isinstance(store.codec, Plain):
+        return Plain(key_dtype or store.codec.dtype, store.width if key_map is None else key_map.width)
+    # A decoded key is encoded to what it was decoded from, or to what float32 cannot tell from it: nothing is lost.
+    if key_map is None:
+        return store.codec if key_dtype is None else Plain(key_dtype, store.width)
+    return Plain(key_dtype or "float16", key_map.width)
+
+
+def _mask(store: Datastore, keep: Tensor | None) -> NDArray[np.bool_] | None:
+    """Turn a mask or numbers of keys into a mask; None where all are kept."""
+    if keep is None:
+        return None
+    given = keep.detach().cpu()
+    if given.dtype != torch.bool:
+        if given.ndim != 1 or (len(given) and not 0 <= int(given.min()) <= int(given.max()) < store.key_count):
+            raise ParameterError(f"keep names keys that are not among the {store.key_count:,} of {store.path}.")
+        mask = torch.zeros(store.key_count, dtype=torch.bool)
+        mask[given.long()] = True
+        return mask.numpy()
+    if given.shape != (store.key_count,):
+        raise ParameterError(
+            f"keep has shape {tuple(given.shape)}, but {store.path} has {store.key_count:,} keys: one truth value each."
+        )
+    return given.numpy()
+
+
+def _begin(folder: Path, plan: _Plan, derived: dict[str, Any]) -> Catalog:
+    """Make a new catalog, or open that of an unfinished copy with the same settings."""
+    file = folder / CATALOG_FILE
+    if not file.exists():
+        store = plan.store
+        meta: dict[str, Any] = {
+            "state": "building",
+            "model": store.model,
+            "window": store.window,
+            "key_dtype": plan.codec.dtype,
+            "offset": None if store.offset is None else store.offset.tolist(),
+            "derived": derived,
+        }
+        whole = store.map if plan.map is None else plan.map.after(store.map)
+        if whole is not None:
+            meta["map"] = {"sha256": whole.save(folder / MAP_FILE), "facts": whole.facts}
+        if isinstance(plan.codec, Bytes | Codes):
+            meta["codec"] = save_codec(plan.codec, folder / CODEC_FILE)
+            meta["keys"] = derived["facts"].get("keys") or store.catalog.get("keys")
+        if (helped := store.catalog.get(LANGUAGE_MODEL)) is not None:
+            meta[LANGUAGE_MODEL] = helped
+        return Catalog.create(file, meta)
+    catalog = Catalog.open(file, write=True, copying=True)
+    if catalog.get("derived") != derived:
+        catalog.close()
+        raise DatastoreError(
+            f"{folder} is unfinished and of another memory, or with other settings. Finish it with the same command, "
+            "or remove it."
+        )
+    remove_others(folder / "segments", [segment_folder(folder, segment.id) for segment in catalog.segments()])
+    return catalog
+
+
+@dataclass(frozen=True)
+class _Part:
+    """What is there of a segment, as numbers of the memory's rows and keys, and its number in the copy."""
+
+    segment: SegmentRow
+    number: int
+    first_row: int
+    rows: int
+    first_key: int
+    keys: int
+    sources: tuple[int, ...]  # the segments whose documents go with it: those of no rows outlive their segment
+
+
+def _parts(store: Datastore) -> list[_Part]:
+    """Give what is there of each segment; one of which nothing is left does not count, but its documents go along."""
+    parts, stored = list[_Part](), 0
+    waiting: tuple[int, ...] = ()
+    for segment in store.segments:
+        row, key = store.row_numbers.before(segment.first_row), store.key_numbers.before(stored)
+        stored += segment.keys
+        rows = store.row_numbers.before(segment.first_row + segment.rows) - row
+        waiting += (segment.id,)
+        if rows:
+            keys = store.key_numbers.before(stored) - key
+            parts.append(_Part(segment, len(parts), row, rows, key, keys, waiting))
+            waiting = ()
+    if parts:
+        parts[-1] = replace(parts[-1], sources=parts[-1].sources + waiting)
+    return parts
+
+
+def _copy(folder: Path, catalog: Catalog, plan: _Plan, progress: Progress) -> None:
+    """Write the segments that are not there yet."""
+    done = len(catalog.segments())
+    store = plan.store
+    with progress("writing keys", total=store.key_count, unit="keys") as advance:
+        for part in _parts(store):
+            if part.number < done:
+                advance(part.keys)
+                continue
+            row = _copy_segment(folder, plan, part, advance)
+            documents = [one for source in part.sources for one in store.catalog.documents_of(source)]
+            before = store.row_numbers.before
+            catalog.add_segment(
+                row, (replace(one, segment=part.number, first_row=before(one.first_row)) for one in documents)
+            )
+
+
+def _copy_segment(folder: Path, plan: _Plan, part: _Part, advance: Advance) -> SegmentRow:
+    """Write one segment under a temporary name, and then give it its own."""
+    made = NewSegment(folder, part.number)
+    kept = np.arange(part.first_key, part.first_key + part.keys)
+    if plan.keep is not None:
+        kept = kept[plan.keep[kept]]
+    divisor = _write_keys(made.place(KEYS), plan, kept, part.keys, advance)
+    _write_values(made, plan.store, part.segment)
+    rows = plan.store.rows_of(torch.from_numpy(kept)).numpy() - part.first_row
+    weights = _weights(plan, kept)
+    pruned = len(rows) < part.rows or weights is not None
+    for name, dtype, array in ((KEPT, "int32", rows if pruned else None), (COUNTS, "float32", weights)):
+        if array is not None:
+            with made.array(name, dtype) as writer:
+                writer.append(array)
+    sums = made.seal()
+    return SegmentRow(
+        part.number,
+        part.first_row,
+        part.rows,
+        divisor,
+        sums[KEYS],
+        sums[VALUES],
+        len(rows) if pruned else None,
+        sums.get(KEPT),
+        sums.get(COUNTS),
+    )
+
+
+def _write_keys(path: Path, plan: _Plan, kept: NDArray[np.int64], total: int, advance: Advance) -> float:
+    """Write these keys of the old memory, and return what they were divided by."""
+    writer = _write_mapped(path, plan, kept, total, advance)
+    if isinstance(writer, KeyWriter) and writer.finer < 1:
+        # A map may shrink keys until float16 has no digits left for them. Only now is it known how far.
+        writer = _write_mapped(path, plan, kept, 0, advance, divisor=writer.finer)
+    return writer.divisor
+
+
+def _write_mapped(
+    path: Path, plan: _Plan, kept: NDArray[np.int64], total: int, advance: Advance, *, divisor: float = 1.0
+) -> KeyWriter | CodeWriter:
+    """Write these keys of the old memory, divided, while progress goes on by `total`."""
+    told = 0
+    codec = plan.codec
+    plain = isinstance(codec, Plain)
+    with KeyWriter(path, codec.dtype, codec.width, divisor=divisor) if plain else CodeWriter(path, codec) as writer:
+        for begin, keys in _blocks(plan.store, kept):
+            mapped = keys if plan.map is None else plan.map.apply(keys)
+            if not mapped.isfinite().all():
+                raise DatastoreCorrupt(
+                    f"{plan.store.path} has keys that are no finite numbers, or the map makes them so. "
+                    "Build the memory again."
+                )
+            writer.put_keys(np.arange(begin, begin + len(keys)), mapped.numpy())
+            share = total * (begin + len(keys)) // len(kept)
+            advance(share - told)
+            told = share
+    advance(total - told)
+    return writer
+
+
+def _blocks(store: Datastore, kept: NDArray[np.int64]) -> Iterator[tuple[int, Tensor]]:
+    """Give (number in the new segment, keys) of the kept keys, a few at a time."""
+    for begin in range(0, len(kept), _BLOCK):
+        yield begin, store.take(torch.from_numpy(kept[begin : begin + _BLOCK]))
+
+
+def _write_values(made: NewSegment, store: Datastore, segment: SegmentRow) -> None:
+    """Copy the tokens that are there of a segment."""
+    first = segment.first_row
+    there = store.row_numbers.stretches(first, first + segment.rows)
+    with made.array(VALUES, "int32") as writer:
+        for piece in store.arrays.copy(segment, VALUES, ((start - first, count) for start, count in there)):
+            writer.append(piece)
+
+
+def _weights(plan: _Plan, kept: NDArray[np.int64]) -> NDArray[np.float32] | None:
+    """Give how much each kept key counts; None where each counts once."""
+    if plan.counts is not None:
+        weights = plan.counts[kept]
+    else:
+        found = plan.store.counts(torch.from_numpy(kept))
+        if found is None:
+            return None
+        weights = found.numpy()
+    return None if (weights == 1).all() else weights
+
+
+def _hash(array: NDArray[Any]) -> str:
+    return hashlib.sha256(np.ascontiguousarray(array).tobytes()).hexdigest()[:16]
+
+
+_CODEC_SAMPLE = 1 << 27  # bytes of keys, in float32, that a codec is fitted to
+
+_COMPRESS_BLOCK = 4096  # keys at a time
+
+
+def compress(
+    store: Datastore, out: str | Path, *, keys: str = "codes", seed: int = 0, progress: Progress = silent
+) -> Datastore:
+    """Write a copy of a memory whose keys are stored as int8, pca256-int8, codes64 and so on, and open it.
+
+    The codec is fitted to keys from all over the memory, where that of a build knows only the first ones.
+    """
+    storage = parse_storage(keys, width=store.width)
+    check_out(store, out)
+    if not store.key_count:
+        raise ParameterError(f"{store.path} has no keys to compress.")
+    facts: dict[str, Any] = {"keys": str(storage), "seed": seed}
+    if not storage.fitted:
+        return derive(store, out, codec=Plain(storage.dtype, store.width), facts=facts, progress=progress)
+    ids = sample_keys(store, max(1, _CODEC_SAMPLE // (4 * store.width)), seed=seed)
+    sample = torch.empty(len(ids), store.width)
+    with progress("choosing a codec", total=len(ids), unit="keys") as advance:
+        for begin in range(0, len(ids), _COMPRESS_BLOCK):
+            sample[begin : begin + _COMPRESS_BLOCK] = store.take(ids[begin : begin + _COMPRESS_BLOCK])
+            advance(len(ids[begin : begin + _COMPRESS_BLOCK]))
+    key_map, codec = fit_codec(storage, sample)
+    del sample
+    return derive(store, out, key_map=key_map, codec=codec, facts=facts, progress=progress)

@@ -1,0 +1,117 @@
+"""Count things past those that are no longer there. Knows nothing about what is counted.
+
+What is stored has a number for ever; what is live is counted anew without the gaps. A memory shows live numbers only,
+so that nobody can even name what was removed from it.
+
+Which rows of a memory are gone, by what the catalog says, checked. Knows nothing about arrays.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import pairwise
+
+import numpy as np
+from numpy.typing import NDArray
+
+from knnlm.datastore.catalog import Catalog
+from knnlm.datastore.schema import SegmentRow
+from knnlm.errors import DatastoreCorrupt
+
+Ints = NDArray[np.int64]
+
+
+class RowMap:
+    """Stored numbers 0 … total - 1 with gaps, and the live numbers of what is between the gaps."""
+
+    def __init__(self, total: int, gaps: Iterable[tuple[int, int]] = ()) -> None:
+        """`gaps` are (first stored number, count); they may touch, but not overlap."""
+        self.total = total
+        known = sorted((first, count) for first, count in gaps if count)
+        self._first: Ints = np.array([first for first, _ in known], dtype=np.int64)
+        self._end: Ints = self._first + np.array([count for _, count in known], dtype=np.int64)
+        # How many are gone before each gap, and at the end before what comes behind the last.
+        self._gone: Ints = np.append(0, np.cumsum(self._end - self._first))
+        self._live_first: Ints = self._first - self._gone[:-1]  # live numbers from here on lie behind the gap
+
+    @property
+    def live(self) -> int:
+        """The number of those that are there."""
+        return self.total - int(self._gone[-1])
+
+    @property
+    def whole(self) -> bool:
+        """Whether nothing is missing."""
+        return not len(self._first)
+
+    @property
+    def gaps(self) -> list[tuple[int, int]]:
+        """The gaps: (first stored number, count)."""
+        return list(zip(self._first.tolist(), (self._end - self._first).tolist(), strict=True))
+
+    def stored(self, live: Ints) -> Ints:
+        """Give the stored numbers of live ones; what is below 0 stays."""
+        if self.whole:
+            return live
+        found = live + self._gone[np.searchsorted(self._live_first, live, side="right")]
+        return np.where(live < 0, live, found)
+
+    def lives(self, stored: Ints) -> Ints:
+        """Give the live numbers of stored ones; -1 for one in a gap, below 0 or beyond the end."""
+        place = np.searchsorted(self._first, stored, side="right")
+        inside = (place > 0) & (np.append(self._end, 0)[place - 1] > stored)
+        return np.where(inside | (stored < 0) | (stored >= self.total), -1, stored - self._gone[place])
+
+    def before(self, stored: int) -> int:
+        """Count the live ones before a stored number, which need not be live itself."""
+        place = int(np.searchsorted(self._first, stored, side="right"))
+        if place and stored < self._end[place - 1]:
+            stored = int(self._first[place - 1])
+            place -= 1
+        return stored - int(self._gone[place])
+
+    def stretches(self, begin: int, end: int) -> Iterator[tuple[int, int]]:
+        """Give (first stored number, count) of all that is live from one stored number to another."""
+        place = int(np.searchsorted(self._end, begin, side="right"))
+        while begin < end:
+            stop = min(end, int(self._first[place])) if place < len(self._first) else end
+            if begin < stop:
+                yield begin, stop - begin
+            if place >= len(self._first):
+                return
+            begin, place = int(self._end[place]), place + 1
+
+
+def by_segment(numbers: Ints, starts: Ints) -> Iterator[tuple[int, Ints, Ints]]:
+    """Give (segment, places in `numbers` that lie in it, their numbers counted from its first)."""
+    if len(numbers) and numbers.max() >= starts[-1]:
+        raise IndexError(f"row {numbers.max()} of {starts[-1]}")
+    segments = np.searchsorted(starts[:-1], numbers, side="right") - 1
+    segments[numbers < 0] = -1
+    order = np.argsort(segments, kind="stable")
+    cuts = np.flatnonzero(np.diff(segments[order], prepend=-2)).tolist()
+    for begin, end in pairwise([*cuts, len(order)]):
+        if (segment := int(segments[order[begin]])) >= 0:
+            places = order[begin:end]
+            yield segment, places, numbers[places] - starts[segment]
+
+
+def check_removed(catalog: Catalog, segments: Sequence[SegmentRow]) -> list[tuple[int, int]]:
+    """Give the stretches of rows that are no longer there, (first, count): each within its segment, none twice."""
+    ends = {segment.id: segment.first_row + segment.rows for segment in segments}
+    gaps, end = [], 0
+    for gone in catalog.removed():
+        numbers = all(type(one) is int for one in (gone.segment, gone.first_row, gone.rows))
+        if (
+            not numbers
+            or gone.rows < 0
+            or gone.first_row < end
+            or gone.first_row + gone.rows > ends.get(gone.segment, -1)
+        ):
+            raise DatastoreCorrupt(
+                f"{catalog.path}: {gone.rows} rows from {gone.first_row} on were removed, which are not in segment "
+                f"{gone.segment}. Build the memory again."
+            )
+        end = gone.first_row + gone.rows
+        gaps.append((gone.first_row, gone.rows))
+    return gaps

@@ -1,0 +1,408 @@
+"""Every place of a memory's text, sorted by what stands there. Knows nothing about predictions or language models.
+
+The documents are put one after another, with a border before, between and after them. A number is a token plus 1; 0 is
+the border, which is where a document begins. `order` lists the places of this text so that what stands at them
+ascends: the places where some tokens occur are then consecutive rows of it, and so are, within those rows, the places
+where one more token follows. Two places are compared by at least 64 numbers, so that a text of nothing but copies is
+sorted as fast as any other; those that do not differ there are in the order of the text.
+
+memory/
+  ngram/facts.json     what the files were made of, and their checksums
+  ngram/text.npy       (n,) int32, the numbers
+  ngram/order.npy      (n,) int32, the places
+  ngram/followers.npy  (V + 2,) int32, how many different tokens follow each number
+
+They are derived data: made when first opened, and again when the memory is another one.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from knnlm.datastore.locks import writer_lock
+from knnlm.datastore.segments import ArrayWriter, open_array
+from knnlm.datastore.store import Datastore
+from knnlm.datastore.validation import check_place
+from knnlm.errors import DatastoreCorrupt, DatastoreError, ParameterError
+from knnlm.io import checksum, sync_folder, translate_os_errors
+from knnlm.progress import Progress, silent
+
+Ints: TypeAlias = NDArray[np.int64]
+
+Small: TypeAlias = NDArray[np.int32]
+
+DEPTH = 64  # numbers by which two places are compared, at least
+
+NGRAM_FOLDER, _FACTS = "ngram", "facts.json"
+
+_FORMAT = 1
+
+_FACTS_BYTES = 1 << 16  # of facts.json, at most
+
+_LARGEST = 2**31 - 2  # places are kept in 32 bits
+
+_BLOCK = 1 << 20  # rows of the memory read at a time
+
+_SORTING = "sorting n-grams"
+
+
+@dataclass(frozen=True)
+class SuffixArray:
+    """The text of a memory and the order of its places; see `from_documents` and `open_suffixes`."""
+
+    text: Small  # (n,) the border is 0, a token is itself plus 1; it begins and ends with a border
+    order: Small  # (n,) places of the text
+    followers: Small  # (V + 2,) the number of different tokens that follow each number
+    first: Ints  # (V + 3,) the first row of `order` whose place has this number
+    vocab_size: int
+    start_token: int
+    kept: bool = False  # on disk, and mapped into memory
+
+    @cached_property
+    def distinct(self) -> int:
+        """The number of different tokens in the text."""
+        return int((np.diff(self.first)[1:] > 0).sum())
+
+    def encode(self, tokens: NDArray[Any], *, begins: bool) -> Ints:
+        """Turn tokens into numbers; the start token that begins a text becomes the border before a document."""
+        known = (tokens >= 0) & (tokens < self.vocab_size)
+        numbers = np.where(known, tokens, self.vocab_size).astype(np.int64) + 1  # the last number is nowhere
+        if begins and len(tokens) and tokens[0] == self.start_token:
+            numbers[0] = 0
+        return numbers
+
+    def following(self, rows: Ints, length: Ints | int) -> Small:
+        """Give the number that stands `length` after the place of each row."""
+        # Sound rows never leave the text; those of a damaged file must not read beyond it.
+        places = self.order.take(rows, mode="clip").astype(np.int64) + length
+        return self.text.take(places, mode="clip")
+
+    def match(self, numbers: Ints, longest: int) -> tuple[Ints, Ints]:
+        """Find where the last 0 … `longest` of the numbers up to each one occur with a token behind them.
+
+        Gives the first row and the one after the last, both (Q, longest + 1); equal where there is none.
+        """
+        low = np.zeros((longest + 1, len(numbers)), np.int64)
+        high = np.zeros((longest + 1, len(numbers)), np.int64)
+        low[0], high[0] = self.first[1], len(self.order)
+        # What begins at each number is read on, token by token, while it occurs: so every length is met on the way.
+        begins = np.arange(len(numbers))
+        lows, highs = self.first[numbers], self.first[numbers + 1]
+        for length in range(1, longest + 1):
+            lows = self._skip_borders(lows, highs, length)
+            alive = np.flatnonzero(lows < highs)
+            begins, lows, highs = begins[alive], lows[alive], highs[alive]
+            low[length, begins + length - 1], high[length, begins + length - 1] = lows, highs
+            more = begins + length < len(numbers)
+            begins, lows, highs = begins[more], lows[more], highs[more]
+            if not len(begins):
+                break
+            lows, highs = self.narrow(lows, highs, numbers[begins + length], length)
+        return low.T, high.T
+
+    def narrow(self, low: Ints, high: Ints, numbers: Ints, length: Ints | int) -> tuple[Ints, Ints]:
+        """Keep, of the rows low … high - 1, those where this number stands after `length` others."""
+        lengths = np.broadcast_to(length, low.shape)
+        bounds = np.concatenate([numbers, numbers + 1])
+        both = self._bound(np.tile(low, 2), np.tile(high, 2), bounds, np.tile(lengths, 2))
+        return both[: len(low)], both[len(low) :]
+
+    def spell(self, low: Ints, high: Ints, lengths: Ints) -> tuple[Ints, Ints, Ints]:
+        """Count what stands after `lengths` numbers in stretches of rows: (stretch, number, count), in that order.
+
+        A stretch whose ends are equal is equal throughout, so only those that are not are cut in two, again and again:
+        a long stretch with few different numbers is counted without being read.
+        """
+        found: list[tuple[Ints, Ints, Ints]] = []
+        owner, begin, end = np.arange(len(low)), low, high - 1  # `end` is the last one
+        while len(owner) or not found:
+            first, last = (self.following(rows, lengths[owner]).astype(np.int64) for rows in (begin, end))
+            same = first == last
+            found.append((owner[same], first[same], (end - begin + 1)[same]))
+            owner, begin, end = owner[~same], begin[~same], end[~same]
+            middle = (begin + end) >> 1
+            owner, begin, end = np.tile(owner, 2), np.append(begin, middle + 1), np.append(middle, end)
+        owners, numbers, counts = (np.concatenate([low[:0], *each]) for each in zip(*found, strict=True))
+        keys, where = np.unique(owners * len(self.first) + numbers, return_inverse=True)
+        sums = np.bincount(where, counts, len(keys)).astype(np.int64)
+        return keys // len(self.first), keys % len(self.first), sums
+
+    def _skip_borders(self, low: Ints, high: Ints, length: int) -> Ints:
+        """Leave out the places where the document ends after `length` numbers; they come first."""
+        at_border = np.flatnonzero((low < high) & (self.following(low, length) == 0))
+        if len(at_border):
+            ones = np.ones(len(at_border), np.int64)
+            low = low.copy()
+            low[at_border] = self._bound(low[at_border], high[at_border], ones, ones * length)
+        return low
+
+    def _bound(self, low: Ints, high: Ints, numbers: Ints, lengths: Ints) -> Ints:
+        """Find the first of the rows low … high - 1 with this number or a larger one after `lengths` others."""
+        low, high = low.copy(), high.copy()
+        searched = np.flatnonzero(low < high)
+        while len(searched):
+            middle = (low[searched] + high[searched]) >> 1
+            less = self.following(middle, lengths[searched]) < numbers[searched]
+            low[searched[less]] = middle[less] + 1
+            high[searched[~less]] = middle[~less]
+            searched = searched[low[searched] < high[searched]]
+        return low
+
+
+def from_documents(
+    documents: Iterable[Sequence[int]], *, vocab_size: int, start_token: int, progress: Progress = silent
+) -> SuffixArray:
+    """Sort the places of documents given as tokens, without their start token."""
+    pieces: list[Small] = [np.zeros(1, np.int32)]
+    for document in documents:
+        tokens = np.asarray(document, np.int64)
+        if len(tokens) and not (tokens.min() >= 0 and tokens.max() < vocab_size):
+            raise ParameterError(f"A document has a token that is not from 0 to {vocab_size - 1}.")
+        if len(tokens):
+            pieces.append(np.append(tokens + 1, 0).astype(np.int32))
+    return _made(np.concatenate(pieces), vocab_size, start_token, progress=progress, what=_SORTING)
+
+
+def open_suffixes(store: Datastore, *, progress: Progress = silent) -> SuffixArray:
+    """Open the sorted places of a memory; make them where there are none, or those of another memory.
+
+    Where they cannot be kept (a folder that may not be written, another process that is writing, a full disk), they
+    stay in this process's memory, and the next opening makes them again.
+    """
+    expected = _expected(store)
+    found = _load(store, expected)
+    if found is not None:
+        return found
+    what = f"{_SORTING} again, as the memory has changed" if (store.path / NGRAM_FOLDER).exists() else _SORTING
+    made = _made(_text(store), expected["vocab_size"], _start_token(store), progress=progress, what=what)
+    try:
+        _keep(store, made, expected)
+    except DatastoreError:
+        return made
+    return _load(store, expected) or made
+
+
+def kept_suffixes(store: Datastore) -> SuffixArray | None:
+    """Open the sorted places that are kept, and check them; None where there are none, or those of another memory."""
+    return _load(store, _expected(store))
+
+
+def _expected(store: Datastore) -> dict[str, Any]:
+    """Say what the kept files must have been made of."""
+    changed = {"generation": store.generation} if store.generation else {}
+    return {
+        "format": _FORMAT,
+        "fingerprint": store.fingerprint,
+        "documents": store.catalog.document_count(),
+        "vocab_size": int(store.model["vocab_size"]),
+        "depth": DEPTH,
+        **changed,
+    }
+
+
+def _made(text: Small, vocab_size: int, start_token: int, *, progress: Progress, what: str) -> SuffixArray:
+    if len(text) > _LARGEST:
+        raise ParameterError(f"n-grams of {len(text):,} tokens are too many: at most {_LARGEST:,} can be sorted.")
+    with progress(what, total=len(text), unit="tokens") as advance:
+        order = _sort(text, vocab_size, advance)
+    return SuffixArray(
+        text, order, _followers(text, order, vocab_size), _first_rows(text, vocab_size), vocab_size, start_token
+    )
+
+
+def _sort(text: Small, vocab_size: int, advance: Callable[[int], None]) -> Small:
+    """Sort the places of a text: first by as many numbers as fit in 64 bits, then by twice as many, and so on.
+
+    Takes about 30 bytes a token. Only places that are still equal to another are sorted again: a place's rank is the
+    first row of its equals, and the rank of the place `width` further on tells them apart by twice the width.
+    """
+    keys, width = _pack(text, vocab_size)
+    order = np.argsort(keys).astype(np.int32)
+    keys = keys[order]
+    rows = np.arange(len(text), dtype=np.int64)  # those of places that are equal to another
+    ranks = np.empty(len(text), np.int32)
+    while True:
+        new = np.ones(len(rows), np.bool_)  # the first row of its equals
+        np.not_equal(keys[1:], keys[:-1], out=new[1:])
+        ranks[order[rows]] = rows[new][np.cumsum(new) - 1]
+        alone = new & np.append(new[1:], True)
+        advance(int(alone.sum()))
+        rows = rows[~alone]
+        if not len(rows) or width >= DEPTH:
+            break
+        places = order[rows]
+        further = places.astype(np.int64) + width
+        # The end of the text comes before everything.
+        keys = np.where(further < len(text), ranks.take(further, mode="clip").astype(np.int64) + 1, 0)
+        keys |= ranks[places].astype(np.int64) << 32
+        sorting = np.argsort(keys)
+        keys, order[rows] = keys[sorting], places[sorting]
+        width *= 2
+    # What is still equal stays in the order of the text.
+    keys = (ranks[order[rows]].astype(np.int64) << 32) | order[rows]
+    order[rows] = np.sort(keys) & 0xFFFFFFFF
+    advance(len(rows))
+    return order
+
+
+def _pack(text: Small, vocab_size: int) -> tuple[NDArray[np.uint64], int]:
+    """Put as many numbers side by side as fit in 64 bits, and say how many that is."""
+    bits = vocab_size.bit_length()  # the largest number is the vocabulary's size
+    width = 64 // bits
+    keys = np.zeros(len(text), np.uint64)
+    for step in range(min(width, len(text))):
+        keys[: len(text) - step] |= text[step:].astype(np.uint64) << np.uint64(bits * (width - 1 - step))
+    return keys, width
+
+
+def _followers(text: Small, order: Small, vocab_size: int) -> Small:
+    """Count the different tokens that follow each number."""
+    here = text[order]
+    there = text.take(order.astype(np.int64) + 1, mode="clip")
+    new = np.ones(len(order), np.bool_)
+    new[1:] = (here[1:] != here[:-1]) | (there[1:] != there[:-1])
+    new &= there > 0
+    return np.bincount(here[new], minlength=vocab_size + 2).astype(np.int32)
+
+
+def _first_rows(text: Small, vocab_size: int) -> Ints:
+    """Say where the places of each number begin in the order."""
+    return np.append(0, np.cumsum(np.bincount(text, minlength=vocab_size + 2)))
+
+
+def _text(store: Datastore) -> Small:
+    """Read the memory's documents, with their borders."""
+    begins, expected = [], 0
+    for document in store.documents():
+        if document.first_row != expected or document.rows < 0:
+            raise DatastoreCorrupt(
+                f"{store.catalog.path}: {document.source} begins at row {document.first_row}; row {expected} was "
+                "expected. Build the memory again."
+            )
+        if document.rows:
+            begins.append(document.first_row)
+        expected += document.rows
+    if expected != store.rows:
+        raise DatastoreCorrupt(
+            f"{store.catalog.path} has documents of {expected:,} rows, but segments of {store.rows:,}. "
+            "Build the memory again."
+        )
+    text = np.zeros(store.rows + len(begins) + 1, np.int32)
+    for begin in range(0, store.rows, _BLOCK):
+        rows = np.arange(begin, min(begin + _BLOCK, store.rows))
+        values = store.values(torch.from_numpy(rows)).numpy()
+        if values.min() < 0:
+            raise DatastoreCorrupt(f"{store.path} holds a token below 0. Build the memory again.")
+        # As many borders come before a row as documents have begun.
+        text[rows + np.searchsorted(begins, rows, side="right")] = values + 1
+    return text
+
+
+def _start_token(store: Datastore) -> int:
+    token = store.model.get("start_token")
+    if not isinstance(token, int):
+        raise DatastoreCorrupt(f"{store.catalog.path} does not say the start token of the model. Build it again.")
+    return token
+
+
+def _load(store: Datastore, expected: dict[str, Any]) -> SuffixArray | None:
+    """Map the kept files into memory; None where there are none, or those of another memory."""
+    folder = store.path / NGRAM_FOLDER
+    facts = _read_facts(folder / _FACTS)
+    if facts is None or any(facts.get(name) != value for name, value in expected.items()):
+        return None
+    try:
+        return _map(store, facts, expected)
+    except DatastoreCorrupt:
+        # Another process may have put newer ones in their place between two files.
+        if _read_facts(folder / _FACTS) != facts:
+            return None
+        raise
+
+
+def _map(store: Datastore, facts: dict[str, Any], expected: dict[str, Any]) -> SuffixArray:
+    """Map files into memory that must be as the facts say."""
+    folder = store.path / NGRAM_FOLDER
+    size, vocab_size = facts.get("size"), expected["vocab_size"]
+    if not isinstance(size, int) or not 0 < size - store.rows <= expected["documents"] + 1:
+        raise _corrupt(folder, f"{_FACTS} says {size} places for {store.rows:,} tokens")
+    shapes = {"text": (size,), "order": (size,), "followers": (vocab_size + 2,)}
+    for name in shapes:
+        check_place(store.path, folder / f"{name}.npy")
+    # As plain arrays: what numpy adds to a mapping makes every small look-up slower.
+    arrays = {name: np.asarray(open_array(folder / f"{name}.npy", np.int32, shape)) for name, shape in shapes.items()}
+    for name in shapes:
+        if facts.get(f"{name}_sha256") != checksum(folder / f"{name}.npy"):
+            raise _corrupt(folder, f"{name}.npy is not the file that was written")
+    _check_range(folder, arrays, size, vocab_size)
+    first = _first_rows(arrays["text"], vocab_size)
+    return SuffixArray(**arrays, first=first, vocab_size=vocab_size, start_token=_start_token(store), kept=True)
+
+
+def _check_range(folder: Path, arrays: dict[str, Small], size: int, vocab_size: int) -> None:
+    """Refuse numbers that would lead outside, even where the checksums are right."""
+    for name, end in (("text", vocab_size + 1), ("order", size), ("followers", size + 1)):
+        if arrays[name].min() < 0 or arrays[name].max() >= end:
+            raise _corrupt(folder, f"{name}.npy holds numbers that are not from 0 to {end - 1:,}")
+
+
+def _read_facts(path: Path) -> dict[str, Any] | None:
+    check_place(path.parent.parent, path)
+    try:
+        if path.stat().st_size > _FACTS_BYTES:
+            raise ValueError(f"it has {path.stat().st_size:,} bytes")
+        facts = json.loads(path.read_bytes())
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise DatastoreError(f"Cannot read {path}: {error.strerror}.") from None
+    except (ValueError, RecursionError) as error:
+        raise _corrupt(path.parent, f"{path.name} cannot be read, {error}") from None
+    if not isinstance(facts, dict):
+        raise _corrupt(path.parent, f"{path.name} holds no facts")
+    return facts
+
+
+def _corrupt(folder: Path, what: str) -> DatastoreCorrupt:
+    return DatastoreCorrupt(f"{folder} is damaged ({what}). Remove it: it is made again when it is needed.")
+
+
+def _keep(store: Datastore, made: SuffixArray, facts: dict[str, Any]) -> None:
+    """Write the files under a temporary name, then put them in the place of older ones."""
+    folder = store.path / NGRAM_FOLDER
+    partial = folder.with_suffix(".partial")
+    with writer_lock(store.path):
+        if store.stale:  # what is kept is for those who open the memory as it is now
+            return
+        try:
+            with translate_os_errors(partial):
+                shutil.rmtree(partial, ignore_errors=True)
+                partial.mkdir()
+            sums: dict[str, str] = {}
+            for name in ("text", "order", "followers"):
+                with ArrayWriter(partial / f"{name}.npy", np.int32) as writer:
+                    writer.append(getattr(made, name))
+                sums[f"{name}_sha256"] = checksum(partial / f"{name}.npy")
+            with translate_os_errors(folder):
+                with (partial / _FACTS).open("w") as file:
+                    json.dump({**facts, "size": len(made.text), **sums}, file, indent=1)
+                    file.flush()
+                    os.fsync(file.fileno())
+                sync_folder(partial)
+                if folder.exists():
+                    shutil.rmtree(folder)
+                partial.rename(folder)
+                sync_folder(store.path)
+        finally:
+            shutil.rmtree(partial, ignore_errors=True)

@@ -1,1 +1,0 @@
-"""Training of memories that are matrices rather than lists of contexts."""

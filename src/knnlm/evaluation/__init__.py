@@ -1,0 +1,1 @@
+"""Perplexity, recorded traces, tuning and explanations."""

@@ -1,0 +1,1 @@
+"""A transformers model that mixes in memories at every step."""

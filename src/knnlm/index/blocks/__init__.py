@@ -1,0 +1,1 @@
+"""An int8 block index for CPUs."""

@@ -1,0 +1,1 @@
+"""Read documents with a model and write them to a store."""

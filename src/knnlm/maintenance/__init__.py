@@ -1,0 +1,1 @@
+"""Verify, repair, merge, import and export stores."""

@@ -1,0 +1,89 @@
+"""Earlier positions of the text being read vote for the next token. Knows nothing about stores.
+
+The continuous cache (Grave et al. 2017): what the text itself has said, it is likely to say again. It is a vote of
+neighbours like that of a store, over the pairs (key of an earlier position → token that followed it).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from knnlm.errors import ParameterError
+from knnlm.index.base import check_metric
+from knnlm.memories.base import Context, Source, Span
+from knnlm.memories.voting import NeighbourMemory, Retrieved, VoteParams
+
+WINDOW = 65_536  # positions: the whole of most texts
+
+
+class CacheMemory(NeighbourMemory):
+    """The last positions of the text, as a small store of its own."""
+
+    name = "cache"
+
+    def __init__(
+        self,
+        *,
+        vocab_size: int,
+        window: int = WINDOW,
+        k: int = 1024,
+        temperature: float = 2.0,
+        metric: str = "l2",
+        others: Sequence[VoteParams] = (),
+        source: Source | None = None,
+    ) -> None:
+        check_metric(metric)
+        if window < 1:
+            raise ParameterError(f"the cache's window must be at least 1 position, not {window}.")
+        self.vocab_size = vocab_size
+        self.horizon = window
+        self.metric = metric
+        self.settings = (VoteParams(k, temperature), *others)
+        self.source = source or Source()
+
+    def find(self, context: Context, k: int | None = None) -> Retrieved:
+        """Find the nearest earlier positions of each position, within its own text; ids count from its beginning."""
+        k = min(k or self.widest, self.horizon)
+        keys = context.seen[self.source]
+        found = Retrieved(
+            torch.full((len(keys), k), -1, device=keys.device),
+            torch.full((len(keys), k), torch.inf, device=keys.device),
+            torch.full((len(keys), k), -1, device=keys.device),
+        )
+        for rows, run in context.each_run():
+            self._search_run(run, keys[rows], Retrieved(found.ids[rows], found.distances[rows], found.values[rows]))
+        return found
+
+    def _search_run(self, run: Span, keys: Tensor, out: Retrieved) -> None:
+        """Fill in the neighbours of one run's positions."""
+        past = run.past.get(self.source, keys[:0])[-self.horizon :].to(keys)
+        stored = torch.cat([past, keys])[:-1]  # (S, D): the last position has nobody after it to ask
+        if not len(stored):
+            return
+        first = run.start - len(past)
+        distances = self._distances(keys, stored)  # (n, S)
+        # What a position has not read yet, and what it reads now; and what lies too far back.
+        hidden = torch.ones(distances.shape, dtype=torch.bool, device=keys.device).triu_(len(past))
+        if len(stored) > self.horizon:
+            hidden |= torch.ones_like(hidden).tril_(len(past) - self.horizon - 1)
+        distances.masked_fill_(hidden, torch.inf)
+        k = min(out.ids.shape[1], len(stored))
+        nearest, columns = distances.topk(k, largest=False)
+        there = nearest.isfinite()
+        ids = columns + first
+        tokens = run.tokens.to(keys.device)
+        out.distances[:, :k] = nearest
+        out.ids[:, :k] = ids.masked_fill(~there, -1)
+        out.values[:, :k] = tokens[ids + 1].masked_fill(~there, -1)
+
+    def _distances(self, queries: Tensor, stored: Tensor) -> Tensor:
+        if self.metric == "ip":
+            return -(queries @ stored.T)
+        # Less what they have in common: small differences of long vectors would lose their digits.
+        centre = stored.mean(0)
+        queries, stored = queries - centre, stored - centre
+        products = queries @ stored.T
+        return (queries.square().sum(1)[:, None] + stored.square().sum(1) - 2 * products).clamp_(min=0)

@@ -1,0 +1,194 @@
+"""The card of a decoder: whence it is, how it was trained, and how loud it may speak. Knows nothing about training.
+
+It is DIR/decoder.json beside the files of an ordinary transformers model, which need it for nothing.
+
+What a language model says: the one that is given a memory, or a second one that is a memory itself.
+
+A second model (a memorising LM, a domain LM) must have the same tokenizer. Knows nothing about how models are run.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, fields, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from knnlm.datastore.integrity import load_metadata, summed
+from knnlm.errors import DatastoreCorrupt, ParameterError
+from knnlm.io import replacing
+from knnlm.memories.base import LOGITS, ROWS, Context, Logits, Source
+
+LM_SIGNALS = ("top", "second", "entropy")
+
+
+@dataclass(frozen=True)
+class LMOutput:
+    """The answer of a language model."""
+
+    logits: Tensor  # (N, V)
+
+    @cached_property
+    def parts(self) -> Sequence[Logits]:
+        """The one prediction."""
+        return (Logits(self.logits),)
+
+    def signals(self) -> Tensor:
+        """Give (N, 3): the log-probabilities of the first and second choice, and the entropy."""
+        return self._look[0]
+
+    def top(self) -> Tensor:
+        """Give the most probable tokens."""
+        return self._look[1]
+
+    @cached_property
+    def _look(self) -> tuple[Tensor, Tensor]:
+        signals, top = [], []
+        for rows in self.logits.split(ROWS):
+            log_p = rows.float().log_softmax(1)
+            best, tokens = log_p.topk(min(2, log_p.shape[1]), 1)
+            entropy = -(log_p.exp() * log_p.clamp(min=-1e9)).sum(1)
+            signals.append(torch.stack([best[:, 0], best[:, -1], entropy], 1))
+            top.append(tokens[:, 0])
+        if not signals:
+            return self.logits.new_zeros(0, len(LM_SIGNALS)), self.logits.new_zeros(0, dtype=torch.long)
+        return torch.cat(signals).clamp(-100, 100), torch.cat(top)
+
+
+class DecoderMemory:
+    """A second language model with the same tokenizer."""
+
+    name = "lm"
+    horizon = 0
+    signal_names = LM_SIGNALS
+
+    def __init__(self, reader: int) -> None:
+        self.source = Source(reader, LOGITS)
+
+    @property
+    def part_names(self) -> Sequence[str]:
+        """The one prediction."""
+        return (self.name,)
+
+    def predict(self, context: Context) -> LMOutput:
+        """Say what the model said."""
+        return LMOutput(context.seen[self.source])
+
+
+CARD = "decoder.json"
+
+CARD_FORMAT = 1
+
+TOLD = {"model", "text", "tokens", "base_perplexity", "perplexity"}  # of the text that λ was chosen on
+
+_AGAIN = "Make it again with: knnlm distill --into decoder"
+
+
+@dataclass(frozen=True)
+class DecoderCard:
+    """What is known of a decoder. In the file, `weight` and `weight_facts` are called lambda and lambda_facts."""
+
+    student: dict[str, Any]  # spec, blocks, class, parameters, and the fingerprint of the weights before training
+    tokenizer: str  # fingerprint; with the next two, in which a model must agree to be mixed with it
+    vocab_size: int
+    start_token: int
+    window: dict[str, int]  # context and stride of training
+    teacher: str | None  # fingerprint of the store that it learnt from; None: from the text alone
+    targets: dict[str, Any] | None  # the facts of the targets
+    beta: float
+    settings: dict[str, Any]
+    text: str  # fingerprint of the tokens
+    tokens: int  # in training, each once
+    held_out_tokens: int
+    steps: int
+    seconds: float
+    losses: dict[str, float | None]  # the means of the last epoch: loss, kl, ce
+    held_out: list[dict[str, Any]]  # the same for what was held out, before training and after each epoch
+    notes: list[str]
+    weight: float | None = None  # λ, once it is tuned
+    weight_facts: dict[str, Any] | None = None
+
+
+def save_card(folder: Path, card: DecoderCard) -> None:
+    """Write a card; it appears complete or not at all."""
+    facts = {_NAMES.get(name, name): value for name, value in asdict(card).items()}
+    with replacing(folder / CARD) as partial:
+        written = summed({"format": CARD_FORMAT, **facts})
+        partial.write_text(json.dumps(written, indent=2, ensure_ascii=False), encoding="utf-8")
+
+
+def load_card(folder: str | Path) -> DecoderCard:
+    """Read the card of a decoder; whatever else the file holds is an error that names it."""
+    file = Path(folder) / CARD
+    missing = f"{folder} is no decoder: it has no {CARD}. {_AGAIN}"
+    facts = load_metadata(file, version=CARD_FORMAT, missing=missing, again=_AGAIN)
+    given: dict[str, Any] = {
+        name: facts.get(_NAMES.get(name, name)) for name in (field.name for field in fields(DecoderCard))
+    }
+    for name, kinds in _KINDS.items():
+        if not isinstance(given[name], kinds) or isinstance(given[name], bool):
+            raise DatastoreCorrupt(f"{file} has no proper {_NAMES.get(name, name)}. {_AGAIN}")
+    wrong = next((name for name, sound in _ranges(given).items() if not sound), None)
+    if wrong is not None:
+        raise DatastoreCorrupt(f"{file} has a {wrong} that cannot be: {given[wrong]}. {_AGAIN}")
+    return DecoderCard(**given)
+
+
+def set_lambda(folder: str | Path, value: float, facts: Mapping[str, Any] | None = None) -> DecoderCard:
+    """Write into a decoder's card how much it counts in a mixture, and how that was found."""
+    if not (math.isfinite(value) and 0 <= value <= 1):
+        raise ParameterError(f"lambda must be from 0 to 1, not {value}.")
+    if facts is not None and (missing := TOLD - facts.keys()):
+        raise ParameterError(f"What λ was chosen on must say its {min(missing).replace('_', ' ')}.")
+    card = replace(load_card(folder), weight=float(value), weight_facts=None if facts is None else dict(facts))
+    save_card(Path(folder), card)
+    return card
+
+
+_NAMES = {"weight": "lambda", "weight_facts": "lambda_facts"}
+
+_NONE = type(None)
+
+_KINDS: dict[str, tuple[type, ...]] = {
+    "student": (dict,),
+    "tokenizer": (str,),
+    "vocab_size": (int,),
+    "start_token": (int,),
+    "window": (dict,),
+    "teacher": (str, _NONE),
+    "targets": (dict, _NONE),
+    "beta": (int, float),
+    "settings": (dict,),
+    "text": (str,),
+    "tokens": (int,),
+    "held_out_tokens": (int,),
+    "steps": (int,),
+    "seconds": (int, float),
+    "losses": (dict,),
+    "held_out": (list,),
+    "notes": (list,),
+    "weight": (int, float, _NONE),
+    "weight_facts": (dict, _NONE),
+}
+
+
+def _ranges(given: Mapping[str, Any]) -> dict[str, bool]:
+    """Say of what must lie within limits whether it does."""
+    window, weight = given["window"], given["weight"]
+    whole = all(type(window.get(name)) is int for name in ("context", "stride"))
+    return {
+        "vocab_size": given["vocab_size"] > 0,
+        "start_token": 0 <= given["start_token"] < given["vocab_size"],
+        "window": whole and 1 <= window["stride"] <= window["context"],
+        "beta": 0 <= given["beta"] <= 1,
+        "weight": weight is None or 0 <= weight <= 1,
+        "student": given["student"].keys() >= {"spec", "blocks", "class", "parameters"},
+        "losses": all(value is None or type(value) in (int, float) for value in given["losses"].values()),
+        "weight_facts": given["weight_facts"] is None or given["weight_facts"].keys() >= TOLD,
+    }

@@ -1,0 +1,361 @@
+"""The tokens that followed the longest match in the stored text. Knows nothing about keys or how it is mixed.
+
+The last L tokens read are looked up in the memory's text, for L = 0, 1, 2, … up to the longest that occurs there with a
+token behind it. Of n_L such places, c_L(y) are followed by y, and T_L is the number of different tokens that follow.
+Shorter matches smooth longer ones, which is interpolated Witten-Bell:
+
+    p_L(y) = (c_L(y) + T_L · p_{L-1}(y)) / (n_L + T_L)          p_0(y) = c_0(y) / n_0
+
+Where not even the last token occurs, the memory abstains.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, TypeAlias
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from knnlm.datastore.store import Datastore
+from knnlm.datastore.suffix_array import DEPTH, Ints, SuffixArray, open_suffixes
+from knnlm.errors import ParameterError
+from knnlm.memories.base import Context, Prediction
+from knnlm.progress import Progress, silent
+
+Floats: TypeAlias = NDArray[np.float64]
+
+_ROWS = 1024  # positions at a time, so that what is in between stays small
+
+
+@dataclass(frozen=True)
+class Backoff:
+    """What followed some matches, mixed: P pairs of a position and a match of its last tokens. It is a prediction."""
+
+    suffixes: SuffixArray
+    vocab_size: int
+    size: int  # N
+    device: torch.device
+    row: Ints  # (P,) which position, ascending
+    length: Ints  # (P,) tokens in the match
+    low: Ints  # (P,) the first of its rows in the sorted text
+    count: Ints  # (P,) how many these are
+    weight: Floats  # (P,) sum to 1 over the pairs of a position
+
+    def of(self, targets: Tensor) -> Tensor:
+        """Give the (N,) log-probabilities of one token a position, exactly: its places are looked up."""
+        with np.errstate(divide="ignore"):
+            return self._tensor(np.log(self.probabilities(np.arange(self.size), targets.cpu().numpy())))
+
+    def log_dense(self) -> Tensor:
+        """Give the (N, V) log-probabilities."""
+        probs = np.zeros((self.size, self.vocab_size), np.float32)
+        for length in np.unique(self.length).tolist():
+            pairs = np.flatnonzero(self.length == length)
+            rows, weights = self.row[pairs], self.weight[pairs] / self.count[pairs]
+            if length == 0:
+                counts = np.diff(self.suffixes.first)[1 : self.vocab_size + 1]
+                probs[rows, : len(counts)] += (weights[:, None] * counts).astype(np.float32)
+                continue
+            # Positions often share a match, most of all a short one.
+            low, where, stretch = np.unique(self.low[pairs], return_index=True, return_inverse=True)
+            high = low + self.count[pairs][where]
+            owner, number, count = self.suffixes.spell(low, high, np.full(len(low), length))
+            begin = np.searchsorted(owner, np.arange(len(low) + 1))
+            pair, step = _ragged(np.diff(begin)[stretch])
+            entry = begin[stretch][pair] + step
+            # A token is there once in a match, so nothing is added twice to one place.
+            probs[rows[pair], _token(number[entry])] += weights[pair] * count[entry]
+        with np.errstate(divide="ignore"):
+            return self._tensor(np.log(probs, out=probs))
+
+    def abstains(self) -> Tensor:
+        """Mark the (N,) positions without a match."""
+        return torch.from_numpy(np.bincount(self.row, minlength=self.size) == 0).to(self.device)
+
+    def probabilities(self, rows: Ints, tokens: NDArray[Any]) -> Floats:
+        """Give the probability of each token at each of these positions."""
+        begin = np.searchsorted(self.row, np.arange(self.size + 1))
+        asked, step = _ragged(np.diff(begin)[rows])
+        pair = begin[rows][asked] + step
+        numbers = self.suffixes.encode(tokens, begins=False)[asked]
+        low, high = self.low[pair], self.low[pair] + self.count[pair]
+        low, high = self.suffixes.narrow(low, high, numbers, self.length[pair])
+        return _sum(asked, self.weight[pair] * (high - low) / self.count[pair], len(rows))
+
+    def only(self, row: int) -> Backoff:
+        """Give the prediction of one position."""
+        pairs = self.row == row
+        arrays = (array[pairs] for array in (self.length, self.low, self.count, self.weight))
+        return Backoff(self.suffixes, self.vocab_size, 1, self.device, np.zeros(pairs.sum(), np.int64), *arrays)
+
+    def _tensor(self, array: NDArray[Any]) -> Tensor:
+        return torch.from_numpy(array).to(self.device, torch.float32)
+
+
+class NgramMemory:
+    """A memory's text, sorted, and how long matches may be.
+
+    Probabilities are exact given T, and those of the longest match alone are exact. What else is to be known of a match
+    with more than `cap` places comes from a sample: what follows is sorted there, so `cap` evenly spaced places give
+    each token its share to within 1 / cap. T of matches of two or more tokens with more than `cap` places is estimated
+    from it: where two neighbours in the sample differ, from 1 to `step` new tokens lie between them (`step` places
+    apart), and the geometric mean √step is taken.
+    """
+
+    name = "ngram"
+    source = None
+    horizon = 0
+    # Logarithms are log(1 + x). All are 0 where there is no match. The entropy is that of the sample.
+    signal_names = ("match length", "log match count", "log match distinct", "match agreement", "top", "entropy")
+
+    def __init__(self, suffixes: SuffixArray, *, vocab_size: int, longest: int = 32, cap: int = 256) -> None:
+        if not 1 <= longest < DEPTH:
+            raise ParameterError(f"The longest match must be from 1 to {DEPTH - 1} tokens, not {longest}.")
+        if cap < 1:
+            raise ParameterError(f"cap must be at least 1, not {cap}.")
+        self.suffixes = suffixes
+        self.vocab_size = vocab_size
+        self.longest = longest
+        self.cap = cap
+
+    @classmethod
+    def open(cls, store: Datastore, *, longest: int = 32, cap: int = 256, progress: Progress = silent) -> NgramMemory:
+        """Open the n-grams of a memory on disk; they are sorted when this is done for the first time."""
+        suffixes = open_suffixes(store, progress=progress)
+        return cls(suffixes, vocab_size=int(store.model["vocab_size"]), longest=longest, cap=cap)
+
+    @property
+    def part_names(self) -> Sequence[str]:
+        """The smoothed prediction, and that of the longest match alone."""
+        return ("ngram", "ngram longest")
+
+    def predict(self, context: Context) -> NgramOutput:
+        """Look up what followed the last tokens of each position."""
+        numbers, places = self._read(context)
+        low, high = self.suffixes.match(numbers, self.longest)
+        cuts = range(_ROWS, len(places), _ROWS)
+        blocks = [_Block(self, low[rows], high[rows], numbers[rows]) for rows in np.split(places, cuts)]
+        device = next((run.tokens.device for run in context.runs), torch.device("cpu"))
+        return NgramOutput(self._backoff(blocks, device), self._backoff(blocks, device, longest=True), blocks)
+
+    def _backoff(self, blocks: Sequence[_Block], device: torch.device, *, longest: bool = False) -> Backoff:
+        """Put the matches of all positions together, or the longest alone."""
+        begin = np.cumsum([0, *(block.size for block in blocks)])
+        chosen = [block.last if longest else np.arange(len(block.row)) for block in blocks]
+        each = list(zip(blocks, chosen, begin[:-1], strict=True))
+        return Backoff(
+            self.suffixes,
+            self.vocab_size,
+            int(begin[-1]),
+            device,
+            row=np.concatenate([block.row[pairs] + first for block, pairs, first in each]),
+            length=np.concatenate([block.level[pairs] for block, pairs, _ in each]),
+            low=np.concatenate([block.low[pairs] for block, pairs, _ in each]),
+            count=np.concatenate([block.count[pairs] for block, pairs, _ in each]),
+            weight=np.concatenate([np.ones(len(pairs)) if longest else block.weight for block, pairs, _ in each]),
+        )
+
+    def _read(self, context: Context) -> tuple[Ints, Ints]:
+        """Put what the runs have read one after another, and say where the positions to be predicted are."""
+        pieces: list[Ints] = []
+        places: list[Ints] = [np.empty(0, np.int64)]
+        size = 0
+        nowhere = np.array([self.suffixes.vocab_size + 1])  # between two runs: no match reaches across it
+        for _, run in context.each_run():
+            begin = max(0, run.start - self.longest + 1)
+            tokens = run.tokens[begin:].cpu().numpy()
+            pieces += [self.suffixes.encode(tokens, begins=begin == 0), nowhere]
+            places.append(np.arange(run.start - begin, len(tokens)) + size)
+            size += len(tokens) + 1
+        return np.concatenate(pieces or [nowhere]), np.concatenate(places)
+
+    def tally(self, low: Ints, counts: Ints, lengths: Ints) -> _Followers:
+        """Look at what follows in stretches of `counts` rows from `low` on, where `lengths` tokens are the same."""
+        sizes = np.minimum(counts, self.cap)
+        owner, step = _ragged(sizes)
+        # In the middle of each of `size` equal parts; simply all rows where there are no more than `cap`.
+        rows = low[owner] + (2 * step + 1) * counts[owner] // (2 * sizes[owner])
+        tokens = _token(self.suffixes.following(rows, lengths[owner]))
+        heads = np.flatnonzero((step == 0) | (tokens != np.roll(tokens, 1)))
+        owners = owner[heads]
+        shares = np.diff(np.append(heads, len(rows))) / sizes[owners]
+        different = np.bincount(owners, minlength=len(low))
+        apart: Floats = np.sqrt(counts / sizes)
+        return _Followers(np.append(0, np.cumsum(different)), tokens[heads], shares, 1 + (different - 1) * apart)
+
+
+@dataclass(frozen=True)
+class NgramOutput:
+    """What followed: smoothed by shorter matches, and after the longest match alone."""
+
+    smoothed: Backoff
+    longest: Backoff
+    blocks: Sequence[_Block]
+
+    @property
+    def parts(self) -> Sequence[Prediction]:
+        """The smoothed prediction, and the one of the longest match alone."""
+        return (self.smoothed, self.longest)
+
+    def signals(self) -> Tensor:
+        """Give (N, 6): see `NgramMemory.signal_names`."""
+        matched = np.concatenate([block.matched() for block in self.blocks])
+        entropy = np.concatenate([block.sample.entropy() for block in self.blocks])
+        signals = np.column_stack([matched, self._top[1], entropy])
+        return torch.from_numpy(signals).to(self.smoothed.device, torch.float32)
+
+    def top(self) -> Tensor:
+        """Give the (N,) most probable tokens; the lowest of equal ones, -1 where it abstains."""
+        return torch.from_numpy(self._top[0]).to(self.smoothed.device)
+
+    @cached_property
+    def _top(self) -> tuple[Ints, Floats]:
+        """The most probable tokens and their probabilities, exactly, though the sample says where to look."""
+        begin = np.cumsum([0, *(block.size for block in self.blocks)])
+        near = [block.near_the_top() for block in self.blocks]
+        rows = np.concatenate([rows + first for (rows, _), first in zip(near, begin[:-1], strict=True)])
+        tokens = np.concatenate([tokens for _, tokens in near])
+        probs = self.smoothed.probabilities(rows, tokens)
+        # By position, then the most probable first, then the lowest: the first of a position is its best.
+        order = np.lexsort((tokens, -probs, rows))
+        first = order[np.flatnonzero(np.diff(rows[order], prepend=-1))]
+        best, most = np.full(begin[-1], -1, np.int64), np.zeros(begin[-1])
+        best[rows[first]], most[rows[first]] = tokens[first], probs[first]
+        # What no sample has may still be as probable as the sample is coarse.
+        error = np.concatenate([block.error for block in self.blocks])
+        for row in np.flatnonzero((best >= 0) & (most <= error)).tolist():
+            dense = self.smoothed.only(row).log_dense()[0]
+            best[row], most[row] = int(dense.argmax()), float(dense.max().exp())
+        return best, most
+
+
+@dataclass(frozen=True)
+class _Followers:
+    """Who follows in U stretches of rows: entries begin[u] … begin[u + 1] - 1 are those of stretch u."""
+
+    begin: Ints  # (U + 1,)
+    tokens: Ints  # ascending within a stretch
+    shares: Floats  # sum to 1 within a stretch
+    distinct: Floats  # (U,) how many different tokens follow, an estimate where the stretch was sampled
+
+
+@dataclass(frozen=True)
+class _Sample:
+    """The smoothed prediction as far as the samples have it: entries of B positions."""
+
+    size: int
+    row: Ints  # ascending
+    tokens: Ints  # ascending within a position
+    weights: Floats  # sum to 1 within a position
+
+    def entropy(self) -> Floats:
+        """Give the (B,) entropies in nats."""
+        return _sum(self.row, -self.weights * np.log(np.maximum(self.weights, 1e-300)), self.size)
+
+
+class _Block:
+    """Some positions, and all that is found for them: pairs of a position and a match. Level L is L tokens long."""
+
+    def __init__(self, memory: NgramMemory, low: Ints, high: Ints, numbers: Ints) -> None:
+        # Never more for a longer match; in a damaged file they could be, and would not fit together.
+        self._counts = np.minimum.accumulate(high - low, 1)  # (B, longest + 1)
+        self.size = len(self._counts)
+        self._matched = (self._counts[:, 1:] > 0).sum(1)  # (B,) tokens in the longest match
+        self._levels = int(self._matched.max(initial=0)) + 1
+        self._counts = self._counts[:, : self._levels]
+        # Matches of equal counts have the same places, so the longest of them speaks for all.
+        longer = np.append(self._counts[:, 1:], np.zeros((self.size, 1), np.int64), 1)
+        self._speaks = (self._counts > longer) & (self._matched > 0)[:, None]
+        self.row, self.level = np.nonzero(self._speaks)
+        self.low, self.count = low[self.row, self.level], self._counts[self.row, self.level]
+        # Positions often share a match, most of all a short one; its first row and its length tell it from others.
+        _, where, self._stretch = np.unique(self.low * DEPTH + self.level, return_index=True, return_inverse=True)
+        self._tally = memory.tally(self.low[where], self.count[where], self.level[where])
+        self._vocab_size, self._cap = memory.vocab_size, memory.cap
+        self._distinct = self._find_distinct(memory.suffixes, numbers)
+        self.weight = self._find_weights()[self.row, self.level]
+        self.last = np.flatnonzero(self.level == self._matched[self.row])  # the pairs of the longest matches
+
+    def _find_distinct(self, suffixes: SuffixArray, numbers: Ints) -> Floats:
+        """Give T of every level (B, levels)."""
+        distinct = np.zeros((self.size, self._levels))
+        distinct[self.row, self.level] = self._tally.distinct[self._stretch]
+        for level in range(self._levels - 2, -1, -1):
+            distinct[:, level] = np.where(self._speaks[:, level], distinct[:, level], distinct[:, level + 1])
+        distinct[:, 0] = suffixes.distinct
+        distinct[:, 1:2] = suffixes.followers[numbers][:, None]
+        # A longer match cannot be followed by more, whatever was estimated.
+        return np.minimum.accumulate(distinct, 1)
+
+    def _find_weights(self) -> Floats:
+        """Give the (B, levels) weight in the smoothed prediction of every level that speaks."""
+        sure: Floats = self._counts / np.maximum(self._counts + self._distinct, 1)
+        sure[:, 0] = 1
+        # What a level leaves goes to the next shorter one.
+        left = np.append(np.cumprod((1 - sure)[:, ::-1], 1)[:, ::-1][:, 1:], np.ones((self.size, 1)), 1)
+        weights: Floats = sure * left
+        for level in range(self._levels - 1):
+            weights[:, level + 1] += np.where(self._speaks[:, level], 0, weights[:, level])
+        return weights
+
+    def matched(self) -> Floats:
+        """Give (B, 4): length, count and distinct tokens of the longest match, and its largest share."""
+        rows = self.row[self.last]
+        found = np.zeros((self.size, 4))
+        if len(rows):
+            length = self._matched[rows]
+            found[rows, 0] = length
+            found[rows, 1] = np.log1p(self._counts[rows, length])
+            found[rows, 2] = np.log1p(self._distinct[rows, length])
+            found[rows, 3] = np.maximum.reduceat(self._tally.shares, self._tally.begin[:-1])[self._stretch[self.last]]
+        return found
+
+    @cached_property
+    def sample(self) -> _Sample:
+        """The mixture of all levels, each token of a position once."""
+        begin = self._tally.begin[self._stretch]
+        pair, step = _ragged(self._tally.begin[self._stretch + 1] - begin)
+        entry = begin[pair] + step
+        weights = self._tally.shares[entry] * self.weight[pair]
+        keys = self.row[pair] * self._vocab_size + self._tally.tokens[entry]
+        order = np.argsort(keys)
+        keys = keys[order]
+        heads = np.flatnonzero(np.diff(keys, prepend=-1))
+        sums = np.add.reduceat(weights[order], heads) if len(heads) else weights
+        rows, tokens = np.divmod(keys[heads], self._vocab_size)
+        return _Sample(self.size, rows, tokens, sums)
+
+    @cached_property
+    def error(self) -> Floats:
+        """Give the (B,) most that a probability may differ from its sample's; 0 where nothing was sampled."""
+        return _sum(self.row, np.where(self.count > self._cap, self.weight / self._cap, 0), self.size)
+
+    def near_the_top(self) -> tuple[Ints, Ints]:
+        """Give the (positions, tokens) that may be the most probable ones, as far as the samples have them."""
+        most = np.zeros(self.size)
+        np.maximum.at(most, self.sample.row, self.sample.weights)
+        # Sums in another order differ in their last digits.
+        chosen = self.sample.weights >= (most - 2 * self.error)[self.sample.row] * (1 - 1e-9)
+        return self.sample.row[chosen], self.sample.tokens[chosen]
+
+
+def _token(numbers: NDArray[Any]) -> Ints:
+    """Turn numbers of the text into tokens; a border, which follows in a damaged file only, into 0."""
+    return np.maximum(numbers.astype(np.int64) - 1, 0)
+
+
+def _sum(owner: Ints, weights: Floats, size: int) -> Floats:
+    """Add up the weights of each owner."""
+    return np.bincount(owner, weights, size).astype(np.float64)
+
+
+def _ragged(sizes: Ints) -> tuple[Ints, Ints]:
+    """Count through stretches of these sizes: (which stretch, how far into it)."""
+    owner = np.repeat(np.arange(len(sizes)), sizes)
+    begin = np.cumsum(sizes) - sizes
+    return owner, np.arange(len(owner)) - begin[owner]

@@ -1,0 +1,188 @@
+"""Neighbours vote for the next token. Knows nothing about where they were found: in a store, or in the text itself.
+
+p(y | x) = Σ over the k nearest i with value y of softmax(-distance_i / τ), each as often as it is counted
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from knnlm.errors import ParameterError
+from knnlm.memories.base import Context, Source, Votes
+
+_COLDEST = 1e-30  # float32 knows little below, and nothing is colder than one vote for the nearest
+
+NEAR = 64  # neighbours among which the loudest token is looked for
+
+_DEPTHS = (1, 8, 64)  # places whose distance is a signal, besides the last
+
+_CROWDS = (16, 64)  # how many of the nearest are asked how many tokens they name, besides all
+
+SIGNALS = (
+    *(f"distance {depth}" for depth in _DEPTHS),
+    "last distance",
+    *(f"distinct {crowd}" for crowd in _CROWDS),
+    "distinct",
+    "entropy",
+    "loudest",
+)
+
+
+@dataclass(frozen=True)
+class Retrieved:
+    """The neighbours of N queries, nearest first."""
+
+    ids: Tensor  # (N, k) where they stand; -1 = none
+    distances: Tensor  # (N, k); inf = none
+    values: Tensor  # (N, k) the token that followed; -1 = none
+    counts: Tensor | None = None  # (N, k) how many contexts each stands for; None: one each
+
+    def nearest(self, k: int) -> Retrieved:
+        """Keep the k nearest of each query."""
+        if k >= self.ids.shape[1]:
+            return self
+        counts = None if self.counts is None else self.counts[:, :k]
+        return Retrieved(self.ids[:, :k], self.distances[:, :k], self.values[:, :k], counts)
+
+
+@dataclass(frozen=True)
+class VoteParams:
+    """How neighbours vote: how many of them, and how much louder the nearer ones speak."""
+
+    k: int
+    temperature: float
+
+    def __post_init__(self) -> None:
+        check_vote(self.k, self.temperature)
+
+    def __str__(self) -> str:
+        return f"k={self.k} τ={self.temperature:g}"
+
+
+def check_vote(k: int, temperature: float) -> None:
+    """Refuse a vote of nobody, or one whose weights are undefined."""
+    if k < 1:
+        raise ParameterError(f"k must be at least 1, not {k}.")
+    if not (temperature >= _COLDEST and math.isfinite(temperature)):
+        raise ParameterError(f"temperature must be above 0 (at least {_COLDEST:g}), not {temperature}.")
+
+
+def vote(found: Retrieved, *, temperature: float, vocab_size: int) -> Votes:
+    """Turn distances into weights: softmax(-distance / τ) over the neighbours there are."""
+    # Less the nearest one's: weights do not change, and a tiny τ cannot make the largest score infinite.
+    scores = (found.distances[:, :1] - found.distances) / temperature
+    if found.counts is not None:
+        scores = scores + found.counts.log()
+    log_weights = scores.log_softmax(1)
+    # A row without any neighbour is -inf everywhere, and its softmax undefined.
+    return Votes(found.values, log_weights.masked_fill(found.ids < 0, -torch.inf), vocab_size)
+
+
+@dataclass(frozen=True)
+class VoteOutput:
+    """The answer of a memory of neighbours: the same neighbours, counted by one or more settings."""
+
+    found: Retrieved
+    settings: Sequence[VoteParams]
+    vocab_size: int
+
+    @cached_property
+    def parts(self) -> Sequence[Votes]:
+        """The votes by each setting."""
+        return [
+            vote(self.found.nearest(setting.k), temperature=setting.temperature, vocab_size=self.vocab_size)
+            for setting in self.settings
+        ]
+
+    def signals(self) -> Tensor:
+        """Give (N, F): how far neighbours are, how many tokens they name, how much they agree."""
+        votes, distances = self.parts[0], self.found.distances
+        rows, width = votes.values.shape
+        if not width:
+            return distances.new_zeros(rows, len(SIGNALS))
+        there = (votes.values >= 0).sum(1)  # (N,)
+        # arcsinh: a logarithm that also takes inner products, which can be negative.
+        places = [(there.clamp(max=depth) - 1).clamp(min=0) for depth in (*_DEPTHS, width)]
+        far = distances.gather(1, torch.stack(places, 1)).asinh().nan_to_num(posinf=0.0)
+        groups = _group(votes.values, votes.log_weights.exp())
+        named = [(groups.first < crowd).sum(1).float().log1p() for crowd in (*_CROWDS, width)]
+        entropy = -torch.xlogy(groups.shares, groups.shares).sum(1)
+        loudest = groups.shares.amax(1).clamp(min=1e-9).log()
+        signals = torch.cat([far, torch.stack([*named, entropy, loudest], 1)], 1)
+        return signals.masked_fill((there == 0)[:, None], 0.0)
+
+    def top(self) -> Tensor:
+        """Give the (N,) tokens that the nearest speak loudest for; -1 where there is no neighbour."""
+        values = self.parts[0].values[:, :NEAR]
+        if not values.shape[1]:
+            return values.new_full((len(values),), -1)
+        groups = _group(values, self.parts[0].log_weights[:, :NEAR].exp())
+        best = groups.shares.argmax(1, keepdim=True)
+        top = values.gather(1, groups.first.gather(1, best).clamp(max=values.shape[1] - 1))[:, 0]
+        return top.masked_fill((values < 0).all(1), -1)
+
+
+class NeighbourMemory:
+    """What memories of neighbours have in common: they find some, and let them vote by their settings."""
+
+    name: str
+    vocab_size: int
+    metric: str
+    source: Source
+    horizon: int
+    settings: tuple[VoteParams, ...]
+    signal_names = SIGNALS
+
+    @property
+    def part_names(self) -> Sequence[str]:
+        """One part for each way of counting the votes."""
+        return [f"{self.name} {setting}" for setting in self.settings]
+
+    @property
+    def widest(self) -> int:
+        """The most neighbours that any setting asks for."""
+        return max(setting.k for setting in self.settings)
+
+    def find(self, context: Context, k: int | None = None) -> Retrieved:
+        """Find the neighbours of each position."""
+        raise NotImplementedError
+
+    def predict(self, context: Context) -> VoteOutput:
+        """Let the neighbours of each position vote."""
+        return self.poll(self.find(context))
+
+    def poll(self, found: Retrieved) -> VoteOutput:
+        """Let neighbours vote, by this memory's settings."""
+        return VoteOutput(found, self.settings, self.vocab_size)
+
+
+@dataclass(frozen=True)
+class _Groups:
+    """Votes of one row added up by token; as many columns as voters, the last ones empty."""
+
+    shares: Tensor  # (N, k) weight of each group
+    first: Tensor  # (N, k) place of its nearest member; beyond all places where there is no group
+
+
+def _group(values: Tensor, weights: Tensor) -> _Groups:
+    """Add up the votes for the same token."""
+    ordered, order, group = by_token(values)
+    shares = torch.zeros_like(weights).scatter_add_(1, group, weights.gather(1, order))
+    nobody = values.shape[1]
+    places = order.masked_fill(ordered < 0, nobody)  # who is not there names nothing
+    first = torch.full_like(group, nobody).scatter_reduce_(1, group, places, "amin")
+    return _Groups(shares, first)
+
+
+def by_token(values: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Put (N, k) tokens in order: the tokens, where each of them stood, and the number of its group in the row."""
+    ordered, order = values.sort(dim=1, stable=True)
+    new = torch.ones_like(ordered, dtype=torch.bool)
+    new[:, 1:] = ordered[:, 1:] != ordered[:, :-1]
+    return ordered, order, new.cumsum(1) - 1

@@ -1,0 +1,206 @@
+"""Search again, for all positions of a text, in other keys or by another distance. Knows nothing about models."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from knnlm.evaluation.sweep import replay, sweep
+from knnlm.evaluation.trace import MemoryTrace, Trace
+from knnlm.index.base import Index, Neighbours, Vectors
+from knnlm.memories.knn import KnnMemory
+from knnlm.memories.voting import Retrieved
+from knnlm.progress import Progress, silent
+
+_QUERIES = 4096  # at a time: keys that do not fit into memory are read once for each such block
+
+
+@dataclass(frozen=True)
+class ArrayVectors:
+    """Vectors that are in memory."""
+
+    keys: Tensor  # (N, D) float32
+
+    @property
+    def rows(self) -> int:
+        """The number of vectors."""
+        return len(self.keys)
+
+    @property
+    def width(self) -> int:
+        """The number of dimensions."""
+        return self.keys.shape[1]
+
+    def chunks(self, size: int) -> Iterator[tuple[int, Tensor]]:
+        """Give (number of the first row, (n, D)) from first to last."""
+        for begin in range(0, self.rows, size):
+            yield begin, self.keys[begin : begin + size]
+
+    def take(self, ids: Tensor) -> Tensor:
+        """Give the rows of these ids; an id below 0 gives zeros."""
+        found = self.keys[ids.clamp(min=0)]
+        found[ids < 0] = 0
+        return found
+
+
+@dataclass(frozen=True)
+class Part:
+    """Some of other vectors, numbered from 0."""
+
+    whole: Vectors
+    ids: Tensor  # (n,) ascending numbers in the whole
+
+    @property
+    def rows(self) -> int:
+        """The number of vectors."""
+        return len(self.ids)
+
+    @property
+    def width(self) -> int:
+        """The number of dimensions."""
+        return self.whole.width
+
+    def chunks(self, size: int) -> Iterator[tuple[int, Tensor]]:
+        """Give (number of the first row, (n, D)) from first to last."""
+        for begin in range(0, self.rows, size):
+            yield begin, self.whole.take(self.ids[begin : begin + size])
+
+    def take(self, ids: Tensor) -> Tensor:
+        """Give the rows of these ids; an id below 0 gives zeros."""
+        return self.whole.take(self.number(ids))
+
+    def number(self, ids: Tensor) -> Tensor:
+        """Give the numbers that rows of the part have in the whole; an id below 0 stays."""
+        if not self.rows:
+            return ids
+        return self.ids.to(ids.device)[ids.clamp(min=0)].masked_fill(ids < 0, -1)
+
+
+class SubsetIndex:
+    """An index over a part that answers with the numbers of the whole."""
+
+    def __init__(self, index: Index, part: Part) -> None:
+        self.metric = index.metric
+        self._index = index
+        self._part = part
+
+    def search(self, queries: Tensor, k: int) -> Neighbours:
+        """Find the k nearest rows of each of (N, D) queries."""
+        found = self._index.search(queries, k)
+        return Neighbours(self._part.number(found.ids), found.distances)
+
+
+def search_trace(
+    memory: KnnMemory, keys: NDArray[np.float32], k: int, *, device: str = "cpu", progress: Progress = silent
+) -> Retrieved:
+    """Find the k nearest of all (N, D) keys; what is found is held in memory."""
+    blocks: list[Retrieved] = []
+    with progress("searching", total=len(keys), unit="tokens") as advance:
+        for begin in range(0, len(keys), _QUERIES):
+            queries = torch.from_numpy(np.array(keys[begin : begin + _QUERIES])).to(device)
+            found = memory.search(queries, k)
+            counts = None if found.counts is None else found.counts.cpu()
+            blocks.append(Retrieved(found.ids.cpu(), found.distances.cpu(), found.values.cpu(), counts))
+            advance(len(queries))
+    counted = None if blocks[0].counts is None else torch.cat([_counts(block) for block in blocks])
+    return Retrieved(
+        torch.cat([block.ids for block in blocks]),
+        torch.cat([block.distances for block in blocks]),
+        torch.cat([block.values for block in blocks]),
+        counted,
+    )
+
+
+def _counts(found: Retrieved) -> Tensor:
+    return torch.ones_like(found.distances) if found.counts is None else found.counts
+
+
+def merge(first: Retrieved | None, second: Retrieved, k: int) -> Retrieved:
+    """Keep the k nearest of what two searches in different keys found."""
+    if first is None:
+        return second.nearest(k)
+    distances = torch.cat([first.distances, second.distances], 1)
+    nearest, order = distances.sort(dim=1, stable=True)
+    order = order[:, :k]
+    ids = torch.cat([first.ids, second.ids], 1).gather(1, order)
+    values = torch.cat([first.values, second.values], 1).gather(1, order)
+    counts = None
+    if first.counts is not None or second.counts is not None:
+        counts = torch.cat([_counts(first), _counts(second)], 1).gather(1, order)
+    return Retrieved(ids, nearest[:, :k], values, counts)
+
+
+def with_neighbours(trace: Trace, found: Retrieved, *, metric: str = "l2") -> Trace:
+    """Give a trace of the same text in which a store has found these neighbours, and nothing else is mixed."""
+    arrays: dict[str, NDArray[Any]] = {
+        "distances": found.distances.numpy().astype(np.float32),
+        "values": found.values.numpy().astype(np.int32),
+    }
+    if found.counts is not None:
+        arrays["counts"] = found.counts.numpy().astype(np.float32)
+    facts = {
+        "label": "knn",
+        "kind": "knn",
+        "k": found.distances.shape[1],
+        "metric": metric,
+        "counted": found.counts is not None,
+        "parts": ["knn"],
+        "signals": [],
+    }
+    return replace(trace, memories=[MemoryTrace(facts, arrays, int(trace.facts["vocab_size"]))])
+
+
+def beginning(trace: Trace, rows: int, documents: int) -> Trace:
+    """Give the first rows of a trace, without memories."""
+    return replace(
+        trace,
+        targets=trace.targets[:rows],
+        log_p=trace.log_p[:rows],
+        signals=trace.signals[:rows],
+        choice=trace.choice[:rows],
+        documents=trace.documents[:rows],
+        positions=trace.positions[:rows],
+        tokens=trace.tokens[:rows],
+        memories=[],
+        facts={**trace.facts, "tokens": rows, "documents": documents},
+    )
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Settings that were chosen on one text, and what they give there and on the other."""
+
+    k: int
+    temperature: float
+    weight: float
+    valid: float  # perplexity
+    test: float
+
+    def figures(self) -> tuple[float, float, float, float]:
+        """Give τ, λ and both perplexities, for a table."""
+        return self.temperature, self.weight, self.valid, self.test
+
+    def options(self) -> tuple[object, ...]:
+        """Give the options of `knnlm eval` that ask for these settings."""
+        return ("--k", self.k, "--temperature", self.temperature, "--lambda", self.weight)
+
+
+def choose(
+    valid: Trace,
+    test: Trace,
+    *,
+    k: int | None = None,
+    temperatures: tuple[float, ...] | None = None,
+    memory: int = 0,
+) -> Outcome:
+    """Choose k (where it is not given), τ and λ of a memory on one text, and measure them on the other."""
+    found = sweep(valid, memory=memory, ks=None if k is None else [k], temperatures=temperatures)
+    best_k, temperature, weight, perplexity = found.best
+    measured = replay(test, k=best_k, temperature=temperature, weight=weight, memory=memory)
+    return Outcome(best_k, temperature, weight, perplexity, measured.perplexity)

@@ -1,0 +1,140 @@
+"""Studies of the vote: how many neighbours, how loud the near ones, how much the vote weighs. All from the trace."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from knnlm.evaluation.sweep import Sweep, sweep
+from knnlm.report.context import ReportContext
+from knnlm.report.search import Outcome
+from knnlm.report.study import FIGURES, Cell, Line, Plot, Study, Table, lowest, percent_lower
+
+
+def study_k(desk: ReportContext) -> Study:
+    """For each k, choose τ and λ on the first text and measure on the second."""
+    found, measured = desk.sweep, _on_test(desk)
+    tried = [
+        _outcome(found, measured, k, *divmod(int(found.perplexity[k].argmin()), len(found.lambdas)))
+        for k in range(len(found.ks))
+    ]
+    best = lowest([one.valid for one in tried])
+    chosen = tried[best]
+    return Study(
+        name="k",
+        title="How many neighbours vote",
+        paper="kNN-LM, Figure 4",
+        finding=(
+            f"With k = {chosen.k}, chosen on the tuning text, perplexity is {chosen.test:.2f}, "
+            f"{percent_lower(chosen.test, desk.base)} than the model's {desk.base:.2f}; a single neighbour gives "
+            f"{tried[0].test:.2f}."
+        ),
+        command=_command(desk, chosen),
+        tables=[_table(tried, best)],
+        plots=[_plot("Perplexity by the number of neighbours", "k", [one.k for one in tried], tried, best, desk.base)],
+    )
+
+
+def study_temperature(desk: ReportContext) -> Study:
+    """For each τ, choose λ on the first text and measure on the second, with the chosen k."""
+    found, measured = desk.sweep, _on_test(desk)
+    k = found.ks.index(desk.chosen[0].k)
+    tried = [
+        _outcome(found, measured, k, number, int(found.perplexity[k, number].argmin()))
+        for number in range(len(found.temperatures))
+    ]
+    best = lowest([one.valid for one in tried])
+    x = [one.temperature for one in tried]
+    return Study(
+        name="temperature",
+        title="How much louder near neighbours speak",
+        paper="Why do Nearest Neighbor Language Models Work?, on temperature",
+        finding=(
+            f"The best τ is {x[best]:.3g}, with perplexity {tried[best].test:.2f}; the coldest tried gives "
+            f"{tried[0].test:.2f}, the hottest {tried[-1].test:.2f}."
+        ),
+        command=_command(desk, tried[best]),
+        tables=[_table(tried, best, "τ")],
+        plots=[_plot("Perplexity by temperature", "τ", x, tried, best, desk.base)],
+    )
+
+
+def study_lambda(desk: ReportContext) -> Study:
+    """Measure every λ on both texts, with the chosen k and τ."""
+    setting, weight = desk.chosen
+    found, measured = desk.sweep, _on_test(desk)
+    at = (found.ks.index(setting.k), found.temperatures.index(setting.temperature))
+    tried = [_outcome(found, measured, *at, number) for number in range(len(found.lambdas))]
+    chosen, own = found.lambdas.index(weight), lowest([one.test for one in tried])
+    shown = sorted({*range(0, len(tried), 10), chosen})
+    x = list(found.lambdas)
+    return Study(
+        name="lambda",
+        title="How much the vote weighs",
+        paper="kNN-LM, Figure 5",
+        finding=(
+            f"λ = {weight:.2f} was chosen on the tuning text and gives {tried[chosen].test:.2f}; the best for the "
+            f"held-out text itself would be λ = {x[own]:.2f} with {tried[own].test:.2f}."
+        ),
+        command=_command(desk, tried[chosen]),
+        tables=[_table([tried[number] for number in shown], shown.index(chosen), "λ")],
+        plots=[_plot("Perplexity by λ", "λ", x, tried, chosen, desk.base, log_x=False)],
+        numbers={"lambda": x, "valid": [one.valid for one in tried], "test": [one.test for one in tried]},
+    )
+
+
+def _on_test(desk: ReportContext) -> Sweep:
+    """Try the settings of the first text on the second."""
+    tried = desk.sweep
+    return sweep(desk.test.trace, memory=desk.knn, ks=tried.ks, temperatures=tried.temperatures, lambdas=tried.lambdas)
+
+
+def _outcome(valid: Sweep, test: Sweep, k: int, temperature: int, weight: int) -> Outcome:
+    """Give what one setting, by its places in the grid, gave on both texts."""
+    at = (k, temperature, weight)
+    settings = valid.ks[k], valid.temperatures[temperature], valid.lambdas[weight]
+    return Outcome(*settings, float(valid.perplexity[at]), float(test.perplexity[at]))
+
+
+def _command(desk: ReportContext, chosen: Outcome) -> str:
+    return desk.evaluation("--memory", "knn", "--metric", "l2", *chosen.options())
+
+
+def _table(tried: Sequence[Outcome], best: int, first: str = "k") -> Table:
+    """Lay out what was tried, from the setting on that differs; what is the same everywhere is said below."""
+    columns = {"k": ",d", **FIGURES}
+    skipped = list(columns).index(first)
+    one = tried[0]
+    rows: list[list[Cell]] = [[each.k, *each.figures()] for each in tried]
+    same = [f"k = {one.k:,}", f"τ = {one.temperature:.3g}"][:skipped]
+    return Table(
+        list(columns)[skipped:],
+        list(columns.values())[skipped:],
+        [row[skipped:] for row in rows],
+        caption=f"With {' and '.join(same)}." if same else "τ and λ are chosen for each k.",
+        best=best,
+    )
+
+
+def _plot(
+    title: str,
+    label: str,
+    x: Sequence[float],
+    tried: Sequence[Outcome],
+    best: int,
+    base: float,
+    *,
+    log_x: bool = True,
+) -> Plot:
+    return Plot(
+        "lines",
+        title,
+        label,
+        "perplexity",
+        [
+            Line("tuning text", list(x), [one.valid for one in tried]),
+            Line("held-out text", list(x), [one.test for one in tried]),
+        ],
+        log_x=log_x,
+        levels={"model alone": base},
+        mark=[float(x[best]), tried[best].test],
+    )

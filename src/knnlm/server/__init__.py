@@ -1,0 +1,1 @@
+"""An OpenAI-compatible HTTP server that reports the sources of every token."""

@@ -1,0 +1,1 @@
+"""Training of memories with parameters: output matrices, key maps and decoders."""

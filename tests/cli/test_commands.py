@@ -1,0 +1,455 @@
+"""The command line as people and scripts use it: real arguments, real files, real exit codes."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import re
+import shlex
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+
+from helpers import oracle
+from helpers.cli import failure, knnlm
+from helpers.stores import WORDS, documents
+from knnlm.cli.app import app, run
+from knnlm.datastore.store import Datastore
+from knnlm.evaluation.evaluate import evaluate
+from knnlm.mixture.mixture import Mixture
+
+COMMANDS = [
+    "build",
+    "index",
+    "tune",
+    "eval",
+    "generate",
+    "explain",
+    "info",
+    "distill",
+    "prune",
+    "compress",
+    "adapt",
+    "verify",
+    "repair",
+    "merge",
+    "import",
+    "export",
+    "report",
+    "bench",
+    "serve",
+    "chat",
+    "demo",
+    "add",
+    "remove",
+    "documents",
+    "compact",
+]
+LIVING = ("add", "documents", "remove", "compact")
+
+
+@pytest.fixture(scope="module")
+def texts(tmp_path_factory):
+    """A folder of text in several formats, and held-out text."""
+    folder = tmp_path_factory.mktemp("texts")
+    docs = folder / "docs"
+    docs.mkdir()
+    made = documents(12)
+    (docs / "a.txt").write_text(made[0].text)
+    (docs / "b.md").write_text(made[1].text)
+    with gzip.open(docs / "c.jsonl.gz", "wt") as file:
+        for document in made[2:]:
+            file.write(json.dumps({"id": document.id, "text": document.text}) + "\n")
+    (folder / "held-out.txt").write_text(documents(1, words=150, start=50)[0].text)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def memory(texts, model_folder):
+    path = texts / "memory"
+    assert run(["build", str(texts / "docs"), "--out", str(path), "--model", str(model_folder)]) == 0
+    return path
+
+
+def examples() -> dict[str, str]:
+    """The first line of every command's help."""
+    return {
+        command.name or command.callback.__name__: command.callback.__doc__.splitlines()[0]
+        for command in app.registered_commands
+    }
+
+
+def test_every_command_is_there_and_its_help_opens_with_an_example_of_itself(capfd):
+    assert sorted(examples()) == sorted(COMMANDS)
+    for name in COMMANDS:
+        code, out, _ = knnlm(capfd, name, "--help")
+        assert code == 0
+        body = [line.strip() for line in out.splitlines() if line.strip()]
+        assert body[1].startswith(f"knnlm {name}"), body
+        assert "--json" in out
+
+
+def test_the_examples_run_as_they_stand(texts, model_folder, tmp_path, monkeypatch, capfd):
+    """In the order a person would run them; the model is named, because a tiny one is quicker than the bundled."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "docs").symlink_to(texts / "docs")
+    (tmp_path / "held-out.txt").symlink_to(texts / "held-out.txt")
+    lines = examples()
+    for name in (
+        *("build", "index", "tune", "eval", "generate", "explain", "info", "compress", "distill", "prune"),
+        *LIVING,
+    ):
+        arguments = shlex.split(lines[name])[1:] + (["--model", str(model_folder)] if name == "build" else [])
+        code, out, err = knnlm(capfd, *arguments)
+        assert code == 0, err
+        assert out.strip()
+
+
+def test_build_reports_what_it_stored_as_json(texts, model_folder, tmp_path, capfd, lm):
+    code, out, _ = knnlm(capfd, "build", texts / "docs", "--out", tmp_path / "m", "--model", model_folder, "--json")
+    assert code == 0
+    facts = json.loads(out)
+    assert facts["documents"] == 12
+    assert facts["tokens"] == sum(len(lm.encode(document.text)) for document in documents(12))
+    code, out, _ = knnlm(capfd, "info", tmp_path / "m", "--json")
+    found = json.loads(out)
+    assert (found["tokens"], found["documents"], found["index"]) == (facts["tokens"], 12, "exact")
+    assert found["model"]["key_layer"] == "ffn_input"
+    assert found["window"] == {"context": 128, "stride": 64}
+
+
+def test_eval_prints_what_the_library_computes(memory, texts, lm, capfd):
+    code, out, err = knnlm(
+        capfd, "eval", memory, texts / "held-out.txt", "--k", 7, "--temperature", 3, "--lambda", 0.2, "--json"
+    )
+    assert code == 0, err
+    figures = json.loads(out)
+    mixture = Mixture.open(memory, lm, k=7, temperature=3.0, weight=0.2)
+    right = evaluate(mixture, documents(1, words=150, start=50)).as_dict()
+    assert figures.pop("memories") == right.pop("memories")
+    for name, value in right.items():
+        if name not in ("seconds", "tokens_per_second"):
+            assert figures[name] == (value if isinstance(value, str) else pytest.approx(value, rel=1e-5)), name
+    wanted = "tokens base_perplexity perplexity oracle_perplexity lambda k temperature seconds tokens_per_second"
+    assert set(wanted.split()) <= figures.keys()
+
+
+def test_tune_stores_its_choice_and_eval_uses_it(texts, model_folder, tmp_path, capfd):
+    memory = tmp_path / "m"
+    assert run(["build", str(texts / "docs"), "--out", str(memory), "--model", str(model_folder)]) == 0
+    alone = ("--memory", "knn", "--weights", "fixed")
+    code, out, _ = knnlm(capfd, "tune", memory, texts / "held-out.txt", *alone, "--json")
+    assert code == 0
+    tuned = json.loads(out[out.index("{") :])
+    assert tuned["chosen_on"] == [str(texts / "held-out.txt")]
+    trace = tmp_path / "trace"
+    code, out, _ = knnlm(capfd, "eval", memory, texts / "held-out.txt", "--json", "--save-trace", trace)
+    figures = json.loads(out)
+    assert code == 0
+    assert [figures[name] for name in ("k", "temperature", "lambda")] == [
+        tuned[name] for name in ("k", "temperature", "lambda")
+    ]
+    assert figures["perplexity"] == pytest.approx(tuned["perplexity"], rel=1e-3)
+    code, out, _ = knnlm(
+        capfd,
+        *("tune", memory, "--trace", trace, "--weights", "fixed", "--json"),
+        *("--k", "1,4", "--temperature", "2", "--lambda", "0.1,0.2"),
+    )
+    assert code == 0
+    again = json.loads(out)
+    assert again["settings_tried"] == 4
+    assert again["k"] in (1, 4)
+    code, out, _ = knnlm(capfd, "info", memory)
+    assert f"chosen on {again['tokens']:,} tokens of {texts / 'held-out.txt'}" in " ".join(out.split())
+
+
+def test_generate_with_and_without_memory(memory, capfd, lm):
+    prompt = "The memory of a model"
+    made = {}
+    for extra in ((), ("--no-memory",)):
+        code, out, _ = knnlm(
+            capfd, "generate", memory, prompt, "--max-new-tokens", 5, "--lambda", 0.9, "--json", *extra
+        )
+        assert code == 0
+        made[extra] = json.loads(out)
+    assert made[()]["text"] != made[("--no-memory",)]["text"]
+
+    ids = torch.tensor([lm.prompt(prompt)])
+    plain = lm.model.generate(ids, max_new_tokens=5, do_sample=False)
+    right = lm.tokenizer.decode(plain[0, ids.shape[1] :], skip_special_tokens=True)
+    assert made[("--no-memory",)]["text"] == right
+    sampled = []
+    for seed in (1, 1, 2):
+        arguments = ("--do-sample", "--top-p", 0.9, "--seed", seed, "--max-new-tokens", 8, "--json")
+        sampled.append(json.loads(knnlm(capfd, "generate", memory, prompt, *arguments)[1])["text"])
+    assert sampled[0] == sampled[1] != sampled[2]
+    code, out, _ = knnlm(capfd, "generate", memory, prompt, "--max-new-tokens", 5, "--lambda", 0.9)
+    assert code == 0
+    assert (prompt + made[()]["text"]).strip() in out
+
+
+def test_explain_names_documents(memory, capfd):
+    code, out, _ = knnlm(capfd, "explain", memory, "The memory of a model", "--top", 2, "--json")
+    assert code == 0
+    explained = json.loads(out)["tokens"]
+    assert "".join(token["token"] for token in explained) == "The memory of a model"
+    assert all(len(token["neighbours"]) == 2 for token in explained)
+    sources = {voice["source"] for token in explained for voice in token["neighbours"]}
+    assert all("docs/" in source for source in sources)
+    code, out, _ = knnlm(capfd, "explain", memory, "The memory")
+    assert code == 0
+    assert "p_LM" in out
+    assert "docs/" in out
+
+
+def test_explain_takes_a_file_too_and_json_keeps_the_text_as_it_is(memory, tmp_path, capfd):
+    text = "a :smile: [bold]日本[/bold]"
+    (tmp_path / "text.txt").write_text(text)
+    for given in (text, tmp_path / "text.txt"):
+        code, out, _ = knnlm(capfd, "explain", memory, given, "--top", 0, "--json")
+        assert code == 0
+        explained = json.loads(out)
+        assert explained["text"] == text
+        assert "".join(token["token"] for token in explained["tokens"]) == text
+    assert knnlm(capfd, "explain", memory, text)[0] == 0
+
+
+def test_standard_input_is_text_too(memory, texts, capfd):
+    command = [sys.executable, "-m", "knnlm", "eval", str(memory), "-", "--json"]
+    text = (texts / "held-out.txt").read_bytes()
+    piped = subprocess.run(command, input=text, capture_output=True, check=True)
+    named = json.loads(knnlm(capfd, "eval", memory, texts / "held-out.txt", "--json")[1])
+    assert json.loads(piped.stdout)["perplexity"] == pytest.approx(named["perplexity"], rel=1e-6)
+
+
+def test_an_infinite_perplexity_is_null_in_json(memory, texts, capfd):
+    code, out, _ = knnlm(capfd, "eval", memory, texts / "held-out.txt", "--lambda", 1, "--k", 1, "--json")
+    assert code == 0
+    assert json.loads(out)["perplexity"] is None
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--lambda", "1.5"], "lambda must be from 0 to 1, not 1.5"),
+        (["--lambda", "-0.1"], "lambda must be from 0 to 1"),
+        (["--k", "0"], "k must be at least 1, not 0"),
+        (["--temperature", "0"], "temperature must be above 0"),
+        (["--temperature", "-2"], "temperature must be above 0"),
+        (["--metric", "cosine"], "Unknown metric 'cosine'"),
+        (["--limit", "0"], "limit must be at least 1"),
+        (["--k", "many"], "--k"),
+        (["--nonsense"], "--nonsense"),
+        (["--device", "abacus"], "Unknown device 'abacus'"),
+        (["--dtype", "float12"], "Unknown dtype 'float12'"),
+    ],
+)
+def test_wrong_settings_are_one_line_and_code_two(memory, texts, capfd, arguments, message):
+    assert message in failure(capfd, "eval", memory, texts / "held-out.txt", *arguments)
+
+
+def bad_files(folder):
+    """Files that cannot be read, and what must be said of each."""
+    return {
+        "missing.txt": (None, "missing.txt"),
+        "empty.txt": (b"", "empty.txt is empty"),
+        "blank.txt": (b" \n\t\n", "blank.txt is empty"),
+        "junk.txt": (bytes(range(256)) * 10, "junk.txt"),
+        "latin.txt": ("one\ntwo\nnaïve".encode("latin-1"), "latin.txt"),
+        "field.jsonl": (b'{"text": "a"}\n{"body": "b"}\n', "field.jsonl:2"),
+        "broken.jsonl": (b'{"text": "a"}\n{"text": \n', "broken.jsonl:2"),
+        "cut.txt.gz": (gzip.compress(b"hello world" * 1000)[:40], "cut.txt.gz"),
+        "picture.png": (b"\x89PNG", "picture.png"),
+        "other.parquet": (b"PAR1 no", "other.parquet"),
+    }
+
+
+@pytest.mark.parametrize("name", sorted(bad_files(None)))
+@pytest.mark.parametrize("command", ["build", "eval"])
+def test_text_that_cannot_be_read_is_named_before_anything_is_made(
+    memory, model_folder, tmp_path, capfd, name, command
+):
+    content, message = bad_files(tmp_path)[name]
+    if content is not None:
+        (tmp_path / name).write_bytes(content)
+    if command == "build":
+        line = failure(capfd, "build", tmp_path / name, "--out", tmp_path / "m", "--model", model_folder)
+        assert not (tmp_path / "m").exists()
+    else:
+        line = failure(capfd, "eval", memory, tmp_path / name)
+    assert message in line
+
+
+def test_the_line_of_invalid_text_is_given(tmp_path, model_folder, capfd):
+    (tmp_path / "latin.txt").write_bytes("one\ntwo\nnaïve".encode("latin-1"))
+    line = failure(capfd, "build", tmp_path / "latin.txt", "--out", tmp_path / "m", "--model", model_folder)
+    assert re.search(r"latin\.txt.*line 3|latin\.txt:3", line)
+
+
+def test_memories_that_cannot_be_opened_are_one_line(memory, texts, tmp_path, capfd):
+    assert "is not a memory" in failure(capfd, "info", tmp_path)
+    assert "There is no folder" in failure(capfd, "eval", tmp_path / "nowhere", texts / "held-out.txt")
+    (tmp_path / "catalog.db").write_bytes(b"no database" * 100)
+    assert "catalog.db" in failure(capfd, "info", tmp_path)
+
+
+def test_a_finished_memory_is_not_built_over(memory, texts, model_folder, capfd):
+    line = failure(capfd, "build", texts / "docs", "--out", memory, "--model", model_folder)
+    assert "finished memory already" in line
+
+
+def test_another_model_is_given_the_memory_and_one_with_another_tokenizer_is_refused(memory, texts, tmp_path, capfd):
+    from helpers.models import tiny, tiny_tokenizer
+
+    other = tiny("llama", seed=9)
+    other.save_pretrained(tmp_path / "other")
+    tokenizer = tiny_tokenizer()
+    tokenizer.save_pretrained(tmp_path / "other")
+    text = ("eval", memory, texts / "held-out.txt")
+    code, out, err = knnlm(capfd, *text, "--model", tmp_path / "other", "--k", 7, "--lambda", 0.5, "--json")
+    assert code == 0, err
+    figures = json.loads(out)
+    tokens = tokenizer((texts / "held-out.txt").read_text(), add_special_tokens=False)["input_ids"]
+    window = Datastore.open(memory).window
+    module = other.model.layers[-1].mlp
+    _, probabilities = oracle.read_token_by_token(other, module, tokens, start_token=tokenizer.bos_token_id, **window)
+    right = oracle.perplexity(probabilities[range(len(tokens)), tokens])
+    assert figures["base_perplexity"] == pytest.approx(right, rel=1e-4)
+    tokenizer.add_tokens(["nonsense"])
+    tokenizer.save_pretrained(tmp_path / "other")
+    line = failure(capfd, *text, "--model", tmp_path / "other")
+    assert str(tmp_path / "other") in line
+    assert "was built with" in line
+
+
+def test_a_model_that_is_not_there_is_one_line(texts, tmp_path, capfd):
+    line = failure(capfd, "build", texts / "docs", "--out", tmp_path / "m", "--model", tmp_path / "nowhere")
+    assert str(tmp_path / "nowhere") in line
+    assert not (tmp_path / "m").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--context", "4096"], "context 4,096 is longer than the 128 tokens"),
+        (["--context", "16", "--stride", "17"], "stride must be from 1 to the context (16)"),
+        (["--key-layer", "soul"], "soul"),
+        (["--layer", "7"], "7"),
+        (["--keys", "int3"], "int3"),
+    ],
+)
+def test_builds_that_cannot_be_are_one_line_and_make_nothing(texts, model_folder, tmp_path, capfd, arguments, message):
+    out = tmp_path / "m"
+    line = failure(capfd, "build", texts / "docs", "--out", out, "--model", model_folder, *arguments)
+    assert message in line
+    assert not out.exists()
+
+
+def test_a_prompt_longer_than_the_context_is_refused(memory, capfd):
+    assert "can read only 128" in failure(capfd, "generate", memory, " ".join(WORDS * 3))
+
+
+def test_a_text_longer_than_the_context_is_explained_window_by_window(memory, capfd):
+    code, out, _ = knnlm(capfd, "explain", memory, " ".join(WORDS * 3), "--top", 0, "--json")
+    assert code == 0
+    assert len(json.loads(out)["tokens"]) > 256
+
+
+def test_an_index_that_cannot_be_is_one_line(memory, capfd):
+    assert "nonsense" in failure(capfd, "index", memory, "--index", "nonsense")
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["a\udcffb"],
+        ["x", "--repetition-penalty", "0"],
+        ["x", "--repetition-penalty", "nan"],
+        ["x", "--seed", "99999999999999999999"],
+        ["x", "--do-sample", "--top-p", "0"],
+        ["x", "--do-sample", "--sampling-temperature", "0"],
+        ["x", "--max-new-tokens", "0"],
+        ["x", "--device", "cuda:99"],
+    ],
+)
+def test_generations_that_cannot_be_are_one_line(memory, capfd, arguments):
+    failure(capfd, "generate", memory, *arguments)
+
+
+def test_a_memory_is_opened_from_any_folder(texts, model_folder, tmp_path, monkeypatch, capfd):
+    monkeypatch.chdir(model_folder.parent)
+    arguments = ("--out", tmp_path / "m", "--model", model_folder.name)
+    assert knnlm(capfd, "build", texts / "docs", *arguments)[0] == 0
+    monkeypatch.chdir(tmp_path)
+    assert knnlm(capfd, "eval", "m", texts / "held-out.txt", "--limit", 10)[0] == 0
+
+
+def test_a_terminal_without_unicode_is_no_error(memory):
+    command = [sys.executable, "-m", "knnlm", "info", str(memory)]
+    environment = {**os.environ, "PYTHONIOENCODING": "ascii"}
+    result = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+    assert result.returncode == 0, result.stderr
+    assert "tokens of" in result.stdout
+
+
+def test_tune_wants_text_or_a_trace(memory, texts, capfd, tmp_path):
+    assert "either TEXT or --trace" in failure(capfd, "tune", memory)
+    assert "is not a trace" in failure(capfd, "tune", memory, "--trace", tmp_path)
+    assert "--k takes numbers" in failure(capfd, "tune", memory, texts / "held-out.txt", "--k", "a,b")
+
+
+def test_missing_extras_name_the_install(memory, tmp_path, capfd, monkeypatch):
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    assert "pip install 'knnlm[datasets]'" in failure(capfd, "eval", memory, "hf:some/name")
+    monkeypatch.setitem(sys.modules, "zstandard", None)
+    (tmp_path / "a.txt.zst").write_bytes(b"(\xb5/\xfd")
+    assert "pip install 'knnlm[zstd]'" in failure(capfd, "eval", memory, tmp_path / "a.txt.zst")
+
+
+def test_ctrl_c_ends_with_130_and_the_build_goes_on_afterwards(tmp_path, model_folder):
+    text = tmp_path / "long.jsonl"
+    # Many segments; the first is finished well before the interrupt.
+    with text.open("w") as file:
+        for number in range(4000):
+            file.write(json.dumps({"text": documents(1, words=120, start=number)[0].text}) + "\n")
+    out = tmp_path / "m"
+    command = [sys.executable, "-m", "knnlm", "build", str(text), "--out", str(out), "--model", str(model_folder)]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    deadline = time.monotonic() + 120
+    while not (out / "segments" / "000000").exists() and time.monotonic() < deadline:
+        time.sleep(0.05)
+        assert process.poll() is None, process.stderr.read()
+    time.sleep(0.3)
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 130, err
+    assert "goes on from its last segment" in err
+    assert "Traceback" not in err
+    finished = (out / "segments" / "000000" / "keys.npy").stat().st_mtime_ns
+    assert subprocess.run(command, stderr=subprocess.DEVNULL, check=False).returncode == 0
+    assert (out / "segments" / "000000" / "keys.npy").stat().st_mtime_ns == finished
+    assert not list((out / "segments").glob("*.partial"))
+
+
+def test_a_closed_pipe_is_no_error(memory):
+    command = f"{shlex.quote(sys.executable)} -m knnlm info {shlex.quote(str(memory))} --json | head -c 1"
+    result = subprocess.run(["bash", "-o", "pipefail", "-c", command], capture_output=True, text=True, check=False)
+    assert result.stdout == "{"
+    assert "Traceback" not in result.stderr
+    assert "BrokenPipe" not in result.stderr
+
+
+def test_help_is_quick_because_it_imports_nothing_heavy():
+    code = "import sys, knnlm.cli; sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_the_version_is_the_packages(capfd):
+    from importlib.metadata import version
+
+    assert knnlm(capfd, "--version")[1].strip() == f"knnlm {version('knnlm')}"

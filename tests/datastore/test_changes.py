@@ -1,0 +1,928 @@
+"""A memory that lives: what was added is found, what was removed is nowhere, and readers keep what they opened."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import re
+import shutil
+import signal
+import sqlite3
+import subprocess
+import sys
+import tempfile
+import textwrap
+import time
+from collections.abc import Iterator
+from contextlib import closing, contextmanager, suppress
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import hypothesis.strategies as st
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+
+from helpers import oracle
+from helpers.checksums import seal, sums_of, written_sums
+from helpers.models import tiny, tiny_tokenizer
+from helpers.stores import documents
+from knnlm.cli.app import run
+from knnlm.corpus import Document
+from knnlm.datastore import suffix_array as suffixes
+from knnlm.datastore.catalog import Catalog, Selection
+from knnlm.datastore.codecs import KeyMap
+from knnlm.datastore.compact import compact
+from knnlm.datastore.indexes import build_index, open_index
+from knnlm.datastore.locks import writer_lock
+from knnlm.datastore.remove import evidence, list_documents, remove
+from knnlm.datastore.rewrite import derive, sample_keys
+from knnlm.datastore.rowmap import RowMap
+from knnlm.datastore.store import Datastore
+from knnlm.datastore.suffix_array import open_suffixes
+from knnlm.errors import DatastoreBusy, DatastoreCorrupt, DatastoreError, ModelMismatch, ParameterError
+from knnlm.evaluation.evaluate import evaluate
+from knnlm.evaluation.explain import explain
+from knnlm.evaluation.tune import token_frequencies
+from knnlm.generation.causal import KnnForCausalLM
+from knnlm.index.exact import ExactIndex
+from knnlm.ingest.add import add
+from knnlm.ingest.build import build
+from knnlm.lm.causal import CausalLM
+from knnlm.maintenance.merge import merge
+from knnlm.maintenance.verify import verify
+from knnlm.mixture.mixture import Mixture
+from knnlm.training.data import TokenStream
+from knnlm.training.metric_learning import key_groups
+from knnlm.training.pairs import hold_out
+
+GOLDEN = Path(__file__).parent.parent / "golden"
+DOCUMENTS = documents(16)
+ALL = {"k": 5000, "temperature": 1.0}  # so that no tie at the k-th place is broken one way or the other
+SPECS = ("Flat", "IVF4,Flat", "IVF8,PQ8x4", "PQ8x4", "HNSW8", "PCA24,IVF4,Flat")
+
+
+@pytest.fixture(scope="module")
+def built(lm, tmp_path_factory):
+    """The first twelve documents, in several segments."""
+    path = tmp_path_factory.mktemp("living") / "memory"
+    build(DOCUMENTS[:12], path, lm=lm, segment_rows=250).close()
+    return path
+
+
+@pytest.fixture
+def memory(built, tmp_path):
+    """A copy of it that may be changed."""
+    return shutil.copytree(built, tmp_path / "memory")
+
+
+@pytest.fixture(scope="module")
+def alone(lm, tmp_path_factory):
+    """The keys of each document, read alone; by its id."""
+    path = tmp_path_factory.mktemp("alone")
+    found = {}
+    for document in documents(16):
+        with closing(build([document], path / document.id, lm=lm)) as store:
+            found[document.id] = store.take(torch.arange(store.rows)).numpy()
+    return found
+
+
+def expect(store: Datastore, wanted: list[Document], lm: CausalLM, alone: dict[str, np.ndarray]) -> None:
+    """Whatever can be asked of a store must be answered as if there had never been other documents."""
+    tokens = [lm.encode(document.text) for document in wanted]
+    flat = [token for each in tokens for token in each]
+    assert (store.rows, store.key_count, store.catalog.document_count()) == (len(flat), len(flat), len(wanted))
+    rows = torch.arange(store.rows)
+    assert store.values(rows).tolist() == flat
+    keys = np.concatenate([np.zeros((0, 32), np.float32), *(alone[document.id] for document in wanted)])
+    np.testing.assert_allclose(store.take(rows).numpy(), keys, atol=4e-3, rtol=2e-3)
+    given = [(first, block) for first, block in store.chunks(97)]
+    assert [first for first, _ in given] == np.cumsum([0, *(len(block) for _, block in given)])[:-1].tolist()
+    assert torch.equal(torch.cat([torch.zeros(0, 32), *(block for _, block in given)]), store.take(rows))
+    first = 0
+    for document, stored, each in zip(wanted, store.documents(), tokens, strict=True):
+        assert (stored.id, stored.first_row, stored.rows) == (document.id, first, len(each))
+        assert store.holds(document.text)
+        for row in (first, first + len(each) - 1):
+            assert store.document_at(row) == stored
+            before, after = store.around(row, before=5, after=5)
+            assert [*before, *after] == each[max(0, row - first - 5) : row - first + 5]
+        first += len(each)
+    if store.rows > 120:
+        out = torch.empty(100, 32, dtype=torch.float16)
+        store.read(11, out)
+        assert torch.equal(out.float(), store.take(torch.arange(11, 111)))
+
+
+@given(total=st.integers(0, 40), data=st.data())
+def test_numbers_with_gaps_are_counted_as_a_list_without_them(total, data):
+    gone = data.draw(st.sets(st.integers(0, max(0, total - 1)), max_size=total)) if total else set()
+    gaps = [(number, 1) for number in sorted(gone)]
+    numbers = RowMap(total, gaps)
+    live = [number for number in range(total) if number not in gone]
+    assert numbers.live == len(live)
+    everything = np.arange(-1, total + 1)
+    right = [live.index(number) if number in live else -1 for number in everything.tolist()]
+    assert numbers.lives(everything).tolist() == right
+    assert numbers.stored(np.arange(len(live))).tolist() == live
+    assert numbers.stored(np.array([-1, len(live)])).tolist() == [-1, total]
+    assert [numbers.before(number) for number in range(total + 1)] == [
+        sum(other < number for other in live) for number in range(total + 1)
+    ]
+    begin, end = sorted((data.draw(st.integers(0, total)), data.draw(st.integers(0, total))))
+    found = [number for first, count in numbers.stretches(begin, end) for number in range(first, first + count)]
+    assert found == [number for number in live if begin <= number < end]
+
+
+def test_what_was_added_is_found_by_the_next_query(lm, memory, alone):
+    added = add(DOCUMENTS, memory, lm=lm)
+    tokens = sum(len(lm.encode(document.text)) for document in DOCUMENTS[12:])
+    assert (added.documents, added.tokens, added.skipped) == (4, tokens, 12)
+    with closing(Datastore.open(memory)) as store:
+        expect(store, DOCUMENTS, lm, alone)
+        assert store.generation == added.generation > 0
+        last = alone["d15"][-5]
+        found = open_index(store).search(torch.from_numpy(last)[None], 1)
+        assert store.document_at(int(found.ids[0, 0])).id == "d15"
+
+
+def test_a_document_is_added_once_also_within_one_call_and_a_removed_one_may_come_back(lm, memory, alone):
+    twice = [DOCUMENTS[12], DOCUMENTS[0], Document("other name", "elsewhere", DOCUMENTS[12].text)]
+    added = add(twice, memory, lm=lm)
+    assert (added.documents, added.skipped) == (1, 2)
+    again = add(twice, memory, lm=lm)
+    assert (again.documents, again.tokens, again.skipped, again.generation) == (0, 0, 3, added.generation)
+    remove(memory, document="d0")
+    assert add(twice, memory, lm=lm).documents == 1
+    with closing(Datastore.open(memory)) as store:
+        expect(store, [*DOCUMENTS[1:13], DOCUMENTS[0]], lm, alone)
+        numbers = [stored.number for stored in store.documents()]
+        assert numbers == [*range(1, 13), 13]  # no number is given twice
+
+
+def test_add_refuses_another_model_another_layer_and_an_unfinished_build(lm, memory, tmp_path):
+    other = CausalLM(tiny("llama", seed=1), tiny_tokenizer(), name="other-llama")
+    with pytest.raises(ModelMismatch, match=r"built with tiny-llama \(weights .*the loaded model is other-llama"):
+        add(DOCUMENTS, memory, lm=other)
+    place = CausalLM(tiny("llama"), tiny_tokenizer(), name="tiny-llama", key_layer="output")
+    with pytest.raises(ModelMismatch, match="key layer"):
+        add(DOCUMENTS, memory, lm=place)
+    with closing(Catalog.open(memory / "catalog.db", write=True)) as catalog:
+        catalog.put(state="building")
+    for change in (lambda: add(DOCUMENTS, memory, lm=lm), lambda: remove(memory, document="d1")):
+        with pytest.raises(DatastoreError, match="unfinished build"):
+            change()
+    with pytest.raises(DatastoreError, match="not a memory"):
+        add(DOCUMENTS, tmp_path, lm=lm)
+    assert not (tmp_path / "readers.lock").exists()
+
+
+@pytest.mark.parametrize("gone", [["d0"], ["d11"], ["d3", "d4", "d5"], ["d1", "d10"], [f"d{n}" for n in range(12)]])
+def test_a_removed_document_is_nowhere_before_and_after_a_compaction(lm, memory, alone, gone):
+    wanted = [document for document in DOCUMENTS[:12] if document.id not in gone]
+    whole = Datastore.open(memory).fingerprint
+    for name in gone:
+        removed = remove(memory, document=name)
+        assert [document.id for document in removed.documents] == [name]
+    for _ in range(2):
+        with closing(Datastore.open(memory)) as store:
+            expect(store, wanted, lm, alone)
+            assert store.fingerprint != whole
+            for name in gone:
+                assert not store.holds(DOCUMENTS[int(name[1:])].text)
+        done = compact(memory)
+        assert done.purged
+    assert evidence(memory).bytes == ()
+    add(DOCUMENTS[12:], memory, lm=lm)
+    with closing(Datastore.open(memory)) as store:
+        expect(store, [*wanted, *DOCUMENTS[12:]], lm, alone)
+
+
+def test_after_a_compaction_no_file_has_the_tokens_keys_or_name_of_a_removed_document(lm, memory):
+    secret = Document(
+        "the-secret-id", "the-secret-source.txt", "Quartz sphinx, judge my vow: 80 black jugs of wax! " * 3
+    )
+    add([secret], memory, lm=lm)
+    store = Datastore.open(memory)
+    build_index(store, "IVF4,Flat")
+    open_suffixes(store)
+    first = next(stored.first_row for stored in store.documents() if stored.id == secret.id)
+    tokens = np.array(lm.encode(secret.text), np.int32)
+    needles = {
+        "tokens": tokens[:6].tobytes(),
+        "numbers": (tokens[:6] + 1).tobytes(),  # as sorted text has them
+        "key": store.take(torch.tensor([first + 5])).numpy().astype(np.float16).tobytes(),
+        "float32 key": store.take(torch.tensor([first + 5])).numpy().tobytes(),  # as an index has it
+        "id": secret.id.encode(),
+        "source": secret.source.encode(),
+        "hash": bytes(list(store.documents())[-1].sha256, "ascii"),
+    }
+    store.close()
+
+    def found() -> set[str]:
+        files = [file for file in memory.rglob("*") if file.is_file()]
+        return {name for file in files for name, needle in needles.items() if needle in file.read_bytes()}
+
+    assert found() == set(needles)
+    remove(memory, source="the-secret-*")
+    assert {"tokens", "key", "float32 key"} <= found()
+    assert {held.path for held in evidence(memory).bytes} >= {"index/000000"}
+    assert compact(memory).purged
+    assert found() == set()
+    assert evidence(memory).bytes == ()
+
+
+@pytest.mark.parametrize("metric", ["l2", "ip"])
+@pytest.mark.parametrize("spec", SPECS)
+def test_every_index_gives_exactly_k_live_neighbours_after_removals_and_additions(lm, memory, spec, metric):
+    with closing(Datastore.open(memory)) as store:
+        build_index(store, spec, metric=metric)
+    for name in ("d2", "d3", "d7"):
+        remove(memory, document=name)
+    add(DOCUMENTS[12:14], memory, lm=lm)
+    with closing(Datastore.open(memory)) as store:
+        keys = store.take(torch.arange(store.rows))
+        queries = keys[::37] + 0.01
+        for rerank in (True, False):
+            index = open_index(store, metric=metric, rerank=rerank)
+            for k in (1, 20, store.rows, store.rows + 5):
+                found = index.search(queries, k)
+                there = min(k, store.rows)
+                assert (found.ids[:, :there] >= 0).all()
+                assert (found.ids[:, there:] == -1).all()
+                assert all(len(set(row.tolist())) == there for row in found.ids[:, :there])
+                assert (found.distances.nan_to_num(posinf=1e30).diff(dim=1) >= 0).all()
+        nearest = open_index(store, metric=metric).search(queries, 10)
+        for query, row in zip(queries.numpy(), nearest.distances.numpy(), strict=True):
+            right = np.sort(oracle.distances(query, keys.numpy(), metric))[:10]
+            assert (row >= right - 1e-3 - 1e-4 * np.abs(right)).all()
+            if spec == "Flat":
+                np.testing.assert_allclose(row, right, atol=1e-3, rtol=1e-4)
+
+
+@pytest.mark.parametrize("spec", ["HNSW4", "HNSW32", "IVF64,Flat"])
+def test_every_index_gives_exactly_k_also_where_nothing_is_gone(lm, memory, spec):
+    with closing(Datastore.open(memory)) as store:
+        build_index(store, spec)
+    remove(memory, document="d0")
+    compact(memory)
+    with closing(Datastore.open(memory)) as store:
+        keys = store.take(torch.arange(store.rows))
+        for rerank in (True, False):
+            index = open_index(store, rerank=rerank)
+            for k in (1, 300, store.rows - 5, store.rows, store.rows + 5):
+                found, there = index.search(keys[::11], k), min(k, store.rows)
+                assert (found.ids[:, there:] == -1).all()
+                assert all(len(set(row) - {-1}) == there for row in found.ids.tolist())
+                assert (found.distances.nan_to_num(posinf=1e30).diff(dim=1) >= 0).all()
+                right = oracle.distances(keys[11].numpy(), keys.numpy(), "l2")[found.ids[1, :there].numpy()]
+                np.testing.assert_allclose(found.distances[1, :there], right, atol=1e-3, rtol=1e-3)
+
+
+def test_an_index_whose_whole_neighbourhood_is_gone_still_gives_k(lm, memory):
+    with closing(Datastore.open(memory)) as store:
+        build_index(store, "IVF12,Flat")
+        queries = store.take(torch.arange(0, 60))
+    for number in range(11):
+        remove(memory, document=f"d{number}")
+    with closing(Datastore.open(memory)) as store:
+        found = open_index(store).search(queries, 50)
+        right = ExactIndex(store.keys).search(queries, 50)
+        assert torch.equal(found.ids.sort(1).values, right.ids.sort(1).values)
+
+
+def test_an_index_made_after_a_removal_has_only_what_is_there(lm, memory):
+    remove(memory, document="d4")
+    with closing(Datastore.open(memory)) as store:
+        build_index(store, "Flat")
+        right = ExactIndex(store.keys).search(store.take(torch.arange(40)), 5)
+        assert torch.equal(
+            open_index(store).search(store.take(torch.arange(40)), 5).distances > 1e-4, right.distances > 1e-4
+        )
+    remove(memory, document="d8")
+    add(DOCUMENTS[12:13], memory, lm=lm)
+    with closing(Datastore.open(memory)) as store:
+        queries = store.take(torch.arange(0, store.rows, 11)) + 0.01
+        right = ExactIndex(store.keys).search(queries, 5)
+        found = open_index(store).search(queries, 5)
+        np.testing.assert_allclose(found.distances, right.distances, atol=1e-3)
+
+
+def test_an_index_is_on_disk_before_the_catalog_names_it(memory, monkeypatch):
+    synced, really = list[tuple[int, int]](), os.fsync
+
+    def noting(handle: int) -> None:
+        really(handle)
+        with closing(Catalog.open(memory / "catalog.db")) as catalog:
+            synced.append((os.fstat(handle).st_ino, len(catalog.indexes())))
+
+    monkeypatch.setattr(os, "fsync", noting)
+    with closing(Datastore.open(memory)) as store:
+        build_index(store, "Flat")
+    file = next((memory / "index").rglob("*.faiss"))
+    assert (file.stat().st_ino, 0) in synced
+
+
+@pytest.mark.parametrize("before", ["no index", "index"])
+@pytest.mark.parametrize("case", ["added", "one removed", "half removed", "removed and added"])
+def test_a_reader_finds_all_of_its_snapshot_whatever_others_have_indexed_since(lm, memory, case, before):
+    if "half" in case:
+        add(DOCUMENTS[12:13], memory, lm=lm)  # a reader of a later generation than the first
+    if before == "index":
+        with closing(Datastore.open(memory)) as store:
+            build_index(store, "Flat")
+    with closing(Datastore.open(memory)) as reader:
+        for name in {"one removed": ["d1"], "half removed": [f"d{n}" for n in range(6)]}.get(case, []):
+            remove(memory, document=name)
+        if case == "removed and added":
+            remove(memory, document="d11")
+        if "added" in case:
+            add(DOCUMENTS[13:15], memory, lm=lm)
+        with closing(Datastore.open(memory)) as other:
+            build_index(other, "Flat")
+            right = ExactIndex(other.keys).search(other.take(torch.arange(other.rows)), 5)
+            found = open_index(other).search(other.take(torch.arange(other.rows)), 5)
+            np.testing.assert_allclose(found.distances, right.distances, atol=1e-3)
+        keys = reader.take(torch.arange(reader.rows)).numpy()
+        index = open_index(reader)
+        found = index.search(torch.from_numpy(keys), 5)
+        assert (found.ids >= 0).all()
+        for key, row in zip(keys[::7], found.distances.numpy()[::7], strict=True):
+            np.testing.assert_allclose(row, np.sort(oracle.distances(key, keys, "l2"))[:5], atol=1e-3)
+        if before == "index":  # its own index is still there for it
+            assert type(index).__name__ == "Reranked"
+
+
+def test_a_reader_keeps_its_snapshot_through_everything_and_finds_the_new_state_when_it_reopens(lm, memory, alone):
+    with closing(Datastore.open(memory)) as store:
+        build_index(store, "IVF4,Flat")
+    old = Datastore.open(memory)
+    index = open_index(old)
+    remove(memory, document="d5")
+    add(DOCUMENTS[12:14], memory, lm=lm)
+    assert old.stale
+    done = compact(memory)
+    assert not done.purged
+    held = {holding.path for holding in evidence(memory).bytes}
+    assert any(path.startswith("segments/") for path in held)
+    for store in (old, old.reopen()):
+        assert store.stale == (store is old)
+        wanted = DOCUMENTS[:12] if store is old else [*DOCUMENTS[:5], *DOCUMENTS[6:14]]
+        expect(store, wanted, lm, alone)
+        found = (index if store is old else open_index(store)).search(store.take(torch.arange(20)) + 0.01, 7)
+        right = ExactIndex(store.keys).search(store.take(torch.arange(20)) + 0.01, 7)
+        np.testing.assert_allclose(found.distances[:, 0], right.distances[:, 0], atol=1e-4)
+        assert type(open_index(store)).__name__ == "Reranked"
+        store.close()
+    add(DOCUMENTS[14:15], memory, lm=lm)  # any writer removes what nobody reads any more
+    assert evidence(memory).bytes == ()
+    with closing(Datastore.open(memory)) as store:
+        expect(store, [*DOCUMENTS[:5], *DOCUMENTS[6:15]], lm, alone)
+
+
+def test_figures_explanations_and_statistics_are_those_of_a_memory_without_the_document(lm, memory, tmp_path):
+    gone = ("d1", "d6")
+    for name in gone:
+        remove(memory, document=name)
+    fresh = build([one for one in DOCUMENTS[:12] if one.id not in gone], tmp_path / "fresh", lm=lm, segment_rows=250)
+    held_out = documents(2, start=50)
+    for memories in ("knn", "ngram", "knn,ngram"):
+        figures = []
+        for path in (memory, fresh.path):
+            mixture = Mixture.open(path, lm, memories=memories, **({} if memories == "ngram" else ALL))
+            figures.append(evaluate(mixture, held_out).perplexity)
+            if memories == "knn":
+                told = explain(mixture, DOCUMENTS[1].text, top=8)
+                assert not {voice.document for token in told for voice in token.neighbours} & set(gone)
+        assert figures[0] == pytest.approx(figures[1], rel=2e-3)
+    compact(memory)
+    again = evaluate(Mixture.open(memory, lm, memories="knn,ngram", **ALL), held_out).perplexity
+    assert again == pytest.approx(figures[1], rel=2e-3)
+
+
+def test_whatever_is_counted_sorted_or_learnt_from_a_memory_is_as_if_the_document_had_never_been(lm, memory, tmp_path):
+    gone = ("d0", "d6", "d11")
+    for name in gone:
+        remove(memory, document=name)
+    wanted = [one for one in DOCUMENTS[:12] if one.id not in gone]
+    with (
+        closing(Datastore.open(memory)) as store,
+        closing(build(wanted, tmp_path / "fresh", lm=lm, segment_rows=250)) as fresh,
+    ):
+        assert torch.equal(token_frequencies(store), token_frequencies(fresh))
+        texts = TokenStream.of_store(store), TokenStream.of_store(fresh)
+        assert (texts[0].fingerprint, texts[0].division) == (texts[1].fingerprint, texts[1].division)
+        np.testing.assert_array_equal(key_groups(store), key_groups(fresh))
+        np.testing.assert_array_equal(hold_out(store, 0.2, seed=3), hold_out(fresh, 0.2, seed=3))
+        for name in ("text", "order", "followers", "first"):
+            np.testing.assert_array_equal(getattr(open_suffixes(store), name), getattr(open_suffixes(fresh), name))
+        assert torch.equal(sample_keys(store, 50, seed=1), sample_keys(fresh, 50, seed=1))
+        queries = store.take(torch.arange(0, store.rows, 97)) + 0.01
+        fused, plain = ExactIndex(store.keys, fused=True), ExactIndex(fresh.keys, fused=False)
+        found, right = fused.search(queries, 9), plain.search(queries, 9)
+        np.testing.assert_allclose(found.distances, right.distances, atol=2e-2, rtol=1e-2)
+        assert (store.bytes, store.rows) == (fresh.bytes, fresh.rows)
+
+
+def test_a_copy_of_a_memory_has_nothing_of_what_was_removed(lm, memory, tmp_path, alone):
+    for name in ("d0", "d7", "d8"):
+        remove(memory, document=name)
+    wanted = [document for document in DOCUMENTS[:12] if document.id not in ("d0", "d7", "d8")]
+    with closing(Datastore.open(memory)) as store:
+        with closing(derive(store, tmp_path / "copy")) as copy:
+            expect(copy, wanted, lm, alone)
+        kept = torch.arange(0, store.key_count, 3)
+        with closing(derive(store, tmp_path / "pruned", keep=kept)) as pruned:
+            assert torch.equal(pruned.rows_of(torch.arange(len(kept))), kept)
+            assert torch.equal(pruned.take(torch.arange(len(kept))), store.take(kept))
+
+
+@pytest.mark.parametrize("gone", [("d0",), ("d1",), ("d3",), ("d0", "d1"), ("d1", "d3"), ("d0", "d1", "d2", "d3")])
+@pytest.mark.parametrize("place", [0, 1, 3])
+def test_a_document_of_no_rows_goes_with_a_segment_that_is_there(lm, tmp_path, place, gone):
+    empty = Document(id="empty", source="empty.txt", text="")
+    given = [*DOCUMENTS[:place], empty, *DOCUMENTS[place:4]]
+    build(given, tmp_path / "memory", lm=lm, segment_rows=1).close()  # it shares a segment with the one behind it
+    for name in gone:
+        remove(tmp_path / "memory", document=name)
+    # Where nothing else is left there is no segment to be in, and a build of it alone is empty too.
+    wanted = [one.id for one in given if one.id not in gone] if len(gone) < 4 else []
+    with closing(Datastore.open(tmp_path / "memory")) as store:
+        derive(store, tmp_path / "copy").close()
+        merged = merge([tmp_path / "memory"], tmp_path / "merged")
+    compact(tmp_path / "memory", segment_rows=1)
+    for name in ("memory", "copy", "merged"):
+        assert verify(tmp_path / name, deep=True).problems == ()
+        with closing(Datastore.open(tmp_path / name)) as store:
+            assert [one.id for one in store.documents()] == wanted
+            tokens = [token for one in DOCUMENTS[:4] if one.id in wanted for token in lm.encode(one.text)]
+            assert store.values(torch.arange(store.rows)).tolist() == tokens
+    if wanted:
+        assert (merged.documents, merged.duplicates) == (len(wanted), 0)
+
+
+def test_a_pruned_and_mapped_memory_lives_too(lm, memory, tmp_path, alone):
+    matrix = torch.linalg.qr(torch.randn(32, 32, generator=torch.Generator().manual_seed(0))).Q[:, :8]
+    key_map = KeyMap(matrix, torch.full((32,), 0.1))
+    with closing(Datastore.open(memory)) as store:
+        keep = torch.arange(0, store.key_count, 2)
+        counts = torch.arange(store.key_count) % 3 + 1.0
+        derive(store, tmp_path / "small", keep=keep, counts=counts, key_map=key_map).close()
+        documents_there = list(store.documents())
+    small = tmp_path / "small"
+    add(DOCUMENTS[12:13], small, lm=lm)
+    remove(small, document="d3")
+    first, rows = documents_there[3].first_row, documents_there[3].rows
+    stays = keep[(keep < first) | (keep >= first + rows)]
+    shift = torch.where(stays >= first + rows, stays - rows, stays)
+    added = torch.from_numpy(alone["d12"])
+    for _ in range(2):
+        with closing(Datastore.open(small)) as store:
+            keys = torch.arange(store.key_count)
+            assert store.key_count == len(stays) + len(added)
+            assert store.rows_of(keys[: len(stays)]).tolist() == shift.tolist()
+            assert store.rows_of(keys[len(stays) :]).tolist() == list(range(store.rows - len(added), store.rows))
+            assert store.counts(keys[: len(stays)]).tolist() == counts[stays].tolist()
+            assert store.counts(keys[len(stays) :]).tolist() == [1.0] * len(added)
+            np.testing.assert_allclose(store.take(keys[len(stays) :]), key_map.apply(added), atol=2e-2)
+            assert "d3" not in {stored.id for stored in store.documents()}
+        assert compact(small).purged
+
+
+@pytest.mark.parametrize("version", [1, 2, 3, 4])
+def test_an_older_format_becomes_the_newest_with_the_first_change_and_not_before(lm, tmp_path, version):
+    memory = tmp_path / "memory"
+    shutil.copytree(GOLDEN / f"v{version}", memory)
+
+    def found() -> int:
+        with closing(Catalog.open(memory / "catalog.db")) as catalog:
+            assert catalog.summed == (catalog.get("format") == 5)
+            return catalog.get("format")
+
+    with closing(Datastore.open(memory)) as store:
+        assert store.document_at(0).id == "d0"
+        keys = store.take(torch.arange(store.key_count))
+    with pytest.raises(DatastoreError, match="no document for --document nobody"):
+        remove(memory, document="nobody")
+    remove(memory, document="d1", dry_run=True)
+    assert any("no sums" in note for note in verify(memory).notes)
+    assert found() == version
+    remove(memory, document="d1")
+    assert found() == 5
+    assert written_sums(memory / "catalog.db") == sums_of(memory / "catalog.db")
+    report = verify(memory, deep=True)
+    assert (report.problems, report.notes) == ((), ())
+    with closing(Datastore.open(memory)) as store:
+        assert [one.id for one in store.documents()] == ["d0", "d2"]
+        assert set(map(tuple, store.take(torch.arange(store.key_count)).tolist())) <= set(map(tuple, keys.tolist()))
+    if version != 2:  # whose keys went through a map
+        add(documents(1, start=9), memory, lm=lm)
+        assert verify(memory, deep=True).sound
+
+
+def test_a_memory_from_before_is_read_and_changed_and_its_old_reader_is_told(lm, memory, alone):
+    with closing(sqlite3.connect(memory / "catalog.db")) as connection:
+        assert connection.execute("PRAGMA journal_mode=DELETE").fetchone() == ("delete",)
+    old = Datastore.open(memory)
+    expect(old, DOCUMENTS[:12], lm, alone)
+    remove(memory, document="d2")
+    with pytest.raises(DatastoreError, match=r"has changed since it was opened\. Open it again"):
+        old.document_at(0)
+    old.close()
+    with closing(Datastore.open(memory)) as store:
+        expect(store, [*DOCUMENTS[:2], *DOCUMENTS[3:12]], lm, alone)
+
+
+def test_documents_are_chosen_by_id_pattern_and_field(memory):
+    everything, total = list_documents(memory)
+    assert (len(everything), total) == (12, 12)
+    page, total = list_documents(memory, first=3, limit=2)
+    assert ([one.id for one in page], total) == (["d3", "d4"], 12)
+    for selection, right in (
+        (Selection(document="d7"), ["d7"]),
+        (Selection(source="text.jsonl:1*"), ["d0", "d9", "d10", "d11"]),
+        (Selection(where=("number=4",)), ["d4"]),
+        (Selection(where=(f"sha256={everything[2].sha256}", "id=d2")), ["d2"]),
+        (Selection(source="*:1*", where=("id=d10",)), ["d10"]),
+        (Selection(where=("source=text.jsonl:3",)), ["d2"]),
+        (Selection(document="d1' OR '1'='1"), []),
+    ):
+        assert [one.id for one in list_documents(memory, selection)[0]] == right, selection
+    for wrong in ("colour=red", "number=four", "id", "rows; DROP TABLE documents=1"):
+        with pytest.raises(ParameterError, match="is no condition"):
+            list_documents(memory, Selection(where=(wrong,)))
+    with pytest.raises(ParameterError, match="Which documents"):
+        remove(memory)
+
+
+@given(
+    names=st.lists(st.text("ab[]?^-!1.\\", min_size=1, max_size=6), min_size=1, max_size=6, unique=True),
+    pattern=st.text("ab[]?^-!1.\\*", max_size=6),
+)
+def test_only_a_star_is_special_in_a_pattern_of_sources(names, pattern):
+    with closing(sqlite3.connect(":memory:")) as connection:
+        connection.execute("CREATE TABLE documents (source TEXT)")
+        connection.executemany("INSERT INTO documents VALUES (?)", ((name,) for name in names))
+
+        def chosen(source: str) -> set[str]:
+            condition, values = Selection(source=source).condition()
+            return {row[0] for row in connection.execute(f"SELECT source FROM documents WHERE {condition}", values)}
+
+        assert [chosen(name) for name in names] == [{name} for name in names]
+        regular = re.compile(".*".join(re.escape(part) for part in pattern.split("*")), re.DOTALL)
+        assert chosen(pattern) == {name for name in names if regular.fullmatch(name)}
+
+
+def test_a_number_that_no_catalog_can_hold_is_refused_in_one_line(memory, capfd):
+    for option in ("--limit", "--first"):
+        code, _, err = knnlm(capfd, "documents", memory, option, "99999999999999999999")
+        assert code == 2
+        assert "must be from 0 to" in err
+        assert "damaged" not in err
+
+
+def test_sorted_text_is_not_kept_when_a_document_goes_just_before_it_would_be(memory, monkeypatch):
+    @contextmanager
+    def overtaken(folder, **options):
+        remove(memory, document="d1")  # by another process, at the last moment
+        with writer_lock(folder, **options):
+            yield
+
+    monkeypatch.setattr(suffixes, "writer_lock", overtaken)
+    with closing(Datastore.open(memory)) as store:
+        made = open_suffixes(store)
+        assert (len(made.text), made.kept) == (store.rows + 12 + 1, False)  # all of the snapshot, for this reader alone
+    assert not (memory / "ngram").exists()
+    assert "ngram" not in {held.path for held in evidence(memory).bytes}
+
+
+def test_what_learnt_from_a_removed_document_is_named_until_it_is_made_again(memory):
+    (memory / "output").mkdir()
+    (memory / "output" / "output.safetensors").write_bytes(b"trained")
+    assert evidence(memory).trained == ()
+    remove(memory, document="d1")
+    compact(memory)
+    (found,) = evidence(memory).trained
+    assert (found.path, found.goes) == ("output", "train again")
+    (memory / "output" / "output.safetensors").write_bytes(b"retrain")
+    assert evidence(memory).trained == ()
+
+
+def test_each_gate_that_learnt_from_a_removed_document_is_named_whatever_others_come(memory):
+    (memory / "mixtures").mkdir()
+    for name in ("one", "two"):
+        (memory / "mixtures" / f"{name}.safetensors").write_bytes(name.encode())
+    remove(memory, document="d1")
+    (memory / "mixtures" / "three.safetensors").write_bytes(b"three")
+    (memory / "mixtures" / "two.safetensors").unlink()
+    assert [one.path for one in evidence(memory).trained] == ["mixtures/one.safetensors"]
+    remove(memory, document="d2")
+    assert [one.path for one in evidence(memory).trained] == ["mixtures/one.safetensors", "mixtures/three.safetensors"]
+
+
+def test_an_offset_that_removed_keys_may_be_in_is_named(lm, tmp_path):
+    with closing(build(DOCUMENTS[:4], tmp_path / "m", lm=lm)) as store:
+        keys = store.take(torch.arange(store.rows))
+    with closing(Catalog.open(tmp_path / "m" / "catalog.db", write=True)) as catalog:
+        catalog.put(offset=keys.mean(0).tolist())
+    assert evidence(tmp_path / "m").trained == ()
+    remove(tmp_path / "m", document="d1")
+    (found,) = evidence(tmp_path / "m").trained
+    assert (found.path, found.goes) == ("catalog.db", "build again")
+    assert "offset" in found.what
+
+
+def test_sorted_text_from_before_a_removal_is_named_as_long_as_it_is_there(memory):
+    def named() -> bool:
+        return any(one.path == "ngram" for one in evidence(memory).bytes)
+
+    reader = Datastore.open(memory)
+    open_suffixes(reader)
+    assert not named()
+    remove(memory, document="d1")
+    assert named()
+    assert not compact(memory).purged
+    assert (memory / "ngram").exists()
+    assert named()
+    reader.close()
+    assert compact(memory).purged
+    assert not named()
+    remove(memory, document="d2")
+    with closing(Datastore.open(memory)) as store:
+        open_suffixes(store)  # of what is there now
+    assert (memory / "ngram").exists()
+    assert not named()
+
+
+def test_a_second_writer_is_refused_or_waits_and_a_dead_one_is_in_nobodys_way(memory):
+    script = textwrap.dedent("""
+        import sys, time
+        from filelock import FileLock  # as a writer does it, without the seconds that torch takes to import
+        with FileLock(sys.argv[1] + "/writer.lock", timeout=0):
+            print("locked", flush=True)
+            time.sleep(float(sys.argv[2]))
+            print("done", flush=True)
+    """)
+
+    def start(seconds: float) -> subprocess.Popen:
+        arguments = [sys.executable, "-c", script, str(memory), str(seconds)]
+        process = subprocess.Popen(arguments, stdout=subprocess.PIPE, text=True)
+        assert process.stdout.readline() == "locked\n"
+        return process
+
+    process = start(600)
+    with pytest.raises(DatastoreBusy, match="wait with --wait"):
+        remove(memory, document="d1")
+    begin = time.monotonic()
+    with pytest.raises(DatastoreBusy, match=r"after 0.3 s"):
+        remove(memory, document="d1", wait=0.3)
+    assert time.monotonic() - begin >= 0.3
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait()
+    remove(memory, document="d1")
+    process = start(0.5)
+    remove(memory, document="d2", wait=30)
+    assert process.wait() == 0
+
+
+def test_a_folder_that_cannot_be_written_is_read(lm, memory, alone, monkeypatch):
+    remove(memory, document="d1")
+    compact(memory)
+    monkeypatch.setattr(os, "access", lambda *_: False)  # tests may run as one who may do everything
+    with closing(Datastore.open(memory)) as store:
+        expect(store, [DOCUMENTS[0], *DOCUMENTS[2:12]], lm, alone)
+        assert not store.stale
+
+
+def test_a_reader_who_cannot_write_keeps_its_snapshot_while_the_owner_writes(lm, memory, alone, monkeypatch):
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "access", lambda *_: False)
+        store = Datastore.open(memory)
+    with closing(store):
+        add(DOCUMENTS[12:16], memory, lm=lm)
+        for number in range(6):
+            remove(memory, document=f"d{number}")
+        assert not compact(memory).purged
+        expect(store, DOCUMENTS[:12], lm, alone)
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "access", lambda *_: False)
+        assert store.stale
+        with closing(Datastore.open(memory)) as now:
+            expect(now, DOCUMENTS[6:16], lm, alone)
+
+
+def test_a_reader_who_cannot_write_sees_what_is_only_in_the_log_yet_and_nothing_half_written(memory, monkeypatch):
+    """Another process holds the log open, and changes the catalog all the time."""
+    script = textwrap.dedent("""
+        import sqlite3, sys
+        connection = sqlite3.connect(sys.argv[1] + "/catalog.db", isolation_level=None)
+        connection.execute("PRAGMA wal_autocheckpoint=3")
+        for number in range(1, 10**9):
+            connection.execute("BEGIN")
+            connection.execute("UPDATE documents SET source = ?", (f"{number} " * 200,))
+            connection.execute("INSERT OR REPLACE INTO meta VALUES ('number', ?)", (number,))
+            connection.execute("COMMIT")
+            if number == 1:
+                print("begun", flush=True)
+                sys.stdin.readline()
+    """)
+    arguments = [sys.executable, "-c", script, str(memory)]
+    process = subprocess.Popen(arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout.readline() == "begun\n"
+        monkeypatch.setattr(os, "access", lambda *_: False)
+        seen = []
+        for turn in range(12):
+            with (
+                suppress(DatastoreBusy),
+                closing(Catalog.open(memory / "catalog.db", hold=True, compare=False)) as catalog,
+            ):
+                seen.append(catalog.get("number"))
+                assert {one.source for one in catalog.documents()} == {f"{seen[-1]} " * 200}
+                assert catalog.integrity() == []
+            if turn == 0:
+                assert seen == [1]
+                process.stdin.write("go\n")
+                process.stdin.flush()
+    finally:
+        process.kill()
+        process.wait()
+    assert seen == sorted(seen)
+
+
+@contextmanager
+def a_stranger_reads(memory: Path, lm, alone, expected) -> Iterator[Connection]:
+    """Another process, of a user who may not write here, has the memory open; a word lets it read all of it."""
+    near, far = multiprocessing.Pipe()
+    child = os.fork()
+    if not child:
+        code = 1
+        with suppress(BaseException):
+            if os.getuid() == 0:
+                os.setgid(65534)
+                os.setuid(65534)
+            assert not os.access(memory, os.W_OK)
+            with closing(Datastore.open(memory)) as store:
+                far.send("open")
+                far.recv()
+                expect(store, expected, lm, alone)
+            far.send("read")
+            code = 0
+        os._exit(code)
+    far.close()
+    try:
+        yield near
+    finally:
+        near.close()
+        assert os.waitpid(child, 0)[1] == 0
+
+
+@pytest.mark.parametrize("lock", ["no lock", "a lock"])
+def test_files_stay_for_a_reader_who_may_write_nothing(lm, memory, alone, lock):
+    """Not even the readers' lock: it holds the folder itself."""
+    with tempfile.TemporaryDirectory(prefix="knnlm-stranger-") as folder:
+        path = Path(folder) / "memory"
+        shutil.copytree(memory, path)
+        (path / "readers.lock").unlink(missing_ok=True)
+        if lock == "a lock":
+            Datastore.open(path).close()
+        Path(folder).chmod(0o755)
+        allowed = path.stat().st_mode
+        if os.getuid():
+            path.chmod(0o555)
+        with a_stranger_reads(path, lm, alone, DOCUMENTS[:12]) as reader:
+            assert reader.recv() == "open"
+            assert (path / "readers.lock").exists() == (lock == "a lock")
+            path.chmod(allowed)
+            remove(path, document="d1")
+            before = set((path / "segments").iterdir())
+            assert not compact(path, segment_rows=10_000).purged
+            assert before < set((path / "segments").iterdir())
+            reader.send("read")
+            assert reader.recv() == "read"
+        assert compact(path).purged
+        assert not before & set((path / "segments").iterdir())
+        with closing(Datastore.open(path)) as store:
+            expect(store, [DOCUMENTS[0], *DOCUMENTS[2:12]], lm, alone)
+
+
+def test_compaction_refuses_to_copy_what_is_damaged(memory):
+    remove(memory, document="d1")
+    file = memory / "segments" / "000000" / "keys.npy"
+    data = bytearray(file.read_bytes())
+    data[-3] ^= 1
+    file.write_bytes(data)
+    with pytest.raises(DatastoreCorrupt, match=r"keys.npy is not as it was written"):
+        compact(memory)
+    assert Datastore.open(memory).catalog.document_count() == 11
+
+
+def test_an_index_that_so_few_keys_cannot_have_becomes_an_exact_search(lm, memory, alone):
+    with closing(Datastore.open(memory)) as store:
+        build_index(store, "IVF300,Flat")
+    for number in range(10):
+        remove(memory, document=f"d{number}")
+    assert compact(memory).index == "exact"
+    with closing(Datastore.open(memory)) as store:
+        expect(store, DOCUMENTS[10:12], lm, alone)
+        assert open_index(store).search(store.take(torch.arange(5)), 3).ids.min() >= 0
+
+
+def test_removed_rows_that_cannot_be_are_damage(memory):
+    remove(memory, document="d1")
+    with closing(sqlite3.connect(memory / "catalog.db", isolation_level=None)) as connection:
+        connection.execute("UPDATE removed SET rows = 100000")
+    seal(memory / "catalog.db")
+    with pytest.raises(DatastoreCorrupt, match=r"rows from .* on were removed, which are not in segment"):
+        Datastore.open(memory)
+
+
+def knnlm(capfd, *arguments) -> tuple[int, str, str]:
+    """Run a command in this process."""
+    code = run([str(argument) for argument in arguments])
+    captured = capfd.readouterr()
+    return code, captured.out, captured.err
+
+
+def test_the_commands_do_what_the_functions_do(memory, model_folder, tmp_path, capfd, lm):
+    text = tmp_path / "new.txt"
+    text.write_text(DOCUMENTS[13].text)
+    command = ("add", memory, text, "--model", model_folder, "--json")
+    code, out, _ = knnlm(capfd, *command)
+    facts = json.loads(out)
+    assert (code, facts["documents"], facts["skipped"]) == (0, 1, 0)
+    assert facts["tokens"] == len(lm.encode(DOCUMENTS[13].text))
+    assert json.loads(knnlm(capfd, *command)[1])["skipped"] == 1
+    listed = json.loads(knnlm(capfd, "documents", memory, "--source", "*new.txt", "--json")[1])
+    assert (listed["total"], listed["documents"][0]["rows"]) == (1, facts["tokens"])
+    code, out, _ = knnlm(capfd, "documents", memory, "--limit", 2)
+    assert code == 0
+    assert "2 of 13 documents; more with --first 2" in out
+    code, out, _ = knnlm(capfd, "remove", memory, "--source", "*new.txt", "--dry-run")
+    assert "1 document" in out
+    assert "would be removed" in out
+    facts = json.loads(knnlm(capfd, "remove", memory, "--where", "id=d3", "--report", "--json")[1])
+    assert [one["id"] for one in facts["documents"]] == ["d3"]
+    assert facts["report"]["waiting"] == facts["tokens"]
+    code, out, _ = knnlm(capfd, "remove", memory, "--report")
+    assert "segments/000001/keys.npy: " in out
+    code, out, _ = knnlm(capfd, "compact", memory, "--json")
+    facts = json.loads(out)
+    assert (code, facts["purged"], facts["tokens_dropped"]) == (0, True, len(lm.encode(DOCUMENTS[3].text)))
+    assert "No file holds bytes of removed documents." in knnlm(capfd, "remove", memory, "--report")[1]
+    for arguments, message in (
+        (("remove", memory, "--document", "d3"), "has no document for --document d3"),
+        (("remove", memory), "Which documents?"),
+        (("remove", memory, "--where", "colour=red"), "is no condition"),
+        (("compact", tmp_path / "nowhere"), "is not a memory"),
+    ):
+        code, out, err = knnlm(capfd, *arguments)
+        assert (code, out) == (2, "")
+        assert message in err
+    assert json.loads(knnlm(capfd, "info", memory, "--json")[1])["removed_tokens"] == 0
+
+
+def test_a_model_that_is_given_away_with_its_memory_has_no_byte_of_a_removed_document(lm, memory, tmp_path):
+    tokens = np.array(lm.encode(DOCUMENTS[4].text), np.int32)[:12].tobytes()
+    remove(memory, document="d4")
+    mixture = Mixture.open(memory, lm, memories="knn")
+    assert not mixture.stale
+    KnnForCausalLM(mixture).save_pretrained(tmp_path / "model", copy_memory=True)
+    files = [file for file in (tmp_path / "model").rglob("*") if file.is_file()]
+    assert not [file for file in files if tokens in file.read_bytes()]
+    assert any(tokens in file.read_bytes() for file in memory.rglob("*.npy"))
+    remove(memory, document="d5")
+    assert mixture.stale
+    newer = mixture.reopen()
+    assert not newer.stale
+    assert newer.lm is lm
+    assert newer.home.rows == mixture.home.rows - len(lm.encode(DOCUMENTS[5].text))
+    told = explain(newer, DOCUMENTS[5].text, top=3)
+    assert "d5" not in {voice.document for token in told for voice in token.neighbours}
+    with pytest.raises(ParameterError, match="can be opened again"):
+        Mixture(lm, mixture.memories).reopen()
+
+
+def test_what_the_index_covers_must_be_said_properly(memory):
+    with closing(Datastore.open(memory)) as store:
+        build_index(store, "Flat")
+    for bad in ("nothing", [1], [[1]], [[0, -1]], [["0", 1]], [[0, 1 << 60]]):
+        with closing(Catalog.open(memory / "catalog.db", write=True)) as catalog:
+            catalog.put(index_skipped=bad)
+        with closing(Datastore.open(memory)) as store, pytest.raises(DatastoreCorrupt, match="what the index covers"):
+            open_index(store)
+
+
+def test_a_saved_model_has_nothing_that_a_repair_or_a_compaction_has_replaced(lm, memory, tmp_path):
+    with closing(Datastore.open(memory)):  # somebody reads, so the old segments stay
+        remove(memory, document="d3")
+        assert not compact(memory).purged
+        (memory / "lost" / "001").mkdir(parents=True)
+        known = {f"{segment.id:06d}" for segment in Datastore.open(memory).segments}
+        assert {entry.name for entry in (memory / "segments").iterdir()} > known
+        KnnForCausalLM(Mixture.open(memory, lm)).save_pretrained(tmp_path / "model", copy_memory=True)
+    copied = tmp_path / "model" / "memory"
+    assert {entry.name for entry in (copied / "segments").iterdir()} == known
+    assert not (copied / "lost").exists()

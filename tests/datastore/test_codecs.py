@@ -1,0 +1,202 @@
+"""Keys stored as bytes or codes are guarded, merged and exported as keys stored as numbers are."""
+
+from __future__ import annotations
+
+import shutil
+from contextlib import closing
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from helpers.damage import change, flip, named, tree
+from helpers.stores import KEY_FORMATS, documents
+from helpers.stores import documents_by_hash as contents
+from knnlm.datastore import encoding as waiting
+from knnlm.datastore.catalog import CATALOG_FILE, Catalog
+from knnlm.datastore.indexes import build_index
+from knnlm.datastore.rewrite import compress, derive
+from knnlm.datastore.store import Datastore
+from knnlm.errors import DatastoreCorrupt, ModelMismatch
+from knnlm.ingest.build import build
+from knnlm.io import checksum
+from knnlm.maintenance.export import export
+from knnlm.maintenance.merge import merge
+from knnlm.maintenance.repair import repair
+from knnlm.maintenance.verify import verify
+
+
+@pytest.fixture(scope="module", params=KEY_FORMATS)
+def coded(request, lm, tmp_path_factory):
+    """A memory of ten documents in five segments, with an index."""
+    path = tmp_path_factory.mktemp("coded") / "memory"
+    store = build(documents(10), path, lm=lm, segment_rows=150, keys=request.param)
+    build_index(store, "IVF4,Flat")
+    store.close()
+    return path
+
+
+@pytest.fixture
+def memory(coded, tmp_path):
+    """A copy that may be damaged."""
+    shutil.copytree(coded, tmp_path / "memory")
+    return tmp_path / "memory"
+
+
+def test_a_sound_memory_is_sound_and_every_flipped_bit_is_found(memory):
+    found = verify(memory, deep=True)
+    assert found.sound, found.problems
+    assert found.format == 5
+    beside = sum((memory / f"{name}.safetensors").exists() for name in ("map", "codec"))
+    assert found.files == 1 + 5 * 2 + 1 + beside  # catalog, arrays, index, what the keys are read by
+    for name in sorted(tree(memory)):
+        if name.endswith((".npy", ".safetensors", ".faiss")):
+            flip(memory / name, -3)
+            assert named(verify(memory, deep=True)) == {name}, name
+            flip(memory / name, -3)
+
+
+def test_damaged_codes_are_noticed_when_they_are_first_read(memory):
+    with closing(Datastore.open(memory)) as store:
+        store.take(torch.arange(store.key_count))  # writes the sums of blocks down
+    flip(memory / "segments" / "000001" / "keys.npy", -3)
+    with closing(Datastore.open(memory)) as store:
+        first = store.segments[0].keys
+        store.take(torch.arange(first))
+        for read in (
+            lambda: store.take(torch.arange(store.key_count)),
+            lambda: store.take(torch.arange(store.key_count).flip(0)),
+            lambda: list(store.chunks(64)),
+            lambda: store.read(first, torch.empty(store.segments[1].keys, store.codec.columns, dtype=torch.int8)),
+        ):
+            with pytest.raises(DatastoreCorrupt, match=r"000001/keys\.npy is not as it was written"):
+                read()
+
+
+def test_repair_keeps_the_codes_of_sound_segments(memory):
+    before = contents(memory)
+    with closing(Datastore.open(memory)) as store:
+        lost = {document.sha256 for document in store.catalog.documents_of(2)}
+    flip(memory / "segments" / "000002" / "keys.npy", -3)
+    done = repair(memory)
+    assert {document.segment for document in done.lost} == {2}
+    after = contents(memory)
+    assert set(after) == set(before) - lost
+    for name, (tokens, keys) in after.items():
+        assert tokens == before[name][0]
+        assert np.array_equal(keys, before[name][1])
+
+
+@pytest.mark.parametrize("how", ["damaged", "missing", "other"])
+def test_without_its_codec_a_memory_is_refused_and_cannot_be_repaired(memory, how):
+    file = memory / "codec.safetensors"
+    if how == "missing":
+        file.unlink()
+    elif how == "damaged":
+        flip(file, -3)
+    else:
+        change(memory, "UPDATE meta SET value = '\"float16\"' WHERE key = 'key_dtype'")
+    assert named(verify(memory)) == {file.name}
+    with pytest.raises(DatastoreCorrupt, match=r"codec"):
+        Datastore.open(memory)
+    before = tree(memory / "segments")
+    with pytest.raises(DatastoreCorrupt, match=r"cannot be repaired: codec\.safetensors"):
+        repair(memory)
+    assert tree(memory / "segments") == before
+
+
+@pytest.mark.parametrize("bad", ["names", "dtype", "infinite"])
+def test_a_codec_from_a_stranger_is_refused(memory, bad):
+    file = memory / "codec.safetensors"
+    tensors = load_file(file)
+    if bad == "names":
+        tensors["_flat"] = torch.zeros(3)
+    else:
+        name = next(iter(tensors))
+        tensors[name] = tensors[name].half() if bad == "dtype" else tensors[name].fill_(torch.inf)
+    save_file(tensors, file)
+    with closing(Catalog.open(memory / CATALOG_FILE, write=True)) as catalog:
+        catalog.put(codec={**catalog.get("codec"), "sha256": checksum(file)})
+    with pytest.raises(DatastoreCorrupt, match="is not a readable codec"):
+        Datastore.open(memory)
+
+
+def test_a_codec_that_is_a_link_out_of_the_memory_is_not_followed(memory, tmp_path):
+    (memory / "codec.safetensors").rename(tmp_path / "elsewhere")
+    (memory / "codec.safetensors").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(DatastoreCorrupt, match="outside of the memory"):
+        Datastore.open(memory)
+
+
+def test_memories_of_one_codec_are_merged_code_by_code(coded, tmp_path):
+    with closing(Datastore.open(coded)) as store:
+        halves = [torch.arange(0, store.key_count, 2), torch.arange(1, store.key_count, 2)]
+        derive(store, tmp_path / "a", keep=halves[0]).close()
+        before = contents(tmp_path / "a")
+        done = merge([tmp_path / "a", coded], tmp_path / "all")
+        assert (done.documents, done.duplicates) == (10, 10)
+        after = contents(tmp_path / "all")
+        assert set(after) == set(before)
+        for name, (tokens, keys) in before.items():
+            assert after[name][0] == tokens
+            assert np.array_equal(after[name][1], keys)
+        with closing(Datastore.open(tmp_path / "all")) as made:
+            assert made.storage == store.storage
+            assert made.codec.dtype == store.codec.dtype
+    assert verify(tmp_path / "all", deep=True).sound
+
+
+def test_memories_of_different_codecs_are_not_merged(coded, lm, tmp_path):
+    with closing(Datastore.open(coded)) as store:
+        way = store.storage
+    build(documents(5, start=20), tmp_path / "other", lm=lm, segment_rows=150, keys=way).close()
+    with pytest.raises(ModelMismatch, match=r"cannot be merged: their (codec|map of keys) differs"):
+        merge([coded, tmp_path / "other"], tmp_path / "all")
+    build(documents(5, start=20), tmp_path / "plain", lm=lm, segment_rows=150).close()
+    with pytest.raises(ModelMismatch, match="cannot be merged"):
+        merge([coded, tmp_path / "plain"], tmp_path / "all")
+    assert not (tmp_path / "all").exists()
+
+
+def test_keys_are_exported_as_they_are_decoded(coded, tmp_path):
+    export(coded, tmp_path / "out")
+    table = pq.read_table(tmp_path / "out")
+    with closing(Datastore.open(coded)) as store:
+        keys = np.stack(table["key"].to_numpy())
+        assert np.array_equal(keys, store.take(torch.arange(store.key_count)).numpy())
+        assert table["token"].to_pylist() == store.values(torch.arange(store.rows)).tolist()
+
+
+def test_a_build_whose_keys_wait_for_their_codec_is_verified_and_repaired(lm, tmp_path, monkeypatch):
+    def stop(*_):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(waiting.DeferredEncoder, "settle", stop)
+        with pytest.raises(KeyboardInterrupt):
+            build(documents(10), tmp_path / "m", lm=lm, segment_rows=150, keys="int8")
+    found = verify(tmp_path / "m", deep=True)
+    assert found.sound, found.problems
+    assert found.state == "building"
+    flip(tmp_path / "m" / "segments" / "000001" / waiting.UNENCODED, -3)
+    assert named(verify(tmp_path / "m", deep=True)) == {f"segments/000001/{waiting.UNENCODED}"}
+    repair(tmp_path / "m")
+    build(documents(10), tmp_path / "m", lm=lm, segment_rows=150, keys="int8").close()
+    build(documents(10), tmp_path / "whole", lm=lm, segment_rows=150, keys="int8").close()
+    assert tree(tmp_path / "m" / "segments") == tree(tmp_path / "whole" / "segments")
+
+
+def test_compressed_and_merged_come_to_the_same_documents(lm, tmp_path):
+    for name, start in (("a", 0), ("b", 5)):
+        build(documents(5, start=start), tmp_path / name, lm=lm, segment_rows=150).close()
+    merge([tmp_path / "a", tmp_path / "b"], tmp_path / "all")
+    with (
+        closing(Datastore.open(tmp_path / "all")) as store,
+        closing(compress(store, tmp_path / "small", keys="int8")) as small,
+    ):
+        step = float(small.codec.step.max())
+        every = torch.arange(store.key_count)
+        assert float((small.take(every) - store.take(every)).abs().max()) <= step
+    assert verify(tmp_path / "small", deep=True).sound

@@ -1,0 +1,165 @@
+"""Perplexities against a brute-force evaluation, token by token, in NumPy."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+
+from helpers import oracle
+from helpers.stores import documents
+from knnlm.corpus import Document
+from knnlm.datastore.indexes import build_index
+from knnlm.errors import CorpusError, ParameterError
+from knnlm.evaluation.evaluate import evaluate
+from knnlm.evaluation.explain import explain
+from knnlm.ingest.build import build
+from knnlm.lm.windows import WindowShape
+from knnlm.mixture.mixture import Mixture
+
+WINDOW = WindowShape(24, 12)
+
+
+@pytest.fixture(scope="module")
+def small(lm, tmp_path_factory):
+    """A memory whose windows are short, so that documents take several."""
+    path = tmp_path_factory.mktemp("small") / "memory"
+    return build(documents(12), path, lm=lm, window=WINDOW, segment_rows=200)
+
+
+@pytest.fixture(scope="module")
+def seen(lm, small):
+    """Keys and values of the store, and (p_LM, key, target) of every test token, all read token by token."""
+
+    def read(tokens):
+        return oracle.read_token_by_token(
+            lm.model, lm.model.model.layers[-1].mlp, tokens, start_token=lm.start_token, context=24, stride=12
+        )
+
+    stored = [lm.encode(document.text) for document in documents(12)]
+    keys = np.concatenate([read(tokens)[0] for tokens in stored])
+    values = np.concatenate(stored)
+    asked = [lm.encode(document.text) for document in documents(4, start=100)]
+    readings = [read(tokens) for tokens in asked]
+    return {
+        "keys": keys.astype(np.float16).astype(np.float32),  # as they are stored
+        "values": values,
+        "queries": np.concatenate([reading[0] for reading in readings]),
+        "p_lm": np.concatenate([reading[1] for reading in readings]),
+        "targets": np.concatenate(asked),
+    }
+
+
+def expected(seen, *, k, temperature, weight, metric):
+    """The base perplexity, and the highest and lowest that the mixture and the oracle can have."""
+    base, mixed, best = [], [], []
+    for query, p_lm, target in zip(seen["queries"], seen["p_lm"], seen["targets"], strict=True):
+        p_knn = np.array(
+            oracle.knn_bounds(query, seen["keys"], seen["values"], target, k=k, temperature=temperature, metric=metric)
+        )
+        base.append(p_lm[target])
+        mixed.append((1 - weight) * p_lm[target] + weight * p_knn)
+        best.append(np.maximum(p_lm[target], p_knn))
+    return oracle.perplexity(base), *(
+        [oracle.perplexity(column) for column in np.array(rows).T] for rows in (mixed, best)
+    )
+
+
+@pytest.mark.parametrize(
+    ("k", "temperature", "weight", "metric"),
+    [(8, 1.0, 0.3, "l2"), (64, 5.0, 0.7, "l2"), (16, 2.0, 0.5, "ip"), (10_000, 10.0, 0.25, "l2"), (1, 1.0, 0.1, "l2")],
+)
+def test_evaluation_agrees_with_numpy_token_by_token(lm, small, seen, k, temperature, weight, metric):
+    mixture = Mixture.open(small.path, lm, k=k, temperature=temperature, weight=weight, metric=metric)
+    measured = evaluate(mixture, documents(4, start=100))
+    base, mixed, best = expected(seen, k=k, temperature=temperature, weight=weight, metric=metric)
+    assert measured.tokens == len(seen["targets"])
+    assert measured.base_perplexity == pytest.approx(base, rel=1e-5)
+    for found, (highest, lowest) in ((measured.perplexity, mixed), (measured.oracle_perplexity, best)):
+        assert lowest * (1 - 5e-4) <= found <= highest * (1 + 5e-4)
+        assert highest / lowest < 1.05  # so that the check is a sharp one
+
+
+def test_an_approximate_index_votes_with_the_distances_of_stored_keys(lm, seen, tmp_path):
+    store = build(documents(12), tmp_path / "memory", lm=lm, window=WINDOW)
+    assert build_index(store, "IVF8,PQ8x4") == "IVF8,PQ8x4"
+    settings = {"k": 8, "temperature": 1.0, "weight": 0.3, "metric": "l2"}
+    plain = evaluate(Mixture.open(store.path, lm, rerank=False, **settings), documents(4, start=100))
+    fine = evaluate(Mixture.open(store.path, lm, **settings), documents(4, start=100))
+    _, (right, _), _ = expected(seen, **settings)
+    assert abs(math.log(fine.perplexity / right)) < abs(math.log(plain.perplexity / right))
+    assert fine.perplexity == pytest.approx(right, rel=0.1)
+    # For the other metric there is no index, and the search is exact.
+    assert type(Mixture.open(store.path, lm, metric="ip").knn.index).__name__ == "ExactIndex"
+
+
+def test_lambda_zero_gives_the_models_own_perplexity(lm, small):
+    measured = evaluate(Mixture.open(small.path, lm, weight=0.0), documents(4, start=100))
+    assert measured.perplexity == pytest.approx(measured.base_perplexity, rel=1e-6)
+
+
+def test_an_empty_store_changes_nothing(lm, tmp_path):
+    store = build([], tmp_path / "memory", lm=lm)
+    assert store.rows == 0
+    measured = evaluate(Mixture.open(store.path, lm, weight=0.5), documents(2, start=100))
+    assert measured.perplexity == pytest.approx(measured.base_perplexity, rel=1e-6)
+
+
+def test_batch_size_does_not_change_the_figures(lm, small):
+    figures = [
+        evaluate(Mixture.open(small.path, lm), documents(4, start=100), batch_tokens=size) for size in (1, 60, 4096)
+    ]
+    for other in figures[1:]:
+        assert other.perplexity == pytest.approx(figures[0].perplexity, rel=1e-4)
+
+
+def test_words_bytes_and_their_figures_follow_from_the_text(lm, small):
+    text = "naïve foxes said 日本.\nTwo lines"
+    measured = evaluate(Mixture.open(small.path, lm), [Document("x", "x", text)])
+    figures = measured.as_dict()
+    assert (measured.words, measured.bytes) == (6, len(text.encode()))
+    loss = math.log(measured.perplexity) * measured.tokens
+    assert figures["word_perplexity"] == pytest.approx(math.exp(loss / 6))
+    assert figures["bits_per_byte"] == pytest.approx(loss / math.log(2) / len(text.encode()))
+
+
+def test_a_limit_stops_behind_the_document_that_reaches_it(lm, small):
+    made = documents(10, start=100)
+    lengths = np.cumsum([len(lm.encode(document.text)) for document in made])
+    measured = evaluate(Mixture.open(small.path, lm), made, limit=int(lengths[2]) - 1)
+    assert (measured.documents, measured.tokens) == (3, lengths[2])
+    with pytest.raises(ParameterError, match="limit must be at least 1"):
+        evaluate(Mixture.open(small.path, lm), made, limit=0)
+
+
+def test_no_text_is_an_error(lm, small):
+    with pytest.raises(CorpusError, match="no text to evaluate"):
+        evaluate(Mixture.open(small.path, lm), [])
+
+
+def test_explanations_agree_with_numpy_and_name_their_source(lm, small, seen):
+    document = documents(1, start=100)[0]
+    mixture = Mixture.open(small.path, lm, k=20, temperature=3.0, weight=0.4)
+    explained = explain(mixture, document.text, top=4)
+    assert "".join(token.token for token in explained) == document.text
+    stored = documents(12)
+    owners = np.repeat(np.arange(12), [len(lm.encode(one.text)) for one in stored])
+    for number, token in enumerate(explained):
+        query, p_lm, target = (seen[name][number] for name in ("queries", "p_lm", "targets"))
+        p_knn = oracle.knn_distribution(query, seen["keys"], seen["values"], lm.vocab_size, k=20, temperature=3.0)
+        assert token.p_lm == pytest.approx(p_lm[target], rel=1e-3)
+        assert token.p_knn == pytest.approx(p_knn[target], rel=2e-3, abs=1e-6)
+        assert token.p == pytest.approx(0.6 * p_lm[target] + 0.4 * p_knn[target], rel=2e-3)
+        far = oracle.distances(query, seen["keys"])
+        order = np.argsort(far, kind="stable")
+        weights = oracle.softmax(-far[order[:20]] / 3.0)
+        for place, voice in enumerate(token.neighbours):
+            assert voice.distance == pytest.approx(far[order[place]], rel=1e-2, abs=1e-3)
+            assert voice.weight == pytest.approx(weights[place], rel=1e-2)
+            same = [stored[owners[row]] for row in order[:24] if far[row] <= far[order[place]] * 1.01 + 1e-3]
+            assert any(voice.source == one.source and voice.document == one.id for one in same)
+            assert voice.before + voice.token + voice.after in next(
+                one.text for one in stored if one.id == voice.document
+            )
+            assert voice.agrees == (voice.token == token.token)

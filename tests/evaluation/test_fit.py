@@ -1,0 +1,353 @@
+"""Weights that are fitted on a trace are the weights that evaluation uses, for every kind of weights."""
+
+from __future__ import annotations
+
+import math
+import shutil
+
+import numpy as np
+import pytest
+import torch
+
+from helpers.stores import documents
+from knnlm.datastore.catalog import CATALOG_FILE, Catalog
+from knnlm.datastore.store import Datastore
+from knnlm.errors import DatastoreCorrupt, DatastoreError, ModelMismatch, ParameterError
+from knnlm.evaluation.evaluate import evaluate
+from knnlm.evaluation.fit import evaluate_trace, fit_weights, tabulate, variants
+from knnlm.evaluation.sweep import Sweep
+from knnlm.evaluation.trace import record
+from knnlm.evaluation.tune import token_frequencies, tune
+from knnlm.ingest.build import build
+from knnlm.lm.causal import CausalLM
+from knnlm.memories.base import Source
+from knnlm.memories.cache import CacheMemory
+from knnlm.memories.voting import VoteParams
+from knnlm.mixture.gate import feature_names, features, memory_features, place
+from knnlm.mixture.mixture import Mixture
+
+MEMORIES = "knn,cache,ngram"
+TEST = documents(4, start=130)
+BUCKETS = {"edges": [], "weights": [[0.5, 0.5], [0.5, 0.5]]}
+
+
+@pytest.fixture(scope="module")
+def path(lm, tmp_path_factory):
+    """A memory, tuned in every way."""
+    store = build(documents(20), tmp_path_factory.mktemp("fitted") / "memory", lm=lm)
+    return store.path
+
+
+@pytest.fixture(scope="module", params=["fixed", "fitted", "buckets", "gated"])
+def tuned(request, lm, path):
+    fresh = Mixture.open(path, lm, memories=MEMORIES, fresh=True)
+    return request.param, tune(fresh, documents(8, start=100), weights=request.param, sources=["valid"])
+
+
+def settings(mixture):
+    return [getattr(memory, "settings", ()) for memory in mixture.memories]
+
+
+@pytest.fixture(scope="module")
+def test_trace(lm, path, tmp_path_factory):
+    """What is seen of the test text, at the widest settings."""
+    mixture = Mixture.open(path, lm, memories=MEMORIES, fresh=True)
+    return record(mixture, TEST, tmp_path_factory.mktemp("trace") / "trace")
+
+
+def test_what_was_tuned_is_what_is_opened(tuned, lm, path):
+    kind, result = tuned
+    opened = Mixture.open(path, lm)
+    assert opened.weights.kind == kind
+    assert opened.labels == ["knn", "cache", "ngram"]
+    assert [spec.settings for spec in result.specs] == [tuple(own) for own in settings(opened)]
+    if kind in ("fixed", "fitted"):
+        assert opened.weights.values == pytest.approx(result.weights.values)
+    assert math.isfinite(result.perplexity)
+    assert result.perplexity < result.base_perplexity
+
+
+def test_a_trace_is_evaluated_as_the_text_is(tuned, lm, path, test_trace):
+    opened = Mixture.open(path, lm)
+    measured = evaluate(opened, TEST)
+    replayed = evaluate_trace(test_trace, settings(opened), opened.weights)
+    for name in ("perplexity", "base_perplexity", "oracle_perplexity", "lambda_"):
+        assert getattr(replayed, name) == pytest.approx(getattr(measured, name), rel=5e-3), name
+    for mine, theirs in zip(replayed.memories, measured.memories, strict=True):
+        assert mine["weight"] == pytest.approx(theirs["weight"], abs=5e-3)
+
+
+def asked_fraction(mixture, lm):
+    """The part of the positions that the weights want a search for, by themselves."""
+    asked = []
+    for batch in mixture.read([lm.encode(document.text) for document in TEST]):
+        context, _, _ = mixture.ask(batch.logits, batch.context)
+        asked.append(context.asked)
+    return float(torch.cat(asked).double().mean())
+
+
+def test_searches_that_are_left_out_are_left_out_in_the_trace_too(lm, path, test_trace):
+    fresh = Mixture.open(path, lm, memories=MEMORIES, fresh=True)
+    tune(fresh, documents(8, start=100), weights="gated")
+    for fraction in (0.4, 1.0):
+        opened = Mixture.open(path, lm, skip=fraction)
+        searched = []
+        search = opened.knn.search
+        opened.knn.search = lambda keys, k=None, search=search, searched=searched: (
+            searched.append(len(keys)) or search(keys, k)
+        )
+        measured = evaluate(opened, TEST)
+        replayed = evaluate_trace(test_trace, settings(opened), opened.weights)
+        assert replayed.perplexity == pytest.approx(measured.perplexity, rel=5e-3)
+        assert sum(searched) == round(measured.tokens * asked_fraction(opened, lm))
+    assert sum(searched) == 0  # nothing is searched when everything is skipped
+
+
+def test_what_a_gate_sees_in_a_trace_is_what_it_sees_in_the_text(lm, path, test_trace):
+    from knnlm.memories.decoder import LMOutput
+
+    mixture = Mixture.open(path, lm, memories=MEMORIES, fresh=True)
+    counts = token_frequencies(mixture.home)
+    stored = tabulate(test_trace, settings(mixture)).features(counts)
+    names = feature_names((memory.name, memory.signal_names) for memory in mixture.memories)
+    assert stored.shape == (len(test_trace), len(names))
+    tokens = [lm.encode(document.text) for document in TEST]
+    for batch in mixture.read(tokens):
+        lm_answer = LMOutput(batch.logits)
+        found = [memory_features(memory.predict(batch.context), lm_answer) for memory in mixture.memories]
+        here = features(place(batch.context), counts, (lm_answer.signals(), lm_answer.top()), found)
+        difference = (here - stored[batch.rows]).abs()
+        # Equally near neighbours come in any order: what depends on which of them is the 64th may differ a little.
+        loose = torch.tensor([0.2 if "distinct" in name or "choice" in name else 5e-3 for name in names])
+        wrong = (difference > loose).float().mean(0)
+        assert float(wrong.max()) < 0.03, [names[i] for i in wrong.argsort(descending=True)[:3]]
+
+
+def test_the_columns_of_a_trace_are_the_parts_of_the_mixture(lm, path, test_trace):
+    mixture = Mixture.open(path, lm, memories=MEMORIES, fresh=True)
+    seen = tabulate(test_trace, settings(mixture))
+    assert len(seen.names) == len(mixture.part_names) == seen.logs.shape[1]
+    for batch in mixture.read([lm.encode(document.text) for document in TEST]):
+        each = mixture.predict(batch.logits, batch.context).each_of(batch.targets)
+        stored = seen.logs[batch.rows].nan_to_num(nan=-math.inf)
+        torch.testing.assert_close(stored.exp(), each.exp(), rtol=1e-2, atol=2e-3)
+    first = np.cumsum([0, *(len(lm.encode(document.text)) for document in TEST)])[:-1]
+    assert sorted(set(seen.groups.tolist())) == first.tolist()
+
+
+def test_counts_of_tokens_are_those_of_the_store(lm, path):
+    mixture = Mixture.open(path, lm)
+    tokens = [token for document in documents(20) for token in lm.encode(document.text)]
+    assert token_frequencies(mixture.home).tolist() == np.bincount(tokens, minlength=lm.vocab_size).tolist()
+
+
+def test_each_set_of_memories_keeps_its_own_choice(lm, path):
+    valid = documents(4, start=100)
+    for memories in ("knn", "cache,knn", "knn,ngram"):
+        tune(Mixture.open(path, lm, memories=memories, fresh=True), valid, weights="fixed")
+    assert Mixture.open(path, lm).labels == ["knn", "ngram"]  # the last one
+    assert Mixture.open(path, lm, memories="knn").labels == ["knn"]
+    assert Mixture.open(path, lm, memories="knn").knn.temperature != 2.0
+    for order in ("cache,knn", "knn,cache"):  # a set has no order
+        both = Mixture.open(path, lm, memories=order)
+        assert both.labels == ["cache", "knn"]
+        assert both.weight != 0.25
+
+
+def test_a_memory_that_was_tuned_among_others_votes_as_it_was_tuned_to(lm, tmp_path):
+    path = build(documents(10), tmp_path / "memory", lm=lm).path
+    fresh = Mixture.open(path, lm, memories=MEMORIES, fresh=True)
+    result = tune(fresh, documents(6, start=100), weights="gated")
+    (knn,) = [spec for spec in result.specs if spec.kind == "knn"]
+    (cache,) = [spec for spec in result.specs if spec.kind == "cache"]
+    opened = Mixture.open(path, lm, k=3)
+    assert opened.labels == ["knn"]
+    assert opened.knn.settings == (VoteParams(3, knn.settings[0].temperature),)
+    assert opened.weight == 0.25
+    alone = Mixture.open(path, lm, memories="cache", temperature=0.5)
+    assert alone.memories[0].settings == (VoteParams(cache.settings[0].k, 0.5),)
+
+
+def test_k_and_temperature_are_refused_where_it_is_unclear_whose_they_are(lm, path, tmp_path):
+    other = build(documents(3, start=300), tmp_path / "other", lm=lm)
+    opened = Mixture.open(path, lm, memories=f"knn={other.path}", k=5, temperature=9.0)
+    assert opened.knn.settings == (VoteParams(5, 9.0),)
+    with pytest.raises(ParameterError, match="has 2"):
+        Mixture.open(path, lm, memories=f"knn={other.path},cache", k=5, fresh=True)
+
+
+def test_stores_that_were_read_in_other_windows_are_refused(lm, path, tmp_path):
+    other = build(documents(3, start=300), tmp_path / "other", lm=lm, window=lm.window(16))
+    with pytest.raises(ParameterError, match="windows of"):
+        Mixture.open(path, lm, memories=f"knn,knn={other.path}", fresh=True)
+
+
+def test_an_output_matrix_is_read_where_it_was_trained_and_by_no_other_model(lm, path, tmp_path):
+    from helpers.models import tiny, tiny_tokenizer
+    from knnlm.training.output_matrix import train_output
+
+    elsewhere = CausalLM(lm.model, lm.tokenizer, name="tiny-llama", key_layer="output")
+    other_place = build(documents(8), tmp_path / "place", lm=elsewhere)
+    train_output(other_place, tmp_path / "place-output", epochs=1)
+    opened = Mixture.open(path, lm, memories=f"output={tmp_path}/place-output", fresh=True)
+    assert opened.memories[0].source.place == "output"
+    stranger = CausalLM(tiny("llama", seed=8), tiny_tokenizer(), name="stranger")
+    other_model = build(documents(8), tmp_path / "model", lm=stranger)
+    train_output(other_model, tmp_path / "model-output", epochs=1)
+    with pytest.raises(ModelMismatch, match=r"trained on states of stranger"):
+        Mixture.open(path, lm, memories=f"output={tmp_path}/model-output", fresh=True)
+
+
+def test_weights_that_were_tuned_for_another_matrix_are_refused(lm, path, tmp_path):
+    from knnlm.training.output_matrix import train_output
+
+    place = tmp_path / "matrix"
+    store = Datastore.open(path)
+    train_output(store, place, epochs=1)
+    tune(Mixture.open(path, lm, memories=f"knn,output={place}", fresh=True), documents(3, start=100), weights="fitted")
+    assert Mixture.open(path, lm).weights.kind == "fitted"
+    (place / "output.safetensors").unlink()
+    train_output(store, place, epochs=2)
+    with pytest.raises(DatastoreError, match="another matrix"):
+        Mixture.open(path, lm)
+    tune(Mixture.open(path, lm, memories="knn", fresh=True), documents(3, start=100), weights="fixed")
+
+
+def test_a_mixture_that_could_not_be_opened_again_is_not_tuned(lm, path):
+    opened = Mixture.open(path, lm, memories="knn", fresh=True)
+    twice = Mixture(lm, [opened.knn, opened.knn], home=opened.home)
+    with pytest.raises(ParameterError, match="Two memories are called knn"):
+        tune(twice, TEST)
+    cache = CacheMemory(vocab_size=lm.vocab_size, window=9, metric="ip", source=Source(0, "ffn_input", 2))
+    tuned = Mixture(lm, [opened.knn, cache], home=opened.home)
+    result = tune(tuned, documents(3, start=100), weights="fixed")
+    again = Mixture.open(path, lm).memories[1]
+    assert (again.horizon, again.metric) == (9, "ip")
+    assert result.specs[1].label == "cache=9"
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (lambda facts: facts["weights"].update(kind="buckets", memory=7, buckets=BUCKETS), "no neighbours to go by"),
+        (lambda facts: facts["memories"][0].update(settings=[[float("inf"), 1.0]]), "which memories"),
+        (lambda facts: facts["memories"][0].update(kind="lm", path=None), "which memories"),
+        (lambda facts: facts["memories"][0].update(kind="cache", path="abc"), "which memories"),
+        (lambda facts: facts["weights"].update(values=[float("nan"), 0.5]), "cannot be read"),
+        (lambda facts: facts["weights"].update(kind="gated", networks=[], file="x", fraction=0), "cannot be read"),
+        (lambda facts: facts["weights"].update(values=[1.0]), "weights for 1 parts"),
+    ],
+)
+def test_a_choice_that_a_stranger_wrote_is_refused_in_words(lm, path, tmp_path, change, says):
+    copied = shutil.copytree(path, tmp_path / "copy")
+    choice = {
+        "memories": [{"kind": "knn", "path": None, "metric": "l2", "settings": [[4, 1.0]], "identity": None}],
+        "weights": {"kind": "fixed", "values": [0.5, 0.5]},
+        "facts": {},
+    }
+    change(choice)
+    catalog = Catalog.open(copied / CATALOG_FILE, write=True)
+    catalog.put(choices={"knn": choice}, chosen="knn")
+    catalog.close()
+    with pytest.raises(DatastoreCorrupt, match=says):
+        Mixture.open(copied, lm)
+
+
+def test_choices_that_are_no_choices_are_refused(lm, path, tmp_path):
+    copied = shutil.copytree(path, tmp_path / "copy")
+    for facts in ({"choices": [1]}, {"choices": {}, "chosen": [1]}):
+        catalog = Catalog.open(copied / CATALOG_FILE, write=True)
+        catalog.put(**facts)
+        catalog.close()
+        with pytest.raises(DatastoreCorrupt, match="what was tuned"):
+            Mixture.open(copied, lm)
+
+
+def test_a_trace_is_tuned_for_some_of_its_memories(lm, path, test_trace):
+    from knnlm.evaluation.tune import tune_trace
+
+    some = test_trace.only("ngram", "knn")
+    result = tune_trace(some, Datastore.open(path), weights="fixed")
+    assert [spec.label for spec in result.specs] == ["ngram", "knn"]
+    with pytest.raises(DatastoreError, match="but not output"):
+        test_trace.only("output")
+
+
+def test_the_cache_looks_back_as_far_as_it_is_told(lm, path):
+    opened = Mixture.open(path, lm, memories="knn,cache=7", fresh=True)
+    assert opened.memories[1].horizon == 7
+    (batch,) = opened.read([lm.encode(TEST[0].text)[:50]])
+    found = opened.memories[1].find(batch.context)
+    ages = torch.arange(50)[:, None] - found.ids
+    assert int(ages[found.ids >= 0].max()) == 7
+    assert (found.ids >= 0).sum(1).tolist() == [min(row, 7) for row in range(50)]
+
+
+def test_weights_on_the_command_line_are_taken_as_they_are(lm, path):
+    opened = Mixture.open(path, lm, memories="knn:0.3,cache:0.1,ngram:0.2", fresh=True)
+    assert opened.weights.values == pytest.approx((0.4, 0.3, 0.1, 0.2, 0.0))
+    measured = evaluate(opened, TEST)
+    assert measured.memories[0]["weight"] == pytest.approx(0.3)
+
+
+@pytest.mark.parametrize(
+    ("memories", "says"),
+    [
+        ("knn,nonsense", "no memory 'nonsense'"),
+        ("", "There is no memory"),
+        ("knn,knn", "twice"),
+        ("lm", "needs a model"),
+        ("cache=folder", "no number of positions"),
+        ("cache=0", "no number of positions"),
+        ("knn:0.5,cache", "every memory a weight or none"),
+        ("knn:0.8,cache:0.3", "sum to at most 1"),
+        ("knn:nan", "sum to at most 1"),
+    ],
+)
+def test_a_list_of_memories_that_means_nothing_is_refused(lm, path, memories, says):
+    with pytest.raises(ParameterError, match=says):
+        Mixture.open(path, lm, memories=memories)
+
+
+def test_weights_that_there_are_not_are_refused(lm, path, test_trace):
+    with pytest.raises(ParameterError, match="no weights 'magic'"):
+        tune(Mixture.open(path, lm, fresh=True), TEST, weights="magic")
+    trace_of_cache = record(Mixture.open(path, lm, memories="cache", fresh=True), TEST, path.parent / "cache-trace")
+    with pytest.raises(ParameterError, match="mix in knn"):
+        fit_weights(
+            tabulate(trace_of_cache, [(VoteParams(8, 1.0),)]), "buckets", frequencies=torch.zeros(lm.vocab_size)
+        )
+
+
+def test_skipping_needs_a_gate(lm, path):
+    with pytest.raises(ParameterError, match="Only a gate can skip"):
+        Mixture.open(path, lm, memories="knn", fresh=True, skip=0.5)
+
+
+def test_a_gate_that_was_damaged_is_named(lm, path):
+    fresh = Mixture.open(path, lm, memories="knn,cache", fresh=True)
+    tune(fresh, documents(5, start=100), weights="gated")
+    name = Mixture.open(path, lm).home.catalog.get("choices")["cache,knn"]["weights"]["file"]
+    file = path / "mixtures" / name
+    whole = file.read_bytes()
+    file.write_bytes(whole[:1000])
+    with pytest.raises(DatastoreCorrupt, match="Tune it again"):
+        Mixture.open(path, lm)
+    file.unlink()
+    with pytest.raises(DatastoreCorrupt, match="Tune it again"):
+        Mixture.open(path, lm)
+    file.write_bytes(whole)
+    assert Mixture.open(path, lm).weights.kind == "gated"
+
+
+def test_other_ways_of_counting_surround_the_best():
+    perplexity = np.full((4, 20, 2), 50.0)
+    perplexity[2, 7, 1] = 10.0  # k = 64, the eighth temperature
+    perplexity[0, 3, 1] = 20.0
+    temperatures = tuple(float(2**n) for n in range(20))
+    found = Sweep((1, 8, 64, 256), temperatures, (0.0, 0.5), perplexity, 60.0, 10, 1, 0, 0.0)
+    chosen = variants(found)
+    assert chosen[0] == VoteParams(64, 2.0**7)
+    assert {VoteParams(64, 2.0**n) for n in (1, 4, 10, 13)} < set(chosen)
+    assert VoteParams(1, 2.0**3) in chosen
+    assert len(set(chosen)) == len(chosen)

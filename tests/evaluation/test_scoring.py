@@ -1,0 +1,141 @@
+"""Searches that wait for one another, against the mixture asked batch by batch."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+
+import pytest
+import torch
+
+from helpers.stores import documents
+from knnlm.evaluation.evaluate import scores, searches_can_wait
+from knnlm.memories.knn import KnnMemory
+from knnlm.memories.voting import VoteParams
+from knnlm.mixture.mixture import Mixture
+from knnlm.mixture.weights import Buckets, BucketWeights
+
+EVERYBODY = 10_000  # votes: who is just in and who just out of k would depend on the last digits
+
+
+@pytest.fixture
+def mixture(lm, store):
+    """A store that votes in two ways."""
+    mixture = Mixture.open(store, lm, k=EVERYBODY, temperature=3.0, weight=0.4)
+    knn = mixture.knn
+    both = KnnMemory(
+        store, knn.index, k=EVERYBODY, temperature=3.0, others=(VoteParams(EVERYBODY, 1.0),), source=knn.source
+    )
+    return Mixture(lm, both, weight=0.4)
+
+
+@pytest.fixture
+def texts(lm):
+    return [lm.encode(document.text) for document in documents(6, words=12, start=100)]
+
+
+class Watched:
+    """An index that remembers how many were asked for at once, and does something before each search."""
+
+    def __init__(self, index, before=lambda: None):
+        self._index, self.metric, self._before, self.asked = index, index.metric, before, []
+
+    def search(self, queries, k):
+        self.asked.append(len(queries))
+        self._before()
+        return self._index.search(queries, k)
+
+
+def watch(mixture, before=lambda: None):
+    knn = mixture.knn
+    knn.index = Watched(knn.index, before)
+    return knn.index
+
+
+def one_by_one(mixture, texts):
+    """The same, as the mixture says it when it is asked for each batch."""
+    found = []
+    for batch in mixture.read(texts, batch_tokens=32):
+        prediction = mixture.predict(batch.logits, batch.context)
+        found.append((prediction.each_of(batch.targets), prediction.of(batch.targets), prediction.weights))
+    return [torch.cat(column) for column in zip(*found, strict=True)]
+
+
+def together(mixture, texts, **options):
+    found = list(scores(mixture, mixture.read(texts, batch_tokens=32), **options))
+    return [torch.cat([getattr(one, name) for one in found]) for name in ("each", "mixed", "weights")]
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+@pytest.mark.parametrize("least", [1, 100, 100_000])
+@pytest.mark.parametrize("kind", ["fixed", "buckets"])
+def test_searches_that_wait_find_what_those_of_each_batch_find(mixture, texts, monkeypatch, ahead, least, kind):
+    if kind == "buckets":
+        edges, weights = torch.tensor([1.0, 5.0]), torch.tensor([[0.5, 0.3, 0.2], [0.7, 0.2, 0.1], [1.0, 0.0, 0.0]])
+        mixture.weights = BucketWeights(Buckets(edges, weights), 0)
+    monkeypatch.setattr("knnlm.evaluation.evaluate._TOGETHER", least)
+    expected = one_by_one(mixture, texts)
+    index = watch(mixture)
+    found = together(mixture, texts, ahead=ahead)
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
+    tokens = sum(map(len, texts))
+    assert sum(index.asked) == tokens
+    assert all(count >= least for count in index.asked[:-1])
+    assert len(index.asked) <= tokens // least + 1
+
+
+def test_what_the_model_says_is_not_kept_while_searches_wait(mixture, texts, monkeypatch):
+    monkeypatch.setattr("knnlm.evaluation.evaluate._TOGETHER", 200)
+    said = []
+
+    def batches():
+        for batch in mixture.read(texts, batch_tokens=32):
+            said.append(weakref.ref(batch.logits))
+            yield batch
+
+    alive = []
+    watch(mixture, lambda: alive.append(sum(one() is not None for one in said)))
+    list(scores(mixture, batches()))
+    assert len(said) > 4
+    assert max(alive) <= 1  # of the batch that was read last, at most
+
+
+def test_the_model_reads_on_while_a_search_runs(mixture, texts, monkeypatch):
+    monkeypatch.setattr("knnlm.evaluation.evaluate._TOGETHER", 64)
+    read_on, waited = threading.Event(), []
+    batches = list(mixture.read(texts, batch_tokens=32))
+
+    def reading():
+        for number, batch in enumerate(batches):
+            if number:
+                read_on.set()
+            yield batch
+
+    def before():
+        if not waited:
+            waited.append(read_on.wait(timeout=30))
+
+    watch(mixture, before)
+    list(scores(mixture, reading(), ahead=True))
+    assert waited == [True]
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_an_error_of_a_search_reaches_who_asked(mixture, texts, ahead):
+    def fail():
+        raise OSError("the disk is gone")
+
+    watch(mixture, fail)
+    with pytest.raises(OSError, match="the disk is gone"):
+        list(scores(mixture, mixture.read(texts), ahead=ahead))
+
+
+def test_no_text_has_no_scores(mixture):
+    assert not list(scores(mixture, []))
+    assert not list(scores(mixture, [], ahead=True))
+
+
+def test_searches_wait_only_where_nobody_looks_at_what_the_model_says(lm, store, mixture):
+    assert searches_can_wait(mixture)
+    assert not searches_can_wait(Mixture.open(store, lm, memories="knn,cache"))

@@ -1,0 +1,230 @@
+"""Traces and sweeps: arithmetic that must equal an evaluation with the same settings."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from helpers import oracle
+from helpers.stores import documents
+from knnlm.datastore.locks import writer_lock
+from knnlm.errors import DatastoreBusy, DatastoreCorrupt, DatastoreError, ParameterError
+from knnlm.evaluation.evaluate import evaluate
+from knnlm.evaluation.sweep import replay, sweep, temperature_grid
+from knnlm.evaluation.trace import MemoryTrace, Trace, record
+from knnlm.evaluation.tune import choose_from, tune, tune_trace
+from knnlm.ingest.build import build
+from knnlm.memories.decoder import LM_SIGNALS
+from knnlm.mixture.mixture import Mixture
+
+
+@pytest.fixture(scope="module")
+def mixture(lm, tmp_path_factory):
+    store = build(documents(20), tmp_path_factory.mktemp("tuned") / "memory", lm=lm)
+    return Mixture.open(store.path, lm, k=64)
+
+
+@pytest.fixture(scope="module")
+def trace(mixture, tmp_path_factory):
+    path = tmp_path_factory.mktemp("trace") / "trace"
+    return record(mixture, documents(5, start=100), path, sources=["held-out"])
+
+
+def test_a_sweep_equals_an_evaluation_with_each_setting(lm, mixture, trace):
+    swept = sweep(trace, ks=[1, 7, 64], temperatures=[0.5, 20.0], lambdas=[0.0, 0.3, 0.9])
+    assert swept.tokens == len(trace)
+    for i, k in enumerate(swept.ks):
+        for j, temperature in enumerate(swept.temperatures):
+            for m, weight in enumerate(swept.lambdas):
+                opened = Mixture.open(mixture.knn.store.path, lm, k=k, temperature=temperature, weight=weight)
+                measured = evaluate(opened, documents(5, start=100))
+                # With the trace's own k the neighbours are the same; with fewer, ties may be broken otherwise.
+                close = 1e-4 if k == 64 else 1e-2
+                assert swept.perplexity[i, j, m] == pytest.approx(measured.perplexity, rel=close)
+                assert swept.base_perplexity == pytest.approx(measured.base_perplexity, rel=1e-6)
+
+
+@pytest.mark.parametrize(("k", "temperature", "weight"), [(64, 3.0, 0.4), (64, 20.0, 0.0), (64, 3.0, 1.0)])
+def test_a_replay_equals_an_evaluation(lm, mixture, trace, k, temperature, weight):
+    opened = Mixture.open(mixture.knn.store.path, lm, k=k, temperature=temperature, weight=weight)
+    measured = evaluate(opened, documents(5, start=100)).as_dict()
+    replayed = replay(trace, k=k, temperature=temperature, weight=weight).as_dict()
+    assert [replayed.pop(name) for name in ("metric", "weights")] == [
+        measured.pop(name) for name in ("metric", "weights")
+    ]
+    (mine,), (theirs,) = replayed.pop("memories"), measured.pop("memories")
+    assert mine.pop("weight") == pytest.approx(theirs.pop("weight"), abs=1e-6)
+    assert mine == theirs
+    for name in measured.keys() - {"seconds", "tokens_per_second"}:
+        assert replayed[name] == pytest.approx(measured[name], rel=1e-4), name
+
+
+def made_trace(log_p, distances, values, targets):
+    facts = {"tokens": len(targets), "text": ["made"], "documents": 1, "remembered": 0}
+    own = {"label": "knn", "kind": "knn", "k": distances.shape[1], "metric": "l2"}
+    memory = MemoryTrace(own, {"distances": distances, "values": values.astype(np.int32)}, 50)
+    rows = np.zeros(len(targets), np.int32)
+    signals = np.zeros((len(targets), len(LM_SIGNALS)), np.float32)
+    return Trace(targets.astype(np.int32), log_p.astype(np.float32), signals, rows, rows, rows, rows, [memory], facts)
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.integers(1, 30), st.integers(1, 12), st.integers(0, 2**32 - 1))
+def test_a_sweep_agrees_with_numpy_on_any_trace(tokens, k, seed):
+    generator = np.random.default_rng(seed)
+    distances = np.sort(generator.choice([0, 1, 5, 5.5, 300, 2e5], (tokens, k)), 1).astype(np.float32)
+    present = generator.integers(0, k + 1, tokens)
+    distances[np.arange(k) >= present[:, None]] = np.inf
+    values = np.where(np.isinf(distances), -1, generator.integers(0, 3, (tokens, k)))
+    targets = generator.integers(0, 3, tokens)
+    log_p = -generator.exponential(20, tokens)
+    ks = sorted({1, k, (k + 1) // 2})
+    swept = sweep(made_trace(log_p, distances, values, targets), ks=ks, temperatures=[0.3, 40], lambdas=[0, 0.5, 0.99])
+    for i, count in enumerate(ks):
+        for j, temperature in enumerate((0.3, 40)):
+            for m, weight in enumerate((0, 0.5, 0.99)):
+                logs = []
+                for row in range(tokens):
+                    there = np.isfinite(distances[row, :count])
+                    p_lm = np.exp(np.float64(np.float32(log_p[row])))
+                    if there.any():
+                        votes = oracle.softmax(-distances[row, :count][there] / temperature)
+                        p_knn = votes[values[row, :count][there] == targets[row]].sum()
+                        logs.append(np.log((1 - weight) * p_lm + weight * p_knn))
+                    else:
+                        logs.append(np.log(p_lm))
+                assert np.log(swept.perplexity[i, j, m]) == pytest.approx(-np.mean(logs), rel=1e-4, abs=1e-4)
+
+
+def test_a_token_that_the_model_finds_all_but_impossible_does_not_underflow():
+    trace = made_trace(np.array([-200.0]), np.zeros((1, 1), np.float32), np.array([[1]]), np.array([0]))
+    swept = sweep(trace, ks=[1], temperatures=[1.0], lambdas=[0.5])
+    assert np.log(swept.perplexity.item()) == pytest.approx(200 + np.log(2), rel=1e-6)
+
+
+def test_the_best_setting_is_the_smallest_of_the_table(trace):
+    swept = sweep(trace)
+    k, temperature, weight, perplexity = swept.best
+    assert perplexity == swept.perplexity.min()
+    place = swept.ks.index(k), swept.temperatures.index(temperature), swept.lambdas.index(weight)
+    assert swept.perplexity[place] == perplexity
+    assert swept.perplexity[:, :, 0] == pytest.approx(swept.base_perplexity, rel=1e-6)  # λ = 0
+    assert swept.ks == (1, 4, 8, 16, 32, 64)
+
+
+def test_tuning_stores_its_choice_and_the_text_it_was_made_on(lm, mixture):
+    result = tune(mixture, documents(5, start=100), weights="fixed", sources=["held-out.txt"])
+    k, temperature, weight, perplexity = result.sweep.best
+    assert result.perplexity == perplexity
+    opened = Mixture.open(mixture.knn.store.path, lm)
+    assert (opened.knn.k, opened.knn.temperature, opened.weight) == (k, temperature, weight)
+    facts = opened.home.catalog.get("choices")["knn"]["facts"]
+    assert facts["chosen_on"] == ["held-out.txt"]
+    assert facts["tokens"] == result.tokens
+    assert evaluate(opened, documents(5, start=100)).perplexity == pytest.approx(perplexity, rel=1e-4)
+
+
+def test_text_that_is_in_the_memory_is_counted(lm, mixture, tmp_path):
+    text = [*documents(2), *documents(3, start=100)]
+    assert evaluate(mixture, text).as_dict()["remembered_documents"] == 2
+    trace = record(mixture, text, tmp_path / "trace")
+    assert (sweep(trace).remembered, sweep(trace).documents) == (2, 5)
+    assert replay(trace, k=4, temperature=1.0, weight=0.1).remembered == 2
+    assert trace.facts["text"] == [document.source for document in text[:3]]
+
+
+def test_a_trace_holds_targets_hits_and_distances_in_document_order(lm, mixture, trace):
+    tokens = [token for document in documents(5, start=100) for token in lm.encode(document.text)]
+    assert trace.targets.tolist() == tokens
+    (seen,) = trace.memories
+    assert (np.diff(seen.distances, axis=1) >= 0).all()
+    assert trace.facts["text"] == ["held-out"]
+    assert (seen.arrays["values"] < lm.vocab_size).all()
+
+
+def test_a_trace_is_not_written_over_and_a_damaged_one_is_named(mixture, tmp_path):
+    path = tmp_path / "trace"
+    record(mixture, documents(1, start=100), path)
+    with pytest.raises(DatastoreError, match="exists already"):
+        record(mixture, documents(1, start=100), path)
+    with (path / "0" / "values.npy").open("r+b") as file:
+        file.truncate(200)
+    with pytest.raises(DatastoreCorrupt, match=r"values\.npy has 200 bytes instead of"):
+        Trace.open(path)
+    with pytest.raises(DatastoreError, match="is not a trace"):
+        Trace.open(tmp_path)
+    facts = json.loads((path / "trace.json").read_text())
+    assert facts["documents"] == 1
+
+
+def test_a_trace_that_fails_leaves_nothing_behind(mixture, tmp_path):
+    def broken():
+        yield from documents(1)
+        raise RuntimeError("the text ended badly")
+
+    with pytest.raises(RuntimeError, match="ended badly"):
+        record(mixture, broken(), tmp_path / "trace")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("grid", [{"ks": [0]}, {"temperatures": [0.0]}, {"temperatures": [-1.0]}, {"lambdas": [1.5]}])
+def test_values_outside_their_range_are_refused(trace, grid):
+    with pytest.raises(ParameterError, match="must be"):
+        sweep(trace, **grid)
+
+
+def test_values_out_of_range_are_refused_before_anything_is_read(mixture):
+    def never():
+        raise AssertionError("the text was read")
+        yield
+
+    with pytest.raises(ParameterError, match="temperature must be above 0"):
+        tune(mixture, never(), temperatures=[1.0, 0.0])
+    with writer_lock(mixture.knn.store.path), pytest.raises(DatastoreBusy):
+        tune(mixture, never())
+
+
+def test_more_neighbours_than_there_are_is_all_of_them(trace):
+    assert sweep(trace, ks=[8, 100_000]).ks == (8, 64)
+
+
+def test_a_choice_made_with_another_memory_is_refused(lm, trace, tmp_path):
+    other = build(documents(3), tmp_path / "other", lm=lm)
+    with pytest.raises(DatastoreError, match="made with another memory"):
+        choose_from(other.path, tune_trace(trace, other), trace)
+    assert other.catalog.get("choices") is None
+
+
+def test_a_choice_for_one_metric_is_not_used_for_another(lm, mixture):
+    tune(mixture, documents(2, start=100), weights="fixed", temperatures=[1.25])
+    assert Mixture.open(mixture.knn.store.path, lm).knn.temperature == 1.25
+    assert Mixture.open(mixture.knn.store.path, lm, metric="ip").knn.temperature != 1.25
+
+
+def test_temperatures_follow_the_scale_of_the_distances():
+    generator = np.random.default_rng(0)
+    distances = np.sort(generator.uniform(100, 200, (50, 8)).astype(np.float32), 1)
+    none = np.zeros(50)
+    small = temperature_grid(made_trace(none, distances, np.zeros((50, 8)), none).memories[0])
+    large = temperature_grid(made_trace(none, distances * 1000, np.zeros((50, 8)), none).memories[0])
+    assert len(small) == 20
+    np.testing.assert_allclose(np.array(large) / np.array(small), 1000, rtol=0.02)
+    far = made_trace(none, np.full((50, 1), np.inf, np.float32), np.zeros((50, 1)), none)
+    nothing = temperature_grid(far.memories[0])
+    assert all(np.isfinite(nothing))
+
+
+@pytest.mark.slow
+def test_twenty_thousand_settings_over_fifty_thousand_tokens_take_less_than_ten_seconds():
+    generator = torch.Generator().manual_seed(0)
+    distances = (torch.rand(50_000, 1024, generator=generator) * 100).sort(1).values.numpy()
+    values = torch.randint(0, 50, (50_000, 1024), generator=generator).numpy()
+    trace = made_trace(np.full(50_000, -3.0), distances, values, np.zeros(50_000))
+    swept = sweep(trace)
+    assert swept.perplexity.size == 10 * 20 * 100
+    assert swept.seconds < 10

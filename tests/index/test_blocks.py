@@ -1,0 +1,660 @@
+"""Blocks: what they find is what brute force finds among rounded keys, and every key is in one of them."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+
+from helpers import oracle
+from helpers.stores import made_store
+from helpers.vectors import Array, Whole, assert_nearest, clustered
+from knnlm.corpus import Document
+from knnlm.datastore.compact import compact
+from knnlm.datastore.indexes import build_index, open_index
+from knnlm.datastore.remove import remove
+from knnlm.datastore.store import Datastore
+from knnlm.errors import DatastoreCorrupt, IndexInvalid, ParameterError
+from knnlm.index import spec as ladder
+from knnlm.index.blocks import build as making
+from knnlm.index.blocks import index as blocks_module
+from knnlm.index.blocks import kernels as rounded_module
+from knnlm.index.blocks import kernels as smallest_module
+from knnlm.index.blocks.build import build_blocks, is_blocks, write_blocks
+from knnlm.index.blocks.file import read_blocks
+from knnlm.index.blocks.index import BlockIndex
+from knnlm.index.blocks.kernels import products, quantise, share, smallest_k
+from knnlm.index.blocks.kmeans import Centroids, kmeans, means, split_in_two
+from knnlm.index.composite import ConcatenatedIndex, FilteredIndex
+from knnlm.index.exact import ExactIndex
+from knnlm.index.factory import build_approximate
+from knnlm.index.rerank import Reranked
+from knnlm.index.validation import check_index
+from knnlm.ingest.add import add
+from knnlm.ingest.build import build
+from knnlm.maintenance.repair import repair
+from knnlm.maintenance.verify import verify
+
+
+def decoded(blocks):
+    """The keys as the file has them, in the order of their numbers, in float64."""
+    scales = np.concatenate([row[:size] for row, size in zip(blocks.scales, blocks.sizes, strict=True)])
+    keys = blocks.mapped[: len(scales)].astype(np.float64) * scales.astype(np.float64)[:, None]
+    found = np.empty_like(keys)
+    found[blocks.numbers] = keys
+    return found
+
+
+def brute_force(index, queries):
+    """Distances between rounded queries and rounded keys, computed in another way than the index does."""
+    blocks = index._blocks
+    keys = decoded(blocks)
+    turned = blocks.turned(torch.as_tensor(queries), moved=index.metric == "l2").double().numpy()
+    scale = np.maximum(np.abs(turned).max(1, keepdims=True), 1e-30) / 127
+    asked = np.round(turned / scale) * scale
+    if index.metric == "l2":
+        return ((asked[:, None] - keys) ** 2).sum(2)
+    return -asked @ keys.T - (queries.astype(np.float64) @ blocks.centre.double().numpy())[:, None]
+
+
+def assert_finds(index, queries, k, *, effort=1e9):
+    answer = index.search(torch.as_tensor(queries), k, effort=effort)
+    assert_nearest(answer, brute_force(index, queries), k, near=1e-3)
+
+
+numbers = st.floats(-4, 4, width=32).map(lambda value: round(value, 1))  # rounding makes ties and duplicates common
+
+
+@pytest.mark.parametrize("metric", ["l2", "ip"])
+@settings(max_examples=60, deadline=None)
+@given(data=st.data())
+def test_blocks_that_are_all_looked_into_give_what_brute_force_gives(metric, data):
+    width, rows = data.draw(st.integers(1, 6)), data.draw(st.integers(1, 60))
+    keys = data.draw(hnp.arrays(np.float32, (rows, width), elements=numbers))
+    queries = data.draw(hnp.arrays(np.float32, (data.draw(st.integers(0, 5)), width), elements=numbers))
+    spec = f"Lists{data.draw(st.integers(1, 8))},Blocks{data.draw(st.sampled_from([1, 4, 16]))}"
+    assert_finds(build_blocks(Array(keys), spec, metric=metric), queries, data.draw(st.integers(1, 70)))
+
+
+@pytest.mark.parametrize("metric", ["l2", "ip"])
+@pytest.mark.parametrize("floats", [False, True])
+def test_many_queries_in_many_blocks_give_what_brute_force_gives(monkeypatch, metric, floats):
+    # More queries than are asked at once, on more than one thread, with and without instructions for bytes.
+    monkeypatch.setattr(blocks_module, "_QUERIES", 700)
+    monkeypatch.setattr(smallest_module, "_PIECE", 100)
+    monkeypatch.setattr(blocks_module, "_AT_ONCE", 1 << 15)
+    monkeypatch.setattr(rounded_module, "bytes_are_faster", lambda: not floats)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    index = build_blocks(Whole(clustered(3000, 24)), "Lists16,Blocks64", metric=metric)
+    assert_finds(index, clustered(1500, 24, seed=1), 50)
+    assert_finds(index, clustered(3, 24, seed=2), 3000)
+
+
+@pytest.mark.parametrize("metric", ["l2", "ip"])
+def test_distances_are_nearly_those_of_the_keys_themselves(metric):
+    keys, queries = clustered(4000, 64), clustered(30, 64, seed=1)
+    found = build_blocks(Whole(keys), "Lists16,Blocks128", metric=metric).search(torch.from_numpy(queries), 100)
+    true = np.stack([oracle.distances(query, keys, metric) for query in queries])
+    off = np.abs(found.distances.numpy() - np.take_along_axis(true, found.ids.numpy(), 1))
+    assert off.mean() < 0.01 * true.std()
+
+
+def test_a_query_looks_into_as_many_blocks_as_the_ladder_says_and_each_block_is_read_once(monkeypatch):
+    monkeypatch.setattr(blocks_module, "BLOCKS", 5)
+    index = build_blocks(Whole(clustered(4000, 16)), "Lists16,Blocks64")
+    asked = []
+    original = products
+
+    def counting(rows, others, *, out=None):
+        asked.append(len(rows))
+        return original(rows, others, out=out)
+
+    monkeypatch.setattr(blocks_module, "products", counting)
+    queries = torch.from_numpy(clustered(300, 16, seed=1))
+    few = index.search(queries, 100)
+    assert sum(asked) == 300 * 5
+    assert len(asked) <= len(index._blocks.sizes) < 300 * 5
+    asked.clear()
+    many = index.search(queries, 100, effort=3)
+    assert sum(asked) == 300 * 15
+    assert (many.distances <= few.distances + 1e-3).all()
+    # Few blocks cannot hold many neighbours: then there are more of them.
+    asked.clear()
+    assert (index.search(queries[:10], 1000).ids >= 0).sum(1).min() > 600
+    assert sum(asked) == 10 * 17
+
+
+def test_some_blocks_find_most_of_the_nearest():
+    keys, queries = clustered(30_000, 32), clustered(100, 32, seed=1)
+    index = build_blocks(Whole(keys), ladder.default_spec(30_000))
+    found = index.search(torch.from_numpy(queries), 100).ids.numpy()
+    right = np.argsort(((queries[:, None] - keys) ** 2).sum(2), axis=1)[:, :100]
+    recall = np.mean([len(set(one) & set(other)) / 100 for one, other in zip(found, right, strict=True)])
+    assert recall > 0.9
+
+
+@pytest.mark.parametrize("rows", [1, 63, 64, 65, 2000])
+def test_every_key_is_in_one_block_and_no_block_has_too_many(rows):
+    keys = clustered(rows, 8)
+    blocks = build_blocks(Whole(keys), "Lists8,Blocks64")._blocks
+    assert sorted(blocks.numbers.tolist()) == list(range(rows))
+    assert 0 < blocks.sizes.min() <= blocks.sizes.max() <= 64
+    # Rounded, but turned back they are the keys.
+    back = decoded(blocks) @ blocks.turn.double().numpy().T + blocks.centre.double().numpy()
+    assert np.abs(back - keys).max() < 0.05 * np.abs(keys).max()
+    assert np.isinf(blocks.constants).sum() == len(blocks.sizes) * 64 - rows
+    beginning = np.cumsum(blocks.sizes) - blocks.sizes
+    inside = np.add.reduceat(decoded(blocks)[blocks.numbers], beginning, axis=0) / blocks.sizes[:, None]
+    np.testing.assert_allclose(blocks.centres, inside, atol=0.05 * np.abs(keys).max())
+
+
+def test_keys_move_to_nearer_blocks_while_there_is_room():
+    generator = np.random.default_rng(0)
+    labels = np.repeat(np.arange(10), 8).astype(np.int32)
+    best, gain = generator.integers(0, 10, 80).astype(np.int32), generator.random(80).astype(np.float32)
+    found, count = making._moved(labels, best, gain, 10)
+    assert count == 10
+    assert np.bincount(found).max() <= 10
+    moved = found != labels
+    assert moved.any()
+    assert (found[moved] == best[moved]).all()
+    # Who stays although another block is better found it full.
+    stay = ~moved & (best != labels)
+    assert (np.bincount(found, minlength=10)[best[stay]] == 10).all()
+
+
+def test_moving_makes_blocks_narrower(monkeypatch):
+    keys = clustered(4000, 16)
+
+    def spread():
+        blocks = build_blocks(Whole(keys), "Lists16,Blocks64")._blocks
+        centres = np.repeat(blocks.centres.numpy(), blocks.sizes, axis=0)
+        return ((decoded(blocks)[blocks.numbers] - centres) ** 2).sum(1).mean()
+
+    after = spread()
+    monkeypatch.setattr(making, "_TRIES", 0)
+    assert after < 0.98 * spread()
+
+
+def test_memory_is_bounded_while_blocks_are_made(monkeypatch):
+    monkeypatch.setattr(making, "_AT_ONCE", 500)
+    monkeypatch.setattr(making, "_TAKEN", 100)
+    monkeypatch.setattr(ladder, "_SAMPLE", 400)
+    together = []
+    original = making._taken
+    monkeypatch.setattr(making, "_taken", lambda *given: together.append(len(given[1])) or original(*given))
+    vectors = Whole(clustered(4000, 8))
+    build_blocks(vectors, "Lists64,Blocks32")
+    assert together[0] == 64 * ladder._PER_LIST  # what is learned from follows the lists
+    assert sum(together[1:]) == 3 * 4000  # cut, moved, written
+    assert max(together[1:]) <= 500
+    assert max(vectors.taken) <= 100
+
+
+def test_wide_keys_lose_dimensions_and_are_measured_again(monkeypatch, tmp_path):
+    monkeypatch.setattr(making, "WIDTH", 8)
+    monkeypatch.setattr(ladder, "EXACT", 1000)
+    keys, queries = clustered(2000, 24), torch.from_numpy(clustered(20, 24, seed=1))
+    narrow = build_blocks(Whole(keys), "Lists8,Blocks64")
+    assert narrow._blocks.keys.shape[1] == 8
+    assert not narrow.whole
+    assert isinstance(build_approximate(Whole(keys), "Lists8,Blocks64"), Reranked)
+    store = made_store(tmp_path / "memory", keys, np.zeros(2000, np.int64))
+    build_index(store)
+    with closing(Datastore.open(store.path)) as again:
+        found = open_index(again).search(queries, 5)
+    true = np.stack([oracle.distances(query, keys) for query in queries.numpy()])
+    np.testing.assert_allclose(found.distances, np.take_along_axis(true, found.ids.numpy(), 1), rtol=1e-2)
+    # The first are those that keys differ most in: what is left out is less than any other part.
+    kept = ((keys - keys.mean(0)) @ narrow._blocks.turn.numpy()).var()
+    assert 8 * kept > 0.5 * (keys - keys.mean(0)).var(0).sum()
+
+
+@pytest.mark.parametrize("spec", ["Lists0,Blocks256", "Lists8,Blocks0", "Lists8", "Blocks8", "Lists8,Blocks8,Flat"])
+def test_other_specs_are_no_blocks(spec, tmp_path):
+    assert not is_blocks(spec)
+    with pytest.raises(ParameterError, match="Lists2048,Blocks256"):
+        write_blocks(Array(np.ones((3, 2))), spec, tmp_path / "index")
+
+
+def test_blocks_of_an_odd_size_are_refused():
+    with pytest.raises(ParameterError, match="Blocks of 100 keys cannot be made: use a power of two"):
+        build_blocks(Array(np.ones((3, 2))), "Lists4,Blocks100")
+
+
+def test_keys_that_are_no_numbers_are_refused_and_such_queries_find_nothing():
+    keys = clustered(500, 4)
+    index = build_blocks(Whole(keys), "Lists4,Blocks16")
+    queries = torch.from_numpy(keys[:3].copy())
+    queries[1, 2] = torch.nan
+    found = index.search(queries, 5)
+    assert (found.ids[1] == -1).all()
+    assert torch.isinf(found.distances[1]).all()
+    assert (found.ids[[0, 2]] >= 0).all()
+    keys[137, 1] = np.inf
+    with pytest.raises(IndexInvalid, match="no finite numbers"):
+        build_blocks(Whole(keys), "Lists4,Blocks16")
+
+
+def test_all_keys_alike_are_found(capfd):
+    index = build_blocks(Whole(np.ones((300, 4), np.float32)), "Lists4,Blocks16")
+    found = index.search(torch.ones(2, 4), 300)
+    assert sorted(found.ids[0].tolist()) == list(range(300))
+    assert (found.distances == 0).all()
+
+
+# --- the file
+
+
+def write(tmp_path, rows=500):
+    path = tmp_path / "index"
+    write_blocks(Whole(clustered(rows, 8)), "Lists4,Blocks16", path)
+    return path
+
+
+def test_the_file_is_one_that_safetensors_reads(tmp_path):
+    from safetensors.numpy import load_file
+
+    path = write(tmp_path)
+    arrays, blocks = load_file(path), read_blocks(path)
+    assert set(arrays) == {"centre", "turn", "centres", "sizes", "scales", "constants", "numbers", "keys"}
+    np.testing.assert_array_equal(arrays["keys"], blocks.mapped)
+    np.testing.assert_array_equal(arrays["constants"], blocks.constants)
+    np.testing.assert_array_equal(arrays["turn"], blocks.turn)
+    assert (path.read_bytes()[blocks.offset :] == arrays["keys"].tobytes()) is True
+
+
+def test_the_same_keys_give_the_same_file(tmp_path):
+    first = write(tmp_path).read_bytes()
+    assert write(tmp_path).read_bytes() == first
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"",
+        b"junk",
+        b"junk" * 100,
+        (4).to_bytes(8, "little") + b"null" * 9,
+        (40).to_bytes(8, "little") + b"[" * 40,
+        b"\xff" * 80,
+    ],
+)
+def test_a_file_that_is_no_index_is_named(tmp_path, data):
+    (tmp_path / "index").write_bytes(data)
+    with pytest.raises(IndexInvalid, match="index is not a readable index"):
+        BlockIndex.load(tmp_path / "index")
+
+
+def changed_header(path, change):
+    data = path.read_bytes()
+    length = int.from_bytes(data[:8], "little")
+    header = json.loads(data[8 : 8 + length])
+    change(header)
+    text = json.dumps(header).encode()
+    path.write_bytes(len(text).to_bytes(8, "little") + text + data[8 + length :])
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda header: header.pop("turn"),
+        lambda header: header["sizes"].update(shape=[1]),
+        lambda header: header["keys"].update(data_offsets=[0, 1 << 40]),
+        lambda header: header["keys"].update(data_offsets=[8, 0]),
+        lambda header: header["numbers"].update(dtype="F32"),
+        lambda header: header["__metadata__"].update(metric="cosine"),
+        lambda header: header["__metadata__"].update(format="other"),
+        lambda header: header.update(centre=header["scales"]),
+        lambda header: header.update(sizes=header["numbers"]),
+        lambda header: header.update(more=header["scales"]),
+        lambda header: header["keys"].update(data_offsets=[]),
+        lambda header: header["keys"].update(shape=[-1, 8]),
+        lambda header: header["keys"].update(shape=[516.0, 8]),
+        lambda header: header.update(__metadata__=None),
+    ],
+)  # fmt: skip
+def test_a_header_that_does_not_fit_is_refused(tmp_path, change):
+    path = write(tmp_path)
+    changed_header(path, change)
+    with pytest.raises(IndexInvalid, match="is not a readable index"):
+        BlockIndex.load(path)
+
+
+@pytest.fixture
+def memory(tmp_path, monkeypatch):
+    monkeypatch.setattr(ladder, "EXACT", 1000)
+    keys = clustered(3000, 16)
+    store = made_store(tmp_path / "memory", keys, np.arange(3000) % 7)
+    assert is_blocks(build_index(store))
+    return store.path, keys
+
+
+def test_every_part_of_an_index_is_compared_before_it_is_used(memory):
+    path, keys = memory
+    file = path / "index/000000/index.safetensors"
+    sound = file.read_bytes()
+    with closing(Datastore.open(path)) as store:
+        open_index(store).search(torch.from_numpy(keys[:5]), 5)
+    for at in np.linspace(0, len(sound) - 1, 30).astype(int).tolist():
+        damaged = bytearray(sound)
+        damaged[at] ^= 1
+        file.write_bytes(damaged)
+        with closing(Datastore.open(path)) as store, pytest.raises((IndexInvalid, DatastoreCorrupt), match="index"):
+            open_index(store).search(torch.from_numpy(keys), 5)
+    # So is what nobody has summed up yet.
+    file.with_suffix(".sums").unlink()
+    with closing(Datastore.open(path)) as store, pytest.raises(IndexInvalid, match="not the file that was written"):
+        open_index(store)
+
+
+def test_only_what_is_read_is_compared(memory, monkeypatch):
+    path, keys = memory
+    with closing(Datastore.open(path)) as store:
+        open_index(store).search(torch.from_numpy(keys[:1]), 5)  # sums are written down
+    read = []
+    original = BlockIndex.load
+
+    def load(file, *, compare):
+        return original(
+            file, compare=lambda begins, length: read.append((begins.tolist(), length)) or compare(begins, length)
+        )
+
+    monkeypatch.setattr(BlockIndex, "load", staticmethod(load))
+    monkeypatch.setattr(blocks_module, "BLOCKS", 2)
+    with closing(Datastore.open(path)) as store:
+        index = open_index(store)
+        offset = index._index._blocks.offset
+        read.clear()
+        index.search(torch.from_numpy(keys[:1]), 5)
+    assert len(read) == 1
+    begins, length = read[0]
+    assert len(begins) == 2
+    assert min(begins) >= offset
+    assert length == 256 * 16
+
+
+def test_what_is_removed_is_not_found_and_what_is_added_is(lm, tmp_path, monkeypatch):
+    monkeypatch.setattr(ladder, "EXACT", 100)
+    path = tmp_path / "memory"
+    texts = [Document(f"d{n}", "some", f"a text that is the {n}. of its kind, " * 8) for n in range(8)]
+    build(texts[:6], path, lm=lm)
+    with closing(Datastore.open(path)) as store:
+        assert is_blocks(build_index(store))
+        before = store.key_count
+    remove(path, document="d2")
+    with closing(Datastore.open(path)) as store:
+        assert store.key_count < before
+        assert isinstance(open_index(store), FilteredIndex)
+        assert_nearly_exact(store)
+    add(texts[6:], path, lm=lm)
+    with closing(Datastore.open(path)) as store:
+        assert isinstance(open_index(store), ConcatenatedIndex)
+        assert_nearly_exact(store)
+
+
+def assert_nearly_exact(store):
+    keys = store.take(torch.arange(store.key_count))
+    right = ExactIndex(Array(keys)).search(keys, 20)
+    found = open_index(store).search(keys, 20)
+    assert (found.ids >= 0).all()
+    assert found.ids.max() < store.key_count
+    assert (found.distances[:, 0] < 0.01 * right.distances.median()).all()  # each finds itself, or its like
+    assert (found.distances - right.distances).abs().median() < 0.02 * right.distances.median()
+
+
+def test_memories_with_an_index_in_blocks_are_verified_repaired_and_compacted(lm, tmp_path, monkeypatch):
+    monkeypatch.setattr(ladder, "EXACT", 100)
+    path = tmp_path / "memory"
+    build([Document(f"d{n}", "some", f"a text that is the {n}. of its kind, " * 8) for n in range(6)], path, lm=lm)
+    with closing(Datastore.open(path)) as store:
+        build_index(store)
+    assert not verify(path, deep=True).problems
+    remove(path, document="d1")
+    compact(path)
+    with closing(Datastore.open(path)) as store:
+        assert [row.spec for row in store.catalog.indexes()] == ["Lists16,Blocks256"]
+        assert_nearly_exact(store)
+    (file,) = path.glob("index/*/index.safetensors")
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 1
+    file.write_bytes(data)
+    assert [problem.part for problem in verify(path, deep=True).problems] == ["index"]
+    assert repair(path).dropped
+    with closing(Datastore.open(path)) as store:
+        assert_nearly_exact(store)  # it was made again
+    assert not verify(path, deep=True).problems
+
+
+def test_one_far_key_leaves_its_neighbours_as_they_are():
+    generator = np.random.default_rng(0)
+    keys = np.concatenate([generator.normal(size=(300, 16)), generator.normal(size=(9700, 16)) * 100]).astype(
+        np.float32
+    )
+    index = build_blocks(Whole(keys), "Lists64,Blocks256")
+    queries = keys[:100] + generator.normal(size=(100, 16)).astype(np.float32) * 0.1
+    found = index.search(torch.from_numpy(queries), 10).distances.numpy()
+    right = np.sort(((queries[:, None] - keys) ** 2).sum(2), axis=1)[:, :10]
+    assert np.abs(found - right).max() < 0.1 * right.mean()
+
+
+def test_indexes_that_vote_with_their_own_distances_must_have_nearly_the_right_ones():
+    generator = np.random.default_rng(1)
+    for gap, sound in ((1, True), (80, False)):
+        centres = generator.normal(size=(100, 64)) * gap
+        keys = (centres[generator.integers(0, 100, 20_000)] + generator.normal(size=(20_000, 64))).astype(np.float32)
+        index = build_blocks(Whole(keys), "Lists64,Blocks256")
+        check_index(index, Whole(keys), what="it")
+        if sound:
+            check_index(index, Whole(keys), what="it", fine=True)
+        else:
+            with pytest.raises(IndexInvalid, match=r"away from those of the stored keys \(median; at most 5%"):
+                check_index(index, Whole(keys), what="it", fine=True)
+
+
+def test_lists_that_have_nearly_all_keys_are_cut_in_pieces(monkeypatch):
+    monkeypatch.setattr(making, "_LONGEST", 300)
+    monkeypatch.setattr(making, "_COMPARED", 1000)
+    most = []
+    original = torch.addmm
+    monkeypatch.setattr(
+        torch, "addmm", lambda *given, **more: most.append((r := original(*given, **more)).numel()) or r
+    )
+    keys = np.ones((3000, 4), np.float32)
+    keys[:50] = clustered(50, 4)
+    blocks = build_blocks(Whole(keys), "Lists8,Blocks16")._blocks
+    assert sorted(blocks.numbers.tolist()) == list(range(3000))
+    assert most
+    assert max(most) <= 1000
+
+
+def test_many_may_ask_at_once_and_little_is_kept():
+    keys, queries = clustered(3000, 16), torch.from_numpy(clustered(400, 16, seed=1))
+    index = build_blocks(Whole(keys), "Lists16,Blocks64")
+    right = index.search(queries, 20)
+    with ThreadPoolExecutor(4) as pool:
+        for found in pool.map(lambda _: index.search(queries, 20), range(40)):
+            assert torch.equal(found.ids, right.ids)
+    assert len(index._spare) == 1
+
+
+# --- the parts
+
+
+@settings(max_examples=200, deadline=None)
+@given(data=st.data())
+def test_the_smallest_are_those_that_sorting_gives(data):
+    rows, width = data.draw(st.integers(0, 5)), data.draw(st.integers(1, 60))
+    choices = st.sampled_from([0.0, 1.0, 2.5, -3.0, 1e6, np.inf, np.nan, 7.25])
+    values = data.draw(hnp.arrays(np.float32, (rows, width), elements=choices))
+    check_smallest(values, data.draw(st.integers(1, 80)))
+
+
+@pytest.mark.parametrize(("width", "k"), [(5000, 40), (10240, 1024), (10240, 9000), (70_000, 1024), (3000, 1)])
+@pytest.mark.parametrize("kind", ["normal", "sorted", "few", "holes", "periodic"])
+def test_the_smallest_of_many_are_those_that_sorting_gives(width, k, kind):
+    generator = np.random.default_rng(width + k)
+    values = generator.normal(20, 5, (6, width)).astype(np.float32)
+    if kind == "sorted":
+        values.sort(axis=1)
+    elif kind == "few":
+        values = np.round(values)
+    elif kind == "holes":
+        values[:, width // 50 :] = np.inf
+    elif kind == "periodic":
+        values[:, ::16] -= 100  # the sample is all that is small: its limit is far too low
+    check_smallest(values, k)
+
+
+def test_the_first_are_in_order_however_far_the_last_are():
+    generator = np.random.default_rng(0)
+    values = np.full((3, 10_240), 1e6, np.float32)
+    values[:, :500] = 1 + np.arange(500) / 100
+    generator.permuted(values, axis=1, out=values)
+    places, found = smallest_k(values, 1024)
+    np.testing.assert_array_equal(found[:, :500], np.tile((1 + np.arange(500) / 100).astype(np.float32), (3, 1)))
+    np.testing.assert_array_equal(np.take_along_axis(values, places, 1), found)
+
+
+@pytest.mark.parametrize("size", [1e-20, 1e-3, 1e18])
+def test_small_and_large_keys_are_told_apart(size, recwarn):
+    keys = clustered(500, 4) * np.float32(size)
+    index = build_blocks(Whole(keys), "Lists4,Blocks16")
+    found = index.search(torch.from_numpy(keys[:20]), 3, effort=1e9)
+    assert not [warning for warning in recwarn if issubclass(warning.category, RuntimeWarning)]
+    if size > 1e-19:  # else squares are 0 in float32
+        assert (found.ids[:, 0] == torch.arange(20)).float().mean() > 0.8
+
+
+def test_a_query_that_is_too_far_for_float32_finds_nothing(recwarn):
+    index = build_blocks(Whole(clustered(500, 4)), "Lists4,Blocks16")
+    found = index.search(torch.full((2, 4), 1e30), 5)
+    assert (found.ids == -1).all()
+    assert torch.isinf(found.distances).all()
+
+
+@pytest.mark.parametrize("kind", ["AVX2", "SSE41"])
+def test_processors_that_add_up_wrongly_are_noticed(kind):
+    program = (
+        "import torch; from knnlm.index.blocks.kernels import products, bytes_are_faster;"
+        "a = torch.full((70, 512), 127, dtype=torch.int8); assert (products(a, a) == 127 * 127 * 512).all();"
+        "g = torch.Generator().manual_seed(1);"
+        "a, b = (torch.randint(-127, 128, (n, 300), generator=g).char() for n in (33, 256));"
+        "assert torch.equal(products(a, b).long(), a.long() @ b.long().T)"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True, env=os.environ | {"ONEDNN_MAX_CPU_ISA": kind})
+
+
+def check_smallest(values, k):
+    places, found = smallest_k(values.copy(), k)
+    assert places.shape == found.shape == (len(values), k)
+    for row, at, numbers_ in zip(values, places, found, strict=True):
+        there = np.sort(row[np.isfinite(row)])[:k]
+        count = len(there)
+        assert (at[count:] == -1).all()
+        assert np.isinf(numbers_[count:]).all()
+        assert len(set(at[:count].tolist())) == count
+        near = 1e-4 * (there[-1] - there[0]) * 16 if count else 0
+        np.testing.assert_allclose(row[at[:count]], there, atol=near + 1e-6)
+        np.testing.assert_allclose(numbers_[:count], there, atol=near + 1e-5 * np.abs(there).max(initial=0))
+        assert (np.diff(numbers_[:count]) >= 0).all()
+
+
+@pytest.mark.parametrize("count", [0, 1, 511, 1024, 5000])
+@pytest.mark.parametrize("threads", [1, 3])
+def test_shared_work_is_done_once(monkeypatch, count, threads):
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    done = np.zeros(count, np.int64)
+
+    def work(begin, end):
+        done[begin:end] += 1
+
+    share(count, work)
+    assert (done == 1).all()
+
+
+def test_work_that_fails_fails(monkeypatch):
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+
+    def work(begin, end):
+        if begin <= 3000 < end:
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        share(5000, work)
+
+
+@pytest.mark.parametrize("faster", [True, False])
+@pytest.mark.parametrize(("rows", "others", "width"), [(1, 4, 1), (3, 7, 5), (65, 130, 576), (4, 6, 3000), (0, 5, 4)])
+def test_products_are_those_of_whole_numbers(monkeypatch, faster, rows, others, width):
+    monkeypatch.setattr(rounded_module, "bytes_are_faster", lambda: faster)
+    generator = np.random.default_rng(width)
+    one, other = (generator.integers(-127, 128, (n, width)).astype(np.int8) for n in (rows, others))
+    one[:1], other[:1] = 127, 127  # as large as it gets
+    right = one.astype(np.int64) @ other.astype(np.int64).T
+    found = products(torch.from_numpy(one), torch.from_numpy(other))
+    np.testing.assert_array_equal(found, right)
+    out = torch.full(found.shape, 9, dtype=torch.int32)
+    products(torch.from_numpy(one), torch.from_numpy(other), out=out)
+    np.testing.assert_array_equal(out, right)
+
+
+def test_rounding_is_off_by_half_a_step_at_most():
+    rows = torch.from_numpy(clustered(200, 30))
+    rows[3] = 0
+    near = quantise(rows)
+    assert ((near.values * near.scale - rows).abs() <= 0.5001 * near.scale).all()
+    assert near.values.abs().amax(1)[4:].eq(127).all()
+    np.testing.assert_allclose(
+        near.squares()[:, 0], (near.values.double() * near.scale.double()).square().sum(1), rtol=1e-5
+    )
+
+
+def test_clusters_are_found_and_the_nearest_of_each_row():
+    generator = np.random.default_rng(3)
+    true = generator.normal(size=(20, 8)) * 10
+    rows = torch.from_numpy(
+        (true[generator.integers(0, 20, 4000)] + generator.normal(size=(4000, 8))).astype(np.float32)
+    )
+    points = kmeans(rows, 40, rounds=8)
+    apart = ((rows[:, None] - points) ** 2).sum(2)
+    assert apart.min(1).values.mean() < 12  # 8 of noise; 20 points for 20 clusters would leave no more
+    found = Centroids(points).nearest(quantise(rows))
+    chosen = apart.gather(1, found[:, None])[:, 0]
+    assert (chosen - apart.min(1).values).max() < 0.05 * apart.mean()
+    labels = torch.from_numpy(generator.integers(0, 5, 4000))
+    right = np.stack([rows.numpy()[labels.numpy() == one].mean(0) for one in range(5)])
+    np.testing.assert_allclose(means(rows, labels, 6)[:5], right, atol=1e-3)
+    assert (means(rows, labels, 6)[5] == 0).all()
+
+
+@settings(max_examples=60, deadline=None)
+@given(rows=st.integers(1, 200), size=st.integers(1, 40), same=st.booleans())
+def test_halves_are_of_equal_size_and_have_every_row(rows, size, same):
+    parts = -(-rows // size)
+    data = torch.ones(rows, 3) if same else torch.randn(rows, 3, generator=torch.Generator().manual_seed(rows))
+    found = split_in_two(data, parts)
+    assert sorted(torch.cat(found).tolist()) == list(range(rows))
+    assert len(found) == parts
+    assert max(len(part) for part in found) <= size
+    assert max(len(part) for part in found) - min(len(part) for part in found) <= 1
+
+
+def test_halves_are_apart():
+    generator = torch.Generator().manual_seed(0)
+    rows = torch.randn(100, 6, generator=generator) + torch.tensor([0.0, 20.0]).repeat(50)[:, None]
+    one, other = split_in_two(rows, 2)
+    assert {frozenset(one.tolist()), frozenset(other.tolist())} == {
+        frozenset(range(0, 100, 2)),
+        frozenset(range(1, 100, 2)),
+    }

@@ -1,0 +1,359 @@
+"""The pipeline of a fast device, on a CPU: the bytes are those of the plain way, whatever happens in between."""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from helpers.models import tiny, tiny_tokenizer
+from helpers.stores import contents, documents, large_model
+from knnlm.corpus import Document
+from knnlm.datastore import segments as segment
+from knnlm.datastore.catalog import Catalog
+from knnlm.datastore.store import Datastore
+from knnlm.errors import DatastoreError, ModelError, ParameterError
+from knnlm.ingest import build as builder
+from knnlm.ingest import pipeline
+from knnlm.ingest.batches import Group, groups
+from knnlm.ingest.build import build
+from knnlm.lm.causal import CausalLM
+from knnlm.lm.windows import WindowShape, windows
+
+HERE = Path(__file__).parent.parent
+
+
+@pytest.fixture
+def piped(monkeypatch):
+    """Lets builds on the CPU go the way of a fast device, in small pieces."""
+
+    def switch() -> None:
+        monkeypatch.setattr(pipeline, "DEVICES", {"cpu"})
+        monkeypatch.setattr(pipeline, "_PIECE", 1000)
+        monkeypatch.setattr(pipeline, "_DOCUMENTS", 3)
+
+    return switch
+
+
+def threads() -> set[str]:
+    return {thread.name for thread in threading.enumerate() if thread.name.startswith("knnlm-")}
+
+
+SHAPES = [
+    {"segment_rows": 150},
+    {"segment_rows": 1},
+    {"segment_rows": 100_000},
+    {"segment_rows": 333, "batch_tokens": 77, "window": WindowShape(32, 16)},
+    {"segment_rows": 333, "batch_tokens": 4096, "window": WindowShape(31, 7)},
+    {"segment_rows": 250, "batch_tokens": 1, "window": WindowShape(64, 64)},
+]
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_the_bytes_are_those_of_the_plain_way(lm, tmp_path, piped, shape):
+    text = [*documents(9), Document("none", "empty", ""), Document("one", "short", "a"), *documents(3, start=9)]
+    plain = build(text, tmp_path / "plain", lm=lm, **shape)
+    piped()
+    store = build(text, tmp_path / "piped", lm=lm, **shape)
+    assert contents(tmp_path / "piped") == contents(tmp_path / "plain")
+    assert plain.rows == store.rows == sum(len(lm.encode(document.text)) for document in text)
+    for row in store.segments:
+        folder = tmp_path / "piped" / "segments" / f"{row.id:06d}"
+        sums = [hashlib.sha256((folder / name).read_bytes()).hexdigest() for name in ("keys.npy", "values.npy")]
+        assert sums == [row.keys_sha256, row.values_sha256]
+    assert not threads()
+
+
+@pytest.mark.parametrize(("factor", "shift"), [(1.0, 3000.0), (1.0, 3e4), (1e6, 0.0), (20.0, 1e5), (1e9, 1e8)])
+def test_large_keys_are_stored_as_in_the_plain_way(tmp_path, piped, factor, shift):
+    lm = large_model(factor, shift)
+    plain = build(documents(8), tmp_path / "plain", lm=lm, segment_rows=100)
+    assert plain.offset is not None
+    piped()
+    store = build(documents(8), tmp_path / "piped", lm=lm, segment_rows=100, keep_on_device=True)
+    assert contents(tmp_path / "piped") == contents(tmp_path / "plain")
+    assert (store.resident_keys is None) == any(row.scale != 1.0 for row in store.segments)
+
+
+def test_segments_before_and_after_one_of_too_large_keys_are_right(tmp_path, piped):
+    # So large that some segments have a key beyond half of float16's range, and others do not.
+    for step in range(40):
+        lm = large_model(5000 * 1.1**step)
+        plain = build(documents(12), tmp_path / f"plain{step}", lm=lm, segment_rows=1)
+        scales = [row.scale for row in plain.segments]
+        if scales[0] == scales[-1] == 1.0 and max(scales) > 1.0:
+            break
+    else:
+        pytest.fail("no such size")
+    piped()
+    store = build(documents(12), tmp_path / "piped", lm=lm, segment_rows=1, keep_on_device=True)
+    assert contents(tmp_path / "piped") == contents(plain.path)
+    assert store.resident_keys is None
+
+
+def test_float32_keys_go_the_plain_way(lm, tmp_path, piped):
+    build(documents(4), tmp_path / "plain", lm=lm, keys="float32", segment_rows=150)
+    piped()
+    store = build(documents(4), tmp_path / "piped", lm=lm, keys="float32", segment_rows=150, keep_on_device=True)
+    assert contents(tmp_path / "piped") == contents(tmp_path / "plain")
+    assert store.resident_keys is None
+
+
+def test_a_device_without_room_is_relieved_and_then_passed_by(lm, tmp_path, piped, monkeypatch):
+    build(documents(12), tmp_path / "plain", lm=lm, segment_rows=150)
+    piped()
+    for name, rooms in {"never": [], "at first": [10**9, 10**9], "later": [10**9, 0, 0, 0, 0, 0, 10**9]}.items():
+        left = iter(rooms)
+        monkeypatch.setattr(builder, "room", lambda _, left=left: next(left, 0))
+        store = build(documents(12), tmp_path / name, lm=lm, segment_rows=150, keep_on_device=True)
+        assert contents(tmp_path / name) == contents(tmp_path / "plain")
+        assert store.resident_keys is None
+
+
+def test_keys_that_stay_on_the_device_are_the_stored_ones(lm, tmp_path, piped):
+    assert build(documents(12), tmp_path / "plain", lm=lm, segment_rows=150, keep_on_device=True).resident_keys is None
+    piped()
+    assert build(documents(12), tmp_path / "without", lm=lm, segment_rows=150).resident_keys is None
+    store = build(documents(12), tmp_path / "piped", lm=lm, segment_rows=150, keep_on_device=True)
+    assert [len(keys) for keys in store.resident_keys] == [row.rows for row in store.segments]
+    assert all(keys.dtype == torch.float16 and not keys.is_inference() for keys in store.resident_keys)
+    assert torch.equal(torch.cat(store.resident_keys).float(), store.take(torch.arange(store.rows)))
+
+
+def test_progress_counts_every_character_once(lm, tmp_path, piped):
+    piped()
+    text = documents(12)
+    counted = []
+
+    class Bar:
+        def __init__(self, what, *, total=None, unit="tokens"):
+            assert (what, total, unit) == ("reading", sum(len(document.text) for document in text), "characters")
+
+        def __enter__(self):
+            return counted.append
+
+        def __exit__(self, *_): ...
+
+    def stopping():
+        yield from text[:8]
+        raise RuntimeError("no more")
+
+    total = sum(len(document.text) for document in text)
+    with pytest.raises(RuntimeError):
+        build(stopping(), tmp_path / "memory", lm=lm, segment_rows=150, total=total, progress=Bar)
+    assert 0 < sum(counted) < total
+    counted.clear()
+    build(text, tmp_path / "memory", lm=lm, segment_rows=150, total=total, progress=Bar)
+    assert sum(counted) == total
+    assert len(counted) > 4
+
+
+@pytest.fixture
+def whole(lm, tmp_path):
+    build(documents(12), tmp_path / "whole", lm=lm, segment_rows=150)
+    return contents(tmp_path / "whole")
+
+
+@pytest.mark.parametrize("count", [0, 1, 5, 8, 11])
+def test_an_error_of_the_source_comes_after_all_before_it_is_stored(lm, tmp_path, piped, whole, count):
+    def stopping(error):
+        yield from documents(count)
+        raise error
+
+    piped()
+    for name, error in {"memory": OSError("gone"), "stopped": KeyboardInterrupt()}.items():
+        with pytest.raises(type(error)):
+            build(stopping(error), tmp_path / name, lm=lm, segment_rows=150)
+        assert not threads()
+    done = sum(len(group.documents) for group in grouped(lm, documents(count)) if group.rows >= 150)
+    with pytest.raises(DatastoreError, match=f"{done} documents are in"):
+        Datastore.open(tmp_path / "memory")
+    for name in ("memory", "stopped"):
+        catalog = Catalog.open(tmp_path / name / "catalog.db")
+        resumed = catalog.document_count() > 0
+        catalog.close()
+        store = build(documents(12), tmp_path / name, lm=lm, segment_rows=150, keep_on_device=True)
+        assert contents(tmp_path / name) == whole
+        assert (store.resident_keys is None) == resumed
+
+
+def grouped(lm: CausalLM, text: list[Document]) -> list[Group]:
+    return list(groups(((document, lm.encode(document.text)) for document in text), 150))
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
+@pytest.mark.parametrize("passes", [1, 2, 4, 6])
+def test_an_error_of_the_model_leaves_what_was_read_before_it(lm, tmp_path, piped, whole, monkeypatch, passes, error):
+    piped()
+    original, left = CausalLM.forward, [passes]
+
+    def failing(self, *args, **kwargs):
+        left[0] -= 1
+        if left[0] == 0:
+            raise error
+        return original(self, *args, **kwargs)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(CausalLM, "forward", failing)
+        with pytest.raises(error):
+            build(documents(12), tmp_path / "memory", lm=lm, segment_rows=150, batch_tokens=1024)
+    assert not threads()
+    # Each segment is one batch here, after one pass that calibrates.
+    with pytest.raises(DatastoreError, match="unfinished build") as caught:
+        Datastore.open(tmp_path / "memory")
+    done = sum(len(group.documents) for group in grouped(lm, documents(12))[: max(0, passes - 2)])
+    assert f"{done} documents are in" in str(caught.value)
+    build(documents(12), tmp_path / "memory", lm=lm, segment_rows=150)
+    assert contents(tmp_path / "memory") == whole
+
+
+@pytest.mark.parametrize("once", [False, True])  # then segments behind the one that failed get to the disk
+@pytest.mark.parametrize("call", [1, 2, 4, 5, 7])
+def test_a_full_disk_is_our_error_and_the_build_goes_on_when_there_is_room(
+    lm, tmp_path, piped, whole, monkeypatch, call, once
+):
+    piped()
+    original, left = os.fsync, [call]
+
+    def failing(handle):
+        left[0] -= 1
+        if left[0] == 0 or (left[0] < 0 and not once):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        original(handle)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(segment.os, "fsync", failing)
+        with pytest.raises(DatastoreError, match=r"Cannot write .*: No space left on device"):
+            build(documents(12), tmp_path / "memory", lm=lm, segment_rows=150)
+    assert not threads()
+    kept = {name: data for name, data in contents(tmp_path / "memory").items() if name.endswith(".npy")}
+    build(documents(12), tmp_path / "memory", lm=lm, segment_rows=150)
+    assert contents(tmp_path / "memory") == whole
+    for name, data in kept.items():
+        assert "partial" in name or whole[name] == data
+
+
+# A build that stops itself with SIGKILL, in whichever thread, when it has written so many pieces.
+KILLED = """
+    import sys
+    sys.path.insert(0, {here!r})
+    from helpers.stores import documents
+    from helpers.kill import Dying
+    from helpers.models import tiny, tiny_tokenizer
+    from knnlm import CausalLM, build
+    from knnlm.datastore import catalog, segments
+    from knnlm.ingest import build as builder, pipeline
+    pipeline.DEVICES, pipeline._PIECE = {{"cpu"}}, 1000
+    dying = Dying(int(sys.argv[2]))
+    segments.ArrayWriter.write = dying(segments.ArrayWriter.write)
+    builder.sync_folder = dying(builder.sync_folder)
+    catalog.Catalog.add_segment = dying(catalog.Catalog.add_segment)
+    lm = CausalLM(tiny("llama"), tiny_tokenizer(), name="tiny-llama")
+    build(documents(12), sys.argv[1], lm=lm, segment_rows=150)
+"""
+
+
+@pytest.mark.parametrize("writes", [9, 25, 41])
+def test_a_build_killed_at_any_write_resumes_and_ends_with_the_same_bytes(lm, tmp_path, piped, whole, writes):
+    script = textwrap.dedent(KILLED).format(here=str(HERE))
+    arguments = [sys.executable, "-c", script, str(tmp_path / "killed"), str(writes)]
+    assert subprocess.run(arguments, check=False).returncode == -signal.SIGKILL
+    piped()
+    build(documents(12), tmp_path / "killed", lm=lm, segment_rows=150)
+    assert contents(tmp_path / "killed") == whole
+
+
+def test_a_model_that_gives_nan_is_an_error_with_the_place(tmp_path, piped):
+    piped()
+    lm = large_model(1.0)
+    with torch.no_grad():
+        lm.model.transformer.wte.weight[lm.encode("é")[0]] = torch.nan
+    bad = Document("bad", "bad.txt", "A café in the library.")
+    with pytest.raises(ModelError, match=r"undefined hidden states at transformer\.h\.2\.mlp \(among .* bad\.txt"):
+        build([*documents(2), bad, *documents(6, start=2)], tmp_path / "memory", lm=lm, segment_rows=1)
+    with pytest.raises(DatastoreError, match="2 documents are in"):
+        Datastore.open(tmp_path / "memory")
+
+
+TEXTS = st.lists(st.text(st.characters(exclude_categories=["Cs"]), max_size=60), max_size=8)
+
+
+@settings(max_examples=40)
+@given(texts=TEXTS)
+def test_texts_tokenised_together_are_as_tokenised_alone(lm, texts):
+    assert lm.encode_all(texts) == [lm.encode(text) for text in texts]
+
+
+def test_what_cannot_be_tokenised_is_refused_together_as_alone(lm):
+    small = CausalLM(tiny("llama"), tiny_tokenizer(), name="small")
+    small.vocab_size = max(lm.encode("library")) - 1
+    for model, text, error in ((lm, "ab\ud800", ParameterError), (small, "library", ModelError)):
+        with pytest.raises(error) as alone:
+            model.encode(text)
+        with pytest.raises(error) as together:
+            model.encode_all(["", text])
+        assert str(alone.value) == str(together.value)
+
+
+def test_documents_are_tokenised_ahead_in_order_and_not_too_far(lm, monkeypatch):
+    monkeypatch.setattr(pipeline, "_DOCUMENTS", 3)
+    taken = []
+
+    def source():
+        for document in documents(40):
+            taken.append(document)
+            yield document
+
+    given = []
+    for document, tokens in pipeline.tokenise_ahead(source(), lm):
+        given.append(document)
+        assert tokens == lm.encode(document.text)
+        assert len(taken) - len(given) < 3 * (pipeline._AHEAD + 1)
+    assert given == taken == documents(40)
+    assert not threads()
+    monkeypatch.setattr(pipeline, "_CHARACTERS", 1)
+    assert [document for document, _ in pipeline.tokenise_ahead(documents(5), lm)] == documents(5)
+    assert list(pipeline.tokenise_ahead([], lm)) == []
+
+
+def test_a_bad_text_is_refused_after_those_before_it_and_leaves_no_thread(lm):
+    text = [*documents(4), Document("bad", "bad", "ab\ud800"), *documents(4, start=4)]
+    reading = pipeline.tokenise_ahead(text, lm)
+    assert [next(reading)[0] for _ in range(4)] == documents(4)
+    with pytest.raises(ParameterError, match="not Unicode at character 2"):
+        next(reading)
+    reading = pipeline.tokenised(iter(documents(4)), lm)
+    next(reading)
+    reading.close()
+    assert not threads()
+
+
+@given(lengths=st.lists(st.integers(0, 60), max_size=6), context=st.integers(1, 20), data=st.data())
+def test_whole_windows_are_counted_as_they_are_cut(lengths, context, data):
+    shape = WindowShape(context, data.draw(st.integers(1, context)))
+    group = Group()
+    for length in lengths:
+        group.add(Document("d", "d", "x" * length), list(range(length)))
+    cut = [window for tokens in group.tokens for window in windows(tokens, shape, start_token=0)]
+    assert group.whole_windows(shape) == sum(len(window) == context for window in cut)
+
+
+@given(lengths=st.lists(st.integers(0, 60), max_size=6), count=st.integers(1, 200))
+def test_the_beginning_of_a_group_is_its_first_tokens(lengths, count):
+    group, first = Group(), 0
+    for length in lengths:
+        group.add(Document("d", "d", ""), list(range(first, first + length)))
+        first += length
+    sample = [token for tokens in group.beginning(count) for token in tokens]
+    assert sample == list(range(min(count, first)))

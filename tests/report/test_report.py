@@ -1,0 +1,899 @@
+"""A report: every number is computed again from the papers' formulas, the page is sound, and nothing is done twice."""
+
+from __future__ import annotations
+
+import base64
+import json
+import re
+import shlex
+import shutil
+import sys
+from collections import Counter
+from contextlib import contextmanager
+from dataclasses import replace
+from html.parser import HTMLParser
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors.numpy import load_file
+
+from helpers.models import randomise, tiny, tiny_tokenizer
+from helpers.oracle import read_token_by_token, softmax
+from helpers.stores import documents
+from knnlm.cli.app import run
+from knnlm.corpus import Document
+from knnlm.datastore.locks import writer_lock
+from knnlm.datastore.store import Datastore
+from knnlm.errors import CorpusError, DatastoreBusy, DatastoreError, MissingExtra, ModelMismatch, ParameterError
+from knnlm.evaluation.evaluate import evaluate
+from knnlm.evaluation.fit import choose_settings, fit_weights, sweep_all, tabulate
+from knnlm.evaluation.trace import Trace
+from knnlm.evaluation.tune import tune
+from knnlm.ingest.build import build
+from knnlm.lm.causal import CausalLM
+from knnlm.mixture.mixture import Mixture
+from knnlm.mixture.weights import Buckets
+from knnlm.report.crossval import describe_folds, out_of_fold, split_folds
+from knnlm.report.html import write_html
+from knnlm.report.plots import draw
+from knnlm.report.report import STUDIES, report
+from knnlm.report.studies.compression import recall
+from knnlm.report.studies.memories import name_memories
+from knnlm.report.study import Example, ExampleNeighbour, Line, Plot, Study, Table
+from knnlm.report.texts import gather
+from knnlm.training.output_matrix import train_output
+from knnlm.training.prune import prune
+
+HOSTILE = '<script>alert("x")</script> & "quotes" \'single\' <img src=http://evil.example/x.png> The memory of a model'
+STORED = [*documents(12, words=12), Document("<b>id</b>", "<i>stored & kept</i>.txt", HOSTILE)]
+TEXT = [
+    *documents(5, words=12, start=100),
+    Document("evil", "<a href=http://evil.example>.txt", HOSTILE + " is read"),
+]
+
+
+class Forwards:
+    """Counts how often a model runs."""
+
+    def __init__(self, lm):
+        self.count = 0
+        self.hook = lm.model.register_forward_hook(self.add)
+
+    def add(self, *_):
+        self.count += 1
+
+
+@pytest.fixture(scope="module")
+def place(lm, tmp_path_factory):
+    """A folder with a memory, its trained output matrix, and a second model."""
+    folder = tmp_path_factory.mktemp("report")
+    store = build(STORED, folder / "memory", lm=lm, segment_rows=500)
+    train_output(store, folder / "memory" / "output", device="cpu")
+    second = CausalLM(tiny("llama", seed=1), tiny_tokenizer(), name="second")
+    second.model.save_pretrained(folder / "second")
+    second.tokenizer.save_pretrained(folder / "second")
+    return folder
+
+
+def make(place, lm, model_folder, **options):
+    arguments = {"lm": lm, "model": str(model_folder), "second_lm": str(place / "second"), **options}
+    out = arguments.pop("out", place / "report")
+    text = arguments.pop("text", TEXT)
+    return report(place / "memory", text, out, **arguments)
+
+
+@pytest.fixture(scope="module")
+def made(place, lm, model_folder):
+    """The whole report."""
+    return make(place, lm, model_folder)
+
+
+@pytest.fixture(scope="module")
+def studies(made):
+    return {study.name: study for study in made.studies}
+
+
+class Text:
+    """One of the two texts as it was read: what the model said, and the keys."""
+
+    def __init__(self, place, name):
+        (folder,) = (place / "report" / "work").glob(f"texts-*/{name}")
+        self.trace = Trace.open(folder / "trace")
+        self.keys = np.load(folder / "keys.npy").astype(np.float64)
+        self.model = np.asarray(self.trace.log_p, dtype=np.float64)
+        self.targets = np.asarray(self.trace.targets)
+        knn = self.trace.memories[0]
+        self.distances = np.asarray(knn.arrays["distances"], dtype=np.float64)
+        self.values = np.asarray(knn.arrays["values"])
+
+    def vote(self, k, temperature, *, distances=None, values=None):
+        """p_kNN of the target, row by row."""
+        distances = self.distances if distances is None else distances
+        values = self.values if values is None else values
+        found = []
+        for row, target in enumerate(self.targets):
+            there = values[row, :k] >= 0
+            weights = softmax(-distances[row, :k][there] / temperature)
+            found.append(weights[values[row, :k][there] == target].sum())
+        return np.array(found)
+
+    def perplexity(self, vote, weight):
+        return float(np.exp(-np.log((1 - weight) * np.exp(self.model) + weight * vote).mean()))
+
+    def search(self, keys, values, k):
+        """The k nearest keys by brute force: distances and tokens."""
+        distances = ((self.keys[:, None] - keys[None]) ** 2).sum(2)
+        order = np.argsort(distances, axis=1, kind="stable")[:, :k]
+        return np.take_along_axis(distances, order, 1), values[order]
+
+
+@pytest.fixture(scope="module")
+def valid(made, place):
+    return Text(place, "valid")
+
+
+@pytest.fixture(scope="module")
+def test(made, place):
+    return Text(place, "test")
+
+
+@pytest.fixture(scope="module")
+def stored(place):
+    """The store's keys, as the model gave them, and its tokens."""
+    store = Datastore.open(place / "memory")
+    keys = store.take(torch.arange(store.key_count)) + (0 if store.offset is None else store.offset)
+    return keys.double().numpy(), store.values(torch.arange(store.rows)).numpy()
+
+
+def test_every_study_is_made(made):
+    assert [study.name for study in made.studies] == list(STUDIES)
+    assert made.left_out == {}
+    for study in made.studies:
+        assert study.finding.endswith(".")
+        assert study.command.startswith("knnlm ")
+        assert study.tables or study.examples
+
+
+def test_every_lambda_has_the_perplexity_of_the_formula(studies, made, valid, test):
+    study, facts = studies["lambda"], made.facts
+    for name, text in (("valid", valid), ("test", test)):
+        vote = text.vote(facts["k"], facts["temperature"])
+        expected = [text.perplexity(vote, weight) for weight in study.numbers["lambda"]]
+        np.testing.assert_allclose(study.numbers[name], expected, rtol=2e-4)
+    chosen = study.tables[0].rows[study.tables[0].best]
+    assert chosen[0] == facts["lambda"] == study.numbers["lambda"][int(np.argmin(study.numbers["valid"]))]
+    assert facts["base_perplexity"] == pytest.approx(float(np.exp(-test.model.mean())))
+
+
+def test_settings_are_chosen_on_one_text_and_measured_on_the_other(studies, valid, test, made):
+    temperatures = [row[0] for row in studies["temperature"].tables[0].rows]
+    lambdas = np.arange(100) / 100
+    for k, temperature, weight, on_valid, on_test in studies["k"].tables[0].rows[:4]:
+        tried = {
+            (other, lam): valid.perplexity(vote, lam)
+            for other in temperatures
+            for vote in [valid.vote(k, other)]
+            for lam in lambdas
+        }
+        assert on_valid == pytest.approx(min(tried.values()), rel=1e-4)
+        assert valid.perplexity(valid.vote(k, temperature), weight) == pytest.approx(on_valid, rel=1e-4)
+        assert test.perplexity(test.vote(k, temperature), weight) == pytest.approx(on_test, rel=1e-4)
+    for temperature, weight, _, on_test in studies["temperature"].tables[0].rows:
+        assert test.perplexity(test.vote(made.facts["k"], temperature), weight) == pytest.approx(on_test, rel=1e-4)
+
+
+def documents_of(place, name):
+    lines = (place / "report" / "work" / f"{name}.jsonl").read_text().splitlines()
+    return [Document(**json.loads(line)) for line in lines]
+
+
+def test_a_growing_store_ends_as_the_whole_and_begins_as_a_part(studies, place, lm, stored, test, made):
+    rows, k = studies["size"].tables[0].rows, made.facts["k"]
+    part, count, temperature, weight, _, perplexity = rows[-1]
+    assert (part, count) == (1.0, len(stored[0]))
+    settings = {"k": k, "temperature": temperature, "weight": weight}
+    whole = Mixture.open(place / "memory", lm, memories="knn", fresh=True, **settings)
+    assert perplexity == pytest.approx(evaluate(whole, documents_of(place, "test")).perplexity, rel=1e-3)
+    order = sorted(Datastore.open(place / "memory").catalog.documents(), key=lambda document: document.sha256)
+    taken = []
+    for document in order:
+        if sum(map(len, taken)) >= len(stored[0]) / 16:
+            break
+        taken.append(np.arange(document.first_row, document.first_row + document.rows))
+    ids = np.concatenate(taken)
+    assert rows[0][1] == len(ids)
+    distances, values = test.search(stored[0][ids], stored[1][ids], k)
+    _, _, temperature, weight, _, perplexity = rows[0]
+    vote = test.vote(k, temperature, distances=distances, values=values)
+    assert test.perplexity(vote, weight) == pytest.approx(perplexity, rel=2e-3)
+
+
+def test_a_key_layer_is_measured_with_the_states_that_transformers_gives(studies, place, lm, test, stored):
+    table = studies["layer"].tables[0]
+    assert [str(row[0]).split()[0] for row in table.rows] == [
+        "ffn_input", "ffn_input_pre_norm", "attention_input", "attention_input_pre_norm", "output", "output_normed"
+    ]  # fmt: skip
+
+    def last_states(tokens):
+        ids = torch.tensor([[lm.start_token, *tokens[:-1]]])
+        with torch.inference_mode():
+            return lm.model(ids, output_hidden_states=True).hidden_states[-1][0].double().numpy()
+
+    order = sorted(Datastore.open(place / "memory").catalog.documents(), key=lambda document: document.sha256)
+    sample = [stored[1][one.first_row : one.first_row + one.rows].tolist() for one in order]
+    assert max(map(len, sample)) <= lm.window().context  # one window each, so one pass is the same
+    keys = np.concatenate([last_states(tokens) for tokens in sample])
+    text = [lm.encode(document.text) for document in documents_of(place, "test")]
+    own = Text(place, "test")
+    own.keys = np.concatenate([last_states(tokens) for tokens in text])
+    _, _, k, temperature, weight, _, perplexity = table.rows[-1]
+    distances, values = own.search(keys, np.concatenate(sample), k)
+    vote = own.vote(k, temperature, distances=distances, values=values)
+    assert own.perplexity(vote, weight) == pytest.approx(perplexity, rel=2e-3)
+
+
+def test_what_was_quantised_is_compared_with_what_was_not(studies, stored, test, made):
+    rows = studies["quantised"].tables[0].rows
+    _, _, size, found, temperature, weight, _, perplexity = rows[0]
+    assert rows[0][0] == "float16"  # as the store keeps them
+    assert (size, found) == (2 * stored[0].shape[1], 1.0)
+    distances, values = test.search(*stored, made.facts["k"])
+    vote = test.vote(made.facts["k"], temperature, distances=distances, values=values)
+    assert test.perplexity(vote, weight) == pytest.approx(perplexity, rel=2e-3)
+    half = {row[1]: row for row in rows if row[0] == "SQfp16"}
+    assert half["own distances"][2] == 2 * stored[0].shape[1]
+    assert half["own distances"][7] == pytest.approx(perplexity, rel=0.02)
+    assert half["reranked"][7] == pytest.approx(perplexity, rel=0.02)
+    for spec in {row[0] for row in rows[1:]}:
+        own, again = (row for row in rows if row[0] == spec)
+        assert 0 < own[3] <= 1
+        assert again[3] >= own[3]  # twice as many are looked at
+
+
+@given(st.lists(st.lists(st.integers(-1, 12), min_size=3, max_size=3, unique=True), min_size=1, max_size=6), st.data())
+def test_recall_counts_the_exact_neighbours_that_were_found(exact, data):
+    found = [data.draw(st.lists(st.integers(0, 12), min_size=3, max_size=3)) for _ in exact]
+    wanted = [{one for one in row if one >= 0} for row in exact]
+    hits = sum(len(one & set(row)) for one, row in zip(wanted, found, strict=True))
+    total = sum(map(len, wanted))
+    assert recall(torch.tensor(found), torch.tensor(exact)) == pytest.approx(hits / max(1, total))
+
+
+def test_a_pruned_store_is_as_large_and_as_good_as_it_is_said(studies, place, lm, tmp_path, made):
+    rows = {row[0]: row for row in studies["pruning"].tables[0].rows}
+    facts = prune(Datastore.open(place / "memory"), tmp_path / "merged", merge=8)
+    _, keys, size, share, temperature, weight, _, perplexity = rows["merged"]
+    assert (keys, size) == (facts["keys_after"], facts["bytes_after"])
+    assert share == facts["bytes_after"] / facts["bytes_before"]
+    options = {"k": made.facts["k"], "temperature": temperature, "weight": weight, "memories": "knn"}
+    smaller = Mixture.open(tmp_path / "merged", lm, **options)
+    assert evaluate(smaller, documents_of(place, "test")).perplexity == pytest.approx(perplexity, rel=1e-3)
+    assert rows["the whole store"][2] == facts["bytes_before"]
+    assert not (place / "report" / "work" / "pruned").exists()
+
+
+def test_mixtures_are_those_of_tune_and_eval(studies, place, lm, tmp_path):
+    rows = {(row[0], row[1]): row for row in studies["memories"].tables[0].rows}
+    shutil.copytree(place / "memory", tmp_path / "memory")
+    second = f"lm={place / 'second'}"
+    wanted = {
+        ("knn", "fixed"): "knn",
+        ("knn + cache", "fixed"): "knn,cache",
+        ("knn + cache + ngram + output + lm=second", "fitted"): f"knn,cache,ngram,output,{second}",
+        ("knn + cache + ngram + output + lm=second", "gated"): f"knn,cache,ngram,output,{second}",
+    }
+    for (name, kind), memories in wanted.items():
+        fresh = Mixture.open(tmp_path / "memory", lm, memories=memories, fresh=True)
+        tuning = tune(fresh, documents_of(place, "valid"), weights=kind)
+        measured = evaluate(Mixture.open(tmp_path / "memory", lm, memories=memories), documents_of(place, "test"))
+        _, _, weight, on_valid, _, on_test = rows[name, kind]
+        assert on_valid == pytest.approx(tuning.perplexity, rel=2e-3), (name, kind)
+        assert on_test == pytest.approx(measured.perplexity, rel=1e-2), (name, kind)
+        assert weight == pytest.approx(measured.lambda_, abs=2e-2), (name, kind)
+
+
+def by_one_lambda(text, vote, fold):
+    """Log-probabilities by a λ chosen on the other folds, each part having been right once before, by brute force."""
+    model, lambdas = np.exp(text.model), np.linspace(0.0005, 0.9995, 1000)[:, None]
+    found = np.zeros(len(model))
+    for number in np.unique(fold):
+        held = fold == number
+        likely = np.log((1 - lambdas) * model[~held] + lambdas * vote[~held]).sum(1)
+        weight = lambdas[np.argmax(likely + np.log(lambdas[:, 0]) + np.log1p(-lambdas[:, 0]))]
+        found[held] = np.log((1 - weight) * model[held] + weight * vote[held])
+    return found
+
+
+def test_mixtures_are_compared_by_what_they_give_out_of_fold(studies, valid, made):
+    table = studies["memories"].tables[0]
+    judged = [row[4] for row in table.rows]
+    assert table.best == int(np.argmin(judged))
+    rows = {(row[0], row[1]): row for row in table.rows}
+    fold = split_folds(torch.from_numpy(np.array(valid.trace.documents))).numpy()
+    assert len(np.unique(fold)) == len(np.unique(valid.trace.documents)) == made.facts["valid_documents"]
+    knn = by_one_lambda(valid, valid.vote(made.facts["k"], made.facts["temperature"]), fold)
+    assert rows["knn", "fixed"][4] == pytest.approx(np.exp(-knn.mean()), rel=1e-3)
+    said = np.exp(np.asarray(valid.trace.memories[2].arrays["log_p"][:, 0], dtype=np.float64))
+    assert rows["ngram", "fixed"][4] == pytest.approx(np.exp(-by_one_lambda(valid, said, fold).mean()), rel=1e-3)
+    for name, kind, _, fitted, held_back, _ in table.rows:
+        if kind in ("", "gated"):
+            assert held_back == fitted
+        else:
+            assert held_back >= fitted * (1 - 1e-3), (name, kind)  # nothing is better by rows it was not fitted to
+    assert "by weights fitted to other documents" in table.caption
+
+
+def test_weights_out_of_fold_are_those_that_a_gate_starts_from(lm, valid):
+    sweeps = sweep_all(valid.trace)
+    seen = tabulate(valid.trace, choose_settings(valid.trace, sweeps, several=True))
+    gated = fit_weights(seen, "gated", frequencies=torch.ones(lm.vocab_size))
+    assert out_of_fold(seen, "fitted") == pytest.approx(gated.weights.gate.facts["fitted_perplexity"], rel=1e-5)
+    documents, near = seen.groups.numpy(), seen.memories[0].nearest
+    fold, logs = split_folds(seen.groups).numpy(), seen.logs
+    found = np.zeros(len(documents))
+    for number in np.unique(fold):
+        others = torch.from_numpy(fold != number)
+        assert not set(documents[fold == number]) & set(documents[others.numpy()])
+        buckets = Buckets.fit(logs[others], near[others])
+        for row in np.flatnonzero(fold == number):
+            said = np.exp(logs[row].double().numpy())
+            weights = buckets.table.numpy()[np.searchsorted(buckets.edges.numpy(), float(near[row]), side="right")]
+            left = weights[np.isnan(said)].sum()  # those who abstain leave the word to the model
+            found[row] = np.log(np.nansum(said * weights) + left * said[0])
+    assert out_of_fold(seen, "buckets") == pytest.approx(float(np.exp(-found.mean())), rel=1e-4)
+
+
+def test_it_is_said_to_what_the_weights_were_fitted():
+    assert describe_folds(torch.tensor([0] * 50 + [7] * 50)) == "by weights fitted to other documents"
+    assert "other stretches of the text" in describe_folds(torch.zeros(100, dtype=torch.long))
+    assert "fitted to all of it" in describe_folds(torch.tensor([0, 0, 1, 1]))
+
+
+def test_baselines_are_the_formula_too(studies, test, valid):
+    study = studies["baselines"]
+    for number, name in ((2, "ngram"), (3, "output"), (4, "lm=second")):
+        for text, which in ((valid, "valid"), (test, "test")):
+            said = np.exp(np.asarray(text.trace.memories[number].arrays["log_p"][:, 0], dtype=np.float64))
+            expected = [text.perplexity(said, weight) for weight in study.numbers["lambda"]]
+            np.testing.assert_allclose(study.numbers[name][which], expected, rtol=1e-5)
+    for name, weight, on_valid, on_test in study.tables[0].rows:
+        place = int(np.argmin(study.numbers[name]["valid"]))
+        assert (weight, on_valid) == (study.numbers["lambda"][place], study.numbers[name]["valid"][place])
+        assert on_test == study.numbers[name]["test"][place]
+
+
+def test_a_learned_matrix_is_read_as_its_file_says(studies, place, test):
+    store = Datastore.open(place / "memory")
+    for r, rows, numbers, weight, _, perplexity in studies["output"].tables[0].rows:
+        (folder,) = (place / "report" / "work").glob(f"output-r{r}-*")
+        file = load_file(folder / "output.safetensors")
+        assert file["weight"].shape == (rows, store.model["width"])
+        assert numbers == file["weight"].size + file["bias"].size
+        scores = (test.keys - file["centre"]) @ file["weight"].T.astype(np.float64) + file["bias"]
+        shares = np.exp(scores - scores.max(1, keepdims=True))
+        shares /= shares.sum(1, keepdims=True)
+        said = (shares * (file["words"][None] == test.targets[:, None])).sum(1)
+        assert test.perplexity(said, weight) == pytest.approx(perplexity, rel=1e-4)
+
+
+def test_no_mixture_beats_who_knows_the_token(studies, test, made):
+    rows = [row[1] for row in studies["oracle"].tables[0].rows]
+    vote = test.vote(made.facts["k"], made.facts["temperature"])
+    best = np.maximum(np.exp(test.model), vote)
+    assert rows[3] == pytest.approx(float(np.exp(-np.log(best).mean())), rel=1e-4)
+    assert studies["oracle"].numbers["store_better"] == pytest.approx((vote > np.exp(test.model)).mean(), abs=1e-3)
+    assert rows[3] <= min(studies["lambda"].numbers["test"]) * (1 + 1e-5)
+    assert rows[1] == pytest.approx(test.perplexity(vote, made.facts["lambda"]), rel=1e-4)
+    for row in studies["memories"].tables[0].rows:
+        assert rows[4] <= row[5] * (1 + 1e-5), row
+    assert rows[4] <= rows[3]
+
+
+def test_searches_are_left_out_as_eval_leaves_them_out(studies, place, lm, tmp_path):
+    rows = studies["skip"].tables[0].rows
+    everything = studies["memories"].tables[0].rows[-1]
+    assert everything[1] == "gated"
+    assert rows[0][:2] == [0.0, 0.0]
+    assert rows[0][2] == pytest.approx(everything[5])
+    assert rows[-1][:2] == [1.0, 1.0]
+    shutil.copytree(place / "memory", tmp_path / "memory")
+    memories = f"knn,cache,ngram,output,lm={place / 'second'}"
+    fresh = Mixture.open(tmp_path / "memory", lm, memories=memories, fresh=True)
+    tune(fresh, documents_of(place, "valid"), weights="gated")
+    blind = Mixture.open(tmp_path / "memory", lm, memories=memories, skip=1.0)
+    assert rows[-1][2] == pytest.approx(evaluate(blind, documents_of(place, "test")).perplexity, rel=1e-2)
+
+
+def test_gains_of_all_groups_add_up_to_the_gain(studies, test, made, stored):
+    study, facts = studies["where"], made.facts
+    mixed = (1 - facts["lambda"]) * np.exp(test.model) + facts["lambda"] * test.vote(facts["k"], facts["temperature"])
+    gain = np.log(mixed) - test.model
+    assert study.numbers["total"] == pytest.approx(gain.sum(), rel=1e-4)
+    for table in study.tables:
+        assert sum(row[1] for row in table.rows) == len(gain)
+        assert sum(row[5] for row in table.rows) == pytest.approx(gain.sum(), rel=1e-4)
+        assert sum(row[1] * row[4] for row in table.rows) == pytest.approx(gain.sum(), rel=1e-4)
+        for row in table.rows:
+            assert np.log(row[2] / row[3]) == pytest.approx(row[4], abs=1e-6)
+    counts = Counter(stored[1].tolist())
+    often = np.array([counts[target] for target in test.targets.tolist()])
+    groups = {"0": often == 0, "1 to 9": (often > 0) & (often < 10), "10 to 99": (often >= 10) & (often < 100)}
+    rows = {row[0]: row for row in study.tables[0].rows}
+    for label, own in groups.items():
+        assert (label in rows) == own.any()
+        if own.any():
+            assert rows[label][1] == own.sum()
+            assert rows[label][4] == pytest.approx(gain[own].mean(), rel=1e-3)
+    length = Counter(test.trace.documents.tolist())
+    thirds = Counter(
+        int(position * 3 // length[document])
+        for document, position in zip(test.trace.documents.tolist(), test.trace.positions.tolist(), strict=True)
+    )
+    assert [row[1] for row in study.tables[3].rows] == [thirds[part] for part in range(3)]
+
+
+def test_examples_are_the_tokens_with_the_most_and_the_least_gain(studies, test, made, place, lm, stored):
+    facts = made.facts
+    vote = test.vote(facts["k"], facts["temperature"])
+    mixed = (1 - facts["lambda"]) * np.exp(test.model) + facts["lambda"] * vote
+    gain = np.log(mixed) - test.model
+    most, least = studies["examples"].examples["gained most"], studies["examples"].examples["lost most"]
+    assert most[0].gain == pytest.approx(gain.max(), rel=1e-3)
+    assert least[0].gain == pytest.approx(gain.min(), abs=0.011)
+    assert [one.gain for one in most] == sorted((one.gain for one in most), reverse=True)
+    store = Datastore.open(place / "memory")
+    texts = {document.source: document.text for document in documents_of(place, "test")}
+    for example in (*most, *least):
+        assert len({one.target for one in most}) == len(most)
+        expected = (1 - facts["lambda"]) * example.p_lm + facts["lambda"] * example.p_knn
+        assert example.p == pytest.approx(expected, rel=1e-3)
+        assert example.context + example.target in texts[example.document]
+        weights = [one.weight for one in example.neighbours]
+        assert weights == sorted(weights, reverse=True)
+        assert sum(weights) <= 1 + 1e-6
+        first, second = example.neighbours[:2]
+        ratio = np.exp((first.distance - second.distance) / facts["temperature"])
+        assert second.weight / first.weight == pytest.approx(ratio, rel=1e-3)
+        for one in example.neighbours:
+            assert one.agrees == (one.token == example.target)
+            (document,) = (found for found in STORED if found.source == one.source)
+            assert one.before + one.token + one.after in document.text
+    assert store.rows == len(stored[1])
+
+
+def test_the_commands_give_the_figures(studies, capfd):
+    """Only `eval`: the others are covered by what they are made of."""
+    expected = {
+        "lambda": studies["lambda"].tables[0].rows[studies["lambda"].tables[0].best][2],
+        "metric": studies["metric"].tables[0].rows[1][6],
+        "oracle": studies["oracle"].tables[0].rows[1][1],
+        "output": studies["output"].tables[0].rows[studies["output"].tables[0].best][5],
+    }
+    for name, perplexity in expected.items():
+        command = shlex.split(studies[name].command.splitlines()[-1])
+        assert run([*command[1:], "--json"]) == 0, command
+        found = json.loads(capfd.readouterr().out)
+        assert found["perplexity"] == pytest.approx(perplexity, rel=1e-3), name
+        if name == "oracle":
+            assert found["oracle_perplexity"] == pytest.approx(studies["oracle"].tables[0].rows[3][1], rel=1e-3)
+
+
+def test_a_second_run_reads_nothing_again_and_says_the_same(made, place, lm, model_folder, tmp_path):
+    page, forwards = made.page.read_bytes(), Forwards(lm)
+    try:
+        again = make(place, lm, model_folder)
+        assert forwards.count == 0
+        assert again.as_dict() == made.as_dict()
+        assert again.page.read_bytes() == page
+        # A study that is broken is made again, out of what was read.
+        shutil.copytree(place / "report" / "work", tmp_path / "copy" / "work")
+        (tmp_path / "copy" / "work" / "lambda.json").write_text("{")
+        again = make(place, lm, model_folder, out=tmp_path / "copy", studies=["lambda"])
+        assert forwards.count == 0
+        old, new = (found.as_dict()["studies"]["lambda"] for found in (made, again))
+        assert {**new, "seconds": 0, "command": ""} == {**old, "seconds": 0, "command": ""}
+    finally:
+        forwards.hook.remove()
+
+
+@contextmanager
+def _bar():
+    yield lambda _: None
+
+
+class Bars:
+    """Notes what goes on, and stops the work where it is told to."""
+
+    def __init__(self, stop=None):
+        self.names = []
+        self.stop = stop
+
+    def __call__(self, what, **_):
+        self.names.append(what)
+        if what == self.stop:
+            raise KeyboardInterrupt
+        return _bar()
+
+
+def test_a_report_that_was_stopped_goes_on_where_it_was(place, lm, model_folder, tmp_path):
+    few = {"out": tmp_path / "stopped", "second_lm": None, "memories": "knn", "studies": ["lambda", "k", "size"]}
+    with pytest.raises(KeyboardInterrupt):
+        make(place, lm, model_folder, progress=Bars("size: searching"), **few)
+    assert not (tmp_path / "stopped" / "index.html").exists()
+    bars, forwards = Bars(), Forwards(lm)
+    try:
+        found = make(place, lm, model_folder, progress=bars, **few)
+        assert forwards.count == 0
+    finally:
+        forwards.hook.remove()
+    assert "tracing" not in bars.names
+    assert not any(name.startswith(("lambda: ", "k: ")) for name in bars.names)
+    assert [study.name for study in found.studies] == ["lambda", "k", "size"]
+    # With other text, all of it is done again, and what was read before is gone.
+    bars = Bars()
+    other = make(place, lm, model_folder, progress=bars, text=documents(4, words=12, start=200), **few)
+    assert "tracing" in bars.names
+    assert other.facts["base_perplexity"] != found.facts["base_perplexity"]
+    assert len(list((tmp_path / "stopped" / "work").glob("texts-*"))) == 1
+
+
+def test_keys_are_kept_in_the_order_of_the_text_however_it_is_packed(
+    place, lm, model_folder, tmp_path, test, monkeypatch
+):
+    monkeypatch.setattr("knnlm.evaluation.evaluate._GROUP", 60)  # tokens that are packed into batches together
+    make(place, lm, model_folder, out=tmp_path / "packed", memories="knn", second_lm=None, studies=["k"])
+    (file,) = (tmp_path / "packed" / "work").glob("texts-*/test/keys.npy")
+    np.testing.assert_allclose(np.load(file), test.keys, atol=1e-4)
+
+
+def test_studies_that_cannot_be_made_are_named_with_the_reason(place, lm, model_folder, tmp_path):
+    lone = build(documents(1, words=12), tmp_path / "lone", lm=lm)
+    found = report(lone.path, TEXT[:3], tmp_path / "out", lm=lm, memories="knn", studies=["size", "baselines", "k"])
+    assert [study.name for study in found.studies] == ["k"]
+    assert set(found.left_out) == {"size", "baselines"}
+    page = found.page.read_text()
+    for reason in found.left_out.values():
+        assert reason in page
+
+
+def test_an_error_in_one_study_leaves_the_others_and_the_page(place, lm, model_folder, tmp_path, monkeypatch):
+    def broken(desk):
+        raise DatastoreError(f"{desk.store.path.name} cannot be <read>.")
+
+    monkeypatch.setitem(STUDIES, "lambda", broken)
+    few = {"second_lm": None, "memories": "knn", "studies": ["lambda", "k"], "out": tmp_path / "broken"}
+    found = make(place, lm, model_folder, **few)
+    assert [study.name for study in found.studies] == ["k"]
+    assert found.left_out == {"lambda": "memory cannot be <read>."}
+    assert "memory cannot be &lt;read&gt;." in found.page.read_text()
+    monkeypatch.undo()
+    assert make(place, lm, model_folder, **few).left_out == {}
+
+
+def test_what_was_found_in_one_precision_is_not_taken_for_another(place, tmp_path):
+    # Weights that bfloat16 holds exactly are the same model in both precisions, but do not give the same numbers.
+    rounded = tiny("llama").bfloat16().float()
+    rounded.save_pretrained(tmp_path / "model")
+    tiny_tokenizer().save_pretrained(tmp_path / "model")
+    few = {"second_lm": None, "memories": "knn", "studies": ["k"]}
+    single = make(place, None, tmp_path / "model", out=tmp_path / "one", dtype="float32", **few)
+    half = make(place, None, tmp_path / "model", out=tmp_path / "one", dtype="bfloat16", **few)
+    alone = make(place, None, tmp_path / "model", out=tmp_path / "other", dtype="bfloat16", **few)
+    assert half.facts["base_perplexity"] == alone.facts["base_perplexity"] != single.facts["base_perplexity"]
+    assert half.studies[0].tables == alone.studies[0].tables
+
+
+def test_what_was_found_with_one_model_is_not_taken_for_another(place, model_folder, lm, tmp_path):
+    few = {"second_lm": None, "memories": "knn", "studies": ["k"], "out": tmp_path / "one"}
+    make(place, lm, model_folder, **few)
+    another = CausalLM(tiny("llama", seed=5), tiny_tokenizer(), name=lm.name)
+    with pytest.raises(ModelMismatch):
+        make(place, another, model_folder, **few)
+
+
+def test_a_model_with_fewer_layers_than_the_stores_own_is_reported_on(model_folder, tmp_path):
+    build(STORED[:6], tmp_path / "memory", lm=CausalLM.open(str(model_folder)))
+    config = tiny("llama").config
+    config.num_hidden_layers = 2  # the store reads the third layer of its own model
+    short = randomise(lambda: type(tiny("llama"))(config), seed=3)
+    tokenizer = tiny_tokenizer()
+    for part in (short, tokenizer):
+        part.save_pretrained(tmp_path / "short")
+    options = {"valid": TEXT[:2], "memories": "knn", "studies": ["k"], "model": str(tmp_path / "short")}
+    found = report(tmp_path / "memory", TEXT[2:4], tmp_path / "out", **options)
+    assert [study.name for study in found.studies] == ["k"]
+    logs = []
+    for document in TEXT[2:4]:
+        tokens = tokenizer(document.text, add_special_tokens=False)["input_ids"]
+        window = Datastore.open(tmp_path / "memory").window
+        _, read = read_token_by_token(short, short.model.layers[-1].mlp, tokens, start_token=1, **window)
+        logs.append(np.log(read[range(len(tokens)), tokens]))
+    assert found.facts["base_perplexity"] == pytest.approx(np.exp(-np.concatenate(logs).mean()), rel=1e-4)
+
+
+def test_documents_are_shown_by_the_names_they_have_now(place, lm, model_folder, tmp_path):
+    few = {"second_lm": None, "memories": "knn", "studies": ["examples"], "out": tmp_path / "named"}
+    make(place, lm, model_folder, **few)
+    renamed = [replace(one, source=f"new-{number}.txt") for number, one in enumerate(TEXT)]
+    found = make(place, lm, model_folder, text=renamed, **few)
+    shown = {example.document for kind in found.studies[0].examples.values() for example in kind}
+    assert shown
+    assert shown <= {one.source for one in renamed}
+
+
+def test_an_output_matrix_that_was_never_finished_is_not_mixed_in(lm, model_folder, tmp_path):
+    build(STORED[:4], tmp_path / "memory", lm=lm)
+    (tmp_path / "memory" / "output").mkdir()
+    (tmp_path / "memory" / "output" / "writer.lock").touch()
+    found = report(tmp_path / "memory", TEXT[:4], tmp_path / "out", lm=lm, model=str(model_folder), studies=["k"])
+    assert found.facts["memories"] == ["knn", "cache", "ngram"]
+
+
+def test_two_reports_are_not_written_to_one_folder_at_once(place, lm, model_folder, tmp_path):
+    few = {"second_lm": None, "memories": "knn", "studies": ["k"], "out": tmp_path / "busy"}
+    with writer_lock(tmp_path / "busy" / "work", create=True), pytest.raises(DatastoreBusy, match="busy/work"):
+        make(place, lm, model_folder, **few)
+    assert make(place, lm, model_folder, **few).page.exists()
+
+
+def test_memories_of_the_same_name_are_told_apart(place, lm, model_folder, tmp_path):
+    assert name_memories(["knn", "lm=/a/m", "lm=/b/m/", "knn=/a/m", "cache=20"]) == [
+        "knn", "lm=a/m", "lm=b/m", "knn=m", "cache=20"
+    ]  # fmt: skip
+    assert name_memories(["lm=m", "lm=a/m", "lm=/m"]) == ["lm=m", "lm=a/m", "lm=/m"]
+    shutil.copytree(place / "second", tmp_path / "second")
+    memories = f"knn,lm={place / 'second'},lm={tmp_path / 'second'}"
+    found = make(place, lm, model_folder, memories=memories, second_lm=None, out=tmp_path / "x", studies=["baselines"])
+    names = [row[0] for row in found.studies[0].tables[0].rows]
+    assert len(set(names)) == 3
+    assert [name.endswith("/second") for name in names] == [False, True, True]
+
+
+@given(st.lists(st.lists(st.sampled_from(["a", "b", ""]), min_size=1, max_size=3), min_size=1, max_size=6))
+def test_no_two_memories_ever_have_one_name(paths):
+    labels = sorted({f"lm={'/'.join(path)}" for path in paths})
+    names = name_memories(labels)
+    assert len(set(names)) == len(labels)
+
+
+class Outline(HTMLParser):
+    """Checks that elements are closed in order, and notes links, pictures and ids."""
+
+    VOID = ("meta", "img", "source")
+
+    def __init__(self, text):
+        super().__init__(convert_charrefs=True)
+        self.stack, self.tags, self.links, self.ids, self.data = [], [], [], [], []
+        self.feed(text)
+        self.close()
+
+    def handle_starttag(self, tag, attributes):
+        self.tags.append(tag)
+        found = dict(attributes)
+        self.links += [found[name] for name in ("href", "src", "srcset") if name in found]
+        self.ids += [found["id"]] if "id" in found else []
+        if tag not in self.VOID:
+            self.stack.append(tag)
+
+    def handle_endtag(self, tag):
+        assert self.stack.pop() == tag
+
+    def handle_data(self, data):
+        self.data.append(data)
+
+
+def check_page(text):
+    """A page that is well formed, needs nothing from elsewhere, and runs nothing."""
+    page = Outline(text)
+    assert page.stack == []
+    assert "script" not in page.tags
+    assert not {"iframe", "object", "link", "b>id", "i"} & set(page.tags)
+    for link in page.links:
+        assert link.startswith(("#", "data:image/png;base64,")), link
+    for url in re.findall(r"url\(|@import", text):
+        raise AssertionError(url)
+    assert len(set(page.ids)) == len(page.ids)
+    return page
+
+
+def test_the_page_stands_alone_and_has_every_study(made):
+    text = made.page.read_text(encoding="utf-8")
+    page = check_page(text)
+    for study in made.studies:
+        assert f"#{study.name}" in page.links
+        assert study.name in page.ids
+        assert study.title in page.data
+        assert study.finding in page.data
+        assert study.command in page.data
+    assert "prefers-color-scheme: dark" in text
+    assert 'name="viewport"' in text
+    assert "dealt by a hash" in text
+
+
+def test_the_plots_lie_beside_the_page_and_in_it(made):
+    text = made.page.read_text(encoding="utf-8")
+    names = [
+        study.name if len(study.plots) == 1 else f"{study.name}-{number + 1}"
+        for study in made.studies
+        for number in range(len(study.plots))
+    ]
+    assert len(names) > 15
+    for name in names:
+        data = (made.page.parent / f"{name}.png").read_bytes()
+        assert data.startswith(b"\x89PNG\r\n\x1a\n")
+        assert base64.b64encode(data).decode() in text
+
+
+def test_the_numbers_are_all_in_the_json(made):
+    found = json.loads((made.page.parent / "report.json").read_text())
+    assert found == made.as_dict()
+    assert set(found["studies"]) == set(STUDIES)
+
+
+def test_hostile_text_is_shown_and_not_run(tmp_path):
+    evil = '"><script>alert(1)</script><img src="http://evil.example/x.png" onerror=\'x\'>&amp;'
+    neighbour = ExampleNeighbour(0.5, 1.0, evil, True, evil, evil, evil, evil)
+    example = Example(evil, evil, evil, 0.1, 0.2, 0.3, 1.0, [neighbour])
+    plot = Plot("bars", evil, evil, evil, [Line(evil, [evil, "b"], [1.0, None])])
+    table = Table([evil], [""], [[evil], [None]], caption=evil)
+    study = Study("k", evil, evil, evil, evil, [table], [plot], {evil: [example]}, [evil])
+    assert Study.from_dict(json.loads(json.dumps(study.as_dict()))) == study
+    facts = dict.fromkeys(["stored_tokens", "stored_documents", "test_tokens", "test_documents", "k"], 1)
+    facts |= dict.fromkeys(["valid_tokens", "valid_documents"], 1) | {"warnings": [evil], "at_edge": [evil]}
+    facts |= {"memory": evil, "model": evil, "memories": [evil], "chosen_on": evil, "quick": True}
+    facts |= {"temperature": 1.0, "lambda": 0.5, "base_perplexity": 2.0}
+    drawings = {"k": [draw(plot)]}
+    write_html(tmp_path / "x.html", facts=facts, studies=[study], left_out={evil: evil}, drawings=drawings)
+    page = check_page((tmp_path / "x.html").read_text())
+    assert page.data.count(evil) >= 10
+    assert "http" not in " ".join(page.links)
+
+
+def test_a_warning_is_given_where_the_text_is_in_the_memory(place, lm, model_folder, tmp_path):
+    found = make(place, lm, model_folder, out=tmp_path / "known", text=STORED[:4], studies=["k"], second_lm=None)
+    assert found.facts["remembered_documents"] == 4
+    assert "in the memory itself" in found.page.read_text()
+    assert "in the memory itself" not in (place / "report" / "index.html").read_text()
+
+
+def test_a_document_that_is_cut_in_two_is_known_as_a_whole(place, lm, model_folder, tmp_path):
+    few = {"studies": ["k"], "second_lm": None, "memories": "knn"}
+    found = make(place, lm, model_folder, out=tmp_path / "known", text=STORED[:1], **few)
+    assert found.facts["remembered_documents"] == 1
+    assert "1 document of the texts is in the memory itself" in found.page.read_text()
+    other = make(place, lm, model_folder, out=tmp_path / "new", text=TEXT[:1], **few)
+    assert other.facts["remembered_documents"] == 0
+
+
+def test_text_that_is_chosen_on_and_reported_on_is_refused_or_warned_of(place, lm, model_folder, tmp_path, capfd):
+    copies = [replace(one, id=f"copy of {one.id}") for one in TEXT]
+    with pytest.raises(CorpusError, match="Every document to report on is also in --valid"):
+        make(place, lm, model_folder, out=tmp_path / "same", valid=[*copies, STORED[0]])
+    few = {"studies": ["k"], "second_lm": None, "memories": "knn"}
+    found = make(place, lm, model_folder, out=tmp_path / "some", valid=copies[:2], **few)
+    assert found.facts["shared_documents"] == 2
+    (warning,) = found.as_dict()["warnings"]
+    assert warning.startswith("2 of the 6 documents reported on are in the tuning text too")
+    assert warning in found.page.read_text()
+    files = [tmp_path / "valid.jsonl", tmp_path / "test.jsonl"]
+    for file, own in zip(files, (copies[:2], TEXT), strict=True):
+        file.write_text("\n".join(json.dumps({"id": one.id, "text": one.text}) for one in own))
+    options = ["--memory", "knn", "--studies", "k", "--model", str(model_folder), "--out", str(tmp_path / "cli")]
+    assert run(["report", str(place / "memory"), str(files[1]), "--valid", str(files[0]), *options]) == 0
+    assert "2 of the 6 documents reported on" in " ".join(capfd.readouterr().out.split())
+
+
+def test_what_was_chosen_at_the_edge_of_what_was_tried_is_said(made):
+    expected = []
+    facts, study = made.facts, {study.name: study for study in made.studies}
+    temperatures = [row[0] for row in study["temperature"].tables[0].rows]
+    expected += ["temperature"] if facts["temperature"] in (temperatures[0], temperatures[-1]) else []
+    expected += ["lambda"] if facts["lambda"] == study["lambda"].numbers["lambda"][-1] else []
+    expected += ["k"] if facts["k"] == study["k"].tables[0].rows[-1][0] else []
+    assert facts["at_edge"] == expected
+    assert (f"last one tried of: {', '.join(expected)}." in made.page.read_text()) == bool(expected)
+
+
+few_texts = st.lists(st.sampled_from(["a", "b b", "c c c c", "d" * 30]), min_size=2, max_size=12)
+any_texts = st.lists(st.text(st.characters(codec="utf-8"), min_size=1, max_size=40), min_size=2, max_size=12)
+texts = (any_texts | few_texts).filter(lambda given: len(set(given)) > 1)
+
+
+@given(texts)
+def test_a_text_is_split_into_two_halves_of_about_the_same_size(given_texts):
+    whole = [Document(str(number), "x", text) for number, text in enumerate(given_texts)]
+    split = gather(whole, None, limit=None)
+    assert split.valid
+    assert split.test
+    assert sorted(map(id, (*split.valid, *split.test))) == sorted(map(id, whole))
+    sizes = [sum(len(document.text) for document in half) for half in (split.valid, split.test)]
+    assert abs(sizes[0] - sizes[1]) <= max(len(text) * times for text, times in Counter(given_texts).items())
+    assert not {one.text for one in split.valid} & {one.text for one in split.test}
+    again = gather(list(reversed(whole)), None, limit=None)
+    assert {one.text for one in again.valid} == {one.text for one in split.valid}
+
+
+def test_a_single_document_is_cut_in_its_middle():
+    text = "one two three four five six"
+    split = gather([Document("a", "a.txt", text)], None, limit=None)
+    assert split.valid[0].text + split.test[0].text == text
+    assert split.valid[0].text == "one two three"
+    assert "first half" in split.how
+    same = gather([Document(name, f"{name}.txt", text) for name in "abc"], None, limit=None)
+    assert [one.text for one in same.valid] == ["one two three"] * 3
+    assert [one.id for one in same.test] == ["a#1", "b#1", "c#1"]
+    with pytest.raises(CorpusError, match="too short"):
+        gather([Document("a", "a.txt", "x")], None, limit=None)
+    with pytest.raises(CorpusError, match="no text"):
+        gather([], None, limit=None)
+
+
+def test_text_to_choose_on_may_be_given(place, lm, model_folder, tmp_path):
+    valid = documents(2, words=12, start=300)
+    few = {"out": tmp_path / "given", "studies": ["k"], "second_lm": None, "memories": "knn"}
+    found = make(place, lm, model_folder, valid=valid, **few)
+    assert found.facts["valid_tokens"] == sum(len(lm.encode(document.text)) for document in valid)
+    assert found.facts["test_tokens"] == sum(len(lm.encode(document.text)) for document in TEXT)
+    limited = make(place, lm, model_folder, valid=valid, limit=10, **{**few, "out": tmp_path / "limited"})
+    assert limited.facts["test_documents"] == limited.facts["valid_documents"] == 1
+
+
+def test_the_command_writes_a_page(place, model_folder, tmp_path, capfd):
+    file = tmp_path / "held-out.jsonl"
+    file.write_text("\n".join(json.dumps({"id": one.id, "text": one.text}) for one in TEXT))
+    common = ["report", str(place / "memory"), str(file), "--out", str(tmp_path / "page"), "--memory", "knn"]
+    common += ["--studies", "k,lambda", "--quick", "--model", str(model_folder)]
+    assert run(common) == 0
+    shown = capfd.readouterr().out
+    assert "index.html" in "".join(shown.split())
+    assert run([*common, "--json"]) == 0
+    found = json.loads(capfd.readouterr().out)
+    assert found == json.loads((tmp_path / "page" / "report.json").read_text())
+    assert list(found["studies"]) == ["lambda", "k"]
+    assert run([*common[:-3], "--studies", "nonsense"]) == 2
+    assert "The studies are memories, lambda, k" in capfd.readouterr().err
+
+
+def test_wrong_wishes_are_refused_before_anything_is_read(place, lm, monkeypatch, tmp_path):
+    with pytest.raises(ParameterError, match="no study 'nonsense'"):
+        report(place / "memory", TEXT, tmp_path / "x", lm=lm, studies=["nonsense"])
+    with pytest.raises(ParameterError, match="let knn be among"):
+        report(place / "memory", TEXT, tmp_path / "x", lm=lm, memories="cache")
+    with pytest.raises(ParameterError, match="at least 1 token"):
+        report(place / "memory", TEXT, tmp_path / "x", lm=lm, limit=0)
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(MissingExtra, match=re.escape("pip install 'knnlm[report]'")):
+        report(place / "memory", TEXT, tmp_path / "x", lm=lm)
+    assert not (tmp_path / "x" / "index.html").exists()
+
+
+def test_dollars_are_drawn_and_not_read_as_formulas():
+    price = "lm=$\\foo$ and $x$"
+    lines = [Line(price, [1, 2], [1.0, 2.0])]
+    assert draw(Plot("lines", price, price, price, lines, levels={price: 1.5}, mark=[1.0, 1.0])).startswith(b"\x89PNG")
+    assert draw(Plot("points", price, price, price, lines, log_x=True)).startswith(b"\x89PNG")
+    bars = [Line(price, [price, "b"], [1.0, 2.0])]
+    assert draw(Plot("bars", price, price, price, bars, levels={price: 1.5})).startswith(b"\x89PNG")
+
+
+def test_a_mixture_that_is_worse_is_said_to_be_higher(made, tmp_path):
+    (study,) = (study for study in made.studies if study.name == "memories")
+    rows = [[*row[:5], 1.03 * made.facts["base_perplexity"]] for row in study.tables[0].rows]
+    worse = replace(study, tables=[replace(study.tables[0], rows=rows, best=1)])
+    write_html(tmp_path / "x.html", facts=made.facts, studies=[worse], left_out={}, drawings={"memories": []})
+    assert "of the held-out text, 3.0% higher with knn (fixed)" in (tmp_path / "x.html").read_text()
+
+
+def test_the_same_numbers_are_drawn_as_the_same_picture():
+    lines = [Line("a", [1, 10, 100], [3.0, 2.0, 1.0]), Line("b", [1, 10, 100], [None, 1e9, 2.0])]
+    plot = Plot("lines", "title", "x", "y", lines, log_x=True, levels={"level": 2.5}, mark=[10.0, 2.0])
+    assert draw(plot) == draw(plot)
+    assert draw(plot) != draw(replace(plot, title="another"))
+
+
+def test_the_work_of_a_report_stays_in_its_folder(made, place):
+    assert {path.name for path in Path(place).iterdir()} == {"memory", "second", "report"}

@@ -1,0 +1,361 @@
+"""The API as its users see it: a real server on a loopback port, the real openai client, plain HTTP."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import numpy as np
+import openai
+import pytest
+import torch
+from prometheus_client.parser import text_string_to_metric_families
+
+from helpers.models import TEXT
+from helpers.server import serving, talking
+from helpers.stores import documents
+from knnlm.corpus import Document
+from knnlm.evaluation.evaluate import evaluate
+from knnlm.evaluation.explain import explain
+from knnlm.generation.causal import KnnForCausalLM
+from knnlm.mixture.mixture import Mixture
+
+PROMPT = "The memory of a model"
+TEMPLATE = (
+    "{% for message in messages %}{{ '<' + message['role'] + '>' + message['content'] + '\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<assistant>' }}{% endif %}"
+)
+
+
+@pytest.fixture(scope="module")
+def mixture(tmp_path_factory):
+    return talking(tmp_path_factory.mktemp("serve") / "memory", TEMPLATE)
+
+
+def generated(mixture, prompt, tokens):
+    """The text that transformers' own loop makes."""
+    given = torch.tensor([mixture.lm.prompt(prompt)])
+    made = KnnForCausalLM(mixture).generate(
+        given, max_new_tokens=tokens, do_sample=False, eos_token_id=None, pad_token_id=0
+    )
+    return mixture.lm.tokenizer.decode(made[0, given.shape[1] :], skip_special_tokens=True)
+
+
+def test_a_completion_is_what_generate_makes(client, mixture):
+    answer = client.completions.create(model="memory", prompt=PROMPT, max_tokens=12, temperature=0)
+    (choice,) = answer.choices
+    assert choice.text == generated(mixture, PROMPT, 12)
+    assert choice.finish_reason == "length"
+    assert answer.usage.prompt_tokens == len(mixture.lm.encode(PROMPT))
+    assert answer.usage.completion_tokens == 12
+    assert choice.knnlm["tokens"][0]["p"] > 0
+
+
+def test_a_stream_is_the_same_in_pieces(client, mixture):
+    chunks = list(
+        client.completions.create(
+            model="memory",
+            prompt=PROMPT,
+            max_tokens=12,
+            temperature=0,
+            stream=True,
+            stream_options={"include_usage": True},
+            extra_body={"sources": 2},
+        )
+    )
+    assert chunks[-1].usage.total_tokens == len(mixture.lm.encode(PROMPT)) + 12
+    pieces = [chunk.choices[0] for chunk in chunks[:-1]]
+    assert "".join(piece.text for piece in pieces) == generated(mixture, PROMPT, 12)
+    assert [piece.finish_reason for piece in pieces] == [None] * 12 + ["length"]
+    for piece in pieces[:-1]:
+        assert piece.text == "".join(token["text"] for token in piece.knnlm["tokens"])
+        assert len(piece.knnlm["tokens"][0]["sources"]) == 2
+    assert len({piece.knnlm["id"] for piece in pieces}) == 1
+
+
+def test_several_prompts_and_copies_come_in_order(client, mixture):
+    prompts = [PROMPT, "When", "the far ones softly"]
+    answer = client.completions.create(model="memory", prompt=prompts, max_tokens=5, temperature=0, n=2)
+    assert [choice.index for choice in answer.choices] == list(range(6))
+    for choice in answer.choices:
+        assert choice.text == generated(mixture, prompts[choice.index // 2], 5)
+    tokens = [mixture.lm.encode(prompt) for prompt in prompts]
+    again = client.completions.create(model="memory", prompt=tokens, max_tokens=5, temperature=0)
+    assert [choice.text for choice in again.choices] == [choice.text for choice in answer.choices[::2]]
+
+
+def test_a_seed_makes_sampling_repeatable(client):
+    def ask(seed):
+        return client.completions.create(model="memory", prompt=PROMPT, max_tokens=15, seed=seed).choices[0].text
+
+    assert ask(5) == ask(5)
+    assert len({ask(seed) for seed in range(4)}) > 1
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_stop_string_is_found_across_tokens_and_is_not_shown(client, mixture, stream):
+    whole = generated(mixture, PROMPT, 30)
+    stop = whole[14:19]
+    assert len(mixture.lm.encode(stop)) > 1
+    end = whole.index(stop)
+    answer = client.completions.create(
+        model="memory", prompt=PROMPT, max_tokens=30, temperature=0, stop=["never", stop], stream=stream
+    )
+    choices = [chunk.choices[0] for chunk in answer] if stream else answer.choices
+    assert "".join(choice.text for choice in choices) == whole[:end]
+    assert choices[-1].finish_reason == "stop"
+    told = [token["text"] for choice in choices for token in choice.knnlm["tokens"]]
+    assert "".join(told) == whole[:end]
+
+
+def test_what_looks_like_a_stop_string_and_is_none_is_not_lost(client, mixture):
+    whole = generated(mixture, PROMPT, 10)
+    answer = client.completions.create(
+        model="memory", prompt=PROMPT, max_tokens=10, temperature=0, stop=[whole[-3:] + "?", whole[2:5] + "!"]
+    )
+    assert answer.choices[0].text == whole
+
+
+def test_characters_of_several_tokens_come_whole(client, mixture):
+    text = "naïve 日本 🙂 end"
+    assert len(mixture.lm.encode(text)) > len(text)
+    chunks = client.completions.create(model="memory", prompt=text, max_tokens=0, echo=True, stream=True, temperature=0)
+    pieces = [chunk.choices[0].text for chunk in chunks]
+    assert "".join(pieces) == text
+    assert not any("\ufffd" in piece for piece in pieces)
+
+
+def test_echo_and_logprobs_serve_those_who_score(client, server, mixture):
+    """Log-probabilities of prompt and continuation against the transformers model, position by position."""
+    ids = mixture.lm.prompt(PROMPT)
+    answer = client.completions.create(
+        model="memory", prompt=ids[1:], max_tokens=3, temperature=0, echo=True, logprobs=4
+    )
+    logprobs = answer.choices[0].logprobs
+    all_ids = [token["id"] for token in answer.choices[0].knnlm["tokens"]]
+    assert all_ids[: len(ids) - 1] == ids[1:]
+    with torch.no_grad():
+        log_p = KnnForCausalLM(mixture)(torch.tensor([[ids[0], *all_ids]])).logits[0].log_softmax(-1)
+    right = log_p[range(len(all_ids)), all_ids]
+    np.testing.assert_allclose(logprobs.token_logprobs, right, rtol=1e-3, atol=1e-4)
+    for place, top in enumerate(logprobs.top_logprobs):
+        best = log_p[place].topk(4).values
+        assert len(top) <= 4
+        assert max(top.values()) == pytest.approx(best[0].item(), rel=1e-3, abs=1e-4)
+        assert min(top.values()) >= best[3].item() - 1e-3
+    assert [answer.choices[0].text[offset:][:1] for offset in logprobs.text_offset[:3]] == [
+        token[:1] for token in logprobs.tokens[:3]
+    ]
+    assert answer.choices[0].text.startswith(PROMPT)
+    first = client.completions.create(model="memory", prompt=ids, max_tokens=0, echo=True, logprobs=1)
+    assert first.choices[0].logprobs.token_logprobs[0] is None
+    np.testing.assert_allclose(first.choices[0].logprobs.token_logprobs[1:], right[: len(ids) - 1], rtol=1e-3)
+
+
+def test_a_conversation_goes_through_the_models_template(client, mixture):
+    messages = [{"role": "system", "content": "The memory"}, {"role": "user", "content": "of a model"}]
+    answer = client.chat.completions.create(
+        model="memory", messages=messages, max_tokens=8, temperature=0, logprobs=True, top_logprobs=2
+    )
+    prompt = mixture.lm.encode("<system>The memory\n<user>of a model\n<assistant>")
+    given = torch.tensor([prompt])
+    made = KnnForCausalLM(mixture).generate(
+        given, max_new_tokens=8, do_sample=False, eos_token_id=None, pad_token_id=0, attention_mask=given * 0 + 1
+    )
+    text = mixture.lm.tokenizer.decode(made[0, len(prompt) :], skip_special_tokens=True)
+    (choice,) = answer.choices
+    assert (choice.message.role, choice.message.content) == ("assistant", text)
+    assert answer.usage.prompt_tokens == len(prompt)
+    for told, token in zip(choice.logprobs.content, choice.knnlm["tokens"], strict=True):
+        assert math.exp(told.logprob) == pytest.approx(token["p"], rel=1e-4)
+        assert told.top_logprobs[0].logprob >= told.logprob - 1e-6
+    stream = client.chat.completions.create(
+        model="memory", messages=messages, max_completion_tokens=8, temperature=0, stream=True
+    )
+    deltas = [chunk.choices[0].delta for chunk in stream]
+    assert deltas[0].role == "assistant"
+    assert "".join(delta.content or "" for delta in deltas) == text
+
+
+def test_a_model_without_a_template_says_so(lm, store):
+    with serving(Mixture.open(store.path, lm)) as running:
+        client = openai.OpenAI(base_url=f"{running.url}/v1", api_key="any", max_retries=0)
+        with pytest.raises(openai.BadRequestError, match="no chat template"):
+            client.chat.completions.create(model="memory", messages=[{"role": "user", "content": "Hello"}])
+        client.close()
+
+
+def test_a_request_chooses_its_memory(server, client, mixture):
+    body = {"prompt": PROMPT, "max_tokens": 6, "temperature": 0}
+    off = server.post("/v1/completions", **body, memory={"off": True})["choices"][0]
+    given = torch.tensor([mixture.lm.prompt(PROMPT)])
+    made = mixture.lm.model.generate(given, max_new_tokens=6, do_sample=False, eos_token_id=None, pad_token_id=0)
+    assert off["text"] == mixture.lm.tokenizer.decode(made[0, given.shape[1] :])
+    assert {(token["p_knn"], token["weight"]) for token in off["knnlm"]["tokens"]} == {(None, 0)}
+    other = server.post("/v1/completions", **body, memory={"lambda": 0.9, "k": 3, "temperature": 1.0})["choices"][0]
+    opened = Mixture.open(mixture.home.path, mixture.lm, k=3, temperature=1.0, weight=0.9)
+    assert other["text"] == generated(opened, PROMPT, 6)
+    for token in other["knnlm"]["tokens"]:
+        assert token["weight"] == pytest.approx(0.9)
+        assert token["p"] == pytest.approx(0.1 * token["p_lm"] + 0.9 * token["p_knn"], rel=1e-4)
+    with pytest.raises(openai.BadRequestError, match="There are: knn"):
+        client.completions.create(model="memory", prompt="a", extra_body={"memory": {"memories": ["cache"]}})
+
+
+def test_a_score_is_what_evaluation_finds_and_can_be_weighed_anew(server, mixture):
+    text = TEXT[:150]
+    scored = server.post("/v1/score", text=text, sources=2)
+    right = evaluate(mixture, [Document(id="a", source="a", text=text)])
+    assert scored["perplexity"] == pytest.approx(right.perplexity, rel=1e-3)
+    assert scored["perplexity_lm"] == pytest.approx(right.base_perplexity, rel=1e-3)
+    assert "".join(token["text"] for token in scored["knnlm"]["tokens"]) == text
+    passes = server.service.engine.tokens_read
+    again = server.post("/v1/rescore", id=scored["knnlm"]["id"], **{"lambda": 0.2, "k": 5, "temperature": 3.0})
+    assert server.service.engine.tokens_read == passes
+    other = Mixture.open(mixture.home.path, mixture.lm, k=5, temperature=3.0, weight=0.2)
+    # All documents begin with the same context, so which of them are nearest to the first position is anybody's guess.
+    told = [token["p"] for token in again["knnlm"]["tokens"]]
+    np.testing.assert_allclose(told[1:], [token.p for token in explain(other, text)][1:], rtol=1e-3)
+    assert again["perplexity"] == pytest.approx(math.exp(-np.mean(np.log(told))), rel=1e-4)
+    fresh = server.post("/v1/score", text=text, memory={"lambda": 0.2, "k": 5, "temperature": 3.0})
+    np.testing.assert_allclose(told, [token["p"] for token in fresh["knnlm"]["tokens"]], rtol=1e-4)
+    with server.client() as client:
+        assert client.post("/v1/rescore", json={"id": "trace-none"}).status_code == 404
+        answer = client.post("/v1/rescore", json={"id": scored["knnlm"]["id"], "k": 17})
+        assert "16 at most" in answer.json()["error"]["message"]
+
+
+def test_neighbours_lead_to_passages_in_their_documents(server, mixture):
+    found = server.post("/v1/neighbours", prompt=PROMPT, k=4)["neighbours"]
+    assert len(found) == 4
+    weights = [neighbour["weight"] for neighbour in found]
+    assert weights == sorted(weights, reverse=True)
+    store = mixture.home
+    for neighbour in found:
+        document = store.document_at(neighbour["row"])
+        assert (neighbour["document"], neighbour["number"]) == (document.id, document.number)
+        with server.client() as client:
+            passage = client.get(f"/v1/documents/{neighbour['number']}", params={"row": neighbour["row"]}).json()
+        assert passage["token"] == neighbour["token"]
+        assert passage["before"].endswith(neighbour["before"])
+        assert passage["after"].startswith(neighbour["after"])
+
+
+def test_documents_are_listed_searched_and_read_in_pages(server):
+    right = documents(20)
+    with server.client() as client:
+        all_of_them = client.get("/v1/documents", params={"limit": 7, "offset": 14}).json()
+        assert all_of_them["total"] == 20
+        assert [each["id"] for each in all_of_them["documents"]] == [document.id for document in right[14:]]
+        found = client.get("/v1/documents", params={"query": "JSONL:1"}).json()
+        assert {each["source"] for each in found["documents"]} == {
+            document.source for document in right if ":1" in document.source
+        }
+        text, offset = "", 0
+        while True:
+            page = client.get("/v1/documents/3", params={"offset": offset, "limit": 20}).json()
+            text += page["before"]
+            offset += 20
+            if not page["more"]:
+                break
+        assert text == right[3].text
+        assert client.get("/v1/documents/999").status_code == 404
+        assert client.get("/v1/documents/3", params={"row": 0}).status_code == 404
+
+
+def test_the_model_is_listed_with_its_settings(client, server):
+    (model,) = client.models.list().data
+    assert model.id == "memory"
+    assert (model.knnlm["k"], model.knnlm["lambda"], model.knnlm["memories"]) == (16, 0.6, ["knn"])
+    assert client.models.retrieve("memory").id == "memory"
+    with pytest.raises(openai.NotFoundError, match="There is: memory"):
+        client.completions.create(model="gpt-4", prompt="a")
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"prompt": "a", "temprature": 1}, "temprature"),
+        ({"prompt": "a", "temperature": 3}, "temperature"),
+        ({"prompt": "a", "temperature": "1"}, "temperature"),
+        ({"prompt": "a", "n": 0}, "n"),
+        ({"prompt": "a", "memory": {"lambda": 1.5}}, "memory.lambda"),
+        ({"prompt": "a", "memory": {"k": 0}}, "memory.k"),
+        ({"prompt": "a", "max_tokens": 1000}, None),
+        ({"prompt": "a " * 500, "max_tokens": 1}, None),
+        ({"prompt": [319, 320]}, None),
+        ({"prompt": "\ud800"}, None),
+        ({"prompt": "a", "\ud800": 1}, None),
+        ({"prompt": "a", "best_of": 3}, None),
+    ],
+)
+def test_errors_have_openais_shape(server, body, param):
+    with server.client() as client:
+        answer = client.post("/v1/completions", content=json.dumps(body), headers={"Content-Type": "application/json"})
+    assert answer.status_code == 400
+    error = answer.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert error["type"] == "invalid_request_error"
+    assert error["message"]
+    if param is not None:
+        assert error["param"].startswith(param)
+
+
+def test_a_body_that_is_no_json_and_routes_that_are_none_are_errors_too(server):
+    with server.client() as client:
+        headers = {"Content-Type": "application/json"}
+        for content in (b"{", b"[" * 100_000, b'{"prompt": ' + b"9" * 5000 + b"}", b"\xff"):
+            answer = client.post("/v1/completions", content=content, headers=headers)
+            assert (answer.status_code, answer.json()["error"]["type"]) == (400, "invalid_request_error"), content[:20]
+        assert client.post("/v1/completions", content=b"prompt=a").status_code == 415
+        assert client.get("/v1/nothing").json()["error"]["type"] == "invalid_request_error"
+        assert client.get("/v1/completions").status_code == 405
+        for content, said in (
+            (b'{"prompt": "x",', "The body is no valid JSON (at character 15). Send one JSON object."),
+            (b"", "The body is empty. Send one JSON object."),
+            (b"[]", "The body must be one JSON object."),
+        ):
+            error = client.post("/v1/completions", content=content, headers=headers).json()["error"]
+            assert (error["message"], error["param"]) == (said, None)
+        assert "begin with /v1" in client.get("/models").json()["error"]["message"]
+
+
+def test_figures_for_prometheus_count_what_was_done(server):
+    def figures():
+        with server.client() as client:
+            text = client.get("/metrics").text
+        samples = [sample for family in text_string_to_metric_families(text) for sample in family.samples]
+        return {(sample.name, *sorted(sample.labels.items())): sample.value for sample in samples}
+
+    before = figures()
+    server.post("/v1/completions", prompt=PROMPT, max_tokens=7, temperature=0)
+    after = figures()
+
+    def grown(name, **labels):
+        key = (name, *sorted(labels.items()))
+        return after[key] - before.get(key, 0)
+
+    assert grown("knnlm_tokens_generated_total") == 7
+    assert grown("knnlm_tokens_read_total") == len(server.service.mixture.lm.prompt(PROMPT)) + 6
+    assert grown("knnlm_searches_total") == 7
+    assert grown("knnlm_requests_total", route="/v1/completions", status="200") == 1
+    assert grown("knnlm_forward_seconds_total") > 0
+    assert grown("knnlm_search_seconds_total") > 0
+    assert after[("knnlm_texts_active",)] == after[("knnlm_requests_waiting",)] == 0
+    assert after[("knnlm_ready",)] == 1
+
+
+def test_it_says_that_it_is_alive_and_ready(server):
+    with server.client() as client:
+        assert client.get("/healthz").json() == {"status": "ok"}
+        assert client.get("/readyz").json() == {"ready": True}
+
+
+def test_the_page_loads_nothing_from_elsewhere_and_no_path_leads_to_files(server):
+    with server.client() as client:
+        page = client.get("/")
+        assert page.status_code == 200
+        assert "default-src 'self'" in page.headers["content-security-policy"]
+        assert "access-control-allow-origin" not in client.get("/v1/models", headers={"Origin": "http://x"}).headers
+        for path in ("/page/..%2fapi.py", "/page/../api.py", "/page/%2e%2e/api.py", "/page/%2fetc%2fpasswd", "/page/a"):
+            assert client.get(path).status_code == 404

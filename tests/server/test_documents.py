@@ -1,0 +1,298 @@
+"""A memory that changes while it is served: what is added is found by the next request, what is removed by none."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+
+import pytest
+
+import knnlm
+from helpers.models import tiny, tiny_tokenizer
+from helpers.server import serving
+from helpers.stores import documents
+from knnlm import corpus
+from knnlm.corpus import Document
+from knnlm.errors import CorpusError
+from knnlm.ingest.build import build
+from knnlm.lm.causal import CausalLM
+from knnlm.mixture.mixture import Mixture
+from knnlm.server.auth import ApiKeys
+from knnlm.server.engine import scheduler as engine_module
+from knnlm.server.engine.reload import reload_if_stale
+from knnlm.server.engine.requests import GenerationRequest
+
+ADMIN = "admin-key-1234"
+NEW = "Anna asked the librarian where the zebra of 1998 was, and the librarian said that the zebra sleeps."
+
+
+@pytest.fixture
+def lm():
+    lm = CausalLM(tiny("llama"), tiny_tokenizer(), name="tiny")
+    lm.model.generation_config.eos_token_id = None
+    return lm
+
+
+@pytest.fixture(params=["knn:0.6", "knn:0.3,cache:0.1,ngram:0.3"])
+def server(request, lm, tmp_path):
+    build(documents(10), tmp_path / "memory", lm=lm)
+    mixture = Mixture.open(tmp_path / "memory", lm, memories=request.param, k=4, temperature=1.0, fresh=True)
+    keys = ApiKeys((b"user-key-1234",), (ADMIN.encode(),))
+    with serving(mixture, keys=keys) as running:
+        yield running
+
+
+def nearest(client):
+    """The document that speaks loudest in the middle of the new text."""
+    prompt = NEW[: NEW.index(" sleeps")]
+    return client.post("/v1/neighbours", json={"prompt": prompt, "k": 1}).json()["neighbours"][0]
+
+
+def test_what_is_added_is_found_by_the_next_request_and_what_is_removed_by_none(server):
+    with server.client(ADMIN) as client:
+        assert nearest(client)["document"] != "zebra"
+        before = client.post("/v1/score", json={"text": NEW}).json()
+        added = client.post("/v1/documents", json={"documents": [{"id": "zebra", "text": NEW, "source": "notes"}]})
+        assert added.json()["added"] == 1
+        assert added.json()["tokens"] == before["tokens"]
+        found = nearest(client)
+        assert (found["document"], found["source"]) == ("zebra", "notes")
+        assert found["before"].endswith("that the zebra")
+        assert client.post("/v1/score", json={"text": NEW}).json()["perplexity"] < before["perplexity"] / 2
+        listed = client.get("/v1/documents", params={"query": "zebra"}).json()
+        assert (listed["total"], listed["documents"][0]["number"]) == (1, found["number"])
+        again = client.post("/v1/documents", json={"documents": [{"id": "other", "text": NEW}]}).json()
+        assert (again["added"], again["skipped"]) == (0, 1)
+        assert client.delete(f"/v1/documents/{found['number']}").json() == {"removed": 1}
+        assert nearest(client)["document"] != "zebra"
+        assert client.get("/v1/documents", params={"query": "zebra"}).json()["total"] == 0
+        assert client.delete(f"/v1/documents/{found['number']}").status_code == 404
+        after = client.post("/v1/score", json={"text": NEW}).json()
+        assert after["perplexity"] == pytest.approx(before["perplexity"], rel=1e-4)
+    assert server.service.engine.reopened == 2
+
+
+FIELDS = {"customer": "acme", "year": 2024, "open": True, "share": 0.5, "note": "naïve, 水", "until": None}
+
+
+def test_fields_that_are_sent_are_kept_as_those_of_a_file(server, lm, tmp_path):
+    """The same record by the API and from a file: shown alike, and chosen by the same conditions."""
+    path = server.service.mixture.home.path
+    with server.client(ADMIN) as client:
+        new = [{"id": "sent", "text": NEW, "fields": FIELDS}, {"id": "bare", "text": NEW + " Again."}]
+        assert client.post("/v1/documents", json={"documents": new}).json()["added"] == 2
+        record = {"id": "read", "text": NEW + " And again.", **FIELDS}
+        (tmp_path / "new.jsonl").write_text(json.dumps(record))
+        knnlm.add(list(corpus.read_documents(tmp_path / "new.jsonl")), path, lm=lm)
+        listed = client.get("/v1/documents", params={"limit": 200}).json()["documents"]
+        found = {document["id"]: document["fields"] for document in listed}
+        assert found["sent"] == found["read"] == FIELDS
+        assert all(type(found["sent"][name]) is type(value) for name, value in FIELDS.items())  # True == 1
+        assert found["bare"] == {}
+        number = next(document["number"] for document in listed if document["id"] == "sent")
+        assert client.get(f"/v1/documents/{number}").json()["fields"] == FIELDS
+        assert {document.id for document in knnlm.remove(path, where="customer=acme").documents} == {"sent", "read"}
+        assert {"sent", "bare", "read"} & ids(client) == {"bare"}
+
+
+def ids(client):
+    return {document["id"] for document in client.get("/v1/documents", params={"limit": 200}).json()["documents"]}
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"": 1},
+        {"n" * 257: 1},
+        {"long": "x" * 257},
+        {"several": [1, 2]},
+        {"nested": {"a": 1}},
+        {"huge": 1 << 63},
+        {f"field {number}": number for number in range(65)},
+        {"half": "\ud800"},
+    ],
+    ids=lambda fields: next(iter(fields))[:12] or "nameless",
+)
+def test_fields_that_no_record_can_have_are_refused_in_the_same_words(server, fields):
+    with server.client(ADMIN) as client:
+        before = ids(client)
+        bodies = [{"id": "fine", "text": NEW}, {"id": "zebra", "text": NEW + " Again.", "fields": fields}]
+        body = json.dumps({"documents": bodies})
+        answer = client.post("/v1/documents", content=body, headers={"Content-Type": "application/json"})
+        with pytest.raises(CorpusError) as refused:
+            Document(id="zebra", source="", text=NEW, fields=fields)
+        assert answer.status_code == 400
+        assert answer.json()["error"]["param"] == "documents.1.fields"
+        assert answer.json()["error"]["message"] == f"documents.1.fields{refused.value}."
+        assert ids(client) == before
+
+
+def test_the_document_of_the_api_says_what_fields_may_be(server):
+    """What it allows at most is taken, and one more is not."""
+    with server.client(ADMIN) as client:
+        parts = client.get("/openapi.json").json()["components"]["schemas"]
+        said = parts["NewDocument"]["properties"]["fields"]["anyOf"][0]
+        text, whole = said["additionalProperties"]["anyOf"][:2]
+        least, beyond = int(whole["minimum"]), int(whole["exclusiveMaximum"])
+        most = {"n" * said["propertyNames"]["maxLength"]: "x" * text["maxLength"], "whole": beyond - 1}
+        most |= {f"field {number}": least for number in range(said["maxProperties"] - 2)}
+        for fields, status in ((most, 200), ({**most, "more": 1}, 400), ({**most, "whole": beyond}, 400)):
+            body = {"documents": [{"id": "zebra", "text": NEW, "fields": fields}]}
+            assert client.post("/v1/documents", json=body).status_code == status
+        shown = client.get("/v1/documents", params={"query": "zebra"}).json()["documents"][0]
+        assert shown["fields"] == most
+
+
+def test_a_memory_that_another_process_changes_is_opened_anew_under_texts_in_flight(server, lm):
+    engine = server.service.engine
+    path = server.service.mixture.home.path
+    with server.client(ADMIN, timeout=120) as client:
+        found = {}
+
+        def ask():
+            body = {"prompt": "The memory", "max_tokens": 100, "temperature": 0}
+            found["answer"] = client.post("/v1/completions", json=body).json()
+
+        thread = threading.Thread(target=ask)
+        thread.start()
+        while not engine.tokens_made:
+            pass
+        knnlm.add([Document(id="zebra", source="notes", text=NEW)], path, lm=lm)
+        with server.client(ADMIN) as other:
+            assert nearest(other)["document"] == "zebra"
+        thread.join(60)
+    assert found["answer"]["usage"]["completion_tokens"] == 100
+
+
+def test_who_comes_while_the_memory_is_looked_at_finds_what_was_added_before(server, lm, monkeypatch):
+    """To open a memory takes a while, in which a document may be added, and asked for by somebody who knows of it."""
+    engine, path = server.service.engine, server.service.mixture.home.path
+    late = []
+
+    def slowly(mixture):
+        found = reload_if_stale(mixture)
+        if not late:
+            knnlm.add([Document(id="zebra", source="notes", text=NEW)], path, lm=lm)
+            prompt = lm.prompt(NEW[: NEW.index(" sleeps")])
+            late.append(engine.submit(GenerationRequest(tuple(prompt), 1, sources=1, endless=True)))
+        return found
+
+    monkeypatch.setattr(engine_module, "reload_if_stale", slowly)
+    server.service.engine.submit(GenerationRequest((1, 2), 1))
+    while not late:
+        time.sleep(0.001)
+    (heard, _) = late[0].wait()
+    assert heard.tokens[0].sources[0]["document"] == "zebra"
+
+
+def test_two_servers_on_one_memory_see_what_the_other_does(server, lm):
+    path = server.service.mixture.home.path
+    other = Mixture.open(path, lm, k=4, temperature=1.0)
+    with (
+        serving(other, keys=ApiKeys((), (ADMIN.encode(),))) as second,
+        server.client(ADMIN) as here,
+        second.client(ADMIN) as there,
+    ):
+        assert here.post("/v1/documents", json={"documents": [{"id": "zebra", "text": NEW}]}).json()["added"] == 1
+        found = nearest(there)
+        assert found["document"] == nearest(here)["document"] == "zebra"
+        assert there.delete(f"/v1/documents/{found['number']}").json() == {"removed": 1}
+        assert nearest(here)["document"] != "zebra"
+        assert here.get(f"/v1/documents/{found['number']}").status_code == 404
+
+
+def test_documents_come_and_go_while_many_texts_are_written(server):
+    """Every text is finished, and the memory is in the end what it was."""
+    before = server.client(ADMIN).post("/v1/score", json={"text": NEW}).json()["perplexity"]
+    stopped, answers = threading.Event(), []
+
+    def ask(number):
+        with server.client(ADMIN) as client:
+            while not stopped.is_set():
+                body = {"prompt": "The memory", "max_tokens": 10 + number, "sources": 2, "echo": bool(number % 2)}
+                answers.append((10 + number, client.post("/v1/completions", json=body)))
+
+    threads = [threading.Thread(target=ask, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    try:
+        with server.client(ADMIN) as client:
+            for turn in range(4):
+                new = {"id": f"zebra-{turn}", "text": f"{NEW} {turn}"}
+                assert client.post("/v1/documents", json={"documents": [new]}).json()["added"] == 1
+                assert nearest(client)["document"] == f"zebra-{turn}"
+                (listed,) = client.get("/v1/documents", params={"query": "zebra"}).json()["documents"]
+                assert client.delete(f"/v1/documents/{listed['number']}").json() == {"removed": 1}
+    finally:
+        stopped.set()
+        for thread in threads:
+            thread.join(60)
+    assert len(answers) >= 4
+    for wanted, answer in answers:
+        assert answer.status_code == 200, answer.text
+        assert answer.json()["usage"]["completion_tokens"] == wanted
+    after = server.client(ADMIN).post("/v1/score", json={"text": NEW}).json()["perplexity"]
+    assert after == pytest.approx(before, rel=1e-4)
+
+
+def test_words_of_a_removed_document_are_not_told_again(server, lm):
+    """Scoring again gives sources; those of a document that was removed meanwhile must not be among them."""
+    path = server.service.mixture.home.path
+    with server.client(ADMIN) as client:
+        for remove in ("here", "elsewhere"):
+            client.post("/v1/documents", json={"documents": [{"id": "zebra", "text": NEW}]})
+            scored = client.post("/v1/score", json={"text": NEW, "sources": 3}).json()
+            trace = {"id": scored["knnlm"]["id"], "lambda": 0.5}
+            assert "zebra" in client.post("/v1/rescore", json=trace).text
+            if remove == "here":
+                number = client.get("/v1/documents", params={"query": "zebra"}).json()["documents"][0]["number"]
+                assert client.delete(f"/v1/documents/{number}").json() == {"removed": 1}
+            else:
+                knnlm.remove(path, document="zebra")
+                client.post("/v1/completions", json={"prompt": "a", "max_tokens": 1})
+            answer = client.post("/v1/rescore", json=trace)
+            assert (answer.status_code, answer.json()["error"]["code"]) == (404, "trace_not_found")
+            fresh = client.post("/v1/score", json={"text": NEW, "sources": 3}).json()
+            assert not any(s["document"] == "zebra" for t in fresh["knnlm"]["tokens"] for s in t["sources"])
+
+
+def test_adding_forgets_nothing_that_can_be_scored_again(server):
+    with server.client(ADMIN) as client:
+        scored = client.post("/v1/score", json={"text": "The memory of a model"}).json()
+        client.post("/v1/documents", json={"documents": [{"id": "zebra", "text": NEW}]})
+        client.post("/v1/completions", json={"prompt": "a", "max_tokens": 1})
+        assert client.post("/v1/rescore", json={"id": scored["knnlm"]["id"], "lambda": 0.5}).status_code == 200
+
+
+def test_a_memory_that_cannot_be_opened_anew_fails_new_requests_only_and_comes_back(server, lm, monkeypatch):
+    engine = server.service.engine
+    path = server.service.mixture.home.path
+    # So that the text under way lasts.
+    read = type(engine.model).read
+    monkeypatch.setattr(type(engine.model), "read", lambda *a, **k: time.sleep(0.01) or read(*a, **k))
+    found = {}
+
+    def ask():
+        body = {"prompt": "The memory", "max_tokens": 100, "temperature": 0}
+        with server.client(ADMIN, timeout=120) as client:
+            found["answer"] = client.post("/v1/completions", json=body).json()
+
+    thread = threading.Thread(target=ask)
+    thread.start()
+    while not engine.tokens_made:
+        time.sleep(0.001)
+    knnlm.add([Document(id="zebra", source="notes", text=NEW)], path, lm=lm)
+    segment = max((path / "segments").iterdir())
+    segment.rename(path / "away")
+    with server.client(ADMIN) as client:
+        turns = engine.turns
+        answer = client.post("/v1/completions", json={"prompt": "a", "max_tokens": 2})
+        assert (answer.status_code, answer.json()["error"]["type"]) == (503, "unavailable_error")
+        assert "cannot be opened" in answer.json()["error"]["message"]
+        assert engine.active == 1
+        (path / "away").rename(segment)
+        assert nearest(client)["document"] == "zebra"
+        assert engine.turns < turns + 200
+    thread.join(60)
+    assert found["answer"]["usage"]["completion_tokens"] == 100

@@ -1,0 +1,508 @@
+"""The engine: many texts at once, each as if it were alone, and as transformers generates it."""
+
+from __future__ import annotations
+
+import math
+import time
+
+import hypothesis
+import numpy as np
+import pytest
+import torch
+import transformers
+from hypothesis import strategies as st
+
+from helpers.models import TEXT, tiny, tiny_tokenizer
+from helpers.stores import documents
+from knnlm.corpus import Document
+from knnlm.errors import ParameterError
+from knnlm.evaluation.evaluate import evaluate
+from knnlm.evaluation.explain import explain
+from knnlm.evaluation.tune import tune
+from knnlm.generation.causal import KnnForCausalLM
+from knnlm.ingest.build import build
+from knnlm.lm.causal import CausalLM
+from knnlm.mixture.mixture import Mixture
+from knnlm.server.engine import history as recall_module
+from knnlm.server.engine import scheduler as engine_module
+from knnlm.server.engine.batching import BatchedCache, SequentialCache, choose_rows
+from knnlm.server.engine.detokenizer import Detokenizer
+from knnlm.server.engine.history import TraceCache, rescore
+from knnlm.server.engine.requests import (
+    Busy,
+    ErrorEvent,
+    FinishEvent,
+    GenerationRequest,
+    MemoryOverrides,
+    RequestHandle,
+    Stopped,
+    TokensEvent,
+)
+from knnlm.server.engine.sampling import Sampler
+from knnlm.server.engine.scheduler import Scheduler
+
+FAMILIES = ["llama", "gpt2", "gemma3", "bloom", "opt"]
+PROMPTS = [
+    "The memory of a model",
+    "When",
+    "In 1998 the library had 20 rooms; in 2024 it has 3.",
+    "the far ones softly",
+]
+
+
+def open_engine(mixture, **settings):
+    engine = Scheduler(mixture, **settings)
+    engine.start()
+    assert engine.ready.wait(30)
+    return engine
+
+
+@pytest.fixture(scope="module")
+def mixture(lm, store):
+    return Mixture.open(store.path, lm, k=16, temperature=8.0, weight=0.6)
+
+
+@pytest.fixture(scope="module")
+def engine(mixture):
+    running = open_engine(mixture)
+    yield running
+    running.stop()
+
+
+def order(engine, prompt, tokens=12, **settings):
+    given = {"endless": True, **settings}
+    return GenerationRequest(tuple(engine.mixture.lm.prompt(prompt)), tokens, **given)
+
+
+def said(ticket, copy=0):
+    """The tokens of one continuation."""
+    events = list(ticket.wait())
+    assert not any(isinstance(event, ErrorEvent) for event in events), events
+    return [
+        token for event in events if isinstance(event, TokensEvent) and event.copy == copy for token in event.tokens
+    ]
+
+
+def ids(tokens):
+    return [token.id for token in tokens]
+
+
+def generated(mixture, prompt, tokens, **settings):
+    """What transformers' own loop makes of a prompt."""
+    given = torch.tensor([mixture.lm.prompt(prompt)])
+    made = KnnForCausalLM(mixture).generate(
+        given, attention_mask=torch.ones_like(given), max_new_tokens=tokens, eos_token_id=None, pad_token_id=0,
+        **{"do_sample": False, **settings},
+    )  # fmt: skip
+    return made[0, given.shape[1] :].tolist()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_texts_that_join_and_leave_are_what_generate_makes_of_each_alone(family, tmp_path):
+    """Longer than the sliding windows of 64 tokens, and joining while others are under way."""
+    lm = CausalLM(tiny(family), tiny_tokenizer(), name=family)
+    store = build(documents(8), tmp_path / "memory", lm=lm)
+    mixture = Mixture.open(store.path, lm, k=8, temperature=4.0, weight=0.5)
+    engine = open_engine(mixture)
+    assert engine.together
+    tickets = []
+    lengths = [58, 20, 4, 9]
+    for prompt, length in zip(PROMPTS, lengths, strict=True):
+        tickets.append(engine.submit(order(engine, prompt, length)))
+        began = engine.turns
+        while engine.turns < began + 5 and engine.active:
+            time.sleep(0.001)
+    together = [ids(said(ticket)) for ticket in tickets]
+    engine.stop()
+    assert together == [generated(mixture, *each) for each in zip(PROMPTS, lengths, strict=True)]
+
+
+@pytest.mark.parametrize("memories", ["cache", "ngram", "cache,ngram,lm"])
+def test_memories_that_remember_the_text_work_in_a_batch(memories, lm, tmp_path):
+    folder = tmp_path / "second"
+    tiny("gpt2", seed=4).save_pretrained(folder)
+    tiny_tokenizer().save_pretrained(folder)
+    store = build(documents(8), tmp_path / "memory", lm=lm, window=lm.window(128))
+    named = ",".join(f"lm={folder}:0.2" if name == "lm" else f"{name}:0.3" for name in memories.split(","))
+    mixture = Mixture.open(store.path, lm, memories=f"knn:0.1,{named}", fresh=True)
+    engine = open_engine(mixture)
+    assert engine.together
+    tickets = [engine.submit(order(engine, prompt, 20 + 7 * n)) for n, prompt in enumerate(PROMPTS)]
+    for number, ticket in enumerate(tickets):
+        assert ids(said(ticket)) == generated(mixture, PROMPTS[number], 20 + 7 * number)
+    engine.stop()
+
+
+def test_a_gate_that_skips_searches_works_in_a_batch(lm, tmp_path):
+    build(documents(10), tmp_path / "memory", lm=lm)
+    tune(
+        Mixture.open(tmp_path / "memory", lm, memories="knn,ngram", fresh=True),
+        documents(6, start=30),
+        weights="gated",
+    )
+    mixture = Mixture.open(tmp_path / "memory", lm, skip=0.5)
+    engine = open_engine(mixture)
+    tickets = [engine.submit(order(engine, prompt, 15)) for prompt in PROMPTS]
+    for prompt, ticket in zip(PROMPTS, tickets, strict=True):
+        assert ids(said(ticket)) == generated(mixture, prompt, 15)
+    engine.stop()
+
+
+def test_a_model_whose_state_cannot_be_put_side_by_side_is_read_text_by_text(tmp_path):
+    config = transformers.MambaConfig(vocab_size=320, hidden_size=32, num_hidden_layers=2, state_size=4)
+    torch.manual_seed(0)
+    lm = CausalLM(transformers.MambaForCausalLM(config), tiny_tokenizer(), key_layer="output", name="mamba")
+    build(documents(3), tmp_path / "memory", lm=lm, window=lm.window(64))
+    mixture = Mixture.open(tmp_path / "memory", lm, k=8, temperature=4.0, weight=0.6)
+    engine = open_engine(mixture)
+    assert not engine.together
+    tickets = [engine.submit(order(engine, prompt, 6, copies=2)) for prompt in PROMPTS[:2]]
+    for prompt, ticket in zip(PROMPTS, tickets, strict=False):
+        assert ids(said(ticket, 1)) == generated(mixture, prompt, 6)
+    engine.stop()
+
+
+def test_a_model_that_reads_padding_is_found_out(mixture, monkeypatch):
+    """A model that ignores the mask would give other answers in a batch, so its texts are read one by one."""
+    model = KnnForCausalLM(mixture)
+    assert isinstance(choose_rows(model), BatchedCache)
+    read = model.read
+    monkeypatch.setattr(
+        model, "read_documents", lambda *given, **more: read(*given, **(more | {"attention_mask": None}))
+    )
+    assert isinstance(choose_rows(model), SequentialCache)
+
+
+def test_each_request_has_its_own_settings_in_one_batch(lm, store, engine):
+    """k, τ, λ and whether there is a memory at all: as a mixture that was opened with them, and one search a turn."""
+    wishes = [
+        MemoryOverrides(k=3, temperature=2.0, weight=0.9),
+        MemoryOverrides(k=40, temperature=20.0, weight=0.3),
+        MemoryOverrides(weight=0.0),
+        MemoryOverrides(off=True),
+        MemoryOverrides(),
+    ]
+    tickets = [engine.submit(order(engine, PROMPTS[0], 10, wish=wish, sources=1)) for wish in wishes]
+    answers = [said(ticket) for ticket in tickets]
+    for wish, answer in zip(wishes, answers, strict=True):
+        if wish.off:
+            given = torch.tensor([lm.prompt(PROMPTS[0])])
+            made = lm.model.generate(given, max_new_tokens=10, do_sample=False, eos_token_id=None, pad_token_id=0)
+            assert ids(answer) == made[0, given.shape[1] :].tolist()
+            assert {token.weight for token in answer} == {0}
+            assert {token.p_knn for token in answer} == {None}
+            assert not any(token.sources for token in answer)
+            continue
+        settings = {"k": wish.k or 16, "temperature": wish.temperature or 8.0}
+        weight = 0.6 if wish.weight is None else wish.weight
+        assert ids(answer) == generated(Mixture.open(store.path, lm, weight=weight, **settings), PROMPTS[0], 10)
+
+
+def test_a_batch_is_searched_once_a_turn_whatever_k_its_texts_ask_for(mixture):
+    engine = Scheduler(mixture)
+    asked = []
+    memory, search = engine.mixture.knn, engine.mixture.knn.search
+    memory.search = lambda keys, k: asked.append((len(keys), k)) or search(keys, k)
+    try:
+        for k in (5, 9, 2):
+            engine._waiting.append(RequestHandle(order(engine, "When", 3, wish=MemoryOverrides(k=k))))
+        engine.start()
+        while engine.active or engine.waiting or not engine.turns:
+            time.sleep(0.001)
+    finally:
+        del memory.search
+        engine.stop()
+    assert asked == [(3, 16)] * 3
+
+
+def test_tokens_are_told_of_as_explain_does(engine):
+    """Echoed prompts go through the same numbers as `explain`, which reads texts in another way."""
+    text = PROMPTS[2]
+    answer = said(engine.submit(order(engine, text, 0, echo=True, sources=3)))
+    right = explain(engine.mixture, text, top=3)
+    assert [token.text for token in answer] == [token.token for token in right]
+    for token, other in zip(answer, right, strict=True):
+        assert token.p_lm == pytest.approx(other.p_lm, rel=1e-3)
+        assert token.p_knn == pytest.approx(other.p_knn, rel=1e-3, abs=1e-6)
+        assert token.p == pytest.approx(other.p, rel=1e-3)
+        assert token.p == pytest.approx((1 - token.weight) * token.p_lm + token.weight * token.p_knn, rel=1e-4)
+        assert [source["document"] for source in token.sources] == [voice.document for voice in other.neighbours]
+        for source, voice in zip(token.sources, other.neighbours, strict=True):
+            assert source["weight"] == pytest.approx(voice.weight, rel=1e-3, abs=1e-6)
+            assert source["token"] == voice.token
+            assert source["before"].endswith(voice.before)
+            assert source["after"].startswith(voice.after)
+
+
+def test_a_score_is_the_perplexity_of_evaluation(engine):
+    text = TEXT[:200]
+    answer = said(engine.submit(order(engine, text, 0, echo=True)))
+    right = evaluate(engine.mixture, [Document(id="a", source="a", text=text)])
+    mean = -sum(token.log_p for token in answer) / len(answer)
+    assert math.exp(mean) == pytest.approx(right.perplexity, rel=1e-3)
+    assert math.exp(-np.mean([token.opinion.logs[0] for token in answer])) == pytest.approx(
+        right.base_perplexity, rel=1e-3
+    )
+
+
+@pytest.mark.parametrize("chunk", [1, 3, 7, 256])
+def test_a_prompt_that_is_read_in_pieces_gives_the_same(mixture, monkeypatch, chunk):
+    monkeypatch.setattr(engine_module, "CHUNK", chunk)
+    engine = open_engine(mixture)
+    tickets = [engine.submit(order(engine, prompt, 8, echo=True)) for prompt in PROMPTS]
+    for prompt, ticket in zip(PROMPTS, tickets, strict=True):
+        answer = said(ticket)
+        assert ids(answer) == mixture.lm.encode(prompt) + generated(mixture, prompt, 8)
+        assert "".join(token.text for token in answer).startswith(prompt)
+    engine.stop()
+
+
+def test_a_short_request_overtakes_the_prompt_of_a_long_one(mixture, monkeypatch):
+    monkeypatch.setattr(engine_module, "CHUNK", 4)
+    engine = Scheduler(mixture)
+    ended = []
+    long, short = order(engine, TEXT[:200], 1), order(engine, "When", 5)
+    for name, each in (("long", long), ("short", short)):
+        ticket = RequestHandle(each, lambda event, name=name: isinstance(event, FinishEvent) and ended.append(name))
+        engine._waiting.append(ticket)
+    engine.start()
+    while len(ended) < 2:
+        time.sleep(0.001)
+    engine.stop()
+    assert ended == ["short", "long"]
+
+
+def test_sampling_follows_the_distribution_and_the_seed(engine):
+    """Frequencies of a first token against the mixture's own probabilities, by their chi-square."""
+    mixture, prompt = engine.mixture, PROMPTS[0]
+    given = torch.tensor([mixture.lm.prompt(prompt)])
+    with torch.no_grad():
+        log_p = KnnForCausalLM(mixture)(given).logits[0, -1].double()
+    right = (log_p / 0.7).softmax(0)
+    ordered, tokens = right.sort(descending=True)
+    kept = int((ordered.cumsum(0) - ordered < 0.8).sum())
+    right = torch.zeros_like(right).scatter_(0, tokens[:kept], ordered[:kept] / ordered[:kept].sum()).numpy()
+    found = np.zeros(len(right))
+    for block in range(10):
+        ticket = engine.submit(order(engine, prompt, 1, copies=64, temperature=0.7, top_p=0.8, seed=1000 * block))
+        for event in ticket.wait():
+            if isinstance(event, TokensEvent):
+                found[event.tokens[0].id] += 1
+    assert found[right == 0].sum() == 0
+    expected = right[right > 0] * found.sum()
+    chi_square = ((found[right > 0] - expected) ** 2 / expected).sum()
+    assert chi_square < kept + 5 * math.sqrt(2 * kept)
+
+
+def test_the_same_seed_gives_the_same_text_whatever_else_is_in_the_batch(engine):
+    settings = {"temperature": 1.0, "top_p": 0.9, "seed": 7, "copies": 2}
+    alone = engine.submit(order(engine, PROMPTS[0], 20, **settings))
+    first = [ids(said(alone, copy)) for copy in (0,)]
+    crowd = [engine.submit(order(engine, prompt, 30, temperature=1.0)) for prompt in PROMPTS]
+    again = engine.submit(order(engine, PROMPTS[0], 20, **settings))
+    events = list(again.wait())
+    texts = [
+        [t.id for e in events if isinstance(e, TokensEvent) and e.copy == copy for t in e.tokens] for copy in (0, 1)
+    ]
+    assert texts[0] == first[0]
+    assert texts[1] != texts[0]
+    for ticket in crowd:
+        said(ticket)
+
+
+def test_weighing_anew_equals_asking_anew(engine):
+    """λ, k, τ changed in the trace against the same text scored by the engine with these settings."""
+    text = PROMPTS[2]
+    tokens = said(engine.submit(order(engine, text, 0, echo=True, wish=MemoryOverrides(k=30))))
+    for changes in (
+        MemoryOverrides(k=12),
+        MemoryOverrides(weight=0.1),
+        MemoryOverrides(k=4),
+        MemoryOverrides(temperature=1.0),
+        MemoryOverrides(weight=0.8, k=9, temperature=30.0),
+        MemoryOverrides(weight=0.0),
+        MemoryOverrides(weight=1.0),
+        MemoryOverrides(),
+    ):
+        again = rescore(engine.wishes, MemoryOverrides(k=30), tokens, changes)
+        wish = MemoryOverrides(weight=changes.weight, k=changes.k or 30, temperature=changes.temperature)
+        right = said(engine.submit(order(engine, text, 0, echo=True, wish=wish)))
+        assert ids(again) == ids(right)
+        for one, other in zip(again, right, strict=True):
+            assert one.log_p == pytest.approx(other.log_p, rel=1e-4, abs=1e-4) or one.log_p == other.log_p
+            assert one.p_knn == pytest.approx(other.p_knn, rel=1e-4, abs=1e-7)
+            assert (one.weight, one.text) == (pytest.approx(other.weight), other.text)
+
+
+def test_weighing_anew_works_with_several_memories(lm, store):
+    engine = open_engine(Mixture.open(store.path, lm, memories="knn:0.2,cache:0.3,ngram:0.2", fresh=True))
+    text = PROMPTS[0] + " " + PROMPTS[0]
+    tokens = said(engine.submit(order(engine, text, 0, echo=True)))
+    assert {share["memory"] for share in tokens[3].shares} == {"knn", "cache", "ngram"}
+    for changes in (MemoryOverrides(weight=0.9), MemoryOverrides(k=5, temperature=3.0)):
+        again = rescore(engine.wishes, MemoryOverrides(), tokens, changes)
+        right = said(engine.submit(order(engine, text, 0, echo=True, wish=changes)))
+        np.testing.assert_allclose([one.p for one in again], [one.p for one in right], rtol=1e-4, atol=1e-7)
+    engine.stop()
+
+
+def test_what_is_remembered_is_bounded_and_the_oldest_goes_first(mixture):
+    engine = open_engine(mixture, recall=TraceCache(most_bytes=200_000))
+    tickets = [engine.submit(order(engine, "When", 10)) for _ in range(30)]
+    for ticket in tickets:
+        said(ticket)
+    assert engine.recall.bytes <= 200_000
+    assert engine.recall.find(tickets[0].texts[0].id) is None
+    wish, tokens = engine.recall.find(tickets[-1].texts[0].id)
+    assert (wish, len(tokens)) == (MemoryOverrides(), 10)
+    engine.stop()
+
+
+def test_nothing_is_remembered_that_is_as_long_as_the_vocabulary(engine):
+    (token, *_) = said(engine.submit(order(engine, "When", 1)))
+    assert len(token.opinion.logs) == 2
+    assert token.opinion.neighbours.distances.shape == (16,)
+    assert token.opinion.neighbours.distances.base is None  # not a view of something larger
+
+
+def test_wishes_that_cannot_be_granted_are_refused(engine):
+    with pytest.raises(ParameterError, match="There are: knn"):
+        engine.submit(order(engine, "When", wish=MemoryOverrides(memories=("cache",))))
+
+
+def test_slots_and_queue_are_limits_and_who_is_called_off_makes_room(mixture):
+    engine = open_engine(mixture, slots=2, queue=3)
+    tickets = [engine.submit(order(engine, "When", 100)) for _ in range(2)]
+    while engine.active < 2:
+        time.sleep(0.001)
+    waiting = [engine.submit(order(engine, "When", 3)) for _ in range(3)]
+    with pytest.raises(Busy, match="3 requests are waiting"):
+        engine.submit(order(engine, "When", 1))
+    assert engine.active == 2
+    for ticket in tickets:
+        ticket.cancel()
+    for ticket in waiting:
+        assert len(said(ticket)) == 3
+    engine.stop()
+
+
+def test_an_order_that_takes_too_long_fails(engine):
+    late = engine.submit(order(engine, "When", 60, deadline=time.monotonic() - 1))
+    (event,) = late.wait()
+    assert event.status == 504
+
+
+def test_an_error_in_a_turn_fails_what_was_in_it_and_no_more(mixture, monkeypatch):
+    engine = open_engine(mixture)
+
+    def broken(*_):
+        raise RuntimeError("out of memory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(engine_module, "predict_batch", broken)
+        (event,) = engine.submit(order(engine, "When", 5)).wait()
+        assert event == ErrorEvent(500, "Something went wrong in the server.")
+    assert ids(said(engine.submit(order(engine, "When", 5)))) == generated(mixture, "When", 5)
+    engine.stop()
+
+
+def test_an_error_while_a_text_joins_the_others_is_told_and_leaves_nothing_behind(mixture, monkeypatch):
+    """As where there is no room for its cache: nobody waits for ever, and the next one finds a clean table."""
+    engine = open_engine(mixture)
+    join = BatchedCache.join
+
+    def half(rows, prompt, copies):
+        rows.cache = prompt.cache  # and then it fails
+        raise RuntimeError("out of memory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(BatchedCache, "join", half)
+        (event,) = engine.submit(order(engine, PROMPTS[0], 5)).wait()
+        assert event == ErrorEvent(500, "Something went wrong in the server.")
+    assert BatchedCache.join is join
+    tickets = [engine.submit(order(engine, prompt, 6)) for prompt in PROMPTS]
+    for prompt, ticket in zip(PROMPTS, tickets, strict=True):
+        assert ids(said(ticket)) == generated(mixture, prompt, 6)
+    assert engine.active == 0
+    engine.stop()
+
+
+def test_an_order_that_cannot_even_be_begun_is_told_so(mixture, monkeypatch):
+    engine = open_engine(mixture)
+    with monkeypatch.context() as patch:
+        patch.setattr(engine_module, "Sampler", lambda *_: 1 / 0)
+        (event,) = engine.submit(order(engine, "When", 5)).wait()
+        assert event.status == 500
+    assert ids(said(engine.submit(order(engine, "When", 5)))) == generated(mixture, "When", 5)
+    engine.stop()
+
+
+@hypothesis.given(text=st.text(max_size=12), cut=st.integers(0, 40))
+def test_characters_that_are_cut_anywhere_come_whole(text, cut):
+    """Whatever of a text is known already, the pieces of the rest are the rest; a cut character comes with them."""
+    tokenizer = tiny_tokenizer()
+
+    def decode(tokens):
+        return tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+
+    tokens = tokenizer(text, add_special_tokens=False)["input_ids"]
+    hypothesis.assume(decode(tokens) == text)
+    before, after = tokens[:cut], tokens[cut:]
+    spelling = Detokenizer(decode, before)
+    pieces = [spelling.add(token) for token in after]
+    pieces.append(spelling.rest())
+    head = decode(before)
+    while not text.startswith(head):
+        head = head[:-1]
+    assert "".join(pieces) == (text[len(head) :] if after else "")
+
+
+def test_naming_many_sources_of_a_prompt_keeps_nobody_waiting(mixture):
+    """A prompt whose every token has 64 sources is read in smaller pieces."""
+    engine = open_engine(mixture)
+    long = engine.submit(order(engine, TEXT[:200], 0, echo=True, sources=64))
+    began = engine.turns
+    tokens = said(long)
+    assert len(tokens) > 60
+    assert all(len(token.sources) == 16 for token in tokens)  # all that voted
+    assert engine.turns - began >= len(tokens) * 8 // engine_module.CHUNK
+    engine.stop()
+
+
+def test_a_text_of_many_neighbours_is_weighed_anew_in_blocks(engine, monkeypatch):
+    text = PROMPTS[2]
+    tokens = said(engine.submit(order(engine, text, 0, echo=True)))
+    whole = rescore(engine.wishes, MemoryOverrides(), tokens, MemoryOverrides(k=5, temperature=2.0))
+    monkeypatch.setattr(recall_module, "_BLOCK", 16 * 7)
+    blocks = rescore(engine.wishes, MemoryOverrides(), tokens, MemoryOverrides(k=5, temperature=2.0))
+    assert [token.log_p for token in blocks] == [token.log_p for token in whole]
+    assert "".join(token.text for token in blocks) == text
+
+
+def test_stopping_tells_those_who_wait(mixture):
+    engine = open_engine(mixture, slots=1)
+    tickets = [engine.submit(order(engine, "When", 100)) for _ in range(3)]
+    engine.stop()
+    for ticket in tickets:
+        *_, last = ticket.wait()
+        assert isinstance(last, ErrorEvent | FinishEvent)
+    with pytest.raises(Stopped):
+        engine.submit(order(engine, "When", 1))
+
+
+@hypothesis.given(
+    logits=st.lists(st.floats(-30, 30), min_size=1, max_size=12),
+    temperature=st.floats(0, 2),
+    top_p=st.floats(0, 1, exclude_min=True),
+    seed=st.integers(0, 2**63 - 1),
+)
+def test_whatever_is_drawn_is_one_of_the_fewest_that_have_the_mass(logits, temperature, top_p, seed):
+    log_p = torch.tensor(logits).log_softmax(0)
+    token = Sampler(temperature, top_p, seed).draw(log_p)
+    right = log_p.double()
+    if temperature <= 1e-4:
+        assert right[token] == right.max()
+        return
+    probs = (right / temperature).softmax(0)
+    more_probable = float(probs[probs > probs[token] * (1 + 1e-5)].sum())
+    assert more_probable < top_p + 1e-5

@@ -1,0 +1,101 @@
+"""Many streams at once: no error, nobody starves, memory does not grow."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import time
+
+import psutil
+import pytest
+
+from helpers.server import read_stream, serving
+from knnlm.mixture.mixture import Mixture
+
+STREAMS = 64
+
+
+async def keep_up(port, seconds):
+    """Keep 64 streams up for a while, each by itself, of all lengths and settings."""
+    end = time.monotonic() + seconds
+    found = []
+
+    async def one(number):
+        turn = 0
+        while time.monotonic() < end:
+            memory = [{}, {"k": 3}, {"lambda": 0.9}, {"off": True}][(number + turn) % 4]
+            body = {
+                "prompt": "When the model reads " * (1 + (number + turn) % 5),
+                "max_tokens": 4 + (7 * number + turn) % 40,
+                "temperature": number % 2,
+                "memory": memory,
+                "sources": number % 3,
+            }
+            stream = await read_stream(port, body)
+            found.append((number, body["max_tokens"], stream))
+            turn += 1
+
+    await asyncio.gather(*(one(number) for number in range(STREAMS)))
+    return found
+
+
+def check(found):
+    for _, wanted, stream in found:
+        assert (stream.status, stream.error, stream.done) == (200, None, True)
+        assert stream.tokens == wanted
+    assert {number for number, _, _ in found} == set(range(STREAMS))
+
+
+@pytest.fixture
+def server(lm, store):
+    lm.model.generation_config.eos_token_id = None
+    with serving(Mixture.open(store.path, lm, k=16, temperature=8.0), trace_bytes=4 << 20) as running:
+        yield running
+
+
+def test_many_streams_are_all_served(server):
+    check(asyncio.run(keep_up(server.port, 4.0)))
+    assert server.service.engine.active == 0
+
+
+@pytest.mark.slow
+def test_many_streams_for_a_minute_leave_nothing_behind(server):
+    process = psutil.Process()
+    check(asyncio.run(keep_up(server.port, 15.0)))
+    gc.collect()
+    before = process.memory_info().rss
+    found = asyncio.run(keep_up(server.port, 60.0))
+    check(found)
+    gc.collect()
+    grown = process.memory_info().rss - before
+    assert grown < 30 << 20, f"{grown / 2**20:.1f} MiB more"
+    engine = server.service.engine
+    assert (engine.active, engine.waiting, len(engine._rows)) == (0, 0, 0)
+    # Nobody starves: the slowest stream got at least a third of what the median one got.
+    made = sorted(sum(stream.tokens for number, _, stream in found if number == one) for one in range(STREAMS))
+    assert made[0] > made[STREAMS // 2] / 3
+
+
+@pytest.mark.slow
+def test_what_is_kept_of_texts_takes_about_what_is_said_and_then_memory_is_flat(lm, store):
+    """Filled and replaced once by what streams leave, it is no larger than its bound by much, and flat from then on."""
+    lm.model.generation_config.eos_token_id = None
+    process = psutil.Process()
+    with serving(Mixture.open(store.path, lm, k=16, temperature=8.0), trace_bytes=48 << 20) as running:
+        engine, recall = running.service.engine, running.service.engine.recall
+        check(asyncio.run(keep_up(running.port, 5.0)))
+        empty, own = process.memory_info().rss, recall.bytes
+        assert own < recall.most_bytes / 2
+        while recall.bytes < 0.95 * recall.most_bytes:
+            check(asyncio.run(keep_up(running.port, 5.0)))
+        full = engine.tokens_made
+        while engine.tokens_made < 2 * full:
+            check(asyncio.run(keep_up(running.port, 5.0)))
+        gc.collect()
+        before = process.memory_info().rss
+        assert before - empty < 1.5 * (recall.bytes - own)
+        check(asyncio.run(keep_up(running.port, 30.0)))
+        gc.collect()
+        grown = process.memory_info().rss - before
+        assert recall.bytes > 0.9 * recall.most_bytes
+        assert grown < 15 << 20, f"{grown / 2**20:.1f} MiB more"

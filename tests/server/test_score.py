@@ -1,0 +1,109 @@
+"""Scores over HTTP are those of evaluation, also where a text is longer than the model can read at once."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+
+import numpy as np
+import pytest
+
+from helpers.models import tiny, tiny_tokenizer
+from helpers.server import read_stream, serving
+from helpers.stores import documents
+from knnlm.corpus import Document
+from knnlm.evaluation.evaluate import evaluate
+from knnlm.evaluation.explain import explain
+from knnlm.ingest.build import build
+from knnlm.lm.causal import CausalLM
+from knnlm.mixture.mixture import Mixture
+
+LONG = documents(1, words=180, start=60)[0].text
+SETTINGS = {"k": 16, "temperature": 8.0, "weight": 0.6}
+
+
+@pytest.fixture(scope="module")
+def lm():
+    lm = CausalLM(tiny("llama"), tiny_tokenizer(), name="tiny")
+    lm.model.generation_config.eos_token_id = None
+    return lm
+
+
+@pytest.fixture(scope="module")
+def path(lm, tmp_path_factory):
+    """A memory whose window has 64 tokens and moves on by 24; the model reads 128 at once."""
+    path = tmp_path_factory.mktemp("score") / "memory"
+    build(documents(12), path, lm=lm, window=lm.window(64, 24)).close()
+    return path
+
+
+def document(text):
+    return Document(id="a", source="a", text=text)
+
+
+@pytest.mark.parametrize("memories", ["knn:0.6", "knn:0.3,cache:0.2,ngram:0.2"])
+def test_a_text_longer_than_the_model_reads_at_once_scores_as_in_evaluation(lm, path, memories):
+    mixture = Mixture.open(path, lm, memories=memories, k=16, temperature=8.0, fresh=True)
+    assert len(lm.encode(LONG)) > 2 * lm.longest
+    right, explained = evaluate(mixture, [document(LONG)]), explain(mixture, LONG)
+    with serving(mixture) as running:
+        scored = running.post("/v1/score", text=LONG, sources=1)
+        again = running.post("/v1/rescore", id=scored["knnlm"]["id"], **{"lambda": 0.2})
+    assert scored["tokens"] == right.tokens
+    assert scored["perplexity"] == pytest.approx(right.perplexity, rel=1e-4)
+    assert scored["perplexity_lm"] == pytest.approx(right.base_perplexity, rel=1e-4)
+    tokens = scored["knnlm"]["tokens"]
+    assert "".join(token["text"] for token in tokens) == LONG
+    np.testing.assert_allclose([token["p"] for token in tokens], [token.p for token in explained], rtol=1e-3)
+    assert all(token["sources"] for token in tokens)
+    np.testing.assert_allclose(
+        [token["p"] for token in again["knnlm"]["tokens"] if token["weight"] > 0.19999],
+        [0.8 * token["p_lm"] + 0.2 * token["p_knn"] for token in again["knnlm"]["tokens"] if token["weight"] > 0.19999],
+        rtol=1e-4,
+    )
+
+
+def test_a_text_longer_than_the_window_is_scored_in_windows_whether_or_not_the_model_could_read_more(lm, path):
+    mixture = Mixture.open(path, lm, **SETTINGS)
+    text = LONG[:200]
+    assert 64 < len(lm.encode(text)) < lm.longest
+    right = evaluate(mixture, [document(text)])
+    with serving(mixture) as running:
+        assert running.post("/v1/score", text=text)["perplexity"] == pytest.approx(right.perplexity, rel=1e-4)
+
+
+def test_a_window_is_read_whole_and_none_of_it_twice_at_every_length_around_its_edges(lm, path):
+    mixture = Mixture.open(path, lm, **SETTINGS)
+    tokens = lm.encode(LONG)
+    with serving(mixture) as running:
+        for length in (63, 64, 65, 88, 89):
+            text = lm.decode(tokens[:length])
+            assert lm.encode(text) == tokens[:length]
+            scored, right = running.post("/v1/score", text=text), evaluate(mixture, [document(text)])
+            assert scored["tokens"] == right.tokens == length
+            assert math.log(scored["perplexity"]) == pytest.approx(math.log(right.perplexity), rel=1e-4)
+
+
+def test_a_long_score_and_texts_being_written_do_not_disturb_each_other(lm, path):
+    mixture = Mixture.open(path, lm, **SETTINGS)
+    body = {"prompt": "When", "max_tokens": 60, "temperature": 0}
+    with serving(mixture) as running:
+        alone = asyncio.run(read_stream(running.port, body)).text
+        right = running.post("/v1/score", text=LONG)["log_p"]
+
+        async def both():
+            loop = asyncio.get_running_loop()
+            stream = asyncio.create_task(read_stream(running.port, body))
+            scored = await loop.run_in_executor(None, lambda: running.post("/v1/score", text=LONG))
+            return await stream, scored
+
+        stream, scored = asyncio.run(both())
+    assert stream.text == alone
+    assert scored["log_p"] == pytest.approx(right, rel=1e-6)
+
+
+def test_the_servers_own_limit_holds_for_scores_too(lm, path):
+    with serving(Mixture.open(path, lm, **SETTINGS), prompt_tokens=200) as running, running.client() as client:
+        answer = client.post("/v1/score", json={"text": LONG})
+    assert answer.status_code == 400
+    assert "takes 200 at most" in answer.json()["error"]["message"]

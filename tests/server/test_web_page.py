@@ -1,0 +1,678 @@
+"""The page in a real browser, on a real server: what a person sees is what the model and its memory said."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import time
+
+import numpy as np
+import pytest
+from playwright.sync_api import Browser, Page, expect, sync_playwright
+
+from helpers.models import tiny, tiny_tokenizer
+from helpers.server import Running, serving
+from helpers.stores import documents
+from knnlm.corpus import Document
+from knnlm.evaluation.explain import explain
+from knnlm.ingest.build import build
+from knnlm.lm.causal import CausalLM
+from knnlm.mixture.mixture import Mixture
+from knnlm.server.auth import ApiKeys
+
+PROMPT = "The memory of a model"
+TEXT = "The memory of a model is a list of rooms, and each context asked Anna about the library."
+HOSTILE = "<img src=x onerror=\"document.title='broken'\"><script>document.title='broken'</script>"
+SETTINGS = {"k": 32, "temperature": 4.0, "weight": 0.4}
+USER, ADMIN = "user-key-1234", "admin-key-1234"
+
+
+@pytest.fixture(scope="module")
+def browser():
+    """Debian's chromium; another one by CHROMIUM."""
+    path = os.environ.get("CHROMIUM") or shutil.which("chromium") or shutil.which("google-chrome")
+    assert path, "The page is tested in a browser. Run: apt-get install chromium"
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=path, args=["--no-sandbox", "--disable-gpu"])
+        yield browser
+        browser.close()
+
+
+@pytest.fixture(scope="module")
+def server(lm, store):
+    with serving(Mixture.open(store.path, lm, **SETTINGS)) as running:
+        yield running
+
+
+def visit(browser: Browser, server: Running, tab: str = "write", *, ready: bool = True, **settings) -> Page:
+    """Open the page as a new person would, and fail on whatever the browser complains of."""
+    context = browser.new_context(**{"viewport": {"width": 1200, "height": 900}, **settings})
+    page = context.new_page()
+    page.set_default_timeout(20_000)
+    page.complaints = []
+    page.asked = []
+    page.on("pageerror", lambda error: page.complaints.append(str(error)))
+    page.on("console", lambda message: message.type == "error" and page.complaints.append(message.text))
+    page.on("request", lambda request: page.asked.append((request.method, request.url)))
+    page.goto(f"{server.url}/#{tab}")
+    if ready:
+        page.wait_for_selector("html[data-ready]")
+    return page
+
+
+@pytest.fixture
+def leave():
+    """Close pages at the end, and hold that nothing was loaded from elsewhere and nothing went wrong."""
+    pages: list[tuple[Page, Running, bool]] = []
+
+    def watch(page: Page, server: Running, *, complaints: bool = False) -> Page:
+        pages.append((page, server, complaints))
+        return page
+
+    yield watch
+    for page, server, complaints in pages:
+        assert all(url.startswith(server.url) for _, url in page.asked)
+        assert complaints or page.complaints == []
+        page.context.close()
+
+
+def shown(page: Page, text: str, figure: str) -> list[float]:
+    """The figures that a text's tokens are tinted by."""
+    return page.eval_on_selector_all(f"#{text} .token", f"all => all.map(one => Number(one.dataset.{figure}))")
+
+
+def words(page: Page, text: str) -> list[str]:
+    return page.eval_on_selector_all(f"#{text} .token", "all => all.map(one => one.textContent)")
+
+
+def write(page: Page, prompt: str = PROMPT, *, length: int = 12) -> None:
+    page.fill("#prompt", prompt)
+    page.fill("#length", str(length))
+    page.click("#go")
+    page.wait_for_selector("#go:not([disabled])")
+
+
+def slide(page: Page, name: str, part: float) -> None:
+    """Move a slider to a part of its way, from 0 to 1000."""
+    page.locator(f"#slider-{name}").evaluate(
+        "(one, part) => { one.value = part; one.dispatchEvent(new Event('input')); }", part
+    )
+
+
+def completion(server: Running, **body) -> list[dict]:
+    """The tokens of a completion without the page."""
+    asked = {"prompt": PROMPT, "max_tokens": 12, "temperature": 0, "seed": 1, "sources": 8, **body}
+    return server.post("/v1/completions", **asked)["choices"][0]["knnlm"]["tokens"]
+
+
+def test_it_writes_with_and_without_the_memory_and_tints_who_spoke(browser, server, leave):
+    page = leave(visit(browser, server), server)
+    write(page)
+    having, without = completion(server), completion(server, memory={"off": True})
+    assert words(page, "text-with") == [token["text"] for token in having]
+    assert words(page, "text-without") == [token["text"] for token in without]
+    shares = [token["weight"] * token["p_knn"] / token["p"] for token in having]
+    np.testing.assert_allclose(shown(page, "text-with", "share"), shares, atol=6e-4)
+    assert set(shown(page, "text-without", "share")) == {0.0}
+    assert page.inner_text("#text-with .given") == PROMPT
+    own = np.exp(-np.mean(np.log([token["p"] for token in having])))
+    assert f"12 tokens · perplexity {own:.3g}" in page.inner_text("#figures-with")
+    page.uncheck("#beside", force=True)
+    write(page, length=3)
+    assert not page.is_visible("#pane-without")
+    assert len(words(page, "text-with")) == 3
+
+
+def test_both_texts_are_drawn_with_one_seed(browser, server, leave):
+    page = leave(visit(browser, server), server)
+    page.fill("#sampling", "1")
+    page.fill("#seed", "7")
+    slide(page, "lambda", 0)  # then the memory says nothing, and the two must be the same
+    write(page, length=20)
+    assert words(page, "text-with") == words(page, "text-without")
+    drawn = completion(server, temperature=1.0, seed=7, max_tokens=20, memory={"off": True})
+    assert words(page, "text-without") == [token["text"] for token in drawn]
+    assert words(page, "text-without") != [token["text"] for token in completion(server, max_tokens=20)]
+
+
+def test_arrows_walk_through_a_text_and_show_each_tokens_figures_and_voters(browser, server, store, leave):
+    page = leave(visit(browser, server), server)
+    write(page)
+    tokens = completion(server)
+    page.locator("#text-with .token").first.focus()
+    for key, place in (("ArrowRight", 1), ("ArrowRight", 2), ("ArrowLeft", 1), ("End", 11), ("Home", 0)):
+        page.keyboard.press(key)
+        token = tokens[place]
+        for name, figure in (("p_lm", "p_LM"), ("p_knn", "p_kNN"), ("p", "p")):
+            assert read(page.inner_text(f'[data-figure="{figure}"]')) == pytest.approx(token[name], rel=0.06, abs=6e-4)
+    voters = page.locator(".voters li")
+    assert voters.count() == len(tokens[0]["sources"]) == 8
+    parts = page.eval_on_selector_all(
+        ".voters .fill", "all => all.map(one => Number(one.style.getPropertyValue('--part')))"
+    )
+    np.testing.assert_allclose(parts, [source["weight"] for source in tokens[0]["sources"]], atol=1e-6)
+    agree = page.eval_on_selector_all(".voters li", "all => all.map(one => one.classList.contains('agrees'))")
+    assert agree == [source["token"] == tokens[0]["text"] for source in tokens[0]["sources"]]
+
+
+def read(figure: str) -> float:
+    """Read a probability as the page writes it."""
+    digits, _, power = figure.partition("·10")
+    return float(digits) * 10 ** int(power.translate(str.maketrans("⁻⁰¹²³⁴⁵⁶⁷⁸⁹", "-0123456789")) or 0)
+
+
+def test_a_voters_document_opens_at_its_passage(browser, server, leave):
+    page = leave(visit(browser, server), server)
+    write(page)
+    source = completion(server)[3]["sources"][0]
+    page.locator("#text-with .token").nth(3).click()
+    page.locator(".voters .document").first.click()
+    expect(page.locator("#passage")).to_be_visible()
+    text = {document.id: document.text for document in documents(40)}[source["document"]]
+    assert page.inner_text("#passage-title") == source["document"]
+    assert page.locator("#passage-text").text_content().removesuffix("<eos>") == text
+    assert page.locator("#passage-text mark").text_content() == source["token"].strip()
+    assert source["before"][-20:] in page.locator("#passage-text").text_content()
+    page.keyboard.press("Escape")
+    expect(page.locator("#passage")).to_be_hidden()
+
+
+def test_a_long_document_is_read_in_both_directions(browser, lm, tmp_path, leave):
+    long = documents(1, words=500)[0].text
+    build([Document(id="long", source="long", text=long)], tmp_path / "memory", lm=lm).close()
+    with serving(Mixture.open(tmp_path / "memory", lm, **SETTINGS)) as server:
+        page = leave(visit(browser, server, "memory"), server)
+        page.click("#shelf .document")
+        expect(page.locator("#earlier")).to_be_disabled()
+        for _ in range(20):
+            if page.is_disabled("#later"):
+                break
+            place = page.inner_text("#passage-place")
+            page.click("#later")
+            expect(page.locator("#passage-place")).not_to_have_text(place)
+        whole = page.locator("#passage-text").text_content()
+        assert whole.removesuffix("<eos>") == long
+        sources = completion(server, max_tokens=1)[0]["sources"]
+        deep, row = max(enumerate(source["row"] for source in sources), key=lambda each: each[1])
+        assert row > 400  # the text says the same things again and again, so some voter stands far inside
+        page.keyboard.press("Escape")
+        page.click("#tab-write")
+        write(page, length=1)
+        page.locator("#text-with .token").first.click()
+        page.locator(".voters .document").nth(deep).click()
+        expect(page.locator("#passage-text mark")).to_have_text(sources[deep]["token"].strip())
+        expect(page.locator("#passage-place")).to_contain_text(f"tokens {row - 200 + 1:,}–")
+        while page.is_enabled("#earlier"):
+            place = page.inner_text("#passage-place")
+            page.click("#earlier")
+            expect(page.locator("#passage-place")).not_to_have_text(place)
+        assert long.startswith(page.locator("#passage-text").text_content()[:1000])
+
+
+def test_sliders_weigh_a_written_text_anew_without_asking_the_model(browser, server, leave):
+    page = leave(visit(browser, server), server)
+    write(page)
+    before = completion(server)
+    page.asked.clear()
+    with page.expect_response("**/v1/rescore"):
+        slide(page, "lambda", 900)
+    p = [0.1 * token["p_lm"] + 0.9 * token["p_knn"] for token in before]
+    shares = [0.9 * token["p_knn"] / own for token, own in zip(before, p, strict=True)]
+    expect(page.locator("#figures-with")).to_contain_text(f"perplexity {np.exp(-np.mean(np.log(p))):.3g}")
+    np.testing.assert_allclose(shown(page, "text-with", "share"), shares, atol=6e-4)
+    assert page.inner_text("#value-lambda") == "0.90"
+    assert {url.removeprefix(server.url) for _, url in page.asked} == {"/v1/rescore"}
+    with page.expect_response("**/v1/rescore"):
+        page.click("#reset")
+    own = np.exp(-np.mean(np.log([token["p"] for token in before])))
+    expect(page.locator("#figures-with")).to_contain_text(f"perplexity {own:.3g}")
+
+
+def test_sliding_k_and_temperature_gives_what_scoring_with_them_gives(browser, server, leave):
+    page = leave(visit(browser, server, "score"), server)
+    page.fill("#given", TEXT)
+    page.click("#measure")
+    page.wait_for_selector("#scored:not([hidden])")
+    with page.expect_response("**/v1/rescore"):
+        slide(page, "k", 300)
+    k = int(page.inner_text("#value-k"))
+    assert 1 < k < 32
+    with page.expect_response("**/v1/rescore"):
+        slide(page, "temperature", 800)
+    temperature = 4.0 / 100 * (100 * 100) ** 0.8
+    again = server.post("/v1/score", text=TEXT, memory={"k": k, "temperature": temperature}, sources=6)
+    # At the first position every document's beginning is as near, and which of them are among k is nobody's to say.
+    gains = [np.log(token["p"] / token["p_lm"]) for token in again["knnlm"]["tokens"]][1:]
+    expect(page.locator("#text-score .token").nth(1)).to_have_attribute("data-gain", f"{gains[0]:.3f}")
+    np.testing.assert_allclose(shown(page, "text-score", "gain")[1:], gains, atol=2e-3)
+    page.locator("#text-score .token").nth(5).click()
+    heard = again["knnlm"]["tokens"][5]["sources"]
+    parts = page.eval_on_selector_all(
+        ".voters .fill", "all => all.map(one => Number(one.style.getPropertyValue('--part')))"
+    )
+    np.testing.assert_allclose(parts[: len(heard)], [source["weight"] for source in heard], atol=1e-4)
+
+
+def test_more_neighbours_than_were_looked_for_are_not_pretended(browser, server, leave):
+    page = leave(visit(browser, server), server)
+    write(page, length=3)
+    slide(page, "k", 1000)
+    expect(page.locator("#mixing-note")).to_contain_text("Only 32 neighbours were looked for")
+    write(page, length=3)
+    slide(page, "k", 900)
+    expect(page.locator("#mixing-note")).to_contain_text("no model ran")
+    assert int(page.inner_text("#value-k")) > 32
+
+
+def test_scoring_shows_where_the_memory_helps_and_hurts(browser, server, lm, store, leave):
+    page = leave(visit(browser, server, "score"), server)
+    page.fill("#given", TEXT)
+    page.click("#measure")
+    page.wait_for_selector("#scored:not([hidden])")
+    explained = explain(Mixture.open(store.path, lm, **SETTINGS), TEXT)
+    gains = np.log([token.p / token.p_lm for token in explained])
+    assert "".join(words(page, "text-score")) == TEXT
+    np.testing.assert_allclose(shown(page, "text-score", "gain"), gains, atol=2e-3)
+    for name, wanted in (("helps", gains > 0.05), ("hurts", gains < -0.05)):
+        has = page.eval_on_selector_all(
+            "#text-score .token", f"all => all.map(one => one.classList.contains('{name}'))"
+        )
+        assert has == wanted.tolist()
+    for field, each in (("perplexity-without", "p_lm"), ("perplexity-with", "p")):
+        wanted = np.exp(-np.mean(np.log([getattr(token, each) for token in explained])))
+        assert float(page.inner_text(f"#{field}").replace(",", "")) == pytest.approx(wanted, rel=6e-3)
+    for spots, gain in (("best", gains.max()), ("worst", gains.min())):
+        page.locator(f"#{spots} button").first.click()
+        looked = page.locator("#text-score .token.looked")
+        assert float(looked.get_attribute("data-gain")) == pytest.approx(gain, abs=2e-3)
+        assert page.evaluate("document.activeElement.textContent") == looked.text_content()
+
+
+def test_an_error_of_the_server_is_shown_to_the_person(browser, lm, store, leave):
+    with serving(Mixture.open(store.path, lm, **SETTINGS), prompt_tokens=20) as server:
+        page = leave(visit(browser, server), server, complaints=True)
+        write(page, TEXT * 3)
+        expect(page.get_by_role("alert")).to_contain_text("but this server takes 20 at most. Shorten it.")
+        write(page, "The")
+        expect(page.get_by_role("alert")).to_have_text("")
+        page.click("#tab-score")
+        page.fill("#given", TEXT * 3)
+        page.click("#measure")
+        expect(page.get_by_role("alert")).to_contain_text("Shorten it.")
+        page.click("#notices button")
+        expect(page.get_by_role("alert")).to_have_text("")
+    page.click("#measure")
+    expect(page.get_by_role("alert")).to_contain_text("The server does not answer.")
+
+
+def test_a_text_can_be_stopped_and_the_server_is_free_again(browser, lm, tmp_path, leave):
+    model = tiny("llama")
+    model.config.max_position_embeddings = 4096
+    model.generation_config.eos_token_id = None  # it would go on for half a minute
+    endless = CausalLM(model, tiny_tokenizer(), name="endless")
+    build(documents(3), tmp_path / "memory", lm=endless).close()
+    with serving(Mixture.open(tmp_path / "memory", endless, **SETTINGS)) as server:
+        page = leave(visit(browser, server), server)
+        page.fill("#prompt", PROMPT)
+        page.fill("#length", "4000")
+        page.click("#go")
+        page.wait_for_selector("#text-with .token")
+        page.click("#stop")
+        page.wait_for_selector("#go:not([disabled])")
+        assert page.get_by_role("alert").inner_text() == ""
+        assert 0 < len(words(page, "text-with")) < 4000
+        end = time.monotonic() + 10
+        while server.service.engine.active and time.monotonic() < end:
+            page.wait_for_timeout(50)
+        assert server.service.engine.active == 0
+        slide(page, "lambda", 900)  # what was written before can be weighed too
+        expect(page.locator("#mixing-note")).to_contain_text("no model ran")
+
+
+@pytest.fixture(scope="module")
+def hostile(lm, tmp_path_factory):
+    """A memory whose documents want to be more than text."""
+    path = tmp_path_factory.mktemp("hostile") / "memory"
+    made = [
+        Document(id=f"{HOSTILE}{one.id}", source=f"{HOSTILE}:1", text=f"{HOSTILE} {one.text}") for one in documents(3)
+    ]
+    build(made, path, lm=lm).close()
+    with serving(Mixture.open(path, lm, k=16, temperature=4.0, weight=0.9)) as running:
+        yield running
+
+
+def test_markup_in_documents_and_prompts_is_shown_as_text(browser, hostile, leave):
+    page = leave(visit(browser, hostile), hostile)
+    write(page, HOSTILE, length=30)
+    assert page.locator("#text-with .given").text_content() == HOSTILE
+    page.locator("#text-with .token").nth(4).click()
+    assert HOSTILE in page.locator(".voters .document").first.text_content()
+    page.locator(".voters .document").first.click()
+    expect(page.locator("#passage-title")).to_contain_text(HOSTILE)
+    assert HOSTILE in page.locator("#passage-text").text_content()
+    page.keyboard.press("Escape")
+    page.click("#tab-score")
+    page.fill("#given", HOSTILE)
+    page.click("#measure")
+    page.wait_for_selector("#scored:not([hidden])")
+    assert "".join(words(page, "text-score")) == HOSTILE
+    page.click("#tab-memory")
+    expect(page.locator("#shelf li").first).to_contain_text(HOSTILE)
+    page.locator("#shelf li button.quiet").first.click()
+    expect(page.locator("#confirm-text")).to_contain_text(HOSTILE)
+    assert page.locator("main img, dialog img, main script").count() == 0
+    assert page.title() == "memory · knnlm"
+
+
+def test_even_markup_that_got_in_could_run_nothing(browser, server, leave):
+    page = leave(visit(browser, server), server, complaints=True)
+    page.evaluate("document.getElementById('work').insertAdjacentHTML('beforeend', " + json.dumps(HOSTILE) + ")")
+    page.wait_for_timeout(200)
+    assert page.title() == "memory · knnlm"
+    assert any("Content Security Policy" in said for said in page.complaints)
+
+
+@pytest.mark.parametrize("tab", ["write", "score", "memory"])
+def test_nothing_is_wider_than_a_phone(browser, hostile, leave, tab):
+    page = leave(visit(browser, hostile, tab, viewport={"width": 360, "height": 740}, has_touch=True), hostile)
+    if tab == "write":
+        write(page, "A" * 60, length=10)
+        page.locator("#text-with .token").nth(2).tap()
+        expect(page.locator("#inspector")).to_be_in_viewport()
+        page.click("#inspector-close")
+        expect(page.locator("#inspector")).to_be_hidden()
+    if tab == "score":
+        page.fill("#given", "B" * 60)
+        page.click("#measure")
+        page.wait_for_selector("#scored:not([hidden])")
+    if tab == "memory":
+        page.wait_for_selector("#shelf li")
+    assert page.evaluate("document.documentElement.scrollWidth") == 360
+
+
+def test_it_is_light_or_dark_as_the_system_is_until_the_switch_is_used(browser, server, leave):
+    def background(page: Page) -> int:
+        colour = page.evaluate("getComputedStyle(document.body).backgroundColor")
+        return sum(int(part) for part in colour[4:-1].split(","))
+
+    dark = leave(visit(browser, server, color_scheme="dark"), server)
+    light = leave(visit(browser, server, color_scheme="light"), server)
+    assert background(dark) < 120 < 600 < background(light)
+    light.click("#theme")
+    assert background(light) == background(dark)
+    light.reload()
+    assert background(light) == background(dark)
+
+
+def test_it_can_be_used_by_keyboard_alone(browser, server, leave):
+    page = leave(visit(browser, server), server)
+    page.locator("#tab-write").focus()
+    page.keyboard.press("ArrowRight")
+    assert page.evaluate("document.activeElement.id") == "tab-score"
+    assert page.evaluate("getComputedStyle(document.activeElement).outlineStyle") == "solid"
+    expect(page.locator("#score")).to_be_visible()
+    page.keyboard.press("ArrowLeft")
+    page.locator("#prompt").focus()
+    page.keyboard.type(PROMPT)
+    page.fill("#length", "5")
+    page.locator("#prompt").focus()
+    page.keyboard.press("Control+Enter")
+    page.wait_for_selector("#text-with .token >> nth=4")
+    page.wait_for_selector("#go:not([disabled])")
+    for _ in range(30):
+        page.keyboard.press("Tab")
+        if page.evaluate("document.activeElement.closest('#text-with') !== null"):
+            break
+    assert page.evaluate("document.activeElement.className").startswith("token")
+    outline = (
+        "(one) => { const own = getComputedStyle(one); return [own.outlineStyle, own.outlineWidth, own.outlineColor]; }"
+    )
+    ring = ["solid", "2px", "rgb(91, 75, 214)"]
+    assert page.locator("#text-with .token:focus .word").evaluate(outline) == ring
+    page.keyboard.press("ArrowRight")
+    page.keyboard.press("Enter")
+    assert page.locator("#text-with .token.looked").text_content() == words(page, "text-with")[1]
+    page.keyboard.press("Tab")
+    assert page.evaluate("document.activeElement.closest('#text-with')") is None
+
+
+def test_keys_are_asked_for_and_kept_nowhere(browser, lm, store, leave):
+    keys = ApiKeys(users=(USER.encode(),), admins=(ADMIN.encode(),))
+    with serving(Mixture.open(store.path, lm, **SETTINGS), keys=keys) as server:
+        page = leave(visit(browser, server, ready=False), server, complaints=True)
+        expect(page.locator("#key")).to_be_visible()
+        page.fill("#key-value", "not-the-key")
+        page.keyboard.press("Enter")
+        expect(page.get_by_role("alert")).to_contain_text("The API key is missing or wrong.")
+        expect(page.locator("#key")).to_be_visible()
+        page.click("#notices button")  # it lies over the dialog, where it can be reached
+        page.fill("#key-value", USER)
+        page.keyboard.press("Enter")
+        page.wait_for_selector("html[data-ready]")
+        write(page, length=2)
+        assert len(words(page, "text-with")) == 2
+        page.click("#tab-memory")
+        page.fill("#admin", ADMIN)
+        kept = page.evaluate("JSON.stringify([{...localStorage}, {...sessionStorage}, document.cookie, location.href])")
+        assert USER not in kept
+        assert ADMIN not in kept
+        page.reload()
+        expect(page.locator("#key")).to_be_visible()
+
+
+def test_documents_are_listed_searched_and_read(browser, server, leave):
+    page = leave(visit(browser, server, "memory"), server)
+    expect(page.locator("#total")).to_have_text("40")
+    rows = page.locator("#shelf li")
+    assert rows.count() == 40
+    sizes = [f"{one['tokens']} tokens" for one in server.client().get("/v1/documents").json()["documents"]]
+    assert rows.locator(".size").all_inner_texts() == sizes
+    page.fill("#search", "d1")
+    expect(page.locator("#total")).to_have_text("11")
+    assert rows.locator(".document").all_inner_texts() == [d.id for d in documents(40) if "d1" in d.id]
+    page.fill("#search", "nothing like that")
+    expect(page.locator("#nothing")).to_be_visible()
+    page.fill("#search", "text.jsonl:40")
+    expect(rows).to_have_count(1)
+    rows.locator(".document").click()
+    expect(page.locator("#passage-text")).to_contain_text(documents(40)[-1].text)
+
+
+def drop(page: Page, name: str, text: str) -> None:
+    """Drop a file onto the page, as a browser tells of it."""
+    page.evaluate(
+        """([name, text]) => {
+            const carried = new DataTransfer();
+            carried.items.add(new File([text], name, { type: "text/plain" }));
+            const told = (kind) => document.getElementById("drop").dispatchEvent(
+                new DragEvent(kind, { dataTransfer: carried, bubbles: true, cancelable: true }));
+            told("dragenter"); told("dragover"); told("drop");
+        }""",
+        [name, text],
+    )
+
+
+@pytest.fixture
+def living(lm, tmp_path):
+    """A memory of its own, which the admin key may change."""
+    build(documents(6), tmp_path / "memory", lm=lm).close()
+    keys = ApiKeys(admins=(ADMIN.encode(),))
+    with serving(Mixture.open(tmp_path / "memory", lm, **SETTINGS), keys=keys) as running:
+        yield running
+
+
+def voters(page: Page) -> set[str]:
+    """The documents that vote for any token of the text that was written."""
+    heard = set()
+    for token in page.locator("#text-with .token").all():
+        token.focus()
+        heard.update(page.locator(".voters .document").all_inner_texts())
+    return heard
+
+
+def test_a_dropped_file_is_heard_by_the_next_word_and_a_removed_one_no_more(browser, living, leave):
+    page = leave(visit(browser, living, "memory"), living, complaints=True)
+    drop(page, "news.txt", "Zyx quux! Zyx quux! Zyx quux!")
+    expect(page.get_by_role("alert")).to_contain_text("The admin key is missing or wrong.")
+    expect(page.locator("#added")).to_contain_text("news.txt: not remembered.")
+    page.fill("#admin", ADMIN)
+    drop(page, "news.txt", "Zyx quux! Zyx quux! Zyx quux!")
+    expect(page.locator("#added")).to_contain_text("tokens remembered.")
+    expect(page.get_by_role("alert")).to_have_text("")
+    expect(page.locator("#total")).to_have_text("7")
+    drop(page, "again.txt", "Zyx quux! Zyx quux! Zyx quux!")
+    expect(page.locator("#added")).to_contain_text("again.txt: this text is there already.")
+    page.click("#tab-write")
+    write(page, "Zyx quux! Zyx qu", length=3)
+    assert "news.txt" in voters(page)
+    page.click("#tab-memory")
+    page.get_by_role("button", name="Remove news.txt").click()
+    expect(page.locator("#confirm-text")).to_contain_text("news.txt")
+    page.get_by_role("button", name="Forget it").click()
+    expect(page.locator("#total")).to_have_text("6")
+    assert "news.txt" not in page.locator("#shelf").inner_text()
+    page.click("#tab-write")
+    write(page, "Zyx quux! Zyx qu", length=3)
+    assert "news.txt" not in voters(page)
+
+
+@pytest.mark.parametrize("way", ["button", "escape", "beside"])
+def test_nothing_is_removed_unless_the_person_says_so(browser, living, leave, way):
+    page = leave(visit(browser, living, "memory"), living)
+    page.fill("#admin", ADMIN)
+    page.get_by_role("button", name="Remove d3").click()
+    expect(page.locator("#confirm")).to_be_visible()
+    assert page.evaluate("document.activeElement.textContent") == "Keep it"  # Enter does no harm
+    if way == "button":
+        page.get_by_role("button", name="Keep it").click()
+    elif way == "escape":
+        page.keyboard.press("Escape")
+    else:
+        page.mouse.click(5, 5)
+    expect(page.locator("#confirm")).to_be_hidden()
+    page.wait_for_timeout(300)
+    assert [url for method, url in page.asked if method == "DELETE"] == []
+    page.get_by_role("button", name="Remove d4").click()
+    page.get_by_role("button", name="Forget it").click()
+    expect(page.locator("#total")).to_have_text("5")
+    assert [url.rsplit("/", 1)[1] for method, url in page.asked if method == "DELETE"] == ["4"]
+    listed = page.locator("#shelf .document").all_inner_texts()
+    assert listed == ["d0", "d1", "d2", "d3", "d5"]
+
+
+CONTRAST = """() => {
+    const canvas = document.createElement("canvas").getContext("2d", { willReadFrequently: true });
+    const rgba = (colour) => {  // any way of writing a colour, as the browser paints it
+        canvas.clearRect(0, 0, 1, 1);
+        canvas.fillStyle = colour;
+        canvas.fillRect(0, 0, 1, 1);
+        const [r, g, b, a] = canvas.getImageData(0, 0, 1, 1).data;
+        return [r, g, b, a / 255];
+    };
+    const over = (top, under) => [0, 1, 2].map((i) => top[i] * top[3] + under[i] * (1 - top[3]));
+    const behind = (element) => {
+        const layers = [];
+        for (let one = element; one; one = one.parentElement) layers.push(rgba(getComputedStyle(one).backgroundColor));
+        return layers.reverse().reduce((under, top) => over(top, under), [255, 255, 255]);
+    };
+    const found = [];
+    const note = (element, colour, text) => {
+        const under = behind(element);
+        found.push([text.trim().slice(0, 40), over(rgba(colour), under), under]);
+    };
+    for (const element of document.querySelectorAll("body *")) {
+        if (!element.checkVisibility({ checkVisibilityCSS: true, checkOpacity: true }) || element.disabled) continue;
+        if (element.placeholder && !element.value) {
+            note(element, getComputedStyle(element, "::placeholder").color, element.placeholder);
+        }
+        const own = [...element.childNodes].filter((node) => node.nodeType === 3 && node.textContent.trim());
+        if (own.length) note(element, getComputedStyle(element).color, own[0].textContent);
+    }
+    return found;
+}"""
+
+
+def contrast(one: list[float], other: list[float]) -> float:
+    """The contrast of two colours, by the formula of WCAG 2."""
+
+    def luminance(colour: list[float]) -> float:
+        parts = [part / 255 for part in colour]
+        linear = [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts]
+        return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+    low, high = sorted([luminance(one), luminance(other)])
+    return (high + 0.05) / (low + 0.05)
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_every_word_on_the_page_can_be_read(browser, living, leave, scheme):
+    """At least 4.5 to 1 between a text and what is behind it, whichever way the page became dark."""
+    page = leave(visit(browser, living, color_scheme=scheme, reduced_motion="reduce"), living, complaints=True)
+    assert contrast([255, 255, 255], [0, 0, 0]) == pytest.approx(21)
+
+    def check(least: int) -> None:
+        found = page.evaluate(CONTRAST)
+        assert len(found) >= least
+        poor = [(text, round(contrast(*colours), 2)) for text, *colours in found if contrast(*colours) < 4.5]
+        assert poor == []
+
+    for turned in (False, True):
+        if turned:  # to the other scheme and, in the end, back
+            page.click("#theme")
+        page.click("#tab-write")
+        check(15)
+        write(page, length=8)
+        page.locator("#text-with .token").nth(3).click()
+        check(40)
+        page.click("#tab-score")
+        page.fill("#given", TEXT)
+        page.click("#measure")
+        page.wait_for_selector("#scored:not([hidden])")
+        check(40)
+        page.click("#tab-memory")
+        page.wait_for_selector("#shelf li")
+        page.fill("#admin", "")
+        drop(page, "news.txt", "Zyx quux!")
+        expect(page.get_by_role("alert")).to_contain_text("The admin key is missing or wrong.")
+        page.fill("#admin", ADMIN)
+        drop(page, f"{scheme}-{turned}.txt", f"Zyx quux {turned}!")
+        expect(page.locator("#added .done").first).to_be_visible()
+        page.get_by_role("button", name="Remove d3").click()
+        expect(page.locator("#confirm")).to_be_visible()
+        check(30)
+        page.get_by_role("button", name="Keep it").click()
+
+
+def test_a_file_that_is_no_text_is_not_sent(browser, living, leave):
+    page = leave(visit(browser, living, "memory"), living)
+    page.fill("#admin", ADMIN)
+    page.set_input_files("#files", {"name": "picture.png", "mimeType": "image/png", "buffer": b"\x89PNG\xff\x00"})
+    expect(page.get_by_role("alert")).to_contain_text("picture.png is no text in UTF-8")
+    assert not [method for method, _ in page.asked if method == "POST"]
+
+
+def test_one_file_that_cannot_be_taken_does_not_keep_the_others_out(browser, living, leave):
+    page = leave(visit(browser, living, "memory"), living)
+    page.fill("#admin", ADMIN)
+    files = [
+        {"name": "picture.png", "mimeType": "image/png", "buffer": b"\x89PNG\xff\x00"},
+        {"name": "huge.txt", "mimeType": "text/plain", "buffer": b"word " * (600 << 10)},
+        {"name": "good.txt", "mimeType": "text/plain", "buffer": b"Zyx quux!"},
+    ]
+    page.set_input_files("#files", files)
+    expect(page.locator("#total")).to_have_text("7")
+    told = page.locator("#added li").all_inner_texts()
+    assert [line.partition(":")[0] for line in told] == ["good.txt", "huge.txt", "picture.png"]
+    assert "tokens remembered" in told[0]
+    assert "larger than the 2,097,152 bytes" in told[1]
+    assert "no text in UTF-8" in told[2]
+
+
+def test_where_the_key_is_wrong_every_file_is_told_of(browser, living, leave):
+    page = leave(visit(browser, living, "memory"), living, complaints=True)
+    files = [{"name": f"{n}.txt", "mimeType": "text/plain", "buffer": b"Zyx quux!"} for n in range(3)]
+    page.set_input_files("#files", files)
+    expect(page.locator("#added li")).to_have_count(3)
+    assert all("not remembered." in line for line in page.locator("#added li").all_inner_texts())
+    assert len([method for method, _ in page.asked if method == "POST"]) == 1

@@ -1,0 +1,486 @@
+"""Adapting to a text in one command: its figures by other means, through interruptions, and wherever it is moved."""
+
+from __future__ import annotations
+
+import json
+import math
+import resource
+import shutil
+from contextlib import contextmanager
+
+import numpy as np
+import pytest
+import torch
+import transformers as hf
+
+import knnlm as library
+from helpers import oracle
+from helpers.cli import failure, knnlm
+from helpers.models import VOCABULARY, randomise, tiny_tokenizer
+from helpers.stores import BESIDE, documents
+from knnlm.cli.output import perplexity
+from knnlm.corpus import Document
+from knnlm.datastore.catalog import CATALOG_FILE, LANGUAGE_MODEL, Catalog
+from knnlm.datastore.rewrite import derive
+from knnlm.datastore.schema import STUDENT
+from knnlm.datastore.store import Datastore
+from knnlm.errors import CorpusError, DatastoreCorrupt, DatastoreError, ParameterError
+from knnlm.evaluation.evaluate import evaluate
+from knnlm.evaluation.sweep import sweep
+from knnlm.evaluation.trace import record
+from knnlm.generation.causal import KnnForCausalLM
+from knnlm.ingest.build import build
+from knnlm.lm.causal import CausalLM
+from knnlm.lm.fingerprint import tokenizer_fingerprint
+from knnlm.memories.decoder import load_card
+from knnlm.mixture.mixture import Mixture
+from knnlm.training.adapt import MEMORIES, adapt, load_adaptation
+from knnlm.training.data import TokenStream
+
+QUICK = {"epochs": 2, "batch_tokens": 512, "learning_rate": 3e-3, "device": "cpu"}
+OPTIONS = ("--epochs", 2, "--batch-tokens", 512, "--learning-rate", 0.003)
+TEXT = documents(24)
+
+
+@pytest.fixture(scope="module")
+def base(model_folder):
+    """The model, by a name that it can be opened by again."""
+    return CausalLM.open(str(model_folder), device="cpu")
+
+
+@pytest.fixture(scope="module")
+def adapted(base, tmp_path_factory):
+    """A finished adaptation, which nobody changes, and what it said."""
+    out = tmp_path_factory.mktemp("adapted") / "out"
+    return out, adapt(TEXT, out, lm=base, **QUICK)
+
+
+@pytest.fixture
+def copied(adapted, tmp_path):
+    return shutil.copytree(adapted[0], tmp_path / "elsewhere")
+
+
+@pytest.fixture
+def texts(tmp_path):
+    """The text as files, and a held-out one."""
+    (tmp_path / "docs").mkdir()
+    for number, document in enumerate(TEXT):
+        (tmp_path / "docs" / f"{number:02}.txt").write_text(document.text)
+    (tmp_path / "valid.txt").write_text("\n".join(one.text for one in documents(3, start=60)))
+    return tmp_path
+
+
+def held_out(out):
+    """The documents that are not in the store."""
+    store = Datastore.open(out)
+    return [document for document in TEXT if not store.holds(document.text)]
+
+
+def said(result):
+    """All but the time it took."""
+    return {name: value for name, value in vars(result).items() if name != "seconds"}
+
+
+def log_p(folder, tokens):
+    """What a plain transformers model gives to each token."""
+    model = hf.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    module = model.model.layers[-1].mlp
+    _, probs = oracle.read_token_by_token(model, module, tokens, start_token=1, context=128, stride=64)
+    return probs[range(len(tokens)), tokens]
+
+
+# ---------------------------------------------------------------------------------------------------------- figures
+
+
+def test_the_figures_are_what_plain_models_and_evaluations_give(adapted, base, model_folder, tmp_path):
+    out, result = adapted
+    kept = held_out(out)
+    tokens = base.encode_all([document.text for document in kept])
+    p_base, p_student = (
+        np.concatenate([log_p(folder, one) for one in tokens]) for folder in (model_folder, out / "student")
+    )
+    assert result.base == pytest.approx(oracle.perplexity(p_base), rel=1e-4)
+    assert result.fine_tuned == pytest.approx(oracle.perplexity(p_student), rel=1e-4)
+    assert result.fine_tuned < result.base / 2
+    grid = [oracle.perplexity(oracle.mix(p_base, p_student, weight)) for weight in np.linspace(0, 1, 2001)]
+    assert result.decoder == pytest.approx(min(grid), rel=1e-4)
+    assert result.decoder_lambda == pytest.approx(np.argmin(grid) / 2000, abs=2e-3)
+    assert (result.held_out_documents, result.held_out_tokens) == (len(kept), sum(map(len, tokens)))
+    assert (result.remembered, result.model) == (0, str(model_folder))
+
+    # The store alone by a sweep over a trace of its own: one λ of a grid, so never better than the best.
+    trace = record(Mixture.open(out, base, memories="knn", fresh=True), kept, tmp_path / "trace", k=1024)
+    on_grid = sweep(trace).best[3]
+    assert result.knn <= on_grid * (1 + 1e-6)
+    assert result.knn == pytest.approx(on_grid, rel=1e-2)
+    mixture = Mixture.open(out)
+    assert (mixture.weights.kind, ",".join(mixture.labels)) == ("gated", MEMORIES)
+    assert [model.name for model in mixture.readers.models] == [str(model_folder), str(out / "student")]
+    # Networks that saw the documents do no worse on them than those that did not.
+    assert evaluate(mixture, kept).perplexity <= result.everything * 1.02
+    assert result.everything < min(result.base, result.fine_tuned, result.decoder)
+    assert load_adaptation(out) == result
+
+
+def test_what_is_held_out_is_neither_stored_nor_learnt(adapted, base):
+    out, result = adapted
+    store = Datastore.open(out)
+    kept = held_out(out)
+    learnt = [document for document in TEXT if document not in kept]
+    assert 0 < len(kept) < 6
+    assert [stored.id for stored in store.catalog.documents()] == [document.id for document in learnt]
+    card = load_card(out / "student")
+    tokens = TokenStream.of_documents(base.encode_all([document.text for document in learnt]))
+    assert (card.text, card.tokens) == (tokens.fingerprint, len(tokens.tokens))
+    assert (result.tokens, card.beta, card.teacher) == (len(tokens.tokens), 0.0, None)
+    assert (card.weight, card.weight_facts["perplexity"]) == (result.decoder_lambda, result.decoder)
+
+
+def test_copies_of_a_text_are_held_out_together(base, tmp_path):
+    twice = [Document(id=f"{one.id}-{n}", source=one.source, text=one.text) for n in range(2) for one in documents(8)]
+    result = adapt(twice, tmp_path / "out", lm=base, **{**QUICK, "epochs": 1})
+    kept = [one for one in twice if not Datastore.open(tmp_path / "out").holds(one.text)]
+    assert result.remembered == 0
+    assert len(kept) == 2 * len({one.text for one in kept}) == result.held_out_documents
+
+
+def test_a_document_that_is_most_of_the_text_is_learnt(base, tmp_path):
+    long, short = documents(1, words=200)[0], documents(1, words=20, start=3)[0]
+    empty = Document(id="empty", source="empty", text="")
+    for seed in range(3):
+        out = tmp_path / str(seed)
+        result = adapt([long, empty, short], out, lm=base, seed=seed, layers=1, **{**QUICK, "epochs": 1})
+        assert result.held_out_tokens == len(base.encode(short.text))
+        assert Datastore.open(out).holds(long.text)
+
+
+# --------------------------------------------------------------------------------------------------------- resuming
+
+
+class StoppedError(Exception):
+    pass
+
+
+def stopping(what, after):
+    """Progress that raises in the middle of one stage."""
+
+    @contextmanager
+    def progress(stage, *, total=None, unit="tokens"):
+        left = [after]
+
+        def advance(count):
+            if stage == what:
+                left[0] -= 1
+                if left[0] < 0:
+                    raise StoppedError(stage)
+
+        yield advance
+
+    return progress
+
+
+@pytest.mark.parametrize("stage", ["training", "reading", "tracing"])
+def test_what_was_stopped_in_any_stage_goes_on_to_the_same_end(adapted, base, tmp_path, stage):
+    out, right = tmp_path / "out", adapted[1]
+    with pytest.raises(StoppedError, match=stage):
+        adapt(
+            TEXT, out, lm=base, progress=stopping(stage, 3 if stage == "training" else 0), checkpoint_every=0, **QUICK
+        )
+    assert load_adaptation(out) is None
+    assert (out / "student").exists() == (stage != "training")
+    assert said(adapt(TEXT, out, lm=base, **QUICK)) == said(right)
+    names = sorted(str(file.relative_to(out)) for file in out.rglob("*") if file.name not in BESIDE)
+    wanted = (str(file.relative_to(adapted[0])) for file in adapted[0].rglob("*") if file.name not in BESIDE)
+    assert names == sorted(wanted)
+    for name in ("student/model.safetensors", "segments/000000/keys.npy"):
+        assert (out / name).read_bytes() == (adapted[0] / name).read_bytes()
+
+
+def test_what_is_finished_is_not_done_again_and_other_text_is_refused(adapted, copied, base):
+    before = {file: file.stat().st_mtime_ns for file in copied.rglob("*") if file.suffix in (".json", ".npy", ".db")}
+    stages = []
+
+    @contextmanager
+    def watching(stage, *, total=None, unit="tokens"):
+        stages.append(stage)
+        yield [].append
+
+    assert adapt(TEXT, copied, lm=base, progress=watching, **QUICK) == adapted[1]
+    assert stages == []
+    assert {file: file.stat().st_mtime_ns for file in before} == before
+    for other in (documents(23), [*TEXT[:5], documents(1, start=90)[0], *TEXT[6:]]):
+        with pytest.raises(DatastoreError, match="another text"):
+            adapt(other, copied, lm=base, **QUICK)
+    with pytest.raises(DatastoreError, match="another epochs"):
+        adapt(TEXT, copied, lm=base, **{**QUICK, "epochs": 1})
+    # Tuning on less is another tuning of the same memory.
+    kept = held_out(copied)
+    learnt = [document for document in TEXT if document not in kept]
+    again = adapt(learnt, copied, lm=base, held_out=kept, limit=20, progress=watching, **QUICK)
+    assert again.held_out_tokens < adapted[1].held_out_tokens
+    assert set(stages) & {"training", "reading"} == set()
+    (copied / "adapted.json").write_text('{"model": 5}')
+    with pytest.raises(DatastoreCorrupt, match=r"adapted.json cannot be read"):
+        load_adaptation(copied)
+
+
+# ----------------------------------------------------------------------------------------------------------- places
+
+
+def test_a_place_that_is_taken_is_refused_before_anything_is_trained(base, tmp_path):
+    (tmp_path / "file").write_text("mine")
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "notes.txt").write_text("mine")
+    memory = build(TEXT, tmp_path / "memory", lm=base).path
+    for place, message in (("file", "is a file"), ("full", "holds notes.txt"), ("memory", "is a memory already")):
+        with pytest.raises(DatastoreError, match=message):
+            adapt(TEXT, tmp_path / place, lm=base, **QUICK)
+    assert not (memory / "student.partial").exists()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "full", "memory"]
+
+
+def test_a_full_disk_is_an_error_of_ours_and_the_run_goes_on_afterwards(base, tmp_path):
+    """A limit on the size of files, which the weights of the student exceed, fails as a full disk does."""
+    options = {**QUICK, "layers": 1, "epochs": 1}
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, before[1]))
+    try:
+        with pytest.raises(DatastoreError, match="student"):
+            adapt(TEXT, tmp_path / "out", lm=base, **options)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert math.isfinite(adapt(TEXT, tmp_path / "out", lm=base, **options).everything)
+
+
+@pytest.mark.parametrize(
+    ("given", "options", "error", "message"),
+    [
+        (TEXT[:1], {}, ParameterError, "One document alone cannot be divided: give text to tune on with --valid"),
+        ([TEXT[0], TEXT[0]], {}, ParameterError, "One document alone"),
+        ([], {}, CorpusError, "no text to learn"),
+        (TEXT, {"held_out": []}, CorpusError, "no text to tune on"),
+        ([], {"held_out": TEXT[:1]}, CorpusError, "no text to learn"),
+        (TEXT, {"limit": 0}, ParameterError, "limit must be at least 1"),
+        (TEXT, {"learning_rate": -1.0}, ParameterError, "learning_rate must be above 0"),
+        (TEXT, {"layers": 7}, ParameterError, "layers must be from 1 to 3"),
+        (TEXT, {"student": "/nowhere"}, library.KnnlmError, "Cannot open the model /nowhere"),
+    ],
+)
+def test_what_cannot_be_is_refused_before_anything_is_made(base, tmp_path, given, options, error, message):
+    with pytest.raises(error, match=message):
+        adapt(given, tmp_path / "out", lm=base, **{**QUICK, **options})
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_student_of_another_tokenizer_is_refused_with_both_fingerprints(base, model_folder, tmp_path):
+    other = shutil.copytree(model_folder, tmp_path / "other")
+    tokenizer = tiny_tokenizer()
+    tokenizer.add_tokens(["nonsense"])
+    tokenizer.save_pretrained(other)
+    with pytest.raises(library.KnnlmError) as caught:
+        adapt(TEXT, tmp_path / "out", lm=base, student=str(other), **QUICK)
+    assert tokenizer_fingerprint(tokenizer) in str(caught.value)
+    assert base.identity["tokenizer"] in str(caught.value)
+
+
+# ----------------------------------------------------------------------------------------------------- other students
+
+
+def test_a_student_by_configuration_that_reads_less_far_gives_windows_that_both_can_read(base, tmp_path, capfd):
+    config = {"model_type": "llama", "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config |= {"intermediate_size": 32, "max_position_embeddings": 64, "vocab_size": 9}
+    (tmp_path / "small.json").write_text(json.dumps(config))
+    result = adapt(TEXT, tmp_path / "out", lm=base, student=str(tmp_path / "small.json"), **QUICK)
+    student = hf.AutoConfig.from_pretrained(tmp_path / "out" / "student")
+    assert (student.num_hidden_layers, student.vocab_size) == (1, VOCABULARY)
+    assert Datastore.open(tmp_path / "out").window == {"context": 64, "stride": 32}
+    assert math.isfinite(result.everything)
+    assert knnlm(capfd, "eval", tmp_path / "out", "--json", write(tmp_path / "t.txt", documents(1, start=60)))[0] == 0
+
+
+def write(path, some):
+    path.write_text("\n".join(document.text for document in some))
+    return path
+
+
+def test_a_model_that_reads_less_far_than_its_student_is_no_trouble_either(tmp_path):
+    shape = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
+    special = {"vocab_size": VOCABULARY, "bos_token_id": 1, "eos_token_id": 0, "pad_token_id": 0}
+    for name, longest in (("short", 32), ("far", 96)):
+        config = hf.LlamaConfig(**shape, **special, max_position_embeddings=longest)
+        randomise(lambda config=config: hf.AutoModelForCausalLM.from_config(config)).save_pretrained(tmp_path / name)
+        tiny_tokenizer().save_pretrained(tmp_path / name)
+    lm = CausalLM.open(str(tmp_path / "short"), device="cpu")
+    adapt(TEXT, tmp_path / "out", lm=lm, student=str(tmp_path / "far"), **QUICK)
+    assert Datastore.open(tmp_path / "out").window["context"] == 32
+
+
+# -------------------------------------------------------------------------------------------------------- commands
+
+
+def test_one_command_adapts_and_the_others_just_work(texts, model_folder, base, capfd, monkeypatch):
+    monkeypatch.chdir(texts)
+    start = ("adapt", "docs", "--out", "out", "--model", model_folder, *OPTIONS, "--layers", 2)
+    code, out, err = knnlm(capfd, *start)
+    assert code == 0, err
+    facts = json.loads(knnlm(capfd, *start, "--json")[1])
+    figures = ("base", "fine_tuned", "knn", "decoder", "everything")
+    for name in figures:
+        assert f"{facts[name]:.3f}" in out
+    assert facts["out"] == "out"
+    assert "knnlm eval out/student TEXT" in " ".join(out.split())
+    read = [document.text.strip() for document in library.read_documents(str(texts / "docs"))]
+    assert sorted(read) == sorted(document.text for document in TEXT)
+
+    shutil.move("out", "moved")  # and the model is where it was
+    code, out, err = knnlm(capfd, "eval", "moved", "valid.txt", "--json")
+    assert code == 0, err
+    found = json.loads(out)
+    assert [memory["name"] for memory in found["memories"]] == MEMORIES.split(",")
+    assert (found["weights"], found["remembered_documents"]) == ("gated", 0)
+    assert found["perplexity"] < found["base_perplexity"]
+    assert found["base_perplexity"] == pytest.approx(
+        evaluate(Mixture.open("moved/student", base, weight=0.0), library.read_documents("valid.txt")).perplexity,
+        rel=1e-5,
+    )
+    code, out, err = knnlm(capfd, "generate", "moved", "The memory of", "--max-new-tokens", 3, "--json")
+    assert code == 0, err
+    assert json.loads(out)["tokens"] <= 3
+    explained = json.loads(knnlm(capfd, "explain", "moved", "The memory of", "--json")[1])["tokens"]
+    assert [share["memory"] for share in explained[-1]["shares"]] == MEMORIES.split(",")
+    code, out, err = knnlm(capfd, "eval", "moved/student", "valid.txt", "--json")
+    assert code == 0, err
+    assert json.loads(out)["lambda"] == facts["decoder_lambda"]
+
+
+def test_info_shows_the_table_and_tune_keeps_the_student(copied, adapted, texts, capfd, model_folder):
+    result = adapted[1]
+    words = " ".join(knnlm(capfd, "info", copied)[1].split())
+    for figure in (result.base, result.fine_tuned, result.knn, result.decoder, result.everything):
+        assert f"{figure:.3f}" in words
+    assert f"for{model_folder}" in words.replace(" ", "")  # a long path is folded
+    found = json.loads(knnlm(capfd, "info", copied, "--json")[1])
+    assert found["adapted"] == vars(result)
+    assert found["language_model"] == str(model_folder)
+    code, out, err = knnlm(capfd, "tune", copied, texts / "valid.txt", "--json")
+    assert code == 0, err
+    memories = json.loads(out)["memories"]
+    assert {(memory["kind"], memory["path"]) for memory in memories} == {
+        ("knn", None), ("cache", None), ("ngram", None), ("lm", "student"),
+    }  # fmt: skip
+    assert len(json.loads(knnlm(capfd, "eval", copied, texts / "valid.txt", "--json")[1])["memories"]) == 4
+
+
+def test_what_the_model_knows_is_asked_of_the_model_that_is_helped(copied, base, tmp_path, capfd):
+    """Not of the student, which made the keys."""
+    options = ("--drop-known", 0.05, "--json")
+    found = [
+        json.loads(knnlm(capfd, "prune", copied, "--out", tmp_path / name, *options, *more)[1])["dropped"]
+        for name, more in (("a", ()), ("b", ("--model", base.name)), ("c", ("--model", copied / "student")))
+    ]
+    assert found[0] == found[1] < found[2]
+
+
+def test_valid_is_tuned_on_and_a_person_is_warned_where_it_was_learnt(texts, model_folder, base, capfd):
+    start = ("adapt", texts / "docs", "--out", texts / "out", "--model", model_folder, *OPTIONS, "--layers", 1)
+    valid = ("--valid", texts / "valid.txt")
+    code, out, err = knnlm(capfd, *start, *valid, "--json")
+    assert code == 0, err
+    facts = json.loads(out)
+    assert facts["tokens"] == Datastore.open(texts / "out").rows
+    assert facts["tokens"] == sum(
+        map(len, base.encode_all([one.text for one in library.read_documents(str(texts / "docs"))]))
+    )
+    assert facts["held_out_tokens"] == len(base.encode((texts / "valid.txt").read_text()))
+    code, out, err = knnlm(capfd, *start, "--valid", texts / "docs" / "00.txt")
+    assert code == 0, err
+    assert "WARNING" in out
+    assert "1 of 1 document are in the memory itself" in out
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--learning-rate", 0), "learning rate must be above 0, not 0"),
+        (("--learning-rate", "inf"), "learning rate must be above 0"),
+        (("--epochs", 0), "--epochs"),
+        (("--limit", 0), "--limit"),
+        (("--layers", 9), "layers must be from 1 to 3"),
+        (("--valid", "/nowhere.txt"), "/nowhere.txt"),
+        (("--student", "/nowhere.json"), "/nowhere.json"),
+        (("--device", "abacus"), "Unknown device 'abacus'"),
+        (("--seed", -1), "--seed"),
+    ],
+    ids=str,
+)
+def test_wrong_options_are_one_line_and_make_nothing(texts, model_folder, capfd, options, message):
+    line = failure(capfd, "adapt", texts / "docs", "--out", texts / "out", "--model", model_folder, *options)
+    assert message in line
+    assert not (texts / "out").exists()
+
+
+def test_one_document_and_a_place_that_is_taken_are_one_line(texts, model_folder, capfd):
+    start = ("adapt", texts / "valid.txt", "--model", model_folder)
+    assert "--valid" in failure(capfd, *start, "--out", texts / "out")
+    assert "is a file" in failure(capfd, *start, "--out", texts / "valid.txt")
+    assert "/nowhere" in failure(capfd, "adapt", "/nowhere", "--out", texts / "out")
+
+
+def test_ctrl_c_says_that_the_same_command_goes_on(texts, model_folder, capfd, monkeypatch):
+    from knnlm.training.trainer import DecoderTrainer
+
+    def interrupted(*_, **__):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(DecoderTrainer, "run", interrupted)
+    code, out, err = knnlm(capfd, "adapt", texts / "docs", "--out", texts / "out", "--model", model_folder)
+    assert (code, out) == (130, "")
+    assert "a training from its last checkpoint" in err
+
+
+# ---------------------------------------------------------------------------------------------------------- saving
+
+
+@pytest.mark.parametrize("together", [False, True])
+def test_an_adapted_model_is_saved_and_opened_again(copied, tmp_path, together):
+    ids = torch.tensor([[1, 40, 41, 90, 7]])
+    saved = KnnForCausalLM(Mixture.open(copied))
+    saved.save_pretrained(tmp_path / "saved", copy_memory=together)
+    with torch.no_grad():
+        right = saved(input_ids=ids).logits
+        if together:
+            shutil.rmtree(copied)
+        again = KnnForCausalLM.from_pretrained(tmp_path / "saved")
+        torch.testing.assert_close(again(input_ids=ids).logits, right)
+    assert again.mixture.weights.kind == "gated"
+
+
+def test_a_copy_is_for_the_same_model_and_opens_each_model_once(copied, base, tmp_path, monkeypatch):
+    derive(Datastore.open(copied), tmp_path / "derived", keep=torch.arange(0, 50)).close()
+    opened = []
+    original = CausalLM.open.__func__
+
+    def counting(cls, name, **options):
+        opened.append(str(name))
+        return original(cls, name, **options)
+
+    monkeypatch.setattr(CausalLM, "open", classmethod(counting))
+    mixture = Mixture.open(copied)
+    assert opened == [base.name, str(copied / STUDENT)]  # not the one that it is a copy of
+    assert [model.name for model in mixture.readers.models] == [base.name, str((copied / STUDENT).resolve())]
+    assert Mixture.open(tmp_path / "derived").lm.name == base.name
+
+
+@pytest.mark.parametrize("value", [5, "", ["x"]])
+def test_a_memory_that_names_no_proper_model_is_damaged_rather_than_read_by_another(copied, base, value):
+    catalog = Catalog.open(copied / CATALOG_FILE, write=True)
+    catalog.put(**{LANGUAGE_MODEL: value})
+    catalog.close()
+    with pytest.raises(DatastoreCorrupt, match="which model it is for"):
+        Mixture.open(copied)
+    assert Mixture.open(copied, base).lm is base
+
+
+@pytest.mark.parametrize(("value", "words"), [(21.88049, "21.880"), (999_999.0, "999999.000"), (1.7e15, "1.7e+15")])
+def test_a_perplexity_has_no_digits_that_do_not_matter(value, words):
+    assert perplexity(value) == words
