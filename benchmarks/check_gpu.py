@@ -271,14 +271,14 @@ class Checks:
             texts = [f"In {year} the library had {year * 7 % 1000} books. " * 9 for year in range(1900, 1940)]
             stored = [Document(str(number), "made up", text) for number, text in enumerate(texts)]
             store = build(stored, Path(folder) / "memory", lm=lm)
-            mixture = Mixture.open(store, lm, k=64, temperature=4.0, weight=0.6)
+            mixture = Mixture.open(store, lm, k=64, knn_temperature=4.0, lmbda=0.6)
             assert mixture.knn is not None
             model = KnnForCausalLM(mixture)
             keys = torch.randn(3, lm.width, device=self.device)
             logits = torch.randn(3, lm.vocab_size, device=self.device)
 
             def step() -> Tensor:
-                return mixture.predict(logits, Context({mixture.knn.source: keys})).log_dense()
+                return mixture.predict(logits, Context({mixture.knn.source: keys})).log_probs()
 
             looked = step()
             with defer_checks() as doubts:

@@ -25,7 +25,7 @@ import torch
 
 import knnlm
 from figures import first, parser_for, split
-from knnlm.evaluation.fit import TraceTable, choose_settings, evaluate_seen, fit_weights, sweep_all, tabulate
+from knnlm.evaluation.fit import TraceTable, choose_settings, evaluate_table, fit_weights, sweep_all, tabulate
 from knnlm.evaluation.tune import token_frequencies
 from knnlm.lm.causal import CausalLM
 from knnlm.mixture.mixture import Mixture
@@ -161,7 +161,7 @@ class Study:
         device = str(self.lm.device)
         valid, test = (one.only(*memories) for one in seen)
         fitted = fit_weights(valid, kind, frequencies=self.frequencies, device=device)
-        return fitted.perplexity, evaluate_seen(test, fitted.weights).perplexity
+        return fitted.perplexity, evaluate_table(test, fitted.weights).perplexity
 
     def add(self, name: str, valid: float, test: float) -> None:
         self.found[name] = (valid, test)
@@ -204,7 +204,7 @@ class Study:
         """Train a student on the text and on the store that the first student reads, as long as the first."""
         store = knnlm.Datastore.open(self.folder / "student.store")
         place = self.folder / f"targets-{temperature}-{exclude}-{top}-{mass}"
-        settings: dict[str, Any] = {"temperature": float(temperature), "exclude": exclude}
+        settings: dict[str, Any] = {"knn_temperature": float(temperature), "exclude": exclude}
         settings |= {"top": int(top), "mass": float(mass), "device": self.options.device}
         targets = make_targets(store, place, **settings)
         self.say("targets:", targets.facts)

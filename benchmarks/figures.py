@@ -67,7 +67,7 @@ def measure(corpus: Path, memory: Path, lm: CausalLM, options: argparse.Namespac
     settings = {}
     if options.at:
         k, temperature, weight = options.at.split(",")
-        settings = {"k": int(k), "temperature": float(temperature), "weight": float(weight)}
+        settings = {"k": int(k), "knn_temperature": float(temperature), "weight": float(weight)}
     else:
         knnlm.tune(
             Mixture.open(memory, lm), split(corpus, "valid"), weights="fixed", sources=["valid"], limit=options.limit
@@ -83,7 +83,7 @@ def measure(corpus: Path, memory: Path, lm: CausalLM, options: argparse.Namespac
         "knn_lm": round(found.perplexity, 4),
         "oracle_of_both": round(found.oracle_perplexity, 4),
         "k": found.k,
-        "temperature": found.temperature,
+        "knn_temperature": found.knn_temperature,
         "lambda": found.lambda_,
         "build_seconds": round(built - begin, 1),
         "tune_seconds": round(tuned - built, 1),
@@ -138,7 +138,7 @@ def vote_by_numpy(
     for number, query in enumerate(queries):
         distances = squares - 2 * keys @ query + query @ query
         nearest = np.argpartition(distances, min(found.k, len(keys)) - 1)[: found.k]
-        scores = -distances[nearest] / found.temperature
+        scores = -distances[nearest] / found.knn_temperature
         weights = np.exp(scores - scores.max())
         knn[number] = weights[values[nearest] == targets[number]].sum() / weights.sum()
     base = np.exp(log_p)

@@ -330,11 +330,11 @@ def corpus(folder: Path, options: argparse.Namespace) -> None:
         )
         k, temperature, weight, _ = found.best
         for settings in ((k, temperature, weight), tuple(map(float, options.at.split(",")))):
-            own = {"k": int(settings[0]), "temperature": settings[1], "weight": settings[2]}
+            own = {"k": int(settings[0]), "knn_temperature": settings[1], "weight": settings[2]}
             mixed = Mixture(
                 lm,
-                type(mixture.knn)(store, mixture.knn.index, k=own["k"], temperature=own["temperature"]),
-                weight=own["weight"],
+                type(mixture.knn)(store, mixture.knn.index, k=own["k"], knn_temperature=own["knn_temperature"]),
+                lmbda=own["weight"],
             )
             test = list(split(folder, "test"))
             result = knnlm.evaluate(mixed, test, limit=options.limit)
@@ -346,7 +346,9 @@ def corpus(folder: Path, options: argparse.Namespace) -> None:
                 f"{result.seconds:.2f} s",
                 f"{result.tokens:,} tokens; {figures}",
             )
-        rounded = Mixture.open(store, lm, fresh=True, k=k, temperature=temperature, weight=weight, device_keys="int8")
+        rounded = Mixture.open(
+            store, lm, fresh=True, k=k, knn_temperature=temperature, lmbda=weight, device_keys="int8"
+        )
         result = knnlm.evaluate(rounded, test, limit=options.limit)
         note(f"{name}: evaluation with int8 keys", f"{result.seconds:.2f} s", f"{result.perplexity:.3f}")
         del rounded
@@ -382,7 +384,7 @@ def generation(name: str, mixture: Any) -> None:
 
     def step() -> Tensor:
         found: Retrieved = memory.search(keys)
-        return memory.poll(found).parts[0].log_dense()
+        return memory.poll(found).components[0].log_probs()
 
     spent = timed(step)
     side = torch.cuda.Stream()

@@ -119,8 +119,8 @@ def read_text(store: Datastore, options: argparse.Namespace) -> Text:
     parts: list[tuple[Tensor, Tensor, Tensor]] = []
     with torch.inference_mode():
         for _, batch in read_all(mixture, read_documents(options.text), tally=Totals(), limit=options.limit):
-            keys = store.project(batch.context.seen[mixture.knn.source].float())
-            said = LMOutput(batch.logits).parts[0].of(batch.targets)
+            keys = store.project(batch.context.states[mixture.knn.source].float())
+            said = LMOutput(batch.logits).components[0].log_prob(batch.targets)
             parts.append((keys.cpu(), batch.targets.cpu(), said.exp().cpu()))
     queries, targets, model = (torch.cat(column) for column in zip(*parts, strict=True))
     # Mixed, so that both halves are of the whole text.
@@ -153,7 +153,7 @@ def perplexity(store: Datastore, text: Text, found: Neighbours) -> dict[str, flo
         )
         best = one if best is None or one > best else best
     assert best is not None
-    return {"perplexity": float(np.exp(-best[3])), "temperature": best[1], "lambda": best[2]}
+    return {"perplexity": float(np.exp(-best[3])), "knn_temperature": best[1], "lambda": best[2]}
 
 
 def one_spec(

@@ -29,7 +29,7 @@ from knnlm.evaluation.fit import (
     MemoryColumns,
     TraceTable,
     choose_settings,
-    evaluate_seen,
+    evaluate_table,
     fit_weights,
     sweep_all,
     tabulate,
@@ -183,7 +183,7 @@ def table(
             continue
         begin = time.perf_counter()
         fitted = fit_weights(seen.only(*memories), kind, frequencies=frequencies, device=device)
-        measured = evaluate_seen(test[0].only(*memories), fitted.weights)
+        measured = evaluate_table(test[0].only(*memories), fitted.weights)
         found[name] = [fitted.perplexity, measured.perplexity]
         print(
             f"  {name:<45} valid {fitted.perplexity:8.3f}  test {measured.perplexity:8.3f}  "

@@ -34,7 +34,7 @@ def main() -> None:
     torch.set_num_threads(options.threads)
     lm = CausalLM.open(options.model, device="cpu", dtype=options.dtype)
     store = Datastore.open(options.memory)
-    mixture = Mixture.open(store, lm, k=options.k, temperature=options.temperature, weight=options.weight)
+    mixture = Mixture.open(store, lm, k=options.k, knn_temperature=options.knn_temperature, lmbda=options.weight)
     documents = list(first(knnlm.read_documents(options.text), lm, options.limit))
     texts = [lm.encode(document.text) for document in documents]
     tokens = sum(map(len, texts))
@@ -42,7 +42,7 @@ def main() -> None:
 
     def alone() -> float:
         readings = lm.read(texts, mixture.window, batch_tokens=1024, logits=True)
-        return float(sum(Logits(reading.logits).of(reading.targets).double().sum() for reading in readings))
+        return float(sum(Logits(reading.logits).log_prob(reading.targets).double().sum() for reading in readings))
 
     def mixed() -> Evaluation:
         return knnlm.evaluate(mixture, documents, batch_tokens=1024)
@@ -68,7 +68,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("-k", type=int, default=1024)
-    parser.add_argument("--temperature", type=float, default=2.0)
+    parser.add_argument("--knn-temperature", type=float, default=2.0)
     parser.add_argument("--weight", type=float, default=0.4)
     return parser.parse_args()
 

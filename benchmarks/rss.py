@@ -67,7 +67,7 @@ def evaluate(options: argparse.Namespace) -> None:
         reading.logits.float().logsumexp(1)
     before = peak()
     store = Datastore.open(options.memory)
-    mixture = Mixture.open(store, lm, k=1024, temperature=2.0, weight=0.4)
+    mixture = Mixture.open(store, lm, k=1024, knn_temperature=2.0, lmbda=0.4)
     knnlm.evaluate(mixture, documents, batch_tokens=1024)
     show(store, before)
 

@@ -66,7 +66,7 @@ def make(path: Path) -> Mixture:
     torch.manual_seed(0)
     lm = CausalLM(LlamaForCausalLM(config).eval(), tiny_tokenizer(), name="benchmark")
     build(documents(80), path, lm=lm)
-    return Mixture.open(path, lm, k=256, temperature=4.0, weight=0.4)
+    return Mixture.open(path, lm, k=256, knn_temperature=4.0, lmbda=0.4)
 
 
 def measure(mixture: Mixture, options: argparse.Namespace) -> dict[str, Any]:
@@ -168,7 +168,7 @@ async def ask(port: int, tokens: int, streams: int, seconds: float) -> dict[str,
 
     async def one(number: int) -> None:
         while True:
-            body = {"prompt": PROMPT + " and" * (number % 7), "max_tokens": tokens, "temperature": 0}
+            body = {"prompt": PROMPT + " and" * (number % 7), "max_tokens": tokens, "knn_temperature": 0}
             found.append(await read_stream(port, body))
             if time.perf_counter() - began >= seconds:
                 return

@@ -60,7 +60,7 @@ def read(lm: CausalLM, documents: list[knnlm.Document]) -> tuple[Tensor, Tensor,
     """Read a text once: (N, D) hidden states, (N,) targets, (N,) log-probabilities of the model."""
     tokens = [lm.encode(document.text) for document in documents]
     parts = [
-        (reading.keys, reading.targets, Logits(reading.logits).of(reading.targets))
+        (reading.keys, reading.targets, Logits(reading.logits).log_prob(reading.targets))
         for reading in lm.read(tokens, lm.window())
     ]
     return tuple(torch.cat(part) for part in zip(*parts, strict=True))
@@ -81,7 +81,7 @@ def measure(
     store = Datastore.open(path)
     # A GPU that can hold all keys would be asked instead of the index.
     device = "cpu" if options.index else str(texts[0][0].device)
-    memory = KnnMemory(store, open_index(store, device=device), k=options.k, temperature=1.0)
+    memory = KnnMemory(store, open_index(store, device=device), k=options.k, knn_temperature=1.0)
     found = [search(memory, keys) for keys, _, _ in texts]
     searched = time.perf_counter()
     valid, test = (losses(some, targets, log_p) for some, (_, targets, log_p) in zip(found, texts, strict=True))
@@ -93,7 +93,7 @@ def measure(
         "tokens": store.rows,
         "bytes_per_token": round((store.bytes + store.index_bytes) / store.rows, 1),
         "perplexity": round(float(test.flatten()[best].exp()), 4),
-        "temperature": temperature,
+        "knn_temperature": temperature,
         "lambda": weight,
         "store_seconds": round(stored - begin, 1),
         "index_seconds": round(indexed - stored, 1),
@@ -111,7 +111,7 @@ def losses(found: Retrieved, targets: Tensor, log_p: Tensor) -> Tensor:
     weights = torch.tensor(WEIGHTS, dtype=torch.float64, device=targets.device)
     rows = []
     for temperature in TEMPERATURES:
-        votes = vote(found, temperature=temperature, vocab_size=0).of(targets).double().exp()
+        votes = vote(found, knn_temperature=temperature, vocab_size=0).log_prob(targets).double().exp()
         mixed = (1 - weights) * log_p.double().exp()[:, None] + weights * votes[:, None]
         rows.append(-mixed.log().mean(0))
     return torch.stack(rows)

@@ -82,7 +82,7 @@ def take(folder: Path) -> None:
         subprocess.run([*knnlm, "build", "texts", "--out", str(memory)], check=True, cwd=folder)  # noqa: S603
     command = [sys.executable, "-m", "knnlm", "serve", str(memory), "--port", "0", "--lambda", "0.5", "--k", "64"]
     with subprocess.Popen(  # noqa: S603
-        [*command, "--temperature", "6"], stderr=subprocess.PIPE, text=True, env={**os.environ, "COLUMNS": "500"}
+        [*command, "--knn-temperature", "6"], stderr=subprocess.PIPE, text=True, env={**os.environ, "COLUMNS": "500"}
     ) as server:
         try:
             assert server.stderr is not None

@@ -62,7 +62,7 @@ def bench(lm: CausalLM, folder: Path, *, size: Size = QUICK, progress: Progress 
     with progress("measuring", total=4, unit="parts") as advance:
         found["build"], store = _building(lm, _pieces(parts.store), folder)
         advance(1)
-        mixture = Mixture(lm, KnnMemory(store, ExactIndex(store.keys), k=1024, temperature=2.0), weight=0.25)
+        mixture = Mixture(lm, KnnMemory(store, ExactIndex(store.keys), k=1024, knn_temperature=2.0), lmbda=0.25)
         steps: list[tuple[str, Callable[[], dict[str, Any]]]] = [
             ("evaluation", lambda: _evaluating(mixture, _pieces(parts.test), size)),
             ("generation", lambda: _generating(mixture, size)),

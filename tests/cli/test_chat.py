@@ -31,8 +31,8 @@ from knnlm.server.engine.requests import Busy, GenerationRequest
 from knnlm.server.engine.scheduler import Scheduler
 
 TEMPLATE = "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}assistant:"
-SETTINGS = {"k": 8, "temperature": 4.0, "weight": 0.5}
-CHOSEN = ("--k", "8", "--temperature", "4", "--lambda", "0.5")
+SETTINGS = {"k": 8, "knn_temperature": 4.0, "lmbda": 0.5}
+CHOSEN = ("--k", "8", "--knn-temperature", "4", "--lambda", "0.5")
 
 
 def make_model(*, longest: int, template: str | None = TEMPLATE) -> CausalLM:

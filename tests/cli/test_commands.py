@@ -125,11 +125,11 @@ def test_build_reports_what_it_stored_as_json(texts, model_folder, tmp_path, cap
 
 def test_eval_prints_what_the_library_computes(memory, texts, lm, capfd):
     code, out, err = knnlm(
-        capfd, "eval", memory, texts / "held-out.txt", "--k", 7, "--temperature", 3, "--lambda", 0.2, "--json"
+        capfd, "eval", memory, texts / "held-out.txt", "--k", 7, "--knn-temperature", 3, "--lambda", 0.2, "--json"
     )
     assert code == 0, err
     figures = json.loads(out)
-    mixture = Mixture.open(memory, lm, k=7, temperature=3.0, weight=0.2)
+    mixture = Mixture.open(memory, lm, k=7, knn_temperature=3.0, lmbda=0.2)
     right = evaluate(mixture, documents(1, words=150, start=50)).as_dict()
     assert figures.pop("memories") == right.pop("memories")
     for name, value in right.items():
@@ -151,14 +151,14 @@ def test_tune_stores_its_choice_and_eval_uses_it(texts, model_folder, tmp_path, 
     code, out, _ = knnlm(capfd, "eval", memory, texts / "held-out.txt", "--json", "--save-trace", trace)
     figures = json.loads(out)
     assert code == 0
-    assert [figures[name] for name in ("k", "temperature", "lambda")] == [
-        tuned[name] for name in ("k", "temperature", "lambda")
+    assert [figures[name] for name in ("k", "knn_temperature", "lambda")] == [
+        tuned[name] for name in ("k", "knn_temperature", "lambda")
     ]
     assert figures["perplexity"] == pytest.approx(tuned["perplexity"], rel=1e-3)
     code, out, _ = knnlm(
         capfd,
         *("tune", memory, "--trace", trace, "--weights", "fixed", "--json"),
-        *("--k", "1,4", "--temperature", "2", "--lambda", "0.1,0.2"),
+        *("--k", "1,4", "--knn-temperature", "2", "--lambda", "0.1,0.2"),
     )
     assert code == 0
     again = json.loads(out)
@@ -239,8 +239,8 @@ def test_an_infinite_perplexity_is_null_in_json(memory, texts, capfd):
         (["--lambda", "1.5"], "lambda must be from 0 to 1, not 1.5"),
         (["--lambda", "-0.1"], "lambda must be from 0 to 1"),
         (["--k", "0"], "k must be at least 1, not 0"),
-        (["--temperature", "0"], "temperature must be above 0"),
-        (["--temperature", "-2"], "temperature must be above 0"),
+        (["--knn-temperature", "0"], "temperature must be above 0"),
+        (["--knn-temperature", "-2"], "temperature must be above 0"),
         (["--metric", "cosine"], "Unknown metric 'cosine'"),
         (["--limit", "0"], "limit must be at least 1"),
         (["--k", "many"], "--k"),
@@ -372,7 +372,7 @@ def test_an_index_that_cannot_be_is_one_line(memory, capfd):
         ["x", "--repetition-penalty", "nan"],
         ["x", "--seed", "99999999999999999999"],
         ["x", "--do-sample", "--top-p", "0"],
-        ["x", "--do-sample", "--sampling-temperature", "0"],
+        ["x", "--do-sample", "--temperature", "0"],
         ["x", "--max-new-tokens", "0"],
         ["x", "--device", "cuda:99"],
     ],

@@ -60,7 +60,7 @@ from knnlm.training.pairs import hold_out
 
 GOLDEN = Path(__file__).parent.parent / "golden"
 DOCUMENTS = documents(16)
-ALL = {"k": 5000, "temperature": 1.0}  # so that no tie at the k-th place is broken one way or the other
+ALL = {"k": 5000, "knn_temperature": 1.0}  # so that no tie at the k-th place is broken one way or the other
 SPECS = ("Flat", "IVF4,Flat", "IVF8,PQ8x4", "PQ8x4", "HNSW8", "PCA24,IVF4,Flat")
 
 

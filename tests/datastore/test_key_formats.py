@@ -209,7 +209,7 @@ def test_all_ways_of_reading_keys_agree(built, way):
 def test_evaluation_is_that_of_brute_force_on_decoded_keys(built, lm, way, metric):
     store = built[way]
     held_out = documents(3, start=70)
-    found = evaluate(Mixture.open(store.path, lm, k=20, temperature=5.0, weight=0.4, metric=metric), held_out)
+    found = evaluate(Mixture.open(store.path, lm, k=20, knn_temperature=5.0, lmbda=0.4, metric=metric), held_out)
     assert found.perplexity == pytest.approx(by_hand(store, lm, held_out, metric), rel=2e-3)
 
 
@@ -225,7 +225,9 @@ def by_hand(store, lm, held_out, metric):
         elif store.map is not None:
             queries = queries.float() @ store.map.matrix
         for row, query in enumerate(queries.double().numpy()):
-            p_knn = oracle.knn_distribution(query, keys, values, log_p.shape[1], k=20, temperature=5.0, metric=metric)
+            p_knn = oracle.knn_distribution(
+                query, keys, values, log_p.shape[1], k=20, knn_temperature=5.0, metric=metric
+            )
             target = int(reading.targets[row])
             losses.append(-np.log(oracle.mix(float(log_p[row, target].exp()), p_knn[target], 0.4)))
     return float(np.exp(np.mean(losses)))

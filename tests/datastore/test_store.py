@@ -216,10 +216,10 @@ def test_keys_beyond_float16_are_scaled_and_recorded_never_infinite(tmp_path, fa
     assert (np.abs(keys.numpy() - right).max(0) <= 2e-3 * size + 2e-3 + finest).all()
     # What matters: distances in the store are those of the true keys.
     true = oracle.distances(right[5], right)
-    memory = KnnMemory(store, ExactIndex(store), k=store.rows, temperature=1.0)
+    memory = KnnMemory(store, ExactIndex(store), k=store.rows, knn_temperature=1.0)
     found = memory.search(torch.from_numpy(right[5:6]).float())
     np.testing.assert_allclose(found.distances[0], true[found.ids[0]], rtol=2e-2, atol=2e-2 * np.median(true))
-    inner = KnnMemory(store, ExactIndex(store, metric="ip"), k=store.rows, temperature=1.0).search(
+    inner = KnnMemory(store, ExactIndex(store, metric="ip"), k=store.rows, knn_temperature=1.0).search(
         torch.from_numpy(right[5:6]).float()
     )
     product = oracle.distances(right[5], right, "ip")

@@ -56,7 +56,9 @@ def expected(seen, *, k, temperature, weight, metric):
     base, mixed, best = [], [], []
     for query, p_lm, target in zip(seen["queries"], seen["p_lm"], seen["targets"], strict=True):
         p_knn = np.array(
-            oracle.knn_bounds(query, seen["keys"], seen["values"], target, k=k, temperature=temperature, metric=metric)
+            oracle.knn_bounds(
+                query, seen["keys"], seen["values"], target, k=k, knn_temperature=temperature, metric=metric
+            )
         )
         base.append(p_lm[target])
         mixed.append((1 - weight) * p_lm[target] + weight * p_knn)
@@ -67,13 +69,13 @@ def expected(seen, *, k, temperature, weight, metric):
 
 
 @pytest.mark.parametrize(
-    ("k", "temperature", "weight", "metric"),
+    ("k", "knn_temperature", "weight", "metric"),
     [(8, 1.0, 0.3, "l2"), (64, 5.0, 0.7, "l2"), (16, 2.0, 0.5, "ip"), (10_000, 10.0, 0.25, "l2"), (1, 1.0, 0.1, "l2")],
 )
 def test_evaluation_agrees_with_numpy_token_by_token(lm, small, seen, k, temperature, weight, metric):
-    mixture = Mixture.open(small.path, lm, k=k, temperature=temperature, weight=weight, metric=metric)
+    mixture = Mixture.open(small.path, lm, k=k, knn_temperature=temperature, lmbda=weight, metric=metric)
     measured = evaluate(mixture, documents(4, start=100))
-    base, mixed, best = expected(seen, k=k, temperature=temperature, weight=weight, metric=metric)
+    base, mixed, best = expected(seen, k=k, knn_temperature=temperature, weight=weight, metric=metric)
     assert measured.tokens == len(seen["targets"])
     assert measured.base_perplexity == pytest.approx(base, rel=1e-5)
     for found, (highest, lowest) in ((measured.perplexity, mixed), (measured.oracle_perplexity, best)):
@@ -84,7 +86,7 @@ def test_evaluation_agrees_with_numpy_token_by_token(lm, small, seen, k, tempera
 def test_an_approximate_index_votes_with_the_distances_of_stored_keys(lm, seen, tmp_path):
     store = build(documents(12), tmp_path / "memory", lm=lm, window=WINDOW)
     assert build_index(store, "IVF8,PQ8x4") == "IVF8,PQ8x4"
-    settings = {"k": 8, "temperature": 1.0, "weight": 0.3, "metric": "l2"}
+    settings = {"k": 8, "knn_temperature": 1.0, "weight": 0.3, "metric": "l2"}
     plain = evaluate(Mixture.open(store.path, lm, rerank=False, **settings), documents(4, start=100))
     fine = evaluate(Mixture.open(store.path, lm, **settings), documents(4, start=100))
     _, (right, _), _ = expected(seen, **settings)
@@ -95,14 +97,14 @@ def test_an_approximate_index_votes_with_the_distances_of_stored_keys(lm, seen, 
 
 
 def test_lambda_zero_gives_the_models_own_perplexity(lm, small):
-    measured = evaluate(Mixture.open(small.path, lm, weight=0.0), documents(4, start=100))
+    measured = evaluate(Mixture.open(small.path, lm, lmbda=0.0), documents(4, start=100))
     assert measured.perplexity == pytest.approx(measured.base_perplexity, rel=1e-6)
 
 
 def test_an_empty_store_changes_nothing(lm, tmp_path):
     store = build([], tmp_path / "memory", lm=lm)
     assert store.rows == 0
-    measured = evaluate(Mixture.open(store.path, lm, weight=0.5), documents(2, start=100))
+    measured = evaluate(Mixture.open(store.path, lm, lmbda=0.5), documents(2, start=100))
     assert measured.perplexity == pytest.approx(measured.base_perplexity, rel=1e-6)
 
 
@@ -140,14 +142,14 @@ def test_no_text_is_an_error(lm, small):
 
 def test_explanations_agree_with_numpy_and_name_their_source(lm, small, seen):
     document = documents(1, start=100)[0]
-    mixture = Mixture.open(small.path, lm, k=20, temperature=3.0, weight=0.4)
+    mixture = Mixture.open(small.path, lm, k=20, knn_temperature=3.0, lmbda=0.4)
     explained = explain(mixture, document.text, top=4)
     assert "".join(token.token for token in explained) == document.text
     stored = documents(12)
     owners = np.repeat(np.arange(12), [len(lm.encode(one.text)) for one in stored])
     for number, token in enumerate(explained):
         query, p_lm, target = (seen[name][number] for name in ("queries", "p_lm", "targets"))
-        p_knn = oracle.knn_distribution(query, seen["keys"], seen["values"], lm.vocab_size, k=20, temperature=3.0)
+        p_knn = oracle.knn_distribution(query, seen["keys"], seen["values"], lm.vocab_size, k=20, knn_temperature=3.0)
         assert token.p_lm == pytest.approx(p_lm[target], rel=1e-3)
         assert token.p_knn == pytest.approx(p_knn[target], rel=2e-3, abs=1e-6)
         assert token.p == pytest.approx(0.6 * p_lm[target] + 0.4 * p_knn[target], rel=2e-3)

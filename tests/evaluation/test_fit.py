@@ -50,7 +50,7 @@ def settings(mixture):
 
 @pytest.fixture(scope="module")
 def test_trace(lm, path, tmp_path_factory):
-    """What is seen of the test text, at the widest settings."""
+    """What is seen of the test text, at the max_k settings."""
     mixture = Mixture.open(path, lm, memories=MEMORIES, fresh=True)
     return record(mixture, TEST, tmp_path_factory.mktemp("trace") / "trace")
 
@@ -82,7 +82,7 @@ def asked_fraction(mixture, lm):
     asked = []
     for batch in mixture.read([lm.encode(document.text) for document in TEST]):
         context, _, _ = mixture.ask(batch.logits, batch.context)
-        asked.append(context.asked)
+        asked.append(context.search_mask)
     return float(torch.cat(asked).double().mean())
 
 
@@ -109,13 +109,13 @@ def test_what_a_gate_sees_in_a_trace_is_what_it_sees_in_the_text(lm, path, test_
     mixture = Mixture.open(path, lm, memories=MEMORIES, fresh=True)
     counts = token_frequencies(mixture.home)
     stored = tabulate(test_trace, settings(mixture)).features(counts)
-    names = feature_names((memory.name, memory.signal_names) for memory in mixture.memories)
+    names = feature_names((memory.name, memory.feature_names) for memory in mixture.memories)
     assert stored.shape == (len(test_trace), len(names))
     tokens = [lm.encode(document.text) for document in TEST]
     for batch in mixture.read(tokens):
         lm_answer = LMOutput(batch.logits)
         found = [memory_features(memory.predict(batch.context), lm_answer) for memory in mixture.memories]
-        here = features(place(batch.context), counts, (lm_answer.signals(), lm_answer.top()), found)
+        here = features(place(batch.context), counts, (lm_answer.features(), lm_answer.top()), found)
         difference = (here - stored[batch.rows]).abs()
         # Equally near neighbours come in any order: what depends on which of them is the 64th may differ a little.
         loose = torch.tensor([0.2 if "distinct" in name or "choice" in name else 5e-3 for name in names])
@@ -126,9 +126,9 @@ def test_what_a_gate_sees_in_a_trace_is_what_it_sees_in_the_text(lm, path, test_
 def test_the_columns_of_a_trace_are_the_parts_of_the_mixture(lm, path, test_trace):
     mixture = Mixture.open(path, lm, memories=MEMORIES, fresh=True)
     seen = tabulate(test_trace, settings(mixture))
-    assert len(seen.names) == len(mixture.part_names) == seen.logs.shape[1]
+    assert len(seen.names) == len(mixture.component_names) == seen.logs.shape[1]
     for batch in mixture.read([lm.encode(document.text) for document in TEST]):
-        each = mixture.predict(batch.logits, batch.context).each_of(batch.targets)
+        each = mixture.predict(batch.logits, batch.context).component_log_probs(batch.targets)
         stored = seen.logs[batch.rows].nan_to_num(nan=-math.inf)
         torch.testing.assert_close(stored.exp(), each.exp(), rtol=1e-2, atol=2e-3)
     first = np.cumsum([0, *(len(lm.encode(document.text)) for document in TEST)])[:-1]
@@ -147,7 +147,7 @@ def test_each_set_of_memories_keeps_its_own_choice(lm, path):
         tune(Mixture.open(path, lm, memories=memories, fresh=True), valid, weights="fixed")
     assert Mixture.open(path, lm).labels == ["knn", "ngram"]  # the last one
     assert Mixture.open(path, lm, memories="knn").labels == ["knn"]
-    assert Mixture.open(path, lm, memories="knn").knn.temperature != 2.0
+    assert Mixture.open(path, lm, memories="knn").knn.knn_temperature != 2.0
     for order in ("cache,knn", "knn,cache"):  # a set has no order
         both = Mixture.open(path, lm, memories=order)
         assert both.labels == ["cache", "knn"]
@@ -162,15 +162,15 @@ def test_a_memory_that_was_tuned_among_others_votes_as_it_was_tuned_to(lm, tmp_p
     (cache,) = [spec for spec in result.specs if spec.kind == "cache"]
     opened = Mixture.open(path, lm, k=3)
     assert opened.labels == ["knn"]
-    assert opened.knn.settings == (VoteParams(3, knn.settings[0].temperature),)
+    assert opened.knn.settings == (VoteParams(3, knn.settings[0].knn_temperature),)
     assert opened.weight == 0.25
-    alone = Mixture.open(path, lm, memories="cache", temperature=0.5)
+    alone = Mixture.open(path, lm, memories="cache", knn_temperature=0.5)
     assert alone.memories[0].settings == (VoteParams(cache.settings[0].k, 0.5),)
 
 
 def test_k_and_temperature_are_refused_where_it_is_unclear_whose_they_are(lm, path, tmp_path):
     other = build(documents(3, start=300), tmp_path / "other", lm=lm)
-    opened = Mixture.open(path, lm, memories=f"knn={other.path}", k=5, temperature=9.0)
+    opened = Mixture.open(path, lm, memories=f"knn={other.path}", k=5, knn_temperature=9.0)
     assert opened.knn.settings == (VoteParams(5, 9.0),)
     with pytest.raises(ParameterError, match="has 2"):
         Mixture.open(path, lm, memories=f"knn={other.path},cache", k=5, fresh=True)
@@ -222,7 +222,7 @@ def test_a_mixture_that_could_not_be_opened_again_is_not_tuned(lm, path):
     tuned = Mixture(lm, [opened.knn, cache], home=opened.home)
     result = tune(tuned, documents(3, start=100), weights="fixed")
     again = Mixture.open(path, lm).memories[1]
-    assert (again.horizon, again.metric) == (9, "ip")
+    assert (again.history_length, again.metric) == (9, "ip")
     assert result.specs[1].label == "cache=9"
 
 
@@ -275,7 +275,7 @@ def test_a_trace_is_tuned_for_some_of_its_memories(lm, path, test_trace):
 
 def test_the_cache_looks_back_as_far_as_it_is_told(lm, path):
     opened = Mixture.open(path, lm, memories="knn,cache=7", fresh=True)
-    assert opened.memories[1].horizon == 7
+    assert opened.memories[1].history_length == 7
     (batch,) = opened.read([lm.encode(TEST[0].text)[:50]])
     found = opened.memories[1].find(batch.context)
     ages = torch.arange(50)[:, None] - found.ids

@@ -21,12 +21,12 @@ EVERYBODY = 10_000  # votes: who is just in and who just out of k would depend o
 @pytest.fixture
 def mixture(lm, store):
     """A store that votes in two ways."""
-    mixture = Mixture.open(store, lm, k=EVERYBODY, temperature=3.0, weight=0.4)
+    mixture = Mixture.open(store, lm, k=EVERYBODY, knn_temperature=3.0, lmbda=0.4)
     knn = mixture.knn
     both = KnnMemory(
-        store, knn.index, k=EVERYBODY, temperature=3.0, others=(VoteParams(EVERYBODY, 1.0),), source=knn.source
+        store, knn.index, k=EVERYBODY, knn_temperature=3.0, others=(VoteParams(EVERYBODY, 1.0),), source=knn.source
     )
-    return Mixture(lm, both, weight=0.4)
+    return Mixture(lm, both, lmbda=0.4)
 
 
 @pytest.fixture
@@ -57,7 +57,9 @@ def one_by_one(mixture, texts):
     found = []
     for batch in mixture.read(texts, batch_tokens=32):
         prediction = mixture.predict(batch.logits, batch.context)
-        found.append((prediction.each_of(batch.targets), prediction.of(batch.targets), prediction.weights))
+        found.append(
+            (prediction.component_log_probs(batch.targets), prediction.log_prob(batch.targets), prediction.weights)
+        )
     return [torch.cat(column) for column in zip(*found, strict=True)]
 
 

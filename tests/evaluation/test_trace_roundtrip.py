@@ -50,7 +50,7 @@ def test_votes_added_where_they_are_equal_votes_added_everywhere(seed, rows, k, 
     parts = [drawn_votes(generator, rows, k, words) for _ in range(polls)]
     logits = torch.from_numpy(generator.normal(size=(rows, words)).astype(np.float32))
     weights = torch.from_numpy(generator.dirichlet(np.ones(polls + 1), rows).astype(np.float32))
-    found = Mixed([Logits(logits), *parts], weights).log_dense().exp().numpy()
+    found = Mixed([Logits(logits), *parts], weights).log_probs().exp().numpy()
     expected = weights[:, :1].double().numpy() * logits.double().softmax(1).numpy()
     for number, part in enumerate(parts, 1):
         for row in range(rows):
@@ -76,7 +76,7 @@ def test_a_dense_mixture_makes_one_tensor_of_the_size_of_the_vocabulary():
     parts = [Logits(torch.randn(2, 5000)), drawn_votes(np.random.default_rng(0), 2, 64, 5000)]
     mixed = Mixed(parts, torch.tensor([[0.5, 0.5]]).expand(2, 2))
     with Watching():
-        mixed.log_dense()
+        mixed.log_probs()
     assert len(set(made)) == 1
 
 
@@ -84,7 +84,7 @@ def test_gradients_go_through_a_dense_mixture():
     logits = torch.randn(3, 7, requires_grad=True)
     votes = drawn_votes(np.random.default_rng(1), 3, 5, 7)
     weights = torch.tensor([[0.7, 0.3]]).expand(3, 2)
-    Mixed([Logits(logits), votes], weights).log_dense()[:, 2].sum().backward()
+    Mixed([Logits(logits), votes], weights).log_probs()[:, 2].sum().backward()
     again = logits.detach().double().requires_grad_()
     dense = torch.zeros(3, 7, dtype=torch.float64)
     dense.scatter_add_(1, votes.values.clamp(min=0), 0.3 * votes.log_weights.exp().double())
@@ -93,7 +93,7 @@ def test_gradients_go_through_a_dense_mixture():
 
 
 def test_generation_with_lambda_zero_searches_nothing_and_is_the_models_own(store, lm):
-    mixture = Mixture.open(store.path, lm, k=8, weight=0.0)
+    mixture = Mixture.open(store.path, lm, k=8, lmbda=0.0)
     index = counted(mixture)
     ids = torch.tensor([[1, 5, 9, 4]])
     found = KnnForCausalLM(mixture)(input_ids=ids).logits
@@ -110,12 +110,12 @@ def test_only_memories_that_weigh_something_are_asked(store, lm):
     assert index.searches == 0
     heard = [mixture.predict(batch.logits, batch.context) for batch in mixture.read([[5, 9, 4, 5, 9, 3]])]
     assert index.searches == 1, "evaluation tells what every part would have said"
-    assert len(heard[0].parts) == 3
+    assert len(heard[0].components) == 3
     assert torch.isfinite(quick).all()
 
 
 def test_evaluation_searches_once_for_a_batch_of_windows(store, lm):
-    mixture = Mixture.open(store.path, lm, k=8, weight=0.3)
+    mixture = Mixture.open(store.path, lm, k=8, lmbda=0.3)
     index = counted(mixture)
     found = evaluate(mixture, documents(6, start=80))
     batches = len(list(mixture.read([lm.encode(document.text) for document in documents(6, start=80)])))
@@ -123,23 +123,23 @@ def test_evaluation_searches_once_for_a_batch_of_windows(store, lm):
 
 
 def test_nothing_is_searched_where_no_position_is_asked_for(store, lm):
-    mixture = Mixture.open(store.path, lm, k=8, weight=0.3)
+    mixture = Mixture.open(store.path, lm, k=8, lmbda=0.3)
     index = counted(mixture)
     keys = torch.randn(4, store.width)
     context = Context({mixture.knn.source: keys})
-    nobody = mixture.knn.predict(replace(context, asked=torch.zeros(4, dtype=torch.bool)))
+    nobody = mixture.knn.predict(replace(context, search_mask=torch.zeros(4, dtype=torch.bool)))
     assert index.searches == 0
-    assert nobody.parts[0].abstains().all()
-    assert nobody.signals().shape == (4, len(mixture.knn.signal_names))
+    assert nobody.components[0].abstains().all()
+    assert nobody.features().shape == (4, len(mixture.knn.feature_names))
     assert (nobody.top() == -1).all()
-    some = mixture.knn.predict(replace(context, asked=torch.tensor([True, False, False, True])))
+    some = mixture.knn.predict(replace(context, search_mask=torch.tensor([True, False, False, True])))
     assert (index.searches, index.queries) == (1, 2)
-    assert some.parts[0].abstains().tolist() == [False, True, True, False]
+    assert some.components[0].abstains().tolist() == [False, True, True, False]
 
 
 @pytest.mark.parametrize("weight", [0.0, 0.4])
 def test_what_is_heard_is_what_all_of_it_would_give(store, lm, weight):
-    mixture = Mixture.open(store.path, lm, k=8, weight=weight)
+    mixture = Mixture.open(store.path, lm, k=8, lmbda=weight)
     (batch,) = mixture.read([[5, 9, 4, 5, 9, 3]])
-    whole = mixture.predict(batch.logits, batch.context).log_dense()
-    assert torch.allclose(mixture.predict(batch.logits, batch.context, every=False).log_dense(), whole, atol=1e-6)
+    whole = mixture.predict(batch.logits, batch.context).log_probs()
+    assert torch.allclose(mixture.predict(batch.logits, batch.context, every=False).log_probs(), whole, atol=1e-6)

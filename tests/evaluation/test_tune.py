@@ -19,7 +19,7 @@ from knnlm.evaluation.sweep import replay, sweep, temperature_grid
 from knnlm.evaluation.trace import MemoryTrace, Trace, record
 from knnlm.evaluation.tune import choose_from, tune, tune_trace
 from knnlm.ingest.build import build
-from knnlm.memories.decoder import LM_SIGNALS
+from knnlm.memories.decoder import LM_FEATURES
 from knnlm.mixture.mixture import Mixture
 
 
@@ -36,12 +36,12 @@ def trace(mixture, tmp_path_factory):
 
 
 def test_a_sweep_equals_an_evaluation_with_each_setting(lm, mixture, trace):
-    swept = sweep(trace, ks=[1, 7, 64], temperatures=[0.5, 20.0], lambdas=[0.0, 0.3, 0.9])
+    swept = sweep(trace, ks=[1, 7, 64], knn_temperatures=[0.5, 20.0], lambdas=[0.0, 0.3, 0.9])
     assert swept.tokens == len(trace)
     for i, k in enumerate(swept.ks):
-        for j, temperature in enumerate(swept.temperatures):
+        for j, temperature in enumerate(swept.knn_temperatures):
             for m, weight in enumerate(swept.lambdas):
-                opened = Mixture.open(mixture.knn.store.path, lm, k=k, temperature=temperature, weight=weight)
+                opened = Mixture.open(mixture.knn.store.path, lm, k=k, knn_temperature=temperature, lmbda=weight)
                 measured = evaluate(opened, documents(5, start=100))
                 # With the trace's own k the neighbours are the same; with fewer, ties may be broken otherwise.
                 close = 1e-4 if k == 64 else 1e-2
@@ -49,11 +49,11 @@ def test_a_sweep_equals_an_evaluation_with_each_setting(lm, mixture, trace):
                 assert swept.base_perplexity == pytest.approx(measured.base_perplexity, rel=1e-6)
 
 
-@pytest.mark.parametrize(("k", "temperature", "weight"), [(64, 3.0, 0.4), (64, 20.0, 0.0), (64, 3.0, 1.0)])
+@pytest.mark.parametrize(("k", "knn_temperature", "weight"), [(64, 3.0, 0.4), (64, 20.0, 0.0), (64, 3.0, 1.0)])
 def test_a_replay_equals_an_evaluation(lm, mixture, trace, k, temperature, weight):
-    opened = Mixture.open(mixture.knn.store.path, lm, k=k, temperature=temperature, weight=weight)
+    opened = Mixture.open(mixture.knn.store.path, lm, k=k, knn_temperature=temperature, lmbda=weight)
     measured = evaluate(opened, documents(5, start=100)).as_dict()
-    replayed = replay(trace, k=k, temperature=temperature, weight=weight).as_dict()
+    replayed = replay(trace, k=k, knn_temperature=temperature, lmbda=weight).as_dict()
     assert [replayed.pop(name) for name in ("metric", "weights")] == [
         measured.pop(name) for name in ("metric", "weights")
     ]
@@ -69,7 +69,7 @@ def made_trace(log_p, distances, values, targets):
     own = {"label": "knn", "kind": "knn", "k": distances.shape[1], "metric": "l2"}
     memory = MemoryTrace(own, {"distances": distances, "values": values.astype(np.int32)}, 50)
     rows = np.zeros(len(targets), np.int32)
-    signals = np.zeros((len(targets), len(LM_SIGNALS)), np.float32)
+    signals = np.zeros((len(targets), len(LM_FEATURES)), np.float32)
     return Trace(targets.astype(np.int32), log_p.astype(np.float32), signals, rows, rows, rows, rows, [memory], facts)
 
 
@@ -84,7 +84,9 @@ def test_a_sweep_agrees_with_numpy_on_any_trace(tokens, k, seed):
     targets = generator.integers(0, 3, tokens)
     log_p = -generator.exponential(20, tokens)
     ks = sorted({1, k, (k + 1) // 2})
-    swept = sweep(made_trace(log_p, distances, values, targets), ks=ks, temperatures=[0.3, 40], lambdas=[0, 0.5, 0.99])
+    swept = sweep(
+        made_trace(log_p, distances, values, targets), ks=ks, knn_temperatures=[0.3, 40], lambdas=[0, 0.5, 0.99]
+    )
     for i, count in enumerate(ks):
         for j, temperature in enumerate((0.3, 40)):
             for m, weight in enumerate((0, 0.5, 0.99)):
@@ -103,7 +105,7 @@ def test_a_sweep_agrees_with_numpy_on_any_trace(tokens, k, seed):
 
 def test_a_token_that_the_model_finds_all_but_impossible_does_not_underflow():
     trace = made_trace(np.array([-200.0]), np.zeros((1, 1), np.float32), np.array([[1]]), np.array([0]))
-    swept = sweep(trace, ks=[1], temperatures=[1.0], lambdas=[0.5])
+    swept = sweep(trace, ks=[1], knn_temperatures=[1.0], lambdas=[0.5])
     assert np.log(swept.perplexity.item()) == pytest.approx(200 + np.log(2), rel=1e-6)
 
 
@@ -111,7 +113,7 @@ def test_the_best_setting_is_the_smallest_of_the_table(trace):
     swept = sweep(trace)
     k, temperature, weight, perplexity = swept.best
     assert perplexity == swept.perplexity.min()
-    place = swept.ks.index(k), swept.temperatures.index(temperature), swept.lambdas.index(weight)
+    place = swept.ks.index(k), swept.knn_temperatures.index(temperature), swept.lambdas.index(weight)
     assert swept.perplexity[place] == perplexity
     assert swept.perplexity[:, :, 0] == pytest.approx(swept.base_perplexity, rel=1e-6)  # λ = 0
     assert swept.ks == (1, 4, 8, 16, 32, 64)
@@ -122,7 +124,7 @@ def test_tuning_stores_its_choice_and_the_text_it_was_made_on(lm, mixture):
     k, temperature, weight, perplexity = result.sweep.best
     assert result.perplexity == perplexity
     opened = Mixture.open(mixture.knn.store.path, lm)
-    assert (opened.knn.k, opened.knn.temperature, opened.weight) == (k, temperature, weight)
+    assert (opened.knn.k, opened.knn.knn_temperature, opened.weight) == (k, temperature, weight)
     facts = opened.home.catalog.get("choices")["knn"]["facts"]
     assert facts["chosen_on"] == ["held-out.txt"]
     assert facts["tokens"] == result.tokens
@@ -134,7 +136,7 @@ def test_text_that_is_in_the_memory_is_counted(lm, mixture, tmp_path):
     assert evaluate(mixture, text).as_dict()["remembered_documents"] == 2
     trace = record(mixture, text, tmp_path / "trace")
     assert (sweep(trace).remembered, sweep(trace).documents) == (2, 5)
-    assert replay(trace, k=4, temperature=1.0, weight=0.1).remembered == 2
+    assert replay(trace, k=4, knn_temperature=1.0, lmbda=0.1).remembered == 2
     assert trace.facts["text"] == [document.source for document in text[:3]]
 
 
@@ -184,7 +186,7 @@ def test_values_out_of_range_are_refused_before_anything_is_read(mixture):
         yield
 
     with pytest.raises(ParameterError, match="temperature must be above 0"):
-        tune(mixture, never(), temperatures=[1.0, 0.0])
+        tune(mixture, never(), knn_temperatures=[1.0, 0.0])
     with writer_lock(mixture.knn.store.path), pytest.raises(DatastoreBusy):
         tune(mixture, never())
 
@@ -201,9 +203,9 @@ def test_a_choice_made_with_another_memory_is_refused(lm, trace, tmp_path):
 
 
 def test_a_choice_for_one_metric_is_not_used_for_another(lm, mixture):
-    tune(mixture, documents(2, start=100), weights="fixed", temperatures=[1.25])
-    assert Mixture.open(mixture.knn.store.path, lm).knn.temperature == 1.25
-    assert Mixture.open(mixture.knn.store.path, lm, metric="ip").knn.temperature != 1.25
+    tune(mixture, documents(2, start=100), weights="fixed", knn_temperatures=[1.25])
+    assert Mixture.open(mixture.knn.store.path, lm).knn.knn_temperature == 1.25
+    assert Mixture.open(mixture.knn.store.path, lm, metric="ip").knn.knn_temperature != 1.25
 
 
 def test_temperatures_follow_the_scale_of_the_distances():

@@ -41,12 +41,12 @@ def model(request, tmp_path_factory):
     """A tiny model of a family with a memory of its own."""
     lm = CausalLM(tiny(request.param), tiny_tokenizer(), name=request.param)
     store = build(documents(8), tmp_path_factory.mktemp("generate") / "memory", lm=lm)
-    return KnnForCausalLM(Mixture.open(store.path, lm, k=12, temperature=4.0, weight=0.6))
+    return KnnForCausalLM(Mixture.open(store.path, lm, k=12, knn_temperature=4.0, lmbda=0.6))
 
 
 @pytest.fixture(scope="module")
 def llama(lm, store):
-    return KnnForCausalLM(Mixture.open(store.path, lm, k=12, temperature=4.0, weight=0.6))
+    return KnnForCausalLM(Mixture.open(store.path, lm, k=12, knn_temperature=4.0, lmbda=0.6))
 
 
 def prompts(model):
@@ -65,9 +65,9 @@ def numpy_next(model, ids):
         store.values(rows).numpy(),
         model.mixture.lm.vocab_size,
         k=model.mixture.knn.k,
-        temperature=model.mixture.knn.temperature,
+        knn_temperature=model.mixture.knn.knn_temperature,
     )
-    return oracle.mix(oracle.softmax(logits.double().numpy()), p_knn, model.mixture.weight)
+    return oracle.mix(oracle.softmax(logits.double().numpy()), p_knn, model.mixture.lmbda)
 
 
 def greedy(model, ids, steps):
@@ -181,7 +181,7 @@ def test_generation_that_looks_late_is_done_again_where_there_is_reason(lm, stor
         return model.generate(torch.tensor([prompts(model)[0]]), **settings, **more)
 
     index = Doubtful(ExactIndex(store.keys), doubt=doubt)
-    model = KnnForCausalLM(Mixture(lm, KnnMemory(store, index, k=12, temperature=4.0), weight=0.9))
+    model = KnnForCausalLM(Mixture(lm, KnnMemory(store, index, k=12, knn_temperature=4.0), lmbda=0.9))
     model.looks_late = False
     right, after = sampled(model), torch.rand(1)
     assert index.searches == 6
@@ -196,7 +196,7 @@ def test_generation_that_looks_late_is_done_again_where_there_is_reason(lm, stor
 
 
 def test_undefined_hidden_states_are_told_even_if_it_looks_late(lm, store):
-    model = KnnForCausalLM(Mixture(lm, KnnMemory(store, ExactIndex(store.keys), k=12, temperature=4.0), weight=0.9))
+    model = KnnForCausalLM(Mixture(lm, KnnMemory(store, ExactIndex(store.keys), k=12, knn_temperature=4.0), lmbda=0.9))
     model.looks_late = True
     table = lm.model.get_input_embeddings().weight
     kept = table.data.clone()
@@ -228,7 +228,7 @@ def test_the_base_model_gives_its_own_answers_before_and_after(lm, store):
     before = lm.model(ids).logits
     written = lm.model.generate(ids, max_new_tokens=6, do_sample=False)
     attention = lm.model.config._attn_implementation
-    wrapped = KnnForCausalLM(Mixture.open(store.path, lm, weight=0.9))
+    wrapped = KnnForCausalLM(Mixture.open(store.path, lm, lmbda=0.9))
     wrapped.generate(ids, max_new_tokens=4, do_sample=False)
     assert torch.equal(lm.model(ids).logits, before)
     assert torch.equal(lm.model.generate(ids, max_new_tokens=6, do_sample=False), written)
@@ -254,15 +254,15 @@ def test_nothing_underflows_and_gradients_flow(lm, store):
     sharp_lm = CausalLM(sharp, tiny_tokenizer(), name="sharp")
     readers = Readers(sharp_lm)
     source = Source(readers.add(lm), lm.key_layer.place, lm.key_layer.layer)
-    memory = KnnMemory(store, ExactIndex(store), k=5, temperature=1.0, source=source)
+    memory = KnnMemory(store, ExactIndex(store), k=5, knn_temperature=1.0, source=source)
     ids = torch.tensor([lm.encode("The memory of a model")])
     right = sharp(ids).logits.log_softmax(-1)
     assert right.min() < -120
     assert right.exp().min() == 0
-    mixture = Mixture(sharp_lm, memory, weight=0.0, readers=readers)
+    mixture = Mixture(sharp_lm, memory, lmbda=0.0, readers=readers)
     wrapped = KnnForCausalLM(mixture)
     torch.testing.assert_close(wrapped(ids).logits, right)
-    wrapped.mixture.weight = 0.3
+    wrapped.mixture.lmbda = 0.3
     wrapped(ids, labels=ids).loss.backward()
     gradient = sharp.lm_head.weight.grad
     assert gradient.isfinite().all()
@@ -274,19 +274,19 @@ def test_a_state_space_model_generates_too(tmp_path):
     torch.manual_seed(0)
     lm = CausalLM(transformers.MambaForCausalLM(config), tiny_tokenizer(), key_layer="output", name="mamba")
     build(documents(3), tmp_path / "memory", lm=lm, window=lm.window(64))
-    model = KnnForCausalLM(Mixture.open(tmp_path / "memory", lm, k=8, temperature=4.0, weight=0.6))
+    model = KnnForCausalLM(Mixture.open(tmp_path / "memory", lm, k=8, knn_temperature=4.0, lmbda=0.6))
     ids = lm.encode("The memory of a model")
     made = model.generate(torch.tensor([ids]), max_new_tokens=6, do_sample=False, eos_token_id=None)
     assert made[0].tolist() == greedy(model, ids, 6)
 
 
 def test_settings_changed_after_opening_are_saved_and_saving_twice_works(lm, store, tmp_path):
-    model = KnnForCausalLM(Mixture.open(store.path, lm, weight=0.2))
-    model.mixture.weight = 0.9
+    model = KnnForCausalLM(Mixture.open(store.path, lm, lmbda=0.2))
+    model.mixture.lmbda = 0.9
     for _ in range(2):
         model.save_pretrained(tmp_path / "saved", copy_memory=True)
     loaded = KnnForCausalLM.from_pretrained(tmp_path / "saved")
-    assert loaded.mixture.weight == 0.9
+    assert loaded.mixture.lmbda == 0.9
     loaded.save_pretrained(tmp_path / "saved")
     (tmp_path / "saved").rename(tmp_path / "moved")
     assert KnnForCausalLM.from_pretrained(tmp_path / "moved").mixture.knn.store.rows == store.rows
@@ -315,7 +315,7 @@ def test_saving_and_loading_gives_the_same_model(model, tmp_path, copied):
     ):
         assert isinstance(loaded, KnnForCausalLM)
         torch.testing.assert_close(loaded(ids).logits, model(ids).logits)
-        assert loaded.mixture.weight == model.mixture.weight
+        assert loaded.mixture.lmbda == model.mixture.lmbda
         where = loaded.mixture.knn.store.path
         assert where == (tmp_path / "saved" / "memory" if copied else model.mixture.knn.store.path)
     # The base model inside is an ordinary folder that needs no knnlm.
@@ -333,6 +333,6 @@ def test_a_saved_model_whose_memory_is_gone_says_where_it_was(lm, tmp_path):
 
 
 def test_opening_from_a_memory_takes_its_settings(lm, store):
-    opened = KnnForCausalLM.from_memory(store.path, lm, k=5, weight=0.2)
-    assert (opened.config.k, opened.config.weight) == (5, 0.2)
+    opened = KnnForCausalLM.from_memory(store.path, lm, k=5, lmbda=0.2)
+    assert (opened.config.k, opened.config.lmbda) == (5, 0.2)
     assert Datastore.open(opened.config.memory).rows == store.rows

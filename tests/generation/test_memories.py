@@ -39,7 +39,7 @@ def model(request, second, tmp_path_factory):
     path = tmp_path_factory.mktemp("memories") / "memory"
     store = build(documents(8), path, lm=lm, window=lm.window(128))  # as far as the second model reads
     memories = f"knn:0.1,cache:0.4,ngram:0.2,lm={second}:0.2"
-    mixture = Mixture.open(store.path, lm, memories=memories, k=12, temperature=4.0, fresh=True)
+    mixture = Mixture.open(store.path, lm, memories=memories, k=12, knn_temperature=4.0, fresh=True)
     return KnnForCausalLM(mixture)
 
 
@@ -52,7 +52,7 @@ def by_evaluation(model, ids):
     mixture = model.mixture
     rows = {}
     for batch in mixture.read([[*ids[1:], 0]]):  # one more target, so that the last position is read too
-        dense = mixture.predict(batch.logits, batch.context).log_dense()
+        dense = mixture.predict(batch.logits, batch.context).log_probs()
         rows |= dict(zip(batch.rows.tolist(), dense, strict=True))
     return torch.stack([rows[row] for row in range(len(ids))])
 
@@ -172,7 +172,7 @@ def made(lm, path, kind):
     """A mixture of some kind, over a new memory."""
     build(documents(10), path, lm=lm)
     if kind == "given":
-        return Mixture.open(path, lm, memories="knn:0.1,cache=20:0.4,ngram:0.2", k=8, temperature=30.0, fresh=True)
+        return Mixture.open(path, lm, memories="knn:0.1,cache=20:0.4,ngram:0.2", k=8, knn_temperature=30.0, fresh=True)
     memories = "knn" if kind == "one memory, fitted" else "knn,ngram"
     fresh = Mixture.open(path, lm, memories=memories, fresh=True)
     tune(fresh, documents(6, start=30), weights="fitted" if memories == "knn" else "gated")

@@ -23,20 +23,20 @@ def distances(query, keys, metric="l2"):
     return ((keys - query) ** 2).sum(1)
 
 
-def knn_distribution(query, keys, values, vocab_size, *, k, temperature, metric="l2"):
+def knn_distribution(query, keys, values, vocab_size, *, k, knn_temperature, metric="l2"):
     """p_kNN by brute force; None where there is nothing to ask."""
     if len(keys) == 0:
         return None
     all_distances = distances(query, keys, metric)
     nearest = np.argsort(all_distances, kind="stable")[:k]
-    weights = softmax(-all_distances[nearest] / temperature)
+    weights = softmax(-all_distances[nearest] / knn_temperature)
     probs = np.zeros(vocab_size)
     for weight, value in zip(weights, np.asarray(values)[nearest], strict=True):
         probs[value] += weight
     return probs
 
 
-def knn_bounds(query, keys, values, target, *, k, temperature, metric="l2"):
+def knn_bounds(query, keys, values, target, *, k, knn_temperature, metric="l2"):
     """The least and the most that p_kNN of the target can be, however ties at the k-th place are broken.
 
     Ties are real: the first key of every document is the same, because all of them begin with the same token.
@@ -47,7 +47,7 @@ def knn_bounds(query, keys, values, target, *, k, temperature, metric="l2"):
     tied = np.abs(all_distances - last) <= 1e-5 * (1 + np.abs(last))
     sure = order[~tied[order]]
     free = len(order) - len(sure)
-    weights = softmax(-all_distances[order] / temperature)
+    weights = softmax(-all_distances[order] / knn_temperature)
     hit = weights[: len(sure)][values[sure] == target].sum()
     right = int((values[tied] == target).sum())
     least, most = max(0, free - int(tied.sum()) + right), min(free, right)

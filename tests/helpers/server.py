@@ -64,7 +64,7 @@ def talking(path: Path, template: str) -> Mixture:
     lm = CausalLM(tiny("llama"), tokenizer, name="tiny")
     lm.model.generation_config.eos_token_id = None
     store = build(documents(20), path, lm=lm)
-    return Mixture.open(store.path, lm, k=16, temperature=8.0, weight=0.6)
+    return Mixture.open(store.path, lm, k=16, knn_temperature=8.0, lmbda=0.6)
 
 
 @contextmanager

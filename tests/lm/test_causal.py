@@ -211,4 +211,4 @@ def test_a_store_refuses_another_model_and_names_both(store, lm):
     opened = Mixture.open(store.path, elsewhere)
     (batch,) = opened.read([[5, 6, 7]])
     (right,), _ = lm.forward(torch.tensor([[lm.start_token, 5, 6]]))
-    torch.testing.assert_close(batch.context.seen[opened.knn.source], right[0])
+    torch.testing.assert_close(batch.context.states[opened.knn.source], right[0])

@@ -64,18 +64,18 @@ def texts(lm, count=3, words=25, start=70):
 def predictions(mixture, context):
     """Log-probabilities (N, V) of every part of every memory, and what every answer says of itself."""
     answers = [memory.predict(context) for memory in mixture.memories]
-    return [part.log_dense() for answer in answers for part in answer.parts], answers
+    return [part.log_probs() for answer in answers for part in answer.components], answers
 
 
 def split(context):
     """The context of each position alone, as generation would see it."""
-    for rows, run in context.each_run():
+    for rows, run in context.each_span():
         for step in range(len(run)):
             row = rows.start + step
-            seen = {source: keys[row : row + 1] for source, keys in context.seen.items()}
+            seen = {source: keys[row : row + 1] for source, keys in context.states.items()}
             past = {
                 source: torch.cat([run.past.get(source, keys[:0]), keys[rows.start : row]])
-                for source, keys in context.seen.items()
+                for source, keys in context.states.items()
             }
             yield row, Context(seen, [Span(run.tokens[: run.start + step + 1], run.start + step, past)])
 
@@ -83,7 +83,7 @@ def split(context):
 def test_every_row_is_a_distribution_or_an_abstention(mixture, lm):
     for batch in mixture.read(texts(lm)):
         dense, answers = predictions(mixture, batch.context)
-        parts = [part for answer in answers for part in answer.parts]
+        parts = [part for answer in answers for part in answer.components]
         for part, log_p in zip(parts, dense, strict=True):
             totals = log_p.exp().sum(1)
             silent = part.abstains()
@@ -91,13 +91,13 @@ def test_every_row_is_a_distribution_or_an_abstention(mixture, lm):
             assert (log_p[silent] == -torch.inf).all()
             targets = batch.targets
             expected = log_p.gather(1, targets[:, None])[:, 0]
-            torch.testing.assert_close(part.of(targets), expected, rtol=1e-3, atol=1e-3)
+            torch.testing.assert_close(part.log_prob(targets), expected, rtol=1e-3, atol=1e-3)
         for memory, answer in zip(mixture.memories, answers, strict=True):
-            signals = answer.signals()
-            assert signals.shape == (len(batch.rows), len(memory.signal_names))
+            signals = answer.features()
+            assert signals.shape == (len(batch.rows), len(memory.feature_names))
             assert signals.isfinite().all()
-            assert len(answer.parts) == len(memory.part_names)
-            silent = answer.parts[0].abstains()
+            assert len(answer.components) == len(memory.component_names)
+            silent = answer.components[0].abstains()
             assert (answer.top()[silent] == -1).all()
             assert (answer.top()[~silent] >= 0).all()
 
@@ -105,15 +105,15 @@ def test_every_row_is_a_distribution_or_an_abstention(mixture, lm):
 def test_all_positions_at_once_equal_token_by_token(mixture, lm):
     for batch in mixture.read(texts(lm, count=2)):
         dense, answers = predictions(mixture, batch.context)
-        signals = [answer.signals() for answer in answers]
+        signals = [answer.features() for answer in answers]
         for row, alone in split(batch.context):
             parts, own = predictions(mixture, alone)
             for whole, part in zip(dense, parts, strict=True):
                 torch.testing.assert_close(part[0].exp(), whole[row].exp(), rtol=1e-3, atol=1e-4)
             for memory, whole, answer in zip(mixture.memories, signals, own, strict=True):
                 # Equally near neighbours are taken in any order, so the 16th or 64th may be another one.
-                slack = torch.tensor([0.1 if "distinct" in name else 1e-2 for name in memory.signal_names])
-                assert ((answer.signals()[0] - whole[row]).abs() <= slack + 1e-3 * whole[row].abs()).all()
+                slack = torch.tensor([0.1 if "distinct" in name else 1e-2 for name in memory.feature_names])
+                assert ((answer.features()[0] - whole[row]).abs() <= slack + 1e-3 * whole[row].abs()).all()
 
 
 def test_texts_in_one_batch_do_not_hear_each_other(mixture, lm):
@@ -139,14 +139,14 @@ def test_forks_of_a_text_share_their_past_and_do_not_hear_each_other(mixture, lm
         (batch,) = mixture.read([[*fork, 0]])  # one more target, so that the last token is read
         contexts.append(batch.context)
     start = len(tokens) + 1
-    past = {source: keys[:start].clone() for source, keys in contexts[0].seen.items()}
+    past = {source: keys[:start].clone() for source, keys in contexts[0].states.items()}
     kept = {source: keys.clone() for source, keys in past.items()}
-    runs = [Span(context.runs[0].tokens, start, past) for context in contexts]
-    seen = {source: torch.cat([context.seen[source][start:] for context in contexts]) for source in past}
+    runs = [Span(context.spans[0].tokens, start, past) for context in contexts]
+    seen = {source: torch.cat([context.states[source][start:] for context in contexts]) for source in past}
     together, _ = predictions(mixture, Context(seen, runs))
     for number, context in enumerate(contexts):
         rows = slice(number * 3, number * 3 + 3)
-        own = {source: keys[start:] for source, keys in context.seen.items()}
+        own = {source: keys[start:] for source, keys in context.states.items()}
         alone, _ = predictions(mixture, Context(own, [runs[number]]))
         for one, both in zip(alone, together, strict=True):
             torch.testing.assert_close(both[rows].exp(), one.exp(), rtol=1e-4, atol=1e-5)
@@ -156,11 +156,11 @@ def test_forks_of_a_text_share_their_past_and_do_not_hear_each_other(mixture, lm
 
 @pytest.mark.parametrize("kind", ["knn", "cache"])
 def test_the_signals_of_neighbours_are_what_their_names_say(lm, store, kind):
-    mixture = Mixture.open(store.path, lm, memories=kind, k=100, temperature=1.5, fresh=True)
+    mixture = Mixture.open(store.path, lm, memories=kind, k=100, knn_temperature=1.5, fresh=True)
     (memory,) = mixture.memories
     (batch,) = mixture.read(texts(lm, count=1))
     poll = memory.predict(batch.context)
-    signals = dict(zip(memory.signal_names, poll.signals().T.numpy(), strict=True))
+    signals = dict(zip(memory.feature_names, poll.features().T.numpy(), strict=True))
     top = poll.top().tolist()
     for row, (ids, distances, values) in enumerate(
         zip(poll.found.ids.numpy(), poll.found.distances.numpy(), poll.found.values.numpy(), strict=True)
@@ -193,7 +193,7 @@ def test_the_signals_of_neighbours_are_what_their_names_say(lm, store, kind):
 def test_the_windows_of_a_long_text_carry_the_cache_on(lm):
     tokens = [token for text in texts(lm, count=4) for token in text]
     source = Source(0, lm.key_layer.place, lm.key_layer.layer)
-    cache = CacheMemory(vocab_size=lm.vocab_size, window=40, k=7, temperature=0.5, source=source)
+    cache = CacheMemory(vocab_size=lm.vocab_size, window=40, k=7, knn_temperature=0.5, source=source)
     shape = knnlm.lm.WindowShape(32, 16)
     keys, _ = oracle.read_token_by_token(
         lm.model,
@@ -205,11 +205,11 @@ def test_the_windows_of_a_long_text_carry_the_cache_on(lm):
     )
     assert len(tokens) > 100
     for batch in Readers(lm).read([tokens], shape, {source: 40}, batch_tokens=64):
-        dense = cache.predict(batch.context).parts[0].log_dense().exp().numpy()
+        dense = cache.predict(batch.context).components[0].log_probs().exp().numpy()
         for number, row in enumerate(batch.rows.tolist()):
             begin = max(0, row - 40)
             expected = oracle.knn_distribution(
-                keys[row], keys[begin:row], tokens[begin:row], lm.vocab_size, k=7, temperature=0.5
+                keys[row], keys[begin:row], tokens[begin:row], lm.vocab_size, k=7, knn_temperature=0.5
             )
             if expected is None:
                 assert dense[number].sum() == 0
@@ -221,9 +221,9 @@ def test_the_windows_of_a_long_text_carry_the_cache_on(lm):
 def test_the_cache_is_a_vote_of_the_text_s_own_past(lm, metric):
     tokens = texts(lm, count=1, words=40)[0]
     (batch,) = Readers(lm).read([tokens], lm.window(), {Source(): 100}, batch_tokens=4096)
-    cache = CacheMemory(vocab_size=lm.vocab_size, window=100, k=16, temperature=0.7, metric=metric)
-    keys = batch.context.seen[Source()].numpy()
-    dense = cache.predict(batch.context).parts[0].log_dense().exp().numpy()
+    cache = CacheMemory(vocab_size=lm.vocab_size, window=100, k=16, knn_temperature=0.7, metric=metric)
+    keys = batch.context.states[Source()].numpy()
+    dense = cache.predict(batch.context).components[0].log_probs().exp().numpy()
     for row in range(1, len(tokens)):
         expected = oracle.knn_distribution(
             keys[row],
@@ -231,7 +231,7 @@ def test_the_cache_is_a_vote_of_the_text_s_own_past(lm, metric):
             tokens[max(0, row - 100) : row],
             lm.vocab_size,
             k=16,
-            temperature=0.7,
+            knn_temperature=0.7,
             metric=metric,
         )
         np.testing.assert_allclose(dense[row], expected, rtol=1e-3, atol=1e-4)
@@ -242,7 +242,7 @@ def test_a_second_model_says_what_it_says_alone(lm, store, second):
     alone = CausalLM.open(str(second), device="cpu")
     for tokens in texts(lm):
         (batch,) = mixture.read([tokens])
-        said = mixture.memories[0].predict(batch.context).parts[0].log_dense()
+        said = mixture.memories[0].predict(batch.context).components[0].log_probs()
         with torch.no_grad():
             logits = alone.model(torch.tensor([[lm.start_token, *tokens[:-1]]])).logits[0]
         torch.testing.assert_close(said, logits.log_softmax(1), rtol=1e-4, atol=1e-4)
@@ -261,7 +261,7 @@ def test_the_language_model_may_be_its_own_second_opinion(lm, model_folder, tmp_
 
 
 def test_a_store_of_another_reader_is_asked_with_that_reader_s_keys(lm, store, other_store, second):
-    mixture = Mixture.open(store.path, lm, memories=f"knn={other_store.path}", k=5, temperature=1.0, fresh=True)
+    mixture = Mixture.open(store.path, lm, memories=f"knn={other_store.path}", k=5, knn_temperature=1.0, fresh=True)
     reader = CausalLM.open(str(second), device="cpu")
     stored = torch.cat([keys for _, keys in other_store.chunks(1000)]).numpy()
     values = other_store.values(torch.arange(other_store.rows)).numpy()
@@ -269,7 +269,7 @@ def test_a_store_of_another_reader_is_asked_with_that_reader_s_keys(lm, store, o
     (batch,) = mixture.read([tokens])
     (memory,) = mixture.memories
     keys, _ = reader.forward(torch.tensor([[lm.start_token, *tokens[:-1]]]))
-    dense = memory.predict(batch.context).parts[0].log_dense().exp().numpy()
+    dense = memory.predict(batch.context).components[0].log_probs().exp().numpy()
     for row in range(len(tokens)):
         # Documents share their first key, so that ties are broken arbitrarily there.
         if row:
@@ -279,7 +279,7 @@ def test_a_store_of_another_reader_is_asked_with_that_reader_s_keys(lm, store, o
                 values,
                 lm.vocab_size,
                 k=memory.k,
-                temperature=memory.temperature,
+                knn_temperature=memory.knn_temperature,
             )
             np.testing.assert_allclose(dense[row], expected, rtol=2e-2, atol=2e-3)
     assert len(mixture.readers.models) == 2

@@ -108,7 +108,7 @@ def context_of(*runs):
 
 def distributions(part):
     """Each row of a prediction, with the tokens that have a probability; {} where it abstains."""
-    logs = part.log_dense()
+    logs = part.log_probs()
     found = []
     for row, abstains in zip(logs, part.abstains().tolist(), strict=True):
         tokens = row.isfinite().nonzero()[:, 0].tolist()
@@ -116,20 +116,20 @@ def distributions(part):
         assert abstains == (not tokens)
         assert abstains or sum(found[-1].values()) == pytest.approx(1, abs=1e-5)
     for token in (0, START, 2, 3, 5, 79_999):
-        assert torch.allclose(part.of(torch.full((len(logs),), token)), logs[:, token], atol=1e-5)
+        assert torch.allclose(part.log_prob(torch.full((len(logs),), token)), logs[:, token], atol=1e-5)
     return found
 
 
 def assert_agree(answer, expected):
     """Compare all that an answer says of its rows with the oracle's (smoothed, longest only)."""
-    smoothed, longest = (distributions(part) for part in answer.parts)
+    smoothed, longest = (distributions(part) for part in answer.components)
     assert len(smoothed) == len(expected)
     for row, (by_formula, alone) in enumerate(expected):
         assert smoothed[row] == pytest.approx(by_formula or {}, rel=1e-5, abs=1e-9)
         assert longest[row] == pytest.approx(alone or {}, rel=1e-5, abs=1e-9)
         top, most = int(answer.top()[row]), max((by_formula or {-1: 0}).values())
         assert (by_formula or {-1: 0})[top] == pytest.approx(most, rel=1e-9)
-        assert float(answer.signals()[row, 4]) == pytest.approx(most, rel=1e-5)
+        assert float(answer.features()[row, 4]) == pytest.approx(most, rel=1e-5)
 
 
 @given(texts())
@@ -202,7 +202,7 @@ def test_above_the_cap_the_formula_is_missed_by_no_more_than_the_weights_are(fol
     texts = [[30, 31, token] for token in followers] + [[32, 31, 2]]
     tokens = [2, 30, 31]
     answer = memory_of(texts, cap=cap).predict(context_of((tokens, 2)))
-    [smoothed], [longest] = (distributions(part) for part in answer.parts)
+    [smoothed], [longest] = (distributions(part) for part in answer.components)
     right, alone = witten_bell(texts, tokens)
     # Only "30 31" has a T that is estimated. With T, the weight of shorter matches is T / (n + T).
     found = follow(texts, [30, 31])
@@ -223,7 +223,7 @@ def test_above_the_cap_text_as_it_is_written_is_within_a_hundredth_of_the_formul
     tokens = [2, 50, 51]
     right, _ = witten_bell(texts, tokens)
     for cap, most in ((256, 0.01), (10**9, 1e-5)):
-        [smoothed] = distributions(memory_of(texts, cap=cap).predict(context_of((tokens, 2))).parts[0])
+        [smoothed] = distributions(memory_of(texts, cap=cap).predict(context_of((tokens, 2))).components[0])
         assert distance(smoothed, right) < most
 
 
@@ -231,7 +231,7 @@ def test_above_the_cap_text_as_it_is_written_is_within_a_hundredth_of_the_formul
 def test_signals_of_a_capped_match_come_from_an_even_sample(followers, cap):
     texts = [[30, token] for token in followers]
     answer = memory_of(texts, cap=cap).predict(context_of(([2, 30], 1)))
-    length, count, distinct, agreement = answer.signals()[0, :4].tolist()
+    length, count, distinct, agreement = answer.features()[0, :4].tolist()
     assert (length, count) == (1, pytest.approx(np.log1p(len(followers))))
     assert distinct == pytest.approx(np.log1p(len(set(followers))))
     shares = Counter(sample(sorted(followers), cap))
@@ -239,7 +239,7 @@ def test_signals_of_a_capped_match_come_from_an_even_sample(followers, cap):
     # It is right to within one place of the sample, and what is asked for is exact.
     most = max(Counter(followers).values()) / len(followers)
     assert abs(agreement - most) <= 1 / cap + 1e-6
-    assert distributions(answer.parts[1])[0] == pytest.approx(
+    assert distributions(answer.components[1])[0] == pytest.approx(
         {token: count / len(followers) for token, count in Counter(followers).items()}
     )
 
@@ -253,37 +253,37 @@ def test_a_match_of_a_hand_worked_case():
     zero, four, rest = (1 + 2 * zero) / 5, (2 + 2 * four) / 5, 2 / 5
     zero, four, rest = (1 + 2 * zero) / 4, (1 + 2 * four) / 4, rest * 2 / 4
     expected = {0: zero, 4: four, 2: rest * 2 / 8, 3: rest * 3 / 8}
-    assert distributions(answer.parts[0])[0] == pytest.approx(expected, rel=1e-6)
-    assert distributions(answer.parts[1])[0] == pytest.approx({0: 0.5, 4: 0.5})
+    assert distributions(answer.components[0])[0] == pytest.approx(expected, rel=1e-6)
+    assert distributions(answer.components[1])[0] == pytest.approx({0: 0.5, 4: 0.5})
     assert answer.top().tolist() == [4]
     entropy = -sum(p * np.log(p) for p in expected.values())
-    assert answer.signals()[0].tolist() == pytest.approx([2, np.log(3), np.log(3), 0.5, four, entropy], rel=1e-5)
+    assert answer.features()[0].tolist() == pytest.approx([2, np.log(3), np.log(3), 0.5, four, entropy], rel=1e-5)
 
 
 def test_a_document_begins_where_a_text_begins():
     answer = memory_of([[5, 6, 7], [8, 5, 6, 9]]).predict(context_of(([START, 5, 6], 0)))
-    assert answer.signals()[:, 0].tolist() == [1, 2, 3]
-    assert distributions(answer.parts[1])[0] == pytest.approx({5: 0.5, 8: 0.5})
-    assert distributions(answer.parts[1])[2] == pytest.approx({7: 1.0})
+    assert answer.features()[:, 0].tolist() == [1, 2, 3]
+    assert distributions(answer.components[1])[0] == pytest.approx({5: 0.5, 8: 0.5})
+    assert distributions(answer.components[1])[2] == pytest.approx({7: 1.0})
 
 
 def test_documents_do_not_run_into_one_another():
     answer = memory_of([[5, 6], [7, 8], [6]]).predict(context_of(([2, 5, 6, 7, 8], 0)))
     # "6" ends a document twice and is followed by nothing; "6 7" is nowhere.
-    assert answer.signals()[:, 0].tolist() == [0, 1, 0, 1, 0]
+    assert answer.features()[:, 0].tolist() == [0, 1, 0, 1, 0]
     assert answer.top().tolist() == [-1, 6, -1, 8, -1]
 
 
 def test_an_empty_memory_and_an_empty_context_abstain():
     answer = memory_of([]).predict(context_of(([START, 2], 0)))
-    assert answer.parts[0].abstains().tolist() == [True, True]
-    assert answer.parts[0].of(torch.tensor([0, 1])).tolist() == [-np.inf] * 2
+    assert answer.components[0].abstains().tolist() == [True, True]
+    assert answer.components[0].log_prob(torch.tensor([0, 1])).tolist() == [-np.inf] * 2
     assert answer.top().tolist() == [-1, -1]
-    assert answer.signals().tolist() == [[0.0] * 6] * 2
+    assert answer.features().tolist() == [[0.0] * 6] * 2
     for nothing in (Context({}), context_of(([START, 2], 2))):
         answer = memory_of([[2]]).predict(nothing)
-        assert answer.parts[0].of(torch.zeros(0, dtype=torch.int64)).shape == (0,)
-        assert answer.signals().shape == (0, 6)
+        assert answer.components[0].log_prob(torch.zeros(0, dtype=torch.int64)).shape == (0,)
+        assert answer.features().shape == (0, 6)
         assert answer.top().shape == (0,)
 
 
@@ -293,17 +293,17 @@ def test_runs_together_are_runs_alone_and_token_by_token(texts, drawn, longest):
     memory = memory_of(texts, longest=longest)
     runs = [([START, *context], min(start, len(context))) for context, start in drawn]
     together = memory.predict(context_of(*runs))
-    said = [distributions(part) for part in together.parts]
+    said = [distributions(part) for part in together.components]
     row = 0
     for tokens, start in runs:
         for position in range(start, len(tokens)):
             single = memory.predict(context_of((tokens[: position + 1], position)))
-            for one, all_ in zip(single.parts, said, strict=True):
+            for one, all_ in zip(single.components, said, strict=True):
                 assert distributions(one)[0] == pytest.approx(all_[row], rel=1e-6)
-            assert torch.allclose(single.signals()[0], together.signals()[row], atol=1e-6)
+            assert torch.allclose(single.features()[0], together.features()[row], atol=1e-6)
             assert single.top()[0] == together.top()[row]
             row += 1
-    assert row == len(together.signals())
+    assert row == len(together.features())
 
 
 def test_more_positions_than_are_done_at_a_time_agree_with_the_oracle():
@@ -313,8 +313,8 @@ def test_more_positions_than_are_done_at_a_time_agree_with_the_oracle():
     answer = NgramMemory(from_documents(texts, vocab_size=7, start_token=START), vocab_size=7, cap=10**6).predict(
         context_of((tokens, 0))
     )
-    dense, signals, top = answer.parts[0].log_dense().exp(), answer.signals(), answer.top()
-    alone = answer.parts[1].log_dense().exp()
+    dense, signals, top = answer.components[0].log_probs().exp(), answer.features(), answer.top()
+    alone = answer.components[1].log_probs().exp()
     for row in (0, 1, 500, 1023, 1024, 1025, 2047, 2048, 2500, *range(7, 2500, 97)):
         smoothed, longest = witten_bell(texts, tokens[: row + 1])
         found = levels(texts, tokens[: row + 1], 32)
@@ -409,7 +409,7 @@ def test_a_memory_on_disk_predicts_as_its_documents_say(own):
     memory = NgramMemory.open(own, cap=10**6)
     tokens = [start, *texts[3][:12], *texts[5][4:20]]
     answer = memory.predict(context_of((tokens, 0)))
-    smoothed = answer.parts[0].log_dense().exp()
+    smoothed = answer.components[0].log_probs().exp()
     for row in range(len(tokens)):
         expected, _ = witten_bell(texts, [START, *tokens[1 : row + 1]])
         assert smoothed[row].tolist() == pytest.approx([expected.get(t, 0) for t in range(smoothed.shape[1])], rel=1e-5)
@@ -433,7 +433,7 @@ def test_a_memory_without_documents_is_opened(lm, tmp_path):
     empty = build([], tmp_path / "empty", lm=lm)
     for _ in range(2):
         answer = NgramMemory.open(empty).predict(context_of(([START, 2], 0)))
-        assert answer.parts[0].abstains().all()
+        assert answer.components[0].abstains().all()
 
 
 def test_what_cannot_be_kept_stays_in_memory(own):
@@ -501,8 +501,8 @@ def test_any_text_and_order_within_range_are_answered_without_a_crash(seed):
         1,
     )
     answer = NgramMemory(broken, vocab_size=6).predict(context_of(([1, *rng.integers(0, 6, 40).tolist()], 0)))
-    assert answer.parts[0].log_dense().shape == (41, 6)
-    assert answer.signals().isfinite().all()
+    assert answer.components[0].log_probs().shape == (41, 6)
+    assert answer.features().isfinite().all()
 
 
 def rewrite(store, **facts):

@@ -123,7 +123,7 @@ def test_tune_writes_the_best_lambda_into_the_decoder_and_all_commands_use_it(de
     assert chosen["base_perplexity"] == pytest.approx(oracle.perplexity(base), rel=1e-5)
     assert (chosen["tokens"], chosen["text"]) == (len(tokens), [str(desk / "valid.txt")])
     card = load_card(decoder)
-    assert (card.weight, card.weight_facts["model"]) == (chosen["lambda"], str(trained))
+    assert (card.lmbda, card.lmbda_facts["model"]) == (chosen["lambda"], str(trained))
 
     figures = json.loads(knnlm(capfd, "eval", decoder, desk / "valid.txt", "--json")[1])  # the model is known now
     assert figures["perplexity"] == pytest.approx(chosen["perplexity"], rel=1e-5)
@@ -161,15 +161,15 @@ def test_generation_takes_the_most_probable_token_of_the_mixture(desk, model_fol
 
 def test_a_decoder_is_opened_from_python_and_keeps_what_is_tuned_there(decoder, lm):
     mixture = Mixture.open(decoder, lm)
-    assert (mixture.weight, mixture.home, mixture.knn) == (0.5, None, None)
+    assert (mixture.lmbda, mixture.home, mixture.knn) == (0.5, None, None)
     card = tune_decoder(mixture, documents(2, start=50))
     assert Mixture.open(decoder, lm).weight == card.weight
     assert Mixture.open(decoder, lm, fresh=True).weight == 0.5
-    assert Mixture.open(decoder, lm, weight=0.125).weight == 0.125
+    assert Mixture.open(decoder, lm, lmbda=0.125).weight == 0.125
     best = evaluate(Mixture.open(decoder, lm), documents(2, start=50)).perplexity
-    assert best == pytest.approx(card.weight_facts["perplexity"], rel=1e-5)
-    for weight in (card.weight - 0.05, card.weight + 0.05):
-        worse = Mixture.open(decoder, lm, weight=min(1.0, max(0.0, weight)))
+    assert best == pytest.approx(card.lmbda_facts["perplexity"], rel=1e-5)
+    for weight in (card.lmbda - 0.05, card.lmbda + 0.05):
+        worse = Mixture.open(decoder, lm, lmbda=min(1.0, max(0.0, weight)))
         assert evaluate(worse, documents(2, start=50)).perplexity > best
     assert [token.p_knn for token in explain(mixture, "The memory")] == [None] * len(lm.encode("The memory"))
     with pytest.raises(ParameterError, match="tune_decoder"):
@@ -186,7 +186,7 @@ def test_a_decoder_is_mixed_with_a_store(memory, desk, lm, capfd):
     figures = json.loads(out)
     tokens, p_base = probabilities(lm_folder(memory), HELD_OUT)
     _, p_student = probabilities(desk / "decoder", HELD_OUT)
-    asked = Mixture.open(memory, memories="knn", weight=1.0)
+    asked = Mixture.open(memory, memories="knn", lmbda=1.0)
     p_knn = np.array([token.p_knn for token in explain(asked, HELD_OUT, top=0)])
     rows = range(len(tokens))
     right = 0.5 * p_base[rows, tokens] + 0.2 * p_knn + 0.3 * p_student[rows, tokens]
@@ -205,7 +205,7 @@ def lm_folder(memory):
     "options",
     [
         ("--k", 5),
-        ("--temperature", 2),
+        ("--knn-temperature", 2),
         ("--memory", "knn"),
         ("--metric", "ip"),
         ("--skip", 0.5),
@@ -225,7 +225,7 @@ def test_options_of_a_store_mean_nothing_to_a_decoder(desk, model_folder, capfd,
     "options",
     [
         ("--k", "1,2"),
-        ("--temperature", "1"),
+        ("--knn-temperature", "1"),
         ("--lambda", "0.1"),
         ("--memory", "knn"),
         ("--weights", "gated"),
@@ -278,7 +278,7 @@ def logits(model):
 
 @pytest.mark.parametrize("copied", [False, True])
 def test_a_model_with_its_decoder_is_saved_and_opened_again(decoder, lm, tmp_path, copied):
-    saved = KnnForCausalLM.from_memory(decoder, lm, weight=0.3)
+    saved = KnnForCausalLM.from_memory(decoder, lm, lmbda=0.3)
     base, student = (
         model(input_ids=torch.tensor([[1, 40, 41, 90, 7]])).logits.softmax(-1)
         for model in (lm.model, hf.AutoModelForCausalLM.from_pretrained(decoder).eval())
@@ -348,10 +348,10 @@ def test_the_text_alone_teaches_unless_beta_says_otherwise(memory, desk, lm, mod
 
 def test_a_store_teaches_with_beta_and_valid_tunes_lambda(memory, desk, model_folder, tmp_path, capfd):
     out = tmp_path / "d"
-    options = ("--beta", 0.5, "--k", 16, "--temperature", 20, "--exclude", "document", "--layers", 1)
+    options = ("--beta", 0.5, "--k", 16, "--knn-temperature", 20, "--exclude", "document", "--layers", 1)
     facts = distill(capfd, memory, out, *options, "--valid", desk / "valid.txt")
     assert facts["teacher"] == Datastore.open(memory).fingerprint
-    wanted = {"k": 16, "temperature": 20.0, "exclude": "document"}
+    wanted = {"k": 16, "knn_temperature": 20.0, "exclude": "document"}
     assert {name: facts["targets"][name] for name in wanted} == wanted
     assert facts["student"]["blocks"] == [0]
     losses = facts["losses"]
@@ -397,7 +397,7 @@ def test_another_memory_of_the_same_text_may_teach_and_one_of_other_text_may_not
     [
         (("--teacher", "x"), "--teacher say how a store teaches, but without --beta"),
         (("--k", 5, "--exclude", "self"), "--k and --exclude say how"),
-        (("--temperature", 5, "--beta", 0), "--temperature say how"),
+        (("--knn-temperature", 5, "--beta", 0), "--temperature say how"),
         (("--learning-rate", 0), "learning rate must be above 0"),
         (("--learning-rate", "nan"), "learning rate must be above 0"),
         (("--beta", 2), "--beta"),
@@ -426,7 +426,7 @@ def test_a_place_that_is_taken_and_options_of_the_wrong_kind_are_refused(memory,
     assert (tmp_path / "file").read_text() == "mine"
     line = failure(capfd, *start, "--out", desk / "decoder", "--learning-rate", 0.5)
     assert "was trained with another" in line
-    decoders = ("--student", "x", "--layers", 1, "--beta", 0.5, "--k", 1, "--temperature", 1, "--exclude", "self")
+    decoders = ("--student", "x", "--layers", 1, "--beta", 0.5, "--k", 1, "--knn-temperature", 1, "--exclude", "self")
     decoders += ("--teacher", "x", "--learning-rate", 1, "--batch-tokens", 1, "--accumulate", 1, "--context", 1)
     for into in ("output", "keys"):
         line = failure(capfd, "distill", memory, "--into", into, "--out", tmp_path / "o", *decoders, "--valid", "x")

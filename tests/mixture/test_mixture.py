@@ -53,9 +53,9 @@ def expected(logits, found, row, temperature, weight):
 @given(cases(), st.sampled_from([0.01, 0.5, 1.0, 30.0, 1e6]), st.sampled_from([0.0, 0.1, 0.5, 0.999, 1.0]))
 def test_a_mixture_is_the_weighted_sum_dense_and_for_one_target(case, temperature, weight):
     logits, found, targets = case
-    votes = vote(found, temperature=temperature, vocab_size=VOCABULARY)
+    votes = vote(found, knn_temperature=temperature, vocab_size=VOCABULARY)
     mixed = mix([Logits(logits), votes], [1 - weight, weight])
-    dense, of = mixed.log_dense().exp(), mixed.of(targets)
+    dense, of = mixed.log_probs().exp(), mixed.log_prob(targets)
     for row in range(len(logits)):
         right = expected(logits, found, row, temperature, weight)
         np.testing.assert_allclose(dense[row], right, rtol=1e-4, atol=1e-7)
@@ -63,7 +63,7 @@ def test_a_mixture_is_the_weighted_sum_dense_and_for_one_target(case, temperatur
         votes_alone = expected(logits, found, row, temperature, 1.0)
         heard = ~((votes_alone > 0) & (votes_alone < 1e-36))
         with np.errstate(divide="ignore"):
-            np.testing.assert_allclose(mixed.log_dense()[row][heard], np.log(right[heard]), rtol=1e-4, atol=1e-4)
+            np.testing.assert_allclose(mixed.log_probs()[row][heard], np.log(right[heard]), rtol=1e-4, atol=1e-4)
         np.testing.assert_allclose(dense[row].sum(), 1, rtol=1e-5)
         # In the log domain nothing underflows, unlike in the oracle, whose float64 ends at e^-745.
         if right[targets[row]] > 0:
@@ -76,27 +76,27 @@ def test_a_mixture_is_the_weighted_sum_dense_and_for_one_target(case, temperatur
 @given(cases())
 def test_lambda_zero_is_the_model_itself_bit_for_bit(case):
     logits, found, targets = case
-    votes = vote(found, temperature=1.0, vocab_size=VOCABULARY)
+    votes = vote(found, knn_temperature=1.0, vocab_size=VOCABULARY)
     mixed = mix([Logits(logits), votes], [1.0, 0.0])
-    assert torch.equal(mixed.of(targets), Logits(logits).of(targets))
-    assert torch.equal(mixed.log_dense(), Logits(logits).log_dense())
+    assert torch.equal(mixed.log_prob(targets), Logits(logits).log_prob(targets))
+    assert torch.equal(mixed.log_probs(), Logits(logits).log_probs())
 
 
 def test_a_row_without_neighbours_leaves_the_word_to_the_model():
     found = Retrieved(torch.tensor([[-1, -1]]), torch.full((1, 2), torch.inf), torch.tensor([[-1, -1]]))
-    votes = vote(found, temperature=1.0, vocab_size=VOCABULARY)
+    votes = vote(found, knn_temperature=1.0, vocab_size=VOCABULARY)
     logits = torch.arange(VOCABULARY, dtype=torch.float32)[None]
     mixed = mix([Logits(logits), votes], [0.0, 1.0])
     assert votes.abstains().tolist() == [True]
-    torch.testing.assert_close(mixed.log_dense().exp(), logits.softmax(1))
-    assert (votes.log_dense() == -torch.inf).all()
+    torch.testing.assert_close(mixed.log_probs().exp(), logits.softmax(1))
+    assert (votes.log_probs() == -torch.inf).all()
 
 
 def test_many_rows_are_scored_in_pieces_as_if_at_once():
     logits = torch.randn(300, VOCABULARY, generator=torch.Generator().manual_seed(0))
     targets = torch.arange(300) % VOCABULARY
     right = np.log([oracle.softmax(row)[target] for row, target in zip(logits.numpy(), targets, strict=True)])
-    np.testing.assert_allclose(Logits(logits).of(targets), right, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(Logits(logits).log_prob(targets), right, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("weight", [-0.1, 1.1, float("nan"), float("inf")])
@@ -105,7 +105,7 @@ def test_a_lambda_outside_zero_to_one_is_refused(weight):
         check_lambda(weight)
 
 
-@pytest.mark.parametrize(("k", "temperature"), [(0, 1.0), (-3, 1.0), (1, 0.0), (1, -1.0), (1, float("nan"))])
+@pytest.mark.parametrize(("k", "knn_temperature"), [(0, 1.0), (-3, 1.0), (1, 0.0), (1, -1.0), (1, float("nan"))])
 def test_a_vote_of_nobody_or_without_temperature_is_refused(k, temperature):
     with pytest.raises(ParameterError, match="must be"):
         check_vote(k, temperature)

@@ -430,7 +430,7 @@ def gate():
     features, logs, groups, _ = planted(0)
     logs[:, 2][torch.rand(len(logs), generator=torch.Generator().manual_seed(1)) < 0.2] = torch.nan
     names = [f"f{number}" for number in range(6)]
-    return train_gate(features, logs, groups, recipe=QUICK, feature_names=names, part_names=["lm", "a", "b"])
+    return train_gate(features, logs, groups, recipe=QUICK, feature_names=names, component_names=["lm", "a", "b"])
 
 
 def test_a_gate_finds_nearly_all_that_the_best_gate_gains():
@@ -558,7 +558,7 @@ def test_a_gate_comes_back_as_it_was(gate):
     again = Gate.load(*stored(gate))
     assert torch.equal(again.weights(features, logs.isnan()), gate.weights(features, logs.isnan()))
     assert again.feature_names == gate.feature_names == ("f0", "f1", "f2", "f3", "f4", "f5")
-    assert again.part_names == gate.part_names == ("lm", "a", "b")
+    assert again.component_names == gate.component_names == ("lm", "a", "b")
     assert again.facts == json.loads(json.dumps(gate.facts))
 
 
@@ -605,7 +605,7 @@ def test_a_gate_refuses_what_it_cannot_be_trained_on_or_asked(gate):
     with pytest.raises(ParameterError, match="names"):
         train_gate(features, logs, groups, feature_names=["one"])
     with pytest.raises(ParameterError, match="names"):
-        train_gate(features, logs, groups, part_names=["one"])
+        train_gate(features, logs, groups, component_names=["one"])
     features[7, 2] = torch.nan
     with pytest.raises(ParameterError, match="'2' is nan in row 7"):
         train_gate(features, logs, groups)
@@ -639,13 +639,13 @@ def skip():
 @pytest.mark.parametrize("fraction", [0.0, 0.1, 0.25, 0.5, 0.75, 0.9, 1.0])
 def test_the_fraction_skipped_holds_on_new_text(skip, fraction):
     features, _, _, _ = gains(1, rows=20_000)
-    skipped = 1 - float(skip.asked(features, fraction).double().mean())
+    skipped = 1 - float(skip.search_mask(features, fraction).double().mean())
     assert skipped == pytest.approx(fraction, abs=0.03 if 0 < fraction < 1 else 0)
 
 
 def test_skipping_where_little_is_gained_costs_little(skip):
     features, _, _, mean = gains(1)
-    asked = skip.asked(features, 0.5)
+    asked = skip.search_mask(features, 0.5)
     skipped = int((~asked).sum())
     lost, at_random = float((mean * ~asked).sum()), float(mean.mean()) * skipped
     least = float(mean.sort().values[:skipped].sum())  # who knew the rule would lose this
@@ -663,9 +663,9 @@ def test_where_nothing_was_learnt_the_fraction_still_holds():
     same = train_skip(torch.zeros_like(features), gain, groups, recipe=QUICK)
     few = train_skip(features[:20], gain[:20], groups[:20], recipe=QUICK)
     for skip in (same, few):
-        asked = skip.asked(features, 0.3)
+        asked = skip.search_mask(features, 0.3)
         assert float(asked.float().mean()) == pytest.approx(0.7, abs=0.05)
-        alone = torch.cat([skip.asked(row[None], 0.3) for row in features[:50]])
+        alone = torch.cat([skip.search_mask(row[None], 0.3) for row in features[:50]])
         assert torch.equal(alone, asked[:50])  # whatever else is in the batch
     assert float(few.gain(features)[0]) == pytest.approx(float(gain[:20].mean()), abs=1e-5)
 
@@ -673,7 +673,7 @@ def test_where_nothing_was_learnt_the_fraction_still_holds():
 def test_a_skip_comes_back_as_it_was(skip):
     features, _, _, _ = gains(1, rows=500)
     again = SearchSkipper.load(*stored(skip))
-    assert torch.equal(again.asked(features, 0.3), skip.asked(features, 0.3))
+    assert torch.equal(again.search_mask(features, 0.3), skip.search_mask(features, 0.3))
     tensors, facts = stored(skip)
     tensors["levels"] = tensors["levels"][:5]
     with pytest.raises(DatastoreCorrupt, match="levels"):
@@ -683,9 +683,9 @@ def test_a_skip_comes_back_as_it_was(skip):
 def test_skip_refuses_what_it_cannot_be_trained_on_or_asked(skip):
     features, gain, groups, _ = gains(0, rows=100)
     with pytest.raises(ParameterError, match="from 0 to 1"):
-        skip.asked(features, 1.5)
+        skip.search_mask(features, 1.5)
     with pytest.raises(ParameterError, match="5 features"):
-        skip.asked(features[:, :2], 0.5)
+        skip.search_mask(features[:, :2], 0.5)
     with pytest.raises(ParameterError, match="finite"):
         train_skip(features, gain * math.nan, groups)
     with pytest.raises(ParameterError, match="as many rows"):

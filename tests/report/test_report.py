@@ -161,7 +161,7 @@ def test_every_study_is_made(made):
 def test_every_lambda_has_the_perplexity_of_the_formula(studies, made, valid, test):
     study, facts = studies["lambda"], made.facts
     for name, text in (("valid", valid), ("test", test)):
-        vote = text.vote(facts["k"], facts["temperature"])
+        vote = text.vote(facts["k"], facts["knn_temperature"])
         expected = [text.perplexity(vote, weight) for weight in study.numbers["lambda"]]
         np.testing.assert_allclose(study.numbers[name], expected, rtol=2e-4)
     chosen = study.tables[0].rows[study.tables[0].best]
@@ -170,7 +170,7 @@ def test_every_lambda_has_the_perplexity_of_the_formula(studies, made, valid, te
 
 
 def test_settings_are_chosen_on_one_text_and_measured_on_the_other(studies, valid, test, made):
-    temperatures = [row[0] for row in studies["temperature"].tables[0].rows]
+    temperatures = [row[0] for row in studies["knn_temperature"].tables[0].rows]
     lambdas = np.arange(100) / 100
     for k, temperature, weight, on_valid, on_test in studies["k"].tables[0].rows[:4]:
         tried = {
@@ -182,7 +182,7 @@ def test_settings_are_chosen_on_one_text_and_measured_on_the_other(studies, vali
         assert on_valid == pytest.approx(min(tried.values()), rel=1e-4)
         assert valid.perplexity(valid.vote(k, temperature), weight) == pytest.approx(on_valid, rel=1e-4)
         assert test.perplexity(test.vote(k, temperature), weight) == pytest.approx(on_test, rel=1e-4)
-    for temperature, weight, _, on_test in studies["temperature"].tables[0].rows:
+    for temperature, weight, _, on_test in studies["knn_temperature"].tables[0].rows:
         assert test.perplexity(test.vote(made.facts["k"], temperature), weight) == pytest.approx(on_test, rel=1e-4)
 
 
@@ -195,7 +195,7 @@ def test_a_growing_store_ends_as_the_whole_and_begins_as_a_part(studies, place, 
     rows, k = studies["size"].tables[0].rows, made.facts["k"]
     part, count, temperature, weight, _, perplexity = rows[-1]
     assert (part, count) == (1.0, len(stored[0]))
-    settings = {"k": k, "temperature": temperature, "weight": weight}
+    settings = {"k": k, "knn_temperature": temperature, "weight": weight}
     whole = Mixture.open(place / "memory", lm, memories="knn", fresh=True, **settings)
     assert perplexity == pytest.approx(evaluate(whole, documents_of(place, "test")).perplexity, rel=1e-3)
     order = sorted(Datastore.open(place / "memory").catalog.documents(), key=lambda document: document.sha256)
@@ -269,7 +269,7 @@ def test_a_pruned_store_is_as_large_and_as_good_as_it_is_said(studies, place, lm
     _, keys, size, share, temperature, weight, _, perplexity = rows["merged"]
     assert (keys, size) == (facts["keys_after"], facts["bytes_after"])
     assert share == facts["bytes_after"] / facts["bytes_before"]
-    options = {"k": made.facts["k"], "temperature": temperature, "weight": weight, "memories": "knn"}
+    options = {"k": made.facts["k"], "knn_temperature": temperature, "weight": weight, "memories": "knn"}
     smaller = Mixture.open(tmp_path / "merged", lm, **options)
     assert evaluate(smaller, documents_of(place, "test")).perplexity == pytest.approx(perplexity, rel=1e-3)
     assert rows["the whole store"][2] == facts["bytes_before"]
@@ -315,7 +315,7 @@ def test_mixtures_are_compared_by_what_they_give_out_of_fold(studies, valid, mad
     rows = {(row[0], row[1]): row for row in table.rows}
     fold = split_folds(torch.from_numpy(np.array(valid.trace.documents))).numpy()
     assert len(np.unique(fold)) == len(np.unique(valid.trace.documents)) == made.facts["valid_documents"]
-    knn = by_one_lambda(valid, valid.vote(made.facts["k"], made.facts["temperature"]), fold)
+    knn = by_one_lambda(valid, valid.vote(made.facts["k"], made.facts["knn_temperature"]), fold)
     assert rows["knn", "fixed"][4] == pytest.approx(np.exp(-knn.mean()), rel=1e-3)
     said = np.exp(np.asarray(valid.trace.memories[2].arrays["log_p"][:, 0], dtype=np.float64))
     assert rows["ngram", "fixed"][4] == pytest.approx(np.exp(-by_one_lambda(valid, said, fold).mean()), rel=1e-3)
@@ -382,7 +382,7 @@ def test_a_learned_matrix_is_read_as_its_file_says(studies, place, test):
 
 def test_no_mixture_beats_who_knows_the_token(studies, test, made):
     rows = [row[1] for row in studies["oracle"].tables[0].rows]
-    vote = test.vote(made.facts["k"], made.facts["temperature"])
+    vote = test.vote(made.facts["k"], made.facts["knn_temperature"])
     best = np.maximum(np.exp(test.model), vote)
     assert rows[3] == pytest.approx(float(np.exp(-np.log(best).mean())), rel=1e-4)
     assert studies["oracle"].numbers["store_better"] == pytest.approx((vote > np.exp(test.model)).mean(), abs=1e-3)
@@ -410,7 +410,9 @@ def test_searches_are_left_out_as_eval_leaves_them_out(studies, place, lm, tmp_p
 
 def test_gains_of_all_groups_add_up_to_the_gain(studies, test, made, stored):
     study, facts = studies["where"], made.facts
-    mixed = (1 - facts["lambda"]) * np.exp(test.model) + facts["lambda"] * test.vote(facts["k"], facts["temperature"])
+    mixed = (1 - facts["lambda"]) * np.exp(test.model) + facts["lambda"] * test.vote(
+        facts["k"], facts["knn_temperature"]
+    )
     gain = np.log(mixed) - test.model
     assert study.numbers["total"] == pytest.approx(gain.sum(), rel=1e-4)
     for table in study.tables:
@@ -438,7 +440,7 @@ def test_gains_of_all_groups_add_up_to_the_gain(studies, test, made, stored):
 
 def test_examples_are_the_tokens_with_the_most_and_the_least_gain(studies, test, made, place, lm, stored):
     facts = made.facts
-    vote = test.vote(facts["k"], facts["temperature"])
+    vote = test.vote(facts["k"], facts["knn_temperature"])
     mixed = (1 - facts["lambda"]) * np.exp(test.model) + facts["lambda"] * vote
     gain = np.log(mixed) - test.model
     most, least = studies["examples"].examples["gained most"], studies["examples"].examples["lost most"]
@@ -456,7 +458,7 @@ def test_examples_are_the_tokens_with_the_most_and_the_least_gain(studies, test,
         assert weights == sorted(weights, reverse=True)
         assert sum(weights) <= 1 + 1e-6
         first, second = example.neighbours[:2]
-        ratio = np.exp((first.distance - second.distance) / facts["temperature"])
+        ratio = np.exp((first.distance - second.distance) / facts["knn_temperature"])
         assert second.weight / first.weight == pytest.approx(ratio, rel=1e-3)
         for one in example.neighbours:
             assert one.agrees == (one.token == example.target)
@@ -745,7 +747,7 @@ def test_hostile_text_is_shown_and_not_run(tmp_path):
     facts = dict.fromkeys(["stored_tokens", "stored_documents", "test_tokens", "test_documents", "k"], 1)
     facts |= dict.fromkeys(["valid_tokens", "valid_documents"], 1) | {"warnings": [evil], "at_edge": [evil]}
     facts |= {"memory": evil, "model": evil, "memories": [evil], "chosen_on": evil, "quick": True}
-    facts |= {"temperature": 1.0, "lambda": 0.5, "base_perplexity": 2.0}
+    facts |= {"knn_temperature": 1.0, "lambda": 0.5, "base_perplexity": 2.0}
     drawings = {"k": [draw(plot)]}
     write_html(tmp_path / "x.html", facts=facts, studies=[study], left_out={evil: evil}, drawings=drawings)
     page = check_page((tmp_path / "x.html").read_text())
@@ -790,8 +792,8 @@ def test_text_that_is_chosen_on_and_reported_on_is_refused_or_warned_of(place, l
 def test_what_was_chosen_at_the_edge_of_what_was_tried_is_said(made):
     expected = []
     facts, study = made.facts, {study.name: study for study in made.studies}
-    temperatures = [row[0] for row in study["temperature"].tables[0].rows]
-    expected += ["temperature"] if facts["temperature"] in (temperatures[0], temperatures[-1]) else []
+    temperatures = [row[0] for row in study["knn_temperature"].tables[0].rows]
+    expected += ["knn_temperature"] if facts["knn_temperature"] in (temperatures[0], temperatures[-1]) else []
     expected += ["lambda"] if facts["lambda"] == study["lambda"].numbers["lambda"][-1] else []
     expected += ["k"] if facts["k"] == study["k"].tables[0].rows[-1][0] else []
     assert facts["at_edge"] == expected

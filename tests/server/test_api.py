@@ -192,8 +192,8 @@ def test_a_request_chooses_its_memory(server, client, mixture):
     made = mixture.lm.model.generate(given, max_new_tokens=6, do_sample=False, eos_token_id=None, pad_token_id=0)
     assert off["text"] == mixture.lm.tokenizer.decode(made[0, given.shape[1] :])
     assert {(token["p_knn"], token["weight"]) for token in off["knnlm"]["tokens"]} == {(None, 0)}
-    other = server.post("/v1/completions", **body, memory={"lambda": 0.9, "k": 3, "temperature": 1.0})["choices"][0]
-    opened = Mixture.open(mixture.home.path, mixture.lm, k=3, temperature=1.0, weight=0.9)
+    other = server.post("/v1/completions", **body, memory={"lambda": 0.9, "k": 3, "knn_temperature": 1.0})["choices"][0]
+    opened = Mixture.open(mixture.home.path, mixture.lm, k=3, knn_temperature=1.0, lmbda=0.9)
     assert other["text"] == generated(opened, PROMPT, 6)
     for token in other["knnlm"]["tokens"]:
         assert token["weight"] == pytest.approx(0.9)
@@ -210,14 +210,14 @@ def test_a_score_is_what_evaluation_finds_and_can_be_weighed_anew(server, mixtur
     assert scored["perplexity_lm"] == pytest.approx(right.base_perplexity, rel=1e-3)
     assert "".join(token["text"] for token in scored["knnlm"]["tokens"]) == text
     passes = server.service.engine.tokens_read
-    again = server.post("/v1/rescore", id=scored["knnlm"]["id"], **{"lambda": 0.2, "k": 5, "temperature": 3.0})
+    again = server.post("/v1/rescore", id=scored["knnlm"]["id"], **{"lambda": 0.2, "k": 5, "knn_temperature": 3.0})
     assert server.service.engine.tokens_read == passes
-    other = Mixture.open(mixture.home.path, mixture.lm, k=5, temperature=3.0, weight=0.2)
+    other = Mixture.open(mixture.home.path, mixture.lm, k=5, knn_temperature=3.0, lmbda=0.2)
     # All documents begin with the same context, so which of them are nearest to the first position is anybody's guess.
     told = [token["p"] for token in again["knnlm"]["tokens"]]
     np.testing.assert_allclose(told[1:], [token.p for token in explain(other, text)][1:], rtol=1e-3)
     assert again["perplexity"] == pytest.approx(math.exp(-np.mean(np.log(told))), rel=1e-4)
-    fresh = server.post("/v1/score", text=text, memory={"lambda": 0.2, "k": 5, "temperature": 3.0})
+    fresh = server.post("/v1/score", text=text, memory={"lambda": 0.2, "k": 5, "knn_temperature": 3.0})
     np.testing.assert_allclose(told, [token["p"] for token in fresh["knnlm"]["tokens"]], rtol=1e-4)
     with server.client() as client:
         assert client.post("/v1/rescore", json={"id": "trace-none"}).status_code == 404

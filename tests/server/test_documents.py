@@ -37,7 +37,7 @@ def lm():
 @pytest.fixture(params=["knn:0.6", "knn:0.3,cache:0.1,ngram:0.3"])
 def server(request, lm, tmp_path):
     build(documents(10), tmp_path / "memory", lm=lm)
-    mixture = Mixture.open(tmp_path / "memory", lm, memories=request.param, k=4, temperature=1.0, fresh=True)
+    mixture = Mixture.open(tmp_path / "memory", lm, memories=request.param, k=4, knn_temperature=1.0, fresh=True)
     keys = ApiKeys((b"user-key-1234",), (ADMIN.encode(),))
     with serving(mixture, keys=keys) as running:
         yield running
@@ -188,7 +188,7 @@ def test_who_comes_while_the_memory_is_looked_at_finds_what_was_added_before(ser
 
 def test_two_servers_on_one_memory_see_what_the_other_does(server, lm):
     path = server.service.mixture.home.path
-    other = Mixture.open(path, lm, k=4, temperature=1.0)
+    other = Mixture.open(path, lm, k=4, knn_temperature=1.0)
     with (
         serving(other, keys=ApiKeys((), (ADMIN.encode(),))) as second,
         server.client(ADMIN) as here,

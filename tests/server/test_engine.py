@@ -59,7 +59,7 @@ def open_engine(mixture, **settings):
 
 @pytest.fixture(scope="module")
 def mixture(lm, store):
-    return Mixture.open(store.path, lm, k=16, temperature=8.0, weight=0.6)
+    return Mixture.open(store.path, lm, k=16, knn_temperature=8.0, lmbda=0.6)
 
 
 @pytest.fixture(scope="module")
@@ -102,7 +102,7 @@ def test_texts_that_join_and_leave_are_what_generate_makes_of_each_alone(family,
     """Longer than the sliding windows of 64 tokens, and joining while others are under way."""
     lm = CausalLM(tiny(family), tiny_tokenizer(), name=family)
     store = build(documents(8), tmp_path / "memory", lm=lm)
-    mixture = Mixture.open(store.path, lm, k=8, temperature=4.0, weight=0.5)
+    mixture = Mixture.open(store.path, lm, k=8, knn_temperature=4.0, lmbda=0.5)
     engine = open_engine(mixture)
     assert engine.together
     tickets = []
@@ -153,7 +153,7 @@ def test_a_model_whose_state_cannot_be_put_side_by_side_is_read_text_by_text(tmp
     torch.manual_seed(0)
     lm = CausalLM(transformers.MambaForCausalLM(config), tiny_tokenizer(), key_layer="output", name="mamba")
     build(documents(3), tmp_path / "memory", lm=lm, window=lm.window(64))
-    mixture = Mixture.open(tmp_path / "memory", lm, k=8, temperature=4.0, weight=0.6)
+    mixture = Mixture.open(tmp_path / "memory", lm, k=8, knn_temperature=4.0, lmbda=0.6)
     engine = open_engine(mixture)
     assert not engine.together
     tickets = [engine.submit(order(engine, prompt, 6, copies=2)) for prompt in PROMPTS[:2]]
@@ -176,9 +176,9 @@ def test_a_model_that_reads_padding_is_found_out(mixture, monkeypatch):
 def test_each_request_has_its_own_settings_in_one_batch(lm, store, engine):
     """k, τ, λ and whether there is a memory at all: as a mixture that was opened with them, and one search a turn."""
     wishes = [
-        MemoryOverrides(k=3, temperature=2.0, weight=0.9),
-        MemoryOverrides(k=40, temperature=20.0, weight=0.3),
-        MemoryOverrides(weight=0.0),
+        MemoryOverrides(k=3, knn_temperature=2.0, lmbda=0.9),
+        MemoryOverrides(k=40, knn_temperature=20.0, lmbda=0.3),
+        MemoryOverrides(lmbda=0.0),
         MemoryOverrides(off=True),
         MemoryOverrides(),
     ]
@@ -193,9 +193,9 @@ def test_each_request_has_its_own_settings_in_one_batch(lm, store, engine):
             assert {token.p_knn for token in answer} == {None}
             assert not any(token.sources for token in answer)
             continue
-        settings = {"k": wish.k or 16, "temperature": wish.temperature or 8.0}
-        weight = 0.6 if wish.weight is None else wish.weight
-        assert ids(answer) == generated(Mixture.open(store.path, lm, weight=weight, **settings), PROMPTS[0], 10)
+        settings = {"k": wish.k or 16, "temperature": wish.knn_temperature or 8.0}
+        weight = 0.6 if wish.lmbda is None else wish.lmbda
+        assert ids(answer) == generated(Mixture.open(store.path, lm, lmbda=weight, **settings), PROMPTS[0], 10)
 
 
 def test_a_batch_is_searched_once_a_turn_whatever_k_its_texts_ask_for(mixture):
@@ -316,16 +316,16 @@ def test_weighing_anew_equals_asking_anew(engine):
     tokens = said(engine.submit(order(engine, text, 0, echo=True, wish=MemoryOverrides(k=30))))
     for changes in (
         MemoryOverrides(k=12),
-        MemoryOverrides(weight=0.1),
+        MemoryOverrides(lmbda=0.1),
         MemoryOverrides(k=4),
-        MemoryOverrides(temperature=1.0),
-        MemoryOverrides(weight=0.8, k=9, temperature=30.0),
-        MemoryOverrides(weight=0.0),
-        MemoryOverrides(weight=1.0),
+        MemoryOverrides(knn_temperature=1.0),
+        MemoryOverrides(lmbda=0.8, k=9, knn_temperature=30.0),
+        MemoryOverrides(lmbda=0.0),
+        MemoryOverrides(lmbda=1.0),
         MemoryOverrides(),
     ):
         again = rescore(engine.wishes, MemoryOverrides(k=30), tokens, changes)
-        wish = MemoryOverrides(weight=changes.weight, k=changes.k or 30, temperature=changes.temperature)
+        wish = MemoryOverrides(lmbda=changes.lmbda, k=changes.k or 30, knn_temperature=changes.knn_temperature)
         right = said(engine.submit(order(engine, text, 0, echo=True, wish=wish)))
         assert ids(again) == ids(right)
         for one, other in zip(again, right, strict=True):
@@ -339,7 +339,7 @@ def test_weighing_anew_works_with_several_memories(lm, store):
     text = PROMPTS[0] + " " + PROMPTS[0]
     tokens = said(engine.submit(order(engine, text, 0, echo=True)))
     assert {share["memory"] for share in tokens[3].shares} == {"knn", "cache", "ngram"}
-    for changes in (MemoryOverrides(weight=0.9), MemoryOverrides(k=5, temperature=3.0)):
+    for changes in (MemoryOverrides(lmbda=0.9), MemoryOverrides(k=5, knn_temperature=3.0)):
         again = rescore(engine.wishes, MemoryOverrides(), tokens, changes)
         right = said(engine.submit(order(engine, text, 0, echo=True, wish=changes)))
         np.testing.assert_allclose([one.p for one in again], [one.p for one in right], rtol=1e-4, atol=1e-7)
@@ -472,9 +472,9 @@ def test_naming_many_sources_of_a_prompt_keeps_nobody_waiting(mixture):
 def test_a_text_of_many_neighbours_is_weighed_anew_in_blocks(engine, monkeypatch):
     text = PROMPTS[2]
     tokens = said(engine.submit(order(engine, text, 0, echo=True)))
-    whole = rescore(engine.wishes, MemoryOverrides(), tokens, MemoryOverrides(k=5, temperature=2.0))
+    whole = rescore(engine.wishes, MemoryOverrides(), tokens, MemoryOverrides(k=5, knn_temperature=2.0))
     monkeypatch.setattr(recall_module, "_BLOCK", 16 * 7)
-    blocks = rescore(engine.wishes, MemoryOverrides(), tokens, MemoryOverrides(k=5, temperature=2.0))
+    blocks = rescore(engine.wishes, MemoryOverrides(), tokens, MemoryOverrides(k=5, knn_temperature=2.0))
     assert [token.log_p for token in blocks] == [token.log_p for token in whole]
     assert "".join(token.text for token in blocks) == text
 

@@ -33,7 +33,7 @@ LONG = {"prompt": "When", "max_tokens": 100, "temperature": 0}
 @pytest.fixture(scope="module")
 def mixture(lm, store):
     lm.model.generation_config.eos_token_id = None
-    return Mixture.open(store.path, lm, k=16, temperature=8.0, weight=0.6)
+    return Mixture.open(store.path, lm, k=16, knn_temperature=8.0, lmbda=0.6)
 
 
 @pytest.fixture
@@ -317,7 +317,7 @@ def test_stopping_finishes_what_is_in_flight(slow):
 
 def test_a_port_that_is_taken_is_an_error_of_one_line():
     with bind(Place(port=0), ApiKeys()) as taken:
-        taken.predict_batch()
+        taken.listen()
         with pytest.raises(ParameterError, match="Choose another --port"):
             bind(Place(port=taken.getsockname()[1]), ApiKeys())
 

@@ -49,7 +49,7 @@ def check(found):
 @pytest.fixture
 def server(lm, store):
     lm.model.generation_config.eos_token_id = None
-    with serving(Mixture.open(store.path, lm, k=16, temperature=8.0), trace_bytes=4 << 20) as running:
+    with serving(Mixture.open(store.path, lm, k=16, knn_temperature=8.0), trace_bytes=4 << 20) as running:
         yield running
 
 
@@ -81,7 +81,7 @@ def test_what_is_kept_of_texts_takes_about_what_is_said_and_then_memory_is_flat(
     """Filled and replaced once by what streams leave, it is no larger than its bound by much, and flat from then on."""
     lm.model.generation_config.eos_token_id = None
     process = psutil.Process()
-    with serving(Mixture.open(store.path, lm, k=16, temperature=8.0), trace_bytes=48 << 20) as running:
+    with serving(Mixture.open(store.path, lm, k=16, knn_temperature=8.0), trace_bytes=48 << 20) as running:
         engine, recall = running.service.engine, running.service.engine.recall
         check(asyncio.run(keep_up(running.port, 5.0)))
         empty, own = process.memory_info().rss, recall.bytes

@@ -20,7 +20,7 @@ HEAD = "POST /v1/score HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/
 @pytest.fixture(scope="module")
 def mixture(lm, store):
     lm.model.generation_config.eos_token_id = None
-    return Mixture.open(store.path, lm, k=16, temperature=8.0, weight=0.6)
+    return Mixture.open(store.path, lm, k=16, knn_temperature=8.0, lmbda=0.6)
 
 
 def connect(running):

@@ -19,7 +19,7 @@ from knnlm.lm.causal import CausalLM
 from knnlm.mixture.mixture import Mixture
 
 LONG = documents(1, words=180, start=60)[0].text
-SETTINGS = {"k": 16, "temperature": 8.0, "weight": 0.6}
+SETTINGS = {"k": 16, "knn_temperature": 8.0, "lmbda": 0.6}
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +43,7 @@ def document(text):
 
 @pytest.mark.parametrize("memories", ["knn:0.6", "knn:0.3,cache:0.2,ngram:0.2"])
 def test_a_text_longer_than_the_model_reads_at_once_scores_as_in_evaluation(lm, path, memories):
-    mixture = Mixture.open(path, lm, memories=memories, k=16, temperature=8.0, fresh=True)
+    mixture = Mixture.open(path, lm, memories=memories, k=16, knn_temperature=8.0, fresh=True)
     assert len(lm.encode(LONG)) > 2 * lm.longest
     right, explained = evaluate(mixture, [document(LONG)]), explain(mixture, LONG)
     with serving(mixture) as running:

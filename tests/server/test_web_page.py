@@ -24,7 +24,7 @@ from knnlm.server.auth import ApiKeys
 PROMPT = "The memory of a model"
 TEXT = "The memory of a model is a list of rooms, and each context asked Anna about the library."
 HOSTILE = "<img src=x onerror=\"document.title='broken'\"><script>document.title='broken'</script>"
-SETTINGS = {"k": 32, "temperature": 4.0, "weight": 0.4}
+SETTINGS = {"k": 32, "knn_temperature": 4.0, "lmbda": 0.4}
 USER, ADMIN = "user-key-1234", "admin-key-1234"
 
 
@@ -239,9 +239,9 @@ def test_sliding_k_and_temperature_gives_what_scoring_with_them_gives(browser, s
     k = int(page.inner_text("#value-k"))
     assert 1 < k < 32
     with page.expect_response("**/v1/rescore"):
-        slide(page, "temperature", 800)
+        slide(page, "knn_temperature", 800)
     temperature = 4.0 / 100 * (100 * 100) ** 0.8
-    again = server.post("/v1/score", text=TEXT, memory={"k": k, "temperature": temperature}, sources=6)
+    again = server.post("/v1/score", text=TEXT, memory={"k": k, "knn_temperature": temperature}, sources=6)
     # At the first position every document's beginning is as near, and which of them are among k is nobody's to say.
     gains = [np.log(token["p"] / token["p_lm"]) for token in again["knnlm"]["tokens"]][1:]
     expect(page.locator("#text-score .token").nth(1)).to_have_attribute("data-gain", f"{gains[0]:.3f}")
@@ -338,7 +338,7 @@ def hostile(lm, tmp_path_factory):
         Document(id=f"{HOSTILE}{one.id}", source=f"{HOSTILE}:1", text=f"{HOSTILE} {one.text}") for one in documents(3)
     ]
     build(made, path, lm=lm).close()
-    with serving(Mixture.open(path, lm, k=16, temperature=4.0, weight=0.9)) as running:
+    with serving(Mixture.open(path, lm, k=16, knn_temperature=4.0, lmbda=0.9)) as running:
         yield running
 
 

@@ -133,7 +133,7 @@ def test_what_is_held_out_is_neither_stored_nor_learnt(adapted, base):
     tokens = TokenStream.of_documents(base.encode_all([document.text for document in learnt]))
     assert (card.text, card.tokens) == (tokens.fingerprint, len(tokens.tokens))
     assert (result.tokens, card.beta, card.teacher) == (len(tokens.tokens), 0.0, None)
-    assert (card.weight, card.weight_facts["perplexity"]) == (result.decoder_lambda, result.decoder)
+    assert (card.lmbda, card.lmbda_facts["perplexity"]) == (result.decoder_lambda, result.decoder)
 
 
 def test_copies_of_a_text_are_held_out_together(base, tmp_path):
@@ -340,7 +340,7 @@ def test_one_command_adapts_and_the_others_just_work(texts, model_folder, base, 
     assert (found["weights"], found["remembered_documents"]) == ("gated", 0)
     assert found["perplexity"] < found["base_perplexity"]
     assert found["base_perplexity"] == pytest.approx(
-        evaluate(Mixture.open("moved/student", base, weight=0.0), library.read_documents("valid.txt")).perplexity,
+        evaluate(Mixture.open("moved/student", base, lmbda=0.0), library.read_documents("valid.txt")).perplexity,
         rel=1e-5,
     )
     code, out, err = knnlm(capfd, "generate", "moved", "The memory of", "--max-new-tokens", 3, "--json")

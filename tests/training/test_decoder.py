@@ -53,7 +53,7 @@ def small(lm, tmp_path_factory):
     """A memory of ten short documents, with its targets."""
     folder = tmp_path_factory.mktemp("small")
     store = build(documents(10, words=20), folder / "memory", lm=lm)
-    return store, make_targets(store, folder / "targets", k=32, temperature=20.0, device="cpu")
+    return store, make_targets(store, folder / "targets", k=32, knn_temperature=20.0, device="cpu")
 
 
 @pytest.fixture
@@ -422,7 +422,7 @@ def losses(folder):
 
 def test_a_tiny_student_learns_the_distribution_of_a_tiny_store(lm, student, tmp_path):
     store = build(documents(4, words=6), tmp_path / "memory", lm=lm)
-    targets = make_targets(store, tmp_path / "targets", k=500, temperature=10.0, top=500, mass=1.0)
+    targets = make_targets(store, tmp_path / "targets", k=500, knn_temperature=10.0, top=500, mass=1.0)
     card = train_decoder(
         store, student, tmp_path / "out", targets=targets, beta=1.0, epochs=500, batch_tokens=256, learning_rate=1e-2,
         weight_decay=0.0, device="cpu",
@@ -441,7 +441,7 @@ def test_a_tiny_student_learns_the_distribution_of_a_tiny_store(lm, student, tmp
         for row, q in zip(rows.tolist(), said, strict=True):
             others = np.arange(store.rows) != row
             p = oracle.knn_distribution(
-                keys[row], keys[others], values.numpy()[others], lm.vocab_size, k=500, temperature=10.0
+                keys[row], keys[others], values.numpy()[others], lm.vocab_size, k=500, knn_temperature=10.0
             )
             # Equal contexts, as at the first token of a document, leave out a different one of them each, and so have
             # different targets: nobody can learn all of those.
@@ -947,7 +947,7 @@ def test_tensorboard_is_told_each_step_once_also_by_whoever_goes_on(small, stude
 def test_lambda_is_written_into_the_card_and_hostile_cards_are_refused_in_one_line(small, student, tmp_path):
     out = tmp_path / "out"
     card = train_decoder(small[0], student, out, beta=0.0, **QUICK)
-    assert card.weight is None
+    assert card.lmbda is None
     assert json.loads((out / CARD).read_text())["lambda"] is None
     told = {"model": "x", "text": ["valid"], "tokens": 9, "base_perplexity": 3.0, "perplexity": 2.0}
     assert set_lambda(out, 0.3, told) == load_card(out)

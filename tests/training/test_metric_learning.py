@@ -134,7 +134,7 @@ def test_copies_do_not_keep_it_from_learning(tmp_path):
     plain = train_key_map(noisy_store(tmp_path / "a", rows=1000), neighbours=16, **options)
     twice = train_key_map(noisy_store(tmp_path / "b", rows=1000, copies=2), neighbours=32, **options)
     # Every anchor and every neighbour is there twice, so that the likelihood is the same.
-    assert twice.facts["temperature"] == pytest.approx(plain.facts["temperature"])
+    assert twice.facts["knn_temperature"] == pytest.approx(plain.facts["knn_temperature"])
     [figures], [right] = twice.facts["rounds"], plain.facts["rounds"]
     assert figures["before"] == pytest.approx(right["before"], abs=1e-5)
     assert figures["after"] > figures["before"]
@@ -157,7 +157,7 @@ def test_a_temperature_far_from_the_usual_distance_is_found(tmp_path):
     found = train_key_map(store, neighbours=64, epochs=1)
     keys, values, groups = all_keys(store).double().numpy(), store.values(torch.arange(400)).numpy(), key_groups(store)
     held_out = similarity._held_out(groups, torch.arange(400), 0).nonzero()[:, 0].tolist()
-    temperature = found.facts["temperature"]
+    temperature = found.facts["knn_temperature"]
     scores = {
         factor: likelihood_by_hand(keys, values, groups, held_out, 64, np.eye(2), factor * temperature).mean()
         for factor in (0.1, 0.7, 1, 1.5, 10, 1e3)
@@ -173,7 +173,7 @@ def test_of_temperatures_that_are_as_good_the_most_usual_is_taken(tmp_path):
     keys = all_keys(store).double().numpy()
     usual = np.median([np.sort(oracle.distances(key, keys))[1:65] for key in keys])
     # Whatever is below explains everything as well.
-    assert usual * 2.0**-10 < found.facts["temperature"] < usual
+    assert usual * 2.0**-10 < found.facts["knn_temperature"] < usual
 
 
 def test_where_all_neighbours_should_be_heard_alike_the_temperature_stays_usual(tmp_path):
@@ -184,7 +184,7 @@ def test_where_all_neighbours_should_be_heard_alike_the_temperature_stays_usual(
     values[1::2] = 1 - values[::2]
     order = np.arange(400).reshape(200, 2).T.reshape(-1)  # the two of a pair are in different documents
     store = made_store(tmp_path / "a", keys[order], values[order], sizes=[10] * 40)
-    temperature = train_key_map(store, neighbours=32, epochs=1).facts["temperature"]
+    temperature = train_key_map(store, neighbours=32, epochs=1).facts["knn_temperature"]
     stored, tokens, groups = keys[order].astype(np.float32).astype(float), values[order], key_groups(store)
     held_out = similarity._held_out(groups, torch.arange(400), 0).nonzero()[:, 0].tolist()
 
@@ -206,7 +206,7 @@ def test_merged_keys_weigh_as_much_as_the_contexts_they_stand_for(tmp_path):
     keys, values = all_keys(store).double().numpy(), store.values(torch.arange(400)).numpy()
     groups = key_groups(merged)
     held_out = similarity._held_out(groups, torch.arange(400), 0).nonzero()[:, 0].tolist()
-    temperature, [figures] = found.facts["temperature"], found.facts["rounds"]
+    temperature, [figures] = found.facts["knn_temperature"], found.facts["rounds"]
     for name, matrix in (("before", np.eye(12)), ("after", found.matrix.double().numpy())):
         right = likelihood_by_hand(keys, values, groups, held_out, 20, matrix, temperature, counts)
         assert figures[name] == pytest.approx(right.mean(), abs=1e-4)
@@ -294,10 +294,10 @@ def test_it_learns_to_leave_out_what_says_nothing_and_new_contexts_gain(tmp_path
     values = store.values(torch.arange(store.rows)).numpy()
 
     def score(moved, keys, temperature):
-        probs = [oracle.knn_distribution(one, keys, values, WORDS, k=100, temperature=temperature) for one in moved]
+        probs = [oracle.knn_distribution(one, keys, values, WORDS, k=100, knn_temperature=temperature) for one in moved]
         return np.mean([np.log(prob[target] + 1e-9) for prob, target in zip(probs, targets, strict=True)])
 
-    tried = [found.facts["temperature"] * scale for scale in (0.25, 0.5, 1, 2, 4)]
+    tried = [found.facts["knn_temperature"] * scale for scale in (0.25, 0.5, 1, 2, 4)]
     plain = [score(queries.numpy(), all_keys(store).numpy(), one) for one in tried]
     learned = [score(mapped.project(queries).numpy(), all_keys(mapped).numpy(), one) for one in tried]
     # What could be had by one who knows which dimensions say nothing.
@@ -316,7 +316,7 @@ def test_the_reported_likelihood_is_that_of_an_independent_computation(tmp_path)
     held_out = similarity._held_out(groups, torch.arange(400), 0).nonzero()[:, 0].tolist()
     assert 30 <= len(held_out) <= 60
     figures = found.facts["rounds"][0]
-    temperature = found.facts["temperature"]
+    temperature = found.facts["knn_temperature"]
     before = likelihood_by_hand(keys, values, groups, held_out, 20, np.eye(12), temperature)
     after = likelihood_by_hand(keys, values, groups, held_out, 20, found.matrix.double().numpy(), temperature)
     assert figures["before"] == pytest.approx(before.mean(), abs=1e-4)
@@ -349,7 +349,13 @@ def test_training_that_does_not_help_leaves_keys_as_they_are(tmp_path):
 
 def test_what_cannot_be_learned_from_is_refused(tmp_path):
     store = noisy_store(tmp_path / "a", rows=400)
-    for options in ({"width": 13}, {"anchors": 0}, {"neighbours": 0}, {"learning_rate": 0.0}, {"temperature": -1.0}):
+    for options in (
+        {"width": 13},
+        {"anchors": 0},
+        {"neighbours": 0},
+        {"learning_rate": 0.0},
+        {"knn_temperature": -1.0},
+    ):
         with pytest.raises(ParameterError, match=next(iter(options)).replace("_", " ")):
             train_key_map(store, **options)
     lonely = made_store(tmp_path / "b", np.eye(6), np.arange(6), sizes=[3, 3])

@@ -69,26 +69,26 @@ def cross_entropy(matrix: OutputMatrix, keys: torch.Tensor, targets: torch.Tenso
     counts=st.lists(st.integers(1, 3), min_size=1, max_size=12),
     positions=st.integers(0, 5),
     seed=st.integers(0, 1000),
-    temperature=st.floats(0.3, 3),
+    knn_temperature=st.floats(0.3, 3),
 )
 def test_the_probability_of_a_word_is_the_sum_over_its_rows(counts, positions, seed, temperature):
     matrix = random_matrix(counts, seed=seed)
     keys = torch.from_numpy(np.random.default_rng(seed + 1).normal(size=(positions, 5)).astype(np.float32))
-    answer = memory_of(matrix, temperature=temperature).predict(Context({SOURCE: keys}))
-    [prediction] = answer.parts
+    answer = memory_of(matrix, knn_temperature=temperature).predict(Context({SOURCE: keys}))
+    [prediction] = answer.components
     right = np.array([expected(matrix, key, 40, temperature) for key in keys.numpy()]).reshape(positions, 40)
-    np.testing.assert_allclose(prediction.log_dense().exp(), right, atol=1e-6, rtol=1e-4)
-    np.testing.assert_allclose(prediction.log_dense().exp().sum(1), np.ones(positions), rtol=1e-5)
+    np.testing.assert_allclose(prediction.log_probs().exp(), right, atol=1e-6, rtol=1e-4)
+    np.testing.assert_allclose(prediction.log_probs().exp().sum(1), np.ones(positions), rtol=1e-5)
     assert not prediction.abstains().any()
     for token in range(40):
-        found = prediction.of(torch.full((positions,), token)).exp()
+        found = prediction.log_prob(torch.full((positions,), token)).exp()
         np.testing.assert_allclose(found, right[:, token], atol=1e-6, rtol=1e-4)
     assert right[np.arange(positions), answer.top()] == pytest.approx(right.max(1, initial=0))
     for number, row in enumerate(right):
         some = row[row > 0]
         second = np.sort(some)[-2] if len(some) > 1 else some[0]
         signals = [-(some * np.log(some)).sum(), np.log(some.max()), np.log(some.max() / second)]
-        np.testing.assert_allclose(answer.signals()[number], signals, atol=1e-4, rtol=1e-4)
+        np.testing.assert_allclose(answer.features()[number], signals, atol=1e-4, rtol=1e-4)
 
 
 def test_all_at_once_is_token_by_token():
@@ -97,8 +97,8 @@ def test_all_at_once_is_token_by_token():
     together = memory.predict(Context({SOURCE: keys}))
     for number in range(0, 300, 7):
         alone = memory.predict(Context({SOURCE: keys[number : number + 1]}))
-        torch.testing.assert_close(alone.parts[0].log_dense()[0], together.parts[0].log_dense()[number])
-        torch.testing.assert_close(alone.signals()[0], together.signals()[number])
+        torch.testing.assert_close(alone.components[0].log_probs()[0], together.components[0].log_probs()[number])
+        torch.testing.assert_close(alone.features()[0], together.features()[number])
         assert alone.top()[0] == together.top()[number]
 
 
@@ -106,11 +106,11 @@ def test_an_unlikely_word_keeps_its_log_probability_where_its_probability_underf
     matrix = OutputMatrix(
         torch.zeros(4, 2), torch.tensor([0.0, -300.0, -301.0, 0.0]), torch.zeros(2), torch.tensor([1, 3, 3, 5])
     )
-    [prediction] = memory_of(matrix).predict(Context({SOURCE: torch.ones(1, 2)})).parts
+    [prediction] = memory_of(matrix).predict(Context({SOURCE: torch.ones(1, 2)})).components
     right = -300 + math.log1p(math.exp(-1)) - math.log(2)
-    assert float(prediction.of(torch.tensor([3]))) == pytest.approx(right, rel=1e-6)
-    assert float(prediction.log_dense()[0, 3]) == pytest.approx(right, rel=1e-6)
-    assert float(prediction.of(torch.tensor([2]))) == -math.inf
+    assert float(prediction.log_prob(torch.tensor([3]))) == pytest.approx(right, rel=1e-6)
+    assert float(prediction.log_probs()[0, 3]) == pytest.approx(right, rel=1e-6)
+    assert float(prediction.log_prob(torch.tensor([2]))) == -math.inf
 
 
 def test_states_that_it_cannot_read_are_refused():
@@ -119,8 +119,8 @@ def test_states_that_it_cannot_read_are_refused():
         memory.predict(Context({SOURCE: torch.zeros(1, 6)}))
     with pytest.raises(ModelError, match="infinite"):
         memory.predict(Context({SOURCE: torch.full((1, 5), torch.nan)}))
-    with pytest.raises(ParameterError, match="temperature"):
-        memory_of(random_matrix([1]), temperature=0.0)
+    with pytest.raises(ParameterError, match="knn_temperature"):
+        memory_of(random_matrix([1]), knn_temperature=0.0)
 
 
 @given(
@@ -342,7 +342,7 @@ def test_a_loss_on_the_mixture_leaves_to_the_model_what_it_knows(store, everythi
     losses = {}
     for name in ("mixed", "plain"):
         memory = OutputMemory.open(tmp_path / name)
-        own = memory.predict(Context({memory.source: keys})).parts[0].of(values).double().exp()
+        own = memory.predict(Context({memory.source: keys})).components[0].log_prob(values).double().exp()
         losses[name] = -(0.7 * log_p_lm.double().exp() + 0.3 * own).log()
     assert card.held_out_after == pytest.approx(float(losses["mixed"][held_out].mean()), rel=1e-4)
     assert losses["mixed"][~held_out].mean() < losses["plain"][~held_out].mean()
@@ -373,8 +373,8 @@ def test_it_reads_the_models_own_states_also_where_the_store_keeps_them_moved(st
     monkeypatch.setattr(store, "offset", torch.linspace(-3000, 3000, store.width))
     train_output(store, tmp_path / "moved", **QUICK)
     plain, moved = OutputMemory.open(tmp_path / "plain"), OutputMemory.open(tmp_path / "moved")
-    said = plain.predict(Context({plain.source: keys})).parts[0].of(values)
-    again = moved.predict(Context({moved.source: keys + store.offset})).parts[0].of(values)
+    said = plain.predict(Context({plain.source: keys})).components[0].log_prob(values)
+    again = moved.predict(Context({moved.source: keys + store.offset})).components[0].log_prob(values)
     torch.testing.assert_close(again, said, atol=0.02, rtol=0.01)
 
 
@@ -409,7 +409,7 @@ def test_a_pruned_store_teaches_by_the_keys_it_has_and_by_how_much_they_count(st
             int((keep & held_out).sum()),
         )
         memory = OutputMemory.open(tmp_path / name)
-        p = memory.predict(Context({memory.source: keys})).parts[0].of(values).double().exp()
+        p = memory.predict(Context({memory.source: keys})).components[0].log_prob(values).double().exp()
         p = 0.6 * log_p_lm.double().exp() + 0.4 * p if options else p
         left = keep & held_out
         assert card.held_out_after == pytest.approx(-np.average(p[left].log(), weights=counts[left]), rel=1e-4)

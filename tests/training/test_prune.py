@@ -108,7 +108,7 @@ def test_a_vote_with_counts_is_that_of_the_keys_repeated(tmp_path):
     voted = np.bincount(pruned.values(pruned.rows_of(found.ids))[0], weights, minlength=5)
     keys, values = all_keys(store).numpy(), store.values(torch.arange(store.rows)).numpy()
     again = np.repeat(np.flatnonzero(mask.numpy()), counts.numpy()[mask.numpy()])
-    right = oracle.knn_distribution(query[0], keys[again], values[again], 5, k=len(again), temperature=2.0)
+    right = oracle.knn_distribution(query[0], keys[again], values[again], 5, k=len(again), knn_temperature=2.0)
     np.testing.assert_allclose(voted, right, rtol=1e-4)
 
 

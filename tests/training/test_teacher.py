@@ -50,10 +50,12 @@ def dense(sparse, vocab_size):
     return found
 
 
-def left_out(keys, values, row, allowed, vocab_size, *, k, temperature):
+def left_out(keys, values, row, allowed, vocab_size, *, k, knn_temperature):
     """p_kNN of a row among the rows that it may see; zeros where there is none."""
     some = np.flatnonzero(allowed)
-    found = oracle.knn_distribution(keys[row], keys[some], values[some], vocab_size, k=k, temperature=temperature)
+    found = oracle.knn_distribution(
+        keys[row], keys[some], values[some], vocab_size, k=k, knn_temperature=knn_temperature
+    )
     return np.zeros(vocab_size) if found is None else found
 
 
@@ -70,19 +72,19 @@ def test_a_position_does_not_see_itself_however_equal_contexts_are_ordered(tmp_p
     keys = np.tile(random.normal(size=(40, 6)), (2, 1)).astype(np.float32)
     values = random.integers(0, 9, 80)
     store = made_store(tmp_path / "s", keys, values, sizes=[20, 20, 20, 20])
-    found = dense(everything(store, tmp_path / "t", k=k, temperature=3.0, batch=33), 9)
+    found = dense(everything(store, tmp_path / "t", k=k, knn_temperature=3.0, batch=33), 9)
     for row in range(80):
-        right = left_out(keys, values, row, np.arange(80) != row, 9, k=k, temperature=3.0)
+        right = left_out(keys, values, row, np.arange(80) != row, 9, k=k, knn_temperature=3.0)
         # k is odd or all: the copy of the row itself, and then pairs of equal contexts.
         np.testing.assert_allclose(found[row], right, atol=2e-3)
-    first = [oracle.knn_distribution(keys[r], keys, values, 9, k=1, temperature=3.0) for r in range(80)]
+    first = [oracle.knn_distribution(keys[r], keys, values, 9, k=1, knn_temperature=3.0) for r in range(80)]
     if k == 1:
         assert sum(np.argmax(found, 1) != np.argmax(first, 1)) > 20
 
 
 def test_where_too_many_tie_for_the_row_to_come_back_the_last_is_dropped(tmp_path):
     store = made_store(tmp_path / "s", np.ones((30, 4)), np.arange(30), sizes=[30])
-    found = everything(store, tmp_path / "t", k=3, temperature=1.0)
+    found = everything(store, tmp_path / "t", k=3, knn_temperature=1.0)
     assert found.lengths.tolist() == [3] * 30
     np.testing.assert_allclose(found.probs, 1 / 3, atol=1e-3)
     assert not (found.ids == torch.arange(30)[:, None]).any()
@@ -97,7 +99,7 @@ def test_the_whole_document_and_its_copies_can_be_left_out(tmp_path, exclude, k)
     values = random.integers(0, 7, 34)
     keys[15:21], values[15:21] = keys[:6], values[:6]  # the third document is the first
     store = made_store(tmp_path / "s", keys, values, sizes=sizes, texts=texts)
-    found = dense(everything(store, tmp_path / "t", k=k, temperature=2.0, exclude=exclude), 7)
+    found = dense(everything(store, tmp_path / "t", k=k, knn_temperature=2.0, exclude=exclude), 7)
     text = np.repeat(texts, sizes)
     for row in range(34):
         allowed = np.arange(34) != row if exclude == "self" else text != text[row]
@@ -106,13 +108,13 @@ def test_the_whole_document_and_its_copies_can_be_left_out(tmp_path, exclude, k)
         if exclude == "document":
             order = np.argsort(oracle.distances(keys[row], keys), kind="stable")[: min(34, k + min(12, k))]
             allowed &= np.isin(np.arange(34), order)
-        right = left_out(keys, values, row, allowed, 7, k=wanted[0], temperature=2.0)
+        right = left_out(keys, values, row, allowed, 7, k=wanted[0], knn_temperature=2.0)
         np.testing.assert_allclose(found[row], right, atol=2e-3)
 
 
 def test_a_position_whom_nobody_may_answer_has_no_target(tmp_path):
     store = made_store(tmp_path / "s", np.random.default_rng(0).normal(size=(10, 3)), np.arange(10), sizes=[10])
-    targets = make_targets(store, tmp_path / "t", exclude="document", k=4, temperature=1.0)
+    targets = make_targets(store, tmp_path / "t", exclude="document", k=4, knn_temperature=1.0)
     assert targets.of(torch.arange(10)).lengths.tolist() == [0] * 10
     assert targets.facts["without_target"] == 10
     alone = made_store(tmp_path / "one", np.ones((1, 3)), np.array([2]), sizes=[1])
@@ -125,20 +127,20 @@ def test_a_position_whom_nobody_may_answer_has_no_target(tmp_path):
     words=st.integers(1, 12),
     top=st.integers(1, 15),
     mass=st.floats(0.05, 1.0),
-    temperature=st.floats(0.05, 50),
+    knn_temperature=st.floats(0.05, 50),
 )
-def test_the_most_probable_tokens_are_kept_until_they_cover_the_mass(seed, k, words, top, mass, temperature):
+def test_the_most_probable_tokens_are_kept_until_they_cover_the_mass(seed, k, words, top, mass, knn_temperature):
     random = np.random.default_rng(seed)
     values = random.integers(-1, words, size=(5, k))
     distances = random.exponential(size=(5, k)) * 3
-    tokens, shares = add_up(torch.from_numpy(values), torch.from_numpy(distances), temperature)
+    tokens, shares = add_up(torch.from_numpy(values), torch.from_numpy(distances), knn_temperature)
     sparse, kept = sparsify(tokens, shares, top=top, mass=mass)
     found = dense(sparse, words)
     for row in range(5):
         there = values[row] >= 0
         full = np.zeros(words)
         if there.any():
-            np.add.at(full, values[row][there], oracle.softmax(-distances[row][there] / temperature))
+            np.add.at(full, values[row][there], oracle.softmax(-distances[row][there] / knn_temperature))
         right, covered = np.zeros(words), 0.0
         for token in sorted(range(words), key=lambda t: (-full[t], t))[:top]:
             if covered < mass - 1e-12 and full[token] > 1e-7:
@@ -153,11 +155,11 @@ def test_the_most_probable_tokens_are_kept_until_they_cover_the_mass(seed, k, wo
 def test_what_is_stored_is_the_dense_answer_cut_to_its_mass_and_a_tenth_of_its_size(tmp_path):
     store = random_store(tmp_path / "s", rows=600, words=40, seed=3)
     keys, values = store.take(torch.arange(600)).numpy(), store.values(torch.arange(600)).numpy()
-    targets = make_targets(store, tmp_path / "t", k=256, temperature=4.0, top=12, mass=0.9)
+    targets = make_targets(store, tmp_path / "t", k=256, knn_temperature=4.0, top=12, mass=0.9)
     found = dense(targets.of(torch.arange(600)), 40)
     masses = []
     for row in range(600):
-        full = left_out(keys, values, row, np.arange(600) != row, 40, k=256, temperature=4.0)
+        full = left_out(keys, values, row, np.arange(600) != row, 40, k=256, knn_temperature=4.0)
         order = np.argsort(-full)
         count = min(12, int(np.searchsorted(full[order].cumsum(), 0.9)) + 1)
         right = np.zeros(40)
@@ -178,7 +180,7 @@ def test_what_is_stored_is_the_dense_answer_cut_to_its_mass_and_a_tenth_of_its_s
 
 def test_any_rows_are_given_in_any_order_as_on_the_fly(tmp_path):
     store = random_store(tmp_path / "s", rows=200, words=20)
-    targets = make_targets(store, tmp_path / "t", k=32, temperature=2.0, top=8)
+    targets = make_targets(store, tmp_path / "t", k=32, knn_temperature=2.0, top=8)
     retrieval = Retrieval(store, TeacherConfig(32, 2.0, "self", 8, 0.99))
     rows = torch.tensor([17, -1, 3, 199, 3, 0])
     stored, live = targets.of(rows), retrieval.of(rows)
@@ -195,7 +197,7 @@ def test_any_rows_are_given_in_any_order_as_on_the_fly(tmp_path):
 def test_a_large_vocabulary_takes_four_bytes_a_token(tmp_path):
     values = np.array([70_000, 3, 70_000, 5] * 5)
     store = made_store(tmp_path / "s", np.random.default_rng(0).normal(size=(20, 3)), values)
-    sparse = make_targets(store, tmp_path / "t", k=19, temperature=1e9).of(torch.tensor([0]))
+    sparse = make_targets(store, tmp_path / "t", k=19, knn_temperature=1e9).of(torch.tensor([0]))
     assert sparse.ids.tolist() == [[70_000, 3, 5]]
     np.testing.assert_allclose(sparse.probs, [[9 / 19, 5 / 19, 5 / 19]], atol=1e-3)
     assert np.load(tmp_path / "t" / TOKENS).dtype == np.int32
@@ -207,7 +209,7 @@ def same_arrays(one, other):
 
 def test_targets_that_were_interrupted_end_with_the_same_bytes(tmp_path):
     store = random_store(tmp_path / "s", rows=300, words=20)
-    options = {"k": 16, "temperature": 2.0, "batch": 23}
+    options = {"k": 16, "knn_temperature": 2.0, "batch": 23}
     whole = make_targets(store, tmp_path / "whole", **options)
     for stop in (1, 5, 13):
         out, seen = tmp_path / f"stopped {stop}", []
@@ -235,8 +237,8 @@ def test_targets_that_were_interrupted_end_with_the_same_bytes(tmp_path):
         assert same_arrays(tmp_path / "whole", out)
         facts = [{name: value for name, value in t.facts.items() if name != "seconds"} for t in (whole, again)]
         assert facts[0] == pytest.approx(facts[1])
-        with pytest.raises(DatastoreError, match=r"another temperature \(2.0, now 3.0\)"):
-            make_targets(store, out, k=16, temperature=3.0)
+        with pytest.raises(DatastoreError, match=r"another knn_temperature \(2.0, now 3.0\)"):
+            make_targets(store, out, k=16, knn_temperature=3.0)
     other = random_store(tmp_path / "other", rows=300, words=20, seed=9)
     with pytest.raises(DatastoreError, match="another teacher"):
         make_targets(other, tmp_path / "whole", **options)
@@ -260,15 +262,15 @@ def test_targets_that_were_killed_end_with_the_same_bytes(tmp_path):
                     os.kill(os.getpid(), signal.SIGKILL)
             yield advance
 
-        make_targets(Datastore.open({str(tmp_path / "s")!r}), {str(tmp_path / "killed")!r}, k=16, temperature=2.0,
+        make_targets(Datastore.open({str(tmp_path / "s")!r}), {str(tmp_path / "killed")!r}, k=16, knn_temperature=2.0,
                      batch=23, checkpoint_every=0, progress=deadly)
     """
     result = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], check=False)
     assert result.returncode == -signal.SIGKILL
     done = json.loads((tmp_path / "killed" / TARGETS_FILE).read_text())["done"]["rows"]
     assert 100 < done < 300
-    make_targets(store, tmp_path / "killed", k=16, temperature=2.0, batch=23)
-    make_targets(store, tmp_path / "whole", k=16, temperature=2.0, batch=23)
+    make_targets(store, tmp_path / "killed", k=16, knn_temperature=2.0, batch=23)
+    make_targets(store, tmp_path / "whole", k=16, knn_temperature=2.0, batch=23)
     assert same_arrays(tmp_path / "whole", tmp_path / "killed")
 
 
@@ -287,7 +289,7 @@ def test_settings_out_of_range_are_refused(tmp_path):
     store = random_store(tmp_path / "s")
     for options, message in [
         ({"k": 0}, "k must"),
-        ({"temperature": 0.0}, "temperature"),
+        ({"knn_temperature": 0.0}, "knn_temperature"),
         ({"exclude": "nobody"}, "self or document"),
         ({"top": 0}, "top must"),
         ({"mass": 0.0}, "mass must"),
@@ -304,7 +306,7 @@ def test_settings_out_of_range_are_refused(tmp_path):
 
 def test_damaged_targets_are_refused_in_one_line(tmp_path):
     store = random_store(tmp_path / "s")
-    targets = make_targets(store, tmp_path / "t", k=8, temperature=1.0)
+    targets = make_targets(store, tmp_path / "t", k=8, knn_temperature=1.0)
     file = tmp_path / "t" / TARGETS_FILE
     good = file.read_text()
     facts = json.loads(good)

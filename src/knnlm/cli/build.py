@@ -201,7 +201,7 @@ def _describe(choice: dict[str, Any]) -> str:
     memories = []
     for memory in choice["memories"]:
         kind = memory["kind"] if memory["path"] is None else f"{memory['kind']}={memory['path']}"
-        votes = [f" k {k}, τ {temperature:g}" for k, temperature in memory["settings"][:1]]
+        votes = [f" k {k}, τ {knn_temperature:g}" for k, knn_temperature in memory["settings"][:1]]
         memories.append(kind + "".join(votes))
     weights, facts = choice["weights"], choice["facts"]
     share = f", λ {1 - weights['values'][0]:.3g}" if "values" in weights else ""

@@ -18,7 +18,7 @@ from rich.table import Table
 from rich.text import Text
 
 from knnlm.cli.evaluate import open_mixture
-from knnlm.cli.options import Device, Dtype, Json, K, Lambda, Memories, Memory, Metric, Reader, Temperature
+from knnlm.cli.options import Device, Dtype, Json, K, KnnTemperature, Lambda, Memories, Memory, Metric, Reader
 from knnlm.cli.output import console, count, err, visible
 from knnlm.errors import KnnlmError, ParameterError
 
@@ -50,15 +50,15 @@ def chat(
     memory: Memory,
     system: Annotated[str, typer.Option(help="What the model is told before the conversation.")] = "",
     max_new_tokens: Annotated[int, typer.Option(min=1, help="How many tokens an answer has at most.")] = 256,
-    sampling_temperature: Annotated[
-        float, typer.Option(min=0, help="Of sampling, 0: the most probable token; --temperature is the vote's.")
+    temperature: Annotated[
+        float, typer.Option(min=0, help="Of sampling, 0: the most probable token; --knn-temperature is the vote's.")
     ] = 0.0,
     top_p: Annotated[float, typer.Option(help="Sample from the most probable tokens with this much mass.")] = 1.0,
     seed: Annotated[int | None, typer.Option(min=0, help="Make sampling repeatable.", show_default=False)] = None,
     memories: Memories = None,
     k: K = None,
-    temperature: Temperature = None,
-    weight: Lambda = None,
+    knn_temperature: KnnTemperature = None,
+    lmbda: Lambda = None,
     metric: Metric = None,
     model: Reader = None,
     device: Device = "auto",
@@ -75,10 +75,10 @@ def chat(
 
     if not 0 < top_p <= 1:
         raise ParameterError(f"top-p must be above 0 and at most 1, not {top_p}.")
-    chosen = {"memories": memories, "k": k, "temperature": temperature, "weight": weight, "metric": metric}
+    chosen = {"memories": memories, "k": k, "knn_temperature": knn_temperature, "lmbda": lmbda, "metric": metric}
     mixture = open_mixture(memory, model=model, device=device, dtype=dtype, **chosen)
     engine = Scheduler(mixture, slots=1, queue=16, recall=TraceCache(most_bytes=1 << 20))
-    drawing = {"temperature": sampling_temperature, "top_p": top_p, "seed": seed}
+    drawing = {"temperature": temperature, "top_p": top_p, "seed": seed}
     talk = Conversation(engine, system=system, max_tokens=max_new_tokens, drawing=drawing)
     engine.start()
     try:

@@ -49,7 +49,7 @@ def demo(
         shown = demonstrate(out or Path(temporary) / "memory", lm, parts=parts, progress=bar)
         # The best weights for perplexity are cautious; for one continuation the store may speak up.
         assert shown.mixture.knn is not None
-        loud = Mixture(lm, shown.mixture.knn, weight=0.5)
+        loud = Mixture(lm, shown.mixture.knn, lmbda=0.5)
         with waiting("writing"):
             without, remembered = (
                 continue_text(loud, shown.prompt, memory=on, seed=0, stream=False, max_new_tokens=40)[0]
@@ -58,7 +58,7 @@ def demo(
         figures = shown.evaluation.as_dict() | {"total_seconds": time.perf_counter() - begin}
     if json:
         tokens = [asdict(token) for token in shown.telling]
-        continuation = {"prompt": shown.prompt, "without": without, "with": remembered, "lambda": loud.weight}
+        continuation = {"prompt": shown.prompt, "without": without, "with": remembered, "lambda": loud.lmbda}
         print_json(figures | {"explained": tokens, "continuation": continuation})
         return
     table = Table(title="Held-out topics", title_justify="left")
@@ -77,7 +77,7 @@ def demo(
         console.print(explanation_table(token))
     console.print(f"\n[bold]Prompt[/bold]          {safe(shown.prompt)}")
     console.print(f"[bold]without memory[/bold]  {safe(without)}")
-    console.print(f"[bold]with, at λ {loud.weight:g}[/bold]  {safe(remembered)}")
+    console.print(f"[bold]with, at λ {loud.lmbda:g}[/bold]  {safe(remembered)}")
     kept = out or "memory"
     console.print(
         f"\nNext, with your own text: knnlm build FOLDER --out {kept}, then knnlm tune, eval, generate, explain."

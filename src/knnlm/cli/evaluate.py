@@ -16,6 +16,7 @@ from knnlm.cli.options import (
     Dtype,
     Json,
     K,
+    KnnTemperature,
     Lambda,
     Limit,
     Memories,
@@ -24,7 +25,6 @@ from knnlm.cli.options import (
     NoRerank,
     Reader,
     Skip,
-    Temperature,
     Text,
     TextField,
 )
@@ -69,7 +69,7 @@ def tune(
         Path | None, typer.Option(help="Choose on a trace of eval --save-trace instead.", show_default=False)
     ] = None,
     k: Annotated[str | None, typer.Option("--k", help="Values to try: 1,8,64.", show_default="1 … 1024")] = None,
-    temperature: Annotated[
+    knn_temperature: Annotated[
         str | None, typer.Option(help="Values to try.", show_default="20, by the distances seen")
     ] = None,
     lambdas: Annotated[
@@ -103,7 +103,7 @@ def tune(
     from knnlm.mixture.spec import parse_memories, resolve
 
     if is_decoder(memory):
-        given = (memories, trace, k, temperature, lambdas, metric)
+        given = (memories, trace, k, knn_temperature, lambdas, metric)
         searching = no_rerank or device_keys != "float16"
         if any(value is not None for value in given) or weights not in (None, "fixed") or searching:
             raise ParameterError(
@@ -124,7 +124,7 @@ def tune(
         raise ParameterError("--lambda is a grid for one memory: --memory knn --weights fixed. Others need none.")
     grid: dict[str, Any] = {
         "ks": _numbers("k", k, int),
-        "temperatures": _numbers("temperature", temperature, float),
+        "knn_temperatures": _numbers("knn_temperature", knn_temperature, float),
         "lambdas": _numbers("lambda", lambdas, float) or LAMBDAS,
     }
     if trace is not None:
@@ -168,8 +168,8 @@ def evaluate(
     text: Text,
     memories: Memories = None,
     k: K = None,
-    temperature: Temperature = None,
-    weight: Lambda = None,
+    knn_temperature: KnnTemperature = None,
+    lmbda: Lambda = None,
     metric: Metric = None,
     skip: Skip = None,
     limit: Limit = None,
@@ -197,8 +197,8 @@ def evaluate(
         memories=memories,
         model=model,
         k=k,
-        temperature=temperature,
-        weight=weight,
+        knn_temperature=knn_temperature,
+        lmbda=lmbda,
         metric=metric,
         skip=skip,
         rerank=not no_rerank,
@@ -239,12 +239,12 @@ def _tune_decoder(
     mixture = open_mixture(folder, **opening)
     documents = read_documents(*text, text_field=text_field)
     card = tune_decoder(mixture, documents, sources=text, limit=limit, total=total, progress=bar)
-    facts = {"decoder": str(folder), "lambda": card.weight, **(card.weight_facts or {})}
+    facts = {"decoder": str(folder), "lambda": card.lmbda, **(card.lmbda_facts or {})}
     if json:
         print_json(facts)
         return
     figures = f"{facts['base_perplexity']:.3f} → {facts['perplexity']:.3f}"
-    console.print(f"{folder}: λ = {card.weight:.2f} with {facts['model']}, perplexity {figures}", markup=False)
+    console.print(f"{folder}: λ = {card.lmbda:.2f} with {facts['model']}, perplexity {figures}", markup=False)
 
 
 def open_mixture(

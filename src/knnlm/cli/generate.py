@@ -17,6 +17,7 @@ from knnlm.cli.options import (
     Dtype,
     Json,
     K,
+    KnnTemperature,
     Lambda,
     Memories,
     Memory,
@@ -24,7 +25,6 @@ from knnlm.cli.options import (
     NoRerank,
     Reader,
     Skip,
-    Temperature,
 )
 from knnlm.cli.output import console, print_json, safe, visible
 from knnlm.errors import ParameterError
@@ -45,7 +45,7 @@ def generate(
     prompt: Annotated[str, typer.Argument(help="The text to continue.", show_default=False)],
     max_new_tokens: Annotated[int, typer.Option(min=1, help="How many tokens to write at most.")] = 60,
     do_sample: Annotated[bool, typer.Option("--do-sample", help="Sample instead of taking the most probable.")] = False,
-    sampling_temperature: Annotated[float, typer.Option(help="Of sampling; --temperature is the vote's.")] = 1.0,
+    temperature: Annotated[float, typer.Option(help="Of sampling; --knn-temperature is the vote's.")] = 1.0,
     top_p: Annotated[float, typer.Option(help="Sample from the most probable tokens with this much mass.")] = 1.0,
     top_k: Annotated[int, typer.Option(min=0, help="Sample from this many tokens; 0 is all.")] = 0,
     repetition_penalty: Annotated[float, typer.Option(help="Above 1 makes repeats less probable.")] = 1.0,
@@ -56,8 +56,8 @@ def generate(
     no_memory: Annotated[bool, typer.Option("--no-memory", help="The model alone.")] = False,
     memories: Memories = None,
     k: K = None,
-    temperature: Temperature = None,
-    weight: Lambda = None,
+    knn_temperature: KnnTemperature = None,
+    lmbda: Lambda = None,
     metric: Metric = None,
     skip: Skip = None,
     no_rerank: NoRerank = False,
@@ -75,18 +75,18 @@ def generate(
         raise ParameterError(f"repetition penalty must be above 0, not {repetition_penalty}.")
     settings: dict[str, Any] = {"num_beams": beams, "do_sample": do_sample, "repetition_penalty": repetition_penalty}
     if do_sample:
-        if not sampling_temperature > 0:
-            raise ParameterError(f"sampling temperature must be above 0, not {sampling_temperature}.")
+        if not temperature > 0:
+            raise ParameterError(f"sampling temperature must be above 0, not {temperature}.")
         if not 0 < top_p <= 1:
             raise ParameterError(f"top-p must be above 0 and at most 1, not {top_p}.")
-        settings |= {"temperature": sampling_temperature, "top_p": top_p, "top_k": top_k}
+        settings |= {"temperature": temperature, "top_p": top_p, "top_k": top_k}
     mixture = open_mixture(
         memory,
         memories=memories,
         model=model,
         k=k,
-        temperature=temperature,
-        weight=weight,
+        knn_temperature=knn_temperature,
+        lmbda=lmbda,
         metric=metric,
         skip=skip,
         rerank=not no_rerank,
@@ -143,8 +143,8 @@ def explain(
     top: Annotated[int, typer.Option(min=0, help="How many neighbours to show for each token.")] = 3,
     memories: Memories = None,
     k: K = None,
-    temperature: Temperature = None,
-    weight: Lambda = None,
+    knn_temperature: KnnTemperature = None,
+    lmbda: Lambda = None,
     metric: Metric = None,
     skip: Skip = None,
     no_rerank: NoRerank = False,
@@ -168,8 +168,8 @@ def explain(
         memories=memories,
         model=model,
         k=k,
-        temperature=temperature,
-        weight=weight,
+        knn_temperature=knn_temperature,
+        lmbda=lmbda,
         metric=metric,
         skip=skip,
         rerank=not no_rerank,

@@ -56,7 +56,7 @@ Skip = Annotated[
 
 K = Annotated[int | None, typer.Option("--k", help="How many neighbours vote.", show_default="as tuned, else 1024")]
 
-Temperature = Annotated[
+KnnTemperature = Annotated[
     float | None,
     typer.Option(help="τ of the vote: higher listens to farther neighbours.", show_default="as tuned, else 2"),
 ]

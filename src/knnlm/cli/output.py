@@ -160,7 +160,7 @@ def show_tuning(memory: Path, chosen_on: list[str], result: Tuning, *, json: boo
         "memories": [spec.as_dict() for spec in result.specs],
         "weights": result.weights.kind,
         "k": best[0] if best else None,
-        "temperature": best[1] if best else None,
+        "knn_temperature": best[1] if best else None,
         "lambda": result.lambda_,
         "base_perplexity": result.base_perplexity,
         "perplexity": result.perplexity,
@@ -175,7 +175,7 @@ def show_tuning(memory: Path, chosen_on: list[str], result: Tuning, *, json: boo
         return
     rows = [("chosen on", f"{result.tokens:,} tokens of {', '.join(chosen_on)}")]
     for spec in result.specs:
-        votes = f"k {spec.settings[0].k}, τ {spec.settings[0].temperature:g}" if spec.settings else ""
+        votes = f"k {spec.settings[0].k}, τ {spec.settings[0].knn_temperature:g}" if spec.settings else ""
         others = f", and {len(spec.settings) - 1} other ways of counting" if len(spec.settings) > 1 else ""
         rows.append((spec.label, f"{votes}{others}"))
     rows += [
@@ -215,7 +215,7 @@ def show_evaluation(found: Evaluation, *, json: bool) -> None:
         ("weights", f"{found.weights}, λ {found.lambda_:.3g}"),
     ]
     for memory in found.memories:
-        votes = f"k {memory['k']}, τ {memory['temperature']:g}, {memory['metric']}, " if "k" in memory else ""
+        votes = f"k {memory['k']}, τ {memory['knn_temperature']:g}, {memory['metric']}, " if "k" in memory else ""
         rows.append((f"  {memory['name']}", f"{votes}weight {memory['weight']:.3g}"))
     rows += [
         ("time", f"{figures['seconds']:.1f} s, {figures['tokens_per_second']:,.0f} tokens/s"),
@@ -257,19 +257,19 @@ def show_decoder(folder: Path, *, json: bool) -> None:
         print_json(
             {
                 "decoder": str(folder),
-                "lambda": facts.pop("weight"),
-                "lambda_facts": facts.pop("weight_facts"),
+                "lambda": facts.pop("lmbda"),
+                "lambda_facts": facts.pop("lmbda_facts"),
                 **facts,
             }
         )
         return
-    student, chosen = card.student, card.weight_facts
+    student, chosen = card.student, card.lmbda_facts
     blocks = "" if student["blocks"] is None else f", blocks {', '.join(map(str, student['blocks']))}"
     losses = ", ".join(f"{name} {value:.3f}" for name, value in card.losses.items() if value is not None)
     taught = "" if card.teacher is None else f", {card.beta:g} of the loss by the store {card.teacher}"
     tuned = "not yet: knnlm tune DECODER TEXT --model MODEL"
-    if card.weight is not None:
-        tuned = f"λ {card.weight:.3g}"
+    if card.lmbda is not None:
+        tuned = f"λ {card.lmbda:.3g}"
         if chosen is not None:
             gain = f"{chosen['base_perplexity']:.2f} → {chosen['perplexity']:.2f}"
             tuned += f" for {chosen['model']}; chosen on {chosen['tokens']:,} tokens of {', '.join(chosen['text'])} "

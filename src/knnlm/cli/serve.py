@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 
 from knnlm.cli.evaluate import open_mixture
-from knnlm.cli.options import Device, Dtype, K, Lambda, Memories, Memory, Metric, Reader, Temperature
+from knnlm.cli.options import Device, Dtype, K, KnnTemperature, Lambda, Memories, Memory, Metric, Reader
 from knnlm.cli.output import err, print_json
 from knnlm.errors import MissingExtra
 
@@ -39,8 +39,8 @@ def serve(
     max_output_tokens: Annotated[int, typer.Option(min=1, help="The most tokens that a request may ask for.")] = 4096,
     memories: Memories = None,
     k: K = None,
-    temperature: Temperature = None,
-    weight: Lambda = None,
+    knn_temperature: KnnTemperature = None,
+    lmbda: Lambda = None,
     metric: Metric = None,
     model: Reader = None,
     device: Device = "auto",
@@ -67,7 +67,7 @@ def serve(
         output_tokens=max_output_tokens,
     )
     taken = run.bind(run.Place(host, port), keys)
-    chosen = {"memories": memories, "k": k, "temperature": temperature, "weight": weight, "metric": metric}
+    chosen = {"memories": memories, "k": k, "knn_temperature": knn_temperature, "lmbda": lmbda, "metric": metric}
     mixture = open_mixture(memory, model=model, device=device, dtype=dtype, **chosen)
     service = Service(mixture, name=name or memory.resolve().name, limits=allowed)
 

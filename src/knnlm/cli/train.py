@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from knnlm.datastore.store import Datastore
 
 
-_TEACHING = ("teacher", "k", "temperature", "exclude")  # what only β above 0 has a use for
+_TEACHING = ("teacher", "k", "knn_temperature", "exclude")  # what only β above 0 has a use for
 
 
 def register_adapt(app: typer.Typer) -> None:
@@ -155,10 +155,10 @@ def distill_decoder(
     targets = _targets(store, out, device, **teaching) if beta else None
     settings |= {"beta": beta, "seed": seed, "device": device}
     card = train_decoder(store, own, out, targets=targets, progress=bar, **settings)
-    if valid and card.weight is None:  # one that was tuned since stays so
+    if valid and card.lmbda is None:  # one that was tuned since stays so
         card = _tune(out, lm, valid, total)
     facts = asdict(card)
-    facts |= {"lambda": facts.pop("weight"), "lambda_facts": facts.pop("weight_facts")}
+    facts |= {"lambda": facts.pop("lmbda"), "lambda_facts": facts.pop("lmbda_facts")}
     return {"into": "decoder", "out": str(out), "model": lm.name, **facts}
 
 
@@ -228,7 +228,7 @@ _DECODER = (
     "teacher",
     "beta",
     "k",
-    "temperature",
+    "knn_temperature",
     "exclude",
     "learning_rate",
     "batch_tokens",
@@ -338,7 +338,7 @@ def distill(
     k: Annotated[
         int | None, typer.Option("--k", min=1, help="decoder: neighbours that teach.", show_default="1024")
     ] = None,
-    temperature: Annotated[float | None, typer.Option(help="decoder: τ of their vote.", show_default="2")] = None,
+    knn_temperature: Annotated[float | None, typer.Option(help="decoder: τ of their vote.", show_default="2")] = None,
     exclude: Annotated[
         str | None,
         typer.Option(
@@ -385,7 +385,7 @@ def distill(
     given: dict[str, Any] = {"rows": rows, "rows_by": rows_by, "held_out": held_out, "interpolate": interpolate}
     given |= {"width": width, "anchors": anchors, "neighbours": neighbours, "rounds": rounds, "epochs": epochs}
     given |= {"student": student, "layers": layers, "teacher": teacher, "beta": beta, "k": k, "exclude": exclude}
-    given |= {"temperature": temperature, "learning_rate": learning_rate, "batch_tokens": batch_tokens}
+    given |= {"knn_temperature": knn_temperature, "learning_rate": learning_rate, "batch_tokens": batch_tokens}
     given |= {"accumulate": accumulate, "context": context, "valid": valid}
     settings = _settings(into, given)
     where = str(choose_device(device))

@@ -200,7 +200,7 @@ class Bytes:
 
     @property
     def largest(self) -> float:
-        """The end of the widest dimension."""
+        """The end of the max_k dimension."""
         return float((self.centre.abs() + LEVELS * self.step).max())
 
     def encode(self, keys: Tensor) -> Tensor:

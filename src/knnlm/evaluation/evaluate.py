@@ -51,7 +51,7 @@ def scores(mixture: Mixture, batches: Iterable[ReadBatch], *, ahead: bool = Fals
     if not searches_can_wait(mixture):
         for batch in batches:
             prediction = mixture.predict(batch.logits, batch.context)
-            each = prediction.each_of(batch.targets)
+            each = prediction.component_log_probs(batch.targets)
             yield Scores(each, prediction.weigh(each), prediction.weights)
         return
     many = _coalesce(map(_strip, batches))
@@ -90,8 +90,8 @@ class _PendingScores:
 
 
 def _strip(batch: ReadBatch) -> _PendingScores:
-    keys = {source: seen for source, seen in batch.context.seen.items() if seen is not batch.logits}
-    return _PendingScores(Logits(batch.logits).of(batch.targets), batch.targets, Context(keys))
+    keys = {source: seen for source, seen in batch.context.states.items() if seen is not batch.logits}
+    return _PendingScores(Logits(batch.logits).log_prob(batch.targets), batch.targets, Context(keys))
 
 
 def _coalesce(parts: Iterable[_PendingScores]) -> Iterator[_PendingScores]:
@@ -107,7 +107,7 @@ def _coalesce(parts: Iterable[_PendingScores]) -> Iterator[_PendingScores]:
 
 
 def _joined(parts: list[_PendingScores]) -> _PendingScores:
-    seen = {source: torch.cat([part.context.seen[source] for part in parts]) for source in parts[0].context.seen}
+    seen = {source: torch.cat([part.context.states[source] for part in parts]) for source in parts[0].context.states}
     said, targets = (torch.cat([getattr(part, name) for part in parts]) for name in ("said", "targets"))
     return _PendingScores(said, targets, Context(seen))
 
@@ -115,12 +115,12 @@ def _joined(parts: list[_PendingScores]) -> _PendingScores:
 def _search(mixture: Mixture, heard: _PendingScores) -> Scores:
     """Ask the memories, and mix."""
     answers = [memory.predict(heard.context) for memory in mixture.memories]
-    parts = [part for answer in answers for part in answer.parts]
+    parts = [part for answer in answers for part in answer.components]
     never = torch.zeros(len(heard.said), dtype=torch.bool, device=heard.said.device)
     abstains = torch.stack([never, *(part.abstains() for part in parts)], 1)
     nothing = LMOutput(heard.said.new_zeros(len(never), 0))  # nobody looks at it
     weights = mixture.weights.weigh(heard.context, nothing, answers, abstains)
-    each = torch.stack([heard.said, *(part.of(heard.targets) for part in parts)], 1)
+    each = torch.stack([heard.said, *(part.log_prob(heard.targets) for part in parts)], 1)
     return Scores(each, Mixed([], weights).weigh(each), weights)
 
 
@@ -165,9 +165,9 @@ class Evaluation:
         return self.first.get("k")
 
     @property
-    def temperature(self) -> float | None:
+    def knn_temperature(self) -> float | None:
         """The temperature of that vote."""
-        return self.first.get("temperature")
+        return self.first.get("knn_temperature")
 
     @property
     def metric(self) -> str | None:
@@ -202,7 +202,7 @@ class Evaluation:
             "bits_per_byte": math.log2(self.perplexity) * self.tokens / self.bytes,
             "lambda": self.lambda_,
             "k": self.k,
-            "temperature": self.temperature,
+            "knn_temperature": self.knn_temperature,
             "metric": self.metric,
             "weights": self.weights,
             "memories": self.memories,
@@ -253,7 +253,7 @@ def evaluate(
     begin = time.perf_counter()
     tally = Totals()
     sums = torch.zeros(3, dtype=torch.float64)
-    parts = torch.zeros(len(mixture.part_names), dtype=torch.float64)
+    parts = torch.zeros(len(mixture.component_names), dtype=torch.float64)
     read = read_all(
         mixture, documents, tally=tally, limit=limit, batch_tokens=batch_tokens, total=total, progress=progress
     )
@@ -269,11 +269,11 @@ def evaluate(
 def describe(mixture: Mixture, weights: Sequence[float]) -> list[dict[str, Any]]:
     """Say which memories there are, with which settings, and what the parts of each weighed together."""
     found = []
-    for label, memory, span in zip(mixture.labels, mixture.memories, mixture.spans, strict=True):
+    for label, memory, span in zip(mixture.labels, mixture.memories, mixture.component_slices, strict=True):
         facts: dict[str, Any] = {"name": label, "kind": memory.name, "weight": float(sum(weights[span]))}
         if isinstance(memory, NeighbourMemory):
             main = memory.settings[0]
-            facts |= {"k": main.k, "temperature": main.temperature, "metric": memory.metric}
+            facts |= {"k": main.k, "knn_temperature": main.knn_temperature, "metric": memory.metric}
         found.append(facts)
     return found
 

@@ -76,7 +76,7 @@ class _Explainer:
         self.top = top
         context, lm, self.answers = mixture.ask(batch.logits, batch.context)
         prediction = mixture.mix(context, lm, self.answers)
-        logs = prediction.each_of(batch.targets)  # (N, M)
+        logs = prediction.component_log_probs(batch.targets)  # (N, M)
         self.p = prediction.weigh(logs).exp().tolist()
         self.parts = logs.exp().cpu()
         self.weights = prediction.weights.cpu()
@@ -102,7 +102,7 @@ class _Explainer:
     def _shares(self, number: int) -> list[Contribution]:
         """Say what each memory gave, over all of its parts, and what they weighed together."""
         shares = []
-        for label, span in zip(self.mixture.labels, self.mixture.spans, strict=True):
+        for label, span in zip(self.mixture.labels, self.mixture.component_slices, strict=True):
             given, weights = self.parts[number, span], self.weights[number, span]
             weight, mixed = float(weights.sum()), float((given * weights).sum())
             # Where its parts weigh nothing, the first of them speaks for the memory.
@@ -130,7 +130,7 @@ class _Explainer:
             where = _HERE, _HERE
         decode = self.mixture.lm.decode
         # Counted over the neighbours that vote; one beyond the first setting's k has no voice in it.
-        votes = answer.parts[0].log_weights
+        votes = answer.components[0].log_weights
         return NeighbourVote(
             memory=label,
             weight=float(votes[at].exp()) if at[1] < votes.shape[1] else 0.0,

@@ -24,7 +24,16 @@ from knnlm.memories.voting import VoteParams
 from knnlm.mixture.em import fit, renormalise
 from knnlm.mixture.gate import Gate, MemoryFeatures, Positions, feature_names, features, train_gate, train_skip
 from knnlm.mixture.networks import FEWEST
-from knnlm.mixture.weights import KINDS, Buckets, BucketWeights, FixedWeights, GatedWeights, Weights, nearest, spans_of
+from knnlm.mixture.weights import (
+    KINDS,
+    Buckets,
+    BucketWeights,
+    FixedWeights,
+    GatedWeights,
+    Weights,
+    component_slices_of,
+    nearest,
+)
 from knnlm.progress import Progress, silent
 
 SettingsByMemory = Sequence[Sequence[VoteParams]]  # of each memory; empty where it has no neighbours
@@ -78,9 +87,9 @@ class TraceTable:
         return ["model", *(name for memory in self.memories for name in memory.names)]
 
     @property
-    def spans(self) -> list[slice]:
+    def component_slices(self) -> list[slice]:
         """The parts of each memory."""
-        return spans_of(len(memory.names) for memory in self.memories)
+        return component_slices_of(len(memory.names) for memory in self.memories)
 
     @property
     def stores(self) -> list[int]:
@@ -102,7 +111,7 @@ class TraceTable:
         """Give the logs, with some memories abstaining at some rows."""
         logs = self.logs
         for number in memories:
-            span = self.spans[number]
+            span = self.component_slices[number]
             logs[rows, span.start : span.stop] = torch.nan
         return logs
 
@@ -143,7 +152,7 @@ def _memory_columns(
     parts = [[getattr(one, name).cpu() for one in found] for name in MemoryFeatures.__dataclass_fields__]
     facts: dict[str, Any] = {}
     if seen.polls:
-        facts = {"k": settings[0].k, "temperature": settings[0].temperature, "metric": seen.facts["metric"]}
+        facts = {"k": settings[0].k, "knn_temperature": settings[0].knn_temperature, "metric": seen.facts["metric"]}
     names = [f"{seen.label} {setting}" for setting in settings] if seen.polls else list(seen.facts["parts"])
     return MemoryColumns(
         label=seen.label,
@@ -163,15 +172,15 @@ def variants(
     """Give the best way of counting votes, then others for a gate to choose from: fewer voters, colder, hotter."""
     best_k, best_temperature = found.setting
     chosen = [VoteParams(best_k, best_temperature)]
-    place = found.temperatures.index(best_temperature)
+    place = found.knn_temperatures.index(best_temperature)
     for step in steps:
-        if 0 <= place + step < len(found.temperatures):
-            chosen.append(VoteParams(best_k, found.temperatures[place + step]))
+        if 0 <= place + step < len(found.knn_temperatures):
+            chosen.append(VoteParams(best_k, found.knn_temperatures[place + step]))
     for k in ks:
         if k in found.ks and k != best_k:
             heard = found.perplexity[found.ks.index(k)][:, np.array(found.lambdas) > 0]
-            temperature = int(heard.min(1).argmin()) if heard.size else 0
-            chosen.append(VoteParams(k, found.temperatures[temperature]))
+            knn_temperature = int(heard.min(1).argmin()) if heard.size else 0
+            chosen.append(VoteParams(k, found.knn_temperatures[knn_temperature]))
     return chosen
 
 
@@ -194,7 +203,7 @@ def fit_weights(
     """Fit weights of one kind; `fixed` weighs the first part of each memory only, the others all parts."""
     check_weights(kind)
     if kind in ("fixed", "fitted"):
-        used = [0, *(span.start for span in seen.spans)] if kind == "fixed" else list(range(len(seen.names)))
+        used = [0, *(span.start for span in seen.component_slices)] if kind == "fixed" else list(range(len(seen.names)))
         found = fit(seen.logs[:, used])
         values = torch.zeros(len(seen.names), dtype=torch.float64)
         values[used] = found.weights
@@ -226,7 +235,7 @@ def _fit_gate(seen: TraceTable, frequencies: Tensor, device: str, progress: Prog
             logs,
             seen.groups,
             feature_names=feature_names((memory.kind, memory.signals) for memory in seen.memories),
-            part_names=seen.names,
+            component_names=seen.names,
             device=device,
             progress=progress,
         )
@@ -265,7 +274,9 @@ def apply_weights(seen: TraceTable, weights: Weights) -> tuple[Tensor, Tensor]:
     if weights.skip is None or weights.cheap is None or weights.fraction <= 0:
         return logs, weights.gate.weights(looks, abstains)
     stores = seen.stores
-    asked = weights.skip.asked(seen.features(weights.frequencies, without=stores, leave_out=True), weights.fraction)
+    asked = weights.skip.search_mask(
+        seen.features(weights.frequencies, without=stores, leave_out=True), weights.fraction
+    )
     blind = seen.features(weights.frequencies, without=stores)
     logs = seen.forget(stores, ~asked)
     abstains = logs.isnan()
@@ -273,7 +284,7 @@ def apply_weights(seen: TraceTable, weights: Weights) -> tuple[Tensor, Tensor]:
     return logs, torch.where(asked[:, None], *both)
 
 
-def evaluate_seen(seen: TraceTable, weights: Weights) -> Evaluation:
+def evaluate_table(seen: TraceTable, weights: Weights) -> Evaluation:
     """Evaluate with weights: what `evaluate` gives, without the model."""
     begin = time.perf_counter()
     logs, weighed = apply_weights(seen, weights)
@@ -282,14 +293,14 @@ def evaluate_seen(seen: TraceTable, weights: Weights) -> Evaluation:
     shares = weights.values if isinstance(weights, FixedWeights) else weighed.mean(0).tolist()
     memories = [
         {"name": memory.label, "kind": memory.kind, "weight": float(sum(shares[span])), **memory.facts}
-        for memory, span in zip(seen.memories, seen.spans, strict=True)
+        for memory, span in zip(seen.memories, seen.component_slices, strict=True)
     ]
     return summary(seen.tally, sums, memories, weights.kind, seconds=time.perf_counter() - begin)
 
 
 def evaluate_trace(trace: Trace, settings: SettingsByMemory, weights: Weights) -> Evaluation:
     """Evaluate a trace with weights."""
-    return evaluate_seen(tabulate(trace, settings, evidence=isinstance(weights, GatedWeights)), weights)
+    return evaluate_table(tabulate(trace, settings, evidence=isinstance(weights, GatedWeights)), weights)
 
 
 def choose_settings(trace: Trace, sweeps: Sequence[Sweep | None], *, several: bool) -> list[tuple[VoteParams, ...]]:
@@ -308,7 +319,7 @@ def sweep_all(
     trace: Trace,
     *,
     ks: Sequence[int] | None = None,
-    temperatures: Sequence[float] | None = None,
+    knn_temperatures: Sequence[float] | None = None,
     lambdas: Sequence[float] = LAMBDAS,
     device: str = "cpu",
 ) -> list[Sweep | None]:
@@ -321,5 +332,7 @@ def sweep_all(
         if any(found):
             found.append(sweep(trace, memory=number, device=device))
         else:
-            found.append(sweep(trace, memory=number, ks=ks, temperatures=temperatures, lambdas=lambdas, device=device))
+            found.append(
+                sweep(trace, memory=number, ks=ks, knn_temperatures=knn_temperatures, lambdas=lambdas, device=device)
+            )
     return found

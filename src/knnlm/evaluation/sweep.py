@@ -33,9 +33,9 @@ class Sweep:
     """The perplexity of a trace for every setting."""
 
     ks: tuple[int, ...]
-    temperatures: tuple[float, ...]
+    knn_temperatures: tuple[float, ...]
     lambdas: tuple[float, ...]
-    perplexity: NDArray[np.float64]  # (len(ks), len(temperatures), len(lambdas))
+    perplexity: NDArray[np.float64]  # (len(ks), len(knn_temperatures), len(lambdas))
     base_perplexity: float
     tokens: int
     documents: int
@@ -45,12 +45,12 @@ class Sweep:
     @property
     def best(self) -> tuple[int, float, float, float]:
         """Give k, τ, λ and their perplexity."""
-        k, temperature, weight = np.unravel_index(self.perplexity.argmin(), self.perplexity.shape)
+        k, knn_temperature, lmbda = np.unravel_index(self.perplexity.argmin(), self.perplexity.shape)
         return (
             self.ks[k],
-            self.temperatures[temperature],
-            self.lambdas[weight],
-            float(self.perplexity[k, temperature, weight]),
+            self.knn_temperatures[knn_temperature],
+            self.lambdas[lmbda],
+            float(self.perplexity[k, knn_temperature, lmbda]),
         )
 
     @property
@@ -59,18 +59,23 @@ class Sweep:
         heard = self.perplexity[:, :, np.array(self.lambdas) > 0]
         if not heard.size:
             return self.best[:2]
-        k, temperature, _ = np.unravel_index(heard.argmin(), heard.shape)
-        return self.ks[k], self.temperatures[temperature]
+        k, knn_temperature, _ = np.unravel_index(heard.argmin(), heard.shape)
+        return self.ks[k], self.knn_temperatures[knn_temperature]
+
+    @property
+    def _ends(self) -> tuple[float, float]:
+        return self.knn_temperatures[0], self.knn_temperatures[-1]
 
     def at_edge(self) -> list[str]:
         """Name the settings whose best value is the last one tried, so that a wider sweep may find a better one."""
-        k, temperature, weight = self.best[:3]
+        k, knn_temperature, lmbda = self.best[:3]
         edges = {
-            "temperature": temperature in (self.temperatures[0], self.temperatures[-1]) and len(self.temperatures) > 1,
-            "lambda": weight == self.lambdas[-1] and len(self.lambdas) > 1,
+            "knn_temperature": knn_temperature in (self.knn_temperatures[0], self.knn_temperatures[-1])
+            and len(self.knn_temperatures) > 1,
+            "lambda": lmbda == self.lambdas[-1] and len(self.lambdas) > 1,
             "k": k == self.ks[-1] and len(self.ks) > 1,
         }
-        return [name for name, edge in edges.items() if edge and weight > 0]
+        return [name for name, edge in edges.items() if edge and lmbda > 0]
 
 
 @dataclass(frozen=True)
@@ -78,21 +83,21 @@ class Grid:
     """The settings to try, in order; None is chosen by what was seen."""
 
     ks: tuple[int, ...] | None
-    temperatures: tuple[float, ...] | None
+    knn_temperatures: tuple[float, ...] | None
     lambdas: tuple[float, ...]
 
     @classmethod
-    def of(cls, ks: Sequence[int] | None, temperatures: Sequence[float] | None, lambdas: Sequence[float]) -> Grid:
+    def of(cls, ks: Sequence[int] | None, knn_temperatures: Sequence[float] | None, lambdas: Sequence[float]) -> Grid:
         """Sort the values and refuse those out of range."""
         for k in ks or ():
             check_vote(k, 1.0)
-        for temperature in temperatures or ():
-            check_vote(1, temperature)
-        for weight in lambdas:
-            check_lambda(weight)
+        for knn_temperature in knn_temperatures or ():
+            check_vote(1, knn_temperature)
+        for lmbda in lambdas:
+            check_lambda(lmbda)
         return cls(
             tuple(sorted(set(ks))) if ks else None,
-            tuple(sorted(set(temperatures))) if temperatures else None,
+            tuple(sorted(set(knn_temperatures))) if knn_temperatures else None,
             tuple(sorted(set(lambdas))),
         )
 
@@ -102,30 +107,30 @@ def sweep(
     *,
     memory: int = 0,
     ks: Sequence[int] | None = None,
-    temperatures: Sequence[float] | None = None,
+    knn_temperatures: Sequence[float] | None = None,
     lambdas: Sequence[float] = LAMBDAS,
     device: str = "cpu",
 ) -> Sweep:
     """Mix one memory with the model by every combination of settings; a k beyond the trace's is the trace's."""
     begin = time.perf_counter()
-    grid = Grid.of(ks, temperatures, lambdas)
+    grid = Grid.of(ks, knn_temperatures, lambdas)
     seen = trace.memories[memory]
     if not seen.polls:
         raise ParameterError(f"{seen.label} has no neighbours, so there is no k and τ to choose.")
-    widest = seen.distances.shape[1]
-    chosen_ks = tuple(sorted({min(k, widest) for k in grid.ks or (*KS, widest)}))
-    chosen = grid.temperatures or temperature_grid(seen)
+    max_k = seen.distances.shape[1]
+    chosen_ks = tuple(sorted({min(k, max_k) for k in grid.ks or (*KS, max_k)}))
+    chosen = grid.knn_temperatures or temperature_grid(seen)
     weights = torch.tensor(grid.lambdas, dtype=torch.float32)
     sums = torch.zeros(len(chosen_ks), len(chosen), len(weights), dtype=torch.float64)
     base = 0.0
     for log_p, distances, hits, counts in _blocks(trace, seen, device):
         base += float(log_p.double().sum())
-        for number, temperature in enumerate(chosen):
-            votes = target_votes(distances, hits, chosen_ks, temperature, counts=counts)
+        for number, knn_temperature in enumerate(chosen):
+            votes = target_votes(distances, hits, chosen_ks, knn_temperature, counts=counts)
             sums[:, number] += _mixed_sums(log_p, votes, weights).cpu()
     return Sweep(
         ks=chosen_ks,
-        temperatures=chosen,
+        knn_temperatures=chosen,
         lambdas=grid.lambdas,
         perplexity=(-sums / max(1, len(trace))).exp().numpy(),
         base_perplexity=math.exp(-base / max(1, len(trace))),
@@ -137,11 +142,11 @@ def sweep(
 
 
 def target_votes(
-    distances: Tensor, hits: Tensor, ks: Sequence[int], temperature: float, *, counts: Tensor | None = None
+    distances: Tensor, hits: Tensor, ks: Sequence[int], knn_temperature: float, *, counts: Tensor | None = None
 ) -> Tensor:
     """Give (len(ks), n) log p_kNN of the target: the share of the weight of the k nearest that hits have."""
     # Relative to the nearest: weights do not change, and the largest exponent is 0.
-    weights = ((distances[:, :1] - distances) / temperature).exp_()  # (n, K)
+    weights = ((distances[:, :1] - distances) / knn_temperature).exp_()  # (n, K)
     if counts is not None:
         weights *= counts
     weights.nan_to_num_(nan=0.0)  # a row without any neighbour: inf - inf
@@ -173,20 +178,20 @@ def _mixed_sums(log_p: Tensor, votes: Tensor, weights: Tensor) -> Tensor:
     return sums
 
 
-def replay(trace: Trace, *, k: int, temperature: float, weight: float, memory: int = 0) -> Evaluation:
+def replay(trace: Trace, *, k: int, knn_temperature: float, lmbda: float, memory: int = 0) -> Evaluation:
     """Evaluate one memory of a trace with one setting: what `evaluate` gives, without the model."""
     begin = time.perf_counter()
-    check_vote(k, temperature)
-    check_lambda(weight)
+    check_vote(k, knn_temperature)
+    check_lambda(lmbda)
     sums = torch.zeros(3, dtype=torch.float64)
     seen = trace.memories[memory]
     for log_p, distances, hits, counts in _blocks(trace, seen, "cpu"):
-        votes = target_votes(distances, hits, [min(k, distances.shape[1])], temperature, counts=counts)
-        mixed = _mixed_sums(log_p, votes, torch.tensor([weight]))
+        votes = target_votes(distances, hits, [min(k, distances.shape[1])], knn_temperature, counts=counts)
+        mixed = _mixed_sums(log_p, votes, torch.tensor([lmbda]))
         best = torch.fmax(log_p, votes[0])
         sums += torch.stack([log_p.double().sum(), mixed[0, 0], best.double().sum()])
-    facts = {"name": seen.label, "kind": seen.facts["kind"], "weight": weight}
-    facts |= {"k": k, "temperature": temperature, "metric": seen.facts["metric"]}
+    facts = {"name": seen.label, "kind": seen.facts["kind"], "weight": lmbda}
+    facts |= {"k": k, "knn_temperature": knn_temperature, "metric": seen.facts["metric"]}
     return summary(tally(trace), sums.tolist(), [facts], "fixed", seconds=time.perf_counter() - begin)
 
 

@@ -39,7 +39,7 @@ from knnlm.errors import DatastoreError
 from knnlm.evaluation.evaluate import Totals, read_all
 from knnlm.io import translate_os_errors
 from knnlm.memories.base import Memory, MemoryOutput
-from knnlm.memories.decoder import LM_SIGNALS, LMOutput
+from knnlm.memories.decoder import LM_FEATURES, LMOutput
 from knnlm.memories.knn import KnnMemory
 from knnlm.memories.voting import NEAR, NeighbourMemory, Retrieved, VoteOutput, VoteParams
 from knnlm.mixture.gate import MemoryFeatures, Positions, memory_features, place
@@ -91,8 +91,8 @@ class MemoryTrace:
         """Give (n, P) log-probabilities of targets by each part; NaN where it abstains."""
         if not self.polls:
             return tensor_of(self.arrays["log_p"][rows])
-        parts = self.poll(rows, settings, device=device).parts
-        return torch.stack([part.of(targets).masked_fill(part.abstains(), torch.nan) for part in parts], 1)
+        parts = self.poll(rows, settings, device=device).components
+        return torch.stack([part.log_prob(targets).masked_fill(part.abstains(), torch.nan) for part in parts], 1)
 
     def features(
         self, rows: slice, choice: Tensor, settings: Sequence[VoteParams], *, device: str = "cpu"
@@ -107,7 +107,7 @@ class MemoryTrace:
         model = tensor_of(self.arrays["model"][rows]).to(device)
         same = (near == top[:, None]) & (top >= 0)[:, None]
         of_top = torch.cat([model.new_full((len(top), 1), -torch.inf), model.masked_fill(~same, -torch.inf)], 1).amax(1)
-        return MemoryFeatures(poll.signals(), poll.parts[0].of(choice), top, of_top)
+        return MemoryFeatures(poll.features(), poll.components[0].log_prob(choice), top, of_top)
 
 
 @dataclass(frozen=True)
@@ -269,8 +269,8 @@ class _Writer:
         self._write("documents", rows, begins, np.int32)
         self._write("positions", rows, where.positions, np.int32)
         self._write("tokens", rows, where.tokens, np.int32)
-        self._write("log_p", rows, lm.parts[0].of(batch.targets), np.float32)
-        self._write("signals", rows, lm.signals(), np.float32)
+        self._write("log_p", rows, lm.components[0].log_prob(batch.targets), np.float32)
+        self._write("signals", rows, lm.features(), np.float32)
         self._write("choice", rows, lm.top(), np.int32)
         for number, memory in enumerate(self.mixture.memories):
             if isinstance(memory, NeighbourMemory):
@@ -283,7 +283,7 @@ class _Writer:
         self._write(f"{number}/distances", rows, found.distances, np.float32)
         self._write(f"{number}/values", rows, found.values, np.int32)
         near = found.values[:, :NEAR].clamp(min=0)  # what is written of those below 0 is never read
-        self._write(f"{number}/model", rows, lm.parts[0].of_each(near), np.float32)
+        self._write(f"{number}/model", rows, lm.components[0].log_prob_each(near), np.float32)
         if found.counts is not None:
             self.counted[number] = True
             self._write(f"{number}/counts", rows, found.counts, np.float32)
@@ -291,7 +291,7 @@ class _Writer:
     def _put_answer(
         self, number: int, rows: NDArray[np.int64], lm: LMOutput, answer: MemoryOutput, targets: Tensor
     ) -> None:
-        logs = [part.of(targets).masked_fill(part.abstains(), torch.nan) for part in answer.parts]
+        logs = [part.log_prob(targets).masked_fill(part.abstains(), torch.nan) for part in answer.components]
         seen = memory_features(answer, lm)
         self._write(f"{number}/log_p", rows, torch.stack(logs, 1), np.float32)
         self._write(f"{number}/signals", rows, seen.signals, np.float32)
@@ -317,8 +317,8 @@ class _Writer:
                 "metric": memory.metric if isinstance(memory, NeighbourMemory) else None,
                 "counted": counted,
                 "identity": identity_of(memory),
-                "parts": list(memory.part_names),
-                "signals": list(memory.signal_names),
+                "parts": list(memory.component_names),
+                "signals": list(memory.feature_names),
             }
             for label, memory, k, counted in zip(mixture.labels, mixture.memories, self.ks, self.counted, strict=True)
         ]
@@ -327,7 +327,7 @@ class _Writer:
             "memory": str(home.path) if home else None,
             "fingerprint": home.fingerprint if home else None,
             "vocab_size": mixture.lm.vocab_size,
-            "signals": list(LM_SIGNALS),
+            "signals": list(LM_FEATURES),
             "memories": memories,
         }
 
@@ -335,5 +335,5 @@ class _Writer:
 def _width(memory: Memory, k: int | None) -> int:
     """Say how many neighbours of a memory are kept; -1: it has none."""
     if isinstance(memory, KnnMemory):
-        return max(1, min(k or memory.widest, memory.store.key_count))
-    return min(memory.horizon, memory.widest) if isinstance(memory, NeighbourMemory) else -1
+        return max(1, min(k or memory.max_k, memory.store.key_count))
+    return min(memory.history_length, memory.max_k) if isinstance(memory, NeighbourMemory) else -1

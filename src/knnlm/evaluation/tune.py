@@ -66,7 +66,7 @@ def tune(
     sources: Sequence[str] = (),
     limit: int | None = None,
     ks: Sequence[int] | None = None,
-    temperatures: Sequence[float] | None = None,
+    knn_temperatures: Sequence[float] | None = None,
     lambdas: Sequence[float] = LAMBDAS,
     batch_tokens: int | None = None,
     total: int | None = None,
@@ -80,7 +80,7 @@ def tune(
         raise ParameterError("Only a mixture that was opened from a memory can be tuned: the choice is kept there.")
     check_weights(weights)
     specs = mixture.specs
-    grid = Grid.of(ks, temperatures, lambdas)
+    grid = Grid.of(ks, knn_temperatures, lambdas)
     # Locked from the beginning, so that nobody waits for a choice that cannot be stored.
     with writer_lock(home.path), scratch(home.path) as folder:
         trace = record(
@@ -115,14 +115,14 @@ def tune_trace(
     begin = time.perf_counter()
     check_weights(weights)
     grid = grid or Grid.of(None, None, LAMBDAS)
-    sweeps = sweep_all(trace, ks=grid.ks, temperatures=grid.temperatures, lambdas=grid.lambdas, device=device)
+    sweeps = sweep_all(trace, ks=grid.ks, knn_temperatures=grid.knn_temperatures, lambdas=grid.lambdas, device=device)
     settings = choose_settings(trace, sweeps, several=weights != "fixed")
     base = math.exp(-float(np.asarray(trace.log_p, dtype=np.float64).mean()))
     first = sweeps[0]
     if weights == "fixed" and first is not None and len(sweeps) == 1:
         # One memory: the grid's own λ, which the user may have given.
-        weight, perplexity = first.best[2:]
-        chosen: Weights = FixedWeights((1 - weight, weight))
+        lmbda, perplexity = first.best[2:]
+        chosen: Weights = FixedWeights((1 - lmbda, lmbda))
     else:
         seen = tabulate(trace, settings, evidence=weights == "gated", device=device)
         found = fit_weights(seen, weights, frequencies=token_frequencies(store), device=device, progress=progress)

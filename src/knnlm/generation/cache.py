@@ -89,7 +89,7 @@ def look(mixture: Mixture, step: Step, keys: Mapping[Source, Tensor], state: Sta
     """Bring the state up to date with one step, and give the context of the positions that are predicted."""
     seen = {source: own[:, step.kept].flatten(0, 1) for source, own in keys.items()}
     every = dict(keys)
-    for number, (model, places, speaks) in enumerate(mixture.readers.wanted(mixture.horizons)):
+    for number, (model, places, speaks) in enumerate(mixture.readers.wanted(mixture.history_lengths)):
         if number:
             reader = mixture.readers.models.index(model)
             others, logits = _read(mixture, model, places, step, state, reader, keep=isinstance(cache, Cache))
@@ -98,14 +98,14 @@ def look(mixture: Mixture, step: Step, keys: Mapping[Source, Tensor], state: Sta
             if speaks:
                 seen[Source(reader, LOGITS)] = logits[:, step.kept].flatten(0, 1)
     state.texts.grow(step.tokens[..., None], step.tokens)
-    for source, horizon in mixture.horizons.items():
-        if horizon:
+    for source, history_length in mixture.history_lengths.items():
+        if history_length:
             if source not in state.past:
                 state.past[source] = _Layer()  # type: ignore[no-untyped-call]
             state.past[source].grow(every[source], step.tokens)
     if isinstance(cache, Cache):
         state.join(cache)
-    return Context(seen, _runs(state, step) if mixture.reads_texts else ())
+    return Context(seen, _runs(state, step) if mixture.needs_tokens else ())
 
 
 def _read(

@@ -71,8 +71,8 @@ class KnnConfig(PreTrainedConfig):
         *,
         memory: str | None = None,
         k: int = DEFAULTS["k"],
-        temperature: float = DEFAULTS["temperature"],
-        weight: float | None = None,
+        knn_temperature: float = DEFAULTS["knn_temperature"],
+        lmbda: float | None = None,
         metric: str = "l2",
         mixture: dict[str, Any] | None = None,
         **kwargs: Any,
@@ -82,8 +82,8 @@ class KnnConfig(PreTrainedConfig):
         self.text_config = text_config
         self.memory = memory
         self.k = k
-        self.knn_temperature = kwargs.pop("knn_temperature", temperature)
-        self.weight = weight
+        self.knn_temperature = knn_temperature
+        self.lmbda = lmbda
         self.metric = metric
         self.mixture = mixture
         super().__init__(**kwargs)
@@ -136,7 +136,7 @@ class KnnForCausalLM(PreTrainedModel, GenerationMixin):
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         """Generate as transformers does; a base model whose cache is of a kind of its own is used without one."""
-        own = self.mixture.looks_back and getattr(self.base, "_is_stateful", False)
+        own = self.mixture.needs_history and getattr(self.base, "_is_stateful", False)
         if own or "past_key_values" not in self._base_arguments:
             kwargs["use_cache"] = False
         begin = partial(GenerationMixin.generate, cast(Any, self), *args, **kwargs)
@@ -178,7 +178,7 @@ class KnnForCausalLM(PreTrainedModel, GenerationMixin):
             **others,
         )
         logits = output.logits
-        mixed = self.mixture.predict(logits.flatten(0, 1), context, every=False).log_dense()
+        mixed = self.mixture.predict(logits.flatten(0, 1), context, every=False).log_probs()
         log_p = mixed.unflatten(0, logits.shape[:2])
         # The base model's own output with other logits: whatever kind of cache it carries goes along.
         output["logits"] = log_p
@@ -208,8 +208,8 @@ class KnnForCausalLM(PreTrainedModel, GenerationMixin):
         }
         inputs = {name: value for name, value in named.items() if name in self._base_arguments and value is not None}
         # Before the pass, since the base model fills the cache.
-        state = state_of(past_key_values) if self.mixture.looks_back else None
-        readers, sources = self.mixture.readers, self.mixture.own_sources
+        state = state_of(past_key_values) if self.mixture.needs_history else None
+        readers, sources = self.mixture.readers, self.mixture.lm_sources
         with ExitStack() as hooks:
             kept = [hooks.enter_context(readers.layer(source).capture()) for source in sources]
             hooks.enter_context(for_any_shape(self.device))
@@ -226,8 +226,8 @@ class KnnForCausalLM(PreTrainedModel, GenerationMixin):
         else:
             step = Step(input_ids, attention_mask, position_ids, positions)
             context = look(self.mixture, step, keys, state, getattr(output, "past_key_values", None))
-        seen = {**context.seen, Source(0, LOGITS): output.logits.flatten(0, 1)}
-        return output, replace(context, seen=seen)
+        seen = {**context.states, Source(0, LOGITS): output.logits.flatten(0, 1)}
+        return output, replace(context, states=seen)
 
     def save_pretrained(  # type: ignore[override]
         self, save_directory: str | os.PathLike[str], *, copy_memory: bool = False, **kwargs: Any
@@ -305,8 +305,8 @@ def _config(mixture: Mixture) -> KnnConfig:
         copy.deepcopy(base),
         memory=str(_home(mixture).resolve()),
         k=knn.k if knn else DEFAULTS["k"],
-        temperature=knn.temperature if knn else DEFAULTS["temperature"],
-        weight=mixture.weight,
+        knn_temperature=knn.knn_temperature if knn else DEFAULTS["knn_temperature"],
+        lmbda=mixture.lmbda,
         metric=knn.metric if knn else "l2",
         **{name: getattr(base, name, None) for name in ("bos_token_id", "eos_token_id", "pad_token_id")},
     )
@@ -329,7 +329,7 @@ def _open_mixture(
     memory: Path, base: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, config: KnnConfig, folder: Path
 ) -> Mixture:
     if is_decoder(memory):
-        return Mixture.open(memory, CausalLM(base, tokenizer), weight=config.weight)
+        return Mixture.open(memory, CausalLM(base, tokenizer), lmbda=config.lmbda)
     store = Datastore.open(memory)
     name = language_model(store)  # which need not have as many layers as the model that reads the store
     lm = CausalLM(
@@ -340,7 +340,7 @@ def _open_mixture(
         layer=-1 if name else store.model["layer"],
     )
     if config.mixture is None:
-        settings = {"k": config.k, "temperature": config.knn_temperature, "weight": config.weight}
+        settings: dict[str, Any] = {"k": config.k, "knn_temperature": config.knn_temperature, "lmbda": config.lmbda}
         return Mixture.open(memory, lm, memories="knn", metric=config.metric, **settings)
     try:
         written = SavedMixture(*read_mixture(config.mixture, str(folder)), folder)

@@ -22,10 +22,10 @@ ROWS = 128  # of a (N, V) tensor at a time, so that no second tensor of that siz
 class Prediction(Protocol):
     """What every part of a mixture gives. A row may abstain: it has no opinion, and its weight goes to the others."""
 
-    def of(self, targets: Tensor) -> Tensor:
+    def log_prob(self, targets: Tensor) -> Tensor:
         """Give the (N,) log-probabilities of one token a row, without building (N, V)."""
 
-    def log_dense(self) -> Tensor:
+    def log_probs(self) -> Tensor:
         """Give the (N, V) log-probabilities; a row that abstains is all -inf."""
 
     def abstains(self) -> Tensor:
@@ -45,15 +45,15 @@ class Logits:
             return self.logits.float().logsumexp(1)
         return torch.cat([rows.float().logsumexp(1) for rows in self.logits.split(ROWS)])
 
-    def of(self, targets: Tensor) -> Tensor:
+    def log_prob(self, targets: Tensor) -> Tensor:
         """Give the (N,) log-probabilities of one token a row."""
-        return self.of_each(targets[:, None])[:, 0]
+        return self.log_prob_each(targets[:, None])[:, 0]
 
-    def of_each(self, tokens: Tensor) -> Tensor:
+    def log_prob_each(self, tokens: Tensor) -> Tensor:
         """Give the log-probabilities of some tokens a row, (N, n) → (N, n)."""
         return self.logits.gather(1, tokens).float() - self._totals[:, None]
 
-    def log_dense(self) -> Tensor:
+    def log_probs(self) -> Tensor:
         """Give the (N, V) log-probabilities."""
         return self.logits.float().log_softmax(1)
 
@@ -70,12 +70,12 @@ class Votes:
     log_weights: Tensor  # (N, k) float32; -inf where there is no neighbour
     vocab_size: int
 
-    def of(self, targets: Tensor) -> Tensor:
+    def log_prob(self, targets: Tensor) -> Tensor:
         """Give the (N,) log-probabilities of one token a row: -inf where no neighbour voted for it."""
         voted = self.values == targets[:, None]
         return self.log_weights.masked_fill(~voted, -torch.inf).logsumexp(1)
 
-    def log_dense(self) -> Tensor:
+    def log_probs(self) -> Tensor:
         """Give the (N, V) log-probabilities: -inf where no neighbour voted."""
         probs = self.log_weights.new_zeros(len(self.values), self.vocab_size)
         return self.add_to(probs, probs.new_ones(len(probs))).log_()
@@ -118,14 +118,14 @@ class Span:
 class Context:
     """N positions of some texts; immutable, so forks of a text cannot disturb each other."""
 
-    seen: Mapping[Source, Tensor]  # (N, D) keys, or (N, V) logits, at the positions of all runs, one after another
-    runs: Sequence[Span] = ()
-    asked: Tensor | None = None  # (N,) False where an expensive memory need not answer; None: answer everywhere
+    states: Mapping[Source, Tensor]  # (N, D) keys, or (N, V) logits, at the positions of all runs, one after another
+    spans: Sequence[Span] = ()
+    search_mask: Tensor | None = None  # (N,) False where an expensive memory need not answer; None: answer everywhere
 
-    def each_run(self) -> Iterator[tuple[slice, Span]]:
+    def each_span(self) -> Iterator[tuple[slice, Span]]:
         """Give each run with the rows that its positions have."""
         row = 0
-        for run in self.runs:
+        for run in self.spans:
             yield slice(row, row + len(run)), run
             row += len(run)
 
@@ -134,10 +134,10 @@ class MemoryOutput(Protocol):
     """What one memory says of N positions."""
 
     @property
-    def parts(self) -> Sequence[Prediction]:
+    def components(self) -> Sequence[Prediction]:
         """Its predictions; the first is the one it stands for, others are the same evidence counted in other ways."""
 
-    def signals(self) -> Tensor:
+    def features(self) -> Tensor:
         """Give (N, F) finite numbers that tell how far it may be trusted; their names are the memory's."""
 
     def top(self) -> Tensor:
@@ -156,15 +156,15 @@ class Memory(Protocol):
         """What it reads of each position; None: the tokens are enough."""
 
     @property
-    def horizon(self) -> int:
+    def history_length(self) -> int:
         """How many earlier positions' keys it looks back on."""
 
     @property
-    def signal_names(self) -> Sequence[str]:
+    def feature_names(self) -> Sequence[str]:
         """Name the signals of its answers."""
 
     @property
-    def part_names(self) -> Sequence[str]:
+    def component_names(self) -> Sequence[str]:
         """Name the predictions of its answers."""
 
     def predict(self, context: Context) -> MemoryOutput:
@@ -176,17 +176,17 @@ class SimpleOutput:
     """The answer of a memory that has one prediction and knows its signals already."""
 
     prediction: Prediction
-    signal: Tensor  # (N, F)
+    feature_values: Tensor  # (N, F)
     best: Tensor  # (N,)
 
     @property
-    def parts(self) -> Sequence[Prediction]:
+    def components(self) -> Sequence[Prediction]:
         """The one prediction."""
         return (self.prediction,)
 
-    def signals(self) -> Tensor:
+    def features(self) -> Tensor:
         """Give the signals."""
-        return self.signal
+        return self.feature_values
 
     def top(self) -> Tensor:
         """Give the most probable tokens."""

@@ -30,7 +30,7 @@ class CacheMemory(NeighbourMemory):
         vocab_size: int,
         window: int = WINDOW,
         k: int = 1024,
-        temperature: float = 2.0,
+        knn_temperature: float = 2.0,
         metric: str = "l2",
         others: Sequence[VoteParams] = (),
         source: Source | None = None,
@@ -39,27 +39,27 @@ class CacheMemory(NeighbourMemory):
         if window < 1:
             raise ParameterError(f"the cache's window must be at least 1 position, not {window}.")
         self.vocab_size = vocab_size
-        self.horizon = window
+        self.history_length = window
         self.metric = metric
-        self.settings = (VoteParams(k, temperature), *others)
+        self.settings = (VoteParams(k, knn_temperature), *others)
         self.source = source or Source()
 
     def find(self, context: Context, k: int | None = None) -> Retrieved:
         """Find the nearest earlier positions of each position, within its own text; ids count from its beginning."""
-        k = min(k or self.widest, self.horizon)
-        keys = context.seen[self.source]
+        k = min(k or self.max_k, self.history_length)
+        keys = context.states[self.source]
         found = Retrieved(
             torch.full((len(keys), k), -1, device=keys.device),
             torch.full((len(keys), k), torch.inf, device=keys.device),
             torch.full((len(keys), k), -1, device=keys.device),
         )
-        for rows, run in context.each_run():
+        for rows, run in context.each_span():
             self._search_run(run, keys[rows], Retrieved(found.ids[rows], found.distances[rows], found.values[rows]))
         return found
 
     def _search_run(self, run: Span, keys: Tensor, out: Retrieved) -> None:
         """Fill in the neighbours of one run's positions."""
-        past = run.past.get(self.source, keys[:0])[-self.horizon :].to(keys)
+        past = run.past.get(self.source, keys[:0])[-self.history_length :].to(keys)
         stored = torch.cat([past, keys])[:-1]  # (S, D): the last position has nobody after it to ask
         if not len(stored):
             return
@@ -67,8 +67,8 @@ class CacheMemory(NeighbourMemory):
         distances = self._distances(keys, stored)  # (n, S)
         # What a position has not read yet, and what it reads now; and what lies too far back.
         hidden = torch.ones(distances.shape, dtype=torch.bool, device=keys.device).triu_(len(past))
-        if len(stored) > self.horizon:
-            hidden |= torch.ones_like(hidden).tril_(len(past) - self.horizon - 1)
+        if len(stored) > self.history_length:
+            hidden |= torch.ones_like(hidden).tril_(len(past) - self.history_length - 1)
         distances.masked_fill_(hidden, torch.inf)
         k = min(out.ids.shape[1], len(stored))
         nearest, columns = distances.topk(k, largest=False)

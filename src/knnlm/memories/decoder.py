@@ -25,7 +25,7 @@ from knnlm.errors import DatastoreCorrupt, ParameterError
 from knnlm.io import replacing
 from knnlm.memories.base import LOGITS, ROWS, Context, Logits, Source
 
-LM_SIGNALS = ("top", "second", "entropy")
+LM_FEATURES = ("top", "second", "entropy")
 
 
 @dataclass(frozen=True)
@@ -35,11 +35,11 @@ class LMOutput:
     logits: Tensor  # (N, V)
 
     @cached_property
-    def parts(self) -> Sequence[Logits]:
+    def components(self) -> Sequence[Logits]:
         """The one prediction."""
         return (Logits(self.logits),)
 
-    def signals(self) -> Tensor:
+    def features(self) -> Tensor:
         """Give (N, 3): the log-probabilities of the first and second choice, and the entropy."""
         return self._look[0]
 
@@ -57,7 +57,7 @@ class LMOutput:
             signals.append(torch.stack([best[:, 0], best[:, -1], entropy], 1))
             top.append(tokens[:, 0])
         if not signals:
-            return self.logits.new_zeros(0, len(LM_SIGNALS)), self.logits.new_zeros(0, dtype=torch.long)
+            return self.logits.new_zeros(0, len(LM_FEATURES)), self.logits.new_zeros(0, dtype=torch.long)
         return torch.cat(signals).clamp(-100, 100), torch.cat(top)
 
 
@@ -65,20 +65,20 @@ class DecoderMemory:
     """A second language model with the same tokenizer."""
 
     name = "lm"
-    horizon = 0
-    signal_names = LM_SIGNALS
+    history_length = 0
+    feature_names = LM_FEATURES
 
     def __init__(self, reader: int) -> None:
         self.source = Source(reader, LOGITS)
 
     @property
-    def part_names(self) -> Sequence[str]:
+    def component_names(self) -> Sequence[str]:
         """The one prediction."""
         return (self.name,)
 
     def predict(self, context: Context) -> LMOutput:
         """Say what the model said."""
-        return LMOutput(context.seen[self.source])
+        return LMOutput(context.states[self.source])
 
 
 CARD = "decoder.json"
@@ -92,7 +92,7 @@ _AGAIN = "Make it again with: knnlm distill --into decoder"
 
 @dataclass(frozen=True)
 class DecoderCard:
-    """What is known of a decoder. In the file, `weight` and `weight_facts` are called lambda and lambda_facts."""
+    """What is known of a decoder. In the file, `lmbda` and `lmbda_facts` are called lambda and lambda_facts."""
 
     student: dict[str, Any]  # spec, blocks, class, parameters, and the fingerprint of the weights before training
     tokenizer: str  # fingerprint; with the next two, in which a model must agree to be mixed with it
@@ -111,8 +111,8 @@ class DecoderCard:
     losses: dict[str, float | None]  # the means of the last epoch: loss, kl, ce
     held_out: list[dict[str, Any]]  # the same for what was held out, before training and after each epoch
     notes: list[str]
-    weight: float | None = None  # λ, once it is tuned
-    weight_facts: dict[str, Any] | None = None
+    lmbda: float | None = None  # λ, once it is tuned
+    lmbda_facts: dict[str, Any] | None = None
 
 
 def save_card(folder: Path, card: DecoderCard) -> None:
@@ -146,12 +146,12 @@ def set_lambda(folder: str | Path, value: float, facts: Mapping[str, Any] | None
         raise ParameterError(f"lambda must be from 0 to 1, not {value}.")
     if facts is not None and (missing := TOLD - facts.keys()):
         raise ParameterError(f"What λ was chosen on must say its {min(missing).replace('_', ' ')}.")
-    card = replace(load_card(folder), weight=float(value), weight_facts=None if facts is None else dict(facts))
+    card = replace(load_card(folder), lmbda=float(value), lmbda_facts=None if facts is None else dict(facts))
     save_card(Path(folder), card)
     return card
 
 
-_NAMES = {"weight": "lambda", "weight_facts": "lambda_facts"}
+_NAMES = {"lmbda": "lambda", "lmbda_facts": "lambda_facts"}
 
 _NONE = type(None)
 
@@ -173,22 +173,22 @@ _KINDS: dict[str, tuple[type, ...]] = {
     "losses": (dict,),
     "held_out": (list,),
     "notes": (list,),
-    "weight": (int, float, _NONE),
-    "weight_facts": (dict, _NONE),
+    "lmbda": (int, float, _NONE),
+    "lmbda_facts": (dict, _NONE),
 }
 
 
 def _ranges(given: Mapping[str, Any]) -> dict[str, bool]:
     """Say of what must lie within limits whether it does."""
-    window, weight = given["window"], given["weight"]
+    window, lmbda = given["window"], given["lmbda"]
     whole = all(type(window.get(name)) is int for name in ("context", "stride"))
     return {
         "vocab_size": given["vocab_size"] > 0,
         "start_token": 0 <= given["start_token"] < given["vocab_size"],
         "window": whole and 1 <= window["stride"] <= window["context"],
         "beta": 0 <= given["beta"] <= 1,
-        "weight": weight is None or 0 <= weight <= 1,
+        "lmbda": lmbda is None or 0 <= lmbda <= 1,
         "student": given["student"].keys() >= {"spec", "blocks", "class", "parameters"},
         "losses": all(value is None or type(value) in (int, float) for value in given["losses"].values()),
-        "weight_facts": given["weight_facts"] is None or given["weight_facts"].keys() >= TOLD,
+        "lmbda_facts": given["lmbda_facts"] is None or given["lmbda_facts"].keys() >= TOLD,
     }

@@ -19,7 +19,7 @@ class KnnMemory(NeighbourMemory):
     """A datastore, its index, and how neighbours vote."""
 
     name = "knn"
-    horizon = 0
+    history_length = 0
 
     def __init__(
         self,
@@ -27,7 +27,7 @@ class KnnMemory(NeighbourMemory):
         index: Index,
         *,
         k: int,
-        temperature: float,
+        knn_temperature: float,
         others: Sequence[VoteParams] = (),
         source: Source | None = None,
     ) -> None:
@@ -35,7 +35,7 @@ class KnnMemory(NeighbourMemory):
         self.index = index
         self.metric = index.metric
         self.vocab_size = int(store.model["vocab_size"])
-        self.settings = (VoteParams(k, temperature), *others)
+        self.settings = (VoteParams(k, knn_temperature), *others)
         self.source = source or Source(0, store.model["key_layer"], store.model["layer"])
 
     @property
@@ -44,9 +44,9 @@ class KnnMemory(NeighbourMemory):
         return self.settings[0].k
 
     @property
-    def temperature(self) -> float:
+    def knn_temperature(self) -> float:
         """How much louder the nearer ones speak."""
-        return self.settings[0].temperature
+        return self.settings[0].knn_temperature
 
     def search(self, keys: Tensor, k: int | None = None) -> Retrieved:
         """Find the nearest stored contexts of (N, D) keys."""
@@ -55,7 +55,7 @@ class KnnMemory(NeighbourMemory):
                 "The model gives infinite or undefined hidden states, which have no neighbours. Try float32."
             )
         queries = self.store.project(keys, metric=self.metric)
-        k = k or self.widest
+        k = k or self.max_k
         # Fewer columns than k where the store is smaller: an empty store gives no column at all.
         answer = self.index.search(queries, max(1, min(k, self.store.key_count)))
         distances = answer.distances.to(keys.device)
@@ -72,12 +72,12 @@ class KnnMemory(NeighbourMemory):
 
     def find(self, context: Context, k: int | None = None) -> Retrieved:
         """Find the nearest stored contexts of each position, where it is asked for."""
-        keys = context.seen[self.source]
-        if context.asked is None or bool(context.asked.all()):
+        keys = context.states[self.source]
+        if context.search_mask is None or bool(context.search_mask.all()):
             return self.search(keys, k)
-        if not context.asked.any():
+        if not context.search_mask.any():
             return _nobody(len(keys), keys.device)
-        return _spread(self.search(keys[context.asked], k), context.asked)
+        return _spread(self.search(keys[context.search_mask], k), context.search_mask)
 
 
 def _nobody(rows: int, device: torch.device) -> Retrieved:

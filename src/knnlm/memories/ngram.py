@@ -46,12 +46,12 @@ class Backoff:
     count: Ints  # (P,) how many these are
     weight: Floats  # (P,) sum to 1 over the pairs of a position
 
-    def of(self, targets: Tensor) -> Tensor:
+    def log_prob(self, targets: Tensor) -> Tensor:
         """Give the (N,) log-probabilities of one token a position, exactly: its places are looked up."""
         with np.errstate(divide="ignore"):
             return self._tensor(np.log(self.probabilities(np.arange(self.size), targets.cpu().numpy())))
 
-    def log_dense(self) -> Tensor:
+    def log_probs(self) -> Tensor:
         """Give the (N, V) log-probabilities."""
         probs = np.zeros((self.size, self.vocab_size), np.float32)
         for length in np.unique(self.length).tolist():
@@ -109,9 +109,9 @@ class NgramMemory:
 
     name = "ngram"
     source = None
-    horizon = 0
+    history_length = 0
     # Logarithms are log(1 + x). All are 0 where there is no match. The entropy is that of the sample.
-    signal_names = ("match length", "log match count", "log match distinct", "match agreement", "top", "entropy")
+    feature_names = ("match length", "log match count", "log match distinct", "match agreement", "top", "entropy")
 
     def __init__(self, suffixes: SuffixArray, *, vocab_size: int, longest: int = 32, cap: int = 256) -> None:
         if not 1 <= longest < DEPTH:
@@ -130,7 +130,7 @@ class NgramMemory:
         return cls(suffixes, vocab_size=int(store.model["vocab_size"]), longest=longest, cap=cap)
 
     @property
-    def part_names(self) -> Sequence[str]:
+    def component_names(self) -> Sequence[str]:
         """The smoothed prediction, and that of the longest match alone."""
         return ("ngram", "ngram longest")
 
@@ -140,7 +140,7 @@ class NgramMemory:
         low, high = self.suffixes.match(numbers, self.longest)
         cuts = range(_ROWS, len(places), _ROWS)
         blocks = [_Block(self, low[rows], high[rows], numbers[rows]) for rows in np.split(places, cuts)]
-        device = next((run.tokens.device for run in context.runs), torch.device("cpu"))
+        device = next((run.tokens.device for run in context.spans), torch.device("cpu"))
         return NgramOutput(self._backoff(blocks, device), self._backoff(blocks, device, longest=True), blocks)
 
     def _backoff(self, blocks: Sequence[_Block], device: torch.device, *, longest: bool = False) -> Backoff:
@@ -166,7 +166,7 @@ class NgramMemory:
         places: list[Ints] = [np.empty(0, np.int64)]
         size = 0
         nowhere = np.array([self.suffixes.vocab_size + 1])  # between two runs: no match reaches across it
-        for _, run in context.each_run():
+        for _, run in context.each_span():
             begin = max(0, run.start - self.longest + 1)
             tokens = run.tokens[begin:].cpu().numpy()
             pieces += [self.suffixes.encode(tokens, begins=begin == 0), nowhere]
@@ -198,12 +198,12 @@ class NgramOutput:
     blocks: Sequence[_Block]
 
     @property
-    def parts(self) -> Sequence[Prediction]:
+    def components(self) -> Sequence[Prediction]:
         """The smoothed prediction, and the one of the longest match alone."""
         return (self.smoothed, self.longest)
 
-    def signals(self) -> Tensor:
-        """Give (N, 6): see `NgramMemory.signal_names`."""
+    def features(self) -> Tensor:
+        """Give (N, 6): see `NgramMemory.feature_names`."""
         matched = np.concatenate([block.matched() for block in self.blocks])
         entropy = np.concatenate([block.sample.entropy() for block in self.blocks])
         signals = np.column_stack([matched, self._top[1], entropy])
@@ -229,7 +229,7 @@ class NgramOutput:
         # What no sample has may still be as probable as the sample is coarse.
         error = np.concatenate([block.error for block in self.blocks])
         for row in np.flatnonzero((best >= 0) & (most <= error)).tolist():
-            dense = self.smoothed.only(row).log_dense()[0]
+            dense = self.smoothed.only(row).log_probs()[0]
             best[row], most[row] = int(dense.argmax()), float(dense.max().exp())
         return best, most
 

@@ -72,49 +72,49 @@ class OutputMatrix:
 class WordScores:
     """Log-probabilities of some words; all others have probability 0."""
 
-    log_probs: Tensor  # (N, W) float32, rows sum to 1
+    word_log_probs: Tensor  # (N, W) float32, rows sum to 1
     words: Tensor  # (W,) the token of each column, ascending
     vocab_size: int
 
-    def of(self, targets: Tensor) -> Tensor:
+    def log_prob(self, targets: Tensor) -> Tensor:
         """Give the (N,) log-probabilities of one token a row: -inf for a word without a column."""
         columns = torch.searchsorted(self.words, targets).clamp(max=len(self.words) - 1)
-        found = self.log_probs.gather(1, columns[:, None])[:, 0]
+        found = self.word_log_probs.gather(1, columns[:, None])[:, 0]
         return found.masked_fill(self.words[columns] != targets, -torch.inf)
 
-    def log_dense(self) -> Tensor:
+    def log_probs(self) -> Tensor:
         """Give the (N, V) log-probabilities."""
-        dense = self.log_probs.new_full((len(self.log_probs), self.vocab_size), -torch.inf)
-        dense[:, self.words] = self.log_probs
+        dense = self.word_log_probs.new_full((len(self.word_log_probs), self.vocab_size), -torch.inf)
+        dense[:, self.words] = self.word_log_probs
         return dense
 
     def abstains(self) -> Tensor:
         """A matrix always has an opinion."""
-        return torch.zeros(len(self.log_probs), dtype=torch.bool, device=self.log_probs.device)
+        return torch.zeros(len(self.word_log_probs), dtype=torch.bool, device=self.word_log_probs.device)
 
 
 class OutputMemory:
     """A trained output matrix over the hidden states of one source."""
 
     name = "output"
-    horizon = 0
-    signal_names: Sequence[str] = ("output entropy", "output top", "output margin")
-    part_names: Sequence[str] = ("output",)
+    history_length = 0
+    feature_names: Sequence[str] = ("output entropy", "output top", "output margin")
+    component_names: Sequence[str] = ("output",)
 
     def __init__(
         self,
         matrix: OutputMatrix,
         card: OutputCard,
         *,
-        temperature: float = 1.0,
+        softmax_temperature: float = 1.0,
         device: str = "cpu",
         source: Source | None = None,
     ) -> None:
-        if not (math.isfinite(temperature) and temperature > 0):
-            raise ParameterError(f"temperature must be above 0, not {temperature}.")
+        if not (math.isfinite(softmax_temperature) and softmax_temperature > 0):
+            raise ParameterError(f"softmax_temperature must be above 0, not {softmax_temperature}.")
         self.card = card
         self.model = card.model
-        self.temperature = temperature
+        self.softmax_temperature = softmax_temperature
         self.vocab_size = int(card.model["vocab_size"])
         self.source: Source | None = source or Source(0, card.model["key_layer"], card.model["layer"])
         self._weight, self._bias = matrix.weight.to(device), matrix.bias.to(device)
@@ -125,11 +125,11 @@ class OutputMemory:
 
     @classmethod
     def open(
-        cls, path: str | Path, *, temperature: float = 1.0, device: str = "cpu", source: Source | None = None
+        cls, path: str | Path, *, softmax_temperature: float = 1.0, device: str = "cpu", source: Source | None = None
     ) -> OutputMemory:
         """Open what `distill_output` wrote: its folder, or the file in it."""
         matrix, card = load_output(path)
-        return cls(matrix, card, temperature=temperature, device=device, source=source)
+        return cls(matrix, card, softmax_temperature=softmax_temperature, device=device, source=source)
 
     @property
     def width(self) -> int:
@@ -139,7 +139,7 @@ class OutputMemory:
     def predict(self, context: Context) -> SimpleOutput:
         """Read the next token off each position's key."""
         assert self.source is not None
-        keys = context.seen[self.source]  # (N, D)
+        keys = context.states[self.source]  # (N, D)
         if keys.shape[-1] != self.width:
             raise ModelError(
                 f"The output matrix reads states of width {self.width}, but those of {self.source.place} have "
@@ -148,7 +148,7 @@ class OutputMemory:
         if not keys.isfinite().all():
             raise ModelError("The model gives infinite or undefined hidden states. Try float32.")
         log_probs = self._weight.new_empty(len(keys), len(self._words))
-        signals = self._weight.new_empty(len(keys), len(self.signal_names))
+        signals = self._weight.new_empty(len(keys), len(self.feature_names))
         for begin in range(0, len(keys), _POSITIONS):
             part = slice(begin, begin + _POSITIONS)
             log_probs[part] = self._read(keys[part])
@@ -160,7 +160,7 @@ class OutputMemory:
     def _read(self, keys: Tensor) -> Tensor:
         """Turn (n, D) keys into (n, W) log-probabilities of words."""
         centred = keys.to(self._weight) - self._centre
-        scores = torch.addmm(self._bias, centred, self._weight.T) / self.temperature  # (n, R)
+        scores = torch.addmm(self._bias, centred, self._weight.T) / self.softmax_temperature  # (n, R)
         return add_rows(scores, self._first, self._counts).log_softmax(1)
 
 

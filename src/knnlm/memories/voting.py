@@ -24,7 +24,7 @@ _DEPTHS = (1, 8, 64)  # places whose distance is a signal, besides the last
 
 _CROWDS = (16, 64)  # how many of the nearest are asked how many tokens they name, besides all
 
-SIGNALS = (
+FEATURES = (
     *(f"distance {depth}" for depth in _DEPTHS),
     "last distance",
     *(f"distinct {crowd}" for crowd in _CROWDS),
@@ -56,27 +56,27 @@ class VoteParams:
     """How neighbours vote: how many of them, and how much louder the nearer ones speak."""
 
     k: int
-    temperature: float
+    knn_temperature: float
 
     def __post_init__(self) -> None:
-        check_vote(self.k, self.temperature)
+        check_vote(self.k, self.knn_temperature)
 
     def __str__(self) -> str:
-        return f"k={self.k} τ={self.temperature:g}"
+        return f"k={self.k} τ={self.knn_temperature:g}"
 
 
-def check_vote(k: int, temperature: float) -> None:
+def check_vote(k: int, knn_temperature: float) -> None:
     """Refuse a vote of nobody, or one whose weights are undefined."""
     if k < 1:
         raise ParameterError(f"k must be at least 1, not {k}.")
-    if not (temperature >= _COLDEST and math.isfinite(temperature)):
-        raise ParameterError(f"temperature must be above 0 (at least {_COLDEST:g}), not {temperature}.")
+    if not (knn_temperature >= _COLDEST and math.isfinite(knn_temperature)):
+        raise ParameterError(f"knn_temperature must be above 0 (at least {_COLDEST:g}), not {knn_temperature}.")
 
 
-def vote(found: Retrieved, *, temperature: float, vocab_size: int) -> Votes:
+def vote(found: Retrieved, *, knn_temperature: float, vocab_size: int) -> Votes:
     """Turn distances into weights: softmax(-distance / τ) over the neighbours there are."""
     # Less the nearest one's: weights do not change, and a tiny τ cannot make the largest score infinite.
-    scores = (found.distances[:, :1] - found.distances) / temperature
+    scores = (found.distances[:, :1] - found.distances) / knn_temperature
     if found.counts is not None:
         scores = scores + found.counts.log()
     log_weights = scores.log_softmax(1)
@@ -93,19 +93,19 @@ class VoteOutput:
     vocab_size: int
 
     @cached_property
-    def parts(self) -> Sequence[Votes]:
+    def components(self) -> Sequence[Votes]:
         """The votes by each setting."""
         return [
-            vote(self.found.nearest(setting.k), temperature=setting.temperature, vocab_size=self.vocab_size)
+            vote(self.found.nearest(setting.k), knn_temperature=setting.knn_temperature, vocab_size=self.vocab_size)
             for setting in self.settings
         ]
 
-    def signals(self) -> Tensor:
+    def features(self) -> Tensor:
         """Give (N, F): how far neighbours are, how many tokens they name, how much they agree."""
-        votes, distances = self.parts[0], self.found.distances
+        votes, distances = self.components[0], self.found.distances
         rows, width = votes.values.shape
         if not width:
-            return distances.new_zeros(rows, len(SIGNALS))
+            return distances.new_zeros(rows, len(FEATURES))
         there = (votes.values >= 0).sum(1)  # (N,)
         # arcsinh: a logarithm that also takes inner products, which can be negative.
         places = [(there.clamp(max=depth) - 1).clamp(min=0) for depth in (*_DEPTHS, width)]
@@ -119,10 +119,10 @@ class VoteOutput:
 
     def top(self) -> Tensor:
         """Give the (N,) tokens that the nearest speak loudest for; -1 where there is no neighbour."""
-        values = self.parts[0].values[:, :NEAR]
+        values = self.components[0].values[:, :NEAR]
         if not values.shape[1]:
             return values.new_full((len(values),), -1)
-        groups = _group(values, self.parts[0].log_weights[:, :NEAR].exp())
+        groups = _group(values, self.components[0].log_weights[:, :NEAR].exp())
         best = groups.shares.argmax(1, keepdim=True)
         top = values.gather(1, groups.first.gather(1, best).clamp(max=values.shape[1] - 1))[:, 0]
         return top.masked_fill((values < 0).all(1), -1)
@@ -135,17 +135,17 @@ class NeighbourMemory:
     vocab_size: int
     metric: str
     source: Source
-    horizon: int
+    history_length: int
     settings: tuple[VoteParams, ...]
-    signal_names = SIGNALS
+    feature_names = FEATURES
 
     @property
-    def part_names(self) -> Sequence[str]:
+    def component_names(self) -> Sequence[str]:
         """One part for each way of counting the votes."""
         return [f"{self.name} {setting}" for setting in self.settings]
 
     @property
-    def widest(self) -> int:
+    def max_k(self) -> int:
         """The most neighbours that any setting asks for."""
         return max(setting.k for setting in self.settings)
 

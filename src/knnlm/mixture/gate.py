@@ -25,7 +25,7 @@ from torch import Tensor
 
 from knnlm.errors import DatastoreCorrupt, ParameterError
 from knnlm.memories.base import Context, MemoryOutput
-from knnlm.memories.decoder import LM_SIGNALS, LMOutput
+from knnlm.memories.decoder import LM_FEATURES, LMOutput
 from knnlm.mixture.em import check_logs, fit, fit_folds, folds_of, log_mixed, renormalise
 from knnlm.mixture.networks import (
     DEFAULT_CONFIG,
@@ -70,10 +70,10 @@ class Positions:
 def memory_features(answer: MemoryOutput, lm: LMOutput) -> MemoryFeatures:
     """Look at an answer beside what the language model says."""
     choice = answer.top()
-    said = lm.parts[0].of(choice.clamp(min=0))
+    said = lm.components[0].log_prob(choice.clamp(min=0))
     return MemoryFeatures(
-        signals=answer.signals(),
-        of_choice=answer.parts[0].of(lm.top()),
+        signals=answer.features(),
+        of_choice=answer.components[0].log_prob(lm.top()),
         choice=choice,
         model_of_choice=said.masked_fill(choice < 0, -torch.inf),
     )
@@ -81,8 +81,8 @@ def memory_features(answer: MemoryOutput, lm: LMOutput) -> MemoryFeatures:
 
 def place(context: Context) -> Positions:
     """Say where the positions of a context are."""
-    positions = [torch.arange(run.start, len(run.tokens)) for run in context.runs]
-    tokens = [run.tokens[run.start :] for run in context.runs]
+    positions = [torch.arange(run.start, len(run.tokens)) for run in context.spans]
+    tokens = [run.tokens[run.start :] for run in context.spans]
     nowhere = torch.zeros(0, dtype=torch.long)
     return Positions(
         torch.cat([nowhere, *positions]), torch.cat([nowhere.to(tokens[0]) if tokens else nowhere, *tokens])
@@ -91,7 +91,7 @@ def place(context: Context) -> Positions:
 
 def feature_names(memories: Iterable[tuple[str, Sequence[str]]]) -> list[str]:
     """Name the columns of `features`, by the kind of each memory and the names of its signals."""
-    names = [*PLACE, *(f"model {name}" for name in LM_SIGNALS)]
+    names = [*PLACE, *(f"model {name}" for name in LM_FEATURES)]
     for number, (kind, signals) in enumerate(memories):
         names += [f"{number} {kind} {name}" for name in (*signals, *_OF_MEMORY)]
     return names
@@ -133,14 +133,14 @@ class Gate:
     fitted: Tensor  # (M,) the same weights everywhere
     trust: float  # in the nets, against the fitted weights
     feature_names: tuple[str, ...]
-    part_names: tuple[str, ...]
+    component_names: tuple[str, ...]
     facts: Mapping[str, Any] = field(default_factory=dict)  # how it was trained, and what came of it
     out_of_fold: Tensor | None = None  # (N,) log-probabilities of the rows of its training, by what had not seen them
 
     @torch.no_grad()
     def weights(self, features: Tensor, abstains: Tensor) -> Tensor:
         """Give (N, M) weights for (N, F) features; rows sum to 1, and are 0 where a part abstains, (N, M)."""
-        wide, parts = len(self.feature_names), len(self.part_names)
+        wide, parts = len(self.feature_names), len(self.component_names)
         if features.shape != (len(abstains), wide) or abstains.shape != (len(abstains), parts):
             given = f"{tuple(features.shape)} and {tuple(abstains.shape)}"
             raise ParameterError(f"This gate looks at {wide} features and weighs {parts} parts, but was given {given}.")
@@ -159,7 +159,7 @@ class Gate:
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """Give all of it as named tensors and plain facts."""
-        facts = {**self.facts, "trust": self.trust, "features": [*self.feature_names], "parts": [*self.part_names]}
+        facts = {**self.facts, "trust": self.trust, "features": [*self.feature_names], "parts": [*self.component_names]}
         return {**self.nets.tensors(), "starts": self.starts, "fitted": self.fitted}, facts
 
     @classmethod
@@ -185,14 +185,14 @@ def train_gate(
     groups: Tensor,
     *,
     feature_names: Sequence[str] | None = None,
-    part_names: Sequence[str] | None = None,
+    component_names: Sequence[str] | None = None,
     recipe: NetworkConfig = DEFAULT_CONFIG,
     device: str | torch.device = "cpu",
     progress: Progress = silent,
 ) -> Gate:
     """Train a gate on (N, F) features, (N, M) log-probabilities and the (N,) numbers of their documents."""
     check_logs(logs)
-    names = check_features(features, len(logs), feature_names), name_columns(part_names, logs.shape[1], "parts")
+    names = check_features(features, len(logs), feature_names), name_columns(component_names, logs.shape[1], "parts")
     recipe = fewer_folds(recipe, groups)
     fold, whole, others = fit_folds(logs, groups, folds=recipe.folds, seed=recipe.seed, fewest=FEWEST)
     fold, others = fold.to(device), others.to(device, torch.float32)
@@ -253,7 +253,7 @@ class SearchSkipper:
         rows = [self.nets.outputs(self.nets.standard(some)).mean(0)[:, 0] for some in features.split(ROWS)]
         return (torch.cat(rows) * self.unit[1] + self.unit[0]).to(features.device)
 
-    def asked(self, features: Tensor, fraction: float) -> Tensor:
+    def search_mask(self, features: Tensor, fraction: float) -> Tensor:
         """Mark the (N,) rows to search for: all but this fraction of a text, of which least gain is predicted."""
         if not 0 <= fraction <= 1:
             raise ParameterError(f"The fraction of positions to skip must be from 0 to 1, not {fraction}.")

@@ -30,7 +30,7 @@ from knnlm.mixture.options import DEFAULTS, LoadedMixture, MixtureOptions
 from knnlm.mixture.readers import Readers
 from knnlm.mixture.saved import load_tuning, load_weights, tuned_settings
 from knnlm.mixture.spec import MemorySpec, parse_memories, resolve
-from knnlm.mixture.weights import equal_weights, first_parts
+from knnlm.mixture.weights import equal_weights, first_components
 
 
 def load_mixture(
@@ -58,9 +58,9 @@ def load_mixture(
         weights = load_weights(weights_facts, folder, memories, vocab_size=lm.vocab_size, skip=wanted.skip)
     elif specs[0].weight is not None:  # on the command line
         given = [spec.weight or 0.0 for spec in specs]
-        weights = first_parts(memories, 1 - sum(given), given)
+        weights = first_components(memories, 1 - sum(given), given)
     else:
-        weights = equal_weights(memories, DEFAULTS["lambda"] if wanted.weight is None else wanted.weight)
+        weights = equal_weights(memories, DEFAULTS["lambda"] if wanted.lmbda is None else wanted.lmbda)
     if wanted.skip and getattr(weights, "skip", None) is None:
         raise ParameterError("Only a gate can skip searches. Tune the memory with --weights gated first.")
     return LoadedMixture(kitchen.readers, memories, [spec.label for spec in specs], weights, store, store.path)
@@ -70,7 +70,7 @@ def _choose(store: Datastore, wanted: MixtureOptions) -> tuple[list[MemorySpec],
     """Say which memories are mixed, and by which weights; None: share λ equally."""
     if wanted.written is not None:
         return list(wanted.written.specs), wanted.written.weights
-    overridden = (wanted.k, wanted.temperature, wanted.weight) != (None, None, None)
+    overridden = (wanted.k, wanted.knn_temperature, wanted.lmbda) != (None, None, None)
     if wanted.memories is not None:
         asked: list[MemorySpec] | None = resolve(parse_memories(wanted.memories), store.path)
     else:
@@ -90,27 +90,27 @@ def _choose(store: Datastore, wanted: MixtureOptions) -> tuple[list[MemorySpec],
     if asked is not None and any(spec.weight is not None for spec in asked):
         weights = {spec.label: spec.weight for spec in asked}
         return [replace(spec, weight=weights[spec.label], settings=spec.settings[:1]) for spec in choice.specs], None
-    if wanted.weight is not None or (overridden and choice.weights["kind"] != "fixed"):
+    if wanted.lmbda is not None or (overridden and choice.weights["kind"] != "fixed"):
         return [replace(spec, settings=spec.settings[:1]) for spec in choice.specs], None
     return choice.specs, choice.weights
 
 
 def _override(specs: list[MemorySpec], wanted: MixtureOptions) -> list[MemorySpec]:
     """Let k and τ be what is asked for, where it is clear whose."""
-    if wanted.k is None and wanted.temperature is None:
+    if wanted.k is None and wanted.knn_temperature is None:
         return specs
     polls = [number for number, spec in enumerate(specs) if spec.kind in ("knn", "cache")]
     own = [number for number in polls if (specs[number].kind, specs[number].path) == ("knn", None)]
     if not own and len(polls) != 1:
         raise ParameterError(
-            "k and temperature are those of the memory's own store, or of the only memory that has neighbours; "
+            "k and knn_temperature are those of the memory's own store, or of the only memory that has neighbours; "
             f"{', '.join(spec.label for spec in specs)} has {len(polls)}. Tune them instead."
         )
     number = own[0] if own else polls[0]
-    main, *others = specs[number].settings or (VoteParams(DEFAULTS["k"], DEFAULTS["temperature"]),)
+    main, *others = specs[number].settings or (VoteParams(DEFAULTS["k"], DEFAULTS["knn_temperature"]),)
     main = VoteParams(
         main.k if wanted.k is None else wanted.k,
-        main.temperature if wanted.temperature is None else wanted.temperature,
+        main.knn_temperature if wanted.knn_temperature is None else wanted.knn_temperature,
     )
     return [replace(spec, settings=(main, *others)) if n == number else spec for n, spec in enumerate(specs)]
 
@@ -146,7 +146,7 @@ class _Loader:
                 f"{self.store.window}, and a text is read in one way. Build one of them again with the other's "
                 "--context and --stride."
             )
-        main, *others = spec.settings or [VoteParams(DEFAULTS["k"], DEFAULTS["temperature"])]
+        main, *others = spec.settings or [VoteParams(DEFAULTS["k"], DEFAULTS["knn_temperature"])]
         metric = self.wanted.metric or spec.metric or "l2"
         index = open_index(
             store,
@@ -156,17 +156,17 @@ class _Loader:
             keys=self.wanted.device_keys,
         )
         return KnnMemory(
-            store, index, k=main.k, temperature=main.temperature, others=others, source=self._source(store)
+            store, index, k=main.k, knn_temperature=main.knn_temperature, others=others, source=self._source(store)
         )
 
     def _cache(self, spec: MemorySpec) -> CacheMemory:
-        main, *others = spec.settings or [VoteParams(DEFAULTS["k"], DEFAULTS["temperature"])]
+        main, *others = spec.settings or [VoteParams(DEFAULTS["k"], DEFAULTS["knn_temperature"])]
         place = self.lm.key_layer
         return CacheMemory(
             window=WINDOW if spec.path is None else int(spec.path),
             vocab_size=self.lm.vocab_size,
             k=main.k,
-            temperature=main.temperature,
+            knn_temperature=main.knn_temperature,
             metric=spec.metric or "l2",
             others=others,
             source=Source(0, place.place, place.layer),
@@ -247,7 +247,7 @@ def _write(memory: Memory, label: str, lm: CausalLM) -> MemorySpec:
     place = (lm.key_layer.place, lm.key_layer.layer)
     if memory.source.reader or (memory.source.place, memory.source.layer % lm.key_layer.layers) != place:
         raise ParameterError("A cache over other states than the language model's key layer cannot be written down.")
-    window = None if memory.horizon == WINDOW else str(memory.horizon)
+    window = None if memory.history_length == WINDOW else str(memory.history_length)
     return replace(spec, path=window, settings=tuple(memory.settings), metric=memory.metric)
 
 
@@ -317,7 +317,7 @@ def load_decoder_mixture(
 ) -> LoadedMixture:
     """Open a decoder and the model that it helps."""
     card = load_card(folder)
-    asked = wanted.memories, wanted.k, wanted.temperature, wanted.metric, wanted.skip
+    asked = wanted.memories, wanted.k, wanted.knn_temperature, wanted.metric, wanted.skip
     if any(value is not None for value in asked) or not wanted.rerank or wanted.device_keys != "float16":
         raise ParameterError(
             f"{folder} is a decoder, which has no store: only --lambda and --model mean something. To mix it with "
@@ -327,16 +327,16 @@ def load_decoder_mixture(
         lm = CausalLM.open(_helped(folder, card, model), device=device, dtype=dtype)
     readers = Readers(lm)
     memory = DecoderMemory(readers.add(CausalLM.open(str(folder), device=str(lm.device), dtype=lm.dtype)))
-    tuned = None if wanted.fresh else card.weight
-    weight = next(weight for weight in (wanted.weight, tuned, _SHARE) if weight is not None)
+    tuned = None if wanted.fresh else card.lmbda
+    lmbda = next(lmbda for lmbda in (wanted.lmbda, tuned, _SHARE) if lmbda is not None)
     # Its folder is known, so the last name is enough, also where a memory is copied; signs of a recipe are no names.
     label = f"lm={re.sub('[,:]', '_', folder.resolve().name)}"
-    return LoadedMixture(readers, [memory], [label], equal_weights([memory], weight), None, folder)
+    return LoadedMixture(readers, [memory], [label], equal_weights([memory], lmbda), None, folder)
 
 
 def _helped(folder: Path, card: DecoderCard, model: str | None) -> str:
     """Name the model to help: the one that is asked for, else the one that λ was tuned with."""
-    known = (card.weight_facts or {}).get("model")
+    known = (card.lmbda_facts or {}).get("model")
     if model is None and not isinstance(known, str):
         raise ParameterError(f"{folder} is a decoder: say which model it is to help with --model.")
     if model is None and Path(str(known)).is_absolute() and not Path(str(known)).exists():

@@ -20,7 +20,16 @@ from knnlm.mixture.loader import check_model, load_mixture, specs_of
 from knnlm.mixture.options import DEFAULTS, MixtureOptions, SavedMixture
 from knnlm.mixture.readers import ReadBatch, Readers
 from knnlm.mixture.spec import MemorySpec
-from knnlm.mixture.weights import FixedWeights, GatedWeights, Mixed, Weights, abstain_mask, equal_weights, mix, spans_of
+from knnlm.mixture.weights import (
+    FixedWeights,
+    GatedWeights,
+    Mixed,
+    Weights,
+    abstain_mask,
+    component_slices_of,
+    equal_weights,
+    mix,
+)
 
 
 class Mixture:
@@ -31,7 +40,7 @@ class Mixture:
         lm: CausalLM,
         memory: Memory | Sequence[Memory],
         *,
-        weight: float | None = None,
+        lmbda: float | None = None,
         weights: Weights | None = None,
         readers: Readers | None = None,
         labels: Sequence[str] | None = None,
@@ -47,15 +56,15 @@ class Mixture:
         self.labels = list(labels or [one.name for one in self.memories])
         self.home = home or (self.knn.store if self.knn else None)  # whose windows are read, where choices are kept
         self.folder = folder or (self.home.path if self.home else None)  # what it was opened from
-        self.weights = weights or equal_weights(self.memories, DEFAULTS["lambda"] if weight is None else weight)
+        self.weights = weights or equal_weights(self.memories, DEFAULTS["lambda"] if lmbda is None else lmbda)
         for one in self.memories:
             if isinstance(one, KnnMemory):
                 check_model(one.store, self.readers.models[one.source.reader], place=one.source)
         # What is read of each position, and how many earlier keys of it are remembered.
-        self.horizons: dict[Source, int] = {}
+        self.history_lengths: dict[Source, int] = {}
         for one in self.memories:
             if one.source is not None:
-                self.horizons[one.source] = max(one.horizon, self.horizons.get(one.source, 0))
+                self.history_lengths[one.source] = max(one.history_length, self.history_lengths.get(one.source, 0))
 
     @classmethod
     def open(
@@ -65,8 +74,8 @@ class Mixture:
         *,
         memories: str | None = None,
         k: int | None = None,
-        temperature: float | None = None,
-        weight: float | None = None,
+        knn_temperature: float | None = None,
+        lmbda: float | None = None,
         metric: str | None = None,
         skip: float | None = None,
         rerank: bool = True,
@@ -84,7 +93,7 @@ class Mixture:
         nothing was or where k, τ or λ are given. What is given here is used instead of what was tuned; where neither is
         there, the defaults are. `fresh` forgets what was tuned; `written` is a mixture that was written down elsewhere.
         """
-        wanted = MixtureOptions(memories, k, temperature, weight, metric, skip, rerank, fresh, written, device_keys)
+        wanted = MixtureOptions(memories, k, knn_temperature, lmbda, metric, skip, rerank, fresh, written, device_keys)
         again = partial(cls._gather, wanted, model=model, device=device, dtype=dtype)
         return again(path if isinstance(path, Datastore) else Path(path), lm)
 
@@ -133,34 +142,36 @@ class Mixture:
         return any(store.stale for store in stores | ({self.home} if self.home is not None else set()))
 
     @property
-    def weight(self) -> float | None:
+    def lmbda(self) -> float | None:
         """λ: what all memories together weigh, None where that depends on the token."""
         return sum(self.weights.values[1:]) if isinstance(self.weights, FixedWeights) else None
 
-    @weight.setter
-    def weight(self, weight: float) -> None:
-        self.weights = equal_weights(self.memories, weight)
+    @lmbda.setter
+    def lmbda(self, lmbda: float) -> None:
+        self.weights = equal_weights(self.memories, lmbda)
 
     @property
-    def own_sources(self) -> list[Source]:
+    def lm_sources(self) -> list[Source]:
         """The places of the language model itself that memories read."""
-        return [source for source in self.horizons if source.reader == 0 and source.place != LOGITS]
+        return [source for source in self.history_lengths if source.reader == 0 and source.place != LOGITS]
 
     @property
-    def looks_back(self) -> bool:
+    def needs_history(self) -> bool:
         """Whether anything here needs more than the keys of the positions that are predicted."""
-        return self.reads_texts or any(source.reader for source in self.horizons)
+        return self.needs_tokens or any(source.reader for source in self.history_lengths)
 
     @property
-    def reads_texts(self) -> bool:
+    def needs_tokens(self) -> bool:
         """Whether anything here looks at the tokens of a text, or at earlier keys."""
         gated = isinstance(self.weights, GatedWeights)
-        return gated or any(memory.source is None or memory.horizon for memory in self.memories)
+        return gated or any(memory.source is None or memory.history_length for memory in self.memories)
 
     @property
     def longest(self) -> int | None:
         """The most tokens that all the models here can read at once, None where there is no end."""
-        limits = [model.longest for model, _, _ in self.readers.wanted(self.horizons) if model.longest is not None]
+        limits = [
+            model.longest for model, _, _ in self.readers.wanted(self.history_lengths) if model.longest is not None
+        ]
         return min(limits, default=None)
 
     @property
@@ -174,21 +185,21 @@ class Mixture:
         return WindowShape(**self.home.window) if self.home else self.lm.window(min(1024, self.longest or 1024))
 
     @property
-    def part_names(self) -> list[str]:
+    def component_names(self) -> list[str]:
         """Name everything that is mixed, the language model first."""
         names = ["model"]
         for label, memory in zip(self.labels, self.memories, strict=True):
-            names += [label + name.removeprefix(memory.name) for name in memory.part_names]
+            names += [label + name.removeprefix(memory.name) for name in memory.component_names]
         return names
 
     @property
-    def spans(self) -> list[slice]:
+    def component_slices(self) -> list[slice]:
         """The parts of each memory, among all that is mixed."""
-        return spans_of(len(memory.part_names) for memory in self.memories)
+        return component_slices_of(len(memory.component_names) for memory in self.memories)
 
     def read(self, documents: Sequence[Sequence[int]], *, batch_tokens: int = 1024) -> Iterator[ReadBatch]:
         """Read documents with all the models that are needed, in the windows that the store was read with."""
-        return self.readers.read(documents, self.window, self.horizons, batch_tokens=batch_tokens)
+        return self.readers.read(documents, self.window, self.history_lengths, batch_tokens=batch_tokens)
 
     def ask(self, logits: Tensor, context: Context) -> tuple[Context, LMOutput, list[MemoryOutput]]:
         """Ask the language model and every memory; searches may be left out where the weights say so."""
@@ -196,8 +207,8 @@ class Mixture:
         answers: list[MemoryOutput | None] = [
             None if isinstance(memory, KnnMemory) else memory.predict(context) for memory in self.memories
         ]
-        asked = self.weights.asked(context, lm, answers)
-        context = replace(context, asked=asked)
+        search_mask = self.weights.search_mask(context, lm, answers)
+        context = replace(context, search_mask=search_mask)
         complete = [
             memory.predict(context) if answer is None else answer
             for memory, answer in zip(self.memories, answers, strict=True)
@@ -206,7 +217,7 @@ class Mixture:
 
     def mix(self, context: Context, lm: LMOutput, answers: Sequence[MemoryOutput]) -> Mixed:
         """Weigh what was answered."""
-        parts = [*lm.parts, *(part for answer in answers for part in answer.parts)]
+        parts = [*lm.components, *(part for answer in answers for part in answer.components)]
         abstains = abstain_mask(parts)  # (N, M)
         return Mixed(parts, self.weights.weigh(context, lm, answers, abstains), abstains)
 
@@ -219,10 +230,10 @@ class Mixture:
         if every or not isinstance(self.weights, FixedWeights) or all(self.weights.values[1:]):
             return self.mix(*self.ask(logits, context))
         values = self.weights.values
-        parts: list[Prediction] = [*LMOutput(logits).parts]
+        parts: list[Prediction] = [*LMOutput(logits).components]
         heard = [values[0]]
-        for memory, span in zip(self.memories, self.spans, strict=True):
+        for memory, span in zip(self.memories, self.component_slices, strict=True):
             if any(values[span]):
-                parts += memory.predict(context).parts
+                parts += memory.predict(context).components
                 heard += values[span]
         return mix(parts, heard)

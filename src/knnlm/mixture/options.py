@@ -17,7 +17,7 @@ from knnlm.mixture.spec import MemorySpec
 from knnlm.mixture.weights import Weights, check_lambda
 
 # What a memory is used with until it is tuned.
-DEFAULTS: dict[str, Any] = {"k": 1024, "temperature": 2.0, "lambda": 0.25}
+DEFAULTS: dict[str, Any] = {"k": 1024, "knn_temperature": 2.0, "lambda": 0.25}
 
 
 @dataclass(frozen=True)
@@ -35,8 +35,8 @@ class MixtureOptions:
 
     memories: str | None = None
     k: int | None = None
-    temperature: float | None = None
-    weight: float | None = None
+    knn_temperature: float | None = None
+    lmbda: float | None = None
     metric: str | None = None
     skip: float | None = None
     rerank: bool = True
@@ -48,9 +48,9 @@ class MixtureOptions:
         """Refuse wrong settings before anything large is opened."""
         check_vote(
             DEFAULTS["k"] if self.k is None else self.k,
-            DEFAULTS["temperature"] if self.temperature is None else self.temperature,
+            DEFAULTS["knn_temperature"] if self.knn_temperature is None else self.knn_temperature,
         )
-        check_lambda(DEFAULTS["lambda"] if self.weight is None else self.weight)
+        check_lambda(DEFAULTS["lambda"] if self.lmbda is None else self.lmbda)
         check_metric(self.metric or "l2")
         check_keys(self.device_keys)
         if self.skip is not None and not 0 <= self.skip <= 1:

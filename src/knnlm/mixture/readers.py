@@ -81,12 +81,12 @@ class Readers:
         self,
         documents: Sequence[Sequence[int]],
         shape: WindowShape,
-        horizons: Mapping[Source, int],
+        history_lengths: Mapping[Source, int],
         *,
         batch_tokens: int,
     ) -> Iterator[ReadBatch]:
-        """Read documents in windows; `horizons` says how many earlier keys of each source are remembered."""
-        wanted = self.wanted(horizons)
+        """Read documents in windows; `history_lengths` says how many earlier keys of each source are remembered."""
+        wanted = self.wanted(history_lengths)
         for model, _, _ in wanted:
             if model.longest is not None and shape.context > model.longest:
                 raise ParameterError(
@@ -95,7 +95,7 @@ class Readers:
                 )
         start_token = self.models[0].start_token
         ready: list[Window] = []
-        past = _Past(horizons, start_token, self.models[0].device)
+        past = _Past(history_lengths, start_token, self.models[0].device)
         for document in documents:
             ready.extend(windows(document, shape, start_token=start_token, row=past.begin(document)))
         for batch in batches(ready, batch_tokens):
@@ -118,8 +118,10 @@ class Readers:
 class _Past:
     """The keys of earlier windows, document by document."""
 
-    def __init__(self, horizons: Mapping[Source, int], start_token: int, device: torch.device) -> None:
-        self.horizons = {source: horizon for source, horizon in horizons.items() if horizon}
+    def __init__(self, history_lengths: Mapping[Source, int], start_token: int, device: torch.device) -> None:
+        self.history_lengths = {
+            source: history_length for source, history_length in history_lengths.items() if history_length
+        }
         self.start_token = start_token
         self.device = device
         self.texts: dict[int, Tensor] = {}  # by the row of a document's first target
@@ -146,9 +148,11 @@ class _Past:
             past = self.keys[document]
             runs.append(Span(self.texts[document][: window.end], window.scored, dict(past)))
             last = first + window.end - window.scored
-            for source, horizon in self.horizons.items():
+            for source, history_length in self.history_lengths.items():
                 new = seen[source][first:last]
-                past[source] = torch.cat([past[source], new])[-horizon:] if source in past else new[-horizon:]
+                past[source] = (
+                    torch.cat([past[source], new])[-history_length:] if source in past else new[-history_length:]
+                )
             self.scored[document], first = window.end, last
         return runs
 

@@ -141,7 +141,7 @@ def load_weights(
     facts: dict[str, Any], path: Path, memories: Sequence[Memory], *, vocab_size: int, skip: float | None = None
 ) -> Weights:
     """Make weights again from what was written down, and trust none of it."""
-    parts = 1 + sum(len(memory.part_names) for memory in memories)
+    parts = 1 + sum(len(memory.component_names) for memory in memories)
     try:
         if facts["kind"] in ("fixed", "fitted"):
             weights: Weights = FixedWeights(tuple(float(value) for value in facts["values"]), facts["kind"])
@@ -153,10 +153,10 @@ def load_weights(
                 raise ValueError(f"memory {weights.memory} has no neighbours to go by")
         else:
             gated = _load_gated(facts, path, skip)
-            weights, found = gated, len(gated.gate.part_names)
+            weights, found = gated, len(gated.gate.component_names)
             names, given = (
                 gated.gate.feature_names,
-                tuple(feature_names((one.name, one.signal_names) for one in memories)),
+                tuple(feature_names((one.name, one.feature_names) for one in memories)),
             )
             if names != given:
                 raise ValueError(f"it looks at {len(names)} signals, and these memories give {len(given)} others")

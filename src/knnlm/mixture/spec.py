@@ -42,7 +42,7 @@ class MemorySpec:
             "kind": self.kind,
             "path": self.path,
             "metric": self.metric,
-            "settings": [[setting.k, setting.temperature] for setting in self.settings],
+            "settings": [[setting.k, setting.knn_temperature] for setting in self.settings],
             "identity": self.identity,
         }
 
@@ -50,7 +50,7 @@ class MemorySpec:
     def from_dict(cls, facts: dict[str, Any], where: str) -> MemorySpec:
         """Read what `as_dict` wrote; it may come from a stranger."""
         try:
-            settings = tuple(VoteParams(int(k), float(temperature)) for k, temperature in facts["settings"])
+            settings = tuple(VoteParams(int(k), float(knn_temperature)) for k, knn_temperature in facts["settings"])
             spec = cls(facts["kind"], facts["path"], None, settings, facts["metric"], facts["identity"])
             if spec.kind not in KINDS or not isinstance(spec.path, str | None):
                 raise ValueError(f"unknown memory {spec.kind}")

@@ -39,34 +39,34 @@ from knnlm.mixture.gate import Gate, SearchSkipper, features, memory_features, p
 class Mixed:
     """A weighted sum of predictions. It is a prediction itself. The first part is the language model's."""
 
-    parts: Sequence[Prediction]
+    components: Sequence[Prediction]
     weights: Tensor  # (N, M), rows sum to 1
     silent: Tensor | None = None  # (N, M) who abstains, where that was asked already
 
     def of(self, targets: Tensor) -> Tensor:
         """Give the (N,) log-probabilities of one token a row, summed in the log domain."""
-        return self.weigh(self.each_of(targets))
+        return self.weigh(self.component_log_probs(targets))
 
-    def each_of(self, targets: Tensor) -> Tensor:
+    def component_log_probs(self, targets: Tensor) -> Tensor:
         """Give the (N, M) log-probabilities of one token a row by each part."""
-        return torch.stack([part.of(targets) for part in self.parts], 1)
+        return torch.stack([part.log_prob(targets) for part in self.components], 1)
 
     def weigh(self, logs: Tensor) -> Tensor:
-        """Mix what `each_of` gave, for those who want both and would not ask every part twice."""
+        """Mix what `component_log_probs` gave, for those who want both and would not ask every part twice."""
         return (logs + self.weights.log()).logsumexp(1)
 
-    def log_dense(self) -> Tensor:
+    def log_probs(self) -> Tensor:
         """Give the (N, V) log-probabilities, summed in the log domain, where nothing underflows."""
         logs = self.weights.log()
-        total = self.parts[0].log_dense()
+        total = self.components[0].log_probs()
         # In place where nobody wants gradients: a vocabulary is large, and one copy of it is enough.
         total = total + logs[:, :1] if total.requires_grad else total.add_(logs[:, :1])
         polled = []
-        for number, part in enumerate(self.parts[1:], 1):
+        for number, part in enumerate(self.components[1:], 1):
             if isinstance(part, Votes):
                 polled.append((part, self.weights[:, number].to(total)))
             else:
-                total = torch.logaddexp(total, part.log_dense() + logs[:, number : number + 1])
+                total = torch.logaddexp(total, part.log_probs() + logs[:, number : number + 1])
         if not polled:
             return total
         few = total.device.type == "cpu" and not total.requires_grad  # elsewhere, steps count more than copies
@@ -74,11 +74,11 @@ class Mixed:
 
     def abstains(self) -> Tensor:
         """Mark the (N,) rows where no part has an opinion."""
-        return self.each_abstains().all(1)
+        return self.component_abstains().all(1)
 
-    def each_abstains(self) -> Tensor:
+    def component_abstains(self) -> Tensor:
         """Mark the (N, M) parts that have no opinion."""
-        return abstain_mask(self.parts) if self.silent is None else self.silent
+        return abstain_mask(self.components) if self.silent is None else self.silent
 
 
 def abstain_mask(parts: Sequence[Prediction]) -> Tensor:
@@ -109,10 +109,10 @@ def _add_few(total: Tensor, polled: Sequence[tuple[Votes, Tensor]]) -> Tensor:
     return total.scatter_(1, tokens, torch.logaddexp(total.gather(1, tokens), sums.log_()))
 
 
-def check_lambda(weight: float) -> None:
+def check_lambda(lmbda: float) -> None:
     """Refuse a λ that is not a probability."""
-    if not (math.isfinite(weight) and 0 <= weight <= 1):
-        raise ParameterError(f"lambda must be from 0 to 1, not {weight}.")
+    if not (math.isfinite(lmbda) and 0 <= lmbda <= 1):
+        raise ParameterError(f"lambda must be from 0 to 1, not {lmbda}.")
 
 
 def mix(parts: Sequence[Prediction], weights: Sequence[float]) -> Mixed:
@@ -221,7 +221,7 @@ class Weights(Protocol):
     def weigh(self, context: Context, lm: LMOutput, answers: Sequence[MemoryOutput], abstains: Tensor) -> Tensor:
         """Give (N, M) weights, rows sum to 1 and are 0 where a part abstains."""
 
-    def asked(self, context: Context, lm: LMOutput, answers: Sequence[MemoryOutput | None]) -> Tensor | None:
+    def search_mask(self, context: Context, lm: LMOutput, answers: Sequence[MemoryOutput | None]) -> Tensor | None:
         """Mark the (N,) positions where memories that are not there yet are worth asking; None: all."""
 
 
@@ -240,7 +240,7 @@ class FixedWeights:
         """Give the same weights to every row."""
         return renormalise(on_device(self.values, abstains.device), abstains)
 
-    def asked(self, context: Context, lm: LMOutput, answers: Sequence[MemoryOutput | None]) -> Tensor | None:  # noqa: ARG002
+    def search_mask(self, context: Context, lm: LMOutput, answers: Sequence[MemoryOutput | None]) -> Tensor | None:  # noqa: ARG002
         """Ask everywhere."""
         return None
 
@@ -259,7 +259,7 @@ class BucketWeights:
         assert isinstance(answer, VoteOutput)
         return self.buckets.weights(nearest(answer.found.distances), abstains)
 
-    def asked(self, context: Context, lm: LMOutput, answers: Sequence[MemoryOutput | None]) -> Tensor | None:  # noqa: ARG002
+    def search_mask(self, context: Context, lm: LMOutput, answers: Sequence[MemoryOutput | None]) -> Tensor | None:  # noqa: ARG002
         """Ask everywhere: the distance is known only then."""
         return None
 
@@ -278,39 +278,39 @@ class GatedWeights:
     def weigh(self, context: Context, lm: LMOutput, answers: Sequence[MemoryOutput], abstains: Tensor) -> Tensor:
         """Let the network weigh."""
         found = [memory_features(answer, lm) for answer in answers]
-        seen = features(place(context), self.frequencies, (lm.signals(), lm.top()), found)
+        seen = features(place(context), self.frequencies, (lm.features(), lm.top()), found)
         weights = self.gate.weights(seen, abstains)
-        if context.asked is None or self.cheap is None:
+        if context.search_mask is None or self.cheap is None:
             return weights
-        return torch.where(context.asked[:, None], weights, self.cheap.weights(seen, abstains))
+        return torch.where(context.search_mask[:, None], weights, self.cheap.weights(seen, abstains))
 
-    def asked(self, context: Context, lm: LMOutput, answers: Sequence[MemoryOutput | None]) -> Tensor | None:
+    def search_mask(self, context: Context, lm: LMOutput, answers: Sequence[MemoryOutput | None]) -> Tensor | None:
         """Say where a search is worth its time, by what is known before it."""
         if self.skip is None or self.fraction <= 0:
             return None
         found = [memory_features(answer, lm) for answer in answers if answer is not None]
-        seen = features(place(context), self.frequencies, (lm.signals(), lm.top()), found)
-        return self.skip.asked(seen, self.fraction)
+        seen = features(place(context), self.frequencies, (lm.features(), lm.top()), found)
+        return self.skip.search_mask(seen, self.fraction)
 
 
-def spans_of(counts: Iterable[int]) -> list[slice]:
+def component_slices_of(counts: Iterable[int]) -> list[slice]:
     """Say which parts of a mixture are each memory's, by how many it has; part 0 is the language model."""
     ends = list(accumulate(counts, initial=1))
     return [slice(begin, end) for begin, end in pairwise(ends)]
 
 
-def first_parts(memories: Sequence[Memory], model: float, weights: Sequence[float]) -> FixedWeights:
+def first_components(memories: Sequence[Memory], model: float, weights: Sequence[float]) -> FixedWeights:
     """Give the language model its weight, and the first part of each memory all of its memory's."""
     values = [model]
     for memory, weight in zip(memories, weights, strict=True):
-        values += [weight, *(0.0 for _ in memory.part_names[1:])]
+        values += [weight, *(0.0 for _ in memory.component_names[1:])]
     return FixedWeights(tuple(values))
 
 
-def equal_weights(memories: Sequence[Memory], weight: float) -> FixedWeights:
+def equal_weights(memories: Sequence[Memory], lmbda: float) -> FixedWeights:
     """Share λ equally among memories."""
-    check_lambda(weight)
-    return first_parts(memories, 1.0 - weight, [weight / len(memories)] * len(memories))
+    check_lambda(lmbda)
+    return first_components(memories, 1.0 - lmbda, [lmbda / len(memories)] * len(memories))
 
 
 def nearest(distances: Tensor) -> Tensor:

@@ -30,7 +30,7 @@ from knnlm.corpus import Document
 from knnlm.datastore.segments import ArrayWriter
 from knnlm.datastore.store import Datastore
 from knnlm.errors import ParameterError
-from knnlm.evaluation.fit import Fitted, TraceTable, choose_settings, evaluate_seen, fit_weights, sweep_all, tabulate
+from knnlm.evaluation.fit import Fitted, TraceTable, choose_settings, evaluate_table, fit_weights, sweep_all, tabulate
 from knnlm.evaluation.sweep import Sweep
 from knnlm.evaluation.trace import Trace, record
 from knnlm.evaluation.tune import token_frequencies
@@ -99,7 +99,7 @@ class _Keeping(Mixture):
         for batch in super().read(documents, batch_tokens=batch_tokens):
             if self.writer is not None:
                 rows = (batch.rows + self.first).numpy()
-                self.writer.put(rows, batch.context.seen[knn.source].float().cpu().numpy())
+                self.writer.put(rows, batch.context.states[knn.source].float().cpu().numpy())
             yield batch
         self.first += sum(map(len, documents))
 
@@ -220,8 +220,8 @@ class ReportContext:
     @property
     def chosen(self) -> tuple[VoteParams, float]:
         """How the store votes, and its λ, by the first text."""
-        k, temperature, weight, _ = self.sweep.best
-        return VoteParams(k, temperature), weight
+        k, knn_temperature, lmbda, _ = self.sweep.best
+        return VoteParams(k, knn_temperature), lmbda
 
     @cached_property
     def frequencies(self) -> Tensor:
@@ -236,7 +236,7 @@ class ReportContext:
     def searcher(self, index: Any) -> KnnMemory:
         """Give the store behind another index."""
         setting, _ = self.chosen
-        return KnnMemory(self.store, index, k=setting.k, temperature=setting.temperature)
+        return KnnMemory(self.store, index, k=setting.k, knn_temperature=setting.knn_temperature)
 
     def store_logs(self, read: Read) -> tuple[Tensor, Tensor]:
         """Give the (N,) log-probabilities of a text by the model and by the store's vote; NaN where it abstains."""
@@ -263,8 +263,8 @@ class ReportContext:
         if (memories, kind) not in self._fits:
             first = self.sweeps[memories[0]]
             if kind == "fixed" and first is not None and len(memories) == 1:
-                weight, found = first.best[2:]
-                fitted = Fitted(FixedWeights((1 - weight, weight)), found)
+                lmbda, found = first.best[2:]
+                fitted = Fitted(FixedWeights((1 - lmbda, lmbda)), found)
             else:
                 seen = self.some(self.valid, memories, kind)
                 fitted = fit_weights(
@@ -282,7 +282,7 @@ class ReportContext:
     def measure(self, memories: tuple[int, ...], kind: str) -> tuple[float, float, float]:
         """Give the perplexities on both texts, and what all memories weighed on the second."""
         fitted = self.fit(memories, kind)
-        found = evaluate_seen(self.some(self.test, memories, kind), fitted.weights)
+        found = evaluate_table(self.some(self.test, memories, kind), fitted.weights)
         return fitted.perplexity, found.perplexity, found.lambda_
 
     def command(self, *words: object) -> str:

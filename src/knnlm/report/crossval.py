@@ -41,7 +41,7 @@ def out_of_fold(seen: TraceTable, kind: str) -> float:
 def _by_fit(seen: TraceTable, kind: str) -> Tensor:
     """Give the (N,) log-probabilities by weights that are the same everywhere."""
     # As in fitting: weights that are fixed weigh the first part of each memory only.
-    used = [0, *(span.start for span in seen.spans)] if kind == "fixed" else list(range(len(seen.names)))
+    used = [0, *(span.start for span in seen.component_slices)] if kind == "fixed" else list(range(len(seen.names)))
     logs = seen.logs[:, used]
     recipe = fewer_folds(DEFAULT_CONFIG, seen.groups)
     fold, _, weights = fit_folds(logs, seen.groups, folds=recipe.folds, seed=recipe.seed, fewest=FEWEST)

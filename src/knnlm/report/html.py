@@ -81,7 +81,7 @@ def _header(facts: dict[str, Any], studies: Sequence[Study]) -> Iterator[str]:
         ),
         (
             "chosen",
-            f"k = {facts['k']:,}, τ = {facts['temperature']:.3g}, λ = {facts['lambda']:.2f} for the store alone",
+            f"k = {facts['k']:,}, τ = {facts['knn_temperature']:.3g}, λ = {facts['lambda']:.2f} for the store alone",
         ),
     ]
     yield '<dl class="facts">'

@@ -179,7 +179,7 @@ def _kept(file: Path, key: str) -> Study | None:
 def _facts(desk: ReportContext) -> dict[str, Any]:
     """Say what was studied."""
     store, valid, test = desk.store, desk.valid.trace, desk.test.trace
-    setting, weight = desk.chosen
+    setting, lmbda = desk.chosen
     remembered, shared = _remembered(desk), count_shared(desk.valid.documents, desk.test.documents)
     return {
         "memory": str(desk.order.memory),
@@ -199,8 +199,8 @@ def _facts(desk: ReportContext) -> dict[str, Any]:
         "base_perplexity": desk.base,
         "valid_base_perplexity": perplexity(valid.log_p),
         "k": setting.k,
-        "temperature": setting.temperature,
-        "lambda": weight,
+        "knn_temperature": setting.knn_temperature,
+        "lambda": lmbda,
         "at_edge": desk.sweep.at_edge(),
         "quick": desk.quick,
     }

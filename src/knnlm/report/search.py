@@ -177,18 +177,18 @@ class Outcome:
     """Settings that were chosen on one text, and what they give there and on the other."""
 
     k: int
-    temperature: float
-    weight: float
+    knn_temperature: float
+    lmbda: float
     valid: float  # perplexity
     test: float
 
     def figures(self) -> tuple[float, float, float, float]:
         """Give τ, λ and both perplexities, for a table."""
-        return self.temperature, self.weight, self.valid, self.test
+        return self.knn_temperature, self.lmbda, self.valid, self.test
 
     def options(self) -> tuple[object, ...]:
         """Give the options of `knnlm eval` that ask for these settings."""
-        return ("--k", self.k, "--temperature", self.temperature, "--lambda", self.weight)
+        return ("--k", self.k, "--knn-temperature", self.knn_temperature, "--lambda", self.lmbda)
 
 
 def choose(
@@ -196,11 +196,11 @@ def choose(
     test: Trace,
     *,
     k: int | None = None,
-    temperatures: tuple[float, ...] | None = None,
+    knn_temperatures: tuple[float, ...] | None = None,
     memory: int = 0,
 ) -> Outcome:
     """Choose k (where it is not given), τ and λ of a memory on one text, and measure them on the other."""
-    found = sweep(valid, memory=memory, ks=None if k is None else [k], temperatures=temperatures)
-    best_k, temperature, weight, perplexity = found.best
-    measured = replay(test, k=best_k, temperature=temperature, weight=weight, memory=memory)
-    return Outcome(best_k, temperature, weight, perplexity, measured.perplexity)
+    found = sweep(valid, memory=memory, ks=None if k is None else [k], knn_temperatures=knn_temperatures)
+    best_k, knn_temperature, lmbda, perplexity = found.best
+    measured = replay(test, k=best_k, knn_temperature=knn_temperature, lmbda=lmbda, memory=memory)
+    return Outcome(best_k, knn_temperature, lmbda, perplexity, measured.perplexity)

@@ -210,10 +210,10 @@ def _model_facts(service: Service) -> dict[str, Any]:
         "knnlm": {
             "language_model": mixture.lm.name,
             "memories": mixture.labels,
-            "lambda": mixture.weight,
+            "lambda": mixture.lmbda,
             "weights": mixture.weights.kind,
             "k": None if knn is None else knn.k,
-            "temperature": None if knn is None else knn.temperature,
+            "knn_temperature": None if knn is None else knn.knn_temperature,
             "keys": None if knn is None else knn.store.key_count,
             "longest": mixture.longest,
             "batched": service.engine.together,
@@ -357,7 +357,7 @@ def _add_scoring(app: FastAPI, service: Service) -> None:
         most = service.neighbours_kept(wish)
         if body.k is not None and body.k > most:
             raise ParameterError(f"k can be {most:,} at most: no more neighbours were looked for.")
-        changes = MemoryOverrides(weight=body.weight, k=body.k, temperature=body.temperature)
+        changes = MemoryOverrides(lmbda=body.lmbda, k=body.k, knn_temperature=body.knn_temperature)
         said = await _aside(service, rescore, service.engine.wishes, wish, tokens, changes)
         return Json({**totals(said), "knnlm": provenance(body.id, most, said)})
 

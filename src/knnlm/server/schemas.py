@@ -69,9 +69,9 @@ class MemorySettings(Body):
     """How the memory takes part; what is left out is as the server was started."""
 
     off: bool = Field(False, description="The model alone.")
-    weight: float | None = Field(None, ge=0, le=1, alias="lambda", description="λ, the weight of all memories.")
+    lmbda: float | None = Field(None, ge=0, le=1, alias="lambda", description="λ, the weight of all memories.")
     k: int | None = Field(None, ge=1, le=MOST_K, description="How many neighbours vote.")
-    temperature: float | None = Field(None, ge=1e-9, le=1e9, description="τ of the vote.")
+    knn_temperature: float | None = Field(None, ge=1e-9, le=1e9, description="τ of the vote.")
     memories: list[Name] | None = Field(None, min_length=1, max_length=16, description="Which of the memories.")
 
 
@@ -186,9 +186,9 @@ class RescoreRequest(Body):
     """Weigh a text anew that was scored or written a while ago."""
 
     id: Name
-    weight: float | None = Field(None, ge=0, le=1, alias="lambda")
+    lmbda: float | None = Field(None, ge=0, le=1, alias="lambda")
     k: int | None = Field(None, ge=1, le=MOST_K)
-    temperature: float | None = Field(None, ge=1e-9, le=1e9)
+    knn_temperature: float | None = Field(None, ge=1e-9, le=1e9)
 
 
 class NeighboursRequest(Body):

@@ -299,7 +299,7 @@ class Service:
             return 0
         here: Any = mixture.memories[mixture.labels.index(label)]
         base: Any = self.mixture.memories[own]
-        return max(int(here.widest), int(base.widest))
+        return max(int(here.max_k), int(base.max_k))
 
     def retry_after(self) -> int:
         """Guess in how many seconds there is room again."""
@@ -358,7 +358,7 @@ def read_wish(given: MemorySettings | None) -> MemoryOverrides:
     if given is None:
         return MemoryOverrides()
     memories = None if given.memories is None else tuple(sorted(set(given.memories)))
-    return MemoryOverrides(given.off, given.weight, given.k, given.temperature, memories)
+    return MemoryOverrides(given.off, given.lmbda, given.k, given.knn_temperature, memories)
 
 
 def status_of(error: KnnlmError) -> int:

@@ -256,8 +256,8 @@ def _tune(store: Datastore, lm: CausalLM, texts: _Splits, limit: int, progress: 
         seen = _look(trace, tuning, device)
     knn = fit_weights(seen.only("knn"), "fixed", frequencies=token_frequencies(store))
     student = seen.only(f"lm={STUDENT}")
-    weight, facts = fit_decoder(student, lm.name, trace.facts["text"])
-    set_lambda(store.path / STUDENT, weight, facts)
+    lmbda, facts = fit_decoder(student, lm.name, trace.facts["text"])
+    set_lambda(store.path / STUDENT, lmbda, facts)
     alone = student.memories[0].logs[:, 0].to(torch.float64)
     return Adaptation(
         model=lm.name,
@@ -270,7 +270,7 @@ def _tune(store: Datastore, lm: CausalLM, texts: _Splits, limit: int, progress: 
         knn=knn.perplexity,
         decoder=facts["perplexity"],
         everything=tuning.perplexity,
-        decoder_lambda=weight,
+        decoder_lambda=lmbda,
         seconds=0.0,
     )
 

@@ -116,7 +116,14 @@ def _batch_tokens(text: TokenStream, epochs: int) -> int:
 
 def _facts(text: TokenStream, student: Student, teacher: Teacher | None, settings: TrainerConfig) -> dict[str, Any]:
     """All that the result depends on."""
-    names = ("teacher", "k", "temperature", "exclude", "top", "mass")  # which are the same whenever targets are made
+    names = (
+        "teacher",
+        "k",
+        "knn_temperature",
+        "exclude",
+        "top",
+        "mass",
+    )  # which are the same whenever targets are made
     told = {} if teacher is None else teacher.facts
     return {
         "text": text.fingerprint,

@@ -90,7 +90,7 @@ def train_key_map(
     rounds: int = 1,
     epochs: int = 3,
     learning_rate: float = 5e-4,
-    temperature: float | None = None,
+    knn_temperature: float | None = None,
     seed: int = 0,
     device: str = "cpu",
     progress: Progress = silent,
@@ -100,7 +100,7 @@ def train_key_map(
     Each round after the first finds the neighbours anew with the map that there is.
     """
     width = width if width is not None else store.width
-    _check(store, width, anchors, neighbours, rounds, epochs, learning_rate, temperature)
+    _check(store, width, anchors, neighbours, rounds, epochs, learning_rate, knn_temperature)
     groups = key_groups(store)
     chosen = sample_keys(store, anchors, seed=seed)
     held_out = _held_out(groups, chosen, seed)
@@ -113,13 +113,15 @@ def train_key_map(
             store, chosen, groups, count=neighbours, key_map=found, seed=seed, device=device, progress=progress
         )
         fit = _Fit(store, *_split(mined, held_out), device=torch.device(device), seed=seed + number)
-        if temperature is None:
-            temperature = fit.best_temperature()
-        matrix, figures = fit.run(matrix, temperature, epochs=epochs, learning_rate=learning_rate, progress=progress)
+        if knn_temperature is None:
+            knn_temperature = fit.best_temperature()
+        matrix, figures = fit.run(
+            matrix, knn_temperature, epochs=epochs, learning_rate=learning_rate, progress=progress
+        )
         history.append(figures)
     facts: dict[str, Any] = {
         "kind": "trained similarity",
-        "temperature": temperature,
+        "knn_temperature": knn_temperature,
         "anchors": len(chosen),
         "neighbours": neighbours,
     }
@@ -147,7 +149,7 @@ def _check(
     rounds: int,
     epochs: int,
     learning_rate: float,
-    temperature: float | None,
+    knn_temperature: float | None,
 ) -> None:
     """Refuse what cannot be done."""
     if not 1 <= width <= store.width:
@@ -158,7 +160,10 @@ def _check(
     for name, number in numbers.items():
         if number < 1:
             raise ParameterError(f"{name} must be at least 1, not {number}.")
-    for name, value in (("learning rate", learning_rate), ("temperature", 1.0 if temperature is None else temperature)):
+    for name, value in (
+        ("learning rate", learning_rate),
+        ("knn_temperature", 1.0 if knn_temperature is None else knn_temperature),
+    ):
         if not (value > 0 and math.isfinite(value)):
             raise ParameterError(f"{name} must be above 0, not {value}.")
 
@@ -271,10 +276,10 @@ def _others(ids: Tensor, found: Tensor, groups: NDArray[np.int64], own: NDArray[
     return torch.nn.functional.pad(kept, (0, count - kept.shape[1]), value=-1)
 
 
-def vote_log_p(mined: Mined, distances: Tensor, temperature: float) -> Tensor:
+def vote_log_p(mined: Mined, distances: Tensor, knn_temperature: float) -> Tensor:
     """Give the (n,) log-likelihoods of the anchors' tokens by the vote of neighbours at these (n, K) distances."""
     near, same, log_counts = (part.to(distances.device) for part in (mined.near, mined.same, mined.log_counts))
-    scores = (-distances / temperature + log_counts.to(distances)).masked_fill(near < 0, -torch.inf)  # (n, K)
+    scores = (-distances / knn_temperature + log_counts.to(distances)).masked_fill(near < 0, -torch.inf)  # (n, K)
     return scores.masked_fill(~same, -torch.inf).logsumexp(1) - scores.logsumexp(1)
 
 
@@ -330,7 +335,7 @@ class _Fit:
         return usual * math.pow(2.0, best / 2)
 
     def run(
-        self, matrix: Tensor, temperature: float, *, epochs: int, learning_rate: float, progress: Progress
+        self, matrix: Tensor, knn_temperature: float, *, epochs: int, learning_rate: float, progress: Progress
     ) -> tuple[Tensor, dict[str, Any]]:
         """Train, and give the matrix that was best on the held-out anchors, and how good."""
         current = matrix.to(self._device, torch.float32).clone().requires_grad_()
@@ -338,28 +343,28 @@ class _Fit:
         steps = epochs * math.ceil(len(self._training) / _BATCH)
         schedule = torch.optim.lr_scheduler.OneCycleLR(optimiser, learning_rate, total_steps=steps, pct_start=0.1)
         generator = torch.Generator().manual_seed(self._seed)
-        best, scores = matrix, [self._score(current, temperature)]
+        best, scores = matrix, [self._score(current, knn_temperature)]
         with progress("training the similarity", total=epochs * len(self._training), unit="anchors") as advance:
             for _ in range(epochs):
                 shuffled = self._training.select(torch.randperm(len(self._training), generator=generator))
                 for batch, differences in self._batches(shuffled):
-                    loss = -batch.mean(vote_log_p(batch, (differences @ current).square().sum(2), temperature))
+                    loss = -batch.mean(vote_log_p(batch, (differences @ current).square().sum(2), knn_temperature))
                     optimiser.zero_grad()
                     loss.backward()
                     optimiser.step()
                     schedule.step()
                     advance(len(batch))
-                scores.append(self._score(current, temperature))
+                scores.append(self._score(current, knn_temperature))
                 if scores[-1] > max(scores[:-1]):
                     best = current.detach().cpu().clone()
         figures = {"before": scores[0], "after": max(scores), "each": scores, "trained_on": len(self._training)}
         return best, figures
 
     @torch.no_grad()
-    def _score(self, matrix: Tensor, temperature: float) -> float:
+    def _score(self, matrix: Tensor, knn_temperature: float) -> float:
         """Give the mean log-likelihood of the held-out anchors."""
         parts = [
-            vote_log_p(batch, (part @ matrix).square().sum(2), temperature)
+            vote_log_p(batch, (part @ matrix).square().sum(2), knn_temperature)
             for batch, part in self._batches(self._testing)
         ]
         return float(self._testing.mean(torch.cat(parts).double()))
@@ -381,7 +386,7 @@ def train_key_metric(
     rounds: int = 1,
     epochs: int = 3,
     learning_rate: float = 5e-4,
-    temperature: float | None = None,
+    knn_temperature: float | None = None,
     seed: int = 0,
     device: str = "cpu",
     progress: Progress = silent,
@@ -398,7 +403,7 @@ def train_key_metric(
         "rounds": rounds,
         "epochs": epochs,
         "learning_rate": learning_rate,
-        "temperature": temperature,
+        "knn_temperature": knn_temperature,
         "seed": seed,
     }
     learnt = learnt_file(out)

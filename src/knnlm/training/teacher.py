@@ -62,13 +62,13 @@ class TeacherConfig:
     """How neighbours vote, which of them may not, and how much of the vote is kept."""
 
     k: int = 1024
-    temperature: float = 2.0
+    knn_temperature: float = 2.0
     exclude: str = "self"
     top: int = 64
     mass: float = 0.99
 
     def __post_init__(self) -> None:
-        check_vote(self.k, self.temperature)
+        check_vote(self.k, self.knn_temperature)
         if self.exclude not in EXCLUDED:
             raise ParameterError(f"Unknown exclude {self.exclude!r}: use {' or '.join(EXCLUDED)}.")
         if self.top < 1:
@@ -131,7 +131,7 @@ class Retrieval(PlannedTeacher):
         # One too many were asked for: where the row itself did not come back, as ties may have it, drop the last.
         other &= other.cumsum(1) <= self.ballot.k
         values = self.teacher.values(torch.where(other, found.ids, -1))
-        tokens, shares = add_up(values, found.distances, self.ballot.temperature)
+        tokens, shares = add_up(values, found.distances, self.ballot.knn_temperature)
         return sparsify(tokens, shares, top=self.ballot.top, mass=self.ballot.mass)
 
 
@@ -144,9 +144,9 @@ def check_whole(teacher: Datastore) -> None:
         )
 
 
-def add_up(values: Tensor, distances: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+def add_up(values: Tensor, distances: Tensor, knn_temperature: float) -> tuple[Tensor, Tensor]:
     """Let (n, k) neighbours vote: tokens (n, k), ascending, -1 behind the last, and their float64 shares."""
-    scores = (-distances.double() / temperature).masked_fill(values < 0, -torch.inf)
+    scores = (-distances.double() / knn_temperature).masked_fill(values < 0, -torch.inf)
     weights = scores.softmax(1).nan_to_num(nan=0.0)  # nobody there: no weights
     ordered, order, group = by_token(values)
     shares = torch.zeros_like(weights).scatter_add_(1, group, weights.gather(1, order))
@@ -268,7 +268,7 @@ def make_targets(
     out: str | Path,
     *,
     k: int = 1024,
-    temperature: float = 2.0,
+    knn_temperature: float = 2.0,
     exclude: str = "self",
     top: int = 64,
     mass: float = 0.99,
@@ -287,7 +287,7 @@ def make_targets(
     batch = batch if batch is not None else (4096 if where.type == "cuda" else 512)
     if batch < 1:
         raise ParameterError(f"batch must be at least 1, not {batch}.")
-    ballot = TeacherConfig(k, temperature, exclude, top, mass)
+    ballot = TeacherConfig(k, knn_temperature, exclude, top, mass)
     check_whole(teacher)
     folder = Path(out)
     if folder.exists() and not folder.is_dir():

@@ -27,10 +27,10 @@ _EXAMPLES = {True: 4, False: 8}  # of each kind, by whether it is to be quick
 
 def gains(desk: ReportContext) -> tuple[Tensor, Tensor, Tensor]:
     """Give the (N,) log-probabilities of the held-out text by the model, by the store, and by both with one λ."""
-    _, weight = desk.chosen
+    _, lmbda = desk.chosen
     model, store = desk.store_logs(desk.test)
     vote = torch.where(store.isnan(), model, store)
-    mixed = torch.logaddexp(model + np.log1p(-weight), vote + np.log(weight)) if weight > 0 else model
+    mixed = torch.logaddexp(model + np.log1p(-lmbda), vote + np.log(lmbda)) if lmbda > 0 else model
     return model, vote, mixed
 
 
@@ -96,13 +96,13 @@ def _cut(values: NDArray[np.float64], bounds: Sequence[int]) -> tuple[list[str],
 
 def study_examples(desk: ReportContext) -> Study:
     """Show the tokens for which the store gained and lost most, with the neighbours that spoke."""
-    setting, weight = desk.chosen
-    if weight <= 0:
+    setting, lmbda = desk.chosen
+    if lmbda <= 0:
         raise CannotStudy("λ = 0 was chosen: the store is not heard at all")
     model, vote, mixed = gains(desk)
     gain = mixed - model
     index = open_index(desk.store, device=desk.device)
-    memory = KnnMemory(desk.store, index, k=setting.k, temperature=setting.temperature)
+    memory = KnnMemory(desk.store, index, k=setting.k, knn_temperature=setting.knn_temperature)
     count = _EXAMPLES[desk.quick]
     examples = {}
     # Many lose all that one λ lets them lose; those that the model was surest of tell most.
@@ -123,8 +123,8 @@ def study_examples(desk: ReportContext) -> Study:
         paper="kNN-LM, Tables 6 to 9",
         finding=(
             f"The most gained was {most.gain:.1f} nats ({most.p_lm:.2g} → {most.p:.2g}), the most lost "
-            f"{-worst.gain:.2f} ({worst.p_lm:.2g} → {worst.p:.2g}): with λ = {weight:.2f} no token can lose more than "
-            f"{-np.log1p(-weight):.2f}."
+            f"{-worst.gain:.2f} ({worst.p_lm:.2g} → {worst.p:.2g}): with λ = {lmbda:.2f} no token can lose more than "
+            f"{-np.log1p(-lmbda):.2f}."
         ),
         command=desk.again("examples"),
         examples=examples,
@@ -149,7 +149,7 @@ def _example(
     context = trace.targets[max(first, row - _CONTEXT) : row].tolist()
     document = desk.test.documents[sorted(set(trace.documents.tolist())).index(first)]
     p_lm, p_knn, p = (float(np.exp(log_p)) for log_p in logs)
-    votes = memory.poll(found).parts[0].log_weights[number].exp()
+    votes = memory.poll(found).components[0].log_weights[number].exp()
     target = int(trace.targets[row])
     neighbours = []
     for place in range(min(_SHOWN, len(votes))):

@@ -163,7 +163,7 @@ def study_pruning(desk: ReportContext) -> Study:
             made.append((name, options, smaller.key_count, smaller.bytes, _measure(desk, smaller)))
         shutil.rmtree(smaller.path, ignore_errors=True)
     rows: list[list[Cell]] = [
-        [name, keys, size, size / store.bytes, one.temperature, one.weight, one.valid, one.test]
+        [name, keys, size, size / store.bytes, one.knn_temperature, one.lmbda, one.valid, one.test]
         for name, _, keys, size, one in made
     ]
     smallest = min(made, key=lambda one: one[3])
@@ -214,7 +214,7 @@ def _prune(desk: ReportContext, settings: dict[str, Any]) -> Datastore:
 def _measure(desk: ReportContext, smaller: Datastore) -> Outcome:
     setting = desk.chosen[0]
     index = ExactIndex(smaller.keys, device=desk.device)
-    memory = KnnMemory(smaller, index, k=setting.k, temperature=setting.temperature)
+    memory = KnnMemory(smaller, index, k=setting.k, knn_temperature=setting.knn_temperature)
     found = [
         search_trace(memory, read.keys, setting.k, device=desk.device, progress=desk.progress) for read in both(desk)
     ]

@@ -137,7 +137,7 @@ def read_places(
         for batch in readers.read(documents, shape, dict.fromkeys(sources, 0), batch_tokens=1024):
             targets[batch.rows] = batch.targets.cpu()
             for source in sources:
-                seen = batch.context.seen[source].float().cpu()
+                seen = batch.context.states[source].float().cpu()
                 if source not in keys:
                     keys[source] = torch.zeros(total, seen.shape[1])
                 keys[source][batch.rows] = seen

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from knnlm.evaluation.fit import evaluate_seen
+from knnlm.evaluation.fit import evaluate_table
 from knnlm.evaluation.sweep import LAMBDAS
 from knnlm.mixture.weights import GatedWeights
 from knnlm.report.context import Read, ReportContext, perplexity
@@ -128,12 +128,12 @@ def study_baselines(desk: ReportContext) -> Study:
     )
 
 
-def _alone(desk: ReportContext, number: int, weight: float) -> str:
+def _alone(desk: ReportContext, number: int, lmbda: float) -> str:
     """Write the commands that measure one memory alone with the model; k and τ of a cache are only ever tuned."""
     label, found = desk.labels[number], desk.sweeps[number]
     if found is not None:
         return desk.tuning("--memory", label) + "\n" + desk.evaluation("--memory", label)
-    return desk.evaluation("--memory", label, "--lambda", weight)
+    return desk.evaluation("--memory", label, "--lambda", lmbda)
 
 
 def _pair(desk: ReportContext, read: Read, number: int) -> tuple[Tensor, Tensor]:
@@ -152,22 +152,22 @@ def _by_lambda(model: Tensor, memory: Tensor) -> Tensor:
 
 def study_oracle(desk: ReportContext) -> Study:
     """Let somebody who knows the token choose between the parts: what no weights can beat."""
-    setting, weight = desk.chosen
+    setting, lmbda = desk.chosen
     model, store = desk.store_logs(desk.test)
     vote = torch.where(store.isnan(), model, store)
-    mixed = torch.logaddexp(model + np.log1p(-weight), vote + np.log(weight)) if weight > 0 else model
+    mixed = torch.logaddexp(model + np.log1p(-lmbda), vote + np.log(lmbda)) if lmbda > 0 else model
     everything = tuple(range(len(desk.labels)))
     parts = desk.seen(desk.test, "gated").logs.double().nan_to_num(nan=-torch.inf).amax(1)
     rows: list[list[Cell]] = [
         ["the model alone", perplexity(model)],
-        [f"one λ = {weight:.2f} everywhere", perplexity(mixed)],
+        [f"one λ = {lmbda:.2f} everywhere", perplexity(mixed)],
         ["all memories, gated", desk.measure(everything, "gated")[1]],
         ["the better of model and store at each token", perplexity(torch.fmax(model, store))],
         ["the best of all parts at each token", perplexity(parts)],
     ]
     figures = [float(str(row[1])) for row in rows]
     better = float((vote > model).double().mean())
-    options = ("--k", setting.k, "--temperature", setting.temperature, "--lambda", weight)
+    options = ("--k", setting.k, "--knn-temperature", setting.knn_temperature, "--lambda", lmbda)
     return Study(
         name="oracle",
         title="If one knew whom to trust",
@@ -194,8 +194,8 @@ def study_skip(desk: ReportContext) -> Study:
     before = seen.features(weights.frequencies, without=seen.stores, leave_out=True)
     rows: list[list[Cell]] = []
     for fraction in _FRACTIONS:
-        skipped = 1 - float(weights.skip.asked(before, fraction).double().mean())
-        rows.append([fraction, skipped, evaluate_seen(seen, replace(weights, fraction=fraction)).perplexity])
+        skipped = 1 - float(weights.skip.search_mask(before, fraction).double().mean())
+        rows.append([fraction, skipped, evaluate_table(seen, replace(weights, fraction=fraction)).perplexity])
     figures = [float(str(row[2])) for row in rows]
     shares = [float(str(row[1])) for row in rows]
     half = min(range(len(rows)), key=lambda number: abs(shares[number] - 0.5))

@@ -73,7 +73,7 @@ def read_matrix(desk: ReportContext, folder: Path, read: Read) -> Tensor:
         rows = slice(begin, begin + _POSITIONS)
         keys = torch.from_numpy(np.array(read.keys[rows])).to(desk.device)
         targets = torch.from_numpy(np.array(read.trace.targets[rows])).long().to(desk.device)
-        found.append(memory.predict(Context({memory.source: keys})).parts[0].of(targets).cpu())
+        found.append(memory.predict(Context({memory.source: keys})).components[0].log_prob(targets).cpu())
     return torch.cat(found).double()
 
 

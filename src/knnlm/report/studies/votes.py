@@ -40,10 +40,10 @@ def study_temperature(desk: ReportContext) -> Study:
     k = found.ks.index(desk.chosen[0].k)
     tried = [
         _outcome(found, measured, k, number, int(found.perplexity[k, number].argmin()))
-        for number in range(len(found.temperatures))
+        for number in range(len(found.knn_temperatures))
     ]
     best = lowest([one.valid for one in tried])
-    x = [one.temperature for one in tried]
+    x = [one.knn_temperature for one in tried]
     return Study(
         name="temperature",
         title="How much louder near neighbours speak",
@@ -60,11 +60,11 @@ def study_temperature(desk: ReportContext) -> Study:
 
 def study_lambda(desk: ReportContext) -> Study:
     """Measure every λ on both texts, with the chosen k and τ."""
-    setting, weight = desk.chosen
+    setting, lmbda = desk.chosen
     found, measured = desk.sweep, _on_test(desk)
-    at = (found.ks.index(setting.k), found.temperatures.index(setting.temperature))
+    at = (found.ks.index(setting.k), found.knn_temperatures.index(setting.knn_temperature))
     tried = [_outcome(found, measured, *at, number) for number in range(len(found.lambdas))]
-    chosen, own = found.lambdas.index(weight), lowest([one.test for one in tried])
+    chosen, own = found.lambdas.index(lmbda), lowest([one.test for one in tried])
     shown = sorted({*range(0, len(tried), 10), chosen})
     x = list(found.lambdas)
     return Study(
@@ -72,7 +72,7 @@ def study_lambda(desk: ReportContext) -> Study:
         title="How much the vote weighs",
         paper="kNN-LM, Figure 5",
         finding=(
-            f"λ = {weight:.2f} was chosen on the tuning text and gives {tried[chosen].test:.2f}; the best for the "
+            f"λ = {lmbda:.2f} was chosen on the tuning text and gives {tried[chosen].test:.2f}; the best for the "
             f"held-out text itself would be λ = {x[own]:.2f} with {tried[own].test:.2f}."
         ),
         command=_command(desk, tried[chosen]),
@@ -85,13 +85,15 @@ def study_lambda(desk: ReportContext) -> Study:
 def _on_test(desk: ReportContext) -> Sweep:
     """Try the settings of the first text on the second."""
     tried = desk.sweep
-    return sweep(desk.test.trace, memory=desk.knn, ks=tried.ks, temperatures=tried.temperatures, lambdas=tried.lambdas)
+    return sweep(
+        desk.test.trace, memory=desk.knn, ks=tried.ks, knn_temperatures=tried.knn_temperatures, lambdas=tried.lambdas
+    )
 
 
-def _outcome(valid: Sweep, test: Sweep, k: int, temperature: int, weight: int) -> Outcome:
+def _outcome(valid: Sweep, test: Sweep, k: int, knn_temperature: int, lmbda: int) -> Outcome:
     """Give what one setting, by its places in the grid, gave on both texts."""
-    at = (k, temperature, weight)
-    settings = valid.ks[k], valid.temperatures[temperature], valid.lambdas[weight]
+    at = (k, knn_temperature, lmbda)
+    settings = valid.ks[k], valid.knn_temperatures[knn_temperature], valid.lambdas[lmbda]
     return Outcome(*settings, float(valid.perplexity[at]), float(test.perplexity[at]))
 
 
@@ -105,7 +107,7 @@ def _table(tried: Sequence[Outcome], best: int, first: str = "k") -> Table:
     skipped = list(columns).index(first)
     one = tried[0]
     rows: list[list[Cell]] = [[each.k, *each.figures()] for each in tried]
-    same = [f"k = {one.k:,}", f"τ = {one.temperature:.3g}"][:skipped]
+    same = [f"k = {one.k:,}", f"τ = {one.knn_temperature:.3g}"][:skipped]
     return Table(
         list(columns)[skipped:],
         list(columns.values())[skipped:],

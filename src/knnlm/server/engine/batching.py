@@ -55,7 +55,7 @@ class WindowedPrompt(Prompt):
         batch = next(self.batches)
         self.done += len(batch.rows)
         # As contexts of prompts are, so that the two can be joined.
-        return batch.logits, batch.context if mixture.reads_texts else replace(batch.context, runs=())
+        return batch.logits, batch.context if mixture.needs_tokens else replace(batch.context, spans=())
 
 
 class RowCaches(Protocol):
@@ -76,7 +76,7 @@ class RowCaches(Protocol):
 
 def caches(model: KnnForCausalLM) -> bool:
     """Say whether a model can go on from where it stopped."""
-    own = model.mixture.looks_back and getattr(model.base, "_is_stateful", False)
+    own = model.mixture.needs_history and getattr(model.base, "_is_stateful", False)
     return not own and "past_key_values" in model._base_arguments
 
 
@@ -221,8 +221,8 @@ def join_contexts(contexts: Sequence[Context]) -> Context:
     """Put the rows of several contexts one after another."""
     if len(contexts) == 1:
         return contexts[0]
-    seen = {source: torch.cat([context.seen[source] for context in contexts]) for source in contexts[0].seen}
-    return Context(seen, [run for context in contexts for run in context.runs])
+    seen = {source: torch.cat([context.states[source] for context in contexts]) for source in contexts[0].states}
+    return Context(seen, [run for context in contexts for run in context.spans])
 
 
 @torch.inference_mode()

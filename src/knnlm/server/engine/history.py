@@ -107,8 +107,8 @@ def rescore(
 ) -> list[ScoredToken]:
     """Weigh tokens anew, as if the text had been asked for with other settings."""
     kept = [token.opinion.neighbours for token in tokens if token.opinion is not None]
-    widest = max((len(each.distances) for each in kept if each is not None), default=1)
-    size = max(1, _BLOCK // max(1, widest))
+    max_k = max((len(each.distances) for each in kept if each is not None), default=1)
+    size = max(1, _BLOCK // max(1, max_k))
     # A long text with many neighbours would take gigabytes at once.
     blocks = [tokens[first : first + size] for first in range(0, len(tokens), size)] or [tokens]
     return [token for block in blocks for token in _rescore(wishes, wish, block, changes)]
@@ -121,9 +121,9 @@ def _rescore(
         raise ParameterError("This text was made without the memory, so there is nothing to weigh.")
     wanted = replace(
         wish,
-        weight=wish.weight if changes.weight is None else changes.weight,
+        lmbda=wish.lmbda if changes.lmbda is None else changes.lmbda,
         k=wish.k if changes.k is None else changes.k,
-        temperature=wish.temperature if changes.temperature is None else changes.temperature,
+        knn_temperature=wish.knn_temperature if changes.knn_temperature is None else changes.knn_temperature,
     )
     mixture = wishes.grant(wanted)
     assert mixture is not None
@@ -133,12 +133,12 @@ def _rescore(
     opinions = [token.opinion for token in known if token.opinion is not None]
     logs = torch.tensor([opinion.logs for opinion in opinions], dtype=torch.float64)  # (N, M)
     abstains = torch.tensor([opinion.abstains for opinion in opinions])
-    if logs.shape[1] != len(mixture.part_names):
+    if logs.shape[1] != len(mixture.component_names):
         raise ParameterError("The memory has changed since this text was made. Make it again.")
     votes = None
     if (setting := _changed(wishes, mixture, wish, wanted)) is not None:
         votes = _vote_again(opinions, setting[1])
-        logs[:, setting[0]] = votes.of(torch.ones(len(known), dtype=torch.long)).double()
+        logs[:, setting[0]] = votes.log_prob(torch.ones(len(known), dtype=torch.long)).double()
     if isinstance(mixture.weights, FixedWeights):
         weights = renormalise(torch.tensor(mixture.weights.values, dtype=torch.float64), abstains)
     else:  # nothing was changed that such weights depend on
@@ -178,7 +178,7 @@ def _changed(
     wishes: MixtureCache, mixture: Mixture, before: MemoryOverrides, after: MemoryOverrides
 ) -> tuple[int, VoteParams] | None:
     """Say which part is to be counted anew, and how; None where votes stay as they are."""
-    if (before.k, before.temperature) == (after.k, after.temperature) or wishes.own is None:
+    if (before.k, before.knn_temperature) == (after.k, after.knn_temperature) or wishes.own is None:
         return None
     label = wishes.mixture.labels[wishes.own]
     if label not in mixture.labels:
@@ -186,7 +186,7 @@ def _changed(
     number = mixture.labels.index(label)
     memory = mixture.memories[number]
     assert isinstance(memory, NeighbourMemory)
-    return mixture.spans[number].start, memory.settings[0]
+    return mixture.component_slices[number].start, memory.settings[0]
 
 
 def _vote_again(opinions: Sequence[ComponentLogProbs], setting: VoteParams) -> Votes:
@@ -195,14 +195,14 @@ def _vote_again(opinions: Sequence[ComponentLogProbs], setting: VoteParams) -> V
     there = [each for each in found if each is not None]
     if len(there) < len(found):
         raise ParameterError("The neighbours of this text were not kept. Make it again.")
-    widest = max((len(each.distances) for each in there), default=0)
-    distances = torch.from_numpy(np.stack([_wide(each.distances, widest, math.inf) for each in there]))
-    hits = torch.from_numpy(np.stack([_wide(each.hits, widest, -1) for each in there])).long()
+    max_k = max((len(each.distances) for each in there), default=0)
+    distances = torch.from_numpy(np.stack([_wide(each.distances, max_k, math.inf) for each in there]))
+    hits = torch.from_numpy(np.stack([_wide(each.hits, max_k, -1) for each in there])).long()
     counts = None
     if any(each.counts is not None for each in there):
-        counts = torch.from_numpy(np.stack([_wide(_counts(each), widest, 1) for each in there]))
+        counts = torch.from_numpy(np.stack([_wide(_counts(each), max_k, 1) for each in there]))
     nearest = Retrieved(hits, distances, hits, counts).nearest(setting.k)
-    return vote(nearest, temperature=setting.temperature, vocab_size=2)
+    return vote(nearest, knn_temperature=setting.knn_temperature, vocab_size=2)
 
 
 def _counts(each: KeptNeighbours) -> np.ndarray[tuple[int], np.dtype[np.float32]]:

@@ -21,7 +21,7 @@ from knnlm.memories.knn import KnnMemory
 from knnlm.memories.voting import NeighbourMemory, Retrieved, VoteParams
 from knnlm.mixture.mixture import Mixture
 from knnlm.mixture.options import DEFAULTS
-from knnlm.mixture.weights import FixedWeights, Weights, equal_weights, first_parts
+from knnlm.mixture.weights import FixedWeights, Weights, equal_weights, first_components
 from knnlm.server.engine.requests import MemoryOverrides
 
 _KEPT = 256  # mixtures; each is a few small objects
@@ -47,7 +47,7 @@ class PrefetchedKnn(KnnMemory):
             memory.store,
             memory.index,
             k=main.k,
-            temperature=main.temperature,
+            knn_temperature=main.knn_temperature,
             others=others,
             source=memory.source,
         )
@@ -58,8 +58,8 @@ class PrefetchedKnn(KnnMemory):
         """Give the neighbours that were found with those of others, or search."""
         if not isinstance(context, ContextWithNeighbours) or self.label not in context.found:
             return super().find(context, k)
-        found = context.found[self.label].nearest(k or self.widest)
-        return found if context.asked is None else _only(found, context.asked)
+        found = context.found[self.label].nearest(k or self.max_k)
+        return found if context.search_mask is None else _only(found, context.search_mask)
 
 
 def _only(found: Retrieved, asked: Tensor) -> Retrieved:
@@ -117,13 +117,13 @@ class MixtureCache:
 
     def _memory(self, number: int, wish: MemoryOverrides) -> Memory:
         memory, label = self.mixture.memories[number], self.mixture.labels[number]
-        if number != self.own or (wish.k, wish.temperature) == (None, None):
+        if number != self.own or (wish.k, wish.knn_temperature) == (None, None):
             return PrefetchedKnn.of(memory, label, memory.settings) if isinstance(memory, KnnMemory) else memory
         assert isinstance(memory, NeighbourMemory)
         main, *others = memory.settings
         main = VoteParams(
             main.k if wish.k is None else wish.k,
-            main.temperature if wish.temperature is None else wish.temperature,
+            main.knn_temperature if wish.knn_temperature is None else wish.knn_temperature,
         )
         if isinstance(memory, KnnMemory):
             return PrefetchedKnn.of(memory, label, (main, *others))
@@ -131,15 +131,15 @@ class MixtureCache:
 
     def _weights(self, wish: MemoryOverrides, chosen: list[int], memories: list[Memory]) -> Weights:
         base = self.mixture
-        if wish.weight is not None:
-            return equal_weights(memories, wish.weight)
+        if wish.lmbda is not None:
+            return equal_weights(memories, wish.lmbda)
         if isinstance(base.weights, FixedWeights):
-            given = [sum(base.weights.values[base.spans[number]]) for number in chosen]
+            given = [sum(base.weights.values[base.component_slices[number]]) for number in chosen]
             if len(chosen) == len(base.memories):
                 return base.weights
-            return first_parts(memories, 1 - sum(given), given)
+            return first_components(memories, 1 - sum(given), given)
         # A gate knows the memories and votes that it was trained with, and no others.
-        if len(chosen) == len(base.memories) and (wish.k, wish.temperature) == (None, None):
+        if len(chosen) == len(base.memories) and (wish.k, wish.knn_temperature) == (None, None):
             return base.weights
         return equal_weights(memories, DEFAULTS["lambda"])
 
@@ -155,7 +155,7 @@ def wanted_k(mixture: Mixture, label: str) -> int:
     """Say how many neighbours a mixture wants of a store; 0 where it has no such."""
     for own, memory in zip(mixture.labels, mixture.memories, strict=True):
         if own == label and isinstance(memory, KnnMemory):
-            return memory.widest
+            return memory.max_k
     return 0
 
 
@@ -163,5 +163,5 @@ def gather(context: Context, rows: Tensor | None) -> Context:
     """Keep some rows of a context; where texts are told of, each row must be a text's only one."""
     if rows is None:
         return context
-    runs = [context.runs[row] for row in rows.tolist()] if context.runs else ()
-    return replace(context, seen={source: own[rows] for source, own in context.seen.items()}, runs=runs)
+    runs = [context.spans[row] for row in rows.tolist()] if context.spans else ()
+    return replace(context, states={source: own[rows] for source, own in context.states.items()}, spans=runs)

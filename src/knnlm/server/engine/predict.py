@@ -125,7 +125,7 @@ def depth(mixture: Mixture | None, label: str, memory: KnnMemory) -> int:
     batch: of neighbours that are equally near, a search for fewer may choose others.
     """
     k = 0 if mixture is None else wanted_k(mixture, label)
-    return max(k, memory.widest) if k else 0
+    return max(k, memory.max_k) if k else 0
 
 
 def _search(
@@ -143,7 +143,7 @@ def _search(
                 wanted[row] = depth(group.mixture, label, memory)
         if any(wanted):
             began = perf_counter()
-            own = [piece.context.seen[memory.source] for piece in heard]
+            own = [piece.context.states[memory.source] for piece in heard]
             keys = torch.cat(own) if len(own) > 1 else own[0]
             found[label] = _search_store(memory, keys, wanted)
             times.search += perf_counter() - began
@@ -199,14 +199,14 @@ class _GroupPredictor:
         rows = group.rows
         self.found = {label: _rows_of(some, rows) for label, some in found.items() if label in self.mixture.labels}
         looked, lm, self.answers = self.mixture.ask(
-            self.logits, ContextWithNeighbours(context.seen, context.runs, found=self.found)
+            self.logits, ContextWithNeighbours(context.states, context.spans, found=self.found)
         )
-        self.asked = looked.asked
+        self.asked = looked.search_mask
         self.mixed = self.mixture.mix(looked, lm, self.answers)
 
     def tokens(self) -> Iterator[list[ScoredToken]]:
         """Give the tokens that follow each position."""
-        dense = self.mixed.log_dense() if self.group.dense else None
+        dense = self.mixed.log_probs() if self.group.dense else None
         copies = max(max(1, len(want.draw)) for want in self.wants)
         rounds = []
         for copy in range(copies):
@@ -224,10 +224,10 @@ class _GroupPredictor:
     def _facts(self, targets: list[int], dense: Tensor | None) -> list[ScoredToken]:
         """Say of each position's token what every part said."""
         target = torch.tensor(targets, device=self.logits.device)
-        logs = self.mixed.each_of(target)  # (N, M)
+        logs = self.mixed.component_log_probs(target)  # (N, M)
         weights = self.mixed.weights  # (N, M)
         mixed = self.mixed.weigh(logs)
-        abstains = self.mixed.each_abstains()
+        abstains = self.mixed.component_abstains()
         neighbours = self._neighbours(targets)
         made = []
         columns = (logs.tolist(), weights.tolist(), abstains.tolist(), mixed.tolist())
@@ -298,7 +298,7 @@ def shares_of(mixture: Mixture, opinion: ComponentLogProbs) -> list[dict[str, ob
     if len(mixture.memories) < 2:
         return []
     shares = []
-    for label, span in zip(mixture.labels, mixture.spans, strict=True):
+    for label, span in zip(mixture.labels, mixture.component_slices, strict=True):
         weight = sum(opinion.weights[span])
         given = [math.exp(log) for log in opinion.logs[span]]
         mixed = sum(w * p for w, p in zip(opinion.weights[span], given, strict=True))
@@ -316,7 +316,7 @@ def name_sources(mixture: Mixture, answers: Sequence[MemoryOutput], position: in
         if not isinstance(answer, VoteOutput) or not isinstance(memory, KnnMemory):
             continue
         # Of those that are equally loud, the nearer ones.
-        votes, places = answer.parts[0].log_weights[position].exp().sort(descending=True, stable=True)
+        votes, places = answer.components[0].log_weights[position].exp().sort(descending=True, stable=True)
         for place, weight in zip(places[:top].tolist(), votes[:top].tolist(), strict=True):
             row = int(answer.found.ids[position, place])
             if row >= 0:

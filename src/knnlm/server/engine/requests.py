@@ -32,9 +32,9 @@ class MemoryOverrides:
     """What one request asks of the memory; None is what the server was started with."""
 
     off: bool = False
-    weight: float | None = None  # λ
+    lmbda: float | None = None  # λ
     k: int | None = None
-    temperature: float | None = None  # τ
+    knn_temperature: float | None = None  # τ
     memories: tuple[str, ...] | None = None
 
 

@@ -43,7 +43,7 @@ export class Again {
     const moved = settings.chosen();
     const body = { id };
     // A text that was asked for with λ = 0.9 and is now wanted as served has to be told so.
-    for (const name of ["lambda", "k", "temperature"]) {
+    for (const name of ["lambda", "k", "knn_temperature"]) {
       const wanted = moved[name] ?? (name in this.asked ? settings.value(name) : null);
       if (wanted !== null) body[name] = wanted;
     }

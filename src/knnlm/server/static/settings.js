@@ -8,7 +8,7 @@ const listeners = [];
 const KINDS = {
   lambda: { sign: "λ", name: "weight of the memory", show: (value) => value.toFixed(2) },
   k: { sign: "k", name: "neighbours that vote", show: (value) => count(value) },
-  temperature: { sign: "τ", name: "patience with far ones", show: (value) => (value >= 100 ? value.toFixed(0) : value.toPrecision(3)) },
+  knn_temperature: { sign: "τ", name: "patience with far ones", show: (value) => (value >= 100 ? value.toFixed(0) : value.toPrecision(3)) },
 };
 
 /** Make the sliders for what is served. */
@@ -18,7 +18,7 @@ export function prepare(facts) {
   const scales = {
     lambda: linear(lambda),
     k: facts.k === null ? null : powers(facts.k, 1, widest, Math.round),
-    temperature: facts.temperature === null ? null : powers(facts.temperature, facts.temperature / 100, facts.temperature * 100),
+    knn_temperature: facts.knn_temperature === null ? null : powers(facts.knn_temperature, facts.knn_temperature / 100, facts.knn_temperature * 100),
   };
   find("sliders").replaceChildren();
   for (const [name, kind] of Object.entries(KINDS)) {
