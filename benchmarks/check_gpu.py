@@ -263,7 +263,7 @@ class Checks:
         from knnlm.index.gpu.deferred import defer_checks
         from knnlm.ingest.build import build
         from knnlm.lm.causal import CausalLM
-        from knnlm.memories.base import Context
+        from knnlm.memories.base import LM_LOGITS, Context
         from knnlm.mixture.mixture import Mixture
 
         lm = CausalLM(tiny("llama").to(self.device), tiny_tokenizer(), name="llama")
@@ -278,7 +278,7 @@ class Checks:
             logits = torch.randn(3, lm.vocab_size, device=self.device)
 
             def step() -> Tensor:
-                return mixture.predict(logits, Context({mixture.knn.source: keys})).log_probs()
+                return mixture.predict(Context({mixture.knn.source: keys, LM_LOGITS: logits})).log_probs()
 
             looked = step()
             with defer_checks() as doubts:

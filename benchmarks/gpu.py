@@ -367,7 +367,7 @@ def generate(model: Any, ids: Tensor) -> None:
 def generation(name: str, mixture: Any) -> None:
     """Tokens a second of `generate`, without and with the memory, and of one step of search and vote as a graph."""
     import knnlm
-    from knnlm.memories.voting import Retrieved
+    from knnlm.memories.voting import RetrievedNeighbours
 
     model = knnlm.KnnForCausalLM(mixture)
     memory, lm = mixture.knn, mixture.lm
@@ -383,8 +383,8 @@ def generation(name: str, mixture: Any) -> None:
     keys = torch.randn(1, lm.width, device="cuda")
 
     def step() -> Tensor:
-        found: Retrieved = memory.search(keys)
-        return memory.poll(found).components[0].log_probs()
+        found: RetrievedNeighbours = memory.search(keys)
+        return memory.output(found).components[0].log_probs()
 
     spent = timed(step)
     side = torch.cuda.Stream()

@@ -28,7 +28,7 @@ from knnlm.datastore.store import Datastore
 from knnlm.lm.causal import CausalLM
 from knnlm.memories.base import Logits
 from knnlm.memories.knn import KnnMemory
-from knnlm.memories.voting import Retrieved, vote
+from knnlm.memories.voting import RetrievedNeighbours, vote
 
 WAYS = ("float16", "int8", "pca256-int8", "pca128-int8", "codes96", "codes64", "codes48", "codes32")
 TEMPERATURES = (0.5, 0.7, 1, 1.4, 2, 2.8, 4, 5.6, 8)
@@ -101,12 +101,14 @@ def measure(
     }
 
 
-def search(memory: KnnMemory, keys: Tensor) -> Retrieved:
+def search(memory: KnnMemory, keys: Tensor) -> RetrievedNeighbours:
     parts = [memory.search(some) for some in keys.split(1024)]
-    return Retrieved(*(torch.cat([getattr(part, name) for part in parts]) for name in ("ids", "distances", "values")))
+    return RetrievedNeighbours(
+        *(torch.cat([getattr(part, name) for part in parts]) for name in ("ids", "distances", "values"))
+    )
 
 
-def losses(found: Retrieved, targets: Tensor, log_p: Tensor) -> Tensor:
+def losses(found: RetrievedNeighbours, targets: Tensor, log_p: Tensor) -> Tensor:
     """Give the (temperatures, weights) mean losses of the mixture."""
     weights = torch.tensor(WEIGHTS, dtype=torch.float64, device=targets.device)
     rows = []

@@ -69,7 +69,7 @@ def expected(seen, *, k, temperature, weight, metric):
 
 
 @pytest.mark.parametrize(
-    ("k", "knn_temperature", "weight", "metric"),
+    ("k", "temperature", "weight", "metric"),
     [(8, 1.0, 0.3, "l2"), (64, 5.0, 0.7, "l2"), (16, 2.0, 0.5, "ip"), (10_000, 10.0, 0.25, "l2"), (1, 1.0, 0.1, "l2")],
 )
 def test_evaluation_agrees_with_numpy_token_by_token(lm, small, seen, k, temperature, weight, metric):

@@ -81,8 +81,7 @@ def asked_fraction(mixture, lm):
     """The part of the positions that the weights want a search for, by themselves."""
     asked = []
     for batch in mixture.read([lm.encode(document.text) for document in TEST]):
-        context, _, _ = mixture.ask(batch.logits, batch.context)
-        asked.append(context.search_mask)
+        asked.append(mixture.predict(batch.context).search_mask)
     return float(torch.cat(asked).double().mean())
 
 
@@ -128,7 +127,7 @@ def test_the_columns_of_a_trace_are_the_parts_of_the_mixture(lm, path, test_trac
     seen = tabulate(test_trace, settings(mixture))
     assert len(seen.names) == len(mixture.component_names) == seen.logs.shape[1]
     for batch in mixture.read([lm.encode(document.text) for document in TEST]):
-        each = mixture.predict(batch.logits, batch.context).component_log_probs(batch.targets)
+        each = mixture.predict(batch.context).component_log_probs(batch.targets)
         stored = seen.logs[batch.rows].nan_to_num(nan=-math.inf)
         torch.testing.assert_close(stored.exp(), each.exp(), rtol=1e-2, atol=2e-3)
     first = np.cumsum([0, *(len(lm.encode(document.text)) for document in TEST)])[:-1]
@@ -163,7 +162,7 @@ def test_a_memory_that_was_tuned_among_others_votes_as_it_was_tuned_to(lm, tmp_p
     opened = Mixture.open(path, lm, k=3)
     assert opened.labels == ["knn"]
     assert opened.knn.settings == (VoteParams(3, knn.settings[0].knn_temperature),)
-    assert opened.weight == 0.25
+    assert opened.lmbda == 0.25
     alone = Mixture.open(path, lm, memories="cache", knn_temperature=0.5)
     assert alone.memories[0].settings == (VoteParams(cache.settings[0].k, 0.5),)
 
@@ -277,7 +276,7 @@ def test_the_cache_looks_back_as_far_as_it_is_told(lm, path):
     opened = Mixture.open(path, lm, memories="knn,cache=7", fresh=True)
     assert opened.memories[1].history_length == 7
     (batch,) = opened.read([lm.encode(TEST[0].text)[:50]])
-    found = opened.memories[1].find(batch.context)
+    found = opened.memories[1].retrieve(batch.context)
     ages = torch.arange(50)[:, None] - found.ids
     assert int(ages[found.ids >= 0].max()) == 7
     assert (found.ids >= 0).sum(1).tolist() == [min(row, 7) for row in range(50)]

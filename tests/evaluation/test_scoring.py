@@ -56,7 +56,7 @@ def one_by_one(mixture, texts):
     """The same, as the mixture says it when it is asked for each batch."""
     found = []
     for batch in mixture.read(texts, batch_tokens=32):
-        prediction = mixture.predict(batch.logits, batch.context)
+        prediction = mixture.predict(batch.context)
         found.append(
             (prediction.component_log_probs(batch.targets), prediction.log_prob(batch.targets), prediction.weights)
         )

@@ -17,7 +17,7 @@ from knnlm.generation.causal import KnnForCausalLM
 from knnlm.memories.base import Context, Logits, Votes
 from knnlm.mixture import weights as fixed
 from knnlm.mixture.mixture import Mixture
-from knnlm.mixture.weights import Mixed
+from knnlm.mixture.weights import MixturePrediction
 
 
 class Counted:
@@ -50,7 +50,7 @@ def test_votes_added_where_they_are_equal_votes_added_everywhere(seed, rows, k, 
     parts = [drawn_votes(generator, rows, k, words) for _ in range(polls)]
     logits = torch.from_numpy(generator.normal(size=(rows, words)).astype(np.float32))
     weights = torch.from_numpy(generator.dirichlet(np.ones(polls + 1), rows).astype(np.float32))
-    found = Mixed([Logits(logits), *parts], weights).log_probs().exp().numpy()
+    found = MixturePrediction([Logits(logits), *parts], weights).log_probs().exp().numpy()
     expected = weights[:, :1].double().numpy() * logits.double().softmax(1).numpy()
     for number, part in enumerate(parts, 1):
         for row in range(rows):
@@ -74,7 +74,7 @@ def test_a_dense_mixture_makes_one_tensor_of_the_size_of_the_vocabulary():
             return out
 
     parts = [Logits(torch.randn(2, 5000)), drawn_votes(np.random.default_rng(0), 2, 64, 5000)]
-    mixed = Mixed(parts, torch.tensor([[0.5, 0.5]]).expand(2, 2))
+    mixed = MixturePrediction(parts, torch.tensor([[0.5, 0.5]]).expand(2, 2))
     with Watching():
         mixed.log_probs()
     assert len(set(made)) == 1
@@ -84,7 +84,7 @@ def test_gradients_go_through_a_dense_mixture():
     logits = torch.randn(3, 7, requires_grad=True)
     votes = drawn_votes(np.random.default_rng(1), 3, 5, 7)
     weights = torch.tensor([[0.7, 0.3]]).expand(3, 2)
-    Mixed([Logits(logits), votes], weights).log_probs()[:, 2].sum().backward()
+    MixturePrediction([Logits(logits), votes], weights).log_probs()[:, 2].sum().backward()
     again = logits.detach().double().requires_grad_()
     dense = torch.zeros(3, 7, dtype=torch.float64)
     dense.scatter_add_(1, votes.values.clamp(min=0), 0.3 * votes.log_weights.exp().double())
@@ -108,7 +108,7 @@ def test_only_memories_that_weigh_something_are_asked(store, lm):
     ids = torch.tensor([[1, 5, 9, 4, 5, 9]])
     quick = KnnForCausalLM(mixture)(input_ids=ids).logits
     assert index.searches == 0
-    heard = [mixture.predict(batch.logits, batch.context) for batch in mixture.read([[5, 9, 4, 5, 9, 3]])]
+    heard = [mixture.predict(batch.context) for batch in mixture.read([[5, 9, 4, 5, 9, 3]])]
     assert index.searches == 1, "evaluation tells what every part would have said"
     assert len(heard[0].components) == 3
     assert torch.isfinite(quick).all()
@@ -141,5 +141,5 @@ def test_nothing_is_searched_where_no_position_is_asked_for(store, lm):
 def test_what_is_heard_is_what_all_of_it_would_give(store, lm, weight):
     mixture = Mixture.open(store.path, lm, k=8, lmbda=weight)
     (batch,) = mixture.read([[5, 9, 4, 5, 9, 3]])
-    whole = mixture.predict(batch.logits, batch.context).log_probs()
-    assert torch.allclose(mixture.predict(batch.logits, batch.context, every=False).log_probs(), whole, atol=1e-6)
+    whole = mixture.predict(batch.context).log_probs()
+    assert torch.allclose(mixture.predict(batch.context, all_components=False).log_probs(), whole, atol=1e-6)

@@ -49,7 +49,7 @@ def test_a_sweep_equals_an_evaluation_with_each_setting(lm, mixture, trace):
                 assert swept.base_perplexity == pytest.approx(measured.base_perplexity, rel=1e-6)
 
 
-@pytest.mark.parametrize(("k", "knn_temperature", "weight"), [(64, 3.0, 0.4), (64, 20.0, 0.0), (64, 3.0, 1.0)])
+@pytest.mark.parametrize(("k", "temperature", "weight"), [(64, 3.0, 0.4), (64, 20.0, 0.0), (64, 3.0, 1.0)])
 def test_a_replay_equals_an_evaluation(lm, mixture, trace, k, temperature, weight):
     opened = Mixture.open(mixture.knn.store.path, lm, k=k, knn_temperature=temperature, lmbda=weight)
     measured = evaluate(opened, documents(5, start=100)).as_dict()

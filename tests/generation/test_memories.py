@@ -52,7 +52,7 @@ def by_evaluation(model, ids):
     mixture = model.mixture
     rows = {}
     for batch in mixture.read([[*ids[1:], 0]]):  # one more target, so that the last position is read too
-        dense = mixture.predict(batch.logits, batch.context).log_probs()
+        dense = mixture.predict(batch.context).log_probs()
         rows |= dict(zip(batch.rows.tolist(), dense, strict=True))
     return torch.stack([rows[row] for row in range(len(ids))])
 

@@ -163,7 +163,7 @@ def test_the_signals_of_neighbours_are_what_their_names_say(lm, store, kind):
     signals = dict(zip(memory.feature_names, poll.features().T.numpy(), strict=True))
     top = poll.top().tolist()
     for row, (ids, distances, values) in enumerate(
-        zip(poll.found.ids.numpy(), poll.found.distances.numpy(), poll.found.values.numpy(), strict=True)
+        zip(poll.neighbours.ids.numpy(), poll.neighbours.distances.numpy(), poll.neighbours.values.numpy(), strict=True)
     ):
         there = ids >= 0
         if not there.any():

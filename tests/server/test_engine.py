@@ -193,7 +193,7 @@ def test_each_request_has_its_own_settings_in_one_batch(lm, store, engine):
             assert {token.p_knn for token in answer} == {None}
             assert not any(token.sources for token in answer)
             continue
-        settings = {"k": wish.k or 16, "temperature": wish.knn_temperature or 8.0}
+        settings = {"k": wish.k or 16, "knn_temperature": wish.knn_temperature or 8.0}
         weight = 0.6 if wish.lmbda is None else wish.lmbda
         assert ids(answer) == generated(Mixture.open(store.path, lm, lmbda=weight, **settings), PROMPTS[0], 10)
 

@@ -21,13 +21,11 @@ from torch import Tensor
 
 from knnlm.corpus import Document
 from knnlm.errors import CorpusError, ParameterError
-from knnlm.memories.base import Context, Logits
-from knnlm.memories.decoder import LMOutput
-from knnlm.memories.knn import KnnMemory
+from knnlm.memories.base import LM_LOGITS, Context, Logits, SimpleOutput
 from knnlm.memories.voting import NeighbourMemory
 from knnlm.mixture.mixture import Mixture
 from knnlm.mixture.readers import ReadBatch
-from knnlm.mixture.weights import BucketWeights, FixedWeights, Mixed
+from knnlm.mixture.weights import BucketWeights, FixedWeights, MixturePrediction
 from knnlm.progress import Progress, silent
 
 _TOGETHER = 8192  # positions that are searched for at once, at the least
@@ -50,78 +48,96 @@ def scores(mixture: Mixture, batches: Iterable[ReadBatch], *, ahead: bool = Fals
     """
     if not searches_can_wait(mixture):
         for batch in batches:
-            prediction = mixture.predict(batch.logits, batch.context)
-            each = prediction.component_log_probs(batch.targets)
-            yield Scores(each, prediction.weigh(each), prediction.weights)
+            yield _scores_of(mixture.predict(batch.context), batch.targets)
         return
-    many = _coalesce(map(_strip, batches))
+    coalesced = _coalesce(map(_strip, batches))
     if ahead:
-        yield from _while_reading_on(mixture, many)
+        yield from _while_reading_on(mixture, coalesced)
     else:
-        yield from (_search(mixture, heard) for heard in many)
+        yield from (_search(mixture, positions) for positions in coalesced)
 
 
-def _while_reading_on(mixture: Mixture, many: Iterable[_PendingScores]) -> Iterator[Scores]:
+def _scores_of(prediction: MixturePrediction, targets: Tensor) -> Scores:
+    each = prediction.component_log_probs(targets)
+    return Scores(each, prediction.combine(each), prediction.weights)
+
+
+def _while_reading_on(mixture: Mixture, coalesced: Iterable[_ReadPositions]) -> Iterator[Scores]:
     """Search in a thread of its own, one search at a time."""
     with ThreadPoolExecutor(1, thread_name_prefix="search") as worker:
         searching: Future[Scores] | None = None
-        for heard in many:
+        for positions in coalesced:
             if searching is not None:
                 yield searching.result()
-            searching = worker.submit(_search, mixture, heard)
+            searching = worker.submit(_search, mixture, positions)
         if searching is not None:
             yield searching.result()
 
 
 def searches_can_wait(mixture: Mixture) -> bool:
-    """Say whether memories and weights look at keys only, and not at what the model says besides."""
-    return isinstance(mixture.weights, (FixedWeights, BucketWeights)) and all(
-        isinstance(memory, KnnMemory) for memory in mixture.memories
-    )
+    """Whether memories and weights look at keys only, so that the logits need not be kept until the search."""
+    fixed = isinstance(mixture.weights, (FixedWeights, BucketWeights))
+    return fixed and not mixture.needs_tokens and all(memory.expensive for memory in mixture.memories)
 
 
 @dataclass(frozen=True)
-class _PendingScores:
-    """Positions that were read, without the (N, V) that the model said there."""
+class _TargetLogProbs:
+    """A prediction of which only the log-probabilities of the targets were kept."""
 
-    said: Tensor  # (N,) what the model gave the token that came
+    log_p: Tensor  # (N,)
+
+    def log_prob(self, targets: Tensor) -> Tensor:  # noqa: ARG002  (it is of these targets and no others)
+        return self.log_p
+
+    def log_probs(self) -> Tensor:
+        raise NotImplementedError("the logits were not kept")
+
+    def abstains(self) -> Tensor:
+        return torch.zeros(len(self.log_p), dtype=torch.bool, device=self.log_p.device)
+
+
+@dataclass(frozen=True)
+class _ReadPositions:
+    """Positions that were read, without the (N, V) logits."""
+
+    context: Context  # keys only
     targets: Tensor  # (N,)
-    context: Context
+    log_p: Tensor  # (N,) the language model's log-probabilities of the targets
+
+    @property
+    def lm(self) -> SimpleOutput:
+        """What is left of the language model's output; the weights look at nothing else."""
+        nothing = self.log_p.new_zeros(len(self.log_p), 0)
+        return SimpleOutput(_TargetLogProbs(self.log_p), nothing, torch.full_like(self.targets, -1))
 
 
-def _strip(batch: ReadBatch) -> _PendingScores:
-    keys = {source: seen for source, seen in batch.context.states.items() if seen is not batch.logits}
-    return _PendingScores(Logits(batch.logits).log_prob(batch.targets), batch.targets, Context(keys))
+def _strip(batch: ReadBatch) -> _ReadPositions:
+    keys = {source: states for source, states in batch.context.states.items() if source != LM_LOGITS}
+    return _ReadPositions(Context(keys), batch.targets, Logits(batch.logits).log_prob(batch.targets))
 
 
-def _coalesce(parts: Iterable[_PendingScores]) -> Iterator[_PendingScores]:
+def _coalesce(batches: Iterable[_ReadPositions]) -> Iterator[_ReadPositions]:
     """Join positions until there are enough for a search."""
-    waiting: list[_PendingScores] = []
-    for heard in parts:
-        waiting.append(heard)
-        if sum(len(one.said) for one in waiting) >= _TOGETHER:
-            yield _joined(waiting)
+    waiting: list[_ReadPositions] = []
+    for batch in batches:
+        waiting.append(batch)
+        if sum(len(each.targets) for each in waiting) >= _TOGETHER:
+            yield _join(waiting)
             waiting = []
     if waiting:
-        yield _joined(waiting)
+        yield _join(waiting)
 
 
-def _joined(parts: list[_PendingScores]) -> _PendingScores:
-    seen = {source: torch.cat([part.context.states[source] for part in parts]) for source in parts[0].context.states}
-    said, targets = (torch.cat([getattr(part, name) for part in parts]) for name in ("said", "targets"))
-    return _PendingScores(said, targets, Context(seen))
+def _join(batches: Sequence[_ReadPositions]) -> _ReadPositions:
+    sources = batches[0].context.states
+    keys = {source: torch.cat([batch.context.states[source] for batch in batches]) for source in sources}
+    targets, log_p = (torch.cat([getattr(batch, name) for batch in batches]) for name in ("targets", "log_p"))
+    return _ReadPositions(Context(keys), targets, log_p)
 
 
-def _search(mixture: Mixture, heard: _PendingScores) -> Scores:
-    """Ask the memories, and mix."""
-    answers = [memory.predict(heard.context) for memory in mixture.memories]
-    parts = [part for answer in answers for part in answer.components]
-    never = torch.zeros(len(heard.said), dtype=torch.bool, device=heard.said.device)
-    abstains = torch.stack([never, *(part.abstains() for part in parts)], 1)
-    nothing = LMOutput(heard.said.new_zeros(len(never), 0))  # nobody looks at it
-    weights = mixture.weights.weigh(heard.context, nothing, answers, abstains)
-    each = torch.stack([heard.said, *(part.log_prob(heard.targets) for part in parts)], 1)
-    return Scores(each, Mixed([], weights).weigh(each), weights)
+def _search(mixture: Mixture, positions: _ReadPositions) -> Scores:
+    """Search for many positions at once, and mix."""
+    return _scores_of(mixture.predict(positions.context, lm=positions.lm), positions.targets)
 
 
 _NAMED = 3  # sources that are kept by name

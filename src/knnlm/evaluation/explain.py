@@ -74,10 +74,10 @@ class _Explainer:
         self.tokens = tokens
         self.batch = batch
         self.top = top
-        context, lm, self.answers = mixture.ask(batch.logits, batch.context)
-        prediction = mixture.mix(context, lm, self.answers)
+        prediction = mixture.predict(batch.context)
+        self.answers = prediction.outputs
         logs = prediction.component_log_probs(batch.targets)  # (N, M)
-        self.p = prediction.weigh(logs).exp().tolist()
+        self.p = prediction.combine(logs).exp().tolist()
         self.parts = logs.exp().cpu()
         self.weights = prediction.weights.cpu()
 
@@ -113,14 +113,14 @@ class _Explainer:
         # Neighbours come nearest first, so the first ones are the loudest.
         for label, memory, answer in zip(self.mixture.labels, self.mixture.memories, self.answers, strict=True):
             if isinstance(answer, VoteOutput) and isinstance(memory, NeighbourMemory):
-                for place in range(min(self.top, answer.found.ids.shape[1])):
-                    if answer.found.ids[number, place] >= 0:
+                for place in range(min(self.top, answer.neighbours.ids.shape[1])):
+                    if answer.neighbours.ids[number, place] >= 0:
                         yield self._voice(label, memory, answer, (number, place), target)
 
     def _voice(
         self, label: str, memory: NeighbourMemory, answer: VoteOutput, at: tuple[int, int], target: int
     ) -> NeighbourVote:
-        row, value = int(answer.found.ids[at]), int(answer.found.values[at])
+        row, value = int(answer.neighbours.ids[at]), int(answer.neighbours.values[at])
         if isinstance(memory, KnnMemory):
             document = memory.store.document_at(row)
             before, after = memory.store.around(row, before=_BEFORE, after=_AFTER)
@@ -134,7 +134,7 @@ class _Explainer:
         return NeighbourVote(
             memory=label,
             weight=float(votes[at].exp()) if at[1] < votes.shape[1] else 0.0,
-            distance=float(answer.found.distances[at]),
+            distance=float(answer.neighbours.distances[at]),
             token=decode([value]),
             agrees=value == target,
             document=where[0],

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -38,10 +38,9 @@ from knnlm.datastore.segments import ArrayWriter, open_array
 from knnlm.errors import DatastoreError
 from knnlm.evaluation.evaluate import Totals, read_all
 from knnlm.io import translate_os_errors
-from knnlm.memories.base import Memory, MemoryOutput
+from knnlm.memories.base import MemoryOutput
 from knnlm.memories.decoder import LM_FEATURES, LMOutput
-from knnlm.memories.knn import KnnMemory
-from knnlm.memories.voting import NEAR, NeighbourMemory, Retrieved, VoteOutput, VoteParams
+from knnlm.memories.voting import NEAR, NeighbourMemory, RetrievedNeighbours, VoteOutput, VoteParams
 from knnlm.mixture.gate import MemoryFeatures, Positions, memory_features, place
 from knnlm.mixture.loader import identity_of
 from knnlm.mixture.mixture import Mixture
@@ -76,12 +75,12 @@ class MemoryTrace:
         """Distances of the (N, k) neighbours."""
         return self.arrays["distances"]
 
-    def found(self, rows: slice, *, device: str = "cpu") -> Retrieved:
+    def found(self, rows: slice, *, device: str = "cpu") -> RetrievedNeighbours:
         """Give the neighbours of some rows."""
         values = tensor_of(self.arrays["values"][rows]).to(device).long()
         counts = tensor_of(self.arrays["counts"][rows]).to(device) if "counts" in self.arrays else None
         # An id below 0 is all that votes need.
-        return Retrieved(values, tensor_of(self.distances[rows]).to(device), values, counts)
+        return RetrievedNeighbours(values, tensor_of(self.distances[rows]).to(device), values, counts)
 
     def poll(self, rows: slice, settings: Sequence[VoteParams], *, device: str = "cpu") -> VoteOutput:
         """Let the neighbours of some rows vote."""
@@ -103,7 +102,7 @@ class MemoryTrace:
             return MemoryFeatures(*(tensor_of(self.arrays[name][rows]) for name in names))
         poll = self.poll(rows, settings[:1], device=device)
         top = poll.top()
-        near = poll.found.values[:, :NEAR]
+        near = poll.neighbours.values[:, :NEAR]
         model = tensor_of(self.arrays["model"][rows]).to(device)
         same = (near == top[:, None]) & (top >= 0)[:, None]
         of_top = torch.cat([model.new_full((len(top), 1), -torch.inf), model.masked_fill(~same, -torch.inf)], 1).amax(1)
@@ -214,8 +213,12 @@ def record(
     batch_tokens: int | None = None,
     total: int | None = None,
     progress: Progress = silent,
+    on_batch: Callable[[NDArray[np.int64], ReadBatch], None] | None = None,
 ) -> Trace:
-    """Read a text once and write what was seen; the folder appears complete or not at all."""
+    """Read a text once and write what was seen; the folder appears complete or not at all.
+
+    `on_batch` is called with each batch and the rows that its positions have in the trace.
+    """
     folder = Path(path)
     if folder.exists():
         raise DatastoreError(f"{folder} exists already. Choose another folder for the trace, or remove it.")
@@ -238,6 +241,8 @@ def record(
                 what="tracing",
             ):
                 writer.put(first, batch)
+                if on_batch is not None:
+                    on_batch((batch.rows + first).numpy(), batch)
         facts = writer.facts() | {"text": list(sources) or tally.sources}
         with translate_os_errors(partial):
             (partial / _FILE).write_text(json.dumps({**facts, **asdict(tally)}, indent=2))
@@ -256,7 +261,8 @@ class _Writer:
         self.folder = folder
         self.stack = stack
         self.arrays: dict[str, ArrayWriter] = {}
-        self.ks = [_width(memory, k) for memory in mixture.memories]
+        self.ks = [k if memory.expensive else None for memory in mixture.memories]  # neighbours to search for
+        self.widths = [-1] * len(mixture.memories)  # neighbours that are written; -1: the memory has none
         self.counted = [False] * len(mixture.memories)
 
     def put(self, first: int, batch: ReadBatch) -> None:
@@ -272,14 +278,17 @@ class _Writer:
         self._write("log_p", rows, lm.components[0].log_prob(batch.targets), np.float32)
         self._write("signals", rows, lm.features(), np.float32)
         self._write("choice", rows, lm.top(), np.int32)
+        retrieved = self.mixture.retrieve(batch.context, self.ks)
         for number, memory in enumerate(self.mixture.memories):
-            if isinstance(memory, NeighbourMemory):
-                self._put_neighbours(number, rows, lm, memory.find(batch.context, self.ks[number]))
+            if (neighbours := retrieved.neighbours[number]) is not None:
+                self._put_neighbours(number, rows, lm, neighbours)
+            elif isinstance(memory, NeighbourMemory):
+                self._put_neighbours(number, rows, lm, memory.retrieve(batch.context))
             else:
                 self._put_answer(number, rows, lm, memory.predict(batch.context), batch.targets)
 
-    def _put_neighbours(self, number: int, rows: NDArray[np.int64], lm: LMOutput, found: Retrieved) -> None:
-        self.ks[number] = found.distances.shape[1]
+    def _put_neighbours(self, number: int, rows: NDArray[np.int64], lm: LMOutput, found: RetrievedNeighbours) -> None:
+        self.widths[number] = found.distances.shape[1]
         self._write(f"{number}/distances", rows, found.distances, np.float32)
         self._write(f"{number}/values", rows, found.values, np.int32)
         near = found.values[:, :NEAR].clamp(min=0)  # what is written of those below 0 is never read
@@ -320,7 +329,9 @@ class _Writer:
                 "parts": list(memory.component_names),
                 "signals": list(memory.feature_names),
             }
-            for label, memory, k, counted in zip(mixture.labels, mixture.memories, self.ks, self.counted, strict=True)
+            for label, memory, k, counted in zip(
+                mixture.labels, mixture.memories, self.widths, self.counted, strict=True
+            )
         ]
         home = mixture.home
         return {
@@ -330,10 +341,3 @@ class _Writer:
             "signals": list(LM_FEATURES),
             "memories": memories,
         }
-
-
-def _width(memory: Memory, k: int | None) -> int:
-    """Say how many neighbours of a memory are kept; -1: it has none."""
-    if isinstance(memory, KnnMemory):
-        return max(1, min(k or memory.max_k, memory.store.key_count))
-    return min(memory.history_length, memory.max_k) if isinstance(memory, NeighbourMemory) else -1

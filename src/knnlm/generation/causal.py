@@ -39,7 +39,7 @@ from knnlm.errors import DatastoreError, ModelError
 from knnlm.generation.cache import Step, look, state_of
 from knnlm.index.gpu.deferred import defer_checks
 from knnlm.lm.causal import CausalLM, for_any_shape
-from knnlm.memories.base import LOGITS, Context, Source
+from knnlm.memories.base import LM_LOGITS, Context
 from knnlm.mixture.loader import is_decoder, language_model
 from knnlm.mixture.mixture import Mixture
 from knnlm.mixture.options import DEFAULTS, SavedMixture
@@ -178,7 +178,7 @@ class KnnForCausalLM(PreTrainedModel, GenerationMixin):
             **others,
         )
         logits = output.logits
-        mixed = self.mixture.predict(logits.flatten(0, 1), context, every=False).log_probs()
+        mixed = self.mixture.predict(context, all_components=False).log_probs()
         log_p = mixed.unflatten(0, logits.shape[:2])
         # The base model's own output with other logits: whatever kind of cache it carries goes along.
         output["logits"] = log_p
@@ -226,7 +226,7 @@ class KnnForCausalLM(PreTrainedModel, GenerationMixin):
         else:
             step = Step(input_ids, attention_mask, position_ids, positions)
             context = look(self.mixture, step, keys, state, getattr(output, "past_key_values", None))
-        seen = {**context.states, Source(0, LOGITS): output.logits.flatten(0, 1)}
+        seen = {**context.states, LM_LOGITS: output.logits.flatten(0, 1)}
         return output, replace(context, states=seen)
 
     def save_pretrained(  # type: ignore[override]

@@ -1,6 +1,7 @@
 """Components besides the language model that predict the next token."""
 
 from knnlm.memories.base import (
+    LM_LOGITS,
     LOGITS,
     Context,
     Logits,
@@ -17,9 +18,20 @@ from knnlm.memories.decoder import DecoderMemory, LMOutput
 from knnlm.memories.knn import KnnMemory
 from knnlm.memories.ngram import NgramMemory
 from knnlm.memories.output import OutputMemory
-from knnlm.memories.voting import NEAR, NeighbourMemory, Retrieved, VoteOutput, VoteParams, check_vote, vote
+from knnlm.memories.voting import (
+    NEAR,
+    NeighbourMemory,
+    RetrievedNeighbours,
+    SearchMemory,
+    VoteOutput,
+    VoteParams,
+    check_vote,
+    searches,
+    vote,
+)
 
 __all__ = [
+    "LM_LOGITS",
     "LOGITS",
     "NEAR",
     "CacheMemory",
@@ -34,7 +46,8 @@ __all__ = [
     "NgramMemory",
     "OutputMemory",
     "Prediction",
-    "Retrieved",
+    "RetrievedNeighbours",
+    "SearchMemory",
     "SimpleOutput",
     "Source",
     "Span",
@@ -42,5 +55,6 @@ __all__ = [
     "VoteParams",
     "Votes",
     "check_vote",
+    "searches",
     "vote",
 ]

@@ -102,6 +102,9 @@ class Source:
     layer: int = -1
 
 
+LM_LOGITS = Source(0, LOGITS)  # the (N, V) logits of the language model itself
+
+
 @dataclass(frozen=True)
 class Span:
     """Consecutive positions of one text that are being predicted, and what came before them."""
@@ -145,7 +148,11 @@ class MemoryOutput(Protocol):
 
 
 class Memory(Protocol):
-    """Anything besides the language model that predicts the next token."""
+    """A component besides the language model that predicts the next token."""
+
+    @property
+    def expensive(self) -> bool:
+        """Whether `predict` searches so much that searches are shared, delayed, or skipped; see `SearchMemory`."""
 
     @property
     def name(self) -> str:

@@ -14,7 +14,7 @@ from torch import Tensor
 from knnlm.errors import ParameterError
 from knnlm.index.base import check_metric
 from knnlm.memories.base import Context, Source, Span
-from knnlm.memories.voting import NeighbourMemory, Retrieved, VoteParams
+from knnlm.memories.voting import NeighbourMemory, RetrievedNeighbours, VoteParams
 
 WINDOW = 65_536  # positions: the whole of most texts
 
@@ -44,26 +44,23 @@ class CacheMemory(NeighbourMemory):
         self.settings = (VoteParams(k, knn_temperature), *others)
         self.source = source or Source()
 
-    def find(self, context: Context, k: int | None = None) -> Retrieved:
-        """Find the nearest earlier positions of each position, within its own text; ids count from its beginning."""
+    def retrieve(self, context: Context, k: int | None = None) -> RetrievedNeighbours:
+        """Return the nearest earlier positions of each position in its own text; ids count from its beginning."""
         k = min(k or self.max_k, self.history_length)
         keys = context.states[self.source]
-        found = Retrieved(
-            torch.full((len(keys), k), -1, device=keys.device),
-            torch.full((len(keys), k), torch.inf, device=keys.device),
-            torch.full((len(keys), k), -1, device=keys.device),
-        )
-        for rows, run in context.each_span():
-            self._search_run(run, keys[rows], Retrieved(found.ids[rows], found.distances[rows], found.values[rows]))
-        return found
+        neighbours = RetrievedNeighbours.empty(len(keys), k, device=keys.device)
+        for rows, span in context.each_span():
+            out = RetrievedNeighbours(neighbours.ids[rows], neighbours.distances[rows], neighbours.values[rows])
+            self._search_span(span, keys[rows], out)
+        return neighbours
 
-    def _search_run(self, run: Span, keys: Tensor, out: Retrieved) -> None:
-        """Fill in the neighbours of one run's positions."""
-        past = run.past.get(self.source, keys[:0])[-self.history_length :].to(keys)
+    def _search_span(self, span: Span, keys: Tensor, out: RetrievedNeighbours) -> None:
+        """Fill in the neighbours of one span's positions."""
+        past = span.past.get(self.source, keys[:0])[-self.history_length :].to(keys)
         stored = torch.cat([past, keys])[:-1]  # (S, D): the last position has nobody after it to ask
         if not len(stored):
             return
-        first = run.start - len(past)
+        first = span.start - len(past)
         distances = self._distances(keys, stored)  # (n, S)
         # What a position has not read yet, and what it reads now; and what lies too far back.
         hidden = torch.ones(distances.shape, dtype=torch.bool, device=keys.device).triu_(len(past))
@@ -74,7 +71,7 @@ class CacheMemory(NeighbourMemory):
         nearest, columns = distances.topk(k, largest=False)
         there = nearest.isfinite()
         ids = columns + first
-        tokens = run.tokens.to(keys.device)
+        tokens = span.tokens.to(keys.device)
         out.distances[:, :k] = nearest
         out.ids[:, :k] = ids.masked_fill(~there, -1)
         out.values[:, :k] = tokens[ids + 1].masked_fill(~there, -1)

@@ -65,6 +65,7 @@ class DecoderMemory:
     """A second language model with the same tokenizer."""
 
     name = "lm"
+    expensive = False
     history_length = 0
     feature_names = LM_FEATURES
 

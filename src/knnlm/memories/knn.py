@@ -12,13 +12,14 @@ from knnlm.errors import ModelError
 from knnlm.index.base import Index
 from knnlm.index.gpu.deferred import check_flag
 from knnlm.memories.base import Context, Source
-from knnlm.memories.voting import NeighbourMemory, Retrieved, VoteParams
+from knnlm.memories.voting import NeighbourMemory, RetrievedNeighbours, VoteParams
 
 
 class KnnMemory(NeighbourMemory):
     """A datastore, its index, and how neighbours vote."""
 
     name = "knn"
+    expensive = True
     history_length = 0
 
     def __init__(
@@ -48,7 +49,7 @@ class KnnMemory(NeighbourMemory):
         """How much louder the nearer ones speak."""
         return self.settings[0].knn_temperature
 
-    def search(self, keys: Tensor, k: int | None = None) -> Retrieved:
+    def search(self, keys: Tensor, k: int | None = None) -> RetrievedNeighbours:
         """Find the nearest stored contexts of (N, D) keys."""
         if check_flag(~keys.isfinite()):
             raise ModelError(
@@ -63,35 +64,34 @@ class KnnMemory(NeighbourMemory):
             distances = distances - (queries @ origin.to(queries))[:, None]
         ids = self.store.rows_of(answer.ids)
         counts = self.store.counts(answer.ids)
-        return Retrieved(
+        return RetrievedNeighbours(
             ids.to(keys.device),
             distances,
             self.store.values(ids).to(keys.device),
             None if counts is None else counts.to(keys.device),
         )
 
-    def find(self, context: Context, k: int | None = None) -> Retrieved:
-        """Find the nearest stored contexts of each position, where it is asked for."""
-        keys = context.states[self.source]
-        if context.search_mask is None or bool(context.search_mask.all()):
+    def retrieve(self, context: Context, k: int | Sequence[int] | None = None) -> RetrievedNeighbours:
+        """Return the nearest stored contexts of each position; none where k is 0 or the search mask is False."""
+        keys, mask = context.states[self.source], context.search_mask
+        if mask is not None and bool(mask.all()):
+            mask = None
+        if mask is None and not isinstance(k, Sequence):
             return self.search(keys, k)
-        if not context.search_mask.any():
-            return _nobody(len(keys), keys.device)
-        return _spread(self.search(keys[context.search_mask], k), context.search_mask)
+        ks = list(k) if isinstance(k, Sequence) else [k or self.max_k] * len(keys)
+        if mask is not None:
+            ks = [each if wanted else 0 for each, wanted in zip(ks, mask.tolist(), strict=True)]
+        return self._search_each(keys, ks)
 
-
-def _nobody(rows: int, device: torch.device) -> Retrieved:
-    """Give what is found where nothing is asked for: no column at all."""
-    ids = torch.zeros(rows, 0, dtype=torch.int64, device=device)
-    return Retrieved(ids, torch.zeros(rows, 0, device=device), ids)
-
-
-def _spread(found: Retrieved, asked: Tensor) -> Retrieved:
-    """Put the neighbours of some rows among rows that have none."""
-    shape = (len(asked), found.ids.shape[1])
-
-    def wide(some: Tensor, nothing: float) -> Tensor:
-        return torch.full(shape, nothing, dtype=some.dtype, device=some.device).masked_scatter_(asked[:, None], some)
-
-    counts = None if found.counts is None else wide(found.counts, 1.0)
-    return Retrieved(wide(found.ids, -1), wide(found.distances, torch.inf), wide(found.values, -1), counts)
+    def _search_each(self, keys: Tensor, ks: Sequence[int]) -> RetrievedNeighbours:
+        """Search once for each distinct number of neighbours; 0: no search."""
+        depths = sorted(set(ks) - {0})
+        if not depths:
+            return RetrievedNeighbours.empty(len(keys), device=keys.device)
+        if len(depths) == 1 and all(ks):
+            return self.search(keys, depths[0])
+        blocks = []
+        for depth in depths:
+            rows = torch.tensor([row for row, k in enumerate(ks) if k == depth], device=keys.device)
+            blocks.append((rows, self.search(keys[rows], depth)))
+        return RetrievedNeighbours.gather(len(keys), blocks)

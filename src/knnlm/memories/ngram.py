@@ -108,6 +108,7 @@ class NgramMemory:
     """
 
     name = "ngram"
+    expensive = False
     source = None
     history_length = 0
     # Logarithms are log(1 + x). All are 0 where there is no match. The entropy is that of the sample.

@@ -97,6 +97,7 @@ class OutputMemory:
     """A trained output matrix over the hidden states of one source."""
 
     name = "output"
+    expensive = False
     history_length = 0
     feature_names: Sequence[str] = ("output entropy", "output top", "output margin")
     component_names: Sequence[str] = ("output",)

@@ -9,12 +9,13 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Protocol, TypeGuard
 
 import torch
 from torch import Tensor
 
 from knnlm.errors import ParameterError
-from knnlm.memories.base import Context, Source, Votes
+from knnlm.memories.base import Context, Memory, MemoryOutput, Source, Votes
 
 _COLDEST = 1e-30  # float32 knows little below, and nothing is colder than one vote for the nearest
 
@@ -35,7 +36,7 @@ FEATURES = (
 
 
 @dataclass(frozen=True)
-class Retrieved:
+class RetrievedNeighbours:
     """The neighbours of N queries, nearest first."""
 
     ids: Tensor  # (N, k) where they stand; -1 = none
@@ -43,12 +44,47 @@ class Retrieved:
     values: Tensor  # (N, k) the token that followed; -1 = none
     counts: Tensor | None = None  # (N, k) how many contexts each stands for; None: one each
 
-    def nearest(self, k: int) -> Retrieved:
+    def nearest(self, k: int) -> RetrievedNeighbours:
         """Keep the k nearest of each query."""
         if k >= self.ids.shape[1]:
             return self
         counts = None if self.counts is None else self.counts[:, :k]
-        return Retrieved(self.ids[:, :k], self.distances[:, :k], self.values[:, :k], counts)
+        return RetrievedNeighbours(self.ids[:, :k], self.distances[:, :k], self.values[:, :k], counts)
+
+    def select(self, rows: Tensor) -> RetrievedNeighbours:
+        """Return the neighbours of some queries, (n,) → n queries."""
+        counts = None if self.counts is None else self.counts[rows]
+        return RetrievedNeighbours(self.ids[rows], self.distances[rows], self.values[rows], counts)
+
+    def masked(self, mask: Tensor) -> RetrievedNeighbours:
+        """Remove the neighbours of the queries where the (N,) mask is False."""
+        removed = ~mask[:, None]
+        return RetrievedNeighbours(
+            self.ids.masked_fill(removed, -1),
+            self.distances.masked_fill(removed, torch.inf),
+            self.values.masked_fill(removed, -1),
+            self.counts,
+        )
+
+    @classmethod
+    def empty(cls, queries: int, k: int = 0, *, device: torch.device | str = "cpu") -> RetrievedNeighbours:
+        """Return k columns without a neighbour for each query."""
+        ids = torch.full((queries, k), -1, device=device)
+        return cls(ids, torch.full((queries, k), torch.inf, device=device), ids.clone())
+
+    @classmethod
+    def gather(cls, queries: int, blocks: Sequence[tuple[Tensor, RetrievedNeighbours]]) -> RetrievedNeighbours:
+        """Join the neighbours of blocks of queries, (n,) rows and n queries each; other rows have none."""
+        width = max(neighbours.ids.shape[1] for _, neighbours in blocks)
+        joined = cls.empty(queries, width, device=blocks[0][1].ids.device)
+        counts = None if blocks[0][1].counts is None else torch.ones_like(joined.distances)
+        for rows, neighbours in blocks:
+            k = neighbours.ids.shape[1]
+            joined.ids[rows, :k], joined.values[rows, :k] = neighbours.ids, neighbours.values
+            joined.distances[rows, :k] = neighbours.distances.to(joined.distances)
+            if counts is not None and neighbours.counts is not None:
+                counts[rows, :k] = neighbours.counts.to(counts)
+        return cls(joined.ids, joined.distances, joined.values, counts)
 
 
 @dataclass(frozen=True)
@@ -73,7 +109,7 @@ def check_vote(k: int, knn_temperature: float) -> None:
         raise ParameterError(f"knn_temperature must be above 0 (at least {_COLDEST:g}), not {knn_temperature}.")
 
 
-def vote(found: Retrieved, *, knn_temperature: float, vocab_size: int) -> Votes:
+def vote(found: RetrievedNeighbours, *, knn_temperature: float, vocab_size: int) -> Votes:
     """Turn distances into weights: softmax(-distance / τ) over the neighbours there are."""
     # Less the nearest one's: weights do not change, and a tiny τ cannot make the largest score infinite.
     scores = (found.distances[:, :1] - found.distances) / knn_temperature
@@ -88,7 +124,7 @@ def vote(found: Retrieved, *, knn_temperature: float, vocab_size: int) -> Votes:
 class VoteOutput:
     """The answer of a memory of neighbours: the same neighbours, counted by one or more settings."""
 
-    found: Retrieved
+    neighbours: RetrievedNeighbours
     settings: Sequence[VoteParams]
     vocab_size: int
 
@@ -96,13 +132,15 @@ class VoteOutput:
     def components(self) -> Sequence[Votes]:
         """The votes by each setting."""
         return [
-            vote(self.found.nearest(setting.k), knn_temperature=setting.knn_temperature, vocab_size=self.vocab_size)
+            vote(
+                self.neighbours.nearest(setting.k), knn_temperature=setting.knn_temperature, vocab_size=self.vocab_size
+            )
             for setting in self.settings
         ]
 
     def features(self) -> Tensor:
         """Give (N, F): how far neighbours are, how many tokens they name, how much they agree."""
-        votes, distances = self.components[0], self.found.distances
+        votes, distances = self.components[0], self.neighbours.distances
         rows, width = votes.values.shape
         if not width:
             return distances.new_zeros(rows, len(FEATURES))
@@ -128,10 +166,30 @@ class VoteOutput:
         return top.masked_fill((values < 0).all(1), -1)
 
 
+class SearchMemory(Memory, Protocol):
+    """A memory that is expensive: `predict(context)` is `output(retrieve(context))`, and one search serves many."""
+
+    @property
+    def max_k(self) -> int:
+        """The largest number of neighbours that votes."""
+
+    def retrieve(self, context: Context, k: int | Sequence[int] | None = None) -> RetrievedNeighbours:
+        """Return the k nearest neighbours of each position; None: `max_k`, a sequence: one k for each position."""
+
+    def output(self, neighbours: RetrievedNeighbours) -> MemoryOutput:
+        """Return the prediction from retrieved neighbours; there may be more than `max_k` of them."""
+
+
+def searches(memory: Memory) -> TypeGuard[SearchMemory]:
+    """Whether a memory is expensive, so that it must be a `SearchMemory`."""
+    return memory.expensive
+
+
 class NeighbourMemory:
     """What memories of neighbours have in common: they find some, and let them vote by their settings."""
 
     name: str
+    expensive = False
     vocab_size: int
     metric: str
     source: Source
@@ -149,17 +207,17 @@ class NeighbourMemory:
         """The most neighbours that any setting asks for."""
         return max(setting.k for setting in self.settings)
 
-    def find(self, context: Context, k: int | None = None) -> Retrieved:
-        """Find the neighbours of each position."""
+    def retrieve(self, context: Context, k: int | None = None) -> RetrievedNeighbours:
+        """Return the k nearest neighbours of each position; None: `max_k`."""
         raise NotImplementedError
 
-    def predict(self, context: Context) -> VoteOutput:
-        """Let the neighbours of each position vote."""
-        return self.poll(self.find(context))
+    def output(self, neighbours: RetrievedNeighbours) -> VoteOutput:
+        """Return the votes of retrieved neighbours by this memory's settings."""
+        return VoteOutput(neighbours.nearest(self.max_k), self.settings, self.vocab_size)
 
-    def poll(self, found: Retrieved) -> VoteOutput:
-        """Let neighbours vote, by this memory's settings."""
-        return VoteOutput(found, self.settings, self.vocab_size)
+    def predict(self, context: Context) -> VoteOutput:
+        """Retrieve the neighbours of each position and let them vote."""
+        return self.output(self.retrieve(context))
 
 
 @dataclass(frozen=True)

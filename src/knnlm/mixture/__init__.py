@@ -1,20 +1,20 @@
 """Mixtures of a language model and its memories."""
 
 from knnlm.mixture.loader import check_model, open_reader
-from knnlm.mixture.mixture import Mixture
+from knnlm.mixture.mixture import Mixture, Retrieved
 from knnlm.mixture.options import DEFAULTS
 from knnlm.mixture.readers import ReadBatch
-from knnlm.mixture.weights import FixedWeights, Mixed, Weights, check_lambda, mix
+from knnlm.mixture.weights import FixedWeights, MixturePrediction, Weights, check_lambda
 
 __all__ = [
     "DEFAULTS",
     "FixedWeights",
-    "Mixed",
     "Mixture",
+    "MixturePrediction",
     "ReadBatch",
+    "Retrieved",
     "Weights",
     "check_lambda",
     "check_model",
-    "mix",
     "open_reader",
 ]

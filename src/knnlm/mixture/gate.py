@@ -25,7 +25,7 @@ from torch import Tensor
 
 from knnlm.errors import DatastoreCorrupt, ParameterError
 from knnlm.memories.base import Context, MemoryOutput
-from knnlm.memories.decoder import LM_FEATURES, LMOutput
+from knnlm.memories.decoder import LM_FEATURES
 from knnlm.mixture.em import check_logs, fit, fit_folds, folds_of, log_mixed, renormalise
 from knnlm.mixture.networks import (
     DEFAULT_CONFIG,
@@ -67,7 +67,7 @@ class Positions:
     tokens: Tensor  # (N,) the last token that was read
 
 
-def memory_features(answer: MemoryOutput, lm: LMOutput) -> MemoryFeatures:
+def memory_features(answer: MemoryOutput, lm: MemoryOutput) -> MemoryFeatures:
     """Look at an answer beside what the language model says."""
     choice = answer.top()
     said = lm.components[0].log_prob(choice.clamp(min=0))

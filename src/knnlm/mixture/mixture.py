@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -13,9 +13,10 @@ from knnlm.datastore.store import Datastore
 from knnlm.errors import ParameterError
 from knnlm.lm.causal import CausalLM
 from knnlm.lm.windows import WindowShape
-from knnlm.memories.base import LOGITS, Context, Memory, MemoryOutput, Prediction, Source
+from knnlm.memories.base import LM_LOGITS, LOGITS, Context, Memory, MemoryOutput, Source
 from knnlm.memories.decoder import LMOutput
 from knnlm.memories.knn import KnnMemory
+from knnlm.memories.voting import RetrievedNeighbours, searches
 from knnlm.mixture.loader import check_model, load_mixture, specs_of
 from knnlm.mixture.options import DEFAULTS, MixtureOptions, SavedMixture
 from knnlm.mixture.readers import ReadBatch, Readers
@@ -23,13 +24,33 @@ from knnlm.mixture.spec import MemorySpec
 from knnlm.mixture.weights import (
     FixedWeights,
     GatedWeights,
-    Mixed,
+    MixturePrediction,
     Weights,
     abstain_mask,
     component_slices_of,
     equal_weights,
-    mix,
 )
+
+
+@dataclass(frozen=True)
+class Retrieved:
+    """The neighbours of N positions that one search found for every memory of a mixture that is expensive."""
+
+    neighbours: Sequence[RetrievedNeighbours | None]  # for each memory; None: it has not been searched
+    search_mask: Tensor | None = None  # (N,) False where the weights skipped the search; None: nowhere
+
+    def select(self, rows: Tensor) -> Retrieved:
+        """Return what was retrieved for some positions, (n,) → n positions."""
+        neighbours = [None if each is None else each.select(rows) for each in self.neighbours]
+        return Retrieved(neighbours, None if self.search_mask is None else self.search_mask[rows])
+
+    def nearest(self, k: int) -> Retrieved:
+        """Return at most the k nearest neighbours of each position."""
+        return replace(self, neighbours=[None if each is None else each.nearest(k) for each in self.neighbours])
+
+    def only(self, memories: Sequence[int]) -> Retrieved:
+        """Return what was retrieved for some of the memories, in this order."""
+        return replace(self, neighbours=[self.neighbours[number] for number in memories])
 
 
 class Mixture:
@@ -201,39 +222,77 @@ class Mixture:
         """Read documents with all the models that are needed, in the windows that the store was read with."""
         return self.readers.read(documents, self.window, self.history_lengths, batch_tokens=batch_tokens)
 
-    def ask(self, logits: Tensor, context: Context) -> tuple[Context, LMOutput, list[MemoryOutput]]:
-        """Ask the language model and every memory; searches may be left out where the weights say so."""
-        lm = LMOutput(logits)
-        answers: list[MemoryOutput | None] = [
-            None if isinstance(memory, KnnMemory) else memory.predict(context) for memory in self.memories
-        ]
-        search_mask = self.weights.search_mask(context, lm, answers)
-        context = replace(context, search_mask=search_mask)
-        complete = [
-            memory.predict(context) if answer is None else answer
-            for memory, answer in zip(self.memories, answers, strict=True)
-        ]
-        return context, lm, complete
+    def retrieve(self, context: Context, ks: Sequence[int | Sequence[int] | None] | None = None) -> Retrieved:
+        """Search once for all positions, with every memory that is expensive.
 
-    def mix(self, context: Context, lm: LMOutput, answers: Sequence[MemoryOutput]) -> Mixed:
-        """Weigh what was answered."""
-        parts = [*lm.components, *(part for answer in answers for part in answer.components)]
-        abstains = abstain_mask(parts)  # (N, M)
-        return Mixed(parts, self.weights.weigh(context, lm, answers, abstains), abstains)
-
-    def predict(self, logits: Tensor, context: Context, *, every: bool = True) -> Mixed:
-        """Mix what the model says, (N, V) logits, with what the memories say.
-
-        Not `every` memory need be asked where only the mixture is looked at, and not its parts: then those that weigh
-        nothing anywhere are left out, and nothing is searched for them.
+        Without `ks`, each memory searches for as many neighbours as its settings need, where the weights need them;
+        only weights that skip searches look at the logits for that. `ks` has one entry for each memory: how many
+        neighbours are searched for everywhere, or one number for each position, 0: no search.
         """
-        if every or not isinstance(self.weights, FixedWeights) or all(self.weights.values[1:]):
-            return self.mix(*self.ask(logits, context))
-        values = self.weights.values
-        parts: list[Prediction] = [*LMOutput(logits).components]
-        heard = [values[0]]
-        for memory, span in zip(self.memories, self.component_slices, strict=True):
-            if any(values[span]):
-                parts += memory.predict(context).components
-                heard += values[span]
-        return mix(parts, heard)
+        if ks is None and self.weights.skips_searches:
+            lm = LMOutput(context.states[LM_LOGITS])
+            context = replace(context, search_mask=self.weights.search_mask(context, lm, self._cheap_outputs(context)))
+        return self._search(context, [None] * len(self.memories) if ks is None else ks)
+
+    def predict(
+        self,
+        context: Context,
+        retrieved: Retrieved | None = None,
+        *,
+        lm: MemoryOutput | None = None,
+        all_components: bool = True,
+    ) -> MixturePrediction:
+        """Mix the language model's distribution with those of the memories.
+
+        The context holds the (N, V) logits as LM_LOGITS; `lm` stands for them where they were not kept. What was not
+        retrieved is searched for. Without `all_components`, memories whose weight is 0 everywhere are left out, and
+        nothing is searched for them.
+        """
+        if lm is None:
+            lm = LMOutput(context.states[LM_LOGITS])
+        if not all_components and isinstance(self.weights, FixedWeights) and not all(self.weights.values[1:]):
+            return self._predict_weighted(context, retrieved, lm, self.weights.values)
+        cheap = self._cheap_outputs(context)
+        if retrieved is None or retrieved.search_mask is None:
+            context = replace(context, search_mask=self.weights.search_mask(context, lm, cheap))
+        else:
+            context = replace(context, search_mask=retrieved.search_mask)
+        outputs = [
+            self._output(number, context, retrieved) if output is None else output
+            for number, output in enumerate(cheap)
+        ]
+        components = [*lm.components, *(component for output in outputs for component in output.components)]
+        abstains = abstain_mask(components)  # (N, M)
+        weights = self.weights.compute(context, lm, outputs, abstains)
+        return MixturePrediction(components, weights, abstains, outputs, context.search_mask)
+
+    def _predict_weighted(
+        self, context: Context, retrieved: Retrieved | None, lm: MemoryOutput, weights: Sequence[float]
+    ) -> MixturePrediction:
+        """Mix only the memories that have a weight."""
+        components, used = [*lm.components], [weights[0]]
+        for number, own in enumerate(self.component_slices):
+            if any(weights[own]):
+                components += self._output(number, context, retrieved).components
+                used += weights[own]
+        return MixturePrediction.from_fixed(components, used)
+
+    def _cheap_outputs(self, context: Context) -> list[MemoryOutput | None]:
+        """Return the outputs of the memories that need no search, None for the others."""
+        return [None if memory.expensive else memory.predict(context) for memory in self.memories]
+
+    def _search(self, context: Context, ks: Sequence[int | Sequence[int] | None]) -> Retrieved:
+        neighbours = [
+            memory.retrieve(context, k) if searches(memory) else None
+            for memory, k in zip(self.memories, ks, strict=True)
+        ]
+        return Retrieved(neighbours, context.search_mask)
+
+    def _output(self, number: int, context: Context, retrieved: Retrieved | None) -> MemoryOutput:
+        """Return the output of one memory, from what was retrieved for it if anything was."""
+        memory = self.memories[number]
+        neighbours = None if retrieved is None else retrieved.neighbours[number]
+        if neighbours is None or not searches(memory):
+            return memory.predict(context)
+        mask = context.search_mask
+        return memory.output(neighbours if mask is None else neighbours.masked(mask))

@@ -18,7 +18,7 @@ from knnlm.lm.causal import CausalLM, expected
 from knnlm.lm.fingerprint import LANGUAGE, difference
 from knnlm.lm.key_layers import KeyLayer, find_key_layer
 from knnlm.lm.windows import Window, WindowShape, batches, windows
-from knnlm.memories.base import LOGITS, Context, Source, Span
+from knnlm.memories.base import LM_LOGITS, LOGITS, Context, Source, Span
 
 
 @dataclass(frozen=True)
@@ -27,8 +27,12 @@ class ReadBatch:
 
     rows: Tensor  # (N,) numbers of the targets, counted through all documents of the call
     targets: Tensor  # (N,)
-    logits: Tensor  # (N, V)
     context: Context
+
+    @property
+    def logits(self) -> Tensor:
+        """The (N, V) logits of the language model."""
+        return self.context.states[LM_LOGITS]
 
 
 class Readers:
@@ -112,7 +116,7 @@ class Readers:
             assert logits is not None
             rows, targets = expected(batch)
             runs = past.runs(batch, seen)
-            yield ReadBatch(rows, targets.to(logits.device), logits, Context(seen, runs))
+            yield ReadBatch(rows, targets.to(logits.device), Context(seen, runs))
 
 
 class _Past:

@@ -22,38 +22,45 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate, pairwise
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor
 
 from knnlm.errors import DatastoreCorrupt, ParameterError
 from knnlm.memories.base import Context, Memory, MemoryOutput, Prediction, Votes
-from knnlm.memories.decoder import LMOutput
 from knnlm.memories.voting import VoteOutput, by_token
 from knnlm.mixture.em import check_logs, fit, renormalise
 from knnlm.mixture.gate import Gate, SearchSkipper, features, memory_features, place
 
 
 @dataclass(frozen=True)
-class Mixed:
-    """A weighted sum of predictions. It is a prediction itself. The first part is the language model's."""
+class MixturePrediction:
+    """A weighted sum of predictions, which is a prediction itself. The first component is the language model's."""
 
     components: Sequence[Prediction]
     weights: Tensor  # (N, M), rows sum to 1
-    silent: Tensor | None = None  # (N, M) who abstains, where that was asked already
+    abstain_mask: Tensor | None = None  # (N, M) where a component abstains; None: not computed yet
+    outputs: Sequence[MemoryOutput] = ()  # of each memory
+    search_mask: Tensor | None = None  # (N,) False where a search was skipped; None: nowhere
 
-    def of(self, targets: Tensor) -> Tensor:
-        """Give the (N,) log-probabilities of one token a row, summed in the log domain."""
-        return self.weigh(self.component_log_probs(targets))
+    @classmethod
+    def from_fixed(cls, components: Sequence[Prediction], weights: Sequence[float]) -> MixturePrediction:
+        """Mix components by the same weights everywhere; the weight of one that abstains goes to the first."""
+        abstains = abstain_mask(components)  # (N, M)
+        return cls(components, renormalise(on_device(tuple(weights), abstains.device), abstains), abstains)
+
+    def log_prob(self, targets: Tensor) -> Tensor:
+        """Return the (N,) log-probabilities of one token per row, summed in the log domain."""
+        return self.combine(self.component_log_probs(targets))
 
     def component_log_probs(self, targets: Tensor) -> Tensor:
-        """Give the (N, M) log-probabilities of one token a row by each part."""
-        return torch.stack([part.log_prob(targets) for part in self.components], 1)
+        """Return the (N, M) log-probabilities of one token per row by each component."""
+        return torch.stack([component.log_prob(targets) for component in self.components], 1)
 
-    def weigh(self, logs: Tensor) -> Tensor:
-        """Mix what `component_log_probs` gave, for those who want both and would not ask every part twice."""
-        return (logs + self.weights.log()).logsumexp(1)
+    def combine(self, component_log_probs: Tensor) -> Tensor:
+        """Return the (N,) log-probabilities of the mixture from the (N, M) of its components."""
+        return (component_log_probs + self.weights.log()).logsumexp(1)
 
     def log_probs(self) -> Tensor:
         """Give the (N, V) log-probabilities, summed in the log domain, where nothing underflows."""
@@ -73,17 +80,17 @@ class Mixed:
         return _add_few(total, polled) if few else _add_many(total, polled)
 
     def abstains(self) -> Tensor:
-        """Mark the (N,) rows where no part has an opinion."""
+        """Mark the (N,) rows where every component abstains."""
         return self.component_abstains().all(1)
 
     def component_abstains(self) -> Tensor:
-        """Mark the (N, M) parts that have no opinion."""
-        return abstain_mask(self.components) if self.silent is None else self.silent
+        """Mark the (N, M) components that abstain."""
+        return abstain_mask(self.components) if self.abstain_mask is None else self.abstain_mask
 
 
-def abstain_mask(parts: Sequence[Prediction]) -> Tensor:
-    """Ask every part, (N, M)."""
-    return torch.stack([part.abstains() for part in parts], 1)
+def abstain_mask(components: Sequence[Prediction]) -> Tensor:
+    """Mark the (N, M) components that abstain."""
+    return torch.stack([component.abstains() for component in components], 1)
 
 
 def _add_many(total: Tensor, polled: Sequence[tuple[Votes, Tensor]]) -> Tensor:
@@ -113,12 +120,6 @@ def check_lambda(lmbda: float) -> None:
     """Refuse a λ that is not a probability."""
     if not (math.isfinite(lmbda) and 0 <= lmbda <= 1):
         raise ParameterError(f"lambda must be from 0 to 1, not {lmbda}.")
-
-
-def mix(parts: Sequence[Prediction], weights: Sequence[float]) -> Mixed:
-    """Mix parts by fixed weights; the weight of a part that abstains goes to the first part, the language model."""
-    abstains = abstain_mask(parts)  # (N, M)
-    return Mixed(parts, renormalise(on_device(tuple(weights), abstains.device), abstains), abstains)
 
 
 @lru_cache(maxsize=64)
@@ -218,11 +219,15 @@ class Weights(Protocol):
     def kind(self) -> str:
         """Say which kind of weights these are."""
 
-    def weigh(self, context: Context, lm: LMOutput, answers: Sequence[MemoryOutput], abstains: Tensor) -> Tensor:
+    def compute(self, context: Context, lm: MemoryOutput, answers: Sequence[MemoryOutput], abstains: Tensor) -> Tensor:
         """Give (N, M) weights, rows sum to 1 and are 0 where a part abstains."""
 
-    def search_mask(self, context: Context, lm: LMOutput, answers: Sequence[MemoryOutput | None]) -> Tensor | None:
-        """Mark the (N,) positions where memories that are not there yet are worth asking; None: all."""
+    @property
+    def skips_searches(self) -> bool:
+        """Whether `search_mask` leaves out any position."""
+
+    def search_mask(self, context: Context, lm: MemoryOutput, answers: Sequence[MemoryOutput | None]) -> Tensor | None:
+        """Mark the (N,) positions where memories without an output (None) are worth a search; None: all."""
 
 
 @dataclass(frozen=True)
@@ -231,16 +236,17 @@ class FixedWeights:
 
     values: tuple[float, ...]
     kind: str = "fixed"
+    skips_searches: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         if not (min(self.values) >= -1e-6 and abs(sum(self.values) - 1) <= 1e-4):
             raise ParameterError(f"weights must be at least 0 and sum to 1, not {self.values}.")
 
-    def weigh(self, context: Context, lm: LMOutput, answers: Sequence[MemoryOutput], abstains: Tensor) -> Tensor:  # noqa: ARG002
+    def compute(self, context: Context, lm: MemoryOutput, answers: Sequence[MemoryOutput], abstains: Tensor) -> Tensor:  # noqa: ARG002
         """Give the same weights to every row."""
         return renormalise(on_device(self.values, abstains.device), abstains)
 
-    def search_mask(self, context: Context, lm: LMOutput, answers: Sequence[MemoryOutput | None]) -> Tensor | None:  # noqa: ARG002
+    def search_mask(self, context: Context, lm: MemoryOutput, answers: Sequence[MemoryOutput | None]) -> Tensor | None:  # noqa: ARG002
         """Ask everywhere."""
         return None
 
@@ -252,14 +258,15 @@ class BucketWeights:
     buckets: Buckets
     memory: int  # which memory's neighbours
     kind: str = "buckets"
+    skips_searches: ClassVar[bool] = False
 
-    def weigh(self, context: Context, lm: LMOutput, answers: Sequence[MemoryOutput], abstains: Tensor) -> Tensor:  # noqa: ARG002
+    def compute(self, context: Context, lm: MemoryOutput, answers: Sequence[MemoryOutput], abstains: Tensor) -> Tensor:  # noqa: ARG002
         """Look each row's weights up."""
         answer = answers[self.memory]
         assert isinstance(answer, VoteOutput)
-        return self.buckets.weights(nearest(answer.found.distances), abstains)
+        return self.buckets.weights(nearest(answer.neighbours.distances), abstains)
 
-    def search_mask(self, context: Context, lm: LMOutput, answers: Sequence[MemoryOutput | None]) -> Tensor | None:  # noqa: ARG002
+    def search_mask(self, context: Context, lm: MemoryOutput, answers: Sequence[MemoryOutput | None]) -> Tensor | None:  # noqa: ARG002
         """Ask everywhere: the distance is known only then."""
         return None
 
@@ -275,7 +282,12 @@ class GatedWeights:
     cheap: Gate | None = None  # weighs the parts that are there where there was no search
     kind: str = "gated"
 
-    def weigh(self, context: Context, lm: LMOutput, answers: Sequence[MemoryOutput], abstains: Tensor) -> Tensor:
+    @property
+    def skips_searches(self) -> bool:
+        """Whether a fraction of the positions is not searched for."""
+        return self.skip is not None and self.fraction > 0
+
+    def compute(self, context: Context, lm: MemoryOutput, answers: Sequence[MemoryOutput], abstains: Tensor) -> Tensor:
         """Let the network weigh."""
         found = [memory_features(answer, lm) for answer in answers]
         seen = features(place(context), self.frequencies, (lm.features(), lm.top()), found)
@@ -284,9 +296,9 @@ class GatedWeights:
             return weights
         return torch.where(context.search_mask[:, None], weights, self.cheap.weights(seen, abstains))
 
-    def search_mask(self, context: Context, lm: LMOutput, answers: Sequence[MemoryOutput | None]) -> Tensor | None:
+    def search_mask(self, context: Context, lm: MemoryOutput, answers: Sequence[MemoryOutput | None]) -> Tensor | None:
         """Say where a search is worth its time, by what is known before it."""
-        if self.skip is None or self.fraction <= 0:
+        if self.skip is None or not self.skips_searches:
             return None
         found = [memory_features(answer, lm) for answer in answers if answer is not None]
         seen = features(place(context), self.frequencies, (lm.features(), lm.top()), found)

@@ -16,7 +16,7 @@ import hashlib
 import json
 import shlex
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -86,24 +86,6 @@ class Read:
         return Read(beginning(self.trace, rows, count), self.keys[:rows], self.documents[:count])
 
 
-class _Keeping(Mixture):
-    """A mixture that writes down the keys of all it reads."""
-
-    writer: ArrayWriter | None = None
-    first = 0
-
-    def read(self, documents: Sequence[Sequence[int]], *, batch_tokens: int = 1024) -> Iterator[ReadBatch]:
-        """Read documents, as any mixture does."""
-        knn = self.knn
-        assert knn is not None
-        for batch in super().read(documents, batch_tokens=batch_tokens):
-            if self.writer is not None:
-                rows = (batch.rows + self.first).numpy()
-                self.writer.put(rows, batch.context.states[knn.source].float().cpu().numpy())
-            yield batch
-        self.first += sum(map(len, documents))
-
-
 class ReportContext:
     """All that a study may use."""
 
@@ -136,10 +118,10 @@ class ReportContext:
         return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]
 
     @cached_property
-    def mixture(self) -> _Keeping:
+    def mixture(self) -> Mixture:
         """The model and every memory, as if nothing had been tuned."""
         order = self.order
-        return _Keeping.open(  # type: ignore[return-value]  # open gives what it is called on
+        return Mixture.open(
             order.memory,
             self.lm,
             memories=",".join(self.labels),
@@ -187,13 +169,22 @@ class ReportContext:
         mixture, partial = self.mixture, keys.with_suffix(".partial")
         total = sum(len(document.text) for document in documents)
         assert mixture.knn is not None
-        width = int(mixture.knn.store.model["width"])
-        try:
-            with ArrayWriter(partial, np.float32, (width,)) as writer:
-                mixture.writer, mixture.first = writer, 0
-                record(mixture, documents, trace, k=K, limit=self.order.limit, total=total, progress=self.progress)
-        finally:
-            mixture.writer = None
+        source, width = mixture.knn.source, int(mixture.knn.store.model["width"])
+        with ArrayWriter(partial, np.float32, (width,)) as writer:
+
+            def keep_keys(rows: NDArray[np.int64], batch: ReadBatch) -> None:
+                writer.put(rows, batch.context.states[source].float().cpu().numpy())
+
+            record(
+                mixture,
+                documents,
+                trace,
+                k=K,
+                limit=self.order.limit,
+                total=total,
+                progress=self.progress,
+                on_batch=keep_keys,
+            )
         with translate_os_errors(keys):
             partial.rename(keys)
 

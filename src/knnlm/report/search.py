@@ -15,7 +15,7 @@ from knnlm.evaluation.sweep import replay, sweep
 from knnlm.evaluation.trace import MemoryTrace, Trace
 from knnlm.index.base import Index, Neighbours, Vectors
 from knnlm.memories.knn import KnnMemory
-from knnlm.memories.voting import Retrieved
+from knnlm.memories.voting import RetrievedNeighbours
 from knnlm.progress import Progress, silent
 
 _QUERIES = 4096  # at a time: keys that do not fit into memory are read once for each such block
@@ -98,18 +98,18 @@ class SubsetIndex:
 
 def search_trace(
     memory: KnnMemory, keys: NDArray[np.float32], k: int, *, device: str = "cpu", progress: Progress = silent
-) -> Retrieved:
+) -> RetrievedNeighbours:
     """Find the k nearest of all (N, D) keys; what is found is held in memory."""
-    blocks: list[Retrieved] = []
+    blocks: list[RetrievedNeighbours] = []
     with progress("searching", total=len(keys), unit="tokens") as advance:
         for begin in range(0, len(keys), _QUERIES):
             queries = torch.from_numpy(np.array(keys[begin : begin + _QUERIES])).to(device)
             found = memory.search(queries, k)
             counts = None if found.counts is None else found.counts.cpu()
-            blocks.append(Retrieved(found.ids.cpu(), found.distances.cpu(), found.values.cpu(), counts))
+            blocks.append(RetrievedNeighbours(found.ids.cpu(), found.distances.cpu(), found.values.cpu(), counts))
             advance(len(queries))
     counted = None if blocks[0].counts is None else torch.cat([_counts(block) for block in blocks])
-    return Retrieved(
+    return RetrievedNeighbours(
         torch.cat([block.ids for block in blocks]),
         torch.cat([block.distances for block in blocks]),
         torch.cat([block.values for block in blocks]),
@@ -117,11 +117,11 @@ def search_trace(
     )
 
 
-def _counts(found: Retrieved) -> Tensor:
+def _counts(found: RetrievedNeighbours) -> Tensor:
     return torch.ones_like(found.distances) if found.counts is None else found.counts
 
 
-def merge(first: Retrieved | None, second: Retrieved, k: int) -> Retrieved:
+def merge(first: RetrievedNeighbours | None, second: RetrievedNeighbours, k: int) -> RetrievedNeighbours:
     """Keep the k nearest of what two searches in different keys found."""
     if first is None:
         return second.nearest(k)
@@ -133,10 +133,10 @@ def merge(first: Retrieved | None, second: Retrieved, k: int) -> Retrieved:
     counts = None
     if first.counts is not None or second.counts is not None:
         counts = torch.cat([_counts(first), _counts(second)], 1).gather(1, order)
-    return Retrieved(ids, nearest[:, :k], values, counts)
+    return RetrievedNeighbours(ids, nearest[:, :k], values, counts)
 
 
-def with_neighbours(trace: Trace, found: Retrieved, *, metric: str = "l2") -> Trace:
+def with_neighbours(trace: Trace, found: RetrievedNeighbours, *, metric: str = "l2") -> Trace:
     """Give a trace of the same text in which a store has found these neighbours, and nothing else is mixed."""
     arrays: dict[str, NDArray[Any]] = {
         "distances": found.distances.numpy().astype(np.float32),

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from knnlm.datastore.indexes import open_index
 from knnlm.memories.knn import KnnMemory
-from knnlm.memories.voting import Retrieved
+from knnlm.memories.voting import RetrievedNeighbours
 from knnlm.report.context import ReportContext
 from knnlm.report.study import CannotStudy, Cell, Example, ExampleNeighbour, Line, Plot, Study, Table
 
@@ -142,14 +142,14 @@ def _distinct(desk: ReportContext, order: Sequence[int], count: int) -> list[int
 
 
 def _example(
-    desk: ReportContext, memory: KnnMemory, found: Retrieved, number: int, row: int, logs: Sequence[float]
+    desk: ReportContext, memory: KnnMemory, found: RetrievedNeighbours, number: int, row: int, logs: Sequence[float]
 ) -> Example:
     trace, decode = desk.test.trace, desk.lm.decode
     first = row - int(trace.positions[row])
     context = trace.targets[max(first, row - _CONTEXT) : row].tolist()
     document = desk.test.documents[sorted(set(trace.documents.tolist())).index(first)]
     p_lm, p_knn, p = (float(np.exp(log_p)) for log_p in logs)
-    votes = memory.poll(found).components[0].log_weights[number].exp()
+    votes = memory.output(found).components[0].log_weights[number].exp()
     target = int(trace.targets[row])
     neighbours = []
     for place in range(min(_SHOWN, len(votes))):

@@ -15,7 +15,7 @@ from knnlm.index.exact import ExactIndex
 from knnlm.lm.key_layers import PLACES
 from knnlm.lm.windows import WindowShape
 from knnlm.memories.base import Source
-from knnlm.memories.voting import Retrieved
+from knnlm.memories.voting import RetrievedNeighbours
 from knnlm.mixture.readers import Readers
 from knnlm.progress import Progress
 from knnlm.report.context import Read, ReportContext, perplexity
@@ -157,4 +157,4 @@ def _neighbours(index: ExactIndex, memory: _Reading, source: Source, trace: Trac
     found = index.search(text.keys[source], min(max(k, 1), len(memory.targets)))
     ids = found.ids.cpu()
     values = memory.targets[ids.clamp(min=0)].masked_fill(ids < 0, -1)
-    return with_neighbours(trace, Retrieved(ids, found.distances.cpu(), values))
+    return with_neighbours(trace, RetrievedNeighbours(ids, found.distances.cpu(), values))

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from knnlm.index.base import Index
 from knnlm.index.exact import ExactIndex
-from knnlm.memories.voting import Retrieved
+from knnlm.memories.voting import RetrievedNeighbours
 from knnlm.report.context import Read, ReportContext
 from knnlm.report.search import Outcome, Part, SubsetIndex, choose, merge, search_trace, with_neighbours
 from knnlm.report.study import FIGURES, CannotStudy, Cell, Line, Plot, Study, Table, lowest, percent_lower
@@ -23,7 +23,7 @@ def both(desk: ReportContext) -> list[Read]:
     return [desk.valid, desk.test]
 
 
-def search_both(desk: ReportContext, index: Index, texts: Sequence[Read] | None = None) -> list[Retrieved]:
+def search_both(desk: ReportContext, index: Index, texts: Sequence[Read] | None = None) -> list[RetrievedNeighbours]:
     """Search the store through another index, for both texts."""
     memory, k = desk.searcher(index), desk.chosen[0].k
     return [
@@ -32,7 +32,11 @@ def search_both(desk: ReportContext, index: Index, texts: Sequence[Read] | None 
 
 
 def choose_for(
-    desk: ReportContext, found: Sequence[Retrieved], *, metric: str = "l2", texts: Sequence[Read] | None = None
+    desk: ReportContext,
+    found: Sequence[RetrievedNeighbours],
+    *,
+    metric: str = "l2",
+    texts: Sequence[Read] | None = None,
 ) -> Outcome:
     """Choose τ and λ for neighbours that were found for both texts, with the k that was chosen for the store."""
     valid, test = (
@@ -48,7 +52,7 @@ def study_size(desk: ReportContext) -> Study:
     if len(groups) < 2:
         raise CannotStudy("the store has too few documents to take a part of them")
     k = desk.chosen[0].k
-    found: list[Retrieved | None] = [None, None]
+    found: list[RetrievedNeighbours | None] = [None, None]
     tried: list[Outcome] = []
     for group in groups:
         part = Part(desk.store.keys, group)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from knnlm.errors import ParameterError
 from knnlm.memories.base import Votes
-from knnlm.memories.voting import NeighbourMemory, Retrieved, VoteParams, vote
+from knnlm.memories.voting import NeighbourMemory, RetrievedNeighbours, VoteParams, vote
 from knnlm.mixture.em import renormalise
 from knnlm.mixture.mixture import Mixture
 from knnlm.mixture.weights import FixedWeights
@@ -201,7 +201,7 @@ def _vote_again(opinions: Sequence[ComponentLogProbs], setting: VoteParams) -> V
     counts = None
     if any(each.counts is not None for each in there):
         counts = torch.from_numpy(np.stack([_wide(_counts(each), max_k, 1) for each in there]))
-    nearest = Retrieved(hits, distances, hits, counts).nearest(setting.k)
+    nearest = RetrievedNeighbours(hits, distances, hits, counts).nearest(setting.k)
     return vote(nearest, knn_temperature=setting.knn_temperature, vocab_size=2)
 
 

@@ -1,72 +1,28 @@
 """From what a request asks of the memory to a mixture that does so. Knows nothing about requests or batches.
 
 All these mixtures share the models and memories of the one that is served; they differ in how neighbours vote and in
-what counts how much. A search that was made for all rows of a batch is handed to them in the context.
+what counts how much, so that one search serves all of them.
 """
 
 from __future__ import annotations
 
 import copy
 from collections import OrderedDict
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from threading import Lock
 
-import torch
 from torch import Tensor
 
 from knnlm.errors import ParameterError
 from knnlm.memories.base import Context, Memory
 from knnlm.memories.knn import KnnMemory
-from knnlm.memories.voting import NeighbourMemory, Retrieved, VoteParams
+from knnlm.memories.voting import NeighbourMemory, SearchMemory, VoteParams, searches
 from knnlm.mixture.mixture import Mixture
 from knnlm.mixture.options import DEFAULTS
 from knnlm.mixture.weights import FixedWeights, Weights, equal_weights, first_components
 from knnlm.server.engine.requests import MemoryOverrides
 
 _KEPT = 256  # mixtures; each is a few small objects
-
-
-@dataclass(frozen=True)
-class ContextWithNeighbours(Context):
-    """A context whose searches were made already, together with those of others."""
-
-    found: Mapping[str, Retrieved] = field(default_factory=dict)  # by the label of a memory
-
-
-class PrefetchedKnn(KnnMemory):
-    """A store that looks for neighbours in the context first."""
-
-    label: str
-
-    @classmethod
-    def of(cls, memory: KnnMemory, label: str, settings: tuple[VoteParams, ...]) -> PrefetchedKnn:
-        """Make one of a memory, with these ways of voting."""
-        main, *others = settings
-        made = cls(
-            memory.store,
-            memory.index,
-            k=main.k,
-            knn_temperature=main.knn_temperature,
-            others=others,
-            source=memory.source,
-        )
-        made.label = label
-        return made
-
-    def find(self, context: Context, k: int | None = None) -> Retrieved:
-        """Give the neighbours that were found with those of others, or search."""
-        if not isinstance(context, ContextWithNeighbours) or self.label not in context.found:
-            return super().find(context, k)
-        found = context.found[self.label].nearest(k or self.max_k)
-        return found if context.search_mask is None else _only(found, context.search_mask)
-
-
-def _only(found: Retrieved, asked: Tensor) -> Retrieved:
-    """Forget the neighbours of rows that need none."""
-    gone = ~asked[:, None]
-    ids, values = found.ids.masked_fill(gone, -1), found.values.masked_fill(gone, -1)
-    return Retrieved(ids, found.distances.masked_fill(gone, torch.inf), values, found.counts)
 
 
 class MixtureCache:
@@ -116,18 +72,18 @@ class MixtureCache:
         )
 
     def _memory(self, number: int, wish: MemoryOverrides) -> Memory:
-        memory, label = self.mixture.memories[number], self.mixture.labels[number]
+        memory = self.mixture.memories[number]
         if number != self.own or (wish.k, wish.knn_temperature) == (None, None):
-            return PrefetchedKnn.of(memory, label, memory.settings) if isinstance(memory, KnnMemory) else memory
+            return memory
         assert isinstance(memory, NeighbourMemory)
         main, *others = memory.settings
         main = VoteParams(
             main.k if wish.k is None else wish.k,
             main.knn_temperature if wish.knn_temperature is None else wish.knn_temperature,
         )
-        if isinstance(memory, KnnMemory):
-            return PrefetchedKnn.of(memory, label, (main, *others))
-        return _with_settings(memory, (main, *others))
+        changed = copy.copy(memory)
+        changed.settings = (main, *others)
+        return changed
 
     def _weights(self, wish: MemoryOverrides, chosen: list[int], memories: list[Memory]) -> Weights:
         base = self.mixture
@@ -144,19 +100,17 @@ class MixtureCache:
         return equal_weights(memories, DEFAULTS["lambda"])
 
 
-def _with_settings(memory: NeighbourMemory, settings: tuple[VoteParams, ...]) -> Memory:
-    """Copy a memory of neighbours that is no store, with other ways of voting."""
-    made = copy.copy(memory)
-    made.settings = settings
-    return made
+def search_k(mixture: Mixture | None, label: str, memory: SearchMemory) -> int:
+    """Return how many neighbours of a served memory are searched for: those of the server's own setting, or more.
 
-
-def wanted_k(mixture: Mixture, label: str) -> int:
-    """Say how many neighbours a mixture wants of a store; 0 where it has no such."""
-    for own, memory in zip(mixture.labels, mixture.memories, strict=True):
-        if own == label and isinstance(memory, KnnMemory):
-            return memory.max_k
-    return 0
+    So most texts share one search, whatever their k, and the neighbours of a text do not depend on the other texts in
+    the batch: among neighbours at equal distance, a search for fewer may return others. 0: the mixture does not have
+    the memory.
+    """
+    if mixture is None or label not in mixture.labels:
+        return 0
+    own = mixture.memories[mixture.labels.index(label)]
+    return max(own.max_k, memory.max_k) if searches(own) else 0
 
 
 def gather(context: Context, rows: Tensor | None) -> Context:

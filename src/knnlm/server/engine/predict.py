@@ -21,13 +21,13 @@ from torch import Tensor
 
 from knnlm.datastore.store import Datastore
 from knnlm.lm.causal import CausalLM
-from knnlm.memories.base import Context, Logits, MemoryOutput
+from knnlm.memories.base import LM_LOGITS, Context, Logits, MemoryOutput
 from knnlm.memories.knn import KnnMemory
-from knnlm.memories.voting import Retrieved, VoteOutput
-from knnlm.mixture.mixture import Mixture
-from knnlm.mixture.weights import Mixed
+from knnlm.memories.voting import VoteOutput, searches
+from knnlm.mixture.mixture import Mixture, Retrieved
+from knnlm.mixture.weights import MixturePrediction
 from knnlm.server.engine.batching import join_contexts
-from knnlm.server.engine.overrides import ContextWithNeighbours, MixtureCache, gather, wanted_k
+from knnlm.server.engine.overrides import MixtureCache, gather, search_k
 from knnlm.server.engine.requests import ComponentLogProbs, GenerationRequest, KeptNeighbours, ScoredToken
 
 
@@ -91,9 +91,9 @@ def predict_batch(wishes: MixtureCache, heard: Sequence[ForwardResult], times: T
     """Give, for each position in turn, the tokens that follow it: one, or one for each continuation."""
     answers: list[list[ScoredToken]] = [[] for piece in heard for _ in piece.wants]
     groups = _groups(wishes, heard)
-    found = _search(wishes, heard, groups, times)
+    retrieved = _retrieve(wishes, heard, groups, times)
     for group in groups:
-        for row, tokens in zip(group.rows, _GroupPredictor(wishes, group, found).tokens(), strict=True):
+        for row, tokens in zip(group.rows, _GroupPredictor(wishes, group, retrieved).tokens(), strict=True):
             answers[row] = tokens
     return answers
 
@@ -118,91 +118,54 @@ def _groups(wishes: MixtureCache, heard: Sequence[ForwardResult]) -> list[Group]
     return list(groups.values())
 
 
-def depth(mixture: Mixture | None, label: str, memory: KnnMemory) -> int:
-    """Say how many neighbours are looked for: as many as the server's own setting asks for, or more.
-
-    So most texts share one search, whatever their k, and what a text is told does not depend on its neighbours in the
-    batch: of neighbours that are equally near, a search for fewer may choose others.
-    """
-    k = 0 if mixture is None else wanted_k(mixture, label)
-    return max(k, memory.max_k) if k else 0
-
-
-def _search(
-    wishes: MixtureCache, heard: Sequence[ForwardResult], groups: Sequence[Group], times: Times
-) -> dict[str, Retrieved]:
-    """Search each store once for all positions that want it; rows that do not have no neighbour."""
+def _retrieve(wishes: MixtureCache, heard: Sequence[ForwardResult], groups: Sequence[Group], times: Times) -> Retrieved:
+    """Search each store once for all positions that want it; the others have no neighbour."""
     base, total = wishes.mixture, sum(len(piece.wants) for piece in heard)
-    found = {}
+    ks: list[list[int]] = []
     for label, memory in zip(base.labels, base.memories, strict=True):
-        if not isinstance(memory, KnnMemory):
-            continue
         wanted = [0] * total
-        for group in groups:
-            for row in group.rows:
-                wanted[row] = depth(group.mixture, label, memory)
-        if any(wanted):
-            began = perf_counter()
-            own = [piece.context.states[memory.source] for piece in heard]
-            keys = torch.cat(own) if len(own) > 1 else own[0]
-            found[label] = _search_store(memory, keys, wanted)
-            times.search += perf_counter() - began
-            times.searched += sum(k > 0 for k in wanted)
-    return found
+        if searches(memory):
+            for group in groups:
+                k = search_k(group.mixture, label, memory)
+                for row in group.rows:
+                    wanted[row] = k
+        ks.append(wanted)
+    began = perf_counter()
+    sources = {memory.source for memory in base.memories if memory.expensive and memory.source is not None}
+    keys = {source: _joined([piece.context.states[source] for piece in heard]) for source in sources}
+    retrieved = base.retrieve(Context(keys), ks)
+    if searched := sum(k > 0 for wanted in ks for k in wanted):
+        times.search += perf_counter() - began
+        times.searched += searched
+    return retrieved
 
 
-def _search_store(memory: KnnMemory, keys: Tensor, wanted: Sequence[int]) -> Retrieved:
-    """Search for the rows that want neighbours, once for each number of them."""
-    depths = sorted(set(wanted) - {0})
-    if len(depths) == 1 and all(wanted):
-        return memory.search(keys, depths[0])
-    parts = []
-    for depth in depths:
-        place = torch.tensor([row for row, k in enumerate(wanted) if k == depth], device=keys.device)
-        parts.append((place, memory.search(keys[place], depth)))
-    shape = (len(keys), max(some.ids.shape[1] for _, some in parts))
-    ids = torch.full(shape, -1, device=keys.device)
-    values, distances = ids.clone(), torch.full(shape, torch.inf, device=keys.device)
-    counts = torch.ones(shape, device=keys.device) if parts[0][1].counts is not None else None
-    for place, some in parts:
-        width = some.ids.shape[1]
-        ids[place, :width], values[place, :width] = some.ids, some.values
-        distances[place, :width] = some.distances.to(distances)
-        if counts is not None and some.counts is not None:
-            counts[place, :width] = some.counts
-    return Retrieved(ids, distances, values, counts)
+def _joined(tensors: Sequence[Tensor]) -> Tensor:
+    return torch.cat(list(tensors)) if len(tensors) > 1 else tensors[0]
 
 
 class _GroupPredictor:
     """Predicts one group: all that is told of a token comes from here."""
 
-    def __init__(self, wishes: MixtureCache, group: Group, found: dict[str, Retrieved]) -> None:
+    def __init__(self, wishes: MixtureCache, group: Group, retrieved: Retrieved) -> None:
         self.wishes = wishes
         self.group = group
         self.mixture = group.mixture
         self.wants = group.wants
         pieces = [
-            (heard.logits, heard.context)
-            if rows is None
-            else (heard.logits[rows], gather(heard.context, torch.tensor(rows, device=heard.logits.device)))
+            heard.context if rows is None else gather(heard.context, torch.tensor(rows, device=heard.logits.device))
             for heard, rows, _ in group.pieces
         ]
-        self.logits = torch.cat([logits for logits, _ in pieces]) if len(pieces) > 1 else pieces[0][0]
-        self.answers: Sequence[MemoryOutput] = ()
-        self.found: dict[str, Retrieved] = {}
-        self.asked: Tensor | None = None
+        context = join_contexts(pieces)
+        self.logits = context.states[LM_LOGITS]
+        self.retrieved: Retrieved | None = None
         if self.mixture is None:
-            model = Logits(self.logits)
-            self.mixed = Mixed([model], torch.ones(len(self.logits), 1, device=self.logits.device))
+            weights = torch.ones(len(self.logits), 1, device=self.logits.device)
+            self.mixed = MixturePrediction([Logits(self.logits)], weights)
             return
-        context = join_contexts([context for _, context in pieces])
-        rows = group.rows
-        self.found = {label: _rows_of(some, rows) for label, some in found.items() if label in self.mixture.labels}
-        looked, lm, self.answers = self.mixture.ask(
-            self.logits, ContextWithNeighbours(context.states, context.spans, found=self.found)
-        )
-        self.asked = looked.search_mask
-        self.mixed = self.mixture.mix(looked, lm, self.answers)
+        served = wishes.mixture.labels
+        self.retrieved = _rows_of(retrieved.only([served.index(label) for label in self.mixture.labels]), group.rows)
+        self.mixed = self.mixture.predict(context, self.retrieved)
 
     def tokens(self) -> Iterator[list[ScoredToken]]:
         """Give the tokens that follow each position."""
@@ -226,7 +189,7 @@ class _GroupPredictor:
         target = torch.tensor(targets, device=self.logits.device)
         logs = self.mixed.component_log_probs(target)  # (N, M)
         weights = self.mixed.weights  # (N, M)
-        mixed = self.mixed.weigh(logs)
+        mixed = self.mixed.combine(logs)
         abstains = self.mixed.component_abstains()
         neighbours = self._neighbours(targets)
         made = []
@@ -241,7 +204,7 @@ class _GroupPredictor:
             if self.mixture is not None:
                 token.shares = shares_of(self.mixture, opinion)
                 if want.order.sources:
-                    token.sources = name_sources(self.mixture, self.answers, row, top=want.order.sources)
+                    token.sources = name_sources(self.mixture, self.mixed.outputs, row, top=want.order.sources)
             made.append(token)
         return made
 
@@ -252,13 +215,15 @@ class _GroupPredictor:
         label = self.wishes.mixture.labels[self.wishes.own]
         if label not in self.mixture.labels:
             return None
-        answer = self.answers[self.mixture.labels.index(label)]
-        if not isinstance(answer, VoteOutput):
+        number = self.mixture.labels.index(label)
+        output, base = self.mixed.outputs[number], self.wishes.mixture.memories[self.wishes.own]
+        if not isinstance(output, VoteOutput):
             return None
-        found, base = answer.found, self.wishes.mixture.memories[self.wishes.own]
-        if label in self.found and self.asked is None and isinstance(base, KnnMemory):
+        found = output.neighbours
+        more = None if self.retrieved is None else self.retrieved.neighbours[number]
+        if more is not None and self.mixed.search_mask is None and searches(base):
             # More than have voted may have been found; scoring again may let them vote.
-            found = self.found[label].nearest(depth(self.mixture, label, base))
+            found = more.nearest(search_k(self.mixture, label, base))
         # By NumPy, whose small steps cost a fraction of what torch's do.
         ids, values = found.ids.cpu().numpy(), found.values.cpu().numpy()
         hits = (values == np.array(targets)[:, None]).astype(np.int8)
@@ -271,12 +236,11 @@ class _GroupPredictor:
         ]
 
 
-def _rows_of(found: Retrieved, wanted: Sequence[int]) -> Retrieved:
-    if list(wanted) == list(range(len(found.ids))):
-        return found
-    rows = torch.tensor(wanted, device=found.ids.device)
-    counts = None if found.counts is None else found.counts[rows]
-    return Retrieved(found.ids[rows], found.distances[rows], found.values[rows], counts)
+def _rows_of(retrieved: Retrieved, rows: Sequence[int]) -> Retrieved:
+    found = next((each for each in retrieved.neighbours if each is not None), None)
+    if found is None or list(rows) == list(range(len(found.ids))):
+        return retrieved
+    return retrieved.select(torch.tensor(rows, device=found.ids.device))
 
 
 def weighed(token: int, log_p: float, opinion: ComponentLogProbs) -> ScoredToken:
@@ -318,10 +282,10 @@ def name_sources(mixture: Mixture, answers: Sequence[MemoryOutput], position: in
         # Of those that are equally loud, the nearer ones.
         votes, places = answer.components[0].log_weights[position].exp().sort(descending=True, stable=True)
         for place, weight in zip(places[:top].tolist(), votes[:top].tolist(), strict=True):
-            row = int(answer.found.ids[position, place])
+            row = int(answer.neighbours.ids[position, place])
             if row >= 0:
                 facts = {"memory": label, "weight": weight}
-                facts["distance"] = float(answer.found.distances[position, place])
+                facts["distance"] = float(answer.neighbours.distances[position, place])
                 named.append({**facts, **describe(memory.store, mixture.lm, row)})
     return sorted(named, key=lambda each: -each["weight"])[:top]
 
