@@ -51,17 +51,17 @@ def seen(lm, small):
     }
 
 
-def expected(seen, *, k, temperature, weight, metric):
+def expected(seen, *, k, knn_temperature, lmbda, metric):
     """The base perplexity, and the highest and lowest that the mixture and the oracle can have."""
     base, mixed, best = [], [], []
     for query, p_lm, target in zip(seen["queries"], seen["p_lm"], seen["targets"], strict=True):
         p_knn = np.array(
             oracle.knn_bounds(
-                query, seen["keys"], seen["values"], target, k=k, knn_temperature=temperature, metric=metric
+                query, seen["keys"], seen["values"], target, k=k, knn_temperature=knn_temperature, metric=metric
             )
         )
         base.append(p_lm[target])
-        mixed.append((1 - weight) * p_lm[target] + weight * p_knn)
+        mixed.append((1 - lmbda) * p_lm[target] + lmbda * p_knn)
         best.append(np.maximum(p_lm[target], p_knn))
     return oracle.perplexity(base), *(
         [oracle.perplexity(column) for column in np.array(rows).T] for rows in (mixed, best)
@@ -69,13 +69,13 @@ def expected(seen, *, k, temperature, weight, metric):
 
 
 @pytest.mark.parametrize(
-    ("k", "temperature", "weight", "metric"),
+    ("k", "knn_temperature", "lmbda", "metric"),
     [(8, 1.0, 0.3, "l2"), (64, 5.0, 0.7, "l2"), (16, 2.0, 0.5, "ip"), (10_000, 10.0, 0.25, "l2"), (1, 1.0, 0.1, "l2")],
 )
-def test_evaluation_agrees_with_numpy_token_by_token(lm, small, seen, k, temperature, weight, metric):
-    mixture = Mixture.open(small.path, lm, k=k, knn_temperature=temperature, lmbda=weight, metric=metric)
+def test_evaluation_agrees_with_numpy_token_by_token(lm, small, seen, k, knn_temperature, lmbda, metric):
+    mixture = Mixture.open(small.path, lm, k=k, knn_temperature=knn_temperature, lmbda=lmbda, metric=metric)
     measured = evaluate(mixture, documents(4, start=100))
-    base, mixed, best = expected(seen, k=k, knn_temperature=temperature, weight=weight, metric=metric)
+    base, mixed, best = expected(seen, k=k, knn_temperature=knn_temperature, lmbda=lmbda, metric=metric)
     assert measured.tokens == len(seen["targets"])
     assert measured.base_perplexity == pytest.approx(base, rel=1e-5)
     for found, (highest, lowest) in ((measured.perplexity, mixed), (measured.oracle_perplexity, best)):
@@ -86,7 +86,7 @@ def test_evaluation_agrees_with_numpy_token_by_token(lm, small, seen, k, tempera
 def test_an_approximate_index_votes_with_the_distances_of_stored_keys(lm, seen, tmp_path):
     store = build(documents(12), tmp_path / "memory", lm=lm, window=WINDOW)
     assert build_index(store, "IVF8,PQ8x4") == "IVF8,PQ8x4"
-    settings = {"k": 8, "knn_temperature": 1.0, "weight": 0.3, "metric": "l2"}
+    settings = {"k": 8, "knn_temperature": 1.0, "lmbda": 0.3, "metric": "l2"}
     plain = evaluate(Mixture.open(store.path, lm, rerank=False, **settings), documents(4, start=100))
     fine = evaluate(Mixture.open(store.path, lm, **settings), documents(4, start=100))
     _, (right, _), _ = expected(seen, **settings)

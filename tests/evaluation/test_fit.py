@@ -150,7 +150,7 @@ def test_each_set_of_memories_keeps_its_own_choice(lm, path):
     for order in ("cache,knn", "knn,cache"):  # a set has no order
         both = Mixture.open(path, lm, memories=order)
         assert both.labels == ["cache", "knn"]
-        assert both.weight != 0.25
+        assert both.lmbda != 0.25
 
 
 def test_a_memory_that_was_tuned_among_others_votes_as_it_was_tuned_to(lm, tmp_path):

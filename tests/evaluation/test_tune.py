@@ -39,9 +39,9 @@ def test_a_sweep_equals_an_evaluation_with_each_setting(lm, mixture, trace):
     swept = sweep(trace, ks=[1, 7, 64], knn_temperatures=[0.5, 20.0], lambdas=[0.0, 0.3, 0.9])
     assert swept.tokens == len(trace)
     for i, k in enumerate(swept.ks):
-        for j, temperature in enumerate(swept.knn_temperatures):
-            for m, weight in enumerate(swept.lambdas):
-                opened = Mixture.open(mixture.knn.store.path, lm, k=k, knn_temperature=temperature, lmbda=weight)
+        for j, knn_temperature in enumerate(swept.knn_temperatures):
+            for m, lmbda in enumerate(swept.lambdas):
+                opened = Mixture.open(mixture.knn.store.path, lm, k=k, knn_temperature=knn_temperature, lmbda=lmbda)
                 measured = evaluate(opened, documents(5, start=100))
                 # With the trace's own k the neighbours are the same; with fewer, ties may be broken otherwise.
                 close = 1e-4 if k == 64 else 1e-2
@@ -49,11 +49,11 @@ def test_a_sweep_equals_an_evaluation_with_each_setting(lm, mixture, trace):
                 assert swept.base_perplexity == pytest.approx(measured.base_perplexity, rel=1e-6)
 
 
-@pytest.mark.parametrize(("k", "temperature", "weight"), [(64, 3.0, 0.4), (64, 20.0, 0.0), (64, 3.0, 1.0)])
-def test_a_replay_equals_an_evaluation(lm, mixture, trace, k, temperature, weight):
-    opened = Mixture.open(mixture.knn.store.path, lm, k=k, knn_temperature=temperature, lmbda=weight)
+@pytest.mark.parametrize(("k", "knn_temperature", "lmbda"), [(64, 3.0, 0.4), (64, 20.0, 0.0), (64, 3.0, 1.0)])
+def test_a_replay_equals_an_evaluation(lm, mixture, trace, k, knn_temperature, lmbda):
+    opened = Mixture.open(mixture.knn.store.path, lm, k=k, knn_temperature=knn_temperature, lmbda=lmbda)
     measured = evaluate(opened, documents(5, start=100)).as_dict()
-    replayed = replay(trace, k=k, knn_temperature=temperature, lmbda=weight).as_dict()
+    replayed = replay(trace, k=k, knn_temperature=knn_temperature, lmbda=lmbda).as_dict()
     assert [replayed.pop(name) for name in ("metric", "weights")] == [
         measured.pop(name) for name in ("metric", "weights")
     ]
@@ -88,16 +88,16 @@ def test_a_sweep_agrees_with_numpy_on_any_trace(tokens, k, seed):
         made_trace(log_p, distances, values, targets), ks=ks, knn_temperatures=[0.3, 40], lambdas=[0, 0.5, 0.99]
     )
     for i, count in enumerate(ks):
-        for j, temperature in enumerate((0.3, 40)):
-            for m, weight in enumerate((0, 0.5, 0.99)):
+        for j, knn_temperature in enumerate((0.3, 40)):
+            for m, lmbda in enumerate((0, 0.5, 0.99)):
                 logs = []
                 for row in range(tokens):
                     there = np.isfinite(distances[row, :count])
                     p_lm = np.exp(np.float64(np.float32(log_p[row])))
                     if there.any():
-                        votes = oracle.softmax(-distances[row, :count][there] / temperature)
+                        votes = oracle.softmax(-distances[row, :count][there] / knn_temperature)
                         p_knn = votes[values[row, :count][there] == targets[row]].sum()
-                        logs.append(np.log((1 - weight) * p_lm + weight * p_knn))
+                        logs.append(np.log((1 - lmbda) * p_lm + lmbda * p_knn))
                     else:
                         logs.append(np.log(p_lm))
                 assert np.log(swept.perplexity[i, j, m]) == pytest.approx(-np.mean(logs), rel=1e-4, abs=1e-4)
@@ -111,9 +111,9 @@ def test_a_token_that_the_model_finds_all_but_impossible_does_not_underflow():
 
 def test_the_best_setting_is_the_smallest_of_the_table(trace):
     swept = sweep(trace)
-    k, temperature, weight, perplexity = swept.best
+    k, knn_temperature, lmbda, perplexity = swept.best
     assert perplexity == swept.perplexity.min()
-    place = swept.ks.index(k), swept.knn_temperatures.index(temperature), swept.lambdas.index(weight)
+    place = swept.ks.index(k), swept.knn_temperatures.index(knn_temperature), swept.lambdas.index(lmbda)
     assert swept.perplexity[place] == perplexity
     assert swept.perplexity[:, :, 0] == pytest.approx(swept.base_perplexity, rel=1e-6)  # λ = 0
     assert swept.ks == (1, 4, 8, 16, 32, 64)
@@ -121,10 +121,10 @@ def test_the_best_setting_is_the_smallest_of_the_table(trace):
 
 def test_tuning_stores_its_choice_and_the_text_it_was_made_on(lm, mixture):
     result = tune(mixture, documents(5, start=100), weights="fixed", sources=["held-out.txt"])
-    k, temperature, weight, perplexity = result.sweep.best
+    k, knn_temperature, lmbda, perplexity = result.sweep.best
     assert result.perplexity == perplexity
     opened = Mixture.open(mixture.knn.store.path, lm)
-    assert (opened.knn.k, opened.knn.knn_temperature, opened.weight) == (k, temperature, weight)
+    assert (opened.knn.k, opened.knn.knn_temperature, opened.lmbda) == (k, knn_temperature, lmbda)
     facts = opened.home.catalog.get("choices")["knn"]["facts"]
     assert facts["chosen_on"] == ["held-out.txt"]
     assert facts["tokens"] == result.tokens
@@ -174,7 +174,7 @@ def test_a_trace_that_fails_leaves_nothing_behind(mixture, tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("grid", [{"ks": [0]}, {"temperatures": [0.0]}, {"temperatures": [-1.0]}, {"lambdas": [1.5]}])
+@pytest.mark.parametrize("grid", [{"ks": [0]}, {"knn_temperatures": [0.0]}, {"knn_temperatures": [-1.0]}, {"lambdas": [1.5]}])
 def test_values_outside_their_range_are_refused(trace, grid):
     with pytest.raises(ParameterError, match="must be"):
         sweep(trace, **grid)
