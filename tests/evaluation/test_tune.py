@@ -174,7 +174,9 @@ def test_a_trace_that_fails_leaves_nothing_behind(mixture, tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("grid", [{"ks": [0]}, {"knn_temperatures": [0.0]}, {"knn_temperatures": [-1.0]}, {"lambdas": [1.5]}])
+@pytest.mark.parametrize(
+    "grid", [{"ks": [0]}, {"knn_temperatures": [0.0]}, {"knn_temperatures": [-1.0]}, {"lambdas": [1.5]}]
+)
 def test_values_outside_their_range_are_refused(trace, grid):
     with pytest.raises(ParameterError, match="must be"):
         sweep(trace, **grid)
