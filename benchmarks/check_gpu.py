@@ -293,7 +293,7 @@ class Checks:
             torch.testing.assert_close(blind, looked)
             made = []
             for late in (True, False):
-                model.looks_late = late
+                model.deferred_checks = late
                 torch.manual_seed(3)
                 ids = torch.tensor([[5, 6, 7]], device=self.device)
                 made.append(model.generate(ids, max_new_tokens=20, do_sample=True, eos_token_id=None))

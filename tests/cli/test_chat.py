@@ -80,7 +80,7 @@ def talk(home):
 
 def generated(home, prompt: list[int], count: int) -> list[int]:
     """What transformers generates greedily with the memory."""
-    model = KnnForCausalLM.from_memory(home / "memory", **SETTINGS)
+    model = KnnForCausalLM.from_store(home / "memory", **SETTINGS)
     ids = torch.tensor([prompt])
     made = model.generate(
         ids, attention_mask=torch.ones_like(ids), max_new_tokens=count, do_sample=False, pad_token_id=0
@@ -157,7 +157,7 @@ def test_signs_that_turn_writing_around_are_shown_as_signs():
 def test_why_adds_up_to_what_the_memory_gave(home, talk):
     begun = talk()
     tokens = list(begun.say("The memory of a model is"))
-    model = KnnForCausalLM.from_memory(home / "memory", **SETTINGS)
+    model = KnnForCausalLM.from_store(home / "memory", **SETTINGS)
     prompt = tiny_tokenizer()("user: The memory of a model is\nassistant:")["input_ids"]
     ids = torch.tensor([prompt + [token.id for token in tokens]])
     with torch.no_grad():

@@ -889,7 +889,7 @@ def test_a_model_that_is_given_away_with_its_memory_has_no_byte_of_a_removed_doc
     remove(memory, document="d4")
     mixture = Mixture.open(memory, lm, memories="knn")
     assert not mixture.stale
-    KnnForCausalLM(mixture).save_pretrained(tmp_path / "model", copy_memory=True)
+    KnnForCausalLM(mixture).save_pretrained(tmp_path / "model", copy_store=True)
     files = [file for file in (tmp_path / "model").rglob("*") if file.is_file()]
     assert not [file for file in files if tokens in file.read_bytes()]
     assert any(tokens in file.read_bytes() for file in memory.rglob("*.npy"))
@@ -922,7 +922,7 @@ def test_a_saved_model_has_nothing_that_a_repair_or_a_compaction_has_replaced(lm
         (memory / "lost" / "001").mkdir(parents=True)
         known = {f"{segment.id:06d}" for segment in Datastore.open(memory).segments}
         assert {entry.name for entry in (memory / "segments").iterdir()} > known
-        KnnForCausalLM(Mixture.open(memory, lm)).save_pretrained(tmp_path / "model", copy_memory=True)
-    copied = tmp_path / "model" / "memory"
+        KnnForCausalLM(Mixture.open(memory, lm)).save_pretrained(tmp_path / "model", copy_store=True)
+    copied = tmp_path / "model" / "store"
     assert {entry.name for entry in (copied / "segments").iterdir()} == known
     assert not (copied / "lost").exists()

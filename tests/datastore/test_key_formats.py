@@ -244,7 +244,7 @@ def test_generating_explaining_indexing_and_pruning_work(built, lm, way, tmp_pat
     assert Datastore.open(store.path).index_bytes == sum(file.stat().st_size for file in store.path.glob("index/*/*"))
     build_index(store, "exact")
     assert Datastore.open(store.path).index_bytes == 0
-    model = KnnForCausalLM.from_memory(store.path, lm)
+    model = KnnForCausalLM.from_store(store.path, lm)
     start = torch.tensor([[1, 5, 9]])
     assert model.generate(start, max_new_tokens=3, do_sample=False).shape == (1, 6)
     assert explain(Mixture.open(store.path, lm), "the quick brown")

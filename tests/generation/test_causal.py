@@ -1,4 +1,4 @@
-"""KnnForCausalLM: a real transformers model whose logits are the mixture, whatever way it is asked."""
+"""KnnForCausalLM is a transformers model whose logits are the mixture, in every mode of generation."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from helpers.models import tiny, tiny_tokenizer
 from helpers.stores import documents
 from knnlm.datastore.store import Datastore
 from knnlm.errors import DatastoreError, ModelError
-from knnlm.generation.causal import KnnForCausalLM
+from knnlm.generation.causal import KnnForCausalLM, generate_text, generate_tokens
 from knnlm.index.base import Neighbours
 from knnlm.index.exact import ExactIndex
 from knnlm.index.gpu.deferred import check_flag, is_deferred
@@ -38,7 +38,7 @@ FAMILIES = ["llama", "gpt2", "opt", "bloom", "falcon", "gpt_neox", "gemma3", "qw
 
 @pytest.fixture(scope="module", params=FAMILIES)
 def model(request, tmp_path_factory):
-    """A tiny model of a family with a memory of its own."""
+    """A tiny model of each family with its own store."""
     lm = CausalLM(tiny(request.param), tiny_tokenizer(), name=request.param)
     store = build(documents(8), tmp_path_factory.mktemp("generate") / "memory", lm=lm)
     return KnnForCausalLM(Mixture.open(store.path, lm, k=12, knn_temperature=4.0, lmbda=0.6))
@@ -56,11 +56,11 @@ def prompts(model):
 def numpy_next(model, ids):
     """The mixture after one sequence, by brute force over the stored keys."""
     store = model.mixture.knn.store
-    with torch.no_grad(), model.mixture.lm.key_layer.capture() as kept:
+    with torch.no_grad(), model.mixture.lm.key_layer.capture() as captured:
         logits = model.base(torch.tensor([ids])).logits[0, -1]
     rows = torch.arange(store.rows)
     p_knn = oracle.knn_distribution(
-        kept[-1][0, -1].numpy(),
+        captured[-1][0, -1].numpy(),
         store.take(rows).numpy(),
         store.values(rows).numpy(),
         model.mixture.lm.vocab_size,
@@ -94,21 +94,21 @@ def test_logits_are_the_log_of_the_mixture(model):
 
 def test_greedy_with_and_without_cache_equals_the_oracle(model):
     ids = prompts(model)[0]
-    right = greedy(model, ids, 8)
+    expected = greedy(model, ids, 8)
     for cached in (True, False):
-        made = model.generate(
+        output = model.generate(
             torch.tensor([ids]), max_new_tokens=8, do_sample=False, use_cache=cached, eos_token_id=None
         )
-        assert made[0].tolist() == right
+        assert output[0].tolist() == expected
 
 
 def test_a_batch_with_left_padding_gives_what_each_prompt_gives_alone(model):
     tokenizer = copy.deepcopy(model.tokenizer)
     tokenizer.padding_side = "left"
-    chosen = prompts(model)
-    batch = tokenizer.pad({"input_ids": chosen}, return_tensors="pt")
-    made = model.generate(**batch, max_new_tokens=6, do_sample=False, eos_token_id=None)
-    for row, ids in zip(made, chosen, strict=True):
+    texts = prompts(model)
+    batch = tokenizer.pad({"input_ids": texts}, return_tensors="pt")
+    output = model.generate(**batch, max_new_tokens=6, do_sample=False, eos_token_id=None)
+    for row, ids in zip(output, texts, strict=True):
         alone = model.generate(torch.tensor([ids]), max_new_tokens=6, do_sample=False, eos_token_id=None)
         assert row[-6:].tolist() == alone[0, -6:].tolist()
 
@@ -118,15 +118,15 @@ def test_beams_find_a_continuation_at_least_as_probable_as_greedy(model):
     settings = {"max_new_tokens": 5, "do_sample": False, "eos_token_id": None}
     scores = []
     for beams in (1, 6):
-        made = model.generate(ids, num_beams=beams, **settings)
-        log_p = model(made).logits[0, ids.shape[1] - 1 : -1]
-        scores.append(log_p.gather(1, made[0, ids.shape[1] :, None]).sum().item())
+        output = model.generate(ids, num_beams=beams, **settings)
+        log_p = model(output).logits[0, ids.shape[1] - 1 : -1]
+        scores.append(log_p.gather(1, output[0, ids.shape[1] :, None]).sum().item())
     assert scores[1] >= scores[0] - 1e-3
 
 
 def test_beams_score_each_hypothesis_by_its_own_past(llama):
     ids = torch.tensor([prompts(llama)[0]])
-    made = llama.generate(
+    output = llama.generate(
         ids,
         num_beams=4,
         num_return_sequences=4,
@@ -136,7 +136,7 @@ def test_beams_score_each_hypothesis_by_its_own_past(llama):
         return_dict_in_generate=True,
         length_penalty=0.0,
     )
-    for sequence, score in zip(made.sequences, made.sequences_scores, strict=True):
+    for sequence, score in zip(output.sequences, output.sequences_scores, strict=True):
         log_p = llama(sequence[None]).logits[0, ids.shape[1] - 1 : -1]
         again = log_p.gather(1, sequence[ids.shape[1] :, None]).sum()
         assert score.item() == pytest.approx(again.item(), abs=2e-2)
@@ -145,84 +145,84 @@ def test_beams_score_each_hypothesis_by_its_own_past(llama):
 def test_samples_follow_the_mixture(llama):
     ids = prompts(llama)[0]
     torch.manual_seed(0)
-    made = llama.generate(
+    output = llama.generate(
         torch.tensor([ids]), max_new_tokens=1, do_sample=True, top_k=0, num_return_sequences=4000, eos_token_id=None
     )
-    counts = torch.bincount(made[:, -1], minlength=llama.mixture.lm.vocab_size).numpy() / 4000
-    right = numpy_next(llama, ids)
-    assert np.abs(counts - right).max() < 5 * np.sqrt(right.max() / 4000)
+    counts = torch.bincount(output[:, -1], minlength=llama.mixture.lm.vocab_size).numpy() / 4000
+    expected = numpy_next(llama, ids)
+    assert np.abs(counts - expected).max() < 5 * np.sqrt(expected.max() / 4000)
     torch.manual_seed(0)
     again = llama.generate(
         torch.tensor([ids]), max_new_tokens=1, do_sample=True, top_k=0, num_return_sequences=4000, eos_token_id=None
     )
-    assert torch.equal(made, again)
+    assert torch.equal(output, again)
 
 
-class Doubtful:
-    """An index that is wrong while nobody looks, and says so."""
+class InexactIndex:
+    """An index that is wrong while checks are deferred, and reports it."""
 
-    def __init__(self, index, *, doubt):
-        self.index, self.metric, self.doubt, self.searches = index, index.metric, doubt, 0
+    def __init__(self, index, *, inexact):
+        self.index, self.metric, self.inexact, self.searches = index, index.metric, inexact, 0
 
     def search(self, queries, k):
         self.searches += 1
         found = self.index.search(queries, k)
-        wrong = is_deferred(queries) and self.doubt
-        check_flag(torch.tensor([False, self.doubt]))
+        wrong = is_deferred(queries) and self.inexact
+        check_flag(torch.tensor([False, self.inexact]))
         return Neighbours(found.ids.flip(0) * 0, found.distances) if wrong else found
 
 
-@pytest.mark.parametrize("doubt", [True, False])
-def test_generation_that_looks_late_is_done_again_where_there_is_reason(lm, store, doubt):
+@pytest.mark.parametrize("inexact", [True, False])
+def test_generation_with_deferred_checks_is_repeated_after_an_inexact_search(lm, store, inexact):
     settings = {"max_new_tokens": 6, "do_sample": True, "top_k": 0, "eos_token_id": None}
 
     def sampled(model, **more):
         torch.manual_seed(5)
         return model.generate(torch.tensor([prompts(model)[0]]), **settings, **more)
 
-    index = Doubtful(ExactIndex(store.keys), doubt=doubt)
+    index = InexactIndex(ExactIndex(store.keys), inexact=inexact)
     model = KnnForCausalLM(Mixture(lm, KnnMemory(store, index, k=12, knn_temperature=4.0), lmbda=0.9))
-    model.looks_late = False
-    right, after = sampled(model), torch.rand(1)
+    model.deferred_checks = False
+    expected, after = sampled(model), torch.rand(1)
     assert index.searches == 6
-    model.looks_late = True
-    assert torch.equal(sampled(model), right)
+    model.deferred_checks = True
+    assert torch.equal(sampled(model), expected)
     assert torch.rand(1) == after
-    assert index.searches == 6 + (12 if doubt else 6)
-    # What a streamer was given cannot be taken back, so it looks at each token.
+    assert index.searches == 6 + (12 if inexact else 6)
+    # Streamed tokens cannot be taken back, so every token is checked.
     streamer = TextIteratorStreamer(model.tokenizer, skip_prompt=True)
-    assert torch.equal(sampled(model, streamer=streamer), right)
-    assert index.searches == 6 + (12 if doubt else 6) + 6
+    assert torch.equal(sampled(model, streamer=streamer), expected)
+    assert index.searches == 6 + (12 if inexact else 6) + 6
 
 
-def test_undefined_hidden_states_are_told_even_if_it_looks_late(lm, store):
+def test_undefined_hidden_states_raise_also_with_deferred_checks(lm, store):
     model = KnnForCausalLM(Mixture(lm, KnnMemory(store, ExactIndex(store.keys), k=12, knn_temperature=4.0), lmbda=0.9))
-    model.looks_late = True
-    table = lm.model.get_input_embeddings().weight
-    kept = table.data.clone()
+    model.deferred_checks = True
+    embeddings = lm.model.get_input_embeddings().weight
+    original = embeddings.data.clone()
     try:
-        table.data.fill_(torch.nan)
+        embeddings.data.fill_(torch.nan)
         with pytest.raises(ModelError, match="infinite or undefined"):
             model.generate(torch.tensor([[3, 4]]), max_new_tokens=2, do_sample=False)
     finally:
-        table.data.copy_(kept)
+        embeddings.data.copy_(original)
 
 
-def test_streaming_gives_the_same_text(llama):
+def test_streamed_text_equals_the_generated_text(llama):
     ids = torch.tensor([prompts(llama)[0]])
     streamer = TextIteratorStreamer(llama.tokenizer, skip_prompt=True)
-    made = llama.generate(ids, max_new_tokens=8, do_sample=False, eos_token_id=None, streamer=streamer)
-    assert "".join(streamer) == llama.tokenizer.decode(made[0, ids.shape[1] :])
+    output = llama.generate(ids, max_new_tokens=8, do_sample=False, eos_token_id=None, streamer=streamer)
+    assert "".join(streamer) == llama.tokenizer.decode(output[0, ids.shape[1] :])
 
 
 def test_it_works_in_a_pipeline(llama):
     write = pipeline("text-generation", model=llama, tokenizer=llama.tokenizer)
-    made = write("The memory of a model", max_new_tokens=6, do_sample=False, eos_token_id=None)
+    output = write("The memory of a model", max_new_tokens=6, do_sample=False, eos_token_id=None)
     ids = llama.mixture.lm.encode("The memory of a model")
-    assert made[0]["generated_text"] == llama.tokenizer.decode(greedy(llama, ids, 6))
+    assert output[0]["generated_text"] == llama.tokenizer.decode(greedy(llama, ids, 6))
 
 
-def test_the_base_model_gives_its_own_answers_before_and_after(lm, store):
+def test_the_base_model_is_unchanged_by_wrapping(lm, store):
     ids = torch.tensor([lm.encode("The memory of a model")])
     forward, methods = lm.model.forward, set(lm.model.__dict__)
     before = lm.model(ids).logits
@@ -241,13 +241,13 @@ def test_the_base_model_gives_its_own_answers_before_and_after(lm, store):
 def test_the_loss_is_the_mean_of_minus_log_p(llama):
     ids = torch.tensor([prompts(llama)[0]])
     output = llama(ids, labels=ids)
-    right = -np.mean(
+    expected = -np.mean(
         [np.log(numpy_next(llama, ids[0, : n + 1].tolist())[ids[0, n + 1]]) for n in range(ids.shape[1] - 1)]
     )
-    assert output.loss.item() == pytest.approx(right, rel=1e-3)
+    assert output.loss.item() == pytest.approx(expected, rel=1e-3)
 
 
-def test_nothing_underflows_and_gradients_flow(lm, store):
+def test_small_probabilities_do_not_underflow_and_gradients_flow(lm, store):
     sharp = tiny("llama")
     with torch.no_grad():
         sharp.lm_head.weight *= 40
@@ -256,12 +256,12 @@ def test_nothing_underflows_and_gradients_flow(lm, store):
     source = Source(readers.add(lm), lm.key_layer.place, lm.key_layer.layer)
     memory = KnnMemory(store, ExactIndex(store), k=5, knn_temperature=1.0, source=source)
     ids = torch.tensor([lm.encode("The memory of a model")])
-    right = sharp(ids).logits.log_softmax(-1)
-    assert right.min() < -120
-    assert right.exp().min() == 0
+    expected = sharp(ids).logits.log_softmax(-1)
+    assert expected.min() < -120
+    assert expected.exp().min() == 0
     mixture = Mixture(sharp_lm, memory, lmbda=0.0, readers=readers)
     wrapped = KnnForCausalLM(mixture)
-    torch.testing.assert_close(wrapped(ids).logits, right)
+    torch.testing.assert_close(wrapped(ids).logits, expected)
     wrapped.mixture.lmbda = 0.3
     wrapped(ids, labels=ids).loss.backward()
     gradient = sharp.lm_head.weight.grad
@@ -269,22 +269,22 @@ def test_nothing_underflows_and_gradients_flow(lm, store):
     assert gradient.abs().max() > 0
 
 
-def test_a_state_space_model_generates_too(tmp_path):
+def test_a_state_space_model_generates(tmp_path):
     config = transformers.MambaConfig(vocab_size=320, hidden_size=32, num_hidden_layers=2, state_size=4)
     torch.manual_seed(0)
     lm = CausalLM(transformers.MambaForCausalLM(config), tiny_tokenizer(), key_layer="output", name="mamba")
     build(documents(3), tmp_path / "memory", lm=lm, window=lm.window(64))
     model = KnnForCausalLM(Mixture.open(tmp_path / "memory", lm, k=8, knn_temperature=4.0, lmbda=0.6))
     ids = lm.encode("The memory of a model")
-    made = model.generate(torch.tensor([ids]), max_new_tokens=6, do_sample=False, eos_token_id=None)
-    assert made[0].tolist() == greedy(model, ids, 6)
+    output = model.generate(torch.tensor([ids]), max_new_tokens=6, do_sample=False, eos_token_id=None)
+    assert output[0].tolist() == greedy(model, ids, 6)
 
 
-def test_settings_changed_after_opening_are_saved_and_saving_twice_works(lm, store, tmp_path):
+def test_settings_changed_after_opening_are_saved_also_twice(lm, store, tmp_path):
     model = KnnForCausalLM(Mixture.open(store.path, lm, lmbda=0.2))
     model.mixture.lmbda = 0.9
     for _ in range(2):
-        model.save_pretrained(tmp_path / "saved", copy_memory=True)
+        model.save_pretrained(tmp_path / "saved", copy_store=True)
     loaded = KnnForCausalLM.from_pretrained(tmp_path / "saved")
     assert loaded.mixture.lmbda == 0.9
     loaded.save_pretrained(tmp_path / "saved")
@@ -292,22 +292,22 @@ def test_settings_changed_after_opening_are_saved_and_saving_twice_works(lm, sto
     assert KnnForCausalLM.from_pretrained(tmp_path / "moved").mixture.knn.store.rows == store.rows
 
 
-def test_only_the_positions_asked_for_are_searched(llama):
-    asked = []
+def test_only_predicted_positions_are_searched(llama):
+    query_counts = []
     memory = llama.mixture.knn
     original = memory.index.search
-    memory.index.search = lambda queries, k: asked.append(len(queries)) or original(queries, k)
+    memory.index.search = lambda queries, k: query_counts.append(len(queries)) or original(queries, k)
     try:
         ids = torch.tensor([prompts(llama)[0]])
         llama.generate(ids, max_new_tokens=3, do_sample=False, eos_token_id=None)
     finally:
         memory.index.search = original
-    assert asked == [1, 1, 1]
+    assert query_counts == [1, 1, 1]
 
 
 @pytest.mark.parametrize("copied", [False, True])
 def test_saving_and_loading_gives_the_same_model(model, tmp_path, copied):
-    model.save_pretrained(tmp_path / "saved", copy_memory=copied)
+    model.save_pretrained(tmp_path / "saved", copy_store=copied)
     ids = torch.tensor([prompts(model)[0]])
     for loaded in (
         KnnForCausalLM.from_pretrained(tmp_path / "saved"),
@@ -316,15 +316,15 @@ def test_saving_and_loading_gives_the_same_model(model, tmp_path, copied):
         assert isinstance(loaded, KnnForCausalLM)
         torch.testing.assert_close(loaded(ids).logits, model(ids).logits)
         assert loaded.mixture.lmbda == model.mixture.lmbda
-        where = loaded.mixture.knn.store.path
-        assert where == (tmp_path / "saved" / "memory" if copied else model.mixture.knn.store.path)
+        path = loaded.mixture.knn.store.path
+        assert path == (tmp_path / "saved" / "store" if copied else model.mixture.knn.store.path)
     # The base model inside is an ordinary folder that needs no knnlm.
     plain = AutoModelForCausalLM.from_pretrained(tmp_path / "saved" / "base")
     torch.testing.assert_close(plain(ids).logits, model.base(ids).logits)
     assert AutoTokenizer.from_pretrained(tmp_path / "saved")("The")["input_ids"]
 
 
-def test_a_saved_model_whose_memory_is_gone_says_where_it_was(lm, tmp_path):
+def test_a_saved_model_whose_store_is_gone_names_its_path(lm, tmp_path):
     store = build(documents(2), tmp_path / "memory", lm=lm)
     KnnForCausalLM(Mixture.open(store.path, lm)).save_pretrained(tmp_path / "saved")
     (tmp_path / "memory").rename(tmp_path / "moved")
@@ -332,7 +332,19 @@ def test_a_saved_model_whose_memory_is_gone_says_where_it_was(lm, tmp_path):
         KnnForCausalLM.from_pretrained(tmp_path / "saved")
 
 
-def test_opening_from_a_memory_takes_its_settings(lm, store):
-    opened = KnnForCausalLM.from_memory(store.path, lm, k=5, lmbda=0.2)
+def test_from_store_takes_settings(lm, store):
+    opened = KnnForCausalLM.from_store(store.path, lm, k=5, lmbda=0.2)
     assert (opened.config.k, opened.config.lmbda) == (5, 0.2)
-    assert Datastore.open(opened.config.memory).rows == store.rows
+    assert Datastore.open(opened.config.store).rows == store.rows
+
+
+def test_generated_text_is_the_continuation_of_the_prompt(llama):
+    prompt = "The memory of a model"
+    ids = llama.mixture.lm.prompt(prompt)
+    settings = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": None}
+    text = generate_text(llama.mixture, prompt, **settings)
+    assert text == llama.tokenizer.decode(greedy(llama, ids, 6)[len(ids) :])
+    alone = generate_tokens(llama.mixture, prompt, use_memory=False, **settings)
+    assert alone == llama.base.generate(torch.tensor([ids]), **settings)[0, len(ids) :].tolist()
+    sampled = {"max_new_tokens": 6, "do_sample": True, "top_k": 0, "seed": 3}
+    assert generate_text(llama.mixture, prompt, **sampled) == generate_text(llama.mixture, prompt, **sampled)

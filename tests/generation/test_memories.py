@@ -1,4 +1,4 @@
-"""Generation with memories that remember the text: whatever happens to a beam happens to what its memories know."""
+"""Generation with memories that depend on the text: their state follows every beam."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def second(tmp_path_factory):
 
 @pytest.fixture(scope="module", params=FAMILIES)
 def model(request, second, tmp_path_factory):
-    """A tiny model of a family with all the memories that need to know what was read."""
+    """A tiny model of each family with all memories that depend on the tokens read."""
     lm = CausalLM(tiny(request.param), tiny_tokenizer(), name=request.param)
     path = tmp_path_factory.mktemp("memories") / "memory"
     store = build(documents(8), path, lm=lm, window=lm.window(128))  # as far as the second model reads
@@ -79,24 +79,24 @@ def test_steps_with_a_cache_equal_the_whole_text_at_once(model):
 
 def test_greedy_with_and_without_a_cache_are_the_same(model):
     ids = torch.tensor([prompt(model)])
-    made = [model.generate(ids, max_new_tokens=10, use_cache=cached, **SETTINGS).tolist() for cached in (True, False)]
-    assert made[0] == made[1]
+    output = [model.generate(ids, max_new_tokens=10, use_cache=cached, **SETTINGS).tolist() for cached in (True, False)]
+    assert output[0] == output[1]
 
 
 def test_a_batch_with_left_padding_gives_what_each_prompt_gives_alone(model):
     tokenizer = copy.deepcopy(model.tokenizer)
     tokenizer.padding_side = "left"
-    chosen = [model.mixture.lm.encode(text) for text in (PROMPT, "When", "In 1998 the library had the library")]
-    batch = tokenizer.pad({"input_ids": chosen}, return_tensors="pt")
-    made = model.generate(**batch, max_new_tokens=8, **SETTINGS)
-    for row, ids in zip(made, chosen, strict=True):
+    texts = [model.mixture.lm.encode(text) for text in (PROMPT, "When", "In 1998 the library had the library")]
+    batch = tokenizer.pad({"input_ids": texts}, return_tensors="pt")
+    output = model.generate(**batch, max_new_tokens=8, **SETTINGS)
+    for row, ids in zip(output, texts, strict=True):
         alone = model.generate(torch.tensor([ids]), max_new_tokens=8, **SETTINGS)
         assert row[-8:].tolist() == alone[0, -8:].tolist()
 
 
 def test_beams_score_each_hypothesis_by_its_own_past(model):
     ids = torch.tensor([prompt(model)])
-    made = model.generate(
+    output = model.generate(
         ids,
         num_beams=5,
         num_return_sequences=5,
@@ -106,20 +106,20 @@ def test_beams_score_each_hypothesis_by_its_own_past(model):
         return_dict_in_generate=True,
         length_penalty=0.0,
     )
-    for sequence, score in zip(made.sequences, made.sequences_scores, strict=True):
+    for sequence, score in zip(output.sequences, output.sequences_scores, strict=True):
         log_p = by_evaluation(model, sequence.tolist())[ids.shape[1] - 1 : -1]
         again = log_p.gather(1, sequence[ids.shape[1] :, None]).sum()
         assert score.item() == pytest.approx(again.item(), abs=2e-2)
 
 
-def test_tokens_that_were_guessed_and_taken_back_are_forgotten(model):
+def test_rejected_speculative_tokens_leave_no_trace_in_the_state(model):
     ids = torch.tensor([prompt(model)])
     plain = model.generate(ids, max_new_tokens=10, **SETTINGS)
-    guessed = model.generate(ids, max_new_tokens=10, prompt_lookup_num_tokens=3, **SETTINGS)
-    assert guessed.tolist() == plain.tolist()
+    speculated = model.generate(ids, max_new_tokens=10, prompt_lookup_num_tokens=3, **SETTINGS)
+    assert speculated.tolist() == plain.tolist()
 
 
-def test_a_cache_that_cannot_carry_the_memories_is_refused(model):
+def test_a_static_or_offloaded_cache_is_refused(model):
     ids = torch.tensor([prompt(model)])
     config = model.base.config.get_text_config()
     caches = [transformers.StaticCache(config=config, max_cache_len=64)]
@@ -140,7 +140,7 @@ def test_positions_out_of_order_are_refused(model):
                 model(ids, logits_to_keep=torch.tensor(wrong))
 
 
-def test_a_model_that_keeps_its_own_state_is_read_anew_at_each_step(tmp_path):
+def test_a_stateful_model_is_read_from_the_start_at_each_step(tmp_path):
     config = transformers.RecurrentGemmaConfig(
         vocab_size=320, hidden_size=32, num_hidden_layers=3, num_attention_heads=2, intermediate_size=64, lru_width=32,
         attention_window_size=16, head_dim=16,
@@ -150,14 +150,14 @@ def test_a_model_that_keeps_its_own_state_is_read_anew_at_each_step(tmp_path):
     store = build(documents(4), tmp_path / "memory", lm=lm, window=lm.window(64))
     model = KnnForCausalLM(Mixture.open(store.path, lm, memories="knn:0.1,cache:0.5,ngram:0.3", fresh=True))
     ids = torch.tensor([prompt(model)])
-    made = [model.generate(ids, max_new_tokens=6, use_cache=cached, **SETTINGS).tolist() for cached in (True, False)]
-    assert made[0] == made[1]
+    output = [model.generate(ids, max_new_tokens=6, use_cache=cached, **SETTINGS).tolist() for cached in (True, False)]
+    assert output[0] == output[1]
 
 
 @pytest.mark.parametrize("kind", ["given", "one memory, fitted", "gated, some searches skipped"])
-def test_a_mixture_comes_back_as_it_was_saved(lm, tmp_path, kind):
-    saved = KnnForCausalLM(made(lm, tmp_path / "memory", kind))
-    saved.save_pretrained(tmp_path / "saved", copy_memory=True)
+def test_a_saved_mixture_is_loaded_unchanged(lm, tmp_path, kind):
+    saved = KnnForCausalLM(build_mixture(lm, tmp_path / "memory", kind))
+    saved.save_pretrained(tmp_path / "saved", copy_store=True)
     again = KnnForCausalLM.from_pretrained(tmp_path / "saved").mixture
     assert again.labels == saved.mixture.labels
     assert [getattr(one, "settings", None) for one in again.memories] == [
@@ -168,8 +168,8 @@ def test_a_mixture_comes_back_as_it_was_saved(lm, tmp_path, kind):
     assert getattr(again.weights, "fraction", 0) == getattr(saved.mixture.weights, "fraction", 0)
 
 
-def made(lm, path, kind):
-    """A mixture of some kind, over a new memory."""
+def build_mixture(lm, path, kind):
+    """Return a mixture of one kind over a new store."""
     build(documents(10), path, lm=lm)
     if kind == "given":
         return Mixture.open(path, lm, memories="knn:0.1,cache=20:0.4,ngram:0.2", k=8, knn_temperature=30.0, fresh=True)
@@ -179,15 +179,15 @@ def made(lm, path, kind):
     return Mixture.open(path, lm, skip=None if memories == "knn" else 0.5)
 
 
-def test_a_cache_that_was_filled_without_the_memory_is_refused(model):
+def test_a_cache_filled_by_the_base_model_is_refused(model):
     ids = torch.tensor([prompt(model)])
     with torch.no_grad():
         past = model.base(ids[:, :-1], use_cache=True).past_key_values
-    with pytest.raises(ModelError, match="filled without the memory"):
+    with pytest.raises(ModelError, match="filled without the memories"):
         model(ids[:, -1:], past_key_values=past)
 
 
-def test_it_is_saved_with_its_memories_and_opened_again(model, tmp_path):
+def test_a_tuned_mixture_is_saved_with_its_memories(model, tmp_path):
     mixture = model.mixture
     labels = ",".join(mixture.labels)
     fresh = Mixture.open(mixture.home.path, mixture.lm, memories=labels, fresh=True)

@@ -278,13 +278,13 @@ def logits(model):
 
 @pytest.mark.parametrize("copied", [False, True])
 def test_a_model_with_its_decoder_is_saved_and_opened_again(decoder, lm, tmp_path, copied):
-    saved = KnnForCausalLM.from_memory(decoder, lm, lmbda=0.3)
+    saved = KnnForCausalLM.from_store(decoder, lm, lmbda=0.3)
     base, student = (
         model(input_ids=torch.tensor([[1, 40, 41, 90, 7]])).logits.softmax(-1)
         for model in (lm.model, hf.AutoModelForCausalLM.from_pretrained(decoder).eval())
     )
     torch.testing.assert_close(logits(saved).exp(), 0.7 * base + 0.3 * student, rtol=1e-4, atol=1e-7)
-    saved.save_pretrained(tmp_path / "saved", copy_memory=copied)
+    saved.save_pretrained(tmp_path / "saved", copy_store=copied)
     if copied:
         shutil.rmtree(decoder)
     again = KnnForCausalLM.from_pretrained(tmp_path / "saved")

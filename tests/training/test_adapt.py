@@ -445,7 +445,7 @@ def test_ctrl_c_says_that_the_same_command_goes_on(texts, model_folder, capfd, m
 def test_an_adapted_model_is_saved_and_opened_again(copied, tmp_path, together):
     ids = torch.tensor([[1, 40, 41, 90, 7]])
     saved = KnnForCausalLM(Mixture.open(copied))
-    saved.save_pretrained(tmp_path / "saved", copy_memory=together)
+    saved.save_pretrained(tmp_path / "saved", copy_store=together)
     with torch.no_grad():
         right = saved(input_ids=ids).logits
         if together:

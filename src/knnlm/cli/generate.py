@@ -116,23 +116,14 @@ def continue_text(
     mixture: Mixture, prompt: str, *, memory: bool, seed: int | None, stream: bool, **settings: Any
 ) -> tuple[str, int]:
     """Generate, and return the new text and how many tokens it has."""
-    import torch
     from transformers import TextStreamer
 
-    from knnlm.generation.causal import KnnForCausalLM
+    from knnlm.generation.causal import generate_tokens
 
-    lm = mixture.lm
-    tokens = lm.prompt(prompt, room=settings["max_new_tokens"], longest=mixture.longest if memory else lm.longest)
-    ids = torch.tensor([tokens], device=lm.device)
-    if seed is not None:
-        torch.manual_seed(seed)
-    model: Any = KnnForCausalLM(mixture) if memory else lm.model
-    streamer = TextStreamer(lm.tokenizer, skip_special_tokens=True) if stream else None
-    # Padding never happens with one prompt, but a model without a pad token would say that it chose one.
-    settings.setdefault("pad_token_id", lm.model.config.pad_token_id or lm.start_token)
-    produced = model.generate(ids, attention_mask=torch.ones_like(ids), streamer=streamer, **settings)
-    new = produced[0, len(tokens) :].tolist()
-    return str(lm.tokenizer.decode(new, skip_special_tokens=True)), len(new)
+    tokenizer = mixture.lm.tokenizer
+    streamer = TextStreamer(tokenizer, skip_special_tokens=True) if stream else None
+    tokens = generate_tokens(mixture, prompt, seed=seed, use_memory=memory, streamer=streamer, **settings)
+    return str(tokenizer.decode(tokens, skip_special_tokens=True)), len(tokens)
 
 
 def explain(

@@ -1,8 +1,8 @@
-"""What memories remember of the texts being generated, carried in the cache that transformers carries.
+"""State of the memories during generation, carried inside the transformers cache.
 
-`generate` reorders, repeats and crops its cache when beams fork and end. It does so layer by layer; so the tokens read
-so far, the keys that memories look back on, and the caches of other readers are layers of that cache too, after those
-of the base model, and whatever happens to a beam happens to what its memories know.
+`generate` reorders, repeats and crops its cache layer by layer when beams fork and end. The tokens read so far, the
+keys that memories look back on, and the caches of other readers are therefore appended to the cache as further layers,
+after those of the base model, so that they follow every change of a beam.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from knnlm.lm.causal import CausalLM, evaluating
 from knnlm.memories.base import LOGITS, Context, Source, Span
 from knnlm.mixture.mixture import Mixture
 
-_MARK = "knnlm_state"
+_STATE_ATTRIBUTE = "knnlm_state"
 
 
-class _Layer(DynamicLayer):
-    """One row a text: (B, 1, T, D) keys, or nothing, and (B, 1, T, 1) tokens."""
+class _HistoryLayer(DynamicLayer):
+    """Keys (B, 1, T, D), or nothing, and tokens (B, 1, T, 1) of the texts of a batch."""
 
-    def grow(self, keys: Tensor, tokens: Tensor) -> None:
+    def append(self, keys: Tensor, tokens: Tensor) -> None:
         """Append (B, T, D) keys and (B, T) tokens."""
         new_keys, new_tokens = keys[:, None], tokens[:, None, :, None]
         if self.is_initialized and self.keys is not None and self.values is not None:
@@ -42,134 +42,136 @@ class _Layer(DynamicLayer):
 
 
 @dataclass
-class State:
-    """The layers that were added to a cache."""
+class MemoryState:
+    """Layers added to a transformers cache."""
 
-    texts: _Layer = field(default_factory=_Layer)
-    past: dict[Source, _Layer] = field(default_factory=dict)
-    caches: dict[int, DynamicCache] = field(default_factory=dict)  # by reader
+    tokens: _HistoryLayer = field(default_factory=_HistoryLayer)
+    keys: dict[Source, _HistoryLayer] = field(default_factory=dict)
+    reader_caches: dict[int, DynamicCache] = field(default_factory=dict)  # by the reader's number
 
-    def join(self, cache: Cache) -> None:
-        """Add what is not there yet to the cache's layers."""
-        layers = [self.texts, *self.past.values(), *(layer for own in self.caches.values() for layer in own.layers)]
-        there = {id(layer) for layer in cache.layers}
-        cache.layers.extend(layer for layer in layers if id(layer) not in there)
-        setattr(cache, _MARK, self)
-
-
-def state_of(cache: Any) -> State:
-    """Find the state in a cache, or begin a new one with an empty cache."""
-    fixed = any(isinstance(layer, StaticLayer) for layer in getattr(cache, "layers", ()))
-    if fixed or getattr(cache, "offloading", False):
-        raise ModelError(
-            "A cache of fixed size, or an offloaded one, cannot carry what memories remember. Use the usual."
-        )
-    found = getattr(cache, _MARK, None)
-    if found is not None:
-        return found  # type: ignore[no-any-return]
-    if isinstance(cache, Cache) and cache.get_seq_length() > 0:
-        raise ModelError(
-            "The cache was filled without the memory, so the memory does not know what was read. Fill it with "
-            "KnnForCausalLM itself, or begin without a cache."
-        )
-    return State()
+    def attach(self, cache: Cache) -> None:
+        """Append the layers that the cache does not have yet."""
+        own = [layer for reader_cache in self.reader_caches.values() for layer in reader_cache.layers]
+        layers = [self.tokens, *self.keys.values(), *own]
+        present = {id(layer) for layer in cache.layers}
+        cache.layers.extend(layer for layer in layers if id(layer) not in present)
+        setattr(cache, _STATE_ATTRIBUTE, self)
 
 
 @dataclass(frozen=True)
-class Step:
-    """One call: the new tokens, and what the base model was told about them."""
+class ForwardStep:
+    """New tokens of one forward pass, with the base model's arguments about them."""
 
     tokens: Tensor  # (B, T)
-    mask: Tensor | None  # (B, all that was read), 0 for padding
+    mask: Tensor | None  # (B, all tokens read so far), 0 for padding
     positions: Tensor | None
     kept: slice | Tensor  # which of the T positions are predicted
 
 
-def look(mixture: Mixture, step: Step, keys: Mapping[Source, Tensor], state: State, cache: Any) -> Context:
-    """Bring the state up to date with one step, and give the context of the positions that are predicted."""
-    seen = {source: own[:, step.kept].flatten(0, 1) for source, own in keys.items()}
+def memory_state(cache: Any) -> MemoryState:
+    """Return the state that a cache carries, or a new one for an empty cache."""
+    fixed = any(isinstance(layer, StaticLayer) for layer in getattr(cache, "layers", ()))
+    if fixed or getattr(cache, "offloading", False):
+        raise ModelError("A static or offloaded cache cannot carry the state of the memories. Use a DynamicCache.")
+    state = getattr(cache, _STATE_ATTRIBUTE, None)
+    if state is not None:
+        return state  # type: ignore[no-any-return]
+    if isinstance(cache, Cache) and cache.get_seq_length() > 0:
+        raise ModelError(
+            "The cache was filled without the memories, which need the tokens in it. Fill it with KnnForCausalLM, or "
+            "start with an empty cache."
+        )
+    return MemoryState()
+
+
+def advance(
+    mixture: Mixture, step: ForwardStep, keys: Mapping[Source, Tensor], *, state: MemoryState, cache: Any
+) -> Context:
+    """Append one step to the state, and return the context of the positions to predict."""
+    states = {source: own[:, step.kept].flatten(0, 1) for source, own in keys.items()}
     every = dict(keys)
-    for number, (model, places, speaks) in enumerate(mixture.readers.wanted(mixture.history_lengths)):
+    for number, (model, places, wants_logits) in enumerate(mixture.readers.wanted(mixture.history_lengths)):
         if number:
             reader = mixture.readers.models.index(model)
-            others, logits = _read(mixture, model, places, step, state, reader, keep=isinstance(cache, Cache))
+            past = _reader_cache(state, reader, model) if isinstance(cache, Cache) else None
+            others, logits = _run_reader(mixture, model, places, step, past=past)
             every |= others
-            seen |= {source: own[:, step.kept].flatten(0, 1) for source, own in others.items()}
-            if speaks:
-                seen[Source(reader, LOGITS)] = logits[:, step.kept].flatten(0, 1)
-    state.texts.grow(step.tokens[..., None], step.tokens)
+            states |= {source: own[:, step.kept].flatten(0, 1) for source, own in others.items()}
+            if wants_logits:
+                states[Source(reader, LOGITS)] = logits[:, step.kept].flatten(0, 1)
+    state.tokens.append(step.tokens[..., None], step.tokens)
     for source, history_length in mixture.history_lengths.items():
         if history_length:
-            if source not in state.past:
-                state.past[source] = _Layer()  # type: ignore[no-untyped-call]
-            state.past[source].grow(every[source], step.tokens)
+            if source not in state.keys:
+                state.keys[source] = _HistoryLayer()  # type: ignore[no-untyped-call]
+            state.keys[source].append(every[source], step.tokens)
     if isinstance(cache, Cache):
-        state.join(cache)
-    return Context(seen, _runs(state, step) if mixture.needs_tokens else ())
+        state.attach(cache)
+    return Context(states, _spans(state, step) if mixture.needs_tokens else ())
 
 
-def _read(
-    mixture: Mixture,
-    model: CausalLM,
-    places: Sequence[Source],
-    step: Step,
-    state: State,
-    reader: int,
-    *,
-    keep: bool,
+def _reader_cache(state: MemoryState, reader: int, model: CausalLM) -> DynamicCache:
+    if reader not in state.reader_caches:
+        state.reader_caches[reader] = DynamicCache(config=model.model.config)
+    return state.reader_caches[reader]
+
+
+def _run_reader(
+    mixture: Mixture, model: CausalLM, places: Sequence[Source], step: ForwardStep, *, past: DynamicCache | None
 ) -> tuple[dict[Source, Tensor], Tensor]:
-    """Run another reader over the new tokens, with a cache of its own."""
+    """Run another reader over the new tokens, and return its (B, T, D) keys and (B, T, V) logits."""
     accepted = _arguments(type(model.model).forward)
-    inputs: dict[str, Any] = {"attention_mask": step.mask, "position_ids": step.positions, "use_cache": keep}
-    if keep:
-        if reader not in state.caches:
-            state.caches[reader] = DynamicCache(config=model.model.config)
-        inputs["past_key_values"] = state.caches[reader]
-    inputs = {name: value for name, value in inputs.items() if name in accepted and value is not None}
-    # To look through all modules takes as long as a block of a small model takes.
-    quiet = evaluating(model.model) if model.model.training else nullcontext()
-    with quiet, ExitStack() as hooks:
+    offered: dict[str, Any] = {
+        "attention_mask": step.mask,
+        "position_ids": step.positions,
+        "past_key_values": past,
+        "use_cache": past is not None,
+    }
+    inputs = {name: value for name, value in offered.items() if name in accepted and value is not None}
+    # Switching every module to evaluation takes as long as one block of a small model, so only where it is needed.
+    mode = evaluating(model.model) if model.model.training else nullcontext()
+    with mode, ExitStack() as hooks:
         layers = [mixture.readers.layer(source) for source in places]
-        kept = [hooks.enter_context(layer.capture()) for layer in layers]
+        captured = [hooks.enter_context(layer.capture()) for layer in layers]
         output = model.model(input_ids=step.tokens, return_dict=True, **inputs)
-    return {source: own[-1].float() for source, own in zip(places, kept, strict=True)}, output.logits
+    return {source: own[-1].float() for source, own in zip(places, captured, strict=True)}, output.logits
 
 
 @lru_cache(maxsize=16)
 def _arguments(forward: Callable[..., Any]) -> frozenset[str]:
-    """Say what a model takes; to find out at every token takes longer than it should."""
+    """Return the names of a forward method's arguments; cached, because inspecting them at every token is slow."""
     return frozenset(inspect.signature(forward).parameters)
 
 
-def _runs(state: State, step: Step) -> list[Span]:
-    """Say for each text what was read and which positions are predicted; padding is a text of its own."""
-    assert state.texts.values is not None
-    tokens = state.texts.values[:, 0, :, 0].long()  # (B, all)
+def _spans(state: MemoryState, step: ForwardStep) -> list[Span]:
+    """Return the predicted positions of each text with the tokens before them; padding is a span of its own."""
+    assert state.tokens.values is not None
+    tokens = state.tokens.values[:, 0, :, 0].long()  # (B, all)
     total, new = tokens.shape[1], step.tokens.shape[1]
     kept = step.kept if isinstance(step.kept, slice) else step.kept.cpu()
-    wanted = torch.arange(new)[kept] + total - new
-    if (wanted.diff() != 1).any():
+    predicted = torch.arange(new)[kept] + total - new
+    if (predicted.diff() != 1).any():
         raise ModelError("With a memory, logits_to_keep must be a number or consecutive positions.")
-    runs = []
+    spans = []
     for row in range(len(tokens)):
-        first = int(wanted[0]) if len(wanted) else total
-        last = int(wanted[-1]) + 1 if len(wanted) else total
-        begin = _begin(step.mask, row, total)
-        if first < begin:
-            runs.append(Span(tokens[row, : min(begin, last)], first, {}))
-            first = min(begin, last)
-        if last > first:
+        first = int(predicted[0]) if len(predicted) else total
+        end = int(predicted[-1]) + 1 if len(predicted) else total
+        start = _text_start(step.mask, row, total)
+        if first < start:
+            spans.append(Span(tokens[row, : min(start, end)], first, {}))
+            first = min(start, end)
+        if end > first:
             past = {
-                source: layer.keys[row, 0, begin:first]
-                for source, layer in state.past.items()
+                source: layer.keys[row, 0, start:first]
+                for source, layer in state.keys.items()
                 if layer.keys is not None
             }
-            runs.append(Span(tokens[row, begin:last], first - begin, past))
-    return runs
+            spans.append(Span(tokens[row, start:end], first - start, past))
+    return spans
 
 
-def _begin(mask: Tensor | None, row: int, total: int) -> int:
-    """Say where a text begins behind its padding."""
+def _text_start(mask: Tensor | None, row: int, total: int) -> int:
+    """Return the position of a text's first token, after its left padding."""
     if mask is None or mask.dim() != 2 or mask.shape[1] != total:
         return 0
     return int(mask[row].bool().int().argmax())

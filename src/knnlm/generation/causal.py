@@ -1,7 +1,7 @@
-"""A language model with a memory as a transformers model. Knows nothing about how the memory finds neighbours.
+"""A mixture as a transformers model.
 
-`KnnForCausalLM` holds the base model as an ordinary sub-module and calls it; it replaces nothing in it. Its logits are
-log-probabilities of the mixture, so sampling, beams, streaming and pipelines work as with any other model.
+`KnnForCausalLM` holds the base model as an ordinary sub-module and does not modify it. Its logits are log-probabilities
+of the mixture, so sampling, beam search, streaming and pipelines work as with any other model.
 """
 
 from __future__ import annotations
@@ -36,19 +36,19 @@ from knnlm.datastore.locks import writer_lock
 from knnlm.datastore.segments import LOST
 from knnlm.datastore.store import Datastore
 from knnlm.errors import DatastoreError, ModelError
-from knnlm.generation.cache import Step, look, state_of
+from knnlm.generation.cache import ForwardStep, advance, memory_state
 from knnlm.index.gpu.deferred import defer_checks
 from knnlm.lm.causal import CausalLM, for_any_shape
-from knnlm.memories.base import LM_LOGITS, Context
+from knnlm.memories.base import LM_LOGITS, Context, Source
 from knnlm.mixture.loader import is_decoder, language_model
 from knnlm.mixture.mixture import Mixture
 from knnlm.mixture.options import DEFAULTS, SavedMixture
 from knnlm.mixture.saved import read_mixture, weights_state, write_mixture
 
-_BASE, _MEMORY = "base", "memory"
+_BASE_FOLDER, _STORE_FOLDER = "base", "store"
 
-# What `generate` may be given that it changes or calls with every token.
-_CHANGED = (
+# Arguments of `generate` that it modifies or calls at every token, so that it cannot be run twice with them.
+_STATEFUL_ARGUMENTS = (
     "assistant_model",
     "custom_generate",
     "logits_processor",
@@ -60,7 +60,7 @@ _CHANGED = (
 
 
 class KnnConfig(PreTrainedConfig):
-    """The base model's configuration, where the memory lies, and how it is mixed."""
+    """Configuration of the base model, path of the store, and settings of the mixture."""
 
     model_type = "knnlm"
     sub_configs = {"text_config": AutoConfig}  # noqa: RUF012  (transformers reads a plain dict)
@@ -69,7 +69,7 @@ class KnnConfig(PreTrainedConfig):
         self,
         text_config: PreTrainedConfig | dict[str, Any] | None = None,
         *,
-        memory: str | None = None,
+        store: str | None = None,
         k: int = DEFAULTS["k"],
         knn_temperature: float = DEFAULTS["knn_temperature"],
         lmbda: float | None = None,
@@ -80,7 +80,7 @@ class KnnConfig(PreTrainedConfig):
         if isinstance(text_config, dict):
             text_config = AutoConfig.for_model(**text_config)
         self.text_config = text_config
-        self.memory = memory
+        self.store = store
         self.k = k
         self.knn_temperature = knn_temperature
         self.lmbda = lmbda
@@ -90,12 +90,12 @@ class KnnConfig(PreTrainedConfig):
 
 
 class KnnForCausalLM(PreTrainedModel, GenerationMixin):
-    """p = (1-λ)·p_LM + λ·p_kNN, as a model that transformers can generate with."""
+    """A mixture as a transformers model: p = w_0·p_LM + Σ_m w_m·p_m."""
 
     config: KnnConfig
     config_class = KnnConfig
     base_model_prefix = ""
-    # The base model has its own say in all of these; this class adds no attention of its own.
+    # This class adds no attention of its own; the base model checks what it supports.
     _supports_sdpa = True
     _supports_flash_attn = True
     _supports_flex_attn = True
@@ -108,12 +108,12 @@ class KnnForCausalLM(PreTrainedModel, GenerationMixin):
         self.mixture = mixture
         self.generation_config = copy.deepcopy(base.generation_config)
         self._base_arguments = inspect.signature(base.forward).parameters
-        # Whether `generate` looks at the end, rather than at each token, if every search was proven to be exact.
-        self.looks_late: bool | None = None  # None: on a GPU
+        # Whether `generate` checks once at the end, not at each token, that every search was exact; None: on a GPU.
+        self.deferred_checks: bool | None = None
 
     @classmethod
-    def from_memory(cls, path: str | os.PathLike[str], lm: CausalLM | None = None, **settings: Any) -> KnnForCausalLM:
-        """Open a memory with the model it was built with; settings as for `Mixture.open`."""
+    def from_store(cls, path: str | os.PathLike[str], lm: CausalLM | None = None, **settings: Any) -> KnnForCausalLM:
+        """Open a store with the model it was built with; settings as for `Mixture.open`."""
         return cls(Mixture.open(Path(path), lm, **settings))
 
     @property
@@ -130,27 +130,29 @@ class KnnForCausalLM(PreTrainedModel, GenerationMixin):
         return cast(torch.nn.Module, self.base.get_output_embeddings())
 
     def prepare_inputs_for_generation(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """Let the base model prepare its own inputs: it is the one that reads them."""
+        """Return the inputs as the base model prepares them."""
         base: Any = self.base
         return cast(dict[str, Any], base.prepare_inputs_for_generation(*args, **kwargs))
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
-        """Generate as transformers does; a base model whose cache is of a kind of its own is used without one."""
-        own = self.mixture.needs_history and getattr(self.base, "_is_stateful", False)
-        if own or "past_key_values" not in self._base_arguments:
+        """Generate as transformers does, without a cache where the base model has none of the usual kind.
+
+        With deferred checks, a generation in which a search turns out inexact is repeated with checks at each token.
+        """
+        stateful = self.mixture.needs_history and getattr(self.base, "_is_stateful", False)
+        if stateful or "past_key_values" not in self._base_arguments:
             kwargs["use_cache"] = False
-        begin = partial(GenerationMixin.generate, cast(Any, self), *args, **kwargs)
-        # To do it again, nothing that it changes may be the caller's.
-        late = self.device.type == "cuda" if self.looks_late is None else self.looks_late
-        if not late or len(args) > 1 or any(kwargs.get(name) is not None for name in _CHANGED):
-            return begin()
+        run = partial(GenerationMixin.generate, cast(Any, self), *args, **kwargs)
+        deferred = self.device.type == "cuda" if self.deferred_checks is None else self.deferred_checks
+        if not deferred or len(args) > 1 or any(kwargs.get(name) is not None for name in _STATEFUL_ARGUMENTS):
+            return run()
         state = _random_state(self.device)
-        with defer_checks() as doubts:
-            text = begin()
-        if not doubts.justified():
-            return text
-        _restore(self.device, state)
-        return begin()
+        with defer_checks() as checks:
+            output = run()
+        if not checks.justified():
+            return output
+        _restore_random_state(self.device, state)
+        return run()
 
     def forward(
         self,
@@ -165,8 +167,8 @@ class KnnForCausalLM(PreTrainedModel, GenerationMixin):
         return_dict: bool | None = None,  # noqa: ARG002  (the output is always a dictionary)
         **others: Any,
     ) -> ModelOutput:
-        """Read keys and logits from one pass of the base model; return log p of the mixture as logits."""
-        # `generate` looks at this signature to see what a model takes; the base model may take less.
+        """Run the base model once, and return its output with the mixture's log-probabilities as logits."""
+        # transformers inspects this signature, so it names all arguments; the base model may accept fewer.
         output, context = self.read(
             input_ids,
             attention_mask=attention_mask,
@@ -180,10 +182,10 @@ class KnnForCausalLM(PreTrainedModel, GenerationMixin):
         logits = output.logits
         mixed = self.mixture.predict(context, all_components=False).log_probs()
         log_p = mixed.unflatten(0, logits.shape[:2])
-        # The base model's own output with other logits: whatever kind of cache it carries goes along.
+        # The output object is the base model's own, so its cache is kept, whatever its class.
         output["logits"] = log_p
         if labels is not None:
-            # log p sums to one already, so its cross entropy is -log p of the label.
+            # The logits are normalised already, so their cross entropy is -log p of the label.
             output["loss"] = torch.nn.functional.cross_entropy(log_p[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
         return cast(ModelOutput, output)
 
@@ -195,58 +197,63 @@ class KnnForCausalLM(PreTrainedModel, GenerationMixin):
         logits_to_keep: int | Tensor = 0,
         attention_mask: Tensor | None = None,
         position_ids: Tensor | None = None,
-        **offered: Any,
+        **others: Any,
     ) -> tuple[Any, Context]:
-        """Run the base model once: its own output, with the logits asked for, and what the memories may look at."""
+        """Run the base model once, and return its output (with the logits to keep) and the memories' context."""
         named = {
             "attention_mask": attention_mask,
             "position_ids": position_ids,
             "past_key_values": past_key_values,
-            "inputs_embeds": offered.pop("inputs_embeds", None),
-            "use_cache": offered.pop("use_cache", None),
+            "inputs_embeds": others.pop("inputs_embeds", None),
+            "use_cache": others.pop("use_cache", None),
             "logits_to_keep": logits_to_keep,
         }
         inputs = {name: value for name, value in named.items() if name in self._base_arguments and value is not None}
-        # Before the pass, since the base model fills the cache.
-        state = state_of(past_key_values) if self.mixture.needs_history else None
-        readers, sources = self.mixture.readers, self.mixture.lm_sources
-        with ExitStack() as hooks:
-            kept = [hooks.enter_context(readers.layer(source).capture()) for source in sources]
-            hooks.enter_context(for_any_shape(self.device))
-            output = self.base(input_ids=input_ids, return_dict=True, **inputs, **offered)
-        keys = {source: own[-1].float() for source, own in zip(sources, kept, strict=True)}  # (B, T, D)
-        given = input_ids if input_ids is not None else inputs["inputs_embeds"]
-        if output.logits.shape[1] == given.shape[1] and isinstance(logits_to_keep, int):
+        # Before the forward pass, because the base model fills the cache.
+        state = memory_state(past_key_values) if self.mixture.needs_history else None
+        output, keys = self._run_base(input_ids=input_ids, **inputs, **others)
+        length = (input_ids if input_ids is not None else inputs["inputs_embeds"]).shape[1]
+        if output.logits.shape[1] == length and isinstance(logits_to_keep, int):
             output["logits"] = output.logits[:, -logits_to_keep:]  # 0 keeps all of them
-        positions = slice(-output.logits.shape[1], None) if isinstance(logits_to_keep, int) else logits_to_keep
+        kept = slice(-output.logits.shape[1], None) if isinstance(logits_to_keep, int) else logits_to_keep
         if state is None:
-            context = Context({source: own[:, positions].flatten(0, 1) for source, own in keys.items()})
+            context = Context({source: own[:, kept].flatten(0, 1) for source, own in keys.items()})
         elif input_ids is None:
-            raise ModelError("This mixture looks at the tokens of the text: give input_ids, not inputs_embeds.")
+            raise ModelError("The memories of this mixture need the tokens: pass input_ids, not inputs_embeds.")
         else:
-            step = Step(input_ids, attention_mask, position_ids, positions)
-            context = look(self.mixture, step, keys, state, getattr(output, "past_key_values", None))
-        seen = {**context.states, LM_LOGITS: output.logits.flatten(0, 1)}
-        return output, replace(context, states=seen)
+            step = ForwardStep(input_ids, attention_mask, position_ids, kept)
+            context = advance(self.mixture, step, keys, state=state, cache=getattr(output, "past_key_values", None))
+        states = {**context.states, LM_LOGITS: output.logits.flatten(0, 1)}
+        return output, replace(context, states=states)
+
+    def _run_base(self, **inputs: Any) -> tuple[Any, dict[Source, Tensor]]:
+        """Run the base model, and return its output and the (B, T, D) keys of each source."""
+        sources = self.mixture.lm_sources
+        with ExitStack() as hooks:
+            layers = [self.mixture.readers.layer(source) for source in sources]
+            captured = [hooks.enter_context(layer.capture()) for layer in layers]
+            hooks.enter_context(for_any_shape(self.device))
+            output = self.base(return_dict=True, **inputs)
+        return output, {source: own[-1].float() for source, own in zip(sources, captured, strict=True)}
 
     def save_pretrained(  # type: ignore[override]
-        self, save_directory: str | os.PathLike[str], *, copy_memory: bool = False, **kwargs: Any
+        self, save_directory: str | os.PathLike[str], *, copy_store: bool = False, **kwargs: Any
     ) -> None:
-        """Write the base model as an ordinary folder inside this one, and name the memory or copy it along."""
+        """Write the base model into a sub-folder, and the path of the store or, with `copy_store`, a copy of it."""
         folder = Path(save_directory)
-        self.base.save_pretrained(folder / _BASE, **kwargs)
-        self.tokenizer.save_pretrained(folder / _BASE)
+        self.base.save_pretrained(folder / _BASE_FOLDER, **kwargs)
+        self.tokenizer.save_pretrained(folder / _BASE_FOLDER)
         self.tokenizer.save_pretrained(folder)
-        config = _config(self.mixture)  # as it is now, not as it was when this object was made
-        config.mixture = _write_mixture(self.mixture, folder, copy_memory=copy_memory)
+        config = _config(self.mixture)  # the mixture may have changed since this object was made
+        config.mixture = _write_mixture(self.mixture, folder, copy_store=copy_store)
         config.architectures = [type(self).__name__]
-        source, copied = _home(self.mixture).resolve(), (folder / _MEMORY).resolve()
-        if copy_memory and source != copied:
+        source, copied = _folder(self.mixture).resolve(), (folder / _STORE_FOLDER).resolve()
+        if copy_store and source != copied:
             shutil.rmtree(copied, ignore_errors=True)
             shutil.copytree(source, copied, ignore=shutil.ignore_patterns("*.lock", "*-shm", ".trace-*", LOST))
             _purge(copied)
-        if copy_memory or source == copied:
-            config.memory = _MEMORY
+        if copy_store or source == copied:
+            config.store = _STORE_FOLDER
         config.save_pretrained(folder)
         self.generation_config.save_pretrained(folder)
 
@@ -254,56 +261,84 @@ class KnnForCausalLM(PreTrainedModel, GenerationMixin):
     def from_pretrained(  # type: ignore[override]
         cls, pretrained_model_name_or_path: str | os.PathLike[str], *model_args: Any, **kwargs: Any
     ) -> KnnForCausalLM:
-        """Open what `save_pretrained` wrote; other arguments (dtype, device_map, …) go to the base model."""
+        """Open a folder of `save_pretrained`; other arguments (dtype, device_map, …) go to the base model."""
         folder = Path(pretrained_model_name_or_path)
         config = kwargs.pop("config", None) or KnnConfig.from_pretrained(folder)
-        if not isinstance(config, KnnConfig) or config.memory is None:
-            raise ModelError(f"{folder} does not name a memory. Save one with KnnForCausalLM.save_pretrained.")
-        memory = folder / config.memory  # an absolute path stays as it is
-        if not memory.exists():
+        if not isinstance(config, KnnConfig) or config.store is None:
+            raise ModelError(f"{folder}: names no store. Write it with KnnForCausalLM.save_pretrained.")
+        store = folder / config.store  # an absolute path stays as it is
+        if not store.exists():
             raise DatastoreError(
-                f"{folder} uses the memory {memory}, which is not there. Bring it back, or save with copy_memory=True."
+                f"{folder}: its store {store} does not exist. Restore it, or save the model with copy_store=True."
             )
         kwargs.setdefault("dtype", "auto")
-        base = AutoModelForCausalLM.from_pretrained(folder / _BASE, *model_args, **_for_base(kwargs))
-        tokenizer = AutoTokenizer.from_pretrained(folder / _BASE)
-        mixture = _open_mixture(memory, base, tokenizer, config, folder)
-        return cls(mixture)
+        base = AutoModelForCausalLM.from_pretrained(folder / _BASE_FOLDER, *model_args, **_for_base(kwargs))
+        tokenizer = AutoTokenizer.from_pretrained(folder / _BASE_FOLDER)
+        return cls(_open_mixture(store, base, tokenizer, config=config, folder=folder))
+
+
+def generate_text(
+    mixture: Mixture, prompt: str, *, max_new_tokens: int = 60, seed: int | None = None, **settings: Any
+) -> str:
+    """Return the continuation of a prompt; settings are those of transformers' `generate`."""
+    tokens = generate_tokens(mixture, prompt, max_new_tokens=max_new_tokens, seed=seed, **settings)
+    return str(mixture.lm.tokenizer.decode(tokens, skip_special_tokens=True))
+
+
+def generate_tokens(
+    mixture: Mixture,
+    prompt: str,
+    *,
+    max_new_tokens: int = 60,
+    seed: int | None = None,
+    use_memory: bool = True,
+    **settings: Any,
+) -> list[int]:
+    """Return the tokens that continue a prompt, by the mixture or, without `use_memory`, by the model alone."""
+    lm = mixture.lm
+    longest = mixture.longest if use_memory else lm.longest
+    ids = torch.tensor([lm.prompt(prompt, room=max_new_tokens, longest=longest)], device=lm.device)
+    if seed is not None:
+        torch.manual_seed(seed)
+    model: Any = KnnForCausalLM(mixture) if use_memory else lm.model
+    # One prompt needs no padding, but transformers warns about a model without a padding token.
+    settings.setdefault("pad_token_id", lm.model.config.pad_token_id or lm.start_token)
+    output = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=max_new_tokens, **settings)
+    return list(output[0, ids.shape[1] :].tolist())
 
 
 def _random_state(device: torch.device) -> tuple[Tensor, Tensor | None]:
-    """Note where the random numbers are that sampling draws."""
+    """Return the states of the random number generators that sampling uses."""
     return torch.get_rng_state(), torch.cuda.get_rng_state(device) if device.type == "cuda" else None
 
 
-def _restore(device: torch.device, state: tuple[Tensor, Tensor | None]) -> None:
-    """Go back there."""
+def _restore_random_state(device: torch.device, state: tuple[Tensor, Tensor | None]) -> None:
     torch.set_rng_state(state[0])
     if state[1] is not None:
         torch.cuda.set_rng_state(state[1], device)
 
 
-def _purge(memory: Path) -> None:
-    """Leave nothing of removed documents in a copy that may be given away."""
-    if is_decoder(memory):
+def _purge(path: Path) -> None:
+    """Erase the bytes of removed documents from a copied store, which may be published."""
+    if is_decoder(path):
         return
-    with closing(Datastore.open(memory)) as store:
+    with closing(Datastore.open(path)) as store:
         whole = store.row_numbers.whole
     if not whole:
-        compact(memory)
+        compact(path)
     else:
-        # What a compaction has replaced may still lie there, for somebody was reading it.
-        with writer_lock(memory), closing(Catalog.open(memory / CATALOG_FILE, write=True)) as catalog:
-            purge(memory, catalog, keep_pending=False)
+        # Files that a compaction has replaced may remain, because a process was reading them.
+        with writer_lock(path), closing(Catalog.open(path / CATALOG_FILE, write=True)) as catalog:
+            purge(path, catalog, keep_pending=False)
 
 
 def _config(mixture: Mixture) -> KnnConfig:
-    """Describe a mixture; the base model's configuration is copied, since transformers changes what it is given."""
+    """Return the configuration of a mixture; the base model's is copied, because transformers modifies it."""
     base = mixture.lm.model.config
     knn = mixture.knn
     return KnnConfig(
         copy.deepcopy(base),
-        memory=str(_home(mixture).resolve()),
+        store=str(_folder(mixture).resolve()),
         k=knn.k if knn else DEFAULTS["k"],
         knn_temperature=knn.knn_temperature if knn else DEFAULTS["knn_temperature"],
         lmbda=mixture.lmbda,
@@ -312,25 +347,24 @@ def _config(mixture: Mixture) -> KnnConfig:
     )
 
 
-def _home(mixture: Mixture) -> Path:
+def _folder(mixture: Mixture) -> Path:
     if mixture.folder is None:
-        raise ModelError("A mixture without a store has no folder to be named by. Open it with Mixture.open.")
+        raise ModelError("The mixture has no folder that could be saved. Open it with Mixture.open.")
     return mixture.folder
 
 
 def _for_base(kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Drop what the Auto classes add about this class rather than about the base model."""
-    return {
-        name: value for name, value in kwargs.items() if name not in ("_from_auto", "adapter_kwargs", "_commit_hash")
-    }
+    """Drop the arguments that transformers' Auto classes add for this class."""
+    added = ("_from_auto", "adapter_kwargs", "_commit_hash")
+    return {name: value for name, value in kwargs.items() if name not in added}
 
 
 def _open_mixture(
-    memory: Path, base: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, config: KnnConfig, folder: Path
+    path: Path, base: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, *, config: KnnConfig, folder: Path
 ) -> Mixture:
-    if is_decoder(memory):
-        return Mixture.open(memory, CausalLM(base, tokenizer), lmbda=config.lmbda)
-    store = Datastore.open(memory)
+    if is_decoder(path):
+        return Mixture.open(path, CausalLM(base, tokenizer), lmbda=config.lmbda)
+    store = Datastore.open(path)
     name = language_model(store)  # which need not have as many layers as the model that reads the store
     lm = CausalLM(
         base,
@@ -341,23 +375,24 @@ def _open_mixture(
     )
     if config.mixture is None:
         settings: dict[str, Any] = {"k": config.k, "knn_temperature": config.knn_temperature, "lmbda": config.lmbda}
-        return Mixture.open(memory, lm, memories="knn", metric=config.metric, **settings)
+        return Mixture.open(path, lm, memories="knn", metric=config.metric, **settings)
     try:
-        written = SavedMixture(*read_mixture(config.mixture, str(folder)), folder)
+        saved = SavedMixture(*read_mixture(config.mixture, str(folder)), folder)
     except (KeyError, TypeError) as error:
-        raise ModelError(f"{folder} does not say which mixture it is ({error}). Save it again.") from None
-    return Mixture.open(memory, lm, written=written)
+        raise ModelError(f"{folder}: its mixture cannot be read ({error}). Save the model again.") from None
+    return Mixture.open(path, lm, written=saved)
 
 
-def _write_mixture(mixture: Mixture, folder: Path, *, copy_memory: bool) -> dict[str, Any]:
-    """Write the weights' networks into the folder, and give the rest of what must be known to open the mixture."""
+def _write_mixture(mixture: Mixture, folder: Path, *, copy_store: bool) -> dict[str, Any]:
+    """Write the networks of the weights into the folder, and return the rest of the mixture as JSON."""
     specs = mixture.specs
     outside = [spec.label for spec in specs if spec.path and spec.kind != "cache" and Path(spec.path).is_absolute()]
-    if copy_memory and outside:
-        raise ModelError(f"copy_memory copies the memory itself, but {outside[0]} lies elsewhere. Copy that by hand.")
+    if copy_store and outside:
+        raise ModelError(
+            f"{outside[0]}: lies outside the store, and copy_store copies the store only. Copy it by hand."
+        )
     return write_mixture(folder, specs, *weights_state(mixture.weights))
 
 
 AutoConfig.register(KnnConfig.model_type, KnnConfig)
-
 AutoModelForCausalLM.register(KnnConfig, KnnForCausalLM)
