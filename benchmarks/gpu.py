@@ -303,10 +303,9 @@ def corpus(folder: Path, options: argparse.Namespace) -> None:
     torch._dynamo.reset()
     lm = CausalLM.open(options.model, device="cuda")
     documents = list(split(folder, "train"))
-    characters = sum(len(document.text) for document in documents)
     with tempfile.TemporaryDirectory(dir=options.folder) as place:
         begin = time.perf_counter()
-        store = knnlm.build(documents, Path(place) / "memory", lm=lm, total=characters, keep_on_device=True)
+        store = knnlm.build(documents, Path(place) / "memory", lm=lm, keep_on_device=True)
         built = time.perf_counter()
         mixture = Mixture.open(store, lm, fresh=True)
         torch.cuda.synchronize()

@@ -26,7 +26,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from knnlm import corpus
-from knnlm.corpus import LONGEST, Document, Survey, read_documents, survey
+from knnlm.corpus import MAX_DOCUMENT_LENGTH, Document, DocumentMeter, read_documents
 from knnlm.errors import CorpusError, MissingExtra
 
 PACK: dict[str, Callable[[bytes], bytes]] = {
@@ -146,7 +146,7 @@ def test_standard_input_of_a_real_process_is_read() -> None:
 
 def test_closed_standard_input_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stdin", None)
-    assert "standard input is closed" in failure("-")
+    assert "Standard input is closed" in failure("-")
 
 
 # Newlines, marks, bytes
@@ -163,7 +163,7 @@ def test_decoding_does_not_depend_on_where_the_chunks_end(pieces: list[str], siz
     data = "".join(pieces).encode()
     chunks = [data[i : i + size] for i in range(0, len(data), size)]
     expected = data.decode("utf-8-sig").replace("\r\n", "\n")
-    assert "".join(corpus._decoded(chunks, "name")) == expected
+    assert "".join(corpus._decode(chunks, "name")) == expected
 
 
 @given(st.binary(max_size=12), st.binary(max_size=12), st.integers(1, 7))
@@ -173,7 +173,7 @@ def test_invalid_utf8_is_found_where_python_finds_it(before: bytes, after: bytes
         data.decode()
     at = oracle.value.start
     with pytest.raises(CorpusError) as caught:
-        list(corpus._decoded([data[i : i + size] for i in range(0, len(data), size)], "name"))
+        list(corpus._decode([data[i : i + size] for i in range(0, len(data), size)], "name"))
     line = data[:at].count(b"\n") + 1
     assert str(caught.value).startswith(f"name:{line}: invalid UTF-8 at byte offset {at} ")
 
@@ -201,7 +201,7 @@ def test_a_text_that_ends_within_a_character_is_invalid(tmp_path: Path) -> None:
 @pytest.mark.parametrize("suffix", [".txt", ".jsonl"])
 def test_a_binary_file_is_recognised(tmp_path: Path, content: bytes, suffix: str) -> None:
     path = write(tmp_path / f"a{suffix}", content)
-    assert f"{path} looks like a binary file" in failure(path)
+    assert f"{path}: looks like a binary file" in failure(path)
 
 
 @pytest.mark.parametrize(("text", "words"), [("a\0b", "looks like a binary file"), ("a\ud800b", "surrogate")])
@@ -219,20 +219,20 @@ def test_a_truncated_file_is_an_error(tmp_path: Path, suffix: str, packing: str)
     # Cut within the data, and just before the end.
     for end in (len(content) // 2, len(content) - 1):
         path = write(tmp_path / f"a{suffix}{packing}", content[:end])
-        assert f"{path} is corrupt or truncated" in failure(path)
+        assert f"{path}: corrupt or truncated" in failure(path)
 
 
 @pytest.mark.parametrize("packing", [".gz", ".xz", ".zst"])
 def test_a_file_that_is_not_compressed_as_it_says_is_an_error(tmp_path: Path, packing: str) -> None:
     path = write(tmp_path / f"a.txt{packing}", "just text, and more of it")
-    assert f"{path} is corrupt or truncated" in failure(path)
+    assert f"{path}: corrupt or truncated" in failure(path)
 
 
 def test_a_flipped_byte_in_a_gz_file_is_an_error(tmp_path: Path) -> None:
     content = bytearray(gzip.compress(b"some text"))
     content[-6] ^= 1  # within the checksum
     path = write(tmp_path / "a.txt.gz", bytes(content))
-    assert f"{path} is corrupt or truncated" in failure(path)
+    assert f"{path}: corrupt or truncated" in failure(path)
 
 
 # Long texts
@@ -260,7 +260,7 @@ def test_a_long_text_is_cut_at_paragraphs_then_newlines_then_spaces_then_anywher
 
 @pytest.mark.parametrize("suffix", [".txt", ".jsonl", ".parquet"])
 def test_a_long_document_is_read_in_numbered_parts(tmp_path: Path, suffix: str) -> None:
-    text = "word " * (LONGEST // 2)  # two and a half times the longest
+    text = "word " * (MAX_DOCUMENT_LENGTH // 2)  # two and a half times the longest
     path = str(tmp_path / f"a{suffix}")
     name = {".txt": path, ".jsonl": "own", ".parquet": f"{path}:1"}[suffix]
     if suffix == ".txt":
@@ -273,16 +273,18 @@ def test_a_long_document_is_read_in_numbered_parts(tmp_path: Path, suffix: str) 
     assert [document.id for document in found] == [name, f"{name}#2", f"{name}#3"]
     assert {document.source for document in found} == {path if suffix == ".txt" else f"{path}:1"}
     assert "".join(document.text for document in found) == text
-    assert all(len(document.text) <= LONGEST for document in found)
+    assert all(len(document.text) <= MAX_DOCUMENT_LENGTH for document in found)
 
 
 def test_a_text_of_exactly_the_longest_length_is_one_document(tmp_path: Path) -> None:
-    assert len(texts(write(tmp_path / "a.txt", "x" * LONGEST))) == 1
-    assert len(texts(write(tmp_path / "a.txt", "x" * LONGEST + "y"))) == 2
+    assert len(texts(write(tmp_path / "a.txt", "x" * MAX_DOCUMENT_LENGTH))) == 1
+    assert len(texts(write(tmp_path / "a.txt", "x" * MAX_DOCUMENT_LENGTH + "y"))) == 2
 
 
 def test_parts_of_whitespace_are_dropped_without_a_gap_in_the_numbers(tmp_path: Path) -> None:
-    path = write(tmp_path / "a.txt", "x" * LONGEST + " " * LONGEST + "y" * LONGEST + "z")
+    path = write(
+        tmp_path / "a.txt", "x" * MAX_DOCUMENT_LENGTH + " " * MAX_DOCUMENT_LENGTH + "y" * MAX_DOCUMENT_LENGTH + "z"
+    )
     found = list(read_documents(path))
     assert [document.id for document in found] == [path, f"{path}#2", f"{path}#3"]
     assert [document.text[-1] for document in found] == ["x", "y", "z"]
@@ -336,14 +338,14 @@ def test_a_line_without_end_is_an_error_rather_than_all_of_memory(
 ) -> None:
     path = write(tmp_path / "a.jsonl", '{"text": "short"}\n{"text": "' + "x" * 30_000_000 + '"}\n')
     assert len(texts(path)) == 1 + 29  # the short one, and the parts of the long one
-    monkeypatch.setattr(corpus, "LONGEST_LINE", 1_000_000)
+    monkeypatch.setattr(corpus, "MAX_LINE_LENGTH", 1_000_000)
     tracemalloc.start()
     try:
         message = failure(path)
         peak = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
-    assert f"{path}:2: longer than 1000000 characters" in message
+    assert f"{path}:2: line longer than 1000000 characters" in message
     assert peak < 10_000_000
 
 
@@ -397,7 +399,7 @@ def test_linked_files_are_read_and_broken_links_are_errors(tmp_path: Path) -> No
     (tmp_path / "docs/a.txt").symlink_to(tmp_path / "blob")
     assert texts(str(tmp_path / "docs")) == ["behind the link"]
     (tmp_path / "blob").unlink()
-    assert f"cannot read {tmp_path}/docs/a.txt: No such file" in failure(tmp_path / "docs")
+    assert f"{tmp_path}/docs/a.txt: cannot read it: No such file" in failure(tmp_path / "docs")
 
 
 def test_a_pipe_in_a_folder_does_not_block(tmp_path: Path) -> None:
@@ -410,7 +412,7 @@ def test_a_folder_without_readable_files_is_an_error(tmp_path: Path) -> None:
     write(tmp_path / "picture.png", "x")
     write(tmp_path / ".hidden.txt", "x")
     message = failure(tmp_path)
-    assert f"{tmp_path} has no file that can be read" in message
+    assert f"{tmp_path}: no readable file in this folder" in message
     for suffix in [".txt", ".md", ".jsonl", ".parquet", ".gz", ".xz", ".zst"]:
         assert suffix in message
 
@@ -419,7 +421,7 @@ def test_a_folder_without_readable_files_is_an_error(tmp_path: Path) -> None:
 
 
 def test_ids_are_unique_within_a_read(tmp_path: Path) -> None:
-    text = write(tmp_path / "a.txt", "x" * (LONGEST + 1))
+    text = write(tmp_path / "a.txt", "x" * (MAX_DOCUMENT_LENGTH + 1))
     lines = jsonl(tmp_path / "a.jsonl", *({"id": i, "text": "x"} for i in ["same", "same~2", "same", "same", 1, "1"]))
     ids = [document.id for document in read_documents(text, lines, text)]
     assert ids[:2] == [text, f"{text}#2"]
@@ -430,7 +432,7 @@ def test_ids_are_unique_within_a_read(tmp_path: Path) -> None:
 
 def test_many_equal_ids_do_not_take_quadratic_time() -> None:
     count = 50_000
-    ids = [document.id for document in corpus._unique(Document("same", "s", "t") for _ in range(count))]
+    ids = [document.id for document in corpus._with_unique_ids(Document("same", "s", "t") for _ in range(count))]
     assert ids == ["same", *(f"same~{i}" for i in range(2, count + 1))]
 
 
@@ -447,14 +449,14 @@ def test_names_can_always_be_written_as_utf8(tmp_path: Path) -> None:
 
 def test_no_inputs_at_all_are_an_error() -> None:
     for inputs in [(), ("",), ("a.txt", "")]:
-        assert "name at least one file or folder" in failure(*inputs)
-    with pytest.raises(CorpusError, match="name at least one file or folder"):
-        survey()
+        assert "Name at least one file or folder" in failure(*inputs)
+    with pytest.raises(CorpusError, match="Name at least one file or folder"):
+        read_documents()
 
 
 def test_a_missing_file_is_an_error(tmp_path: Path) -> None:
     for name in ["a.txt", "a.jsonl", "a.parquet", "a.txt.zst", "folder", "a.pdf"]:
-        assert f"cannot read {tmp_path / name}: No such file" in failure(tmp_path / name)
+        assert f"{tmp_path / name}: cannot read it: No such file" in failure(tmp_path / name)
 
 
 @pytest.fixture
@@ -475,13 +477,13 @@ def someone_else() -> Iterator[Path]:
 def test_a_file_or_folder_without_permission_is_an_error(someone_else: Path) -> None:
     path = Path(write(someone_else / "docs/sub/a.txt", "secret"))
     path.chmod(0)
-    assert f"cannot read {path}: Permission denied" in failure(path)
-    assert f"cannot read {path}: Permission denied" in failure(someone_else)
+    assert f"{path}: cannot read it: Permission denied" in failure(path)
+    assert f"{path}: cannot read it: Permission denied" in failure(someone_else)
     for mode, verb in [(0, "list"), (0o400, "read")]:  # no listing; listing without entering
         path.parent.chmod(mode)
         message = failure(path.parent.parent)
         path.parent.chmod(0o700)
-        assert message.startswith(f"cannot {verb} {path.parent if verb == 'list' else path.parent.parent}")
+        assert message.startswith(f"{path.parent if verb == 'list' else path.parent.parent}: cannot {verb}")
         assert "Permission denied" in message
 
 
@@ -490,7 +492,7 @@ def test_a_file_or_folder_without_permission_is_an_error(someone_else: Path) -> 
 )
 def test_an_unknown_suffix_is_an_error(tmp_path: Path, name: str, suffix: str) -> None:
     message = failure(write(tmp_path / name, "text"))
-    assert f"{tmp_path / name} has the unknown suffix {suffix};" in message
+    assert f"{tmp_path / name}: unknown suffix {suffix}." in message
     assert ".txt, .md, .jsonl, .parquet" in message
 
 
@@ -499,7 +501,7 @@ def test_a_parquet_file_compressed_from_outside_is_an_error(tmp_path: Path) -> N
     for given_input in [path, str(tmp_path / "docs")]:
         message = failure(given_input)
         assert path in message
-        assert "not compressed from outside" in message
+        assert "compressed parquet files are not supported" in message
 
 
 @pytest.mark.parametrize("content", [b"", b" \n\t\r\n", b"\xef\xbb\xbf", "\u2003".encode()])
@@ -508,8 +510,8 @@ def test_a_file_without_text_is_an_error_where_it_was_named_and_passed_over_in_a
     tmp_path: Path, content: bytes, packing: str
 ) -> None:
     path = write(tmp_path / f"b.txt{packing}", PACK[packing](content))
-    assert f"{path} is empty" in failure(path)
-    assert f"{tmp_path} is empty" in failure(tmp_path)
+    assert f"{path}: empty" in failure(path)
+    assert f"{tmp_path}: empty" in failure(tmp_path)
     write(tmp_path / "a.txt", "text")
     assert [document.text for document in read_documents(tmp_path)] == ["text"]
 
@@ -521,8 +523,8 @@ def test_records_or_standard_input_without_text_are_an_error(tmp_path: Path) -> 
         parquet(tmp_path / "a.parquet", text=["", None, " "]),
         parquet(tmp_path / "b.parquet", text=pa.array([], pa.string())),
     ]:
-        assert f"{path} is empty" in failure(path)
-    assert "standard input is empty" in failure("-", stdin=io.BytesIO(b" "))
+        assert f"{path}: empty" in failure(path)
+    assert "standard input: empty" in failure("-", stdin=io.BytesIO(b" "))
 
 
 def test_empty_records_are_skipped_when_others_have_text(tmp_path: Path) -> None:
@@ -539,9 +541,9 @@ def test_empty_records_are_skipped_when_others_have_text(tmp_path: Path) -> None
         ('{"text": 1' + "0" * 5000 + "}", "not valid JSON ("),
         ('["text"]', "list, not an object"),
         ('"text"', "str, not an object"),
-        ('{"body": "a", "title": "b"}', "no field 'text' among 'body', 'title'; name one with --text-field"),
+        ('{"body": "a", "title": "b"}', "no field 'text' among 'body', 'title'. Name one with --text-field"),
         ("{}", "no field 'text' among none"),
-        ('{"text": 5}', "the field 'text' is not a string but int; name another with --text-field"),
+        ('{"text": 5}', "the field 'text' is not a string but int. Name another with --text-field"),
         ('{"text": null}', "the field 'text' is not a string but NoneType"),
     ],
 )
@@ -554,7 +556,7 @@ def test_a_wrong_line_of_jsonl_is_named(tmp_path: Path, line: str, words: str) -
 
 def test_a_parquet_file_without_the_column_or_with_another_type_is_an_error(tmp_path: Path) -> None:
     path = parquet(tmp_path / "a.parquet", body=["a"], number=[3])
-    assert f"{path}: no field 'text' among 'body', 'number'; name one with --text-field" in failure(path)
+    assert f"{path}: no field 'text' among 'body', 'number'. Name one with --text-field" in failure(path)
     assert f"{path}:1: the field 'number' is not a string but int" in failure(path, text_field="number")
 
 
@@ -563,14 +565,14 @@ def test_a_damaged_parquet_file_is_an_error(tmp_path: Path) -> None:
     content = path.read_bytes()
     for damaged in [content[:-100], b"not parquet", content[:4] + b"\xff" * 60 + content[64:]]:
         path.write_bytes(damaged)
-        assert f"{path} is corrupt or truncated" in failure(path)
+        assert f"{path}: corrupt or truncated" in failure(path)
 
 
 def test_invalid_utf8_in_parquet_names_the_row(tmp_path: Path) -> None:
     bad = pa.Array.from_buffers(pa.string(), 2, pa.array([b"fine", b"caf\xe9"], pa.binary()).buffers())
     path = parquet(tmp_path / "a.parquet", text=bad)
     message = failure(path)
-    assert f"{path}:2 " in message
+    assert f"{path}:2: " in message
     assert "utf-8" in message
 
 
@@ -636,30 +638,87 @@ def test_a_dataset_that_cannot_be_read_is_an_error(
 ) -> None:
     hub["void", "train"] = []
     hub["set", "train"] = [{"text": "one"}, {"body": "two"}]
-    assert "cannot read hf:no/set:test (no set no/set)" in failure("hf:no/set:test")
-    assert "hf:void:train is empty" in failure("hf:void")
-    assert "hf:set:train:2: no field 'text' among 'body'; name one with --text-field" in failure("hf:set")
+    assert "hf:no/set:test: cannot read it (no set no/set)" in failure("hf:no/set:test")
+    assert "hf:void:train: empty" in failure("hf:void")
+    assert "hf:set:train:2: no field 'text' among 'body'. Name one with --text-field" in failure("hf:set")
     assert "names no dataset" in failure("hf:")
 
 
-# Survey
+# Bytes read
 
 
-def test_a_survey_counts_what_a_read_gives(tmp_path: Path) -> None:
-    write(tmp_path / "docs/a.txt", "é" * (LONGEST + 5))
-    lines = jsonl(tmp_path / "a.jsonl", {"body": "four"}, {"body": "fives"}, {"body": ""})
-    assert survey(tmp_path / "docs", lines, text_field="body") == Survey(4, LONGEST + 5 + 9, complete=True)
+@pytest.mark.parametrize("packing", [*PACK, "parquet"])
+def test_bytes_read_advance_to_the_size_of_the_files(tmp_path: Path, packing: str) -> None:
+    records = [random.Random(i).randbytes(5000).hex() for i in range(100)]
+    if packing == "parquet":
+        path = parquet(tmp_path / "a.parquet", text=records)
+    else:
+        lines = "".join(json.dumps({"text": text}) + "\n" for text in records) + "\n\n"
+        path = write(tmp_path / f"a.jsonl{packing}", PACK[packing](lines.encode()))
+    small = write(tmp_path / "docs/b.txt", "in a folder é")
+    write(tmp_path / "docs/empty.txt", " ")
+    reader = read_documents(path, tmp_path / "docs")
+    sizes = [Path(name).stat().st_size for name in (path, small, tmp_path / "docs/empty.txt")]
+    assert (reader.total_bytes, reader.bytes_read) == (sum(sizes), 0)
+    steps = [reader.bytes_read for _ in reader]
+    assert steps == sorted(steps)
+    assert len(set(steps[:100])) > 2  # not all at once
+    assert steps[-1] == sizes[0] + sizes[1]
+    assert reader.bytes_read == reader.total_bytes
 
 
-def test_a_survey_leaves_out_what_can_be_read_only_once(tmp_path: Path) -> None:
+def test_the_total_is_unknown_where_an_input_has_no_size(
+    tmp_path: Path, hub: dict[tuple[str, str], list[dict[str, object]]]
+) -> None:
+    hub["owner/set", "train"] = [{"text": "é"}, {"text": "two"}]
     text = write(tmp_path / "a.txt", "text")
-    assert survey(text) == Survey(1, 4, complete=True)
-    assert survey(text, "-") == Survey(1, 4, complete=False)
-    assert survey("hf:owner/set", text) == Survey(1, 4, complete=False)
-    assert survey("-") == Survey(0, 0, complete=False)
+    assert read_documents(text).total_bytes == 4
+    reader = read_documents(text, "-", stdin=io.BytesIO("typéd".encode()))
+    assert reader.total_bytes is None
+    assert [(document.text, reader.bytes_read) for document in reader] == [("text", 4), ("typéd", 10)]
+    reader = read_documents("hf:owner/set", text)
+    assert reader.total_bytes is None
+    assert [reader.bytes_read for _ in reader] == [2, 5, 9]
+    assert read_documents("-", stdin=io.BytesIO()).total_bytes is None
 
 
-def test_a_survey_finds_the_error_in_the_last_line(tmp_path: Path) -> None:
-    path = jsonl(tmp_path / "a.jsonl", {"text": "one"}, {"text": 2})
+def test_inputs_are_checked_before_anything_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = write(tmp_path / "a.txt", "text")
+    with pytest.raises(CorpusError, match=r"b\.txt: cannot read it: No such file"):
+        read_documents(text, tmp_path / "b.txt")
+    with pytest.raises(CorpusError, match=r"unknown suffix \.pdf"):
+        read_documents(text, write(tmp_path / "a.pdf", "text"))
+    with pytest.raises(CorpusError, match="names no dataset"):
+        read_documents(text, "hf:")
+    monkeypatch.setitem(sys.modules, "zstandard", None)
+    with pytest.raises(MissingExtra, match="zstandard"):
+        read_documents(text, write(tmp_path / "a.txt.zst", "text"))
+
+
+def test_an_error_in_the_last_line_comes_after_the_documents_before_it(tmp_path: Path) -> None:
+    reader = read_documents(jsonl(tmp_path / "a.jsonl", {"text": "one"}, {"text": 2}))
+    assert next(reader).text == "one"
     with pytest.raises(CorpusError, match=r"a\.jsonl:2: "):
-        survey(path)
+        next(reader)
+
+
+def test_a_meter_assigns_every_byte_to_one_document(tmp_path: Path) -> None:
+    path = jsonl(tmp_path / "a.jsonl", {"text": "one"}, {"text": ""}, {"text": "three"}, {"text": ""})
+    meter = DocumentMeter(read_documents(path, write(tmp_path / "b.txt", "last"), write(tmp_path / "c.txt", "é")))
+    assert meter.total_bytes == Path(path).stat().st_size + 6
+    assert (next(meter).text, next(meter).text) == ("one", "three")
+    taken = meter.take(1)
+    assert [document.text for document in meter] == ["last", "é"]
+    assert (meter.drop_last(), taken + meter.take_rest()) == (2, meter.total_bytes - 2)
+
+
+def test_a_meter_of_plain_documents_counts_utf8() -> None:
+    documents = [Document("a", "a", "é"), Document("b", "b", "four")]
+    meter = DocumentMeter(documents)
+    assert meter.total_bytes == 6
+    assert list(meter) == documents
+    assert (meter.take(2), meter.take_rest()) == (6, 0)
+    meter = DocumentMeter(iter(documents))
+    assert meter.total_bytes is None
+    next(meter)
+    assert meter.take_rest() == 2

@@ -1,14 +1,7 @@
-"""Read files, folders, standard input and datasets as documents. Knows nothing about tokens or models.
+"""Read files, folders, standard input and datasets as documents.
 
-Everything is streamed: memory is bounded by one part of a document (jsonl: one line), not by the corpus.
-Nothing is guessed: what is not clean UTF-8 text is an error that says where it is and what to do about it.
-
-A document, and what its record says besides the text. Knows nothing about files or tokens.
-
-Fields are there to choose documents by: `customer`, `year`. So they are single and short; whatever else a record has
-is not kept, since nobody would expect a second text of it in a memory.
-
-Remember which names have been met, in eight bytes each. Knows nothing about what the names are of.
+Everything is streamed: memory use is bounded by one document (jsonl: one line), not by the corpus. Text that is not
+clean UTF-8 is an error that names the file and the line.
 """
 
 from __future__ import annotations
@@ -19,37 +12,46 @@ import json
 import lzma
 import math
 import os
+import stat
 import sys
 import zlib
-from collections.abc import Collection, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
-from hashlib import blake2b
+from functools import partial
 from importlib import import_module
 from itertools import chain
-from json import loads
 from pathlib import Path, PurePath
 from typing import Any, BinaryIO, TypeAlias
 
-import numpy as np
-from numpy.typing import NDArray
-
 from knnlm.errors import CorpusError, KnnlmError, MissingExtra
 
-Scalar: TypeAlias = str | int | float | bool | None
+__all__ = ["Document", "DocumentMeter", "DocumentReader", "read_documents"]
 
+Scalar: TypeAlias = str | int | float | bool | None
 Fields: TypeAlias = Mapping[str, Scalar]
 
-LONGEST_FIELD_NAME = 256  # characters in a name or a value
+MAX_FIELDS = 64  # of a document
+MAX_FIELD_LENGTH = 256  # characters of a field's name or value
+INTEGER_LIMIT = 1 << 63  # integers from -INTEGER_LIMIT to INTEGER_LIMIT - 1
+MAX_DOCUMENT_LENGTH = 1 << 20  # characters; a longer text becomes several documents
+MAX_LINE_LENGTH = 1 << 28  # characters in one line of jsonl, which is parsed as a whole
 
-MOST = 64  # fields of a document
+SUFFIXES = (".txt", ".md", ".jsonl", ".parquet")
+COMPRESSIONS = (".gz", ".xz", ".zst")
 
-LARGEST = 1 << 63  # whole numbers are smaller
+_KNOWN_SUFFIXES = f"{', '.join(SUFFIXES)}; all except .parquet may also end in {', '.join(COMPRESSIONS)}"
+_CHUNK_BYTES = 1 << 14  # read at a time; small, since `bytes_read` advances by chunks
+_PARQUET_BUFFER_BYTES = 1 << 18
+_PARQUET_BATCH_ROWS = 64
+
+_Count: TypeAlias = Callable[[int], None]
 
 
 @dataclass(frozen=True)
 class Document:
-    """A text, its name, where a person finds it, and what else its record says."""
+    """A text with its id, its source for a person to find it, and the other fields of its record."""
 
     id: str
     source: str
@@ -57,288 +59,338 @@ class Document:
     fields: Fields = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
-        if self.fields and (wrong := fault(self.fields)) is not None:
-            raise CorpusError(f"{self.source}: {wrong}")
+        if self.fields and (problem := invalid_fields(self.fields)) is not None:
+            raise CorpusError(f"{self.source}: {problem}")
 
 
-def fields_of(record: Mapping[str, Any], *, but: Collection[str]) -> dict[str, Scalar]:
-    """Give what can be a field of a record, the first ones where there are very many."""
-    found: dict[str, Scalar] = {}
+def select_fields(record: Mapping[str, Any], *, exclude: Collection[str]) -> dict[str, Scalar]:
+    """Return the values of a record that can be fields: short texts, numbers and booleans, the first MAX_FIELDS."""
+    fields: dict[str, Scalar] = {}
     for name, value in record.items():
-        if name not in but and len(found) < MOST and _is_name(name) and _is_scalar(value):
-            found[_sayable(name)] = _sayable(value) if isinstance(value, str) else value
-    return found
+        if name not in exclude and len(fields) < MAX_FIELDS and _is_field_name(name) and _is_scalar(value):
+            fields[_as_utf8(name)] = _as_utf8(value) if isinstance(value, str) else value
+    return fields
 
 
-def fault(fields: Any) -> str | None:
-    """Say what is wrong with fields that somebody gives; None where nothing is."""
+def invalid_fields(fields: Any) -> str | None:
+    """Return what is wrong with the fields of a document, None where they are valid."""
     if not isinstance(fields, Mapping):
-        return f"fields are not a mapping but {type(fields).__name__}; give name and value of each"
-    if len(fields) > MOST:
-        return f"{len(fields)} fields, more than {MOST}; leave some out"
+        return f"fields must be a mapping of names to values, not {type(fields).__name__}"
+    if len(fields) > MAX_FIELDS:
+        return f"{len(fields)} fields, more than {MAX_FIELDS}; leave some out"
     for name, value in fields.items():
-        if not _is_name(name) or _sayable(name) != name:
-            return f"{str(name)[:40]!r} is no name of a field; give a text of 1 to {LONGEST_FIELD_NAME} characters"
-        if not _is_scalar(value) or (isinstance(value, str) and _sayable(value) != value):
-            may = f"a finite number, a truth value, or a text of at most {LONGEST_FIELD_NAME} characters"
-            return f"the field {name[:40]!r} cannot be kept ({type(value).__name__}); give {may}"
+        if not _is_field_name(name) or _as_utf8(name) != name:
+            return f"invalid field name {str(name)[:40]!r}; use a text of 1 to {MAX_FIELD_LENGTH} characters"
+        if not _is_scalar(value) or (isinstance(value, str) and _as_utf8(value) != value):
+            allowed = f"a finite number, a boolean, or a text of at most {MAX_FIELD_LENGTH} characters"
+            return f"the field {name[:40]!r} cannot be stored ({type(value).__name__}); use {allowed}"
     return None
 
 
-def written(value: Scalar | Fields) -> str:
-    """Write a value, or all fields, as JSON in just one way; so a number is told from the same digits in a text."""
+def canonical_json(value: Scalar | Fields) -> str:
+    """Return the one JSON form of a value, or of all fields, so that 7 and "7" differ."""
     return json.dumps(value, ensure_ascii=False, sort_keys=True)
 
 
-def ways_to_write(text: str) -> list[str]:
-    """Give all values, as JSON, that a person may mean by a text: values compare as they are read."""
-    # Other JSON begins otherwise, so that a text in quotation marks is not taken for what is between them.
-    return [written(text)] if text.startswith('"') else [written(text), text]
+def json_candidates(text: str) -> list[str]:
+    """Return the JSON of every value that a text from a command line or URL may stand for."""
+    # A text in quotation marks stands only for itself, not for the text between them.
+    return [canonical_json(text)] if text.startswith('"') else [canonical_json(text), text]
 
 
-def _is_name(name: Any) -> bool:
-    return isinstance(name, str) and 0 < len(name) <= LONGEST_FIELD_NAME
+def _is_field_name(name: Any) -> bool:
+    return isinstance(name, str) and 0 < len(name) <= MAX_FIELD_LENGTH
 
 
 def _is_scalar(value: Any) -> bool:
     if isinstance(value, str):
-        return len(value) <= LONGEST_FIELD_NAME
+        return len(value) <= MAX_FIELD_LENGTH
     if isinstance(value, float):
         return math.isfinite(value)
-    return value is None or (isinstance(value, int) and -LARGEST <= value < LARGEST)
+    return value is None or (isinstance(value, int) and -INTEGER_LIMIT <= value < INTEGER_LIMIT)
 
 
-def _sayable(text: str) -> str:
-    """Replace what UTF-8 cannot say: JSON may have half a character."""
+def _as_utf8(text: str) -> str:
+    """Replace lone surrogates, which a file name or JSON may contain and UTF-8 cannot encode."""
     return text.encode("utf-8", "replace").decode()
-
-
-_RECENT = 1 << 15
-
-
-class HashSet:
-    """A set of names that stays small: a Python set takes a hundred bytes for each."""
-
-    def __init__(self) -> None:
-        self._recent: set[int] = set()
-        self._sorted: NDArray[np.uint64] = np.empty(0, np.uint64)
-
-    def add(self, name: str) -> bool:
-        """Add a name and say whether it is new. Two of a billion names share a hash once in forty runs."""
-        key = int.from_bytes(blake2b(name.encode(), digest_size=8).digest(), "little")
-        if key in self._recent:
-            return False
-        place = int(np.searchsorted(self._sorted, np.uint64(key)))
-        if place < len(self._sorted) and self._sorted[place] == key:
-            return False
-        self._recent.add(key)
-        if len(self._recent) >= _RECENT:
-            recent = np.fromiter(self._recent, np.uint64, len(self._recent))
-            self._sorted = np.union1d(self._sorted, recent)
-            self._recent.clear()
-        return True
-
-
-__all__ = ["LONGEST", "Document", "Survey", "read_documents", "survey"]
-
-LONGEST = 1 << 20  # characters in one document; a longer text becomes several
-
-LONGEST_LINE = 1 << 28  # characters in one line of jsonl, which is parsed as a whole
-
-CHUNK = 1 << 18  # bytes read at a time
-
-SUFFIXES = (".txt", ".md", ".jsonl", ".parquet")
-
-COMPRESSIONS = (".gz", ".xz", ".zst")
-
-KNOWN = f"{', '.join(SUFFIXES)}, and all but .parquet also with {', '.join(COMPRESSIONS)} on top"
-
-
-@dataclass(frozen=True)
-class Survey:
-    """How much text there is; not complete when inputs that can be read only once were left out."""
-
-    documents: int
-    characters: int
-    complete: bool = True
 
 
 def read_documents(
     *inputs: str | os.PathLike[str], text_field: str = "text", stdin: BinaryIO | None = None
-) -> Iterator[Document]:
-    """Read documents, one after the other, from files, folders, `-` and `hf:NAME[:SPLIT]`."""
-    names = [os.fspath(given) for given in inputs]
-    if not names or not all(names):
-        raise CorpusError("nothing to read: name at least one file or folder, or - for standard input")
-    for name in names:
-        if name.startswith("hf:"):  # a missing package is told now, not hours later, when its turn comes
-            _package("datasets", "datasets", name)
-    return _unique(document for name in names for document in _input(name, text_field, stdin))
+) -> DocumentReader:
+    """Open files, folders, `-` (standard input) and `hf:NAME[:SPLIT]` and return a reader of their documents.
+
+    A missing file, an unknown suffix or a missing package raises here; errors in the text raise while it is read.
+    """
+    return DocumentReader([os.fspath(name) for name in inputs], text_field=text_field, stdin=stdin)
 
 
-def survey(*inputs: str | os.PathLike[str], text_field: str = "text") -> Survey:
-    """Read everything once and count it, so that errors come before hours of work."""
-    names = [os.fspath(given) for given in inputs]
-    again = [name for name in names if name != "-" and not name.startswith("hf:")]
-    documents = characters = 0
-    if again or not names:
-        for document in read_documents(*again, text_field=text_field):
-            documents += 1
-            characters += len(document.text)
-    return Survey(documents, characters, complete=len(again) == len(names))
+@dataclass(frozen=True)
+class _File:
+    path: str
+    size: int | None  # bytes; None for a pipe
+
+    @property
+    def name(self) -> str:
+        return _as_utf8(self.path)
 
 
-def _input(given: str, text_field: str, stdin: BinaryIO | None) -> Iterator[Document]:
-    """Read one of the inputs, as it was given."""
-    if given == "-":
-        yield from _stdin(stdin)
-    elif given.startswith("hf:"):
-        yield from _hugging_face(given, text_field)
-    else:
-        with _failures_of(_printable(given)):
-            Path(given).stat()  # is_dir would answer False whatever went wrong
-            paths = _files_in(given) if Path(given).is_dir() else [given]
-        # An empty file in a folder is common and harmless; one that was named is a mistake.
-        documents = (document for path in paths for document in _file(path, text_field))
-        yield from _not_empty(documents, _printable(given))
+class DocumentReader(Iterator[Document]):
+    """The documents of some inputs, each read once, in order."""
+
+    def __init__(self, inputs: Sequence[str], *, text_field: str = "text", stdin: BinaryIO | None = None) -> None:
+        if not inputs or not all(inputs):
+            raise CorpusError("Nothing to read. Name at least one file or folder, or - for standard input.")
+        self.bytes_read = 0  # of the files as they are on disk, compressed or not
+        self._text_field, self._stdin = text_field, stdin
+        opened = [(name, _check_input(name, stdin)) for name in inputs]
+        sizes = [file.size for _, files in opened for file in files or ()]
+        known = all(files is not None for _, files in opened) and None not in sizes
+        self.total_bytes: int | None = sum(size or 0 for size in sizes) if known else None
+        self._documents = _with_unique_ids(document for name, files in opened for document in self._read(name, files))
+
+    def __next__(self) -> Document:
+        return next(self._documents)
+
+    def _count(self, size: int) -> None:
+        self.bytes_read += size
+
+    def _read(self, name: str, files: list[_File] | None) -> Iterator[Document]:
+        if files is not None:
+            # An empty file inside a folder is common and harmless; one that was named is a mistake.
+            documents = (document for file in files for document in self._read_file(file))
+            yield from _not_empty(documents, _as_utf8(name))
+        elif name == "-":
+            yield from _read_stdin(self._stdin or sys.stdin.buffer, self._count)
+        else:
+            yield from _read_dataset(name, self._text_field, self._count)
+
+    def _read_file(self, file: _File) -> Iterator[Document]:
+        begin = self.bytes_read
+        with _translate_errors(file.name):
+            if _suffix(file.path) == ".parquet":
+                yield from _read_parquet(file, self._text_field, self._count)
+            else:
+                pieces = _decode(_read_chunks(file, self._count), file.name)
+                if _suffix(file.path) == ".jsonl":
+                    yield from _read_jsonl(pieces, file.name, self._text_field)
+                else:
+                    yield from _cut(pieces, file.name, file.name)
+        if file.size is not None:
+            self.bytes_read = begin + file.size
 
 
-def _files_in(folder: str) -> list[str]:
-    """List the readable files below a folder, sorted by relative path."""
-    seen: set[tuple[int, int]] = set()
-    found: list[str] = []
+class DocumentMeter(Iterator[Document]):
+    """Documents from any iterable, with the bytes of input that each one took.
+
+    For a `DocumentReader` these are bytes of its files, otherwise the UTF-8 bytes of the text. Progress bars advance
+    by `take`, which is called when a document has been processed, possibly long after it was read.
+    """
+
+    def __init__(self, documents: Iterable[Document]) -> None:
+        self._documents = iter(documents)
+        self._reader = documents if isinstance(documents, DocumentReader) else None
+        self._counted = 0 if self._reader is None else self._reader.bytes_read
+        self._sizes: deque[int] = deque()
+        self.total_bytes: int | None = None
+        if self._reader is not None:
+            self.total_bytes = self._reader.total_bytes
+        elif isinstance(documents, Sequence):
+            self.total_bytes = sum(map(_text_bytes, documents))
+
+    def __next__(self) -> Document:
+        document = next(self._documents)
+        self._sizes.append(_text_bytes(document) if self._reader is None else self._new_bytes(self._reader))
+        return document
+
+    def take(self, count: int) -> int:
+        """Return the bytes of the next documents, in the order in which they were read."""
+        return sum(self._sizes.popleft() for _ in range(count))
+
+    def drop_last(self) -> int:
+        """Return the bytes of the document that was read last, which will not be processed."""
+        return self._sizes.pop()
+
+    def take_rest(self) -> int:
+        """Return the bytes that were read and not taken, also those behind the last document."""
+        rest = self.take(len(self._sizes))
+        return rest if self._reader is None else rest + self._new_bytes(self._reader)
+
+    def _new_bytes(self, reader: DocumentReader) -> int:
+        before, self._counted = self._counted, reader.bytes_read
+        return self._counted - before
+
+
+def _text_bytes(document: Document) -> int:
+    return len(document.text.encode("utf-8", "surrogatepass"))
+
+
+def _check_input(name: str, stdin: BinaryIO | None) -> list[_File] | None:
+    """Return the files of an input, None where it has none; raise an error if it cannot be read."""
+    if name == "-":
+        if stdin is None and sys.stdin is None:
+            raise CorpusError("Standard input is closed. Name a file instead of -.")
+        return None
+    if name.startswith("hf:"):
+        if not _dataset_name(name)[0]:
+            raise CorpusError(f"{name} names no dataset. Write hf:NAME or hf:NAME:SPLIT.")
+        _import("datasets", "datasets", name)
+        return None
+    with _translate_errors(_as_utf8(name)):
+        folder = stat.S_ISDIR(Path(name).stat().st_mode)  # is_dir would return False on any error
+        paths = _list_files(name) if folder else [name]
+    return [_check_file(path) for path in paths]
+
+
+def _check_file(path: str) -> _File:
+    """Return a file whose type and permissions allow reading it."""
+    name, compressed = _as_utf8(path), path.lower().endswith(COMPRESSIONS)
+    with _translate_errors(name):
+        status = Path(path).stat()
+        regular = stat.S_ISREG(status.st_mode)
+    if (kind := _suffix(path)) is None:
+        suffix = "".join(PurePath(name).suffixes[-2 if compressed else -1 :])
+        raise CorpusError(f"{name}: unknown suffix {suffix or '(none)'}. Known suffixes: {_KNOWN_SUFFIXES}.")
+    if kind == ".parquet" and compressed:
+        raise CorpusError(f"{name}: compressed parquet files are not supported. Decompress the file first.")
+    if kind == ".parquet":
+        _import("pyarrow", "parquet", name)
+    elif path.lower().endswith(".zst"):
+        _import("zstandard", "zstd", name)
+    if regular:  # to open and close a pipe would end its writer
+        with _translate_errors(name), Path(path).open("rb"):
+            pass
+    return _File(path, status.st_size if regular else None)
+
+
+def _list_files(folder: str) -> list[str]:
+    """Return the readable files below a folder, sorted by relative path."""
+    visited: set[tuple[int, int]] = set()
+    relative: list[str] = []
 
     def fail(error: OSError) -> None:
-        raise CorpusError(f"cannot list {_printable(error.filename)}: {error.strerror}; check permissions")
+        raise CorpusError(f"{_as_utf8(error.filename)}: cannot list the folder: {error.strerror}. Check permissions.")
 
     for here, folders, files in os.walk(folder, followlinks=True, onerror=fail):
         # Each real folder is visited once: links may form loops, and no text should be read twice.
         status = Path(here).stat()
-        if (status.st_dev, status.st_ino) in seen:
+        if (status.st_dev, status.st_ino) in visited:
             folders.clear()
             continue
-        seen.add((status.st_dev, status.st_ino))
+        visited.add((status.st_dev, status.st_ino))
         folders[:] = sorted(name for name in folders if not name.startswith("."))
         for name in files:
             path = Path(here, name)
-            # A broken link is kept, so that it fails aloud; a pipe is not, it would block for ever.
-            if not name.startswith(".") and _kind(name) and (path.is_file() or not path.exists()):
-                found.append(path.relative_to(folder).as_posix())
-    if not found:
-        raise CorpusError(f"{_printable(folder)} has no file that can be read; known suffixes are {KNOWN}")
-    return [(PurePath(folder) / relative).as_posix() for relative in sorted(found)]
+            # A broken link is kept, so that it is reported; a pipe is left out, since reading it may block.
+            if not name.startswith(".") and _suffix(name) and (path.is_file() or not path.exists()):
+                relative.append(path.relative_to(folder).as_posix())
+    if not relative:
+        raise CorpusError(f"{_as_utf8(folder)}: no readable file in this folder. Known suffixes: {_KNOWN_SUFFIXES}.")
+    return [(PurePath(folder) / path).as_posix() for path in sorted(relative)]
 
 
-def _kind(path: str) -> str | None:
-    """Return the suffix that says what a file holds, below that of a compression; None when it is unknown."""
+def _suffix(path: str) -> str | None:
+    """Return the suffix that tells the type of a file, without that of a compression; None if it is unknown."""
     name = path.lower()
     if name.endswith(COMPRESSIONS):
         name = name.rpartition(".")[0]
     return next((suffix for suffix in SUFFIXES if name.endswith(suffix)), None)
 
 
-def _file(path: str, text_field: str) -> Iterator[Document]:
-    """Read one file in the way that its suffix asks for."""
-    name, kind = _printable(path), _kind(path)
-    compressed = path.lower().endswith(COMPRESSIONS)
-    if kind is None:
-        suffix = "".join(PurePath(name).suffixes[-2 if compressed else -1 :])
-        raise CorpusError(f"{name} has the unknown suffix {suffix or '(none)'}; known are {KNOWN}")
-    if kind == ".parquet" and compressed:
-        raise CorpusError(f"{name}: parquet is not compressed from outside; decompress the file first")
-    if kind == ".parquet":
-        documents = _parquet(path, name, text_field)
-    elif kind == ".jsonl":
-        documents = _jsonl(_decoded(_chunks(path, name), name), name, text_field)
-    else:
-        documents = _parts(_decoded(_chunks(path, name), name), name, name)
-    with _failures_of(name):
-        yield from documents
+class _CountedFile:
+    """A binary file that is read in small chunks, which are counted."""
+
+    def __init__(self, file: BinaryIO, count: _Count) -> None:
+        self._file, self._count = file, count
+
+    def read(self, size: int = _CHUNK_BYTES) -> bytes:
+        data = self._file.read(min(size, _CHUNK_BYTES) if size >= 0 else _CHUNK_BYTES)
+        self._count(len(data))
+        return data
 
 
-def _stdin(given: BinaryIO | None) -> Iterator[Document]:
+def _read_stdin(stream: BinaryIO, count: _Count) -> Iterator[Document]:
     """Read standard input as one text."""
-    if given is None and sys.stdin is None:
-        raise CorpusError("standard input is closed; name a file instead of -")
-    stream, name = given or sys.stdin.buffer, "standard input"
-    with _failures_of(name):
-        chunks = iter(lambda: stream.read(CHUNK), b"")
-        yield from _not_empty(_parts(_decoded(chunks, name), "-", "-"), name)
+    name = "standard input"
+    with _translate_errors(name):
+        chunks = iter(_CountedFile(stream, count).read, b"")
+        yield from _not_empty(_cut(_decode(chunks, name), "-", "-"), name)
 
 
-def _chunks(path: str, name: str) -> Iterator[bytes]:
+def _read_chunks(file: _File, count: _Count) -> Iterator[bytes]:
     """Read the bytes of a file, decompressed."""
-    suffix = PurePath(path).suffix.lower()
-    if suffix == ".zst":
-        yield from _zstd_chunks(path, name)
-        return
-    open_file: Any = {".gz": gzip.open, ".xz": lzma.open}.get(suffix, open)
-    with open_file(path, "rb") as file:
-        yield from iter(lambda: file.read(CHUNK), b"")
+    suffix = PurePath(file.path).suffix.lower()
+    with Path(file.path).open("rb") as opened:
+        counted: Any = _CountedFile(opened, count)
+        if suffix == ".zst":
+            yield from _decompress_zstd(counted, file.name)
+            return
+        unpack: dict[str, Any] = {".gz": lambda: gzip.GzipFile(fileobj=counted), ".xz": partial(lzma.LZMAFile, counted)}
+        with unpack.get(suffix, lambda: nullcontext(counted))() as data:
+            yield from iter(lambda: data.read(_CHUNK_BYTES), b"")
 
 
-def _zstd_chunks(path: str, name: str) -> Iterator[bytes]:
-    """Decompress a .zst file. (The package's own reader takes a truncated file for a complete one.)"""
-    zstandard = _package("zstandard", "zstd", name)
+def _decompress_zstd(file: _CountedFile, name: str) -> Iterator[bytes]:
+    """Decompress a .zst file. The package's own reader takes a truncated file for a complete one."""
+    zstandard = _import("zstandard", "zstd", name)
     # The largest window, that of `zstd --long=31`: large corpora are published so.
     decompressor = zstandard.ZstdDecompressor(max_window_size=1 << 31)
-    frame = None  # a file may have several, one after the other
-    with Path(path).open("rb") as file:
-        try:
-            # In sips: each is decompressed as a whole, and repetitive text was ten thousand times as long.
-            while sip := (frame.unused_data if frame and frame.eof else b"") or file.read(1 << 10):
-                if frame is None or frame.eof:
-                    frame = decompressor.decompressobj()
-                data = frame.decompress(sip)
-                yield from (data[at : at + CHUNK] for at in range(0, len(data), CHUNK))
-        except zstandard.ZstdError as error:
-            raise _corrupt(name, error) from error
+    frame = None  # a file may contain several
+    try:
+        # Little at a time: it is decompressed as a whole, and repetitive text may become ten thousand times as long.
+        while data := (frame.unused_data if frame and frame.eof else b"") or file.read(1 << 10):
+            if frame is None or frame.eof:
+                frame = decompressor.decompressobj()
+            text = frame.decompress(data)
+            yield from (text[at : at + _CHUNK_BYTES] for at in range(0, len(text), _CHUNK_BYTES))
+    except zstandard.ZstdError as error:
+        raise _corrupt(name, error) from error
     if frame and not frame.eof:
-        raise EOFError("it has no end")
+        raise EOFError("unexpected end of file")
 
 
-def _decoded(chunks: Iterable[bytes], name: str) -> Iterator[str]:
+def _decode(chunks: Iterable[bytes], name: str) -> Iterator[str]:
     r"""Decode UTF-8 piece by piece, without a byte order mark, with \n for \r\n."""
     decoder = codecs.getincrementaldecoder("utf-8")()
-    offset, line, held = 0, 1, ""  # where the next byte to decode is; a \r that waits for its \n
+    offset, line, held = 0, 1, ""  # of the next byte to decode; a \r that may be followed by \n
     for chunk in chain(filter(None, chunks), [b""]):
-        waiting = len(decoder.getstate()[0])
+        undecoded = len(decoder.getstate()[0])
         if b"\0" in chunk:
-            raise CorpusError(f"{name} looks like a binary file (it has NUL bytes); convert it or leave it out")
+            raise CorpusError(f"{name}: looks like a binary file (it contains NUL bytes). Convert it or leave it out.")
         try:
             piece = decoder.decode(chunk, final=not chunk)
         except UnicodeDecodeError as error:
             line += error.object[: error.start].count(b"\n")
             raise CorpusError(
-                f"{name}:{line}: invalid UTF-8 at byte offset {offset + error.start} ({error.reason}); "
-                "convert it to UTF-8, e.g. iconv -f LATIN1 -t UTF-8"
+                f"{name}:{line}: invalid UTF-8 at byte offset {offset + error.start} ({error.reason}). "
+                "Convert the file to UTF-8, e.g. iconv -f LATIN1 -t UTF-8."
             ) from error
         line += piece.count("\n")
         piece = held + (piece if offset else piece.removeprefix("\ufeff"))
-        offset += waiting + len(chunk) - len(decoder.getstate()[0])
+        offset += undecoded + len(chunk) - len(decoder.getstate()[0])
         held = "\r" if chunk and piece.endswith("\r") else ""
         yield piece.removesuffix(held).replace("\r\n", "\n")
 
 
-def _jsonl(pieces: Iterable[str], name: str, text_field: str) -> Iterator[Document]:
+def _read_jsonl(pieces: Iterable[str], name: str, text_field: str) -> Iterator[Document]:
     """Read one document from each line."""
     for number, line in enumerate(_lines(pieces), start=1):
         where = f"{name}:{number}"
-        if len(line) > LONGEST_LINE:
-            raise CorpusError(f"{where}: longer than {LONGEST_LINE} characters; give each record its line")
+        if len(line) > MAX_LINE_LENGTH:
+            raise CorpusError(f"{where}: line longer than {MAX_LINE_LENGTH} characters. Write one record per line.")
         if not line.strip():
             continue
         try:
-            record = loads(line)
+            record = json.loads(line)
         except (ValueError, RecursionError) as error:
-            raise CorpusError(f"{where}: not valid JSON ({_reason(error)}); write one object a line") from error
+            raise CorpusError(f"{where}: not valid JSON ({_reason(error)}). Write one object per line.") from error
         if not isinstance(record, dict):
-            raise CorpusError(f"{where}: {type(record).__name__}, not an object; write one object a line")
-        yield from _record(record, text_field, where)
+            raise CorpusError(f"{where}: {type(record).__name__}, not an object. Write one object per line.")
+        yield from _read_record(record, text_field, where)
 
 
 def _lines(pieces: Iterable[str]) -> Iterator[str]:
-    """Cut a text, given in pieces, at its newlines; a line that is too long comes cut off."""
+    """Cut a text, given in pieces, at its newlines; the last line is cut off where it is too long."""
     held: list[str] = []
     size = 0
     for piece in pieces:
@@ -348,101 +400,108 @@ def _lines(pieces: Iterable[str]) -> Iterator[str]:
         for other in others:
             yield "".join(held)
             held, size = [other], len(other)
-        if size > LONGEST_LINE:
+        if size > MAX_LINE_LENGTH:
             break
     yield "".join(held)
 
 
-def _parquet(path: str, name: str, text_field: str) -> Iterator[Document]:
+def _read_parquet(file: _File, text_field: str, count: _Count) -> Iterator[Document]:
     """Read one document from each row, by small batches of rows."""
-    pa = _package("pyarrow", "parquet", name)
+    pa = _import("pyarrow", "parquet", file.name)
     from pyarrow.parquet import ParquetFile
 
-    row = 0
-    with Path(path).open("rb") as file:
+    row, size = 0, file.size or 0
+    with Path(file.path).open("rb") as opened:
         try:
-            # Buffered and not pre-buffered: else a row group, often the whole file, is in memory.
-            table = ParquetFile(file, buffer_size=CHUNK, pre_buffer=False)
-            fields = table.schema_arrow.names
-            _check_field(fields, text_field, name)
-            # Lists and objects are no fields of a document, and may be large; two columns of one name are none either.
-            kept = [each for each in table.schema_arrow if _single(pa, each) and fields.count(each.name) == 1]
-            columns = [field for field in fields if field in (text_field, "id") or field in {one.name for one in kept}]
-            for batch in table.iter_batches(batch_size=64, columns=columns):
+            # Buffered and not pre-buffered: otherwise a row group, often the whole file, is in memory.
+            table = ParquetFile(opened, buffer_size=_PARQUET_BUFFER_BYTES, pre_buffer=False)
+            names, rows = table.schema_arrow.names, table.metadata.num_rows
+            _check_text_field(names, text_field, file.name)
+            # Lists and objects cannot be fields and may be large; two columns of one name are ambiguous.
+            scalars = {each.name for each in table.schema_arrow if _is_scalar_column(pa, each)}
+            wanted = {text_field, "id"} | {name for name in scalars if names.count(name) == 1}
+            columns = [name for name in names if name in wanted]
+            for batch in table.iter_batches(batch_size=_PARQUET_BATCH_ROWS, columns=columns):
                 for i in range(batch.num_rows):
                     row += 1
+                    count(size * row // rows - size * (row - 1) // rows)
                     record = {column: batch.column(column)[i].as_py() for column in columns}
-                    yield from _record(record, text_field, f"{name}:{row}", null_is_empty=True)
+                    yield from _read_record(record, text_field, f"{file.name}:{row}", null_is_empty=True)
         except (pa.ArrowException, UnicodeDecodeError) as error:
-            raise _corrupt(f"{name}:{row}" if row else name, error) from error
+            raise _corrupt(f"{file.name}:{row}" if row else file.name, error) from error
 
 
-def _single(pa: Any, column: Any) -> bool:
-    """Say whether a column holds a text, a number or a truth value in each row."""
-    kind, kinds = column.type, pa.types
-    whole = kinds.is_string(kind) or kinds.is_large_string(kind) or kinds.is_boolean(kind)
-    return bool(whole or kinds.is_integer(kind) or kinds.is_floating(kind))
+def _is_scalar_column(pa: Any, column: Any) -> bool:
+    """Whether each row of a column is a text, a number or a boolean."""
+    kind, types = column.type, pa.types
+    text = types.is_string(kind) or types.is_large_string(kind)
+    return bool(text or types.is_boolean(kind) or types.is_integer(kind) or types.is_floating(kind))
 
 
-def _hugging_face(given: str, text_field: str) -> Iterator[Document]:
-    """Read one document from each row of a dataset, streamed."""
-    name, _, split = given.removeprefix("hf:").partition(":")
-    split = split or "train"
-    if not name:
-        raise CorpusError(f"{given} names no dataset; write hf:NAME or hf:NAME:SPLIT")
-    label = f"hf:{name}:{split}"
+def _dataset_name(name: str) -> tuple[str, str]:
+    """Return the dataset and the split of hf:NAME[:SPLIT]."""
+    dataset, _, split = name.removeprefix("hf:").partition(":")
+    return dataset, split or "train"
+
+
+def _read_dataset(name: str, text_field: str, count: _Count) -> Iterator[Document]:
+    """Read one document from each row of a dataset of the hub, streamed."""
+    dataset, split = _dataset_name(name)
+    label = f"hf:{dataset}:{split}"
 
     def documents() -> Iterator[Document]:
-        rows = _package("datasets", "datasets", given).load_dataset(name, split=split, streaming=True)
+        rows = _import("datasets", "datasets", name).load_dataset(dataset, split=split, streaming=True)
         for number, row in enumerate(rows, start=1):
-            yield from _record(row, text_field, f"{label}:{number}", null_is_empty=True)
+            for document in _read_record(row, text_field, f"{label}:{number}", null_is_empty=True):
+                count(_text_bytes(document))
+                yield document
 
     try:
         yield from _not_empty(documents(), label)
     except KnnlmError:
         raise
-    except Exception as error:  # whatever a network, a hub and a file format may raise
-        raise CorpusError(f"cannot read {label} ({_reason(error)}); check name, split, network") from error
+    except Exception as error:  # errors of network, hub and file formats have no common root
+        raise CorpusError(f"{label}: cannot read it ({_reason(error)}). Check name, split and network.") from error
 
 
-def _record(
+def _read_record(
     record: Mapping[str, Any], text_field: str, where: str, *, null_is_empty: bool = False
 ) -> Iterator[Document]:
-    """Turn a record into documents: one, none when its text is empty, several when it is long."""
-    _check_field(record, text_field, where)
+    """Turn a record into documents: none when its text is empty, several when it is long."""
+    _check_text_field(record, text_field, where)
     text = record[text_field]
-    if text is None and null_is_empty:  # how tables leave a text out
+    if text is None and null_is_empty:  # a missing value of a table
         return
     if not isinstance(text, str):
-        what = f"{where}: the field {text_field!r} is not a string but {type(text).__name__}"
-        raise CorpusError(f"{what}; name another with --text-field")
+        problem = f"{where}: the field {text_field!r} is not a string but {type(text).__name__}"
+        raise CorpusError(f"{problem}. Name another with --text-field.")
     if "\0" in text:
-        raise CorpusError(f"{where}: the text looks like a binary file (it has a NUL); remove the record")
-    if _printable(text) != text:
-        raise CorpusError(f"{where}: the text has half a surrogate pair, not UTF-8; remove the record")
+        raise CorpusError(f"{where}: the text looks like a binary file (it contains NUL). Remove the record.")
+    if _as_utf8(text) != text:
+        raise CorpusError(f"{where}: the text contains half a surrogate pair, not UTF-8. Remove the record.")
     own = record.get("id") if text_field != "id" else None
     has_own = isinstance(own, str | int) and not isinstance(own, bool) and own != ""
-    name = _printable(str(own)) if has_own else where
-    yield from _parts([text.replace("\r\n", "\n")], name, where, fields_of(record, but=(text_field, "id")))
+    name = _as_utf8(str(own)) if has_own else where
+    yield from _cut([text.replace("\r\n", "\n")], name, where, select_fields(record, exclude=(text_field, "id")))
 
 
-def _check_field(fields: Iterable[str], text_field: str, where: str) -> None:
+def _check_text_field(fields: Iterable[str], text_field: str, where: str) -> None:
     if text_field not in fields:
-        there = ", ".join(repr(field) for field in fields) or "none"
-        raise CorpusError(f"{where}: no field {text_field!r} among {there}; name one with --text-field")
+        names = ", ".join(repr(name) for name in fields) or "none"
+        raise CorpusError(f"{where}: no field {text_field!r} among {names}. Name one with --text-field.")
 
 
-def _parts(pieces: Iterable[str], name: str, source: str, fields: Fields | None = None) -> Iterator[Document]:
+def _cut(pieces: Iterable[str], name: str, source: str, fields: Fields | None = None) -> Iterator[Document]:
     """Turn a text, given in pieces, into one document, or into several when it is long."""
-    count = 0
-    for part in _split(pieces, LONGEST):
-        if not part.isspace():
-            count += 1
-            yield Document(name if count == 1 else f"{name}#{count}", source, part, fields or {})
+    number = 0
+    for text in _split(pieces, MAX_DOCUMENT_LENGTH):
+        if not text.isspace():
+            number += 1
+            yield Document(name if number == 1 else f"{name}#{number}", source, text, fields or {})
 
 
 def _split(pieces: Iterable[str], limit: int) -> Iterator[str]:
-    """Cut a text, given in pieces, into parts of at most limit characters; joined, they are the text."""
+    """Cut a text, given in pieces, into strings of at most `limit` characters; joined, they are the text."""
     held = ""
     for piece in pieces:
         held += piece
@@ -462,55 +521,51 @@ def _split(pieces: Iterable[str], limit: int) -> Iterator[str]:
 
 
 def _not_empty(documents: Iterator[Document], name: str) -> Iterator[Document]:
-    """Pass documents on; raise an error when there is none."""
+    """Yield the documents; raise an error when there is none."""
     empty = True
     for document in documents:
         empty = False
         yield document
     if empty:
-        raise CorpusError(f"{name} is empty: there is no text in it; leave it out")
+        raise CorpusError(f"{name}: empty, there is no text in it. Leave it out.")
 
 
-def _unique(documents: Iterable[Document]) -> Iterator[Document]:
-    """Add ~2, ~3, ... to an id that was there before."""
-    seen = HashSet()
-    last: dict[str, int] = {}  # the number given last, so that the millionth equal id takes one try
+def _with_unique_ids(documents: Iterable[Document]) -> Iterator[Document]:
+    """Add ~2, ~3, ... to an id that occurred before."""
+    used: set[str] = set()
+    last: dict[str, int] = {}  # the number added last, so that the millionth equal id takes one try
     for document in documents:
         name = document.id
-        while not seen.add(name):
+        while name in used:
             last[document.id] = last.get(document.id, 1) + 1
             name = f"{document.id}~{last[document.id]}"
+        used.add(name)
         yield document if name == document.id else replace(document, id=name)
 
 
-def _printable(name: str) -> str:
-    """Replace what UTF-8 cannot say: a file's name may be any bytes, and JSON may have half a character."""
-    return name.encode("utf-8", "replace").decode()
-
-
 @contextmanager
-def _failures_of(name: str) -> Iterator[None]:
-    """Turn what the system and the decompressors raise into an error that names the file."""
+def _translate_errors(name: str) -> Iterator[None]:
+    """Turn errors of the system and of the decompressors into a `CorpusError` that names the file."""
     try:
         yield
     except (EOFError, OSError, lzma.LZMAError, zlib.error) as error:
-        # Only the system numbers its errors: an OSError without a number comes from gzip or parquet.
+        # Only errors of the system have a number: an OSError without one comes from gzip or parquet.
         if isinstance(error, OSError) and error.errno is not None:
-            raise CorpusError(f"cannot read {name}: {error.strerror}; check path and permissions") from error
+            raise CorpusError(f"{name}: cannot read it: {error.strerror}. Check path and permissions.") from error
         raise _corrupt(name, error) from error
 
 
 def _corrupt(name: str, error: Exception) -> CorpusError:
-    return CorpusError(f"{name} is corrupt or truncated ({_reason(error)}); fetch it or make it again")
+    return CorpusError(f"{name}: corrupt or truncated ({_reason(error)}). Download it again or restore a copy.")
 
 
 def _reason(error: Exception) -> str:
     return next(iter(str(error).splitlines()), "") or type(error).__name__
 
 
-def _package(package: str, extra: str, name: str) -> Any:
+def _import(package: str, extra: str, name: str) -> Any:
     """Import a package that only some inputs need."""
     try:
         return import_module(package)
     except ImportError as error:
-        raise MissingExtra(f"reading {name}", package, extra) from error
+        raise MissingExtra(f"Reading {name}", package, extra) from error

@@ -66,12 +66,12 @@ class DemoResult:
 
 def demonstrate(path: Path, lm: CausalLM, *, parts: Split, progress: Progress = silent) -> DemoResult:
     """Build, tune, evaluate, and pick the tokens for which the memory spoke most tellingly."""
-    build(parts.store, path, lm=lm, total=_characters(parts.store), progress=progress).close()
+    build(parts.store, path, lm=lm, progress=progress).close()
     sources = [document.source for document in parts.valid]
     fresh = Mixture.open(path, lm, memories="knn,cache,ngram")
-    tune(fresh, parts.valid, sources=sources, total=_characters(parts.valid), progress=progress)
+    tune(fresh, parts.valid, sources=sources, progress=progress)
     mixture = Mixture.open(path, lm)
-    evaluation = evaluate(mixture, parts.test, total=_characters(parts.test), progress=progress)
+    evaluation = evaluate(mixture, parts.test, progress=progress)
     prose = sorted((paragraph for document in parts.test for paragraph in _prose(document.text)), key=len)
     return DemoResult(mixture, evaluation, informative_tokens(mixture, "\n\n".join(prose[-4:])), _opening(prose[-1]))
 
@@ -99,10 +99,6 @@ def _prose(text: str) -> list[str]:
 
 def _opening(paragraph: str, words: int = 14) -> str:
     return " ".join(paragraph.split()[:words])
-
-
-def _characters(documents: list[Document]) -> int:
-    return sum(len(document.text) for document in documents)
 
 
 def _normal(paragraph: str) -> str:

@@ -257,8 +257,8 @@ def bad_files(folder):
     """Files that cannot be read, and what must be said of each."""
     return {
         "missing.txt": (None, "missing.txt"),
-        "empty.txt": (b"", "empty.txt is empty"),
-        "blank.txt": (b" \n\t\n", "blank.txt is empty"),
+        "empty.txt": (b"", "empty.txt: empty"),
+        "blank.txt": (b" \n\t\n", "blank.txt: empty"),
         "junk.txt": (bytes(range(256)) * 10, "junk.txt"),
         "latin.txt": ("one\ntwo\nnaïve".encode("latin-1"), "latin.txt"),
         "field.jsonl": (b'{"text": "a"}\n{"body": "b"}\n', "field.jsonl:2"),

@@ -16,7 +16,7 @@ from helpers.damage import change, flip
 from helpers.format import GOLDEN, check_against_ours
 from helpers.stores import documents
 from knnlm.cli.app import run
-from knnlm.corpus import LONGEST_FIELD_NAME, MOST, Document, fields_of, read_documents
+from knnlm.corpus import MAX_FIELD_LENGTH, MAX_FIELDS, Document, read_documents, select_fields
 from knnlm.datastore import schema
 from knnlm.datastore.catalog import Selection, field_condition, fields_by_number, other_fields, put_fields
 from knnlm.datastore.compact import compact
@@ -68,13 +68,13 @@ BARE = {"d8": {}, "d9": {}}
 
 @given(st.dictionaries(st.text(max_size=260), values, max_size=8))
 def test_of_a_record_what_is_single_and_short_is_kept(record):
-    found = fields_of(record, but=("text", "id"))
+    found = select_fields(record, exclude=("text", "id"))
 
     def kept(name, value):
-        if not 0 < len(name) <= LONGEST_FIELD_NAME or name in ("text", "id"):
+        if not 0 < len(name) <= MAX_FIELD_LENGTH or name in ("text", "id"):
             return False
         if isinstance(value, str):
-            return len(value) <= LONGEST_FIELD_NAME
+            return len(value) <= MAX_FIELD_LENGTH
         if isinstance(value, float):
             return math.isfinite(value)
         return value is None or isinstance(value, bool) or (isinstance(value, int) and -(2**63) <= value < 2**63)
@@ -94,7 +94,7 @@ def test_records_of_every_kind_bring_their_fields(tmp_path):
     many = {"text": "words", **{f"f{number}": number for number in range(100)}}
     (tmp_path / "b.jsonl").write_text(json.dumps(many))
     (two,) = read_documents(tmp_path / "b.jsonl")
-    assert two.fields == {f"f{number}": number for number in range(MOST)}
+    assert two.fields == {f"f{number}": number for number in range(MAX_FIELDS)}
     from pyarrow import Table, parquet
 
     parquet.write_table(Table.from_pylist([{**record, "list": [1]}]), tmp_path / "c.parquet")

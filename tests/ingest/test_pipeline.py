@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import errno
+import gzip
 import hashlib
+import json
 import os
 import signal
 import subprocess
 import sys
 import textwrap
 import threading
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -19,13 +22,14 @@ from hypothesis import strategies as st
 
 from helpers.models import tiny, tiny_tokenizer
 from helpers.stores import contents, documents, large_model
-from knnlm.corpus import Document
+from knnlm.corpus import Document, read_documents
 from knnlm.datastore import segments as segment
 from knnlm.datastore.catalog import Catalog
 from knnlm.datastore.store import Datastore
 from knnlm.errors import DatastoreError, ModelError, ParameterError
 from knnlm.ingest import build as builder
 from knnlm.ingest import pipeline
+from knnlm.ingest.add import add
 from knnlm.ingest.batches import Group, groups
 from knnlm.ingest.build import build
 from knnlm.lm.causal import CausalLM
@@ -131,14 +135,15 @@ def test_keys_that_stay_on_the_device_are_the_stored_ones(lm, tmp_path, piped):
     assert torch.equal(torch.cat(store.resident_keys).float(), store.take(torch.arange(store.rows)))
 
 
-def test_progress_counts_every_character_once(lm, tmp_path, piped):
+def test_progress_counts_every_byte_once(lm, tmp_path, piped):
     piped()
     text = documents(12)
-    counted = []
+    counted, totals = [], []
 
     class Bar:
         def __init__(self, what, *, total=None, unit="tokens"):
-            assert (what, total, unit) == ("reading", sum(len(document.text) for document in text), "characters")
+            assert (what, unit) == ("reading", "bytes")
+            totals.append(total)
 
         def __enter__(self):
             return counted.append
@@ -149,14 +154,38 @@ def test_progress_counts_every_character_once(lm, tmp_path, piped):
         yield from text[:8]
         raise RuntimeError("no more")
 
-    total = sum(len(document.text) for document in text)
+    total = sum(len(document.text.encode()) for document in text)
     with pytest.raises(RuntimeError):
-        build(stopping(), tmp_path / "memory", lm=lm, segment_rows=150, total=total, progress=Bar)
+        build(stopping(), tmp_path / "memory", lm=lm, segment_rows=150, progress=Bar)
     assert 0 < sum(counted) < total
     counted.clear()
-    build(text, tmp_path / "memory", lm=lm, segment_rows=150, total=total, progress=Bar)
+    build(text, tmp_path / "memory", lm=lm, segment_rows=150, progress=Bar)
     assert sum(counted) == total
     assert len(counted) > 4
+    assert totals == [None, total]
+
+
+def test_progress_of_files_is_by_their_bytes(lm, tmp_path):
+    counted, totals = [], []
+
+    @contextmanager
+    def bar(what, *, total=None, unit="tokens"):
+        totals.append((total, unit))
+        yield counted.append
+
+    lines = "".join(json.dumps({"text": document.text, "id": document.id}) + "\n" for document in documents(12))
+    (tmp_path / "text.jsonl.gz").write_bytes(gzip.compress(lines.encode()))
+    size = (tmp_path / "text.jsonl.gz").stat().st_size
+    build(read_documents(tmp_path / "text.jsonl.gz"), tmp_path / "store", lm=lm, segment_rows=150, progress=bar)
+    assert totals == [(size, "bytes")]
+    assert sum(counted) == size
+    counted.clear()
+    (tmp_path / "more.txt").write_text(documents(1, start=20)[0].text + "\n")
+    added = add(
+        read_documents(tmp_path / "more.txt", tmp_path / "text.jsonl.gz"), tmp_path / "store", lm=lm, progress=bar
+    )
+    assert (added.documents, added.skipped) == (1, 12)
+    assert totals[1:] == [(sum(counted), "bytes")]
 
 
 @pytest.fixture

@@ -19,7 +19,6 @@ from knnlm.cli.output import (
     print_facts,
     print_json,
     show_decoder,
-    survey,
 )
 
 
@@ -67,16 +66,15 @@ def build(
     import knnlm
 
     begin = time.perf_counter()
-    total = survey(text, text_field)
+    documents = knnlm.read_documents(*text, text_field=text_field)
     lm = open_model(model, key_layer=key_layer, layer=layer, device=device, dtype=dtype)
     store = knnlm.build(
-        knnlm.read_documents(*text, text_field=text_field),
+        documents,
         out,
         lm=lm,
         window=lm.window(context, stride),
         keys=keys,
         compile=compile,
-        total=total,
         progress=bar,
     )
     seconds = time.perf_counter() - begin

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from knnlm.cli.options import Device, Dtype, Json, Memory, Text, TextField, Wait
-from knnlm.cli.output import bar, console, count, open_model, print_facts, print_json, survey, visible
+from knnlm.cli.output import bar, console, count, open_model, print_facts, print_json, visible
 
 if TYPE_CHECKING:
     from knnlm.datastore.remove import Evidence
@@ -65,10 +65,9 @@ def add(
     import knnlm
 
     begin = time.perf_counter()
-    total = survey(text, text_field)
-    lm = _open_reader(memory, model, device, dtype)
     documents = knnlm.read_documents(*text, text_field=text_field)
-    added = knnlm.add(documents, memory, lm=lm, wait=wait, total=total, progress=bar)
+    lm = _open_reader(memory, model, device, dtype)
+    added = knnlm.add(documents, memory, lm=lm, wait=wait, progress=bar)
     facts: dict[str, Any] = {"memory": str(memory), **asdict(added), "seconds": time.perf_counter() - begin}
     if json:
         print_json(facts)

@@ -28,7 +28,7 @@ from knnlm.cli.options import (
     Text,
     TextField,
 )
-from knnlm.cli.output import bar, console, print_json, quiet, show_evaluation, show_tuning, survey, waiting
+from knnlm.cli.output import bar, console, print_json, quiet, show_evaluation, show_tuning, waiting
 from knnlm.errors import ParameterError
 
 if TYPE_CHECKING:
@@ -137,7 +137,7 @@ def tune(
         choose_from(memory, result, seen)
     else:
         chosen_on = list(text or [])
-        total = survey(chosen_on, text_field, limit=limit)
+        documents = read_documents(*chosen_on, text_field=text_field)
         mixture = open_mixture(
             memory,
             memories=memories,
@@ -149,14 +149,12 @@ def tune(
             device=device,
             dtype=dtype,
         )
-        documents = read_documents(*chosen_on, text_field=text_field)
         result = tune(
             mixture,
             documents,
             weights=weights,
             sources=chosen_on,
             limit=limit,
-            total=total,
             progress=bar,
             **grid,
         )
@@ -191,7 +189,7 @@ def evaluate(
     from knnlm.corpus import read_documents
     from knnlm.evaluation.evaluate import evaluate
 
-    total = survey(text, text_field, limit=limit)
+    documents = read_documents(*text, text_field=text_field)
     mixture = open_mixture(
         memory,
         memories=memories,
@@ -206,11 +204,10 @@ def evaluate(
         device=device,
         dtype=dtype,
     )
-    documents = read_documents(*text, text_field=text_field)
     if save_trace is None:
-        found = evaluate(mixture, documents, limit=limit, total=total, progress=bar)
+        found = evaluate(mixture, documents, limit=limit, progress=bar)
     else:
-        found = _trace(mixture, documents, save_trace, sources=text, limit=limit, total=total)
+        found = _trace(mixture, documents, save_trace, sources=text, limit=limit)
     show_evaluation(found, json=json)
 
 
@@ -235,10 +232,9 @@ def _tune_decoder(
 
     if not text:
         raise ParameterError("Give TEXT to tune the decoder on.")
-    total = survey(text, text_field, limit=limit)
-    mixture = open_mixture(folder, **opening)
     documents = read_documents(*text, text_field=text_field)
-    card = tune_decoder(mixture, documents, sources=text, limit=limit, total=total, progress=bar)
+    mixture = open_mixture(folder, **opening)
+    card = tune_decoder(mixture, documents, sources=text, limit=limit, progress=bar)
     facts = {"decoder": str(folder), "lambda": card.lmbda, **(card.lmbda_facts or {})}
     if json:
         print_json(facts)

@@ -68,7 +68,11 @@ def bar(what: str, *, total: int | None = None, unit: str = "tokens") -> Iterato
     )
     with Progress(*columns, console=err) as progress:
         task = progress.add_task(what, total=total, done="")
-        yield _Bar(progress, task, unit)
+        try:
+            yield _Bar(progress, task, unit)
+        except BaseException:
+            progress.live.transient = True  # an error is one line, without the bar above it
+            raise
         # What was expected and what came differ a little where a limit falls inside a document.
         progress.update(task, total=progress.tasks[0].completed)
 
@@ -78,17 +82,6 @@ def waiting(what: str) -> Iterator[None]:
     """Show a spinner while something of unknown length goes on."""
     with err.status(what):
         yield
-
-
-def survey(text: Sequence[str], text_field: str, *, limit: int | None = None) -> int | None:
-    """Look through all text before anything slow begins, so that its errors come first; give its characters."""
-    from knnlm import corpus
-
-    if limit is not None:  # most of it may not be read at all
-        return None
-    with waiting("looking through the text"):
-        found = corpus.survey(*text, text_field=text_field)
-    return found.characters if found.complete else None
 
 
 def open_model(name: str, **settings: Any) -> CausalLM:

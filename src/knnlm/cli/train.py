@@ -25,18 +25,18 @@ from knnlm.cli.output import (
     print_facts,
     print_json,
     quiet,
-    survey,
     waiting,
     warning,
 )
 from knnlm.errors import DatastoreError, ParameterError
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from knnlm.corpus import Document
     from knnlm.datastore.store import Datastore
     from knnlm.lm.causal import CausalLM
     from knnlm.training.trainer import Teacher
-if TYPE_CHECKING:
-    from knnlm.datastore.store import Datastore
 
 
 _TEACHING = ("teacher", "k", "knn_temperature", "exclude")  # what only β above 0 has a use for
@@ -93,14 +93,14 @@ def adapt(
     from knnlm.training.adapt import adapt
 
     check_rate(learning_rate)
-    for some in filter(None, (text, valid)):
-        survey(some, text_field)
+    documents = read_documents(*text, text_field=text_field)
+    held_out = read_documents(*valid, text_field=text_field) if valid else None
     lm = open_model(model, device=device, dtype=dtype)
     result = adapt(
-        read_documents(*text, text_field=text_field),
+        documents,
         out,
         lm=lm,
-        held_out=read_documents(*valid, text_field=text_field) if valid else None,
+        held_out=held_out,
         student=student,
         layers=layers,
         limit=limit,
@@ -143,20 +143,21 @@ def distill_decoder(
     **settings: Any,
 ) -> dict[str, Any]:
     """Train a decoder on a memory's text and, with β, on what its store or another would have said."""
+    from knnlm.corpus import read_documents
     from knnlm.training.decoder import train_decoder
     from knnlm.training.student import open_student
 
     teaching = {name: settings.pop(name) for name in _TEACHING if name in settings}
     _check(out, beta, teaching, settings)
-    total = survey(valid, "text") if valid else None
+    held_out = list(read_documents(*valid)) if valid else None
     lm = open_helped(store, model, device, dtype)
     own = open_student(student or lm.name, like=lm, layers=layers, seed=seed)
     own.lm.window(settings.get("context"), None)  # refuses one that is too long
     targets = _targets(store, out, device, **teaching) if beta else None
     settings |= {"beta": beta, "seed": seed, "device": device}
     card = train_decoder(store, own, out, targets=targets, progress=bar, **settings)
-    if valid and card.lmbda is None:  # one that was tuned since stays so
-        card = _tune(out, lm, valid, total)
+    if held_out and card.lmbda is None:  # one that was tuned since stays so
+        card = _tune(out, lm, held_out, valid or [])
     facts = asdict(card)
     facts |= {"lambda": facts.pop("lmbda"), "lambda_facts": facts.pop("lmbda_facts")}
     return {"into": "decoder", "out": str(out), "model": lm.name, **facts}
@@ -213,13 +214,12 @@ def open_helped(store: Datastore, model: str | None, device: str, dtype: str) ->
         return open_reader(store, name=name, device=device, dtype=dtype)
 
 
-def _tune(decoder: Path, lm: CausalLM, text: list[str], total: int | None) -> Any:
-    from knnlm.corpus import read_documents
+def _tune(decoder: Path, lm: CausalLM, documents: Iterable[Document], sources: Sequence[str]) -> Any:
     from knnlm.evaluation.tune import tune_decoder
     from knnlm.mixture.mixture import Mixture
 
     mixture = Mixture.open(decoder, lm)
-    return tune_decoder(mixture, read_documents(*text), sources=text, total=total, progress=bar)
+    return tune_decoder(mixture, documents, sources=sources, progress=bar)
 
 
 _DECODER = (

@@ -32,7 +32,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
-from knnlm.corpus import Scalar, fault, ways_to_write, written
+from knnlm.corpus import Scalar, canonical_json, invalid_fields, json_candidates
 from knnlm.datastore.integrity import DigestUpdates, VerifiedTables, differing, fill, there
 from knnlm.datastore.schema import (
     NEWEST,
@@ -78,14 +78,14 @@ def fields_by_number(connection: sqlite3.Connection) -> Callable[[Any], dict[str
 
 def check_fields(found: Any) -> dict[str, Scalar]:
     """Give fields that came from a file, or a ValueError."""
-    if (wrong := fault(found)) is not None:
+    if (wrong := invalid_fields(found)) is not None:
         raise ValueError(wrong)
     return dict(found)
 
 
 def put_fields(connection: sqlite3.Connection, documents: Iterable[StoredDocument]) -> None:
     """Write the fields of documents."""
-    rows = [(one.number, written(dict(one.fields))) for one in documents if one.fields]
+    rows = [(one.number, canonical_json(dict(one.fields))) for one in documents if one.fields]
     connection.executemany("INSERT INTO fields VALUES (?, ?)", rows)
 
 
@@ -103,7 +103,7 @@ def other_fields(connection: sqlite3.Connection, name: str) -> list[str] | None:
     if not has_fields(connection):
         return []
     query = f"SELECT 1 FROM fields WHERE instr({_MEMBERS}, ?) > 0 LIMIT 1"  # noqa: S608  (ours)
-    if connection.execute(query, (f", {written(name)}: ",)).fetchone() is not None:
+    if connection.execute(query, (f", {canonical_json(name)}: ",)).fetchone() is not None:
         return None
     records = connection.execute("SELECT record FROM fields")
     return sorted({each for (record,) in records for each in check_fields(json.loads(record))})[:_SHOWN]
@@ -111,7 +111,7 @@ def other_fields(connection: sqlite3.Connection, name: str) -> list[str] | None:
 
 def field_condition(name: str, value: str) -> tuple[str, list[str]]:
     """Give the condition for SQL that a field has a value, whether that is a text or a number, and its values."""
-    ways = [f", {written(name)}: {way}, " for way in ways_to_write(value)]
+    ways = [f", {canonical_json(name)}: {way}, " for way in json_candidates(value)]
     either = " OR ".join([f"instr({_MEMBERS}, ?) > 0"] * len(ways))
     return f"number IN (SELECT number FROM fields WHERE {either})", ways  # noqa: S608
 

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from knnlm.corpus import Document
+from knnlm.corpus import Document, DocumentMeter
 from knnlm.errors import CorpusError, ParameterError
 from knnlm.memories.base import LM_LOGITS, Context, Logits, SimpleOutput
 from knnlm.memories.voting import NeighbourMemory
@@ -258,11 +258,10 @@ def evaluate(
     *,
     limit: int | None = None,
     batch_tokens: int | None = None,
-    total: int | None = None,
     ahead: bool = False,
     progress: Progress = silent,
 ) -> Evaluation:
-    """Score every token of the documents with the model alone and with the mixture; `total` is their characters.
+    """Score every token of the documents with the model alone and with the mixture.
 
     `ahead` lets the model read on while a search runs; see `scoring.scores` for when that helps.
     """
@@ -270,9 +269,7 @@ def evaluate(
     tally = Totals()
     sums = torch.zeros(3, dtype=torch.float64)
     parts = torch.zeros(len(mixture.component_names), dtype=torch.float64)
-    read = read_all(
-        mixture, documents, tally=tally, limit=limit, batch_tokens=batch_tokens, total=total, progress=progress
-    )
+    read = read_all(mixture, documents, tally=tally, limit=limit, batch_tokens=batch_tokens, progress=progress)
     for found in scores(mixture, (batch for _, batch in read), ahead=ahead):
         best = found.each.nan_to_num(nan=-torch.inf).amax(1)
         sums += torch.stack([found.each[:, 0], found.mixed, best]).double().sum(1).cpu()
@@ -321,7 +318,6 @@ def read_all(
     tally: Totals,
     limit: int | None = None,
     batch_tokens: int | None = None,
-    total: int | None = None,
     progress: Progress = silent,
     what: str = "evaluating",
 ) -> Iterator[tuple[int, ReadBatch]]:
@@ -330,18 +326,19 @@ def read_all(
         raise ParameterError(f"limit must be at least 1 token, not {limit}.")
     times = _GPU if mixture.lm.device.type == "cuda" else 1
     batch_tokens = _batch_tokens(mixture, times) if batch_tokens is None else batch_tokens
-    first = characters = 0
-    unit = "characters" if limit is None else "tokens"
-    with progress(what, total=total if limit is None else limit, unit=unit) as advance:
-        for group in _groups(mixture, documents, limit, tally, max(times * _GROUP, batch_tokens)):
-            tokens, new = sum(map(len, group)), tally.characters - characters
+    first, meter = 0, DocumentMeter(documents)
+    unit = "bytes" if limit is None else "tokens"
+    with progress(what, total=meter.total_bytes if limit is None else limit, unit=unit) as advance:
+        for group in _groups(mixture, meter, limit, tally, max(times * _GROUP, batch_tokens)):
+            tokens, size = sum(map(len, group)), meter.take(len(group))
             done = 0
             for batch in mixture.read(group, batch_tokens=batch_tokens):
                 yield first, batch
                 before, done = done, done + len(batch.rows)
-                advance(len(batch.rows) if limit else new * done // tokens - new * before // tokens)
+                advance(len(batch.rows) if limit else size * done // tokens - size * before // tokens)
             first += tokens
-            characters += new
+        if limit is None:
+            advance(meter.take_rest())
     if not tally.tokens:
         raise CorpusError("There is no text to evaluate on: no document has a token.")
 

@@ -211,7 +211,6 @@ def record(
     sources: Sequence[str] = (),
     limit: int | None = None,
     batch_tokens: int | None = None,
-    total: int | None = None,
     progress: Progress = silent,
     on_batch: Callable[[NDArray[np.int64], ReadBatch], None] | None = None,
 ) -> Trace:
@@ -236,7 +235,6 @@ def record(
                 tally=tally,
                 limit=limit,
                 batch_tokens=batch_tokens,
-                total=total,
                 progress=progress,
                 what="tracing",
             ):

@@ -69,10 +69,9 @@ def tune(
     knn_temperatures: Sequence[float] | None = None,
     lambdas: Sequence[float] = LAMBDAS,
     batch_tokens: int | None = None,
-    total: int | None = None,
     progress: Progress = silent,
 ) -> Tuning:
-    """Read a text, choose settings and weights on it, and store the choice in the memory; `total` is its characters."""
+    """Read a text, choose settings and weights on it, and store the choice in the memory."""
     home = mixture.home
     if home is None and mixture.folder is not None and is_decoder(mixture.folder):
         raise ParameterError(f"{mixture.folder} is a decoder: choose its λ with knnlm.tuning.tune_decoder.")
@@ -91,7 +90,6 @@ def tune(
             sources=sources,
             limit=limit,
             batch_tokens=batch_tokens,
-            total=total,
             progress=progress,
         )
         result = tune_trace(
@@ -155,7 +153,6 @@ def tune_decoder(
     *,
     sources: Sequence[str] = (),
     limit: int | None = None,
-    total: int | None = None,
     progress: Progress = silent,
 ) -> DecoderCard:
     """Read a text with a model and its decoder, choose λ on it, and write it into the decoder's card."""
@@ -163,7 +160,7 @@ def tune_decoder(
         raise ParameterError("Only a mixture that was opened from a decoder keeps its λ there.")
     with tempfile.TemporaryDirectory(prefix="knnlm-tune-") as folder:
         place = Path(folder) / "trace"
-        trace = record(mixture, documents, place, sources=sources, limit=limit, total=total, progress=progress)
+        trace = record(mixture, documents, place, sources=sources, limit=limit, progress=progress)
         seen = tabulate(trace, [()], evidence=False)
     return set_lambda(mixture.folder, *fit_decoder(seen, mixture.lm.name, trace.facts["text"]))
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from knnlm.corpus import Document
+from knnlm.corpus import Document, DocumentMeter
 from knnlm.datastore.catalog import CATALOG_FILE, Catalog, check_complete
 from knnlm.datastore.encoding import DeferredEncoder, storage_of
 from knnlm.datastore.garbage import purge
@@ -47,12 +47,11 @@ def add(
     *,
     lm: CausalLM,
     wait: float = 0.0,
-    total: int | None = None,
     progress: Progress = silent,
 ) -> Added:
     """Add documents to a memory, all or none; `wait` for another writer so many seconds.
 
-    `total` is their number of characters. What an addition that was stopped had read is not read again, if it is among
+    What an addition that was stopped had read is not read again, if it is among
     the documents; and dropped, if it is not.
     """
     folder = Path(path)
@@ -63,11 +62,13 @@ def add(
         pending = StagedAddition(folder, catalog)
         pending.check()
         waiting = DeferredEncoder(folder, pending, storage_of(catalog), width=lm.width)
-        with progress("reading", total=total, unit="characters") as advance:
-            new = _New(documents, catalog, pending, advance)
-            work = Build(folder, pending, lm, waiting, advance, compile=False, total=total, keep=False)
+        source = DocumentMeter(documents)
+        with progress("reading", total=source.total_bytes, unit="bytes") as advance:
+            new = _New(source, catalog, pending, advance)
+            work = Build(folder, pending, lm, waiting, source, advance, compile=False, keep=False)
             with closing(tokenised(new, lm)) as pairs:
                 work.run(groups(pairs, catalog.get("segment_rows") or usual_segment_rows(lm)))
+            advance(source.take_rest())
         count, tokens = pending.commit()
         return Added(count, tokens, new.skipped, new.resumed, catalog.generation)
 
@@ -75,9 +76,7 @@ def add(
 class _New:
     """The documents that are neither stored nor pending, each text once."""
 
-    def __init__(
-        self, documents: Iterable[Document], catalog: Catalog, pending: StagedAddition, advance: Advance
-    ) -> None:
+    def __init__(self, documents: DocumentMeter, catalog: Catalog, pending: StagedAddition, advance: Advance) -> None:
         self.skipped = self.resumed = 0
         self._documents, self._catalog, self._pending, self._advance = documents, catalog, pending, advance
 
@@ -87,12 +86,12 @@ class _New:
             known = text_hash(document.text)
             if known in given or self._catalog.holds(known):
                 self.skipped += 1
-                self._advance(len(document.text))
+                self._advance(self._documents.drop_last())
                 continue
             given.add(known)
             if self._pending.claim(document, known):
                 self.resumed += 1
-                self._advance(len(document.text))
+                self._advance(self._documents.drop_last())
             else:
                 yield document
 

@@ -21,17 +21,13 @@ class Group:
     documents: list[Document] = field(default_factory=list)
     tokens: list[list[int]] = field(default_factory=list)
     rows: int = 0
+    size: int = 0  # bytes of the input
 
     def add(self, document: Document, tokens: list[int]) -> None:
         """Take one more document."""
         self.documents.append(document)
         self.tokens.append(tokens)
         self.rows += len(tokens)
-
-    @property
-    def characters(self) -> int:
-        """The length of all the text."""
-        return sum(len(document.text) for document in self.documents)
 
     def beginning(self, count: int) -> list[list[int]]:
         """Give the first documents, cut where they have so many tokens."""
@@ -48,14 +44,14 @@ class Group:
         lengths = (len(tokens) for tokens in self.tokens if len(tokens) >= shape.context)
         return sum((length - shape.context) // shape.stride + 1 for length in lengths)
 
-    def by_characters(self, advance: Advance) -> Advance:
-        """Let rows that were read advance what counts in characters."""
-        done, characters = 0, self.characters
+    def by_bytes(self, advance: Advance) -> Advance:
+        """Return a callback that takes rows and advances by the bytes they came from."""
+        done, size = 0, self.size
 
         def by_rows(rows: int) -> None:
             nonlocal done
             before, done = done, done + rows
-            advance(characters * done // self.rows - characters * before // self.rows)
+            advance(size * done // self.rows - size * before // self.rows)
 
         return by_rows
 

@@ -8,10 +8,11 @@ killed and run again from its last finished segment ends with the same bytes.
 from __future__ import annotations
 
 import math
+import shutil
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from knnlm.corpus import Document
+from knnlm.corpus import Document, DocumentMeter
 from knnlm.datastore.catalog import CATALOG_FILE, LANGUAGE_MODEL, Catalog, SegmentSink
 from knnlm.datastore.codecs import Plain, Storage, parse_storage
 from knnlm.datastore.encoding import DeferredEncoder
@@ -28,7 +29,7 @@ from knnlm.datastore.locks import writer_lock
 from knnlm.datastore.schema import VALUES, SegmentRow, segment_folder
 from knnlm.datastore.segments import ArrayWriter
 from knnlm.datastore.store import Datastore, check_folder, next_segment, stored_offset, text_hash
-from knnlm.errors import DatastoreError, ModelError, ParameterError
+from knnlm.errors import CorpusError, DatastoreError, ModelError, ParameterError
 from knnlm.ingest.batches import Group, groups
 from knnlm.ingest.pipeline import Disk, WrittenSegment, collect, pipelined, room, tokenised
 from knnlm.io import checksum, remove_others, sync_folder, translate_os_errors
@@ -66,10 +67,9 @@ def build(
     compile: bool | None = None,  # noqa: A002  (what torch calls it)
     keep_on_device: bool = False,
     language_model: str | None = None,
-    total: int | None = None,
     progress: Progress = silent,
 ) -> Datastore:
-    """Store every document, resuming an unfinished build of the same text; `total` is its number of characters.
+    """Store every document, resuming an unfinished build of the same text.
 
     `keys` says how they are stored: float16, float32, int8, pca256-int8 or codes64, with any number.
     `compile` says whether the model's blocks are compiled, by default where that pays; a resumed build does as it
@@ -83,24 +83,38 @@ def build(
         raise ParameterError(f"segment rows ({segment_rows}) and batch tokens ({batch_tokens}) must be at least 1.")
     folder = Path(path)
     check_folder(folder)
-    with writer_lock(folder, create=True):
+    created, empty = not folder.exists(), True
+    with writer_lock(folder, create=True), _removing_if(lambda: created and empty, folder):
         catalog = _begin(folder, lm, window or lm.window(), storage, segment_rows, batch_tokens)
         try:
-            with progress("reading", total=total, unit="characters") as advance:
-                source = iter(documents)
+            source = DocumentMeter(documents)
+            with progress("reading", total=source.total_bytes, unit="bytes") as advance:
                 _skip_stored(source, catalog, advance)
                 waiting = DeferredEncoder(folder, catalog, storage, width=lm.width)
-                work = Build(folder, catalog, lm, waiting, advance, compile=compile, total=total, keep=keep_on_device)
+                work = Build(folder, catalog, lm, waiting, source, advance, compile=compile, keep=keep_on_device)
                 with closing(tokenised(source, lm)) as pairs:
                     work.run(groups(pairs, segment_rows))
+                advance(source.take_rest())
             helped = {} if language_model is None else {LANGUAGE_MODEL: language_model}
             catalog.put(state="complete", **helped)
         finally:
+            empty = not catalog.segments()
             catalog.close()
     store = Datastore.open(folder)
     if keep_on_device:
         store.resident_keys = work.kept
     return store
+
+
+@contextmanager
+def _removing_if(unused: Callable[[], bool], folder: Path) -> Iterator[None]:
+    """Remove the folder again where the text could not be read before anything of it was stored."""
+    try:
+        yield
+    except CorpusError:
+        if unused():
+            shutil.rmtree(folder, ignore_errors=True)
+        raise
 
 
 def usual_segment_rows(lm: CausalLM) -> int:
@@ -155,7 +169,7 @@ def _difference(found: Any, wanted: Any) -> str:
     return f"{found}, now {wanted}"
 
 
-def _skip_stored(documents: Iterator[Document], catalog: Catalog, advance: Advance) -> None:
+def _skip_stored(documents: DocumentMeter, catalog: Catalog, advance: Advance) -> None:
     """Pass over the documents that are stored, after checking that they are the same."""
     for known in catalog.documents():
         document = next(documents, None)
@@ -170,7 +184,7 @@ def _skip_stored(documents: Iterator[Document], catalog: Catalog, advance: Advan
                 f"{known.source}, now it is {document.source} or its text has changed. Give the same text in the "
                 "same order, or remove the memory and begin again."
             )
-        advance(len(document.text))
+        advance(documents.take(1))
 
 
 @dataclass(frozen=True)
@@ -195,14 +209,14 @@ class Build:
         catalog: SegmentSink,
         lm: CausalLM,
         waiting: DeferredEncoder,
+        source: DocumentMeter,
         advance: Advance,
         *,
         compile: bool | None,  # noqa: A002
-        total: int | None,
         keep: bool,
     ) -> None:
         self._folder, self._catalog, self._lm, self._advance = folder, catalog, lm, advance
-        self._compile, self._total, self._keys = compile, total, waiting
+        self._compile, self._source, self._keys = compile, source, waiting
         self._window = WindowShape(**catalog.get("window"))
         self._batch_tokens: int = catalog.get("batch_tokens") or _batch_tokens(lm)
         segments = catalog.segments()
@@ -223,6 +237,7 @@ class Build:
             self._disk = stack.enter_context(Disk(_seal))
             try:
                 for number, group in enumerate(groups):
+                    group.size = self._source.take(len(group.documents))
                     if number == 0:
                         self._prepare(group, stack)
                     self._add(group)
@@ -246,10 +261,10 @@ class Build:
 
     def _pays(self, group: Group) -> bool:
         """Say whether compiling saves more than it takes, judged by how many whole windows a group has."""
-        if self._lm.device.type != "cuda" or self._total is None:
+        if self._lm.device.type != "cuda" or (total := self._source.total_bytes) is None:
             return False
         read = group.whole_windows(self._window) * self._window.context
-        return read * self._total >= _PAYS * group.characters
+        return read * total >= _PAYS * max(1, group.size)
 
     def _add(self, group: Group) -> None:
         if self._keys.due(self._row):
@@ -265,7 +280,7 @@ class Build:
                 self._window,
                 batch_tokens=self._batch_tokens,
                 offset=self._offset,
-                advance=group.by_characters(self._advance),
+                advance=group.by_bytes(self._advance),
             )
             if self.kept is not None:
                 self.kept.append(collected.keys)
@@ -276,7 +291,7 @@ class Build:
         else:
             self.kept = None
             self._settle(0)
-            self._commit(segment, *self._write(segment, group.by_characters(self._advance)))
+            self._commit(segment, *self._write(segment, group.by_bytes(self._advance)))
 
     def _make_room(self, size: int) -> bool:
         """See that the device has room for keys of so many bytes; False where they must not stay there."""

@@ -167,7 +167,6 @@ class ReportContext:
 
     def _record(self, documents: list[Document], trace: Path, keys: Path) -> None:
         mixture, partial = self.mixture, keys.with_suffix(".partial")
-        total = sum(len(document.text) for document in documents)
         assert mixture.knn is not None
         source, width = mixture.knn.source, int(mixture.knn.store.model["width"])
         with ArrayWriter(partial, np.float32, (width,)) as writer:
@@ -181,7 +180,6 @@ class ReportContext:
                 trace,
                 k=K,
                 limit=self.order.limit,
-                total=total,
                 progress=self.progress,
                 on_batch=keep_keys,
             )

@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, StringConstraints, WithJsonSchema
 from pydantic_core import PydanticCustomError
 
-from knnlm.corpus import LARGEST, LONGEST_FIELD_NAME, MOST, fault
+from knnlm.corpus import INTEGER_LIMIT, MAX_FIELD_LENGTH, MAX_FIELDS, invalid_fields
 
 MOST_COPIES = 16
 
@@ -358,19 +358,23 @@ class ModelList(BaseModel):
 
 def _check_fields(given: dict[str, Any]) -> dict[str, Any]:
     """Refuse what the record of a file could not say either, in the same words."""
-    if (wrong := fault(given)) is not None:
+    if (wrong := invalid_fields(given)) is not None:
         raise PydanticCustomError("fields", "{wrong}.", {"wrong": wrong})
     return given
 
 
 _FIELDS: dict[str, Any] = {
     "type": "object",
-    "maxProperties": MOST,
-    "propertyNames": {"minLength": 1, "maxLength": LONGEST_FIELD_NAME},
+    "maxProperties": MAX_FIELDS,
+    "propertyNames": {"minLength": 1, "maxLength": MAX_FIELD_LENGTH},
     "additionalProperties": {
         "anyOf": [
-            {"type": "string", "maxLength": LONGEST_FIELD_NAME},
-            {"type": "integer", "minimum": -LARGEST, "exclusiveMaximum": LARGEST},  # FastAPI makes them floats
+            {"type": "string", "maxLength": MAX_FIELD_LENGTH},
+            {
+                "type": "integer",
+                "minimum": -INTEGER_LIMIT,
+                "exclusiveMaximum": INTEGER_LIMIT,
+            },  # FastAPI makes them floats
             {"type": "number"},
             {"type": "boolean"},
             {"type": "null"},

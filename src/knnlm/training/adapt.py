@@ -219,10 +219,9 @@ def _store(
             raise DatastoreError(f"{folder} was made of other text. Choose another --out, or remove it.")
         check_model(store, reader)
     else:
-        total = sum(len(document.text) for document in documents)
         # Both are to read the same windows, and one of them may not read as far.
         window = min(reader.window(), lm.window(), key=lambda shape: shape.context)
-        options: dict[str, Any] = {"window": window, "total": total, "language_model": lm.name}
+        options: dict[str, Any] = {"window": window, "language_model": lm.name}
         store = build(documents, folder, lm=reader, progress=progress, **options)
     if language_model(store) != lm.name:
         with writer_lock(folder):
