@@ -17,7 +17,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from knnlm.datastore.catalog import CATALOG_FILE, Catalog
+from knnlm.datastore.catalog import Catalog
+from knnlm.datastore.paths import CATALOG_FILE
 from knnlm.datastore.schema import SegmentRow, StoredDocument
 from knnlm.datastore.segments import NewSegment
 from knnlm.datastore.store import Datastore

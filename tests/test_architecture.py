@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ast
 import inspect
+import subprocess
+import sys
 from importlib import import_module
 from pathlib import Path
 
@@ -31,6 +33,7 @@ WITHIN = {
     ("benchmark", "demo"),
 }
 ROW_OF = {name: number for number, row in enumerate(ROWS) for name in row}
+INGEST = ROW_OF["ingest"]
 FILES = sorted(file for file in SOURCE.rglob("*.py") if file.parent != SOURCE or not file.name.startswith("__"))
 
 
@@ -66,6 +69,36 @@ def test_only_one_file_imports_faiss():
         or (isinstance(node, ast.ImportFrom) and node.module == "faiss")
     }
     assert users == {"index/faiss.py"}
+
+
+# What the commands that only look at a store or change its catalog import.
+LIGHT = {
+    "documents": ("knnlm.cli.app", "knnlm.datastore.catalog", "knnlm.datastore.remove"),
+    "remove": ("knnlm.cli.app", "knnlm.datastore.remove"),
+    "info": ("knnlm.cli.app", "knnlm.datastore.store", "knnlm.datastore.indexes", "knnlm.mixture.loader"),
+    "verify": ("knnlm.cli.app", "knnlm.maintenance.verify"),
+}
+
+
+@pytest.mark.parametrize("command", LIGHT)
+def test_commands_that_run_no_model_do_not_import_what_runs_one(command):
+    heavy = ["transformers", "torch._dynamo", "torch._inductor"]
+    heavy += ["torch"] if command in ("documents", "remove") else []
+    script = f"import sys, {', '.join(LIGHT[command])}\nprint([name for name in {heavy} if name in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize(
+    "file", [file for file in FILES if ROW_OF.get(file.relative_to(SOURCE).parts[0].removesuffix(".py"), 0) < INGEST]
+)
+def test_below_ingest_only_lm_imports_transformers(file):
+    if file.relative_to(SOURCE).parts[0] == "lm":
+        return
+    for node in ast.walk(ast.parse(file.read_text())):
+        names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+        names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+        assert not [name for name in names if name.split(".")[0] in ("transformers", "tokenizers")]
 
 
 def test_every_public_name_is_found_also_after_its_module_was_imported():

@@ -19,14 +19,15 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from knnlm.errors import DatastoreCorrupt, DatastoreError
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 _PIECE = 1 << 24  # bytes at a time
 
@@ -76,7 +77,9 @@ def _mapping(array: Any) -> mmap.mmap | None:
 
 
 def as_tensor(array: NDArray[Any]) -> Tensor:
-    """Let torch see an array that is only to be read, which it warns of once."""
+    """Return a tensor over a read-only array, without torch's warning."""
+    import torch  # commands that list or remove documents need no torch
+
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return torch.from_numpy(array)

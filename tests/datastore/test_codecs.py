@@ -15,8 +15,9 @@ from helpers.damage import change, flip, named, tree
 from helpers.stores import KEY_FORMATS, documents
 from helpers.stores import documents_by_hash as contents
 from knnlm.datastore import encoding as waiting
-from knnlm.datastore.catalog import CATALOG_FILE, Catalog
+from knnlm.datastore.catalog import Catalog
 from knnlm.datastore.indexes import build_index
+from knnlm.datastore.paths import CATALOG_FILE
 from knnlm.datastore.rewrite import compress, derive
 from knnlm.datastore.store import Datastore
 from knnlm.errors import DatastoreCorrupt, ModelMismatch
@@ -180,8 +181,8 @@ def test_a_build_whose_keys_wait_for_their_codec_is_verified_and_repaired(lm, tm
     found = verify(tmp_path / "m", deep=True)
     assert found.sound, found.problems
     assert found.state == "building"
-    flip(tmp_path / "m" / "segments" / "000001" / waiting.UNENCODED, -3)
-    assert named(verify(tmp_path / "m", deep=True)) == {f"segments/000001/{waiting.UNENCODED}"}
+    flip(tmp_path / "m" / "segments" / "000001" / "unencoded.npy", -3)
+    assert named(verify(tmp_path / "m", deep=True)) == {"segments/000001/unencoded.npy"}
     repair(tmp_path / "m")
     build(documents(10), tmp_path / "m", lm=lm, segment_rows=150, keys="int8").close()
     build(documents(10), tmp_path / "whole", lm=lm, segment_rows=150, keys="int8").close()

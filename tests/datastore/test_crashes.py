@@ -145,8 +145,8 @@ def finish(zygote: Zygote, do: str, path: Path, alone: dict[str, np.ndarray], wa
             known = {f"{segment.id:06d}" for segment in catalog.segments()}
         assert {entry.name for entry in (path / "segments").iterdir()} == known
         assert not list((path / "index").glob("*.partial"))
-        assert not (path / "pending.log").exists()
-        assert not list(path.rglob("waiting.npy"))
+        assert not (path / "staging.log").exists()
+        assert not list(path.rglob("unencoded.npy"))
 
 
 def right_number(right: list[Document]) -> int:

@@ -186,7 +186,7 @@ def test_a_build_stores_what_the_codec_makes_of_the_keys(built, way):
     # Where float16 has rounded across a border, the other side is as near.
     assert ((all_keys(store) - expected).abs() > 1e-5).float().mean() < 0.02
     assert store.bytes == store.rows * (store.codec.columns + 4)
-    assert not list(store.path.rglob("waiting.npy"))
+    assert not list(store.path.rglob("unencoded.npy"))
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -323,7 +323,7 @@ def test_a_build_killed_around_its_codec_goes_on_and_ends_with_the_same_bytes(lm
     stages = set()
     for left in points:
         killed = tmp_path / f"killed{left}"
-        stages.add((bool(list(killed.rglob("waiting.npy"))), (killed / "codec.safetensors").exists()))
+        stages.add((bool(list(killed.rglob("unencoded.npy"))), (killed / "codec.safetensors").exists()))
         build(documents(16), killed, lm=lm, keys="codes4", segment_rows=150)
         assert contents(killed) == expected, left
     # Before the codec, between codec and transaction, and behind both.

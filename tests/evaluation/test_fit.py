@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from helpers.stores import documents
-from knnlm.datastore.catalog import CATALOG_FILE, Catalog
+from knnlm.datastore.catalog import Catalog
+from knnlm.datastore.paths import CATALOG_FILE
 from knnlm.datastore.store import Datastore
 from knnlm.errors import DatastoreCorrupt, DatastoreError, ModelMismatch, ParameterError
 from knnlm.evaluation.evaluate import evaluate

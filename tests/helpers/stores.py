@@ -11,9 +11,10 @@ import torch
 
 from helpers.models import TEXT, tiny, tiny_tokenizer
 from knnlm.corpus import Document
-from knnlm.datastore.catalog import CATALOG_FILE, Catalog
+from knnlm.datastore.catalog import Catalog
 from knnlm.datastore.codecs import Bytes, Plain
-from knnlm.datastore.schema import SegmentRow, StoredDocument, segment_folder
+from knnlm.datastore.paths import CATALOG_FILE, segment_folder
+from knnlm.datastore.schema import SegmentRow, StoredDocument
 from knnlm.datastore.segments import ArrayWriter
 from knnlm.datastore.store import Datastore
 from knnlm.io import checksum

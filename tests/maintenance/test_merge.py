@@ -23,9 +23,10 @@ from helpers.cli import knnlm as command
 from helpers.damage import change, flip, tree
 from helpers.models import tiny, tiny_tokenizer
 from helpers.stores import documents, documents_by_hash, made_store
-from knnlm.datastore.catalog import CATALOG_FILE, Catalog
+from knnlm.datastore.catalog import Catalog
 from knnlm.datastore.codecs import KeyMap
 from knnlm.datastore.indexes import open_index
+from knnlm.datastore.paths import CATALOG_FILE
 from knnlm.datastore.rewrite import derive
 from knnlm.datastore.store import Datastore
 from knnlm.errors import DatastoreCorrupt, DatastoreError, ModelMismatch, ParameterError

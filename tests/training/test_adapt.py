@@ -20,9 +20,9 @@ from helpers.models import VOCABULARY, randomise, tiny_tokenizer
 from helpers.stores import BESIDE, documents
 from knnlm.cli.output import perplexity
 from knnlm.corpus import Document
-from knnlm.datastore.catalog import CATALOG_FILE, LANGUAGE_MODEL, Catalog
+from knnlm.datastore.catalog import LANGUAGE_MODEL, Catalog
+from knnlm.datastore.paths import CATALOG_FILE, STUDENT_FOLDER
 from knnlm.datastore.rewrite import derive
-from knnlm.datastore.schema import STUDENT
 from knnlm.datastore.store import Datastore
 from knnlm.errors import CorpusError, DatastoreCorrupt, DatastoreError, ParameterError
 from knnlm.evaluation.evaluate import evaluate
@@ -466,8 +466,8 @@ def test_a_copy_is_for_the_same_model_and_opens_each_model_once(copied, base, tm
 
     monkeypatch.setattr(CausalLM, "open", classmethod(counting))
     mixture = Mixture.open(copied)
-    assert opened == [base.name, str(copied / STUDENT)]  # not the one that it is a copy of
-    assert [model.name for model in mixture.readers.models] == [base.name, str((copied / STUDENT).resolve())]
+    assert opened == [base.name, str(copied / STUDENT_FOLDER)]  # not the one that it is a copy of
+    assert [model.name for model in mixture.readers.models] == [base.name, str((copied / STUDENT_FOLDER).resolve())]
     assert Mixture.open(tmp_path / "derived").lm.name == base.name
 
 

@@ -21,11 +21,11 @@ from helpers import oracle
 from helpers.cli import knnlm
 from helpers.models import tiny, tiny_tokenizer
 from helpers.stores import all_keys, contents, documents, made_store, random_store
-from knnlm.datastore.catalog import CATALOG_FILE, Catalog
+from knnlm.datastore.catalog import Catalog
 from knnlm.datastore.codecs import KeyMap
 from knnlm.datastore.indexes import build_index, open_index
+from knnlm.datastore.paths import CATALOG_FILE, segment_folder
 from knnlm.datastore.rewrite import derive, principal_components
-from knnlm.datastore.schema import segment_folder
 from knnlm.datastore.store import Datastore
 from knnlm.errors import DatastoreCorrupt, DatastoreError, ModelMismatch, ParameterError
 from knnlm.index.exact import ExactIndex

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -20,6 +20,10 @@ from knnlm.cli.output import (
     print_json,
     show_decoder,
 )
+from knnlm.datastore.paths import ADAPTED_FILE
+
+if TYPE_CHECKING:
+    from knnlm.training.adapt import Adaptation
 
 
 def register(app: typer.Typer) -> None:
@@ -134,7 +138,6 @@ def info(memory: Memory, json: Json = False) -> None:
     from knnlm.datastore.indexes import stored_indexes
     from knnlm.datastore.store import Datastore
     from knnlm.mixture.loader import is_decoder, language_model
-    from knnlm.training.adapt import load_adaptation
 
     if is_decoder(memory):
         show_decoder(memory, json=json)
@@ -142,7 +145,7 @@ def info(memory: Memory, json: Json = False) -> None:
     store = Datastore.open(memory)
     indexes = [row for row, _ in stored_indexes(store)]
     waiting = store.row_numbers.total - store.rows
-    adapted = load_adaptation(memory)
+    adapted = _load_adaptation(memory)
     facts: dict[str, Any] = {
         "memory": str(memory),
         "documents": store.catalog.document_count(),
@@ -193,6 +196,15 @@ def info(memory: Memory, json: Json = False) -> None:
         rows.append(("adapted", f"perplexity of {count(adapted.held_out_tokens, 'held-out token')}"))
         rows += [(f"  {name}", figure) for name, figure in adaptation_rows(adapted)]
     print_facts(rows)
+
+
+def _load_adaptation(store: Path) -> Adaptation | None:
+    """Load the figures of `knnlm adapt`, whose module imports transformers, where the store has some."""
+    if not (store / ADAPTED_FILE).exists():
+        return None
+    from knnlm.training.adapt import load_adaptation
+
+    return load_adaptation(store)
 
 
 def _describe(choice: dict[str, Any]) -> str:

@@ -29,6 +29,7 @@ from knnlm.cli.options import (
     TextField,
 )
 from knnlm.cli.output import bar, console, print_json, quiet, show_evaluation, show_tuning, waiting
+from knnlm.datastore.paths import STUDENT_FOLDER
 from knnlm.errors import ParameterError
 
 if TYPE_CHECKING:
@@ -93,7 +94,6 @@ def tune(
     the decoder.
     """
     from knnlm.corpus import read_documents
-    from knnlm.datastore.schema import STUDENT
     from knnlm.datastore.store import Datastore
     from knnlm.evaluation.fit import check_weights
     from knnlm.evaluation.sweep import LAMBDAS, Grid
@@ -118,7 +118,7 @@ def tune(
     if trace is not None and not (metric is None and limit is None and model is None):
         raise ParameterError("--metric, --limit and --model are those of the trace; leave them out with --trace.")
     if memories is None and trace is None:
-        memories = f"{TUNED},lm={STUDENT}" if is_decoder(memory / STUDENT) else TUNED
+        memories = f"{TUNED},lm={STUDENT_FOLDER}" if is_decoder(memory / STUDENT_FOLDER) else TUNED
     only_one = "," not in (memories or "")
     if lambdas is not None and (weights != "fixed" or not only_one):
         raise ParameterError("--lambda is a grid for one memory: --memory knn --weights fixed. Others need none.")

@@ -34,6 +34,7 @@ from typing import Any, Protocol, TypeVar
 
 from knnlm.corpus import Scalar, canonical_json, invalid_fields, json_candidates
 from knnlm.datastore.integrity import DigestUpdates, VerifiedTables, differing, fill, there
+from knnlm.datastore.paths import PARTIAL_CATALOG_FILES
 from knnlm.datastore.schema import (
     NEWEST,
     VERSION,
@@ -126,11 +127,7 @@ REQUESTED_INDEX = (
     "index_wanted"  # the fact that says which index is still to be made, by a command that may have been killed
 )
 
-CATALOG_FILE = "catalog.db"
-
 _Row = TypeVar("_Row")
-
-PARTIAL = ("catalog.partial", "catalog.partial-journal", "catalog.partial-wal", "catalog.partial-shm")
 
 
 class Catalog:
@@ -151,7 +148,7 @@ class Catalog:
         """Make a new catalog that already holds `meta`; it appears complete or not at all."""
         partial = path.with_suffix(".partial")
         # A journal that outlived its catalog would be played back into the new one.
-        for leftover in PARTIAL:
+        for leftover in PARTIAL_CATALOG_FILES:
             path.with_name(leftover).unlink(missing_ok=True)
         with reporting(path):
             catalog = cls(sqlite3.connect(partial, isolation_level=None), partial)

@@ -35,8 +35,6 @@ from knnlm.datastore.validation import check_place
 from knnlm.errors import DatastoreCorrupt, ParameterError
 from knnlm.io import checksum, replacing
 
-MAP_FILE = "map.safetensors"
-
 
 @dataclass(frozen=True)
 class KeyMap:
@@ -110,8 +108,6 @@ class KeyMap:
         except (SafetensorError, KeyError, ParameterError) as error:
             raise DatastoreCorrupt(f"{path} is not a readable map of keys ({error}). {advice}") from None
 
-
-CODEC_FILE = "codec.safetensors"
 
 LEVELS = 127  # of int8 on either side of zero
 

@@ -17,11 +17,12 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from knnlm.datastore.catalog import CATALOG_FILE, LAYOUT, Catalog, check_complete, drop_fields
+from knnlm.datastore.catalog import LAYOUT, Catalog, check_complete, drop_fields
 from knnlm.datastore.garbage import purge
 from knnlm.datastore.indexes import choose_spec, make_index, stored_indexes
 from knnlm.datastore.locks import writer_lock
-from knnlm.datastore.schema import COUNTS, KEPT, KEYS, VALUES, IndexRow, SegmentRow
+from knnlm.datastore.paths import CATALOG_FILE, COUNTS_FILE, KEPT_FILE, KEYS_FILE, VALUES_FILE
+from knnlm.datastore.schema import IndexRow, SegmentRow
 from knnlm.datastore.segments import NewSegment, array_shapes
 from knnlm.datastore.store import Datastore, next_segment
 from knnlm.errors import IndexInvalid, ParameterError
@@ -164,14 +165,24 @@ class _Compaction:
         made = NewSegment(self._store.path, number)
         names = self._store.files(group.segments[0])
         for name in names:
-            if name == KEPT:
+            if name == KEPT_FILE:
                 with made.array(name, "int32") as writer:
                     writer.append(self._kept(group, first))
             else:
-                self._copy_array(group, name, made, advance if name == VALUES else lambda _: None)
-        kept = sum(count for _, count in self._keys(group)) if KEPT in names else None
+                self._copy_array(group, name, made, advance if name == VALUES_FILE else lambda _: None)
+        kept = sum(count for _, count in self._keys(group)) if KEPT_FILE in names else None
         sums, scale = made.seal(), group.segments[0].scale
-        return SegmentRow(number, first, rows, scale, sums[KEYS], sums[VALUES], kept, sums.get(KEPT), sums.get(COUNTS))
+        return SegmentRow(
+            number,
+            first,
+            rows,
+            scale,
+            sums[KEYS_FILE],
+            sums[VALUES_FILE],
+            kept,
+            sums.get(KEPT_FILE),
+            sums.get(COUNTS_FILE),
+        )
 
     def _copy_array(self, group: _Group, name: str, made: NewSegment, advance: Advance) -> None:
         """Copy the rows that are there, byte for byte, whatever they are made of."""
@@ -184,7 +195,7 @@ class _Compaction:
 
     def _local(self, segment: SegmentRow, name: str) -> Iterator[tuple[int, int]]:
         """Give (first, count) of what is there in an array of a segment, counted from its beginning."""
-        if name == VALUES:
+        if name == VALUES_FILE:
             numbers, begin, count = self._store.row_numbers, segment.first_row, segment.rows
         else:
             numbers, begin, count = self._store.key_numbers, self._store.first_key(segment), segment.keys

@@ -1,7 +1,7 @@
 """Keys that wait for their codec while the first ones of a memory are read. Knows nothing about language models.
 
 How keys are stored best is seen from keys. So the first ones, at least `ENOUGH` or all of a smaller text, are written
-as float16 into `waiting.npy` of their segments, which are committed like any other. Then the codec is fitted to them,
+as float16 into `unencoded.npy` of their segments, which are committed like any other. Then the codec is fitted to them,
 their `keys.npy` are written, and one transaction lets the codec and these files exist; what waited is removed. A build
 that is killed before that transaction does it again from the same keys, so that the same bytes come out. The price is
 float16 for the first segments while they wait; nothing is read by the model twice.
@@ -19,24 +19,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from knnlm.datastore.catalog import SegmentSink
-from knnlm.datastore.codecs import (
-    CODEC_FILE,
-    MAP_FILE,
-    Codec,
-    KeyMap,
-    Plain,
-    Storage,
-    fit_codec,
-    parse_storage,
-    save_codec,
-)
-from knnlm.datastore.schema import KEYS, SegmentRow, segment_folder
+from knnlm.datastore.codecs import Codec, KeyMap, Plain, Storage, fit_codec, parse_storage, save_codec
+from knnlm.datastore.paths import CODEC_FILE, KEYS_FILE, MAP_FILE, UNENCODED_FILE, segment_folder
+from knnlm.datastore.schema import SegmentRow
 from knnlm.datastore.segments import ArrayWriter, KeyWriter, open_array
 from knnlm.datastore.store import metadata_of, stored_codec, stored_map
 from knnlm.errors import DatastoreCorrupt
 from knnlm.io import checksum, sync_folder, translate_os_errors
-
-UNENCODED = "waiting.npy"
 
 ENOUGH = 65_536  # keys to fit a codec to
 
@@ -78,7 +67,7 @@ class DeferredEncoder:
     @property
     def file(self) -> str:
         """The name of the file that keys go into now."""
-        return UNENCODED if self.codec is None else KEYS
+        return UNENCODED_FILE if self.codec is None else KEYS_FILE
 
     @property
     def as_read(self) -> bool:
@@ -143,7 +132,7 @@ class DeferredEncoder:
                 writer.put_keys(np.arange(first, first + len(keys)), self.mapped(keys).numpy())
         with translate_os_errors(folder):
             sync_folder(folder)
-        return replace(segment, scale=writer.divisor, keys_sha256=checksum(folder / KEYS))
+        return replace(segment, scale=writer.divisor, keys_sha256=checksum(folder / KEYS_FILE))
 
     def _blocks(self, segment: SegmentRow) -> Iterator[tuple[int, Tensor]]:
         stored = self._open(segment)
@@ -151,14 +140,14 @@ class DeferredEncoder:
             yield first, torch.from_numpy(stored[first : first + _BLOCK].astype(np.float32)) * segment.scale
 
     def _open(self, segment: SegmentRow) -> NDArray[np.float16]:
-        path = segment_folder(self._folder, segment.id) / UNENCODED
+        path = segment_folder(self._folder, segment.id) / UNENCODED_FILE
         if checksum(path) != segment.keys_sha256:
             raise DatastoreCorrupt(f"{path} is not as it was written. Remove the memory and build it again.")
         return open_array(path, "float16", (segment.keys, self._width))
 
     def _remove_waiting(self, segments: list[SegmentRow]) -> None:
         for segment in segments:
-            path = segment_folder(self._folder, segment.id) / UNENCODED
+            path = segment_folder(self._folder, segment.id) / UNENCODED_FILE
             with translate_os_errors(path):
                 path.unlink(missing_ok=True)
 

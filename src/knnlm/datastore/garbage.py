@@ -12,11 +12,9 @@ import shutil
 from pathlib import Path
 
 from knnlm.datastore.catalog import Catalog
-from knnlm.datastore.codecs import CODEC_FILE, MAP_FILE
 from knnlm.datastore.locks import Lease, nobody_reading
-from knnlm.datastore.schema import index_folder, segment_folder
+from knnlm.datastore.paths import CODEC_FILE, MAP_FILE, NGRAM_FOLDER, index_folder, segment_folder
 from knnlm.datastore.staging import StagedAddition
-from knnlm.datastore.suffix_array import NGRAM_FOLDER
 from knnlm.io import remove_others, translate_os_errors
 
 

@@ -15,12 +15,13 @@ from typing import Any
 
 import numpy as np
 
-from knnlm.datastore.catalog import CATALOG_FILE, REQUESTED_INDEX, SKIPPED, Catalog
+from knnlm.datastore.catalog import REQUESTED_INDEX, SKIPPED, Catalog
 from knnlm.datastore.codecs import Codes
 from knnlm.datastore.garbage import purge
 from knnlm.datastore.locks import writer_lock
+from knnlm.datastore.paths import CATALOG_FILE, index_folder
 from knnlm.datastore.rowmap import RowMap
-from knnlm.datastore.schema import IndexRow, index_folder
+from knnlm.datastore.schema import IndexRow
 from knnlm.datastore.segments import BLOCKS, INDEX, index_file
 from knnlm.datastore.store import Datastore, Keys
 from knnlm.datastore.validation import check_place

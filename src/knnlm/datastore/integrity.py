@@ -35,7 +35,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from knnlm.datastore.schema import KEYS, SegmentRow, array_sums
+from knnlm.datastore.paths import KEYS_FILE
+from knnlm.datastore.schema import SegmentRow, array_sums
 from knnlm.errors import DatastoreCorrupt, DatastoreError
 from knnlm.io import checksum
 
@@ -288,7 +289,7 @@ class BlockChecksums:
     def array(self, folder: Path, segment: SegmentRow, name: str) -> None:
         """Compare a small array of a segment, once; keys are not small."""
         path = folder / name
-        if self.on and name != KEYS and path not in self._whole:
+        if self.on and name != KEYS_FILE and path not in self._whole:
             if checksum(path) != array_sums(segment)[name]:
                 raise damaged(path)
             self._whole.add(path)

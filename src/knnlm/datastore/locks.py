@@ -16,7 +16,7 @@ from pathlib import Path
 
 from filelock import FileLock, Timeout
 
-from knnlm.datastore.catalog import CATALOG_FILE
+from knnlm.datastore.paths import CATALOG_FILE
 from knnlm.datastore.validation import check_links
 from knnlm.errors import DatastoreBusy, DatastoreError
 from knnlm.io import translate_os_errors

@@ -13,27 +13,35 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from knnlm.datastore.catalog import CATALOG_FILE, Catalog, Selection, check_complete, drop_fields
+from knnlm.datastore.catalog import Catalog, Selection, check_complete, drop_fields
 from knnlm.datastore.garbage import has_old_suffixes, purge
 from knnlm.datastore.locks import writer_lock
-from knnlm.datastore.schema import RemovedRow, StoredDocument, index_folder, segment_folder
-from knnlm.datastore.segments import LOST
-from knnlm.datastore.staging import STAGING_FILE, StagedAddition
-from knnlm.datastore.suffix_array import NGRAM_FOLDER
+from knnlm.datastore.paths import (
+    CATALOG_FILE,
+    CODEC_FILE,
+    GATES_FOLDER,
+    LOST_FOLDER,
+    MAP_FILE,
+    NGRAM_FOLDER,
+    STAGING_FILE,
+    STUDENT_FOLDER,
+    index_folder,
+    segment_folder,
+)
+from knnlm.datastore.schema import RemovedRow, StoredDocument
+from knnlm.datastore.staging import StagedAddition
 from knnlm.datastore.validation import LARGEST
 from knnlm.errors import DatastoreError, ParameterError
 
 FORGOT = "forgot"  # the fact that says what had been trained when documents were removed
 
-_GATES = "mixtures"
-
 # What was trained or chosen on a memory's text or keys, and lies in its folder.
 _TRAINED = {
-    "map.safetensors": "the map of its keys",
-    "codec.safetensors": "the codec of its keys",
+    MAP_FILE: "the map of its keys",
+    CODEC_FILE: "the codec of its keys",
     "output": "an output matrix, W_ds",
-    _GATES: "a gate: networks that weigh the memories",
-    "student": "a student that reads it",
+    GATES_FOLDER: "a gate: networks that weigh the memories",
+    STUDENT_FOLDER: "a student that reads it",
 }
 
 _PIECE = 1 << 16  # bytes at each end by which one file is told from another
@@ -147,8 +155,8 @@ def evidence(path: str | Path) -> Evidence:
         gone = catalog.removed()
         files = [*_segments(folder, gone), *_derived(folder, catalog, gone), *_replaced(folder, catalog)]
         trained = tuple(_trained(folder, catalog))
-    if (folder / LOST).exists():
-        files.append(Holding(LOST, "what a repair has taken out, as it was then", "delete the folder"))
+    if (folder / LOST_FOLDER).exists():
+        files.append(Holding(LOST_FOLDER, "what a repair has taken out, as it was then", "delete the folder"))
     log = folder / f"{CATALOG_FILE}-wal"
     if log.exists() and log.stat().st_size:
         files.append(Holding(log.name, "the catalog's last changes: names and hashes, no text", "compact"))
@@ -207,7 +215,7 @@ def _trained_marks(folder: Path) -> dict[str, str]:
         place = folder / name
         files = sorted(file for file in (place.rglob("*") if place.is_dir() else [place]) if file.is_file())
         # Gates come and go one by one; a folder of another kind is one thing.
-        groups = {f"{name}/{file.name}": [file] for file in files} if name == _GATES else {name: files}
+        groups = {f"{name}/{file.name}": [file] for file in files} if name == GATES_FOLDER else {name: files}
         for group, members in groups.items():
             if members:
                 marks[group] = hashlib.sha256(b"".join(map(_ends, members))).hexdigest()[:16]

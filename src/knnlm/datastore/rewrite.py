@@ -23,10 +23,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from knnlm.datastore.catalog import CATALOG_FILE, LANGUAGE_MODEL, Catalog
+from knnlm.datastore.catalog import LANGUAGE_MODEL, Catalog
 from knnlm.datastore.codecs import (
-    CODEC_FILE,
-    MAP_FILE,
     Bytes,
     Codec,
     Codes,
@@ -39,7 +37,17 @@ from knnlm.datastore.codecs import (
 )
 from knnlm.datastore.encoding import CodeWriter
 from knnlm.datastore.locks import writer_lock
-from knnlm.datastore.schema import COUNTS, KEPT, KEYS, VALUES, SegmentRow, segment_folder
+from knnlm.datastore.paths import (
+    CATALOG_FILE,
+    CODEC_FILE,
+    COUNTS_FILE,
+    KEPT_FILE,
+    KEYS_FILE,
+    MAP_FILE,
+    VALUES_FILE,
+    segment_folder,
+)
+from knnlm.datastore.schema import SegmentRow
 from knnlm.datastore.segments import KEY_DTYPES, KeyWriter, NewSegment
 from knnlm.datastore.store import Datastore, check_folder
 from knnlm.errors import DatastoreCorrupt, DatastoreError, ParameterError
@@ -291,12 +299,12 @@ def _copy_segment(folder: Path, plan: _Plan, part: _Part, advance: Advance) -> S
     kept = np.arange(part.first_key, part.first_key + part.keys)
     if plan.keep is not None:
         kept = kept[plan.keep[kept]]
-    divisor = _write_keys(made.place(KEYS), plan, kept, part.keys, advance)
+    divisor = _write_keys(made.place(KEYS_FILE), plan, kept, part.keys, advance)
     _write_values(made, plan.store, part.segment)
     rows = plan.store.rows_of(torch.from_numpy(kept)).numpy() - part.first_row
     weights = _weights(plan, kept)
     pruned = len(rows) < part.rows or weights is not None
-    for name, dtype, array in ((KEPT, "int32", rows if pruned else None), (COUNTS, "float32", weights)):
+    for name, dtype, array in ((KEPT_FILE, "int32", rows if pruned else None), (COUNTS_FILE, "float32", weights)):
         if array is not None:
             with made.array(name, dtype) as writer:
                 writer.append(array)
@@ -306,11 +314,11 @@ def _copy_segment(folder: Path, plan: _Plan, part: _Part, advance: Advance) -> S
         part.first_row,
         part.rows,
         divisor,
-        sums[KEYS],
-        sums[VALUES],
+        sums[KEYS_FILE],
+        sums[VALUES_FILE],
         len(rows) if pruned else None,
-        sums.get(KEPT),
-        sums.get(COUNTS),
+        sums.get(KEPT_FILE),
+        sums.get(COUNTS_FILE),
     )
 
 
@@ -356,8 +364,8 @@ def _write_values(made: NewSegment, store: Datastore, segment: SegmentRow) -> No
     """Copy the tokens that are there of a segment."""
     first = segment.first_row
     there = store.row_numbers.stretches(first, first + segment.rows)
-    with made.array(VALUES, "int32") as writer:
-        for piece in store.arrays.copy(segment, VALUES, ((start - first, count) for start, count in there)):
+    with made.array(VALUES_FILE, "int32") as writer:
+        for piece in store.arrays.copy(segment, VALUES_FILE, ((start - first, count) for start, count in there)):
             writer.append(piece)
 
 

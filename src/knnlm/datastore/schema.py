@@ -14,6 +14,7 @@ from pathlib import Path
 
 from knnlm.corpus import Fields
 from knnlm.datastore.frozen import open_frozen
+from knnlm.datastore.paths import COUNTS_FILE, KEPT_FILE, KEYS_FILE, VALUES_FILE
 from knnlm.errors import DatastoreCorrupt, DatastoreError, KnnlmError
 
 VERSION = 5  # the format that is written, which has sums; those below are read
@@ -208,21 +209,7 @@ def empty_log(connection: sqlite3.Connection) -> bool:
     return not busy
 
 
-STUDENT, ADAPTED = "student", "adapted.json"  # what else may lie in the folder of a memory
-KEYS, VALUES, KEPT, COUNTS = "keys.npy", "values.npy", "kept.npy", "counts.npy"
-
-
-def segment_folder(path: Path, number: int) -> Path:
-    """Say where a segment lies."""
-    return path / "segments" / f"{number:06d}"
-
-
-def index_folder(path: Path, number: int) -> Path:
-    """Say where an index lies."""
-    return path / "index" / f"{number:06d}"
-
-
 def array_sums(segment: SegmentRow) -> dict[str, str | None]:
     """Say which SHA-256 the arrays have that a segment has."""
     sums = (segment.keys_sha256, segment.values_sha256, segment.kept_sha256, segment.counts_sha256)
-    return dict(zip((KEYS, VALUES, KEPT, COUNTS), sums, strict=True))
+    return dict(zip((KEYS_FILE, VALUES_FILE, KEPT_FILE, COUNTS_FILE), sums, strict=True))

@@ -28,17 +28,8 @@ from numpy.typing import DTypeLike, NDArray
 
 from knnlm.datastore.codecs import Codec, Plain, row_bytes
 from knnlm.datastore.integrity import BlockChecksums, damaged
-from knnlm.datastore.schema import (
-    COUNTS,
-    KEPT,
-    KEYS,
-    VALUES,
-    IndexRow,
-    SegmentRow,
-    array_sums,
-    index_folder,
-    segment_folder,
-)
+from knnlm.datastore.paths import COUNTS_FILE, KEPT_FILE, KEYS_FILE, VALUES_FILE, index_folder, segment_folder
+from knnlm.datastore.schema import IndexRow, SegmentRow, array_sums
 from knnlm.datastore.validation import check_place
 from knnlm.errors import DatastoreCorrupt, DatastoreError
 from knnlm.index.blocks.build import is_blocks
@@ -211,8 +202,6 @@ def skip_header(file: BinaryIO) -> int:
 
 INDEX, BLOCKS = "index.faiss", "index.safetensors"
 
-LOST = "lost"  # the folder of what a repair has taken out
-
 VOCABULARY = 1 << 22  # tokens that a model may have: tables of that length are made, whoever wrote the catalog
 
 
@@ -224,13 +213,13 @@ def index_file(path: Path, row: IndexRow) -> Path:
 def array_shapes(segment: SegmentRow, codec: Codec) -> dict[str, tuple[str, tuple[int, ...]]]:
     """Say of which type and shape the arrays are that a segment has."""
     shapes: dict[str, tuple[str, tuple[int, ...]]] = {
-        KEYS: (codec.dtype, (segment.keys, codec.columns)),
-        VALUES: ("int32", (segment.rows,)),
+        KEYS_FILE: (codec.dtype, (segment.keys, codec.columns)),
+        VALUES_FILE: ("int32", (segment.rows,)),
     }
     if segment.kept is not None:
-        shapes[KEPT] = ("int32", (segment.keys,))
+        shapes[KEPT_FILE] = ("int32", (segment.keys,))
     if segment.counts_sha256 is not None:
-        shapes[COUNTS] = ("float32", (segment.keys,))
+        shapes[COUNTS_FILE] = ("float32", (segment.keys,))
     return shapes
 
 
@@ -286,7 +275,7 @@ class NewSegment:
 
     def keys(self, dtype: str, width: int) -> KeyWriter:
         """Begin keys that may have to be divided to fit into their type."""
-        return KeyWriter(self.place(KEYS), dtype, width)
+        return KeyWriter(self.place(KEYS_FILE), dtype, width)
 
     def seal(self) -> dict[str, str]:
         """Give the folder its name, so that it is on disk, and the SHA-256 of each file."""
@@ -330,7 +319,7 @@ class Arrays:
     def keys(self, segment: SegmentRow, numbers: NDArray[np.int64]) -> NDArray[Any]:
         """Map the keys of a segment, after comparing those with these numbers."""
         self._compare(segment, numbers)
-        mapped = self.mapped(segment, KEYS)
+        mapped = self.mapped(segment, KEYS_FILE)
         if len(numbers) >= MANY:  # a token's few would pay more for coming back than they take
             self._resident.touched(mapped)
         return mapped
@@ -369,7 +358,7 @@ class Arrays:
 
 
 def _keys_file(path: Path, number: int) -> Path:
-    return segment_folder(path, number) / KEYS
+    return segment_folder(path, number) / KEYS_FILE
 
 
 def _pieces(stretches: Iterable[tuple[int, int]], step: int) -> Iterator[tuple[int, int]]:

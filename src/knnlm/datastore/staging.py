@@ -1,6 +1,6 @@
 """What an addition has finished and not yet committed. Knows nothing about models or how segments are read.
 
-Readers must see all documents of an addition or none. So its segments are noted in the file `pending.log`, each when it
+Readers must see all documents of an addition or none. So its segments are noted in the file `staging.log`, each when it
 is on disk, and enter the catalog in one transaction at the end. Where the process was stopped before that, the next
 addition goes through the documents that it is given and claims those that are pending instead of reading them again;
 what nobody claims is dropped. Any other writer leaves all this as it is, but a compaction drops it.
@@ -24,15 +24,20 @@ from typing import Any, BinaryIO
 
 from knnlm.corpus import Document
 from knnlm.datastore.catalog import Catalog, check_fields
-from knnlm.datastore.codecs import CODEC_FILE, MAP_FILE
-from knnlm.datastore.encoding import UNENCODED
 from knnlm.datastore.integrity import hash_metadata
-from knnlm.datastore.schema import KEYS, VALUES, RemovedRow, SegmentRow, StoredDocument, segment_folder
+from knnlm.datastore.paths import (
+    CODEC_FILE,
+    KEYS_FILE,
+    MAP_FILE,
+    STAGING_FILE,
+    UNENCODED_FILE,
+    VALUES_FILE,
+    segment_folder,
+)
+from knnlm.datastore.schema import RemovedRow, SegmentRow, StoredDocument
 from knnlm.datastore.validation import typed
 from knnlm.errors import KnnlmError
 from knnlm.io import checksum, sync_folder, translate_os_errors
-
-STAGING_FILE = "pending.log"
 
 _LIKE = ("model", "window", "keys", "key_dtype", "offset", "codec", "map")  # what keys mean: facts of the catalog
 
@@ -130,16 +135,16 @@ class StagedAddition:
         sums = {file: self._facts[name].get("sha256") for name, file in beside if name in self._facts}
         if any(not _has_sum(self._folder / file, sha256) for file, sha256 in sums.items()):
             self.drop()
-        keys = UNENCODED if self.get("keys") is not None and self.get("codec") is None else KEYS
+        keys = UNENCODED_FILE if self.get("keys") is not None and self.get("codec") is None else KEYS_FILE
         bad = []
         for segment in self._segments.values():
             folder = segment_folder(self._folder, segment.id)
-            pairs = ((keys, segment.keys_sha256), (VALUES, segment.values_sha256))
+            pairs = ((keys, segment.keys_sha256), (VALUES_FILE, segment.values_sha256))
             if not all(_has_sum(folder / name, sha256) for name, sha256 in pairs):
                 bad.append(segment.id)
-            elif keys == KEYS and (folder / UNENCODED).exists():
+            elif keys == KEYS_FILE and (folder / UNENCODED_FILE).exists():
                 with translate_os_errors(folder):
-                    (folder / UNENCODED).unlink()  # of one who was killed when their codec had been chosen
+                    (folder / UNENCODED_FILE).unlink()  # of one who was killed when their codec had been chosen
         self._forget(bad)
         if not self._segments:
             self.drop()  # also the facts, which are to be decided anew

@@ -36,29 +36,24 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from knnlm.datastore.catalog import CATALOG_FILE, PARTIAL, Catalog, SegmentSink
-from knnlm.datastore.codecs import (
-    CODEC_FILE,
-    MAP_FILE,
-    Codec,
-    KeyMap,
-    Plain,
-    load_codec,
-    row_bytes,
-)
+from knnlm.datastore.catalog import Catalog, SegmentSink
+from knnlm.datastore.codecs import Codec, KeyMap, Plain, load_codec, row_bytes
 from knnlm.datastore.integrity import BlockChecksums
 from knnlm.datastore.locks import READERS, WRITER, Lease
-from knnlm.datastore.rowmap import RowMap, by_segment, check_removed
-from knnlm.datastore.schema import (
-    COUNTS,
-    KEPT,
-    STUDENT,
-    VALUES,
-    SegmentRow,
-    StoredDocument,
+from knnlm.datastore.paths import (
+    CATALOG_FILE,
+    CODEC_FILE,
+    COUNTS_FILE,
+    KEPT_FILE,
+    MAP_FILE,
+    PARTIAL_CATALOG_FILES,
+    STUDENT_FOLDER,
+    VALUES_FILE,
     index_folder,
     segment_folder,
 )
+from knnlm.datastore.rowmap import RowMap, by_segment, check_removed
+from knnlm.datastore.schema import SegmentRow, StoredDocument
 from knnlm.datastore.segments import MANY, Arrays, array_shapes, check_facts, check_segments
 from knnlm.errors import DatastoreCorrupt, DatastoreError
 from knnlm.index.gpu.deferred import check_flag
@@ -413,11 +408,11 @@ class Datastore:
         rows = np.full(len(flat), -1, dtype=np.int64)
         for number, places, local in by_segment(flat, self._key_starts):
             segment = self._segments[number]
-            kept = local if segment.kept is None else self.arrays.mapped(segment, KEPT)[local].astype(np.int64)
+            kept = local if segment.kept is None else self.arrays.mapped(segment, KEPT_FILE)[local].astype(np.int64)
             if kept.min(initial=0) < 0 or kept.max(initial=0) >= segment.rows:
                 raise DatastoreCorrupt(
-                    f"{segment_folder(self.path, segment.id) / KEPT} names a row beyond the {segment.rows:,} of the "
-                    "segment. Make the memory again."
+                    f"{segment_folder(self.path, segment.id) / KEPT_FILE} names a row beyond the {segment.rows:,} of "
+                    "the segment. Make the memory again."
                 )
             rows[places] = kept + segment.first_row
         rows = self.row_numbers.lives(rows)
@@ -431,11 +426,11 @@ class Datastore:
         counts = np.zeros(len(flat), dtype=np.float32)
         for number, places, local in by_segment(flat, self._key_starts):
             segment = self._segments[number]
-            found = np.ones(1) if segment.counts_sha256 is None else self.arrays.mapped(segment, COUNTS)[local]
+            found = np.ones(1) if segment.counts_sha256 is None else self.arrays.mapped(segment, COUNTS_FILE)[local]
             if not (np.isfinite(found) & (found > 0)).all():
                 raise DatastoreCorrupt(
-                    f"{segment_folder(self.path, segment.id) / COUNTS} holds counts that are not finite and above 0. "
-                    "Make the memory again, or restore the file."
+                    f"{segment_folder(self.path, segment.id) / COUNTS_FILE} holds counts that are not finite and above "
+                    "0. Make the memory again, or restore the file."
                 )
             counts[places] = found
         return torch.from_numpy(counts).reshape(ids.shape).to(ids.device)
@@ -447,7 +442,7 @@ class Datastore:
         flat = self.row_numbers.stored(rows.reshape(-1).cpu().numpy())
         values = np.full(len(flat), -1, dtype=np.int64)
         for number, places, local in by_segment(flat, self._starts):
-            values[places] = self.arrays.mapped(self._segments[number], VALUES)[local]
+            values[places] = self.arrays.mapped(self._segments[number], VALUES_FILE)[local]
         self._check_values(values)
         return torch.from_numpy(values).reshape(rows.shape).to(rows.device)
 
@@ -459,7 +454,7 @@ class Datastore:
             values = np.empty(self.rows, np.int32)
             done = 0
             for segment in self._segments:  # one after another: each mapping holds a file handle
-                mapped, first = self.arrays.open(segment, VALUES), segment.first_row
+                mapped, first = self.arrays.open(segment, VALUES_FILE), segment.first_row
                 for start, count in self.row_numbers.stretches(first, first + segment.rows):
                     values[done : done + count] = mapped[start - first : start - first + count]
                     done += count
@@ -518,7 +513,7 @@ class Datastore:
             for start, count in self.row_numbers.gaps:
                 local = start - segment.first_row
                 if 0 <= local < segment.rows:
-                    kept = np.arange(segment.rows) if segment.kept is None else self.arrays.open(segment, KEPT)
+                    kept = np.arange(segment.rows) if segment.kept is None else self.arrays.open(segment, KEPT_FILE)
                     low, high = np.searchsorted(kept, [local, local + count]).tolist()
                     gaps.append((first + low, high - low))
         return RowMap(int(self._key_starts[-1]), gaps)
@@ -538,7 +533,7 @@ def check_folder(folder: Path) -> None:
     """Refuse a place that holds something else, before anything is put there."""
     if folder.exists() and not folder.is_dir():
         raise DatastoreError(f"{folder} is a file. Choose another --out.")
-    ours = {WRITER, READERS, *PARTIAL, STUDENT, f"{STUDENT}.partial"}
+    ours = {WRITER, READERS, *PARTIAL_CATALOG_FILES, STUDENT_FOLDER, f"{STUDENT_FOLDER}.partial"}
     ours |= {
         MAP_FILE,
         Path(MAP_FILE).with_suffix(".partial").name,

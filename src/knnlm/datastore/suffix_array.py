@@ -31,6 +31,7 @@ import torch
 from numpy.typing import NDArray
 
 from knnlm.datastore.locks import writer_lock
+from knnlm.datastore.paths import NGRAM_FOLDER
 from knnlm.datastore.segments import ArrayWriter, open_array
 from knnlm.datastore.store import Datastore
 from knnlm.datastore.validation import check_place
@@ -44,7 +45,7 @@ Small: TypeAlias = NDArray[np.int32]
 
 DEPTH = 64  # numbers by which two places are compared, at least
 
-NGRAM_FOLDER, _FACTS = "ngram", "facts.json"
+_FACTS = "facts.json"
 
 _FORMAT = 1
 

@@ -29,11 +29,11 @@ from transformers import (
 )
 from transformers.utils.generic import ModelOutput
 
-from knnlm.datastore.catalog import CATALOG_FILE, Catalog
+from knnlm.datastore.catalog import Catalog
 from knnlm.datastore.compact import compact
 from knnlm.datastore.garbage import purge
 from knnlm.datastore.locks import writer_lock
-from knnlm.datastore.segments import LOST
+from knnlm.datastore.paths import CATALOG_FILE, LOST_FOLDER
 from knnlm.datastore.store import Datastore
 from knnlm.errors import DatastoreError, ModelError
 from knnlm.generation.cache import ForwardStep, advance, memory_state
@@ -250,7 +250,7 @@ class KnnForCausalLM(PreTrainedModel, GenerationMixin):
         source, copied = _folder(self.mixture).resolve(), (folder / _STORE_FOLDER).resolve()
         if copy_store and source != copied:
             shutil.rmtree(copied, ignore_errors=True)
-            shutil.copytree(source, copied, ignore=shutil.ignore_patterns("*.lock", "*-shm", ".trace-*", LOST))
+            shutil.copytree(source, copied, ignore=shutil.ignore_patterns("*.lock", "*-shm", ".trace-*", LOST_FOLDER))
             _purge(copied)
         if copy_store or source == copied:
             config.store = _STORE_FOLDER

@@ -22,11 +22,12 @@ import torch
 from torch import Tensor
 
 from knnlm.corpus import Document, DocumentMeter
-from knnlm.datastore.catalog import CATALOG_FILE, LANGUAGE_MODEL, Catalog, SegmentSink
+from knnlm.datastore.catalog import LANGUAGE_MODEL, Catalog, SegmentSink
 from knnlm.datastore.codecs import Plain, Storage, parse_storage
 from knnlm.datastore.encoding import DeferredEncoder
 from knnlm.datastore.locks import writer_lock
-from knnlm.datastore.schema import VALUES, SegmentRow, segment_folder
+from knnlm.datastore.paths import CATALOG_FILE, VALUES_FILE, segment_folder
+from knnlm.datastore.schema import SegmentRow
 from knnlm.datastore.segments import ArrayWriter
 from knnlm.datastore.store import Datastore, check_folder, next_segment, stored_offset, text_hash
 from knnlm.errors import CorpusError, DatastoreError, ModelError, ParameterError
@@ -350,11 +351,11 @@ class Build:
                     raise self._undefined(segment.group)
                 writer.put_keys(reading.rows.numpy(), keys.numpy())
                 advance(len(keys))
-        with ArrayWriter(partial / VALUES, "int32") as values:
+        with ArrayWriter(partial / VALUES_FILE, "int32") as values:
             for tokens in segment.group.tokens:
                 values.append(np.asarray(tokens, np.int32))
         _seal(partial, final)
-        return writer.divisor, checksum(final / self._keys.file), checksum(final / VALUES)
+        return writer.divisor, checksum(final / self._keys.file), checksum(final / VALUES_FILE)
 
     def _undefined(self, group: Group) -> ModelError:
         return ModelError(

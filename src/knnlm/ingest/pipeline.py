@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from knnlm.corpus import Document
-from knnlm.datastore.schema import KEYS, VALUES
+from knnlm.datastore.paths import KEYS_FILE, VALUES_FILE
 from knnlm.datastore.segments import ArrayWriter, write_header
 from knnlm.errors import KnnlmError
 from knnlm.ingest.batches import Tokenised
@@ -225,7 +225,7 @@ class Disk:
         final: Path,
         collected: Collected,
         values: NDArray[np.int32],
-        file: str = KEYS,
+        file: str = KEYS_FILE,
         encode: Encode | None = None,
     ) -> Future[WrittenSegment]:
         """Write keys and values when the device has the keys, first under a name for what is not finished.
@@ -251,7 +251,7 @@ class Disk:
             dtype = str(stored.dtype).removeprefix("torch.")
             sums = (
                 self._write_array(partial / file, dtype, tuple(stored.shape), _pieces(stored)),
-                self._write_array(partial / VALUES, "int32", values.shape, [values]),
+                self._write_array(partial / VALUES_FILE, "int32", values.shape, [values]),
             )
         self._seal(partial, final)
         return WrittenSegment(largest, sums)

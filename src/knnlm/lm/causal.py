@@ -18,12 +18,11 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from knnlm.errors import ModelError, ParameterError
 from knnlm.lm import loading as bundled
@@ -31,6 +30,9 @@ from knnlm.lm.fingerprint import config_facts, tokenizer_fingerprint, weights_fi
 from knnlm.lm.key_layers import PLACES, KeyLayer, check_causal, find_key_layer
 from knnlm.lm.loading import _dtype, choose_device, load
 from knnlm.lm.windows import Window, WindowShape, batches, windows
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 _ANY_SHAPE = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 

@@ -11,14 +11,16 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from threading import get_ident
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel
 
 from knnlm.lm.hooks import hidden_states
 from knnlm.lm.key_layers import KeyLayer
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 Call = Callable[..., Any]
 

@@ -20,14 +20,16 @@ from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 
 from knnlm.errors import KeyLayerError, ModelError
 from knnlm.lm.hooks import Tap, capture, hidden_states, hooked, items
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 PLACES: tuple[str, ...] = (
     "ffn_input",

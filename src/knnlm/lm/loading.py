@@ -17,14 +17,17 @@ import re
 import shutil
 import tempfile
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-import transformers
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from knnlm.errors import KnnlmError, MissingExtra, ModelError, ParameterError
 from knnlm.io import checksum
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+# transformers takes seconds to import, and most commands that read a store open no model.
 
 NAME = "bundled"
 
@@ -56,6 +59,9 @@ def unpack(source: Path, folder: Path, *, start: str | None = None) -> None:
     for package in ("gguf", "accelerate"):
         if importlib.util.find_spec(package) is None:
             raise MissingExtra("Reading a GGUF model", package, "bundled")
+    import transformers
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
     tokenizer = AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name)
     if start is not None:
         tokenizer.bos_token = start
@@ -73,7 +79,7 @@ def unpack(source: Path, folder: Path, *, start: str | None = None) -> None:
     _save(plain, tokenizer, folder)
 
 
-def _save(model: transformers.PreTrainedModel, tokenizer: object, folder: Path) -> None:
+def _save(model: PreTrainedModel, tokenizer: object, folder: Path) -> None:
     """Write to a temporary name and rename, so that a killed process leaves no half model."""
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
@@ -164,6 +170,8 @@ def _listed(file: Path) -> dict[str, str]:
 
 def load(name: str, *, dtype: torch.dtype | None = None) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Load a model and its tokenizer from the bundled package, a folder, a .gguf file or a hub name."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
     advice = "Give --model a local folder with config.json, weights and tokenizer, a .gguf file, or a hub name."
     if name.startswith((".", "/", "~")) and not Path(name).exists():
         # Said here, because asking a hub for such a name takes its time and gives a long answer.

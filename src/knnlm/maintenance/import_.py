@@ -19,9 +19,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from knnlm.datastore.catalog import CATALOG_FILE, Catalog
+from knnlm.datastore.catalog import Catalog
 from knnlm.datastore.locks import writer_lock
-from knnlm.datastore.schema import KEYS, VALUES, SegmentRow, StoredDocument, segment_folder
+from knnlm.datastore.paths import CATALOG_FILE, KEYS_FILE, VALUES_FILE, segment_folder
+from knnlm.datastore.schema import SegmentRow, StoredDocument
 from knnlm.datastore.segments import NewSegment
 from knnlm.datastore.store import Datastore, check_folder
 from knnlm.errors import DatastoreError, ModelMismatch, ParameterError
@@ -239,7 +240,7 @@ def _copy(
                 row, digest = _copy_segment(NewSegment(folder, number), arrays, first, end, vocab_size, str(source))
                 name = f"{source.name}:{first}-{end - 1}" if several else source.name
                 document = StoredDocument(number, name, f"{source}:{first + 1}", number, first, end - first, digest)
-                sums = row[KEYS], row[VALUES]
+                sums = row[KEYS_FILE], row[VALUES_FILE]
                 catalog.add_segment(SegmentRow(number, first, end - first, 1.0, *sums), [document])
             advance(end - first)
 
@@ -249,14 +250,14 @@ def _copy_segment(
 ) -> tuple[dict[str, str], str]:
     """Copy rows as they are, and give the hashes of the files and of the tokens."""
     digest = hashlib.sha256(b"knnlm tokens\n")  # of no text, since there is none
-    with made.array(KEYS, arrays.keys.dtype, arrays.keys.shape[1:]) as writer:
+    with made.array(KEYS_FILE, arrays.keys.dtype, arrays.keys.shape[1:]) as writer:
         for begin, stop in _pieces(arrays.keys, first, end):
             piece = np.asarray(arrays.keys[begin:stop])
             if not np.isfinite(piece).all():
                 row = begin + int(np.flatnonzero(~np.isfinite(piece).all(1))[0])
                 raise DatastoreError(f"{what}: the key in row {row:,} is no finite number. See --rows for cutting it.")
             writer.append(piece)
-    with made.array(VALUES, "int32") as writer:
+    with made.array(VALUES_FILE, "int32") as writer:
         for begin, stop in _pieces(arrays.values, first, end):
             tokens = np.asarray(arrays.values[begin:stop]).astype(np.int64)
             _check_tokens(tokens, vocab_size, begin, what)

@@ -19,12 +19,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from knnlm.datastore.catalog import CATALOG_FILE, LANGUAGE_MODEL, REQUESTED_INDEX, Catalog
+from knnlm.datastore.catalog import LANGUAGE_MODEL, REQUESTED_INDEX, Catalog
 from knnlm.datastore.codecs import Plain
 from knnlm.datastore.indexes import build_requested_index, request_index, requested_index
 from knnlm.datastore.locks import writer_lock
+from knnlm.datastore.paths import CATALOG_FILE, COUNTS_FILE, KEPT_FILE, KEYS_FILE, VALUES_FILE, segment_folder
 from knnlm.datastore.rewrite import check_out
-from knnlm.datastore.schema import COUNTS, KEPT, KEYS, VALUES, SegmentRow, StoredDocument, segment_folder
+from knnlm.datastore.schema import SegmentRow, StoredDocument
 from knnlm.datastore.segments import NewSegment, array_shapes
 from knnlm.datastore.store import Datastore
 from knnlm.errors import DatastoreCorrupt, DatastoreError, ModelMismatch, ParameterError
@@ -235,36 +236,38 @@ class _Copy:
         self._names = store.files(segment)
         self._runs = list(_runs(documents, segment.first_row))  # (first row, rows) within the segment
         self._key_runs = self._runs
-        if KEPT in self._names:
-            self._kept = store.arrays.open(segment, KEPT)
+        if KEPT_FILE in self._names:
+            self._kept = store.arrays.open(segment, KEPT_FILE)
             bounds = [np.searchsorted(self._kept, [first, first + rows]) for first, rows in self._runs]
             self._key_runs = [(int(low), int(high - low)) for low, high in bounds]
 
     def write(self, made: NewSegment) -> SegmentRow:
         """Write the new segment; its numbers in the new memory are not known here."""
         scale = self._write_keys(made)
-        self._write_array(made, VALUES, self._runs)
+        self._write_array(made, VALUES_FILE, self._runs)
         kept = None
-        if KEPT in self._names:
+        if KEPT_FILE in self._names:
             kept = sum(count for _, count in self._key_runs)
-            with made.array(KEPT, "int32") as writer:
+            with made.array(KEPT_FILE, "int32") as writer:
                 begin = 0
                 for (first, rows), (key, count) in zip(self._runs, self._key_runs, strict=True):
                     writer.append(self._kept[key : key + count] - first + begin)
                     begin += rows
-        if COUNTS in self._names:
-            self._write_array(made, COUNTS, self._key_runs)
+        if COUNTS_FILE in self._names:
+            self._write_array(made, COUNTS_FILE, self._key_runs)
         sums = made.seal()
-        return SegmentRow(0, 0, 0, scale, sums[KEYS], sums[VALUES], kept, sums.get(KEPT), sums.get(COUNTS))
+        return SegmentRow(
+            0, 0, 0, scale, sums[KEYS_FILE], sums[VALUES_FILE], kept, sums.get(KEPT_FILE), sums.get(COUNTS_FILE)
+        )
 
     def _write_keys(self, made: NewSegment) -> float:
         """Copy keys as they are stored, or move them to the offset of the others; give what they are divided by."""
         if self._shift is None:
-            self._write_array(made, KEYS, self._key_runs)
+            self._write_array(made, KEYS_FILE, self._key_runs)
             return self._segment.scale
         scale = np.float32(self._segment.scale)
         with made.keys(self._store.key_dtype, self._store.width) as writer:
-            for piece in self._store.arrays.copy(self._segment, KEYS, self._key_runs):
+            for piece in self._store.arrays.copy(self._segment, KEYS_FILE, self._key_runs):
                 moved = piece.astype(np.float32) * scale + self._shift.numpy()
                 writer.put_keys(np.arange(writer.rows, writer.rows + len(moved)), moved)
         return writer.divisor

@@ -20,18 +20,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from knnlm.datastore.catalog import CATALOG_FILE, REQUESTED_INDEX, Catalog, drop_fields
+from knnlm.datastore.catalog import REQUESTED_INDEX, Catalog, drop_fields
 from knnlm.datastore.indexes import build_requested_index, cancel_requested_index, request_index, requested_index
 from knnlm.datastore.integrity import DigestUpdates, fill, there
 from knnlm.datastore.locks import nobody_reading, writer_lock
-from knnlm.datastore.schema import IndexRow, SegmentRow, segment_folder
-from knnlm.datastore.segments import LOST, index_file
-from knnlm.datastore.suffix_array import NGRAM_FOLDER
+from knnlm.datastore.paths import CATALOG_FILE, GATES_FOLDER, LOST_FOLDER, NGRAM_FOLDER, segment_folder
+from knnlm.datastore.schema import IndexRow, SegmentRow
+from knnlm.datastore.segments import index_file
 from knnlm.errors import DatastoreBusy, DatastoreCorrupt, DatastoreError, KnnlmError
 from knnlm.io import sync_folder, translate_os_errors
 from knnlm.maintenance.mending import apply_mends, find_mends
 from knnlm.maintenance.verify import DERIVED, INDEX, SEGMENT, SUM, Problem, Verification, verify
-from knnlm.mixture.saved import GATES_FOLDER, gate_of
+from knnlm.mixture.saved import gate_of
 from knnlm.progress import Progress, silent
 
 _SQLITE = "SQLite says: "
@@ -132,7 +132,7 @@ class _Plan:
 
 
 def _nothing(folder: Path) -> _Plan:
-    return _Plan([], [], [], [], None, [], [], False, True, folder / LOST, ())
+    return _Plan([], [], [], [], None, [], [], False, True, folder / LOST_FOLDER, ())
 
 
 def _check_catalog(folder: Path) -> None:
@@ -212,7 +212,7 @@ def _plan(folder: Path, before: Verification, *, index: bool) -> _Plan:
     aside = [folder / problem.file for problem in derived if problem.file != NGRAM_FOLDER]
     remaining = [segment for segment in segments if segment not in lost]
     complete = before.state == "complete"
-    place = _free_name(folder / LOST)
+    place = _free_name(folder / LOST_FOLDER)
     requested = wanted if index else None
     unsure = tuple(str(problem.table) for problem in wrong)
     return _Plan(lost, remaining, documents, indexes, requested, aside, dropped, bool(tables), complete, place, unsure)

@@ -23,12 +23,26 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from knnlm.datastore.catalog import CATALOG_FILE, Catalog
-from knnlm.datastore.codecs import CODEC_FILE, MAP_FILE, Codec
-from knnlm.datastore.encoding import UNENCODED
+from knnlm.datastore.catalog import Catalog
+from knnlm.datastore.codecs import Codec
 from knnlm.datastore.indexes import open_index
 from knnlm.datastore.integrity import check_sum
-from knnlm.datastore.schema import ADAPTED, COUNTS, KEPT, KEYS, VALUES, SegmentRow, array_sums, segment_folder
+from knnlm.datastore.paths import (
+    ADAPTED_FILE,
+    CATALOG_FILE,
+    CODEC_FILE,
+    COUNTS_FILE,
+    GATES_FOLDER,
+    KEPT_FILE,
+    KEYS_FILE,
+    MAP_FILE,
+    NGRAM_FOLDER,
+    STAGING_FILE,
+    UNENCODED_FILE,
+    VALUES_FILE,
+    segment_folder,
+)
+from knnlm.datastore.schema import SegmentRow, array_sums
 from knnlm.datastore.segments import (
     KEY_DTYPES,
     VOCABULARY,
@@ -38,16 +52,16 @@ from knnlm.datastore.segments import (
     segment_faults,
     skip_header,
 )
-from knnlm.datastore.staging import STAGING_FILE, StagedAddition
+from knnlm.datastore.staging import StagedAddition
 from knnlm.datastore.store import Datastore, stored_codec, stored_map
-from knnlm.datastore.suffix_array import NGRAM_FOLDER, kept_suffixes
+from knnlm.datastore.suffix_array import kept_suffixes
 from knnlm.datastore.validation import check_place
 from knnlm.errors import DatastoreCorrupt, DatastoreError, KnnlmError
 from knnlm.io import checksum
 from knnlm.lm.loading import CHECKSUMS_FILE, damaged_files
 from knnlm.memories.decoder import CARD, load_card
 from knnlm.memories.output import OUTPUT_FILE, load_output
-from knnlm.mixture.saved import GATES_FOLDER, gate_of, load_networks
+from knnlm.mixture.saved import gate_of, load_networks
 from knnlm.progress import Advance, Progress, silent
 
 # The parts of a memory.
@@ -109,8 +123,8 @@ class SegmentFiles:
         self._folder, self._segment, self._vocab_size = folder, segment, vocab_size
         self._shapes = array_shapes(segment, codec)
         if waiting:
-            self._shapes[UNENCODED] = self._shapes.pop(KEYS)
-        self._sums = {**array_sums(segment), UNENCODED: segment.keys_sha256}
+            self._shapes[UNENCODED_FILE] = self._shapes.pop(KEYS_FILE)
+        self._sums = {**array_sums(segment), UNENCODED_FILE: segment.keys_sha256}
 
     def paths(self) -> list[Path]:
         """Name the files."""
@@ -140,11 +154,11 @@ class SegmentFiles:
     def _read(self, path: Path, dtype: str, shape: tuple[int, ...], advance: Advance) -> str | None:
         """Hash the file and look at its numbers, in one pass."""
         looks: dict[str, ScanOptions] = {
-            KEYS: _look_at_keys,
-            UNENCODED: _look_at_keys,
-            VALUES: self._look_at_values,
-            KEPT: _Ascending(self._segment.rows),
-            COUNTS: _look_at_counts,
+            KEYS_FILE: _look_at_keys,
+            UNENCODED_FILE: _look_at_keys,
+            VALUES_FILE: self._look_at_values,
+            KEPT_FILE: _Ascending(self._segment.rows),
+            COUNTS_FILE: _look_at_counts,
         }
         wrong: str | None = None
         row_bytes = np.dtype(dtype).itemsize * int(np.prod(shape[1:], dtype=np.int64))
@@ -496,7 +510,7 @@ class _Verifier:
             checks.append((self.folder / NGRAM_FOLDER, self._ngram))
         checks += [(file, load_output) for file in [self.folder / "output" / OUTPUT_FILE] if file.exists()]
         checks += [(file, load_networks) for file in sorted((self.folder / GATES_FOLDER).glob("*.safetensors"))]
-        checks += [(file, self._adapted) for file in [self.folder / ADAPTED] if file.exists()]
+        checks += [(file, self._adapted) for file in [self.folder / ADAPTED_FILE] if file.exists()]
         for file, check in checks:
             self.files += sorted(file.glob("*")) if file.is_dir() else [file]
             with self._gathering(file.relative_to(self.folder).as_posix(), DERIVED):

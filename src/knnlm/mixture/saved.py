@@ -18,7 +18,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load, save
 from torch import Tensor
 
-from knnlm.datastore.catalog import CATALOG_FILE, Catalog
+from knnlm.datastore.catalog import Catalog
+from knnlm.datastore.paths import CATALOG_FILE, GATES_FOLDER
 from knnlm.datastore.store import Datastore
 from knnlm.errors import DatastoreCorrupt
 from knnlm.io import replacing, translate_os_errors
@@ -26,8 +27,6 @@ from knnlm.memories.base import Memory
 from knnlm.mixture.gate import Gate, SearchSkipper, feature_names
 from knnlm.mixture.spec import MemorySpec, key_of
 from knnlm.mixture.weights import KINDS, Buckets, BucketWeights, FixedWeights, GatedWeights, Weights
-
-GATES_FOLDER = "mixtures"
 
 _NETWORKS = ("gate", "cheap", "skip")
 

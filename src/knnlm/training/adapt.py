@@ -22,10 +22,10 @@ import numpy as np
 import torch
 
 from knnlm.corpus import Document
-from knnlm.datastore.catalog import CATALOG_FILE, LANGUAGE_MODEL, Catalog
+from knnlm.datastore.catalog import LANGUAGE_MODEL, Catalog
 from knnlm.datastore.integrity import check_sum, summed
 from knnlm.datastore.locks import writer_lock
-from knnlm.datastore.schema import ADAPTED, STUDENT
+from knnlm.datastore.paths import ADAPTED_FILE, CATALOG_FILE, STUDENT_FOLDER
 from knnlm.datastore.store import Datastore, check_folder, text_hash
 from knnlm.errors import CorpusError, DatastoreCorrupt, DatastoreError, ParameterError
 from knnlm.evaluation.fit import TraceTable, fit_weights, tabulate
@@ -48,7 +48,7 @@ _ROOM = 1.5  # times as much as is wanted may be held out, since documents stay 
 
 _TOKENS = 60_000  # of held-out text that are used at most
 
-MEMORIES = f"knn,lm={STUDENT},cache,ngram"
+MEMORIES = f"knn,lm={STUDENT_FOLDER},cache,ngram"
 
 
 @dataclass(frozen=True)
@@ -108,11 +108,11 @@ def adapt(
     texts = _given(documents, held_out, lm) if held_out is not None else _divide(documents, lm, seed, limit)
     own = open_student(student or lm.name, like=lm, layers=layers, seed=seed)
     settings = {"beta": 0.0, "seed": seed, "device": device or str(lm.device), **training}
-    train_decoder(texts.tokens, own, folder / STUDENT, progress=progress, **settings)
+    train_decoder(texts.tokens, own, folder / STUDENT_FOLDER, progress=progress, **settings)
     del own
     if torch.cuda.is_available():
         torch.cuda.empty_cache()  # what comes next looks at how much is free
-    reader = CausalLM.open(str(folder / STUDENT), device=str(lm.device), dtype=lm.dtype)
+    reader = CausalLM.open(str(folder / STUDENT_FOLDER), device=str(lm.device), dtype=lm.dtype)
     store = _store(texts.learnt, folder, reader, lm, progress)
     del reader
     tuned_on = {
@@ -126,7 +126,7 @@ def adapt(
         return known
     found = _tune(store, lm, texts, limit, progress)
     result = replace(found, seconds=time.perf_counter() - begin)
-    with replacing(folder / ADAPTED) as partial:
+    with replacing(folder / ADAPTED_FILE) as partial:
         written = summed({**asdict(result), "tuned_on": tuned_on})
         partial.write_text(json.dumps(written, indent=2, ensure_ascii=False), encoding="utf-8")
     return result
@@ -134,7 +134,7 @@ def adapt(
 
 def load_adaptation(folder: Path, tuned_on: dict[str, Any] | None = None) -> Adaptation | None:
     """Read what came of an adaptation; None where there is none, or where it was tuned on something else."""
-    file = folder / ADAPTED
+    file = folder / ADAPTED_FILE
     if not file.is_file():
         return None
     try:
@@ -153,7 +153,7 @@ def load_adaptation(folder: Path, tuned_on: dict[str, Any] | None = None) -> Ada
 def _check_place(folder: Path) -> None:
     """Refuse a place that holds something else, before anything is trained."""
     check_folder(folder)
-    if (folder / CATALOG_FILE).exists() and not is_decoder(folder / STUDENT):
+    if (folder / CATALOG_FILE).exists() and not is_decoder(folder / STUDENT_FOLDER):
         raise DatastoreError(f"{folder} is a memory already, and not one that a student reads. Choose another --out.")
 
 
@@ -254,9 +254,9 @@ def _tune(store: Datastore, lm: CausalLM, texts: _Splits, limit: int, progress: 
         store_choice(store.path, tuning, trace)
         seen = _look(trace, tuning, device)
     knn = fit_weights(seen.only("knn"), "fixed", frequencies=token_frequencies(store))
-    student = seen.only(f"lm={STUDENT}")
+    student = seen.only(f"lm={STUDENT_FOLDER}")
     lmbda, facts = fit_decoder(student, lm.name, trace.facts["text"])
-    set_lambda(store.path / STUDENT, lmbda, facts)
+    set_lambda(store.path / STUDENT_FOLDER, lmbda, facts)
     alone = student.memories[0].logs[:, 0].to(torch.float64)
     return Adaptation(
         model=lm.name,
