@@ -507,7 +507,7 @@ def test_an_older_format_becomes_the_newest_with_the_first_change_and_not_before
     with pytest.raises(DatastoreError, match="no document for --document nobody"):
         remove(memory, document="nobody")
     remove(memory, document="d1", dry_run=True)
-    assert any("no sums" in note for note in verify(memory).notes)
+    assert any("no checksums" in note for note in verify(memory).notes)
     assert found() == version
     remove(memory, document="d1")
     assert found() == 5
@@ -631,7 +631,7 @@ def test_an_offset_that_removed_keys_may_be_in_is_named(lm, tmp_path):
     remove(tmp_path / "m", document="d1")
     (found,) = evidence(tmp_path / "m").trained
     assert (found.path, found.goes) == ("catalog.db", "build again")
-    assert "offset" in found.what
+    assert "offset" in found.message
 
 
 def test_sorted_text_from_before_a_removal_is_named_as_long_as_it_is_there(memory):

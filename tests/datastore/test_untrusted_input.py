@@ -193,7 +193,7 @@ def test_a_link_out_of_the_memory_is_not_followed(memory, tmp_path, name):
     with pytest.raises(DatastoreCorrupt, match="outside of the memory"):
         use(memory)
     found = verify(memory, deep=True)
-    assert any("link" in problem.what or "outside" in problem.what for problem in found.problems)
+    assert any("link" in problem.message or "outside" in problem.message for problem in found.problems)
     # A link that stays inside is as good as a file, and so is a memory that is itself behind a link.
     (memory / name).unlink()
     shutil.move(outside, memory / "moved")

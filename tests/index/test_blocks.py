@@ -429,7 +429,7 @@ def test_memories_with_an_index_in_blocks_are_verified_repaired_and_compacted(lm
     data = bytearray(file.read_bytes())
     data[len(data) // 2] ^= 1
     file.write_bytes(data)
-    assert [problem.part for problem in verify(path, deep=True).problems] == ["index"]
+    assert [problem.kind for problem in verify(path, deep=True).problems] == ["index"]
     assert repair(path).dropped
     with closing(Datastore.open(path)) as store:
         assert_nearly_exact(store)  # it was made again

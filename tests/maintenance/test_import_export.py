@@ -1,4 +1,4 @@
-"""Memories from other programs, and for them: numbers arrive as they were sent."""
+"""Import from and export to other programs."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from knnlm.maintenance.verify import verify
 
 @pytest.fixture(scope="module")
 def peer(lm, tmp_path_factory):
-    """What a peer writes of one long text: raw keys and tokens, read token by token, without our code."""
+    """Raw keys and tokens of one long text, as another program writes them, computed token by token."""
     folder = tmp_path_factory.mktemp("peer")
     tokens = [token for document in documents(6) for token in lm.encode(document.text)][:120]
     module = lm.model.get_submodule(lm.key_layer.module)
@@ -60,12 +60,12 @@ def write(folder, keys, values, *, key="float16", value="int32"):
         ("fairseq", "float32", "int32"),
     ],
 )
-def test_raw_arrays_become_a_memory_with_the_same_numbers(peer, lm, tmp_path, name, key, value):
+def test_raw_arrays_become_a_store_with_the_same_numbers(peer, lm, tmp_path, name, key, value):
     folder, keys, values = peer
     paths = write(folder, keys, values, key=key, value=value)
-    # Where two readings fit the lengths, the types must be said.
+    # Where two pairs of types fit the lengths, they must be given.
     types = {"key_dtype": key, "value_dtype": value} if value in ("int16", "int32") and name == "fairseq" else {}
-    done = import_arrays(*paths, tmp_path / "m", lm=lm, format=name, segment_rows=50, **types)
+    done = import_arrays(*paths, out=tmp_path / "m", lm=lm, format=name, segment_rows=50, **types)
     assert (done.tokens, done.key_dtype, done.value_dtype) == (120, key, value)
     assert done.agreement > 0.9
     with closing(Datastore.open(tmp_path / "m")) as store:
@@ -78,9 +78,9 @@ def test_raw_arrays_become_a_memory_with_the_same_numbers(peer, lm, tmp_path, na
     assert verify(tmp_path / "m", deep=True).sound
 
 
-def test_an_import_that_fits_one_segment_is_one_document(peer, lm, tmp_path):
+def test_import_of_one_segment_is_one_document(peer, lm, tmp_path):
     folder, keys, values = peer
-    import_arrays(*write(folder, keys, values), tmp_path / "m", lm=lm)
+    import_arrays(*write(folder, keys, values), out=tmp_path / "m", lm=lm)
     with closing(Datastore.open(tmp_path / "m")) as store:
         assert [(d.id, d.rows) for d in store.catalog.documents()] == [("keys-float16-int32.npy", 120)]
 
@@ -92,15 +92,15 @@ def test_arrays_of_another_model_or_layer_are_refused(peer, lm, tmp_path):
     wrong_layer = CausalLM(lm.model, lm.tokenizer, name="tiny", layer=0)
     for model in (other, wrong_layer):
         with pytest.raises(ModelMismatch, match="does not hold the states of"):
-            import_arrays(*paths, tmp_path / "m", lm=model)
+            import_arrays(*paths, out=tmp_path / "m", lm=model)
     shuffled = write(tmp_path, keys, np.roll(values, 40))  # tokens of other rows
     with pytest.raises(ModelMismatch, match="are nearest to their own key"):
-        import_arrays(*shuffled, tmp_path / "m", lm=lm)
+        import_arrays(*shuffled, out=tmp_path / "m", lm=lm)
     large = values.copy()
     large[100] = 320
     for check in (True, False):
-        with pytest.raises(ModelMismatch, match="row 100 has the token 320, but the model has 320"):
-            import_arrays(*write(tmp_path, keys, large), tmp_path / f"m{check}", lm=lm, check=check)
+        with pytest.raises(ModelMismatch, match="entry 100 has the token 320, but the model has 320"):
+            import_arrays(*write(tmp_path, keys, large), out=tmp_path / f"m{check}", lm=lm, check=check)
 
 
 @settings(max_examples=60)
@@ -108,7 +108,7 @@ def test_arrays_of_another_model_or_layer_are_refused(peer, lm, tmp_path):
     rows=st.integers(1, 40), width=st.integers(1, 9), key=st.sampled_from(["float16", "float32"]),
     value=st.sampled_from(["int64", "int32", "int16"]), cut=st.integers(0, 7),
 )  # fmt: skip
-def test_types_are_worked_out_from_the_lengths_or_refused_never_guessed(rows, width, key, value, cut, tmp_path_factory):
+def test_types_are_derived_from_the_lengths_or_refused(rows, width, key, value, cut, tmp_path_factory):
     folder = tmp_path_factory.mktemp("raw")
     keys, values = np.arange(rows * width).reshape(rows, width) % 100, np.arange(rows)
     paths = write(folder, keys, values, key=key, value=value)
@@ -123,74 +123,74 @@ def test_types_are_worked_out_from_the_lengths_or_refused_never_guessed(rows, wi
             // np.dtype(second).itemsize) and count * np.dtype(second).itemsize == paths[1].stat().st_size
     ]  # fmt: skip
     if len(fits) == 1:
-        arrays = open_arrays(*paths, width, format="fairseq")
+        arrays = open_arrays(*paths, width=width, format="fairseq")
         assert (arrays.keys.dtype.name, arrays.values.dtype.name) == fits[0]
     else:
-        with pytest.raises((DatastoreError, ParameterError), match="say which" if fits else "do not hold"):
-            open_arrays(*paths, width, format="fairseq")
+        with pytest.raises((DatastoreError, ParameterError), match="Choose with" if fits else "do not hold"):
+            open_arrays(*paths, width=width, format="fairseq")
     if not cut:
         assert (key, value) in fits
-        exact = open_arrays(*paths, width, format="fairseq", key_dtype=key, value_dtype=value)
+        exact = open_arrays(*paths, width=width, format="fairseq", key_dtype=key, value_dtype=value)
         assert np.array_equal(exact.keys, keys)
         assert np.array_equal(exact.values, values)
 
 
-def test_nothing_is_allocated_before_the_lengths_are_seen_to_fit(peer, lm, tmp_path):
+def test_lengths_are_checked_before_anything_is_allocated(peer, lm, tmp_path):
     folder, keys, values = peer
     paths = write(folder, keys, values)
     with pytest.raises(DatastoreError, match=r"do not hold 1000000000000000 keys of width 32"):
-        import_arrays(*paths, tmp_path / "m", lm=lm, rows=10**15)
-    short = import_arrays(*paths, tmp_path / "short", lm=lm, rows=100)
+        import_arrays(*paths, out=tmp_path / "m", lm=lm, entries=10**15)
+    short = import_arrays(*paths, out=tmp_path / "short", lm=lm, entries=100)
     assert short.tokens == 100
-    with pytest.raises(DatastoreError, match="There is no file"):
-        import_arrays(tmp_path / "none", paths[1], tmp_path / "m", lm=lm)
+    with pytest.raises(DatastoreError, match="no such file"):
+        import_arrays(tmp_path / "none", paths[1], out=tmp_path / "m", lm=lm)
     np.save(tmp_path / "real.npy", keys)
-    with pytest.raises(DatastoreError, match="has the header of an array of NumPy"):
-        import_arrays(tmp_path / "real.npy", paths[1], tmp_path / "m", lm=lm)
+    with pytest.raises(DatastoreError, match="has a NumPy header"):
+        import_arrays(tmp_path / "real.npy", paths[1], out=tmp_path / "m", lm=lm)
     infinite = keys.copy()
     infinite[60, 3] = 1e6  # more than float16 holds
-    with pytest.raises(DatastoreError, match="the key in row 60 is no finite number"), np.errstate(over="ignore"):
-        import_arrays(*write(tmp_path, infinite, values), tmp_path / "m", lm=lm, check=False)
+    with pytest.raises(DatastoreError, match="the key of entry 60 is not finite"), np.errstate(over="ignore"):
+        import_arrays(*write(tmp_path, infinite, values), out=tmp_path / "m", lm=lm, check=False)
     with pytest.raises(ParameterError, match="Unknown format 'pickle'"):
-        import_arrays(*paths, tmp_path / "m", lm=lm, format="pickle")
+        import_arrays(*paths, out=tmp_path / "m", lm=lm, format="pickle")
     with pytest.raises(ParameterError, match="Unknown type 'object' of values"):
-        import_arrays(*paths, tmp_path / "m", lm=lm, value_dtype="object")
+        import_arrays(*paths, out=tmp_path / "m", lm=lm, value_dtype="object")
 
 
-def test_an_import_that_was_stopped_goes_on(peer, lm, tmp_path, monkeypatch):
+def test_interrupted_import_resumes(peer, lm, tmp_path, monkeypatch):
     folder, keys, values = peer
     paths = write(folder, keys, values)
-    import_arrays(*paths, tmp_path / "whole", lm=lm, segment_rows=30)
+    import_arrays(*paths, out=tmp_path / "whole", lm=lm, segment_rows=30)
     original, calls = Catalog.add_segment, []
 
-    def stopped(self, *args, **facts):
+    def stopped(self, *args, **options):
         calls.append(1)
         if len(calls) == 3:
             raise KeyboardInterrupt
-        return original(self, *args, **facts)
+        return original(self, *args, **options)
 
     monkeypatch.setattr(Catalog, "add_segment", stopped)
     with pytest.raises(KeyboardInterrupt):
-        import_arrays(*paths, tmp_path / "m", lm=lm, segment_rows=30)
+        import_arrays(*paths, out=tmp_path / "m", lm=lm, segment_rows=30)
     with pytest.raises(DatastoreError, match="unfinished"):
         Datastore.open(tmp_path / "m")
-    import_arrays(*paths, tmp_path / "m", lm=lm, segment_rows=30)
+    import_arrays(*paths, out=tmp_path / "m", lm=lm, segment_rows=30)
     with closing(Datastore.open(tmp_path / "m")) as one, closing(Datastore.open(tmp_path / "whole")) as two:
         assert one.fingerprint == two.fingerprint
-    with pytest.raises(DatastoreError, match="is a finished memory already"):
-        import_arrays(*paths, tmp_path / "m", lm=lm, segment_rows=30)
+    with pytest.raises(DatastoreError, match="already a finished store"):
+        import_arrays(*paths, out=tmp_path / "m", lm=lm, segment_rows=30)
 
 
-def test_the_name_of_an_import_goes_with_its_document(peer, lm, tmp_path):
+def test_file_name_of_an_import_is_erased_with_its_document(peer, lm, tmp_path):
     _, keys, values = peer
     secret = tmp_path / "secret"
     secret.mkdir()
     paths = [path.rename(secret / f"CUSTOMER_{path.name}") for path in write(tmp_path, keys, values)]
-    import_arrays(*paths, tmp_path / "m", lm=lm, segment_rows=60)
+    import_arrays(*paths, out=tmp_path / "m", lm=lm, segment_rows=60)
     with closing(Catalog.open(tmp_path / "m" / "catalog.db", write=True)) as catalog:
         about = catalog.get("derived")["import"]
-        assert about == {"format": "knn-transformers", "rows": 120}
-        # As it was written before.
+        assert about == {"format": "knn-transformers", "entries": 120}
+        # As an earlier version wrote it.
         catalog.put(derived={"import": {**about, "keys": "CUSTOMER_keys.npy", "values": "CUSTOMER_vals.npy"}})
     remove(tmp_path / "m", source="*")
     assert compact(tmp_path / "m").purged
@@ -199,16 +199,16 @@ def test_the_name_of_an_import_goes_with_its_document(peer, lm, tmp_path):
 
 
 def read_back(folder):
-    """Everything, with pyarrow alone."""
+    """Return all exported columns, with pyarrow alone."""
     return pq.ParquetDataset(folder).read()
 
 
-def test_an_export_read_by_pyarrow_has_every_row_of_the_memory(lm, tmp_path):
+def test_export_has_every_entry_of_the_store(lm, tmp_path):
     store = build(documents(7), tmp_path / "m", lm=lm, segment_rows=100)
-    done = export(tmp_path / "m", tmp_path / "out", file_rows=64)
+    done = export(tmp_path / "m", tmp_path / "out", file_entries=64)
     table = read_back(tmp_path / "out")
-    assert (len(table), done.rows, done.files) == (store.rows, store.rows, -(-store.rows // 64))
-    assert table["row"].to_pylist() == list(range(store.rows))
+    assert (len(table), done.entries, done.files) == (store.rows, store.rows, -(-store.rows // 64))
+    assert table["entry"].to_pylist() == list(range(store.rows))
     assert table["token"].to_pylist() == store.values(torch.arange(store.rows)).tolist()
     keys = np.array(table["key"].to_pylist(), np.float32)
     assert np.array_equal(keys, store.take(torch.arange(store.rows)).numpy())
@@ -221,16 +221,16 @@ def test_an_export_read_by_pyarrow_has_every_row_of_the_memory(lm, tmp_path):
         assert set(part["source"].to_pylist()) == {document.source}
         assert part["position"].to_pylist() == list(range(len(tokens)))
         at += len(tokens)
-    facts = json.loads(table.schema.metadata[b"knnlm"])
-    assert facts["model"] == store.model
-    assert facts["fingerprint"] == store.fingerprint
-    with pytest.raises(ParameterError, match="is there already"):
+    metadata = json.loads(table.schema.metadata[b"knnlm"])
+    assert metadata["model"] == store.model
+    assert metadata["fingerprint"] == store.fingerprint
+    with pytest.raises(ParameterError, match="already exists"):
         export(tmp_path / "m", tmp_path / "out")
 
 
 @settings(max_examples=15)
-@given(seed=st.integers(0, 50), share=st.floats(0, 1), file_rows=st.integers(1, 60))
-def test_rows_whose_keys_were_pruned_have_none_and_the_others_their_counts(seed, share, file_rows, tmp_path_factory):
+@given(seed=st.integers(0, 50), share=st.floats(0, 1), file_entries=st.integers(1, 60))
+def test_export_of_a_pruned_store_has_the_remaining_keys_with_their_counts(seed, share, file_entries, tmp_path_factory):
     folder = tmp_path_factory.mktemp("pruned")
     generator = np.random.default_rng(seed)
     with closing(random_store(folder / "m", rows=40, seed=seed)) as store:
@@ -238,7 +238,7 @@ def test_rows_whose_keys_were_pruned_have_none_and_the_others_their_counts(seed,
         counts = torch.from_numpy(1 + generator.integers(1, 5, 40)).float()
         derive(store, folder / "p", keep=torch.from_numpy(keep), counts=counts).close()
         keys = store.take(torch.arange(40)).numpy()
-    export(folder / "p", folder / "out", file_rows=file_rows)
+    export(folder / "p", folder / "out", file_entries=file_entries)
     table = read_back(folder / "out")
     for row, (key, count) in enumerate(zip(table["key"].to_pylist(), table["count"].to_pylist(), strict=True)
                                        if "count" in table.column_names else []):  # fmt: skip
@@ -246,19 +246,19 @@ def test_rows_whose_keys_were_pruned_have_none_and_the_others_their_counts(seed,
         if key is not None:
             assert key == keys[row].tolist()
             assert count == counts[row]
-    assert table["row"].to_pylist() == list(range(40))
+    assert table["entry"].to_pylist() == list(range(40))
     assert ("count" in table.column_names) == bool(keep.any())
 
 
-def test_an_export_removes_only_what_a_stopped_one_has_left(lm, tmp_path, monkeypatch):
+def test_export_deletes_only_files_of_an_interrupted_export(lm, tmp_path, monkeypatch):
     build(documents(4), tmp_path / "m", lm=lm).close()
     (tmp_path / "out.partial").mkdir()
     (tmp_path / "out.partial" / "thesis.txt").write_text("years of work")
     own = tmp_path / "out.knnlm-export"
     own.mkdir()
-    for name in ("part-00000.parquet", "thesis.txt"):  # the first has a name of ours, but nothing says that it is
+    for name in ("part-00000.parquet", "thesis.txt"):  # the first is named like an exported file, but has no marker
         (own / name).write_text("years of work")
-        with pytest.raises(ParameterError, match="holds what no export has written"):
+        with pytest.raises(ParameterError, match="contains files that no export wrote"):
             export(tmp_path / "m", tmp_path / "out")
         assert (own / name).read_text() == "years of work"
         (own / name).unlink()
@@ -267,18 +267,18 @@ def test_an_export_removes_only_what_a_stopped_one_has_left(lm, tmp_path, monkey
         patched.setattr(Path, "rename", lambda *_: os._exit(7))
         if (child := os.fork()) == 0:
             with suppress(BaseException):
-                export(tmp_path / "m", tmp_path / "out", file_rows=20)
+                export(tmp_path / "m", tmp_path / "out", file_entries=20)
             os._exit(1)
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
     assert len(list(own.glob("part-*"))) > 2
     done = export(tmp_path / "m", tmp_path / "out")
-    assert len(read_back(tmp_path / "out")) == done.rows
+    assert len(read_back(tmp_path / "out")) == done.entries
     assert [file.name for file in (tmp_path / "out").iterdir()] == ["part-00000.parquet"]
     assert not own.exists()
     assert (tmp_path / "out.partial" / "thesis.txt").read_text() == "years of work"
 
 
-def test_the_commands_import_and_export(peer, model_folder, tmp_path, capfd):
+def test_commands_import_and_export(peer, model_folder, tmp_path, capfd):
     folder, keys, values = peer
     paths = write(folder, keys, values)
     options = ("--model", model_folder, "--out", tmp_path / "m")
@@ -287,8 +287,8 @@ def test_the_commands_import_and_export(peer, model_folder, tmp_path, capfd):
     assert json.loads(out)["tokens"] == 120
     code, out, err = command(capfd, "export", tmp_path / "m", "--out", tmp_path / "out")
     assert code == 0, err
-    assert "120 rows in 1 file" in out
+    assert "120 entries in 1 file" in out
     assert len(read_back(tmp_path / "out")) == 120
     line = failure(capfd, "import", *paths, "--format", "npz", "--model", model_folder, "--out", tmp_path / "n")
     assert "Unknown format 'npz'" in line
-    assert "is there already" in failure(capfd, "export", tmp_path / "m", "--out", tmp_path / "out")
+    assert "already exists" in failure(capfd, "export", tmp_path / "m", "--out", tmp_path / "out")

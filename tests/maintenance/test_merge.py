@@ -1,4 +1,4 @@
-"""Several memories become one: every document once, as it was; or they do not fit, and it is said why."""
+"""Merged stores contain every document once, unchanged; incompatible stores are refused with the reason."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ from knnlm.errors import DatastoreCorrupt, DatastoreError, ModelMismatch, Parame
 from knnlm.ingest.build import build
 from knnlm.lm.causal import CausalLM
 from knnlm.lm.windows import WindowShape
-from knnlm.maintenance import merge as merging
+from knnlm.maintenance import merge as merge_module
 from knnlm.maintenance.merge import merge
 from knnlm.maintenance.verify import verify
 
 
 @pytest.fixture(scope="module")
 def three(lm, tmp_path_factory):
-    """Memories of d0…d5, d4…d9 and d9…d11: d4, d5 and d9 are in two."""
+    """Stores of d0…d5, d4…d9 and d9…d11: d4, d5 and d9 are in two."""
     folder = tmp_path_factory.mktemp("merge")
     stores = [
         build(documents(count, start=start), folder / f"m{start}", lm=lm, segment_rows=100)
@@ -51,13 +51,13 @@ def three(lm, tmp_path_factory):
     return [store.path for store in stores]
 
 
-def test_a_merge_has_every_document_once_with_the_keys_it_had(three, tmp_path):
+def test_merge_has_every_document_once_with_its_keys(three, tmp_path):
     done = merge(three, tmp_path / "all")
     expected = {}
     for path in reversed(three):  # the first that has it counts
         expected |= documents_by_hash(path)
     found = documents_by_hash(tmp_path / "all")
-    assert (done.documents, done.duplicates, done.memories) == (12, 3, 3)
+    assert (done.documents, done.duplicates, done.stores) == (12, 3, 3)
     assert set(found) == set(expected)
     for name, (tokens, keys) in expected.items():
         assert found[name][0] == tokens
@@ -66,7 +66,7 @@ def test_a_merge_has_every_document_once_with_the_keys_it_had(three, tmp_path):
     assert verify(tmp_path / "all", deep=True).sound
 
 
-def test_what_is_merged_is_found_as_brute_force_finds_it(three, tmp_path, lm):
+def test_search_in_a_merged_store_equals_brute_force(three, tmp_path, lm):
     merge(three, tmp_path / "all", index="IVF4,Flat")
     keys = np.concatenate([keys for _, keys in documents_by_hash(tmp_path / "all").values()])
     with closing(Datastore.open(tmp_path / "all")) as store:
@@ -95,7 +95,7 @@ def test_two_halves_merge_to_the_bytes_of_the_whole(lm, tmp_path):
 
 @settings(max_examples=8)
 @given(data=st.data())
-def test_any_overlap_of_pruned_memories_merges_as_sets_do(data, tmp_path_factory):
+def test_overlapping_pruned_stores_merge_like_sets(data, tmp_path_factory):
     folder = tmp_path_factory.mktemp("sets")
     generator = np.random.default_rng(data.draw(st.integers(0, 99)))
     sizes = generator.integers(1, 6, 12)
@@ -132,7 +132,7 @@ def test_any_overlap_of_pruned_memories_merges_as_sets_do(data, tmp_path_factory
     assert verify(folder / "out", deep=True).sound
 
 
-def test_counts_of_pruned_keys_go_with_them(tmp_path):
+def test_counts_of_pruned_keys_are_merged(tmp_path):
     generator = np.random.default_rng(0)
     one = made_store(tmp_path / "one", generator.normal(size=(20, 4)), np.arange(20) % 5, sizes=[5] * 4)
     counts = torch.arange(20) + 1.0
@@ -145,7 +145,7 @@ def test_counts_of_pruned_keys_go_with_them(tmp_path):
 
 
 @pytest.mark.parametrize("mapped", [False, True])
-def test_memories_with_other_offsets_and_scales_are_brought_to_one(tmp_path, mapped):
+def test_stores_with_other_offsets_and_scales_are_merged(tmp_path, mapped):
     generator = np.random.default_rng(1)
     keys = generator.normal(size=(30, 4)).astype(np.float32)
     offsets = [np.array([1000.0, 0, -500, 2], np.float32), np.array([996.0, 1, -510, 0], np.float32)]
@@ -171,7 +171,7 @@ def test_memories_with_other_offsets_and_scales_are_brought_to_one(tmp_path, map
     assert verify(tmp_path / "out", deep=True).sound
 
 
-def test_memories_that_do_not_fit_are_refused_by_the_name_of_what_differs(lm, three, tmp_path):
+def test_incompatible_stores_are_refused_with_the_difference(lm, three, tmp_path):
     other = CausalLM(tiny("llama", seed=1), tiny_tokenizer(), name="tiny-llama")
     layer = CausalLM(lm.model, lm.tokenizer, name="tiny-llama", layer=0)
     cases = [
@@ -186,16 +186,16 @@ def test_memories_that_do_not_fit_are_refused_by_the_name_of_what_differs(lm, th
             merge([three[0], store.path], tmp_path / "out")
     with closing(Datastore.open(three[0])) as store:
         derive(store, tmp_path / "mapped", key_map=KeyMap(torch.eye(32)[:, :8].clone(), torch.zeros(32))).close()
-    with pytest.raises(ModelMismatch, match="map of keys differs"):
+    with pytest.raises(ModelMismatch, match="key map differs"):
         merge([three[0], tmp_path / "mapped"], tmp_path / "out")
     shutil.copytree(three[1], tmp_path / "future")
-    change(tmp_path / "future", "INSERT INTO meta VALUES ('folding', '{\"bits\": 8}')")  # whatever that may be
+    change(tmp_path / "future", "INSERT INTO meta VALUES ('folding', '{\"bits\": 8}')")  # unknown metadata
     with pytest.raises(ModelMismatch, match="folding differs"):
         merge([three[0], tmp_path / "future"], tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 
-def test_places_that_are_taken_and_damaged_sources_are_refused(three, tmp_path):
+def test_existing_targets_and_damaged_sources_are_refused(three, tmp_path):
     with pytest.raises(ParameterError, match="Nothing to merge"):
         merge([], tmp_path / "out")
     with pytest.raises(ParameterError, match="is the memory to copy from"):
@@ -204,14 +204,14 @@ def test_places_that_are_taken_and_damaged_sources_are_refused(three, tmp_path):
     flip(tmp_path / "damaged/segments/000001/keys.npy", -1)
     with pytest.raises(DatastoreCorrupt, match=r"segments/000001/keys\.npy is not as it was written"):
         merge([tmp_path / "damaged"], tmp_path / "out")
-    with pytest.raises(DatastoreError, match="unfinished and of other memories"):
+    with pytest.raises(DatastoreError, match="an unfinished merge of other stores"):
         merge(three, tmp_path / "out")
     merge(three, tmp_path / "fine")
     with pytest.raises(DatastoreError, match="is a finished memory already"):
         merge(three, tmp_path / "fine")
 
 
-def test_a_merge_that_is_killed_anywhere_goes_on_and_ends_with_the_same_bytes(three, tmp_path):
+def test_killed_merge_resumes_and_ends_with_the_same_bytes(three, tmp_path):
     merge(three, tmp_path / "whole")
     expected = tree(tmp_path / "whole")
     outs = [tmp_path / f"out-{number}" for number in range(1, 11)]
@@ -221,7 +221,7 @@ def test_a_merge_that_is_killed_anywhere_goes_on_and_ends_with_the_same_bytes(th
         sys.path[:0] = [{str(Path(__file__).parent.parent)!r}]
         from helpers.kill import Dying
         from knnlm.datastore.catalog import Catalog
-        from knnlm.maintenance import merge as merging
+        from knnlm.maintenance import merge as merge_module
         from knnlm.datastore.segments import NewSegment
         for number, path in enumerate(sys.argv[1:], 1):
             if os.fork() == 0:
@@ -230,7 +230,7 @@ def test_a_merge_that_is_killed_anywhere_goes_on_and_ends_with_the_same_bytes(th
                 NewSegment.seal, NewSegment.array = dying(NewSegment.seal), dying(NewSegment.array)
                 Catalog.create = dying(Catalog.create)
                 Path.rename = dying(Path.rename)
-                merging.merge({[str(path) for path in three]!r}, path)
+                merge_module.merge({[str(path) for path in three]!r}, path)
                 os._exit(0)
             print(os.waitpid(-1, 0)[1])
     """
@@ -252,10 +252,10 @@ def test_a_merge_that_is_killed_anywhere_goes_on_and_ends_with_the_same_bytes(th
             assert list(one.catalog.documents()) == list(two.catalog.documents())
 
 
-def test_a_merge_that_is_killed_before_its_index_makes_it_when_it_is_given_again(three, tmp_path, monkeypatch):
+def test_merge_killed_before_its_index_builds_it_when_repeated(three, tmp_path, monkeypatch):
     out = tmp_path / "all"
     with monkeypatch.context() as patched:
-        patched.setattr(merging, "build_requested_index", lambda *_, **__: os._exit(7))
+        patched.setattr(merge_module, "build_requested_index", lambda *_, **__: os._exit(7))
         if (child := os.fork()) == 0:
             with suppress(BaseException):
                 merge(three, out, index="Flat", metric="ip")
@@ -271,8 +271,8 @@ def test_a_merge_that_is_killed_before_its_index_makes_it_when_it_is_given_again
         merge(three, out, index="Flat", metric="ip")
 
 
-def test_memory_use_does_not_grow_with_what_is_merged(tmp_path):
-    """A merge of 64 MB of keys may take a few pieces of 16 MB, not all of them."""
+def test_ram_use_does_not_grow_with_the_stores(tmp_path):
+    """A merge of 64 MB of keys may take a few chunks of 16 MB, not all of them."""
     generator = np.random.default_rng(0)
     keys = generator.normal(size=(1 << 15, 512)).astype(np.float32)
     made_store(tmp_path / "big", keys, np.arange(len(keys)) % 7, sizes=[len(keys)], segments=1).close()
@@ -291,15 +291,15 @@ def test_memory_use_does_not_grow_with_what_is_merged(tmp_path):
         [sys.executable, "-c", textwrap.dedent(script), *arguments], check=True, capture_output=True, text=True,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     )  # fmt: skip
-    mapped = keys.nbytes / 1024  # pages of the file that were read count too, though they can be let go
+    mapped = keys.nbytes / 1024  # pages of mapped files count too, though they can be evicted
     assert int(result.stdout) < mapped + 80 * 1024
 
 
-def test_the_command_merges_and_reports(three, tmp_path, capfd):
+def test_command_merges_and_reports(three, tmp_path, capfd):
     code, out, err = command(capfd, "merge", *three, "--out", tmp_path / "all", "--index", "Flat", "--json")
     assert code == 0, err
-    facts = json.loads(out)
-    assert (facts["documents"], facts["duplicates"], facts["index"]) == (12, 3, "Flat")
+    result = json.loads(out)
+    assert (result["documents"], result["duplicates"], result["index"]) == (12, 3, "Flat")
     assert "finished memory already" in failure(capfd, "merge", *three, "--out", tmp_path / "all")
     code, out, err = command(capfd, "merge", three[0], "--out", tmp_path / "one")
     assert "0 duplicates left out" in out

@@ -50,7 +50,7 @@ def verify(
             console.print(str(problem), markup=False)
         for note in found.notes:
             err.print(f"note: {note}", markup=False)
-        what = f"{found.memory}: {count(found.documents, 'document')}, {found.tokens:,} tokens, " + (
+        what = f"{found.store}: {count(found.documents, 'document')}, {found.tokens:,} tokens, " + (
             f"{count(found.files, 'file')} of {found.bytes / 1e6:,.1f} MB looked at in {found.seconds:.1f} s: "
         )
         more = "" if deep or not found.sound else " (checksums were not: --deep)"
@@ -80,11 +80,9 @@ def repair(
         return
     for document in done.lost:
         console.print(f"lost: {document.source} ({document.id}), {document.tokens:,} tokens", markup=False)
-    for cell in done.mended:
-        console.print(f"mended: {cell}", markup=False)
-    for part in done.unsure:
-        what = "was kept as it is: it fits the files, but it is not as it was written"
-        console.print(f"unsure: {part} of the catalog {what}", markup=False)
+    for table in done.unverified:
+        what = "was kept: it fits the files, but its checksum does not match"
+        console.print(f"unverified: {table} of the catalog {what}", markup=False)
     for name in done.dropped:
         console.print(f"dropped: {name}", markup=False)
     made = f"; the index {done.index} was made again" if done.index else ""
@@ -134,8 +132,8 @@ def import_arrays(
     out: Annotated[Path, typer.Option(help="The folder to make.", show_default=False)],
     model: Annotated[str, typer.Option(help="The model that gave the keys: a folder or a hub name.")] = "bundled",
     format: Annotated[str, typer.Option(help="knn-transformers or fairseq.")] = "knn-transformers",  # noqa: A002
-    rows: Annotated[
-        int | None, typer.Option(help="How many rows were written.", show_default="all that the files have")
+    entries: Annotated[
+        int | None, typer.Option(help="Number of entries that were written.", show_default="all of the files")
     ] = None,
     key_dtype: Annotated[
         str | None, typer.Option(help="float16 or float32.", show_default="what fits the files")
@@ -158,8 +156,13 @@ def import_arrays(
     import knnlm
 
     lm = open_model(model, key_layer=key_layer, layer=layer, device=device, dtype=dtype)
-    settings: dict[str, Any] = {"format": format, "rows": rows, "key_dtype": key_dtype, "value_dtype": value_dtype}
-    done = knnlm.import_arrays(keys, values, out, lm=lm, check=check, progress=bar, **settings)
+    settings: dict[str, Any] = {
+        "format": format,
+        "entries": entries,
+        "key_dtype": key_dtype,
+        "value_dtype": value_dtype,
+    }
+    done = knnlm.import_arrays(keys, values, out=out, lm=lm, check=check, progress=bar, **settings)
     if json:
         print_json(asdict(done))
         return
@@ -189,7 +192,8 @@ def export(
         print_json(asdict(done))
         return
     console.print(
-        f"{out}: {done.rows:,} rows in {count(done.files, 'file')}, {done.bytes / 1e6:,.1f} MB, {done.seconds:.1f} s",
+        f"{out}: {done.entries:,} entries in {count(done.files, 'file')}, {done.bytes / 1e6:,.1f} MB, "
+        f"{done.seconds:.1f} s",
         markup=False,
     )
 

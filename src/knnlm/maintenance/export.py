@@ -1,4 +1,4 @@
-"""Write a memory as files that other programs read. Knows nothing about what they do with it."""
+"""Export a store as Parquet files."""
 
 from __future__ import annotations
 
@@ -21,58 +21,54 @@ from knnlm.io import sync_folder, translate_os_errors
 from knnlm.progress import Advance, Progress, silent
 
 FORMATS = ("parquet",)
+FILE_ENTRIES = 1 << 20
 
-FILE_ROWS = 1 << 20
-
-_PARTIAL = ".knnlm-export"  # ends the name of a folder that is being written
-
-_MARKER = ".knnlm-export"  # the file in it that says that it is ours
-
-_PART = re.compile(r"part-\d{5,}\.parquet")
-
-_GROUP_BYTES = 1 << 26  # of keys in a row group, which is what is in memory at a time
+_PARTIAL_SUFFIX = ".knnlm-export"  # of the folder that is being written
+_MARKER = ".knnlm-export"  # the file in it by which a later export recognises the folder
+_FILE_NAME = re.compile(r"part-\d{5,}\.parquet")
+_GROUP_BYTES = 1 << 26  # of keys in a row group: what is held in RAM at a time
 
 
 @dataclass(frozen=True)
 class ExportResult:
-    """What an export has written."""
+    """The result of an export."""
 
-    memory: Path
+    store: Path
     out: Path
     files: int
-    rows: int
+    entries: int
     bytes: int
     seconds: float
 
 
 def export(
-    memory: str | Path,
+    path: str | Path,
     out: str | Path,
     *,
-    format: str = "parquet",  # noqa: A002  (what the option is called)
-    file_rows: int = FILE_ROWS,
+    format: str = "parquet",  # noqa: A002  (the option's name)
+    file_entries: int = FILE_ENTRIES,
     progress: Progress = silent,
 ) -> ExportResult:
-    """Write every row of a memory: key, token, document, source, position; the folder appears complete or not at all.
+    """Write every entry of a store: key, token, document, source, position. The folder appears complete or not at all.
 
-    Where documents have fields of their records, these are one more column, as JSON.
-    Keys are float32 as they are compared: less the offset, and mapped, where the memory has these; a row whose key was
-    pruned has none. What was removed from the memory is not there.
+    Where documents have metadata fields, these are one more column, as JSON. Keys are float32 as they are compared:
+    with the offset subtracted and mapped, where the store has an offset or a key map. An entry whose key was pruned has
+    no key. Removed documents are left out.
     """
     begin, folder = time.perf_counter(), Path(out)
     if format not in FORMATS:
         raise ParameterError(f"Unknown format {format!r}: use {' or '.join(FORMATS)}.")
-    if file_rows < 1:
-        raise ParameterError(f"file rows must be at least 1, not {file_rows}.")
+    if file_entries < 1:
+        raise ParameterError(f"file_entries must be at least 1, not {file_entries}.")
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise ParameterError(f"{folder} is there already. Choose another --out, or remove it first.")
-    _pyarrow()
-    with closing(Datastore.open(memory, trust_index=False)) as store:
-        partial = folder.with_name(f"{folder.name}{_PARTIAL}")
+        raise ParameterError(f"{folder}: already exists. Choose another --out, or remove it first.")
+    _import_pyarrow()
+    with closing(Datastore.open(path, trust_index=False)) as store:
+        partial = folder.with_name(f"{folder.name}{_PARTIAL_SUFFIX}")
         with translate_os_errors(partial):
-            _begin(partial)
+            _prepare(partial)
             with progress("exporting", total=store.rows, unit="tokens") as advance:
-                files = _Export(store, partial, file_rows).run(advance)
+                files = _Export(store, partial, file_entries).run(advance)
             sync_folder(partial)
             if folder.exists():
                 folder.rmdir()
@@ -81,45 +77,42 @@ def export(
             sync_folder(folder)
             sync_folder(folder.parent)
         size = sum(file.stat().st_size for file in folder.iterdir())
-        return ExportResult(Path(memory), folder, files, store.rows, size, time.perf_counter() - begin)
+        return ExportResult(Path(path), folder, files, store.rows, size, time.perf_counter() - begin)
 
 
-def _begin(partial: Path) -> None:
-    """Make the folder to write to, empty; what a stopped export left there is removed, and nothing else."""
+def _prepare(partial: Path) -> None:
+    """Create the folder to write to, or empty that of an interrupted export; any other folder is refused."""
+    advice = "An export is written there first. Move it, or choose another --out."
     if partial.is_symlink() or (partial.exists() and not partial.is_dir()):
-        raise ParameterError(
-            f"{partial} is in the way: an export is written there first. Move it, or choose another --out."
-        )
+        raise ParameterError(f"{partial}: not a folder. {advice}")
     partial.mkdir(parents=True, exist_ok=True)
     names = sorted(file.name for file in partial.iterdir())
-    ours = [name for name in names if name == _MARKER or _PART.fullmatch(name)]
-    if names and (names != ours or _MARKER not in names):
-        raise ParameterError(
-            f"{partial} holds what no export has written, and is written to first. Move it, or choose another --out."
-        )
+    exported = [name for name in names if name == _MARKER or _FILE_NAME.fullmatch(name)]
+    if names and (names != exported or _MARKER not in names):
+        raise ParameterError(f"{partial}: contains files that no export wrote. {advice}")
     (partial / _MARKER).touch()
-    for name in ours:
+    for name in exported:
         if name != _MARKER:
             (partial / name).unlink()
 
 
 class _Export:
-    """Goes through rows and keys side by side; both ascend."""
+    """Write entries and keys side by side; both are in ascending order."""
 
-    def __init__(self, store: Datastore, folder: Path, file_rows: int) -> None:
-        self._store, self._folder, self._file_rows = store, folder, file_rows
-        self._group = max(1, min(file_rows, _GROUP_BYTES // (4 * store.width)))
-        self._counted = store.counts(torch.arange(0)) is not None
-        self._fielded = bool(store.catalog.other_fields())
-        self._key = 0  # the first that was not written yet
+    def __init__(self, store: Datastore, folder: Path, file_entries: int) -> None:
+        self._store, self._folder, self._file_entries = store, folder, file_entries
+        self._group = max(1, min(file_entries, _GROUP_BYTES // (4 * store.width)))
+        self._has_counts = store.counts(torch.arange(0)) is not None
+        self._has_fields = bool(store.catalog.other_fields())
+        self._next_key = 0
 
     def run(self, advance: Advance) -> int:
-        """Write all files and say how many there are."""
-        parquet = _pyarrow()[1]
+        """Write all files and return their number."""
+        parquet = _import_pyarrow()[1]
         schema, documents = self._schema(), _Documents(self._store)
         number = 0
-        for first in range(0, max(1, self._store.rows), self._file_rows):
-            end = min(first + self._file_rows, self._store.rows)
+        for first in range(0, max(1, self._store.rows), self._file_entries):
+            end = min(first + self._file_entries, self._store.rows)
             with parquet.ParquetWriter(self._folder / f"part-{number:05d}.parquet", schema) as writer:
                 for begin in range(first, end, self._group):
                     stop = min(begin + self._group, end)
@@ -129,37 +122,37 @@ class _Export:
         return number
 
     def _schema(self) -> Any:
-        arrow, store = _pyarrow()[0], self._store
+        arrow, store = _import_pyarrow()[0], self._store
         columns = [
-            ("row", arrow.int64()),
+            ("entry", arrow.int64()),
             ("token", arrow.int32()),
             ("key", arrow.list_(arrow.float32(), store.width)),
             ("document", arrow.string()),
             ("source", arrow.string()),
             ("position", arrow.int64()),
         ]
-        columns += [("count", arrow.float32())] if self._counted else []
-        columns += [("fields", arrow.string())] if self._fielded else []
-        facts = {
+        columns += [("count", arrow.float32())] if self._has_counts else []
+        columns += [("fields", arrow.string())] if self._has_fields else []
+        metadata = {
             "model": store.model,
             "window": store.window,
             "offset": store.catalog.get("offset"),
             "map": store.catalog.get("map"),
             "fingerprint": store.fingerprint,
         }
-        return arrow.schema(columns, metadata={"knnlm": json.dumps(facts)})
+        return arrow.schema(columns, metadata={"knnlm": json.dumps(metadata)})
 
     def _table(self, begin: int, stop: int, documents: _Documents, schema: Any) -> Any:
-        """Make the rows begin … stop - 1."""
-        arrow, store = _pyarrow()[0], self._store
-        rows = torch.arange(begin, stop)
-        numbers = self._keys_of(rows)  # (n,) -1 where there is no key
-        missing = numbers.numpy() < 0
-        flat = store.take(numbers).numpy().reshape(-1)
-        ids, sources, fields, positions = documents.of(begin, stop)
+        """Return a table of the entries begin … stop - 1."""
+        arrow, store = _import_pyarrow()[0], self._store
+        entries = torch.arange(begin, stop)
+        keys = self._key_numbers(entries)  # (n,) -1 where there is no key
+        missing = keys.numpy() < 0
+        flat = store.take(keys).numpy().reshape(-1)
+        ids, sources, fields, positions = documents.columns(begin, stop)
         arrays = {
-            "row": arrow.array(rows.numpy()),
-            "token": arrow.array(store.values(rows).numpy().astype(np.int32)),
+            "entry": arrow.array(entries.numpy()),
+            "token": arrow.array(store.values(entries).numpy().astype(np.int32)),
             "key": arrow.FixedSizeListArray.from_arrays(
                 arrow.array(flat, arrow.float32()), store.width, mask=arrow.array(missing)
             ),
@@ -167,55 +160,55 @@ class _Export:
             "source": arrow.array(sources, arrow.string()),
             "position": arrow.array(positions),
         }
-        if self._counted and (counts := store.counts(numbers)) is not None:
+        if self._has_counts and (counts := store.counts(keys)) is not None:
             arrays["count"] = arrow.array(counts.numpy(), mask=missing)
-        if self._fielded:
+        if self._has_fields:
             arrays["fields"] = arrow.array(fields, arrow.string())
         return arrow.table(arrays, schema=schema)
 
-    def _keys_of(self, rows: torch.Tensor) -> torch.Tensor:
-        """Give the numbers of the keys of these rows, which come after those of all rows before."""
-        begin, stop = int(rows[0]), int(rows[-1]) + 1
-        candidates = torch.arange(self._key, min(self._key + len(rows), self._store.key_count))
+    def _key_numbers(self, entries: torch.Tensor) -> torch.Tensor:
+        """Return the key numbers of entries, which must follow those of the call before."""
+        begin, stop = int(entries[0]), int(entries[-1]) + 1
+        candidates = torch.arange(self._next_key, min(self._next_key + len(entries), self._store.key_count))
         owners = self._store.rows_of(candidates)
         inside = owners < stop
-        numbers = torch.full((len(rows),), -1)
+        numbers = torch.full((len(entries),), -1)
         numbers[owners[inside] - begin] = candidates[inside]
-        self._key += int(inside.sum())
+        self._next_key += int(inside.sum())
         return numbers
 
 
 class _Documents:
-    """The documents in the order of their rows, asked for stretch by stretch."""
+    """Document columns of consecutive ranges of entries."""
 
     def __init__(self, store: Datastore) -> None:
-        self._source = store.documents()
-        self._next, self._end = 0, 0
+        self._documents = store.documents()
+        self._begin, self._end = 0, 0  # the entries of the current document
         self._current = ("", "", "")
 
-    def of(self, begin: int, stop: int) -> tuple[list[str], list[str], list[str], NDArray[np.int64]]:
-        """Give id, source, fields as JSON, and position in its document of every row."""
+    def columns(self, begin: int, stop: int) -> tuple[list[str], list[str], list[str], NDArray[np.int64]]:
+        """Return id, source, fields as JSON, and position in the document of every entry."""
         texts: list[tuple[str, str, str]] = []
         positions = []
-        for first, count, offset in self._stretches(begin, stop):
+        for first, count, document_begin in self._ranges(begin, stop):
             texts += [self._current] * count
-            positions.append(np.arange(first - offset, first - offset + count))
-        ids, sources, fields = ([one[place] for one in texts] for place in range(3))
+            positions.append(np.arange(first - document_begin, first - document_begin + count))
+        ids, sources, fields = ([text[column] for text in texts] for column in range(3))
         return ids, sources, fields, np.concatenate(positions) if positions else np.zeros(0, np.int64)
 
-    def _stretches(self, begin: int, stop: int) -> Iterator[tuple[int, int, int]]:
-        """Give (first row, rows, first row of its document)."""
+    def _ranges(self, begin: int, stop: int) -> Iterator[tuple[int, int, int]]:
+        """Yield (first entry, entries, first entry of the document) for each document."""
         while begin < stop:
             while self._end <= begin:
-                document = next(self._source)
-                self._next, self._end = self._end, self._end + document.rows
+                document = next(self._documents)
+                self._begin, self._end = self._end, self._end + document.rows
                 self._current = (document.id, document.source, json.dumps(dict(document.fields), sort_keys=True))
             count = min(stop, self._end) - begin
-            yield begin, count, self._next
+            yield begin, count, self._begin
             begin += count
 
 
-def _pyarrow() -> tuple[Any, Any]:
+def _import_pyarrow() -> tuple[Any, Any]:
     try:
         import pyarrow as pa
         from pyarrow import parquet

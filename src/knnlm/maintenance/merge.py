@@ -1,7 +1,7 @@
-"""Make one memory of several that were read by the same model. Knows nothing about models beyond what catalogs say.
+"""Merge stores that were built with the same model.
 
-Documents are copied with their rows as they are stored, each text once. A segment of the new memory is what is new of
-one segment of an old one, and is committed together with how far the merge has come; so a merge that was killed goes on
+Documents are copied with their entries as stored, each text once. Each segment of the new store holds the new documents
+of one segment of a source, and is committed together with the position of the merge; so an interrupted merge resumes
 after its last segment and ends with the same bytes.
 """
 
@@ -33,24 +33,24 @@ from knnlm.index.base import check_metric
 from knnlm.io import checksum, remove_others, replacing
 from knnlm.progress import Progress, silent
 
-_POSITION = "merged"  # the fact that says how far a merge has come
+_POSITION = "merged"  # the metadata that holds how far a merge has come
 
-# Facts that may differ between memories that fit together; any other must be the same, also one that is not known here.
-_FREE = {"format", "state", "choices", "chosen", "derived", "segment_rows", "batch_tokens", "compile", "generation"}
-
-_FREE |= {"layout", "index_skipped", "next_segment", "next_document", "forgot", LANGUAGE_MODEL, _POSITION}
-
-_FREE |= {"offset", "map", "model", REQUESTED_INDEX}
+# Metadata that may differ between stores that are merged. Anything else must be equal, also what is unknown here.
+_MAY_DIFFER = {
+    "format", "state", "choices", "chosen", "derived", "segment_rows", "batch_tokens", "compile", "generation",
+    "layout", "index_skipped", "next_segment", "next_document", "forgot", LANGUAGE_MODEL, _POSITION, "offset", "map",
+    "model", REQUESTED_INDEX,
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
 class MergeResult:
-    """What a merge has made."""
+    """The result of a merge."""
 
-    memory: Path
-    memories: int
+    store: Path
+    stores: int  # that were merged
     documents: int
-    duplicates: int  # documents that were left out because their text was there already
+    duplicates: int  # documents left out because their text was already there
     tokens: int
     keys: int
     index: str | None
@@ -58,7 +58,7 @@ class MergeResult:
 
 
 def merge(
-    memories: Sequence[str | Path],
+    stores: Sequence[str | Path],
     out: str | Path,
     *,
     index: str | None = None,
@@ -66,55 +66,64 @@ def merge(
     wait: float = 0.0,
     progress: Progress = silent,
 ) -> MergeResult:
-    """Write one memory with the documents of all, each text once; `index` is made of it if one is named.
+    """Write one store with the documents of all, each text once; if `index` is given, build that index of it.
 
-    Waits so many seconds for another who writes to `out`.
+    `wait` is the number of seconds to wait for the lock of `out`.
     """
     begin, folder = time.perf_counter(), Path(out)
-    if not memories:
-        raise ParameterError("Nothing to merge: name the memories.")
+    if not stores:
+        raise ParameterError("Nothing to merge. Name the stores.")
     check_metric(metric)
     with ExitStack() as stack:
-        stores = [stack.enter_context(closing(Datastore.open(path, trust_index=False))) for path in memories]
-        for store in stores:
-            check_fits(stores[0], store)
-        if index is None or not _lacks_index(folder, stores):
-            for store in stores:
-                check_out(store, folder)
-            with writer_lock(folder, create=True, wait=wait), closing(_begin(folder, stores)) as catalog:
-                _Merge(folder, catalog, stores).run(progress)
-                later = {} if index is None else {REQUESTED_INDEX: request_index(index, metric)}
-                catalog.put(state="complete", **{_POSITION: None}, **later)
-        read = sum(store.catalog.document_count() for store in stores)
+        sources = [stack.enter_context(closing(Datastore.open(path, trust_index=False))) for path in stores]
+        for source in sources:
+            check_compatible(sources[0], source)
+        if index is None or not _lacks_only_index(folder, sources):
+            for source in sources:
+                check_out(source, folder)
+            with writer_lock(folder, create=True, wait=wait), closing(_open_catalog(folder, sources)) as catalog:
+                _Merge(folder, catalog, sources).run(progress)
+                request = {} if index is None else {REQUESTED_INDEX: request_index(index, metric)}
+                catalog.put(state="complete", **{_POSITION: None}, **request)
+        read = sum(source.catalog.document_count() for source in sources)
     spec = None if index is None else build_requested_index(folder, index, metric, wait=wait, progress=progress)
-    with closing(Datastore.open(folder)) as made:
-        documents = made.catalog.document_count()
-        seconds = time.perf_counter() - begin
-        return MergeResult(folder, len(stores), documents, read - documents, made.rows, made.key_count, spec, seconds)
+    with closing(Datastore.open(folder)) as merged:
+        documents = merged.catalog.document_count()
+        return MergeResult(
+            store=folder,
+            stores=len(sources),
+            documents=documents,
+            duplicates=read - documents,
+            tokens=merged.rows,
+            keys=merged.key_count,
+            index=spec,
+            seconds=time.perf_counter() - begin,
+        )
 
 
-def _lacks_index(folder: Path, stores: Sequence[Datastore]) -> bool:
-    """Whether these memories were merged already, by a command that was killed before it had made the index."""
-    if not (folder / CATALOG_FILE).is_file() or any(folder.resolve() == store.path.resolve() for store in stores):
+def _lacks_only_index(folder: Path, sources: Sequence[Datastore]) -> bool:
+    """Whether these stores were already merged by a command that was killed before it had built the index."""
+    if not (folder / CATALOG_FILE).is_file() or any(folder.resolve() == source.path.resolve() for source in sources):
         return False
     with closing(Catalog.open(folder / CATALOG_FILE)) as catalog:
-        same = catalog.get("derived") == _derived(stores) and catalog.get("state") == "complete"
+        same = catalog.get("derived") == _origin(sources) and catalog.get("state") == "complete"
         return same and requested_index(catalog) is not None
 
 
-def _derived(stores: Sequence[Datastore]) -> dict[str, Any]:
-    return {"merge": [store.fingerprint for store in stores]}
+def _origin(sources: Sequence[Datastore]) -> dict[str, Any]:
+    """Return the metadata that identifies a merge."""
+    return {"merge": [source.fingerprint for source in sources]}
 
 
-def check_fits(first: Datastore, other: Datastore) -> None:
-    """Refuse memories whose keys are not of one kind, and name in what they differ."""
-    what = _difference(first, other)
-    if what is None:
+def check_compatible(first: Datastore, other: Datastore) -> None:
+    """Raise where the keys of two stores cannot be compared, naming the difference."""
+    difference = _difference(first, other)
+    if difference is None:
         return
-    name, one, two = what
+    name, one, two = difference
     raise ModelMismatch(
-        f"{first.path} and {other.path} cannot be merged: their {name} differs ({_short(one)} and {_short(two)}). "
-        f"Build one of them again as the other was."
+        f"{first.path} and {other.path} cannot be merged: their {name} differs ({_shorten(one)} and {_shorten(two)}). "
+        "Build one of them again with the settings of the other."
     )
 
 
@@ -123,164 +132,174 @@ def _difference(first: Datastore, other: Datastore) -> tuple[str, Any, Any] | No
         if first.model.get(name) != other.model.get(name):
             return f"model's {name.replace('_', ' ')}", first.model.get(name), other.model.get(name)
     one, two = first.catalog.facts(), other.catalog.facts()
-    for name in sorted((set(one) | set(two)) - _FREE):
+    for name in sorted((set(one) | set(two)) - _MAY_DIFFER):
         if one.get(name) != two.get(name):
             return name.replace("_", " "), one.get(name), two.get(name)
-    maps = [(facts.get("map") or {}).get("sha256") for facts in (one, two)]
+    maps = [(metadata.get("map") or {}).get("sha256") for metadata in (one, two)]
     if maps[0] != maps[1]:
-        return "map of keys", maps[0], maps[1]
+        return "key map", maps[0], maps[1]
     if _shift(first, other) is not None and not isinstance(first.codec, Plain):
-        return f"offset, which keys stored as {first.storage} cannot be moved by,", "one", "another"
+        return f"offset, which cannot be changed for keys stored as {first.storage},", "one", "another"
     return None
 
 
 def _shift(first: Datastore, other: Datastore) -> Tensor | None:
-    """Say by what stored keys of the other must be moved, to be as those of the first; None: by nothing."""
+    """Return the vector to add to stored keys of `other` for the offset of `first`; None for no change."""
     if first.catalog.get("offset") == other.catalog.get("offset"):
         return None
     zero = torch.zeros(first.width)
     return (zero if other.origin is None else other.origin) - (zero if first.origin is None else first.origin)
 
 
-def _begin(folder: Path, stores: Sequence[Datastore]) -> Catalog:
-    """Make a new catalog, or open that of an unfinished merge of the same memories."""
-    derived = _derived(stores)
+def _open_catalog(folder: Path, sources: Sequence[Datastore]) -> Catalog:
+    """Create a catalog, or open that of an unfinished merge of the same stores."""
+    origin = _origin(sources)
     if (folder / CATALOG_FILE).exists():
         catalog = Catalog.open(folder / CATALOG_FILE, write=True, copying=True)
-        if catalog.get("derived") != derived:
+        if catalog.get("derived") != origin:
             catalog.close()
             raise DatastoreError(
-                f"{folder} is unfinished and of other memories. Finish it with the same command, or remove it."
+                f"{folder}: an unfinished merge of other stores. Finish it with the same command, or remove it."
             )
         remove_others(folder / "segments", [segment_folder(folder, segment.id) for segment in catalog.segments()])
         return catalog
-    facts = stores[0].catalog.facts()
-    meta = {name: facts[name] for name in facts if name not in _FREE or name in ("offset", "map", "model")}
-    helped = {store.catalog.get(LANGUAGE_MODEL) for store in stores}
-    if len(helped) == 1 and None not in helped:
-        meta[LANGUAGE_MODEL] = helped.pop()
-    for name, fact in facts.items():
-        if isinstance(fact, dict) and isinstance(sum_ := fact.get("sha256"), str):
-            _copy_beside(stores[0].path / f"{name}.safetensors", folder / f"{name}.safetensors", sum_)
-    return Catalog.create(folder / CATALOG_FILE, {**meta, "state": "building", "derived": derived})
+    metadata = sources[0].catalog.facts()
+    copied = {
+        name: metadata[name] for name in metadata if name not in _MAY_DIFFER or name in ("offset", "map", "model")
+    }
+    language_models = {source.catalog.get(LANGUAGE_MODEL) for source in sources}
+    if len(language_models) == 1 and None not in language_models:
+        copied[LANGUAGE_MODEL] = language_models.pop()
+    for name, value in metadata.items():
+        if isinstance(value, dict) and isinstance(sha256 := value.get("sha256"), str):
+            _copy_file(sources[0].path / f"{name}.safetensors", folder / f"{name}.safetensors", sha256)
+    return Catalog.create(folder / CATALOG_FILE, {**copied, "state": "building", "derived": origin})
 
 
-def _copy_beside(source: Path, target: Path, sha256: str) -> None:
-    """Copy a file that lies beside the catalog, such as the map of keys."""
+def _copy_file(source: Path, target: Path, sha256: str) -> None:
+    """Copy a file that lies beside the catalog, such as the key map."""
     with replacing(target) as partial:
         shutil.copyfile(source, partial)
     if checksum(target) != sha256:
-        raise DatastoreCorrupt(f"{source} is not as it was written. Run: knnlm verify {source.parent} --deep")
+        raise DatastoreCorrupt(f"{source}: checksum mismatch (SHA-256). Run: knnlm verify {source.parent} --deep")
 
 
 class _Merge:
-    """Copies what is new, segment by segment."""
+    """Copy new documents, segment by segment."""
 
-    def __init__(self, folder: Path, catalog: Catalog, stores: Sequence[Datastore]) -> None:
-        self._folder, self._catalog, self._stores = folder, catalog, stores
+    def __init__(self, folder: Path, catalog: Catalog, sources: Sequence[Datastore]) -> None:
+        self._folder, self._catalog, self._sources = folder, catalog, sources
         segments = catalog.segments()
-        self._number = len(segments)
+        self._segment = len(segments)  # the number of the next segment
         self._row = segments[-1].first_row + segments[-1].rows if segments else 0
         self._documents = catalog.document_count()
-        self._waiting: list[StoredDocument] = []  # those of no rows, which go with the next segment, or with the last
+        self._empty: list[StoredDocument] = []  # documents without entries, written with the next or the last segment
 
     def run(self, progress: Progress) -> None:
-        """Go on after the last segment that was committed."""
+        """Continue after the last committed segment."""
         done = tuple(self._catalog.get(_POSITION) or (-1, -1))
-        total = sum(segment.rows for store in self._stores for segment in store.segments)
+        total = sum(segment.rows for source in self._sources for segment in source.segments)
         with progress("merging", total=total, unit="tokens") as advance:
-            for number, store in enumerate(self._stores):
-                for place, segment in enumerate(store.segments):
-                    if (number, place) > done:
-                        self._add(store, segment, [number, place])
+            for number, source in enumerate(self._sources):
+                for position, segment in enumerate(source.segments):
+                    if (number, position) > done:
+                        self._add(source, segment, [number, position])
                     advance(segment.rows)
-        if self._number:
-            # One by one: each that is in is not new when a merge that was killed goes on.
-            for document in self._numbered(self._waiting, self._number - 1):
+        if self._segment:
+            # One transaction each: a resumed merge then finds the committed ones and does not add them twice.
+            for document in self._renumber(self._empty, self._segment - 1):
                 self._catalog.put_documents([document])
 
-    def _add(self, store: Datastore, segment: SegmentRow, position: list[int]) -> None:
-        new = list(self._new(store.catalog.documents_of(segment.id)))
+    def _add(self, source: Datastore, segment: SegmentRow, position: list[int]) -> None:
+        new = list(self._new_documents(source.catalog.documents_of(segment.id)))
         rows = sum(document.rows for document in new)
         if not rows:
-            self._waiting += new
+            self._empty += new
             return
-        copy = _Copy(store, segment, new, _shift(self._stores[0], store))
-        row = copy.write(NewSegment(self._folder, self._number))
-        row = replace(row, id=self._number, first_row=self._row, rows=rows)
-        documents = list(self._numbered([*self._waiting, *new], self._number))
+        copy = _SegmentCopy(source, segment, new, _shift(self._sources[0], source))
+        row = copy.write(NewSegment(self._folder, self._segment))
+        row = replace(row, id=self._segment, first_row=self._row, rows=rows)
+        documents = list(self._renumber([*self._empty, *new], self._segment))
         self._catalog.add_segment(row, documents, **{_POSITION: position})
-        self._number, self._waiting = self._number + 1, []
+        self._segment, self._empty = self._segment + 1, []
 
-    def _numbered(self, documents: Sequence[StoredDocument], segment: int) -> Iterator[StoredDocument]:
-        """Give documents the numbers that they have in the new memory."""
+    def _renumber(self, documents: Sequence[StoredDocument], segment: int) -> Iterator[StoredDocument]:
+        """Yield documents with their numbers in the new store."""
         for document in documents:
             yield replace(document, number=self._documents, segment=segment, first_row=self._row)
             self._row, self._documents = self._row + document.rows, self._documents + 1
 
-    def _new(self, documents: Sequence[StoredDocument]) -> Iterator[StoredDocument]:
-        seen = {document.sha256 for document in self._waiting}
+    def _new_documents(self, documents: Sequence[StoredDocument]) -> Iterator[StoredDocument]:
+        hashes = {document.sha256 for document in self._empty}
         for document in documents:
-            if document.sha256 not in seen and not self._catalog.holds(document.sha256):
-                seen.add(document.sha256)
+            if document.sha256 not in hashes and not self._catalog.holds(document.sha256):
+                hashes.add(document.sha256)
                 yield document
 
 
-class _Copy:
-    """The rows of some documents of a segment."""
+class _SegmentCopy:
+    """The entries of some documents of a segment."""
 
     def __init__(
-        self, store: Datastore, segment: SegmentRow, documents: Sequence[StoredDocument], shift: Tensor | None
+        self, source: Datastore, segment: SegmentRow, documents: Sequence[StoredDocument], shift: Tensor | None
     ) -> None:
-        self._store, self._segment, self._shift = store, segment, shift
-        self._names = store.files(segment)
-        self._runs = list(_runs(documents, segment.first_row))  # (first row, rows) within the segment
-        self._key_runs = self._runs
+        self._source, self._segment, self._shift = source, segment, shift
+        self._names = source.files(segment)
+        self._ranges = list(_row_ranges(documents, segment.first_row))
+        self._key_ranges = self._ranges
         if KEPT_FILE in self._names:
-            self._kept = store.arrays.open(segment, KEPT_FILE)
-            bounds = [np.searchsorted(self._kept, [first, first + rows]) for first, rows in self._runs]
-            self._key_runs = [(int(low), int(high - low)) for low, high in bounds]
+            self._kept = source.arrays.open(segment, KEPT_FILE)
+            bounds = [np.searchsorted(self._kept, [first, first + rows]) for first, rows in self._ranges]
+            self._key_ranges = [(int(low), int(high - low)) for low, high in bounds]
 
-    def write(self, made: NewSegment) -> SegmentRow:
-        """Write the new segment; its numbers in the new memory are not known here."""
-        scale = self._write_keys(made)
-        self._write_array(made, VALUES_FILE, self._runs)
+    def write(self, new: NewSegment) -> SegmentRow:
+        """Write the new segment; the caller sets its numbers in the new store."""
+        scale = self._write_keys(new)
+        self._write_array(new, VALUES_FILE, self._ranges)
         kept = None
         if KEPT_FILE in self._names:
-            kept = sum(count for _, count in self._key_runs)
-            with made.array(KEPT_FILE, "int32") as writer:
+            kept = sum(count for _, count in self._key_ranges)
+            with new.array(KEPT_FILE, "int32") as writer:
                 begin = 0
-                for (first, rows), (key, count) in zip(self._runs, self._key_runs, strict=True):
+                for (first, rows), (key, count) in zip(self._ranges, self._key_ranges, strict=True):
                     writer.append(self._kept[key : key + count] - first + begin)
                     begin += rows
         if COUNTS_FILE in self._names:
-            self._write_array(made, COUNTS_FILE, self._key_runs)
-        sums = made.seal()
+            self._write_array(new, COUNTS_FILE, self._key_ranges)
+        checksums = new.seal()
         return SegmentRow(
-            0, 0, 0, scale, sums[KEYS_FILE], sums[VALUES_FILE], kept, sums.get(KEPT_FILE), sums.get(COUNTS_FILE)
+            0,
+            0,
+            0,
+            scale,
+            checksums[KEYS_FILE],
+            checksums[VALUES_FILE],
+            kept,
+            checksums.get(KEPT_FILE),
+            checksums.get(COUNTS_FILE),
         )
 
-    def _write_keys(self, made: NewSegment) -> float:
-        """Copy keys as they are stored, or move them to the offset of the others; give what they are divided by."""
+    def _write_keys(self, new: NewSegment) -> float:
+        """Copy keys as stored, or change their offset; return their scale."""
         if self._shift is None:
-            self._write_array(made, KEYS_FILE, self._key_runs)
+            self._write_array(new, KEYS_FILE, self._key_ranges)
             return self._segment.scale
         scale = np.float32(self._segment.scale)
-        with made.keys(self._store.key_dtype, self._store.width) as writer:
-            for piece in self._store.arrays.copy(self._segment, KEYS_FILE, self._key_runs):
-                moved = piece.astype(np.float32) * scale + self._shift.numpy()
-                writer.put_keys(np.arange(writer.rows, writer.rows + len(moved)), moved)
+        with new.keys(self._source.key_dtype, self._source.width) as writer:
+            for chunk in self._source.arrays.copy(self._segment, KEYS_FILE, self._key_ranges):
+                shifted = chunk.astype(np.float32) * scale + self._shift.numpy()
+                writer.put_keys(np.arange(writer.rows, writer.rows + len(shifted)), shifted)
         return writer.divisor
 
-    def _write_array(self, made: NewSegment, name: str, runs: Sequence[tuple[int, int]]) -> None:
-        dtype, shape = array_shapes(self._segment, self._store.codec)[name]
-        with made.array(name, dtype, shape[1:]) as writer:
-            for piece in self._store.arrays.copy(self._segment, name, runs):
-                writer.append(piece)
+    def _write_array(self, new: NewSegment, name: str, ranges: Sequence[tuple[int, int]]) -> None:
+        dtype, shape = array_shapes(self._segment, self._source.codec)[name]
+        with new.array(name, dtype, shape[1:]) as writer:
+            for chunk in self._source.arrays.copy(self._segment, name, ranges):
+                writer.append(chunk)
 
 
-def _runs(documents: Sequence[StoredDocument], base: int) -> Iterator[tuple[int, int]]:
-    """Give (first row in the segment, rows) of documents, those that touch as one."""
+def _row_ranges(documents: Sequence[StoredDocument], base: int) -> Iterator[tuple[int, int]]:
+    """Yield (first row in the segment, rows) of documents, adjacent ones joined."""
     begin = end = -1
     for document in documents:
         first = document.first_row - base
@@ -293,6 +312,6 @@ def _runs(documents: Sequence[StoredDocument], base: int) -> Iterator[tuple[int,
         yield begin, end - begin
 
 
-def _short(value: Any) -> str:
+def _shorten(value: Any) -> str:
     text = str(value)
     return text if len(text) <= 60 else text[:57] + "…"
