@@ -33,7 +33,7 @@ from knnlm.training.decoder import train_decoder
 from knnlm.training.student import open_student
 from knnlm.training.teacher import make_targets
 
-STUDENT, SMALL = "lm=student", "lm=small"
+STUDENT, SMALL = "decoder=student", "decoder=small"
 BASE_KNN, STUDENT_KNN, SMALL_KNN = "knn=base.store", "knn", "knn=small.store"
 ROWS: list[tuple[str, list[str], str]] = [
     ("model + kNN, one λ", [BASE_KNN], "fixed"),
@@ -116,7 +116,7 @@ class Study:
         """Make the table of all that may be mixed."""
         knnlm.build(documents, self.folder / "base.store", lm=self.lm).close()
         memories = ["knn", *(f"{kind}={self.folder}/{name}" for kind, name in (
-            ("knn", "base.store"), ("knn", "small.store"), ("lm", "student"), ("lm", "small"),
+            ("knn", "base.store"), ("knn", "small.store"), ("decoder", "student"), ("decoder", "small"),
         ))]  # fmt: skip
         seen = self.look([*memories, "cache", "ngram"])
         self.table(seen)
@@ -133,8 +133,8 @@ class Study:
         """Read valid and test once with everything; settings of votes are chosen on valid."""
         device = str(self.lm.device)
         home = self.folder / "student.store"
-        mixture = Mixture.open(home, self.lm, memories=",".join(memories), fresh=True)
-        self.frequencies = token_frequencies(mixture.home)
+        mixture = Mixture.open(home, self.lm, memories=",".join(memories), use_tuned=False)
+        self.frequencies = token_frequencies(mixture.store)
         traces = []
         for part in ("valid", "test"):
             place = Path(tempfile.mkdtemp(dir=self.folder)) / part
@@ -175,9 +175,9 @@ class Study:
 
     def judge(self, name: str, what: str) -> None:
         """Measure a student alone and with the model."""
-        seen = self.look([f"lm={self.folder}/{name}"])
+        seen = self.look([f"decoder={self.folder}/{name}"])
         self.add(f"{what}, alone", *(perplexity(one.memories[0].logs[:, 0]) for one in seen))
-        self.add(f"model + {what}, one λ", *self.fitted(seen, [f"lm={name}"], "fixed"))
+        self.add(f"model + {what}, one λ", *self.fitted(seen, [f"decoder={name}"], "fixed"))
 
     def plug_in(self) -> None:
         """Help a second model, fine-tuned on another text, with the same student."""
@@ -194,7 +194,7 @@ class Study:
         )
         own = self.lm
         self.lm = CausalLM.open(str(self.folder / "other"), device=options.device, dtype=options.dtype)
-        seen = self.look([f"lm={self.folder}/student"])
+        seen = self.look([f"decoder={self.folder}/student"])
         name = f"a model fine-tuned on {options.other.name}"
         self.add(name, *(perplexity(one.model) for one in seen))
         self.add(f"{name} + student, one λ", *self.fitted(seen, [STUDENT], "fixed"))

@@ -295,6 +295,7 @@ def corpus(folder: Path, options: argparse.Namespace) -> None:
     from knnlm.evaluation.sweep import sweep
     from knnlm.lm.causal import CausalLM
     from knnlm.mixture.mixture import Mixture
+    from knnlm.mixture.spec import MixtureOptions
 
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
@@ -307,7 +308,7 @@ def corpus(folder: Path, options: argparse.Namespace) -> None:
         begin = time.perf_counter()
         store = knnlm.build(documents, Path(place) / "memory", lm=lm, keep_on_device=True)
         built = time.perf_counter()
-        mixture = Mixture.open(store, lm, fresh=True)
+        mixture = Mixture.open(store, lm, use_tuned=False)
         torch.cuda.synchronize()
         ready = time.perf_counter()
         note(
@@ -346,7 +347,13 @@ def corpus(folder: Path, options: argparse.Namespace) -> None:
                 f"{result.tokens:,} tokens; {figures}",
             )
         rounded = Mixture.open(
-            store, lm, fresh=True, k=k, knn_temperature=temperature, lmbda=weight, device_keys="int8"
+            store,
+            lm,
+            use_tuned=False,
+            k=k,
+            knn_temperature=temperature,
+            lmbda=weight,
+            options=MixtureOptions(key_dtype="int8"),
         )
         result = knnlm.evaluate(rounded, test, limit=options.limit)
         note(f"{name}: evaluation with int8 keys", f"{result.seconds:.2f} s", f"{result.perplexity:.3f}")

@@ -114,7 +114,7 @@ def use_threads(count: int) -> None:
 def read_text(store: Datastore, options: argparse.Namespace) -> Text:
     """Read held-out text once: its keys, its tokens, and what the model makes of them."""
     lm = CausalLM.open(options.model, device=options.device)
-    mixture = Mixture.open(store, lm, fresh=True)
+    mixture = Mixture.open(store, lm, use_tuned=False)
     assert mixture.knn is not None
     parts: list[tuple[Tensor, Tensor, Tensor]] = []
     with torch.inference_mode():

@@ -122,7 +122,7 @@ def see(
         memories.append(f"knn={folder}/mapped")
         labels[memories[-1]] = MAPPED
         clock.say("trained keys", json.dumps(learned.facts)[:600])
-    mixture = Mixture.open(folder / "memory", lm, memories=",".join(memories), fresh=True)
+    mixture = Mixture.open(folder / "memory", lm, memories=",".join(memories), use_tuned=False)
     clock.say("opened", 0)
     traces = []
     for part in ("valid", "test"):

@@ -898,7 +898,7 @@ def test_a_model_that_is_given_away_with_its_memory_has_no_byte_of_a_removed_doc
     newer = mixture.reopen()
     assert not newer.stale
     assert newer.lm is lm
-    assert newer.home.rows == mixture.home.rows - len(lm.encode(DOCUMENTS[5].text))
+    assert newer.store.rows == mixture.store.rows - len(lm.encode(DOCUMENTS[5].text))
     told = explain(newer, DOCUMENTS[5].text, top=3)
     assert "d5" not in {voice.document for token in told for voice in token.neighbours}
     with pytest.raises(ParameterError, match="can be opened again"):

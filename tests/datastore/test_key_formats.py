@@ -39,6 +39,7 @@ from knnlm.generation.causal import KnnForCausalLM
 from knnlm.index.spec import compressed_spec
 from knnlm.ingest.build import build
 from knnlm.mixture.mixture import Mixture
+from knnlm.mixture.spec import MixtureOptions
 
 WAYS = ["int8", "pca12-int8", "codes8", "pca16-codes4"]  # of keys of width 32
 
@@ -209,7 +210,9 @@ def test_all_ways_of_reading_keys_agree(built, way):
 def test_evaluation_is_that_of_brute_force_on_decoded_keys(built, lm, way, metric):
     store = built[way]
     held_out = documents(3, start=70)
-    found = evaluate(Mixture.open(store.path, lm, k=20, knn_temperature=5.0, lmbda=0.4, metric=metric), held_out)
+    found = evaluate(
+        Mixture.open(store.path, lm, k=20, knn_temperature=5.0, lmbda=0.4, options=MixtureOptions(metric)), held_out
+    )
     assert found.perplexity == pytest.approx(by_hand(store, lm, held_out, metric), rel=2e-3)
 
 

@@ -33,6 +33,7 @@ from knnlm.lm.causal import CausalLM
 from knnlm.lm.windows import WindowShape
 from knnlm.memories.knn import KnnMemory
 from knnlm.mixture.mixture import Mixture
+from knnlm.mixture.spec import MixtureOptions
 
 HERE = Path(__file__).parent.parent
 
@@ -355,7 +356,7 @@ def test_a_folder_that_is_no_memory_and_a_newer_format_say_so(broken, tmp_path):
 def test_an_index_is_kept_and_checked_when_it_is_opened(lm, broken):
     store = Datastore.open(broken)
     assert build_index(store, "IVF4,Flat") == "IVF4,Flat"
-    exact = evaluate(Mixture.open(broken, lm, metric="ip"), documents(2, start=50))
+    exact = evaluate(Mixture.open(broken, lm, options=MixtureOptions("ip")), documents(2, start=50))
     assert exact.perplexity > 0
     assert type(open_index(Datastore.open(broken))).__name__ == "Reranked"
     assert type(open_index(Datastore.open(broken), rerank=False)).__name__ == "FilteredIndex"

@@ -17,6 +17,7 @@ from knnlm.evaluation.explain import explain
 from knnlm.ingest.build import build
 from knnlm.lm.windows import WindowShape
 from knnlm.mixture.mixture import Mixture
+from knnlm.mixture.spec import MixtureOptions
 
 WINDOW = WindowShape(24, 12)
 
@@ -73,7 +74,8 @@ def expected(seen, *, k, knn_temperature, lmbda, metric):
     [(8, 1.0, 0.3, "l2"), (64, 5.0, 0.7, "l2"), (16, 2.0, 0.5, "ip"), (10_000, 10.0, 0.25, "l2"), (1, 1.0, 0.1, "l2")],
 )
 def test_evaluation_agrees_with_numpy_token_by_token(lm, small, seen, k, knn_temperature, lmbda, metric):
-    mixture = Mixture.open(small.path, lm, k=k, knn_temperature=knn_temperature, lmbda=lmbda, metric=metric)
+    options = MixtureOptions(metric=metric)
+    mixture = Mixture.open(small.path, lm, k=k, knn_temperature=knn_temperature, lmbda=lmbda, options=options)
     measured = evaluate(mixture, documents(4, start=100))
     base, mixed, best = expected(seen, k=k, knn_temperature=knn_temperature, lmbda=lmbda, metric=metric)
     assert measured.tokens == len(seen["targets"])
@@ -86,14 +88,15 @@ def test_evaluation_agrees_with_numpy_token_by_token(lm, small, seen, k, knn_tem
 def test_an_approximate_index_votes_with_the_distances_of_stored_keys(lm, seen, tmp_path):
     store = build(documents(12), tmp_path / "memory", lm=lm, window=WINDOW)
     assert build_index(store, "IVF8,PQ8x4") == "IVF8,PQ8x4"
-    settings = {"k": 8, "knn_temperature": 1.0, "lmbda": 0.3, "metric": "l2"}
-    plain = evaluate(Mixture.open(store.path, lm, rerank=False, **settings), documents(4, start=100))
-    fine = evaluate(Mixture.open(store.path, lm, **settings), documents(4, start=100))
-    _, (right, _), _ = expected(seen, **settings)
+    settings = {"k": 8, "knn_temperature": 1.0, "lmbda": 0.3}
+    rough = MixtureOptions(metric="l2", rerank=False)
+    plain = evaluate(Mixture.open(store.path, lm, options=rough, **settings), documents(4, start=100))
+    fine = evaluate(Mixture.open(store.path, lm, options=MixtureOptions("l2"), **settings), documents(4, start=100))
+    _, (right, _), _ = expected(seen, metric="l2", **settings)
     assert abs(math.log(fine.perplexity / right)) < abs(math.log(plain.perplexity / right))
     assert fine.perplexity == pytest.approx(right, rel=0.1)
     # For the other metric there is no index, and the search is exact.
-    assert type(Mixture.open(store.path, lm, metric="ip").knn.index).__name__ == "ExactIndex"
+    assert type(Mixture.open(store.path, lm, options=MixtureOptions(metric="ip")).knn.index).__name__ == "ExactIndex"
 
 
 def test_lambda_zero_gives_the_models_own_perplexity(lm, small):

@@ -26,6 +26,7 @@ from knnlm.memories.cache import CacheMemory
 from knnlm.memories.voting import VoteParams
 from knnlm.mixture.gate import feature_names, features, memory_features, place
 from knnlm.mixture.mixture import Mixture
+from knnlm.mixture.spec import MixtureOptions
 
 MEMORIES = "knn,cache,ngram"
 TEST = documents(4, start=130)
@@ -41,7 +42,7 @@ def path(lm, tmp_path_factory):
 
 @pytest.fixture(scope="module", params=["fixed", "fitted", "buckets", "gated"])
 def tuned(request, lm, path):
-    fresh = Mixture.open(path, lm, memories=MEMORIES, fresh=True)
+    fresh = Mixture.open(path, lm, memories=MEMORIES, use_tuned=False)
     return request.param, tune(fresh, documents(8, start=100), weights=request.param, sources=["valid"])
 
 
@@ -52,7 +53,7 @@ def settings(mixture):
 @pytest.fixture(scope="module")
 def test_trace(lm, path, tmp_path_factory):
     """What is seen of the test text, at the max_k settings."""
-    mixture = Mixture.open(path, lm, memories=MEMORIES, fresh=True)
+    mixture = Mixture.open(path, lm, memories=MEMORIES, use_tuned=False)
     return record(mixture, TEST, tmp_path_factory.mktemp("trace") / "trace")
 
 
@@ -87,10 +88,10 @@ def asked_fraction(mixture, lm):
 
 
 def test_searches_that_are_left_out_are_left_out_in_the_trace_too(lm, path, test_trace):
-    fresh = Mixture.open(path, lm, memories=MEMORIES, fresh=True)
+    fresh = Mixture.open(path, lm, memories=MEMORIES, use_tuned=False)
     tune(fresh, documents(8, start=100), weights="gated")
     for fraction in (0.4, 1.0):
-        opened = Mixture.open(path, lm, skip=fraction)
+        opened = Mixture.open(path, lm, options=MixtureOptions(skip_fraction=fraction))
         searched = []
         search = opened.knn.search
         opened.knn.search = lambda keys, k=None, search=search, searched=searched: (
@@ -106,8 +107,8 @@ def test_searches_that_are_left_out_are_left_out_in_the_trace_too(lm, path, test
 def test_what_a_gate_sees_in_a_trace_is_what_it_sees_in_the_text(lm, path, test_trace):
     from knnlm.memories.decoder import LMOutput
 
-    mixture = Mixture.open(path, lm, memories=MEMORIES, fresh=True)
-    counts = token_frequencies(mixture.home)
+    mixture = Mixture.open(path, lm, memories=MEMORIES, use_tuned=False)
+    counts = token_frequencies(mixture.store)
     stored = tabulate(test_trace, settings(mixture)).features(counts)
     names = feature_names((memory.name, memory.feature_names) for memory in mixture.memories)
     assert stored.shape == (len(test_trace), len(names))
@@ -124,7 +125,7 @@ def test_what_a_gate_sees_in_a_trace_is_what_it_sees_in_the_text(lm, path, test_
 
 
 def test_the_columns_of_a_trace_are_the_parts_of_the_mixture(lm, path, test_trace):
-    mixture = Mixture.open(path, lm, memories=MEMORIES, fresh=True)
+    mixture = Mixture.open(path, lm, memories=MEMORIES, use_tuned=False)
     seen = tabulate(test_trace, settings(mixture))
     assert len(seen.names) == len(mixture.component_names) == seen.logs.shape[1]
     for batch in mixture.read([lm.encode(document.text) for document in TEST]):
@@ -138,13 +139,13 @@ def test_the_columns_of_a_trace_are_the_parts_of_the_mixture(lm, path, test_trac
 def test_counts_of_tokens_are_those_of_the_store(lm, path):
     mixture = Mixture.open(path, lm)
     tokens = [token for document in documents(20) for token in lm.encode(document.text)]
-    assert token_frequencies(mixture.home).tolist() == np.bincount(tokens, minlength=lm.vocab_size).tolist()
+    assert token_frequencies(mixture.store).tolist() == np.bincount(tokens, minlength=lm.vocab_size).tolist()
 
 
 def test_each_set_of_memories_keeps_its_own_choice(lm, path):
     valid = documents(4, start=100)
     for memories in ("knn", "cache,knn", "knn,ngram"):
-        tune(Mixture.open(path, lm, memories=memories, fresh=True), valid, weights="fixed")
+        tune(Mixture.open(path, lm, memories=memories, use_tuned=False), valid, weights="fixed")
     assert Mixture.open(path, lm).labels == ["knn", "ngram"]  # the last one
     assert Mixture.open(path, lm, memories="knn").labels == ["knn"]
     assert Mixture.open(path, lm, memories="knn").knn.knn_temperature != 2.0
@@ -156,7 +157,7 @@ def test_each_set_of_memories_keeps_its_own_choice(lm, path):
 
 def test_a_memory_that_was_tuned_among_others_votes_as_it_was_tuned_to(lm, tmp_path):
     path = build(documents(10), tmp_path / "memory", lm=lm).path
-    fresh = Mixture.open(path, lm, memories=MEMORIES, fresh=True)
+    fresh = Mixture.open(path, lm, memories=MEMORIES, use_tuned=False)
     result = tune(fresh, documents(6, start=100), weights="gated")
     (knn,) = [spec for spec in result.specs if spec.kind == "knn"]
     (cache,) = [spec for spec in result.specs if spec.kind == "cache"]
@@ -173,13 +174,13 @@ def test_k_and_temperature_are_refused_where_it_is_unclear_whose_they_are(lm, pa
     opened = Mixture.open(path, lm, memories=f"knn={other.path}", k=5, knn_temperature=9.0)
     assert opened.knn.settings == (VoteParams(5, 9.0),)
     with pytest.raises(ParameterError, match="has 2"):
-        Mixture.open(path, lm, memories=f"knn={other.path},cache", k=5, fresh=True)
+        Mixture.open(path, lm, memories=f"knn={other.path},cache", k=5, use_tuned=False)
 
 
 def test_stores_that_were_read_in_other_windows_are_refused(lm, path, tmp_path):
     other = build(documents(3, start=300), tmp_path / "other", lm=lm, window=lm.window(16))
     with pytest.raises(ParameterError, match="windows of"):
-        Mixture.open(path, lm, memories=f"knn,knn={other.path}", fresh=True)
+        Mixture.open(path, lm, memories=f"knn,knn={other.path}", use_tuned=False)
 
 
 def test_an_output_matrix_is_read_where_it_was_trained_and_by_no_other_model(lm, path, tmp_path):
@@ -189,13 +190,13 @@ def test_an_output_matrix_is_read_where_it_was_trained_and_by_no_other_model(lm,
     elsewhere = CausalLM(lm.model, lm.tokenizer, name="tiny-llama", key_layer="output")
     other_place = build(documents(8), tmp_path / "place", lm=elsewhere)
     train_output(other_place, tmp_path / "place-output", epochs=1)
-    opened = Mixture.open(path, lm, memories=f"output={tmp_path}/place-output", fresh=True)
+    opened = Mixture.open(path, lm, memories=f"output={tmp_path}/place-output", use_tuned=False)
     assert opened.memories[0].source.place == "output"
     stranger = CausalLM(tiny("llama", seed=8), tiny_tokenizer(), name="stranger")
     other_model = build(documents(8), tmp_path / "model", lm=stranger)
     train_output(other_model, tmp_path / "model-output", epochs=1)
     with pytest.raises(ModelMismatch, match=r"trained on states of stranger"):
-        Mixture.open(path, lm, memories=f"output={tmp_path}/model-output", fresh=True)
+        Mixture.open(path, lm, memories=f"output={tmp_path}/model-output", use_tuned=False)
 
 
 def test_weights_that_were_tuned_for_another_matrix_are_refused(lm, path, tmp_path):
@@ -204,22 +205,26 @@ def test_weights_that_were_tuned_for_another_matrix_are_refused(lm, path, tmp_pa
     place = tmp_path / "matrix"
     store = Datastore.open(path)
     train_output(store, place, epochs=1)
-    tune(Mixture.open(path, lm, memories=f"knn,output={place}", fresh=True), documents(3, start=100), weights="fitted")
+    tune(
+        Mixture.open(path, lm, memories=f"knn,output={place}", use_tuned=False),
+        documents(3, start=100),
+        weights="fitted",
+    )
     assert Mixture.open(path, lm).weights.kind == "fitted"
     (place / "output.safetensors").unlink()
     train_output(store, place, epochs=2)
     with pytest.raises(DatastoreError, match="another matrix"):
         Mixture.open(path, lm)
-    tune(Mixture.open(path, lm, memories="knn", fresh=True), documents(3, start=100), weights="fixed")
+    tune(Mixture.open(path, lm, memories="knn", use_tuned=False), documents(3, start=100), weights="fixed")
 
 
 def test_a_mixture_that_could_not_be_opened_again_is_not_tuned(lm, path):
-    opened = Mixture.open(path, lm, memories="knn", fresh=True)
-    twice = Mixture(lm, [opened.knn, opened.knn], home=opened.home)
+    opened = Mixture.open(path, lm, memories="knn", use_tuned=False)
+    twice = Mixture(lm, [opened.knn, opened.knn], store=opened.store)
     with pytest.raises(ParameterError, match="Two memories are called knn"):
         tune(twice, TEST)
     cache = CacheMemory(vocab_size=lm.vocab_size, window=9, metric="ip", source=Source(0, "ffn_input", 2))
-    tuned = Mixture(lm, [opened.knn, cache], home=opened.home)
+    tuned = Mixture(lm, [opened.knn, cache], store=opened.store)
     result = tune(tuned, documents(3, start=100), weights="fixed")
     again = Mixture.open(path, lm).memories[1]
     assert (again.history_length, again.metric) == (9, "ip")
@@ -231,11 +236,11 @@ def test_a_mixture_that_could_not_be_opened_again_is_not_tuned(lm, path):
     [
         (lambda facts: facts["weights"].update(kind="buckets", memory=7, buckets=BUCKETS), "no neighbours to go by"),
         (lambda facts: facts["memories"][0].update(settings=[[float("inf"), 1.0]]), "which memories"),
-        (lambda facts: facts["memories"][0].update(kind="lm", path=None), "which memories"),
+        (lambda facts: facts["memories"][0].update(kind="decoder", path=None), "which memories"),
         (lambda facts: facts["memories"][0].update(kind="cache", path="abc"), "which memories"),
         (lambda facts: facts["weights"].update(values=[float("nan"), 0.5]), "cannot be read"),
         (lambda facts: facts["weights"].update(kind="gated", networks=[], file="x", fraction=0), "cannot be read"),
-        (lambda facts: facts["weights"].update(values=[1.0]), "weights for 1 parts"),
+        (lambda facts: facts["weights"].update(values=[1.0]), "weights are of 1 components"),
     ],
 )
 def test_a_choice_that_a_stranger_wrote_is_refused_in_words(lm, path, tmp_path, change, says):
@@ -259,7 +264,7 @@ def test_choices_that_are_no_choices_are_refused(lm, path, tmp_path):
         catalog = Catalog.open(copied / CATALOG_FILE, write=True)
         catalog.put(**facts)
         catalog.close()
-        with pytest.raises(DatastoreCorrupt, match="what was tuned"):
+        with pytest.raises(DatastoreCorrupt, match="the saved tuning cannot be read"):
             Mixture.open(copied, lm)
 
 
@@ -274,7 +279,7 @@ def test_a_trace_is_tuned_for_some_of_its_memories(lm, path, test_trace):
 
 
 def test_the_cache_looks_back_as_far_as_it_is_told(lm, path):
-    opened = Mixture.open(path, lm, memories="knn,cache=7", fresh=True)
+    opened = Mixture.open(path, lm, memories="knn,cache=7", use_tuned=False)
     assert opened.memories[1].history_length == 7
     (batch,) = opened.read([lm.encode(TEST[0].text)[:50]])
     found = opened.memories[1].retrieve(batch.context)
@@ -284,7 +289,7 @@ def test_the_cache_looks_back_as_far_as_it_is_told(lm, path):
 
 
 def test_weights_on_the_command_line_are_taken_as_they_are(lm, path):
-    opened = Mixture.open(path, lm, memories="knn:0.3,cache:0.1,ngram:0.2", fresh=True)
+    opened = Mixture.open(path, lm, memories="knn:0.3,cache:0.1,ngram:0.2", use_tuned=False)
     assert opened.weights.values == pytest.approx((0.4, 0.3, 0.1, 0.2, 0.0))
     measured = evaluate(opened, TEST)
     assert measured.memories[0]["weight"] == pytest.approx(0.3)
@@ -296,7 +301,7 @@ def test_weights_on_the_command_line_are_taken_as_they_are(lm, path):
         ("knn,nonsense", "no memory 'nonsense'"),
         ("", "There is no memory"),
         ("knn,knn", "twice"),
-        ("lm", "needs a model"),
+        ("decoder", "needs a model"),
         ("cache=folder", "no number of positions"),
         ("cache=0", "no number of positions"),
         ("knn:0.5,cache", "every memory a weight or none"),
@@ -311,8 +316,10 @@ def test_a_list_of_memories_that_means_nothing_is_refused(lm, path, memories, sa
 
 def test_weights_that_there_are_not_are_refused(lm, path, test_trace):
     with pytest.raises(ParameterError, match="no weights 'magic'"):
-        tune(Mixture.open(path, lm, fresh=True), TEST, weights="magic")
-    trace_of_cache = record(Mixture.open(path, lm, memories="cache", fresh=True), TEST, path.parent / "cache-trace")
+        tune(Mixture.open(path, lm, use_tuned=False), TEST, weights="magic")
+    trace_of_cache = record(
+        Mixture.open(path, lm, memories="cache", use_tuned=False), TEST, path.parent / "cache-trace"
+    )
     with pytest.raises(ParameterError, match="mix in knn"):
         fit_weights(
             tabulate(trace_of_cache, [(VoteParams(8, 1.0),)]), "buckets", frequencies=torch.zeros(lm.vocab_size)
@@ -321,20 +328,20 @@ def test_weights_that_there_are_not_are_refused(lm, path, test_trace):
 
 def test_skipping_needs_a_gate(lm, path):
     with pytest.raises(ParameterError, match="Only a gate can skip"):
-        Mixture.open(path, lm, memories="knn", fresh=True, skip=0.5)
+        Mixture.open(path, lm, memories="knn", use_tuned=False, options=MixtureOptions(skip_fraction=0.5))
 
 
 def test_a_gate_that_was_damaged_is_named(lm, path):
-    fresh = Mixture.open(path, lm, memories="knn,cache", fresh=True)
+    fresh = Mixture.open(path, lm, memories="knn,cache", use_tuned=False)
     tune(fresh, documents(5, start=100), weights="gated")
-    name = Mixture.open(path, lm).home.catalog.get("choices")["cache,knn"]["weights"]["file"]
+    name = Mixture.open(path, lm).store.catalog.get("choices")["cache,knn"]["weights"]["file"]
     file = path / "mixtures" / name
     whole = file.read_bytes()
     file.write_bytes(whole[:1000])
-    with pytest.raises(DatastoreCorrupt, match="Tune it again"):
+    with pytest.raises(DatastoreCorrupt, match="Tune the store again: knnlm tune"):
         Mixture.open(path, lm)
     file.unlink()
-    with pytest.raises(DatastoreCorrupt, match="Tune it again"):
+    with pytest.raises(DatastoreCorrupt, match="Tune the store again: knnlm tune"):
         Mixture.open(path, lm)
     file.write_bytes(whole)
     assert Mixture.open(path, lm).weights.kind == "gated"

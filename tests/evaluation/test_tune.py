@@ -21,6 +21,7 @@ from knnlm.evaluation.tune import choose_from, tune, tune_trace
 from knnlm.ingest.build import build
 from knnlm.memories.decoder import LM_FEATURES
 from knnlm.mixture.mixture import Mixture
+from knnlm.mixture.spec import MixtureOptions
 
 
 @pytest.fixture(scope="module")
@@ -125,7 +126,7 @@ def test_tuning_stores_its_choice_and_the_text_it_was_made_on(lm, mixture):
     assert result.perplexity == perplexity
     opened = Mixture.open(mixture.knn.store.path, lm)
     assert (opened.knn.k, opened.knn.knn_temperature, opened.lmbda) == (k, knn_temperature, lmbda)
-    facts = opened.home.catalog.get("choices")["knn"]["facts"]
+    facts = opened.store.catalog.get("choices")["knn"]["facts"]
     assert facts["chosen_on"] == ["held-out.txt"]
     assert facts["tokens"] == result.tokens
     assert evaluate(opened, documents(5, start=100)).perplexity == pytest.approx(perplexity, rel=1e-4)
@@ -207,7 +208,7 @@ def test_a_choice_made_with_another_memory_is_refused(lm, trace, tmp_path):
 def test_a_choice_for_one_metric_is_not_used_for_another(lm, mixture):
     tune(mixture, documents(2, start=100), weights="fixed", knn_temperatures=[1.25])
     assert Mixture.open(mixture.knn.store.path, lm).knn.knn_temperature == 1.25
-    assert Mixture.open(mixture.knn.store.path, lm, metric="ip").knn.knn_temperature != 1.25
+    assert Mixture.open(mixture.knn.store.path, lm, options=MixtureOptions("ip")).knn.knn_temperature != 1.25
 
 
 def test_temperatures_follow_the_scale_of_the_distances():

@@ -17,6 +17,7 @@ from knnlm.generation.causal import KnnForCausalLM
 from knnlm.ingest.build import build
 from knnlm.lm.causal import CausalLM
 from knnlm.mixture.mixture import Mixture
+from knnlm.mixture.spec import MixtureOptions
 
 FAMILIES = ["llama", "gpt2", "mistral", "gemma3", "qwen3_moe", "bloom"]
 PROMPT = "The memory of a model is the memory of a model and the memory"
@@ -38,8 +39,8 @@ def model(request, second, tmp_path_factory):
     lm = CausalLM(tiny(request.param), tiny_tokenizer(), name=request.param)
     path = tmp_path_factory.mktemp("memories") / "memory"
     store = build(documents(8), path, lm=lm, window=lm.window(128))  # as far as the second model reads
-    memories = f"knn:0.1,cache:0.4,ngram:0.2,lm={second}:0.2"
-    mixture = Mixture.open(store.path, lm, memories=memories, k=12, knn_temperature=4.0, fresh=True)
+    memories = f"knn:0.1,cache:0.4,ngram:0.2,decoder={second}:0.2"
+    mixture = Mixture.open(store.path, lm, memories=memories, k=12, knn_temperature=4.0, use_tuned=False)
     return KnnForCausalLM(mixture)
 
 
@@ -148,7 +149,7 @@ def test_a_stateful_model_is_read_from_the_start_at_each_step(tmp_path):
     torch.manual_seed(0)
     lm = CausalLM(transformers.RecurrentGemmaForCausalLM(config).eval(), tiny_tokenizer(), name="recurrent")
     store = build(documents(4), tmp_path / "memory", lm=lm, window=lm.window(64))
-    model = KnnForCausalLM(Mixture.open(store.path, lm, memories="knn:0.1,cache:0.5,ngram:0.3", fresh=True))
+    model = KnnForCausalLM(Mixture.open(store.path, lm, memories="knn:0.1,cache:0.5,ngram:0.3", use_tuned=False))
     ids = torch.tensor([prompt(model)])
     output = [model.generate(ids, max_new_tokens=6, use_cache=cached, **SETTINGS).tolist() for cached in (True, False)]
     assert output[0] == output[1]
@@ -172,11 +173,13 @@ def build_mixture(lm, path, kind):
     """Return a mixture of one kind over a new store."""
     build(documents(10), path, lm=lm)
     if kind == "given":
-        return Mixture.open(path, lm, memories="knn:0.1,cache=20:0.4,ngram:0.2", k=8, knn_temperature=30.0, fresh=True)
+        return Mixture.open(
+            path, lm, memories="knn:0.1,cache=20:0.4,ngram:0.2", k=8, knn_temperature=30.0, use_tuned=False
+        )
     memories = "knn" if kind == "one memory, fitted" else "knn,ngram"
-    fresh = Mixture.open(path, lm, memories=memories, fresh=True)
+    fresh = Mixture.open(path, lm, memories=memories, use_tuned=False)
     tune(fresh, documents(6, start=30), weights="fitted" if memories == "knn" else "gated")
-    return Mixture.open(path, lm, skip=None if memories == "knn" else 0.5)
+    return Mixture.open(path, lm, options=MixtureOptions(skip_fraction=None if memories == "knn" else 0.5))
 
 
 def test_a_cache_filled_by_the_base_model_is_refused(model):
@@ -190,9 +193,9 @@ def test_a_cache_filled_by_the_base_model_is_refused(model):
 def test_a_tuned_mixture_is_saved_with_its_memories(model, tmp_path):
     mixture = model.mixture
     labels = ",".join(mixture.labels)
-    fresh = Mixture.open(mixture.home.path, mixture.lm, memories=labels, fresh=True)
+    fresh = Mixture.open(mixture.store.path, mixture.lm, memories=labels, use_tuned=False)
     tune(fresh, documents(3, start=60), weights="fitted")
-    tuned = KnnForCausalLM(Mixture.open(mixture.home.path, mixture.lm))
+    tuned = KnnForCausalLM(Mixture.open(mixture.store.path, mixture.lm))
     tuned.save_pretrained(tmp_path / "saved")
     again = KnnForCausalLM.from_pretrained(tmp_path / "saved")
     ids = torch.tensor([prompt(model)])

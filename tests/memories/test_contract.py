@@ -17,7 +17,7 @@ from knnlm.mixture.mixture import Mixture
 from knnlm.mixture.readers import Readers
 from knnlm.training.output_matrix import train_output
 
-KINDS = ["knn", "cache", "ngram", "lm", "output", "knn of another reader", "knn and cache together"]
+KINDS = ["knn", "cache", "ngram", "decoder", "output", "knn of another reader", "knn and cache together"]
 
 
 @pytest.fixture(scope="module")
@@ -49,12 +49,12 @@ def output_folder(store, tmp_path_factory):
 def mixture(request, lm, store, second, other_store, output_folder):
     """A mixture of the language model with one memory, or two."""
     memories = {
-        "lm": f"lm={second}",
+        "decoder": f"decoder={second}",
         "output": f"output={output_folder}",
         "knn of another reader": f"knn={other_store.path}",
         "knn and cache together": "knn,cache",
     }.get(request.param, request.param)
-    return Mixture.open(store.path, lm, memories=memories, fresh=True)
+    return Mixture.open(store.path, lm, memories=memories, use_tuned=False)
 
 
 def texts(lm, count=3, words=25, start=70):
@@ -156,7 +156,7 @@ def test_forks_of_a_text_share_their_past_and_do_not_hear_each_other(mixture, lm
 
 @pytest.mark.parametrize("kind", ["knn", "cache"])
 def test_the_signals_of_neighbours_are_what_their_names_say(lm, store, kind):
-    mixture = Mixture.open(store.path, lm, memories=kind, k=100, knn_temperature=1.5, fresh=True)
+    mixture = Mixture.open(store.path, lm, memories=kind, k=100, knn_temperature=1.5, use_tuned=False)
     (memory,) = mixture.memories
     (batch,) = mixture.read(texts(lm, count=1))
     poll = memory.predict(batch.context)
@@ -238,7 +238,7 @@ def test_the_cache_is_a_vote_of_the_text_s_own_past(lm, metric):
 
 
 def test_a_second_model_says_what_it_says_alone(lm, store, second):
-    mixture = Mixture.open(store.path, lm, memories=f"lm={second}", fresh=True)
+    mixture = Mixture.open(store.path, lm, memories=f"decoder={second}", use_tuned=False)
     alone = CausalLM.open(str(second), device="cpu")
     for tokens in texts(lm):
         (batch,) = mixture.read([tokens])
@@ -251,7 +251,7 @@ def test_a_second_model_says_what_it_says_alone(lm, store, second):
 def test_the_language_model_may_be_its_own_second_opinion(lm, model_folder, tmp_path):
     own = CausalLM.open(str(model_folder), device="cpu")
     store = knnlm.build(documents(4), tmp_path / "memory", lm=own)
-    mixture = Mixture.open(store.path, own, memories=f"lm={model_folder}:0.5", fresh=True)
+    mixture = Mixture.open(store.path, own, memories=f"decoder={model_folder}:0.5", use_tuned=False)
     assert len(mixture.readers.models) == 1
     measured = knnlm.evaluate(mixture, documents(2, start=70))
     assert measured.perplexity == pytest.approx(measured.base_perplexity, rel=1e-5)
@@ -261,7 +261,9 @@ def test_the_language_model_may_be_its_own_second_opinion(lm, model_folder, tmp_
 
 
 def test_a_store_of_another_reader_is_asked_with_that_reader_s_keys(lm, store, other_store, second):
-    mixture = Mixture.open(store.path, lm, memories=f"knn={other_store.path}", k=5, knn_temperature=1.0, fresh=True)
+    mixture = Mixture.open(
+        store.path, lm, memories=f"knn={other_store.path}", k=5, knn_temperature=1.0, use_tuned=False
+    )
     reader = CausalLM.open(str(second), device="cpu")
     stored = torch.cat([keys for _, keys in other_store.chunks(1000)]).numpy()
     values = other_store.values(torch.arange(other_store.rows)).numpy()
@@ -288,7 +290,7 @@ def test_a_store_of_another_reader_is_asked_with_that_reader_s_keys(lm, store, o
 def test_stores_with_one_reader_share_its_pass(lm, store, other_store, second, tmp_path):
     reader = CausalLM.open(str(second), device="cpu")
     third = knnlm.build(documents(5, start=200), tmp_path / "memory", lm=reader)
-    mixture = Mixture.open(store.path, lm, memories=f"knn,knn={other_store.path},knn={third.path}", fresh=True)
+    mixture = Mixture.open(store.path, lm, memories=f"knn,knn={other_store.path},knn={third.path}", use_tuned=False)
     assert len(mixture.readers.models) == 2
     passes = []
     hook = mixture.readers.models[1].model.register_forward_pre_hook(lambda *_: passes.append(1))

@@ -103,7 +103,7 @@ def test_one_decoder_helps_two_models_as_two_plain_models_in_numpy_do(desk, mode
         assert figures["perplexity"] == pytest.approx(perplexity, rel=1e-4)
         assert figures["base_perplexity"] == pytest.approx(right[0.0], rel=1e-4)
         assert figures["lambda"] == weight
-        assert [memory["name"] for memory in figures["memories"]] == ["lm=decoder"]
+        assert [memory["name"] for memory in figures["memories"]] == ["decoder=decoder"]
 
 
 def test_tune_writes_the_best_lambda_into_the_decoder_and_all_commands_use_it(decoder, desk, capfd):
@@ -130,7 +130,7 @@ def test_tune_writes_the_best_lambda_into_the_decoder_and_all_commands_use_it(de
     explained = json.loads(knnlm(capfd, "explain", decoder, desk / "valid.txt", "--json")[1])["tokens"]
     right = oracle.mix(base, student, chosen["lambda"])
     np.testing.assert_allclose([token["p"] for token in explained], right, rtol=1e-3, atol=1e-9)
-    assert {share["memory"] for token in explained for share in token["shares"]} == {"lm=decoder"}
+    assert {share["memory"] for token in explained for share in token["shares"]} == {"decoder=decoder"}
     trace = decoder.parent / "trace"
     traced = json.loads(knnlm(capfd, "eval", decoder, desk / "valid.txt", "--save-trace", trace, "--json")[1])
     assert traced["perplexity"] == pytest.approx(chosen["perplexity"], rel=1e-5)
@@ -161,11 +161,11 @@ def test_generation_takes_the_most_probable_token_of_the_mixture(desk, model_fol
 
 def test_a_decoder_is_opened_from_python_and_keeps_what_is_tuned_there(decoder, lm):
     mixture = Mixture.open(decoder, lm)
-    assert (mixture.lmbda, mixture.home, mixture.knn) == (0.5, None, None)
+    assert (mixture.lmbda, mixture.store, mixture.knn) == (0.5, None, None)
     card = tune_decoder(mixture, documents(2, start=50))
-    assert Mixture.open(decoder, lm).weight == card.weight
-    assert Mixture.open(decoder, lm, fresh=True).weight == 0.5
-    assert Mixture.open(decoder, lm, lmbda=0.125).weight == 0.125
+    assert Mixture.open(decoder, lm).lmbda == card.lmbda
+    assert Mixture.open(decoder, lm, use_tuned=False).lmbda == 0.5
+    assert Mixture.open(decoder, lm, lmbda=0.125).lmbda == 0.125
     best = evaluate(Mixture.open(decoder, lm), documents(2, start=50)).perplexity
     assert best == pytest.approx(card.lmbda_facts["perplexity"], rel=1e-5)
     for weight in (card.lmbda - 0.05, card.lmbda + 0.05):
@@ -180,7 +180,7 @@ def test_a_decoder_is_opened_from_python_and_keeps_what_is_tuned_there(decoder, 
 
 
 def test_a_decoder_is_mixed_with_a_store(memory, desk, lm, capfd):
-    options = ("--memory", f"knn:0.2,lm={desk / 'decoder'}:0.3", "--json")
+    options = ("--memory", f"knn:0.2,decoder={desk / 'decoder'}:0.3", "--json")
     code, out, err = knnlm(capfd, "eval", memory, desk / "valid.txt", *options)
     assert code == 0, err
     figures = json.loads(out)
@@ -218,7 +218,7 @@ def test_options_of_a_store_mean_nothing_to_a_decoder(desk, model_folder, capfd,
     for command in (("eval", desk / "decoder", desk / "valid.txt"), ("generate", desk / "decoder", "The")):
         line = failure(capfd, *command, "--model", model_folder, *options)
         assert "is a decoder" in line
-        assert "--memory knn,lm=" in line
+        assert "--memory knn,decoder=" in line
 
 
 @pytest.mark.parametrize(
@@ -242,7 +242,7 @@ def test_there_is_only_lambda_to_tune(desk, model_folder, capfd, options):
 
 def test_a_model_must_be_named_until_one_is_tuned_for_and_must_be_there(decoder, desk, model_folder, capfd):
     for command in (("eval", decoder, desk / "valid.txt"), ("tune", decoder, desk / "valid.txt")):
-        assert "say which model it is to help with --model" in failure(capfd, *command)
+        assert "name the language model it is mixed with: --model" in failure(capfd, *command)
     assert "Give TEXT" in failure(capfd, "tune", decoder, "--model", model_folder)
     told = {"text": ["valid"], "tokens": 9, "base_perplexity": 3.0, "perplexity": 2.0}
     set_lambda(decoder, 0.5, {"model": "/nowhere/at/all", **told})
@@ -356,7 +356,7 @@ def test_a_store_teaches_with_beta_and_valid_tunes_lambda(memory, desk, model_fo
     assert facts["student"]["blocks"] == [0]
     losses = facts["losses"]
     assert losses["loss"] == pytest.approx((losses["kl"] + losses["ce"]) / 2, rel=1e-4)
-    assert facts["lambda"] == load_card(out).weight
+    assert facts["lambda"] == load_card(out).lmbda
     assert facts["lambda_facts"]["text"] == [str(desk / "valid.txt")]
     right = mixed(facts["lambda"], model_folder, out, HELD_OUT)
     assert facts["lambda_facts"]["perplexity"] == pytest.approx(right, rel=1e-4)
@@ -397,7 +397,7 @@ def test_another_memory_of_the_same_text_may_teach_and_one_of_other_text_may_not
     [
         (("--teacher", "x"), "--teacher say how a store teaches, but without --beta"),
         (("--k", 5, "--exclude", "self"), "--k and --exclude say how"),
-        (("--knn-temperature", 5, "--beta", 0), "--temperature say how"),
+        (("--knn-temperature", 5, "--beta", 0), "--knn-temperature say how"),
         (("--learning-rate", 0), "learning rate must be above 0"),
         (("--learning-rate", "nan"), "learning rate must be above 0"),
         (("--beta", 2), "--beta"),

@@ -36,6 +36,7 @@ from knnlm.evaluation.tune import tune
 from knnlm.ingest.build import build
 from knnlm.lm.causal import CausalLM
 from knnlm.mixture.mixture import Mixture
+from knnlm.mixture.spec import MixtureOptions
 from knnlm.mixture.weights import Buckets
 from knnlm.report.crossval import describe_folds, out_of_fold, split_folds
 from knnlm.report.html import write_html
@@ -195,8 +196,8 @@ def test_a_growing_store_ends_as_the_whole_and_begins_as_a_part(studies, place, 
     rows, k = studies["size"].tables[0].rows, made.facts["k"]
     part, count, temperature, weight, _, perplexity = rows[-1]
     assert (part, count) == (1.0, len(stored[0]))
-    settings = {"k": k, "knn_temperature": temperature, "weight": weight}
-    whole = Mixture.open(place / "memory", lm, memories="knn", fresh=True, **settings)
+    settings = {"k": k, "knn_temperature": temperature, "lmbda": weight}
+    whole = Mixture.open(place / "memory", lm, memories="knn", use_tuned=False, **settings)
     assert perplexity == pytest.approx(evaluate(whole, documents_of(place, "test")).perplexity, rel=1e-3)
     order = sorted(Datastore.open(place / "memory").catalog.documents(), key=lambda document: document.sha256)
     taken = []
@@ -269,7 +270,7 @@ def test_a_pruned_store_is_as_large_and_as_good_as_it_is_said(studies, place, lm
     _, keys, size, share, temperature, weight, _, perplexity = rows["merged"]
     assert (keys, size) == (facts["keys_after"], facts["bytes_after"])
     assert share == facts["bytes_after"] / facts["bytes_before"]
-    options = {"k": made.facts["k"], "knn_temperature": temperature, "weight": weight, "memories": "knn"}
+    options = {"k": made.facts["k"], "knn_temperature": temperature, "lmbda": weight, "memories": "knn"}
     smaller = Mixture.open(tmp_path / "merged", lm, **options)
     assert evaluate(smaller, documents_of(place, "test")).perplexity == pytest.approx(perplexity, rel=1e-3)
     assert rows["the whole store"][2] == facts["bytes_before"]
@@ -279,15 +280,15 @@ def test_a_pruned_store_is_as_large_and_as_good_as_it_is_said(studies, place, lm
 def test_mixtures_are_those_of_tune_and_eval(studies, place, lm, tmp_path):
     rows = {(row[0], row[1]): row for row in studies["memories"].tables[0].rows}
     shutil.copytree(place / "memory", tmp_path / "memory")
-    second = f"lm={place / 'second'}"
+    second = f"decoder={place / 'second'}"
     wanted = {
         ("knn", "fixed"): "knn",
         ("knn + cache", "fixed"): "knn,cache",
-        ("knn + cache + ngram + output + lm=second", "fitted"): f"knn,cache,ngram,output,{second}",
-        ("knn + cache + ngram + output + lm=second", "gated"): f"knn,cache,ngram,output,{second}",
+        ("knn + cache + ngram + output + decoder=second", "fitted"): f"knn,cache,ngram,output,{second}",
+        ("knn + cache + ngram + output + decoder=second", "gated"): f"knn,cache,ngram,output,{second}",
     }
     for (name, kind), memories in wanted.items():
-        fresh = Mixture.open(tmp_path / "memory", lm, memories=memories, fresh=True)
+        fresh = Mixture.open(tmp_path / "memory", lm, memories=memories, use_tuned=False)
         tuning = tune(fresh, documents_of(place, "valid"), weights=kind)
         measured = evaluate(Mixture.open(tmp_path / "memory", lm, memories=memories), documents_of(place, "test"))
         _, _, weight, on_valid, _, on_test = rows[name, kind]
@@ -355,7 +356,7 @@ def test_it_is_said_to_what_the_weights_were_fitted():
 
 def test_baselines_are_the_formula_too(studies, test, valid):
     study = studies["baselines"]
-    for number, name in ((2, "ngram"), (3, "output"), (4, "lm=second")):
+    for number, name in ((2, "ngram"), (3, "output"), (4, "decoder=second")):
         for text, which in ((valid, "valid"), (test, "test")):
             said = np.exp(np.asarray(text.trace.memories[number].arrays["log_p"][:, 0], dtype=np.float64))
             expected = [text.perplexity(said, weight) for weight in study.numbers["lambda"]]
@@ -401,10 +402,10 @@ def test_searches_are_left_out_as_eval_leaves_them_out(studies, place, lm, tmp_p
     assert rows[0][2] == pytest.approx(everything[5])
     assert rows[-1][:2] == [1.0, 1.0]
     shutil.copytree(place / "memory", tmp_path / "memory")
-    memories = f"knn,cache,ngram,output,lm={place / 'second'}"
-    fresh = Mixture.open(tmp_path / "memory", lm, memories=memories, fresh=True)
+    memories = f"knn,cache,ngram,output,decoder={place / 'second'}"
+    fresh = Mixture.open(tmp_path / "memory", lm, memories=memories, use_tuned=False)
     tune(fresh, documents_of(place, "valid"), weights="gated")
-    blind = Mixture.open(tmp_path / "memory", lm, memories=memories, skip=1.0)
+    blind = Mixture.open(tmp_path / "memory", lm, memories=memories, options=MixtureOptions(skip_fraction=1.0))
     assert rows[-1][2] == pytest.approx(evaluate(blind, documents_of(place, "test")).perplexity, rel=1e-2)
 
 
@@ -643,12 +644,12 @@ def test_two_reports_are_not_written_to_one_folder_at_once(place, lm, model_fold
 
 
 def test_memories_of_the_same_name_are_told_apart(place, lm, model_folder, tmp_path):
-    assert name_memories(["knn", "lm=/a/m", "lm=/b/m/", "knn=/a/m", "cache=20"]) == [
-        "knn", "lm=a/m", "lm=b/m", "knn=m", "cache=20"
+    assert name_memories(["knn", "decoder=/a/m", "decoder=/b/m/", "knn=/a/m", "cache=20"]) == [
+        "knn", "decoder=a/m", "decoder=b/m", "knn=m", "cache=20"
     ]  # fmt: skip
-    assert name_memories(["lm=m", "lm=a/m", "lm=/m"]) == ["lm=m", "lm=a/m", "lm=/m"]
+    assert name_memories(["decoder=m", "decoder=a/m", "decoder=/m"]) == ["decoder=m", "decoder=a/m", "decoder=/m"]
     shutil.copytree(place / "second", tmp_path / "second")
-    memories = f"knn,lm={place / 'second'},lm={tmp_path / 'second'}"
+    memories = f"knn,decoder={place / 'second'},decoder={tmp_path / 'second'}"
     found = make(place, lm, model_folder, memories=memories, second_lm=None, out=tmp_path / "x", studies=["baselines"])
     names = [row[0] for row in found.studies[0].tables[0].rows]
     assert len(set(names)) == 3
@@ -657,7 +658,7 @@ def test_memories_of_the_same_name_are_told_apart(place, lm, model_folder, tmp_p
 
 @given(st.lists(st.lists(st.sampled_from(["a", "b", ""]), min_size=1, max_size=3), min_size=1, max_size=6))
 def test_no_two_memories_ever_have_one_name(paths):
-    labels = sorted({f"lm={'/'.join(path)}" for path in paths})
+    labels = sorted({f"decoder={'/'.join(path)}" for path in paths})
     names = name_memories(labels)
     assert len(set(names)) == len(labels)
 
@@ -874,7 +875,7 @@ def test_wrong_wishes_are_refused_before_anything_is_read(place, lm, monkeypatch
 
 
 def test_dollars_are_drawn_and_not_read_as_formulas():
-    price = "lm=$\\foo$ and $x$"
+    price = "decoder=$\\foo$ and $x$"
     lines = [Line(price, [1, 2], [1.0, 2.0])]
     assert draw(Plot("lines", price, price, price, lines, levels={price: 1.5}, mark=[1.0, 1.0])).startswith(b"\x89PNG")
     assert draw(Plot("points", price, price, price, lines, log_x=True)).startswith(b"\x89PNG")

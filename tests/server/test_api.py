@@ -193,7 +193,7 @@ def test_a_request_chooses_its_memory(server, client, mixture):
     assert off["text"] == mixture.lm.tokenizer.decode(made[0, given.shape[1] :])
     assert {(token["p_knn"], token["weight"]) for token in off["knnlm"]["tokens"]} == {(None, 0)}
     other = server.post("/v1/completions", **body, memory={"lambda": 0.9, "k": 3, "knn_temperature": 1.0})["choices"][0]
-    opened = Mixture.open(mixture.home.path, mixture.lm, k=3, knn_temperature=1.0, lmbda=0.9)
+    opened = Mixture.open(mixture.store.path, mixture.lm, k=3, knn_temperature=1.0, lmbda=0.9)
     assert other["text"] == generated(opened, PROMPT, 6)
     for token in other["knnlm"]["tokens"]:
         assert token["weight"] == pytest.approx(0.9)
@@ -212,7 +212,7 @@ def test_a_score_is_what_evaluation_finds_and_can_be_weighed_anew(server, mixtur
     passes = server.service.engine.tokens_read
     again = server.post("/v1/rescore", id=scored["knnlm"]["id"], **{"lambda": 0.2, "k": 5, "knn_temperature": 3.0})
     assert server.service.engine.tokens_read == passes
-    other = Mixture.open(mixture.home.path, mixture.lm, k=5, knn_temperature=3.0, lmbda=0.2)
+    other = Mixture.open(mixture.store.path, mixture.lm, k=5, knn_temperature=3.0, lmbda=0.2)
     # All documents begin with the same context, so which of them are nearest to the first position is anybody's guess.
     told = [token["p"] for token in again["knnlm"]["tokens"]]
     np.testing.assert_allclose(told[1:], [token.p for token in explain(other, text)][1:], rtol=1e-3)
@@ -230,7 +230,7 @@ def test_neighbours_lead_to_passages_in_their_documents(server, mixture):
     assert len(found) == 4
     weights = [neighbour["weight"] for neighbour in found]
     assert weights == sorted(weights, reverse=True)
-    store = mixture.home
+    store = mixture.store
     for neighbour in found:
         document = store.document_at(neighbour["row"])
         assert (neighbour["document"], neighbour["number"]) == (document.id, document.number)

@@ -37,7 +37,7 @@ def lm():
 @pytest.fixture(params=["knn:0.6", "knn:0.3,cache:0.1,ngram:0.3"])
 def server(request, lm, tmp_path):
     build(documents(10), tmp_path / "memory", lm=lm)
-    mixture = Mixture.open(tmp_path / "memory", lm, memories=request.param, k=4, knn_temperature=1.0, fresh=True)
+    mixture = Mixture.open(tmp_path / "memory", lm, memories=request.param, k=4, knn_temperature=1.0, use_tuned=False)
     keys = ApiKeys((b"user-key-1234",), (ADMIN.encode(),))
     with serving(mixture, keys=keys) as running:
         yield running
@@ -78,7 +78,7 @@ FIELDS = {"customer": "acme", "year": 2024, "open": True, "share": 0.5, "note": 
 
 def test_fields_that_are_sent_are_kept_as_those_of_a_file(server, lm, tmp_path):
     """The same record by the API and from a file: shown alike, and chosen by the same conditions."""
-    path = server.service.mixture.home.path
+    path = server.service.mixture.store.path
     with server.client(ADMIN) as client:
         new = [{"id": "sent", "text": NEW, "fields": FIELDS}, {"id": "bare", "text": NEW + " Again."}]
         assert client.post("/v1/documents", json={"documents": new}).json()["added"] == 2
@@ -146,7 +146,7 @@ def test_the_document_of_the_api_says_what_fields_may_be(server):
 
 def test_a_memory_that_another_process_changes_is_opened_anew_under_texts_in_flight(server, lm):
     engine = server.service.engine
-    path = server.service.mixture.home.path
+    path = server.service.mixture.store.path
     with server.client(ADMIN, timeout=120) as client:
         found = {}
 
@@ -167,7 +167,7 @@ def test_a_memory_that_another_process_changes_is_opened_anew_under_texts_in_fli
 
 def test_who_comes_while_the_memory_is_looked_at_finds_what_was_added_before(server, lm, monkeypatch):
     """To open a memory takes a while, in which a document may be added, and asked for by somebody who knows of it."""
-    engine, path = server.service.engine, server.service.mixture.home.path
+    engine, path = server.service.engine, server.service.mixture.store.path
     late = []
 
     def slowly(mixture):
@@ -187,7 +187,7 @@ def test_who_comes_while_the_memory_is_looked_at_finds_what_was_added_before(ser
 
 
 def test_two_servers_on_one_memory_see_what_the_other_does(server, lm):
-    path = server.service.mixture.home.path
+    path = server.service.mixture.store.path
     other = Mixture.open(path, lm, k=4, knn_temperature=1.0)
     with (
         serving(other, keys=ApiKeys((), (ADMIN.encode(),))) as second,
@@ -238,7 +238,7 @@ def test_documents_come_and_go_while_many_texts_are_written(server):
 
 def test_words_of_a_removed_document_are_not_told_again(server, lm):
     """Scoring again gives sources; those of a document that was removed meanwhile must not be among them."""
-    path = server.service.mixture.home.path
+    path = server.service.mixture.store.path
     with server.client(ADMIN) as client:
         for remove in ("here", "elsewhere"):
             client.post("/v1/documents", json={"documents": [{"id": "zebra", "text": NEW}]})
@@ -267,7 +267,7 @@ def test_adding_forgets_nothing_that_can_be_scored_again(server):
 
 def test_a_memory_that_cannot_be_opened_anew_fails_new_requests_only_and_comes_back(server, lm, monkeypatch):
     engine = server.service.engine
-    path = server.service.mixture.home.path
+    path = server.service.mixture.store.path
     # So that the text under way lasts.
     read = type(engine.model).read
     monkeypatch.setattr(type(engine.model), "read", lambda *a, **k: time.sleep(0.01) or read(*a, **k))

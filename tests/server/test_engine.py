@@ -23,6 +23,7 @@ from knnlm.generation.causal import KnnForCausalLM
 from knnlm.ingest.build import build
 from knnlm.lm.causal import CausalLM
 from knnlm.mixture.mixture import Mixture
+from knnlm.mixture.spec import MixtureOptions
 from knnlm.server.engine import history as recall_module
 from knnlm.server.engine import scheduler as engine_module
 from knnlm.server.engine.batching import BatchedCache, SequentialCache, choose_rows
@@ -117,14 +118,14 @@ def test_texts_that_join_and_leave_are_what_generate_makes_of_each_alone(family,
     assert together == [generated(mixture, *each) for each in zip(PROMPTS, lengths, strict=True)]
 
 
-@pytest.mark.parametrize("memories", ["cache", "ngram", "cache,ngram,lm"])
+@pytest.mark.parametrize("memories", ["cache", "ngram", "cache,ngram,decoder"])
 def test_memories_that_remember_the_text_work_in_a_batch(memories, lm, tmp_path):
     folder = tmp_path / "second"
     tiny("gpt2", seed=4).save_pretrained(folder)
     tiny_tokenizer().save_pretrained(folder)
     store = build(documents(8), tmp_path / "memory", lm=lm, window=lm.window(128))
-    named = ",".join(f"lm={folder}:0.2" if name == "lm" else f"{name}:0.3" for name in memories.split(","))
-    mixture = Mixture.open(store.path, lm, memories=f"knn:0.1,{named}", fresh=True)
+    named = ",".join(f"decoder={folder}:0.2" if name == "decoder" else f"{name}:0.3" for name in memories.split(","))
+    mixture = Mixture.open(store.path, lm, memories=f"knn:0.1,{named}", use_tuned=False)
     engine = open_engine(mixture)
     assert engine.together
     tickets = [engine.submit(order(engine, prompt, 20 + 7 * n)) for n, prompt in enumerate(PROMPTS)]
@@ -136,11 +137,11 @@ def test_memories_that_remember_the_text_work_in_a_batch(memories, lm, tmp_path)
 def test_a_gate_that_skips_searches_works_in_a_batch(lm, tmp_path):
     build(documents(10), tmp_path / "memory", lm=lm)
     tune(
-        Mixture.open(tmp_path / "memory", lm, memories="knn,ngram", fresh=True),
+        Mixture.open(tmp_path / "memory", lm, memories="knn,ngram", use_tuned=False),
         documents(6, start=30),
         weights="gated",
     )
-    mixture = Mixture.open(tmp_path / "memory", lm, skip=0.5)
+    mixture = Mixture.open(tmp_path / "memory", lm, options=MixtureOptions(skip_fraction=0.5))
     engine = open_engine(mixture)
     tickets = [engine.submit(order(engine, prompt, 15)) for prompt in PROMPTS]
     for prompt, ticket in zip(PROMPTS, tickets, strict=True):
@@ -335,7 +336,7 @@ def test_weighing_anew_equals_asking_anew(engine):
 
 
 def test_weighing_anew_works_with_several_memories(lm, store):
-    engine = open_engine(Mixture.open(store.path, lm, memories="knn:0.2,cache:0.3,ngram:0.2", fresh=True))
+    engine = open_engine(Mixture.open(store.path, lm, memories="knn:0.2,cache:0.3,ngram:0.2", use_tuned=False))
     text = PROMPTS[0] + " " + PROMPTS[0]
     tokens = said(engine.submit(order(engine, text, 0, echo=True)))
     assert {share["memory"] for share in tokens[3].shares} == {"knn", "cache", "ngram"}

@@ -43,7 +43,7 @@ def document(text):
 
 @pytest.mark.parametrize("memories", ["knn:0.6", "knn:0.3,cache:0.2,ngram:0.2"])
 def test_a_text_longer_than_the_model_reads_at_once_scores_as_in_evaluation(lm, path, memories):
-    mixture = Mixture.open(path, lm, memories=memories, k=16, knn_temperature=8.0, fresh=True)
+    mixture = Mixture.open(path, lm, memories=memories, k=16, knn_temperature=8.0, use_tuned=False)
     assert len(lm.encode(LONG)) > 2 * lm.longest
     right, explained = evaluate(mixture, [document(LONG)]), explain(mixture, LONG)
     with serving(mixture) as running:

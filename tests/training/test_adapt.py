@@ -109,7 +109,7 @@ def test_the_figures_are_what_plain_models_and_evaluations_give(adapted, base, m
     assert (result.remembered, result.model) == (0, str(model_folder))
 
     # The store alone by a sweep over a trace of its own: one λ of a grid, so never better than the best.
-    trace = record(Mixture.open(out, base, memories="knn", fresh=True), kept, tmp_path / "trace", k=1024)
+    trace = record(Mixture.open(out, base, memories="knn", use_tuned=False), kept, tmp_path / "trace", k=1024)
     on_grid = sweep(trace).best[3]
     assert result.knn <= on_grid * (1 + 1e-6)
     assert result.knn == pytest.approx(on_grid, rel=1e-2)
@@ -366,7 +366,7 @@ def test_info_shows_the_table_and_tune_keeps_the_student(copied, adapted, texts,
     assert code == 0, err
     memories = json.loads(out)["memories"]
     assert {(memory["kind"], memory["path"]) for memory in memories} == {
-        ("knn", None), ("cache", None), ("ngram", None), ("lm", "student"),
+        ("knn", None), ("cache", None), ("ngram", None), ("decoder", "student"),
     }  # fmt: skip
     assert len(json.loads(knnlm(capfd, "eval", copied, texts / "valid.txt", "--json")[1])["memories"]) == 4
 

@@ -150,7 +150,7 @@ class Conversation:
         """Write down the conversation; where it is too long for the model, its beginning is left out."""
         from knnlm.server.engine.requests import GenerationRequest
 
-        longest = self.engine.mixture.longest
+        longest = self.engine.mixture.max_length
         while True:
             tokens = self._tokens()
             if longest is None or len(tokens) + self.max_tokens <= longest:

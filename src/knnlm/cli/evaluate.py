@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -54,7 +54,7 @@ def tune(
         str | None,
         typer.Option(
             "--memory",
-            help="What is mixed: knn, cache, ngram, output, knn=FOLDER, lm=FOLDER, cache=POSITIONS, with commas.",
+            help="What is mixed: knn, cache, ngram, output, knn=FOLDER, decoder=FOLDER, cache=POSITIONS, with commas.",
             show_default=f"{TUNED}, and the student of adapt; with --trace, all it has",
         ),
     ] = None,
@@ -118,7 +118,7 @@ def tune(
     if trace is not None and not (metric is None and limit is None and model is None):
         raise ParameterError("--metric, --limit and --model are those of the trace; leave them out with --trace.")
     if memories is None and trace is None:
-        memories = f"{TUNED},lm={STUDENT_FOLDER}" if is_decoder(memory / STUDENT_FOLDER) else TUNED
+        memories = f"{TUNED},decoder={STUDENT_FOLDER}" if is_decoder(memory / STUDENT_FOLDER) else TUNED
     only_one = "," not in (memories or "")
     if lambdas is not None and (weights != "fixed" or not only_one):
         raise ParameterError("--lambda is a grid for one memory: --memory knn --weights fixed. Others need none.")
@@ -141,11 +141,11 @@ def tune(
         mixture = open_mixture(
             memory,
             memories=memories,
-            fresh=True,
+            use_tuned=False,
             model=model,
             metric=metric,
             rerank=not no_rerank,
-            device_keys=device_keys,
+            key_dtype=device_keys,
             device=device,
             dtype=dtype,
         )
@@ -198,9 +198,9 @@ def evaluate(
         knn_temperature=knn_temperature,
         lmbda=lmbda,
         metric=metric,
-        skip=skip,
+        skip_fraction=skip,
         rerank=not no_rerank,
-        device_keys=device_keys,
+        key_dtype=device_keys,
         device=device,
         dtype=dtype,
     )
@@ -248,10 +248,15 @@ def open_mixture(
 ) -> Mixture:
     """Open a memory and its models, without the chatter of the libraries below."""
     from knnlm.mixture.mixture import Mixture
+    from knnlm.mixture.spec import MixtureOptions
 
     quiet()
     with waiting(f"opening {memory}"):
-        return Mixture.open(memory, model=model, device=device, dtype=dtype, **settings)
+        names = [field.name for field in fields(MixtureOptions)]
+        options = {name: settings.pop(name) for name in names if name in settings}
+        return Mixture.open(
+            memory, options=MixtureOptions(model=model, device=device, dtype=dtype, **options), **settings
+        )
 
 
 def _numbers(name: str, given: str | None, kind: type) -> list[Any] | None:

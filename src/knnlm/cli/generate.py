@@ -88,9 +88,9 @@ def generate(
         knn_temperature=knn_temperature,
         lmbda=lmbda,
         metric=metric,
-        skip=skip,
+        skip_fraction=skip,
         rerank=not no_rerank,
-        device_keys=device_keys,
+        key_dtype=device_keys,
         device=device,
         dtype=dtype,
     )
@@ -162,9 +162,9 @@ def explain(
         knn_temperature=knn_temperature,
         lmbda=lmbda,
         metric=metric,
-        skip=skip,
+        skip_fraction=skip,
         rerank=not no_rerank,
-        device_keys=device_keys,
+        key_dtype=device_keys,
         device=device,
         dtype=dtype,
     )

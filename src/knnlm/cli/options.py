@@ -43,8 +43,8 @@ Memories = Annotated[
     str | None,
     typer.Option(
         "--memory",
-        help="What is mixed: knn, cache, ngram, output, knn=FOLDER, lm=FOLDER, cache=POSITIONS, with commas; a weight "
-        "each as in knn:0.3,cache:0.1.",
+        help="What is mixed: knn, cache, ngram, output, knn=FOLDER, decoder=FOLDER, cache=POSITIONS, with commas; a "
+        "weight each as in knn:0.3,cache:0.1.",
         show_default="as tuned, else knn",
     ),
 ]

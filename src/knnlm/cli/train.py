@@ -259,7 +259,7 @@ def distill(
         typer.Option(
             help="output (a matrix with rows for every word, mixed in as --memory output), keys (a memory whose "
             "similarity was trained, mixed in as --memory knn=OUT) or decoder (a model that says what the memory "
-            "would, mixed in as --memory lm=OUT, or used in its place)."
+            "would, mixed in as --memory decoder=OUT, or used in its place)."
         ),
     ] = "output",
     out: Annotated[
@@ -533,7 +533,7 @@ def _perplexity(memory: Path, text: list[str], limit: int | None, opening: dict[
     from knnlm.evaluation.sweep import KS, sweep
     from knnlm.evaluation.trace import record
 
-    mixture = open_mixture(memory, memories="knn", fresh=True, **opening)
+    mixture = open_mixture(memory, memories="knn", use_tuned=False, **opening)
     with tempfile.TemporaryDirectory(prefix="knnlm-prune-") as folder:
         place = Path(folder) / "trace"
         trace = record(mixture, read_documents(*text), place, k=max(KS), limit=limit, progress=bar)

@@ -359,7 +359,7 @@ def _groups(
     for document in documents:
         tokens = mixture.lm.encode(document.text)
         group.append(tokens)
-        remembered = mixture.home is not None and mixture.home.holds(document.text)
+        remembered = mixture.store is not None and mixture.store.holds(document.text)
         tally.add(document, len(tokens), remembered=remembered)
         enough = limit is not None and tally.tokens >= limit
         if enough or sum(map(len, group)) >= size:

@@ -331,7 +331,7 @@ class _Writer:
                 mixture.labels, mixture.memories, self.widths, self.counted, strict=True
             )
         ]
-        home = mixture.home
+        home = mixture.store
         return {
             "memory": str(home.path) if home else None,
             "fingerprint": home.fingerprint if home else None,

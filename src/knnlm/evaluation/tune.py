@@ -72,9 +72,9 @@ def tune(
     progress: Progress = silent,
 ) -> Tuning:
     """Read a text, choose settings and weights on it, and store the choice in the memory."""
-    home = mixture.home
-    if home is None and mixture.folder is not None and is_decoder(mixture.folder):
-        raise ParameterError(f"{mixture.folder} is a decoder: choose its λ with knnlm.tuning.tune_decoder.")
+    home = mixture.store
+    if home is None and mixture.path is not None and is_decoder(mixture.path):
+        raise ParameterError(f"{mixture.path} is a decoder: choose its λ with knnlm.tuning.tune_decoder.")
     if home is None:
         raise ParameterError("Only a mixture that was opened from a memory can be tuned: the choice is kept there.")
     check_weights(weights)
@@ -156,13 +156,13 @@ def tune_decoder(
     progress: Progress = silent,
 ) -> DecoderCard:
     """Read a text with a model and its decoder, choose λ on it, and write it into the decoder's card."""
-    if mixture.folder is None or not is_decoder(mixture.folder):
+    if mixture.path is None or not is_decoder(mixture.path):
         raise ParameterError("Only a mixture that was opened from a decoder keeps its λ there.")
     with tempfile.TemporaryDirectory(prefix="knnlm-tune-") as folder:
         place = Path(folder) / "trace"
         trace = record(mixture, documents, place, sources=sources, limit=limit, progress=progress)
         seen = tabulate(trace, [()], evidence=False)
-    return set_lambda(mixture.folder, *fit_decoder(seen, mixture.lm.name, trace.facts["text"]))
+    return set_lambda(mixture.path, *fit_decoder(seen, mixture.lm.name, trace.facts["text"]))
 
 
 def fit_decoder(seen: TraceTable, model: str, text: Sequence[str]) -> tuple[float, dict[str, Any]]:

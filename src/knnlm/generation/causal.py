@@ -42,8 +42,8 @@ from knnlm.lm.causal import CausalLM, for_any_shape
 from knnlm.memories.base import LM_LOGITS, Context, Source
 from knnlm.mixture.loader import is_decoder, language_model
 from knnlm.mixture.mixture import Mixture
-from knnlm.mixture.options import DEFAULTS, SavedMixture
 from knnlm.mixture.saved import read_mixture, weights_state, write_mixture
+from knnlm.mixture.spec import DEFAULTS, MixtureOptions, SavedMixture
 
 _BASE_FOLDER, _STORE_FOLDER = "base", "store"
 
@@ -296,7 +296,7 @@ def generate_tokens(
 ) -> list[int]:
     """Return the tokens that continue a prompt, by the mixture or, without `use_memory`, by the model alone."""
     lm = mixture.lm
-    longest = mixture.longest if use_memory else lm.longest
+    longest = mixture.max_length if use_memory else lm.longest
     ids = torch.tensor([lm.prompt(prompt, room=max_new_tokens, longest=longest)], device=lm.device)
     if seed is not None:
         torch.manual_seed(seed)
@@ -348,9 +348,9 @@ def _config(mixture: Mixture) -> KnnConfig:
 
 
 def _folder(mixture: Mixture) -> Path:
-    if mixture.folder is None:
+    if mixture.path is None:
         raise ModelError("The mixture has no folder that could be saved. Open it with Mixture.open.")
-    return mixture.folder
+    return mixture.path
 
 
 def _for_base(kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -375,12 +375,12 @@ def _open_mixture(
     )
     if config.mixture is None:
         settings: dict[str, Any] = {"k": config.k, "knn_temperature": config.knn_temperature, "lmbda": config.lmbda}
-        return Mixture.open(path, lm, memories="knn", metric=config.metric, **settings)
+        return Mixture.open(path, lm, memories="knn", options=MixtureOptions(metric=config.metric), **settings)
     try:
         saved = SavedMixture(*read_mixture(config.mixture, str(folder)), folder)
     except (KeyError, TypeError) as error:
         raise ModelError(f"{folder}: its mixture cannot be read ({error}). Save the model again.") from None
-    return Mixture.open(path, lm, written=saved)
+    return Mixture.open_saved(path, lm, saved)
 
 
 def _write_mixture(mixture: Mixture, folder: Path, *, copy_store: bool) -> dict[str, Any]:

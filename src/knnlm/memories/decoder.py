@@ -64,7 +64,7 @@ class LMOutput:
 class DecoderMemory:
     """A second language model with the same tokenizer."""
 
-    name = "lm"
+    name = "decoder"
     expensive = False
     history_length = 0
     feature_names = LM_FEATURES

@@ -1,7 +1,4 @@
-"""Open what a mixture is made of: stores, indexes, models, and the weights that were tuned for them.
-
-Open a decoder that stands for a memory: a model and nothing else, mixed with any model that has its tokenizer.
-"""
+"""Open what a mixture consists of: stores, indexes, models, decoders, and the weights that were tuned for them."""
 
 from __future__ import annotations
 
@@ -9,7 +6,7 @@ import hashlib
 import json
 import re
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,117 +23,136 @@ from knnlm.memories.knn import KnnMemory
 from knnlm.memories.ngram import NgramMemory
 from knnlm.memories.output import OUTPUT_FILE, OutputMemory
 from knnlm.memories.voting import VoteParams
-from knnlm.mixture.options import DEFAULTS, LoadedMixture, MixtureOptions
 from knnlm.mixture.readers import Readers
 from knnlm.mixture.saved import load_tuning, load_weights, tuned_settings
-from knnlm.mixture.spec import MemorySpec, parse_memories, resolve
-from knnlm.mixture.weights import equal_weights, first_components
+from knnlm.mixture.spec import DEFAULTS, MemorySpec, MixtureRequest, parse_memories, resolve
+from knnlm.mixture.weights import Weights, equal_weights, first_components
+
+_DECODER_LAMBDA = 0.5  # of a decoder until it is tuned
 
 
-def load_mixture(
-    memory: Path | Datastore,
-    lm: CausalLM | None,
-    wanted: MixtureOptions,
-    *,
-    model: str | None,
-    device: str,
-    dtype: str,
-) -> LoadedMixture:
-    """Open a memory, the models it needs, and everything that is mixed."""
-    wanted.check()
-    if not isinstance(memory, Datastore) and is_decoder(memory):
-        return load_decoder_mixture(memory, lm, wanted, model=model, device=device, dtype=dtype)
-    store = memory if isinstance(memory, Datastore) else Datastore.open(memory)
-    specs, weights_facts = _choose(store, wanted)
-    specs = _override(specs, wanted)
+@dataclass(frozen=True)
+class LoadedMixture:
+    """Everything that a mixture consists of."""
+
+    readers: Readers
+    memories: list[Memory]
+    labels: list[str]
+    weights: Weights
+    store: Datastore | None  # with the windows that texts are read in, and the saved tuning
+    path: Path  # that all of it was opened from
+
+
+def load_mixture(path: Path | Datastore, lm: CausalLM | None, request: MixtureRequest) -> LoadedMixture:
+    """Open a store or a decoder, the models it needs, and every memory."""
+    if not isinstance(path, Datastore) and is_decoder(path):
+        return load_decoder(path, lm, request)
+    store = path if isinstance(path, Datastore) else Datastore.open(path)
+    specs, stored_weights = _choose(store, request)
+    specs = _override(specs, request)
+    options = request.options
     if lm is None:
-        lm = open_reader(store, name=model or language_model(store), device=device, dtype=dtype)
-    kitchen = _Loader(store, Readers(lm), wanted, dtype)
-    memories = [kitchen.open(spec) for spec in specs]
-    if weights_facts is not None:
-        folder = wanted.written.folder if wanted.written is not None else store.path
-        weights = load_weights(weights_facts, folder, memories, vocab_size=lm.vocab_size, skip=wanted.skip)
+        name = options.model or language_model(store)
+        lm = open_reader(store, name=name, device=options.device, dtype=options.dtype)
+    loader = _Loader(store, Readers(lm), request)
+    memories = [loader.open(spec) for spec in specs]
+    weights = _weights(store, specs, memories, stored_weights, request, vocab_size=lm.vocab_size)
+    return LoadedMixture(loader.readers, memories, [spec.label for spec in specs], weights, store, store.path)
+
+
+def _weights(
+    store: Datastore,
+    specs: Sequence[MemorySpec],
+    memories: Sequence[Memory],
+    stored: dict[str, Any] | None,
+    request: MixtureRequest,
+    *,
+    vocab_size: int,
+) -> Weights:
+    """Return the stored weights, those of the specs, or λ in equal shares."""
+    skip_fraction = request.options.skip_fraction
+    if stored is not None:
+        folder = store.path if request.saved is None else request.saved.folder
+        weights = load_weights(stored, folder, memories, vocab_size=vocab_size, skip_fraction=skip_fraction)
     elif specs[0].weight is not None:  # on the command line
-        given = [spec.weight or 0.0 for spec in specs]
-        weights = first_components(memories, 1 - sum(given), given)
+        each = [spec.weight or 0.0 for spec in specs]
+        weights = first_components(memories, 1 - sum(each), each)
     else:
-        weights = equal_weights(memories, DEFAULTS["lambda"] if wanted.lmbda is None else wanted.lmbda)
-    if wanted.skip and getattr(weights, "skip", None) is None:
-        raise ParameterError("Only a gate can skip searches. Tune the memory with --weights gated first.")
-    return LoadedMixture(kitchen.readers, memories, [spec.label for spec in specs], weights, store, store.path)
+        weights = equal_weights(memories, DEFAULTS["lambda"] if request.lmbda is None else request.lmbda)
+    if skip_fraction and getattr(weights, "skip", None) is None:
+        raise ParameterError("Only a gate can skip searches. Tune the store with --weights gated first.")
+    return weights
 
 
-def _choose(store: Datastore, wanted: MixtureOptions) -> tuple[list[MemorySpec], dict[str, Any] | None]:
-    """Say which memories are mixed, and by which weights; None: share λ equally."""
-    if wanted.written is not None:
-        return list(wanted.written.specs), wanted.written.weights
-    overridden = (wanted.k, wanted.knn_temperature, wanted.lmbda) != (None, None, None)
-    if wanted.memories is not None:
-        asked: list[MemorySpec] | None = resolve(parse_memories(wanted.memories), store.path)
+def _choose(store: Datastore, request: MixtureRequest) -> tuple[list[MemorySpec], dict[str, Any] | None]:
+    """Return the memories and the stored weights; None: share λ equally."""
+    if request.saved is not None:
+        return list(request.saved.specs), request.saved.weights
+    overridden = (request.k, request.knn_temperature, request.lmbda) != (None, None, None)
+    if request.memories is not None:
+        named: list[MemorySpec] | None = resolve(parse_memories(request.memories), store.path)
     else:
-        asked = [MemorySpec("knn")] if overridden else None  # k, τ and λ are those of the paper's kNN-LM
-    choice = None if wanted.fresh else load_tuning(store, asked)
-    # Distances of another metric are on another scale, so nothing of the choice is of use.
-    if choice is not None and any(
-        wanted.metric not in (None, spec.metric) for spec in choice.specs if spec.kind == "knn"
-    ):
-        choice = None
-    if choice is None:
-        specs = asked or [MemorySpec("knn")]
-        if wanted.fresh:
+        named = [MemorySpec("knn")] if overridden else None  # k, τ and λ are those of the paper's kNN-LM
+    metric = request.options.metric
+    tuning = load_tuning(store, named) if request.use_tuned else None
+    # Distances of another metric are on another scale, so nothing that was tuned applies.
+    if tuning is not None and any(metric not in (None, spec.metric) for spec in tuning.specs if spec.kind == "knn"):
+        tuning = None
+    if tuning is None:
+        specs = named or [MemorySpec("knn")]
+        if not request.use_tuned:
             return specs, None
-        # Tuned among others, or not at all.
-        return [tuned_settings(store, replace(spec, metric=wanted.metric)) for spec in specs], None
-    if asked is not None and any(spec.weight is not None for spec in asked):
-        weights = {spec.label: spec.weight for spec in asked}
-        return [replace(spec, weight=weights[spec.label], settings=spec.settings[:1]) for spec in choice.specs], None
-    if wanted.lmbda is not None or (overridden and choice.weights["kind"] != "fixed"):
-        return [replace(spec, settings=spec.settings[:1]) for spec in choice.specs], None
-    return choice.specs, choice.weights
+        # Tuned among other memories, or not at all.
+        return [tuned_settings(store, replace(spec, metric=metric)) for spec in specs], None
+    if named is not None and any(spec.weight is not None for spec in named):
+        weights = {spec.label: spec.weight for spec in named}
+        return [replace(spec, weight=weights[spec.label], settings=spec.settings[:1]) for spec in tuning.specs], None
+    if request.lmbda is not None or (overridden and tuning.weights["kind"] != "fixed"):
+        return [replace(spec, settings=spec.settings[:1]) for spec in tuning.specs], None
+    return tuning.specs, tuning.weights
 
 
-def _override(specs: list[MemorySpec], wanted: MixtureOptions) -> list[MemorySpec]:
-    """Let k and τ be what is asked for, where it is clear whose."""
-    if wanted.k is None and wanted.knn_temperature is None:
+def _override(specs: list[MemorySpec], request: MixtureRequest) -> list[MemorySpec]:
+    """Set k and τ of the memory that they are meant for."""
+    if request.k is None and request.knn_temperature is None:
         return specs
-    polls = [number for number, spec in enumerate(specs) if spec.kind in ("knn", "cache")]
-    own = [number for number in polls if (specs[number].kind, specs[number].path) == ("knn", None)]
-    if not own and len(polls) != 1:
+    voting = [number for number, spec in enumerate(specs) if spec.kind in ("knn", "cache")]
+    own = [number for number in voting if (specs[number].kind, specs[number].path) == ("knn", None)]
+    if not own and len(voting) != 1:
         raise ParameterError(
-            "k and knn_temperature are those of the memory's own store, or of the only memory that has neighbours; "
-            f"{', '.join(spec.label for spec in specs)} has {len(polls)}. Tune them instead."
+            "k and knn_temperature are those of the store itself, or of the only memory that has neighbours; "
+            f"{', '.join(spec.label for spec in specs)} has {len(voting)}. Tune them instead."
         )
-    number = own[0] if own else polls[0]
+    number = own[0] if own else voting[0]
     main, *others = specs[number].settings or (VoteParams(DEFAULTS["k"], DEFAULTS["knn_temperature"]),)
     main = VoteParams(
-        main.k if wanted.k is None else wanted.k,
-        main.knn_temperature if wanted.knn_temperature is None else wanted.knn_temperature,
+        main.k if request.k is None else request.k,
+        main.knn_temperature if request.knn_temperature is None else request.knn_temperature,
     )
     return [replace(spec, settings=(main, *others)) if n == number else spec for n, spec in enumerate(specs)]
 
 
 class _Loader:
-    """Opens one memory after another; models that several need are opened once."""
+    """Opens one memory after another; a model that several of them need is opened once."""
 
-    def __init__(self, store: Datastore, readers: Readers, wanted: MixtureOptions, dtype: str) -> None:
+    def __init__(self, store: Datastore, readers: Readers, request: MixtureRequest) -> None:
         self.store = store
         self.readers = readers
-        self.wanted = wanted
-        self.dtype = dtype
+        self.options = request.options
 
     @property
     def lm(self) -> CausalLM:
         return self.readers.models[0]
 
     def open(self, spec: MemorySpec) -> Memory:
-        """Open the memory that a line of a recipe names."""
+        """Open the memory that a spec names."""
         if spec.kind == "knn":
             return self._knn(spec)
         if spec.kind == "cache":
             return self._cache(spec)
         if spec.kind == "ngram":
             return NgramMemory.open(self._store(spec))
-        return self._lm(spec) if spec.kind == "lm" else self._output(spec)
+        return self._decoder(spec) if spec.kind == "decoder" else self._output(spec)
 
     def _knn(self, spec: MemorySpec) -> KnnMemory:
         store = self._store(spec)
@@ -147,13 +163,13 @@ class _Loader:
                 "--context and --stride."
             )
         main, *others = spec.settings or [VoteParams(DEFAULTS["k"], DEFAULTS["knn_temperature"])]
-        metric = self.wanted.metric or spec.metric or "l2"
+        metric = self.options.metric or spec.metric or "l2"
         index = open_index(
             store,
             metric=metric,
-            rerank=self.wanted.rerank,
+            rerank=self.options.rerank,
             device=str(self.lm.device),
-            keys=self.wanted.device_keys,
+            keys=self.options.key_dtype,
         )
         return KnnMemory(
             store, index, k=main.k, knn_temperature=main.knn_temperature, others=others, source=self._source(store)
@@ -172,20 +188,22 @@ class _Loader:
             source=Source(0, place.place, place.layer),
         )
 
-    def _lm(self, spec: MemorySpec) -> DecoderMemory:
+    def _decoder(self, spec: MemorySpec) -> DecoderMemory:
         assert spec.path is not None
         path = self._path(spec.path)
-        # The reader of a store may be a memory itself; it is open then.
+        # The reader of a store may be a memory itself, and is open then.
         known = [model.name for model in self.readers.models]
         if (name := str(Path(path).resolve())) in known:
             return DecoderMemory(known.index(name))
-        return DecoderMemory(self.readers.add(CausalLM.open(path, device=str(self.lm.device), dtype=self.dtype)))
+        return DecoderMemory(
+            self.readers.add(CausalLM.open(path, device=str(self.lm.device), dtype=self.options.dtype))
+        )
 
     def _output(self, spec: MemorySpec) -> OutputMemory:
         path = self.store.path / "output" if spec.path is None else Path(self._path(spec.path))
         if not (path / OUTPUT_FILE).exists():
             raise DatastoreError(
-                f"{path} is not there: the memory has no output matrix yet. Train one: knnlm distill "
+                f"{path} does not exist: the store has no output matrix yet. Train one: knnlm distill "
                 f"{self.store.path} --into output"
             )
         memory = OutputMemory.open(path, device=str(self.lm.device))
@@ -198,7 +216,7 @@ class _Loader:
             )
         if spec.identity not in (None, identity_of(memory)):
             raise DatastoreError(
-                f"{path} is another matrix than the one the weights were tuned with. Tune again: knnlm tune "
+                f"{path} is another matrix than the one that the weights were tuned with. Tune again: knnlm tune "
                 f"{self.store.path} TEXT"
             )
         memory.source = Source(number, memory.card.model["key_layer"], memory.card.model["layer"])
@@ -208,12 +226,12 @@ class _Loader:
         return self.store if spec.path is None else Datastore.open(self._path(spec.path))
 
     def _path(self, path: str) -> str:
-        """Find a path within the memory, or as it is."""
+        """Return a path inside the store if it exists there, else the path itself."""
         inside = self.store.path / path
         return str(inside) if inside.exists() else path
 
     def _source(self, store: Datastore) -> Source:
-        """Say where a store's keys come from, and open the model that gives them if it is not open yet."""
+        """Return where a store's keys come from, and open their model if it is not open yet."""
         number = self.readers.find(store.model)
         if number is None:
             wrong = difference(store.model, self.lm.identity)
@@ -221,7 +239,7 @@ class _Loader:
             if wrong[0] in LANGUAGE:
                 raise _mismatch(store, self.lm, *wrong)
             try:
-                reader = open_reader(store, device=str(self.lm.device), dtype=self.dtype)
+                reader = open_reader(store, device=str(self.lm.device), dtype=self.options.dtype)
             except ModelError as error:
                 raise _mismatch(store, self.lm, *wrong, more=f" ({error})") from None
             check_model(store, reader)
@@ -230,13 +248,13 @@ class _Loader:
 
 
 def specs_of(memories: Sequence[Memory], labels: Sequence[str], lm: CausalLM) -> list[MemorySpec]:
-    """Write down which memories these are; refuse those that could not be opened again from it."""
+    """Return the specs of memories; raise ParameterError for memories that could not be opened from them."""
     if twice := next((label for label in labels if labels.count(label) > 1), None):
         raise ParameterError(f"Two memories are called {twice}. Name them by what they are opened from: knn=FOLDER.")
-    return [_write(memory, label, lm) for memory, label in zip(memories, labels, strict=True)]
+    return [_spec_of(memory, label, lm) for memory, label in zip(memories, labels, strict=True)]
 
 
-def _write(memory: Memory, label: str, lm: CausalLM) -> MemorySpec:
+def _spec_of(memory: Memory, label: str, lm: CausalLM) -> MemorySpec:
     (spec,) = parse_memories(label)
     if spec.kind != memory.name:
         raise ParameterError(f"A memory of the kind {memory.name} is called {label}.")
@@ -246,21 +264,21 @@ def _write(memory: Memory, label: str, lm: CausalLM) -> MemorySpec:
         return replace(spec, identity=identity_of(memory))
     place = (lm.key_layer.place, lm.key_layer.layer)
     if memory.source.reader or (memory.source.place, memory.source.layer % lm.key_layer.layers) != place:
-        raise ParameterError("A cache over other states than the language model's key layer cannot be written down.")
+        raise ParameterError("A cache over other states than the language model's key layer cannot be saved.")
     window = None if memory.history_length == WINDOW else str(memory.history_length)
     return replace(spec, path=window, settings=tuple(memory.settings), metric=memory.metric)
 
 
 def identity_of(memory: Memory) -> str | None:
-    """Say which one a memory is, of a kind that can be made anew in the same place."""
+    """Return a hash of a memory that can be replaced in its place; None for other kinds."""
     if not isinstance(memory, OutputMemory):
         return None
     return hashlib.sha256(json.dumps(asdict(memory.card), sort_keys=True, default=str).encode()).hexdigest()[:16]
 
 
 def open_reader(store: Datastore, *, name: str | None = None, device: str = "auto", dtype: str = "auto") -> CausalLM:
-    """Open the model that a store was built with, at the place its keys come from, or another one by its name."""
-    # One that is named may have fewer layers than the store's reader, and need not be that reader.
+    """Open the model that a store was built with, at its key layer, or another model by name."""
+    # A model given by name need not be the store's reader, and may have fewer layers.
     layer = store.model["layer"] if name is None else -1
     return CausalLM.open(
         reader_name(store) if name is None else name,
@@ -272,27 +290,27 @@ def open_reader(store: Datastore, *, name: str | None = None, device: str = "aut
 
 
 def language_model(store: Datastore) -> str | None:
-    """Name the model that a memory is for, where that is not the one that reads it."""
+    """Return the name of the language model that a store is for, if it is not the store's reader."""
     name = store.catalog.get(LANGUAGE_MODEL)
     if name is not None and (not isinstance(name, str) or not name):
-        raise DatastoreCorrupt(f"{store.path} does not say properly which model it is for. Say it with --model.")
+        raise DatastoreCorrupt(f"{store.path}: the name of its language model is invalid. Name the model with --model.")
     return name
 
 
 def reader_name(store: Datastore) -> str:
-    """Name the model that reads a store; one that lies in the memory's own folder moves with it."""
+    """Return the name of a store's reader; a model inside the store's folder moves with it."""
     name = str(store.model["name"])
     inside = store.path / Path(name).name
     return str(inside) if (inside / "config.json").is_file() else name
 
 
 def check_model(store: Datastore, lm: CausalLM, *, place: Source | None = None) -> None:
-    """Refuse a model whose keys mean nothing to the store."""
-    found = store.model
-    if place is not None and (place.place, place.layer) != (found["key_layer"], found["layer"]):
-        own, given = f"{found['key_layer']} {found['layer']}", f"{place.place} {place.layer}"
+    """Raise ModelMismatch for a model whose keys are not those of the store."""
+    built = store.model
+    if place is not None and (place.place, place.layer) != (built["key_layer"], built["layer"]):
+        own, given = f"{built['key_layer']} {built['layer']}", f"{place.place} {place.layer}"
         raise _mismatch(store, lm, "key layer", own, given)
-    if (wrong := difference(found, lm.identity)) is not None:
+    if (wrong := difference(built, lm.identity)) is not None:
         raise _mismatch(store, lm, *wrong)
 
 
@@ -304,41 +322,36 @@ def _mismatch(store: Datastore, lm: CausalLM, what: str, found: Any, now: Any, *
     )
 
 
-_SHARE = 0.5  # what a decoder weighs until it is tuned
-
-
 def is_decoder(path: Path) -> bool:
-    """Say whether a folder holds a decoder."""
+    """Whether a folder contains a decoder."""
     return (path / CARD).is_file()
 
 
-def load_decoder_mixture(
-    folder: Path, lm: CausalLM | None, wanted: MixtureOptions, *, model: str | None, device: str, dtype: str
-) -> LoadedMixture:
-    """Open a decoder and the model that it helps."""
-    card = load_card(folder)
-    asked = wanted.memories, wanted.k, wanted.knn_temperature, wanted.metric, wanted.skip
-    if any(value is not None for value in asked) or not wanted.rerank or wanted.device_keys != "float16":
+def load_decoder(folder: Path, lm: CausalLM | None, request: MixtureRequest) -> LoadedMixture:
+    """Open a decoder and the language model that it is mixed with."""
+    card, options = load_card(folder), request.options
+    unused = request.memories, request.k, request.knn_temperature, options.metric, options.skip_fraction
+    if any(value is not None for value in unused) or not options.rerank or options.key_dtype != "float16":
         raise ParameterError(
-            f"{folder} is a decoder, which has no store: only --lambda and --model mean something. To mix it with "
-            f"other memories, name it beside them: knnlm eval MEMORY TEXT --memory knn,lm={folder}"
+            f"{folder} is a decoder, which has no store: only --lambda and --model apply. To mix it with other "
+            f"memories, name it beside them: knnlm eval STORE TEXT --memory knn,decoder={folder}"
         )
     if lm is None:
-        lm = CausalLM.open(_helped(folder, card, model), device=device, dtype=dtype)
+        lm = CausalLM.open(_language_model(folder, card, options.model), device=options.device, dtype=options.dtype)
     readers = Readers(lm)
     memory = DecoderMemory(readers.add(CausalLM.open(str(folder), device=str(lm.device), dtype=lm.dtype)))
-    tuned = None if wanted.fresh else card.lmbda
-    lmbda = next(lmbda for lmbda in (wanted.lmbda, tuned, _SHARE) if lmbda is not None)
-    # Its folder is known, so the last name is enough, also where a memory is copied; signs of a recipe are no names.
-    label = f"lm={re.sub('[,:]', '_', folder.resolve().name)}"
+    tuned = card.lmbda if request.use_tuned else None
+    lmbda = next(lmbda for lmbda in (request.lmbda, tuned, _DECODER_LAMBDA) if lmbda is not None)
+    # The folder is known, so its last name is enough, also where it is copied; commas and colons separate specs.
+    label = f"decoder={re.sub('[,:]', '_', folder.resolve().name)}"
     return LoadedMixture(readers, [memory], [label], equal_weights([memory], lmbda), None, folder)
 
 
-def _helped(folder: Path, card: DecoderCard, model: str | None) -> str:
-    """Name the model to help: the one that is asked for, else the one that λ was tuned with."""
+def _language_model(folder: Path, card: DecoderCard, model: str | None) -> str:
+    """Return the name of the model that is asked for, else of the one that λ was tuned with."""
     known = (card.lmbda_facts or {}).get("model")
     if model is None and not isinstance(known, str):
-        raise ParameterError(f"{folder} is a decoder: say which model it is to help with --model.")
+        raise ParameterError(f"{folder} is a decoder: name the language model it is mixed with: --model.")
     if model is None and Path(str(known)).is_absolute() and not Path(str(known)).exists():
-        raise ParameterError(f"{folder} was tuned with {known}, which is not there any more: say with --model where.")
+        raise ParameterError(f"{folder} was tuned with {known}, which does not exist any more. Name it with --model.")
     return model or str(known)

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 
 from torch import Tensor
@@ -18,9 +17,8 @@ from knnlm.memories.decoder import LMOutput
 from knnlm.memories.knn import KnnMemory
 from knnlm.memories.voting import RetrievedNeighbours, searches
 from knnlm.mixture.loader import check_model, load_mixture, specs_of
-from knnlm.mixture.options import DEFAULTS, MixtureOptions, SavedMixture
 from knnlm.mixture.readers import ReadBatch, Readers
-from knnlm.mixture.spec import MemorySpec
+from knnlm.mixture.spec import DEFAULTS, MemorySpec, MixtureOptions, MixtureRequest, SavedMixture
 from knnlm.mixture.weights import (
     FixedWeights,
     GatedWeights,
@@ -65,18 +63,18 @@ class Mixture:
         weights: Weights | None = None,
         readers: Readers | None = None,
         labels: Sequence[str] | None = None,
-        home: Datastore | None = None,
-        folder: Path | None = None,
+        store: Datastore | None = None,
+        path: Path | None = None,
     ) -> None:
         self.lm = lm
-        self._again: Callable[[Path, CausalLM], Mixture] | None = None
+        self._request: MixtureRequest | None = None
         self.memories: list[Memory] = list(memory) if isinstance(memory, Sequence) else [memory]
         if not self.memories:
             raise ParameterError("A mixture needs at least one memory.")
         self.readers = readers or Readers(lm)
         self.labels = list(labels or [one.name for one in self.memories])
-        self.home = home or (self.knn.store if self.knn else None)  # whose windows are read, where choices are kept
-        self.folder = folder or (self.home.path if self.home else None)  # what it was opened from
+        self.store = store or (self.knn.store if self.knn else None)  # its windows are read, its catalog keeps tuning
+        self.path = path or (self.store.path if self.store else None)  # that it was opened from
         self.weights = weights or equal_weights(self.memories, DEFAULTS["lambda"] if lmbda is None else lmbda)
         for one in self.memories:
             if isinstance(one, KnnMemory):
@@ -97,56 +95,43 @@ class Mixture:
         k: int | None = None,
         knn_temperature: float | None = None,
         lmbda: float | None = None,
-        metric: str | None = None,
-        skip: float | None = None,
-        rerank: bool = True,
-        device_keys: str = "float16",
-        fresh: bool = False,
-        written: SavedMixture | None = None,
-        model: str | None = None,
-        device: str = "auto",
-        dtype: str = "auto",
+        use_tuned: bool = True,
+        options: MixtureOptions | None = None,
     ) -> Mixture:
-        """Open a memory with the model it was built with, and with the settings it was tuned to.
+        """Open a store with the model it was built with and the settings it was tuned to.
 
-        The memory is a folder, or a store that is open: one that has its keys on the device is searched there.
-        `memories` names what is mixed, as in "knn,cache,ngram"; None is what was tuned last, or the store alone where
-        nothing was or where k, τ or λ are given. What is given here is used instead of what was tuned; where neither is
-        there, the defaults are. `fresh` forgets what was tuned; `written` is a mixture that was written down elsewhere.
+        The path is a folder, or an open store: one whose keys are on a device is searched there. `memories` names the
+        components, as in "knn,cache,ngram"; None: those that were tuned last, or the store alone if nothing was tuned
+        or k, τ or λ are given. Arguments take precedence over tuned settings, which take precedence over the defaults.
         """
-        wanted = MixtureOptions(memories, k, knn_temperature, lmbda, metric, skip, rerank, fresh, written, device_keys)
-        again = partial(cls._gather, wanted, model=model, device=device, dtype=dtype)
-        return again(path if isinstance(path, Datastore) else Path(path), lm)
+        request = MixtureRequest(memories, k, knn_temperature, lmbda, use_tuned, options or MixtureOptions())
+        return cls._load(path if isinstance(path, Datastore) else Path(path), lm, request)
 
     @classmethod
-    def _gather(
-        cls,
-        wanted: MixtureOptions,
-        memory: Path | Datastore,
-        lm: CausalLM | None,
-        *,
-        model: str | None,
-        device: str,
-        dtype: str,
-    ) -> Mixture:
-        found = load_mixture(memory, lm, wanted, model=model, device=device, dtype=dtype)
-        made = cls(
-            found.readers.models[0],
-            found.memories,
-            weights=found.weights,
-            readers=found.readers,
-            labels=found.labels,
-            home=found.home,
-            folder=found.folder,
+    def open_saved(cls, path: Path, lm: CausalLM, saved: SavedMixture) -> Mixture:
+        """Open a store with the memories and weights that were saved with a model, instead of its own."""
+        return cls._load(path, lm, MixtureRequest(saved=saved))
+
+    @classmethod
+    def _load(cls, path: Path | Datastore, lm: CausalLM | None, request: MixtureRequest) -> Mixture:
+        loaded = load_mixture(path, lm, request)
+        mixture = cls(
+            loaded.readers.models[0],
+            loaded.memories,
+            weights=loaded.weights,
+            readers=loaded.readers,
+            labels=loaded.labels,
+            store=loaded.store,
+            path=loaded.path,
         )
-        made._again = partial(cls._gather, wanted, model=None, device=device, dtype=dtype)
-        return made
+        mixture._request = request
+        return mixture
 
     def reopen(self) -> Mixture:
-        """Open the memory as it is now, with the same model, as this mixture was opened; this one stays as it is."""
-        if self._again is None or self.folder is None:
-            raise ParameterError("Only a mixture that was opened from a memory can be opened again.")
-        return self._again(self.folder, self.lm)
+        """Open the store in its present state, with the same model and arguments; this mixture stays as it is."""
+        if self._request is None or self.path is None:
+            raise ParameterError("Only a mixture that was opened from a store can be opened again.")
+        return self._load(self.path, self.lm, self._request)
 
     @property
     def knn(self) -> KnnMemory | None:
@@ -160,7 +145,7 @@ class Mixture:
     def stale(self) -> bool:
         """Whether documents were added to or removed from a store of it since it was opened: then open it again."""
         stores = {memory.store for memory in self.memories if isinstance(memory, KnnMemory)}
-        return any(store.stale for store in stores | ({self.home} if self.home is not None else set()))
+        return any(store.stale for store in stores | ({self.store} if self.store is not None else set()))
 
     @property
     def lmbda(self) -> float | None:
@@ -188,7 +173,7 @@ class Mixture:
         return gated or any(memory.source is None or memory.history_length for memory in self.memories)
 
     @property
-    def longest(self) -> int | None:
+    def max_length(self) -> int | None:
         """The most tokens that all the models here can read at once, None where there is no end."""
         limits = [
             model.longest for model, _, _ in self.readers.wanted(self.history_lengths) if model.longest is not None
@@ -203,7 +188,7 @@ class Mixture:
     @property
     def window(self) -> WindowShape:
         """The window that the store was read with; evaluation uses the same."""
-        return WindowShape(**self.home.window) if self.home else self.lm.window(min(1024, self.longest or 1024))
+        return WindowShape(**self.store.window) if self.store else self.lm.window(min(1024, self.max_length or 1024))
 
     @property
     def component_names(self) -> list[str]:

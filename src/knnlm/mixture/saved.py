@@ -1,7 +1,7 @@
-"""What was tuned, kept in the memory: which memories, how they vote, how they are weighed.
+"""Saved tuning of a store: the memories, their settings and their weights.
 
-memory/
-  catalog.db                  the choices, one for each set of memories, and which was made last
+store/
+  catalog.db                  one tuning for each set of memories, and which of them is the last
   mixtures/<hash>.safetensors the networks of a gate
 """
 
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ from knnlm.errors import DatastoreCorrupt
 from knnlm.io import replacing, translate_os_errors
 from knnlm.memories.base import Memory
 from knnlm.mixture.gate import Gate, SearchSkipper, feature_names
-from knnlm.mixture.spec import MemorySpec, key_of
+from knnlm.mixture.spec import TUNE_AGAIN, MemorySpec, key_of
 from knnlm.mixture.weights import KINDS, Buckets, BucketWeights, FixedWeights, GatedWeights, Weights
 
 _NETWORKS = ("gate", "cheap", "skip")
@@ -33,95 +33,107 @@ _NETWORKS = ("gate", "cheap", "skip")
 
 @dataclass(frozen=True)
 class SavedTuning:
-    """What was tuned for one set of memories."""
+    """The tuned settings and weights of one set of memories."""
 
     specs: list[MemorySpec]
     weights: dict[str, Any]
-    facts: dict[str, Any]  # on what it was chosen, and what it gave there
+    facts: dict[str, Any]  # the text it was tuned on, and the figures there
 
 
 def load_tuning(store: Datastore, specs: Sequence[MemorySpec] | None) -> SavedTuning | None:
-    """Give what was tuned for these memories, or last; None where nothing was."""
-    choices, chosen = _known(store)
-    found = choices.get((chosen or "") if specs is None else key_of(specs))
-    return None if found is None else _read(found, str(store.catalog.path))
+    """Return the tuning of these memories, or the last one; None if there is none."""
+    tunings, last = _latest(store)
+    stored = tunings.get((last or "") if specs is None else key_of(specs))
+    return None if stored is None else _read(stored, str(store.catalog.path))
 
 
 def tuned_settings(store: Datastore, spec: MemorySpec) -> MemorySpec:
-    """Give a memory the way of voting that it was tuned to among whatever others, the last choice first."""
-    choices, chosen = _known(store)
-    for key in sorted(choices, key=lambda key: key != chosen):
-        for known in _read(choices[key], str(store.catalog.path)).specs:
+    """Return a memory with the settings that it was tuned to among any other memories, the last tuning first."""
+    tunings, last = _latest(store)
+    for key in sorted(tunings, key=lambda key: key != last):
+        for known in _read(tunings[key], str(store.catalog.path)).specs:
             if known.label == spec.label and known.settings and spec.metric in (None, known.metric):
                 return replace(spec, settings=known.settings[:1], metric=known.metric)
     return spec
 
 
-def _known(store: Datastore) -> tuple[dict[str, Any], str | None]:
-    """Give what was tuned, also after the store was opened."""
-    with closing(store.catalog.latest()) as now:
-        return _choices(now)
+def _latest(store: Datastore) -> tuple[dict[str, Any], str | None]:
+    """Return the tunings in the catalog's present state, also those saved after the store was opened."""
+    with closing(store.catalog.latest()) as catalog:
+        return _tunings(catalog)
 
 
-def _choices(catalog: Catalog) -> tuple[dict[str, Any], str | None]:
-    choices, chosen = catalog.get("choices") or {}, catalog.get("chosen")
-    if not isinstance(choices, dict) or not isinstance(chosen, str | None):
-        raise DatastoreCorrupt(
-            f"{catalog.path} does not say what was tuned. Tune it again after removing the memory's "
-            "catalog entry, or build it again."
-        )
-    return choices, chosen
+def _tunings(catalog: Catalog) -> tuple[dict[str, Any], str | None]:
+    """Return the stored tunings by their keys, and the key of the last one."""
+    tunings, last = catalog.get("choices") or {}, catalog.get("chosen")
+    if not isinstance(tunings, dict) or not isinstance(last, str | None):
+        raise DatastoreCorrupt(f"{catalog.path}: the saved tuning cannot be read. {TUNE_AGAIN}")
+    return tunings, last
 
 
-def _read(found: Any, where: str) -> SavedTuning:
+def _read(stored: Any, where: str) -> SavedTuning:
     try:
-        return SavedTuning(*read_mixture(found, where), found["facts"])
+        return SavedTuning(*read_mixture(stored, where), stored["facts"])
     except (KeyError, TypeError) as error:
-        raise DatastoreCorrupt(f"{where} does not say how its memories are weighed ({error}). Tune it again.") from None
+        raise DatastoreCorrupt(f"{where}: the saved tuning has no valid weights ({error}). {TUNE_AGAIN}") from None
 
 
-def read_mixture(found: Any, where: str) -> tuple[list[MemorySpec], dict[str, Any]]:
-    """Read the memories and weights that `write_mixture` gave; KeyError or TypeError where it is something else."""
-    specs = [MemorySpec.from_dict(facts, where) for facts in found["memories"]]
-    if found["weights"]["kind"] not in KINDS:
-        raise KeyError(found["weights"]["kind"])
-    return specs, found["weights"]
+def read_mixture(stored: Any, where: str) -> tuple[list[MemorySpec], dict[str, Any]]:
+    """Validate and read what `write_mixture` returned; raise KeyError or TypeError for anything else."""
+    specs = [MemorySpec.from_dict(each, where) for each in stored["memories"]]
+    if stored["weights"]["kind"] not in KINDS:
+        raise KeyError(stored["weights"]["kind"])
+    return specs, stored["weights"]
 
 
 def write_mixture(
     path: Path, specs: Sequence[MemorySpec], weights: dict[str, Any], tensors: dict[str, Tensor] | None
 ) -> dict[str, Any]:
-    """Write the networks of weights into a folder, and give the rest as JSON can keep it."""
+    """Write the networks of weights into a folder, and return the rest as JSON types."""
     file = {"file": _write_tensors(path, tensors)} if tensors else {}
     return {"memories": [spec.as_dict() for spec in specs], "weights": {**weights, **file}}
 
 
-def save_tuning(path: Path, choice: SavedTuning, tensors: dict[str, Tensor] | None = None) -> None:
-    """Store a choice in the memory, as the last one; the caller holds the memory's writer lock."""
-    written = write_mixture(path, choice.specs, choice.weights, tensors)
+def save_tuning(path: Path, tuning: SavedTuning, tensors: dict[str, Tensor] | None = None) -> None:
+    """Save a tuning in the store as the last one; the caller holds the store's writer lock.
+
+    Tunings that cannot be read are dropped, so that tuning again repairs a store whose saved tuning is corrupt.
+    """
+    stored = write_mixture(path, tuning.specs, tuning.weights, tensors)
     catalog = Catalog.open(path / CATALOG_FILE, write=True)
     try:
-        choices, _ = _choices(catalog)
-        key = key_of(choice.specs)
-        choices[key] = {**written, "facts": choice.facts}
-        catalog.put(choices=choices, chosen=key)
+        tunings = _readable(catalog)
+        key = key_of(tuning.specs)
+        tunings[key] = {**stored, "facts": tuning.facts}
+        catalog.put(choices=tunings, chosen=key)
     finally:
         catalog.close()
-    used = {each["weights"].get("file") for each in choices.values()}
+    used = {gate_of(each) for each in tunings.values()}
     for file in (path / GATES_FOLDER).glob("*"):
         if file.name not in used:
             file.unlink(missing_ok=True)
 
 
-def gate_of(choice: Any) -> str | None:
-    """Give the name of the file of networks that a choice, as the catalog has it, needs; None where it needs none."""
-    weights = choice.get("weights") if isinstance(choice, dict) else None
+def _readable(catalog: Catalog) -> dict[str, Any]:
+    """Return the stored tunings without those that cannot be read."""
+    readable = {}
+    with suppress(DatastoreCorrupt):
+        for key, stored in _tunings(catalog)[0].items():
+            with suppress(DatastoreCorrupt):
+                _read(stored, str(catalog.path))
+                readable[key] = stored
+    return readable
+
+
+def gate_of(stored: Any) -> str | None:
+    """Return the file name of the networks that a stored tuning needs; None if it needs none."""
+    weights = stored.get("weights") if isinstance(stored, dict) else None
     file = weights.get("file") if isinstance(weights, dict) else None
     return Path(file).name if isinstance(file, str) else None
 
 
 def weights_state(weights: Weights) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Give what is written down of weights: facts for the catalog, and the tensors of networks."""
+    """Return weights as JSON types for the catalog, and the tensors of their networks."""
     if isinstance(weights, FixedWeights):
         return {"kind": weights.kind, "values": list(weights.values)}, {}
     if isinstance(weights, BucketWeights):
@@ -137,10 +149,15 @@ def weights_state(weights: Weights) -> tuple[dict[str, Any], dict[str, Tensor]]:
 
 
 def load_weights(
-    facts: dict[str, Any], path: Path, memories: Sequence[Memory], *, vocab_size: int, skip: float | None = None
+    facts: dict[str, Any],
+    path: Path,
+    memories: Sequence[Memory],
+    *,
+    vocab_size: int,
+    skip_fraction: float | None = None,
 ) -> Weights:
-    """Make weights again from what was written down, and trust none of it."""
-    parts = 1 + sum(len(memory.component_names) for memory in memories)
+    """Validate and load stored weights."""
+    count = 1 + sum(len(memory.component_names) for memory in memories)
     try:
         if facts["kind"] in ("fixed", "fitted"):
             weights: Weights = FixedWeights(tuple(float(value) for value in facts["values"]), facts["kind"])
@@ -151,37 +168,39 @@ def load_weights(
             if not (0 <= weights.memory < len(memories) and memories[weights.memory].name == "knn"):
                 raise ValueError(f"memory {weights.memory} has no neighbours to go by")
         else:
-            gated = _load_gated(facts, path, skip)
+            gated = _load_gated(facts, path, skip_fraction)
             weights, found = gated, len(gated.gate.component_names)
             names, given = (
                 gated.gate.feature_names,
                 tuple(feature_names((one.name, one.feature_names) for one in memories)),
             )
             if names != given:
-                raise ValueError(f"it looks at {len(names)} signals, and these memories give {len(given)} others")
+                raise ValueError(f"the gate has {len(names)} features, and these memories have {len(given)} others")
             counts = gated.frequencies
             if counts.shape != (vocab_size,) or not bool((counts >= 0).all() and counts.isfinite().all()):
-                raise ValueError("it does not know how often each token is stored")
+                raise ValueError("its token frequencies are invalid")
     except (KeyError, TypeError, ValueError, AttributeError, IndexError, OSError, SafetensorError) as error:
-        raise DatastoreCorrupt(f"{path}: its mixture cannot be read ({error}). Tune it again.") from None
-    if found != parts:
-        raise DatastoreCorrupt(f"{path} has weights for {found} parts, but its memories have {parts}. Tune it again.")
+        raise DatastoreCorrupt(f"{path}: the saved weights cannot be read ({error}). {TUNE_AGAIN}") from None
+    if found != count:
+        raise DatastoreCorrupt(
+            f"{path}: the saved weights are of {found} components, but its memories have {count}. {TUNE_AGAIN}"
+        )
     return weights
 
 
 def load_networks(file: Path) -> dict[str, Tensor]:
-    """Read the networks of a gate, whose file is named by its hash."""
+    """Read the networks of a gate from a file that is named by its checksum."""
     data = file.read_bytes()
     try:
         if _name(data) == file.name:
             return load(data)
     except SafetensorError:
         pass
-    raise DatastoreCorrupt(f"{file} is damaged. Tune it again with: knnlm tune")
+    raise DatastoreCorrupt(f"{file}: checksum mismatch (SHA-256). {TUNE_AGAIN}")
 
 
-def _load_gated(facts: dict[str, Any], path: Path, skip: float | None) -> GatedWeights:
-    name = Path(facts["file"]).name  # no path that a stranger wrote leads out of the memory
+def _load_gated(facts: dict[str, Any], path: Path, skip_fraction: float | None) -> GatedWeights:
+    name = Path(facts["file"]).name  # an untrusted path must not lead out of the store
     tensors = load_networks(path / GATES_FOLDER / name)
     kinds: dict[str, Any] = {"gate": Gate, "cheap": Gate, "skip": SearchSkipper}
     networks = {}
@@ -190,7 +209,7 @@ def _load_gated(facts: dict[str, Any], path: Path, skip: float | None) -> GatedW
             key.removeprefix(f"{network}."): value for key, value in tensors.items() if key.startswith(f"{network}.")
         }
         networks[network] = kinds[network].load(own, described)
-    fraction = facts["fraction"] if skip is None else skip
+    fraction = facts["fraction"] if skip_fraction is None else skip_fraction
     return GatedWeights(
         networks["gate"],
         tensors["frequencies"],
@@ -201,7 +220,7 @@ def _load_gated(facts: dict[str, Any], path: Path, skip: float | None) -> GatedW
 
 
 def _write_tensors(path: Path, tensors: dict[str, Tensor]) -> str:
-    """Write the networks of a gate into a folder, and give the name of the file, which tells what is in it."""
+    """Write the networks of a gate into a folder, and return the file's name."""
     data = save({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()})
     name, folder = _name(data), path / GATES_FOLDER
     with translate_os_errors(folder):
@@ -212,5 +231,5 @@ def _write_tensors(path: Path, tensors: dict[str, Tensor]) -> str:
 
 
 def _name(data: bytes) -> str:
-    """Name a file by what is in it."""
+    """Return the name of a file with this content."""
     return f"{hashlib.sha256(data).hexdigest()[:16]}.safetensors"

@@ -1,43 +1,99 @@
-"""Which memories a mixture has, written down: on the command line, and in the memory's catalog. Opens nothing.
+"""What a mixture is opened from: the memories it has, its settings, and their defaults.
 
-knn,cache,ngram              the memory's own store, the text being read, n-grams of the store
-knn,knn=OTHER,lm=FOLDER      a second store, a second language model
-knn:0.3,cache:0.1            with weights
-knn,cache=2000               the last 2,000 positions of the text instead of all of it
+knn,cache,ngram                   the store's own entries, the text being read, n-grams of the store
+knn,knn=OTHER,decoder=FOLDER      a second store, a second language model
+knn:0.3,cache:0.1                 with weights
+knn,cache=2000                    the last 2,000 positions of the text instead of all of it
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from knnlm.errors import DatastoreCorrupt, ParameterError
-from knnlm.memories.voting import VoteParams
+from knnlm.index.base import check_metric
+from knnlm.index.exact import check_keys
+from knnlm.memories.voting import VoteParams, check_vote
+from knnlm.mixture.weights import check_lambda
 
-KINDS = ("knn", "cache", "ngram", "lm", "output")
+KINDS = ("knn", "cache", "ngram", "decoder", "output")
+
+TUNE_AGAIN = "Tune the store again: knnlm tune STORE TEXT"
+
+# The settings of a store until it is tuned.
+DEFAULTS: dict[str, Any] = {"k": 1024, "knn_temperature": 2.0, "lambda": 0.25}
+
+
+@dataclass(frozen=True)
+class MixtureOptions:
+    """How a mixture is opened, besides the paper's settings."""
+
+    metric: str | None = None  # l2 or ip; None: as tuned, else l2
+    skip_fraction: float | None = None  # of the searches that a gate skips; None: as tuned
+    rerank: bool = True  # vote with distances to the stored keys instead of the index's own
+    key_dtype: str = "float16"  # of keys on a GPU
+    model: str | None = None  # the language model; None: the one that the store was built with
+    device: str = "auto"
+    dtype: str = "auto"  # of the language model
+
+    def __post_init__(self) -> None:
+        check_metric(self.metric or "l2")
+        check_keys(self.key_dtype)
+        if self.skip_fraction is not None and not 0 <= self.skip_fraction <= 1:
+            raise ParameterError(f"skip must be a fraction from 0 to 1, not {self.skip_fraction}.")
+
+
+@dataclass(frozen=True)
+class SavedMixture:
+    """A mixture as it was saved with a model."""
+
+    specs: list[MemorySpec]
+    weights: dict[str, Any]
+    folder: Path  # with the tensors of the weights
+
+
+@dataclass(frozen=True)
+class MixtureRequest:
+    """The arguments of `Mixture.open`; None: as tuned."""
+
+    memories: str | None = None
+    k: int | None = None
+    knn_temperature: float | None = None
+    lmbda: float | None = None
+    use_tuned: bool = True
+    options: MixtureOptions = field(default_factory=MixtureOptions)
+    saved: SavedMixture | None = None  # opened instead of what was tuned
+
+    def __post_init__(self) -> None:
+        check_vote(
+            DEFAULTS["k"] if self.k is None else self.k,
+            DEFAULTS["knn_temperature"] if self.knn_temperature is None else self.knn_temperature,
+        )
+        check_lambda(DEFAULTS["lambda"] if self.lmbda is None else self.lmbda)
 
 
 @dataclass(frozen=True)
 class MemorySpec:
-    """One memory: its kind, where it lies if not in the store itself, and how its neighbours vote."""
+    """One memory: its kind, its path if it is not in the store itself, and how its neighbours vote."""
 
     kind: str
     path: str | None = None
     weight: float | None = None
     settings: tuple[VoteParams, ...] = ()
     metric: str | None = None
-    identity: str | None = None  # what it was when weights were fitted for it, where that can change
+    identity: str | None = None  # a hash of the memory that the weights were fitted to, where it can be replaced
 
     @property
     def label(self) -> str:
-        """What this memory is called among others."""
+        """The name of this memory among others."""
         return self.kind if self.path is None else f"{self.kind}={self.path}"
 
     def as_dict(self) -> dict[str, Any]:
-        """Write it as JSON can."""
+        """Return the spec as JSON types."""
         return {
             "kind": self.kind,
             "path": self.path,
@@ -47,31 +103,33 @@ class MemorySpec:
         }
 
     @classmethod
-    def from_dict(cls, facts: dict[str, Any], where: str) -> MemorySpec:
-        """Read what `as_dict` wrote; it may come from a stranger."""
+    def from_dict(cls, stored: dict[str, Any], where: str) -> MemorySpec:
+        """Validate and read what `as_dict` returned."""
         try:
-            settings = tuple(VoteParams(int(k), float(knn_temperature)) for k, knn_temperature in facts["settings"])
-            spec = cls(facts["kind"], facts["path"], None, settings, facts["metric"], facts["identity"])
+            settings = tuple(VoteParams(int(k), float(knn_temperature)) for k, knn_temperature in stored["settings"])
+            spec = cls(stored["kind"], stored["path"], None, settings, stored["metric"], stored["identity"])
             if spec.kind not in KINDS or not isinstance(spec.path, str | None):
                 raise ValueError(f"unknown memory {spec.kind}")
             if spec.metric not in (None, "l2", "ip") or not isinstance(spec.identity, str | None):
                 raise ValueError(f"unknown metric {spec.metric}")
             _parse(spec.label)
         except (KeyError, TypeError, ValueError, OverflowError) as error:
-            raise DatastoreCorrupt(f"{where} does not say which memories it has ({error}). Tune it again.") from None
+            raise DatastoreCorrupt(
+                f"{where}: the saved tuning does not say which memories it has ({error}). {TUNE_AGAIN}"
+            ) from None
         return spec
 
 
 def parse_memories(text: str) -> list[MemorySpec]:
-    """Read a list of memories as it is given on the command line."""
+    """Parse a list of memories as given on the command line."""
     specs = [_parse(piece.strip()) for piece in text.split(",") if piece.strip()]
     if not specs:
-        raise ParameterError(f"There is no memory in {text!r}. Give some of {', '.join(KINDS)}, as in knn,cache,ngram.")
+        raise ParameterError(f"There is no memory in {text!r}. Name some of {', '.join(KINDS)}, as in knn,cache,ngram.")
     labels = [spec.label for spec in specs]
     if twice := next((label for label in labels if labels.count(label) > 1), None):
         raise ParameterError(f"The memory {twice} is there twice in {text!r}.")
-    given = [spec.weight for spec in specs if spec.weight is not None]
-    if given and (len(given) < len(specs) or not (min(given) >= 0 and sum(given) <= 1)):
+    weights = [spec.weight for spec in specs if spec.weight is not None]
+    if weights and (len(weights) < len(specs) or not (min(weights) >= 0 and sum(weights) <= 1)):
         raise ParameterError(
             f"In {text!r}, give every memory a weight or none; weights are at least 0 and sum to at most 1, and the "
             "language model gets the rest."
@@ -90,26 +148,26 @@ def _parse(piece: str) -> MemorySpec:
         raise ParameterError(
             f"There is no memory {kind!r}. The memories are {', '.join(KINDS)}, as in knn,cache,ngram."
         )
-    if kind == "lm" and not path:
-        raise ParameterError("The memory lm needs a model: lm=FOLDER.")
+    if kind == "decoder" and not path:
+        raise ParameterError("The memory decoder needs a model: decoder=FOLDER.")
     if kind == "cache" and path and not (path.isdecimal() and int(path) > 0):
         raise ParameterError(f"cache={path} is no number of positions to look back on, as in cache=2000.")
     return MemorySpec(kind, path or None, weight)
 
 
-def resolve(specs: Sequence[MemorySpec], memory: Path) -> list[MemorySpec]:
-    """Write paths so that they are found from any folder: within the memory as they are, others in full."""
-    found = []
+def resolve(specs: Sequence[MemorySpec], store: Path) -> list[MemorySpec]:
+    """Make paths independent of the working folder: relative to the store if inside it, else absolute."""
+    resolved = []
     for spec in specs:
         path = spec.path
-        if path is not None and spec.kind != "cache" and not (memory / path).exists() and Path(path).exists():
-            whole = Path(path).resolve()
-            inside = whole.is_relative_to(memory.resolve())
-            path = str(whole.relative_to(memory.resolve()) if inside else whole)
-        found.append(replace(spec, path=path))
-    return found
+        if path is not None and spec.kind != "cache" and not (store / path).exists() and Path(path).exists():
+            absolute = Path(path).resolve()
+            inside = absolute.is_relative_to(store.resolve())
+            path = str(absolute.relative_to(store.resolve()) if inside else absolute)
+        resolved.append(replace(spec, path=path))
+    return resolved
 
 
 def key_of(specs: Sequence[MemorySpec]) -> str:
-    """Name a set of memories, in whatever order, to find what was tuned for it."""
+    """Return the name of a set of memories, in any order, under which its tuning is saved."""
     return ",".join(sorted(spec.label for spec in specs))

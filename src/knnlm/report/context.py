@@ -43,7 +43,7 @@ from knnlm.memories.voting import VoteParams
 from knnlm.mixture.loader import open_reader
 from knnlm.mixture.mixture import Mixture
 from knnlm.mixture.readers import ReadBatch
-from knnlm.mixture.spec import parse_memories
+from knnlm.mixture.spec import MixtureOptions, parse_memories
 from knnlm.mixture.weights import FixedWeights
 from knnlm.progress import Progress, silent
 from knnlm.report.crossval import out_of_fold
@@ -125,10 +125,8 @@ class ReportContext:
             order.memory,
             self.lm,
             memories=",".join(self.labels),
-            fresh=True,
-            model=order.model,
-            device=order.device,
-            dtype=order.dtype,
+            use_tuned=False,
+            options=MixtureOptions(model=order.model, device=order.device, dtype=order.dtype),
         )
 
     @cached_property
@@ -312,7 +310,7 @@ def _labels(store: Datastore, order: StudyTexts) -> list[str]:
         found = ["knn", "cache", "ngram"]
         if (store.path / "output" / OUTPUT_FILE).is_file():  # a folder alone is what training left that was stopped
             found.append("output")
-    if order.second_lm is not None and (label := f"lm={order.second_lm}") not in found:
+    if order.second_lm is not None and (label := f"decoder={order.second_lm}") not in found:
         found.append(label)
     return found
 

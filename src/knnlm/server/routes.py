@@ -215,7 +215,7 @@ def _model_facts(service: Service) -> dict[str, Any]:
             "k": None if knn is None else knn.k,
             "knn_temperature": None if knn is None else knn.knn_temperature,
             "keys": None if knn is None else knn.store.key_count,
-            "longest": mixture.longest,
+            "longest": mixture.max_length,
             "batched": service.engine.together,
             "max_prompt_tokens": service.limits.prompt_tokens,
             "max_output_tokens": service.limits.output_tokens,

@@ -87,7 +87,7 @@ class Service:
         self.name = name
         recall = TraceCache(most_bytes=self.limits.trace_bytes)
         self.engine = Scheduler(mixture, slots=self.limits.slots, queue=self.limits.queue, recall=recall)
-        self.library = None if mixture.home is None else DocumentService(mixture.home.path, mixture.lm)
+        self.library = None if mixture.store is None else DocumentService(mixture.store.path, mixture.lm)
         self.metrics = Metrics(self.engine)
         self.started = int(time.time())
         # Some of their own: a tokenizer must not be used by two threads at once, and the event loop waits for nobody.
@@ -174,7 +174,7 @@ class Service:
         self.check_model(body.model)
         tokens, hidden = self.prompt(body.text)
         self.limits.room(len(tokens) - 1, 0, None, usual=0)
-        window, longest = self.mixture.window.context, self.mixture.longest
+        window, longest = self.mixture.window.context, self.mixture.max_length
         windowed = len(tokens) - 1 > window
         if longest is not None and min(window, len(tokens) - 1) > longest:
             raise ParameterError(
@@ -283,7 +283,7 @@ class Service:
 
     def room(self, prompt: int, wanted: int | None, *, usual: int) -> int:
         """Say how many tokens may follow a prompt; the engine reads with all models, whatever a request wants."""
-        return self.limits.room(prompt, wanted, self.mixture.longest, usual=usual)
+        return self.limits.room(prompt, wanted, self.mixture.max_length, usual=usual)
 
     def deadline(self) -> float:
         """Say until when a request may take."""

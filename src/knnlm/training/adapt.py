@@ -38,6 +38,7 @@ from knnlm.lm.causal import CausalLM
 from knnlm.memories.decoder import set_lambda
 from knnlm.mixture.loader import check_model, is_decoder, language_model
 from knnlm.mixture.mixture import Mixture
+from knnlm.mixture.spec import MixtureOptions
 from knnlm.progress import Progress, silent
 from knnlm.training.decoder import train_decoder
 from knnlm.training.student import open_student
@@ -48,7 +49,7 @@ _ROOM = 1.5  # times as much as is wanted may be held out, since documents stay 
 
 _TOKENS = 60_000  # of held-out text that are used at most
 
-MEMORIES = f"knn,lm={STUDENT_FOLDER},cache,ngram"
+MEMORIES = f"knn,decoder={STUDENT_FOLDER},cache,ngram"
 
 
 @dataclass(frozen=True)
@@ -245,7 +246,7 @@ def _complete(folder: Path) -> bool:
 
 def _tune(store: Datastore, lm: CausalLM, texts: _Splits, limit: int, progress: Progress) -> Adaptation:
     """Tune all memories together, keep the choice, and see what each is worth by itself."""
-    mixture = Mixture.open(store, lm, memories=MEMORIES, fresh=True, dtype=lm.dtype)
+    mixture = Mixture.open(store, lm, memories=MEMORIES, use_tuned=False, options=MixtureOptions(dtype=lm.dtype))
     device = str(lm.device)
     with writer_lock(store.path), scratch(store.path) as place:
         wanted = min(limit, texts.kept_tokens)
@@ -254,7 +255,7 @@ def _tune(store: Datastore, lm: CausalLM, texts: _Splits, limit: int, progress: 
         store_choice(store.path, tuning, trace)
         seen = _look(trace, tuning, device)
     knn = fit_weights(seen.only("knn"), "fixed", frequencies=token_frequencies(store))
-    student = seen.only(f"lm={STUDENT_FOLDER}")
+    student = seen.only(f"decoder={STUDENT_FOLDER}")
     lmbda, facts = fit_decoder(student, lm.name, trace.facts["text"])
     set_lambda(store.path / STUDENT_FOLDER, lmbda, facts)
     alone = student.memories[0].logs[:, 0].to(torch.float64)

@@ -98,7 +98,9 @@ def study_baselines(desk: ReportContext) -> Study:
     ]
     figures = {name: test[best] for name, (_, best, _, test) in tried.items()}
     knn = figures.pop("knn")
-    notes = [] if any(label.startswith("lm=") for label in desk.labels) else ["No second model: give one with --lm."]
+    notes = (
+        [] if any(label.startswith("decoder=") for label in desk.labels) else ["No second model: give one with --lm."]
+    )
     if "output" not in desk.labels:
         notes.append("No output matrix: train one with knnlm distill.")
     if not figures:

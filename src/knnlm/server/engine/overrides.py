@@ -18,7 +18,7 @@ from knnlm.memories.base import Context, Memory
 from knnlm.memories.knn import KnnMemory
 from knnlm.memories.voting import NeighbourMemory, SearchMemory, VoteParams, searches
 from knnlm.mixture.mixture import Mixture
-from knnlm.mixture.options import DEFAULTS
+from knnlm.mixture.spec import DEFAULTS
 from knnlm.mixture.weights import FixedWeights, Weights, equal_weights, first_components
 from knnlm.server.engine.requests import MemoryOverrides
 
@@ -67,8 +67,8 @@ class MixtureCache:
             weights=weights,
             readers=base.readers,
             labels=[base.labels[number] for number in chosen],
-            home=base.home,
-            folder=base.folder,
+            store=base.store,
+            path=base.path,
         )
 
     def _memory(self, number: int, wish: MemoryOverrides) -> Memory:

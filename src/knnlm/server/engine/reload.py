@@ -47,7 +47,7 @@ def reload_if_stale(mixture: Mixture) -> Reloaded | None:
 def _stores(mixture: Mixture) -> set[Datastore]:
     """Give the stores that a mixture has open."""
     found = {store for memory in mixture.memories if isinstance(store := getattr(memory, "store", None), Datastore)}
-    return found | ({mixture.home} if mixture.home is not None else set())
+    return found | ({mixture.store} if mixture.store is not None else set())
 
 
 def _removed(mixture: Mixture) -> list[tuple[str, int, list[tuple[int, int]]]]:

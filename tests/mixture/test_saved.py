@@ -1,0 +1,53 @@
+"""Saved tuning: what is corrupt is an error that names a command, and that command repairs it."""
+
+from __future__ import annotations
+
+from contextlib import closing
+
+import pytest
+
+from helpers.stores import documents
+from knnlm.datastore.catalog import CATALOG_FILE, Catalog
+from knnlm.errors import DatastoreCorrupt
+from knnlm.evaluation.tune import tune
+from knnlm.ingest.build import build
+from knnlm.mixture.mixture import Mixture
+
+
+@pytest.fixture
+def path(lm, tmp_path):
+    build(documents(8), tmp_path / "docs.store", lm=lm).close()
+    return tmp_path / "docs.store"
+
+
+def put(path, **values):
+    with closing(Catalog.open(path / CATALOG_FILE, write=True)) as catalog:
+        catalog.put(**values)
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"choices": [1, 2]},
+        {"choices": {"knn": 5}, "chosen": "knn"},
+        {"choices": {"knn": {"memories": [], "weights": {"kind": "magic"}, "facts": {}}}, "chosen": "knn"},
+        {"choices": {"knn": {"memories": [{"kind": "lm"}], "weights": {"kind": "fixed"}}}, "chosen": "knn"},
+        {"chosen": 7},
+    ],
+)
+def test_a_corrupt_tuning_names_the_command_that_repairs_it(lm, path, values):
+    put(path, **values)
+    with pytest.raises(DatastoreCorrupt, match="Tune the store again: knnlm tune STORE TEXT"):
+        Mixture.open(path, lm)
+    # As the command does it.
+    tune(Mixture.open(path, lm, memories="knn,cache", use_tuned=False), documents(3, start=50), weights="fixed")
+    assert Mixture.open(path, lm).labels == ["knn", "cache"]
+    assert Mixture.open(path, lm, memories="knn").labels == ["knn"]
+
+
+def test_tuning_keeps_the_readable_tunings_of_other_memories(lm, path):
+    held_out = documents(3, start=50)
+    tune(Mixture.open(path, lm, memories="knn", use_tuned=False), held_out, weights="fixed", knn_temperatures=[1.25])
+    tune(Mixture.open(path, lm, memories="cache", use_tuned=False), held_out, weights="fixed")
+    assert Mixture.open(path, lm).labels == ["cache"]
+    assert Mixture.open(path, lm, memories="knn").knn.knn_temperature == 1.25
