@@ -7,7 +7,8 @@ from contextlib import closing
 import pytest
 
 from helpers.stores import documents
-from knnlm.datastore.catalog import CATALOG_FILE, Catalog
+from knnlm.datastore.catalog import Catalog
+from knnlm.datastore.paths import CATALOG_FILE
 from knnlm.errors import DatastoreCorrupt
 from knnlm.evaluation.tune import tune
 from knnlm.ingest.build import build
