@@ -1,6 +1,6 @@
 """What guarding costs: checks of what is read, verify, merge and repair, on a memory of random keys.
 
-python benchmarks/guarding.py --keys 200000 --width 576      # a minute; takes three times the size of the keys
+python benchmarks/guarding.py --key-format 200000 --width 576      # a minute; takes three times the size of the keys
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ def measure_catalog(folder: Path, count: int) -> dict[str, float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--keys", type=int, default=200_000)
+    parser.add_argument("--key-format", type=int, default=200_000)
     parser.add_argument("--width", type=int, default=576)
     parser.add_argument("--documents", type=int, default=100_000)
     parser.add_argument("--json", action="store_true")

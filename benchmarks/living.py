@@ -1,6 +1,6 @@
 """What it costs to change a large memory: adding one document, removing one, compacting.
 
-    python benchmarks/living.py --keys 100000 1000000      # some minutes, and 1.2 GB of disk for a million keys
+    python benchmarks/living.py --key-format 100000 1000000      # some minutes, and 1.2 GB of disk for a million keys
 
 Keys are random float16 of the width of a model that is made here, with one layer and random weights: what is measured
 is the store, not the model. The time to add is given with and without the model's own reading of the document. The peak
@@ -41,7 +41,7 @@ _DOCUMENT, _SEGMENT, _VOCABULARY = 1000, 16_000, 1000
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--keys", type=int, nargs="+", default=[100_000, 1_000_000], help="keys of each memory")
+    parser.add_argument("--key-format", type=int, nargs="+", default=[100_000, 1_000_000], help="keys of each memory")
     parser.add_argument("--width", type=int, default=576, help="of a key")
     parser.add_argument("--folder", type=Path, help="where to write; a temporary place if not given")
     parser.add_argument("--json", action="store_true")

@@ -1,7 +1,7 @@
 """What serving costs, and what it gains when several ask at once.
 
     python benchmarks/serve.py                        # a tiny model of its own, about a minute
-    python benchmarks/serve.py --memory MEMORY        # any memory
+    python benchmarks/serve.py --memories MEMORY        # any memory
     python benchmarks/serve.py --seconds 60           # with 64 streams for a minute, to see that memory does not grow
                                                       # once as much is kept for scoring again as it ever keeps
 
@@ -42,7 +42,7 @@ PROMPT = "The memory of a model"
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--memory", type=Path, help="a memory, instead of a tiny one made for this")
+    parser.add_argument("--memories", type=Path, help="a memory, instead of a tiny one made for this")
     parser.add_argument("--tokens", type=int, default=200)
     parser.add_argument("--concurrent", type=int, default=8)
     parser.add_argument("--repeat", type=int, default=3)

@@ -40,7 +40,7 @@ def main() -> None:
     parser.add_argument("--ways", nargs="+", default=WAYS)
     parser.add_argument("--index", help="auto or a factory string; without it, search is exact")
     parser.add_argument("--k", type=int, default=1024)
-    parser.add_argument("--memory", type=Path, help="a float16 memory of train, if it is there already")
+    parser.add_argument("--memories", type=Path, help="a float16 memory of train, if it is there already")
     options = parser.parse_args()
     lm = CausalLM.open(options.model, device=options.device, dtype=options.dtype)
     with tempfile.TemporaryDirectory() as folder:

@@ -122,6 +122,10 @@ def __dir__() -> list[str]:
 
 
 def __getattr__(name: str) -> Any:
+    if name == "__version__":
+        from importlib.metadata import version
+
+        return version("knnlm")
     if name not in _HOMES:
         raise AttributeError(f"module 'knnlm' has no attribute {name!r}")
     return getattr(import_module(f"knnlm.{_HOMES[name]}"), name)

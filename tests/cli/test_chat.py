@@ -20,7 +20,8 @@ import torch
 from helpers.models import tiny, tiny_tokenizer
 from helpers.stores import documents
 from knnlm.cli.app import run
-from knnlm.cli.chat import SOURCES, Conversation, clean, share, voices
+from knnlm.cli.chat import SOURCES, Conversation, document_shares, memory_share
+from knnlm.cli.output import without_control
 from knnlm.corpus import Document
 from knnlm.errors import ParameterError
 from knnlm.generation.causal import KnnForCausalLM
@@ -71,7 +72,7 @@ def talk(home):
         engine = Scheduler(Mixture.open(home / "memory", lm, **SETTINGS), slots=1, queue=1)
         engine.start()
         begun.append(engine)
-        return Conversation(engine, **{"drawing": {}, "max_tokens": 12, **settings})
+        return Conversation(engine, **{"sampling": {}, "max_tokens": 12, **settings})
 
     yield begin
     for engine in begun:
@@ -111,12 +112,12 @@ def test_piped_lines_are_answered_as_the_model_with_its_memory_would_with_the_co
 
 def test_a_model_that_was_not_trained_to_converse_goes_on_from_what_is_written(home, talk):
     begun = talk(template=None)
-    answer = "".join(token.text for token in begun.say("The memory of a model"))
+    answer = "".join(token.text for token in begun.send("The memory of a model"))
     tokenizer, start = tiny_tokenizer(), begun.engine.mixture.lm.start_token
     made = generated(home, [start, *tokenizer("The memory of a model")["input_ids"]], 12)
     assert answer == tokenizer.decode(made, skip_special_tokens=True)
-    list(begun.say("is"))
-    assert [turn["content"] for turn in begun.turns[:3]] == ["The memory of a model", answer, "is"]
+    list(begun.send("is"))
+    assert [turn["content"] for turn in begun.messages[:3]] == ["The memory of a model", answer, "is"]
 
 
 def test_what_is_no_text_is_an_error_of_one_line(home):
@@ -136,27 +137,27 @@ def test_what_is_no_text_is_an_error_of_one_line(home):
 
 def test_a_message_that_nobody_takes_is_no_part_of_the_conversation(talk):
     begun = talk()
-    list(begun.say("The memory"))
-    before = list(begun.turns)
+    list(begun.send("The memory"))
+    before = list(begun.messages)
     engine = begun.engine
     held = [engine.submit(GenerationRequest((1, 2), 100)) for _ in range(1)]
     while engine.active < 1:
         time.sleep(0.001)
     held.append(engine.submit(GenerationRequest((1, 2), 100)))
     with pytest.raises(Busy):
-        next(begun.say("of Anna"))
-    assert begun.turns == before
+        next(begun.send("of Anna"))
+    assert begun.messages == before
     for ticket in held:
         ticket.cancel()
 
 
 def test_signs_that_turn_writing_around_are_shown_as_signs():
-    assert clean("a\u202eb\u2066c\x1b[2Jd\u200fe\n") == "a\ufffdb\ufffdc\ufffd[2Jd\ufffde\n"
+    assert without_control("a\u202eb\u2066c\x1b[2Jd\u200fe\n") == "a\ufffdb\ufffdc\ufffd[2Jd\ufffde\n"
 
 
 def test_why_adds_up_to_what_the_memory_gave(home, talk):
     begun = talk()
-    tokens = list(begun.say("The memory of a model is"))
+    tokens = list(begun.send("The memory of a model is"))
     model = KnnForCausalLM.from_store(home / "memory", **SETTINGS)
     prompt = tiny_tokenizer()("user: The memory of a model is\nassistant:")["input_ids"]
     ids = torch.tensor([prompt + [token.id for token in tokens]])
@@ -165,12 +166,12 @@ def test_why_adds_up_to_what_the_memory_gave(home, talk):
         alone = model.base(ids).logits.log_softmax(-1)[0, len(prompt) - 1 : -1]
     chosen = ids[0, len(prompt) :, None]
     given = 1 - 0.5 * (alone - mixed).gather(1, chosen)[:, 0].exp().numpy()  # p = 0.5 p_LM + what the memory gave
-    np.testing.assert_allclose([share(token) for token in tokens], given, atol=1e-4)
-    heard = voices(tokens)
+    np.testing.assert_allclose([memory_share(token) for token in tokens], given, atol=1e-4)
+    heard = document_shares(tokens)
     # All of its neighbours are named (k is not above SOURCES), so the documents' parts are all that it gave.
     assert SETTINGS["k"] <= SOURCES
-    assert sum(each["part"] for each in heard) == pytest.approx(given.mean(), abs=1e-4)
-    assert [each["part"] for each in heard] == sorted((each["part"] for each in heard), reverse=True)
+    assert sum(each["share"] for each in heard) == pytest.approx(given.mean(), abs=1e-4)
+    assert [each["share"] for each in heard] == sorted((each["share"] for each in heard), reverse=True)
     for each in heard:
         named = [any(s["document"] == each["document"] and s["token"] == t.text for s in t.sources) for t in tokens]
         assert each["tokens"] == sum(named)
@@ -181,27 +182,27 @@ def test_why_says_which_documents_spoke_in_words_and_commands_no_terminal(home, 
     monkeypatch.setattr(sys, "stdin", io.StringIO(said))
     assert run(["chat", str(home / "memory"), *CHOSEN, "--max-new-tokens", "20"]) == 0
     out, err = capfd.readouterr()
-    assert "Nothing was answered yet." in err
+    assert "There is no reply yet." in err
     assert "a number from 1 to 20" in err
-    assert "There is no /nonsense." in err
-    assert re.search(r"The memory gave \d+% of the probability of 20 tokens", out)
+    assert "Unknown command /nonsense." in err
+    assert re.search(r"Memories gave \d+% of the probability of 20 tokens", out)
     assert re.search(r"\d+\.\d%\s+d\d+\s+\d+ tokens?", out)
     # Those that are named and the rest are what the memory gave.
-    told = out[out.index("The memory gave") : out.index("p_LM")]
+    told = out[out.index("Memories gave") : out.index("p_LM")]
     parts = [float(part) for part in re.findall(r"(\d+\.\d)%", told)]
     assert sum(parts) == pytest.approx(float(re.search(r"gave (\d+)%", told)[1]), abs=0.5 + 0.05 * len(parts))
     assert re.search(r"^ *20 .*%", out, re.M)
     assert "p_kNN" in out
     assert "«" in out
-    assert err.count("Nothing was answered yet.") == 2  # /new forgets
+    assert err.count("There is no reply yet.") == 2  # /new forgets
     for stream in (out, err):
         assert "\x1b" not in stream
         assert "\x07" not in stream
 
 
 def test_control_characters_are_shown_as_signs():
-    assert clean("a\x1b[31mb\x9bc\rd\x7f") == "a�[31mb�c�d�"
-    assert clean("lines\nand\ttabs, λ") == "lines\nand\ttabs, λ"
+    assert without_control("a\x1b[31mb\x9bc\rd\x7f") == "a�[31mb�c�d�"
+    assert without_control("lines\nand\ttabs, λ") == "lines\nand\ttabs, λ"
 
 
 def test_a_conversation_that_grows_too_long_loses_its_beginning(talk):
@@ -215,31 +216,31 @@ def test_a_conversation_that_grows_too_long_loses_its_beginning(talk):
         # As much of the end as the model can read, from a question on: no more than needed is lost.
         texts = ["system: Stay.\n" + "".join(said[first:]) + "assistant:" for first in range(0, len(said), 2)]
         fitting = next(text for text in texts if len(tokenizer(text)["input_ids"]) + 20 <= 128)
-        answer = list(begun.say(f"{number} the memory of a model"))
+        answer = list(begun.send(f"{number} the memory of a model"))
         assert len(answer) == 20
         assert tokenizer.decode(orders[-1].tokens) == fitting
         said.append("assistant: " + "".join(token.text for token in answer) + "\n")
-    assert begun.forgotten > 0
+    assert begun.dropped > 0
 
 
 def test_a_message_that_is_too_long_is_refused_and_the_conversation_goes_on(home, talk):
     begun = talk(longest=128)
-    with pytest.raises(ParameterError, match="can read only 128"):
-        list(begun.say("memory " * 100))
-    assert begun.turns == []
-    assert len(list(begun.say("memory"))) == 12
+    with pytest.raises(ParameterError, match="context has 128"):
+        list(begun.send("memory " * 100))
+    assert begun.messages == []
+    assert len(list(begun.send("memory"))) == 12
 
 
 def test_who_stops_listening_ends_the_answer_and_what_was_said_stays(talk):
     begun = talk(max_tokens=4000)
-    answer = begun.say("The memory")
+    answer = begun.send("The memory")
     heard = [next(answer).text for _ in range(5)]
     answer.close()
-    assert begun.turns[-1]["role"] == "assistant"
-    assert begun.turns[-1]["content"].startswith("".join(heard))
-    assert begun.answer.reason == "stopped"
+    assert begun.messages[-1]["role"] == "assistant"
+    assert begun.messages[-1]["content"].startswith("".join(heard))
+    assert begun.reply.reason == "stopped"
     begun.max_tokens = 3
-    assert len(list(begun.say("of a model"))) == 3
+    assert len(list(begun.send("of a model"))) == 3
 
 
 class Typist:

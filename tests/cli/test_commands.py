@@ -135,14 +135,14 @@ def test_eval_prints_what_the_library_computes(memory, texts, lm, capfd):
     for name, value in right.items():
         if name not in ("seconds", "tokens_per_second"):
             assert figures[name] == (value if isinstance(value, str) else pytest.approx(value, rel=1e-5)), name
-    wanted = "tokens base_perplexity perplexity oracle_perplexity lambda k temperature seconds tokens_per_second"
+    wanted = "tokens base_perplexity perplexity oracle_perplexity lambda k knn_temperature seconds tokens_per_second"
     assert set(wanted.split()) <= figures.keys()
 
 
 def test_tune_stores_its_choice_and_eval_uses_it(texts, model_folder, tmp_path, capfd):
     memory = tmp_path / "m"
     assert run(["build", str(texts / "docs"), "--out", str(memory), "--model", str(model_folder)]) == 0
-    alone = ("--memory", "knn", "--weights", "fixed")
+    alone = ("--memories", "knn", "--weights", "fixed")
     code, out, _ = knnlm(capfd, "tune", memory, texts / "held-out.txt", *alone, "--json")
     assert code == 0
     tuned = json.loads(out[out.index("{") :])
@@ -340,7 +340,7 @@ def test_a_model_that_is_not_there_is_one_line(texts, tmp_path, capfd):
         (["--context", "16", "--stride", "17"], "stride must be from 1 to the context (16)"),
         (["--key-layer", "soul"], "soul"),
         (["--layer", "7"], "7"),
-        (["--keys", "int3"], "int3"),
+        (["--key-format", "int3"], "int3"),
     ],
 )
 def test_builds_that_cannot_be_are_one_line_and_make_nothing(texts, model_folder, tmp_path, capfd, arguments, message):
@@ -428,7 +428,7 @@ def test_ctrl_c_ends_with_130_and_the_build_goes_on_afterwards(tmp_path, model_f
     process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=60)
     assert process.returncode == 130, err
-    assert "goes on from its last segment" in err
+    assert "resume at the last complete segment" in err
     assert "Traceback" not in err
     finished = (out / "segments" / "000000" / "keys.npy").stat().st_mtime_ns
     assert subprocess.run(command, stderr=subprocess.DEVNULL, check=False).returncode == 0

@@ -115,7 +115,7 @@ def test_every_command_leaves_the_sums_that_the_specification_says(lm, tmp_path,
     assert same_sums(path)
     assert "removed" not in written_sums(path / FILE)
     (tmp_path / "t.txt").write_text("The memory of a model is a list of contexts. " * 8)
-    options = ("--model", model_folder, "--memory", "knn", "--weights", "fixed")
+    options = ("--model", model_folder, "--memories", "knn", "--weights", "fixed")
     assert command(capfd, "tune", path, tmp_path / "t.txt", *options)[0] == 0
     assert same_sums(path)
     build(documents(3, start=30), tmp_path / "n", lm=lm).close()

@@ -422,7 +422,7 @@ def test_a_thin_index_is_small_and_finds_most(tmp_path):
 
 def test_compress_and_info_say_how_many_bytes_a_token_takes(built, tmp_path, capfd):
     plain = built["float16"]
-    code, out, err = knnlm(capfd, "compress", plain.path, "--out", tmp_path / "c", "--keys", "codes8", "--json")
+    code, out, err = knnlm(capfd, "compress", plain.path, "--out", tmp_path / "c", "--key-format", "codes8", "--json")
     assert code == 0, err
     facts = json.loads(out)
     assert (facts["bytes_per_token_before"], facts["bytes_per_token_after"]) == (68, 12)
@@ -437,4 +437,4 @@ def test_compress_and_info_say_how_many_bytes_a_token_takes(built, tmp_path, cap
     _, out, _ = knnlm(capfd, "info", tmp_path / "c")
     assert "as codes8" in out
     assert "finished memory already" in failure(capfd, "compress", plain.path, "--out", tmp_path / "c")
-    assert "codes48" in failure(capfd, "compress", plain.path, "--out", tmp_path / "d", "--keys", "float8")
+    assert "codes48" in failure(capfd, "compress", plain.path, "--out", tmp_path / "d", "--key-format", "float8")

@@ -180,7 +180,7 @@ def test_a_decoder_is_opened_from_python_and_keeps_what_is_tuned_there(decoder, 
 
 
 def test_a_decoder_is_mixed_with_a_store(memory, desk, lm, capfd):
-    options = ("--memory", f"knn:0.2,decoder={desk / 'decoder'}:0.3", "--json")
+    options = ("--memories", f"knn:0.2,decoder={desk / 'decoder'}:0.3", "--json")
     code, out, err = knnlm(capfd, "eval", memory, desk / "valid.txt", *options)
     assert code == 0, err
     figures = json.loads(out)
@@ -206,11 +206,11 @@ def lm_folder(memory):
     [
         ("--k", 5),
         ("--knn-temperature", 2),
-        ("--memory", "knn"),
+        ("--memories", "knn"),
         ("--metric", "ip"),
-        ("--skip", 0.5),
+        ("--skip-fraction", 0.5),
         ("--no-rerank",),
-        ("--device-keys", "int8"),
+        ("--key-dtype", "int8"),
     ],
     ids=lambda options: options[0],
 )
@@ -218,7 +218,7 @@ def test_options_of_a_store_mean_nothing_to_a_decoder(desk, model_folder, capfd,
     for command in (("eval", desk / "decoder", desk / "valid.txt"), ("generate", desk / "decoder", "The")):
         line = failure(capfd, *command, "--model", model_folder, *options)
         assert "is a decoder" in line
-        assert "--memory knn,decoder=" in line
+        assert "--memories knn,decoder=" in line
 
 
 @pytest.mark.parametrize(
@@ -227,11 +227,11 @@ def test_options_of_a_store_mean_nothing_to_a_decoder(desk, model_folder, capfd,
         ("--k", "1,2"),
         ("--knn-temperature", "1"),
         ("--lambda", "0.1"),
-        ("--memory", "knn"),
+        ("--memories", "knn"),
         ("--weights", "gated"),
         ("--trace", "t"),
         ("--no-rerank",),
-        ("--device-keys", "int8"),
+        ("--key-dtype", "int8"),
     ],
     ids=lambda options: options[0],
 )
@@ -404,7 +404,7 @@ def test_another_memory_of_the_same_text_may_teach_and_one_of_other_text_may_not
         (("--context", 4096, "--beta", 0.5), "context 4,096 is longer"),
         (("--layers", 9), "layers must be from 1 to 3"),
         (("--exclude", "nobody", "--beta", 0.5), "Unknown exclude 'nobody'"),
-        (("--student", "/nowhere"), "Cannot open the model /nowhere"),
+        (("--init", "/nowhere"), "Cannot open the model /nowhere"),
         (("--valid", "/nowhere.txt"), "/nowhere.txt"),
         (("--rows", 2), "--rows is for --into output"),
         (("--width", 2, "--rounds", 1), "--width and --rounds are for --into keys"),
@@ -426,7 +426,7 @@ def test_a_place_that_is_taken_and_options_of_the_wrong_kind_are_refused(memory,
     assert (tmp_path / "file").read_text() == "mine"
     line = failure(capfd, *start, "--out", desk / "decoder", "--learning-rate", 0.5)
     assert "was trained with another" in line
-    decoders = ("--student", "x", "--layers", 1, "--beta", 0.5, "--k", 1, "--knn-temperature", 1, "--exclude", "self")
+    decoders = ("--init", "x", "--layers", 1, "--beta", 0.5, "--k", 1, "--knn-temperature", 1, "--exclude", "self")
     decoders += ("--teacher", "x", "--learning-rate", 1, "--batch-tokens", 1, "--accumulate", 1, "--context", 1)
     for into in ("output", "keys"):
         line = failure(capfd, "distill", memory, "--into", into, "--out", tmp_path / "o", *decoders, "--valid", "x")

@@ -785,7 +785,7 @@ def test_text_that_is_chosen_on_and_reported_on_is_refused_or_warned_of(place, l
     files = [tmp_path / "valid.jsonl", tmp_path / "test.jsonl"]
     for file, own in zip(files, (copies[:2], TEXT), strict=True):
         file.write_text("\n".join(json.dumps({"id": one.id, "text": one.text}) for one in own))
-    options = ["--memory", "knn", "--studies", "k", "--model", str(model_folder), "--out", str(tmp_path / "cli")]
+    options = ["--memories", "knn", "--studies", "k", "--model", str(model_folder), "--out", str(tmp_path / "cli")]
     assert run(["report", str(place / "memory"), str(files[1]), "--valid", str(files[0]), *options]) == 0
     assert "2 of the 6 documents reported on" in " ".join(capfd.readouterr().out.split())
 
@@ -848,7 +848,7 @@ def test_text_to_choose_on_may_be_given(place, lm, model_folder, tmp_path):
 def test_the_command_writes_a_page(place, model_folder, tmp_path, capfd):
     file = tmp_path / "held-out.jsonl"
     file.write_text("\n".join(json.dumps({"id": one.id, "text": one.text}) for one in TEXT))
-    common = ["report", str(place / "memory"), str(file), "--out", str(tmp_path / "page"), "--memory", "knn"]
+    common = ["report", str(place / "memory"), str(file), "--out", str(tmp_path / "page"), "--memories", "knn"]
     common += ["--studies", "k,lambda", "--quick", "--model", str(model_folder)]
     assert run(common) == 0
     shown = capfd.readouterr().out

@@ -18,7 +18,7 @@ from helpers import oracle
 from helpers.cli import failure, knnlm
 from helpers.models import VOCABULARY, randomise, tiny_tokenizer
 from helpers.stores import BESIDE, documents
-from knnlm.cli.output import perplexity
+from knnlm.cli.train import perplexity
 from knnlm.corpus import Document
 from knnlm.datastore.catalog import LANGUAGE_MODEL, Catalog
 from knnlm.datastore.paths import CATALOG_FILE, STUDENT_FOLDER
@@ -407,7 +407,7 @@ def test_valid_is_tuned_on_and_a_person_is_warned_where_it_was_learnt(texts, mod
         (("--limit", 0), "--limit"),
         (("--layers", 9), "layers must be from 1 to 3"),
         (("--valid", "/nowhere.txt"), "/nowhere.txt"),
-        (("--student", "/nowhere.json"), "/nowhere.json"),
+        (("--init", "/nowhere.json"), "/nowhere.json"),
         (("--device", "abacus"), "Unknown device 'abacus'"),
         (("--seed", -1), "--seed"),
     ],

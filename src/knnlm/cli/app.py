@@ -1,83 +1,102 @@
-"""The `knnlm` command: collects the commands and turns errors into one line and an exit code."""
+"""The `knnlm` command: its commands by panel, and errors as one line and an exit code."""
 
 from __future__ import annotations
 
 import io
 import os
 import sys
+from typing import Any
 
 import typer
+import typer.core
 
 from knnlm import errors
-from knnlm.cli import bench, build, chat, demo, documents, evaluate, generate, maintain, report, serve, train
+from knnlm.cli import chat, maintain, make, serve, start, train, use
+from knnlm.cli.options import PANELS
+
+
+class _Panels(typer.core.TyperGroup):
+    """Lists the commands in panels, without boxes, so that help pages can be copied as text."""
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        commands = {name: self.get_command(ctx, name) for name in self.list_commands(ctx)}
+        limit = formatter.width - 6 - max(map(len, commands))
+        for panel in PANELS:
+            rows = [
+                (name, one.get_short_help_str(limit))
+                for name, one in commands.items()
+                if one is not None and getattr(one, "rich_help_panel", None) == panel
+            ]
+            if rows:
+                with formatter.section(panel):
+                    formatter.write_dl(rows)
+
 
 app = typer.Typer(
     name="knnlm",
-    help="Give any language model a memory. Begin with: knnlm demo",
+    cls=_Panels,
+    help="Give any language model a memory. Start with: knnlm demo",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
-
-MODULES = (build, documents, evaluate, generate, maintain, train, report, bench, serve, chat, demo)
-
-for module in MODULES:
+for module in (start, make, use, train, maintain, serve, chat):
     module.register(app)
 
 
 @app.callback(invoke_without_command=True)
-def root(version: bool = typer.Option(False, "--version", help="Say which knnlm this is.")) -> None:
-    """Give any language model a memory. Begin with: knnlm demo"""
+def root(version: bool = typer.Option(False, "--version", help="Show the version and exit.")) -> None:
+    """Give any language model a memory. Start with: knnlm demo"""
     if version:
-        from importlib.metadata import version as installed
+        from knnlm import __version__
 
-        typer.echo(f"knnlm {installed('knnlm')}")
+        typer.echo(f"knnlm {__version__}")
         raise typer.Exit
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Run one command and exit: 0 done, 2 an error that is the caller's to mend, 130 interrupted."""
+    """Run one command and exit: 0 success, 1 problems found by verify, 2 an error of the caller, 130 interrupted."""
     sys.exit(run(sys.argv[1:] if arguments is None else arguments))
 
 
 def run(arguments: list[str]) -> int:
     """Run one command and return its exit code."""
     for stream in (sys.stdout, sys.stderr):
-        # A terminal that cannot show a character gets its number rather than a crash.
+        # A terminal that cannot show a character gets an escape sequence instead of a crash.
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
     try:
         result = app(arguments, standalone_mode=False, prog_name="knnlm")
         sys.stdout.flush()
-        return _stopped() if result == 130 else int(result or 0)
+        return _interrupted() if result == 130 else int(result or 0)
     except errors.KnnlmError as error:
         return _fail(str(error))
     except (KeyboardInterrupt, typer.Abort):
-        return _stopped()
+        return _interrupted()
     except BrokenPipeError:
-        # The reader of our output has gone (`knnlm … | head`); say nothing, and keep Python from trying again.
+        # The reader of the output has gone (`knnlm … | head`); keep Python from flushing to it again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except typer.Exit as error:
-        # Some versions of typer turn Ctrl-C into this themselves.
-        return _stopped() if error.exit_code == 130 else error.exit_code
+        # Some versions of typer turn Ctrl-C into this exception.
+        return _interrupted() if error.exit_code == 130 else error.exit_code
     except OSError as error:
-        return _fail(f"{error.filename or 'the system'}: {error.strerror or error}.")
+        return _fail(f"{error.filename or 'operating system'}: {error.strerror or error}.")
     except Exception as error:
-        # Wrong options; the class lives in typer or in click, by typer's version.
+        # Wrong options; the class is typer's or click's, by the version of typer.
         if not hasattr(error, "format_message"):
             raise
         context = getattr(error, "ctx", None)
-        command = context.command_path if context else "knnlm"
+        path = context.command_path if context else "knnlm"
         message = " ".join(error.format_message().split())
-        return _fail(f"{message.rstrip('.')}. See: {command} --help") if message else 2
+        return _fail(f"{message.rstrip('.')}. See: {path} --help") if message else 2
 
 
-def _stopped() -> int:
+def _interrupted() -> int:
     print(  # noqa: T201
-        "knnlm: stopped. Given again, the same command goes on: a build or an add goes on from its last segment, a "
-        "training from its last checkpoint.",
+        "knnlm: interrupted. Run the same command again: builds and additions resume at the last complete segment, "
+        "training at the last checkpoint; other commands start over.",
         file=sys.stderr,
     )
     return 130

@@ -1,48 +1,310 @@
-"""Commands that guard a memory and carry it elsewhere: verify, repair, merge, import, export.
-
-The command that stores a memory's keys in fewer bytes: compress.
-"""
+"""Commands that maintain a store: info, documents, remove, compact, verify, repair, export."""
 
 from __future__ import annotations
 
 import time
+from contextlib import closing
 from dataclasses import asdict
+from json import dumps
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from knnlm.cli.options import Device, Dtype, Json, Keys, Memory, Wait
-from knnlm.cli.output import bar, console, count, err, open_model, print_json
+from knnlm.cli.options import MAINTAIN, Json, Out, SelectionFlags, Store, Wait, command
+from knnlm.cli.output import bar, console, count, err, print_json, print_table, show, visible
+from knnlm.cli.train import adaptation_rows
+from knnlm.datastore.paths import ADAPTED_FILE
+
+if TYPE_CHECKING:
+    from knnlm.datastore.remove import Evidence
+    from knnlm.datastore.store import Datastore
+    from knnlm.maintenance.repair import RepairResult
+    from knnlm.training.adapt import Adaptation
+
+_SHOWN = 20  # documents
+
+DryRun = Annotated[bool, typer.Option("--dry-run", help="Show what would be done, and change nothing.")]
 
 
 def register(app: typer.Typer) -> None:
     """Add the commands to the app."""
-    app.command(short_help="Say what is wrong with a memory.")(verify)
-    app.command(short_help="Keep what is sound of a damaged memory.")(repair)
-    app.command(short_help="Make one memory of several.")(merge)
-    app.command(name="import", short_help="Make a memory of another program's arrays.")(import_arrays)
-    app.command(short_help="Write a memory for other programs.")(export)
-    register_compress(app)
+    command(app, MAINTAIN, "Describe a store: size, model, index, tuning.")(info)
+    command(app, MAINTAIN, "List the documents of a store.")(documents)
+    command(app, MAINTAIN, "Remove documents from a store.")(remove)
+    command(app, MAINTAIN, "Erase removed documents and merge small segments.")(compact)
+    command(app, MAINTAIN, "Check a store for damage.")(verify)
+    command(app, MAINTAIN, "Recover the undamaged part of a store.")(repair)
+    command(app, MAINTAIN, "Write a store to Parquet files.")(export)
+
+
+def info(store: Store, json: Json = False) -> None:
+    """knnlm info docs.store
+
+    Describe a store: its size, the model that built it and its tuned settings; of a decoder, how it was trained.
+    """
+    from knnlm.mixture.loader import is_decoder
+
+    if is_decoder(store):
+        _show_decoder(store, json=json)
+        return
+    from knnlm.datastore.store import Datastore
+
+    with closing(Datastore.open(store)) as opened:
+        metadata = _metadata(opened)
+        if json:
+            print_json(metadata)
+        else:
+            print_table(_info_rows(opened, metadata))
+
+
+def _metadata(store: Datastore) -> dict[str, Any]:
+    from knnlm.datastore.indexes import stored_indexes
+    from knnlm.mixture.loader import language_model
+
+    adapted, tokens = _load_adaptation(store.path), store.rows
+    index = [{"spec": one.spec, "metric": one.metric} for one, _ in stored_indexes(store)]
+    scale = max((segment.scale for segment in store.segments), default=1.0)
+    return {
+        "store": str(store.path),
+        "documents": store.catalog.document_count(),
+        "tokens": tokens,
+        "segments": len(store.segments),
+        "generation": store.generation,
+        "removed_tokens": store.row_numbers.total - tokens,
+        "bytes": store.bytes,
+        "index_bytes": store.index_bytes,
+        "bytes_per_token": (store.bytes + store.index_bytes) / tokens if tokens else 0,
+        "keys": {
+            "format": store.storage,
+            "dtype": store.key_dtype,
+            "largest_scale": scale,
+            "offset": store.offset is not None,
+        },
+        "model": store.model,
+        "language_model": language_model(store),
+        "window": store.window,
+        "index": index or "exact",
+        "choices": store.catalog.get("choices") or {},
+        "chosen": store.catalog.get("chosen"),
+        "adapted": None if adapted is None else asdict(adapted),
+    }
+
+
+def _info_rows(store: Datastore, metadata: dict[str, Any]) -> list[tuple[str, str]]:
+    model, choice = store.model, metadata["choices"].get(metadata["chosen"])
+    documents, index = count(metadata["documents"], "document"), metadata["index"]
+    specs = index if isinstance(index, str) else ", ".join(f"{one['spec']} ({one['metric']})" for one in index)
+    size = f"{store.rows:,} tokens of {documents}, {store.bytes / 1e6:,.1f} MB"
+    per_token = (
+        f"{metadata['bytes_per_token']:,.1f} bytes per token, {store.index_bytes / 1e6:,.1f} MB of index included"
+    )
+    rows = [("store", f"{store.path}"), ("size", size), ("", per_token)]
+    if metadata["removed_tokens"]:
+        removed = f"{metadata['removed_tokens']:,} tokens, erased by: knnlm compact {store.path}"
+        rows.append(("removed", removed))
+    if metadata["language_model"]:
+        rows.append(("for", metadata["language_model"]))
+    rows += [
+        ("model", f"{model['name']} ({model['class']}, weights {model['weights']['float32']})"),
+        ("keys", f"{model['key_layer']} of layer {model['layer']} of {model['layers']} ({model['key_module']})"),
+        ("", f"{store.width} dimensions as {store.storage}, scale {metadata['keys']['largest_scale']:g}"),
+        ("window", f"{store.window['context']} tokens, stride {store.window['stride']}"),
+        ("index", specs),
+        ("tuned", _describe(choice) if choice else "not yet: knnlm tune"),
+    ]
+    if (adapted := _load_adaptation(store.path)) is not None:
+        rows.append(("adapted", f"perplexity of {count(adapted.held_out_tokens, 'held-out token')}"))
+        rows += [(f"  {name}", figure) for name, figure in adaptation_rows(adapted)]
+    return rows
+
+
+def _load_adaptation(store: Path) -> Adaptation | None:
+    """Return the figures of `knnlm adapt`, None where there are none; its module imports transformers."""
+    if not (store / ADAPTED_FILE).exists():
+        return None
+    from knnlm.training.adapt import load_adaptation
+
+    return load_adaptation(store)
+
+
+def _describe(choice: dict[str, Any]) -> str:
+    memories = []
+    for memory in choice["memories"]:
+        kind = memory["kind"] if memory["path"] is None else f"{memory['kind']}={memory['path']}"
+        votes = [f" k {k}, τ {knn_temperature:g}" for k, knn_temperature in memory["settings"][:1]]
+        memories.append(kind + "".join(votes))
+    weights, facts = choice["weights"], choice["facts"]
+    share = f", λ {1 - weights['values'][0]:.3g}" if "values" in weights else ""
+    return (
+        f"{'; '.join(memories)}; {weights['kind']} weights{share}; chosen on {facts['tokens']:,} tokens of "
+        f"{', '.join(facts['chosen_on'])} (perplexity {facts['base_perplexity']:.2f} → {facts['perplexity']:.2f})"
+    )
+
+
+def _show_decoder(folder: Path, *, json: bool) -> None:
+    from knnlm.memories.decoder import load_card
+
+    card = load_card(folder)
+    if json:
+        metadata = asdict(card)
+        tuned = {"lambda": metadata.pop("lmbda"), "lambda_facts": metadata.pop("lmbda_facts")}
+        print_json({"decoder": str(folder), **tuned, **metadata})
+        return
+    initial = card.student
+    blocks = "" if initial["blocks"] is None else f", blocks {', '.join(map(str, initial['blocks']))}"
+    losses = ", ".join(f"{name} {value:.3f}" for name, value in card.losses.items() if value is not None)
+    teacher = "" if card.teacher is None else f", {card.beta:g} of the loss to the store {card.teacher}"
+    print_table(
+        [
+            ("decoder", f"{folder}"),
+            (
+                "initial model",
+                f"{initial['spec']} ({initial['class']}, {initial['parameters'] / 1e6:,.1f}M weights{blocks})",
+            ),
+            ("vocabulary", f"{card.vocab_size:,} tokens, tokenizer {card.tokenizer}"),
+            ("trained", f"{card.tokens:,} tokens of text, {card.steps:,} steps, {card.seconds:,.0f} s{teacher}"),
+            ("", f"final losses: {losses}"),
+            ("window", f"{card.window['context']} tokens"),
+            ("tuned", _describe_lambda(card.lmbda, card.lmbda_facts)),
+            *(("note", note) for note in card.notes),
+        ]
+    )
+
+
+def _describe_lambda(lmbda: float | None, tuned: dict[str, Any] | None) -> str:
+    if lmbda is None:
+        return "not yet: knnlm tune DECODER TEXT --model MODEL"
+    if tuned is None:
+        return f"λ {lmbda:.3g}"
+    figures = f"{tuned['base_perplexity']:.2f} → {tuned['perplexity']:.2f}"
+    chosen_on = f"{tuned['tokens']:,} tokens of {', '.join(tuned['text'])}"
+    return f"λ {lmbda:.3g} for {tuned['model']}; chosen on {chosen_on} (perplexity {figures})"
+
+
+def documents(
+    store: Store,
+    selection: SelectionFlags = SelectionFlags(),
+    first: Annotated[int, typer.Option(min=0, help="Number of documents to skip.")] = 0,
+    limit: Annotated[int, typer.Option(min=0, help="Number of documents to show.")] = _SHOWN,
+    json: Json = False,
+) -> None:
+    """knnlm documents docs.store
+
+    List the documents: number, id, tokens, source, and the other fields of their records.
+    """
+    from knnlm.datastore.catalog import Selection
+    from knnlm.datastore.remove import list_documents
+
+    chosen = Selection(*selection.conditions.values())
+    found, total = list_documents(store, chosen, first=first, limit=limit)
+    listed = [asdict(document) for document in found]
+    if json:
+        print_json({"store": str(store), "total": total, "documents": listed})
+        return
+    _print_documents(listed)
+    if len(found) < total:
+        more = f"{len(found):,} of {count(total, 'document')}; more with --first {first + len(found)}"
+        console.print(more, markup=False)
+
+
+def _print_documents(listed: list[dict[str, Any]]) -> None:
+    rows = []
+    for document in listed:
+        fields = "".join(
+            f"  {name}={value if isinstance(value, str) else dumps(value)}"
+            for name, value in document["fields"].items()
+        )
+        text = f"{document['id']}  {document['rows']:,} tokens  {document['source']}{fields}"
+        rows.append((str(document["number"]), visible(text)))
+    print_table(rows)
+
+
+def remove(
+    store: Store,
+    selection: SelectionFlags = SelectionFlags(),
+    dry_run: DryRun = False,
+    report: Annotated[
+        bool, typer.Option("--report", help="List the files that still contain bytes of removed documents.")
+    ] = False,
+    wait: Wait = 0.0,
+    json: Json = False,
+) -> None:
+    """knnlm remove docs.store --source "*held-out*"
+
+    Remove documents: they disappear from every answer at once, and knnlm compact erases their bytes. With --report
+    alone, list what is left of documents that were removed before.
+    """
+    from knnlm.datastore.remove import evidence, remove
+
+    result: dict[str, Any] = {"store": str(store)}
+    removing = selection.given or not report
+    if removing:
+        result |= asdict(remove(store, **selection.conditions, dry_run=dry_run, wait=wait))
+    left = evidence(store) if report else None
+    if json:
+        print_json(result if left is None else {**result, "report": asdict(left)})
+        return
+    if removing:
+        if dry_run:
+            _print_documents(result["documents"][:_SHOWN])
+        what = f"{count(len(result['documents']), 'document')}, {result['tokens']:,} tokens"
+        console.print(f"{store}: {what} {'would be ' * dry_run}removed.", markup=False)
+    if left is not None:
+        _print_evidence(left)
+
+
+def _print_evidence(left: Evidence) -> None:
+    if not left.bytes:
+        console.print("No file contains bytes of removed documents.", markup=False)
+    else:
+        console.print(f"Bytes of removed documents ({left.waiting:,} tokens) are still in:", markup=False)
+    for held in (*left.bytes, *left.trained):
+        console.print(f"  {held.path}: {held.what}; erased by: {held.goes}", markup=False)
+    if left.trained:
+        console.print("Decoders and copies in other folders are not examined.", markup=False)
+
+
+def compact(store: Store, wait: Wait = 0.0, json: Json = False) -> None:
+    """knnlm compact docs.store
+
+    Rewrite the store without the bytes of removed documents, with small segments merged and the index rebuilt. Other
+    processes may read meanwhile; the old files are deleted when no process reads them.
+    """
+    from knnlm.datastore.compact import compact
+
+    begin = time.perf_counter()
+    done = compact(store, wait=wait, progress=bar)
+    seconds = time.perf_counter() - begin
+    text = (
+        f"{store}: {done.tokens_dropped:,} tokens erased, {done.segments_before:,} → "
+        f"{count(done.segments_after, 'segment')}, index {done.index}, {seconds:.1f} s."
+    )
+    if not done.purged:
+        text += (
+            "\nOther processes still read the old files. The next add, remove or compact deletes them; or wait with "
+            "--wait."
+        )
+    show({"store": str(store), **asdict(done), "seconds": seconds}, text, json=json)
 
 
 def verify(
-    memory: Memory,
-    deep: Annotated[bool, typer.Option("--deep", help="Read every byte: checksums, numbers, index.")] = False,
+    store: Store,
+    deep: Annotated[bool, typer.Option("--deep", help="Read every byte: checksums, values, index.")] = False,
     trust_index: Annotated[
         bool,
-        typer.Option("--trust-index/--no-trust-index", help="Open files of FAISS whose checksum is the catalog's."),
+        typer.Option("--trust-index/--no-trust-index", help="Open FAISS files whose checksum matches the catalog."),
     ] = True,
     json: Json = False,
 ) -> None:
-    """knnlm verify memory --deep
+    """knnlm verify docs.store --deep
 
-    Compare the catalog with the files and name all that is wrong. Changes nothing. The exit code is 1 where something
-    is wrong.
+    Compare the catalog with the files and list every problem. Nothing is changed. The exit code is 1 if there is a
+    problem.
     """
-    import knnlm
+    from knnlm.maintenance.verify import verify
 
-    found = knnlm.verify(memory, deep=deep, trust_index=trust_index, progress=bar)
+    found = verify(store, deep=deep, trust_index=trust_index, progress=bar)
     if json:
         print_json({**asdict(found), "sound": found.sound})
     else:
@@ -50,193 +312,70 @@ def verify(
             console.print(str(problem), markup=False)
         for note in found.notes:
             err.print(f"note: {note}", markup=False)
-        what = f"{found.store}: {count(found.documents, 'document')}, {found.tokens:,} tokens, " + (
-            f"{count(found.files, 'file')} of {found.bytes / 1e6:,.1f} MB looked at in {found.seconds:.1f} s: "
-        )
-        more = "" if deep or not found.sound else " (checksums were not: --deep)"
-        wrong = f"{count(len(found.problems), 'problem')}. See: knnlm repair {memory}"
-        console.print(what + ("nothing is wrong" + more if found.sound else wrong), markup=False)
+        text = f"{store}: {count(found.documents, 'document')}, {found.tokens:,} tokens, "
+        text += f"{count(found.files, 'file')} of {found.bytes / 1e6:,.1f} MB checked in {found.seconds:.1f} s: "
+        shallow = "" if deep else " (without checksums: --deep)"
+        wrong = f"{count(len(found.problems), 'problem')}. Run: knnlm repair {store}"
+        console.print(text + (f"no problem{shallow}" if found.sound else wrong), markup=False)
     if not found.sound:
         raise typer.Exit(1)
 
 
 def repair(
-    memory: Memory,
-    index: Annotated[bool, typer.Option("--index/--no-index", help="Make the index again.")] = True,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would be done.")] = False,
+    store: Store,
+    index: Annotated[bool, typer.Option("--index/--no-index", help="Rebuild the index.")] = True,
+    dry_run: DryRun = False,
     wait: Wait = 0.0,
     json: Json = False,
 ) -> None:
-    """knnlm repair memory
+    """knnlm repair docs.store
 
-    Take damaged segments out of a memory and name the documents that were in them. Their files go to the folder lost
-    in the memory. What is derived, such as an index, is made again.
+    Take damaged segments out of a store and list the documents that were in them. Their files move to the folder lost
+    in the store. Derived files, such as an index, are built again.
     """
-    import knnlm
+    from knnlm.maintenance.repair import repair
 
-    done = knnlm.repair(memory, index=index, dry_run=dry_run, wait=wait, progress=bar)
+    done = repair(store, index=index, dry_run=dry_run, wait=wait, progress=bar)
     if json:
         print_json(asdict(done))
-        return
+    else:
+        _print_repair(store, done, dry_run=dry_run)
+
+
+def _print_repair(store: Path, done: RepairResult, *, dry_run: bool) -> None:
     for document in done.lost:
         console.print(f"lost: {document.source} ({document.id}), {document.tokens:,} tokens", markup=False)
     for table in done.unverified:
-        what = "was kept: it fits the files, but its checksum does not match"
-        console.print(f"unverified: {table} of the catalog {what}", markup=False)
+        text = "was kept: it is consistent with the files, but its checksum does not match"
+        console.print(f"unverified: {table} of the catalog {text}", markup=False)
     for name in done.dropped:
         console.print(f"dropped: {name}", markup=False)
-    made = f"; the index {done.index} was made again" if done.index else ""
+    rebuilt = f"; the index {done.index} was rebuilt" if done.index else ""
     if done.before.sound:
-        console.print(f"{memory}: nothing is wrong{made}", markup=False)
+        console.print(f"{store}: no problem{rebuilt}", markup=False)
         return
-    kept = f"; what was damaged is in {done.kept_in}" if done.kept_in else ""
+    kept = f"; damaged files are in {done.kept_in}" if done.kept_in else ""
     would = "would have" if dry_run else "has"
     console.print(
-        f"{memory} {would} {count(done.documents, 'document')} of {done.tokens:,} tokens, "
-        f"{count(len(done.lost), 'document')} lost{kept}{made}",
-        markup=False,
-    )
-
-
-def merge(
-    memories: Annotated[list[Path], typer.Argument(help="The folders of memories.", show_default=False)],
-    out: Annotated[Path, typer.Option(help="The folder to make.", show_default=False)],
-    index: Annotated[
-        str | None, typer.Option(help="Make an index too: auto, exact, or a FAISS factory string.", show_default="none")
-    ] = None,
-    metric: Annotated[str, typer.Option(help="Of the index: l2 (squared) or ip (inner product).")] = "l2",
-    wait: Wait = 0.0,
-    json: Json = False,
-) -> None:
-    """knnlm merge memory --out merged
-
-    Write one memory with the documents of several that were built with the same model, each text once. A merge that was
-    stopped goes on when the same command is given again.
-    """
-    import knnlm
-
-    done = knnlm.merge(memories, out, index=index, metric=metric, wait=wait, progress=bar)
-    if json:
-        print_json(asdict(done))
-        return
-    console.print(
-        f"{out}: {done.tokens:,} tokens of {count(done.documents, 'document')}, "
-        f"{done.duplicates:,} duplicates left out, {done.seconds:.1f} s. Next: knnlm tune {out} TEXT",
-        markup=False,
-    )
-
-
-def import_arrays(
-    keys: Annotated[Path, typer.Argument(help="The raw array of keys.", show_default=False)],
-    values: Annotated[Path, typer.Argument(help="The raw array of tokens.", show_default=False)],
-    out: Annotated[Path, typer.Option(help="The folder to make.", show_default=False)],
-    model: Annotated[str, typer.Option(help="The model that gave the keys: a folder or a hub name.")] = "bundled",
-    format: Annotated[str, typer.Option(help="knn-transformers or fairseq.")] = "knn-transformers",  # noqa: A002
-    entries: Annotated[
-        int | None, typer.Option(help="Number of entries that were written.", show_default="all of the files")
-    ] = None,
-    key_dtype: Annotated[
-        str | None, typer.Option(help="float16 or float32.", show_default="what fits the files")
-    ] = None,
-    value_dtype: Annotated[
-        str | None, typer.Option(help="int64, int32 or int16.", show_default="what fits the files")
-    ] = None,
-    key_layer: Annotated[str, typer.Option(help="Where keys were read.")] = "ffn_input",
-    layer: Annotated[int, typer.Option(help="Which layer, counted from 0, or from the end with -1.")] = -1,
-    check: Annotated[bool, typer.Option("--check/--no-check", help="Read a sample again with the model.")] = True,
-    device: Device = "auto",
-    dtype: Dtype = "auto",
-    json: Json = False,
-) -> None:
-    """knnlm import dstore_keys.npy dstore_vals.npy --out imported
-
-    Make a memory of the raw arrays that knn-transformers or fairseq's knnlm wrote. A sample is read again with the
-    model, to see that the keys are its own. An import is one document: the arrays know none.
-    """
-    import knnlm
-
-    lm = open_model(model, key_layer=key_layer, layer=layer, device=device, dtype=dtype)
-    settings: dict[str, Any] = {
-        "format": format,
-        "entries": entries,
-        "key_dtype": key_dtype,
-        "value_dtype": value_dtype,
-    }
-    done = knnlm.import_arrays(keys, values, out=out, lm=lm, check=check, progress=bar, **settings)
-    if json:
-        print_json(asdict(done))
-        return
-    seen = "not checked" if done.agreement is None else f"{done.agreement:.0%} of a sample as the model gives them"
-    console.print(
-        f"{out}: {done.tokens:,} tokens, keys {done.key_dtype}, {seen}, {done.seconds:.1f} s. "
-        f"Next: knnlm tune {out} TEXT",
+        f"{store} {would} {count(done.documents, 'document')} of {done.tokens:,} tokens, "
+        f"{count(len(done.lost), 'document')} lost{kept}{rebuilt}",
         markup=False,
     )
 
 
 def export(
-    memory: Memory,
-    out: Annotated[Path, typer.Option(help="The folder to make.", show_default=False)],
+    store: Store,
+    out: Out,
     format: Annotated[str, typer.Option(help="parquet.")] = "parquet",  # noqa: A002
     json: Json = False,
 ) -> None:
-    """knnlm export memory --out exported
+    """knnlm export docs.store --out exported
 
-    Write every row of a memory to Parquet files: key, token, document, source and position. What was removed from the
-    memory is not there.
+    Write every entry of a store to Parquet files: key, token, document, source and position. Removed documents are left
+    out.
     """
-    import knnlm
+    from knnlm.maintenance.export import export
 
-    done = knnlm.export(memory, out, format=format, progress=bar)
-    if json:
-        print_json(asdict(done))
-        return
-    console.print(
-        f"{out}: {done.entries:,} entries in {count(done.files, 'file')}, {done.bytes / 1e6:,.1f} MB, "
-        f"{done.seconds:.1f} s",
-        markup=False,
-    )
-
-
-def register_compress(app: typer.Typer) -> None:
-    """Add the command to the app."""
-    app.command(short_help="Store a memory's keys in fewer bytes.")(compress)
-
-
-def compress(
-    memory: Memory,
-    out: Annotated[Path, typer.Option(help="The folder of the copy.", show_default=False)],
-    keys: Keys = "codes",
-    seed: Annotated[int, typer.Option(min=0, help="Which keys the codec is fitted to.")] = 0,
-    json: Json = False,
-) -> None:
-    """knnlm compress memory --out compressed --keys int8
-
-    Write a copy of a memory that stores its keys in another way, fitted to keys from all over it. What was tuned is
-    not copied: distances are a little different. A copy that was stopped goes on when the same command is given again.
-    """
-    import knnlm
-
-    begin = time.perf_counter()
-    store = knnlm.Datastore.open(memory)
-    made = knnlm.compress(store, out, keys=keys, seed=seed, progress=bar)
-    tokens = max(1, store.rows)
-    facts: dict[str, Any] = {
-        "memory": str(memory),
-        "out": str(out),
-        "keys": made.storage,
-        "tokens": store.rows,
-        "bytes_before": store.bytes,
-        "bytes_after": made.bytes,
-        "bytes_per_token_before": store.bytes / tokens,
-        "bytes_per_token_after": made.bytes / tokens,
-        "seconds": time.perf_counter() - begin,
-    }
-    if json:
-        print_json(facts)
-        return
-    console.print(
-        f"{out}: {store.bytes / tokens:,.0f} → {made.bytes / tokens:,.0f} bytes a token, {made.bytes / 1e6:,.1f} MB, "
-        f"in {facts['seconds']:.1f} s. Next: knnlm index {out}, knnlm tune {out} TEXT",
-        markup=False,
-    )
+    done = export(store, out, format=format, progress=bar)
+    size = f"{count(done.files, 'file')}, {done.bytes / 1e6:,.1f} MB"
+    show(asdict(done), f"{out}: {done.entries:,} entries in {size}, {done.seconds:.1f} s", json=json)

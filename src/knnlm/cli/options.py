@@ -1,95 +1,245 @@
-"""The options that several commands share."""
+"""Options and groups of options that several commands share, and the decorator that registers a command."""
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass, fields, is_dataclass
+from functools import wraps
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import typer
 
-Memory = Annotated[Path, typer.Argument(help="The folder of a memory.", show_default=False)]
+if TYPE_CHECKING:
+    from knnlm.mixture.mixture import Mixture
+
+# Help panels, in the order in which `knnlm --help` lists them.
+START = "Start here"
+MAKE = "Make a store"
+USE = "Use it"
+TRAIN = "Train"
+MAINTAIN = "Maintain"
+SERVE = "Serve"
+PANELS = (START, MAKE, USE, TRAIN, MAINTAIN, SERVE)
+
+Store = Annotated[Path, typer.Argument(metavar="STORE", help="The folder of a store.", show_default=False)]
 
 Text = Annotated[
     list[str],
     typer.Argument(
-        help="Files and folders (.txt .md .jsonl .parquet, also .gz .xz .zst), - for standard input, "
-        "hf:NAME[:SPLIT] for a datasets name.",
+        metavar="TEXT",
+        help="Files and folders (.txt .md .jsonl .parquet, also .gz .xz .zst), - for standard input, or "
+        "hf:NAME[:SPLIT] for a dataset of the datasets package.",
         show_default=False,
     ),
 ]
-
-TextField = Annotated[str, typer.Option(help="The field of .jsonl and .parquet that holds the text.")]
-
-Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")]
-
-Device = Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1, mps.")]
-
-Dtype = Annotated[
-    str,
-    typer.Option(help="Precision of the model: auto (float32 on a CPU, else bfloat16), float32, bfloat16, float16."),
-]
-
-Reader = Annotated[
-    str | None,
-    typer.Option(
-        "--model",
-        help="The language model: the one the memory was built with, where it is now, or another one with the same "
-        "tokenizer.",
-        show_default="the one the memory was built with",
-    ),
-]
-
-Memories = Annotated[
-    str | None,
-    typer.Option(
-        "--memory",
-        help="What is mixed: knn, cache, ngram, output, knn=FOLDER, decoder=FOLDER, cache=POSITIONS, with commas; a "
-        "weight each as in knn:0.3,cache:0.1.",
-        show_default="as tuned, else knn",
-    ),
-]
-
-Skip = Annotated[
-    float | None,
-    typer.Option(help="Fraction of the searches that a gate leaves out.", show_default="0"),
-]
-
-K = Annotated[int | None, typer.Option("--k", help="How many neighbours vote.", show_default="as tuned, else 1024")]
-
-KnnTemperature = Annotated[
-    float | None,
-    typer.Option(help="τ of the vote: higher listens to farther neighbours.", show_default="as tuned, else 2"),
-]
-
-Lambda = Annotated[
-    float | None,
-    typer.Option("--lambda", help="λ, the weight of the memory, from 0 to 1.", show_default="as tuned, else 0.25"),
-]
-
-Metric = Annotated[
-    str | None, typer.Option(help="l2 (squared) or ip (inner product).", show_default="as tuned, else l2")
-]
-
-NoRerank = Annotated[
-    bool, typer.Option("--no-rerank", help="Vote with the index's own distances instead of the stored keys'.")
-]
-
-DeviceKeys = Annotated[
-    str,
-    typer.Option(
-        help="What a GPU holds keys in: float16 (as stored), or int8 (half the memory, distances to rounded keys)."
-    ),
-]
-
-Keys = Annotated[
-    str,
-    typer.Option(
-        help="How keys are stored: float16, float32, int8, pca256-int8 (so many components), codes48 (so many bytes)."
-    ),
-]
-
+TextField = Annotated[str, typer.Option(help="The field of .jsonl and .parquet records that contains the text.")]
 Limit = Annotated[
     int | None, typer.Option(help="Read whole documents until this many tokens are reached.", show_default="all")
 ]
 
-Wait = Annotated[float, typer.Option(min=0, help="Seconds to wait for others who use the memory.")]
+Out = Annotated[Path, typer.Option(metavar="FOLDER", help="The folder to create.", show_default=False)]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")]
+Wait = Annotated[float, typer.Option(min=0, help="Seconds to wait for the store's lock.")]
+Seed = Annotated[int, typer.Option(min=0, help="Seed of the random numbers.")]
+
+Model = Annotated[
+    str, typer.Option(help="The language model: bundled, a local folder, a .gguf file, or a name on the model hub.")
+]
+StoreModel = Annotated[
+    str | None,
+    typer.Option(
+        "--model",
+        help="The language model, if it has moved, or another model with the same tokenizer.",
+        show_default="the model of the store",
+    ),
+]
+KeyLayer = Annotated[
+    str,
+    typer.Option(
+        help="The place that keys are read from: ffn_input, ffn_input_pre_norm, attention_input, "
+        "attention_input_pre_norm, output, output_normed."
+    ),
+]
+Layer = Annotated[int, typer.Option(help="The layer, counted from 0, or from the end with -1.")]
+KeyFormat = Annotated[
+    str,
+    typer.Option(
+        help="Format of the keys on disk: float16, float32, int8, pca256-int8 (256 components), codes48 (48 bytes)."
+    ),
+]
+IndexSpec = Annotated[
+    str,
+    typer.Option(
+        "--index",
+        help="auto, exact, blocks such as Lists512,Blocks256, or a FAISS factory string such as IVF1024,PQ64.",
+    ),
+]
+IndexMetric = Annotated[str, typer.Option("--metric", help="l2 (squared) or ip (inner product).")]
+Metric = Annotated[
+    str | None, typer.Option(help="l2 (squared) or ip (inner product).", show_default="as tuned, else l2")
+]
+NoRerank = Annotated[
+    bool, typer.Option("--no-rerank", help="Use the distances of the index without measuring the stored keys.")
+]
+KeyDtype = Annotated[
+    str,
+    typer.Option(help="Keys in GPU memory: float16 (as stored) or int8 (half the memory, distances to rounded keys)."),
+]
+MaxNewTokens = Annotated[int, typer.Option(min=1, help="The maximum number of new tokens.")]
+TopP = Annotated[float, typer.Option(help="Sample from the most probable tokens that have this total probability.")]
+
+
+@dataclass(frozen=True)
+class MachineFlags:
+    """Where the model runs, and in which precision."""
+
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1, mps.")] = "auto"
+    dtype: Annotated[
+        str,
+        typer.Option(
+            help="Precision of the model: auto (float32 on a CPU, else bfloat16), float32, bfloat16, float16."
+        ),
+    ] = "auto"
+
+
+@dataclass(frozen=True)
+class MixtureFlags:
+    """The memories of a mixture and how they are weighted."""
+
+    memories: Annotated[
+        str | None,
+        typer.Option(
+            help="Memories to mix, separated by commas: knn, cache, ngram, output, knn=STORE, decoder=FOLDER, "
+            "cache=POSITIONS; a weight each as in knn:0.3,cache:0.1.",
+            show_default="as tuned, else knn",
+        ),
+    ] = None
+    k: Annotated[int | None, typer.Option("--k", help="Number of neighbours.", show_default="as tuned, else 1024")] = (
+        None
+    )
+    knn_temperature: Annotated[
+        float | None,
+        typer.Option(
+            help="τ: the temperature of the softmax over neighbours' distances.", show_default="as tuned, else 2"
+        ),
+    ] = None
+    lmbda: Annotated[
+        float | None,
+        typer.Option(
+            "--lambda", help="λ: the weight of all memories together, from 0 to 1.", show_default="as tuned, else 0.25"
+        ),
+    ] = None
+    metric: Metric = None
+    skip_fraction: Annotated[
+        float | None, typer.Option(help="Fraction of the searches that the gate skips.", show_default="0")
+    ] = None
+    no_rerank: NoRerank = False
+    key_dtype: KeyDtype = "float16"
+
+    def open(self, store: Path, model: str | None, machine: MachineFlags) -> Mixture:
+        """Open the mixture of a store with these options."""
+        return open_mixture(
+            store,
+            model,
+            machine,
+            memories=self.memories,
+            k=self.k,
+            knn_temperature=self.knn_temperature,
+            lmbda=self.lmbda,
+            metric=self.metric,
+            skip_fraction=self.skip_fraction,
+            rerank=not self.no_rerank,
+            key_dtype=self.key_dtype,
+        )
+
+
+@dataclass(frozen=True)
+class SelectionFlags:
+    """Which documents of a store a command applies to."""
+
+    document: Annotated[str | None, typer.Option(help="The id of a document.", show_default=False)] = None
+    source: Annotated[
+        str | None, typer.Option(help="A pattern of sources; * matches any text.", show_default=False)
+    ] = None
+    where: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="field=value, where the field is id, number, tokens, sha256, source or a field of the records; "
+            "repeated conditions must all hold.",
+            show_default=False,
+        ),
+    ] = None
+
+    @property
+    def conditions(self) -> dict[str, Any]:
+        """The keyword arguments of the library's functions."""
+        return {"document": self.document, "source": self.source, "where": tuple(self.where or ())}
+
+    @property
+    def given(self) -> bool:
+        """Whether any condition was given."""
+        return self.document is not None or self.source is not None or bool(self.where)
+
+
+def open_mixture(store: Path, model: str | None, machine: MachineFlags, **settings: Any) -> Mixture:
+    """Open a mixture with a spinner, and without the log messages of the libraries below."""
+    from knnlm.cli.output import quiet, waiting
+    from knnlm.mixture.mixture import Mixture
+    from knnlm.mixture.spec import MixtureOptions
+
+    names = {field.name for field in fields(MixtureOptions)} & settings.keys()
+    options = {name: settings.pop(name) for name in names}
+    quiet()
+    with waiting(f"opening {store}"):
+        own = MixtureOptions(model=model, device=machine.device, dtype=machine.dtype, **options)
+        return Mixture.open(store, options=own, **settings)
+
+
+def command(app: typer.Typer, panel: str, summary: str, *, name: str | None = None) -> Callable[[Any], Any]:
+    """Register a function as a command; parameters that are groups of options become their options."""
+
+    def register(function: Callable[..., None]) -> Callable[..., None]:
+        app.command(name, short_help=summary, rich_help_panel=panel)(_flattened(function))
+        return function
+
+    return register
+
+
+def _flattened(function: Callable[..., None]) -> Callable[..., None]:
+    """Return the function with the fields of its option groups as parameters of their own."""
+    hints = get_type_hints(function, include_extras=True)
+    groups: dict[str, Any] = {}
+    parameters: list[inspect.Parameter] = []
+    for parameter in inspect.signature(function).parameters.values():
+        hint = hints[parameter.name]
+        if is_dataclass(hint):
+            groups[parameter.name] = hint
+            parameters += _parameters_of(hint, parameter.default)
+        else:
+            parameters.append(parameter.replace(annotation=hint, kind=inspect.Parameter.KEYWORD_ONLY))
+
+    @wraps(function)
+    def called(**given: Any) -> None:
+        for parameter, group in groups.items():
+            given[parameter] = group(**{field.name: given.pop(field.name) for field in fields(group)})
+        function(**given)
+
+    called.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    called.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    return called
+
+
+def _parameters_of(group: Any, defaults: Any) -> list[inspect.Parameter]:
+    """Return the fields of a group as parameters, with the values of the instance `defaults` as their defaults."""
+    hints = get_type_hints(group, include_extras=True)
+    return [
+        inspect.Parameter(
+            field.name,
+            inspect.Parameter.KEYWORD_ONLY,
+            default=getattr(defaults, field.name),
+            annotation=hints[field.name],
+        )
+        for field in fields(group)
+    ]

@@ -1,19 +1,15 @@
-"""Tables, bars and JSON on a terminal. Results go to standard output, everything else to standard error.
-
-How figures are shown: those of tune and of eval.
-"""
+"""Tables, progress bars and JSON. Results go to standard output, everything else to standard error."""
 
 from __future__ import annotations
 
 import json
 import math
 import os
+import re
 import sys
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
@@ -26,19 +22,16 @@ from knnlm.progress import Advance
 
 if TYPE_CHECKING:
     from knnlm.lm.causal import CausalLM
-if TYPE_CHECKING:
-    from knnlm.evaluation.evaluate import Evaluation
-    from knnlm.evaluation.tune import Tuning
-    from knnlm.training.adapt import Adaptation
-
 
 console = Console(highlight=False, emoji=False, soft_wrap=True)
-
 err = Console(stderr=True, highlight=False, emoji=False)
+
+# Characters that move the cursor or change the direction of writing.
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069]")
 
 
 class _Bar:
-    """One bar on the screen: how far, how fast, and what is to be said beside it."""
+    """A progress bar with its speed and a note."""
 
     def __init__(self, progress: Progress, task: TaskID, unit: str) -> None:
         self._progress, self._task, self._unit = progress, task, unit
@@ -52,13 +45,13 @@ class _Bar:
         self._progress.update(self._task, done=f"{done}, {self._note}" if self._note else done)
 
     def note(self, text: str) -> None:
-        """Show these words from the next step on."""
+        """Show a note from the next step on."""
         self._note = text
 
 
 @contextmanager
 def bar(what: str, *, total: int | None = None, unit: str = "tokens") -> Iterator[Advance]:
-    """Show one progress bar with speed and time left."""
+    """Show one progress bar with speed and remaining time."""
     columns = (
         TextColumn("{task.description:<20}"),
         BarColumn(bar_width=30),
@@ -73,19 +66,19 @@ def bar(what: str, *, total: int | None = None, unit: str = "tokens") -> Iterato
         except BaseException:
             progress.live.transient = True  # an error is one line, without the bar above it
             raise
-        # What was expected and what came differ a little where a limit falls inside a document.
+        # A limit inside a document makes the total a little larger than what was done.
         progress.update(task, total=progress.tasks[0].completed)
 
 
 @contextmanager
 def waiting(what: str) -> Iterator[None]:
-    """Show a spinner while something of unknown length goes on."""
+    """Show a spinner."""
     with err.status(what):
         yield
 
 
 def open_model(name: str, **settings: Any) -> CausalLM:
-    """Open a model without the chatter of the libraries below."""
+    """Open a model with a spinner, and without the log messages of the libraries below."""
     from knnlm.lm.causal import CausalLM
 
     quiet()
@@ -94,7 +87,7 @@ def open_model(name: str, **settings: Any) -> CausalLM:
 
 
 def quiet() -> None:
-    """Keep transformers from writing over our bars."""
+    """Keep the messages of transformers out of the progress bars."""
     from transformers.utils import logging
 
     logging.set_verbosity_error()
@@ -102,33 +95,78 @@ def quiet() -> None:
     warnings.filterwarnings("ignore")
 
 
+def show(result: Mapping[str, Any], text: str | Sequence[tuple[str, str]], *, json: bool) -> None:
+    """Print a result as JSON, or as a line or a table of two columns."""
+    if json:
+        print_json(result)
+    elif isinstance(text, str):
+        console.print(text, markup=False)
+    else:
+        print_table(text)
+
+
 def print_json(value: Any) -> None:
-    """Print one JSON object; a number that is infinite or undefined becomes null, a path its text."""
+    """Print one JSON object; an infinite or undefined number becomes null, a path its text."""
     sys.stdout.write(json.dumps(_finite(value), indent=2, ensure_ascii=False, default=os.fspath) + "\n")
 
 
-def print_facts(facts: Sequence[tuple[str, str]], *, title: str | None = None) -> None:
+def print_table(rows: Sequence[tuple[str, str]], *, title: str | None = None) -> None:
     """Print names and values in two columns."""
     table = Table(title=title, show_header=False, box=None, pad_edge=False, title_justify="left")
     table.add_column(style="bold")
     table.add_column(overflow="fold")
-    for name, value in facts:
+    for name, value in rows:
         table.add_row(Text(name), Text(value))
     console.print(table)
 
 
-def visible(text: str) -> str:
-    """Show line breaks and tabs of a token as signs."""
-    return text.replace("\n", "⏎").replace("\t", "⇥").replace("\r", "␍")
+def neighbour_table(title: str | Text, rows: Sequence[tuple[float, str, str, str, bool, str]]) -> Table:
+    """Build a table of neighbours: weight, text before, token, text after, whether it is the token, source."""
+    table = Table(title=title, title_justify="left", show_header=False, box=None, padding=(0, 1, 0, 2))
+    table.add_column(justify="right", no_wrap=True)
+    table.add_column(overflow="fold")
+    table.add_column(overflow="fold", style="dim")
+    for weight, before, token, after, agrees, source in rows:
+        context = Text(f"…{visible(before)[-60:]}")
+        # Quotation marks as well as colours: a pipe loses colours.
+        context.append(f"«{visible(token)}»", style="bold green" if agrees else "bold red")
+        context.append(f"{visible(after)[:30]}…", style="dim")
+        table.add_row(f"{weight:.3f}", context, Text(source))
+    return table
+
+
+def change(before: float, after: float) -> str:
+    """Describe a change of a figure of which less is better: "12.3% lower", "4.5% higher"."""
+    if not (math.isfinite(before) and math.isfinite(after)) or before == 0:
+        return "no comparison"
+    return f"{abs(after / before - 1):.1%} {'lower' if after <= before else 'higher'}"
+
+
+def leak_warning(leaked: int, documents: int, consequence: str) -> list[tuple[str, str]]:
+    """Return a warning row where text that was measured on is in the store itself."""
+    if not leaked:
+        return []
+    return [("WARNING", f"{leaked:,} of {count(documents, 'document')} are in the store itself: {consequence}")]
 
 
 def count(number: int, noun: str) -> str:
-    """Say how many there are of something."""
+    """Return a number with its noun, in the plural where needed."""
     return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
+def visible(text: str) -> str:
+    """Replace line breaks, tabs and control characters by visible signs."""
+    shown = text.replace("\n", "⏎").replace("\t", "⇥").replace("\r", "␍")
+    return without_control(shown)
+
+
+def without_control(text: str) -> str:
+    """Replace control characters, so that a document cannot control the terminal."""
+    return _CONTROL.sub("\N{REPLACEMENT CHARACTER}", text)
+
+
 def safe(text: str) -> str:
-    """Show text of unknown content inside markup."""
+    """Escape text for rich markup."""
     return escape(visible(text))
 
 
@@ -140,141 +178,3 @@ def _finite(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return [_finite(item) for item in value]
     return value
-
-
-def show_tuning(memory: Path, chosen_on: list[str], result: Tuning, *, json: bool) -> None:
-    """Say what was chosen, and what it gives."""
-    sweep = result.sweep
-    best = sweep.best if sweep is not None else None
-    facts: dict[str, Any] = {
-        "memory": str(memory),
-        "chosen_on": chosen_on,
-        "tokens": result.tokens,
-        "memories": [spec.as_dict() for spec in result.specs],
-        "weights": result.weights.kind,
-        "k": best[0] if best else None,
-        "knn_temperature": best[1] if best else None,
-        "lambda": result.lambda_,
-        "base_perplexity": result.base_perplexity,
-        "perplexity": result.perplexity,
-        "settings_tried": sum(int(found.perplexity.size) for found in result.sweeps if found is not None),
-        "sweep_seconds": result.seconds,
-        "at_edge": sweep.at_edge() if sweep is not None else [],
-        "documents": result.documents,
-        "remembered_documents": result.remembered,
-    }
-    if json:
-        print_json(facts)
-        return
-    rows = [("chosen on", f"{result.tokens:,} tokens of {', '.join(chosen_on)}")]
-    for spec in result.specs:
-        votes = f"k {spec.settings[0].k}, τ {spec.settings[0].knn_temperature:g}" if spec.settings else ""
-        others = f", and {len(spec.settings) - 1} other ways of counting" if len(spec.settings) > 1 else ""
-        rows.append((spec.label, f"{votes}{others}"))
-    rows += [
-        ("weights", describe_weights(result)),
-        ("perplexity", f"{result.base_perplexity:.3f} → {result.perplexity:.3f} on that text; report it on another"),
-        ("time", f"{facts['settings_tried']:,} settings and the weights in {result.seconds:.1f} s"),
-    ]
-    if facts["at_edge"]:
-        rows.append(("note", f"best value is the last one tried of: {', '.join(facts['at_edge'])}"))
-    rows += warning(result.remembered, result.documents, "what was chosen on them suits no other text")
-    print_facts(rows)
-
-
-def describe_weights(result: Tuning) -> str:
-    """Say how parts are weighed."""
-    return result.weights.kind if result.lambda_ is None else f"{result.weights.kind}, λ {result.lambda_:.3g}"
-
-
-def show_evaluation(found: Evaluation, *, json: bool) -> None:
-    """Say how well a text was predicted."""
-    figures = found.as_dict()
-    if json:
-        print_json(figures)
-        return
-    rows = [
-        (
-            "text",
-            f"{figures['tokens']:,} tokens, {figures['words']:,} words of {count(found.documents, 'document')}",
-        ),
-        (
-            "perplexity",
-            f"{figures['base_perplexity']:.3f} → {figures['perplexity']:.3f}  ({figures['gain']:.1%} lower)",
-        ),
-        ("  best of all", f"{figures['oracle_perplexity']:.3f}, choosing the best of model and memories at each token"),
-        ("  per word", f"{figures['base_word_perplexity']:.2f} → {figures['word_perplexity']:.2f}"),
-        ("bits per byte", f"{figures['base_bits_per_byte']:.4f} → {figures['bits_per_byte']:.4f}"),
-        ("weights", f"{found.weights}, λ {found.lambda_:.3g}"),
-    ]
-    for memory in found.memories:
-        votes = f"k {memory['k']}, τ {memory['knn_temperature']:g}, {memory['metric']}, " if "k" in memory else ""
-        rows.append((f"  {memory['name']}", f"{votes}weight {memory['weight']:.3g}"))
-    rows += [
-        ("time", f"{figures['seconds']:.1f} s, {figures['tokens_per_second']:,.0f} tokens/s"),
-        *warning(found.remembered, found.documents, "their figures are too good"),
-    ]
-    print_facts(rows)
-
-
-def warning(remembered: int, documents: int, so: str) -> list[tuple[str, str]]:
-    """Tell a person who measures on text that is in the memory."""
-    if not remembered:
-        return []
-    return [("WARNING", f"{remembered:,} of {count(documents, 'document')} are in the memory itself: {so}")]
-
-
-def adaptation_rows(result: Adaptation) -> list[tuple[str, str]]:
-    """Lay out what each part of an adapted memory is worth."""
-    return [
-        ("the model", perplexity(result.base)),
-        ("the student alone", perplexity(result.fine_tuned)),
-        ("the model and its memory", perplexity(result.knn)),
-        ("the model and the student", f"{perplexity(result.decoder)}  (λ = {result.decoder_lambda:.2f})"),
-        ("all, gated", perplexity(result.everything)),
-    ]
-
-
-def perplexity(value: float) -> str:
-    """Write a perplexity; that of a student that has hardly learnt anything has many digits, none of which matters."""
-    return f"{value:.3f}" if value < 1e6 else f"{value:.2g}"
-
-
-def show_decoder(folder: Path, *, json: bool) -> None:
-    """Say what a decoder is, how it was trained, and for which model it was tuned."""
-    from knnlm.memories.decoder import load_card
-
-    card = load_card(folder)
-    if json:
-        facts = asdict(card)
-        print_json(
-            {
-                "decoder": str(folder),
-                "lambda": facts.pop("lmbda"),
-                "lambda_facts": facts.pop("lmbda_facts"),
-                **facts,
-            }
-        )
-        return
-    student, chosen = card.student, card.lmbda_facts
-    blocks = "" if student["blocks"] is None else f", blocks {', '.join(map(str, student['blocks']))}"
-    losses = ", ".join(f"{name} {value:.3f}" for name, value in card.losses.items() if value is not None)
-    taught = "" if card.teacher is None else f", {card.beta:g} of the loss by the store {card.teacher}"
-    tuned = "not yet: knnlm tune DECODER TEXT --model MODEL"
-    if card.lmbda is not None:
-        tuned = f"λ {card.lmbda:.3g}"
-        if chosen is not None:
-            gain = f"{chosen['base_perplexity']:.2f} → {chosen['perplexity']:.2f}"
-            tuned += f" for {chosen['model']}; chosen on {chosen['tokens']:,} tokens of {', '.join(chosen['text'])} "
-            tuned += f"(perplexity {gain})"
-    rows = [
-        ("decoder", f"{folder}"),
-        ("student", f"{student['spec']} ({student['class']}, {student['parameters'] / 1e6:,.1f}M weights{blocks})"),
-        ("tokens", f"{card.vocab_size:,}, tokenizer {card.tokenizer}"),
-        ("trained", f"{card.tokens:,} tokens of text, {card.steps:,} steps, {card.seconds:,.0f} s{taught}"),
-        ("", f"at the end: {losses}"),
-        ("window", f"{card.window['context']} tokens"),
-        ("tuned", tuned),
-        *(("note", note) for note in card.notes),
-    ]
-    print_facts(rows)

@@ -1,90 +1,100 @@
-"""The command that serves a memory over HTTP."""
+"""The command that serves a store over HTTP: serve."""
 
 from __future__ import annotations
 
 import sys
 from contextlib import suppress
+from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from knnlm.cli.evaluate import open_mixture
-from knnlm.cli.options import Device, Dtype, K, KnnTemperature, Lambda, Memories, Memory, Metric, Reader
+from knnlm.cli.options import SERVE, MachineFlags, MixtureFlags, Store, StoreModel, command
 from knnlm.cli.output import err, print_json
 from knnlm.errors import MissingExtra
+
+if TYPE_CHECKING:
+    from knnlm.server.limits import Limits
 
 
 def register(app: typer.Typer) -> None:
     """Add the command to the app."""
-    app.command(short_help="Serve a memory over HTTP: an OpenAI-style API, and a page.")(serve)
+    command(app, SERVE, "Serve a store over HTTP: an OpenAI-compatible API and a web page.")(serve)
+
+
+@dataclass(frozen=True)
+class LimitFlags:
+    """The limits of the server."""
+
+    slots: Annotated[int, typer.Option(min=1, help="Sequences generated at the same time.")] = 64
+    queue: Annotated[int, typer.Option(min=1, help="Requests that may wait for a slot.")] = 256
+    timeout: Annotated[float, typer.Option(min=0.1, help="Seconds per request, including waiting.")] = 300.0
+    max_prompt_tokens: Annotated[int, typer.Option(min=1, help="Maximum length of a prompt.")] = 8192
+    max_output_tokens: Annotated[int, typer.Option(min=1, help="Maximum number of tokens per request.")] = 4096
 
 
 def serve(
-    memory: Memory,
-    host: Annotated[str, typer.Option(help="Where to listen; beyond this machine only with a key.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=0, max=65535, help="0 is any that is free.")] = 8000,
+    store: Store,
+    host: Annotated[str, typer.Option(help="The address; other than loopback only with an API key.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="The port; 0 is any free port.")] = 8000,
     api_key_file: Annotated[
-        Path | None, typer.Option(help="A file with the keys of those who may ask, one a line.", show_default="none")
+        Path | None, typer.Option(help="A file with the API keys of clients, one per line.", show_default="none")
     ] = None,
     admin_key_file: Annotated[
-        Path | None, typer.Option(help="A file with the keys of those who may change the memory.", show_default="none")
+        Path | None, typer.Option(help="A file with the API keys that may change the store.", show_default="none")
     ] = None,
-    name: Annotated[str | None, typer.Option(help="What the model is called.", show_default="the folder's")] = None,
-    slots: Annotated[int, typer.Option(min=1, help="Texts that are written at once.")] = 64,
-    queue: Annotated[int, typer.Option(min=1, help="Requests that may wait for a slot.")] = 256,
-    timeout: Annotated[float, typer.Option(min=0.1, help="Seconds for a request, waiting included.")] = 300.0,
-    max_prompt_tokens: Annotated[int, typer.Option(min=1, help="The longest prompt.")] = 8192,
-    max_output_tokens: Annotated[int, typer.Option(min=1, help="The most tokens that a request may ask for.")] = 4096,
-    memories: Memories = None,
-    k: K = None,
-    knn_temperature: KnnTemperature = None,
-    lmbda: Lambda = None,
-    metric: Metric = None,
-    model: Reader = None,
-    device: Device = "auto",
-    dtype: Dtype = "auto",
-    json: Annotated[bool, typer.Option("--json", help="Say where it listens as one JSON object.")] = False,
+    name: Annotated[str | None, typer.Option(help="The model name in the API.", show_default="the folder's")] = None,
+    limits: LimitFlags = LimitFlags(),
+    mixture: MixtureFlags = MixtureFlags(),
+    model: StoreModel = None,
+    machine: MachineFlags = MachineFlags(),
+    json: Annotated[bool, typer.Option("--json", help="Print the address as one JSON object.")] = False,
 ) -> None:
-    """knnlm serve memory --port 8000
+    """knnlm serve docs.store --port 8000
 
-    Serve a memory with its model until Ctrl-C: /v1/completions, /v1/chat/completions, /v1/score and more, and a page
-    to look inside at /.
+    Serve a store with its model until Ctrl-C: /v1/completions, /v1/chat/completions, /v1/score and more, and a web page
+    at / that shows the sources of each token.
     """
     check_installed()
     from knnlm.server import run
     from knnlm.server.auth import ApiKeys
-    from knnlm.server.limits import Limits
     from knnlm.server.service import Service
 
     keys = ApiKeys.read(api_key_file, admin_key_file)
-    allowed = Limits(
-        slots=slots,
-        queue=queue,
-        seconds=timeout,
-        prompt_tokens=max_prompt_tokens,
-        output_tokens=max_output_tokens,
-    )
-    taken = run.bind(run.Place(host, port), keys)
-    chosen = {"memories": memories, "k": k, "knn_temperature": knn_temperature, "lmbda": lmbda, "metric": metric}
-    mixture = open_mixture(memory, model=model, device=device, dtype=dtype, **chosen)
-    service = Service(mixture, name=name or memory.resolve().name, limits=allowed)
+    bound = run.bind(run.Place(host, port), keys)
+    service = Service(mixture.open(store, model, machine), name=name or store.resolve().name, limits=_limits(limits))
 
     def ready() -> None:
-        facts = {"memory": str(memory), "model": service.name, "url": run.address(taken)}
-        if json:
-            print_json(facts)
-            sys.stdout.flush()
-        else:
-            err.print(f"knnlm: {memory} is served at {facts['url']}", markup=False, soft_wrap=True)
+        _announce({"store": str(store), "model": service.name, "url": run.address(bound)}, json=json)
 
-    with suppress(KeyboardInterrupt):  # the way to end it
-        run.serve(service, taken, keys=keys, ready=ready)
+    with suppress(KeyboardInterrupt):  # the usual way to stop the server
+        run.serve(service, bound, keys=keys, ready=ready)
+
+
+def _limits(flags: LimitFlags) -> Limits:
+    from knnlm.server.limits import Limits
+
+    return Limits(
+        slots=flags.slots,
+        queue=flags.queue,
+        seconds=flags.timeout,
+        prompt_tokens=flags.max_prompt_tokens,
+        output_tokens=flags.max_output_tokens,
+    )
+
+
+def _announce(address: dict[str, str], *, json: bool) -> None:
+    if json:
+        print_json(address)
+        sys.stdout.flush()
+    else:
+        err.print(f"knnlm: serving {address['store']} at {address['url']}", markup=False, soft_wrap=True)
 
 
 def check_installed() -> None:
-    """Say how to install what serving needs, where it is not."""
+    """Raise MissingExtra, which names the installation, where a package of the server is missing."""
     for package in ("fastapi", "uvicorn", "prometheus_client"):
         if find_spec(package) is None:
             raise MissingExtra("knnlm serve", package.replace("_", "-"), "serve")

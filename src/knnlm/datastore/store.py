@@ -312,7 +312,7 @@ class Datastore:
 
     @property
     def storage(self) -> str:
-        """How keys are stored, as `knnlm build --keys` names it."""
+        """How keys are stored, as `knnlm build --key-format` names it."""
         return self.key_dtype if isinstance(self.codec, Plain) else str(self.catalog.get("keys") or self.key_dtype)
 
     @property

@@ -334,7 +334,7 @@ def load_decoder(folder: Path, lm: CausalLM | None, request: MixtureRequest) -> 
     if any(value is not None for value in unused) or not options.rerank or options.key_dtype != "float16":
         raise ParameterError(
             f"{folder} is a decoder, which has no store: only --lambda and --model apply. To mix it with other "
-            f"memories, name it beside them: knnlm eval STORE TEXT --memory knn,decoder={folder}"
+            f"memories, name it beside them: knnlm eval STORE TEXT --memories knn,decoder={folder}"
         )
     if lm is None:
         lm = CausalLM.open(_language_model(folder, card, options.model), device=options.device, dtype=options.dtype)

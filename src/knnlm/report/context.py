@@ -289,7 +289,7 @@ class ReportContext:
         """Write the command that makes one study."""
         texts = (self.work / "test.jsonl", "--valid", self.work / "valid.jsonl")
         quick = ("--quick",) if self.quick else ()
-        mixed = ("--memory", ",".join(self.labels), "--studies", study, "--out", f"{self.order.out}-{study}")
+        mixed = ("--memories", ",".join(self.labels), "--studies", study, "--out", f"{self.order.out}-{study}")
         return self.command("report", self.order.memory, *texts, *mixed, *quick)
 
 

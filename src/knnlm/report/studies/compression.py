@@ -62,7 +62,7 @@ def study_quantised(desk: ReportContext) -> Study:
         if (own := [one for one in codes if one.distances == name])
     ]
     index = desk.command("index", desk.order.memory, "--index", coarse.name)
-    evaluation = desk.evaluation("--memory", "knn", "--metric", "l2", *coarse.outcome.options(), "--no-rerank")
+    evaluation = desk.evaluation("--memories", "knn", "--metric", "l2", *coarse.outcome.options(), "--no-rerank")
     return Study(
         name="quantised",
         title="Exact against quantised distances",
@@ -179,7 +179,7 @@ def study_pruning(desk: ReportContext) -> Study:
         ),
         command=desk.command("prune", desk.order.memory, "--out", out, *smallest[1].split())
         + "\n"
-        + desk.command("eval", out, desk.work / "test.jsonl", "--memory", "knn", *smallest[4].options()),
+        + desk.command("eval", out, desk.work / "test.jsonl", "--memories", "knn", *smallest[4].options()),
         tables=[
             Table.of(
                 {"store": "", "keys": ",d", "bytes": ",d", "of all": ".0%", **FIGURES},

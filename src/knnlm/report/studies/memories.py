@@ -49,7 +49,7 @@ def study_memories(desk: ReportContext) -> Study:
     rows = _measure_all(desk, wanted)
     figures = [float(str(row[5])) for row in rows]
     best = lowest([float(str(row[4])) for row in rows])
-    options = ("--memory", ",".join(desk.labels), "--weights", "gated")
+    options = ("--memories", ",".join(desk.labels), "--weights", "gated")
     held_back = describe_folds(desk.seen(desk.valid, "fixed").groups)
     names = [f"{row[0]} ({row[1]})" if row[1] else str(row[0]) for row in rows]
     return Study(
@@ -61,7 +61,7 @@ def study_memories(desk: ReportContext) -> Study:
             f"{desk.base:.2f}; the best on the tuning text out of fold, {names[best]}, makes it {figures[best]:.2f}, "
             f"{percent_lower(figures[best], desk.base)}."
         ),
-        command=desk.tuning(*options) + "\n" + desk.evaluation("--memory", ",".join(desk.labels)),
+        command=desk.tuning(*options) + "\n" + desk.evaluation("--memories", ",".join(desk.labels)),
         tables=[
             Table.of(
                 {"mixed in": "", "weights": "", "λ": ".2f", "tuning": ".3f", "out of fold": ".3f", "held-out": ".3f"},
@@ -134,8 +134,8 @@ def _alone(desk: ReportContext, number: int, lmbda: float) -> str:
     """Write the commands that measure one memory alone with the model; k and τ of a cache are only ever tuned."""
     label, found = desk.labels[number], desk.sweeps[number]
     if found is not None:
-        return desk.tuning("--memory", label) + "\n" + desk.evaluation("--memory", label)
-    return desk.evaluation("--memory", label, "--lambda", lmbda)
+        return desk.tuning("--memories", label) + "\n" + desk.evaluation("--memories", label)
+    return desk.evaluation("--memories", label, "--lambda", lmbda)
 
 
 def _pair(desk: ReportContext, read: Read, number: int) -> tuple[Tensor, Tensor]:
@@ -178,7 +178,7 @@ def study_oracle(desk: ReportContext) -> Study:
             f"The store is the better of the two at {better:.0%} of the tokens; always choosing the better would give "
             f"{figures[3]:.2f} where one λ gives {figures[1]:.2f}."
         ),
-        command=desk.evaluation("--memory", "knn", "--metric", "l2", *options),
+        command=desk.evaluation("--memories", "knn", "--metric", "l2", *options),
         tables=[Table.of({"who is trusted": "", "held-out": ".3f"}, rows)],
         plots=[Plot.bars("Perplexity by who is trusted", [*_TRUSTED], figures)],
         notes=["knnlm eval calls the fourth row “best of all”, since there all means model and store."],
@@ -206,14 +206,16 @@ def study_skip(desk: ReportContext) -> Study:
         finding += f"; with {shares[half]:.0%} of them left out it is {figures[half]:.2f}."
     else:
         finding += "; the gate does not tell here which of them matter."
-    options = ("--memory", ",".join(desk.labels), "--weights", "gated")
+    options = ("--memories", ",".join(desk.labels), "--weights", "gated")
     return Study(
         name="skip",
         title="Searches left out",
         paper="Efficient Nearest Neighbor Language Models (He et al. 2021), adaptive retrieval",
         finding=finding,
-        command=desk.tuning(*options) + "\n" + desk.evaluation("--memory", ",".join(desk.labels), "--skip", 0.5),
-        tables=[Table.of({"--skip": ".1f", "searches left out": ".1%", "held-out": ".3f"}, rows)],
+        command=desk.tuning(*options)
+        + "\n"
+        + desk.evaluation("--memories", ",".join(desk.labels), "--skip-fraction", 0.5),
+        tables=[Table.of({"--skip-fraction": ".1f", "searches skipped": ".1%", "held-out": ".3f"}, rows)],
         plots=[
             Plot.curves(
                 "Perplexity by how many searches are left out",

@@ -52,7 +52,7 @@ def study_output(desk: ReportContext) -> Study:
         ),
         command=desk.command("distill", desk.order.memory, "--into", "output", "--rows", _ROWS[best], "--out", out)
         + "\n"
-        + desk.evaluation("--memory", f"output={out}:{rows[best][3]}"),
+        + desk.evaluation("--memories", f"output={out}:{rows[best][3]}"),
         tables=[
             Table.of(
                 {"r": "d", "rows": ",d", "numbers": ",d", "λ": ".2f", "tuning": ".3f", "held-out": ".3f"},

@@ -136,7 +136,7 @@ def study_metric(desk: ReportContext) -> Study:
             f"By {first} perplexity is {tried[best].test:.2f}, by {second} {tried[1 - best].test:.2f}, each with its "
             "own τ and λ."
         ),
-        command=desk.evaluation("--memory", "knn", "--metric", "ip", *tried[1].options()),
+        command=desk.evaluation("--memories", "knn", "--metric", "ip", *tried[1].options()),
         tables=[
             Table.of(
                 {"distance": "", "--metric": "", "k": ",d", **FIGURES},

@@ -98,7 +98,7 @@ def _outcome(valid: Sweep, test: Sweep, k: int, knn_temperature: int, lmbda: int
 
 
 def _command(desk: ReportContext, chosen: Outcome) -> str:
-    return desk.evaluation("--memory", "knn", "--metric", "l2", *chosen.options())
+    return desk.evaluation("--memories", "knn", "--metric", "l2", *chosen.options())
 
 
 def _table(tried: Sequence[Outcome], best: int, first: str = "k") -> Table:

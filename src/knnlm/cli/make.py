@@ -1,0 +1,344 @@
+"""Commands that make a store: build, add, index, compress, prune, merge, import."""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from contextlib import closing
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from knnlm.cli.options import (
+    MAKE,
+    IndexMetric,
+    IndexSpec,
+    Json,
+    KeyFormat,
+    KeyLayer,
+    Layer,
+    Limit,
+    MachineFlags,
+    Model,
+    Out,
+    Seed,
+    Store,
+    StoreModel,
+    Text,
+    TextField,
+    Wait,
+    command,
+    open_mixture,
+)
+from knnlm.cli.output import bar, count, open_model, quiet, show, waiting
+from knnlm.errors import ParameterError
+
+if TYPE_CHECKING:
+    from knnlm.datastore.store import Datastore
+    from knnlm.lm.causal import CausalLM
+
+
+def register(app: typer.Typer) -> None:
+    """Add the commands to the app."""
+    command(app, MAKE, "Read text once with a model and write a store.")(build)
+    command(app, MAKE, "Add documents to a store.")(add)
+    command(app, MAKE, "Build a search index.")(index)
+    command(app, MAKE, "Copy a store with keys in fewer bytes.")(compress)
+    command(app, MAKE, "Copy a store with fewer keys or dimensions.")(prune)
+    command(app, MAKE, "Merge several stores into one.")(merge)
+    command(app, MAKE, "Import the arrays of knn-transformers or fairseq.", name="import")(import_arrays)
+
+
+def build(
+    text: Text,
+    out: Out,
+    model: Model = "bundled",
+    key_layer: KeyLayer = "ffn_input",
+    layer: Layer = -1,
+    context: Annotated[
+        int | None, typer.Option(help="Tokens of a window.", show_default="1024, or the model's maximum")
+    ] = None,
+    stride: Annotated[
+        int | None, typer.Option(help="Tokens between the starts of two windows.", show_default="half the context")
+    ] = None,
+    key_format: KeyFormat = "float16",
+    compile: Annotated[  # noqa: A002
+        bool | None, typer.Option("--compile/--no-compile", show_default="on a GPU, for much text")
+    ] = None,
+    text_field: TextField = "text",
+    machine: MachineFlags = MachineFlags(),
+    json: Json = False,
+) -> None:
+    """knnlm build docs/ --out docs.store
+
+    Read every document once with the model and store, for each token, the context vector and the token that followed.
+    A build that was interrupted resumes when the same command is run again, at the last complete segment (16,384 tokens
+    on a CPU, a million on a GPU).
+    """
+    import knnlm
+
+    begin = time.perf_counter()
+    documents = knnlm.read_documents(*text, text_field=text_field)
+    lm = open_model(model, key_layer=key_layer, layer=layer, **asdict(machine))
+    options: dict[str, Any] = {"window": lm.window(context, stride), "keys": key_format, "compile": compile}
+    store = knnlm.build(documents, out, lm=lm, progress=bar, **options)
+    _show_built(store, out, time.perf_counter() - begin, json=json)
+
+
+def _show_built(store: Datastore, out: Path, seconds: float, *, json: bool) -> None:
+    tokens, documents = store.rows, store.catalog.document_count()
+    result = {"store": str(out), "documents": documents, "tokens": tokens, "bytes": store.bytes, "seconds": seconds}
+    text = (
+        f"{out}: {tokens:,} tokens of {count(documents, 'document')} in {seconds:.0f} s, {store.bytes / 1e6:,.1f} MB. "
+        f"Next: knnlm tune {out} TEXT"
+    )
+    show(result | {"tokens_per_second": tokens / seconds}, text, json=json)
+
+
+def add(
+    store: Store,
+    text: Text,
+    model: StoreModel = None,
+    wait: Wait = 0.0,
+    text_field: TextField = "text",
+    machine: MachineFlags = MachineFlags(),
+    json: Json = False,
+) -> None:
+    """knnlm add docs.store held-out.txt
+
+    Read documents as the store was built and add them in one transaction; the next query finds them. A document whose
+    text is in the store already is skipped. An addition that was interrupted resumes when the same command is run
+    again.
+    """
+    import knnlm
+
+    begin = time.perf_counter()
+    documents = knnlm.read_documents(*text, text_field=text_field)
+    with closing(knnlm.Datastore.open(store)) as opened:
+        lm = _open_reader(opened, model, machine)
+        added = knnlm.add(documents, store, lm=lm, wait=wait, progress=bar)
+    seconds = time.perf_counter() - begin
+    skipped = f" {count(added.skipped, 'document')} skipped: in the store already." if added.skipped else ""
+    resumed = f" {count(added.resumed, 'document')} had been read before the interruption." if added.resumed else ""
+    what = f"{count(added.documents, 'document')} added, {added.tokens:,} tokens, in {seconds:.1f} s."
+    result = {"store": str(store), **asdict(added), "seconds": seconds}
+    show(result, f"{store}: {what}{skipped}{resumed}", json=json)
+
+
+def _open_reader(store: Datastore, model: str | None, machine: MachineFlags) -> CausalLM:
+    """Open the model whose hidden states are the store's keys, at their place and layer."""
+    from knnlm.mixture.loader import reader_name
+
+    place, layer = store.model["key_layer"], int(store.model["layer"])
+    return open_model(model or reader_name(store), key_layer=place, layer=layer, **asdict(machine))
+
+
+def index(
+    store: Store, spec: IndexSpec = "auto", metric: IndexMetric = "l2", wait: Wait = 0.0, json: Json = False
+) -> None:
+    """knnlm index docs.store
+
+    Build a search index. Up to 20,000 tokens, auto searches exactly and builds none; above, it builds blocks of similar
+    keys in int8, of which each query searches a few.
+    """
+    import knnlm
+
+    begin = time.perf_counter()
+    opened = knnlm.Datastore.open(store)
+    built = knnlm.build_index(opened, spec, metric=metric, wait=wait, progress=bar)
+    seconds = time.perf_counter() - begin
+    show(
+        {"store": str(store), "index": built, "tokens": opened.rows, "seconds": seconds},
+        f"{store}: {built} over {opened.rows:,} keys, {seconds:.1f} s",
+        json=json,
+    )
+
+
+def compress(
+    store: Store,
+    out: Out,
+    key_format: KeyFormat = "codes",
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the sample of keys that the codec is fitted to.")] = 0,
+    json: Json = False,
+) -> None:
+    """knnlm compress docs.store --out small.store --key-format int8
+
+    Copy a store with its keys in another format, fitted to a sample of all keys. Tuned settings are not copied, because
+    distances change slightly. A copy that was interrupted resumes when the same command is run again.
+    """
+    import knnlm
+
+    begin = time.perf_counter()
+    opened = knnlm.Datastore.open(store)
+    copy = knnlm.compress(opened, out, keys=key_format, seed=seed, progress=bar)
+    tokens, seconds = max(1, opened.rows), time.perf_counter() - begin
+    before, after = opened.bytes / tokens, copy.bytes / tokens
+    result = {"store": str(store), "out": str(out), "key_format": copy.storage, "tokens": opened.rows}
+    result |= {"bytes_before": opened.bytes, "bytes_after": copy.bytes, "bytes_per_token_before": before}
+    show(
+        result | {"bytes_per_token_after": after, "seconds": seconds},
+        f"{out}: {before:,.0f} → {after:,.0f} bytes per token, {copy.bytes / 1e6:,.1f} MB, in {seconds:.1f} s. "
+        f"Next: knnlm index {out}, knnlm tune {out} TEXT",
+        json=json,
+    )
+
+
+def prune(
+    store: Store,
+    out: Out,
+    width: Annotated[int | None, typer.Option(min=1, help="Principal components to keep.", show_default="all")] = None,
+    merge: Annotated[
+        int | None,
+        typer.Option(min=1, help="Merge each key into one of this many neighbours with its token.", show_default="off"),
+    ] = None,
+    drop_known: Annotated[
+        float | None,
+        typer.Option(help="Drop keys whose token the model predicts at this probability.", show_default="off"),
+    ] = None,
+    held_out: Annotated[
+        list[str] | None, typer.Option("--text", help="Held-out text to measure on.", show_default=False)
+    ] = None,
+    limit: Limit = None,
+    seed: Seed = 0,
+    model: StoreModel = None,
+    machine: MachineFlags = MachineFlags(),
+    json: Json = False,
+) -> None:
+    """knnlm prune docs.store --out pruned.store --merge 8 --text held-out.txt
+
+    Copy a store with fewer keys. Its text stays complete, so neighbours are shown in their context. --drop-known reads
+    the stored text once more with the model. With --text, both stores are measured, each at its best k, τ and λ.
+    """
+    begin = time.perf_counter()
+    options = {"width": width, "merge": merge, "drop_known": drop_known, "seed": seed}
+    result = _prune(store, out, model, machine, options)
+    result |= {"store": str(store), "out": str(out), "seconds": time.perf_counter() - begin}
+    if held_out:
+        for name, folder in (("perplexity_before", store), ("perplexity_after", out)):
+            result[name] = _best_perplexity(folder, held_out, limit, model, machine)
+    show(result, _pruned_rows(result), json=json)
+
+
+def _prune(store: Path, out: Path, model: str | None, machine: MachineFlags, options: dict[str, Any]) -> dict[str, Any]:
+    from knnlm.datastore.rewrite import check_out
+    from knnlm.datastore.store import Datastore
+    from knnlm.lm.loading import choose_device
+    from knnlm.training.prune import prune
+
+    if options["width"] is None and options["merge"] is None and options["drop_known"] is None:
+        raise ParameterError("Nothing to prune. Give --width, --merge, --drop-known, or several of them.")
+    device = str(choose_device(machine.device))
+    opened = Datastore.open(store)
+    check_out(opened, out)
+    log_p = None if options["drop_known"] is None else token_log_p(opened, model, device, machine.dtype)
+    return prune(opened, out, log_p=log_p, device=device, progress=bar, **options)
+
+
+def _pruned_rows(result: dict[str, Any]) -> list[tuple[str, str]]:
+    rows = [
+        ("keys", f"{result['keys_before']:,} → {result['keys_after']:,}"),
+        ("  dropped", f"{result['dropped']:,} that the model predicts"),
+        ("  merged", f"{result['merged']:,} into others"),
+    ]
+    if result["explained_variance"] is not None:
+        rows.append(("variance kept", f"{result['explained_variance']:.1%}"))
+    rows.append(("bytes", f"{result['bytes_before']:,} → {result['bytes_after']:,}"))
+    if "perplexity_before" in result:
+        figures = f"{result['perplexity_before']:.3f} → {result['perplexity_after']:.3f}"
+        rows.append(("perplexity", f"{figures}, each at the best k, τ and λ for that text"))
+    return [*rows, ("next", f"knnlm tune {result['out']} TEXT")]
+
+
+def _best_perplexity(
+    store: Path, text: list[str], limit: int | None, model: str | None, machine: MachineFlags
+) -> float:
+    """Return the lowest perplexity of one λ over the store's neighbours on a text."""
+    from knnlm.corpus import read_documents
+    from knnlm.evaluation.sweep import KS, sweep
+    from knnlm.evaluation.trace import record
+
+    mixture = open_mixture(store, model, machine, memories="knn", use_tuned=False)
+    with tempfile.TemporaryDirectory(prefix="knnlm-prune-") as folder:
+        place = Path(folder) / "trace"
+        trace = record(mixture, read_documents(*text), place, k=max(KS), limit=limit, progress=bar)
+        return float(sweep(trace, device=str(mixture.lm.device)).best[3])
+
+
+def token_log_p(store: Datastore, model: str | None, device: str, dtype: str) -> Any:
+    """Read the stored text again with the language model; return the log-probability of each token."""
+    from knnlm.mixture.loader import check_model, language_model
+    from knnlm.training.prune import store_log_p
+
+    lm = open_language_model(store, model, device, dtype)
+    if model is None and language_model(store) is None:  # a model given by name may differ from the reader
+        check_model(store, lm)
+    return store_log_p(store, lm, progress=bar)
+
+
+def open_language_model(store: Datastore, model: str | None, device: str, dtype: str) -> CausalLM:
+    """Open the language model of a store: the one that is given, else the store's own."""
+    from knnlm.mixture.loader import language_model, open_reader
+
+    name = model or language_model(store)
+    quiet()
+    with waiting(f"opening {name or store.model['name']}"):
+        return open_reader(store, name=name, device=device, dtype=dtype)
+
+
+def merge(
+    stores: Annotated[list[Path], typer.Argument(metavar="STORE", help="The folders of stores.", show_default=False)],
+    out: Out,
+    spec: Annotated[
+        str | None,
+        typer.Option("--index", help="Build an index too: auto, exact, or a FAISS string.", show_default="none"),
+    ] = None,
+    metric: IndexMetric = "l2",
+    wait: Wait = 0.0,
+    json: Json = False,
+) -> None:
+    """knnlm merge docs.store --out merged.store
+
+    Write one store with the documents of several that were built with the same model; a text that is in several is
+    stored once. A merge that was interrupted resumes when the same command is run again.
+    """
+    import knnlm
+
+    merged = knnlm.merge(stores, out, index=spec, metric=metric, wait=wait, progress=bar)
+    show(
+        asdict(merged),
+        f"{out}: {merged.tokens:,} tokens of {count(merged.documents, 'document')}, {merged.duplicates:,} duplicates "
+        f"left out, {merged.seconds:.1f} s. Next: knnlm tune {out} TEXT",
+        json=json,
+    )
+
+
+def import_arrays(
+    keys: Annotated[Path, typer.Argument(help="The raw array of keys.", show_default=False)],
+    values: Annotated[Path, typer.Argument(help="The raw array of tokens.", show_default=False)],
+    out: Out,
+    model: Model = "bundled",
+    format: Annotated[str, typer.Option(help="knn-transformers or fairseq.")] = "knn-transformers",  # noqa: A002
+    entries: Annotated[int | None, typer.Option(help="Entries to import.", show_default="all")] = None,
+    key_dtype: Annotated[str | None, typer.Option(help="float16 or float32.", show_default="by file size")] = None,
+    value_dtype: Annotated[str | None, typer.Option(help="int64, int32 or int16.", show_default="by file size")] = None,
+    key_layer: KeyLayer = "ffn_input",
+    layer: Layer = -1,
+    check: Annotated[bool, typer.Option("--check/--no-check", help="Compare a sample with the model's keys.")] = True,
+    machine: MachineFlags = MachineFlags(),
+    json: Json = False,
+) -> None:
+    """knnlm import dstore_keys.npy dstore_vals.npy --out imported.store
+
+    Write a store from the raw arrays of knn-transformers or fairseq's knnlm, as one document. A sample is computed
+    again with the model, to check that the keys are its own.
+    """
+    import knnlm
+
+    lm = open_model(model, key_layer=key_layer, layer=layer, **asdict(machine))
+    options: dict[str, Any] = {"entries": entries, "key_dtype": key_dtype, "value_dtype": value_dtype}
+    done = knnlm.import_arrays(keys, values, out=out, lm=lm, format=format, check=check, progress=bar, **options)
+    sample = "not checked" if done.agreement is None else f"{done.agreement:.0%} of a sample equal to the model's"
+    text = f"{out}: {done.tokens:,} tokens, keys {done.key_dtype}, {sample}, {done.seconds:.1f} s."
+    show(asdict(done), f"{text} Next: knnlm tune {out} TEXT", json=json)

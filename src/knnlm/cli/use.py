@@ -1,0 +1,507 @@
+"""Commands that use a store: tune, eval, generate, explain, report."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.table import Table
+
+from knnlm.cli.options import (
+    USE,
+    Json,
+    KeyDtype,
+    Limit,
+    MachineFlags,
+    MaxNewTokens,
+    Metric,
+    MixtureFlags,
+    NoRerank,
+    Store,
+    StoreModel,
+    Text,
+    TextField,
+    TopP,
+    command,
+    open_mixture,
+)
+from knnlm.cli.output import (
+    bar,
+    change,
+    console,
+    count,
+    leak_warning,
+    neighbour_table,
+    print_json,
+    print_table,
+    quiet,
+    safe,
+    show,
+)
+from knnlm.errors import ParameterError
+
+if TYPE_CHECKING:
+    from knnlm.corpus import Document
+    from knnlm.evaluation.evaluate import Evaluation
+    from knnlm.evaluation.explain import TokenExplanation
+    from knnlm.evaluation.tune import Tuning
+    from knnlm.mixture.mixture import Mixture
+
+DEFAULT_MEMORIES = "knn,cache,ngram"
+
+HeldOutText = Annotated[list[str] | None, typer.Argument(metavar="TEXT", help="Held-out text.", show_default=False)]
+TraceFolder = Annotated[
+    Path | None, typer.Option(help="Tune on a trace of eval --save-trace instead.", show_default=False)
+]
+
+
+def register(app: typer.Typer) -> None:
+    """Add the commands to the app."""
+    command(app, USE, "Choose settings and weights on held-out text.")(tune)
+    command(app, USE, "Measure perplexity without and with the memories.", name="eval")(evaluate)
+    command(app, USE, "Continue a prompt.")(generate)
+    command(app, USE, "Show the documents behind each token of a text.")(explain)
+    command(app, USE, "Run the papers' studies and write an HTML page.")(report)
+
+
+@dataclass(frozen=True)
+class GridFlags:
+    """What `tune` chooses from."""
+
+    memories: Annotated[
+        str | None,
+        typer.Option(
+            help="Memories to mix, separated by commas: knn, cache, ngram, output, knn=STORE, decoder=FOLDER, "
+            "cache=POSITIONS.",
+            show_default=f"{DEFAULT_MEMORIES}, and the decoder of adapt; with --trace, those of the trace",
+        ),
+    ] = None
+    weights: Annotated[
+        str | None,
+        typer.Option(
+            help="fixed (the same everywhere), fitted (the same, over several k and τ), buckets (by the nearest "
+            "distance), gated (by a small network, per token).",
+            show_default="gated; for a decoder, fixed",
+        ),
+    ] = None
+    k: Annotated[str | None, typer.Option("--k", help="Values to try: 1,8,64.", show_default="1 … 1024")] = None
+    knn_temperature: Annotated[
+        str | None, typer.Option(help="Values of τ to try.", show_default="20, by the distances")
+    ] = None
+    lambdas: Annotated[
+        str | None, typer.Option("--lambda", help="Values of λ to try.", show_default="0, 0.01 … 0.99")
+    ] = None
+
+    @property
+    def values(self) -> dict[str, Any]:
+        """The values to try, as keyword arguments of the library."""
+        from knnlm.evaluation.sweep import LAMBDAS
+
+        return {
+            "ks": _numbers("k", self.k, int),
+            "knn_temperatures": _numbers("knn-temperature", self.knn_temperature, float),
+            "lambdas": _numbers("lambda", self.lambdas, float) or LAMBDAS,
+        }
+
+    def check(self) -> None:
+        """Raise ParameterError where λ values are given for weights that have none."""
+        from knnlm.evaluation.fit import check_weights
+
+        check_weights(self.weights or "gated")
+        if self.lambdas is not None and (self.weights != "fixed" or "," in (self.memories or "")):
+            raise ParameterError("--lambda applies to one memory with fixed weights: --memories knn --weights fixed.")
+
+
+def tune(
+    store: Store,
+    text: HeldOutText = None,
+    grid: GridFlags = GridFlags(),
+    trace: TraceFolder = None,
+    metric: Metric = None,
+    limit: Limit = None,
+    no_rerank: NoRerank = False,
+    key_dtype: KeyDtype = "float16",
+    text_field: TextField = "text",
+    model: StoreModel = None,
+    machine: MachineFlags = MachineFlags(),
+    json: Json = False,
+) -> None:
+    """knnlm tune docs.store held-out.txt
+
+    Read the text once, then choose k and τ of each memory and the weights. The choice is saved in the store, and every
+    other command uses it. Tune on text that is neither in the store nor in your test set. The kNN-LM of the paper is
+    --memories knn --weights fixed. A decoder has only λ, which is saved in its folder.
+    """
+    from knnlm.evaluation.tune import tune
+    from knnlm.mixture.loader import is_decoder
+
+    searching = {"metric": metric, "rerank": not no_rerank, "key_dtype": key_dtype}
+    if is_decoder(store):
+        _refuse_for_decoder(store, grid, trace, searching)
+        _tune_decoder(store, text, text_field, limit, model, machine, json=json)
+        return
+    grid.check()
+    if (trace is None) == (not text):
+        raise ParameterError("Give either TEXT or --trace to tune on.")
+    if trace is not None and (metric, limit, model) != (None, None, None):
+        raise ParameterError("--metric, --limit and --model are those of the trace; leave them out with --trace.")
+    if trace:
+        chosen_on, result = _tune_trace(store, trace, grid)
+    else:
+        chosen_on = text or []
+        mixture = open_mixture(store, model, machine, memories=_memories(store, grid), use_tuned=False, **searching)
+        options = {"weights": grid.weights or "gated", "sources": chosen_on, "limit": limit, **grid.values}
+        result = tune(mixture, _documents(chosen_on, text_field), progress=bar, **options)
+    _show_tuning(store, chosen_on, result, json=json)
+
+
+def _documents(text: Sequence[str], text_field: str) -> Iterable[Document]:
+    from knnlm.corpus import read_documents
+
+    return read_documents(*text, text_field=text_field)
+
+
+def _memories(store: Path, grid: GridFlags) -> str:
+    from knnlm.datastore.paths import STUDENT_FOLDER
+    from knnlm.mixture.loader import is_decoder
+
+    if grid.memories is not None:
+        return grid.memories
+    return f"{DEFAULT_MEMORIES},decoder={STUDENT_FOLDER}" if is_decoder(store / STUDENT_FOLDER) else DEFAULT_MEMORIES
+
+
+def _tune_trace(store: Path, path: Path, grid: GridFlags) -> tuple[list[str], Tuning]:
+    from knnlm.datastore.store import Datastore
+    from knnlm.evaluation.sweep import Grid
+    from knnlm.evaluation.trace import Trace
+    from knnlm.evaluation.tune import check_trace, choose_from, tune_trace
+    from knnlm.mixture.spec import parse_memories, resolve
+
+    trace = Trace.open(path)
+    check_trace(store, trace)
+    if grid.memories is not None:
+        trace = trace.only(*(spec.label for spec in resolve(parse_memories(grid.memories), store)))
+    values = Grid.of(**grid.values)
+    result = tune_trace(trace, Datastore.open(store), weights=grid.weights or "gated", grid=values, progress=bar)
+    choose_from(store, result, trace)
+    return trace.facts["text"], result
+
+
+def _refuse_for_decoder(folder: Path, grid: GridFlags, trace: Path | None, searching: dict[str, Any]) -> None:
+    plain = {"metric": None, "rerank": True, "key_dtype": "float16"}
+    if trace is not None or searching != plain or replace(grid, weights=None) != GridFlags():
+        raise ParameterError(
+            f"{folder} is a decoder without a store: only λ is chosen. Give TEXT, --model and --limit."
+        )
+    if grid.weights not in (None, "fixed"):
+        raise ParameterError(f"{folder} is a decoder: its weights are fixed, not {grid.weights}.")
+
+
+def _tune_decoder(
+    folder: Path,
+    text: list[str] | None,
+    text_field: str,
+    limit: int | None,
+    model: str | None,
+    machine: MachineFlags,
+    *,
+    json: bool,
+) -> None:
+    from knnlm.evaluation.tune import tune_decoder
+
+    if not text:
+        raise ParameterError("Give TEXT to tune the decoder on.")
+    mixture = open_mixture(folder, model, machine)
+    card = tune_decoder(mixture, _documents(text, text_field), sources=text, limit=limit, progress=bar)
+    result = {"decoder": str(folder), "lambda": card.lmbda, **(card.lmbda_facts or {})}
+    figures = f"{result['base_perplexity']:.3f} → {result['perplexity']:.3f}"
+    show(result, f"{folder}: λ = {card.lmbda:.2f} with {result['model']}, perplexity {figures}", json=json)
+
+
+def _show_tuning(store: Path, chosen_on: list[str], result: Tuning, *, json: bool) -> None:
+    best = result.sweep.best if result.sweep is not None else (None, None)
+    tried = sum(int(sweep.perplexity.size) for sweep in result.sweeps if sweep is not None)
+    at_edge = result.sweep.at_edge() if result.sweep is not None else []
+    if json:
+        figures: dict[str, Any] = {
+            "k": best[0],
+            "knn_temperature": best[1],
+            "lambda": result.lambda_,
+            "settings_tried": tried,
+        }
+        figures |= {"base_perplexity": result.base_perplexity, "perplexity": result.perplexity, "at_edge": at_edge}
+        texts = {"chosen_on": chosen_on, "tokens": result.tokens, "documents": result.documents}
+        mixed = {"memories": [spec.as_dict() for spec in result.specs], "weights": result.weights.kind}
+        texts |= {"leaked_documents": result.remembered, "sweep_seconds": result.seconds}
+        print_json({"store": str(store), **texts, **mixed, **figures})
+        return
+    rows = [("chosen on", f"{result.tokens:,} tokens of {', '.join(chosen_on)}")]
+    for spec in result.specs:
+        votes = f"k {spec.settings[0].k}, τ {spec.settings[0].knn_temperature:g}" if spec.settings else ""
+        others = f", and {len(spec.settings) - 1} other pairs of k and τ" if len(spec.settings) > 1 else ""
+        rows.append((spec.label, f"{votes}{others}"))
+    kind = result.weights.kind if result.lambda_ is None else f"{result.weights.kind}, λ {result.lambda_:.3g}"
+    figures_shown = f"{result.base_perplexity:.3f} → {result.perplexity:.3f}"
+    rows += [
+        ("weights", kind),
+        ("perplexity", f"{figures_shown} on that text; measure on another with knnlm eval"),
+        ("time", f"{tried:,} settings and the weights in {result.seconds:.1f} s"),
+    ]
+    if at_edge:
+        rows.append(("note", f"the best value is the last one tried of: {', '.join(at_edge)}"))
+    print_table([*rows, *leak_warning(result.remembered, result.documents, "the choice does not generalise")])
+
+
+def evaluate(
+    store: Store,
+    text: Text,
+    mixture: MixtureFlags = MixtureFlags(),
+    limit: Limit = None,
+    save_trace: Annotated[
+        Path | None, typer.Option(help="Also record a trace, for tune --trace.", show_default=False)
+    ] = None,
+    text_field: TextField = "text",
+    model: StoreModel = None,
+    machine: MachineFlags = MachineFlags(),
+    json: Json = False,
+) -> None:
+    """knnlm eval docs.store held-out.txt
+
+    Score every token of the text with the model alone and with its memories.
+    """
+    from knnlm.evaluation.evaluate import evaluate
+
+    documents = _documents(text, text_field)
+    opened = mixture.open(store, model, machine)
+    if save_trace is None:
+        result = evaluate(opened, documents, limit=limit, progress=bar)
+    else:
+        result = _record(opened, documents, save_trace, sources=text, limit=limit)
+    if json:
+        print_json(result.as_dict())
+    else:
+        print_table(_evaluation_rows(result))
+
+
+def _record(mixture: Mixture, documents: Iterable[Document], path: Path, **reading: Any) -> Evaluation:
+    """Record a trace, and evaluate it."""
+    from knnlm.evaluation.fit import evaluate_trace
+    from knnlm.evaluation.trace import record
+
+    begin = time.perf_counter()
+    trace = record(mixture, documents, path, progress=bar, **reading)
+    settings = [getattr(memory, "settings", ()) for memory in mixture.memories]
+    return replace(evaluate_trace(trace, settings, mixture.weights), seconds=time.perf_counter() - begin)
+
+
+def _evaluation_rows(result: Evaluation) -> list[tuple[str, str]]:
+    figures = result.as_dict()
+    before, after = figures["base_perplexity"], figures["perplexity"]
+    rows = [
+        ("text", f"{figures['tokens']:,} tokens, {figures['words']:,} words of {count(result.documents, 'document')}"),
+        ("perplexity", f"{before:.3f} → {after:.3f}  ({change(before, after)})"),
+        ("  oracle", f"{figures['oracle_perplexity']:.3f}, the best of model and memories at each token"),
+        ("  per word", f"{figures['base_word_perplexity']:.2f} → {figures['word_perplexity']:.2f}"),
+        ("bits per byte", f"{figures['base_bits_per_byte']:.4f} → {figures['bits_per_byte']:.4f}"),
+        ("weights", f"{result.weights}, λ {result.lambda_:.3g}"),
+    ]
+    for memory in result.memories:
+        votes = f"k {memory['k']}, τ {memory['knn_temperature']:g}, {memory['metric']}, " if "k" in memory else ""
+        rows.append((f"  {memory['name']}", f"{votes}weight {memory['weight']:.3g}"))
+    rows.append(("time", f"{figures['seconds']:.1f} s, {figures['tokens_per_second']:,.0f} tokens/s"))
+    return rows + leak_warning(result.remembered, result.documents, "their figures are too good")
+
+
+@dataclass(frozen=True)
+class SamplingFlags:
+    """How tokens are chosen."""
+
+    do_sample: Annotated[bool, typer.Option("--do-sample", help="Sample instead of taking the best token.")] = False
+    temperature: Annotated[float, typer.Option(help="The sampling temperature.")] = 1.0
+    top_p: TopP = 1.0
+    top_k: Annotated[int, typer.Option(min=0, help="Sample from this many tokens; 0 is all.")] = 0
+    repetition_penalty: Annotated[float, typer.Option(help="Above 1 makes repetitions less probable.")] = 1.0
+    beams: Annotated[int, typer.Option(min=1, help="Number of beams.")] = 1
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The keyword arguments of transformers' `generate`."""
+        if not 0 < self.repetition_penalty < float("inf"):
+            raise ParameterError(f"repetition penalty must be above 0, not {self.repetition_penalty}.")
+        chosen: dict[str, Any] = {"num_beams": self.beams, "do_sample": self.do_sample}
+        chosen["repetition_penalty"] = self.repetition_penalty
+        if self.do_sample:
+            if not self.temperature > 0:
+                raise ParameterError(f"temperature must be above 0, not {self.temperature}.")
+            check_top_p(self.top_p)
+            chosen |= {"temperature": self.temperature, "top_p": self.top_p, "top_k": self.top_k}
+        return chosen
+
+
+def check_top_p(top_p: float) -> None:
+    """Raise ParameterError unless top-p is a probability above 0."""
+    if not 0 < top_p <= 1:
+        raise ParameterError(f"top-p must be above 0 and at most 1, not {top_p}.")
+
+
+def generate(
+    store: Store,
+    prompt: Annotated[str, typer.Argument(metavar="PROMPT", help="The text to continue.", show_default=False)],
+    max_new_tokens: MaxNewTokens = 60,
+    sampling: SamplingFlags = SamplingFlags(),
+    seed: Annotated[
+        int | None, typer.Option(min=0, max=2**63 - 1, help="Seed of the sampling.", show_default=False)
+    ] = None,
+    no_memory: Annotated[bool, typer.Option("--no-memory", help="Use the model alone.")] = False,
+    mixture: MixtureFlags = MixtureFlags(),
+    model: StoreModel = None,
+    machine: MachineFlags = MachineFlags(),
+    json: Json = False,
+) -> None:
+    """knnlm generate docs.store "The with statement" --max-new-tokens 20
+
+    Continue a prompt with the memories, or without them for comparison.
+    """
+    settings = sampling.settings | {"max_new_tokens": max_new_tokens}
+    opened = mixture.open(store, model, machine)
+    begin = time.perf_counter()
+    stream = not json and sampling.beams == 1
+    text, tokens = continue_text(opened, prompt, memory=not no_memory, seed=seed, stream=stream, **settings)
+    result = {"prompt": prompt, "text": text, "tokens": tokens, "memory": not no_memory}
+    if not stream:
+        show(result | {"seconds": time.perf_counter() - begin}, prompt + text, json=json)
+
+
+def continue_text(
+    mixture: Mixture, prompt: str, *, memory: bool, seed: int | None, stream: bool, **settings: Any
+) -> tuple[str, int]:
+    """Return the continuation of a prompt and the number of its tokens."""
+    from transformers import TextStreamer
+
+    from knnlm.generation.causal import generate_tokens
+
+    tokenizer = mixture.lm.tokenizer
+    streamer = TextStreamer(tokenizer, skip_special_tokens=True) if stream else None
+    tokens = generate_tokens(mixture, prompt, seed=seed, use_memory=memory, streamer=streamer, **settings)
+    return str(tokenizer.decode(tokens, skip_special_tokens=True)), len(tokens)
+
+
+def explain(
+    store: Store,
+    text: Annotated[
+        str, typer.Argument(metavar="TEXT", help="The text, a file, or - for standard input.", show_default=False)
+    ],
+    top: Annotated[int, typer.Option(min=0, help="Number of neighbours to show for each token.")] = 3,
+    mixture: MixtureFlags = MixtureFlags(),
+    model: StoreModel = None,
+    machine: MachineFlags = MachineFlags(),
+    json: Json = False,
+) -> None:
+    """knnlm explain docs.store "The with statement is used to wrap"
+
+    Show, for each token, its probability by the model, by each memory and by the mixture, and the nearest neighbours
+    with their weights, tokens and documents.
+    """
+    from knnlm.evaluation.explain import explain
+
+    opened = mixture.open(store, model, machine)
+    text = _text(text)
+    explained = explain(opened, text, top=top)
+    if json:
+        print_json({"text": text, "tokens": [asdict(token) for token in explained]})
+        return
+    for token in explained:
+        console.print(explanation_table(token))
+
+
+def _text(argument: str) -> str:
+    """Return the text of an argument: the argument itself, unless it names a file."""
+    from knnlm.corpus import read_documents
+
+    if argument != "-":
+        try:
+            if not Path(argument).is_file():
+                return argument
+        except (OSError, ValueError):  # too long for a file name, or with a null character
+            return argument
+    return "\n\n".join(document.text for document in read_documents(argument))
+
+
+def explanation_table(token: TokenExplanation) -> Table:
+    """Build the table of one token and its neighbours."""
+    shares = "   ".join(f"p_{_short(share.memory)} {share.p:.3g} × {share.weight:.2f}" for share in token.shares)
+    title = f"[bold]{safe(token.token)}[/bold]   p_LM {token.p_lm:.3g}   {safe(shares)}   p {token.p:.3g}"
+    rows = [(one.weight, one.before, one.token, one.after, one.agrees, one.source) for one in token.neighbours]
+    return neighbour_table(title, rows)
+
+
+def _short(memory: str) -> str:
+    """Return a memory's name as in the formula; of a path, only the last folder."""
+    kind, _, path = memory.partition("=")
+    name = "kNN" if kind == "knn" else kind
+    return f"{name}={Path(path).name}" if path else name
+
+
+@dataclass(frozen=True)
+class ReportFlags:
+    """What a report studies."""
+
+    memories: Annotated[
+        str | None,
+        typer.Option(
+            help="Memories to mix, as for tune, with knn.", show_default="knn,cache,ngram, and output if trained"
+        ),
+    ] = None
+    lm: Annotated[str | None, typer.Option(help="A second language model to mix in.", show_default="none")] = None
+    studies: Annotated[str, typer.Option(help="Studies, separated by commas; a wrong name lists all.")] = "all"
+    quick: Annotated[bool, typer.Option("--quick", help="Small samples: minutes instead of an hour.")] = False
+
+
+def report(
+    store: Store,
+    text: Text,
+    out: Annotated[Path, typer.Option(metavar="FOLDER", help="The folder of the page.")] = Path("report"),
+    valid: Annotated[
+        list[str] | None, typer.Option(help="Text to choose settings on; repeatable.", show_default="half of TEXT")
+    ] = None,
+    chosen: ReportFlags = ReportFlags(),
+    limit: Limit = None,
+    text_field: TextField = "text",
+    model: StoreModel = None,
+    machine: MachineFlags = MachineFlags(),
+    json: Json = False,
+) -> None:
+    """knnlm report docs.store held-out.txt --out report --quick
+
+    Write FOLDER/index.html with tables and plots: the effect of k, λ, τ, the store's size, the key layer and the
+    metric; the contribution of each memory; where memories help and hurt. Settings are chosen on one text and reported
+    on another. A report that was interrupted resumes when the same command is run again.
+    """
+    from knnlm.report.report import check_studies, report
+
+    options: dict[str, Any] = {"memories": chosen.memories, "second_lm": chosen.lm, "quick": chosen.quick}
+    options["studies"] = check_studies([name.strip() for name in chosen.studies.split(",")])
+    quiet()
+    held_out = _documents(valid, text_field) if valid else None
+    options |= {"valid": held_out, "limit": limit, "model": model, **asdict(machine)}
+    result = report(store, _documents(text, text_field), out, progress=bar, **options)
+    rows = [(study.name, study.finding) for study in result.studies]
+    rows += [(name, f"left out: {reason}") for name, reason in result.left_out.items()]
+    if result.facts["at_edge"]:
+        rows.append(("note", f"the best value is the last one tried of: {', '.join(result.facts['at_edge'])}"))
+    rows += [("WARNING", warning) for warning in result.facts["warnings"]]
+    show(result.as_dict(), [*rows, ("page", str(result.page))], json=json)
+
+
+def _numbers(name: str, text: str | None, kind: type) -> list[Any] | None:
+    """Parse a list such as 1,8,64."""
+    if text is None:
+        return None
+    try:
+        return [kind(part) for part in text.split(",")]
+    except ValueError:
+        raise ParameterError(f"--{name} takes numbers separated by commas, not {text!r}.") from None
