@@ -49,9 +49,9 @@ for module in (start, make, use, train, maintain, serve, chat):
 def root(version: bool = typer.Option(False, "--version", help="Show the version and exit.")) -> None:
     """Give any language model a memory. Start with: knnlm demo"""
     if version:
-        from knnlm import __version__
+        import knnlm
 
-        typer.echo(f"knnlm {__version__}")
+        typer.echo(f"knnlm {knnlm.__version__}")
         raise typer.Exit
 
 
