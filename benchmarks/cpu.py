@@ -25,6 +25,7 @@ from typing import Any
 import faiss
 import numpy as np
 import torch
+from knnlm.index.spec import default_spec
 from numpy.typing import NDArray
 
 import sides
@@ -34,7 +35,6 @@ from knnlm.corpus import Document
 from knnlm.datastore.store import Datastore
 from knnlm.index.blocks.build import build_blocks
 from knnlm.index.exact import ExactIndex
-from knnlm.index.spec import default_spec
 from knnlm.ingest.build import build
 from knnlm.lm.causal import CausalLM
 from sides import Mapped, middle

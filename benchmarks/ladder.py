@@ -23,6 +23,7 @@ from typing import Any
 import faiss
 import numpy as np
 import torch
+from knnlm.index.spec import default_spec
 from torch import Tensor
 
 import sides
@@ -36,7 +37,6 @@ from knnlm.index.blocks.build import build_blocks, is_blocks
 from knnlm.index.exact import ExactIndex
 from knnlm.index.faiss import FaissIndex
 from knnlm.index.rerank import Reranked
-from knnlm.index.spec import default_spec
 from knnlm.lm.causal import CausalLM
 from knnlm.memories.decoder import LMOutput
 from knnlm.mixture.mixture import Mixture

@@ -12,8 +12,8 @@ from knnlm.benchmark import Size, SyntheticVectors, bench
 from knnlm.cli.app import run
 from knnlm.corpus import Document
 from knnlm.datastore.store import Datastore
-from knnlm.index import spec as ladder
-from knnlm.index.spec import default_spec
+from knnlm.index import base, factory
+from knnlm.index.factory import default_spec
 from knnlm.ingest.build import build
 
 TINY = Size(characters=2000, keys=2000, queries=8, generated=2, repeats=1)
@@ -35,8 +35,8 @@ def check(found):
 
 
 def test_every_ratio_is_that_of_its_two_sides(lm, tmp_path, monkeypatch):
-    monkeypatch.setattr(ladder, "EXACT", 1000)
-    monkeypatch.setattr(ladder, "_SAMPLE", 1000)
+    monkeypatch.setattr(factory, "MAX_EXACT", 1000)
+    monkeypatch.setattr(base, "_MIN_SAMPLE", 1000)
     found = bench(lm, tmp_path / "memory", size=TINY)
     check(found)
     assert found["search"]["index"] == default_spec(TINY.keys) != "exact"
@@ -60,8 +60,8 @@ def test_made_up_keys_have_the_mean_and_the_spectrum_of_stored_ones(lm, tmp_path
 
 def test_the_command_prints_the_same_as_json(model_folder, monkeypatch, capfd):
     monkeypatch.setattr("knnlm.benchmark.QUICK", TINY)
-    monkeypatch.setattr(ladder, "EXACT", 1000)
-    monkeypatch.setattr(ladder, "_SAMPLE", 1000)
+    monkeypatch.setattr(factory, "MAX_EXACT", 1000)
+    monkeypatch.setattr(base, "_MIN_SAMPLE", 1000)
     assert run(["bench", "--quick", "--model", str(model_folder), "--json"]) == 0
     check(json.loads(capfd.readouterr().out))
     assert run(["bench", "--quick", "--model", str(model_folder)]) == 0

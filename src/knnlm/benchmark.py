@@ -26,8 +26,7 @@ from knnlm.evaluation.evaluate import evaluate
 from knnlm.generation.causal import KnnForCausalLM
 from knnlm.index.base import Index
 from knnlm.index.exact import ExactIndex
-from knnlm.index.factory import build_approximate
-from knnlm.index.spec import default_spec
+from knnlm.index.factory import build_approximate, default_spec
 from knnlm.ingest.build import build
 from knnlm.lm.causal import CausalLM
 from knnlm.memories.knn import KnnMemory

@@ -19,7 +19,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 import numpy as np
 from numpy.typing import NDArray
@@ -83,6 +83,22 @@ def as_tensor(array: NDArray[Any]) -> Tensor:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return torch.from_numpy(array)
+
+
+def read_array_header(file: BinaryIO) -> tuple[np.dtype[Any], tuple[int, ...]]:
+    """Read the header of a .npy array; raise ValueError unless it is of version 1.0 and in C order."""
+    try:
+        version = np.lib.format.read_magic(file)
+        if version != (1, 0):
+            raise ValueError(f"format version {version}")
+        shape, fortran_order, dtype = np.lib.format.read_array_header_1_0(file)
+    except OSError:
+        raise
+    except Exception as error:  # the parser of Python literals raises errors of many types
+        raise ValueError(str(error)) from None
+    if fortran_order or any(type(length) is not int or length < 0 for length in shape):
+        raise ValueError(f"shape {shape}, {'Fortran' if fortran_order else 'C'} order")
+    return dtype, shape
 
 
 class translate_os_errors:  # noqa: N801  (used like a function)

@@ -352,7 +352,7 @@ def test_a_reader_finds_all_of_its_snapshot_whatever_others_have_indexed_since(l
         for key, row in zip(keys[::7], found.distances.numpy()[::7], strict=True):
             np.testing.assert_allclose(row, np.sort(oracle.distances(key, keys, "l2"))[:5], atol=1e-3)
         if before == "index":  # its own index is still there for it
-            assert type(index).__name__ == "Reranked"
+            assert type(index).__name__ == "RerankedIndex"
 
 
 def test_a_reader_keeps_its_snapshot_through_everything_and_finds_the_new_state_when_it_reopens(lm, memory, alone):
@@ -374,7 +374,7 @@ def test_a_reader_keeps_its_snapshot_through_everything_and_finds_the_new_state_
         found = (index if store is old else open_index(store)).search(store.take(torch.arange(20)) + 0.01, 7)
         right = ExactIndex(store.keys).search(store.take(torch.arange(20)) + 0.01, 7)
         np.testing.assert_allclose(found.distances[:, 0], right.distances[:, 0], atol=1e-4)
-        assert type(open_index(store)).__name__ == "Reranked"
+        assert type(open_index(store)).__name__ == "RerankedIndex"
         store.close()
     add(DOCUMENTS[14:15], memory, lm=lm)  # any writer removes what nobody reads any more
     assert evidence(memory).bytes == ()
@@ -420,7 +420,7 @@ def test_whatever_is_counted_sorted_or_learnt_from_a_memory_is_as_if_the_documen
             np.testing.assert_array_equal(getattr(open_suffixes(store), name), getattr(open_suffixes(fresh), name))
         assert torch.equal(sample_keys(store, 50, seed=1), sample_keys(fresh, 50, seed=1))
         queries = store.take(torch.arange(0, store.rows, 97)) + 0.01
-        fused, plain = ExactIndex(store.keys, fused=True), ExactIndex(fresh.keys, fused=False)
+        fused, plain = ExactIndex(store.keys, kernels=True), ExactIndex(fresh.keys, kernels=False)
         found, right = fused.search(queries, 9), plain.search(queries, 9)
         np.testing.assert_allclose(found.distances, right.distances, atol=2e-2, rtol=1e-2)
         assert (store.bytes, store.rows) == (fresh.bytes, fresh.rows)

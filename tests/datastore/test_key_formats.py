@@ -36,7 +36,7 @@ from knnlm.errors import DatastoreCorrupt, DatastoreError, ParameterError
 from knnlm.evaluation.evaluate import evaluate
 from knnlm.evaluation.explain import explain
 from knnlm.generation.causal import KnnForCausalLM
-from knnlm.index.spec import compressed_spec
+from knnlm.index.factory import compressed_spec
 from knnlm.ingest.build import build
 from knnlm.mixture.mixture import Mixture
 from knnlm.mixture.spec import MixtureOptions
@@ -405,7 +405,7 @@ def test_a_thin_index_is_small_and_finds_most(tmp_path):
     pytest.importorskip("faiss")
     from helpers.search_contract import Array
     from knnlm.index.faiss import FaissIndex
-    from knnlm.index.rerank import Reranked
+    from knnlm.index.rerank import RerankedIndex
 
     assert compressed_spec(200_000, 576) == "exact"
     assert compressed_spec(1_000_000, 576) == "PCAR80,IVF2048,PQ40x4fsr"
@@ -414,7 +414,7 @@ def test_a_thin_index_is_small_and_finds_most(tmp_path):
     index.save(tmp_path / "index")
     assert (tmp_path / "index").stat().st_size / len(keys) < 34  # of which 28 are codes and numbers
     queries = keys[::200] + 0.1
-    found = Reranked(index, Array(keys)).search(queries, 100).ids
+    found = RerankedIndex(index, Array(keys)).search(queries, 100).ids
     true = torch.cdist(queries, keys).topk(100, largest=False).indices
     hits = [len(set(mine.tolist()) & set(theirs.tolist())) for mine, theirs in zip(found, true, strict=True)]
     assert np.mean(hits) > 80

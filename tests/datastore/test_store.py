@@ -358,7 +358,7 @@ def test_an_index_is_kept_and_checked_when_it_is_opened(lm, broken):
     assert build_index(store, "IVF4,Flat") == "IVF4,Flat"
     exact = evaluate(Mixture.open(broken, lm, options=MixtureOptions("ip")), documents(2, start=50))
     assert exact.perplexity > 0
-    assert type(open_index(Datastore.open(broken))).__name__ == "Reranked"
+    assert type(open_index(Datastore.open(broken))).__name__ == "RerankedIndex"
     assert type(open_index(Datastore.open(broken), rerank=False)).__name__ == "FilteredIndex"
     assert build_index(store, "Flat") == "Flat"
     assert len(list((broken / "index").iterdir())) == 1

@@ -1,6 +1,6 @@
-"""What exact search must do, on any device: plain functions that raise AssertionError. Need no test framework.
+"""The contract of exact search on any device: plain functions that raise AssertionError, without a test framework.
 
-`test_fused.py` calls them on a CPU under Triton's interpreter, `benchmarks/check_gpu.py` on a GPU with larger sizes.
+`test_gpu.py` calls them on a CPU under Triton's interpreter, `benchmarks/check_gpu.py` on a GPU with larger sizes.
 """
 
 from __future__ import annotations
@@ -15,25 +15,26 @@ import torch
 from torch import Tensor
 
 from knnlm.index.base import Neighbours
-from knnlm.index.exact import BlockedSearch, ExactIndex
+from knnlm.index.brute_force import BruteForceSearch
+from knnlm.index.exact import ExactIndex
 from knnlm.index.gpu import kernels
-from knnlm.index.gpu import search as fused
-from knnlm.index.gpu.keys import ByteKeys, DeviceKeys, HalfKeys
+from knnlm.index.gpu import search as gpu_search
+from knnlm.index.gpu.keys import DeviceKeys, HalfKeys, Int8Keys
 
 SHAPES = {
-    "16 queries": (kernels._SMALL[16], torch.float16),
-    "32 queries": (kernels._SMALL[32], torch.float16),
-    "64 queries": (kernels._SMALL[64], torch.float16),
-    "many queries": (kernels._LARGE, torch.float16),
-    "16 queries, int8": (kernels._SMALL[16], torch.int8),
-    "32 queries, int8": (kernels._SMALL[32], torch.int8),
-    "64 queries, int8": (kernels._SMALL[64], torch.int8),
-    "many queries, int8": (kernels._LARGE_BYTES, torch.int8),
+    "16 queries": (kernels._SMALL_SHAPES[16], torch.float16),
+    "32 queries": (kernels._SMALL_SHAPES[32], torch.float16),
+    "64 queries": (kernels._SMALL_SHAPES[64], torch.float16),
+    "many queries": (kernels._LARGE_SHAPE, torch.float16),
+    "16 queries, int8": (kernels._SMALL_SHAPES[16], torch.int8),
+    "32 queries, int8": (kernels._SMALL_SHAPES[32], torch.int8),
+    "64 queries, int8": (kernels._SMALL_SHAPES[64], torch.int8),
+    "many queries, int8": (kernels._LARGE_INT8_SHAPE, torch.int8),
 }
 
 
 class Array:
-    """Vectors in memory that do not say what they are stored in."""
+    """Vectors in RAM, without information on how they are stored."""
 
     def __init__(self, data: Any) -> None:
         self.data = torch.as_tensor(data)
@@ -49,16 +50,13 @@ class Array:
         return self.data.shape[1]
 
     def chunks(self, size: int) -> Iterator[tuple[int, Tensor]]:
-        """Give (number of the first row, (n, D) float32) from first to last."""
+        """Yield (id of the first key, (n, D) float32) from first to last."""
         for first in range(0, self.rows, size):
             yield first, self.data[first : first + size].float()
 
     def take(self, ids: Tensor) -> Tensor:
-        """Give the rows of these ids."""
+        """Return the keys of these ids."""
         return self.data[ids.clamp(min=0)].float() * (ids >= 0)[..., None]
-
-
-# ---------------------------------------------------------------------------------------------------------- data
 
 
 def random_data(generator: torch.Generator, rows: int, width: int, count: int) -> tuple[Tensor, Tensor]:
@@ -147,15 +145,12 @@ KINDS = {
 
 
 def seeded(seed: int, device: torch.device | str = "cpu") -> torch.Generator:
-    """Give a source of random numbers."""
+    """Return a random generator."""
     return torch.Generator(device).manual_seed(seed)
 
 
-# -------------------------------------------------------------------------------------------------------- answers
-
-
 def true_distances(queries: Tensor, keys: Tensor, metric: str) -> Tensor:
-    """Give the (B, N) distances in float64, from differences rather than from products where that fits."""
+    """Return the (B, N) distances in float64, from differences rather than from products where that fits."""
     queries, keys = queries.double(), keys.double()
     if metric == "ip":
         return -(queries @ keys.T)
@@ -168,7 +163,7 @@ def true_distances(queries: Tensor, keys: Tensor, metric: str) -> Tensor:
 
 
 def allowed(queries: Tensor, keys: Tensor, truth: Tensor, metric: str) -> Tensor:
-    """Give the (B, 1) by which distances may be off: what float32 rounds away, a few units in the last place."""
+    """Return the (B, 1) error that distances may have: a few units in the last place of float32."""
     sizes = queries.double().norm(dim=1, keepdim=True)
     if metric == "ip":
         return 2e-6 * sizes * keys.double().norm(dim=1).max() + 1e-30
@@ -201,7 +196,7 @@ def check_answer(found: Neighbours, truth: Tensor, k: int, slack: Tensor) -> Non
 
 @contextmanager
 def poisoned() -> Iterator[None]:
-    """Make fresh memory hold what no result may hold."""
+    """Make fresh memory device_keys what no result may device_keys."""
     empty = torch.empty
 
     def full(*shape: Any, **options: Any) -> Tensor:
@@ -243,9 +238,9 @@ def check_search(
     `coarse` allows for more, as a share of |q|² + |k|²: torch's own products are less exact than the kernels.
     """
     with poisoned():
-        index = ExactIndex(Array(keys.cpu()), metric=metric, device=queries.device, fused=True, **options)
+        index = ExactIndex(Array(keys.cpu()), metric=metric, device=queries.device, kernels=True, **options)
         found = index.search(queries, k)
-    assert not isinstance(index.finder, BlockedSearch)
+    assert not isinstance(index.searcher, BruteForceSearch)
     if truth is None:
         truth = true_distances(queries, keys, metric)
     slack = allowed(queries, keys, truth, metric)
@@ -255,11 +250,8 @@ def check_search(
     return index
 
 
-# -------------------------------------------------------------------------------------------------------- kernels
-
-
 def members(groups: int, pairs: int) -> Tensor:
-    """Say which keys are in each group, (groups, 2J), by counting rather than by arithmetic."""
+    """Return the keys of each group, (groups, 2J), by counting rather than by arithmetic."""
     table: list[list[int]] = [[] for _ in range(groups)]
     for key in range(groups * 2 * pairs):
         block, place = divmod(key, 8 * pairs)
@@ -267,7 +259,7 @@ def members(groups: int, pairs: int) -> Tensor:
     return torch.tensor(table)
 
 
-def check_group_maxima(shape: kernels.Shape, dtype: torch.dtype, width: int, generator: torch.Generator) -> None:
+def check_group_maxima(shape: kernels.TileShape, dtype: torch.dtype, width: int, generator: torch.Generator) -> None:
     """Compare with float64, between guards that must stay as they are."""
     device = generator.device
     count, rows = 2 * shape.queries, 512
@@ -278,18 +270,18 @@ def check_group_maxima(shape: kernels.Shape, dtype: torch.dtype, width: int, gen
     else:
         queries = torch.randn(count, width, generator=generator, device=device).half()
         keys = torch.randn(rows, width, generator=generator, device=device).half()
-        scales = torch.full((count,), torch.nan, device=device)  # not looked at
-    halves = torch.rand(rows, generator=generator, device=device) * 10
-    halves[rows - 140 :] = torch.inf  # more than one whole block of 128
+        scales = torch.full((count,), torch.nan, device=device)  # not read
+    half_squares = torch.rand(rows, generator=generator, device=device) * 10
+    half_squares[rows - 140 :] = torch.inf  # more than one whole block of 128
     groups = rows // (2 * shape.pairs)
     out = torch.full((count + 2, groups), torch.nan, device=device)
-    kernels.group_maxima(queries, scales, keys, halves, out[1:-1], shape)
+    kernels.group_maxima(queries, keys, scales=scales, half_squares=half_squares, out=out[1:-1], shape=shape)
     assert out[0].isnan().all(), "written before the beginning"
     assert out[-1].isnan().all(), "written after the end"
     scores = queries.double() @ keys.double().T
     if dtype == torch.int8:
         scores *= scales.double()[:, None]
-    scores -= halves.double()
+    scores -= half_squares.double()
     expected = scores[:, members(groups, shape.pairs).to(device)].amax(2)
     assert (expected == -torch.inf).any(), "no group of padding alone"
     real = expected > -torch.inf
@@ -300,20 +292,22 @@ def check_group_maxima(shape: kernels.Shape, dtype: torch.dtype, width: int, gen
     assert float((out[1:-1].double() - expected)[real].abs().max()) <= 2.0**-19 * float(size)
 
 
-def check_measure(pairs: int, dtype: torch.dtype, metric: str, width: int, generator: torch.Generator) -> None:
-    """Compare every distance with float64; nobody and padding are infinitely far."""
+def check_group_distances(pairs: int, dtype: torch.dtype, metric: str, width: int, generator: torch.Generator) -> None:
+    """Compare every distance with float64; missing groups and padding are infinitely far."""
     device = generator.device
     keys = torch.randint(-100, 101, (512, width), generator=generator, device=device).to(dtype)
     scales = torch.rand(width, generator=generator, device=device) + 0.1
     if dtype != torch.int8:
-        scales = torch.full_like(scales, torch.nan)  # not looked at
+        scales = torch.full_like(scales, torch.nan)  # not read
     queries = 50 * torch.randn(3, width, generator=generator, device=device)
     total = 512 // (2 * pairs)
     groups = torch.stack([torch.randperm(total, generator=generator, device=device)[:11] for _ in range(3)]).int()
     groups[0, 3:5], groups[2, -1] = -1, total - 1
     rows = 490
     with poisoned():
-        found = kernels.measure(queries, keys, scales, groups, rows, pairs=pairs, metric=metric)
+        found = kernels.group_distances(
+            queries, keys, scales=scales, groups=groups, rows=rows, pairs=pairs, metric=metric
+        )
     stored = keys.double() * scales.double() if dtype == torch.int8 else keys.double()
     truth = true_distances(queries, stored, metric)
     truth[:, rows:] = torch.inf
@@ -326,11 +320,11 @@ def check_measure(pairs: int, dtype: torch.dtype, metric: str, width: int, gener
     assert float((found.double() - expected)[there].abs().max()) <= 2e-6 * float(size)
     places = torch.arange(found.shape[1], device=device).repeat(3, 1)
     there = (groups >= 0).repeat_interleave(2 * pairs, 1)
-    assert torch.equal(kernels.key_numbers(groups, places, pairs=pairs)[there], numbers.flatten(1)[there])
+    assert torch.equal(kernels.key_ids(groups, places, pairs=pairs)[there], numbers.flatten(1)[there])
 
 
 def check_survivors(rows: int, columns: int, capacity: int, generator: torch.Generator) -> None:
-    """Compare with a plain comparison: all are counted, as many as fit are kept, nothing else is touched."""
+    """Compare with a plain comparison: all are counted, as many as fit are kept, nothing else is written."""
     device = generator.device
     maxima = torch.randn(rows, columns, generator=generator, device=device)
     thresholds = torch.randn(rows, generator=generator, device=device) * 2
@@ -361,11 +355,11 @@ def _check_kept(
 ) -> None:
     assert torch.equal(kept.counts.long(), right.sum(1))
     fits = torch.arange(capacity, device=maxima.device) < kept.counts[:, None]
-    assert (kept.places[~fits] == empty[0]).all()
+    assert (kept.columns[~fits] == empty[0]).all()
     rest = kept.values[~fits]
     assert bool((rest.isnan() if np.isnan(empty[1]) else rest == empty[1]).all())
     for row in range(len(maxima)):
-        own = kept.places[row][fits[row]].long()
+        own = kept.columns[row][fits[row]].long()
         assert len(own.unique()) == len(own)
         assert right[row][own].all()
         assert torch.equal(kept.values[row][fits[row]], maxima[row][own])
@@ -373,7 +367,7 @@ def _check_kept(
 
 @dataclass
 class Spy:
-    """What happened while groups were looked for by a threshold."""
+    """Counts of what `_above_threshold` did."""
 
     few: int = 0  # rows with too few survivors
     many: int = 0  # rows with more than fit
@@ -385,7 +379,7 @@ class Spy:
 @contextmanager
 def spying(wanted: int) -> Iterator[Spy]:
     """Count which ways `_above_threshold` goes."""
-    spy, look, top = Spy(), kernels.survivors, fused._top
+    spy, look, top = Spy(), kernels.survivors, gpu_search._top
 
     def survivors(maxima: Tensor, thresholds: Tensor, capacity: int) -> kernels.Survivors:
         kept = look(maxima, thresholds, capacity)
@@ -399,14 +393,14 @@ def spying(wanted: int) -> Iterator[Spy]:
         spy.direct += len(maxima)
         return top(maxima, wanted)
 
-    with settings(fused, survivors=survivors, _top=direct):
+    with settings(gpu_search, survivors=survivors, _top=direct):
         yield spy
 
 
 def check_groups(maxima: Tensor, wanted: int) -> Spy:
-    """See that the chosen groups are those with the largest scores, and the limit what comes next."""
+    """Check that the chosen groups have the largest scores, and that the limit is the next one."""
     with spying(wanted) as spy, poisoned():
-        chosen, limit = fused.nearest_groups(maxima, wanted)
+        chosen, limit = gpu_search.nearest_groups(maxima, wanted)
     groups = maxima.shape[1]
     count = min(wanted, groups)
     assert chosen.shape == (len(maxima), count)
@@ -438,49 +432,48 @@ def misled(kind: str, rows: int, groups: int, step: int, generator: torch.Genera
     return scores
 
 
-# --------------------------------------------------------------------------------------------------------- bounds
-
-
-def hold(keys: Tensor, metric: str, *, int8: bool) -> DeviceKeys:
-    """Put keys on their device as the search would."""
-    held: DeviceKeys
+def device_keys(keys: Tensor, metric: str, *, int8: bool) -> DeviceKeys:
+    """Return keys on their device as the search holds them."""
+    keys_: DeviceKeys
     rows, width = keys.shape
     if int8:
-        held = ByteKeys(rows, width, metric=metric, device=keys.device, sample=keys)
+        keys_ = Int8Keys(rows, width, metric=metric, device=keys.device, sample=keys)
     else:
-        held = HalfKeys(rows, width, metric=metric, device=keys.device, centre=keys.float().mean(0))
-    held.fill(0, keys[: rows // 2])
-    held.fill(rows // 2, keys[rows // 2 :])
-    return held
+        keys_ = HalfKeys(rows, width, metric=metric, device=keys.device, centre=keys.float().mean(0))
+    keys_.fill(0, keys[: rows // 2])
+    keys_.fill(rows // 2, keys[rows // 2 :])
+    return keys_
 
 
-def kernel_scores(held: DeviceKeys, queries: Tensor) -> tuple[Any, Tensor]:
-    """Give what the kernel makes of every single key, (B, N): it is alone in its group in one of many launches."""
-    shape = kernels.shape_for(len(queries), held.keys.dtype)
-    asked = held.ask(queries, shape.queries)
-    groups = len(held.keys) // (2 * shape.pairs)
-    numbers = members(groups, shape.pairs).to(held.keys.device)
-    scores = torch.full((len(asked.exact), len(held.keys)), torch.nan, device=held.keys.device)
+def kernel_scores(keys_: DeviceKeys, queries: Tensor) -> tuple[Any, Tensor]:
+    """Return the kernel's score of every key, (B, N): each is alone in its group in one of many launches."""
+    shape = kernels.shape_for(len(queries), keys_.keys.dtype)
+    prepared = keys_.ask(queries, shape.queries)
+    groups = len(keys_.keys) // (2 * shape.pairs)
+    numbers = members(groups, shape.pairs).to(keys_.keys.device)
+    scores = torch.full((len(prepared.exact), len(keys_.keys)), torch.nan, device=keys_.keys.device)
     for member in range(2 * shape.pairs):
-        alone = torch.full_like(held.halves, torch.inf)
-        alone[numbers[:, member]] = held.halves[numbers[:, member]]
-        out = torch.full((len(asked.exact), groups), torch.nan, device=held.keys.device)
-        kernels.group_maxima(asked.rounded, asked.scales, held.keys, alone, out, shape)
+        alone = torch.full_like(keys_.half_squares, torch.inf)
+        alone[numbers[:, member]] = keys_.half_squares[numbers[:, member]]
+        out = torch.full((len(prepared.exact), groups), torch.nan, device=keys_.keys.device)
+        kernels.group_maxima(
+            prepared.rounded, keys_.keys, scales=prepared.scales, half_squares=alone, out=out, shape=shape
+        )
         scores[:, numbers[:, member]] = out
     assert not scores.isnan().any()
-    return asked, scores[: len(queries), : held.rows]
+    return prepared, scores[: len(queries), : keys_.rows]
 
 
-def check_lower(keys: Tensor, queries: Tensor, metric: str, *, int8: bool = False) -> float:
-    """See that no key scores below the bound for its own distance; give the tightest bound's share of misses."""
-    held = hold(keys, metric, int8=int8)
-    asked, scores = kernel_scores(held, queries)
-    truth = true_distances(asked.exact[: len(queries), : held.width], held.take(0, held.rows), metric)
+def check_score_bound(keys: Tensor, queries: Tensor, metric: str, *, int8: bool = False) -> float:
+    """Check that no key scores below the bound for its own distance; return the largest share of keys beyond it."""
+    keys_ = device_keys(keys, metric, int8=int8)
+    prepared, scores = kernel_scores(keys_, queries)
+    truth = true_distances(prepared.exact[: len(queries), : keys_.width], keys_.take(0, keys_.rows), metric)
     order = truth.argsort(1)
     beyond = 0.0
-    for rank in {0, 1, held.rows // 10, held.rows // 2, held.rows - 1}:
+    for rank in {0, 1, keys_.rows // 10, keys_.rows // 2, keys_.rows - 1}:
         last = truth.gather(1, order[:, rank : rank + 1])[:, 0]
-        lower = held.lower(asked, last.float())
+        lower = keys_.lower(prepared, last.float())
         assert lower.isfinite().all()
         near = truth <= last[:, None]
         low = torch.where(near, scores, torch.inf).amin(1)
@@ -490,18 +483,18 @@ def check_lower(keys: Tensor, queries: Tensor, metric: str, *, int8: bool = Fals
 
 
 def check_int8(keys: Tensor, queries: Tensor, k: int, metric: str) -> float:
-    """Compare with float64 over the keys as int8 rounds them; give the recall against the keys themselves."""
+    """Compare with float64 over the keys as int8 rounds them; return the recall against the unrounded keys."""
     with poisoned():
-        index = ExactIndex(Array(keys.cpu()), metric=metric, device=queries.device, keys="int8", fused=True)
+        index = ExactIndex(Array(keys.cpu()), metric=metric, device=queries.device, key_dtype="int8", kernels=True)
         found = index.search(queries, k)
-    held = index.finder.held  # type: ignore[attr-defined]
-    assert held.keys.dtype == torch.int8
-    stored = held.take(0, held.rows)
-    turned = held.ask(queries, 16).exact[: len(queries), : held.width]
-    truth = true_distances(turned, stored, metric) + held.shift(queries).double()[:, None]
+    keys_ = index.searcher.keys_  # type: ignore[attr-defined]
+    assert keys_.keys.dtype == torch.int8
+    stored = keys_.take(0, keys_.rows)
+    turned = keys_.ask(queries, 16).exact[: len(queries), : keys_.width]
+    truth = true_distances(turned, stored, metric) + keys_.shift(queries).double()[:, None]
     slack = allowed(turned, stored, truth, metric)
     if metric == "ip":
-        slack = slack + 2e-6 * held.shift(queries).double().abs()[:, None]
+        slack = slack + 2e-6 * keys_.shift(queries).double().abs()[:, None]
     check_answer(found, truth, k, slack)
     exact = true_distances(queries, keys, metric)
     own, best = exact.gather(1, found.ids), exact.topk(k, dim=1, largest=False).values

@@ -1,4 +1,4 @@
-"""Vectors in memory and the nearest among them."""
+"""Vectors in RAM, and a check of their nearest neighbours."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import torch
 
 
 class Array:
-    """Vectors in memory, given out in small blocks as a store would."""
+    """Vectors in RAM, read in small blocks as those of a store."""
 
     def __init__(self, data):
         self.data = torch.as_tensor(data, dtype=torch.float32)
@@ -29,7 +29,7 @@ class Array:
 
 
 def assert_nearest(answer, distances, k, *, near=1e-4):
-    """An answer must be the k nearest by these distances of each query."""
+    """Check that an answer is the k nearest by these distances of each query."""
     assert answer.ids.shape == answer.distances.shape == (len(distances), k)
     for expected, ids, found in zip(distances, answer.ids.numpy(), answer.distances.numpy(), strict=True):
         count = min(k, len(expected))
@@ -43,8 +43,8 @@ def assert_nearest(answer, distances, k, *, near=1e-4):
         np.testing.assert_allclose(expected[ids[:count]], found[:count], atol=scale)
 
 
-class Whole(Array):
-    """Vectors in large blocks, which remember how many were asked for at a time."""
+class RecordingArray(Array):
+    """Vectors in large blocks that record how many are taken at a time."""
 
     def __init__(self, data):
         super().__init__(data)

@@ -1,8 +1,7 @@
-"""Blocks: what they find is what brute force finds among rounded keys, and every key is in one of them."""
+"""The block index: searches equal brute force over rounded keys, and every key is in exactly one block."""
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
@@ -18,27 +17,26 @@ from hypothesis.extra import numpy as hnp
 
 from helpers import oracle
 from helpers.stores import made_store
-from helpers.vectors import Array, Whole, assert_nearest, clustered
+from helpers.vectors import Array, RecordingArray, assert_nearest, clustered
 from knnlm.corpus import Document
 from knnlm.datastore.compact import compact
 from knnlm.datastore.indexes import build_index, open_index
 from knnlm.datastore.remove import remove
 from knnlm.datastore.store import Datastore
 from knnlm.errors import DatastoreCorrupt, IndexInvalid, ParameterError
-from knnlm.index import spec as ladder
-from knnlm.index.blocks import build as making
+from knnlm.index import base, factory
+from knnlm.index.blocks import build as build_module
 from knnlm.index.blocks import index as blocks_module
-from knnlm.index.blocks import kernels as rounded_module
-from knnlm.index.blocks import kernels as smallest_module
+from knnlm.index.blocks import kernels
 from knnlm.index.blocks.build import build_blocks, is_blocks, write_blocks
 from knnlm.index.blocks.file import read_blocks
 from knnlm.index.blocks.index import BlockIndex
-from knnlm.index.blocks.kernels import products, quantise, share, smallest_k
-from knnlm.index.blocks.kmeans import Centroids, kmeans, means, split_in_two
+from knnlm.index.blocks.kernels import int8_matmul, parallel_for, quantise, smallest_k
+from knnlm.index.blocks.kmeans import Centroids, balanced_split, kmeans, means
 from knnlm.index.composite import ConcatenatedIndex, FilteredIndex
 from knnlm.index.exact import ExactIndex
 from knnlm.index.factory import build_approximate
-from knnlm.index.rerank import Reranked
+from knnlm.index.rerank import RerankedIndex
 from knnlm.index.validation import check_index
 from knnlm.ingest.add import add
 from knnlm.ingest.build import build
@@ -49,9 +47,9 @@ from knnlm.maintenance.verify import verify
 def decoded(blocks):
     """The keys as the file has them, in the order of their numbers, in float64."""
     scales = np.concatenate([row[:size] for row, size in zip(blocks.scales, blocks.sizes, strict=True)])
-    keys = blocks.mapped[: len(scales)].astype(np.float64) * scales.astype(np.float64)[:, None]
+    keys = blocks.mapped_keys[: len(scales)].astype(np.float64) * scales.astype(np.float64)[:, None]
     found = np.empty_like(keys)
-    found[blocks.numbers] = keys
+    found[blocks.ids] = keys
     return found
 
 
@@ -59,7 +57,7 @@ def brute_force(index, queries):
     """Distances between rounded queries and rounded keys, computed in another way than the index does."""
     blocks = index._blocks
     keys = decoded(blocks)
-    turned = blocks.turned(torch.as_tensor(queries), moved=index.metric == "l2").double().numpy()
+    turned = blocks.project(torch.as_tensor(queries), centre=index.metric == "l2").double().numpy()
     scale = np.maximum(np.abs(turned).max(1, keepdims=True), 1e-30) / 127
     asked = np.round(turned / scale) * scale
     if index.metric == "l2":
@@ -78,7 +76,7 @@ numbers = st.floats(-4, 4, width=32).map(lambda value: round(value, 1))  # round
 @pytest.mark.parametrize("metric", ["l2", "ip"])
 @settings(max_examples=60, deadline=None)
 @given(data=st.data())
-def test_blocks_that_are_all_looked_into_give_what_brute_force_gives(metric, data):
+def test_search_of_all_blocks_equals_brute_force(metric, data):
     width, rows = data.draw(st.integers(1, 6)), data.draw(st.integers(1, 60))
     keys = data.draw(hnp.arrays(np.float32, (rows, width), elements=numbers))
     queries = data.draw(hnp.arrays(np.float32, (data.draw(st.integers(0, 5)), width), elements=numbers))
@@ -88,14 +86,14 @@ def test_blocks_that_are_all_looked_into_give_what_brute_force_gives(metric, dat
 
 @pytest.mark.parametrize("metric", ["l2", "ip"])
 @pytest.mark.parametrize("floats", [False, True])
-def test_many_queries_in_many_blocks_give_what_brute_force_gives(monkeypatch, metric, floats):
+def test_many_queries_in_many_blocks_equal_brute_force(monkeypatch, metric, floats):
     # More queries than are asked at once, on more than one thread, with and without instructions for bytes.
-    monkeypatch.setattr(blocks_module, "_QUERIES", 700)
-    monkeypatch.setattr(smallest_module, "_PIECE", 100)
-    monkeypatch.setattr(blocks_module, "_AT_ONCE", 1 << 15)
-    monkeypatch.setattr(rounded_module, "bytes_are_faster", lambda: not floats)
+    monkeypatch.setattr(blocks_module, "_QUERY_BATCH", 700)
+    monkeypatch.setattr(kernels, "_ROWS_PER_TASK", 100)
+    monkeypatch.setattr(blocks_module, "_SELECT_BATCH", 1 << 15)
+    monkeypatch.setattr(kernels, "int8_is_faster", lambda: not floats)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
-    index = build_blocks(Whole(clustered(3000, 24)), "Lists16,Blocks64", metric=metric)
+    index = build_blocks(RecordingArray(clustered(3000, 24)), "Lists16,Blocks64", metric=metric)
     assert_finds(index, clustered(1500, 24, seed=1), 50)
     assert_finds(index, clustered(3, 24, seed=2), 3000)
 
@@ -103,23 +101,25 @@ def test_many_queries_in_many_blocks_give_what_brute_force_gives(monkeypatch, me
 @pytest.mark.parametrize("metric", ["l2", "ip"])
 def test_distances_are_nearly_those_of_the_keys_themselves(metric):
     keys, queries = clustered(4000, 64), clustered(30, 64, seed=1)
-    found = build_blocks(Whole(keys), "Lists16,Blocks128", metric=metric).search(torch.from_numpy(queries), 100)
+    found = build_blocks(RecordingArray(keys), "Lists16,Blocks128", metric=metric).search(
+        torch.from_numpy(queries), 100
+    )
     true = np.stack([oracle.distances(query, keys, metric) for query in queries])
     off = np.abs(found.distances.numpy() - np.take_along_axis(true, found.ids.numpy(), 1))
     assert off.mean() < 0.01 * true.std()
 
 
-def test_a_query_looks_into_as_many_blocks_as_the_ladder_says_and_each_block_is_read_once(monkeypatch):
-    monkeypatch.setattr(blocks_module, "BLOCKS", 5)
-    index = build_blocks(Whole(clustered(4000, 16)), "Lists16,Blocks64")
+def test_query_searches_the_default_number_of_blocks_and_each_block_is_read_once(monkeypatch):
+    monkeypatch.setattr(blocks_module, "PROBES", 5)
+    index = build_blocks(RecordingArray(clustered(4000, 16)), "Lists16,Blocks64")
     asked = []
-    original = products
+    original = int8_matmul
 
     def counting(rows, others, *, out=None):
         asked.append(len(rows))
         return original(rows, others, out=out)
 
-    monkeypatch.setattr(blocks_module, "products", counting)
+    monkeypatch.setattr(blocks_module, "int8_matmul", counting)
     queries = torch.from_numpy(clustered(300, 16, seed=1))
     few = index.search(queries, 100)
     assert sum(asked) == 300 * 5
@@ -136,7 +136,7 @@ def test_a_query_looks_into_as_many_blocks_as_the_ladder_says_and_each_block_is_
 
 def test_some_blocks_find_most_of_the_nearest():
     keys, queries = clustered(30_000, 32), clustered(100, 32, seed=1)
-    index = build_blocks(Whole(keys), ladder.default_spec(30_000))
+    index = build_blocks(RecordingArray(keys), factory.default_spec(30_000))
     found = index.search(torch.from_numpy(queries), 100).ids.numpy()
     right = np.argsort(((queries[:, None] - keys) ** 2).sum(2), axis=1)[:, :100]
     recall = np.mean([len(set(one) & set(other)) / 100 for one, other in zip(found, right, strict=True)])
@@ -146,29 +146,29 @@ def test_some_blocks_find_most_of_the_nearest():
 @pytest.mark.parametrize("rows", [1, 63, 64, 65, 2000])
 def test_every_key_is_in_one_block_and_no_block_has_too_many(rows):
     keys = clustered(rows, 8)
-    blocks = build_blocks(Whole(keys), "Lists8,Blocks64")._blocks
-    assert sorted(blocks.numbers.tolist()) == list(range(rows))
+    blocks = build_blocks(RecordingArray(keys), "Lists8,Blocks64")._blocks
+    assert sorted(blocks.ids.tolist()) == list(range(rows))
     assert 0 < blocks.sizes.min() <= blocks.sizes.max() <= 64
     # Rounded, but turned back they are the keys.
-    back = decoded(blocks) @ blocks.turn.double().numpy().T + blocks.centre.double().numpy()
+    back = decoded(blocks) @ blocks.projection.double().numpy().T + blocks.centre.double().numpy()
     assert np.abs(back - keys).max() < 0.05 * np.abs(keys).max()
     assert np.isinf(blocks.constants).sum() == len(blocks.sizes) * 64 - rows
     beginning = np.cumsum(blocks.sizes) - blocks.sizes
-    inside = np.add.reduceat(decoded(blocks)[blocks.numbers], beginning, axis=0) / blocks.sizes[:, None]
-    np.testing.assert_allclose(blocks.centres, inside, atol=0.05 * np.abs(keys).max())
+    inside = np.add.reduceat(decoded(blocks)[blocks.ids], beginning, axis=0) / blocks.sizes[:, None]
+    np.testing.assert_allclose(blocks.centroids, inside, atol=0.05 * np.abs(keys).max())
 
 
 def test_keys_move_to_nearer_blocks_while_there_is_room():
     generator = np.random.default_rng(0)
     labels = np.repeat(np.arange(10), 8).astype(np.int32)
     best, gain = generator.integers(0, 10, 80).astype(np.int32), generator.random(80).astype(np.float32)
-    found, count = making._moved(labels, best, gain, 10)
+    found, count = build_module._move(labels, best, gain, size=10)
     assert count == 10
     assert np.bincount(found).max() <= 10
     moved = found != labels
     assert moved.any()
     assert (found[moved] == best[moved]).all()
-    # Who stays although another block is better found it full.
+    # A key that stays although another block is nearer found that block full.
     stay = ~moved & (best != labels)
     assert (np.bincount(found, minlength=10)[best[stay]] == 10).all()
 
@@ -177,38 +177,38 @@ def test_moving_makes_blocks_narrower(monkeypatch):
     keys = clustered(4000, 16)
 
     def spread():
-        blocks = build_blocks(Whole(keys), "Lists16,Blocks64")._blocks
-        centres = np.repeat(blocks.centres.numpy(), blocks.sizes, axis=0)
-        return ((decoded(blocks)[blocks.numbers] - centres) ** 2).sum(1).mean()
+        blocks = build_blocks(RecordingArray(keys), "Lists16,Blocks64")._blocks
+        centres = np.repeat(blocks.centroids.numpy(), blocks.sizes, axis=0)
+        return ((decoded(blocks)[blocks.ids] - centres) ** 2).sum(1).mean()
 
     after = spread()
-    monkeypatch.setattr(making, "_TRIES", 0)
+    monkeypatch.setattr(build_module, "_MOVE_ROUNDS", 0)
     assert after < 0.98 * spread()
 
 
 def test_memory_is_bounded_while_blocks_are_made(monkeypatch):
-    monkeypatch.setattr(making, "_AT_ONCE", 500)
-    monkeypatch.setattr(making, "_TAKEN", 100)
-    monkeypatch.setattr(ladder, "_SAMPLE", 400)
+    monkeypatch.setattr(build_module, "_BATCH", 500)
+    monkeypatch.setattr(build_module, "_READ_BATCH", 100)
+    monkeypatch.setattr(base, "_MIN_SAMPLE", 400)
     together = []
-    original = making._taken
-    monkeypatch.setattr(making, "_taken", lambda *given: together.append(len(given[1])) or original(*given))
-    vectors = Whole(clustered(4000, 8))
+    original = build_module._read
+    monkeypatch.setattr(build_module, "_read", lambda *given: together.append(len(given[1])) or original(*given))
+    vectors = RecordingArray(clustered(4000, 8))
     build_blocks(vectors, "Lists64,Blocks32")
-    assert together[0] == 64 * ladder._PER_LIST  # what is learned from follows the lists
+    assert together[0] == 64 * base._SAMPLE_PER_LIST  # what is learned from follows the lists
     assert sum(together[1:]) == 3 * 4000  # cut, moved, written
     assert max(together[1:]) <= 500
     assert max(vectors.taken) <= 100
 
 
 def test_wide_keys_lose_dimensions_and_are_measured_again(monkeypatch, tmp_path):
-    monkeypatch.setattr(making, "WIDTH", 8)
-    monkeypatch.setattr(ladder, "EXACT", 1000)
+    monkeypatch.setattr(build_module, "MAX_CODE_WIDTH", 8)
+    monkeypatch.setattr(factory, "MAX_EXACT", 1000)
     keys, queries = clustered(2000, 24), torch.from_numpy(clustered(20, 24, seed=1))
-    narrow = build_blocks(Whole(keys), "Lists8,Blocks64")
+    narrow = build_blocks(RecordingArray(keys), "Lists8,Blocks64")
     assert narrow._blocks.keys.shape[1] == 8
-    assert not narrow.whole
-    assert isinstance(build_approximate(Whole(keys), "Lists8,Blocks64"), Reranked)
+    assert not narrow.keeps_all_dimensions
+    assert isinstance(build_approximate(RecordingArray(keys), "Lists8,Blocks64"), RerankedIndex)
     store = made_store(tmp_path / "memory", keys, np.zeros(2000, np.int64))
     build_index(store)
     with closing(Datastore.open(store.path)) as again:
@@ -216,25 +216,25 @@ def test_wide_keys_lose_dimensions_and_are_measured_again(monkeypatch, tmp_path)
     true = np.stack([oracle.distances(query, keys) for query in queries.numpy()])
     np.testing.assert_allclose(found.distances, np.take_along_axis(true, found.ids.numpy(), 1), rtol=1e-2)
     # The first are those that keys differ most in: what is left out is less than any other part.
-    kept = ((keys - keys.mean(0)) @ narrow._blocks.turn.numpy()).var()
+    kept = ((keys - keys.mean(0)) @ narrow._blocks.projection.numpy()).var()
     assert 8 * kept > 0.5 * (keys - keys.mean(0)).var(0).sum()
 
 
 @pytest.mark.parametrize("spec", ["Lists0,Blocks256", "Lists8,Blocks0", "Lists8", "Blocks8", "Lists8,Blocks8,Flat"])
-def test_other_specs_are_no_blocks(spec, tmp_path):
+def test_other_specs_are_not_block_indexes(spec, tmp_path):
     assert not is_blocks(spec)
     with pytest.raises(ParameterError, match="Lists2048,Blocks256"):
         write_blocks(Array(np.ones((3, 2))), spec, tmp_path / "index")
 
 
-def test_blocks_of_an_odd_size_are_refused():
-    with pytest.raises(ParameterError, match="Blocks of 100 keys cannot be made: use a power of two"):
+def test_block_sizes_other_than_powers_of_two_are_refused():
+    with pytest.raises(ParameterError, match="Blocks of 100 keys are not supported: use a power of two"):
         build_blocks(Array(np.ones((3, 2))), "Lists4,Blocks100")
 
 
-def test_keys_that_are_no_numbers_are_refused_and_such_queries_find_nothing():
+def test_keys_that_are_not_finite_are_refused_and_such_queries_find_nothing():
     keys = clustered(500, 4)
-    index = build_blocks(Whole(keys), "Lists4,Blocks16")
+    index = build_blocks(RecordingArray(keys), "Lists4,Blocks16")
     queries = torch.from_numpy(keys[:3].copy())
     queries[1, 2] = torch.nan
     found = index.search(queries, 5)
@@ -242,36 +242,49 @@ def test_keys_that_are_no_numbers_are_refused_and_such_queries_find_nothing():
     assert torch.isinf(found.distances[1]).all()
     assert (found.ids[[0, 2]] >= 0).all()
     keys[137, 1] = np.inf
-    with pytest.raises(IndexInvalid, match="no finite numbers"):
-        build_blocks(Whole(keys), "Lists4,Blocks16")
+    with pytest.raises(IndexInvalid, match="not finite"):
+        build_blocks(RecordingArray(keys), "Lists4,Blocks16")
 
 
-def test_all_keys_alike_are_found(capfd):
-    index = build_blocks(Whole(np.ones((300, 4), np.float32)), "Lists4,Blocks16")
+def test_equal_keys_are_all_found(capfd):
+    index = build_blocks(RecordingArray(np.ones((300, 4), np.float32)), "Lists4,Blocks16")
     found = index.search(torch.ones(2, 4), 300)
     assert sorted(found.ids[0].tolist()) == list(range(300))
     assert (found.distances == 0).all()
 
 
-# --- the file
-
-
 def write(tmp_path, rows=500):
     path = tmp_path / "index"
-    write_blocks(Whole(clustered(rows, 8)), "Lists4,Blocks16", path)
+    write_blocks(RecordingArray(clustered(rows, 8)), "Lists4,Blocks16", path)
     return path
 
 
-def test_the_file_is_one_that_safetensors_reads(tmp_path):
-    from safetensors.numpy import load_file
+NAMES = ("header", "centre", "projection", "centroids", "sizes", "scales", "constants", "ids", "keys")
 
+
+def load_arrays(path):
+    with path.open("rb") as file:
+        arrays = {name: np.load(file, allow_pickle=False) for name in NAMES}
+        assert not file.read()
+    return arrays
+
+
+def save_arrays(path, arrays):
+    with path.open("wb") as file:
+        for array in arrays.values():
+            np.save(file, array, allow_pickle=False)
+
+
+def test_the_file_is_a_sequence_of_npy_arrays(tmp_path):
     path = write(tmp_path)
-    arrays, blocks = load_file(path), read_blocks(path)
-    assert set(arrays) == {"centre", "turn", "centres", "sizes", "scales", "constants", "numbers", "keys"}
-    np.testing.assert_array_equal(arrays["keys"], blocks.mapped)
+    arrays, blocks = load_arrays(path), read_blocks(path)
+    assert arrays["header"].tolist() == ["knnlm blocks 1", "l2"]
+    np.testing.assert_array_equal(arrays["keys"], blocks.mapped_keys)
     np.testing.assert_array_equal(arrays["constants"], blocks.constants)
-    np.testing.assert_array_equal(arrays["turn"], blocks.turn)
-    assert (path.read_bytes()[blocks.offset :] == arrays["keys"].tobytes()) is True
+    np.testing.assert_array_equal(arrays["projection"], blocks.projection)
+    assert path.read_bytes()[blocks.offset :] == arrays["keys"].tobytes()
+    save_arrays(tmp_path / "copy", arrays)
+    assert (tmp_path / "copy").read_bytes() == path.read_bytes()
 
 
 def test_the_same_keys_give_the_same_file(tmp_path):
@@ -285,64 +298,76 @@ def test_the_same_keys_give_the_same_file(tmp_path):
         b"",
         b"junk",
         b"junk" * 100,
-        (4).to_bytes(8, "little") + b"null" * 9,
-        (40).to_bytes(8, "little") + b"[" * 40,
+        b"\x93NUMPY\x01\x00" + (40).to_bytes(2, "little") + b"null" * 10,
+        b"\x93NUMPY\x01\x00" + (40).to_bytes(2, "little") + b"[" * 40,
         b"\xff" * 80,
     ],
 )
-def test_a_file_that_is_no_index_is_named(tmp_path, data):
+def test_unreadable_block_file_is_named(tmp_path, data):
     (tmp_path / "index").write_bytes(data)
     with pytest.raises(IndexInvalid, match="index is not a readable index"):
         BlockIndex.load(tmp_path / "index")
-
-
-def changed_header(path, change):
-    data = path.read_bytes()
-    length = int.from_bytes(data[:8], "little")
-    header = json.loads(data[8 : 8 + length])
-    change(header)
-    text = json.dumps(header).encode()
-    path.write_bytes(len(text).to_bytes(8, "little") + text + data[8 + length :])
+    with pytest.raises(IndexInvalid, match="missing is not a readable index"):
+        BlockIndex.load(tmp_path / "missing")
 
 
 @pytest.mark.parametrize(
     "change",
     [
-        lambda header: header.pop("turn"),
-        lambda header: header["sizes"].update(shape=[1]),
-        lambda header: header["keys"].update(data_offsets=[0, 1 << 40]),
-        lambda header: header["keys"].update(data_offsets=[8, 0]),
-        lambda header: header["numbers"].update(dtype="F32"),
-        lambda header: header["__metadata__"].update(metric="cosine"),
-        lambda header: header["__metadata__"].update(format="other"),
-        lambda header: header.update(centre=header["scales"]),
-        lambda header: header.update(sizes=header["numbers"]),
-        lambda header: header.update(more=header["scales"]),
-        lambda header: header["keys"].update(data_offsets=[]),
-        lambda header: header["keys"].update(shape=[-1, 8]),
-        lambda header: header["keys"].update(shape=[516.0, 8]),
-        lambda header: header.update(__metadata__=None),
+        lambda arrays: arrays.pop("projection"),
+        lambda arrays: arrays.update(sizes=arrays["sizes"][:1]),
+        lambda arrays: arrays.update(sizes=arrays["sizes"][::-1] * 0 + 1),
+        lambda arrays: arrays.update(keys=arrays["keys"][:-1]),
+        lambda arrays: arrays.update(ids=arrays["ids"].astype(np.float32)),
+        lambda arrays: arrays.update(ids=arrays["ids"] * 0),
+        lambda arrays: arrays.update(ids=arrays["ids"] - 1),
+        lambda arrays: arrays.update(header=np.array(["knnlm blocks 1", "cosine"])),
+        lambda arrays: arrays.update(header=np.array(["another format", "l2"])),
+        lambda arrays: arrays.update(header=np.array("knnlm blocks 1")),
+        lambda arrays: arrays.update(centre=arrays["scales"]),
+        lambda arrays: arrays.update(sizes=arrays["ids"]),
+        lambda arrays: arrays.update(more=arrays["scales"]),
+        lambda arrays: arrays.update(keys=np.asfortranarray(arrays["keys"])),
+        lambda arrays: arrays.update(keys=arrays["keys"][:, :0]),
+        lambda arrays: arrays.update(centre=arrays["centre"].astype(">f4")),
     ],
-)  # fmt: skip
-def test_a_header_that_does_not_fit_is_refused(tmp_path, change):
+)
+def test_arrays_that_are_inconsistent_are_refused(tmp_path, change):
     path = write(tmp_path)
-    changed_header(path, change)
+    arrays = load_arrays(path)
+    change(arrays)
+    save_arrays(path, arrays)
+    with pytest.raises(IndexInvalid, match="is not a readable index"):
+        BlockIndex.load(path)
+
+
+@pytest.mark.parametrize("shape", [b"(-1, 8), ", b"(99999999999999999, 8), ", b"(516.0, 8), ", b"(), "])
+def test_shapes_that_do_not_fit_the_file_are_refused(tmp_path, shape):
+    path = write(tmp_path)
+    data, (rows, width) = path.read_bytes(), read_blocks(path).mapped_keys.shape
+    before = f"({rows}, {width}), ".encode()
+    begin = data.rindex(b"\x93NUMPY")
+    header = data[begin : begin + 128]
+    assert before in header
+    changed = header.replace(before, shape)
+    changed = changed[:-1].rstrip(b" ").ljust(127) + b"\n"
+    path.write_bytes(data[:begin] + changed[:128] + data[begin + 128 :])
     with pytest.raises(IndexInvalid, match="is not a readable index"):
         BlockIndex.load(path)
 
 
 @pytest.fixture
 def memory(tmp_path, monkeypatch):
-    monkeypatch.setattr(ladder, "EXACT", 1000)
+    monkeypatch.setattr(factory, "MAX_EXACT", 1000)
     keys = clustered(3000, 16)
     store = made_store(tmp_path / "memory", keys, np.arange(3000) % 7)
     assert is_blocks(build_index(store))
     return store.path, keys
 
 
-def test_every_part_of_an_index_is_compared_before_it_is_used(memory):
+def test_checksums_of_all_bytes_are_compared_before_use(memory):
     path, keys = memory
-    file = path / "index/000000/index.safetensors"
+    file = path / "index/000000/index.blocks"
     sound = file.read_bytes()
     with closing(Datastore.open(path)) as store:
         open_index(store).search(torch.from_numpy(keys[:5]), 5)
@@ -352,26 +377,27 @@ def test_every_part_of_an_index_is_compared_before_it_is_used(memory):
         file.write_bytes(damaged)
         with closing(Datastore.open(path)) as store, pytest.raises((IndexInvalid, DatastoreCorrupt), match="index"):
             open_index(store).search(torch.from_numpy(keys), 5)
-    # So is what nobody has summed up yet.
+    # Without the file of block checksums, the SHA-256 is compared.
     file.with_suffix(".sums").unlink()
     with closing(Datastore.open(path)) as store, pytest.raises(IndexInvalid, match="not the file that was written"):
         open_index(store)
 
 
-def test_only_what_is_read_is_compared(memory, monkeypatch):
+def test_only_checksums_of_read_blocks_are_compared(memory, monkeypatch):
     path, keys = memory
     with closing(Datastore.open(path)) as store:
         open_index(store).search(torch.from_numpy(keys[:1]), 5)  # sums are written down
     read = []
     original = BlockIndex.load
 
-    def load(file, *, compare):
+    def load(file, *, check_bytes):
         return original(
-            file, compare=lambda begins, length: read.append((begins.tolist(), length)) or compare(begins, length)
+            file,
+            check_bytes=lambda begins, length: read.append((begins.tolist(), length)) or check_bytes(begins, length),
         )
 
     monkeypatch.setattr(BlockIndex, "load", staticmethod(load))
-    monkeypatch.setattr(blocks_module, "BLOCKS", 2)
+    monkeypatch.setattr(blocks_module, "PROBES", 2)
     with closing(Datastore.open(path)) as store:
         index = open_index(store)
         offset = index._index._blocks.offset
@@ -384,8 +410,8 @@ def test_only_what_is_read_is_compared(memory, monkeypatch):
     assert length == 256 * 16
 
 
-def test_what_is_removed_is_not_found_and_what_is_added_is(lm, tmp_path, monkeypatch):
-    monkeypatch.setattr(ladder, "EXACT", 100)
+def test_removed_entries_are_not_found_and_added_ones_are(lm, tmp_path, monkeypatch):
+    monkeypatch.setattr(factory, "MAX_EXACT", 100)
     path = tmp_path / "memory"
     texts = [Document(f"d{n}", "some", f"a text that is the {n}. of its kind, " * 8) for n in range(8)]
     build(texts[:6], path, lm=lm)
@@ -413,8 +439,8 @@ def assert_nearly_exact(store):
     assert (found.distances - right.distances).abs().median() < 0.02 * right.distances.median()
 
 
-def test_memories_with_an_index_in_blocks_are_verified_repaired_and_compacted(lm, tmp_path, monkeypatch):
-    monkeypatch.setattr(ladder, "EXACT", 100)
+def test_stores_with_a_block_index_are_verified_repaired_and_compacted(lm, tmp_path, monkeypatch):
+    monkeypatch.setattr(factory, "MAX_EXACT", 100)
     path = tmp_path / "memory"
     build([Document(f"d{n}", "some", f"a text that is the {n}. of its kind, " * 8) for n in range(6)], path, lm=lm)
     with closing(Datastore.open(path)) as store:
@@ -425,7 +451,7 @@ def test_memories_with_an_index_in_blocks_are_verified_repaired_and_compacted(lm
     with closing(Datastore.open(path)) as store:
         assert [row.spec for row in store.catalog.indexes()] == ["Lists16,Blocks256"]
         assert_nearly_exact(store)
-    (file,) = path.glob("index/*/index.safetensors")
+    (file,) = path.glob("index/*/index.blocks")
     data = bytearray(file.read_bytes())
     data[len(data) // 2] ^= 1
     file.write_bytes(data)
@@ -436,35 +462,35 @@ def test_memories_with_an_index_in_blocks_are_verified_repaired_and_compacted(lm
     assert not verify(path, deep=True).problems
 
 
-def test_one_far_key_leaves_its_neighbours_as_they_are():
+def test_distant_keys_do_not_change_the_distances_of_near_ones():
     generator = np.random.default_rng(0)
     keys = np.concatenate([generator.normal(size=(300, 16)), generator.normal(size=(9700, 16)) * 100]).astype(
         np.float32
     )
-    index = build_blocks(Whole(keys), "Lists64,Blocks256")
+    index = build_blocks(RecordingArray(keys), "Lists64,Blocks256")
     queries = keys[:100] + generator.normal(size=(100, 16)).astype(np.float32) * 0.1
     found = index.search(torch.from_numpy(queries), 10).distances.numpy()
     right = np.sort(((queries[:, None] - keys) ** 2).sum(2), axis=1)[:, :10]
     assert np.abs(found - right).max() < 0.1 * right.mean()
 
 
-def test_indexes_that_vote_with_their_own_distances_must_have_nearly_the_right_ones():
+def test_precise_check_refuses_distances_that_are_wrong():
     generator = np.random.default_rng(1)
     for gap, sound in ((1, True), (80, False)):
         centres = generator.normal(size=(100, 64)) * gap
         keys = (centres[generator.integers(0, 100, 20_000)] + generator.normal(size=(20_000, 64))).astype(np.float32)
-        index = build_blocks(Whole(keys), "Lists64,Blocks256")
-        check_index(index, Whole(keys), what="it")
+        index = build_blocks(RecordingArray(keys), "Lists64,Blocks256")
+        check_index(index, RecordingArray(keys), what="it")
         if sound:
-            check_index(index, Whole(keys), what="it", fine=True)
+            check_index(index, RecordingArray(keys), what="it", precise=True)
         else:
-            with pytest.raises(IndexInvalid, match=r"away from those of the stored keys \(median; at most 5%"):
-                check_index(index, Whole(keys), what="it", fine=True)
+            with pytest.raises(IndexInvalid, match=r"from those of the stored keys \(median; at most 5%"):
+                check_index(index, RecordingArray(keys), what="it", precise=True)
 
 
-def test_lists_that_have_nearly_all_keys_are_cut_in_pieces(monkeypatch):
-    monkeypatch.setattr(making, "_LONGEST", 300)
-    monkeypatch.setattr(making, "_COMPARED", 1000)
+def test_lists_with_nearly_all_keys_are_split_in_pieces(monkeypatch):
+    monkeypatch.setattr(build_module, "_MAX_LIST", 300)
+    monkeypatch.setattr(build_module, "_COMPARISON_BATCH", 1000)
     most = []
     original = torch.addmm
     monkeypatch.setattr(
@@ -472,15 +498,15 @@ def test_lists_that_have_nearly_all_keys_are_cut_in_pieces(monkeypatch):
     )
     keys = np.ones((3000, 4), np.float32)
     keys[:50] = clustered(50, 4)
-    blocks = build_blocks(Whole(keys), "Lists8,Blocks16")._blocks
-    assert sorted(blocks.numbers.tolist()) == list(range(3000))
+    blocks = build_blocks(RecordingArray(keys), "Lists8,Blocks16")._blocks
+    assert sorted(blocks.ids.tolist()) == list(range(3000))
     assert most
     assert max(most) <= 1000
 
 
-def test_many_may_ask_at_once_and_little_is_kept():
+def test_concurrent_searches_agree_and_keep_one_buffer():
     keys, queries = clustered(3000, 16), torch.from_numpy(clustered(400, 16, seed=1))
-    index = build_blocks(Whole(keys), "Lists16,Blocks64")
+    index = build_blocks(RecordingArray(keys), "Lists16,Blocks64")
     right = index.search(queries, 20)
     with ThreadPoolExecutor(4) as pool:
         for found in pool.map(lambda _: index.search(queries, 20), range(40)):
@@ -488,12 +514,9 @@ def test_many_may_ask_at_once_and_little_is_kept():
     assert len(index._spare) == 1
 
 
-# --- the parts
-
-
 @settings(max_examples=200, deadline=None)
 @given(data=st.data())
-def test_the_smallest_are_those_that_sorting_gives(data):
+def test_smallest_k_equals_sorting(data):
     rows, width = data.draw(st.integers(0, 5)), data.draw(st.integers(1, 60))
     choices = st.sampled_from([0.0, 1.0, 2.5, -3.0, 1e6, np.inf, np.nan, 7.25])
     values = data.draw(hnp.arrays(np.float32, (rows, width), elements=choices))
@@ -502,7 +525,7 @@ def test_the_smallest_are_those_that_sorting_gives(data):
 
 @pytest.mark.parametrize(("width", "k"), [(5000, 40), (10240, 1024), (10240, 9000), (70_000, 1024), (3000, 1)])
 @pytest.mark.parametrize("kind", ["normal", "sorted", "few", "holes", "periodic"])
-def test_the_smallest_of_many_are_those_that_sorting_gives(width, k, kind):
+def test_smallest_k_of_many_equals_sorting(width, k, kind):
     generator = np.random.default_rng(width + k)
     values = generator.normal(20, 5, (6, width)).astype(np.float32)
     if kind == "sorted":
@@ -516,7 +539,7 @@ def test_the_smallest_of_many_are_those_that_sorting_gives(width, k, kind):
     check_smallest(values, k)
 
 
-def test_the_first_are_in_order_however_far_the_last_are():
+def test_first_numbers_are_in_order_however_far_the_last_are():
     generator = np.random.default_rng(0)
     values = np.full((3, 10_240), 1e6, np.float32)
     values[:, :500] = 1 + np.arange(500) / 100
@@ -527,9 +550,9 @@ def test_the_first_are_in_order_however_far_the_last_are():
 
 
 @pytest.mark.parametrize("size", [1e-20, 1e-3, 1e18])
-def test_small_and_large_keys_are_told_apart(size, recwarn):
+def test_tiny_and_huge_keys_are_distinguished(size, recwarn):
     keys = clustered(500, 4) * np.float32(size)
-    index = build_blocks(Whole(keys), "Lists4,Blocks16")
+    index = build_blocks(RecordingArray(keys), "Lists4,Blocks16")
     found = index.search(torch.from_numpy(keys[:20]), 3, effort=1e9)
     assert not [warning for warning in recwarn if issubclass(warning.category, RuntimeWarning)]
     if size > 1e-19:  # else squares are 0 in float32
@@ -537,20 +560,20 @@ def test_small_and_large_keys_are_told_apart(size, recwarn):
 
 
 def test_a_query_that_is_too_far_for_float32_finds_nothing(recwarn):
-    index = build_blocks(Whole(clustered(500, 4)), "Lists4,Blocks16")
+    index = build_blocks(RecordingArray(clustered(500, 4)), "Lists4,Blocks16")
     found = index.search(torch.full((2, 4), 1e30), 5)
     assert (found.ids == -1).all()
     assert torch.isinf(found.distances).all()
 
 
 @pytest.mark.parametrize("kind", ["AVX2", "SSE41"])
-def test_processors_that_add_up_wrongly_are_noticed(kind):
+def test_processors_with_wrong_int8_sums_use_float32(kind):
     program = (
-        "import torch; from knnlm.index.blocks.kernels import products, bytes_are_faster;"
-        "a = torch.full((70, 512), 127, dtype=torch.int8); assert (products(a, a) == 127 * 127 * 512).all();"
+        "import torch; from knnlm.index.blocks.kernels import int8_matmul, int8_is_faster;"
+        "a = torch.full((70, 512), 127, dtype=torch.int8); assert (int8_matmul(a, a) == 127 * 127 * 512).all();"
         "g = torch.Generator().manual_seed(1);"
         "a, b = (torch.randint(-127, 128, (n, 300), generator=g).char() for n in (33, 256));"
-        "assert torch.equal(products(a, b).long(), a.long() @ b.long().T)"
+        "assert torch.equal(int8_matmul(a, b).long(), a.long() @ b.long().T)"
     )
     subprocess.run([sys.executable, "-c", program], check=True, env=os.environ | {"ONEDNN_MAX_CPU_ISA": kind})
 
@@ -572,18 +595,18 @@ def check_smallest(values, k):
 
 @pytest.mark.parametrize("count", [0, 1, 511, 1024, 5000])
 @pytest.mark.parametrize("threads", [1, 3])
-def test_shared_work_is_done_once(monkeypatch, count, threads):
+def test_parallel_for_covers_every_row_once(monkeypatch, count, threads):
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
     done = np.zeros(count, np.int64)
 
     def work(begin, end):
         done[begin:end] += 1
 
-    share(count, work)
+    parallel_for(count, work)
     assert (done == 1).all()
 
 
-def test_work_that_fails_fails(monkeypatch):
+def test_parallel_for_raises_errors_of_the_work(monkeypatch):
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
 
     def work(begin, end):
@@ -591,25 +614,25 @@ def test_work_that_fails_fails(monkeypatch):
             raise ZeroDivisionError
 
     with pytest.raises(ZeroDivisionError):
-        share(5000, work)
+        parallel_for(5000, work)
 
 
 @pytest.mark.parametrize("faster", [True, False])
 @pytest.mark.parametrize(("rows", "others", "width"), [(1, 4, 1), (3, 7, 5), (65, 130, 576), (4, 6, 3000), (0, 5, 4)])
-def test_products_are_those_of_whole_numbers(monkeypatch, faster, rows, others, width):
-    monkeypatch.setattr(rounded_module, "bytes_are_faster", lambda: faster)
+def test_int8_products_are_exact(monkeypatch, faster, rows, others, width):
+    monkeypatch.setattr(kernels, "int8_is_faster", lambda: faster)
     generator = np.random.default_rng(width)
     one, other = (generator.integers(-127, 128, (n, width)).astype(np.int8) for n in (rows, others))
     one[:1], other[:1] = 127, 127  # as large as it gets
     right = one.astype(np.int64) @ other.astype(np.int64).T
-    found = products(torch.from_numpy(one), torch.from_numpy(other))
+    found = int8_matmul(torch.from_numpy(one), torch.from_numpy(other))
     np.testing.assert_array_equal(found, right)
     out = torch.full(found.shape, 9, dtype=torch.int32)
-    products(torch.from_numpy(one), torch.from_numpy(other), out=out)
+    int8_matmul(torch.from_numpy(one), torch.from_numpy(other), out=out)
     np.testing.assert_array_equal(out, right)
 
 
-def test_rounding_is_off_by_half_a_step_at_most():
+def test_quantisation_error_is_at_most_half_a_step():
     rows = torch.from_numpy(clustered(200, 30))
     rows[3] = 0
     near = quantise(rows)
@@ -620,7 +643,7 @@ def test_rounding_is_off_by_half_a_step_at_most():
     )
 
 
-def test_clusters_are_found_and_the_nearest_of_each_row():
+def test_kmeans_finds_clusters_and_the_nearest_of_each_vector():
     generator = np.random.default_rng(3)
     true = generator.normal(size=(20, 8)) * 10
     rows = torch.from_numpy(
@@ -640,20 +663,20 @@ def test_clusters_are_found_and_the_nearest_of_each_row():
 
 @settings(max_examples=60, deadline=None)
 @given(rows=st.integers(1, 200), size=st.integers(1, 40), same=st.booleans())
-def test_halves_are_of_equal_size_and_have_every_row(rows, size, same):
+def test_balanced_split_has_equal_sizes_and_every_row(rows, size, same):
     parts = -(-rows // size)
     data = torch.ones(rows, 3) if same else torch.randn(rows, 3, generator=torch.Generator().manual_seed(rows))
-    found = split_in_two(data, parts)
+    found = balanced_split(data, parts)
     assert sorted(torch.cat(found).tolist()) == list(range(rows))
     assert len(found) == parts
     assert max(len(part) for part in found) <= size
     assert max(len(part) for part in found) - min(len(part) for part in found) <= 1
 
 
-def test_halves_are_apart():
+def test_balanced_split_separates_clusters():
     generator = torch.Generator().manual_seed(0)
     rows = torch.randn(100, 6, generator=generator) + torch.tensor([0.0, 20.0]).repeat(50)[:, None]
-    one, other = split_in_two(rows, 2)
+    one, other = balanced_split(rows, 2)
     assert {frozenset(one.tolist()), frozenset(other.tolist())} == {
         frozenset(range(0, 100, 2)),
         frozenset(range(1, 100, 2)),

@@ -30,10 +30,10 @@ from knnlm.index.base import Index, check_metric
 from knnlm.index.blocks.build import is_blocks, write_blocks
 from knnlm.index.blocks.index import BlockIndex
 from knnlm.index.composite import ConcatenatedIndex, FilteredIndex
-from knnlm.index.exact import ExactIndex, fast, fits
+from knnlm.index.exact import ExactIndex, fits_on_device, has_kernels
+from knnlm.index.factory import compressed_spec, default_spec, fallback_spec
 from knnlm.index.faiss import FaissIndex
-from knnlm.index.rerank import Reranked
-from knnlm.index.spec import compressed_spec, default_spec, fallback_spec
+from knnlm.index.rerank import RerankedIndex
 from knnlm.index.validation import check_index
 from knnlm.io import checksum, sync_file, sync_folder, translate_os_errors
 from knnlm.progress import Progress, silent
@@ -97,7 +97,7 @@ def _write_sound(store: Datastore, spec: str, metric: str, folder: Path, progres
             index = BlockIndex.load(folder / BLOCKS)
         else:
             index = FaissIndex.build(store.keys, spec, metric=metric, progress=progress)
-        check_index(index, store.keys, what=f"The new index {spec}", fine=_votes_itself(index))
+        check_index(index, store.keys, what=f"The new index {spec}", precise=_votes_itself(index))
     except IndexInvalid:
         if spec != choose_spec(store) or isinstance(store.codec, Codes):
             raise
@@ -123,12 +123,12 @@ def open_index(
     Where a GPU can hold all keys, exact search there is faster than any index on the CPU, so that one is used only
     where its own distances are wanted. `keys` is what the GPU holds keys in; int8 gives distances to rounded keys.
     """
-    if (rerank or keys == "int8") and fast(device) and fits(store.keys, device, keys):
-        return ExactIndex(store.keys, metric=metric, device=device, keys=keys)
+    if (rerank or keys == "int8") and has_kernels(device) and fits_on_device(store.keys, device, keys):
+        return ExactIndex(store.keys, metric=metric, device=device, key_dtype=keys)
     for row, covered in stored_indexes(store) if store.trust_index else []:
         if row.metric == metric:
             return _join(store, _open(store, row, covered), covered, rerank=rerank)
-    return ExactIndex(store.keys, metric=metric, device=device, keys=keys)
+    return ExactIndex(store.keys, metric=metric, device=device, key_dtype=keys)
 
 
 def stored_indexes(store: Datastore) -> list[tuple[IndexRow, RowMap]]:
@@ -192,7 +192,7 @@ def _read(store: Datastore, row: IndexRow, path: Path) -> FaissIndex | BlockInde
     advice = f"Make it again with: knnlm index {store.path}"
     if is_blocks(row.spec):
         try:
-            blocks = BlockIndex.load(path, compare=partial(store.arrays.sums.stretches, path, row.sha256))
+            blocks = BlockIndex.load(path, check_bytes=partial(store.arrays.sums.stretches, path, row.sha256))
         except DatastoreCorrupt:
             raise IndexInvalid(f"{path} is not the file that was written. {advice}") from None
         if blocks.metric != row.metric:
@@ -206,11 +206,11 @@ def _read(store: Datastore, row: IndexRow, path: Path) -> FaissIndex | BlockInde
 def _join(store: Datastore, index: FaissIndex | BlockIndex, covered: RowMap, *, rerank: bool) -> Index:
     """Leave out of an index what is gone, check it, and search beside it what is newer."""
     what = f"The index {index_folder(store.path, 0).parent}"
-    fine = _votes_itself(index)
-    rerank = rerank and not fine
+    precise = _votes_itself(index)
+    rerank = rerank and not precise
     known = store.key_numbers
     if known.gaps == covered.gaps and known.total == covered.total:
-        check_index(index, store.keys, what=what, fine=fine)
+        check_index(index, store.keys, what=what, precise=precise)
         whole = FilteredIndex(index, None, store.keys)
         return _reranked(whole, store) if rerank else whole
     numbers = known.lives(covered.stored(np.arange(index.rows)))
@@ -218,7 +218,7 @@ def _join(store: Datastore, index: FaissIndex | BlockIndex, covered: RowMap, *, 
     older = Keys(store, end=first)
     alive = FilteredIndex(index, numbers, older)
     if alive.rows:
-        check_index(alive, older, what=what, fine=fine)
+        check_index(alive, older, what=what, precise=precise)
     found: Index = _reranked(alive, store) if rerank else alive
     if first == store.key_count:
         return found
@@ -227,14 +227,14 @@ def _join(store: Datastore, index: FaissIndex | BlockIndex, covered: RowMap, *, 
 
 def _votes_itself(index: FaissIndex | BlockIndex) -> bool:
     """Say whether an index gives distances that are good as they are: a byte for each dimension is enough."""
-    return isinstance(index, BlockIndex) and index.whole
+    return isinstance(index, BlockIndex) and index.keeps_all_dimensions
 
 
 def _reranked(index: Index, store: Datastore) -> Index:
     """Measure a shortlist again on what is stored; that of a thin index is long, for it is only roughly in order."""
     if isinstance(store.codec, Codes):
-        return Reranked(index, store.keys, depth=_DEEP, measured=None)
-    return Reranked(index, store.keys)
+        return RerankedIndex(index, store.keys, depth=_DEEP, measured=None)
+    return RerankedIndex(index, store.keys)
 
 
 def request_index(spec: str, metric: str) -> dict[str, Any]:

@@ -33,7 +33,7 @@ from knnlm.datastore.schema import IndexRow, SegmentRow, array_sums
 from knnlm.datastore.validation import check_place
 from knnlm.errors import DatastoreCorrupt, DatastoreError
 from knnlm.index.blocks.build import is_blocks
-from knnlm.io import Resident, checksum, sync_folder, translate_os_errors
+from knnlm.io import Resident, checksum, read_array_header, sync_folder, translate_os_errors
 
 KEY_DTYPES = ("float16", "float32")
 
@@ -160,18 +160,15 @@ def open_array(path: Path, dtype: DTypeLike, shape: tuple[int, ...]) -> NDArray[
     expected = np.dtype(dtype)
     try:
         with path.open("rb") as file:
-            version = np.lib.format.read_magic(file)
-            if version != (1, 0):
-                raise ValueError(f"format version {version}")
-            found_shape, fortran, found_dtype = np.lib.format.read_array_header_1_0(file)
+            found_dtype, found_shape = read_array_header(file)
             begin = file.tell()
     except FileNotFoundError:
         raise DatastoreCorrupt(f"{path} is missing. Build the memory again, or restore the file.") from None
     except PermissionError as error:
         raise DatastoreError(f"Cannot read {path}: {error.strerror}.") from None
-    except Exception as error:  # whatever a parser of Python literals may say of a header that is none
+    except (OSError, ValueError) as error:
         raise DatastoreCorrupt(f"{path} is not a readable array ({error}). Build the memory again.") from None
-    if found_shape != shape or found_dtype != expected or fortran:
+    if found_shape != shape or found_dtype != expected:
         raise DatastoreCorrupt(
             f"{path} holds {found_dtype} {found_shape}, but the catalog says {expected} {shape}. "
             "Build the memory again, or restore the file."
@@ -200,7 +197,7 @@ def skip_header(file: BinaryIO) -> int:
     return file.tell()
 
 
-INDEX, BLOCKS = "index.faiss", "index.safetensors"
+INDEX, BLOCKS = "index.faiss", "index.blocks"
 
 VOCABULARY = 1 << 22  # tokens that a model may have: tables of that length are made, whoever wrote the catalog
 

@@ -4,10 +4,9 @@ from knnlm.index.base import METRICS, Index, Neighbours, Vectors
 from knnlm.index.blocks.build import build_blocks, is_blocks, write_blocks
 from knnlm.index.blocks.index import BlockIndex
 from knnlm.index.exact import ExactIndex
-from knnlm.index.factory import build_approximate
+from knnlm.index.factory import build_approximate, default_spec
 from knnlm.index.faiss import FaissIndex
-from knnlm.index.rerank import Reranked
-from knnlm.index.spec import default_spec
+from knnlm.index.rerank import RerankedIndex
 from knnlm.index.validation import check_index
 
 __all__ = [
@@ -17,7 +16,7 @@ __all__ = [
     "FaissIndex",
     "Index",
     "Neighbours",
-    "Reranked",
+    "RerankedIndex",
     "Vectors",
     "build_approximate",
     "build_blocks",

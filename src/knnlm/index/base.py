@@ -1,6 +1,6 @@
-"""What every index is. Knows nothing about tokens or language models.
+"""The protocols of an index and of the vectors it searches, and the checks that all indexes share.
 
-Distances are squared L2, or minus the inner product: in both, smaller is nearer.
+Distances are squared L2, or the negated inner product: in both, smaller is nearer.
 """
 
 from __future__ import annotations
@@ -16,38 +16,51 @@ from knnlm.errors import IndexInvalid, ParameterError
 
 METRICS = ("l2", "ip")
 
+KMEANS_ROUNDS = 5  # the first rounds do nearly all of the work
+
+_SAMPLE_PER_LIST = 48  # training vectors for each centroid: fewer make lists uneven, more only take longer
+_MIN_SAMPLE = 20_000  # training vectors
+_ROTATION_SEED = 0
+
 
 @dataclass(frozen=True)
 class Neighbours:
-    """The nearest rows of each query, nearest first."""
+    """The nearest vectors of each query, nearest first."""
 
     ids: Tensor  # (N, k) int64; -1 where there are fewer than k
     distances: Tensor  # (N, k) float32, ascending; inf where the id is -1
 
 
 class Vectors(Protocol):
-    """Vectors that may be larger than memory."""
+    """Vectors that may be larger than RAM."""
 
     @property
     def rows(self) -> int: ...
     @property
     def width(self) -> int: ...
     def chunks(self, size: int) -> Iterator[tuple[int, Tensor]]:
-        """Give (number of the first row, (n, D) float32) from first to last."""
+        """Yield (id of the first vector, (n, D) float32) from first to last."""
 
     def take(self, ids: Tensor) -> Tensor:
-        """Give the rows of these ids, (…) → (…, D) float32; an id below 0 gives zeros."""
+        """Return the vectors with these ids, (…) → (…, D) float32; zeros for a negative id."""
 
 
 class HalfVectors(Vectors, Protocol):
-    """Vectors that may also be had just as they are stored, where that is in float16."""
+    """Vectors that can be read as they are stored, if they are stored in float16."""
 
     @property
     def half(self) -> bool:
-        """Whether they are."""
+        """Whether they are stored in float16."""
 
     def read(self, first: int, out: Tensor) -> None:
-        """Fill a (n, D) float16 tensor with the rows from this one on."""
+        """Fill a (n, D) float16 tensor with the vectors from this id on."""
+
+
+class Searcher(Protocol):
+    """One implementation of exact search."""
+
+    def search(self, queries: Tensor, k: int) -> Neighbours:
+        """Return the k nearest vectors of each of (N, D) float32 queries."""
 
 
 class Index(Protocol):
@@ -56,17 +69,44 @@ class Index(Protocol):
     metric: str
 
     def search(self, queries: Tensor, k: int) -> Neighbours:
-        """Find the k nearest rows of each of (N, D) queries."""
+        """Return the k nearest vectors of each of (N, D) queries."""
 
 
-def evenly(rows: int, count: int) -> Tensor:
-    """Give the numbers of so many rows that are spread evenly over all, ascending and each once."""
-    places: Tensor = torch.linspace(0, max(0, rows - 1), count, dtype=torch.float64).long().unique()
-    return places
+def no_neighbours(count: int, k: int, device: torch.device | str = "cpu") -> Neighbours:
+    """Return the result of a search without any vectors."""
+    return Neighbours(torch.full((count, k), -1, device=device), torch.full((count, k), torch.inf, device=device))
+
+
+def pad_neighbours(neighbours: Neighbours, k: int) -> Neighbours:
+    """Fill the result up to k columns."""
+    missing = max(0, k - neighbours.ids.shape[1])
+    if not missing:
+        return neighbours
+    ids = torch.nn.functional.pad(neighbours.ids, (0, missing), value=-1)
+    return Neighbours(ids, torch.nn.functional.pad(neighbours.distances, (0, missing), value=torch.inf))
+
+
+def even_sample(rows: int, count: int) -> Tensor:
+    """Return `count` ids that are spread evenly over all, ascending and without duplicates."""
+    ids: Tensor = torch.linspace(0, max(0, rows - 1), count, dtype=torch.float64).long().unique()
+    return ids
+
+
+def training_sample_size(lists: int) -> int:
+    """Return how many vectors an index with this many lists is trained on."""
+    return max(_SAMPLE_PER_LIST * lists, _MIN_SAMPLE)
+
+
+def random_rotation(width: int, device: torch.device) -> Tensor:
+    """Return a random (D, D) orthogonal matrix, the same every time."""
+    generator = torch.Generator().manual_seed(_ROTATION_SEED)
+    square = torch.randn(width, width, generator=generator, dtype=torch.float64)
+    rotation: Tensor = torch.linalg.qr(square).Q
+    return rotation.to(device, torch.float32).contiguous()
 
 
 def check_search(queries: Tensor, k: int, width: int) -> None:
-    """Refuse what no index can answer."""
+    """Raise ParameterError for a k or queries that no index accepts."""
     if k < 1:
         raise ParameterError(f"k must be at least 1, not {k}.")
     if queries.ndim != 2 or queries.shape[1] != width:
@@ -74,15 +114,15 @@ def check_search(queries: Tensor, k: int, width: int) -> None:
 
 
 def check_metric(metric: str) -> None:
-    """Refuse an unknown metric."""
+    """Raise ParameterError for an unknown metric."""
     if metric not in METRICS:
         raise ParameterError(f"Unknown metric {metric!r}: use {' or '.join(METRICS)}.")
 
 
 def check_finite(squares: Tensor, first: int) -> None:
-    """Refuse keys, given their (n,) squares, that are no numbers."""
+    """Raise IndexInvalid if a key is not finite, given the (n,) squared norms of the keys from `first` on."""
     if not squares.isfinite().all():
         raise IndexInvalid(
-            f"Among the stored keys {first:,} to {first + len(squares) - 1:,} are some that are no finite numbers: "
-            "their file is damaged. Build the memory again."
+            f"The stored keys {first:,} to {first + len(squares) - 1:,} contain numbers that are not finite: their "
+            "file is corrupt. Build the store again."
         )

@@ -1,6 +1,6 @@
-"""Approximate search with FAISS, the only module that imports it. Knows nothing about tokens.
+"""Approximate search with FAISS; the only module that imports it.
 
-An index is trained on a sample and filled block by block, so memory is bounded by the index, not by the keys.
+An index is trained on a sample and filled block by block, so RAM is bounded by the index, not by the keys.
 """
 
 from __future__ import annotations
@@ -17,15 +17,24 @@ import torch
 from torch import Tensor
 
 from knnlm.errors import IndexInvalid, ParameterError
-from knnlm.index.base import Neighbours, Vectors, check_metric, check_search, evenly
-from knnlm.index.spec import ROUNDS, pieces, probes_for, sample_for
+from knnlm.index.base import (
+    KMEANS_ROUNDS,
+    Neighbours,
+    Vectors,
+    check_metric,
+    check_search,
+    even_sample,
+    no_neighbours,
+    pad_neighbours,
+    training_sample_size,
+)
 from knnlm.progress import Progress, silent
 
-_BLOCK = 16384
-
-_QUERIES = 1024  # at a time: fewer keep cores waiting, and the tables of more do not stay near the processor
-
-_SAMPLE = 1 << 30  # bytes to train on at most
+_BLOCK = 16384  # vectors added at a time
+_QUERY_BATCH = 1024  # fewer leave cores idle, and the tables of more do not stay in the processor's cache
+_MAX_SAMPLE_BYTES = 1 << 30  # of training vectors
+_PROBES = 64  # lists that a query is compared with
+_MAX_CODE_BYTES = 64  # in the product quantiser that an error message suggests
 
 
 class FaissIndex:
@@ -48,17 +57,17 @@ class FaissIndex:
         """Train and fill an index from a FAISS factory string, such as `IVF256,PQ64`."""
         check_metric(metric)
         faiss = _faiss()
-        kind = faiss.METRIC_INNER_PRODUCT if metric == "ip" else faiss.METRIC_L2
+        faiss_metric = faiss.METRIC_INNER_PRODUCT if metric == "ip" else faiss.METRIC_L2
         try:
-            index = faiss.index_factory(vectors.width, spec, kind)
+            index = faiss.index_factory(vectors.width, spec, faiss_metric)
         except RuntimeError as error:
             raise ParameterError(
                 f"FAISS does not understand the index {spec!r} for vectors of width {vectors.width}: "
                 f"{_reason(error)}. Use auto, exact, or a factory string such as "
-                f"IVF256,PQ{pieces(vectors.width)}."
+                f"IVF256,PQ{_code_bytes(vectors.width)}."
             ) from None
         if not index.is_trained:
-            _train(index, spec, vectors, progress)
+            _train(index, spec, vectors, progress=progress)
         with progress("filling the index", total=vectors.rows, unit="keys") as advance:
             for _, block in vectors.chunks(_BLOCK):
                 try:
@@ -83,70 +92,77 @@ class FaissIndex:
             return cls(_faiss().read_index(str(path)), metric=metric)
         except RuntimeError as error:
             raise IndexInvalid(
-                f"{path} is not a readable index ({_reason(error)}). Make it again with: knnlm index MEMORY"
+                f"{path} is not a readable index ({_reason(error)}). Build it again with: knnlm index STORE"
             ) from None
 
     @property
     def rows(self) -> int:
-        """The number of vectors in the index."""
+        """The number of vectors."""
         return int(self._index.ntotal)
 
     @property
     def width(self) -> int:
-        """The number of dimensions of a vector."""
+        """The number of dimensions."""
         return int(self._index.d)
 
     def search(self, queries: Tensor, k: int, *, effort: float = 1.0) -> Neighbours:
-        """Find about the k nearest rows of each of (N, D) queries; distances are those of the codes.
+        """Return about the k nearest vectors of each of (N, D) queries, with the distances of their codes.
 
-        With more `effort`, so many times more lists are looked into, where the index has lists.
+        `effort` multiplies the number of lists that are searched, if the index has lists.
         """
         check_search(queries, k, self.width)
         if not self.rows or not len(queries):
-            shape = (len(queries), k)
-            return Neighbours(torch.full(shape, -1), torch.full(shape, torch.inf))
-        wanted = min(k, self.rows)
-        asked = np.ascontiguousarray(queries.detach().cpu().float().numpy())
-        distances, found = torch.empty(len(asked), wanted), torch.empty(len(asked), wanted, dtype=torch.int64)
-        with _looking_into(self._index, effort):
-            for begin in range(0, len(asked), _QUERIES):
-                part = slice(begin, begin + _QUERIES)
-                self._index.search(asked[part], wanted, D=distances[part].numpy(), I=found[part].numpy())
+            return no_neighbours(len(queries), k)
+        available = min(k, self.rows)
+        array = np.ascontiguousarray(queries.detach().cpu().float().numpy())
+        distances, ids = torch.empty(len(array), available), torch.empty(len(array), available, dtype=torch.int64)
+        with _search_effort(self._index, effort):
+            for begin in range(0, len(array), _QUERY_BATCH):
+                batch = slice(begin, begin + _QUERY_BATCH)
+                self._index.search(array[batch], available, D=distances[batch].numpy(), I=ids[batch].numpy())
         if self.metric == "ip":
             distances = -distances
-        distances.masked_fill_(found < 0, torch.inf)
-        if wanted < k:
-            found = torch.nn.functional.pad(found, (0, k - wanted), value=-1)
-            distances = torch.nn.functional.pad(distances, (0, k - wanted), value=torch.inf)
-        return Neighbours(found.to(queries.device), distances.to(queries.device))
+        distances.masked_fill_(ids < 0, torch.inf)
+        return pad_neighbours(Neighbours(ids.to(queries.device), distances.to(queries.device)), k)
 
 
-def pair_distances(queries: Tensor, one: Tensor, keys: Tensor, other: Tensor, *, metric: str) -> Tensor:
-    """Measure pairs, queries[one[i]] and keys[other[i]] for every i, without making an array of either; (n,) float32.
+def pair_distances(queries: Tensor, query_ids: Tensor, keys: Tensor, key_ids: Tensor, *, metric: str) -> Tensor:
+    """Return the (n,) distances of queries[query_ids[i]] and keys[key_ids[i]], without gathering either.
 
-    All are on the CPU, contiguous, in float32 and int64.
+    All tensors are contiguous on the CPU, in float32 and int64.
     """
     faiss = _faiss()
-    found = torch.empty(len(one))
-    work = faiss.pairwise_indexed_inner_product if metric == "ip" else faiss.pairwise_indexed_L2sqr
-    arrays = (faiss.swig_ptr(array.numpy()) for array in (queries, one, keys, other, found))
-    work(queries.shape[1], len(one), *arrays)
-    return found.neg_() if metric == "ip" else found
+    distances = torch.empty(len(query_ids))
+    function = faiss.pairwise_indexed_inner_product if metric == "ip" else faiss.pairwise_indexed_L2sqr
+    arrays = (faiss.swig_ptr(array.numpy()) for array in (queries, query_ids, keys, key_ids, distances))
+    function(queries.shape[1], len(query_ids), *arrays)
+    return distances.neg_() if metric == "ip" else distances
 
 
-def _train(index: Any, spec: str, vectors: Vectors, progress: Progress) -> None:
-    """Train on as many vectors as the centroids need, taken evenly from all."""
+def default_probes(lists: int) -> int:
+    """Return how many lists a query is compared with."""
+    return min(lists, _PROBES)
+
+
+def _code_bytes(width: int) -> int:
+    """Return the largest divisor of the width that is no more than 64."""
+    return max(count for count in range(1, min(width, _MAX_CODE_BYTES) + 1) if width % count == 0)
+
+
+def _train(index: Any, spec: str, vectors: Vectors, *, progress: Progress) -> None:
+    """Train on an even sample of the vectors, as large as the centroids need."""
     ivf = _lists(index)
-    for part in (index, ivf):
-        # Reordering codes for a kind of search that is not used here takes most of the training of a small PQ.
-        if hasattr(part, "do_polysemous_training"):
-            part.do_polysemous_training = False
+    for quantiser in (index, ivf):
+        # Polysemous training reorders codes for a search that is not used here, and takes most of the time.
+        if hasattr(quantiser, "do_polysemous_training"):
+            quantiser.do_polysemous_training = False
     if ivf is not None:
-        ivf.cp.niter = ROUNDS
-        ivf.cp.min_points_per_centroid = 1  # it would only complain
-    wanted = min(vectors.rows, sample_for(0 if ivf is None else ivf.nlist), _SAMPLE // (4 * vectors.width))
+        ivf.cp.niter = KMEANS_ROUNDS
+        ivf.cp.min_points_per_centroid = 1  # fewer only cause a warning
+    lists = 0 if ivf is None else ivf.nlist
+    wanted = min(vectors.rows, training_sample_size(lists), _MAX_SAMPLE_BYTES // (4 * vectors.width))
     with progress("training the index", total=1, unit="steps") as advance:
-        sample = np.ascontiguousarray(vectors.take(evenly(vectors.rows, wanted)).numpy())
+        sample = np.ascontiguousarray(vectors.take(even_sample(vectors.rows, wanted)).numpy())
         try:
             index.train(sample)
         except RuntimeError as error:
@@ -158,43 +174,43 @@ def _train(index: Any, spec: str, vectors: Vectors, progress: Progress) -> None:
 
 
 def _set_nprobe(index: Any, nprobe: int | None) -> None:
-    """Look into as many lists as find most neighbours; FAISS looks into one if not told."""
+    """Search enough lists to find most neighbours; FAISS's default is one."""
     ivf = _faiss().try_extract_index_ivf(index)
     if ivf is not None:
-        ivf.nprobe = min(nprobe or probes_for(ivf.nlist), ivf.nlist)
+        ivf.nprobe = min(nprobe or default_probes(ivf.nlist), ivf.nlist)
 
 
 def _lists(index: Any) -> Any:
-    """Find the part of an index that has lists, as what it is; None where there is none."""
+    """Return the inverted lists within an index, or None where it has none."""
     faiss = _faiss()
-    found = faiss.try_extract_index_ivf(index)
-    return None if found is None else faiss.downcast_index(found)
+    ivf = faiss.try_extract_index_ivf(index)
+    return None if ivf is None else faiss.downcast_index(ivf)
 
 
 @contextmanager
-def _looking_into(index: Any, effort: float) -> Iterator[None]:
-    """Look into more lists for as long as this lasts."""
+def _search_effort(index: Any, effort: float) -> Iterator[None]:
+    """Multiply the number of lists that are searched, inside the context."""
     ivf = None if effort == 1.0 else _faiss().try_extract_index_ivf(index)
     if ivf is None:
         yield
         return
-    usual = ivf.nprobe
-    ivf.nprobe = min(ivf.nlist, math.ceil(usual * effort))
+    before = ivf.nprobe
+    ivf.nprobe = min(ivf.nlist, math.ceil(before * effort))
     try:
         yield
     finally:
-        ivf.nprobe = usual
+        ivf.nprobe = before
 
 
 def _reason(error: Exception) -> str:
-    """Keep what FAISS says went wrong, without its C++ file names and line numbers."""
+    """Return FAISS's message without its C++ file names and line numbers."""
     message = " ".join(str(error).split())
     message = re.sub(r"^Error in .*? at \S+:\d+: ", "", message).removeprefix("Error: ")
     return message[:160].rstrip(".") or type(error).__name__
 
 
 def _faiss() -> Any:
-    # Imported late: it takes a while, and machines without it can still search exactly.
+    # Imported late: the import is slow, and exact search works without it.
     try:
         import faiss
     except ImportError:

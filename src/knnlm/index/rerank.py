@@ -1,8 +1,8 @@
-"""Measure a shortlist again on the vectors themselves. Knows nothing about how the shortlist came about.
+"""Exact distances for the shortlist of an approximate index.
 
-Approximate indexes compare with compressed codes. Votes weigh neighbours by exp(-distance), so an error of the codes
-would enter them directly. But a vote is decided by the nearest ones, so only these are measured on the stored vectors,
-and a few of the others, spread over the rest of the list: what their codes are off by, on average, moves the rest.
+Approximate indexes compare with compressed codes. kNN probabilities weigh neighbours by exp(-distance), so an error of
+the codes would enter them directly. The nearest neighbours decide a vote, so only these are measured on the stored
+vectors, and a few others that are spread over the rest of the list: their mean error corrects the rest.
 """
 
 from __future__ import annotations
@@ -13,17 +13,16 @@ from torch import Tensor
 from knnlm.index.base import Index, Neighbours, Vectors
 from knnlm.index.faiss import pair_distances
 
-MEASURED = 128  # of a query's shortlist
+MEASURED = 128  # neighbours of a query that are measured
 
-_SPREAD = 8  # one in so many of them is from the rest of the list, not from its beginning
+_SPREAD_SHARE = 8  # one in this many measured neighbours is from the rest of the list, not from its beginning
+_BATCH = 8192  # vectors at a time: torch reads them and FAISS measures them, and their thread pools alternate
 
-_ROWS = 8192  # vectors at a time: torch reads them and FAISS measures them, and the threads of one wait for the other
 
+class RerankedIndex:
+    """An index whose shortlist is measured on the vectors, in part or completely, and cut to the k nearest.
 
-class Reranked:
-    """Ask an index for a shortlist, measure some of it exactly, keep the k nearest.
-
-    `measured` is how many of a query's shortlist are measured; None: all. `depth` is how long the shortlist is, in
+    `measured` is how many of a query's shortlist are measured; None: all. `depth` is the length of the shortlist in
     multiples of k; it is never shorter than what is measured.
     """
 
@@ -35,83 +34,88 @@ class Reranked:
         self._measured = measured
 
     def search(self, queries: Tensor, k: int) -> Neighbours:
-        """Find the k nearest rows of each of (N, D) queries."""
+        """Return the k nearest vectors of each of (N, D) queries."""
         wanted = max(int(k * self._depth), self._measured or 0)
         shortlist = self._index.search(queries, max(k, min(wanted, self._vectors.rows)))
         length = shortlist.ids.shape[1]
         if self._measured is None or self._measured >= length:
-            measured = remeasure(self._vectors, queries, shortlist.ids, metric=self.metric)
-            return Neighbours(measured.ids[:, :k], measured.distances[:, :k])
-        chosen, others = choose(length, self._measured)
-        chosen, others = chosen.to(shortlist.ids.device), others.to(shortlist.ids.device)
-        ids = shortlist.ids[:, chosen]
-        exact = measure(self._vectors, queries, ids, metric=self.metric)
-        moved = shortlist.distances[:, others] + self._off(shortlist, exact, chosen)
+            reranked = rerank(self._vectors, queries, shortlist.ids, metric=self.metric)
+            return Neighbours(reranked.ids[:, :k], reranked.distances[:, :k])
+        measured, rest = _choose_columns(length, self._measured)
+        measured, rest = measured.to(shortlist.ids.device), rest.to(shortlist.ids.device)
+        ids = shortlist.ids[:, measured]
+        exact = exact_distances(self._vectors, queries, ids, metric=self.metric)
+        corrected = shortlist.distances[:, rest] + self._mean_error(shortlist, exact, measured)
         if self.metric == "l2":
-            moved.clamp_(min=0)
+            corrected.clamp_(min=0)
         exact, order = exact.sort(dim=1)
-        return merge(Neighbours(ids.gather(1, order), exact), Neighbours(shortlist.ids[:, others], moved), k)
+        return merge(Neighbours(ids.gather(1, order), exact), Neighbours(shortlist.ids[:, rest], corrected), k)
 
-    def _off(self, shortlist: Neighbours, exact: Tensor, chosen: Tensor) -> Tensor:
-        """Say what codes are off by, (N, 1). The nearest by their codes are those that codes flatter: not by them."""
-        few = spread_of(exact.shape[1])
-        there = shortlist.ids[:, chosen] >= 0
-        off = (exact - shortlist.distances[:, chosen]).where(there, 0)
-        # A list that ends before the spread ones begin has nothing to move.
-        return off[:, -few:].sum(1, keepdim=True) / there[:, -few:].sum(1, keepdim=True).clamp(min=1)
+    def _mean_error(self, shortlist: Neighbours, exact: Tensor, measured: Tensor) -> Tensor:
+        """Return the mean error of the codes, (N, 1), from the spread columns.
 
-
-def spread_of(measured: int) -> int:
-    """Say how many of those that are measured are spread over the rest of the list."""
-    return max(1, measured // _SPREAD)
+        The nearest by their codes are those whose codes underestimate the distance, so they are left out.
+        """
+        spread = _spread_count(exact.shape[1])
+        present = shortlist.ids[:, measured] >= 0
+        errors = (exact - shortlist.distances[:, measured]).where(present, 0)
+        # A list that ends before the spread columns begin has nothing to correct.
+        return errors[:, -spread:].sum(1, keepdim=True) / present[:, -spread:].sum(1, keepdim=True).clamp(min=1)
 
 
-def choose(length: int, measured: int) -> tuple[Tensor, Tensor]:
-    """Choose the places of a list that are measured, its beginning and some spread over the rest; and the others."""
-    few = spread_of(measured)
-    begin = measured - few
-    spread = torch.linspace(begin, length - 1, few, dtype=torch.float64).round().long()
+def merge(first: Neighbours, second: Neighbours, k: int) -> Neighbours:
+    """Merge two ascending lists of each query and keep the k nearest, without sorting."""
+    rows, count = first.ids.shape
+    total = count + second.ids.shape[1]
+    places = torch.searchsorted(second.distances.contiguous(), first.distances.contiguous(), right=False)
+    places += torch.arange(count, device=places.device)
+    free = torch.ones(rows, total, dtype=torch.bool, device=places.device).scatter_(1, places, False)
+    ids = first.ids.new_empty(rows, total).scatter_(1, places, first.ids).masked_scatter_(free, second.ids)
+    distances = first.distances.new_empty(rows, total).scatter_(1, places, first.distances)
+    distances.masked_scatter_(free, second.distances)
+    return Neighbours(ids[:, :k], distances[:, :k])
+
+
+def rerank(vectors: Vectors, queries: Tensor, ids: Tensor, *, metric: str) -> Neighbours:
+    """Sort ids (N, k) by their exact distances, computed as differences in float32."""
+    distances, order = exact_distances(vectors, queries, ids, metric=metric).sort(dim=1, stable=True)
+    return Neighbours(ids.gather(1, order), distances)
+
+
+def exact_distances(vectors: Vectors, queries: Tensor, ids: Tensor, *, metric: str) -> Tensor:
+    """Return the exact distances of ids (N, k); inf for a negative id.
+
+    Each vector is read once for all queries, in ascending order of the ids: the vectors are in a memory-mapped file,
+    and consecutive positions of a text often share neighbours.
+    """
+    sorted_ids, order = ids.reshape(-1).cpu().sort()
+    owners = order.div(max(1, ids.shape[1]), rounding_mode="floor")
+    unique, places = torch.unique_consecutive(sorted_ids, return_inverse=True)
+    queries_ = queries.detach().float().cpu().contiguous()
+    distances = torch.empty(len(sorted_ids))
+    begin = 0
+    for first in range(0, len(unique), _BATCH):
+        end = int(torch.searchsorted(places, first + _BATCH))
+        keys = vectors.take(unique[first : first + _BATCH])  # (n, D)
+        distances[begin:end] = pair_distances(
+            queries_, owners[begin:end], keys, places[begin:end] - first, metric=metric
+        )
+        begin = end
+    distances.masked_fill_(sorted_ids < 0, torch.inf)
+    return torch.empty(len(sorted_ids)).scatter_(0, order, distances).view(ids.shape).to(queries.device)
+
+
+def _spread_count(measured: int) -> int:
+    """Return how many of the measured columns are spread over the rest of the list."""
+    return max(1, measured // _SPREAD_SHARE)
+
+
+def _choose_columns(length: int, measured: int) -> tuple[Tensor, Tensor]:
+    """Return the columns that are measured, the first ones and some spread over the rest; and the other columns."""
+    count = _spread_count(measured)
+    begin = measured - count
+    spread = torch.linspace(begin, length - 1, count, dtype=torch.float64).round().long()
     rest = torch.ones(length, dtype=torch.bool)
     rest[:begin] = False
     rest[spread] = False
     return torch.cat([torch.arange(begin), spread]), rest.nonzero()[:, 0]
-
-
-def merge(one: Neighbours, other: Neighbours, k: int) -> Neighbours:
-    """Put two ascending lists into one and keep its k nearest. Both are in order, so nothing is sorted."""
-    rows, count = one.ids.shape
-    total = count + other.ids.shape[1]
-    places = torch.searchsorted(other.distances.contiguous(), one.distances.contiguous(), right=False)
-    places += torch.arange(count, device=places.device)
-    others = torch.ones(rows, total, dtype=torch.bool, device=places.device).scatter_(1, places, False)
-    ids = one.ids.new_empty(rows, total).scatter_(1, places, one.ids).masked_scatter_(others, other.ids)
-    distances = one.distances.new_empty(rows, total).scatter_(1, places, one.distances)
-    distances.masked_scatter_(others, other.distances)
-    return Neighbours(ids[:, :k], distances[:, :k])
-
-
-def remeasure(vectors: Vectors, queries: Tensor, ids: Tensor, *, metric: str) -> Neighbours:
-    """Put ids (N, k) into the order of their exact distances, computed as differences in float32."""
-    distances, order = measure(vectors, queries, ids, metric=metric).sort(dim=1, stable=True)
-    return Neighbours(ids.gather(1, order), distances)
-
-
-def measure(vectors: Vectors, queries: Tensor, ids: Tensor, *, metric: str) -> Tensor:
-    """Give the exact distances of ids (N, k), inf where there is none.
-
-    Vectors are read once each, in the order of their numbers, whichever queries ask for them: they lie in a file that
-    is mapped into memory, and neighbours of neighbouring positions are often the same.
-    """
-    numbers, order = ids.reshape(-1).cpu().sort()
-    owners = order.div(max(1, ids.shape[1]), rounding_mode="floor")
-    different, places = torch.unique_consecutive(numbers, return_inverse=True)
-    asked = queries.detach().float().cpu().contiguous()
-    found = torch.empty(len(numbers))
-    begin = 0
-    for first in range(0, len(different), _ROWS):
-        end = int(torch.searchsorted(places, first + _ROWS))
-        keys = vectors.take(different[first : first + _ROWS])  # (n, D)
-        found[begin:end] = pair_distances(asked, owners[begin:end], keys, places[begin:end] - first, metric=metric)
-        begin = end
-    found.masked_fill_(numbers < 0, torch.inf)
-    return torch.empty(len(numbers)).scatter_(0, order, found).view(ids.shape).to(queries.device)

@@ -16,7 +16,7 @@ from typing import Any
 
 from knnlm.errors import DatastoreCorrupt, ParameterError
 from knnlm.index.base import check_metric
-from knnlm.index.exact import check_keys
+from knnlm.index.exact import check_key_dtype
 from knnlm.memories.voting import VoteParams, check_vote
 from knnlm.mixture.weights import check_lambda
 
@@ -42,7 +42,7 @@ class MixtureOptions:
 
     def __post_init__(self) -> None:
         check_metric(self.metric or "l2")
-        check_keys(self.key_dtype)
+        check_key_dtype(self.key_dtype)
         if self.skip_fraction is not None and not 0 <= self.skip_fraction <= 1:
             raise ParameterError(f"skip must be a fraction from 0 to 1, not {self.skip_fraction}.")
 

@@ -1,6 +1,6 @@
-"""Points that stand for many rows each: find them, and find the nearest. Knows nothing about files.
+"""K-means, the nearest centroid of each vector, and balanced splits.
 
-All of this is done with rounded rows: which of some thousand points is nearest does not hang on the last digits.
+Vectors are compared in int8: which of some thousand centroids is nearest does not depend on the last digits.
 """
 
 from __future__ import annotations
@@ -8,82 +8,80 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from knnlm.index.blocks.kernels import QuantisedRows, products, quantise
+from knnlm.index.blocks.kernels import QuantisedRows, int8_matmul, quantise
 
-_AT_ONCE = 1024  # rows that are compared with all points
+_BATCH = 1024  # vectors that are compared with all centroids
+_SPLIT_ROUNDS = 8
 
 
 class Centroids:
-    """Some points, to be compared with rows by squared distance, or by minus the inner product."""
+    """Points that are compared with vectors by squared distance, or by the negated inner product."""
 
     def __init__(self, points: Tensor, *, metric: str = "l2") -> None:
-        near = quantise(points)
-        self._values = near.values
-        self._factor = near.scale[:, 0] * (-1.0 if metric == "ip" else -2.0)
+        quantised = quantise(points)
+        self._values = quantised.values
+        self._factor = quantised.scale[:, 0] * (-1.0 if metric == "ip" else -2.0)
         self._constant = torch.zeros(len(points)) if metric == "ip" else points.square().sum(1)
 
     def __len__(self) -> int:
-        """The number of points."""
         return len(self._values)
 
-    def distances(self, rows: QuantisedRows) -> Tensor:
-        """Compare every row with every point, (m, n): distances but for what is the same for all points."""
-        found = products(rows.values, self._values).float().mul_(self._factor)
-        return torch.addcmul(self._constant, found, rows.scale, out=found)
+    def distances(self, vectors: QuantisedRows) -> Tensor:
+        """Return (m, n) distances of every vector to every point, less what is the same for all points."""
+        distances = int8_matmul(vectors.values, self._values).float().mul_(self._factor)
+        return torch.addcmul(self._constant, distances, vectors.scale, out=distances)
 
-    def nearest(self, rows: QuantisedRows) -> Tensor:
-        """Give the nearest point of each row, (m,) int64."""
-        return torch.cat(
-            [self.distances(rows[at : at + _AT_ONCE]).argmin(1) for at in range(0, len(rows), _AT_ONCE)]
-            or [torch.empty(0, dtype=torch.int64)]
-        )
+    def nearest(self, vectors: QuantisedRows) -> Tensor:
+        """Return the nearest point of each vector, (m,) int64."""
+        batches = (vectors[begin : begin + _BATCH] for begin in range(0, len(vectors), _BATCH))
+        return torch.cat([self.distances(batch).argmin(1) for batch in batches] or [torch.empty(0, dtype=torch.int64)])
 
 
-def kmeans(rows: Tensor, count: int, *, rounds: int) -> Tensor:
-    """Find so many points that the (n, W) rows are near to, by k-means: (count, W)."""
-    near = quantise(rows)
-    points = rows[torch.linspace(0, len(rows) - 1, count, dtype=torch.float64).long()].clone()
-    for number in range(rounds):
-        labels = Centroids(points).nearest(near)
-        points = means(rows, labels, count)
+def kmeans(vectors: Tensor, count: int, *, rounds: int) -> Tensor:
+    """Return `count` centroids of the (n, W) vectors, (count, W)."""
+    quantised = quantise(vectors)
+    points = vectors[torch.linspace(0, len(vectors) - 1, count, dtype=torch.float64).long()].clone()
+    for seed in range(rounds):
+        labels = Centroids(points).nearest(quantised)
+        points = means(vectors, labels, count)
         empty = (torch.bincount(labels, minlength=count) == 0).nonzero()[:, 0]
-        # A point that nothing is near to begins anew at some row, most probably where there are many.
-        some = torch.randint(len(rows), (len(empty),), generator=torch.Generator().manual_seed(number))
-        points[empty] = rows[some]
+        # A centroid without vectors restarts at a random vector, most probably in a dense region.
+        restarts = torch.randint(len(vectors), (len(empty),), generator=torch.Generator().manual_seed(seed))
+        points[empty] = vectors[restarts]
     return points
 
 
-def means(rows: Tensor, labels: Tensor, count: int) -> Tensor:
-    """Give the mean of the rows with each of the labels 0 to count - 1, zeros where there are none: (count, W)."""
-    sums = torch.zeros(count, rows.shape[1]).index_add_(0, labels, rows)
+def means(vectors: Tensor, labels: Tensor, count: int) -> Tensor:
+    """Return the mean of the vectors with each of the labels 0 to count - 1, zeros for unused ones: (count, W)."""
+    sums = torch.zeros(count, vectors.shape[1]).index_add_(0, labels, vectors)
     return sums.div_(torch.bincount(labels, minlength=count).clamp_(min=1)[:, None])
 
 
-def split_in_two(rows: Tensor, parts: int) -> list[Tensor]:
-    """Cut (n, W) rows into parts of equal size whose rows are near one another: their numbers, part by part."""
-    todo, done = [(torch.arange(len(rows)), parts)], list[Tensor]()
+def balanced_split(vectors: Tensor, count: int) -> list[Tensor]:
+    """Split (n, W) vectors into groups of equal size whose members are near one another; return their row numbers."""
+    todo, done = [(torch.arange(len(vectors)), count)], list[Tensor]()
     while todo:
-        numbers, count = todo.pop()
-        if count == 1:
-            done.append(numbers)
+        rows, groups = todo.pop()
+        if groups == 1:
+            done.append(rows)
             continue
-        left = count // 2
-        inside = rows[numbers]
-        order = (inside @ _between(inside)).argsort(stable=True)
-        cut = round(len(numbers) * left / count)
-        todo += [(numbers[order[:cut]], left), (numbers[order[cut:]], count - left)]
+        left = groups // 2
+        members = vectors[rows]
+        order = (members @ _split_direction(members)).argsort(stable=True)
+        cut = round(len(rows) * left / groups)
+        todo += [(rows[order[:cut]], left), (rows[order[cut:]], groups - left)]
     return done
 
 
-def _between(rows: Tensor, rounds: int = 8) -> Tensor:
-    """Give the direction from one half of the rows to the other, by k-means with two points."""
-    rows = rows - rows.mean(0)
-    direction = rows[0] - rows[-1]
-    for _ in range(rounds):
-        side = (rows @ direction) > 0
+def _split_direction(vectors: Tensor) -> Tensor:
+    """Return the direction from one half of the vectors to the other, by k-means with two centroids."""
+    vectors = vectors - vectors.mean(0)
+    direction = vectors[0] - vectors[-1]
+    for _ in range(_SPLIT_ROUNDS):
+        side = (vectors @ direction) > 0
         count = int(side.sum())
-        if not 0 < count < len(rows):
+        if not 0 < count < len(vectors):
             break
-        one = rows[side].sum(0)  # all of them sum up to nothing
-        direction = one / count + one / (len(rows) - count)
+        total = vectors[side].sum(0)  # both sides sum to zero
+        direction = total / count + total / (len(vectors) - count)
     return direction

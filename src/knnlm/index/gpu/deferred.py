@@ -1,7 +1,7 @@
-"""When the host looks at what a device has computed. Knows nothing about what it looks for.
+"""Deferred checks of values on a device.
 
-To look at a value is to wait until the device has computed it. Once in a while that costs nothing; at every token of a
-text that is generated it does. So where something is almost certainly so, the doubt is noted, and looked at in the end.
+To read a value is to wait until the device has computed it. At every generated token that is expensive. So a check that
+almost never fails can be collected during a step and evaluated once, at its end.
 """
 
 from __future__ import annotations
@@ -15,53 +15,53 @@ from torch import Tensor
 
 
 class DeferredChecks:
-    """What nobody has looked at yet."""
+    """Flags that have not been read yet."""
 
     def __init__(self) -> None:
         self._flags: list[Tensor] = []
 
-    def note(self, flag: Tensor) -> None:
-        """Keep a flag for later: it is set where something was not as it should be."""
+    def add(self, flag: Tensor) -> None:
+        """Keep a flag for later; it is set where something is wrong."""
         self._flags.append(flag.any())
 
-    def justified(self) -> bool:
-        """Look: say whether any flag was set."""
+    def any_failed(self) -> bool:
+        """Whether any flag is set; waits for the device."""
         devices = {flag.device for flag in self._flags}
         return any(
             bool(torch.stack([flag for flag in self._flags if flag.device == device]).any()) for device in devices
         )
 
 
-_checks: ContextVar[DeferredChecks | None] = ContextVar("doubts", default=None)
+_checks: ContextVar[DeferredChecks | None] = ContextVar("checks", default=None)
 
 
 @contextmanager
 def defer_checks() -> Iterator[DeferredChecks]:
-    """Let nothing look while this lasts; whoever asked for it looks afterwards, and does it again if need be."""
-    doubts = DeferredChecks()
-    token = _checks.set(doubts)
+    """Collect checks instead of evaluating them; the caller evaluates them later and repeats the step if one failed."""
+    checks = DeferredChecks()
+    token = _checks.set(checks)
     try:
-        yield doubts
+        yield checks
     finally:
         _checks.reset(token)
 
 
 def is_capturing(tensor: Tensor) -> bool:
-    """Say whether a CUDA graph is being captured there, so that nobody on the host may look at a value."""
+    """Whether a CUDA graph is being captured on the tensor's device, so that no value can be read."""
     return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
 def is_deferred(tensor: Tensor) -> bool:
-    """Say whether nobody may look now."""
+    """Whether checks of the tensor are not evaluated now."""
     return is_capturing(tensor) or _checks.get() is not None
 
 
 def check_flag(flag: Tensor) -> bool:
-    """Look whether a flag is set anywhere. While nobody may look, say no and note the doubt."""
+    """Whether a flag is set anywhere; False while checks are deferred."""
     if is_capturing(flag):
         return False
-    doubts = _checks.get()
-    if doubts is None:
+    checks = _checks.get()
+    if checks is None:
         return bool(flag.any())
-    doubts.note(flag)
+    checks.add(flag)
     return False

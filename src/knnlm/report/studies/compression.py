@@ -17,7 +17,7 @@ from knnlm.datastore.store import Datastore
 from knnlm.errors import ParameterError
 from knnlm.index.exact import ExactIndex
 from knnlm.index.faiss import FaissIndex
-from knnlm.index.rerank import Reranked
+from knnlm.index.rerank import RerankedIndex
 from knnlm.memories.knn import KnnMemory
 from knnlm.report.context import ReportContext
 from knnlm.report.search import ArrayVectors, Outcome, Part, SubsetIndex, search_trace
@@ -113,7 +113,7 @@ def _quantise(desk: ReportContext) -> tuple[list[_Kept], list[str]]:
         except ParameterError as error:
             notes.append(f"{spec} was left out: {error}")
             continue
-        for name, one in ((_OWN, index), (_AGAIN, Reranked(index, keys))):
+        for name, one in ((_OWN, index), (_AGAIN, RerankedIndex(index, keys))):
             found = search_both(desk, SubsetIndex(one, part), texts)
             outcome = choose_for(desk, found, texts=texts)
             kept.append(_Kept(spec, name, size, recall(found[1].ids, exact[1].ids), outcome))

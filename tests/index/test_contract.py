@@ -17,10 +17,10 @@ from helpers.vectors import Array, assert_nearest
 from knnlm.datastore.indexes import build_index, open_index
 from knnlm.datastore.store import Datastore
 from knnlm.errors import IndexInvalid, ParameterError
-from knnlm.index import exact as plain_module
+from knnlm.index import brute_force
 from knnlm.index.exact import ExactIndex
 from knnlm.index.faiss import FaissIndex
-from knnlm.index.rerank import Reranked
+from knnlm.index.rerank import RerankedIndex
 from knnlm.index.validation import check_index
 
 
@@ -30,7 +30,7 @@ def make_exact(vectors, metric):
 
 def make_streaming(vectors, metric):
     index = ExactIndex(vectors, metric=metric)
-    index.finder._resident = None
+    index.searcher._resident = None
     return index
 
 
@@ -43,10 +43,10 @@ def make_inverted(vectors, metric):
 
 
 def make_reranked(vectors, metric):
-    return Reranked(FaissIndex.build(vectors, "PQ4x4", metric=metric), vectors, depth=1000, measured=None)
+    return RerankedIndex(FaissIndex.build(vectors, "PQ4x4", metric=metric), vectors, depth=1000, measured=None)
 
 
-# All of these look at every vector, so they must answer exactly.
+# All of these compare with every vector, so they must be exact.
 MAKERS = {"exact": make_exact, "streaming": make_streaming, "flat": make_flat}
 TRAINED = {"inverted": make_inverted, "reranked codes": make_reranked}
 
@@ -86,7 +86,7 @@ def test_trained_indexes_that_look_everywhere_find_what_brute_force_finds(kind, 
 
 
 @pytest.mark.parametrize("kind", MAKERS)
-def test_impossible_questions_are_refused(kind):
+def test_invalid_searches_are_refused(kind):
     index = MAKERS[kind](Array(np.ones((3, 4))), "l2")
     with pytest.raises(ParameterError, match="k must be at least 1, not 0"):
         index.search(torch.ones(1, 4), 0)
@@ -97,8 +97,8 @@ def test_impossible_questions_are_refused(kind):
 def test_survivors_are_packed_over_many_blocks(monkeypatch):
     # Enough keys that most of a block is farther than the k-th best, so both ways of merging run.
     ways = []
-    original = plain_module._pack
-    monkeypatch.setattr(plain_module, "_pack", lambda *a: ways.append(1) or original(*a))
+    original = brute_force._pack
+    monkeypatch.setattr(brute_force, "_pack", lambda *a: ways.append(1) or original(*a))
     generator = np.random.default_rng(1)
     keys, queries = generator.normal(size=(5000, 8)), generator.normal(size=(20, 8))
 
@@ -133,20 +133,20 @@ def test_neighbours_stay_right_when_groups_of_keys_share_an_enormous_value():
         np.testing.assert_allclose(found, np.sort(exact)[:20], rtol=1e-4, atol=1e-4)
 
 
-def test_damaged_keys_are_an_error_not_a_silence():
+def test_keys_that_are_not_finite_are_an_error():
     keys = np.ones((20, 4), np.float32)
     keys[13, 2] = np.nan
-    with pytest.raises(IndexInvalid, match="no finite numbers"):
+    with pytest.raises(IndexInvalid, match="not finite"):
         ExactIndex(Array(keys)).search(torch.ones(1, 4), 3)
 
 
-def test_rerank_gives_distances_of_the_vectors_and_without_it_those_of_the_codes():
+def test_rerank_returns_distances_of_the_vectors_rather_than_of_their_codes():
     generator = np.random.default_rng(4)
     keys = generator.normal(size=(600, 16)).astype(np.float32)
     queries = generator.normal(size=(8, 16)).astype(np.float32)
     codes = FaissIndex.build(Array(keys), "PQ4x4")
     coarse = codes.search(torch.from_numpy(queries), 10)
-    fine = Reranked(codes, Array(keys), depth=4).search(torch.from_numpy(queries), 10)
+    fine = RerankedIndex(codes, Array(keys), depth=4).search(torch.from_numpy(queries), 10)
     true = np.stack([oracle.distances(query, keys) for query in queries])
     np.testing.assert_allclose(fine.distances, np.take_along_axis(true, fine.ids.numpy(), 1), rtol=1e-4)
     wrong = np.abs(coarse.distances.numpy() - np.take_along_axis(true, coarse.ids.numpy(), 1))
@@ -156,12 +156,12 @@ def test_rerank_gives_distances_of_the_vectors_and_without_it_those_of_the_codes
 
 
 @pytest.mark.parametrize("spec", ["nonsense", "IVF4,PQ5", "PQ"])
-def test_a_factory_string_that_faiss_refuses_is_named(spec):
+def test_invalid_factory_string_is_named(spec):
     with pytest.raises(ParameterError, match=spec):
         FaissIndex.build(Array(np.random.default_rng(0).normal(size=(300, 16))), spec)
 
 
-def test_an_index_with_more_lists_than_keys_says_so():
+def test_index_with_more_lists_than_keys_is_an_error():
     with pytest.raises(ParameterError, match=r"cannot be trained on 50 keys"):
         FaissIndex.build(Array(np.random.default_rng(0).normal(size=(50, 8))), "IVF512,Flat")
 
@@ -180,7 +180,7 @@ def test_the_self_check_passes_sound_indexes_and_refuses_those_of_other_keys(met
 
 
 @pytest.mark.parametrize(("far", "spec"), [(0.7, "Lists64,Blocks256"), (200.0, "IVF256,SQfp16")])
-def test_auto_takes_a_finer_index_where_bytes_cannot_tell_neighbours_apart(tmp_path, far, spec):
+def test_auto_falls_back_where_int8_cannot_separate_neighbours(tmp_path, far, spec):
     # Keys in clusters that run into one another, or in narrow ones far apart; queries near them.
     generator = np.random.default_rng(7)
     centres = generator.normal(size=(100, 32)) * far
@@ -193,7 +193,7 @@ def test_auto_takes_a_finer_index_where_bytes_cannot_tell_neighbours_apart(tmp_p
     right = ExactIndex(Array(keys)).search(queries, 100).ids
     recall = np.mean([len(set(a.tolist()) & set(b.tolist())) / 100 for a, b in zip(found, right, strict=True)])
     assert recall > 0.9
-    # What one asks for by name is not replaced.
+    # A spec given by name is not replaced.
     if "SQ" in spec:
         with pytest.raises(IndexInvalid, match="PQ4x4fs"):
             build_index(store, "PCAR8,IVF256,PQ4x4fs")
@@ -212,11 +212,11 @@ def test_the_self_check_refuses_distances_that_descend_or_disagree():
     scaled.change = lambda distances: distances * 2 + 40
     with pytest.raises(IndexInvalid, match="do not ascend"):
         check_index(backwards, Array(keys), what="it")
-    with pytest.raises(IndexInvalid, match="away from those of the stored keys"):
+    with pytest.raises(IndexInvalid, match="from those of the stored keys"):
         check_index(scaled, Array(keys), what="it")
 
 
-def test_a_file_that_is_no_index_is_named(tmp_path):
+def test_unreadable_faiss_file_is_named(tmp_path):
     file = tmp_path / "index.faiss"
     file.write_bytes(b"junk" * 100)
     with pytest.raises(IndexInvalid, match=r"index\.faiss is not a readable index"):
