@@ -33,7 +33,8 @@ from knnlm.datastore.store import Datastore
 from knnlm.evaluation.evaluate import Totals, read_all
 from knnlm.index import spec as knnlm_ladder
 from knnlm.index.base import Index, Neighbours
-from knnlm.index.blocks.build import build_blocks, is_blocks
+from knnlm.index.blocks import is_blocks
+from knnlm.index.blocks.build import build_blocks
 from knnlm.index.exact import ExactIndex
 from knnlm.index.faiss import FaissIndex
 from knnlm.index.rerank import Reranked

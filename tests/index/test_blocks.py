@@ -27,8 +27,8 @@ from knnlm.errors import DatastoreCorrupt, IndexInvalid, ParameterError
 from knnlm.index import base, factory
 from knnlm.index.blocks import build as build_module
 from knnlm.index.blocks import index as blocks_module
-from knnlm.index.blocks import kernels
-from knnlm.index.blocks.build import build_blocks, is_blocks, write_blocks
+from knnlm.index.blocks import is_blocks, kernels
+from knnlm.index.blocks.build import build_blocks, write_blocks
 from knnlm.index.blocks.file import read_blocks
 from knnlm.index.blocks.index import BlockIndex
 from knnlm.index.blocks.kernels import int8_matmul, parallel_for, quantise, smallest_k

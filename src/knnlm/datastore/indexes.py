@@ -27,7 +27,8 @@ from knnlm.datastore.store import Datastore, Keys
 from knnlm.datastore.validation import check_place
 from knnlm.errors import DatastoreCorrupt, IndexInvalid
 from knnlm.index.base import Index, check_metric
-from knnlm.index.blocks.build import is_blocks, write_blocks
+from knnlm.index.blocks import is_blocks
+from knnlm.index.blocks.build import write_blocks
 from knnlm.index.blocks.index import BlockIndex
 from knnlm.index.composite import ConcatenatedIndex, FilteredIndex
 from knnlm.index.exact import ExactIndex, fits_on_device, has_kernels

@@ -32,7 +32,7 @@ from knnlm.datastore.paths import COUNTS_FILE, KEPT_FILE, KEYS_FILE, VALUES_FILE
 from knnlm.datastore.schema import IndexRow, SegmentRow, array_sums
 from knnlm.datastore.validation import check_place
 from knnlm.errors import DatastoreCorrupt, DatastoreError
-from knnlm.index.blocks.build import is_blocks
+from knnlm.index.blocks import is_blocks
 from knnlm.io import Resident, checksum, read_array_header, sync_folder, translate_os_errors
 
 KEY_DTYPES = ("float16", "float32")

@@ -15,7 +15,8 @@ from __future__ import annotations
 import math
 
 from knnlm.index.base import Index, Vectors
-from knnlm.index.blocks.build import build_blocks, is_blocks
+from knnlm.index.blocks import is_blocks
+from knnlm.index.blocks.build import build_blocks
 from knnlm.index.faiss import FaissIndex
 from knnlm.index.rerank import RerankedIndex
 from knnlm.progress import Progress, silent

@@ -7,7 +7,6 @@ bounded by a few numbers per key.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,6 +27,7 @@ from knnlm.index.base import (
     random_rotation,
     training_sample_size,
 )
+from knnlm.index.blocks import parse_spec
 from knnlm.index.blocks.file import BlockWriter
 from knnlm.index.blocks.index import BlockIndex
 from knnlm.index.blocks.kernels import quantise
@@ -36,7 +36,6 @@ from knnlm.progress import Progress, silent
 
 MAX_CODE_WIDTH = 1024  # stored dimensions
 
-_SPEC = re.compile(r"Lists([1-9]\d{0,7}),Blocks([1-9]\d{0,5})")
 _BATCH = 1 << 13  # keys
 _MAX_LIST = 1 << 15  # keys of a list that are split into blocks together
 _COMPARISON_BATCH = 1 << 23  # keys times centroids that are compared at once
@@ -44,11 +43,6 @@ _READ_BATCH = 1 << 11  # keys read from all over a mapped file: each may load 64
 _MAX_SAMPLE_BYTES = 1 << 28  # of training vectors
 _NEAR_LISTS = 64  # lists whose blocks a key may move to
 _MOVE_ROUNDS = 6  # keys that move away make room for others
-
-
-def is_blocks(spec: str) -> bool:
-    """Whether a spec names a block index, such as `Lists2048,Blocks256`."""
-    return _SPEC.fullmatch(spec) is not None
 
 
 def build_blocks(vectors: Vectors, spec: str, *, metric: str = "l2", progress: Progress = silent) -> BlockIndex:
@@ -62,10 +56,10 @@ def build_blocks(vectors: Vectors, spec: str, *, metric: str = "l2", progress: P
 def write_blocks(vectors: Vectors, spec: str, path: Path, *, metric: str = "l2", progress: Progress = silent) -> None:
     """Build an index and write its file."""
     check_metric(metric)
-    match = _SPEC.fullmatch(spec)
-    if match is None:
+    parsed = parse_spec(spec)
+    if parsed is None:
         raise ParameterError(f"{spec!r} is not a block index: write it as Lists2048,Blocks256.")
-    list_count, size = (int(number) for number in match.groups())
+    list_count, size = parsed
     if size & (size - 1):
         raise ParameterError(f"Blocks of {size} keys are not supported: use a power of two, such as 256.")
     with progress("training the index", total=1, unit="steps") as advance:
