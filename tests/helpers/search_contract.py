@@ -434,46 +434,46 @@ def misled(kind: str, rows: int, groups: int, step: int, generator: torch.Genera
 
 def device_keys(keys: Tensor, metric: str, *, int8: bool) -> DeviceKeys:
     """Return keys on their device as the search holds them."""
-    keys_: DeviceKeys
+    on_device: DeviceKeys
     rows, width = keys.shape
     if int8:
-        keys_ = Int8Keys(rows, width, metric=metric, device=keys.device, sample=keys)
+        on_device = Int8Keys(rows, width, metric=metric, device=keys.device, sample=keys)
     else:
-        keys_ = HalfKeys(rows, width, metric=metric, device=keys.device, centre=keys.float().mean(0))
-    keys_.fill(0, keys[: rows // 2])
-    keys_.fill(rows // 2, keys[rows // 2 :])
-    return keys_
+        on_device = HalfKeys(rows, width, metric=metric, device=keys.device, centre=keys.float().mean(0))
+    on_device.fill(0, keys[: rows // 2])
+    on_device.fill(rows // 2, keys[rows // 2 :])
+    return on_device
 
 
-def kernel_scores(keys_: DeviceKeys, queries: Tensor) -> tuple[Any, Tensor]:
+def kernel_scores(on_device: DeviceKeys, queries: Tensor) -> tuple[Any, Tensor]:
     """Return the kernel's score of every key, (B, N): each is alone in its group in one of many launches."""
-    shape = kernels.shape_for(len(queries), keys_.keys.dtype)
-    prepared = keys_.ask(queries, shape.queries)
-    groups = len(keys_.keys) // (2 * shape.pairs)
-    numbers = members(groups, shape.pairs).to(keys_.keys.device)
-    scores = torch.full((len(prepared.exact), len(keys_.keys)), torch.nan, device=keys_.keys.device)
+    shape = kernels.shape_for(len(queries), on_device.keys.dtype)
+    prepared = on_device.prepare(queries, shape.queries)
+    groups = len(on_device.keys) // (2 * shape.pairs)
+    numbers = members(groups, shape.pairs).to(on_device.keys.device)
+    scores = torch.full((len(prepared.exact), len(on_device.keys)), torch.nan, device=on_device.keys.device)
     for member in range(2 * shape.pairs):
-        alone = torch.full_like(keys_.half_squares, torch.inf)
-        alone[numbers[:, member]] = keys_.half_squares[numbers[:, member]]
-        out = torch.full((len(prepared.exact), groups), torch.nan, device=keys_.keys.device)
+        alone = torch.full_like(on_device.half_squares, torch.inf)
+        alone[numbers[:, member]] = on_device.half_squares[numbers[:, member]]
+        out = torch.full((len(prepared.exact), groups), torch.nan, device=on_device.keys.device)
         kernels.group_maxima(
-            prepared.rounded, keys_.keys, scales=prepared.scales, half_squares=alone, out=out, shape=shape
+            prepared.rounded, on_device.keys, scales=prepared.scales, half_squares=alone, out=out, shape=shape
         )
         scores[:, numbers[:, member]] = out
     assert not scores.isnan().any()
-    return prepared, scores[: len(queries), : keys_.rows]
+    return prepared, scores[: len(queries), : on_device.rows]
 
 
 def check_score_bound(keys: Tensor, queries: Tensor, metric: str, *, int8: bool = False) -> float:
     """Check that no key scores below the bound for its own distance; return the largest share of keys beyond it."""
-    keys_ = device_keys(keys, metric, int8=int8)
-    prepared, scores = kernel_scores(keys_, queries)
-    truth = true_distances(prepared.exact[: len(queries), : keys_.width], keys_.take(0, keys_.rows), metric)
+    on_device = device_keys(keys, metric, int8=int8)
+    prepared, scores = kernel_scores(on_device, queries)
+    truth = true_distances(prepared.exact[: len(queries), : on_device.width], on_device.take(0, on_device.rows), metric)
     order = truth.argsort(1)
     beyond = 0.0
-    for rank in {0, 1, keys_.rows // 10, keys_.rows // 2, keys_.rows - 1}:
+    for rank in {0, 1, on_device.rows // 10, on_device.rows // 2, on_device.rows - 1}:
         last = truth.gather(1, order[:, rank : rank + 1])[:, 0]
-        lower = keys_.lower(prepared, last.float())
+        lower = on_device.score_bound(prepared, last.float())
         assert lower.isfinite().all()
         near = truth <= last[:, None]
         low = torch.where(near, scores, torch.inf).amin(1)
@@ -487,14 +487,14 @@ def check_int8(keys: Tensor, queries: Tensor, k: int, metric: str) -> float:
     with poisoned():
         index = ExactIndex(Array(keys.cpu()), metric=metric, device=queries.device, key_dtype="int8", kernels=True)
         found = index.search(queries, k)
-    keys_ = index.searcher.keys_  # type: ignore[attr-defined]
-    assert keys_.keys.dtype == torch.int8
-    stored = keys_.take(0, keys_.rows)
-    turned = keys_.ask(queries, 16).exact[: len(queries), : keys_.width]
-    truth = true_distances(turned, stored, metric) + keys_.shift(queries).double()[:, None]
-    slack = allowed(turned, stored, truth, metric)
+    on_device = index.searcher.device_keys  # type: ignore[attr-defined]
+    assert on_device.keys.dtype == torch.int8
+    stored = on_device.take(0, on_device.rows)
+    rotated = on_device.prepare(queries, 16).exact[: len(queries), : on_device.width]
+    truth = true_distances(rotated, stored, metric) + on_device.distance_offset(queries).double()[:, None]
+    slack = allowed(rotated, stored, truth, metric)
     if metric == "ip":
-        slack = slack + 2e-6 * keys_.shift(queries).double().abs()[:, None]
+        slack = slack + 2e-6 * on_device.distance_offset(queries).double().abs()[:, None]
     check_answer(found, truth, k, slack)
     exact = true_distances(queries, keys, metric)
     own, best = exact.gather(1, found.ids), exact.topk(k, dim=1, largest=False).values

@@ -126,7 +126,7 @@ def test_wrong_choice_of_groups_is_repaired_by_the_proof(monkeypatch):
         index = check(keys, queries, 3, "l2")
         assert index.searcher.proofs > 0
         assert index.searcher.brute_forced == 0
-        monkeypatch.setattr(FusedSearch, "_prove", lambda *_: None)
+        monkeypatch.setattr(FusedSearch, "_prove", lambda *_, **__: None)
         with pytest.raises(AssertionError, match=r"missed|farther"):
             check(keys, queries, 3, "l2")
 
@@ -134,7 +134,7 @@ def test_wrong_choice_of_groups_is_repaired_by_the_proof(monkeypatch):
 def test_deferred_check_is_evaluated_at_the_end(monkeypatch):
     keys, queries = contract.shifted(seeded(3), 3000, 64, 12)
     clear, asked = contract.random_data(seeded(1), 3000, 64, 4)
-    monkeypatch.setattr(FusedSearch, "_prove", lambda *_: pytest.fail("the check was evaluated"))
+    monkeypatch.setattr(FusedSearch, "_prove", lambda *_, **__: pytest.fail("the check was evaluated"))
     with at_least(0):
         index = ExactIndex(Array(keys), kernels=True)
         with defer_checks() as checks:
@@ -369,7 +369,7 @@ def test_keys_that_a_build_left_on_the_device_are_used(store, monkeypatch):
     opened = Datastore.open(store.path)
     everything = stored(store).half()
     opened.resident_keys = list(everything.split(190))
-    monkeypatch.setattr(opened, "read_documents", None)  # files are not read
+    monkeypatch.setattr(opened, "read", None)  # files are not read
     queries = queries_near(store)
     truth = by_numpy(queries, everything.numpy(), "l2")
     slack = contract.allowed(queries, everything, truth, "l2")
