@@ -144,13 +144,13 @@ def fill(running: Running, clients: dict[str, Any]) -> int:
 
     What is kept lies between what was there for a moment, so memory is as scattered as it will be only then.
     """
-    engine, recall = running.service.engine, running.service.engine.recall
-    while recall.bytes < 0.98 * recall.most_bytes:
+    scheduler, traces = running.service.scheduler, running.service.scheduler.traces
+    while traces.bytes < 0.98 * traces.most_bytes:
         ask_in_process({**clients, "seconds": 10.0})
-    full = engine.tokens_made
-    while engine.tokens_made < 2 * full:
+    full = scheduler.tokens_generated
+    while scheduler.tokens_generated < 2 * full:
         ask_in_process({**clients, "seconds": 10.0})
-    return recall.bytes
+    return traces.bytes
 
 
 def ask_in_process(settings: dict[str, Any]) -> dict[str, Any]:

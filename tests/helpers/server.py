@@ -21,7 +21,7 @@ from knnlm.lm.causal import CausalLM
 from knnlm.mixture.mixture import Mixture
 from knnlm.server.auth import ApiKeys
 from knnlm.server.limits import Limits
-from knnlm.server.run import Place, Server, address, bind, make_server
+from knnlm.server.run import Server, bind, make_server, server_url
 from knnlm.server.service import Service
 
 
@@ -42,7 +42,7 @@ class Running:
     @property
     def most(self) -> int:
         """How many there may be."""
-        return int(self.server.config.http_protocol_class.most)
+        return int(self.server.config.http_protocol_class.max_connections)
 
     def client(self, key: str | None = None, timeout: float = 60.0) -> httpx.Client:
         """A plain HTTP client."""
@@ -71,15 +71,15 @@ def talking(path: Path, template: str) -> Mixture:
 def serving(mixture: Mixture, *, keys: ApiKeys | None = None, **limits: Any) -> Iterator[Running]:
     """Serve a mixture while this lasts."""
     service = Service(mixture, name="memory", limits=Limits(**limits))
-    taken = bind(Place(port=0), keys or ApiKeys())
+    taken = bind("127.0.0.1", 0, keys=keys or ApiKeys())
     begun = threading.Event()
     server = make_server(service, taken, keys=keys, ready=begun.set)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [taken]}, daemon=True)
     thread.start()
     assert begun.wait(30)
-    assert service.engine.ready.wait(30)
+    assert service.scheduler.ready.wait(30)
     try:
-        yield Running(service, address(taken), taken.getsockname()[1], server)
+        yield Running(service, server_url(taken), taken.getsockname()[1], server)
     finally:
         server.should_exit = True
         thread.join(30)

@@ -171,12 +171,12 @@ def test_junk_that_is_called_gguf_is_one_clear_line(tmp_path):
         CausalLM.open(str(tmp_path / "junk.gguf"))
 
 
-def test_the_pieces_of_a_text_are_the_text_also_where_a_character_is_many_tokens(lm):
+def test_token_texts_concatenate_to_the_text_where_a_character_is_many_tokens(lm):
     text = "日本 é: naïve 🙂 end"
     tokens = lm.encode(text)
     assert len(tokens) > len(text)
-    assert "".join(lm.pieces(tokens)) == text
-    assert "\ufffd" not in "".join(lm.pieces(tokens))
+    assert "".join(lm.token_texts(tokens)) == text
+    assert "\ufffd" not in "".join(lm.token_texts(tokens))
 
 
 def test_two_threads_that_use_one_model_get_their_own_keys(lm):

@@ -209,9 +209,9 @@ def test_a_score_is_what_evaluation_finds_and_can_be_weighed_anew(server, mixtur
     assert scored["perplexity"] == pytest.approx(right.perplexity, rel=1e-3)
     assert scored["perplexity_lm"] == pytest.approx(right.base_perplexity, rel=1e-3)
     assert "".join(token["text"] for token in scored["knnlm"]["tokens"]) == text
-    passes = server.service.engine.tokens_read
+    passes = server.service.scheduler.tokens_read
     again = server.post("/v1/rescore", id=scored["knnlm"]["id"], **{"lambda": 0.2, "k": 5, "knn_temperature": 3.0})
-    assert server.service.engine.tokens_read == passes
+    assert server.service.scheduler.tokens_read == passes
     other = Mixture.open(mixture.store.path, mixture.lm, k=5, knn_temperature=3.0, lmbda=0.2)
     # All documents begin with the same context, so which of them are nearest to the first position is anybody's guess.
     told = [token["p"] for token in again["knnlm"]["tokens"]]
@@ -235,7 +235,7 @@ def test_neighbours_lead_to_passages_in_their_documents(server, mixture):
         document = store.document_at(neighbour["row"])
         assert (neighbour["document"], neighbour["number"]) == (document.id, document.number)
         with server.client() as client:
-            passage = client.get(f"/v1/documents/{neighbour['number']}", params={"row": neighbour["row"]}).json()
+            passage = client.get(f"/v1/documents/{neighbour['number']}", params={"entry": neighbour["row"]}).json()
         assert passage["token"] == neighbour["token"]
         assert passage["before"].endswith(neighbour["before"])
         assert passage["after"].startswith(neighbour["after"])
@@ -260,7 +260,7 @@ def test_documents_are_listed_searched_and_read_in_pages(server):
                 break
         assert text == right[3].text
         assert client.get("/v1/documents/999").status_code == 404
-        assert client.get("/v1/documents/3", params={"row": 0}).status_code == 404
+        assert client.get("/v1/documents/3", params={"entry": 0}).status_code == 404
 
 
 def test_the_model_is_listed_with_its_settings(client, server):
@@ -311,7 +311,7 @@ def test_a_body_that_is_no_json_and_routes_that_are_none_are_errors_too(server):
         assert client.get("/v1/nothing").json()["error"]["type"] == "invalid_request_error"
         assert client.get("/v1/completions").status_code == 405
         for content, said in (
-            (b'{"prompt": "x",', "The body is no valid JSON (at character 15). Send one JSON object."),
+            (b'{"prompt": "x",', "The body is not valid JSON (at character 15). Send one JSON object."),
             (b"", "The body is empty. Send one JSON object."),
             (b"[]", "The body must be one JSON object."),
         ):
@@ -341,7 +341,7 @@ def test_figures_for_prometheus_count_what_was_done(server):
     assert grown("knnlm_requests_total", route="/v1/completions", status="200") == 1
     assert grown("knnlm_forward_seconds_total") > 0
     assert grown("knnlm_search_seconds_total") > 0
-    assert after[("knnlm_texts_active",)] == after[("knnlm_requests_waiting",)] == 0
+    assert after[("knnlm_sequences_active",)] == after[("knnlm_requests_waiting",)] == 0
     assert after[("knnlm_ready",)] == 1
 
 
@@ -357,5 +357,11 @@ def test_the_page_loads_nothing_from_elsewhere_and_no_path_leads_to_files(server
         assert page.status_code == 200
         assert "default-src 'self'" in page.headers["content-security-policy"]
         assert "access-control-allow-origin" not in client.get("/v1/models", headers={"Origin": "http://x"}).headers
-        for path in ("/page/..%2fapi.py", "/page/../api.py", "/page/%2e%2e/api.py", "/page/%2fetc%2fpasswd", "/page/a"):
+        for path in (
+            "/static/..%2fapi.py",
+            "/static/../api.py",
+            "/static/%2e%2e/api.py",
+            "/static/%2fetc%2fpasswd",
+            "/static/a",
+        ):
             assert client.get(path).status_code == 404

@@ -19,9 +19,9 @@ from knnlm.ingest.build import build
 from knnlm.lm.causal import CausalLM
 from knnlm.mixture.mixture import Mixture
 from knnlm.server.auth import ApiKeys
-from knnlm.server.engine import scheduler as engine_module
-from knnlm.server.engine.reload import reload_if_stale
+from knnlm.server.engine import scheduler as scheduler_module
 from knnlm.server.engine.requests import GenerationRequest
+from knnlm.server.engine.scheduler import reload_if_stale
 
 ADMIN = "admin-key-1234"
 NEW = "Anna asked the librarian where the zebra of 1998 was, and the librarian said that the zebra sleeps."
@@ -70,7 +70,7 @@ def test_what_is_added_is_found_by_the_next_request_and_what_is_removed_by_none(
         assert client.delete(f"/v1/documents/{found['number']}").status_code == 404
         after = client.post("/v1/score", json={"text": NEW}).json()
         assert after["perplexity"] == pytest.approx(before["perplexity"], rel=1e-4)
-    assert server.service.engine.reopened == 2
+    assert server.service.scheduler.reloads == 2
 
 
 FIELDS = {"customer": "acme", "year": 2024, "open": True, "share": 0.5, "note": "naïve, 水", "until": None}
@@ -145,7 +145,7 @@ def test_the_document_of_the_api_says_what_fields_may_be(server):
 
 
 def test_a_memory_that_another_process_changes_is_opened_anew_under_texts_in_flight(server, lm):
-    engine = server.service.engine
+    scheduler = server.service.scheduler
     path = server.service.mixture.store.path
     with server.client(ADMIN, timeout=120) as client:
         found = {}
@@ -156,7 +156,7 @@ def test_a_memory_that_another_process_changes_is_opened_anew_under_texts_in_fli
 
         thread = threading.Thread(target=ask)
         thread.start()
-        while not engine.tokens_made:
+        while not scheduler.tokens_generated:
             pass
         knnlm.add([Document(id="zebra", source="notes", text=NEW)], path, lm=lm)
         with server.client(ADMIN) as other:
@@ -167,7 +167,7 @@ def test_a_memory_that_another_process_changes_is_opened_anew_under_texts_in_fli
 
 def test_who_comes_while_the_memory_is_looked_at_finds_what_was_added_before(server, lm, monkeypatch):
     """To open a memory takes a while, in which a document may be added, and asked for by somebody who knows of it."""
-    engine, path = server.service.engine, server.service.mixture.store.path
+    scheduler, path = server.service.scheduler, server.service.mixture.store.path
     late = []
 
     def slowly(mixture):
@@ -175,14 +175,14 @@ def test_who_comes_while_the_memory_is_looked_at_finds_what_was_added_before(ser
         if not late:
             knnlm.add([Document(id="zebra", source="notes", text=NEW)], path, lm=lm)
             prompt = lm.prompt(NEW[: NEW.index(" sleeps")])
-            late.append(engine.submit(GenerationRequest(tuple(prompt), 1, sources=1, endless=True)))
+            late.append(scheduler.submit(GenerationRequest(tuple(prompt), 1, sources=1, ignore_eos=True)))
         return found
 
-    monkeypatch.setattr(engine_module, "reload_if_stale", slowly)
-    server.service.engine.submit(GenerationRequest((1, 2), 1))
+    monkeypatch.setattr(scheduler_module, "reload_if_stale", slowly)
+    server.service.scheduler.submit(GenerationRequest((1, 2), 1))
     while not late:
         time.sleep(0.001)
-    (heard, _) = late[0].wait()
+    (heard, _) = late[0].events()
     assert heard.tokens[0].sources[0]["document"] == "zebra"
 
 
@@ -266,11 +266,11 @@ def test_adding_forgets_nothing_that_can_be_scored_again(server):
 
 
 def test_a_memory_that_cannot_be_opened_anew_fails_new_requests_only_and_comes_back(server, lm, monkeypatch):
-    engine = server.service.engine
+    scheduler = server.service.scheduler
     path = server.service.mixture.store.path
     # So that the text under way lasts.
-    read = type(engine.model).read
-    monkeypatch.setattr(type(engine.model), "read", lambda *a, **k: time.sleep(0.01) or read(*a, **k))
+    read = type(scheduler.model).read
+    monkeypatch.setattr(type(scheduler.model), "read", lambda *a, **k: time.sleep(0.01) or read(*a, **k))
     found = {}
 
     def ask():
@@ -280,19 +280,19 @@ def test_a_memory_that_cannot_be_opened_anew_fails_new_requests_only_and_comes_b
 
     thread = threading.Thread(target=ask)
     thread.start()
-    while not engine.tokens_made:
+    while not scheduler.tokens_generated:
         time.sleep(0.001)
     knnlm.add([Document(id="zebra", source="notes", text=NEW)], path, lm=lm)
     segment = max((path / "segments").iterdir())
     segment.rename(path / "away")
     with server.client(ADMIN) as client:
-        turns = engine.turns
+        turns = scheduler.steps
         answer = client.post("/v1/completions", json={"prompt": "a", "max_tokens": 2})
         assert (answer.status_code, answer.json()["error"]["type"]) == (503, "unavailable_error")
         assert "cannot be opened" in answer.json()["error"]["message"]
-        assert engine.active == 1
+        assert scheduler.active == 1
         (path / "away").rename(segment)
         assert nearest(client)["document"] == "zebra"
-        assert engine.turns < turns + 200
+        assert scheduler.steps < turns + 200
     thread.join(60)
     assert found["answer"]["usage"]["completion_tokens"] == 100

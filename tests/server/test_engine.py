@@ -1,4 +1,4 @@
-"""The engine: many texts at once, each as if it were alone, and as transformers generates it."""
+"""The scheduler: sequences in a batch are what transformers generates for each alone."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from knnlm.evaluation.tune import tune
 from knnlm.generation.causal import KnnForCausalLM
 from knnlm.ingest.build import build
 from knnlm.lm.causal import CausalLM
+from knnlm.lm.detokenizer import Detokenizer
 from knnlm.mixture.mixture import Mixture
 from knnlm.mixture.spec import MixtureOptions
-from knnlm.server.engine import history as recall_module
-from knnlm.server.engine import scheduler as engine_module
-from knnlm.server.engine.batching import BatchedCache, SequentialCache, choose_rows
-from knnlm.server.engine.detokenizer import Detokenizer
+from knnlm.server.engine import history as history_module
+from knnlm.server.engine import scheduler as scheduler_module
+from knnlm.server.engine.batching import BatchedCache, SequentialCache, choose_cache
 from knnlm.server.engine.history import TraceCache, rescore
 from knnlm.server.engine.requests import (
     Busy,
@@ -51,11 +51,11 @@ PROMPTS = [
 ]
 
 
-def open_engine(mixture, **settings):
-    engine = Scheduler(mixture, **settings)
-    engine.start()
-    assert engine.ready.wait(30)
-    return engine
+def start_scheduler(mixture, **settings):
+    scheduler = Scheduler(mixture, **settings)
+    scheduler.start()
+    assert scheduler.ready.wait(30)
+    return scheduler
 
 
 @pytest.fixture(scope="module")
@@ -64,23 +64,23 @@ def mixture(lm, store):
 
 
 @pytest.fixture(scope="module")
-def engine(mixture):
-    running = open_engine(mixture)
+def scheduler(mixture):
+    running = start_scheduler(mixture)
     yield running
     running.stop()
 
 
-def order(engine, prompt, tokens=12, **settings):
-    given = {"endless": True, **settings}
-    return GenerationRequest(tuple(engine.mixture.lm.prompt(prompt)), tokens, **given)
+def make_request(scheduler, prompt, tokens=12, **settings):
+    given = {"ignore_eos": True, **settings}
+    return GenerationRequest(tuple(scheduler.mixture.lm.prompt(prompt)), tokens, **given)
 
 
-def said(ticket, copy=0):
+def tokens_of(handle, copy=0):
     """The tokens of one continuation."""
-    events = list(ticket.wait())
+    events = list(handle.events())
     assert not any(isinstance(event, ErrorEvent) for event in events), events
     return [
-        token for event in events if isinstance(event, TokensEvent) and event.copy == copy for token in event.tokens
+        token for event in events if isinstance(event, TokensEvent) and event.choice == copy for token in event.tokens
     ]
 
 
@@ -104,17 +104,17 @@ def test_texts_that_join_and_leave_are_what_generate_makes_of_each_alone(family,
     lm = CausalLM(tiny(family), tiny_tokenizer(), name=family)
     store = build(documents(8), tmp_path / "memory", lm=lm)
     mixture = Mixture.open(store.path, lm, k=8, knn_temperature=4.0, lmbda=0.5)
-    engine = open_engine(mixture)
-    assert engine.together
-    tickets = []
+    scheduler = start_scheduler(mixture)
+    assert scheduler.batched
+    handles = []
     lengths = [58, 20, 4, 9]
     for prompt, length in zip(PROMPTS, lengths, strict=True):
-        tickets.append(engine.submit(order(engine, prompt, length)))
-        began = engine.turns
-        while engine.turns < began + 5 and engine.active:
+        handles.append(scheduler.submit(make_request(scheduler, prompt, length)))
+        began = scheduler.steps
+        while scheduler.steps < began + 5 and scheduler.active:
             time.sleep(0.001)
-    together = [ids(said(ticket)) for ticket in tickets]
-    engine.stop()
+    together = [ids(tokens_of(handle)) for handle in handles]
+    scheduler.stop()
     assert together == [generated(mixture, *each) for each in zip(PROMPTS, lengths, strict=True)]
 
 
@@ -126,12 +126,12 @@ def test_memories_that_remember_the_text_work_in_a_batch(memories, lm, tmp_path)
     store = build(documents(8), tmp_path / "memory", lm=lm, window=lm.window(128))
     named = ",".join(f"decoder={folder}:0.2" if name == "decoder" else f"{name}:0.3" for name in memories.split(","))
     mixture = Mixture.open(store.path, lm, memories=f"knn:0.1,{named}", use_tuned=False)
-    engine = open_engine(mixture)
-    assert engine.together
-    tickets = [engine.submit(order(engine, prompt, 20 + 7 * n)) for n, prompt in enumerate(PROMPTS)]
-    for number, ticket in enumerate(tickets):
-        assert ids(said(ticket)) == generated(mixture, PROMPTS[number], 20 + 7 * number)
-    engine.stop()
+    scheduler = start_scheduler(mixture)
+    assert scheduler.batched
+    handles = [scheduler.submit(make_request(scheduler, prompt, 20 + 7 * n)) for n, prompt in enumerate(PROMPTS)]
+    for number, handle in enumerate(handles):
+        assert ids(tokens_of(handle)) == generated(mixture, PROMPTS[number], 20 + 7 * number)
+    scheduler.stop()
 
 
 def test_a_gate_that_skips_searches_works_in_a_batch(lm, tmp_path):
@@ -142,11 +142,11 @@ def test_a_gate_that_skips_searches_works_in_a_batch(lm, tmp_path):
         weights="gated",
     )
     mixture = Mixture.open(tmp_path / "memory", lm, options=MixtureOptions(skip_fraction=0.5))
-    engine = open_engine(mixture)
-    tickets = [engine.submit(order(engine, prompt, 15)) for prompt in PROMPTS]
-    for prompt, ticket in zip(PROMPTS, tickets, strict=True):
-        assert ids(said(ticket)) == generated(mixture, prompt, 15)
-    engine.stop()
+    scheduler = start_scheduler(mixture)
+    handles = [scheduler.submit(make_request(scheduler, prompt, 15)) for prompt in PROMPTS]
+    for prompt, handle in zip(PROMPTS, handles, strict=True):
+        assert ids(tokens_of(handle)) == generated(mixture, prompt, 15)
+    scheduler.stop()
 
 
 def test_a_model_whose_state_cannot_be_put_side_by_side_is_read_text_by_text(tmp_path):
@@ -155,26 +155,24 @@ def test_a_model_whose_state_cannot_be_put_side_by_side_is_read_text_by_text(tmp
     lm = CausalLM(transformers.MambaForCausalLM(config), tiny_tokenizer(), key_layer="output", name="mamba")
     build(documents(3), tmp_path / "memory", lm=lm, window=lm.window(64))
     mixture = Mixture.open(tmp_path / "memory", lm, k=8, knn_temperature=4.0, lmbda=0.6)
-    engine = open_engine(mixture)
-    assert not engine.together
-    tickets = [engine.submit(order(engine, prompt, 6, copies=2)) for prompt in PROMPTS[:2]]
-    for prompt, ticket in zip(PROMPTS, tickets, strict=False):
-        assert ids(said(ticket, 1)) == generated(mixture, prompt, 6)
-    engine.stop()
+    scheduler = start_scheduler(mixture)
+    assert not scheduler.batched
+    handles = [scheduler.submit(make_request(scheduler, prompt, 6, copies=2)) for prompt in PROMPTS[:2]]
+    for prompt, handle in zip(PROMPTS, handles, strict=False):
+        assert ids(tokens_of(handle, 1)) == generated(mixture, prompt, 6)
+    scheduler.stop()
 
 
 def test_a_model_that_reads_padding_is_found_out(mixture, monkeypatch):
     """A model that ignores the mask would give other answers in a batch, so its texts are read one by one."""
     model = KnnForCausalLM(mixture)
-    assert isinstance(choose_rows(model), BatchedCache)
+    assert isinstance(choose_cache(model), BatchedCache)
     read = model.read
-    monkeypatch.setattr(
-        model, "read_documents", lambda *given, **more: read(*given, **(more | {"attention_mask": None}))
-    )
-    assert isinstance(choose_rows(model), SequentialCache)
+    monkeypatch.setattr(model, "read", lambda *given, **more: read(*given, **(more | {"attention_mask": None})))
+    assert isinstance(choose_cache(model), SequentialCache)
 
 
-def test_each_request_has_its_own_settings_in_one_batch(lm, store, engine):
+def test_each_request_has_its_own_settings_in_one_batch(lm, store, scheduler):
     """k, τ, λ and whether there is a memory at all: as a mixture that was opened with them, and one search a turn."""
     wishes = [
         MemoryOverrides(k=3, knn_temperature=2.0, lmbda=0.9),
@@ -183,8 +181,8 @@ def test_each_request_has_its_own_settings_in_one_batch(lm, store, engine):
         MemoryOverrides(off=True),
         MemoryOverrides(),
     ]
-    tickets = [engine.submit(order(engine, PROMPTS[0], 10, wish=wish, sources=1)) for wish in wishes]
-    answers = [said(ticket) for ticket in tickets]
+    handles = [scheduler.submit(make_request(scheduler, PROMPTS[0], 10, wish=wish, sources=1)) for wish in wishes]
+    answers = [tokens_of(handle) for handle in handles]
     for wish, answer in zip(wishes, answers, strict=True):
         if wish.off:
             given = torch.tensor([lm.prompt(PROMPTS[0])])
@@ -200,27 +198,27 @@ def test_each_request_has_its_own_settings_in_one_batch(lm, store, engine):
 
 
 def test_a_batch_is_searched_once_a_turn_whatever_k_its_texts_ask_for(mixture):
-    engine = Scheduler(mixture)
+    scheduler = Scheduler(mixture)
     asked = []
-    memory, search = engine.mixture.knn, engine.mixture.knn.search
+    memory, search = scheduler.mixture.knn, scheduler.mixture.knn.search
     memory.search = lambda keys, k: asked.append((len(keys), k)) or search(keys, k)
     try:
         for k in (5, 9, 2):
-            engine._waiting.append(RequestHandle(order(engine, "When", 3, wish=MemoryOverrides(k=k))))
-        engine.start()
-        while engine.active or engine.waiting or not engine.turns:
+            scheduler._waiting.append(RequestHandle(make_request(scheduler, "When", 3, wish=MemoryOverrides(k=k))))
+        scheduler.start()
+        while scheduler.active or scheduler.waiting or not scheduler.steps:
             time.sleep(0.001)
     finally:
         del memory.search
-        engine.stop()
+        scheduler.stop()
     assert asked == [(3, 16)] * 3
 
 
-def test_tokens_are_told_of_as_explain_does(engine):
+def test_tokens_are_told_of_as_explain_does(scheduler):
     """Echoed prompts go through the same numbers as `explain`, which reads texts in another way."""
     text = PROMPTS[2]
-    answer = said(engine.submit(order(engine, text, 0, echo=True, sources=3)))
-    right = explain(engine.mixture, text, top=3)
+    answer = tokens_of(scheduler.submit(make_request(scheduler, text, 0, echo=True, sources=3)))
+    right = explain(scheduler.mixture, text, top=3)
     assert [token.text for token in answer] == [token.token for token in right]
     for token, other in zip(answer, right, strict=True):
         assert token.p_lm == pytest.approx(other.p_lm, rel=1e-3)
@@ -235,10 +233,10 @@ def test_tokens_are_told_of_as_explain_does(engine):
             assert source["after"].startswith(voice.after)
 
 
-def test_a_score_is_the_perplexity_of_evaluation(engine):
+def test_a_score_is_the_perplexity_of_evaluation(scheduler):
     text = TEXT[:200]
-    answer = said(engine.submit(order(engine, text, 0, echo=True)))
-    right = evaluate(engine.mixture, [Document(id="a", source="a", text=text)])
+    answer = tokens_of(scheduler.submit(make_request(scheduler, text, 0, echo=True)))
+    right = evaluate(scheduler.mixture, [Document(id="a", source="a", text=text)])
     mean = -sum(token.log_p for token in answer) / len(answer)
     assert math.exp(mean) == pytest.approx(right.perplexity, rel=1e-3)
     assert math.exp(-np.mean([token.opinion.logs[0] for token in answer])) == pytest.approx(
@@ -248,34 +246,34 @@ def test_a_score_is_the_perplexity_of_evaluation(engine):
 
 @pytest.mark.parametrize("chunk", [1, 3, 7, 256])
 def test_a_prompt_that_is_read_in_pieces_gives_the_same(mixture, monkeypatch, chunk):
-    monkeypatch.setattr(engine_module, "CHUNK", chunk)
-    engine = open_engine(mixture)
-    tickets = [engine.submit(order(engine, prompt, 8, echo=True)) for prompt in PROMPTS]
-    for prompt, ticket in zip(PROMPTS, tickets, strict=True):
-        answer = said(ticket)
+    monkeypatch.setattr(scheduler_module, "MAX_PROMPT_CHUNK", chunk)
+    scheduler = start_scheduler(mixture)
+    handles = [scheduler.submit(make_request(scheduler, prompt, 8, echo=True)) for prompt in PROMPTS]
+    for prompt, handle in zip(PROMPTS, handles, strict=True):
+        answer = tokens_of(handle)
         assert ids(answer) == mixture.lm.encode(prompt) + generated(mixture, prompt, 8)
         assert "".join(token.text for token in answer).startswith(prompt)
-    engine.stop()
+    scheduler.stop()
 
 
 def test_a_short_request_overtakes_the_prompt_of_a_long_one(mixture, monkeypatch):
-    monkeypatch.setattr(engine_module, "CHUNK", 4)
-    engine = Scheduler(mixture)
+    monkeypatch.setattr(scheduler_module, "MAX_PROMPT_CHUNK", 4)
+    scheduler = Scheduler(mixture)
     ended = []
-    long, short = order(engine, TEXT[:200], 1), order(engine, "When", 5)
+    long, short = make_request(scheduler, TEXT[:200], 1), make_request(scheduler, "When", 5)
     for name, each in (("long", long), ("short", short)):
-        ticket = RequestHandle(each, lambda event, name=name: isinstance(event, FinishEvent) and ended.append(name))
-        engine._waiting.append(ticket)
-    engine.start()
+        handle = RequestHandle(each, lambda event, name=name: isinstance(event, FinishEvent) and ended.append(name))
+        scheduler._waiting.append(handle)
+    scheduler.start()
     while len(ended) < 2:
         time.sleep(0.001)
-    engine.stop()
+    scheduler.stop()
     assert ended == ["short", "long"]
 
 
-def test_sampling_follows_the_distribution_and_the_seed(engine):
+def test_sampling_follows_the_distribution_and_the_seed(scheduler):
     """Frequencies of a first token against the mixture's own probabilities, by their chi-square."""
-    mixture, prompt = engine.mixture, PROMPTS[0]
+    mixture, prompt = scheduler.mixture, PROMPTS[0]
     given = torch.tensor([mixture.lm.prompt(prompt)])
     with torch.no_grad():
         log_p = KnnForCausalLM(mixture)(given).logits[0, -1].double()
@@ -285,8 +283,10 @@ def test_sampling_follows_the_distribution_and_the_seed(engine):
     right = torch.zeros_like(right).scatter_(0, tokens[:kept], ordered[:kept] / ordered[:kept].sum()).numpy()
     found = np.zeros(len(right))
     for block in range(10):
-        ticket = engine.submit(order(engine, prompt, 1, copies=64, temperature=0.7, top_p=0.8, seed=1000 * block))
-        for event in ticket.wait():
+        handle = scheduler.submit(
+            make_request(scheduler, prompt, 1, copies=64, temperature=0.7, top_p=0.8, seed=1000 * block)
+        )
+        for event in handle.events():
             if isinstance(event, TokensEvent):
                 found[event.tokens[0].id] += 1
     assert found[right == 0].sum() == 0
@@ -295,26 +295,26 @@ def test_sampling_follows_the_distribution_and_the_seed(engine):
     assert chi_square < kept + 5 * math.sqrt(2 * kept)
 
 
-def test_the_same_seed_gives_the_same_text_whatever_else_is_in_the_batch(engine):
+def test_the_same_seed_gives_the_same_text_whatever_else_is_in_the_batch(scheduler):
     settings = {"temperature": 1.0, "top_p": 0.9, "seed": 7, "copies": 2}
-    alone = engine.submit(order(engine, PROMPTS[0], 20, **settings))
-    first = [ids(said(alone, copy)) for copy in (0,)]
-    crowd = [engine.submit(order(engine, prompt, 30, temperature=1.0)) for prompt in PROMPTS]
-    again = engine.submit(order(engine, PROMPTS[0], 20, **settings))
-    events = list(again.wait())
+    alone = scheduler.submit(make_request(scheduler, PROMPTS[0], 20, **settings))
+    first = [ids(tokens_of(alone, copy)) for copy in (0,)]
+    crowd = [scheduler.submit(make_request(scheduler, prompt, 30, temperature=1.0)) for prompt in PROMPTS]
+    again = scheduler.submit(make_request(scheduler, PROMPTS[0], 20, **settings))
+    events = list(again.events())
     texts = [
-        [t.id for e in events if isinstance(e, TokensEvent) and e.copy == copy for t in e.tokens] for copy in (0, 1)
+        [t.id for e in events if isinstance(e, TokensEvent) and e.choice == copy for t in e.tokens] for copy in (0, 1)
     ]
     assert texts[0] == first[0]
     assert texts[1] != texts[0]
-    for ticket in crowd:
-        said(ticket)
+    for handle in crowd:
+        tokens_of(handle)
 
 
-def test_weighing_anew_equals_asking_anew(engine):
-    """λ, k, τ changed in the trace against the same text scored by the engine with these settings."""
+def test_weighing_anew_equals_asking_anew(scheduler):
+    """λ, k, τ changed in the trace against the same text scored by the scheduler with these settings."""
     text = PROMPTS[2]
-    tokens = said(engine.submit(order(engine, text, 0, echo=True, wish=MemoryOverrides(k=30))))
+    tokens = tokens_of(scheduler.submit(make_request(scheduler, text, 0, echo=True, wish=MemoryOverrides(k=30))))
     for changes in (
         MemoryOverrides(k=12),
         MemoryOverrides(lmbda=0.1),
@@ -325,9 +325,9 @@ def test_weighing_anew_equals_asking_anew(engine):
         MemoryOverrides(lmbda=1.0),
         MemoryOverrides(),
     ):
-        again = rescore(engine.wishes, MemoryOverrides(k=30), tokens, changes)
+        again = rescore(scheduler.mixtures, MemoryOverrides(k=30), tokens, changes)
         wish = MemoryOverrides(lmbda=changes.lmbda, k=changes.k or 30, knn_temperature=changes.knn_temperature)
-        right = said(engine.submit(order(engine, text, 0, echo=True, wish=wish)))
+        right = tokens_of(scheduler.submit(make_request(scheduler, text, 0, echo=True, wish=wish)))
         assert ids(again) == ids(right)
         for one, other in zip(again, right, strict=True):
             assert one.log_p == pytest.approx(other.log_p, rel=1e-4, abs=1e-4) or one.log_p == other.log_p
@@ -336,80 +336,79 @@ def test_weighing_anew_equals_asking_anew(engine):
 
 
 def test_weighing_anew_works_with_several_memories(lm, store):
-    engine = open_engine(Mixture.open(store.path, lm, memories="knn:0.2,cache:0.3,ngram:0.2", use_tuned=False))
+    scheduler = start_scheduler(Mixture.open(store.path, lm, memories="knn:0.2,cache:0.3,ngram:0.2", use_tuned=False))
     text = PROMPTS[0] + " " + PROMPTS[0]
-    tokens = said(engine.submit(order(engine, text, 0, echo=True)))
+    tokens = tokens_of(scheduler.submit(make_request(scheduler, text, 0, echo=True)))
     assert {share["memory"] for share in tokens[3].shares} == {"knn", "cache", "ngram"}
     for changes in (MemoryOverrides(lmbda=0.9), MemoryOverrides(k=5, knn_temperature=3.0)):
-        again = rescore(engine.wishes, MemoryOverrides(), tokens, changes)
-        right = said(engine.submit(order(engine, text, 0, echo=True, wish=changes)))
+        again = rescore(scheduler.mixtures, MemoryOverrides(), tokens, changes)
+        right = tokens_of(scheduler.submit(make_request(scheduler, text, 0, echo=True, wish=changes)))
         np.testing.assert_allclose([one.p for one in again], [one.p for one in right], rtol=1e-4, atol=1e-7)
-    engine.stop()
+    scheduler.stop()
 
 
 def test_what_is_remembered_is_bounded_and_the_oldest_goes_first(mixture):
-    engine = open_engine(mixture, recall=TraceCache(most_bytes=200_000))
-    tickets = [engine.submit(order(engine, "When", 10)) for _ in range(30)]
-    for ticket in tickets:
-        said(ticket)
-    assert engine.recall.bytes <= 200_000
-    assert engine.recall.find(tickets[0].texts[0].id) is None
-    wish, tokens = engine.recall.find(tickets[-1].texts[0].id)
-    assert (wish, len(tokens)) == (MemoryOverrides(), 10)
-    engine.stop()
+    scheduler = start_scheduler(mixture, traces=TraceCache(most_bytes=200_000))
+    handles = [scheduler.submit(make_request(scheduler, "When", 10)) for _ in range(30)]
+    trace_ids = [list(handle.events())[-1].trace_id for handle in handles]
+    assert scheduler.traces.bytes <= 200_000
+    assert scheduler.traces.find(trace_ids[0]) is None
+    overrides, tokens = scheduler.traces.find(trace_ids[-1])
+    assert (overrides, len(tokens)) == (MemoryOverrides(), 10)
+    scheduler.stop()
 
 
-def test_nothing_is_remembered_that_is_as_long_as_the_vocabulary(engine):
-    (token, *_) = said(engine.submit(order(engine, "When", 1)))
+def test_nothing_is_remembered_that_is_as_long_as_the_vocabulary(scheduler):
+    (token, *_) = tokens_of(scheduler.submit(make_request(scheduler, "When", 1)))
     assert len(token.opinion.logs) == 2
     assert token.opinion.neighbours.distances.shape == (16,)
     assert token.opinion.neighbours.distances.base is None  # not a view of something larger
 
 
-def test_wishes_that_cannot_be_granted_are_refused(engine):
+def test_wishes_that_cannot_be_granted_are_refused(scheduler):
     with pytest.raises(ParameterError, match="There are: knn"):
-        engine.submit(order(engine, "When", wish=MemoryOverrides(memories=("cache",))))
+        scheduler.submit(make_request(scheduler, "When", wish=MemoryOverrides(memories=("cache",))))
 
 
 def test_slots_and_queue_are_limits_and_who_is_called_off_makes_room(mixture):
-    engine = open_engine(mixture, slots=2, queue=3)
-    tickets = [engine.submit(order(engine, "When", 100)) for _ in range(2)]
-    while engine.active < 2:
+    scheduler = start_scheduler(mixture, slots=2, queue=3)
+    handles = [scheduler.submit(make_request(scheduler, "When", 100)) for _ in range(2)]
+    while scheduler.active < 2:
         time.sleep(0.001)
-    waiting = [engine.submit(order(engine, "When", 3)) for _ in range(3)]
+    waiting = [scheduler.submit(make_request(scheduler, "When", 3)) for _ in range(3)]
     with pytest.raises(Busy, match="3 requests are waiting"):
-        engine.submit(order(engine, "When", 1))
-    assert engine.active == 2
-    for ticket in tickets:
-        ticket.cancel()
-    for ticket in waiting:
-        assert len(said(ticket)) == 3
-    engine.stop()
+        scheduler.submit(make_request(scheduler, "When", 1))
+    assert scheduler.active == 2
+    for handle in handles:
+        handle.cancel()
+    for handle in waiting:
+        assert len(tokens_of(handle)) == 3
+    scheduler.stop()
 
 
-def test_an_order_that_takes_too_long_fails(engine):
-    late = engine.submit(order(engine, "When", 60, deadline=time.monotonic() - 1))
-    (event,) = late.wait()
+def test_an_order_that_takes_too_long_fails(scheduler):
+    late = scheduler.submit(make_request(scheduler, "When", 60, deadline=time.monotonic() - 1))
+    (event,) = late.events()
     assert event.status == 504
 
 
 def test_an_error_in_a_turn_fails_what_was_in_it_and_no_more(mixture, monkeypatch):
-    engine = open_engine(mixture)
+    scheduler = start_scheduler(mixture)
 
     def broken(*_):
         raise RuntimeError("out of memory")
 
     with monkeypatch.context() as patch:
-        patch.setattr(engine_module, "predict_batch", broken)
-        (event,) = engine.submit(order(engine, "When", 5)).wait()
-        assert event == ErrorEvent(500, "Something went wrong in the server.")
-    assert ids(said(engine.submit(order(engine, "When", 5)))) == generated(mixture, "When", 5)
-    engine.stop()
+        patch.setattr(scheduler_module, "predict_batch", broken)
+        (event,) = scheduler.submit(make_request(scheduler, "When", 5)).events()
+        assert event == ErrorEvent(500, "Internal server error. See the server's log.")
+    assert ids(tokens_of(scheduler.submit(make_request(scheduler, "When", 5)))) == generated(mixture, "When", 5)
+    scheduler.stop()
 
 
 def test_an_error_while_a_text_joins_the_others_is_told_and_leaves_nothing_behind(mixture, monkeypatch):
     """As where there is no room for its cache: nobody waits for ever, and the next one finds a clean table."""
-    engine = open_engine(mixture)
+    scheduler = start_scheduler(mixture)
     join = BatchedCache.join
 
     def half(rows, prompt, copies):
@@ -418,24 +417,24 @@ def test_an_error_while_a_text_joins_the_others_is_told_and_leaves_nothing_behin
 
     with monkeypatch.context() as patch:
         patch.setattr(BatchedCache, "join", half)
-        (event,) = engine.submit(order(engine, PROMPTS[0], 5)).wait()
-        assert event == ErrorEvent(500, "Something went wrong in the server.")
+        (event,) = scheduler.submit(make_request(scheduler, PROMPTS[0], 5)).events()
+        assert event == ErrorEvent(500, "Internal server error. See the server's log.")
     assert BatchedCache.join is join
-    tickets = [engine.submit(order(engine, prompt, 6)) for prompt in PROMPTS]
-    for prompt, ticket in zip(PROMPTS, tickets, strict=True):
-        assert ids(said(ticket)) == generated(mixture, prompt, 6)
-    assert engine.active == 0
-    engine.stop()
+    handles = [scheduler.submit(make_request(scheduler, prompt, 6)) for prompt in PROMPTS]
+    for prompt, handle in zip(PROMPTS, handles, strict=True):
+        assert ids(tokens_of(handle)) == generated(mixture, prompt, 6)
+    assert scheduler.active == 0
+    scheduler.stop()
 
 
 def test_an_order_that_cannot_even_be_begun_is_told_so(mixture, monkeypatch):
-    engine = open_engine(mixture)
+    scheduler = start_scheduler(mixture)
     with monkeypatch.context() as patch:
-        patch.setattr(engine_module, "Sampler", lambda *_: 1 / 0)
-        (event,) = engine.submit(order(engine, "When", 5)).wait()
+        patch.setattr(scheduler_module, "Sampler", lambda *_: 1 / 0)
+        (event,) = scheduler.submit(make_request(scheduler, "When", 5)).events()
         assert event.status == 500
-    assert ids(said(engine.submit(order(engine, "When", 5)))) == generated(mixture, "When", 5)
-    engine.stop()
+    assert ids(tokens_of(scheduler.submit(make_request(scheduler, "When", 5)))) == generated(mixture, "When", 5)
+    scheduler.stop()
 
 
 @hypothesis.given(text=st.text(max_size=12), cut=st.integers(0, 40))
@@ -449,9 +448,9 @@ def test_characters_that_are_cut_anywhere_come_whole(text, cut):
     tokens = tokenizer(text, add_special_tokens=False)["input_ids"]
     hypothesis.assume(decode(tokens) == text)
     before, after = tokens[:cut], tokens[cut:]
-    spelling = Detokenizer(decode, before)
-    pieces = [spelling.add(token) for token in after]
-    pieces.append(spelling.rest())
+    detokenizer = Detokenizer(decode, before)
+    pieces = [detokenizer.add(token) for token in after]
+    pieces.append(detokenizer.finish())
     head = decode(before)
     while not text.startswith(head):
         head = head[:-1]
@@ -460,35 +459,35 @@ def test_characters_that_are_cut_anywhere_come_whole(text, cut):
 
 def test_naming_many_sources_of_a_prompt_keeps_nobody_waiting(mixture):
     """A prompt whose every token has 64 sources is read in smaller pieces."""
-    engine = open_engine(mixture)
-    long = engine.submit(order(engine, TEXT[:200], 0, echo=True, sources=64))
-    began = engine.turns
-    tokens = said(long)
+    scheduler = start_scheduler(mixture)
+    long = scheduler.submit(make_request(scheduler, TEXT[:200], 0, echo=True, sources=64))
+    began = scheduler.steps
+    tokens = tokens_of(long)
     assert len(tokens) > 60
     assert all(len(token.sources) == 16 for token in tokens)  # all that voted
-    assert engine.turns - began >= len(tokens) * 8 // engine_module.CHUNK
-    engine.stop()
+    assert scheduler.steps - began >= len(tokens) * 8 // scheduler_module.MAX_PROMPT_CHUNK
+    scheduler.stop()
 
 
-def test_a_text_of_many_neighbours_is_weighed_anew_in_blocks(engine, monkeypatch):
+def test_a_text_of_many_neighbours_is_weighed_anew_in_blocks(scheduler, monkeypatch):
     text = PROMPTS[2]
-    tokens = said(engine.submit(order(engine, text, 0, echo=True)))
-    whole = rescore(engine.wishes, MemoryOverrides(), tokens, MemoryOverrides(k=5, knn_temperature=2.0))
-    monkeypatch.setattr(recall_module, "_BLOCK", 16 * 7)
-    blocks = rescore(engine.wishes, MemoryOverrides(), tokens, MemoryOverrides(k=5, knn_temperature=2.0))
+    tokens = tokens_of(scheduler.submit(make_request(scheduler, text, 0, echo=True)))
+    whole = rescore(scheduler.mixtures, MemoryOverrides(), tokens, MemoryOverrides(k=5, knn_temperature=2.0))
+    monkeypatch.setattr(history_module, "_BLOCK", 16 * 7)
+    blocks = rescore(scheduler.mixtures, MemoryOverrides(), tokens, MemoryOverrides(k=5, knn_temperature=2.0))
     assert [token.log_p for token in blocks] == [token.log_p for token in whole]
     assert "".join(token.text for token in blocks) == text
 
 
 def test_stopping_tells_those_who_wait(mixture):
-    engine = open_engine(mixture, slots=1)
-    tickets = [engine.submit(order(engine, "When", 100)) for _ in range(3)]
-    engine.stop()
-    for ticket in tickets:
-        *_, last = ticket.wait()
+    scheduler = start_scheduler(mixture, slots=1)
+    handles = [scheduler.submit(make_request(scheduler, "When", 100)) for _ in range(3)]
+    scheduler.stop()
+    for handle in handles:
+        *_, last = handle.events()
         assert isinstance(last, ErrorEvent | FinishEvent)
     with pytest.raises(Stopped):
-        engine.submit(order(engine, "When", 1))
+        scheduler.submit(make_request(scheduler, "When", 1))
 
 
 @hypothesis.given(

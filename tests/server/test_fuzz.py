@@ -144,7 +144,7 @@ def streams(running, schema, *, examples):
         if operation.path in ("/v1/completions", "/v1/chat/completions"):
             assert stream(running, operation, examples=examples) >= examples // 20
     assert running.service.ready
-    assert running.service.engine.active == 0
+    assert running.service.scheduler.active == 0
 
 
 def test_made_up_documents_and_streams_find_no_error_of_ours(living, server, schema):

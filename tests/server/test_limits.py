@@ -23,7 +23,7 @@ from knnlm.server.auth import ApiKeys, check_host, is_loopback
 from knnlm.server.engine.requests import GenerationRequest
 from knnlm.server.limits import Limits
 from knnlm.server.middleware import RequestGuard
-from knnlm.server.run import Place, bind
+from knnlm.server.run import bind
 
 USER, ADMIN = "user-key-1234", "admin-key-1234"
 KEYS = ApiKeys((USER.encode(),), (ADMIN.encode(),))
@@ -116,11 +116,11 @@ def test_key_files_are_read_and_poor_ones_refused(tmp_path):
     file = tmp_path / "keys"
     file.write_text(f"{USER}\n\n  second-key-5678 \n")
     keys = ApiKeys.read(file, None)
-    assert keys.may_ask(USER)
-    assert keys.may_ask("second-key-5678")
-    assert not keys.may_ask(USER[:-1])
-    assert not keys.may_ask("")
-    assert not keys.may_change(USER)
+    assert keys.is_user(USER)
+    assert keys.is_user("second-key-5678")
+    assert not keys.is_user(USER[:-1])
+    assert not keys.is_user("")
+    assert not keys.is_admin(USER)
     for content in ("", "\n", "short\n", "schlüssel-1234\n"):
         file.write_text(content, encoding="utf-8")
         with pytest.raises(ParameterError, match=str(file)):
@@ -141,7 +141,7 @@ def test_a_body_that_is_too_large_is_refused_also_where_it_does_not_say_so(mixtu
 
 
 def test_a_body_that_never_comes_is_not_waited_for(mixture, monkeypatch):
-    monkeypatch.setattr(RequestGuard.__init__, "__kwdefaults__", {"patience": 0.2})
+    monkeypatch.setattr(RequestGuard.__init__, "__kwdefaults__", {"body_seconds": 0.2})
     with serving(mixture) as running, socket.create_connection(("127.0.0.1", running.port)) as connection:
         head = ["POST /v1/score HTTP/1.1", "Host: localhost", "Content-Length: 50", "Content-Type: application/json"]
         connection.sendall("\r\n".join([*head, "", '{"text":']).encode())
@@ -157,7 +157,10 @@ def test_prompts_and_outputs_have_limits(mixture):
             return answer.status_code, answer.json().get("error", {}).get("message", "")
 
         assert ask(prompt="When", max_tokens=10)[0] == 200
-        assert ask(prompt="When", max_tokens=11) == (400, "11 tokens are wanted, but this server writes 10 at most.")
+        assert ask(prompt="When", max_tokens=11) == (
+            400,
+            "11 tokens are requested, but this server generates 10 at most.",
+        )
         status, message = ask(prompt=[5] * 20, max_tokens=1)
         assert (status, "21 tokens" in message) == (400, True)
         assert client.post("/v1/score", json={"text": "word " * 40}).status_code == 400
@@ -183,7 +186,7 @@ def test_looking_through_the_memory_keeps_no_prompt_waiting(mixture, monkeypatch
     """Dozens who list documents, slowly, must not take all threads."""
     with serving(mixture) as running:
         free = threading.Event()
-        monkeypatch.setattr(running.service.library, "list", lambda **_: free.wait(20) and {"total": 0})
+        monkeypatch.setattr(running.service.documents, "list", lambda **_: free.wait(20) and {"total": 0})
 
         def look():
             with running.client(timeout=60) as client:
@@ -238,14 +241,14 @@ def test_limits_that_make_no_sense_are_refused():
 
 def test_a_full_queue_answers_429_and_says_when_to_come_back(slow):
     with serving(slow, slots=1, queue=1) as running:
-        engine = running.service.engine
+        scheduler = running.service.scheduler
 
         async def crowd():
             first = asyncio.create_task(read_stream(running.port, LONG))
-            while engine.active < 1:
+            while scheduler.active < 1:
                 await asyncio.sleep(0.005)
             second = asyncio.create_task(read_stream(running.port, {**LONG, "max_tokens": 2}))
-            while engine.waiting < 1:
+            while scheduler.waiting < 1:
                 await asyncio.sleep(0.005)
             async with httpx.AsyncClient(trust_env=False) as client:
                 answer = await client.post(f"{running.url}/v1/completions", json=LONG)
@@ -262,28 +265,28 @@ def test_a_full_queue_answers_429_and_says_when_to_come_back(slow):
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_client_that_goes_frees_its_slot(slow, stream):
     with serving(slow, slots=1) as running:
-        engine = running.service.engine
+        scheduler = running.service.scheduler
         with socket.create_connection(("127.0.0.1", running.port)) as connection:
             payload = json.dumps({**LONG, "stream": stream}).encode()
             head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(payload)}\r\n"
             connection.sendall(head.encode() + b"Content-Type: application/json\r\n\r\n" + payload)
-            until(lambda: engine.active == 1 and engine.tokens_made >= 2)
-        until(lambda: engine.active == 0)
-        assert engine.tokens_made < 50
+            until(lambda: scheduler.active == 1 and scheduler.tokens_generated >= 2)
+        until(lambda: scheduler.active == 0)
+        assert scheduler.tokens_generated < 50
         assert running.post("/v1/completions", prompt="When", max_tokens=2)["usage"]["completion_tokens"] == 2
 
 
 def test_a_client_that_goes_before_its_turn_comes_is_forgotten(slow):
     with serving(slow, slots=1) as running:
-        engine = running.service.engine
-        first = engine.submit(GenerationRequest(tuple(slow.lm.prompt("When")), 100))
+        scheduler = running.service.scheduler
+        first = scheduler.submit(GenerationRequest(tuple(slow.lm.prompt("When")), 100))
         payload = json.dumps({**LONG, "stream": True}).encode()
         with socket.create_connection(("127.0.0.1", running.port)) as connection:
             head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(payload)}\r\n"
             connection.sendall(head.encode() + b"Content-Type: application/json\r\n\r\n" + payload)
-            until(lambda: engine.waiting == 1)
-        until(lambda: engine.waiting == 0)
-        assert engine.active == 1
+            until(lambda: scheduler.waiting == 1)
+        until(lambda: scheduler.waiting == 0)
+        assert scheduler.active == 1
         first.cancel()
 
 
@@ -296,7 +299,7 @@ def test_a_request_that_takes_too_long_ends_with_an_error(slow):
         assert (stream.status, stream.done) == (200, False)
         assert "longer than the server allows" in stream.error
         assert 0 < stream.tokens < 100
-        assert running.service.engine.active == 0
+        assert running.service.scheduler.active == 0
 
 
 def test_stopping_finishes_what_is_in_flight(slow):
@@ -308,7 +311,7 @@ def test_stopping_finishes_what_is_in_flight(slow):
 
         thread = threading.Thread(target=ask)
         thread.start()
-        until(lambda: running.service.engine.active == 1)
+        until(lambda: running.service.scheduler.active == 1)
     thread.join(10)
     assert (found["stream"].tokens, found["stream"].done) == (30, True)
     with pytest.raises(httpx.ConnectError):
@@ -316,17 +319,17 @@ def test_stopping_finishes_what_is_in_flight(slow):
 
 
 def test_a_port_that_is_taken_is_an_error_of_one_line():
-    with bind(Place(port=0), ApiKeys()) as taken:
+    with bind("127.0.0.1", 0, keys=ApiKeys()) as taken:
         taken.listen()
         with pytest.raises(ParameterError, match="Choose another --port"):
-            bind(Place(port=taken.getsockname()[1]), ApiKeys())
+            bind("127.0.0.1", taken.getsockname()[1], keys=ApiKeys())
 
 
 @pytest.mark.parametrize("host", ["203.0.113.9", "nowhere.invalid"])
 def test_a_host_that_is_not_of_this_machine_is_an_error_that_names_it(host):
     keys = ApiKeys((b"a-key-of-mine",))  # without one, no other host is taken at all
     with pytest.raises(ParameterError, match=f"Cannot listen on {host}:0: .*Choose another --host"):
-        bind(Place(host=host, port=0), keys)
+        bind(host, 0, keys=keys)
 
 
 def test_the_command_serves_until_it_is_told_to_stop(store, model_folder, tmp_path):

@@ -55,7 +55,7 @@ def server(lm, store):
 
 def test_many_streams_are_all_served(server):
     check(asyncio.run(keep_up(server.port, 4.0)))
-    assert server.service.engine.active == 0
+    assert server.service.scheduler.active == 0
 
 
 @pytest.mark.slow
@@ -69,8 +69,8 @@ def test_many_streams_for_a_minute_leave_nothing_behind(server):
     gc.collect()
     grown = process.memory_info().rss - before
     assert grown < 30 << 20, f"{grown / 2**20:.1f} MiB more"
-    engine = server.service.engine
-    assert (engine.active, engine.waiting, len(engine._rows)) == (0, 0, 0)
+    scheduler = server.service.scheduler
+    assert (scheduler.active, scheduler.waiting, len(scheduler._cache)) == (0, 0, 0)
     # Nobody starves: the slowest stream got at least a third of what the median one got.
     made = sorted(sum(stream.tokens for number, _, stream in found if number == one) for one in range(STREAMS))
     assert made[0] > made[STREAMS // 2] / 3
@@ -82,20 +82,20 @@ def test_what_is_kept_of_texts_takes_about_what_is_said_and_then_memory_is_flat(
     lm.model.generation_config.eos_token_id = None
     process = psutil.Process()
     with serving(Mixture.open(store.path, lm, k=16, knn_temperature=8.0), trace_bytes=48 << 20) as running:
-        engine, recall = running.service.engine, running.service.engine.recall
+        scheduler, traces = running.service.scheduler, running.service.scheduler.traces
         check(asyncio.run(keep_up(running.port, 5.0)))
-        empty, own = process.memory_info().rss, recall.bytes
-        assert own < recall.most_bytes / 2
-        while recall.bytes < 0.95 * recall.most_bytes:
+        empty, own = process.memory_info().rss, traces.bytes
+        assert own < traces.most_bytes / 2
+        while traces.bytes < 0.95 * traces.most_bytes:
             check(asyncio.run(keep_up(running.port, 5.0)))
-        full = engine.tokens_made
-        while engine.tokens_made < 2 * full:
+        full = scheduler.tokens_generated
+        while scheduler.tokens_generated < 2 * full:
             check(asyncio.run(keep_up(running.port, 5.0)))
         gc.collect()
         before = process.memory_info().rss
-        assert before - empty < 1.5 * (recall.bytes - own)
+        assert before - empty < 1.5 * (traces.bytes - own)
         check(asyncio.run(keep_up(running.port, 30.0)))
         gc.collect()
         grown = process.memory_info().rss - before
-        assert recall.bytes > 0.9 * recall.most_bytes
+        assert traces.bytes > 0.9 * traces.most_bytes
         assert grown < 15 << 20, f"{grown / 2**20:.1f} MiB more"

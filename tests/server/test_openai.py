@@ -124,26 +124,31 @@ CHAT = {"messages": [{"role": "user", "content": "Hello"}]}
 @pytest.mark.parametrize(
     ("path", "field", "value", "said"),
     [
-        ("completions", "suffix", "end", "not inserted"),
-        ("completions", "best_of", 3, "only the same as n"),
+        ("completions", "suffix", "end", "insertion"),
+        ("completions", "best_of", 3, "only the same value as n"),
         ("completions", "presence_penalty", 2.5, "less than or equal to 2"),
         ("completions", "logit_bias", {"a": 1}, "pattern"),
         ("completions", "logit_bias", {"5": 101}, "less than or equal to 100"),
         ("completions", "store", True, "not stored"),
-        ("completions", "temprature", 1, "does not know that field"),
-        ("chat/completions", "tools", [{"type": "function", "function": {"name": "f"}}], "calls no tools"),
-        ("chat/completions", "tool_choice", "required", "calls no tools"),
-        ("chat/completions", "functions", [{"name": "f"}], "calls no functions"),
-        ("chat/completions", "function_call", {"name": "f"}, "calls no functions"),
-        ("chat/completions", "response_format", {"type": "json_object"}, "not forced into a form"),
-        ("chat/completions", "modalities", ["text", "audio"], "text only"),
-        ("chat/completions", "audio", {"voice": "a"}, "text only"),
+        ("completions", "temprature", 1, "unknown field"),
+        (
+            "chat/completions",
+            "tools",
+            [{"type": "function", "function": {"name": "f"}}],
+            "tool calls are not supported",
+        ),
+        ("chat/completions", "tool_choice", "required", "tool calls are not supported"),
+        ("chat/completions", "functions", [{"name": "f"}], "function calls are not supported"),
+        ("chat/completions", "function_call", {"name": "f"}, "function calls are not supported"),
+        ("chat/completions", "response_format", {"type": "json_object"}, "structured output is not"),
+        ("chat/completions", "modalities", ["text", "audio"], "only text"),
+        ("chat/completions", "audio", {"voice": "a"}, "only text"),
         ("chat/completions", "prediction", {"type": "content"}, "not supported"),
-        ("chat/completions", "reasoning_effort", "high", "how long to reason"),
+        ("chat/completions", "reasoning_effort", "high", "reasoning effort is not"),
         ("chat/completions", "verbosity", "low", "max_tokens"),
-        ("chat/completions", "web_search_options", {}, "its memory only"),
+        ("chat/completions", "web_search_options", {}, "web search is not"),
         ("chat/completions", "top_logprobs", 2, "needs logprobs"),
-        ("chat/completions", "echo", True, "does not know that field"),
+        ("chat/completions", "echo", True, "unknown field"),
     ],
 )
 def test_what_is_not_supported_is_refused_by_name(server, path, field, value, said):
@@ -215,9 +220,9 @@ def test_the_bytes_of_tokens_are_the_text_where_characters_are_cut(client, mixtu
         found += bytes(told.bytes)
         assert told.token.startswith("bytes:\\x")
     assert found.decode() == "日"
-    pieces = TokenTexts(mixture.lm.tokenizer)
+    token_texts = TokenTexts(mixture.lm.tokenizer)
     for text in ("The memory", "naïve", "🙂!", "a\nb"):
-        assert b"".join(pieces.spell(token)[1] for token in mixture.lm.encode(text)).decode() == text
+        assert b"".join(token_texts.get(token)[1] for token in mixture.lm.encode(text)).decode() == text
 
 
 def test_alternatives_that_are_parts_of_characters_have_names_of_their_own(server):

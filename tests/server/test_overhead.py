@@ -13,12 +13,12 @@ import torch
 from helpers.models import TEXT
 from helpers.server import read_stream, serving
 from knnlm.generation.causal import KnnForCausalLM
+from knnlm.lm.detokenizer import Detokenizer
 from knnlm.memories.base import Votes
 from knnlm.mixture.mixture import Mixture
-from knnlm.server import routes as api_module
-from knnlm.server.engine import requests as outbox_module
-from knnlm.server.engine import scheduler as engine_module
-from knnlm.server.engine.detokenizer import Detokenizer
+from knnlm.server import responses as responses_module
+from knnlm.server.engine import requests as requests_module
+from knnlm.server.engine import scheduler as scheduler_module
 from knnlm.server.engine.requests import EventBuffer, FinishEvent, GenerationRequest, RequestHandle, TokensEvent
 from knnlm.server.engine.scheduler import Scheduler
 
@@ -33,7 +33,7 @@ def mixture(lm, store):
 
 
 @pytest.fixture
-def engine(mixture):
+def scheduler(mixture):
     running = Scheduler(mixture)
     running.start()
     assert running.ready.wait(30)
@@ -41,7 +41,7 @@ def engine(mixture):
     running.stop()
 
 
-def order(mixture, tokens):
+def make_request(mixture, tokens):
     return GenerationRequest(tuple(mixture.lm.prompt(PROMPT)), tokens)
 
 
@@ -54,32 +54,32 @@ def generated(mixture, tokens):
 
 
 @pytest.mark.parametrize(("pause", "woken"), [(0.0, 30), (NEVER, 2)])
-def test_tokens_that_come_quickly_wake_who_waits_together(engine, mixture, monkeypatch, pause, woken):
+def test_tokens_that_come_quickly_wake_who_waits_together(scheduler, mixture, monkeypatch, pause, woken):
     """With no pause at each token; with an endless one at the first, which is not held back, and at the end."""
-    monkeypatch.setattr(outbox_module, "PAUSE", pause)
-    events = list(engine.submit(order(mixture, 30)).wait())
-    assert engine.outbox.posted == woken
+    monkeypatch.setattr(requests_module, "FLUSH_SECONDS", pause)
+    events = list(scheduler.submit(make_request(mixture, 30)).events())
+    assert scheduler.events.flushes == woken
     assert [type(event) for event in events] == [TokensEvent] * 30 + [FinishEvent]
     assert [token.id for event in events[:-1] for token in event.tokens] == generated(mixture, 30)
 
 
-def test_what_is_held_back_is_told_before_a_prompt_is_read(engine, mixture, monkeypatch):
+def test_what_is_held_back_is_told_before_a_prompt_is_read(scheduler, mixture, monkeypatch):
     """To read a prompt may take long, and what others wrote before is not to wait for it."""
-    monkeypatch.setattr(outbox_module, "PAUSE", NEVER)
+    monkeypatch.setattr(requests_module, "FLUSH_SECONDS", NEVER)
     told, seen = [], []
-    read_prompt = engine_module.read_prompt
+    read_prompt = scheduler_module.read_prompt
 
     def reading(*given, **named):
         if told:
-            seen.append((len(told), engine.tokens_made))
+            seen.append((len(told), scheduler.tokens_generated))
         return read_prompt(*given, **named)
 
-    monkeypatch.setattr(engine_module, "read_prompt", reading)
-    long = engine.submit(order(mixture, 200), lambda event: told.extend(getattr(event, "tokens", [])))
-    while engine.tokens_made < 20:
+    monkeypatch.setattr(scheduler_module, "read_prompt", reading)
+    long = scheduler.submit(make_request(mixture, 200), lambda event: told.extend(getattr(event, "tokens", [])))
+    while scheduler.tokens_generated < 20:
         time.sleep(0.001)
     assert len(told) == 1
-    list(engine.submit(order(mixture, 1)).wait())
+    list(scheduler.submit(make_request(mixture, 1)).events())
     ((heard, made),) = seen
     assert heard == made >= 20
     long.cancel()
@@ -87,16 +87,16 @@ def test_what_is_held_back_is_told_before_a_prompt_is_read(engine, mixture, monk
 
 def test_events_are_handed_over_where_one_is_urgent_or_enough_time_has_passed(monkeypatch):
     now = [100.0]
-    monkeypatch.setattr(outbox_module.time, "monotonic", lambda: now[0])
-    monkeypatch.setattr(outbox_module, "PAUSE", 1.0)
+    monkeypatch.setattr(requests_module.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(requests_module, "FLUSH_SECONDS", 1.0)
     posted = []
-    outbox = EventBuffer(lambda events: posted.append([event.copy for _, event in events]))
-    ticket = RequestHandle(GenerationRequest((1,), 1))
+    buffer = EventBuffer(lambda events: posted.append([event.choice for _, event in events]))
+    handle = RequestHandle(GenerationRequest((1,), 1))
 
     def tell(number, *, after, urgent=False, at_once=False):
         now[0] += after
-        outbox.add(ticket, TokensEvent(number, []), urgent=urgent)
-        outbox.hand_over(at_once=at_once)
+        buffer.add(handle, TokensEvent(number, "", []), urgent=urgent)
+        buffer.flush(force=at_once)
 
     tell(0, after=0.0)
     tell(1, after=0.5)
@@ -106,9 +106,9 @@ def test_events_are_handed_over_where_one_is_urgent_or_enough_time_has_passed(mo
     tell(5, after=0.125, urgent=True)
     tell(6, after=0.5)
     tell(7, after=0.125, at_once=True)
-    outbox.hand_over(at_once=True)  # nothing is there
+    buffer.flush(force=True)  # nothing is there
     assert posted == [[0], [1, 2, 3], [4, 5], [6, 7]]
-    assert outbox.posted == 4
+    assert buffer.flushes == 4
 
 
 def http_chunks(port, body):
@@ -127,12 +127,12 @@ def http_chunks(port, body):
 
 
 def test_a_stream_has_an_event_for_each_token_but_a_write_for_each_waking(mixture, monkeypatch):
-    monkeypatch.setattr(outbox_module, "PAUSE", NEVER)
-    made, write = [], api_module._write
-    monkeypatch.setattr(api_module, "_write", lambda facts: made.append(facts) or write(facts))
+    monkeypatch.setattr(requests_module, "FLUSH_SECONDS", NEVER)
+    made, write = [], responses_module.encode_json
+    monkeypatch.setattr(responses_module, "encode_json", lambda facts: made.append(facts) or write(facts))
     with serving(mixture) as running:
         chunks = http_chunks(running.port, {"prompt": PROMPT, "max_tokens": 30, "temperature": 0})
-        assert running.service.engine.outbox.posted == 2
+        assert running.service.scheduler.events.flushes == 2
     assert [chunk.count(b"data: ") for chunk in chunks] == [1, 30, 1]  # the first; the others and the end; [DONE]
     assert len(made) == 31  # JSON is written once for each event
     events = [json.loads(line[6:]) for line in b"".join(chunks).split(b"\n\n")[:31]]
@@ -142,13 +142,13 @@ def test_a_stream_has_an_event_for_each_token_but_a_write_for_each_waking(mixtur
 
 def test_tokens_that_were_held_back_come_before_an_error(mixture, monkeypatch):
     """A stream that is cut off by the time-out: all that was written until then has come."""
-    monkeypatch.setattr(outbox_module, "PAUSE", NEVER)
+    monkeypatch.setattr(requests_module, "FLUSH_SECONDS", NEVER)
     search = mixture.knn.search
     monkeypatch.setattr(mixture.knn, "search", lambda keys, k=None: time.sleep(0.02) or search(keys, k))
     with serving(mixture, seconds=0.6) as running:
         stream = asyncio.run(read_stream(running.port, {"prompt": PROMPT, "max_tokens": 100, "temperature": 0}))
         assert "longer than the server allows" in stream.error
-        assert 2 < stream.tokens == running.service.engine.tokens_made
+        assert 2 < stream.tokens == running.service.scheduler.tokens_generated
 
 
 def test_a_token_is_decoded_once_and_what_came_before_it_seldom_again(lm):
@@ -159,15 +159,15 @@ def test_a_token_is_decoded_once_and_what_came_before_it_seldom_again(lm):
         calls.append(len(some))
         return lm.tokenizer.decode(some, skip_special_tokens=True, clean_up_tokenization_spaces=False)
 
-    spelling = Detokenizer(decode)
-    text = "".join(spelling.add(token) for token in tokens) + spelling.rest()
+    detokenizer = Detokenizer(decode)
+    text = "".join(detokenizer.add(token) for token in tokens) + detokenizer.finish()
     assert text == lm.decode(tokens)
     assert len(calls) <= 1.1 * len(tokens)
     assert max(calls) <= 32  # however long the text is
 
 
-def test_who_abstains_is_asked_once_a_token(engine, mixture, monkeypatch):
+def test_who_abstains_is_asked_once_a_token(scheduler, mixture, monkeypatch):
     asked, abstains = [], Votes.abstains
     monkeypatch.setattr(Votes, "abstains", lambda votes: asked.append(1) or abstains(votes))
-    list(engine.submit(order(mixture, 20)).wait())
+    list(scheduler.submit(make_request(mixture, 20)).events())
     assert len(asked) == 20

@@ -104,7 +104,7 @@ def test_large_bodies_are_not_taken_for_heads(mixture):
 
 
 def test_a_body_that_drips_is_not_waited_for(mixture, monkeypatch):
-    monkeypatch.setattr(RequestGuard.__init__, "__kwdefaults__", {"patience": 0.4})
+    monkeypatch.setattr(RequestGuard.__init__, "__kwdefaults__", {"body_seconds": 0.4})
     with serving(mixture) as running, connect(running) as connection:
         connection.sendall(f"{HEAD}Content-Length: 500\r\n\r\n".encode())
         assert drip(connection, b" " * 500, 0.05) < 5
@@ -122,15 +122,15 @@ def test_a_client_that_asks_and_does_not_read_is_let_go(mixture, monkeypatch):
             connection.connect(("127.0.0.1", running.port))
             head = HEAD.replace("score", "completions")
             connection.sendall(f"{head}Content-Length: {len(payload)}\r\n\r\n".encode() + payload)
-            engine = running.service.engine
+            scheduler = running.service.scheduler
             end = time.monotonic() + 20
-            while not engine.tokens_made and time.monotonic() < end:
+            while not scheduler.tokens_generated and time.monotonic() < end:
                 time.sleep(0.01)
-            assert engine.tokens_made
+            assert scheduler.tokens_generated
             # Gone while the client is still there: nothing of it is left in the server.
-            while (running.connections or engine.active) and time.monotonic() < end:
+            while (running.connections or scheduler.active) and time.monotonic() < end:
                 time.sleep(0.05)
-            assert (running.connections, engine.active) == (0, 0)
+            assert (running.connections, scheduler.active) == (0, 0)
 
 
 def test_more_connections_than_there_is_room_for_are_told_so(mixture, monkeypatch):

@@ -323,9 +323,9 @@ def test_a_text_can_be_stopped_and_the_server_is_free_again(browser, lm, tmp_pat
         assert page.get_by_role("alert").inner_text() == ""
         assert 0 < len(words(page, "text-with")) < 4000
         end = time.monotonic() + 10
-        while server.service.engine.active and time.monotonic() < end:
+        while server.service.scheduler.active and time.monotonic() < end:
             page.wait_for_timeout(50)
-        assert server.service.engine.active == 0
+        assert server.service.scheduler.active == 0
         slide(page, "lambda", 900)  # what was written before can be weighed too
         expect(page.locator("#mixing-note")).to_contain_text("no model ran")
 

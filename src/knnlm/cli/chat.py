@@ -73,7 +73,7 @@ def chat(
 
     check_top_p(top_p)
     opened = mixture.open(store, model, machine)
-    engine = Scheduler(opened, slots=1, queue=16, recall=TraceCache(most_bytes=1 << 20))
+    engine = Scheduler(opened, slots=1, queue=16, traces=TraceCache(most_bytes=1 << 20))
     sampling = {"temperature": temperature, "top_p": top_p, "seed": seed}
     conversation = Conversation(engine, system=system, max_tokens=max_new_tokens, sampling=sampling)
     engine.start()
@@ -130,7 +130,7 @@ class Conversation:
             raise
         self.reply = reply = Reply()
         try:
-            for event in handle.wait():
+            for event in handle.events():
                 if isinstance(event, ErrorEvent):
                     raise KnnlmError(event.message)
                 if isinstance(event, TokensEvent):
@@ -159,7 +159,7 @@ class Conversation:
             del self.messages[:2]  # a message and its reply
             self.dropped += 1
         return GenerationRequest(
-            tuple(tokens), self.max_tokens, sources=SOURCES, hidden=not self.has_template, **self.sampling
+            tuple(tokens), self.max_tokens, sources=SOURCES, start_added=not self.has_template, **self.sampling
         )
 
     def _tokens(self) -> list[int]:

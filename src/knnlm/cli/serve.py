@@ -63,7 +63,7 @@ def serve(
     from knnlm.server.service import Service
 
     keys = ApiKeys.read(api_key_file, admin_key_file)
-    bound = run.bind(run.Place(host, port), keys)
+    bound = run.bind(host, port, keys=keys)
     service = Service(mixture.open(store, model, machine), name=name or store.resolve().name, limits=_limits(limits))
 
     def ready() -> None:

@@ -63,7 +63,7 @@ def explain(mixture: Mixture, text: str, *, top: int = 3) -> list[TokenExplanati
     for batch in mixture.read([tokens]):
         for row, explanation in _Explainer(mixture, tokens, batch, top).each():
             explained[row] = explanation
-    return [replace(explained[row], token=piece) for row, piece in enumerate(mixture.lm.pieces(tokens))]
+    return [replace(explained[row], token=piece) for row, piece in enumerate(mixture.lm.token_texts(tokens))]
 
 
 class _Explainer:

@@ -26,6 +26,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from knnlm.errors import ModelError, ParameterError
 from knnlm.lm import loading as bundled
+from knnlm.lm.detokenizer import token_texts
 from knnlm.lm.fingerprint import config_facts, tokenizer_fingerprint, weights_fingerprint
 from knnlm.lm.key_layers import PLACES, KeyLayer, check_causal, find_key_layer
 from knnlm.lm.loading import _dtype, choose_device, load
@@ -40,9 +41,6 @@ _ANY_SHAPE = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBac
 def for_any_shape(device: torch.device) -> AbstractContextManager[None]:
     """Let passes on a GPU do without cuDNN's attention."""
     return sdpa_kernel(_ANY_SHAPE) if device.type == "cuda" else nullcontext()
-
-
-_LONGEST_CHARACTER = 5  # tokens, at a byte each
 
 
 @dataclass(frozen=True)
@@ -181,22 +179,9 @@ class CausalLM:
         """Turn tokens into text, as they were."""
         return str(self.tokenizer.decode(list(tokens), clean_up_tokenization_spaces=False))
 
-    def pieces(self, tokens: Sequence[int]) -> list[str]:
-        """Give the text of each token so that together they are the text.
-
-        A character of several bytes can be several tokens; it is shown at the last of them.
-        """
-        pieces: list[str] = []
-        pending: list[int] = []
-        for token in tokens:
-            pending.append(token)
-            text = self.decode(pending)
-            unfinished = text.endswith("\ufffd") and len(pending) < _LONGEST_CHARACTER
-            pieces.append("" if unfinished else text)
-            pending = pending if unfinished else []
-        if pending:
-            pieces[-1] = self.decode(pending)
-        return pieces
+    def token_texts(self, tokens: Sequence[int]) -> list[str]:
+        """Return the text of each token; a character of several tokens is the text of the last of them."""
+        return token_texts(tokens, self.decode)
 
     def prompt(self, text: str, *, room: int = 0, longest: int | None = None) -> list[int]:
         """Turn the beginning of a document into tokens, and refuse one that leaves no room for what is to follow.

@@ -1,4 +1,4 @@
-"""Who may ask: API keys from files, compared in constant time. Knows nothing about HTTP."""
+"""API keys and loopback addresses."""
 
 from __future__ import annotations
 
@@ -9,39 +9,39 @@ from pathlib import Path
 
 from knnlm.errors import ParameterError
 
-_SHORTEST = 8  # characters
+_MIN_KEY_CHARACTERS = 8
 
 
 @dataclass(frozen=True)
 class ApiKeys:
-    """The keys of ordinary callers and of those who may change the memory; none: everyone may ask."""
+    """The keys for requests, and those for changes of the store. Without user keys, every request is allowed."""
 
     users: tuple[bytes, ...] = ()
     admins: tuple[bytes, ...] = ()
 
     @classmethod
     def read(cls, users: Path | None, admins: Path | None) -> ApiKeys:
-        """Read key files: a key a line."""
+        """Read key files with one key on each line."""
         return cls(_read(users), _read(admins))
 
     @property
-    def needed(self) -> bool:
-        """Whether a key is needed to ask at all."""
+    def required(self) -> bool:
+        """Whether requests need a key."""
         return bool(self.users)
 
-    def may_ask(self, key: str) -> bool:
-        """Say whether this key lets its bearer ask."""
-        return not self.needed or _among(key, self.users + self.admins)
+    def is_user(self, key: str) -> bool:
+        """Whether requests with this key are allowed."""
+        return not self.required or _among(key, self.users + self.admins)
 
-    def may_change(self, key: str) -> bool:
-        """Say whether this key lets its bearer change the memory."""
+    def is_admin(self, key: str) -> bool:
+        """Whether changes of the store are allowed with this key."""
         return _among(key, self.admins)
 
 
 def _among(key: str, known: tuple[bytes, ...]) -> bool:
-    """Compare with every key, so that the time taken tells nothing."""
-    given = key.encode("latin-1", errors="replace")  # the bytes that came: so headers are read
-    return sum(hmac.compare_digest(given, each) for each in known) > 0
+    """Whether a key is one of the known ones, in constant time."""
+    data = key.encode("latin-1", errors="replace")  # the encoding of headers
+    return sum(hmac.compare_digest(data, each) for each in known) > 0
 
 
 def _read(path: Path | None) -> tuple[bytes, ...]:
@@ -52,16 +52,16 @@ def _read(path: Path | None) -> tuple[bytes, ...]:
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or error
         raise ParameterError(
-            f"Cannot read the key file {path} ({reason}). Give a text file with a key a line."
+            f"{path}: cannot read the key file ({reason}). Use a text file with one key on each line."
         ) from None
     keys = [line.strip() for line in lines if line.strip()]
-    if not keys or any(len(key) < _SHORTEST or not key.isascii() for key in keys):
-        raise ParameterError(f"{path} must hold a key of at least {_SHORTEST} plain characters (ASCII) on each line.")
+    if not keys or any(len(key) < _MIN_KEY_CHARACTERS or not key.isascii() for key in keys):
+        raise ParameterError(f"{path}: each line must be a key of at least {_MIN_KEY_CHARACTERS} ASCII characters.")
     return tuple(key.encode() for key in keys)
 
 
 def is_loopback(host: str) -> bool:
-    """Say whether only this machine can reach a host name or address."""
+    """Whether only this machine can reach a host name or address."""
     host = host.strip("[]").rstrip(".").lower()
     if host == "localhost":
         return True
@@ -72,6 +72,6 @@ def is_loopback(host: str) -> bool:
 
 
 def check_host(host: str, keys: ApiKeys) -> None:
-    """Refuse to listen where others can ask without a key."""
-    if not is_loopback(host) and not keys.needed:
-        raise ParameterError(f"{host} can be reached from other machines, so a key is needed: --api-key-file FILE.")
+    """Raise for a host that other machines can reach, if requests need no key."""
+    if not is_loopback(host) and not keys.required:
+        raise ParameterError(f"{host} is reachable from other machines and needs a key. Use --api-key-file FILE.")

@@ -1,4 +1,4 @@
-"""The documents of the memory: list them, read them, add and remove some. Knows nothing about HTTP or generation."""
+"""The documents of the served store: list, read, add, remove."""
 
 from __future__ import annotations
 
@@ -18,32 +18,31 @@ from knnlm.errors import KnnlmError
 from knnlm.ingest.add import add
 from knnlm.lm.causal import CausalLM
 
-PAGE = 400  # tokens of a passage
-
-_WAIT = 20.0  # seconds for another writer
+_PASSAGE_TOKENS = 400
+_LOCK_SECONDS = 20.0  # to wait for another writer
 
 
 class UnknownDocument(KnnlmError):
-    """There is no such document."""
+    """The store has no document with this number."""
 
 
 class DocumentService:
-    """The store of a memory, as those see it who read and change its documents; it may be used from any thread."""
+    """Reads and changes the documents of a store; thread-safe."""
 
     def __init__(self, path: Path, lm: CausalLM) -> None:
         self.path = path
-        # A tokenizer must not be used by two threads at once, so those who read and who add have their own.
-        self.lm, self._adding = lm.with_own_tokenizer(), lm.with_own_tokenizer()
+        # Tokenizers are not thread-safe: one for readers, one for writers.
+        self.lm, self._write_lm = lm.with_own_tokenizer(), lm.with_own_tokenizer()
         self._store = Datastore.open(path)
         self._lock = threading.Lock()
-        self._changing = threading.Lock()
+        self._write_lock = threading.Lock()
 
     def close(self) -> None:
-        """Let go of the files."""
+        """Close the store."""
         self._store.close()
 
     def list(self, *, query: str = "", offset: int = 0, limit: int = 50) -> dict[str, Any]:
-        """Give some of the documents whose id or source has the query in it, and how many there are."""
+        """Return a page of the documents whose id or source contains the query, and their total number."""
         with self._lock:
             store = self._current()
             if not query:
@@ -52,29 +51,31 @@ class DocumentService:
             else:
                 shown, total = [], 0
                 for document in store.documents():
-                    if _has(document, query.casefold()):
+                    if _matches(document, query.casefold()):
                         total += 1
                         if offset < total <= offset + limit:
                             shown.append(document)
-            return {"total": total, "offset": offset, "documents": [_facts(document) for document in shown]}
+            return {"total": total, "offset": offset, "documents": [_metadata(document) for document in shown]}
 
-    def read(self, number: int, *, row: int | None = None, offset: int = 0, limit: int = PAGE) -> dict[str, Any]:
-        """Give a piece of a document: around a row of the memory, or from a token of the document on."""
+    def read(
+        self, number: int, *, entry: int | None = None, offset: int = 0, limit: int = _PASSAGE_TOKENS
+    ) -> dict[str, Any]:
+        """Return a passage of a document: around an entry of the store, or from a token of the document on."""
         with self._lock:
             store = self._current()
             document = _document(store, number)
             end = document.first_row + document.rows
-            if row is not None:
-                if not document.first_row <= row < end:
-                    raise UnknownDocument(f"Row {row} is not in document {number}.")
-                begin = max(document.first_row, row - limit // 2)
+            if entry is not None:
+                if not document.first_row <= entry < end:
+                    raise UnknownDocument(f"Entry {entry} is not in document {number}.")
+                begin = max(document.first_row, entry - limit // 2)
             else:
                 begin = min(document.first_row + offset, end)
             stop = min(begin + limit, end)
             tokens = store.values(torch.arange(begin, stop)).tolist()
-            place = len(tokens) if row is None else row - begin
+            place = len(tokens) if entry is None else entry - begin
             return {
-                **_facts(document),
+                **_metadata(document),
                 "offset": begin - document.first_row,
                 "before": self.lm.decode(tokens[:place]),
                 "token": self.lm.decode(tokens[place : place + 1]),
@@ -83,33 +84,33 @@ class DocumentService:
             }
 
     def add(self, documents: Sequence[Document]) -> dict[str, Any]:
-        """Remember documents; those whose text is there already are skipped."""
-        with self._changing:
-            made = add(documents, self.path, lm=self._adding, wait=_WAIT)
-        return {"added": made.documents, "skipped": made.skipped, "tokens": made.tokens}
+        """Add documents; those whose text is in the store are skipped."""
+        with self._write_lock:
+            added = add(documents, self.path, lm=self._write_lm, wait=_LOCK_SECONDS)
+        return {"added": added.documents, "skipped": added.skipped, "tokens": added.tokens}
 
     def remove(self, number: int) -> dict[str, Any]:
-        """Forget a document."""
+        """Remove a document."""
         with self._lock:
             _document(self._current(), number)
-        with self._changing:
-            gone = remove(self.path, where=f"number={number}", wait=_WAIT)
-        return {"removed": len(gone.documents)}
+        with self._write_lock:
+            removed = remove(self.path, where=f"number={number}", wait=_LOCK_SECONDS)
+        return {"removed": len(removed.documents)}
 
     def _current(self) -> Datastore:
-        """Give the store as it is now; the caller holds the lock."""
+        """Return the store, reopened if it has changed; the caller holds the lock."""
         if self._store.stale:
             before, self._store = self._store, self._store.reopen()
             before.close()
         return self._store
 
 
-def _has(document: StoredDocument, wanted: str) -> bool:
-    return wanted in document.id.casefold() or wanted in document.source.casefold()
+def _matches(document: StoredDocument, query: str) -> bool:
+    return query in document.id.casefold() or query in document.source.casefold()
 
 
 def _document(store: Datastore, number: int) -> StoredDocument:
-    """Find a document by its number; numbers go up with rows, so a few looks are enough."""
+    """Return a document by a binary search: numbers ascend with entries."""
     low, high = 0, store.rows - 1
     while low <= high:
         found = store.document_at((low + high) // 2)
@@ -119,15 +120,15 @@ def _document(store: Datastore, number: int) -> StoredDocument:
             low = found.first_row + found.rows
         else:
             high = found.first_row - 1
-    raise UnknownDocument(f"There is no document {number} in the memory.")
+    raise UnknownDocument(f"The store has no document {number}.")
 
 
-def _facts(document: StoredDocument) -> dict[str, Any]:
+def _metadata(document: StoredDocument) -> dict[str, Any]:
     return {
         "number": document.number,
         "id": document.id,
         "source": document.source,
         "tokens": document.rows,
-        "first_row": document.first_row,
+        "first_entry": document.first_row,
         "fields": dict(document.fields),
     }

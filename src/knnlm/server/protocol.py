@@ -1,7 +1,7 @@
-"""A connection that nobody can hold for nothing. Knows nothing about requests but where their head ends.
+"""An HTTP protocol with limits on headers, slow clients and connections.
 
-uvicorn waits for ever for the head of a request, takes one of any size, and waits for ever for somebody who asks and
-does not read. A thousand such connections are all that a process can have open, so here each of these has an end.
+uvicorn has no timeout for the headers of a request, no limit of their size, and no timeout for a client that does not
+read. About a thousand such connections would exhaust a process, so each of these has a limit here.
 """
 
 from __future__ import annotations
@@ -12,85 +12,85 @@ from typing import Any
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from knnlm.server.middleware import error_body
+from knnlm.server.responses import error_body
 
 
 class LimitedHttpProtocol(HttpToolsProtocol):
     """One client's connection."""
 
-    head_seconds = 20.0  # for the head of a request, from the first byte or from the beginning on
+    head_seconds = 20.0  # for the headers of a request
     head_bytes = 64 << 10
-    read_seconds = 60.0  # for a client to take what was written for it
-    most = 1024  # connections at once
+    read_seconds = 60.0  # for a client to read what was sent
+    max_connections = 1024
 
-    def __init__(self, *given: Any, **named: Any) -> None:
-        super().__init__(*given, **named)
-        self._head: asyncio.TimerHandle | None = None
-        self._stuck: asyncio.TimerHandle | None = None
-        self._size = 0  # of a head that is not complete
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._head_timer: asyncio.TimerHandle | None = None
+        self._read_timer: asyncio.TimerHandle | None = None
+        self._head_size = 0  # of incomplete headers
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Begin."""
+        """Start the timer of the headers, or refuse the connection."""
         super().connection_made(transport)
-        if len(self.connections) > self.most:
-            self._refuse(503, "Service Unavailable", "This server has too many connections. Try again later.")
+        if len(self.connections) > self.max_connections:
+            self._refuse(503, "Service Unavailable", "Too many connections. Try again later.")
         else:
             self._wait_for_head()
 
     def data_received(self, data: bytes) -> None:
-        """Take what came; what follows the head is the body, whose size and time others look after."""
+        """Check the size of headers; RequestGuard checks bodies."""
         if self.transport.is_closing():
             return
-        self._size += len(data)
+        self._head_size += len(data)
         super().data_received(data)
         if self.transport.is_closing() or (self.cycle is not None and not self.cycle.response_complete):
             return
-        if self._size > self.head_bytes:
-            self._refuse(431, "Request Header Fields Too Large", "The head of the request is too large.")
-        elif self._head is None:
+        if self._head_size > self.head_bytes:
+            self._refuse(431, "Request Header Fields Too Large", "The headers of the request are too large.")
+        elif self._head_timer is None:
             self._wait_for_head()
 
     def on_headers_complete(self) -> None:
-        """Wait for no head any more."""
-        self._size = 0
-        if self._head is not None:
-            self._head.cancel()
-            self._head = None
+        """Stop the timer of the headers."""
+        self._head_size = 0
+        if self._head_timer is not None:
+            self._head_timer.cancel()
+            self._head_timer = None
         super().on_headers_complete()
 
     def on_response_complete(self) -> None:
-        """Count the next head anew."""
-        self._size = 0
+        """Reset the size of the headers."""
+        self._head_size = 0
         super().on_response_complete()
 
     def pause_writing(self) -> None:
-        """The client does not take what is written: wait for a while."""
+        """Start the timer of a client that does not read."""
         super().pause_writing()
-        if self._stuck is None:
-            self._stuck = self.loop.call_later(self.read_seconds, self.transport.abort)
+        if self._read_timer is None:
+            self._read_timer = self.loop.call_later(self.read_seconds, self.transport.abort)
 
     def resume_writing(self) -> None:
-        """It does again."""
-        if self._stuck is not None:
-            self._stuck.cancel()
-            self._stuck = None
+        """Stop the timer of a client that does not read."""
+        if self._read_timer is not None:
+            self._read_timer.cancel()
+            self._read_timer = None
         super().resume_writing()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """End."""
-        for timer in (self._head, self._stuck):
+        """Stop all timers."""
+        for timer in (self._head_timer, self._read_timer):
             if timer is not None:
                 timer.cancel()
         super().connection_lost(exc)
 
     def _wait_for_head(self) -> None:
-        self._head = self.loop.call_later(self.head_seconds, self._late)
+        self._head_timer = self.loop.call_later(self.head_seconds, self._head_timeout)
 
-    def _late(self) -> None:
-        if self._size:
-            self._refuse(408, "Request Timeout", "The request did not come in time.")
+    def _head_timeout(self) -> None:
+        if self._head_size:
+            self._refuse(408, "Request Timeout", "The headers of the request did not arrive in time.")
         else:
-            self.transport.close()  # it asked for nothing
+            self.transport.close()  # an idle connection
 
     def _refuse(self, status: int, phrase: str, message: str) -> None:
         body = json.dumps(error_body(status, message)).encode()

@@ -1,220 +1,284 @@
-"""From the engine's events to the bodies of answers, whole or in chunks. Knows nothing about HTTP.
-
-What one token is by itself: its text, and its bytes where it is only a part of a character.
-
-Knows nothing about answers.
-"""
+"""The bodies of responses: events become JSON, whole or as a stream of server-sent events."""
 
 from __future__ import annotations
 
+import json
 import math
 import re
 import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
 
+from fastapi.responses import JSONResponse
 from transformers import PreTrainedTokenizerBase
 
-from knnlm.server.engine.requests import ScoredToken
+from knnlm.server.engine.requests import ErrorEvent, Event, FinishEvent, RequestFailed, ScoredToken
 
-_NEVER = -9999.0  # the logarithm of what is impossible, as OpenAI writes it
+DONE = b"data: [DONE]\n\n"
+
+_LOG_ZERO = -9999.0  # the logarithm of 0 in OpenAI's API
+_CACHED_TOKENS = 1 << 16
+_BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+_ERROR_TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error", 503: "unavailable_error"}
+
+# Clearer messages for some of the framework's.
+_MESSAGES = {
+    "Not Found": "There is no such route. The routes of the API begin with /v1; /openapi.json lists them.",
+    "Method Not Allowed": "This route does not support the method. /openapi.json lists the supported ones.",
+    "Field required": "The body is empty. Send one JSON object.",
+    "Input should be a valid dictionary or object to extract fields from": "The body must be one JSON object.",
+    "There was an error parsing the body": "The body cannot be read. Send one JSON object in UTF-8.",
+}
+
+# One encoder for all tokens; `json.dumps` with these options would create one at every call.
+encode_json = json.JSONEncoder(allow_nan=False, separators=(",", ":")).encode
 
 
-def finite(number: float | None) -> float | None:
-    """Give a number as JSON can hold it."""
-    return number if number is not None and math.isfinite(number) else None
+class JsonResponse(JSONResponse):
+    """A JSON response in ASCII: any text can be escaped, also unpaired surrogates."""
+
+    def render(self, content: Any) -> bytes:
+        """Return the encoded body."""
+        return encode_json(content).encode()
 
 
-def token_facts(token: ScoredToken) -> dict[str, Any]:
-    """Tell of a token."""
-    facts: dict[str, Any] = {
+def error_body(status: int, message: str, *, param: str | None = None, code: str | None = None) -> dict[str, Any]:
+    """Return an error in OpenAI's format."""
+    default = "server_error" if status >= 500 else "invalid_request_error"
+    return {
+        "error": {
+            "message": _MESSAGES.get(message, message),
+            "type": _ERROR_TYPES.get(status, default),
+            "param": param,
+            "code": code,
+        }
+    }
+
+
+def provenance(trace_id: str, k: int, tokens: Sequence[ScoredToken]) -> dict[str, Any]:
+    """Return the probabilities and sources of tokens; rescoring of the trace can use up to `k` neighbours."""
+    return {"id": trace_id, "k": k, "tokens": [_token(token) for token in tokens]}
+
+
+def _token(token: ScoredToken) -> dict[str, Any]:
+    body: dict[str, Any] = {
         "id": token.id,
         "text": token.text,
-        "p_lm": finite(token.p_lm),
-        "p_knn": finite(token.p_knn),
-        "p": finite(token.p),
+        "p_lm": _finite(token.p_lm),
+        "p_knn": _finite(token.p_knn),
+        "p": _finite(token.p),
         "weight": token.weight,
         "sources": token.sources,
     }
     if token.shares:
-        facts["shares"] = token.shares
-    return facts
+        body["shares"] = token.shares
+    return body
 
 
-def provenance(trace: str, k: int, tokens: Sequence[ScoredToken]) -> dict[str, Any]:
-    """Tell where tokens come from."""
-    return {"id": trace, "k": k, "tokens": [token_facts(token) for token in tokens]}
-
-
-def totals(tokens: Sequence[ScoredToken]) -> dict[str, Any]:
-    """Give the log-probability and the perplexity of a text, by the model alone and with the memory."""
-    known = [token for token in tokens if token.opinion is not None]
-    lm = sum(token.opinion.logs[0] for token in known if token.opinion is not None)
-    mixed = sum(token.log_p for token in known)
-    facts: dict[str, Any] = {"tokens": len(known), "log_p_lm": finite(lm), "log_p": finite(mixed)}
+def score_body(trace_id: str, k: int, tokens: Sequence[ScoredToken]) -> dict[str, Any]:
+    """Return log-probability and perplexity of a text, by the language model and by the mixture, and its tokens."""
+    scored = [token for token in tokens if token.opinion is not None]
+    lm = sum(token.opinion.logs[0] for token in scored if token.opinion is not None)
+    mixed = sum(token.log_p for token in scored)
+    body: dict[str, Any] = {"tokens": len(scored), "log_p_lm": _finite(lm), "log_p": _finite(mixed)}
     for name, log_p in (("perplexity_lm", lm), ("perplexity", mixed)):
-        mean = -log_p / len(known) if known else math.nan
-        facts[name] = finite(math.exp(mean)) if mean < 700 else None
-    return facts
+        loss = -log_p / len(scored) if scored else math.nan
+        body[name] = _finite(math.exp(loss)) if loss < 700 else None
+    return {**body, "knnlm": provenance(trace_id, k, tokens)}
+
+
+def _finite(number: float | None) -> float | None:
+    """Return a number as JSON can hold it."""
+    return number if number is not None and math.isfinite(number) else None
 
 
 @dataclass
-class Choice:
-    """One continuation as far as it has come."""
+class _Choice:
+    """The state of one continuation."""
 
     index: int
-    trace: str = ""
-    k: int = 0
-    tokens: list[ScoredToken] = field(default_factory=list)
-    length: int = 0  # characters told of
+    trace_id: str = ""
+    tokens: list[ScoredToken] = field(default_factory=list)  # of whole responses only
+    length: int = 0  # characters in earlier chunks
     reason: str | None = None
-    begun: bool = False
-
-    @property
-    def text(self) -> str:
-        """All of its text."""
-        return "".join(token.text for token in self.tokens)
+    started: bool = False
 
 
-@dataclass
-class ResponseFormatter:
-    """What answers of one request look like."""
+class ResponseWriter:
+    """Writes the response to one request for completions, from the events of the scheduler."""
 
-    kind: str  # "cmpl" or "chatcmpl"
-    model: str
-    pieces: TokenTexts
-    alternatives: int | None  # None: no log-probabilities are wanted
-    id: str = ""
-    created: int = field(default_factory=lambda: int(time.time()))
+    def __init__(
+        self,
+        model: str,
+        token_texts: TokenTexts,
+        *,
+        chat: bool,
+        choices: int,
+        prompt_tokens: int,
+        alternatives: int | None,
+        max_k: int,
+    ) -> None:
+        self.token_texts = token_texts
+        self.chat = chat
+        self.alternatives = alternatives  # None: no log-probabilities
+        self.max_k = max_k
+        self._choices = [_Choice(index) for index in range(choices)]
+        self._prompt_tokens, self._generated = prompt_tokens, 0
+        name = "chat.completion.chunk" if chat else "text_completion"
+        id_ = f"{'chatcmpl' if chat else 'cmpl'}-{secrets.token_hex(12)}"
+        self._head = {"id": id_, "object": name, "created": int(time.time()), "model": model}
 
-    def __post_init__(self) -> None:
-        self.id = f"{self.kind}-{secrets.token_hex(12)}"
+    async def body(self, events: AsyncIterator[list[Event]]) -> dict[str, Any]:
+        """Return the whole response; raise RequestFailed if the request fails."""
+        async for batch in events:
+            for event in batch:
+                if isinstance(event, ErrorEvent):
+                    raise RequestFailed(event)
+                choice = self._update(event)
+                if not isinstance(event, FinishEvent):
+                    choice.tokens += event.tokens
+        head = {**self._head, "object": "chat.completion"} if self.chat else self._head
+        return {**head, "choices": [self._whole(choice) for choice in self._choices], "usage": self._usage()}
 
-    @property
-    def chat(self) -> bool:
-        """Whether it is a conversation."""
-        return self.kind == "chatcmpl"
+    async def stream(self, events: AsyncIterator[list[Event]], *, usage: bool) -> AsyncGenerator[bytes, None]:
+        """Yield server-sent events, in one piece those that arrive together.
 
-    def whole(self, choices: Sequence[Choice], usage: dict[str, int]) -> dict[str, Any]:
-        """Write the whole answer."""
-        name = "chat.completion" if self.chat else "text_completion"
-        return {**self._head(name), "choices": [self._choice(choice) for choice in choices], "usage": usage}
+        An error before the first chunk raises RequestFailed, so that the response has its status.
+        """
+        started = False
+        async for batch in events:
+            chunks: list[bytes] = []
+            for event in batch:
+                if isinstance(event, ErrorEvent):
+                    if not (started or chunks):
+                        raise RequestFailed(event)
+                    yield b"".join([*chunks, _sse(error_body(event.status, event.message)), DONE])
+                    return
+                tokens = [] if isinstance(event, FinishEvent) else event.tokens
+                chunks.append(_sse(self._chunk(self._update(event), tokens)))
+            yield b"".join(chunks)
+            started = True
+        if usage:
+            yield _sse({**self._head, "choices": [], "usage": self._usage()})
+        yield DONE
 
-    def chunk(self, choice: Choice, tokens: Sequence[ScoredToken]) -> dict[str, Any]:
-        """Write a piece of a stream: some tokens of a choice, or its end."""
+    def _update(self, event: Event) -> _Choice:
+        """Return the choice of an event, with the event applied."""
+        assert not isinstance(event, ErrorEvent)
+        choice = self._choices[event.choice]
+        choice.trace_id = event.trace_id
+        if isinstance(event, FinishEvent):
+            choice.reason = event.reason
+            self._generated += event.generated
+        return choice
+
+    def _chunk(self, choice: _Choice, tokens: Sequence[ScoredToken]) -> dict[str, Any]:
         text = "".join(token.text for token in tokens)
-        facts: dict[str, Any] = {"index": choice.index, "finish_reason": choice.reason}
+        body: dict[str, Any] = {"index": choice.index, "finish_reason": choice.reason}
         if self.chat:
-            facts["delta"] = {"content": text} if tokens or not choice.reason else {}
-            if not choice.begun:
-                facts["delta"] = {"role": "assistant", **facts["delta"]}
+            body["delta"] = {"content": text} if tokens or not choice.reason else {}
+            if not choice.started:
+                body["delta"] = {"role": "assistant", **body["delta"]}
         else:
-            facts["text"] = text
-        facts["logprobs"] = self._log_probabilities(tokens, choice.length) if tokens else None
-        facts["knnlm"] = provenance(choice.trace, choice.k, tokens)
-        choice.begun = True
+            body["text"] = text
+        body["logprobs"] = self._logprobs(tokens, choice.length) if tokens else None
+        body["knnlm"] = provenance(choice.trace_id, self.max_k, tokens)
+        choice.started = True
         choice.length += len(text)
-        return {**self._head(self._chunk_name), "choices": [facts]}
+        return {**self._head, "choices": [body]}
 
-    def last(self, usage: dict[str, int]) -> dict[str, Any]:
-        """Write the chunk that tells what was used."""
-        return {**self._head(self._chunk_name), "choices": [], "usage": usage}
-
-    @property
-    def _chunk_name(self) -> str:
-        return "chat.completion.chunk" if self.chat else "text_completion"
-
-    def _head(self, name: str) -> dict[str, Any]:
-        return {"id": self.id, "object": name, "created": self.created, "model": self.model}
-
-    def _choice(self, choice: Choice) -> dict[str, Any]:
-        facts: dict[str, Any] = {"index": choice.index, "finish_reason": choice.reason}
+    def _whole(self, choice: _Choice) -> dict[str, Any]:
+        text = "".join(token.text for token in choice.tokens)
+        body: dict[str, Any] = {"index": choice.index, "finish_reason": choice.reason}
         if self.chat:
-            facts["message"] = {"role": "assistant", "content": choice.text, "refusal": None}
+            body["message"] = {"role": "assistant", "content": text, "refusal": None}
         else:
-            facts["text"] = choice.text
-        facts["logprobs"] = self._log_probabilities(choice.tokens, 0)
-        facts["knnlm"] = provenance(choice.trace, choice.k, choice.tokens)
-        return facts
+            body["text"] = text
+        body["logprobs"] = self._logprobs(choice.tokens, 0)
+        body["knnlm"] = provenance(choice.trace_id, self.max_k, choice.tokens)
+        return body
 
-    def _log_probabilities(self, tokens: Sequence[ScoredToken], offset: int) -> dict[str, Any] | None:
+    def _usage(self) -> dict[str, int]:
+        prompt, generated = self._prompt_tokens, self._generated
+        return {"prompt_tokens": prompt, "completion_tokens": generated, "total_tokens": prompt + generated}
+
+    def _logprobs(self, tokens: Sequence[ScoredToken], offset: int) -> dict[str, Any] | None:
         if self.alternatives is None:
             return None
         if self.chat:
-            return {"content": [self._chat_token(token) for token in tokens], "refusal": None}
+            return {"content": [self._chat_logprob(token) for token in tokens], "refusal": None}
         offsets = []
         for token in tokens:
             offsets.append(offset)
             offset += len(token.text)
         return {
-            "tokens": [self.pieces.spell(token.id)[0] for token in tokens],
-            "token_logprobs": [None if token.opinion is None else _log(token.log_p) for token in tokens],
-            "top_logprobs": [self._top(token) for token in tokens],
+            "tokens": [self.token_texts.get(token.id)[0] for token in tokens],
+            "token_logprobs": [None if token.opinion is None else _logprob(token.log_p) for token in tokens],
+            "top_logprobs": [self._top_logprobs(token) for token in tokens],
             "text_offset": offsets,
         }
 
-    def _top(self, token: ScoredToken) -> dict[str, float] | None:
+    def _top_logprobs(self, token: ScoredToken) -> dict[str, float] | None:
         if token.opinion is None:
             return None
-        found: dict[str, float] = {}
-        for other, log_p in token.top:  # the most probable first: of two that are written alike, it stays
-            found.setdefault(self.pieces.spell(other)[0], _log(log_p))
-        return found
+        logprobs: dict[str, float] = {}
+        for other, log_p in token.top:  # of tokens with the same text, the most probable stays
+            logprobs.setdefault(self.token_texts.get(other)[0], _logprob(log_p))
+        return logprobs
 
-    def _chat_token(self, token: ScoredToken) -> dict[str, Any]:
+    def _chat_logprob(self, token: ScoredToken) -> dict[str, Any]:
         return {
-            **self._spelt(token.id, token.log_p),
-            "top_logprobs": [self._spelt(other, log_p) for other, log_p in token.top],
+            **self._token_logprob(token.id, token.log_p),
+            "top_logprobs": [self._token_logprob(other, log_p) for other, log_p in token.top],
         }
 
-    def _spelt(self, token: int, log_p: float) -> dict[str, Any]:
-        name, spelt = self.pieces.spell(token)
-        return {"token": name, "logprob": _log(log_p), "bytes": None if spelt is None else list(spelt)}
+    def _token_logprob(self, token: int, log_p: float) -> dict[str, Any]:
+        text, data = self.token_texts.get(token)
+        return {"token": text, "logprob": _logprob(log_p), "bytes": None if data is None else list(data)}
 
 
-def _log(log_p: float) -> float:
-    return log_p if math.isfinite(log_p) else _NEVER
+def _sse(body: dict[str, Any]) -> bytes:
+    return b"data: " + encode_json(body).encode() + b"\n\n"
 
 
-_BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
-
-_KEPT = 1 << 16  # tokens that are remembered
+def _logprob(log_p: float) -> float:
+    return log_p if math.isfinite(log_p) else _LOG_ZERO
 
 
 class TokenTexts:
-    """Spells tokens one by one; for one thread only, since a tokenizer is."""
+    """The text and bytes of single tokens. Not thread-safe, as tokenizers are not."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self.tokenizer = tokenizer
-        self.spell = lru_cache(maxsize=_KEPT)(self._spell)
+        self.get = lru_cache(maxsize=_CACHED_TOKENS)(self._get)
 
-    def _spell(self, token: int) -> tuple[str, bytes | None]:
-        """Give a token's name and its bytes; as in OpenAI's API, a part of a character is named by its bytes."""
+    def _get(self, token: int) -> tuple[str, bytes | None]:
+        """Return a token's text and bytes; as in OpenAI's API, the text of a partial character lists its bytes."""
         text = str(self.tokenizer.decode([token], clean_up_tokenization_spaces=False))
         if "\ufffd" not in text:
             return text, text.encode(errors="replace")
-        found = _bytes(self.tokenizer.convert_ids_to_tokens(token))
-        if found is None or found == text.encode(errors="replace"):
-            return text, found
-        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in found), found
+        data = _token_bytes(self.tokenizer.convert_ids_to_tokens(token))
+        if data is None or data == text.encode(errors="replace"):
+            return text, data
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data), data
 
 
-def _bytes(piece: Any) -> bytes | None:
-    """Read the bytes from how a tokenizer writes a token; None where it does not say."""
-    if not isinstance(piece, str):
+def _token_bytes(name: Any) -> bytes | None:
+    """Return the bytes of a byte-level or byte-fallback token, None for other tokens."""
+    if not isinstance(name, str):
         return None
-    if match := _BYTE.fullmatch(piece):
+    if match := _BYTE_TOKEN.fullmatch(name):
         return bytes([int(match[1], 16)])
-    signs = _byte_signs()
-    return bytes(signs[sign] for sign in piece) if all(sign in signs for sign in piece) else None
+    alphabet = _byte_alphabet()
+    return bytes(alphabet[char] for char in name) if all(char in alphabet for char in name) else None
 
 
 @lru_cache(maxsize=1)
-def _byte_signs() -> dict[str, int]:
-    """Say which sign stands for which byte where tokens are made of bytes: those that can be seen for themselves."""
-    seen = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    hidden = [byte for byte in range(256) if byte not in seen]
-    return {chr(byte): byte for byte in seen} | {chr(256 + place): byte for place, byte in enumerate(hidden)}
+def _byte_alphabet() -> dict[str, int]:
+    """Return the byte of each character in byte-level BPE: printable bytes stand for themselves."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(256 + place): byte for place, byte in enumerate(others)}

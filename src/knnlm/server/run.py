@@ -1,87 +1,74 @@
-"""Listen on a port until told to stop. Knows nothing about routes.
-
-A signal ends it gracefully: nobody new is let in, what is in flight is finished, then the engine stops.
-"""
+"""Run the server on a socket until a signal; running requests are finished before it stops."""
 
 from __future__ import annotations
 
 import errno
 import socket
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import uvicorn
 
 from knnlm.errors import ParameterError
+from knnlm.server.app import make_app
 from knnlm.server.auth import ApiKeys, check_host
 from knnlm.server.protocol import LimitedHttpProtocol
-from knnlm.server.routes import make_app
 from knnlm.server.service import Service
 
-PATIENCE = 60  # seconds for what is in flight when the server is told to stop
-
-SPARE = 256  # connections beyond those whose requests are being answered or wait
-
-
-@dataclass(frozen=True)
-class Place:
-    """Where a server listens."""
-
-    host: str = "127.0.0.1"
-    port: int = 8000
+_SHUTDOWN_SECONDS = 60  # for running requests after a signal
+_SPARE_CONNECTIONS = 256  # beyond those of running and waiting requests
 
 
-def bind(place: Place, keys: ApiKeys) -> socket.socket:
-    """Take a port, before anything slow is opened; 0 is any that is free."""
-    check_host(place.host, keys)
-    family = socket.AF_INET6 if ":" in place.host else socket.AF_INET
-    taken = socket.socket(family, socket.SOCK_STREAM)
-    taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+def bind(host: str, port: int, *, keys: ApiKeys) -> socket.socket:
+    """Return a bound socket; port 0 is any free port. Raise for a public host without keys."""
+    check_host(host, keys)
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    bound = socket.socket(family, socket.SOCK_STREAM)
+    bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
-        taken.bind((place.host, place.port))
+        bound.bind((host, port))
     except (OSError, OverflowError) as error:
-        taken.close()
+        bound.close()
         reason = getattr(error, "strerror", None) or error
-        elsewhere = isinstance(error, socket.gaierror) or getattr(error, "errno", None) == errno.EADDRNOTAVAIL
-        other = "--host" if elsewhere else "--port"
-        raise ParameterError(f"Cannot listen on {place.host}:{place.port}: {reason}. Choose another {other}.") from None
-    return taken
+        wrong_host = isinstance(error, socket.gaierror) or getattr(error, "errno", None) == errno.EADDRNOTAVAIL
+        option = "--host" if wrong_host else "--port"
+        raise ParameterError(f"Cannot listen on {host}:{port}: {reason}. Choose another {option}.") from None
+    return bound
 
 
-def address(taken: socket.socket) -> str:
-    """Give the address of a server as a browser takes it."""
-    host, port = taken.getsockname()[:2]
+def server_url(bound: socket.socket) -> str:
+    """Return the URL of a server."""
+    host, port = bound.getsockname()[:2]
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
 class Server(uvicorn.Server):
-    """Tells when it listens."""
+    """A uvicorn server that calls `ready` when it listens."""
 
     def __init__(self, config: uvicorn.Config, ready: Callable[[], None]) -> None:
         super().__init__(config)
         self._ready = ready
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Begin to listen."""
+        """Listen on the sockets."""
         await super().startup(sockets)
         if self.started:
             self._ready()
 
 
 def serve(
-    service: Service, taken: socket.socket, *, keys: ApiKeys | None = None, ready: Callable[[], None] = lambda: None
+    service: Service, bound: socket.socket, *, keys: ApiKeys | None = None, ready: Callable[[], None] = lambda: None
 ) -> None:
-    """Serve until a signal comes; `ready` is called when requests are answered."""
-    make_server(service, taken, keys=keys, ready=ready).run(sockets=[taken])
+    """Serve until a signal; `ready` is called when the server listens."""
+    make_server(service, bound, keys=keys, ready=ready).run(sockets=[bound])
 
 
 def make_server(
-    service: Service, taken: socket.socket, *, keys: ApiKeys | None = None, ready: Callable[[], None] = lambda: None
+    service: Service, bound: socket.socket, *, keys: ApiKeys | None = None, ready: Callable[[], None] = lambda: None
 ) -> Server:
-    """Make a server that has not begun yet."""
+    """Build a server that is not started."""
 
     class Limited(LimitedHttpProtocol):
-        most = service.limits.slots + service.limits.queue + SPARE
+        max_connections = service.limits.slots + service.limits.queue + _SPARE_CONNECTIONS
 
     config = uvicorn.Config(
         make_app(service, keys),
@@ -89,9 +76,9 @@ def make_server(
         log_level="warning",
         access_log=False,
         server_header=False,
-        timeout_graceful_shutdown=PATIENCE,
+        timeout_graceful_shutdown=_SHUTDOWN_SECONDS,
         timeout_keep_alive=30,
-        host=taken.getsockname()[0],
-        port=taken.getsockname()[1],
+        host=bound.getsockname()[0],
+        port=bound.getsockname()[1],
     )
     return Server(config, ready)

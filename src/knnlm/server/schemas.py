@@ -1,10 +1,7 @@
-"""The bodies of requests and answers, as the OpenAPI document shows them. Knows nothing about what is done with them.
+"""The bodies of requests and responses, from which the OpenAPI document is generated.
 
-What OpenAI's API has is named as there. What it has not: `memory` and `sources` in a request, `knnlm` in a choice.
-
-The bodies of requests and answers about documents, as the OpenAPI document shows them.
-
-Knows nothing about what is done with them.
+Fields of OpenAI's API have the same names here. Additions are `memory` and `sources` in requests, and `knnlm` in
+responses.
 """
 
 from __future__ import annotations
@@ -16,116 +13,111 @@ from pydantic_core import PydanticCustomError
 
 from knnlm.corpus import INTEGER_LIMIT, MAX_FIELD_LENGTH, MAX_FIELDS, invalid_fields
 
-MOST_COPIES = 16
-
-MOST_PROMPTS = 64
-
-MOST_K = 16_384
-
-MOST_SOURCES = 64
+_MAX_COPIES = 16
+_MAX_PROMPTS = 64
+_MAX_K = 16_384
+_MAX_SOURCES = 64
 
 Seed = Annotated[int, Field(ge=-(2**63), le=2**63 - 1)]
-
 TokenId = Annotated[int, Field(ge=0, le=2**31 - 1)]
-
 StopString = Annotated[str, StringConstraints(min_length=1, max_length=256)]
-
 Name = Annotated[str, StringConstraints(max_length=512)]
-
 TokenNumber = Annotated[str, StringConstraints(pattern=r"^[0-9]{1,10}$")]
-
 Bias = Annotated[float, Field(ge=-100, le=100)]
+EmptyList = Annotated[list[Any], Field(max_length=0)]
 
-Nothing = Annotated[list[Any], Field(max_length=0)]
-
-# Fields of OpenAI's API that this server has no use for. Left out, null or with the value that asks for nothing, they
-# are taken; anything else is refused in these words, never passed over.
-NOT_HERE = {
-    "audio": "this server writes text only.",
-    "function_call": "this server calls no functions.",
-    "functions": "this server calls no functions.",
-    "modalities": 'this server writes text only: ["text"].',
-    "parallel_tool_calls": "this server calls no tools.",
+# Fields of OpenAI's API that are not supported. Null and values without effect are accepted; others are errors with
+# these messages.
+UNSUPPORTED_FIELDS = {
+    "audio": "only text is generated.",
+    "function_call": "function calls are not supported.",
+    "functions": "function calls are not supported.",
+    "modalities": 'only text is generated: use ["text"].',
+    "parallel_tool_calls": "tool calls are not supported.",
     "prediction": "predicted outputs are not supported.",
-    "reasoning_effort": "the model is not told how long to reason.",
-    "response_format": 'only {"type": "text"} is supported: what the model writes is not forced into a form.',
-    "store": "answers are not stored: only false.",
-    "suffix": "text is only continued, not inserted before a suffix.",
-    "tool_calls": "this server calls no tools.",
-    "tool_choice": 'this server calls no tools: only "none" or "auto".',
-    "tools": "this server calls no tools.",
-    "verbosity": "the model is not told how much to write. Use max_tokens.",
-    "web_search_options": "this server searches its memory only.",
+    "reasoning_effort": "reasoning effort is not supported.",
+    "response_format": 'only {"type": "text"} is supported: structured output is not.',
+    "store": "responses are not stored: use false.",
+    "suffix": "insertion before a suffix is not supported.",
+    "tool_calls": "tool calls are not supported.",
+    "tool_choice": 'tool calls are not supported: use "none" or "auto".',
+    "tools": "tool calls are not supported.",
+    "verbosity": "verbosity is not supported. Use max_tokens.",
+    "web_search_options": "web search is not supported.",
 }
 
 
 class Body(BaseModel):
-    """What a request sends: a field that nobody knows is refused, so that no misspelt one is passed over."""
+    """The body of a request; unknown fields are errors, so that misspelt ones are not ignored."""
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
 
 class MemorySettings(Body):
-    """How the memory takes part; what is left out is as the server was started."""
+    """Settings of the memories; the defaults are those of the server."""
 
-    off: bool = Field(False, description="The model alone.")
-    lmbda: float | None = Field(None, ge=0, le=1, alias="lambda", description="λ, the weight of all memories.")
-    k: int | None = Field(None, ge=1, le=MOST_K, description="How many neighbours vote.")
-    knn_temperature: float | None = Field(None, ge=1e-9, le=1e9, description="τ of the vote.")
-    memories: list[Name] | None = Field(None, min_length=1, max_length=16, description="Which of the memories.")
+    off: bool = Field(False, description="Use the language model alone.")
+    lmbda: float | None = Field(None, ge=0, le=1, alias="lambda", description="λ, the total weight of the memories.")
+    k: int | None = Field(None, ge=1, le=_MAX_K, description="Number of neighbours.")
+    knn_temperature: float | None = Field(
+        None, ge=1e-9, le=1e9, description="τ, the temperature of the neighbours' votes."
+    )
+    memories: list[Name] | None = Field(None, min_length=1, max_length=16, description="Names of the memories to use.")
 
 
 class StreamOptions(Body):
-    """What a stream carries beside the text."""
+    """Options of a stream."""
 
     include_usage: bool = False
     include_obfuscation: bool = False
 
 
-class Sampling(Body):
-    """What completions and chat have in common."""
+class SamplingRequest(Body):
+    """The fields that completions and chat share."""
 
     model: Name | None = None
     temperature: float | None = Field(None, ge=0, le=2)
     top_p: float | None = Field(None, gt=0, le=1)
-    n: int | None = Field(None, ge=1, le=MOST_COPIES)
+    n: int | None = Field(None, ge=1, le=_MAX_COPIES)
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     stop: StopString | Annotated[list[StopString], Field(max_length=16)] | None = None
     seed: Seed | None = None
-    presence_penalty: float | None = Field(None, ge=-2, le=2, description="Taken from log p of tokens written before.")
-    frequency_penalty: float | None = Field(None, ge=-2, le=2, description="The same for each time that they were.")
-    logit_bias: Annotated[dict[TokenNumber, Bias], Field(max_length=4096)] | None = Field(
-        None, description="Added to log p, by token."
+    presence_penalty: float | None = Field(
+        None, ge=-2, le=2, description="Subtracted from log p of tokens in the text."
     )
-    user: Name | None = Field(None, description="Taken, and not used; so are the next four.")
+    frequency_penalty: float | None = Field(None, ge=-2, le=2, description="Subtracted once for each occurrence.")
+    logit_bias: Annotated[dict[TokenNumber, Bias], Field(max_length=4096)] | None = Field(
+        None, description="Added to log p, by token id."
+    )
+    user: Name | None = Field(None, description="Accepted and not used, as are the next four.")
     metadata: Annotated[dict[str, Any], Field(max_length=64)] | None = None
     prompt_cache_key: Name | None = None
     safety_identifier: Name | None = None
     service_tier: Name | None = None
     store: Literal[False] | None = None
     memory: MemorySettings | None = None
-    sources: int = Field(0, ge=0, le=MOST_SOURCES, description="Sources to name for each token.")
+    sources: int = Field(0, ge=0, le=_MAX_SOURCES, description="Sources to return for each token.")
 
 
-class CompletionRequest(Sampling):
-    """Continue a prompt: a text, tokens, or several of either."""
+class CompletionRequest(SamplingRequest):
+    """Continue a prompt: a text, a list of tokens, or several of either."""
 
     prompt: (
         str
         | Annotated[list[TokenId], Field(min_length=1)]
-        | Annotated[list[str], Field(min_length=1, max_length=MOST_PROMPTS)]
-        | Annotated[list[Annotated[list[TokenId], Field(min_length=1)]], Field(min_length=1, max_length=MOST_PROMPTS)]
+        | Annotated[list[str], Field(min_length=1, max_length=_MAX_PROMPTS)]
+        | Annotated[list[Annotated[list[TokenId], Field(min_length=1)]], Field(min_length=1, max_length=_MAX_PROMPTS)]
     ) = ""
     max_tokens: int | None = Field(None, ge=0, le=2**31 - 1)
     logprobs: int | None = Field(None, ge=0, le=20)
     echo: bool | None = None
-    best_of: int | None = Field(None, ge=1, le=MOST_COPIES, description="Only the same as n.")
+    best_of: int | None = Field(None, ge=1, le=_MAX_COPIES, description="Only the value of n is supported.")
     suffix: Literal[""] | None = None
 
 
 class TextPart(Body):
-    """A piece of a message."""
+    """A part of a message."""
 
     type: Literal["text"]
     text: str
@@ -137,21 +129,21 @@ class Message(Body):
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | list[TextPart]
     name: Name | None = None
-    # What clients send back with an answer of ours.
+    # Fields of earlier responses that clients send back.
     refusal: None = None
-    annotations: Nothing | None = None
+    annotations: EmptyList | None = None
     audio: None = None
     function_call: None = None
-    tool_calls: Nothing | None = None
+    tool_calls: EmptyList | None = None
 
 
 class ResponseFormat(Body):
-    """What the answer is to look like."""
+    """The format of the response."""
 
     type: Literal["text"]
 
 
-class ChatRequest(Sampling):
+class ChatRequest(SamplingRequest):
     """Answer the last message of a conversation."""
 
     messages: list[Message] = Field(min_length=1, max_length=4096)
@@ -161,10 +153,10 @@ class ChatRequest(Sampling):
     top_logprobs: int | None = Field(None, ge=0, le=20)
     response_format: ResponseFormat | None = None
     modalities: list[Literal["text"]] | None = None
-    tools: Nothing | None = None
+    tools: EmptyList | None = None
     tool_choice: Literal["none", "auto"] | None = None
     parallel_tool_calls: bool | None = None
-    functions: Nothing | None = None
+    functions: EmptyList | None = None
     function_call: Literal["none", "auto"] | None = None
     audio: None = None
     prediction: None = None
@@ -174,25 +166,25 @@ class ChatRequest(Sampling):
 
 
 class ScoreRequest(Body):
-    """Say how probable a text is, token by token."""
+    """Score each token of a text."""
 
     model: Name | None = None
     text: Annotated[str, StringConstraints(min_length=1)]
     memory: MemorySettings | None = None
-    sources: int = Field(0, ge=0, le=MOST_SOURCES)
+    sources: int = Field(0, ge=0, le=_MAX_SOURCES)
 
 
 class RescoreRequest(Body):
-    """Weigh a text anew that was scored or written a while ago."""
+    """Score an earlier text with other settings, without running the model."""
 
     id: Name
     lmbda: float | None = Field(None, ge=0, le=1, alias="lambda")
-    k: int | None = Field(None, ge=1, le=MOST_K)
+    k: int | None = Field(None, ge=1, le=_MAX_K)
     knn_temperature: float | None = Field(None, ge=1e-9, le=1e9)
 
 
 class NeighboursRequest(Body):
-    """Say what a context retrieves."""
+    """Return the neighbours of a context."""
 
     model: Name | None = None
     prompt: str
@@ -200,8 +192,8 @@ class NeighboursRequest(Body):
     memory: MemorySettings | None = None
 
 
-class ErrorFacts(BaseModel):
-    """What went wrong, in OpenAI's shape."""
+class ErrorDetails(BaseModel):
+    """An error in OpenAI's format."""
 
     message: str
     type: str
@@ -210,13 +202,13 @@ class ErrorFacts(BaseModel):
 
 
 class ErrorBody(BaseModel):
-    """An error."""
+    """The body of an error response."""
 
-    error: ErrorFacts
+    error: ErrorDetails
 
 
-class SourceFacts(BaseModel):
-    """A stored context that spoke for a token."""
+class TokenSource(BaseModel):
+    """A neighbour of a token's context: where it is stored, and its weight."""
 
     memory: str
     document: str
@@ -230,16 +222,16 @@ class SourceFacts(BaseModel):
     after: str
 
 
-class ShareFacts(BaseModel):
-    """What one of several memories gave."""
+class MemoryShare(BaseModel):
+    """The probability and weight of one memory."""
 
     memory: str
     p: float
     weight: float
 
 
-class TokenFacts(BaseModel):
-    """A token: p = (1 - weight) · p_lm + weight · p_knn."""
+class TokenScores(BaseModel):
+    """A token with its probabilities: p = (1 - weight) · p_lm + weight · p_knn."""
 
     id: int
     text: str
@@ -247,20 +239,20 @@ class TokenFacts(BaseModel):
     p_knn: float | None
     p: float | None
     weight: float
-    sources: list[SourceFacts] = []
-    shares: list[ShareFacts] | None = None
+    sources: list[TokenSource] = []
+    shares: list[MemoryShare] | None = None
 
 
 class Provenance(BaseModel):
-    """Where the tokens come from."""
+    """The tokens with their sources; `id` names the trace, which can be rescored with at most `k` neighbours."""
 
     id: str
     k: int
-    tokens: list[TokenFacts]
+    tokens: list[TokenScores]
 
 
 class Usage(BaseModel):
-    """What was read and written."""
+    """Numbers of tokens."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -277,8 +269,8 @@ class CompletionChoice(BaseModel):
     knnlm: Provenance
 
 
-class CompletionAnswer(BaseModel):
-    """Continuations of prompts."""
+class CompletionResponse(BaseModel):
+    """The continuations of prompts."""
 
     id: str
     object: Literal["text_completion"]
@@ -288,7 +280,7 @@ class CompletionAnswer(BaseModel):
     usage: Usage
 
 
-class Answered(BaseModel):
+class AssistantMessage(BaseModel):
     """A message of the model."""
 
     role: Literal["assistant"]
@@ -297,17 +289,17 @@ class Answered(BaseModel):
 
 
 class ChatChoice(BaseModel):
-    """One answer."""
+    """One reply."""
 
     index: int
-    message: Answered
+    message: AssistantMessage
     finish_reason: str | None
     logprobs: dict[str, Any] | None
     knnlm: Provenance
 
 
-class ChatAnswer(BaseModel):
-    """Answers to a conversation."""
+class ChatResponse(BaseModel):
+    """The replies to a conversation."""
 
     id: str
     object: Literal["chat.completion"]
@@ -317,30 +309,25 @@ class ChatAnswer(BaseModel):
     usage: Usage
 
 
-class ScoreTotals(BaseModel):
-    """A text as a whole."""
+class ScoreResponse(BaseModel):
+    """The score of a text, as a whole and token by token."""
 
     tokens: int
     log_p_lm: float | None
     log_p: float | None
     perplexity_lm: float | None
     perplexity: float | None
-
-
-class ScoreAnswer(ScoreTotals):
-    """Token by token, and the whole."""
-
     knnlm: Provenance
 
 
-class NeighboursAnswer(BaseModel):
-    """What a context retrieved, the loudest first."""
+class NeighboursResponse(BaseModel):
+    """The neighbours of a context, the largest weight first."""
 
-    neighbours: list[SourceFacts]
+    neighbours: list[TokenSource]
 
 
-class ModelFacts(BaseModel):
-    """What is served."""
+class ModelMetadata(BaseModel):
+    """The served model."""
 
     id: str
     object: Literal["model"]
@@ -350,17 +337,17 @@ class ModelFacts(BaseModel):
 
 
 class ModelList(BaseModel):
-    """All that is served."""
+    """All served models."""
 
     object: Literal["list"]
-    data: list[ModelFacts]
+    data: list[ModelMetadata]
 
 
-def _check_fields(given: dict[str, Any]) -> dict[str, Any]:
-    """Refuse what the record of a file could not say either, in the same words."""
-    if (wrong := invalid_fields(given)) is not None:
-        raise PydanticCustomError("fields", "{wrong}.", {"wrong": wrong})
-    return given
+def _check_fields(fields: dict[str, Any]) -> dict[str, Any]:
+    """Raise for fields that a record of a file cannot have either, with the same message."""
+    if (problem := invalid_fields(fields)) is not None:
+        raise PydanticCustomError("fields", "{problem}.", {"problem": problem})
+    return fields
 
 
 _FIELDS: dict[str, Any] = {
@@ -374,54 +361,53 @@ _FIELDS: dict[str, Any] = {
                 "type": "integer",
                 "minimum": -INTEGER_LIMIT,
                 "exclusiveMaximum": INTEGER_LIMIT,
-            },  # FastAPI makes them floats
+            },  # FastAPI converts them to floats
             {"type": "number"},
             {"type": "boolean"},
             {"type": "null"},
         ]
     },
-    "description": "What else is to be known of it, to choose documents by.",
+    "description": "Metadata to select documents by.",
 }
-
-GivenFields = Annotated[dict[str, Any], AfterValidator(_check_fields), WithJsonSchema(_FIELDS)]
+DocumentFields = Annotated[dict[str, Any], AfterValidator(_check_fields), WithJsonSchema(_FIELDS)]
 
 
 class NewDocument(Body):
-    """A text to be remembered."""
+    """A document to add."""
 
     id: Annotated[str, StringConstraints(min_length=1, max_length=512)]
     text: Annotated[str, StringConstraints(min_length=1)]
     source: Name | None = None
-    fields: GivenFields | None = None
+    fields: DocumentFields | None = None
 
 
 class AddRequest(Body):
-    """Texts to be remembered."""
+    """Documents to add."""
 
     documents: list[NewDocument] = Field(min_length=1, max_length=1024)
 
 
-class DocumentFacts(BaseModel):
-    """A document of the memory."""
+class DocumentMetadata(BaseModel):
+    """A document of the store."""
 
     number: int
     id: str
     source: str
     tokens: int
-    first_row: int
+    first_entry: int
     fields: dict[str, str | int | float | bool | None]
 
 
 class DocumentList(BaseModel):
-    """Some documents, and how many there are in all."""
+    """A page of the list of documents, and their total number."""
 
     total: int
     offset: int
-    documents: list[DocumentFacts]
+    documents: list[DocumentMetadata]
 
 
-class Passage(DocumentFacts):
-    """Some text of a document: from a token of it on, with the token that was asked for between the two others."""
+class Passage(DocumentMetadata):
+    """A passage of a document from token `offset` on; `token` is the requested one."""
 
     offset: int
     before: str
@@ -431,7 +417,7 @@ class Passage(DocumentFacts):
 
 
 class AddedDocuments(BaseModel):
-    """What became of texts that were to be remembered."""
+    """The numbers of added and skipped documents."""
 
     added: int
     skipped: int
@@ -439,6 +425,6 @@ class AddedDocuments(BaseModel):
 
 
 class RemovedDocument(BaseModel):
-    """What was removed."""
+    """The number of removed documents."""
 
     removed: int

@@ -1,7 +1,4 @@
-"""From requests to orders: prompts become tokens, settings are checked, events are brought to the event loop.
-
-Knows nothing about routes or the shape of answers.
-"""
+"""The operations of the server, independent of HTTP: requests are validated, tokenised and given to the scheduler."""
 
 from __future__ import annotations
 
@@ -10,224 +7,427 @@ import copy
 import math
 import threading
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
-from knnlm.errors import DatastoreBusy, KnnlmError, ModelError, ParameterError
+from starlette.concurrency import run_in_threadpool
+
+from knnlm.corpus import Document
+from knnlm.errors import KnnlmError, ParameterError
 from knnlm.mixture.mixture import Mixture
 from knnlm.server.documents import DocumentService
-from knnlm.server.engine.history import TraceCache
+from knnlm.server.engine.history import TraceCache, rescore
 from knnlm.server.engine.requests import (
-    Busy,
+    AddressedEvents,
     ErrorEvent,
     Event,
     FinishEvent,
     GenerationRequest,
     MemoryOverrides,
-    RequestHandle,
-    Stopped,
+    RequestFailed,
+    ScoredToken,
     TokensEvent,
-    put_each,
+    deliver_events,
     without_neighbours,
 )
 from knnlm.server.engine.sampling import Penalties
-from knnlm.server.engine.scheduler import LATE, Scheduler
+from knnlm.server.engine.scheduler import TIMEOUT_MESSAGE, Scheduler
 from knnlm.server.limits import Limits
 from knnlm.server.metrics import Metrics
 from knnlm.server.responses import TokenTexts
-from knnlm.server.schemas import ChatRequest, CompletionRequest, MemorySettings, Sampling, ScoreRequest
+from knnlm.server.schemas import (
+    AddRequest,
+    ChatRequest,
+    CompletionRequest,
+    MemorySettings,
+    NeighboursRequest,
+    RescoreRequest,
+    SamplingRequest,
+    ScoreRequest,
+)
 
-USUAL = 16  # tokens, as OpenAI's completions have it
+DEFAULT_MAX_TOKENS = 16  # of completions, as in OpenAI's API
+DEFAULT_MAX_CHAT_TOKENS = 512
 
-USUAL_CHAT = 512
+_GRACE_SECONDS = 1.0  # after the deadline, before a request fails without the scheduler
+_MAX_EVENTS = 64  # handled at once, so that the event loop serves other requests in between
+_READ_THREADS, _WRITE_THREADS = 4, 1
 
-_GRACE = 1.0  # seconds
+# A text of more characters than this for each allowed token is first tokenised in part.
+_PREVIEW_CHARACTERS = 16
+_PREVIEW_SLACK = 64  # tokens that may depend on where the text is cut
 
-_TOGETHER = 64  # events that are told of at once: others want the event loop too
-
-_GLANCE, _SLACK = 16, 64  # characters for each token of the longest prompt; tokens that depend on where a text is cut
+T = TypeVar("T")
 
 
 class UnknownModel(KnnlmError):
-    """Another model is asked for than the one that is served."""
+    """The request names a model that is not served."""
+
+
+class UnknownTrace(KnnlmError):
+    """The trace does not exist, or was evicted."""
 
 
 class Unsupported(ParameterError):
-    """A field of OpenAI's API has a value that means nothing here."""
+    """A field of OpenAI's API has an unsupported value."""
 
     def __init__(self, param: str, message: str) -> None:
         super().__init__(f"{param}: {message}")
         self.param = param
 
 
-class RequestFailed(KnnlmError):
-    """An order could not be carried out."""
+@dataclass(frozen=True)
+class PreparedRequest:
+    """A validated request for completions."""
 
-    def __init__(self, failed: ErrorEvent) -> None:
-        super().__init__(failed.message)
-        self.status = failed.status
+    requests: list[GenerationRequest]  # one for each prompt
+    prompt_tokens: int
+    alternatives: int | None  # None: no log-probabilities
+    max_k: int  # neighbours that rescoring can use
+
+    @property
+    def choices(self) -> int:
+        """Number of continuations."""
+        return sum(request.copies for request in self.requests)
 
 
 @dataclass(frozen=True)
-class PreparedRequest:
-    """What a request comes to: an order for each prompt, and what is told of its tokens."""
+class ScoredText:
+    """The tokens of a text, and the trace to rescore them."""
 
-    orders: list[GenerationRequest]
-    prompt_tokens: int
-    alternatives: int | None
+    trace_id: str
+    max_k: int  # neighbours that rescoring can use
+    tokens: list[ScoredToken]
 
 
 class Service:
-    """A mixture that is served: its engine, its documents, and the limits that hold."""
+    """A served mixture with its scheduler, documents and limits."""
 
     def __init__(self, mixture: Mixture, *, name: str, limits: Limits | None = None) -> None:
         self.limits = limits or Limits()
         self.name = name
-        recall = TraceCache(most_bytes=self.limits.trace_bytes)
-        self.engine = Scheduler(mixture, slots=self.limits.slots, queue=self.limits.queue, recall=recall)
-        self.library = None if mixture.store is None else DocumentService(mixture.store.path, mixture.lm)
-        self.metrics = Metrics(self.engine)
+        traces = TraceCache(most_bytes=self.limits.trace_bytes)
+        self.scheduler = Scheduler(mixture, slots=self.limits.slots, queue=self.limits.queue, traces=traces)
+        self.documents = None if mixture.store is None else DocumentService(mixture.store.path, mixture.lm)
+        self.metrics = Metrics(self.scheduler)
         self.started = int(time.time())
-        # Some of their own: a tokenizer must not be used by two threads at once, and the event loop waits for nobody.
+        # Tokenizers are not thread-safe: one for request threads, one for the event loop.
         self._tokenizer = copy.deepcopy(mixture.lm.tokenizer)
-        self._tokenizing = threading.Lock()
-        # What may take long beside the engine: looking into the memory, and changing it.
-        self.looking, self.changing = asyncio.Semaphore(4), asyncio.Semaphore(1)
-        self.pieces = TokenTexts(copy.deepcopy(mixture.lm.tokenizer))
+        self._tokenizer_lock = threading.Lock()
+        self.token_texts = TokenTexts(copy.deepcopy(mixture.lm.tokenizer))
+        self._read_slots, self._write_slots = asyncio.Semaphore(_READ_THREADS), asyncio.Semaphore(_WRITE_THREADS)
 
     @property
     def mixture(self) -> Mixture:
-        """What is served."""
-        return self.engine.mixture
+        """The mixture in use."""
+        return self.scheduler.mixture
 
     @property
     def ready(self) -> bool:
-        """Whether the first query would succeed."""
-        return self.engine.ready.is_set() and self.engine.alive
+        """Whether a request would be processed now."""
+        return self.scheduler.ready.is_set() and self.scheduler.alive
 
-    def begin(self) -> None:
-        """Start the engine; its events are brought to the event loop that runs now."""
+    @property
+    def failed(self) -> bool:
+        """Whether the scheduler's thread has ended with an error."""
+        return self.scheduler.failed is not None
+
+    def start(self) -> None:
+        """Start the scheduler; its events are delivered in the running event loop."""
         loop = asyncio.get_running_loop()
 
-        def post(events: list[tuple[RequestHandle, Event]]) -> None:
-            loop.call_soon_threadsafe(put_each, events)
+        def deliver(events: AddressedEvents) -> None:
+            loop.call_soon_threadsafe(deliver_events, events)
 
-        self.engine.outbox.post = post
-        self.engine.start()
+        self.scheduler.events.deliver = deliver
+        self.scheduler.start()
 
-    def end(self) -> None:
-        """Stop the engine and let go of the files."""
-        self.engine.outbox.post = lambda _: None
-        self.engine.stop()
-        if self.library is not None:
-            self.library.close()
+    def stop(self) -> None:
+        """Stop the scheduler, and close the documents."""
+        self.scheduler.events.deliver = lambda _: None
+        self.scheduler.stop()
+        if self.documents is not None:
+            self.documents.close()
 
-    def check_model(self, name: str | None) -> None:
-        """Refuse a request for another model."""
-        if name is not None and name != self.name:
-            raise UnknownModel(f"There is no model {name!r} here. There is: {self.name}.")
+    def retry_after(self) -> int:
+        """Return an estimate of the seconds until a slot is free."""
+        waiting = self.scheduler.waiting + 1
+        return max(1, math.ceil(self.scheduler.mean_seconds * waiting / self.limits.slots))
 
-    def completion(self, body: CompletionRequest) -> PreparedRequest:
-        """Read a request for continuations."""
-        self.check_model(body.model)
+    def model_metadata(self, name: str | None = None) -> dict[str, Any]:
+        """Return the settings of the served model; raise UnknownModel for another name."""
+        self._check_model(name)
+        mixture, knn = self.mixture, self.mixture.knn
+        return {
+            "id": self.name,
+            "object": "model",
+            "created": self.started,
+            "owned_by": "knnlm",
+            "knnlm": {
+                "language_model": mixture.lm.name,
+                "memories": mixture.labels,
+                "lambda": mixture.lmbda,
+                "weights": mixture.weights.kind,
+                "k": None if knn is None else knn.k,
+                "knn_temperature": None if knn is None else knn.knn_temperature,
+                "keys": None if knn is None else knn.store.key_count,
+                "max_length": mixture.max_length,
+                "batched": self.scheduler.batched,
+                "max_prompt_tokens": self.limits.prompt_tokens,
+                "max_output_tokens": self.limits.output_tokens,
+                "max_body_bytes": self.limits.body_bytes,
+            },
+        }
+
+    def prepare_completion(self, body: CompletionRequest) -> PreparedRequest:
+        """Validate and tokenise a request for completions."""
+        self._check_model(body.model)
         if body.best_of is not None and body.best_of != (body.n or 1):
-            raise Unsupported("best_of", "only the same as n is supported.")
-        asked: Any = body.prompt
-        several = isinstance(asked, list) and not isinstance(asked[0], int)
-        texts = [self.prompt(each) for each in (asked if several else [asked])]
-        orders = [
-            self._order(
+            raise Unsupported("best_of", "only the same value as n is supported.")
+        prompt: Any = body.prompt
+        several = isinstance(prompt, list) and not isinstance(prompt[0], int)
+        prompts = [self._encode_prompt(each) for each in (prompt if several else [prompt])]
+        requests = [
+            self._generation_request(
                 tokens,
                 body,
-                hidden=hidden,
-                max_tokens=body.max_tokens,
+                max_tokens=self._max_new_tokens(len(tokens), body.max_tokens, default=DEFAULT_MAX_TOKENS),
+                start_added=start_added,
                 alternatives=body.logprobs or 0,
                 echo=bool(body.echo),
+                first_choice=index * (body.n or 1),
             )
-            for tokens, hidden in texts
+            for index, (tokens, start_added) in enumerate(prompts)
         ]
-        self.limits.check_sources(sum(_sources(order) for order in orders))
-        return PreparedRequest(orders, sum(len(tokens) - hidden for tokens, hidden in texts), body.logprobs)
+        prompt_tokens = sum(len(tokens) - start_added for tokens, start_added in prompts)
+        return self._prepared(requests, prompt_tokens, body.logprobs)
 
-    def chat(self, body: ChatRequest) -> PreparedRequest:
-        """Read a request for an answer."""
-        self.check_model(body.model)
+    def prepare_chat(self, body: ChatRequest) -> PreparedRequest:
+        """Validate and tokenise a conversation."""
+        self._check_model(body.model)
         if body.top_logprobs and not body.logprobs:
-            raise Unsupported("top_logprobs", "it needs logprobs: true.")
-        tokens = self.conversation([message.model_dump(exclude_none=True) for message in body.messages])
-        wanted = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
-        order = self._order(
+            raise Unsupported("top_logprobs", "needs logprobs: true.")
+        tokens = self._encode_messages([message.model_dump(exclude_none=True) for message in body.messages])
+        max_tokens = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
+        request = self._generation_request(
             tokens,
             body,
-            hidden=False,
-            max_tokens=wanted,
+            max_tokens=self._max_new_tokens(len(tokens), max_tokens, default=DEFAULT_MAX_CHAT_TOKENS),
+            start_added=False,
             alternatives=body.top_logprobs or 0,
-            usual=USUAL_CHAT,
         )
-        self.limits.check_sources(_sources(order))
-        return PreparedRequest([order], len(tokens), (body.top_logprobs or 0) if body.logprobs else None)
+        return self._prepared([request], len(tokens), (body.top_logprobs or 0) if body.logprobs else None)
 
-    def score(self, body: ScoreRequest) -> GenerationRequest:
-        """Read a request for a score; a text longer than the memory's window is read in windows, as evaluation does."""
-        self.check_model(body.model)
-        tokens, hidden = self.prompt(body.text)
-        self.limits.room(len(tokens) - 1, 0, None, usual=0)
-        window, longest = self.mixture.window.context, self.mixture.max_length
-        windowed = len(tokens) - 1 > window
-        if longest is not None and min(window, len(tokens) - 1) > longest:
+    async def generate(self, requests: Sequence[GenerationRequest]) -> AsyncGenerator[list[Event], None]:
+        """Run requests, and yield their events as they arrive, in groups; an ErrorEvent is the last one.
+
+        Closing the iterator cancels the requests.
+        """
+        queue: asyncio.Queue[Event] = asyncio.Queue()
+        # The scheduler fails late requests between two steps; the timer is for a step that does not end.
+        wait = min(request.deadline or math.inf for request in requests) - time.monotonic() + _GRACE_SECONDS
+        timeout = ErrorEvent(504, TIMEOUT_MESSAGE)
+        timer = asyncio.get_running_loop().call_later(wait, queue.put_nowait, timeout) if wait < math.inf else None
+        handles = []
+        try:
+            for request in requests:
+                handles.append(self.scheduler.submit(request, partial(_put, queue)))
+            left = sum(request.copies for request in requests)
+            while left:
+                events = [await queue.get()]
+                while len(events) < _MAX_EVENTS and not queue.empty():
+                    events.append(queue.get_nowait())
+                failures = [place for place, event in enumerate(events) if isinstance(event, ErrorEvent)]
+                if failures:
+                    for handle in handles:
+                        handle.cancel()
+                    yield events[: failures[0] + 1]
+                    return
+                left -= sum(isinstance(event, FinishEvent) for event in events)
+                yield events
+        finally:
+            if timer is not None:
+                timer.cancel()
+            for handle in handles:
+                handle.cancel()
+
+    async def score(self, body: ScoreRequest) -> ScoredText:
+        """Score a text."""
+        request = await run_in_threadpool(self._score_request, body)
+        return await self._generate_one(request)
+
+    async def rescore(self, body: RescoreRequest) -> ScoredText:
+        """Weigh the components of an earlier text with other settings, without the model and without a search."""
+        trace = self.scheduler.traces.find(body.id)
+        if trace is None:
+            raise UnknownTrace("There is no such trace, or it was evicted. Send the text again.")
+        overrides, tokens = trace
+        max_k = self._max_k(overrides)
+        if body.k is not None and body.k > max_k:
+            raise ParameterError(f"k can be {max_k:,} at most: no more neighbours were retrieved.")
+        changes = MemoryOverrides(lmbda=body.lmbda, k=body.k, knn_temperature=body.knn_temperature)
+        rescored = await self._run_limited(
+            self._read_slots, rescore, self.scheduler.mixtures, overrides, tokens, changes
+        )
+        return ScoredText(body.id, max_k, rescored)
+
+    async def neighbours(self, body: NeighboursRequest) -> list[dict[str, Any]]:
+        """Return the neighbours of a context, the largest weight first."""
+        self._check_model(body.model)
+        tokens, start_added = await run_in_threadpool(self._encode_prompt, body.prompt)
+        self._max_new_tokens(len(tokens), 1, default=1)
+        request = GenerationRequest(
+            tuple(tokens),
+            1,
+            sources=body.k,
+            wish=_overrides(body.memory),
+            deadline=self._deadline(),
+            start_added=start_added,
+            ignore_eos=True,
+        )
+        scored = await self._generate_one(request)
+        return scored.tokens[0].sources if scored.tokens else []
+
+    async def list_documents(self, **options: Any) -> dict[str, Any]:
+        """Return a page of the list of documents."""
+        assert self.documents is not None
+        return await self._run_limited(self._read_slots, self.documents.list, **options)
+
+    async def read_document(self, number: int, **options: Any) -> dict[str, Any]:
+        """Return a passage of a document."""
+        assert self.documents is not None
+        return await self._run_limited(self._read_slots, self.documents.read, number, **options)
+
+    async def add_documents(self, body: AddRequest) -> dict[str, Any]:
+        """Add documents to the store."""
+        assert self.documents is not None
+        new = [Document(each.id, each.source or each.id, each.text, each.fields or {}) for each in body.documents]
+        return await self._run_limited(self._write_slots, self.documents.add, new)
+
+    async def remove_document(self, number: int) -> dict[str, Any]:
+        """Remove a document from the store."""
+        assert self.documents is not None
+        removed = await self._run_limited(self._write_slots, self.documents.remove, number)
+        self.scheduler.traces.clear()  # they may contain text of the document
+        return removed
+
+    async def _run_limited(self, slots: asyncio.Semaphore, function: Callable[..., T], *args: Any, **options: Any) -> T:
+        """Run a slow function in a thread; few at a time, so that threads stay free for prompts."""
+        try:
+            await asyncio.wait_for(slots.acquire(), self.limits.seconds)
+        except asyncio.TimeoutError:
+            raise RequestFailed(ErrorEvent(504, TIMEOUT_MESSAGE)) from None
+        try:
+            return await run_in_threadpool(function, *args, **options)
+        finally:
+            slots.release()
+
+    async def _generate_one(self, request: GenerationRequest) -> ScoredText:
+        """Return all tokens of a request with one continuation."""
+        trace_id, tokens = "", []
+        async for events in self.generate([request]):
+            for event in events:
+                if isinstance(event, ErrorEvent):
+                    raise RequestFailed(event)
+                trace_id = event.trace_id
+                if isinstance(event, TokensEvent):
+                    tokens += event.tokens
+        return ScoredText(trace_id, self._max_k(request.wish), tokens)
+
+    def _check_model(self, name: str | None) -> None:
+        if name is not None and name != self.name:
+            raise UnknownModel(f"There is no model {name!r}. There is: {self.name}.")
+
+    def _generation_request(self, tokens: list[int], body: SamplingRequest, **options: Any) -> GenerationRequest:
+        stop = [body.stop] if isinstance(body.stop, str) else body.stop or []
+        copies = body.n or 1
+        if copies > self.limits.slots:
+            raise ParameterError(f"n is {copies}, but this server has {self.limits.slots} slots.")
+        return GenerationRequest(
+            tokens=tuple(tokens),
+            copies=copies,
+            temperature=1.0 if body.temperature is None else body.temperature,
+            top_p=1.0 if body.top_p is None else body.top_p,
+            penalties=self._penalties(body),
+            seed=body.seed,
+            stop=tuple(stop),
+            sources=body.sources,
+            wish=_overrides(body.memory),
+            deadline=self._deadline(),
+            **options,
+        )
+
+    def _prepared(
+        self, requests: list[GenerationRequest], prompt_tokens: int, alternatives: int | None
+    ) -> PreparedRequest:
+        self.limits.check_sources(sum(_max_sources(request) for request in requests))
+        return PreparedRequest(requests, prompt_tokens, alternatives, self._max_k(requests[0].wish))
+
+    def _penalties(self, body: SamplingRequest) -> Penalties:
+        bias = {int(token): value for token, value in (body.logit_bias or {}).items()}
+        vocab_size = self.mixture.lm.vocab_size
+        if bias and max(bias) >= vocab_size:
+            raise Unsupported("logit_bias", f"token {max(bias):,} is not one of the {vocab_size:,} of the model.")
+        return Penalties(body.presence_penalty or 0.0, body.frequency_penalty or 0.0, bias)
+
+    def _score_request(self, body: ScoreRequest) -> GenerationRequest:
+        """Validate a request for a score; a text longer than the store's window is read in windows."""
+        self._check_model(body.model)
+        tokens, start_added = self._encode_prompt(body.text)
+        length = len(tokens) - 1
+        self.limits.max_new_tokens(length, 0, None, default=0)
+        window, max_length = self.mixture.window.context, self.mixture.max_length
+        if max_length is not None and min(window, length) > max_length:
             raise ParameterError(
-                f"The text has {len(tokens) - 1:,} tokens and the memory's window {window:,}, but the models can read "
-                f"only {longest:,} at once. Shorten the text."
+                f"The text has {length:,} tokens and the store's window {window:,}, but the models can read only "
+                f"{max_length:,} at once. Shorten the text."
             )
-        order = GenerationRequest(
+        request = GenerationRequest(
             tuple(tokens),
             0,
             echo=True,
             sources=body.sources,
-            wish=read_wish(body.memory),
-            deadline=self.deadline(),
-            hidden=hidden,
-            windowed=windowed,
+            wish=_overrides(body.memory),
+            deadline=self._deadline(),
+            start_added=start_added,
+            windowed=length > window,
         )
-        self.limits.check_sources(_sources(order))
-        return order
+        self.limits.check_sources(_max_sources(request))
+        return request
 
-    def prompt(self, given: str | Sequence[int]) -> tuple[list[int], bool]:
-        """Turn a prompt into tokens; a text begins with the start token, which is not the caller's."""
+    def _max_new_tokens(self, prompt: int, wanted: int | None, *, default: int) -> int:
+        return self.limits.max_new_tokens(prompt, wanted, self.mixture.max_length, default=default)
+
+    def _deadline(self) -> float:
+        return time.monotonic() + self.limits.seconds
+
+    def _max_k(self, overrides: MemoryOverrides) -> int:
+        """Return the number of neighbours that rescoring a text with these overrides can use."""
+        mixtures = self.scheduler.mixtures
+        mixture, own = mixtures.grant(overrides), mixtures.own
+        if mixture is None or own is None:
+            return 0
+        label = self.mixture.labels[own]
+        if label not in mixture.labels:
+            return 0
+        memory: Any = mixture.memories[mixture.labels.index(label)]
+        base: Any = self.mixture.memories[own]
+        return max(int(memory.max_k), int(base.max_k))
+
+    def _encode_prompt(self, prompt: str | Sequence[int]) -> tuple[list[int], bool]:
+        """Return the tokens of a prompt after the start token, and whether the start token was added."""
         lm = self.mixture.lm
-        if isinstance(given, str):
-            return [lm.start_token, *self.encode(given)], True
-        if max(given) >= lm.vocab_size:
-            raise ParameterError(f"Token {max(given):,} is not one of the {lm.vocab_size:,} that the model has.")
-        tokens = list(given)
-        hidden = tokens[0] != lm.start_token
-        return ([lm.start_token, *tokens], True) if hidden else (tokens, False)
+        if isinstance(prompt, str):
+            return [lm.start_token, *self._encode(prompt)], True
+        if max(prompt) >= lm.vocab_size:
+            raise ParameterError(f"Token {max(prompt):,} is not one of the {lm.vocab_size:,} of the model.")
+        start_added = prompt[0] != lm.start_token
+        return ([lm.start_token, *prompt] if start_added else list(prompt)), start_added
 
-    def encode(self, text: str) -> list[int]:
-        """Turn text into tokens."""
-        try:
-            text.encode()
-        except UnicodeEncodeError as error:
-            raise ParameterError(f"The text is not Unicode at character {error.start}: give it as UTF-8.") from None
-        most, some = self.limits.prompt_tokens, _GLANCE * self.limits.prompt_tokens
-        # A megabyte takes seconds, in which others' prompts would wait; its beginning mostly says enough.
-        if len(text) > 2 * some and len(self._tokens(text[:some])) > most + _SLACK:
-            raise ParameterError(
-                f"The prompt has far more than {most:,} tokens, but this server takes {most:,} at most. Shorten it."
-            )
-        tokens = self._tokens(text)
-        if tokens and max(tokens) >= self.mixture.lm.vocab_size:
-            raise ParameterError("The text has a token that the model does not know.")
-        return tokens
-
-    def _tokens(self, text: str) -> list[int]:
-        with self._tokenizing:
-            return list(self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
-
-    def conversation(self, messages: list[dict[str, Any]]) -> list[int]:
-        """Write a conversation as the model was taught to read it."""
+    def _encode_messages(self, messages: list[dict[str, Any]]) -> list[int]:
+        """Return the tokens of a conversation in the model's chat template."""
         if not getattr(self._tokenizer, "chat_template", None):
             raise ParameterError(
                 f"{self.mixture.lm.name} has no chat template: it was not trained to converse. Use /v1/completions."
@@ -237,136 +437,47 @@ class Service:
                 message["content"] = "".join(part["text"] for part in message["content"])
         try:
             text = self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-        except Exception as error:  # a template may refuse roles, and says so in its own ways
-            raise ParameterError(f"The chat template of the model refuses the messages: {error}") from None
-        return self.encode(str(text))
+        except Exception as error:  # a template can raise any error
+            raise ParameterError(f"The model's chat template rejects the messages: {error}") from None
+        return self._encode(str(text))
 
-    def _order(
-        self,
-        tokens: list[int],
-        body: Sampling,
-        *,
-        hidden: bool,
-        max_tokens: int | None,
-        alternatives: int,
-        echo: bool = False,
-        usual: int = USUAL,
-    ) -> GenerationRequest:
-        stop = [body.stop] if isinstance(body.stop, str) else body.stop or []
-        wish = read_wish(body.memory)
-        copies = body.n or 1
-        if copies > self.limits.slots:
-            raise ParameterError(f"n is {copies}, but this server writes {self.limits.slots} texts at once at most.")
-        return GenerationRequest(
-            tokens=tuple(tokens),
-            max_tokens=self.room(len(tokens), max_tokens, usual=usual),
-            copies=copies,
-            temperature=1.0 if body.temperature is None else body.temperature,
-            top_p=1.0 if body.top_p is None else body.top_p,
-            penalties=self._penalties(body),
-            seed=body.seed,
-            stop=tuple(stop),
-            echo=echo,
-            alternatives=alternatives,
-            sources=body.sources,
-            wish=wish,
-            deadline=self.deadline(),
-            hidden=hidden,
-        )
-
-    def _penalties(self, body: Sampling) -> Penalties:
-        bias = {int(token): value for token, value in (body.logit_bias or {}).items()}
-        if bias and max(bias) >= self.mixture.lm.vocab_size:
-            many = self.mixture.lm.vocab_size
-            raise Unsupported("logit_bias", f"token {max(bias):,} is not one of the {many:,} that the model has.")
-        return Penalties(body.presence_penalty or 0.0, body.frequency_penalty or 0.0, bias)
-
-    def room(self, prompt: int, wanted: int | None, *, usual: int) -> int:
-        """Say how many tokens may follow a prompt; the engine reads with all models, whatever a request wants."""
-        return self.limits.room(prompt, wanted, self.mixture.max_length, usual=usual)
-
-    def deadline(self) -> float:
-        """Say until when a request may take."""
-        return time.monotonic() + self.limits.seconds
-
-    def neighbours_kept(self, wish: MemoryOverrides) -> int:
-        """Say up to which k a text with this wish can be scored again."""
-        mixture, own = self.engine.wishes.grant(wish), self.engine.wishes.own
-        if mixture is None or own is None:
-            return 0
-        label = self.mixture.labels[own]
-        if label not in mixture.labels:
-            return 0
-        here: Any = mixture.memories[mixture.labels.index(label)]
-        base: Any = self.mixture.memories[own]
-        return max(int(here.max_k), int(base.max_k))
-
-    def retry_after(self) -> int:
-        """Guess in how many seconds there is room again."""
-        return max(1, math.ceil(self.engine.mean_seconds * (self.engine.waiting + 1) / self.limits.slots))
-
-    async def events(
-        self, orders: Sequence[GenerationRequest]
-    ) -> AsyncIterator[list[tuple[int, RequestHandle, Event]]]:
-        """Carry out orders, and give their events as they come: whose, and what; those that are there already together.
-
-        Whoever stops listening calls off.
-        """
-        queue: asyncio.Queue[tuple[int, Event]] = asyncio.Queue()
-        tickets: list[RequestHandle] = []
-        late = None
-        if (end := min((order.deadline or math.inf for order in orders), default=math.inf)) < math.inf:
-            # The engine ends what is late between two turns; this is for a turn that does not end.
-            wait = end - time.monotonic() + _GRACE
-            late = asyncio.get_running_loop().call_later(wait, _into, queue, 0, ErrorEvent(504, LATE))
+    def _encode(self, text: str) -> list[int]:
         try:
-            for number, order in enumerate(orders):
-                tickets.append(self.engine.submit(order, partial(_into, queue, number)))
-            left = sum(order.copies for order in orders)
-            while left:
-                came = [await queue.get()]
-                while len(came) < _TOGETHER and not queue.empty():
-                    came.append(queue.get_nowait())
-                failed = next(
-                    (place for place, (_, event) in enumerate(came) if isinstance(event, ErrorEvent)), len(came)
-                )
-                if told := [(number, tickets[number], event) for number, event in came[:failed]]:
-                    left -= sum(isinstance(event, FinishEvent) for _, _, event in told)
-                    yield told
-                if failed < len(came) and isinstance(failure := came[failed][1], ErrorEvent):
-                    raise RequestFailed(failure)
-        finally:
-            if late is not None:
-                late.cancel()
-            for ticket in tickets:
-                ticket.cancel()
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise ParameterError(f"The text is not valid Unicode at character {error.start}. Send UTF-8.") from None
+        max_tokens = self.limits.prompt_tokens
+        preview = _PREVIEW_CHARACTERS * max_tokens
+        # Tokenising a megabyte takes seconds and blocks other prompts, so reject it by its beginning.
+        if len(text) > 2 * preview and len(self._tokenize(text[:preview])) > max_tokens + _PREVIEW_SLACK:
+            raise ParameterError(
+                f"The prompt has far more than {max_tokens:,} tokens, but this server takes {max_tokens:,} at most. "
+                "Shorten it."
+            )
+        tokens = self._tokenize(text)
+        if tokens and max(tokens) >= self.mixture.lm.vocab_size:
+            raise ParameterError("The text contains a token that is not in the model's vocabulary.")
+        return tokens
+
+    def _tokenize(self, text: str) -> list[int]:
+        with self._tokenizer_lock:
+            return list(self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
 
 
-def _into(queue: asyncio.Queue[tuple[int, Event]], number: int, event: Event) -> None:
+def _put(queue: asyncio.Queue[Event], event: Event) -> None:
     if isinstance(event, TokensEvent):
-        event = TokensEvent(event.copy, [without_neighbours(token) for token in event.tokens])
-    queue.put_nowait((number, event))
+        tokens = [without_neighbours(token) for token in event.tokens]
+        event = TokensEvent(event.choice, event.trace_id, tokens)
+    queue.put_nowait(event)
 
 
-def _sources(order: GenerationRequest) -> int:
-    """Say how many sources the answer to an order may name."""
-    return order.sources * order.copies * (order.max_tokens + (len(order.tokens) if order.echo else 0))
+def _max_sources(request: GenerationRequest) -> int:
+    """Return the number of sources that the response may contain."""
+    return request.sources * request.copies * (request.max_tokens + (len(request.tokens) if request.echo else 0))
 
 
-def read_wish(given: MemorySettings | None) -> MemoryOverrides:
-    """Read what a request asks of the memory."""
-    if given is None:
+def _overrides(settings: MemorySettings | None) -> MemoryOverrides:
+    if settings is None:
         return MemoryOverrides()
-    memories = None if given.memories is None else tuple(sorted(set(given.memories)))
-    return MemoryOverrides(given.off, given.lmbda, given.k, given.knn_temperature, memories)
-
-
-def status_of(error: KnnlmError) -> int:
-    """Say which HTTP status an error has."""
-    if isinstance(error, RequestFailed):
-        return error.status
-    if isinstance(error, UnknownModel):
-        return 404
-    if isinstance(error, Busy | Stopped | DatastoreBusy):
-        return 429 if isinstance(error, Busy) else 503
-    return 400 if isinstance(error, ParameterError | ModelError) else 500
+    memories = None if settings.memories is None else tuple(sorted(set(settings.memories)))
+    return MemoryOverrides(settings.off, settings.lmbda, settings.k, settings.knn_temperature, memories)

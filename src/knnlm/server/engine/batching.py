@@ -1,8 +1,8 @@
-"""Texts that are read side by side, a token of each at a time. Knows nothing about memories or sampling.
+"""Key-value caches of the sequences in a batch.
 
-A text joins when its prompt has been read into a cache of its own, and leaves when it is finished. `Together` keeps all
-caches in one, padded on the left, and reads one token of every text in one pass. `Apart` is for models whose caches
-cannot be put side by side: it reads one text after the other.
+A sequence joins when its prompt has been read into a cache of its own, and leaves when it is finished. `BatchedCache`
+holds all sequences in one cache, padded on the left, and reads one token of each in one forward pass.
+`SequentialCache` reads one sequence after the other, for models whose caches cannot be batched.
 """
 
 from __future__ import annotations
@@ -23,86 +23,86 @@ from knnlm.memories.base import Context
 from knnlm.mixture.mixture import Mixture
 from knnlm.mixture.readers import ReadBatch
 
-_PAGES = 256  # tokens of windows that are read at once, and at least one window
+_WINDOW_BATCH_TOKENS = 256  # tokens of windows read in one step; at least one window is read
 
 
 @dataclass
 class Prompt:
-    """A text whose beginning is being read: all its tokens, how many were read, and the cache that they went into."""
+    """A prompt that is being read, and its cache."""
 
     tokens: list[int]
-    done: int = 0
+    done: int = 0  # tokens read
     cache: Any = None
 
     @property
-    def left(self) -> int:
-        """How many tokens are still to be read."""
+    def remaining(self) -> int:
+        """Number of tokens to read."""
         return len(self.tokens) - self.done
 
 
 @dataclass
 class WindowedPrompt(Prompt):
-    """A text that is only scored, read in the memory's windows as evaluation does, one or some of them at a time."""
+    """A text to score, read in the store's windows as evaluation does, several windows at a time."""
 
-    document: Sequence[int] = ()  # all that is predicted
+    document: Sequence[int] = ()  # the tokens to score
     batches: Iterator[ReadBatch] | None = None
 
-    def turn(self, mixture: Mixture) -> tuple[Tensor, Context]:
-        """Read the next windows: (n, V) logits of the positions that they score, and their context."""
+    def read(self, mixture: Mixture) -> tuple[Tensor, Context]:
+        """Read the next windows, and return (n, V) logits of the positions they score and their context."""
         if self.batches is None:
-            # The windows of one text are all of one length but the last, so they come in their order.
-            self.batches = mixture.read([self.document], batch_tokens=_PAGES)
+            # All windows but the last have the same length, so their order is kept.
+            self.batches = mixture.read([self.document], batch_tokens=_WINDOW_BATCH_TOKENS)
         batch = next(self.batches)
         self.done += len(batch.rows)
-        # As contexts of prompts are, so that the two can be joined.
+        # The same fields as in contexts of prompts, so that the two can be joined.
         return batch.logits, batch.context if mixture.needs_tokens else replace(batch.context, spans=())
 
 
-class RowCaches(Protocol):
-    """Texts side by side."""
+class SequenceCache(Protocol):
+    """The caches of the sequences in a batch."""
 
     def __len__(self) -> int:
-        """The number of texts."""
+        """Return the number of sequences."""
 
     def join(self, prompt: Prompt, copies: int) -> None:
-        """Put a text whose prompt has been read behind the others, some times."""
+        """Append a sequence whose prompt has been read, once for each copy."""
 
     def keep(self, rows: Sequence[int]) -> None:
-        """Keep these texts only, in this order."""
+        """Keep only these sequences, in this order."""
 
     def step(self, tokens: Sequence[int]) -> tuple[Tensor, Context]:
-        """Read one more token of each text: (B, V) logits, and what memories may look at."""
+        """Read one more token of each sequence, and return (B, V) logits and the context of the memories."""
 
 
-def caches(model: KnnForCausalLM) -> bool:
-    """Say whether a model can go on from where it stopped."""
+def _supports_cache(model: KnnForCausalLM) -> bool:
+    """Whether a model can continue from a cache."""
     own = model.mixture.needs_history and getattr(model.base, "_is_stateful", False)
     return not own and "past_key_values" in model._base_arguments
 
 
-def read_prompt(model: KnnForCausalLM, prompt: Prompt, *, most: int, every: bool) -> tuple[Tensor, Context]:
-    """Read the next tokens of a prompt: (n, V) logits of all of them, or of the last only, and their context."""
+def read_prompt(model: KnnForCausalLM, prompt: Prompt, *, max_tokens: int, all_logits: bool) -> tuple[Tensor, Context]:
+    """Read the next tokens of a prompt, and return (n, V) logits of all of them or of the last, and their context."""
     if isinstance(prompt, WindowedPrompt):
-        return prompt.turn(model.mixture)
-    if not caches(model):
-        # Its positions are told of once, so that nothing is counted twice.
+        return prompt.read(model.mixture)
+    if not _supports_cache(model):
+        # The whole prompt at once, so that each position is read once.
         prompt.done = len(prompt.tokens)
-        output, context = model.read(_ids(model, prompt.tokens), use_cache=False, logits_to_keep=0 if every else 1)
+        output, context = model.read(_ids(model, prompt.tokens), use_cache=False, logits_to_keep=0 if all_logits else 1)
         return output.logits[0], context
-    piece = prompt.tokens[prompt.done : prompt.done + most]
+    chunk = prompt.tokens[prompt.done : prompt.done + max_tokens]
     if prompt.cache is None:
         prompt.cache = _new_cache(model)
     output, context = model.read(
-        _ids(model, piece), past_key_values=prompt.cache, use_cache=True, logits_to_keep=0 if every else 1
+        _ids(model, chunk), past_key_values=prompt.cache, use_cache=True, logits_to_keep=0 if all_logits else 1
     )
-    # A model may have a kind of cache of its own.
+    # A model may use its own class of cache.
     prompt.cache = getattr(output, "past_key_values", None) or prompt.cache
-    prompt.done += len(piece)
+    prompt.done += len(chunk)
     return output.logits[0], context
 
 
 def _new_cache(model: KnnForCausalLM) -> Cache | None:
-    """Begin a cache; a model that has a kind of its own makes it itself."""
+    """Return an empty cache, None where the model creates its own."""
     if getattr(model.base, "_is_stateful", False):
         return None
     return DynamicCache(config=model.base.config)
@@ -113,11 +113,11 @@ def _ids(model: KnnForCausalLM, tokens: Sequence[int]) -> Tensor:
 
 
 class BatchedCache:
-    """One cache for all texts: the shorter ones are padded on the left, and a mask says where each begins."""
+    """One cache for all sequences, padded on the left to the longest and masked there."""
 
     def __init__(self, model: KnnForCausalLM) -> None:
         self.model = model
-        self.device = model.mixture.lm.device  # to look for it takes as long as a small layer
+        self.device = model.mixture.lm.device  # the property takes as long as a small layer
         self.cache: Any = None
         self.lengths: list[int] = []
 
@@ -125,7 +125,7 @@ class BatchedCache:
         return len(self.lengths)
 
     def join(self, prompt: Prompt, copies: int) -> None:
-        """Put a text behind the others."""
+        """Append a sequence."""
         new = prompt.cache
         if copies > 1:
             new.batch_repeat_interleave(copies)
@@ -142,8 +142,8 @@ class BatchedCache:
         self.lengths += [prompt.done] * copies
 
     def keep(self, rows: Sequence[int]) -> None:
-        """Drop the other texts, and the padding that only they needed."""
-        if not rows:  # also what an error has left half done
+        """Drop the other sequences, and padding that is not needed any more."""
+        if not rows:  # also resets the state after an error
             self.cache, self.lengths = None, []
             return
         if list(rows) == list(range(len(self))):
@@ -156,7 +156,7 @@ class BatchedCache:
                 _resize(layer, max(self.lengths))
 
     def step(self, tokens: Sequence[int]) -> tuple[Tensor, Context]:
-        """Read one more token of each text in one pass."""
+        """Read one more token of each sequence in one forward pass."""
         padding: dict[str, Tensor] = {}
         if min(self.lengths) < max(self.lengths):
             lengths, total = torch.tensor(self.lengths), max(self.lengths) + 1
@@ -174,7 +174,7 @@ class BatchedCache:
 
 
 def _resize(layer: Any, total: int) -> None:
-    """Make a layer look as if this many tokens had been read: pad it on the left, or cut padding off there."""
+    """Pad or cut a layer on the left to this many tokens."""
     length = total
     if isinstance(layer, DynamicSlidingWindowLayer):
         layer.cumulative_length = total
@@ -191,67 +191,69 @@ def _resize(layer: Any, total: int) -> None:
 
 @dataclass
 class SequentialCache:
-    """A cache for each text, or none where the model has none that could be kept: then texts are read anew."""
+    """One cache for each sequence; without cache support, each step reads the whole sequence."""
 
     model: KnnForCausalLM
-    texts: list[Prompt] = field(default_factory=list)
+    sequences: list[Prompt] = field(default_factory=list)
 
     def __len__(self) -> int:
-        return len(self.texts)
+        return len(self.sequences)
 
     def join(self, prompt: Prompt, copies: int) -> None:
-        """Keep the text with its own cache."""
-        self.texts += [Prompt([*prompt.tokens], prompt.done, copy.deepcopy(prompt.cache)) for _ in range(copies - 1)]
-        self.texts.append(prompt)
+        """Append a sequence with its own cache."""
+        self.sequences += [
+            Prompt([*prompt.tokens], prompt.done, copy.deepcopy(prompt.cache)) for _ in range(copies - 1)
+        ]
+        self.sequences.append(prompt)
 
     def keep(self, rows: Sequence[int]) -> None:
-        """Drop the other texts."""
-        self.texts = [self.texts[row] for row in rows]
+        """Drop the other sequences."""
+        self.sequences = [self.sequences[row] for row in rows]
 
     def step(self, tokens: Sequence[int]) -> tuple[Tensor, Context]:
-        """Read one more token of each text, one after the other."""
-        heard = []
-        for text, token in zip(self.texts, tokens, strict=True):
-            text.tokens.append(token)
-            heard.append(read_prompt(self.model, text, most=len(text.tokens), every=False))
-        return torch.cat([logits for logits, _ in heard]), join_contexts([context for _, context in heard])
+        """Read one more token of each sequence, one after the other."""
+        results = []
+        for sequence, token in zip(self.sequences, tokens, strict=True):
+            sequence.tokens.append(token)
+            results.append(read_prompt(self.model, sequence, max_tokens=len(sequence.tokens), all_logits=False))
+        return torch.cat([logits for logits, _ in results]), join_contexts([context for _, context in results])
 
 
 def join_contexts(contexts: Sequence[Context]) -> Context:
-    """Put the rows of several contexts one after another."""
+    """Concatenate contexts."""
     if len(contexts) == 1:
         return contexts[0]
-    seen = {source: torch.cat([context.states[source] for context in contexts]) for source in contexts[0].states}
-    return Context(seen, [run for context in contexts for run in context.spans])
+    states = {source: torch.cat([context.states[source] for context in contexts]) for source in contexts[0].states}
+    return Context(states, [span for context in contexts for span in context.spans])
 
 
 @torch.inference_mode()
-def choose_rows(model: KnnForCausalLM) -> RowCaches:
-    """Say how this model can read several texts: tried on two texts, whose next logits must be as each alone gives."""
-    if not caches(model):
+def choose_cache(model: KnnForCausalLM) -> SequenceCache:
+    """Return a batched cache if two sequences get the same logits in it as each alone, else a sequential one."""
+    if not _supports_cache(model):
         return SequentialCache(model)
     texts = [[model.mixture.lm.start_token] * 2, [model.mixture.lm.start_token] * 5]
-    together, apart = BatchedCache(model), SequentialCache(model)
+    batched, sequential = BatchedCache(model), SequentialCache(model)
     try:
-        for rows in (together, apart):
+        for cache in (batched, sequential):
             for tokens in texts:
                 prompt = Prompt(list(tokens))
-                read_prompt(model, prompt, most=len(tokens), every=False)
+                read_prompt(model, prompt, max_tokens=len(tokens), all_logits=False)
                 if not _mergeable(prompt.cache, len(tokens)):
                     return SequentialCache(model)
-                rows.join(prompt, 1)
-        step = [1, 2]
-        found, right = together.step(step)[0].float(), apart.step(step)[0].float()
+                cache.join(prompt, 1)
+        next_tokens = [1, 2]
+        logits, expected = batched.step(next_tokens)[0].float(), sequential.step(next_tokens)[0].float()
     except (KnnlmError, RuntimeError, ValueError, TypeError, AttributeError, IndexError):
-        # Whatever a model of an unknown kind does with a padded cache, it can be read by itself.
+        # A model of an unknown kind may fail in any way on a padded cache.
         return SequentialCache(model)
-    slack = 1e-3 if right.dtype == model.base.dtype else 5e-2
-    close = torch.allclose(found, right, rtol=slack, atol=slack * float(right.abs().max()))
+    tolerance = 1e-3 if expected.dtype == model.base.dtype else 5e-2
+    close = torch.allclose(logits, expected, rtol=tolerance, atol=tolerance * float(expected.abs().max()))
     return BatchedCache(model) if close else SequentialCache(model)
 
 
 def _mergeable(cache: Any, length: int) -> bool:
-    """Say whether a cache is made of (B, H, T, D) layers only, of which we know what to do with padding."""
+    """Whether a cache has only (B, H, T, D) layers that can be padded."""
     if not isinstance(cache, DynamicCache):
         return False
     for layer in cache.layers:

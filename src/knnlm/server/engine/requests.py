@@ -1,12 +1,4 @@
-"""What the engine is asked for, and what it gives back. Knows nothing about HTTP, and runs nothing.
-
-An order that was taken, and why one may not be. Knows nothing about how orders are carried out.
-
-Hand events over to those who wait for them, those of a few milliseconds together. Knows nothing about texts.
-
-Whoever is woken takes the interpreter from the one who computes, for as long as a small model takes for a layer. Tokens
-that come more quickly than anybody can read need not wake anybody one by one.
-"""
+"""Requests to the scheduler and the events that answer them."""
 
 from __future__ import annotations
 
@@ -15,7 +7,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from queue import SimpleQueue
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,13 +15,12 @@ from numpy.typing import NDArray
 from knnlm.errors import KnnlmError
 from knnlm.server.engine.sampling import Penalties
 
-if TYPE_CHECKING:
-    from knnlm.server.engine.history import TraceEntry
+FLUSH_SECONDS = 1 / 60  # between two deliveries of events that are not urgent: one frame of a screen
 
 
 @dataclass(frozen=True)
 class MemoryOverrides:
-    """What one request asks of the memory; None is what the server was started with."""
+    """Memory settings of one request; None keeps the server's own setting."""
 
     off: bool = False
     lmbda: float | None = None  # λ
@@ -40,79 +31,80 @@ class MemoryOverrides:
 
 @dataclass(frozen=True)
 class GenerationRequest:
-    """One prompt, and how it is to be continued."""
+    """One prompt, and how to continue or score it."""
 
     tokens: tuple[int, ...]  # the start token first
     max_tokens: int
-    copies: int = 1  # continuations of it, each drawn by itself
-    temperature: float = 0.0  # of sampling; 0 takes the most probable token
+    copies: int = 1  # continuations, sampled independently
+    temperature: float = 0.0  # of sampling; 0 is greedy
     top_p: float = 1.0
     penalties: Penalties = field(default_factory=Penalties)
     seed: int | None = None
     stop: tuple[str, ...] = ()
-    echo: bool = False  # the prompt's own tokens are told of too
-    alternatives: int = 0  # most probable tokens to name beside each
-    sources: int = 0  # neighbours to name for each token
+    echo: bool = False  # also return the prompt's tokens
+    alternatives: int = 0  # most probable tokens to return at each position
+    sources: int = 0  # neighbours to return for each token
     wish: MemoryOverrides = field(default_factory=MemoryOverrides)
     deadline: float | None = None  # on time.monotonic's clock
-    hidden: bool = True  # the first token is not the caller's
-    endless: bool = False  # the model's own end is a token like any other
-    windowed: bool = False  # read in the memory's windows, as evaluation does: a text that is only scored
+    start_added: bool = True  # the start token was added by the server and is not echoed
+    ignore_eos: bool = False  # continue after the end-of-sequence token
+    windowed: bool = False  # score the text in the store's windows, as evaluation does
+    first_choice: int = 0  # index of the first continuation in the response
 
 
 @dataclass(frozen=True)
 class KeptNeighbours:
-    """What scoring a token again needs of the store's neighbours: no text, and nothing as long as the vocabulary."""
+    """The data that rescoring needs of a token's neighbours: no text, and nothing of the vocabulary's size."""
 
     distances: NDArray[np.float32]  # (k,)
-    hits: NDArray[np.int8]  # (k,) 1: it votes for the token; 0: for another; -1: there is none
+    hits: NDArray[np.int8]  # (k,) 1: votes for the token; 0: votes for another; -1: padding
     counts: NDArray[np.float32] | None  # (k,)
 
     @property
     def bytes(self) -> int:
-        """How much memory that takes."""
+        """Bytes of the arrays."""
         return self.distances.nbytes + self.hits.nbytes + (0 if self.counts is None else self.counts.nbytes)
 
 
 @dataclass(frozen=True)
 class ComponentLogProbs:
-    """What each part of the mixture said of the token, and what it weighed; enough to weigh it anew."""
+    """The log-probability and the weight of each component for one token: the input of rescoring."""
 
-    logs: tuple[float, ...]  # log-probabilities, the language model's first
+    logs: tuple[float, ...]  # the language model's first
     weights: tuple[float, ...]
     abstains: tuple[bool, ...]
-    neighbours: KeptNeighbours | None  # of the store whose k and τ a request may set
+    neighbours: KeptNeighbours | None  # of the memory whose k and τ a request can set
 
 
 @dataclass
 class ScoredToken:
-    """One token of a text: how probable it was, and who said so."""
+    """One token of a text with its probabilities and sources."""
 
     id: int
     log_p: float
     p_lm: float
-    p_knn: float | None  # by the memories together; None where none has an opinion
+    p_knn: float | None  # of all memories together; None where all abstain
     p: float
-    weight: float  # of the memories together: p = (1 - weight) · p_lm + weight · p_knn
-    opinion: ComponentLogProbs | None  # None: nothing was read before it
+    weight: float  # of all memories together: p = (1 - weight) · p_lm + weight · p_knn
+    opinion: ComponentLogProbs | None  # None: the first token of a text, which is not predicted
     sources: list[dict[str, Any]] = field(default_factory=list)
-    shares: list[dict[str, Any]] = field(default_factory=list)  # memory by memory, where there are several
+    shares: list[dict[str, Any]] = field(default_factory=list)  # by memory, where there are several
     top: list[tuple[int, float]] = field(default_factory=list)  # most probable tokens and their log-probabilities
     text: str = ""
 
 
 def unscored(token: int) -> ScoredToken:
-    """Give the first token of a text, which nobody predicted."""
+    """Return the first token of a text, which has no probability."""
     return ScoredToken(token, math.nan, math.nan, None, math.nan, 0.0, None)
 
 
 def without_neighbours(token: ScoredToken) -> ScoredToken:
-    """Leave out what only scoring again needs: an answer of many tokens would be huge with it."""
-    said = token.opinion
-    if said is None or said.neighbours is None:
+    """Return the token without the neighbours kept for rescoring, which would make long responses huge."""
+    scores = token.opinion
+    if scores is None or scores.neighbours is None:
         return token
-    light = ComponentLogProbs(said.logs, said.weights, said.abstains, None)
-    # Written out, since `dataclasses.replace` takes some times as long, for every token.
+    scores = ComponentLogProbs(scores.logs, scores.weights, scores.abstains, None)
+    # Written out, since `dataclasses.replace` takes several times as long, for every token.
     return ScoredToken(
         token.id,
         token.log_p,
@@ -120,7 +112,7 @@ def without_neighbours(token: ScoredToken) -> ScoredToken:
         token.p_knn,
         token.p,
         token.weight,
-        light,
+        scores,
         token.sources,
         token.shares,
         token.top,
@@ -130,24 +122,26 @@ def without_neighbours(token: ScoredToken) -> ScoredToken:
 
 @dataclass(frozen=True)
 class TokensEvent:
-    """Tokens of one continuation whose text is settled."""
+    """Tokens of one continuation whose text is final."""
 
-    copy: int
+    choice: int  # index of the continuation in the response
+    trace_id: str  # for rescoring
     tokens: list[ScoredToken]
 
 
 @dataclass(frozen=True)
 class FinishEvent:
-    """One continuation is complete: "stop" by a stop string or the model itself, "length" by max_tokens."""
+    """The end of one continuation: "stop" at a stop string or end-of-sequence token, "length" at max_tokens."""
 
-    copy: int
+    choice: int
+    trace_id: str
     reason: str
-    generated: int  # tokens drawn, whether or not their text is shown
+    generated: int  # sampled tokens, whether or not their text is shown
 
 
 @dataclass(frozen=True)
 class ErrorEvent:
-    """The order cannot be carried out."""
+    """The failure of a request; no event follows."""
 
     status: int
     message: str
@@ -157,71 +151,78 @@ Event = TokensEvent | FinishEvent | ErrorEvent
 
 
 class Busy(KnnlmError):
-    """There is no room for one more order."""
+    """The queue of requests is full."""
 
 
 class Stopped(KnnlmError):
-    """Orders are not carried out any more."""
+    """The scheduler does not run."""
+
+
+class RequestFailed(KnnlmError):
+    """A request failed with an HTTP status."""
+
+    def __init__(self, event: ErrorEvent) -> None:
+        super().__init__(event.message)
+        self.status = event.status
 
 
 class RequestHandle:
-    """An order that was taken: its events come here, and it can be called off."""
+    """A submitted request: receives its events, and can be cancelled."""
 
-    def __init__(self, order: GenerationRequest, put: Callable[[Event], None] | None = None) -> None:
-        self.order = order
-        self.events: SimpleQueue[Event] = SimpleQueue()
-        self.put = put or self.events.put
+    def __init__(self, request: GenerationRequest, put: Callable[[Event], None] | None = None) -> None:
+        self.request = request
         self.cancelled = False
-        self.taken = time.monotonic()
-        self.texts: list[TraceEntry] = []  # one for each continuation
+        self.submitted = time.monotonic()
+        self._events: SimpleQueue[Event] = SimpleQueue()
+        self.put = put or self._events.put
 
     def cancel(self) -> None:
-        """Nobody waits for it any more."""
+        """Stop the request at the next step of the scheduler."""
         self.cancelled = True
 
-    def wait(self) -> Iterator[Event]:
-        """Give its events as they come, until it is done."""
-        left = self.order.copies
+    def events(self) -> Iterator[Event]:
+        """Yield events as they arrive, until the request ends; only without a `put` of the caller."""
+        left = self.request.copies
         while left:
-            event = self.events.get()
+            event = self._events.get()
             left = 0 if isinstance(event, ErrorEvent) else left - isinstance(event, FinishEvent)
             yield event
 
 
-# Seconds from one handing over to the next, where nothing is urgent: as long as a screen shows one picture.
-PAUSE = 1 / 60
-
-Post = Callable[[list[tuple[RequestHandle, Event]]], None]
+AddressedEvents = list[tuple[RequestHandle, Event]]
 
 
-def put_each(events: list[tuple[RequestHandle, Event]]) -> None:
-    """Bring each event to its ticket."""
-    for ticket, event in events:
-        ticket.put(event)
+def deliver_events(events: AddressedEvents) -> None:
+    """Put each event into its request's handle."""
+    for handle, event in events:
+        handle.put(event)
 
 
 class EventBuffer:
-    """Events that nobody was told of yet; for one thread only."""
+    """Events that are not delivered yet; for the scheduler's thread only.
 
-    def __init__(self, post: Post = put_each) -> None:
-        self.post = post
-        self.posted = 0  # times that something was handed over
-        self._events: list[tuple[RequestHandle, Event]] = []
+    Waking the event loop makes the scheduler's thread wait for the GIL, so events are delivered in groups.
+    """
+
+    def __init__(self, deliver: Callable[[AddressedEvents], None] = deliver_events) -> None:
+        self.deliver = deliver
+        self.flushes = 0
+        self._events: AddressedEvents = []
         self._urgent = False
-        self._last = -PAUSE
+        self._last_flush = -FLUSH_SECONDS
 
-    def add(self, ticket: RequestHandle, event: Event, *, urgent: bool) -> None:
-        """Take an event; one that is urgent is handed over at the next occasion, with all that came before it."""
-        self._events.append((ticket, event))
+    def add(self, handle: RequestHandle, event: Event, *, urgent: bool) -> None:
+        """Add an event; an urgent one is delivered with the next flush, with all events before it."""
+        self._events.append((handle, event))
         self._urgent = self._urgent or urgent
 
-    def hand_over(self, *, at_once: bool) -> None:
-        """Hand over what is there, at once or where it is time."""
+    def flush(self, *, force: bool) -> None:
+        """Deliver all events if forced, if one is urgent, or if the last flush is long enough ago."""
         if not self._events:
             return
         now = time.monotonic()
-        if at_once or self._urgent or now - self._last >= PAUSE:
+        if force or self._urgent or now - self._last_flush >= FLUSH_SECONDS:
             events, self._events = self._events, []
-            self._urgent, self._last = False, now
-            self.posted += 1
-            self.post(events)
+            self._urgent, self._last_flush = False, now
+            self.flushes += 1
+            self.deliver(events)

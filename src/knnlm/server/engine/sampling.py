@@ -1,4 +1,4 @@
-"""Draw a token from a distribution. Knows nothing about where it comes from, nor about other texts in the batch."""
+"""Sampling of the next token from a distribution."""
 
 from __future__ import annotations
 
@@ -9,54 +9,54 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-_COLD = 1e-4  # colder than that, any difference decides
+_GREEDY_TEMPERATURE = 1e-4  # at and below it, the most probable token is taken
 
 
 @dataclass(frozen=True)
 class Penalties:
-    """What is taken from or added to log-probabilities before a token is drawn, as OpenAI's API has it."""
+    """Changes to log-probabilities before sampling, as in OpenAI's API."""
 
-    presence: float = 0.0  # taken from every token that the text has already
-    frequency: float = 0.0  # taken once for each time that it has it
-    bias: Mapping[int, float] = field(default_factory=dict)  # added, token by token
+    presence: float = 0.0  # subtracted for every token that the text contains
+    frequency: float = 0.0  # subtracted once for each occurrence
+    bias: Mapping[int, float] = field(default_factory=dict)  # added, by token
 
     def __bool__(self) -> bool:
         return bool(self.presence or self.frequency or self.bias)
 
-    def apply(self, log_p: Tensor, drawn: Mapping[int, int]) -> Tensor:
-        """Give (V,) scores; `drawn` says how often each token was drawn in this text."""
-        changes = {token: -self.presence - self.frequency * times for token, times in drawn.items()}
+    def apply(self, log_p: Tensor, counts: Mapping[int, int]) -> Tensor:
+        """Return (V,) scores; `counts` are the occurrences of each token that was sampled in this text."""
+        changes = {token: -self.presence - self.frequency * count for token, count in counts.items()}
         for token, bias in self.bias.items():
             changes[token] = changes.get(token, 0.0) + bias
-        places = torch.tensor(list(changes), dtype=torch.long, device=log_p.device)
-        return log_p.float().index_add(0, places, torch.tensor(list(changes.values()), device=log_p.device))
+        tokens = torch.tensor(list(changes), dtype=torch.long, device=log_p.device)
+        return log_p.float().index_add(0, tokens, torch.tensor(list(changes.values()), device=log_p.device))
 
 
 class Sampler:
-    """Draws the tokens of one text: the most probable ones, or by chance with a seed of its own."""
+    """Samples the tokens of one text, greedily or with its own random generator."""
 
     def __init__(self, temperature: float, top_p: float, seed: int | None, penalties: Penalties | None = None) -> None:
         self.temperature = temperature
         self.top_p = top_p
         self.penalties = penalties or Penalties()
-        self.drawn: Counter[int] = Counter()
+        self.counts: Counter[int] = Counter()
         self.generator: torch.Generator | None = None
-        if temperature > _COLD:
+        if temperature > _GREEDY_TEMPERATURE:
             self.generator = torch.Generator()
             self.generator.manual_seed(seed) if seed is not None else self.generator.seed()
 
     def draw(self, log_p: Tensor) -> int:
-        """Draw from (V,) log-probabilities."""
+        """Return a token sampled from (V,) log-probabilities."""
         if not self.penalties:
             return self._draw(log_p)
-        token = self._draw(self.penalties.apply(log_p, self.drawn))
-        self.drawn[token] += 1
+        token = self._draw(self.penalties.apply(log_p, self.counts))
+        self.counts[token] += 1
         return token
 
     def _draw(self, log_p: Tensor) -> int:
         if self.generator is None:
             return int(log_p.argmax())
-        # Less the largest: a tiny temperature would make all of them -inf.
+        # Subtract the maximum: a tiny temperature would make all scores -inf.
         scores = ((log_p.float() - log_p.max()) / self.temperature).cpu()
         probs = scores.softmax(0)
         if self.top_p < 1:
@@ -65,8 +65,8 @@ class Sampler:
 
 
 def nucleus(probs: Tensor, mass: float) -> Tensor:
-    """Keep the fewest most probable tokens that have this much mass together, and at least one; others become 0."""
+    """Set all but the fewest most probable tokens that have this mass together to 0; at least one stays."""
     ordered, order = probs.sort(descending=True)
     before = ordered.cumsum(0) - ordered
-    before[0] = -1.0  # stays, however little mass is asked for
+    before[0] = -1.0  # stays, however small the mass
     return probs.masked_fill(torch.zeros_like(probs, dtype=torch.bool).scatter_(0, order, before >= mass), 0.0)

@@ -1,12 +1,13 @@
-"""One thread that owns the model and carries out orders, many at once. Knows nothing about HTTP.
+"""Continuous batching: one thread that owns the model and runs many requests at once.
 
-In each turn it reads a piece of a prompt that is new, then one token of every text that is being written; all of it is
-searched for at once. Texts join and leave between turns, so a long one does not keep a short one waiting.
+Each step reads one token of every sequence and a chunk of new prompts, with one search for all of them. Sequences join
+and leave between steps, so a long request does not delay a short one.
 """
 
 from __future__ import annotations
 
 import logging
+import sqlite3
 import threading
 import time
 from collections import deque
@@ -15,15 +16,15 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
+from knnlm.datastore.store import Datastore
 from knnlm.errors import KnnlmError
 from knnlm.generation.causal import KnnForCausalLM
+from knnlm.lm.detokenizer import Detokenizer
 from knnlm.mixture.mixture import Mixture
-from knnlm.server.engine.batching import BatchedCache, Prompt, RowCaches, WindowedPrompt, choose_rows, read_prompt
-from knnlm.server.engine.detokenizer import Detokenizer, StopStringFilter
+from knnlm.server.engine.batching import BatchedCache, Prompt, SequenceCache, WindowedPrompt, choose_cache, read_prompt
 from knnlm.server.engine.history import TraceCache, TraceEntry
 from knnlm.server.engine.overrides import MixtureCache
 from knnlm.server.engine.predict import ForwardResult, PositionRequest, Times, predict_batch
-from knnlm.server.engine.reload import Unavailable, reload_if_stale
 from knnlm.server.engine.requests import (
     Busy,
     ErrorEvent,
@@ -38,78 +39,78 @@ from knnlm.server.engine.requests import (
     unscored,
 )
 from knnlm.server.engine.sampling import Sampler
+from knnlm.server.engine.stop_strings import StopStringFilter
+
+MAX_PROMPT_CHUNK = 256  # prompt tokens read in one step, so that running sequences continue
+TIMEOUT_MESSAGE = "The request took longer than the server allows."
+
+_SOURCES_PER_TOKEN = 8  # describing this many sources takes about as long as reading a token
 
 _log = logging.getLogger(__name__)
-
-CHUNK = 256  # tokens of prompts that are read in one turn, so that texts being written go on
-
-LATE = "The request took longer than the server allows."
-
-NAMED = 8  # sources that take as long to name as a token takes to read, about
 
 
 @dataclass
 class _Sequence:
-    """One continuation that is being written."""
+    """One continuation that is being generated."""
 
-    ticket: RequestHandle
-    copy: int
+    handle: RequestHandle
+    choice: int  # index in the response
     sampler: Sampler
-    writer: StopStringFilter
+    filter: StopStringFilter
     trace: TraceEntry
-    last: int = -1
-    made: int = 0
-    ended: str | None = None
+    last_token: int = -1
+    generated: int = 0
+    finished: bool = False
 
 
 @dataclass(eq=False)
 class _PendingPrompt:
-    """An order whose prompt is being read."""
+    """A request whose prompt is being read."""
 
-    ticket: RequestHandle
+    handle: RequestHandle
     prompt: Prompt
-    texts: list[_Sequence] = field(default_factory=list)
+    sequences: list[_Sequence] = field(default_factory=list)
 
 
 class Scheduler:
-    """Carries out orders with one model and its memories."""
+    """Runs requests with one mixture."""
 
     def __init__(
-        self, mixture: Mixture, *, slots: int = 64, queue: int = 256, recall: TraceCache | None = None
+        self, mixture: Mixture, *, slots: int = 64, queue: int = 256, traces: TraceCache | None = None
     ) -> None:
         self.model = KnnForCausalLM(mixture)
         self.model.train(False)
-        self.wishes = MixtureCache(mixture)
-        self.recall = TraceCache() if recall is None else recall
+        self.mixtures = MixtureCache(mixture)
+        self.traces = TraceCache() if traces is None else traces
         self.slots, self.queue = slots, queue
         self.ready = threading.Event()
         self.failed: BaseException | None = None
         self.times = Times()
         self.forward_seconds = 0.0
-        self.tokens_read = self.tokens_made = self.turns = self.reopened = 0
-        self.mean_seconds = 1.0  # that an order takes, the last ones counting most
-        self.outbox = EventBuffer()
+        self.tokens_read = self.tokens_generated = self.steps = self.reloads = 0
+        self.mean_seconds = 1.0  # moving average of a request's duration
+        self.events = EventBuffer()
         self._waiting: deque[RequestHandle] = deque()
-        self._entries: deque[_PendingPrompt] = deque()
-        self._rows: RowCaches | None = None
-        self._texts: list[_Sequence] = []  # one for each row
+        self._prompts: deque[_PendingPrompt] = deque()
+        self._cache: SequenceCache | None = None
+        self._sequences: list[_Sequence] = []  # one for each row of the cache
         self._wake = threading.Condition()
         self._stopping = False
         self._thread = threading.Thread(target=self._run, name="knnlm-engine", daemon=True)
-        ends = self.model.generation_config.eos_token_id
-        self._ends = set(ends if isinstance(ends, list) else [] if ends is None else [ends])
+        eos = self.model.generation_config.eos_token_id
+        self._eos = set(eos if isinstance(eos, list) else [] if eos is None else [eos])
 
     @property
     def mixture(self) -> Mixture:
-        """What is served."""
-        return self.wishes.mixture
+        """The mixture in use."""
+        return self.mixtures.mixture
 
     def start(self) -> None:
-        """Begin to work."""
+        """Start the thread."""
         self._thread.start()
 
     def stop(self) -> None:
-        """Drop what is not finished, and end the thread."""
+        """Fail unfinished requests, and end the thread."""
         with self._wake:
             self._stopping = True
             self._wake.notify()
@@ -118,282 +119,311 @@ class Scheduler:
 
     @property
     def alive(self) -> bool:
-        """Whether orders are being carried out."""
+        """Whether requests are processed."""
         return self._thread.is_alive() and not self._stopping
 
     @property
     def waiting(self) -> int:
-        """How many orders have not been begun."""
+        """Number of requests that have not started."""
         return len(self._waiting)
 
     @property
     def active(self) -> int:
-        """How many texts are being read or written."""
-        return len(self._texts) + sum(entry.ticket.order.copies for entry in list(self._entries))
+        """Number of sequences whose prompt is read or that are being generated."""
+        return len(self._sequences) + sum(pending.handle.request.copies for pending in list(self._prompts))
 
     @property
-    def together(self) -> bool:
-        """Whether texts share forward passes."""
-        return isinstance(self._rows, BatchedCache)
+    def batched(self) -> bool:
+        """Whether sequences share forward passes."""
+        return isinstance(self._cache, BatchedCache)
 
-    def submit(self, order: GenerationRequest, put: Callable[[Event], None] | None = None) -> RequestHandle:
-        """Take an order; its events go to `put`, or to the ticket. Busy or Stopped where it cannot be taken."""
-        self.wishes.grant(order.wish)  # refused here rather than in the engine's thread
-        ticket = RequestHandle(order, put)
+    def submit(self, request: GenerationRequest, put: Callable[[Event], None] | None = None) -> RequestHandle:
+        """Queue a request; its events go to `put`, or to the handle. Raise Busy or Stopped where that is impossible."""
+        self.mixtures.grant(request.wish)  # raises for invalid overrides
+        handle = RequestHandle(request, put)
         with self._wake:
             if not self.alive:
                 raise Stopped("The server is stopping.")
             if len(self._waiting) >= self.queue:
                 raise Busy(f"{len(self._waiting):,} requests are waiting already.")
-            self._waiting.append(ticket)
+            self._waiting.append(handle)
             self._wake.notify()
-        return ticket
+        return handle
 
-    # From here on, all is done by the engine's own thread.
+    # The methods below run in the scheduler's thread.
 
     @torch.inference_mode()
     def _run(self) -> None:
         try:
-            self._rows = choose_rows(self.model)
+            self._cache = choose_cache(self.model)
             self.ready.set()
             while self._wait():
-                self._turn()
-        except BaseException as error:  # the thread must not end in silence
+                self._step()
+        except BaseException as error:
             self.failed = error
-            _log.exception("the engine has stopped")
+            _log.exception("the scheduler has stopped")
         finally:
             self._fail_all(503, "The server has stopped.")
-            self.outbox.hand_over(at_once=True)
+            self.events.flush(force=True)
 
     def _wait(self) -> bool:
-        """Wait until there is something to do; say whether to go on."""
+        """Wait for work, and return whether to continue."""
         with self._wake:
-            while not self._stopping and not (self._waiting or self._entries or self._texts):
+            while not self._stopping and not (self._waiting or self._prompts or self._sequences):
                 self._wake.wait()
             return not self._stopping
 
-    def _turn(self) -> None:
-        """Read a token of every text and a piece of new prompts, and tell what follows."""
-        self._drop()
-        came = len(self._waiting)
-        if came or self._entries:
-            self.outbox.hand_over(at_once=True)  # this turn may take longer than the last one
+    def _step(self) -> None:
+        """Read one token of every sequence and a chunk of new prompts, and advance each by the result."""
+        self._drop_cancelled()
+        arrived = len(self._waiting)
+        if arrived or self._prompts:
+            self.events.flush(force=True)  # this step may take longer than the last one
         try:
-            if came and self._refresh():
-                # Who comes while the memory is being opened may have added to it before: that is for the next turn.
-                self._admit(came)
+            if arrived and self._reload():
+                # A request that arrives during the reload may follow a later change: it waits for the next step.
+                self._admit(arrived)
             began = time.perf_counter()
-            heard = self._read_texts() + (read := self._read_prompts())[0]
+            results = self._read_sequences()
+            prompt_results, prompts = self._read_prompts()
+            results += prompt_results
             self.forward_seconds += time.perf_counter() - began
-            answers = iter(predict_batch(self.wishes, heard, self.times) if heard else [])
-            for text in self._texts:
-                self._take(text, next(answers)[0])
-            for entry, positions in read[1]:
-                self._prompted(entry, [next(answers) for _ in range(positions)])
-            self._keep([row for row, text in enumerate(self._texts) if text.ended is None])
+            tokens = iter(predict_batch(self.mixtures, results, self.times) if results else [])
+            for sequence in self._sequences:
+                self._advance(sequence, next(tokens)[0])
+            for pending, positions in prompts:
+                self._advance_prompt(pending, [next(tokens) for _ in range(positions)])
+            self._keep([row for row, sequence in enumerate(self._sequences) if not sequence.finished])
         except Exception as error:
-            _log.exception("a turn of the engine failed")
-            why = str(error) if isinstance(error, KnnlmError) else "Something went wrong in the server."
-            self._fail_all(500, why, waiting=False)
-        self.turns += 1
-        self.outbox.hand_over(at_once=not self._texts)
+            _log.exception("a step of the scheduler failed")
+            message = str(error) if isinstance(error, KnnlmError) else "Internal server error. See the server's log."
+            self._fail_all(500, message, waiting=False)
+        self.steps += 1
+        self.events.flush(force=not self._sequences)
 
-    def _refresh(self) -> bool:
-        """Open the memory anew where it has changed, so that the next request finds what is there.
+    def _reload(self) -> bool:
+        """Reopen the mixture if its store has changed, and return whether requests can be admitted.
 
-        Say whether that went well. Where it did not, nobody new is let in, but texts under way have what they need.
+        If the store cannot be opened, waiting requests fail; running ones keep the open store.
         """
+        before = self.mixture
         try:
-            renewed = reload_if_stale(self.mixture)
-        except Unavailable as error:
-            self._fail_waiting(503, str(error))
+            after = reload_if_stale(before)
+        except (KnnlmError, OSError, sqlite3.Error) as error:
+            _log.exception("the store has changed and cannot be opened")
+            self._fail_waiting(503, f"The store has changed and cannot be opened ({error}).")
             return False
-        if renewed is not None:
-            if renewed.removed:
-                self.recall.clear()  # it may hold words of documents that are gone
-            self.model.mixture = renewed.mixture
-            self.wishes = MixtureCache(renewed.mixture)
-            self.reopened += 1
-            renewed.let_go()
+        if after is not None:
+            if _removed_entries(before) != _removed_entries(after):
+                self.traces.clear()  # they may contain text of removed documents
+            self.model.mixture = after
+            self.mixtures = MixtureCache(after)
+            self.reloads += 1
+            for store in _stores(before) - _stores(after):
+                store.close()
         return True
 
-    def _admit(self, most: int) -> None:
-        """Begin orders, first come, first served, as long as there is room."""
-        for _ in range(most):
+    def _admit(self, limit: int) -> None:
+        """Start at most `limit` requests in their order, while there are free slots."""
+        for _ in range(limit):
             with self._wake:
-                if not self._waiting or self.active + self._waiting[0].order.copies > self.slots:
+                if not self._waiting or self.active + self._waiting[0].request.copies > self.slots:
                     return
-                ticket = self._waiting.popleft()
-            order = ticket.order
-            entry = _PendingPrompt(ticket, _prompt(order))
-            self._entries.append(entry)  # first, so that an error from here on is told to who asked
-            ticket.texts = [self.recall.begin(order.wish) for _ in range(order.copies)]
-            entry.texts = [self._new_text(ticket, copy) for copy in range(order.copies)]
-            if order.echo and not order.hidden:
-                for text in entry.texts:
-                    self._say(text, [_spelt(text, unscored(order.tokens[0]))])
+                handle = self._waiting.popleft()
+            request = handle.request
+            pending = _PendingPrompt(handle, _prompt(request))
+            self._prompts.append(pending)  # first, so that the request fails with an error from here on
+            pending.sequences = [self._new_sequence(handle, copy) for copy in range(request.copies)]
+            if request.echo and not request.start_added:
+                for sequence in pending.sequences:
+                    self._emit(sequence, [_with_text(sequence, unscored(request.tokens[0]))])
 
-    def _new_text(self, ticket: RequestHandle, copy: int) -> _Sequence:
-        order = ticket.order
-        seed = None if order.seed is None else order.seed + copy
-        before = order.tokens[: int(order.hidden)] if order.echo else order.tokens
-        spelling = Detokenizer(self._decode, before)
-        sampler = Sampler(order.temperature, order.top_p, seed, order.penalties)
-        return _Sequence(ticket, copy, sampler, StopStringFilter(spelling, order.stop), ticket.texts[copy])
+    def _new_sequence(self, handle: RequestHandle, copy: int) -> _Sequence:
+        request = handle.request
+        seed = None if request.seed is None else request.seed + copy
+        before = request.tokens[: int(request.start_added)] if request.echo else request.tokens
+        return _Sequence(
+            handle,
+            request.first_choice + copy,
+            Sampler(request.temperature, request.top_p, seed, request.penalties),
+            StopStringFilter(Detokenizer(self._decode, before), request.stop),
+            self.traces.begin(request.wish),
+        )
 
     def _decode(self, tokens: list[int]) -> str:
         return str(
             self.mixture.lm.tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
         )
 
-    def _read_texts(self) -> list[ForwardResult]:
-        """Read the last token of every text."""
-        if not self._texts:
+    def _read_sequences(self) -> list[ForwardResult]:
+        """Read the last token of every sequence."""
+        if not self._sequences:
             return []
-        assert self._rows is not None
-        logits, context = self._rows.step([text.last for text in self._texts])
-        self.tokens_read += len(self._texts)
-        wants = [PositionRequest(text.ticket.order, [text.sampler.draw]) for text in self._texts]
-        return [ForwardResult(logits, context, wants, whole=False)]
+        assert self._cache is not None
+        logits, context = self._cache.step([sequence.last_token for sequence in self._sequences])
+        self.tokens_read += len(self._sequences)
+        positions = [PositionRequest(sequence.handle.request, [sequence.sampler.draw]) for sequence in self._sequences]
+        return [ForwardResult(logits, context, positions, whole=False)]
 
     def _read_prompts(self) -> tuple[list[ForwardResult], list[tuple[_PendingPrompt, int]]]:
-        """Read pieces of prompts in turn, and say how many of its positions each is told of."""
-        heard, owners = [], []
-        room = CHUNK
-        for entry in list(self._entries):
+        """Read chunks of prompts, and return the results and the number of positions to predict of each prompt."""
+        results, read = [], []
+        room = MAX_PROMPT_CHUNK
+        for pending in list(self._prompts):
             if room <= 0:
                 break
-            order, first = entry.ticket.order, entry.prompt.done
-            owners.append((entry, 0))
-            if entry.prompt.left:
-                cost = 1 + order.sources // NAMED if order.echo else 1
-                most = max(1, room // cost)
-                logits, context = read_prompt(self.model, entry.prompt, most=most, every=order.echo)
-                read = entry.prompt.done - first
-                room -= read * cost
-                self.tokens_read += read
-                if wants := _wants(entry, first):
-                    heard.append(ForwardResult(logits, context, wants, whole=True))
-                    owners[-1] = (entry, len(wants))
-            self._entries.rotate(-1)  # who was read now comes last in the next turn
-        return heard, owners
+            request, prompt, first = pending.handle.request, pending.prompt, pending.prompt.done
+            count = 0
+            if prompt.remaining:
+                cost = 1 + request.sources // _SOURCES_PER_TOKEN if request.echo else 1
+                logits, context = read_prompt(
+                    self.model, prompt, max_tokens=max(1, room // cost), all_logits=request.echo
+                )
+                room -= (prompt.done - first) * cost
+                self.tokens_read += prompt.done - first
+                if positions := _positions(pending, first):
+                    results.append(ForwardResult(logits, context, positions, whole=True))
+                    count = len(positions)
+            read.append((pending, count))
+            self._prompts.rotate(-1)  # round robin
+        return results, read
 
-    def _prompted(self, entry: _PendingPrompt, answers: Sequence[list[ScoredToken]]) -> None:
-        """Tell of a piece of a prompt; after the last one, its texts begin."""
-        order = entry.ticket.order
-        done = not entry.prompt.left
-        draws = done and order.max_tokens > 0
-        known = answers[: len(answers) - draws] if order.echo else []
-        for text in entry.texts:
-            shown = [_spelt(text, replace(tokens[0])) for tokens in known]
-            if done and order.echo and shown:
-                shown[-1].text += text.writer.spelling.rest()
-            self._say(text, shown)
-        if draws:
-            assert self._rows is not None
-            self._rows.join(entry.prompt, order.copies)
-            for text, token in zip(entry.texts, answers[-1], strict=True):
-                self._texts.append(text)
-                self._take(text, token)
+    def _advance_prompt(self, pending: _PendingPrompt, tokens: Sequence[list[ScoredToken]]) -> None:
+        """Emit the tokens of a chunk of a prompt; after the last chunk, its sequences start."""
+        request = pending.handle.request
+        done = not pending.prompt.remaining
+        samples = done and request.max_tokens > 0
+        echoed = tokens[: len(tokens) - samples] if request.echo else []
+        for sequence in pending.sequences:
+            shown = [_with_text(sequence, replace(position[0])) for position in echoed]
+            if done and request.echo and shown:
+                shown[-1].text += sequence.filter.detokenizer.finish()
+            self._emit(sequence, shown)
+        if samples:
+            assert self._cache is not None
+            self._cache.join(pending.prompt, request.copies)
+            for sequence, token in zip(pending.sequences, tokens[-1], strict=True):
+                self._sequences.append(sequence)
+                self._advance(sequence, token)
         elif done:
-            for text in entry.texts:
-                self._end(text, "length")
-        if done:  # not before: until here, an error in this turn is an error of this order
-            self._entries.remove(entry)
+            for sequence in pending.sequences:
+                self._finish(sequence, "length")
+        if done:  # not before: until here, an error in this step fails this request
+            self._prompts.remove(pending)
 
-    def _take(self, text: _Sequence, token: ScoredToken) -> None:
-        """Let a text go on by a token."""
-        order = text.ticket.order
-        text.made += 1
-        text.last = token.id
-        self.tokens_made += 1
-        if token.id in self._ends and not order.endless:
-            self._end(text, "stop")
+    def _advance(self, sequence: _Sequence, token: ScoredToken) -> None:
+        """Append a sampled token to a sequence."""
+        request = sequence.handle.request
+        sequence.generated += 1
+        sequence.last_token = token.id
+        self.tokens_generated += 1
+        if token.id in self._eos and not request.ignore_eos:
+            self._finish(sequence, "stop")
             return
-        self._say(text, text.writer.add(token))
-        if text.writer.stopped:
-            self._end(text, "stop")
-        elif text.made >= order.max_tokens:
-            self._end(text, "length")
+        self._emit(sequence, sequence.filter.add(token))
+        if sequence.filter.stopped:
+            self._finish(sequence, "stop")
+        elif sequence.generated >= request.max_tokens:
+            self._finish(sequence, "length")
 
-    def _end(self, text: _Sequence, reason: str) -> None:
-        text.ended = reason
-        self._say(text, text.writer.finish())
-        ended = FinishEvent(text.copy, "stop" if text.writer.stopped else reason, text.made)
-        self.outbox.add(text.ticket, ended, urgent=True)
-        self.mean_seconds += 0.1 * (time.monotonic() - text.ticket.taken - self.mean_seconds)
+    def _finish(self, sequence: _Sequence, reason: str) -> None:
+        sequence.finished = True
+        self._emit(sequence, sequence.filter.finish())
+        if sequence.filter.stopped:
+            reason = "stop"
+        event = FinishEvent(sequence.choice, sequence.trace.id, reason, sequence.generated)
+        self.events.add(sequence.handle, event, urgent=True)
+        self.mean_seconds += 0.1 * (time.monotonic() - sequence.handle.submitted - self.mean_seconds)
 
-    def _say(self, text: _Sequence, tokens: Sequence[ScoredToken]) -> None:
+    def _emit(self, sequence: _Sequence, tokens: Sequence[ScoredToken]) -> None:
         if tokens:
-            self.recall.add(text.trace, tokens)
-            self.outbox.add(text.ticket, TokensEvent(text.copy, list(tokens)), urgent=text.made <= 1)
+            self.traces.add(sequence.trace, tokens)
+            event = TokensEvent(sequence.choice, sequence.trace.id, list(tokens))
+            self.events.add(sequence.handle, event, urgent=sequence.generated <= 1)
 
-    def _drop(self) -> None:
-        """Let go of what nobody waits for, and of what has taken too long."""
+    def _drop_cancelled(self) -> None:
+        """Drop requests that are cancelled or past their deadline."""
         now = time.monotonic()
 
-        def gone(ticket: RequestHandle) -> bool:
-            late = ticket.order.deadline is not None and now > ticket.order.deadline
-            if late and not ticket.cancelled:
-                ticket.cancel()
-                self.outbox.add(ticket, ErrorEvent(504, LATE), urgent=True)
-            return ticket.cancelled
+        def dropped(handle: RequestHandle) -> bool:
+            deadline = handle.request.deadline
+            if deadline is not None and now > deadline and not handle.cancelled:
+                self._fail([handle], 504, TIMEOUT_MESSAGE)
+            return handle.cancelled
 
         with self._wake:
-            self._waiting = deque(ticket for ticket in self._waiting if not gone(ticket))
-        self._entries = deque(entry for entry in self._entries if not gone(entry.ticket))
-        self._keep([row for row, text in enumerate(self._texts) if not gone(text.ticket)])
+            self._waiting = deque(handle for handle in self._waiting if not dropped(handle))
+        self._prompts = deque(pending for pending in self._prompts if not dropped(pending.handle))
+        self._keep([row for row, sequence in enumerate(self._sequences) if not dropped(sequence.handle)])
 
     def _keep(self, rows: list[int]) -> None:
-        """Keep these texts only."""
-        if len(rows) < len(self._texts):
-            assert self._rows is not None
-            self._rows.keep(rows)
-            self._texts = [self._texts[row] for row in rows]
+        """Keep only these sequences."""
+        if len(rows) < len(self._sequences):
+            assert self._cache is not None
+            self._cache.keep(rows)
+            self._sequences = [self._sequences[row] for row in rows]
 
     def _fail_all(self, status: int, message: str, *, waiting: bool = True) -> None:
-        """Give up all that is in flight."""
-        self._fail(
-            [*(entry.ticket for entry in self._entries), *(text.ticket for text in self._texts)], status, message
-        )
+        """Fail all running requests, and those that wait."""
+        running = [pending.handle for pending in self._prompts] + [sequence.handle for sequence in self._sequences]
+        self._fail(running, status, message)
         if waiting:
             self._fail_waiting(status, message)
-        self._entries.clear()
-        self._texts = []
-        if self._rows is not None:
-            self._rows.keep([])
+        self._prompts.clear()
+        self._sequences = []
+        if self._cache is not None:
+            self._cache.keep([])
 
     def _fail_waiting(self, status: int, message: str) -> None:
-        """Give up all that has not been begun."""
+        """Fail all requests that have not started."""
         with self._wake:
-            tickets = list(self._waiting)
+            handles = list(self._waiting)
             self._waiting.clear()
-        self._fail(tickets, status, message)
+        self._fail(handles, status, message)
 
-    def _fail(self, tickets: Sequence[RequestHandle], status: int, message: str) -> None:
-        for ticket in dict.fromkeys(tickets):
-            ticket.cancel()
-            self.outbox.add(ticket, ErrorEvent(status, message), urgent=True)
-
-
-def _prompt(order: GenerationRequest) -> Prompt:
-    """Say what is to be read; where nothing is to be drawn, nobody asks what follows the last token."""
-    if order.windowed:
-        return WindowedPrompt(list(order.tokens[:-1]), document=order.tokens[1:])
-    return Prompt(list(order.tokens if order.max_tokens else order.tokens[:-1] if order.echo else ()))
+    def _fail(self, handles: Sequence[RequestHandle], status: int, message: str) -> None:
+        for handle in dict.fromkeys(handles):
+            handle.cancel()
+            self.events.add(handle, ErrorEvent(status, message), urgent=True)
 
 
-def _spelt(text: _Sequence, token: ScoredToken) -> ScoredToken:
-    """Give a token of the prompt its text."""
-    token.text = text.writer.spelling.add(token.id)
+def reload_if_stale(mixture: Mixture) -> Mixture | None:
+    """Return the mixture reopened if its store has changed, else None; the given one stays open."""
+    return mixture.reopen() if mixture.stale else None
+
+
+def _stores(mixture: Mixture) -> set[Datastore]:
+    """Return the stores that a mixture holds open."""
+    stores = {store for memory in mixture.memories if isinstance(store := getattr(memory, "store", None), Datastore)}
+    return stores | ({mixture.store} if mixture.store is not None else set())
+
+
+def _removed_entries(mixture: Mixture) -> list[tuple[str, int, list[tuple[int, int]]]]:
+    """Return the layout version and the removed entries of each store."""
+    return sorted((str(store.path), store.layout, store.row_numbers.gaps) for store in _stores(mixture))
+
+
+def _prompt(request: GenerationRequest) -> Prompt:
+    """Return the tokens to read; without sampling, the prediction after the last token is not needed."""
+    if request.windowed:
+        return WindowedPrompt(list(request.tokens[:-1]), document=request.tokens[1:])
+    return Prompt(list(request.tokens if request.max_tokens else request.tokens[:-1] if request.echo else ()))
+
+
+def _with_text(sequence: _Sequence, token: ScoredToken) -> ScoredToken:
+    """Set the text of a token of the prompt."""
+    token.text = sequence.filter.detokenizer.add(token.id)
     return token
 
 
-def _wants(entry: _PendingPrompt, first: int) -> list[PositionRequest]:
-    """Say which of the positions that were just read are told of, from the first one on."""
-    order, prompt = entry.ticket.order, entry.prompt
-    draws = [text.sampler.draw for text in entry.texts] if order.max_tokens and not prompt.left else []
-    if not order.echo:
-        return [PositionRequest(order, draws)] if draws else []
-    known = [PositionRequest(order, (), order.tokens[place + 1]) for place in range(first, prompt.done - bool(draws))]
-    return [*known, PositionRequest(order, draws)] if draws else known
+def _positions(pending: _PendingPrompt, first: int) -> list[PositionRequest]:
+    """Return the positions to predict of those that were just read, from `first` on."""
+    request, prompt = pending.handle.request, pending.prompt
+    samples = not prompt.remaining and request.max_tokens > 0
+    draws = [sequence.sampler.draw for sequence in pending.sequences] if samples else []
+    if not request.echo:
+        return [PositionRequest(request, draws)] if draws else []
+    known = [
+        PositionRequest(request, (), request.tokens[place + 1]) for place in range(first, prompt.done - bool(draws))
+    ]
+    return [*known, PositionRequest(request, draws)] if draws else known

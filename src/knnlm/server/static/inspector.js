@@ -119,7 +119,7 @@ let open = null;
 /** Open a document at a row of the memory, or at its beginning. */
 export async function openPassage(number, row = null) {
   try {
-    const query = row === null ? `limit=${PIECE}` : `row=${row}&limit=${PIECE}`;
+    const query = row === null ? `limit=${PIECE}` : `entry=${row}&limit=${PIECE}`;
     const piece = await ask(`/v1/documents/${number}?${query}`);
     // A piece has as many tokens as were asked for, except at the end of the document.
     const length = piece.more ? PIECE : piece.tokens - piece.offset;
