@@ -339,7 +339,7 @@ def test_the_command_serves_until_it_is_told_to_stop(store, model_folder, tmp_pa
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment) as process:
         try:
             line = process.stderr.readline()
-            while "is served at" not in line:
+            while "serving" not in line:
                 assert line, "it ended"
                 line = process.stderr.readline()
             url = line.split()[-1]

@@ -67,7 +67,7 @@ def serve(
     service = Service(mixture.open(store, model, machine), name=name or store.resolve().name, limits=_limits(limits))
 
     def ready() -> None:
-        _announce({"store": str(store), "model": service.name, "url": run.address(bound)}, json=json)
+        _announce({"store": str(store), "model": service.name, "url": run.server_url(bound)}, json=json)
 
     with suppress(KeyboardInterrupt):  # the usual way to stop the server
         run.serve(service, bound, keys=keys, ready=ready)
