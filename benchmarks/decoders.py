@@ -151,15 +151,15 @@ class Study:
         return replace(seen, memories=short)
 
     def table(self, seen: list[TraceTable]) -> None:
-        self.add("model", *(perplexity(one.model) for one in seen))
+        self.add("model", *(perplexity(one.lm_log_probs) for one in seen))
         for name, label in (("the student alone: fine-tuned", STUDENT), ("the small student alone", SMALL)):
-            self.add(name, *(perplexity(one.only(label).memories[0].logs[:, 0]) for one in seen))
+            self.add(name, *(perplexity(one.select(label).memories[0].log_probs[:, 0]) for one in seen))
         for name, memories, kind in ROWS:
             self.add(name, *self.fitted(seen, memories, kind))
 
     def fitted(self, seen: list[TraceTable], memories: list[str], kind: str) -> tuple[float, float]:
         device = str(self.lm.device)
-        valid, test = (one.only(*memories) for one in seen)
+        valid, test = (one.select(*memories) for one in seen)
         fitted = fit_weights(valid, kind, frequencies=self.frequencies, device=device)
         return fitted.perplexity, evaluate_table(test, fitted.weights).perplexity
 
@@ -176,7 +176,7 @@ class Study:
     def judge(self, name: str, what: str) -> None:
         """Measure a student alone and with the model."""
         seen = self.look([f"decoder={self.folder}/{name}"])
-        self.add(f"{what}, alone", *(perplexity(one.memories[0].logs[:, 0]) for one in seen))
+        self.add(f"{what}, alone", *(perplexity(one.memories[0].log_probs[:, 0]) for one in seen))
         self.add(f"model + {what}, one λ", *self.fitted(seen, [f"decoder={name}"], "fixed"))
 
     def plug_in(self) -> None:
@@ -196,7 +196,7 @@ class Study:
         self.lm = CausalLM.open(str(self.folder / "other"), device=options.device, dtype=options.dtype)
         seen = self.look([f"decoder={self.folder}/student"])
         name = f"a model fine-tuned on {options.other.name}"
-        self.add(name, *(perplexity(one.model) for one in seen))
+        self.add(name, *(perplexity(one.lm_log_probs) for one in seen))
         self.add(f"{name} + student, one λ", *self.fitted(seen, [STUDENT], "fixed"))
         self.lm = own
 
@@ -221,25 +221,24 @@ class Study:
     def stories(self, seen: TraceTable) -> None:
         """Where the student is far above the model, and how close it stays on frequent words."""
         targets = self.targets(seen)
-        (student,) = seen.only(STUDENT).memories
-        gain = student.logs[:, 0] - seen.model
+        (student,) = seen.select(STUDENT).memories
+        gain = student.log_probs[:, 0] - seen.lm_log_probs
         counts = self.frequencies[targets]
         common = self.frequencies.argsort(descending=True)[:50]
         frequent = torch.isin(targets, common)
         rare = (counts > 0) & (counts <= 20)
         for name, rows in (("the 50 most frequent tokens", frequent), ("tokens seen 1 to 20 times", rare)):
             self.say(
-                f"{name}: {int(rows.sum())} of {len(rows)}, p of the model {seen.model[rows].exp().mean():.3f}, "
-                f"of the student {student.logs[rows, 0].exp().mean():.3f}, log ratio {gain[rows].mean():+.3f}"
+                f"{name}: {int(rows.sum())} of {len(rows)}, p of the model {seen.lm_log_probs[rows].exp().mean():.3f}, "
+                f"of the student {student.log_probs[rows, 0].exp().mean():.3f}, log ratio {gain[rows].mean():+.3f}"
             )
         draw = torch.Generator().manual_seed(0)
         for name, rows in (("seen 1 to 20 times", rare), ("frequent", frequent)):
             places = rows.nonzero()[:, 0]
             for place in places[torch.randperm(len(places), generator=draw)[:8]].tolist():  # drawn, not chosen
                 before = self.lm.tokenizer.decode(targets[max(0, place - 12) : place].tolist())
-                told = (
-                    f"p of the model {seen.model[place].exp():.3f}, of the student {student.logs[place, 0].exp():.3f}"
-                )
+                told = f"p of the model {seen.lm_log_probs[place].exp():.3f}"
+                told += f", of the student {student.log_probs[place, 0].exp():.3f}"
                 self.say(f"{name}: …{before!r} → {self.lm.tokenizer.decode([int(targets[place])])!r}: {told}")
 
     def targets(self, seen: TraceTable) -> torch.Tensor:
@@ -247,9 +246,9 @@ class Study:
         found: list[int] = []
         for document in split(self.corpus, "test"):
             found += self.lm.encode(document.text)
-            if len(found) >= len(seen.model):
+            if len(found) >= len(seen.lm_log_probs):
                 break
-        assert len(found) == len(seen.model)
+        assert len(found) == len(seen.lm_log_probs)
         return torch.tensor(found)
 
 

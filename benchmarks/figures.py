@@ -84,7 +84,7 @@ def measure(corpus: Path, memory: Path, lm: CausalLM, options: argparse.Namespac
         "oracle_of_both": round(found.oracle_perplexity, 4),
         "k": found.k,
         "knn_temperature": found.knn_temperature,
-        "lambda": found.lambda_,
+        "lambda": found.lmbda,
         "build_seconds": round(built - begin, 1),
         "tune_seconds": round(tuned - built, 1),
         "eval_seconds": round(found.seconds, 1),
@@ -142,7 +142,7 @@ def vote_by_numpy(
         weights = np.exp(scores - scores.max())
         knn[number] = weights[values[nearest] == targets[number]].sum() / weights.sum()
     base = np.exp(log_p)
-    mixed = (1 - found.lambda_) * base + found.lambda_ * knn
+    mixed = (1 - found.lmbda) * base + found.lmbda * knn
     return {
         "lm": round(float(np.exp(-log_p.mean())), 4),
         "knn_lm": round(float(np.exp(-np.log(mixed).mean())), 4),

@@ -30,7 +30,7 @@ import sides
 from knnlm.benchmark import spread, times_of
 from knnlm.corpus import read_documents
 from knnlm.datastore.store import Datastore
-from knnlm.evaluation.evaluate import Totals, read_all
+from knnlm.evaluation.evaluate import Totals, read_batches
 from knnlm.index import spec as knnlm_ladder
 from knnlm.index.base import Index, Neighbours
 from knnlm.index.blocks import is_blocks
@@ -119,7 +119,7 @@ def read_text(store: Datastore, options: argparse.Namespace) -> Text:
     assert mixture.knn is not None
     parts: list[tuple[Tensor, Tensor, Tensor]] = []
     with torch.inference_mode():
-        for _, batch in read_all(mixture, read_documents(options.text), tally=Totals(), limit=options.limit):
+        for _, batch in read_batches(mixture, read_documents(options.text), totals=Totals(), limit=options.limit):
             keys = store.project(batch.context.states[mixture.knn.source].float())
             said = LMOutput(batch.logits).components[0].log_prob(batch.targets)
             parts.append((keys.cpu(), batch.targets.cpu(), said.exp().cpu()))

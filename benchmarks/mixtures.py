@@ -169,11 +169,11 @@ def table(
     """Fit every row on valid and evaluate it on test: name → (valid, test)."""
     seen, frequencies = valid
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    model = float((-seen.model.double().mean()).exp()), float((-test[0].model.double().mean()).exp())
+    model = float((-seen.lm_log_probs.double().mean()).exp()), float((-test[0].model.double().mean()).exp())
     found = {"model": list(model)}
     there = {memory.label for memory in seen.memories}
     words = [memory.label for memory in seen.memories if memory.label.startswith("W_ds")]
-    alone = {label: fit_weights(seen.only(label), "fixed", frequencies=frequencies).perplexity for label in words}
+    alone = {label: fit_weights(seen.select(label), "fixed", frequencies=frequencies).perplexity for label in words}
     best = min(words, key=alone.__getitem__)  # by valid
     for name, memories, kind in ladder(seen):
         if options.only and options.only not in name:
@@ -182,8 +182,8 @@ def table(
         if not set(memories) <= there:
             continue
         begin = time.perf_counter()
-        fitted = fit_weights(seen.only(*memories), kind, frequencies=frequencies, device=device)
-        measured = evaluate_table(test[0].only(*memories), fitted.weights)
+        fitted = fit_weights(seen.select(*memories), kind, frequencies=frequencies, device=device)
+        measured = evaluate_table(test[0].select(*memories), fitted.weights)
         found[name] = [fitted.perplexity, measured.perplexity]
         print(
             f"  {name:<45} valid {fitted.perplexity:8.3f}  test {measured.perplexity:8.3f}  "
@@ -210,28 +210,29 @@ def save(folder: Path, corpus: str, part: str, seen: TraceTable, frequencies: to
     """Write what was seen: some tens of megabytes rather than the trace's gigabytes."""
     folder.mkdir(parents=True, exist_ok=True)
     arrays = {
-        "model": seen.model,
-        "signals": seen.signals,
-        "choice": seen.choice.int(),
-        "positions": seen.place.positions.int(),
-        "tokens": seen.place.tokens.int(),
-        "groups": seen.groups.int(),
+        "model": seen.lm_log_probs,
+        "signals": seen.lm_features,
+        "choice": seen.lm_top.int(),
+        "positions": seen.positions.positions.int(),
+        "tokens": seen.positions.tokens.int(),
+        "groups": seen.documents.int(),
         "frequencies": frequencies,
     }
-    facts = {"tally": vars(seen.tally), "memories": []}
+    facts = {"totals": vars(seen.totals), "memories": []}
     for number, memory in enumerate(seen.memories):
         facts["memories"].append(
             {
                 "label": memory.label,
                 "kind": memory.kind,
-                "names": memory.names,
-                "facts": memory.facts,
-                "signals": list(memory.signals),
+                "component_names": memory.component_names,
+                "metadata": memory.metadata,
+                "feature_names": list(memory.feature_names),
+                "expensive": memory.expensive,
             }
         )
-        arrays[f"{number}.logs"] = memory.logs
+        arrays[f"{number}.logs"] = memory.log_probs
         for name in MemoryFeatures.__dataclass_fields__:
-            value = getattr(memory.evidence, name)
+            value = getattr(memory.features, name)
             arrays[f"{number}.{name}"] = value.half() if value.is_floating_point() else value.int()
         if memory.nearest is not None:
             arrays[f"{number}.nearest"] = memory.nearest
@@ -250,9 +251,15 @@ def load(folder: Path, corpus: str, part: str) -> tuple[TraceTable, torch.Tensor
         evidence = [arrays[f"{number}.{name}"] for name in MemoryFeatures.__dataclass_fields__]
         evidence = [one.float() if one.is_floating_point() else one.long() for one in evidence]
         nearest = arrays.get(f"{number}.nearest")
-        signals = own.get("signals") or [str(column) for column in range(evidence[0].shape[1])]
-        known = (own["label"], own["kind"], own["names"], arrays[f"{number}.logs"], MemoryFeatures(*evidence), nearest)
-        memories.append(MemoryColumns(*known, own["facts"], signals))
+        known = (
+            own["label"],
+            own["kind"],
+            own["component_names"],
+            arrays[f"{number}.logs"],
+            MemoryFeatures(*evidence),
+            nearest,
+        )
+        memories.append(MemoryColumns(*known, own["metadata"], own["feature_names"], own["expensive"]))
     place = Positions(arrays["positions"].long(), arrays["tokens"].long())
     seen = TraceTable(
         arrays["model"],
@@ -261,7 +268,7 @@ def load(folder: Path, corpus: str, part: str) -> tuple[TraceTable, torch.Tensor
         place,
         arrays["groups"].long(),
         memories,
-        Totals(**facts["tally"]),
+        Totals(**facts["totals"]),
     )
     return seen, arrays["frequencies"]
 

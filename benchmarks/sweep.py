@@ -11,8 +11,7 @@ import json
 import numpy as np
 import torch
 
-from knnlm.evaluation.sweep import sweep
-from knnlm.evaluation.trace import Trace
+from knnlm.evaluation.trace import MemoryTrace, Trace
 
 
 def main() -> None:
@@ -25,16 +24,13 @@ def main() -> None:
     distances = (torch.rand(shape, generator=generator) * 100).sort(1).values.numpy()
     values = torch.randint(0, 50, shape, generator=generator, dtype=torch.int32).numpy()
     targets = np.zeros(options.tokens, np.int32)
-    log_p = np.full(options.tokens, -3.0, np.float32)
-    facts = {
-        "tokens": options.tokens,
-        "k": options.k,
-        "metric": "l2",
-        "text": ["random"],
-        "documents": 1,
-        "remembered": 0,
-    }
-    swept = sweep(Trace(targets, log_p, distances, values, facts))
+    log_probs = np.full(options.tokens, -3.0, np.float32)
+    features = np.zeros((options.tokens, 0), np.float32)
+    metadata = {"tokens": options.tokens, "sources": ["random"], "documents": 1, "leaked_documents": 0}
+    own = {"label": "knn", "kind": "knn", "k": options.k, "metric": "l2"}
+    memory = MemoryTrace(own, {"distances": distances, "values": values}, 50)
+    trace = Trace(targets, log_probs, features, targets, targets, targets, targets, [memory], metadata)
+    swept = trace.sweep()
     row = {"tokens": swept.tokens, "settings": swept.perplexity.size, "threads": torch.get_num_threads()}
     print(json.dumps(row | {"seconds": round(swept.seconds, 2)}))
 

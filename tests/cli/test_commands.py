@@ -399,7 +399,7 @@ def test_a_terminal_without_unicode_is_no_error(memory):
 
 def test_tune_wants_text_or_a_trace(memory, texts, capfd, tmp_path):
     assert "either TEXT or --trace" in failure(capfd, "tune", memory)
-    assert "is not a trace" in failure(capfd, "tune", memory, "--trace", tmp_path)
+    assert "not a trace" in failure(capfd, "tune", memory, "--trace", tmp_path)
     assert "--k takes numbers" in failure(capfd, "tune", memory, texts / "held-out.txt", "--k", "a,b")
 
 

@@ -15,7 +15,7 @@ from knnlm.datastore.paths import CATALOG_FILE
 from knnlm.datastore.store import Datastore
 from knnlm.errors import DatastoreCorrupt, DatastoreError, ModelMismatch, ParameterError
 from knnlm.evaluation.evaluate import evaluate
-from knnlm.evaluation.fit import evaluate_trace, fit_weights, tabulate, variants
+from knnlm.evaluation.fit import evaluate_trace, fit_weights, tabulate, vote_variants
 from knnlm.evaluation.sweep import Sweep
 from knnlm.evaluation.trace import record
 from knnlm.evaluation.tune import token_frequencies, tune
@@ -73,7 +73,7 @@ def test_a_trace_is_evaluated_as_the_text_is(tuned, lm, path, test_trace):
     opened = Mixture.open(path, lm)
     measured = evaluate(opened, TEST)
     replayed = evaluate_trace(test_trace, settings(opened), opened.weights)
-    for name in ("perplexity", "base_perplexity", "oracle_perplexity", "lambda_"):
+    for name in ("perplexity", "base_perplexity", "oracle_perplexity", "lmbda"):
         assert getattr(replayed, name) == pytest.approx(getattr(measured, name), rel=5e-3), name
     for mine, theirs in zip(replayed.memories, measured.memories, strict=True):
         assert mine["weight"] == pytest.approx(theirs["weight"], abs=5e-3)
@@ -127,13 +127,13 @@ def test_what_a_gate_sees_in_a_trace_is_what_it_sees_in_the_text(lm, path, test_
 def test_the_columns_of_a_trace_are_the_parts_of_the_mixture(lm, path, test_trace):
     mixture = Mixture.open(path, lm, memories=MEMORIES, use_tuned=False)
     seen = tabulate(test_trace, settings(mixture))
-    assert len(seen.names) == len(mixture.component_names) == seen.logs.shape[1]
+    assert len(seen.component_names) == len(mixture.component_names) == seen.log_probs.shape[1]
     for batch in mixture.read([lm.encode(document.text) for document in TEST]):
         each = mixture.predict(batch.context).component_log_probs(batch.targets)
-        stored = seen.logs[batch.rows].nan_to_num(nan=-math.inf)
+        stored = seen.log_probs[batch.rows].nan_to_num(nan=-math.inf)
         torch.testing.assert_close(stored.exp(), each.exp(), rtol=1e-2, atol=2e-3)
     first = np.cumsum([0, *(len(lm.encode(document.text)) for document in TEST)])[:-1]
-    assert sorted(set(seen.groups.tolist())) == first.tolist()
+    assert sorted(set(seen.documents.tolist())) == first.tolist()
 
 
 def test_counts_of_tokens_are_those_of_the_store(lm, path):
@@ -271,11 +271,11 @@ def test_choices_that_are_no_choices_are_refused(lm, path, tmp_path):
 def test_a_trace_is_tuned_for_some_of_its_memories(lm, path, test_trace):
     from knnlm.evaluation.tune import tune_trace
 
-    some = test_trace.only("ngram", "knn")
+    some = test_trace.select("ngram", "knn")
     result = tune_trace(some, Datastore.open(path), weights="fixed")
     assert [spec.label for spec in result.specs] == ["ngram", "knn"]
     with pytest.raises(DatastoreError, match="but not output"):
-        test_trace.only("output")
+        test_trace.select("output")
 
 
 def test_the_cache_looks_back_as_far_as_it_is_told(lm, path):
@@ -315,7 +315,7 @@ def test_a_list_of_memories_that_means_nothing_is_refused(lm, path, memories, sa
 
 
 def test_weights_that_there_are_not_are_refused(lm, path, test_trace):
-    with pytest.raises(ParameterError, match="no weights 'magic'"):
+    with pytest.raises(ParameterError, match="Unknown weights 'magic'"):
         tune(Mixture.open(path, lm, use_tuned=False), TEST, weights="magic")
     trace_of_cache = record(
         Mixture.open(path, lm, memories="cache", use_tuned=False), TEST, path.parent / "cache-trace"
@@ -353,7 +353,7 @@ def test_other_ways_of_counting_surround_the_best():
     perplexity[0, 3, 1] = 20.0
     temperatures = tuple(float(2**n) for n in range(20))
     found = Sweep((1, 8, 64, 256), temperatures, (0.0, 0.5), perplexity, 60.0, 10, 1, 0, 0.0)
-    chosen = variants(found)
+    chosen = vote_variants(found)
     assert chosen[0] == VoteParams(64, 2.0**7)
     assert {VoteParams(64, 2.0**n) for n in (1, 4, 10, 13)} < set(chosen)
     assert VoteParams(1, 2.0**3) in chosen

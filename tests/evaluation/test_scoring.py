@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from helpers.stores import documents
-from knnlm.evaluation.evaluate import scores, searches_can_wait
+from knnlm.evaluation.evaluate import can_defer_search, score_batches
 from knnlm.memories.knn import KnnMemory
 from knnlm.memories.voting import VoteParams
 from knnlm.mixture.mixture import Mixture
@@ -64,21 +64,21 @@ def one_by_one(mixture, texts):
 
 
 def together(mixture, texts, **options):
-    found = list(scores(mixture, mixture.read(texts, batch_tokens=32), **options))
-    return [torch.cat([getattr(one, name) for one in found]) for name in ("each", "mixed", "weights")]
+    found = list(score_batches(mixture, mixture.read(texts, batch_tokens=32), **options))
+    return [torch.cat([getattr(one, name) for one in found]) for name in ("components", "mixture", "weights")]
 
 
-@pytest.mark.parametrize("ahead", [False, True])
+@pytest.mark.parametrize("read_ahead", [False, True])
 @pytest.mark.parametrize("least", [1, 100, 100_000])
 @pytest.mark.parametrize("kind", ["fixed", "buckets"])
-def test_searches_that_wait_find_what_those_of_each_batch_find(mixture, texts, monkeypatch, ahead, least, kind):
+def test_searches_that_wait_find_what_those_of_each_batch_find(mixture, texts, monkeypatch, read_ahead, least, kind):
     if kind == "buckets":
         edges, weights = torch.tensor([1.0, 5.0]), torch.tensor([[0.5, 0.3, 0.2], [0.7, 0.2, 0.1], [1.0, 0.0, 0.0]])
         mixture.weights = BucketWeights(Buckets(edges, weights), 0)
-    monkeypatch.setattr("knnlm.evaluation.evaluate._TOGETHER", least)
+    monkeypatch.setattr("knnlm.evaluation.evaluate._MIN_QUERIES", least)
     expected = one_by_one(mixture, texts)
     index = watch(mixture)
-    found = together(mixture, texts, ahead=ahead)
+    found = together(mixture, texts, read_ahead=read_ahead)
     for one, other in zip(found, expected, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
     tokens = sum(map(len, texts))
@@ -88,7 +88,7 @@ def test_searches_that_wait_find_what_those_of_each_batch_find(mixture, texts, m
 
 
 def test_what_the_model_says_is_not_kept_while_searches_wait(mixture, texts, monkeypatch):
-    monkeypatch.setattr("knnlm.evaluation.evaluate._TOGETHER", 200)
+    monkeypatch.setattr("knnlm.evaluation.evaluate._MIN_QUERIES", 200)
     said = []
 
     def batches():
@@ -98,13 +98,13 @@ def test_what_the_model_says_is_not_kept_while_searches_wait(mixture, texts, mon
 
     alive = []
     watch(mixture, lambda: alive.append(sum(one() is not None for one in said)))
-    list(scores(mixture, batches()))
+    list(score_batches(mixture, batches()))
     assert len(said) > 4
     assert max(alive) <= 1  # of the batch that was read last, at most
 
 
 def test_the_model_reads_on_while_a_search_runs(mixture, texts, monkeypatch):
-    monkeypatch.setattr("knnlm.evaluation.evaluate._TOGETHER", 64)
+    monkeypatch.setattr("knnlm.evaluation.evaluate._MIN_QUERIES", 64)
     read_on, waited = threading.Event(), []
     batches = list(mixture.read(texts, batch_tokens=32))
 
@@ -119,25 +119,25 @@ def test_the_model_reads_on_while_a_search_runs(mixture, texts, monkeypatch):
             waited.append(read_on.wait(timeout=30))
 
     watch(mixture, before)
-    list(scores(mixture, reading(), ahead=True))
+    list(score_batches(mixture, reading(), read_ahead=True))
     assert waited == [True]
 
 
-@pytest.mark.parametrize("ahead", [False, True])
-def test_an_error_of_a_search_reaches_who_asked(mixture, texts, ahead):
+@pytest.mark.parametrize("read_ahead", [False, True])
+def test_an_error_of_a_search_reaches_who_asked(mixture, texts, read_ahead):
     def fail():
         raise OSError("the disk is gone")
 
     watch(mixture, fail)
     with pytest.raises(OSError, match="the disk is gone"):
-        list(scores(mixture, mixture.read(texts), ahead=ahead))
+        list(score_batches(mixture, mixture.read(texts), read_ahead=read_ahead))
 
 
 def test_no_text_has_no_scores(mixture):
-    assert not list(scores(mixture, []))
-    assert not list(scores(mixture, [], ahead=True))
+    assert not list(score_batches(mixture, []))
+    assert not list(score_batches(mixture, [], read_ahead=True))
 
 
 def test_searches_wait_only_where_nobody_looks_at_what_the_model_says(lm, store, mixture):
-    assert searches_can_wait(mixture)
-    assert not searches_can_wait(Mixture.open(store, lm, memories="knn,cache"))
+    assert can_defer_search(mixture)
+    assert not can_defer_search(Mixture.open(store, lm, memories="knn,cache"))

@@ -17,7 +17,7 @@ from knnlm.errors import DatastoreBusy, DatastoreCorrupt, DatastoreError, Parame
 from knnlm.evaluation.evaluate import evaluate
 from knnlm.evaluation.sweep import replay, sweep, temperature_grid
 from knnlm.evaluation.trace import MemoryTrace, Trace, record
-from knnlm.evaluation.tune import choose_from, tune, tune_trace
+from knnlm.evaluation.tune import save_trace_tuning, tune, tune_trace
 from knnlm.ingest.build import build
 from knnlm.memories.decoder import LM_FEATURES
 from knnlm.mixture.mixture import Mixture
@@ -66,12 +66,14 @@ def test_a_replay_equals_an_evaluation(lm, mixture, trace, k, knn_temperature, l
 
 
 def made_trace(log_p, distances, values, targets):
-    facts = {"tokens": len(targets), "text": ["made"], "documents": 1, "remembered": 0}
+    metadata = {"tokens": len(targets), "sources": ["made"], "documents": 1, "leaked_documents": 0}
     own = {"label": "knn", "kind": "knn", "k": distances.shape[1], "metric": "l2"}
     memory = MemoryTrace(own, {"distances": distances, "values": values.astype(np.int32)}, 50)
     rows = np.zeros(len(targets), np.int32)
     signals = np.zeros((len(targets), len(LM_FEATURES)), np.float32)
-    return Trace(targets.astype(np.int32), log_p.astype(np.float32), signals, rows, rows, rows, rows, [memory], facts)
+    return Trace(
+        targets.astype(np.int32), log_p.astype(np.float32), signals, rows, rows, rows, rows, [memory], metadata
+    )
 
 
 @settings(max_examples=100, deadline=None)
@@ -134,11 +136,11 @@ def test_tuning_stores_its_choice_and_the_text_it_was_made_on(lm, mixture):
 
 def test_text_that_is_in_the_memory_is_counted(lm, mixture, tmp_path):
     text = [*documents(2), *documents(3, start=100)]
-    assert evaluate(mixture, text).as_dict()["remembered_documents"] == 2
+    assert evaluate(mixture, text).as_dict()["leaked_documents"] == 2
     trace = record(mixture, text, tmp_path / "trace")
-    assert (sweep(trace).remembered, sweep(trace).documents) == (2, 5)
-    assert replay(trace, k=4, knn_temperature=1.0, lmbda=0.1).remembered == 2
-    assert trace.facts["text"] == [document.source for document in text[:3]]
+    assert (sweep(trace).leaked_documents, sweep(trace).documents) == (2, 5)
+    assert replay(trace, k=4, knn_temperature=1.0, lmbda=0.1).leaked_documents == 2
+    assert trace.metadata["sources"] == [document.source for document in text[:3]]
 
 
 def test_a_trace_holds_targets_hits_and_distances_in_document_order(lm, mixture, trace):
@@ -146,20 +148,20 @@ def test_a_trace_holds_targets_hits_and_distances_in_document_order(lm, mixture,
     assert trace.targets.tolist() == tokens
     (seen,) = trace.memories
     assert (np.diff(seen.distances, axis=1) >= 0).all()
-    assert trace.facts["text"] == ["held-out"]
+    assert trace.metadata["sources"] == ["held-out"]
     assert (seen.arrays["values"] < lm.vocab_size).all()
 
 
 def test_a_trace_is_not_written_over_and_a_damaged_one_is_named(mixture, tmp_path):
     path = tmp_path / "trace"
     record(mixture, documents(1, start=100), path)
-    with pytest.raises(DatastoreError, match="exists already"):
+    with pytest.raises(DatastoreError, match="already exists"):
         record(mixture, documents(1, start=100), path)
     with (path / "0" / "values.npy").open("r+b") as file:
         file.truncate(200)
     with pytest.raises(DatastoreCorrupt, match=r"values\.npy has 200 bytes instead of"):
         Trace.open(path)
-    with pytest.raises(DatastoreError, match="is not a trace"):
+    with pytest.raises(DatastoreError, match="not a trace"):
         Trace.open(tmp_path)
     facts = json.loads((path / "trace.json").read_text())
     assert facts["documents"] == 1
@@ -200,8 +202,8 @@ def test_more_neighbours_than_there_are_is_all_of_them(trace):
 
 def test_a_choice_made_with_another_memory_is_refused(lm, trace, tmp_path):
     other = build(documents(3), tmp_path / "other", lm=lm)
-    with pytest.raises(DatastoreError, match="made with another memory"):
-        choose_from(other.path, tune_trace(trace, other), trace)
+    with pytest.raises(DatastoreError, match="recorded with another store"):
+        save_trace_tuning(other.path, tune_trace(trace, other), trace)
     assert other.catalog.get("choices") is None
 
 

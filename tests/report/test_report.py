@@ -105,7 +105,7 @@ class Text:
         (folder,) = (place / "report" / "work").glob(f"texts-*/{name}")
         self.trace = Trace.open(folder / "trace")
         self.keys = np.load(folder / "keys.npy").astype(np.float64)
-        self.model = np.asarray(self.trace.log_p, dtype=np.float64)
+        self.model = np.asarray(self.trace.lm_log_probs, dtype=np.float64)
         self.targets = np.asarray(self.trace.targets)
         knn = self.trace.memories[0]
         self.distances = np.asarray(knn.arrays["distances"], dtype=np.float64)
@@ -294,7 +294,7 @@ def test_mixtures_are_those_of_tune_and_eval(studies, place, lm, tmp_path):
         _, _, weight, on_valid, _, on_test = rows[name, kind]
         assert on_valid == pytest.approx(tuning.perplexity, rel=2e-3), (name, kind)
         assert on_test == pytest.approx(measured.perplexity, rel=1e-2), (name, kind)
-        assert weight == pytest.approx(measured.lambda_, abs=2e-2), (name, kind)
+        assert weight == pytest.approx(measured.lmbda, abs=2e-2), (name, kind)
 
 
 def by_one_lambda(text, vote, fold):
@@ -333,8 +333,8 @@ def test_weights_out_of_fold_are_those_that_a_gate_starts_from(lm, valid):
     seen = tabulate(valid.trace, choose_settings(valid.trace, sweeps, several=True))
     gated = fit_weights(seen, "gated", frequencies=torch.ones(lm.vocab_size))
     assert out_of_fold(seen, "fitted") == pytest.approx(gated.weights.gate.facts["fitted_perplexity"], rel=1e-5)
-    documents, near = seen.groups.numpy(), seen.memories[0].nearest
-    fold, logs = split_folds(seen.groups).numpy(), seen.logs
+    documents, near = seen.documents.numpy(), seen.memories[0].nearest
+    fold, logs = split_folds(seen.documents).numpy(), seen.log_probs
     found = np.zeros(len(documents))
     for number in np.unique(fold):
         others = torch.from_numpy(fold != number)
@@ -547,7 +547,7 @@ def test_a_report_that_was_stopped_goes_on_where_it_was(place, lm, model_folder,
 def test_keys_are_kept_in_the_order_of_the_text_however_it_is_packed(
     place, lm, model_folder, tmp_path, test, monkeypatch
 ):
-    monkeypatch.setattr("knnlm.evaluation.evaluate._GROUP", 60)  # tokens that are packed into batches together
+    monkeypatch.setattr("knnlm.evaluation.evaluate._GROUP_TOKENS", 60)  # tokens that are packed into batches together
     make(place, lm, model_folder, out=tmp_path / "packed", memories="knn", second_lm=None, studies=["k"])
     (file,) = (tmp_path / "packed" / "work").glob("texts-*/test/keys.npy")
     np.testing.assert_allclose(np.load(file), test.keys, atol=1e-4)
@@ -758,7 +758,7 @@ def test_hostile_text_is_shown_and_not_run(tmp_path):
 
 def test_a_warning_is_given_where_the_text_is_in_the_memory(place, lm, model_folder, tmp_path):
     found = make(place, lm, model_folder, out=tmp_path / "known", text=STORED[:4], studies=["k"], second_lm=None)
-    assert found.facts["remembered_documents"] == 4
+    assert found.facts["leaked_documents"] == 4
     assert "in the memory itself" in found.page.read_text()
     assert "in the memory itself" not in (place / "report" / "index.html").read_text()
 
@@ -766,10 +766,10 @@ def test_a_warning_is_given_where_the_text_is_in_the_memory(place, lm, model_fol
 def test_a_document_that_is_cut_in_two_is_known_as_a_whole(place, lm, model_folder, tmp_path):
     few = {"studies": ["k"], "second_lm": None, "memories": "knn"}
     found = make(place, lm, model_folder, out=tmp_path / "known", text=STORED[:1], **few)
-    assert found.facts["remembered_documents"] == 1
+    assert found.facts["leaked_documents"] == 1
     assert "1 document of the texts is in the memory itself" in found.page.read_text()
     other = make(place, lm, model_folder, out=tmp_path / "new", text=TEXT[:1], **few)
-    assert other.facts["remembered_documents"] == 0
+    assert other.facts["leaked_documents"] == 0
 
 
 def test_text_that_is_chosen_on_and_reported_on_is_refused_or_warned_of(place, lm, model_folder, tmp_path, capfd):

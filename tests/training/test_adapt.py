@@ -106,7 +106,7 @@ def test_the_figures_are_what_plain_models_and_evaluations_give(adapted, base, m
     assert result.decoder == pytest.approx(min(grid), rel=1e-4)
     assert result.decoder_lambda == pytest.approx(np.argmin(grid) / 2000, abs=2e-3)
     assert (result.held_out_documents, result.held_out_tokens) == (len(kept), sum(map(len, tokens)))
-    assert (result.remembered, result.model) == (0, str(model_folder))
+    assert (result.leaked_documents, result.model) == (0, str(model_folder))
 
     # The store alone by a sweep over a trace of its own: one λ of a grid, so never better than the best.
     trace = record(Mixture.open(out, base, memories="knn", use_tuned=False), kept, tmp_path / "trace", k=1024)
@@ -140,7 +140,7 @@ def test_copies_of_a_text_are_held_out_together(base, tmp_path):
     twice = [Document(id=f"{one.id}-{n}", source=one.source, text=one.text) for n in range(2) for one in documents(8)]
     result = adapt(twice, tmp_path / "out", lm=base, **{**QUICK, "epochs": 1})
     kept = [one for one in twice if not Datastore.open(tmp_path / "out").holds(one.text)]
-    assert result.remembered == 0
+    assert result.leaked_documents == 0
     assert len(kept) == 2 * len({one.text for one in kept}) == result.held_out_documents
 
 
@@ -337,7 +337,7 @@ def test_one_command_adapts_and_the_others_just_work(texts, model_folder, base, 
     assert code == 0, err
     found = json.loads(out)
     assert [memory["name"] for memory in found["memories"]] == MEMORIES.split(",")
-    assert (found["weights"], found["remembered_documents"]) == ("gated", 0)
+    assert (found["weights"], found["leaked_documents"]) == ("gated", 0)
     assert found["perplexity"] < found["base_perplexity"]
     assert found["base_perplexity"] == pytest.approx(
         evaluate(Mixture.open("moved/student", base, lmbda=0.0), library.read_documents("valid.txt")).perplexity,

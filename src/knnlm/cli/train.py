@@ -91,7 +91,7 @@ def _show_adapted(out: Path, result: Adaptation, *, json: bool) -> None:
         print_json({"out": str(out), **asdict(result)})
         return
     rows = adaptation_rows(result)
-    rows += leak_warning(result.remembered, result.held_out_documents, "their figures are too good")
+    rows += leak_warning(result.leaked_documents, result.held_out_documents, "their figures are too good")
     rows.append(("next", f"knnlm eval {out} TEXT, or the decoder without a store: knnlm eval {out}/student TEXT"))
     print_table(rows, title=f"perplexity of {count(result.held_out_tokens, 'held-out token')}")
 

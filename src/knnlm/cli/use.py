@@ -178,17 +178,17 @@ def _tune_trace(store: Path, path: Path, grid: GridFlags) -> tuple[list[str], Tu
     from knnlm.datastore.store import Datastore
     from knnlm.evaluation.sweep import Grid
     from knnlm.evaluation.trace import Trace
-    from knnlm.evaluation.tune import check_trace, choose_from, tune_trace
+    from knnlm.evaluation.tune import check_trace, save_trace_tuning, tune_trace
     from knnlm.mixture.spec import parse_memories, resolve
 
     trace = Trace.open(path)
     check_trace(store, trace)
     if grid.memories is not None:
-        trace = trace.only(*(spec.label for spec in resolve(parse_memories(grid.memories), store)))
+        trace = trace.select(*(spec.label for spec in resolve(parse_memories(grid.memories), store)))
     values = Grid.of(**grid.values)
     result = tune_trace(trace, Datastore.open(store), weights=grid.weights or "gated", grid=values, progress=bar)
-    choose_from(store, result, trace)
-    return trace.facts["text"], result
+    save_trace_tuning(store, result, trace)
+    return trace.metadata["sources"], result
 
 
 def _refuse_for_decoder(folder: Path, grid: GridFlags, trace: Path | None, searching: dict[str, Any]) -> None:
@@ -230,13 +230,13 @@ def _show_tuning(store: Path, chosen_on: list[str], result: Tuning, *, json: boo
         figures: dict[str, Any] = {
             "k": best[0],
             "knn_temperature": best[1],
-            "lambda": result.lambda_,
+            "lambda": result.lmbda,
             "settings_tried": tried,
         }
         figures |= {"base_perplexity": result.base_perplexity, "perplexity": result.perplexity, "at_edge": at_edge}
         texts = {"chosen_on": chosen_on, "tokens": result.tokens, "documents": result.documents}
         mixed = {"memories": [spec.as_dict() for spec in result.specs], "weights": result.weights.kind}
-        texts |= {"leaked_documents": result.remembered, "sweep_seconds": result.seconds}
+        texts |= {"leaked_documents": result.leaked_documents, "sweep_seconds": result.seconds}
         print_json({"store": str(store), **texts, **mixed, **figures})
         return
     rows = [("chosen on", f"{result.tokens:,} tokens of {', '.join(chosen_on)}")]
@@ -244,7 +244,7 @@ def _show_tuning(store: Path, chosen_on: list[str], result: Tuning, *, json: boo
         votes = f"k {spec.settings[0].k}, τ {spec.settings[0].knn_temperature:g}" if spec.settings else ""
         others = f", and {len(spec.settings) - 1} other pairs of k and τ" if len(spec.settings) > 1 else ""
         rows.append((spec.label, f"{votes}{others}"))
-    kind = result.weights.kind if result.lambda_ is None else f"{result.weights.kind}, λ {result.lambda_:.3g}"
+    kind = result.weights.kind if result.lmbda is None else f"{result.weights.kind}, λ {result.lmbda:.3g}"
     figures_shown = f"{result.base_perplexity:.3f} → {result.perplexity:.3f}"
     rows += [
         ("weights", kind),
@@ -253,7 +253,7 @@ def _show_tuning(store: Path, chosen_on: list[str], result: Tuning, *, json: boo
     ]
     if at_edge:
         rows.append(("note", f"the best value is the last one tried of: {', '.join(at_edge)}"))
-    print_table([*rows, *leak_warning(result.remembered, result.documents, "the choice does not generalise")])
+    print_table([*rows, *leak_warning(result.leaked_documents, result.documents, "the choice does not generalise")])
 
 
 def evaluate(
@@ -307,13 +307,13 @@ def _evaluation_rows(result: Evaluation) -> list[tuple[str, str]]:
         ("  oracle", f"{figures['oracle_perplexity']:.3f}, the best of model and memories at each token"),
         ("  per word", f"{figures['base_word_perplexity']:.2f} → {figures['word_perplexity']:.2f}"),
         ("bits per byte", f"{figures['base_bits_per_byte']:.4f} → {figures['bits_per_byte']:.4f}"),
-        ("weights", f"{result.weights}, λ {result.lambda_:.3g}"),
+        ("weights", f"{result.weights}, λ {result.lmbda:.3g}"),
     ]
     for memory in result.memories:
         votes = f"k {memory['k']}, τ {memory['knn_temperature']:g}, {memory['metric']}, " if "k" in memory else ""
         rows.append((f"  {memory['name']}", f"{votes}weight {memory['weight']:.3g}"))
     rows.append(("time", f"{figures['seconds']:.1f} s, {figures['tokens_per_second']:,.0f} tokens/s"))
-    return rows + leak_warning(result.remembered, result.documents, "their figures are too good")
+    return rows + leak_warning(result.leaked_documents, result.documents, "their figures are too good")
 
 
 @dataclass(frozen=True)

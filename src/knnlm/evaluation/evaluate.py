@@ -1,10 +1,8 @@
-"""Score the tokens of a text by every part of a mixture. Knows nothing about perplexity.
+"""Perplexity of a mixture on text: per token, per word, bits per byte.
 
-A search over many positions at once costs less than many searches: keys are read from first to last for each, and one
-that several positions ask for is read once. So where nothing but the token that came is asked of the model's own
-probabilities, these are not kept, and searches wait until there are many. The model may read on meanwhile.
-
-Measure a mixture on text: perplexity per token, per word, bits per byte. Knows nothing about indexes or stores.
+A search over many positions at once costs less than many small searches, because each key is read once for all of them.
+Where memories and weights need nothing of the language model but the target's probability, the logits are dropped and
+the positions of several batches are searched together.
 """
 
 from __future__ import annotations
@@ -28,183 +26,80 @@ from knnlm.mixture.readers import ReadBatch
 from knnlm.mixture.weights import BucketWeights, FixedWeights, MixturePrediction
 from knnlm.progress import Progress, silent
 
-_TOGETHER = 8192  # positions that are searched for at once, at the least
-
-
-@dataclass(frozen=True)
-class Scores:
-    """What the tokens that came were given at some positions."""
-
-    each: Tensor  # (N, M) log-probabilities by each part, the model's first
-    mixed: Tensor  # (N,) by the mixture
-    weights: Tensor  # (N, M)
-
-
-def scores(mixture: Mixture, batches: Iterable[ReadBatch], *, ahead: bool = False) -> Iterator[Scores]:
-    """Score the targets of every batch, in their order; several batches may come as one.
-
-    `ahead` lets the next batches be read while a search runs. That only helps where the search is left alone by what
-    reads: on the same cores both take longer, and also where the model was on a GPU nothing was gained.
-    """
-    if not searches_can_wait(mixture):
-        for batch in batches:
-            yield _scores_of(mixture.predict(batch.context), batch.targets)
-        return
-    coalesced = _coalesce(map(_strip, batches))
-    if ahead:
-        yield from _while_reading_on(mixture, coalesced)
-    else:
-        yield from (_search(mixture, positions) for positions in coalesced)
-
-
-def _scores_of(prediction: MixturePrediction, targets: Tensor) -> Scores:
-    each = prediction.component_log_probs(targets)
-    return Scores(each, prediction.combine(each), prediction.weights)
-
-
-def _while_reading_on(mixture: Mixture, coalesced: Iterable[_ReadPositions]) -> Iterator[Scores]:
-    """Search in a thread of its own, one search at a time."""
-    with ThreadPoolExecutor(1, thread_name_prefix="search") as worker:
-        searching: Future[Scores] | None = None
-        for positions in coalesced:
-            if searching is not None:
-                yield searching.result()
-            searching = worker.submit(_search, mixture, positions)
-        if searching is not None:
-            yield searching.result()
-
-
-def searches_can_wait(mixture: Mixture) -> bool:
-    """Whether memories and weights look at keys only, so that the logits need not be kept until the search."""
-    fixed = isinstance(mixture.weights, (FixedWeights, BucketWeights))
-    return fixed and not mixture.needs_tokens and all(memory.expensive for memory in mixture.memories)
-
-
-@dataclass(frozen=True)
-class _TargetLogProbs:
-    """A prediction of which only the log-probabilities of the targets were kept."""
-
-    log_p: Tensor  # (N,)
-
-    def log_prob(self, targets: Tensor) -> Tensor:  # noqa: ARG002  (it is of these targets and no others)
-        return self.log_p
-
-    def log_probs(self) -> Tensor:
-        raise NotImplementedError("the logits were not kept")
-
-    def abstains(self) -> Tensor:
-        return torch.zeros(len(self.log_p), dtype=torch.bool, device=self.log_p.device)
-
-
-@dataclass(frozen=True)
-class _ReadPositions:
-    """Positions that were read, without the (N, V) logits."""
-
-    context: Context  # keys only
-    targets: Tensor  # (N,)
-    log_p: Tensor  # (N,) the language model's log-probabilities of the targets
-
-    @property
-    def lm(self) -> SimpleOutput:
-        """What is left of the language model's output; the weights look at nothing else."""
-        nothing = self.log_p.new_zeros(len(self.log_p), 0)
-        return SimpleOutput(_TargetLogProbs(self.log_p), nothing, torch.full_like(self.targets, -1))
-
-
-def _strip(batch: ReadBatch) -> _ReadPositions:
-    keys = {source: states for source, states in batch.context.states.items() if source != LM_LOGITS}
-    return _ReadPositions(Context(keys), batch.targets, Logits(batch.logits).log_prob(batch.targets))
-
-
-def _coalesce(batches: Iterable[_ReadPositions]) -> Iterator[_ReadPositions]:
-    """Join positions until there are enough for a search."""
-    waiting: list[_ReadPositions] = []
-    for batch in batches:
-        waiting.append(batch)
-        if sum(len(each.targets) for each in waiting) >= _TOGETHER:
-            yield _join(waiting)
-            waiting = []
-    if waiting:
-        yield _join(waiting)
-
-
-def _join(batches: Sequence[_ReadPositions]) -> _ReadPositions:
-    sources = batches[0].context.states
-    keys = {source: torch.cat([batch.context.states[source] for batch in batches]) for source in sources}
-    targets, log_p = (torch.cat([getattr(batch, name) for batch in batches]) for name in ("targets", "log_p"))
-    return _ReadPositions(Context(keys), targets, log_p)
-
-
-def _search(mixture: Mixture, positions: _ReadPositions) -> Scores:
-    """Search for many positions at once, and mix."""
-    return _scores_of(mixture.predict(positions.context, lm=positions.lm), positions.targets)
-
-
-_NAMED = 3  # sources that are kept by name
-
-_BATCH, _GROUP = 1024, 8192  # tokens that are read at once, and tokens that are packed into batches together
-
-_GPU = 16  # times as many on a GPU, which is idle with less
-
-_SHARE = 32  # of its memory, one part in so many is for the logits of a batch
+_MIN_QUERIES = 8192  # positions that are searched together, where the search can wait
+_BATCH_TOKENS = 1024  # tokens of one forward pass
+_GROUP_TOKENS = 8192  # tokens that are packed into batches together
+_GPU_FACTOR = 16  # times as many tokens on a GPU, which smaller batches would leave idle
+_GPU_LOGITS_FRACTION = 32  # the logits of a batch take at most this fraction of the GPU's memory
+_MAX_SOURCES = 3  # documents whose source is kept
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """What a mixture makes of a text. Perplexities are per token unless they say otherwise."""
+    """Figures of a mixture on a text. Perplexities are per token unless their name says otherwise."""
 
     documents: int
-    remembered: int  # documents that are in the memory themselves: on them, figures are too good
+    leaked_documents: int  # documents of the text that are in the store: on them, figures are too good
     tokens: int
     words: int
     bytes: int
     base_perplexity: float
     perplexity: float
-    oracle_perplexity: float  # per token the best of all parts: what no mixture can beat by choosing
+    oracle_perplexity: float  # of the best component at each token: a bound for any choice of weights
     memories: list[dict[str, Any]]  # each memory's name, settings and mean weight
-    weights: str  # how they were weighed: fixed, fitted, buckets, gated
+    weights: str  # the kind of weights: fixed, fitted, buckets, gated
     seconds: float
 
+    def __str__(self) -> str:
+        figures = f"perplexity {self.base_perplexity:.3f} → {self.perplexity:.3f} ({self.change})"
+        noun = "document" if self.documents == 1 else "documents"
+        text = f"{self.tokens:,} tokens of {self.documents:,} {noun}"
+        return f"{figures} on {text}; {self.weights} weights, λ {self.lmbda:.3g}"
+
     @property
-    def lambda_(self) -> float:
-        """What all memories together weighed, on average."""
+    def lmbda(self) -> float:
+        """λ: the mean weight of all memories together."""
         return float(sum(memory["weight"] for memory in self.memories))
 
     @property
-    def first(self) -> dict[str, Any]:
-        """The first store's settings, empty where there is no store."""
-        return next((memory for memory in self.memories if memory["kind"] == "knn"), {})
-
-    @property
     def k(self) -> int | None:
-        """How many neighbours voted in the first store."""
-        return self.first.get("k")
+        """Number of neighbours of the first store, None without a store."""
+        return self._store.get("k")
 
     @property
     def knn_temperature(self) -> float | None:
-        """The temperature of that vote."""
-        return self.first.get("knn_temperature")
+        """Temperature of the first store's votes, None without a store."""
+        return self._store.get("knn_temperature")
 
     @property
     def metric(self) -> str | None:
-        """How distances were measured there."""
-        return self.first.get("metric")
+        """Distance of the first store, None without a store."""
+        return self._store.get("metric")
+
+    @property
+    def _store(self) -> dict[str, Any]:
+        return next((memory for memory in self.memories if memory["kind"] == "knn"), {})
 
     @property
     def gain(self) -> float:
-        """How much lower the perplexity is with the memory, as a fraction."""
+        """How much lower the perplexity is with the memories, as a fraction; negative where it is higher."""
         return 1 - self.perplexity / self.base_perplexity
 
     @property
+    def change(self) -> str:
+        """The change of the perplexity in words, as in "12.3% lower"."""
+        return describe_change(self.base_perplexity, self.perplexity)
+
+    @property
     def tokens_per_second(self) -> float:
-        """How fast the text was evaluated."""
+        """Speed of the evaluation."""
         return self.tokens / self.seconds if self.seconds else 0.0
 
     def as_dict(self) -> dict[str, Any]:
-        """Give every figure under the name it has in `--json`."""
+        """Return every figure under its name in `--json`."""
         return {
             "documents": self.documents,
-            "remembered_documents": self.remembered,
+            "leaked_documents": self.leaked_documents,
             "tokens": self.tokens,
             "words": self.words,
             "bytes": self.bytes,
@@ -216,7 +111,7 @@ class Evaluation:
             "word_perplexity": _power(self.perplexity, self.tokens / max(1, self.words)),
             "base_bits_per_byte": math.log2(self.base_perplexity) * self.tokens / self.bytes,
             "bits_per_byte": math.log2(self.perplexity) * self.tokens / self.bytes,
-            "lambda": self.lambda_,
+            "lambda": self.lmbda,
             "k": self.k,
             "knn_temperature": self.knn_temperature,
             "metric": self.metric,
@@ -227,24 +122,30 @@ class Evaluation:
         }
 
 
+def describe_change(before: float, after: float) -> str:
+    """Return how much lower or higher a figure is, as in "12.3% lower"."""
+    change = after / before - 1
+    return f"{abs(change):.1%} {'higher' if change > 0 else 'lower'}"
+
+
 @dataclass
 class Totals:
-    """How much text has been read."""
+    """Amount of text read so far."""
 
     documents: int = 0
     tokens: int = 0
     words: int = 0
     characters: int = 0
     bytes: int = 0
-    remembered: int = 0  # documents that are in the memory themselves
+    leaked_documents: int = 0  # documents that are in the store
     sources: list[str] = field(default_factory=list)  # of the first documents
 
-    def add(self, document: Document, tokens: int, *, remembered: bool) -> None:
+    def add(self, document: Document, tokens: int, *, leaked: bool) -> None:
         """Count one document."""
         text = document.text
         self.documents += 1
-        self.remembered += remembered
-        if len(self.sources) < _NAMED:
+        self.leaked_documents += leaked
+        if len(self.sources) < _MAX_SOURCES:
             self.sources.append(document.source)
         self.tokens += tokens
         self.words += len(text.split())
@@ -258,50 +159,52 @@ def evaluate(
     *,
     limit: int | None = None,
     batch_tokens: int | None = None,
-    ahead: bool = False,
+    read_ahead: bool = False,
     progress: Progress = silent,
 ) -> Evaluation:
     """Score every token of the documents with the model alone and with the mixture.
 
-    `ahead` lets the model read on while a search runs; see `scoring.scores` for when that helps.
+    `limit` stops after the document that reaches so many tokens. `read_ahead` runs the model while a search runs; see
+    `score_batches` for when that helps.
     """
     begin = time.perf_counter()
-    tally = Totals()
+    totals = Totals()
     sums = torch.zeros(3, dtype=torch.float64)
-    parts = torch.zeros(len(mixture.component_names), dtype=torch.float64)
-    read = read_all(mixture, documents, tally=tally, limit=limit, batch_tokens=batch_tokens, progress=progress)
-    for found in scores(mixture, (batch for _, batch in read), ahead=ahead):
-        best = found.each.nan_to_num(nan=-torch.inf).amax(1)
-        sums += torch.stack([found.each[:, 0], found.mixed, best]).double().sum(1).cpu()
-        parts += found.weights.double().sum(0).cpu()
+    weight_sums = torch.zeros(len(mixture.component_names), dtype=torch.float64)
+    read = read_batches(mixture, documents, totals=totals, limit=limit, batch_tokens=batch_tokens, progress=progress)
+    for scores in score_batches(mixture, (batch for _, batch in read), read_ahead=read_ahead):
+        best = scores.components.nan_to_num(nan=-torch.inf).amax(1)
+        sums += torch.stack([scores.components[:, 0], scores.mixture, best]).double().sum(1).cpu()
+        weight_sums += scores.weights.double().sum(0).cpu()
     weights = mixture.weights
-    shares = describe(mixture, weights.values if isinstance(weights, FixedWeights) else (parts / tally.tokens).tolist())
-    return summary(tally, sums.tolist(), shares, mixture.weights.kind, seconds=time.perf_counter() - begin)
+    mean = weights.values if isinstance(weights, FixedWeights) else (weight_sums / totals.tokens).tolist()
+    memories = _memory_summaries(mixture, mean)
+    return summarise(totals, sums.tolist(), memories, weights.kind, seconds=time.perf_counter() - begin)
 
 
-def describe(mixture: Mixture, weights: Sequence[float]) -> list[dict[str, Any]]:
-    """Say which memories there are, with which settings, and what the parts of each weighed together."""
-    found = []
-    for label, memory, span in zip(mixture.labels, mixture.memories, mixture.component_slices, strict=True):
-        facts: dict[str, Any] = {"name": label, "kind": memory.name, "weight": float(sum(weights[span]))}
+def _memory_summaries(mixture: Mixture, weights: Sequence[float]) -> list[dict[str, Any]]:
+    """Return name, settings and weight of each memory; the weight is that of all its components."""
+    summaries = []
+    for label, memory, own in zip(mixture.labels, mixture.memories, mixture.component_slices, strict=True):
+        summary: dict[str, Any] = {"name": label, "kind": memory.name, "weight": float(sum(weights[own]))}
         if isinstance(memory, NeighbourMemory):
             main = memory.settings[0]
-            facts |= {"k": main.k, "knn_temperature": main.knn_temperature, "metric": memory.metric}
-        found.append(facts)
-    return found
+            summary |= {"k": main.k, "knn_temperature": main.knn_temperature, "metric": memory.metric}
+        summaries.append(summary)
+    return summaries
 
 
-def summary(
-    tally: Totals, sums: Sequence[float], memories: list[dict[str, Any]], weights: str, *, seconds: float
+def summarise(
+    totals: Totals, sums: Sequence[float], memories: list[dict[str, Any]], weights: str, *, seconds: float
 ) -> Evaluation:
-    """Turn sums of log-probabilities (model, mixture, best of all parts) into perplexities."""
-    base, mixed, best = (_exp(-total / tally.tokens) for total in sums)
+    """Turn sums of log-probabilities (model, mixture, best component) into perplexities."""
+    base, mixed, best = (_exp(-total / totals.tokens) for total in sums)
     return Evaluation(
-        documents=tally.documents,
-        remembered=tally.remembered,
-        tokens=tally.tokens,
-        words=tally.words,
-        bytes=tally.bytes,
+        documents=totals.documents,
+        leaked_documents=totals.leaked_documents,
+        tokens=totals.tokens,
+        words=totals.words,
+        bytes=totals.bytes,
         base_perplexity=base,
         perplexity=mixed,
         oracle_perplexity=best,
@@ -311,25 +214,25 @@ def summary(
     )
 
 
-def read_all(
+def read_batches(
     mixture: Mixture,
     documents: Iterable[Document],
     *,
-    tally: Totals,
+    totals: Totals,
     limit: int | None = None,
     batch_tokens: int | None = None,
     progress: Progress = silent,
     what: str = "evaluating",
 ) -> Iterator[tuple[int, ReadBatch]]:
-    """Read whole documents until `limit` tokens are reached; give (row of the group's first token, batch)."""
+    """Read whole documents until `limit` tokens are reached; yield (row of the group's first token, batch)."""
     if limit is not None and limit < 1:
         raise ParameterError(f"limit must be at least 1 token, not {limit}.")
-    times = _GPU if mixture.lm.device.type == "cuda" else 1
-    batch_tokens = _batch_tokens(mixture, times) if batch_tokens is None else batch_tokens
+    factor = _GPU_FACTOR if mixture.lm.device.type == "cuda" else 1
+    batch_tokens = _default_batch_tokens(mixture, factor) if batch_tokens is None else batch_tokens
     first, meter = 0, DocumentMeter(documents)
     unit = "bytes" if limit is None else "tokens"
     with progress(what, total=meter.total_bytes if limit is None else limit, unit=unit) as advance:
-        for group in _groups(mixture, meter, limit, tally, max(times * _GROUP, batch_tokens)):
+        for group in _groups(mixture, meter, limit, totals, max(factor * _GROUP_TOKENS, batch_tokens)):
             tokens, size = sum(map(len, group)), meter.take(len(group))
             done = 0
             for batch in mixture.read(group, batch_tokens=batch_tokens):
@@ -339,29 +242,30 @@ def read_all(
             first += tokens
         if limit is None:
             advance(meter.take_rest())
-    if not tally.tokens:
+    if not totals.tokens:
         raise CorpusError("There is no text to evaluate on: no document has a token.")
 
 
-def _batch_tokens(mixture: Mixture, times: int) -> int:
-    """Choose how many tokens are read at once: on a GPU, more, as far as their logits fit."""
-    if times == 1:
-        return _BATCH
+def _default_batch_tokens(mixture: Mixture, factor: int) -> int:
+    """Return the tokens of one forward pass: on a GPU, more of them, as far as their logits fit."""
+    if factor == 1:
+        return _BATCH_TOKENS
     memory = torch.cuda.get_device_properties(mixture.lm.device).total_memory
-    return max(_BATCH, min(times * _BATCH, memory // _SHARE // (4 * mixture.lm.vocab_size)))
+    fitting = memory // _GPU_LOGITS_FRACTION // (4 * mixture.lm.vocab_size)
+    return max(_BATCH_TOKENS, min(factor * _BATCH_TOKENS, fitting))
 
 
 def _groups(
-    mixture: Mixture, documents: Iterable[Document], limit: int | None, tally: Totals, size: int
+    mixture: Mixture, documents: Iterable[Document], limit: int | None, totals: Totals, size: int
 ) -> Iterator[list[list[int]]]:
-    """Tokenise documents and gather some thousand tokens of them."""
+    """Tokenise documents and collect them into groups of at least `size` tokens."""
     group: list[list[int]] = []
     for document in documents:
         tokens = mixture.lm.encode(document.text)
         group.append(tokens)
-        remembered = mixture.store is not None and mixture.store.holds(document.text)
-        tally.add(document, len(tokens), remembered=remembered)
-        enough = limit is not None and tally.tokens >= limit
+        leaked = mixture.store is not None and mixture.store.holds(document.text)
+        totals.add(document, len(tokens), leaked=leaked)
+        enough = limit is not None and totals.tokens >= limit
         if enough or sum(map(len, group)) >= size:
             yield group
             group = []
@@ -371,8 +275,118 @@ def _groups(
         yield group
 
 
+@dataclass(frozen=True)
+class TokenScores:
+    """Log-probabilities of the targets at N positions."""
+
+    components: Tensor  # (N, M) by each component, the language model first
+    mixture: Tensor  # (N,) by the mixture
+    weights: Tensor  # (N, M)
+
+
+def score_batches(mixture: Mixture, batches: Iterable[ReadBatch], *, read_ahead: bool = False) -> Iterator[TokenScores]:
+    """Score the targets of every batch, in order; several batches may come as one.
+
+    `read_ahead` reads the next batches while a search runs. It helps only where the search and the model do not share
+    cores; nothing was gained with the model on a GPU either.
+    """
+    if not can_defer_search(mixture):
+        for batch in batches:
+            yield _score(mixture.predict(batch.context), batch.targets)
+        return
+    coalesced = _coalesce(map(_strip, batches))
+    if read_ahead:
+        yield from _search_in_thread(mixture, coalesced)
+    else:
+        yield from (_search(mixture, pending) for pending in coalesced)
+
+
+def can_defer_search(mixture: Mixture) -> bool:
+    """Whether memories and weights need only keys, so that the logits need not be kept until the search."""
+    fixed = isinstance(mixture.weights, (FixedWeights, BucketWeights))
+    return fixed and not mixture.needs_tokens and all(memory.expensive for memory in mixture.memories)
+
+
+def _score(prediction: MixturePrediction, targets: Tensor) -> TokenScores:
+    log_probs = prediction.component_log_probs(targets)
+    return TokenScores(log_probs, prediction.combine(log_probs), prediction.weights)
+
+
+@dataclass(frozen=True)
+class _TargetLogProbs:
+    """A prediction of which only the log-probabilities of the targets were kept."""
+
+    log_p: Tensor  # (N,)
+
+    def log_prob(self, targets: Tensor) -> Tensor:  # noqa: ARG002  (always the same targets)
+        return self.log_p
+
+    def log_probs(self) -> Tensor:
+        raise NotImplementedError("the logits were not kept")
+
+    def abstains(self) -> Tensor:
+        return torch.zeros(len(self.log_p), dtype=torch.bool, device=self.log_p.device)
+
+
+@dataclass(frozen=True)
+class _PendingScores:
+    """Positions to search for, without the (N, V) logits."""
+
+    context: Context  # keys only
+    targets: Tensor  # (N,)
+    log_p: Tensor  # (N,) the language model's log-probabilities of the targets
+
+    @property
+    def lm(self) -> SimpleOutput:
+        """The language model's output, reduced to the targets."""
+        no_features = self.log_p.new_zeros(len(self.log_p), 0)
+        return SimpleOutput(_TargetLogProbs(self.log_p), no_features, torch.full_like(self.targets, -1))
+
+
+def _strip(batch: ReadBatch) -> _PendingScores:
+    """Drop the logits of a batch."""
+    keys = {source: states for source, states in batch.context.states.items() if source != LM_LOGITS}
+    return _PendingScores(Context(keys), batch.targets, Logits(batch.logits).log_prob(batch.targets))
+
+
+def _coalesce(batches: Iterable[_PendingScores]) -> Iterator[_PendingScores]:
+    """Join positions until there are enough for a search."""
+    waiting: list[_PendingScores] = []
+    for batch in batches:
+        waiting.append(batch)
+        if sum(len(each.targets) for each in waiting) >= _MIN_QUERIES:
+            yield _join(waiting)
+            waiting = []
+    if waiting:
+        yield _join(waiting)
+
+
+def _join(batches: Sequence[_PendingScores]) -> _PendingScores:
+    sources = batches[0].context.states
+    keys = {source: torch.cat([batch.context.states[source] for batch in batches]) for source in sources}
+    targets, log_p = (torch.cat([getattr(batch, name) for batch in batches]) for name in ("targets", "log_p"))
+    return _PendingScores(Context(keys), targets, log_p)
+
+
+def _search(mixture: Mixture, pending: _PendingScores) -> TokenScores:
+    """Search for many positions at once, and mix."""
+    return _score(mixture.predict(pending.context, lm=pending.lm), pending.targets)
+
+
+def _search_in_thread(mixture: Mixture, coalesced: Iterable[_PendingScores]) -> Iterator[TokenScores]:
+    """Search in a second thread, one search at a time, while the caller's iterator reads on."""
+    with ThreadPoolExecutor(1, thread_name_prefix="search") as worker:
+        searching: Future[TokenScores] | None = None
+        for pending in coalesced:
+            if searching is not None:
+                yield searching.result()
+            searching = worker.submit(_search, mixture, pending)
+        if searching is not None:
+            yield searching.result()
+
+
 def _exp(loss: float) -> float:
-    return math.inf if loss >= 700 else math.exp(loss)  # what is undefined stays so
+    return math.inf if loss >= 700 else math.exp(loss)  # NaN stays NaN
 
 
 def _power(perplexity: float, tokens_per_word: float) -> float:

@@ -1,4 +1,4 @@
-"""Say which contexts spoke for each token of a text, and how loudly. Knows nothing about indexes."""
+"""Attribution of each token of a text to the memories and their nearest neighbours."""
 
 from __future__ import annotations
 
@@ -11,20 +11,19 @@ from knnlm.memories.voting import NeighbourMemory, VoteOutput
 from knnlm.mixture.mixture import Mixture
 from knnlm.mixture.readers import ReadBatch
 
-_BEFORE, _AFTER = 12, 8  # tokens around a neighbour
-
-_HERE = "this text"
+_TOKENS_BEFORE, _TOKENS_AFTER = 12, 8  # of a neighbour's context
+_SAME_TEXT = "this text"
 
 
 @dataclass(frozen=True)
 class NeighbourVote:
-    """One neighbour: the token it votes for, with what weight in its memory, and where it stands."""
+    """One neighbour: the token it votes for, its weight in its memory, and its context."""
 
     memory: str
     weight: float
     distance: float
     token: str
-    agrees: bool  # it votes for the token that came
+    agrees: bool  # it votes for the token of the text
     document: str
     source: str
     before: str
@@ -33,7 +32,7 @@ class NeighbourVote:
 
 @dataclass(frozen=True)
 class Contribution:
-    """One memory: how probable it found the token, and how much it counted here."""
+    """One memory: its probability of the token, and its weight at this position."""
 
     memory: str
     p: float
@@ -42,23 +41,23 @@ class Contribution:
 
 @dataclass(frozen=True)
 class TokenExplanation:
-    """One token of the text: how probable it was, and who said so."""
+    """One token of the text: its probability, and the share of each memory in it."""
 
     token: str
     p_lm: float
-    p_knn: float | None  # by the first store; None where there is none
+    p_knn: float | None  # by the first store; None without a store
     p: float
     shares: tuple[Contribution, ...]
     neighbours: tuple[NeighbourVote, ...]
 
 
 def explain(mixture: Mixture, text: str, *, top: int = 3) -> list[TokenExplanation]:
-    """Explain every token of a text by its loudest neighbours."""
+    """Explain every token of a text by its nearest neighbours, `top` of each memory."""
     if top < 0:
         raise ParameterError(f"top must be at least 0, not {top}.")
     tokens = mixture.lm.encode(text)
     if not tokens:
-        raise CorpusError("There is nothing to explain: the text is empty.")
+        raise CorpusError("The text is empty: there is nothing to explain.")
     explained: dict[int, TokenExplanation] = {}
     for batch in mixture.read([tokens]):
         for row, explanation in _Explainer(mixture, tokens, batch, top).each():
@@ -75,14 +74,14 @@ class _Explainer:
         self.batch = batch
         self.top = top
         prediction = mixture.predict(batch.context)
-        self.answers = prediction.outputs
-        logs = prediction.component_log_probs(batch.targets)  # (N, M)
-        self.p = prediction.combine(logs).exp().tolist()
-        self.parts = logs.exp().cpu()
+        self.outputs = prediction.outputs
+        log_probs = prediction.component_log_probs(batch.targets)  # (N, M)
+        self.p = prediction.combine(log_probs).exp().tolist()
+        self.component_probs = log_probs.exp().cpu()
         self.weights = prediction.weights.cpu()
 
     def each(self) -> Iterator[tuple[int, TokenExplanation]]:
-        """Give (row, explanation)."""
+        """Iterate over (row, explanation)."""
         rows, targets = self.batch.rows.tolist(), self.batch.targets.tolist()
         knn = next((n for n, memory in enumerate(self.mixture.memories) if isinstance(memory, KnnMemory)), None)
         for number, (row, target) in enumerate(zip(rows, targets, strict=True)):
@@ -91,54 +90,55 @@ class _Explainer:
                 row,
                 TokenExplanation(
                     token=self.mixture.lm.decode([target]),
-                    p_lm=float(self.parts[number, 0]),
+                    p_lm=float(self.component_probs[number, 0]),
                     p_knn=None if knn is None else shares[knn].p,
                     p=self.p[number],
                     shares=tuple(shares),
-                    neighbours=tuple(self._voices(number, target)),
+                    neighbours=tuple(self._neighbours(number, target)),
                 ),
             )
 
     def _shares(self, number: int) -> list[Contribution]:
-        """Say what each memory gave, over all of its parts, and what they weighed together."""
+        """Return the probability of each memory over all its components, and their weight."""
         shares = []
-        for label, span in zip(self.mixture.labels, self.mixture.component_slices, strict=True):
-            given, weights = self.parts[number, span], self.weights[number, span]
-            weight, mixed = float(weights.sum()), float((given * weights).sum())
-            # Where its parts weigh nothing, the first of them speaks for the memory.
-            shares.append(Contribution(label, mixed / weight if weight > 0 else float(given[0]), weight))
+        for label, own in zip(self.mixture.labels, self.mixture.component_slices, strict=True):
+            probs, weights = self.component_probs[number, own], self.weights[number, own]
+            weight, mixed = float(weights.sum()), float((probs * weights).sum())
+            # Without any weight, the first component stands for the memory.
+            shares.append(Contribution(label, mixed / weight if weight > 0 else float(probs[0]), weight))
         return shares
 
-    def _voices(self, number: int, target: int) -> Iterator[NeighbourVote]:
-        # Neighbours come nearest first, so the first ones are the loudest.
-        for label, memory, answer in zip(self.mixture.labels, self.mixture.memories, self.answers, strict=True):
-            if isinstance(answer, VoteOutput) and isinstance(memory, NeighbourMemory):
-                for place in range(min(self.top, answer.neighbours.ids.shape[1])):
-                    if answer.neighbours.ids[number, place] >= 0:
-                        yield self._voice(label, memory, answer, (number, place), target)
+    def _neighbours(self, number: int, target: int) -> Iterator[NeighbourVote]:
+        # Neighbours are sorted by distance, so the first ones have the largest weights.
+        for label, memory, output in zip(self.mixture.labels, self.mixture.memories, self.outputs, strict=True):
+            if isinstance(output, VoteOutput) and isinstance(memory, NeighbourMemory):
+                for rank in range(min(self.top, output.neighbours.ids.shape[1])):
+                    if output.neighbours.ids[number, rank] >= 0:
+                        yield self._vote(label, memory, output, (number, rank), target)
 
-    def _voice(
-        self, label: str, memory: NeighbourMemory, answer: VoteOutput, at: tuple[int, int], target: int
+    def _vote(
+        self, label: str, memory: NeighbourMemory, output: VoteOutput, at: tuple[int, int], target: int
     ) -> NeighbourVote:
-        row, value = int(answer.neighbours.ids[at]), int(answer.neighbours.values[at])
+        entry, value = int(output.neighbours.ids[at]), int(output.neighbours.values[at])
         if isinstance(memory, KnnMemory):
-            document = memory.store.document_at(row)
-            before, after = memory.store.around(row, before=_BEFORE, after=_AFTER)
-            where = document.id, document.source
+            document = memory.store.document_at(entry)
+            before, after = memory.store.around(entry, before=_TOKENS_BEFORE, after=_TOKENS_AFTER)
+            document_id, source = document.id, document.source
         else:
-            before, after = self.tokens[max(0, row - _BEFORE) : row], self.tokens[row : row + _AFTER]  # type: ignore[assignment]
-            where = _HERE, _HERE
+            before = list(self.tokens[max(0, entry - _TOKENS_BEFORE) : entry])
+            after = list(self.tokens[entry : entry + _TOKENS_AFTER])
+            document_id = source = _SAME_TEXT
         decode = self.mixture.lm.decode
-        # Counted over the neighbours that vote; one beyond the first setting's k has no voice in it.
-        votes = answer.components[0].log_weights
+        # The weight is that of the first setting; a neighbour beyond its k has none.
+        log_weights = output.components[0].log_weights
         return NeighbourVote(
             memory=label,
-            weight=float(votes[at].exp()) if at[1] < votes.shape[1] else 0.0,
-            distance=float(answer.neighbours.distances[at]),
+            weight=float(log_weights[at].exp()) if at[1] < log_weights.shape[1] else 0.0,
+            distance=float(output.neighbours.distances[at]),
             token=decode([value]),
             agrees=value == target,
-            document=where[0],
-            source=where[1],
+            document=document_id,
+            source=source,
             before=decode(before),
             after=decode(after[1:]),
         )

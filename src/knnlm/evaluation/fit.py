@@ -1,7 +1,7 @@
-"""Fit the weights of a mixture on a trace. Knows nothing about models, stores or how neighbours are found.
+"""Fit the weights of a mixture on a trace.
 
-`look` reduces a trace to what weights need: what each part of each memory gave to the target, and what a gate may look
-at. All that follows is arithmetic on that, for any subset of the memories.
+`tabulate` reduces a trace to the target's log-probability by each component and the features of a gate. Fitting and
+evaluation are arithmetic on that table, for any subset of the memories.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 from knnlm.errors import ParameterError
-from knnlm.evaluation.evaluate import Evaluation, Totals, summary
-from knnlm.evaluation.sweep import LAMBDAS, Sweep, sweep, tally
-from knnlm.evaluation.trace import MemoryTrace, Trace, tensor_of
+from knnlm.evaluation.evaluate import Evaluation, Totals, summarise
+from knnlm.evaluation.sweep import LAMBDAS, Sweep, sweep, totals_of
+from knnlm.evaluation.trace import MemoryTrace, Trace, to_tensor
 from knnlm.memories.voting import VoteParams
 from knnlm.mixture.em import fit, renormalise
 from knnlm.mixture.gate import Gate, MemoryFeatures, Positions, feature_names, features, train_gate, train_skip
@@ -36,282 +36,282 @@ from knnlm.mixture.weights import (
 )
 from knnlm.progress import Progress, silent
 
-SettingsByMemory = Sequence[Sequence[VoteParams]]  # of each memory; empty where it has no neighbours
+SettingsByMemory = Sequence[Sequence[VoteParams]]  # for each memory; empty where it has no neighbours
 
 
 def check_weights(kind: str) -> None:
-    """Refuse weights that there are not."""
+    """Raise ParameterError for an unknown kind of weights."""
     if kind not in KINDS:
-        raise ParameterError(f"There are no weights {kind!r}. Weights are {', '.join(KINDS)}.")
+        raise ParameterError(f"Unknown weights {kind!r}. Use one of {', '.join(KINDS)}.")
 
 
 @dataclass(frozen=True)
 class MemoryColumns:
-    """What one memory said of N targets, at chosen settings."""
+    """Output of one memory for N targets, at chosen settings."""
 
     label: str
     kind: str
-    names: list[str]  # of its parts
-    logs: Tensor  # (N, P) log-probability of the target by each part; NaN = it abstains
-    evidence: MemoryFeatures | None  # None where nobody asked for it
+    component_names: list[str]
+    log_probs: Tensor  # (N, P) log-probability of the target by each component; NaN: it abstains
+    features: MemoryFeatures | None  # None where the table was made without them
     nearest: Tensor | None  # (N,) distance of the nearest neighbour, of a memory that has neighbours
-    facts: dict[str, Any]  # how its neighbours vote
-    signals: Sequence[str] = ()  # what its signals are called
+    metadata: dict[str, Any]  # k, τ and metric of the first setting, of a memory that has neighbours
+    feature_names: Sequence[str] = ()
+    expensive: bool = False  # it needs a search
 
 
 @dataclass(frozen=True)
 class TraceTable:
-    """What a trace says about every part of a mixture, at chosen settings."""
+    """Output of every component of a mixture for the N targets of a trace, at chosen settings."""
 
-    model: Tensor  # (N,) log-probability of the target by the language model
-    signals: Tensor  # (N, F) how sure it seemed
-    choice: Tensor  # (N,) the token it found most probable
-    place: Positions
-    groups: Tensor  # (N,) the document that each row is in
+    lm_log_probs: Tensor  # (N,) log-probability of the target by the language model
+    lm_features: Tensor  # (N, F)
+    lm_top: Tensor  # (N,) the language model's most probable token
+    positions: Positions
+    documents: Tensor  # (N,) number of the document that each row is in
     memories: list[MemoryColumns]
-    tally: Totals
+    totals: Totals
 
-    def only(self, *labels: str) -> TraceTable:
-        """Keep some of the memories, in this order."""
-        own = {memory.label: memory for memory in self.memories}
-        return replace(self, memories=[own[label] for label in labels])
-
-    @property
-    def logs(self) -> Tensor:
-        """Log-probabilities (N, M) of the target by each part, the model first."""
-        return torch.cat([self.model[:, None], *(memory.logs for memory in self.memories)], 1)
+    def select(self, *labels: str) -> TraceTable:
+        """Return the table of some of the memories, in this order."""
+        by_label = {memory.label: memory for memory in self.memories}
+        return replace(self, memories=[by_label[label] for label in labels])
 
     @property
-    def names(self) -> list[str]:
-        """Names of the M parts."""
-        return ["model", *(name for memory in self.memories for name in memory.names)]
+    def log_probs(self) -> Tensor:
+        """Log-probabilities (N, M) of the targets by each component, the language model first."""
+        return torch.cat([self.lm_log_probs[:, None], *(memory.log_probs for memory in self.memories)], 1)
+
+    @property
+    def component_names(self) -> list[str]:
+        """Names of the M components."""
+        return ["model", *(name for memory in self.memories for name in memory.component_names)]
 
     @property
     def component_slices(self) -> list[slice]:
-        """The parts of each memory."""
-        return component_slices_of(len(memory.names) for memory in self.memories)
+        """The components of each memory."""
+        return component_slices_of(len(memory.component_names) for memory in self.memories)
 
     @property
-    def stores(self) -> list[int]:
-        """The memories that must be searched, which takes time."""
-        return [number for number, memory in enumerate(self.memories) if memory.kind == "knn"]
+    def expensive(self) -> list[int]:
+        """Numbers of the memories that need a search."""
+        return [number for number, memory in enumerate(self.memories) if memory.expensive]
 
     def features(self, frequencies: Tensor, *, without: Sequence[int] = (), leave_out: bool = False) -> Tensor:
-        """Give what a gate looks at; memories in `without` are shown as if nobody had asked them, or left out."""
-        found = []
+        """Return the (N, F) features of a gate; memories in `without` appear as not searched, or are left out."""
+        by_memory = []
         for number, memory in enumerate(self.memories):
-            assert memory.evidence is not None, "look with evidence for a gate"
+            assert memory.features is not None, "tabulate with features for a gate"
             if number not in without:
-                found.append(memory.evidence)
+                by_memory.append(memory.features)
             elif not leave_out:
-                found.append(_nothing(memory.evidence))
-        return features(self.place, frequencies, (self.signals, self.choice), found)
+                by_memory.append(_not_searched(memory.features))
+        return features(self.positions, frequencies, (self.lm_features, self.lm_top), by_memory)
 
-    def forget(self, memories: Sequence[int], rows: Tensor) -> Tensor:
-        """Give the logs, with some memories abstaining at some rows."""
-        logs = self.logs
+    def log_probs_without(self, memories: Sequence[int], rows: Tensor) -> Tensor:
+        """Return the log-probabilities with some memories abstaining at some rows."""
+        log_probs = self.log_probs
         for number in memories:
-            span = self.component_slices[number]
-            logs[rows, span.start : span.stop] = torch.nan
-        return logs
+            columns = self.component_slices[number]
+            log_probs[rows, columns.start : columns.stop] = torch.nan
+        return log_probs
 
 
-def _nothing(evidence: MemoryFeatures) -> MemoryFeatures:
-    """What is known about a memory that was not asked."""
-    never = torch.full_like(evidence.of_choice, -torch.inf)
-    return MemoryFeatures(torch.zeros_like(evidence.signals), never, torch.full_like(evidence.choice, -1), never)
+def _not_searched(known: MemoryFeatures) -> MemoryFeatures:
+    """Return the features of a memory that was not searched."""
+    impossible = torch.full_like(known.of_choice, -torch.inf)
+    return MemoryFeatures(torch.zeros_like(known.signals), impossible, torch.full_like(known.choice, -1), impossible)
 
 
-def tabulate(trace: Trace, settings: SettingsByMemory, *, evidence: bool = True, device: str = "cpu") -> TraceTable:
-    """Compute what each part gave to each target, and, as evidence, what a gate may look at."""
-    whole = slice(0, len(trace))
+def tabulate(
+    trace: Trace, settings: SettingsByMemory, *, with_features: bool = True, device: str = "cpu"
+) -> TraceTable:
+    """Compute the log-probabilities of the targets by each component, and the features of a gate."""
     return TraceTable(
-        model=tensor_of(trace.log_p),
-        signals=tensor_of(trace.signals),
-        choice=tensor_of(trace.choice).long(),
-        place=trace.place(whole),
-        groups=tensor_of(trace.documents).long(),
+        lm_log_probs=to_tensor(trace.lm_log_probs),
+        lm_features=to_tensor(trace.lm_features),
+        lm_top=to_tensor(trace.lm_top).long(),
+        positions=trace.positions_of(slice(0, len(trace))),
+        documents=to_tensor(trace.documents).long(),
         memories=[
-            _memory_columns(trace, seen, own, device, evidence=evidence)
-            for seen, own in zip(trace.memories, settings, strict=True)
+            _memory_columns(trace, memory, own, device, with_features=with_features)
+            for memory, own in zip(trace.memories, settings, strict=True)
         ],
-        tally=tally(trace),
+        totals=totals_of(trace),
     )
 
 
 def _memory_columns(
-    trace: Trace, seen: MemoryTrace, settings: Sequence[VoteParams], device: str, *, evidence: bool
+    trace: Trace, memory: MemoryTrace, settings: Sequence[VoteParams], device: str, *, with_features: bool
 ) -> MemoryColumns:
-    logs, found = [], []
+    log_probs, blocks = [], []
     for rows in trace.blocks(device):
-        targets = tensor_of(trace.targets[rows]).long().to(device)
-        choice = tensor_of(trace.choice[rows]).long().to(device)
-        logs.append(seen.log_p(rows, targets, settings, device=device).cpu())
-        if evidence:
-            found.append(seen.features(rows, choice, settings, device=device))
-    parts = [[getattr(one, name).cpu() for one in found] for name in MemoryFeatures.__dataclass_fields__]
-    facts: dict[str, Any] = {}
-    if seen.polls:
-        facts = {"k": settings[0].k, "knn_temperature": settings[0].knn_temperature, "metric": seen.facts["metric"]}
-    names = [f"{seen.label} {setting}" for setting in settings] if seen.polls else list(seen.facts["parts"])
+        targets = to_tensor(trace.targets[rows]).long().to(device)
+        lm_top = to_tensor(trace.lm_top[rows]).long().to(device)
+        log_probs.append(memory.component_log_probs(rows, targets, settings, device=device).cpu())
+        if with_features:
+            blocks.append(memory.features(rows, lm_top, settings, device=device))
+    columns = [[getattr(block, name).cpu() for block in blocks] for name in MemoryFeatures.__dataclass_fields__]
+    metadata: dict[str, Any] = {}
+    names = list(memory.metadata["component_names"])
+    if memory.has_neighbours:
+        main = settings[0]
+        metadata = {"k": main.k, "knn_temperature": main.knn_temperature, "metric": memory.metadata["metric"]}
+        names = [f"{memory.label} {setting}" for setting in settings]
     return MemoryColumns(
-        label=seen.label,
-        kind=seen.facts["kind"],
-        names=names,
-        logs=torch.cat(logs),
-        evidence=MemoryFeatures(*map(torch.cat, parts)) if evidence else None,
-        nearest=nearest(tensor_of(seen.distances[:, :1])) if seen.polls else None,
-        facts=facts,
-        signals=seen.facts["signals"],
+        label=memory.label,
+        kind=memory.metadata["kind"],
+        component_names=names,
+        log_probs=torch.cat(log_probs),
+        features=MemoryFeatures(*map(torch.cat, columns)) if with_features else None,
+        nearest=nearest(to_tensor(memory.distances[:, :1])) if memory.has_neighbours else None,
+        metadata=metadata,
+        feature_names=memory.metadata["feature_names"],
+        expensive=memory.metadata["expensive"],
     )
 
 
-def variants(
-    found: Sweep, ks: Sequence[int] = (1, 8, 64, 1024), *, steps: Sequence[int] = (-6, -3, 3, 6)
+def vote_variants(
+    swept: Sweep, ks: Sequence[int] = (1, 8, 64, 1024), *, steps: Sequence[int] = (-6, -3, 3, 6)
 ) -> list[VoteParams]:
-    """Give the best way of counting votes, then others for a gate to choose from: fewer voters, colder, hotter."""
-    best_k, best_temperature = found.setting
+    """Return the best setting, then others for a gate to choose from: other temperatures, other k."""
+    best_k, best_temperature = swept.setting
     chosen = [VoteParams(best_k, best_temperature)]
-    place = found.knn_temperatures.index(best_temperature)
+    best = swept.knn_temperatures.index(best_temperature)
     for step in steps:
-        if 0 <= place + step < len(found.knn_temperatures):
-            chosen.append(VoteParams(best_k, found.knn_temperatures[place + step]))
+        if 0 <= best + step < len(swept.knn_temperatures):
+            chosen.append(VoteParams(best_k, swept.knn_temperatures[best + step]))
     for k in ks:
-        if k in found.ks and k != best_k:
-            heard = found.perplexity[found.ks.index(k)][:, np.array(found.lambdas) > 0]
-            knn_temperature = int(heard.min(1).argmin()) if heard.size else 0
-            chosen.append(VoteParams(k, found.knn_temperatures[knn_temperature]))
+        if k in swept.ks and k != best_k:
+            mixed = swept.perplexity[swept.ks.index(k)][:, np.array(swept.lambdas) > 0]
+            number = int(mixed.min(1).argmin()) if mixed.size else 0
+            chosen.append(VoteParams(k, swept.knn_temperatures[number]))
     return chosen
 
 
 @dataclass(frozen=True)
-class Fitted:
-    """Weights, and what they gave on the text they were fitted on (out of fold, for a gate)."""
+class FittedWeights:
+    """Weights, and their perplexity on the text they were fitted on (out of fold, for a gate)."""
 
     weights: Weights
     perplexity: float
 
 
 def fit_weights(
-    seen: TraceTable,
-    kind: str,
-    *,
-    frequencies: Tensor,
-    device: str = "cpu",
-    progress: Progress = silent,
-) -> Fitted:
-    """Fit weights of one kind; `fixed` weighs the first part of each memory only, the others all parts."""
+    table: TraceTable, kind: str, *, frequencies: Tensor, device: str = "cpu", progress: Progress = silent
+) -> FittedWeights:
+    """Fit weights of one kind; `fixed` weights only the first component of each memory, the others all of them."""
     check_weights(kind)
     if kind in ("fixed", "fitted"):
-        used = [0, *(span.start for span in seen.component_slices)] if kind == "fixed" else list(range(len(seen.names)))
-        found = fit(seen.logs[:, used])
-        values = torch.zeros(len(seen.names), dtype=torch.float64)
-        values[used] = found.weights
-        return Fitted(FixedWeights(tuple(values.tolist()), kind), math.exp(found.loss))
+        count = len(table.component_names)
+        used = [0, *(own.start for own in table.component_slices)] if kind == "fixed" else list(range(count))
+        estimate = fit(table.log_probs[:, used])
+        values = torch.zeros(count, dtype=torch.float64)
+        values[used] = estimate.weights
+        return FittedWeights(FixedWeights(tuple(values.tolist()), kind), math.exp(estimate.loss))
     if kind == "buckets":
-        return _fit_buckets(seen)
-    gate = _fit_gate(seen, frequencies, device, progress)
-    assert gate.gate.out_of_fold is not None
-    return Fitted(gate, math.exp(-float(gate.gate.out_of_fold.double().mean())))
+        return _fit_buckets(table)
+    gated = _fit_gate(table, frequencies, device, progress)
+    assert gated.gate.out_of_fold is not None
+    return FittedWeights(gated, math.exp(-float(gated.gate.out_of_fold.double().mean())))
 
 
-def _fit_buckets(seen: TraceTable) -> Fitted:
-    if not seen.stores:
-        raise ParameterError("Buckets go by the distance of the nearest stored context: mix in knn.")
-    number = seen.stores[0]
-    near, logs = seen.memories[number].nearest, seen.logs
-    assert near is not None
-    buckets = Buckets.fit(logs, near)
-    mixed = _log_p(logs, buckets.weights(near, logs.isnan()))
-    return Fitted(BucketWeights(buckets, number), math.exp(-float(mixed.mean())))
+def _fit_buckets(table: TraceTable) -> FittedWeights:
+    if not table.expensive:
+        raise ParameterError("Bucket weights depend on the distance of the nearest stored context: mix in knn.")
+    number = table.expensive[0]
+    distances, log_probs = table.memories[number].nearest, table.log_probs
+    assert distances is not None
+    buckets = Buckets.fit(log_probs, distances)
+    mixed = _mix(log_probs, buckets.weights(distances, log_probs.isnan()))
+    return FittedWeights(BucketWeights(buckets, number), math.exp(-float(mixed.mean())))
 
 
-def _fit_gate(seen: TraceTable, frequencies: Tensor, device: str, progress: Progress) -> GatedWeights:
-    """Train a gate over everything, one for where there was no search, and the judge of where to search."""
+def _fit_gate(table: TraceTable, frequencies: Tensor, device: str, progress: Progress) -> GatedWeights:
+    """Train a gate, a second one for positions without a search, and the network that skips searches."""
 
-    def train(looks: Tensor, logs: Tensor) -> Gate:
+    def train(inputs: Tensor, log_probs: Tensor) -> Gate:
         return train_gate(
-            looks,
-            logs,
-            seen.groups,
-            feature_names=feature_names((memory.kind, memory.signals) for memory in seen.memories),
-            component_names=seen.names,
+            inputs,
+            log_probs,
+            table.documents,
+            feature_names=feature_names((memory.kind, memory.feature_names) for memory in table.memories),
+            component_names=table.component_names,
             device=device,
             progress=progress,
         )
 
-    gate = train(seen.features(frequencies), seen.logs)
-    stores = seen.stores
-    if not stores or len(seen.model) < FEWEST:
+    gate = train(table.features(frequencies), table.log_probs)
+    expensive = table.expensive
+    if not expensive or len(table.lm_log_probs) < FEWEST:
         return GatedWeights(gate, frequencies)
-    without = seen.forget(stores, torch.ones(len(seen.model), dtype=torch.bool))
-    cheap = train(seen.features(frequencies, without=stores), without)
+    everywhere = torch.ones(len(table.lm_log_probs), dtype=torch.bool)
+    cheap = train(table.features(frequencies, without=expensive), table.log_probs_without(expensive, everywhere))
     assert gate.out_of_fold is not None
     assert cheap.out_of_fold is not None
     gain = gate.out_of_fold.cpu() - cheap.out_of_fold.cpu()
-    before = seen.features(frequencies, without=stores, leave_out=True)
-    skip = train_skip(before, gain, seen.groups, device=device, progress=progress)
+    before_search = table.features(frequencies, without=expensive, leave_out=True)
+    skip = train_skip(before_search, gain, table.documents, device=device, progress=progress)
     return GatedWeights(gate, frequencies, skip=skip, cheap=cheap)
 
 
-def _log_p(logs: Tensor, weights: Tensor) -> Tensor:
+def _mix(log_probs: Tensor, weights: Tensor) -> Tensor:
     """Mix (N, M) log-probabilities by (N, M) weights, in the log domain."""
-    return (logs.nan_to_num(nan=-torch.inf).double() + weights.double().log()).logsumexp(1)
+    return (log_probs.nan_to_num(nan=-torch.inf).double() + weights.double().log()).logsumexp(1)
 
 
-def apply_weights(seen: TraceTable, weights: Weights) -> tuple[Tensor, Tensor]:
-    """Give the (N, M) log-probabilities of the targets by each part, and the (N, M) weights of the parts."""
-    logs = seen.logs
-    abstains = logs.isnan()
+def apply_weights(table: TraceTable, weights: Weights) -> tuple[Tensor, Tensor]:
+    """Return (N, M) log-probabilities of the targets by each component, and the (N, M) weights of the components."""
+    log_probs = table.log_probs
+    abstains = log_probs.isnan()
     if isinstance(weights, FixedWeights):
-        return logs, renormalise(torch.tensor(weights.values, dtype=torch.float64), abstains)
+        return log_probs, renormalise(torch.tensor(weights.values, dtype=torch.float64), abstains)
     if isinstance(weights, BucketWeights):
-        near = seen.memories[weights.memory].nearest
-        assert near is not None
-        return logs, weights.buckets.weights(near, abstains)
+        distances = table.memories[weights.memory].nearest
+        assert distances is not None
+        return log_probs, weights.buckets.weights(distances, abstains)
     assert isinstance(weights, GatedWeights)
-    looks = seen.features(weights.frequencies)
+    inputs = table.features(weights.frequencies)
     if weights.skip is None or weights.cheap is None or weights.fraction <= 0:
-        return logs, weights.gate.weights(looks, abstains)
-    stores = seen.stores
-    asked = weights.skip.search_mask(
-        seen.features(weights.frequencies, without=stores, leave_out=True), weights.fraction
-    )
-    blind = seen.features(weights.frequencies, without=stores)
-    logs = seen.forget(stores, ~asked)
-    abstains = logs.isnan()
-    both = weights.gate.weights(looks, abstains), weights.cheap.weights(blind, abstains)
-    return logs, torch.where(asked[:, None], *both)
+        return log_probs, weights.gate.weights(inputs, abstains)
+    expensive = table.expensive
+    before_search = table.features(weights.frequencies, without=expensive, leave_out=True)
+    searched = weights.skip.search_mask(before_search, weights.fraction)
+    log_probs = table.log_probs_without(expensive, ~searched)
+    abstains = log_probs.isnan()
+    not_searched = table.features(weights.frequencies, without=expensive)
+    both = weights.gate.weights(inputs, abstains), weights.cheap.weights(not_searched, abstains)
+    return log_probs, torch.where(searched[:, None], *both)
 
 
-def evaluate_table(seen: TraceTable, weights: Weights) -> Evaluation:
-    """Evaluate with weights: what `evaluate` gives, without the model."""
+def evaluate_table(table: TraceTable, weights: Weights) -> Evaluation:
+    """Return what `Mixture.evaluate` returns with these weights, computed from the table."""
     begin = time.perf_counter()
-    logs, weighed = apply_weights(seen, weights)
-    best = logs.nan_to_num(nan=-torch.inf).amax(1)
-    sums = [float(column.double().sum()) for column in (logs[:, 0], _log_p(logs, weighed), best)]
-    shares = weights.values if isinstance(weights, FixedWeights) else weighed.mean(0).tolist()
+    log_probs, by_row = apply_weights(table, weights)
+    best = log_probs.nan_to_num(nan=-torch.inf).amax(1)
+    sums = [float(column.double().sum()) for column in (log_probs[:, 0], _mix(log_probs, by_row), best)]
+    mean = weights.values if isinstance(weights, FixedWeights) else by_row.mean(0).tolist()
     memories = [
-        {"name": memory.label, "kind": memory.kind, "weight": float(sum(shares[span])), **memory.facts}
-        for memory, span in zip(seen.memories, seen.component_slices, strict=True)
+        {"name": memory.label, "kind": memory.kind, "weight": float(sum(mean[own])), **memory.metadata}
+        for memory, own in zip(table.memories, table.component_slices, strict=True)
     ]
-    return summary(seen.tally, sums, memories, weights.kind, seconds=time.perf_counter() - begin)
+    return summarise(table.totals, sums, memories, weights.kind, seconds=time.perf_counter() - begin)
 
 
 def evaluate_trace(trace: Trace, settings: SettingsByMemory, weights: Weights) -> Evaluation:
-    """Evaluate a trace with weights."""
-    return evaluate_table(tabulate(trace, settings, evidence=isinstance(weights, GatedWeights)), weights)
+    """Return what `Mixture.evaluate` returns with these settings and weights, computed from a trace."""
+    return evaluate_table(tabulate(trace, settings, with_features=isinstance(weights, GatedWeights)), weights)
 
 
 def choose_settings(trace: Trace, sweeps: Sequence[Sweep | None], *, several: bool) -> list[tuple[VoteParams, ...]]:
-    """Give each memory of neighbours its best setting, and others beside it if weights can make use of them."""
+    """Return the best setting of each memory of neighbours, with `several` followed by variants of it."""
     chosen: list[tuple[VoteParams, ...]] = []
-    for seen, found in zip(trace.memories, sweeps, strict=True):
-        if found is None:
-            assert not seen.polls
+    for memory, swept in zip(trace.memories, sweeps, strict=True):
+        if swept is None:
+            assert not memory.has_neighbours
             chosen.append(())
         else:
-            chosen.append(tuple(variants(found)) if several else (VoteParams(*found.setting),))
+            chosen.append(tuple(vote_variants(swept)) if several else (VoteParams(*swept.setting),))
     return chosen
 
 
@@ -323,16 +323,13 @@ def sweep_all(
     lambdas: Sequence[float] = LAMBDAS,
     device: str = "cpu",
 ) -> list[Sweep | None]:
-    """Sweep every memory that finds neighbours, each alone with the model; the grid is for the first of them."""
-    found: list[Sweep | None] = []
-    for number, seen in enumerate(trace.memories):
-        if not seen.polls:
-            found.append(None)
-            continue
-        if any(found):
-            found.append(sweep(trace, memory=number, device=device))
+    """Sweep every memory of neighbours, each alone with the language model; the grid is for the first of them."""
+    grid: dict[str, Any] = {"ks": ks, "knn_temperatures": knn_temperatures, "lambdas": lambdas}
+    sweeps: list[Sweep | None] = []
+    for number, memory in enumerate(trace.memories):
+        if memory.has_neighbours:
+            sweeps.append(sweep(trace, memory=number, device=device, **grid))
+            grid = {}
         else:
-            found.append(
-                sweep(trace, memory=number, ks=ks, knn_temperatures=knn_temperatures, lambdas=lambdas, device=device)
-            )
-    return found
+            sweeps.append(None)
+    return sweeps

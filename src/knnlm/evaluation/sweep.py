@@ -1,6 +1,7 @@
-"""Try every k, τ and λ of one memory on a trace. Knows nothing about models or how neighbours are found.
+"""Perplexity of a trace for every k, τ and λ of one memory.
 
-For every k and τ, the vote for the target is a sum over its hits; for every λ, the likelihood is one logarithm a token:
+For every k and τ, p_kNN of the target is a sum over the neighbours with that token; for every λ, the likelihood is one
+logarithm per token:
 
     log p = m + log((1-λ)·e^(log p_LM - m) + λ·e^(log p_kNN - m)),   m = max(log p_LM, log p_kNN)
 """
@@ -18,13 +19,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from knnlm.errors import ParameterError
-from knnlm.evaluation.evaluate import Evaluation, Totals, summary
-from knnlm.evaluation.trace import MemoryTrace, Trace, tensor_of
+from knnlm.evaluation.evaluate import Evaluation, Totals, summarise
+from knnlm.evaluation.trace import MemoryTrace, Trace, to_tensor
 from knnlm.memories.voting import check_vote
 from knnlm.mixture.weights import check_lambda
 
 KS = (1, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
-
 LAMBDAS = tuple(round(0.01 * step, 2) for step in range(100))
 
 
@@ -39,12 +39,12 @@ class Sweep:
     base_perplexity: float
     tokens: int
     documents: int
-    remembered: int  # documents that are in the memory themselves: what is chosen on them suits no other text
+    leaked_documents: int  # documents of the text that are in the store: settings chosen on them suit no other text
     seconds: float
 
     @property
     def best(self) -> tuple[int, float, float, float]:
-        """Give k, τ, λ and their perplexity."""
+        """k, τ and λ of the lowest perplexity, and that perplexity."""
         k, knn_temperature, lmbda = np.unravel_index(self.perplexity.argmin(), self.perplexity.shape)
         return (
             self.ks[k],
@@ -55,19 +55,15 @@ class Sweep:
 
     @property
     def setting(self) -> tuple[int, float]:
-        """Give the best k and τ of those where the memory has a say at all."""
-        heard = self.perplexity[:, :, np.array(self.lambdas) > 0]
-        if not heard.size:
+        """The best k and τ among the settings with λ above 0."""
+        mixed = self.perplexity[:, :, np.array(self.lambdas) > 0]
+        if not mixed.size:
             return self.best[:2]
-        k, knn_temperature, _ = np.unravel_index(heard.argmin(), heard.shape)
+        k, knn_temperature, _ = np.unravel_index(mixed.argmin(), mixed.shape)
         return self.ks[k], self.knn_temperatures[knn_temperature]
 
-    @property
-    def _ends(self) -> tuple[float, float]:
-        return self.knn_temperatures[0], self.knn_temperatures[-1]
-
     def at_edge(self) -> list[str]:
-        """Name the settings whose best value is the last one tried, so that a wider sweep may find a better one."""
+        """Return the settings whose best value is at an edge of the grid: a wider sweep may find a better one."""
         k, knn_temperature, lmbda = self.best[:3]
         edges = {
             "knn_temperature": knn_temperature in (self.knn_temperatures[0], self.knn_temperatures[-1])
@@ -80,7 +76,7 @@ class Sweep:
 
 @dataclass(frozen=True)
 class Grid:
-    """The settings to try, in order; None is chosen by what was seen."""
+    """The settings to try, ascending; None: chosen from the trace."""
 
     ks: tuple[int, ...] | None
     knn_temperatures: tuple[float, ...] | None
@@ -88,7 +84,7 @@ class Grid:
 
     @classmethod
     def of(cls, ks: Sequence[int] | None, knn_temperatures: Sequence[float] | None, lambdas: Sequence[float]) -> Grid:
-        """Sort the values and refuse those out of range."""
+        """Return a grid of the sorted values; raise ParameterError for one out of range."""
         for k in ks or ():
             check_vote(k, 1.0)
         for knn_temperature in knn_temperatures or ():
@@ -111,42 +107,64 @@ def sweep(
     lambdas: Sequence[float] = LAMBDAS,
     device: str = "cpu",
 ) -> Sweep:
-    """Mix one memory with the model by every combination of settings; a k beyond the trace's is the trace's."""
+    """Mix one memory with the language model by every combination of settings; k is at most that of the trace."""
     begin = time.perf_counter()
     grid = Grid.of(ks, knn_temperatures, lambdas)
-    seen = trace.memories[memory]
-    if not seen.polls:
-        raise ParameterError(f"{seen.label} has no neighbours, so there is no k and τ to choose.")
-    max_k = seen.distances.shape[1]
-    chosen_ks = tuple(sorted({min(k, max_k) for k in grid.ks or (*KS, max_k)}))
-    chosen = grid.knn_temperatures or temperature_grid(seen)
-    weights = torch.tensor(grid.lambdas, dtype=torch.float32)
-    sums = torch.zeros(len(chosen_ks), len(chosen), len(weights), dtype=torch.float64)
+    memory_trace = trace.memories[memory]
+    if not memory_trace.has_neighbours:
+        raise ParameterError(f"The memory {memory_trace.label} has no neighbours, so it has no k and τ to sweep.")
+    max_k = memory_trace.distances.shape[1]
+    tried_ks = tuple(sorted({min(k, max_k) for k in grid.ks or (*KS, max_k)}))
+    tried_temperatures = grid.knn_temperatures or temperature_grid(memory_trace)
+    lmbda = torch.tensor(grid.lambdas, dtype=torch.float32)
+    sums = torch.zeros(len(tried_ks), len(tried_temperatures), len(lmbda), dtype=torch.float64)
     base = 0.0
-    for log_p, distances, hits, counts in _blocks(trace, seen, device):
-        base += float(log_p.double().sum())
-        for number, knn_temperature in enumerate(chosen):
-            votes = target_votes(distances, hits, chosen_ks, knn_temperature, counts=counts)
-            sums[:, number] += _mixed_sums(log_p, votes, weights).cpu()
+    for block in _blocks(trace, memory_trace, device):
+        base += float(block.lm_log_probs.double().sum())
+        for number, knn_temperature in enumerate(tried_temperatures):
+            knn_log_probs = target_log_probs(
+                block.distances, block.hits, tried_ks, knn_temperature=knn_temperature, counts=block.counts
+            )
+            sums[:, number] += _mixed_sums(block.lm_log_probs, knn_log_probs, lmbda).cpu()
     return Sweep(
-        ks=chosen_ks,
-        knn_temperatures=chosen,
+        ks=tried_ks,
+        knn_temperatures=tried_temperatures,
         lambdas=grid.lambdas,
         perplexity=(-sums / max(1, len(trace))).exp().numpy(),
         base_perplexity=math.exp(-base / max(1, len(trace))),
         tokens=len(trace),
-        documents=trace.facts["documents"],
-        remembered=trace.facts["remembered"],
+        documents=trace.metadata["documents"],
+        leaked_documents=trace.metadata["leaked_documents"],
         seconds=time.perf_counter() - begin,
     )
 
 
-def target_votes(
-    distances: Tensor, hits: Tensor, ks: Sequence[int], knn_temperature: float, *, counts: Tensor | None = None
+def replay(trace: Trace, *, k: int, knn_temperature: float, lmbda: float, memory: int = 0) -> Evaluation:
+    """Return what `Mixture.evaluate` returns for one memory with one setting, computed from the trace."""
+    begin = time.perf_counter()
+    check_vote(k, knn_temperature)
+    check_lambda(lmbda)
+    memory_trace = trace.memories[memory]
+    sums = torch.zeros(3, dtype=torch.float64)
+    for block in _blocks(trace, memory_trace, "cpu"):
+        ks = [min(k, block.distances.shape[1])]
+        knn_log_probs = target_log_probs(
+            block.distances, block.hits, ks, knn_temperature=knn_temperature, counts=block.counts
+        )
+        mixed = _mixed_sums(block.lm_log_probs, knn_log_probs, torch.tensor([lmbda]))
+        best = torch.fmax(block.lm_log_probs, knn_log_probs[0])
+        sums += torch.stack([block.lm_log_probs.double().sum(), mixed[0, 0], best.double().sum()])
+    settings = {"k": k, "knn_temperature": knn_temperature, "metric": memory_trace.metadata["metric"]}
+    summary = {"name": memory_trace.label, "kind": memory_trace.metadata["kind"], "weight": lmbda, **settings}
+    return summarise(totals_of(trace), sums.tolist(), [summary], "fixed", seconds=time.perf_counter() - begin)
+
+
+def target_log_probs(
+    distances: Tensor, hits: Tensor, ks: Sequence[int], *, knn_temperature: float, counts: Tensor | None = None
 ) -> Tensor:
-    """Give (len(ks), n) log p_kNN of the target: the share of the weight of the k nearest that hits have."""
+    """Return (len(ks), N) log p_kNN of the targets; `hits` marks the (N, K) neighbours whose token is the target."""
     # Relative to the nearest: weights do not change, and the largest exponent is 0.
-    weights = ((distances[:, :1] - distances) / knn_temperature).exp_()  # (n, K)
+    weights = ((distances[:, :1] - distances) / knn_temperature).exp_()  # (N, K)
     if counts is not None:
         weights *= counts
     weights.nan_to_num_(nan=0.0)  # a row without any neighbour: inf - inf
@@ -154,65 +172,56 @@ def target_votes(
     hit = torch.zeros_like(total)
     last = 0
     for number, k in enumerate(ks):
-        piece = slice(last, k)
-        total[number] = weights[:, piece].sum(1)
-        hit[number] = (weights[:, piece] * hits[:, piece]).sum(1)
+        columns = slice(last, k)
+        total[number] = weights[:, columns].sum(1)
+        hit[number] = (weights[:, columns] * hits[:, columns]).sum(1)
         last = k
     total, hit = total.cumsum(0), hit.cumsum(0)
-    votes = (hit / total).log()
-    return votes.masked_fill(total == 0, torch.nan)  # no neighbour at all: no opinion
+    return (hit / total).log().masked_fill(total == 0, torch.nan)  # NaN: no neighbour, the memory abstains
 
 
-def _mixed_sums(log_p: Tensor, votes: Tensor, weights: Tensor) -> Tensor:
-    """Give (len(ks), len(weights)) sums over the tokens of log((1-λ)p_LM + λp_kNN)."""
-    votes = torch.where(votes.isnan(), log_p, votes)  # who has no opinion leaves the word to the model
-    largest = torch.maximum(log_p, votes).clamp(min=-1e30)  # (K, n); what nobody thinks possible stays impossible
-    model, memory = (log_p - largest).exp(), (votes - largest).exp()
-    sums = torch.empty(len(votes), len(weights), dtype=torch.float64, device=votes.device)
-    for number, weight in enumerate(weights.tolist()):
-        sums[:, number] = torch.lerp(model, memory, weight).log_().sum(1).double()
+def _mixed_sums(lm_log_probs: Tensor, knn_log_probs: Tensor, lambdas: Tensor) -> Tensor:
+    """Return (len(ks), len(lambdas)) sums over the tokens of log((1-λ)·p_LM + λ·p_kNN)."""
+    knn_log_probs = torch.where(knn_log_probs.isnan(), lm_log_probs, knn_log_probs)  # a memory that abstains: p_LM
+    largest = torch.maximum(lm_log_probs, knn_log_probs).clamp(min=-1e30)  # (K, N); both may be -inf
+    p_lm, p_knn = (lm_log_probs - largest).exp(), (knn_log_probs - largest).exp()
+    sums = torch.empty(len(knn_log_probs), len(lambdas), dtype=torch.float64, device=knn_log_probs.device)
+    for number, lmbda in enumerate(lambdas.tolist()):
+        sums[:, number] = torch.lerp(p_lm, p_knn, lmbda).log_().sum(1).double()
     sums += largest.double().sum(1)[:, None]
-    # With all the weight on one side, the other side's exponential is no floor against underflow.
-    sums[:, weights == 0] = log_p.double().sum()
-    sums[:, weights == 1] = votes.double().sum(1)[:, None]
+    # At λ = 0 and λ = 1 the other term is no lower bound against underflow, so take the logarithms as they are.
+    sums[:, lambdas == 0] = lm_log_probs.double().sum()
+    sums[:, lambdas == 1] = knn_log_probs.double().sum(1)[:, None]
     return sums
 
 
-def replay(trace: Trace, *, k: int, knn_temperature: float, lmbda: float, memory: int = 0) -> Evaluation:
-    """Evaluate one memory of a trace with one setting: what `evaluate` gives, without the model."""
-    begin = time.perf_counter()
-    check_vote(k, knn_temperature)
-    check_lambda(lmbda)
-    sums = torch.zeros(3, dtype=torch.float64)
-    seen = trace.memories[memory]
-    for log_p, distances, hits, counts in _blocks(trace, seen, "cpu"):
-        votes = target_votes(distances, hits, [min(k, distances.shape[1])], knn_temperature, counts=counts)
-        mixed = _mixed_sums(log_p, votes, torch.tensor([lmbda]))
-        best = torch.fmax(log_p, votes[0])
-        sums += torch.stack([log_p.double().sum(), mixed[0, 0], best.double().sum()])
-    facts = {"name": seen.label, "kind": seen.facts["kind"], "weight": lmbda}
-    facts |= {"k": k, "knn_temperature": knn_temperature, "metric": seen.facts["metric"]}
-    return summary(tally(trace), sums.tolist(), [facts], "fixed", seconds=time.perf_counter() - begin)
+def totals_of(trace: Trace) -> Totals:
+    """Return the size of the text of a trace."""
+    names = ("documents", "tokens", "words", "characters", "bytes", "leaked_documents")
+    return Totals(**{name: trace.metadata[name] for name in names})
 
 
-def tally(trace: Trace) -> Totals:
-    """Say how much text a trace is of."""
-    names = ("documents", "tokens", "words", "characters", "bytes", "remembered")
-    return Totals(**{name: trace.facts[name] for name in names})
+@dataclass(frozen=True)
+class _Block:
+    """Some consecutive tokens of a trace, with the neighbours of one memory."""
+
+    lm_log_probs: Tensor  # (N,)
+    distances: Tensor  # (N, K)
+    hits: Tensor  # (N, K) whether the neighbour's token is the target
+    counts: Tensor | None  # (N, K)
 
 
-def _blocks(trace: Trace, seen: MemoryTrace, device: str) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor | None]]:
-    """Give (log p_LM, distances, hits, counts) of some tokens at a time."""
+def _blocks(trace: Trace, memory: MemoryTrace, device: str) -> Iterator[_Block]:
     for rows in trace.blocks(device):
-        found = seen.found(rows, device=device)
-        targets = tensor_of(trace.targets[rows]).to(device)
-        log_p = tensor_of(trace.log_p[rows]).to(device)
-        yield log_p, found.distances, found.values == targets[:, None], found.counts
+        neighbours = memory.neighbours(rows, device=device)
+        targets = to_tensor(trace.targets[rows]).to(device)
+        lm_log_probs = to_tensor(trace.lm_log_probs[rows]).to(device)
+        yield _Block(lm_log_probs, neighbours.distances, neighbours.values == targets[:, None], neighbours.counts)
 
 
-def temperature_grid(seen: MemoryTrace, count: int = 20) -> tuple[float, ...]:
-    """Choose temperatures by how far apart neighbours are, which differs a thousandfold between models."""
-    sample = np.array(seen.distances[:: max(1, len(seen.distances) // 2000)])
+def temperature_grid(memory: MemoryTrace, count: int = 20) -> tuple[float, ...]:
+    """Return temperatures on the scale of the distances, which differs a thousandfold between models."""
+    sample = np.array(memory.distances[:: max(1, len(memory.distances) // 2000)])
     last = np.where(np.isfinite(sample), sample, -np.inf).max(1, initial=-np.inf)
     spread = (last - sample[:, 0])[np.isfinite(last) & np.isfinite(sample[:, 0])]
     typical = float(np.median(spread)) if len(spread) else 1.0

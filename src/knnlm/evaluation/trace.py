@@ -1,21 +1,24 @@
-"""What one pass over a text saw: what the model and each memory said of every target. Knows nothing about settings.
+"""Recorded output of the language model and of each memory for every token of a text.
 
-With a trace, every sweep over k and τ and every fit of weights is arithmetic, and the model never runs again.
+With a trace, every sweep over k and τ and every fit of weights is arithmetic, without running a model.
 
     trace/
-      trace.json         the memories, the text, how much was read
-      targets.npy        (N,) the token that came
-      documents.npy      (N,) which document it is in, and positions.npy, where in it; tokens.npy, the token before it
-      log_p.npy          (N,) the model's log-probability of the target
-      signals.npy        (N, F) how sure the model seemed, and choice.npy, (N,) the token it found most probable
-      0/, 1/, …          one folder for each memory; of one that finds neighbours:
-        distances.npy    (N, k) ascending; inf = none
-        values.npy       (N, k) the tokens they vote for; -1 = none; equal to the target = a hit
-        counts.npy       (N, k) how many contexts each stands for, where that is not one
-        model.npy        (N, 64) the model's log-probability of the nearest ones' tokens
-                         and of any other:
-        log_p.npy        (N, P) log-probability of the target by each of its parts; NaN = it abstains
-        signals.npy      (N, F), choice.npy (N,), of_choice.npy (N,), model_of_choice.npy (N,): see `Evidence`
+      trace.json           memories, text, number of tokens
+      targets.npy          (N,) the token that follows each position
+      documents.npy        (N,) row of the document's first token
+      positions.npy        (N,) position in the document
+      previous_tokens.npy  (N,) the token before the target
+      lm_log_probs.npy     (N,) the language model's log-probability of the target
+      lm_features.npy      (N, F) the language model's features for a gate
+      lm_top.npy           (N,) the language model's most probable token
+      0/, 1/, …            one folder for each memory; of a memory that finds neighbours:
+        distances.npy      (N, k) ascending; inf: none
+        values.npy         (N, k) the tokens they vote for; -1: none
+        counts.npy         (N, k) how many contexts each stands for, where that is not one
+        lm_log_probs.npy   (N, 64) the language model's log-probability of the nearest neighbours' tokens
+                           and of any other memory:
+        log_probs.npy      (N, P) log-probability of the target by each of its components; NaN: it abstains
+        signals.npy        (N, F), choice.npy (N,), of_choice.npy (N,), model_of_choice.npy (N,): see `MemoryFeatures`
 """
 
 from __future__ import annotations
@@ -26,7 +29,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -35,8 +38,9 @@ from torch import Tensor
 
 from knnlm.corpus import Document
 from knnlm.datastore.segments import ArrayWriter, open_array
+from knnlm.datastore.store import Datastore
 from knnlm.errors import DatastoreError
-from knnlm.evaluation.evaluate import Totals, read_all
+from knnlm.evaluation.evaluate import Evaluation, Totals, read_batches
 from knnlm.io import translate_os_errors
 from knnlm.memories.base import MemoryOutput
 from knnlm.memories.decoder import LM_FEATURES, LMOutput
@@ -47,27 +51,40 @@ from knnlm.mixture.mixture import Mixture
 from knnlm.mixture.readers import ReadBatch
 from knnlm.progress import Progress, silent
 
-_FILE = "trace.json"
+if TYPE_CHECKING:
+    from knnlm.evaluation.sweep import Sweep
+    from knnlm.evaluation.tune import Tuning
 
-_FACTS = {"text", "fingerprint", "documents", "words", "characters", "bytes", "remembered", "memories", "vocab_size"}
+_METADATA_FILE = "trace.json"
+_METADATA_KEYS = {
+    "bytes",
+    "characters",
+    "documents",
+    "fingerprint",
+    "leaked_documents",
+    "memories",
+    "sources",
+    "vocab_size",
+    "words",
+}
 
 
 @dataclass(frozen=True)
 class MemoryTrace:
-    """What one memory said; its arrays are mapped, not read."""
+    """Recorded output of one memory; the arrays are memory-mapped."""
 
-    facts: dict[str, Any]  # label, kind, k, metric, parts, signals
+    metadata: dict[str, Any]  # label, kind, k, metric, component names, feature names
     arrays: dict[str, NDArray[Any]]
     vocab_size: int
 
     @property
     def label(self) -> str:
-        """What the memory is called."""
-        return str(self.facts["label"])
+        """The memory's label in its mixture."""
+        return str(self.metadata["label"])
 
     @property
-    def polls(self) -> bool:
-        """Whether it finds neighbours, so that k and τ can be chosen."""
+    def has_neighbours(self) -> bool:
+        """Whether the memory finds neighbours, so that k and τ can be chosen."""
         return "distances" in self.arrays
 
     @property
@@ -75,131 +92,170 @@ class MemoryTrace:
         """Distances of the (N, k) neighbours."""
         return self.arrays["distances"]
 
-    def found(self, rows: slice, *, device: str = "cpu") -> RetrievedNeighbours:
-        """Give the neighbours of some rows."""
-        values = tensor_of(self.arrays["values"][rows]).to(device).long()
-        counts = tensor_of(self.arrays["counts"][rows]).to(device) if "counts" in self.arrays else None
-        # An id below 0 is all that votes need.
-        return RetrievedNeighbours(values, tensor_of(self.distances[rows]).to(device), values, counts)
+    def neighbours(self, rows: slice, *, device: str = "cpu") -> RetrievedNeighbours:
+        """Return the neighbours of some rows."""
+        values = to_tensor(self.arrays["values"][rows]).to(device).long()
+        counts = to_tensor(self.arrays["counts"][rows]).to(device) if "counts" in self.arrays else None
+        # Votes only need to know which ids are below 0, so the values stand in for them.
+        return RetrievedNeighbours(values, to_tensor(self.distances[rows]).to(device), values, counts)
 
-    def poll(self, rows: slice, settings: Sequence[VoteParams], *, device: str = "cpu") -> VoteOutput:
-        """Let the neighbours of some rows vote."""
-        return VoteOutput(self.found(rows, device=device), settings, self.vocab_size)
+    def vote(self, rows: slice, settings: Sequence[VoteParams], *, device: str = "cpu") -> VoteOutput:
+        """Return the votes of the neighbours of some rows."""
+        return VoteOutput(self.neighbours(rows, device=device), settings, self.vocab_size)
 
-    def log_p(self, rows: slice, targets: Tensor, settings: Sequence[VoteParams], *, device: str = "cpu") -> Tensor:
-        """Give (n, P) log-probabilities of targets by each part; NaN where it abstains."""
-        if not self.polls:
-            return tensor_of(self.arrays["log_p"][rows])
-        parts = self.poll(rows, settings, device=device).components
-        return torch.stack([part.log_prob(targets).masked_fill(part.abstains(), torch.nan) for part in parts], 1)
+    def component_log_probs(
+        self, rows: slice, targets: Tensor, settings: Sequence[VoteParams], *, device: str = "cpu"
+    ) -> Tensor:
+        """Return (n, P) log-probabilities of the targets by each component; NaN where it abstains."""
+        if not self.has_neighbours:
+            return to_tensor(self.arrays["log_probs"][rows])
+        return _target_log_probs(self.vote(rows, settings, device=device), targets)
 
     def features(
-        self, rows: slice, choice: Tensor, settings: Sequence[VoteParams], *, device: str = "cpu"
+        self, rows: slice, lm_top: Tensor, settings: Sequence[VoteParams], *, device: str = "cpu"
     ) -> MemoryFeatures:
-        """Give what a gate looks at; `choice` is the model's."""
-        if not self.polls:
+        """Return the memory's features for a gate; `lm_top` is the language model's most probable token, (n,)."""
+        if not self.has_neighbours:
             names = ("signals", "of_choice", "choice", "model_of_choice")
-            return MemoryFeatures(*(tensor_of(self.arrays[name][rows]) for name in names))
-        poll = self.poll(rows, settings[:1], device=device)
-        top = poll.top()
-        near = poll.neighbours.values[:, :NEAR]
-        model = tensor_of(self.arrays["model"][rows]).to(device)
+            return MemoryFeatures(*(to_tensor(self.arrays[name][rows]) for name in names))
+        votes = self.vote(rows, settings[:1], device=device)
+        top = votes.top()
+        near = votes.neighbours.values[:, :NEAR]
+        known = to_tensor(self.arrays["lm_log_probs"][rows]).to(device)
         same = (near == top[:, None]) & (top >= 0)[:, None]
-        of_top = torch.cat([model.new_full((len(top), 1), -torch.inf), model.masked_fill(~same, -torch.inf)], 1).amax(1)
-        return MemoryFeatures(poll.features(), poll.components[0].log_prob(choice), top, of_top)
+        impossible = known.new_full((len(top), 1), -torch.inf)
+        of_top = torch.cat([impossible, known.masked_fill(~same, -torch.inf)], 1).amax(1)
+        return MemoryFeatures(votes.features(), votes.components[0].log_prob(lm_top), top, of_top)
 
 
 @dataclass(frozen=True)
 class Trace:
-    """An opened trace; its arrays are mapped, not read."""
+    """An opened trace; the arrays are memory-mapped."""
 
     targets: NDArray[np.int32]  # (N,)
-    log_p: NDArray[np.float32]  # (N,)
-    signals: NDArray[np.float32]  # (N, F)
-    choice: NDArray[np.int32]  # (N,)
+    lm_log_probs: NDArray[np.float32]  # (N,)
+    lm_features: NDArray[np.float32]  # (N, F)
+    lm_top: NDArray[np.int32]  # (N,)
     documents: NDArray[np.int32]  # (N,)
     positions: NDArray[np.int32]  # (N,)
-    tokens: NDArray[np.int32]  # (N,)
+    previous_tokens: NDArray[np.int32]  # (N,)
     memories: list[MemoryTrace]
-    facts: dict[str, Any]
+    metadata: dict[str, Any]
 
     @classmethod
     def open(cls, path: str | Path) -> Trace:
-        """Open a trace that `record` has written."""
+        """Open a trace that `Mixture.record` has written."""
         folder = Path(path)
         try:
-            facts = json.loads((folder / _FILE).read_text())
-            rows, vocab_size = int(facts["tokens"]), int(facts["vocab_size"])
-            if missing := _FACTS - facts.keys():
+            metadata = json.loads((folder / _METADATA_FILE).read_text())
+            rows, vocab_size = int(metadata["tokens"]), int(metadata["vocab_size"])
+            if missing := _METADATA_KEYS - metadata.keys():
                 raise KeyError(min(missing))
             memories = [
-                _open_memory(folder / str(number), one, rows, vocab_size)
-                for number, one in enumerate(facts["memories"])
+                _open_memory(folder / str(number), own, rows, vocab_size)
+                for number, own in enumerate(metadata["memories"])
             ]
+            width = len(metadata["lm_feature_names"])
         except (OSError, ValueError, KeyError, TypeError) as error:
-            raise DatastoreError(f"{folder} is not a trace ({error}). Make one with: knnlm eval --save-trace") from None
-        whole = {
+            raise DatastoreError(f"{folder}: not a trace ({error}). Make one with knnlm eval --save-trace.") from None
+        integers = {
             name: open_array(folder / f"{name}.npy", np.int32, (rows,))
-            for name in ("targets", "choice", "documents", "positions", "tokens")
+            for name in ("targets", "lm_top", "documents", "positions", "previous_tokens")
         }
         return cls(
-            log_p=open_array(folder / "log_p.npy", np.float32, (rows,)),
-            signals=open_array(folder / "signals.npy", np.float32, (rows, len(facts["signals"]))),
+            lm_log_probs=open_array(folder / "lm_log_probs.npy", np.float32, (rows,)),
+            lm_features=open_array(folder / "lm_features.npy", np.float32, (rows, width)),
             memories=memories,
-            facts=facts,
-            **whole,
+            metadata=metadata,
+            **integers,
         )
 
     def __len__(self) -> int:
         return len(self.targets)
 
-    def only(self, *labels: str) -> Trace:
-        """Keep some of the memories, in this order."""
-        own = {
-            memory.label: (memory, facts) for memory, facts in zip(self.memories, self.facts["memories"], strict=True)
+    def select(self, *labels: str) -> Trace:
+        """Return the trace of some of the memories, in this order."""
+        by_label = {
+            memory.label: (memory, own) for memory, own in zip(self.memories, self.metadata["memories"], strict=True)
         }
-        if missing := next((label for label in labels if label not in own), None):
-            raise DatastoreError(f"The trace has {', '.join(own)}, but not {missing}.")
-        facts = self.facts | {"memories": [own[label][1] for label in labels]}
-        return replace(self, memories=[own[label][0] for label in labels], facts=facts)
+        if missing := next((label for label in labels if label not in by_label), None):
+            raise DatastoreError(f"The trace has {', '.join(by_label)}, but not {missing}.")
+        metadata = self.metadata | {"memories": [by_label[label][1] for label in labels]}
+        return replace(self, memories=[by_label[label][0] for label in labels], metadata=metadata)
+
+    def sweep(
+        self,
+        *,
+        memory: int = 0,
+        ks: Sequence[int] | None = None,
+        knn_temperatures: Sequence[float] | None = None,
+        lambdas: Sequence[float] | None = None,
+        device: str = "cpu",
+    ) -> Sweep:
+        """Mix one memory with the language model by every combination of settings; k is at most that of the trace."""
+        from knnlm.evaluation.sweep import LAMBDAS, sweep
+
+        chosen = LAMBDAS if lambdas is None else lambdas
+        return sweep(self, memory=memory, ks=ks, knn_temperatures=knn_temperatures, lambdas=chosen, device=device)
+
+    def replay(self, *, k: int, knn_temperature: float, lmbda: float, memory: int = 0) -> Evaluation:
+        """Return what `Mixture.evaluate` returns for one memory with one setting, computed from the trace."""
+        from knnlm.evaluation.sweep import replay
+
+        return replay(self, k=k, knn_temperature=knn_temperature, lmbda=lmbda, memory=memory)
+
+    def tune(self, store: Datastore, *, weights: str = "gated", progress: Progress = silent) -> Tuning:
+        """Choose settings and weights on the trace, and save them in the store that it was recorded with."""
+        from knnlm.evaluation.tune import save_trace_tuning, tune_trace
+
+        result = tune_trace(self, store, weights=weights, progress=progress)
+        save_trace_tuning(store.path, result, self)
+        return result
 
     def blocks(self, device: str = "cpu") -> Iterator[slice]:
-        """Give some rows at a time, more where there is more room."""
+        """Iterate over the rows in blocks, larger ones on a GPU."""
         size = 1024 if device == "cpu" else 16_384
         for start in range(0, len(self), size):
             yield slice(start, min(start + size, len(self)))
 
-    def place(self, rows: slice) -> Positions:
-        """Say where some rows are."""
-        return Positions(tensor_of(self.positions[rows]).long(), tensor_of(self.tokens[rows]).long())
+    def positions_of(self, rows: slice) -> Positions:
+        """Return the positions of some rows and the tokens before them."""
+        return Positions(to_tensor(self.positions[rows]).long(), to_tensor(self.previous_tokens[rows]).long())
 
 
-def tensor_of(array: NDArray[Any]) -> Tensor:
-    """Copy what is mapped into a tensor."""
+def to_tensor(array: NDArray[Any]) -> Tensor:
+    """Copy a memory-mapped array into a tensor."""
     return torch.from_numpy(np.array(array))
 
 
-def _open_memory(folder: Path, facts: dict[str, Any], rows: int, vocab_size: int) -> MemoryTrace:
-    k, parts, signals = int(facts["k"]), len(facts["parts"]), len(facts["signals"])
+def _open_memory(folder: Path, metadata: dict[str, Any], rows: int, vocab_size: int) -> MemoryTrace:
+    k = int(metadata["k"])
+    components, features = len(metadata["component_names"]), len(metadata["feature_names"])
     shapes: dict[str, tuple[type, tuple[int, ...]]]
     if k >= 0:
         shapes = {
             "distances": (np.float32, (rows, k)),
             "values": (np.int32, (rows, k)),
-            "model": (np.float32, (rows, min(k, NEAR))),
+            "lm_log_probs": (np.float32, (rows, min(k, NEAR))),
         }
-        if facts["counted"]:
+        if metadata["counted"]:
             shapes["counts"] = (np.float32, (rows, k))
     else:
         shapes = {
-            "log_p": (np.float32, (rows, parts)),
-            "signals": (np.float32, (rows, signals)),
+            "log_probs": (np.float32, (rows, components)),
+            "signals": (np.float32, (rows, features)),
             "choice": (np.int32, (rows,)),
             "of_choice": (np.float32, (rows,)),
             "model_of_choice": (np.float32, (rows,)),
         }
     arrays = {name: open_array(folder / f"{name}.npy", dtype, shape) for name, (dtype, shape) in shapes.items()}
-    return MemoryTrace(facts, arrays, vocab_size)
+    return MemoryTrace(metadata, arrays, vocab_size)
+
+
+def _target_log_probs(output: MemoryOutput, targets: Tensor) -> Tensor:
+    """Return (n, P) log-probabilities of the targets by each component; NaN where it abstains."""
+    by_component = [each.log_prob(targets).masked_fill(each.abstains(), torch.nan) for each in output.components]
+    return torch.stack(by_component, 1)
 
 
 def record(
@@ -214,36 +270,30 @@ def record(
     progress: Progress = silent,
     on_batch: Callable[[NDArray[np.int64], ReadBatch], None] | None = None,
 ) -> Trace:
-    """Read a text once and write what was seen; the folder appears complete or not at all.
+    """Read a text once and write the output of every memory; the folder appears complete or not at all.
 
     `on_batch` is called with each batch and the rows that its positions have in the trace.
     """
     folder = Path(path)
     if folder.exists():
-        raise DatastoreError(f"{folder} exists already. Choose another folder for the trace, or remove it.")
+        raise DatastoreError(f"{folder}: already exists. Choose another folder for the trace, or remove it.")
     partial = folder.with_name(folder.name + ".partial")
-    tally = Totals()
+    totals = Totals()
     with translate_os_errors(partial):
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
+    reading: dict[str, Any] = {"limit": limit, "batch_tokens": batch_tokens, "progress": progress}
     try:
         with ExitStack() as stack:
-            writer = _Writer(mixture, partial, stack, k)
-            for first, batch in read_all(
-                mixture,
-                documents,
-                tally=tally,
-                limit=limit,
-                batch_tokens=batch_tokens,
-                progress=progress,
-                what="tracing",
-            ):
-                writer.put(first, batch)
+            writer = _TraceWriter(mixture, partial, stack, k)
+            for first, batch in read_batches(mixture, documents, totals=totals, what="tracing", **reading):
+                rows = (batch.rows + first).numpy()
+                writer.write(rows, batch)
                 if on_batch is not None:
-                    on_batch((batch.rows + first).numpy(), batch)
-        facts = writer.facts() | {"text": list(sources) or tally.sources}
+                    on_batch(rows, batch)
+        metadata = {**asdict(totals), **writer.metadata(), "sources": list(sources) or totals.sources}
         with translate_os_errors(partial):
-            (partial / _FILE).write_text(json.dumps({**facts, **asdict(tally)}, indent=2))
+            (partial / _METADATA_FILE).write_text(json.dumps(metadata, indent=2))
             partial.rename(folder)
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
@@ -251,60 +301,62 @@ def record(
     return Trace.open(folder)
 
 
-class _Writer:
-    """Writes what was seen, batch by batch."""
+class _TraceWriter:
+    """Writes a trace batch by batch."""
 
     def __init__(self, mixture: Mixture, folder: Path, stack: ExitStack, k: int | None) -> None:
         self.mixture = mixture
         self.folder = folder
         self.stack = stack
+        self.k = k
         self.arrays: dict[str, ArrayWriter] = {}
         self.ks = [k if memory.expensive else None for memory in mixture.memories]  # neighbours to search for
         self.widths = [-1] * len(mixture.memories)  # neighbours that are written; -1: the memory has none
         self.counted = [False] * len(mixture.memories)
 
-    def put(self, first: int, batch: ReadBatch) -> None:
-        """Write one batch; `first` is the row of its group's first token."""
-        rows = (batch.rows + first).numpy()
+    def write(self, rows: NDArray[np.int64], batch: ReadBatch) -> None:
+        """Write one batch into these rows of the trace."""
         lm = LMOutput(batch.logits)
         where = place(batch.context)
-        begins = batch.rows + first - where.positions  # the row of the document's first token
         self._write("targets", rows, batch.targets, np.int32)
-        self._write("documents", rows, begins, np.int32)
+        self._write("documents", rows, torch.from_numpy(rows) - where.positions, np.int32)
         self._write("positions", rows, where.positions, np.int32)
-        self._write("tokens", rows, where.tokens, np.int32)
-        self._write("log_p", rows, lm.components[0].log_prob(batch.targets), np.float32)
-        self._write("signals", rows, lm.features(), np.float32)
-        self._write("choice", rows, lm.top(), np.int32)
+        self._write("previous_tokens", rows, where.tokens, np.int32)
+        self._write("lm_log_probs", rows, lm.components[0].log_prob(batch.targets), np.float32)
+        self._write("lm_features", rows, lm.features(), np.float32)
+        self._write("lm_top", rows, lm.top(), np.int32)
         retrieved = self.mixture.retrieve(batch.context, self.ks)
         for number, memory in enumerate(self.mixture.memories):
             if (neighbours := retrieved.neighbours[number]) is not None:
-                self._put_neighbours(number, rows, lm, neighbours)
+                self._write_neighbours(number, rows, lm, neighbours)
             elif isinstance(memory, NeighbourMemory):
-                self._put_neighbours(number, rows, lm, memory.retrieve(batch.context))
+                # At least k, also where the memory was tuned to fewer neighbours.
+                neighbours = memory.retrieve(batch.context, max(self.k or 0, memory.max_k))
+                self._write_neighbours(number, rows, lm, neighbours)
             else:
-                self._put_answer(number, rows, lm, memory.predict(batch.context), batch.targets)
+                self._write_output(number, rows, lm, memory.predict(batch.context), batch.targets)
 
-    def _put_neighbours(self, number: int, rows: NDArray[np.int64], lm: LMOutput, found: RetrievedNeighbours) -> None:
-        self.widths[number] = found.distances.shape[1]
-        self._write(f"{number}/distances", rows, found.distances, np.float32)
-        self._write(f"{number}/values", rows, found.values, np.int32)
-        near = found.values[:, :NEAR].clamp(min=0)  # what is written of those below 0 is never read
-        self._write(f"{number}/model", rows, lm.components[0].log_prob_each(near), np.float32)
-        if found.counts is not None:
-            self.counted[number] = True
-            self._write(f"{number}/counts", rows, found.counts, np.float32)
-
-    def _put_answer(
-        self, number: int, rows: NDArray[np.int64], lm: LMOutput, answer: MemoryOutput, targets: Tensor
+    def _write_neighbours(
+        self, number: int, rows: NDArray[np.int64], lm: LMOutput, neighbours: RetrievedNeighbours
     ) -> None:
-        logs = [part.log_prob(targets).masked_fill(part.abstains(), torch.nan) for part in answer.components]
-        seen = memory_features(answer, lm)
-        self._write(f"{number}/log_p", rows, torch.stack(logs, 1), np.float32)
-        self._write(f"{number}/signals", rows, seen.signals, np.float32)
-        self._write(f"{number}/choice", rows, seen.choice, np.int32)
-        self._write(f"{number}/of_choice", rows, seen.of_choice, np.float32)
-        self._write(f"{number}/model_of_choice", rows, seen.model_of_choice, np.float32)
+        self.widths[number] = neighbours.distances.shape[1]
+        self._write(f"{number}/distances", rows, neighbours.distances, np.float32)
+        self._write(f"{number}/values", rows, neighbours.values, np.int32)
+        near = neighbours.values[:, :NEAR].clamp(min=0)  # entries of missing neighbours are never read
+        self._write(f"{number}/lm_log_probs", rows, lm.components[0].log_prob_each(near), np.float32)
+        if neighbours.counts is not None:
+            self.counted[number] = True
+            self._write(f"{number}/counts", rows, neighbours.counts, np.float32)
+
+    def _write_output(
+        self, number: int, rows: NDArray[np.int64], lm: LMOutput, output: MemoryOutput, targets: Tensor
+    ) -> None:
+        features = memory_features(output, lm)
+        self._write(f"{number}/log_probs", rows, _target_log_probs(output, targets), np.float32)
+        self._write(f"{number}/signals", rows, features.signals, np.float32)
+        self._write(f"{number}/choice", rows, features.choice, np.int32)
+        self._write(f"{number}/of_choice", rows, features.of_choice, np.float32)
+        self._write(f"{number}/model_of_choice", rows, features.model_of_choice, np.float32)
 
     def _write(self, name: str, rows: NDArray[np.int64], values: Tensor, dtype: type) -> None:
         if name not in self.arrays:
@@ -313,29 +365,30 @@ class _Writer:
             self.arrays[name] = self.stack.enter_context(ArrayWriter(file, dtype, tuple(values.shape[1:])))
         self.arrays[name].put(rows, values.cpu().numpy())
 
-    def facts(self) -> dict[str, Any]:
-        """Say what was mixed."""
+    def metadata(self) -> dict[str, Any]:
+        """Return the description of the mixture."""
         mixture = self.mixture
         memories = [
             {
                 "label": label,
                 "kind": memory.name,
+                "expensive": memory.expensive,
                 "k": k,
                 "metric": memory.metric if isinstance(memory, NeighbourMemory) else None,
                 "counted": counted,
                 "identity": identity_of(memory),
-                "parts": list(memory.component_names),
-                "signals": list(memory.feature_names),
+                "component_names": list(memory.component_names),
+                "feature_names": list(memory.feature_names),
             }
             for label, memory, k, counted in zip(
                 mixture.labels, mixture.memories, self.widths, self.counted, strict=True
             )
         ]
-        home = mixture.store
+        store = mixture.store
         return {
-            "memory": str(home.path) if home else None,
-            "fingerprint": home.fingerprint if home else None,
+            "store": str(store.path) if store else None,
+            "fingerprint": store.fingerprint if store else None,
             "vocab_size": mixture.lm.vocab_size,
-            "signals": list(LM_FEATURES),
+            "lm_feature_names": list(LM_FEATURES),
             "memories": memories,
         }

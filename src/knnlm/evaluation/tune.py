@@ -1,4 +1,4 @@
-"""Choose how the memories of a mixture vote and weigh, on held-out text, and keep the choice in the memory."""
+"""Choose the settings of the memories and their weights on held-out text, and save them in the store."""
 
 from __future__ import annotations
 
@@ -25,6 +25,7 @@ from knnlm.evaluation.sweep import KS, LAMBDAS, Grid, Sweep
 from knnlm.evaluation.trace import Trace, record
 from knnlm.io import translate_os_errors
 from knnlm.memories.decoder import DecoderCard, set_lambda
+from knnlm.memories.voting import NeighbourMemory
 from knnlm.mixture.loader import is_decoder
 from knnlm.mixture.mixture import Mixture
 from knnlm.mixture.saved import SavedTuning, save_tuning, weights_state
@@ -35,27 +36,27 @@ from knnlm.progress import Progress, silent
 
 @dataclass(frozen=True)
 class Tuning:
-    """What was chosen, and what it gave on the text it was chosen on."""
+    """Chosen settings and weights, and their perplexity on the text they were chosen on."""
 
     specs: list[MemorySpec]
     weights: Weights
-    sweeps: list[Sweep | None]  # of each memory, alone with the model; None where there is nothing to sweep
+    sweeps: list[Sweep | None]  # of each memory, alone with the language model; None where it has no neighbours
     tokens: int
     documents: int
-    remembered: int  # documents that are in the memory themselves: what is chosen on them suits no other text
+    leaked_documents: int  # documents of the text that are in the store: settings chosen on them suit no other text
     base_perplexity: float
-    perplexity: float  # of a gate: by networks that did not see the document
+    perplexity: float  # of a gate: by networks that were not trained on the document
     seconds: float
 
     @property
-    def lambda_(self) -> float | None:
-        """What all memories together weigh, None where that depends on the token."""
+    def lmbda(self) -> float | None:
+        """λ: the weight of all memories together, None where it depends on the token."""
         return sum(self.weights.values[1:]) if isinstance(self.weights, FixedWeights) else None
 
     @property
     def sweep(self) -> Sweep | None:
         """The first sweep, None where no memory has neighbours."""
-        return next((found for found in self.sweeps if found is not None), None)
+        return next((swept for swept in self.sweeps if swept is not None), None)
 
 
 def tune(
@@ -71,17 +72,17 @@ def tune(
     batch_tokens: int | None = None,
     progress: Progress = silent,
 ) -> Tuning:
-    """Read a text, choose settings and weights on it, and store the choice in the memory."""
-    home = mixture.store
-    if home is None and mixture.path is not None and is_decoder(mixture.path):
-        raise ParameterError(f"{mixture.path} is a decoder: choose its λ with knnlm.tuning.tune_decoder.")
-    if home is None:
-        raise ParameterError("Only a mixture that was opened from a memory can be tuned: the choice is kept there.")
+    """Read a text once, choose settings and weights on it, save them in the store and apply them to the mixture."""
+    store = mixture.store
+    if store is None and mixture.path is not None and is_decoder(mixture.path):
+        raise ParameterError(f"{mixture.path}: a decoder has no settings besides λ. Run knnlm tune to choose it.")
+    if store is None:
+        raise ParameterError("Only a mixture with a store can be tuned. Open it with Mixture.open.")
     check_weights(weights)
     specs = mixture.specs
     grid = Grid.of(ks, knn_temperatures, lambdas)
-    # Locked from the beginning, so that nobody waits for a choice that cannot be stored.
-    with writer_lock(home.path), scratch(home.path) as folder:
+    # Locked before the text is read, so that the time is not lost where the result cannot be saved.
+    with writer_lock(store.path), scratch(store.path) as folder:
         trace = record(
             mixture,
             documents,
@@ -93,9 +94,10 @@ def tune(
             progress=progress,
         )
         result = tune_trace(
-            trace, home, weights=weights, grid=grid, specs=specs, device=str(mixture.lm.device), progress=progress
+            trace, store, weights=weights, grid=grid, specs=specs, device=str(mixture.lm.device), progress=progress
         )
-        store_choice(home.path, result, trace)
+        save_result(store.path, result, trace)
+    apply_tuning(mixture, result)
     return result
 
 
@@ -109,42 +111,50 @@ def tune_trace(
     device: str = "cpu",
     progress: Progress = silent,
 ) -> Tuning:
-    """Choose settings and weights on a trace; nothing is stored."""
+    """Choose settings and weights on a trace; nothing is saved."""
     begin = time.perf_counter()
     check_weights(weights)
     grid = grid or Grid.of(None, None, LAMBDAS)
     sweeps = sweep_all(trace, ks=grid.ks, knn_temperatures=grid.knn_temperatures, lambdas=grid.lambdas, device=device)
     settings = choose_settings(trace, sweeps, several=weights != "fixed")
-    base = math.exp(-float(np.asarray(trace.log_p, dtype=np.float64).mean()))
+    base = math.exp(-float(np.asarray(trace.lm_log_probs, dtype=np.float64).mean()))
     first = sweeps[0]
     if weights == "fixed" and first is not None and len(sweeps) == 1:
-        # One memory: the grid's own λ, which the user may have given.
+        # One memory: the best λ of the grid, whose values may be the user's.
         lmbda, perplexity = first.best[2:]
         chosen: Weights = FixedWeights((1 - lmbda, lmbda))
     else:
-        seen = tabulate(trace, settings, evidence=weights == "gated", device=device)
-        found = fit_weights(seen, weights, frequencies=token_frequencies(store), device=device, progress=progress)
-        chosen, perplexity = found.weights, found.perplexity
-    known = specs or [_spec(facts) for facts in trace.facts["memories"]]
+        table = tabulate(trace, settings, with_features=weights == "gated", device=device)
+        fitted = fit_weights(table, weights, frequencies=token_frequencies(store), device=device, progress=progress)
+        chosen, perplexity = fitted.weights, fitted.perplexity
+    known = specs or [_spec(metadata) for metadata in trace.metadata["memories"]]
     specs = [replace(spec, settings=tuple(own)) for spec, own in zip(known, settings, strict=True)]
     return Tuning(
         specs=specs,
         weights=chosen,
         sweeps=sweeps,
         tokens=len(trace),
-        documents=trace.facts["documents"],
-        remembered=trace.facts["remembered"],
+        documents=trace.metadata["documents"],
+        leaked_documents=trace.metadata["leaked_documents"],
         base_perplexity=base,
         perplexity=perplexity,
         seconds=time.perf_counter() - begin,
     )
 
 
-def choose_from(path: Path, result: Tuning, trace: Trace) -> None:
-    """Store what was chosen on a trace in the memory that the trace was made with."""
+def apply_tuning(mixture: Mixture, tuning: Tuning) -> None:
+    """Set the weights of a mixture and the settings of its memories to tuned ones."""
+    for memory, spec in zip(mixture.memories, tuning.specs, strict=True):
+        if isinstance(memory, NeighbourMemory):
+            memory.settings = spec.settings
+    mixture.weights = tuning.weights
+
+
+def save_trace_tuning(path: Path, result: Tuning, trace: Trace) -> None:
+    """Save a tuning in the store that its trace was recorded with."""
     check_trace(path, trace)
     with writer_lock(path):
-        store_choice(path, result, trace)
+        save_result(path, result, trace)
 
 
 def tune_decoder(
@@ -155,42 +165,41 @@ def tune_decoder(
     limit: int | None = None,
     progress: Progress = silent,
 ) -> DecoderCard:
-    """Read a text with a model and its decoder, choose λ on it, and write it into the decoder's card."""
+    """Read a text with a model and its decoder, choose λ on it, and save λ in the decoder's card."""
     if mixture.path is None or not is_decoder(mixture.path):
-        raise ParameterError("Only a mixture that was opened from a decoder keeps its λ there.")
+        raise ParameterError("Only a mixture that was opened from a decoder can save its λ there.")
     with tempfile.TemporaryDirectory(prefix="knnlm-tune-") as folder:
-        place = Path(folder) / "trace"
-        trace = record(mixture, documents, place, sources=sources, limit=limit, progress=progress)
-        seen = tabulate(trace, [()], evidence=False)
-    return set_lambda(mixture.path, *fit_decoder(seen, mixture.lm.name, trace.facts["text"]))
+        trace = record(mixture, documents, Path(folder) / "trace", sources=sources, limit=limit, progress=progress)
+        table = tabulate(trace, [()], with_features=False)
+    return set_lambda(mixture.path, *fit_decoder(table, mixture.lm.name, trace.metadata["sources"]))
 
 
-def fit_decoder(seen: TraceTable, model: str, text: Sequence[str]) -> tuple[float, dict[str, Any]]:
-    """Choose λ of the decoder, which is all that was seen beside the model, and say what that gives."""
-    found = fit_weights(seen, "fixed", frequencies=torch.zeros(0))  # which one λ has no use for
-    assert isinstance(found.weights, FixedWeights)
-    facts = {
+def fit_decoder(table: TraceTable, model: str, text: Sequence[str]) -> tuple[float, dict[str, Any]]:
+    """Return λ of a decoder, the only memory of the table, and the perplexities with and without it."""
+    fitted = fit_weights(table, "fixed", frequencies=torch.zeros(0))  # frequencies are for gates only
+    assert isinstance(fitted.weights, FixedWeights)
+    metadata = {
         "model": model,
         "text": list(text),
-        "tokens": len(seen.model),
-        "base_perplexity": math.exp(-float(seen.model.double().mean())),
-        "perplexity": found.perplexity,
+        "tokens": len(table.lm_log_probs),
+        "base_perplexity": math.exp(-float(table.lm_log_probs.double().mean())),
+        "perplexity": fitted.perplexity,
     }
-    return float(found.weights.values[1]), facts
+    return float(fitted.weights.values[1]), metadata
 
 
 def check_trace(path: Path, trace: Trace) -> None:
-    """Refuse a trace that was made with another memory."""
+    """Raise DatastoreError for a trace that was recorded with another store."""
     fingerprint = Datastore.open(path).fingerprint
-    if fingerprint != trace.facts["fingerprint"]:
+    if fingerprint != trace.metadata["fingerprint"]:
         raise DatastoreError(
-            f"The trace was made with another memory ({trace.facts['memory']}, {trace.facts['fingerprint']}) than "
-            f"{path} ({fingerprint}). Make one with: knnlm eval {path} TEXT --save-trace"
+            f"{path}: the trace was recorded with another store ({trace.metadata['store']}, fingerprint "
+            f"{trace.metadata['fingerprint']}, not {fingerprint}). Run knnlm eval {path} TEXT --save-trace."
         )
 
 
 def token_frequencies(store: Datastore) -> Tensor:
-    """Count (V,) how often a store has each token."""
+    """Return (V,) how often each token occurs in a store."""
     counts = torch.zeros(int(store.model["vocab_size"]))
     for start in range(0, store.rows, 1 << 20):
         rows = torch.arange(start, min(start + (1 << 20), store.rows))
@@ -198,14 +207,14 @@ def token_frequencies(store: Datastore) -> Tensor:
     return counts
 
 
-def _spec(facts: dict[str, Any]) -> MemorySpec:
-    (spec,) = parse_memories(facts["label"])
-    return replace(spec, metric=facts["metric"], identity=facts["identity"])
+def _spec(metadata: dict[str, Any]) -> MemorySpec:
+    (spec,) = parse_memories(metadata["label"])
+    return replace(spec, metric=metadata["metric"], identity=metadata["identity"])
 
 
 @contextmanager
 def scratch(path: Path) -> Iterator[Path]:
-    """Make room for a trace on the memory's own disk, and remove what a killed process left there."""
+    """Create a temporary folder on the store's own disk, after removing those of killed processes."""
     for leftover in path.glob(".trace-*"):
         shutil.rmtree(leftover, ignore_errors=True)
     with translate_os_errors(path):
@@ -214,16 +223,16 @@ def scratch(path: Path) -> Iterator[Path]:
         yield Path(folder)
 
 
-def store_choice(path: Path, result: Tuning, trace: Trace) -> None:
-    """Store what was chosen; the caller holds the memory's writer lock."""
-    facts, tensors = weights_state(result.weights)
+def save_result(path: Path, result: Tuning, trace: Trace) -> None:
+    """Save a tuning in a store, whose writer lock the caller holds."""
+    weights, tensors = weights_state(result.weights)
     save_tuning(
         path,
         SavedTuning(
             result.specs,
-            facts,
+            weights,
             {
-                "chosen_on": trace.facts["text"],
+                "chosen_on": trace.metadata["sources"],
                 "tokens": result.tokens,
                 "base_perplexity": result.base_perplexity,
                 "perplexity": result.perplexity,

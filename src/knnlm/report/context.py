@@ -30,7 +30,15 @@ from knnlm.corpus import Document
 from knnlm.datastore.segments import ArrayWriter
 from knnlm.datastore.store import Datastore
 from knnlm.errors import ParameterError
-from knnlm.evaluation.fit import Fitted, TraceTable, choose_settings, evaluate_table, fit_weights, sweep_all, tabulate
+from knnlm.evaluation.fit import (
+    FittedWeights,
+    TraceTable,
+    choose_settings,
+    evaluate_table,
+    fit_weights,
+    sweep_all,
+    tabulate,
+)
 from knnlm.evaluation.sweep import Sweep
 from knnlm.evaluation.trace import Trace, record
 from knnlm.evaluation.tune import token_frequencies
@@ -98,7 +106,7 @@ class ReportContext:
         self.work = order.out / "work"
         self._given = lm
         self._seen: dict[tuple[str, bool], TraceTable] = {}
-        self._fits: dict[tuple[tuple[int, ...], str], Fitted] = {}
+        self._fits: dict[tuple[tuple[int, ...], str], FittedWeights] = {}
 
     @property
     def quick(self) -> bool:
@@ -159,7 +167,7 @@ class ReportContext:
                 folder.mkdir(parents=True)
             self._record(documents, trace, keys)
         seen = Trace.open(trace)
-        read = documents[: int(seen.facts["documents"])]
+        read = documents[: int(seen.metadata["documents"])]
         write_texts(self.work, name, read)
         return Read(seen, np.load(keys, mmap_mode="r"), read)
 
@@ -218,7 +226,7 @@ class ReportContext:
     @cached_property
     def base(self) -> float:
         """The perplexity of the model alone on the text that is reported on."""
-        return perplexity(self.test.trace.log_p)
+        return perplexity(self.test.trace.lm_log_probs)
 
     def searcher(self, index: Any) -> KnnMemory:
         """Give the store behind another index."""
@@ -228,7 +236,7 @@ class ReportContext:
     def store_logs(self, read: Read) -> tuple[Tensor, Tensor]:
         """Give the (N,) log-probabilities of a text by the model and by the store's vote; NaN where it abstains."""
         seen = self.seen(read, "fixed")
-        return seen.model.double(), seen.memories[self.knn].logs[:, 0].double()
+        return seen.lm_log_probs.double(), seen.memories[self.knn].log_probs[:, 0].double()
 
     def settings(self, kind: str) -> list[tuple[VoteParams, ...]]:
         """Say how the neighbours of each memory vote, by the first text, for weights of one kind."""
@@ -243,15 +251,15 @@ class ReportContext:
 
     def some(self, read: Read, memories: Sequence[int], kind: str) -> TraceTable:
         """Give what some of the memories said of a text."""
-        return self.seen(read, kind).only(*(read.trace.memories[number].label for number in memories))
+        return self.seen(read, kind).select(*(read.trace.memories[number].label for number in memories))
 
-    def fit(self, memories: tuple[int, ...], kind: str) -> Fitted:
+    def fit(self, memories: tuple[int, ...], kind: str) -> FittedWeights:
         """Choose the weights of some memories on the first text, as `knnlm tune` does."""
         if (memories, kind) not in self._fits:
             first = self.sweeps[memories[0]]
             if kind == "fixed" and first is not None and len(memories) == 1:
                 lmbda, found = first.best[2:]
-                fitted = Fitted(FixedWeights((1 - lmbda, lmbda)), found)
+                fitted = FittedWeights(FixedWeights((1 - lmbda, lmbda)), found)
             else:
                 seen = self.some(self.valid, memories, kind)
                 fitted = fit_weights(
@@ -270,7 +278,7 @@ class ReportContext:
         """Give the perplexities on both texts, and what all memories weighed on the second."""
         fitted = self.fit(memories, kind)
         found = evaluate_table(self.some(self.test, memories, kind), fitted.weights)
-        return fitted.perplexity, found.perplexity, found.lambda_
+        return fitted.perplexity, found.perplexity, found.lmbda
 
     def command(self, *words: object) -> str:
         """Write a command as it is given in a shell."""

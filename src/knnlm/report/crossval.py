@@ -41,16 +41,20 @@ def out_of_fold(seen: TraceTable, kind: str) -> float:
 def _by_fit(seen: TraceTable, kind: str) -> Tensor:
     """Give the (N,) log-probabilities by weights that are the same everywhere."""
     # As in fitting: weights that are fixed weigh the first part of each memory only.
-    used = [0, *(span.start for span in seen.component_slices)] if kind == "fixed" else list(range(len(seen.names)))
-    logs = seen.logs[:, used]
-    recipe = fewer_folds(DEFAULT_CONFIG, seen.groups)
-    fold, _, weights = fit_folds(logs, seen.groups, folds=recipe.folds, seed=recipe.seed, fewest=FEWEST)
+    used = (
+        [0, *(span.start for span in seen.component_slices)]
+        if kind == "fixed"
+        else list(range(len(seen.component_names)))
+    )
+    logs = seen.log_probs[:, used]
+    recipe = fewer_folds(DEFAULT_CONFIG, seen.documents)
+    fold, _, weights = fit_folds(logs, seen.documents, folds=recipe.folds, seed=recipe.seed, fewest=FEWEST)
     return log_mixed(logs, renormalise(weights[fold.clamp(min=0)], logs.isnan()))
 
 
 def _by_buckets(seen: TraceTable) -> Tensor:
     """Give the (N,) log-probabilities by weights that go by the distance of the nearest neighbour."""
-    logs, near, fold = seen.logs, seen.memories[seen.stores[0]].nearest, split_folds(seen.groups)
+    logs, near, fold = seen.log_probs, seen.memories[seen.expensive[0]].nearest, split_folds(seen.documents)
     assert near is not None
     found = torch.zeros(len(logs), dtype=torch.float64)
     for number in fold.unique().tolist():

@@ -190,14 +190,14 @@ def _facts(desk: ReportContext) -> dict[str, Any]:
         "memories": desk.labels,
         "chosen_on": desk.order.texts.how,
         "valid_tokens": len(valid),
-        "valid_documents": valid.facts["documents"],
+        "valid_documents": valid.metadata["documents"],
         "test_tokens": len(test),
-        "test_documents": test.facts["documents"],
-        "remembered_documents": remembered,
+        "test_documents": test.metadata["documents"],
+        "leaked_documents": remembered,
         "shared_documents": shared,
-        "warnings": _warnings(remembered, shared, test.facts["documents"]),
+        "warnings": _warnings(remembered, shared, test.metadata["documents"]),
         "base_perplexity": desk.base,
-        "valid_base_perplexity": perplexity(valid.log_p),
+        "valid_base_perplexity": perplexity(valid.lm_log_probs),
         "k": setting.k,
         "knn_temperature": setting.knn_temperature,
         "lambda": lmbda,
@@ -210,7 +210,7 @@ def _remembered(desk: ReportContext) -> int:
     """Count the documents that are in the memory, as they were given: half of one is another text than all of it."""
     texts, halves = desk.order.texts, (desk.valid, desk.test)
     if not texts.whole:
-        return sum(int(half.trace.facts["remembered"]) for half in halves)
+        return sum(int(half.trace.metadata["leaked_documents"]) for half in halves)
     read = max(len(half.documents) for half in halves)
     together = list(zip(texts.whole, texts.valid, texts.test, strict=True))[:read]
     return sum(any(desk.store.holds(document.text) for document in same) for same in together)

@@ -150,10 +150,11 @@ def with_neighbours(trace: Trace, found: RetrievedNeighbours, *, metric: str = "
         "k": found.distances.shape[1],
         "metric": metric,
         "counted": found.counts is not None,
-        "parts": ["knn"],
-        "signals": [],
+        "expensive": True,
+        "component_names": ["knn"],
+        "feature_names": [],
     }
-    return replace(trace, memories=[MemoryTrace(facts, arrays, int(trace.facts["vocab_size"]))])
+    return replace(trace, memories=[MemoryTrace(facts, arrays, int(trace.metadata["vocab_size"]))])
 
 
 def beginning(trace: Trace, rows: int, documents: int) -> Trace:
@@ -161,14 +162,14 @@ def beginning(trace: Trace, rows: int, documents: int) -> Trace:
     return replace(
         trace,
         targets=trace.targets[:rows],
-        log_p=trace.log_p[:rows],
-        signals=trace.signals[:rows],
-        choice=trace.choice[:rows],
+        lm_log_probs=trace.lm_log_probs[:rows],
+        lm_features=trace.lm_features[:rows],
+        lm_top=trace.lm_top[:rows],
         documents=trace.documents[:rows],
         positions=trace.positions[:rows],
-        tokens=trace.tokens[:rows],
+        previous_tokens=trace.previous_tokens[:rows],
         memories=[],
-        facts={**trace.facts, "tokens": rows, "documents": documents},
+        metadata={**trace.metadata, "tokens": rows, "documents": documents},
     )
 
 

@@ -31,7 +31,7 @@ from knnlm.errors import CorpusError, DatastoreCorrupt, DatastoreError, Paramete
 from knnlm.evaluation.fit import TraceTable, fit_weights, tabulate
 from knnlm.evaluation.sweep import KS
 from knnlm.evaluation.trace import Trace, record
-from knnlm.evaluation.tune import Tuning, fit_decoder, scratch, store_choice, token_frequencies, tune_trace
+from knnlm.evaluation.tune import Tuning, fit_decoder, save_result, scratch, token_frequencies, tune_trace
 from knnlm.ingest.build import build
 from knnlm.io import replacing
 from knnlm.lm.causal import CausalLM
@@ -61,7 +61,7 @@ class Adaptation:
     tokens: int  # that were learnt
     held_out_tokens: int
     held_out_documents: int
-    remembered: int  # of these, documents that were learnt too: on them, figures are too good
+    leaked_documents: int  # of these, documents that were learnt too: on them, figures are too good
     base: float
     fine_tuned: float  # the student alone
     knn: float  # the model and the student's store, one λ
@@ -252,19 +252,19 @@ def _tune(store: Datastore, lm: CausalLM, texts: _Splits, limit: int, progress: 
         wanted = min(limit, texts.kept_tokens)
         trace = record(mixture, texts.kept, place / "trace", k=max(KS), limit=wanted, progress=progress)
         tuning = tune_trace(trace, store, specs=mixture.specs, device=device, progress=progress)
-        store_choice(store.path, tuning, trace)
+        save_result(store.path, tuning, trace)
         seen = _look(trace, tuning, device)
-    knn = fit_weights(seen.only("knn"), "fixed", frequencies=token_frequencies(store))
-    student = seen.only(f"decoder={STUDENT_FOLDER}")
-    lmbda, facts = fit_decoder(student, lm.name, trace.facts["text"])
+    knn = fit_weights(seen.select("knn"), "fixed", frequencies=token_frequencies(store))
+    student = seen.select(f"decoder={STUDENT_FOLDER}")
+    lmbda, facts = fit_decoder(student, lm.name, trace.metadata["sources"])
     set_lambda(store.path / STUDENT_FOLDER, lmbda, facts)
-    alone = student.memories[0].logs[:, 0].to(torch.float64)
+    alone = student.memories[0].log_probs[:, 0].to(torch.float64)
     return Adaptation(
         model=lm.name,
         tokens=sum(map(len, texts.tokens)),
         held_out_tokens=len(trace),
         held_out_documents=tuning.documents,
-        remembered=tuning.remembered,
+        leaked_documents=tuning.leaked_documents,
         base=tuning.base_perplexity,
         fine_tuned=math.exp(-float(alone.mean())),
         knn=knn.perplexity,
@@ -277,4 +277,4 @@ def _tune(store: Datastore, lm: CausalLM, texts: _Splits, limit: int, progress: 
 
 def _look(trace: Trace, tuning: Tuning, device: str) -> TraceTable:
     """See what each memory gave to each token, at its best way of voting."""
-    return tabulate(trace, [spec.settings[:1] for spec in tuning.specs], evidence=False, device=device)
+    return tabulate(trace, [spec.settings[:1] for spec in tuning.specs], with_features=False, device=device)

@@ -77,7 +77,7 @@ def _groupings(desk: ReportContext) -> Iterator[tuple[str, str, list[str], NDArr
     often = desk.frequencies.numpy()[np.asarray(trace.targets)]
     yield "frequency", "frequency of the token in the store", *_cut(often, (1, 10, 100, 1000, 10_000))
     yield "position", "position in the document", *_cut(np.asarray(trace.positions), (16, 64, 256, 1024, 4096))
-    sure = np.exp(np.asarray(trace.signals[:, 0], dtype=np.float64))
+    sure = np.exp(np.asarray(trace.lm_features[:, 0], dtype=np.float64))
     bounds = (0.1, 0.3, 0.6, 0.9)
     edges = [0.0, *bounds, 1.0]
     labels = [f"{a:g} to {b:g}" for a, b in pairwise(edges)]

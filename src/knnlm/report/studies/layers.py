@@ -54,7 +54,7 @@ def study_layer(desk: ReportContext) -> Study:
         [name, source.layer, one.k, *one.figures()] for name, source, one in zip(names, sources, tried, strict=True)
     ]
     perplexities = [one.test for one in tried]
-    best, base = lowest([one.valid for one in tried]), perplexity(texts[1][0].log_p)
+    best, base = lowest([one.valid for one in tried]), perplexity(texts[1][0].lm_log_probs)
     size = f"{len(memory.targets):,} stored tokens and {len(texts[1][0]):,} of the held-out text"
     return Study(
         name="layer",

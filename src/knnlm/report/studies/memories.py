@@ -50,7 +50,7 @@ def study_memories(desk: ReportContext) -> Study:
     figures = [float(str(row[5])) for row in rows]
     best = lowest([float(str(row[4])) for row in rows])
     options = ("--memories", ",".join(desk.labels), "--weights", "gated")
-    held_back = describe_folds(desk.seen(desk.valid, "fixed").groups)
+    held_back = describe_folds(desk.seen(desk.valid, "fixed").documents)
     names = [f"{row[0]} ({row[1]})" if row[1] else str(row[0]) for row in rows]
     return Study(
         name="memories",
@@ -78,7 +78,7 @@ def study_memories(desk: ReportContext) -> Study:
 
 def _measure_all(desk: ReportContext, wanted: Sequence[tuple[tuple[int, ...], str]]) -> list[list[Cell]]:
     """Give a row for the model, then one for each of the mixtures."""
-    alone, labels = perplexity(desk.valid.trace.log_p), name_memories(desk.labels)
+    alone, labels = perplexity(desk.valid.trace.lm_log_probs), name_memories(desk.labels)
     rows: list[list[Cell]] = [["the model alone", "", 0.0, alone, alone, desk.base]]
     for memories, kind in wanted:
         valid, test, weight = desk.measure(memories, kind)
@@ -141,7 +141,7 @@ def _alone(desk: ReportContext, number: int, lmbda: float) -> str:
 def _pair(desk: ReportContext, read: Read, number: int) -> tuple[Tensor, Tensor]:
     """Give the (N,) log-probabilities by the model and by one memory's first part, at its best setting."""
     seen = desk.seen(read, "fixed")
-    model, memory = seen.model.double(), seen.memories[number].logs[:, 0].double()
+    model, memory = seen.lm_log_probs.double(), seen.memories[number].log_probs[:, 0].double()
     return model, torch.where(memory.isnan(), model, memory)
 
 
@@ -159,7 +159,7 @@ def study_oracle(desk: ReportContext) -> Study:
     vote = torch.where(store.isnan(), model, store)
     mixed = torch.logaddexp(model + np.log1p(-lmbda), vote + np.log(lmbda)) if lmbda > 0 else model
     everything = tuple(range(len(desk.labels)))
-    parts = desk.seen(desk.test, "gated").logs.double().nan_to_num(nan=-torch.inf).amax(1)
+    parts = desk.seen(desk.test, "gated").log_probs.double().nan_to_num(nan=-torch.inf).amax(1)
     rows: list[list[Cell]] = [
         ["the model alone", perplexity(model)],
         [f"one λ = {lmbda:.2f} everywhere", perplexity(mixed)],
@@ -193,7 +193,7 @@ def study_skip(desk: ReportContext) -> Study:
     if not isinstance(weights, GatedWeights) or weights.skip is None:
         raise CannotStudy("the gate has not learnt where to search")
     seen = desk.seen(desk.test, "gated")
-    before = seen.features(weights.frequencies, without=seen.stores, leave_out=True)
+    before = seen.features(weights.frequencies, without=seen.expensive, leave_out=True)
     rows: list[list[Cell]] = []
     for fraction in _FRACTIONS:
         skipped = 1 - float(weights.skip.search_mask(before, fraction).double().mean())

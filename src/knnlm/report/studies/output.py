@@ -78,7 +78,7 @@ def read_matrix(desk: ReportContext, folder: Path, read: Read) -> Tensor:
 
 
 def _by_lambda(read: Read, matrix: Tensor) -> list[float]:
-    model = torch.from_numpy(np.array(read.trace.log_p)).double()
+    model = torch.from_numpy(np.array(read.trace.lm_log_probs)).double()
     weights = torch.tensor(LAMBDAS, dtype=torch.float64)
     return [perplexity(torch.logaddexp(model + (1 - w).log(), matrix + w.log())) for w in weights]
 
