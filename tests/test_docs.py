@@ -16,7 +16,7 @@ import pytest
 from helpers.models import FAMILIES
 from helpers.stores import documents
 from knnlm.cli.app import run
-from knnlm.lm import loading as bundled
+from knnlm.lm import loading
 
 ROOT = Path(__file__).parent.parent
 DOCS = sorted((ROOT / "docs").glob("*.md"))
@@ -74,7 +74,7 @@ def desk(tmp_path, model_folder, monkeypatch):
     (tmp_path / "notes.jsonl").write_text("\n".join(map(json.dumps, notes)))
     letter = {"id": "n1", "text": "Acme asked for a quote.", "customer": "acme", "year": 2026}
     (tmp_path / "letters.jsonl").write_text(json.dumps(letter))
-    monkeypatch.setattr(bundled, "bundled_folder", lambda: model_folder)
+    monkeypatch.setattr(loading, "bundled_folder", lambda: model_folder)
     monkeypatch.chdir(tmp_path)
     return tmp_path
 

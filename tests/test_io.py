@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from helpers.stores import documents
-from knnlm import io as mapping
+from knnlm import io
 from knnlm.datastore.store import Datastore
 from knnlm.ingest.build import build
-from knnlm.io import Resident, mapped_bytes
+from knnlm.io import release_pages, resident_bytes
 
 SIZE = 96 << 20
 
@@ -23,54 +23,51 @@ def array(tmp_path):
     return np.asarray(np.memmap(tmp_path / "array", np.uint8, "r", shape=(SIZE // 4096, 4096)))
 
 
-def read_all(array, watch):
-    """Touch every page, a megabyte at a time; give the most that was resident meanwhile, beyond what was before."""
-    before, most = mapped_bytes(), 0
+def read_all(array, after):
+    """Touch every page, a megabyte at a time, and return the largest growth of the resident bytes meanwhile."""
+    before, most = resident_bytes(), 0
     for part in np.split(array, SIZE >> 20):
         assert int(part.sum(dtype=np.int64)) == 3 * part.size
-        watch(part)
-        most = max(most, mapped_bytes() - before)
+        after(part)
+        most = max(most, resident_bytes() - before)
     return most
 
 
-def test_pages_that_were_read_are_let_go_where_there_are_too_many(array, monkeypatch):
-    monkeypatch.setattr(mapping, "MOST", 8 << 20)
-    watching = Resident()
-    watching.touched(array)
+def test_pages_are_released_where_too_many_are_resident(array, monkeypatch):
+    monkeypatch.setattr(io, "MAX_RESIDENT_BYTES", 8 << 20)
+    release_pages(array)
     gc.collect()
-    assert read_all(array, watching.touched) < SIZE // 2
-    # And that is because of it: the same without it leaves everything resident.
+    assert read_all(array, release_pages) < SIZE // 2
+    # Without it, everything stays resident.
     assert read_all(array, lambda _: None) > 3 * SIZE // 4
 
 
-def test_arrays_in_memory_are_no_business_of_it(monkeypatch):
-    monkeypatch.setattr(mapping, "MOST", -1)  # always too many
-    watching = Resident()
+def test_arrays_in_memory_are_left_alone(monkeypatch):
+    monkeypatch.setattr(io, "MAX_RESIDENT_BYTES", -1)  # always too many
     for _ in range(64):
-        watching.touched(np.empty((0, 4)))
-        watching.touched(np.ones(3))
+        release_pages(np.empty((0, 4)))
+        release_pages(np.ones(3))
 
 
-def test_what_was_there_first_stays(array, tmp_path, monkeypatch):
-    monkeypatch.setattr(mapping, "MOST", SIZE // 2)
+def test_pages_read_first_stay(array, tmp_path, monkeypatch):
+    monkeypatch.setattr(io, "MAX_RESIDENT_BYTES", SIZE // 2)
     first = np.asarray(np.memmap(tmp_path / "first", np.uint8, "w+", shape=(8 << 20,)))
     first[:] = 1
-    watching = Resident()
-    read_all(array, watching.touched)
-    before = mapped_bytes()
+    read_all(array, release_pages)
+    before = resident_bytes()
     assert int(first.sum(dtype=np.int64)) == first.size  # its pages are there: reading them brings no more
-    assert mapped_bytes() - before < first.size // 2
+    assert resident_bytes() - before < first.size // 2
 
 
-def test_a_memory_gives_the_same_keys_however_often_pages_are_let_go(lm, tmp_path, monkeypatch):
-    build(documents(6), tmp_path / "memory", lm=lm, segment_rows=100)
+def test_a_store_returns_the_same_keys_when_pages_are_released(lm, tmp_path, monkeypatch):
+    build(documents(6), tmp_path / "store", lm=lm, segment_rows=100)
     ids = torch.randint(0, 400, (1024, 8), generator=torch.Generator().manual_seed(0)).sort(0).values
-    store = Datastore.open(tmp_path / "memory")
+    store = Datastore.open(tmp_path / "store")
     ids %= store.key_count
     right = store.take(ids)
     calls = []
-    monkeypatch.setattr(mapping, "MOST", -1)  # always too many
-    monkeypatch.setattr(mapping, "mapped_bytes", lambda: calls.append(0) or 5)
+    monkeypatch.setattr(io, "MAX_RESIDENT_BYTES", -1)  # always too many
+    monkeypatch.setattr(io, "resident_bytes", lambda: calls.append(0) or 5)
     for _ in range(40):
         torch.testing.assert_close(store.take(ids), right, rtol=0, atol=0)
     assert calls

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from knnlm.generation.causal import KnnConfig, KnnForCausalLM
     from knnlm.ingest.add import Added, add
     from knnlm.ingest.build import build
-    from knnlm.lm import CausalLM
+    from knnlm.lm.causal import CausalLM
     from knnlm.maintenance.export import export
     from knnlm.maintenance.import_ import import_arrays
     from knnlm.maintenance.merge import merge
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 _HOMES = {
     "Adaptation": "training.adapt",
     "Added": "ingest.add",
-    "CausalLM": "lm",
+    "CausalLM": "lm.causal",
     "Compacted": "datastore.compact",
     "Datastore": "datastore.store",
     "Document": "corpus",

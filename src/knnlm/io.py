@@ -1,12 +1,4 @@
-"""Hash files. Knows nothing about what they hold.
-
-Look at mapped files, and bound how much of them is resident in a process. Knows nothing about what they hold.
-
-Pages of a mapped file that were read stay with the process for as long as nobody else needs the room. A search touches
-keys all over a memory, so in time all of it would count as this process's. Letting pages go costs a page fault when
-they are touched again, though the system still has them. Keys are read from first to last for each batch, so those
-just read are the ones that are needed last: they go, and what was there first stays.
-"""
+"""Atomic writes, fsync, checksums and memory maps."""
 
 from __future__ import annotations
 
@@ -18,7 +10,6 @@ import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 import numpy as np
@@ -29,40 +20,41 @@ from knnlm.errors import DatastoreCorrupt, DatastoreError
 if TYPE_CHECKING:
     from torch import Tensor
 
-_PIECE = 1 << 24  # bytes at a time
+MAX_RESIDENT_BYTES = 384 << 20  # of mapped files, beyond those resident at first; shared by all stores of a process
+
+_CHUNK_BYTES = 1 << 24
+_STATM = Path("/proc/self/statm")  # Linux; elsewhere pages are left to the system
+
+_least_resident: int | None = None  # the fewest bytes of mapped files that were resident so far
 
 
 def checksum(path: Path) -> str:
-    """Give the SHA-256 of a file, in hexadecimal."""
+    """Return the SHA-256 of a file, in hexadecimal."""
     digest = hashlib.sha256()
     with path.open("rb") as file:
-        while piece := file.read(_PIECE):
-            digest.update(piece)
+        while chunk := file.read(_CHUNK_BYTES):
+            digest.update(chunk)
     return digest.hexdigest()
 
 
-MOST = 384 << 20  # bytes of mapped files that may become resident, whoever reads them
+def release_pages(array: NDArray[Any]) -> None:
+    """Release the pages of a mapped array that was just read, if too many pages of mapped files are resident.
 
-_STATM = Path("/proc/self/statm")  # where there is none, the system is left to itself
-
-
-class Resident:
-    """Looks after what is read; all owners in a process share what may be resident."""
-
-    _least: int | None = None  # bytes that were resident when there were fewest
-
-    def touched(self, array: NDArray[Any]) -> None:
-        """Note that an array was read, and let its pages go where too many have become resident."""
-        if not hasattr(mmap, "MADV_DONTNEED"):
-            return
-        now = mapped_bytes()
-        Resident._least = now if Resident._least is None else min(Resident._least, now)
-        if now - Resident._least > MOST and (mapping := _mapping(array)) is not None:
-            mapping.madvise(mmap.MADV_DONTNEED)
+    A search touches keys all over a store, so that in time all of it would count as memory of this process. Releasing
+    pages costs a page fault when they are touched again; the system usually still caches them. Keys are read from
+    first to last for each batch, so the pages read last are needed last: they go, and the earlier ones stay.
+    """
+    global _least_resident
+    if not hasattr(mmap, "MADV_DONTNEED"):
+        return
+    resident = resident_bytes()
+    _least_resident = resident if _least_resident is None else min(_least_resident, resident)
+    if resident - _least_resident > MAX_RESIDENT_BYTES and (mapping := _mapping(array)) is not None:
+        mapping.madvise(mmap.MADV_DONTNEED)
 
 
-def mapped_bytes() -> int:
-    """Count the bytes of mapped files, libraries too, that are resident in this process; 0 where nobody says."""
+def resident_bytes() -> int:
+    """Return the bytes of mapped files, libraries included, resident in this process; 0 where that is unknown."""
     try:
         return int(_STATM.read_text().split()[2]) * mmap.PAGESIZE
     except (OSError, ValueError, IndexError):
@@ -70,15 +62,15 @@ def mapped_bytes() -> int:
 
 
 def _mapping(array: Any) -> mmap.mmap | None:
-    """Find the mapping that an array looks at; None where it is in memory, as an empty one is."""
+    """Return the mapping below an array, None where its data is in memory."""
     while isinstance(array, np.ndarray):
         array = array.base
     return array if isinstance(array, mmap.mmap) else None
 
 
 def as_tensor(array: NDArray[Any]) -> Tensor:
-    """Return a tensor over a read-only array, without torch's warning."""
-    import torch  # commands that list or remove documents need no torch
+    """Return a tensor that shares a read-only array, without torch's warning about that."""
+    import torch
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -101,28 +93,24 @@ def read_array_header(file: BinaryIO) -> tuple[np.dtype[Any], tuple[int, ...]]:
     return dtype, shape
 
 
-class translate_os_errors:  # noqa: N801  (used like a function)
-    """Turn an error of the disk into one of ours that names the file."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-
-    def __enter__(self) -> None: ...
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if isinstance(error, OSError):
-            raise DatastoreError(
-                f"Cannot write {self._path}: {error.strerror or error}. What was finished is kept; make room and run "
-                "the same command again."
-            ) from error
+@contextmanager
+def translate_os_errors(path: Path) -> Iterator[None]:
+    """Turn an `OSError` into a `DatastoreError` that names the file."""
+    try:
+        yield
+    except OSError as error:
+        raise DatastoreError(
+            f"Cannot write {path}: {error.strerror or error}. Finished work is kept: free some space and run the same "
+            "command again."
+        ) from error
 
 
-def remove_others(folder: Path, known: Iterable[Path]) -> None:
-    """Remove what a killed process left in a folder: all that the catalog does not know."""
+def remove_unlisted(folder: Path, known: Iterable[Path]) -> None:
+    """Remove the entries of a folder that are not listed: what a killed process left behind."""
     if folder.is_symlink():
-        raise DatastoreCorrupt(f"{folder} is a link to {folder.resolve()}. Nothing is removed there: copy it instead.")
+        raise DatastoreCorrupt(
+            f"{folder} is a link to {folder.resolve()}, where nothing is removed. Copy the folder here instead."
+        )
     for entry in set(folder.glob("*")) - set(known):
         if entry.is_symlink() or not entry.is_dir():
             entry.unlink()
@@ -131,8 +119,8 @@ def remove_others(folder: Path, known: Iterable[Path]) -> None:
 
 
 @contextmanager
-def replacing(path: Path) -> Iterator[Path]:
-    """Give a place to write a file to; once that is done it is on disk and stands at `path`, complete or not at all."""
+def atomic_write(path: Path) -> Iterator[Path]:
+    """Yield a temporary path to write to; afterwards the file is flushed and renamed to `path`."""
     partial = path.with_suffix(".partial")
     with translate_os_errors(path):
         yield partial
@@ -142,13 +130,13 @@ def replacing(path: Path) -> Iterator[Path]:
 
 
 def sync_file(path: Path) -> None:
-    """Make sure that what another library wrote to a file is on disk."""
+    """Flush a file that another library wrote to disk."""
     with path.open("rb") as file:
         os.fsync(file.fileno())
 
 
 def sync_folder(path: Path) -> None:
-    """Make sure that the names in a folder are on disk."""
+    """Flush the names in a folder to disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)

@@ -1,4 +1,4 @@
-"""How long work tells how far it is. Knows nothing about the work or about screens."""
+"""Progress callbacks."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ Advance = Callable[[int], None]
 
 
 class Progress(Protocol):
-    """Opens one bar: `with progress("reading", total=100, unit="tokens") as advance: advance(10)`."""
+    """Opens one progress bar: `with progress("reading", total=100, unit="tokens") as advance: advance(10)`."""
 
     def __call__(
         self, what: str, *, total: int | None = None, unit: str = "tokens"
@@ -18,20 +18,20 @@ class Progress(Protocol):
 
 
 @runtime_checkable
-class Noted(Protocol):
-    """A bar that has room for a few words beside it."""
+class SupportsNote(Protocol):
+    """A progress bar that can show a note beside it."""
 
     def note(self, text: str) -> None:
-        """Show these words instead of those before."""
+        """Replace the note."""
 
 
 def note(advance: Advance, text: str) -> None:
-    """Show a few words beside a bar, such as the loss; one that has no room for them stays as it is."""
-    if isinstance(advance, Noted):
+    """Show a note, such as the loss, beside a progress bar that supports it."""
+    if isinstance(advance, SupportsNote):
         advance.note(text)
 
 
 @contextmanager
 def silent(what: str, *, total: int | None = None, unit: str = "tokens") -> Iterator[Advance]:  # noqa: ARG001
-    """Show nothing: the library's default."""
+    """Show no progress, the default of the library."""
     yield lambda _: None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from knnlm.lm.causal import for_any_shape
+from knnlm.lm.causal import dynamic_shape_attention
 
 
 def allowed():
@@ -15,8 +15,8 @@ def allowed():
 
 def test_a_gpu_does_without_cudnn_only_while_it_reads_and_a_cpu_is_left_alone():
     before = allowed()
-    with for_any_shape(torch.device("cuda")):  # flags alone: no GPU is needed
+    with dynamic_shape_attention(torch.device("cuda")):  # flags alone: no GPU is needed
         assert allowed() == (False, True)
     assert allowed() == before
-    with for_any_shape(torch.device("cpu")):
+    with dynamic_shape_attention(torch.device("cpu")):
         assert allowed() == before

@@ -18,14 +18,14 @@ SHAPE = WindowShape(16, 8)
 
 
 def collect(lm, tokens, *, shape=SHAPE, batch_tokens, logits=True):
-    """Put the readings of a call into the order of their rows."""
+    """Put the batches of a call into the order of their rows."""
     total = sum(map(len, tokens))
     keys, scores = torch.full((total, lm.width), torch.nan), torch.full((total, lm.vocab_size), torch.nan)
     targets = torch.full((total,), -1)
-    for reading in lm.read(tokens, shape, batch_tokens=batch_tokens, logits=logits):
-        keys[reading.rows], targets[reading.rows] = reading.keys, reading.targets
+    for batch in lm.read(tokens, shape, batch_tokens=batch_tokens, logits=logits):
+        keys[batch.rows], targets[batch.rows] = batch.keys, batch.targets
         if logits:
-            scores[reading.rows] = reading.logits
+            scores[batch.rows] = batch.logits
     return keys, scores, targets
 
 
@@ -89,13 +89,13 @@ def test_a_document_begins_with_bos_or_with_eos_where_there_is_none():
 
 
 def test_the_window_follows_what_the_model_can_read(lm):
-    assert lm.longest == 128
+    assert lm.max_length == 128
     assert lm.window() == WindowShape(128, 64)
     assert lm.window(32) == WindowShape(32, 16)
     with pytest.raises(ParameterError, match=r"context 129 is longer than the 128 tokens"):
         lm.window(129)
     alibi = CausalLM(tiny("bloom"), tiny_tokenizer())
-    assert alibi.longest is None
+    assert alibi.max_length is None
     assert alibi.window() == WindowShape(1024, 512)
 
 
@@ -158,7 +158,7 @@ def test_a_model_with_missing_weights_is_refused(model_folder, tmp_path):
         tmp_path / "hole" / "model.safetensors",
         metadata={"format": "pt"},
     )
-    with pytest.raises(ModelError, match=rf"not all there: .*layers\.1\..* and {len(gone) - 1} more"):
+    with pytest.raises(ModelError, match=rf"are incomplete: .*layers\.1\..* and {len(gone) - 1} more"):
         CausalLM.open(str(tmp_path / "hole"))
     (tmp_path / "hole" / "model.safetensors").write_bytes(b"junk")
     with pytest.raises(ModelError, match="Cannot open the model"):

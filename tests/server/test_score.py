@@ -44,7 +44,7 @@ def document(text):
 @pytest.mark.parametrize("memories", ["knn:0.6", "knn:0.3,cache:0.2,ngram:0.2"])
 def test_a_text_longer_than_the_model_reads_at_once_scores_as_in_evaluation(lm, path, memories):
     mixture = Mixture.open(path, lm, memories=memories, k=16, knn_temperature=8.0, use_tuned=False)
-    assert len(lm.encode(LONG)) > 2 * lm.longest
+    assert len(lm.encode(LONG)) > 2 * lm.max_length
     right, explained = evaluate(mixture, [document(LONG)]), explain(mixture, LONG)
     with serving(mixture) as running:
         scored = running.post("/v1/score", text=LONG, sources=1)
@@ -66,7 +66,7 @@ def test_a_text_longer_than_the_model_reads_at_once_scores_as_in_evaluation(lm, 
 def test_a_text_longer_than_the_window_is_scored_in_windows_whether_or_not_the_model_could_read_more(lm, path):
     mixture = Mixture.open(path, lm, **SETTINGS)
     text = LONG[:200]
-    assert 64 < len(lm.encode(text)) < lm.longest
+    assert 64 < len(lm.encode(text)) < lm.max_length
     right = evaluate(mixture, [document(text)])
     with serving(mixture) as running:
         assert running.post("/v1/score", text=text)["perplexity"] == pytest.approx(right.perplexity, rel=1e-4)

@@ -33,7 +33,7 @@ from torch import Tensor
 
 from knnlm.datastore.validation import check_place
 from knnlm.errors import DatastoreCorrupt, ParameterError
-from knnlm.io import checksum, replacing
+from knnlm.io import atomic_write, checksum
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ class KeyMap:
     def save(self, path: Path) -> str:
         """Write the map so that it is there completely or not at all, and return the hash of the file."""
         tensors = {"matrix": self.matrix.float(), "centre": self.centre.float()}
-        with replacing(path) as partial:
+        with atomic_write(path) as partial:
             try:
                 save_file({name: tensor.cpu().contiguous() for name, tensor in tensors.items()}, partial)
             except SafetensorError as error:
@@ -286,7 +286,7 @@ def nearest_entries(keys: Tensor, books: Tensor) -> Tensor:
 
 def save_codec(codec: Bytes | Codes, path: Path) -> dict[str, Any]:
     """Write the parameters so that they are there completely or not at all; give what the catalog is to know."""
-    with replacing(path) as partial:
+    with atomic_write(path) as partial:
         try:
             save_file({name: tensor.cpu().contiguous() for name, tensor in codec.tensors().items()}, partial)
         except SafetensorError as error:

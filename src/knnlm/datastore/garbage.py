@@ -15,7 +15,7 @@ from knnlm.datastore.catalog import Catalog
 from knnlm.datastore.locks import Lease, nobody_reading
 from knnlm.datastore.paths import CODEC_FILE, MAP_FILE, NGRAM_FOLDER, index_folder, segment_folder
 from knnlm.datastore.staging import StagedAddition
-from knnlm.io import remove_others, translate_os_errors
+from knnlm.io import remove_unlisted, translate_os_errors
 
 
 def purge(
@@ -35,8 +35,8 @@ def purge(
             return False
         with translate_os_errors(folder):
             known = [segment_folder(folder, row.id) for row in catalog.segments()]
-            remove_others(folder / "segments", [*known, *pending.folders])
-            remove_others(folder / "index", [index_folder(folder, row.id) for row in catalog.indexes()])
+            remove_unlisted(folder / "segments", [*known, *pending.folders])
+            remove_unlisted(folder / "index", [index_folder(folder, row.id) for row in catalog.indexes()])
             if has_old_suffixes(folder, catalog):
                 shutil.rmtree(folder / NGRAM_FOLDER)
             for fact, name in (("codec", CODEC_FILE), ("map", MAP_FILE)):  # made of keys that never came in

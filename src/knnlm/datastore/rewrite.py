@@ -51,7 +51,7 @@ from knnlm.datastore.schema import SegmentRow
 from knnlm.datastore.segments import KEY_DTYPES, KeyWriter, NewSegment
 from knnlm.datastore.store import Datastore, check_folder
 from knnlm.errors import DatastoreCorrupt, DatastoreError, ParameterError
-from knnlm.io import remove_others
+from knnlm.io import remove_unlisted
 from knnlm.progress import Advance, Progress, silent
 
 _SAMPLE = 100_000  # keys that are looked at
@@ -241,7 +241,7 @@ def _begin(folder: Path, plan: _Plan, derived: dict[str, Any]) -> Catalog:
             f"{folder} is unfinished and of another memory, or with other settings. Finish it with the same command, "
             "or remove it."
         )
-    remove_others(folder / "segments", [segment_folder(folder, segment.id) for segment in catalog.segments()])
+    remove_unlisted(folder / "segments", [segment_folder(folder, segment.id) for segment in catalog.segments()])
     return catalog
 
 

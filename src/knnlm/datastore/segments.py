@@ -33,7 +33,7 @@ from knnlm.datastore.schema import IndexRow, SegmentRow, array_sums
 from knnlm.datastore.validation import check_place
 from knnlm.errors import DatastoreCorrupt, DatastoreError
 from knnlm.index.blocks import is_blocks
-from knnlm.io import Resident, checksum, read_array_header, sync_folder, translate_os_errors
+from knnlm.io import checksum, read_array_header, release_pages, sync_folder, translate_os_errors
 
 KEY_DTYPES = ("float16", "float32")
 
@@ -298,7 +298,6 @@ class Arrays:
         self._path, self._codec = path, codec
         self._row_bytes = row_bytes(codec)
         self.sums = BlockChecksums(on=check)
-        self._resident = Resident()
         self._keys_file = lru_cache(maxsize=_MAPPINGS)(partial(_keys_file, path))  # one token asks for many
         # Mapped when needed and let go again: each mapping holds a file handle, and a system has few. The cache knows
         # nothing of its owner, so that a memory that is forgotten lets go of its files at once.
@@ -318,7 +317,7 @@ class Arrays:
         self._compare(segment, numbers)
         mapped = self.mapped(segment, KEYS_FILE)
         if len(numbers) >= MANY:  # a token's few would pay more for coming back than they take
-            self._resident.touched(mapped)
+            release_pages(mapped)
         return mapped
 
     def read(self, segment: SegmentRow, first: int, out: NDArray[Any]) -> None:

@@ -20,7 +20,7 @@ from transformers import DynamicCache
 from transformers.cache_utils import Cache, DynamicLayer, StaticLayer
 
 from knnlm.errors import ModelError
-from knnlm.lm.causal import CausalLM, evaluating
+from knnlm.lm.causal import CausalLM, eval_mode
 from knnlm.memories.base import LOGITS, Context, Source, Span
 from knnlm.mixture.mixture import Mixture
 
@@ -129,7 +129,7 @@ def _run_reader(
     }
     inputs = {name: value for name, value in offered.items() if name in accepted and value is not None}
     # Switching every module to evaluation takes as long as one block of a small model, so only where it is needed.
-    mode = evaluating(model.model) if model.model.training else nullcontext()
+    mode = eval_mode(model.model) if model.model.training else nullcontext()
     with mode, ExitStack() as hooks:
         layers = [mixture.readers.layer(source) for source in places]
         captured = [hooks.enter_context(layer.capture()) for layer in layers]

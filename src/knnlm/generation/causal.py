@@ -38,7 +38,7 @@ from knnlm.datastore.store import Datastore
 from knnlm.errors import DatastoreError, ModelError
 from knnlm.generation.cache import ForwardStep, advance, memory_state
 from knnlm.index.gpu.deferred import defer_checks
-from knnlm.lm.causal import CausalLM, for_any_shape
+from knnlm.lm.causal import CausalLM, dynamic_shape_attention
 from knnlm.memories.base import LM_LOGITS, Context, Source
 from knnlm.mixture.loader import is_decoder, language_model
 from knnlm.mixture.mixture import Mixture
@@ -232,7 +232,7 @@ class KnnForCausalLM(PreTrainedModel, GenerationMixin):
         with ExitStack() as hooks:
             layers = [self.mixture.readers.layer(source) for source in sources]
             captured = [hooks.enter_context(layer.capture()) for layer in layers]
-            hooks.enter_context(for_any_shape(self.device))
+            hooks.enter_context(dynamic_shape_attention(self.device))
             output = self.base(return_dict=True, **inputs)
         return output, {source: own[-1].float() for source, own in zip(sources, captured, strict=True)}
 
@@ -296,8 +296,8 @@ def generate_tokens(
 ) -> list[int]:
     """Return the tokens that continue a prompt, by the mixture or, without `use_memory`, by the model alone."""
     lm = mixture.lm
-    longest = mixture.max_length if use_memory else lm.longest
-    ids = torch.tensor([lm.prompt(prompt, room=max_new_tokens, longest=longest)], device=lm.device)
+    longest = mixture.max_length if use_memory else lm.max_length
+    ids = torch.tensor([lm.prompt(prompt, room=max_new_tokens, max_length=longest)], device=lm.device)
     if seed is not None:
         torch.manual_seed(seed)
     model: Any = KnnForCausalLM(mixture) if use_memory else lm.model

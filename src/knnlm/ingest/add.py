@@ -27,7 +27,7 @@ from knnlm.ingest.batches import groups
 from knnlm.ingest.build import Build, usual_segment_rows
 from knnlm.ingest.pipeline import tokenised
 from knnlm.lm.causal import CausalLM
-from knnlm.lm.fingerprint import difference
+from knnlm.lm.fingerprint import identity_difference
 from knnlm.progress import Advance, Progress, silent
 
 
@@ -101,7 +101,7 @@ def _check_model(catalog: Catalog, lm: CausalLM) -> None:
     """Refuse a model whose keys would mean nothing among those that are stored."""
     found: dict[str, Any] = metadata_of(catalog, "model", dict)
     place, own = (lm.key_layer.place, lm.key_layer.layer), (found.get("key_layer"), found.get("layer"))
-    wrong = difference(found, lm.identity) or (("key layer", own, place) if own != place else None)
+    wrong = identity_difference(found, lm.identity) or (("key layer", own, place) if own != place else None)
     if wrong is not None:
         what, stored, now = wrong
         raise ModelMismatch(

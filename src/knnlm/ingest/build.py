@@ -33,9 +33,9 @@ from knnlm.datastore.store import Datastore, check_folder, next_segment, stored_
 from knnlm.errors import CorpusError, DatastoreError, ModelError, ParameterError
 from knnlm.ingest.batches import Group, groups
 from knnlm.ingest.pipeline import Disk, WrittenSegment, collect, pipelined, room, tokenised
-from knnlm.io import checksum, remove_others, sync_folder, translate_os_errors
+from knnlm.io import checksum, remove_unlisted, sync_folder, translate_os_errors
 from knnlm.lm.causal import CausalLM
-from knnlm.lm.compile import Compiling, compiled
+from knnlm.lm.compile import CompileStatus, compiled
 from knnlm.lm.windows import WindowShape
 from knnlm.progress import Advance, Progress, silent
 
@@ -158,7 +158,7 @@ def _begin(
                 f"{folder} is an unfinished build with another {name.replace('_', ' ')} "
                 f"({_difference(found, wanted)}). Finish it with the same options, or remove it."
             )
-    remove_others(folder / "segments", [segment_folder(folder, segment.id) for segment in catalog.segments()])
+    remove_unlisted(folder / "segments", [segment_folder(folder, segment.id) for segment in catalog.segments()])
     return catalog
 
 
@@ -225,7 +225,7 @@ class Build:
         self._row = segments[-1].first_row + segments[-1].rows if segments else 0
         self._offset = stored_offset(catalog)
         self._first, self._growing = catalog.next_segment() == 0, catalog.get("state") == "complete"
-        self._compiling: Compiling | None = None
+        self._compiling: CompileStatus | None = None
         # What is written in threads is float16 as it was read, or what the device has encoded.
         self._piped = pipelined(lm.device) and (waiting.as_read or not isinstance(waiting.codec, Plain))
         self._waiting: deque[tuple[_Segment, Future[WrittenSegment]]] = deque()
@@ -371,7 +371,7 @@ class Build:
         documents = segment.group.stored(segment.number, first_row=segment.first_row, number=number)
         facts: dict[str, Any] = {}
         if self._first:
-            facts["compile"] = self._compiling is not None and not self._compiling.broken
+            facts["compile"] = self._compiling is not None and not self._compiling.failed
             if self._offset is not None:
                 facts["offset"] = self._offset.tolist()
         self._catalog.add_segment(row, documents, **facts)

@@ -1,7 +1,4 @@
-"""Hidden states and next-token logits from any Hugging Face decoder."""
+"""Hidden states and next-token logits of any Hugging Face decoder.
 
-from knnlm.lm.causal import CausalLM, Reading
-from knnlm.lm.key_layers import PLACES, KeyLayer, find_key_layer
-from knnlm.lm.windows import WindowShape
-
-__all__ = ["PLACES", "CausalLM", "KeyLayer", "Reading", "WindowShape", "find_key_layer"]
+Nothing is imported here: `lm.windows` and `lm.fingerprint` are used without torch's and transformers' import time.
+"""

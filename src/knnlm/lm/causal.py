@@ -1,13 +1,7 @@
-"""Read text with a decoder-only model: hidden states and next-token logits. Knows nothing about stores or memories.
+"""Read text with a decoder-only model: hidden states and next-token logits.
 
 A key is the hidden state at one place of the model (see `key_layers`) at the position that predicts a token. Keys and
-logits come out of one forward pass through ordinary hooks; nothing of the model is replaced, and outside a call of
-this class the model behaves as if the class did not exist.
-
-Which attention passes of ever-changing shapes use. Knows nothing about what is read.
-
-cuDNN's plans for a tenth of a second at each shape that it has not seen. Windows of a training, and the growing text of
-a generation, are of another shape nearly every time.
+logits come from one forward pass with ordinary hooks; the model itself is not changed.
 """
 
 from __future__ import annotations
@@ -25,27 +19,23 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from knnlm.errors import ModelError, ParameterError
-from knnlm.lm import loading as bundled
 from knnlm.lm.detokenizer import token_texts
-from knnlm.lm.fingerprint import config_facts, tokenizer_fingerprint, weights_fingerprint
+from knnlm.lm.fingerprint import relevant_config, tokenizer_fingerprint, weights_fingerprint
 from knnlm.lm.key_layers import PLACES, KeyLayer, check_causal, find_key_layer
-from knnlm.lm.loading import _dtype, choose_device, load
+from knnlm.lm.loading import BUNDLED, choose_device, choose_dtype, load_model
 from knnlm.lm.windows import Window, WindowShape, batches, windows
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-_ANY_SHAPE = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+DEFAULT_CONTEXT = 1024
 
-
-def for_any_shape(device: torch.device) -> AbstractContextManager[None]:
-    """Let passes on a GPU do without cuDNN's attention."""
-    return sdpa_kernel(_ANY_SHAPE) if device.type == "cuda" else nullcontext()
+_WITHOUT_CUDNN = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
 @dataclass(frozen=True)
-class Reading:
-    """What one batch of windows gave: for each scored position its row, key, target and, if asked for, logits."""
+class KeyBatch:
+    """The scored positions of a batch of windows: row numbers, keys, targets and, if requested, logits."""
 
     rows: Tensor  # (N,) numbers of the targets, counted through all documents of the call
     keys: Tensor  # (N, D) float32
@@ -54,7 +44,7 @@ class Reading:
 
 
 class CausalLM:
-    """A decoder, its tokenizer, and the place its keys are read from."""
+    """A decoder, its tokenizer, and the place where its keys are captured."""
 
     def __init__(
         self,
@@ -76,7 +66,7 @@ class CausalLM:
     @classmethod
     def open(
         cls,
-        name: str = bundled.NAME,
+        name: str = BUNDLED,
         *,
         key_layer: str = PLACES[0],
         layer: int = -1,
@@ -84,22 +74,22 @@ class CausalLM:
         dtype: str = "auto",
     ) -> CausalLM:
         """Open the bundled model, a local folder, a .gguf file or a hub name."""
-        where = choose_device(device)
-        precision = _dtype(dtype, where)
+        target = choose_device(device)
+        precision = choose_dtype(dtype, target)
         if Path(name).exists():
-            # A store remembers this name, and may be opened from another folder.
+            # A store records this name, and may be opened from another folder.
             name = str(Path(name).resolve())
-        model, tokenizer = load(name, dtype=precision)
-        return cls(model.to(where), tokenizer, name=name, key_layer=key_layer, layer=layer)  # type: ignore[arg-type]
+        model, tokenizer = load_model(name, dtype=precision)
+        return cls(model.to(target), tokenizer, name=name, key_layer=key_layer, layer=layer)  # type: ignore[arg-type]
 
     @property
     def device(self) -> torch.device:
-        """Where the model lives."""
+        """The device of the model."""
         return self.model.device
 
     @property
     def dtype(self) -> str:
-        """The precision of the model, by the name that `open` takes."""
+        """The dtype of the model, by the name that `open` takes."""
         return str(self.model.dtype).removeprefix("torch.")
 
     @property
@@ -108,10 +98,10 @@ class CausalLM:
         return self.key_layer.width
 
     @property
-    def longest(self) -> int | None:
-        """The most tokens that the model can read at once, None where its positions have no end."""
+    def max_length(self) -> int | None:
+        """The maximal number of tokens of one pass, None where positions are unlimited."""
         config = self.model.config.get_text_config()
-        # Relative positions (ALiBi) have no end, whatever number the configuration carries.
+        # Relative positions (ALiBi) are unlimited, whatever number the configuration contains.
         if getattr(config, "alibi", False):
             return None
         limits = (getattr(config, name, None) for name in ("max_position_embeddings", "n_positions", "max_seq_len"))
@@ -119,12 +109,12 @@ class CausalLM:
 
     @cached_property
     def identity(self) -> dict[str, Any]:
-        """What a store must remember of the model that made its keys."""
+        """What identifies the model and its key layer; stores record it."""
         return {
             "name": self.name,
             "class": type(self.model).__name__,
             "weights": weights_fingerprint(self.model),
-            "config": config_facts(self.model),
+            "config": relevant_config(self.model),
             "tokenizer": tokenizer_fingerprint(self.tokenizer),
             "start_token": self.start_token,
             "vocab_size": self.vocab_size,
@@ -136,29 +126,29 @@ class CausalLM:
         }
 
     def window(self, context: int | None = None, stride: int | None = None) -> WindowShape:
-        """Choose the window: 1,024 tokens, moved on by half, or what the model can read if that is less."""
-        if context is not None and self.longest is not None and context > self.longest:
+        """Return the window shape: by default 1,024 tokens, or the maximal length, shifted by half of them."""
+        if context is not None and self.max_length is not None and context > self.max_length:
             raise ParameterError(
-                f"context {context:,} is longer than the {self.longest:,} tokens that {self.name} can read at once. "
-                f"Use --context {self.longest} or less."
+                f"context {context:,} is longer than the {self.max_length:,} tokens that {self.name} can read at once. "
+                f"Use --context {self.max_length} or less."
             )
-        context = context if context is not None else min(1024, self.longest or 1024)
+        context = context if context is not None else min(DEFAULT_CONTEXT, self.max_length or DEFAULT_CONTEXT)
         return WindowShape(context, stride if stride is not None else max(1, context // 2))
 
     def with_own_tokenizer(self) -> CausalLM:
-        """Give the same model with a copy of its tokenizer, which only one thread may use at a time."""
-        made = copy.copy(self)
-        made.tokenizer = copy.deepcopy(self.tokenizer)
-        return made
+        """Return the same model with a copy of its tokenizer, which only one thread may use at a time."""
+        clone = copy.copy(self)
+        clone.tokenizer = copy.deepcopy(self.tokenizer)
+        return clone
 
     def encode(self, text: str) -> list[int]:
-        """Turn text into tokens, without special ones."""
+        """Return the tokens of a text, without special ones."""
         _check_text(text)
-        # verbose=False: a document may be longer than the model reads at once; windows see to that.
+        # verbose=False: a document may be longer than the model reads at once, since it is cut into windows.
         return self._checked(list(self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]))
 
     def encode_all(self, texts: Sequence[str]) -> list[list[int]]:
-        """Turn many texts into tokens, each as `encode` does, on all cores where the tokenizer can."""
+        """Return the tokens of many texts, each as by `encode`, on all cores where the tokenizer supports it."""
         for text in texts:
             _check_text(text)
         if not texts:
@@ -167,33 +157,33 @@ class CausalLM:
         return [self._checked(list(tokens)) for tokens in encoded]
 
     def _checked(self, tokens: list[int]) -> list[int]:
-        # Some tokenizers have a few more tokens than their model, for pictures say; that is fine until one is used.
+        # Some tokenizers have a few more tokens than their model, for images say, which do no harm until they are used.
         if tokens and max(tokens) >= self.vocab_size:
             raise ModelError(
-                f"The tokenizer of {self.name} gives token {max(tokens):,}, but the model has only {self.vocab_size:,}"
-                ": they do not belong together."
+                f"The tokenizer of {self.name} produced token {max(tokens):,}, but the model has only "
+                f"{self.vocab_size:,}: they do not belong together."
             )
         return tokens
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """Turn tokens into text, as they were."""
+        """Return the text of tokens, without clean-up of spaces."""
         return str(self.tokenizer.decode(list(tokens), clean_up_tokenization_spaces=False))
 
     def token_texts(self, tokens: Sequence[int]) -> list[str]:
         """Return the text of each token; a character of several tokens is the text of the last of them."""
         return token_texts(tokens, self.decode)
 
-    def prompt(self, text: str, *, room: int = 0, longest: int | None = None) -> list[int]:
-        """Turn the beginning of a document into tokens, and refuse one that leaves no room for what is to follow.
+    def prompt(self, text: str, *, room: int = 0, max_length: int | None = None) -> list[int]:
+        """Return the tokens of a prompt; raise an error if they leave no room for `room` more.
 
-        `longest` is what others who read along can read at once, if that is less than what this model can.
+        `max_length` is the limit of other models that read the prompt too.
         """
         tokens = [self.start_token, *self.encode(text)]
-        limits = [limit for limit in (self.longest, longest) if limit is not None]
+        limits = [limit for limit in (self.max_length, max_length) if limit is not None]
         if limits and len(tokens) + room > min(limits):
             raise ParameterError(
-                f"The prompt has {len(tokens):,} tokens and {room:,} more are wanted, but {self.name} can read only "
-                f"{min(limits):,}. Shorten the prompt, or ask for fewer new tokens."
+                f"The prompt has {len(tokens):,} tokens and {room:,} more are requested, but {self.name} can read only "
+                f"{min(limits):,}. Shorten the prompt, or request fewer new tokens."
             )
         return tokens
 
@@ -204,8 +194,8 @@ class CausalLM:
         *,
         batch_tokens: int = 2048,
         logits: bool = True,
-    ) -> Iterator[Reading]:
-        """Read documents in windows of like length; the rows of a reading say which targets it holds."""
+    ) -> Iterator[KeyBatch]:
+        """Read documents in batches of windows of similar length; `rows` tells which targets a batch contains."""
         ready: list[Window] = []
         row = 0
         for document in documents:
@@ -213,18 +203,18 @@ class CausalLM:
             row += len(document)
         for batch in batches(ready, batch_tokens):
             (keys,), output = self.read_batch(batch, [self.key_layer], logits=logits)
-            rows, targets = expected(batch)
-            yield Reading(rows=rows, keys=keys, targets=targets.to(self.device), logits=output)
+            rows, targets = scored_targets(batch)
+            yield KeyBatch(rows=rows, keys=keys, targets=targets.to(self.device), logits=output)
 
     @torch.inference_mode()
     def read_batch(
         self, batch: Sequence[Window], layers: Sequence[KeyLayer], *, logits: bool
     ) -> tuple[list[Tensor], Tensor | None]:
-        """Give the (N, D) keys at each of the layers, and the (N, V) logits, of the scored positions of windows."""
-        longest = len(batch[0])
-        # Padding goes to the right, where no earlier position looks, so no mask is needed.
-        ids = torch.full((len(batch), longest), self.start_token)
-        scored = torch.zeros(len(batch), longest, dtype=torch.bool)
+        """Return the (N, D) keys of each layer and the (N, V) logits at the scored positions of windows."""
+        length = len(batch[0])  # the longest comes first
+        # Padding is on the right, where no earlier position attends, so no mask is needed.
+        ids = torch.full((len(batch), length), self.start_token)
+        scored = torch.zeros(len(batch), length, dtype=torch.bool)
         for i, window in enumerate(batch):
             ids[i, : len(window)] = torch.as_tensor(window.tokens)
             scored[i, window.scored - window.begin : len(window)] = True
@@ -235,36 +225,36 @@ class CausalLM:
     def forward(
         self, ids: Tensor, layers: Sequence[KeyLayer] | None = None, *, logits: bool = True
     ) -> tuple[list[Tensor], Tensor | None]:
-        """Give keys (B, T, D) at each of the layers and logits (B, T, V) of a batch.
+        """Return the (B, T, D) keys of each layer and the (B, T, V) logits of a batch.
 
-        Without logits, the pass ends at the key layer if there is only one: the LM head never runs.
+        Without logits, the pass ends at the key layer if there is only one, and the LM head does not run.
         """
         layers = [self.key_layer] if layers is None else layers
         kept: list[list[Tensor]] = []
         output = None
-        with evaluating(self.model), ExitStack() as hooks:
+        with eval_mode(self.model), ExitStack() as hooks:
             kept.extend(hooks.enter_context(layer.capture(stop=not logits and len(layers) == 1)) for layer in layers)
             output = self.model(input_ids=ids, use_cache=False)
         return [keys[-1] for keys in kept], output.logits if logits and output is not None else None
 
 
 def _check_text(text: str) -> None:
-    """Refuse what is no Unicode: a lone half of a surrogate pair."""
+    """Raise an error if a text contains half of a surrogate pair, which is not Unicode."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
         raise ParameterError(f"The text is not Unicode at character {error.start}: give it as UTF-8.") from None
 
 
-def expected(batch: Sequence[Window]) -> tuple[Tensor, Tensor]:
-    """Give the (N,) rows and the (N,) targets of the scored positions of windows."""
+def scored_targets(batch: Sequence[Window]) -> tuple[Tensor, Tensor]:
+    """Return the (N,) rows and the (N,) targets of the scored positions of windows."""
     rows = torch.cat([torch.arange(window.row, window.row + len(window.targets)) for window in batch])
     return rows, torch.cat([torch.as_tensor(window.targets) for window in batch])
 
 
 @contextmanager
-def evaluating(model: PreTrainedModel) -> Iterator[None]:
-    """Switch dropout off for a while, and leave every module as it was."""
+def eval_mode(model: PreTrainedModel) -> Iterator[None]:
+    """Switch dropout off temporarily; every module returns to the mode it was in."""
     training = [module for module in model.modules() if module.training]
     for module in training:
         module.training = False
@@ -275,12 +265,20 @@ def evaluating(model: PreTrainedModel) -> Iterator[None]:
             module.training = True
 
 
+def dynamic_shape_attention(device: torch.device) -> AbstractContextManager[None]:
+    """Disable cuDNN's attention on a GPU.
+
+    cuDNN plans for a tenth of a second at each new shape. Training windows, and the growing text of a generation, have
+    a new shape nearly every time.
+    """
+    return sdpa_kernel(_WITHOUT_CUDNN) if device.type == "cuda" else nullcontext()
+
+
 def _start_token(tokenizer: PreTrainedTokenizerBase) -> int:
-    """Choose what a document begins with: BOS, or EOS where there is no BOS."""
+    """Return the token that documents begin with: BOS, or EOS where there is no BOS."""
     for token in (tokenizer.bos_token_id, tokenizer.eos_token_id):
         if isinstance(token, int):
             return token
     raise ModelError(
-        "The tokenizer has neither a BOS nor an EOS token, so a document has nothing to begin with. "
-        "Set tokenizer.bos_token."
+        "The tokenizer has neither a BOS nor an EOS token, and documents must begin with one. Set tokenizer.bos_token."
     )

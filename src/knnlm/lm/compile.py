@@ -1,7 +1,7 @@
-"""Compile the blocks that a key's pass runs through, for a while and for one shape of input. Knows no texts or stores.
+"""Compile the blocks before the key layer, temporarily and for one input shape.
 
-Blocks of a decoder are alike, so compiling one compiles all; one shape is compiled, since each costs seconds, and any
-other runs as it is. The block that holds the key stays as it is: hooks sit in it.
+The blocks of a decoder are alike, so compiling one compiles all. Only one shape is compiled, since each costs seconds;
+any other runs uncompiled, and so does the block of the key layer, which has hooks in it.
 """
 
 from __future__ import annotations
@@ -17,48 +17,49 @@ import torch
 from torch import nn
 
 from knnlm.lm.hooks import hidden_states
-from knnlm.lm.key_layers import KeyLayer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+    from knnlm.lm.key_layers import KeyLayer
 
 Call = Callable[..., Any]
 
 
 @dataclass
-class Compiling:
-    """How it went: `broken` from the moment that compiling failed and blocks run as they are."""
+class CompileStatus:
+    """Whether compilation failed, so that blocks run uncompiled."""
 
-    broken: bool = False
+    failed: bool = False
 
-    def give_up(self, error: Exception) -> None:
-        """Say once that blocks cannot be compiled."""
-        if not self.broken:
+    def report(self, error: Exception) -> None:
+        """Warn once that blocks cannot be compiled."""
+        if not self.failed:
             reason = " ".join(str(error).split()) or type(error).__name__
             warnings.warn(
-                f"The model cannot be compiled ({reason[:200]}): it is read without, at half the speed. "
-                "--no-compile leaves the attempt out.",
+                f"The model cannot be compiled ({reason[:200]}) and runs uncompiled, at half the speed. "
+                "--no-compile skips the attempt.",
                 stacklevel=2,
             )
-        self.broken = True
+        self.failed = True
 
 
 @contextmanager
 def compiled(
     model: PreTrainedModel, key_layer: KeyLayer, shape: tuple[int, int], *, backend: str | Call = "inductor"
-) -> Iterator[Compiling]:
-    """Let passes of this thread over ids of this (B, T) run compiled up to the key's block; then all is as it was."""
-    state = Compiling()
+) -> Iterator[CompileStatus]:
+    """Compile the blocks before the key layer for this thread and ids of this (B, T), until the context exits."""
+    status = CompileStatus()
     with ExitStack() as undo:
         for block in blocks_before(model, key_layer):
-            if block._compiled_call_impl is None:  # otherwise its owner has compiled it already
-                block._compiled_call_impl = _choosing(block, key_layer.width, shape, backend, state)
+            if block._compiled_call_impl is None:  # otherwise the caller has compiled it already
+                block._compiled_call_impl = _dispatch(block, key_layer.width, shape, backend, status)
                 undo.callback(delattr, block, "_compiled_call_impl")
-        yield state
+        yield status
 
 
 def blocks_before(model: PreTrainedModel, key_layer: KeyLayer) -> list[nn.Module]:
-    """List the blocks that run before the one with the key; none where they are in no list."""
+    """Return the blocks that run before the one with the key layer; none where they are not in a list."""
     names = key_layer.module.split(".")
     for depth in range(1, len(names)):
         if names[depth] != str(key_layer.layer):
@@ -69,8 +70,8 @@ def blocks_before(model: PreTrainedModel, key_layer: KeyLayer) -> list[nn.Module
     return []
 
 
-def _choosing(block: nn.Module, width: int, shape: tuple[int, int], backend: str | Call, state: Compiling) -> Call:
-    """Make a call of the block that is compiled for the shape and the thread, and is the block's own for all others."""
+def _dispatch(block: nn.Module, width: int, shape: tuple[int, int], backend: str | Call, status: CompileStatus) -> Call:
+    """Return a call of the block that is compiled for this shape and thread, and the block's own otherwise."""
     owner = get_ident()
     plain: Call = block._call_impl
     fast: Call | None = None
@@ -78,15 +79,15 @@ def _choosing(block: nn.Module, width: int, shape: tuple[int, int], backend: str
     def call(*args: Any, **kwargs: Any) -> Any:
         nonlocal fast
         hidden = hidden_states((*args, *kwargs.values()), width)
-        if state.broken or get_ident() != owner or hidden is None or hidden.shape[:-1] != shape:
+        if status.failed or get_ident() != owner or hidden is None or hidden.shape[:-1] != shape:
             return plain(*args, **kwargs)
         try:
             fast = fast or torch.compile(plain, dynamic=False, backend=backend)
             return fast(*args, **kwargs)
         except torch.OutOfMemoryError:
             raise
-        except Exception as error:  # without a C compiler, say; what the compilers raise has no common root
-            state.give_up(error)
+        except Exception as error:  # a missing C compiler, say; errors of the compilers have no common root
+            status.report(error)
         return plain(*args, **kwargs)
 
     return call

@@ -1,7 +1,7 @@
-"""Read hidden states at one place of a model while it runs. Knows nothing about how the place was found.
+"""Capture hidden states at one place of a model during a forward pass.
 
-Hooks are there for the length of a `with` block, and only for passes of the thread that asked: two threads may use one
-model at the same time without getting each other's keys.
+Hooks exist for the length of a `with` block and act only in the thread that set them: two threads may use one model at
+the same time without capturing each other's keys.
 """
 
 from __future__ import annotations
@@ -28,20 +28,20 @@ class Tap:
     module: nn.Module
     path: str
     output: bool = False
-    turn: int = 0  # a module may be called more than once in a block
-    then: nn.Module | None = None  # applied to what was read
+    turn: int = 0  # which call, since a module may be called more than once in a block
+    then: nn.Module | None = None  # applied to the captured states
 
 
 class _Stop(Exception):
-    """Ends a forward pass that has given its key; carries the list that the key went to."""
+    """Ends a forward pass after its key was captured; carries the list that holds the key."""
 
 
 @contextmanager
 def capture(tap: Tap, width: int, stop: bool) -> Iterator[list[Tensor]]:
-    """Hook the block, to learn the shape of a pass and to count calls from there, and the module."""
+    """Yield a list that collects the states at the tap; `stop` ends each pass there."""
     kept: list[Tensor] = []
     shape: torch.Size | None = None
-    turn = tap.turn + 1  # until the block begins, no call is the one
+    turn = tap.turn + 1  # calls before the block begins do not count
 
     def enter(_: nn.Module, args: Any, kwargs: Any) -> None:
         nonlocal shape, turn
@@ -53,12 +53,12 @@ def capture(tap: Tap, width: int, stop: bool) -> Iterator[list[Tensor]]:
         turn += 1
         if turn != tap.turn + 1:
             return
-        values = items(output[0]) if output else (*args, *kwargs.values())
+        values = as_tuple(output[0]) if output else (*args, *kwargs.values())
         hidden = None if shape is None else hidden_states(values, width, rows=shape[:-1].numel())
         if shape is None or hidden is None:
             raise KeyLayerError(f"{tap.path} has no hidden states of width {width}, unlike in the probe.")
         key = hidden.detach().reshape(shape)  # some models flatten to (B*T, D)
-        # Copied, since some models write into hidden states later; `forward`, so as not to set off hooks.
+        # Cloned, since some models later write into hidden states; `forward`, in order not to trigger hooks.
         with torch.no_grad():
             kept.append(tap.then.forward(key) if tap.then else key.clone())
         if stop:
@@ -69,30 +69,30 @@ def capture(tap: Tap, width: int, stop: bool) -> Iterator[list[Tensor]]:
         with hooked([tap.block], begin=enter), hooked([tap.module], **{side: read}):
             yield kept
     except _Stop as stopped:
-        if stopped.args[0] is not kept:  # an outer capture's
+        if stopped.args[0] is not kept:  # of an outer capture
             raise
 
 
 @contextmanager
 def hooked(modules: Iterable[nn.Module], *, begin: Hook = None, end: Hook = None) -> Iterator[None]:
-    """Call `begin` before and `end` after each of the modules."""
+    """Call `begin` before and `end` after each call of the modules."""
     with ExitStack() as hooks:
         for module in modules:
             if begin is not None:
-                hooks.callback(module.register_forward_pre_hook(_here(begin), with_kwargs=True).remove)
+                hooks.callback(module.register_forward_pre_hook(_in_this_thread(begin), with_kwargs=True).remove)
             if end is not None:
-                hooks.callback(module.register_forward_hook(_here(end), with_kwargs=True).remove)
+                hooks.callback(module.register_forward_hook(_in_this_thread(end), with_kwargs=True).remove)
         yield
 
 
-def _here(hook: Callable[..., None]) -> Callable[..., None]:
-    """Let a hook answer only in this thread; others may even call it with other arguments while it is being removed."""
+def _in_this_thread(hook: Callable[..., None]) -> Callable[..., None]:
+    """Restrict a hook to this thread; others may even call it with other arguments while it is being removed."""
     owner = get_ident()
     return lambda *arguments: hook(*arguments) if get_ident() == owner else None
 
 
 def hidden_states(values: Iterable[Any], width: int | None, *, rows: int | None = None) -> Tensor | None:
-    """The first of the values that can be hidden states: (B, T, D) or (B*T, D)."""
+    """Return the first of the values that can be hidden states: (B, T, D) or (B*T, D)."""
     for value in values:
         if isinstance(value, Tensor) and value.is_floating_point() and value.dim() in (2, 3):
             wide = width is None or value.shape[-1] == width
@@ -101,7 +101,7 @@ def hidden_states(values: Iterable[Any], width: int | None, *, rows: int | None 
     return None
 
 
-def items(output: Any) -> tuple[Any, ...]:
-    """What a module returned, as a flat sequence."""
+def as_tuple(output: Any) -> tuple[Any, ...]:
+    """Return the output of a module as a flat tuple."""
     values = output.values() if isinstance(output, Mapping) else output
     return tuple(values) if isinstance(output, (Mapping, tuple, list)) else (output,)

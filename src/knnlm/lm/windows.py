@@ -1,8 +1,8 @@
-"""Cut documents into windows that a model can read. Knows nothing about models.
+"""Cut documents into windows that a model can read, and batch the windows.
 
-A document is its start token and then its tokens; its targets are the tokens, all of them. The first window of a
-document scores every target in it. Each later window scores the next `stride` targets and reads at least
-`context - stride` earlier tokens, which it does not score again.
+A document is its start token and then its tokens; its targets are all its tokens. The first window of a document
+scores every target in it. Each later window scores the next `stride` targets and reads at least `context - stride`
+earlier tokens, which it does not score again.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from knnlm.errors import ParameterError
 
 @dataclass(frozen=True)
 class WindowShape:
-    """How many tokens a window reads, and by how many the next one moves on."""
+    """How many tokens a window contains, and by how many the next one is shifted."""
 
     context: int = 1024
     stride: int = 512
@@ -29,9 +29,9 @@ class WindowShape:
 
 @dataclass(frozen=True)
 class Window:
-    """Positions begin … end - 1 of a document; those from `scored` on are scored, their rows start at `row`.
+    """Positions begin … end - 1 of a document; those from `scored` on are scored and numbered from `row` on.
 
-    It holds no tokens of its own: with a short stride there are as many windows as tokens.
+    Tokens are sliced from the document when needed: with a short stride there are as many windows as tokens.
     """
 
     document: Sequence[int]
@@ -46,19 +46,19 @@ class Window:
 
     @property
     def tokens(self) -> list[int]:
-        """What the model reads: the token before each position, the start token before the first."""
+        """The model's input: the token before each position, the start token before the first."""
         if self.begin:
             return list(self.document[self.begin - 1 : self.end - 1])
         return [self.start_token, *self.document[: self.end - 1]]
 
     @property
     def targets(self) -> Sequence[int]:
-        """What the scored positions predict."""
+        """The tokens that the scored positions predict."""
         return self.document[self.scored : self.end]
 
 
 def windows(document: Sequence[int], shape: WindowShape, *, start_token: int, row: int = 0) -> Iterator[Window]:
-    """Cut one document into windows; `row` numbers its first target."""
+    """Cut one document into windows; `row` is the number of its first target."""
     scored = 0
     begin = 0
     while scored < len(document):
@@ -69,7 +69,7 @@ def windows(document: Sequence[int], shape: WindowShape, *, start_token: int, ro
 
 
 def batches(ready: Sequence[Window], batch_tokens: int) -> Iterator[list[Window]]:
-    """Group windows of like length, so that little of a batch is padding; the order is the same every time."""
+    """Group windows of similar length, longest first, so that batches have little padding; deterministic."""
     batch: list[Window] = []
     for window in sorted(ready, key=len, reverse=True):
         if batch and (len(batch) + 1) * len(batch[0]) > batch_tokens:

@@ -26,7 +26,7 @@ from knnlm.datastore.schema import SegmentRow, StoredDocument
 from knnlm.datastore.segments import NewSegment
 from knnlm.datastore.store import Datastore, check_folder
 from knnlm.errors import DatastoreError, ModelMismatch, ParameterError
-from knnlm.io import remove_others
+from knnlm.io import remove_unlisted
 from knnlm.lm.causal import CausalLM
 from knnlm.lm.windows import WindowShape
 from knnlm.progress import Progress, silent
@@ -221,7 +221,7 @@ def _open_catalog(
         catalog.close()
         what = "already a finished store" if complete else "an unfinished store of other data"
         raise DatastoreError(f"{folder}: {what}. Choose another --out, or remove it first.")
-    remove_others(folder / "segments", [segment_folder(folder, segment.id) for segment in catalog.segments()])
+    remove_unlisted(folder / "segments", [segment_folder(folder, segment.id) for segment in catalog.segments()])
     return catalog
 
 

@@ -30,7 +30,7 @@ from knnlm.datastore.segments import NewSegment, array_shapes
 from knnlm.datastore.store import Datastore
 from knnlm.errors import DatastoreCorrupt, DatastoreError, ModelMismatch, ParameterError
 from knnlm.index.base import check_metric
-from knnlm.io import checksum, remove_others, replacing
+from knnlm.io import atomic_write, checksum, remove_unlisted
 from knnlm.progress import Progress, silent
 
 _POSITION = "merged"  # the metadata that holds how far a merge has come
@@ -161,7 +161,7 @@ def _open_catalog(folder: Path, sources: Sequence[Datastore]) -> Catalog:
             raise DatastoreError(
                 f"{folder}: an unfinished merge of other stores. Finish it with the same command, or remove it."
             )
-        remove_others(folder / "segments", [segment_folder(folder, segment.id) for segment in catalog.segments()])
+        remove_unlisted(folder / "segments", [segment_folder(folder, segment.id) for segment in catalog.segments()])
         return catalog
     metadata = sources[0].catalog.facts()
     copied = {
@@ -178,7 +178,7 @@ def _open_catalog(folder: Path, sources: Sequence[Datastore]) -> Catalog:
 
 def _copy_file(source: Path, target: Path, sha256: str) -> None:
     """Copy a file that lies beside the catalog, such as the key map."""
-    with replacing(target) as partial:
+    with atomic_write(target) as partial:
         shutil.copyfile(source, partial)
     if checksum(target) != sha256:
         raise DatastoreCorrupt(f"{source}: checksum mismatch (SHA-256). Run: knnlm verify {source.parent} --deep")

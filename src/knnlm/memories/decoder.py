@@ -22,7 +22,7 @@ from torch import Tensor
 
 from knnlm.datastore.integrity import load_metadata, summed
 from knnlm.errors import DatastoreCorrupt, ParameterError
-from knnlm.io import replacing
+from knnlm.io import atomic_write
 from knnlm.memories.base import LOGITS, ROWS, Context, Logits, Source
 
 LM_FEATURES = ("top", "second", "entropy")
@@ -119,7 +119,7 @@ class DecoderCard:
 def save_card(folder: Path, card: DecoderCard) -> None:
     """Write a card; it appears complete or not at all."""
     facts = {_NAMES.get(name, name): value for name, value in asdict(card).items()}
-    with replacing(folder / CARD) as partial:
+    with atomic_write(folder / CARD) as partial:
         written = summed({"format": CARD_FORMAT, **facts})
         partial.write_text(json.dumps(written, indent=2, ensure_ascii=False), encoding="utf-8")
 

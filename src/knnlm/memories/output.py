@@ -25,7 +25,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from knnlm.errors import DatastoreCorrupt, DatastoreError, ModelError, ParameterError
-from knnlm.io import replacing
+from knnlm.io import atomic_write
 from knnlm.memories.base import Context, SimpleOutput, Source
 
 OUTPUT_FILE = "output.safetensors"
@@ -187,7 +187,7 @@ def save_tensors(path: Path, tensors: Mapping[str, Tensor], facts: Mapping[str, 
     """Write a safetensors file that appears complete or not at all; the facts are its metadata, as JSON."""
     metadata = {"format": str(OUTPUT_FORMAT), "facts": json.dumps(facts)}
     metadata["sha256"] = _digest(tensors, metadata["facts"])
-    with replacing(path) as partial:
+    with atomic_write(path) as partial:
         try:
             save_file({name: tensor.contiguous().cpu() for name, tensor in tensors.items()}, partial, metadata)
         except SafetensorError as error:

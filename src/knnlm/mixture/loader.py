@@ -15,7 +15,7 @@ from knnlm.datastore.indexes import open_index
 from knnlm.datastore.store import Datastore
 from knnlm.errors import DatastoreCorrupt, DatastoreError, ModelError, ModelMismatch, ParameterError
 from knnlm.lm.causal import CausalLM
-from knnlm.lm.fingerprint import LANGUAGE, difference
+from knnlm.lm.fingerprint import VOCABULARY_FIELDS, identity_difference
 from knnlm.memories.base import Memory, Source
 from knnlm.memories.cache import WINDOW, CacheMemory
 from knnlm.memories.decoder import CARD, DecoderCard, DecoderMemory, load_card
@@ -209,7 +209,7 @@ class _Loader:
         memory = OutputMemory.open(path, device=str(self.lm.device))
         number = self.readers.find(memory.card.model)
         if number is None:
-            wrong = difference(memory.card.model, self.lm.identity) or ("model", "?", "?")
+            wrong = identity_difference(memory.card.model, self.lm.identity) or ("model", "?", "?")
             raise ModelMismatch(
                 f"{path} was trained on states of {memory.card.model['name']} ({wrong[0]} {wrong[1]}), but the loaded "
                 f"model is {self.lm.name} ({wrong[0]} {wrong[2]}). Train one for it: knnlm distill --into output"
@@ -234,9 +234,9 @@ class _Loader:
         """Return where a store's keys come from, and open their model if it is not open yet."""
         number = self.readers.find(store.model)
         if number is None:
-            wrong = difference(store.model, self.lm.identity)
+            wrong = identity_difference(store.model, self.lm.identity)
             assert wrong is not None
-            if wrong[0] in LANGUAGE:
+            if wrong[0] in VOCABULARY_FIELDS:
                 raise _mismatch(store, self.lm, *wrong)
             try:
                 reader = open_reader(store, device=str(self.lm.device), dtype=self.options.dtype)
@@ -310,7 +310,7 @@ def check_model(store: Datastore, lm: CausalLM, *, place: Source | None = None) 
     if place is not None and (place.place, place.layer) != (built["key_layer"], built["layer"]):
         own, given = f"{built['key_layer']} {built['layer']}", f"{place.place} {place.layer}"
         raise _mismatch(store, lm, "key layer", own, given)
-    if (wrong := difference(built, lm.identity)) is not None:
+    if (wrong := identity_difference(built, lm.identity)) is not None:
         raise _mismatch(store, lm, *wrong)
 
 

@@ -176,7 +176,9 @@ class Mixture:
     def max_length(self) -> int | None:
         """The most tokens that all the models here can read at once, None where there is no end."""
         limits = [
-            model.longest for model, _, _ in self.readers.wanted(self.history_lengths) if model.longest is not None
+            model.max_length
+            for model, _, _ in self.readers.wanted(self.history_lengths)
+            if model.max_length is not None
         ]
         return min(limits, default=None)
 

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from knnlm.errors import ModelMismatch, ParameterError
-from knnlm.lm.causal import CausalLM, expected
-from knnlm.lm.fingerprint import LANGUAGE, difference
+from knnlm.lm.causal import CausalLM, scored_targets
+from knnlm.lm.fingerprint import VOCABULARY_FIELDS, identity_difference
 from knnlm.lm.key_layers import KeyLayer, find_key_layer
 from knnlm.lm.windows import Window, WindowShape, batches, windows
 from knnlm.memories.base import LM_LOGITS, LOGITS, Context, Source, Span
@@ -47,7 +47,7 @@ class Readers:
         if (number := self.find(model.identity)) is not None:
             return number
         lm = self.models[0]
-        for what in LANGUAGE:
+        for what in VOCABULARY_FIELDS:
             if model.identity[what] != lm.identity[what]:
                 raise ModelMismatch(
                     f"{model.name} has another tokenizer or vocabulary ({what.replace('_', ' ')} "
@@ -92,9 +92,9 @@ class Readers:
         """Read documents in windows; `history_lengths` says how many earlier keys of each source are remembered."""
         wanted = self.wanted(history_lengths)
         for model, _, _ in wanted:
-            if model.longest is not None and shape.context > model.longest:
+            if model.max_length is not None and shape.context > model.max_length:
                 raise ParameterError(
-                    f"{model.name} can read only {model.longest:,} tokens at once, but the memory's window has "
+                    f"{model.name} can read only {model.max_length:,} tokens at once, but the memory's window has "
                     f"{shape.context:,}. Use a model that reads as far."
                 )
         start_token = self.models[0].start_token
@@ -114,7 +114,7 @@ class Readers:
                 if said is not None:  # of the language model itself too: it may be its own second opinion
                     seen[Source(self.models.index(model), LOGITS)] = said
             assert logits is not None
-            rows, targets = expected(batch)
+            rows, targets = scored_targets(batch)
             runs = past.runs(batch, seen)
             yield ReadBatch(rows, targets.to(logits.device), Context(seen, runs))
 
@@ -163,4 +163,4 @@ class _Past:
 
 def is_reader(facts: Mapping[str, Any], model: CausalLM) -> bool:
     """Say whether a store with these facts was built with this model, at whatever place."""
-    return difference(facts, model.identity) is None
+    return identity_difference(facts, model.identity) is None

@@ -22,7 +22,7 @@ from knnlm.datastore.catalog import Catalog
 from knnlm.datastore.paths import CATALOG_FILE, GATES_FOLDER
 from knnlm.datastore.store import Datastore
 from knnlm.errors import DatastoreCorrupt
-from knnlm.io import replacing, translate_os_errors
+from knnlm.io import atomic_write, translate_os_errors
 from knnlm.memories.base import Memory
 from knnlm.mixture.gate import Gate, SearchSkipper, feature_names
 from knnlm.mixture.spec import TUNE_AGAIN, MemorySpec, key_of
@@ -225,7 +225,7 @@ def _write_tensors(path: Path, tensors: dict[str, Tensor]) -> str:
     name, folder = _name(data), path / GATES_FOLDER
     with translate_os_errors(folder):
         folder.mkdir(exist_ok=True)
-    with replacing(folder / name) as partial:
+    with atomic_write(folder / name) as partial:
         partial.write_bytes(data)
     return name
 

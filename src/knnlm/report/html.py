@@ -12,7 +12,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from knnlm.io import replacing
+from knnlm.io import atomic_write
 from knnlm.report.study import Cell, Example, ExampleNeighbour, Plot, Study, Table, percent_lower
 
 _SIGNS = {"\n": "⏎", "\t": "⇥", "\r": "␍"}
@@ -50,7 +50,7 @@ def write_html(
         "</body>",
         "</html>",
     ]
-    with replacing(path) as partial:
+    with atomic_write(path) as partial:
         partial.write_text("\n".join(parts) + "\n", encoding="utf-8")
 
 

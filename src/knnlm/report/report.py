@@ -17,7 +17,7 @@ from typing import Any
 from knnlm.corpus import Document
 from knnlm.datastore.locks import writer_lock
 from knnlm.errors import DatastoreError, KnnlmError, ParameterError
-from knnlm.io import replacing, translate_os_errors
+from knnlm.io import atomic_write, translate_os_errors
 from knnlm.lm.causal import CausalLM
 from knnlm.progress import Advance, Progress, silent
 from knnlm.report import plots
@@ -253,5 +253,5 @@ def _write(found: Report, folder: Path, progress: Progress) -> None:
 
 def _write_json(file: Path, value: Any) -> None:
     """Write a file that appears complete or not at all."""
-    with replacing(file) as partial:
+    with atomic_write(file) as partial:
         partial.write_text(json.dumps(finite(value), indent=1, ensure_ascii=False), encoding="utf-8")

@@ -33,7 +33,7 @@ from knnlm.evaluation.sweep import KS
 from knnlm.evaluation.trace import Trace, record
 from knnlm.evaluation.tune import Tuning, fit_decoder, save_result, scratch, token_frequencies, tune_trace
 from knnlm.ingest.build import build
-from knnlm.io import replacing
+from knnlm.io import atomic_write
 from knnlm.lm.causal import CausalLM
 from knnlm.memories.decoder import set_lambda
 from knnlm.mixture.loader import check_model, is_decoder, language_model
@@ -127,7 +127,7 @@ def adapt(
         return known
     found = _tune(store, lm, texts, limit, progress)
     result = replace(found, seconds=time.perf_counter() - begin)
-    with replacing(folder / ADAPTED_FILE) as partial:
+    with atomic_write(folder / ADAPTED_FILE) as partial:
         written = summed({**asdict(result), "tuned_on": tuned_on})
         partial.write_text(json.dumps(written, indent=2, ensure_ascii=False), encoding="utf-8")
     return result

@@ -25,7 +25,7 @@ from knnlm.datastore.locks import writer_lock
 from knnlm.datastore.store import Datastore
 from knnlm.errors import DatastoreError, MissingExtra, ParameterError
 from knnlm.io import sync_file, sync_folder, translate_os_errors
-from knnlm.lm.loading import choose_device, write_sums
+from knnlm.lm.loading import choose_device, write_checksums
 from knnlm.lm.windows import WindowShape
 from knnlm.memories.decoder import CARD, DecoderCard, load_card, save_card, set_lambda
 from knnlm.progress import Progress, silent
@@ -261,7 +261,7 @@ def _publish(work: Path, folder: Path, training: DecoderTrainer, student: Studen
             (made / PICTURE).write_bytes(draw_curve(lines, card.held_out))
         except MissingExtra as error:
             card.notes.append(str(error))
-        write_sums(made, without=CARD)
+        write_checksums(made, without=CARD)
         save_card(made, card)
         for file in made.rglob("*"):
             if file.is_file():

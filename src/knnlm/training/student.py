@@ -18,7 +18,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, Pre
 from knnlm.errors import ModelError, ModelMismatch, ParameterError
 from knnlm.lm.causal import CausalLM
 from knnlm.lm.fingerprint import tokenizer_fingerprint
-from knnlm.lm.loading import load
+from knnlm.lm.loading import load_model
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ def open_student(spec: str, *, like: CausalLM, layers: int | None = None, seed: 
             raise ParameterError(f"{spec} says itself how many layers the student has. Leave layers out.")
         model = _from_config(path, like, seed)
         return Student(_reader(model, like, spec), str(path.resolve()))
-    model, tokenizer = load(spec, dtype=torch.float32)
+    model, tokenizer = load_model(spec, dtype=torch.float32)
     own, wanted = tokenizer_fingerprint(tokenizer), tokenizer_fingerprint(like.tokenizer)
     if own != wanted:
         raise ModelMismatch(

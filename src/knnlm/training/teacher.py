@@ -37,7 +37,7 @@ from knnlm.datastore.locks import writer_lock
 from knnlm.datastore.segments import open_array, write_header
 from knnlm.datastore.store import Datastore
 from knnlm.errors import DatastoreCorrupt, DatastoreError, ParameterError
-from knnlm.io import replacing, translate_os_errors
+from knnlm.io import atomic_write, translate_os_errors
 from knnlm.lm.loading import choose_device
 from knnlm.memories.voting import by_token, check_vote
 from knnlm.progress import Progress, silent
@@ -350,7 +350,7 @@ def _save(folder: Path, settings: dict[str, Any], done: _Done, arrays: tuple[_Gr
     """Say how much is good, once it is on disk."""
     for array in arrays:
         array.sync()
-    with replacing(folder / TARGETS_FILE) as partial:
+    with atomic_write(folder / TARGETS_FILE) as partial:
         partial.write_text(json.dumps({"format": FORMAT, "settings": settings, "done": asdict(done)}, indent=2))
 
 

@@ -38,7 +38,7 @@ from transformers import PreTrainedModel
 
 from knnlm.errors import DatastoreCorrupt, MissingExtra, ParameterError
 from knnlm.io import translate_os_errors
-from knnlm.lm.causal import for_any_shape
+from knnlm.lm.causal import dynamic_shape_attention
 from knnlm.memories.output import load_tensors, save_tensors
 from knnlm.progress import Progress, note
 from knnlm.training.data import TrainingBatch, TrainingBatches, join_groups, positions
@@ -389,7 +389,7 @@ class DecoderTrainer:
         read, targets = self._bring(batch.ids), self._bring(batch.targets)
         ids, probs = (None, None) if sparse is None else (self._bring(sparse.ids), self._bring(sparse.probs))
         half = self.settings.precision == "bfloat16"
-        with for_any_shape(self._device), torch.autocast(self._device.type, torch.bfloat16, enabled=half):
+        with dynamic_shape_attention(self._device), torch.autocast(self._device.type, torch.bfloat16, enabled=half):
             # Padding is on the right, so no mask is needed, and attention may take its fastest way.
             logits = self.model(input_ids=read, use_cache=False).logits  # (B, T, V)
         beta = self.settings.beta

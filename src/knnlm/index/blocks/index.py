@@ -19,7 +19,7 @@ from knnlm.index.base import Neighbours, check_search
 from knnlm.index.blocks.file import Blocks, CheckBytes, read_blocks
 from knnlm.index.blocks.kernels import QuantisedRows, int8_matmul, parallel_for, quantise, smallest_k
 from knnlm.index.blocks.kmeans import Centroids
-from knnlm.io import Resident
+from knnlm.io import release_pages
 
 PROBES = 40  # blocks that a query searches
 
@@ -40,7 +40,6 @@ class BlockIndex:
         self._blocks, self._check_bytes = blocks, check_bytes
         self._centroids = Centroids(blocks.centroids, metric=blocks.metric)
         self._begins = np.cumsum(blocks.sizes) - blocks.sizes
-        self._resident = Resident()
         # Sliced once: slicing a tensor takes as long as multiplying it with one query.
         self._block_keys = [blocks.keys[begin : begin + blocks.size] for begin in self._begins.tolist()]
         self._spare: list[NDArray[np.int32]] = []  # a product buffer for the next search: allocating one is slow
@@ -146,7 +145,7 @@ class BlockIndex:
             out = torch.from_numpy(products[done:end]).split(sizes)
             for block, rows, into in zip(batch.tolist(), block_queries, out, strict=True):
                 int8_matmul(rows, self._block_keys[block], out=into)
-            self._resident.touched(blocks.mapped_keys)
+            release_pages(blocks.mapped_keys)
             done = end
         return places.view(chosen.shape).numpy()
 
