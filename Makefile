@@ -1,5 +1,5 @@
 # Two commands for people: `make demo` and `make test`. CI runs `make test` too.
-.PHONY: demo test test-slow bench check format clean browser
+.PHONY: demo test test-fast test-slow bench check docs format clean browser
 
 PYTHON ?= python3
 VENV := .venv
@@ -9,8 +9,16 @@ demo: $(VENV)/.ready
 	$(BIN)/knnlm demo
 
 # Lint, types and tests, in the order of how fast they fail.
-test: check browser
+test: check docs browser
 	$(BIN)/python -m pytest -n 2 -m "not slow"
+
+# Without the server, the browser, training and crash tests: below two minutes.
+test-fast: $(VENV)/.ready
+	$(BIN)/python -m pytest -n 2 -m "not slow" -q tests/index tests/lm tests/memories tests/mixture tests/evaluation tests/test_architecture.py tests/test_corpus.py tests/test_vocabulary.py
+
+# The documentation site; a broken link is an error.
+docs: $(VENV)/.ready
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
 
 test-slow: $(VENV)/.ready
 	$(BIN)/python -m pytest -m slow

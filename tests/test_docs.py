@@ -19,7 +19,7 @@ from knnlm.cli.app import run
 from knnlm.lm import loading
 
 ROOT = Path(__file__).parent.parent
-DOCS = sorted((ROOT / "docs").glob("*.md"))
+DOCS = sorted((ROOT / "docs").rglob("*.md"))
 PAGES = [*sorted(ROOT.glob("*.md")), *DOCS]
 SKIP = re.compile(r"skip=\S.*")
 every_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
@@ -114,7 +114,7 @@ def test_commands_and_python_run_as_they_stand(page, desk, monkeypatch, capfd):
 
 
 def test_the_page_of_the_command_line_is_current():
-    check = [sys.executable, ROOT / "docs" / "generate_cli.py", "--check"]
+    check = [sys.executable, ROOT / "scripts" / "generate_cli.py", "--check"]
     result = subprocess.run(check, capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr
 
@@ -138,14 +138,14 @@ def test_links_lead_somewhere(page):
             assert anchor in anchors(file), f"{page.name} links to {target}; {file.name} has {sorted(anchors(file))}"
 
 
-def test_the_index_names_every_page():
-    linked = set(re.findall(r"\]\(([\w-]+\.md)", (ROOT / "docs" / "README.md").read_text()))
-    assert linked == {page.name for page in DOCS} - {"README.md"}
+def test_the_navigation_names_every_page():
+    listed = set(re.findall(r"([\w/-]+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE))
+    assert listed == {page.relative_to(ROOT / "docs").as_posix() for page in DOCS}
 
 
 def test_the_page_on_key_layers_names_every_family():
-    text = (ROOT / "docs" / "key-layers.md").read_text()
-    named = re.findall(r"^\| `(\w+)`", text.partition("## Families")[2], re.MULTILINE)
+    text = (ROOT / "docs" / "reference" / "models.md").read_text()
+    named = re.findall(r"^\| `(\w+)`", text.partition("Families")[2], re.MULTILINE)
     assert sorted(named) == sorted(FAMILIES)
 
 
