@@ -44,7 +44,7 @@ def help_of(*command: str) -> str:
     """Return the help of a command at a width of 80 columns."""
     arguments = [sys.executable, "-m", "knnlm", *command, "--help"]
     environment = {**os.environ, **ENVIRONMENT}
-    shown = subprocess.run(arguments, capture_output=True, encoding="utf-8", check=True, env=environment)  # noqa: S603
+    shown = subprocess.run(arguments, capture_output=True, encoding="utf-8", check=True, env=environment)
     return "\n".join(line.rstrip() for line in shown.stdout.splitlines()).strip()
 
 
@@ -67,9 +67,7 @@ def main(arguments: list[str]) -> int:
     if arguments == ["--check"]:
         if PAGE.exists() and PAGE.read_text(encoding="utf-8") == made:
             return 0
-        sys.stderr.write(
-            f"{PAGE} is not current (typer {version('typer')}). Run: python scripts/generate_cli.py\n"
-        )
+        sys.stderr.write(f"{PAGE} is not current (typer {version('typer')}). Run: python scripts/generate_cli.py\n")
         return 1
     if arguments:
         sys.stderr.write(f"Unknown arguments {' '.join(arguments)}: give none, or --check.\n")

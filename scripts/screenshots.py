@@ -79,9 +79,9 @@ def take(folder: Path) -> None:
         for name, text in ISLAND.items():
             (texts / name).write_text(" ".join(text.split()))
         knnlm = [sys.executable, "-m", "knnlm"]
-        subprocess.run([*knnlm, "build", "texts", "--out", str(memory)], check=True, cwd=folder)  # noqa: S603
+        subprocess.run([*knnlm, "build", "texts", "--out", str(memory)], check=True, cwd=folder)
     command = [sys.executable, "-m", "knnlm", "serve", str(memory), "--port", "0", "--lambda", "0.5", "--k", "64"]
-    with subprocess.Popen(  # noqa: S603
+    with subprocess.Popen(
         [*command, "--knn-temperature", "6"], stderr=subprocess.PIPE, text=True, env={**os.environ, "COLUMNS": "500"}
     ) as server:
         try:
