@@ -26,7 +26,7 @@ import torch
 from hypothesis import given
 
 from helpers import oracle
-from helpers.checksums import seal, sums_of, written_sums
+from helpers.checksums import seal
 from helpers.models import tiny, tiny_tokenizer
 from helpers.stores import documents
 from knnlm.cli.app import run
@@ -58,7 +58,6 @@ from knnlm.training.data import TokenStream
 from knnlm.training.metric_learning import key_groups
 from knnlm.training.pairs import hold_out
 
-GOLDEN = Path(__file__).parent.parent / "golden"
 DOCUMENTS = documents(16)
 ALL = {"k": 5000, "knn_temperature": 1.0}  # so that no tie at the k-th place is broken one way or the other
 SPECS = ("Flat", "IVF4,Flat", "IVF8,PQ8x4", "PQ8x4", "HNSW8", "PCA24,IVF4,Flat")
@@ -489,50 +488,6 @@ def test_a_pruned_and_mapped_memory_lives_too(lm, memory, tmp_path, alone):
             np.testing.assert_allclose(store.take(keys[len(stays) :]), key_map.apply(added), atol=2e-2)
             assert "d3" not in {stored.id for stored in store.documents()}
         assert compact(small).purged
-
-
-@pytest.mark.parametrize("version", [1, 2, 3, 4])
-def test_an_older_format_becomes_the_newest_with_the_first_change_and_not_before(lm, tmp_path, version):
-    memory = tmp_path / "memory"
-    shutil.copytree(GOLDEN / f"v{version}", memory)
-
-    def found() -> int:
-        with closing(Catalog.open(memory / "catalog.db")) as catalog:
-            assert catalog.summed == (catalog.get("format") == 5)
-            return catalog.get("format")
-
-    with closing(Datastore.open(memory)) as store:
-        assert store.document_at(0).id == "d0"
-        keys = store.take(torch.arange(store.key_count))
-    with pytest.raises(DatastoreError, match="no document for --document nobody"):
-        remove(memory, document="nobody")
-    remove(memory, document="d1", dry_run=True)
-    assert any("no checksums" in note for note in verify(memory).notes)
-    assert found() == version
-    remove(memory, document="d1")
-    assert found() == 5
-    assert written_sums(memory / "catalog.db") == sums_of(memory / "catalog.db")
-    report = verify(memory, deep=True)
-    assert (report.problems, report.notes) == ((), ())
-    with closing(Datastore.open(memory)) as store:
-        assert [one.id for one in store.documents()] == ["d0", "d2"]
-        assert set(map(tuple, store.take(torch.arange(store.key_count)).tolist())) <= set(map(tuple, keys.tolist()))
-    if version != 2:  # whose keys went through a map
-        add(documents(1, start=9), memory, lm=lm)
-        assert verify(memory, deep=True).sound
-
-
-def test_a_memory_from_before_is_read_and_changed_and_its_old_reader_is_told(lm, memory, alone):
-    with closing(sqlite3.connect(memory / "catalog.db")) as connection:
-        assert connection.execute("PRAGMA journal_mode=DELETE").fetchone() == ("delete",)
-    old = Datastore.open(memory)
-    expect(old, DOCUMENTS[:12], lm, alone)
-    remove(memory, document="d2")
-    with pytest.raises(DatastoreError, match=r"has changed since it was opened\. Open it again"):
-        old.document_at(0)
-    old.close()
-    with closing(Datastore.open(memory)) as store:
-        expect(store, [*DOCUMENTS[:2], *DOCUMENTS[3:12]], lm, alone)
 
 
 def test_documents_are_chosen_by_id_pattern_and_field(memory):

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 
 from helpers.damage import change, flip
-from helpers.format import GOLDEN, check_against_ours
+from helpers.format import check_against_ours
 from helpers.stores import documents
 from knnlm.cli.app import run
 from knnlm.corpus import MAX_FIELD_LENGTH, MAX_FIELDS, Document, read_documents, select_fields
@@ -146,7 +146,7 @@ def test_fields_are_found_whatever_signs_are_in_them(data, name, value):
         records[0] = {**records[0], name: data.draw(st.just(value) | st.integers(0, 11))}
     stored = [StoredDocument(number, "", "", 0, 0, 0, "", fields) for number, fields in enumerate(records)]
     with closing(sqlite3.connect(":memory:")) as connection:
-        connection.execute(schema.FIELDED)
+        connection.executescript(schema.SCHEMA)
         put_fields(connection, stored)
         condition, values = field_condition(name, value)
         query = f"SELECT number FROM fields WHERE {condition} ORDER BY number"
@@ -215,20 +215,6 @@ def test_an_export_has_the_fields_of_every_row(memory, tmp_path):
     export(memory, tmp_path / "out")
     table = parquet.ParquetDataset(tmp_path / "out").read().select(["document", "fields"]).to_pylist()
     assert {row["document"]: json.loads(row["fields"]) for row in table} == RIGHT | BARE
-
-
-def test_a_memory_of_an_older_format_has_no_fields_until_it_is_changed(lm, tmp_path):
-    path = shutil.copytree(GOLDEN / "v3", tmp_path / "m")
-    assert set(map(len, fields_in(path).values())) == {0}
-    with closing(Datastore.open(path)) as store:
-        assert store.catalog.get("format") == 3
-        assert store.catalog.other_fields("year") == []
-    add(FIELDED[3:4], path, lm=lm)
-    with closing(Datastore.open(path)) as store:
-        assert store.catalog.get("format") == 5  # programs that know no fields refuse it
-        assert store.catalog.other_fields() == ["customer", "customer id", "year"]
-        assert store.catalog.other_fields("year") is None
-    check_against_ours(path)
 
 
 @settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])

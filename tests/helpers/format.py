@@ -44,27 +44,20 @@ def read_tensors(path):
     return tensors
 
 
-def version_of(path):
-    with closing(sqlite3.connect(path / "catalog.db")) as connection:
-        return json.loads(connection.execute("SELECT value FROM meta WHERE key = 'format'").fetchone()[0])
-
-
 def read_store(path):
-    """Everything in a memory, with sqlite3, json and NumPy, as docs/format.md says."""
-    if version_of(path) == 5:
-        assert written_sums(path / "catalog.db") == sums_of(path / "catalog.db")
+    """Everything in a store, with sqlite3, json and NumPy, as docs/format.md says."""
+    assert written_sums(path / "catalog.db") == sums_of(path / "catalog.db")
     with closing(sqlite3.connect(path / "catalog.db")) as connection:
         facts = {key: json.loads(value) for key, value in connection.execute("SELECT key, value FROM meta")}
-        assert facts["format"] in (1, 2, 3, 4, 5)
+        assert facts["format"] == 1
         assert facts["state"] == "complete"
         connection.row_factory = sqlite3.Row
         segments = [dict(row) for row in connection.execute("SELECT * FROM segments ORDER BY first_row")]
         documents = [dict(row) for row in connection.execute("SELECT * FROM documents ORDER BY number")]
-        tables = {row[0] for row in connection.execute("SELECT name FROM sqlite_master WHERE type = 'table'")}
-        for one in documents if "fields" in tables else []:
+        for one in documents:
             found = connection.execute("SELECT record FROM fields WHERE number = ?", (one["number"],)).fetchone()
             one["fields"] = json.loads(found["record"]) if found else {}
-        removed = [dict(row) for row in connection.execute("SELECT * FROM removed")] if "removed" in tables else []
+        removed = [dict(row) for row in connection.execute("SELECT * FROM removed")]
     width = facts["model"]["width"]
     if "map" in facts:
         assert hashlib.sha256((path / "map.safetensors").read_bytes()).hexdigest() == facts["map"]["sha256"]

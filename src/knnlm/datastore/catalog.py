@@ -33,10 +33,10 @@ from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 from knnlm.corpus import Scalar, canonical_json, invalid_fields, json_candidates
-from knnlm.datastore.integrity import DigestUpdates, VerifiedTables, differing, fill, there
+from knnlm.datastore.integrity import DigestUpdates, VerifiedTables, differing, table_names
 from knnlm.datastore.paths import PARTIAL_CATALOG_FILES
 from knnlm.datastore.schema import (
-    NEWEST,
+    SCHEMA,
     VERSION,
     IndexRow,
     RemovedRow,
@@ -47,7 +47,6 @@ from knnlm.datastore.schema import (
     empty_log,
     prepare_to_write,
     reporting,
-    upgrade,
 )
 from knnlm.datastore.validation import check_database, check_schema, typed
 from knnlm.errors import DatastoreCorrupt, DatastoreError, ParameterError
@@ -59,16 +58,8 @@ _MEMBERS = "', ' || substr(record, 2, length(record) - 2) || ', '"
 _SHOWN = 20  # names that are told
 
 
-def has_fields(connection: sqlite3.Connection) -> bool:
-    """Whether the table is there."""
-    found = connection.execute("SELECT 1 FROM sqlite_master WHERE type = 'table' AND name = 'fields'")
-    return found.fetchone() is not None
-
-
 def fields_by_number(connection: sqlite3.Connection) -> Callable[[Any], dict[str, Scalar]]:
     """Give what finds the fields of a document by its number; a ValueError where they cannot be."""
-    if not has_fields(connection):
-        return lambda _: {}
 
     def find(number: Any) -> dict[str, Scalar]:
         row = connection.execute("SELECT record FROM fields WHERE number = ?", (number,)).fetchone()
@@ -92,17 +83,14 @@ def put_fields(connection: sqlite3.Connection, documents: Iterable[StoredDocumen
 
 def drop_fields(connection: sqlite3.Connection, numbers: Iterable[int] | None = None) -> None:
     """Take out the fields of documents that go, or of all."""
-    if has_fields(connection):
-        if numbers is None:
-            connection.execute("DELETE FROM fields")
-        else:
-            connection.executemany("DELETE FROM fields WHERE number = ?", ((number,) for number in numbers))
+    if numbers is None:
+        connection.execute("DELETE FROM fields")
+    else:
+        connection.executemany("DELETE FROM fields WHERE number = ?", ((number,) for number in numbers))
 
 
 def other_fields(connection: sqlite3.Connection, name: str) -> list[str] | None:
     """Give None where documents have such a field, and otherwise the names of those that they have, not very many."""
-    if not has_fields(connection):
-        return []
     query = f"SELECT 1 FROM fields WHERE instr({_MEMBERS}, ?) > 0 LIMIT 1"  # noqa: S608  (ours)
     if connection.execute(query, (f", {canonical_json(name)}: ",)).fetchone() is not None:
         return None
@@ -138,7 +126,6 @@ class Catalog:
         # SQLite's own objects are a cycle, and one that is forgotten would hold its snapshot until that is collected.
         weakref.finalize(self, connection.close).atexit = False
         self.path = path
-        self._held: int | None = None  # the generation that must not change, where no snapshot can be held
         self._writes = False
         self._tally: DigestUpdates | None = None
         self._compared: VerifiedTables | None = None  # None: nothing is to be
@@ -153,7 +140,7 @@ class Catalog:
         with reporting(path):
             catalog = cls(sqlite3.connect(partial, isolation_level=None), partial)
             catalog._connection.execute("PRAGMA journal_mode=WAL")
-            catalog._connection.executescript(NEWEST)
+            catalog._connection.executescript(SCHEMA)
             catalog.put(format=VERSION, **meta)
             catalog.close()
         partial.rename(path)
@@ -179,14 +166,14 @@ class Catalog:
             try:
                 check_schema(connection, path)
                 catalog._writes = write
-                catalog._compared = VerifiedTables(path) if compare and catalog.summed else None
+                catalog._compared = VerifiedTables(path) if compare else None
                 if write:
                     prepare_to_write(connection)
                 else:
                     connection.execute("PRAGMA query_only=ON")
                 if hold:
-                    catalog._hold()
-                check_format(path, catalog.get, summed=catalog.summed, copying=copying or not write)
+                    connection.execute("BEGIN")
+                check_format(path, catalog.get, table_names(connection), copying=copying or not write)
                 catalog._compare("meta")
             except BaseException:
                 catalog.close()
@@ -212,15 +199,10 @@ class Catalog:
         """Let SQLite check its own file, and give what it finds wrong."""
         return [str(row[0]) for row in self._all("PRAGMA integrity_check(100)") if row[0] != "ok"]
 
-    @property
-    def summed(self) -> bool:
-        """Whether there are sums to compare with; older memories have none until they are changed."""
-        return there(self._connection)
-
     def differing(self) -> list[str]:
         """Name the parts that are not as they were written, by their sums."""
         with reporting(self.path), self._still():
-            return differing(self._connection) if self.summed else []
+            return differing(self._connection)
 
     def _compare(self, table: str, number: int | None = None) -> None:
         """See, once, that a table is as it was written, or the part of it that holds a document."""
@@ -238,8 +220,7 @@ class Catalog:
     def _compare_both(self, number: int | None = None) -> None:
         """See that documents, or the part that holds one, are as they were written, and so their fields."""
         self._compare("documents", number)
-        if has_fields(self._connection):
-            self._compare("fields", number)
+        self._compare("fields", number)
 
     def put(self, **facts: Any) -> None:
         """Write facts about the memory, all or none."""
@@ -286,7 +267,7 @@ class Catalog:
 
     def removed(self) -> list[RemovedRow]:
         """List the rows that are no longer there, in their order."""
-        return self._rows(RemovedRow, "removed", "first_row, number") if self._lives() else []
+        return self._rows(RemovedRow, "removed", "first_row, number")
 
     def indexes(self) -> list[IndexRow]:
         """List the indexes, oldest first."""
@@ -299,7 +280,6 @@ class Catalog:
 
     def documents(self) -> Iterator[StoredDocument]:
         """Give the documents in the order of their rows, without holding them all in memory."""
-        self._check_held()
         self._compare_both()
         with reporting(self.path):
             yield from self._typed(self._connection.execute("SELECT * FROM documents ORDER BY number"))
@@ -428,10 +408,6 @@ class Catalog:
             yield self._connection
             self._put(GENERATION, self.generation + 1)
 
-    def _lives(self) -> bool:
-        """Whether the catalog has a place for what was removed."""
-        return bool(self._all("SELECT 1 FROM sqlite_master WHERE type = 'table' AND name = 'removed'"))
-
     def tidy(self) -> None:
         """Write the catalog anew, so that nothing of what was deleted is in it."""
         with reporting(self.path):
@@ -441,17 +417,6 @@ class Catalog:
         """Empty the log of changes into the catalog's file; False where a reader still needs it."""
         with reporting(self.path):
             return empty_log(self._connection)
-
-    def _hold(self) -> None:
-        """Keep the snapshot: of a catalog that an older knnlm made, at least notice when it has changed."""
-        if self._connection.execute("PRAGMA journal_mode").fetchone()[0] == "wal":
-            self._connection.execute("BEGIN")
-        else:
-            self._held = self.generation
-
-    def _check_held(self) -> None:
-        if self._held is not None and self.generation != self._held:
-            raise DatastoreError(f"{self.path.parent} has changed since it was opened. Open it again.")
 
     def put_within(self, **facts: Any) -> None:
         """Write facts within a change."""
@@ -465,7 +430,6 @@ class Catalog:
         )
 
     def _all(self, query: str, *values: Any) -> list[Any]:
-        self._check_held()
         with reporting(self.path):
             return self._connection.execute(query, values).fetchall()
 
@@ -475,10 +439,6 @@ class Catalog:
             self._connection.execute("BEGIN IMMEDIATE")
             self._tally = self._tally or DigestUpdates(self._connection)
             try:
-                if not self.summed:  # an older format, which becomes the newest with its first change
-                    upgrade(self._connection)
-                    self._put("format", VERSION)
-                    fill(self._connection)
                 self._tally.begin(self._connection)
                 yield
                 self._tally.settle(self._connection)

@@ -337,7 +337,7 @@ _SMALLEST = 1e-20  # step of a dimension that does not vary
 
 TRAINED = 16_384  # keys that books are made of: 64 for each entry
 
-_ROUNDS = 10  # of k-means; more of them gain less than a thousandth
+_ITERATIONS = 10  # of k-means; more of them gain less than a thousandth
 
 _SEED = 0
 
@@ -414,39 +414,12 @@ def fit_bytes(sample: Tensor) -> Bytes:
 
 
 def fit_codes(sample: Tensor, pieces: int) -> Codes:
-    """Make a book for each piece of the keys by k-means."""
-    width = sample.shape[1]
-    assert width % pieces == 0, (width, pieces)
+    """Fit a product quantiser: 256 entries for each piece of the keys."""
+    from knnlm.index.faiss import train_product_quantiser  # FAISS takes a while to import, and few stores need it
+
     if len(sample) > TRAINED:
         sample = sample[torch.linspace(0, len(sample) - 1, TRAINED, dtype=torch.float64, device=sample.device).long()]
-    generator = torch.Generator().manual_seed(_SEED)
-    entries = min(BOOK, len(sample))
-    first = sample[torch.randperm(len(sample), generator=generator)[:entries].to(sample.device)].float()
-    books = first.reshape(entries, pieces, width // pieces).transpose(0, 1).contiguous()  # (W, E, d)
-    for _ in range(_ROUNDS):
-        books = _moved(sample, books)
-    # Every byte names an entry, also in a damaged file.
-    rest = books[:, :1].expand(-1, BOOK - entries, -1)
-    return Codes(torch.cat([books, rest], 1).cpu().contiguous())
-
-
-def _moved(sample: Tensor, books: Tensor) -> Tensor:
-    """Move every entry to the mean of the pieces that are nearest to it: one round of k-means."""
-    pieces, entries, size = books.shape
-    places = nearest_entries(sample, books)  # (n, W)
-    places += torch.arange(pieces, device=places.device) * entries
-    sums = torch.zeros(pieces * entries, size, device=sample.device)
-    sums.index_add_(0, places.flatten(), sample.float().reshape(-1, size))
-    counts = places.flatten().bincount(minlength=pieces * entries)
-    means = (sums / counts[:, None].clamp(min=1)).reshape(pieces, entries, size)
-    empty = (counts == 0).reshape(pieces, entries)
-    if empty.any():
-        # An entry that nobody is near to goes beside one that many are near to, to share them with it.
-        crowded = counts.reshape(pieces, entries).argsort(stable=True, dim=1, descending=True)
-        rank = empty.cumsum(1) - 1
-        beside = means.gather(1, crowded.gather(1, rank.clamp(min=0))[..., None].expand(-1, -1, size))
-        means = torch.where(empty[..., None], beside * (1 + 1e-3) + 1e-6, means)
-    return means
+    return Codes(train_product_quantiser(sample.float().cpu(), pieces, seed=_SEED, iterations=_ITERATIONS))
 
 
 def _dealt(sample: Tensor, components: int, pieces: int) -> KeyMap:

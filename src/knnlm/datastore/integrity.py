@@ -70,17 +70,16 @@ def part_of(table: str, number: object) -> str:
     return f"{table} {number // ROWS_PER_BLOCK}" if table in _BLOCKS and isinstance(number, int) else table
 
 
-def there(connection: sqlite3.Connection) -> bool:
-    """Say whether a catalog has sums."""
-    asked = "SELECT 1 FROM sqlite_master WHERE type = 'table' AND name = ?"
-    return connection.execute(asked, (TABLE,)).fetchone() is not None
+def table_names(connection: sqlite3.Connection) -> list[str]:
+    """List the tables of a catalog."""
+    query = "SELECT name FROM sqlite_master WHERE type = 'table' AND name NOT LIKE 'sqlite_%'"
+    names = (name for (name,) in connection.execute(query))
+    return sorted(name.decode() if isinstance(name, bytes) else name for name in names)
 
 
 def tables(connection: sqlite3.Connection) -> list[str]:
-    """Name the tables that are summed up."""
-    asked = "SELECT name FROM sqlite_master WHERE type = 'table' AND name NOT LIKE 'sqlite_%' AND name <> ?"
-    names = (name for (name,) in connection.execute(asked, (TABLE,)))
-    return sorted(name.decode() if isinstance(name, bytes) else name for name in names)
+    """List the tables that have digests."""
+    return [name for name in table_names(connection) if name != TABLE]
 
 
 def found_sums(connection: sqlite3.Connection, table: str, block: int | None = None) -> dict[str, str]:
@@ -98,7 +97,7 @@ def found_sums(connection: sqlite3.Connection, table: str, block: int | None = N
 
 def kept_sums(connection: sqlite3.Connection) -> dict[str, str]:
     """Give the sums that were written down, by part."""
-    pairs = connection.execute(f"SELECT part, sum FROM {TABLE} ORDER BY part")  # noqa: S608  (ours)
+    pairs = connection.execute(f"SELECT part, digest FROM {TABLE} ORDER BY part")  # noqa: S608  (ours)
     return {str(part): str(total) for part, total in pairs}
 
 
@@ -182,7 +181,7 @@ class DigestUpdates:
             kept = kept_sums(connection)
             new = {part: int(kept.get(part, "0"), 16) + change for part, change in self._changes.items()}
             connection.executemany(
-                f"INSERT INTO {TABLE} VALUES (?, ?) ON CONFLICT (part) DO UPDATE SET sum = excluded.sum",  # noqa: S608
+                f"INSERT INTO {TABLE} VALUES (?, ?) ON CONFLICT (part) DO UPDATE SET digest = excluded.digest",  # noqa: S608
                 ((part, f"{total % END:064x}") for part, total in new.items()),
             )
         self.running = False

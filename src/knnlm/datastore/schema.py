@@ -1,25 +1,22 @@
-"""The tables of a catalog, as its format grew, and their rows. Knows nothing about who reads them.
-
-Open the file of a catalog with SQLite, and say in our words what goes wrong. Knows nothing about what it holds.
-"""
+"""The tables of a catalog, their rows as dataclasses, and the SQLite connection."""
 
 from __future__ import annotations
 
 import os
+import re
 import sqlite3
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Collection, Iterator
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from knnlm.corpus import Fields
-from knnlm.datastore.frozen import open_frozen
 from knnlm.datastore.paths import COUNTS_FILE, KEPT_FILE, KEYS_FILE, VALUES_FILE
-from knnlm.errors import DatastoreCorrupt, DatastoreError, KnnlmError
+from knnlm.errors import DatastoreBusy, DatastoreCorrupt, DatastoreError, KnnlmError
 
-VERSION = 5  # the format that is written, which has sums; those below are read
+VERSION = 1
 
-BUILT = """
+SCHEMA = """
 CREATE TABLE meta (key TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID;
 CREATE TABLE segments (
     id INTEGER PRIMARY KEY,
@@ -27,7 +24,10 @@ CREATE TABLE segments (
     rows INTEGER NOT NULL,
     scale REAL NOT NULL,
     keys_sha256 TEXT NOT NULL,
-    values_sha256 TEXT NOT NULL
+    values_sha256 TEXT NOT NULL,
+    kept INTEGER,
+    kept_sha256 TEXT,
+    counts_sha256 TEXT
 );
 CREATE TABLE documents (
     number INTEGER PRIMARY KEY,
@@ -47,62 +47,36 @@ CREATE TABLE indexes (
     rows INTEGER NOT NULL,
     sha256 TEXT NOT NULL
 );
-"""
-
-DERIVED = """
-ALTER TABLE segments ADD COLUMN kept INTEGER;
-ALTER TABLE segments ADD COLUMN kept_sha256 TEXT;
-ALTER TABLE segments ADD COLUMN counts_sha256 TEXT;
-"""
-
-LIVING = """
 CREATE TABLE removed (
     number INTEGER PRIMARY KEY,
     segment INTEGER NOT NULL,
     first_row INTEGER NOT NULL,
     rows INTEGER NOT NULL
 );
-"""
-
-FIELDED = """
 CREATE TABLE fields (number INTEGER PRIMARY KEY, record TEXT NOT NULL);
+CREATE TABLE digests (part TEXT PRIMARY KEY, digest TEXT NOT NULL) WITHOUT ROWID;
 """
-
-SUMMED = """
-CREATE TABLE digests (part TEXT PRIMARY KEY, sum TEXT NOT NULL) WITHOUT ROWID;
-"""
-
-NEWEST = BUILT + DERIVED + LIVING + FIELDED + SUMMED
+TABLES = frozenset(re.findall(r"CREATE TABLE (\w+)", SCHEMA))
 
 
-def check_format(path: Path, get: Callable[[str], object], *, summed: bool, copying: bool) -> None:
-    """Refuse a catalog that this knnlm does not know, and an unfinished copy unless one is `copying`."""
+def check_format(path: Path, get: Callable[[str], object], tables: Collection[str], *, copying: bool) -> None:
+    """Raise unless this version reads the catalog; an unfinished copy is only for its writer, which is `copying`."""
     found, folder = get("format"), path.parent
     if found is None:
-        raise DatastoreCorrupt(f"{path} is not a knnlm catalog. Build the memory again.")
-    if type(found) is not int or not 1 <= found <= VERSION:
+        raise DatastoreCorrupt(f"{path} is not a knnlm catalog. Build the store again.")
+    if type(found) is not int or found != VERSION:
         newer = isinstance(found, int) and found > VERSION
         raise DatastoreError(
-            f"{folder} has format version {found}, this knnlm reads versions up to {VERSION}. "
-            + ("Upgrade knnlm: pip install -U knnlm" if newer else "Build the memory again.")
+            f"{folder} has format version {found}, this knnlm reads version {VERSION}. "
+            + ("Upgrade knnlm: pip install -U knnlm" if newer else "Build the store again.")
         )
-    if found == VERSION and not summed:
-        raise DatastoreCorrupt(f"{path} is damaged (it has no sums). Restore it, or build the memory again.")
+    if missing := sorted(TABLES - set(tables)):
+        raise DatastoreCorrupt(f"{path} is corrupt (no table {missing[0]}). Restore it, or build the store again.")
     if not copying and get("derived") is not None and get("state") != "complete":
         raise DatastoreError(
-            f"{folder} is an unfinished copy of another memory, as knnlm prune and knnlm distill --into keys make "
+            f"{folder} is an unfinished copy of another store, as knnlm prune and knnlm distill --into keys make "
             "them. Finish it with the command that began it, choose another --out, or remove it."
         )
-
-
-def upgrade(connection: sqlite3.Connection) -> None:
-    """Give the tables of an older format what those of the newest have, within a transaction."""
-    columns = {row[1] for row in connection.execute("SELECT * FROM pragma_table_info('segments')")}
-    tables = {row[0] for row in connection.execute("SELECT name FROM sqlite_master WHERE type = 'table'")}
-    wanted = {LIVING: "removed" in tables, FIELDED: "fields" in tables, SUMMED: "digests" in tables}
-    for script, there in {DERIVED: "kept" in columns, **wanted}.items():
-        for statement in [] if there else script.split(";")[:-1]:
-            connection.execute(statement)
 
 
 @dataclass(frozen=True)
@@ -183,22 +157,35 @@ def reporting(path: Path) -> Iterator[None]:
 
 
 def connect(path: Path, *, write: bool) -> sqlite3.Connection:
-    """Open the file for SQLite."""
-    # Readers too may write, where they can: only so can SQLite take back what a killed writer left half done.
-    if write or (os.access(path, os.W_OK) and os.access(path.parent, os.W_OK)):
-        uri = f"{path.resolve().as_uri()}?mode=rw"
-        return sqlite3.connect(uri, uri=True, isolation_level=None, check_same_thread=False)
-    return open_frozen(path)  # its owner may write though we may not
+    """Open the database.
+
+    A process that may not write to the folder takes no part in SQLite's locking, so it needs a store at rest: no
+    writer may be at work, and the log of the last one must be empty. It reads the database into memory.
+    """
+    if not write and not (os.access(path, os.W_OK) and os.access(path.parent, os.W_OK)):
+        logs = [path.with_name(path.name + suffix) for suffix in ("-wal", "-journal")]
+        if unfinished := [log.name for log in logs if log.exists() and log.stat().st_size]:
+            raise DatastoreBusy(
+                f"{path.parent} is read-only for this process, and {unfinished[0]} shows that a writer is at work or "
+                "was stopped. Wait until it has finished, open the store once with write permission, or copy it."
+            )
+        with closing(_connect(f"{path.resolve().as_uri()}?mode=ro&immutable=1")) as source:
+            copy = _connect(":memory:")
+            source.backup(copy)
+            return copy
+    # Readers too may write where they can: SQLite rolls back what a killed writer left half done.
+    return _connect(f"{path.resolve().as_uri()}?mode=rw")
+
+
+def _connect(uri: str) -> sqlite3.Connection:
+    return sqlite3.connect(uri, uri=True, isolation_level=None, check_same_thread=False)
 
 
 def prepare_to_write(connection: sqlite3.Connection) -> None:
-    """Promise durability and leave nothing of what is deleted; let readers hold snapshots from now on."""
+    """Make writes durable, and overwrite what is deleted."""
     connection.execute("PRAGMA synchronous=FULL")
     connection.execute("PRAGMA secure_delete=ON")
-    connection.execute("PRAGMA temp_store=MEMORY")  # what watches writes is of no use to others
-    # Somebody may be reading just now a catalog that an older knnlm made; then the next writer does it.
-    with suppress(sqlite3.OperationalError):
-        connection.execute("PRAGMA journal_mode=WAL")
+    connection.execute("PRAGMA temp_store=MEMORY")  # for the triggers of `DigestUpdates`
 
 
 def empty_log(connection: sqlite3.Connection) -> bool:

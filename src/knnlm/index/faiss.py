@@ -37,6 +37,20 @@ _PROBES = 64  # lists that a query is compared with
 _MAX_CODE_BYTES = 64  # in the product quantiser that an error message suggests
 
 
+def train_product_quantiser(sample: Tensor, pieces: int, *, seed: int, iterations: int) -> Tensor:
+    """Return (pieces, 256, D / pieces) entries, those of each piece found by k-means on (n, D) vectors."""
+    faiss = _faiss()
+    width = sample.shape[1]
+    assert width % pieces == 0, (width, pieces)
+    quantiser = faiss.ProductQuantizer(width, pieces, 8)
+    quantiser.cp.seed, quantiser.cp.niter = seed, iterations
+    quantiser.cp.min_points_per_centroid, quantiser.cp.max_points_per_centroid = 1, 1 << 30
+    repeats = -(-quantiser.ksub // len(sample))  # k-means needs as many vectors as entries
+    quantiser.train(np.ascontiguousarray(sample.repeat(repeats, 1).numpy(), np.float32))
+    entries = faiss.vector_to_array(quantiser.centroids)
+    return torch.from_numpy(entries.reshape(pieces, quantiser.ksub, width // pieces).copy())
+
+
 class FaissIndex:
     """A FAISS index behind the `Index` protocol."""
 

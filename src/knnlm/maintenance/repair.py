@@ -23,7 +23,7 @@ from typing import Any
 
 from knnlm.datastore.catalog import REQUESTED_INDEX, Catalog, drop_fields
 from knnlm.datastore.indexes import build_requested_index, cancel_requested_index, request_index, requested_index
-from knnlm.datastore.integrity import DigestUpdates, fill, there
+from knnlm.datastore.integrity import DigestUpdates, fill
 from knnlm.datastore.locks import nobody_reading, writer_lock
 from knnlm.datastore.paths import CATALOG_FILE, GATES_FOLDER, LOST_FOLDER, NGRAM_FOLDER, segment_folder
 from knnlm.datastore.schema import IndexRow, SegmentRow
@@ -281,9 +281,7 @@ def _commit(file: Path, plan: _RepairPlan) -> None:
 
 def _change_with_checksums(connection: sqlite3.Connection, plan: _RepairPlan) -> None:
     """Change the catalog and its checksums; compute all of them again if a table is kept unverified."""
-    if not there(connection):
-        _change(connection, plan)
-    elif plan.unverified:  # old checksums may be damaged too, so they cannot be updated
+    if plan.unverified:  # old checksums may be damaged too, so they cannot be updated
         _change(connection, plan)
         fill(connection)
     else:
