@@ -122,7 +122,7 @@ def make_model(width: int) -> CausalLM:
 
 def fill(path: Path, lm: CausalLM, keys: int) -> None:
     """Write random keys and tokens as a build would have left them."""
-    build([], path, lm=lm, segment_rows=_SEGMENT).close()
+    build([], path, lm=lm, segment_entries=_SEGMENT).close()
     random = np.random.default_rng(0)
     with closing(Catalog.open(path / CATALOG_FILE, write=True)) as catalog:
         catalog.put(state="building")

@@ -42,7 +42,7 @@ def main() -> None:
         build(options)
     else:
         for tokens in options.store:
-            rows = str(options.segment_rows)
+            rows = str(options.segment_entries)
             command = [sys.executable, __file__, "build", options.corpus, "--store", str(tokens)]
             subprocess.run([*command, "--segment-rows", rows], check=True)
 
@@ -54,7 +54,7 @@ def build(options: argparse.Namespace) -> None:
     before = peak()
     with tempfile.TemporaryDirectory() as folder:
         documents = first(split(options.corpus, "train"), lm, options.store[0])
-        store = knnlm.build(documents, Path(folder) / "memory", lm=lm, segment_rows=options.segment_rows)
+        store = knnlm.build(documents, Path(folder) / "memory", lm=lm, segment_entries=options.segment_entries)
         show(store, before)
 
 

@@ -74,9 +74,9 @@ def measure(
     if way == "float16":
         path = plain
     else:
-        knnlm.compress(Datastore.open(plain), path, keys=way)
+        Datastore.open(plain).compress(path, keys=way)
     stored = time.perf_counter()
-    spec = knnlm.build_index(Datastore.open(path), options.index) if options.index else "exact"
+    spec = Datastore.open(path).build_index(options.index) if options.index else "exact"
     indexed = time.perf_counter()
     store = Datastore.open(path)
     # A GPU that can hold all keys would be asked instead of the index.

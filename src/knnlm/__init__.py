@@ -14,10 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from knnlm.corpus import Document, read_documents
-    from knnlm.datastore.compact import Compacted, compact
-    from knnlm.datastore.indexes import build_index
-    from knnlm.datastore.remove import Removed, remove
-    from knnlm.datastore.rewrite import compress
+    from knnlm.datastore.compact import Compacted
+    from knnlm.datastore.remove import Removed
     from knnlm.datastore.store import Datastore
     from knnlm.errors import KnnlmError
     from knnlm.evaluation.evaluate import Evaluation, evaluate
@@ -26,10 +24,9 @@ if TYPE_CHECKING:
     from knnlm.evaluation.trace import Trace, record
     from knnlm.evaluation.tune import Tuning, tune
     from knnlm.generation.causal import KnnConfig, KnnForCausalLM
-    from knnlm.ingest.add import Added, add
+    from knnlm.ingest.add import Added
     from knnlm.ingest.build import build
     from knnlm.lm.causal import CausalLM
-    from knnlm.maintenance.export import export
     from knnlm.maintenance.import_ import import_arrays
     from knnlm.maintenance.merge import merge
     from knnlm.maintenance.repair import repair
@@ -58,19 +55,13 @@ _HOMES = {
     "Trace": "evaluation.trace",
     "Tuning": "evaluation.tune",
     "adapt": "training.adapt",
-    "add": "ingest.add",
     "build": "ingest.build",
-    "build_index": "datastore.indexes",
-    "compact": "datastore.compact",
-    "compress": "datastore.rewrite",
     "evaluate": "evaluation.evaluate",
     "explain": "evaluation.explain",
-    "export": "maintenance.export",
     "import_arrays": "maintenance.import_",
     "merge": "maintenance.merge",
     "read_documents": "corpus",
     "record": "evaluation.trace",
-    "remove": "datastore.remove",
     "repair": "maintenance.repair",
     "replay": "evaluation.sweep",
     "sweep": "evaluation.sweep",
@@ -96,19 +87,13 @@ __all__ = [
     "Trace",
     "Tuning",
     "adapt",
-    "add",
     "build",
-    "build_index",
-    "compact",
-    "compress",
     "evaluate",
     "explain",
-    "export",
     "import_arrays",
     "merge",
     "read_documents",
     "record",
-    "remove",
     "repair",
     "replay",
     "sweep",

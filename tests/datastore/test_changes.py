@@ -67,7 +67,7 @@ SPECS = ("Flat", "IVF4,Flat", "IVF8,PQ8x4", "PQ8x4", "HNSW8", "PCA24,IVF4,Flat")
 def built(lm, tmp_path_factory):
     """The first twelve documents, in several segments."""
     path = tmp_path_factory.mktemp("living") / "memory"
-    build(DOCUMENTS[:12], path, lm=lm, segment_rows=250).close()
+    build(DOCUMENTS[:12], path, lm=lm, segment_entries=250).close()
     return path
 
 
@@ -385,7 +385,7 @@ def test_figures_explanations_and_statistics_are_those_of_a_memory_without_the_d
     gone = ("d1", "d6")
     for name in gone:
         remove(memory, document=name)
-    fresh = build([one for one in DOCUMENTS[:12] if one.id not in gone], tmp_path / "fresh", lm=lm, segment_rows=250)
+    fresh = build([one for one in DOCUMENTS[:12] if one.id not in gone], tmp_path / "fresh", lm=lm, segment_entries=250)
     held_out = documents(2, start=50)
     for memories in ("knn", "ngram", "knn,ngram"):
         figures = []
@@ -408,7 +408,7 @@ def test_whatever_is_counted_sorted_or_learnt_from_a_memory_is_as_if_the_documen
     wanted = [one for one in DOCUMENTS[:12] if one.id not in gone]
     with (
         closing(Datastore.open(memory)) as store,
-        closing(build(wanted, tmp_path / "fresh", lm=lm, segment_rows=250)) as fresh,
+        closing(build(wanted, tmp_path / "fresh", lm=lm, segment_entries=250)) as fresh,
     ):
         assert torch.equal(token_frequencies(store), token_frequencies(fresh))
         texts = TokenStream.of_store(store), TokenStream.of_store(fresh)
@@ -443,7 +443,7 @@ def test_a_copy_of_a_memory_has_nothing_of_what_was_removed(lm, memory, tmp_path
 def test_a_document_of_no_rows_goes_with_a_segment_that_is_there(lm, tmp_path, place, gone):
     empty = Document(id="empty", source="empty.txt", text="")
     given = [*DOCUMENTS[:place], empty, *DOCUMENTS[place:4]]
-    build(given, tmp_path / "memory", lm=lm, segment_rows=1).close()  # it shares a segment with the one behind it
+    build(given, tmp_path / "memory", lm=lm, segment_entries=1).close()  # it shares a segment with the one behind it
     for name in gone:
         remove(tmp_path / "memory", document=name)
     # Where nothing else is left there is no segment to be in, and a build of it alone is empty too.
@@ -451,7 +451,7 @@ def test_a_document_of_no_rows_goes_with_a_segment_that_is_there(lm, tmp_path, p
     with closing(Datastore.open(tmp_path / "memory")) as store:
         derive(store, tmp_path / "copy").close()
         merged = merge([tmp_path / "memory"], tmp_path / "merged")
-    compact(tmp_path / "memory", segment_rows=1)
+    compact(tmp_path / "memory", segment_entries=1)
     for name in ("memory", "copy", "merged"):
         assert verify(tmp_path / name, deep=True).problems == ()
         with closing(Datastore.open(tmp_path / name)) as store:
@@ -753,7 +753,7 @@ def test_files_stay_for_a_reader_who_may_write_nothing(lm, memory, alone, lock):
             path.chmod(allowed)
             remove(path, document="d1")
             before = set((path / "segments").iterdir())
-            assert not compact(path, segment_rows=10_000).purged
+            assert not compact(path, segment_entries=10_000).purged
             assert before < set((path / "segments").iterdir())
             reader.send("read")
             assert reader.recv() == "read"

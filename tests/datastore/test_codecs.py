@@ -33,7 +33,7 @@ from knnlm.maintenance.verify import verify
 def coded(request, lm, tmp_path_factory):
     """A memory of ten documents in five segments, with an index."""
     path = tmp_path_factory.mktemp("coded") / "memory"
-    store = build(documents(10), path, lm=lm, segment_rows=150, keys=request.param)
+    store = build(documents(10), path, lm=lm, segment_entries=150, keys=request.param)
     build_index(store, "IVF4,Flat")
     store.close()
     return path
@@ -152,10 +152,10 @@ def test_memories_of_one_codec_are_merged_code_by_code(coded, tmp_path):
 def test_memories_of_different_codecs_are_not_merged(coded, lm, tmp_path):
     with closing(Datastore.open(coded)) as store:
         way = store.storage
-    build(documents(5, start=20), tmp_path / "other", lm=lm, segment_rows=150, keys=way).close()
+    build(documents(5, start=20), tmp_path / "other", lm=lm, segment_entries=150, keys=way).close()
     with pytest.raises(ModelMismatch, match=r"cannot be merged: their (codec|map of keys) differs"):
         merge([coded, tmp_path / "other"], tmp_path / "all")
-    build(documents(5, start=20), tmp_path / "plain", lm=lm, segment_rows=150).close()
+    build(documents(5, start=20), tmp_path / "plain", lm=lm, segment_entries=150).close()
     with pytest.raises(ModelMismatch, match="cannot be merged"):
         merge([coded, tmp_path / "plain"], tmp_path / "all")
     assert not (tmp_path / "all").exists()
@@ -177,21 +177,21 @@ def test_a_build_whose_keys_wait_for_their_codec_is_verified_and_repaired(lm, tm
     with monkeypatch.context() as patched:
         patched.setattr(waiting.DeferredEncoder, "settle", stop)
         with pytest.raises(KeyboardInterrupt):
-            build(documents(10), tmp_path / "m", lm=lm, segment_rows=150, keys="int8")
+            build(documents(10), tmp_path / "m", lm=lm, segment_entries=150, keys="int8")
     found = verify(tmp_path / "m", deep=True)
     assert found.sound, found.problems
     assert found.state == "building"
     flip(tmp_path / "m" / "segments" / "000001" / "unencoded.npy", -3)
     assert named(verify(tmp_path / "m", deep=True)) == {"segments/000001/unencoded.npy"}
     repair(tmp_path / "m")
-    build(documents(10), tmp_path / "m", lm=lm, segment_rows=150, keys="int8").close()
-    build(documents(10), tmp_path / "whole", lm=lm, segment_rows=150, keys="int8").close()
+    build(documents(10), tmp_path / "m", lm=lm, segment_entries=150, keys="int8").close()
+    build(documents(10), tmp_path / "whole", lm=lm, segment_entries=150, keys="int8").close()
     assert tree(tmp_path / "m" / "segments") == tree(tmp_path / "whole" / "segments")
 
 
 def test_compressed_and_merged_come_to_the_same_documents(lm, tmp_path):
     for name, start in (("a", 0), ("b", 5)):
-        build(documents(5, start=start), tmp_path / name, lm=lm, segment_rows=150).close()
+        build(documents(5, start=start), tmp_path / name, lm=lm, segment_entries=150).close()
     merge([tmp_path / "a", tmp_path / "b"], tmp_path / "all")
     with (
         closing(Datastore.open(tmp_path / "all")) as store,

@@ -47,7 +47,7 @@ values = st.recursive(
 @pytest.fixture(scope="module")
 def built(lm, tmp_path_factory):
     path = tmp_path_factory.mktemp("fields") / "memory"
-    build([*FIELDED[:4], *documents(2, start=8)], path, lm=lm, segment_rows=150).close()
+    build([*FIELDED[:4], *documents(2, start=8)], path, lm=lm, segment_entries=150).close()
     add(FIELDED[4:], path, lm=lm)
     return path
 
@@ -194,7 +194,7 @@ def test_merges_copies_compactions_and_repairs_keep_fields(lm, memory, tmp_path)
         assert [dict(store.document_at(row).fields) for row in (0, store.rows - 1)] == [RIGHT["d0"], RIGHT["d4"]]
         number = store.segments[-1].id
     assert fields_in(tmp_path / "copy") == RIGHT | BARE
-    compact(memory, segment_rows=80)
+    compact(memory, segment_entries=80)
     assert fields_in(memory) == RIGHT | BARE
     assert verify(memory, deep=True).sound
     with closing(Datastore.open(memory)) as store:

@@ -43,7 +43,7 @@ FIXED = {"suppress_health_check": [HealthCheck.function_scoped_fixture, HealthCh
 def living(lm, tmp_path_factory):
     """A memory with a row in every table: pruned to half its keys, indexed, a document added, another removed."""
     folder = tmp_path_factory.mktemp("summed")
-    with closing(build(documents(6), folder / "built", lm=lm, segment_rows=120)) as store:
+    with closing(build(documents(6), folder / "built", lm=lm, segment_entries=120)) as store:
         keep, counts = torch.arange(0, store.key_count, 2), torch.full((store.key_count,), 2.0)
         derive(store, folder / "memory", keep=keep, counts=counts).close()
     add([knnlm.Document("ö", "näher/🙂.txt", "A model that has a memory can learn.")], folder / "memory", lm=lm)
@@ -99,7 +99,7 @@ def same_sums(path: Path) -> bool:
 
 def test_every_command_leaves_the_sums_that_the_specification_says(lm, tmp_path, model_folder, capfd):
     path = tmp_path / "m"
-    store = build(documents(5), path, lm=lm, segment_rows=100)
+    store = build(documents(5), path, lm=lm, segment_entries=100)
     assert same_sums(path)
     assert set(written_sums(path / FILE)) == {"meta", "segments", "documents 0"}
     build_index(store, "Flat")
@@ -111,7 +111,7 @@ def test_every_command_leaves_the_sums_that_the_specification_says(lm, tmp_path,
     remove(path, source="text.jsonl:2*")
     assert same_sums(path)
     assert "removed" in written_sums(path / FILE)
-    assert compact(path, segment_rows=150).purged
+    assert compact(path, segment_entries=150).purged
     assert same_sums(path)
     assert "removed" not in written_sums(path / FILE)
     (tmp_path / "t.txt").write_text("The memory of a model is a list of contexts. " * 8)

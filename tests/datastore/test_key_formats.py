@@ -167,7 +167,7 @@ def built(lm, text, tmp_path_factory):
     folder = tmp_path_factory.mktemp("built")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(waiting, "ENOUGH", 400)
-        return {way: build(text, folder / way, lm=lm, keys=way, segment_rows=150) for way in ["float16", *WAYS]}
+        return {way: build(text, folder / way, lm=lm, keys=way, segment_entries=150) for way in ["float16", *WAYS]}
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -211,7 +211,7 @@ def test_evaluation_is_that_of_brute_force_on_decoded_keys(built, lm, way, metri
     store = built[way]
     held_out = documents(3, start=70)
     found = evaluate(
-        Mixture.open(store.path, lm, k=20, knn_temperature=5.0, lmbda=0.4, options=MixtureOptions(metric)), held_out
+        Mixture.open(store.path, lm, k=40, knn_temperature=5.0, lmbda=0.4, options=MixtureOptions(metric)), held_out
     )
     assert found.perplexity == pytest.approx(by_hand(store, lm, held_out, metric), rel=2e-3)
 
@@ -229,7 +229,7 @@ def by_hand(store, lm, held_out, metric):
             queries = queries.float() @ store.map.matrix
         for row, query in enumerate(queries.double().numpy()):
             p_knn = oracle.knn_distribution(
-                query, keys, values, log_p.shape[1], k=20, knn_temperature=5.0, metric=metric
+                query, keys, values, log_p.shape[1], k=40, knn_temperature=5.0, metric=metric
             )
             target = int(reading.targets[row])
             losses.append(-np.log(oracle.mix(float(log_p[row, target].exp()), p_knn[target], 0.4)))
@@ -310,7 +310,7 @@ KILLED = """
             segments.os.fsync = dying(os.fsync)
             encoding.Path.unlink = dying(encoding.Path.unlink)
             catalog.Catalog._put = dying(catalog.Catalog._put)
-            build(documents(16), f"killed{left}", lm=lm, keys="codes4", segment_rows=150)
+            build(documents(16), f"killed{left}", lm=lm, keys="codes4", segment_entries=150)
             os._exit(3)
         assert os.wait()[1] == 9
 """
@@ -318,7 +318,7 @@ KILLED = """
 
 def test_a_build_killed_around_its_codec_goes_on_and_ends_with_the_same_bytes(lm, tmp_path, monkeypatch):
     monkeypatch.setattr(waiting, "ENOUGH", 400)
-    whole = build(documents(16), tmp_path / "whole", lm=lm, keys="codes4", segment_rows=150)
+    whole = build(documents(16), tmp_path / "whole", lm=lm, keys="codes4", segment_entries=150)
     expected = contents(whole.path)
     points = [12, 22, 26, 32, 38, 42, 46, 50, 53, 57, 62]
     script = textwrap.dedent(KILLED).replace("HERE", repr(str(Path(__file__).parent.parent)))
@@ -327,7 +327,7 @@ def test_a_build_killed_around_its_codec_goes_on_and_ends_with_the_same_bytes(lm
     for left in points:
         killed = tmp_path / f"killed{left}"
         stages.add((bool(list(killed.rglob("unencoded.npy"))), (killed / "codec.safetensors").exists()))
-        build(documents(16), killed, lm=lm, keys="codes4", segment_rows=150)
+        build(documents(16), killed, lm=lm, keys="codes4", segment_entries=150)
         assert contents(killed) == expected, left
     # Before the codec, between codec and transaction, and behind both.
     assert stages >= {(True, False), (True, True), (False, True)}
@@ -339,12 +339,12 @@ def test_an_unfinished_build_refuses_another_way_of_storing(lm, tmp_path, monkey
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        build(failing(), tmp_path / "memory", lm=lm, keys="int8", segment_rows=100)
+        build(failing(), tmp_path / "memory", lm=lm, keys="int8", segment_entries=100)
     with pytest.raises(DatastoreError, match="key dtype"):
-        build(documents(8), tmp_path / "memory", lm=lm, keys="codes8", segment_rows=100)
+        build(documents(8), tmp_path / "memory", lm=lm, keys="codes8", segment_entries=100)
     with pytest.raises(DatastoreError, match="another keys"):
-        build(documents(8), tmp_path / "memory", lm=lm, keys="pca4-int8", segment_rows=100)
-    assert build(documents(8), tmp_path / "memory", lm=lm, keys="int8", segment_rows=100).storage == "int8"
+        build(documents(8), tmp_path / "memory", lm=lm, keys="pca4-int8", segment_entries=100)
+    assert build(documents(8), tmp_path / "memory", lm=lm, keys="int8", segment_entries=100).storage == "int8"
 
 
 @pytest.mark.parametrize("damage", ["missing", "changed", "kind", "width"])
@@ -422,7 +422,7 @@ def test_a_thin_index_is_small_and_finds_most(tmp_path):
 
 def test_compress_and_info_say_how_many_bytes_a_token_takes(built, tmp_path, capfd):
     plain = built["float16"]
-    code, out, err = knnlm(capfd, "compress", plain.path, "--out", tmp_path / "c", "--key-format", "codes8", "--json")
+    code, out, err = knnlm(capfd, "compress", plain.path, "--out", tmp_path / "c", "--keys", "codes8", "--json")
     assert code == 0, err
     facts = json.loads(out)
     assert (facts["bytes_per_token_before"], facts["bytes_per_token_after"]) == (68, 12)
@@ -437,4 +437,4 @@ def test_compress_and_info_say_how_many_bytes_a_token_takes(built, tmp_path, cap
     _, out, _ = knnlm(capfd, "info", tmp_path / "c")
     assert "as codes8" in out
     assert "finished memory already" in failure(capfd, "compress", plain.path, "--out", tmp_path / "c")
-    assert "codes48" in failure(capfd, "compress", plain.path, "--out", tmp_path / "d", "--key-format", "float8")
+    assert "codes48" in failure(capfd, "compress", plain.path, "--out", tmp_path / "d", "--keys", "float8")

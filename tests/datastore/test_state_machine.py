@@ -94,7 +94,7 @@ class Memory(RuleBasedStateMachine):
 
     @initialize(count=st.integers(0, 4), rows=st.sampled_from([20, 60, 1000]), way=st.sampled_from(WAYS))
     def begin(self, count, rows, way):
-        build(ALL[:count], self.path, lm=reader(), segment_rows=rows, keys=way).close()
+        build(ALL[:count], self.path, lm=reader(), segment_entries=rows, keys=way).close()
         self.ids = [document.id for document in ALL[:count]]
         self.merged = way == "float16" or count > 0
         if way != "float16" and count:
@@ -132,7 +132,7 @@ class Memory(RuleBasedStateMachine):
 
     @rule(rows=st.sampled_from([None, 30, 500]))
     def compact(self, rows):
-        done = compact(self.path, segment_rows=rows)
+        done = compact(self.path, segment_entries=rows)
         self.begun = set()
         assert done.purged == (not self.held)
 
@@ -158,7 +158,7 @@ class Memory(RuleBasedStateMachine):
             shutil.copytree(self.folder / "empty", other)
             add([ALL[number] for number in numbers], other, lm=reader())
         else:
-            build([ALL[number] for number in numbers], other, lm=reader(), segment_rows=40).close()
+            build([ALL[number] for number in numbers], other, lm=reader(), segment_entries=40).close()
         others = [f"d{number}" for number in numbers]
         both = [others, self.ids] if first else [self.ids, others]
         done = merge([other, self.path] if first else [self.path, other], out)

@@ -9,6 +9,7 @@ import sqlite3
 import subprocess
 import sys
 import textwrap
+from contextlib import closing
 from pathlib import Path
 
 import numpy as np
@@ -98,7 +99,7 @@ KILLED = """
     catalog.Catalog.add_segment = dying(catalog.Catalog.add_segment)
     catalog.Catalog._put = dying(catalog.Catalog._put)
     lm = CausalLM(tiny("llama"), tiny_tokenizer(), name="tiny-llama")
-    build(documents(12), sys.argv[1], lm=lm, segment_rows=150)
+    build(documents(12), sys.argv[1], lm=lm, segment_entries=150)
 """
 
 
@@ -112,13 +113,13 @@ def run_killed(path: Path, writes: int) -> int:
 
 @pytest.mark.parametrize("writes", [3, 12, 20, 33, 40])
 def test_a_build_killed_at_any_write_resumes_and_ends_with_the_same_bytes(lm, tmp_path, writes):
-    whole = build(documents(12), tmp_path / "whole", lm=lm, segment_rows=150)
+    whole = build(documents(12), tmp_path / "whole", lm=lm, segment_entries=150)
     assert len(whole.segments) >= 3
     killed = tmp_path / "killed"
     assert run_killed(killed, writes) == -signal.SIGKILL
     with pytest.raises(DatastoreError, match=r"unfinished build|damaged|not a memory|not a knnlm catalog"):
         Datastore.open(killed)
-    build(documents(12), killed, lm=lm, segment_rows=150)
+    build(documents(12), killed, lm=lm, segment_entries=150)
     assert contents(killed) == contents(tmp_path / "whole")
 
 
@@ -128,14 +129,14 @@ def test_a_resumed_build_reads_only_what_is_missing(lm, tmp_path):
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        build(stopping(), tmp_path / "memory", lm=lm, segment_rows=150)
+        build(stopping(), tmp_path / "memory", lm=lm, segment_entries=150)
     done = len(list((tmp_path / "memory" / "segments").iterdir()))
     assert done >= 2
     written = []
     original = ArrayWriter.__init__
     try:
         ArrayWriter.__init__ = lambda self, path, *rest: written.append(path) or original(self, path, *rest)
-        store = build(documents(12), tmp_path / "memory", lm=lm, segment_rows=150)
+        store = build(documents(12), tmp_path / "memory", lm=lm, segment_entries=150)
     finally:
         ArrayWriter.__init__ = original
     assert len({path.parent.name for path in written}) == len(store.segments) - done
@@ -148,18 +149,18 @@ def test_resuming_with_other_text_or_settings_is_refused_and_loses_nothing(lm, t
 
     path = tmp_path / "memory"
     with pytest.raises(KeyboardInterrupt):
-        build(stopping(), path, lm=lm, segment_rows=150)
+        build(stopping(), path, lm=lm, segment_entries=150)
     before = contents(path)
     changed = [Document("d0", "text.jsonl:1", "Other text."), *documents(11, start=1)]
     with pytest.raises(DatastoreError, match=r"text\.jsonl:1.*changed"):
-        build(changed, path, lm=lm, segment_rows=150)
+        build(changed, path, lm=lm, segment_entries=150)
     with pytest.raises(DatastoreError, match="unfinished build of more text"):
-        build(documents(1), path, lm=lm, segment_rows=150)
+        build(documents(1), path, lm=lm, segment_entries=150)
     with pytest.raises(DatastoreError, match=r"another window \(context 128, now 64\)"):
-        build(documents(12), path, lm=lm, window=WindowShape(64, 32), segment_rows=150)
+        build(documents(12), path, lm=lm, window=WindowShape(64, 32), segment_entries=150)
     other = CausalLM(tiny("llama", seed=4), tiny_tokenizer(), name="other")
     with pytest.raises(DatastoreError, match=r"another model \(name tiny-llama, now other\)"):
-        build(documents(12), path, lm=other, segment_rows=150)
+        build(documents(12), path, lm=other, segment_entries=150)
     assert contents(path) == before
 
 
@@ -196,7 +197,7 @@ class Scaled(torch.nn.Module):
 @pytest.mark.parametrize(("factor", "shift"), [(1.0, 0.0), (1e6, 0.0), (1.0, 3000.0), (20.0, 1e5), (1e9, 1e8)])
 def test_keys_beyond_float16_are_scaled_and_recorded_never_infinite(tmp_path, factor, shift):
     lm = large_model(factor, shift)
-    store = build(documents(6), tmp_path / "memory", lm=lm, segment_rows=100)
+    store = build(documents(6), tmp_path / "memory", lm=lm, segment_entries=100)
     for segment in store.segments:
         stored = np.load(tmp_path / "memory" / "segments" / f"{segment.id:06d}" / "keys.npy")
         assert np.isfinite(stored).all()
@@ -265,7 +266,7 @@ def test_float32_keys_are_the_models_own(lm, tmp_path):
 
 @pytest.fixture
 def broken(lm, tmp_path):
-    build(documents(6), tmp_path / "memory", lm=lm, segment_rows=100)
+    build(documents(6), tmp_path / "memory", lm=lm, segment_entries=100)
     return tmp_path / "memory"
 
 
@@ -349,7 +350,7 @@ def test_a_folder_that_is_no_memory_and_a_newer_format_say_so(broken, tmp_path):
     with sqlite3.connect(broken / "catalog.db") as connection:
         connection.execute("UPDATE meta SET value = '99' WHERE key = 'format'")
     connection.close()
-    with pytest.raises(DatastoreError, match="format version 99, this knnlm reads versions up to 5"):
+    with pytest.raises(DatastoreError, match="format version 99, this knnlm reads version 1"):
         Datastore.open(broken)
 
 
@@ -393,7 +394,7 @@ def test_a_full_disk_is_one_clear_line_and_the_build_goes_on_when_there_is_room(
                     resource.setrlimit(resource.RLIMIT_FSIZE, (4000, 4000))
                 yield document
         try:
-            build(stopping(), sys.argv[1], lm=lm, segment_rows=150)
+            build(stopping(), sys.argv[1], lm=lm, segment_entries=150)
         except DatastoreError as error:
             print(error)
             sys.exit(7)
@@ -405,7 +406,7 @@ def test_a_full_disk_is_one_clear_line_and_the_build_goes_on_when_there_is_room(
     assert "run the same command again" in result.stdout.replace("\n", " ")
     kept = len(list((path / "segments").glob("[0-9]*[0-9]")))
     assert kept >= 1
-    store = build(documents(12), path, lm=lm, segment_rows=150)
+    store = build(documents(12), path, lm=lm, segment_entries=150)
     assert store.catalog.document_count() == 12
     assert not list((path / "segments").glob("*.partial"))
 
@@ -424,9 +425,9 @@ RSS = """
             for number in range(count):
                 file.write(json.dumps({{"text": documents(1, words=200, start=number)[0].text}}) + chr(10))
         return read_documents(sys.argv[1] + "/text.jsonl")
-    build(many(100), sys.argv[1] + "/warm", lm=lm, segment_rows=2000)
+    build(many(100), sys.argv[1] + "/warm", lm=lm, segment_entries=2000)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    store = build(many(int(sys.argv[2])), sys.argv[1] + "/memory", lm=lm, segment_rows=2000)
+    store = build(many(int(sys.argv[2])), sys.argv[1] + "/memory", lm=lm, segment_entries=2000)
     after = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     print(store.bytes, (after - before) * 1024)
 """
@@ -448,7 +449,7 @@ def test_peak_memory_does_not_grow_with_the_corpus(tmp_path):
 
 
 def test_a_store_of_many_segments_needs_few_file_handles(lm, tmp_path):
-    build(documents(80), tmp_path / "memory", lm=lm, segment_rows=1)
+    build(documents(80), tmp_path / "memory", lm=lm, segment_entries=1)
     script = textwrap.dedent("""
         import resource, sys, torch
         from knnlm import Datastore
@@ -494,3 +495,33 @@ def test_tokens_that_the_model_does_not_have_are_damage(broken):
     store = Datastore.open(broken, check=False)  # checksums would tell before
     with pytest.raises(DatastoreCorrupt, match="holds a token that its model does not have"):
         store.values(torch.arange(store.rows))
+
+
+def test_verbs_change_the_store_and_show_the_change(lm, tmp_path):
+    store = build(documents(4), tmp_path / "m", lm=lm, segment_entries=150)
+    before = store.rows
+    added = store.add(documents(1, start=9), lm=lm)
+    assert (added.documents, store.rows) == (1, before + added.tokens)
+    assert [document.id for document in store.documents()][-1] == "d9"
+    removed = store.remove(document="d9")
+    assert (store.rows, removed.tokens) == (before, added.tokens)
+    assert store.compact().purged
+    assert (store.rows, store.stale, store.row_numbers.whole) == (before, False, True)
+    assert store.verify(deep=True).sound
+    assert store.build_index("Flat") == "Flat"
+    with closing(store.compress(tmp_path / "small", keys="int8")) as small:
+        assert (small.rows, small.storage) == (before, "int8")
+    store.export(tmp_path / "out")
+    assert any((tmp_path / "out").iterdir())
+    store.close()
+
+
+def test_a_store_that_an_index_was_opened_on_stays_a_snapshot(lm, tmp_path):
+    store = build(documents(4), tmp_path / "m", lm=lm, segment_entries=150)
+    before = store.rows
+    open_index(store)
+    removed = store.remove(document="d0")
+    assert (store.rows, store.stale) == (before, True)
+    with closing(store.reopen()) as newer:
+        assert newer.rows == before - removed.tokens
+    store.close()

@@ -40,7 +40,7 @@ SOURCE = Path(knnlm.__file__).parent
 def mapped(lm, tmp_path_factory):
     """A small memory with everything: pruned, counted, mapped, indexed, its text sorted."""
     folder = tmp_path_factory.mktemp("hostile")
-    with closing(build(documents(4), folder / "built", lm=lm, segment_rows=80)) as store:
+    with closing(build(documents(4), folder / "built", lm=lm, segment_entries=80)) as store:
         keep, counts = torch.arange(0, store.key_count, 2), torch.full((store.key_count,), 2.0)
         made = derive(store, folder / "memory", keep=keep, counts=counts, key_map=principal_components(store, 6))
     build_index(made, "Flat")

@@ -26,7 +26,7 @@ WINDOW = WindowShape(24, 12)
 def small(lm, tmp_path_factory):
     """A memory whose windows are short, so that documents take several."""
     path = tmp_path_factory.mktemp("small") / "memory"
-    return build(documents(12), path, lm=lm, window=WINDOW, segment_rows=200)
+    return build(documents(12), path, lm=lm, window=WINDOW, segment_entries=200)
 
 
 @pytest.fixture(scope="module")

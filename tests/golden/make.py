@@ -28,7 +28,7 @@ def make(path: Path, lm: CausalLM) -> None:
     first, second, third, other = documents(4, words=8)
     described = replace(first, fields={"year": 2024, "customer": "acme"})
     with tempfile.TemporaryDirectory() as folder:
-        built = build([described, other, second], Path(folder) / "built", lm=lm, segment_rows=30)
+        built = build([described, other, second], Path(folder) / "built", lm=lm, segment_entries=30)
         keep = torch.arange(0, built.key_count, 3)
         counts = torch.arange(built.key_count) % 4 + 1.0
         pruned = derive(built, Path(folder) / "pruned", keep=keep, counts=counts)

@@ -167,7 +167,9 @@ def act(order: dict[str, Any]) -> None:
 def build_memory(path: Path, order: dict[str, Any]) -> None:
     from knnlm.ingest.build import build
 
-    build(documents(order.get("count", 5)), path, lm=LM, segment_rows=ROWS, keys=order.get("keys", "float16")).close()
+    build(
+        documents(order.get("count", 5)), path, lm=LM, segment_entries=ROWS, keys=order.get("keys", "float16")
+    ).close()
 
 
 def add_documents(path: Path, order: dict[str, Any]) -> None:

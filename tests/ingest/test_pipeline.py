@@ -55,12 +55,12 @@ def threads() -> set[str]:
 
 
 SHAPES = [
-    {"segment_rows": 150},
-    {"segment_rows": 1},
-    {"segment_rows": 100_000},
-    {"segment_rows": 333, "batch_tokens": 77, "window": WindowShape(32, 16)},
-    {"segment_rows": 333, "batch_tokens": 4096, "window": WindowShape(31, 7)},
-    {"segment_rows": 250, "batch_tokens": 1, "window": WindowShape(64, 64)},
+    {"segment_entries": 150},
+    {"segment_entries": 1},
+    {"segment_entries": 100_000},
+    {"segment_entries": 333, "batch_tokens": 77, "window": WindowShape(32, 16)},
+    {"segment_entries": 333, "batch_tokens": 4096, "window": WindowShape(31, 7)},
+    {"segment_entries": 250, "batch_tokens": 1, "window": WindowShape(64, 64)},
 ]
 
 
@@ -82,10 +82,10 @@ def test_the_bytes_are_those_of_the_plain_way(lm, tmp_path, piped, shape):
 @pytest.mark.parametrize(("factor", "shift"), [(1.0, 3000.0), (1.0, 3e4), (1e6, 0.0), (20.0, 1e5), (1e9, 1e8)])
 def test_large_keys_are_stored_as_in_the_plain_way(tmp_path, piped, factor, shift):
     lm = large_model(factor, shift)
-    plain = build(documents(8), tmp_path / "plain", lm=lm, segment_rows=100)
+    plain = build(documents(8), tmp_path / "plain", lm=lm, segment_entries=100)
     assert plain.offset is not None
     piped()
-    store = build(documents(8), tmp_path / "piped", lm=lm, segment_rows=100, keep_on_device=True)
+    store = build(documents(8), tmp_path / "piped", lm=lm, segment_entries=100, keep_on_device=True)
     assert contents(tmp_path / "piped") == contents(tmp_path / "plain")
     assert (store.resident_keys is None) == any(row.scale != 1.0 for row in store.segments)
 
@@ -94,42 +94,44 @@ def test_segments_before_and_after_one_of_too_large_keys_are_right(tmp_path, pip
     # So large that some segments have a key beyond half of float16's range, and others do not.
     for step in range(40):
         lm = large_model(5000 * 1.1**step)
-        plain = build(documents(12), tmp_path / f"plain{step}", lm=lm, segment_rows=1)
+        plain = build(documents(12), tmp_path / f"plain{step}", lm=lm, segment_entries=1)
         scales = [row.scale for row in plain.segments]
         if scales[0] == scales[-1] == 1.0 and max(scales) > 1.0:
             break
     else:
         pytest.fail("no such size")
     piped()
-    store = build(documents(12), tmp_path / "piped", lm=lm, segment_rows=1, keep_on_device=True)
+    store = build(documents(12), tmp_path / "piped", lm=lm, segment_entries=1, keep_on_device=True)
     assert contents(tmp_path / "piped") == contents(plain.path)
     assert store.resident_keys is None
 
 
 def test_float32_keys_go_the_plain_way(lm, tmp_path, piped):
-    build(documents(4), tmp_path / "plain", lm=lm, keys="float32", segment_rows=150)
+    build(documents(4), tmp_path / "plain", lm=lm, keys="float32", segment_entries=150)
     piped()
-    store = build(documents(4), tmp_path / "piped", lm=lm, keys="float32", segment_rows=150, keep_on_device=True)
+    store = build(documents(4), tmp_path / "piped", lm=lm, keys="float32", segment_entries=150, keep_on_device=True)
     assert contents(tmp_path / "piped") == contents(tmp_path / "plain")
     assert store.resident_keys is None
 
 
 def test_a_device_without_room_is_relieved_and_then_passed_by(lm, tmp_path, piped, monkeypatch):
-    build(documents(12), tmp_path / "plain", lm=lm, segment_rows=150)
+    build(documents(12), tmp_path / "plain", lm=lm, segment_entries=150)
     piped()
     for name, rooms in {"never": [], "at first": [10**9, 10**9], "later": [10**9, 0, 0, 0, 0, 0, 10**9]}.items():
         left = iter(rooms)
         monkeypatch.setattr(builder, "room", lambda _, left=left: next(left, 0))
-        store = build(documents(12), tmp_path / name, lm=lm, segment_rows=150, keep_on_device=True)
+        store = build(documents(12), tmp_path / name, lm=lm, segment_entries=150, keep_on_device=True)
         assert contents(tmp_path / name) == contents(tmp_path / "plain")
         assert store.resident_keys is None
 
 
 def test_keys_that_stay_on_the_device_are_the_stored_ones(lm, tmp_path, piped):
-    assert build(documents(12), tmp_path / "plain", lm=lm, segment_rows=150, keep_on_device=True).resident_keys is None
+    assert (
+        build(documents(12), tmp_path / "plain", lm=lm, segment_entries=150, keep_on_device=True).resident_keys is None
+    )
     piped()
-    assert build(documents(12), tmp_path / "without", lm=lm, segment_rows=150).resident_keys is None
-    store = build(documents(12), tmp_path / "piped", lm=lm, segment_rows=150, keep_on_device=True)
+    assert build(documents(12), tmp_path / "without", lm=lm, segment_entries=150).resident_keys is None
+    store = build(documents(12), tmp_path / "piped", lm=lm, segment_entries=150, keep_on_device=True)
     assert [len(keys) for keys in store.resident_keys] == [row.rows for row in store.segments]
     assert all(keys.dtype == torch.float16 and not keys.is_inference() for keys in store.resident_keys)
     assert torch.equal(torch.cat(store.resident_keys).float(), store.take(torch.arange(store.rows)))
@@ -156,10 +158,10 @@ def test_progress_counts_every_byte_once(lm, tmp_path, piped):
 
     total = sum(len(document.text.encode()) for document in text)
     with pytest.raises(RuntimeError):
-        build(stopping(), tmp_path / "memory", lm=lm, segment_rows=150, progress=Bar)
+        build(stopping(), tmp_path / "memory", lm=lm, segment_entries=150, progress=Bar)
     assert 0 < sum(counted) < total
     counted.clear()
-    build(text, tmp_path / "memory", lm=lm, segment_rows=150, progress=Bar)
+    build(text, tmp_path / "memory", lm=lm, segment_entries=150, progress=Bar)
     assert sum(counted) == total
     assert len(counted) > 4
     assert totals == [None, total]
@@ -176,7 +178,7 @@ def test_progress_of_files_is_by_their_bytes(lm, tmp_path):
     lines = "".join(json.dumps({"text": document.text, "id": document.id}) + "\n" for document in documents(12))
     (tmp_path / "text.jsonl.gz").write_bytes(gzip.compress(lines.encode()))
     size = (tmp_path / "text.jsonl.gz").stat().st_size
-    build(read_documents(tmp_path / "text.jsonl.gz"), tmp_path / "store", lm=lm, segment_rows=150, progress=bar)
+    build(read_documents(tmp_path / "text.jsonl.gz"), tmp_path / "store", lm=lm, segment_entries=150, progress=bar)
     assert totals == [(size, "bytes")]
     assert sum(counted) == size
     counted.clear()
@@ -190,7 +192,7 @@ def test_progress_of_files_is_by_their_bytes(lm, tmp_path):
 
 @pytest.fixture
 def whole(lm, tmp_path):
-    build(documents(12), tmp_path / "whole", lm=lm, segment_rows=150)
+    build(documents(12), tmp_path / "whole", lm=lm, segment_entries=150)
     return contents(tmp_path / "whole")
 
 
@@ -203,7 +205,7 @@ def test_an_error_of_the_source_comes_after_all_before_it_is_stored(lm, tmp_path
     piped()
     for name, error in {"memory": OSError("gone"), "stopped": KeyboardInterrupt()}.items():
         with pytest.raises(type(error)):
-            build(stopping(error), tmp_path / name, lm=lm, segment_rows=150)
+            build(stopping(error), tmp_path / name, lm=lm, segment_entries=150)
         assert not threads()
     done = sum(len(group.documents) for group in grouped(lm, documents(count)) if group.rows >= 150)
     with pytest.raises(DatastoreError, match=f"{done} documents are in"):
@@ -212,7 +214,7 @@ def test_an_error_of_the_source_comes_after_all_before_it_is_stored(lm, tmp_path
         catalog = Catalog.open(tmp_path / name / "catalog.db")
         resumed = catalog.document_count() > 0
         catalog.close()
-        store = build(documents(12), tmp_path / name, lm=lm, segment_rows=150, keep_on_device=True)
+        store = build(documents(12), tmp_path / name, lm=lm, segment_entries=150, keep_on_device=True)
         assert contents(tmp_path / name) == whole
         assert (store.resident_keys is None) == resumed
 
@@ -236,14 +238,14 @@ def test_an_error_of_the_model_leaves_what_was_read_before_it(lm, tmp_path, pipe
     with monkeypatch.context() as patch:
         patch.setattr(CausalLM, "forward", failing)
         with pytest.raises(error):
-            build(documents(12), tmp_path / "memory", lm=lm, segment_rows=150, batch_tokens=1024)
+            build(documents(12), tmp_path / "memory", lm=lm, segment_entries=150, batch_tokens=1024)
     assert not threads()
     # Each segment is one batch here, after one pass that calibrates.
     with pytest.raises(DatastoreError, match="unfinished build") as caught:
         Datastore.open(tmp_path / "memory")
     done = sum(len(group.documents) for group in grouped(lm, documents(12))[: max(0, passes - 2)])
     assert f"{done} documents are in" in str(caught.value)
-    build(documents(12), tmp_path / "memory", lm=lm, segment_rows=150)
+    build(documents(12), tmp_path / "memory", lm=lm, segment_entries=150)
     assert contents(tmp_path / "memory") == whole
 
 
@@ -264,10 +266,10 @@ def test_a_full_disk_is_our_error_and_the_build_goes_on_when_there_is_room(
     with monkeypatch.context() as patch:
         patch.setattr(segment.os, "fsync", failing)
         with pytest.raises(DatastoreError, match=r"Cannot write .*: No space left on device"):
-            build(documents(12), tmp_path / "memory", lm=lm, segment_rows=150)
+            build(documents(12), tmp_path / "memory", lm=lm, segment_entries=150)
     assert not threads()
     kept = {name: data for name, data in contents(tmp_path / "memory").items() if name.endswith(".npy")}
-    build(documents(12), tmp_path / "memory", lm=lm, segment_rows=150)
+    build(documents(12), tmp_path / "memory", lm=lm, segment_entries=150)
     assert contents(tmp_path / "memory") == whole
     for name, data in kept.items():
         assert "partial" in name or whole[name] == data
@@ -289,7 +291,7 @@ KILLED = """
     builder.sync_folder = dying(builder.sync_folder)
     catalog.Catalog.add_segment = dying(catalog.Catalog.add_segment)
     lm = CausalLM(tiny("llama"), tiny_tokenizer(), name="tiny-llama")
-    build(documents(12), sys.argv[1], lm=lm, segment_rows=150)
+    build(documents(12), sys.argv[1], lm=lm, segment_entries=150)
 """
 
 
@@ -299,7 +301,7 @@ def test_a_build_killed_at_any_write_resumes_and_ends_with_the_same_bytes(lm, tm
     arguments = [sys.executable, "-c", script, str(tmp_path / "killed"), str(writes)]
     assert subprocess.run(arguments, check=False).returncode == -signal.SIGKILL
     piped()
-    build(documents(12), tmp_path / "killed", lm=lm, segment_rows=150)
+    build(documents(12), tmp_path / "killed", lm=lm, segment_entries=150)
     assert contents(tmp_path / "killed") == whole
 
 
@@ -310,7 +312,7 @@ def test_a_model_that_gives_nan_is_an_error_with_the_place(tmp_path, piped):
         lm.model.transformer.wte.weight[lm.encode("é")[0]] = torch.nan
     bad = Document("bad", "bad.txt", "A café in the library.")
     with pytest.raises(ModelError, match=r"undefined hidden states at transformer\.h\.2\.mlp \(among .* bad\.txt"):
-        build([*documents(2), bad, *documents(6, start=2)], tmp_path / "memory", lm=lm, segment_rows=1)
+        build([*documents(2), bad, *documents(6, start=2)], tmp_path / "memory", lm=lm, segment_entries=1)
     with pytest.raises(DatastoreError, match="2 documents are in"):
         Datastore.open(tmp_path / "memory")
 

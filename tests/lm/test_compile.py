@@ -136,7 +136,7 @@ def test_where_compiling_fails_one_warning_is_given_and_keys_are_the_models_own(
     assert attributes(lm.model) == before
 
 
-TEXT = {"segment_rows": 300, "batch_tokens": 64, "window": WindowShape(16, 8)}
+TEXT = {"segment_entries": 300, "batch_tokens": 64, "window": WindowShape(16, 8)}
 
 
 @pytest.fixture

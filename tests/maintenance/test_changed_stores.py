@@ -9,15 +9,15 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
-import knnlm
 from helpers.checksums import seal
 from helpers.damage import flip, named
 from helpers.format import read_store
 from helpers.stores import documents, documents_by_hash
 from knnlm.datastore.indexes import build_index, open_index
-from knnlm.datastore.remove import evidence
+from knnlm.datastore.remove import evidence, remove
 from knnlm.datastore.store import Datastore
 from knnlm.datastore.suffix_array import open_suffixes
+from knnlm.ingest.add import add
 from knnlm.ingest.build import build
 from knnlm.maintenance.export import export
 from knnlm.maintenance.merge import merge
@@ -29,13 +29,13 @@ from knnlm.maintenance.verify import verify
 def changed(lm, tmp_path):
     """A store of ten documents, of which two were removed, and two that were added."""
     path = tmp_path / "store"
-    store = build(documents(10), path, lm=lm, segment_rows=150)
+    store = build(documents(10), path, lm=lm, segment_entries=150)
     build_index(store, "Flat")
     open_suffixes(store)
     store.close()
-    knnlm.add(documents(2, start=20), path, lm=lm)
+    add(documents(2, start=20), path, lm=lm)
     for name in ("d3", "d7"):
-        knnlm.remove(path, document=name)
+        remove(path, document=name)
     return path
 
 
@@ -74,9 +74,7 @@ def test_repair_keeps_the_rest_and_removed_documents_stay_removed(changed, lm):
             assert store.values(rows).tolist() == lm.encode(texts[document.id])
         keys = store.take(torch.arange(store.key_count))
         assert open_index(store).search(keys[::19], 1).distances.max() < 1e-5
-    knnlm.add(
-        [document for document in documents(10) if document.id in {lost.id for lost in done.lost}], changed, lm=lm
-    )
+    add([document for document in documents(10) if document.id in {lost.id for lost in done.lost}], changed, lm=lm)
     with closing(Datastore.open(changed)) as store:
         assert {document.id for document in store.documents()} == REMAINING
     assert verify(changed, deep=True).sound
@@ -114,6 +112,6 @@ def test_readers_survive_a_repair_and_the_next_writer_deletes_old_files(changed,
         assert reader.reopen().generation > generation
         assert any(holding.path == "lost" for holding in evidence(changed).bytes)
     assert verify(changed, deep=True).sound
-    knnlm.add(documents(1, start=40), changed, lm=lm)
+    add(documents(1, start=40), changed, lm=lm)
     assert not (changed / "segments/000001").exists()
     assert verify(changed, deep=True).sound

@@ -65,7 +65,7 @@ def test_raw_arrays_become_a_store_with_the_same_numbers(peer, lm, tmp_path, nam
     paths = write(folder, keys, values, key=key, value=value)
     # Where two pairs of types fit the lengths, they must be given.
     types = {"key_dtype": key, "value_dtype": value} if value in ("int16", "int32") and name == "fairseq" else {}
-    done = import_arrays(*paths, out=tmp_path / "m", lm=lm, format=name, segment_rows=50, **types)
+    done = import_arrays(*paths, out=tmp_path / "m", lm=lm, format=name, segment_entries=50, **types)
     assert (done.tokens, done.key_dtype, done.value_dtype) == (120, key, value)
     assert done.agreement > 0.9
     with closing(Datastore.open(tmp_path / "m")) as store:
@@ -160,7 +160,7 @@ def test_lengths_are_checked_before_anything_is_allocated(peer, lm, tmp_path):
 def test_interrupted_import_resumes(peer, lm, tmp_path, monkeypatch):
     folder, keys, values = peer
     paths = write(folder, keys, values)
-    import_arrays(*paths, out=tmp_path / "whole", lm=lm, segment_rows=30)
+    import_arrays(*paths, out=tmp_path / "whole", lm=lm, segment_entries=30)
     original, calls = Catalog.add_segment, []
 
     def stopped(self, *args, **options):
@@ -171,14 +171,14 @@ def test_interrupted_import_resumes(peer, lm, tmp_path, monkeypatch):
 
     monkeypatch.setattr(Catalog, "add_segment", stopped)
     with pytest.raises(KeyboardInterrupt):
-        import_arrays(*paths, out=tmp_path / "m", lm=lm, segment_rows=30)
+        import_arrays(*paths, out=tmp_path / "m", lm=lm, segment_entries=30)
     with pytest.raises(DatastoreError, match="unfinished"):
         Datastore.open(tmp_path / "m")
-    import_arrays(*paths, out=tmp_path / "m", lm=lm, segment_rows=30)
+    import_arrays(*paths, out=tmp_path / "m", lm=lm, segment_entries=30)
     with closing(Datastore.open(tmp_path / "m")) as one, closing(Datastore.open(tmp_path / "whole")) as two:
         assert one.fingerprint == two.fingerprint
     with pytest.raises(DatastoreError, match="already a finished store"):
-        import_arrays(*paths, out=tmp_path / "m", lm=lm, segment_rows=30)
+        import_arrays(*paths, out=tmp_path / "m", lm=lm, segment_entries=30)
 
 
 def test_file_name_of_an_import_is_erased_with_its_document(peer, lm, tmp_path):
@@ -186,7 +186,7 @@ def test_file_name_of_an_import_is_erased_with_its_document(peer, lm, tmp_path):
     secret = tmp_path / "secret"
     secret.mkdir()
     paths = [path.rename(secret / f"CUSTOMER_{path.name}") for path in write(tmp_path, keys, values)]
-    import_arrays(*paths, out=tmp_path / "m", lm=lm, segment_rows=60)
+    import_arrays(*paths, out=tmp_path / "m", lm=lm, segment_entries=60)
     with closing(Catalog.open(tmp_path / "m" / "catalog.db", write=True)) as catalog:
         about = catalog.get("derived")["import"]
         assert about == {"format": "knn-transformers", "entries": 120}
@@ -204,7 +204,7 @@ def read_back(folder):
 
 
 def test_export_has_every_entry_of_the_store(lm, tmp_path):
-    store = build(documents(7), tmp_path / "m", lm=lm, segment_rows=100)
+    store = build(documents(7), tmp_path / "m", lm=lm, segment_entries=100)
     done = export(tmp_path / "m", tmp_path / "out", file_entries=64)
     table = read_back(tmp_path / "out")
     assert (len(table), done.entries, done.files) == (store.rows, store.rows, -(-store.rows // 64))

@@ -43,7 +43,7 @@ def three(lm, tmp_path_factory):
     """Stores of d0…d5, d4…d9 and d9…d11: d4, d5 and d9 are in two."""
     folder = tmp_path_factory.mktemp("merge")
     stores = [
-        build(documents(count, start=start), folder / f"m{start}", lm=lm, segment_rows=100)
+        build(documents(count, start=start), folder / f"m{start}", lm=lm, segment_entries=100)
         for start, count in ((0, 6), (4, 6), (9, 3))
     ]
     for store in stores:
@@ -82,9 +82,9 @@ def test_search_in_a_merged_store_equals_brute_force(three, tmp_path, lm):
 
 def test_two_halves_merge_to_the_bytes_of_the_whole(lm, tmp_path):
     """With segments that end where the halves do."""
-    whole = build(documents(6), tmp_path / "whole", lm=lm, segment_rows=1)
-    build(documents(3), tmp_path / "a", lm=lm, segment_rows=1).close()
-    build(documents(3, start=3), tmp_path / "b", lm=lm, segment_rows=1).close()
+    whole = build(documents(6), tmp_path / "whole", lm=lm, segment_entries=1)
+    build(documents(3), tmp_path / "a", lm=lm, segment_entries=1).close()
+    build(documents(3, start=3), tmp_path / "b", lm=lm, segment_entries=1).close()
     merge([tmp_path / "a", tmp_path / "b"], tmp_path / "merged")
     files = {name: data for name, data in tree(tmp_path / "merged").items() if name.startswith("segments/")}
     assert files == {name: data for name, data in tree(whole.path).items() if name.startswith("segments/")}

@@ -44,7 +44,7 @@ from knnlm.mixture.mixture import Mixture
 def original(lm, tmp_path_factory):
     """A store of ten documents in five segments, with an index and a suffix array."""
     path = tmp_path_factory.mktemp("original") / "store"
-    store = build(documents(10), path, lm=lm, segment_rows=150)
+    store = build(documents(10), path, lm=lm, segment_entries=150)
     build_index(store, "IVF4,Flat")
     open_suffixes(store)
     store.close()
@@ -273,7 +273,7 @@ def test_repair_of_an_unfinished_build_keeps_the_beginning_and_the_build_resumes
     flip(path / "segments/000002/values.npy", -1)
     done = repair(path)
     assert done.segments == (2, 3, 4)
-    build(documents(10), path, lm=lm, segment_rows=150).close()
+    build(documents(10), path, lm=lm, segment_entries=150).close()
     assert verify(path, deep=True).sound
     for name in (name for name in whole if name.endswith(".npy") and name.startswith("segments/")):
         assert (path / name).read_bytes() == whole[name]

@@ -72,7 +72,7 @@ class Forwards:
 def place(lm, tmp_path_factory):
     """A folder with a memory, its trained output matrix, and a second model."""
     folder = tmp_path_factory.mktemp("report")
-    store = build(STORED, folder / "memory", lm=lm, segment_rows=500)
+    store = build(STORED, folder / "memory", lm=lm, segment_entries=500)
     train_output(store, folder / "memory" / "output", device="cpu")
     second = CausalLM(tiny("llama", seed=1), tiny_tokenizer(), name="second")
     second.model.save_pretrained(folder / "second")

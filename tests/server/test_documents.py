@@ -8,13 +8,14 @@ import time
 
 import pytest
 
-import knnlm
 from helpers.models import tiny, tiny_tokenizer
 from helpers.server import serving
 from helpers.stores import documents
 from knnlm import corpus
 from knnlm.corpus import Document
+from knnlm.datastore.remove import remove
 from knnlm.errors import CorpusError
+from knnlm.ingest.add import add
 from knnlm.ingest.build import build
 from knnlm.lm.causal import CausalLM
 from knnlm.mixture.mixture import Mixture
@@ -84,7 +85,7 @@ def test_fields_that_are_sent_are_kept_as_those_of_a_file(server, lm, tmp_path):
         assert client.post("/v1/documents", json={"documents": new}).json()["added"] == 2
         record = {"id": "read", "text": NEW + " And again.", **FIELDS}
         (tmp_path / "new.jsonl").write_text(json.dumps(record))
-        knnlm.add(list(corpus.read_documents(tmp_path / "new.jsonl")), path, lm=lm)
+        add(list(corpus.read_documents(tmp_path / "new.jsonl")), path, lm=lm)
         listed = client.get("/v1/documents", params={"limit": 200}).json()["documents"]
         found = {document["id"]: document["fields"] for document in listed}
         assert found["sent"] == found["read"] == FIELDS
@@ -92,7 +93,7 @@ def test_fields_that_are_sent_are_kept_as_those_of_a_file(server, lm, tmp_path):
         assert found["bare"] == {}
         number = next(document["number"] for document in listed if document["id"] == "sent")
         assert client.get(f"/v1/documents/{number}").json()["fields"] == FIELDS
-        assert {document.id for document in knnlm.remove(path, where="customer=acme").documents} == {"sent", "read"}
+        assert {document.id for document in remove(path, where="customer=acme").documents} == {"sent", "read"}
         assert {"sent", "bare", "read"} & ids(client) == {"bare"}
 
 
@@ -158,7 +159,7 @@ def test_a_memory_that_another_process_changes_is_opened_anew_under_texts_in_fli
         thread.start()
         while not scheduler.tokens_generated:
             pass
-        knnlm.add([Document(id="zebra", source="notes", text=NEW)], path, lm=lm)
+        add([Document(id="zebra", source="notes", text=NEW)], path, lm=lm)
         with server.client(ADMIN) as other:
             assert nearest(other)["document"] == "zebra"
         thread.join(60)
@@ -173,7 +174,7 @@ def test_who_comes_while_the_memory_is_looked_at_finds_what_was_added_before(ser
     def slowly(mixture):
         found = reload_if_stale(mixture)
         if not late:
-            knnlm.add([Document(id="zebra", source="notes", text=NEW)], path, lm=lm)
+            add([Document(id="zebra", source="notes", text=NEW)], path, lm=lm)
             prompt = lm.prompt(NEW[: NEW.index(" sleeps")])
             late.append(scheduler.submit(GenerationRequest(tuple(prompt), 1, sources=1, ignore_eos=True)))
         return found
@@ -249,7 +250,7 @@ def test_words_of_a_removed_document_are_not_told_again(server, lm):
                 number = client.get("/v1/documents", params={"query": "zebra"}).json()["documents"][0]["number"]
                 assert client.delete(f"/v1/documents/{number}").json() == {"removed": 1}
             else:
-                knnlm.remove(path, document="zebra")
+                remove(path, document="zebra")
                 client.post("/v1/completions", json={"prompt": "a", "max_tokens": 1})
             answer = client.post("/v1/rescore", json=trace)
             assert (answer.status_code, answer.json()["error"]["code"]) == (404, "trace_not_found")
@@ -282,7 +283,7 @@ def test_a_memory_that_cannot_be_opened_anew_fails_new_requests_only_and_comes_b
     thread.start()
     while not scheduler.tokens_generated:
         time.sleep(0.001)
-    knnlm.add([Document(id="zebra", source="notes", text=NEW)], path, lm=lm)
+    add([Document(id="zebra", source="notes", text=NEW)], path, lm=lm)
     segment = max((path / "segments").iterdir())
     segment.rename(path / "away")
     with server.client(ADMIN) as client:

@@ -198,7 +198,7 @@ def test_held_out_are_whole_documents_and_equal_texts_together(store):
 
 def test_by_default_whole_documents_are_held_out_where_there_are_enough(lm, tmp_path):
     made = documents(60, words=60)
-    store = build([*made, replace(made[0], id="again")], tmp_path / "memory", lm=lm, segment_rows=2000)
+    store = build([*made, replace(made[0], id="again")], tmp_path / "memory", lm=lm, segment_entries=2000)
     for seed in range(8):
         marked = hold_out(store, 0.02, seed=seed)
         inside = [marked[d.first_row : d.first_row + d.rows] for d in store.catalog.documents()]

@@ -356,7 +356,7 @@ def test_builds_and_copies_do_not_take_each_other_for_their_own(lm, store, tmp_p
     stopped_copy(store, tmp_path / "copy")
     before = contents(tmp_path / "copy")
     with pytest.raises(DatastoreError, match=r"copy is an unfinished copy of another memory, as knnlm prune and"):
-        build(documents(40), tmp_path / "copy", lm=lm, segment_rows=500)
+        build(documents(40), tmp_path / "copy", lm=lm, segment_entries=500)
     assert contents(tmp_path / "copy") == before
     assert derive(store, tmp_path / "copy", keep=torch.arange(0, store.rows, 2)).rows == store.rows
 
@@ -365,7 +365,7 @@ def test_builds_and_copies_do_not_take_each_other_for_their_own(lm, store, tmp_p
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        build(stopping(), tmp_path / "build", lm=lm, segment_rows=150)
+        build(stopping(), tmp_path / "build", lm=lm, segment_entries=150)
     with pytest.raises(DatastoreError, match="build is an unfinished build, not a copy"):
         derive(store, tmp_path / "build")
 
@@ -460,7 +460,7 @@ def test_merging_keeps_counts_in_the_memory_and_facts_add_up(tmp_path):
 
 def test_what_the_model_knows_is_dropped_by_its_probability_of_each_token(lm, tmp_path):
     made = documents(3, words=60)
-    store = build(made, tmp_path / "a", lm=lm, segment_rows=100, window=lm.window(48, 24))
+    store = build(made, tmp_path / "a", lm=lm, segment_entries=100, window=lm.window(48, 24))
     right = []
     for document in made:
         tokens = lm.encode(document.text)

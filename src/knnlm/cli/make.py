@@ -118,7 +118,7 @@ def add(
     documents = knnlm.read_documents(*text, text_field=text_field)
     with closing(knnlm.Datastore.open(store)) as opened:
         lm = _open_reader(opened, model, machine)
-        added = knnlm.add(documents, store, lm=lm, wait=wait, progress=bar)
+        added = opened.add(documents, lm=lm, wait=wait, progress=bar)
     seconds = time.perf_counter() - begin
     skipped = f" {count(added.skipped, 'document')} skipped: in the store already." if added.skipped else ""
     resumed = f" {count(added.resumed, 'document')} had been read before the interruption." if added.resumed else ""
@@ -147,7 +147,7 @@ def index(
 
     begin = time.perf_counter()
     opened = knnlm.Datastore.open(store)
-    built = knnlm.build_index(opened, spec, metric=metric, wait=wait, progress=bar)
+    built = opened.build_index(spec, metric=metric, wait=wait, progress=bar)
     seconds = time.perf_counter() - begin
     show(
         {"store": str(store), "index": built, "tokens": opened.rows, "seconds": seconds},
@@ -172,7 +172,7 @@ def compress(
 
     begin = time.perf_counter()
     opened = knnlm.Datastore.open(store)
-    copy = knnlm.compress(opened, out, keys=key_format, seed=seed, progress=bar)
+    copy = opened.compress(out, keys=key_format, seed=seed, progress=bar)
     tokens, seconds = max(1, opened.rows), time.perf_counter() - begin
     before, after = opened.bytes / tokens, copy.bytes / tokens
     result = {"store": str(store), "out": str(out), "key_format": copy.storage, "tokens": opened.rows}

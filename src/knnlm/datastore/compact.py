@@ -44,20 +44,20 @@ class Compacted:
 
 
 def compact(
-    path: str | Path, *, segment_rows: int | None = None, wait: float = 0.0, progress: Progress = silent
+    path: str | Path, *, segment_entries: int | None = None, wait: float = 0.0, progress: Progress = silent
 ) -> Compacted:
-    """Purge what was removed, merge small segments into ones of `segment_rows`, and make the index again.
+    """Purge what was removed, merge small segments into ones of `segment_entries`, and make the index again.
 
     Waits so many seconds for another writer, and at the end for those who read the old files.
     """
     folder = Path(path)
-    if segment_rows is not None and segment_rows < 1:
-        raise ParameterError(f"segment rows must be at least 1, not {segment_rows}.")
+    if segment_entries is not None and segment_entries < 1:
+        raise ParameterError(f"segment entries must be at least 1, not {segment_entries}.")
     with writer_lock(folder, wait=wait), closing(Catalog.open(folder / CATALOG_FILE, write=True)) as catalog:
         check_complete(catalog)
         purge(folder, catalog, keep_pending=False)
         with closing(Datastore.open(folder)) as store:
-            rows = segment_rows or catalog.get("segment_rows") or _ROWS
+            rows = segment_entries or catalog.get("segment_entries") or _ROWS
             work = _Compaction(store, catalog, _plan(store, rows), progress)
             work.run()
             dropped, before = store.row_numbers.total - store.rows, len(store.segments)

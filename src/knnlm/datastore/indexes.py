@@ -124,6 +124,7 @@ def open_index(
     Where a GPU can hold all keys, exact search there is faster than any index on the CPU, so that one is used only
     where its own distances are wanted. `keys` is what the GPU holds keys in; int8 gives distances to rounded keys.
     """
+    store.pinned = True
     if (rerank or keys == "int8") and has_kernels(device) and fits_on_device(store.keys, device, keys):
         return ExactIndex(store.keys, metric=metric, device=device, key_dtype=keys)
     for row, covered in stored_indexes(store) if store.trust_index else []:

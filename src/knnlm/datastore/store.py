@@ -24,12 +24,12 @@ What the catalog of a memory says about its keys. Knows nothing about the keys t
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
-from contextlib import closing
+from collections.abc import Iterable, Iterator
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -58,6 +58,16 @@ from knnlm.datastore.segments import MANY, Arrays, array_shapes, check_facts, ch
 from knnlm.errors import DatastoreCorrupt, DatastoreError
 from knnlm.index.gpu.deferred import check_flag
 from knnlm.io import as_tensor
+from knnlm.progress import Progress, silent
+
+if TYPE_CHECKING:
+    from knnlm.corpus import Document
+    from knnlm.datastore.compact import Compacted
+    from knnlm.datastore.remove import Removed
+    from knnlm.ingest.add import Added
+    from knnlm.lm.causal import CausalLM
+    from knnlm.maintenance.export import ExportResult
+    from knnlm.maintenance.verify import Verification
 
 _LARGEST = 65504.0 / 2  # of float16, with room to add
 
@@ -231,6 +241,8 @@ class Datastore:
         self._values: dict[torch.device, Tensor] = {}
         # (n, D) float16 keys of each segment, where a build has left them on its device.
         self.resident_keys: list[Tensor] | None = None
+        # Whether an index or a mixture was opened on this object, and relies on the numbers of its entries.
+        self.pinned = False
 
     @classmethod
     def open(cls, path: str | Path, *, trust_index: bool = True, check: bool = True) -> Datastore:
@@ -498,8 +510,90 @@ class Datastore:
         end = min(document.first_row + document.rows, row + after)
         return self.values(torch.arange(begin, row)).tolist(), self.values(torch.arange(row, end)).tolist()
 
+    def add(
+        self, documents: Iterable[Document], *, lm: CausalLM, wait: float = 0.0, progress: Progress = silent
+    ) -> Added:
+        """Add documents, all or none, and show them in this store; see `knnlm.ingest.add`."""
+        from knnlm.ingest.add import add
+
+        with self._closed():
+            return add(documents, self.path, lm=lm, wait=wait, progress=progress)
+
+    def remove(
+        self,
+        *,
+        document: str | None = None,
+        source: str | None = None,
+        where: str | tuple[str, ...] = (),
+        dry_run: bool = False,
+        wait: float = 0.0,
+    ) -> Removed:
+        """Remove documents by id, by a pattern of their source or by `field=value`; see `knnlm.datastore.remove`."""
+        from knnlm.datastore.remove import remove
+
+        with self._closed():
+            return remove(self.path, document=document, source=source, where=where, dry_run=dry_run, wait=wait)
+
+    def compact(
+        self, *, segment_entries: int | None = None, wait: float = 0.0, progress: Progress = silent
+    ) -> Compacted:
+        """Erase removed documents, merge small segments and build the index again; see `knnlm.datastore.compact`."""
+        from knnlm.datastore.compact import compact
+
+        with self._closed():
+            return compact(self.path, segment_entries=segment_entries, wait=wait, progress=progress)
+
+    def verify(self, *, deep: bool = False, progress: Progress = silent) -> Verification:
+        """Check the files against the catalog; `deep` reads every byte."""
+        from knnlm.maintenance.verify import verify
+
+        return verify(self.path, deep=deep, trust_index=self.trust_index, progress=progress)
+
+    def build_index(
+        self, spec: str = "auto", *, metric: str = "l2", wait: float = 0.0, progress: Progress = silent
+    ) -> str:
+        """Build an index over the keys and return its spec, `exact` where none is needed."""
+        from knnlm.datastore.indexes import build_index
+
+        return build_index(self, spec, metric=metric, wait=wait, progress=progress)
+
+    def compress(
+        self, out: str | Path, *, keys: str = "codes", seed: int = 0, progress: Progress = silent
+    ) -> Datastore:
+        """Write a copy whose keys are stored as int8, pca256-int8, codes64 and so on, and open it."""
+        from knnlm.datastore.rewrite import compress
+
+        return compress(self, out, keys=keys, seed=seed, progress=progress)
+
+    def export(
+        self,
+        out: str | Path,
+        *,
+        format: str = "parquet",  # noqa: A002  (what the option is called)
+        progress: Progress = silent,
+    ) -> ExportResult:
+        """Write every entry as Parquet or Arrow files."""
+        from knnlm.maintenance.export import export
+
+        return export(self.path, out, format=format, progress=progress)
+
+    @contextmanager
+    def _closed(self) -> Iterator[None]:
+        """Close the store for a change, as an open one keeps replaced files in their place, and show the result.
+
+        A pinned store stays a snapshot: its index relies on the numbers of entries. `reopen` shows the change.
+        """
+        if self.pinned:
+            yield
+            return
+        self.close()
+        try:
+            yield
+        finally:
+            vars(self).update(vars(self.reopen()))
+
     def close(self) -> None:
-        """Let go of the files."""
+        """Close the files, and let writers remove those that were replaced."""
         self.catalog.close()
         if self.lease is not None:
             self.lease.close()

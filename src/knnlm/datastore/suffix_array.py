@@ -181,6 +181,7 @@ def open_suffixes(store: Datastore, *, progress: Progress = silent) -> SuffixArr
     Where they cannot be kept (a folder that may not be written, another process that is writing, a full disk), they
     stay in this process's memory, and the next opening makes them again.
     """
+    store.pinned = True
     expected = _expected(store)
     found = _load(store, expected)
     if found is not None:

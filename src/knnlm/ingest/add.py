@@ -24,7 +24,7 @@ from knnlm.datastore.staging import StagedAddition
 from knnlm.datastore.store import metadata_of, text_hash
 from knnlm.errors import ModelMismatch
 from knnlm.ingest.batches import groups
-from knnlm.ingest.build import Build, usual_segment_rows
+from knnlm.ingest.build import Build, usual_segment_entries
 from knnlm.ingest.pipeline import tokenised
 from knnlm.lm.causal import CausalLM
 from knnlm.lm.fingerprint import identity_difference
@@ -68,7 +68,7 @@ def add(
             new = _New(source, catalog, pending, advance)
             work = Build(folder, pending, lm, waiting, source, advance, compile=False, keep=False)
             with closing(tokenised(new, lm)) as pairs:
-                work.run(groups(pairs, catalog.get("segment_rows") or usual_segment_rows(lm)))
+                work.run(groups(pairs, catalog.get("segment_entries") or usual_segment_entries(lm)))
             advance(source.take_rest())
         count, tokens = pending.commit()
         return Added(count, tokens, new.skipped, new.resumed, catalog.generation)

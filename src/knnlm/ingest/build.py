@@ -63,7 +63,7 @@ def build(
     lm: CausalLM,
     window: WindowShape | None = None,
     keys: str = "float16",
-    segment_rows: int | None = None,
+    segment_entries: int | None = None,
     batch_tokens: int | None = None,
     compile: bool | None = None,  # noqa: A002  (what torch calls it)
     keep_on_device: bool = False,
@@ -78,15 +78,17 @@ def build(
     `language_model` names the model that the memory is for, if that is not the one that reads it.
     """
     storage = parse_storage(keys, width=lm.width)
-    segment_rows = segment_rows if segment_rows is not None else usual_segment_rows(lm)
+    segment_entries = segment_entries if segment_entries is not None else usual_segment_entries(lm)
     batch_tokens = batch_tokens if batch_tokens is not None else _batch_tokens(lm)
-    if segment_rows < 1 or batch_tokens < 1:
-        raise ParameterError(f"segment rows ({segment_rows}) and batch tokens ({batch_tokens}) must be at least 1.")
+    if segment_entries < 1 or batch_tokens < 1:
+        raise ParameterError(
+            f"segment entries ({segment_entries}) and batch tokens ({batch_tokens}) must be at least 1."
+        )
     folder = Path(path)
     check_folder(folder)
     created, empty = not folder.exists(), True
     with writer_lock(folder, create=True), _removing_if(lambda: created and empty, folder):
-        catalog = _begin(folder, lm, window or lm.window(), storage, segment_rows, batch_tokens)
+        catalog = _begin(folder, lm, window or lm.window(), storage, segment_entries, batch_tokens)
         try:
             source = DocumentMeter(documents)
             with progress("reading", total=source.total_bytes, unit="bytes") as advance:
@@ -94,7 +96,7 @@ def build(
                 waiting = DeferredEncoder(folder, catalog, storage, width=lm.width)
                 work = Build(folder, catalog, lm, waiting, source, advance, compile=compile, keep=keep_on_device)
                 with closing(tokenised(source, lm)) as pairs:
-                    work.run(groups(pairs, segment_rows))
+                    work.run(groups(pairs, segment_entries))
                 advance(source.take_rest())
             helped = {} if language_model is None else {LANGUAGE_MODEL: language_model}
             catalog.put(state="complete", **helped)
@@ -118,7 +120,7 @@ def _removing_if(unused: Callable[[], bool], folder: Path) -> Iterator[None]:
         raise
 
 
-def usual_segment_rows(lm: CausalLM) -> int:
+def usual_segment_entries(lm: CausalLM) -> int:
     """Choose how many rows make a segment. A stopped build loses the one that was begun: half a minute, not more."""
     if lm.device.type != "cuda":
         return 16_384 if lm.device.type == "cpu" else 65_536
@@ -133,14 +135,14 @@ def _batch_tokens(lm: CausalLM) -> int:
 
 
 def _begin(
-    folder: Path, lm: CausalLM, window: WindowShape, storage: Storage, segment_rows: int, batch_tokens: int
+    folder: Path, lm: CausalLM, window: WindowShape, storage: Storage, segment_entries: int, batch_tokens: int
 ) -> Catalog:
     """Make a new catalog, or open that of an unfinished build with the same settings."""
     settings: dict[str, Any] = {
         "model": lm.identity,
         "window": {"context": window.context, "stride": window.stride},
         "key_dtype": storage.dtype,
-        "segment_rows": segment_rows,
+        "segment_entries": segment_entries,
         "batch_tokens": batch_tokens,
     }
     if storage.fitted:

@@ -73,7 +73,7 @@ def import_arrays(
     key_dtype: str | None = None,
     value_dtype: str | None = None,
     window: WindowShape | None = None,
-    segment_rows: int = SEGMENT_ROWS,
+    segment_entries: int = SEGMENT_ROWS,
     check: bool = True,
     progress: Progress = silent,
 ) -> ImportResult:
@@ -92,8 +92,8 @@ def import_arrays(
         key_dtype=key_dtype,
         value_dtype=value_dtype,
     )
-    if segment_rows < 1:
-        raise ParameterError(f"segment_rows must be at least 1, not {segment_rows}.")
+    if segment_entries < 1:
+        raise ParameterError(f"segment_entries must be at least 1, not {segment_entries}.")
     shape = window or lm.window()
     agreement = check_sample(arrays, lm, window=shape, name=str(keys)) if check else None
     check_folder(folder)
@@ -101,7 +101,7 @@ def import_arrays(
     with writer_lock(folder, create=True):
         origin = {"format": format, "keys": Path(keys).name, "values": Path(values).name, "entries": count}
         with closing(_open_catalog(folder, lm, window=shape, arrays=arrays, origin=origin)) as catalog:
-            _Import(folder, catalog, arrays, source=Path(keys), vocab_size=lm.vocab_size).run(segment_rows, progress)
+            _Import(folder, catalog, arrays, source=Path(keys), vocab_size=lm.vocab_size).run(segment_entries, progress)
             # The file names are needed for resuming only, and must not outlive a removed document.
             catalog.put(state="complete", derived={"import": {"format": format, "entries": count}})
     Datastore.open(folder).close()
@@ -232,15 +232,15 @@ class _Import:
         self._folder, self._catalog, self._arrays = folder, catalog, arrays
         self._source, self._vocab_size = source, vocab_size
 
-    def run(self, segment_rows: int, progress: Progress) -> None:
+    def run(self, segment_entries: int, progress: Progress) -> None:
         """Write the segments that are not committed yet."""
         total = len(self._arrays.values)
         done = len(self._catalog.segments())
         with progress("importing", total=total, unit="tokens") as advance:
-            for number, first in enumerate(range(0, total, segment_rows)):
-                end = min(first + segment_rows, total)
+            for number, first in enumerate(range(0, total, segment_entries)):
+                end = min(first + segment_entries, total)
                 if number >= done:
-                    self._add_segment(number, first, end, several=total > segment_rows)
+                    self._add_segment(number, first, end, several=total > segment_entries)
                 advance(end - first)
 
     def _add_segment(self, number: int, first: int, end: int, *, several: bool) -> None:

@@ -37,7 +37,7 @@ _POSITION = "merged"  # the metadata that holds how far a merge has come
 
 # Metadata that may differ between stores that are merged. Anything else must be equal, also what is unknown here.
 _MAY_DIFFER = {
-    "format", "state", "choices", "chosen", "derived", "segment_rows", "batch_tokens", "compile", "generation",
+    "format", "state", "choices", "chosen", "derived", "segment_entries", "batch_tokens", "compile", "generation",
     "layout", "index_skipped", "next_segment", "next_document", "forgot", LANGUAGE_MODEL, _POSITION, "offset", "map",
     "model", REQUESTED_INDEX,
 }  # fmt: skip
