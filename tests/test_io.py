@@ -60,7 +60,7 @@ def test_pages_read_first_stay(array, tmp_path, monkeypatch):
 
 
 def test_a_store_returns_the_same_keys_when_pages_are_released(lm, tmp_path, monkeypatch):
-    build(documents(6), tmp_path / "store", lm=lm, segment_rows=100)
+    build(documents(6), tmp_path / "store", lm=lm, segment_entries=100)
     ids = torch.randint(0, 400, (1024, 8), generator=torch.Generator().manual_seed(0)).sort(0).values
     store = Datastore.open(tmp_path / "store")
     ids %= store.key_count
