@@ -29,9 +29,9 @@ from knnlm.evaluation.fit import TraceTable, choose_settings, evaluate_table, fi
 from knnlm.evaluation.tune import token_frequencies
 from knnlm.lm.causal import CausalLM
 from knnlm.mixture.mixture import Mixture
-from knnlm.training.decoder import train_decoder
-from knnlm.training.student import open_student
-from knnlm.training.teacher import make_targets
+from knnlm.training.decoder import DecoderConfig, train_decoder
+from knnlm.training.initial_model import open_initial_model
+from knnlm.training.teacher import Targets, TeacherConfig, make_targets
 
 STUDENT, SMALL = "decoder=student", "decoder=small"
 BASE_KNN, STUDENT_KNN, SMALL_KNN = "knn=base.store", "knn", "knn=small.store"
@@ -122,12 +122,16 @@ class Study:
         self.table(seen)
         self.stories(seen[1])
 
-    def train(self, name: str, layers: int | None, rate: float, epochs: int, **teaching: Any) -> None:
-        student = open_student(self.options.model, like=self.lm, layers=layers)
-        settings = {"beta": 0.0, "epochs": epochs, "learning_rate": rate, "device": self.options.device} | teaching
-        card = train_decoder(self.tokens, student, self.folder / name, **settings)
+    def train(
+        self, name: str, layers: int | None, rate: float, epochs: int, targets: Targets | None = None, **settings: Any
+    ) -> None:
+        initial = open_initial_model(self.options.model, like=self.lm, layers=layers)
+        config = DecoderConfig(epochs=epochs, learning_rate=rate, **settings)
+        card = train_decoder(
+            self.tokens, initial, self.folder / name, config, targets=targets, device=self.options.device
+        )
         speed = card.tokens * epochs / card.seconds
-        self.say(f"{name}: {card.student['parameters'] / 1e6:.0f}M weights, {card.losses}, {speed:,.0f} tokens/s")
+        self.say(f"{name}: {card.initial_model['parameters'] / 1e6:.0f}M weights, {card.losses}, {speed:,.0f} tokens/s")
 
     def tabulate(self, memories: list[str]) -> list[TraceTable]:
         """Read valid and test once with everything; settings of votes are chosen on valid."""
@@ -186,10 +190,9 @@ class Study:
         tokens = self.lm.encode_all([document.text for document in documents])
         train_decoder(
             tokens,
-            open_student(options.model, like=self.lm),
+            open_initial_model(options.model, like=self.lm),
             self.folder / "other",
-            epochs=1,
-            learning_rate=options.learning_rate,
+            DecoderConfig(epochs=1, learning_rate=options.learning_rate),
             device=options.device,
         )
         own = self.lm
@@ -204,10 +207,9 @@ class Study:
         """Train a student on the text and on the store that the first student reads, as long as the first."""
         store = knnlm.Datastore.open(self.folder / "student.store")
         place = self.folder / f"targets-{temperature}-{exclude}-{top}-{mass}"
-        settings: dict[str, Any] = {"knn_temperature": float(temperature), "exclude": exclude}
-        settings |= {"top": int(top), "mass": float(mass), "device": self.options.device}
-        targets = make_targets(store, place, **settings)
-        self.say("targets:", targets.facts)
+        config = TeacherConfig(knn_temperature=float(temperature), exclude=exclude, top=int(top), mass=float(mass))
+        targets = make_targets(store, place, config, device=self.options.device)
+        self.say("targets:", targets.metadata)
         options = self.options
         sizes = {"student": (options.layers, options.learning_rate, options.epochs)}
         if options.teach_small:
@@ -263,13 +265,14 @@ def speed(lm: CausalLM, sizes: list[int], options: argparse.Namespace) -> None:
     milliseconds(lm.model, ids)
     for blocks in sizes:
         with tempfile.TemporaryDirectory(dir=options.folder) as folder:
-            student = open_student(options.model, like=lm, layers=blocks)
-            card = train_decoder([[5] * 64] * 4, student, Path(folder) / "student", epochs=1, device=options.device)
-            mixed = knnlm.KnnForCausalLM(Mixture.open(Path(folder) / "student", lm))
+            initial = open_initial_model(options.model, like=lm, layers=blocks)
+            place = Path(folder) / "decoder"
+            card = train_decoder([[5] * 64] * 4, initial, place, DecoderConfig(epochs=1), device=options.device)
+            mixed = knnlm.KnnForCausalLM(Mixture.open(place, lm))
         # One after the other, again and again: clocks of a shared machine wander.
         times = [(milliseconds(lm.model, ids), milliseconds(mixed, ids)) for _ in range(3)]
         base, with_it = (sorted(column)[1] for column in zip(*times, strict=True))
-        weights = card.student["parameters"] / 1e6
+        weights = card.initial_model["parameters"] / 1e6
         print(f"| {blocks} | {weights:.0f}M | {with_it:.1f} | {with_it / base:.2f} |", flush=True)
 
 

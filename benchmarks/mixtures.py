@@ -38,8 +38,8 @@ from knnlm.evaluation.tune import token_frequencies
 from knnlm.lm.causal import CausalLM
 from knnlm.mixture.gate import MemoryFeatures, Positions
 from knnlm.mixture.mixture import Mixture
-from knnlm.training.metric_learning import train_key_map
-from knnlm.training.output_matrix import train_output
+from knnlm.training.metric_learning import KeyMetricConfig, train_key_map
+from knnlm.training.output_matrix import OutputConfig, train_output
 
 KNN, MAPPED, CACHE, NGRAM = "knn", "trained keys", "cache", "ngram"
 WORDS, BEST = "W_ds r={}", "the best W_ds"
@@ -112,12 +112,12 @@ def see(
     labels = {"knn": KNN, "cache": CACHE, "ngram": NGRAM}
     memories = ["knn", "cache", "ngram"]
     for rows in map(int, options.rows.split(",")):
-        card = train_output(store, folder / f"output-{rows}", rows=rows, device=device)
+        card = train_output(store, folder / f"output-{rows}", OutputConfig(rows=rows), device=device)
         memories.append(f"output={folder}/output-{rows}")
         labels[memories[-1]] = WORDS.format(rows)
         clock.say(f"W_ds r={rows}: held-out loss {card.held_out_before} to {card.held_out_after}", card.steps)
     if options.anchors:
-        learned = train_key_map(store, anchors=options.anchors, device=device)
+        learned = train_key_map(store, KeyMetricConfig(anchors=options.anchors), device=device)
         derive(store, folder / "mapped", key_map=learned).close()
         memories.append(f"knn={folder}/mapped")
         labels[memories[-1]] = MAPPED

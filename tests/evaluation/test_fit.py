@@ -185,26 +185,26 @@ def test_stores_that_were_read_in_other_windows_are_refused(lm, path, tmp_path):
 
 def test_an_output_matrix_is_read_where_it_was_trained_and_by_no_other_model(lm, path, tmp_path):
     from helpers.models import tiny, tiny_tokenizer
-    from knnlm.training.output_matrix import train_output
+    from knnlm.training.output_matrix import OutputConfig, train_output
 
     elsewhere = CausalLM(lm.model, lm.tokenizer, name="tiny-llama", key_layer="output")
     other_place = build(documents(8), tmp_path / "place", lm=elsewhere)
-    train_output(other_place, tmp_path / "place-output", epochs=1)
+    train_output(other_place, tmp_path / "place-output", OutputConfig(epochs=1))
     opened = Mixture.open(path, lm, memories=f"output={tmp_path}/place-output", use_tuned=False)
     assert opened.memories[0].source.place == "output"
     stranger = CausalLM(tiny("llama", seed=8), tiny_tokenizer(), name="stranger")
     other_model = build(documents(8), tmp_path / "model", lm=stranger)
-    train_output(other_model, tmp_path / "model-output", epochs=1)
+    train_output(other_model, tmp_path / "model-output", OutputConfig(epochs=1))
     with pytest.raises(ModelMismatch, match=r"trained on states of stranger"):
         Mixture.open(path, lm, memories=f"output={tmp_path}/model-output", use_tuned=False)
 
 
 def test_weights_that_were_tuned_for_another_matrix_are_refused(lm, path, tmp_path):
-    from knnlm.training.output_matrix import train_output
+    from knnlm.training.output_matrix import OutputConfig, train_output
 
     place = tmp_path / "matrix"
     store = Datastore.open(path)
-    train_output(store, place, epochs=1)
+    train_output(store, place, OutputConfig(epochs=1))
     tune(
         Mixture.open(path, lm, memories=f"knn,output={place}", use_tuned=False),
         documents(3, start=100),
@@ -212,7 +212,7 @@ def test_weights_that_were_tuned_for_another_matrix_are_refused(lm, path, tmp_pa
     )
     assert Mixture.open(path, lm).weights.kind == "fitted"
     (place / "output.safetensors").unlink()
-    train_output(store, place, epochs=2)
+    train_output(store, place, OutputConfig(epochs=2))
     with pytest.raises(DatastoreError, match="another matrix"):
         Mixture.open(path, lm)
     tune(Mixture.open(path, lm, memories="knn", use_tuned=False), documents(3, start=100), weights="fixed")

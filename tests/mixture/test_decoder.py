@@ -15,6 +15,7 @@ from helpers import oracle
 from helpers.cli import failure, knnlm
 from helpers.models import VOCABULARY, randomise, tiny_tokenizer
 from helpers.stores import documents
+from helpers.training import fit_decoder
 from knnlm.datastore.store import Datastore
 from knnlm.errors import ModelMismatch, ParameterError
 from knnlm.evaluation.evaluate import evaluate
@@ -28,8 +29,7 @@ from knnlm.memories.decoder import load_card, set_lambda
 from knnlm.memories.output import load_tensors, save_tensors
 from knnlm.mixture.mixture import Mixture
 from knnlm.training.data import TokenStream
-from knnlm.training.decoder import train_decoder
-from knnlm.training.student import open_student
+from knnlm.training.initial_model import open_initial_model
 
 HELD_OUT = documents(1, words=60, start=50)[0].text
 QUICK = ("--epochs", 1, "--batch-tokens", 512, "--learning-rate", 0.003)
@@ -41,12 +41,12 @@ def desk(tmp_path_factory, model_folder, lm):
     folder = tmp_path_factory.mktemp("plugin")
     (folder / "valid.txt").write_text(HELD_OUT)
     tokens = lm.encode_all([document.text for document in documents(12)])
-    student = open_student(str(model_folder), like=lm, layers=2)
+    initial = open_initial_model(str(model_folder), like=lm, layers=2)
     settings = {"epochs": 3, "batch_tokens": 512, "learning_rate": 3e-3, "device": "cpu"}
-    train_decoder(tokens, student, folder / "decoder", **settings)
+    fit_decoder(tokens, initial, folder / "decoder", **settings)
     # A model that knows something, so that the best λ is neither 0 nor 1.
     others = lm.encode_all([document.text for document in documents(12, start=20)])
-    train_decoder(others, open_student(str(model_folder), like=lm), folder / "trained", **settings)
+    fit_decoder(others, open_initial_model(str(model_folder), like=lm), folder / "trained", **settings)
     config = hf.LlamaConfig(
         vocab_size=VOCABULARY, hidden_size=48, num_hidden_layers=4, num_attention_heads=4, intermediate_size=64,
         max_position_embeddings=128, bos_token_id=1, eos_token_id=0, pad_token_id=0,
@@ -79,12 +79,12 @@ def probabilities(folder, text):
     return tokens, probs
 
 
-def mixed(weight, base, student, text):
-    """The perplexity of (1-λ)·p_base + λ·p_student by two plain models."""
+def mixed(weight, base, initial, text):
+    """The perplexity of (1-λ)·p_base + λ·p_decoder by two plain models."""
     tokens, p_base = probabilities(base, text)
-    _, p_student = probabilities(student, text)
+    _, p_decoder = probabilities(initial, text)
     rows = range(len(tokens))
-    return oracle.perplexity(oracle.mix(p_base[rows, tokens], p_student[rows, tokens], weight))
+    return oracle.perplexity(oracle.mix(p_base[rows, tokens], p_decoder[rows, tokens], weight))
 
 
 # ------------------------------------------------------------------------------------------------------ measuring
@@ -112,11 +112,11 @@ def test_tune_writes_the_best_lambda_into_the_decoder_and_all_commands_use_it(de
     assert code == 0, err
     chosen = json.loads(out)
     tokens, p_base = probabilities(trained, HELD_OUT)
-    _, p_student = probabilities(decoder, HELD_OUT)
+    _, p_decoder = probabilities(decoder, HELD_OUT)
     rows = range(len(tokens))
-    base, student = p_base[rows, tokens], p_student[rows, tokens]
+    base, initial = p_base[rows, tokens], p_decoder[rows, tokens]
     grid = np.linspace(0, 1, 20_001)
-    by_weight = np.array([oracle.perplexity(oracle.mix(base, student, weight)) for weight in grid])
+    by_weight = np.array([oracle.perplexity(oracle.mix(base, initial, weight)) for weight in grid])
     assert 0 < grid[by_weight.argmin()] < 1
     assert chosen["lambda"] == pytest.approx(grid[by_weight.argmin()], abs=1e-3)
     assert chosen["perplexity"] == pytest.approx(by_weight.min(), rel=1e-5)
@@ -128,7 +128,7 @@ def test_tune_writes_the_best_lambda_into_the_decoder_and_all_commands_use_it(de
     figures = json.loads(knnlm(capfd, "eval", decoder, desk / "valid.txt", "--json")[1])  # the model is known now
     assert figures["perplexity"] == pytest.approx(chosen["perplexity"], rel=1e-5)
     explained = json.loads(knnlm(capfd, "explain", decoder, desk / "valid.txt", "--json")[1])["tokens"]
-    right = oracle.mix(base, student, chosen["lambda"])
+    right = oracle.mix(base, initial, chosen["lambda"])
     np.testing.assert_allclose([token["p"] for token in explained], right, rtol=1e-3, atol=1e-9)
     assert {share["memory"] for token in explained for share in token["shares"]} == {"decoder=decoder"}
     trace = decoder.parent / "trace"
@@ -152,10 +152,10 @@ def test_generation_takes_the_most_probable_token_of_the_mixture(desk, model_fol
     begin = len(ids)
     while len(ids) < begin + 6 and ids[-1] != tokenizer.eos_token_id:
         with torch.no_grad():
-            p_base, p_student = (
+            p_base, p_decoder = (
                 oracle.softmax(model(torch.tensor([ids])).logits[0, -1].double().numpy()) for model in models
             )
-        ids.append(int(oracle.mix(p_base, p_student, 0.6).argmax()))
+        ids.append(int(oracle.mix(p_base, p_decoder, 0.6).argmax()))
     assert json.loads(out)["text"] == tokenizer.decode(ids[begin:], skip_special_tokens=True)
 
 
@@ -185,11 +185,11 @@ def test_a_decoder_is_mixed_with_a_store(memory, desk, lm, capfd):
     assert code == 0, err
     figures = json.loads(out)
     tokens, p_base = probabilities(lm_folder(memory), HELD_OUT)
-    _, p_student = probabilities(desk / "decoder", HELD_OUT)
+    _, p_decoder = probabilities(desk / "decoder", HELD_OUT)
     asked = Mixture.open(memory, memories="knn", lmbda=1.0)
     p_knn = np.array([token.p_knn for token in explain(asked, HELD_OUT, top=0)])
     rows = range(len(tokens))
-    right = 0.5 * p_base[rows, tokens] + 0.2 * p_knn + 0.3 * p_student[rows, tokens]
+    right = 0.5 * p_base[rows, tokens] + 0.2 * p_knn + 0.3 * p_decoder[rows, tokens]
     assert figures["perplexity"] == pytest.approx(oracle.perplexity(right), rel=1e-4)
 
 
@@ -279,11 +279,11 @@ def logits(model):
 @pytest.mark.parametrize("copied", [False, True])
 def test_a_model_with_its_decoder_is_saved_and_opened_again(decoder, lm, tmp_path, copied):
     saved = KnnForCausalLM.from_store(decoder, lm, lmbda=0.3)
-    base, student = (
+    base, initial = (
         model(input_ids=torch.tensor([[1, 40, 41, 90, 7]])).logits.softmax(-1)
         for model in (lm.model, hf.AutoModelForCausalLM.from_pretrained(decoder).eval())
     )
-    torch.testing.assert_close(logits(saved).exp(), 0.7 * base + 0.3 * student, rtol=1e-4, atol=1e-7)
+    torch.testing.assert_close(logits(saved).exp(), 0.7 * base + 0.3 * initial, rtol=1e-4, atol=1e-7)
     saved.save_pretrained(tmp_path / "saved", copy_store=copied)
     if copied:
         shutil.rmtree(decoder)
@@ -303,7 +303,7 @@ def test_info_says_what_a_decoder_is(decoder, model_folder, capfd):
     said = " ".join(knnlm(capfd, "info", decoder)[1].split())
     assert "λ 0.25 for some; chosen on 9 tokens of a.txt (perplexity 30.00 → 20.00)" in said
     found = json.loads(knnlm(capfd, "info", decoder, "--json")[1])
-    assert found["student"]["parameters"] == parameters
+    assert found["initial_model"]["parameters"] == parameters
     assert (found["lambda"], found["lambda_facts"]) == (0.25, facts)
 
 
@@ -331,12 +331,12 @@ def test_the_text_alone_teaches_unless_beta_says_otherwise(memory, desk, lm, mod
     assert (facts["beta"], facts["teacher"], facts["targets"], facts["lambda"]) == (0.0, None, None, None)
     assert facts["model"] == str(model_folder)
     assert not (tmp_path / "d.targets").exists()
-    tokens = TokenStream.of_documents(lm.encode_all([document.text for document in documents(12)]))
+    tokens = TokenStream.from_documents(lm.encode_all([document.text for document in documents(12)]))
     assert (facts["text"], facts["tokens"]) == (tokens.fingerprint, len(tokens.tokens))
     # The same training in Python, without a memory, ends with the same weights.
     settings = {"epochs": 1, "batch_tokens": 512, "learning_rate": 0.003, "device": "cpu"}
-    student = open_student(str(model_folder), like=lm)
-    train_decoder(lm.encode_all([one.text for one in documents(12)]), student, tmp_path / "python", **settings)
+    initial = open_initial_model(str(model_folder), like=lm)
+    fit_decoder(lm.encode_all([one.text for one in documents(12)]), initial, tmp_path / "python", **settings)
     one, other = (hf.AutoModelForCausalLM.from_pretrained(tmp_path / name) for name in ("d", "python"))
     for name, weight in one.state_dict().items():
         assert torch.equal(weight, other.state_dict()[name]), name
@@ -353,7 +353,7 @@ def test_a_store_teaches_with_beta_and_valid_tunes_lambda(memory, desk, model_fo
     assert facts["teacher"] == Datastore.open(memory).fingerprint
     wanted = {"k": 16, "knn_temperature": 20.0, "exclude": "document"}
     assert {name: facts["targets"][name] for name in wanted} == wanted
-    assert facts["student"]["blocks"] == [0]
+    assert facts["initial_model"]["layers"] == [0]
     losses = facts["losses"]
     assert losses["loss"] == pytest.approx((losses["kl"] + losses["ce"]) / 2, rel=1e-4)
     assert facts["lambda"] == load_card(out).lmbda
@@ -425,7 +425,7 @@ def test_a_place_that_is_taken_and_options_of_the_wrong_kind_are_refused(memory,
         assert "is no decoder. Choose another --out" in failure(capfd, *start, "--out", place, "--beta", 0.5)
     assert (tmp_path / "file").read_text() == "mine"
     line = failure(capfd, *start, "--out", desk / "decoder", "--learning-rate", 0.5)
-    assert "was trained with another" in line
+    assert "trained with another" in line
     decoders = ("--init", "x", "--layers", 1, "--beta", 0.5, "--k", 1, "--knn-temperature", 1, "--exclude", "self")
     decoders += ("--teacher", "x", "--learning-rate", 1, "--batch-tokens", 1, "--accumulate", 1, "--context", 1)
     for into in ("output", "keys"):

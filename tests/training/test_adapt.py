@@ -18,10 +18,11 @@ from helpers import oracle
 from helpers.cli import failure, knnlm
 from helpers.models import VOCABULARY, randomise, tiny_tokenizer
 from helpers.stores import BESIDE, documents
+from helpers.training import fit_adaptation
 from knnlm.cli.train import perplexity
 from knnlm.corpus import Document
 from knnlm.datastore.catalog import LANGUAGE_MODEL, Catalog
-from knnlm.datastore.paths import CATALOG_FILE, STUDENT_FOLDER
+from knnlm.datastore.paths import CATALOG_FILE, DECODER_FOLDER
 from knnlm.datastore.rewrite import derive
 from knnlm.datastore.store import Datastore
 from knnlm.errors import CorpusError, DatastoreCorrupt, DatastoreError, ParameterError
@@ -34,7 +35,7 @@ from knnlm.lm.causal import CausalLM
 from knnlm.lm.fingerprint import tokenizer_fingerprint
 from knnlm.memories.decoder import load_card
 from knnlm.mixture.mixture import Mixture
-from knnlm.training.adapt import MEMORIES, adapt, load_adaptation
+from knnlm.training.adapt import MEMORIES, load_adaptation
 from knnlm.training.data import TokenStream
 
 QUICK = {"epochs": 2, "batch_tokens": 512, "learning_rate": 3e-3, "device": "cpu"}
@@ -52,7 +53,7 @@ def base(model_folder):
 def adapted(base, tmp_path_factory):
     """A finished adaptation, which nobody changes, and what it said."""
     out = tmp_path_factory.mktemp("adapted") / "out"
-    return out, adapt(TEXT, out, lm=base, **QUICK)
+    return out, fit_adaptation(TEXT, out, lm=base, **QUICK)
 
 
 @pytest.fixture
@@ -96,13 +97,13 @@ def test_the_figures_are_what_plain_models_and_evaluations_give(adapted, base, m
     out, result = adapted
     kept = held_out(out)
     tokens = base.encode_all([document.text for document in kept])
-    p_base, p_student = (
-        np.concatenate([log_p(folder, one) for one in tokens]) for folder in (model_folder, out / "student")
+    p_base, p_decoder = (
+        np.concatenate([log_p(folder, one) for one in tokens]) for folder in (model_folder, out / "decoder")
     )
     assert result.base == pytest.approx(oracle.perplexity(p_base), rel=1e-4)
-    assert result.fine_tuned == pytest.approx(oracle.perplexity(p_student), rel=1e-4)
+    assert result.fine_tuned == pytest.approx(oracle.perplexity(p_decoder), rel=1e-4)
     assert result.fine_tuned < result.base / 2
-    grid = [oracle.perplexity(oracle.mix(p_base, p_student, weight)) for weight in np.linspace(0, 1, 2001)]
+    grid = [oracle.perplexity(oracle.mix(p_base, p_decoder, weight)) for weight in np.linspace(0, 1, 2001)]
     assert result.decoder == pytest.approx(min(grid), rel=1e-4)
     assert result.decoder_lambda == pytest.approx(np.argmin(grid) / 2000, abs=2e-3)
     assert (result.held_out_documents, result.held_out_tokens) == (len(kept), sum(map(len, tokens)))
@@ -115,7 +116,7 @@ def test_the_figures_are_what_plain_models_and_evaluations_give(adapted, base, m
     assert result.knn == pytest.approx(on_grid, rel=1e-2)
     mixture = Mixture.open(out)
     assert (mixture.weights.kind, ",".join(mixture.labels)) == ("gated", MEMORIES)
-    assert [model.name for model in mixture.readers.models] == [str(model_folder), str(out / "student")]
+    assert [model.name for model in mixture.readers.models] == [str(model_folder), str(out / "decoder")]
     # Networks that saw the documents do no worse on them than those that did not.
     assert evaluate(mixture, kept).perplexity <= result.everything * 1.02
     assert result.everything < min(result.base, result.fine_tuned, result.decoder)
@@ -129,8 +130,8 @@ def test_what_is_held_out_is_neither_stored_nor_learnt(adapted, base):
     learnt = [document for document in TEXT if document not in kept]
     assert 0 < len(kept) < 6
     assert [stored.id for stored in store.catalog.documents()] == [document.id for document in learnt]
-    card = load_card(out / "student")
-    tokens = TokenStream.of_documents(base.encode_all([document.text for document in learnt]))
+    card = load_card(out / "decoder")
+    tokens = TokenStream.from_documents(base.encode_all([document.text for document in learnt]))
     assert (card.text, card.tokens) == (tokens.fingerprint, len(tokens.tokens))
     assert (result.tokens, card.beta, card.teacher) == (len(tokens.tokens), 0.0, None)
     assert (card.lmbda, card.lmbda_facts["perplexity"]) == (result.decoder_lambda, result.decoder)
@@ -138,7 +139,7 @@ def test_what_is_held_out_is_neither_stored_nor_learnt(adapted, base):
 
 def test_copies_of_a_text_are_held_out_together(base, tmp_path):
     twice = [Document(id=f"{one.id}-{n}", source=one.source, text=one.text) for n in range(2) for one in documents(8)]
-    result = adapt(twice, tmp_path / "out", lm=base, **{**QUICK, "epochs": 1})
+    result = fit_adaptation(twice, tmp_path / "out", lm=base, **{**QUICK, "epochs": 1})
     kept = [one for one in twice if not Datastore.open(tmp_path / "out").holds(one.text)]
     assert result.leaked_documents == 0
     assert len(kept) == 2 * len({one.text for one in kept}) == result.held_out_documents
@@ -149,7 +150,7 @@ def test_a_document_that_is_most_of_the_text_is_learnt(base, tmp_path):
     empty = Document(id="empty", source="empty", text="")
     for seed in range(3):
         out = tmp_path / str(seed)
-        result = adapt([long, empty, short], out, lm=base, seed=seed, layers=1, **{**QUICK, "epochs": 1})
+        result = fit_adaptation([long, empty, short], out, lm=base, seed=seed, layers=1, **{**QUICK, "epochs": 1})
         assert result.held_out_tokens == len(base.encode(short.text))
         assert Datastore.open(out).holds(long.text)
 
@@ -183,16 +184,16 @@ def stopping(what, after):
 def test_what_was_stopped_in_any_stage_goes_on_to_the_same_end(adapted, base, tmp_path, stage):
     out, right = tmp_path / "out", adapted[1]
     with pytest.raises(StoppedError, match=stage):
-        adapt(
+        fit_adaptation(
             TEXT, out, lm=base, progress=stopping(stage, 3 if stage == "training" else 0), checkpoint_every=0, **QUICK
         )
     assert load_adaptation(out) is None
-    assert (out / "student").exists() == (stage != "training")
-    assert said(adapt(TEXT, out, lm=base, **QUICK)) == said(right)
+    assert (out / "decoder").exists() == (stage != "training")
+    assert said(fit_adaptation(TEXT, out, lm=base, **QUICK)) == said(right)
     names = sorted(str(file.relative_to(out)) for file in out.rglob("*") if file.name not in BESIDE)
     wanted = (str(file.relative_to(adapted[0])) for file in adapted[0].rglob("*") if file.name not in BESIDE)
     assert names == sorted(wanted)
-    for name in ("student/model.safetensors", "segments/000000/keys.npy"):
+    for name in ("decoder/model.safetensors", "segments/000000/keys.npy"):
         assert (out / name).read_bytes() == (adapted[0] / name).read_bytes()
 
 
@@ -205,18 +206,18 @@ def test_what_is_finished_is_not_done_again_and_other_text_is_refused(adapted, c
         stages.append(stage)
         yield [].append
 
-    assert adapt(TEXT, copied, lm=base, progress=watching, **QUICK) == adapted[1]
+    assert fit_adaptation(TEXT, copied, lm=base, progress=watching, **QUICK) == adapted[1]
     assert stages == []
     assert {file: file.stat().st_mtime_ns for file in before} == before
     for other in (documents(23), [*TEXT[:5], documents(1, start=90)[0], *TEXT[6:]]):
         with pytest.raises(DatastoreError, match="another text"):
-            adapt(other, copied, lm=base, **QUICK)
+            fit_adaptation(other, copied, lm=base, **QUICK)
     with pytest.raises(DatastoreError, match="another epochs"):
-        adapt(TEXT, copied, lm=base, **{**QUICK, "epochs": 1})
+        fit_adaptation(TEXT, copied, lm=base, **{**QUICK, "epochs": 1})
     # Tuning on less is another tuning of the same memory.
     kept = held_out(copied)
     learnt = [document for document in TEXT if document not in kept]
-    again = adapt(learnt, copied, lm=base, held_out=kept, limit=20, progress=watching, **QUICK)
+    again = fit_adaptation(learnt, copied, lm=base, held_out=kept, limit=20, progress=watching, **QUICK)
     assert again.held_out_tokens < adapted[1].held_out_tokens
     assert set(stages) & {"training", "reading"} == set()
     (copied / "adapted.json").write_text('{"model": 5}')
@@ -232,30 +233,30 @@ def test_a_place_that_is_taken_is_refused_before_anything_is_trained(base, tmp_p
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "notes.txt").write_text("mine")
     memory = build(TEXT, tmp_path / "memory", lm=base).path
-    for place, message in (("file", "is a file"), ("full", "holds notes.txt"), ("memory", "is a memory already")):
+    for place, message in (("file", "is a file"), ("full", "holds notes.txt"), ("memory", "is a store already")):
         with pytest.raises(DatastoreError, match=message):
-            adapt(TEXT, tmp_path / place, lm=base, **QUICK)
-    assert not (memory / "student.partial").exists()
+            fit_adaptation(TEXT, tmp_path / place, lm=base, **QUICK)
+    assert not (memory / "decoder.partial").exists()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "full", "memory"]
 
 
 def test_a_full_disk_is_an_error_of_ours_and_the_run_goes_on_afterwards(base, tmp_path):
-    """A limit on the size of files, which the weights of the student exceed, fails as a full disk does."""
+    """A limit on the size of files, which the weights of the decoder exceed, fails as a full disk does."""
     options = {**QUICK, "layers": 1, "epochs": 1}
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, before[1]))
     try:
-        with pytest.raises(DatastoreError, match="student"):
-            adapt(TEXT, tmp_path / "out", lm=base, **options)
+        with pytest.raises(DatastoreError, match="decoder"):
+            fit_adaptation(TEXT, tmp_path / "out", lm=base, **options)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
-    assert math.isfinite(adapt(TEXT, tmp_path / "out", lm=base, **options).everything)
+    assert math.isfinite(fit_adaptation(TEXT, tmp_path / "out", lm=base, **options).everything)
 
 
 @pytest.mark.parametrize(
     ("given", "options", "error", "message"),
     [
-        (TEXT[:1], {}, ParameterError, "One document alone cannot be divided: give text to tune on with --valid"),
+        (TEXT[:1], {}, ParameterError, "One document alone cannot be split: give text to tune on with --valid"),
         ([TEXT[0], TEXT[0]], {}, ParameterError, "One document alone"),
         ([], {}, CorpusError, "no text to learn"),
         (TEXT, {"held_out": []}, CorpusError, "no text to tune on"),
@@ -263,36 +264,36 @@ def test_a_full_disk_is_an_error_of_ours_and_the_run_goes_on_afterwards(base, tm
         (TEXT, {"limit": 0}, ParameterError, "limit must be at least 1"),
         (TEXT, {"learning_rate": -1.0}, ParameterError, "learning_rate must be above 0"),
         (TEXT, {"layers": 7}, ParameterError, "layers must be from 1 to 3"),
-        (TEXT, {"student": "/nowhere"}, library.KnnlmError, "Cannot open the model /nowhere"),
+        (TEXT, {"initial_model": "/nowhere"}, library.KnnlmError, "Cannot open the model /nowhere"),
     ],
 )
 def test_what_cannot_be_is_refused_before_anything_is_made(base, tmp_path, given, options, error, message):
     with pytest.raises(error, match=message):
-        adapt(given, tmp_path / "out", lm=base, **{**QUICK, **options})
+        fit_adaptation(given, tmp_path / "out", lm=base, **{**QUICK, **options})
     assert not (tmp_path / "out").exists()
 
 
-def test_a_student_of_another_tokenizer_is_refused_with_both_fingerprints(base, model_folder, tmp_path):
+def test_a_decoder_of_another_tokenizer_is_refused_with_both_fingerprints(base, model_folder, tmp_path):
     other = shutil.copytree(model_folder, tmp_path / "other")
     tokenizer = tiny_tokenizer()
     tokenizer.add_tokens(["nonsense"])
     tokenizer.save_pretrained(other)
     with pytest.raises(library.KnnlmError) as caught:
-        adapt(TEXT, tmp_path / "out", lm=base, student=str(other), **QUICK)
+        fit_adaptation(TEXT, tmp_path / "out", lm=base, initial_model=str(other), **QUICK)
     assert tokenizer_fingerprint(tokenizer) in str(caught.value)
     assert base.identity["tokenizer"] in str(caught.value)
 
 
-# ----------------------------------------------------------------------------------------------------- other students
+# ----------------------------------------------------------------------------------------------------- other decoders
 
 
-def test_a_student_by_configuration_that_reads_less_far_gives_windows_that_both_can_read(base, tmp_path, capfd):
+def test_a_decoder_by_configuration_that_reads_less_far_gives_windows_that_both_can_read(base, tmp_path, capfd):
     config = {"model_type": "llama", "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
     config |= {"intermediate_size": 32, "max_position_embeddings": 64, "vocab_size": 9}
     (tmp_path / "small.json").write_text(json.dumps(config))
-    result = adapt(TEXT, tmp_path / "out", lm=base, student=str(tmp_path / "small.json"), **QUICK)
-    student = hf.AutoConfig.from_pretrained(tmp_path / "out" / "student")
-    assert (student.num_hidden_layers, student.vocab_size) == (1, VOCABULARY)
+    result = fit_adaptation(TEXT, tmp_path / "out", lm=base, initial_model=str(tmp_path / "small.json"), **QUICK)
+    decoder = hf.AutoConfig.from_pretrained(tmp_path / "out" / "decoder")
+    assert (decoder.num_hidden_layers, decoder.vocab_size) == (1, VOCABULARY)
     assert Datastore.open(tmp_path / "out").window == {"context": 64, "stride": 32}
     assert math.isfinite(result.everything)
     assert knnlm(capfd, "eval", tmp_path / "out", "--json", write(tmp_path / "t.txt", documents(1, start=60)))[0] == 0
@@ -303,7 +304,7 @@ def write(path, some):
     return path
 
 
-def test_a_model_that_reads_less_far_than_its_student_is_no_trouble_either(tmp_path):
+def test_a_model_that_reads_less_far_than_its_decoder_is_no_trouble_either(tmp_path):
     shape = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
     special = {"vocab_size": VOCABULARY, "bos_token_id": 1, "eos_token_id": 0, "pad_token_id": 0}
     for name, longest in (("short", 32), ("far", 96)):
@@ -311,7 +312,7 @@ def test_a_model_that_reads_less_far_than_its_student_is_no_trouble_either(tmp_p
         randomise(lambda config=config: hf.AutoModelForCausalLM.from_config(config)).save_pretrained(tmp_path / name)
         tiny_tokenizer().save_pretrained(tmp_path / name)
     lm = CausalLM.open(str(tmp_path / "short"), device="cpu")
-    adapt(TEXT, tmp_path / "out", lm=lm, student=str(tmp_path / "far"), **QUICK)
+    fit_adaptation(TEXT, tmp_path / "out", lm=lm, initial_model=str(tmp_path / "far"), **QUICK)
     assert Datastore.open(tmp_path / "out").window["context"] == 32
 
 
@@ -328,7 +329,7 @@ def test_one_command_adapts_and_the_others_just_work(texts, model_folder, base, 
     for name in figures:
         assert f"{facts[name]:.3f}" in out
     assert facts["out"] == "out"
-    assert "knnlm eval out/student TEXT" in " ".join(out.split())
+    assert "knnlm eval out/decoder TEXT" in " ".join(out.split())
     read = [document.text.strip() for document in library.read_documents(str(texts / "docs"))]
     assert sorted(read) == sorted(document.text for document in TEXT)
 
@@ -340,7 +341,7 @@ def test_one_command_adapts_and_the_others_just_work(texts, model_folder, base, 
     assert (found["weights"], found["leaked_documents"]) == ("gated", 0)
     assert found["perplexity"] < found["base_perplexity"]
     assert found["base_perplexity"] == pytest.approx(
-        evaluate(Mixture.open("moved/student", base, lmbda=0.0), library.read_documents("valid.txt")).perplexity,
+        evaluate(Mixture.open("moved/decoder", base, lmbda=0.0), library.read_documents("valid.txt")).perplexity,
         rel=1e-5,
     )
     code, out, err = knnlm(capfd, "generate", "moved", "The memory of", "--max-new-tokens", 3, "--json")
@@ -348,12 +349,12 @@ def test_one_command_adapts_and_the_others_just_work(texts, model_folder, base, 
     assert json.loads(out)["tokens"] <= 3
     explained = json.loads(knnlm(capfd, "explain", "moved", "The memory of", "--json")[1])["tokens"]
     assert [share["memory"] for share in explained[-1]["shares"]] == MEMORIES.split(",")
-    code, out, err = knnlm(capfd, "eval", "moved/student", "valid.txt", "--json")
+    code, out, err = knnlm(capfd, "eval", "moved/decoder", "valid.txt", "--json")
     assert code == 0, err
     assert json.loads(out)["lambda"] == facts["decoder_lambda"]
 
 
-def test_info_shows_the_table_and_tune_keeps_the_student(copied, adapted, texts, capfd, model_folder):
+def test_info_shows_the_table_and_tune_keeps_the_decoder(copied, adapted, texts, capfd, model_folder):
     result = adapted[1]
     words = " ".join(knnlm(capfd, "info", copied)[1].split())
     for figure in (result.base, result.fine_tuned, result.knn, result.decoder, result.everything):
@@ -366,17 +367,17 @@ def test_info_shows_the_table_and_tune_keeps_the_student(copied, adapted, texts,
     assert code == 0, err
     memories = json.loads(out)["memories"]
     assert {(memory["kind"], memory["path"]) for memory in memories} == {
-        ("knn", None), ("cache", None), ("ngram", None), ("decoder", "student"),
+        ("knn", None), ("cache", None), ("ngram", None), ("decoder", "decoder"),
     }  # fmt: skip
     assert len(json.loads(knnlm(capfd, "eval", copied, texts / "valid.txt", "--json")[1])["memories"]) == 4
 
 
 def test_what_the_model_knows_is_asked_of_the_model_that_is_helped(copied, base, tmp_path, capfd):
-    """Not of the student, which made the keys."""
+    """Not of the decoder, which made the keys."""
     options = ("--drop-known", 0.05, "--json")
     found = [
         json.loads(knnlm(capfd, "prune", copied, "--out", tmp_path / name, *options, *more)[1])["dropped"]
-        for name, more in (("a", ()), ("b", ("--model", base.name)), ("c", ("--model", copied / "student")))
+        for name, more in (("a", ()), ("b", ("--model", base.name)), ("c", ("--model", copied / "decoder")))
     ]
     assert found[0] == found[1] < found[2]
 
@@ -427,7 +428,7 @@ def test_one_document_and_a_place_that_is_taken_are_one_line(texts, model_folder
 
 
 def test_ctrl_c_says_that_the_same_command_goes_on(texts, model_folder, capfd, monkeypatch):
-    from knnlm.training.trainer import DecoderTrainer
+    from knnlm.training.decoder import DecoderTrainer
 
     def interrupted(*_, **__):
         raise KeyboardInterrupt
@@ -466,8 +467,8 @@ def test_a_copy_is_for_the_same_model_and_opens_each_model_once(copied, base, tm
 
     monkeypatch.setattr(CausalLM, "open", classmethod(counting))
     mixture = Mixture.open(copied)
-    assert opened == [base.name, str(copied / STUDENT_FOLDER)]  # not the one that it is a copy of
-    assert [model.name for model in mixture.readers.models] == [base.name, str((copied / STUDENT_FOLDER).resolve())]
+    assert opened == [base.name, str(copied / DECODER_FOLDER)]  # not the one that it is a copy of
+    assert [model.name for model in mixture.readers.models] == [base.name, str((copied / DECODER_FOLDER).resolve())]
     assert Mixture.open(tmp_path / "derived").lm.name == base.name
 
 

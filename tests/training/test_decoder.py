@@ -25,6 +25,7 @@ from safetensors.torch import load_file
 from helpers import oracle
 from helpers.models import tiny, tiny_tokenizer
 from helpers.stores import documents
+from helpers.training import fit_decoder, retrieve_targets
 from knnlm.cli import output as screen
 from knnlm.errors import DatastoreError, MissingExtra, ModelError, ModelMismatch, ParameterError
 from knnlm.ingest.build import build
@@ -35,14 +36,12 @@ from knnlm.lm.windows import windows as cut
 from knnlm.memories.decoder import CARD, load_card, save_card, set_lambda
 from knnlm.memories.output import load_tensors
 from knnlm.progress import note, silent
-from knnlm.training import decoder
-from knnlm.training import trainer as curve_module
-from knnlm.training import trainer as training
-from knnlm.training.data import TokenStream, TrainingBatches, join_groups, positions
-from knnlm.training.decoder import train_decoder
-from knnlm.training.student import both_ends, keep_blocks, open_student
-from knnlm.training.teacher import Retrieval, TeacherConfig, make_targets
-from knnlm.training.trainer import CHECKPOINT, TrainerConfig, distillation_loss, read_curve
+from knnlm.training import decoder, trainer
+from knnlm.training.data import TokenStream, TrainingBatches, count_targets, join_groups
+from knnlm.training.initial_model import first_and_last, keep_layers, open_initial_model
+from knnlm.training.loss import distillation_loss
+from knnlm.training.teacher import RetrievalTeacher, TeacherConfig
+from knnlm.training.trainer import CHECKPOINT, Schedule, read_curve
 
 HERE = Path(__file__).parent.parent
 QUICK = {"epochs": 2, "batch_tokens": 512, "learning_rate": 1e-3, "context": 64, "device": "cpu"}
@@ -53,12 +52,12 @@ def small(lm, tmp_path_factory):
     """A memory of ten short documents, with its targets."""
     folder = tmp_path_factory.mktemp("small")
     store = build(documents(10, words=20), folder / "memory", lm=lm)
-    return store, make_targets(store, folder / "targets", k=32, knn_temperature=20.0, device="cpu")
+    return store, retrieve_targets(store, folder / "targets", k=32, knn_temperature=20.0, device="cpu")
 
 
 @pytest.fixture
-def student(model_folder, lm):
-    return open_student(str(model_folder), like=lm)
+def initial(model_folder, lm):
+    return open_initial_model(str(model_folder), like=lm)
 
 
 # ----------------------------------------------------------------------------------------------------------- loss
@@ -99,13 +98,13 @@ def random_case(seed, *, rows=7, words=11, width=4):
 def test_the_loss_is_what_the_formula_says_however_many_rows_are_looked_at_together(seed, beta, rows):
     logits, targets, ids, probs = random_case(seed)
     right = formula(*(part.numpy() for part in (logits, targets, ids, probs)), beta)
-    found = distillation_loss(logits, targets, ids, probs, beta, rows=rows)
+    found = distillation_loss(logits, targets, ids, probs, beta=beta, rows=rows)
     if beta == 0:
         right = (right[2] / max(1, int((targets >= 0).sum())), 0, right[2], 0)
     np.testing.assert_allclose([float(part) for part in found], right, rtol=1e-9, atol=1e-9)
     whole, part = (logits.clone().requires_grad_() for _ in range(2))
-    distillation_loss(whole, targets, ids, probs, beta).total.backward()
-    distillation_loss(part, targets, ids, probs, beta, rows=rows).total.backward()
+    distillation_loss(whole, targets, ids, probs, beta=beta).total.backward()
+    distillation_loss(part, targets, ids, probs, beta=beta, rows=rows).total.backward()
     torch.testing.assert_close(whole.grad, part.grad)
 
 
@@ -115,7 +114,7 @@ def test_the_gradient_is_that_of_finite_differences(beta, seed):
     logits, targets, ids, probs = random_case(seed, rows=5)
 
     def loss(scores):
-        return distillation_loss(scores, targets, ids, probs, beta, rows=2).total * 3
+        return distillation_loss(scores, targets, ids, probs, beta=beta, rows=2).total * 3
 
     assert torch.autograd.gradcheck(loss, (logits.requires_grad_(),))
     # And, worked out again without any of torch's checks, at one logit of each row.
@@ -132,7 +131,7 @@ def test_half_precision_logits_get_the_gradient_of_their_values():
     logits, targets, ids, probs = random_case(1)
     half = logits.bfloat16().requires_grad_()
     exact = logits.bfloat16().double().requires_grad_()
-    one, other = (distillation_loss(part, targets, ids, probs, 0.5) for part in (half, exact))
+    one, other = (distillation_loss(part, targets, ids, probs, beta=0.5) for part in (half, exact))
     assert one.total.item() == pytest.approx(other.total.item(), rel=1e-5)
     one.total.backward()
     other.total.backward()
@@ -143,12 +142,12 @@ def test_without_targets_it_is_the_cross_entropy_and_parts_add_up_to_the_whole()
     logits, targets, ids, probs = random_case(5)
     right = torch.nn.functional.cross_entropy(logits, targets, ignore_index=-1)
     torch.testing.assert_close(distillation_loss(logits, targets).total, right)
-    torch.testing.assert_close(distillation_loss(logits, targets, ids, probs, 0.0).total, right)
-    torch.testing.assert_close(distillation_loss(logits, targets, ids, probs * 0, 0.9).total, right)
-    whole = distillation_loss(logits, targets, ids, probs, 0.4)
+    torch.testing.assert_close(distillation_loss(logits, targets, ids, probs, beta=0.0).total, right)
+    torch.testing.assert_close(distillation_loss(logits, targets, ids, probs * 0, beta=0.9).total, right)
+    whole = distillation_loss(logits, targets, ids, probs, beta=0.4)
     count = int((targets >= 0).sum())
     parts = [
-        distillation_loss(logits[s], targets[s], ids[s], probs[s], 0.4, positions=count)
+        distillation_loss(logits[s], targets[s], ids[s], probs[s], beta=0.4, positions=count)
         for s in (slice(3), slice(3, 7))
     ]
     torch.testing.assert_close(parts[0].total + parts[1].total, whole.total)
@@ -170,28 +169,28 @@ def test_every_token_is_to_be_predicted_once_from_its_own_document(sizes, contex
         return
     random = np.random.default_rng(0)
     texts = [random.integers(2, 99, size).tolist() for size in sizes]
-    text = TokenStream.of_documents(texts)
+    text = TokenStream.from_documents(texts)
     stride = max(1, int(context * part))
     try:
-        lessons = TrainingBatches(text, WindowShape(context, stride), start_token=1, held_out=held_out, seed=3)
+        batches = TrainingBatches(text, WindowShape(context, stride), start_token=1, held_out=held_out, seed=3)
     except ParameterError:
         assert held_out  # nothing is left
         return
     first = np.cumsum([0, *sizes])
-    steps = lessons.steps(epoch, batch_tokens)
+    steps = batches.steps(epoch, batch_tokens)
     assert all(steps)
     groups = [group for step in steps for group in step]
-    assert sum(map(positions, groups)) == lessons.tokens
+    assert sum(map(count_targets, groups)) == batches.tokens
     rows = []
-    for windows in [*groups, *lessons.held_out_groups(batch_tokens)]:
-        batch = lessons.read(windows)
+    for windows in [*groups, *batches.held_out_groups(batch_tokens)]:
+        batch = batches.read(windows)
         assert len(windows) == 1 or batch.ids.numel() <= batch_tokens / 2
         assert batch.ids.shape[1] <= context
         counted = batch.targets.view(batch.ids.shape) >= 0
-        assert int(counted.sum()) == positions(windows)
+        assert int(counted.sum()) == count_targets(windows)
         for ids, targets, found in zip(
             batch.ids.tolist(), batch.targets.view(batch.ids.shape).tolist(),
-            batch.rows.view(batch.ids.shape).tolist(), strict=True,
+            batch.positions.view(batch.ids.shape).tolist(), strict=True,
         ):  # fmt: skip
             for place, row in enumerate(found):
                 if row < 0:
@@ -210,8 +209,8 @@ def test_every_token_is_to_be_predicted_once_from_its_own_document(sizes, contex
 
 def test_long_documents_are_cut_at_other_places_in_each_epoch():
     sizes = [64, 20, 21, 5, 300]
-    lessons = TrainingBatches(
-        TokenStream.of_documents([[7] * n for n in sizes]), WindowShape(20, 20), start_token=1, held_out=0, seed=4
+    batches = TrainingBatches(
+        TokenStream.from_documents([[7] * n for n in sizes]), WindowShape(20, 20), start_token=1, held_out=0, seed=4
     )
     starts = np.cumsum([0, *sizes])
     for epoch in range(5):
@@ -220,35 +219,35 @@ def test_long_documents_are_cut_at_other_places_in_each_epoch():
             first = np.random.default_rng([4, epoch, number]).integers(1, 21) if size > 20 else size
             borders = [0, *range(first, size, 20), size]
             right += [(starts[number], a, a, b) for a, b in itertools.pairwise(borders)]
-        assert sorted(map(tuple, lessons.windows(epoch).tolist())) == sorted(right)
-    assert len({tuple(map(tuple, lessons.windows(epoch).tolist())) for epoch in range(5)}) == 5
+        assert sorted(map(tuple, batches.windows(epoch).tolist())) == sorted(right)
+    assert len({tuple(map(tuple, batches.windows(epoch).tolist())) for epoch in range(5)}) == 5
 
 
 @pytest.mark.parametrize("stride", [10, 4])
 def test_held_out_windows_begin_where_the_document_does_and_stay(stride):
     book = list(range(1000))
-    lessons = TrainingBatches(
-        TokenStream.of_documents([book]), WindowShape(10, stride), start_token=1, held_out=0.1, seed=0
+    batches = TrainingBatches(
+        TokenStream.from_documents([book]), WindowShape(10, stride), start_token=1, held_out=0.1, seed=0
     )
     plain = [(0, one.begin, one.scored, one.end) for one in cut(book, WindowShape(10, stride), start_token=1)]
-    held = set(map(tuple, lessons.held_out.tolist()))
+    held = set(map(tuple, batches.held_out.tolist()))
     assert held < set(plain)
     left = {row for _, _, scored, end in held for row in range(scored, end)}
     cuts = set()
     for epoch in range(3):
-        windows = lessons.windows(epoch)
-        rows = lessons.read(windows).rows
+        windows = batches.windows(epoch)
+        rows = batches.read(windows).positions
         assert sorted([*rows[rows >= 0].tolist(), *left]) == book
         cuts.add(tuple(map(tuple, windows.tolist())))
     assert len(cuts) == 3
 
 
 def test_the_order_follows_from_the_seed_and_the_epoch():
-    text = TokenStream.of_documents([[n] * (5 + n % 7) for n in range(60)])
+    text = TokenStream.from_documents([[n] * (5 + n % 7) for n in range(60)])
 
     def order(seed, epoch):
-        lessons = TrainingBatches(text, WindowShape(8, 8), start_token=1, held_out=0.0, seed=seed)
-        return [[group.tolist() for group in step] for step in lessons.steps(epoch, 32)]
+        batches = TrainingBatches(text, WindowShape(8, 8), start_token=1, held_out=0.0, seed=seed)
+        return [[group.tolist() for group in step] for step in batches.steps(epoch, 32)]
 
     assert order(0, 0) == order(0, 0)
     assert order(0, 0) != order(0, 1) != order(1, 1)
@@ -258,12 +257,16 @@ def test_the_order_follows_from_the_seed_and_the_epoch():
 def test_a_step_holds_documents_of_several_lengths_and_none_is_a_remainder(batch_tokens, least, parts):
     random = np.random.default_rng(0)
     lengths = random.integers(10, 500, size=900)
-    lessons = TrainingBatches(
-        TokenStream.of_documents([[7] * n for n in lengths]), WindowShape(512, 512), start_token=1, held_out=0.0, seed=0
+    batches = TrainingBatches(
+        TokenStream.from_documents([[7] * n for n in lengths]),
+        WindowShape(512, 512),
+        start_token=1,
+        held_out=0.0,
+        seed=0,
     )
     mixed, neighbours = 0, []
     for epoch in range(2):
-        steps = lessons.steps(epoch, batch_tokens)
+        steps = batches.steps(epoch, batch_tokens)
         assert len(steps) == round(lengths.sum() / batch_tokens)
         for step in steps:
             sizes = [group[:, 3] - group[:, 1] for group in step]
@@ -276,43 +279,43 @@ def test_a_step_holds_documents_of_several_lengths_and_none_is_a_remainder(batch
     assert len(neighbours[0] & neighbours[1]) < 0.5 * len(neighbours[0])
     # A little more than one step is one step, and not one and a crumb.
     short = TrainingBatches(
-        TokenStream.of_documents([[7] * 64] * 40), WindowShape(64, 64), start_token=1, held_out=0.0, seed=0
+        TokenStream.from_documents([[7] * 64] * 40), WindowShape(64, 64), start_token=1, held_out=0.0, seed=0
     )
-    assert [sum(map(positions, step)) for step in short.steps(0, 2048)] == [2560]
+    assert [sum(map(count_targets, step)) for step in short.steps(0, 2048)] == [2560]
 
 
 def test_held_out_are_whole_documents_with_their_copies_or_windows_of_a_book():
     texts = [[n, n + 1, n + 2, n + 3, n + 4] for n in range(0, 200, 5)] + [[0, 1, 2, 3, 4]] * 2
-    text = TokenStream.of_documents(texts)
+    text = TokenStream.from_documents(texts)
     for seed in range(20):
-        lessons = TrainingBatches(text, WindowShape(3, 3), start_token=1, held_out=0.2, seed=seed)
+        batches = TrainingBatches(text, WindowShape(3, 3), start_token=1, held_out=0.2, seed=seed)
         held, train = (
-            {token for token in lessons.read(windows).targets.tolist() if token >= 0}
-            for windows in (lessons.held_out, lessons.windows(0))
+            {token for token in batches.read(windows).targets.tolist() if token >= 0}
+            for windows in (batches.held_out, batches.windows(0))
         )
         assert not held & train
-        assert 0.2 <= positions(lessons.held_out) / len(text.tokens) <= 0.31
-        assert positions(lessons.held_out) % 5 == 0
-        assert positions(lessons.held_out) + lessons.tokens == len(text.tokens)
-    book = TokenStream.of_documents([np.arange(1000) % 211])
-    lessons = TrainingBatches(book, WindowShape(10, 10), start_token=1, held_out=0.1, seed=0)
-    assert 100 <= positions(lessons.held_out) <= 120
+        assert 0.2 <= count_targets(batches.held_out) / len(text.tokens) <= 0.31
+        assert count_targets(batches.held_out) % 5 == 0
+        assert count_targets(batches.held_out) + batches.tokens == len(text.tokens)
+    book = TokenStream.from_documents([np.arange(1000) % 211])
+    batches = TrainingBatches(book, WindowShape(10, 10), start_token=1, held_out=0.1, seed=0)
+    assert 100 <= count_targets(batches.held_out) <= 120
     with pytest.raises(ParameterError, match="no text"):
-        TrainingBatches(TokenStream.of_documents([[]]), WindowShape(3, 3), start_token=1, held_out=0.1, seed=0)
+        TrainingBatches(TokenStream.from_documents([[]]), WindowShape(3, 3), start_token=1, held_out=0.1, seed=0)
 
 
-# -------------------------------------------------------------------------------------------------------- student
+# -------------------------------------------------------------------------------------------------------- initial
 
 
 def test_blocks_are_taken_from_both_ends():
-    assert both_ends(30, 8) == (0, 1, 24, 25, 26, 27, 28, 29)
-    assert both_ends(30, 30) == tuple(range(30))
-    assert both_ends(30, 2) == (0, 29)
-    assert both_ends(7, 5) == (0, 1, 4, 5, 6)
-    assert both_ends(5, 1) == (0,)
+    assert first_and_last(30, 8) == (0, 1, 24, 25, 26, 27, 28, 29)
+    assert first_and_last(30, 30) == tuple(range(30))
+    assert first_and_last(30, 2) == (0, 29)
+    assert first_and_last(7, 5) == (0, 1, 4, 5, 6)
+    assert first_and_last(5, 1) == (0,)
     for count in range(1, 12):
         for wanted in range(1, count + 1):
-            kept = both_ends(count, wanted)
+            kept = first_and_last(count, wanted)
             assert len(set(kept)) == wanted
             assert list(kept) == sorted(kept)
             assert set(kept) <= set(range(count))
@@ -323,7 +326,7 @@ def test_blocks_are_taken_from_both_ends():
 @pytest.mark.parametrize(("family", "stack"), [("llama", "model.layers"), ("gpt2", "transformer.h")])
 def test_a_cut_model_computes_what_its_blocks_do_by_hand(family, stack):
     model = tiny(family)
-    made, kept = keep_blocks(model, 2)
+    made, kept = keep_layers(model, 2)
     assert kept == (0, 2)
     ids = torch.arange(5, 25)[None]
     blocks = model.get_submodule(stack)
@@ -347,20 +350,20 @@ def test_a_cut_model_computes_what_its_blocks_do_by_hand(family, stack):
 def test_what_a_configuration_says_of_each_layer_is_cut_along():
     model = tiny("gemma2")
     before = model.config.layer_types
-    made, kept = keep_blocks(model, 2)
+    made, kept = keep_layers(model, 2)
     assert made.config.layer_types == [before[number] for number in kept]
     with pytest.raises(ParameterError, match="from 1 to 3"):
-        keep_blocks(model, 4)
+        keep_layers(model, 4)
     with pytest.raises(ParameterError, match="from 1 to 3"):
-        keep_blocks(model, 0)
-    assert keep_blocks(tiny("gpt_neo"), 2)[0].config.attention_layers == ["global", "global"]
+        keep_layers(model, 0)
+    assert keep_layers(tiny("gpt_neo"), 2)[0].config.attention_layers == ["global", "global"]
 
 
 def test_a_student_of_some_layers_has_their_weights(model_folder, lm):
-    made = open_student(str(model_folder), like=lm, layers=2)
-    assert made.facts["blocks"] == [0, 2]
-    assert made.facts["parameters"] == sum(p.numel() for p in made.lm.model.parameters())
-    assert made.facts["parameters"] < sum(p.numel() for p in lm.model.parameters())
+    made = open_initial_model(str(model_folder), like=lm, layers=2)
+    assert made.metadata["layers"] == [0, 2]
+    assert made.metadata["parameters"] == sum(p.numel() for p in made.lm.model.parameters())
+    assert made.metadata["parameters"] < sum(p.numel() for p in lm.model.parameters())
     theirs = lm.model.model.layers[2].mlp.up_proj.weight
     assert torch.equal(made.lm.model.model.layers[1].mlp.up_proj.weight, theirs)
     assert torch.equal(made.lm.model.model.embed_tokens.weight, lm.model.model.embed_tokens.weight)
@@ -370,7 +373,7 @@ def test_a_student_from_a_configuration_has_weights_by_its_seed_and_the_vocabula
     path = tmp_path / "small.json"
     shape = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 24}
     path.write_text(json.dumps({"model_type": "llama", "vocab_size": 99, **shape}))
-    one, same, other = (open_student(str(path), like=lm, seed=seed) for seed in (0, 0, 1))
+    one, same, other = (open_initial_model(str(path), like=lm, seed=seed) for seed in (0, 0, 1))
     assert one.lm.vocab_size == lm.vocab_size
     assert one.lm.start_token == lm.start_token
     assert one.lm.model.config.hidden_size == 16
@@ -378,13 +381,17 @@ def test_a_student_from_a_configuration_has_weights_by_its_seed_and_the_vocabula
     assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
     assert not torch.equal(states[0]["lm_head.weight"], states[2]["lm_head.weight"])
     with pytest.raises(ParameterError, match="how many layers"):
-        open_student(str(path), like=lm, layers=1)
-    for text, message in [("{", "no JSON"), ("[]", "model_type"), ('{"model_type": "nonsense"}', "gives no model")]:
+        open_initial_model(str(path), like=lm, layers=1)
+    for text, message in [
+        ("{", "not valid JSON"),
+        ("[]", "model_type"),
+        ('{"model_type": "nonsense"}', "No model can be built"),
+    ]:
         path.write_text(text)
         with pytest.raises(ModelError, match=message):
-            open_student(str(path), like=lm)
+            open_initial_model(str(path), like=lm)
     with pytest.raises(ModelError, match="No such file"):
-        open_student(str(tmp_path / "no.json"), like=lm)
+        open_initial_model(str(tmp_path / "no.json"), like=lm)
 
 
 def test_a_student_with_another_tokenizer_is_refused_with_both_fingerprints(lm, tmp_path):
@@ -392,7 +399,7 @@ def test_a_student_with_another_tokenizer_is_refused_with_both_fingerprints(lm, 
     lm.model.save_pretrained(tmp_path / "m")
     other.save_pretrained(tmp_path / "m")
     with pytest.raises(ModelMismatch) as caught:
-        open_student(str(tmp_path / "m"), like=lm)
+        open_initial_model(str(tmp_path / "m"), like=lm)
     assert tokenizer_fingerprint(other) in str(caught.value)
     assert tokenizer_fingerprint(lm.tokenizer) in str(caught.value)
     wider = tiny("llama")
@@ -400,7 +407,7 @@ def test_a_student_with_another_tokenizer_is_refused_with_both_fingerprints(lm, 
     wider.save_pretrained(tmp_path / "w")
     lm.tokenizer.save_pretrained(tmp_path / "w")
     with pytest.raises(ModelMismatch, match=r"333 tokens.* 320"):
-        open_student(str(tmp_path / "w"), like=lm)
+        open_initial_model(str(tmp_path / "w"), like=lm)
 
 
 # ------------------------------------------------------------------------------------------------------- training
@@ -420,11 +427,11 @@ def losses(folder):
     return [{**line, "tokens_per_second": 0} for line in read_curve(folder / "losses.jsonl")]
 
 
-def test_a_tiny_student_learns_the_distribution_of_a_tiny_store(lm, student, tmp_path):
+def test_a_tiny_student_learns_the_distribution_of_a_tiny_store(lm, initial, tmp_path):
     store = build(documents(4, words=6), tmp_path / "memory", lm=lm)
-    targets = make_targets(store, tmp_path / "targets", k=500, knn_temperature=10.0, top=500, mass=1.0)
-    card = train_decoder(
-        store, student, tmp_path / "out", targets=targets, beta=1.0, epochs=500, batch_tokens=256, learning_rate=1e-2,
+    targets = retrieve_targets(store, tmp_path / "targets", k=500, knn_temperature=10.0, top=500, mass=1.0)
+    card = fit_decoder(
+        store, initial, tmp_path / "out", targets=targets, beta=1.0, epochs=500, batch_tokens=256, learning_rate=1e-2,
         weight_decay=0.0, device="cpu",
     )  # fmt: skip
     assert read_curve(tmp_path / "out" / "losses.jsonl")[0]["kl"] > 1
@@ -453,24 +460,24 @@ def test_a_tiny_student_learns_the_distribution_of_a_tiny_store(lm, student, tmp
     assert max(away) < 0.05
 
 
-def test_the_curve_is_that_of_a_training_by_hand(small, lm, student, tmp_path):
-    """Plain torch, whole documents one by one: AdamW, warm-up, decay, clipping, the mean over positions."""
+def test_the_curve_is_that_of_a_training_by_hand(small, lm, initial, tmp_path):
+    """Plain torch, whole documents one by one: AdamW, warm-up, decay, clipping, the mean over count_targets."""
     store, targets = small
     options = {**QUICK, "epochs": 2, "beta": 0.6, "weight_decay": 10.0, "clip": 0.5, "warm_up": 0.3}
-    train_decoder(store, student, tmp_path / "out", targets=targets, schedule="cosine", **options)
+    fit_decoder(store, initial, tmp_path / "out", targets=targets, schedule="cosine", **options)
     model = tiny("llama")
     decayed = [p for p in model.parameters() if p.dim() > 1]
     others = [p for p in model.parameters() if p.dim() <= 1]
     optimiser = torch.optim.AdamW([{"params": decayed, "weight_decay": 10.0}, {"params": others, "weight_decay": 0.0}])
-    text = TokenStream.of_store(store)
-    lessons = TrainingBatches(text, WindowShape(64, 64), start_token=lm.start_token, held_out=0.0, seed=0)
-    batches = [(epoch, np.concatenate(groups)) for epoch in range(2) for groups in lessons.steps(epoch, 512)]
-    warm, steps = math.ceil(0.3 * len(batches)), len(batches)
-    for step, ((epoch, windows), line) in enumerate(zip(batches, losses(tmp_path / "out"), strict=True)):
+    text = TokenStream.from_store(store)
+    batches = TrainingBatches(text, WindowShape(64, 64), start_token=lm.start_token, held_out=0.0, seed=0)
+    steps_of_windows = [(epoch, np.concatenate(groups)) for epoch in range(2) for groups in batches.steps(epoch, 512)]
+    warm, steps = math.ceil(0.3 * len(steps_of_windows)), len(steps_of_windows)
+    for step, ((epoch, windows), line) in enumerate(zip(steps_of_windows, losses(tmp_path / "out"), strict=True)):
         total, count = 0.0, 0
         for one in windows:
-            window = lessons.read(one[None])
-            sparse = targets.of(window.rows)
+            window = batches.read(one[None])
+            sparse = targets.lookup(window.positions)
             log_q = model(window.ids).logits[0].log_softmax(1)
             ce = -log_q.gather(1, window.targets[:, None])[:, 0]
             kl = (sparse.probs * (sparse.probs.clamp(min=1e-30).log() - log_q.gather(1, sparse.ids))).sum(1)
@@ -491,17 +498,17 @@ def test_the_curve_is_that_of_a_training_by_hand(small, lm, student, tmp_path):
         torch.testing.assert_close(weight, model.get_parameter(name), rtol=1e-3, atol=2e-4)
 
 
-def test_a_batch_read_in_parts_is_the_same_batch(small, student, tmp_path):
+def test_a_batch_read_in_parts_is_the_same_batch(small, initial, tmp_path):
     store, targets = small
     for number, accumulate in enumerate((1, 3, 100)):
-        train_decoder(store, student, tmp_path / str(number), targets=targets, beta=0.5, accumulate=accumulate, **QUICK)
+        fit_decoder(store, initial, tmp_path / str(number), targets=targets, beta=0.5, accumulate=accumulate, **QUICK)
     curves = [losses(tmp_path / str(number)) for number in range(3)]
     for other in curves[1:]:
         assert [line["loss"] for line in other] == pytest.approx([line["loss"] for line in curves[0]], rel=1e-4)
         assert [line["kl"] for line in other] == pytest.approx([line["kl"] for line in curves[0]], rel=1e-4)
 
 
-def test_groups_read_together_as_on_a_gpu_are_the_same_batch(small, student, tmp_path, monkeypatch):
+def test_groups_read_together_as_on_a_gpu_are_the_same_batch(small, initial, tmp_path, monkeypatch):
     store, targets = small
     passes = []
     read = TrainingBatches.read
@@ -511,8 +518,8 @@ def test_groups_read_together_as_on_a_gpu_are_the_same_batch(small, student, tmp
     counts = []
     for number, room in enumerate((0, 4 * 512)):
         passes.clear()
-        monkeypatch.setattr(training, "_room", lambda *_, room=room: room)
-        train_decoder(store, student, tmp_path / str(number), targets=targets, beta=0.5, **QUICK)
+        monkeypatch.setattr(decoder, "_max_positions", lambda *_, room=room: room)
+        fit_decoder(store, initial, tmp_path / str(number), targets=targets, beta=0.5, **QUICK)
         counts.append(len(passes))
     apart, together = (losses(tmp_path / str(number)) for number in range(2))
     assert counts[1] == len(together) < counts[0]
@@ -538,10 +545,12 @@ def test_groups_are_put_together_where_there_is_room(lengths, room):
 
 
 def test_the_pace_rises_and_falls_to_nothing():
-    settings = TrainerConfig(0.5, 1, 1, 2.0, 0.25, "linear", 0, 1, 1, "float32", 0, 8, 8, 0)
-    assert [settings.pace(step, 8) for step in range(8)] == pytest.approx([1, 2, *(n * 2 / 7 for n in range(6, 0, -1))])
-    cosine = replace(settings, schedule="cosine", warm_up=0.0)
-    assert [cosine.pace(step, 4) for step in range(4)] == pytest.approx(
+    linear = Schedule(2.0, warm_up=2, decay="linear")
+    assert [linear.rate_of_step(step, 8) for step in range(8)] == pytest.approx(
+        [1, 2, *(n * 2 / 7 for n in range(6, 0, -1))]
+    )
+    cosine = Schedule(2.0, warm_up=0, decay="cosine")
+    assert [cosine.rate_of_step(step, 4) for step in range(4)] == pytest.approx(
         [2.0, 1 + math.cos(math.pi / 4), 1.0, 1 - math.cos(math.pi / 4)]
     )
 
@@ -553,8 +562,8 @@ def test_the_same_seed_gives_the_same_weights_and_another_gives_others(small, lm
     path.write_text(json.dumps({"model_type": "gpt2", **shape}))  # it has dropout
     before = torch.random.get_rng_state()
     for number in range(3):
-        made = open_student(str(path), like=lm)
-        train_decoder(store, made, tmp_path / str(number), beta=0.0, seed=number // 2, **QUICK)
+        made = open_initial_model(str(path), like=lm)
+        fit_decoder(store, made, tmp_path / str(number), beta=0.0, seed=number // 2, **QUICK)
     assert equal(tmp_path / "0", tmp_path / "1")
     assert not equal(tmp_path / "0", tmp_path / "2")
     assert torch.equal(before, torch.random.get_rng_state())
@@ -583,24 +592,24 @@ def test_a_training_that_was_interrupted_goes_on_with_the_same_curve(small, lm, 
     shape = {"n_embd": 16, "n_layer": 1, "n_head": 2, "n_positions": 128}
     path.write_text(json.dumps({"model_type": "gpt2", **shape}))  # what dropout draws must be the same, too
     options = {**QUICK, "beta": 0.5, "targets": targets, "held_out": 0.2, "batch_tokens": 128}
-    student = open_student(str(path), like=lm)
-    whole = train_decoder(store, student, tmp_path / "whole", **options)
+    initial = open_initial_model(str(path), like=lm)
+    whole = fit_decoder(store, initial, tmp_path / "whole", **options)
     assert whole.steps >= 8
     half = whole.steps // 2
     for number, (stops, every) in enumerate([([1], 0), ([half, 2], 0), ([half + 1], 1e9), ([whole.steps], 0)]):
         out = tmp_path / f"stopped {number}"
         for stop in stops:
             with pytest.raises(KeyboardInterrupt):
-                train_decoder(store, student, out, checkpoint_every=every, progress=stopping(stop), **options)
+                fit_decoder(store, initial, out, checkpoint_every=every, progress=stopping(stop), **options)
             assert not out.exists()
         work = Path(f"{out}.partial")
-        assert load_tensors(work / CHECKPOINT)[1]["course"]["step"] == sum(stops)
+        assert load_tensors(work / CHECKPOINT)[1]["state"]["step"] == sum(stops)
         if number == 1:
             with pytest.raises(DatastoreError, match=r"another beta \(0.5, now 0.25\)"):
-                train_decoder(store, student, out, **{**options, "beta": 0.25})
+                fit_decoder(store, initial, out, **{**options, "beta": 0.25})
             with (work / "losses.jsonl").open("a") as file:
                 file.write('{"step": 999, "epoch": 0, "loss": 1.0}\n{"step": 999, "epo')
-        card = train_decoder(store, student, out, checkpoint_every=every, **options)
+        card = fit_decoder(store, initial, out, checkpoint_every=every, **options)
         assert losses(out) == losses(tmp_path / "whole")
         assert equal(out, tmp_path / "whole")
         assert replace(card, seconds=0) == replace(whole, seconds=0)
@@ -608,14 +617,14 @@ def test_a_training_that_was_interrupted_goes_on_with_the_same_curve(small, lm, 
 
 
 @pytest.mark.parametrize("where", ["optimiser", "curve", "held out"])
-def test_an_interruption_anywhere_leaves_something_to_go_on_from(small, student, tmp_path, monkeypatch, where):
+def test_an_interruption_anywhere_leaves_something_to_go_on_from(small, initial, tmp_path, monkeypatch, where):
     store, targets = small
     options = {**QUICK, "beta": 0.5, "targets": targets, "held_out": 0.2, "batch_tokens": 128}
-    whole = train_decoder(store, student, tmp_path / "whole", **options)
+    whole = fit_decoder(store, initial, tmp_path / "whole", **options)
     owner, name, call = {
         "optimiser": (torch.optim.AdamW, "step", 5),
-        "curve": (training._Curve, "_put", 3),  # the first one is at the beginning
-        "held out": (training.DecoderTrainer, "_look", 2),
+        "curve": (trainer.LossCurve, "_append", 3),  # the first one is at the beginning
+        "held out": (decoder.DecoderTrainer, "_evaluate", 2),
     }[where]
     original, calls = getattr(owner, name), []
 
@@ -631,19 +640,19 @@ def test_an_interruption_anywhere_leaves_something_to_go_on_from(small, student,
 
     with monkeypatch.context() as patch:
         patch.setattr(owner, name, breaking)
-        patch.setattr(training, "_LOOK", 2)
+        patch.setattr(decoder, "_STEPS_PER_FLUSH", 2)
         with pytest.raises(KeyboardInterrupt):
-            train_decoder(store, student, tmp_path / "out", checkpoint_every=1e9, **options)
+            fit_decoder(store, initial, tmp_path / "out", checkpoint_every=1e9, **options)
     assert len(calls) == call
     assert (tmp_path / "out.partial" / CHECKPOINT).exists() == (where == "held out")
-    card = train_decoder(store, student, tmp_path / "out", **options)
+    card = fit_decoder(store, initial, tmp_path / "out", **options)
     assert losses(tmp_path / "out") == losses(tmp_path / "whole")
     assert equal(tmp_path / "out", tmp_path / "whole")
     assert replace(card, seconds=0) == replace(whole, seconds=0)
 
 
 def test_what_is_trained_to_the_end_is_not_trained_again_where_it_could_not_be_published(
-    small, student, tmp_path, monkeypatch
+    small, initial, tmp_path, monkeypatch
 ):
     def full(*_, **__):
         raise OSError("no space")
@@ -651,7 +660,7 @@ def test_what_is_trained_to_the_end_is_not_trained_again_where_it_could_not_be_p
     with monkeypatch.context() as patch:
         patch.setattr(decoder, "_publish", full)
         with pytest.raises(OSError, match="no space"):
-            train_decoder(small[0], student, tmp_path / "out", held_out=0.2, **QUICK)
+            fit_decoder(small[0], initial, tmp_path / "out", held_out=0.2, **QUICK)
     steps = []
 
     @contextmanager
@@ -659,14 +668,14 @@ def test_what_is_trained_to_the_end_is_not_trained_again_where_it_could_not_be_p
         yield steps.append
         assert steps == [total]
 
-    card = train_decoder(small[0], student, tmp_path / "out", held_out=0.2, progress=watch, **QUICK)
-    whole = train_decoder(small[0], student, tmp_path / "whole", held_out=0.2, **QUICK)
+    card = fit_decoder(small[0], initial, tmp_path / "out", held_out=0.2, progress=watch, **QUICK)
+    whole = fit_decoder(small[0], initial, tmp_path / "whole", held_out=0.2, **QUICK)
     assert len(steps) == 1
     assert equal(tmp_path / "out", tmp_path / "whole")
     assert replace(card, seconds=0) == replace(whole, seconds=0)
 
 
-def test_a_training_that_was_killed_goes_on_with_the_same_curve(small, lm, student, model_folder, tmp_path):
+def test_a_training_that_was_killed_goes_on_with_the_same_curve(small, lm, initial, model_folder, tmp_path):
     store, targets = small
     code = f"""
         import os, signal, sys
@@ -674,8 +683,8 @@ def test_a_training_that_was_killed_goes_on_with_the_same_curve(small, lm, stude
         import conftest, torch
         from contextlib import contextmanager
         from knnlm import CausalLM, Datastore
-        from knnlm.training.decoder import train_decoder
-        from knnlm.training.student import open_student
+        from knnlm.training.decoder import DecoderConfig, train_decoder
+        from knnlm.training.initial_model import open_initial_model
         from knnlm.training.teacher import Targets
 
         @contextmanager
@@ -688,10 +697,10 @@ def test_a_training_that_was_killed_goes_on_with_the_same_curve(small, lm, stude
             yield advance
 
         lm = CausalLM.open({str(model_folder)!r}, device="cpu")
-        student = open_student({str(model_folder)!r}, like=lm)
-        train_decoder(Datastore.open({str(store.path)!r}), student, {str(tmp_path / "killed")!r},
-                      targets=Targets.open({str(targets.path)!r}), beta=0.5, epochs=2, batch_tokens=256,
-                      learning_rate=1e-3, context=64, device="cpu", checkpoint_every=0, progress=deadly)
+        initial = open_initial_model({str(model_folder)!r}, like=lm)
+        config = DecoderConfig(beta=0.5, epochs=2, batch_tokens=256, learning_rate=1e-3, context=64)
+        train_decoder(Datastore.open({str(store.path)!r}), initial, {str(tmp_path / "killed")!r}, config,
+                      targets=Targets.open({str(targets.path)!r}), device="cpu", checkpoint_every=0, progress=deadly)
     """
     result = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], check=False, capture_output=True)
     assert result.returncode == -signal.SIGKILL, result.stderr.decode()[-2000:]
@@ -704,43 +713,43 @@ def test_a_training_that_was_killed_goes_on_with_the_same_curve(small, lm, stude
     def watch(what, *, total=None, unit="tokens"):
         yield steps.append
 
-    train_decoder(store, student, tmp_path / "killed", progress=watch, **options)
-    card = train_decoder(store, student, tmp_path / "whole", **options)
+    fit_decoder(store, initial, tmp_path / "killed", progress=watch, **options)
+    card = fit_decoder(store, initial, tmp_path / "whole", **options)
     assert sum(1 for count in steps[1:]) == card.steps - 3
     assert losses(tmp_path / "killed") == losses(tmp_path / "whole")
     assert equal(tmp_path / "killed", tmp_path / "whole")
 
 
-def test_held_out_text_is_measured_before_and_after_each_epoch(small, lm, student, tmp_path):
+def test_held_out_text_is_measured_before_and_after_each_epoch(small, lm, initial, tmp_path):
     store, targets = small
-    card = train_decoder(
-        store, student, tmp_path / "out", targets=targets, beta=0.5, held_out=0.2, **{**QUICK, "learning_rate": 3e-3}
+    card = fit_decoder(
+        store, initial, tmp_path / "out", targets=targets, beta=0.5, held_out=0.2, **{**QUICK, "learning_rate": 3e-3}
     )
     assert [entry["epoch"] for entry in card.held_out] == [0, 1, 2]
     assert card.held_out[-1]["loss"] < card.held_out[0]["loss"]
     assert card.tokens + card.held_out_tokens == store.rows
-    lessons = TrainingBatches(
-        TokenStream.of_store(store), WindowShape(64, 64), start_token=lm.start_token, held_out=0.2, seed=0
+    batches = TrainingBatches(
+        TokenStream.from_store(store), WindowShape(64, 64), start_token=lm.start_token, held_out=0.2, seed=0
     )
-    assert positions(lessons.held_out) == card.held_out_tokens
+    assert count_targets(batches.held_out) == card.held_out_tokens
     for model, entry in (
         (lm.model, card.held_out[0]),
         (hf.AutoModelForCausalLM.from_pretrained(tmp_path / "out"), card.held_out[-1]),
     ):
         nats = 0.0
-        for one in lessons.held_out:
-            window = lessons.read(one[None])
+        for one in batches.held_out:
+            window = batches.read(one[None])
             with torch.no_grad():
                 log_q = model(window.ids).logits[0].log_softmax(1)
             nats -= float(log_q.gather(1, window.targets[:, None]).sum())
         assert entry["ce"] == pytest.approx(nats / card.held_out_tokens, rel=1e-4)
 
 
-def test_a_teacher_can_be_asked_on_the_fly(small, student, tmp_path):
+def test_a_teacher_can_be_asked_on_the_fly(small, initial, tmp_path):
     store, targets = small
-    train_decoder(store, student, tmp_path / "stored", targets=targets, beta=0.5, **QUICK)
-    live = Retrieval(store, TeacherConfig(32, 20.0, "self", 64, 0.99))
-    card = train_decoder(store, student, tmp_path / "live", targets=live, beta=0.5, **QUICK)
+    fit_decoder(store, initial, tmp_path / "stored", targets=targets, beta=0.5, **QUICK)
+    live = RetrievalTeacher(store, TeacherConfig(32, 20.0, "self", 64, 0.99))
+    card = fit_decoder(store, initial, tmp_path / "live", targets=live, beta=0.5, **QUICK)
     for one, other in zip(losses(tmp_path / "stored"), losses(tmp_path / "live"), strict=True):
         assert one["loss"] == pytest.approx(other["loss"], rel=1e-3)
     assert card.teacher == store.fingerprint
@@ -749,12 +758,12 @@ def test_a_teacher_can_be_asked_on_the_fly(small, student, tmp_path):
 # --------------------------------------------------------------------------------------------------- what comes out
 
 
-def test_the_folder_is_an_ordinary_model_and_stays_what_it_is(small, lm, student, tmp_path, model_folder):
+def test_the_folder_is_an_ordinary_model_and_stays_what_it_is(small, lm, initial, tmp_path, model_folder):
     store, targets = small
     out = tmp_path / "out"
-    before = {name: weight.clone() for name, weight in student.lm.model.state_dict().items()}
-    card = train_decoder(store, student, out, targets=targets, beta=0.5, **QUICK)
-    assert all(torch.equal(before[name], weight) for name, weight in student.lm.model.state_dict().items())
+    before = {name: weight.clone() for name, weight in initial.lm.model.state_dict().items()}
+    card = fit_decoder(store, initial, out, targets=targets, beta=0.5, **QUICK)
+    assert all(torch.equal(before[name], weight) for name, weight in initial.lm.model.state_dict().items())
     plain = hf.AutoModelForCausalLM.from_pretrained(out)
     opened = CausalLM.open(str(out), device="cpu")
     ids = torch.arange(3, 40)[None]
@@ -765,48 +774,48 @@ def test_the_folder_is_an_ordinary_model_and_stays_what_it_is(small, lm, student
     assert tokenizer_fingerprint(opened.tokenizer) == card.tokenizer == lm.identity["tokenizer"]
     assert (card.vocab_size, card.start_token) == (lm.vocab_size, lm.start_token)
     assert card.teacher == store.fingerprint
-    assert card.targets["bytes_per_token"] == targets.facts["bytes_per_token"]
+    assert card.targets["bytes_per_token"] == targets.metadata["bytes_per_token"]
     assert card.tokens == store.rows
     assert card.steps == len(read_curve(out / "losses.jsonl"))
-    assert card.student["parameters"] == sum(p.numel() for p in plain.parameters())
+    assert card.initial_model["parameters"] == sum(p.numel() for p in plain.parameters())
     assert (out / "learning.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
     assert card.notes == []
     assert load_card(out) == card
     files = {file.name: file.stat().st_mtime_ns for file in out.iterdir()}
-    assert train_decoder(store, student, out, targets=targets, beta=0.5, **QUICK) == card
+    assert fit_decoder(store, initial, out, targets=targets, beta=0.5, **QUICK) == card
     # Killed when all was done but tidying up.
     (tmp_path / "out.partial").mkdir()
     (tmp_path / "out.partial" / CHECKPOINT).write_bytes(b"")
-    assert train_decoder(store, student, out, targets=targets, beta=0.5, **QUICK) == card
+    assert fit_decoder(store, initial, out, targets=targets, beta=0.5, **QUICK) == card
     assert not (tmp_path / "out.partial").exists()
     assert files == {file.name: file.stat().st_mtime_ns for file in out.iterdir()}
     with pytest.raises(DatastoreError, match="another seed"):
-        train_decoder(store, student, out, targets=targets, beta=0.5, seed=1, **QUICK)
-    cut = open_student(str(model_folder), like=lm, layers=2)
-    with pytest.raises(DatastoreError, match="another student"):
-        train_decoder(store, cut, out, targets=targets, beta=0.5, **QUICK)
+        fit_decoder(store, initial, out, targets=targets, beta=0.5, seed=1, **QUICK)
+    cut = open_initial_model(str(model_folder), like=lm, layers=2)
+    with pytest.raises(DatastoreError, match="another initial"):
+        fit_decoder(store, cut, out, targets=targets, beta=0.5, **QUICK)
     assert not Path(f"{out}.partial").exists()
 
 
-def test_documents_alone_are_enough_for_plain_fine_tuning(small, lm, student, tmp_path):
+def test_documents_alone_are_enough_for_plain_fine_tuning(small, lm, initial, tmp_path):
     store, _ = small
-    by_store = train_decoder(store, student, tmp_path / "a", beta=0.0, **QUICK)
+    by_store = fit_decoder(store, initial, tmp_path / "a", beta=0.0, **QUICK)
     given = [lm.encode(document.text) for document in documents(10, words=20)]
-    by_tokens = train_decoder(given, student, tmp_path / "b", beta=0.0, **QUICK)
+    by_tokens = fit_decoder(given, initial, tmp_path / "b", beta=0.0, **QUICK)
     assert replace(by_store, seconds=0) == replace(by_tokens, seconds=0)
     assert equal(tmp_path / "a", tmp_path / "b")
     assert (by_store.teacher, by_store.targets, by_store.losses["kl"]) == (None, None, None)
     assert by_store.losses["loss"] == pytest.approx(by_store.losses["ce"])
 
 
-def test_without_matplotlib_the_card_says_what_is_missing(small, student, tmp_path, monkeypatch):
-    monkeypatch.setattr(curve_module, "find_spec", lambda _: None)
-    card = train_decoder(small[0], student, tmp_path / "out", beta=0.0, **QUICK)
+def test_without_matplotlib_the_card_says_what_is_missing(small, initial, tmp_path, monkeypatch):
+    monkeypatch.setattr(trainer, "find_spec", lambda _: None)
+    card = fit_decoder(small[0], initial, tmp_path / "out", beta=0.0, **QUICK)
     assert "pip install 'knnlm[report]'" in card.notes[0]
     assert not (tmp_path / "out" / "learning.png").exists()
 
 
-def test_a_bar_is_told_the_loss(small, student, tmp_path):
+def test_a_bar_is_told_the_loss(small, initial, tmp_path):
     seen, told = [], []
 
     class Bar:
@@ -821,7 +830,7 @@ def test_a_bar_is_told_the_loss(small, student, tmp_path):
         yield Bar()
         assert sum(seen) == total
 
-    card = train_decoder(small[0], student, tmp_path / "out", beta=0.0, progress=progress, **QUICK)
+    card = fit_decoder(small[0], initial, tmp_path / "out", beta=0.0, progress=progress, **QUICK)
     last = [line["loss"] for line in read_curve(tmp_path / "out" / "losses.jsonl")][-(card.steps % 20 or 20) :]
     assert told[-1] == f"loss {np.mean(last):.3f}"
     with screen.bar("training", total=3) as advance:
@@ -832,7 +841,7 @@ def test_a_bar_is_told_the_loss(small, student, tmp_path):
         note(advance, "a bar without room for it")
 
 
-def test_settings_and_texts_that_cannot_be_are_refused(small, lm, student, tmp_path):
+def test_settings_and_texts_that_cannot_be_are_refused(small, lm, initial, tmp_path):
     store, targets = small
     out = tmp_path / "out"
     for options, message in [
@@ -850,20 +859,20 @@ def test_settings_and_texts_that_cannot_be_are_refused(small, lm, student, tmp_p
         ({"batch_tokens": 0}, "batch_tokens"),
     ]:
         with pytest.raises(ParameterError, match=message):
-            train_decoder(store, student, out, **{"beta": 0.0, "device": "cpu", **options})
+            fit_decoder(store, initial, out, **{"beta": 0.0, "device": "cpu", **options})
         assert not out.exists()
     with pytest.raises(ParameterError, match="320"):
-        train_decoder([[5, 320]], student, out, beta=0.0)
+        fit_decoder([[5, 320]], initial, out, beta=0.0)
     other = build(documents(3), tmp_path / "other", lm=lm)
     with pytest.raises(DatastoreError, match="another text"):
-        train_decoder(other, student, out, targets=targets, beta=0.5)
+        fit_decoder(other, initial, out, targets=targets, beta=0.5)
     wild = {**QUICK, "batch_tokens": 64, "learning_rate": 1e30, "clip": 0.0}
     with pytest.raises(ParameterError, match="diverged"):
-        train_decoder(store, student, out, beta=0.0, **wild)
+        fit_decoder(store, initial, out, beta=0.0, **wild)
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "diary.txt").write_text("")
     with pytest.raises(DatastoreError, match="not empty"):
-        train_decoder(store, student, tmp_path / "full", beta=0.0)
+        fit_decoder(store, initial, tmp_path / "full", beta=0.0)
     assert [file.name for file in (tmp_path / "full").iterdir()] == ["diary.txt"]
 
 
@@ -876,40 +885,40 @@ def test_settings_and_texts_that_cannot_be_are_refused(small, lm, student, tmp_p
 )  # fmt: skip
 def test_a_step_is_as_large_as_leaves_three_hundred_of_them(tokens, epochs, right):
     text = TokenStream(np.zeros(tokens, np.int8), np.array([0, tokens]))
-    assert decoder._batch_tokens(text, epochs) == right
+    assert decoder.default_batch_tokens(text, epochs) == right
     assert right == 2048 or tokens * epochs / right >= 300
     assert right == 16_384 or tokens * epochs / (2 * right) < 300
 
 
-def test_the_card_holds_the_size_of_a_step_that_was_chosen(small, student, tmp_path):
-    card = train_decoder(small[0], student, tmp_path / "out", epochs=1, device="cpu")
+def test_the_card_holds_the_size_of_a_step_that_was_chosen(small, initial, tmp_path):
+    card = fit_decoder(small[0], initial, tmp_path / "out", epochs=1, device="cpu")
     assert card.settings["batch_tokens"] == 2048
 
 
-def test_a_finished_decoder_of_any_precision_is_taken_unless_one_is_asked_for(small, student, tmp_path):
+def test_a_finished_decoder_of_any_precision_is_taken_unless_one_is_asked_for(small, initial, tmp_path):
     options = {**QUICK, "batch_tokens": 128}
-    half = train_decoder(small[0], student, tmp_path / "out", precision="bfloat16", **options)
+    half = fit_decoder(small[0], initial, tmp_path / "out", precision="bfloat16", **options)
     assert half.settings["precision"] == "bfloat16"
-    assert train_decoder(small[0], student, tmp_path / "out", **options) == half
+    assert fit_decoder(small[0], initial, tmp_path / "out", **options) == half
     with pytest.raises(DatastoreError, match="another precision"):
-        train_decoder(small[0], student, tmp_path / "out", precision="float32", **options)
+        fit_decoder(small[0], initial, tmp_path / "out", precision="float32", **options)
     # What is unfinished goes on as it began, or not at all.
     with pytest.raises(KeyboardInterrupt):
-        train_decoder(small[0], student, tmp_path / "half", precision="bfloat16", progress=stopping(3), **options)
+        fit_decoder(small[0], initial, tmp_path / "half", precision="bfloat16", progress=stopping(3), **options)
     with pytest.raises(DatastoreError, match="another precision"):
-        train_decoder(small[0], student, tmp_path / "half", **options)
+        fit_decoder(small[0], initial, tmp_path / "half", **options)
 
 
-def test_the_same_tokens_in_other_documents_are_another_text(lm, student, tmp_path):
+def test_the_same_tokens_in_other_documents_are_another_text(lm, initial, tmp_path):
     given = [lm.encode(document.text) for document in documents(4, words=20)]
-    card = train_decoder(given, student, tmp_path / "out", **QUICK)
+    card = fit_decoder(given, initial, tmp_path / "out", **QUICK)
     joined = [given[0] + given[1], *given[2:]]
-    assert TokenStream.of_documents(joined).fingerprint == card.text
-    with pytest.raises(DatastoreError, match="another division into documents"):
-        train_decoder(joined, student, tmp_path / "out", **QUICK)
+    assert TokenStream.from_documents(joined).fingerprint == card.text
+    with pytest.raises(DatastoreError, match="another document boundaries"):
+        fit_decoder(joined, initial, tmp_path / "out", **QUICK)
 
 
-def test_tensorboard_is_told_each_step_once_also_by_whoever_goes_on(small, student, tmp_path, monkeypatch):
+def test_tensorboard_is_told_each_step_once_also_by_whoever_goes_on(small, initial, tmp_path, monkeypatch):
     """The package is large and not installed here, so a writer of a few lines stands for its own."""
     closed = []
 
@@ -929,14 +938,14 @@ def test_tensorboard_is_told_each_step_once_also_by_whoever_goes_on(small, stude
     with monkeypatch.context() as patch:
         patch.setattr(decoder, "find_spec", lambda _: None)
         with pytest.raises(MissingExtra, match=r"pip install 'knnlm\[tensorboard\]'"):
-            train_decoder(small[0], student, tmp_path / "out", **options)
+            fit_decoder(small[0], initial, tmp_path / "out", **options)
     assert not list(tmp_path.iterdir())
     monkeypatch.setattr(decoder, "find_spec", lambda _: True)
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", SimpleNamespace(SummaryWriter=SummaryWriter))
     with pytest.raises(KeyboardInterrupt):
-        train_decoder(small[0], student, tmp_path / "out", progress=stopping(5), **options)
+        fit_decoder(small[0], initial, tmp_path / "out", progress=stopping(5), **options)
     assert len(closed) == 1
-    train_decoder(small[0], student, tmp_path / "out", **options)
+    fit_decoder(small[0], initial, tmp_path / "out", **options)
     assert len(closed) == 2
     told = [json.loads(line) for file in (tmp_path / "out" / "tensorboard").iterdir() for line in file.open()]
     right = [(line["step"], line["loss"]) for line in losses(tmp_path / "out")]
@@ -944,9 +953,9 @@ def test_tensorboard_is_told_each_step_once_also_by_whoever_goes_on(small, stude
     assert {name for name, _, _ in told} == {"loss", "ce", "learning_rate", "tokens_per_second"}
 
 
-def test_lambda_is_written_into_the_card_and_hostile_cards_are_refused_in_one_line(small, student, tmp_path):
+def test_lambda_is_written_into_the_card_and_hostile_cards_are_refused_in_one_line(small, initial, tmp_path):
     out = tmp_path / "out"
-    card = train_decoder(small[0], student, out, beta=0.0, **QUICK)
+    card = fit_decoder(small[0], initial, out, beta=0.0, **QUICK)
     assert card.lmbda is None
     assert json.loads((out / CARD).read_text())["lambda"] is None
     told = {"model": "x", "text": ["valid"], "tokens": 9, "base_perplexity": 3.0, "perplexity": 2.0}
@@ -961,7 +970,7 @@ def test_lambda_is_written_into_the_card_and_hostile_cards_are_refused_in_one_li
         {"vocab_size": True},
         {"start_token": 10**9}, {"start_token": -1}, {"window": {}}, {"window": {"context": 4, "stride": 5}},
         {"window": {"context": "a", "stride": 1}}, {"teacher": 5}, {"targets": []}, {"beta": None}, {"tokens": None},
-        {"student": "x"}, {"losses": 1}, {"held_out": {}}, {"notes": None}, {"settings": 3}, {"tokenizer": None},
+        {"initial_model": "x"}, {"losses": 1}, {"held_out": {}}, {"notes": None}, {"settings": 3}, {"tokenizer": None},
     ]  # fmt: skip
     texts = [json.dumps({**facts, **change}) for change in hostile]
     texts += ["", "{", "[]", "null", "[" * 100_000, '{"format": 1}', "\udcff"]

@@ -1,4 +1,4 @@
-"""The trained similarity: its objective is the formula's, and it learns what is there to learn."""
+"""The trained metric_learning: its objective is the formula's, and it learns what is there to learn."""
 
 from __future__ import annotations
 
@@ -12,22 +12,15 @@ from hypothesis import strategies as st
 
 from helpers import oracle
 from helpers.stores import all_keys, contents, made_store
+from helpers.training import fit_key_map, fit_key_metric
 from knnlm.datastore.codecs import KeyMap
 from knnlm.datastore.indexes import build_index
 from knnlm.datastore.rewrite import derive
 from knnlm.datastore.store import Datastore
 from knnlm.errors import DatastoreCorrupt, DatastoreError, ParameterError
 from knnlm.memories.output import load_tensors, save_tensors
-from knnlm.training import metric_learning as similarity
-from knnlm.training.metric_learning import (
-    Mined,
-    key_groups,
-    learnt_file,
-    mine,
-    train_key_map,
-    train_key_metric,
-    vote_log_p,
-)
+from knnlm.training import metric_learning
+from knnlm.training.metric_learning import AnchorNeighbours, find_neighbours, key_documents, map_file, vote_log_p
 
 WORDS, SIGNAL, NOISE = 8, 6, 6
 
@@ -83,7 +76,7 @@ def test_the_objective_and_its_gradient_are_those_of_the_formula(seed, missing, 
     given_matrix = torch.from_numpy(matrix).requires_grad_()
     arrays = (np.zeros(1, np.int64), near[None], same[None], np.ones(1), np.log(counts)[None])
     distances = (torch.from_numpy(keys - anchor)[None] @ given_matrix).square().sum(2)
-    found = vote_log_p(Mined(*map(torch.from_numpy, arrays)), distances, 1.7)
+    found = vote_log_p(AnchorNeighbours(*map(torch.from_numpy, arrays)), distances, 1.7)
     assert found.item() == pytest.approx(right(matrix), abs=1e-9)
     found.sum().backward()
     for place in np.ndindex(4, 3):
@@ -99,10 +92,10 @@ def test_neighbours_are_the_nearest_of_other_documents(tmp_path, indexed):
     if indexed:
         build_index(store, "Flat")
         store = Datastore.open(tmp_path / "a")
-    groups = key_groups(store)
+    groups = key_documents(store)
     assert groups.tolist() == [row // 10 for row in range(400)]
     anchors = torch.arange(0, 400, 9)
-    mined = mine(store, anchors, groups, count=12)
+    mined = find_neighbours(store, anchors, groups, count=12)
     keys, values = all_keys(store).numpy(), store.values(torch.arange(400)).numpy()
     for anchor, near, same in zip(anchors.tolist(), mined.near, mined.same, strict=True):
         others = np.flatnonzero(groups != groups[anchor])
@@ -114,25 +107,25 @@ def test_neighbours_are_the_nearest_of_other_documents(tmp_path, indexed):
 def test_a_memory_of_one_long_document_is_cut_into_pieces(tmp_path):
     keys = np.random.default_rng(0).normal(size=(3000, 2))
     store = made_store(tmp_path / "a", keys, np.arange(3000) % 3)
-    assert key_groups(store).tolist() == [row // 1024 for row in range(3000)]
+    assert key_documents(store).tolist() == [row // 1024 for row in range(3000)]
 
 
 def test_copies_of_a_text_are_one_document(tmp_path):
     many = noisy_store(tmp_path / "many", rows=400, copies=3)
-    assert key_groups(many).tolist() == [row // 10 for row in range(400)] * 3
-    mined = mine(many, torch.arange(0, 1200, 7), key_groups(many), count=12)
+    assert key_documents(many).tolist() == [row // 10 for row in range(400)] * 3
+    mined = find_neighbours(many, torch.arange(0, 1200, 7), key_documents(many), count=12)
     assert ((mined.near < 0) | (mined.near % 400 // 10 != mined.anchors[:, None] % 400 // 10)).all()
     # Twenty documents, but five texts: too few to hold some out, so these are cut.
     keys = np.random.default_rng(0).normal(size=(24_000, 2))
     few = made_store(tmp_path / "few", keys, np.arange(24_000) % 3, sizes=[1200] * 20, texts=[*range(5)] * 4)
     right = [2 * text + (row >= 1024) for _ in range(4) for text in range(5) for row in range(1200)]
-    assert key_groups(few).tolist() == right
+    assert key_documents(few).tolist() == right
 
 
 def test_copies_do_not_keep_it_from_learning(tmp_path):
     options = {"epochs": 4, "learning_rate": 3e-2}
-    plain = train_key_map(noisy_store(tmp_path / "a", rows=1000), neighbours=16, **options)
-    twice = train_key_map(noisy_store(tmp_path / "b", rows=1000, copies=2), neighbours=32, **options)
+    plain = fit_key_map(noisy_store(tmp_path / "a", rows=1000), neighbours=16, **options)
+    twice = fit_key_map(noisy_store(tmp_path / "b", rows=1000, copies=2), neighbours=32, **options)
     # Every anchor and every neighbour is there twice, so that the likelihood is the same.
     assert twice.facts["knn_temperature"] == pytest.approx(plain.facts["knn_temperature"])
     [figures], [right] = twice.facts["rounds"], plain.facts["rounds"]
@@ -154,9 +147,13 @@ def clustered_store(path, *, sure):
 
 def test_a_temperature_far_from_the_usual_distance_is_found(tmp_path):
     store = clustered_store(tmp_path / "a", sure=False)
-    found = train_key_map(store, neighbours=64, epochs=1)
-    keys, values, groups = all_keys(store).double().numpy(), store.values(torch.arange(400)).numpy(), key_groups(store)
-    held_out = similarity._held_out(groups, torch.arange(400), 0).nonzero()[:, 0].tolist()
+    found = fit_key_map(store, neighbours=64, epochs=1)
+    keys, values, groups = (
+        all_keys(store).double().numpy(),
+        store.values(torch.arange(400)).numpy(),
+        key_documents(store),
+    )
+    held_out = metric_learning._mark_held_out(groups, torch.arange(400), 0).nonzero()[:, 0].tolist()
     temperature = found.facts["knn_temperature"]
     scores = {
         factor: likelihood_by_hand(keys, values, groups, held_out, 64, np.eye(2), factor * temperature).mean()
@@ -169,7 +166,7 @@ def test_a_temperature_far_from_the_usual_distance_is_found(tmp_path):
 
 def test_of_temperatures_that_are_as_good_the_most_usual_is_taken(tmp_path):
     store = clustered_store(tmp_path / "a", sure=True)
-    found = train_key_map(store, neighbours=64, epochs=1)
+    found = fit_key_map(store, neighbours=64, epochs=1)
     keys = all_keys(store).double().numpy()
     usual = np.median([np.sort(oracle.distances(key, keys))[1:65] for key in keys])
     # Whatever is below explains everything as well.
@@ -184,9 +181,9 @@ def test_where_all_neighbours_should_be_heard_alike_the_temperature_stays_usual(
     values[1::2] = 1 - values[::2]
     order = np.arange(400).reshape(200, 2).T.reshape(-1)  # the two of a pair are in different documents
     store = made_store(tmp_path / "a", keys[order], values[order], sizes=[10] * 40)
-    temperature = train_key_map(store, neighbours=32, epochs=1).facts["knn_temperature"]
-    stored, tokens, groups = keys[order].astype(np.float32).astype(float), values[order], key_groups(store)
-    held_out = similarity._held_out(groups, torch.arange(400), 0).nonzero()[:, 0].tolist()
+    temperature = fit_key_map(store, neighbours=32, epochs=1).facts["knn_temperature"]
+    stored, tokens, groups = keys[order].astype(np.float32).astype(float), values[order], key_documents(store)
+    held_out = metric_learning._mark_held_out(groups, torch.arange(400), 0).nonzero()[:, 0].tolist()
 
     def score(tried):
         return likelihood_by_hand(stored, tokens, groups, held_out, 32, np.eye(3), tried).mean()
@@ -202,15 +199,15 @@ def test_merged_keys_weigh_as_much_as_the_contexts_they_stand_for(tmp_path):
     store = noisy_store(tmp_path / "a", rows=400)
     counts = np.random.default_rng(5).integers(1, 6, 400)
     merged = derive(store, tmp_path / "b", counts=torch.from_numpy(counts))
-    found = train_key_map(merged, neighbours=20, epochs=2, learning_rate=1e-2)
+    found = fit_key_map(merged, neighbours=20, epochs=2, learning_rate=1e-2)
     keys, values = all_keys(store).double().numpy(), store.values(torch.arange(400)).numpy()
-    groups = key_groups(merged)
-    held_out = similarity._held_out(groups, torch.arange(400), 0).nonzero()[:, 0].tolist()
+    groups = key_documents(merged)
+    held_out = metric_learning._mark_held_out(groups, torch.arange(400), 0).nonzero()[:, 0].tolist()
     temperature, [figures] = found.facts["knn_temperature"], found.facts["rounds"]
     for name, matrix in (("before", np.eye(12)), ("after", found.matrix.double().numpy())):
         right = likelihood_by_hand(keys, values, groups, held_out, 20, matrix, temperature, counts)
         assert figures[name] == pytest.approx(right.mean(), abs=1e-4)
-    plain = train_key_map(store, neighbours=20, epochs=2, learning_rate=1e-2)
+    plain = fit_key_map(store, neighbours=20, epochs=2, learning_rate=1e-2)
     assert not torch.equal(plain.matrix, found.matrix)
 
 
@@ -239,29 +236,29 @@ def test_a_run_that_was_stopped_while_it_wrote_does_not_learn_again(tmp_path, ma
     if mapped:  # the map of the result is then another than what was learnt
         store = derive(store, tmp_path / "m", key_map=KeyMap(2 * torch.eye(12), torch.ones(12)))
     options = {"neighbours": 20, "epochs": 2, "learning_rate": 1e-2}
-    whole = train_key_metric(store, tmp_path / "whole", **options)
-    assert not learnt_file(tmp_path / "whole").exists()
-    key_map = train_key_map(store, **options)
+    whole = fit_key_metric(store, tmp_path / "whole", **options)
+    assert not map_file(tmp_path / "whole").exists()
+    key_map = fit_key_map(store, **options)
     assert not torch.equal(key_map.matrix, torch.eye(12))
     torch.testing.assert_close(all_keys(whole), key_map.apply(all_keys(store)))
     out = tmp_path / "new" / "out"
     with pytest.raises(KeyboardInterrupt):
-        train_key_metric(store, out, progress=Watch("training the similarity"), **options)
-    assert not learnt_file(out).exists()
+        fit_key_metric(store, out, progress=Watch("training the similarity"), **options)
+    assert not map_file(out).exists()
     assert not out.exists()
     with pytest.raises(KeyboardInterrupt):
-        train_key_metric(store, out, progress=Watch("writing keys", after=200), **options)
+        fit_key_metric(store, out, progress=Watch("writing keys", after=200), **options)
     assert (out / "segments" / "000000").exists()
     for other, match in (({"seed": 1}, r"another seed \(0, now 1\)"), ({"epochs": 3}, r"another epochs \(2, now 3\)")):
         with pytest.raises(DatastoreError, match=match):
-            train_key_metric(store, out, **{**options, **other})
+            fit_key_metric(store, out, **{**options, **other})
     again = Watch()
-    train_key_metric(store, out, progress=again, **options)
+    fit_key_metric(store, out, progress=again, **options)
     assert again.begun == ["writing keys"]
     assert contents(out) == contents(tmp_path / "whole")
-    assert not learnt_file(out).exists()
+    assert not map_file(out).exists()
     with pytest.raises(DatastoreError, match="finished memory already"):
-        train_key_metric(store, out, progress=again, **options)
+        fit_key_metric(store, out, progress=again, **options)
     assert again.begun == ["writing keys"]
 
 
@@ -269,21 +266,21 @@ def test_a_damaged_map_of_a_stopped_run_is_named(tmp_path):
     store = noisy_store(tmp_path / "a", rows=400)
     options = {"neighbours": 20, "epochs": 1}
     with pytest.raises(KeyboardInterrupt):
-        train_key_metric(store, tmp_path / "b", progress=Watch("writing keys"), **options)
-    file = learnt_file(tmp_path / "b")
+        fit_key_metric(store, tmp_path / "b", progress=Watch("writing keys"), **options)
+    file = map_file(tmp_path / "b")
     tensors, facts = load_tensors(file)
     for bad in ({"matrix": tensors["matrix"]}, {**tensors, "centre": torch.full((12,), torch.nan)}):
         save_tensors(file, bad, facts)
-        with pytest.raises(DatastoreCorrupt, match=r"b\.map\.safetensors is not a readable map"):
-            train_key_metric(store, tmp_path / "b", **options)
+        with pytest.raises(DatastoreCorrupt, match=r"b\.map\.safetensors: not a readable key map"):
+            fit_key_metric(store, tmp_path / "b", **options)
     file.write_bytes(b"nonsense")
     with pytest.raises(DatastoreCorrupt, match=r"b\.map\.safetensors is damaged"):
-        train_key_metric(store, tmp_path / "b", **options)
+        fit_key_metric(store, tmp_path / "b", **options)
 
 
 def test_it_learns_to_leave_out_what_says_nothing_and_new_contexts_gain(tmp_path):
     store = noisy_store(tmp_path / "a")
-    found = train_key_map(store, neighbours=64, epochs=8, learning_rate=1e-1, rounds=2)
+    found = fit_key_map(store, neighbours=64, epochs=8, learning_rate=1e-1, rounds=2)
     size = found.matrix.square().sum(1).sqrt()  # what becomes of each dimension
     assert size[SIGNAL:].max() < 0.6 * size[:SIGNAL].min()
     assert all(one["after"] > one["before"] for one in found.facts["rounds"])
@@ -310,10 +307,10 @@ def test_it_learns_to_leave_out_what_says_nothing_and_new_contexts_gain(tmp_path
 
 def test_the_reported_likelihood_is_that_of_an_independent_computation(tmp_path):
     store = noisy_store(tmp_path / "a", rows=400)
-    found = train_key_map(store, neighbours=20, epochs=2, learning_rate=1e-2)
+    found = fit_key_map(store, neighbours=20, epochs=2, learning_rate=1e-2)
     keys, values = all_keys(store).double().numpy(), store.values(torch.arange(400)).numpy()
-    groups = key_groups(store)
-    held_out = similarity._held_out(groups, torch.arange(400), 0).nonzero()[:, 0].tolist()
+    groups = key_documents(store)
+    held_out = metric_learning._mark_held_out(groups, torch.arange(400), 0).nonzero()[:, 0].tolist()
     assert 30 <= len(held_out) <= 60
     figures = found.facts["rounds"][0]
     temperature = found.facts["knn_temperature"]
@@ -328,22 +325,22 @@ def test_the_reported_likelihood_is_that_of_an_independent_computation(tmp_path)
 def test_a_narrow_map_a_second_round_and_the_same_seed(tmp_path):
     store = noisy_store(tmp_path / "a", rows=1000)
     options = {"width": 5, "neighbours": 32, "epochs": 4, "learning_rate": 2e-2, "rounds": 2, "seed": 3}
-    found = train_key_map(store, **options)
+    found = fit_key_map(store, **options)
     assert found.matrix.shape == (12, 5)
-    again = train_key_map(store, **options)
+    again = fit_key_map(store, **options)
     assert torch.equal(found.matrix, again.matrix)
     assert torch.equal(found.centre, again.centre)
     assert all(one["after"] >= one["before"] for one in found.facts["rounds"])
     size = found.matrix.square().sum(1).sqrt()
     assert size[SIGNAL:].mean() < 0.6 * size[:SIGNAL].mean()
-    other = train_key_map(store, **{**options, "seed": 4})
+    other = fit_key_map(store, **{**options, "seed": 4})
     assert not torch.equal(found.matrix, other.matrix)
 
 
 def test_training_that_does_not_help_leaves_keys_as_they_are(tmp_path):
     store = noisy_store(tmp_path / "a", rows=400)
     # A rate at which nothing is learned: early stopping must give back the start.
-    found = train_key_map(store, neighbours=20, epochs=2, learning_rate=1e3)
+    found = fit_key_map(store, neighbours=20, epochs=2, learning_rate=1e3)
     assert torch.equal(found.matrix, torch.eye(12))
 
 
@@ -356,16 +353,16 @@ def test_what_cannot_be_learned_from_is_refused(tmp_path):
         {"learning_rate": 0.0},
         {"knn_temperature": -1.0},
     ):
-        with pytest.raises(ParameterError, match=next(iter(options)).replace("_", " ")):
-            train_key_map(store, **options)
+        with pytest.raises(ParameterError, match=next(iter(options))):
+            fit_key_map(store, **options)
     lonely = made_store(tmp_path / "b", np.eye(6), np.arange(6), sizes=[3, 3])
     with pytest.raises(ParameterError, match="too small to learn from"):
-        train_key_map(lonely)
+        fit_key_map(lonely)
 
 
 def test_keys_that_do_not_stay_in_memory_give_the_same_map(tmp_path, monkeypatch):
     store = noisy_store(tmp_path / "a", rows=400)
     options = {"neighbours": 20, "epochs": 2, "learning_rate": 1e-2}
-    found = train_key_map(store, **options)
-    monkeypatch.setattr(similarity, "_RESIDENT", 0)
-    assert torch.equal(train_key_map(store, **options).matrix, found.matrix)
+    found = fit_key_map(store, **options)
+    monkeypatch.setattr(metric_learning, "_MAX_RESIDENT_BYTES", 0)
+    assert torch.equal(fit_key_map(store, **options).matrix, found.matrix)

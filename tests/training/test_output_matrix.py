@@ -25,6 +25,7 @@ from helpers import oracle
 from helpers.cli import failure, knnlm
 from helpers.output import card_of, random_matrix
 from helpers.stores import documents, made_store
+from helpers.training import fit_output
 from knnlm.datastore.codecs import KeyMap
 from knnlm.datastore.locks import writer_lock
 from knnlm.datastore.rewrite import derive
@@ -33,9 +34,9 @@ from knnlm.errors import DatastoreBusy, DatastoreCorrupt, DatastoreError, ModelE
 from knnlm.ingest.build import build
 from knnlm.memories.base import Context, Source
 from knnlm.memories.output import OUTPUT_FILE, OutputMatrix, OutputMemory, load_output, save_output
-from knnlm.training import pairs as pairs_module
-from knnlm.training.output_matrix import CHECKPOINT, share_rows, train_output, weigh_losses
-from knnlm.training.pairs import Pairs, hold_out
+from knnlm.training import data
+from knnlm.training.data import EntryBatches, mark_held_out_tokens
+from knnlm.training.output_matrix import CHECKPOINT, allocate_rows, output_losses
 
 HERE = Path(__file__).parent.parent
 SOURCE = Source(0, "ffn_input", -1)
@@ -69,12 +70,12 @@ def cross_entropy(matrix: OutputMatrix, keys: torch.Tensor, targets: torch.Tenso
     counts=st.lists(st.integers(1, 3), min_size=1, max_size=12),
     positions=st.integers(0, 5),
     seed=st.integers(0, 1000),
-    knn_temperature=st.floats(0.3, 3),
+    temperature=st.floats(0.3, 3),
 )
 def test_the_probability_of_a_word_is_the_sum_over_its_rows(counts, positions, seed, temperature):
     matrix = random_matrix(counts, seed=seed)
     keys = torch.from_numpy(np.random.default_rng(seed + 1).normal(size=(positions, 5)).astype(np.float32))
-    answer = memory_of(matrix, knn_temperature=temperature).predict(Context({SOURCE: keys}))
+    answer = memory_of(matrix, softmax_temperature=temperature).predict(Context({SOURCE: keys}))
     [prediction] = answer.components
     right = np.array([expected(matrix, key, 40, temperature) for key in keys.numpy()]).reshape(positions, 40)
     np.testing.assert_allclose(prediction.log_probs().exp(), right, atol=1e-6, rtol=1e-4)
@@ -119,8 +120,8 @@ def test_states_that_it_cannot_read_are_refused():
         memory.predict(Context({SOURCE: torch.zeros(1, 6)}))
     with pytest.raises(ModelError, match="infinite"):
         memory.predict(Context({SOURCE: torch.full((1, 5), torch.nan)}))
-    with pytest.raises(ParameterError, match="knn_temperature"):
-        memory_of(random_matrix([1]), knn_temperature=0.0)
+    with pytest.raises(ParameterError, match="softmax_temperature"):
+        memory_of(random_matrix([1]), softmax_temperature=0.0)
 
 
 @given(
@@ -142,7 +143,7 @@ def test_losses_and_their_gradient_are_what_the_formulas_say(counts, seed, inter
         p = (1 - interpolate) * log_p_lm.exp() + interpolate * p
     (-p.log() @ shares).backward()
     turned = scores.detach().clone()
-    losses = weigh_losses(turned, first, rows[columns], shares=shares, log_p_lm=log_p_lm, interpolate=interpolate)
+    losses = output_losses(turned, first, rows[columns], shares=shares, log_p_lm=log_p_lm, interpolate=interpolate)
     torch.testing.assert_close(losses, -p.log().detach())
     torch.testing.assert_close(turned, scores.grad)
 
@@ -150,8 +151,8 @@ def test_losses_and_their_gradient_are_what_the_formulas_say(counts, seed, inter
 @given(counts=st.lists(st.integers(0, 5000), min_size=1, max_size=60), rows=st.integers(1, 9))
 def test_frequent_words_get_more_rows_and_as_many_are_given_in_all(counts, rows):
     words = torch.tensor(counts)
-    assert share_rows(words, rows, "uniform").tolist() == [rows] * len(counts)
-    shared = share_rows(words, rows, "frequency").tolist()
+    assert allocate_rows(words, rows, "uniform").tolist() == [rows] * len(counts)
+    shared = allocate_rows(words, rows, "frequency").tolist()
     assert sum(shared) == rows * len(counts)
     assert 1 <= min(shared) <= max(shared) <= 64
     for count, found in zip(counts, shared, strict=True):
@@ -170,14 +171,14 @@ def test_frequent_words_get_more_rows_and_as_many_are_given_in_all(counts, rows)
 
 def test_rows_by_frequency_of_a_hand_worked_case():
     # Eight more rows by 1 : 2 : 4 : 9 are 0.5, 1, 2 and 4.5; the last half goes to the first of the equally near.
-    assert share_rows(torch.tensor([1, 4, 16, 81]), 3, "frequency").tolist() == [2, 2, 3, 5]
+    assert allocate_rows(torch.tensor([1, 4, 16, 81]), 3, "frequency").tolist() == [2, 2, 3, 5]
     # A hundred words, of which one is nearly all of the text: it has the most, and the others share what is left.
-    shared = share_rows(torch.tensor([10**9] + [1] * 99), 2, "frequency")
+    shared = allocate_rows(torch.tensor([10**9] + [1] * 99), 2, "frequency")
     assert shared.tolist()[0] == 64
     assert sorted(shared.tolist()[1:]) == [1] * 62 + [2] * 37
     # A word that is not in training gets more only when there is nobody else to give them to.
-    assert share_rows(torch.tensor([0, 1, 1]), 20, "frequency").tolist() == [1, 30, 29]
-    assert share_rows(torch.tensor([0, 1, 1]), 60, "frequency").tolist() == [52, 64, 64]
+    assert allocate_rows(torch.tensor([0, 1, 1]), 20, "frequency").tolist() == [1, 30, 29]
+    assert allocate_rows(torch.tensor([0, 1, 1]), 60, "frequency").tolist() == [52, 64, 64]
 
 
 @pytest.fixture(scope="module")
@@ -188,19 +189,19 @@ def everything(store):
 
 
 def test_held_out_are_whole_documents_and_equal_texts_together(store):
-    marked = hold_out(store, 0.1, seed=3)
+    marked = mark_held_out_tokens(store, 0.1, seed=3)
     inside = [marked[d.first_row : d.first_row + d.rows] for d in store.catalog.documents()]
     assert {part.mean() for part in inside} == {0.0, 1.0}
     assert 0.1 * store.rows <= marked.sum() <= 0.1 * store.rows + max(map(len, inside))
-    assert not hold_out(store, 0.0, seed=3).any()
-    assert (hold_out(store, 0.1, seed=4) != marked).any()
+    assert not mark_held_out_tokens(store, 0.0, seed=3).any()
+    assert (mark_held_out_tokens(store, 0.1, seed=4) != marked).any()
 
 
 def test_by_default_whole_documents_are_held_out_where_there_are_enough(lm, tmp_path):
     made = documents(60, words=60)
     store = build([*made, replace(made[0], id="again")], tmp_path / "memory", lm=lm, segment_entries=2000)
     for seed in range(8):
-        marked = hold_out(store, 0.02, seed=seed)
+        marked = mark_held_out_tokens(store, 0.02, seed=seed)
         inside = [marked[d.first_row : d.first_row + d.rows] for d in store.catalog.documents()]
         assert {part.mean() for part in inside} == {0.0, 1.0}
         assert inside[0].mean() == inside[-1].mean()
@@ -211,7 +212,7 @@ def held_out_of(path, sizes, share):
     """The share of the text that is held out, and of each document."""
     rows = sum(sizes)
     store = made_store(path, np.zeros((rows, 1)), np.arange(rows) % 3, sizes=sizes)
-    marked = hold_out(store, share, seed=0)
+    marked = mark_held_out_tokens(store, share, seed=0)
     return marked.mean(), [part.mean() for part in np.split(marked, np.cumsum(sizes)[:-1])]
 
 
@@ -232,34 +233,36 @@ def test_a_document_that_is_most_of_the_text_is_not_held_out_whole(tmp_path):
 def test_equal_texts_are_held_out_together_and_long_ones_in_stretches(lm, tmp_path):
     made = documents(3)
     twins = build([*made, *[replace(made[n], id=f"again {n}") for n in range(3)]], tmp_path / "twins", lm=lm)
-    marked = hold_out(twins, 0.2, seed=0)
+    marked = mark_held_out_tokens(twins, 0.2, seed=0)
     assert 0 < marked.sum() < len(marked)
     assert (marked[: len(marked) // 2] == marked[len(marked) // 2 :]).all()
     [book] = documents(1, words=1500)
     long = build([book], tmp_path / "long", lm=lm)
-    marked = hold_out(long, 0.1, seed=0)
+    marked = mark_held_out_tokens(long, 0.1, seed=0)
     assert 0.1 * long.rows <= marked.sum() <= 0.16 * long.rows
 
 
 def test_every_pair_in_training_comes_once_an_epoch_and_never_one_that_is_held_out(store, everything, monkeypatch):
-    monkeypatch.setattr(pairs_module, "_BLOCK", 64)
-    monkeypatch.setattr(pairs_module, "_BUFFER", 256)
-    pairs = Pairs(store, held_out=0.1, seed=0, every_word=False, device=torch.device("cpu"), dtype=torch.float32)
+    monkeypatch.setattr(data, "_KEYS_PER_READ", 64)
+    monkeypatch.setattr(data, "_SHUFFLE_BUFFER", 256)
+    entries = EntryBatches(
+        store, held_out=0.1, seed=0, whole_vocabulary=False, device=torch.device("cpu"), dtype=torch.float32
+    )
     keys, values = everything
-    kept = np.flatnonzero(~hold_out(store, 0.1, seed=0))
+    kept = np.flatnonzero(~mark_held_out_tokens(store, 0.1, seed=0))
     mean, spread = keys.numpy()[kept].mean(0, dtype=float), keys.numpy()[kept].std(0, dtype=float)
-    batches = list(pairs.batches(0, 50))
+    batches = list(entries.batches(0, 50))
     ids = torch.cat([batch[0] for batch in batches]).numpy()
     assert sorted(ids) == kept.tolist()
     assert (ids != np.sort(ids)).mean() > 0.9
     for rows, found, columns in batches:
         np.testing.assert_allclose(found, (keys.numpy()[rows] - mean) / spread, atol=1e-3)
-        assert pairs.words[columns].tolist() == values[rows].tolist()
+        assert entries.words[columns].tolist() == values[rows].tolist()
         assert 25 <= len(rows) <= 75
     for skip in (1, 6, len(batches)):
-        again = [batch[0].tolist() for batch in pairs.batches(0, 50, skip=skip)]
+        again = [batch[0].tolist() for batch in entries.batches(0, 50, skip=skip)]
         assert again == [batch[0].tolist() for batch in batches[skip:]]
-    assert torch.cat([batch[0] for batch in pairs.batches(1, 50)]).tolist() != ids.tolist()
+    assert torch.cat([batch[0] for batch in entries.batches(1, 50)]).tolist() != ids.tolist()
 
 
 def descend(keys: np.ndarray, columns: np.ndarray, words: int, *, steps: int, decay: float = 0.0) -> float:
@@ -290,7 +293,7 @@ def test_training_finds_the_optimum_of_a_logistic_regression(lm, tmp_path):
     standard = ((keys - keys.mean(0)) / keys.std(0, correction=0)).numpy()
     least = descend(standard, columns, len(words), steps=2000)
     options = {"held_out": 0, "weight_decay": 0, "epochs": 800, "batch_size": 1024, "learning_rate": 0.5}
-    card = train_output(store, tmp_path / "o", **options)
+    card = fit_output(store, tmp_path / "o", **options)
     assert (card.held_out_before, card.held_out_after, card.held_out_pairs) == (None, None, 0)
     matrix, _ = load_output(tmp_path / "o")
     found = cross_entropy(matrix, whole.take(ids), values, store.model["vocab_size"])
@@ -299,10 +302,10 @@ def test_training_finds_the_optimum_of_a_logistic_regression(lm, tmp_path):
 
 def test_the_card_says_what_the_matrix_does(store, everything, tmp_path):
     keys, values = everything
-    card = train_output(store, tmp_path / "o", rows=2, rows_by="frequency", **QUICK)
+    card = fit_output(store, tmp_path / "o", rows=2, rows_by="frequency", **QUICK)
     matrix, loaded = load_output(tmp_path / "o")
     assert loaded == card
-    held_out = hold_out(store, 0.1, seed=0)
+    held_out = mark_held_out_tokens(store, 0.1, seed=0)
     assert (card.held_out_pairs, card.trained_pairs) == (held_out.sum(), (~held_out).sum())
     found = cross_entropy(matrix, keys[held_out], values[held_out], store.model["vocab_size"])
     assert card.held_out_after == pytest.approx(found, rel=1e-4)
@@ -320,13 +323,13 @@ def test_the_card_says_what_the_matrix_does(store, everything, tmp_path):
 
 def test_the_best_matrix_on_held_out_text_is_kept_and_training_stops(store, everything, tmp_path):
     keys, values = everything
-    card = train_output(store, tmp_path / "o", epochs=100, batch_size=64, held_out=0.1, learning_rate=4.0, patience=3)
+    card = fit_output(store, tmp_path / "o", epochs=100, batch_size=64, held_out=0.1, learning_rate=4.0, patience=3)
     losses = [entry[2] for entry in card.history]
     assert card.held_out_after == min(losses) < losses[-1]
     assert card.history[int(np.argmin(losses))][0] == card.best_step
     assert len(losses) - 1 - int(np.argmin(losses)) == 3
     assert card.steps < 100 * card.trained_pairs / 64 / 2
-    held_out = hold_out(store, 0.1, seed=0)
+    held_out = mark_held_out_tokens(store, 0.1, seed=0)
     matrix, _ = load_output(tmp_path / "o")
     found = cross_entropy(matrix, keys[held_out], values[held_out], store.model["vocab_size"])
     assert found == pytest.approx(min(losses), rel=1e-4)
@@ -336,9 +339,9 @@ def test_a_loss_on_the_mixture_leaves_to_the_model_what_it_knows(store, everythi
     keys, values = everything
     known = torch.from_numpy(np.random.default_rng(0).random(store.rows) < 0.5)
     log_p_lm = torch.where(known, -0.001, -12.0)
-    card = train_output(store, tmp_path / "mixed", interpolate=0.3, log_p_lm=log_p_lm, **QUICK)
-    train_output(store, tmp_path / "plain", **QUICK)
-    held_out = torch.from_numpy(hold_out(store, 0.1, seed=0))
+    card = fit_output(store, tmp_path / "mixed", interpolate=0.3, log_p_lm=log_p_lm, **QUICK)
+    fit_output(store, tmp_path / "plain", **QUICK)
+    held_out = torch.from_numpy(mark_held_out_tokens(store, 0.1, seed=0))
     losses = {}
     for name in ("mixed", "plain"):
         memory = OutputMemory.open(tmp_path / name)
@@ -355,12 +358,12 @@ def test_an_embedding_to_begin_with_says_at_first_what_the_model_says(store, eve
     scores = keys.double() @ init.double().T
     words = values.unique()
     right = scores.gather(1, values[:, None])[:, 0] - scores[:, words].logsumexp(1)
-    held_out = torch.from_numpy(hold_out(store, 0.1, seed=0))
+    held_out = torch.from_numpy(mark_held_out_tokens(store, 0.1, seed=0))
     for name, options in {"some": {}, "no bias": {"bias": False}}.items():
-        card = train_output(store, tmp_path / name, init=init, **options, **QUICK)
+        card = fit_output(store, tmp_path / name, init=init, **options, **QUICK)
         assert card.held_out_before == pytest.approx(-float(right[held_out].mean()), rel=1e-4)
         assert card.held_out_after < card.held_out_before
-    card = train_output(store, tmp_path / "all", init=init, vocabulary="all", **QUICK)
+    card = fit_output(store, tmp_path / "all", init=init, vocabulary="all", **QUICK)
     assert card.words == store.model["vocab_size"]
     right = scores.log_softmax(1).gather(1, values[:, None])[:, 0]
     assert card.held_out_before == pytest.approx(-float(right[held_out].mean()), rel=1e-4)
@@ -369,9 +372,9 @@ def test_an_embedding_to_begin_with_says_at_first_what_the_model_says(store, eve
 def test_it_reads_the_models_own_states_also_where_the_store_keeps_them_moved(store, everything, tmp_path, monkeypatch):
     """The same keys, stored less an offset: what the matrix says of the states themselves must not change."""
     keys, values = everything
-    train_output(store, tmp_path / "plain", **QUICK)
+    fit_output(store, tmp_path / "plain", **QUICK)
     monkeypatch.setattr(store, "offset", torch.linspace(-3000, 3000, store.width))
-    train_output(store, tmp_path / "moved", **QUICK)
+    fit_output(store, tmp_path / "moved", **QUICK)
     plain, moved = OutputMemory.open(tmp_path / "plain"), OutputMemory.open(tmp_path / "moved")
     said = plain.predict(Context({plain.source: keys})).components[0].log_prob(values)
     again = moved.predict(Context({moved.source: keys + store.offset})).components[0].log_prob(values)
@@ -384,14 +387,14 @@ def test_it_reads_the_models_own_states_also_where_the_store_keeps_them_mapped(s
     centre = torch.from_numpy(random.normal(size=store.width).astype(np.float32))
     key_map = KeyMap(torch.from_numpy(random.normal(size=(store.width, 9)).astype(np.float32)), centre)
     mapped = derive(store, tmp_path / "mapped", key_map=key_map, key_dtype="float32")
-    card = train_output(mapped, tmp_path / "o", **QUICK)
+    card = fit_output(mapped, tmp_path / "o", **QUICK)
     matrix, _ = load_output(tmp_path / "o")
     assert matrix.weight.shape[1] == store.width != mapped.width
-    held_out = hold_out(store, 0.1, seed=0)
+    held_out = mark_held_out_tokens(store, 0.1, seed=0)
     found = cross_entropy(matrix, keys[held_out], values[held_out], store.model["vocab_size"])
     assert card.held_out_after == pytest.approx(found, rel=1e-4)
     with pytest.raises(ParameterError, match="init"):
-        train_output(mapped, tmp_path / "p", init=torch.zeros(store.model["vocab_size"], store.width))
+        fit_output(mapped, tmp_path / "p", init=torch.zeros(store.model["vocab_size"], store.width))
 
 
 def test_a_pruned_store_teaches_by_the_keys_it_has_and_by_how_much_they_count(store, everything, tmp_path):
@@ -401,9 +404,9 @@ def test_a_pruned_store_teaches_by_the_keys_it_has_and_by_how_much_they_count(st
     counts = torch.from_numpy(random.integers(1, 9, size=store.rows).astype(np.float32))
     pruned = derive(store, tmp_path / "pruned", keep=keep, counts=counts)
     log_p_lm = torch.from_numpy(np.log(random.uniform(0.01, 1, size=store.rows)).astype(np.float32))
-    held_out = torch.from_numpy(hold_out(store, 0.1, seed=0))
+    held_out = torch.from_numpy(mark_held_out_tokens(store, 0.1, seed=0))
     for name, options in {"plain": {}, "mixed": {"interpolate": 0.4, "log_p_lm": log_p_lm}}.items():
-        card = train_output(pruned, tmp_path / name, **options, **QUICK)
+        card = fit_output(pruned, tmp_path / name, **options, **QUICK)
         assert (card.trained_pairs, card.held_out_pairs) == (
             int((keep & ~held_out).sum()),
             int((keep & held_out).sum()),
@@ -416,17 +419,17 @@ def test_a_pruned_store_teaches_by_the_keys_it_has_and_by_how_much_they_count(st
 
 
 def test_the_scale_of_keys_does_not_matter(store, tmp_path, monkeypatch):
-    plain = train_output(store, tmp_path / "plain", **QUICK)
+    plain = fit_output(store, tmp_path / "plain", **QUICK)
     take = Datastore.take
     monkeypatch.setattr(Datastore, "take", lambda self, ids: take(self, ids) * 1024)
-    scaled = train_output(store, tmp_path / "scaled", **QUICK)
+    scaled = fit_output(store, tmp_path / "scaled", **QUICK)
     assert scaled.held_out_after == pytest.approx(plain.held_out_after, rel=1e-5)
 
 
 def test_half_the_precision_learns_nearly_the_same(store, tmp_path):
     """What is the default on a GPU."""
-    whole = train_output(store, tmp_path / "whole", **QUICK)
-    half = train_output(store, tmp_path / "half", dtype="bfloat16", **QUICK)
+    whole = fit_output(store, tmp_path / "whole", **QUICK)
+    half = fit_output(store, tmp_path / "half", dtype="bfloat16", **QUICK)
     assert half.held_out_after != whole.held_out_after
     assert half.held_out_after == pytest.approx(whole.held_out_after, rel=0.01)
 
@@ -442,7 +445,7 @@ def equal(one: Path, other: Path) -> bool:
 
 
 def test_the_same_seed_gives_the_same_numbers_and_another_gives_others(store, tmp_path):
-    cards = [train_output(store, tmp_path / str(n), rows=2, seed=n // 2, **QUICK) for n in range(3)]
+    cards = [fit_output(store, tmp_path / str(n), rows=2, seed=n // 2, **QUICK) for n in range(3)]
     assert cards[0].history == cards[1].history != cards[2].history
     assert equal(tmp_path / "0", tmp_path / "1")
     assert not equal(tmp_path / "0", tmp_path / "2")
@@ -456,7 +459,7 @@ def test_a_killed_training_goes_on_and_ends_with_the_same_numbers(store, tmp_pat
         torch.set_num_threads(1)
         from contextlib import contextmanager
         from knnlm import Datastore
-        from knnlm.training.output_matrix import train_output
+        from knnlm.training.output_matrix import OutputConfig, train_output
 
         steps = 0
 
@@ -469,11 +472,11 @@ def test_a_killed_training_goes_on_and_ends_with_the_same_numbers(store, tmp_pat
                     os.kill(os.getpid(), signal.SIGKILL)
             yield advance
 
-        train_output(Datastore.open({str(store.path)!r}), sys.argv[2], rows=2, epochs=3, batch_size=128,
-                       held_out=0.1, checkpoint_every=0, progress=deadly)
+        config = OutputConfig(rows=2, epochs=3, batch_size=128, held_out=0.1)
+        train_output(Datastore.open({str(store.path)!r}), sys.argv[2], config, checkpoint_every=0, progress=deadly)
     """
     options = {"rows": 2, "epochs": 3, "batch_size": 128, "held_out": 0.1}
-    whole = train_output(store, tmp_path / "whole", **options)
+    whole = fit_output(store, tmp_path / "whole", **options)
     out = tmp_path / "killed"
     for steps in (whole.steps // 2,):
         result = subprocess.run([sys.executable, "-c", textwrap.dedent(code), str(steps), str(out)], check=False)
@@ -481,14 +484,14 @@ def test_a_killed_training_goes_on_and_ends_with_the_same_numbers(store, tmp_pat
         assert (out / CHECKPOINT).exists()
         assert not (out / OUTPUT_FILE).exists()
     with pytest.raises(DatastoreError, match=r"another learning rate \(0.5, now 0.1\)"):
-        train_output(store, out, learning_rate=0.1, **options)
+        fit_output(store, out, learning_rate=0.1, **options)
     begun = []
 
     @contextmanager
     def watch(what, *, total, unit):
         yield begun.append
 
-    card = train_output(store, out, progress=watch, **options)
+    card = fit_output(store, out, progress=watch, **options)
     assert sum(1 for count in begun if count) < whole.steps  # it did not begin again
     assert equal(tmp_path / "whole", out)
     assert replace(card, seconds=0) == replace(whole, seconds=0)
@@ -497,15 +500,15 @@ def test_a_killed_training_goes_on_and_ends_with_the_same_numbers(store, tmp_pat
 
 def test_a_finished_matrix_is_given_again_and_never_replaced(store, lm, tmp_path):
     out = tmp_path / "o"
-    card = train_output(store, out, **QUICK)
+    card = fit_output(store, out, **QUICK)
     begun = time.monotonic()
-    assert train_output(store, out, **QUICK) == card
+    assert fit_output(store, out, **QUICK) == card
     assert time.monotonic() - begun < 1
     with pytest.raises(DatastoreError, match=r"another rows \(1, now 2\)"):
-        train_output(store, out, rows=2, **QUICK)
+        fit_output(store, out, rows=2, **QUICK)
     other = build(documents(5), tmp_path / "other", lm=lm)
     with pytest.raises(DatastoreError, match="another store"):
-        train_output(other, out, **QUICK)
+        fit_output(other, out, **QUICK)
 
 
 def test_progress_counts_every_pair_and_tells_the_loss(store, tmp_path):
@@ -517,7 +520,7 @@ def test_progress_counts_every_pair_and_tells_the_loss(store, tmp_path):
         yield counts.append
         bars.append((what, total, sum(counts), unit))
 
-    card = train_output(store, tmp_path / "o", progress=watch, **QUICK)
+    card = fit_output(store, tmp_path / "o", progress=watch, **QUICK)
     assert [bar[1:] for bar in bars] == [(card.trained_pairs, card.trained_pairs, "tokens")] * 2
     assert bars[0][0] == f"epoch 1 of 2, loss {card.held_out_before:.3f}"
 
@@ -543,29 +546,29 @@ def test_wrong_settings_are_refused_before_anything_is_written(store, tmp_path):
     for name, values in wrong.items():
         for value in values:
             with pytest.raises(ParameterError, match=name):
-                train_output(store, tmp_path / "o", **{name: value})
+                fit_output(store, tmp_path / "o", **{name: value})
     for given_array in (torch.zeros(3), torch.ones(store.rows)):
         with pytest.raises(ParameterError, match="log_p_lm"):
-            train_output(store, tmp_path / "o", interpolate=0.5, log_p_lm=given_array)
+            fit_output(store, tmp_path / "o", interpolate=0.5, log_p_lm=given_array)
     assert not (tmp_path / "o").exists()
     (tmp_path / "file").touch()
     with pytest.raises(DatastoreError, match="is a file"):
-        train_output(store, tmp_path / "file")
+        fit_output(store, tmp_path / "file")
 
 
 def test_a_training_that_diverges_says_so(store, tmp_path):
     with pytest.raises(ParameterError, match=r"diverged.*smaller learning_rate"):
-        train_output(store, tmp_path / "o", learning_rate=1e38, epochs=2, batch_size=128)
+        fit_output(store, tmp_path / "o", learning_rate=1e38, epochs=2, batch_size=128)
 
 
 def test_a_store_with_nothing_to_train_on_is_refused(lm, tmp_path):
     empty = build([], tmp_path / "empty", lm=lm)
     with pytest.raises(DatastoreError, match="nothing to learn"):
-        train_output(empty, tmp_path / "o")
+        fit_output(empty, tmp_path / "o")
     tiny = build(documents(1, words=5), tmp_path / "tiny", lm=lm)
     with pytest.raises(ParameterError, match="held_out=0"):
-        train_output(tiny, tmp_path / "o")
-    assert train_output(tiny, tmp_path / "o", held_out=0, epochs=1).trained_pairs == tiny.rows
+        fit_output(tiny, tmp_path / "o")
+    assert fit_output(tiny, tmp_path / "o", held_out=0, epochs=1).trained_pairs == tiny.rows
 
 
 def test_the_command_line_follows_its_own_advice(lm, model_folder, tmp_path, capfd):
@@ -599,14 +602,14 @@ def test_options_of_the_other_kind_are_refused(store, tmp_path, capfd):
 
 def test_one_process_trains_at_a_time(store, tmp_path):
     with writer_lock(tmp_path / "o", create=True), pytest.raises(DatastoreBusy):
-        train_output(store, tmp_path / "o")
+        fit_output(store, tmp_path / "o")
 
 
 def test_damaged_files_are_refused_by_name(store, tmp_path):
     out = tmp_path / "o"
     with pytest.raises(DatastoreError, match=r"There is no .*knnlm distill"):
         OutputMemory.open(out)
-    train_output(store, out, **QUICK)
+    fit_output(store, out, **QUICK)
     file = out / OUTPUT_FILE
     good = file.read_bytes()
     for bad in (b"", b"nonsense", good[:-10], good[:50], (1 << 60).to_bytes(8, "little") + good[8:]):
@@ -614,7 +617,7 @@ def test_damaged_files_are_refused_by_name(store, tmp_path):
         with pytest.raises(DatastoreCorrupt, match=r"output\.safetensors"):
             OutputMemory.open(out)
         with pytest.raises(DatastoreCorrupt, match=r"output\.safetensors"):
-            train_output(store, out, **QUICK)
+            fit_output(store, out, **QUICK)
     file.write_bytes(good)
     tensors = tensors_of(file)
     with safe_open(file, framework="pt") as opened:
@@ -676,10 +679,10 @@ def test_a_damaged_checkpoint_is_refused_by_name(store, tmp_path):
     for bad in (b"", b"nonsense"):
         (out / CHECKPOINT).write_bytes(bad)
         with pytest.raises(DatastoreCorrupt, match=r"checkpoint\.safetensors"):
-            train_output(store, out, **QUICK)
-    save_file({"now.weight": torch.zeros(2, 2)}, out / CHECKPOINT, {"format": "1", "facts": "{}"})
-    with pytest.raises(DatastoreError, match=r"checkpoint\.safetensors was trained with another store"):
-        train_output(store, out, **QUICK)
+            fit_output(store, out, **QUICK)
+    save_file({"parameters.weight": torch.zeros(2, 2)}, out / CHECKPOINT, {"format": "1", "facts": "{}"})
+    with pytest.raises(DatastoreError, match=r"checkpoint\.safetensors: trained with another store"):
+        fit_output(store, out, **QUICK)
 
 
 def test_a_matrix_is_there_completely_or_not_at_all(tmp_path):

@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 
 from helpers import oracle
 from helpers.stores import made_store, random_store
+from helpers.training import retrieve_targets
 from knnlm.datastore.store import Datastore
 from knnlm.errors import DatastoreCorrupt, DatastoreError, ParameterError
 from knnlm.training.prune import prune
@@ -26,12 +27,11 @@ from knnlm.training.teacher import (
     PROBS,
     TARGETS_FILE,
     TOKENS,
-    Retrieval,
+    RetrievalTeacher,
     Targets,
     TeacherConfig,
-    add_up,
-    make_targets,
     sparsify,
+    token_probabilities,
 )
 
 HERE = Path(__file__).parent.parent
@@ -61,8 +61,8 @@ def left_out(keys, values, row, allowed, vocab_size, *, k, knn_temperature):
 
 def everything(store, path, **options):
     """All targets of a store, nothing of the vote dropped."""
-    targets = make_targets(store, path, top=10**6, mass=1.0, device="cpu", **options)
-    return targets.of(torch.arange(store.rows))
+    targets = retrieve_targets(store, path, top=10**6, mass=1.0, device="cpu", **options)
+    return targets.lookup(torch.arange(store.rows))
 
 
 @pytest.mark.parametrize("k", [1, 7, 63, 500])
@@ -114,11 +114,11 @@ def test_the_whole_document_and_its_copies_can_be_left_out(tmp_path, exclude, k)
 
 def test_a_position_whom_nobody_may_answer_has_no_target(tmp_path):
     store = made_store(tmp_path / "s", np.random.default_rng(0).normal(size=(10, 3)), np.arange(10), sizes=[10])
-    targets = make_targets(store, tmp_path / "t", exclude="document", k=4, knn_temperature=1.0)
-    assert targets.of(torch.arange(10)).lengths.tolist() == [0] * 10
-    assert targets.facts["without_target"] == 10
+    targets = retrieve_targets(store, tmp_path / "t", exclude="document", k=4, knn_temperature=1.0)
+    assert targets.lookup(torch.arange(10)).lengths.tolist() == [0] * 10
+    assert targets.metadata["without_target"] == 10
     alone = made_store(tmp_path / "one", np.ones((1, 3)), np.array([2]), sizes=[1])
-    assert make_targets(alone, tmp_path / "u").of(torch.tensor([0, -1])).lengths.tolist() == [0, 0]
+    assert retrieve_targets(alone, tmp_path / "u").lookup(torch.tensor([0, -1])).lengths.tolist() == [0, 0]
 
 
 @given(
@@ -133,7 +133,7 @@ def test_the_most_probable_tokens_are_kept_until_they_cover_the_mass(seed, k, wo
     random = np.random.default_rng(seed)
     values = random.integers(-1, words, size=(5, k))
     distances = random.exponential(size=(5, k)) * 3
-    tokens, shares = add_up(torch.from_numpy(values), torch.from_numpy(distances), knn_temperature)
+    tokens, shares = token_probabilities(torch.from_numpy(values), torch.from_numpy(distances), knn_temperature)
     sparse, kept = sparsify(tokens, shares, top=top, mass=mass)
     found = dense(sparse, words)
     for row in range(5):
@@ -155,8 +155,8 @@ def test_the_most_probable_tokens_are_kept_until_they_cover_the_mass(seed, k, wo
 def test_what_is_stored_is_the_dense_answer_cut_to_its_mass_and_a_tenth_of_its_size(tmp_path):
     store = random_store(tmp_path / "s", rows=600, words=40, seed=3)
     keys, values = store.take(torch.arange(600)).numpy(), store.values(torch.arange(600)).numpy()
-    targets = make_targets(store, tmp_path / "t", k=256, knn_temperature=4.0, top=12, mass=0.9)
-    found = dense(targets.of(torch.arange(600)), 40)
+    targets = retrieve_targets(store, tmp_path / "t", k=256, knn_temperature=4.0, top=12, mass=0.9)
+    found = dense(targets.lookup(torch.arange(600)), 40)
     masses = []
     for row in range(600):
         full = left_out(keys, values, row, np.arange(600) != row, 40, k=256, knn_temperature=4.0)
@@ -167,7 +167,7 @@ def test_what_is_stored_is_the_dense_answer_cut_to_its_mass_and_a_tenth_of_its_s
         masses.append(full[order[:count]].sum())
         np.testing.assert_allclose(found[row], right, atol=1e-3)
     np.testing.assert_allclose(found.sum(1), 1, atol=1e-6)
-    facts = targets.facts
+    facts = targets.metadata
     size = sum((tmp_path / "t" / name).stat().st_size for name in ARRAYS)
     entries = len(np.load(tmp_path / "t" / TOKENS))
     assert facts["kept_mass"] == pytest.approx(np.mean(masses), abs=1e-4)
@@ -180,24 +180,24 @@ def test_what_is_stored_is_the_dense_answer_cut_to_its_mass_and_a_tenth_of_its_s
 
 def test_any_rows_are_given_in_any_order_as_on_the_fly(tmp_path):
     store = random_store(tmp_path / "s", rows=200, words=20)
-    targets = make_targets(store, tmp_path / "t", k=32, knn_temperature=2.0, top=8)
-    retrieval = Retrieval(store, TeacherConfig(32, 2.0, "self", 8, 0.99))
+    targets = retrieve_targets(store, tmp_path / "t", k=32, knn_temperature=2.0, top=8)
+    retrieval = RetrievalTeacher(store, TeacherConfig(32, 2.0, "self", 8, 0.99))
     rows = torch.tensor([17, -1, 3, 199, 3, 0])
-    stored, live = targets.of(rows), retrieval.of(rows)
+    stored, live = targets.lookup(rows), retrieval.lookup(rows)
     assert torch.equal(stored.lengths, live.lengths)
     assert stored.lengths[1] == 0
     assert torch.equal(stored.ids, live.ids)
     torch.testing.assert_close(stored.probs, live.probs, atol=1e-3, rtol=1e-3)
-    assert targets.of(torch.zeros(0, dtype=torch.long)).ids.shape == (0, 0)
+    assert targets.lookup(torch.zeros(0, dtype=torch.long)).ids.shape == (0, 0)
     with pytest.raises(IndexError, match="200"):
-        targets.of(torch.tensor([200]))
-    assert {name: targets.facts[name] for name in retrieval.facts} == retrieval.facts
+        targets.lookup(torch.tensor([200]))
+    assert {name: targets.metadata[name] for name in retrieval.metadata} == retrieval.metadata
 
 
 def test_a_large_vocabulary_takes_four_bytes_a_token(tmp_path):
     values = np.array([70_000, 3, 70_000, 5] * 5)
     store = made_store(tmp_path / "s", np.random.default_rng(0).normal(size=(20, 3)), values)
-    sparse = make_targets(store, tmp_path / "t", k=19, knn_temperature=1e9).of(torch.tensor([0]))
+    sparse = retrieve_targets(store, tmp_path / "t", k=19, knn_temperature=1e9).lookup(torch.tensor([0]))
     assert sparse.ids.tolist() == [[70_000, 3, 5]]
     np.testing.assert_allclose(sparse.probs, [[9 / 19, 5 / 19, 5 / 19]], atol=1e-3)
     assert np.load(tmp_path / "t" / TOKENS).dtype == np.int32
@@ -210,7 +210,7 @@ def same_arrays(one, other):
 def test_targets_that_were_interrupted_end_with_the_same_bytes(tmp_path):
     store = random_store(tmp_path / "s", rows=300, words=20)
     options = {"k": 16, "knn_temperature": 2.0, "batch": 23}
-    whole = make_targets(store, tmp_path / "whole", **options)
+    whole = retrieve_targets(store, tmp_path / "whole", **options)
     for stop in (1, 5, 13):
         out, seen = tmp_path / f"stopped {stop}", []
 
@@ -224,7 +224,7 @@ def test_targets_that_were_interrupted_end_with_the_same_bytes(tmp_path):
             yield advance
 
         with pytest.raises(KeyboardInterrupt):
-            make_targets(store, out, checkpoint_every=0, progress=deadly, **options)
+            retrieve_targets(store, out, checkpoint_every=0, progress=deadly, **options)
         if stop < 13:
             with pytest.raises(DatastoreError, match="unfinished"):
                 Targets.open(out)
@@ -232,16 +232,16 @@ def test_targets_that_were_interrupted_end_with_the_same_bytes(tmp_path):
             file.write(b"what was not finished")
         seen.clear()
         seen.extend([0] * 100)
-        again = make_targets(store, out, progress=deadly, **options)
+        again = retrieve_targets(store, out, progress=deadly, **options)
         assert sum(seen) == 300
         assert same_arrays(tmp_path / "whole", out)
-        facts = [{name: value for name, value in t.facts.items() if name != "seconds"} for t in (whole, again)]
+        facts = [{name: value for name, value in t.metadata.items() if name != "seconds"} for t in (whole, again)]
         assert facts[0] == pytest.approx(facts[1])
-        with pytest.raises(DatastoreError, match=r"another knn_temperature \(2.0, now 3.0\)"):
-            make_targets(store, out, k=16, knn_temperature=3.0)
+        with pytest.raises(DatastoreError, match=r"another knn temperature \(2.0, now 3.0\)"):
+            retrieve_targets(store, out, k=16, knn_temperature=3.0)
     other = random_store(tmp_path / "other", rows=300, words=20, seed=9)
     with pytest.raises(DatastoreError, match="another teacher"):
-        make_targets(other, tmp_path / "whole", **options)
+        retrieve_targets(other, tmp_path / "whole", **options)
 
 
 def test_targets_that_were_killed_end_with_the_same_bytes(tmp_path):
@@ -251,7 +251,7 @@ def test_targets_that_were_killed_end_with_the_same_bytes(tmp_path):
         torch.set_num_threads(1)
         from contextlib import contextmanager
         from knnlm import Datastore
-        from knnlm.training.teacher import make_targets
+        from knnlm.training.teacher import TeacherConfig, make_targets
 
         @contextmanager
         def deadly(what, *, total=None, unit="tokens"):
@@ -262,15 +262,16 @@ def test_targets_that_were_killed_end_with_the_same_bytes(tmp_path):
                     os.kill(os.getpid(), signal.SIGKILL)
             yield advance
 
-        make_targets(Datastore.open({str(tmp_path / "s")!r}), {str(tmp_path / "killed")!r}, k=16, knn_temperature=2.0,
-                     batch=23, checkpoint_every=0, progress=deadly)
+        config = TeacherConfig(k=16, knn_temperature=2.0)
+        make_targets(Datastore.open({str(tmp_path / "s")!r}), {str(tmp_path / "killed")!r}, config, batch=23,
+                     checkpoint_every=0, progress=deadly)
     """
     result = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], check=False)
     assert result.returncode == -signal.SIGKILL
     done = json.loads((tmp_path / "killed" / TARGETS_FILE).read_text())["done"]["rows"]
     assert 100 < done < 300
-    make_targets(store, tmp_path / "killed", k=16, knn_temperature=2.0, batch=23)
-    make_targets(store, tmp_path / "whole", k=16, knn_temperature=2.0, batch=23)
+    retrieve_targets(store, tmp_path / "killed", k=16, knn_temperature=2.0, batch=23)
+    retrieve_targets(store, tmp_path / "whole", k=16, knn_temperature=2.0, batch=23)
     assert same_arrays(tmp_path / "whole", tmp_path / "killed")
 
 
@@ -278,11 +279,11 @@ def test_a_pruned_store_is_no_teacher(tmp_path):
     store = random_store(tmp_path / "s")
     prune(store, tmp_path / "p", merge=8)
     with pytest.raises(DatastoreError, match="pruned"):
-        make_targets(Datastore.open(tmp_path / "p"), tmp_path / "t")
+        retrieve_targets(Datastore.open(tmp_path / "p"), tmp_path / "t")
     assert not (tmp_path / "t").exists()
     # Fewer dimensions are another matter: every token still has its key.
     prune(store, tmp_path / "q", width=3)
-    assert make_targets(Datastore.open(tmp_path / "q"), tmp_path / "t").rows == store.rows
+    assert retrieve_targets(Datastore.open(tmp_path / "q"), tmp_path / "t").token_count == store.rows
 
 
 def test_settings_out_of_range_are_refused(tmp_path):
@@ -297,16 +298,16 @@ def test_settings_out_of_range_are_refused(tmp_path):
         ({"batch": 0}, "batch must"),
     ]:
         with pytest.raises(ParameterError, match=message):
-            make_targets(store, tmp_path / "t", **options)
+            retrieve_targets(store, tmp_path / "t", **options)
     assert not (tmp_path / "t").exists()
     (tmp_path / "file").write_text("")
     with pytest.raises(DatastoreError, match="is a file"):
-        make_targets(store, tmp_path / "file")
+        retrieve_targets(store, tmp_path / "file")
 
 
 def test_damaged_targets_are_refused_in_one_line(tmp_path):
     store = random_store(tmp_path / "s")
-    targets = make_targets(store, tmp_path / "t", k=8, knn_temperature=1.0)
+    targets = retrieve_targets(store, tmp_path / "t", k=8, knn_temperature=1.0)
     file = tmp_path / "t" / TARGETS_FILE
     good = file.read_text()
     facts = json.loads(good)
@@ -335,9 +336,9 @@ def test_damaged_targets_are_refused_in_one_line(tmp_path):
         broken[len(broken) // 2] = value
         np.save(tmp_path / "t" / name, broken)
         with pytest.raises(DatastoreCorrupt):
-            Targets.open(tmp_path / "t").of(torch.arange(store.rows))
+            Targets.open(tmp_path / "t").lookup(torch.arange(store.rows))
         np.save(tmp_path / "t" / name, array)
     np.save(tmp_path / "t" / PROBS, np.load(tmp_path / "t" / PROBS)[:-1])
     with pytest.raises(DatastoreCorrupt, match="probs"):
         Targets.open(tmp_path / "t")
-    assert targets.rows == store.rows
+    assert targets.token_count == store.rows

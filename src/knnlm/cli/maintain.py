@@ -151,8 +151,8 @@ def _show_decoder(folder: Path, *, json: bool) -> None:
         tuned = {"lambda": metadata.pop("lmbda"), "lambda_facts": metadata.pop("lmbda_facts")}
         print_json({"decoder": str(folder), **tuned, **metadata})
         return
-    initial = card.student
-    blocks = "" if initial["blocks"] is None else f", blocks {', '.join(map(str, initial['blocks']))}"
+    initial = card.initial_model
+    layers = "" if initial["layers"] is None else f", layers {', '.join(map(str, initial['layers']))}"
     losses = ", ".join(f"{name} {value:.3f}" for name, value in card.losses.items() if value is not None)
     teacher = "" if card.teacher is None else f", {card.beta:g} of the loss to the store {card.teacher}"
     print_table(
@@ -160,7 +160,7 @@ def _show_decoder(folder: Path, *, json: bool) -> None:
             ("decoder", f"{folder}"),
             (
                 "initial model",
-                f"{initial['spec']} ({initial['class']}, {initial['parameters'] / 1e6:,.1f}M weights{blocks})",
+                f"{initial['spec']} ({initial['class']}, {initial['parameters'] / 1e6:,.1f}M weights{layers})",
             ),
             ("vocabulary", f"{card.vocab_size:,} tokens, tokenizer {card.tokenizer}"),
             ("trained", f"{card.tokens:,} tokens of text, {card.steps:,} steps, {card.seconds:,.0f} s{teacher}"),

@@ -18,7 +18,7 @@ from knnlm.errors import DatastoreError, ParameterError
 if TYPE_CHECKING:
     from knnlm.datastore.store import Datastore
     from knnlm.training.adapt import Adaptation
-    from knnlm.training.trainer import Teacher
+    from knnlm.training.teacher import Teacher
 
 _TEACHER_OPTIONS = ("teacher", "k", "knn_temperature", "exclude")  # they apply only with --beta above 0
 
@@ -74,14 +74,15 @@ def adapt(
     """
     from knnlm.corpus import read_documents
     from knnlm.training.adapt import adapt
+    from knnlm.training.decoder import DecoderConfig
 
     check_learning_rate(training.learning_rate)
     documents = read_documents(*text, text_field=text_field)
     held_out = read_documents(*valid, text_field=text_field) if valid else None
     lm = open_model(model, **asdict(machine))
-    options: dict[str, Any] = {"layers": layers, "limit": limit, "seed": seed, **asdict(training)}
+    options: dict[str, Any] = {"layers": layers, "limit": limit, "config": DecoderConfig(seed=seed, **asdict(training))}
     result = adapt(
-        documents, out, lm=lm, held_out=held_out, student=init, device=machine.device, progress=bar, **options
+        documents, out, lm=lm, held_out=held_out, initial_model=init, device=machine.device, progress=bar, **options
     )
     _show_adapted(out, result, json=json)
 
@@ -92,7 +93,7 @@ def _show_adapted(out: Path, result: Adaptation, *, json: bool) -> None:
         return
     rows = adaptation_rows(result)
     rows += leak_warning(result.leaked_documents, result.held_out_documents, "their figures are too good")
-    rows.append(("next", f"knnlm eval {out} TEXT, or the decoder without a store: knnlm eval {out}/student TEXT"))
+    rows.append(("next", f"knnlm eval {out} TEXT, or the decoder without a store: knnlm eval {out}/decoder TEXT"))
     print_table(rows, title=f"perplexity of {count(result.held_out_tokens, 'held-out token')}")
 
 
@@ -275,10 +276,10 @@ def _distill(
 def _train_output(
     store: Datastore, out: Path, settings: dict[str, Any], model: str | None, device: str, dtype: str
 ) -> tuple[dict[str, Any], str]:
-    from knnlm.training.output_matrix import train_output
+    from knnlm.training.output_matrix import OutputConfig, train_output
 
     log_p = token_log_p(store, model, device, dtype) if "interpolate" in settings else None
-    card = train_output(store, out, device=device, log_p_lm=log_p, progress=bar, **settings)
+    card = train_output(store, out, OutputConfig(**settings), log_p_lm=log_p, device=device, progress=bar)
     losses = "nothing was held out"
     if card.held_out_after is not None:
         losses = f"loss on held-out documents {card.held_out_before:.3f} → {card.held_out_after:.3f}"
@@ -287,10 +288,10 @@ def _train_output(
 
 
 def _train_keys(store: Datastore, out: Path, settings: dict[str, Any], device: str) -> tuple[dict[str, Any], str]:
-    from knnlm.training.metric_learning import train_key_metric
+    from knnlm.training.metric_learning import KeyMetricConfig, train_key_metric
 
     begin = time.perf_counter()
-    made = train_key_metric(store, out, device=device, progress=bar, **settings)
+    made = train_key_metric(store, out, KeyMetricConfig(**settings), device=device, progress=bar)
     result = {"into": "keys", "out": str(out), "width": made.width, "seconds": time.perf_counter() - begin}
     result["learned"] = {} if made.map is None else made.map.facts
     return result, f"{out}: a store with trained keys. Next: knnlm tune {store.path} TEXT --memories knn,knn={out}"
@@ -303,8 +304,8 @@ def _train_decoder(
     from knnlm.corpus import read_documents
     from knnlm.evaluation.tune import tune_decoder
     from knnlm.mixture.mixture import Mixture
-    from knnlm.training.decoder import train_decoder
-    from knnlm.training.student import open_student
+    from knnlm.training.decoder import DecoderConfig, train_decoder
+    from knnlm.training.initial_model import open_initial_model
 
     beta, seed, valid = settings.pop("beta", 0.0), settings.pop("seed"), settings.pop("valid", None)
     held_out = list(read_documents(*valid)) if valid else []  # an unreadable file is an error before the training
@@ -312,11 +313,11 @@ def _train_decoder(
     teaching = {name: settings.pop(name) for name in _TEACHER_OPTIONS if name in settings}
     _check_decoder(out, beta, teaching, settings)
     lm = open_language_model(store, model, device, dtype)
-    initial = open_student(init or lm.name, like=lm, layers=layers, seed=seed)
+    initial = open_initial_model(init or lm.name, like=lm, layers=layers, seed=seed)
     initial.lm.window(settings.get("context"), None)  # raises if the window is too long
     targets = _targets(store, out, device, **teaching) if beta else None
-    settings |= {"beta": beta, "seed": seed, "device": device}
-    card = train_decoder(store, initial, out, targets=targets, progress=bar, **settings)
+    config = DecoderConfig(beta=beta, seed=seed, **settings)
+    card = train_decoder(store, initial, out, config, targets=targets, device=device, progress=bar)
     if held_out and card.lmbda is None:  # a decoder that was tuned before keeps its λ
         card = tune_decoder(Mixture.open(out, lm), held_out, sources=valid, progress=bar)
     result = asdict(card)
@@ -354,12 +355,13 @@ def _targets(store: Datastore, out: Path, device: str, *, teacher: Path | None =
     from knnlm.training.teacher import PlannedTeacher, TeacherConfig, make_targets
 
     source = store if teacher is None else Datastore.open(teacher)
-    if TokenStream.of_store(source).fingerprint != TokenStream.of_store(store).fingerprint:
+    if TokenStream.from_store(source).fingerprint != TokenStream.from_store(store).fingerprint:
         raise DatastoreError(
             f"{source.path} contains another text than {store.path}, or was built with another tokenizer. Build a "
             "store of the same text with: knnlm build --model FINE-TUNED"
         )
+    config = TeacherConfig(**votes)
     if is_decoder(out):  # training is complete: only its settings are compared
-        return PlannedTeacher(source, TeacherConfig(**votes))
+        return PlannedTeacher(source, config)
     place = out.absolute()
-    return make_targets(source, place.with_name(f"{place.name}.targets"), device=device, progress=bar, **votes)
+    return make_targets(source, place.with_name(f"{place.name}.targets"), config, device=device, progress=bar)

@@ -166,12 +166,12 @@ def _documents(text: Sequence[str], text_field: str) -> Iterable[Document]:
 
 
 def _memories(store: Path, grid: GridFlags) -> str:
-    from knnlm.datastore.paths import STUDENT_FOLDER
+    from knnlm.datastore.paths import DECODER_FOLDER
     from knnlm.mixture.loader import is_decoder
 
     if grid.memories is not None:
         return grid.memories
-    return f"{DEFAULT_MEMORIES},decoder={STUDENT_FOLDER}" if is_decoder(store / STUDENT_FOLDER) else DEFAULT_MEMORIES
+    return f"{DEFAULT_MEMORIES},decoder={DECODER_FOLDER}" if is_decoder(store / DECODER_FOLDER) else DEFAULT_MEMORIES
 
 
 def _tune_trace(store: Path, path: Path, grid: GridFlags) -> tuple[list[str], Tuning]:

@@ -14,7 +14,7 @@ UNENCODED_FILE = "unencoded.npy"  # float16 keys of a segment whose codec is not
 NGRAM_FOLDER = "ngram"
 LOST_FOLDER = "lost"  # what a repair has taken out
 GATES_FOLDER = "mixtures"
-STUDENT_FOLDER = "student"
+DECODER_FOLDER = "decoder"
 ADAPTED_FILE = "adapted.json"
 
 

@@ -19,12 +19,12 @@ from knnlm.datastore.locks import writer_lock
 from knnlm.datastore.paths import (
     CATALOG_FILE,
     CODEC_FILE,
+    DECODER_FOLDER,
     GATES_FOLDER,
     LOST_FOLDER,
     MAP_FILE,
     NGRAM_FOLDER,
     STAGING_FILE,
-    STUDENT_FOLDER,
     index_folder,
     segment_folder,
 )
@@ -41,7 +41,7 @@ _TRAINED = {
     CODEC_FILE: "the codec of its keys",
     "output": "an output matrix, W_ds",
     GATES_FOLDER: "a gate: networks that weigh the memories",
-    STUDENT_FOLDER: "a student that reads it",
+    DECODER_FOLDER: "a decoder that was trained on it",
 }
 
 _PIECE = 1 << 16  # bytes at each end by which one file is told from another
@@ -223,7 +223,7 @@ def _trained_marks(folder: Path) -> dict[str, str]:
 
 
 def _ends(file: Path) -> bytes:
-    """Give the size and both ends of a file: enough to know it again, and a student may be large."""
+    """Give the size and both ends of a file: enough to know it again, and a decoder may be large."""
     with file.open("rb") as opened:
         size = opened.seek(0, 2)
         opened.seek(0)

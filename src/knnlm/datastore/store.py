@@ -44,10 +44,10 @@ from knnlm.datastore.paths import (
     CATALOG_FILE,
     CODEC_FILE,
     COUNTS_FILE,
+    DECODER_FOLDER,
     KEPT_FILE,
     MAP_FILE,
     PARTIAL_CATALOG_FILES,
-    STUDENT_FOLDER,
     VALUES_FILE,
     index_folder,
     segment_folder,
@@ -627,7 +627,7 @@ def check_folder(folder: Path) -> None:
     """Refuse a place that holds something else, before anything is put there."""
     if folder.exists() and not folder.is_dir():
         raise DatastoreError(f"{folder} is a file. Choose another --out.")
-    ours = {WRITER, READERS, *PARTIAL_CATALOG_FILES, STUDENT_FOLDER, f"{STUDENT_FOLDER}.partial"}
+    ours = {WRITER, READERS, *PARTIAL_CATALOG_FILES, DECODER_FOLDER, f"{DECODER_FOLDER}.partial"}
     ours |= {
         MAP_FILE,
         Path(MAP_FILE).with_suffix(".partial").name,

@@ -25,13 +25,13 @@ from knnlm.datastore.paths import (
     CATALOG_FILE,
     CODEC_FILE,
     COUNTS_FILE,
+    DECODER_FOLDER,
     GATES_FOLDER,
     KEPT_FILE,
     KEYS_FILE,
     MAP_FILE,
     NGRAM_FOLDER,
     STAGING_FILE,
-    STUDENT_FOLDER,
     UNENCODED_FILE,
     VALUES_FILE,
     segment_folder,
@@ -326,19 +326,19 @@ class _Verifier:
 
     def _check_decoder(self) -> None:
         """Check the card of a trained decoder and, if deep, every byte of its files."""
-        folder = self.folder / STUDENT_FOLDER
+        folder = self.folder / DECODER_FOLDER
         if not folder.exists():
             return
         from knnlm.lm.loading import CHECKSUMS_FILE, damaged_files
         from knnlm.memories.decoder import CARD, load_card
 
         self.files += sorted(file for file in folder.glob("*") if file.is_file())
-        with self._collect(f"{STUDENT_FOLDER}/{CARD}", DECODER):
+        with self._collect(f"{DECODER_FOLDER}/{CARD}", DECODER):
             load_card(folder)
         damaged = damaged_files(folder) if self.deep or not (folder / CHECKSUMS_FILE).exists() else []
-        self.problems += [Problem(f"{STUDENT_FOLDER}/{name}", message, DECODER) for name, message in damaged or []]
+        self.problems += [Problem(f"{DECODER_FOLDER}/{name}", message, DECODER) for name, message in damaged or []]
         if damaged is None:
-            self.notes.append(f"{STUDENT_FOLDER} has no {CHECKSUMS_FILE}, so its files cannot be verified.")
+            self.notes.append(f"{DECODER_FOLDER} has no {CHECKSUMS_FILE}, so its files cannot be verified.")
 
 
 def _check_adaptation(file: Path) -> None:

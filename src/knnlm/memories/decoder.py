@@ -95,7 +95,7 @@ _AGAIN = "Make it again with: knnlm distill --into decoder"
 class DecoderCard:
     """What is known of a decoder. In the file, `lmbda` and `lmbda_facts` are called lambda and lambda_facts."""
 
-    student: dict[str, Any]  # spec, blocks, class, parameters, and the fingerprint of the weights before training
+    initial_model: dict[str, Any]  # spec, layers, class, parameters, and the fingerprint of the weights before training
     tokenizer: str  # fingerprint; with the next two, in which a model must agree to be mixed with it
     vocab_size: int
     start_token: int
@@ -157,7 +157,7 @@ _NAMES = {"lmbda": "lambda", "lmbda_facts": "lambda_facts"}
 _NONE = type(None)
 
 _KINDS: dict[str, tuple[type, ...]] = {
-    "student": (dict,),
+    "initial_model": (dict,),
     "tokenizer": (str,),
     "vocab_size": (int,),
     "start_token": (int,),
@@ -189,7 +189,7 @@ def _ranges(given: Mapping[str, Any]) -> dict[str, bool]:
         "window": whole and 1 <= window["stride"] <= window["context"],
         "beta": 0 <= given["beta"] <= 1,
         "lmbda": lmbda is None or 0 <= lmbda <= 1,
-        "student": given["student"].keys() >= {"spec", "blocks", "class", "parameters"},
+        "initial_model": given["initial_model"].keys() >= {"spec", "layers", "class", "parameters"},
         "losses": all(value is None or type(value) in (int, float) for value in given["losses"].values()),
         "lmbda_facts": given["lmbda_facts"] is None or given["lmbda_facts"].keys() >= TOLD,
     }

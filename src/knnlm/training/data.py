@@ -1,13 +1,15 @@
-"""Text as the training of a student reads it: windows of documents, in batches. Knows nothing about models.
+"""Training data: token windows of documents for decoders, (key, value) entries of a store for output matrices.
 
-Documents are kept apart, and a window never reaches into the next one. Where long ones are cut, and in which order
-windows come, is another in each epoch, but follows from the seed alone: whoever was stopped can go on where it was.
+Documents are kept apart: a window never reaches into the next document. The order of windows and entries, and where
+long documents are cut, differ between epochs but depend only on the seed and the epoch, so a run that was stopped can
+resume anywhere.
 """
 
 from __future__ import annotations
 
 import hashlib
 import itertools
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -19,155 +21,158 @@ from torch import Tensor
 from knnlm.datastore.store import Datastore
 from knnlm.errors import ParameterError
 from knnlm.lm.windows import WindowShape
+from knnlm.training.trainer import MIN_DOCUMENTS, select_held_out
 
-_BLOCK = 1 << 20  # tokens that are read together
+_TOKENS_PER_READ = 1 << 20
+_MIN_TOKENS_FOR_FOUR_GROUPS = 8_192  # smaller steps have two groups
+_KEYS_PER_READ = 2048
+_SHUFFLE_BUFFER = 1 << 17  # keys that are shuffled together; bounds the memory
+_STATISTICS_SAMPLE = 1 << 15  # keys from which the mean and the standard deviation are estimated
+_MAX_HELD_OUT_TOKENS = 1 << 16  # more would only make the evaluation slower
+_MIN_HELD_OUT_SPAN = 64  # tokens of one document
 
-_FEW = 16  # documents: where there are fewer, windows are held out
-
-_MANY = 8_192  # tokens of a step that are enough for four groups; fewer make two
-
-_Row = tuple[int, int, int, int]
+_Window = tuple[int, int, int, int]
 
 
 @dataclass(frozen=True)
 class TokenStream:
-    """The tokens of documents, one behind the other."""
+    """The tokens of documents, concatenated."""
 
-    tokens: NDArray[np.int32]  # (rows,)
-    starts: NDArray[np.int64]  # (documents + 1,) where each begins, and where the last one ends
+    tokens: NDArray[np.int32]  # (N,)
+    starts: NDArray[np.int64]  # (documents + 1,) the first position of each document, and the end of the last
 
     @classmethod
-    def of_store(cls, store: Datastore) -> TokenStream:
-        """Read all that a memory holds; row i of the memory is token i."""
+    def from_store(cls, store: Datastore) -> TokenStream:
+        """Read all tokens of a store; row i of the store is token i."""
         starts = [document.first_row for document in store.documents() if document.rows]
         return cls(stored_tokens(store), np.array([*starts, store.rows], dtype=np.int64))
 
     @classmethod
-    def of_documents(cls, documents: Iterable[Sequence[int]]) -> TokenStream:
-        """Take tokens as they are given; documents without any are left out."""
-        parts = [np.asarray(document, dtype=np.int32) for document in documents if len(document)]
-        starts = np.cumsum([0, *map(len, parts)], dtype=np.int64)
-        return cls(np.concatenate(parts) if parts else np.zeros(0, np.int32), starts)
+    def from_documents(cls, documents: Iterable[Sequence[int]]) -> TokenStream:
+        """Concatenate the tokens of documents; empty documents are skipped."""
+        arrays = [np.asarray(document, dtype=np.int32) for document in documents if len(document)]
+        starts = np.cumsum([0, *map(len, arrays)], dtype=np.int64)
+        return cls(np.concatenate(arrays) if arrays else np.zeros(0, np.int32), starts)
 
     @property
     def fingerprint(self) -> str:
-        """What tells these tokens from others."""
+        """Hash of the tokens."""
         return tokens_hash(self.tokens)
 
     @property
-    def division(self) -> str:
-        """What tells these borders of documents from others."""
+    def boundaries_fingerprint(self) -> str:
+        """Hash of the document boundaries."""
         return hashlib.sha256(self.starts.astype("<i8").tobytes()).hexdigest()[:16]
 
 
 def stored_tokens(store: Datastore) -> NDArray[np.int32]:
-    """Give the (rows,) tokens of a memory."""
+    """Return the (N,) tokens of a store."""
     tokens = np.empty(store.rows, dtype=np.int32)
-    for begin in range(0, store.rows, _BLOCK):
-        rows = torch.arange(begin, min(begin + _BLOCK, store.rows))
+    for begin in range(0, store.rows, _TOKENS_PER_READ):
+        rows = torch.arange(begin, min(begin + _TOKENS_PER_READ, store.rows))
         tokens[begin : begin + len(rows)] = store.values(rows).numpy()
     return tokens
 
 
 def tokens_hash(tokens: NDArray[np.int32]) -> str:
-    """Hash tokens, to know them again."""
+    """Return the first 16 hexadecimal digits of the SHA-256 of tokens."""
     return hashlib.sha256(np.ascontiguousarray(tokens, dtype="<i4").data).hexdigest()[:16]
 
 
 @dataclass(frozen=True)
 class TrainingBatch:
-    """Windows side by side; N = B·T, row by row."""
+    """Padded windows; N = B·T, row-major."""
 
-    ids: Tensor  # (B, T) what is read
-    targets: Tensor  # (N,) what comes; -1 where it does not count
-    rows: Tensor  # (N,) the numbers of the targets in the text; -1 where they do not count
+    ids: Tensor  # (B, T) input tokens
+    targets: Tensor  # (N,) next tokens; -1 where the position does not count
+    positions: Tensor  # (N,) positions of the targets in the token stream; -1 where they do not count
 
 
 class TrainingBatches:
-    """The windows of a text: which are trained on, which are held out, and in which steps they come.
+    """The windows of a text: which are trained on, which are held out, and the steps they are grouped into.
 
-    Windows are (W, 4) integers: where the document begins in the text, and the window's begin, first scored position
-    and end in it.
+    Windows are (W, 4) integers: the document's first position in the stream, and the window's begin, first scored
+    position and end within the document.
     """
 
     def __init__(self, text: TokenStream, shape: WindowShape, *, start_token: int, held_out: float, seed: int) -> None:
         self.text, self._shape, self._start_token, self._seed = text, shape, start_token, seed
         borders = zip(text.starts[:-1].tolist(), text.starts[1:].tolist(), strict=True)
-        table = _table([one for start, end in borders for one in self._cut(start, 0, end - start, shape.context)])
-        held = self._hold_out(held_out, table)
+        table = _table([cut for start, end in borders for cut in self._cut(start, 0, end - start, shape.context)])
+        held = self._mark_held_out(held_out, table)
         self.held_out = table[held]
-        self._short, self._long = self._stretches(table[~held])
-        self.tokens = len(text.tokens) - positions(self.held_out)  # that are trained on in an epoch
+        self._short, self._long = self._split_by_length(table[~held])
+        self.tokens = len(text.tokens) - count_targets(self.held_out)  # trained on in each epoch
         if not self.tokens:
             raise ParameterError("There is no text to train on. Give more text, or hold less of it out.")
 
     def windows(self, epoch: int) -> NDArray[np.int64]:
-        """Cut what is trained on into windows, long documents at other places in each epoch."""
+        """Return the training windows of an epoch; long documents are cut at different places in each epoch."""
         context, stride = self._shape.context, self._shape.stride
-        made: list[_Row] = []
+        cuts: list[_Window] = []
         for document, start, begin, end in self._long:
             first = int(np.random.default_rng([self._seed, epoch, document]).integers(1, context + 1))
-            # Behind what is held out, a window reads what is before it, and so has room for fewer.
-            made += self._cut(start, begin, end, first if not begin else 1 + (first - 1) % stride)
-        return np.concatenate([self._short, _table(made)])
+            # A span after held-out text reads the text before it, which leaves room for fewer scored positions.
+            cuts += self._cut(start, begin, end, first if not begin else 1 + (first - 1) % stride)
+        return np.concatenate([self._short, _table(cuts)])
 
     def steps(self, epoch: int, batch_tokens: int) -> list[list[NDArray[np.int64]]]:
-        """Give the windows of an epoch in steps of about as many tokens; a step is some groups of like length."""
+        """Return the windows of an epoch in steps of about `batch_tokens`; a step is a few groups of similar length."""
         random = np.random.default_rng([self._seed, epoch])
-        ready = self._pack(random.permutation(self.windows(epoch)), batch_tokens, random)
-        # By turns of the longest, …, the shortest: whichever stand together in a step, they are of several lengths.
-        kinds = [random.permutation(kind) for kind in np.array_split(np.arange(len(ready)), _groups(batch_tokens))]
+        packed = self._pack(random.permutation(self.windows(epoch)), batch_tokens, random)
+        # Interleave long and short groups, so that every step has several lengths.
+        kinds = [random.permutation(kind) for kind in np.array_split(np.arange(len(packed)), _groups(batch_tokens))]
         turns = [number for turn in itertools.zip_longest(*kinds) for number in turn if number is not None]
-        groups = [ready[number] for number in turns]
+        groups = [packed[number] for number in turns]
         sizes = np.array([int((group[:, 3] - group[:, 1]).sum()) for group in groups])
         total = int(sizes.sum())
-        # All steps are of like size, so the last one is no remainder: each group goes where its middle lies.
+        # All steps have similar sizes, so the last one is not a remainder: a group goes where its middle lies.
         count = max(1, (2 * total + batch_tokens) // (2 * batch_tokens))
         places = (2 * np.cumsum(sizes) - sizes) * count // (2 * total)
         borders = [0, *(np.flatnonzero(np.diff(places)) + 1).tolist(), len(groups)]
         return [groups[begin:end] for begin, end in itertools.pairwise(borders)]
 
     def held_out_groups(self, batch_tokens: int) -> list[NDArray[np.int64]]:
-        """Give the windows that are held out, in groups of like length."""
+        """Return the held-out windows in groups of similar length."""
         return self._pack(self.held_out, batch_tokens)
 
     def read(self, windows: NDArray[np.int64]) -> TrainingBatch:
-        """Put windows side by side; padding goes to the right, where no earlier position looks."""
-        shape = len(windows), _longest(windows)
+        """Return the tokens of windows, padded on the right, where no earlier position attends to."""
+        shape = len(windows), _max_length(windows)
         ids = np.full(shape, self._start_token, dtype=np.int64)
-        targets, rows = np.full(shape, -1, dtype=np.int64), np.full(shape, -1, dtype=np.int64)
-        for place, (first, begin, scored, end) in enumerate(windows.tolist()):
-            before = max(1, begin)  # the first token of a document is read behind the start token
-            ids[place, before - begin : end - begin] = self.text.tokens[first + before - 1 : first + end - 1]
+        targets, positions = np.full(shape, -1, dtype=np.int64), np.full(shape, -1, dtype=np.int64)
+        for row, (first, begin, scored, end) in enumerate(windows.tolist()):
+            before = max(1, begin)  # the first token of a document follows the start token
+            ids[row, before - begin : end - begin] = self.text.tokens[first + before - 1 : first + end - 1]
             counted = slice(scored - begin, end - begin)
-            targets[place, counted] = self.text.tokens[first + scored : first + end]
-            rows[place, counted] = np.arange(first + scored, first + end)
+            targets[row, counted] = self.text.tokens[first + scored : first + end]
+            positions[row, counted] = np.arange(first + scored, first + end)
         return TrainingBatch(
-            torch.from_numpy(ids), torch.from_numpy(targets).reshape(-1), torch.from_numpy(rows).reshape(-1)
+            torch.from_numpy(ids), torch.from_numpy(targets).reshape(-1), torch.from_numpy(positions).reshape(-1)
         )
 
-    def _cut(self, start: int, begin: int, end: int, first: int) -> Iterator[_Row]:
-        """Cut positions of the document at `start` into windows; the first scores so many, each later one `stride`."""
+    def _cut(self, start: int, begin: int, end: int, first: int) -> Iterator[_Window]:
+        """Cut a span of the document at `start`; the first window scores `first` positions, the others `stride`."""
         back, scored, until = self._shape.context - self._shape.stride, begin, min(begin + first, end)
         while scored < end:
             yield start, max(0, scored - back), scored, until
             scored, until = until, min(until + self._shape.stride, end)
 
-    def _stretches(self, table: NDArray[np.int64]) -> tuple[NDArray[np.int64], list[_Row]]:
-        """Divide what is trained on into whole windows, and stretches (document, start, begin, end) to be cut anew."""
+    def _split_by_length(self, table: NDArray[np.int64]) -> tuple[NDArray[np.int64], list[_Window]]:
+        """Return the windows of short spans, and the long spans (document, start, begin, end) to cut in each epoch."""
         documents = np.searchsorted(self.text.starts, table[:, 0]).tolist()
-        joined: list[list[int]] = []
+        spans: list[list[int]] = []
         for document, (start, _, scored, end) in zip(documents, table.tolist(), strict=True):
-            if joined and joined[-1][0] == document and joined[-1][3] == scored:
-                joined[-1][3] = end
+            if spans and spans[-1][0] == document and spans[-1][3] == scored:
+                spans[-1][3] = end
             else:
-                joined.append([document, start, scored, end])
-        short: list[_Row] = []
-        long: list[_Row] = []
-        for document, start, begin, end in joined:
-            most = self._shape.stride if begin else self._shape.context
-            if end - begin <= most:
-                short += self._cut(start, begin, end, most)
+                spans.append([document, start, scored, end])
+        short: list[_Window] = []
+        long: list[_Window] = []
+        for document, start, begin, end in spans:
+            limit = self._shape.stride if begin else self._shape.context
+            if end - begin <= limit:
+                short += self._cut(start, begin, end, limit)
             else:
                 long.append((document, start, begin, end))
         return _table(short), long
@@ -175,7 +180,7 @@ class TrainingBatches:
     def _pack(
         self, windows: NDArray[np.int64], batch_tokens: int, random: np.random.Generator | None = None
     ) -> list[NDArray[np.int64]]:
-        """Cut windows, by length and else in their order, into groups: a part of a step, or a single window."""
+        """Group windows by length, otherwise in their order; a group is a fraction of a step, or a single window."""
         lengths = windows[:, 3] - windows[:, 1]
         order = np.argsort(-lengths, kind="stable")
         windows, lengths = windows[order], lengths[order].tolist()
@@ -184,60 +189,193 @@ class TrainingBatches:
         while begin < len(windows):
             count = max(1, share // lengths[begin])
             if random is not None and not begin:
-                count = int(random.integers(1, count + 1))  # or windows would have the same neighbours in each epoch
+                count = int(random.integers(1, count + 1))  # shifts all groups, so they differ between epochs
             packed.append(windows[begin : begin + count])
             begin += count
         return packed
 
-    def _hold_out(self, share: float, table: NDArray[np.int64]) -> NDArray[np.bool_]:
-        """Mark windows: those of whole documents, by the hash of their tokens, copies of a text together."""
+    def _mark_held_out(self, share: float, table: NDArray[np.int64]) -> NDArray[np.bool_]:
+        """Mark the held-out windows: whole documents, or windows if there are few, ordered by the hash of their tokens.
+
+        Copies of a text are held out together.
+        """
         wanted = share * len(self.text.tokens)
         marked = np.zeros(len(table), dtype=bool)
         if not wanted:
             return marked
-        whole = len(self.text.starts) - 1 >= _FEW
+        whole = len(self.text.starts) - 1 >= MIN_DOCUMENTS
         ends = dict(zip(self.text.starts[:-1].tolist(), self.text.starts[1:].tolist(), strict=True))
-        pieces: dict[bytes, list[int]] = {}
+        members: dict[bytes, list[int]] = {}
         digests: dict[tuple[int, int], bytes] = {}
         for number, (first, _, scored, end) in enumerate(table.tolist()):
             span = (first, ends[first]) if whole else (first + scored, first + end)
             if span not in digests:
-                own = np.ascontiguousarray(self.text.tokens[slice(*span)])
-                digests[span] = hashlib.sha256(f"{self._seed} ".encode() + own.tobytes()).digest()
-            pieces.setdefault(digests[span], []).append(number)
-        found = 0
-        for _, numbers in sorted(pieces.items()):
-            size = positions(table[numbers])
-            # One text may be most of all, and what is held out is lost to training.
-            if found < wanted and size <= max(2 * wanted, len(self.text.tokens) / _FEW):
-                marked[numbers] = True
-                found += size
+                tokens = np.ascontiguousarray(self.text.tokens[slice(*span)])
+                digests[span] = hashlib.sha256(f"{self._seed} ".encode() + tokens.tobytes()).digest()
+            members.setdefault(digests[span], []).append(number)
+        groups = [numbers for _, numbers in sorted(members.items())]
+        # One document may be most of the text, and what is held out is lost to training.
+        largest = max(2 * wanted, len(self.text.tokens) / MIN_DOCUMENTS)
+        for chosen in select_held_out((count_targets(table[group]) for group in groups), wanted, max_size=largest):
+            marked[groups[chosen]] = True
         return marked
 
 
-def join_groups(groups: Sequence[NDArray[np.int64]], room: int) -> list[NDArray[np.int64]]:
-    """Put groups together, the longest windows first, where they take at most `room` positions with their padding."""
-    made: list[NDArray[np.int64]] = []
-    for group in sorted(groups, key=_longest, reverse=True):
-        if made and (len(made[-1]) + len(group)) * _longest(made[-1]) <= room:
-            made[-1] = np.concatenate([made[-1], group])
+def join_groups(groups: Sequence[NDArray[np.int64]], max_positions: int) -> list[NDArray[np.int64]]:
+    """Concatenate groups, the longest windows first, while they have at most `max_positions` including padding."""
+    joined: list[NDArray[np.int64]] = []
+    for group in sorted(groups, key=_max_length, reverse=True):
+        if joined and (len(joined[-1]) + len(group)) * _max_length(joined[-1]) <= max_positions:
+            joined[-1] = np.concatenate([joined[-1], group])
         else:
-            made.append(group)
-    return made
+            joined.append(group)
+    return joined
 
 
-def positions(windows: NDArray[np.int64]) -> int:
-    """Count the tokens that windows are to predict."""
+def count_targets(windows: NDArray[np.int64]) -> int:
+    """Return the number of scored positions of windows."""
     return int((windows[:, 3] - windows[:, 2]).sum())
 
 
 def _groups(batch_tokens: int) -> int:
-    return 4 if batch_tokens >= _MANY else 2  # more would be too small to keep a GPU busy
+    return 4 if batch_tokens >= _MIN_TOKENS_FOR_FOUR_GROUPS else 2  # smaller groups would not keep a GPU busy
 
 
-def _longest(windows: NDArray[np.int64]) -> int:
+def _max_length(windows: NDArray[np.int64]) -> int:
     return int((windows[:, 3] - windows[:, 1]).max())
 
 
-def _table(rows: list[_Row]) -> NDArray[np.int64]:
-    return np.array(rows, dtype=np.int64).reshape(-1, 4)
+def _table(windows: list[_Window]) -> NDArray[np.int64]:
+    return np.array(windows, dtype=np.int64).reshape(-1, 4)
+
+
+class EntryBatches:
+    """The entries of a store in shuffled batches, some held out, with standardised keys.
+
+    Blocks of keys are shuffled, collected in a buffer and shuffled within it, so the memory is bounded by the buffer.
+    """
+
+    def __init__(
+        self,
+        store: Datastore,
+        *,
+        held_out: float,
+        seed: int,
+        whole_vocabulary: bool,
+        device: torch.device,
+        dtype: torch.dtype,
+    ) -> None:
+        self.store, self.seed, self.device, self.dtype = store, seed, device, dtype
+        held_out_tokens = mark_held_out_tokens(store, held_out, seed=seed)
+        self.is_held_out = np.zeros(store.key_count, dtype=bool)
+        self.counts = np.zeros(store.model["vocab_size"], dtype=np.int64)  # occurrences of each token in training
+        present = np.full(len(self.counts), whole_vocabulary)
+        for begin in range(0, store.key_count, _SHUFFLE_BUFFER):
+            rows = store.rows_of(torch.arange(begin, min(begin + _SHUFFLE_BUFFER, store.key_count)))
+            values, held = store.values(rows).numpy(), held_out_tokens[rows.numpy()]
+            self.is_held_out[begin : begin + len(rows)] = held
+            present[values] = True
+            self.counts += np.bincount(values[~held], minlength=len(self.counts))
+        self.words = torch.from_numpy(np.flatnonzero(present))  # (W,)
+        self.held_out = torch.from_numpy(np.flatnonzero(self.is_held_out))
+        self.count = store.key_count - len(self.held_out)
+        if not self.count:
+            raise ParameterError(
+                f"{store.path}: all of its text would be held out. Give more text, or hold nothing out with held_out=0 "
+                "(--held-out 0)."
+            )
+        self.mean, self.std = self._measure()
+        self._resident = self._load_keys() if device.type == "cuda" else None
+
+    def keys(self, ids: Tensor) -> Tensor:
+        """Return these (n, D) keys, standardised, on the device."""
+        if self._resident is not None:
+            return self._resident[ids.to(self.device)]
+        return self._standardise(self.store.take(ids))
+
+    def columns(self, ids: Tensor) -> Tensor:
+        """Return the (n,) places of these keys' tokens among the words."""
+        return torch.searchsorted(self.words, self.store.values(self.store.rows_of(ids))).to(self.device)
+
+    def batches(self, epoch: int, size: int, *, skip: int = 0) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+        """Yield (ids, keys, columns) of every training entry once, without the first `skip` batches."""
+        random = np.random.default_rng([self.seed, epoch])
+        blocks = random.permutation(-(-self.store.key_count // _KEYS_PER_READ))
+        per_buffer = _SHUFFLE_BUFFER // _KEYS_PER_READ
+        for begin in range(0, len(blocks), per_buffer):
+            starts = np.sort(blocks[begin : begin + per_buffer]) * _KEYS_PER_READ
+            ids = (starts[:, None] + np.arange(_KEYS_PER_READ)).reshape(-1)
+            ids = ids[ids < self.store.key_count]
+            ids = ids[~self.is_held_out[ids]]
+            # Batches have similar sizes: a last batch of a few entries would be a full step with a noisy gradient.
+            parts = np.array_split(random.permutation(len(ids)), max(1, round(len(ids) / size))) if len(ids) else []
+            if skip >= len(parts):
+                skip -= len(parts)
+                continue
+            buffered = torch.from_numpy(ids)
+            keys, columns = self.keys(buffered), self.columns(buffered)
+            for part in map(torch.from_numpy, parts[skip:]):
+                on_device = part.to(self.device)
+                yield buffered[part], keys[on_device], columns[on_device]
+            skip = 0
+
+    def _measure(self) -> tuple[Tensor, Tensor]:
+        """Return the (D,) mean and standard deviation of a sample of the training keys."""
+        train = np.flatnonzero(~self.is_held_out)
+        if len(train) > _STATISTICS_SAMPLE:
+            train = np.sort(np.random.default_rng([self.seed]).choice(train, _STATISTICS_SAMPLE, replace=False))
+        sample = self.store.take(torch.from_numpy(train)).double()
+        std = sample.std(0, correction=0)
+        # A nearly constant dimension carries no information and must not be scaled up.
+        std = std.clamp(min=1e-3 * float(std.mean()) or 1.0)
+        return sample.mean(0).float(), std.float()
+
+    def _standardise(self, keys: Tensor) -> Tensor:
+        return ((keys - self.mean) / self.std).to(self.device, self.dtype)
+
+    def _load_keys(self) -> Tensor | None:
+        """Return all keys on the GPU, None if they need more than half of its free memory."""
+        shape = (self.store.key_count, self.store.width)
+        if math.prod(shape) * self.dtype.itemsize > torch.cuda.mem_get_info(self.device)[0] // 2:
+            return None
+        keys = torch.empty(shape, dtype=self.dtype, device=self.device)
+        for first, chunk in self.store.chunks(_KEYS_PER_READ * 8):
+            keys[first : first + len(chunk)] = self._standardise(chunk)
+        return keys
+
+
+def mark_held_out_tokens(store: Datastore, share: float, *, seed: int) -> NDArray[np.bool_]:
+    """Return which of the (N,) tokens are held out: whole documents, ordered by the hash of their text.
+
+    With few documents, or too few that are short enough, documents are cut into spans, so that a store of one book can
+    be trained on and evaluated.
+    """
+    wanted = min(share * store.rows, _MAX_HELD_OUT_TOKENS)
+    if not wanted:
+        return np.zeros(store.rows, dtype=bool)
+    texts = {document.sha256 for document in store.documents() if document.rows}
+    if len(texts) >= MIN_DOCUMENTS:
+        # One document may be most of the text, and what is held out is lost to training.
+        largest = min(max(wanted, store.rows / MIN_DOCUMENTS), _MAX_HELD_OUT_TOKENS)
+        marked = _mark_spans(store, wanted, seed, length=store.rows, largest=largest)
+        if marked.sum() >= wanted:
+            return marked
+    length = max(_MIN_HELD_OUT_SPAN, int(wanted) // 2)
+    return _mark_spans(store, wanted, seed, length=length, largest=store.rows)
+
+
+def _mark_spans(store: Datastore, wanted: float, seed: int, *, length: int, largest: float) -> NDArray[np.bool_]:
+    """Mark spans of at most `length` tokens until `wanted` tokens are marked; equal texts are marked together."""
+    spans: dict[bytes, list[slice]] = {}
+    for document in store.documents():
+        for begin in range(0, document.rows, length):
+            digest = hashlib.sha256(f"{seed} {document.sha256} {begin}".encode()).digest()
+            first = document.first_row + begin
+            spans.setdefault(digest, []).append(slice(first, first + min(length, document.rows - begin)))
+    groups = [group for _, group in sorted(spans.items())]
+    marked = np.zeros(store.rows, dtype=bool)
+    sizes = (sum(span.stop - span.start for span in group) for group in groups)
+    for chosen in select_held_out(sizes, wanted, max_size=largest):
+        for span in groups[chosen]:
+            marked[span] = True
+    return marked

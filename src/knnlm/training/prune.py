@@ -1,8 +1,8 @@
-"""Make a memory smaller: fewer dimensions, keys merged, keys dropped. Knows nothing about what that costs.
+"""Pruning of a store: fewer dimensions, merged keys, dropped keys.
 
 After He et al. 2021, "Efficient Nearest Neighbor Language Models": principal components of the keys; a greedy merge of
-near keys with the same next token, whose counts stay in the vote; and no keys for what the language model knows anyway.
-Only keys go: the tokens of the text stay all.
+near keys with the same next token, whose counts stay in the vote; and no keys for tokens that the language model
+predicts well alone. Only keys are removed: all tokens of the text stay.
 """
 
 from __future__ import annotations
@@ -27,21 +27,20 @@ from knnlm.index.base import Index
 from knnlm.lm.causal import CausalLM
 from knnlm.progress import Progress, silent
 
-_BLOCK = 4096  # keys at a time
-
-_GROUP = 8192  # tokens that are packed into batches together
+_KEYS_PER_SEARCH = 4096
+_MIN_TOKENS_PER_READ = 8192
 
 
 @dataclass(frozen=True)
-class Merged:
-    """What a merge left."""
+class MergedKeys:
+    """Result of a merge."""
 
-    into: Tensor  # (K,) the key that each went into; itself where it stays; -1 where it was not there
-    counts: Tensor  # (K,) float32: how much each key that stays counts; 0 for the others
+    into: Tensor  # (K,) the key that each was merged into; itself if it stays; -1 if it was dropped before
+    counts: Tensor  # (K,) float32: the number of contexts each remaining key stands for; 0 for the others
 
     @property
     def keep(self) -> Tensor:
-        """Mark the (K,) keys that stay."""
+        """The (K,) mask of the keys that stay."""
         return self.into == torch.arange(len(self.into))
 
 
@@ -58,11 +57,11 @@ def prune(
     seed: int = 0,
     progress: Progress = silent,
 ) -> dict[str, Any]:
-    """Write a smaller memory and say what became of the keys.
+    """Write a smaller store and return how many keys were dropped and merged, and the sizes.
 
-    `drop_known` drops keys whose token the language model gives at least this probability, by `log_p` of each row
-    (see `store_log_p`); then `merge` looks at this many neighbours of each key that is left; `width` is the number of
-    principal components.
+    `drop_known` drops keys whose token the language model gives at least this probability, by the `log_p` of each token
+    (see `store_log_p`); then `merge` is the number of neighbours that each remaining key may be merged into; `width` is
+    the number of principal components.
     """
     _check(store, width, merge, drop_known, log_p)
     check_out(store, out)
@@ -84,8 +83,8 @@ def prune(
     options: dict[str, Any] = {"key_map": key_map, "key_dtype": key_dtype, "facts": done, "progress": progress}
     if not keep.all():
         options |= {"keep": keep, "counts": counts}
-    with closing(derive(store, out, **options)) as made:
-        return {"tokens": store.rows, **_sizes(store, "before"), **_sizes(made, "after"), **done}
+    with closing(derive(store, out, **options)) as smaller:
+        return {"tokens": store.rows, **_sizes(store, "before"), **_sizes(smaller, "after"), **done}
 
 
 def _sizes(store: Datastore, when: str) -> dict[str, int]:
@@ -95,7 +94,7 @@ def _sizes(store: Datastore, when: str) -> dict[str, int]:
 def _check(
     store: Datastore, width: int | None, merge: int | None, drop_known: float | None, log_p: Tensor | None
 ) -> None:
-    """Refuse what cannot be done, before anything takes its time."""
+    """Raise if the options are out of range, before anything slow begins."""
     if width is merge is drop_known is None:
         raise ParameterError("Nothing to prune: give --width, --merge or --drop-known.")
     if width is not None and not 1 <= width <= store.width:
@@ -107,7 +106,7 @@ def _check(
     if drop_known is None:
         return
     if not 0 < drop_known <= 1:
-        raise ParameterError(f"drop-known must be a probability above 0, not {drop_known}.")
+        raise ParameterError(f"drop-known must be a probability above 0 and at most 1, not {drop_known}.")
     if log_p is None or log_p.shape != (store.rows,):
         found = "none" if log_p is None else f"shape {tuple(log_p.shape)}"
         raise ParameterError(
@@ -117,7 +116,7 @@ def _check(
 
 
 def known_keys(store: Datastore, log_p: Tensor, probability: float) -> Tensor:
-    """Mark the (K,) keys whose token has at least this probability, given the log-probabilities of all rows."""
+    """Return which of the (K,) keys have a token of at least this probability, from the (N,) log-probabilities."""
     rows = store.rows_of(torch.arange(store.key_count))
     return log_p.cpu().double()[rows] >= math.log(probability)
 
@@ -130,10 +129,10 @@ def merge_keys(
     alive: Tensor | None = None,
     seed: int = 0,
     progress: Progress = silent,
-) -> Merged:
-    """Merge keys greedily: each, in a random order, goes into the nearest neighbour with its token that is still there.
+) -> MergedKeys:
+    """Merge keys greedily: each, in a random order, into the nearest remaining neighbour with the same token.
 
-    A key that others went into stays, so what is merged was always a neighbour of where it went.
+    A key that others were merged into stays, so every key was a neighbour of the one it was merged into.
     """
     order = np.random.default_rng(seed).permutation(store.key_count)
     everything = torch.arange(store.key_count)
@@ -145,8 +144,8 @@ def merge_keys(
     counts[~there] = 0
     grown = np.zeros(store.key_count, dtype=bool)
     with progress("merging keys", total=store.key_count, unit="keys") as advance:
-        for begin in range(0, len(order), _BLOCK):
-            block = order[begin : begin + _BLOCK]
+        for begin in range(0, len(order), _KEYS_PER_SEARCH):
+            block = order[begin : begin + _KEYS_PER_SEARCH]
             queries = block[there[block]]
             if len(queries):
                 near = _neighbours(store, index, queries, neighbours)
@@ -154,14 +153,14 @@ def merge_keys(
                 near[(tokens[near] != tokens[queries][:, None]) | (near < 0)] = -1
                 _merge_block(queries, near, into, counts, grown)
             advance(len(block))
-    return Merged(torch.from_numpy(into), torch.from_numpy(counts.astype(np.float32)))
+    return MergedKeys(torch.from_numpy(into), torch.from_numpy(counts.astype(np.float32)))
 
 
 def _neighbours(store: Datastore, index: Index, queries: NDArray[np.int64], count: int) -> NDArray[np.int64]:
-    """Give the (n, count) nearest other keys of these keys; -1 where there are fewer."""
+    """Return the (n, count) nearest other keys of these keys; -1 where there are fewer."""
     ids = torch.from_numpy(queries)
     found = index.search(store.take(ids), count + 1).ids.cpu()
-    # Itself is among them, unless as many others are just as near; then the last one goes.
+    # The key itself is among them unless as many others are equally near; then drop the last one.
     own = found == ids[:, None]
     own[:, -1] |= ~own.any(1)
     return found[~own].reshape(len(queries), count).numpy()
@@ -174,9 +173,8 @@ def _merge_block(
     counts: NDArray[np.float64],
     grown: NDArray[np.bool_],
 ) -> None:
-    """Merge one block of keys in their order; changes `into`, `counts` and `grown`."""
-    hopeful = np.flatnonzero((near >= 0).any(1))
-    for place in hopeful.tolist():
+    """Merge one block of keys in their order, updating `into`, `counts` and `grown` in place."""
+    for place in np.flatnonzero((near >= 0).any(1)).tolist():
         key = int(queries[place])
         if grown[key]:
             continue
@@ -192,22 +190,22 @@ def _merge_block(
 def store_log_p(
     store: Datastore, lm: CausalLM, *, batch_tokens: int | None = None, progress: Progress = silent
 ) -> Tensor:
-    """Read the stored text again with a language model: the (rows,) log-probabilities it gives each token."""
+    """Return the (N,) log-probabilities that a language model gives the stored tokens."""
     if lm.identity["tokenizer"] != store.model["tokenizer"]:
         raise ModelMismatch(
-            f"{store.path} holds tokens of {store.model['name']}, but {lm.name} has another tokenizer. "
-            f"Read it with {store.model['name']}."
+            f"{store.path} has tokens of {store.model['name']}, but {lm.name} has another tokenizer. "
+            f"Use {store.model['name']}."
         )
     if lm.vocab_size != store.model["vocab_size"]:
         raise ModelMismatch(
-            f"{store.path} holds tokens of {store.model['name']}, whose output has {store.model['vocab_size']:,}, but "
-            f"that of {lm.name} has {lm.vocab_size:,}. Read it with {store.model['name']}."
+            f"{store.path} has tokens of {store.model['name']}, whose vocabulary has {store.model['vocab_size']:,}, "
+            f"but that of {lm.name} has {lm.vocab_size:,}. Use {store.model['name']}."
         )
     window = lm.window(store.window["context"], store.window["stride"])
     batch_tokens = batch_tokens or (1024 if lm.device.type == "cpu" else 16_384)
     log_p = torch.full((store.rows,), -math.inf)
     with progress("reading the stored text", total=store.rows, unit="tokens") as advance:
-        for first, tokens in _stored_text(store, max(_GROUP, 4 * batch_tokens)):
+        for first, tokens in _stored_text(store, max(_MIN_TOKENS_PER_READ, 4 * batch_tokens)):
             for reading in lm.read(tokens, window, batch_tokens=batch_tokens):
                 assert reading.logits is not None
                 log_p[reading.rows + first] = _log_p(reading.logits, reading.targets).cpu()
@@ -216,7 +214,7 @@ def store_log_p(
 
 
 def _stored_text(store: Datastore, group: int) -> Iterator[tuple[int, list[list[int]]]]:
-    """Give (first row, tokens of each document) of some whole documents at a time."""
+    """Yield (first row, tokens of each document) of some whole documents at a time."""
     sizes = [document.rows for document in store.documents()]
     first, tokens, row = 0, list[list[int]](), 0
     for size in sizes:
@@ -230,7 +228,7 @@ def _stored_text(store: Datastore, group: int) -> Iterator[tuple[int, list[list[
 
 
 def _log_p(logits: Tensor, targets: Tensor) -> Tensor:
-    """Give the (N,) log-probabilities of the targets, a few rows of the (N, V) logits at a time."""
+    """Return the (N,) log-probabilities of the targets, computed on a few rows of the (N, V) logits at a time."""
     parts = [
         rows.gather(1, wanted[:, None])[:, 0].float() - rows.float().logsumexp(1)
         for rows, wanted in zip(logits.split(128), targets.split(128), strict=True)

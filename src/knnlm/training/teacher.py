@@ -1,19 +1,17 @@
-"""What retrieval would say at the positions of its own store, each position left out. Knows nothing about training.
+"""Predictions of retrieval at the positions of its own store, as targets for the training of a decoder.
 
-p(y | row) = Σ over the k nearest other rows i with value y of softmax(-distance_i / τ)
+p(y | position) = Σ over the k nearest other entries i with value y of softmax(-distance_i / τ)
 
-A row is left out by its number, not by coming first: where contexts are equal, another may come before it.
-
-What retrieval says at every position of a store, kept sparsely on disk. Knows nothing about students.
+A position is excluded by its number, not by being the nearest: an equal context may come before it.
 
 targets/
-  targets.json   from which store, how the neighbours voted, and how far the work is
-  offsets.npy    (rows + 1,) where the tokens of each position begin
+  targets.json   the store, the options, and how many positions are done
+  offsets.npy    (N + 1,) where the tokens of each position begin
   tokens.npy     the tokens of all positions, the most probable of each first
   probs.npy      their probabilities in float16
 
-The arrays grow from batch to batch, and targets.json says how much of them is good. What a killed process wrote beyond
-that is cut off by the next, which so ends with the same bytes.
+The arrays grow batch by batch, and targets.json records how much of them is valid. What a killed process wrote beyond
+that is truncated by the next one, so it ends with the same bytes.
 """
 
 from __future__ import annotations
@@ -24,7 +22,7 @@ import time
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -42,24 +40,44 @@ from knnlm.lm.loading import choose_device
 from knnlm.memories.voting import by_token, check_vote
 from knnlm.progress import Progress, silent
 from knnlm.training.data import stored_tokens, tokens_hash
-from knnlm.training.output_config import check_same
+from knnlm.training.trainer import check_choices, check_minimum, check_same_settings
 
-EXCLUDED = ("self", "document")
+EXCLUSIONS = ("self", "document")
+TARGETS_FILE = "targets.json"
+TARGETS_FORMAT = 1
+OFFSETS, TOKENS, PROBS = "offsets.npy", "tokens.npy", "probs.npy"
 
-_LEAST = 2.0**-24  # the smallest number above 0 in float16
+_MIN_PROBABILITY = 2.0**-24  # the smallest number above 0 in float16
+_REMAKE = "Remove the folder and make the targets again."
+_DENSE_BYTES = 4 + 2  # of the id and the probability of each of k neighbours, if all were stored
 
 
-class Sparse(NamedTuple):
-    """Some tokens of each of n positions and their probabilities, most probable first; the rest is padding of 0."""
+class SparseTargets(NamedTuple):
+    """Some tokens of each of n positions and their probabilities, most probable first, padded with 0."""
 
     ids: Tensor  # (n, m) int64
-    probs: Tensor  # (n, m) float32; a row sums to 1, or to 0 where it has no target
+    probs: Tensor  # (n, m) float32; a row sums to 1, or to 0 for a position without a target
     lengths: Tensor  # (n,) int64
+
+
+class Teacher(Protocol):
+    """A source of target distributions: `Targets` from disk, or `RetrievalTeacher` on the fly."""
+
+    @property
+    def token_count(self) -> int: ...
+    @property
+    def metadata(self) -> dict[str, Any]: ...
+    def lookup(self, positions: Tensor) -> SparseTargets:
+        """Return the targets of (n,) positions; a position below 0 has none."""
 
 
 @dataclass(frozen=True)
 class TeacherConfig:
-    """How neighbours vote, which of them may not, and how much of the vote is kept."""
+    """How the neighbours vote, what is excluded, and how much of the vote is kept.
+
+    The most probable tokens are kept until they cover `mass`, at most `top`. `exclude` is what a position may not
+    retrieve: itself, or its whole document.
+    """
 
     k: int = 1024
     knn_temperature: float = 2.0
@@ -69,143 +87,133 @@ class TeacherConfig:
 
     def __post_init__(self) -> None:
         check_vote(self.k, self.knn_temperature)
-        if self.exclude not in EXCLUDED:
-            raise ParameterError(f"Unknown exclude {self.exclude!r}: use {' or '.join(EXCLUDED)}.")
-        if self.top < 1:
-            raise ParameterError(f"top must be at least 1, not {self.top}.")
+        check_choices(self, {"exclude": EXCLUSIONS})
+        check_minimum(self, {"top": 1})
         if not 0 < self.mass <= 1:
             raise ParameterError(f"mass must be above 0 and at most 1, not {self.mass}.")
 
 
 class PlannedTeacher:
-    """What a store would be asked about its own positions: enough to know whether that was done."""
+    """The metadata of a store's targets without the targets: enough to recognise what was trained from them."""
 
-    def __init__(self, teacher: Datastore, ballot: TeacherConfig) -> None:
-        self.teacher, self.ballot = teacher, ballot
+    def __init__(self, store: Datastore, config: TeacherConfig) -> None:
+        self.store, self.config = store, config
 
     @property
-    def rows(self) -> int:
+    def token_count(self) -> int:
         """The number of positions."""
-        return self.teacher.rows
+        return self.store.rows
 
     @cached_property
-    def facts(self) -> dict[str, Any]:
-        """What the answers depend on; all tokens are read for it."""
-        text = tokens_hash(stored_tokens(self.teacher))
-        return {"teacher": self.teacher.fingerprint, "text": text, **asdict(self.ballot)}
+    def metadata(self) -> dict[str, Any]:
+        """What the targets depend on; reads all tokens."""
+        text = tokens_hash(stored_tokens(self.store))
+        return {"teacher": self.store.fingerprint, "text": text, **asdict(self.config)}
 
-    def of(self, rows: Tensor) -> Sparse:
-        """Nobody is asked."""
+    def lookup(self, positions: Tensor) -> SparseTargets:
+        """Raise: there are no targets."""
         raise NotImplementedError
 
 
-class Retrieval(PlannedTeacher):
-    """A store that is asked about its own positions, on the fly.
+class RetrievalTeacher(PlannedTeacher):
+    """Retrieves the targets of a store's own positions on the fly.
 
-    With exclude="document", a position's whole document is left out, and copies of it: equal texts are one document.
+    With exclude="document", all entries of a position's document are excluded, and copies of it: equal texts are one
+    document.
     """
 
-    def __init__(self, teacher: Datastore, ballot: TeacherConfig, *, device: str = "cpu") -> None:
-        check_whole(teacher)
-        super().__init__(teacher, ballot)
-        self._index = open_index(teacher, device=device)
-        self._groups = _documents(teacher) if ballot.exclude == "document" else None
-        # Its document may have many of a position's nearest; more than half are not waited for.
-        own = 1 if self._groups is None else min(int(self._groups.bincount().max()), ballot.k) if teacher.rows else 0
-        self._wanted = max(1, min(ballot.k + own, teacher.rows))
+    def __init__(self, store: Datastore, config: TeacherConfig, *, device: str = "cpu") -> None:
+        check_unpruned(store)
+        super().__init__(store, config)
+        self._index = open_index(store, device=device)
+        self._documents = _document_numbers(store) if config.exclude == "document" else None
+        # A position's document may contain many of its nearest entries: search for at most k more.
+        excluded = 1
+        if self._documents is not None:
+            excluded = min(int(self._documents.bincount().max()), config.k) if store.rows else 0
+        self._search_k = max(1, min(config.k + excluded, store.rows))
 
-    def of(self, rows: Tensor) -> Sparse:
-        """Ask about these (n,) rows; one below 0 has no target."""
-        return self.ask(rows)[0]
+    def lookup(self, positions: Tensor) -> SparseTargets:
+        """Return the targets of (n,) positions; a position below 0 has none."""
+        return self.retrieve(positions)[0]
 
-    def ask(self, rows: Tensor) -> tuple[Sparse, Tensor]:
-        """Ask about (n,) rows, and say how much of each vote was kept, (n,); 0 where nobody voted."""
-        found = self._index.search(self.teacher.take(rows), self._wanted)
-        own = rows.to(found.ids.device)
+    def retrieve(self, positions: Tensor) -> tuple[SparseTargets, Tensor]:
+        """Return the targets of (n,) positions and the (n,) kept probability; 0 without any neighbour."""
+        found = self._index.search(self.store.take(positions), self._search_k)
+        own = positions.to(found.ids.device)
         other = (found.ids >= 0) & (own >= 0)[:, None]
-        if self._groups is None:
+        if self._documents is None:
             other &= found.ids != own[:, None]
         else:
-            self._groups = groups = self._groups.to(found.ids.device)  # from now on it is there
-            other &= groups[found.ids.clamp(min=0)] != groups[own.clamp(min=0)][:, None]
-        # One too many were asked for: where the row itself did not come back, as ties may have it, drop the last.
-        other &= other.cumsum(1) <= self.ballot.k
-        values = self.teacher.values(torch.where(other, found.ids, -1))
-        tokens, shares = add_up(values, found.distances, self.ballot.knn_temperature)
-        return sparsify(tokens, shares, top=self.ballot.top, mass=self.ballot.mass)
+            self._documents = documents = self._documents.to(found.ids.device)  # stays there
+            other &= documents[found.ids.clamp(min=0)] != documents[own.clamp(min=0)][:, None]
+        # One more than k is searched for: if ties kept the position itself out of the result, drop the last one.
+        other &= other.cumsum(1) <= self.config.k
+        values = self.store.values(torch.where(other, found.ids, -1))
+        tokens, probs = token_probabilities(values, found.distances, self.config.knn_temperature)
+        return sparsify(tokens, probs, top=self.config.top, mass=self.config.mass)
 
 
-def check_whole(teacher: Datastore) -> None:
-    """Refuse a store in which not every token has a key of its own."""
-    if teacher.key_count != teacher.rows or teacher.counts(torch.zeros(0, dtype=torch.int64)) is not None:
+def check_unpruned(store: Datastore) -> None:
+    """Raise if not every token of the store has a key of its own."""
+    if store.key_count != store.rows or store.counts(torch.zeros(0, dtype=torch.int64)) is not None:
         raise DatastoreError(
-            f"{teacher.path} was pruned: it has {teacher.key_count:,} keys for {teacher.rows:,} tokens, and a teacher "
-            "must have one for each. Use the memory as it was built."
+            f"{store.path} was pruned: it has {store.key_count:,} keys for {store.rows:,} tokens, and a teacher needs "
+            "one for each. Use the store as it was built."
         )
 
 
-def add_up(values: Tensor, distances: Tensor, knn_temperature: float) -> tuple[Tensor, Tensor]:
-    """Let (n, k) neighbours vote: tokens (n, k), ascending, -1 behind the last, and their float64 shares."""
+def token_probabilities(values: Tensor, distances: Tensor, knn_temperature: float) -> tuple[Tensor, Tensor]:
+    """Return the tokens that (n, k) neighbours vote for, ascending and padded with -1, and their probabilities."""
     scores = (-distances.double() / knn_temperature).masked_fill(values < 0, -torch.inf)
-    weights = scores.softmax(1).nan_to_num(nan=0.0)  # nobody there: no weights
+    weights = scores.softmax(1).nan_to_num(nan=0.0)  # no neighbours: no weights
     ordered, order, group = by_token(values)
-    shares = torch.zeros_like(weights).scatter_add_(1, group, weights.gather(1, order))
-    return torch.full_like(ordered, -1).scatter_(1, group, ordered), shares
+    probs = torch.zeros_like(weights).scatter_add_(1, group, weights.gather(1, order))
+    return torch.full_like(ordered, -1).scatter_(1, group, ordered), probs
 
 
-def sparsify(tokens: Tensor, shares: Tensor, *, top: int, mass: float) -> tuple[Sparse, Tensor]:
-    """Keep the most probable tokens until they cover the mass, at most `top`; equal ones by their numbers."""
-    shares, order = shares.sort(dim=1, descending=True, stable=True)
-    shares, order = shares[:, :top], order[:, :top]
-    kept = (shares.cumsum(1) - shares < mass) & (shares >= _LEAST)
+def sparsify(tokens: Tensor, probs: Tensor, *, top: int, mass: float) -> tuple[SparseTargets, Tensor]:
+    """Keep the most probable tokens until they cover the mass, at most `top`; ties are broken by token number."""
+    probs, order = probs.sort(dim=1, descending=True, stable=True)
+    probs, order = probs[:, :top], order[:, :top]
+    kept = (probs.cumsum(1) - probs < mass) & (probs >= _MIN_PROBABILITY)
     lengths = kept.sum(1)
     width = int(lengths.max()) if len(lengths) else 0
-    shares = (shares * kept)[:, :width]
-    total = shares.sum(1)
-    probs = (shares / total.clamp(min=_LEAST)[:, None]).float()
+    probs = (probs * kept)[:, :width]
+    total = probs.sum(1)
+    normalised = (probs / total.clamp(min=_MIN_PROBABILITY)[:, None]).float()
     ids = tokens.gather(1, order[:, :width]).masked_fill(~kept[:, :width], 0)
-    return Sparse(ids, probs, lengths), total
+    return SparseTargets(ids, normalised, lengths), total
 
 
-def _documents(store: Datastore) -> Tensor:
-    """Give the (rows,) number of the text that each row is from."""
+def _document_numbers(store: Datastore) -> Tensor:
+    """Return the (N,) number of the document of each token; equal texts have one number."""
     numbers: dict[str, int] = {}
-    groups = np.empty(store.rows, dtype=np.int64)
+    documents = np.empty(store.rows, dtype=np.int64)
     for document in store.documents():
         number = numbers.setdefault(document.sha256, len(numbers))
-        groups[document.first_row : document.first_row + document.rows] = number
-    return torch.from_numpy(groups)
-
-
-TARGETS_FILE = "targets.json"
-
-FORMAT = 1
-
-OFFSETS, TOKENS, PROBS = "offsets.npy", "tokens.npy", "probs.npy"
-
-_AGAIN = "Remove the folder and make the targets again."
-
-_DENSE = 4 + 2  # bytes that others keep for each of k neighbours: an id and a probability
+        documents[document.first_row : document.first_row + document.rows] = number
+    return torch.from_numpy(documents)
 
 
 @dataclass
 class _Done:
-    """How much of the arrays is good."""
+    """How much of the arrays is valid."""
 
     rows: int = 0
     entries: int = 0
-    answered: int = 0  # rows that have a target
+    answered: int = 0  # positions with a target
     mass: float = 0.0  # summed over them
     seconds: float = 0.0
 
 
 class Targets:
-    """Finished targets, mapped into memory."""
+    """Finished targets, memory-mapped."""
 
     def __init__(self, path: Path, settings: dict[str, Any], done: _Done) -> None:
         self.path = path
-        self.settings = settings  # teacher, text, rows, vocab_size, and those of the ballot
-        self.rows, self._done = done.rows, done
+        self.settings = settings  # teacher, text, rows, vocab_size, and the fields of TeacherConfig
+        self.token_count, self._done = done.rows, done
         self._offsets = open_array(path / OFFSETS, np.int64, (done.rows + 1,))
         self._tokens = open_array(path / TOKENS, _token_dtype(settings["vocab_size"]), (done.entries,))
         self._probs = open_array(path / PROBS, np.float16, (done.entries,))
@@ -217,39 +225,40 @@ class Targets:
         settings, done = _load(folder)
         if done.rows != settings["rows"]:
             raise DatastoreError(
-                f"The targets in {folder} are unfinished ({done.rows:,} of {settings['rows']:,} tokens are done). "
+                f"{folder}: the targets are unfinished ({done.rows:,} of {settings['rows']:,} tokens are done). "
                 "Run the same command again to finish them."
             )
         return cls(folder, settings, done)
 
     @property
-    def facts(self) -> dict[str, Any]:
-        """What is known of them: the settings, and what came of them."""
+    def metadata(self) -> dict[str, Any]:
+        """The settings, and figures on the result."""
         size = sum((self.path / name).stat().st_size for name in (OFFSETS, TOKENS, PROBS))
-        each = size / max(1, self.rows)
+        bytes_per_token = size / max(1, self.token_count)
+        dense_bytes = _DENSE_BYTES * self.settings["k"]
         return {
             **self.settings,
-            "tokens_per_position": self._done.entries / max(1, self.rows),
-            "without_target": self.rows - self._done.answered,
+            "tokens_per_position": self._done.entries / max(1, self.token_count),
+            "without_target": self.token_count - self._done.answered,
             "kept_mass": self._done.mass / max(1, self._done.answered),
-            "bytes_per_token": each,
-            "dense_bytes_per_token": _DENSE * self.settings["k"],
-            "share_of_dense": each / (_DENSE * self.settings["k"]),
+            "bytes_per_token": bytes_per_token,
+            "dense_bytes_per_token": dense_bytes,
+            "share_of_dense": bytes_per_token / dense_bytes,
             "seconds": self._done.seconds,
         }
 
-    def of(self, rows: Tensor) -> Sparse:
-        """Give the targets of (n,) rows; a row below 0 has none."""
-        asked = rows.cpu().numpy()
-        if asked.max(initial=-1) >= self.rows:
-            raise IndexError(f"row {asked.max()} of {self.rows}")
-        starts, lengths = np.zeros(len(asked), np.int64), np.zeros(len(asked), np.int64)
-        there = asked >= 0
-        starts[there] = self._offsets[asked[there]]
-        lengths[there] = self._offsets[asked[there] + 1] - starts[there]
-        last = (starts + lengths).max(initial=0)
-        if starts.min(initial=0) < 0 or lengths.min(initial=0) < 0 or last > len(self._tokens):
-            raise DatastoreCorrupt(f"{self.path / OFFSETS} does not ascend, or beyond the end. {_AGAIN}")
+    def lookup(self, positions: Tensor) -> SparseTargets:
+        """Return the targets of (n,) positions; a position below 0 has none."""
+        wanted = positions.cpu().numpy()
+        if wanted.max(initial=-1) >= self.token_count:
+            raise IndexError(f"position {wanted.max()} of {self.token_count}")
+        starts, lengths = np.zeros(len(wanted), np.int64), np.zeros(len(wanted), np.int64)
+        valid = wanted >= 0
+        starts[valid] = self._offsets[wanted[valid]]
+        lengths[valid] = self._offsets[wanted[valid] + 1] - starts[valid]
+        end = (starts + lengths).max(initial=0)
+        if starts.min(initial=0) < 0 or lengths.min(initial=0) < 0 or end > len(self._tokens):
+            raise DatastoreCorrupt(f"{self.path / OFFSETS}: offsets out of order or range. {_REMAKE}")
         step = np.arange(int(lengths.max(initial=0)))
         used = step < lengths[:, None]  # (n, m)
         places = np.where(used, starts[:, None] + step, 0)
@@ -257,128 +266,122 @@ class Targets:
         ids[used], probs[used] = self._tokens[places[used]], self._probs[places[used]]
         sound = np.isfinite(probs).all() and probs.min(initial=0) >= 0
         if not sound or ids.min(initial=0) < 0 or ids.max(initial=0) >= self.settings["vocab_size"]:
-            raise DatastoreCorrupt(f"{self.path} holds tokens or probabilities that cannot be. {_AGAIN}")
-        # Rounding to float16 took a little from their sum.
+            raise DatastoreCorrupt(f"{self.path}: tokens or probabilities out of range. {_REMAKE}")
+        # Rounding to float16 changed their sum a little.
         probs /= np.maximum(probs.sum(1, keepdims=True), 1e-12)
-        return Sparse(torch.from_numpy(ids), torch.from_numpy(probs), torch.from_numpy(lengths))
+        return SparseTargets(torch.from_numpy(ids), torch.from_numpy(probs), torch.from_numpy(lengths))
 
 
 def make_targets(
-    teacher: Datastore,
+    store: Datastore,
     out: str | Path,
+    config: TeacherConfig | None = None,
     *,
-    k: int = 1024,
-    knn_temperature: float = 2.0,
-    exclude: str = "self",
-    top: int = 64,
-    mass: float = 0.99,
     device: str = "auto",
     batch: int | None = None,
     checkpoint_every: float = 20.0,
     progress: Progress = silent,
 ) -> Targets:
-    """Ask a store about each of its own positions, going on with unfinished targets of the same call.
+    """Retrieve the targets of all positions of a store, resuming unfinished targets of the same call.
 
-    Of each vote, the most probable tokens are kept until they cover `mass`, at most `top`. `exclude` is what of the
-    store a position may not see: itself, or its whole document. `batch` is how many are asked about at a time;
-    `checkpoint_every` is in seconds.
+    `batch` is the number of positions per search; `checkpoint_every` is in seconds.
     """
     where = choose_device(device)
+    config = config or TeacherConfig()
     batch = batch if batch is not None else (4096 if where.type == "cuda" else 512)
     if batch < 1:
         raise ParameterError(f"batch must be at least 1, not {batch}.")
-    ballot = TeacherConfig(k, knn_temperature, exclude, top, mass)
-    check_whole(teacher)
+    check_unpruned(store)
     folder = Path(out)
     if folder.exists() and not folder.is_dir():
         raise DatastoreError(f"{folder} is a file. Choose another --out.")
-    about = {"rows": teacher.rows, "vocab_size": int(teacher.model["vocab_size"])}
-    settings = {**PlannedTeacher(teacher, ballot).facts, **about}
+    shape = {"rows": store.rows, "vocab_size": int(store.model["vocab_size"])}
+    settings = {**PlannedTeacher(store, config).metadata, **shape}
     with writer_lock(folder, create=True):
         done = _Done()
         if (folder / TARGETS_FILE).exists():
             found, done = _load(folder)
-            check_same(folder, found, settings)
-        if done.rows < teacher.rows or not (folder / OFFSETS).exists():
-            retrieval = Retrieval(teacher, ballot, device=str(where))
-            _fill(folder, retrieval, settings, done, batch, checkpoint_every, progress)
+            check_same_settings(folder, found, settings)
+        if done.rows < store.rows or not (folder / OFFSETS).exists():
+            teacher = RetrievalTeacher(store, config, device=str(where))
+            writer = _TargetsWriter(folder, settings, done, every=checkpoint_every)
+            with progress("retrieving targets", total=store.rows, unit="tokens") as advance:
+                advance(done.rows)
+                for begin in range(done.rows, store.rows, batch):
+                    positions = torch.arange(begin, min(begin + batch, store.rows))
+                    writer.add(*teacher.retrieve(positions))
+                    advance(len(positions))
+            writer.close()
     return Targets.open(folder)
 
 
-def _fill(
-    folder: Path,
-    retrieval: Retrieval,
-    settings: dict[str, Any],
-    done: _Done,
-    batch: int,
-    every: float,
-    progress: Progress,
-) -> None:
-    """Ask about all rows that are not done, and write down the answers."""
-    offsets = _Growing(folder / OFFSETS, np.int64, done.rows + 1 if done.rows else 0)
-    tokens = _Growing(folder / TOKENS, _token_dtype(settings["vocab_size"]), done.entries)
-    probs = _Growing(folder / PROBS, np.float16, done.entries)
-    arrays = (offsets, tokens, probs)
-    if not done.rows:
-        offsets.append(np.zeros(1))
-    begun = saved = time.monotonic()
-    before = done.seconds
-    with progress("asking the teacher", total=retrieval.rows, unit="tokens") as advance:
-        advance(done.rows)
-        for begin in range(done.rows, retrieval.rows, batch):
-            rows = torch.arange(begin, min(begin + batch, retrieval.rows))
-            answer, masses = retrieval.ask(rows)
-            lengths = answer.lengths.cpu().numpy()
-            used = np.arange(answer.ids.shape[1]) < lengths[:, None]
-            offsets.append(done.entries + lengths.cumsum())
-            tokens.append(answer.ids.cpu().numpy()[used])
-            probs.append(answer.probs.cpu().numpy()[used])
-            done.rows, done.entries = done.rows + len(rows), done.entries + int(lengths.sum())
-            done.answered, done.mass = done.answered + int((lengths > 0).sum()), done.mass + float(masses.sum())
-            if time.monotonic() - saved >= every and done.rows < retrieval.rows:
-                done.seconds = before + time.monotonic() - begun
-                _save(folder, settings, done, arrays)
-                saved = time.monotonic()
-            advance(len(rows))
-    done.seconds = before + time.monotonic() - begun
-    _save(folder, settings, done, arrays)
-    for array in arrays:
-        array.close()
+class _TargetsWriter:
+    """Appends targets to the arrays and records now and then how much of them is valid."""
 
+    def __init__(self, folder: Path, settings: dict[str, Any], done: _Done, *, every: float) -> None:
+        self._folder, self._settings, self._done, self._every = folder, settings, done, every
+        self._offsets = _GrowingArray(folder / OFFSETS, np.int64, done.rows + 1 if done.rows else 0)
+        self._tokens = _GrowingArray(folder / TOKENS, _token_dtype(settings["vocab_size"]), done.entries)
+        self._probs = _GrowingArray(folder / PROBS, np.float16, done.entries)
+        if not done.rows:
+            self._offsets.append(np.zeros(1))
+        self._saved = time.monotonic()
+        self._begun = self._saved - done.seconds
 
-def _save(folder: Path, settings: dict[str, Any], done: _Done, arrays: tuple[_Growing, ...]) -> None:
-    """Say how much is good, once it is on disk."""
-    for array in arrays:
-        array.sync()
-    with atomic_write(folder / TARGETS_FILE) as partial:
-        partial.write_text(json.dumps({"format": FORMAT, "settings": settings, "done": asdict(done)}, indent=2))
+    def add(self, targets: SparseTargets, masses: Tensor) -> None:
+        """Append the targets of the next positions."""
+        done = self._done
+        lengths = targets.lengths.cpu().numpy()
+        used = np.arange(targets.ids.shape[1]) < lengths[:, None]
+        self._offsets.append(done.entries + lengths.cumsum())
+        self._tokens.append(targets.ids.cpu().numpy()[used])
+        self._probs.append(targets.probs.cpu().numpy()[used])
+        done.rows, done.entries = done.rows + len(lengths), done.entries + int(lengths.sum())
+        done.answered, done.mass = done.answered + int((lengths > 0).sum()), done.mass + float(masses.sum())
+        if time.monotonic() - self._saved >= self._every and done.rows < self._settings["rows"]:
+            self._save()
+
+    def close(self) -> None:
+        """Record all of it and close the files."""
+        self._save()
+        for array in (self._offsets, self._tokens, self._probs):
+            array.close()
+
+    def _save(self) -> None:
+        self._done.seconds = time.monotonic() - self._begun
+        for array in (self._offsets, self._tokens, self._probs):
+            array.sync()
+        content = {"format": TARGETS_FORMAT, "settings": self._settings, "done": asdict(self._done)}
+        with atomic_write(self._folder / TARGETS_FILE) as partial:
+            partial.write_text(json.dumps(content, indent=2))
+        self._saved = time.monotonic()
 
 
 def _load(folder: Path) -> tuple[dict[str, Any], _Done]:
-    """Read targets.json; whatever else it holds is an error that names it."""
+    """Read and validate targets.json."""
     file = folder / TARGETS_FILE
     missing = f"There are no targets in {folder}: it has no {TARGETS_FILE}."
-    facts = load_metadata(file, version=FORMAT, missing=missing, again=_AGAIN)
-    settings, done = (part if isinstance(part, dict) else {} for part in (facts.get("settings"), facts.get("done")))
+    content = load_metadata(file, version=TARGETS_FORMAT, missing=missing, again=_REMAKE)
+    settings, done = (part if isinstance(part, dict) else {} for part in (content.get("settings"), content.get("done")))
     kinds = {"teacher": str, "text": str, "rows": int, "vocab_size": int, "k": int, "exclude": str, "top": int}
     for name, kind in kinds.items():
         value = settings.get(name)
         if not isinstance(value, kind) or isinstance(value, bool) or (isinstance(value, int) and value < 0):
-            raise DatastoreCorrupt(f"{file} does not say the {name.replace('_', ' ')} of the targets. {_AGAIN}")
+            raise DatastoreCorrupt(f"{file}: the setting {name} is missing or invalid. {_REMAKE}")
     try:
-        made = _Done(**done)
+        loaded = _Done(**done)
     except TypeError:
-        made = _Done(rows=-1)
-    whole = (made.rows, made.entries, made.answered)
-    if not all(isinstance(value, int) and not isinstance(value, bool) and value >= 0 for value in whole):
-        raise DatastoreCorrupt(f"{file} does not say how much of the targets is done. {_AGAIN}")
-    if not all(isinstance(value, (int, float)) for value in (made.mass, made.seconds)) or settings["k"] < 1:
-        raise DatastoreCorrupt(f"{file} holds figures that are no numbers. {_AGAIN}")
-    return settings, made
+        loaded = _Done(rows=-1)
+    counts = (loaded.rows, loaded.entries, loaded.answered)
+    if not all(isinstance(value, int) and not isinstance(value, bool) and value >= 0 for value in counts):
+        raise DatastoreCorrupt(f"{file}: the number of finished positions is missing or invalid. {_REMAKE}")
+    if not all(isinstance(value, (int, float)) for value in (loaded.mass, loaded.seconds)) or settings["k"] < 1:
+        raise DatastoreCorrupt(f"{file}: a figure is not a number. {_REMAKE}")
+    return settings, loaded
 
 
-class _Growing:
-    """A .npy file of one dimension that is cut back to what is known to be good, and written on."""
+class _GrowingArray:
+    """A one-dimensional .npy file that is truncated to its valid length and appended to."""
 
     def __init__(self, path: Path, dtype: Any, length: int) -> None:
         self._path, self._dtype, self._length = path, np.dtype(dtype), length
@@ -388,18 +391,18 @@ class _Growing:
             end = self._file.tell() + length * self._dtype.itemsize
             if self._file.seek(0, os.SEEK_END) < end:
                 self._file.close()
-                raise DatastoreCorrupt(f"{path} is shorter than {TARGETS_FILE} says: it was cut. {_AGAIN}")
+                raise DatastoreCorrupt(f"{path}: shorter than recorded in {TARGETS_FILE}. {_REMAKE}")
             self._file.truncate(end)
             self._file.seek(end)
 
     def append(self, array: NDArray[Any]) -> None:
-        """Write behind the last."""
+        """Write an array at the end."""
         with translate_os_errors(self._path):
             self._file.write(np.ascontiguousarray(array, dtype=self._dtype).tobytes())
         self._length += len(array)
 
     def sync(self) -> None:
-        """Put all of it on disk, under a header that says how much there is."""
+        """Flush the file to disk with a header that has the current length."""
         with translate_os_errors(self._path):
             self._write_header()
             self._file.seek(0, os.SEEK_END)
@@ -407,15 +410,14 @@ class _Growing:
             os.fsync(self._file.fileno())
 
     def close(self) -> None:
-        """Let go of the file."""
+        """Close the file."""
         self._file.close()
 
     def _write_header(self) -> None:
-        # Its size does not depend on the length: numpy leaves room for more digits.
+        # The size of the header does not depend on the length: numpy pads it.
         self._file.seek(0)
         write_header(self._file, self._dtype, (self._length,))
 
 
 def _token_dtype(vocab_size: int) -> type[np.generic]:
-    """Two bytes for a token where they are enough."""
     return np.uint16 if vocab_size <= 1 << 16 else np.int32

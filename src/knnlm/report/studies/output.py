@@ -13,7 +13,7 @@ from knnlm.memories.base import Context
 from knnlm.memories.output import OutputCard, OutputMemory
 from knnlm.report.context import Read, ReportContext, perplexity
 from knnlm.report.study import CannotStudy, Cell, Line, Plot, Study, Table, lowest
-from knnlm.training.output_matrix import train_output
+from knnlm.training.output_matrix import OutputConfig, train_output
 
 _ROWS = (1, 2, 3)
 
@@ -33,7 +33,7 @@ def study_output(desk: ReportContext) -> Study:
     curves: list[Line] = []
     for r in _ROWS:
         folder = desk.work / f"output-r{r}-{store.fingerprint}"
-        card = train_output(store, folder, rows=r, device=desk.device, progress=desk.progress)
+        card = train_output(store, folder, OutputConfig(rows=r), device=desk.device, progress=desk.progress)
         valid, test = (_by_lambda(read, read_matrix(desk, folder, read)) for read in (desk.valid, desk.test))
         best = lowest(valid)
         rows.append([r, card.rows, _parameters(store.model["width"], card), LAMBDAS[best], valid[best], test[best]])
