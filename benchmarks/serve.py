@@ -145,7 +145,7 @@ def fill(running: Running, clients: dict[str, Any]) -> int:
     What is kept lies between what was there for a moment, so memory is as scattered as it will be only then.
     """
     scheduler, traces = running.service.scheduler, running.service.scheduler.traces
-    while traces.bytes < 0.98 * traces.most_bytes:
+    while traces.bytes < 0.98 * traces.max_bytes:
         ask_in_process({**clients, "seconds": 10.0})
     full = scheduler.tokens_generated
     while scheduler.tokens_generated < 2 * full:

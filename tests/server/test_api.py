@@ -232,10 +232,10 @@ def test_neighbours_lead_to_passages_in_their_documents(server, mixture):
     assert weights == sorted(weights, reverse=True)
     store = mixture.store
     for neighbour in found:
-        document = store.document_at(neighbour["row"])
+        document = store.document_at(neighbour["entry"])
         assert (neighbour["document"], neighbour["number"]) == (document.id, document.number)
         with server.client() as client:
-            passage = client.get(f"/v1/documents/{neighbour['number']}", params={"entry": neighbour["row"]}).json()
+            passage = client.get(f"/v1/documents/{neighbour['number']}", params={"entry": neighbour["entry"]}).json()
         assert passage["token"] == neighbour["token"]
         assert passage["before"].endswith(neighbour["before"])
         assert passage["after"].startswith(neighbour["after"])

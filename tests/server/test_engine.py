@@ -174,17 +174,20 @@ def test_a_model_that_reads_padding_is_found_out(mixture, monkeypatch):
 
 def test_each_request_has_its_own_settings_in_one_batch(lm, store, scheduler):
     """k, τ, λ and whether there is a memory at all: as a mixture that was opened with them, and one search a turn."""
-    wishes = [
+    all_overrides = [
         MemoryOverrides(k=3, knn_temperature=2.0, lmbda=0.9),
         MemoryOverrides(k=40, knn_temperature=20.0, lmbda=0.3),
         MemoryOverrides(lmbda=0.0),
         MemoryOverrides(off=True),
         MemoryOverrides(),
     ]
-    handles = [scheduler.submit(make_request(scheduler, PROMPTS[0], 10, wish=wish, sources=1)) for wish in wishes]
+    handles = [
+        scheduler.submit(make_request(scheduler, PROMPTS[0], 10, overrides=overrides, sources=1))
+        for overrides in all_overrides
+    ]
     answers = [tokens_of(handle) for handle in handles]
-    for wish, answer in zip(wishes, answers, strict=True):
-        if wish.off:
+    for overrides, answer in zip(all_overrides, answers, strict=True):
+        if overrides.off:
             given = torch.tensor([lm.prompt(PROMPTS[0])])
             made = lm.model.generate(given, max_new_tokens=10, do_sample=False, eos_token_id=None, pad_token_id=0)
             assert ids(answer) == made[0, given.shape[1] :].tolist()
@@ -192,8 +195,8 @@ def test_each_request_has_its_own_settings_in_one_batch(lm, store, scheduler):
             assert {token.p_knn for token in answer} == {None}
             assert not any(token.sources for token in answer)
             continue
-        settings = {"k": wish.k or 16, "knn_temperature": wish.knn_temperature or 8.0}
-        weight = 0.6 if wish.lmbda is None else wish.lmbda
+        settings = {"k": overrides.k or 16, "knn_temperature": overrides.knn_temperature or 8.0}
+        weight = 0.6 if overrides.lmbda is None else overrides.lmbda
         assert ids(answer) == generated(Mixture.open(store.path, lm, lmbda=weight, **settings), PROMPTS[0], 10)
 
 
@@ -204,7 +207,7 @@ def test_a_batch_is_searched_once_a_turn_whatever_k_its_texts_ask_for(mixture):
     memory.search = lambda keys, k: asked.append((len(keys), k)) or search(keys, k)
     try:
         for k in (5, 9, 2):
-            scheduler._waiting.append(RequestHandle(make_request(scheduler, "When", 3, wish=MemoryOverrides(k=k))))
+            scheduler._waiting.append(RequestHandle(make_request(scheduler, "When", 3, overrides=MemoryOverrides(k=k))))
         scheduler.start()
         while scheduler.active or scheduler.waiting or not scheduler.steps:
             time.sleep(0.001)
@@ -239,7 +242,7 @@ def test_a_score_is_the_perplexity_of_evaluation(scheduler):
     right = evaluate(scheduler.mixture, [Document(id="a", source="a", text=text)])
     mean = -sum(token.log_p for token in answer) / len(answer)
     assert math.exp(mean) == pytest.approx(right.perplexity, rel=1e-3)
-    assert math.exp(-np.mean([token.opinion.logs[0] for token in answer])) == pytest.approx(
+    assert math.exp(-np.mean([token.components.log_probs[0] for token in answer])) == pytest.approx(
         right.base_perplexity, rel=1e-3
     )
 
@@ -314,7 +317,7 @@ def test_the_same_seed_gives_the_same_text_whatever_else_is_in_the_batch(schedul
 def test_weighing_anew_equals_asking_anew(scheduler):
     """λ, k, τ changed in the trace against the same text scored by the scheduler with these settings."""
     text = PROMPTS[2]
-    tokens = tokens_of(scheduler.submit(make_request(scheduler, text, 0, echo=True, wish=MemoryOverrides(k=30))))
+    tokens = tokens_of(scheduler.submit(make_request(scheduler, text, 0, echo=True, overrides=MemoryOverrides(k=30))))
     for changes in (
         MemoryOverrides(k=12),
         MemoryOverrides(lmbda=0.1),
@@ -326,8 +329,8 @@ def test_weighing_anew_equals_asking_anew(scheduler):
         MemoryOverrides(),
     ):
         again = rescore(scheduler.mixtures, MemoryOverrides(k=30), tokens, changes)
-        wish = MemoryOverrides(lmbda=changes.lmbda, k=changes.k or 30, knn_temperature=changes.knn_temperature)
-        right = tokens_of(scheduler.submit(make_request(scheduler, text, 0, echo=True, wish=wish)))
+        overrides = MemoryOverrides(lmbda=changes.lmbda, k=changes.k or 30, knn_temperature=changes.knn_temperature)
+        right = tokens_of(scheduler.submit(make_request(scheduler, text, 0, echo=True, overrides=overrides)))
         assert ids(again) == ids(right)
         for one, other in zip(again, right, strict=True):
             assert one.log_p == pytest.approx(other.log_p, rel=1e-4, abs=1e-4) or one.log_p == other.log_p
@@ -342,13 +345,13 @@ def test_weighing_anew_works_with_several_memories(lm, store):
     assert {share["memory"] for share in tokens[3].shares} == {"knn", "cache", "ngram"}
     for changes in (MemoryOverrides(lmbda=0.9), MemoryOverrides(k=5, knn_temperature=3.0)):
         again = rescore(scheduler.mixtures, MemoryOverrides(), tokens, changes)
-        right = tokens_of(scheduler.submit(make_request(scheduler, text, 0, echo=True, wish=changes)))
+        right = tokens_of(scheduler.submit(make_request(scheduler, text, 0, echo=True, overrides=changes)))
         np.testing.assert_allclose([one.p for one in again], [one.p for one in right], rtol=1e-4, atol=1e-7)
     scheduler.stop()
 
 
 def test_what_is_remembered_is_bounded_and_the_oldest_goes_first(mixture):
-    scheduler = start_scheduler(mixture, traces=TraceCache(most_bytes=200_000))
+    scheduler = start_scheduler(mixture, traces=TraceCache(max_bytes=200_000))
     handles = [scheduler.submit(make_request(scheduler, "When", 10)) for _ in range(30)]
     trace_ids = [list(handle.events())[-1].trace_id for handle in handles]
     assert scheduler.traces.bytes <= 200_000
@@ -360,14 +363,14 @@ def test_what_is_remembered_is_bounded_and_the_oldest_goes_first(mixture):
 
 def test_nothing_is_remembered_that_is_as_long_as_the_vocabulary(scheduler):
     (token, *_) = tokens_of(scheduler.submit(make_request(scheduler, "When", 1)))
-    assert len(token.opinion.logs) == 2
-    assert token.opinion.neighbours.distances.shape == (16,)
-    assert token.opinion.neighbours.distances.base is None  # not a view of something larger
+    assert len(token.components.log_probs) == 2
+    assert token.components.neighbours.distances.shape == (16,)
+    assert token.components.neighbours.distances.base is None  # not a view of something larger
 
 
 def test_wishes_that_cannot_be_granted_are_refused(scheduler):
     with pytest.raises(ParameterError, match="There are: knn"):
-        scheduler.submit(make_request(scheduler, "When", wish=MemoryOverrides(memories=("cache",))))
+        scheduler.submit(make_request(scheduler, "When", overrides=MemoryOverrides(memories=("cache",))))
 
 
 def test_slots_and_queue_are_limits_and_who_is_called_off_makes_room(mixture):
@@ -473,7 +476,7 @@ def test_a_text_of_many_neighbours_is_weighed_anew_in_blocks(scheduler, monkeypa
     text = PROMPTS[2]
     tokens = tokens_of(scheduler.submit(make_request(scheduler, text, 0, echo=True)))
     whole = rescore(scheduler.mixtures, MemoryOverrides(), tokens, MemoryOverrides(k=5, knn_temperature=2.0))
-    monkeypatch.setattr(history_module, "_BLOCK", 16 * 7)
+    monkeypatch.setattr(history_module, "_BLOCK_NEIGHBOURS", 16 * 7)
     blocks = rescore(scheduler.mixtures, MemoryOverrides(), tokens, MemoryOverrides(k=5, knn_temperature=2.0))
     assert [token.log_p for token in blocks] == [token.log_p for token in whole]
     assert "".join(token.text for token in blocks) == text

@@ -194,7 +194,7 @@ def test_a_long_document_is_read_in_both_directions(browser, lm, tmp_path, leave
         whole = page.locator("#passage-text").text_content()
         assert whole.removesuffix("<eos>") == long
         sources = completion(server, max_tokens=1)[0]["sources"]
-        deep, row = max(enumerate(source["row"] for source in sources), key=lambda each: each[1])
+        deep, row = max(enumerate(source["entry"] for source in sources), key=lambda each: each[1])
         assert row > 400  # the text says the same things again and again, so some voter stands far inside
         page.keyboard.press("Escape")
         page.click("#tab-write")

@@ -73,7 +73,7 @@ def chat(
 
     check_top_p(top_p)
     opened = mixture.open(store, model, machine)
-    engine = Scheduler(opened, slots=1, queue=16, traces=TraceCache(most_bytes=1 << 20))
+    engine = Scheduler(opened, slots=1, queue=16, traces=TraceCache(max_bytes=1 << 20))
     sampling = {"temperature": temperature, "top_p": top_p, "seed": seed}
     conversation = Conversation(engine, system=system, max_tokens=max_new_tokens, sampling=sampling)
     engine.start()

@@ -80,8 +80,8 @@ def _token(token: ScoredToken) -> dict[str, Any]:
 
 def score_body(trace_id: str, k: int, tokens: Sequence[ScoredToken]) -> dict[str, Any]:
     """Return log-probability and perplexity of a text, by the language model and by the mixture, and its tokens."""
-    scored = [token for token in tokens if token.opinion is not None]
-    lm = sum(token.opinion.logs[0] for token in scored if token.opinion is not None)
+    scored = [token for token in tokens if token.components is not None]
+    lm = sum(token.components.log_probs[0] for token in scored if token.components is not None)
     mixed = sum(token.log_p for token in scored)
     body: dict[str, Any] = {"tokens": len(scored), "log_p_lm": _finite(lm), "log_p": _finite(mixed)}
     for name, log_p in (("perplexity_lm", lm), ("perplexity", mixed)):
@@ -216,13 +216,13 @@ class ResponseWriter:
             offset += len(token.text)
         return {
             "tokens": [self.token_texts.get(token.id)[0] for token in tokens],
-            "token_logprobs": [None if token.opinion is None else _logprob(token.log_p) for token in tokens],
+            "token_logprobs": [None if token.components is None else _logprob(token.log_p) for token in tokens],
             "top_logprobs": [self._top_logprobs(token) for token in tokens],
             "text_offset": offsets,
         }
 
     def _top_logprobs(self, token: ScoredToken) -> dict[str, float] | None:
-        if token.opinion is None:
+        if token.components is None:
             return None
         logprobs: dict[str, float] = {}
         for other, log_p in token.top:  # of tokens with the same text, the most probable stays

@@ -214,7 +214,7 @@ class TokenSource(BaseModel):
     document: str
     number: int
     source: str
-    row: int
+    entry: int
     weight: float
     distance: float
     token: str

@@ -108,7 +108,7 @@ class Service:
     def __init__(self, mixture: Mixture, *, name: str, limits: Limits | None = None) -> None:
         self.limits = limits or Limits()
         self.name = name
-        traces = TraceCache(most_bytes=self.limits.trace_bytes)
+        traces = TraceCache(max_bytes=self.limits.trace_bytes)
         self.scheduler = Scheduler(mixture, slots=self.limits.slots, queue=self.limits.queue, traces=traces)
         self.documents = None if mixture.store is None else DocumentService(mixture.store.path, mixture.lm)
         self.metrics = Metrics(self.scheduler)
@@ -282,7 +282,7 @@ class Service:
             tuple(tokens),
             1,
             sources=body.k,
-            wish=_overrides(body.memory),
+            overrides=_overrides(body.memory),
             deadline=self._deadline(),
             start_added=start_added,
             ignore_eos=True,
@@ -334,7 +334,7 @@ class Service:
                 trace_id = event.trace_id
                 if isinstance(event, TokensEvent):
                     tokens += event.tokens
-        return ScoredText(trace_id, self._max_k(request.wish), tokens)
+        return ScoredText(trace_id, self._max_k(request.overrides), tokens)
 
     def _check_model(self, name: str | None) -> None:
         if name is not None and name != self.name:
@@ -354,7 +354,7 @@ class Service:
             seed=body.seed,
             stop=tuple(stop),
             sources=body.sources,
-            wish=_overrides(body.memory),
+            overrides=_overrides(body.memory),
             deadline=self._deadline(),
             **options,
         )
@@ -363,7 +363,7 @@ class Service:
         self, requests: list[GenerationRequest], prompt_tokens: int, alternatives: int | None
     ) -> PreparedRequest:
         self.limits.check_sources(sum(_max_sources(request) for request in requests))
-        return PreparedRequest(requests, prompt_tokens, alternatives, self._max_k(requests[0].wish))
+        return PreparedRequest(requests, prompt_tokens, alternatives, self._max_k(requests[0].overrides))
 
     def _penalties(self, body: SamplingRequest) -> Penalties:
         bias = {int(token): value for token, value in (body.logit_bias or {}).items()}
@@ -389,7 +389,7 @@ class Service:
             0,
             echo=True,
             sources=body.sources,
-            wish=_overrides(body.memory),
+            overrides=_overrides(body.memory),
             deadline=self._deadline(),
             start_added=start_added,
             windowed=length > window,
@@ -406,14 +406,14 @@ class Service:
     def _max_k(self, overrides: MemoryOverrides) -> int:
         """Return the number of neighbours that rescoring a text with these overrides can use."""
         mixtures = self.scheduler.mixtures
-        mixture, own = mixtures.grant(overrides), mixtures.own
-        if mixture is None or own is None:
+        mixture, adjustable = mixtures.get(overrides), mixtures.adjustable
+        if mixture is None or adjustable is None:
             return 0
-        label = self.mixture.labels[own]
+        label = self.mixture.labels[adjustable]
         if label not in mixture.labels:
             return 0
         memory: Any = mixture.memories[mixture.labels.index(label)]
-        base: Any = self.mixture.memories[own]
+        base: Any = self.mixture.memories[adjustable]
         return max(int(memory.max_k), int(base.max_k))
 
     def _encode_prompt(self, prompt: str | Sequence[int]) -> tuple[list[int], bool]:

@@ -1,4 +1,4 @@
-"""Remember what was said of the last texts, to weigh it anew. Runs no model and searches nothing."""
+"""Traces of the last texts, and rescoring them with other settings without a model or a search."""
 
 from __future__ import annotations
 
@@ -21,166 +21,174 @@ from knnlm.mixture.em import renormalise
 from knnlm.mixture.mixture import Mixture
 from knnlm.mixture.weights import FixedWeights
 from knnlm.server.engine.overrides import MixtureCache
-from knnlm.server.engine.predict import shares_of, weighed
+from knnlm.server.engine.predict import memory_shares, scored_token
 from knnlm.server.engine.requests import ComponentLogProbs, KeptNeighbours, MemoryOverrides, ScoredToken
 
-_BYTES = 256 << 20  # of all that is remembered
-
-_MOST = 4096  # texts
-
-_TOKEN, _SOURCE, _OTHER = 2000, 700, 500  # bytes that the objects of one take, a third more than they were measured
-
-_BLOCK = 1 << 22  # neighbours that are counted anew at once
+_MAX_BYTES = 256 << 20
+_MAX_TRACES = 4096
+_TOKEN_BYTES, _SOURCE_BYTES, _SHARE_BYTES = 2000, 700, 500  # of the objects; a third more than measured
+_BLOCK_NEIGHBOURS = 1 << 22  # rescored at once
 
 
 @dataclass
 class TraceEntry:
-    """The tokens of one text, with what every part of the mixture said of them."""
+    """The tokens of one text with the log-probabilities of all components."""
 
-    wish: MemoryOverrides
+    overrides: MemoryOverrides
     id: str = field(default_factory=lambda: f"trace-{secrets.token_hex(12)}")
     tokens: list[ScoredToken] = field(default_factory=list)
     bytes: int = 0
 
 
 class TraceCache:
-    """The last texts; the ones that were asked for longest ago are forgotten first."""
+    """The traces of the last texts; the least recently used are evicted first. Thread-safe."""
 
-    def __init__(self, *, most_bytes: int = _BYTES, most: int = _MOST) -> None:
-        self.most_bytes, self.most = most_bytes, most
+    def __init__(self, *, max_bytes: int = _MAX_BYTES, max_traces: int = _MAX_TRACES) -> None:
+        self.max_bytes, self.max_traces = max_bytes, max_traces
         self.bytes = 0
-        self._texts: OrderedDict[str, TraceEntry] = OrderedDict()
+        self._traces: OrderedDict[str, TraceEntry] = OrderedDict()
         self._lock = Lock()
 
     def __len__(self) -> int:
-        return len(self._texts)
+        return len(self._traces)
 
-    def begin(self, wish: MemoryOverrides) -> TraceEntry:
-        """Begin a text."""
-        made = TraceEntry(wish)
+    def begin(self, overrides: MemoryOverrides) -> TraceEntry:
+        """Return a new, empty trace."""
+        trace = TraceEntry(overrides)
         with self._lock:
-            self._texts[made.id] = made
-            self._forget()
-        return made
+            self._traces[trace.id] = trace
+            self._evict()
+        return trace
 
-    def add(self, text: TraceEntry, tokens: Sequence[ScoredToken]) -> None:
-        """Remember more of a text; what is forgotten already stays forgotten."""
+    def add(self, trace: TraceEntry, tokens: Sequence[ScoredToken]) -> None:
+        """Append tokens to a trace, unless it was evicted."""
         with self._lock:
-            if text.id not in self._texts:
+            if trace.id not in self._traces:
                 return
-            text.tokens.extend(tokens)
-            more = sum(_size(token) for token in tokens)
-            text.bytes += more
-            self.bytes += more
-            self._forget()
+            trace.tokens.extend(tokens)
+            size = sum(_size(token) for token in tokens)
+            trace.bytes += size
+            self.bytes += size
+            self._evict()
 
     def clear(self) -> None:
-        """Forget all texts."""
+        """Remove all traces."""
         with self._lock:
-            self._texts.clear()
+            self._traces.clear()
             self.bytes = 0
 
-    def _forget(self) -> None:
-        """Make room; the caller holds the lock."""
-        while self._texts and (self.bytes > self.most_bytes or len(self._texts) > self.most):
-            _, oldest = self._texts.popitem(last=False)
+    def _evict(self) -> None:
+        """Remove the oldest traces beyond the limits; the caller holds the lock."""
+        while self._traces and (self.bytes > self.max_bytes or len(self._traces) > self.max_traces):
+            _, oldest = self._traces.popitem(last=False)
             self.bytes -= oldest.bytes
 
-    def find(self, name: str) -> tuple[MemoryOverrides, list[ScoredToken]] | None:
-        """Give a text as it is now, None where it is forgotten."""
+    def find(self, trace_id: str) -> tuple[MemoryOverrides, list[ScoredToken]] | None:
+        """Return the overrides and tokens of a trace, None if there is none."""
         with self._lock:
-            if (text := self._texts.get(name)) is None:
+            if (trace := self._traces.get(trace_id)) is None:
                 return None
-            self._texts.move_to_end(name)
-            return text.wish, list(text.tokens)
+            self._traces.move_to_end(trace_id)
+            return trace.overrides, list(trace.tokens)
 
 
 def _size(token: ScoredToken) -> int:
-    neighbours = None if token.opinion is None else token.opinion.neighbours
-    others = _OTHER * len(token.shares) + _OTHER // 4 * len(token.top)
-    texts = sum(_SOURCE + 2 * len(source["before"] + source["after"] + source["source"]) for source in token.sources)
-    return _TOKEN + others + texts + (0 if neighbours is None else neighbours.bytes)
+    """Return an estimate of a token's bytes."""
+    neighbours = None if token.components is None else token.components.neighbours
+    others = _SHARE_BYTES * len(token.shares) + _SHARE_BYTES // 4 * len(token.top)
+    texts = sum(
+        _SOURCE_BYTES + 2 * len(source["before"] + source["after"] + source["source"]) for source in token.sources
+    )
+    return _TOKEN_BYTES + others + texts + (0 if neighbours is None else neighbours.bytes)
 
 
 def rescore(
-    wishes: MixtureCache, wish: MemoryOverrides, tokens: Sequence[ScoredToken], changes: MemoryOverrides
+    mixtures: MixtureCache, overrides: MemoryOverrides, tokens: Sequence[ScoredToken], changes: MemoryOverrides
 ) -> list[ScoredToken]:
-    """Weigh tokens anew, as if the text had been asked for with other settings."""
-    kept = [token.opinion.neighbours for token in tokens if token.opinion is not None]
+    """Return the tokens as if the text had been requested with other settings."""
+    kept = [token.components.neighbours for token in tokens if token.components is not None]
     max_k = max((len(each.distances) for each in kept if each is not None), default=1)
-    size = max(1, _BLOCK // max(1, max_k))
-    # A long text with many neighbours would take gigabytes at once.
+    size = max(1, _BLOCK_NEIGHBOURS // max(1, max_k))
+    # In blocks: a long text with many neighbours would need gigabytes.
     blocks = [tokens[first : first + size] for first in range(0, len(tokens), size)] or [tokens]
-    return [token for block in blocks for token in _rescore(wishes, wish, block, changes)]
+    return [token for block in blocks for token in _rescore(mixtures, overrides, block, changes)]
 
 
 def _rescore(
-    wishes: MixtureCache, wish: MemoryOverrides, tokens: Sequence[ScoredToken], changes: MemoryOverrides
+    mixtures: MixtureCache, overrides: MemoryOverrides, tokens: Sequence[ScoredToken], changes: MemoryOverrides
 ) -> list[ScoredToken]:
-    if wish.off:
-        raise ParameterError("This text was made without the memory, so there is nothing to weigh.")
-    wanted = replace(
-        wish,
-        lmbda=wish.lmbda if changes.lmbda is None else changes.lmbda,
-        k=wish.k if changes.k is None else changes.k,
-        knn_temperature=wish.knn_temperature if changes.knn_temperature is None else changes.knn_temperature,
+    if overrides.off:
+        raise ParameterError("This text was generated without memories and cannot be rescored.")
+    changed = replace(
+        overrides,
+        lmbda=overrides.lmbda if changes.lmbda is None else changes.lmbda,
+        k=overrides.k if changes.k is None else changes.k,
+        knn_temperature=overrides.knn_temperature if changes.knn_temperature is None else changes.knn_temperature,
     )
-    mixture = wishes.grant(wanted)
+    mixture = mixtures.get(changed)
     assert mixture is not None
-    known = [token for token in tokens if token.opinion is not None]
-    if not known:
+    components = [token.components for token in tokens if token.components is not None]
+    if not components:
         return list(tokens)
-    opinions = [token.opinion for token in known if token.opinion is not None]
-    logs = torch.tensor([opinion.logs for opinion in opinions], dtype=torch.float64)  # (N, M)
-    abstains = torch.tensor([opinion.abstains for opinion in opinions])
-    if logs.shape[1] != len(mixture.component_names):
-        raise ParameterError("The memory has changed since this text was made. Make it again.")
+    log_probs = torch.tensor([each.log_probs for each in components], dtype=torch.float64)  # (N, M)
+    if log_probs.shape[1] != len(mixture.component_names):
+        raise ParameterError("The store has changed since this text was generated. Send it again.")
     votes = None
-    if (setting := _changed(wishes, mixture, wish, wanted)) is not None:
-        votes = _vote_again(opinions, setting[1])
-        logs[:, setting[0]] = votes.log_prob(torch.ones(len(known), dtype=torch.long)).double()
+    if (vote_change := _vote_change(mixtures, mixture, overrides, changed)) is not None:
+        column, params = vote_change
+        votes = _vote(components, params)
+        log_probs[:, column] = votes.log_prob(torch.ones(len(components), dtype=torch.long)).double()
+    weights = _weights(mixture, components)
+    mixed = (log_probs + weights.log()).logsumexp(1)
+    rescored = []
+    rows = iter(zip(log_probs.tolist(), weights.tolist(), mixed.tolist(), strict=True))
+    for token in tokens:
+        if token.components is None:
+            rescored.append(token)
+            continue
+        own, weight, log_p = next(rows)
+        changed_components = replace(token.components, log_probs=tuple(own), weights=tuple(weight))
+        new = scored_token(token.id, log_p, changed_components)
+        new.text, new.shares, new.sources = token.text, memory_shares(mixture, changed_components), token.sources
+        rescored.append(new)
+    if votes is not None:
+        scored = [token for token in rescored if token.components is not None]
+        for token, log_weights in zip(scored, votes.log_weights, strict=True):
+            token.sources = _weigh_sources(mixtures, token, log_weights)
+    return rescored
+
+
+def _weights(mixture: Mixture, components: Sequence[ComponentLogProbs]) -> Tensor:
+    """Return the (N, M) weights of a mixture; a gate keeps those of the trace, as its inputs have not changed."""
     if isinstance(mixture.weights, FixedWeights):
-        weights = renormalise(torch.tensor(mixture.weights.values, dtype=torch.float64), abstains)
-    else:  # nothing was changed that such weights depend on
-        weights = torch.tensor([opinion.weights for opinion in opinions], dtype=torch.float64)
-    mixed = (logs + weights.log()).logsumexp(1)
-    made = []
-    columns = zip(opinions, logs.tolist(), weights.tolist(), mixed.tolist(), strict=True)
-    for row, (token, (opinion, own, weight, log_p)) in enumerate(zip(known, columns, strict=True)):
-        said = replace(opinion, logs=tuple(own), weights=tuple(weight))
-        again = weighed(token.id, log_p, said)
-        again.text, again.shares, again.sources = token.text, shares_of(mixture, said), token.sources
-        if votes is not None:
-            again.sources = _sources_again(wishes, token, opinion, votes.log_weights[row])
-        made.append(again)
-    weighed_again = iter(made)
-    return [next(weighed_again) if token.opinion is not None else token for token in tokens]
+        abstains = torch.tensor([each.abstains for each in components])
+        return renormalise(torch.tensor(mixture.weights.values, dtype=torch.float64), abstains)
+    return torch.tensor([each.weights for each in components], dtype=torch.float64)
 
 
-def _sources_again(
-    wishes: MixtureCache, token: ScoredToken, opinion: ComponentLogProbs, log_weights: Tensor
-) -> list[dict[str, Any]]:
-    """Give a token's sources their weight in a vote that was counted anew; those that have none now are last."""
-    assert wishes.own is not None
-    assert opinion.neighbours is not None
-    label, distances = wishes.mixture.labels[wishes.own], opinion.neighbours.distances
-    made = []
+def _weigh_sources(mixtures: MixtureCache, token: ScoredToken, log_weights: Tensor) -> list[dict[str, Any]]:
+    """Return a token's sources with the weights of changed votes, the largest first."""
+    assert mixtures.adjustable is not None
+    assert token.components is not None
+    assert token.components.neighbours is not None
+    label, distances = mixtures.mixture.labels[mixtures.adjustable], token.components.neighbours.distances
+    sources = []
     for source in token.sources:
-        # Neighbours that are as far away weigh the same, so the distance finds the weight.
-        place = int(np.argmin(np.abs(distances - source["distance"]))) if source["memory"] == label else -1
-        if place >= 0:
+        if source["memory"] == label:
+            # Neighbours at the same distance have the same weight, so the distance identifies it.
+            place = int(np.argmin(np.abs(distances - source["distance"])))
             source = {**source, "weight": float(log_weights[place].exp()) if place < len(log_weights) else 0.0}
-        made.append(source)
-    return sorted(made, key=lambda each: -each["weight"])
+        sources.append(source)
+    return sorted(sources, key=lambda source: -source["weight"])
 
 
-def _changed(
-    wishes: MixtureCache, mixture: Mixture, before: MemoryOverrides, after: MemoryOverrides
+def _vote_change(
+    mixtures: MixtureCache, mixture: Mixture, before: MemoryOverrides, after: MemoryOverrides
 ) -> tuple[int, VoteParams] | None:
-    """Say which part is to be counted anew, and how; None where votes stay as they are."""
-    if (before.k, before.knn_temperature) == (after.k, after.knn_temperature) or wishes.own is None:
+    """Return the component whose votes change and their new parameters, None if no votes change."""
+    if (before.k, before.knn_temperature) == (after.k, after.knn_temperature) or mixtures.adjustable is None:
         return None
-    label = wishes.mixture.labels[wishes.own]
+    label = mixtures.mixture.labels[mixtures.adjustable]
     if label not in mixture.labels:
         return None
     number = mixture.labels.index(label)
@@ -189,27 +197,26 @@ def _changed(
     return mixture.component_slices[number].start, memory.settings[0]
 
 
-def _vote_again(opinions: Sequence[ComponentLogProbs], setting: VoteParams) -> Votes:
-    """Count the votes of neighbours in another way: 1 is the token that came, 0 any other."""
-    found = [opinion.neighbours for opinion in opinions]
-    there = [each for each in found if each is not None]
-    if len(there) < len(found):
-        raise ParameterError("The neighbours of this text were not kept. Make it again.")
-    max_k = max((len(each.distances) for each in there), default=0)
-    distances = torch.from_numpy(np.stack([_wide(each.distances, max_k, math.inf) for each in there]))
-    hits = torch.from_numpy(np.stack([_wide(each.hits, max_k, -1) for each in there])).long()
+def _vote(components: Sequence[ComponentLogProbs], params: VoteParams) -> Votes:
+    """Return the votes of kept neighbours in a vocabulary of two: 1 is the token of the text, 0 any other."""
+    kept = [each.neighbours for each in components if each.neighbours is not None]
+    if len(kept) < len(components):
+        raise ParameterError("The neighbours of this text were not kept. Send it again.")
+    k = max((len(neighbours.distances) for neighbours in kept), default=0)
+    distances = torch.from_numpy(np.stack([_pad(neighbours.distances, k, math.inf) for neighbours in kept]))
+    hits = torch.from_numpy(np.stack([_pad(neighbours.hits, k, -1) for neighbours in kept])).long()
     counts = None
-    if any(each.counts is not None for each in there):
-        counts = torch.from_numpy(np.stack([_wide(_counts(each), max_k, 1) for each in there]))
-    nearest = RetrievedNeighbours(hits, distances, hits, counts).nearest(setting.k)
-    return vote(nearest, knn_temperature=setting.knn_temperature, vocab_size=2)
+    if any(neighbours.counts is not None for neighbours in kept):
+        counts = torch.from_numpy(np.stack([_pad(_counts(neighbours), k, 1) for neighbours in kept]))
+    nearest = RetrievedNeighbours(hits, distances, hits, counts).nearest(params.k)
+    return vote(nearest, knn_temperature=params.knn_temperature, vocab_size=2)
 
 
-def _counts(each: KeptNeighbours) -> np.ndarray[tuple[int], np.dtype[np.float32]]:
-    return np.ones(len(each.distances), np.float32) if each.counts is None else each.counts
+def _counts(neighbours: KeptNeighbours) -> np.ndarray[tuple[int], np.dtype[np.float32]]:
+    return np.ones(len(neighbours.distances), np.float32) if neighbours.counts is None else neighbours.counts
 
 
-def _wide(
-    array: np.ndarray[tuple[int], np.dtype[np.float32 | np.int8]], width: int, nothing: float
+def _pad(
+    array: np.ndarray[tuple[int], np.dtype[np.float32 | np.int8]], width: int, value: float
 ) -> np.ndarray[tuple[int], np.dtype[np.float32 | np.int8]]:
-    return np.pad(array, (0, width - len(array)), constant_values=nothing)
+    return np.pad(array, (0, width - len(array)), constant_values=value)

@@ -1,7 +1,7 @@
-"""From what a request asks of the memory to a mixture that does so. Knows nothing about requests or batches.
+"""Mixtures with the memory settings of single requests.
 
-All these mixtures share the models and memories of the one that is served; they differ in how neighbours vote and in
-what counts how much, so that one search serves all of them.
+They share the models and stores of the served mixture and differ only in votes and weights, so that one search serves
+all of them.
 """
 
 from __future__ import annotations
@@ -22,45 +22,45 @@ from knnlm.mixture.spec import DEFAULTS
 from knnlm.mixture.weights import FixedWeights, Weights, equal_weights, first_components
 from knnlm.server.engine.requests import MemoryOverrides
 
-_KEPT = 256  # mixtures; each is a few small objects
+_MAX_MIXTURES = 256  # each is a few small objects
 
 
 class MixtureCache:
-    """Makes the mixture that a wish asks for, and remembers the last ones."""
+    """Builds the mixtures of overrides, and keeps those used last; thread-safe."""
 
     def __init__(self, mixture: Mixture) -> None:
         self.mixture = mixture
-        self._made: OrderedDict[MemoryOverrides, Mixture] = OrderedDict()
+        self._mixtures: OrderedDict[MemoryOverrides, Mixture] = OrderedDict()
         self._lock = Lock()
 
-    def grant(self, wish: MemoryOverrides) -> Mixture | None:
-        """Give the mixture, None where the memory is off; ParameterError where there is no such thing."""
-        if wish.off:
+    def get(self, overrides: MemoryOverrides) -> Mixture | None:
+        """Return the mixture of overrides, None if memories are off; raise ParameterError for unknown memories."""
+        if overrides.off:
             return None
         with self._lock:
-            if wish not in self._made:
-                self._made[wish] = self._make(wish)
-                if len(self._made) > _KEPT:
-                    self._made.popitem(last=False)
-            self._made.move_to_end(wish)
-            return self._made[wish]
+            if overrides not in self._mixtures:
+                self._mixtures[overrides] = self._build(overrides)
+                if len(self._mixtures) > _MAX_MIXTURES:
+                    self._mixtures.popitem(last=False)
+            self._mixtures.move_to_end(overrides)
+            return self._mixtures[overrides]
 
     @property
-    def own(self) -> int | None:
-        """The memory whose k and τ a request may set: the first store, or the only one that has neighbours."""
+    def adjustable(self) -> int | None:
+        """Number of the memory whose k and τ a request can set: the first knn, or the only one with neighbours."""
         stores = [n for n, memory in enumerate(self.mixture.memories) if isinstance(memory, KnnMemory)]
-        polls = [n for n, memory in enumerate(self.mixture.memories) if isinstance(memory, NeighbourMemory)]
-        return stores[0] if stores else polls[0] if len(polls) == 1 else None
+        voting = [n for n, memory in enumerate(self.mixture.memories) if isinstance(memory, NeighbourMemory)]
+        return stores[0] if stores else voting[0] if len(voting) == 1 else None
 
-    def _make(self, wish: MemoryOverrides) -> Mixture:
+    def _build(self, overrides: MemoryOverrides) -> Mixture:
         base = self.mixture
-        if unknown := [name for name in wish.memories or () if name not in base.labels]:
-            raise ParameterError(f"There is no memory {unknown[0]!r} here. There are: {', '.join(base.labels)}.")
-        chosen = [n for n, label in enumerate(base.labels) if wish.memories is None or label in wish.memories]
+        if unknown := [name for name in overrides.memories or () if name not in base.labels]:
+            raise ParameterError(f"There is no memory {unknown[0]!r}. There are: {', '.join(base.labels)}.")
+        chosen = [n for n, label in enumerate(base.labels) if overrides.memories is None or label in overrides.memories]
         if not chosen:
-            raise ParameterError('No memory is named. To do without any, say "off": true.')
-        memories = [self._memory(number, wish) for number in chosen]
-        weights = self._weights(wish, chosen, memories)
+            raise ParameterError('The list of memories is empty. To use none, send "off": true.')
+        memories = [self._memory(number, overrides) for number in chosen]
+        weights = self._weights(overrides, chosen, memories)
         return Mixture(
             base.lm,
             memories,
@@ -71,31 +71,31 @@ class MixtureCache:
             path=base.path,
         )
 
-    def _memory(self, number: int, wish: MemoryOverrides) -> Memory:
+    def _memory(self, number: int, overrides: MemoryOverrides) -> Memory:
         memory = self.mixture.memories[number]
-        if number != self.own or (wish.k, wish.knn_temperature) == (None, None):
+        if number != self.adjustable or (overrides.k, overrides.knn_temperature) == (None, None):
             return memory
         assert isinstance(memory, NeighbourMemory)
         main, *others = memory.settings
         main = VoteParams(
-            main.k if wish.k is None else wish.k,
-            main.knn_temperature if wish.knn_temperature is None else wish.knn_temperature,
+            main.k if overrides.k is None else overrides.k,
+            main.knn_temperature if overrides.knn_temperature is None else overrides.knn_temperature,
         )
         changed = copy.copy(memory)
         changed.settings = (main, *others)
         return changed
 
-    def _weights(self, wish: MemoryOverrides, chosen: list[int], memories: list[Memory]) -> Weights:
+    def _weights(self, overrides: MemoryOverrides, chosen: list[int], memories: list[Memory]) -> Weights:
         base = self.mixture
-        if wish.lmbda is not None:
-            return equal_weights(memories, wish.lmbda)
+        if overrides.lmbda is not None:
+            return equal_weights(memories, overrides.lmbda)
         if isinstance(base.weights, FixedWeights):
-            given = [sum(base.weights.values[base.component_slices[number]]) for number in chosen]
+            totals = [sum(base.weights.values[base.component_slices[number]]) for number in chosen]
             if len(chosen) == len(base.memories):
                 return base.weights
-            return first_components(memories, 1 - sum(given), given)
-        # A gate knows the memories and votes that it was trained with, and no others.
-        if len(chosen) == len(base.memories) and (wish.k, wish.knn_temperature) == (None, None):
+            return first_components(memories, 1 - sum(totals), totals)
+        # A gate works only with the memories and votes it was trained with.
+        if len(chosen) == len(base.memories) and (overrides.k, overrides.knn_temperature) == (None, None):
             return base.weights
         return equal_weights(memories, DEFAULTS["lambda"])
 
@@ -114,8 +114,8 @@ def search_k(mixture: Mixture | None, label: str, memory: SearchMemory) -> int:
 
 
 def gather(context: Context, rows: Tensor | None) -> Context:
-    """Keep some rows of a context; where texts are told of, each row must be a text's only one."""
+    """Return some rows of a context; if it has spans, each must have one row."""
     if rows is None:
         return context
-    runs = [context.spans[row] for row in rows.tolist()] if context.spans else ()
-    return replace(context, states={source: own[rows] for source, own in context.states.items()}, spans=runs)
+    spans = [context.spans[row] for row in rows.tolist()] if context.spans else ()
+    return replace(context, states={source: states[rows] for source, states in context.states.items()}, spans=spans)

@@ -44,7 +44,7 @@ class GenerationRequest:
     echo: bool = False  # also return the prompt's tokens
     alternatives: int = 0  # most probable tokens to return at each position
     sources: int = 0  # neighbours to return for each token
-    wish: MemoryOverrides = field(default_factory=MemoryOverrides)
+    overrides: MemoryOverrides = field(default_factory=MemoryOverrides)
     deadline: float | None = None  # on time.monotonic's clock
     start_added: bool = True  # the start token was added by the server and is not echoed
     ignore_eos: bool = False  # continue after the end-of-sequence token
@@ -70,7 +70,7 @@ class KeptNeighbours:
 class ComponentLogProbs:
     """The log-probability and the weight of each component for one token: the input of rescoring."""
 
-    logs: tuple[float, ...]  # the language model's first
+    log_probs: tuple[float, ...]  # the language model's first
     weights: tuple[float, ...]
     abstains: tuple[bool, ...]
     neighbours: KeptNeighbours | None  # of the memory whose k and τ a request can set
@@ -86,7 +86,7 @@ class ScoredToken:
     p_knn: float | None  # of all memories together; None where all abstain
     p: float
     weight: float  # of all memories together: p = (1 - weight) · p_lm + weight · p_knn
-    opinion: ComponentLogProbs | None  # None: the first token of a text, which is not predicted
+    components: ComponentLogProbs | None  # None: the first token of a text, which is not predicted
     sources: list[dict[str, Any]] = field(default_factory=list)
     shares: list[dict[str, Any]] = field(default_factory=list)  # by memory, where there are several
     top: list[tuple[int, float]] = field(default_factory=list)  # most probable tokens and their log-probabilities
@@ -100,10 +100,10 @@ def unscored(token: int) -> ScoredToken:
 
 def without_neighbours(token: ScoredToken) -> ScoredToken:
     """Return the token without the neighbours kept for rescoring, which would make long responses huge."""
-    scores = token.opinion
-    if scores is None or scores.neighbours is None:
+    components = token.components
+    if components is None or components.neighbours is None:
         return token
-    scores = ComponentLogProbs(scores.logs, scores.weights, scores.abstains, None)
+    components = ComponentLogProbs(components.log_probs, components.weights, components.abstains, None)
     # Written out, since `dataclasses.replace` takes several times as long, for every token.
     return ScoredToken(
         token.id,
@@ -112,7 +112,7 @@ def without_neighbours(token: ScoredToken) -> ScoredToken:
         token.p_knn,
         token.p,
         token.weight,
-        scores,
+        components,
         token.sources,
         token.shares,
         token.top,

@@ -139,7 +139,7 @@ class Scheduler:
 
     def submit(self, request: GenerationRequest, put: Callable[[Event], None] | None = None) -> RequestHandle:
         """Queue a request; its events go to `put`, or to the handle. Raise Busy or Stopped where that is impossible."""
-        self.mixtures.grant(request.wish)  # raises for invalid overrides
+        self.mixtures.get(request.overrides)  # raises for invalid overrides
         handle = RequestHandle(request, put)
         with self._wake:
             if not self.alive:
@@ -247,7 +247,7 @@ class Scheduler:
             request.first_choice + copy,
             Sampler(request.temperature, request.top_p, seed, request.penalties),
             StopStringFilter(Detokenizer(self._decode, before), request.stop),
-            self.traces.begin(request.wish),
+            self.traces.begin(request.overrides),
         )
 
     def _decode(self, tokens: list[int]) -> str:
@@ -263,7 +263,7 @@ class Scheduler:
         logits, context = self._cache.step([sequence.last_token for sequence in self._sequences])
         self.tokens_read += len(self._sequences)
         positions = [PositionRequest(sequence.handle.request, [sequence.sampler.draw]) for sequence in self._sequences]
-        return [ForwardResult(logits, context, positions, whole=False)]
+        return [ForwardResult(logits, context, positions, one_prompt=False)]
 
     def _read_prompts(self) -> tuple[list[ForwardResult], list[tuple[_PendingPrompt, int]]]:
         """Read chunks of prompts, and return the results and the number of positions to predict of each prompt."""
@@ -282,7 +282,7 @@ class Scheduler:
                 room -= (prompt.done - first) * cost
                 self.tokens_read += prompt.done - first
                 if positions := _positions(pending, first):
-                    results.append(ForwardResult(logits, context, positions, whole=True))
+                    results.append(ForwardResult(logits, context, positions, one_prompt=True))
                     count = len(positions)
             read.append((pending, count))
             self._prompts.rotate(-1)  # round robin

@@ -107,7 +107,7 @@ function voter(source, token) {
     make("span", { class: "vote", text: visible(source.token), title: agrees ? "the same word" : "another word" }),
   );
   const read = make("button", {
-    type: "button", class: "document", title: "Read it there", onclick: () => openPassage(source.number, source.row),
+    type: "button", class: "document", title: "Read it there", onclick: () => openPassage(source.number, source.entry),
   }, make("span", { text: source.document }));
   return make("li", { class: agrees ? "agrees" : "differs" }, head, context, read);
 }
@@ -116,10 +116,10 @@ function voter(source, token) {
 const PIECE = 400;
 let open = null;
 
-/** Open a document at a row of the memory, or at its beginning. */
-export async function openPassage(number, row = null) {
+/** Open a document at an entry of the store, or at its beginning. */
+export async function openPassage(number, entry = null) {
   try {
-    const query = row === null ? `limit=${PIECE}` : `entry=${row}&limit=${PIECE}`;
+    const query = entry === null ? `limit=${PIECE}` : `entry=${entry}&limit=${PIECE}`;
     const piece = await ask(`/v1/documents/${number}?${query}`);
     // A piece has as many tokens as were asked for, except at the end of the document.
     const length = piece.more ? PIECE : piece.tokens - piece.offset;
