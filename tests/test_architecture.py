@@ -36,6 +36,8 @@ WITHIN = {
 UPWARD = {
     ("datastore/store.py", "ingest"),  # Datastore.add
     ("datastore/store.py", "maintenance"),  # Datastore.verify, Datastore.export
+    ("mixture/mixture.py", "evaluation"),  # Mixture.evaluate, tune, record, explain
+    ("mixture/mixture.py", "generation"),  # Mixture.generate
 }
 ROW_OF = {name: number for number, row in enumerate(ROWS) for name in row}
 INGEST = ROW_OF["ingest"]

@@ -5,7 +5,7 @@ import knnlm
 lm = knnlm.CausalLM.open("bundled")                          # or a folder, a .gguf file, a hub name
 knnlm.build(knnlm.read_documents("docs/"), "memory", lm=lm)            # one pass over the text, no training
 mixture = knnlm.Mixture.open("memory", lm)
-print(knnlm.evaluate(mixture, knnlm.read_documents("held-out.txt")))   # perplexity without and with the memory
+print(mixture.evaluate(knnlm.read_documents("held-out.txt")))   # perplexity without and with the memory
 model = knnlm.KnnForCausalLM(mixture)                        # a transformers model
 """
 
@@ -18,11 +18,11 @@ if TYPE_CHECKING:
     from knnlm.datastore.remove import Removed
     from knnlm.datastore.store import Datastore
     from knnlm.errors import KnnlmError
-    from knnlm.evaluation.evaluate import Evaluation, evaluate
-    from knnlm.evaluation.explain import explain
-    from knnlm.evaluation.sweep import Sweep, replay, sweep
-    from knnlm.evaluation.trace import Trace, record
-    from knnlm.evaluation.tune import Tuning, tune
+    from knnlm.evaluation.evaluate import Evaluation
+    from knnlm.evaluation.explain import Contribution, NeighbourVote, TokenExplanation
+    from knnlm.evaluation.sweep import Sweep
+    from knnlm.evaluation.trace import MemoryTrace, Trace
+    from knnlm.evaluation.tune import Tuning
     from knnlm.generation.causal import KnnConfig, KnnForCausalLM
     from knnlm.ingest.add import Added
     from knnlm.ingest.build import build
@@ -42,6 +42,7 @@ _HOMES = {
     "Added": "ingest.add",
     "CausalLM": "lm.causal",
     "Compacted": "datastore.compact",
+    "Contribution": "evaluation.explain",
     "Datastore": "datastore.store",
     "Document": "corpus",
     "Evaluation": "evaluation.evaluate",
@@ -49,23 +50,20 @@ _HOMES = {
     "KnnForCausalLM": "generation.causal",
     "KnnMemory": "memories",
     "KnnlmError": "errors",
+    "MemoryTrace": "evaluation.trace",
     "Mixture": "mixture",
+    "NeighbourVote": "evaluation.explain",
     "Removed": "datastore.remove",
     "Sweep": "evaluation.sweep",
+    "TokenExplanation": "evaluation.explain",
     "Trace": "evaluation.trace",
     "Tuning": "evaluation.tune",
     "adapt": "training.adapt",
     "build": "ingest.build",
-    "evaluate": "evaluation.evaluate",
-    "explain": "evaluation.explain",
     "import_arrays": "maintenance.import_",
     "merge": "maintenance.merge",
     "read_documents": "corpus",
-    "record": "evaluation.trace",
     "repair": "maintenance.repair",
-    "replay": "evaluation.sweep",
-    "sweep": "evaluation.sweep",
-    "tune": "evaluation.tune",
     "verify": "maintenance.verify",
 }
 
@@ -74,6 +72,7 @@ __all__ = [
     "Added",
     "CausalLM",
     "Compacted",
+    "Contribution",
     "Datastore",
     "Document",
     "Evaluation",
@@ -81,23 +80,20 @@ __all__ = [
     "KnnForCausalLM",
     "KnnMemory",
     "KnnlmError",
+    "MemoryTrace",
     "Mixture",
+    "NeighbourVote",
     "Removed",
     "Sweep",
+    "TokenExplanation",
     "Trace",
     "Tuning",
     "adapt",
     "build",
-    "evaluate",
-    "explain",
     "import_arrays",
     "merge",
     "read_documents",
-    "record",
     "repair",
-    "replay",
-    "sweep",
-    "tune",
     "verify",
 ]
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from knnlm.errors import ParameterError
 from knnlm.evaluation.evaluate import Evaluation, Totals, summarise
-from knnlm.evaluation.sweep import LAMBDAS, Sweep, sweep, totals_of
+from knnlm.evaluation.sweep import Grid, Sweep, sweep, totals_of
 from knnlm.evaluation.trace import MemoryTrace, Trace, to_tensor
 from knnlm.memories.voting import VoteParams
 from knnlm.mixture.em import fit, renormalise
@@ -315,21 +315,23 @@ def choose_settings(trace: Trace, sweeps: Sequence[Sweep | None], *, several: bo
     return chosen
 
 
-def sweep_all(
-    trace: Trace,
-    *,
-    ks: Sequence[int] | None = None,
-    knn_temperatures: Sequence[float] | None = None,
-    lambdas: Sequence[float] = LAMBDAS,
-    device: str = "cpu",
-) -> list[Sweep | None]:
+def sweep_all(trace: Trace, *, grid: Grid | None = None, device: str = "cpu") -> list[Sweep | None]:
     """Sweep every memory of neighbours, each alone with the language model; the grid is for the first of them."""
-    grid: dict[str, Any] = {"ks": ks, "knn_temperatures": knn_temperatures, "lambdas": lambdas}
+    own = grid or Grid.of()
     sweeps: list[Sweep | None] = []
     for number, memory in enumerate(trace.memories):
         if memory.has_neighbours:
-            sweeps.append(sweep(trace, memory=number, device=device, **grid))
-            grid = {}
+            sweeps.append(
+                sweep(
+                    trace,
+                    memory=number,
+                    ks=own.ks,
+                    knn_temperatures=own.knn_temperatures,
+                    lambdas=own.lambdas,
+                    device=device,
+                )
+            )
+            own = Grid.of()
         else:
             sweeps.append(None)
     return sweeps

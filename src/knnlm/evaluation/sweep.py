@@ -83,18 +83,23 @@ class Grid:
     lambdas: tuple[float, ...]
 
     @classmethod
-    def of(cls, ks: Sequence[int] | None, knn_temperatures: Sequence[float] | None, lambdas: Sequence[float]) -> Grid:
+    def of(
+        cls,
+        ks: Sequence[int] | None = None,
+        knn_temperatures: Sequence[float] | None = None,
+        lambdas: Sequence[float] | None = None,
+    ) -> Grid:
         """Return a grid of the sorted values; raise ParameterError for one out of range."""
         for k in ks or ():
             check_vote(k, 1.0)
         for knn_temperature in knn_temperatures or ():
             check_vote(1, knn_temperature)
-        for lmbda in lambdas:
+        for lmbda in lambdas or ():
             check_lambda(lmbda)
         return cls(
             tuple(sorted(set(ks))) if ks else None,
             tuple(sorted(set(knn_temperatures))) if knn_temperatures else None,
-            tuple(sorted(set(lambdas))),
+            tuple(sorted(set(lambdas or LAMBDAS))),
         )
 
 
@@ -104,7 +109,7 @@ def sweep(
     memory: int = 0,
     ks: Sequence[int] | None = None,
     knn_temperatures: Sequence[float] | None = None,
-    lambdas: Sequence[float] = LAMBDAS,
+    lambdas: Sequence[float] | None = None,
     device: str = "cpu",
 ) -> Sweep:
     """Mix one memory with the language model by every combination of settings; k is at most that of the trace."""

@@ -193,10 +193,9 @@ class Trace:
         device: str = "cpu",
     ) -> Sweep:
         """Mix one memory with the language model by every combination of settings; k is at most that of the trace."""
-        from knnlm.evaluation.sweep import LAMBDAS, sweep
+        from knnlm.evaluation.sweep import sweep
 
-        chosen = LAMBDAS if lambdas is None else lambdas
-        return sweep(self, memory=memory, ks=ks, knn_temperatures=knn_temperatures, lambdas=chosen, device=device)
+        return sweep(self, memory=memory, ks=ks, knn_temperatures=knn_temperatures, lambdas=lambdas, device=device)
 
     def replay(self, *, k: int, knn_temperature: float, lmbda: float, memory: int = 0) -> Evaluation:
         """Return what `Mixture.evaluate` returns for one memory with one setting, computed from the trace."""

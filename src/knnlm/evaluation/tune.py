@@ -21,7 +21,7 @@ from knnlm.datastore.locks import writer_lock
 from knnlm.datastore.store import Datastore
 from knnlm.errors import DatastoreError, ParameterError
 from knnlm.evaluation.fit import TraceTable, check_weights, choose_settings, fit_weights, sweep_all, tabulate
-from knnlm.evaluation.sweep import KS, LAMBDAS, Grid, Sweep
+from knnlm.evaluation.sweep import KS, Grid, Sweep
 from knnlm.evaluation.trace import Trace, record
 from knnlm.io import translate_os_errors
 from knnlm.memories.decoder import DecoderCard, set_lambda
@@ -66,9 +66,7 @@ def tune(
     weights: str = "gated",
     sources: Sequence[str] = (),
     limit: int | None = None,
-    ks: Sequence[int] | None = None,
-    knn_temperatures: Sequence[float] | None = None,
-    lambdas: Sequence[float] = LAMBDAS,
+    grid: Grid | None = None,
     batch_tokens: int | None = None,
     progress: Progress = silent,
 ) -> Tuning:
@@ -80,7 +78,7 @@ def tune(
         raise ParameterError("Only a mixture with a store can be tuned. Open it with Mixture.open.")
     check_weights(weights)
     specs = mixture.specs
-    grid = Grid.of(ks, knn_temperatures, lambdas)
+    grid = grid or Grid.of()
     # Locked before the text is read, so that the time is not lost where the result cannot be saved.
     with writer_lock(store.path), scratch(store.path) as folder:
         trace = record(
@@ -114,8 +112,7 @@ def tune_trace(
     """Choose settings and weights on a trace; nothing is saved."""
     begin = time.perf_counter()
     check_weights(weights)
-    grid = grid or Grid.of(None, None, LAMBDAS)
-    sweeps = sweep_all(trace, ks=grid.ks, knn_temperatures=grid.knn_temperatures, lambdas=grid.lambdas, device=device)
+    sweeps = sweep_all(trace, grid=grid, device=device)
     settings = choose_settings(trace, sweeps, several=weights != "fixed")
     base = math.exp(-float(np.asarray(trace.lm_log_probs, dtype=np.float64).mean()))
     first = sweeps[0]

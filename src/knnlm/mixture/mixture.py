@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
+from knnlm.corpus import Document
 from knnlm.datastore.store import Datastore
 from knnlm.errors import ParameterError
 from knnlm.lm.causal import CausalLM
@@ -28,6 +30,13 @@ from knnlm.mixture.weights import (
     component_slices_of,
     equal_weights,
 )
+from knnlm.progress import Progress, silent
+
+if TYPE_CHECKING:
+    from knnlm.evaluation.evaluate import Evaluation
+    from knnlm.evaluation.explain import TokenExplanation
+    from knnlm.evaluation.trace import Trace
+    from knnlm.evaluation.tune import Tuning
 
 
 @dataclass(frozen=True)
@@ -252,6 +261,80 @@ class Mixture:
         abstains = abstain_mask(components)  # (N, M)
         weights = self.weights.compute(context, lm, outputs, abstains)
         return MixturePrediction(components, weights, abstains, outputs, context.search_mask)
+
+    # The methods below forward to higher packages, which are imported when they are called.
+
+    def evaluate(
+        self,
+        documents: Iterable[Document],
+        *,
+        limit: int | None = None,
+        batch_tokens: int | None = None,
+        read_ahead: bool = False,
+        progress: Progress = silent,
+    ) -> Evaluation:
+        """Return the perplexity of documents with the language model alone and with the mixture.
+
+        `limit` stops after the document that reaches so many tokens. `read_ahead` runs the model while a search runs.
+        """
+        from knnlm.evaluation.evaluate import evaluate
+
+        return evaluate(
+            self, documents, limit=limit, batch_tokens=batch_tokens, read_ahead=read_ahead, progress=progress
+        )
+
+    def tune(
+        self,
+        documents: Iterable[Document],
+        *,
+        weights: str = "gated",
+        ks: Sequence[int] | None = None,
+        knn_temperatures: Sequence[float] | None = None,
+        lambdas: Sequence[float] | None = None,
+        sources: Sequence[str] = (),
+        limit: int | None = None,
+        batch_tokens: int | None = None,
+        progress: Progress = silent,
+    ) -> Tuning:
+        """Choose settings and weights on held-out documents, save them in the store and apply them to this mixture.
+
+        `weights` is fixed, fitted, buckets or gated. `ks`, `knn_temperatures` and `lambdas` are the values to try.
+        """
+        from knnlm.evaluation.sweep import Grid
+        from knnlm.evaluation.tune import tune
+
+        grid = Grid.of(ks, knn_temperatures, lambdas)
+        reading: dict[str, Any] = {"limit": limit, "batch_tokens": batch_tokens, "progress": progress}
+        return tune(self, documents, weights=weights, grid=grid, sources=sources, **reading)
+
+    def record(
+        self,
+        documents: Iterable[Document],
+        path: str | Path,
+        *,
+        k: int | None = None,
+        sources: Sequence[str] = (),
+        limit: int | None = None,
+        batch_tokens: int | None = None,
+        progress: Progress = silent,
+    ) -> Trace:
+        """Read documents once, and write the output of every memory to a new folder, from which settings are tuned."""
+        from knnlm.evaluation.trace import record
+
+        reading: dict[str, Any] = {"limit": limit, "batch_tokens": batch_tokens, "progress": progress}
+        return record(self, documents, path, k=k, sources=sources, **reading)
+
+    def explain(self, text: str, *, top: int = 3) -> list[TokenExplanation]:
+        """Return the probability of every token of a text, and the `top` nearest neighbours of each memory."""
+        from knnlm.evaluation.explain import explain
+
+        return explain(self, text, top=top)
+
+    def generate(self, prompt: str, *, max_new_tokens: int = 60, seed: int | None = None, **settings: Any) -> str:
+        """Return the continuation of a prompt; settings are those of transformers' `generate`."""
+        from knnlm.generation.causal import generate_text
+
+        return generate_text(self, prompt, max_new_tokens=max_new_tokens, seed=seed, **settings)
 
     def _predict_weighted(
         self, context: Context, retrieved: Retrieved | None, lm: MemoryOutput, weights: Sequence[float]
