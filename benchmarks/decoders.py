@@ -143,7 +143,7 @@ class Study:
         for part in ("valid", "test"):
             place = Path(tempfile.mkdtemp(dir=self.folder)) / part
             text = split(self.corpus, part)
-            traces.append(knnlm.record(mixture, text, place, k=1024, limit=self.options.limit))
+            traces.append(mixture.record(text, place, k=1024, limit=self.options.limit))
         settings = choose_settings(traces[0], sweep_all(traces[0], device=device), several=True)
         self.say("valid and test are read")
         return [self.named(tabulate(trace, settings, device=device)) for trace in traces]

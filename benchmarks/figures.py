@@ -69,12 +69,10 @@ def measure(corpus: Path, memory: Path, lm: CausalLM, options: argparse.Namespac
         k, temperature, weight = options.at.split(",")
         settings = {"k": int(k), "knn_temperature": float(temperature), "weight": float(weight)}
     else:
-        knnlm.tune(
-            Mixture.open(memory, lm), split(corpus, "valid"), weights="fixed", sources=["valid"], limit=options.limit
-        )
+        Mixture.open(memory, lm).tune(split(corpus, "valid"), weights="fixed", sources=["valid"], limit=options.limit)
     tuned = time.perf_counter()
     test = list(first(split(corpus, "test"), lm, options.limit))
-    found = knnlm.evaluate(Mixture.open(memory, lm, **settings), test, batch_tokens=options.batch)
+    found = Mixture.open(memory, lm, **settings).evaluate(test, batch_tokens=options.batch)
     row: dict[str, object] = {
         "corpus": corpus.name,
         "store_tokens": store.rows,

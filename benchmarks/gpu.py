@@ -292,7 +292,6 @@ def corpus(folder: Path, options: argparse.Namespace) -> None:
     """Build, tune, evaluate and generate with a real corpus."""
     import knnlm
     from figures import split
-    from knnlm.evaluation.sweep import sweep
     from knnlm.lm.causal import CausalLM
     from knnlm.mixture.mixture import Mixture
     from knnlm.mixture.spec import MixtureOptions
@@ -318,11 +317,11 @@ def corpus(folder: Path, options: argparse.Namespace) -> None:
         )
         kept = store.resident_keys is not None
         note(f"{name}: keys stayed on the device", kept, f"{store.rows / (built - begin) / 1e6:.2f} M keys/s")
-        valid = knnlm.record(mixture, split(folder, "valid"), Path(place) / "valid", k=1024, limit=options.limit)
+        valid = mixture.record(split(folder, "valid"), Path(place) / "valid", k=1024, limit=options.limit)
         traced = time.perf_counter()
         note(f"{name}: tracing valid", f"{traced - ready:.1f} s", f"{len(valid):,} tokens")
-        found = sweep(valid, device="cuda")
-        again = sweep(valid, device="cuda")
+        found = valid.sweep(device="cuda")
+        again = valid.sweep(device="cuda")
         note(
             f"{name}: sweep of k, τ, λ",
             f"{again.seconds:.2f} s",
@@ -337,7 +336,7 @@ def corpus(folder: Path, options: argparse.Namespace) -> None:
                 lmbda=own["weight"],
             )
             test = list(split(folder, "test"))
-            result = knnlm.evaluate(mixed, test, limit=options.limit)
+            result = mixed.evaluate(test, limit=options.limit)
             figures = (
                 f"{result.base_perplexity:.3f} → {result.perplexity:.3f}, best of both {result.oracle_perplexity:.3f}"
             )
@@ -355,7 +354,7 @@ def corpus(folder: Path, options: argparse.Namespace) -> None:
             lmbda=weight,
             options=MixtureOptions(key_dtype="int8"),
         )
-        result = knnlm.evaluate(rounded, test, limit=options.limit)
+        result = rounded.evaluate(test, limit=options.limit)
         note(f"{name}: evaluation with int8 keys", f"{result.seconds:.2f} s", f"{result.perplexity:.3f}")
         del rounded
         finder = mixture.knn.index.finder

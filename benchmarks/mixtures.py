@@ -127,7 +127,7 @@ def see(
     traces = []
     for part in ("valid", "test"):
         documents = split(corpus, part)
-        trace = knnlm.record(mixture, documents, folder / part, k=1024, limit=options.limit, batch_tokens=options.batch)
+        trace = mixture.record(documents, folder / part, k=1024, limit=options.limit, batch_tokens=options.batch)
         traces.append(trace)
         clock.say(f"read {part}", len(trace))
     sweeps = sweep_all(traces[0], device=device)

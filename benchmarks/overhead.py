@@ -45,7 +45,7 @@ def main() -> None:
         return float(sum(Logits(reading.logits).log_prob(reading.targets).double().sum() for reading in readings))
 
     def mixed() -> Evaluation:
-        return knnlm.evaluate(mixture, documents, batch_tokens=1024)
+        return mixture.evaluate(documents, batch_tokens=1024)
 
     found = mixed()
     assert abs(-alone() / tokens - math.log(found.base_perplexity)) < 1e-3, "the two sides read something else"

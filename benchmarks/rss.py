@@ -68,7 +68,7 @@ def evaluate(options: argparse.Namespace) -> None:
     before = peak()
     store = Datastore.open(options.memory)
     mixture = Mixture.open(store, lm, k=1024, knn_temperature=2.0, lmbda=0.4)
-    knnlm.evaluate(mixture, documents, batch_tokens=1024)
+    mixture.evaluate(documents, batch_tokens=1024)
     show(store, before)
 
 

@@ -22,7 +22,6 @@ from torch import Tensor
 from knnlm.corpus import Document
 from knnlm.datastore.store import Datastore
 from knnlm.demo import split_topics
-from knnlm.evaluation.evaluate import evaluate
 from knnlm.generation.causal import KnnForCausalLM
 from knnlm.index.base import Index
 from knnlm.index.exact import ExactIndex
@@ -121,7 +120,7 @@ def _evaluating(mixture: Mixture, documents: list[Document], size: Size) -> dict
             assert reading.logits is not None
             reading.logits.float().logsumexp(1)
 
-    with_memory = times_of(lambda: evaluate(mixture, documents), size.repeats)
+    with_memory = times_of(lambda: mixture.evaluate(documents), size.repeats)
     without = times_of(plain, size.repeats)
     return {
         "tokens": count,

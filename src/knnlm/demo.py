@@ -11,9 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from knnlm.corpus import Document
-from knnlm.evaluation.evaluate import Evaluation, evaluate
-from knnlm.evaluation.explain import TokenExplanation, explain
-from knnlm.evaluation.tune import tune
+from knnlm.evaluation.evaluate import Evaluation
+from knnlm.evaluation.explain import TokenExplanation
 from knnlm.ingest.build import build
 from knnlm.lm.causal import CausalLM
 from knnlm.mixture.mixture import Mixture
@@ -69,9 +68,9 @@ def demonstrate(path: Path, lm: CausalLM, *, parts: Split, progress: Progress = 
     build(parts.store, path, lm=lm, progress=progress).close()
     sources = [document.source for document in parts.valid]
     fresh = Mixture.open(path, lm, memories="knn,cache,ngram")
-    tune(fresh, parts.valid, sources=sources, progress=progress)
+    fresh.tune(parts.valid, sources=sources, progress=progress)
     mixture = Mixture.open(path, lm)
-    evaluation = evaluate(mixture, parts.test, progress=progress)
+    evaluation = mixture.evaluate(parts.test, progress=progress)
     prose = sorted((paragraph for document in parts.test for paragraph in _prose(document.text)), key=len)
     return DemoResult(mixture, evaluation, informative_tokens(mixture, "\n\n".join(prose[-4:])), _opening(prose[-1]))
 
@@ -79,7 +78,7 @@ def demonstrate(path: Path, lm: CausalLM, *, parts: Split, progress: Progress = 
 def informative_tokens(mixture: Mixture, text: str, count: int = 3) -> list[TokenExplanation]:
     """Choose the words that the memory made more probable, by how many times."""
     words: dict[str, TokenExplanation] = {}
-    for token in sorted(explain(mixture, text), key=lambda token: token.p / token.p_lm, reverse=True):
+    for token in sorted(mixture.explain(text), key=lambda token: token.p / token.p_lm, reverse=True):
         # A word that the loudest neighbours spoke for; a rise from nothing to next to nothing tells little.
         heard = (token.p_knn or 0) > 0.1 and any(voice.agrees for voice in token.neighbours)
         if heard and token.token.strip().isalpha() and len(token.token) > 3:

@@ -20,7 +20,6 @@ from helpers.cli import failure, knnlm
 from helpers.stores import WORDS, documents
 from knnlm.cli.app import app, run
 from knnlm.datastore.store import Datastore
-from knnlm.evaluation.evaluate import evaluate
 from knnlm.mixture.mixture import Mixture
 
 COMMANDS = [
@@ -130,7 +129,7 @@ def test_eval_prints_what_the_library_computes(memory, texts, lm, capfd):
     assert code == 0, err
     figures = json.loads(out)
     mixture = Mixture.open(memory, lm, k=7, knn_temperature=3.0, lmbda=0.2)
-    right = evaluate(mixture, documents(1, words=150, start=50)).as_dict()
+    right = mixture.evaluate(documents(1, words=150, start=50)).as_dict()
     assert figures.pop("memories") == right.pop("memories")
     for name, value in right.items():
         if name not in ("seconds", "tokens_per_second"):

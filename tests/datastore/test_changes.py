@@ -43,8 +43,6 @@ from knnlm.datastore.rowmap import RowMap
 from knnlm.datastore.store import Datastore
 from knnlm.datastore.suffix_array import open_suffixes
 from knnlm.errors import DatastoreBusy, DatastoreCorrupt, DatastoreError, ModelMismatch, ParameterError
-from knnlm.evaluation.evaluate import evaluate
-from knnlm.evaluation.explain import explain
 from knnlm.evaluation.tune import token_frequencies
 from knnlm.generation.causal import KnnForCausalLM
 from knnlm.index.exact import ExactIndex
@@ -390,13 +388,13 @@ def test_figures_explanations_and_statistics_are_those_of_a_memory_without_the_d
         figures = []
         for path in (memory, fresh.path):
             mixture = Mixture.open(path, lm, memories=memories, **({} if memories == "ngram" else ALL))
-            figures.append(evaluate(mixture, held_out).perplexity)
+            figures.append(mixture.evaluate(held_out).perplexity)
             if memories == "knn":
-                told = explain(mixture, DOCUMENTS[1].text, top=8)
+                told = mixture.explain(DOCUMENTS[1].text, top=8)
                 assert not {voice.document for token in told for voice in token.neighbours} & set(gone)
         assert figures[0] == pytest.approx(figures[1], rel=2e-3)
     compact(memory)
-    again = evaluate(Mixture.open(memory, lm, memories="knn,ngram", **ALL), held_out).perplexity
+    again = Mixture.open(memory, lm, memories="knn,ngram", **ALL).evaluate(held_out).perplexity
     assert again == pytest.approx(figures[1], rel=2e-3)
 
 
@@ -855,7 +853,7 @@ def test_a_model_that_is_given_away_with_its_memory_has_no_byte_of_a_removed_doc
     assert not newer.stale
     assert newer.lm is lm
     assert newer.store.rows == mixture.store.rows - len(lm.encode(DOCUMENTS[5].text))
-    told = explain(newer, DOCUMENTS[5].text, top=3)
+    told = newer.explain(DOCUMENTS[5].text, top=3)
     assert "d5" not in {voice.document for token in told for voice in token.neighbours}
     with pytest.raises(ParameterError, match="can be opened again"):
         Mixture(lm, mixture.memories).reopen()

@@ -33,8 +33,6 @@ from knnlm.datastore.indexes import build_index, open_index
 from knnlm.datastore.rewrite import compress, derive
 from knnlm.datastore.store import Datastore
 from knnlm.errors import DatastoreCorrupt, DatastoreError, ParameterError
-from knnlm.evaluation.evaluate import evaluate
-from knnlm.evaluation.explain import explain
 from knnlm.generation.causal import KnnForCausalLM
 from knnlm.index.factory import compressed_spec
 from knnlm.ingest.build import build
@@ -210,8 +208,8 @@ def test_all_ways_of_reading_keys_agree(built, way):
 def test_evaluation_is_that_of_brute_force_on_decoded_keys(built, lm, way, metric):
     store = built[way]
     held_out = documents(3, start=70)
-    found = evaluate(
-        Mixture.open(store.path, lm, k=40, knn_temperature=5.0, lmbda=0.4, options=MixtureOptions(metric)), held_out
+    found = Mixture.open(store.path, lm, k=40, knn_temperature=5.0, lmbda=0.4, options=MixtureOptions(metric)).evaluate(
+        held_out
     )
     assert found.perplexity == pytest.approx(by_hand(store, lm, held_out, metric), rel=2e-3)
 
@@ -250,7 +248,7 @@ def test_generating_explaining_indexing_and_pruning_work(built, lm, way, tmp_pat
     model = KnnForCausalLM.from_store(store.path, lm)
     start = torch.tensor([[1, 5, 9]])
     assert model.generate(start, max_new_tokens=3, do_sample=False).shape == (1, 6)
-    assert explain(Mixture.open(store.path, lm), "the quick brown")
+    assert Mixture.open(store.path, lm).explain("the quick brown")
     pruned = derive(store, tmp_path / "pruned", keep=torch.arange(0, store.rows, 3))
     assert pruned.storage == way
     assert torch.equal(all_keys(pruned), all_keys(store)[::3])

@@ -27,7 +27,6 @@ from knnlm.datastore.locks import writer_lock
 from knnlm.datastore.segments import ArrayWriter
 from knnlm.datastore.store import Datastore
 from knnlm.errors import DatastoreBusy, DatastoreCorrupt, DatastoreError, IndexInvalid, ModelError, ParameterError
-from knnlm.evaluation.evaluate import evaluate
 from knnlm.index.exact import ExactIndex
 from knnlm.ingest.build import build
 from knnlm.lm.causal import CausalLM
@@ -357,7 +356,7 @@ def test_a_folder_that_is_no_memory_and_a_newer_format_say_so(broken, tmp_path):
 def test_an_index_is_kept_and_checked_when_it_is_opened(lm, broken):
     store = Datastore.open(broken)
     assert build_index(store, "IVF4,Flat") == "IVF4,Flat"
-    exact = evaluate(Mixture.open(broken, lm, options=MixtureOptions("ip")), documents(2, start=50))
+    exact = Mixture.open(broken, lm, options=MixtureOptions("ip")).evaluate(documents(2, start=50))
     assert exact.perplexity > 0
     assert type(open_index(Datastore.open(broken))).__name__ == "RerankedIndex"
     assert type(open_index(Datastore.open(broken), rerank=False)).__name__ == "FilteredIndex"

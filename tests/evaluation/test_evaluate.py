@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -12,8 +13,6 @@ from helpers.stores import documents
 from knnlm.corpus import Document
 from knnlm.datastore.indexes import build_index
 from knnlm.errors import CorpusError, ParameterError
-from knnlm.evaluation.evaluate import evaluate
-from knnlm.evaluation.explain import explain
 from knnlm.ingest.build import build
 from knnlm.lm.windows import WindowShape
 from knnlm.mixture.mixture import Mixture
@@ -76,7 +75,7 @@ def expected(seen, *, k, knn_temperature, lmbda, metric):
 def test_evaluation_agrees_with_numpy_token_by_token(lm, small, seen, k, knn_temperature, lmbda, metric):
     options = MixtureOptions(metric=metric)
     mixture = Mixture.open(small.path, lm, k=k, knn_temperature=knn_temperature, lmbda=lmbda, options=options)
-    measured = evaluate(mixture, documents(4, start=100))
+    measured = mixture.evaluate(documents(4, start=100))
     base, mixed, best = expected(seen, k=k, knn_temperature=knn_temperature, lmbda=lmbda, metric=metric)
     assert measured.tokens == len(seen["targets"])
     assert measured.base_perplexity == pytest.approx(base, rel=1e-5)
@@ -90,8 +89,8 @@ def test_an_approximate_index_votes_with_the_distances_of_stored_keys(lm, seen, 
     assert build_index(store, "IVF8,PQ8x4") == "IVF8,PQ8x4"
     settings = {"k": 8, "knn_temperature": 1.0, "lmbda": 0.3}
     rough = MixtureOptions(metric="l2", rerank=False)
-    plain = evaluate(Mixture.open(store.path, lm, options=rough, **settings), documents(4, start=100))
-    fine = evaluate(Mixture.open(store.path, lm, options=MixtureOptions("l2"), **settings), documents(4, start=100))
+    plain = Mixture.open(store.path, lm, options=rough, **settings).evaluate(documents(4, start=100))
+    fine = Mixture.open(store.path, lm, options=MixtureOptions("l2"), **settings).evaluate(documents(4, start=100))
     _, (right, _), _ = expected(seen, metric="l2", **settings)
     assert abs(math.log(fine.perplexity / right)) < abs(math.log(plain.perplexity / right))
     assert fine.perplexity == pytest.approx(right, rel=0.1)
@@ -100,20 +99,20 @@ def test_an_approximate_index_votes_with_the_distances_of_stored_keys(lm, seen, 
 
 
 def test_lambda_zero_gives_the_models_own_perplexity(lm, small):
-    measured = evaluate(Mixture.open(small.path, lm, lmbda=0.0), documents(4, start=100))
+    measured = Mixture.open(small.path, lm, lmbda=0.0).evaluate(documents(4, start=100))
     assert measured.perplexity == pytest.approx(measured.base_perplexity, rel=1e-6)
 
 
 def test_an_empty_store_changes_nothing(lm, tmp_path):
     store = build([], tmp_path / "memory", lm=lm)
     assert store.rows == 0
-    measured = evaluate(Mixture.open(store.path, lm, lmbda=0.5), documents(2, start=100))
+    measured = Mixture.open(store.path, lm, lmbda=0.5).evaluate(documents(2, start=100))
     assert measured.perplexity == pytest.approx(measured.base_perplexity, rel=1e-6)
 
 
 def test_batch_size_does_not_change_the_figures(lm, small):
     figures = [
-        evaluate(Mixture.open(small.path, lm), documents(4, start=100), batch_tokens=size) for size in (1, 60, 4096)
+        Mixture.open(small.path, lm).evaluate(documents(4, start=100), batch_tokens=size) for size in (1, 60, 4096)
     ]
     for other in figures[1:]:
         assert other.perplexity == pytest.approx(figures[0].perplexity, rel=1e-4)
@@ -121,7 +120,7 @@ def test_batch_size_does_not_change_the_figures(lm, small):
 
 def test_words_bytes_and_their_figures_follow_from_the_text(lm, small):
     text = "naïve foxes said 日本.\nTwo lines"
-    measured = evaluate(Mixture.open(small.path, lm), [Document("x", "x", text)])
+    measured = Mixture.open(small.path, lm).evaluate([Document("x", "x", text)])
     figures = measured.as_dict()
     assert (measured.words, measured.bytes) == (6, len(text.encode()))
     loss = math.log(measured.perplexity) * measured.tokens
@@ -132,21 +131,21 @@ def test_words_bytes_and_their_figures_follow_from_the_text(lm, small):
 def test_a_limit_stops_behind_the_document_that_reaches_it(lm, small):
     made = documents(10, start=100)
     lengths = np.cumsum([len(lm.encode(document.text)) for document in made])
-    measured = evaluate(Mixture.open(small.path, lm), made, limit=int(lengths[2]) - 1)
+    measured = Mixture.open(small.path, lm).evaluate(made, limit=int(lengths[2]) - 1)
     assert (measured.documents, measured.tokens) == (3, lengths[2])
     with pytest.raises(ParameterError, match="limit must be at least 1"):
-        evaluate(Mixture.open(small.path, lm), made, limit=0)
+        Mixture.open(small.path, lm).evaluate(made, limit=0)
 
 
 def test_no_text_is_an_error(lm, small):
     with pytest.raises(CorpusError, match="no text to evaluate"):
-        evaluate(Mixture.open(small.path, lm), [])
+        Mixture.open(small.path, lm).evaluate([])
 
 
 def test_explanations_agree_with_numpy_and_name_their_source(lm, small, seen):
     document = documents(1, start=100)[0]
     mixture = Mixture.open(small.path, lm, k=20, knn_temperature=3.0, lmbda=0.4)
-    explained = explain(mixture, document.text, top=4)
+    explained = mixture.explain(document.text, top=4)
     assert "".join(token.token for token in explained) == document.text
     stored = documents(12)
     owners = np.repeat(np.arange(12), [len(lm.encode(one.text)) for one in stored])
@@ -168,3 +167,12 @@ def test_explanations_agree_with_numpy_and_name_their_source(lm, small, seen):
                 one.text for one in stored if one.id == voice.document
             )
             assert voice.agrees == (voice.token == token.token)
+
+
+def test_a_summary_says_lower_or_higher(lm, small):
+    measured = Mixture.open(small.path, lm, lmbda=0.3).evaluate(documents(2, start=100))
+    better = replace(measured, base_perplexity=20.0, perplexity=15.0)
+    worse = replace(measured, base_perplexity=20.0, perplexity=40.72)
+    assert (better.change, worse.change) == ("25.0% lower", "103.6% higher")
+    assert str(better).startswith("perplexity 20.000 → 15.000 (25.0% lower) on ")
+    assert f"{measured.tokens:,} tokens of 2 documents; fixed weights, λ 0.3" in str(worse)

@@ -14,11 +14,9 @@ from knnlm.datastore.catalog import Catalog
 from knnlm.datastore.paths import CATALOG_FILE
 from knnlm.datastore.store import Datastore
 from knnlm.errors import DatastoreCorrupt, DatastoreError, ModelMismatch, ParameterError
-from knnlm.evaluation.evaluate import evaluate
 from knnlm.evaluation.fit import evaluate_trace, fit_weights, tabulate, vote_variants
 from knnlm.evaluation.sweep import Sweep
-from knnlm.evaluation.trace import record
-from knnlm.evaluation.tune import token_frequencies, tune
+from knnlm.evaluation.tune import token_frequencies
 from knnlm.ingest.build import build
 from knnlm.lm.causal import CausalLM
 from knnlm.memories.base import Source
@@ -43,7 +41,7 @@ def path(lm, tmp_path_factory):
 @pytest.fixture(scope="module", params=["fixed", "fitted", "buckets", "gated"])
 def tuned(request, lm, path):
     fresh = Mixture.open(path, lm, memories=MEMORIES, use_tuned=False)
-    return request.param, tune(fresh, documents(8, start=100), weights=request.param, sources=["valid"])
+    return request.param, fresh.tune(documents(8, start=100), weights=request.param, sources=["valid"])
 
 
 def settings(mixture):
@@ -54,7 +52,7 @@ def settings(mixture):
 def test_trace(lm, path, tmp_path_factory):
     """What is seen of the test text, at the max_k settings."""
     mixture = Mixture.open(path, lm, memories=MEMORIES, use_tuned=False)
-    return record(mixture, TEST, tmp_path_factory.mktemp("trace") / "trace")
+    return mixture.record(TEST, tmp_path_factory.mktemp("trace") / "trace")
 
 
 def test_what_was_tuned_is_what_is_opened(tuned, lm, path):
@@ -71,7 +69,7 @@ def test_what_was_tuned_is_what_is_opened(tuned, lm, path):
 
 def test_a_trace_is_evaluated_as_the_text_is(tuned, lm, path, test_trace):
     opened = Mixture.open(path, lm)
-    measured = evaluate(opened, TEST)
+    measured = opened.evaluate(TEST)
     replayed = evaluate_trace(test_trace, settings(opened), opened.weights)
     for name in ("perplexity", "base_perplexity", "oracle_perplexity", "lmbda"):
         assert getattr(replayed, name) == pytest.approx(getattr(measured, name), rel=5e-3), name
@@ -89,7 +87,7 @@ def asked_fraction(mixture, lm):
 
 def test_searches_that_are_left_out_are_left_out_in_the_trace_too(lm, path, test_trace):
     fresh = Mixture.open(path, lm, memories=MEMORIES, use_tuned=False)
-    tune(fresh, documents(8, start=100), weights="gated")
+    fresh.tune(documents(8, start=100), weights="gated")
     for fraction in (0.4, 1.0):
         opened = Mixture.open(path, lm, options=MixtureOptions(skip_fraction=fraction))
         searched = []
@@ -97,7 +95,7 @@ def test_searches_that_are_left_out_are_left_out_in_the_trace_too(lm, path, test
         opened.knn.search = lambda keys, k=None, search=search, searched=searched: (
             searched.append(len(keys)) or search(keys, k)
         )
-        measured = evaluate(opened, TEST)
+        measured = opened.evaluate(TEST)
         replayed = evaluate_trace(test_trace, settings(opened), opened.weights)
         assert replayed.perplexity == pytest.approx(measured.perplexity, rel=5e-3)
         assert sum(searched) == round(measured.tokens * asked_fraction(opened, lm))
@@ -145,7 +143,7 @@ def test_counts_of_tokens_are_those_of_the_store(lm, path):
 def test_each_set_of_memories_keeps_its_own_choice(lm, path):
     valid = documents(4, start=100)
     for memories in ("knn", "cache,knn", "knn,ngram"):
-        tune(Mixture.open(path, lm, memories=memories, use_tuned=False), valid, weights="fixed")
+        Mixture.open(path, lm, memories=memories, use_tuned=False).tune(valid, weights="fixed")
     assert Mixture.open(path, lm).labels == ["knn", "ngram"]  # the last one
     assert Mixture.open(path, lm, memories="knn").labels == ["knn"]
     assert Mixture.open(path, lm, memories="knn").knn.knn_temperature != 2.0
@@ -158,7 +156,7 @@ def test_each_set_of_memories_keeps_its_own_choice(lm, path):
 def test_a_memory_that_was_tuned_among_others_votes_as_it_was_tuned_to(lm, tmp_path):
     path = build(documents(10), tmp_path / "memory", lm=lm).path
     fresh = Mixture.open(path, lm, memories=MEMORIES, use_tuned=False)
-    result = tune(fresh, documents(6, start=100), weights="gated")
+    result = fresh.tune(documents(6, start=100), weights="gated")
     (knn,) = [spec for spec in result.specs if spec.kind == "knn"]
     (cache,) = [spec for spec in result.specs if spec.kind == "cache"]
     opened = Mixture.open(path, lm, k=3)
@@ -205,8 +203,7 @@ def test_weights_that_were_tuned_for_another_matrix_are_refused(lm, path, tmp_pa
     place = tmp_path / "matrix"
     store = Datastore.open(path)
     train_output(store, place, OutputConfig(epochs=1))
-    tune(
-        Mixture.open(path, lm, memories=f"knn,output={place}", use_tuned=False),
+    Mixture.open(path, lm, memories=f"knn,output={place}", use_tuned=False).tune(
         documents(3, start=100),
         weights="fitted",
     )
@@ -215,17 +212,17 @@ def test_weights_that_were_tuned_for_another_matrix_are_refused(lm, path, tmp_pa
     train_output(store, place, OutputConfig(epochs=2))
     with pytest.raises(DatastoreError, match="another matrix"):
         Mixture.open(path, lm)
-    tune(Mixture.open(path, lm, memories="knn", use_tuned=False), documents(3, start=100), weights="fixed")
+    Mixture.open(path, lm, memories="knn", use_tuned=False).tune(documents(3, start=100), weights="fixed")
 
 
 def test_a_mixture_that_could_not_be_opened_again_is_not_tuned(lm, path):
     opened = Mixture.open(path, lm, memories="knn", use_tuned=False)
     twice = Mixture(lm, [opened.knn, opened.knn], store=opened.store)
     with pytest.raises(ParameterError, match="Two memories are called knn"):
-        tune(twice, TEST)
+        twice.tune(TEST)
     cache = CacheMemory(vocab_size=lm.vocab_size, window=9, metric="ip", source=Source(0, "ffn_input", 2))
     tuned = Mixture(lm, [opened.knn, cache], store=opened.store)
-    result = tune(tuned, documents(3, start=100), weights="fixed")
+    result = tuned.tune(documents(3, start=100), weights="fixed")
     again = Mixture.open(path, lm).memories[1]
     assert (again.history_length, again.metric) == (9, "ip")
     assert result.specs[1].label == "cache=9"
@@ -291,7 +288,7 @@ def test_the_cache_looks_back_as_far_as_it_is_told(lm, path):
 def test_weights_on_the_command_line_are_taken_as_they_are(lm, path):
     opened = Mixture.open(path, lm, memories="knn:0.3,cache:0.1,ngram:0.2", use_tuned=False)
     assert opened.weights.values == pytest.approx((0.4, 0.3, 0.1, 0.2, 0.0))
-    measured = evaluate(opened, TEST)
+    measured = opened.evaluate(TEST)
     assert measured.memories[0]["weight"] == pytest.approx(0.3)
 
 
@@ -316,10 +313,8 @@ def test_a_list_of_memories_that_means_nothing_is_refused(lm, path, memories, sa
 
 def test_weights_that_there_are_not_are_refused(lm, path, test_trace):
     with pytest.raises(ParameterError, match="Unknown weights 'magic'"):
-        tune(Mixture.open(path, lm, use_tuned=False), TEST, weights="magic")
-    trace_of_cache = record(
-        Mixture.open(path, lm, memories="cache", use_tuned=False), TEST, path.parent / "cache-trace"
-    )
+        Mixture.open(path, lm, use_tuned=False).tune(TEST, weights="magic")
+    trace_of_cache = Mixture.open(path, lm, memories="cache", use_tuned=False).record(TEST, path.parent / "cache-trace")
     with pytest.raises(ParameterError, match="mix in knn"):
         fit_weights(
             tabulate(trace_of_cache, [(VoteParams(8, 1.0),)]), "buckets", frequencies=torch.zeros(lm.vocab_size)
@@ -333,7 +328,7 @@ def test_skipping_needs_a_gate(lm, path):
 
 def test_a_gate_that_was_damaged_is_named(lm, path):
     fresh = Mixture.open(path, lm, memories="knn,cache", use_tuned=False)
-    tune(fresh, documents(5, start=100), weights="gated")
+    fresh.tune(documents(5, start=100), weights="gated")
     name = Mixture.open(path, lm).store.catalog.get("choices")["cache,knn"]["weights"]["file"]
     file = path / "mixtures" / name
     whole = file.read_bytes()

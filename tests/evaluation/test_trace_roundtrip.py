@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from helpers.stores import documents
-from knnlm.evaluation.evaluate import evaluate
 from knnlm.generation.causal import KnnForCausalLM
 from knnlm.memories.base import Context, Logits, Votes
 from knnlm.mixture import weights as fixed
@@ -117,7 +116,7 @@ def test_only_memories_that_weigh_something_are_asked(store, lm):
 def test_evaluation_searches_once_for_a_batch_of_windows(store, lm):
     mixture = Mixture.open(store.path, lm, k=8, lmbda=0.3)
     index = counted(mixture)
-    found = evaluate(mixture, documents(6, start=80))
+    found = mixture.evaluate(documents(6, start=80))
     batches = len(list(mixture.read([lm.encode(document.text) for document in documents(6, start=80)])))
     assert (index.searches, index.queries) == (batches, found.tokens)
 

@@ -14,10 +14,9 @@ from helpers import oracle
 from helpers.stores import documents
 from knnlm.datastore.locks import writer_lock
 from knnlm.errors import DatastoreBusy, DatastoreCorrupt, DatastoreError, ParameterError
-from knnlm.evaluation.evaluate import evaluate
-from knnlm.evaluation.sweep import replay, sweep, temperature_grid
-from knnlm.evaluation.trace import MemoryTrace, Trace, record
-from knnlm.evaluation.tune import save_trace_tuning, tune, tune_trace
+from knnlm.evaluation.sweep import temperature_grid
+from knnlm.evaluation.trace import MemoryTrace, Trace
+from knnlm.evaluation.tune import save_trace_tuning, tune_trace
 from knnlm.ingest.build import build
 from knnlm.memories.decoder import LM_FEATURES
 from knnlm.mixture.mixture import Mixture
@@ -33,17 +32,17 @@ def mixture(lm, tmp_path_factory):
 @pytest.fixture(scope="module")
 def trace(mixture, tmp_path_factory):
     path = tmp_path_factory.mktemp("trace") / "trace"
-    return record(mixture, documents(5, start=100), path, sources=["held-out"])
+    return mixture.record(documents(5, start=100), path, sources=["held-out"])
 
 
 def test_a_sweep_equals_an_evaluation_with_each_setting(lm, mixture, trace):
-    swept = sweep(trace, ks=[1, 7, 64], knn_temperatures=[0.5, 20.0], lambdas=[0.0, 0.3, 0.9])
+    swept = trace.sweep(ks=[1, 7, 64], knn_temperatures=[0.5, 20.0], lambdas=[0.0, 0.3, 0.9])
     assert swept.tokens == len(trace)
     for i, k in enumerate(swept.ks):
         for j, knn_temperature in enumerate(swept.knn_temperatures):
             for m, lmbda in enumerate(swept.lambdas):
                 opened = Mixture.open(mixture.knn.store.path, lm, k=k, knn_temperature=knn_temperature, lmbda=lmbda)
-                measured = evaluate(opened, documents(5, start=100))
+                measured = opened.evaluate(documents(5, start=100))
                 # With the trace's own k the neighbours are the same; with fewer, ties may be broken otherwise.
                 close = 1e-4 if k == 64 else 1e-2
                 assert swept.perplexity[i, j, m] == pytest.approx(measured.perplexity, rel=close)
@@ -53,8 +52,8 @@ def test_a_sweep_equals_an_evaluation_with_each_setting(lm, mixture, trace):
 @pytest.mark.parametrize(("k", "knn_temperature", "lmbda"), [(64, 3.0, 0.4), (64, 20.0, 0.0), (64, 3.0, 1.0)])
 def test_a_replay_equals_an_evaluation(lm, mixture, trace, k, knn_temperature, lmbda):
     opened = Mixture.open(mixture.knn.store.path, lm, k=k, knn_temperature=knn_temperature, lmbda=lmbda)
-    measured = evaluate(opened, documents(5, start=100)).as_dict()
-    replayed = replay(trace, k=k, knn_temperature=knn_temperature, lmbda=lmbda).as_dict()
+    measured = opened.evaluate(documents(5, start=100)).as_dict()
+    replayed = trace.replay(k=k, knn_temperature=knn_temperature, lmbda=lmbda).as_dict()
     assert [replayed.pop(name) for name in ("metric", "weights")] == [
         measured.pop(name) for name in ("metric", "weights")
     ]
@@ -87,8 +86,8 @@ def test_a_sweep_agrees_with_numpy_on_any_trace(tokens, k, seed):
     targets = generator.integers(0, 3, tokens)
     log_p = -generator.exponential(20, tokens)
     ks = sorted({1, k, (k + 1) // 2})
-    swept = sweep(
-        made_trace(log_p, distances, values, targets), ks=ks, knn_temperatures=[0.3, 40], lambdas=[0, 0.5, 0.99]
+    swept = made_trace(log_p, distances, values, targets).sweep(
+        ks=ks, knn_temperatures=[0.3, 40], lambdas=[0, 0.5, 0.99]
     )
     for i, count in enumerate(ks):
         for j, knn_temperature in enumerate((0.3, 40)):
@@ -108,12 +107,12 @@ def test_a_sweep_agrees_with_numpy_on_any_trace(tokens, k, seed):
 
 def test_a_token_that_the_model_finds_all_but_impossible_does_not_underflow():
     trace = made_trace(np.array([-200.0]), np.zeros((1, 1), np.float32), np.array([[1]]), np.array([0]))
-    swept = sweep(trace, ks=[1], knn_temperatures=[1.0], lambdas=[0.5])
+    swept = trace.sweep(ks=[1], knn_temperatures=[1.0], lambdas=[0.5])
     assert np.log(swept.perplexity.item()) == pytest.approx(200 + np.log(2), rel=1e-6)
 
 
 def test_the_best_setting_is_the_smallest_of_the_table(trace):
-    swept = sweep(trace)
+    swept = trace.sweep()
     k, knn_temperature, lmbda, perplexity = swept.best
     assert perplexity == swept.perplexity.min()
     place = swept.ks.index(k), swept.knn_temperatures.index(knn_temperature), swept.lambdas.index(lmbda)
@@ -123,7 +122,7 @@ def test_the_best_setting_is_the_smallest_of_the_table(trace):
 
 
 def test_tuning_stores_its_choice_and_the_text_it_was_made_on(lm, mixture):
-    result = tune(mixture, documents(5, start=100), weights="fixed", sources=["held-out.txt"])
+    result = mixture.tune(documents(5, start=100), weights="fixed", sources=["held-out.txt"])
     k, knn_temperature, lmbda, perplexity = result.sweep.best
     assert result.perplexity == perplexity
     opened = Mixture.open(mixture.knn.store.path, lm)
@@ -131,15 +130,15 @@ def test_tuning_stores_its_choice_and_the_text_it_was_made_on(lm, mixture):
     facts = opened.store.catalog.get("choices")["knn"]["facts"]
     assert facts["chosen_on"] == ["held-out.txt"]
     assert facts["tokens"] == result.tokens
-    assert evaluate(opened, documents(5, start=100)).perplexity == pytest.approx(perplexity, rel=1e-4)
+    assert opened.evaluate(documents(5, start=100)).perplexity == pytest.approx(perplexity, rel=1e-4)
 
 
 def test_text_that_is_in_the_memory_is_counted(lm, mixture, tmp_path):
     text = [*documents(2), *documents(3, start=100)]
-    assert evaluate(mixture, text).as_dict()["leaked_documents"] == 2
-    trace = record(mixture, text, tmp_path / "trace")
-    assert (sweep(trace).leaked_documents, sweep(trace).documents) == (2, 5)
-    assert replay(trace, k=4, knn_temperature=1.0, lmbda=0.1).leaked_documents == 2
+    assert mixture.evaluate(text).as_dict()["leaked_documents"] == 2
+    trace = mixture.record(text, tmp_path / "trace")
+    assert (trace.sweep().leaked_documents, trace.sweep().documents) == (2, 5)
+    assert trace.replay(k=4, knn_temperature=1.0, lmbda=0.1).leaked_documents == 2
     assert trace.metadata["sources"] == [document.source for document in text[:3]]
 
 
@@ -154,9 +153,9 @@ def test_a_trace_holds_targets_hits_and_distances_in_document_order(lm, mixture,
 
 def test_a_trace_is_not_written_over_and_a_damaged_one_is_named(mixture, tmp_path):
     path = tmp_path / "trace"
-    record(mixture, documents(1, start=100), path)
+    mixture.record(documents(1, start=100), path)
     with pytest.raises(DatastoreError, match="already exists"):
-        record(mixture, documents(1, start=100), path)
+        mixture.record(documents(1, start=100), path)
     with (path / "0" / "values.npy").open("r+b") as file:
         file.truncate(200)
     with pytest.raises(DatastoreCorrupt, match=r"values\.npy has 200 bytes instead of"):
@@ -173,7 +172,7 @@ def test_a_trace_that_fails_leaves_nothing_behind(mixture, tmp_path):
         raise RuntimeError("the text ended badly")
 
     with pytest.raises(RuntimeError, match="ended badly"):
-        record(mixture, broken(), tmp_path / "trace")
+        mixture.record(broken(), tmp_path / "trace")
     assert list(tmp_path.iterdir()) == []
 
 
@@ -182,7 +181,7 @@ def test_a_trace_that_fails_leaves_nothing_behind(mixture, tmp_path):
 )
 def test_values_outside_their_range_are_refused(trace, grid):
     with pytest.raises(ParameterError, match="must be"):
-        sweep(trace, **grid)
+        trace.sweep(**grid)
 
 
 def test_values_out_of_range_are_refused_before_anything_is_read(mixture):
@@ -191,13 +190,13 @@ def test_values_out_of_range_are_refused_before_anything_is_read(mixture):
         yield
 
     with pytest.raises(ParameterError, match="temperature must be above 0"):
-        tune(mixture, never(), knn_temperatures=[1.0, 0.0])
+        mixture.tune(never(), knn_temperatures=[1.0, 0.0])
     with writer_lock(mixture.knn.store.path), pytest.raises(DatastoreBusy):
-        tune(mixture, never())
+        mixture.tune(never())
 
 
 def test_more_neighbours_than_there_are_is_all_of_them(trace):
-    assert sweep(trace, ks=[8, 100_000]).ks == (8, 64)
+    assert trace.sweep(ks=[8, 100_000]).ks == (8, 64)
 
 
 def test_a_choice_made_with_another_memory_is_refused(lm, trace, tmp_path):
@@ -208,7 +207,7 @@ def test_a_choice_made_with_another_memory_is_refused(lm, trace, tmp_path):
 
 
 def test_a_choice_for_one_metric_is_not_used_for_another(lm, mixture):
-    tune(mixture, documents(2, start=100), weights="fixed", knn_temperatures=[1.25])
+    mixture.tune(documents(2, start=100), weights="fixed", knn_temperatures=[1.25])
     assert Mixture.open(mixture.knn.store.path, lm).knn.knn_temperature == 1.25
     assert Mixture.open(mixture.knn.store.path, lm, options=MixtureOptions("ip")).knn.knn_temperature != 1.25
 
@@ -232,6 +231,29 @@ def test_twenty_thousand_settings_over_fifty_thousand_tokens_take_less_than_ten_
     distances = (torch.rand(50_000, 1024, generator=generator) * 100).sort(1).values.numpy()
     values = torch.randint(0, 50, (50_000, 1024), generator=generator).numpy()
     trace = made_trace(np.full(50_000, -3.0), distances, values, np.zeros(50_000))
-    swept = sweep(trace)
+    swept = trace.sweep()
     assert swept.perplexity.size == 10 * 20 * 100
     assert swept.seconds < 10
+
+
+@pytest.mark.parametrize("weights", ["fixed", "gated"])
+def test_tuning_is_applied_to_the_mixture_itself(lm, tmp_path, weights):
+    path = build(documents(12), tmp_path / "docs.store", lm=lm).path
+    mixture = Mixture.open(path, lm, memories="knn,cache", use_tuned=False)
+    mixture.tune(documents(6, start=100), weights=weights)
+    opened = Mixture.open(path, lm)
+    assert [memory.settings for memory in mixture.memories] == [memory.settings for memory in opened.memories]
+    assert mixture.weights.kind == opened.weights.kind == weights
+    test = documents(3, start=130)
+    assert mixture.evaluate(test).perplexity == pytest.approx(opened.evaluate(test).perplexity, rel=1e-5)
+    # A second tuning sees as many neighbours as the first one.
+    assert mixture.tune(documents(6, start=100), weights=weights).sweeps[1].ks[-1] == 1024
+
+
+def test_a_trace_is_tuned_and_the_result_is_saved_in_its_store(lm, tmp_path):
+    store = build(documents(12), tmp_path / "docs.store", lm=lm)
+    mixture = Mixture.open(store, lm, memories="knn")
+    result = mixture.record(documents(5, start=100), tmp_path / "trace").tune(store, weights="fixed")
+    opened = Mixture.open(store.path, lm)
+    assert opened.lmbda == pytest.approx(result.lmbda)
+    assert opened.knn.settings == result.specs[0].settings

@@ -22,7 +22,7 @@ from helpers.models import tiny, tiny_tokenizer
 from helpers.stores import documents
 from knnlm.datastore.store import Datastore
 from knnlm.errors import DatastoreError, ModelError
-from knnlm.generation.causal import KnnForCausalLM, generate_text, generate_tokens
+from knnlm.generation.causal import KnnForCausalLM, generate_tokens
 from knnlm.index.base import Neighbours
 from knnlm.index.exact import ExactIndex
 from knnlm.index.gpu.deferred import check_flag, is_deferred
@@ -342,9 +342,9 @@ def test_generated_text_is_the_continuation_of_the_prompt(llama):
     prompt = "The memory of a model"
     ids = llama.mixture.lm.prompt(prompt)
     settings = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": None}
-    text = generate_text(llama.mixture, prompt, **settings)
+    text = llama.mixture.generate(prompt, **settings)
     assert text == llama.tokenizer.decode(greedy(llama, ids, 6)[len(ids) :])
     alone = generate_tokens(llama.mixture, prompt, use_memory=False, **settings)
     assert alone == llama.base.generate(torch.tensor([ids]), **settings)[0, len(ids) :].tolist()
     sampled = {"max_new_tokens": 6, "do_sample": True, "top_k": 0, "seed": 3}
-    assert generate_text(llama.mixture, prompt, **sampled) == generate_text(llama.mixture, prompt, **sampled)
+    assert llama.mixture.generate(prompt, **sampled) == llama.mixture.generate(prompt, **sampled)

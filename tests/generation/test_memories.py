@@ -11,8 +11,6 @@ import transformers
 from helpers.models import tiny, tiny_tokenizer
 from helpers.stores import documents
 from knnlm.errors import ModelError
-from knnlm.evaluation.evaluate import evaluate
-from knnlm.evaluation.tune import tune
 from knnlm.generation.causal import KnnForCausalLM
 from knnlm.ingest.build import build
 from knnlm.lm.causal import CausalLM
@@ -165,7 +163,7 @@ def test_a_saved_mixture_is_loaded_unchanged(lm, tmp_path, kind):
         getattr(one, "settings", None) for one in saved.mixture.memories
     ]
     text = documents(3, start=60)
-    assert evaluate(again, text).perplexity == pytest.approx(evaluate(saved.mixture, text).perplexity, rel=1e-4)
+    assert again.evaluate(text).perplexity == pytest.approx(saved.mixture.evaluate(text).perplexity, rel=1e-4)
     assert getattr(again.weights, "fraction", 0) == getattr(saved.mixture.weights, "fraction", 0)
 
 
@@ -178,7 +176,7 @@ def build_mixture(lm, path, kind):
         )
     memories = "knn" if kind == "one memory, fitted" else "knn,ngram"
     fresh = Mixture.open(path, lm, memories=memories, use_tuned=False)
-    tune(fresh, documents(6, start=30), weights="fitted" if memories == "knn" else "gated")
+    fresh.tune(documents(6, start=30), weights="fitted" if memories == "knn" else "gated")
     return Mixture.open(path, lm, options=MixtureOptions(skip_fraction=None if memories == "knn" else 0.5))
 
 
@@ -194,7 +192,7 @@ def test_a_tuned_mixture_is_saved_with_its_memories(model, tmp_path):
     mixture = model.mixture
     labels = ",".join(mixture.labels)
     fresh = Mixture.open(mixture.store.path, mixture.lm, memories=labels, use_tuned=False)
-    tune(fresh, documents(3, start=60), weights="fitted")
+    fresh.tune(documents(3, start=60), weights="fitted")
     tuned = KnnForCausalLM(Mixture.open(mixture.store.path, mixture.lm))
     tuned.save_pretrained(tmp_path / "saved")
     again = KnnForCausalLM.from_pretrained(tmp_path / "saved")

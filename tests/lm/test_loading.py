@@ -11,8 +11,6 @@ import pytest
 
 from knnlm.demo import informative_tokens, split_topics
 from knnlm.errors import MissingExtra, ModelError
-from knnlm.evaluation.evaluate import evaluate
-from knnlm.evaluation.tune import tune
 from knnlm.ingest.build import build
 from knnlm.lm import loading
 from knnlm.lm.causal import CausalLM
@@ -86,9 +84,9 @@ def test_a_memory_of_a_few_topics_lowers_the_perplexity_of_others(smol, tmp_path
     parts = split_topics(store=14_000, held_out=3_000)
     begin = time.perf_counter()
     build(parts.store, tmp_path / "memory", lm=smol)
-    result = tune(Mixture.open(tmp_path / "memory", smol), parts.valid, sources=["valid"])
+    result = Mixture.open(tmp_path / "memory", smol).tune(parts.valid, sources=["valid"])
     mixture = Mixture.open(tmp_path / "memory", smol)
-    measured = evaluate(mixture, parts.test)
+    measured = mixture.evaluate(parts.test)
     assert measured.perplexity < 0.97 * measured.base_perplexity
     assert measured.oracle_perplexity < measured.perplexity
     assert result.perplexity < result.base_perplexity

@@ -31,7 +31,6 @@ from knnlm.datastore.rewrite import derive
 from knnlm.datastore.store import Datastore
 from knnlm.datastore.suffix_array import open_suffixes
 from knnlm.errors import DatastoreCorrupt, DatastoreError
-from knnlm.evaluation.tune import tune
 from knnlm.ingest.build import build
 from knnlm.maintenance import repair as repair_module
 from knnlm.maintenance.repair import repair
@@ -394,7 +393,7 @@ def test_commands_report_problems_with_exit_codes(store_path, capfd):
 
 def test_tuned_gate_is_sound_and_a_damaged_one_is_set_aside(store_path, lm):
     held_out = documents(6, words=40, start=50)
-    tune(Mixture.open(store_path, lm), held_out, weights="gated")
+    Mixture.open(store_path, lm).tune(held_out, weights="gated")
     (gate,) = (store_path / "mixtures").glob("*.safetensors")
     found = verify(store_path, deep=True)
     assert found.sound, found.problems
@@ -420,8 +419,8 @@ def test_damaged_output_matrix_is_found_and_set_aside(store_path):
 
 def test_tuned_weights_without_their_gate_are_removed_and_others_stay(store_path, lm):
     held_out = documents(6, words=40, start=50)
-    tune(Mixture.open(store_path, lm, memories="ngram"), held_out, weights="fixed")
-    tune(Mixture.open(store_path, lm, memories="knn"), held_out, weights="gated")
+    Mixture.open(store_path, lm, memories="ngram").tune(held_out, weights="fixed")
+    Mixture.open(store_path, lm, memories="knn").tune(held_out, weights="gated")
     (gate,) = (store_path / "mixtures").glob("*.safetensors")
     gate.unlink()
     assert named(verify(store_path)) == {f"mixtures/{gate.name}"}

@@ -253,7 +253,7 @@ def test_the_language_model_may_be_its_own_second_opinion(lm, model_folder, tmp_
     store = knnlm.build(documents(4), tmp_path / "memory", lm=own)
     mixture = Mixture.open(store.path, own, memories=f"decoder={model_folder}:0.5", use_tuned=False)
     assert len(mixture.readers.models) == 1
-    measured = knnlm.evaluate(mixture, documents(2, start=70))
+    measured = mixture.evaluate(documents(2, start=70))
     assert measured.perplexity == pytest.approx(measured.base_perplexity, rel=1e-5)
     ids = torch.tensor([own.prompt("The memory of a model")])
     with torch.no_grad():

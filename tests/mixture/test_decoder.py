@@ -18,9 +18,7 @@ from helpers.stores import documents
 from helpers.training import fit_decoder
 from knnlm.datastore.store import Datastore
 from knnlm.errors import ModelMismatch, ParameterError
-from knnlm.evaluation.evaluate import evaluate
-from knnlm.evaluation.explain import explain
-from knnlm.evaluation.tune import tune, tune_decoder
+from knnlm.evaluation.tune import tune_decoder
 from knnlm.generation.causal import KnnForCausalLM
 from knnlm.ingest.build import build
 from knnlm.lm.causal import CausalLM
@@ -166,14 +164,14 @@ def test_a_decoder_is_opened_from_python_and_keeps_what_is_tuned_there(decoder, 
     assert Mixture.open(decoder, lm).lmbda == card.lmbda
     assert Mixture.open(decoder, lm, use_tuned=False).lmbda == 0.5
     assert Mixture.open(decoder, lm, lmbda=0.125).lmbda == 0.125
-    best = evaluate(Mixture.open(decoder, lm), documents(2, start=50)).perplexity
+    best = Mixture.open(decoder, lm).evaluate(documents(2, start=50)).perplexity
     assert best == pytest.approx(card.lmbda_facts["perplexity"], rel=1e-5)
     for weight in (card.lmbda - 0.05, card.lmbda + 0.05):
         worse = Mixture.open(decoder, lm, lmbda=min(1.0, max(0.0, weight)))
-        assert evaluate(worse, documents(2, start=50)).perplexity > best
-    assert [token.p_knn for token in explain(mixture, "The memory")] == [None] * len(lm.encode("The memory"))
+        assert worse.evaluate(documents(2, start=50)).perplexity > best
+    assert [token.p_knn for token in mixture.explain("The memory")] == [None] * len(lm.encode("The memory"))
     with pytest.raises(ParameterError, match="tune_decoder"):
-        tune(mixture, documents(1, start=50))
+        mixture.tune(documents(1, start=50))
     alone = Mixture(lm, mixture.memories, readers=mixture.readers)
     with pytest.raises(ParameterError, match="opened from a decoder"):
         tune_decoder(alone, documents(1, start=50))
@@ -187,7 +185,7 @@ def test_a_decoder_is_mixed_with_a_store(memory, desk, lm, capfd):
     tokens, p_base = probabilities(lm_folder(memory), HELD_OUT)
     _, p_decoder = probabilities(desk / "decoder", HELD_OUT)
     asked = Mixture.open(memory, memories="knn", lmbda=1.0)
-    p_knn = np.array([token.p_knn for token in explain(asked, HELD_OUT, top=0)])
+    p_knn = np.array([token.p_knn for token in asked.explain(HELD_OUT, top=0)])
     rows = range(len(tokens))
     right = 0.5 * p_base[rows, tokens] + 0.2 * p_knn + 0.3 * p_decoder[rows, tokens]
     assert figures["perplexity"] == pytest.approx(oracle.perplexity(right), rel=1e-4)

@@ -10,7 +10,6 @@ from helpers.stores import documents
 from knnlm.datastore.catalog import Catalog
 from knnlm.datastore.paths import CATALOG_FILE
 from knnlm.errors import DatastoreCorrupt
-from knnlm.evaluation.tune import tune
 from knnlm.ingest.build import build
 from knnlm.mixture.mixture import Mixture
 
@@ -41,14 +40,14 @@ def test_a_corrupt_tuning_names_the_command_that_repairs_it(lm, path, values):
     with pytest.raises(DatastoreCorrupt, match="Tune the store again: knnlm tune STORE TEXT"):
         Mixture.open(path, lm)
     # As the command does it.
-    tune(Mixture.open(path, lm, memories="knn,cache", use_tuned=False), documents(3, start=50), weights="fixed")
+    Mixture.open(path, lm, memories="knn,cache", use_tuned=False).tune(documents(3, start=50), weights="fixed")
     assert Mixture.open(path, lm).labels == ["knn", "cache"]
     assert Mixture.open(path, lm, memories="knn").labels == ["knn"]
 
 
 def test_tuning_keeps_the_readable_tunings_of_other_memories(lm, path):
     held_out = documents(3, start=50)
-    tune(Mixture.open(path, lm, memories="knn", use_tuned=False), held_out, weights="fixed", knn_temperatures=[1.25])
-    tune(Mixture.open(path, lm, memories="cache", use_tuned=False), held_out, weights="fixed")
+    Mixture.open(path, lm, memories="knn", use_tuned=False).tune(held_out, weights="fixed", knn_temperatures=[1.25])
+    Mixture.open(path, lm, memories="cache", use_tuned=False).tune(held_out, weights="fixed")
     assert Mixture.open(path, lm).labels == ["cache"]
     assert Mixture.open(path, lm, memories="knn").knn.knn_temperature == 1.25

@@ -29,10 +29,8 @@ from knnlm.corpus import Document
 from knnlm.datastore.locks import writer_lock
 from knnlm.datastore.store import Datastore
 from knnlm.errors import CorpusError, DatastoreBusy, DatastoreError, MissingExtra, ModelMismatch, ParameterError
-from knnlm.evaluation.evaluate import evaluate
 from knnlm.evaluation.fit import choose_settings, fit_weights, sweep_all, tabulate
 from knnlm.evaluation.trace import Trace
-from knnlm.evaluation.tune import tune
 from knnlm.ingest.build import build
 from knnlm.lm.causal import CausalLM
 from knnlm.mixture.mixture import Mixture
@@ -198,7 +196,7 @@ def test_a_growing_store_ends_as_the_whole_and_begins_as_a_part(studies, place, 
     assert (part, count) == (1.0, len(stored[0]))
     settings = {"k": k, "knn_temperature": temperature, "lmbda": weight}
     whole = Mixture.open(place / "memory", lm, memories="knn", use_tuned=False, **settings)
-    assert perplexity == pytest.approx(evaluate(whole, documents_of(place, "test")).perplexity, rel=1e-3)
+    assert perplexity == pytest.approx(whole.evaluate(documents_of(place, "test")).perplexity, rel=1e-3)
     order = sorted(Datastore.open(place / "memory").catalog.documents(), key=lambda document: document.sha256)
     taken = []
     for document in order:
@@ -272,7 +270,7 @@ def test_a_pruned_store_is_as_large_and_as_good_as_it_is_said(studies, place, lm
     assert share == facts["bytes_after"] / facts["bytes_before"]
     options = {"k": made.facts["k"], "knn_temperature": temperature, "lmbda": weight, "memories": "knn"}
     smaller = Mixture.open(tmp_path / "merged", lm, **options)
-    assert evaluate(smaller, documents_of(place, "test")).perplexity == pytest.approx(perplexity, rel=1e-3)
+    assert smaller.evaluate(documents_of(place, "test")).perplexity == pytest.approx(perplexity, rel=1e-3)
     assert rows["the whole store"][2] == facts["bytes_before"]
     assert not (place / "report" / "work" / "pruned").exists()
 
@@ -289,8 +287,8 @@ def test_mixtures_are_those_of_tune_and_eval(studies, place, lm, tmp_path):
     }
     for (name, kind), memories in wanted.items():
         fresh = Mixture.open(tmp_path / "memory", lm, memories=memories, use_tuned=False)
-        tuning = tune(fresh, documents_of(place, "valid"), weights=kind)
-        measured = evaluate(Mixture.open(tmp_path / "memory", lm, memories=memories), documents_of(place, "test"))
+        tuning = fresh.tune(documents_of(place, "valid"), weights=kind)
+        measured = Mixture.open(tmp_path / "memory", lm, memories=memories).evaluate(documents_of(place, "test"))
         _, _, weight, on_valid, _, on_test = rows[name, kind]
         assert on_valid == pytest.approx(tuning.perplexity, rel=2e-3), (name, kind)
         assert on_test == pytest.approx(measured.perplexity, rel=1e-2), (name, kind)
@@ -404,9 +402,9 @@ def test_searches_are_left_out_as_eval_leaves_them_out(studies, place, lm, tmp_p
     shutil.copytree(place / "memory", tmp_path / "memory")
     memories = f"knn,cache,ngram,output,decoder={place / 'second'}"
     fresh = Mixture.open(tmp_path / "memory", lm, memories=memories, use_tuned=False)
-    tune(fresh, documents_of(place, "valid"), weights="gated")
+    fresh.tune(documents_of(place, "valid"), weights="gated")
     blind = Mixture.open(tmp_path / "memory", lm, memories=memories, options=MixtureOptions(skip_fraction=1.0))
-    assert rows[-1][2] == pytest.approx(evaluate(blind, documents_of(place, "test")).perplexity, rel=1e-2)
+    assert rows[-1][2] == pytest.approx(blind.evaluate(documents_of(place, "test")).perplexity, rel=1e-2)
 
 
 def test_gains_of_all_groups_add_up_to_the_gain(studies, test, made, stored):

@@ -15,8 +15,6 @@ from helpers.models import TEXT
 from helpers.server import serving, talking
 from helpers.stores import documents
 from knnlm.corpus import Document
-from knnlm.evaluation.evaluate import evaluate
-from knnlm.evaluation.explain import explain
 from knnlm.generation.causal import KnnForCausalLM
 from knnlm.mixture.mixture import Mixture
 
@@ -205,7 +203,7 @@ def test_a_request_chooses_its_memory(server, client, mixture):
 def test_a_score_is_what_evaluation_finds_and_can_be_weighed_anew(server, mixture):
     text = TEXT[:150]
     scored = server.post("/v1/score", text=text, sources=2)
-    right = evaluate(mixture, [Document(id="a", source="a", text=text)])
+    right = mixture.evaluate([Document(id="a", source="a", text=text)])
     assert scored["perplexity"] == pytest.approx(right.perplexity, rel=1e-3)
     assert scored["perplexity_lm"] == pytest.approx(right.base_perplexity, rel=1e-3)
     assert "".join(token["text"] for token in scored["knnlm"]["tokens"]) == text
@@ -215,7 +213,7 @@ def test_a_score_is_what_evaluation_finds_and_can_be_weighed_anew(server, mixtur
     other = Mixture.open(mixture.store.path, mixture.lm, k=5, knn_temperature=3.0, lmbda=0.2)
     # All documents begin with the same context, so which of them are nearest to the first position is anybody's guess.
     told = [token["p"] for token in again["knnlm"]["tokens"]]
-    np.testing.assert_allclose(told[1:], [token.p for token in explain(other, text)][1:], rtol=1e-3)
+    np.testing.assert_allclose(told[1:], [token.p for token in other.explain(text)][1:], rtol=1e-3)
     assert again["perplexity"] == pytest.approx(math.exp(-np.mean(np.log(told))), rel=1e-4)
     fresh = server.post("/v1/score", text=text, memory={"lambda": 0.2, "k": 5, "knn_temperature": 3.0})
     np.testing.assert_allclose(told, [token["p"] for token in fresh["knnlm"]["tokens"]], rtol=1e-4)

@@ -16,9 +16,6 @@ from helpers.models import TEXT, tiny, tiny_tokenizer
 from helpers.stores import documents
 from knnlm.corpus import Document
 from knnlm.errors import ParameterError
-from knnlm.evaluation.evaluate import evaluate
-from knnlm.evaluation.explain import explain
-from knnlm.evaluation.tune import tune
 from knnlm.generation.causal import KnnForCausalLM
 from knnlm.ingest.build import build
 from knnlm.lm.causal import CausalLM
@@ -136,8 +133,7 @@ def test_memories_that_remember_the_text_work_in_a_batch(memories, lm, tmp_path)
 
 def test_a_gate_that_skips_searches_works_in_a_batch(lm, tmp_path):
     build(documents(10), tmp_path / "memory", lm=lm)
-    tune(
-        Mixture.open(tmp_path / "memory", lm, memories="knn,ngram", use_tuned=False),
+    Mixture.open(tmp_path / "memory", lm, memories="knn,ngram", use_tuned=False).tune(
         documents(6, start=30),
         weights="gated",
     )
@@ -221,7 +217,7 @@ def test_tokens_are_told_of_as_explain_does(scheduler):
     """Echoed prompts go through the same numbers as `explain`, which reads texts in another way."""
     text = PROMPTS[2]
     answer = tokens_of(scheduler.submit(make_request(scheduler, text, 0, echo=True, sources=3)))
-    right = explain(scheduler.mixture, text, top=3)
+    right = scheduler.mixture.explain(text, top=3)
     assert [token.text for token in answer] == [token.token for token in right]
     for token, other in zip(answer, right, strict=True):
         assert token.p_lm == pytest.approx(other.p_lm, rel=1e-3)
@@ -239,7 +235,7 @@ def test_tokens_are_told_of_as_explain_does(scheduler):
 def test_a_score_is_the_perplexity_of_evaluation(scheduler):
     text = TEXT[:200]
     answer = tokens_of(scheduler.submit(make_request(scheduler, text, 0, echo=True)))
-    right = evaluate(scheduler.mixture, [Document(id="a", source="a", text=text)])
+    right = scheduler.mixture.evaluate([Document(id="a", source="a", text=text)])
     mean = -sum(token.log_p for token in answer) / len(answer)
     assert math.exp(mean) == pytest.approx(right.perplexity, rel=1e-3)
     assert math.exp(-np.mean([token.components.log_probs[0] for token in answer])) == pytest.approx(

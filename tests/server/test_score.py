@@ -12,8 +12,6 @@ from helpers.models import tiny, tiny_tokenizer
 from helpers.server import read_stream, serving
 from helpers.stores import documents
 from knnlm.corpus import Document
-from knnlm.evaluation.evaluate import evaluate
-from knnlm.evaluation.explain import explain
 from knnlm.ingest.build import build
 from knnlm.lm.causal import CausalLM
 from knnlm.mixture.mixture import Mixture
@@ -45,7 +43,7 @@ def document(text):
 def test_a_text_longer_than_the_model_reads_at_once_scores_as_in_evaluation(lm, path, memories):
     mixture = Mixture.open(path, lm, memories=memories, k=16, knn_temperature=8.0, use_tuned=False)
     assert len(lm.encode(LONG)) > 2 * lm.max_length
-    right, explained = evaluate(mixture, [document(LONG)]), explain(mixture, LONG)
+    right, explained = mixture.evaluate([document(LONG)]), mixture.explain(LONG)
     with serving(mixture) as running:
         scored = running.post("/v1/score", text=LONG, sources=1)
         again = running.post("/v1/rescore", id=scored["knnlm"]["id"], **{"lambda": 0.2})
@@ -67,7 +65,7 @@ def test_a_text_longer_than_the_window_is_scored_in_windows_whether_or_not_the_m
     mixture = Mixture.open(path, lm, **SETTINGS)
     text = LONG[:200]
     assert 64 < len(lm.encode(text)) < lm.max_length
-    right = evaluate(mixture, [document(text)])
+    right = mixture.evaluate([document(text)])
     with serving(mixture) as running:
         assert running.post("/v1/score", text=text)["perplexity"] == pytest.approx(right.perplexity, rel=1e-4)
 
@@ -79,7 +77,7 @@ def test_a_window_is_read_whole_and_none_of_it_twice_at_every_length_around_its_
         for length in (63, 64, 65, 88, 89):
             text = lm.decode(tokens[:length])
             assert lm.encode(text) == tokens[:length]
-            scored, right = running.post("/v1/score", text=text), evaluate(mixture, [document(text)])
+            scored, right = running.post("/v1/score", text=text), mixture.evaluate([document(text)])
             assert scored["tokens"] == right.tokens == length
             assert math.log(scored["perplexity"]) == pytest.approx(math.log(right.perplexity), rel=1e-4)
 

@@ -15,7 +15,6 @@ from helpers.models import tiny, tiny_tokenizer
 from helpers.server import Running, serving
 from helpers.stores import documents
 from knnlm.corpus import Document
-from knnlm.evaluation.explain import explain
 from knnlm.ingest.build import build
 from knnlm.lm.causal import CausalLM
 from knnlm.mixture.mixture import Mixture
@@ -270,7 +269,7 @@ def test_scoring_shows_where_the_memory_helps_and_hurts(browser, server, lm, sto
     page.fill("#given", TEXT)
     page.click("#measure")
     page.wait_for_selector("#scored:not([hidden])")
-    explained = explain(Mixture.open(store.path, lm, **SETTINGS), TEXT)
+    explained = Mixture.open(store.path, lm, **SETTINGS).explain(TEXT)
     gains = np.log([token.p / token.p_lm for token in explained])
     assert "".join(words(page, "text-score")) == TEXT
     np.testing.assert_allclose(shown(page, "text-score", "gain"), gains, atol=2e-3)

@@ -26,9 +26,6 @@ from knnlm.datastore.paths import CATALOG_FILE, DECODER_FOLDER
 from knnlm.datastore.rewrite import derive
 from knnlm.datastore.store import Datastore
 from knnlm.errors import CorpusError, DatastoreCorrupt, DatastoreError, ParameterError
-from knnlm.evaluation.evaluate import evaluate
-from knnlm.evaluation.sweep import sweep
-from knnlm.evaluation.trace import record
 from knnlm.generation.causal import KnnForCausalLM
 from knnlm.ingest.build import build
 from knnlm.lm.causal import CausalLM
@@ -110,15 +107,15 @@ def test_the_figures_are_what_plain_models_and_evaluations_give(adapted, base, m
     assert (result.leaked_documents, result.model) == (0, str(model_folder))
 
     # The store alone by a sweep over a trace of its own: one λ of a grid, so never better than the best.
-    trace = record(Mixture.open(out, base, memories="knn", use_tuned=False), kept, tmp_path / "trace", k=1024)
-    on_grid = sweep(trace).best[3]
+    trace = Mixture.open(out, base, memories="knn", use_tuned=False).record(kept, tmp_path / "trace", k=1024)
+    on_grid = trace.sweep().best[3]
     assert result.knn <= on_grid * (1 + 1e-6)
     assert result.knn == pytest.approx(on_grid, rel=1e-2)
     mixture = Mixture.open(out)
     assert (mixture.weights.kind, ",".join(mixture.labels)) == ("gated", MEMORIES)
     assert [model.name for model in mixture.readers.models] == [str(model_folder), str(out / "decoder")]
     # Networks that saw the documents do no worse on them than those that did not.
-    assert evaluate(mixture, kept).perplexity <= result.everything * 1.02
+    assert mixture.evaluate(kept).perplexity <= result.everything * 1.02
     assert result.everything < min(result.base, result.fine_tuned, result.decoder)
     assert load_adaptation(out) == result
 
@@ -341,7 +338,7 @@ def test_one_command_adapts_and_the_others_just_work(texts, model_folder, base, 
     assert (found["weights"], found["leaked_documents"]) == ("gated", 0)
     assert found["perplexity"] < found["base_perplexity"]
     assert found["base_perplexity"] == pytest.approx(
-        evaluate(Mixture.open("moved/decoder", base, lmbda=0.0), library.read_documents("valid.txt")).perplexity,
+        Mixture.open("moved/decoder", base, lmbda=0.0).evaluate(library.read_documents("valid.txt")).perplexity,
         rel=1e-5,
     )
     code, out, err = knnlm(capfd, "generate", "moved", "The memory of", "--max-new-tokens", 3, "--json")

@@ -256,14 +256,13 @@ def _best_perplexity(
 ) -> float:
     """Return the lowest perplexity of one λ over the store's neighbours on a text."""
     from knnlm.corpus import read_documents
-    from knnlm.evaluation.sweep import KS, sweep
-    from knnlm.evaluation.trace import record
+    from knnlm.evaluation.sweep import KS
 
     mixture = open_mixture(store, model, machine, memories="knn", use_tuned=False)
     with tempfile.TemporaryDirectory(prefix="knnlm-prune-") as folder:
         place = Path(folder) / "trace"
-        trace = record(mixture, read_documents(*text), place, k=max(KS), limit=limit, progress=bar)
-        return float(sweep(trace, device=str(mixture.lm.device)).best[3])
+        trace = mixture.record(read_documents(*text), place, k=max(KS), limit=limit, progress=bar)
+        return float(trace.sweep(device=str(mixture.lm.device)).best[3])
 
 
 def token_log_p(store: Datastore, model: str | None, device: str, dtype: str) -> Any:

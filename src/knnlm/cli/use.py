@@ -136,7 +136,6 @@ def tune(
     other command uses it. Tune on text that is neither in the store nor in your test set. The kNN-LM of the paper is
     --memories knn --weights fixed. A decoder has only λ, which is saved in its folder.
     """
-    from knnlm.evaluation.tune import tune
     from knnlm.mixture.loader import is_decoder
 
     searching = {"metric": metric, "rerank": not no_rerank, "key_dtype": key_dtype}
@@ -155,7 +154,7 @@ def tune(
         chosen_on = text or []
         mixture = open_mixture(store, model, machine, memories=_memories(store, grid), use_tuned=False, **searching)
         options = {"weights": grid.weights or "gated", "sources": chosen_on, "limit": limit, **grid.values}
-        result = tune(mixture, _documents(chosen_on, text_field), progress=bar, **options)
+        result = mixture.tune(_documents(chosen_on, text_field), progress=bar, **options)
     _show_tuning(store, chosen_on, result, json=json)
 
 
@@ -273,12 +272,11 @@ def evaluate(
 
     Score every token of the text with the model alone and with its memories.
     """
-    from knnlm.evaluation.evaluate import evaluate
 
     documents = _documents(text, text_field)
     opened = mixture.open(store, model, machine)
     if save_trace is None:
-        result = evaluate(opened, documents, limit=limit, progress=bar)
+        result = opened.evaluate(documents, limit=limit, progress=bar)
     else:
         result = _record(opened, documents, save_trace, sources=text, limit=limit)
     if json:
@@ -290,10 +288,9 @@ def evaluate(
 def _record(mixture: Mixture, documents: Iterable[Document], path: Path, **reading: Any) -> Evaluation:
     """Record a trace, and evaluate it."""
     from knnlm.evaluation.fit import evaluate_trace
-    from knnlm.evaluation.trace import record
 
     begin = time.perf_counter()
-    trace = record(mixture, documents, path, progress=bar, **reading)
+    trace = mixture.record(documents, path, progress=bar, **reading)
     settings = [getattr(memory, "settings", ()) for memory in mixture.memories]
     return replace(evaluate_trace(trace, settings, mixture.weights), seconds=time.perf_counter() - begin)
 
@@ -406,11 +403,10 @@ def explain(
     Show, for each token, its probability by the model, by each memory and by the mixture, and the nearest neighbours
     with their weights, tokens and documents.
     """
-    from knnlm.evaluation.explain import explain
 
     opened = mixture.open(store, model, machine)
     text = _text(text)
-    explained = explain(opened, text, top=top)
+    explained = opened.explain(text, top=top)
     if json:
         print_json({"text": text, "tokens": [asdict(token) for token in explained]})
         return

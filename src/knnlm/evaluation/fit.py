@@ -321,16 +321,7 @@ def sweep_all(trace: Trace, *, grid: Grid | None = None, device: str = "cpu") ->
     sweeps: list[Sweep | None] = []
     for number, memory in enumerate(trace.memories):
         if memory.has_neighbours:
-            sweeps.append(
-                sweep(
-                    trace,
-                    memory=number,
-                    ks=own.ks,
-                    knn_temperatures=own.knn_temperatures,
-                    lambdas=own.lambdas,
-                    device=device,
-                )
-            )
+            sweeps.append(sweep(trace, memory=number, device=device, **asdict(own)))
             own = Grid.of()
         else:
             sweeps.append(None)

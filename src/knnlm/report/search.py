@@ -11,7 +11,6 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from knnlm.evaluation.sweep import replay, sweep
 from knnlm.evaluation.trace import MemoryTrace, Trace
 from knnlm.index.base import Index, Neighbours, Vectors
 from knnlm.memories.knn import KnnMemory
@@ -201,7 +200,7 @@ def choose(
     memory: int = 0,
 ) -> Outcome:
     """Choose k (where it is not given), τ and λ of a memory on one text, and measure them on the other."""
-    found = sweep(valid, memory=memory, ks=None if k is None else [k], knn_temperatures=knn_temperatures)
+    found = valid.sweep(memory=memory, ks=None if k is None else [k], knn_temperatures=knn_temperatures)
     best_k, knn_temperature, lmbda, perplexity = found.best
-    measured = replay(test, k=best_k, knn_temperature=knn_temperature, lmbda=lmbda, memory=memory)
+    measured = test.replay(k=best_k, knn_temperature=knn_temperature, lmbda=lmbda, memory=memory)
     return Outcome(best_k, knn_temperature, lmbda, perplexity, measured.perplexity)

@@ -30,7 +30,6 @@ from knnlm.datastore.store import Datastore, check_folder, text_hash
 from knnlm.errors import CorpusError, DatastoreCorrupt, DatastoreError, ParameterError
 from knnlm.evaluation.fit import fit_weights, tabulate
 from knnlm.evaluation.sweep import KS
-from knnlm.evaluation.trace import record
 from knnlm.evaluation.tune import fit_decoder, save_result, scratch, token_frequencies, tune_trace
 from knnlm.ingest.build import build
 from knnlm.io import atomic_write
@@ -253,7 +252,7 @@ def _tune(store: Datastore, lm: CausalLM, splits: _Splits, limit: int, progress:
     device = str(lm.device)
     with writer_lock(store.path), scratch(store.path) as place:
         wanted = min(limit, splits.held_out_tokens)
-        trace = record(mixture, splits.held_out, place / "trace", k=max(KS), limit=wanted, progress=progress)
+        trace = mixture.record(splits.held_out, place / "trace", k=max(KS), limit=wanted, progress=progress)
         tuning = tune_trace(trace, store, specs=mixture.specs, device=device, progress=progress)
         save_result(store.path, tuning, trace)
         best_settings = [spec.settings[:1] for spec in tuning.specs]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from knnlm.evaluation.sweep import Sweep, sweep
+from knnlm.evaluation.sweep import Sweep
 from knnlm.report.context import ReportContext
 from knnlm.report.search import Outcome
 from knnlm.report.study import FIGURES, Cell, Line, Plot, Study, Table, lowest, percent_lower
@@ -85,8 +85,8 @@ def study_lambda(desk: ReportContext) -> Study:
 def _on_test(desk: ReportContext) -> Sweep:
     """Try the settings of the first text on the second."""
     tried = desk.sweep
-    return sweep(
-        desk.test.trace, memory=desk.knn, ks=tried.ks, knn_temperatures=tried.knn_temperatures, lambdas=tried.lambdas
+    return desk.test.trace.sweep(
+        memory=desk.knn, ks=tried.ks, knn_temperatures=tried.knn_temperatures, lambdas=tried.lambdas
     )
 
 
