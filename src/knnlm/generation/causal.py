@@ -296,8 +296,8 @@ def generate_tokens(
 ) -> list[int]:
     """Return the tokens that continue a prompt, by the mixture or, without `use_memory`, by the model alone."""
     lm = mixture.lm
-    longest = mixture.max_length if use_memory else lm.max_length
-    ids = torch.tensor([lm.prompt(prompt, room=max_new_tokens, max_length=longest)], device=lm.device)
+    max_length = mixture.max_length if use_memory else lm.max_length
+    ids = torch.tensor([lm.prompt(prompt, room=max_new_tokens, max_length=max_length)], device=lm.device)
     if seed is not None:
         torch.manual_seed(seed)
     model: Any = KnnForCausalLM(mixture) if use_memory else lm.model
