@@ -299,7 +299,7 @@ def test_memories_that_cannot_be_opened_are_one_line(memory, texts, tmp_path, ca
 
 def test_a_finished_memory_is_not_built_over(memory, texts, model_folder, capfd):
     line = failure(capfd, "build", texts / "docs", "--out", memory, "--model", model_folder)
-    assert "finished memory already" in line
+    assert "finished store already" in line
 
 
 def test_another_model_is_given_the_memory_and_one_with_another_tokenizer_is_refused(memory, texts, tmp_path, capfd):

@@ -273,16 +273,16 @@ def test_ctrl_c_says_that_the_same_command_goes_on_and_it_does(lm, memory, model
     for text, document in zip(texts, NEW, strict=True):
         text.write_text(document.text)
     command = ["add", str(memory), *map(str, texts), "--model", str(model_folder)]
-    groups = adding.groups
+    batch_documents = adding.batch_documents
 
     def pressed(*args):
-        found = groups(*args)
-        yield next(found)
-        yield next(found)
+        batches = batch_documents(*args)
+        yield next(batches)
+        yield next(batches)
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(adding, "groups", pressed)
+        patch.setattr(adding, "batch_documents", pressed)
         assert run(command) == 130
     assert "the same command goes on: a build or an add goes on from its last segment" in capfd.readouterr().err
     assert names(memory) == ["d0", "d1", "d2"]

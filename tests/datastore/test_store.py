@@ -91,10 +91,10 @@ KILLED = """
     from helpers.models import tiny, tiny_tokenizer
     from knnlm import CausalLM, build
     from knnlm.datastore import catalog, segments
-    from knnlm.ingest import build as builder
+    from knnlm.ingest import segment_builder
     dying = Dying(int(sys.argv[2]))
     segments.ArrayWriter.write = dying(segments.ArrayWriter.write)
-    builder.sync_folder = dying(builder.sync_folder)
+    segment_builder.sync_folder = dying(segment_builder.sync_folder)
     catalog.Catalog.add_segment = dying(catalog.Catalog.add_segment)
     catalog.Catalog._put = dying(catalog.Catalog._put)
     lm = CausalLM(tiny("llama"), tiny_tokenizer(), name="tiny-llama")
@@ -164,7 +164,7 @@ def test_resuming_with_other_text_or_settings_is_refused_and_loses_nothing(lm, t
 
 
 def test_a_finished_memory_and_a_folder_of_other_things_are_not_written_over(lm, store, tmp_path):
-    with pytest.raises(DatastoreError, match="finished memory already"):
+    with pytest.raises(DatastoreError, match="finished store already"):
         build(documents(1), store.path, lm=lm)
     (tmp_path / "thesis.tex").write_text("years of work")
     with pytest.raises(DatastoreError, match=r"holds thesis\.tex"):

@@ -1,4 +1,4 @@
-"""The pipeline of a fast device, on a CPU: the bytes are those of the plain way, whatever happens in between."""
+"""The pipeline of a GPU, run on a CPU: the bytes are those of a synchronous build, also after errors."""
 
 from __future__ import annotations
 
@@ -27,10 +27,9 @@ from knnlm.datastore import segments as segment
 from knnlm.datastore.catalog import Catalog
 from knnlm.datastore.store import Datastore
 from knnlm.errors import DatastoreError, ModelError, ParameterError
-from knnlm.ingest import build as builder
-from knnlm.ingest import pipeline
+from knnlm.ingest import pipeline, segment_builder
 from knnlm.ingest.add import add
-from knnlm.ingest.batches import Group, groups
+from knnlm.ingest.batches import DocumentBatch, batch_documents
 from knnlm.ingest.build import build
 from knnlm.lm.causal import CausalLM
 from knnlm.lm.windows import WindowShape, windows
@@ -40,12 +39,12 @@ HERE = Path(__file__).parent.parent
 
 @pytest.fixture
 def piped(monkeypatch):
-    """Lets builds on the CPU go the way of a fast device, in small pieces."""
+    """A function that lets builds on the CPU use the pipeline, in small chunks."""
 
     def switch() -> None:
-        monkeypatch.setattr(pipeline, "DEVICES", {"cpu"})
-        monkeypatch.setattr(pipeline, "_PIECE", 1000)
-        monkeypatch.setattr(pipeline, "_DOCUMENTS", 3)
+        monkeypatch.setattr(pipeline, "PIPELINED_DEVICES", {"cpu"})
+        monkeypatch.setattr(pipeline, "_COPY_BYTES", 1000)
+        monkeypatch.setattr(pipeline, "_MAX_CALL_DOCUMENTS", 3)
 
     return switch
 
@@ -65,7 +64,7 @@ SHAPES = [
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_the_bytes_are_those_of_the_plain_way(lm, tmp_path, piped, shape):
+def test_the_bytes_are_those_of_a_synchronous_build(lm, tmp_path, piped, shape):
     text = [*documents(9), Document("none", "empty", ""), Document("one", "short", "a"), *documents(3, start=9)]
     plain = build(text, tmp_path / "plain", lm=lm, **shape)
     piped()
@@ -80,7 +79,7 @@ def test_the_bytes_are_those_of_the_plain_way(lm, tmp_path, piped, shape):
 
 
 @pytest.mark.parametrize(("factor", "shift"), [(1.0, 3000.0), (1.0, 3e4), (1e6, 0.0), (20.0, 1e5), (1e9, 1e8)])
-def test_large_keys_are_stored_as_in_the_plain_way(tmp_path, piped, factor, shift):
+def test_large_keys_are_stored_as_by_a_synchronous_build(tmp_path, piped, factor, shift):
     lm = large_model(factor, shift)
     plain = build(documents(8), tmp_path / "plain", lm=lm, segment_entries=100)
     assert plain.offset is not None
@@ -106,7 +105,7 @@ def test_segments_before_and_after_one_of_too_large_keys_are_right(tmp_path, pip
     assert store.resident_keys is None
 
 
-def test_float32_keys_go_the_plain_way(lm, tmp_path, piped):
+def test_float32_keys_are_written_synchronously(lm, tmp_path, piped):
     build(documents(4), tmp_path / "plain", lm=lm, keys="float32", segment_entries=150)
     piped()
     store = build(documents(4), tmp_path / "piped", lm=lm, keys="float32", segment_entries=150, keep_on_device=True)
@@ -114,12 +113,12 @@ def test_float32_keys_go_the_plain_way(lm, tmp_path, piped):
     assert store.resident_keys is None
 
 
-def test_a_device_without_room_is_relieved_and_then_passed_by(lm, tmp_path, piped, monkeypatch):
+def test_keys_leave_a_device_without_free_memory(lm, tmp_path, piped, monkeypatch):
     build(documents(12), tmp_path / "plain", lm=lm, segment_entries=150)
     piped()
     for name, rooms in {"never": [], "at first": [10**9, 10**9], "later": [10**9, 0, 0, 0, 0, 0, 10**9]}.items():
         left = iter(rooms)
-        monkeypatch.setattr(builder, "room", lambda _, left=left: next(left, 0))
+        monkeypatch.setattr(segment_builder, "free_bytes", lambda _, left=left: next(left, 0))
         store = build(documents(12), tmp_path / name, lm=lm, segment_entries=150, keep_on_device=True)
         assert contents(tmp_path / name) == contents(tmp_path / "plain")
         assert store.resident_keys is None
@@ -158,10 +157,10 @@ def test_progress_counts_every_byte_once(lm, tmp_path, piped):
 
     total = sum(len(document.text.encode()) for document in text)
     with pytest.raises(RuntimeError):
-        build(stopping(), tmp_path / "memory", lm=lm, segment_entries=150, progress=Bar)
+        build(stopping(), tmp_path / "store", lm=lm, segment_entries=150, progress=Bar)
     assert 0 < sum(counted) < total
     counted.clear()
-    build(text, tmp_path / "memory", lm=lm, segment_entries=150, progress=Bar)
+    build(text, tmp_path / "store", lm=lm, segment_entries=150, progress=Bar)
     assert sum(counted) == total
     assert len(counted) > 4
     assert totals == [None, total]
@@ -197,20 +196,20 @@ def whole(lm, tmp_path):
 
 
 @pytest.mark.parametrize("count", [0, 1, 5, 8, 11])
-def test_an_error_of_the_source_comes_after_all_before_it_is_stored(lm, tmp_path, piped, whole, count):
+def test_an_error_of_the_source_is_raised_after_the_documents_before_it_are_stored(lm, tmp_path, piped, whole, count):
     def stopping(error):
         yield from documents(count)
         raise error
 
     piped()
-    for name, error in {"memory": OSError("gone"), "stopped": KeyboardInterrupt()}.items():
+    for name, error in {"store": OSError("gone"), "stopped": KeyboardInterrupt()}.items():
         with pytest.raises(type(error)):
             build(stopping(error), tmp_path / name, lm=lm, segment_entries=150)
         assert not threads()
-    done = sum(len(group.documents) for group in grouped(lm, documents(count)) if group.rows >= 150)
+    done = sum(len(batch.documents) for batch in grouped(lm, documents(count)) if batch.rows >= 150)
     with pytest.raises(DatastoreError, match=f"{done} documents are in"):
-        Datastore.open(tmp_path / "memory")
-    for name in ("memory", "stopped"):
+        Datastore.open(tmp_path / "store")
+    for name in ("store", "stopped"):
         catalog = Catalog.open(tmp_path / name / "catalog.db")
         resumed = catalog.document_count() > 0
         catalog.close()
@@ -219,13 +218,13 @@ def test_an_error_of_the_source_comes_after_all_before_it_is_stored(lm, tmp_path
         assert (store.resident_keys is None) == resumed
 
 
-def grouped(lm: CausalLM, text: list[Document]) -> list[Group]:
-    return list(groups(((document, lm.encode(document.text)) for document in text), 150))
+def grouped(lm: CausalLM, text: list[Document]) -> list[DocumentBatch]:
+    return list(batch_documents(((document, lm.encode(document.text)) for document in text), 150))
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
 @pytest.mark.parametrize("passes", [1, 2, 4, 6])
-def test_an_error_of_the_model_leaves_what_was_read_before_it(lm, tmp_path, piped, whole, monkeypatch, passes, error):
+def test_an_error_of_the_model_keeps_the_segments_before_it(lm, tmp_path, piped, whole, monkeypatch, passes, error):
     piped()
     original, left = CausalLM.forward, [passes]
 
@@ -238,20 +237,20 @@ def test_an_error_of_the_model_leaves_what_was_read_before_it(lm, tmp_path, pipe
     with monkeypatch.context() as patch:
         patch.setattr(CausalLM, "forward", failing)
         with pytest.raises(error):
-            build(documents(12), tmp_path / "memory", lm=lm, segment_entries=150, batch_tokens=1024)
+            build(documents(12), tmp_path / "store", lm=lm, segment_entries=150, batch_tokens=1024)
     assert not threads()
     # Each segment is one batch here, after one pass that calibrates.
     with pytest.raises(DatastoreError, match="unfinished build") as caught:
-        Datastore.open(tmp_path / "memory")
-    done = sum(len(group.documents) for group in grouped(lm, documents(12))[: max(0, passes - 2)])
+        Datastore.open(tmp_path / "store")
+    done = sum(len(batch.documents) for batch in grouped(lm, documents(12))[: max(0, passes - 2)])
     assert f"{done} documents are in" in str(caught.value)
-    build(documents(12), tmp_path / "memory", lm=lm, segment_entries=150)
-    assert contents(tmp_path / "memory") == whole
+    build(documents(12), tmp_path / "store", lm=lm, segment_entries=150)
+    assert contents(tmp_path / "store") == whole
 
 
 @pytest.mark.parametrize("once", [False, True])  # then segments behind the one that failed get to the disk
 @pytest.mark.parametrize("call", [1, 2, 4, 5, 7])
-def test_a_full_disk_is_our_error_and_the_build_goes_on_when_there_is_room(
+def test_a_full_disk_is_an_error_and_the_build_resumes_when_there_is_space(
     lm, tmp_path, piped, whole, monkeypatch, call, once
 ):
     piped()
@@ -266,16 +265,16 @@ def test_a_full_disk_is_our_error_and_the_build_goes_on_when_there_is_room(
     with monkeypatch.context() as patch:
         patch.setattr(segment.os, "fsync", failing)
         with pytest.raises(DatastoreError, match=r"Cannot write .*: No space left on device"):
-            build(documents(12), tmp_path / "memory", lm=lm, segment_entries=150)
+            build(documents(12), tmp_path / "store", lm=lm, segment_entries=150)
     assert not threads()
-    kept = {name: data for name, data in contents(tmp_path / "memory").items() if name.endswith(".npy")}
-    build(documents(12), tmp_path / "memory", lm=lm, segment_entries=150)
-    assert contents(tmp_path / "memory") == whole
+    kept = {name: data for name, data in contents(tmp_path / "store").items() if name.endswith(".npy")}
+    build(documents(12), tmp_path / "store", lm=lm, segment_entries=150)
+    assert contents(tmp_path / "store") == whole
     for name, data in kept.items():
         assert "partial" in name or whole[name] == data
 
 
-# A build that stops itself with SIGKILL, in whichever thread, when it has written so many pieces.
+# A build that stops itself with SIGKILL, in any thread, after a number of writes.
 KILLED = """
     import sys
     sys.path.insert(0, {here!r})
@@ -284,11 +283,11 @@ KILLED = """
     from helpers.models import tiny, tiny_tokenizer
     from knnlm import CausalLM, build
     from knnlm.datastore import catalog, segments
-    from knnlm.ingest import build as builder, pipeline
-    pipeline.DEVICES, pipeline._PIECE = {{"cpu"}}, 1000
+    from knnlm.ingest import pipeline, segment_builder
+    pipeline.PIPELINED_DEVICES, pipeline._COPY_BYTES = {{"cpu"}}, 1000
     dying = Dying(int(sys.argv[2]))
     segments.ArrayWriter.write = dying(segments.ArrayWriter.write)
-    builder.sync_folder = dying(builder.sync_folder)
+    segment_builder.sync_folder = dying(segment_builder.sync_folder)
     catalog.Catalog.add_segment = dying(catalog.Catalog.add_segment)
     lm = CausalLM(tiny("llama"), tiny_tokenizer(), name="tiny-llama")
     build(documents(12), sys.argv[1], lm=lm, segment_entries=150)
@@ -305,16 +304,16 @@ def test_a_build_killed_at_any_write_resumes_and_ends_with_the_same_bytes(lm, tm
     assert contents(tmp_path / "killed") == whole
 
 
-def test_a_model_that_gives_nan_is_an_error_with_the_place(tmp_path, piped):
+def test_nan_keys_are_an_error_that_names_the_place(tmp_path, piped):
     piped()
     lm = large_model(1.0)
     with torch.no_grad():
         lm.model.transformer.wte.weight[lm.encode("é")[0]] = torch.nan
     bad = Document("bad", "bad.txt", "A café in the library.")
     with pytest.raises(ModelError, match=r"undefined hidden states at transformer\.h\.2\.mlp \(among .* bad\.txt"):
-        build([*documents(2), bad, *documents(6, start=2)], tmp_path / "memory", lm=lm, segment_entries=1)
+        build([*documents(2), bad, *documents(6, start=2)], tmp_path / "store", lm=lm, segment_entries=1)
     with pytest.raises(DatastoreError, match="2 documents are in"):
-        Datastore.open(tmp_path / "memory")
+        Datastore.open(tmp_path / "store")
 
 
 TEXTS = st.lists(st.text(st.characters(exclude_categories=["Cs"]), max_size=60), max_size=8)
@@ -322,11 +321,11 @@ TEXTS = st.lists(st.text(st.characters(exclude_categories=["Cs"]), max_size=60),
 
 @settings(max_examples=40)
 @given(texts=TEXTS)
-def test_texts_tokenised_together_are_as_tokenised_alone(lm, texts):
+def test_texts_are_tokenised_together_as_alone(lm, texts):
     assert lm.encode_all(texts) == [lm.encode(text) for text in texts]
 
 
-def test_what_cannot_be_tokenised_is_refused_together_as_alone(lm):
+def test_texts_that_cannot_be_tokenised_are_refused_together_as_alone(lm):
     small = CausalLM(tiny("llama"), tiny_tokenizer(), name="small")
     small.vocab_size = max(lm.encode("library")) - 1
     for model, text, error in ((lm, "ab\ud800", ParameterError), (small, "library", ModelError)):
@@ -338,7 +337,7 @@ def test_what_cannot_be_tokenised_is_refused_together_as_alone(lm):
 
 
 def test_documents_are_tokenised_ahead_in_order_and_not_too_far(lm, monkeypatch):
-    monkeypatch.setattr(pipeline, "_DOCUMENTS", 3)
+    monkeypatch.setattr(pipeline, "_MAX_CALL_DOCUMENTS", 3)
     taken = []
 
     def source():
@@ -350,41 +349,41 @@ def test_documents_are_tokenised_ahead_in_order_and_not_too_far(lm, monkeypatch)
     for document, tokens in pipeline.tokenise_ahead(source(), lm):
         given.append(document)
         assert tokens == lm.encode(document.text)
-        assert len(taken) - len(given) < 3 * (pipeline._AHEAD + 1)
+        assert len(taken) - len(given) < 3 * (pipeline._CALLS_AHEAD + 1)
     assert given == taken == documents(40)
     assert not threads()
-    monkeypatch.setattr(pipeline, "_CHARACTERS", 1)
+    monkeypatch.setattr(pipeline, "_MAX_CALL_CHARACTERS", 1)
     assert [document for document, _ in pipeline.tokenise_ahead(documents(5), lm)] == documents(5)
     assert list(pipeline.tokenise_ahead([], lm)) == []
 
 
-def test_a_bad_text_is_refused_after_those_before_it_and_leaves_no_thread(lm):
+def test_a_bad_text_is_refused_after_the_texts_before_it_and_leaves_no_thread(lm):
     text = [*documents(4), Document("bad", "bad", "ab\ud800"), *documents(4, start=4)]
     reading = pipeline.tokenise_ahead(text, lm)
     assert [next(reading)[0] for _ in range(4)] == documents(4)
     with pytest.raises(ParameterError, match="not Unicode at character 2"):
         next(reading)
-    reading = pipeline.tokenised(iter(documents(4)), lm)
+    reading = pipeline.tokenise(iter(documents(4)), lm)
     next(reading)
     reading.close()
     assert not threads()
 
 
 @given(lengths=st.lists(st.integers(0, 60), max_size=6), context=st.integers(1, 20), data=st.data())
-def test_whole_windows_are_counted_as_they_are_cut(lengths, context, data):
+def test_full_windows_are_counted_as_they_are_cut(lengths, context, data):
     shape = WindowShape(context, data.draw(st.integers(1, context)))
-    group = Group()
+    batch = DocumentBatch()
     for length in lengths:
-        group.add(Document("d", "d", "x" * length), list(range(length)))
-    cut = [window for tokens in group.tokens for window in windows(tokens, shape, start_token=0)]
-    assert group.whole_windows(shape) == sum(len(window) == context for window in cut)
+        batch.add(Document("d", "d", "x" * length), list(range(length)))
+    cut = [window for tokens in batch.tokens for window in windows(tokens, shape, start_token=0)]
+    assert batch.full_windows(shape) == sum(len(window) == context for window in cut)
 
 
 @given(lengths=st.lists(st.integers(0, 60), max_size=6), count=st.integers(1, 200))
-def test_the_beginning_of_a_group_is_its_first_tokens(lengths, count):
-    group, first = Group(), 0
+def test_the_sample_of_a_batch_is_its_first_tokens(lengths, count):
+    batch, first = DocumentBatch(), 0
     for length in lengths:
-        group.add(Document("d", "d", ""), list(range(first, first + length)))
+        batch.add(Document("d", "d", ""), list(range(first, first + length)))
         first += length
-    sample = [token for tokens in group.beginning(count) for token in tokens]
+    sample = [token for tokens in batch.sample(count) for token in tokens]
     assert sample == list(range(min(count, first)))

@@ -11,8 +11,7 @@ import torch
 from helpers.models import FAMILIES, LAYERS, tiny, tiny_tokenizer
 from helpers.stores import contents, documents
 from knnlm.datastore.store import Datastore
-from knnlm.ingest import build as builder
-from knnlm.ingest import pipeline
+from knnlm.ingest import pipeline, segment_builder
 from knnlm.ingest.build import build
 from knnlm.lm.causal import CausalLM
 from knnlm.lm.compile import blocks_before, compiled
@@ -143,13 +142,13 @@ TEXT = {"segment_entries": 300, "batch_tokens": 64, "window": WindowShape(16, 8)
 def counting(monkeypatch):
     """Builds that compile do it with a backend that counts."""
     count = Counting()
-    monkeypatch.setattr(builder, "compiled", functools.partial(compiled, backend=count))
+    monkeypatch.setattr(segment_builder, "compiled", functools.partial(compiled, backend=count))
     return count
 
 
 @pytest.mark.parametrize("devices", [set(), {"cpu"}])
 def test_a_resumed_build_does_as_it_began(lm, tmp_path, counting, monkeypatch, devices):
-    monkeypatch.setattr(pipeline, "DEVICES", devices)
+    monkeypatch.setattr(pipeline, "PIPELINED_DEVICES", devices)
     plain = build(documents(12), tmp_path / "plain", lm=lm, **TEXT)
     assert plain.catalog.get("compile") is False  # a CPU is not worth it
     assert counting.calls == 0
@@ -178,8 +177,8 @@ def test_a_build_that_cannot_compile_goes_on_and_says_so_in_the_catalog(lm, tmp_
         raise RuntimeError("no C compiler")
 
     plain = build(documents(12), tmp_path / "plain", lm=lm, **TEXT)
-    monkeypatch.setattr(builder, "compiled", functools.partial(compiled, backend=failing))
+    monkeypatch.setattr(segment_builder, "compiled", functools.partial(compiled, backend=failing))
     with pytest.warns(UserWarning, match="no C compiler"):
-        build(documents(12), tmp_path / "memory", lm=lm, compile=True, **TEXT)
-    assert contents(tmp_path / "memory") == contents(plain.path)
-    assert Datastore.open(tmp_path / "memory").catalog.get("compile") is False
+        build(documents(12), tmp_path / "store", lm=lm, compile=True, **TEXT)
+    assert contents(tmp_path / "store") == contents(plain.path)
+    assert Datastore.open(tmp_path / "store").catalog.get("compile") is False

@@ -1,9 +1,8 @@
-"""Add documents to a finished memory. Knows nothing about search.
+"""Add documents to a finished store.
 
-They are read as the others were and become segments behind the last one. All of them are there from one moment on, or
-none: until then they are `pending`, and a command that was stopped and is given again goes on behind what it had read.
-What was stored is not touched, so that to add takes as long as what is added. Documents whose text is stored already
-are passed over.
+New documents become segments behind the last one. All of them appear at once or not at all: until then they are staged,
+and a command that was stopped and is run again continues behind the staged ones. Stored segments are not touched, so
+the time depends only on what is added. Documents whose text is already stored are skipped.
 """
 
 from __future__ import annotations
@@ -23,9 +22,10 @@ from knnlm.datastore.paths import CATALOG_FILE
 from knnlm.datastore.staging import StagedAddition
 from knnlm.datastore.store import metadata_of, text_hash
 from knnlm.errors import ModelMismatch
-from knnlm.ingest.batches import groups
-from knnlm.ingest.build import Build, usual_segment_entries
-from knnlm.ingest.pipeline import tokenised
+from knnlm.ingest.batches import batch_documents
+from knnlm.ingest.build import default_segment_entries
+from knnlm.ingest.pipeline import tokenise
+from knnlm.ingest.segment_builder import SegmentBuilder
 from knnlm.lm.causal import CausalLM
 from knnlm.lm.fingerprint import identity_difference
 from knnlm.progress import Advance, Progress, silent
@@ -33,13 +33,13 @@ from knnlm.progress import Advance, Progress, silent
 
 @dataclass(frozen=True)
 class Added:
-    """What became of the documents that were given."""
+    """The result of an addition."""
 
     documents: int  # that are new
     tokens: int  # of them
     skipped: int  # documents whose text was stored already
-    resumed: int  # of the new ones, those that a command that was stopped had read already
-    generation: int  # of the memory, as it is now
+    resumed: int  # of the new ones, those that a stopped command had read already
+    generation: int  # of the store, after the addition
 
 
 def add(
@@ -50,47 +50,46 @@ def add(
     wait: float = 0.0,
     progress: Progress = silent,
 ) -> Added:
-    """Add documents to a memory, all or none; `wait` for another writer so many seconds.
+    """Add documents to a store, all or none, after waiting at most `wait` seconds for the store's lock.
 
-    What an addition that was stopped had read is not read again, if it is among
-    the documents; and dropped, if it is not.
+    Documents that a stopped addition had read are not read again; those that are missing now are dropped.
     """
     folder = Path(path)
     with writer_lock(folder, wait=wait), closing(Catalog.open(folder / CATALOG_FILE, write=True)) as catalog:
         check_complete(catalog)
         _check_model(catalog, lm)
         purge(folder, catalog)
-        pending = StagedAddition(folder, catalog)
-        pending.check()
-        waiting = DeferredEncoder(folder, pending, storage_of(catalog), width=lm.width)
+        staged = StagedAddition(folder, catalog)
+        staged.check()
+        encoder = DeferredEncoder(folder, staged, storage_of(catalog), width=lm.width)
         source = DocumentMeter(documents)
         with progress("reading", total=source.total_bytes, unit="bytes") as advance:
-            new = _New(source, catalog, pending, advance)
-            work = Build(folder, pending, lm, waiting, source, advance, compile=False, keep=False)
-            with closing(tokenised(new, lm)) as pairs:
-                work.run(groups(pairs, catalog.get("segment_entries") or usual_segment_entries(lm)))
+            new = _NewDocuments(source, catalog, staged, advance)
+            builder = SegmentBuilder(folder, staged, lm, encoder, source, advance, compile=False, keep_on_device=False)
+            with closing(tokenise(new, lm)) as tokenised:
+                builder.run(batch_documents(tokenised, catalog.get("segment_entries") or default_segment_entries(lm)))
             advance(source.take_rest())
-        count, tokens = pending.commit()
+        count, tokens = staged.commit()
         return Added(count, tokens, new.skipped, new.resumed, catalog.generation)
 
 
-class _New:
-    """The documents that are neither stored nor pending, each text once."""
+class _NewDocuments:
+    """The documents that are neither stored nor staged, each text once."""
 
-    def __init__(self, documents: DocumentMeter, catalog: Catalog, pending: StagedAddition, advance: Advance) -> None:
+    def __init__(self, documents: DocumentMeter, catalog: Catalog, staged: StagedAddition, advance: Advance) -> None:
         self.skipped = self.resumed = 0
-        self._documents, self._catalog, self._pending, self._advance = documents, catalog, pending, advance
+        self._documents, self._catalog, self._staged, self._advance = documents, catalog, staged, advance
 
     def __iter__(self) -> Iterator[Document]:
-        given: set[str] = set()  # now: most of them are not in the catalog yet
+        hashes: set[str] = set()  # of this addition, which is not in the catalog yet
         for document in self._documents:
-            known = text_hash(document.text)
-            if known in given or self._catalog.holds(known):
+            sha256 = text_hash(document.text)
+            if sha256 in hashes or self._catalog.holds(sha256):
                 self.skipped += 1
                 self._advance(self._documents.drop_last())
                 continue
-            given.add(known)
-            if self._pending.claim(document, known):
+            hashes.add(sha256)
+            if self._staged.claim(document, sha256):
                 self.resumed += 1
                 self._advance(self._documents.drop_last())
             else:
@@ -98,13 +97,15 @@ class _New:
 
 
 def _check_model(catalog: Catalog, lm: CausalLM) -> None:
-    """Refuse a model whose keys would mean nothing among those that are stored."""
-    found: dict[str, Any] = metadata_of(catalog, "model", dict)
-    place, own = (lm.key_layer.place, lm.key_layer.layer), (found.get("key_layer"), found.get("layer"))
-    wrong = identity_difference(found, lm.identity) or (("key layer", own, place) if own != place else None)
-    if wrong is not None:
-        what, stored, now = wrong
+    """Raise an error unless the model is the reader of the store."""
+    model: dict[str, Any] = metadata_of(catalog, "model", dict)
+    place, stored_place = (lm.key_layer.place, lm.key_layer.layer), (model.get("key_layer"), model.get("layer"))
+    change = identity_difference(model, lm.identity)
+    if change is None and stored_place != place:
+        change = "key layer", stored_place, place
+    if change is not None:
+        field, stored, loaded = change[0].replace("_", " "), *change[1:]
         raise ModelMismatch(
-            f"{catalog.path.parent} was built with {found.get('name')} ({what.replace('_', ' ')} {stored}), but the "
-            f"loaded model is {lm.name} ({what.replace('_', ' ')} {now}). Add with --model {found.get('name')}."
+            f"{catalog.path.parent} was built with {model.get('name')} ({field} {stored}), but the loaded model is "
+            f"{lm.name} ({field} {loaded}). Add with --model {model.get('name')}."
         )

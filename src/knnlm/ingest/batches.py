@@ -1,4 +1,4 @@
-"""Gather documents until they make a segment. Knows nothing about how keys are read or where they are written."""
+"""Batches of documents, each of which becomes one segment."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ Tokenised = tuple[Document, list[int]]
 
 
 @dataclass
-class Group:
-    """Documents that will make one segment."""
+class DocumentBatch:
+    """Tokenised documents that will become one segment."""
 
     documents: list[Document] = field(default_factory=list)
     tokens: list[list[int]] = field(default_factory=list)
@@ -24,13 +24,13 @@ class Group:
     size: int = 0  # bytes of the input
 
     def add(self, document: Document, tokens: list[int]) -> None:
-        """Take one more document."""
+        """Append a document."""
         self.documents.append(document)
         self.tokens.append(tokens)
         self.rows += len(tokens)
 
-    def beginning(self, count: int) -> list[list[int]]:
-        """Give the first documents, cut where they have so many tokens."""
+    def sample(self, count: int) -> list[list[int]]:
+        """Return the tokens of the first documents, at most `count` in all."""
         sample: list[list[int]] = []
         for tokens in self.tokens:
             sample.append(tokens[:count])
@@ -39,38 +39,38 @@ class Group:
                 break
         return sample
 
-    def whole_windows(self, shape: WindowShape) -> int:
-        """Count the windows that are as long as windows get."""
+    def full_windows(self, shape: WindowShape) -> int:
+        """Return the number of windows of the full context length."""
         lengths = (len(tokens) for tokens in self.tokens if len(tokens) >= shape.context)
         return sum((length - shape.context) // shape.stride + 1 for length in lengths)
 
-    def by_bytes(self, advance: Advance) -> Advance:
+    def advance_bytes(self, advance: Advance) -> Advance:
         """Return a callback that takes rows and advances by the bytes they came from."""
         done, size = 0, self.size
 
-        def by_rows(rows: int) -> None:
+        def advance_rows(rows: int) -> None:
             nonlocal done
             before, done = done, done + rows
             advance(size * done // self.rows - size * before // self.rows)
 
-        return by_rows
+        return advance_rows
 
     def stored(self, segment: int, *, first_row: int, number: int) -> Iterator[StoredDocument]:
-        """Give the catalog rows of the documents."""
+        """Yield the catalog entries of the documents."""
         for document, tokens in zip(self.documents, self.tokens, strict=True):
-            known, fields = text_hash(document.text), document.fields
-            yield StoredDocument(number, document.id, document.source, segment, first_row, len(tokens), known, fields)
+            sha256, fields = text_hash(document.text), document.fields
+            yield StoredDocument(number, document.id, document.source, segment, first_row, len(tokens), sha256, fields)
             number += 1
             first_row += len(tokens)
 
 
-def groups(tokenised: Iterable[Tokenised], rows: int) -> Iterator[Group]:
-    """Gather whole documents until they have so many rows."""
-    group = Group()
+def batch_documents(tokenised: Iterable[Tokenised], rows: int) -> Iterator[DocumentBatch]:
+    """Group whole documents into batches of at least `rows` tokens, except the last."""
+    batch = DocumentBatch()
     for document, tokens in tokenised:
-        group.add(document, tokens)
-        if group.rows >= rows:
-            yield group
-            group = Group()
-    if group.rows:
-        yield group
+        batch.add(document, tokens)
+        if batch.rows >= rows:
+            yield batch
+            batch = DocumentBatch()
+    if batch.rows:
+        yield batch

@@ -1,8 +1,7 @@
-"""Keep a fast model busy: text is tokenised ahead of it, keys are written behind it. Knows nothing about catalogs.
+"""Keep a GPU busy: tokenise text ahead of the model, and write keys behind it.
 
-Keys stay on the device until all of a segment are there, in the order of their rows and in the type they are stored
-in. From there a thread takes them to the disk while the model reads the next segment. The bytes are those that a
-`KeyWriter` would write.
+Keys stay on the device until a segment is complete, in the order of their rows and in float16. Then a thread writes
+them to disk while the model reads the next segment. The bytes are those that a `KeyWriter` would write.
 """
 
 from __future__ import annotations
@@ -32,31 +31,26 @@ from knnlm.io import translate_os_errors
 from knnlm.lm.causal import CausalLM
 from knnlm.lm.windows import Window, WindowShape, batches, windows
 
-DEVICES = {"cuda"}
+PIPELINED_DEVICES = {"cuda"}
 
-_CHARACTERS, _DOCUMENTS = 1 << 22, 1024  # in one call of the tokenizer, at most
-
-_AHEAD = 2  # such calls that are under way or done before their text is needed
-
-_PIECE = 1 << 26  # bytes that go from the device to the disk at a time
-
-_ENCODED = 1 << 14  # keys that are encoded at a time
-
+_MAX_CALL_CHARACTERS, _MAX_CALL_DOCUMENTS = 1 << 22, 1024  # of one call of the tokenizer
+_CALLS_AHEAD = 2  # of the tokenizer
+_COPY_BYTES = 1 << 26  # from the device to the disk at a time
+_ENCODED_KEYS = 1 << 14  # at a time
 _THREADS = 2  # that write, and as many that hash
-
-_LARGEST = 65504.0 / 2  # above this, a KeyWriter divides what it writes
+_MAX_UNSCALED_KEY = 65504.0 / 2  # above this, a KeyWriter divides the keys
 
 Encode = Callable[[Tensor], Tensor]
 
 
-def pipelined(device: torch.device) -> bool:
-    """Say whether a model is so fast here that tokenizer and disk would make it wait."""
-    return device.type in DEVICES
+def is_pipelined(device: torch.device) -> bool:
+    """Whether a model on this device is so fast that it would wait for tokenizer and disk."""
+    return device.type in PIPELINED_DEVICES
 
 
-def tokenised(documents: Iterable[Document], lm: CausalLM) -> Generator[Tokenised]:
-    """Give each document with its tokens, ahead of time where that helps."""
-    if pipelined(lm.device):
+def tokenise(documents: Iterable[Document], lm: CausalLM) -> Generator[Tokenised]:
+    """Yield each document with its tokens, made ahead of time on a GPU."""
+    if is_pipelined(lm.device):
         yield from tokenise_ahead(documents, lm)
     else:
         for document in documents:
@@ -64,14 +58,14 @@ def tokenised(documents: Iterable[Document], lm: CausalLM) -> Generator[Tokenise
 
 
 def tokenise_ahead(documents: Iterable[Document], lm: CausalLM) -> Iterator[Tokenised]:
-    """Give each document with its tokens, which a thread makes ahead of time.
+    """Yield each document with its tokens, which a thread makes ahead of time.
 
-    Documents are taken from their source in the caller's thread. An error there, or in a text, is raised after all that
-    came before it was given. Close the iterator when it is not read to its end.
+    Documents are read from their source in the caller's thread. An error there, or in a text, is raised after all
+    documents before it were yielded. Close the iterator when it is not read to its end.
     """
     pool = ThreadPoolExecutor(1, "knnlm-tokenise")
-    waiting: deque[tuple[list[Document], Future[list[list[int]]]]] = deque()
-    source = _gather(documents)
+    pending: deque[tuple[list[Document], Future[list[list[int]]]]] = deque()
+    source = _tokenizer_calls(documents)
     failure: Exception | None = None
     try:
         while True:
@@ -81,26 +75,26 @@ def tokenise_ahead(documents: Iterable[Document], lm: CausalLM) -> Iterator[Toke
                 batch, failure = None, error
             if batch is None:
                 break
-            waiting.append((batch, pool.submit(lm.encode_all, [document.text for document in batch])))
-            if len(waiting) > _AHEAD:
-                yield from _result(*waiting.popleft(), lm)
-        while waiting:
-            yield from _result(*waiting.popleft(), lm)
+            pending.append((batch, pool.submit(lm.encode_all, [document.text for document in batch])))
+            if len(pending) > _CALLS_AHEAD:
+                yield from _result(*pending.popleft(), lm)
+        while pending:
+            yield from _result(*pending.popleft(), lm)
         if failure is not None:
             raise failure
     finally:
         pool.shutdown(cancel_futures=True)
 
 
-def _gather(documents: Iterable[Document]) -> Iterator[list[Document]]:
-    """Gather documents for one call of the tokenizer; those that came before a failure are given first."""
+def _tokenizer_calls(documents: Iterable[Document]) -> Iterator[list[Document]]:
+    """Yield the documents of each call of the tokenizer; those before an error are yielded first."""
     batch: list[Document] = []
     characters = 0
     try:
         for document in documents:
             batch.append(document)
             characters += len(document.text)
-            if characters >= _CHARACTERS or len(batch) >= _DOCUMENTS:
+            if characters >= _MAX_CALL_CHARACTERS or len(batch) >= _MAX_CALL_DOCUMENTS:
                 yield batch
                 batch, characters = [], 0
     except Exception:
@@ -115,7 +109,7 @@ def _result(batch: list[Document], future: Future[list[list[int]]], lm: CausalLM
     try:
         tokens = future.result()
     except KnnlmError:
-        # One after another, so that those before the bad one are not lost, and the error is about that one.
+        # One after another, so that those before the bad one are kept, and the error is about that one.
         for document in batch:
             yield document, lm.encode(document.text)
         return
@@ -123,15 +117,15 @@ def _result(batch: list[Document], future: Future[list[list[int]]], lm: CausalLM
 
 
 @dataclass(frozen=True)
-class Collected:
-    """The keys of a segment where the model is; `largest` is known when the device gets there."""
+class CollectedKeys:
+    """The keys of a segment on the device, complete once `done` has been recorded there."""
 
     keys: Tensor  # (N, D) float16
-    largest: Tensor  # () float32, in absolute value; undefined where a key is
-    done: torch.cuda.Event | None  # None where the device does not run behind
+    largest: Tensor  # () float32, the largest absolute value; NaN if a key has NaN
+    done: torch.cuda.Event | None  # None where the device is synchronous
 
 
-def collect(
+def collect_keys(
     lm: CausalLM,
     documents: Sequence[Sequence[int]],
     shape: WindowShape,
@@ -139,8 +133,8 @@ def collect(
     batch_tokens: int,
     offset: Tensor | None,
     advance: Callable[[int], None],
-) -> Collected:
-    """Read documents and keep their keys, less the offset, on the device, without waiting for it; `advance` by rows."""
+) -> CollectedKeys:
+    """Read documents and return their keys, minus the offset, on the device, without waiting for it."""
     device = lm.device
     row, ready = 0, list[Window]()
     for document in documents:
@@ -163,33 +157,33 @@ def collect(
     if device.type == "cuda":
         done = torch.cuda.Event(blocking=True)
         done.record(torch.cuda.current_stream(device))
-    return Collected(keys, largest, done)
+    return CollectedKeys(keys, largest, done)
 
 
 def _layout(batch: Sequence[Window]) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
-    """Give what the model reads (B, T), where in it the scored positions are, and which rows these have."""
-    longest = len(batch[0])
-    ids = np.full((len(batch), longest), batch[0].start_token, np.int64)
+    """Return the model's input (B, T), the flat places of the scored positions in it, and their rows."""
+    length = len(batch[0])  # the longest comes first
+    ids = np.full((len(batch), length), batch[0].start_token, np.int64)
     places, rows = [], []
     for number, window in enumerate(batch):
-        # The token before each position; before the first one the start token, which is there already.
+        # The token before each position; before the first one it is the start token, which is filled in already.
         first = 0 if window.begin else 1
         ids[number, first : len(window)] = window.document[window.begin + first - 1 : window.end - 1]
         count = window.end - window.scored
-        begin = number * longest + window.scored - window.begin
+        begin = number * length + window.scored - window.begin
         places.append(np.arange(begin, begin + count))
         rows.append(np.arange(window.row, window.row + count))
     return ids, np.concatenate(places), np.concatenate(rows)
 
 
 def _send(array: NDArray[np.int64], device: torch.device) -> Tensor:
-    """Copy to the device; from pinned memory, since any other makes the host wait for the device."""
+    """Copy an array to the device; from pinned memory, since otherwise the host waits for the device."""
     tensor = torch.from_numpy(array)
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 
 
-def room(device: torch.device) -> int:
-    """Say how many bytes of the device keys may take, which leaves some for the model to work in."""
+def free_bytes(device: torch.device) -> int:
+    """Return how many bytes of the device keys may take, leaving some for the model's activations."""
     if device.type != "cuda":
         return sys.maxsize
     free, total = torch.cuda.mem_get_info(device)
@@ -199,21 +193,21 @@ def room(device: torch.device) -> int:
 
 @dataclass(frozen=True)
 class WrittenSegment:
-    """What became of a segment: the hashes of its files, or None where its keys cannot be stored as they are."""
+    """A segment on disk, or one that was not written because its keys are too large for float16."""
 
-    largest: float
-    sums: tuple[str, str] | None  # of keys and values
+    largest: float  # absolute value of a key
+    checksums: tuple[str, str] | None  # of keys and values; None where nothing was written
 
 
-class Disk:
-    """Writes segments in threads. Leave it as a context: what was handed in is finished, or fails, first."""
+class SegmentWriter:
+    """Writes segments in threads; leaving the context waits until all are finished or failed."""
 
-    def __init__(self, seal: Callable[[Path, Path], None]) -> None:
-        self._seal = seal  # makes a folder that was written under the first name appear under the second
+    def __init__(self, publish: Callable[[Path, Path], None]) -> None:
+        self._publish = publish  # renames a finished folder from the first to the second path
         self._writers = ThreadPoolExecutor(_THREADS, "knnlm-write")
         self._hashers = ThreadPoolExecutor(_THREADS, "knnlm-hash")
 
-    def __enter__(self) -> Disk:
+    def __enter__(self) -> SegmentWriter:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -223,65 +217,65 @@ class Disk:
     def submit(
         self,
         final: Path,
-        collected: Collected,
+        collected: CollectedKeys,
         values: NDArray[np.int32],
         file: str = KEYS_FILE,
         encode: Encode | None = None,
     ) -> Future[WrittenSegment]:
-        """Write keys and values when the device has the keys, first under a name for what is not finished.
+        """Write keys and values under a temporary name, once the device has computed the keys, and publish them.
 
-        `encode` says what is stored of keys, if not the keys themselves.
+        `encode` returns the stored form of keys; without it they are stored as they are.
         """
         return self._writers.submit(self._write, final, collected, values, file, encode)
 
     def _write(
-        self, final: Path, collected: Collected, values: NDArray[np.int32], file: str, encode: Encode | None
+        self, final: Path, collected: CollectedKeys, values: NDArray[np.int32], file: str, encode: Encode | None
     ) -> WrittenSegment:
         keys, partial = collected.keys, final.with_suffix(".partial")
         if collected.done is not None:
             collected.done.synchronize()
-        # On a stream of its own: on the model's, a copy would come after all that the model still has to do.
+        # On its own stream: on the model's, a copy would wait for all the work that is queued there.
         with torch.cuda.stream(torch.cuda.Stream(keys.device)) if keys.device.type == "cuda" else nullcontext():
             largest = float(collected.largest)
-            if not largest <= _LARGEST:
+            if not largest <= _MAX_UNSCALED_KEY:
                 return WrittenSegment(largest, None)
             with translate_os_errors(partial):
                 partial.mkdir(parents=True)
-            stored = keys if encode is None else torch.cat([encode(some) for some in keys.split(_ENCODED)])
+            stored = keys if encode is None else torch.cat([encode(part) for part in keys.split(_ENCODED_KEYS)])
             dtype = str(stored.dtype).removeprefix("torch.")
-            sums = (
-                self._write_array(partial / file, dtype, tuple(stored.shape), _pieces(stored)),
+            checksums = (
+                self._write_array(partial / file, dtype, tuple(stored.shape), _chunks(stored)),
                 self._write_array(partial / VALUES_FILE, "int32", values.shape, [values]),
             )
-        self._seal(partial, final)
-        return WrittenSegment(largest, sums)
+        self._publish(partial, final)
+        return WrittenSegment(largest, checksums)
 
-    def _write_array(self, path: Path, dtype: str, shape: tuple[int, ...], pieces: Iterable[NDArray[Any]]) -> str:
-        """Write an array piece by piece and give its file's hash, made at the same time."""
+    def _write_array(self, path: Path, dtype: str, shape: tuple[int, ...], chunks: Iterable[NDArray[Any]]) -> str:
+        """Write an array chunk by chunk and return the SHA-256 of the file, computed at the same time."""
         digest = hashlib.sha256(_header(dtype, shape))
         with ArrayWriter(path, dtype, shape[1:]) as writer:
-            for piece in pieces:
-                hashed = self._hashers.submit(digest.update, piece.data if piece.size else b"")
+            for chunk in chunks:
+                hashed = self._hashers.submit(digest.update, chunk.data if chunk.size else b"")
                 try:
-                    writer.append(piece)
+                    writer.append(chunk)
                 finally:
-                    hashed.result()  # the next piece may come to lie in the same memory
+                    hashed.result()  # the next chunk uses the same memory
         return digest.hexdigest()
 
 
-def _pieces(keys: Tensor) -> Iterator[NDArray[Any]]:
-    """Bring keys to the host in pieces; each is gone when the next is asked for."""
-    step = max(1, _PIECE // (keys.element_size() * keys.shape[1]))
+def _chunks(keys: Tensor) -> Iterator[NDArray[Any]]:
+    """Yield keys in chunks on the host; each is overwritten by the next."""
+    step = max(1, _COPY_BYTES // (keys.element_size() * keys.shape[1]))
     pinned = keys.device.type == "cuda"
     host = torch.empty(min(step, len(keys)), keys.shape[1], dtype=keys.dtype, pin_memory=pinned)
     for begin in range(0, len(keys), step):
-        piece = host[: len(keys) - begin]
-        piece.copy_(keys[begin : begin + step])
-        yield piece.numpy()
+        chunk = host[: len(keys) - begin]
+        chunk.copy_(keys[begin : begin + step])
+        yield chunk.numpy()
 
 
 def _header(dtype: str, shape: tuple[int, ...]) -> bytes:
-    """Give the header of a .npy file, as `ArrayWriter` writes it."""
+    """Return the header of a .npy file, as `ArrayWriter` writes it."""
     file = io.BytesIO()
     write_header(file, np.dtype(dtype), shape)
     return file.getvalue()
