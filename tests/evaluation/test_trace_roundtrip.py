@@ -59,7 +59,7 @@ def test_votes_added_where_they_are_equal_votes_added_everywhere(seed, rows, k, 
     assert np.allclose(found, expected, rtol=1e-4, atol=1e-7)
     polled = [(part, weights[:, number]) for number, part in enumerate(parts, 1)]
     total = logits.log_softmax(1) + weights[:, :1].log()
-    assert torch.allclose(fixed._add_many(total.clone(), polled).exp(), torch.from_numpy(found), rtol=1e-4, atol=1e-7)
+    assert torch.allclose(fixed._add_dense(total.clone(), polled).exp(), torch.from_numpy(found), rtol=1e-4, atol=1e-7)
 
 
 def test_a_dense_mixture_makes_one_tensor_of_the_size_of_the_vocabulary():

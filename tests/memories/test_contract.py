@@ -182,7 +182,7 @@ def test_the_signals_of_neighbours_are_what_their_names_say(lm, store, kind):
             "distinct 64": np.log1p(len(set(named[:64]))),
             "distinct": np.log1p(len(set(named))),
             "entropy": -(spoken * np.log(spoken)).sum(),
-            "loudest": np.log(votes.max()),
+            "largest vote": np.log(votes.max()),
         }
         for name, value in expected.items():
             assert signals[name][row] == pytest.approx(value, rel=1e-3, abs=1e-3), name

@@ -310,7 +310,7 @@ def test_a_damaged_checkpoint_is_not_blamed_on_an_output_matrix(tmp_path):
     save_tensors(path, {"a": torch.zeros(2)}, {})
     assert load_tensors(path)[0]["a"].tolist() == [0, 0]
     path.write_bytes(path.read_bytes()[:20])
-    with pytest.raises(Exception, match=r"is damaged.*the command that made it"):
+    with pytest.raises(Exception, match=r"corrupt.*the command that made it"):
         load_tensors(path)
 
 

@@ -240,7 +240,7 @@ def test_a_gate_of_few_documents_does_no_harm_to_others():
         ratios = []
         for seed in range(4):
             features, logs, groups = text(documents, seed)
-            gate = train_gate(features, logs, groups, recipe=QUICK)
+            gate = train_gate(features, logs, groups, config=QUICK)
             new, wanted, _ = text(60, 100 + seed)
             none = torch.zeros(wanted.shape, dtype=torch.bool)
             mixed = log_mixed(wanted, gate.weights(new, none)).mean()
@@ -375,7 +375,7 @@ def test_buckets_refuse_what_does_not_fit():
         Buckets.fit(logs, nearest[:10])
     with pytest.raises(ParameterError, match="at least 1 bucket"):
         Buckets.fit(logs, nearest, count=0)
-    with pytest.raises(ParameterError, match="2 parts"):
+    with pytest.raises(ParameterError, match="2 components"):
         Buckets.fit(logs, nearest).weights(nearest, torch.zeros(50, 3, dtype=torch.bool))
 
 
@@ -430,13 +430,13 @@ def gate():
     features, logs, groups, _ = planted(0)
     logs[:, 2][torch.rand(len(logs), generator=torch.Generator().manual_seed(1)) < 0.2] = torch.nan
     names = [f"f{number}" for number in range(6)]
-    return train_gate(features, logs, groups, recipe=QUICK, feature_names=names, component_names=["lm", "a", "b"])
+    return train_gate(features, logs, groups, config=QUICK, feature_names=names, component_names=["lm", "a", "b"])
 
 
 def test_a_gate_finds_nearly_all_that_the_best_gate_gains():
     features, logs, groups, _ = planted(0)
     new, said, _, ideal = planted(1)
-    gate = train_gate(features, logs, groups, recipe=QUICK)
+    gate = train_gate(features, logs, groups, config=QUICK)
     plain = log_mixed(said, renormalise(fit(logs).weights.float(), said.isnan())).mean()
     gained = log_mixed(said, gate.weights(new, said.isnan())).mean() - plain
     assert float(gained) >= 0.9 * float(ideal.mean() - plain) > 0.1
@@ -450,7 +450,7 @@ def test_a_gate_finds_nearly_all_that_the_best_gate_gains():
 def test_a_gate_on_noise_does_no_harm(seed):
     features, logs, groups, _ = planted(seed, noise=True)
     new, said, _, _ = planted(seed + 10, noise=True)
-    gate = train_gate(features, logs, groups, recipe=QUICK)
+    gate = train_gate(features, logs, groups, config=QUICK)
     plain = log_mixed(said, renormalise(fit(logs).weights.float(), said.isnan())).double().mean()
     gated = log_mixed(said, gate.weights(new, said.isnan())).double().mean()
     assert math.exp(float(plain - gated)) <= 1.002
@@ -495,7 +495,7 @@ def test_nets_that_could_learn_by_heart_do_not_see_what_they_are_judged_on():
     random = torch.Generator().manual_seed(0)
     features = torch.randn(400, 80, generator=random)
     _, logs, groups, _ = planted(0, rows=400, noise=True)
-    gate = train_gate(features, logs, groups, recipe=NetworkConfig(epochs=40, patience=40))
+    gate = train_gate(features, logs, groups, config=NetworkConfig(epochs=40, patience=40))
     assert gate.facts["perplexity"] >= 0.98 * gate.facts["fitted_perplexity"]
     new, said = torch.randn(4000, 80, generator=random), planted(1, rows=4000)[1]
     plain = log_mixed(said, renormalise(gate.fitted, said.isnan())).mean()
@@ -506,19 +506,19 @@ def test_nets_that_could_learn_by_heart_do_not_see_what_they_are_judged_on():
 def test_training_is_the_same_for_the_same_seed_and_leaves_the_global_one_alone():
     features, logs, groups, _ = planted(0, rows=1500)
     before = torch.random.get_rng_state()
-    recipe = NetworkConfig(hidden=16, epochs=3, batch=256, dropout=0.2)
-    first, second = (train_gate(features, logs, groups, recipe=recipe) for _ in range(2))
+    config = NetworkConfig(hidden=16, epochs=3, batch=256, dropout=0.2)
+    first, second = (train_gate(features, logs, groups, config=config) for _ in range(2))
     assert torch.equal(torch.random.get_rng_state(), before)
     for name, tensor in first.state()[0].items():
         assert torch.equal(tensor, second.state()[0][name]), name
-    other = train_gate(features, logs, groups, recipe=NetworkConfig(hidden=16, epochs=3, batch=256, seed=1))
+    other = train_gate(features, logs, groups, config=NetworkConfig(hidden=16, epochs=3, batch=256, seed=1))
     assert not torch.equal(other.nets.layers[0][0], first.nets.layers[0][0])
 
 
 @pytest.mark.parametrize("rows", [1, 2, 9, 63])
 def test_a_gate_of_a_few_rows_is_the_fitted_weights(rows):
     features, logs, groups, _ = planted(0, rows=rows)
-    gate = train_gate(features, logs, groups, recipe=QUICK)
+    gate = train_gate(features, logs, groups, config=QUICK)
     expected = fit(logs, prior=torch.ones(3)).weights.float()
     found = gate.weights(features, logs.isnan())
     torch.testing.assert_close(found, expected.expand(rows, 3), atol=1e-4, rtol=0)
@@ -529,7 +529,7 @@ def test_a_gate_of_some_hundred_rows_or_of_one_document_does_no_harm():
     new, said, _, _ = planted(10)
     for rows, one in ((100, False), (300, False), (300, True), (3000, True)):
         features, logs, groups, _ = planted(0, rows=rows)
-        gate = train_gate(features, logs, groups * 0 if one else groups, recipe=QUICK)
+        gate = train_gate(features, logs, groups * 0 if one else groups, config=QUICK)
         plain = log_mixed(said, renormalise(gate.fitted, said.isnan())).mean()
         gated = log_mixed(said, gate.weights(new, said.isnan())).mean()
         assert math.exp(float(plain - gated)) <= 1.002, rows
@@ -539,7 +539,7 @@ def test_a_part_that_always_abstained_and_a_feature_that_never_changed_have_no_s
     features, logs, groups, _ = planted(0, rows=1500)
     logs[:, 1] = torch.nan
     features[:, 3] = 7.0
-    gate = train_gate(features, logs, groups, recipe=QUICK)
+    gate = train_gate(features, logs, groups, config=QUICK)
     assert gate.fitted[1] < 1e-6
     changed = features.clone()
     changed[:, 3] = 1e9
@@ -611,9 +611,9 @@ def test_a_gate_refuses_what_it_cannot_be_trained_on_or_asked(gate):
         train_gate(features, logs, groups)
     with pytest.raises(ParameterError, match="folds at least 2"):
         NetworkConfig(folds=1)
-    with pytest.raises(ParameterError, match="6 features and weighs 3 parts"):
+    with pytest.raises(ParameterError, match="6 features and 3 components"):
         gate.weights(features[:, :2], logs.isnan())
-    with pytest.raises(ParameterError, match="6 features and weighs 3 parts"):
+    with pytest.raises(ParameterError, match="6 features and 3 components"):
         gate.weights(features, logs.isnan()[:, :2])
 
 
@@ -633,7 +633,7 @@ def gains(seed, rows=8000):
 def skip():
     """Trained on one text."""
     features, gain, groups, _ = gains(0)
-    return train_skip(features, gain, groups, recipe=QUICK)
+    return train_skip(features, gain, groups, config=QUICK)
 
 
 @pytest.mark.parametrize("fraction", [0.0, 0.1, 0.25, 0.5, 0.75, 0.9, 1.0])
@@ -660,8 +660,8 @@ def test_the_predicted_gain_is_near_the_expected_one(skip):
 
 def test_where_nothing_was_learnt_the_fraction_still_holds():
     features, gain, groups, _ = gains(0, rows=2000)
-    same = train_skip(torch.zeros_like(features), gain, groups, recipe=QUICK)
-    few = train_skip(features[:20], gain[:20], groups[:20], recipe=QUICK)
+    same = train_skip(torch.zeros_like(features), gain, groups, config=QUICK)
+    few = train_skip(features[:20], gain[:20], groups[:20], config=QUICK)
     for skip in (same, few):
         asked = skip.search_mask(features, 0.3)
         assert float(asked.float().mean()) == pytest.approx(0.7, abs=0.05)

@@ -982,5 +982,5 @@ def test_lambda_is_written_into_the_card_and_hostile_cards_are_refused_in_one_li
         assert CARD in str(caught.value)
     save_card(out, card)
     assert load_card(out) == card
-    with pytest.raises(DatastoreError, match="is no decoder"):
+    with pytest.raises(DatastoreError, match="is not a decoder"):
         load_card(tmp_path)

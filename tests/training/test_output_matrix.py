@@ -607,7 +607,7 @@ def test_one_process_trains_at_a_time(store, tmp_path):
 
 def test_damaged_files_are_refused_by_name(store, tmp_path):
     out = tmp_path / "o"
-    with pytest.raises(DatastoreError, match=r"There is no .*knnlm distill"):
+    with pytest.raises(DatastoreError, match=r"does not exist.*knnlm distill"):
         OutputMemory.open(out)
     fit_output(store, out, **QUICK)
     file = out / OUTPUT_FILE
@@ -632,16 +632,16 @@ def test_damaged_files_are_refused_by_name(store, tmp_path):
 
     refused(tensors, {}, "format version None")
     refused(tensors, {**metadata, "format": "2"}, "format version 2")
-    refused(tensors, {**metadata, "facts": "[" * 100_000}, "does not say what it is")
-    refused(tensors, {**metadata, "facts": "[]"}, "does not say what it is")
+    refused(tensors, {**metadata, "facts": "[" * 100_000}, "metadata cannot be read")
+    refused(tensors, {**metadata, "facts": "[]"}, "metadata cannot be read")
     for change, match in (
         ({"rows": 0}, "0 rows"),
-        ({"rows": "5"}, "proper rows"),
-        ({"more": 1}, "proper more"),
+        ({"rows": "5"}, "rows of its card is missing or invalid"),
+        ({"more": 1}, "more of its card is missing or invalid"),
         ({"words": 1}, "card says 1"),
         ({"rows": facts["rows"] + 1}, "weight|bias|words"),
         ({"model": {}}, "the model's width"),
-        ({"model": {**facts["model"], "vocab_size": 5}}, "model does not have"),
+        ({"model": {**facts["model"], "vocab_size": 5}}, "not in the vocabulary"),
     ):
         refused(tensors, {**metadata, "facts": json.dumps({**facts, **change})}, match)
     for name, bad in (
@@ -651,7 +651,7 @@ def test_damaged_files_are_refused_by_name(store, tmp_path):
         ("bias", tensors["bias"][1:].clone()),
     ):
         refused({**tensors, name: bad}, metadata, name)
-    refused({name: tensor for name, tensor in tensors.items() if name != "centre"}, metadata, "nothing as centre")
+    refused({name: tensor for name, tensor in tensors.items() if name != "centre"}, metadata, "centre is missing")
 
 
 def test_no_flipped_bit_changes_a_matrix_unnoticed(tmp_path):

@@ -1,9 +1,7 @@
-"""Next-token distributions at N positions, dense or sparse. Knows nothing about where they come from.
+"""The protocols of memories: the context they predict from, and the predictions they return.
 
-What a memory may look at, and what it answers. Knows nothing about what memories make of it.
-
-A text is its start token and then its tokens. Position t has read tokens[: t + 1] and predicts what follows; the key
-of a position is the hidden state of some model there.
+A text is its start token and then its tokens. Position t has read tokens[: t + 1] and predicts the next one; the key of
+a position is a hidden state of some model there.
 """
 
 from __future__ import annotations
@@ -16,72 +14,74 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-ROWS = 128  # of a (N, V) tensor at a time, so that no second tensor of that size is made
+ROWS = 128  # of an (N, V) tensor that are processed at a time, so that no second tensor of that size is made
+
+LOGITS = "logits"  # the place of a source whose states are the model's logits
 
 
 class Prediction(Protocol):
-    """What every part of a mixture gives. A row may abstain: it has no opinion, and its weight goes to the others."""
+    """Next-token distributions at N positions. A row may abstain: its weight goes to the other components."""
 
     def log_prob(self, targets: Tensor) -> Tensor:
-        """Give the (N,) log-probabilities of one token a row, without building (N, V)."""
+        """Return the (N,) log-probabilities of one token per row, without building (N, V)."""
 
     def log_probs(self) -> Tensor:
-        """Give the (N, V) log-probabilities; a row that abstains is all -inf."""
+        """Return the (N, V) log-probabilities; a row that abstains is all -inf."""
 
     def abstains(self) -> Tensor:
-        """Mark the (N,) rows without an opinion."""
+        """Mark the (N,) rows that abstain."""
 
 
 @dataclass(frozen=True)
 class Logits:
-    """What a language model says: softmax over the whole vocabulary."""
+    """The prediction of a language model: a softmax over the vocabulary. It never abstains."""
 
     logits: Tensor  # (N, V)
 
     @cached_property
     def _totals(self) -> Tensor:
-        """What is to be taken from the logits of each row, (N,); it costs a look at all of them."""
+        """The (N,) normalisers of the rows; computing them reads all logits."""
         if len(self.logits) <= ROWS:
             return self.logits.float().logsumexp(1)
         return torch.cat([rows.float().logsumexp(1) for rows in self.logits.split(ROWS)])
 
     def log_prob(self, targets: Tensor) -> Tensor:
-        """Give the (N,) log-probabilities of one token a row."""
+        """Return the (N,) log-probabilities of one token per row."""
         return self.log_prob_each(targets[:, None])[:, 0]
 
     def log_prob_each(self, tokens: Tensor) -> Tensor:
-        """Give the log-probabilities of some tokens a row, (N, n) → (N, n)."""
+        """Return the log-probabilities of n tokens per row, (N, n) → (N, n)."""
         return self.logits.gather(1, tokens).float() - self._totals[:, None]
 
     def log_probs(self) -> Tensor:
-        """Give the (N, V) log-probabilities."""
+        """Return the (N, V) log-probabilities."""
         return self.logits.float().log_softmax(1)
 
     def abstains(self) -> Tensor:
-        """A language model always has an opinion."""
+        """Return (N,) False."""
         return torch.zeros(len(self.logits), dtype=torch.bool, device=self.logits.device)
 
 
 @dataclass(frozen=True)
 class Votes:
-    """What neighbours say: k tokens and their weights, which sum to 1 in each row that does not abstain."""
+    """The prediction of neighbours: k tokens with weights that sum to 1 in each row that does not abstain."""
 
     values: Tensor  # (N, k); -1 where there is no neighbour
     log_weights: Tensor  # (N, k) float32; -inf where there is no neighbour
     vocab_size: int
 
     def log_prob(self, targets: Tensor) -> Tensor:
-        """Give the (N,) log-probabilities of one token a row: -inf where no neighbour voted for it."""
+        """Return the (N,) log-probabilities of one token per row: -inf where no neighbour votes for it."""
         voted = self.values == targets[:, None]
         return self.log_weights.masked_fill(~voted, -torch.inf).logsumexp(1)
 
     def log_probs(self) -> Tensor:
-        """Give the (N, V) log-probabilities: -inf where no neighbour voted."""
+        """Return the (N, V) log-probabilities: -inf for tokens without a vote."""
         probs = self.log_weights.new_zeros(len(self.values), self.vocab_size)
         return self.add_to(probs, probs.new_ones(len(probs))).log_()
 
     def add_to(self, probs: Tensor, weights: Tensor) -> Tensor:
-        """Add these votes, each row by its weight, to (N, V) probabilities."""
+        """Add these votes, multiplied by (N,) weights, to (N, V) probabilities in place."""
         # Neighbours often share a token, so add rather than assign; a missing one adds nothing to token 0.
         return probs.scatter_add_(1, self.values.clamp(min=0), self.log_weights.exp() * weights[:, None])
 
@@ -90,14 +90,11 @@ class Votes:
         return (self.values < 0).all(1)
 
 
-LOGITS = "logits"  # the place of a source that is no hidden state, but what the model predicts
-
-
 @dataclass(frozen=True)
 class Source:
-    """What is read at a position: the states of which model, at which place of which layer."""
+    """Where states come from: a model, a place and a layer."""
 
-    reader: int = 0  # 0 is the language model itself; others have numbers of their own
+    reader: int = 0  # the number of the model; 0 is the language model itself
     place: str = "ffn_input"
     layer: int = -1
 
@@ -107,10 +104,10 @@ LM_LOGITS = Source(0, LOGITS)  # the (N, V) logits of the language model itself
 
 @dataclass(frozen=True)
 class Span:
-    """Consecutive positions of one text that are being predicted, and what came before them."""
+    """Consecutive positions of one text that are predicted, and the text before them."""
 
-    tokens: Tensor  # (T,) all that has been read, the start token first
-    start: int  # positions start … T - 1 are being predicted
+    tokens: Tensor  # (T,) all tokens read so far, the start token first
+    start: int  # positions start … T - 1 are predicted
     past: Mapping[Source, Tensor] = field(default_factory=dict)  # (P, D) keys of the P positions before `start`
 
     def __len__(self) -> int:
@@ -119,32 +116,32 @@ class Span:
 
 @dataclass(frozen=True)
 class Context:
-    """N positions of some texts; immutable, so forks of a text cannot disturb each other."""
+    """N positions of some texts; immutable, so that forks of a text are independent."""
 
-    states: Mapping[Source, Tensor]  # (N, D) keys, or (N, V) logits, at the positions of all runs, one after another
+    states: Mapping[Source, Tensor]  # (N, D) keys, or (N, V) logits, at the positions of all spans, in their order
     spans: Sequence[Span] = ()
-    search_mask: Tensor | None = None  # (N,) False where an expensive memory need not answer; None: answer everywhere
+    search_mask: Tensor | None = None  # (N,) False where an expensive memory need not search; None: nowhere
 
     def each_span(self) -> Iterator[tuple[slice, Span]]:
-        """Give each run with the rows that its positions have."""
+        """Yield each span with the rows of its positions."""
         row = 0
-        for run in self.spans:
-            yield slice(row, row + len(run)), run
-            row += len(run)
+        for span in self.spans:
+            yield slice(row, row + len(span)), span
+            row += len(span)
 
 
 class MemoryOutput(Protocol):
-    """What one memory says of N positions."""
+    """The output of one memory at N positions."""
 
     @property
     def components(self) -> Sequence[Prediction]:
-        """Its predictions; the first is the one it stands for, others are the same evidence counted in other ways."""
+        """The memory's predictions: the main one, then variants of it with other settings."""
 
     def features(self) -> Tensor:
-        """Give (N, F) finite numbers that tell how far it may be trusted; their names are the memory's."""
+        """Return (N, F) finite inputs of the gate; `Memory.feature_names` names the columns."""
 
     def top(self) -> Tensor:
-        """Give the (N,) tokens that its first part finds most probable; -1 where it abstains."""
+        """Return the (N,) most probable tokens of the first component; -1 where it abstains."""
 
 
 class Memory(Protocol):
@@ -160,19 +157,19 @@ class Memory(Protocol):
 
     @property
     def source(self) -> Source | None:
-        """What it reads of each position; None: the tokens are enough."""
+        """Where its keys come from; None: it reads tokens only."""
 
     @property
     def history_length(self) -> int:
-        """How many earlier positions' keys it looks back on."""
+        """The number of earlier positions whose keys it needs."""
 
     @property
     def feature_names(self) -> Sequence[str]:
-        """Name the signals of its answers."""
+        """The names of the columns of `MemoryOutput.features`."""
 
     @property
     def component_names(self) -> Sequence[str]:
-        """Name the predictions of its answers."""
+        """The names of the predictions in `MemoryOutput.components`."""
 
     def predict(self, context: Context) -> MemoryOutput:
         """Predict the token that follows each position."""
@@ -180,7 +177,7 @@ class Memory(Protocol):
 
 @dataclass(frozen=True)
 class SimpleOutput:
-    """The answer of a memory that has one prediction and knows its signals already."""
+    """The output of a memory that has one prediction and has computed its features."""
 
     prediction: Prediction
     feature_values: Tensor  # (N, F)
@@ -192,9 +189,9 @@ class SimpleOutput:
         return (self.prediction,)
 
     def features(self) -> Tensor:
-        """Give the signals."""
+        """Return the features."""
         return self.feature_values
 
     def top(self) -> Tensor:
-        """Give the most probable tokens."""
+        """Return the most probable tokens."""
         return self.best

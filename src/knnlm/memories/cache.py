@@ -1,7 +1,7 @@
-"""Earlier positions of the text being read vote for the next token. Knows nothing about stores.
+"""Earlier positions of the text being read vote for the next token.
 
-The continuous cache (Grave et al. 2017): what the text itself has said, it is likely to say again. It is a vote of
-neighbours like that of a store, over the pairs (key of an earlier position → token that followed it).
+The continuous cache (Grave et al. 2017): a text tends to repeat itself. The vote is that of a store, over the pairs
+(key of an earlier position, token that followed it).
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from knnlm.index.base import check_metric
 from knnlm.memories.base import Context, Source, Span
 from knnlm.memories.voting import NeighbourMemory, RetrievedNeighbours, VoteParams
 
-WINDOW = 65_536  # positions: the whole of most texts
+WINDOW = 65_536  # positions: all of most texts
 
 
 class CacheMemory(NeighbourMemory):
-    """The last positions of the text, as a small store of its own."""
+    """The last positions of the text, as a small store."""
 
     name = "cache"
 
@@ -57,12 +57,12 @@ class CacheMemory(NeighbourMemory):
     def _search_span(self, span: Span, keys: Tensor, out: RetrievedNeighbours) -> None:
         """Fill in the neighbours of one span's positions."""
         past = span.past.get(self.source, keys[:0])[-self.history_length :].to(keys)
-        stored = torch.cat([past, keys])[:-1]  # (S, D): the last position has nobody after it to ask
+        stored = torch.cat([past, keys])[:-1]  # (S, D): no position comes after the last one
         if not len(stored):
             return
         first = span.start - len(past)
         distances = self._distances(keys, stored)  # (n, S)
-        # What a position has not read yet, and what it reads now; and what lies too far back.
+        # Positions that are not before the query, and those outside the window.
         hidden = torch.ones(distances.shape, dtype=torch.bool, device=keys.device).triu_(len(past))
         if len(stored) > self.history_length:
             hidden |= torch.ones_like(hidden).tril_(len(past) - self.history_length - 1)
@@ -79,7 +79,7 @@ class CacheMemory(NeighbourMemory):
     def _distances(self, queries: Tensor, stored: Tensor) -> Tensor:
         if self.metric == "ip":
             return -(queries @ stored.T)
-        # Less what they have in common: small differences of long vectors would lose their digits.
+        # Subtract the mean: small differences of long vectors would lose their digits.
         centre = stored.mean(0)
         queries, stored = queries - centre, stored - centre
         products = queries @ stored.T

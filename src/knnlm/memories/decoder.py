@@ -1,10 +1,7 @@
-"""The card of a decoder: whence it is, how it was trained, and how loud it may speak. Knows nothing about training.
+"""A second language model with the same tokenizer as a memory, and the card of a trained decoder.
 
-It is DIR/decoder.json beside the files of an ordinary transformers model, which need it for nothing.
-
-What a language model says: the one that is given a memory, or a second one that is a memory itself.
-
-A second model (a memorising LM, a domain LM) must have the same tokenizer. Knows nothing about how models are run.
+The card is DIR/decoder.json beside the files of an ordinary transformers model, which does not need it: where the
+decoder comes from, how it was trained, and its λ.
 """
 
 from __future__ import annotations
@@ -25,12 +22,24 @@ from knnlm.errors import DatastoreCorrupt, ParameterError
 from knnlm.io import atomic_write
 from knnlm.memories.base import LOGITS, ROWS, Context, Logits, Source
 
+CARD = "decoder.json"
+
+CARD_FORMAT = 1
+
 LM_FEATURES = ("top", "second", "entropy")
+
+TOLD = {"model", "text", "tokens", "base_perplexity", "perplexity"}  # metadata of the text that λ was tuned on
+
+_AGAIN = "Make it again with: knnlm distill --into decoder"
+
+_NONE = type(None)
+
+_NAMES = {"lmbda": "lambda", "lmbda_facts": "lambda_facts"}  # of attributes in the file
 
 
 @dataclass(frozen=True)
 class LMOutput:
-    """The answer of a language model."""
+    """The output of a language model."""
 
     logits: Tensor  # (N, V)
 
@@ -40,25 +49,25 @@ class LMOutput:
         return (Logits(self.logits),)
 
     def features(self) -> Tensor:
-        """Give (N, 3): the log-probabilities of the first and second choice, and the entropy."""
-        return self._look[0]
+        """Return (N, 3): the log-probabilities of the two most probable tokens, and the entropy."""
+        return self._summary[0]
 
     def top(self) -> Tensor:
-        """Give the most probable tokens."""
-        return self._look[1]
+        """Return the most probable tokens."""
+        return self._summary[1]
 
     @cached_property
-    def _look(self) -> tuple[Tensor, Tensor]:
-        signals, top = [], []
+    def _summary(self) -> tuple[Tensor, Tensor]:
+        features, top = [], []
         for rows in self.logits.split(ROWS):
             log_p = rows.float().log_softmax(1)
             best, tokens = log_p.topk(min(2, log_p.shape[1]), 1)
             entropy = -(log_p.exp() * log_p.clamp(min=-1e9)).sum(1)
-            signals.append(torch.stack([best[:, 0], best[:, -1], entropy], 1))
+            features.append(torch.stack([best[:, 0], best[:, -1], entropy], 1))
             top.append(tokens[:, 0])
-        if not signals:
+        if not features:
             return self.logits.new_zeros(0, len(LM_FEATURES)), self.logits.new_zeros(0, dtype=torch.long)
-        return torch.cat(signals).clamp(-100, 100), torch.cat(top)
+        return torch.cat(features).clamp(-100, 100), torch.cat(top)
 
 
 class DecoderMemory:
@@ -78,30 +87,21 @@ class DecoderMemory:
         return (self.name,)
 
     def predict(self, context: Context) -> LMOutput:
-        """Say what the model said."""
+        """Return the model's output, which the readers have computed."""
         return LMOutput(context.states[self.source])
-
-
-CARD = "decoder.json"
-
-CARD_FORMAT = 1
-
-TOLD = {"model", "text", "tokens", "base_perplexity", "perplexity"}  # of the text that λ was chosen on
-
-_AGAIN = "Make it again with: knnlm distill --into decoder"
 
 
 @dataclass(frozen=True)
 class DecoderCard:
-    """What is known of a decoder. In the file, `lmbda` and `lmbda_facts` are called lambda and lambda_facts."""
+    """The metadata of a decoder. In the file, `lmbda` and `lmbda_facts` are called lambda and lambda_facts."""
 
     initial_model: dict[str, Any]  # spec, layers, class, parameters, and the fingerprint of the weights before training
-    tokenizer: str  # fingerprint; with the next two, in which a model must agree to be mixed with it
+    tokenizer: str  # fingerprint; with the next two, must be those of the language model that it is mixed with
     vocab_size: int
     start_token: int
     window: dict[str, int]  # context and stride of training
-    teacher: str | None  # fingerprint of the store that it learnt from; None: from the text alone
-    targets: dict[str, Any] | None  # the facts of the targets
+    teacher: str | None  # fingerprint of the store that taught it; None: trained on the text alone
+    targets: dict[str, Any] | None  # metadata of the targets
     beta: float
     settings: dict[str, Any]
     text: str  # fingerprint of the tokens
@@ -110,14 +110,14 @@ class DecoderCard:
     steps: int
     seconds: float
     losses: dict[str, float | None]  # the means of the last epoch: loss, kl, ce
-    held_out: list[dict[str, Any]]  # the same for what was held out, before training and after each epoch
+    held_out: list[dict[str, Any]]  # the same on held-out text, before training and after each epoch
     notes: list[str]
     lmbda: float | None = None  # λ, once it is tuned
     lmbda_facts: dict[str, Any] | None = None
 
 
 def save_card(folder: Path, card: DecoderCard) -> None:
-    """Write a card; it appears complete or not at all."""
+    """Write a card atomically."""
     facts = {_NAMES.get(name, name): value for name, value in asdict(card).items()}
     with atomic_write(folder / CARD) as partial:
         written = summed({"format": CARD_FORMAT, **facts})
@@ -125,36 +125,32 @@ def save_card(folder: Path, card: DecoderCard) -> None:
 
 
 def load_card(folder: str | Path) -> DecoderCard:
-    """Read the card of a decoder; whatever else the file holds is an error that names it."""
+    """Read and validate the card of a decoder."""
     file = Path(folder) / CARD
-    missing = f"{folder} is no decoder: it has no {CARD}. {_AGAIN}"
+    missing = f"{folder} is not a decoder: it has no {CARD}. {_AGAIN}"
     facts = load_metadata(file, version=CARD_FORMAT, missing=missing, again=_AGAIN)
     given: dict[str, Any] = {
         name: facts.get(_NAMES.get(name, name)) for name in (field.name for field in fields(DecoderCard))
     }
     for name, kinds in _KINDS.items():
         if not isinstance(given[name], kinds) or isinstance(given[name], bool):
-            raise DatastoreCorrupt(f"{file} has no proper {_NAMES.get(name, name)}. {_AGAIN}")
+            raise DatastoreCorrupt(f"{file}: {_NAMES.get(name, name)} is missing or has the wrong type. {_AGAIN}")
     wrong = next((name for name, sound in _ranges(given).items() if not sound), None)
     if wrong is not None:
-        raise DatastoreCorrupt(f"{file} has a {wrong} that cannot be: {given[wrong]}. {_AGAIN}")
+        raise DatastoreCorrupt(f"{file}: invalid {wrong}: {given[wrong]}. {_AGAIN}")
     return DecoderCard(**given)
 
 
 def set_lambda(folder: str | Path, value: float, facts: Mapping[str, Any] | None = None) -> DecoderCard:
-    """Write into a decoder's card how much it counts in a mixture, and how that was found."""
+    """Write λ, and the metadata of its tuning, into a decoder's card."""
     if not (math.isfinite(value) and 0 <= value <= 1):
         raise ParameterError(f"lambda must be from 0 to 1, not {value}.")
     if facts is not None and (missing := TOLD - facts.keys()):
-        raise ParameterError(f"What λ was chosen on must say its {min(missing).replace('_', ' ')}.")
+        raise ParameterError(f"The metadata of λ lacks the {min(missing).replace('_', ' ')} of its text.")
     card = replace(load_card(folder), lmbda=float(value), lmbda_facts=None if facts is None else dict(facts))
     save_card(Path(folder), card)
     return card
 
-
-_NAMES = {"lmbda": "lambda", "lmbda_facts": "lambda_facts"}
-
-_NONE = type(None)
 
 _KINDS: dict[str, tuple[type, ...]] = {
     "initial_model": (dict,),
@@ -180,7 +176,7 @@ _KINDS: dict[str, tuple[type, ...]] = {
 
 
 def _ranges(given: Mapping[str, Any]) -> dict[str, bool]:
-    """Say of what must lie within limits whether it does."""
+    """Return whether each restricted value is within its range."""
     window, lmbda = given["window"], given["lmbda"]
     whole = all(type(window.get(name)) is int for name in ("context", "stride"))
     return {

@@ -1,4 +1,4 @@
-"""The k nearest stored contexts vote for the next token. Knows nothing about how the vote is mixed."""
+"""The k nearest stored contexts vote for the next token."""
 
 from __future__ import annotations
 
@@ -41,29 +41,29 @@ class KnnMemory(NeighbourMemory):
 
     @property
     def k(self) -> int:
-        """How many neighbours vote."""
+        """The number of neighbours that vote."""
         return self.settings[0].k
 
     @property
     def knn_temperature(self) -> float:
-        """How much louder the nearer ones speak."""
+        """τ of the softmax over negative distances."""
         return self.settings[0].knn_temperature
 
     def search(self, keys: Tensor, k: int | None = None) -> RetrievedNeighbours:
-        """Find the nearest stored contexts of (N, D) keys."""
+        """Return the nearest stored contexts of (N, D) keys."""
         if check_flag(~keys.isfinite()):
             raise ModelError(
-                "The model gives infinite or undefined hidden states, which have no neighbours. Try float32."
+                "The model returns infinite or undefined hidden states, which have no neighbours. Try float32."
             )
         queries = self.store.project(keys, metric=self.metric)
         k = k or self.max_k
-        # Fewer columns than k where the store is smaller: an empty store gives no column at all.
-        answer = self.index.search(queries, max(1, min(k, self.store.key_count)))
-        distances = answer.distances.to(keys.device)
+        # Fewer columns than k if the store is smaller; an empty store has none.
+        found = self.index.search(queries, max(1, min(k, self.store.key_count)))
+        distances = found.distances.to(keys.device)
         if self.metric == "ip" and (origin := self.store.origin) is not None:
             distances = distances - (queries @ origin.to(queries))[:, None]
-        ids = self.store.rows_of(answer.ids)
-        counts = self.store.counts(answer.ids)
+        ids = self.store.rows_of(found.ids)
+        counts = self.store.counts(found.ids)
         return RetrievedNeighbours(
             ids.to(keys.device),
             distances,

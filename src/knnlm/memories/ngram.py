@@ -1,7 +1,7 @@
-"""The tokens that followed the longest match in the stored text. Knows nothing about keys or how it is mixed.
+"""The tokens that followed the longest match in the stored text.
 
-The last L tokens read are looked up in the memory's text, for L = 0, 1, 2, … up to the longest that occurs there with a
-token behind it. Of n_L such places, c_L(y) are followed by y, and T_L is the number of different tokens that follow.
+The last L tokens read are looked up in the store's text, for L = 0, 1, 2, … up to the longest that occurs there with a
+token behind it. Of n_L occurrences, c_L(y) are followed by y, and T_L is the number of distinct tokens that follow.
 Shorter matches smooth longer ones, which is interpolated Witten-Bell:
 
     p_L(y) = (c_L(y) + T_L · p_{L-1}(y)) / (n_L + T_L)          p_0(y) = c_0(y) / n_0
@@ -29,12 +29,12 @@ from knnlm.progress import Progress, silent
 
 Floats: TypeAlias = NDArray[np.float64]
 
-_ROWS = 1024  # positions at a time, so that what is in between stays small
+_ROWS = 1024  # positions at a time, to bound the size of intermediate arrays
 
 
 @dataclass(frozen=True)
 class Backoff:
-    """What followed some matches, mixed: P pairs of a position and a match of its last tokens. It is a prediction."""
+    """A prediction from matches of several lengths: P pairs of a position and a match of its last tokens."""
 
     suffixes: SuffixArray
     vocab_size: int
@@ -42,17 +42,17 @@ class Backoff:
     device: torch.device
     row: Ints  # (P,) which position, ascending
     length: Ints  # (P,) tokens in the match
-    low: Ints  # (P,) the first of its rows in the sorted text
-    count: Ints  # (P,) how many these are
+    low: Ints  # (P,) the first of its suffixes in the suffix array
+    count: Ints  # (P,) the number of these
     weight: Floats  # (P,) sum to 1 over the pairs of a position
 
     def log_prob(self, targets: Tensor) -> Tensor:
-        """Give the (N,) log-probabilities of one token a position, exactly: its places are looked up."""
+        """Return the exact (N,) log-probabilities of one token per position."""
         with np.errstate(divide="ignore"):
             return self._tensor(np.log(self.probabilities(np.arange(self.size), targets.cpu().numpy())))
 
     def log_probs(self) -> Tensor:
-        """Give the (N, V) log-probabilities."""
+        """Return the (N, V) log-probabilities."""
         probs = np.zeros((self.size, self.vocab_size), np.float32)
         for length in np.unique(self.length).tolist():
             pairs = np.flatnonzero(self.length == length)
@@ -68,7 +68,7 @@ class Backoff:
             begin = np.searchsorted(owner, np.arange(len(low) + 1))
             pair, step = _ragged(np.diff(begin)[stretch])
             entry = begin[stretch][pair] + step
-            # A token is there once in a match, so nothing is added twice to one place.
+            # A token occurs once among the followers of a match, so no element is indexed twice.
             probs[rows[pair], _token(number[entry])] += weights[pair] * count[entry]
         with np.errstate(divide="ignore"):
             return self._tensor(np.log(probs, out=probs))
@@ -78,7 +78,7 @@ class Backoff:
         return torch.from_numpy(np.bincount(self.row, minlength=self.size) == 0).to(self.device)
 
     def probabilities(self, rows: Ints, tokens: NDArray[Any]) -> Floats:
-        """Give the probability of each token at each of these positions."""
+        """Return the probability of each token at each of these positions."""
         begin = np.searchsorted(self.row, np.arange(self.size + 1))
         asked, step = _ragged(np.diff(begin)[rows])
         pair = begin[rows][asked] + step
@@ -88,7 +88,7 @@ class Backoff:
         return _sum(asked, self.weight[pair] * (high - low) / self.count[pair], len(rows))
 
     def only(self, row: int) -> Backoff:
-        """Give the prediction of one position."""
+        """Return the prediction at one position."""
         pairs = self.row == row
         arrays = (array[pairs] for array in (self.length, self.low, self.count, self.weight))
         return Backoff(self.suffixes, self.vocab_size, 1, self.device, np.zeros(pairs.sum(), np.int64), *arrays)
@@ -98,13 +98,13 @@ class Backoff:
 
 
 class NgramMemory:
-    """A memory's text, sorted, and how long matches may be.
+    """The suffix array of a store's text, and the longest match.
 
-    Probabilities are exact given T, and those of the longest match alone are exact. What else is to be known of a match
-    with more than `cap` places comes from a sample: what follows is sorted there, so `cap` evenly spaced places give
-    each token its share to within 1 / cap. T of matches of two or more tokens with more than `cap` places is estimated
-    from it: where two neighbours in the sample differ, from 1 to `step` new tokens lie between them (`step` places
-    apart), and the geometric mean √step is taken.
+    Probabilities are exact given T, and those of the longest match alone are exact. Other statistics of a match with
+    more than `cap` occurrences come from a sample: followers are sorted there, so `cap` evenly spaced occurrences
+    estimate each token's share to within 1 / cap. T of matches of two or more tokens with more than `cap` occurrences
+    is estimated from it: where two neighbours in the sample differ, from 1 to `step` new tokens lie between them
+    (`step` occurrences apart), and the geometric mean √step is taken.
     """
 
     name = "ngram"
@@ -126,7 +126,7 @@ class NgramMemory:
 
     @classmethod
     def open(cls, store: Datastore, *, longest: int = 32, cap: int = 256, progress: Progress = silent) -> NgramMemory:
-        """Open the n-grams of a memory on disk; they are sorted when this is done for the first time."""
+        """Open the n-grams of a store; the suffix array is built at the first time."""
         suffixes = open_suffixes(store, progress=progress)
         return cls(suffixes, vocab_size=int(store.model["vocab_size"]), longest=longest, cap=cap)
 
@@ -136,16 +136,16 @@ class NgramMemory:
         return ("ngram", "ngram longest")
 
     def predict(self, context: Context) -> NgramOutput:
-        """Look up what followed the last tokens of each position."""
+        """Look up the tokens that followed the last tokens of each position."""
         numbers, places = self._read(context)
         low, high = self.suffixes.match(numbers, self.longest)
         cuts = range(_ROWS, len(places), _ROWS)
         blocks = [_Block(self, low[rows], high[rows], numbers[rows]) for rows in np.split(places, cuts)]
-        device = next((run.tokens.device for run in context.spans), torch.device("cpu"))
+        device = next((span.tokens.device for span in context.spans), torch.device("cpu"))
         return NgramOutput(self._backoff(blocks, device), self._backoff(blocks, device, longest=True), blocks)
 
     def _backoff(self, blocks: Sequence[_Block], device: torch.device, *, longest: bool = False) -> Backoff:
-        """Put the matches of all positions together, or the longest alone."""
+        """Join the matches of all positions, or the longest of each alone."""
         begin = np.cumsum([0, *(block.size for block in blocks)])
         chosen = [block.last if longest else np.arange(len(block.row)) for block in blocks]
         each = list(zip(blocks, chosen, begin[:-1], strict=True))
@@ -162,24 +162,24 @@ class NgramMemory:
         )
 
     def _read(self, context: Context) -> tuple[Ints, Ints]:
-        """Put what the runs have read one after another, and say where the positions to be predicted are."""
+        """Return the encoded tokens of all spans, one after another, and the places of the predicted positions."""
         pieces: list[Ints] = []
         places: list[Ints] = [np.empty(0, np.int64)]
         size = 0
-        nowhere = np.array([self.suffixes.vocab_size + 1])  # between two runs: no match reaches across it
-        for _, run in context.each_span():
-            begin = max(0, run.start - self.longest + 1)
-            tokens = run.tokens[begin:].cpu().numpy()
-            pieces += [self.suffixes.encode(tokens, begins=begin == 0), nowhere]
-            places.append(np.arange(run.start - begin, len(tokens)) + size)
+        border = np.array([self.suffixes.vocab_size + 1])  # between two spans: no match reaches across it
+        for _, span in context.each_span():
+            begin = max(0, span.start - self.longest + 1)
+            tokens = span.tokens[begin:].cpu().numpy()
+            pieces += [self.suffixes.encode(tokens, begins=begin == 0), border]
+            places.append(np.arange(span.start - begin, len(tokens)) + size)
             size += len(tokens) + 1
-        return np.concatenate(pieces or [nowhere]), np.concatenate(places)
+        return np.concatenate(pieces or [border]), np.concatenate(places)
 
     def tally(self, low: Ints, counts: Ints, lengths: Ints) -> _Followers:
-        """Look at what follows in stretches of `counts` rows from `low` on, where `lengths` tokens are the same."""
+        """Count the followers in ranges of `counts` suffixes from `low` on, whose first `lengths` tokens are equal."""
         sizes = np.minimum(counts, self.cap)
         owner, step = _ragged(sizes)
-        # In the middle of each of `size` equal parts; simply all rows where there are no more than `cap`.
+        # The middle of each of `size` equal parts; all suffixes if there are no more than `cap`.
         rows = low[owner] + (2 * step + 1) * counts[owner] // (2 * sizes[owner])
         tokens = _token(self.suffixes.following(rows, lengths[owner]))
         heads = np.flatnonzero((step == 0) | (tokens != np.roll(tokens, 1)))
@@ -192,7 +192,7 @@ class NgramMemory:
 
 @dataclass(frozen=True)
 class NgramOutput:
-    """What followed: smoothed by shorter matches, and after the longest match alone."""
+    """Two predictions: smoothed by shorter matches, and by the longest match alone."""
 
     smoothed: Backoff
     longest: Backoff
@@ -200,23 +200,23 @@ class NgramOutput:
 
     @property
     def components(self) -> Sequence[Prediction]:
-        """The smoothed prediction, and the one of the longest match alone."""
+        """The smoothed prediction, and that of the longest match alone."""
         return (self.smoothed, self.longest)
 
     def features(self) -> Tensor:
-        """Give (N, 6): see `NgramMemory.feature_names`."""
+        """Return (N, 6): see `NgramMemory.feature_names`."""
         matched = np.concatenate([block.matched() for block in self.blocks])
         entropy = np.concatenate([block.sample.entropy() for block in self.blocks])
-        signals = np.column_stack([matched, self._top[1], entropy])
-        return torch.from_numpy(signals).to(self.smoothed.device, torch.float32)
+        features = np.column_stack([matched, self._top[1], entropy])
+        return torch.from_numpy(features).to(self.smoothed.device, torch.float32)
 
     def top(self) -> Tensor:
-        """Give the (N,) most probable tokens; the lowest of equal ones, -1 where it abstains."""
+        """Return the (N,) most probable tokens: the lowest of tied ones, -1 where it abstains."""
         return torch.from_numpy(self._top[0]).to(self.smoothed.device)
 
     @cached_property
     def _top(self) -> tuple[Ints, Floats]:
-        """The most probable tokens and their probabilities, exactly, though the sample says where to look."""
+        """The most probable tokens and their exact probabilities; the sample only limits the candidates."""
         begin = np.cumsum([0, *(block.size for block in self.blocks)])
         near = [block.near_the_top() for block in self.blocks]
         rows = np.concatenate([rows + first for (rows, _), first in zip(near, begin[:-1], strict=True)])
@@ -227,7 +227,7 @@ class NgramOutput:
         first = order[np.flatnonzero(np.diff(rows[order], prepend=-1))]
         best, most = np.full(begin[-1], -1, np.int64), np.zeros(begin[-1])
         best[rows[first]], most[rows[first]] = tokens[first], probs[first]
-        # What no sample has may still be as probable as the sample is coarse.
+        # A token outside the sample may have a probability up to the error of the sample.
         error = np.concatenate([block.error for block in self.blocks])
         for row in np.flatnonzero((best >= 0) & (most <= error)).tolist():
             dense = self.smoothed.only(row).log_probs()[0]
@@ -237,17 +237,17 @@ class NgramOutput:
 
 @dataclass(frozen=True)
 class _Followers:
-    """Who follows in U stretches of rows: entries begin[u] … begin[u + 1] - 1 are those of stretch u."""
+    """The followers of U ranges of suffixes: elements begin[u] … begin[u + 1] - 1 are those of range u."""
 
     begin: Ints  # (U + 1,)
-    tokens: Ints  # ascending within a stretch
-    shares: Floats  # sum to 1 within a stretch
-    distinct: Floats  # (U,) how many different tokens follow, an estimate where the stretch was sampled
+    tokens: Ints  # ascending within a range
+    shares: Floats  # sum to 1 within a range
+    distinct: Floats  # (U,) number of distinct followers, an estimate if the range was sampled
 
 
 @dataclass(frozen=True)
 class _Sample:
-    """The smoothed prediction as far as the samples have it: entries of B positions."""
+    """The smoothed prediction by the samples, for B positions."""
 
     size: int
     row: Ints  # ascending
@@ -255,27 +255,27 @@ class _Sample:
     weights: Floats  # sum to 1 within a position
 
     def entropy(self) -> Floats:
-        """Give the (B,) entropies in nats."""
+        """Return the (B,) entropies in nats."""
         return _sum(self.row, -self.weights * np.log(np.maximum(self.weights, 1e-300)), self.size)
 
 
 class _Block:
-    """Some positions, and all that is found for them: pairs of a position and a match. Level L is L tokens long."""
+    """Some positions and their matches: pairs of a position and a match. A match at level L has L tokens."""
 
     def __init__(self, memory: NgramMemory, low: Ints, high: Ints, numbers: Ints) -> None:
-        # Never more for a longer match; in a damaged file they could be, and would not fit together.
+        # A longer match never has more occurrences, except in a corrupt file.
         self._counts = np.minimum.accumulate(high - low, 1)  # (B, longest + 1)
         self.size = len(self._counts)
         self._matched = (self._counts[:, 1:] > 0).sum(1)  # (B,) tokens in the longest match
         self._levels = int(self._matched.max(initial=0)) + 1
         self._counts = self._counts[:, : self._levels]
-        # Matches of equal counts have the same places, so the longest of them speaks for all.
+        # Matches of equal counts have the same occurrences, so only the longest of them is kept.
         longer = np.append(self._counts[:, 1:], np.zeros((self.size, 1), np.int64), 1)
-        self._speaks = (self._counts > longer) & (self._matched > 0)[:, None]
-        self.row, self.level = np.nonzero(self._speaks)
+        self._kept = (self._counts > longer) & (self._matched > 0)[:, None]
+        self.row, self.level = np.nonzero(self._kept)
         self.low, self.count = low[self.row, self.level], self._counts[self.row, self.level]
-        # Positions often share a match, most of all a short one; its first row and its length tell it from others.
-        _, where, self._stretch = np.unique(self.low * DEPTH + self.level, return_index=True, return_inverse=True)
+        # Positions often share a match, mostly a short one; its first suffix and its length identify it.
+        _, where, self._range = np.unique(self.low * DEPTH + self.level, return_index=True, return_inverse=True)
         self._tally = memory.tally(self.low[where], self.count[where], self.level[where])
         self._vocab_size, self._cap = memory.vocab_size, memory.cap
         self._distinct = self._find_distinct(memory.suffixes, numbers)
@@ -283,29 +283,29 @@ class _Block:
         self.last = np.flatnonzero(self.level == self._matched[self.row])  # the pairs of the longest matches
 
     def _find_distinct(self, suffixes: SuffixArray, numbers: Ints) -> Floats:
-        """Give T of every level (B, levels)."""
+        """Return T of every level, (B, levels)."""
         distinct = np.zeros((self.size, self._levels))
-        distinct[self.row, self.level] = self._tally.distinct[self._stretch]
+        distinct[self.row, self.level] = self._tally.distinct[self._range]
         for level in range(self._levels - 2, -1, -1):
-            distinct[:, level] = np.where(self._speaks[:, level], distinct[:, level], distinct[:, level + 1])
+            distinct[:, level] = np.where(self._kept[:, level], distinct[:, level], distinct[:, level + 1])
         distinct[:, 0] = suffixes.distinct
         distinct[:, 1:2] = suffixes.followers[numbers][:, None]
-        # A longer match cannot be followed by more, whatever was estimated.
+        # A longer match cannot have more distinct followers, whatever the estimate.
         return np.minimum.accumulate(distinct, 1)
 
     def _find_weights(self) -> Floats:
-        """Give the (B, levels) weight in the smoothed prediction of every level that speaks."""
+        """Return the (B, levels) weights of the kept levels in the smoothed prediction."""
         sure: Floats = self._counts / np.maximum(self._counts + self._distinct, 1)
         sure[:, 0] = 1
-        # What a level leaves goes to the next shorter one.
+        # The rest of a level goes to the next shorter one.
         left = np.append(np.cumprod((1 - sure)[:, ::-1], 1)[:, ::-1][:, 1:], np.ones((self.size, 1)), 1)
         weights: Floats = sure * left
         for level in range(self._levels - 1):
-            weights[:, level + 1] += np.where(self._speaks[:, level], 0, weights[:, level])
+            weights[:, level + 1] += np.where(self._kept[:, level], 0, weights[:, level])
         return weights
 
     def matched(self) -> Floats:
-        """Give (B, 4): length, count and distinct tokens of the longest match, and its largest share."""
+        """Return (B, 4): length, count and distinct followers of the longest match, and their largest share."""
         rows = self.row[self.last]
         found = np.zeros((self.size, 4))
         if len(rows):
@@ -313,14 +313,14 @@ class _Block:
             found[rows, 0] = length
             found[rows, 1] = np.log1p(self._counts[rows, length])
             found[rows, 2] = np.log1p(self._distinct[rows, length])
-            found[rows, 3] = np.maximum.reduceat(self._tally.shares, self._tally.begin[:-1])[self._stretch[self.last]]
+            found[rows, 3] = np.maximum.reduceat(self._tally.shares, self._tally.begin[:-1])[self._range[self.last]]
         return found
 
     @cached_property
     def sample(self) -> _Sample:
         """The mixture of all levels, each token of a position once."""
-        begin = self._tally.begin[self._stretch]
-        pair, step = _ragged(self._tally.begin[self._stretch + 1] - begin)
+        begin = self._tally.begin[self._range]
+        pair, step = _ragged(self._tally.begin[self._range + 1] - begin)
         entry = begin[pair] + step
         weights = self._tally.shares[entry] * self.weight[pair]
         keys = self.row[pair] * self._vocab_size + self._tally.tokens[entry]
@@ -333,11 +333,11 @@ class _Block:
 
     @cached_property
     def error(self) -> Floats:
-        """Give the (B,) most that a probability may differ from its sample's; 0 where nothing was sampled."""
+        """The (B,) largest error of a probability by the sample; 0 where nothing was sampled."""
         return _sum(self.row, np.where(self.count > self._cap, self.weight / self._cap, 0), self.size)
 
     def near_the_top(self) -> tuple[Ints, Ints]:
-        """Give the (positions, tokens) that may be the most probable ones, as far as the samples have them."""
+        """Return the (positions, tokens) that may be the most probable ones, as far as they are sampled."""
         most = np.zeros(self.size)
         np.maximum.at(most, self.sample.row, self.sample.weights)
         # Sums in another order differ in their last digits.
@@ -346,17 +346,17 @@ class _Block:
 
 
 def _token(numbers: NDArray[Any]) -> Ints:
-    """Turn numbers of the text into tokens; a border, which follows in a damaged file only, into 0."""
+    """Turn numbers of the text into tokens; a border, which follows in a corrupt file only, into 0."""
     return np.maximum(numbers.astype(np.int64) - 1, 0)
 
 
 def _sum(owner: Ints, weights: Floats, size: int) -> Floats:
-    """Add up the weights of each owner."""
+    """Sum the weights of each owner."""
     return np.bincount(owner, weights, size).astype(np.float64)
 
 
 def _ragged(sizes: Ints) -> tuple[Ints, Ints]:
-    """Count through stretches of these sizes: (which stretch, how far into it)."""
+    """Enumerate ranges of these sizes: (number of the range, offset in it)."""
     owner = np.repeat(np.arange(len(sizes)), sizes)
     begin = np.cumsum(sizes) - sizes
     return owner, np.arange(len(owner)) - begin[owner]

@@ -1,6 +1,6 @@
-"""Neighbours vote for the next token. Knows nothing about where they were found: in a store, or in the text itself.
+"""Votes of neighbours, whether they are entries of a store or earlier positions of the text.
 
-p(y | x) = Σ over the k nearest i with value y of softmax(-distance_i / τ), each as often as it is counted
+p(y | x) = Σ over the k nearest i with value y of softmax(log count_i - distance_i / τ)
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from torch import Tensor
 from knnlm.errors import ParameterError
 from knnlm.memories.base import Context, Memory, MemoryOutput, Source, Votes
 
-_COLDEST = 1e-30  # float32 knows little below, and nothing is colder than one vote for the nearest
+NEAR = 64  # neighbours among which the token with the largest vote is searched
 
-NEAR = 64  # neighbours among which the loudest token is looked for
+_MIN_TEMPERATURE = 1e-30  # near the smallest float32; only the nearest neighbour has a vote there
 
-_DEPTHS = (1, 8, 64)  # places whose distance is a signal, besides the last
+_DEPTHS = (1, 8, 64)  # ranks whose distance is a feature, besides the last
 
-_CROWDS = (16, 64)  # how many of the nearest are asked how many tokens they name, besides all
+_CROWDS = (16, 64)  # numbers of nearest neighbours whose distinct tokens are counted, besides all
 
 FEATURES = (
     *(f"distance {depth}" for depth in _DEPTHS),
@@ -31,7 +31,7 @@ FEATURES = (
     *(f"distinct {crowd}" for crowd in _CROWDS),
     "distinct",
     "entropy",
-    "loudest",
+    "largest vote",
 )
 
 
@@ -39,13 +39,13 @@ FEATURES = (
 class RetrievedNeighbours:
     """The neighbours of N queries, nearest first."""
 
-    ids: Tensor  # (N, k) where they stand; -1 = none
+    ids: Tensor  # (N, k) entries of the store, or positions of the text; -1 = none
     distances: Tensor  # (N, k); inf = none
     values: Tensor  # (N, k) the token that followed; -1 = none
-    counts: Tensor | None = None  # (N, k) how many contexts each stands for; None: one each
+    counts: Tensor | None = None  # (N, k) number of merged entries; None: one each
 
     def nearest(self, k: int) -> RetrievedNeighbours:
-        """Keep the k nearest of each query."""
+        """Return at most the k nearest of each query."""
         if k >= self.ids.shape[1]:
             return self
         counts = None if self.counts is None else self.counts[:, :k]
@@ -89,7 +89,7 @@ class RetrievedNeighbours:
 
 @dataclass(frozen=True)
 class VoteParams:
-    """How neighbours vote: how many of them, and how much louder the nearer ones speak."""
+    """How neighbours vote: how many, and with which τ."""
 
     k: int
     knn_temperature: float
@@ -102,27 +102,27 @@ class VoteParams:
 
 
 def check_vote(k: int, knn_temperature: float) -> None:
-    """Refuse a vote of nobody, or one whose weights are undefined."""
+    """Raise ParameterError for a k or τ that is out of range."""
     if k < 1:
         raise ParameterError(f"k must be at least 1, not {k}.")
-    if not (knn_temperature >= _COLDEST and math.isfinite(knn_temperature)):
-        raise ParameterError(f"knn_temperature must be above 0 (at least {_COLDEST:g}), not {knn_temperature}.")
+    if not (knn_temperature >= _MIN_TEMPERATURE and math.isfinite(knn_temperature)):
+        raise ParameterError(f"knn_temperature must be above 0 (at least {_MIN_TEMPERATURE:g}), not {knn_temperature}.")
 
 
-def vote(found: RetrievedNeighbours, *, knn_temperature: float, vocab_size: int) -> Votes:
-    """Turn distances into weights: softmax(-distance / τ) over the neighbours there are."""
-    # Less the nearest one's: weights do not change, and a tiny τ cannot make the largest score infinite.
-    scores = (found.distances[:, :1] - found.distances) / knn_temperature
-    if found.counts is not None:
-        scores = scores + found.counts.log()
+def vote(neighbours: RetrievedNeighbours, *, knn_temperature: float, vocab_size: int) -> Votes:
+    """Return the votes of neighbours, weighted by softmax(-distance / τ)."""
+    # Relative to the nearest: the weights are the same, and a tiny τ cannot make the largest score infinite.
+    scores = (neighbours.distances[:, :1] - neighbours.distances) / knn_temperature
+    if neighbours.counts is not None:
+        scores = scores + neighbours.counts.log()
     log_weights = scores.log_softmax(1)
-    # A row without any neighbour is -inf everywhere, and its softmax undefined.
-    return Votes(found.values, log_weights.masked_fill(found.ids < 0, -torch.inf), vocab_size)
+    # A row without any neighbour is -inf everywhere, and its softmax is undefined.
+    return Votes(neighbours.values, log_weights.masked_fill(neighbours.ids < 0, -torch.inf), vocab_size)
 
 
 @dataclass(frozen=True)
 class VoteOutput:
-    """The answer of a memory of neighbours: the same neighbours, counted by one or more settings."""
+    """The output of a memory with neighbours: their votes by one or more settings."""
 
     neighbours: RetrievedNeighbours
     settings: Sequence[VoteParams]
@@ -130,7 +130,7 @@ class VoteOutput:
 
     @cached_property
     def components(self) -> Sequence[Votes]:
-        """The votes by each setting."""
+        """The votes by each of the settings."""
         return [
             vote(
                 self.neighbours.nearest(setting.k), knn_temperature=setting.knn_temperature, vocab_size=self.vocab_size
@@ -139,24 +139,24 @@ class VoteOutput:
         ]
 
     def features(self) -> Tensor:
-        """Give (N, F): how far neighbours are, how many tokens they name, how much they agree."""
+        """Return (N, F): distances of the neighbours, numbers of distinct tokens, agreement of the votes."""
         votes, distances = self.components[0], self.neighbours.distances
         rows, width = votes.values.shape
         if not width:
             return distances.new_zeros(rows, len(FEATURES))
-        there = (votes.values >= 0).sum(1)  # (N,)
+        present = (votes.values >= 0).sum(1)  # (N,)
         # arcsinh: a logarithm that also takes inner products, which can be negative.
-        places = [(there.clamp(max=depth) - 1).clamp(min=0) for depth in (*_DEPTHS, width)]
-        far = distances.gather(1, torch.stack(places, 1)).asinh().nan_to_num(posinf=0.0)
+        ranks = [(present.clamp(max=depth) - 1).clamp(min=0) for depth in (*_DEPTHS, width)]
+        far = distances.gather(1, torch.stack(ranks, 1)).asinh().nan_to_num(posinf=0.0)
         groups = _group(votes.values, votes.log_weights.exp())
-        named = [(groups.first < crowd).sum(1).float().log1p() for crowd in (*_CROWDS, width)]
+        distinct = [(groups.first < crowd).sum(1).float().log1p() for crowd in (*_CROWDS, width)]
         entropy = -torch.xlogy(groups.shares, groups.shares).sum(1)
-        loudest = groups.shares.amax(1).clamp(min=1e-9).log()
-        signals = torch.cat([far, torch.stack([*named, entropy, loudest], 1)], 1)
-        return signals.masked_fill((there == 0)[:, None], 0.0)
+        largest = groups.shares.amax(1).clamp(min=1e-9).log()
+        features = torch.cat([far, torch.stack([*distinct, entropy, largest], 1)], 1)
+        return features.masked_fill((present == 0)[:, None], 0.0)
 
     def top(self) -> Tensor:
-        """Give the (N,) tokens that the nearest speak loudest for; -1 where there is no neighbour."""
+        """Return the (N,) tokens with the largest vote of the nearest; -1 where there is no neighbour."""
         values = self.components[0].values[:, :NEAR]
         if not values.shape[1]:
             return values.new_full((len(values),), -1)
@@ -186,7 +186,7 @@ def searches(memory: Memory) -> TypeGuard[SearchMemory]:
 
 
 class NeighbourMemory:
-    """What memories of neighbours have in common: they find some, and let them vote by their settings."""
+    """Base class of memories with neighbours: they retrieve some, and let them vote by their settings."""
 
     name: str
     expensive = False
@@ -199,12 +199,12 @@ class NeighbourMemory:
 
     @property
     def component_names(self) -> Sequence[str]:
-        """One part for each way of counting the votes."""
+        """One component for each of the settings."""
         return [f"{self.name} {setting}" for setting in self.settings]
 
     @property
     def max_k(self) -> int:
-        """The most neighbours that any setting asks for."""
+        """The largest k of the settings."""
         return max(setting.k for setting in self.settings)
 
     def retrieve(self, context: Context, k: int | None = None) -> RetrievedNeighbours:
@@ -222,24 +222,24 @@ class NeighbourMemory:
 
 @dataclass(frozen=True)
 class _Groups:
-    """Votes of one row added up by token; as many columns as voters, the last ones empty."""
+    """Votes of each row, summed by token; as many columns as neighbours, the last ones empty."""
 
     shares: Tensor  # (N, k) weight of each group
-    first: Tensor  # (N, k) place of its nearest member; beyond all places where there is no group
+    first: Tensor  # (N, k) rank of its nearest member; k where there is no group
 
 
 def _group(values: Tensor, weights: Tensor) -> _Groups:
-    """Add up the votes for the same token."""
+    """Sum the votes for the same token."""
     ordered, order, group = by_token(values)
     shares = torch.zeros_like(weights).scatter_add_(1, group, weights.gather(1, order))
-    nobody = values.shape[1]
-    places = order.masked_fill(ordered < 0, nobody)  # who is not there names nothing
-    first = torch.full_like(group, nobody).scatter_reduce_(1, group, places, "amin")
+    missing = values.shape[1]
+    ranks = order.masked_fill(ordered < 0, missing)
+    first = torch.full_like(group, missing).scatter_reduce_(1, group, ranks, "amin")
     return _Groups(shares, first)
 
 
 def by_token(values: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Put (N, k) tokens in order: the tokens, where each of them stood, and the number of its group in the row."""
+    """Sort (N, k) tokens: return them, their previous columns, and the number of each one's group in its row."""
     ordered, order = values.sort(dim=1, stable=True)
     new = torch.ones_like(ordered, dtype=torch.bool)
     new[:, 1:] = ordered[:, 1:] != ordered[:, :-1]

@@ -1,16 +1,15 @@
-"""Fit one weight per part to a text. Knows nothing about what the parts are, nor about features of a position.
+"""Maximum-likelihood mixture weights, the same at every position.
 
 The mean log-likelihood of mixture weights is concave, so there is one greatest value, whatever the start:
 
     L(w) = mean over n of log Σ_m w_m · p_m(n),      g_m = mean over n of p_m(n) / Σ_j w_j · p_j(n)
 
-EM multiplies each w_m by g_m. It never loses, but takes thousands of steps where a weight goes to 0; so Newton's step
-on the simplex is tried first, and EM's is taken where Newton's does not gain. By Jensen's inequality no weights are
-better than w by more than log max_m g_m: that is the gap which says when to stop.
+EM multiplies each w_m by g_m. It never increases the loss, but takes thousands of steps where a weight goes to 0; so
+Newton's step on the simplex is tried first, and EM's is taken where Newton's does not help. By Jensen's inequality no
+weights are better than w by more than log max_m g_m: this gap is the stopping criterion.
 
-What a part says is its column of `logs`, (N, M) log-probabilities of the tokens that came. The first column is the
-language model's and finite; -inf is a part that gave the token nothing, and NaN is one that abstains there, whose
-weight goes to the first part.
+The input is `logs`, (N, M) log-probabilities of the targets by each component. The first column is the language model's
+and finite; -inf is a component with probability 0, and NaN one that abstains there, whose weight goes to the first.
 """
 
 from __future__ import annotations
@@ -26,20 +25,20 @@ from knnlm.errors import ParameterError
 
 _ROWS = 16_384  # at a time: their (n, M) float64 intermediates stay in the processor's cache
 
-_INSIDE = 1e-3  # how far a start is moved from the boundary, which EM cannot leave
+_INSIDE = 1e-3  # share of even weights that is mixed into a start: EM cannot leave the boundary
 
-_HALVINGS = 12  # of Newton's step, before EM's is taken
+_MAX_HALVINGS = 12  # of Newton's step, before EM's is taken
 
-_NEARER = 0.02  # the least share of a weight that one of Newton's steps leaves
+_MIN_KEPT = 0.02  # of a weight by one of Newton's steps
 
 
 @dataclass(frozen=True)
 class Fit:
-    """Weights, and how good they are."""
+    """Fitted weights and their loss."""
 
     weights: Tensor  # (M,) float64, sums to 1
-    loss: float  # nats a token
-    gap: float  # proven: no weights have a loss lower by more than this (the prior counted in)
+    loss: float  # nats per token
+    gap: float  # proven: no weights have a loss lower by more than this (including the prior)
     iterations: int
 
 
@@ -51,22 +50,22 @@ def fit(
     tolerance: float = 1e-7,
     limit: int = 500,
 ) -> Fit:
-    """Find the weights that make the text most probable, to within `tolerance` nats a token.
+    """Return the weights that maximise the likelihood of the text, to within `tolerance` nats per token.
 
-    `prior` is (M,) tokens imagined beside the text, of which each was surely one part's: a Dirichlet prior.
+    `prior` is (M,) pseudo-counts of a Dirichlet prior, in tokens.
     """
     check_logs(logs)
-    parts = logs.shape[1]
+    count = logs.shape[1]
     if not (tolerance > 0 and limit >= 1):
         raise ParameterError(f"tolerance must be above 0 and limit at least 1, not {tolerance} and {limit}.")
-    weights = _inside(start, parts)
-    imagined = _check_prior(prior, parts)
+    weights = _inside(start, count)
+    imagined = _check_prior(prior, count)
     now = _measure(logs, weights, imagined)
     iterations = 0
     while now.gap > tolerance and iterations < limit:
         iterations += 1
         weights, now = _step(logs, weights, imagined, now)
-    # Who always abstained is no different from the first part here, and nothing is known of what it would say.
+    # The likelihood says nothing about a component that always abstains.
     weights = renormalise(weights, logs.isnan().all(0, keepdim=True).cpu())[0]
     loss = now.loss if prior is None else _measure(logs, weights, torch.zeros_like(imagined)).loss
     return Fit(weights, loss, now.gap, iterations)
@@ -75,8 +74,10 @@ def fit(
 def fit_folds(
     logs: Tensor, groups: Tensor, *, folds: int, seed: int = 0, fewest: int = 0
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Give the (N,) folds of `folds_of`, the weights fitted to all rows, and (K, M) fitted to all but each fold."""
-    one = torch.ones(logs.shape[1])  # token for each part: nothing in a text, but a few rows prove no part useless
+    """Return the (N,) folds of `folds_of`, the weights fitted to all rows, and (K, M) fitted to all but each fold."""
+    one = torch.ones(
+        logs.shape[1]
+    )  # token per component: negligible in a text, but keeps weights of a few rows above 0
     if groups.shape != logs.shape[:1]:
         raise ParameterError(
             f"Each of the {len(logs)} rows needs the number of its document, not {tuple(groups.shape)}."
@@ -88,10 +89,9 @@ def fit_folds(
 
 
 def folds_of(groups: Tensor, folds: int, *, seed: int = 0, fewest: int = 0) -> Tensor:
-    """Give each of N rows its fold, (N,): whole documents; blocks of rows where there is one, or one has almost all.
+    """Return the (N,) folds of N rows: whole documents, or blocks of rows if one document has almost all rows.
 
-    There are fewer folds where there are fewer documents. Of fewer than `fewest` rows none is held back: all are in
-    fold -1.
+    There are no more folds than documents. With fewer than `fewest` rows none is held out: all are in fold -1.
     """
     rows = len(groups)
     if rows < max(fewest, 2 * folds):
@@ -108,7 +108,7 @@ def folds_of(groups: Tensor, folds: int, *, seed: int = 0, fewest: int = 0) -> T
 
 
 def renormalise(weights: Tensor, abstains: Tensor) -> Tensor:
-    """Give each of N rows its (M,) or (N, M) weights, those of parts that abstain there handed to the first part."""
+    """Return (N, M) weights in which the weight of components that abstain goes to the first component."""
     given = weights.to(abstains.device).expand(abstains.shape)
     kept = given.masked_fill(abstains, 0)
     kept[..., 0] += (given - kept).sum(-1)
@@ -116,29 +116,27 @@ def renormalise(weights: Tensor, abstains: Tensor) -> Tensor:
 
 
 def log_mixed(logs: Tensor, weights: Tensor) -> Tensor:
-    """Give the (N,) log-probabilities of the mixture with (N, M) weights, summed in the log domain."""
-    # A part that abstains is undefined there and has no weight: it adds nothing.
+    """Return the (N,) log-probabilities of the mixture with (N, M) weights, summed in the log domain."""
+    # A component that abstains is NaN there and has weight 0.
     return (logs.masked_fill(logs.isnan(), -torch.inf) + weights.log()).logsumexp(1)
 
 
 def check_logs(logs: Tensor) -> None:
-    """Refuse what no weights can be fitted to."""
+    """Raise ParameterError for log-probabilities that no weights can be fitted to."""
     if logs.ndim != 2 or 0 in logs.shape or not logs.is_floating_point():
         raise ParameterError(
             f"Weights are fitted to (N, M) log-probabilities, not to {logs.dtype} {tuple(logs.shape)}."
         )
     if not logs[:, 0].isfinite().all():
         row = int((~logs[:, 0].isfinite()).nonzero()[0, 0])
-        raise ParameterError(
-            f"The first part must have an opinion everywhere, but says {float(logs[row, 0])} in row {row}."
-        )
+        raise ParameterError(f"The first component must not abstain, but is {float(logs[row, 0])} in row {row}.")
     if bool((logs == torch.inf).any()):
         raise ParameterError("A log-probability is +inf. Log-probabilities are at most 0.")
 
 
 @dataclass(frozen=True)
 class _Measured:
-    """The loss at some weights, with its slopes."""
+    """The loss at some weights, with its derivatives."""
 
     loss: float
     ratio: Tensor  # (M,) g: minus the gradient of the loss
@@ -150,7 +148,7 @@ class _Measured:
 
 
 def _measure(logs: Tensor, weights: Tensor, imagined: Tensor) -> _Measured:
-    """Go over all rows once; imagined tokens are rows in which one part alone gave the token all it had."""
+    """Measure all rows; a token of the prior is a row in which one component has probability 1 and the others 0."""
     used = weights > 0
     safe = weights.where(used, torch.ones_like(weights))
     loss = -float((imagined * safe.log()).sum())
@@ -169,22 +167,22 @@ def _measure(logs: Tensor, weights: Tensor, imagined: Tensor) -> _Measured:
 
 
 def _scaled(logs: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """Give some rows at a time as probabilities, relative to the largest of each row, and the logarithm of that."""
+    """Yield blocks of rows as probabilities relative to the largest of each row, and the logarithm of that."""
     for rows in logs.split(_ROWS):
         rows = rows.double().cpu()
-        rows = rows.where(~rows.isnan(), rows[:, :1])  # who abstains leaves the word to the first part
+        rows = rows.where(~rows.isnan(), rows[:, :1])  # NaN: the weight goes to the first component
         scale = rows.amax(1)
         yield (rows - scale[:, None]).exp_(), scale
 
 
 def _step(logs: Tensor, weights: Tensor, imagined: Tensor, now: _Measured) -> tuple[Tensor, _Measured]:
-    """Take Newton's step as far as it gains, else EM's."""
+    """Take Newton's step as far as it lowers the loss, else EM's."""
     # With Σw added to the loss, w ≥ 0 is the only constraint left: the optimum's weights sum to 1 by themselves.
     aim = _least_quadratic(now.curvature, 2 * now.ratio - 1, weights)
     slope = float(((1 - now.ratio) * (aim - weights)).sum())
-    for halving in range(_HALVINGS if slope < 0 else 0):
-        # A weight of 0 could not come back by EM's step, which then would prove nothing; so they only come near it.
-        tried = torch.maximum(weights + (aim - weights) * 0.5**halving, _NEARER * weights)
+    for halving in range(_MAX_HALVINGS if slope < 0 else 0):
+        # A weight of 0 cannot grow by EM's step, so weights only approach it.
+        tried = torch.maximum(weights + (aim - weights) * 0.5**halving, _MIN_KEPT * weights)
         tried = tried / tried.sum()
         after = _measure(logs, tried, imagined)
         if after.loss <= now.loss + 1e-4 * slope * 0.5**halving:
@@ -196,7 +194,7 @@ def _step(logs: Tensor, weights: Tensor, imagined: Tensor, now: _Measured) -> tu
 
 def _least_quadratic(matrix: Tensor, vector: Tensor, start: Tensor) -> Tensor:
     """Minimise ½·x·A·x - b·x over x ≥ 0 by an active set, from a feasible start."""
-    # Twin parts make A singular; any of their splits will do, and a little ridge picks one.
+    # Equal components make A singular; any split between them is optimal, and a small ridge picks one.
     matrix = matrix + torch.diag(matrix.diagonal().clamp(min=1e-30)) * 1e-10
     found, free = start.clone(), start > 0
     for _ in range(10 * len(vector)):
@@ -218,22 +216,22 @@ def _least_quadratic(matrix: Tensor, vector: Tensor, start: Tensor) -> Tensor:
     return found
 
 
-def _inside(start: Tensor | None, parts: int) -> Tensor:
+def _inside(start: Tensor | None, count: int) -> Tensor:
     """Check a start and move it off the boundary."""
-    even = torch.full((parts,), 1 / parts, dtype=torch.float64)
+    even = torch.full((count,), 1 / count, dtype=torch.float64)
     if start is None:
         return even
     start = start.double().cpu()
     if start.shape != even.shape or not start.isfinite().all() or bool((start < 0).any()) or float(start.sum()) <= 0:
-        raise ParameterError(f"The start must be {parts} weights of at least 0, not {start.tolist()}.")
+        raise ParameterError(f"The start must be {count} weights of at least 0, not {start.tolist()}.")
     return (1 - _INSIDE) * start / start.sum() + _INSIDE * even
 
 
-def _check_prior(prior: Tensor | None, parts: int) -> Tensor:
-    none = torch.zeros(parts, dtype=torch.float64)
+def _check_prior(prior: Tensor | None, count: int) -> Tensor:
+    none = torch.zeros(count, dtype=torch.float64)
     if prior is None:
         return none
     prior = prior.double().cpu()
     if prior.shape != none.shape or not prior.isfinite().all() or bool((prior < 0).any()):
-        raise ParameterError(f"The prior must be {parts} numbers of tokens, at least 0, not {prior.tolist()}.")
+        raise ParameterError(f"The prior must be {count} numbers of tokens, at least 0, not {prior.tolist()}.")
     return prior

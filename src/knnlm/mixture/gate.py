@@ -1,16 +1,12 @@
-"""Weights by small networks that look at each position. Knows nothing about what their features mean.
+"""The gate: small networks that compute the weights at each position, their features, and where to skip a search.
 
-    w(x) = (1 - t) · w_fitted + t · mean over the nets k of softmax(log w_k + net_k(x))
+    w(x) = (1 - t) · w_fitted + t · mean over the networks k of softmax(log w_k + network_k(x))
 
-Every net is held back from one fold of the documents and starts at weights w_k that were fitted to the others, its last
-layer at 0. The trust t is decided on what was held back, against a prior for the fitted weights. Where features tell
-nothing, or rows are few, little is lost against fitted weights.
+Network k is trained without one fold of the documents, and starts at weights w_k that were fitted to the other folds,
+its last layer at 0. The trust t is fitted on the held-out folds, against a prior for the fitted weights. So the gate is
+hardly worse than fitted weights where features are useless or rows are few.
 
-What a gate looks at: cheap numbers about each part of a mixture. Knows nothing about networks.
-
-The same numbers come from answers, when a text is read, and from a trace, when a gate is trained.
-
-Where a search is worth its time: nets that say before it what it will gain. Knows nothing about how to search.
+Features are the same whether they come from the outputs of a text being read, or from a trace.
 """
 
 from __future__ import annotations
@@ -42,7 +38,17 @@ from knnlm.mixture.networks import (
 )
 from knnlm.progress import Progress, silent
 
-_NEVER = -15.0  # log-probabilities below are all alike
+_MIN_LOG_PROB = -15.0  # features below are clamped
+
+_INSIDE = 0.01  # share of even weights in a network's first weights: a weight of 0 could not grow
+
+_PRIOR = 20.0  # pseudo-count of tokens for the fitted weights against the networks
+
+_MIN_GAIN = 1.5  # standard errors over documents that the networks must gain to be used
+
+_TAIL = 0.005  # of the gains at either end are clamped, so that outliers do not dominate
+
+_LEVELS = 1001  # stored quantiles of the predicted gain
 
 _OF_MEMORY = ("for the model's choice", "the model for its choice", "same choice", "abstains")
 
@@ -51,38 +57,38 @@ PLACE = ("position", "frequency of the last token")
 
 @dataclass(frozen=True)
 class MemoryFeatures:
-    """What is known about one memory's answer, without the token that came."""
+    """Features of one memory's output, which do not depend on the target."""
 
     signals: Tensor  # (N, F)
-    of_choice: Tensor  # (N,) log p that it gives to the model's choice
-    choice: Tensor  # (N,) its own choice; -1 = none
-    model_of_choice: Tensor  # (N,) log p that the model gives to that
+    of_choice: Tensor  # (N,) its log-probability of the language model's most probable token
+    choice: Tensor  # (N,) its own most probable token; -1 = none
+    model_of_choice: Tensor  # (N,) the language model's log-probability of that token
 
 
 @dataclass(frozen=True)
 class Positions:
-    """Where positions are."""
+    """The positions of rows in their texts."""
 
-    positions: Tensor  # (N,) how many tokens were read before
-    tokens: Tensor  # (N,) the last token that was read
+    positions: Tensor  # (N,) number of tokens read before
+    tokens: Tensor  # (N,) the last token read
 
 
-def memory_features(answer: MemoryOutput, lm: MemoryOutput) -> MemoryFeatures:
-    """Look at an answer beside what the language model says."""
-    choice = answer.top()
-    said = lm.components[0].log_prob(choice.clamp(min=0))
+def memory_features(output: MemoryOutput, lm: MemoryOutput) -> MemoryFeatures:
+    """Return the features of an output, beside the language model's."""
+    choice = output.top()
+    log_p = lm.components[0].log_prob(choice.clamp(min=0))
     return MemoryFeatures(
-        signals=answer.features(),
-        of_choice=answer.components[0].log_prob(lm.top()),
+        signals=output.features(),
+        of_choice=output.components[0].log_prob(lm.top()),
         choice=choice,
-        model_of_choice=said.masked_fill(choice < 0, -torch.inf),
+        model_of_choice=log_p.masked_fill(choice < 0, -torch.inf),
     )
 
 
 def place(context: Context) -> Positions:
-    """Say where the positions of a context are."""
-    positions = [torch.arange(run.start, len(run.tokens)) for run in context.spans]
-    tokens = [run.tokens[run.start :] for run in context.spans]
+    """Return the positions of a context in their texts."""
+    positions = [torch.arange(span.start, len(span.tokens)) for span in context.spans]
+    tokens = [span.tokens[span.start :] for span in context.spans]
     nowhere = torch.zeros(0, dtype=torch.long)
     return Positions(
         torch.cat([nowhere, *positions]), torch.cat([nowhere.to(tokens[0]) if tokens else nowhere, *tokens])
@@ -90,7 +96,7 @@ def place(context: Context) -> Positions:
 
 
 def feature_names(memories: Iterable[tuple[str, Sequence[str]]]) -> list[str]:
-    """Name the columns of `features`, by the kind of each memory and the names of its signals."""
+    """Return the names of the columns of `features`, from the kind and the feature names of each memory."""
     names = [*PLACE, *(f"model {name}" for name in LM_FEATURES)]
     for number, (kind, signals) in enumerate(memories):
         names += [f"{number} {kind} {name}" for name in (*signals, *_OF_MEMORY)]
@@ -100,7 +106,7 @@ def feature_names(memories: Iterable[tuple[str, Sequence[str]]]) -> list[str]:
 def features(
     where: Positions, frequencies: Tensor, model: tuple[Tensor, Tensor], found: Sequence[MemoryFeatures]
 ) -> Tensor:
-    """Put together (N, F) features; `model` is the language model's signals and choice."""
+    """Return (N, F) features; `model` is the language model's own features and most probable tokens."""
     signals, choice = model
     device = signals.device
     position = where.positions.to(device).float().log1p()
@@ -108,8 +114,8 @@ def features(
     columns = [torch.stack([position, frequency], 1), signals.float()]
     for one in found:
         beside = [
-            one.of_choice.clamp(min=_NEVER).nan_to_num(nan=_NEVER),
-            one.model_of_choice.clamp(min=_NEVER),
+            one.of_choice.clamp(min=_MIN_LOG_PROB).nan_to_num(nan=_MIN_LOG_PROB),
+            one.model_of_choice.clamp(min=_MIN_LOG_PROB),
             (one.choice == choice).float(),
             (one.choice < 0).float(),
         ]
@@ -117,39 +123,32 @@ def features(
     return torch.cat(columns, 1)
 
 
-_INSIDE = 0.01  # of a net's first weights are spread evenly, for a weight of 0 could not grow
-
-_PRIOR = 20.0  # tokens speak for the fitted weights against the nets
-
-_SURE = 1.5  # standard errors, over documents, that the nets must gain by: what suits one document may suit no other
-
-
 @dataclass(frozen=True)
 class Gate:
-    """Trained nets, and the weights they start from."""
+    """Trained networks, and the weights they start from."""
 
-    nets: NetworkEnsemble  # their inputs are the features, then which parts abstain
-    starts: Tensor  # (K, M) the weights that each net starts from, all above 0
+    nets: NetworkEnsemble  # their inputs are the features, then the mask of components that abstain
+    starts: Tensor  # (K, M) the weights that each network starts from, all above 0
     fitted: Tensor  # (M,) the same weights everywhere
-    trust: float  # in the nets, against the fitted weights
+    trust: float  # weight of the networks against the fitted weights
     feature_names: tuple[str, ...]
     component_names: tuple[str, ...]
-    facts: Mapping[str, Any] = field(default_factory=dict)  # how it was trained, and what came of it
-    out_of_fold: Tensor | None = None  # (N,) log-probabilities of the rows of its training, by what had not seen them
+    facts: Mapping[str, Any] = field(default_factory=dict)  # its training and its figures
+    out_of_fold: Tensor | None = None  # (N,) held-out log-probabilities of the training rows
 
     @torch.no_grad()
     def weights(self, features: Tensor, abstains: Tensor) -> Tensor:
-        """Give (N, M) weights for (N, F) features; rows sum to 1, and are 0 where a part abstains, (N, M)."""
-        wide, parts = len(self.feature_names), len(self.component_names)
-        if features.shape != (len(abstains), wide) or abstains.shape != (len(abstains), parts):
+        """Return (N, M) weights for (N, F) features; rows sum to 1, and components that abstain, (N, M), have 0."""
+        wide, count = len(self.feature_names), len(self.component_names)
+        if features.shape != (len(abstains), wide) or abstains.shape != (len(abstains), count):
             given = f"{tuple(features.shape)} and {tuple(abstains.shape)}"
-            raise ParameterError(f"This gate looks at {wide} features and weighs {parts} parts, but was given {given}.")
+            raise ParameterError(f"This gate takes {wide} features and {count} components, but got {given}.")
         both = zip(features.split(ROWS), abstains.split(ROWS), strict=True)
         return torch.cat([self._some(*rows) for rows in both])
 
     def _some(self, features: Tensor, abstains: Tensor) -> Tensor:
         gone = abstains.to(self.starts.device, copy=True)
-        gone[:, 0] = False  # the language model always has an opinion
+        gone[:, 0] = False  # the language model never abstains
         weights = renormalise(self.fitted, gone)
         if self.trust > 0:
             inputs = self.nets.standard(torch.cat([features.to(self.starts), gone.to(self.starts)], 1))
@@ -158,13 +157,13 @@ class Gate:
         return (weights / weights.sum(1, keepdim=True)).to(features.device)
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """Give all of it as named tensors and plain facts."""
+        """Return the gate as named tensors and JSON types."""
         facts = {**self.facts, "trust": self.trust, "features": [*self.feature_names], "parts": [*self.component_names]}
         return {**self.nets.tensors(), "starts": self.starts, "fitted": self.fitted}, facts
 
     @classmethod
     def load(cls, tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> Gate:
-        """Make a gate of what `state` gave, and trust none of it."""
+        """Validate and load what `state` returned."""
         features, parts = stored_names(facts, "features"), stored_names(facts, "parts")
         nets = NetworkEnsemble.load(tensors, len(features) + len(parts), len(parts))
         starts = stored(tensors, "starts", (nets.count, len(parts)))
@@ -186,15 +185,15 @@ def train_gate(
     *,
     feature_names: Sequence[str] | None = None,
     component_names: Sequence[str] | None = None,
-    recipe: NetworkConfig = DEFAULT_CONFIG,
+    config: NetworkConfig = DEFAULT_CONFIG,
     device: str | torch.device = "cpu",
     progress: Progress = silent,
 ) -> Gate:
     """Train a gate on (N, F) features, (N, M) log-probabilities and the (N,) numbers of their documents."""
     check_logs(logs)
     names = check_features(features, len(logs), feature_names), name_columns(component_names, logs.shape[1], "parts")
-    recipe = fewer_folds(recipe, groups)
-    fold, whole, others = fit_folds(logs, groups, folds=recipe.folds, seed=recipe.seed, fewest=FEWEST)
+    config = fewer_folds(config, groups)
+    fold, whole, others = fit_folds(logs, groups, folds=config.folds, seed=config.seed, fewest=FEWEST)
     fold, others = fold.to(device), others.to(device, torch.float32)
     starts = (1 - _INSIDE) * others + _INSIDE / logs.shape[1]  # (K, M)
     logs = logs.to(device, torch.float32)
@@ -205,7 +204,7 @@ def train_gate(
         return -(_log_weights(outputs, starts[nets], gone[rows]) + said[rows]).logsumexp(-1)
 
     nets, losses, epochs = train(
-        NetworkEnsemble.new(inputs, logs.shape[1], recipe), inputs, fold, loss, recipe, progress
+        NetworkEnsemble.new(inputs, logs.shape[1], config), inputs, fold, loss, config, progress
     )
     plain = log_mixed(logs, renormalise(others[fold.clamp(min=0)], gone))  # by weights that were fitted to other rows
     both = torch.stack([plain, -losses if epochs else plain], 1)
@@ -213,63 +212,60 @@ def train_gate(
         epochs = 0
     chosen = fit(both, prior=torch.tensor([_PRIOR, 0.0])).weights.to(both) if epochs else both.new_tensor([1.0, 0.0])
     together = log_mixed(both, chosen.expand(both.shape))
-    facts: dict[str, Any] = {"recipe": asdict(recipe), "rows": len(logs), "epochs": epochs}
+    facts: dict[str, Any] = {"config": asdict(config), "rows": len(logs), "epochs": epochs}
     for name, found in (("fitted_perplexity", plain), ("perplexity", together)):  # both of rows not seen in training
         facts[name] = math.exp(-float(found.double().mean()))
     return Gate(nets, starts, whole.to(starts), float(chosen[1]), *names, facts, together)
 
 
 def _sure(gain: Tensor, units: Tensor) -> bool:
-    """Say whether (N,) gains are more than chance between documents makes of them."""
+    """Whether (N,) gains are significant, given their variance over documents."""
     _, unit = units.unique(return_inverse=True)
     sums = torch.zeros(int(unit.max()) + 1, dtype=torch.float64, device=gain.device).index_add_(0, unit, gain.double())
-    return float(sums.sum()) > _SURE * float(sums.std()) * math.sqrt(len(sums))
+    return float(sums.sum()) > _MIN_GAIN * float(sums.std()) * math.sqrt(len(sums))
 
 
 def _log_weights(outputs: Tensor, starts: Tensor, abstains: Tensor) -> Tensor:
-    """Give (K, n, M) log-weights: the outputs move the starting weights; who abstains has none."""
+    """Return (K, n, M) log-weights: outputs added to the starting weights; -inf for components that abstain."""
     return (renormalise(starts[:, None], abstains).log() + outputs).log_softmax(-1)
-
-
-_TAIL = 0.005  # of the gains at either end are drawn in, so that a few of them do not decide everything
-
-_LEVELS = 1001  # quantiles of the predicted gain that `Skip` keeps
 
 
 @dataclass(frozen=True)
 class SearchSkipper:
-    """Says from what is known before a search what it will gain, and so where to search."""
+    """Predicts the gain of a search from the features before it, and so where to search."""
 
     nets: NetworkEnsemble
-    unit: Tensor  # (2,) mean and deviation of the gains it was trained on, nats
-    levels: Tensor  # (L,) quantiles of the gains it predicts
+    unit: Tensor  # (2,) mean and standard deviation of the training gains, nats
+    levels: Tensor  # (L,) quantiles of the predicted gains
     feature_names: tuple[str, ...]
 
     @torch.no_grad()
     def gain(self, features: Tensor) -> Tensor:
-        """Predict for (N, F) features how many nats a search will gain, (N,)."""
+        """Return the (N,) predicted gains of a search, in nats, for (N, F) features."""
         if features.ndim != 2 or features.shape[1] != len(self.feature_names):
-            raise ParameterError(f"Skipping looks at {len(self.feature_names)} features, not {tuple(features.shape)}.")
+            raise ParameterError(
+                f"Skipping searches takes {len(self.feature_names)} features, not {tuple(features.shape)}."
+            )
         rows = [self.nets.outputs(self.nets.standard(some)).mean(0)[:, 0] for some in features.split(ROWS)]
         return (torch.cat(rows) * self.unit[1] + self.unit[0]).to(features.device)
 
     def search_mask(self, features: Tensor, fraction: float) -> Tensor:
-        """Mark the (N,) rows to search for: all but this fraction of a text, of which least gain is predicted."""
+        """Mark the (N,) rows to search for: all but this fraction of a text, with the least predicted gain."""
         if not 0 <= fraction <= 1:
             raise ParameterError(f"The fraction of positions to skip must be from 0 to 1, not {fraction}.")
         if fraction in (0, 1):
             return torch.full((len(features),), fraction == 0, device=features.device)
-        if self.levels[0] == self.levels[-1]:  # nothing was learnt: skip anywhere, but always the same
+        if self.levels[0] == self.levels[-1]:  # constant predictions: skip pseudo-random rows, but always the same
             return (features.double().sum(1) * 1e4).sin().mul(1e4).frac().abs() >= fraction
         return self.gain(features) >= self.levels.quantile(fraction).to(features.device)
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """Give all of it as named tensors and plain facts."""
+        """Return the networks as named tensors and JSON types."""
         return {**self.nets.tensors(), "unit": self.unit, "levels": self.levels}, {"features": [*self.feature_names]}
 
     @classmethod
     def load(cls, tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> SearchSkipper:
-        """Make of what `state` gave, and trust none of it."""
+        """Validate and load what `state` returned."""
         features = stored_names(facts, "features")
         nets, unit = NetworkEnsemble.load(tensors, len(features), 1), stored(tensors, "unit", (2,))
         return cls(nets, unit, stored(tensors, "levels", (_LEVELS,)), features)
@@ -281,30 +277,30 @@ def train_skip(
     groups: Tensor,
     *,
     feature_names: Sequence[str] | None = None,
-    recipe: NetworkConfig = DEFAULT_CONFIG,
+    config: NetworkConfig = DEFAULT_CONFIG,
     device: str | torch.device = "cpu",
     progress: Progress = silent,
 ) -> SearchSkipper:
-    """Learn from (N, F) features known before a search the (N,) nats that it gained, by whole documents, (N,)."""
+    """Train on (N, F) features before a search, its (N,) gains in nats, and the (N,) numbers of the documents."""
     names = check_features(features, len(gain), feature_names)
     if gain.ndim != 1 or len(gain) < 2 or not gain.isfinite().all():
-        raise ParameterError("Skipping is learnt from at least two gains, all of them finite.")
+        raise ParameterError("Training needs at least two gains, all of them finite.")
     gain = gain.to(device, torch.float32)
     low, high = gain.sort().values[[int(len(gain) * _TAIL), -1 - int(len(gain) * _TAIL)]]
     wanted = gain.clamp(low, high)
     unit = torch.stack([wanted.mean(), wanted.std(correction=0).clamp(min=1e-6)])
     wanted = (wanted - unit[0]) / unit[1]
-    recipe = fewer_folds(recipe, groups)
-    fold = folds_of(groups, recipe.folds, seed=recipe.seed, fewest=FEWEST).to(device)
+    config = fewer_folds(config, groups)
+    fold = folds_of(groups, config.folds, seed=config.seed, fewest=FEWEST).to(device)
     inputs = features.to(device, torch.float32)
 
     def loss(outputs: Tensor, rows: Tensor, _: Sequence[int]) -> Tensor:
-        return (outputs[..., 0] - wanted[rows]).square()  # the mean is what counts, not the order alone
+        return (outputs[..., 0] - wanted[rows]).square()  # the size of the gain matters, not its order alone
 
-    # At least one epoch: even a poor guess of the gain puts positions into an order, and a constant does not.
-    nets, _, _ = train(NetworkEnsemble.new(inputs, 1, recipe), inputs, fold, loss, recipe, progress, eager=True)
+    # At least one epoch: even a poor prediction orders the positions, and a constant does not.
+    nets, _, _ = train(NetworkEnsemble.new(inputs, 1, config), inputs, fold, loss, config, progress, eager=True)
     skip = SearchSkipper(nets, unit, unit, names)
-    # Of all nets on all rows, as they will be used: one net's own predictions on what it has not seen are spread wider.
+    # Of all networks on all rows, as in use: held-out predictions of one network have a wider spread.
     predicted = skip.gain(inputs).sort().values
     places = torch.linspace(0, len(predicted) - 1, _LEVELS, dtype=torch.float64).round().long()
     return replace(skip, levels=predicted[places.to(device)])

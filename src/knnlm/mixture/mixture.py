@@ -1,4 +1,4 @@
-"""A language model and its memories, mixed. Knows nothing about evaluation or generation, which only see this."""
+"""The mixture of a language model and its memories: all that evaluation, generation and the server see."""
 
 from __future__ import annotations
 
@@ -81,18 +81,18 @@ class Mixture:
         if not self.memories:
             raise ParameterError("A mixture needs at least one memory.")
         self.readers = readers or Readers(lm)
-        self.labels = list(labels or [one.name for one in self.memories])
+        self.labels = list(labels or [each.name for each in self.memories])
         self.store = store or (self.knn.store if self.knn else None)  # its windows are read, its catalog keeps tuning
         self.path = path or (self.store.path if self.store else None)  # that it was opened from
         self.weights = weights or equal_weights(self.memories, DEFAULTS["lambda"] if lmbda is None else lmbda)
-        for one in self.memories:
-            if isinstance(one, KnnMemory):
-                check_model(one.store, self.readers.models[one.source.reader], place=one.source)
-        # What is read of each position, and how many earlier keys of it are remembered.
+        for each in self.memories:
+            if isinstance(each, KnnMemory):
+                check_model(each.store, self.readers.models[each.source.reader], place=each.source)
+        # What is read at each position, and how many earlier positions' keys are kept.
         self.history_lengths: dict[Source, int] = {}
-        for one in self.memories:
-            if one.source is not None:
-                self.history_lengths[one.source] = max(one.history_length, self.history_lengths.get(one.source, 0))
+        for each in self.memories:
+            if each.source is not None:
+                self.history_lengths[each.source] = max(each.history_length, self.history_lengths.get(each.source, 0))
 
     @classmethod
     def open(
@@ -144,7 +144,7 @@ class Mixture:
 
     @property
     def knn(self) -> KnnMemory | None:
-        """The first memory that is a store, None where there is none."""
+        """The first memory of the kind knn; None if there is none."""
         for memory in self.memories:
             if isinstance(memory, KnnMemory):
                 return memory
@@ -152,13 +152,13 @@ class Mixture:
 
     @property
     def stale(self) -> bool:
-        """Whether documents were added to or removed from a store of it since it was opened: then open it again."""
+        """Whether documents were added to or removed from one of its stores since it was opened; see `reopen`."""
         stores = {memory.store for memory in self.memories if isinstance(memory, KnnMemory)}
         return any(store.stale for store in stores | ({self.store} if self.store is not None else set()))
 
     @property
     def lmbda(self) -> float | None:
-        """λ: what all memories together weigh, None where that depends on the token."""
+        """λ, the sum of the memories' weights; None if it depends on the token."""
         return sum(self.weights.values[1:]) if isinstance(self.weights, FixedWeights) else None
 
     @lmbda.setter
@@ -167,23 +167,23 @@ class Mixture:
 
     @property
     def lm_sources(self) -> list[Source]:
-        """The places of the language model itself that memories read."""
+        """The places of the language model that memories read."""
         return [source for source in self.history_lengths if source.reader == 0 and source.place != LOGITS]
 
     @property
     def needs_history(self) -> bool:
-        """Whether anything here needs more than the keys of the positions that are predicted."""
+        """Whether a component needs more than the keys of the predicted positions."""
         return self.needs_tokens or any(source.reader for source in self.history_lengths)
 
     @property
     def needs_tokens(self) -> bool:
-        """Whether anything here looks at the tokens of a text, or at earlier keys."""
+        """Whether a component needs the tokens of the text, or earlier keys."""
         gated = isinstance(self.weights, GatedWeights)
         return gated or any(memory.source is None or memory.history_length for memory in self.memories)
 
     @property
     def max_length(self) -> int | None:
-        """The most tokens that all the models here can read at once, None where there is no end."""
+        """The largest number of tokens that all models can read at once; None: no limit."""
         limits = [
             model.max_length
             for model, _, _ in self.readers.wanted(self.history_lengths)
@@ -193,17 +193,17 @@ class Mixture:
 
     @property
     def specs(self) -> list[MemorySpec]:
-        """What these memories are opened from, written down."""
+        """The specs that these memories can be opened from."""
         return specs_of(self.memories, self.labels, self.lm)
 
     @property
     def window(self) -> WindowShape:
-        """The window that the store was read with; evaluation uses the same."""
+        """The window that the store was built with; evaluation uses the same."""
         return WindowShape(**self.store.window) if self.store else self.lm.window(min(1024, self.max_length or 1024))
 
     @property
     def component_names(self) -> list[str]:
-        """Name everything that is mixed, the language model first."""
+        """The names of all components, the language model first."""
         names = ["model"]
         for label, memory in zip(self.labels, self.memories, strict=True):
             names += [label + name.removeprefix(memory.name) for name in memory.component_names]
@@ -211,11 +211,11 @@ class Mixture:
 
     @property
     def component_slices(self) -> list[slice]:
-        """The parts of each memory, among all that is mixed."""
+        """The components of each memory, among all components."""
         return component_slices_of(len(memory.component_names) for memory in self.memories)
 
     def read(self, documents: Sequence[Sequence[int]], *, batch_tokens: int = 1024) -> Iterator[ReadBatch]:
-        """Read documents with all the models that are needed, in the windows that the store was read with."""
+        """Read documents with all models that are needed, in the windows that the store was built with."""
         return self.readers.read(documents, self.window, self.history_lengths, batch_tokens=batch_tokens)
 
     def retrieve(self, context: Context, ks: Sequence[int | Sequence[int] | None] | None = None) -> Retrieved:

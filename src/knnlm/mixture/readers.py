@@ -1,7 +1,7 @@
-"""The models that memories read with, and one pass of them over texts. Knows nothing about memories.
+"""The models that a mixture needs, and one forward pass of each over texts.
 
-The language model is reader 0. A store whose keys come from another model, or a second language model that is a memory
-itself, brings a reader of its own; stores with the same reader share its pass.
+The language model is reader 0. Stores whose keys come from another model, and decoders, have readers of their own;
+memories with the same reader share its pass.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from knnlm.memories.base import LM_LOGITS, LOGITS, Context, Source, Span
 
 @dataclass(frozen=True)
 class ReadBatch:
-    """Some positions of some documents: what came, what the language model said, what memories may look at."""
+    """Positions of some documents: their targets, and the context that memories predict from."""
 
-    rows: Tensor  # (N,) numbers of the targets, counted through all documents of the call
+    rows: Tensor  # (N,) numbers of the targets, counted over all documents of the call
     targets: Tensor  # (N,)
     context: Context
 
@@ -36,14 +36,14 @@ class ReadBatch:
 
 
 class Readers:
-    """The language model, other models with the same tokenizer, and the places where each of them is read."""
+    """The language model, other models with the same tokenizer, and their key layers."""
 
     def __init__(self, lm: CausalLM) -> None:
         self.models = [lm]
         self.layers: dict[Source, KeyLayer] = {}
 
     def add(self, model: CausalLM) -> int:
-        """Give a model its number, the same as its twin's; it must speak the language model's tokens."""
+        """Add a model with the language model's tokenizer, and return its number; an equal model is added once."""
         if (number := self.find(model.identity)) is not None:
             return number
         lm = self.models[0]
@@ -51,18 +51,19 @@ class Readers:
             if model.identity[what] != lm.identity[what]:
                 raise ModelMismatch(
                     f"{model.name} has another tokenizer or vocabulary ({what.replace('_', ' ')} "
-                    f"{model.identity[what]}) than {lm.name} ({lm.identity[what]}), so what it says means nothing to "
-                    "it. Use a model with the same tokenizer and vocabulary."
+                    f"{model.identity[what]}) than {lm.name} ({lm.identity[what]}), so they cannot be mixed. "
+                    "Use a model with the same tokenizer and vocabulary."
                 )
         self.models.append(model)
         return len(self.models) - 1
 
-    def find(self, facts: Mapping[str, Any]) -> int | None:
-        """Give the number of the reader that a store was built with, None where it is not here."""
-        return next((number for number, model in enumerate(self.models) if is_reader(facts, model)), None)
+    def find(self, identity: Mapping[str, Any]) -> int | None:
+        """Return the number of the model that a store was built with; None if it has not been added."""
+        models = enumerate(self.models)
+        return next((number for number, model in models if identity_difference(identity, model.identity) is None), None)
 
     def layer(self, source: Source) -> KeyLayer:
-        """Give the place in the model that a source names."""
+        """Return the key layer that a source names."""
         if source not in self.layers:
             model = self.models[source.reader]
             own = model.key_layer
@@ -71,15 +72,15 @@ class Readers:
         return self.layers[source]
 
     def wanted(self, sources: Iterable[Source]) -> list[tuple[CausalLM, list[Source], bool]]:
-        """Give each reader that is needed with its places, and whether its logits are wanted."""
+        """Return each model that is needed with its sources, and whether its logits are needed."""
         sources = list(sources)
-        found = []
+        needed = []
         for number, model in enumerate(self.models):
             own = [source for source in sources if source.reader == number]
             places = [source for source in own if source.place != LOGITS]
             if number == 0 or own:
-                found.append((model, places, number == 0 or len(places) < len(own)))
-        return found
+                needed.append((model, places, number == 0 or len(places) < len(own)))
+        return needed
 
     def read(
         self,
@@ -89,13 +90,13 @@ class Readers:
         *,
         batch_tokens: int,
     ) -> Iterator[ReadBatch]:
-        """Read documents in windows; `history_lengths` says how many earlier keys of each source are remembered."""
+        """Read documents in windows; `history_lengths` has the number of earlier keys to keep for each source."""
         wanted = self.wanted(history_lengths)
         for model, _, _ in wanted:
             if model.max_length is not None and shape.context > model.max_length:
                 raise ParameterError(
-                    f"{model.name} can read only {model.max_length:,} tokens at once, but the memory's window has "
-                    f"{shape.context:,}. Use a model that reads as far."
+                    f"{model.name} can read only {model.max_length:,} tokens at once, but the store's window has "
+                    f"{shape.context:,}. Use a model with a longer context."
                 )
         start_token = self.models[0].start_token
         ready: list[Window] = []
@@ -103,20 +104,20 @@ class Readers:
         for document in documents:
             ready.extend(windows(document, shape, start_token=start_token, row=past.begin(document)))
         for batch in batches(ready, batch_tokens):
-            seen: dict[Source, Tensor] = {}
+            states: dict[Source, Tensor] = {}
             logits = None
-            for number, (model, places, speaks) in enumerate(wanted):
+            for number, (model, places, needs_logits) in enumerate(wanted):
                 layers = [self.layer(source) for source in places]
-                keys, said = model.read_batch(batch, layers, logits=speaks)
-                seen.update(zip(places, keys, strict=True))
+                keys, own_logits = model.read_batch(batch, layers, logits=needs_logits)
+                states.update(zip(places, keys, strict=True))
                 if number == 0:
-                    logits = said
-                if said is not None:  # of the language model itself too: it may be its own second opinion
-                    seen[Source(self.models.index(model), LOGITS)] = said
+                    logits = own_logits
+                if own_logits is not None:
+                    states[Source(self.models.index(model), LOGITS)] = own_logits
             assert logits is not None
             rows, targets = scored_targets(batch)
-            runs = past.runs(batch, seen)
-            yield ReadBatch(rows, targets.to(logits.device), Context(seen, runs))
+            spans = past.spans(batch, states)
+            yield ReadBatch(rows, targets.to(logits.device), Context(states, spans))
 
 
 class _Past:
@@ -134,33 +135,28 @@ class _Past:
         self.rows = 0
 
     def begin(self, document: Sequence[int]) -> int:
-        """Note a document and give the row of its first target."""
+        """Register a document and return the row of its first target."""
         row, self.rows = self.rows, self.rows + len(document)
         self.texts[row] = torch.tensor([self.start_token, *document[:-1]], device=self.device)
         self.scored[row] = 0
         self.keys[row] = {}
         return row
 
-    def runs(self, batch: Sequence[Window], seen: Mapping[Source, Tensor]) -> list[Span]:
-        """Make the run of each window, and remember its keys for the windows that follow."""
-        runs = []
+    def spans(self, batch: Sequence[Window], states: Mapping[Source, Tensor]) -> list[Span]:
+        """Return the span of each window, and keep its keys for the windows that follow."""
+        spans = []
         first = 0
         for window in batch:
             document = window.row - window.scored
             # Longer windows come first, and the last window of a document is its shortest.
             assert self.scored[document] == window.scored, "windows of a document must come in order"
             past = self.keys[document]
-            runs.append(Span(self.texts[document][: window.end], window.scored, dict(past)))
+            spans.append(Span(self.texts[document][: window.end], window.scored, dict(past)))
             last = first + window.end - window.scored
             for source, history_length in self.history_lengths.items():
-                new = seen[source][first:last]
+                new = states[source][first:last]
                 past[source] = (
                     torch.cat([past[source], new])[-history_length:] if source in past else new[-history_length:]
                 )
             self.scored[document], first = window.end, last
-        return runs
-
-
-def is_reader(facts: Mapping[str, Any], model: CausalLM) -> bool:
-    """Say whether a store with these facts was built with this model, at whatever place."""
-    return identity_difference(facts, model.identity) is None
+        return spans
