@@ -48,7 +48,7 @@ def base(model_folder):
 
 @pytest.fixture(scope="module")
 def adapted(base, tmp_path_factory):
-    """A finished adaptation, which nobody changes, and what it said."""
+    """A finished adaptation, shared and not to be changed, and its result."""
     out = tmp_path_factory.mktemp("adapted") / "out"
     return out, fit_adaptation(TEXT, out, lm=base, **QUICK)
 
@@ -74,8 +74,8 @@ def held_out(out):
     return [document for document in TEXT if not store.holds(document.text)]
 
 
-def said(result):
-    """All but the time it took."""
+def without_time(result):
+    """The result without the time it took."""
     return {name: value for name, value in vars(result).items() if name != "seconds"}
 
 
@@ -90,7 +90,7 @@ def log_p(folder, tokens):
 # ---------------------------------------------------------------------------------------------------------- figures
 
 
-def test_the_figures_are_what_plain_models_and_evaluations_give(adapted, base, model_folder, tmp_path):
+def test_the_figures_match_plain_models_and_evaluations(adapted, base, model_folder, tmp_path):
     out, result = adapted
     kept = held_out(out)
     tokens = base.encode_all([document.text for document in kept])
@@ -120,7 +120,7 @@ def test_the_figures_are_what_plain_models_and_evaluations_give(adapted, base, m
     assert load_adaptation(out) == result
 
 
-def test_what_is_held_out_is_neither_stored_nor_learnt(adapted, base):
+def test_held_out_documents_are_neither_stored_nor_trained_on(adapted, base):
     out, result = adapted
     store = Datastore.open(out)
     kept = held_out(out)
@@ -142,7 +142,7 @@ def test_copies_of_a_text_are_held_out_together(base, tmp_path):
     assert len(kept) == 2 * len({one.text for one in kept}) == result.held_out_documents
 
 
-def test_a_document_that_is_most_of_the_text_is_learnt(base, tmp_path):
+def test_a_document_that_is_most_of_the_text_is_trained_on(base, tmp_path):
     long, short = documents(1, words=200)[0], documents(1, words=20, start=3)[0]
     empty = Document(id="empty", source="empty", text="")
     for seed in range(3):
@@ -178,7 +178,7 @@ def stopping(what, after):
 
 
 @pytest.mark.parametrize("stage", ["training", "reading", "tracing"])
-def test_what_was_stopped_in_any_stage_goes_on_to_the_same_end(adapted, base, tmp_path, stage):
+def test_a_run_stopped_in_any_stage_resumes_to_the_same_result(adapted, base, tmp_path, stage):
     out, right = tmp_path / "out", adapted[1]
     with pytest.raises(StoppedError, match=stage):
         fit_adaptation(
@@ -186,7 +186,7 @@ def test_what_was_stopped_in_any_stage_goes_on_to_the_same_end(adapted, base, tm
         )
     assert load_adaptation(out) is None
     assert (out / "decoder").exists() == (stage != "training")
-    assert said(fit_adaptation(TEXT, out, lm=base, **QUICK)) == said(right)
+    assert without_time(fit_adaptation(TEXT, out, lm=base, **QUICK)) == without_time(right)
     names = sorted(str(file.relative_to(out)) for file in out.rglob("*") if file.name not in BESIDE)
     wanted = (str(file.relative_to(adapted[0])) for file in adapted[0].rglob("*") if file.name not in BESIDE)
     assert names == sorted(wanted)
@@ -194,7 +194,7 @@ def test_what_was_stopped_in_any_stage_goes_on_to_the_same_end(adapted, base, tm
         assert (out / name).read_bytes() == (adapted[0] / name).read_bytes()
 
 
-def test_what_is_finished_is_not_done_again_and_other_text_is_refused(adapted, copied, base):
+def test_a_finished_adaptation_is_not_repeated_and_other_text_is_refused(adapted, copied, base):
     before = {file: file.stat().st_mtime_ns for file in copied.rglob("*") if file.suffix in (".json", ".npy", ".db")}
     stages = []
 
@@ -225,7 +225,7 @@ def test_what_is_finished_is_not_done_again_and_other_text_is_refused(adapted, c
 # ----------------------------------------------------------------------------------------------------------- places
 
 
-def test_a_place_that_is_taken_is_refused_before_anything_is_trained(base, tmp_path):
+def test_an_occupied_folder_is_refused_before_anything_is_trained(base, tmp_path):
     (tmp_path / "file").write_text("mine")
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "notes.txt").write_text("mine")
@@ -237,7 +237,7 @@ def test_a_place_that_is_taken_is_refused_before_anything_is_trained(base, tmp_p
     assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "full", "memory"]
 
 
-def test_a_full_disk_is_an_error_of_ours_and_the_run_goes_on_afterwards(base, tmp_path):
+def test_a_full_disk_is_a_library_error_and_the_run_resumes_afterwards(base, tmp_path):
     """A limit on the size of files, which the weights of the decoder exceed, fails as a full disk does."""
     options = {**QUICK, "layers": 1, "epochs": 1}
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -264,7 +264,7 @@ def test_a_full_disk_is_an_error_of_ours_and_the_run_goes_on_afterwards(base, tm
         (TEXT, {"initial_model": "/nowhere"}, library.KnnlmError, "Cannot open the model /nowhere"),
     ],
 )
-def test_what_cannot_be_is_refused_before_anything_is_made(base, tmp_path, given, options, error, message):
+def test_invalid_arguments_are_refused_before_anything_is_written(base, tmp_path, given, options, error, message):
     with pytest.raises(error, match=message):
         fit_adaptation(given, tmp_path / "out", lm=base, **{**QUICK, **options})
     assert not (tmp_path / "out").exists()
@@ -284,7 +284,7 @@ def test_a_decoder_of_another_tokenizer_is_refused_with_both_fingerprints(base, 
 # ----------------------------------------------------------------------------------------------------- other decoders
 
 
-def test_a_decoder_by_configuration_that_reads_less_far_gives_windows_that_both_can_read(base, tmp_path, capfd):
+def test_a_decoder_with_a_shorter_context_limits_the_windows_of_the_store(base, tmp_path, capfd):
     config = {"model_type": "llama", "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
     config |= {"intermediate_size": 32, "max_position_embeddings": 64, "vocab_size": 9}
     (tmp_path / "small.json").write_text(json.dumps(config))
@@ -301,7 +301,7 @@ def write(path, some):
     return path
 
 
-def test_a_model_that_reads_less_far_than_its_decoder_is_no_trouble_either(tmp_path):
+def test_a_model_with_a_shorter_context_limits_the_windows_of_the_store(tmp_path):
     shape = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
     special = {"vocab_size": VOCABULARY, "bos_token_id": 1, "eos_token_id": 0, "pad_token_id": 0}
     for name, longest in (("short", 32), ("far", 96)):
@@ -316,7 +316,7 @@ def test_a_model_that_reads_less_far_than_its_decoder_is_no_trouble_either(tmp_p
 # -------------------------------------------------------------------------------------------------------- commands
 
 
-def test_one_command_adapts_and_the_others_just_work(texts, model_folder, base, capfd, monkeypatch):
+def test_every_command_takes_an_adapted_store(texts, model_folder, base, capfd, monkeypatch):
     monkeypatch.chdir(texts)
     start = ("adapt", "docs", "--out", "out", "--model", model_folder, *OPTIONS, "--layers", 2)
     code, out, err = knnlm(capfd, *start)
@@ -369,7 +369,7 @@ def test_info_shows_the_table_and_tune_keeps_the_decoder(copied, adapted, texts,
     assert len(json.loads(knnlm(capfd, "eval", copied, texts / "valid.txt", "--json")[1])["memories"]) == 4
 
 
-def test_what_the_model_knows_is_asked_of_the_model_that_is_helped(copied, base, tmp_path, capfd):
+def test_drop_known_uses_the_language_model_and_not_the_decoder(copied, base, tmp_path, capfd):
     """Not of the decoder, which made the keys."""
     options = ("--drop-known", 0.05, "--json")
     found = [
@@ -379,7 +379,7 @@ def test_what_the_model_knows_is_asked_of_the_model_that_is_helped(copied, base,
     assert found[0] == found[1] < found[2]
 
 
-def test_valid_is_tuned_on_and_a_person_is_warned_where_it_was_learnt(texts, model_folder, base, capfd):
+def test_valid_is_tuned_on_and_leaked_documents_are_reported(texts, model_folder, base, capfd):
     start = ("adapt", texts / "docs", "--out", texts / "out", "--model", model_folder, *OPTIONS, "--layers", 1)
     valid = ("--valid", texts / "valid.txt")
     code, out, err = knnlm(capfd, *start, *valid, "--json")
@@ -411,20 +411,20 @@ def test_valid_is_tuned_on_and_a_person_is_warned_where_it_was_learnt(texts, mod
     ],
     ids=str,
 )
-def test_wrong_options_are_one_line_and_make_nothing(texts, model_folder, capfd, options, message):
+def test_wrong_options_are_a_one_line_error_and_write_nothing(texts, model_folder, capfd, options, message):
     line = failure(capfd, "adapt", texts / "docs", "--out", texts / "out", "--model", model_folder, *options)
     assert message in line
     assert not (texts / "out").exists()
 
 
-def test_one_document_and_a_place_that_is_taken_are_one_line(texts, model_folder, capfd):
+def test_one_document_and_an_occupied_folder_are_one_line_errors(texts, model_folder, capfd):
     start = ("adapt", texts / "valid.txt", "--model", model_folder)
     assert "--valid" in failure(capfd, *start, "--out", texts / "out")
     assert "is a file" in failure(capfd, *start, "--out", texts / "valid.txt")
     assert "/nowhere" in failure(capfd, "adapt", "/nowhere", "--out", texts / "out")
 
 
-def test_ctrl_c_says_that_the_same_command_goes_on(texts, model_folder, capfd, monkeypatch):
+def test_ctrl_c_says_that_the_same_command_resumes(texts, model_folder, capfd, monkeypatch):
     from knnlm.training.decoder import DecoderTrainer
 
     def interrupted(*_, **__):
@@ -470,7 +470,7 @@ def test_a_copy_is_for_the_same_model_and_opens_each_model_once(copied, base, tm
 
 
 @pytest.mark.parametrize("value", [5, "", ["x"]])
-def test_a_memory_that_names_no_proper_model_is_damaged_rather_than_read_by_another(copied, base, value):
+def test_a_store_with_an_invalid_language_model_is_corrupt(copied, base, value):
     catalog = Catalog.open(copied / CATALOG_FILE, write=True)
     catalog.put(**{LANGUAGE_MODEL: value})
     catalog.close()
@@ -480,5 +480,5 @@ def test_a_memory_that_names_no_proper_model_is_damaged_rather_than_read_by_anot
 
 
 @pytest.mark.parametrize(("value", "words"), [(21.88049, "21.880"), (999_999.0, "999999.000"), (1.7e15, "1.7e+15")])
-def test_a_perplexity_has_no_digits_that_do_not_matter(value, words):
+def test_a_perplexity_is_formatted_without_meaningless_digits(value, words):
     assert perplexity(value) == words

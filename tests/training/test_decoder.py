@@ -49,7 +49,7 @@ QUICK = {"epochs": 2, "batch_tokens": 512, "learning_rate": 1e-3, "context": 64,
 
 @pytest.fixture(scope="module")
 def small(lm, tmp_path_factory):
-    """A memory of ten short documents, with its targets."""
+    """A store of ten short documents, with its targets."""
     folder = tmp_path_factory.mktemp("small")
     store = build(documents(10, words=20), folder / "memory", lm=lm)
     return store, retrieve_targets(store, folder / "targets", k=32, knn_temperature=20.0, device="cpu")
@@ -95,7 +95,7 @@ def random_case(seed, *, rows=7, words=11, width=4):
 
 
 @given(seed=st.integers(0, 10**6), beta=st.floats(0, 1), rows=st.integers(1, 9))
-def test_the_loss_is_what_the_formula_says_however_many_rows_are_looked_at_together(seed, beta, rows):
+def test_the_loss_matches_the_formula_for_any_number_of_rows_at_a_time(seed, beta, rows):
     logits, targets, ids, probs = random_case(seed)
     right = formula(*(part.numpy() for part in (logits, targets, ids, probs)), beta)
     found = distillation_loss(logits, targets, ids, probs, beta=beta, rows=rows)
@@ -110,7 +110,7 @@ def test_the_loss_is_what_the_formula_says_however_many_rows_are_looked_at_toget
 
 @pytest.mark.parametrize("beta", [0.0, 0.3, 1.0])
 @pytest.mark.parametrize("seed", range(3))
-def test_the_gradient_is_that_of_finite_differences(beta, seed):
+def test_the_gradient_matches_finite_differences(beta, seed):
     logits, targets, ids, probs = random_case(seed, rows=5)
 
     def loss(scores):
@@ -138,7 +138,7 @@ def test_half_precision_logits_get_the_gradient_of_their_values():
     torch.testing.assert_close(half.grad.double(), exact.grad, rtol=1e-2, atol=1e-4)
 
 
-def test_without_targets_it_is_the_cross_entropy_and_parts_add_up_to_the_whole():
+def test_without_targets_the_loss_is_the_cross_entropy_and_parts_sum_to_the_whole():
     logits, targets, ids, probs = random_case(5)
     right = torch.nn.functional.cross_entropy(logits, targets, ignore_index=-1)
     torch.testing.assert_close(distillation_loss(logits, targets).total, right)
@@ -164,7 +164,7 @@ def test_without_targets_it_is_the_cross_entropy_and_parts_add_up_to_the_whole()
     epoch=st.integers(0, 3),
     held_out=st.sampled_from([0.0, 0.3]),
 )
-def test_every_token_is_to_be_predicted_once_from_its_own_document(sizes, context, part, batch_tokens, epoch, held_out):
+def test_every_token_is_a_target_once_within_its_own_document(sizes, context, part, batch_tokens, epoch, held_out):
     if not sum(sizes):
         return
     random = np.random.default_rng(0)
@@ -201,13 +201,13 @@ def test_every_token_is_to_be_predicted_once_from_its_own_document(sizes, contex
                 assert targets[place] == texts[number][local]
                 seen = [1, *texts[number][:local]]
                 assert ids[: place + 1] == seen[len(seen) - place - 1 :]
-                # With a stride, what is behind the first window has been told at least as much as is promised.
+                # With a stride, positions after the first window have at least the promised context.
                 assert place >= min(local, context - stride)
                 rows.append(row)
     assert sorted(rows) == list(range(sum(sizes)))
 
 
-def test_long_documents_are_cut_at_other_places_in_each_epoch():
+def test_long_documents_are_cut_at_different_places_in_each_epoch():
     sizes = [64, 20, 21, 5, 300]
     batches = TrainingBatches(
         TokenStream.from_documents([[7] * n for n in sizes]), WindowShape(20, 20), start_token=1, held_out=0, seed=4
@@ -224,7 +224,7 @@ def test_long_documents_are_cut_at_other_places_in_each_epoch():
 
 
 @pytest.mark.parametrize("stride", [10, 4])
-def test_held_out_windows_begin_where_the_document_does_and_stay(stride):
+def test_held_out_windows_are_the_same_in_every_epoch(stride):
     book = list(range(1000))
     batches = TrainingBatches(
         TokenStream.from_documents([book]), WindowShape(10, stride), start_token=1, held_out=0.1, seed=0
@@ -242,7 +242,7 @@ def test_held_out_windows_begin_where_the_document_does_and_stay(stride):
     assert len(cuts) == 3
 
 
-def test_the_order_follows_from_the_seed_and_the_epoch():
+def test_the_order_depends_on_the_seed_and_the_epoch():
     text = TokenStream.from_documents([[n] * (5 + n % 7) for n in range(60)])
 
     def order(seed, epoch):
@@ -254,7 +254,7 @@ def test_the_order_follows_from_the_seed_and_the_epoch():
 
 
 @pytest.mark.parametrize(("batch_tokens", "least", "parts"), [(2048, 0.5, 2), (4096, 0.5, 2), (8192, 0.7, 4)])
-def test_a_step_holds_documents_of_several_lengths_and_none_is_a_remainder(batch_tokens, least, parts):
+def test_a_step_has_documents_of_several_lengths_and_none_is_a_remainder(batch_tokens, least, parts):
     random = np.random.default_rng(0)
     lengths = random.integers(10, 500, size=900)
     batches = TrainingBatches(
@@ -307,7 +307,7 @@ def test_held_out_are_whole_documents_with_their_copies_or_windows_of_a_book():
 # -------------------------------------------------------------------------------------------------------- initial
 
 
-def test_blocks_are_taken_from_both_ends():
+def test_layers_are_taken_from_both_ends():
     assert first_and_last(30, 8) == (0, 1, 24, 25, 26, 27, 28, 29)
     assert first_and_last(30, 30) == tuple(range(30))
     assert first_and_last(30, 2) == (0, 29)
@@ -324,7 +324,7 @@ def test_blocks_are_taken_from_both_ends():
 
 
 @pytest.mark.parametrize(("family", "stack"), [("llama", "model.layers"), ("gpt2", "transformer.h")])
-def test_a_cut_model_computes_what_its_blocks_do_by_hand(family, stack):
+def test_a_shortened_model_computes_its_remaining_layers(family, stack):
     model = tiny(family)
     made, kept = keep_layers(model, 2)
     assert kept == (0, 2)
@@ -347,7 +347,7 @@ def test_a_cut_model_computes_what_its_blocks_do_by_hand(family, stack):
     assert made.config.num_hidden_layers == 2
 
 
-def test_what_a_configuration_says_of_each_layer_is_cut_along():
+def test_per_layer_options_of_a_configuration_are_shortened_too():
     model = tiny("gemma2")
     before = model.config.layer_types
     made, kept = keep_layers(model, 2)
@@ -359,7 +359,7 @@ def test_what_a_configuration_says_of_each_layer_is_cut_along():
     assert keep_layers(tiny("gpt_neo"), 2)[0].config.attention_layers == ["global", "global"]
 
 
-def test_a_student_of_some_layers_has_their_weights(model_folder, lm):
+def test_an_initial_model_of_some_layers_has_their_weights(model_folder, lm):
     made = open_initial_model(str(model_folder), like=lm, layers=2)
     assert made.metadata["layers"] == [0, 2]
     assert made.metadata["parameters"] == sum(p.numel() for p in made.lm.model.parameters())
@@ -369,7 +369,7 @@ def test_a_student_of_some_layers_has_their_weights(model_folder, lm):
     assert torch.equal(made.lm.model.model.embed_tokens.weight, lm.model.model.embed_tokens.weight)
 
 
-def test_a_student_from_a_configuration_has_weights_by_its_seed_and_the_vocabulary_of_the_other(lm, tmp_path):
+def test_an_initial_model_from_a_configuration_has_seeded_weights_and_the_models_vocabulary(lm, tmp_path):
     path = tmp_path / "small.json"
     shape = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 24}
     path.write_text(json.dumps({"model_type": "llama", "vocab_size": 99, **shape}))
@@ -394,7 +394,7 @@ def test_a_student_from_a_configuration_has_weights_by_its_seed_and_the_vocabula
         open_initial_model(str(tmp_path / "no.json"), like=lm)
 
 
-def test_a_student_with_another_tokenizer_is_refused_with_both_fingerprints(lm, tmp_path):
+def test_an_initial_model_with_another_tokenizer_is_refused_with_both_fingerprints(lm, tmp_path):
     other = tiny_tokenizer(bos=False)
     lm.model.save_pretrained(tmp_path / "m")
     other.save_pretrained(tmp_path / "m")
@@ -427,7 +427,7 @@ def losses(folder):
     return [{**line, "tokens_per_second": 0} for line in read_curve(folder / "losses.jsonl")]
 
 
-def test_a_tiny_student_learns_the_distribution_of_a_tiny_store(lm, initial, tmp_path):
+def test_a_tiny_decoder_learns_the_distribution_of_a_tiny_store(lm, initial, tmp_path):
     store = build(documents(4, words=6), tmp_path / "memory", lm=lm)
     targets = retrieve_targets(store, tmp_path / "targets", k=500, knn_temperature=10.0, top=500, mass=1.0)
     card = fit_decoder(
@@ -444,14 +444,14 @@ def test_a_tiny_student_learns_the_distribution_of_a_tiny_store(lm, initial, tmp
         rows = torch.arange(document.first_row, document.first_row + document.rows)
         tokens = [lm.start_token, *values[rows].tolist()]
         with torch.no_grad():
-            said = model(torch.tensor([tokens[:-1]])).logits[0].double().softmax(1).numpy()
-        for row, q in zip(rows.tolist(), said, strict=True):
+            probs = model(torch.tensor([tokens[:-1]])).logits[0].double().softmax(1).numpy()
+        for row, q in zip(rows.tolist(), probs, strict=True):
             others = np.arange(store.rows) != row
             p = oracle.knn_distribution(
                 keys[row], keys[others], values.numpy()[others], lm.vocab_size, k=500, knn_temperature=10.0
             )
             # Equal contexts, as at the first token of a document, leave out a different one of them each, and so have
-            # different targets: nobody can learn all of those.
+            # different targets, which no model can learn.
             if oracle.distances(keys[row], keys[others]).min() > 1e-6:
                 away.append(np.abs(p - q).max())
                 kl.append(np.sum(p[p > 0] * np.log(p[p > 0] / q[p > 0])))
@@ -460,7 +460,7 @@ def test_a_tiny_student_learns_the_distribution_of_a_tiny_store(lm, initial, tmp
     assert max(away) < 0.05
 
 
-def test_the_curve_is_that_of_a_training_by_hand(small, lm, initial, tmp_path):
+def test_the_curve_matches_a_training_in_plain_torch(small, lm, initial, tmp_path):
     """Plain torch, whole documents one by one: AdamW, warm-up, decay, clipping, the mean over count_targets."""
     store, targets = small
     options = {**QUICK, "epochs": 2, "beta": 0.6, "weight_decay": 10.0, "clip": 0.5, "warm_up": 0.3}
@@ -498,7 +498,7 @@ def test_the_curve_is_that_of_a_training_by_hand(small, lm, initial, tmp_path):
         torch.testing.assert_close(weight, model.get_parameter(name), rtol=1e-3, atol=2e-4)
 
 
-def test_a_batch_read_in_parts_is_the_same_batch(small, initial, tmp_path):
+def test_accumulated_parts_are_the_same_batch(small, initial, tmp_path):
     store, targets = small
     for number, accumulate in enumerate((1, 3, 100)):
         fit_decoder(store, initial, tmp_path / str(number), targets=targets, beta=0.5, accumulate=accumulate, **QUICK)
@@ -508,7 +508,7 @@ def test_a_batch_read_in_parts_is_the_same_batch(small, initial, tmp_path):
         assert [line["kl"] for line in other] == pytest.approx([line["kl"] for line in curves[0]], rel=1e-4)
 
 
-def test_groups_read_together_as_on_a_gpu_are_the_same_batch(small, initial, tmp_path, monkeypatch):
+def test_joined_groups_are_the_same_batch(small, initial, tmp_path, monkeypatch):
     store, targets = small
     passes = []
     read = TrainingBatches.read
@@ -531,7 +531,7 @@ def test_groups_read_together_as_on_a_gpu_are_the_same_batch(small, initial, tmp
     lengths=st.lists(st.lists(st.integers(1, 30), min_size=1, max_size=6), min_size=1, max_size=6),
     room=st.integers(0, 400),
 )
-def test_groups_are_put_together_where_there_is_room(lengths, room):
+def test_groups_are_joined_up_to_the_maximum(lengths, room):
     groups = [np.array([[7, 0, 0, length] for length in group]) for group in lengths]
     found = join_groups(groups, room)
     assert sorted(length for group in found for length in group[:, 3]) == sorted(itertools.chain(*lengths))
@@ -544,7 +544,7 @@ def test_groups_are_put_together_where_there_is_room(lengths, room):
         assert (len(one) + min(map(len, lengths))) * one[:, 3].max() > room or len(other) > min(map(len, lengths))
 
 
-def test_the_pace_rises_and_falls_to_nothing():
+def test_the_learning_rate_rises_and_decays_to_zero():
     linear = Schedule(2.0, warm_up=2, decay="linear")
     assert [linear.rate_of_step(step, 8) for step in range(8)] == pytest.approx(
         [1, 2, *(n * 2 / 7 for n in range(6, 0, -1))]
@@ -586,7 +586,7 @@ def stopping(after):
     return progress
 
 
-def test_a_training_that_was_interrupted_goes_on_with_the_same_curve(small, lm, tmp_path):
+def test_an_interrupted_training_resumes_with_the_same_curve(small, lm, tmp_path):
     store, targets = small
     path = tmp_path / "gpt2.json"
     shape = {"n_embd": 16, "n_layer": 1, "n_head": 2, "n_positions": 128}
@@ -617,7 +617,7 @@ def test_a_training_that_was_interrupted_goes_on_with_the_same_curve(small, lm, 
 
 
 @pytest.mark.parametrize("where", ["optimiser", "curve", "held out"])
-def test_an_interruption_anywhere_leaves_something_to_go_on_from(small, initial, tmp_path, monkeypatch, where):
+def test_an_interruption_anywhere_leaves_a_consistent_state(small, initial, tmp_path, monkeypatch, where):
     store, targets = small
     options = {**QUICK, "beta": 0.5, "targets": targets, "held_out": 0.2, "batch_tokens": 128}
     whole = fit_decoder(store, initial, tmp_path / "whole", **options)
@@ -632,7 +632,7 @@ def test_an_interruption_anywhere_leaves_something_to_go_on_from(small, initial,
         calls.append(name)
         if len(calls) == call:
             if where == "curve":
-                original(*given, **named)  # written, but nobody has noted it
+                original(*given, **named)  # written, but not recorded
             elif where == "optimiser":
                 given[0].param_groups[0]["params"][0].data.fill_(7.0)  # half done
             raise KeyboardInterrupt
@@ -651,9 +651,7 @@ def test_an_interruption_anywhere_leaves_something_to_go_on_from(small, initial,
     assert replace(card, seconds=0) == replace(whole, seconds=0)
 
 
-def test_what_is_trained_to_the_end_is_not_trained_again_where_it_could_not_be_published(
-    small, initial, tmp_path, monkeypatch
-):
+def test_a_finished_training_is_not_repeated_if_publishing_failed(small, initial, tmp_path, monkeypatch):
     def full(*_, **__):
         raise OSError("no space")
 
@@ -675,7 +673,7 @@ def test_what_is_trained_to_the_end_is_not_trained_again_where_it_could_not_be_p
     assert replace(card, seconds=0) == replace(whole, seconds=0)
 
 
-def test_a_training_that_was_killed_goes_on_with_the_same_curve(small, lm, initial, model_folder, tmp_path):
+def test_a_killed_training_resumes_with_the_same_curve(small, lm, initial, model_folder, tmp_path):
     store, targets = small
     code = f"""
         import os, signal, sys
@@ -745,7 +743,7 @@ def test_held_out_text_is_measured_before_and_after_each_epoch(small, lm, initia
         assert entry["ce"] == pytest.approx(nats / card.held_out_tokens, rel=1e-4)
 
 
-def test_a_teacher_can_be_asked_on_the_fly(small, initial, tmp_path):
+def test_targets_can_be_retrieved_on_the_fly(small, initial, tmp_path):
     store, targets = small
     fit_decoder(store, initial, tmp_path / "stored", targets=targets, beta=0.5, **QUICK)
     live = RetrievalTeacher(store, TeacherConfig(32, 20.0, "self", 64, 0.99))
@@ -758,7 +756,7 @@ def test_a_teacher_can_be_asked_on_the_fly(small, initial, tmp_path):
 # --------------------------------------------------------------------------------------------------- what comes out
 
 
-def test_the_folder_is_an_ordinary_model_and_stays_what_it_is(small, lm, initial, tmp_path, model_folder):
+def test_the_folder_is_an_ordinary_model_and_is_not_rewritten(small, lm, initial, tmp_path, model_folder):
     store, targets = small
     out = tmp_path / "out"
     before = {name: weight.clone() for name, weight in initial.lm.model.state_dict().items()}
@@ -808,40 +806,40 @@ def test_documents_alone_are_enough_for_plain_fine_tuning(small, lm, initial, tm
     assert by_store.losses["loss"] == pytest.approx(by_store.losses["ce"])
 
 
-def test_without_matplotlib_the_card_says_what_is_missing(small, initial, tmp_path, monkeypatch):
+def test_without_matplotlib_the_card_names_the_missing_extra(small, initial, tmp_path, monkeypatch):
     monkeypatch.setattr(trainer, "find_spec", lambda _: None)
     card = fit_decoder(small[0], initial, tmp_path / "out", beta=0.0, **QUICK)
     assert "pip install 'knnlm[report]'" in card.notes[0]
     assert not (tmp_path / "out" / "learning.png").exists()
 
 
-def test_a_bar_is_told_the_loss(small, initial, tmp_path):
-    seen, told = [], []
+def test_the_progress_bar_shows_the_loss(small, initial, tmp_path):
+    counts, notes = [], []
 
     class Bar:
         def __call__(self, count):
-            seen.append(count)
+            counts.append(count)
 
         def note(self, text):
-            told.append(text)
+            notes.append(text)
 
     @contextmanager
     def progress(what, *, total=None, unit="tokens"):
         yield Bar()
-        assert sum(seen) == total
+        assert sum(counts) == total
 
     card = fit_decoder(small[0], initial, tmp_path / "out", beta=0.0, progress=progress, **QUICK)
     last = [line["loss"] for line in read_curve(tmp_path / "out" / "losses.jsonl")][-(card.steps % 20 or 20) :]
-    assert told[-1] == f"loss {np.mean(last):.3f}"
+    assert notes[-1] == f"loss {np.mean(last):.3f}"
     with screen.bar("training", total=3) as advance:
-        note(advance, told[-1])
+        note(advance, notes[-1])
         advance(2)
-        assert advance._progress.tasks[0].fields["done"].endswith(f"/s, {told[-1]}")
+        assert advance._progress.tasks[0].fields["done"].endswith(f"/s, {notes[-1]}")
     with silent("training") as advance:
         note(advance, "a bar without room for it")
 
 
-def test_settings_and_texts_that_cannot_be_are_refused(small, lm, initial, tmp_path):
+def test_invalid_settings_and_texts_are_refused(small, lm, initial, tmp_path):
     store, targets = small
     out = tmp_path / "out"
     for options, message in [
@@ -883,19 +881,19 @@ def test_settings_and_texts_that_cannot_be_are_refused(small, lm, initial, tmp_p
         (4096 * 100, 3, 4096), (4096 * 100 - 1, 3, 2048),
     ],
 )  # fmt: skip
-def test_a_step_is_as_large_as_leaves_three_hundred_of_them(tokens, epochs, right):
+def test_the_default_batch_size_gives_three_hundred_steps(tokens, epochs, right):
     text = TokenStream(np.zeros(tokens, np.int8), np.array([0, tokens]))
     assert decoder.default_batch_tokens(text, epochs) == right
     assert right == 2048 or tokens * epochs / right >= 300
     assert right == 16_384 or tokens * epochs / (2 * right) < 300
 
 
-def test_the_card_holds_the_size_of_a_step_that_was_chosen(small, initial, tmp_path):
+def test_the_card_records_the_default_batch_size(small, initial, tmp_path):
     card = fit_decoder(small[0], initial, tmp_path / "out", epochs=1, device="cpu")
     assert card.settings["batch_tokens"] == 2048
 
 
-def test_a_finished_decoder_of_any_precision_is_taken_unless_one_is_asked_for(small, initial, tmp_path):
+def test_a_finished_decoder_of_any_precision_is_reused_unless_one_is_given(small, initial, tmp_path):
     options = {**QUICK, "batch_tokens": 128}
     half = fit_decoder(small[0], initial, tmp_path / "out", precision="bfloat16", **options)
     assert half.settings["precision"] == "bfloat16"
@@ -909,7 +907,7 @@ def test_a_finished_decoder_of_any_precision_is_taken_unless_one_is_asked_for(sm
         fit_decoder(small[0], initial, tmp_path / "half", **options)
 
 
-def test_the_same_tokens_in_other_documents_are_another_text(lm, initial, tmp_path):
+def test_the_same_tokens_with_other_document_boundaries_are_refused(lm, initial, tmp_path):
     given = [lm.encode(document.text) for document in documents(4, words=20)]
     card = fit_decoder(given, initial, tmp_path / "out", **QUICK)
     joined = [given[0] + given[1], *given[2:]]
@@ -918,7 +916,7 @@ def test_the_same_tokens_in_other_documents_are_another_text(lm, initial, tmp_pa
         fit_decoder(joined, initial, tmp_path / "out", **QUICK)
 
 
-def test_tensorboard_is_told_each_step_once_also_by_whoever_goes_on(small, initial, tmp_path, monkeypatch):
+def test_tensorboard_gets_each_step_once_also_after_a_resume(small, initial, tmp_path, monkeypatch):
     """The package is large and not installed here, so a writer of a few lines stands for its own."""
     closed = []
 
@@ -947,21 +945,21 @@ def test_tensorboard_is_told_each_step_once_also_by_whoever_goes_on(small, initi
     assert len(closed) == 1
     fit_decoder(small[0], initial, tmp_path / "out", **options)
     assert len(closed) == 2
-    told = [json.loads(line) for file in (tmp_path / "out" / "tensorboard").iterdir() for line in file.open()]
+    events = [json.loads(line) for file in (tmp_path / "out" / "tensorboard").iterdir() for line in file.open()]
     right = [(line["step"], line["loss"]) for line in losses(tmp_path / "out")]
-    assert sorted((step, value) for name, step, value in told if name == "loss") == right
-    assert {name for name, _, _ in told} == {"loss", "ce", "learning_rate", "tokens_per_second"}
+    assert sorted((step, value) for name, step, value in events if name == "loss") == right
+    assert {name for name, _, _ in events} == {"loss", "ce", "learning_rate", "tokens_per_second"}
 
 
-def test_lambda_is_written_into_the_card_and_hostile_cards_are_refused_in_one_line(small, initial, tmp_path):
+def test_lambda_is_written_into_the_card_and_invalid_cards_are_refused_in_one_line(small, initial, tmp_path):
     out = tmp_path / "out"
     card = fit_decoder(small[0], initial, out, beta=0.0, **QUICK)
     assert card.lmbda is None
     assert json.loads((out / CARD).read_text())["lambda"] is None
-    told = {"model": "x", "text": ["valid"], "tokens": 9, "base_perplexity": 3.0, "perplexity": 2.0}
-    assert set_lambda(out, 0.3, told) == load_card(out)
+    metadata = {"model": "x", "text": ["valid"], "tokens": 9, "base_perplexity": 3.0, "perplexity": 2.0}
+    assert set_lambda(out, 0.3, metadata) == load_card(out)
     facts = json.loads((out / CARD).read_text())
-    assert (facts["lambda"], facts["lambda_facts"]) == (0.3, told)
+    assert (facts["lambda"], facts["lambda_facts"]) == (0.3, metadata)
     for value in (-0.1, 1.1, float("nan")):
         with pytest.raises(ParameterError, match="lambda"):
             set_lambda(out, value)

@@ -57,7 +57,7 @@ def likelihood_by_hand(keys, values, groups, anchors, count, matrix, temperature
 
 @settings(max_examples=20)
 @given(seed=st.integers(0, 10_000), missing=st.integers(0, 3), merged=st.booleans())
-def test_the_objective_and_its_gradient_are_those_of_the_formula(seed, missing, merged):
+def test_the_objective_and_its_gradient_match_the_formula(seed, missing, merged):
     generator = np.random.default_rng(seed)
     keys, anchor, matrix = generator.normal(size=(7, 4)), generator.normal(size=4), generator.normal(size=(4, 3))
     same = generator.random(7) < 0.5
@@ -104,7 +104,7 @@ def test_neighbours_are_the_nearest_of_other_documents(tmp_path, indexed):
         assert same.tolist() == (values[right] == values[anchor]).tolist()
 
 
-def test_a_memory_of_one_long_document_is_cut_into_pieces(tmp_path):
+def test_a_store_of_one_long_document_is_cut_into_pieces(tmp_path):
     keys = np.random.default_rng(0).normal(size=(3000, 2))
     store = made_store(tmp_path / "a", keys, np.arange(3000) % 3)
     assert key_documents(store).tolist() == [row // 1024 for row in range(3000)]
@@ -122,7 +122,7 @@ def test_copies_of_a_text_are_one_document(tmp_path):
     assert key_documents(few).tolist() == right
 
 
-def test_copies_do_not_keep_it_from_learning(tmp_path):
+def test_copies_do_not_prevent_learning(tmp_path):
     options = {"epochs": 4, "learning_rate": 3e-2}
     plain = fit_key_map(noisy_store(tmp_path / "a", rows=1000), neighbours=16, **options)
     twice = fit_key_map(noisy_store(tmp_path / "b", rows=1000, copies=2), neighbours=32, **options)
@@ -145,7 +145,7 @@ def clustered_store(path, *, sure):
     return made_store(path, keys, places if sure else side.astype(int), sizes=[10] * 40)
 
 
-def test_a_temperature_far_from_the_usual_distance_is_found(tmp_path):
+def test_a_temperature_far_from_the_median_distance_is_found(tmp_path):
     store = clustered_store(tmp_path / "a", sure=False)
     found = fit_key_map(store, neighbours=64, epochs=1)
     keys, values, groups = (
@@ -164,7 +164,7 @@ def test_a_temperature_far_from_the_usual_distance_is_found(tmp_path):
     assert temperature < usual * 2.0**-10
 
 
-def test_of_temperatures_that_are_as_good_the_most_usual_is_taken(tmp_path):
+def test_of_equally_good_temperatures_the_one_nearest_to_the_median_is_chosen(tmp_path):
     store = clustered_store(tmp_path / "a", sure=True)
     found = fit_key_map(store, neighbours=64, epochs=1)
     keys = all_keys(store).double().numpy()
@@ -173,7 +173,7 @@ def test_of_temperatures_that_are_as_good_the_most_usual_is_taken(tmp_path):
     assert usual * 2.0**-10 < found.facts["knn_temperature"] < usual
 
 
-def test_where_all_neighbours_should_be_heard_alike_the_temperature_stays_usual(tmp_path):
+def test_a_nearly_uniform_vote_does_not_make_the_temperature_extreme(tmp_path):
     generator = np.random.default_rng(3)
     # Of pairs that are near each other, the two have different tokens: the nearer a key, the less it says.
     keys = np.repeat(generator.normal(size=(200, 3)), 2, axis=0) + 0.1 * generator.normal(size=(400, 3))
@@ -195,7 +195,7 @@ def test_where_all_neighbours_should_be_heard_alike_the_temperature_stays_usual(
     assert score(temperature / 2**0.5) < score(tried[-1]) - 0.0099
 
 
-def test_merged_keys_weigh_as_much_as_the_contexts_they_stand_for(tmp_path):
+def test_merged_keys_are_weighted_by_the_contexts_they_stand_for(tmp_path):
     store = noisy_store(tmp_path / "a", rows=400)
     counts = np.random.default_rng(5).integers(1, 6, 400)
     merged = derive(store, tmp_path / "b", counts=torch.from_numpy(counts))
@@ -231,7 +231,7 @@ class Watch:
 
 
 @pytest.mark.parametrize("mapped", [False, True])
-def test_a_run_that_was_stopped_while_it_wrote_does_not_learn_again(tmp_path, mapped):
+def test_a_run_stopped_while_writing_does_not_train_again(tmp_path, mapped):
     store = noisy_store(tmp_path / "a", rows=400)
     if mapped:  # the map of the result is then another than what was learnt
         store = derive(store, tmp_path / "m", key_map=KeyMap(2 * torch.eye(12), torch.ones(12)))
@@ -278,7 +278,7 @@ def test_a_damaged_map_of_a_stopped_run_is_named(tmp_path):
         fit_key_metric(store, tmp_path / "b", **options)
 
 
-def test_it_learns_to_leave_out_what_says_nothing_and_new_contexts_gain(tmp_path):
+def test_uninformative_dimensions_shrink_and_new_contexts_gain(tmp_path):
     store = noisy_store(tmp_path / "a")
     found = fit_key_map(store, neighbours=64, epochs=8, learning_rate=1e-1, rounds=2)
     size = found.matrix.square().sum(1).sqrt()  # what becomes of each dimension
@@ -305,7 +305,7 @@ def test_it_learns_to_leave_out_what_says_nothing_and_new_contexts_gain(tmp_path
     assert learned[2] > max(learned) - 0.05
 
 
-def test_the_reported_likelihood_is_that_of_an_independent_computation(tmp_path):
+def test_the_reported_likelihood_matches_an_independent_computation(tmp_path):
     store = noisy_store(tmp_path / "a", rows=400)
     found = fit_key_map(store, neighbours=20, epochs=2, learning_rate=1e-2)
     keys, values = all_keys(store).double().numpy(), store.values(torch.arange(400)).numpy()
@@ -344,7 +344,7 @@ def test_training_that_does_not_help_leaves_keys_as_they_are(tmp_path):
     assert torch.equal(found.matrix, torch.eye(12))
 
 
-def test_what_cannot_be_learned_from_is_refused(tmp_path):
+def test_invalid_options_and_too_small_stores_are_refused(tmp_path):
     store = noisy_store(tmp_path / "a", rows=400)
     for options in (
         {"width": 13},
@@ -360,7 +360,7 @@ def test_what_cannot_be_learned_from_is_refused(tmp_path):
         fit_key_map(lonely)
 
 
-def test_keys_that_do_not_stay_in_memory_give_the_same_map(tmp_path, monkeypatch):
+def test_keys_read_from_disk_give_the_same_map(tmp_path, monkeypatch):
     store = noisy_store(tmp_path / "a", rows=400)
     options = {"neighbours": 20, "epochs": 2, "learning_rate": 1e-2}
     found = fit_key_map(store, **options)

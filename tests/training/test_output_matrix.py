@@ -92,7 +92,7 @@ def test_the_probability_of_a_word_is_the_sum_over_its_rows(counts, positions, s
         np.testing.assert_allclose(answer.features()[number], signals, atol=1e-4, rtol=1e-4)
 
 
-def test_all_at_once_is_token_by_token():
+def test_a_batch_matches_single_positions():
     memory = memory_of(random_matrix([2, 1, 3, 1, 1, 2]))
     keys = torch.randn(300, 5, generator=torch.Generator().manual_seed(1))
     together = memory.predict(Context({SOURCE: keys}))
@@ -114,7 +114,7 @@ def test_an_unlikely_word_keeps_its_log_probability_where_its_probability_underf
     assert float(prediction.log_prob(torch.tensor([2]))) == -math.inf
 
 
-def test_states_that_it_cannot_read_are_refused():
+def test_states_of_the_wrong_shape_or_not_finite_are_refused():
     memory = memory_of(random_matrix([1, 1]))
     with pytest.raises(ModelError, match=r"width 5.*have 6"):
         memory.predict(Context({SOURCE: torch.zeros(1, 6)}))
@@ -129,7 +129,7 @@ def test_states_that_it_cannot_read_are_refused():
     seed=st.integers(0, 1000),
     interpolate=st.none() | st.floats(0.05, 1),
 )
-def test_losses_and_their_gradient_are_what_the_formulas_say(counts, seed, interpolate):
+def test_losses_and_their_gradient_match_the_formulas(counts, seed, interpolate):
     random = np.random.default_rng(seed)
     scores = torch.from_numpy(random.normal(size=(6, sum(counts))) * 3).requires_grad_()
     rows = torch.tensor(counts)
@@ -149,7 +149,7 @@ def test_losses_and_their_gradient_are_what_the_formulas_say(counts, seed, inter
 
 
 @given(counts=st.lists(st.integers(0, 5000), min_size=1, max_size=60), rows=st.integers(1, 9))
-def test_frequent_words_get_more_rows_and_as_many_are_given_in_all(counts, rows):
+def test_frequent_words_get_more_rows_and_the_total_is_constant(counts, rows):
     words = torch.tensor(counts)
     assert allocate_rows(words, rows, "uniform").tolist() == [rows] * len(counts)
     shared = allocate_rows(words, rows, "frequency").tolist()
@@ -176,7 +176,7 @@ def test_rows_by_frequency_of_a_hand_worked_case():
     shared = allocate_rows(torch.tensor([10**9] + [1] * 99), 2, "frequency")
     assert shared.tolist()[0] == 64
     assert sorted(shared.tolist()[1:]) == [1] * 62 + [2] * 37
-    # A word that is not in training gets more only when there is nobody else to give them to.
+    # A word that is not in training gets more only when all others have the maximum.
     assert allocate_rows(torch.tensor([0, 1, 1]), 20, "frequency").tolist() == [1, 30, 29]
     assert allocate_rows(torch.tensor([0, 1, 1]), 60, "frequency").tolist() == [52, 64, 64]
 
@@ -230,7 +230,7 @@ def test_a_document_that_is_most_of_the_text_is_not_held_out_whole(tmp_path):
     assert sorted(parts) == [0.0] * 19 + [1.0]
 
 
-def test_equal_texts_are_held_out_together_and_long_ones_in_stretches(lm, tmp_path):
+def test_equal_texts_are_held_out_together_and_long_ones_in_spans(lm, tmp_path):
     made = documents(3)
     twins = build([*made, *[replace(made[n], id=f"again {n}") for n in range(3)]], tmp_path / "twins", lm=lm)
     marked = mark_held_out_tokens(twins, 0.2, seed=0)
@@ -242,7 +242,7 @@ def test_equal_texts_are_held_out_together_and_long_ones_in_stretches(lm, tmp_pa
     assert 0.1 * long.rows <= marked.sum() <= 0.16 * long.rows
 
 
-def test_every_pair_in_training_comes_once_an_epoch_and_never_one_that_is_held_out(store, everything, monkeypatch):
+def test_every_training_entry_comes_once_per_epoch_and_no_held_out_one(store, everything, monkeypatch):
     monkeypatch.setattr(data, "_KEYS_PER_READ", 64)
     monkeypatch.setattr(data, "_SHUFFLE_BUFFER", 256)
     entries = EntryBatches(
@@ -300,7 +300,7 @@ def test_training_finds_the_optimum_of_a_logistic_regression(lm, tmp_path):
     assert found == pytest.approx(least, rel=0.01)
 
 
-def test_the_card_says_what_the_matrix_does(store, everything, tmp_path):
+def test_the_card_matches_the_matrix(store, everything, tmp_path):
     keys, values = everything
     card = fit_output(store, tmp_path / "o", rows=2, rows_by="frequency", **QUICK)
     matrix, loaded = load_output(tmp_path / "o")
@@ -335,7 +335,7 @@ def test_the_best_matrix_on_held_out_text_is_kept_and_training_stops(store, ever
     assert found == pytest.approx(min(losses), rel=1e-4)
 
 
-def test_a_loss_on_the_mixture_leaves_to_the_model_what_it_knows(store, everything, tmp_path):
+def test_a_loss_on_the_mixture_is_lower_on_the_mixture(store, everything, tmp_path):
     keys, values = everything
     known = torch.from_numpy(np.random.default_rng(0).random(store.rows) < 0.5)
     log_p_lm = torch.where(known, -0.001, -12.0)
@@ -351,7 +351,7 @@ def test_a_loss_on_the_mixture_leaves_to_the_model_what_it_knows(store, everythi
     assert losses["mixed"][~held_out].mean() < losses["plain"][~held_out].mean()
 
 
-def test_an_embedding_to_begin_with_says_at_first_what_the_model_says(store, everything, tmp_path):
+def test_an_initial_embedding_starts_with_the_models_loss(store, everything, tmp_path):
     keys, values = everything
     random = torch.Generator().manual_seed(0)
     init = torch.randn(store.model["vocab_size"], store.width, generator=random) * 0.3
@@ -369,19 +369,19 @@ def test_an_embedding_to_begin_with_says_at_first_what_the_model_says(store, eve
     assert card.held_out_before == pytest.approx(-float(right[held_out].mean()), rel=1e-4)
 
 
-def test_it_reads_the_models_own_states_also_where_the_store_keeps_them_moved(store, everything, tmp_path, monkeypatch):
+def test_the_matrix_reads_the_models_states_if_the_store_subtracts_an_offset(store, everything, tmp_path, monkeypatch):
     """The same keys, stored less an offset: what the matrix says of the states themselves must not change."""
     keys, values = everything
     fit_output(store, tmp_path / "plain", **QUICK)
     monkeypatch.setattr(store, "offset", torch.linspace(-3000, 3000, store.width))
     fit_output(store, tmp_path / "moved", **QUICK)
     plain, moved = OutputMemory.open(tmp_path / "plain"), OutputMemory.open(tmp_path / "moved")
-    said = plain.predict(Context({plain.source: keys})).components[0].log_prob(values)
+    expected_log_p = plain.predict(Context({plain.source: keys})).components[0].log_prob(values)
     again = moved.predict(Context({moved.source: keys + store.offset})).components[0].log_prob(values)
-    torch.testing.assert_close(again, said, atol=0.02, rtol=0.01)
+    torch.testing.assert_close(again, expected_log_p, atol=0.02, rtol=0.01)
 
 
-def test_it_reads_the_models_own_states_also_where_the_store_keeps_them_mapped(store, everything, tmp_path):
+def test_the_matrix_reads_the_models_states_if_the_store_maps_them(store, everything, tmp_path):
     keys, values = everything
     random = np.random.default_rng(0)
     centre = torch.from_numpy(random.normal(size=store.width).astype(np.float32))
@@ -397,7 +397,7 @@ def test_it_reads_the_models_own_states_also_where_the_store_keeps_them_mapped(s
         fit_output(mapped, tmp_path / "p", init=torch.zeros(store.model["vocab_size"], store.width))
 
 
-def test_a_pruned_store_teaches_by_the_keys_it_has_and_by_how_much_they_count(store, everything, tmp_path):
+def test_a_pruned_store_trains_with_its_keys_weighted_by_their_counts(store, everything, tmp_path):
     keys, values = everything
     random = np.random.default_rng(0)
     keep = torch.from_numpy(random.random(store.rows) < 0.6)
@@ -426,7 +426,7 @@ def test_the_scale_of_keys_does_not_matter(store, tmp_path, monkeypatch):
     assert scaled.held_out_after == pytest.approx(plain.held_out_after, rel=1e-5)
 
 
-def test_half_the_precision_learns_nearly_the_same(store, tmp_path):
+def test_bfloat16_learns_nearly_the_same(store, tmp_path):
     """What is the default on a GPU."""
     whole = fit_output(store, tmp_path / "whole", **QUICK)
     half = fit_output(store, tmp_path / "half", dtype="bfloat16", **QUICK)
@@ -451,7 +451,7 @@ def test_the_same_seed_gives_the_same_numbers_and_another_gives_others(store, tm
     assert not equal(tmp_path / "0", tmp_path / "2")
 
 
-def test_a_killed_training_goes_on_and_ends_with_the_same_numbers(store, tmp_path):
+def test_a_killed_training_resumes_and_ends_with_the_same_numbers(store, tmp_path):
     code = f"""
         import os, signal, sys
         sys.path.insert(0, {str(HERE)!r})
@@ -498,7 +498,7 @@ def test_a_killed_training_goes_on_and_ends_with_the_same_numbers(store, tmp_pat
     assert not (out / CHECKPOINT).exists()
 
 
-def test_a_finished_matrix_is_given_again_and_never_replaced(store, lm, tmp_path):
+def test_a_finished_matrix_is_reused_and_never_replaced(store, lm, tmp_path):
     out = tmp_path / "o"
     card = fit_output(store, out, **QUICK)
     begun = time.monotonic()
@@ -511,7 +511,7 @@ def test_a_finished_matrix_is_given_again_and_never_replaced(store, lm, tmp_path
         fit_output(other, out, **QUICK)
 
 
-def test_progress_counts_every_pair_and_tells_the_loss(store, tmp_path):
+def test_progress_counts_every_entry_and_shows_the_loss(store, tmp_path):
     bars = []
 
     @contextmanager
@@ -556,7 +556,7 @@ def test_wrong_settings_are_refused_before_anything_is_written(store, tmp_path):
         fit_output(store, tmp_path / "file")
 
 
-def test_a_training_that_diverges_says_so(store, tmp_path):
+def test_a_diverging_training_is_an_error(store, tmp_path):
     with pytest.raises(ParameterError, match=r"diverged.*smaller learning_rate"):
         fit_output(store, tmp_path / "o", learning_rate=1e38, epochs=2, batch_size=128)
 
@@ -622,7 +622,7 @@ def test_damaged_files_are_refused_by_name(store, tmp_path):
     tensors = tensors_of(file)
     with safe_open(file, framework="pt") as opened:
         metadata = opened.metadata()
-    del metadata["sha256"]  # a stranger makes it right, and files from before have none
+    del metadata["sha256"]  # an attacker could make it right
     facts = json.loads(metadata["facts"])
 
     def refused(tensors: dict, metadata: dict, match: str) -> None:
@@ -685,7 +685,7 @@ def test_a_damaged_checkpoint_is_refused_by_name(store, tmp_path):
         fit_output(store, out, **QUICK)
 
 
-def test_a_matrix_is_there_completely_or_not_at_all(tmp_path):
+def test_a_matrix_is_written_atomically(tmp_path):
     matrix = random_matrix([1, 2])
     card = card_of(3, 2, 5, 40)
     save_output(tmp_path, matrix, card)

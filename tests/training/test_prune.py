@@ -34,7 +34,7 @@ from knnlm.lm.causal import CausalLM
 from knnlm.training.prune import known_keys, merge_keys, prune, store_log_p
 
 
-def test_a_memory_as_it_was_built_has_a_key_for_each_row(store):
+def test_a_store_as_built_has_a_key_for_each_token(store):
     assert store.key_count == store.rows
     ids = torch.tensor([[0, -1], [3, 7]])
     assert store.rows_of(ids) is ids
@@ -45,7 +45,7 @@ def test_a_memory_as_it_was_built_has_a_key_for_each_row(store):
 
 
 @pytest.mark.parametrize("by", ["mask", "numbers"])
-def test_keys_that_are_kept_are_the_same_and_know_their_rows(store, tmp_path, by):
+def test_kept_keys_are_unchanged_and_keep_their_rows(store, tmp_path, by):
     generator = torch.Generator().manual_seed(0)
     mask = torch.rand(store.rows, generator=generator) < 0.3
     mask[store.segments[1].first_row : store.segments[1].first_row + store.segments[1].rows] = False
@@ -70,7 +70,7 @@ def test_keys_that_are_kept_are_the_same_and_know_their_rows(store, tmp_path, by
         pruned.rows_of(torch.tensor([pruned.key_count]))
 
 
-def test_the_text_is_all_there_after_pruning(store, tmp_path):
+def test_pruning_keeps_the_whole_text(store, tmp_path):
     pruned = derive(store, tmp_path / "pruned", keep=torch.arange(0, store.rows, 7))
     everything = torch.arange(store.rows)
     assert torch.equal(pruned.values(everything), store.values(everything))
@@ -83,7 +83,7 @@ def test_the_text_is_all_there_after_pruning(store, tmp_path):
 
 
 @pytest.mark.parametrize("spec", ["exact", "Flat", "IVF4,Flat"])
-def test_an_index_over_a_pruned_memory_finds_the_right_rows(tmp_path, spec):
+def test_an_index_of_a_pruned_store_finds_the_right_rows(tmp_path, spec):
     store = random_store(tmp_path / "memory", rows=400)
     rows = torch.arange(store.rows)[torch.arange(store.rows) % 3 != 1]
     pruned = derive(store, tmp_path / "pruned", keep=rows)
@@ -96,7 +96,7 @@ def test_an_index_over_a_pruned_memory_finds_the_right_rows(tmp_path, spec):
         assert ids.tolist() == right.tolist()
 
 
-def test_a_vote_with_counts_is_that_of_the_keys_repeated(tmp_path):
+def test_a_vote_with_counts_matches_repeated_keys(tmp_path):
     store = random_store(tmp_path / "memory")
     generator = np.random.default_rng(3)
     counts = torch.from_numpy(generator.integers(1, 4, store.rows))
@@ -114,7 +114,7 @@ def test_a_vote_with_counts_is_that_of_the_keys_repeated(tmp_path):
 
 @settings(max_examples=10)
 @given(seed=st.integers(0, 10_000), out=st.integers(1, 6), shifted=st.booleans(), twice=st.booleans())
-def test_mapped_keys_and_queries_meet(tmp_path_factory, seed, out, shifted, twice):
+def test_queries_are_mapped_like_the_keys(tmp_path_factory, seed, out, shifted, twice):
     generator = np.random.default_rng(seed)
     raw = generator.normal(size=(40, 6)) + 3
     offset = generator.normal(size=6) + 3 if shifted else None
@@ -142,7 +142,7 @@ def test_mapped_keys_and_queries_meet(tmp_path_factory, seed, out, shifted, twic
             np.testing.assert_allclose(given_distances, right[ids], rtol=2e-3, atol=2e-3 * np.abs(right).max())
 
 
-def test_a_map_of_the_wrong_width_or_of_no_numbers_is_refused(store, tmp_path):
+def test_a_map_of_the_wrong_width_or_not_finite_is_refused(store, tmp_path):
     with pytest.raises(ParameterError, match="for keys of width 5"):
         derive(store, tmp_path / "a", key_map=KeyMap(torch.eye(5), torch.zeros(5)))
     with pytest.raises(ParameterError, match="finite"):
@@ -202,7 +202,7 @@ def test_keys_of_ordinary_size_are_copied_bit_by_bit(store, tmp_path):
     assert {segment.scale for segment in [*copy.segments, *mapped.segments]} == {1.0}
 
 
-def test_a_pruned_memory_can_be_pruned_again(tmp_path):
+def test_a_pruned_store_can_be_pruned_again(tmp_path):
     store = random_store(tmp_path / "a")
     counts = torch.arange(1.0, store.rows + 1)
     once = derive(store, tmp_path / "b", keep=torch.arange(0, store.rows, 2), counts=counts)
@@ -214,7 +214,7 @@ def test_a_pruned_memory_can_be_pruned_again(tmp_path):
     assert torch.equal(all_keys(twice), store.take(rows))
 
 
-def test_a_memory_without_any_key_can_be_opened_and_searched(tmp_path):
+def test_a_store_without_keys_can_be_opened_and_searched(tmp_path):
     store = random_store(tmp_path / "a")
     empty = derive(store, tmp_path / "b", keep=torch.zeros(store.rows, dtype=torch.bool))
     assert (empty.key_count, empty.rows) == (0, store.rows)
@@ -224,7 +224,7 @@ def test_a_memory_without_any_key_can_be_opened_and_searched(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["keys.npy", "values.npy", "kept.npy", "counts.npy", "map.safetensors"])
-def test_a_damaged_file_of_a_pruned_memory_is_named(tmp_path, name):
+def test_a_damaged_file_of_a_pruned_store_is_named(tmp_path, name):
     store = random_store(tmp_path / "a")
     key_map = KeyMap(torch.eye(6), torch.zeros(6))
     counts = torch.arange(1.0, store.rows + 1)
@@ -238,7 +238,7 @@ def test_a_damaged_file_of_a_pruned_memory_is_named(tmp_path, name):
         Datastore.open(tmp_path / "b")
 
 
-def test_rows_that_are_not_there_are_damage(tmp_path):
+def test_row_numbers_out_of_range_are_corrupt(tmp_path):
     store = random_store(tmp_path / "a")
     pruned = derive(store, tmp_path / "b", keep=torch.arange(0, store.rows, 2))
     file = next((tmp_path / "b").rglob("kept.npy"))
@@ -247,27 +247,27 @@ def test_rows_that_are_not_there_are_damage(tmp_path):
     file.write_bytes(data)
     with pytest.raises(DatastoreCorrupt, match=r"kept\.npy is not as it was written"):
         pruned.rows_of(torch.arange(pruned.key_count))
-    pruned.sums.on = False  # as it is where a stranger made the checksum too
+    pruned.sums.on = False  # as if an attacker had recomputed the checksum
     with pytest.raises(DatastoreCorrupt, match=r"kept\.npy names a row beyond"):
         pruned.rows_of(torch.arange(pruned.key_count))
 
 
 @pytest.mark.parametrize("bad", [math.nan, -3.0, 0.0, math.inf])
-def test_counts_that_cannot_be_are_damage(tmp_path, bad):
+def test_invalid_counts_are_corrupt(tmp_path, bad):
     store = random_store(tmp_path / "a")
     pruned = derive(store, tmp_path / "b", counts=torch.arange(1.0, store.rows + 1))
     file = next((tmp_path / "b").rglob("counts.npy"))
     data = bytearray(file.read_bytes())
     data[-4:] = np.float32(bad).tobytes()
     file.write_bytes(data)
-    pruned.sums.on = False  # as it is where a stranger made the checksum too
+    pruned.sums.on = False  # as if an attacker had recomputed the checksum
     with pytest.raises(DatastoreCorrupt, match=r"counts\.npy holds counts that are not finite and above 0"):
         pruned.counts(torch.arange(store.rows))
     with pytest.raises(DatastoreCorrupt, match=r"counts\.npy"):
         merge_keys(Datastore.open(tmp_path / "b"), ExactIndex(store), neighbours=2)
 
 
-def test_facts_of_a_map_that_cannot_be_are_damage(tmp_path):
+def test_invalid_metadata_of_a_map_is_corrupt(tmp_path):
     store = random_store(tmp_path / "a")
     derive(store, tmp_path / "b", key_map=KeyMap(torch.eye(6), torch.zeros(6))).close()
     catalog = Catalog.open(tmp_path / "b" / CATALOG_FILE, write=True)
@@ -309,7 +309,7 @@ KILLED = """
 """
 
 
-def test_a_copy_killed_at_any_write_goes_on_and_ends_with_the_same_bytes(tmp_path):
+def test_a_copy_killed_at_any_write_resumes_and_ends_with_the_same_bytes(tmp_path):
     store = random_store(tmp_path / "a")
     options = {"keep": torch.arange(0, store.rows, 2), "counts": torch.arange(1.0, store.rows + 1)}
     key_map = KeyMap(2 * torch.eye(6), torch.ones(6))
@@ -352,7 +352,7 @@ def stopped_copy(store, out):
         derive(store, out, keep=torch.arange(0, store.rows, 2), progress=stopping)
 
 
-def test_builds_and_copies_do_not_take_each_other_for_their_own(lm, store, tmp_path):
+def test_builds_and_copies_do_not_resume_each_other(lm, store, tmp_path):
     stopped_copy(store, tmp_path / "copy")
     before = contents(tmp_path / "copy")
     with pytest.raises(DatastoreError, match=r"copy is an unfinished copy of another memory, as knnlm prune and"):
@@ -370,7 +370,7 @@ def test_builds_and_copies_do_not_take_each_other_for_their_own(lm, store, tmp_p
         derive(store, tmp_path / "build")
 
 
-def test_a_place_that_is_taken_is_refused_before_anything_takes_its_time(store, tmp_path):
+def test_an_occupied_folder_is_refused_before_anything_slow(store, tmp_path):
     derive(store, tmp_path / "done").close()
 
     def progress(what, *, total, unit):
@@ -380,13 +380,13 @@ def test_a_place_that_is_taken_is_refused_before_anything_takes_its_time(store, 
         prune(store, tmp_path / "done", merge=4, width=3, progress=progress)
 
 
-def test_a_copy_does_not_write_over_other_things(store, tmp_path):
+def test_a_copy_does_not_overwrite_other_files(store, tmp_path):
     (tmp_path / "thesis.tex").write_text("years of work")
     with pytest.raises(DatastoreError, match=r"holds thesis\.tex"):
         derive(store, tmp_path)
 
 
-def test_principal_components_are_those_of_the_singular_value_decomposition(tmp_path):
+def test_principal_components_match_the_singular_value_decomposition(tmp_path):
     generator = np.random.default_rng(5)
     keys = generator.normal(size=(300, 8)) * [9, 7, 5, 3, 1, 1, 0.5, 0.1] @ generator.normal(size=(8, 8)) + 100
     store = made_store(tmp_path / "a", keys, generator.integers(0, 4, 300), sizes=[100] * 3)
@@ -409,7 +409,7 @@ def test_principal_components_are_those_of_the_singular_value_decomposition(tmp_
 
 
 def merge_by_hand(keys, values, order, neighbours, alive):
-    """The greedy merge as it is told, one key after another, by brute force."""
+    """The greedy merge as described, one key after another, by brute force."""
     into = {key: key for key in range(len(keys)) if alive[key]}
     counts = dict.fromkeys(into, 1)
     for key in order:
@@ -427,7 +427,7 @@ def merge_by_hand(keys, values, order, neighbours, alive):
 
 @settings(max_examples=10)
 @given(seed=st.integers(0, 10_000), neighbours=st.integers(1, 12), dropping=st.booleans())
-def test_the_greedy_merge_is_that_of_brute_force(tmp_path_factory, seed, neighbours, dropping):
+def test_the_greedy_merge_matches_brute_force(tmp_path_factory, seed, neighbours, dropping):
     store = random_store(tmp_path_factory.mktemp("merge") / "a", seed=seed)
     alive = torch.from_numpy(np.random.default_rng(seed).random(store.rows) < (0.7 if dropping else 2))
     keys, values = all_keys(store).numpy(), store.values(torch.arange(store.rows)).numpy()
@@ -444,7 +444,7 @@ def test_the_greedy_merge_is_that_of_brute_force(tmp_path_factory, seed, neighbo
         assert key == other or nearer <= neighbours
 
 
-def test_merging_keeps_counts_in_the_memory_and_facts_add_up(tmp_path):
+def test_merging_stores_counts_and_its_figures_add_up(tmp_path):
     store = random_store(tmp_path / "a")
     facts = prune(store, tmp_path / "b", merge=8, seed=4)
     pruned = Datastore.open(tmp_path / "b")
@@ -458,7 +458,7 @@ def test_merging_keeps_counts_in_the_memory_and_facts_add_up(tmp_path):
     assert contents(tmp_path / "c") == contents(tmp_path / "b")
 
 
-def test_what_the_model_knows_is_dropped_by_its_probability_of_each_token(lm, tmp_path):
+def test_known_tokens_are_dropped_by_the_models_probability(lm, tmp_path):
     made = documents(3, words=60)
     store = build(made, tmp_path / "a", lm=lm, segment_entries=100, window=lm.window(48, 24))
     right = []
@@ -485,7 +485,7 @@ def test_what_the_model_knows_is_dropped_by_its_probability_of_each_token(lm, tm
     assert small.width == 5
 
 
-def test_the_model_that_is_named_says_what_is_known(lm, store, model_folder, tmp_path, capfd):
+def test_drop_known_uses_the_named_model(lm, store, model_folder, tmp_path, capfd):
     """On the command line: the language model, not the one that made the keys."""
     other = CausalLM(tiny("gpt2", seed=5), tiny_tokenizer(), name="other")
     other.model.save_pretrained(tmp_path / "other")
@@ -507,7 +507,7 @@ def test_the_model_that_is_named_says_what_is_known(lm, store, model_folder, tmp
         store_log_p(store, CausalLM(small.model, tiny_tokenizer(), name="small"))
 
 
-def test_a_map_that_cannot_be_written_is_refused_in_words(store, tmp_path):
+def test_a_map_that_cannot_be_written_is_a_clear_error(store, tmp_path):
     (tmp_path / "b" / "map.partial").mkdir(parents=True)  # what is there cannot be written over
     with pytest.raises(DatastoreError, match=r"Cannot write .*map\.safetensors: .*Is a directory"):
         prune(store, tmp_path / "b", width=4)
@@ -518,7 +518,7 @@ def test_a_map_that_cannot_be_written_is_refused_in_words(store, tmp_path):
     assert not (tmp_path / "b" / "map.partial").exists()
 
 
-def test_what_cannot_be_pruned_is_refused(store, tmp_path):
+def test_invalid_pruning_options_are_refused(store, tmp_path):
     wrong = [
         ({}, "Nothing to prune"),
         ({"width": 0}, "from 1 to 32"),

@@ -66,8 +66,8 @@ def everything(store, path, **options):
 
 
 @pytest.mark.parametrize("k", [1, 7, 63, 500])
-def test_a_position_does_not_see_itself_however_equal_contexts_are_ordered(tmp_path, k):
-    """Each context is there twice, with another token: whoever drops the first instead drops the wrong one."""
+def test_a_position_never_retrieves_itself_even_with_equal_contexts(tmp_path, k):
+    """Each context is there twice, with another token: dropping the first result instead would drop the wrong one."""
     random = np.random.default_rng(0)
     keys = np.tile(random.normal(size=(40, 6)), (2, 1)).astype(np.float32)
     values = random.integers(0, 9, 80)
@@ -82,7 +82,7 @@ def test_a_position_does_not_see_itself_however_equal_contexts_are_ordered(tmp_p
         assert sum(np.argmax(found, 1) != np.argmax(first, 1)) > 20
 
 
-def test_where_too_many_tie_for_the_row_to_come_back_the_last_is_dropped(tmp_path):
+def test_the_last_neighbour_is_dropped_if_ties_hide_the_position_itself(tmp_path):
     store = made_store(tmp_path / "s", np.ones((30, 4)), np.arange(30), sizes=[30])
     found = everything(store, tmp_path / "t", k=3, knn_temperature=1.0)
     assert found.lengths.tolist() == [3] * 30
@@ -92,7 +92,7 @@ def test_where_too_many_tie_for_the_row_to_come_back_the_last_is_dropped(tmp_pat
 
 @pytest.mark.parametrize("exclude", ["self", "document"])
 @pytest.mark.parametrize("k", [4, 30])
-def test_the_whole_document_and_its_copies_can_be_left_out(tmp_path, exclude, k):
+def test_the_whole_document_and_its_copies_can_be_excluded(tmp_path, exclude, k):
     random = np.random.default_rng(1)
     sizes, texts = [6, 9, 6, 12, 1], ["a", "b", "a", "c", "d"]
     keys = random.normal(size=(34, 5)).astype(np.float32)
@@ -112,7 +112,7 @@ def test_the_whole_document_and_its_copies_can_be_left_out(tmp_path, exclude, k)
         np.testing.assert_allclose(found[row], right, atol=2e-3)
 
 
-def test_a_position_whom_nobody_may_answer_has_no_target(tmp_path):
+def test_a_position_without_neighbours_has_no_target(tmp_path):
     store = made_store(tmp_path / "s", np.random.default_rng(0).normal(size=(10, 3)), np.arange(10), sizes=[10])
     targets = retrieve_targets(store, tmp_path / "t", exclude="document", k=4, knn_temperature=1.0)
     assert targets.lookup(torch.arange(10)).lengths.tolist() == [0] * 10
@@ -152,7 +152,7 @@ def test_the_most_probable_tokens_are_kept_until_they_cover_the_mass(seed, k, wo
         assert float(kept[row]) == pytest.approx(covered, abs=1e-6)
 
 
-def test_what_is_stored_is_the_dense_answer_cut_to_its_mass_and_a_tenth_of_its_size(tmp_path):
+def test_stored_targets_are_the_dense_ones_cut_to_their_mass_in_a_tenth_of_the_size(tmp_path):
     store = random_store(tmp_path / "s", rows=600, words=40, seed=3)
     keys, values = store.take(torch.arange(600)).numpy(), store.values(torch.arange(600)).numpy()
     targets = retrieve_targets(store, tmp_path / "t", k=256, knn_temperature=4.0, top=12, mass=0.9)
@@ -178,7 +178,7 @@ def test_what_is_stored_is_the_dense_answer_cut_to_its_mass_and_a_tenth_of_its_s
     assert facts["tokens_per_position"] == pytest.approx(entries / 600)
 
 
-def test_any_rows_are_given_in_any_order_as_on_the_fly(tmp_path):
+def test_targets_of_any_positions_in_any_order_match_those_on_the_fly(tmp_path):
     store = random_store(tmp_path / "s", rows=200, words=20)
     targets = retrieve_targets(store, tmp_path / "t", k=32, knn_temperature=2.0, top=8)
     retrieval = RetrievalTeacher(store, TeacherConfig(32, 2.0, "self", 8, 0.99))
@@ -194,7 +194,7 @@ def test_any_rows_are_given_in_any_order_as_on_the_fly(tmp_path):
     assert {name: targets.metadata[name] for name in retrieval.metadata} == retrieval.metadata
 
 
-def test_a_large_vocabulary_takes_four_bytes_a_token(tmp_path):
+def test_a_large_vocabulary_takes_four_bytes_per_token(tmp_path):
     values = np.array([70_000, 3, 70_000, 5] * 5)
     store = made_store(tmp_path / "s", np.random.default_rng(0).normal(size=(20, 3)), values)
     sparse = retrieve_targets(store, tmp_path / "t", k=19, knn_temperature=1e9).lookup(torch.tensor([0]))
@@ -275,7 +275,7 @@ def test_targets_that_were_killed_end_with_the_same_bytes(tmp_path):
     assert same_arrays(tmp_path / "whole", tmp_path / "killed")
 
 
-def test_a_pruned_store_is_no_teacher(tmp_path):
+def test_a_pruned_store_cannot_be_a_teacher(tmp_path):
     store = random_store(tmp_path / "s")
     prune(store, tmp_path / "p", merge=8)
     with pytest.raises(DatastoreError, match="pruned"):

@@ -101,8 +101,7 @@ def adapt(
     from `initial_model`, by default the model itself, of which `layers` keeps some, on `device`, by default that of the
     model. The seed of `config` also chooses the held-out documents. At most `limit` tokens are held out and tuned on.
     """
-    begin = time.perf_counter()
-    folder, config = Path(out), config or DecoderConfig()
+    begin, folder, config = time.perf_counter(), Path(out), config or DecoderConfig()
     if limit < 1:
         raise ParameterError(f"limit must be at least 1 token, not {limit}.")
     _check_folder(folder)
@@ -134,10 +133,14 @@ def adapt(
     if finished is not None:
         return finished
     result = replace(_tune(store, lm, splits, limit, progress), seconds=time.perf_counter() - begin)
+    _save_adaptation(folder, result, tuned_on)
+    return result
+
+
+def _save_adaptation(folder: Path, result: Adaptation, tuned_on: dict[str, Any]) -> None:
     with atomic_write(folder / ADAPTED_FILE) as partial:
         content = summed({**asdict(result), "tuned_on": tuned_on})
         partial.write_text(json.dumps(content, indent=2, ensure_ascii=False), encoding="utf-8")
-    return result
 
 
 def load_adaptation(folder: Path, tuned_on: dict[str, Any] | None = None) -> Adaptation | None:

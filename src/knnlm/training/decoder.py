@@ -61,7 +61,6 @@ from knnlm.training.trainer import (
     mean_losses,
     optimiser_tensors,
     read_curve,
-    state_dict,
 )
 
 PLOT = "learning.png"
@@ -167,22 +166,23 @@ def train_decoder(
         return load_card(folder)
     with writer_lock(work, create=True):
         if not _is_finished(folder, settings, any_precision):
-            batches = TrainingBatches(
-                stream,
-                config.window,
-                start_token=initial.lm.start_token,
-                held_out=config.held_out,
-                seed=config.seed,
-            )
-            model = copy.deepcopy(initial.lm.model).float().to(where)
-            trainer = DecoderTrainer(model, batches, targets, config, device=where)
+            trainer = _make_trainer(stream, initial, targets, config, where)
             checkpoint = Checkpoint(work / CHECKPOINT, settings, every=checkpoint_every)
             with _scalar_writer(work, tensorboard) as watch:
                 trainer.run(checkpoint, work / CURVE, progress=progress, watch=watch)
             card = _card(initial, trainer, targets, settings, read_curve(work / CURVE))
-            _publish(work, folder, model, initial, card)
+            _publish(work, folder, trainer.model, initial, card)
         shutil.rmtree(work)
     return load_card(folder)
+
+
+def _make_trainer(
+    text: TokenStream, initial: InitialModel, targets: Teacher | None, config: DecoderConfig, device: torch.device
+) -> DecoderTrainer:
+    start = initial.lm.start_token
+    batches = TrainingBatches(text, config.window, start_token=start, held_out=config.held_out, seed=config.seed)
+    model = copy.deepcopy(initial.lm.model).float().to(device)
+    return DecoderTrainer(model, batches, targets, config, device=device)
 
 
 def _settings(
@@ -316,7 +316,7 @@ class DecoderTrainer:
             with self._no_checkpoint_inside():
                 curve.flush()
             state.seconds = time.monotonic() - begun
-            checkpoint.save(self._tensors(), state_dict(state))
+            checkpoint.save(self._tensors(), asdict(state))
 
         devices = [self._device] if self._device.type == "cuda" else []
         try:

@@ -37,7 +37,6 @@ from knnlm.training.trainer import (
     check_same_settings,
     make_adamw,
     optimiser_tensors,
-    state_dict,
 )
 
 ROW_ALLOCATIONS = ("uniform", "frequency")
@@ -223,7 +222,7 @@ class _OutputTrainer:
                         break
                     if checkpoint.is_due:
                         state.seconds = time.monotonic() - begun
-                        checkpoint.save(self._tensors(), state_dict(state))
+                        checkpoint.save(self._tensors(), asdict(state))
                 else:
                     state.epoch, state.batch = state.epoch + 1, 0
         state.seconds = time.monotonic() - begun

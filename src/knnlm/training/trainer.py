@@ -12,7 +12,7 @@ import math
 import os
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, TypeVar
@@ -143,11 +143,6 @@ class Checkpoint:
         except (KeyError, TypeError, ValueError) as error:
             raise DatastoreCorrupt(f"{self.path}: not a checkpoint of this training ({error}). Remove it.") from None
         return restored
-
-
-def state_dict(state: TrainState) -> dict[str, Any]:
-    """Return the state as `Checkpoint.save` takes it."""
-    return asdict(state)
 
 
 def check_same_settings(path: Path, found: Any, wanted: Mapping[str, Any]) -> None:
