@@ -393,7 +393,7 @@ def test_valid_is_tuned_on_and_leaked_documents_are_reported(texts, model_folder
     code, out, err = knnlm(capfd, *start, "--valid", texts / "docs" / "00.txt")
     assert code == 0, err
     assert "WARNING" in out
-    assert "1 of 1 document are in the memory itself" in out
+    assert "1 of 1 document are in the store itself" in out
 
 
 @pytest.mark.parametrize(
@@ -433,7 +433,7 @@ def test_ctrl_c_says_that_the_same_command_resumes(texts, model_folder, capfd, m
     monkeypatch.setattr(DecoderTrainer, "run", interrupted)
     code, out, err = knnlm(capfd, "adapt", texts / "docs", "--out", texts / "out", "--model", model_folder)
     assert (code, out) == (130, "")
-    assert "a training from its last checkpoint" in err
+    assert "training at the last checkpoint" in err
 
 
 # ---------------------------------------------------------------------------------------------------------- saving
@@ -474,7 +474,7 @@ def test_a_store_with_an_invalid_language_model_is_corrupt(copied, base, value):
     catalog = Catalog.open(copied / CATALOG_FILE, write=True)
     catalog.put(**{LANGUAGE_MODEL: value})
     catalog.close()
-    with pytest.raises(DatastoreCorrupt, match="which model it is for"):
+    with pytest.raises(DatastoreCorrupt, match="the name of its language model is invalid"):
         Mixture.open(copied)
     assert Mixture.open(copied, base).lm is base
 
