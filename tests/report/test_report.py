@@ -43,7 +43,7 @@ from knnlm.report.report import STUDIES, report
 from knnlm.report.studies.compression import recall
 from knnlm.report.studies.memories import name_memories
 from knnlm.report.study import Example, ExampleNeighbour, Line, Plot, Study, Table
-from knnlm.report.texts import gather
+from knnlm.report.texts import split_texts
 from knnlm.training.output_matrix import train_output
 from knnlm.training.prune import prune
 
@@ -68,10 +68,10 @@ class Forwards:
 
 @pytest.fixture(scope="module")
 def place(lm, tmp_path_factory):
-    """A folder with a memory, its trained output matrix, and a second model."""
+    """A folder with a store, its trained output matrix, and a second model."""
     folder = tmp_path_factory.mktemp("report")
-    store = build(STORED, folder / "memory", lm=lm, segment_entries=500)
-    train_output(store, folder / "memory" / "output", device="cpu")
+    store = build(STORED, folder / "store", lm=lm, segment_entries=500)
+    train_output(store, folder / "store" / "output", device="cpu")
     second = CausalLM(tiny("llama", seed=1), tiny_tokenizer(), name="second")
     second.model.save_pretrained(folder / "second")
     second.tokenizer.save_pretrained(folder / "second")
@@ -82,7 +82,7 @@ def make(place, lm, model_folder, **options):
     arguments = {"lm": lm, "model": str(model_folder), "second_lm": str(place / "second"), **options}
     out = arguments.pop("out", place / "report")
     text = arguments.pop("text", TEXT)
-    return report(place / "memory", text, out, **arguments)
+    return report(place / "store", text, out=out, **arguments)
 
 
 @pytest.fixture(scope="module")
@@ -143,14 +143,14 @@ def test(made, place):
 @pytest.fixture(scope="module")
 def stored(place):
     """The store's keys, as the model gave them, and its tokens."""
-    store = Datastore.open(place / "memory")
+    store = Datastore.open(place / "store")
     keys = store.take(torch.arange(store.key_count)) + (0 if store.offset is None else store.offset)
     return keys.double().numpy(), store.values(torch.arange(store.rows)).numpy()
 
 
-def test_every_study_is_made(made):
+def test_every_study_is_run(made):
     assert [study.name for study in made.studies] == list(STUDIES)
-    assert made.left_out == {}
+    assert made.skipped == {}
     for study in made.studies:
         assert study.finding.endswith(".")
         assert study.command.startswith("knnlm ")
@@ -158,14 +158,14 @@ def test_every_study_is_made(made):
 
 
 def test_every_lambda_has_the_perplexity_of_the_formula(studies, made, valid, test):
-    study, facts = studies["lambda"], made.facts
+    study, metadata = studies["lambda"], made.metadata
     for name, text in (("valid", valid), ("test", test)):
-        vote = text.vote(facts["k"], facts["knn_temperature"])
+        vote = text.vote(metadata["k"], metadata["knn_temperature"])
         expected = [text.perplexity(vote, weight) for weight in study.numbers["lambda"]]
         np.testing.assert_allclose(study.numbers[name], expected, rtol=2e-4)
     chosen = study.tables[0].rows[study.tables[0].best]
-    assert chosen[0] == facts["lambda"] == study.numbers["lambda"][int(np.argmin(study.numbers["valid"]))]
-    assert facts["base_perplexity"] == pytest.approx(float(np.exp(-test.model.mean())))
+    assert chosen[0] == metadata["lambda"] == study.numbers["lambda"][int(np.argmin(study.numbers["valid"]))]
+    assert metadata["base_perplexity"] == pytest.approx(float(np.exp(-test.model.mean())))
 
 
 def test_settings_are_chosen_on_one_text_and_measured_on_the_other(studies, valid, test, made):
@@ -182,7 +182,7 @@ def test_settings_are_chosen_on_one_text_and_measured_on_the_other(studies, vali
         assert valid.perplexity(valid.vote(k, temperature), weight) == pytest.approx(on_valid, rel=1e-4)
         assert test.perplexity(test.vote(k, temperature), weight) == pytest.approx(on_test, rel=1e-4)
     for temperature, weight, _, on_test in studies["knn_temperature"].tables[0].rows:
-        assert test.perplexity(test.vote(made.facts["k"], temperature), weight) == pytest.approx(on_test, rel=1e-4)
+        assert test.perplexity(test.vote(made.metadata["k"], temperature), weight) == pytest.approx(on_test, rel=1e-4)
 
 
 def documents_of(place, name):
@@ -191,13 +191,13 @@ def documents_of(place, name):
 
 
 def test_a_growing_store_ends_as_the_whole_and_begins_as_a_part(studies, place, lm, stored, test, made):
-    rows, k = studies["size"].tables[0].rows, made.facts["k"]
+    rows, k = studies["size"].tables[0].rows, made.metadata["k"]
     part, count, temperature, weight, _, perplexity = rows[-1]
     assert (part, count) == (1.0, len(stored[0]))
     settings = {"k": k, "knn_temperature": temperature, "lmbda": weight}
-    whole = Mixture.open(place / "memory", lm, memories="knn", use_tuned=False, **settings)
+    whole = Mixture.open(place / "store", lm, memories="knn", use_tuned=False, **settings)
     assert perplexity == pytest.approx(whole.evaluate(documents_of(place, "test")).perplexity, rel=1e-3)
-    order = sorted(Datastore.open(place / "memory").catalog.documents(), key=lambda document: document.sha256)
+    order = sorted(Datastore.open(place / "store").catalog.documents(), key=lambda document: document.sha256)
     taken = []
     for document in order:
         if sum(map(len, taken)) >= len(stored[0]) / 16:
@@ -222,7 +222,7 @@ def test_a_key_layer_is_measured_with_the_states_that_transformers_gives(studies
         with torch.inference_mode():
             return lm.model(ids, output_hidden_states=True).hidden_states[-1][0].double().numpy()
 
-    order = sorted(Datastore.open(place / "memory").catalog.documents(), key=lambda document: document.sha256)
+    order = sorted(Datastore.open(place / "store").catalog.documents(), key=lambda document: document.sha256)
     sample = [stored[1][one.first_row : one.first_row + one.rows].tolist() for one in order]
     assert max(map(len, sample)) <= lm.window().context  # one window each, so one pass is the same
     keys = np.concatenate([last_states(tokens) for tokens in sample])
@@ -235,13 +235,13 @@ def test_a_key_layer_is_measured_with_the_states_that_transformers_gives(studies
     assert own.perplexity(vote, weight) == pytest.approx(perplexity, rel=2e-3)
 
 
-def test_what_was_quantised_is_compared_with_what_was_not(studies, stored, test, made):
+def test_quantised_keys_are_compared_with_exact_ones(studies, stored, test, made):
     rows = studies["quantised"].tables[0].rows
     _, _, size, found, temperature, weight, _, perplexity = rows[0]
     assert rows[0][0] == "float16"  # as the store keeps them
     assert (size, found) == (2 * stored[0].shape[1], 1.0)
-    distances, values = test.search(*stored, made.facts["k"])
-    vote = test.vote(made.facts["k"], temperature, distances=distances, values=values)
+    distances, values = test.search(*stored, made.metadata["k"])
+    vote = test.vote(made.metadata["k"], temperature, distances=distances, values=values)
     assert test.perplexity(vote, weight) == pytest.approx(perplexity, rel=2e-3)
     half = {row[1]: row for row in rows if row[0] == "SQfp16"}
     assert half["own distances"][2] == 2 * stored[0].shape[1]
@@ -262,22 +262,22 @@ def test_recall_counts_the_exact_neighbours_that_were_found(exact, data):
     assert recall(torch.tensor(found), torch.tensor(exact)) == pytest.approx(hits / max(1, total))
 
 
-def test_a_pruned_store_is_as_large_and_as_good_as_it_is_said(studies, place, lm, tmp_path, made):
+def test_pruned_store_has_the_reported_size_and_perplexity(studies, place, lm, tmp_path, made):
     rows = {row[0]: row for row in studies["pruning"].tables[0].rows}
-    facts = prune(Datastore.open(place / "memory"), tmp_path / "merged", merge=8)
+    pruned = prune(Datastore.open(place / "store"), tmp_path / "merged", merge=8)
     _, keys, size, share, temperature, weight, _, perplexity = rows["merged"]
-    assert (keys, size) == (facts["keys_after"], facts["bytes_after"])
-    assert share == facts["bytes_after"] / facts["bytes_before"]
-    options = {"k": made.facts["k"], "knn_temperature": temperature, "lmbda": weight, "memories": "knn"}
+    assert (keys, size) == (pruned["keys_after"], pruned["bytes_after"])
+    assert share == pruned["bytes_after"] / pruned["bytes_before"]
+    options = {"k": made.metadata["k"], "knn_temperature": temperature, "lmbda": weight, "memories": "knn"}
     smaller = Mixture.open(tmp_path / "merged", lm, **options)
     assert smaller.evaluate(documents_of(place, "test")).perplexity == pytest.approx(perplexity, rel=1e-3)
-    assert rows["the whole store"][2] == facts["bytes_before"]
+    assert rows["the whole store"][2] == pruned["bytes_before"]
     assert not (place / "report" / "work" / "pruned").exists()
 
 
 def test_mixtures_are_those_of_tune_and_eval(studies, place, lm, tmp_path):
     rows = {(row[0], row[1]): row for row in studies["memories"].tables[0].rows}
-    shutil.copytree(place / "memory", tmp_path / "memory")
+    shutil.copytree(place / "store", tmp_path / "store")
     second = f"decoder={place / 'second'}"
     wanted = {
         ("knn", "fixed"): "knn",
@@ -286,9 +286,9 @@ def test_mixtures_are_those_of_tune_and_eval(studies, place, lm, tmp_path):
         ("knn + cache + ngram + output + decoder=second", "gated"): f"knn,cache,ngram,output,{second}",
     }
     for (name, kind), memories in wanted.items():
-        fresh = Mixture.open(tmp_path / "memory", lm, memories=memories, use_tuned=False)
+        fresh = Mixture.open(tmp_path / "store", lm, memories=memories, use_tuned=False)
         tuning = fresh.tune(documents_of(place, "valid"), weights=kind)
-        measured = Mixture.open(tmp_path / "memory", lm, memories=memories).evaluate(documents_of(place, "test"))
+        measured = Mixture.open(tmp_path / "store", lm, memories=memories).evaluate(documents_of(place, "test"))
         _, _, weight, on_valid, _, on_test = rows[name, kind]
         assert on_valid == pytest.approx(tuning.perplexity, rel=2e-3), (name, kind)
         assert on_test == pytest.approx(measured.perplexity, rel=1e-2), (name, kind)
@@ -313,8 +313,8 @@ def test_mixtures_are_compared_by_what_they_give_out_of_fold(studies, valid, mad
     assert table.best == int(np.argmin(judged))
     rows = {(row[0], row[1]): row for row in table.rows}
     fold = split_folds(torch.from_numpy(np.array(valid.trace.documents))).numpy()
-    assert len(np.unique(fold)) == len(np.unique(valid.trace.documents)) == made.facts["valid_documents"]
-    knn = by_one_lambda(valid, valid.vote(made.facts["k"], made.facts["knn_temperature"]), fold)
+    assert len(np.unique(fold)) == len(np.unique(valid.trace.documents)) == made.metadata["valid_documents"]
+    knn = by_one_lambda(valid, valid.vote(made.metadata["k"], made.metadata["knn_temperature"]), fold)
     assert rows["knn", "fixed"][4] == pytest.approx(np.exp(-knn.mean()), rel=1e-3)
     said = np.exp(np.asarray(valid.trace.memories[2].arrays["log_p"][:, 0], dtype=np.float64))
     assert rows["ngram", "fixed"][4] == pytest.approx(np.exp(-by_one_lambda(valid, said, fold).mean()), rel=1e-3)
@@ -346,9 +346,9 @@ def test_weights_out_of_fold_are_those_that_a_gate_starts_from(lm, valid):
     assert out_of_fold(seen, "buckets") == pytest.approx(float(np.exp(-found.mean())), rel=1e-4)
 
 
-def test_it_is_said_to_what_the_weights_were_fitted():
+def test_folds_are_described():
     assert describe_folds(torch.tensor([0] * 50 + [7] * 50)) == "by weights fitted to other documents"
-    assert "other stretches of the text" in describe_folds(torch.zeros(100, dtype=torch.long))
+    assert "other spans of the text" in describe_folds(torch.zeros(100, dtype=torch.long))
     assert "fitted to all of it" in describe_folds(torch.tensor([0, 0, 1, 1]))
 
 
@@ -366,7 +366,7 @@ def test_baselines_are_the_formula_too(studies, test, valid):
 
 
 def test_a_learned_matrix_is_read_as_its_file_says(studies, place, test):
-    store = Datastore.open(place / "memory")
+    store = Datastore.open(place / "store")
     for r, rows, numbers, weight, _, perplexity in studies["output"].tables[0].rows:
         (folder,) = (place / "report" / "work").glob(f"output-r{r}-*")
         file = load_file(folder / "output.safetensors")
@@ -379,38 +379,38 @@ def test_a_learned_matrix_is_read_as_its_file_says(studies, place, test):
         assert test.perplexity(said, weight) == pytest.approx(perplexity, rel=1e-4)
 
 
-def test_no_mixture_beats_who_knows_the_token(studies, test, made):
+def test_no_mixture_beats_the_oracle(studies, test, made):
     rows = [row[1] for row in studies["oracle"].tables[0].rows]
-    vote = test.vote(made.facts["k"], made.facts["knn_temperature"])
+    vote = test.vote(made.metadata["k"], made.metadata["knn_temperature"])
     best = np.maximum(np.exp(test.model), vote)
     assert rows[3] == pytest.approx(float(np.exp(-np.log(best).mean())), rel=1e-4)
     assert studies["oracle"].numbers["store_better"] == pytest.approx((vote > np.exp(test.model)).mean(), abs=1e-3)
     assert rows[3] <= min(studies["lambda"].numbers["test"]) * (1 + 1e-5)
-    assert rows[1] == pytest.approx(test.perplexity(vote, made.facts["lambda"]), rel=1e-4)
+    assert rows[1] == pytest.approx(test.perplexity(vote, made.metadata["lambda"]), rel=1e-4)
     for row in studies["memories"].tables[0].rows:
         assert rows[4] <= row[5] * (1 + 1e-5), row
     assert rows[4] <= rows[3]
 
 
-def test_searches_are_left_out_as_eval_leaves_them_out(studies, place, lm, tmp_path):
+def test_searches_are_skipped_as_in_eval(studies, place, lm, tmp_path):
     rows = studies["skip"].tables[0].rows
     everything = studies["memories"].tables[0].rows[-1]
     assert everything[1] == "gated"
     assert rows[0][:2] == [0.0, 0.0]
     assert rows[0][2] == pytest.approx(everything[5])
     assert rows[-1][:2] == [1.0, 1.0]
-    shutil.copytree(place / "memory", tmp_path / "memory")
+    shutil.copytree(place / "store", tmp_path / "store")
     memories = f"knn,cache,ngram,output,decoder={place / 'second'}"
-    fresh = Mixture.open(tmp_path / "memory", lm, memories=memories, use_tuned=False)
+    fresh = Mixture.open(tmp_path / "store", lm, memories=memories, use_tuned=False)
     fresh.tune(documents_of(place, "valid"), weights="gated")
-    blind = Mixture.open(tmp_path / "memory", lm, memories=memories, options=MixtureOptions(skip_fraction=1.0))
+    blind = Mixture.open(tmp_path / "store", lm, memories=memories, options=MixtureOptions(skip_fraction=1.0))
     assert rows[-1][2] == pytest.approx(blind.evaluate(documents_of(place, "test")).perplexity, rel=1e-2)
 
 
 def test_gains_of_all_groups_add_up_to_the_gain(studies, test, made, stored):
-    study, facts = studies["where"], made.facts
-    mixed = (1 - facts["lambda"]) * np.exp(test.model) + facts["lambda"] * test.vote(
-        facts["k"], facts["knn_temperature"]
+    study, metadata = studies["where"], made.metadata
+    mixed = (1 - metadata["lambda"]) * np.exp(test.model) + metadata["lambda"] * test.vote(
+        metadata["k"], metadata["knn_temperature"]
     )
     gain = np.log(mixed) - test.model
     assert study.numbers["total"] == pytest.approx(gain.sum(), rel=1e-4)
@@ -438,26 +438,26 @@ def test_gains_of_all_groups_add_up_to_the_gain(studies, test, made, stored):
 
 
 def test_examples_are_the_tokens_with_the_most_and_the_least_gain(studies, test, made, place, lm, stored):
-    facts = made.facts
-    vote = test.vote(facts["k"], facts["knn_temperature"])
-    mixed = (1 - facts["lambda"]) * np.exp(test.model) + facts["lambda"] * vote
+    metadata = made.metadata
+    vote = test.vote(metadata["k"], metadata["knn_temperature"])
+    mixed = (1 - metadata["lambda"]) * np.exp(test.model) + metadata["lambda"] * vote
     gain = np.log(mixed) - test.model
     most, least = studies["examples"].examples["gained most"], studies["examples"].examples["lost most"]
     assert most[0].gain == pytest.approx(gain.max(), rel=1e-3)
     assert least[0].gain == pytest.approx(gain.min(), abs=0.011)
     assert [one.gain for one in most] == sorted((one.gain for one in most), reverse=True)
-    store = Datastore.open(place / "memory")
+    store = Datastore.open(place / "store")
     texts = {document.source: document.text for document in documents_of(place, "test")}
     for example in (*most, *least):
         assert len({one.target for one in most}) == len(most)
-        expected = (1 - facts["lambda"]) * example.p_lm + facts["lambda"] * example.p_knn
+        expected = (1 - metadata["lambda"]) * example.p_lm + metadata["lambda"] * example.p_knn
         assert example.p == pytest.approx(expected, rel=1e-3)
         assert example.context + example.target in texts[example.document]
         weights = [one.weight for one in example.neighbours]
         assert weights == sorted(weights, reverse=True)
         assert sum(weights) <= 1 + 1e-6
         first, second = example.neighbours[:2]
-        ratio = np.exp((first.distance - second.distance) / facts["knn_temperature"])
+        ratio = np.exp((first.distance - second.distance) / metadata["knn_temperature"])
         assert second.weight / first.weight == pytest.approx(ratio, rel=1e-3)
         for one in example.neighbours:
             assert one.agrees == (one.token == example.target)
@@ -483,7 +483,7 @@ def test_the_commands_give_the_figures(studies, capfd):
             assert found["oracle_perplexity"] == pytest.approx(studies["oracle"].tables[0].rows[3][1], rel=1e-3)
 
 
-def test_a_second_run_reads_nothing_again_and_says_the_same(made, place, lm, model_folder, tmp_path):
+def test_second_run_reads_nothing_and_gives_the_same_report(made, place, lm, model_folder, tmp_path):
     page, forwards = made.page.read_bytes(), Forwards(lm)
     try:
         again = make(place, lm, model_folder)
@@ -520,7 +520,7 @@ class Bars:
         return _bar()
 
 
-def test_a_report_that_was_stopped_goes_on_where_it_was(place, lm, model_folder, tmp_path):
+def test_interrupted_report_resumes(place, lm, model_folder, tmp_path):
     few = {"out": tmp_path / "stopped", "second_lm": None, "memories": "knn", "studies": ["lambda", "k", "size"]}
     with pytest.raises(KeyboardInterrupt):
         make(place, lm, model_folder, progress=Bars("size: searching"), **few)
@@ -538,7 +538,7 @@ def test_a_report_that_was_stopped_goes_on_where_it_was(place, lm, model_folder,
     bars = Bars()
     other = make(place, lm, model_folder, progress=bars, text=documents(4, words=12, start=200), **few)
     assert "tracing" in bars.names
-    assert other.facts["base_perplexity"] != found.facts["base_perplexity"]
+    assert other.metadata["base_perplexity"] != found.metadata["base_perplexity"]
     assert len(list((tmp_path / "stopped" / "work").glob("texts-*"))) == 1
 
 
@@ -551,31 +551,31 @@ def test_keys_are_kept_in_the_order_of_the_text_however_it_is_packed(
     np.testing.assert_allclose(np.load(file), test.keys, atol=1e-4)
 
 
-def test_studies_that_cannot_be_made_are_named_with_the_reason(place, lm, model_folder, tmp_path):
+def test_skipped_studies_are_listed_with_the_reason(place, lm, model_folder, tmp_path):
     lone = build(documents(1, words=12), tmp_path / "lone", lm=lm)
-    found = report(lone.path, TEXT[:3], tmp_path / "out", lm=lm, memories="knn", studies=["size", "baselines", "k"])
+    found = report(lone.path, TEXT[:3], out=tmp_path / "out", lm=lm, memories="knn", studies=["size", "baselines", "k"])
     assert [study.name for study in found.studies] == ["k"]
-    assert set(found.left_out) == {"size", "baselines"}
+    assert set(found.skipped) == {"size", "baselines"}
     page = found.page.read_text()
-    for reason in found.left_out.values():
+    for reason in found.skipped.values():
         assert reason in page
 
 
-def test_an_error_in_one_study_leaves_the_others_and_the_page(place, lm, model_folder, tmp_path, monkeypatch):
-    def broken(desk):
-        raise DatastoreError(f"{desk.store.path.name} cannot be <read>.")
+def test_error_in_one_study_does_not_affect_the_others(place, lm, model_folder, tmp_path, monkeypatch):
+    def broken(context):
+        raise DatastoreError(f"{context.store.path.name} cannot be <read>.")
 
     monkeypatch.setitem(STUDIES, "lambda", broken)
     few = {"second_lm": None, "memories": "knn", "studies": ["lambda", "k"], "out": tmp_path / "broken"}
     found = make(place, lm, model_folder, **few)
     assert [study.name for study in found.studies] == ["k"]
-    assert found.left_out == {"lambda": "memory cannot be <read>."}
-    assert "memory cannot be &lt;read&gt;." in found.page.read_text()
+    assert found.skipped == {"lambda": "store cannot be <read>."}
+    assert "store cannot be &lt;read&gt;." in found.page.read_text()
     monkeypatch.undo()
-    assert make(place, lm, model_folder, **few).left_out == {}
+    assert make(place, lm, model_folder, **few).skipped == {}
 
 
-def test_what_was_found_in_one_precision_is_not_taken_for_another(place, tmp_path):
+def test_results_of_one_precision_are_not_used_for_another(place, tmp_path):
     # Weights that bfloat16 holds exactly are the same model in both precisions, but do not give the same numbers.
     rounded = tiny("llama").bfloat16().float()
     rounded.save_pretrained(tmp_path / "model")
@@ -584,11 +584,11 @@ def test_what_was_found_in_one_precision_is_not_taken_for_another(place, tmp_pat
     single = make(place, None, tmp_path / "model", out=tmp_path / "one", dtype="float32", **few)
     half = make(place, None, tmp_path / "model", out=tmp_path / "one", dtype="bfloat16", **few)
     alone = make(place, None, tmp_path / "model", out=tmp_path / "other", dtype="bfloat16", **few)
-    assert half.facts["base_perplexity"] == alone.facts["base_perplexity"] != single.facts["base_perplexity"]
+    assert half.metadata["base_perplexity"] == alone.metadata["base_perplexity"] != single.metadata["base_perplexity"]
     assert half.studies[0].tables == alone.studies[0].tables
 
 
-def test_what_was_found_with_one_model_is_not_taken_for_another(place, model_folder, lm, tmp_path):
+def test_results_of_one_model_are_not_used_for_another(place, model_folder, lm, tmp_path):
     few = {"second_lm": None, "memories": "knn", "studies": ["k"], "out": tmp_path / "one"}
     make(place, lm, model_folder, **few)
     another = CausalLM(tiny("llama", seed=5), tiny_tokenizer(), name=lm.name)
@@ -597,7 +597,7 @@ def test_what_was_found_with_one_model_is_not_taken_for_another(place, model_fol
 
 
 def test_a_model_with_fewer_layers_than_the_stores_own_is_reported_on(model_folder, tmp_path):
-    build(STORED[:6], tmp_path / "memory", lm=CausalLM.open(str(model_folder)))
+    build(STORED[:6], tmp_path / "store", lm=CausalLM.open(str(model_folder)))
     config = tiny("llama").config
     config.num_hidden_layers = 2  # the store reads the third layer of its own model
     short = randomise(lambda: type(tiny("llama"))(config), seed=3)
@@ -605,18 +605,18 @@ def test_a_model_with_fewer_layers_than_the_stores_own_is_reported_on(model_fold
     for part in (short, tokenizer):
         part.save_pretrained(tmp_path / "short")
     options = {"valid": TEXT[:2], "memories": "knn", "studies": ["k"], "model": str(tmp_path / "short")}
-    found = report(tmp_path / "memory", TEXT[2:4], tmp_path / "out", **options)
+    found = report(tmp_path / "store", TEXT[2:4], out=tmp_path / "out", **options)
     assert [study.name for study in found.studies] == ["k"]
     logs = []
     for document in TEXT[2:4]:
         tokens = tokenizer(document.text, add_special_tokens=False)["input_ids"]
-        window = Datastore.open(tmp_path / "memory").window
+        window = Datastore.open(tmp_path / "store").window
         _, read = read_token_by_token(short, short.model.layers[-1].mlp, tokens, start_token=1, **window)
         logs.append(np.log(read[range(len(tokens)), tokens]))
-    assert found.facts["base_perplexity"] == pytest.approx(np.exp(-np.concatenate(logs).mean()), rel=1e-4)
+    assert found.metadata["base_perplexity"] == pytest.approx(np.exp(-np.concatenate(logs).mean()), rel=1e-4)
 
 
-def test_documents_are_shown_by_the_names_they_have_now(place, lm, model_folder, tmp_path):
+def test_documents_are_shown_with_their_present_names(place, lm, model_folder, tmp_path):
     few = {"second_lm": None, "memories": "knn", "studies": ["examples"], "out": tmp_path / "named"}
     make(place, lm, model_folder, **few)
     renamed = [replace(one, source=f"new-{number}.txt") for number, one in enumerate(TEXT)]
@@ -627,14 +627,14 @@ def test_documents_are_shown_by_the_names_they_have_now(place, lm, model_folder,
 
 
 def test_an_output_matrix_that_was_never_finished_is_not_mixed_in(lm, model_folder, tmp_path):
-    build(STORED[:4], tmp_path / "memory", lm=lm)
-    (tmp_path / "memory" / "output").mkdir()
-    (tmp_path / "memory" / "output" / "writer.lock").touch()
-    found = report(tmp_path / "memory", TEXT[:4], tmp_path / "out", lm=lm, model=str(model_folder), studies=["k"])
-    assert found.facts["memories"] == ["knn", "cache", "ngram"]
+    build(STORED[:4], tmp_path / "store", lm=lm)
+    (tmp_path / "store" / "output").mkdir()
+    (tmp_path / "store" / "output" / "writer.lock").touch()
+    found = report(tmp_path / "store", TEXT[:4], out=tmp_path / "out", lm=lm, model=str(model_folder), studies=["k"])
+    assert found.metadata["memories"] == ["knn", "cache", "ngram"]
 
 
-def test_two_reports_are_not_written_to_one_folder_at_once(place, lm, model_folder, tmp_path):
+def test_concurrent_reports_in_one_folder_are_refused(place, lm, model_folder, tmp_path):
     few = {"second_lm": None, "memories": "knn", "studies": ["k"], "out": tmp_path / "busy"}
     with writer_lock(tmp_path / "busy" / "work", create=True), pytest.raises(DatastoreBusy, match="busy/work"):
         make(place, lm, model_folder, **few)
@@ -712,10 +712,10 @@ def test_the_page_stands_alone_and_has_every_study(made):
         assert study.command in page.data
     assert "prefers-color-scheme: dark" in text
     assert 'name="viewport"' in text
-    assert "dealt by a hash" in text
+    assert "chosen by a hash" in text
 
 
-def test_the_plots_lie_beside_the_page_and_in_it(made):
+def test_plots_are_files_beside_the_page_and_embedded(made):
     text = made.page.read_text(encoding="utf-8")
     names = [
         study.name if len(study.plots) == 1 else f"{study.name}-{number + 1}"
@@ -735,7 +735,7 @@ def test_the_numbers_are_all_in_the_json(made):
     assert set(found["studies"]) == set(STUDIES)
 
 
-def test_hostile_text_is_shown_and_not_run(tmp_path):
+def test_markup_in_text_is_escaped(tmp_path):
     evil = '"><script>alert(1)</script><img src="http://evil.example/x.png" onerror=\'x\'>&amp;'
     neighbour = ExampleNeighbour(0.5, 1.0, evil, True, evil, evil, evil, evil)
     example = Example(evil, evil, evil, 0.1, 0.2, 0.3, 1.0, [neighbour])
@@ -743,59 +743,59 @@ def test_hostile_text_is_shown_and_not_run(tmp_path):
     table = Table([evil], [""], [[evil], [None]], caption=evil)
     study = Study("k", evil, evil, evil, evil, [table], [plot], {evil: [example]}, [evil])
     assert Study.from_dict(json.loads(json.dumps(study.as_dict()))) == study
-    facts = dict.fromkeys(["stored_tokens", "stored_documents", "test_tokens", "test_documents", "k"], 1)
-    facts |= dict.fromkeys(["valid_tokens", "valid_documents"], 1) | {"warnings": [evil], "at_edge": [evil]}
-    facts |= {"memory": evil, "model": evil, "memories": [evil], "chosen_on": evil, "quick": True}
-    facts |= {"knn_temperature": 1.0, "lambda": 0.5, "base_perplexity": 2.0}
+    metadata = dict.fromkeys(["stored_tokens", "stored_documents", "test_tokens", "test_documents", "k"], 1)
+    metadata |= dict.fromkeys(["valid_tokens", "valid_documents"], 1) | {"warnings": [evil], "at_edge": [evil]}
+    metadata |= {"store": evil, "model": evil, "memories": [evil], "split": evil, "quick": True}
+    metadata |= {"knn_temperature": 1.0, "lambda": 0.5, "base_perplexity": 2.0}
     drawings = {"k": [draw(plot)]}
-    write_html(tmp_path / "x.html", facts=facts, studies=[study], left_out={evil: evil}, drawings=drawings)
+    write_html(tmp_path / "x.html", metadata=metadata, studies=[study], skipped={evil: evil}, drawings=drawings)
     page = check_page((tmp_path / "x.html").read_text())
     assert page.data.count(evil) >= 10
     assert "http" not in " ".join(page.links)
 
 
-def test_a_warning_is_given_where_the_text_is_in_the_memory(place, lm, model_folder, tmp_path):
+def test_text_that_is_in_the_store_causes_a_warning(place, lm, model_folder, tmp_path):
     found = make(place, lm, model_folder, out=tmp_path / "known", text=STORED[:4], studies=["k"], second_lm=None)
-    assert found.facts["leaked_documents"] == 4
-    assert "in the memory itself" in found.page.read_text()
-    assert "in the memory itself" not in (place / "report" / "index.html").read_text()
+    assert found.metadata["leaked_documents"] == 4
+    assert "in the store itself" in found.page.read_text()
+    assert "in the store itself" not in (place / "report" / "index.html").read_text()
 
 
-def test_a_document_that_is_cut_in_two_is_known_as_a_whole(place, lm, model_folder, tmp_path):
+def test_document_split_in_two_is_found_in_the_store_as_a_whole(place, lm, model_folder, tmp_path):
     few = {"studies": ["k"], "second_lm": None, "memories": "knn"}
     found = make(place, lm, model_folder, out=tmp_path / "known", text=STORED[:1], **few)
-    assert found.facts["leaked_documents"] == 1
-    assert "1 document of the texts is in the memory itself" in found.page.read_text()
+    assert found.metadata["leaked_documents"] == 1
+    assert "1 document of the texts is in the store itself" in found.page.read_text()
     other = make(place, lm, model_folder, out=tmp_path / "new", text=TEXT[:1], **few)
-    assert other.facts["leaked_documents"] == 0
+    assert other.metadata["leaked_documents"] == 0
 
 
-def test_text_that_is_chosen_on_and_reported_on_is_refused_or_warned_of(place, lm, model_folder, tmp_path, capfd):
+def test_tuning_text_in_the_held_out_text_is_refused_or_causes_a_warning(place, lm, model_folder, tmp_path, capfd):
     copies = [replace(one, id=f"copy of {one.id}") for one in TEXT]
-    with pytest.raises(CorpusError, match="Every document to report on is also in --valid"):
+    with pytest.raises(CorpusError, match="Every held-out document is also in --valid"):
         make(place, lm, model_folder, out=tmp_path / "same", valid=[*copies, STORED[0]])
     few = {"studies": ["k"], "second_lm": None, "memories": "knn"}
     found = make(place, lm, model_folder, out=tmp_path / "some", valid=copies[:2], **few)
-    assert found.facts["shared_documents"] == 2
+    assert found.metadata["shared_documents"] == 2
     (warning,) = found.as_dict()["warnings"]
-    assert warning.startswith("2 of the 6 documents reported on are in the tuning text too")
+    assert warning.startswith("2 of the 6 documents held out are in the tuning text too")
     assert warning in found.page.read_text()
     files = [tmp_path / "valid.jsonl", tmp_path / "test.jsonl"]
     for file, own in zip(files, (copies[:2], TEXT), strict=True):
         file.write_text("\n".join(json.dumps({"id": one.id, "text": one.text}) for one in own))
     options = ["--memories", "knn", "--studies", "k", "--model", str(model_folder), "--out", str(tmp_path / "cli")]
-    assert run(["report", str(place / "memory"), str(files[1]), "--valid", str(files[0]), *options]) == 0
-    assert "2 of the 6 documents reported on" in " ".join(capfd.readouterr().out.split())
+    assert run(["report", str(place / "store"), str(files[1]), "--valid", str(files[0]), *options]) == 0
+    assert "2 of the 6 documents held out" in " ".join(capfd.readouterr().out.split())
 
 
-def test_what_was_chosen_at_the_edge_of_what_was_tried_is_said(made):
+def test_settings_at_the_edge_of_the_grid_are_noted(made):
     expected = []
-    facts, study = made.facts, {study.name: study for study in made.studies}
+    metadata, study = made.metadata, {study.name: study for study in made.studies}
     temperatures = [row[0] for row in study["knn_temperature"].tables[0].rows]
-    expected += ["knn_temperature"] if facts["knn_temperature"] in (temperatures[0], temperatures[-1]) else []
-    expected += ["lambda"] if facts["lambda"] == study["lambda"].numbers["lambda"][-1] else []
-    expected += ["k"] if facts["k"] == study["k"].tables[0].rows[-1][0] else []
-    assert facts["at_edge"] == expected
+    expected += ["knn_temperature"] if metadata["knn_temperature"] in (temperatures[0], temperatures[-1]) else []
+    expected += ["lambda"] if metadata["lambda"] == study["lambda"].numbers["lambda"][-1] else []
+    expected += ["k"] if metadata["k"] == study["k"].tables[0].rows[-1][0] else []
+    assert metadata["at_edge"] == expected
     assert (f"last one tried of: {', '.join(expected)}." in made.page.read_text()) == bool(expected)
 
 
@@ -807,46 +807,46 @@ texts = (any_texts | few_texts).filter(lambda given: len(set(given)) > 1)
 @given(texts)
 def test_a_text_is_split_into_two_halves_of_about_the_same_size(given_texts):
     whole = [Document(str(number), "x", text) for number, text in enumerate(given_texts)]
-    split = gather(whole, None, limit=None)
+    split = split_texts(whole, None, limit=None)
     assert split.valid
     assert split.test
     assert sorted(map(id, (*split.valid, *split.test))) == sorted(map(id, whole))
     sizes = [sum(len(document.text) for document in half) for half in (split.valid, split.test)]
     assert abs(sizes[0] - sizes[1]) <= max(len(text) * times for text, times in Counter(given_texts).items())
     assert not {one.text for one in split.valid} & {one.text for one in split.test}
-    again = gather(list(reversed(whole)), None, limit=None)
+    again = split_texts(list(reversed(whole)), None, limit=None)
     assert {one.text for one in again.valid} == {one.text for one in split.valid}
 
 
 def test_a_single_document_is_cut_in_its_middle():
     text = "one two three four five six"
-    split = gather([Document("a", "a.txt", text)], None, limit=None)
+    split = split_texts([Document("a", "a.txt", text)], None, limit=None)
     assert split.valid[0].text + split.test[0].text == text
     assert split.valid[0].text == "one two three"
-    assert "first half" in split.how
-    same = gather([Document(name, f"{name}.txt", text) for name in "abc"], None, limit=None)
+    assert "first half" in split.description
+    same = split_texts([Document(name, f"{name}.txt", text) for name in "abc"], None, limit=None)
     assert [one.text for one in same.valid] == ["one two three"] * 3
     assert [one.id for one in same.test] == ["a#1", "b#1", "c#1"]
     with pytest.raises(CorpusError, match="too short"):
-        gather([Document("a", "a.txt", "x")], None, limit=None)
+        split_texts([Document("a", "a.txt", "x")], None, limit=None)
     with pytest.raises(CorpusError, match="no text"):
-        gather([], None, limit=None)
+        split_texts([], None, limit=None)
 
 
-def test_text_to_choose_on_may_be_given(place, lm, model_folder, tmp_path):
+def test_tuning_text_can_be_given(place, lm, model_folder, tmp_path):
     valid = documents(2, words=12, start=300)
     few = {"out": tmp_path / "given", "studies": ["k"], "second_lm": None, "memories": "knn"}
     found = make(place, lm, model_folder, valid=valid, **few)
-    assert found.facts["valid_tokens"] == sum(len(lm.encode(document.text)) for document in valid)
-    assert found.facts["test_tokens"] == sum(len(lm.encode(document.text)) for document in TEXT)
+    assert found.metadata["valid_tokens"] == sum(len(lm.encode(document.text)) for document in valid)
+    assert found.metadata["test_tokens"] == sum(len(lm.encode(document.text)) for document in TEXT)
     limited = make(place, lm, model_folder, valid=valid, limit=10, **{**few, "out": tmp_path / "limited"})
-    assert limited.facts["test_documents"] == limited.facts["valid_documents"] == 1
+    assert limited.metadata["test_documents"] == limited.metadata["valid_documents"] == 1
 
 
 def test_the_command_writes_a_page(place, model_folder, tmp_path, capfd):
     file = tmp_path / "held-out.jsonl"
     file.write_text("\n".join(json.dumps({"id": one.id, "text": one.text}) for one in TEXT))
-    common = ["report", str(place / "memory"), str(file), "--out", str(tmp_path / "page"), "--memories", "knn"]
+    common = ["report", str(place / "store"), str(file), "--out", str(tmp_path / "page"), "--memories", "knn"]
     common += ["--studies", "k,lambda", "--quick", "--model", str(model_folder)]
     assert run(common) == 0
     shown = capfd.readouterr().out
@@ -859,20 +859,22 @@ def test_the_command_writes_a_page(place, model_folder, tmp_path, capfd):
     assert "The studies are memories, lambda, k" in capfd.readouterr().err
 
 
-def test_wrong_wishes_are_refused_before_anything_is_read(place, lm, monkeypatch, tmp_path):
+def test_invalid_options_are_refused_before_anything_is_read(place, lm, monkeypatch, tmp_path):
     with pytest.raises(ParameterError, match="no study 'nonsense'"):
-        report(place / "memory", TEXT, tmp_path / "x", lm=lm, studies=["nonsense"])
-    with pytest.raises(ParameterError, match="let knn be among"):
-        report(place / "memory", TEXT, tmp_path / "x", lm=lm, memories="cache")
+        report(place / "store", TEXT, out=tmp_path / "x", lm=lm, studies=["nonsense"])
+    with pytest.raises(ParameterError, match="A report needs the memory knn"):
+        report(place / "store", TEXT, out=tmp_path / "x", lm=lm, memories="cache")
     with pytest.raises(ParameterError, match="at least 1 token"):
-        report(place / "memory", TEXT, tmp_path / "x", lm=lm, limit=0)
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    with pytest.raises(MissingExtra, match=re.escape("pip install 'knnlm[report]'")):
-        report(place / "memory", TEXT, tmp_path / "x", lm=lm)
+        report(place / "store", TEXT, out=tmp_path / "x", lm=lm, limit=0)
+    for package in ("matplotlib", "jinja2"):
+        with monkeypatch.context() as patched:
+            patched.setitem(sys.modules, package, None)
+            with pytest.raises(MissingExtra, match=package + ".*" + re.escape("pip install 'knnlm[report]'")):
+                report(place / "store", TEXT, out=tmp_path / "x", lm=lm)
     assert not (tmp_path / "x" / "index.html").exists()
 
 
-def test_dollars_are_drawn_and_not_read_as_formulas():
+def test_dollar_signs_are_drawn_literally():
     price = "decoder=$\\foo$ and $x$"
     lines = [Line(price, [1, 2], [1.0, 2.0])]
     assert draw(Plot("lines", price, price, price, lines, levels={price: 1.5}, mark=[1.0, 1.0])).startswith(b"\x89PNG")
@@ -881,15 +883,15 @@ def test_dollars_are_drawn_and_not_read_as_formulas():
     assert draw(Plot("bars", price, price, price, bars, levels={price: 1.5})).startswith(b"\x89PNG")
 
 
-def test_a_mixture_that_is_worse_is_said_to_be_higher(made, tmp_path):
+def test_perplexity_of_a_worse_mixture_is_called_higher(made, tmp_path):
     (study,) = (study for study in made.studies if study.name == "memories")
-    rows = [[*row[:5], 1.03 * made.facts["base_perplexity"]] for row in study.tables[0].rows]
+    rows = [[*row[:5], 1.03 * made.metadata["base_perplexity"]] for row in study.tables[0].rows]
     worse = replace(study, tables=[replace(study.tables[0], rows=rows, best=1)])
-    write_html(tmp_path / "x.html", facts=made.facts, studies=[worse], left_out={}, drawings={"memories": []})
+    write_html(tmp_path / "x.html", metadata=made.metadata, studies=[worse], skipped={}, drawings={"memories": []})
     assert "of the held-out text, 3.0% higher with knn (fixed)" in (tmp_path / "x.html").read_text()
 
 
-def test_the_same_numbers_are_drawn_as_the_same_picture():
+def test_plots_are_deterministic():
     lines = [Line("a", [1, 10, 100], [3.0, 2.0, 1.0]), Line("b", [1, 10, 100], [None, 1e9, 2.0])]
     plot = Plot("lines", "title", "x", "y", lines, log_x=True, levels={"level": 2.5}, mark=[10.0, 2.0])
     assert draw(plot) == draw(plot)
@@ -897,4 +899,4 @@ def test_the_same_numbers_are_drawn_as_the_same_picture():
 
 
 def test_the_work_of_a_report_stays_in_its_folder(made, place):
-    assert {path.name for path in Path(place).iterdir()} == {"memory", "second", "report"}
+    assert {path.name for path in Path(place).iterdir()} == {"store", "second", "report"}

@@ -484,12 +484,12 @@ def report(
     quiet()
     held_out = _documents(valid, text_field) if valid else None
     options |= {"valid": held_out, "limit": limit, "model": model, **asdict(machine)}
-    result = report(store, _documents(text, text_field), out, progress=bar, **options)
+    result = report(store, _documents(text, text_field), out=out, progress=bar, **options)
     rows = [(study.name, study.finding) for study in result.studies]
-    rows += [(name, f"left out: {reason}") for name, reason in result.left_out.items()]
-    if result.facts["at_edge"]:
-        rows.append(("note", f"the best value is the last one tried of: {', '.join(result.facts['at_edge'])}"))
-    rows += [("WARNING", warning) for warning in result.facts["warnings"]]
+    rows += [(name, f"skipped: {reason}") for name, reason in result.skipped.items()]
+    if result.metadata["at_edge"]:
+        rows.append(("note", f"the best value is the last one tried of: {', '.join(result.metadata['at_edge'])}"))
+    rows += [("WARNING", warning) for warning in result.metadata["warnings"]]
     show(result.as_dict(), [*rows, ("page", str(result.page))], json=json)
 
 

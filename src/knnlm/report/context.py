@@ -1,13 +1,13 @@
-"""What the studies share: the memory, both texts as they were read once, and the settings chosen on the first.
+"""The inputs that studies share: the store, traces of both texts, and the settings chosen on the tuning text.
 
-Nothing is read before it is asked for, and what was read is kept in OUT/work:
+Everything is computed on first use, and traces are kept in OUT/work:
 
     work/
-      texts-<key>/valid/trace, keys.npy     what one pass over the text saw, and the key of each of its positions
+      texts-<key>/valid/trace, keys.npy     the trace of one pass over the text, and the key of each of its positions
       texts-<key>/test/trace, keys.npy
       valid.jsonl, test.jsonl               the texts, as `knnlm tune` and `knnlm eval` read them
-      <study>.json                          what a study said
-      writer.lock                           held by the report that is being made
+      <study>.json                          a finished study
+      writer.lock                           held while a report is being made
 """
 
 from __future__ import annotations
@@ -55,21 +55,20 @@ from knnlm.mixture.spec import MixtureOptions, parse_memories
 from knnlm.mixture.weights import FixedWeights
 from knnlm.progress import Progress, silent
 from knnlm.report.crossval import out_of_fold
-from knnlm.report.search import beginning
-from knnlm.report.texts import Splits, write_texts
+from knnlm.report.search import truncate_trace
+from knnlm.report.texts import TextSplit, write_texts
 
-FORMAT = 2  # of what is kept; another one is made again
-
-K = 1024  # neighbours that are kept of each position
+FORMAT = 3  # of the files in OUT/work; files of another format are made again
+MAX_K = 1024  # neighbours that are recorded for each position
 
 
 @dataclass(frozen=True)
-class StudyTexts:
-    """What is asked for."""
+class ReportOptions:
+    """The inputs and options of a report."""
 
-    memory: Path
+    store: Path
     out: Path
-    texts: Splits
+    texts: TextSplit
     memories: str | None = None
     second_lm: str | None = None
     limit: int | None = None
@@ -80,83 +79,83 @@ class StudyTexts:
 
 
 @dataclass(frozen=True)
-class Read:
-    """One text, read once."""
+class TracedText:
+    """The trace of one text."""
 
     trace: Trace
-    keys: NDArray[np.float32]  # (N, D) of the reader, as it gave them
-    documents: list[Document]  # as many as were read
+    keys: NDArray[np.float32]  # (N, D) as the reader returned them
+    documents: list[Document]  # those that were read
 
-    def begin(self, tokens: int) -> Read:
-        """Give the first tokens, without what memories said of them; the last document may be cut."""
+    def head(self, tokens: int) -> TracedText:
+        """Return the first tokens, without memories; the last document may be truncated."""
         rows = min(tokens, len(self.trace))
         count = len(np.unique(self.trace.documents[:rows]))
-        return Read(beginning(self.trace, rows, count), self.keys[:rows], self.documents[:count])
+        return TracedText(truncate_trace(self.trace, rows, count), self.keys[:rows], self.documents[:count])
 
 
 class ReportContext:
-    """All that a study may use."""
+    """The inputs of a study."""
 
-    def __init__(self, order: StudyTexts, lm: CausalLM | None = None, *, progress: Progress = silent) -> None:
-        self.order = order
+    def __init__(self, options: ReportOptions, lm: CausalLM | None = None, *, progress: Progress = silent) -> None:
+        self.options = options
         self.progress = progress
-        self.store = Datastore.open(order.memory)
-        self.labels = _labels(self.store, order)
-        self.device = str(lm.device) if lm is not None else str(choose_device(order.device))
-        self.work = order.out / "work"
-        self._given = lm
-        self._seen: dict[tuple[str, bool], TraceTable] = {}
+        self.store = Datastore.open(options.store)
+        self.labels = _memory_labels(self.store, options)
+        self.device = str(lm.device) if lm is not None else str(choose_device(options.device))
+        self.work = options.out / "work"
+        self._lm = lm
+        self._tables: dict[tuple[str, bool], TraceTable] = {}
         self._fits: dict[tuple[tuple[int, ...], str], FittedWeights] = {}
 
     @property
     def quick(self) -> bool:
-        """Whether smaller samples will do."""
-        return self.order.quick
+        """Whether studies use small samples."""
+        return self.options.quick
 
     @cached_property
     def key(self) -> str:
-        """Tell these inputs from any others: what was found for them holds for no others."""
-        order, model = self.order, self.lm.model
-        facts = [FORMAT, self.store.fingerprint, order.texts.key(), self.labels, order.limit, K, order.model]
-        facts += [{**self.lm.identity, "name": None}, str(model.dtype), self.lm.device.type]
-        # A model that was given has a precision of its own; others are opened as it was asked for.
-        facts += [] if self._given is None else [order.dtype]
-        facts += [[row.spec, row.metric] for row in self.store.catalog.indexes()]
-        facts += [_state(place) for place in _places(self.store.path, self.labels)]
-        return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]
+        """A hash of all inputs, by which cached results are recognised."""
+        options, model = self.options, self.lm.model
+        inputs = [FORMAT, self.store.fingerprint, options.texts.key(), self.labels, options.limit, MAX_K, options.model]
+        inputs += [{**self.lm.identity, "name": None}, str(model.dtype), self.lm.device.type]
+        # A model that was passed in has its own precision; otherwise the option decides.
+        inputs += [] if self._lm is None else [options.dtype]
+        inputs += [[row.spec, row.metric] for row in self.store.catalog.indexes()]
+        inputs += [_folder_state(folder) for folder in _memory_folders(self.store.path, self.labels)]
+        return hashlib.sha256(json.dumps(inputs).encode()).hexdigest()[:16]
 
     @cached_property
     def mixture(self) -> Mixture:
-        """The model and every memory, as if nothing had been tuned."""
-        order = self.order
+        """The model with every memory, without tuned settings."""
+        options = self.options
         return Mixture.open(
-            order.memory,
+            options.store,
             self.lm,
             memories=",".join(self.labels),
             use_tuned=False,
-            options=MixtureOptions(model=order.model, device=order.device, dtype=order.dtype),
+            options=MixtureOptions(model=options.model, device=options.device, dtype=options.dtype),
         )
 
     @cached_property
     def lm(self) -> CausalLM:
         """The language model."""
-        order = self.order
-        if self._given is not None:
-            return self._given
-        return open_reader(self.store, name=order.model, device=order.device, dtype=order.dtype)
+        if self._lm is not None:
+            return self._lm
+        options = self.options
+        return open_reader(self.store, name=options.model, device=options.device, dtype=options.dtype)
 
     @cached_property
-    def valid(self) -> Read:
-        """The text that settings are chosen on."""
-        return self._read("valid", self.order.texts.valid)
+    def valid(self) -> TracedText:
+        """The tuning text, on which settings are chosen."""
+        return self._read("valid", self.options.texts.valid)
 
     @cached_property
-    def test(self) -> Read:
-        """The text that is reported on."""
-        return self._read("test", self.order.texts.test)
+    def test(self) -> TracedText:
+        """The held-out text, on which results are reported."""
+        return self._read("test", self.options.texts.test)
 
-    def _read(self, name: str, documents: list[Document]) -> Read:
-        """Read a text, unless that was done before."""
+    def _read(self, name: str, documents: list[Document]) -> TracedText:
+        """Trace a text, or load the trace of an earlier run."""
         folder = self.work / f"texts-{self.key}" / name
         trace, keys = folder / "trace", folder / "keys.npy"
         if not (trace.exists() and keys.exists()):
@@ -166,10 +165,10 @@ class ReportContext:
             with translate_os_errors(folder):
                 folder.mkdir(parents=True)
             self._record(documents, trace, keys)
-        seen = Trace.open(trace)
-        read = documents[: int(seen.metadata["documents"])]
+        recorded = Trace.open(trace)
+        read = documents[: int(recorded.metadata["documents"])]
         write_texts(self.work, name, read)
-        return Read(seen, np.load(keys, mmap_mode="r"), read)
+        return TracedText(recorded, np.load(keys, mmap_mode="r"), read)
 
     def _record(self, documents: list[Document], trace: Path, keys: Path) -> None:
         mixture, partial = self.mixture, keys.with_suffix(".partial")
@@ -184,8 +183,8 @@ class ReportContext:
                 mixture,
                 documents,
                 trace,
-                k=K,
-                limit=self.order.limit,
+                k=MAX_K,
+                limit=self.options.limit,
                 progress=self.progress,
                 on_batch=keep_keys,
             )
@@ -194,144 +193,144 @@ class ReportContext:
 
     @cached_property
     def sweeps(self) -> list[Sweep | None]:
-        """Every k, τ and λ of each memory of neighbours, on the first text."""
+        """The sweep of k, τ and λ of each memory on the tuning text; None for memories without neighbours."""
         with self.progress("choosing settings", total=1, unit="steps") as advance:
-            found = sweep_all(self.valid.trace, device=self.device)
+            sweeps = sweep_all(self.valid.trace, device=self.device)
             advance(1)
-        return found
+        return sweeps
 
     @cached_property
     def knn(self) -> int:
-        """Which of the memories is the store."""
+        """The position of knn among the memories."""
         return self.labels.index("knn")
 
     @property
     def sweep(self) -> Sweep:
-        """Every k, τ and λ of the store."""
-        found = self.sweeps[self.knn]
-        assert found is not None
-        return found
+        """The sweep of k, τ and λ of the knn memory."""
+        sweep = self.sweeps[self.knn]
+        assert sweep is not None
+        return sweep
 
     @property
     def chosen(self) -> tuple[VoteParams, float]:
-        """How the store votes, and its λ, by the first text."""
+        """k and τ of the knn memory and its λ, chosen on the tuning text."""
         k, knn_temperature, lmbda, _ = self.sweep.best
         return VoteParams(k, knn_temperature), lmbda
 
     @cached_property
     def frequencies(self) -> Tensor:
-        """How often the store has each token, (V,)."""
+        """The (V,) counts of tokens in the store."""
         return token_frequencies(self.store)
 
     @cached_property
     def base(self) -> float:
-        """The perplexity of the model alone on the text that is reported on."""
+        """The perplexity of the model alone on the held-out text."""
         return perplexity(self.test.trace.lm_log_probs)
 
-    def searcher(self, index: Any) -> KnnMemory:
-        """Give the store behind another index."""
+    def knn_memory(self, index: Any) -> KnnMemory:
+        """Return a knn memory that searches the store through another index."""
         setting, _ = self.chosen
         return KnnMemory(self.store, index, k=setting.k, knn_temperature=setting.knn_temperature)
 
-    def store_logs(self, read: Read) -> tuple[Tensor, Tensor]:
-        """Give the (N,) log-probabilities of a text by the model and by the store's vote; NaN where it abstains."""
-        seen = self.seen(read, "fixed")
-        return seen.lm_log_probs.double(), seen.memories[self.knn].log_probs[:, 0].double()
+    def store_log_probs(self, read: TracedText) -> tuple[Tensor, Tensor]:
+        """Return the (N,) log-probabilities of a text by the model and by knn; NaN where knn abstains."""
+        table = self.table(read, "fixed")
+        return table.lm_log_probs.double(), table.memories[self.knn].log_probs[:, 0].double()
 
     def settings(self, kind: str) -> list[tuple[VoteParams, ...]]:
-        """Say how the neighbours of each memory vote, by the first text, for weights of one kind."""
+        """Return k and τ of each memory, chosen on the tuning text, for weights of one kind."""
         return choose_settings(self.valid.trace, self.sweeps, several=kind != "fixed")
 
-    def seen(self, read: Read, kind: str) -> TraceTable:
-        """Give what each memory said of a text, at the settings that weights of one kind use."""
+    def table(self, read: TracedText, kind: str) -> TraceTable:
+        """Return the log-probabilities of a text by each memory, at the settings for weights of one kind."""
         name = ("valid" if read is self.valid else "test", kind != "fixed")
-        if name not in self._seen:
-            self._seen[name] = tabulate(read.trace, self.settings(kind), device=self.device)
-        return self._seen[name]
+        if name not in self._tables:
+            self._tables[name] = tabulate(read.trace, self.settings(kind), device=self.device)
+        return self._tables[name]
 
-    def some(self, read: Read, memories: Sequence[int], kind: str) -> TraceTable:
-        """Give what some of the memories said of a text."""
-        return self.seen(read, kind).select(*(read.trace.memories[number].label for number in memories))
+    def subtable(self, read: TracedText, memories: Sequence[int], kind: str) -> TraceTable:
+        """Return the log-probabilities of a text by some of the memories."""
+        return self.table(read, kind).select(*(read.trace.memories[number].label for number in memories))
 
     def fit(self, memories: tuple[int, ...], kind: str) -> FittedWeights:
-        """Choose the weights of some memories on the first text, as `knnlm tune` does."""
+        """Fit the weights of some memories on the tuning text, as `knnlm tune` does."""
         if (memories, kind) not in self._fits:
             first = self.sweeps[memories[0]]
             if kind == "fixed" and first is not None and len(memories) == 1:
-                lmbda, found = first.best[2:]
-                fitted = FittedWeights(FixedWeights((1 - lmbda, lmbda)), found)
+                lmbda, best = first.best[2:]
+                fitted = FittedWeights(FixedWeights((1 - lmbda, lmbda)), best)
             else:
-                seen = self.some(self.valid, memories, kind)
+                table = self.subtable(self.valid, memories, kind)
                 fitted = fit_weights(
-                    seen, kind, frequencies=self.frequencies, device=self.device, progress=self.progress
+                    table, kind, frequencies=self.frequencies, device=self.device, progress=self.progress
                 )
             self._fits[memories, kind] = fitted
         return self._fits[memories, kind]
 
-    def judge(self, memories: tuple[int, ...], kind: str) -> float:
-        """Give the perplexity of the first text by weights that had not seen it: what weights are compared by."""
-        if kind == "gated":  # its own figure is of that sort
+    def out_of_fold(self, memories: tuple[int, ...], kind: str) -> float:
+        """Return the cross-validated perplexity of the tuning text, by which weights are compared."""
+        if kind == "gated":  # the perplexity of a gate is cross-validated already
             return self.fit(memories, kind).perplexity
-        return out_of_fold(self.some(self.valid, memories, kind), kind)
+        return out_of_fold(self.subtable(self.valid, memories, kind), kind)
 
     def measure(self, memories: tuple[int, ...], kind: str) -> tuple[float, float, float]:
-        """Give the perplexities on both texts, and what all memories weighed on the second."""
+        """Return the perplexities of both texts, and the mean weight of all memories on the held-out text."""
         fitted = self.fit(memories, kind)
-        found = evaluate_table(self.some(self.test, memories, kind), fitted.weights)
-        return fitted.perplexity, found.perplexity, found.lmbda
+        result = evaluate_table(self.subtable(self.test, memories, kind), fitted.weights)
+        return fitted.perplexity, result.perplexity, result.lmbda
 
     def command(self, *words: object) -> str:
-        """Write a command as it is given in a shell."""
-        model = () if self.order.model is None else ("--model", self.order.model)
+        """Return a knnlm command as it is typed in a shell."""
+        model = () if self.options.model is None else ("--model", self.options.model)
         return shlex.join([str(word) for word in ("knnlm", *words, *model)])
 
-    def evaluation(self, *options: object) -> str:
-        """Write the command that measures the text that is reported on."""
-        return self.command("eval", self.order.memory, self.work / "test.jsonl", *options)
+    def eval_command(self, *options: object) -> str:
+        """Return the command that evaluates the held-out text."""
+        return self.command("eval", self.options.store, self.work / "test.jsonl", *options)
 
-    def tuning(self, *options: object) -> str:
-        """Write the command that chooses on the other text."""
-        return self.command("tune", self.order.memory, self.work / "valid.jsonl", *options)
+    def tune_command(self, *options: object) -> str:
+        """Return the command that tunes on the tuning text."""
+        return self.command("tune", self.options.store, self.work / "valid.jsonl", *options)
 
-    def again(self, study: str) -> str:
-        """Write the command that makes one study."""
+    def report_command(self, study: str) -> str:
+        """Return the command that makes one study."""
         texts = (self.work / "test.jsonl", "--valid", self.work / "valid.jsonl")
         quick = ("--quick",) if self.quick else ()
-        mixed = ("--memories", ",".join(self.labels), "--studies", study, "--out", f"{self.order.out}-{study}")
-        return self.command("report", self.order.memory, *texts, *mixed, *quick)
+        memories = ("--memories", ",".join(self.labels), "--studies", study, "--out", f"{self.options.out}-{study}")
+        return self.command("report", self.options.store, *texts, *memories, *quick)
 
 
 def perplexity(log_p: Tensor | NDArray[Any]) -> float:
-    """Turn (N,) log-probabilities into a perplexity; infinite where one of them is minus infinity."""
+    """Return the perplexity of (N,) log-probabilities; infinite where one of them is minus infinity."""
     values = np.asarray(log_p, dtype=np.float64)
     with np.errstate(over="ignore"):
         return float(np.exp(-values.mean()))
 
 
-def _labels(store: Datastore, order: StudyTexts) -> list[str]:
-    """Say what is mixed: all that there is, unless the caller chose."""
-    if order.memories is not None:
-        found = [spec.label for spec in parse_memories(order.memories)]
-        if "knn" not in found:
-            raise ParameterError(f"A report is about a store: let knn be among the memories, not only {found}.")
+def _memory_labels(store: Datastore, options: ReportOptions) -> list[str]:
+    """Return the labels of the memories: those of the options, or all that the store has."""
+    if options.memories is not None:
+        labels = [spec.label for spec in parse_memories(options.memories)]
+        if "knn" not in labels:
+            raise ParameterError(f"A report needs the memory knn, not only {', '.join(labels)}. Add knn to --memory.")
     else:
-        found = ["knn", "cache", "ngram"]
-        if (store.path / "output" / OUTPUT_FILE).is_file():  # a folder alone is what training left that was stopped
-            found.append("output")
-    if order.second_lm is not None and (label := f"decoder={order.second_lm}") not in found:
-        found.append(label)
-    return found
+        labels = ["knn", "cache", "ngram"]
+        if (store.path / "output" / OUTPUT_FILE).is_file():  # interrupted training leaves the folder without the file
+            labels.append("output")
+    if options.second_lm is not None and (label := f"decoder={options.second_lm}") not in labels:
+        labels.append(label)
+    return labels
 
 
-def _places(memory: Path, labels: Sequence[str]) -> list[Path]:
-    """Say which folders are mixed in besides the store."""
-    found = [Path(path) for label in labels if (path := label.partition("=")[2])]
-    found = [memory / place if (memory / place).exists() else place for place in found]
-    return [*found, memory / "output"] if "output" in labels else found
+def _memory_folders(store: Path, labels: Sequence[str]) -> list[Path]:
+    """Return the folders of memories besides knn."""
+    folders = [Path(path) for label in labels if (path := label.partition("=")[2])]
+    folders = [store / folder if (store / folder).exists() else folder for folder in folders]
+    return [*folders, store / "output"] if "output" in labels else folders
 
 
-def _state(place: Path) -> list[Any]:
-    """Tell what lies in a folder from what lay there before."""
-    files = sorted(place.glob("*")) if place.is_dir() else [place]
+def _folder_state(folder: Path) -> list[Any]:
+    """Return names, sizes and times of the files in a folder, which change when it is trained again."""
+    files = sorted(folder.glob("*")) if folder.is_dir() else [folder]
     states = [(file.name, file.stat()) for file in files if file.is_file()]
-    return [str(place), [[name, state.st_size, state.st_mtime_ns] for name, state in states]]
+    return [str(folder), [[name, state.st_size, state.st_mtime_ns] for name, state in states]]

@@ -1,7 +1,7 @@
-"""Judge weights on the text they are fitted to, by weights fitted to the rest of it. Knows nothing about stores.
+"""Cross-validated perplexity of weights on their tuning text.
 
-A gate's figure on its tuning text is by networks that had not seen it. To be compared with that, the figures of other
-weights must be made in the same way, on the same folds; else whoever has more to fit looks better than he is.
+The perplexity of a gate on its tuning text comes from networks trained on other folds. Other weights are comparable to
+it only if they are cross-validated on the same folds; otherwise weights with more parameters look better than they are.
 """
 
 from __future__ import annotations
@@ -16,50 +16,50 @@ from knnlm.mixture.weights import Buckets
 
 
 def split_folds(groups: Tensor) -> Tensor:
-    """Give each of N rows, by the (N,) numbers of their documents, the fold in which a gate holds it back."""
-    recipe = fewer_folds(DEFAULT_CONFIG, groups)
-    return folds_of(groups, recipe.folds, seed=recipe.seed, fewest=FEWEST)
+    """Return the fold in which a gate holds each of N rows out, by the (N,) numbers of their documents."""
+    config = fewer_folds(DEFAULT_CONFIG, groups)
+    return folds_of(groups, config.folds, seed=config.seed, fewest=FEWEST)
 
 
 def describe_folds(groups: Tensor) -> str:
-    """Say what weights that are judged on a row were fitted to, as a clause."""
+    """Return a clause that tells which text the cross-validated weights were fitted to."""
     fold = split_folds(groups)
     if int(fold.max()) < 0:
         return f"by weights fitted to all of it, since it has fewer than {FEWEST} tokens"
     pairs = torch.stack([groups, fold.to(groups)], 1).unique(dim=0)
     if len(pairs) == len(groups.unique()):
         return "by weights fitted to other documents"
-    return "by weights fitted to other stretches of the text, of the same document where there are not several"
+    return "by weights fitted to other spans of the text, of the same document where there is only one"
 
 
-def out_of_fold(seen: TraceTable, kind: str) -> float:
-    """Give the perplexity of a text by weights (fixed, fitted or buckets) that were fitted to other folds of it."""
-    log_p = _by_buckets(seen) if kind == "buckets" else _by_fit(seen, kind)
+def out_of_fold(table: TraceTable, kind: str) -> float:
+    """Return the perplexity of a text by weights (fixed, fitted or buckets) that were fitted to its other folds."""
+    log_p = _by_buckets(table) if kind == "buckets" else _by_fit(table, kind)
     return float((-log_p.double().mean()).exp())
 
 
-def _by_fit(seen: TraceTable, kind: str) -> Tensor:
-    """Give the (N,) log-probabilities by weights that are the same everywhere."""
-    # As in fitting: weights that are fixed weigh the first part of each memory only.
+def _by_fit(table: TraceTable, kind: str) -> Tensor:
+    """Return (N,) log-probabilities by constant weights."""
+    # As in fitting, fixed weights use only the first component of each memory.
     used = (
-        [0, *(span.start for span in seen.component_slices)]
+        [0, *(span.start for span in table.component_slices)]
         if kind == "fixed"
-        else list(range(len(seen.component_names)))
+        else list(range(len(table.component_names)))
     )
-    logs = seen.log_probs[:, used]
-    recipe = fewer_folds(DEFAULT_CONFIG, seen.documents)
-    fold, _, weights = fit_folds(logs, seen.documents, folds=recipe.folds, seed=recipe.seed, fewest=FEWEST)
+    logs = table.log_probs[:, used]
+    config = fewer_folds(DEFAULT_CONFIG, table.documents)
+    fold, _, weights = fit_folds(logs, table.documents, folds=config.folds, seed=config.seed, fewest=FEWEST)
     return log_mixed(logs, renormalise(weights[fold.clamp(min=0)], logs.isnan()))
 
 
-def _by_buckets(seen: TraceTable) -> Tensor:
-    """Give the (N,) log-probabilities by weights that go by the distance of the nearest neighbour."""
-    logs, near, fold = seen.log_probs, seen.memories[seen.expensive[0]].nearest, split_folds(seen.documents)
+def _by_buckets(table: TraceTable) -> Tensor:
+    """Return (N,) log-probabilities by weights that depend on the distance of the nearest neighbour."""
+    logs, near, fold = table.log_probs, table.memories[table.expensive[0]].nearest, split_folds(table.documents)
     assert near is not None
-    found = torch.zeros(len(logs), dtype=torch.float64)
+    log_probs = torch.zeros(len(logs), dtype=torch.float64)
     for number in fold.unique().tolist():
         held = fold == number
-        kept = held if number < 0 else ~held  # of few rows none is held back
+        kept = held if number < 0 else ~held  # with few rows none is held out
         weights = Buckets.fit(logs[kept], near[kept]).weights(near[held], logs[held].isnan())
-        found[held] = log_mixed(logs[held], weights).double()
-    return found
+        log_probs[held] = log_mixed(logs[held], weights).double()
+    return log_probs

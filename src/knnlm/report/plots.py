@@ -1,6 +1,6 @@
-"""Draw a plot as a PNG picture on white.
+"""Plots as PNG images, on white.
 
-Figures are made by hand and not through pyplot, so nothing of a caller's own plots is touched and no window opens.
+Figures are created without pyplot, so the caller's own plots are not affected and no window opens.
 """
 
 from __future__ import annotations
@@ -9,71 +9,56 @@ import io
 import math
 import textwrap
 from collections.abc import Sequence
-from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
-from knnlm.errors import MissingExtra
 from knnlm.report.study import Line, Plot
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-
-_DOTS = 160  # an inch: sharp on a phone
-
+_DPI = 160
 _WIDTH, _HEIGHT = 6.4, 3.5  # inches
+_BAR_HEIGHT = 0.36  # inches
+_NAME_WIDTH = 30  # characters in a line of a bar's name
+_MAX_TICKS = 7  # along a logarithmic axis
+_MAX_MARKED_POINTS = 24  # of a curve whose points are marked
 
-_BAR = 0.36  # inches of height for each bar
-
-_LETTERS = 30  # of a bar's name in a line
-
-_TICKS = 7  # at most, along a logarithmic axis
-
-
-# A dark page inverts the lightness of all of these and keeps their hue.
+# The page's dark style inverts the lightness of these colours and keeps their hue.
 _PAPER, _INK, _SOFT, _GRID = "#ffffff", "#1c2430", "#667085", "#e4e7ec"
-
 _COLOURS = ("#1f6feb", "#d9480f", "#2b8a3e", "#9c36b5", "#b08500", "#0b7285")
 
 
-def require() -> None:
-    """Say now, not after hours, that plots cannot be drawn."""
-    if find_spec("matplotlib") is None:
-        raise MissingExtra("A report", "matplotlib", "report")
-
-
 def draw(plot: Plot) -> bytes:
-    """Draw a plot and give the bytes of a PNG file."""
+    """Return a plot as the bytes of a PNG file."""
     from matplotlib.figure import Figure
     from matplotlib.text import Text
 
     bars = plot.kind == "bars"
-    height = max(1.7, 1.0 + _BAR * len(plot.lines[0].x)) if bars else _HEIGHT
-    figure = Figure(figsize=(_WIDTH, height), dpi=_DOTS, layout="constrained", facecolor=_PAPER)
+    height = max(1.7, 1.0 + _BAR_HEIGHT * len(plot.lines[0].x)) if bars else _HEIGHT
+    figure = Figure(figsize=(_WIDTH, height), dpi=_DPI, layout="constrained", facecolor=_PAPER)
     axes = figure.add_subplot()
-    _dress(axes)
+    _style_axes(axes)
     if bars:
         _draw_bars(axes, plot)
     else:
         _draw_lines(axes, plot)
-        # Below the axes, where it hides nothing.
+        # The legend is below the axes, where it hides nothing.
         figure.legend(loc="outside lower center", ncols=3, frameon=False, fontsize=8.5, labelcolor=_INK)
     axes.set_title(plot.title, loc="left", fontsize=11, fontweight="bold", color=_INK, pad=16 if plot.levels else 6)
     for text in figure.findobj(Text):
-        text.set_parse_math(False)  # names of files may have dollars in them
+        text.set_parse_math(False)  # file names may contain dollar signs
     return _png(figure)
 
 
 def _png(figure: Figure) -> bytes:
     file = io.BytesIO()
-    # Without the date and the version, the same numbers give the same bytes.
+    # Without the version, the same numbers give the same bytes.
     figure.savefig(file, format="png", metadata={"Software": None})
     return file.getvalue()
 
 
-def _dress(axes: Axes) -> None:
-    """Take away what says nothing."""
+def _style_axes(axes: Axes) -> None:
     axes.set_facecolor(_PAPER)
     for side in ("top", "right"):
         axes.spines[side].set_visible(False)
@@ -84,17 +69,17 @@ def _dress(axes: Axes) -> None:
 
 
 def _draw_lines(axes: Axes, plot: Plot) -> None:
-    """Draw curves, or points that stand for themselves."""
+    """Draw curves, or single points."""
     axes.grid(True, color=_GRID, linewidth=0.8)
     heights: list[float] = [*plot.levels.values()]
     for number, line in enumerate(plot.lines):
         colour = _COLOURS[number % len(_COLOURS)]
-        x, y = _there(line)
+        x, y = _finite_points(line)
         heights += y
         if plot.kind == "points":
             axes.plot(x, y, "o", color=colour, markersize=7, label=line.name)
         else:
-            marker = "o" if len(x) <= 24 else None
+            marker = "o" if len(x) <= _MAX_MARKED_POINTS else None
             axes.plot(x, y, color=colour, linewidth=2, marker=marker, markersize=4, label=line.name)
     for name, level in plot.levels.items():
         axes.axhline(level, color=_SOFT, linewidth=1.2, linestyle=(0, (4, 3)), label=f"{name} {level:.2f}")
@@ -102,21 +87,21 @@ def _draw_lines(axes: Axes, plot: Plot) -> None:
         size = {"markersize": 11, "markerfacecolor": "none", "markeredgewidth": 1.8}
         axes.plot(plot.mark[:1], plot.mark[1:], "o", color=_INK, **size, label="chosen")  # type: ignore[arg-type]
     if plot.log_x:
-        _log_ticks(axes, [x for line in plot.lines for x in _there(line)[0]])
+        _log_ticks(axes, [x for line in plot.lines for x in _finite_points(line)[0]])
     if plot.kind == "lines":
-        _limit(axes, heights)
+        _limit_height(axes, heights)
     axes.set_xlabel(plot.x_label, color=_INK, fontsize=9)
     axes.set_ylabel(plot.y_label, color=_INK, fontsize=9)
 
 
-def _there(line: Line) -> tuple[list[Any], list[float]]:
-    """Give the points that have a height."""
+def _finite_points(line: Line) -> tuple[list[Any], list[float]]:
+    """Return the points with a finite y."""
     points = [(x, y) for x, y in zip(line.x, line.y, strict=True) if y is not None and math.isfinite(y)]
     return [x for x, _ in points], [y for _, y in points]
 
 
-def _limit(axes: Axes, heights: Sequence[float]) -> None:
-    """Cut off a curve that runs away, so that the others can be told apart."""
+def _limit_height(axes: Axes, heights: Sequence[float]) -> None:
+    """Cut off a curve that diverges, so that the others can be told apart."""
     if not heights:
         return
     ordered = sorted(heights)
@@ -127,17 +112,17 @@ def _limit(axes: Axes, heights: Sequence[float]) -> None:
 
 
 def _log_ticks(axes: Axes, x: Sequence[float]) -> None:
-    """Mark the values that were tried rather than powers of ten."""
+    """Put ticks at the values that were tried rather than at powers of ten."""
     from matplotlib.ticker import NullLocator
 
     axes.set_xscale("log")
     values = sorted(set(x))
-    shown = values[:: -(-len(values) // _TICKS)]
-    axes.set_xticks(shown, [_short(value) for value in shown])
+    shown = values[:: -(-len(values) // _MAX_TICKS)]
+    axes.set_xticks(shown, [_shorten(value) for value in shown])
     axes.xaxis.set_minor_locator(NullLocator())
 
 
-def _short(value: float) -> str:
+def _shorten(value: float) -> str:
     for size, letter in ((1e9, "G"), (1e6, "M"), (1e4, "k")):
         if abs(value) >= size:
             return f"{value / (1e3 if letter == 'k' else size):.3g}{letter}"
@@ -145,12 +130,12 @@ def _short(value: float) -> str:
 
 
 def _wrap(name: str) -> str:
-    """Break a long name into two lines, and cut off what is longer."""
-    return "\n".join(textwrap.wrap(name, _LETTERS, max_lines=2, placeholder=" …"))
+    """Break a long name into at most two lines."""
+    return "\n".join(textwrap.wrap(name, _NAME_WIDTH, max_lines=2, placeholder=" …"))
 
 
 def _draw_bars(axes: Axes, plot: Plot) -> None:
-    """Draw horizontal bars, whose names can be long, each with its number."""
+    """Draw horizontal bars, each with its number."""
     line = plot.lines[0]
     names = [_wrap(str(name)) for name in line.x]
     values = [0.0 if value is None else value for value in line.y]

@@ -1,7 +1,7 @@
-"""Run the studies, keep what each said, and write the page. Knows nothing about what studies do.
+"""Run the studies and write the page.
 
-A study that is finished is kept in OUT/work/<study>.json with the key of its inputs; with the same inputs it is not
-made again, so a report that was stopped goes on where it was.
+A finished study is saved in OUT/work/<study>.json with a hash of its inputs and is not run again for the same inputs,
+so an interrupted report resumes.
 """
 
 from __future__ import annotations
@@ -11,18 +11,19 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from knnlm.corpus import Document
 from knnlm.datastore.locks import writer_lock
-from knnlm.errors import DatastoreError, KnnlmError, ParameterError
+from knnlm.errors import DatastoreError, KnnlmError, MissingExtra, ParameterError
 from knnlm.io import atomic_write, translate_os_errors
 from knnlm.lm.causal import CausalLM
 from knnlm.progress import Advance, Progress, silent
-from knnlm.report import plots
-from knnlm.report.context import ReportContext, StudyTexts, perplexity
-from knnlm.report.html import count, write_html
+from knnlm.report.context import ReportContext, ReportOptions, perplexity
+from knnlm.report.html import count_documents, write_html
+from knnlm.report.plots import draw
 from knnlm.report.studies.breakdown import study_examples, study_where
 from knnlm.report.studies.compression import study_pruning, study_quantised
 from knnlm.report.studies.layers import study_layer
@@ -31,16 +32,16 @@ from knnlm.report.studies.output import study_output
 from knnlm.report.studies.store import study_metric, study_size
 from knnlm.report.studies.votes import study_k, study_lambda, study_temperature
 from knnlm.report.study import Study, finite
-from knnlm.report.texts import count_shared, gather
+from knnlm.report.texts import count_shared, split_texts
 
-_QUICK_TOKENS = 4000  # of each text, where it is to be quick and nothing else is said
+_QUICK_TOKENS = 4000  # of each text, with `quick` and no limit
 
 # In the order of the page.
 STUDIES: dict[str, Callable[[ReportContext], Study]] = {
     "memories": study_memories,
     "lambda": study_lambda,
     "k": study_k,
-    "temperature": study_temperature,
+    "knn_temperature": study_temperature,
     "size": study_size,
     "layer": study_layer,
     "metric": study_metric,
@@ -57,26 +58,26 @@ STUDIES: dict[str, Callable[[ReportContext], Study]] = {
 
 @dataclass(frozen=True)
 class Report:
-    """What was found, and where the page is."""
+    """The results of all studies, and the path of the page."""
 
     page: Path
-    facts: dict[str, Any]  # the memory, the texts, the model's perplexity
+    metadata: dict[str, Any]  # the store, the texts, the perplexity of the model
     studies: list[Study]
-    left_out: dict[str, str]  # studies that could not be made, and why
+    skipped: dict[str, str]  # studies that were not possible, and why
 
     def as_dict(self) -> dict[str, Any]:
-        """Give every number, for JSON."""
+        """Return every number, for JSON."""
         studies = {study.name: study.as_dict() for study in self.studies}
-        found = finite({"page": str(self.page), **self.facts, "studies": studies, "left_out": self.left_out})
-        assert isinstance(found, dict)
-        return found
+        values = finite({"page": str(self.page), **self.metadata, "studies": studies, "skipped": self.skipped})
+        assert isinstance(values, dict)
+        return values
 
 
 def report(
-    memory: str | Path,
+    store: str | Path,
     documents: Iterable[Document],
-    out: str | Path,
     *,
+    out: str | Path,
     valid: Iterable[Document] | None = None,
     lm: CausalLM | None = None,
     memories: str | None = None,
@@ -89,23 +90,25 @@ def report(
     dtype: str = "auto",
     progress: Progress = silent,
 ) -> Report:
-    """Study a memory on a text, choosing on `valid` or on half of the text, and write OUT/index.html.
+    """Study a store on a text, choosing settings on `valid` or on half of the text, and write OUT/index.html.
 
-    `lm` is the memory's model, if it is open already; `second_lm` is the folder of another one to mix in. `limit` is
-    for each of the two texts.
+    `lm` is the store's model, if it is already loaded; `second_lm` is the folder of another model to mix in. `limit`
+    applies to each of the two texts.
     """
-    plots.require()
-    wanted = check_studies(studies)
+    for package in ("jinja2", "matplotlib"):
+        if find_spec(package) is None:
+            raise MissingExtra("A report", package, "report")
+    selected = check_studies(studies)
     if limit is not None and limit < 1:
         raise ParameterError(f"limit must be at least 1 token, not {limit}.")
     limit = _QUICK_TOKENS if limit is None and quick else limit
     folder = Path(out)
     if folder.exists() and not folder.is_dir():
-        raise DatastoreError(f"{folder} is a file. Choose another --out.")
-    order = StudyTexts(
-        Path(memory),
+        raise DatastoreError(f"{folder}: not a folder. Choose another --out.")
+    options = ReportOptions(
+        Path(store),
         folder,
-        gather(documents, valid, limit=limit),
+        split_texts(documents, valid, limit=limit),
         memories=memories,
         second_lm=second_lm,
         limit=limit,
@@ -114,18 +117,18 @@ def report(
         device=device,
         dtype=dtype,
     )
-    desk = ReportContext(order, lm, progress=progress)
-    if not desk.store.key_count:
-        raise DatastoreError(f"{desk.store.path} holds no keys: there is nothing to study.")
-    with writer_lock(desk.work, create=True):
-        facts = _facts(desk)  # first: without these there is no page, whatever a study says
-        found = Report(folder / "index.html", facts, *_run(desk, wanted))
-        _write(found, folder, progress)
-    return found
+    context = ReportContext(options, lm, progress=progress)
+    if not context.store.key_count:
+        raise DatastoreError(f"{context.store.path}: the store has no keys. Build it from text first.")
+    with writer_lock(context.work, create=True):
+        metadata = _metadata(context)  # first: without it there is no page
+        result = Report(folder / "index.html", metadata, *_run(context, selected))
+        _write(result, folder, progress)
+    return result
 
 
 def check_studies(studies: Sequence[str] | None) -> list[str]:
-    """Put the studies that are wanted in order, and refuse those that there are not."""
+    """Return the names of studies in the order of the page; raise for an unknown one."""
     if not studies or list(studies) == ["all"]:
         return list(STUDIES)
     for name in studies:
@@ -134,124 +137,124 @@ def check_studies(studies: Sequence[str] | None) -> list[str]:
     return [name for name in STUDIES if name in studies]
 
 
-def _named(name: str, progress: Progress) -> Progress:
-    """Say on every bar which study it is for."""
+def _prefixed(name: str, progress: Progress) -> Progress:
+    """Return a progress callback that puts the name of a study before each description."""
 
-    def named(what: str, *, total: int | None = None, unit: str = "tokens") -> AbstractContextManager[Advance]:
+    def prefixed(what: str, *, total: int | None = None, unit: str = "tokens") -> AbstractContextManager[Advance]:
         return progress(f"{name}: {what}", total=total, unit=unit)
 
-    return named
+    return prefixed
 
 
-def _run(desk: ReportContext, wanted: Sequence[str]) -> tuple[list[Study], dict[str, str]]:
-    """Make each study that was not made before."""
-    made: list[Study] = []
-    left_out: dict[str, str] = {}
-    progress = desk.progress
-    for name in wanted:
-        file = desk.work / f"{name}.json"
-        key = f"{desk.key}{'-quick' if desk.quick else ''}"
-        study = _kept(file, key)
+def _run(context: ReportContext, names: Sequence[str]) -> tuple[list[Study], dict[str, str]]:
+    """Run each study that is not saved, and return the studies and the reasons of those skipped."""
+    studies: list[Study] = []
+    skipped: dict[str, str] = {}
+    progress = context.progress
+    for name in names:
+        file = context.work / f"{name}.json"
+        key = f"{context.key}{'-quick' if context.quick else ''}"
+        study = _load_study(file, key)
         if study is None:
             begin = time.perf_counter()
-            desk.progress = _named(name, progress)
+            context.progress = _prefixed(name, progress)
             try:
-                study = STUDIES[name](desk)
-            except KnnlmError as error:  # one that cannot be made takes nothing from the others
-                left_out[name] = str(error)
+                study = STUDIES[name](context)
+            except KnnlmError as error:  # the other studies go on
+                skipped[name] = str(error)
                 continue
-            # As it will be read again, so that a page does not depend on who made its studies.
+            # Round-trip through JSON, so that the page is the same whether its studies are new or loaded.
             study = Study.from_dict(replace(study, seconds=time.perf_counter() - begin).as_dict())
             _write_json(file, {"key": key, "study": study.as_dict()})
-        made.append(study)
-    return made, left_out
+        studies.append(study)
+    return studies, skipped
 
 
-def _kept(file: Path, key: str) -> Study | None:
-    """Read a study that was made of the same inputs; None where there is none that can be read."""
+def _load_study(file: Path, key: str) -> Study | None:
+    """Return a saved study of the same inputs; None where there is no readable one."""
     try:
-        found = json.loads(file.read_text(encoding="utf-8"))
-        return Study.from_dict(found["study"]) if found["key"] == key else None
+        saved = json.loads(file.read_text(encoding="utf-8"))
+        return Study.from_dict(saved["study"]) if saved["key"] == key else None
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
 
 
-def _facts(desk: ReportContext) -> dict[str, Any]:
-    """Say what was studied."""
-    store, valid, test = desk.store, desk.valid.trace, desk.test.trace
-    setting, lmbda = desk.chosen
-    remembered, shared = _remembered(desk), count_shared(desk.valid.documents, desk.test.documents)
+def _metadata(context: ReportContext) -> dict[str, Any]:
+    """Return the inputs and the chosen settings."""
+    store, valid, test = context.store, context.valid.trace, context.test.trace
+    setting, lmbda = context.chosen
+    leaked, shared = _count_leaked(context), count_shared(context.valid.documents, context.test.documents)
     return {
-        "memory": str(desk.order.memory),
+        "store": str(context.options.store),
         "model": store.model["name"],
         "stored_tokens": store.rows,
         "stored_keys": store.key_count,
         "stored_documents": store.catalog.document_count(),
-        "memories": desk.labels,
-        "chosen_on": desk.order.texts.how,
+        "memories": context.labels,
+        "split": context.options.texts.description,
         "valid_tokens": len(valid),
         "valid_documents": valid.metadata["documents"],
         "test_tokens": len(test),
         "test_documents": test.metadata["documents"],
-        "leaked_documents": remembered,
+        "leaked_documents": leaked,
         "shared_documents": shared,
-        "warnings": _warnings(remembered, shared, test.metadata["documents"]),
-        "base_perplexity": desk.base,
+        "warnings": _warnings(leaked, shared, test.metadata["documents"]),
+        "base_perplexity": context.base,
         "valid_base_perplexity": perplexity(valid.lm_log_probs),
         "k": setting.k,
         "knn_temperature": setting.knn_temperature,
         "lambda": lmbda,
-        "at_edge": desk.sweep.at_edge(),
-        "quick": desk.quick,
+        "at_edge": context.sweep.at_edge(),
+        "quick": context.quick,
     }
 
 
-def _remembered(desk: ReportContext) -> int:
-    """Count the documents that are in the memory, as they were given: half of one is another text than all of it."""
-    texts, halves = desk.order.texts, (desk.valid, desk.test)
+def _count_leaked(context: ReportContext) -> int:
+    """Return the number of documents that are in the store, before any was split in two."""
+    texts, halves = context.options.texts, (context.valid, context.test)
     if not texts.whole:
         return sum(int(half.trace.metadata["leaked_documents"]) for half in halves)
     read = max(len(half.documents) for half in halves)
-    together = list(zip(texts.whole, texts.valid, texts.test, strict=True))[:read]
-    return sum(any(desk.store.holds(document.text) for document in same) for same in together)
+    versions = list(zip(texts.whole, texts.valid, texts.test, strict=True))[:read]
+    return sum(any(context.store.holds(document.text) for document in documents) for documents in versions)
 
 
-def _warnings(remembered: int, shared: int, documents: int) -> list[str]:
-    """Say why figures are better than they would be on other text."""
-    found = []
-    if remembered:
-        found.append(
-            f"{count(remembered)} of the texts {_are(remembered)} in the memory itself: these figures are too good."
+def _warnings(leaked: int, shared: int, documents: int) -> list[str]:
+    """Return the reasons why results are better than on other text."""
+    warnings = []
+    if leaked:
+        warnings.append(
+            f"{count_documents(leaked)} of the texts {_are(leaked)} in the store itself: these results are too good."
         )
     if shared:
-        found.append(
-            f"{shared:,} of the {count(documents)} reported on {_are(shared)} in the tuning text too: settings were "
-            "chosen on what is reported on, and these figures are too good."
+        warnings.append(
+            f"{shared:,} of the {count_documents(documents)} held out {_are(shared)} in the tuning text too: settings "
+            "were chosen on held-out text, and these results are too good."
         )
-    return found
+    return warnings
 
 
 def _are(number: int) -> str:
     return "is" if number == 1 else "are"
 
 
-def _write(found: Report, folder: Path, progress: Progress) -> None:
-    """Draw the plots and write the page and the numbers."""
+def _write(result: Report, folder: Path, progress: Progress) -> None:
+    """Write the plots, the page and the numbers."""
     drawings: dict[str, list[bytes]] = {}
-    with progress("drawing", total=sum(len(study.plots) for study in found.studies), unit="plots") as advance:
-        for study in found.studies:
+    with progress("drawing", total=sum(len(study.plots) for study in result.studies), unit="plots") as advance:
+        for study in result.studies:
             drawings[study.name] = []
             for number, plot in enumerate(study.plots):
                 name = study.name if len(study.plots) == 1 else f"{study.name}-{number + 1}"
-                drawings[study.name].append(plots.draw(plot))
+                drawings[study.name].append(draw(plot))
                 with translate_os_errors(folder / f"{name}.png"):
                     (folder / f"{name}.png").write_bytes(drawings[study.name][-1])
                 advance(1)
-    _write_json(folder / "report.json", found.as_dict())
-    write_html(found.page, facts=found.facts, studies=found.studies, left_out=found.left_out, drawings=drawings)
+    _write_json(folder / "report.json", result.as_dict())
+    write_html(result.page, metadata=result.metadata, studies=result.studies, skipped=result.skipped, drawings=drawings)
 
 
 def _write_json(file: Path, value: Any) -> None:
-    """Write a file that appears complete or not at all."""
+    """Write a JSON file that appears complete or not at all."""
     with atomic_write(file) as partial:
         partial.write_text(json.dumps(finite(value), indent=1, ensure_ascii=False), encoding="utf-8")

@@ -1,4 +1,4 @@
-"""Search again, for all positions of a text, in other keys or by another distance. Knows nothing about models."""
+"""Search again for all positions of a text, in other keys or with another metric, and choose settings for that."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from knnlm.memories.knn import KnnMemory
 from knnlm.memories.voting import RetrievedNeighbours
 from knnlm.progress import Progress, silent
 
-_QUERIES = 4096  # at a time: keys that do not fit into memory are read once for each such block
+_QUERY_BATCH = 4096  # keys that do not fit into RAM are read once for each batch
 
 
 @dataclass(frozen=True)
 class ArrayVectors:
-    """Vectors that are in memory."""
+    """Vectors that are held in RAM."""
 
     keys: Tensor  # (N, D) float32
 
@@ -37,19 +37,19 @@ class ArrayVectors:
         return self.keys.shape[1]
 
     def chunks(self, size: int) -> Iterator[tuple[int, Tensor]]:
-        """Give (number of the first row, (n, D)) from first to last."""
+        """Yield (number of the first vector, (n, D)) from first to last."""
         for begin in range(0, self.rows, size):
             yield begin, self.keys[begin : begin + size]
 
     def take(self, ids: Tensor) -> Tensor:
-        """Give the rows of these ids; an id below 0 gives zeros."""
-        found = self.keys[ids.clamp(min=0)]
-        found[ids < 0] = 0
-        return found
+        """Return the vectors of these ids; an id below 0 gives zeros."""
+        vectors = self.keys[ids.clamp(min=0)]
+        vectors[ids < 0] = 0
+        return vectors
 
 
 @dataclass(frozen=True)
-class Part:
+class VectorSubset:
     """Some of other vectors, numbered from 0."""
 
     whole: Vectors
@@ -66,43 +66,43 @@ class Part:
         return self.whole.width
 
     def chunks(self, size: int) -> Iterator[tuple[int, Tensor]]:
-        """Give (number of the first row, (n, D)) from first to last."""
+        """Yield (number of the first vector, (n, D)) from first to last."""
         for begin in range(0, self.rows, size):
             yield begin, self.whole.take(self.ids[begin : begin + size])
 
     def take(self, ids: Tensor) -> Tensor:
-        """Give the rows of these ids; an id below 0 gives zeros."""
-        return self.whole.take(self.number(ids))
+        """Return the vectors of these ids; an id below 0 gives zeros."""
+        return self.whole.take(self.to_whole(ids))
 
-    def number(self, ids: Tensor) -> Tensor:
-        """Give the numbers that rows of the part have in the whole; an id below 0 stays."""
+    def to_whole(self, ids: Tensor) -> Tensor:
+        """Return the ids in the whole of ids in the subset; an id below 0 stays."""
         if not self.rows:
             return ids
         return self.ids.to(ids.device)[ids.clamp(min=0)].masked_fill(ids < 0, -1)
 
 
 class SubsetIndex:
-    """An index over a part that answers with the numbers of the whole."""
+    """An index over a subset that returns ids of the whole."""
 
-    def __init__(self, index: Index, part: Part) -> None:
+    def __init__(self, index: Index, subset: VectorSubset) -> None:
         self.metric = index.metric
         self._index = index
-        self._part = part
+        self._subset = subset
 
     def search(self, queries: Tensor, k: int) -> Neighbours:
-        """Find the k nearest rows of each of (N, D) queries."""
-        found = self._index.search(queries, k)
-        return Neighbours(self._part.number(found.ids), found.distances)
+        """Return the k nearest vectors of each of (N, D) queries."""
+        neighbours = self._index.search(queries, k)
+        return Neighbours(self._subset.to_whole(neighbours.ids), neighbours.distances)
 
 
 def search_trace(
     memory: KnnMemory, keys: NDArray[np.float32], k: int, *, device: str = "cpu", progress: Progress = silent
 ) -> RetrievedNeighbours:
-    """Find the k nearest of all (N, D) keys; what is found is held in memory."""
+    """Return the k nearest neighbours of all (N, D) keys, held in RAM."""
     blocks: list[RetrievedNeighbours] = []
     with progress("searching", total=len(keys), unit="tokens") as advance:
-        for begin in range(0, len(keys), _QUERIES):
-            queries = torch.from_numpy(np.array(keys[begin : begin + _QUERIES])).to(device)
+        for begin in range(0, len(keys), _QUERY_BATCH):
+            queries = torch.from_numpy(np.array(keys[begin : begin + _QUERY_BATCH])).to(device)
             found = memory.search(queries, k)
             counts = None if found.counts is None else found.counts.cpu()
             blocks.append(RetrievedNeighbours(found.ids.cpu(), found.distances.cpu(), found.values.cpu(), counts))
@@ -120,8 +120,8 @@ def _counts(found: RetrievedNeighbours) -> Tensor:
     return torch.ones_like(found.distances) if found.counts is None else found.counts
 
 
-def merge(first: RetrievedNeighbours | None, second: RetrievedNeighbours, k: int) -> RetrievedNeighbours:
-    """Keep the k nearest of what two searches in different keys found."""
+def merge_neighbours(first: RetrievedNeighbours | None, second: RetrievedNeighbours, k: int) -> RetrievedNeighbours:
+    """Return the k nearest of the results of two searches in different keys."""
     if first is None:
         return second.nearest(k)
     distances = torch.cat([first.distances, second.distances], 1)
@@ -136,7 +136,7 @@ def merge(first: RetrievedNeighbours | None, second: RetrievedNeighbours, k: int
 
 
 def with_neighbours(trace: Trace, found: RetrievedNeighbours, *, metric: str = "l2") -> Trace:
-    """Give a trace of the same text in which a store has found these neighbours, and nothing else is mixed."""
+    """Return a trace of the same text with these neighbours as its only memory."""
     arrays: dict[str, NDArray[Any]] = {
         "distances": found.distances.numpy().astype(np.float32),
         "values": found.values.numpy().astype(np.int32),
@@ -156,8 +156,8 @@ def with_neighbours(trace: Trace, found: RetrievedNeighbours, *, metric: str = "
     return replace(trace, memories=[MemoryTrace(facts, arrays, int(trace.metadata["vocab_size"]))])
 
 
-def beginning(trace: Trace, rows: int, documents: int) -> Trace:
-    """Give the first rows of a trace, without memories."""
+def truncate_trace(trace: Trace, rows: int, documents: int) -> Trace:
+    """Return the first rows of a trace, without memories."""
     return replace(
         trace,
         targets=trace.targets[:rows],
@@ -174,7 +174,7 @@ def beginning(trace: Trace, rows: int, documents: int) -> Trace:
 
 @dataclass(frozen=True)
 class Outcome:
-    """Settings that were chosen on one text, and what they give there and on the other."""
+    """Settings chosen on the tuning text, and the perplexities of both texts."""
 
     k: int
     knn_temperature: float
@@ -183,15 +183,15 @@ class Outcome:
     test: float
 
     def figures(self) -> tuple[float, float, float, float]:
-        """Give τ, λ and both perplexities, for a table."""
+        """Return τ, λ and both perplexities, for a table."""
         return self.knn_temperature, self.lmbda, self.valid, self.test
 
     def options(self) -> tuple[object, ...]:
-        """Give the options of `knnlm eval` that ask for these settings."""
+        """Return the options of `knnlm eval` for these settings."""
         return ("--k", self.k, "--knn-temperature", self.knn_temperature, "--lambda", self.lmbda)
 
 
-def choose(
+def select_settings(
     valid: Trace,
     test: Trace,
     *,
@@ -199,8 +199,8 @@ def choose(
     knn_temperatures: tuple[float, ...] | None = None,
     memory: int = 0,
 ) -> Outcome:
-    """Choose k (where it is not given), τ and λ of a memory on one text, and measure them on the other."""
-    found = valid.sweep(memory=memory, ks=None if k is None else [k], knn_temperatures=knn_temperatures)
-    best_k, knn_temperature, lmbda, perplexity = found.best
+    """Choose k (if not given), τ and λ of a memory on the tuning text, and evaluate them on the held-out text."""
+    result = valid.sweep(memory=memory, ks=None if k is None else [k], knn_temperatures=knn_temperatures)
+    best_k, knn_temperature, lmbda, perplexity = result.best
     measured = test.replay(k=best_k, knn_temperature=knn_temperature, lmbda=lmbda, memory=memory)
     return Outcome(best_k, knn_temperature, lmbda, perplexity, measured.perplexity)

@@ -1,6 +1,6 @@
-"""What a study says: a sentence, tables, plots, examples, a command. Knows nothing about how it was found or is shown.
+"""The contents of a study: a finding, tables, plots, examples and a command.
 
-All of it is plain numbers and words, so that a finished study is kept as JSON and read again.
+All of it is plain numbers and text, so that a finished study is saved as JSON and loaded again.
 """
 
 from __future__ import annotations
@@ -14,34 +14,34 @@ from knnlm.errors import KnnlmError
 
 Cell = str | int | float | None
 
-FIGURES = {"τ": ".3g", "λ": ".2f", "tuning": ".3f", "held-out": ".3f"}  # columns of what was chosen, and what it gives
+FIGURES = {"τ": ".3g", "λ": ".2f", "tuning": ".3f", "held-out": ".3f"}  # columns: chosen settings and perplexities
 
 
-class CannotStudy(KnnlmError):
-    """A study cannot be made of this memory and this text; the message says why. It never leaves the report."""
+class StudyUnavailable(KnnlmError):
+    """A study that cannot be made of this store and this text. The report lists it as skipped, with the message."""
 
 
 @dataclass(frozen=True)
 class Table:
-    """Rows of cells; each column has a name and the format its numbers are shown in."""
+    """Rows of cells; each column has a name and a number format."""
 
     columns: list[str]
     formats: list[str]
     rows: list[list[Cell]]
     caption: str = ""
-    best: int | None = None  # the row that stands out
+    best: int | None = None  # the highlighted row
 
     @classmethod
-    def of(
+    def build(
         cls, columns: dict[str, str], rows: list[list[Cell]], *, caption: str = "", best: int | None = None
     ) -> Table:
-        """Make a table of columns, given as names with their formats."""
+        """Build a table from column names with their formats."""
         return cls(list(columns), list(columns.values()), rows, caption, best)
 
 
 @dataclass(frozen=True)
 class Line:
-    """One curve, or one row of bars; x may be names."""
+    """One curve, or one set of bars; x may be names."""
 
     name: str
     x: list[Any]
@@ -50,7 +50,7 @@ class Line:
 
 @dataclass(frozen=True)
 class Plot:
-    """A drawing: lines, bars or points."""
+    """A plot of lines, bars or points."""
 
     kind: str
     title: str
@@ -58,18 +58,18 @@ class Plot:
     y_label: str
     lines: list[Line]
     log_x: bool = False
-    levels: dict[str, float] = field(default_factory=dict)  # horizontal lines to compare with
-    mark: list[float] | None = None  # the point that was chosen: x, y
+    levels: dict[str, float] = field(default_factory=dict)  # reference lines
+    mark: list[float] | None = None  # the chosen point: x, y
 
     @classmethod
     def bars(cls, title: str, names: Sequence[str], figures: Sequence[float], **levels: float) -> Plot:
-        """Compare perplexities of the held-out text."""
+        """Build a bar plot of perplexities of the held-out text."""
         line = Line("held-out text", list(names), list(figures))
         return cls("bars", title, "", "perplexity", [line], levels=_spaced(levels))
 
     @classmethod
     def curves(cls, title: str, x_label: str, lines: list[Line], *, log_x: bool = False, **levels: float) -> Plot:
-        """Draw perplexities as curves."""
+        """Build a line plot of perplexities."""
         return cls("lines", title, x_label, "perplexity", lines, log_x=log_x, levels=_spaced(levels))
 
 
@@ -79,7 +79,7 @@ def _spaced(levels: dict[str, float]) -> dict[str, float]:
 
 @dataclass(frozen=True)
 class ExampleNeighbour:
-    """One stored context that voted."""
+    """One neighbour of an example."""
 
     weight: float
     distance: float
@@ -93,7 +93,7 @@ class ExampleNeighbour:
 
 @dataclass(frozen=True)
 class Example:
-    """One token of the text, and what was said of it."""
+    """One token of the text, its probabilities and its neighbours."""
 
     context: str
     target: str
@@ -107,7 +107,7 @@ class Example:
 
 @dataclass(frozen=True)
 class Study:
-    """One study: what is seen in one sentence, and the numbers it is seen in."""
+    """One study: a finding in one sentence and the numbers behind it."""
 
     name: str
     title: str
@@ -116,35 +116,37 @@ class Study:
     command: str
     tables: list[Table] = field(default_factory=list)
     plots: list[Plot] = field(default_factory=list)
-    examples: dict[str, list[Example]] = field(default_factory=dict)  # by what they are examples of
+    examples: dict[str, list[Example]] = field(default_factory=dict)  # by kind
     notes: list[str] = field(default_factory=list)
     numbers: dict[str, Any] = field(default_factory=dict)
     seconds: float = 0.0
 
     def as_dict(self) -> dict[str, Any]:
-        """Give plain values, for JSON: a number that is infinite or undefined is None."""
-        found = finite(asdict(self))
-        assert isinstance(found, dict)
-        return found
+        """Return plain values for JSON; a number that is not finite becomes None."""
+        values = finite(asdict(self))
+        assert isinstance(values, dict)
+        return values
 
     @classmethod
-    def from_dict(cls, facts: dict[str, Any]) -> Study:
-        """Read what `as_dict` gave."""
-        made = dict(facts)
-        made["tables"] = [Table(**table) for table in facts["tables"]]
-        made["plots"] = [Plot(**{**plot, "lines": [Line(**line) for line in plot["lines"]]}) for plot in facts["plots"]]
-        made["examples"] = {
+    def from_dict(cls, values: dict[str, Any]) -> Study:
+        """Build a study from what `as_dict` returned."""
+        study = dict(values)
+        study["tables"] = [Table(**table) for table in values["tables"]]
+        study["plots"] = [
+            Plot(**{**plot, "lines": [Line(**line) for line in plot["lines"]]}) for plot in values["plots"]
+        ]
+        study["examples"] = {
             kind: [
-                Example(**{**example, "neighbours": [ExampleNeighbour(**one) for one in example["neighbours"]]})
+                Example(**{**example, "neighbours": [ExampleNeighbour(**item) for item in example["neighbours"]]})
                 for example in examples
             ]
-            for kind, examples in facts["examples"].items()
+            for kind, examples in values["examples"].items()
         }
-        return cls(**made)
+        return cls(**study)
 
 
 def finite(value: Any) -> Any:
-    """Turn numbers that JSON does not know into None, wherever they are."""
+    """Return a value with None for every number that is not finite, at any depth."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, dict):
@@ -155,11 +157,11 @@ def finite(value: Any) -> Any:
 
 
 def lowest(values: Sequence[float | None]) -> int:
-    """Give the place of the smallest number; what is undefined is none."""
-    return min(range(len(values)), key=lambda place: math.inf if (found := values[place]) is None else found)
+    """Return the position of the smallest number; None counts as infinite."""
+    return min(range(len(values)), key=lambda place: math.inf if (value := values[place]) is None else value)
 
 
 def percent_lower(new: float, old: float) -> str:
-    """Say how much lower, or higher, a perplexity is than another."""
+    """Return by how many percent a perplexity is lower or higher than another, in words."""
     change = 1 - new / old
     return f"{abs(change):.1%} {'lower' if change >= 0 else 'higher'}"

@@ -1,4 +1,4 @@
-"""Where the memory helps and where it hurts: by kinds of tokens, and in single examples. All from the trace."""
+"""Studies of where the store helps and where it hurts: by kinds of tokens, and in single examples."""
 
 from __future__ import annotations
 
@@ -14,33 +14,30 @@ from knnlm.datastore.indexes import open_index
 from knnlm.memories.knn import KnnMemory
 from knnlm.memories.voting import RetrievedNeighbours
 from knnlm.report.context import ReportContext
-from knnlm.report.study import CannotStudy, Cell, Example, ExampleNeighbour, Line, Plot, Study, Table
+from knnlm.report.study import Cell, Example, ExampleNeighbour, Line, Plot, Study, StudyUnavailable, Table
 
-_CONTEXT = 40  # tokens before the target
-
+_CONTEXT_TOKENS = 40  # before the target
 _BEFORE, _AFTER = 12, 8  # tokens around a neighbour
-
-_SHOWN = 4  # neighbours of an example
-
-_EXAMPLES = {True: 4, False: 8}  # of each kind, by whether it is to be quick
+_MAX_NEIGHBOURS = 4  # of an example
+_EXAMPLES = {True: 4, False: 8}  # of each kind, by `quick`
 
 
-def gains(desk: ReportContext) -> tuple[Tensor, Tensor, Tensor]:
-    """Give the (N,) log-probabilities of the held-out text by the model, by the store, and by both with one λ."""
-    _, lmbda = desk.chosen
-    model, store = desk.store_logs(desk.test)
+def log_probs_of_test(context: ReportContext) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the (N,) log-probabilities of the held-out text by the model, by the store, and by both with one λ."""
+    _, lmbda = context.chosen
+    model, store = context.store_log_probs(context.test)
     vote = torch.where(store.isnan(), model, store)
     mixed = torch.logaddexp(model + np.log1p(-lmbda), vote + np.log(lmbda)) if lmbda > 0 else model
     return model, vote, mixed
 
 
-def study_where(desk: ReportContext) -> Study:
-    """Add up what the store gained, by kinds of tokens."""
-    model, _, mixed = gains(desk)
+def study_where(context: ReportContext) -> Study:
+    """Sum the gain of the store by kinds of tokens."""
+    model, _, mixed = log_probs_of_test(context)
     gain = (mixed - model).numpy()
     tables, plots, numbers = [], [], {}
     extremes: list[tuple[float, str, str]] = []
-    for name, title, labels, group in _groupings(desk):
+    for name, title, labels, group in _groupings(context):
         rows: list[list[Cell]] = []
         for number, label in enumerate(labels):
             own = group == number
@@ -57,26 +54,30 @@ def study_where(desk: ReportContext) -> Study:
     most, least = max(extremes), min(extremes)
     return Study(
         name="where",
-        title="Where the memory helps, and where it hurts",
+        title="Where the store helps, and where it hurts",
         paper="kNN-LM, section 6",
         finding=(
             f"The store gains {gain.mean():.3f} nats a token; most, {most[0]:+.2f}, where {most[1]} is {most[2]}, and "
             f"least, {least[0]:+.2f}, where {least[1]} is {least[2]}. {float((gain < 0).mean()):.0%} of the tokens "
             "become less probable."
         ),
-        command=desk.again("where"),
+        command=context.report_command("where"),
         tables=tables,
         plots=plots,
         numbers={"gain": float(gain.mean()), "total": float(gain.sum()), **numbers},
     )
 
 
-def _groupings(desk: ReportContext) -> Iterator[tuple[str, str, list[str], NDArray[np.int64]]]:
-    """Give (name, title, names of the groups, the group of each token)."""
-    trace = desk.test.trace
-    often = desk.frequencies.numpy()[np.asarray(trace.targets)]
-    yield "frequency", "frequency of the token in the store", *_cut(often, (1, 10, 100, 1000, 10_000))
-    yield "position", "position in the document", *_cut(np.asarray(trace.positions), (16, 64, 256, 1024, 4096))
+def _groupings(context: ReportContext) -> Iterator[tuple[str, str, list[str], NDArray[np.int64]]]:
+    """Yield (name, title, names of the groups, the group of each token)."""
+    trace = context.test.trace
+    often = context.frequencies.numpy()[np.asarray(trace.targets)]
+    yield "frequency", "frequency of the token in the store", *_group_by_bounds(often, (1, 10, 100, 1000, 10_000))
+    yield (
+        "position",
+        "position in the document",
+        *_group_by_bounds(np.asarray(trace.positions), (16, 64, 256, 1024, 4096)),
+    )
     sure = np.exp(np.asarray(trace.lm_features[:, 0], dtype=np.float64))
     bounds = (0.1, 0.3, 0.6, 0.9)
     edges = [0.0, *bounds, 1.0]
@@ -84,80 +85,80 @@ def _groupings(desk: ReportContext) -> Iterator[tuple[str, str, list[str], NDArr
     yield "confidence", "confidence of the model", labels, np.searchsorted(bounds, sure, side="right")
     _, first, length = np.unique(trace.documents, return_inverse=True, return_counts=True)
     thirds = np.asarray(trace.positions, dtype=np.int64) * 3 // length[first]
-    yield "part", "part of the document", ["beginning", "middle", "end"], thirds
+    yield "third", "third of the document", ["beginning", "middle", "end"], thirds
 
 
-def _cut(values: NDArray[np.float64], bounds: Sequence[int]) -> tuple[list[str], NDArray[np.int64]]:
-    """Cut whole numbers at bounds, and name what is between them."""
+def _group_by_bounds(values: NDArray[np.float64], bounds: Sequence[int]) -> tuple[list[str], NDArray[np.int64]]:
+    """Return names of the ranges between bounds, and the range of each number."""
     edges = [0, *bounds]
     labels = [f"{a:,}" if b == a + 1 else f"{a:,} to {b - 1:,}" for a, b in pairwise(edges)]
     return [*labels, f"{edges[-1]:,} or more"], np.searchsorted(bounds, values, side="right")
 
 
-def study_examples(desk: ReportContext) -> Study:
-    """Show the tokens for which the store gained and lost most, with the neighbours that spoke."""
-    setting, lmbda = desk.chosen
+def study_examples(context: ReportContext) -> Study:
+    """Show the tokens with the largest gain and loss, with their nearest neighbours."""
+    setting, lmbda = context.chosen
     if lmbda <= 0:
-        raise CannotStudy("λ = 0 was chosen: the store is not heard at all")
-    model, vote, mixed = gains(desk)
+        raise StudyUnavailable("λ = 0 was chosen, so the store has no effect")
+    model, vote, mixed = log_probs_of_test(context)
     gain = mixed - model
-    index = open_index(desk.store, device=desk.device)
-    memory = KnnMemory(desk.store, index, k=setting.k, knn_temperature=setting.knn_temperature)
-    count = _EXAMPLES[desk.quick]
+    index = open_index(context.store, device=context.device)
+    memory = KnnMemory(context.store, index, k=setting.k, knn_temperature=setting.knn_temperature)
+    count = _EXAMPLES[context.quick]
     examples = {}
-    # Many lose all that one λ lets them lose; those that the model was surest of tell most.
+    # Many tokens lose the maximum that λ allows; show those of which the model was most confident.
     lost = sorted(range(len(gain)), key=lambda row: (round(float(gain[row]), 2), -float(model[row])))
     for kind, order in (("gained most", gain.argsort(descending=True).tolist()), ("lost most", lost)):
-        rows = _distinct(desk, order, count)
-        keys = torch.from_numpy(np.array(desk.test.keys[np.sort(rows)])).to(desk.device)
+        rows = _distinct(context, order, count)
+        keys = torch.from_numpy(np.array(context.test.keys[np.sort(rows)])).to(context.device)
         place = {row: number for number, row in enumerate(np.sort(rows).tolist())}
         found = memory.search(keys, setting.k)
         examples[kind] = [
-            _example(desk, memory, found, place[row], row, [float(column[row]) for column in (model, vote, mixed)])
+            _example(context, memory, found, place[row], row, [float(column[row]) for column in (model, vote, mixed)])
             for row in rows
         ]
     most, worst = examples["gained most"][0], examples["lost most"][0]
     return Study(
         name="examples",
-        title="The most telling examples",
+        title="Examples",
         paper="kNN-LM, Tables 6 to 9",
         finding=(
             f"The most gained was {most.gain:.1f} nats ({most.p_lm:.2g} → {most.p:.2g}), the most lost "
             f"{-worst.gain:.2f} ({worst.p_lm:.2g} → {worst.p:.2g}): with λ = {lmbda:.2f} no token can lose more than "
             f"{-np.log1p(-lmbda):.2f}."
         ),
-        command=desk.again("examples"),
+        command=context.report_command("examples"),
         examples=examples,
     )
 
 
-def _distinct(desk: ReportContext, order: Sequence[int], count: int) -> list[int]:
-    """Take the first rows whose tokens are all different."""
+def _distinct(context: ReportContext, order: Sequence[int], count: int) -> list[int]:
+    """Return the first rows with distinct tokens."""
     chosen: dict[int, int] = {}
     for row in order:
-        chosen.setdefault(int(desk.test.trace.targets[row]), row)
+        chosen.setdefault(int(context.test.trace.targets[row]), row)
         if len(chosen) == count:
             break
     return list(chosen.values())
 
 
 def _example(
-    desk: ReportContext, memory: KnnMemory, found: RetrievedNeighbours, number: int, row: int, logs: Sequence[float]
+    context: ReportContext, memory: KnnMemory, found: RetrievedNeighbours, number: int, row: int, logs: Sequence[float]
 ) -> Example:
-    trace, decode = desk.test.trace, desk.lm.decode
+    trace, decode = context.test.trace, context.lm.decode
     first = row - int(trace.positions[row])
-    context = trace.targets[max(first, row - _CONTEXT) : row].tolist()
-    document = desk.test.documents[sorted(set(trace.documents.tolist())).index(first)]
+    preceding = trace.targets[max(first, row - _CONTEXT_TOKENS) : row].tolist()
+    document = context.test.documents[sorted(set(trace.documents.tolist())).index(first)]
     p_lm, p_knn, p = (float(np.exp(log_p)) for log_p in logs)
     votes = memory.output(found).components[0].log_weights[number].exp()
     target = int(trace.targets[row])
     neighbours = []
-    for place in range(min(_SHOWN, len(votes))):
+    for place in range(min(_MAX_NEIGHBOURS, len(votes))):
         where, value = int(found.ids[number, place]), int(found.values[number, place])
         if where < 0:
             continue
-        before, after = desk.store.around(where, before=_BEFORE, after=_AFTER)
-        stored = desk.store.document_at(where)
+        before, after = context.store.around(where, before=_BEFORE, after=_AFTER)
+        stored = context.store.document_at(where)
         neighbours.append(
             ExampleNeighbour(
                 weight=float(votes[place]),
@@ -170,4 +171,4 @@ def _example(
                 after=decode(after[1:]),
             )
         )
-    return Example(decode(context), decode([target]), document.source, p_lm, p_knn, p, logs[2] - logs[0], neighbours)
+    return Example(decode(preceding), decode([target]), document.source, p_lm, p_knn, p, logs[2] - logs[0], neighbours)

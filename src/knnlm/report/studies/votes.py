@@ -1,4 +1,4 @@
-"""Studies of the vote: how many neighbours, how loud the near ones, how much the vote weighs. All from the trace."""
+"""Studies of k, τ and λ, by arithmetic on the traces."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from knnlm.report.search import Outcome
 from knnlm.report.study import FIGURES, Cell, Line, Plot, Study, Table, lowest, percent_lower
 
 
-def study_k(desk: ReportContext) -> Study:
-    """For each k, choose τ and λ on the first text and measure on the second."""
-    found, measured = desk.sweep, _on_test(desk)
+def study_k(context: ReportContext) -> Study:
+    """For each k, choose τ and λ on the tuning text and evaluate them on the held-out text."""
+    found, measured = context.sweep, _on_test(context)
     tried = [
         _outcome(found, measured, k, *divmod(int(found.perplexity[k].argmin()), len(found.lambdas)))
         for k in range(len(found.ks))
@@ -21,23 +21,25 @@ def study_k(desk: ReportContext) -> Study:
     chosen = tried[best]
     return Study(
         name="k",
-        title="How many neighbours vote",
+        title="Number of neighbours k",
         paper="kNN-LM, Figure 4",
         finding=(
             f"With k = {chosen.k}, chosen on the tuning text, perplexity is {chosen.test:.2f}, "
-            f"{percent_lower(chosen.test, desk.base)} than the model's {desk.base:.2f}; a single neighbour gives "
+            f"{percent_lower(chosen.test, context.base)} than the model's {context.base:.2f}; a single neighbour gives "
             f"{tried[0].test:.2f}."
         ),
-        command=_command(desk, chosen),
+        command=_command(context, chosen),
         tables=[_table(tried, best)],
-        plots=[_plot("Perplexity by the number of neighbours", "k", [one.k for one in tried], tried, best, desk.base)],
+        plots=[
+            _plot("Perplexity by the number of neighbours", "k", [one.k for one in tried], tried, best, context.base)
+        ],
     )
 
 
-def study_temperature(desk: ReportContext) -> Study:
-    """For each τ, choose λ on the first text and measure on the second, with the chosen k."""
-    found, measured = desk.sweep, _on_test(desk)
-    k = found.ks.index(desk.chosen[0].k)
+def study_temperature(context: ReportContext) -> Study:
+    """For each τ, choose λ on the tuning text and evaluate it on the held-out text, with the chosen k."""
+    found, measured = context.sweep, _on_test(context)
+    k = found.ks.index(context.chosen[0].k)
     tried = [
         _outcome(found, measured, k, number, int(found.perplexity[k, number].argmin()))
         for number in range(len(found.knn_temperatures))
@@ -45,23 +47,23 @@ def study_temperature(desk: ReportContext) -> Study:
     best = lowest([one.valid for one in tried])
     x = [one.knn_temperature for one in tried]
     return Study(
-        name="temperature",
-        title="How much louder near neighbours speak",
+        name="knn_temperature",
+        title="Temperature τ of the neighbours",
         paper="Why do Nearest Neighbor Language Models Work?, on temperature",
         finding=(
-            f"The best τ is {x[best]:.3g}, with perplexity {tried[best].test:.2f}; the coldest tried gives "
-            f"{tried[0].test:.2f}, the hottest {tried[-1].test:.2f}."
+            f"The best τ is {x[best]:.3g}, with perplexity {tried[best].test:.2f}; the lowest tried gives "
+            f"{tried[0].test:.2f}, the highest {tried[-1].test:.2f}."
         ),
-        command=_command(desk, tried[best]),
+        command=_command(context, tried[best]),
         tables=[_table(tried, best, "τ")],
-        plots=[_plot("Perplexity by temperature", "τ", x, tried, best, desk.base)],
+        plots=[_plot("Perplexity by temperature", "τ", x, tried, best, context.base)],
     )
 
 
-def study_lambda(desk: ReportContext) -> Study:
-    """Measure every λ on both texts, with the chosen k and τ."""
-    setting, lmbda = desk.chosen
-    found, measured = desk.sweep, _on_test(desk)
+def study_lambda(context: ReportContext) -> Study:
+    """Evaluate every λ on both texts, with the chosen k and τ."""
+    setting, lmbda = context.chosen
+    found, measured = context.sweep, _on_test(context)
     at = (found.ks.index(setting.k), found.knn_temperatures.index(setting.knn_temperature))
     tried = [_outcome(found, measured, *at, number) for number in range(len(found.lambdas))]
     chosen, own = found.lambdas.index(lmbda), lowest([one.test for one in tried])
@@ -69,40 +71,43 @@ def study_lambda(desk: ReportContext) -> Study:
     x = list(found.lambdas)
     return Study(
         name="lambda",
-        title="How much the vote weighs",
+        title="Weight λ of the store",
         paper="kNN-LM, Figure 5",
         finding=(
             f"λ = {lmbda:.2f} was chosen on the tuning text and gives {tried[chosen].test:.2f}; the best for the "
             f"held-out text itself would be λ = {x[own]:.2f} with {tried[own].test:.2f}."
         ),
-        command=_command(desk, tried[chosen]),
+        command=_command(context, tried[chosen]),
         tables=[_table([tried[number] for number in shown], shown.index(chosen), "λ")],
-        plots=[_plot("Perplexity by λ", "λ", x, tried, chosen, desk.base, log_x=False)],
+        plots=[_plot("Perplexity by λ", "λ", x, tried, chosen, context.base, log_x=False)],
         numbers={"lambda": x, "valid": [one.valid for one in tried], "test": [one.test for one in tried]},
     )
 
 
-def _on_test(desk: ReportContext) -> Sweep:
-    """Try the settings of the first text on the second."""
-    tried = desk.sweep
-    return desk.test.trace.sweep(
-        memory=desk.knn, ks=tried.ks, knn_temperatures=tried.knn_temperatures, lambdas=tried.lambdas
+def _on_test(context: ReportContext) -> Sweep:
+    """Evaluate the settings of the tuning text on the held-out text."""
+    tried = context.sweep
+    return context.test.trace.sweep(
+        memory=context.knn,
+        ks=tried.ks,
+        knn_temperatures=tried.knn_temperatures,
+        lambdas=tried.lambdas,
     )
 
 
 def _outcome(valid: Sweep, test: Sweep, k: int, knn_temperature: int, lmbda: int) -> Outcome:
-    """Give what one setting, by its places in the grid, gave on both texts."""
+    """Return the result of one setting, by its positions in the grid, on both texts."""
     at = (k, knn_temperature, lmbda)
     settings = valid.ks[k], valid.knn_temperatures[knn_temperature], valid.lambdas[lmbda]
     return Outcome(*settings, float(valid.perplexity[at]), float(test.perplexity[at]))
 
 
-def _command(desk: ReportContext, chosen: Outcome) -> str:
-    return desk.evaluation("--memories", "knn", "--metric", "l2", *chosen.options())
+def _command(context: ReportContext, chosen: Outcome) -> str:
+    return context.eval_command("--memories", "knn", "--metric", "l2", *chosen.options())
 
 
 def _table(tried: Sequence[Outcome], best: int, first: str = "k") -> Table:
-    """Lay out what was tried, from the setting on that differs; what is the same everywhere is said below."""
+    """Return a table of the tried settings, without the columns of constant ones, which the caption names."""
     columns = {"k": ",d", **FIGURES}
     skipped = list(columns).index(first)
     one = tried[0]
