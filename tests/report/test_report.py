@@ -97,7 +97,7 @@ def studies(made):
 
 
 class Text:
-    """One of the two texts as it was read: what the model said, and the keys."""
+    """One of the two texts as it was read: what the model p_memory, and the keys."""
 
     def __init__(self, place, name):
         (folder,) = (place / "report" / "work").glob(f"texts-*/{name}")
@@ -309,15 +309,15 @@ def by_one_lambda(text, vote, fold):
 
 def test_mixtures_are_compared_by_what_they_give_out_of_fold(studies, valid, made):
     table = studies["memories"].tables[0]
-    judged = [row[4] for row in table.rows]
-    assert table.best == int(np.argmin(judged))
+    out_of_fold_perplexities = [row[4] for row in table.rows]
+    assert table.best == int(np.argmin(out_of_fold_perplexities))
     rows = {(row[0], row[1]): row for row in table.rows}
     fold = split_folds(torch.from_numpy(np.array(valid.trace.documents))).numpy()
     assert len(np.unique(fold)) == len(np.unique(valid.trace.documents)) == made.metadata["valid_documents"]
     knn = by_one_lambda(valid, valid.vote(made.metadata["k"], made.metadata["knn_temperature"]), fold)
     assert rows["knn", "fixed"][4] == pytest.approx(np.exp(-knn.mean()), rel=1e-3)
-    said = np.exp(np.asarray(valid.trace.memories[2].arrays["log_p"][:, 0], dtype=np.float64))
-    assert rows["ngram", "fixed"][4] == pytest.approx(np.exp(-by_one_lambda(valid, said, fold).mean()), rel=1e-3)
+    p_memory = np.exp(np.asarray(valid.trace.memories[2].arrays["log_probs"][:, 0], dtype=np.float64))
+    assert rows["ngram", "fixed"][4] == pytest.approx(np.exp(-by_one_lambda(valid, p_memory, fold).mean()), rel=1e-3)
     for name, kind, _, fitted, held_back, _ in table.rows:
         if kind in ("", "gated"):
             assert held_back == fitted
@@ -339,10 +339,10 @@ def test_weights_out_of_fold_are_those_that_a_gate_starts_from(lm, valid):
         assert not set(documents[fold == number]) & set(documents[others.numpy()])
         buckets = Buckets.fit(logs[others], near[others])
         for row in np.flatnonzero(fold == number):
-            said = np.exp(logs[row].double().numpy())
+            p_memory = np.exp(logs[row].double().numpy())
             weights = buckets.table.numpy()[np.searchsorted(buckets.edges.numpy(), float(near[row]), side="right")]
-            left = weights[np.isnan(said)].sum()  # those who abstain leave the word to the model
-            found[row] = np.log(np.nansum(said * weights) + left * said[0])
+            left = weights[np.isnan(p_memory)].sum()  # the weight of components that abstain goes to the model
+            found[row] = np.log(np.nansum(p_memory * weights) + left * p_memory[0])
     assert out_of_fold(seen, "buckets") == pytest.approx(float(np.exp(-found.mean())), rel=1e-4)
 
 
@@ -356,8 +356,8 @@ def test_baselines_are_the_formula_too(studies, test, valid):
     study = studies["baselines"]
     for number, name in ((2, "ngram"), (3, "output"), (4, "decoder=second")):
         for text, which in ((valid, "valid"), (test, "test")):
-            said = np.exp(np.asarray(text.trace.memories[number].arrays["log_p"][:, 0], dtype=np.float64))
-            expected = [text.perplexity(said, weight) for weight in study.numbers["lambda"]]
+            p_memory = np.exp(np.asarray(text.trace.memories[number].arrays["log_probs"][:, 0], dtype=np.float64))
+            expected = [text.perplexity(p_memory, weight) for weight in study.numbers["lambda"]]
             np.testing.assert_allclose(study.numbers[name][which], expected, rtol=1e-5)
     for name, weight, on_valid, on_test in study.tables[0].rows:
         place = int(np.argmin(study.numbers[name]["valid"]))
@@ -375,8 +375,8 @@ def test_a_learned_matrix_is_read_as_its_file_says(studies, place, test):
         scores = (test.keys - file["centre"]) @ file["weight"].T.astype(np.float64) + file["bias"]
         shares = np.exp(scores - scores.max(1, keepdims=True))
         shares /= shares.sum(1, keepdims=True)
-        said = (shares * (file["words"][None] == test.targets[:, None])).sum(1)
-        assert test.perplexity(said, weight) == pytest.approx(perplexity, rel=1e-4)
+        p_memory = (shares * (file["words"][None] == test.targets[:, None])).sum(1)
+        assert test.perplexity(p_memory, weight) == pytest.approx(perplexity, rel=1e-4)
 
 
 def test_no_mixture_beats_the_oracle(studies, test, made):
