@@ -44,7 +44,7 @@ def server(lm, store):
         yield running
 
 
-def visit(browser: Browser, server: Running, tab: str = "write", *, ready: bool = True, **settings) -> Page:
+def visit(browser: Browser, server: Running, tab: str = "generate", *, ready: bool = True, **settings) -> Page:
     """Open the page as a new person would, and fail on whatever the browser complains of."""
     context = browser.new_context(**{"viewport": {"width": 1200, "height": 900}, **settings})
     page = context.new_page()
@@ -85,7 +85,7 @@ def words(page: Page, text: str) -> list[str]:
     return page.eval_on_selector_all(f"#{text} .token", "all => all.map(one => one.textContent)")
 
 
-def write(page: Page, prompt: str = PROMPT, *, length: int = 12) -> None:
+def generate(page: Page, prompt: str = PROMPT, *, length: int = 12) -> None:
     page.fill("#prompt", prompt)
     page.fill("#length", str(length))
     page.click("#go")
@@ -107,7 +107,7 @@ def completion(server: Running, **body) -> list[dict]:
 
 def test_it_writes_with_and_without_the_memory_and_tints_who_spoke(browser, server, leave):
     page = leave(visit(browser, server), server)
-    write(page)
+    generate(page)
     having, without = completion(server), completion(server, memory={"off": True})
     assert words(page, "text-with") == [token["text"] for token in having]
     assert words(page, "text-without") == [token["text"] for token in without]
@@ -117,8 +117,8 @@ def test_it_writes_with_and_without_the_memory_and_tints_who_spoke(browser, serv
     assert page.inner_text("#text-with .given") == PROMPT
     own = np.exp(-np.mean(np.log([token["p"] for token in having])))
     assert f"12 tokens · perplexity {own:.3g}" in page.inner_text("#figures-with")
-    page.uncheck("#beside", force=True)
-    write(page, length=3)
+    page.uncheck("#compare", force=True)
+    generate(page, length=3)
     assert not page.is_visible("#pane-without")
     assert len(words(page, "text-with")) == 3
 
@@ -128,7 +128,7 @@ def test_both_texts_are_drawn_with_one_seed(browser, server, leave):
     page.fill("#sampling", "1")
     page.fill("#seed", "7")
     slide(page, "lambda", 0)  # then the memory says nothing, and the two must be the same
-    write(page, length=20)
+    generate(page, length=20)
     assert words(page, "text-with") == words(page, "text-without")
     drawn = completion(server, temperature=1.0, seed=7, max_tokens=20, memory={"off": True})
     assert words(page, "text-without") == [token["text"] for token in drawn]
@@ -137,7 +137,7 @@ def test_both_texts_are_drawn_with_one_seed(browser, server, leave):
 
 def test_arrows_walk_through_a_text_and_show_each_tokens_figures_and_voters(browser, server, store, leave):
     page = leave(visit(browser, server), server)
-    write(page)
+    generate(page)
     tokens = completion(server)
     page.locator("#text-with .token").first.focus()
     for key, place in (("ArrowRight", 1), ("ArrowRight", 2), ("ArrowLeft", 1), ("End", 11), ("Home", 0)):
@@ -145,13 +145,13 @@ def test_arrows_walk_through_a_text_and_show_each_tokens_figures_and_voters(brow
         token = tokens[place]
         for name, figure in (("p_lm", "p_LM"), ("p_knn", "p_kNN"), ("p", "p")):
             assert read(page.inner_text(f'[data-figure="{figure}"]')) == pytest.approx(token[name], rel=0.06, abs=6e-4)
-    voters = page.locator(".voters li")
+    voters = page.locator(".neighbours li")
     assert voters.count() == len(tokens[0]["sources"]) == 8
     parts = page.eval_on_selector_all(
-        ".voters .fill", "all => all.map(one => Number(one.style.getPropertyValue('--part')))"
+        ".neighbours .fill", "all => all.map(one => Number(one.style.getPropertyValue('--part')))"
     )
     np.testing.assert_allclose(parts, [source["weight"] for source in tokens[0]["sources"]], atol=1e-6)
-    agree = page.eval_on_selector_all(".voters li", "all => all.map(one => one.classList.contains('agrees'))")
+    agree = page.eval_on_selector_all(".neighbours li", "all => all.map(one => one.classList.contains('agrees'))")
     assert agree == [source["token"] == tokens[0]["text"] for source in tokens[0]["sources"]]
 
 
@@ -163,10 +163,10 @@ def read(figure: str) -> float:
 
 def test_a_voters_document_opens_at_its_passage(browser, server, leave):
     page = leave(visit(browser, server), server)
-    write(page)
+    generate(page)
     source = completion(server)[3]["sources"][0]
     page.locator("#text-with .token").nth(3).click()
-    page.locator(".voters .document").first.click()
+    page.locator(".neighbours .document").first.click()
     expect(page.locator("#passage")).to_be_visible()
     text = {document.id: document.text for document in documents(40)}[source["document"]]
     assert page.inner_text("#passage-title") == source["document"]
@@ -181,8 +181,8 @@ def test_a_long_document_is_read_in_both_directions(browser, lm, tmp_path, leave
     long = documents(1, words=500)[0].text
     build([Document(id="long", source="long", text=long)], tmp_path / "memory", lm=lm).close()
     with serving(Mixture.open(tmp_path / "memory", lm, **SETTINGS)) as server:
-        page = leave(visit(browser, server, "memory"), server)
-        page.click("#shelf .document")
+        page = leave(visit(browser, server, "documents"), server)
+        page.click("#document-list .document")
         expect(page.locator("#earlier")).to_be_disabled()
         for _ in range(20):
             if page.is_disabled("#later"):
@@ -196,10 +196,10 @@ def test_a_long_document_is_read_in_both_directions(browser, lm, tmp_path, leave
         deep, row = max(enumerate(source["entry"] for source in sources), key=lambda each: each[1])
         assert row > 400  # the text says the same things again and again, so some voter stands far inside
         page.keyboard.press("Escape")
-        page.click("#tab-write")
-        write(page, length=1)
+        page.click("#tab-generate")
+        generate(page, length=1)
         page.locator("#text-with .token").first.click()
-        page.locator(".voters .document").nth(deep).click()
+        page.locator(".neighbours .document").nth(deep).click()
         expect(page.locator("#passage-text mark")).to_have_text(sources[deep]["token"].strip())
         expect(page.locator("#passage-place")).to_contain_text(f"tokens {row - 200 + 1:,}–")
         while page.is_enabled("#earlier"):
@@ -211,7 +211,7 @@ def test_a_long_document_is_read_in_both_directions(browser, lm, tmp_path, leave
 
 def test_sliders_weigh_a_written_text_anew_without_asking_the_model(browser, server, leave):
     page = leave(visit(browser, server), server)
-    write(page)
+    generate(page)
     before = completion(server)
     page.asked.clear()
     with page.expect_response("**/v1/rescore"):
@@ -248,19 +248,19 @@ def test_sliding_k_and_temperature_gives_what_scoring_with_them_gives(browser, s
     page.locator("#text-score .token").nth(5).click()
     heard = again["knnlm"]["tokens"][5]["sources"]
     parts = page.eval_on_selector_all(
-        ".voters .fill", "all => all.map(one => Number(one.style.getPropertyValue('--part')))"
+        ".neighbours .fill", "all => all.map(one => Number(one.style.getPropertyValue('--part')))"
     )
     np.testing.assert_allclose(parts[: len(heard)], [source["weight"] for source in heard], atol=1e-4)
 
 
 def test_more_neighbours_than_were_looked_for_are_not_pretended(browser, server, leave):
     page = leave(visit(browser, server), server)
-    write(page, length=3)
+    generate(page, length=3)
     slide(page, "k", 1000)
-    expect(page.locator("#mixing-note")).to_contain_text("Only 32 neighbours were looked for")
-    write(page, length=3)
+    expect(page.locator("#mixing-note")).to_contain_text("Only 32 neighbours were retrieved")
+    generate(page, length=3)
     slide(page, "k", 900)
-    expect(page.locator("#mixing-note")).to_contain_text("no model ran")
+    expect(page.locator("#mixing-note")).to_contain_text("without running the model")
     assert int(page.inner_text("#value-k")) > 32
 
 
@@ -283,7 +283,7 @@ def test_scoring_shows_where_the_memory_helps_and_hurts(browser, server, lm, sto
         assert float(page.inner_text(f"#{field}").replace(",", "")) == pytest.approx(wanted, rel=6e-3)
     for spots, gain in (("best", gains.max()), ("worst", gains.min())):
         page.locator(f"#{spots} button").first.click()
-        looked = page.locator("#text-score .token.looked")
+        looked = page.locator("#text-score .token.selected")
         assert float(looked.get_attribute("data-gain")) == pytest.approx(gain, abs=2e-3)
         assert page.evaluate("document.activeElement.textContent") == looked.text_content()
 
@@ -291,9 +291,9 @@ def test_scoring_shows_where_the_memory_helps_and_hurts(browser, server, lm, sto
 def test_an_error_of_the_server_is_shown_to_the_person(browser, lm, store, leave):
     with serving(Mixture.open(store.path, lm, **SETTINGS), prompt_tokens=20) as server:
         page = leave(visit(browser, server), server, complaints=True)
-        write(page, TEXT * 3)
+        generate(page, TEXT * 3)
         expect(page.get_by_role("alert")).to_contain_text("but this server takes 20 at most. Shorten it.")
-        write(page, "The")
+        generate(page, "The")
         expect(page.get_by_role("alert")).to_have_text("")
         page.click("#tab-score")
         page.fill("#given", TEXT * 3)
@@ -302,7 +302,7 @@ def test_an_error_of_the_server_is_shown_to_the_person(browser, lm, store, leave
         page.click("#notices button")
         expect(page.get_by_role("alert")).to_have_text("")
     page.click("#measure")
-    expect(page.get_by_role("alert")).to_contain_text("The server does not answer.")
+    expect(page.get_by_role("alert")).to_contain_text("The server does not respond.")
 
 
 def test_a_text_can_be_stopped_and_the_server_is_free_again(browser, lm, tmp_path, leave):
@@ -326,7 +326,7 @@ def test_a_text_can_be_stopped_and_the_server_is_free_again(browser, lm, tmp_pat
             page.wait_for_timeout(50)
         assert server.service.scheduler.active == 0
         slide(page, "lambda", 900)  # what was written before can be weighed too
-        expect(page.locator("#mixing-note")).to_contain_text("no model ran")
+        expect(page.locator("#mixing-note")).to_contain_text("without running the model")
 
 
 @pytest.fixture(scope="module")
@@ -343,11 +343,11 @@ def hostile(lm, tmp_path_factory):
 
 def test_markup_in_documents_and_prompts_is_shown_as_text(browser, hostile, leave):
     page = leave(visit(browser, hostile), hostile)
-    write(page, HOSTILE, length=30)
+    generate(page, HOSTILE, length=30)
     assert page.locator("#text-with .given").text_content() == HOSTILE
     page.locator("#text-with .token").nth(4).click()
-    assert HOSTILE in page.locator(".voters .document").first.text_content()
-    page.locator(".voters .document").first.click()
+    assert HOSTILE in page.locator(".neighbours .document").first.text_content()
+    page.locator(".neighbours .document").first.click()
     expect(page.locator("#passage-title")).to_contain_text(HOSTILE)
     assert HOSTILE in page.locator("#passage-text").text_content()
     page.keyboard.press("Escape")
@@ -356,9 +356,9 @@ def test_markup_in_documents_and_prompts_is_shown_as_text(browser, hostile, leav
     page.click("#measure")
     page.wait_for_selector("#scored:not([hidden])")
     assert "".join(words(page, "text-score")) == HOSTILE
-    page.click("#tab-memory")
-    expect(page.locator("#shelf li").first).to_contain_text(HOSTILE)
-    page.locator("#shelf li button.quiet").first.click()
+    page.click("#tab-documents")
+    expect(page.locator("#document-list li").first).to_contain_text(HOSTILE)
+    page.locator("#document-list li button.quiet").first.click()
     expect(page.locator("#confirm-text")).to_contain_text(HOSTILE)
     assert page.locator("main img, dialog img, main script").count() == 0
     assert page.title() == "memory · knnlm"
@@ -372,11 +372,11 @@ def test_even_markup_that_got_in_could_run_nothing(browser, server, leave):
     assert any("Content Security Policy" in said for said in page.complaints)
 
 
-@pytest.mark.parametrize("tab", ["write", "score", "memory"])
+@pytest.mark.parametrize("tab", ["generate", "score", "documents"])
 def test_nothing_is_wider_than_a_phone(browser, hostile, leave, tab):
     page = leave(visit(browser, hostile, tab, viewport={"width": 360, "height": 740}, has_touch=True), hostile)
-    if tab == "write":
-        write(page, "A" * 60, length=10)
+    if tab == "generate":
+        generate(page, "A" * 60, length=10)
         page.locator("#text-with .token").nth(2).tap()
         expect(page.locator("#inspector")).to_be_in_viewport()
         page.click("#inspector-close")
@@ -385,8 +385,8 @@ def test_nothing_is_wider_than_a_phone(browser, hostile, leave, tab):
         page.fill("#given", "B" * 60)
         page.click("#measure")
         page.wait_for_selector("#scored:not([hidden])")
-    if tab == "memory":
-        page.wait_for_selector("#shelf li")
+    if tab == "documents":
+        page.wait_for_selector("#document-list li")
     assert page.evaluate("document.documentElement.scrollWidth") == 360
 
 
@@ -406,7 +406,7 @@ def test_it_is_light_or_dark_as_the_system_is_until_the_switch_is_used(browser, 
 
 def test_it_can_be_used_by_keyboard_alone(browser, server, leave):
     page = leave(visit(browser, server), server)
-    page.locator("#tab-write").focus()
+    page.locator("#tab-generate").focus()
     page.keyboard.press("ArrowRight")
     assert page.evaluate("document.activeElement.id") == "tab-score"
     assert page.evaluate("getComputedStyle(document.activeElement).outlineStyle") == "solid"
@@ -431,7 +431,7 @@ def test_it_can_be_used_by_keyboard_alone(browser, server, leave):
     assert page.locator("#text-with .token:focus .word").evaluate(outline) == ring
     page.keyboard.press("ArrowRight")
     page.keyboard.press("Enter")
-    assert page.locator("#text-with .token.looked").text_content() == words(page, "text-with")[1]
+    assert page.locator("#text-with .token.selected").text_content() == words(page, "text-with")[1]
     page.keyboard.press("Tab")
     assert page.evaluate("document.activeElement.closest('#text-with')") is None
 
@@ -449,9 +449,9 @@ def test_keys_are_asked_for_and_kept_nowhere(browser, lm, store, leave):
         page.fill("#key-value", USER)
         page.keyboard.press("Enter")
         page.wait_for_selector("html[data-ready]")
-        write(page, length=2)
+        generate(page, length=2)
         assert len(words(page, "text-with")) == 2
-        page.click("#tab-memory")
+        page.click("#tab-documents")
         page.fill("#admin", ADMIN)
         kept = page.evaluate("JSON.stringify([{...localStorage}, {...sessionStorage}, document.cookie, location.href])")
         assert USER not in kept
@@ -461,9 +461,9 @@ def test_keys_are_asked_for_and_kept_nowhere(browser, lm, store, leave):
 
 
 def test_documents_are_listed_searched_and_read(browser, server, leave):
-    page = leave(visit(browser, server, "memory"), server)
+    page = leave(visit(browser, server, "documents"), server)
     expect(page.locator("#total")).to_have_text("40")
-    rows = page.locator("#shelf li")
+    rows = page.locator("#document-list li")
     assert rows.count() == 40
     sizes = [f"{one['tokens']} tokens" for one in server.client().get("/v1/documents").json()["documents"]]
     assert rows.locator(".size").all_inner_texts() == sizes
@@ -506,45 +506,45 @@ def voters(page: Page) -> set[str]:
     heard = set()
     for token in page.locator("#text-with .token").all():
         token.focus()
-        heard.update(page.locator(".voters .document").all_inner_texts())
+        heard.update(page.locator(".neighbours .document").all_inner_texts())
     return heard
 
 
 def test_a_dropped_file_is_heard_by_the_next_word_and_a_removed_one_no_more(browser, living, leave):
-    page = leave(visit(browser, living, "memory"), living, complaints=True)
+    page = leave(visit(browser, living, "documents"), living, complaints=True)
     drop(page, "news.txt", "Zyx quux! Zyx quux! Zyx quux!")
     expect(page.get_by_role("alert")).to_contain_text("The admin key is missing or wrong.")
-    expect(page.locator("#added")).to_contain_text("news.txt: not remembered.")
+    expect(page.locator("#added")).to_contain_text("news.txt: not added.")
     page.fill("#admin", ADMIN)
     drop(page, "news.txt", "Zyx quux! Zyx quux! Zyx quux!")
-    expect(page.locator("#added")).to_contain_text("tokens remembered.")
+    expect(page.locator("#added")).to_contain_text("tokens added.")
     expect(page.get_by_role("alert")).to_have_text("")
     expect(page.locator("#total")).to_have_text("7")
     drop(page, "again.txt", "Zyx quux! Zyx quux! Zyx quux!")
-    expect(page.locator("#added")).to_contain_text("again.txt: this text is there already.")
-    page.click("#tab-write")
-    write(page, "Zyx quux! Zyx qu", length=3)
+    expect(page.locator("#added")).to_contain_text("again.txt: this text is in the store already.")
+    page.click("#tab-generate")
+    generate(page, "Zyx quux! Zyx qu", length=3)
     assert "news.txt" in voters(page)
-    page.click("#tab-memory")
+    page.click("#tab-documents")
     page.get_by_role("button", name="Remove news.txt").click()
     expect(page.locator("#confirm-text")).to_contain_text("news.txt")
-    page.get_by_role("button", name="Forget it").click()
+    page.get_by_role("button", name="Remove it").click()
     expect(page.locator("#total")).to_have_text("6")
-    assert "news.txt" not in page.locator("#shelf").inner_text()
-    page.click("#tab-write")
-    write(page, "Zyx quux! Zyx qu", length=3)
+    assert "news.txt" not in page.locator("#document-list").inner_text()
+    page.click("#tab-generate")
+    generate(page, "Zyx quux! Zyx qu", length=3)
     assert "news.txt" not in voters(page)
 
 
 @pytest.mark.parametrize("way", ["button", "escape", "beside"])
 def test_nothing_is_removed_unless_the_person_says_so(browser, living, leave, way):
-    page = leave(visit(browser, living, "memory"), living)
+    page = leave(visit(browser, living, "documents"), living)
     page.fill("#admin", ADMIN)
     page.get_by_role("button", name="Remove d3").click()
     expect(page.locator("#confirm")).to_be_visible()
-    assert page.evaluate("document.activeElement.textContent") == "Keep it"  # Enter does no harm
+    assert page.evaluate("document.activeElement.textContent") == "Cancel"  # Enter does no harm
     if way == "button":
-        page.get_by_role("button", name="Keep it").click()
+        page.get_by_role("button", name="Cancel").click()
     elif way == "escape":
         page.keyboard.press("Escape")
     else:
@@ -553,10 +553,10 @@ def test_nothing_is_removed_unless_the_person_says_so(browser, living, leave, wa
     page.wait_for_timeout(300)
     assert [url for method, url in page.asked if method == "DELETE"] == []
     page.get_by_role("button", name="Remove d4").click()
-    page.get_by_role("button", name="Forget it").click()
+    page.get_by_role("button", name="Remove it").click()
     expect(page.locator("#total")).to_have_text("5")
     assert [url.rsplit("/", 1)[1] for method, url in page.asked if method == "DELETE"] == ["4"]
-    listed = page.locator("#shelf .document").all_inner_texts()
+    listed = page.locator("#document-list .document").all_inner_texts()
     assert listed == ["d0", "d1", "d2", "d3", "d5"]
 
 
@@ -619,9 +619,9 @@ def test_every_word_on_the_page_can_be_read(browser, living, leave, scheme):
     for turned in (False, True):
         if turned:  # to the other scheme and, in the end, back
             page.click("#theme")
-        page.click("#tab-write")
+        page.click("#tab-generate")
         check(15)
-        write(page, length=8)
+        generate(page, length=8)
         page.locator("#text-with .token").nth(3).click()
         check(40)
         page.click("#tab-score")
@@ -629,8 +629,8 @@ def test_every_word_on_the_page_can_be_read(browser, living, leave, scheme):
         page.click("#measure")
         page.wait_for_selector("#scored:not([hidden])")
         check(40)
-        page.click("#tab-memory")
-        page.wait_for_selector("#shelf li")
+        page.click("#tab-documents")
+        page.wait_for_selector("#document-list li")
         page.fill("#admin", "")
         drop(page, "news.txt", "Zyx quux!")
         expect(page.get_by_role("alert")).to_contain_text("The admin key is missing or wrong.")
@@ -640,19 +640,19 @@ def test_every_word_on_the_page_can_be_read(browser, living, leave, scheme):
         page.get_by_role("button", name="Remove d3").click()
         expect(page.locator("#confirm")).to_be_visible()
         check(30)
-        page.get_by_role("button", name="Keep it").click()
+        page.get_by_role("button", name="Cancel").click()
 
 
 def test_a_file_that_is_no_text_is_not_sent(browser, living, leave):
-    page = leave(visit(browser, living, "memory"), living)
+    page = leave(visit(browser, living, "documents"), living)
     page.fill("#admin", ADMIN)
     page.set_input_files("#files", {"name": "picture.png", "mimeType": "image/png", "buffer": b"\x89PNG\xff\x00"})
-    expect(page.get_by_role("alert")).to_contain_text("picture.png is no text in UTF-8")
+    expect(page.get_by_role("alert")).to_contain_text("picture.png is not UTF-8 text")
     assert not [method for method, _ in page.asked if method == "POST"]
 
 
 def test_one_file_that_cannot_be_taken_does_not_keep_the_others_out(browser, living, leave):
-    page = leave(visit(browser, living, "memory"), living)
+    page = leave(visit(browser, living, "documents"), living)
     page.fill("#admin", ADMIN)
     files = [
         {"name": "picture.png", "mimeType": "image/png", "buffer": b"\x89PNG\xff\x00"},
@@ -663,15 +663,15 @@ def test_one_file_that_cannot_be_taken_does_not_keep_the_others_out(browser, liv
     expect(page.locator("#total")).to_have_text("7")
     told = page.locator("#added li").all_inner_texts()
     assert [line.partition(":")[0] for line in told] == ["good.txt", "huge.txt", "picture.png"]
-    assert "tokens remembered" in told[0]
-    assert "larger than the 2,097,152 bytes" in told[1]
-    assert "no text in UTF-8" in told[2]
+    assert "tokens added" in told[0]
+    assert "larger than the limit of 2,097,152 bytes" in told[1]
+    assert "not UTF-8 text" in told[2]
 
 
 def test_where_the_key_is_wrong_every_file_is_told_of(browser, living, leave):
-    page = leave(visit(browser, living, "memory"), living, complaints=True)
+    page = leave(visit(browser, living, "documents"), living, complaints=True)
     files = [{"name": f"{n}.txt", "mimeType": "text/plain", "buffer": b"Zyx quux!"} for n in range(3)]
     page.set_input_files("#files", files)
     expect(page.locator("#added li")).to_have_count(3)
-    assert all("not remembered." in line for line in page.locator("#added li").all_inner_texts())
+    assert all("not added." in line for line in page.locator("#added li").all_inner_texts())
     assert len([method for method, _ in page.asked if method == "POST"]) == 1

@@ -1,4 +1,4 @@
-// Talk to the server. Knows nothing about the page. Keys live in this module's memory and nowhere else.
+// Requests to the server. Keys are variables of this module and stored nowhere else.
 
 let key = "";
 
@@ -11,51 +11,51 @@ export class ServerError extends Error {
   }
 }
 
-/** Ask for JSON, and give it; an error of the server is thrown with its own words. */
-export async function ask(path, { method = "GET", body, admin, signal } = {}) {
+/** Return the JSON of a response; an error of the server is thrown with its message. */
+export async function fetchJson(path, { method = "GET", body, admin, signal } = {}) {
   return (await send(path, { method, body, admin, signal })).json();
 }
 
-export const post = (path, body, more = {}) => ask(path, { method: "POST", body, ...more });
+export const post = (path, body, options = {}) => fetchJson(path, { method: "POST", body, ...options });
 
 async function send(path, { method, body, admin, signal }) {
   const headers = {};
   const bearer = admin ?? key;
   if (bearer) headers.Authorization = `Bearer ${bearer}`;
   if (body !== undefined) headers["Content-Type"] = "application/json";
-  let answer;
+  let response;
   try {
-    answer = await fetch(path, { method, headers, signal, body: body === undefined ? undefined : JSON.stringify(body) });
+    response = await fetch(path, { method, headers, signal, body: body === undefined ? undefined : JSON.stringify(body) });
   } catch (error) {
     if (error.name === "AbortError") throw error;
     if (error instanceof TypeError && /ByteString|ISO-8859|code point/i.test(error.message)) {
-      throw new ServerError(0, "A key is made of plain letters, digits and signs.");
+      throw new ServerError(0, "A key must consist of ASCII characters.");
     }
-    throw new ServerError(0, "The server does not answer. Is it still running?");
+    throw new ServerError(0, "The server does not respond. Is it still running?");
   }
-  if (answer.ok) return answer;
-  let said = `The server answered ${answer.status}.`;
+  if (response.ok) return response;
+  let message = `The server answered ${response.status}.`;
   try {
-    said = (await answer.json()).error.message;
+    message = (await response.json()).error.message;
   } catch {
-    // It is not ours; the number has to do.
+    // Not an error in our format: keep the status.
   }
-  if (answer.status === 401 && admin === undefined) document.dispatchEvent(new CustomEvent("key-needed"));
-  throw new ServerError(answer.status, said);
+  if (response.status === 401 && admin === undefined) document.dispatchEvent(new CustomEvent("key-needed"));
+  throw new ServerError(response.status, message);
 }
 
-/** Ask for a stream, and give its chunks as they come. */
+/** Yield the chunks of a stream as they arrive. */
 export async function* stream(path, body, { signal } = {}) {
-  const answer = await send(path, { method: "POST", body: { ...body, stream: true }, signal });
-  const reader = answer.body.pipeThrough(new TextDecoderStream()).getReader();
-  let kept = "";
+  const response = await send(path, { method: "POST", body: { ...body, stream: true }, signal });
+  const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
+  let buffer = "";
   try {
     for (;;) {
       const { done, value } = await reader.read();
       if (done) throw new ServerError(0, "The server stopped in the middle of the text.");
-      kept += value;
-      const events = kept.split("\n\n");
-      kept = events.pop();
+      buffer += value;
+      const events = buffer.split("\n\n");
+      buffer = events.pop();
       for (const event of events) {
         if (!event.startsWith("data: ")) continue;
         if (event === "data: [DONE]") return;

@@ -1,29 +1,29 @@
-// Make elements and write numbers. Text from anywhere goes in as text, never as markup.
+// Elements and number formats. Text is inserted as text, never as markup.
 
 export const find = (id) => document.getElementById(id);
 
-/** Make an element: `text` is its text, `class` its class, `style` its custom properties, the rest attributes. */
-export function make(tag, facts = {}, ...children) {
-  const made = document.createElement(tag);
-  for (const [name, value] of Object.entries(facts)) {
+/** Build an element: `text` is its text, `class` its class, `style` its custom properties, others are attributes. */
+export function make(tag, properties = {}, ...children) {
+  const element = document.createElement(tag);
+  for (const [name, value] of Object.entries(properties)) {
     if (value === undefined || value === null || value === false) continue;
-    if (name === "text") made.textContent = value;
-    else if (name === "class") made.className = value;
-    else if (name === "style") for (const [key, own] of Object.entries(value)) made.style.setProperty(key, own);
-    else if (name.startsWith("on")) made.addEventListener(name.slice(2), value);
-    else made.setAttribute(name, value === true ? "" : value);
+    if (name === "text") element.textContent = value;
+    else if (name === "class") element.className = value;
+    else if (name === "style") for (const [key, own] of Object.entries(value)) element.style.setProperty(key, own);
+    else if (name.startsWith("on")) element.addEventListener(name.slice(2), value);
+    else element.setAttribute(name, value === true ? "" : value);
   }
-  made.append(...children);
-  return made;
+  element.append(...children);
+  return element;
 }
 
-/** Mark a token; the space before it is part of it, but at the end of a line looks better without. */
+/** Mark a token without its leading space, which looks bad at the end of a line. */
 export function marked(token, kind = "") {
   const word = token.trimStart() || token;
   return [token.slice(0, token.length - word.length), make("mark", { class: kind, text: word })];
 }
 
-/** Show spaces and line breaks of a token as signs. */
+/** Show spaces and line breaks of a token as symbols. */
 export const visible = (text) =>
   text.replaceAll("\n", "⏎").replaceAll("\t", "⇥").replaceAll("\r", "␍").replace(/^ /, "␣").replace(/ $/, "␣");
 
@@ -48,16 +48,16 @@ export const plural = (number, noun) => `${count(number)} ${noun}${number === 1 
 
 export const narrow = () => matchMedia("(max-width: 900px)").matches;
 
-/** Tell the person that something went wrong. */
-export function complain(error) {
-  const said = error instanceof Error ? error.message : String(error);
-  const notice = make("div", { class: "notice" }, make("p", { text: said }));
+/** Show an error. */
+export function showError(error) {
+  const message = error instanceof Error ? error.message : String(error);
+  const notice = make("div", { class: "notice" }, make("p", { text: message }));
   notice.append(make("button", {
     class: "quiet icon", type: "button", "aria-label": "Dismiss", text: "×", onclick: () => notice.remove(),
   }));
-  // An open dialog lies over all else and takes all clicks, so it has to hold the notice.
+  // An open dialog covers the page and takes all clicks, so it must contain the notice.
   (document.querySelector("dialog[open]") ?? document.body).append(find("notices"));
   find("notices").replaceChildren(notice);
 }
 
-export const content = () => find("notices").replaceChildren();
+export const clearErrors = () => find("notices").replaceChildren();

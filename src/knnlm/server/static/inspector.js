@@ -1,13 +1,13 @@
-// Show one token: how probable it was, to whom, and which passages voted. Opens a passage in its document.
+// The details of one token: probabilities and neighbours; opens a neighbour in its document.
 
-import { ask } from "./api.js";
-import { complain, count, find, make, marked, narrow, probability, visible } from "./dom.js";
+import { fetchJson } from "./api.js";
+import { showError, count, find, make, marked, narrow, probability, visible } from "./dom.js";
 import { share } from "./tokens.js";
 
 let pinned = null;
 let shown = null;
 
-/** Look at a token of a text; one that was chosen stays when the pointer wanders over others. */
+/** Show a token; one that was selected by a click stays when the pointer moves over others. */
 export function inspect(text, place, how) {
   if (pinned && how === "hover") return;
   if (how === "choose" || pinned) pinned = { text, place };
@@ -18,24 +18,24 @@ export function inspect(text, place, how) {
   if (how === "choose" && narrow()) uncover(text.elements[place]);
 }
 
-/** On a narrow page the sheet lies over the text: bring the word above it. */
+/** On a narrow page the panel covers the text: scroll the token above it. */
 function uncover(element) {
   const { top } = element.getBoundingClientRect();
   const wanted = innerHeight * 0.22;
   if (top > wanted || top < 0) scrollBy({ top: top - wanted, behavior: "smooth" });
 }
 
-/** Draw it again where its figures have changed. */
+/** Update the panel after a change of the text's probabilities. */
 export function refresh(text) {
   if (shown?.text === text) draw();
 }
 
-/** Let go of a text that is no more. */
-export function forget(text) {
+/** Clear the panel if it shows a token of this text. */
+export function clear(text) {
   if (pinned?.text === text) pinned = null;
   if (shown?.text !== text) return;
   shown = null;
-  find("inspected").replaceChildren(make("p", { class: "hint", text: "Choose a word of a text to see who spoke for it." }));
+  find("inspected").replaceChildren(make("p", { class: "hint", text: "Select a token to see its probabilities and neighbours." }));
   find("inspector").classList.remove("open");
 }
 
@@ -53,27 +53,27 @@ function draw() {
   text.mark(place);
   const parts = [
     make("h2", { class: "name" }, make("span", { class: "chip", text: visible(token.text) || "∅" })),
-    make("p", { class: "verdict", text: verdict(token) }),
+    make("p", { class: "summary", text: summary(token) }),
     make("dl", { class: "bars" },
-      ...bar("the model", "p_LM", token.p_lm, "model"),
-      ...bar("the memory", "p_kNN", token.p_knn, "memory"),
-      ...bar("together", "p", token.p, "both")),
+      ...bar("language model", "p_LM", token.p_lm, "model"),
+      ...bar("memory", "p_kNN", token.p_knn, "memory"),
+      ...bar("mixture", "p", token.p, "both")),
     make("p", { class: "hint formula", text: formula(token) }),
   ];
   if (token.shares?.length) parts.push(shares(token.shares));
   if (token.sources?.length) {
-    parts.push(make("h3", { text: "Who voted" }), make("ol", { class: "voters" }, ...token.sources.map((each) => voter(each, token))));
+    parts.push(make("h3", { text: "Neighbours" }), make("ol", { class: "neighbours" }, ...token.sources.map((each) => neighbour(each, token))));
   }
   find("inspected").replaceChildren(...parts);
 }
 
-function verdict(token) {
-  if (token.p === null) return "Nothing was read before it, so nobody was asked.";
-  if (token.p_knn === null) return "The model alone said this.";
+function summary(token) {
+  if (token.p === null) return "The first token: it is not predicted.";
+  if (token.p_knn === null) return "From the language model alone.";
   const part = share(token);
-  if (part >= 0.995) return "The memory said this.";
-  if (part < 0.005) return "The model said this; the memory had nothing to add.";
-  return `${Math.round(part * 100)} % of its probability came from the memory.`;
+  if (part >= 0.995) return "From the memory.";
+  if (part < 0.005) return "From the language model; the memory adds nothing.";
+  return `${Math.round(part * 100)} % of its probability comes from the memory.`;
 }
 
 function formula(token) {
@@ -96,61 +96,61 @@ function shares(given) {
   return make("ul", { class: "shares" }, ...rows);
 }
 
-function voter(source, token) {
+function neighbour(source, token) {
   const agrees = source.token === token.text;
   const context = make("p", { class: "context" },
     `…${source.before.replace(/^[\s.,;:!?]+/, "")}`,
     ...marked(source.token, agrees ? "agrees" : ""), `${source.after.trimEnd()}…`);
-  const head = make("div", { class: "voter-head" },
+  const head = make("div", { class: "neighbour-head" },
     make("span", { class: "rail", "aria-hidden": "true" }, make("span", { class: "fill memory", style: { "--part": source.weight } })),
     make("b", { class: "weight", text: `${(source.weight * 100).toFixed(source.weight < 0.1 ? 1 : 0)} %` }),
-    make("span", { class: "vote", text: visible(source.token), title: agrees ? "the same word" : "another word" }),
+    make("span", { class: "vote", text: visible(source.token), title: agrees ? "the same token" : "another token" }),
   );
   const read = make("button", {
-    type: "button", class: "document", title: "Read it there", onclick: () => openPassage(source.number, source.entry),
+    type: "button", class: "document", title: "Open the document", onclick: () => openPassage(source.number, source.entry),
   }, make("span", { text: source.document }));
   return make("li", { class: agrees ? "agrees" : "differs" }, head, context, read);
 }
 
-// The passage dialog: what is shown of which document.
-const PIECE = 400;
+// The dialog with a passage of a document.
+const PASSAGE_TOKENS = 400;
 let open = null;
 
 /** Open a document at an entry of the store, or at its beginning. */
 export async function openPassage(number, entry = null) {
   try {
-    const query = entry === null ? `limit=${PIECE}` : `entry=${entry}&limit=${PIECE}`;
-    const piece = await ask(`/v1/documents/${number}?${query}`);
-    // A piece has as many tokens as were asked for, except at the end of the document.
-    const length = piece.more ? PIECE : piece.tokens - piece.offset;
-    open = { number, begin: piece.offset, end: piece.offset + length, tokens: piece.tokens };
-    find("passage-title").textContent = piece.id;
-    find("passage-source").textContent = piece.source === piece.id ? "" : piece.source;
-    const mark = piece.token ? marked(piece.token) : [];
-    find("passage-text").replaceChildren(piece.before, ...mark, piece.after);
+    const query = entry === null ? `limit=${PASSAGE_TOKENS}` : `entry=${entry}&limit=${PASSAGE_TOKENS}`;
+    const passage = await fetchJson(`/v1/documents/${number}?${query}`);
+    // A passage has the requested number of tokens, except at the end of the document.
+    const length = passage.more ? PASSAGE_TOKENS : passage.tokens - passage.offset;
+    open = { number, begin: passage.offset, end: passage.offset + length, tokens: passage.tokens };
+    find("passage-title").textContent = passage.id;
+    find("passage-source").textContent = passage.source === passage.id ? "" : passage.source;
+    const mark = passage.token ? marked(passage.token) : [];
+    find("passage-text").replaceChildren(passage.before, ...mark, passage.after);
     place();
     if (!find("passage").open) find("passage").showModal();
     find("passage-text").querySelector("mark")?.scrollIntoView({ block: "center" });
   } catch (error) {
-    complain(error);
+    showError(error);
   }
 }
 
-
+/** Show an earlier or later passage. */
 export async function turn(step) {
   if (!open) return;
-  const begin = step < 0 ? Math.max(0, open.begin - PIECE) : open.end;
-  const limit = step < 0 ? open.begin - begin : PIECE;
+  const begin = step < 0 ? Math.max(0, open.begin - PASSAGE_TOKENS) : open.end;
+  const limit = step < 0 ? open.begin - begin : PASSAGE_TOKENS;
   if (limit <= 0 || begin >= open.tokens) return;
   try {
-    const piece = await ask(`/v1/documents/${open.number}?offset=${begin}&limit=${limit}`);
-    if (step < 0) find("passage-text").prepend(piece.before);
-    else find("passage-text").append(piece.before);
+    const passage = await fetchJson(`/v1/documents/${open.number}?offset=${begin}&limit=${limit}`);
+    if (step < 0) find("passage-text").prepend(passage.before);
+    else find("passage-text").append(passage.before);
     if (step < 0) open.begin = begin;
     else open.end = Math.min(begin + limit, open.tokens);
     place();
   } catch (error) {
-    complain(error);
+    showError(error);
   }
 }
 

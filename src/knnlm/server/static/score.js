@@ -1,62 +1,62 @@
-// Score a text: where the memory helps and where it hurts.
+// Score a text: the tokens that the memory makes more or less probable.
 
 import { post } from "./api.js";
-import { Again } from "./again.js";
-import { complain, content, count, find, make, perplexity, probability, visible } from "./dom.js";
-import { forget, inspect, refresh } from "./inspector.js";
+import { Rescorer } from "./rescore.js";
+import { showError, clearErrors, count, find, make, perplexity, probability, visible } from "./dom.js";
+import { clear, inspect, refresh } from "./inspector.js";
 import * as settings from "./settings.js";
 import { byGain, gain, TokenText } from "./tokens.js";
 
 const SOURCES = 6;
 const SPOTS = 5;
 
-/** Take charge of the tab. */
+/** Add the listeners of the tab. */
 export function begin() {
   const text = new TokenText(find("text-score"), { tint: byGain, show: inspect });
-  const again = new Again((answer) => {
-    text.update(answer.knnlm.tokens);
+  const rescorer = new Rescorer((response) => {
+    text.update(response.knnlm.tokens);
     refresh(text);
-    tell(answer, text);
+    showTotals(response, text);
   });
   find("score-form").addEventListener("submit", (event) => {
     event.preventDefault();
-    if (!find("measure").disabled) score(text, again);
+    if (!find("measure").disabled) score(text, rescorer);
   });
   find("given").addEventListener("keydown", (event) => {
     if (event.key === "Enter" && (event.ctrlKey || event.metaKey)) find("score-form").requestSubmit();
   });
 }
 
-async function score(text, again) {
-  const asked = settings.chosen();
-  content();
-  again.end();
+async function score(text, rescorer) {
+  const requested = settings.chosen();
+  clearErrors();
+  rescorer.end();
   find("measure").disabled = true;
   find("measure").textContent = "Reading…";
   try {
-    const answer = await post("/v1/score", { text: find("given").value, sources: SOURCES, memory: asked });
-    forget(text);
+    const response = await post("/v1/score", { text: find("given").value, sources: SOURCES, memory: requested });
+    clear(text);
     text.clear();
-    text.add(answer.knnlm.tokens);
-    tell(answer, text);
+    text.add(response.knnlm.tokens);
+    showTotals(response, text);
     find("welcome-score").hidden = true;
     find("scored").hidden = false;
-    again.begin(answer.knnlm.id, answer.knnlm.k, asked);
-    if (JSON.stringify(settings.chosen()) !== JSON.stringify(asked)) again.run();
+    rescorer.begin(response.knnlm.id, response.knnlm.k, requested);
+    if (JSON.stringify(settings.chosen()) !== JSON.stringify(requested)) rescorer.run();
   } catch (error) {
-    complain(error);
+    showError(error);
   } finally {
     find("measure").disabled = false;
     find("measure").textContent = "Score";
   }
 }
 
-function tell(answer, text) {
-  find("perplexity-without").textContent = perplexity(answer.perplexity_lm);
-  find("perplexity-with").textContent = perplexity(answer.perplexity);
-  find("count").textContent = count(answer.tokens);
-  const change = (answer.perplexity / answer.perplexity_lm - 1) * 100;
-  const known = answer.perplexity !== null && answer.perplexity_lm !== null;
+function showTotals(response, text) {
+  find("perplexity-without").textContent = perplexity(response.perplexity_lm);
+  find("perplexity-with").textContent = perplexity(response.perplexity);
+  find("count").textContent = count(response.tokens);
+  const change = (response.perplexity / response.perplexity_lm - 1) * 100;
+  const known = response.perplexity !== null && response.perplexity_lm !== null;
   find("change").textContent = known ? `${change > 0 ? "+" : "−"}${Math.abs(change).toFixed(1)} %` : "—";
   find("change").className = !known || Math.abs(change) < 0.05 ? "" : change < 0 ? "helps" : "hurts";
   const order = text.tokens.map((token, place) => [gain(token), place]).sort((a, b) => b[0] - a[0]);
@@ -74,5 +74,5 @@ function spots(list, chosen, text) {
       make("span", { class: "odds", text: `${probability(token.p_lm)} → ${probability(token.p)}` }));
     return make("li", {}, go);
   }));
-  if (!chosen.length) list.append(make("li", { class: "hint", text: "Nowhere." }));
+  if (!chosen.length) list.append(make("li", { class: "hint", text: "None." }));
 }

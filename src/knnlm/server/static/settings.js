@@ -1,4 +1,4 @@
-// λ, k and τ: three sliders, and whoever wants to know when they move. What nobody moved is as the server has it.
+// The sliders of λ, k and τ. A slider that was not moved keeps the server's setting.
 
 import { count, find, make } from "./dom.js";
 
@@ -6,19 +6,19 @@ const sliders = {};
 const listeners = [];
 
 const KINDS = {
-  lambda: { sign: "λ", name: "weight of the memory", show: (value) => value.toFixed(2) },
-  k: { sign: "k", name: "neighbours that vote", show: (value) => count(value) },
-  knn_temperature: { sign: "τ", name: "patience with far ones", show: (value) => (value >= 100 ? value.toFixed(0) : value.toPrecision(3)) },
+  lambda: { sign: "λ", name: "weight of the memories", show: (value) => value.toFixed(2) },
+  k: { sign: "k", name: "neighbours", show: (value) => count(value) },
+  knn_temperature: { sign: "τ", name: "temperature of the votes", show: (value) => (value >= 100 ? value.toFixed(0) : value.toPrecision(3)) },
 };
 
-/** Make the sliders for what is served. */
-export function prepare(facts) {
-  const lambda = facts.lambda;
-  const widest = Math.max(facts.k ?? 1, Math.min(facts.keys ?? 1, 1024));
+/** Build the sliders from the server's settings. */
+export function prepare(metadata) {
+  const lambda = metadata.lambda;
+  const maxK = Math.max(metadata.k ?? 1, Math.min(metadata.keys ?? 1, 1024));
   const scales = {
     lambda: linear(lambda),
-    k: facts.k === null ? null : powers(facts.k, 1, widest, Math.round),
-    knn_temperature: facts.knn_temperature === null ? null : powers(facts.knn_temperature, facts.knn_temperature / 100, facts.knn_temperature * 100),
+    k: metadata.k === null ? null : powers(metadata.k, 1, maxK, Math.round),
+    knn_temperature: metadata.knn_temperature === null ? null : powers(metadata.knn_temperature, metadata.knn_temperature / 100, metadata.knn_temperature * 100),
   };
   find("sliders").replaceChildren();
   for (const [name, kind] of Object.entries(KINDS)) {
@@ -44,34 +44,34 @@ function makeSlider(name, kind, scale) {
   const own = { input, scale, moved: false, show: () => {
     const known = own.moved || scale.served !== null;
     const value = own.moved ? scale.from(Number(input.value)) : scale.served;
-    output.textContent = known ? kind.show(value) : "as fitted";
+    output.textContent = known ? kind.show(value) : "tuned";
     input.setAttribute("aria-valuetext", output.textContent);
     input.style.setProperty("--part", Number(input.value) / 1000);
   } };
   input.addEventListener("input", () => {
     own.moved = true;
     own.show();
-    for (const listen of listeners) listen();
+    for (const listener of listeners) listener();
   });
   sliders[name] = own;
-  put(own);
+  restore(own);
   const label = make("label", { for: `slider-${name}` }, make("b", { text: kind.sign }), make("span", { text: kind.name }));
   return make("div", { class: "slider" }, label, output, input);
 }
 
-function put(own) {
+function restore(own) {
   own.moved = false;
   own.input.value = own.scale.served === null ? 250 : own.scale.to(own.scale.served);
   own.show();
 }
 
-/** Back to what the server was started with. */
+/** Restore the server's settings. */
 export function reset() {
-  Object.values(sliders).forEach(put);
-  for (const listen of listeners) listen();
+  Object.values(sliders).forEach(restore);
+  for (const listener of listeners) listener();
 }
 
-/** What was moved, as the server takes it. */
+/** Return the moved settings, as fields of a request. */
 export function chosen() {
   const found = {};
   for (const [name, own] of Object.entries(sliders)) {
@@ -80,7 +80,7 @@ export function chosen() {
   return found;
 }
 
-/** What holds now, moved or not; null where only the server knows. */
+/** Return the current setting; null where a gate decides. */
 export const value = (name) => chosen()[name] ?? sliders[name]?.scale.served ?? null;
 
-export const onMove = (listen) => listeners.push(listen);
+export const onMove = (listener) => listeners.push(listener);

@@ -1,7 +1,7 @@
-// Set the theme before anything is drawn, so that a dark page never flashes white. Knows nothing else.
+// Set the theme before the first paint, so that a dark page does not flash white.
 try {
   const kept = localStorage.getItem("knnlm-theme");
   if (kept === "light" || kept === "dark") document.documentElement.dataset.theme = kept;
 } catch {
-  // A browser that keeps nothing follows the system.
+  // Without local storage, follow the system.
 }

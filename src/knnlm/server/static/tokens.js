@@ -1,14 +1,14 @@
-// A text whose tokens can be pointed at, walked through and tinted. Knows nothing about where it comes from.
+// A text whose tokens can be selected by pointer and keyboard, and are coloured.
 
 import { make, visible } from "./dom.js";
 
-/** How much of a token's probability the memory gave, from 0 to 1. */
+/** Return the part of a token's probability that comes from the memory, from 0 to 1. */
 export function share(token) {
   if (!token.p || token.p_knn === null) return 0;
   return Math.min(1, (token.weight * token.p_knn) / token.p);
 }
 
-/** How many nats the memory added to a token. */
+/** Return the nats that the memory adds to a token's log-probability. */
 export function gain(token) {
   if (token.p === null || token.p_lm === null) return 0;
   if (token.p === token.p_lm) return 0;
@@ -19,13 +19,12 @@ export function byShare(element, token) {
   const part = share(token);
   element.style.setProperty("--strength", part.toFixed(3));
   element.dataset.share = part.toFixed(3);
-  element.classList.toggle("loud", part >= 0.5);
+  element.classList.toggle("strong", part >= 0.5);
 }
 
 export function byGain(element, token) {
   const nats = gain(token);
-  // A memory can help without bound, but hurts by its own weight at most: a factor of twenty is as green as it gets, a
-  // factor of two as red.
+  // The gain is unbounded, the loss is bounded by λ: a factor of twenty is fully green, a factor of two fully red.
   element.style.setProperty("--strength", Math.min(1, Math.abs(nats) / (nats > 0 ? 3 : 0.7)).toFixed(3));
   element.dataset.gain = nats.toFixed(3);
   element.classList.toggle("helps", nats > 0.05);
@@ -33,7 +32,7 @@ export function byGain(element, token) {
 }
 
 export class TokenText {
-  /** `tint` colours an element by its token; `show` is told which token is looked at, and how: "hover", "focus" or "choose". */
+  /** `tint` colours an element by its token; `show` is called with the token's place and "hover", "focus" or "choose". */
   constructor(root, { tint, show }) {
     this.root = root;
     this.tint = tint;
@@ -45,7 +44,7 @@ export class TokenText {
     root.addEventListener("keydown", (event) => this.#key(event));
   }
 
-  /** Begin anew, after a text that is given. */
+  /** Remove all tokens, and set the prompt before them. */
   clear(given = "") {
     this.tokens = [];
     this.elements = [];
@@ -56,10 +55,10 @@ export class TokenText {
     for (const token of tokens) {
       const word = token.text.trimStart();
       const space = word ? token.text.slice(0, token.text.length - word.length) : "";
-      // The space before a word is part of its token, but looks better without a tint.
+      // The leading space of a token is not coloured.
       const element = make("span", {
         class: "token", role: "button", tabindex: this.elements.length ? "-1" : "0",
-        "aria-label": word ? undefined : visible(token.text) || "part of a sign",
+        "aria-label": word ? undefined : visible(token.text) || "part of a character",
       }, space, make("span", { class: "word", text: word || token.text }));
       if (token.text === "\n") element.classList.add("break");
       this.tint(element, token);
@@ -69,7 +68,7 @@ export class TokenText {
     }
   }
 
-  /** Take new figures for the same tokens. */
+  /** Set new probabilities of the same tokens. */
   update(tokens) {
     tokens.forEach((token, place) => {
       if (!this.elements[place]) return;
@@ -79,7 +78,7 @@ export class TokenText {
     });
   }
 
-  /** Look at one token, and bring it into view. */
+  /** Select a token, and scroll to it. */
   choose(place) {
     const element = this.elements[place];
     element.focus();
@@ -87,10 +86,10 @@ export class TokenText {
     this.show(this, place, "choose");
   }
 
-  /** Mark which token is being looked at, in this text only. */
+  /** Mark the selected token. */
   mark(place) {
-    this.root.querySelector(".looked")?.classList.remove("looked");
-    this.elements[place]?.classList.add("looked");
+    this.root.querySelector(".selected")?.classList.remove("selected");
+    this.elements[place]?.classList.add("selected");
   }
 
   #pointed(event, how) {
@@ -119,7 +118,7 @@ export class TokenText {
     }
   }
 
-  /** Find the token above or below. */
+  /** Return the token above or below. */
   #line(place, step) {
     const here = this.elements[place].getBoundingClientRect();
     let best = place, least = Infinity, line = null;

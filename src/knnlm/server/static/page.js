@@ -1,14 +1,14 @@
-// The page as a whole: tabs, theme, keys, and what is served.
+// The page: tabs, theme, dialogs, keys, and the served model.
 
-import { ask, useKey } from "./api.js";
-import { complain, count, content, find, narrow } from "./dom.js";
+import { fetchJson, useKey } from "./api.js";
+import { showError, count, clearErrors, find, narrow } from "./dom.js";
 import { close as closeInspector, turn } from "./inspector.js";
-import * as memory from "./memory.js";
+import * as documents from "./documents.js";
+import * as generation from "./generation.js";
 import * as score from "./score.js";
 import * as settings from "./settings.js";
-import * as write from "./write.js";
 
-const TABS = ["write", "score", "memory"];
+const TABS = ["generate", "score", "documents"];
 
 function show(name) {
   for (const tab of TABS) {
@@ -20,7 +20,7 @@ function show(name) {
   find("main").dataset.tab = name;
   find("inspector").classList.remove("open");
   if (location.hash.slice(1) !== name) history.replaceState(null, "", `#${name}`);
-  if (name === "memory") memory.list();
+  if (name === "documents") documents.list();
 }
 
 function prepareTabs() {
@@ -44,7 +44,7 @@ function prepareTheme() {
     try {
       localStorage.setItem("knnlm-theme", root.dataset.theme);
     } catch {
-      // It holds until the page is left.
+      // Not stored: the theme lasts until the page is left.
     }
   });
 }
@@ -53,7 +53,7 @@ function prepareDialogs() {
   for (const button of document.querySelectorAll("[data-close]")) {
     button.addEventListener("click", () => button.closest("dialog").close());
   }
-  // A click beside a dialog closes it.
+  // A click outside a dialog closes it.
   for (const dialog of document.querySelectorAll("dialog:not(#key)")) {
     dialog.addEventListener("click", (event) => event.target === dialog && dialog.close());
   }
@@ -68,37 +68,37 @@ function prepareDialogs() {
     event.preventDefault();
     useKey(find("key-value").value);
     find("key").close();
-    content();
-    look();
+    clearErrors();
+    loadModel();
   });
 }
 
-/** Say what is served. */
-async function look() {
+/** Load the metadata of the served model. */
+async function loadModel() {
   try {
-    const [model] = (await ask("/v1/models")).data;
-    const facts = model.knnlm;
-    const name = facts.language_model.split("/").filter(Boolean).pop();
-    const size = facts.keys === null ? "" : ` · ${count(facts.keys)} contexts`;
+    const [model] = (await fetchJson("/v1/models")).data;
+    const metadata = model.knnlm;
+    const name = metadata.language_model.split("/").filter(Boolean).pop();
+    const size = metadata.keys === null ? "" : ` · ${count(metadata.keys)} contexts`;
     find("served").textContent = `${model.id} · ${name}${size}`;
     document.title = `${model.id} · knnlm`;
-    find("length").max = facts.max_output_tokens;
-    settings.prepare(facts);
-    memory.prepare(facts);
-    show(TABS.includes(location.hash.slice(1)) ? location.hash.slice(1) : "write");
+    find("length").max = metadata.max_output_tokens;
+    settings.prepare(metadata);
+    documents.prepare(metadata);
+    show(TABS.includes(location.hash.slice(1)) ? location.hash.slice(1) : "generate");
     document.documentElement.dataset.ready = "yes";
   } catch (error) {
     find("served").textContent = "Not connected";
-    if (error.status !== 401 || find("key-value").value) complain(error);
+    if (error.status !== 401 || find("key-value").value) showError(error);
   }
 }
 
 prepareTabs();
 prepareTheme();
 prepareDialogs();
-write.begin();
+generation.begin();
 score.begin();
-memory.begin();
+documents.begin();
 find("reset").addEventListener("click", settings.reset);
 if (narrow()) find("mixing").open = false;
-look();
+loadModel();

@@ -1,20 +1,20 @@
-// The documents of the memory: look through them, read them, add and remove some.
+// The documents of the store: list, read, add, remove.
 
-import { ask, post } from "./api.js";
-import { complain, content, count, find, make, plural } from "./dom.js";
+import { fetchJson, post } from "./api.js";
+import { showError, clearErrors, count, find, make, plural } from "./dom.js";
 import { openPassage } from "./inspector.js";
 
 const PAGE = 50;
 let shown = 0;
-let asking = 0;
-let largest = Infinity; // bytes that the server takes at once
+let requests = 0;
+let maxBytes = Infinity; // of a request
 
-/** Take note of what the server says of itself. */
-export function prepare(facts) {
-  largest = facts.max_body_bytes;
+/** Set the limits of the server. */
+export function prepare(metadata) {
+  maxBytes = metadata.max_body_bytes;
 }
 
-/** Take charge of the tab. */
+/** Add the listeners of the tab. */
 export function begin() {
   let waiting = 0;
   find("search").addEventListener("input", () => {
@@ -38,27 +38,27 @@ export function begin() {
     event.preventDefault();
     add([...event.dataTransfer.files]);
   });
-  // A file that misses the field must not open in the place of the page.
+  // A file dropped elsewhere must not replace the page.
   for (const kind of ["dragover", "drop"]) window.addEventListener(kind, (event) => event.preventDefault());
 }
 
-/** Show documents, from the first or after those that are shown. */
+/** Show the first documents, or more of them. */
 export async function list({ more = false } = {}) {
   const query = find("search").value;
-  const turn = ++asking;
+  const own = ++requests;
   const offset = more ? shown : 0;
   try {
-    const answer = await ask(`/v1/documents?query=${encodeURIComponent(query)}&offset=${offset}&limit=${PAGE}`);
-    if (turn !== asking) return; // another search was begun meanwhile
+    const answer = await fetchJson(`/v1/documents?query=${encodeURIComponent(query)}&offset=${offset}&limit=${PAGE}`);
+    if (own !== requests) return; // a later search is running
     const rows = answer.documents.map(row);
-    if (more) find("shelf").append(...rows);
-    else find("shelf").replaceChildren(...rows);
+    if (more) find("document-list").append(...rows);
+    else find("document-list").replaceChildren(...rows);
     shown = offset + rows.length;
     find("total").textContent = count(answer.total);
     find("nothing").hidden = answer.total > 0;
     find("more").hidden = shown >= answer.total;
   } catch (error) {
-    complain(error);
+    showError(error);
   }
 }
 
@@ -74,28 +74,28 @@ function row(document) {
 }
 
 async function add(files) {
-  content();
+  clearErrors();
   for (const [place, file] of files.entries()) {
     const line = make("li", { text: `Reading ${file.name}…` });
     find("added").prepend(line);
     try {
       const text = await readText(file);
       const body = { documents: [{ id: file.name, source: file.name, text }] };
-      if (new Blob([JSON.stringify(body)]).size > largest) {
-        // A server that refuses a body while it is coming cannot say so to a browser.
-        throw new Error(`${file.name} is larger than the ${count(largest)} bytes that the server takes at once. Cut it in pieces.`);
+      if (new Blob([JSON.stringify(body)]).size > maxBytes) {
+        // A browser does not show the error of a server that rejects a body while it arrives.
+        throw new Error(`${file.name} is larger than the limit of ${count(maxBytes)} bytes. Split it.`);
       }
-      const made = await post("/v1/documents", body, { admin: find("admin").value });
-      line.textContent = made.added
-        ? `${file.name}: ${plural(made.tokens, "token")} remembered.`
-        : `${file.name}: this text is there already.`;
+      const result = await post("/v1/documents", body, { admin: find("admin").value });
+      line.textContent = result.added
+        ? `${file.name}: ${plural(result.tokens, "token")} added.`
+        : `${file.name}: this text is in the store already.`;
       line.className = "done";
       await list();
     } catch (error) {
-      line.textContent = `${file.name}: not remembered. ${error.message}`;
-      complain(error);
-      if (![0, 401, 403].includes(error.status)) continue; // it is this file's fault
-      for (const other of files.slice(place + 1)) find("added").prepend(make("li", { text: `${other.name}: not remembered.` }));
+      line.textContent = `${file.name}: not added. ${error.message}`;
+      showError(error);
+      if (![0, 401, 403].includes(error.status)) continue; // an error of this file only
+      for (const other of files.slice(place + 1)) find("added").prepend(make("li", { text: `${other.name}: not added.` }));
       return;
     }
   }
@@ -106,27 +106,27 @@ async function readText(file) {
     const text = new TextDecoder("utf-8", { fatal: true }).decode(await file.arrayBuffer());
     if (text.trim() && !text.includes("\0")) return text;
   } catch {
-    // Said below.
+    // Reported below.
   }
-  throw new Error(`${file.name} is no text in UTF-8, or is empty. Choose a text file.`);
+  throw new Error(`${file.name} is not UTF-8 text, or is empty. Choose a text file.`);
 }
 
 async function remove(document) {
-  if (!(await sure(document))) return;
-  content();
+  if (!(await confirmRemoval(document))) return;
+  clearErrors();
   try {
-    await ask(`/v1/documents/${document.number}`, { method: "DELETE", admin: find("admin").value });
-    find("added").prepend(make("li", { class: "done", text: `${document.id}: forgotten.` }));
+    await fetchJson(`/v1/documents/${document.number}`, { method: "DELETE", admin: find("admin").value });
+    find("added").prepend(make("li", { class: "done", text: `${document.id}: removed.` }));
     await list();
   } catch (error) {
-    complain(error);
+    showError(error);
   }
 }
 
-/** Ask before something is gone. */
-function sure(document) {
+/** Return whether the removal is confirmed. */
+function confirmRemoval(document) {
   const dialog = find("confirm");
-  find("confirm-text").textContent = `“${document.id}” (${plural(document.tokens, "token")}) will not be heard any more.`;
+  find("confirm-text").textContent = `“${document.id}” (${plural(document.tokens, "token")}) will be removed from the store.`;
   return new Promise((resolve) => {
     const yes = () => dialog.close("yes");
     find("confirm-yes").addEventListener("click", yes);

@@ -1,0 +1,110 @@
+// Generate with memory and by the language model alone, side by side, and rescore the text.
+
+import { stream } from "./api.js";
+import { Rescorer } from "./rescore.js";
+import { showError, clearErrors, find, perplexity, plural } from "./dom.js";
+import { clear, inspect, refresh } from "./inspector.js";
+import * as settings from "./settings.js";
+import { byShare, TokenText } from "./tokens.js";
+
+const SOURCES = 8;
+let stopping = null;
+
+/** Add the listeners of the tab. */
+export function begin() {
+  const alone = new TokenText(find("text-without"), { tint: byShare, show: inspect });
+  const withMemory = new TokenText(find("text-with"), { tint: byShare, show: inspect });
+  const rescorer = new Rescorer((answer) => {
+    withMemory.update(answer.knnlm.tokens);
+    refresh(withMemory);
+    summarise(withMemory, find("figures-with"));
+  });
+  find("generate-form").addEventListener("submit", (event) => {
+    event.preventDefault();
+    if (!stopping) generate({ alone, withMemory, rescorer });
+  });
+  find("prompt").addEventListener("keydown", (event) => {
+    if (event.key === "Enter" && (event.ctrlKey || event.metaKey)) find("generate-form").requestSubmit();
+  });
+  find("stop").addEventListener("click", () => stopping?.abort());
+}
+
+async function generate({ alone, withMemory, rescorer }) {
+  const compare = find("compare").checked;
+  const requested = settings.chosen();
+  const body = {
+    prompt: find("prompt").value,
+    max_tokens: Number(find("length").value),
+    temperature: Number(find("sampling").value),
+    seed: Number(find("seed").value),
+    sources: SOURCES,
+  };
+  prepare(compare, [alone, withMemory], body.prompt, rescorer);
+  const { signal } = stopping;
+  const texts = [generateOne(withMemory, { ...body, memory: requested }, find("figures-with"), signal)];
+  if (compare) texts.push(generateOne(alone, { ...body, sources: 0, memory: { off: true } }, find("figures-without"), signal));
+  const [written, other] = await Promise.allSettled(texts);
+  for (const each of [written, other]) {
+    if (each?.status === "rejected" && each.reason.name !== "AbortError") showError(each.reason);
+  }
+  busy(false);
+  const trace = withMemory.trace;
+  if (trace) {
+    rescorer.begin(trace.id, trace.k, requested);
+    // A slider may have moved while the text arrived.
+    if (JSON.stringify(settings.chosen()) !== JSON.stringify(requested)) rescorer.run();
+  }
+}
+
+function prepare(compare, texts, prompt, rescorer) {
+  clearErrors();
+  rescorer.end();
+  for (const text of texts) {
+    clear(text);
+    text.clear(prompt);
+    text.trace = null;
+  }
+  find("figures-with").textContent = find("figures-without").textContent = "";
+  find("welcome-generate").hidden = true;
+  find("panes").hidden = find("legend-generate").hidden = false;
+  find("pane-without").hidden = !compare;
+  find("panes").classList.toggle("two", compare);
+  stopping = new AbortController();
+  busy(true);
+}
+
+async function generateOne(text, body, figures, signal) {
+  const pane = text.root.closest(".pane");
+  pane.classList.add("loading");
+  try {
+    for await (const chunk of stream("/v1/completions", body, { signal })) {
+      for (const choice of chunk.choices) {
+        text.trace = choice.knnlm;
+        text.add(choice.knnlm.tokens);
+      }
+    }
+  } finally {
+    pane.classList.remove("loading");
+    summarise(text, figures);
+  }
+}
+
+/** Show the length and perplexity of a text. */
+function summarise(text, figures) {
+  const known = text.tokens.filter((token) => token.p !== null);
+  if (!known.length) {
+    figures.textContent = "No tokens: the model ended the text at once.";
+    return;
+  }
+  const mean = (name) => Math.exp(-known.reduce((sum, token) => sum + Math.log(Math.max(token[name], 1e-300)), 0) / known.length);
+  const own = `perplexity ${perplexity(mean("p"))}`;
+  const alone = known.some((token) => token.p_knn !== null) ? `, ${perplexity(mean("p_lm"))} by the model alone` : "";
+  figures.textContent = `${plural(known.length, "token")} · ${own}${alone}`;
+}
+
+function busy(on) {
+  find("go").disabled = on;
+  find("go").textContent = on ? "Generating…" : "Generate";
+  find("stop").hidden = !on;
+  if (!on) stopping = null;
+}
