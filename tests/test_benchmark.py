@@ -1,4 +1,4 @@
-"""What bench measures: both sides of each ratio, on keys that are like those of the store."""
+"""Figures of knnlm bench: both sides of each ratio, on keys like those of the store."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_every_ratio_is_that_of_its_two_sides(lm, tmp_path, monkeypatch):
     assert found["build"]["bytes_per_token"] == pytest.approx(store.bytes / store.rows)
 
 
-def test_made_up_keys_have_the_mean_and_the_spectrum_of_stored_ones(lm, tmp_path):
+def test_synthetic_keys_have_the_mean_and_the_spectrum_of_stored_ones(lm, tmp_path):
     text = " ".join(f"word{number % 97} is {number * number % 89}" for number in range(400))
     store = build([Document("0", "made", text)], tmp_path / "memory", lm=lm)
     real = store.take(torch.arange(store.key_count)).numpy()

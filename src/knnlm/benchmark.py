@@ -1,8 +1,8 @@
-"""What a memory costs on this machine, next to the model alone. Knows nothing about screens.
+"""Cost of a store on this machine, compared with the model alone.
 
-Both sides of every ratio run in this process, one after the other. A memory of some thousand tokens is built, read with
-and generated with. Searches are timed over more keys than the model could read meanwhile: stored ones, each moved by a
-part of the difference between two others, so that they keep the spectrum of real keys.
+Both sides of every ratio run in this process, one after the other. A store of some thousand tokens is built, evaluated
+and generated with. Searches are timed over more keys than the model could compute in that time: stored keys, each moved
+by a part of the difference between two others, so that they keep the spectrum of real keys.
 """
 
 from __future__ import annotations
@@ -32,49 +32,47 @@ from knnlm.memories.knn import KnnMemory
 from knnlm.mixture.mixture import Mixture
 from knnlm.progress import Progress, silent
 
-_PIECE = 2000  # characters of a document
-
-_APART = 0.5  # how far a made-up key is from the stored one it is made of, in differences of two others
+_DOCUMENT_CHARACTERS = 2000
+_NOISE_SCALE = 0.5  # of the difference of two stored keys that is added to a third one
 
 
 @dataclass(frozen=True)
 class Size:
-    """How much is measured."""
+    """Amount of work that is measured."""
 
-    characters: int  # of text that is stored, and a quarter of it that is read
-    keys: int  # that are searched
+    characters: int  # of stored text; a quarter as many are evaluated
+    keys: int  # to search
     queries: int
     generated: int  # tokens
     repeats: int
 
 
 QUICK = Size(characters=5_000, keys=30_000, queries=256, generated=8, repeats=2)
-
 FULL = Size(characters=60_000, keys=300_000, queries=1024, generated=48, repeats=5)
 
 
 def bench(lm: CausalLM, folder: Path, *, size: Size = QUICK, progress: Progress = silent) -> dict[str, Any]:
-    """Measure a model with and without a memory, which is made in this folder."""
+    """Measure a model with and without a store, which is built in this folder."""
     parts = split_topics(size.characters, max(2000, size.characters // 4))
-    found: dict[str, Any] = {"machine": machine()}
+    figures: dict[str, Any] = {"machine": machine()}
     with progress("measuring", total=4, unit="parts") as advance:
-        found["build"], store = _building(lm, _pieces(parts.store), folder)
+        figures["build"], store = _measure_build(lm, _cut(parts.store), folder)
         advance(1)
         mixture = Mixture(lm, KnnMemory(store, ExactIndex(store.keys), k=1024, knn_temperature=2.0), lmbda=0.25)
         steps: list[tuple[str, Callable[[], dict[str, Any]]]] = [
-            ("evaluation", lambda: _evaluating(mixture, _pieces(parts.test), size)),
-            ("generation", lambda: _generating(mixture, size)),
-            ("search", lambda: _searching(store, size)),
+            ("evaluation", lambda: _measure_evaluation(mixture, _cut(parts.test), size)),
+            ("generation", lambda: _measure_generation(mixture, size)),
+            ("search", lambda: _measure_search(store, size)),
         ]
         for name, work in steps:
-            found[name] = work()
+            figures[name] = work()
             advance(1)
     store.close()
-    return found
+    return figures
 
 
 def machine() -> dict[str, Any]:
-    """Say what this is measured on."""
+    """Return a description of this machine."""
     return {
         "processor": platform.processor() or platform.machine(),
         "cores": os.cpu_count(),
@@ -84,8 +82,8 @@ def machine() -> dict[str, Any]:
     }
 
 
-def _building(lm: CausalLM, documents: list[Document], folder: Path) -> tuple[dict[str, Any], Datastore]:
-    """Build, and make the same forward passes without keeping anything."""
+def _measure_build(lm: CausalLM, documents: list[Document], folder: Path) -> tuple[dict[str, Any], Datastore]:
+    """Build a store, and run the same forward passes without storing anything."""
     tokens = [lm.encode(document.text) for document in documents]
 
     def forward(*, logits: bool) -> float:
@@ -95,23 +93,23 @@ def _building(lm: CausalLM, documents: list[Document], folder: Path) -> tuple[di
         return time.perf_counter() - begin
 
     forward(logits=False)  # the first pass of a process is slower
-    without, whole = forward(logits=False), forward(logits=True)
+    without_head, with_head = forward(logits=False), forward(logits=True)
     begin = time.perf_counter()
     store = build(documents, folder, lm=lm)
     built = time.perf_counter() - begin
     figures = {
         "tokens": store.rows,
         "tokens_per_second": store.rows / built,
-        "forward_tokens_per_second": store.rows / whole,
-        "without_head_tokens_per_second": store.rows / without,
-        "ratio_to_forward_without_head": without / built,
+        "forward_tokens_per_second": store.rows / with_head,
+        "without_head_tokens_per_second": store.rows / without_head,
+        "ratio_to_forward_without_head": without_head / built,
         "bytes_per_token": store.bytes / max(1, store.rows),
     }
     return figures, store
 
 
-def _evaluating(mixture: Mixture, documents: list[Document], size: Size) -> dict[str, Any]:
-    """Read a text with and without the memory."""
+def _measure_evaluation(mixture: Mixture, documents: list[Document], size: Size) -> dict[str, Any]:
+    """Evaluate a text with and without the store."""
     tokens = [mixture.lm.encode(document.text) for document in documents]
     count = sum(map(len, tokens))
 
@@ -131,8 +129,8 @@ def _evaluating(mixture: Mixture, documents: list[Document], size: Size) -> dict
     }
 
 
-def _generating(mixture: Mixture, size: Size) -> dict[str, Any]:
-    """Write some tokens with and without the memory, one text at a time."""
+def _measure_generation(mixture: Mixture, size: Size) -> dict[str, Any]:
+    """Generate some tokens with and without the store, one text at a time."""
     ids = torch.tensor([mixture.lm.prompt("The expression is evaluated once, when")], device=mixture.lm.device)
     settings = {"max_new_tokens": size.generated, "min_new_tokens": size.generated, "do_sample": False}
     mixed = KnnForCausalLM(mixture)
@@ -151,16 +149,16 @@ def _generating(mixture: Mixture, size: Size) -> dict[str, Any]:
     }
 
 
-def _searching(store: Datastore, size: Size) -> dict[str, Any]:
-    """Search made-up keys exactly, and with the index that `auto` would make."""
+def _measure_search(store: Datastore, size: Size) -> dict[str, Any]:
+    """Search synthetic keys exactly, and with the index that `auto` would build."""
     keys = SyntheticVectors(store, size.keys, seed=0)
     queries = SyntheticVectors(store, size.queries, seed=1).take(torch.arange(size.queries))
     exact = ExactIndex(keys)
-    figures: dict[str, Any] = {"keys": keys.rows, "made_up": True, "k": 1024, "index": default_spec(keys.rows)}
+    figures: dict[str, Any] = {"keys": keys.rows, "synthetic": True, "k": 1024, "index": default_spec(keys.rows)}
     slow = times_of(lambda: exact.search(queries, 1024), size.repeats)
     figures["exact_ms_per_query"] = statistics.median(slow) / size.queries * 1e3
     begin = time.perf_counter()
-    # So few keys that an index would not pay are compared one by one on both sides.
+    # With so few keys that an index would not pay, both sides are exact.
     spec = figures["index"]
     index: Index = exact if spec == "exact" else build_approximate(keys, spec)
     figures["index_seconds"] = time.perf_counter() - begin
@@ -168,53 +166,53 @@ def _searching(store: Datastore, size: Size) -> dict[str, Any]:
     figures["ms_per_query"] = statistics.median(fast) / size.queries * 1e3
     figures["ratio_exact_to_index"] = statistics.median(slow) / statistics.median(fast)
     figures["spread"] = spread(fast)
-    right, found = exact.search(queries, 1024).ids, index.search(queries, 1024).ids
-    hits = [torch.isin(one, other).float().mean().item() for one, other in zip(right, found, strict=True)]
+    expected, ids = exact.search(queries, 1024).ids, index.search(queries, 1024).ids
+    hits = [torch.isin(one, other).float().mean().item() for one, other in zip(expected, ids, strict=True)]
     figures["recall"] = statistics.fmean(hits)
     return figures
 
 
 class SyntheticVectors:
-    """As many keys as wanted, made of those of a store; they are in memory."""
+    """Any number of keys derived from those of a store, held in memory."""
 
     def __init__(self, store: Datastore, rows: int, *, seed: int) -> None:
         generator = torch.Generator().manual_seed(seed)
         real = store.take(torch.arange(min(store.key_count, 8192)))
-        one, other, third = torch.randint(len(real), (3, rows), generator=generator)
-        self.keys = (real[one] + _APART * (real[other] - real[third])).half()
+        base, plus, minus = torch.randint(len(real), (3, rows), generator=generator)
+        self.keys = (real[base] + _NOISE_SCALE * (real[plus] - real[minus])).half()
         self.rows = rows
         self.width = real.shape[1]
 
     def chunks(self, size: int) -> Iterator[tuple[int, Tensor]]:
-        """Give (number of the first key, (n, D) float32) from first to last."""
+        """Iterate over (number of the first key, (n, D) float32) in order."""
         for first in range(0, self.rows, size):
             yield first, self.keys[first : min(first + size, self.rows)].float()
 
     def take(self, ids: Tensor) -> Tensor:
-        """Give these keys, (…) → (…, D) float32; an id below 0 gives zeros."""
+        """Return these keys, (…) → (…, D) float32; zeros for an id below 0."""
         return self.keys[ids.clamp(min=0)].float() * (ids >= 0)[..., None]
 
 
-def _pieces(documents: list[Document]) -> list[Document]:
-    """Cut long documents, so that windows are alike."""
+def _cut(documents: list[Document]) -> list[Document]:
+    """Cut long documents, so that windows have similar lengths."""
     return [
-        Document(f"{document.id}:{at}", document.source, document.text[at : at + _PIECE])
+        Document(f"{document.id}:{at}", document.source, document.text[at : at + _DOCUMENT_CHARACTERS])
         for document in documents
-        for at in range(0, len(document.text), _PIECE)
+        for at in range(0, len(document.text), _DOCUMENT_CHARACTERS)
     ]
 
 
 def times_of(work: Callable[[], object], repeats: int) -> list[float]:
-    """Give the seconds of each repeat, after one that does not count."""
+    """Return the seconds of each repeat, after a warm-up."""
     work()
-    taken = []
+    seconds = []
     for _ in range(repeats):
         begin = time.perf_counter()
         work()
-        taken.append(time.perf_counter() - begin)
-    return taken
+        seconds.append(time.perf_counter() - begin)
+    return seconds
 
 
-def spread(taken: list[float]) -> float:
-    """Say how far the slowest and the fastest are apart, relative to the median."""
-    return (max(taken) - min(taken)) / statistics.median(taken)
+def spread(seconds: list[float]) -> float:
+    """Return the difference of the slowest and the fastest, relative to the median."""
+    return (max(seconds) - min(seconds)) / statistics.median(seconds)

@@ -1,7 +1,7 @@
-"""The whole way in a few minutes, on text that is on every Python machine. Knows nothing about screens.
+"""Build, tune, evaluate and explain in a few minutes, on text that every Python installation has.
 
-The text is Python's own language reference as `pydoc` carries it. Whole topics are held out, and since topics quote
-each other, every paragraph that also stands in a held-out topic is left out of the memory.
+The text is Python's language reference as in `pydoc`. Whole topics are held out, and since topics quote each other,
+every paragraph that also occurs in a held-out topic is left out of the store.
 """
 
 from __future__ import annotations
@@ -18,76 +18,77 @@ from knnlm.lm.causal import CausalLM
 from knnlm.mixture.mixture import Mixture
 from knnlm.progress import Progress, silent
 
-STORE, HELD_OUT = 100_000, 22_000  # characters: some 24,000 and 5,500 tokens
+STORE_CHARACTERS = 100_000  # about 24,000 tokens
+HELD_OUT_CHARACTERS = 22_000  # about 5,500 tokens, of each of the two held-out parts
+_MIN_TOPIC_CHARACTERS = 200
 
 
 @dataclass(frozen=True)
-class Split:
-    """Documents to remember, to choose settings on, and to report on."""
+class TopicSplit:
+    """Documents for the store, for tuning and for testing."""
 
     store: list[Document]
     valid: list[Document]
     test: list[Document]
 
 
-def split_topics(store: int = STORE, held_out: int = HELD_OUT) -> Split:
-    """Deal whole topics into three parts by a hash of their names, up to so many characters."""
+def split_topics(store: int = STORE_CHARACTERS, held_out: int = HELD_OUT_CHARACTERS) -> TopicSplit:
+    """Split whole topics into three parts by a hash of their names, up to so many characters each."""
     from pydoc_data.topics import topics
 
     names = sorted(topics, key=lambda name: zlib.crc32(name.encode()))
     parts: dict[str, list[Document]] = {"test": [], "valid": [], "store": []}
-    seen: set[str] = set()
+    used_before: set[str] = set()
     for part, room in (("test", held_out), ("valid", held_out), ("store", store)):
         used: list[str] = []
         while names and room > 0:
             name = names.pop()
-            fresh = [paragraph for paragraph in topics[name].split("\n\n") if _normal(paragraph) not in seen]
-            text = "\n\n".join(fresh)[: max(room, 2000)]
-            if len(text) < 200:
+            unused = [paragraph for paragraph in topics[name].split("\n\n") if _normalise(paragraph) not in used_before]
+            text = "\n\n".join(unused)[: max(room, 2000)]
+            if len(text) < _MIN_TOPIC_CHARACTERS:
                 continue
             room -= len(text)
             parts[part].append(Document(id=name, source=f"pydoc:{name}", text=text))
-            used += fresh
-        # A paragraph of one part is in no later part, also where only its beginning was used; repeats inside may stay.
-        seen.update(map(_normal, used))
-    return Split(**parts)
+            used += unused
+        # A paragraph occurs in one part only, also where just its beginning was used; it may repeat inside a part.
+        used_before.update(map(_normalise, used))
+    return TopicSplit(**parts)
 
 
 @dataclass(frozen=True)
 class DemoResult:
-    """What the demo shows."""
+    """Results of the demo."""
 
     mixture: Mixture
     evaluation: Evaluation
-    telling: list[TokenExplanation]
+    explanations: list[TokenExplanation]
     prompt: str
 
 
-def demonstrate(path: Path, lm: CausalLM, *, parts: Split, progress: Progress = silent) -> DemoResult:
-    """Build, tune, evaluate, and pick the tokens for which the memory spoke most tellingly."""
+def run_demo(path: Path, lm: CausalLM, *, parts: TopicSplit, progress: Progress = silent) -> DemoResult:
+    """Build a store, tune and evaluate a mixture, and explain the tokens that gain most from the store."""
     build(parts.store, path, lm=lm, progress=progress).close()
-    sources = [document.source for document in parts.valid]
-    fresh = Mixture.open(path, lm, memories="knn,cache,ngram")
-    fresh.tune(parts.valid, sources=sources, progress=progress)
-    mixture = Mixture.open(path, lm)
+    mixture = Mixture.open(path, lm, memories="knn,cache,ngram")
+    mixture.tune(parts.valid, sources=[document.source for document in parts.valid], progress=progress)
     evaluation = mixture.evaluate(parts.test, progress=progress)
     prose = sorted((paragraph for document in parts.test for paragraph in _prose(document.text)), key=len)
-    return DemoResult(mixture, evaluation, informative_tokens(mixture, "\n\n".join(prose[-4:])), _opening(prose[-1]))
+    explanations = informative_tokens(mixture, "\n\n".join(prose[-4:]))
+    return DemoResult(mixture, evaluation, explanations, _first_words(prose[-1]))
 
 
 def informative_tokens(mixture: Mixture, text: str, count: int = 3) -> list[TokenExplanation]:
-    """Choose the words that the memory made more probable, by how many times."""
+    """Return the words whose probability the memories raise by the largest factor."""
     words: dict[str, TokenExplanation] = {}
     for token in sorted(mixture.explain(text), key=lambda token: token.p / token.p_lm, reverse=True):
-        # A word that the loudest neighbours spoke for; a rise from nothing to next to nothing tells little.
-        heard = (token.p_knn or 0) > 0.1 and any(voice.agrees for voice in token.neighbours)
-        if heard and token.token.strip().isalpha() and len(token.token) > 3:
+        # The store must find the word probable: a rise between two tiny probabilities shows little.
+        supported = (token.p_knn or 0) > 0.1 and any(neighbour.agrees for neighbour in token.neighbours)
+        if supported and token.token.strip().isalpha() and len(token.token) > 3:
             words.setdefault(token.token, token)
     return list(words.values())[:count]
 
 
 def _prose(text: str) -> list[str]:
-    """Give the paragraphs that are sentences rather than grammar or code."""
+    """Return the paragraphs that are sentences, not grammar or code."""
     return [
         paragraph
         for paragraph in text.split("\n\n")
@@ -96,9 +97,9 @@ def _prose(text: str) -> list[str]:
     ]
 
 
-def _opening(paragraph: str, words: int = 14) -> str:
+def _first_words(paragraph: str, words: int = 14) -> str:
     return " ".join(paragraph.split()[:words])
 
 
-def _normal(paragraph: str) -> str:
+def _normalise(paragraph: str) -> str:
     return " ".join(paragraph.split())

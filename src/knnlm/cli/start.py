@@ -39,7 +39,7 @@ def demo(
     Build a store of a part of Python's language reference, tune it on a second part, and measure on a third:
     perplexity, three tokens with the passages behind them, and one continuation.
     """
-    from knnlm.demo import demonstrate, split_topics
+    from knnlm.demo import run_demo, split_topics
 
     begin = time.perf_counter()
     lm = open_model(model, **asdict(machine))
@@ -49,11 +49,11 @@ def demo(
         f"{len(parts.test)} to test on."
     )
     with tempfile.TemporaryDirectory(prefix="knnlm-demo-") as temporary:
-        result = demonstrate(out or Path(temporary) / "demo.store", lm, parts=parts, progress=bar)
+        result = run_demo(out or Path(temporary) / "demo.store", lm, parts=parts, progress=bar)
         continuation = _continue(lm, result)
     figures = result.evaluation.as_dict() | {"total_seconds": time.perf_counter() - begin}
     if json:
-        tokens = [asdict(token) for token in result.telling]
+        tokens = [asdict(token) for token in result.explanations]
         print_json(figures | {"explained": tokens, "continuation": continuation})
     else:
         _show_demo(result, figures, continuation, out)
@@ -85,7 +85,7 @@ def _show_demo(result: DemoResult, figures: dict[str, Any], continuation: dict[s
     table.add_row(f"{before:.2f}", f"{after:.2f}", change(before, after), mean, seconds)
     console.print(table)
     console.print("\n[bold]Three tokens and their nearest neighbours[/bold] (weight, context, source)")
-    for token in result.telling:
+    for token in result.explanations:
         console.print(explanation_table(token))
     console.print(f"\n[bold]Prompt[/bold]          {safe(continuation['prompt'])}")
     console.print(f"[bold]without memory[/bold]  {safe(continuation['without'])}")
