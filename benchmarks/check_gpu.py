@@ -1,8 +1,8 @@
-"""Check the fused exact search on a GPU against brute force in float64: `python benchmarks/check_gpu.py`.
+"""Check exact search on a GPU against brute force in float64: `python benchmarks/check_gpu.py`.
 
-The checks are those of tests/searches.py, which the tests run on a CPU, with larger sizes; and those that need a GPU.
-Prints one line a check and "all checks passed" at the end, or exits with 1. Needs torch, Triton and NumPy. Under
-TRITON_INTERPRET=1 and with `--device cpu --small`, it runs without a GPU, to see whether the script itself is sound.
+The checks are those of tests/helpers/search_contract.py, which the tests run on a CPU, with larger sizes; and those
+that need a GPU. Prints one line per check and "all checks passed" at the end, or exits with 1. Needs torch, Triton and
+NumPy. With TRITON_INTERPRET=1 and `--device cpu --small` it runs without a GPU, to test the script itself.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from torch import Tensor
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT / "src"), str(ROOT / "tests")]
 
-from helpers import search_contract as searches  # noqa: E402
+from helpers import search_contract as contract  # noqa: E402
 from knnlm.index.base import Neighbours  # noqa: E402
 from knnlm.index.exact import ExactIndex  # noqa: E402
-from knnlm.index.gpu import search as fused  # noqa: E402
+from knnlm.index.gpu import search as gpu_search  # noqa: E402
 from knnlm.index.gpu.search import FusedSearch  # noqa: E402
 from knnlm.index.gpu.streaming import StreamedSearch  # noqa: E402
 
@@ -33,7 +33,7 @@ METRICS = ("l2", "ip")
 
 
 class Sizes:
-    """How much is checked."""
+    """The sizes of the checks."""
 
     def __init__(self, *, small: bool) -> None:
         self.width = 64 if small else 576
@@ -66,34 +66,34 @@ class Checks:
         self.real: tuple[Tensor, Tensor] | None = None
 
     def _new(self, seed: int) -> torch.Generator:
-        return searches.seeded(seed, self.device)
+        return contract.seeded(seed, self.device)
 
     def largest_score_of_every_group(self) -> str:
-        """For every way of cutting the work up, between poisoned guards."""
-        for shape, dtype in searches.SHAPES.values():
-            searches.check_group_maxima(shape, dtype, self.sizes.width, self._new(1))
-        return f"{len(searches.SHAPES)} shapes"
+        """For every tile shape, between poisoned guards."""
+        for shape, dtype in contract.SHAPES.values():
+            contract.check_group_maxima(shape, dtype, self.sizes.width, self._new(1))
+        return f"{len(contract.SHAPES)} shapes"
 
     def measured_distances(self) -> str:
         """Of all members of some groups."""
         for metric in METRICS:
             for pairs, dtype in ((8, torch.float16), (16, torch.float16), (16, torch.int8)):
-                searches.check_measure(pairs, dtype, metric, self.sizes.width, self._new(2))
+                contract.check_group_distances(pairs, dtype, metric, self.sizes.width, self._new(2))
         return ""
 
     def survivors_of_a_threshold(self) -> str:
         """Counts, overflow, and nothing else written."""
         for columns, capacity in ((100, 100), (1500, 40), (2049, 1), (40_000, 3000)):
-            searches.check_survivors(9, columns, capacity, self._new(3))
+            contract.check_survivors(9, columns, capacity, self._new(3))
         return ""
 
     def thresholds_that_mislead(self) -> str:
-        """Every way out of `_above_threshold` is taken."""
+        """All branches of `_above_threshold`."""
         few = many = direct = 0
-        with searches.settings(fused, _DIRECT=64, _FEW=1, _SAMPLE=16):
+        with contract.settings(gpu_search, _MAX_TOPK_GROUPS=64, _MAX_TOPK_QUERIES=1, _THRESHOLD_SAMPLE=16):
             for kind in ("sample too good", "sample too bad", "all equal", "mixed", "nearly all padding", "random"):
                 for wanted in (8, 16, 24):
-                    spy = searches.check_groups(searches.misled(kind, 6, 256, 16, self._new(wanted)), wanted)
+                    spy = contract.check_groups(contract.misled(kind, 6, 256, 16, self._new(wanted)), wanted)
                     few, many, direct = few + spy.few, many + spy.many, direct + spy.direct
         assert few, "no threshold was lowered"
         assert many, "no threshold was raised"
@@ -101,87 +101,87 @@ class Checks:
         return f"{few} lowered, {many} raised, {direct} sorted"
 
     def bounds_that_nothing_passes(self) -> str:
-        """Scores of single keys against `lower`, as the tensor cores of this device round them."""
-        for kind in searches.KINDS.values():
+        """Scores of single keys against `score_bound`, as the tensor cores of this device round them."""
+        for kind in contract.KINDS.values():
             for metric in METRICS:
                 keys, queries = kind(self._new(4), 300, self.sizes.width, 7)
-                searches.check_lower(keys, queries, metric)
+                contract.check_score_bound(keys, queries, metric)
         for metric in METRICS:
-            # Tensor cores cut digits off, so that errors grow with the width; keys as queries are rounded by nothing.
+            # Tensor cores truncate, so that errors grow with the width; queries that are keys are not rounded.
             for width in (4096, 8192):
-                keys, _ = searches.shifted(self._new(4), 300, width, 1)
-                searches.check_lower(keys, keys[:7].float(), metric)
-            keys, queries = searches.random_data(self._new(5), 300, self.sizes.width, 7)
-            searches.check_lower(keys, queries, metric, int8=True)
-        return f"{len(searches.KINDS)} kinds of data"
+                keys, _ = contract.shifted(self._new(4), 300, width, 1)
+                contract.check_score_bound(keys, keys[:7].float(), metric)
+            keys, queries = contract.random_data(self._new(5), 300, self.sizes.width, 7)
+            contract.check_score_bound(keys, queries, metric, int8=True)
+        return f"{len(contract.KINDS)} kinds of data"
 
     def odd_sizes(self) -> str:
         """Any N, D, B and k, some of them above N."""
         for number, (rows, width, count, k) in enumerate(self.sizes.odd):
-            keys, queries = searches.random_data(self._new(number), rows, width, count)
-            searches.check_search(keys, queries, k, METRICS[number % 2])
+            keys, queries = contract.random_data(self._new(number), rows, width, count)
+            contract.check_search(keys, queries, k, METRICS[number % 2])
         return f"{len(self.sizes.odd)} sizes"
 
     def difficult_data(self) -> str:
         """Anisotropic, clustered, duplicated, enormous, tiny, ordered."""
-        proofs = plain = 0
-        for kind in searches.KINDS.values():
+        proofs = brute_forced = 0
+        for kind in contract.KINDS.values():
             for metric in METRICS:
                 for count in (3, 70):
                     keys, queries = kind(self._new(6), self.sizes.rows, self.sizes.width, count)
-                    index = searches.check_search(keys, queries, self.sizes.k, metric)
-                    proofs, plain = proofs + index.finder.proofs, plain + index.finder.plain  # type: ignore[attr-defined]
-        return f"{proofs} second looks, {plain} compared with everything"
+                    index = contract.check_search(keys, queries, self.sizes.k, metric)
+                    proofs, brute_forced = proofs + index.searcher.proofs, brute_forced + index.searcher.brute_forced  # type: ignore[attr-defined]
+        return f"{proofs} proofs, {brute_forced} compared with everything"
 
     def search_by_thresholds(self) -> str:
         """A whole search in which a sample suggests thresholds."""
         rounds = 0
-        with searches.settings(fused, _DIRECT=64, _FEW=1, _SAMPLE=128):
-            for kind in (searches.ascending, searches.duplicates, searches.clusters):
+        with contract.settings(gpu_search, _MAX_TOPK_GROUPS=64, _MAX_TOPK_QUERIES=1, _THRESHOLD_SAMPLE=128):
+            for kind in (contract.ascending, contract.duplicates, contract.clusters):
                 keys, queries = kind(self._new(7), 4 * self.sizes.rows, self.sizes.width, 70)
-                with searches.spying(0) as spy:
-                    searches.check_search(keys, queries, self.sizes.k, "l2")
+                with contract.spying(0) as spy:
+                    contract.check_search(keys, queries, self.sizes.k, "l2")
                 rounds += spy.rounds
         assert rounds >= 3, "no threshold was used"
         return f"{rounds} rounds"
 
     def proofs_that_repair(self) -> str:
         """As few groups as possible are measured at first, and queries lose their digits."""
-        keys, queries = searches.shifted(self._new(8), self.sizes.rows, self.sizes.width, 20)
-        with searches.settings(FusedSearch, _wanted=lambda _, k: k):
-            index = searches.check_search(keys, queries, 3, "l2")
-            proofs = index.finder.proofs  # type: ignore[attr-defined]
+        keys, queries = contract.shifted(self._new(8), self.sizes.rows, self.sizes.width, 20)
+        with contract.settings(FusedSearch, _group_count=lambda _, k: k):
+            index = contract.check_search(keys, queries, 3, "l2")
+            proofs = index.searcher.proofs  # type: ignore[attr-defined]
             assert proofs, "nothing was proven"
-            with searches.settings(fused, _WIDEST=8):
-                keys, queries = searches.duplicates(self._new(9), self.sizes.rows, self.sizes.width, 20)
-                index = searches.check_search(keys, queries, 3, "l2", coarse=1e-6)
-                plain = index.finder.plain  # type: ignore[attr-defined]
-                assert plain, "nothing was compared with everything"
-        return f"{proofs} proven, {plain} compared with everything"
+            with contract.settings(gpu_search, _MAX_PROOF_GROUPS=8):
+                keys, queries = contract.duplicates(self._new(9), self.sizes.rows, self.sizes.width, 20)
+                index = contract.check_search(keys, queries, 3, "l2", coarse=1e-6)
+                brute_forced = index.searcher.brute_forced  # type: ignore[attr-defined]
+                assert brute_forced, "nothing was compared with everything"
+        return f"{proofs} proven, {brute_forced} compared with everything"
 
     def int8_keys(self) -> str:
         """Exact about the rounded keys, close to the true ones."""
         recalls = []
         for metric in METRICS:
             for count in (7, 70):
-                keys, queries = searches.random_data(self._new(10), self.sizes.rows, self.sizes.width, count)
-                recalls.append(searches.check_int8(keys, queries, self.sizes.k, metric))
+                keys, queries = contract.random_data(self._new(10), self.sizes.rows, self.sizes.width, count)
+                recalls.append(contract.check_int8(keys, queries, self.sizes.k, metric))
         assert min(recalls) > 0.9, f"recall {min(recalls)}"
         return f"recall at least {min(recalls):.3f}"
 
     def streamed_keys(self) -> str:
-        """Chunks that pass over the device, twice."""
-        keys, queries = searches.clusters(self._new(11), self.sizes.rows, self.sizes.width, 20)
-        room = 2 * self.sizes.width * self.sizes.rows - 1
+        """Keys streamed over the device, twice."""
+        keys, queries = contract.clusters(self._new(11), self.sizes.rows, self.sizes.width, 20)
+        max_bytes = 2 * self.sizes.width * self.sizes.rows - 1
         for metric in METRICS:
-            index = searches.check_search(keys, queries, self.sizes.k, metric, room=room)
-            assert isinstance(index.finder, StreamedSearch)
+            index = contract.check_search(keys, queries, self.sizes.k, metric, max_bytes=max_bytes)
+            assert isinstance(index.searcher, StreamedSearch)
             again, first = index.search(queries, self.sizes.k), index.search(queries, self.sizes.k)
             assert torch.equal(again.distances, first.distances)
-        return f"chunks of {index.finder.chunk:,}"  # type: ignore[attr-defined]
+        return f"chunks of {index.searcher.chunk:,}"  # type: ignore[attr-defined]
 
     def _like_real(self) -> tuple[Tensor, Tensor]:
-        """Make many keys like those of a model: a few large dimensions, clusters, duplicates; and queries near some."""
+        """Return keys like those of a model: a few large dimensions, clusters, duplicates; and queries near some."""
         if self.real is None:
             rows, width, new = self.sizes.large, self.sizes.width, self._new(12)
             size = torch.rand(width, generator=new, device=self.device) + 0.1
@@ -203,29 +203,29 @@ class Checks:
         for begin in range(0, len(queries), 100):
             part = slice(begin, begin + 100)
             truth = true_distances(queries[part], keys)
-            slack = searches.allowed(queries[part], keys[:1], truth, "l2")
-            searches.check_answer(Neighbours(found.ids[part], found.distances[part]), truth, k, slack)
+            slack = contract.allowed(queries[part], keys[:1], truth, "l2")
+            contract.check_answer(Neighbours(found.ids[part], found.distances[part]), truth, k, slack)
 
     def many_keys(self) -> str:
         """A million keys of width 576, k = 1024, small and large batches."""
         keys, queries = self._like_real()
-        search = self._hold(keys)
+        search = self._search_of(keys)
         for count in self.sizes.batches:
-            with searches.poisoned():
+            with contract.poisoned():
                 found = search.search(queries[:count], self.sizes.large_k)
             self._compare(found, keys, queries[:count], self.sizes.large_k)
-        return f"{search.proofs} second looks, {search.plain} compared with everything"
+        return f"{search.proofs} proofs, {search.brute_forced} compared with everything"
 
-    def _hold(self, keys: Tensor) -> FusedSearch:
-        return FusedSearch(searches.hold(keys, "l2", int8=False))
+    def _search_of(self, keys: Tensor) -> FusedSearch:
+        return FusedSearch(contract.device_keys(keys, "l2", int8=False))
 
     def replayed_graph(self) -> str:
         """A search with one query, captured and replayed with others."""
         if self.device.type != "cuda":
             return "needs a GPU"
         keys, queries = self._like_real()
-        kept = ExactIndex(_OnDevice(keys), device=self.device, fused=True)
-        search = kept.finder
+        kept = ExactIndex(_OnDevice(keys), device=self.device, kernels=True)
+        search = kept.searcher
         assert isinstance(search, FusedSearch)
         query = queries[:1].clone()
         side = torch.cuda.Stream()
@@ -255,8 +255,8 @@ class Checks:
         assert unproven < 20, "no replay was proven"
         return f"{20 - unproven} of 20 replays proven and equal"
 
-    def steps_that_nobody_waits_for(self) -> str:
-        """Search, vote and mixture of a token without a look at the device; generation looks once, at the end."""
+    def steps_without_synchronisation(self) -> str:
+        """Search, vote and mixture of a token without reading from the device; generation reads once, at the end."""
         from helpers.models import tiny, tiny_tokenizer
         from knnlm.corpus import Document
         from knnlm.generation.causal import KnnForCausalLM
@@ -269,8 +269,8 @@ class Checks:
         lm = CausalLM(tiny("llama").to(self.device), tiny_tokenizer(), name="llama")
         with tempfile.TemporaryDirectory() as folder:
             texts = [f"In {year} the library had {year * 7 % 1000} books. " * 9 for year in range(1900, 1940)]
-            stored = [Document(str(number), "made up", text) for number, text in enumerate(texts)]
-            store = build(stored, Path(folder) / "memory", lm=lm)
+            stored = [Document(str(number), "synthetic", text) for number, text in enumerate(texts)]
+            store = build(stored, Path(folder) / "store", lm=lm)
             mixture = Mixture.open(store, lm, k=64, knn_temperature=4.0, lmbda=0.6)
             assert mixture.knn is not None
             model = KnnForCausalLM(mixture)
@@ -280,29 +280,29 @@ class Checks:
             def step() -> Tensor:
                 return mixture.predict(Context({mixture.knn.source: keys, LM_LOGITS: logits})).log_probs()
 
-            looked = step()
-            with defer_checks() as doubts:
+            expected = step()
+            with defer_checks() as checks_:
                 if self.device.type == "cuda":
                     torch.cuda.set_sync_debug_mode("error")
                 try:
-                    blind = step()
+                    deferred = step()
                 finally:
                     if self.device.type == "cuda":
                         torch.cuda.set_sync_debug_mode("default")
-            assert not doubts.justified()
-            torch.testing.assert_close(blind, looked)
-            made = []
+            assert not checks_.any_failed()
+            torch.testing.assert_close(deferred, expected)
+            generated = []
             for late in (True, False):
                 model.deferred_checks = late
                 torch.manual_seed(3)
                 ids = torch.tensor([[5, 6, 7]], device=self.device)
-                made.append(model.generate(ids, max_new_tokens=20, do_sample=True, eos_token_id=None))
-            assert torch.equal(*made)
+                generated.append(model.generate(ids, max_new_tokens=20, do_sample=True, eos_token_id=None))
+            assert torch.equal(*generated)
         return ""
 
 
-class _OnDevice(searches.Array):
-    """Keys that are on the device already, as a build leaves them."""
+class _OnDevice(contract.Array):
+    """Keys that a build left on the device."""
 
     @property
     def resident_keys(self) -> list[Tensor]:
@@ -311,7 +311,7 @@ class _OnDevice(searches.Array):
 
 
 def true_distances(queries: Tensor, keys: Tensor) -> Tensor:
-    """Give (B, N) squared distances in float64, from centred products, chunk by chunk."""
+    """Return (B, N) squared distances in float64, from centred products, chunk by chunk."""
     centre = keys[:1000].double().mean(0)
     queries = queries.double() - centre
     parts = []
@@ -339,12 +339,12 @@ def main() -> int:
     for name, check in every.items():
         start = time.perf_counter()
         try:
-            said, verdict = check(), "ok"
-        except Exception:  # whatever it is, the other checks are worth their line
-            said, verdict = traceback.format_exc(limit=-4).strip(), "FAILED"
+            detail, verdict = check(), "ok"
+        except Exception:  # the other checks run anyway
+            detail, verdict = traceback.format_exc(limit=-4).strip(), "FAILED"
             failed += 1
         took = time.perf_counter() - start
-        print(f"{verdict:6} {name.replace('_', ' '):32} {took:6.1f} s  {said}", flush=True)
+        print(f"{verdict:6} {name.replace('_', ' '):32} {took:6.1f} s  {detail}", flush=True)
     print(f"{len(every)} checks, {time.perf_counter() - began:.0f} s")
     print(f"{failed} checks failed" if failed else "all checks passed")
     return int(failed > 0)

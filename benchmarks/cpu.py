@@ -1,14 +1,14 @@
-"""How fast search is on two cores, next to the recipe that others copy, FAISS flat, and the model itself.
+"""Speed of search on two cores, compared with the usual FAISS index, FAISS flat, and the model itself.
 
     make bench                                             # all of it: half an hour on two idle cores
     python benchmarks/cpu.py --sizes 10,100                # thousands of keys; a few minutes
-    python benchmarks/cpu.py --store MEMORY --sizes 1000   # keys of a memory, not made-up ones
+    python benchmarks/cpu.py --store STORE --sizes 1000   # keys of a store, not synthetic ones
     python benchmarks/cpu.py --json figures.json
     python benchmarks/cpu.py --replot figures.json … --plot docs/images/search-cpu.png
 
-Both sides run in one process, one after the other, with as many threads. Keys are made up with the spectrum and the
-clusters of real ones: those of the bundled model over Python's documentation, or of --store (see synthetic.py). On
-made-up keys there is no perplexity; ladder.py measures that on real ones. Times are medians of repeats.
+Both sides run in one process, one after the other, with as many threads. Keys are synthetic, with the spectrum and the
+clusters of real ones: those of the bundled model over Python's documentation, or of --store (see synthetic_keys.py).
+Perplexity needs real keys; index_choice.py measures it. Times are medians of repeats.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ from typing import Any
 import faiss
 import numpy as np
 import torch
-from knnlm.index.spec import default_spec
 from numpy.typing import NDArray
 
-import sides
-import synthetic
+import baselines
+import synthetic_keys
+from baselines import MappedKeys, median
 from knnlm.benchmark import spread, times_of
 from knnlm.corpus import Document
 from knnlm.datastore.store import Datastore
 from knnlm.index.blocks.build import build_blocks
 from knnlm.index.exact import ExactIndex
+from knnlm.index.factory import default_spec
 from knnlm.ingest.build import build
 from knnlm.lm.causal import CausalLM
-from sides import Mapped, middle
 
 K = 1024
 VOCABULARY = 49_152
@@ -50,13 +50,13 @@ def main() -> None:
         return
     torch.set_num_threads(options.threads)
     faiss.omp_set_num_threads(options.threads)
-    figures: dict[str, Any] = {"machine": sides.machine(options.threads)}
+    figures: dict[str, Any] = {"machine": baselines.machine(options.threads)}
     with tempfile.TemporaryDirectory(dir=options.folder) as folder:
         if options.model:
             figures["model"] = model(options)
         if options.sizes:
             figures["search"] = list(search(options, Path(folder), figures))
-    figures["machine"]["load_after"] = sides.machine(options.threads)["load"]
+    figures["machine"]["load_after"] = baselines.machine(options.threads)["load"]
     table(figures)
     if options.json:
         options.json.write_text(json.dumps(figures, indent=2) + "\n")
@@ -69,9 +69,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument(
         "--sizes", type=thousands, default="10,100,1000", help="thousands of keys; 10000 takes 12 GB of disk"
     )
-    parser.add_argument("--peer-up-to", type=int, default=1000, help="thousands of keys that the recipe is made for")
-    parser.add_argument("--flat-up-to", type=int, default=1000, help="thousands of keys that are compared one by one")
-    parser.add_argument("--store", type=Path, help="a memory whose keys are used, as far as there are enough")
+    parser.add_argument("--peer-up-to", type=int, default=1000, help="thousands of keys for the usual index")
+    parser.add_argument("--flat-up-to", type=int, default=1000, help="thousands of keys for FAISS flat")
+    parser.add_argument("--store", type=Path, help="a store whose keys are used if it has enough")
     parser.add_argument("--fit", type=int, default=16_000, help="tokens to read where there is no --store")
     parser.add_argument(
         "--model", action=argparse.BooleanOptionalAction, default=True, help="time the bundled model too"
@@ -82,7 +82,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--folder", type=Path, help="where keys are written (default: the temporary folder)")
     parser.add_argument("--json", type=Path, help="also write all figures to this file")
     parser.add_argument("--replot", type=Path, nargs="+", help="draw what earlier runs wrote")
-    parser.add_argument("--plot", type=Path, help="draw milliseconds a query by the number of keys")
+    parser.add_argument("--plot", type=Path, help="draw milliseconds per query by the number of keys")
     return parser.parse_args()
 
 
@@ -90,12 +90,12 @@ def thousands(text: str) -> list[int]:
     return [int(number) * 1000 for number in text.split(",") if number.strip() not in ("", "0")]
 
 
-def say(*what: object) -> None:
+def log(*what: object) -> None:
     print(*what, file=sys.stderr, flush=True)
 
 
 def model(options: argparse.Namespace) -> dict[str, float]:
-    """The forward pass of the bundled model with and without its head: what the cost of a memory is compared with."""
+    """Time the forward pass of the bundled model with and without its head, for comparison."""
     lm = CausalLM.open("bundled", device="cpu")
     tokens = torch.randint(100, 40_000, (1, 512))
     with torch.inference_mode():
@@ -110,17 +110,17 @@ def model(options: argparse.Namespace) -> dict[str, float]:
 
         steps = times_of(step, 3 * options.repeats)
     found = {
-        "forward_ms_per_token": middle(whole) / 512 * 1e3,
-        "without_head_ms_per_token": middle(body) / 512 * 1e3,
-        "one_token_ms": middle(steps) * 1e3,
+        "forward_ms_per_token": median(whole) / 512 * 1e3,
+        "without_head_ms_per_token": median(body) / 512 * 1e3,
+        "one_token_ms": median(steps) * 1e3,
         "spread": spread(whole),
     }
-    say("model", rounded(found))
+    log("model", rounded(found))
     return found
 
 
 def real_keys(options: argparse.Namespace, folder: Path) -> NDArray[np.float16]:
-    """Keys to learn the shape of keys from: of a memory, or of Python's documentation as the bundled model reads it."""
+    """Return real keys: of a store, or of Python's documentation read by the bundled model."""
     if options.store:
         store = Datastore.open(options.store)
     else:
@@ -131,7 +131,7 @@ def real_keys(options: argparse.Namespace, folder: Path) -> NDArray[np.float16]:
         store = build(pages, folder / "real", lm=CausalLM.open("bundled", device="cpu"))
     most = min(store.key_count, max(options.sizes) + options.queries if options.store else store.key_count)
     keys = np.lib.format.open_memmap(folder / "real.npy", "w+", np.float16, (most, store.width))
-    for first, block in store.chunks(sides.BLOCK):
+    for first, block in store.chunks(baselines.BLOCK):
         if first >= most:
             break
         keys[first : first + len(block)] = block[: most - first].half().numpy()
@@ -142,20 +142,20 @@ def search(options: argparse.Namespace, folder: Path, figures: dict[str, Any]) -
     """Measure all sides at every size."""
     real = real_keys(options, folder)
     some = torch.from_numpy(np.array(real[np.linspace(0, len(real) - 1, min(len(real), 40_000)).astype(int)])).float()
-    shape = synthetic.fit(some)
-    figures["keys"] = {"fitted_on": shape.fitted_on, **synthetic.compare(shape, some[:8192])}
-    say("keys", figures["keys"])
+    shape = synthetic_keys.fit(some)
+    figures["keys"] = {"fitted_on": shape.fitted_on, **synthetic_keys.compare(shape, some[:8192])}
+    log("keys", figures["keys"])
     for rows in options.sizes:
         enough = len(real) >= rows + options.queries
         if enough:
             # Queries are other positions of the same text, evenly from all of it.
-            asked = np.linspace(0, len(real) - 1, options.queries).astype(int)
-            keys, queries = np.delete(real, asked, axis=0)[:rows], real[asked]
+            queries_ = np.linspace(0, len(real) - 1, options.queries).astype(int)
+            keys, queries = np.delete(real, queries_, axis=0)[:rows], real[queries_]
         else:
-            keys = synthetic.write(shape, rows, folder / f"{rows}.npy", seed=1)
+            keys = synthetic_keys.write(shape, rows, folder / f"{rows}.npy", seed=1)
             queries = torch.cat(list(shape.draw(options.queries, seed=2))).half().numpy()
-        found = {"rows": rows, "made_up": not enough, **one_size(keys, queries.astype(np.float32), options)}
-        say(rounded(found))
+        found = {"rows": rows, "synthetic": not enough, **one_size(keys, queries.astype(np.float32), options)}
+        log(rounded(found))
         yield found
         del keys
         (folder / f"{rows}.npy").unlink(missing_ok=True)
@@ -164,21 +164,21 @@ def search(options: argparse.Namespace, folder: Path, figures: dict[str, Any]) -
 def one_size(keys: NDArray[Any], queries: NDArray[np.float32], options: argparse.Namespace) -> dict[str, Any]:
     """Measure all sides over one set of keys."""
     rows, k = len(keys), min(K, len(keys))
-    asked = torch.from_numpy(queries)
+    queries_ = torch.from_numpy(queries)
     found: dict[str, Any] = {}
     truth = None
     if rows <= options.flat_up_to * 1000:
-        exact = sides.flat(keys)
+        exact = baselines.flat(keys)
         few = queries[: max(16, min(len(queries), 200_000_000 // rows))]
         found |= times("flat", lambda: exact.search(few, k), len(few), 1)
         truth = exact.search(few, k)[1]
         del exact
     if rows <= 200_000:
-        plain = ExactIndex(Mapped(keys))
-        found |= times("exact", lambda: plain.search(asked[:512], k), 512, options.repeats)
-        found |= times("exact_one", lambda: plain.search(asked[:1], k), 1, 3 * options.repeats)
+        plain = ExactIndex(MappedKeys(keys))
+        found |= times("exact", lambda: plain.search(queries_[:512], k), 512, options.repeats)
+        found |= times("exact_one", lambda: plain.search(queries_[:1], k), 1, 3 * options.repeats)
         del plain
-    found |= ours(Mapped(keys), asked, truth, options)
+    found |= ours(MappedKeys(keys), queries_, truth, options)
     if rows <= options.peer_up_to * 1000:
         found |= peer(keys, queries, truth, options)
         found["peer_build_s"] = found["peer_train_s"] + found["peer_add_s"]
@@ -190,9 +190,9 @@ def one_size(keys: NDArray[Any], queries: NDArray[np.float32], options: argparse
 
 
 def ours(
-    keys: Mapped, queries: torch.Tensor, truth: NDArray[Any] | None, options: argparse.Namespace
+    keys: MappedKeys, queries: torch.Tensor, truth: NDArray[Any] | None, options: argparse.Namespace
 ) -> dict[str, Any]:
-    """Make the index of `auto` and search it."""
+    """Build the index of `auto` and search it."""
     spec = default_spec(keys.rows)
     found: dict[str, Any] = {"spec": spec}
     if spec == "exact":
@@ -213,8 +213,8 @@ def ours(
 def peer(
     keys: NDArray[Any], queries: NDArray[np.float32], truth: NDArray[Any] | None, options: argparse.Namespace
 ) -> dict[str, Any]:
-    """Make the recipe's index, search it for each forward call, and scatter votes."""
-    made = sides.recipe(keys)
+    """Build the usual index, search it for each forward call, and scatter its votes."""
+    made = baselines.usual_index(keys)
     found: dict[str, Any] = {
         "peer_train_s": made.train,
         "peer_add_s": made.add,
@@ -225,7 +225,7 @@ def peer(
 
     def with_scatter() -> None:
         distances, _ = made.index.search(queries[:512], K)
-        sides.scatter(distances, values, vocab_size=VOCABULARY)
+        baselines.scatter(distances, values, vocab_size=VOCABULARY)
 
     found |= times("peer_with_scatter", with_scatter, 512, options.repeats)
     found |= times("peer_one", lambda: made.index.search(queries[:1], K), 1, 10 * options.repeats)
@@ -235,13 +235,13 @@ def peer(
 
 
 def times(name: str, work: Any, count: int, repeats: int) -> dict[str, float]:
-    """Give milliseconds a query, and how far repeats are apart."""
+    """Return milliseconds per query, and the spread of the repeats."""
     taken = times_of(work, repeats)
-    return {f"{name}_ms": middle(taken) / count * 1e3, f"{name}_spread": spread(taken)}
+    return {f"{name}_ms": median(taken) / count * 1e3, f"{name}_spread": spread(taken)}
 
 
 def recall(found: NDArray[Any], truth: NDArray[Any]) -> float:
-    """Say which share of the true neighbours was found."""
+    """Return the share of the true neighbours that was found."""
     return float(np.mean([np.isin(right, one).mean() for one, right in zip(found, truth, strict=True)]))
 
 
@@ -250,16 +250,16 @@ def rounded(figures: dict[str, Any]) -> dict[str, Any]:
 
 
 def table(figures: dict[str, Any]) -> None:
-    """Print a table a person can read; --json has everything."""
+    """Print a table; --json has all figures."""
     print("machine:", figures["machine"])
     if "model" in figures:
         print("model:", rounded(figures["model"]))
-    print("| keys | index | build s (recipe's, ratio) | ms a query | one query ms | recall | bytes a key |")
+    print("| keys | index | build s (usual, ratio) | ms per query | one query ms | recall | bytes per key |")
     print("|---|---|---|---|---|---|---|")
     for row in figures.get("search", []):
         own = rounded(row)
         cells = [
-            f"{row['rows']:,}{' made up' if row['made_up'] else ''}",
+            f"{row['rows']:,}{' synthetic' if row['synthetic'] else ''}",
             own["spec"],
             f"{own.get('build_s', '-')} ({own.get('peer_build_s', '-')}, {own.get('ratio_build', '-')}x)",
             f"{own['ours_ms']} ({own.get('peer_ms', '-')}, {own.get('ratio_search', '-')}x)",
@@ -271,19 +271,19 @@ def table(figures: dict[str, Any]) -> None:
 
 
 def plot(rows: list[dict[str, Any]], path: Path) -> None:
-    """Draw what a query costs, by the number of keys; of several runs the last that has a figure."""
+    """Plot milliseconds per query by the number of keys; later runs take precedence."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(6.5, 4.2), layout="constrained")
     axes = figure.subplots()
     for name, label, line in (
         ("ours_ms", "auto", "o-"),
-        ("peer_ms", f"{sides.RECIPE}, {sides.PROBES} lists", "s--"),
+        ("peer_ms", f"{baselines.USUAL_SPEC}, {baselines.PROBES} lists", "s--"),
         ("flat_ms", "FAISS flat", "^--"),
     ):
         own = sorted({row["rows"]: row[name] for row in rows if name in row}.items())
         axes.plot(*zip(*own, strict=True), line, label=label)
-    axes.set(xscale="log", yscale="log", xlabel="keys", ylabel="milliseconds a query, k = 1024, two cores")
+    axes.set(xscale="log", yscale="log", xlabel="keys", ylabel="milliseconds per query, k = 1024, two cores")
     axes.grid(alpha=0.3)
     axes.legend(fontsize=8)
     figure.savefig(path, dpi=120)

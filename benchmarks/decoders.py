@@ -1,4 +1,4 @@
-"""Test perplexity of a model with decoders trained on a corpus, beside what one would do instead.
+"""Test perplexity of a model with decoders trained on a corpus, compared with the alternatives.
 
     python benchmarks/decoders.py CORPUS --store 6000 --limit 1500 --layers 4 --blocks 2   # minutes on two cores
     python benchmarks/decoders.py CORPUS --limit 60000 --device cuda --teach 0.5:2:self,0.5:16:document
@@ -24,7 +24,6 @@ from typing import Any
 import torch
 
 import knnlm
-from figures import first, parser_for, split
 from knnlm.evaluation.fit import TraceTable, choose_settings, evaluate_table, fit_weights, sweep_all, tabulate
 from knnlm.evaluation.tune import token_frequencies
 from knnlm.lm.causal import CausalLM
@@ -32,6 +31,7 @@ from knnlm.mixture.mixture import Mixture
 from knnlm.training.decoder import DecoderConfig, train_decoder
 from knnlm.training.initial_model import open_initial_model
 from knnlm.training.teacher import Targets, TeacherConfig, make_targets
+from perplexity import first, parser_for, split
 
 STUDENT, SMALL = "decoder=student", "decoder=small"
 BASE_KNN, STUDENT_KNN, SMALL_KNN = "knn=base.store", "knn", "knn=small.store"
@@ -81,14 +81,14 @@ def parse() -> argparse.Namespace:
 
 
 class Study:
-    """Everything about one corpus."""
+    """All measurements of one corpus."""
 
     def __init__(self, corpus: Path, folder: Path, lm: CausalLM, options: argparse.Namespace) -> None:
         self.corpus, self.folder, self.lm, self.options = corpus, folder, lm, options
         self.begin = time.perf_counter()
         self.found: dict[str, tuple[float, float]] = {}
 
-    def say(self, *words: object) -> None:
+    def log(self, *words: object) -> None:
         print(f"{self.corpus.name} {time.perf_counter() - self.begin:6.1f} s ", *words, file=sys.stderr, flush=True)
 
     def run(self) -> dict[str, tuple[float, float]]:
@@ -101,7 +101,7 @@ class Study:
         for name in ("student", "small") if options.table else ("student",):
             reader = CausalLM.open(str(self.folder / name), device=options.device, dtype=options.dtype)
             knnlm.build(documents, self.folder / f"{name}.store", lm=reader).close()
-        self.say("the students have read their stores")
+        self.log("the students have read their stores")
         if options.table:
             self.compare(documents)
         if options.other:
@@ -113,14 +113,14 @@ class Study:
         return self.found
 
     def compare(self, documents: list[knnlm.Document]) -> None:
-        """Make the table of all that may be mixed."""
+        """Measure all combinations of memories."""
         knnlm.build(documents, self.folder / "base.store", lm=self.lm).close()
         memories = ["knn", *(f"{kind}={self.folder}/{name}" for kind, name in (
             ("knn", "base.store"), ("knn", "small.store"), ("decoder", "student"), ("decoder", "small"),
         ))]  # fmt: skip
-        seen = self.look([*memories, "cache", "ngram"])
+        seen = self.tabulate([*memories, "cache", "ngram"])
         self.table(seen)
-        self.stories(seen[1])
+        self.compare_frequencies(seen[1])
 
     def train(
         self, name: str, layers: int | None, rate: float, epochs: int, targets: Targets | None = None, **settings: Any
@@ -131,7 +131,7 @@ class Study:
             self.tokens, initial, self.folder / name, config, targets=targets, device=self.options.device
         )
         speed = card.tokens * epochs / card.seconds
-        self.say(f"{name}: {card.initial_model['parameters'] / 1e6:.0f}M weights, {card.losses}, {speed:,.0f} tokens/s")
+        self.log(f"{name}: {card.initial_model['parameters'] / 1e6:.0f}M weights, {card.losses}, {speed:,.0f} tokens/s")
 
     def tabulate(self, memories: list[str]) -> list[TraceTable]:
         """Read valid and test once with everything; settings of votes are chosen on valid."""
@@ -145,7 +145,7 @@ class Study:
             text = split(self.corpus, part)
             traces.append(mixture.record(text, place, k=1024, limit=self.options.limit))
         settings = choose_settings(traces[0], sweep_all(traces[0], device=device), several=True)
-        self.say("valid and test are read")
+        self.log("valid and test are read")
         return [self.named(tabulate(trace, settings, device=device)) for trace in traces]
 
     def named(self, seen: TraceTable) -> TraceTable:
@@ -169,22 +169,22 @@ class Study:
 
     def add(self, name: str, valid: float, test: float) -> None:
         self.found[name] = (valid, test)
-        self.say(f"{name:<50} valid {valid:8.3f}  test {test:8.3f}")
+        self.log(f"{name:<50} valid {valid:8.3f}  test {test:8.3f}")
 
     def vary(self, rate: str, size: str, epochs: str) -> None:
         """Train a student with other settings."""
         name = f"varied-{rate}-{size}-{epochs}"
         self.train(name, self.options.layers, float(rate), int(epochs), batch_tokens=int(size))
-        self.judge(name, f"student at {rate}, {size} tokens a step, {epochs} epochs")
+        self.measure(name, f"student at {rate}, {size} tokens a step, {epochs} epochs")
 
-    def judge(self, name: str, what: str) -> None:
+    def measure(self, name: str, what: str) -> None:
         """Measure a student alone and with the model."""
-        seen = self.look([f"decoder={self.folder}/{name}"])
+        seen = self.tabulate([f"decoder={self.folder}/{name}"])
         self.add(f"{what}, alone", *(perplexity(one.memories[0].log_probs[:, 0]) for one in seen))
         self.add(f"model + {what}, one λ", *self.fitted(seen, [f"decoder={name}"], "fixed"))
 
     def plug_in(self) -> None:
-        """Help a second model, fine-tuned on another text, with the same student."""
+        """Combine a second model, fine-tuned on another text, with the same student."""
         options = self.options
         documents = first(split(options.other, "train"), self.lm, options.other_store)
         tokens = self.lm.encode_all([document.text for document in documents])
@@ -197,7 +197,7 @@ class Study:
         )
         own = self.lm
         self.lm = CausalLM.open(str(self.folder / "other"), device=options.device, dtype=options.dtype)
-        seen = self.look([f"decoder={self.folder}/student"])
+        seen = self.tabulate([f"decoder={self.folder}/student"])
         name = f"a model fine-tuned on {options.other.name}"
         self.add(name, *(perplexity(one.lm_log_probs) for one in seen))
         self.add(f"{name} + student, one λ", *self.fitted(seen, [STUDENT], "fixed"))
@@ -209,7 +209,7 @@ class Study:
         place = self.folder / f"targets-{temperature}-{exclude}-{top}-{mass}"
         config = TeacherConfig(knn_temperature=float(temperature), exclude=exclude, top=int(top), mass=float(mass))
         targets = make_targets(store, place, config, device=self.options.device)
-        self.say("targets:", targets.metadata)
+        self.log("targets:", targets.metadata)
         options = self.options
         sizes = {"student": (options.layers, options.learning_rate, options.epochs)}
         if options.teach_small:
@@ -217,11 +217,11 @@ class Study:
         for size, how in sizes.items():
             name = f"{size}-{beta}-{temperature}-{exclude}-{top}-{mass}"
             self.train(name, *how, beta=float(beta), targets=targets)
-            self.judge(name, f"{size} taught β={beta} τ={temperature} without {exclude}, {top} tokens of {mass}")
+            self.measure(name, f"{size} taught β={beta} τ={temperature} without {exclude}, {top} tokens of {mass}")
         store.close()
 
-    def stories(self, seen: TraceTable) -> None:
-        """Where the student is far above the model, and how close it stays on frequent words."""
+    def compare_frequencies(self, seen: TraceTable) -> None:
+        """Compare the student with the model on rare and on frequent words."""
         targets = self.targets(seen)
         (student,) = seen.select(STUDENT).memories
         gain = student.log_probs[:, 0] - seen.lm_log_probs
@@ -230,7 +230,7 @@ class Study:
         frequent = torch.isin(targets, common)
         rare = (counts > 0) & (counts <= 20)
         for name, rows in (("the 50 most frequent tokens", frequent), ("tokens seen 1 to 20 times", rare)):
-            self.say(
+            self.log(
                 f"{name}: {int(rows.sum())} of {len(rows)}, p of the model {seen.lm_log_probs[rows].exp().mean():.3f}, "
                 f"of the student {student.log_probs[rows, 0].exp().mean():.3f}, log ratio {gain[rows].mean():+.3f}"
             )
@@ -241,7 +241,7 @@ class Study:
                 before = self.lm.tokenizer.decode(targets[max(0, place - 12) : place].tolist())
                 told = f"p of the model {seen.lm_log_probs[place].exp():.3f}"
                 told += f", of the student {student.log_probs[place, 0].exp():.3f}"
-                self.say(f"{name}: …{before!r} → {self.lm.tokenizer.decode([int(targets[place])])!r}: {told}")
+                self.log(f"{name}: …{before!r} → {self.lm.tokenizer.decode([int(targets[place])])!r}: {told}")
 
     def targets(self, seen: TraceTable) -> torch.Tensor:
         """The tokens that were predicted, in the order of the trace."""
@@ -259,7 +259,7 @@ def perplexity(logs: torch.Tensor) -> float:
 
 
 def speed(lm: CausalLM, sizes: list[int], options: argparse.Namespace) -> None:
-    """Milliseconds a token of generation, batch 1, with students that have learnt nothing: that takes as long."""
+    """Milliseconds a token of generation, batch 1, with untrained students, which take as long."""
     ids = torch.randint(100, 40_000, (1, 32), device=lm.device)
     print("| blocks | weights | ms a token | ÷ the model alone |\n|---|---|---|---|")
     milliseconds(lm.model, ids)
@@ -269,7 +269,7 @@ def speed(lm: CausalLM, sizes: list[int], options: argparse.Namespace) -> None:
             place = Path(folder) / "decoder"
             card = train_decoder([[5] * 64] * 4, initial, place, DecoderConfig(epochs=1), device=options.device)
             mixed = knnlm.KnnForCausalLM(Mixture.open(place, lm))
-        # One after the other, again and again: clocks of a shared machine wander.
+        # Alternating, because the speed of a shared machine varies.
         times = [(milliseconds(lm.model, ids), milliseconds(mixed, ids)) for _ in range(3)]
         base, with_it = (sorted(column)[1] for column in zip(*times, strict=True))
         weights = card.initial_model["parameters"] / 1e6

@@ -1,14 +1,14 @@
-"""How fast search, building, evaluation and generation are on a GPU, next to what bounds them.
+"""Speed of search, building, evaluation and generation on a GPU, compared with what bounds them.
 
-    python benchmarks/gpu.py                       # search on made-up keys, the forward pass of a made-up model
+    python benchmarks/gpu.py                       # search on synthetic keys, forward pass of a random model
     python benchmarks/gpu.py --corpus FOLDER       # also build, tune, evaluate and generate with a real corpus
     python benchmarks/gpu.py --sizes 1,20 --int8 0 # millions of keys in float16, and in int8
     python benchmarks/gpu.py --sizes 0 --int8 0 --no-forward --streamed 20
 
-FOLDER has train, valid and test .jsonl (also .gz, .xz, .zst), a document a line. Keys are made up with the spectrum
-and the clusters of real ones (see `made_up`). Times are medians of CUDA events after a warm-up. The product that a
-search is compared with is that of all keys with all queries in float16, by torch (cuBLAS), its result thrown away; the
-reading, one copy of as many bytes on the device, halved.
+FOLDER has train, valid and test .jsonl (also .gz, .xz, .zst), a document a line. Keys are synthetic, with the
+spectrum and the clusters of real ones (see `synthetic`). Times are medians of CUDA events after a warm-up. The product
+that a search is compared with is that of all keys with all queries in float16, by torch (cuBLAS), its result discarded;
+reading is one copy of as many bytes on the device, halved.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from knnlm.index.gpu.keys import ByteKeys, DeviceKeys, HalfKeys
+from knnlm.index.gpu.keys import DeviceKeys, HalfKeys, Int8Keys
 from knnlm.index.gpu.search import FusedSearch
 
 WIDTH = 576
@@ -70,7 +70,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--model", default="bundled")
     parser.add_argument("--limit", type=int, default=60_000, help="tokens of valid and of test")
     parser.add_argument("--at", default="1024,1,0.40", help="k,τ,λ of the second evaluation")
-    parser.add_argument("--folder", type=Path, help="where the memory is built (default: a temporary folder)")
+    parser.add_argument("--folder", type=Path, help="where the store is built (default: a temporary folder)")
     return parser.parse_args()
 
 
@@ -91,7 +91,7 @@ def show() -> None:
 
 
 def timed(work: Callable[[], object], *, repeats: int = 5) -> float:
-    """Give the median milliseconds."""
+    """Return the median milliseconds."""
     work()
     torch.cuda.synchronize()
     times = []
@@ -105,11 +105,11 @@ def timed(work: Callable[[], object], *, repeats: int = 5) -> float:
     return statistics.median(times)
 
 
-def made_up(count: int, *, seed: int) -> Iterator[Tensor]:
+def synthetic(count: int, *, seed: int) -> Iterator[Tensor]:
     """Keys like those of a language model: 65,536 clusters, variances that fall as 1/rank, a mean far from zero."""
     generator = torch.Generator(device="cuda").manual_seed(7)
     spread = torch.arange(1, WIDTH + 1, device="cuda").float().rsqrt()
-    turn = torch.linalg.qr(torch.randn(WIDTH, WIDTH, device="cuda", generator=generator)).Q
+    rotation = torch.linalg.qr(torch.randn(WIDTH, WIDTH, device="cuda", generator=generator)).Q
     centres = torch.randn(1 << 16, WIDTH, device="cuda", generator=generator) * spread * 3
     mean = torch.randn(WIDTH, device="cuda", generator=generator)
     generator.manual_seed(seed)
@@ -117,59 +117,61 @@ def made_up(count: int, *, seed: int) -> Iterator[Tensor]:
         size = min(BLOCK, count - begin)
         which = torch.randint(len(centres), (size,), device="cuda", generator=generator)
         near = torch.randn(size, WIDTH, device="cuda", generator=generator) * spread
-        yield (centres[which] + near) @ turn + mean
+        yield (centres[which] + near) @ rotation + mean
 
 
-def hold(count: int, dtype: str) -> DeviceKeys:
+def make_device_keys(count: int, dtype: str) -> DeviceKeys:
     device = torch.device("cuda")
-    sample = next(made_up(BLOCK, seed=1))[: 1 << 14]
-    held: DeviceKeys
+    sample = next(synthetic(BLOCK, seed=1))[: 1 << 14]
+    device_keys: DeviceKeys
     if dtype == "int8":
-        held = ByteKeys(count, WIDTH, metric="l2", device=device, sample=sample)
+        device_keys = Int8Keys(count, WIDTH, metric="l2", device=device, sample=sample)
     else:
-        held = HalfKeys(count, WIDTH, metric="l2", device=device, centre=sample.mean(0))
-    for number, block in enumerate(made_up(count, seed=1)):
-        held.fill(number * BLOCK, block.half())
-    return held
+        device_keys = HalfKeys(count, WIDTH, metric="l2", device=device, centre=sample.mean(0))
+    for number, block in enumerate(synthetic(count, seed=1)):
+        device_keys.fill(number * BLOCK, block.half())
+    return device_keys
 
 
 def search(millions: int, dtype: str) -> None:
-    """Time a search of so many keys at every batch and k, next to the product and to reading all keys once."""
+    """Time a search of this many keys at every batch and k, next to the product and to reading all keys once."""
     count = millions * 1_000_000
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
-    held = hold(count, dtype)
-    finder = FusedSearch(held)
-    queries = next(made_up(max(BATCHES), seed=2))
-    reading = time_of_reading(held.keys)
+    device_keys = make_device_keys(count, dtype)
+    searcher = FusedSearch(device_keys)
+    queries = next(synthetic(max(BATCHES), seed=2))
+    reading = time_of_reading(device_keys.keys)
     note(
-        f"{millions}M {dtype}: read all keys once", f"{reading:.2f} ms", f"{held.keys.nbytes / reading / 1e9:.2f} TB/s"
+        f"{millions}M {dtype}: read all keys once",
+        f"{reading:.2f} ms",
+        f"{device_keys.keys.nbytes / reading / 1e9:.2f} TB/s",
     )
     products: dict[int, float] = {}
     if dtype == "float16":
         for batch in (256, 1024, 4096):
-            products[batch] = time_of_product(held.keys, queries[:batch].half())
+            products[batch] = time_of_product(device_keys.keys, queries[:batch].half())
             note(
                 f"{millions}M {dtype}: product alone, batch {batch}", f"{batch * 1e3 / products[batch]:,.0f} queries/s"
             )
     for k in KS:
         for batch in BATCHES:
             one = queries[:batch]
-            spent = timed(partial(finder.search, one, k), repeats=3 if batch > 256 else 7)
+            spent = timed(partial(searcher.search, one, k), repeats=3 if batch > 256 else 7)
             beside = f"÷ reading {reading / spent:.2f}"
             if batch in products:
                 beside = f"÷ product {products[batch] / spent:.2f}"
             note(f"{millions}M {dtype}, k={k}, batch {batch}", f"{batch * 1e3 / spent:,.0f} queries/s", beside)
     if dtype == "float16":
-        spent = timed(lambda: by_torch(held, queries[:1024]), repeats=1)
+        spent = timed(lambda: by_torch(device_keys, queries[:1024]), repeats=1)
         note(f"{millions}M {dtype}: torch mm + topk, k=1024, batch 1024", f"{1024e3 / spent:,.0f} queries/s")
-    wrong, off = compare(finder, held, queries[:: max(BATCHES) // 64])
+    wrong, off = compare(searcher, device_keys, queries[:: max(BATCHES) // 64])
     note(
         f"{millions}M {dtype}: neighbours missed against brute force",
         f"{wrong} of {64 * 1024}",
         f"distances off by {off:.1e}",
     )
-    note(f"{millions}M {dtype}: second looks, plain searches", f"{finder.proofs}, {finder.plain}")
+    note(f"{millions}M {dtype}: proofs, brute-force searches", f"{searcher.proofs}, {searcher.brute_forced}")
     note(f"{millions}M {dtype}: peak memory", f"{torch.cuda.max_memory_allocated() / 2**30:.1f} GiB")
 
 
@@ -189,14 +191,14 @@ def time_of_product(keys: Tensor, queries: Tensor) -> float:
     return timed(multiply)
 
 
-def by_torch(held: DeviceKeys, queries: Tensor, k: int = 1024) -> Tensor:
+def by_torch(device_keys: DeviceKeys, queries: Tensor, k: int = 1024) -> Tensor:
     """The usual way: a product, top-k of it, block by block."""
     best = torch.full((len(queries), k), -torch.inf, device="cuda")
     ids = torch.zeros(len(queries), k, dtype=torch.int64, device="cuda")
     rounded = queries.half()
-    for begin in range(0, held.rows, BLOCK):
-        end = min(begin + BLOCK, held.rows)
-        scores = (rounded @ held.keys[begin:end].T).float() - held.halves[begin:end]
+    for begin in range(0, device_keys.rows, BLOCK):
+        end = min(begin + BLOCK, device_keys.rows)
+        scores = (rounded @ device_keys.keys[begin:end].T).float() - device_keys.half_squares[begin:end]
         top = scores.topk(min(k, end - begin), dim=1)
         both, numbers = torch.cat([best, top.values], 1), torch.cat([ids, top.indices + begin], 1)
         kept = both.topk(k, dim=1)
@@ -204,15 +206,15 @@ def by_torch(held: DeviceKeys, queries: Tensor, k: int = 1024) -> Tensor:
     return ids
 
 
-def compare(finder: FusedSearch, held: DeviceKeys, queries: Tensor, k: int = 1024) -> tuple[int, float]:
+def compare(searcher: FusedSearch, device_keys: DeviceKeys, queries: Tensor, k: int = 1024) -> tuple[int, float]:
     """Count neighbours that are farther than the true k-th by more than rounding, by brute force over all keys."""
-    found = finder.search(queries, k)
-    asked = held.ask(queries, 1).exact[: len(queries), : held.width]
+    found = searcher.search(queries, k)
+    prepared = device_keys.prepare(queries, 1).exact[: len(queries), : device_keys.width]
     best = torch.full((len(queries), k), torch.inf, device="cuda", dtype=torch.float64)
-    for begin in range(0, held.rows, BLOCK // 4):
-        end = min(begin + BLOCK // 4, held.rows)
-        keys = held.take(begin, end)
-        distances = torch.cdist(asked, keys, compute_mode="donot_use_mm_for_euclid_dist").double().square()
+    for begin in range(0, device_keys.rows, BLOCK // 4):
+        end = min(begin + BLOCK // 4, device_keys.rows)
+        keys = device_keys.take(begin, end)
+        distances = torch.cdist(prepared, keys, compute_mode="donot_use_mm_for_euclid_dist").double().square()
         both = torch.cat([best, distances], 1)
         best = both.topk(k, dim=1, largest=False, sorted=True).values
     off = ((found.distances.double() - best).abs() / best[:, -1:]).amax()
@@ -221,7 +223,7 @@ def compare(finder: FusedSearch, held: DeviceKeys, queries: Tensor, k: int = 102
 
 
 class Host:
-    """Keys in host memory, as a store gives them."""
+    """Keys in host memory, as a store reads them."""
 
     half = True
     width = WIDTH
@@ -229,7 +231,7 @@ class Host:
     def __init__(self, count: int) -> None:
         self.rows = count
         self.keys = torch.empty(count, WIDTH, dtype=torch.float16)
-        for number, block in enumerate(made_up(count, seed=1)):
+        for number, block in enumerate(synthetic(count, seed=1)):
             self.keys[number * BLOCK : number * BLOCK + len(block)] = block.half()
 
     def read(self, first: int, out: Tensor) -> None:
@@ -237,18 +239,18 @@ class Host:
 
 
 def streamed(millions: int) -> None:
-    """Time a search of keys that wait in host memory, with room for about a twelfth of them on the device at a time."""
+    """Time a search of keys in host memory, about a twelfth of which fit on the device at a time."""
     from knnlm.index.exact import ExactIndex
 
     torch.cuda.empty_cache()
     host = Host(millions * 1_000_000)
-    index = ExactIndex(host, device="cuda", room=host.keys.nbytes)
+    index = ExactIndex(host, device="cuda", max_bytes=host.keys.nbytes)
     pinned = torch.empty(1 << 28, dtype=torch.float16, pin_memory=True)
-    there = torch.empty_like(pinned, device="cuda")
-    bus = pinned.nbytes / timed(lambda: there.copy_(pinned, non_blocking=True)) * 1e3
+    on_device = torch.empty_like(pinned, device="cuda")
+    bus = pinned.nbytes / timed(lambda: on_device.copy_(pinned, non_blocking=True)) * 1e3
     passing = host.keys.nbytes / bus
     note(f"{millions}M streamed: one pass over the bus", f"{passing:.2f} s", f"{bus / 1e9:.0f} GB/s")
-    queries = next(made_up(max(BATCHES), seed=2))
+    queries = next(synthetic(max(BATCHES), seed=2))
     for batch in (256, 4096):
         spent = timed(partial(index.search, queries[:batch], 1024), repeats=1) / 1e3
         note(
@@ -291,10 +293,10 @@ def forward() -> None:
 def corpus(folder: Path, options: argparse.Namespace) -> None:
     """Build, tune, evaluate and generate with a real corpus."""
     import knnlm
-    from figures import split
     from knnlm.lm.causal import CausalLM
     from knnlm.mixture.mixture import Mixture
     from knnlm.mixture.spec import MixtureOptions
+    from perplexity import split
 
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
@@ -305,7 +307,7 @@ def corpus(folder: Path, options: argparse.Namespace) -> None:
     documents = list(split(folder, "train"))
     with tempfile.TemporaryDirectory(dir=options.folder) as place:
         begin = time.perf_counter()
-        store = knnlm.build(documents, Path(place) / "memory", lm=lm, keep_on_device=True)
+        store = knnlm.build(documents, Path(place) / "store", lm=lm, keep_on_device=True)
         built = time.perf_counter()
         mixture = Mixture.open(store, lm, use_tuned=False)
         torch.cuda.synchronize()
@@ -327,13 +329,13 @@ def corpus(folder: Path, options: argparse.Namespace) -> None:
             f"{again.seconds:.2f} s",
             f"first time {found.seconds:.2f} s; best {found.best}",
         )
-        k, temperature, weight, _ = found.best
-        for settings in ((k, temperature, weight), tuple(map(float, options.at.split(",")))):
-            own = {"k": int(settings[0]), "knn_temperature": settings[1], "weight": settings[2]}
+        k, temperature, lmbda, _ = found.best
+        for settings in ((k, temperature, lmbda), tuple(map(float, options.at.split(",")))):
+            own = {"k": int(settings[0]), "knn_temperature": settings[1], "lambda": settings[2]}
             mixed = Mixture(
                 lm,
                 type(mixture.knn)(store, mixture.knn.index, k=own["k"], knn_temperature=own["knn_temperature"]),
-                lmbda=own["weight"],
+                lmbda=own["lambda"],
             )
             test = list(split(folder, "test"))
             result = mixed.evaluate(test, limit=options.limit)
@@ -351,14 +353,14 @@ def corpus(folder: Path, options: argparse.Namespace) -> None:
             use_tuned=False,
             k=k,
             knn_temperature=temperature,
-            lmbda=weight,
+            lmbda=lmbda,
             options=MixtureOptions(key_dtype="int8"),
         )
         result = rounded.evaluate(test, limit=options.limit)
         note(f"{name}: evaluation with int8 keys", f"{result.seconds:.2f} s", f"{result.perplexity:.3f}")
         del rounded
-        finder = mixture.knn.index.finder
-        note(f"{name}: second looks, plain searches", f"{finder.proofs}, {finder.plain}")
+        searcher = mixture.knn.index.searcher
+        note(f"{name}: proofs, brute-force searches", f"{searcher.proofs}, {searcher.brute_forced}")
         generation(name, mixed)
         note(f"{name}: peak memory", f"{torch.cuda.max_memory_allocated() / 2**30:.1f} GiB")
         store.close()
@@ -370,7 +372,7 @@ def generate(model: Any, ids: Tensor) -> None:
 
 
 def generation(name: str, mixture: Any) -> None:
-    """Tokens a second of `generate`, without and with the memory, and of one step of search and vote as a graph."""
+    """Tokens a second of `generate`, without and with the store, and of one step of search and vote as a graph."""
     import knnlm
     from knnlm.memories.voting import RetrievedNeighbours
 
@@ -383,7 +385,7 @@ def generation(name: str, mixture: Any) -> None:
         note(
             f"{name}: generate, batch {batch}, 64 tokens each",
             f"{batch * 64e3 / mixed:.0f} tokens/s",
-            f"{batch * 64e3 / plain:.0f} without the memory",
+            f"{batch * 64e3 / plain:.0f} without the store",
         )
     keys = torch.randn(1, lm.width, device="cuda")
 

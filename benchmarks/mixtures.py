@@ -2,11 +2,11 @@
 
     python benchmarks/mixtures.py CORPUS... --store 20000 --limit 3000            # minutes on two cores
     python benchmarks/mixtures.py CORPUS... --limit 60000 --device cuda --keep D  # the whole corpus on a GPU
-    python benchmarks/mixtures.py --from D                                        # the same table from what was kept
+    python benchmarks/mixtures.py --from D                                        # the same table from the kept files
 
 CORPUS is a folder with train, valid and test .jsonl (also .gz, .xz, .zst), a document a line. One pass over valid and
-one over test give what every part says of every target; each row of the table is then arithmetic on that. What is
-kept has its signals in float16, so that a gate fitted to it may differ in the last digit.
+one over test record the probability of every target by every component; each row of the table is then arithmetic on
+that. --keep stores features in float16, so that a gate fitted to them may differ in the last digit.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ import numpy as np
 import torch
 
 import knnlm
-from figures import first, parser_for, split
 from knnlm.datastore.rewrite import derive
 from knnlm.evaluation.evaluate import Totals
 from knnlm.evaluation.fit import (
@@ -40,15 +39,16 @@ from knnlm.mixture.gate import MemoryFeatures, Positions
 from knnlm.mixture.mixture import Mixture
 from knnlm.training.metric_learning import KeyMetricConfig, train_key_map
 from knnlm.training.output_matrix import OutputConfig, train_output
+from perplexity import first, parser_for, split
 
 KNN, MAPPED, CACHE, NGRAM = "knn", "trained keys", "cache", "ngram"
 WORDS, BEST = "W_ds r={}", "the best W_ds"
 
 
-def ladder(seen: TraceTable) -> list[tuple[str, list[str], str]]:
+def table_rows(table_: TraceTable) -> list[tuple[str, list[str], str]]:
     """The rows of the table: (name, memories, weights)."""
-    there = {memory.label for memory in seen.memories}
-    words = [label for label in map(WORDS.format, range(1, 10)) if label in there]
+    present = {memory.label for memory in table_.memories}
+    words = [label for label in map(WORDS.format, range(1, 10)) if label in present]
     rows = [("kNN, one λ", [KNN], "fixed"), ("cache, one λ", [CACHE], "fixed"), ("n-grams, one λ", [NGRAM], "fixed")]
     rows += [(f"{label}, one λ", [label], "fixed") for label in words]
     rows += [("trained similarity, one λ", [MAPPED], "fixed")]
@@ -78,7 +78,7 @@ def main() -> None:
         lm = CausalLM.open(options.model, device=options.device, dtype=options.dtype)
         for corpus in options.corpus:
             with tempfile.TemporaryDirectory() as folder:
-                parts = see(corpus, Path(folder), lm, options)
+                parts = trace_corpus(corpus, Path(folder), lm, options)
             tables[corpus.name] = table(*parts, options)
     show(tables)
 
@@ -91,98 +91,98 @@ def parse() -> argparse.Namespace:
     )
     parser.add_argument("--build-batch", type=int, help="tokens in a batch when building")
     parser.add_argument("--batch", type=int, help="tokens in a batch when reading")
-    parser.add_argument("--keep", type=Path, help="also write what was seen into this folder")
-    parser.add_argument("--from", dest="kept", type=Path, help="use what --keep wrote instead of a corpus")
+    parser.add_argument("--keep", type=Path, help="also write the tables into this folder")
+    parser.add_argument("--from", dest="kept", type=Path, help="use the files of --keep instead of a corpus")
     parser.add_argument("--only", help="rows whose name contains this")
     options = parser.parse_args()
     if bool(options.corpus) == bool(options.kept):
-        parser.error("give corpora, or --from")
+        parser.error("corpora or --from are required")
     return options
 
 
-def see(
+def trace_corpus(
     corpus: Path, folder: Path, lm: CausalLM, options: argparse.Namespace
 ) -> tuple[tuple[TraceTable, torch.Tensor], ...]:
-    """Build, train what can be trained, and read valid and test once."""
+    """Build, train the memories, and read valid and test once."""
     clock = Clock(corpus.name)
     device = str(lm.device)
     train = list(first(split(corpus, "train"), lm, options.store))
-    store = knnlm.build(train, folder / "memory", lm=lm, batch_tokens=options.build_batch)
-    clock.say("built", store.rows)
+    store = knnlm.build(train, folder / "store", lm=lm, batch_tokens=options.build_batch)
+    clock.log("built", store.rows)
     labels = {"knn": KNN, "cache": CACHE, "ngram": NGRAM}
     memories = ["knn", "cache", "ngram"]
     for rows in map(int, options.rows.split(",")):
         card = train_output(store, folder / f"output-{rows}", OutputConfig(rows=rows), device=device)
         memories.append(f"output={folder}/output-{rows}")
         labels[memories[-1]] = WORDS.format(rows)
-        clock.say(f"W_ds r={rows}: held-out loss {card.held_out_before} to {card.held_out_after}", card.steps)
+        clock.log(f"W_ds r={rows}: held-out loss {card.held_out_before} to {card.held_out_after}", card.steps)
     if options.anchors:
         learned = train_key_map(store, KeyMetricConfig(anchors=options.anchors), device=device)
         derive(store, folder / "mapped", key_map=learned).close()
         memories.append(f"knn={folder}/mapped")
         labels[memories[-1]] = MAPPED
-        clock.say("trained keys", json.dumps(learned.facts)[:600])
-    mixture = Mixture.open(folder / "memory", lm, memories=",".join(memories), use_tuned=False)
-    clock.say("opened", 0)
+        clock.log("trained keys", json.dumps(learned.facts)[:600])
+    mixture = Mixture.open(folder / "store", lm, memories=",".join(memories), use_tuned=False)
+    clock.log("opened", 0)
     traces = []
     for part in ("valid", "test"):
         documents = split(corpus, part)
         trace = mixture.record(documents, folder / part, k=1024, limit=options.limit, batch_tokens=options.batch)
         traces.append(trace)
-        clock.say(f"read {part}", len(trace))
+        clock.log(f"read {part}", len(trace))
     sweeps = sweep_all(traces[0], device=device)
-    clock.say("swept", [found.best for found in sweeps if found])
+    clock.log("swept", [found.best for found in sweeps if found])
     settings = choose_settings(traces[0], sweeps, several=True)
     found = []
     for part, trace in zip(("valid", "test"), traces, strict=True):
-        seen = rename(tabulate(trace, settings, device=device), labels)
-        found.append((seen, token_frequencies(store)))
+        table_ = rename(tabulate(trace, settings, device=device), labels)
+        found.append((table_, token_frequencies(store)))
         if options.keep:
             save(options.keep, corpus.name, part, *found[-1])
-    clock.say("looked", 0)
+    clock.log("tabulated", 0)
     return tuple(found)
 
 
 class Clock:
-    """Says what was done and when."""
+    """Prints steps with their times."""
 
     def __init__(self, name: str) -> None:
         self.name, self.begin = name, time.perf_counter()
 
-    def say(self, what: str, figure: object) -> None:
+    def log(self, what: str, figure: object) -> None:
         print(f"{self.name} {time.perf_counter() - self.begin:6.1f} s  {what}: {figure}", file=sys.stderr, flush=True)
 
 
-def rename(seen: TraceTable, labels: dict[str, str]) -> TraceTable:
+def rename(table_: TraceTable, labels: dict[str, str]) -> TraceTable:
     from dataclasses import replace
 
     named = []
-    for memory in seen.memories:
+    for memory in table_.memories:
         own = next((new for old, new in labels.items() if memory.label in (old, old.split("=")[-1])), memory.label)
         named.append(replace(memory, label=own))
-    return replace(seen, memories=named)
+    return replace(table_, memories=named)
 
 
 def table(
     valid: tuple[TraceTable, torch.Tensor], test: tuple[TraceTable, torch.Tensor], options: argparse.Namespace
 ) -> dict[str, list[float]]:
     """Fit every row on valid and evaluate it on test: name → (valid, test)."""
-    seen, frequencies = valid
+    table_, frequencies = valid
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    model = float((-seen.lm_log_probs.double().mean()).exp()), float((-test[0].model.double().mean()).exp())
+    model = float((-table_.lm_log_probs.double().mean()).exp()), float((-test[0].lm_log_probs.double().mean()).exp())
     found = {"model": list(model)}
-    there = {memory.label for memory in seen.memories}
-    words = [memory.label for memory in seen.memories if memory.label.startswith("W_ds")]
-    alone = {label: fit_weights(seen.select(label), "fixed", frequencies=frequencies).perplexity for label in words}
+    present = {memory.label for memory in table_.memories}
+    words = [memory.label for memory in table_.memories if memory.label.startswith("W_ds")]
+    alone = {label: fit_weights(table_.select(label), "fixed", frequencies=frequencies).perplexity for label in words}
     best = min(words, key=alone.__getitem__)  # by valid
-    for name, memories, kind in ladder(seen):
+    for name, memories, kind in table_rows(table_):
         if options.only and options.only not in name:
             continue
         memories = [best if memory == BEST else memory for memory in memories]
-        if not set(memories) <= there:
+        if not set(memories) <= present:
             continue
         begin = time.perf_counter()
-        fitted = fit_weights(seen.select(*memories), kind, frequencies=frequencies, device=device)
+        fitted = fit_weights(table_.select(*memories), kind, frequencies=frequencies, device=device)
         measured = evaluate_table(test[0].select(*memories), fitted.weights)
         found[name] = [fitted.perplexity, measured.perplexity]
         print(
@@ -206,21 +206,21 @@ def show(tables: dict[str, dict[str, list[float]]]) -> None:
         )
 
 
-def save(folder: Path, corpus: str, part: str, seen: TraceTable, frequencies: torch.Tensor) -> None:
-    """Write what was seen: some tens of megabytes rather than the trace's gigabytes."""
+def save(folder: Path, corpus: str, part: str, table_: TraceTable, frequencies: torch.Tensor) -> None:
+    """Write a table: some tens of megabytes rather than the trace's gigabytes."""
     folder.mkdir(parents=True, exist_ok=True)
     arrays = {
-        "model": seen.lm_log_probs,
-        "signals": seen.lm_features,
-        "choice": seen.lm_top.int(),
-        "positions": seen.positions.positions.int(),
-        "tokens": seen.positions.tokens.int(),
-        "groups": seen.documents.int(),
+        "model": table_.lm_log_probs,
+        "signals": table_.lm_features,
+        "choice": table_.lm_top.int(),
+        "positions": table_.positions.positions.int(),
+        "tokens": table_.positions.tokens.int(),
+        "groups": table_.documents.int(),
         "frequencies": frequencies,
     }
-    facts = {"totals": vars(seen.totals), "memories": []}
-    for number, memory in enumerate(seen.memories):
-        facts["memories"].append(
+    metadata = {"totals": vars(table_.totals), "memories": []}
+    for number, memory in enumerate(table_.memories):
+        metadata["memories"].append(
             {
                 "label": memory.label,
                 "kind": memory.kind,
@@ -237,40 +237,42 @@ def save(folder: Path, corpus: str, part: str, seen: TraceTable, frequencies: to
         if memory.nearest is not None:
             arrays[f"{number}.nearest"] = memory.nearest
     np.savez_compressed(
-        folder / f"{corpus}-{part}.npz", facts=json.dumps(facts), **{name: one.numpy() for name, one in arrays.items()}
+        folder / f"{corpus}-{part}.npz",
+        metadata=json.dumps(metadata),
+        **{name: one.numpy() for name, one in arrays.items()},
     )
 
 
 def load(folder: Path, corpus: str, part: str) -> tuple[TraceTable, torch.Tensor]:
-    """Read what `save` wrote."""
+    """Read a table of `save`."""
     with np.load(folder / f"{corpus}-{part}.npz") as file:
-        facts = json.loads(str(file["facts"]))
-        arrays = {name: torch.from_numpy(file[name]) for name in file.files if name != "facts"}
+        metadata = json.loads(str(file["metadata"]))
+        arrays = {name: torch.from_numpy(file[name]) for name in file.files if name != "metadata"}
     memories = []
-    for number, own in enumerate(facts["memories"]):
-        evidence = [arrays[f"{number}.{name}"] for name in MemoryFeatures.__dataclass_fields__]
-        evidence = [one.float() if one.is_floating_point() else one.long() for one in evidence]
+    for number, own in enumerate(metadata["memories"]):
+        features = [arrays[f"{number}.{name}"] for name in MemoryFeatures.__dataclass_fields__]
+        features = [one.float() if one.is_floating_point() else one.long() for one in features]
         nearest = arrays.get(f"{number}.nearest")
         known = (
             own["label"],
             own["kind"],
             own["component_names"],
             arrays[f"{number}.logs"],
-            MemoryFeatures(*evidence),
+            MemoryFeatures(*features),
             nearest,
         )
         memories.append(MemoryColumns(*known, own["metadata"], own["feature_names"], own["expensive"]))
     place = Positions(arrays["positions"].long(), arrays["tokens"].long())
-    seen = TraceTable(
+    table_ = TraceTable(
         arrays["model"],
         arrays["signals"],
         arrays["choice"].long(),
         place,
         arrays["groups"].long(),
         memories,
-        Totals(**facts["totals"]),
+        Totals(**metadata["totals"]),
     )
-    return seen, arrays["frequencies"]
+    return table_, arrays["frequencies"]
 
 
 if __name__ == "__main__":

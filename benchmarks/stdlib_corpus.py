@@ -1,29 +1,29 @@
-"""Make a corpus of what is on every Python machine: the docstrings of the standard library.
+"""Make a corpus from the docstrings of Python's standard library.
 
     python benchmarks/stdlib_corpus.py FOLDER
 
-A document is the docstrings of one module. Whole packages go to train, valid or test by a hash of their name, so that
-modules that quote each other stay together; documents come in the order of a hash, so that the first ones are mixed.
+A document contains the docstrings of one module. Whole packages go to train, valid or test by a hash of their name, so
+that modules that quote each other stay together; documents are in the order of a hash, so that the first are mixed.
 The source is parsed, never imported.
 """
 
 from __future__ import annotations
 
+import argparse
 import ast
 import json
-import sys
 import sysconfig
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
 
-_LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "pydoc_data", "__pycache__"}
+_EXCLUDED = {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "pydoc_data", "__pycache__"}
 
 
 def main() -> None:
-    if len(sys.argv) != 2:
-        sys.exit(__doc__)
-    folder = Path(sys.argv[1])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path)
+    folder = parser.parse_args().folder
     folder.mkdir(parents=True, exist_ok=True)
     parts: dict[str, list[str]] = {"train": [], "valid": [], "test": []}
     for name, text in sorted(modules(), key=lambda module: zlib.crc32(module[0].encode())):
@@ -36,11 +36,11 @@ def main() -> None:
 
 
 def modules() -> Iterator[tuple[str, str]]:
-    """Give (name, docstrings) of every module that has some."""
+    """Yield (name, docstrings) of every module that has some."""
     root = Path(sysconfig.get_path("stdlib"))
     for file in sorted(root.rglob("*.py")):
         parts = file.relative_to(root).with_suffix("").parts
-        if _LEFT_OUT & set(parts):
+        if _EXCLUDED & set(parts):
             continue
         try:
             tree = ast.parse(file.read_bytes())

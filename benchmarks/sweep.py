@@ -1,4 +1,4 @@
-"""How long a sweep of k × τ × λ takes on a trace, and on how many tokens.
+"""Time of a sweep of k × τ × λ on a trace, by the number of tokens.
 
 python benchmarks/sweep.py --tokens 50000
 """

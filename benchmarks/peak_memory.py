@@ -1,10 +1,10 @@
-"""Peak memory of a build by the size of the corpus, and of an evaluation over a large memory: it must not grow.
+"""Peak RAM of a build by the size of the corpus, and of an evaluation with a large store: it must not grow.
 
-    python benchmarks/rss.py build CORPUS --store 4000 16000      # a few minutes on two cores
-    python benchmarks/rss.py eval MEMORY TEXT.jsonl --limit 3000
+    python benchmarks/peak_memory.py build CORPUS --store 4000 16000      # a few minutes on two cores
+    python benchmarks/peak_memory.py eval STORE TEXT.jsonl --limit 3000
 
-CORPUS is a folder with train.jsonl (also .gz, .xz, .zst). Each size is built in a process of its own. What is given is
-the peak beyond that of the model alone, which has read some text before.
+CORPUS is a folder with train.jsonl (also .gz, .xz, .zst). Each size is built in a process of its own. The figure is
+the peak beyond that of the model alone, after it has read some text.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ import tempfile
 from pathlib import Path
 
 import knnlm
-from figures import first, split
 from knnlm.datastore.store import Datastore
 from knnlm.lm.causal import CausalLM
 from knnlm.mixture.mixture import Mixture
+from perplexity import first, split
 
 
 def main() -> None:
@@ -32,7 +32,7 @@ def main() -> None:
     building.add_argument("--store", type=int, nargs="+", default=[4000, 16000], help="tokens, one build each")
     building.add_argument("--segment-rows", type=int, default=2000, help="small, so that many segments are written")
     reading = kinds.add_parser("eval")
-    reading.add_argument("memory", type=Path)
+    reading.add_argument("store_path", metavar="store", type=Path)
     reading.add_argument("text", type=Path)
     reading.add_argument("--limit", type=int, default=3000, help="tokens of TEXT")
     options = parser.parse_args()
@@ -48,25 +48,25 @@ def main() -> None:
 
 
 def build(options: argparse.Namespace) -> None:
-    """Build, and say how far the peak rose."""
+    """Build, and print the growth of the peak."""
     lm = CausalLM.open("bundled")
     list(lm.read([lm.encode("A few words, so that the model has run once. " * 200)], lm.window(), logits=False))
     before = peak()
     with tempfile.TemporaryDirectory() as folder:
         documents = first(split(options.corpus, "train"), lm, options.store[0])
-        store = knnlm.build(documents, Path(folder) / "memory", lm=lm, segment_entries=options.segment_entries)
+        store = knnlm.build(documents, Path(folder) / "store", lm=lm, segment_entries=options.segment_entries)
         show(store, before)
 
 
 def evaluate(options: argparse.Namespace) -> None:
-    """Evaluate, and say how far the peak rose."""
+    """Evaluate, and print the growth of the peak."""
     lm = CausalLM.open("bundled", device="cpu")
     documents = list(first(knnlm.read_documents(options.text), lm, options.limit))
     for reading in lm.read([lm.encode(document.text) for document in documents], lm.window(), batch_tokens=1024):
         assert reading.logits is not None
         reading.logits.float().logsumexp(1)
     before = peak()
-    store = Datastore.open(options.memory)
+    store = Datastore.open(options.store_path)
     mixture = Mixture.open(store, lm, k=1024, knn_temperature=2.0, lmbda=0.4)
     mixture.evaluate(documents, batch_tokens=1024)
     show(store, before)

@@ -1,7 +1,7 @@
-"""The sides that search is compared with: the recipe that others copy, and FAISS flat. Written from the papers.
+"""The baselines of search: the usual FAISS index of kNN-LM implementations, and FAISS flat. Written from the papers.
 
-The recipe: `IVF4096,PQ64`, trained on up to a million keys, 32 lists looked into, k = 1024, votes by the distances of
-the codes, and for each forward call a dense (positions, vocabulary) matrix that they are scattered into.
+The usual index: `IVF4096,PQ64`, trained on up to a million keys, 32 lists searched, k = 1024, probabilities from the
+distances of the codes, scattered into a dense (positions, vocabulary) matrix for each forward call.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-RECIPE, PROBES, TRAINED_ON = "IVF4096,PQ64", 32, 1_000_000
+USUAL_SPEC, PROBES, TRAINED_ON = "IVF4096,PQ64", 32, 1_000_000
 BLOCK = 65_536
 
 
-class Mapped:
-    """Keys in a file that is mapped into memory, as an index wants them."""
+class MappedKeys:
+    """Keys in a memory-mapped file as `Vectors`."""
 
     def __init__(self, keys: NDArray[Any]) -> None:
         self.keys = keys
@@ -50,8 +50,8 @@ class Mapped:
 
 
 @dataclass(frozen=True)
-class Made:
-    """An index, and what it took to make it."""
+class BuiltIndex:
+    """An index, and the seconds of building it."""
 
     index: Any
     train: float
@@ -59,9 +59,9 @@ class Made:
     bytes_per_key: float
 
 
-def recipe(keys: NDArray[Any], spec: str = RECIPE) -> Made:
-    """Make the index that others make; lists that would have fewer than 39 keys to train on are too many."""
-    if len(keys) < 39 * 4096 and spec == RECIPE:
+def usual_index(keys: NDArray[Any], spec: str = USUAL_SPEC) -> BuiltIndex:
+    """Build the usual index; with fewer lists where these would have fewer than 39 keys to train on."""
+    if len(keys) < 39 * 4096 and spec == USUAL_SPEC:
         spec = f"IVF{1 << int(np.log2(len(keys) / 39))},PQ64"
     index = faiss.index_factory(keys.shape[1], spec)
     picked = np.unique(np.linspace(0, len(keys) - 1, min(len(keys), TRAINED_ON)).astype(np.int64))
@@ -73,35 +73,35 @@ def recipe(keys: NDArray[Any], spec: str = RECIPE) -> Made:
         index.add(keys[first : first + BLOCK].astype(np.float32))
     added = time.perf_counter()
     faiss.extract_index_ivf(index).nprobe = PROBES
-    return Made(index, trained - begin, added - trained, size_of(index) / len(keys))
+    return BuiltIndex(index, trained - begin, added - trained, size_of(index) / len(keys))
 
 
 def flat(keys: NDArray[Any]) -> Any:
-    """Compare with every key in float32."""
+    """Build an index that compares with every key in float32."""
     index = faiss.IndexFlatL2(keys.shape[1])
     for first in range(0, len(keys), BLOCK):
         index.add(keys[first : first + BLOCK].astype(np.float32))
     return index
 
 
-def scatter(distances: NDArray[Any], values: Tensor, *, vocab_size: int, temperature: float = 1.0) -> Tensor:
-    """Votes as others count them: a whole (n, V) matrix, for every forward call."""
-    weights = torch.from_numpy(-distances / temperature).log_softmax(1).exp()
+def scatter(distances: NDArray[Any], values: Tensor, *, vocab_size: int, knn_temperature: float = 1.0) -> Tensor:
+    """Return probabilities as a dense (n, V) matrix, as other implementations do for every forward call."""
+    weights = torch.from_numpy(-distances / knn_temperature).log_softmax(1).exp()
     return torch.zeros(len(values), vocab_size).scatter_add_(1, values, weights)
 
 
 def size_of(index: Any) -> int:
-    """Count the bytes of an index."""
+    """Return the bytes of an index."""
     return len(faiss.serialize_index(index))
 
 
-def middle(times: list[float]) -> float:
-    """Give the median."""
+def median(times: list[float]) -> float:
+    """Return the median."""
     return statistics.median(times)
 
 
 def machine(threads: int) -> dict[str, object]:
-    """Say what this was measured on."""
+    """Describe the machine."""
     lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
     name = next(
         (line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.processor()

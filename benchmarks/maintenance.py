@@ -1,6 +1,6 @@
-"""What guarding costs: checks of what is read, verify, merge and repair, on a memory of random keys.
+"""Time of checksums, verify, merge and repair, on a store of random keys.
 
-python benchmarks/guarding.py --key-format 200000 --width 576      # a minute; takes three times the size of the keys
+python benchmarks/maintenance.py --keys 200000 --width 576      # a minute; takes three times the size of the keys
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ SEGMENT = 16_384
 
 
 def make(path: Path, keys: int, width: int, *, name: str) -> None:
-    """Write a memory of random float16 keys, in segments as a CPU build makes them, a document each."""
+    """Write a store of random float16 keys, in segments as a CPU build makes them, a document each."""
     path.mkdir()
     model = {"name": "none", "tokenizer": "none", "width": width, "vocab_size": 1000, "start_token": 0}
-    facts = {"model": model, "window": {"context": 8, "stride": 4}, "key_dtype": "float16", "offset": None}
+    metadata = {"model": model, "window": {"context": 8, "stride": 4}, "key_dtype": "float16", "offset": None}
     generator = np.random.default_rng(0)
-    with closing(Catalog.create(path / CATALOG_FILE, {"state": "building", **facts})) as catalog:
+    with closing(Catalog.create(path / CATALOG_FILE, {"state": "building", **metadata})) as catalog:
         for number, first in enumerate(range(0, keys, SEGMENT)):
             rows = min(SEGMENT, keys - first)
             made = NewSegment(path, number)
@@ -62,22 +62,22 @@ def read_all(store: Datastore) -> None:
 
 
 def read_some(store: Datastore, *, queries: int = 8, k: int = 1024) -> None:
-    """Take keys as the rerank of a shortlist does."""
+    """Take keys as reranking does."""
     generator = torch.Generator().manual_seed(0)
     for _ in range(queries):
         store.take(torch.randint(store.key_count, (1, k), generator=generator))
 
 
 def measure(folder: Path, keys: int, width: int) -> dict[str, float]:
-    """Give seconds for each thing that is done."""
-    path = folder / "memory"
+    """Return the seconds of each operation."""
+    path = folder / "store"
     make(path, keys, width, name="a")
     found: dict[str, float] = {}
     with closing(Datastore.open(path, check=False)) as store:
         found["read all, no checks"] = seconds(lambda: read_all(store))
         found["8 × 1024 random keys, no checks"] = seconds(lambda: read_some(store))
     with closing(Datastore.open(path)) as store:
-        found["read all, the first time ever"] = seconds(lambda: read_all(store))
+        found["read all, first time (checksums are written)"] = seconds(lambda: read_all(store))
     with closing(Datastore.open(path)) as store:
         found["8 × 1024 random keys, first in a process"] = seconds(lambda: read_some(store))
         found["8 × 1024 random keys, again"] = seconds(lambda: read_some(store))
@@ -95,7 +95,7 @@ def measure(folder: Path, keys: int, width: int) -> dict[str, float]:
 
 
 def measure_catalog(folder: Path, count: int) -> dict[str, float]:
-    """Give seconds for what a catalog of so many documents is asked, with and without its sums."""
+    """Return the seconds of catalog queries over `count` documents, with and without its checksums."""
     folder.mkdir()
     file = folder / CATALOG_FILE
     listed = [StoredDocument(n, f"d{n}", f"texts.jsonl:{n}", 0, 100 * n, 100, f"{n:064x}") for n in range(count)]
@@ -122,7 +122,7 @@ def measure_catalog(folder: Path, count: int) -> dict[str, float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--key-format", type=int, default=200_000)
+    parser.add_argument("--keys", type=int, default=200_000)
     parser.add_argument("--width", type=int, default=576)
     parser.add_argument("--documents", type=int, default=100_000)
     parser.add_argument("--json", action="store_true")

@@ -1,10 +1,10 @@
-"""What it costs to change a large memory: adding one document, removing one, compacting.
+"""Time to change a large store: add one document, remove one, compact.
 
-    python benchmarks/living.py --key-format 100000 1000000      # some minutes, and 1.2 GB of disk for a million keys
+    python benchmarks/changes.py --keys 100000 1000000      # some minutes, and 1.2 GB of disk for a million keys
 
-Keys are random float16 of the width of a model that is made here, with one layer and random weights: what is measured
-is the store, not the model. The time to add is given with and without the model's own reading of the document. The peak
-of a compaction's memory is that of a process that does nothing else, above what it had before.
+Keys are random float16; the model has one layer and random weights, so that the store is measured and not the model.
+The time to add is printed with and without the model's forward pass. The peak RAM of a compaction is measured in a
+process of its own, above its RAM before.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ _DOCUMENT, _SEGMENT, _VOCABULARY = 1000, 16_000, 1000
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--key-format", type=int, nargs="+", default=[100_000, 1_000_000], help="keys of each memory")
+    parser.add_argument("--keys", type=int, nargs="+", default=[100_000, 1_000_000], help="keys of each store")
     parser.add_argument("--width", type=int, default=576, help="of a key")
-    parser.add_argument("--folder", type=Path, help="where to write; a temporary place if not given")
+    parser.add_argument("--folder", type=Path, help="where to write (default: a temporary folder)")
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--compact", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -53,7 +53,7 @@ def main() -> None:
     rows = []
     for keys in options.keys:
         with tempfile.TemporaryDirectory(dir=options.folder) as place:
-            rows.append(measure(Path(place) / "memory", keys, options.width))
+            rows.append(measure(Path(place) / "store", keys, options.width))
     if options.json:
         print(json.dumps(rows, indent=1))
         return
@@ -62,7 +62,7 @@ def main() -> None:
 
 
 def measure(path: Path, keys: int, width: int) -> dict[str, float]:
-    """Make a memory of so many keys and change it."""
+    """Make a store with this many keys and change it."""
     lm = make_model(width)
     fill(path, lm, keys)
     words = np.random.default_rng(1).integers(0, _VOCABULARY - 2, 3 * _DOCUMENT)
@@ -78,20 +78,20 @@ def measure(path: Path, keys: int, width: int) -> dict[str, float]:
     with closing(Datastore.open(path)) as store:
         figures["stale, seconds"] = seconds(lambda: store.stale)
     command = [sys.executable, __file__, "--compact", str(path)]
-    told: dict[str, Any] = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
-    return {**figures, **told}
+    compacted: dict[str, Any] = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+    return {**figures, **compacted}
 
 
 def compact_here(path: Path) -> dict[str, float]:
-    """Compact, and say what that took."""
+    """Compact, and return time and peak RAM."""
     Path("/proc/self/clear_refs").write_text("5")  # forget the peak of the imports
     before = peak()
     took = seconds(lambda: compact(path))
-    return {"compact, seconds": took, "  its peak memory, MiB above": peak() - before}
+    return {"compact, seconds": took, "  peak RAM, MiB above": peak() - before}
 
 
 def peak() -> float:
-    """The most memory that the process has had, in MiB."""
+    """Return the peak RAM of the process in MiB."""
     line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM"))
     return int(line.split()[1]) / 1024
 
@@ -103,7 +103,7 @@ def seconds(work: Any) -> float:
 
 
 def read(lm: CausalLM, text: str) -> None:
-    """Read a text as adding does."""
+    """Run the forward passes of adding a text."""
     for _ in lm.read([lm.encode(text)], lm.window(), batch_tokens=1024, logits=False):
         pass
 

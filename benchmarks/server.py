@@ -1,9 +1,9 @@
-"""What serving costs, and what it gains when several ask at once.
+"""Overhead of the server, and its throughput with concurrent requests.
 
-    python benchmarks/serve.py                        # a tiny model of its own, about a minute
-    python benchmarks/serve.py --memories MEMORY        # any memory
-    python benchmarks/serve.py --seconds 60           # with 64 streams for a minute, to see that memory does not grow
-                                                      # once as much is kept for scoring again as it ever keeps
+    python benchmarks/server.py                        # a tiny model of its own, about a minute
+    python benchmarks/server.py --store STORE         # any store
+    python benchmarks/server.py --seconds 60           # with 64 streams for a minute, to see that RAM does not grow
+                                                      # once the cache of traces is full
 
 The server runs in this process, its clients in another one, both on this machine.
 """
@@ -42,18 +42,18 @@ PROMPT = "The memory of a model"
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--memories", type=Path, help="a memory, instead of a tiny one made for this")
+    parser.add_argument("--store", type=Path, help="a store (default: a tiny one)")
     parser.add_argument("--tokens", type=int, default=200)
     parser.add_argument("--concurrent", type=int, default=8)
     parser.add_argument("--repeat", type=int, default=3)
-    parser.add_argument("--seconds", type=float, default=0.0, help="how long 64 streams are kept up; 0: not at all")
+    parser.add_argument("--seconds", type=float, default=0.0, help="how long 64 streams run; 0: not at all")
     parser.add_argument("--client", type=json.loads, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.client:
-        print(json.dumps(asyncio.run(ask(**options.client))))
+        print(json.dumps(asyncio.run(send(**options.client))))
         return
     with tempfile.TemporaryDirectory() as folder:
-        mixture = Mixture.open(options.memory) if options.memory else make(Path(folder) / "memory")
+        mixture = Mixture.open(options.store) if options.store else make(Path(folder) / "store")
         print(json.dumps(measure(mixture, options), indent=2))
 
 
@@ -73,38 +73,38 @@ def measure(mixture: Mixture, options: argparse.Namespace) -> dict[str, Any]:
     """Time `generate`, one request, and several at once."""
     with serving(mixture) as running:
         clients = {"port": running.port, "tokens": options.tokens, "seconds": 0.0}
-        ask_in_process({**clients, "streams": 1})
+        send_from_process({**clients, "streams": 1})
         generate(mixture, options.tokens)
         rounds = []
-        for _ in range(options.repeat):  # in turn, so that whatever else the machine does hits all of them
+        for _ in range(options.repeat):  # alternating, so that other load of the machine affects all of them
             rounds.append(
                 (
                     timed(lambda: generate(mixture, options.tokens)),
-                    timed(lambda: ask_in_process({**clients, "streams": 1})["rate"]),
-                    timed(lambda: ask_in_process({**clients, "streams": options.concurrent})["rate"]),
+                    timed(lambda: send_from_process({**clients, "streams": 1})["rate"]),
+                    timed(lambda: send_from_process({**clients, "streams": options.concurrent})["rate"]),
                 )
             )
         generated, alone, together = (max(rate for rate, _ in column) for column in zip(*rounds, strict=True))
         own = [min(seconds for _, seconds in column) for column in zip(*rounds, strict=True)]
         ratios = sorted(one / other - 1 for (one, _), (other, _), _ in rounds)  # side by side, so that drift cancels
-        facts = {
+        figures = {
             "generate_tokens_per_second": round(generated, 1),
             "one_request_tokens_per_second": round(alone, 1),
             "overhead_over_generate": round(statistics.median(ratios), 3),
             "overhead_from_to": [round(ratios[0], 3), round(ratios[-1], 3)],
-            # By the time that this process computed, which others on the machine disturb less than the clock.
+            # CPU time of this process, which other load of the machine affects less than wall time.
             "overhead_in_cpu_time": round(own[1] / own[0] - 1, 3),
             f"{options.concurrent}_requests_tokens_per_second": round(together, 1),
             "gain": round(together / alone, 2),
             "gain_in_cpu_time": round(options.concurrent * own[1] / own[2], 2),
         }
         if options.seconds:
-            facts |= endure(running, options)
-    return facts
+            figures |= endure(running, options)
+    return figures
 
 
 def timed(work: Callable[[], float]) -> tuple[float, float]:
-    """Give a rate, and how many seconds this process computed for it."""
+    """Return a rate, and the CPU seconds of this process."""
     began = time.process_time()
     return work(), time.process_time() - began
 
@@ -122,14 +122,14 @@ def generate(mixture: Mixture, tokens: int) -> float:
 
 
 def endure(running: Running, options: argparse.Namespace) -> dict[str, Any]:
-    """Keep 64 streams up and look at the memory that this process takes."""
+    """Run 64 streams and measure the RAM of this process."""
     process = psutil.Process()
     clients = {"port": running.port, "tokens": options.tokens, "streams": 64}
-    ask_in_process({**clients, "seconds": min(10.0, options.seconds)})
+    send_from_process({**clients, "seconds": min(10.0, options.seconds)})
     empty = process.memory_info().rss
     kept = fill(running, clients)
     before = process.memory_info().rss
-    found = ask_in_process({**clients, "seconds": options.seconds})
+    found = send_from_process({**clients, "seconds": options.seconds})
     after = process.memory_info().rss
     figures = {
         "traces_mb": round(kept / 2**20, 1),
@@ -140,20 +140,20 @@ def endure(running: Running, options: argparse.Namespace) -> dict[str, Any]:
 
 
 def fill(running: Running, clients: dict[str, Any]) -> int:
-    """Write until the server keeps all that it keeps of texts, and all of that was replaced once; give its bytes.
+    """Send requests until the cache of traces is full and was replaced once; return its bytes.
 
-    What is kept lies between what was there for a moment, so memory is as scattered as it will be only then.
+    Only then is RAM as fragmented as it will be.
     """
     scheduler, traces = running.service.scheduler, running.service.scheduler.traces
     while traces.bytes < 0.98 * traces.max_bytes:
-        ask_in_process({**clients, "seconds": 10.0})
+        send_from_process({**clients, "seconds": 10.0})
     full = scheduler.tokens_generated
     while scheduler.tokens_generated < 2 * full:
-        ask_in_process({**clients, "seconds": 10.0})
+        send_from_process({**clients, "seconds": 10.0})
     return traces.bytes
 
 
-def ask_in_process(settings: dict[str, Any]) -> dict[str, Any]:
+def send_from_process(settings: dict[str, Any]) -> dict[str, Any]:
     """Run the clients in a process of their own, so that they do not share its interpreter with the server."""
     done = subprocess.run(
         [sys.executable, __file__, "--client", json.dumps(settings)], check=True, capture_output=True, text=True
@@ -161,14 +161,14 @@ def ask_in_process(settings: dict[str, Any]) -> dict[str, Any]:
     return dict(json.loads(done.stdout))
 
 
-async def ask(port: int, tokens: int, streams: int, seconds: float) -> dict[str, Any]:
-    """Keep some streams up: each once, or as often as it goes within some seconds."""
+async def send(port: int, tokens: int, streams: int, seconds: float) -> dict[str, Any]:
+    """Run some streams: each once, or repeatedly for some seconds."""
     began = time.perf_counter()
     found = []
 
     async def one(number: int) -> None:
         while True:
-            body = {"prompt": PROMPT + " and" * (number % 7), "max_tokens": tokens, "knn_temperature": 0}
+            body = {"prompt": PROMPT + " and" * (number % 7), "max_tokens": tokens, "temperature": 0}
             found.append(await read_stream(port, body))
             if time.perf_counter() - began >= seconds:
                 return

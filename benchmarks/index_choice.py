@@ -1,13 +1,13 @@
-"""Perplexity against time and bytes, index by index, on real keys: what the ladder behind `auto` was chosen from.
+"""Perplexity, time and bytes of indexes on real keys: the data behind the choice of `auto`.
 
-    python benchmarks/ladder.py MEMORY TEXT.jsonl                         # the rung of auto, and the recipe of others
-    python benchmarks/ladder.py MEMORY TEXT.jsonl --specs Lists128,Blocks256 IVF512,PQ64 --probes 16 64
-    python benchmarks/ladder.py MEMORY TEXT.jsonl --json ladder.json --plot docs/ladder.png
-    python benchmarks/ladder.py --replot ladder.json … --plot docs/ladder.png
+    python benchmarks/index_choice.py STORE TEXT.jsonl                         # the index of auto, and the usual one
+    python benchmarks/index_choice.py STORE TEXT.jsonl --specs Lists128,Blocks256 IVF512,PQ64 --probes 16 64
+    python benchmarks/index_choice.py STORE TEXT.jsonl --json choice.json --plot choice.png
+    python benchmarks/index_choice.py --replot choice.json … --plot choice.png
 
-MEMORY is a memory of the bundled model, TEXT held-out text. τ and λ are chosen on one half of its tokens, and figures
-are those of the other half. "measured" is how many of the k = 1024 neighbours get their exact distance; 0 votes with
-the codes' own. Where there is a GPU, the model and exact search use it; indexes are always on the CPU.
+STORE is a store of the bundled model, TEXT held-out text. τ and λ are chosen on one half of its tokens, and figures are
+those of the other half. "measured" is how many of the k = 1024 neighbours get their exact distance; with 0 the
+distances of the codes are used. Where there is a GPU, the model and exact search use it; indexes are always on the CPU.
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ from typing import Any
 import faiss
 import numpy as np
 import torch
-from knnlm.index.spec import default_spec
 from torch import Tensor
 
-import sides
+import baselines
 from knnlm.benchmark import spread, times_of
 from knnlm.corpus import read_documents
 from knnlm.datastore.store import Datastore
 from knnlm.evaluation.evaluate import Totals, read_batches
-from knnlm.index import spec as knnlm_ladder
 from knnlm.index.base import Index, Neighbours
+from knnlm.index.blocks import index as block_index
 from knnlm.index.blocks import is_blocks
 from knnlm.index.blocks.build import build_blocks
 from knnlm.index.exact import ExactIndex
+from knnlm.index.factory import default_spec
 from knnlm.index.faiss import FaissIndex
-from knnlm.index.rerank import Reranked
+from knnlm.index.rerank import RerankedIndex
 from knnlm.lm.causal import CausalLM
 from knnlm.memories.decoder import LMOutput
 from knnlm.mixture.mixture import Mixture
@@ -54,7 +54,7 @@ class Text:
 
     queries: Tensor  # (N, D)
     targets: Tensor  # (N,)
-    model: Tensor  # (N,) what the model gives the target
+    model: Tensor  # (N,) probability of the target by the model
 
 
 def main() -> None:
@@ -63,18 +63,18 @@ def main() -> None:
         plot([row for path in options.replot for row in json.loads(path.read_text())["rows"]], options.plot)
         return
     use_threads(options.threads)
-    store = Datastore.open(options.memory)
+    store = Datastore.open(options.store)
     text = read_text(store, options)
     truth = exact(store, text.queries, options.device)
     base = perplexity(store, text, truth)
     rows: list[dict[str, Any]] = []
-    specs = options.specs or [default_spec(store.key_count), sides.RECIPE]
+    specs = options.specs or [default_spec(store.key_count), baselines.USUAL_SPEC]
     for spec in specs:
-        for row in one_spec(store, text, truth, spec, options):
+        for row in measure_spec(store, text, truth, spec, options):
             rows.append(row | {"ratio": row["perplexity"] / base["perplexity"]})
             print(json.dumps({name: rounded(value) for name, value in rows[-1].items()}), file=sys.stderr, flush=True)
     about = {
-        "machine": sides.machine(options.threads),
+        "machine": baselines.machine(options.threads),
         "keys": store.key_count,
         "tokens": len(text.targets),
         "exact": base,
@@ -88,14 +88,14 @@ def main() -> None:
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("memory", type=Path, nargs="?")
+    parser.add_argument("store", type=Path, nargs="?")
     parser.add_argument("text", nargs="?")
     parser.add_argument("--specs", nargs="+")
     parser.add_argument("--probes", type=int, nargs="+", default=[16, 32, 64])
     parser.add_argument("--measured", type=int, nargs="+", default=[0, 128, K])
     parser.add_argument("--limit", type=int, default=8192, help="tokens of TEXT")
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--build-threads", type=int, help="threads that indexes are made with (default: as many)")
+    parser.add_argument("--build-threads", type=int, help="threads for building indexes (default: --threads)")
     parser.add_argument("--device", default="auto", help="for the model and exact search; indexes are on the CPU")
     parser.add_argument("--model", default="bundled")
     parser.add_argument("--json", type=Path)
@@ -103,7 +103,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--replot", type=Path, nargs="+", help="draw what earlier runs wrote")
     options = parser.parse_args()
     if not options.replot and not options.text:
-        parser.error("give MEMORY and TEXT, or --replot")
+        parser.error("STORE and TEXT, or --replot, are required")
     return options
 
 
@@ -113,7 +113,7 @@ def use_threads(count: int) -> None:
 
 
 def read_text(store: Datastore, options: argparse.Namespace) -> Text:
-    """Read held-out text once: its keys, its tokens, and what the model makes of them."""
+    """Read held-out text once: its keys, its tokens, and the model's probabilities."""
     lm = CausalLM.open(options.model, device=options.device)
     mixture = Mixture.open(store, lm, use_tuned=False)
     assert mixture.knn is not None
@@ -121,8 +121,8 @@ def read_text(store: Datastore, options: argparse.Namespace) -> Text:
     with torch.inference_mode():
         for _, batch in read_batches(mixture, read_documents(options.text), totals=Totals(), limit=options.limit):
             keys = store.project(batch.context.states[mixture.knn.source].float())
-            said = LMOutput(batch.logits).components[0].log_prob(batch.targets)
-            parts.append((keys.cpu(), batch.targets.cpu(), said.exp().cpu()))
+            log_probs = LMOutput(batch.logits).components[0].log_prob(batch.targets)
+            parts.append((keys.cpu(), batch.targets.cpu(), log_probs.exp().cpu()))
     queries, targets, model = (torch.cat(column) for column in zip(*parts, strict=True))
     # Mixed, so that both halves are of the whole text.
     order = torch.randperm(len(targets), generator=torch.Generator().manual_seed(0))[: options.limit]
@@ -157,40 +157,40 @@ def perplexity(store: Datastore, text: Text, found: Neighbours) -> dict[str, flo
     return {"perplexity": float(np.exp(-best[3])), "knn_temperature": best[1], "lambda": best[2]}
 
 
-def one_spec(
+def measure_spec(
     store: Datastore, text: Text, truth: Neighbours, spec: str, options: argparse.Namespace
 ) -> list[dict[str, Any]]:
-    """Make one index and search it in several ways."""
-    many = options.build_threads or options.threads
-    use_threads(many)
+    """Build one index and search it with several settings."""
+    build_threads = options.build_threads or options.threads
+    use_threads(build_threads)
     begin = time.perf_counter()
     blocks = is_blocks(spec)
-    made: Any = build_blocks(store.keys, spec) if blocks else FaissIndex.build(store.keys, spec)
-    taken = time.perf_counter() - begin
+    built: Any = build_blocks(store.keys, spec) if blocks else FaissIndex.build(store.keys, spec)
+    build_seconds = time.perf_counter() - begin
     use_threads(options.threads)
-    facts = {
+    metadata = {
         "spec": spec,
-        "build_s": taken,
-        "build_threads": many,
-        "bytes_per_key": (made.stored_bytes if blocks else sides.size_of(made._index)) / made.rows,
+        "build_s": build_seconds,
+        "build_threads": build_threads,
+        "bytes_per_key": (built.stored_bytes if blocks else baselines.size_of(built._index)) / built.rows,
     }
     rows = []
     for probes in options.probes:
         if blocks:
-            knnlm_ladder.BLOCKS = probes
+            block_index.PROBES = probes
         else:
-            faiss.extract_index_ivf(made._index).nprobe = probes
+            faiss.extract_index_ivf(built._index).nprobe = probes
         for measured in [0] if blocks else options.measured:
-            index: Index = Reranked(made, store.keys, measured=measured) if measured else made
+            index: Index = RerankedIndex(built, store.keys, measured=measured) if measured else built
             found = index.search(text.queries, K)
             times = times_of(lambda index=index: index.search(text.queries[:TIMED], K), 2)
             hits = [np.isin(right, one).mean() for right, one in zip(truth.ids.numpy(), found.ids.numpy(), strict=True)]
             cost = {
-                "ms_per_query": sides.middle(times) / min(TIMED, len(text.queries)) * 1e3,
+                "ms_per_query": baselines.median(times) / min(TIMED, len(text.queries)) * 1e3,
                 "spread": spread(times),
             }
             quality = perplexity(store, text, found) | {"recall": float(np.mean(hits))}
-            rows.append(facts | {"probes": probes, "measured": measured} | cost | quality)
+            rows.append(metadata | {"probes": probes, "measured": measured} | cost | quality)
     return rows
 
 
@@ -199,7 +199,7 @@ def rounded(value: object) -> object:
 
 
 def plot(rows: list[dict[str, Any]], path: Path) -> None:
-    """Draw perplexity over that of exact search against milliseconds a query."""
+    """Draw perplexity over that of exact search against milliseconds per query."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(7.5, 4.5), layout="constrained")
@@ -220,7 +220,7 @@ def plot(rows: list[dict[str, Any]], path: Path) -> None:
         for row in own:
             axes.annotate(f" {row['probes']}", (row["ms_per_query"], row["ratio"]), fontsize=7)
     axes.axhline(1.005, color="grey", linewidth=0.8)
-    axes.set(xscale="log", xlabel="milliseconds a query", ylabel="perplexity ÷ that of exact search")
+    axes.set(xscale="log", xlabel="milliseconds per query", ylabel="perplexity ÷ that of exact search")
     axes.legend(fontsize=7)
     figure.savefig(path, dpi=120)
 

@@ -1,10 +1,10 @@
-"""Perplexity of a corpus without and with a memory of it, and the same by an independent NumPy computation.
+"""Perplexity of a corpus without and with a store of it, and the same by an independent NumPy computation.
 
-    python benchmarks/figures.py CORPUS --store 20000 --limit 3000 --oracle      # minutes on two cores
-    python benchmarks/figures.py CORPUS --limit 60000 --device cuda              # the whole corpus on a GPU
+    python benchmarks/perplexity.py CORPUS --store 20000 --limit 3000 --oracle      # minutes on two cores
+    python benchmarks/perplexity.py CORPUS --limit 60000 --device cuda              # the whole corpus on a GPU
 
-CORPUS is a folder with train, valid and test .jsonl (also .gz, .xz, .zst), a document a line. The memory is made of
-train, k, τ and λ are chosen on valid, and the figures are those of test.
+CORPUS is a folder with train, valid and test .jsonl (also .gz, .xz, .zst), a document a line. The store is built
+from train, k, τ and λ are chosen on valid, and the figures are those of test.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ def main() -> None:
     lm = CausalLM.open(options.model, device=options.device, dtype=options.dtype)
     for corpus in options.corpus:
         with tempfile.TemporaryDirectory() as folder:
-            row = measure(corpus, Path(folder) / "memory", lm, options)
+            row = measure(corpus, Path(folder) / "store", lm, options)
         print(json.dumps(row))
         sys.stdout.flush()
 
 
 def parser_for(about: str | None, corpora: str = "+") -> argparse.ArgumentParser:
-    """The options that all benchmarks on a corpus have."""
+    """Return a parser with the options that all benchmarks on a corpus share."""
     parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("corpus", type=Path, nargs=corpora)
     parser.add_argument("--model", default="bundled")
@@ -58,37 +58,37 @@ def parse() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def measure(corpus: Path, memory: Path, lm: CausalLM, options: argparse.Namespace) -> dict[str, object]:
-    """Build, tune, evaluate; give one row of the table."""
+def measure(corpus: Path, path: Path, lm: CausalLM, options: argparse.Namespace) -> dict[str, object]:
+    """Build, tune, evaluate; return one row of the table."""
     begin = time.perf_counter()
     train = list(first(split(corpus, "train"), lm, options.store))
-    store = knnlm.build(train, memory, lm=lm, batch_tokens=options.build_batch)
+    store = knnlm.build(train, path, lm=lm, batch_tokens=options.build_batch)
     built = time.perf_counter()
     settings = {}
     if options.at:
-        k, temperature, weight = options.at.split(",")
-        settings = {"k": int(k), "knn_temperature": float(temperature), "weight": float(weight)}
+        k, temperature, lmbda = options.at.split(",")
+        settings = {"k": int(k), "knn_temperature": float(temperature), "lmbda": float(lmbda)}
     else:
-        Mixture.open(memory, lm).tune(split(corpus, "valid"), weights="fixed", sources=["valid"], limit=options.limit)
+        Mixture.open(path, lm).tune(split(corpus, "valid"), weights="fixed", sources=["valid"], limit=options.limit)
     tuned = time.perf_counter()
     test = list(first(split(corpus, "test"), lm, options.limit))
-    found = Mixture.open(memory, lm, **settings).evaluate(test, batch_tokens=options.batch)
+    evaluation = Mixture.open(path, lm, **settings).evaluate(test, batch_tokens=options.batch)
     row: dict[str, object] = {
         "corpus": corpus.name,
         "store_tokens": store.rows,
-        "test_tokens": found.tokens,
-        "lm": round(found.base_perplexity, 4),
-        "knn_lm": round(found.perplexity, 4),
-        "oracle_of_both": round(found.oracle_perplexity, 4),
-        "k": found.k,
-        "knn_temperature": found.knn_temperature,
-        "lambda": found.lmbda,
+        "test_tokens": evaluation.tokens,
+        "lm": round(evaluation.base_perplexity, 4),
+        "knn_lm": round(evaluation.perplexity, 4),
+        "oracle_of_both": round(evaluation.oracle_perplexity, 4),
+        "k": evaluation.k,
+        "knn_temperature": evaluation.knn_temperature,
+        "lambda": evaluation.lmbda,
         "build_seconds": round(built - begin, 1),
         "tune_seconds": round(tuned - built, 1),
-        "eval_seconds": round(found.seconds, 1),
+        "eval_seconds": round(evaluation.seconds, 1),
     }
     if options.oracle:
-        row |= by_numpy(lm, train, test, found)
+        row |= by_numpy(lm, train, test, evaluation)
     return row
 
 
@@ -100,7 +100,7 @@ def split(corpus: Path, name: str) -> Iterator[Document]:
 
 
 def first(documents: Iterator[Document], lm: CausalLM, tokens: int | None) -> Iterator[Document]:
-    """Whole documents until so many tokens are reached."""
+    """Yield whole documents until this many tokens are reached."""
     if tokens is None:
         yield from documents
         return
@@ -112,35 +112,35 @@ def first(documents: Iterator[Document], lm: CausalLM, tokens: int | None) -> It
             return
 
 
-def by_numpy(lm: CausalLM, train: list[Document], test: list[Document], found: Evaluation) -> dict[str, object]:
-    """The test figures from the formulas: one document at a time, plain hooks, float64 brute force.
+def by_numpy(lm: CausalLM, train: list[Document], test: list[Document], evaluation: Evaluation) -> dict[str, object]:
+    """Compute the test figures from the formulas: one document at a time, plain hooks, float64 brute force.
 
-    Once with keys rounded to float16, as they are stored, and once with keys as the model gave them.
+    Once with keys rounded to float16, as they are stored, and once with keys as the model computed them.
     """
     keys, _, values = plain_reading(lm, train)
-    asked = plain_reading(lm, test)
+    reading = plain_reading(lm, test)
     rounded = keys.astype(np.float16).astype(np.float64)
     return {
-        "numpy": vote_by_numpy(rounded, values, asked, found),
-        "numpy_unrounded_keys": vote_by_numpy(keys, values, asked, found),
+        "numpy": vote_by_numpy(rounded, values, reading, evaluation),
+        "numpy_unrounded_keys": vote_by_numpy(keys, values, reading, evaluation),
     }
 
 
 def vote_by_numpy(
-    keys: np.ndarray, values: np.ndarray, asked: tuple[np.ndarray, np.ndarray, np.ndarray], found: Evaluation
+    keys: np.ndarray, values: np.ndarray, reading: tuple[np.ndarray, np.ndarray, np.ndarray], evaluation: Evaluation
 ) -> dict[str, float]:
     """Brute force, one query at a time."""
-    queries, log_p, targets = asked
+    queries, log_p, targets = reading
     squares = (keys**2).sum(1)
     knn = np.zeros(len(targets))
     for number, query in enumerate(queries):
         distances = squares - 2 * keys @ query + query @ query
-        nearest = np.argpartition(distances, min(found.k, len(keys)) - 1)[: found.k]
-        scores = -distances[nearest] / found.knn_temperature
+        nearest = np.argpartition(distances, min(evaluation.k, len(keys)) - 1)[: evaluation.k]
+        scores = -distances[nearest] / evaluation.knn_temperature
         weights = np.exp(scores - scores.max())
         knn[number] = weights[values[nearest] == targets[number]].sum() / weights.sum()
     base = np.exp(log_p)
-    mixed = (1 - found.lmbda) * base + found.lmbda * knn
+    mixed = (1 - evaluation.lmbda) * base + evaluation.lmbda * knn
     return {
         "lm": round(float(np.exp(-log_p.mean())), 4),
         "knn_lm": round(float(np.exp(-np.log(mixed).mean())), 4),
@@ -151,9 +151,9 @@ def vote_by_numpy(
 @torch.no_grad()
 def plain_reading(lm: CausalLM, documents: list[Document]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Keys, log p of the targets, and targets, without the library's windows, batches or hooks."""
-    seen: list[torch.Tensor] = []
+    captured: list[torch.Tensor] = []
     module = lm.model.get_submodule(lm.key_layer.module)
-    handle = module.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))
+    handle = module.register_forward_pre_hook(lambda _, inputs: captured.append(inputs[0]))
     keys, log_p, targets = [], [], []
     for document in documents:
         tokens = lm.encode(document.text)
@@ -164,7 +164,7 @@ def plain_reading(lm: CausalLM, documents: list[Document]) -> tuple[np.ndarray, 
             logits = lm.model(torch.tensor([inputs[begin:end]], device=lm.device)).logits[0, scored - begin :]
             wanted = torch.tensor(tokens[scored:end], device=lm.device)
             log_p.append(logits.double().log_softmax(1).gather(1, wanted[:, None])[:, 0].cpu().numpy())
-            keys.append(seen.pop()[0, scored - begin :].double().cpu().numpy())
+            keys.append(captured.pop()[0, scored - begin :].double().cpu().numpy())
             targets.extend(tokens[scored:end])
             scored, begin = end, begin + 512
     handle.remove()
