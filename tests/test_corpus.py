@@ -1,4 +1,4 @@
-"""What goes in as files, comes out as documents; what cannot be read says where and why."""
+"""Files become documents; a file that cannot be read is an error that names the place and the reason."""
 
 from __future__ import annotations
 
@@ -313,7 +313,7 @@ def test_memory_does_not_grow_with_the_file(tmp_path: Path, suffix: str, packing
 def test_memory_does_not_grow_with_a_row_group_of_parquet(tmp_path: Path) -> None:
     table = pa.table({"text": [f"{i:06} " + "x" * 9993 for i in range(12_000)]})
     path = str(tmp_path / "a.parquet")
-    # One row group of 120 MB, in pages of about 1 MB; Arrow has one whole page in memory, whatever we do.
+    # One row group of 120 MB, in pages of about 1 MB; Arrow has one whole page in memory, in any case.
     pq.write_table(table, path, compression="none", use_dictionary=False, write_batch_size=64)
     assert pq.ParquetFile(path).metadata.num_row_groups == 1
     code = f"""if True:
@@ -427,7 +427,7 @@ def test_ids_are_unique_within_a_read(tmp_path: Path) -> None:
     assert ids[:2] == [text, f"{text}#2"]
     assert ids[2:8] == ["same", "same~2", "same~3", "same~4", "1", "1~2"]
     assert ids[8:] == [f"{text}~2", f"{text}#2~2"]
-    assert [document.id for document in read_documents(text)] == [text, f"{text}#2"]  # the next read begins anew
+    assert [document.id for document in read_documents(text)] == [text, f"{text}#2"]  # each read has its own ids
 
 
 def test_many_equal_ids_do_not_take_quadratic_time() -> None:
@@ -460,8 +460,8 @@ def test_a_missing_file_is_an_error(tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def someone_else() -> Iterator[Path]:
-    """A folder that everybody may enter, and a user who is not root, whom permissions would not hold up."""
+def unprivileged() -> Iterator[Path]:
+    """A folder open to all users, and a process without root privileges, to which permissions apply."""
     folder = Path(tempfile.mkdtemp())
     folder.chmod(0o777)
     root = os.geteuid() == 0
@@ -474,11 +474,11 @@ def someone_else() -> Iterator[Path]:
 
 
 @pytest.mark.skipif(os.name != "posix", reason="permissions of POSIX")
-def test_a_file_or_folder_without_permission_is_an_error(someone_else: Path) -> None:
-    path = Path(write(someone_else / "docs/sub/a.txt", "secret"))
+def test_a_file_or_folder_without_permission_is_an_error(unprivileged: Path) -> None:
+    path = Path(write(unprivileged / "docs/sub/a.txt", "secret"))
     path.chmod(0)
     assert f"{path}: cannot read it: Permission denied" in failure(path)
-    assert f"{path}: cannot read it: Permission denied" in failure(someone_else)
+    assert f"{path}: cannot read it: Permission denied" in failure(unprivileged)
     for mode, verb in [(0, "list"), (0o400, "read")]:  # no listing; listing without entering
         path.parent.chmod(mode)
         message = failure(path.parent.parent)

@@ -1,4 +1,4 @@
-"""Mapped keys do not fill the memory of whoever reads them."""
+"""Resident pages of mapped keys are bounded."""
 
 from __future__ import annotations
 

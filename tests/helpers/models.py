@@ -1,4 +1,4 @@
-"""Tiny real models and a tiny real tokenizer, made in a moment from configurations. Downloads nothing.
+"""Tiny real models and a tiny real tokenizer, made from configurations without downloads.
 
 Every family has width 32, 3 layers and room for 320 tokens; all weights are random, those of norms too, so
 that no two norms agree and no norm is close to the identity.

@@ -1,4 +1,4 @@
-"""What the library computes, computed again in NumPy from the papers' formulas, without the library."""
+"""An independent oracle: the papers' formulas in NumPy, without the library."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def distances(query, keys, metric="l2"):
 
 
 def knn_distribution(query, keys, values, vocab_size, *, k, knn_temperature, metric="l2"):
-    """p_kNN by brute force; None where there is nothing to ask."""
+    """p_kNN by brute force; None where there are no keys."""
     if len(keys) == 0:
         return None
     all_distances = distances(query, keys, metric)
@@ -37,7 +37,7 @@ def knn_distribution(query, keys, values, vocab_size, *, k, knn_temperature, met
 
 
 def knn_bounds(query, keys, values, target, *, k, knn_temperature, metric="l2"):
-    """The least and the most that p_kNN of the target can be, however ties at the k-th place are broken.
+    """The bounds of p_kNN of the target over all ways to break ties at the k-th place.
 
     Ties are real: the first key of every document is the same, because all of them begin with the same token.
     """
@@ -54,16 +54,16 @@ def knn_bounds(query, keys, values, target, *, k, knn_temperature, metric="l2"):
     return hit + least * weights[-1], hit + most * weights[-1]
 
 
-def mix(p_lm, p_knn, weight):
+def mix(p_lm, p_knn, lmbda):
     """(1-λ)·p_LM + λ·p_kNN."""
-    return p_lm if p_knn is None else (1 - weight) * p_lm + weight * p_knn
+    return p_lm if p_knn is None else (1 - lmbda) * p_lm + lmbda * p_knn
 
 
 @torch.no_grad()
 def read_token_by_token(model, module, tokens, *, start_token, context, stride):
     """Feed a document prefix by prefix and take only the last position: (keys, p_LM) of each token.
 
-    The context of a token is counted by the rule in words: everything while the first window lasts; after that, a
+    The context of a token is computed directly from the rule: everything within the first window; after that, a
     window begins every `stride` tokens and scores the last `stride` of its `context` positions.
     """
     inputs = [start_token, *tokens[:-1]]
@@ -72,13 +72,14 @@ def read_token_by_token(model, module, tokens, *, start_token, context, stride):
         begin = 0
         if position >= context:
             begin = ((position - context) // stride + 1) * stride
-        seen = []
+        captured = []
         handle = module.register_forward_pre_hook(
-            lambda _, args, kwargs, seen=seen: seen.append((args or tuple(kwargs.values()))[0]), with_kwargs=True
+            lambda _, args, kwargs, captured=captured: captured.append((args or tuple(kwargs.values()))[0]),
+            with_kwargs=True,
         )
         logits = model(torch.tensor([inputs[begin : position + 1]])).logits[0, -1]
         handle.remove()
-        keys.append(seen[0][0, -1].numpy())
+        keys.append(captured[0][0, -1].numpy())
         probs.append(softmax(logits.double().numpy()))
     return np.array(keys), np.array(probs)
 

@@ -65,7 +65,7 @@ def test_an_unwritable_cache_is_one_clear_line(monkeypatch, tmp_path):
         CausalLM.open("bundled")
 
 
-def test_the_demo_keeps_held_out_paragraphs_out_of_the_memory():
+def test_the_demo_keeps_held_out_paragraphs_out_of_the_store():
     parts = split_topics()
     names = [{document.id for document in part} for part in (parts.store, parts.valid, parts.test)]
     assert sum(map(len, names)) == len(set.union(*names))
@@ -80,12 +80,12 @@ def test_the_demo_keeps_held_out_paragraphs_out_of_the_memory():
         assert not [paragraph for paragraph in held_out if paragraph in remembered]
 
 
-def test_a_memory_of_a_few_topics_lowers_the_perplexity_of_others(smol, tmp_path):
+def test_a_store_of_a_few_topics_lowers_the_perplexity_of_others(smol, tmp_path):
     parts = split_topics(store=14_000, held_out=3_000)
     begin = time.perf_counter()
-    build(parts.store, tmp_path / "memory", lm=smol)
-    result = Mixture.open(tmp_path / "memory", smol).tune(parts.valid, sources=["valid"])
-    mixture = Mixture.open(tmp_path / "memory", smol)
+    build(parts.store, tmp_path / "topics.store", lm=smol)
+    result = Mixture.open(tmp_path / "topics.store", smol).tune(parts.valid, sources=["valid"])
+    mixture = Mixture.open(tmp_path / "topics.store", smol)
     measured = mixture.evaluate(parts.test)
     assert measured.perplexity < 0.97 * measured.base_perplexity
     assert measured.oracle_perplexity < measured.perplexity

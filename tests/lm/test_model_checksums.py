@@ -31,8 +31,8 @@ LIST, CARD = "knnlm.sha256", "decoder.json"
 
 @pytest.fixture(scope="module")
 def adapted(lm, model_folder, tmp_path_factory):
-    """A memory with a decoder in it, as adapt leaves it, but hardly trained."""
-    path = tmp_path_factory.mktemp("vouched") / "memory"
+    """A store with a decoder in it, as adapt leaves it, but hardly trained."""
+    path = tmp_path_factory.mktemp("adapted") / "adapted.store"
     path.mkdir()
     tokens = [lm.encode(document.text) for document in documents(3)]
     initial = open_initial_model(str(model_folder), like=lm)
@@ -44,33 +44,33 @@ def adapted(lm, model_folder, tmp_path_factory):
 
 
 @pytest.fixture
-def memory(adapted, tmp_path):
-    shutil.copytree(adapted, tmp_path / "memory")
-    return tmp_path / "memory"
+def store(adapted, tmp_path):
+    shutil.copytree(adapted, tmp_path / "adapted.store")
+    return tmp_path / "adapted.store"
 
 
 def listed(decoder):
     return dict(reversed(line.split("  ", 1)) for line in (decoder / LIST).read_text().splitlines())
 
 
-def test_all_files_but_the_card_are_listed_with_their_sha256(memory):
-    decoder = memory / "decoder"
+def test_all_files_except_the_card_have_a_checksum(store):
+    decoder = store / "decoder"
     files = {file.name for file in decoder.iterdir()} - {LIST, CARD}
     assert {"model.safetensors", "config.json", "tokenizer.json", "losses.jsonl"} <= files
     assert listed(decoder) == {name: hashlib.sha256((decoder / name).read_bytes()).hexdigest() for name in files}
-    found = verify(memory, deep=True)
+    found = verify(store, deep=True)
     assert (found.problems, found.notes) == ((), ())
 
 
-def test_a_flipped_bit_in_any_file_of_a_decoder_is_named_when_it_is_loaded_and_by_verify(memory, lm):
-    decoder = memory / "decoder"
+def test_a_flipped_bit_in_any_file_of_a_decoder_is_named_when_it_is_loaded_and_by_verify(store, lm):
+    decoder = store / "decoder"
     for name in sorted({*listed(decoder), LIST}):
         flip(decoder / name, 20)
         with pytest.raises(ModelError, match=r"checksum mismatch \(SHA-256\)|: missing") as caught:
             CausalLM.open(str(decoder))
         assert name == LIST or str(decoder / name) in str(caught.value)
         assert "\n" not in str(caught.value)
-        found = verify(memory, deep=True)
+        found = verify(store, deep=True)
         assert name == LIST or named(found) == {f"decoder/{name}"}
         assert not found.sound
         flip(decoder / name, 20)
@@ -78,7 +78,7 @@ def test_a_flipped_bit_in_any_file_of_a_decoder_is_named_when_it_is_loaded_and_b
     with pytest.raises(ModelError, match=r"model\.safetensors: missing"):
         Mixture.open(decoder, lm)
     with pytest.raises(DatastoreCorrupt, match=r"cannot be repaired: decoder/model\.safetensors: missing"):
-        repair(memory)
+        repair(store)
 
 
 @settings(max_examples=60, **FIXED)
@@ -94,43 +94,43 @@ def test_a_flipped_bit_in_a_card_is_an_error_or_changes_nothing(data, adapted, t
         assert load_card(tmp_path) == sound
 
 
-def test_a_card_that_is_tuned_is_vouched_for_anew(memory, lm):
-    facts = {"model": "m", "text": "t", "tokens": 5, "base_perplexity": 3.0, "perplexity": 2.0}
-    set_lambda(memory / "decoder", 0.25, facts)
-    assert load_card(memory / "decoder").lmbda == 0.25
-    assert verify(memory, deep=True).sound
-    Mixture.open(memory / "decoder", lm)
-    card = memory / "decoder" / CARD
+def test_a_tuned_card_has_a_new_checksum(store, lm):
+    metadata = {"model": "m", "text": "t", "tokens": 5, "base_perplexity": 3.0, "perplexity": 2.0}
+    set_lambda(store / "decoder", 0.25, metadata)
+    assert load_card(store / "decoder").lmbda == 0.25
+    assert verify(store, deep=True).sound
+    Mixture.open(store / "decoder", lm)
+    card = store / "decoder" / CARD
     card.write_text(card.read_text().replace('"lambda": 0.25', '"lambda": 0.35'))
     with pytest.raises(DatastoreCorrupt, match=r"decoder\.json is not as it was written"):
-        load_card(memory / "decoder")
-    assert named(verify(memory)) == {f"decoder/{CARD}"}
+        load_card(store / "decoder")
+    assert named(verify(store)) == {f"decoder/{CARD}"}
 
 
-def test_a_decoder_from_before_is_loaded_and_verify_says_that_it_cannot_be_compared(memory):
-    decoder = memory / "decoder"
+def test_a_decoder_without_checksums_is_loaded_and_verify_notes_it(store):
+    decoder = store / "decoder"
     (decoder / LIST).unlink()
-    facts = json.loads((decoder / CARD).read_text())
-    del facts["sha256"]
-    (decoder / CARD).write_text(json.dumps(facts))
+    metadata = json.loads((decoder / CARD).read_text())
+    del metadata["sha256"]
+    (decoder / CARD).write_text(json.dumps(metadata))
     CausalLM.open(str(decoder))
-    found = verify(memory, deep=True)
+    found = verify(store, deep=True)
     assert found.sound
     assert any("decoder has no knnlm.sha256" in note for note in found.notes)
 
 
 @pytest.mark.parametrize("text", ["", "nonsense\n", "\xff", "0" * 64 + "  ../../etc/passwd\n", "x" * (1 << 21)])
-def test_a_list_that_is_none_is_an_error_and_leads_nowhere(memory, text):
-    (memory / "decoder" / LIST).write_text(text, encoding="latin1")
+def test_an_invalid_list_of_checksums_is_an_error(store, text):
+    (store / "decoder" / LIST).write_text(text, encoding="latin1")
     with pytest.raises(ModelError, match=r"knnlm\.sha256: checksum mismatch"):
-        CausalLM.open(str(memory / "decoder"))
-    assert named(verify(memory, deep=True)) == {f"decoder/{LIST}"}
+        CausalLM.open(str(store / "decoder"))
+    assert named(verify(store, deep=True)) == {f"decoder/{LIST}"}
 
 
-def test_the_figures_of_an_adaptation_are_vouched_for(memory):
-    file = memory / "adapted.json"
+def test_the_figures_of_an_adaptation_have_a_checksum(store):
+    file = store / "adapted.json"
     file.write_text(file.read_text().replace("12.5", "13.5"))
-    assert named(verify(memory)) == {"adapted.json"}
-    done = repair(memory)
+    assert named(verify(store)) == {"adapted.json"}
+    done = repair(store)
     assert (done.kept_in / "adapted.json").exists()
-    assert load_adaptation(memory) is None
+    assert load_adaptation(store) is None
