@@ -31,8 +31,17 @@ if TYPE_CHECKING:
     from knnlm.maintenance.merge import merge
     from knnlm.maintenance.repair import repair
     from knnlm.maintenance.verify import verify
-    from knnlm.memories import KnnMemory
-    from knnlm.mixture import Mixture
+    from knnlm.memories import (
+        Context,
+        KnnMemory,
+        Memory,
+        MemoryOutput,
+        Prediction,
+        RetrievedNeighbours,
+        Source,
+        Span,
+    )
+    from knnlm.mixture import Mixture, MixtureOptions, MixturePrediction, Retrieved
     from knnlm.training.adapt import Adaptation, adapt
 
 # Where each public name lives. They are imported when first used: torch and transformers take seconds to import, and
@@ -42,6 +51,7 @@ _HOMES = {
     "Added": "ingest.add",
     "CausalLM": "lm.causal",
     "Compacted": "datastore.compact",
+    "Context": "memories",
     "Contribution": "evaluation.explain",
     "Datastore": "datastore.store",
     "Document": "corpus",
@@ -50,10 +60,19 @@ _HOMES = {
     "KnnForCausalLM": "generation.causal",
     "KnnMemory": "memories",
     "KnnlmError": "errors",
+    "Memory": "memories",
+    "MemoryOutput": "memories",
     "MemoryTrace": "evaluation.trace",
     "Mixture": "mixture",
+    "MixtureOptions": "mixture",
+    "MixturePrediction": "mixture",
     "NeighbourVote": "evaluation.explain",
+    "Prediction": "memories",
     "Removed": "datastore.remove",
+    "Retrieved": "mixture",
+    "RetrievedNeighbours": "memories",
+    "Source": "memories",
+    "Span": "memories",
     "Sweep": "evaluation.sweep",
     "TokenExplanation": "evaluation.explain",
     "Trace": "evaluation.trace",
@@ -72,6 +91,7 @@ __all__ = [
     "Added",
     "CausalLM",
     "Compacted",
+    "Context",
     "Contribution",
     "Datastore",
     "Document",
@@ -80,10 +100,19 @@ __all__ = [
     "KnnForCausalLM",
     "KnnMemory",
     "KnnlmError",
+    "Memory",
+    "MemoryOutput",
     "MemoryTrace",
     "Mixture",
+    "MixtureOptions",
+    "MixturePrediction",
     "NeighbourVote",
+    "Prediction",
     "Removed",
+    "Retrieved",
+    "RetrievedNeighbours",
+    "Source",
+    "Span",
     "Sweep",
     "TokenExplanation",
     "Trace",

@@ -237,7 +237,7 @@ def test_the_cache_is_a_vote_of_the_text_s_own_past(lm, metric):
         np.testing.assert_allclose(dense[row], expected, rtol=1e-3, atol=1e-4)
 
 
-def test_a_second_model_says_what_it_says_alone(lm, store, second):
+def test_a_decoder_predicts_as_the_model_alone_does(lm, store, second):
     mixture = Mixture.open(store.path, lm, memories=f"decoder={second}", use_tuned=False)
     alone = CausalLM.open(str(second), device="cpu")
     for tokens in texts(lm):
@@ -248,7 +248,7 @@ def test_a_second_model_says_what_it_says_alone(lm, store, second):
         torch.testing.assert_close(said, logits.log_softmax(1), rtol=1e-4, atol=1e-4)
 
 
-def test_the_language_model_may_be_its_own_second_opinion(lm, model_folder, tmp_path):
+def test_the_language_model_may_be_its_own_decoder(lm, model_folder, tmp_path):
     own = CausalLM.open(str(model_folder), device="cpu")
     store = knnlm.build(documents(4), tmp_path / "memory", lm=own)
     mixture = Mixture.open(store.path, own, memories=f"decoder={model_folder}:0.5", use_tuned=False)
@@ -260,7 +260,7 @@ def test_the_language_model_may_be_its_own_second_opinion(lm, model_folder, tmp_
         torch.testing.assert_close(knnlm.KnnForCausalLM(mixture)(ids).logits, own.model(ids).logits.log_softmax(-1))
 
 
-def test_a_store_of_another_reader_is_asked_with_that_reader_s_keys(lm, store, other_store, second):
+def test_a_store_of_another_reader_is_searched_with_that_readers_keys(lm, store, other_store, second):
     mixture = Mixture.open(
         store.path, lm, memories=f"knn={other_store.path}", k=5, knn_temperature=1.0, use_tuned=False
     )

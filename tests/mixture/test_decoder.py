@@ -289,7 +289,7 @@ def test_a_model_with_its_decoder_is_saved_and_opened_again(decoder, lm, tmp_pat
     torch.testing.assert_close(logits(again), logits(saved))
 
 
-def test_info_says_what_a_decoder_is(decoder, model_folder, capfd):
+def test_info_describes_a_decoder(decoder, model_folder, capfd):
     code, out, err = knnlm(capfd, "info", decoder)
     assert code == 0, err
     parameters = sum(weight.numel() for weight in hf.AutoModelForCausalLM.from_pretrained(decoder).parameters())
@@ -324,7 +324,7 @@ def distill(capfd, memory, out, *options):
     return json.loads(said)
 
 
-def test_the_text_alone_teaches_unless_beta_says_otherwise(memory, desk, lm, model_folder, tmp_path, capfd):
+def test_a_decoder_is_trained_on_the_text_alone_without_beta(memory, desk, lm, model_folder, tmp_path, capfd):
     facts = distill(capfd, memory, tmp_path / "d")
     assert (facts["beta"], facts["teacher"], facts["targets"], facts["lambda"]) == (0.0, None, None, None)
     assert facts["model"] == str(model_folder)
@@ -364,7 +364,7 @@ def test_a_store_teaches_with_beta_and_valid_tunes_lambda(memory, desk, model_fo
     assert f"Next: knnlm eval {out} TEXT" in said
 
 
-def test_a_finished_decoder_asks_nobody_again_and_keeps_its_lambda(memory, desk, tmp_path, capfd):
+def test_a_finished_decoder_needs_no_targets_and_keeps_its_lambda(memory, desk, tmp_path, capfd):
     out, targets = tmp_path / "d", tmp_path / "d.targets"
     options = ("--beta", 0.5, "--k", 8, "--valid", desk / "valid.txt")
     facts = distill(capfd, memory, out, *options)

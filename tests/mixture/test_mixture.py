@@ -84,7 +84,7 @@ def test_lambda_zero_is_the_model_itself_bit_for_bit(case):
     assert torch.equal(mixed.log_probs(), Logits(logits).log_probs())
 
 
-def test_a_row_without_neighbours_leaves_the_word_to_the_model():
+def test_a_row_without_neighbours_has_the_models_distribution():
     found = RetrievedNeighbours(torch.tensor([[-1, -1]]), torch.full((1, 2), torch.inf), torch.tensor([[-1, -1]]))
     votes = vote(found, knn_temperature=1.0, vocab_size=VOCABULARY)
     logits = torch.arange(VOCABULARY, dtype=torch.float32)[None]
@@ -108,7 +108,7 @@ def test_a_lambda_outside_zero_to_one_is_refused(weight):
 
 
 @pytest.mark.parametrize(("k", "knn_temperature"), [(0, 1.0), (-3, 1.0), (1, 0.0), (1, -1.0), (1, float("nan"))])
-def test_a_vote_of_nobody_or_without_temperature_is_refused(k, knn_temperature):
+def test_a_vote_without_neighbours_or_temperature_is_refused(k, knn_temperature):
     with pytest.raises(ParameterError, match="must be"):
         check_vote(k, knn_temperature)
 

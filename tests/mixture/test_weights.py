@@ -596,7 +596,7 @@ def test_a_stored_gate_that_is_wrong_is_refused(gate, harm):
         Gate.load(tensors, facts)
 
 
-def test_a_gate_refuses_what_it_cannot_be_trained_on_or_asked(gate):
+def test_a_gate_refuses_invalid_training_data_and_features(gate):
     features, logs, groups, _ = planted(0, rows=100)
     with pytest.raises(ParameterError, match="as many rows"):
         train_gate(features[:50], logs, groups)
@@ -680,7 +680,7 @@ def test_a_skip_comes_back_as_it_was(skip):
         SearchSkipper.load(tensors, facts)
 
 
-def test_skip_refuses_what_it_cannot_be_trained_on_or_asked(skip):
+def test_the_skipper_refuses_invalid_training_data_and_features(skip):
     features, gain, groups, _ = gains(0, rows=100)
     with pytest.raises(ParameterError, match="from 0 to 1"):
         skip.search_mask(features, 1.5)

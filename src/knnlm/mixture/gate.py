@@ -197,11 +197,11 @@ def train_gate(
     fold, others = fold.to(device), others.to(device, torch.float32)
     starts = (1 - _INSIDE) * others + _INSIDE / logs.shape[1]  # (K, M)
     logs = logs.to(device, torch.float32)
-    gone, said = logs.isnan(), logs.nan_to_num(nan=-torch.inf, neginf=-torch.inf)
+    gone, log_p = logs.isnan(), logs.nan_to_num(nan=-torch.inf, neginf=-torch.inf)
     inputs = torch.cat([features.to(device, torch.float32), gone.float()], 1)
 
     def loss(outputs: Tensor, rows: Tensor, nets: Sequence[int]) -> Tensor:
-        return -(_log_weights(outputs, starts[nets], gone[rows]) + said[rows]).logsumexp(-1)
+        return -(_log_weights(outputs, starts[nets], gone[rows]) + log_p[rows]).logsumexp(-1)
 
     nets, losses, epochs = train(
         NetworkEnsemble.new(inputs, logs.shape[1], config), inputs, fold, loss, config, progress
