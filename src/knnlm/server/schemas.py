@@ -230,7 +230,7 @@ class MemoryShare(BaseModel):
     weight: float
 
 
-class TokenScores(BaseModel):
+class TokenProvenance(BaseModel):
     """A token with its probabilities: p = (1 - weight) · p_lm + weight · p_knn."""
 
     id: int
@@ -248,7 +248,7 @@ class Provenance(BaseModel):
 
     id: str
     k: int
-    tokens: list[TokenScores]
+    tokens: list[TokenProvenance]
 
 
 class Usage(BaseModel):
