@@ -46,7 +46,7 @@ def test_changed_store_verifies_and_is_readable_without_the_library(changed):
     found = verify(changed, deep=True)
     assert found.sound, found.problems
     metadata, remaining, *_, values, removed = read_store(changed)
-    assert metadata["format"] == 5
+    assert metadata["format"] == 1
     assert {document["id"] for document in remaining} == REMAINING
     assert found.documents == 10
     assert found.tokens == len(values) - len(removed)
