@@ -23,13 +23,13 @@ WINDOW = WindowShape(24, 12)
 
 @pytest.fixture(scope="module")
 def small(lm, tmp_path_factory):
-    """A memory whose windows are short, so that documents take several."""
+    """A store with short windows, so that documents take several."""
     path = tmp_path_factory.mktemp("small") / "memory"
     return build(documents(12), path, lm=lm, window=WINDOW, segment_entries=200)
 
 
 @pytest.fixture(scope="module")
-def seen(lm, small):
+def reference(lm, small):
     """Keys and values of the store, and (p_LM, key, target) of every test token, all read token by token."""
 
     def read(tokens):
@@ -40,24 +40,30 @@ def seen(lm, small):
     stored = [lm.encode(document.text) for document in documents(12)]
     keys = np.concatenate([read(tokens)[0] for tokens in stored])
     values = np.concatenate(stored)
-    asked = [lm.encode(document.text) for document in documents(4, start=100)]
-    readings = [read(tokens) for tokens in asked]
+    texts = [lm.encode(document.text) for document in documents(4, start=100)]
+    readings = [read(tokens) for tokens in texts]
     return {
         "keys": keys.astype(np.float16).astype(np.float32),  # as they are stored
         "values": values,
         "queries": np.concatenate([reading[0] for reading in readings]),
         "p_lm": np.concatenate([reading[1] for reading in readings]),
-        "targets": np.concatenate(asked),
+        "targets": np.concatenate(texts),
     }
 
 
-def expected(seen, *, k, knn_temperature, lmbda, metric):
+def expected(reference, *, k, knn_temperature, lmbda, metric):
     """The base perplexity, and the highest and lowest that the mixture and the oracle can have."""
     base, mixed, best = [], [], []
-    for query, p_lm, target in zip(seen["queries"], seen["p_lm"], seen["targets"], strict=True):
+    for query, p_lm, target in zip(reference["queries"], reference["p_lm"], reference["targets"], strict=True):
         p_knn = np.array(
             oracle.knn_bounds(
-                query, seen["keys"], seen["values"], target, k=k, knn_temperature=knn_temperature, metric=metric
+                query,
+                reference["keys"],
+                reference["values"],
+                target,
+                k=k,
+                knn_temperature=knn_temperature,
+                metric=metric,
             )
         )
         base.append(p_lm[target])
@@ -72,26 +78,26 @@ def expected(seen, *, k, knn_temperature, lmbda, metric):
     ("k", "knn_temperature", "lmbda", "metric"),
     [(8, 1.0, 0.3, "l2"), (64, 5.0, 0.7, "l2"), (16, 2.0, 0.5, "ip"), (10_000, 10.0, 0.25, "l2"), (1, 1.0, 0.1, "l2")],
 )
-def test_evaluation_agrees_with_numpy_token_by_token(lm, small, seen, k, knn_temperature, lmbda, metric):
+def test_evaluation_agrees_with_numpy_token_by_token(lm, small, reference, k, knn_temperature, lmbda, metric):
     options = MixtureOptions(metric=metric)
     mixture = Mixture.open(small.path, lm, k=k, knn_temperature=knn_temperature, lmbda=lmbda, options=options)
     measured = mixture.evaluate(documents(4, start=100))
-    base, mixed, best = expected(seen, k=k, knn_temperature=knn_temperature, lmbda=lmbda, metric=metric)
-    assert measured.tokens == len(seen["targets"])
+    base, mixed, best = expected(reference, k=k, knn_temperature=knn_temperature, lmbda=lmbda, metric=metric)
+    assert measured.tokens == len(reference["targets"])
     assert measured.base_perplexity == pytest.approx(base, rel=1e-5)
     for found, (highest, lowest) in ((measured.perplexity, mixed), (measured.oracle_perplexity, best)):
         assert lowest * (1 - 5e-4) <= found <= highest * (1 + 5e-4)
         assert highest / lowest < 1.05  # so that the check is a sharp one
 
 
-def test_an_approximate_index_votes_with_the_distances_of_stored_keys(lm, seen, tmp_path):
+def test_an_approximate_index_votes_with_the_distances_of_stored_keys(lm, reference, tmp_path):
     store = build(documents(12), tmp_path / "memory", lm=lm, window=WINDOW)
     assert build_index(store, "IVF8,PQ8x4") == "IVF8,PQ8x4"
     settings = {"k": 8, "knn_temperature": 1.0, "lmbda": 0.3}
     rough = MixtureOptions(metric="l2", rerank=False)
     plain = Mixture.open(store.path, lm, options=rough, **settings).evaluate(documents(4, start=100))
     fine = Mixture.open(store.path, lm, options=MixtureOptions("l2"), **settings).evaluate(documents(4, start=100))
-    _, (right, _), _ = expected(seen, metric="l2", **settings)
+    _, (right, _), _ = expected(reference, metric="l2", **settings)
     assert abs(math.log(fine.perplexity / right)) < abs(math.log(plain.perplexity / right))
     assert fine.perplexity == pytest.approx(right, rel=0.1)
     # For the other metric there is no index, and the search is exact.
@@ -142,7 +148,7 @@ def test_no_text_is_an_error(lm, small):
         Mixture.open(small.path, lm).evaluate([])
 
 
-def test_explanations_agree_with_numpy_and_name_their_source(lm, small, seen):
+def test_explanations_agree_with_numpy_and_name_their_source(lm, small, reference):
     document = documents(1, start=100)[0]
     mixture = Mixture.open(small.path, lm, k=20, knn_temperature=3.0, lmbda=0.4)
     explained = mixture.explain(document.text, top=4)
@@ -150,23 +156,25 @@ def test_explanations_agree_with_numpy_and_name_their_source(lm, small, seen):
     stored = documents(12)
     owners = np.repeat(np.arange(12), [len(lm.encode(one.text)) for one in stored])
     for number, token in enumerate(explained):
-        query, p_lm, target = (seen[name][number] for name in ("queries", "p_lm", "targets"))
-        p_knn = oracle.knn_distribution(query, seen["keys"], seen["values"], lm.vocab_size, k=20, knn_temperature=3.0)
+        query, p_lm, target = (reference[name][number] for name in ("queries", "p_lm", "targets"))
+        p_knn = oracle.knn_distribution(
+            query, reference["keys"], reference["values"], lm.vocab_size, k=20, knn_temperature=3.0
+        )
         assert token.p_lm == pytest.approx(p_lm[target], rel=1e-3)
         assert token.p_knn == pytest.approx(p_knn[target], rel=2e-3, abs=1e-6)
         assert token.p == pytest.approx(0.6 * p_lm[target] + 0.4 * p_knn[target], rel=2e-3)
-        far = oracle.distances(query, seen["keys"])
-        order = np.argsort(far, kind="stable")
-        weights = oracle.softmax(-far[order[:20]] / 3.0)
-        for place, voice in enumerate(token.neighbours):
-            assert voice.distance == pytest.approx(far[order[place]], rel=1e-2, abs=1e-3)
-            assert voice.weight == pytest.approx(weights[place], rel=1e-2)
-            same = [stored[owners[row]] for row in order[:24] if far[row] <= far[order[place]] * 1.01 + 1e-3]
-            assert any(voice.source == one.source and voice.document == one.id for one in same)
-            assert voice.before + voice.token + voice.after in next(
-                one.text for one in stored if one.id == voice.document
+        distances = oracle.distances(query, reference["keys"])
+        order = np.argsort(distances, kind="stable")
+        weights = oracle.softmax(-distances[order[:20]] / 3.0)
+        for rank, neighbour in enumerate(token.neighbours):
+            assert neighbour.distance == pytest.approx(distances[order[rank]], rel=1e-2, abs=1e-3)
+            assert neighbour.weight == pytest.approx(weights[rank], rel=1e-2)
+            same = [stored[owners[row]] for row in order[:24] if distances[row] <= distances[order[rank]] * 1.01 + 1e-3]
+            assert any(neighbour.source == one.source and neighbour.document == one.id for one in same)
+            assert neighbour.before + neighbour.token + neighbour.after in next(
+                one.text for one in stored if one.id == neighbour.document
             )
-            assert voice.agrees == (voice.token == token.token)
+            assert neighbour.agrees == (neighbour.token == token.token)
 
 
 def test_a_summary_says_lower_or_higher(lm, small):

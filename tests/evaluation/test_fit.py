@@ -33,7 +33,7 @@ BUCKETS = {"edges": [], "weights": [[0.5, 0.5], [0.5, 0.5]]}
 
 @pytest.fixture(scope="module")
 def path(lm, tmp_path_factory):
-    """A memory, tuned in every way."""
+    """A store, tuned in every way."""
     store = build(documents(20), tmp_path_factory.mktemp("fitted") / "memory", lm=lm)
     return store.path
 
@@ -50,12 +50,12 @@ def settings(mixture):
 
 @pytest.fixture(scope="module")
 def test_trace(lm, path, tmp_path_factory):
-    """What is seen of the test text, at the max_k settings."""
+    """A trace of the test text with all memories."""
     mixture = Mixture.open(path, lm, memories=MEMORIES, use_tuned=False)
     return mixture.record(TEST, tmp_path_factory.mktemp("trace") / "trace")
 
 
-def test_what_was_tuned_is_what_is_opened(tuned, lm, path):
+def test_a_tuned_mixture_is_opened_with_its_tuning(tuned, lm, path):
     kind, result = tuned
     opened = Mixture.open(path, lm)
     assert opened.weights.kind == kind
@@ -67,7 +67,7 @@ def test_what_was_tuned_is_what_is_opened(tuned, lm, path):
     assert result.perplexity < result.base_perplexity
 
 
-def test_a_trace_is_evaluated_as_the_text_is(tuned, lm, path, test_trace):
+def test_evaluating_a_trace_equals_evaluating_the_text(tuned, lm, path, test_trace):
     opened = Mixture.open(path, lm)
     measured = opened.evaluate(TEST)
     replayed = evaluate_trace(test_trace, settings(opened), opened.weights)
@@ -77,15 +77,15 @@ def test_a_trace_is_evaluated_as_the_text_is(tuned, lm, path, test_trace):
         assert mine["weight"] == pytest.approx(theirs["weight"], abs=5e-3)
 
 
-def asked_fraction(mixture, lm):
-    """The part of the positions that the weights want a search for, by themselves."""
-    asked = []
+def searched_fraction(mixture, lm):
+    """Return the fraction of positions for which the weights request a search."""
+    masks = []
     for batch in mixture.read([lm.encode(document.text) for document in TEST]):
-        asked.append(mixture.predict(batch.context).search_mask)
-    return float(torch.cat(asked).double().mean())
+        masks.append(mixture.predict(batch.context).search_mask)
+    return float(torch.cat(masks).double().mean())
 
 
-def test_searches_that_are_left_out_are_left_out_in_the_trace_too(lm, path, test_trace):
+def test_skipped_searches_are_skipped_in_the_trace(lm, path, test_trace):
     fresh = Mixture.open(path, lm, memories=MEMORIES, use_tuned=False)
     fresh.tune(documents(8, start=100), weights="gated")
     for fraction in (0.4, 1.0):
@@ -98,11 +98,11 @@ def test_searches_that_are_left_out_are_left_out_in_the_trace_too(lm, path, test
         measured = opened.evaluate(TEST)
         replayed = evaluate_trace(test_trace, settings(opened), opened.weights)
         assert replayed.perplexity == pytest.approx(measured.perplexity, rel=5e-3)
-        assert sum(searched) == round(measured.tokens * asked_fraction(opened, lm))
+        assert sum(searched) == round(measured.tokens * searched_fraction(opened, lm))
     assert sum(searched) == 0  # nothing is searched when everything is skipped
 
 
-def test_what_a_gate_sees_in_a_trace_is_what_it_sees_in_the_text(lm, path, test_trace):
+def test_features_from_a_trace_equal_features_from_the_text(lm, path, test_trace):
     from knnlm.memories.decoder import LMOutput
 
     mixture = Mixture.open(path, lm, memories=MEMORIES, use_tuned=False)
@@ -122,16 +122,16 @@ def test_what_a_gate_sees_in_a_trace_is_what_it_sees_in_the_text(lm, path, test_
         assert float(wrong.max()) < 0.03, [names[i] for i in wrong.argsort(descending=True)[:3]]
 
 
-def test_the_columns_of_a_trace_are_the_parts_of_the_mixture(lm, path, test_trace):
+def test_columns_of_the_table_are_the_components_of_the_mixture(lm, path, test_trace):
     mixture = Mixture.open(path, lm, memories=MEMORIES, use_tuned=False)
-    seen = tabulate(test_trace, settings(mixture))
-    assert len(seen.component_names) == len(mixture.component_names) == seen.log_probs.shape[1]
+    table = tabulate(test_trace, settings(mixture))
+    assert len(table.component_names) == len(mixture.component_names) == table.log_probs.shape[1]
     for batch in mixture.read([lm.encode(document.text) for document in TEST]):
         each = mixture.predict(batch.context).component_log_probs(batch.targets)
-        stored = seen.log_probs[batch.rows].nan_to_num(nan=-math.inf)
+        stored = table.log_probs[batch.rows].nan_to_num(nan=-math.inf)
         torch.testing.assert_close(stored.exp(), each.exp(), rtol=1e-2, atol=2e-3)
     first = np.cumsum([0, *(len(lm.encode(document.text)) for document in TEST)])[:-1]
-    assert sorted(set(seen.documents.tolist())) == first.tolist()
+    assert sorted(set(table.documents.tolist())) == first.tolist()
 
 
 def test_counts_of_tokens_are_those_of_the_store(lm, path):
@@ -140,7 +140,7 @@ def test_counts_of_tokens_are_those_of_the_store(lm, path):
     assert token_frequencies(mixture.store).tolist() == np.bincount(tokens, minlength=lm.vocab_size).tolist()
 
 
-def test_each_set_of_memories_keeps_its_own_choice(lm, path):
+def test_each_set_of_memories_has_its_own_tuning(lm, path):
     valid = documents(4, start=100)
     for memories in ("knn", "cache,knn", "knn,ngram"):
         Mixture.open(path, lm, memories=memories, use_tuned=False).tune(valid, weights="fixed")
@@ -167,7 +167,7 @@ def test_a_memory_that_was_tuned_among_others_votes_as_it_was_tuned_to(lm, tmp_p
     assert alone.memories[0].settings == (VoteParams(cache.settings[0].k, 0.5),)
 
 
-def test_k_and_temperature_are_refused_where_it_is_unclear_whose_they_are(lm, path, tmp_path):
+def test_k_and_temperature_are_refused_where_they_are_ambiguous(lm, path, tmp_path):
     other = build(documents(3, start=300), tmp_path / "other", lm=lm)
     opened = Mixture.open(path, lm, memories=f"knn={other.path}", k=5, knn_temperature=9.0)
     assert opened.knn.settings == (VoteParams(5, 9.0),)
@@ -190,10 +190,10 @@ def test_an_output_matrix_is_read_where_it_was_trained_and_by_no_other_model(lm,
     train_output(other_place, tmp_path / "place-output", OutputConfig(epochs=1))
     opened = Mixture.open(path, lm, memories=f"output={tmp_path}/place-output", use_tuned=False)
     assert opened.memories[0].source.place == "output"
-    stranger = CausalLM(tiny("llama", seed=8), tiny_tokenizer(), name="stranger")
-    other_model = build(documents(8), tmp_path / "model", lm=stranger)
+    other_lm = CausalLM(tiny("llama", seed=8), tiny_tokenizer(), name="other-model")
+    other_model = build(documents(8), tmp_path / "model", lm=other_lm)
     train_output(other_model, tmp_path / "model-output", OutputConfig(epochs=1))
-    with pytest.raises(ModelMismatch, match=r"trained on states of stranger"):
+    with pytest.raises(ModelMismatch, match=r"trained on states of other-model"):
         Mixture.open(path, lm, memories=f"output={tmp_path}/model-output", use_tuned=False)
 
 
@@ -229,7 +229,7 @@ def test_a_mixture_that_could_not_be_opened_again_is_not_tuned(lm, path):
 
 
 @pytest.mark.parametrize(
-    ("change", "says"),
+    ("change", "message"),
     [
         (lambda facts: facts["weights"].update(kind="buckets", memory=7, buckets=BUCKETS), "no neighbours to go by"),
         (lambda facts: facts["memories"][0].update(settings=[[float("inf"), 1.0]]), "which memories"),
@@ -240,7 +240,7 @@ def test_a_mixture_that_could_not_be_opened_again_is_not_tuned(lm, path):
         (lambda facts: facts["weights"].update(values=[1.0]), "weights are of 1 components"),
     ],
 )
-def test_a_choice_that_a_stranger_wrote_is_refused_in_words(lm, path, tmp_path, change, says):
+def test_an_invalid_saved_tuning_is_refused(lm, path, tmp_path, change, message):
     copied = shutil.copytree(path, tmp_path / "copy")
     choice = {
         "memories": [{"kind": "knn", "path": None, "metric": "l2", "settings": [[4, 1.0]], "identity": None}],
@@ -251,11 +251,11 @@ def test_a_choice_that_a_stranger_wrote_is_refused_in_words(lm, path, tmp_path, 
     catalog = Catalog.open(copied / CATALOG_FILE, write=True)
     catalog.put(choices={"knn": choice}, chosen="knn")
     catalog.close()
-    with pytest.raises(DatastoreCorrupt, match=says):
+    with pytest.raises(DatastoreCorrupt, match=message):
         Mixture.open(copied, lm)
 
 
-def test_choices_that_are_no_choices_are_refused(lm, path, tmp_path):
+def test_tunings_of_the_wrong_type_are_refused(lm, path, tmp_path):
     copied = shutil.copytree(path, tmp_path / "copy")
     for facts in ({"choices": [1]}, {"choices": {}, "chosen": [1]}):
         catalog = Catalog.open(copied / CATALOG_FILE, write=True)
@@ -285,7 +285,7 @@ def test_the_cache_looks_back_as_far_as_it_is_told(lm, path):
     assert (found.ids >= 0).sum(1).tolist() == [min(row, 7) for row in range(50)]
 
 
-def test_weights_on_the_command_line_are_taken_as_they_are(lm, path):
+def test_weights_in_the_list_of_memories_are_used_unchanged(lm, path):
     opened = Mixture.open(path, lm, memories="knn:0.3,cache:0.1,ngram:0.2", use_tuned=False)
     assert opened.weights.values == pytest.approx((0.4, 0.3, 0.1, 0.2, 0.0))
     measured = opened.evaluate(TEST)
@@ -293,7 +293,7 @@ def test_weights_on_the_command_line_are_taken_as_they_are(lm, path):
 
 
 @pytest.mark.parametrize(
-    ("memories", "says"),
+    ("memories", "message"),
     [
         ("knn,nonsense", "no memory 'nonsense'"),
         ("", "There is no memory"),
@@ -306,12 +306,12 @@ def test_weights_on_the_command_line_are_taken_as_they_are(lm, path):
         ("knn:nan", "sum to at most 1"),
     ],
 )
-def test_a_list_of_memories_that_means_nothing_is_refused(lm, path, memories, says):
-    with pytest.raises(ParameterError, match=says):
+def test_an_invalid_list_of_memories_is_refused(lm, path, memories, message):
+    with pytest.raises(ParameterError, match=message):
         Mixture.open(path, lm, memories=memories)
 
 
-def test_weights_that_there_are_not_are_refused(lm, path, test_trace):
+def test_unknown_or_impossible_weights_are_refused(lm, path, test_trace):
     with pytest.raises(ParameterError, match="Unknown weights 'magic'"):
         Mixture.open(path, lm, use_tuned=False).tune(TEST, weights="magic")
     trace_of_cache = Mixture.open(path, lm, memories="cache", use_tuned=False).record(TEST, path.parent / "cache-trace")
@@ -326,7 +326,7 @@ def test_skipping_needs_a_gate(lm, path):
         Mixture.open(path, lm, memories="knn", use_tuned=False, options=MixtureOptions(skip_fraction=0.5))
 
 
-def test_a_gate_that_was_damaged_is_named(lm, path):
+def test_a_corrupt_gate_is_reported(lm, path):
     fresh = Mixture.open(path, lm, memories="knn,cache", use_tuned=False)
     fresh.tune(documents(5, start=100), weights="gated")
     name = Mixture.open(path, lm).store.catalog.get("choices")["cache,knn"]["weights"]["file"]
@@ -342,7 +342,7 @@ def test_a_gate_that_was_damaged_is_named(lm, path):
     assert Mixture.open(path, lm).weights.kind == "gated"
 
 
-def test_other_ways_of_counting_surround_the_best():
+def test_vote_variants_surround_the_best_setting():
     perplexity = np.full((4, 20, 2), 50.0)
     perplexity[2, 7, 1] = 10.0  # k = 64, the eighth temperature
     perplexity[0, 3, 1] = 20.0

@@ -1,4 +1,4 @@
-"""Searches that wait for one another, against the mixture asked batch by batch."""
+"""Coalesced searches, compared with a prediction for each batch."""
 
 from __future__ import annotations
 
@@ -15,17 +15,15 @@ from knnlm.memories.voting import VoteParams
 from knnlm.mixture.mixture import Mixture
 from knnlm.mixture.weights import Buckets, BucketWeights
 
-EVERYBODY = 10_000  # votes: who is just in and who just out of k would depend on the last digits
+ALL = 10_000  # neighbours: which one is the last of k would depend on rounding
 
 
 @pytest.fixture
 def mixture(lm, store):
-    """A store that votes in two ways."""
-    mixture = Mixture.open(store, lm, k=EVERYBODY, knn_temperature=3.0, lmbda=0.4)
+    """A store with two settings."""
+    mixture = Mixture.open(store, lm, k=ALL, knn_temperature=3.0, lmbda=0.4)
     knn = mixture.knn
-    both = KnnMemory(
-        store, knn.index, k=EVERYBODY, knn_temperature=3.0, others=(VoteParams(EVERYBODY, 1.0),), source=knn.source
-    )
+    both = KnnMemory(store, knn.index, k=ALL, knn_temperature=3.0, others=(VoteParams(ALL, 1.0),), source=knn.source)
     return Mixture(lm, both, lmbda=0.4)
 
 
@@ -34,26 +32,26 @@ def texts(lm):
     return [lm.encode(document.text) for document in documents(6, words=12, start=100)]
 
 
-class Watched:
-    """An index that remembers how many were asked for at once, and does something before each search."""
+class RecordingIndex:
+    """An index that records the size of each search, and calls a function before it."""
 
     def __init__(self, index, before=lambda: None):
-        self._index, self.metric, self._before, self.asked = index, index.metric, before, []
+        self._index, self.metric, self._before, self.query_counts = index, index.metric, before, []
 
     def search(self, queries, k):
-        self.asked.append(len(queries))
+        self.query_counts.append(len(queries))
         self._before()
         return self._index.search(queries, k)
 
 
 def watch(mixture, before=lambda: None):
     knn = mixture.knn
-    knn.index = Watched(knn.index, before)
+    knn.index = RecordingIndex(knn.index, before)
     return knn.index
 
 
-def one_by_one(mixture, texts):
-    """The same, as the mixture says it when it is asked for each batch."""
+def score_each_batch(mixture, texts):
+    """Return the scores of each batch predicted alone."""
     found = []
     for batch in mixture.read(texts, batch_tokens=32):
         prediction = mixture.predict(batch.context)
@@ -63,7 +61,7 @@ def one_by_one(mixture, texts):
     return [torch.cat(column) for column in zip(*found, strict=True)]
 
 
-def together(mixture, texts, **options):
+def score_coalesced(mixture, texts, **options):
     found = list(score_batches(mixture, mixture.read(texts, batch_tokens=32), **options))
     return [torch.cat([getattr(one, name) for one in found]) for name in ("components", "mixture", "weights")]
 
@@ -71,39 +69,39 @@ def together(mixture, texts, **options):
 @pytest.mark.parametrize("read_ahead", [False, True])
 @pytest.mark.parametrize("least", [1, 100, 100_000])
 @pytest.mark.parametrize("kind", ["fixed", "buckets"])
-def test_searches_that_wait_find_what_those_of_each_batch_find(mixture, texts, monkeypatch, read_ahead, least, kind):
+def test_coalesced_searches_equal_searches_of_each_batch(mixture, texts, monkeypatch, read_ahead, least, kind):
     if kind == "buckets":
         edges, weights = torch.tensor([1.0, 5.0]), torch.tensor([[0.5, 0.3, 0.2], [0.7, 0.2, 0.1], [1.0, 0.0, 0.0]])
         mixture.weights = BucketWeights(Buckets(edges, weights), 0)
     monkeypatch.setattr("knnlm.evaluation.evaluate._MIN_QUERIES", least)
-    expected = one_by_one(mixture, texts)
+    expected = score_each_batch(mixture, texts)
     index = watch(mixture)
-    found = together(mixture, texts, read_ahead=read_ahead)
+    found = score_coalesced(mixture, texts, read_ahead=read_ahead)
     for one, other in zip(found, expected, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
     tokens = sum(map(len, texts))
-    assert sum(index.asked) == tokens
-    assert all(count >= least for count in index.asked[:-1])
-    assert len(index.asked) <= tokens // least + 1
+    assert sum(index.query_counts) == tokens
+    assert all(count >= least for count in index.query_counts[:-1])
+    assert len(index.query_counts) <= tokens // least + 1
 
 
-def test_what_the_model_says_is_not_kept_while_searches_wait(mixture, texts, monkeypatch):
+def test_logits_are_not_kept_while_searches_wait(mixture, texts, monkeypatch):
     monkeypatch.setattr("knnlm.evaluation.evaluate._MIN_QUERIES", 200)
-    said = []
+    logits = []
 
     def batches():
         for batch in mixture.read(texts, batch_tokens=32):
-            said.append(weakref.ref(batch.logits))
+            logits.append(weakref.ref(batch.logits))
             yield batch
 
     alive = []
-    watch(mixture, lambda: alive.append(sum(one() is not None for one in said)))
+    watch(mixture, lambda: alive.append(sum(one() is not None for one in logits)))
     list(score_batches(mixture, batches()))
-    assert len(said) > 4
+    assert len(logits) > 4
     assert max(alive) <= 1  # of the batch that was read last, at most
 
 
-def test_the_model_reads_on_while_a_search_runs(mixture, texts, monkeypatch):
+def test_the_model_runs_while_a_search_runs(mixture, texts, monkeypatch):
     monkeypatch.setattr("knnlm.evaluation.evaluate._MIN_QUERIES", 64)
     read_on, waited = threading.Event(), []
     batches = list(mixture.read(texts, batch_tokens=32))
@@ -124,7 +122,7 @@ def test_the_model_reads_on_while_a_search_runs(mixture, texts, monkeypatch):
 
 
 @pytest.mark.parametrize("read_ahead", [False, True])
-def test_an_error_of_a_search_reaches_who_asked(mixture, texts, read_ahead):
+def test_an_error_of_a_search_is_raised_to_the_caller(mixture, texts, read_ahead):
     def fail():
         raise OSError("the disk is gone")
 
@@ -138,6 +136,6 @@ def test_no_text_has_no_scores(mixture):
     assert not list(score_batches(mixture, [], read_ahead=True))
 
 
-def test_searches_wait_only_where_nobody_looks_at_what_the_model_says(lm, store, mixture):
+def test_searches_are_deferred_only_where_logits_are_not_needed(lm, store, mixture):
     assert can_defer_search(mixture)
     assert not can_defer_search(Mixture.open(store, lm, memories="knn,cache"))

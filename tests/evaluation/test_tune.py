@@ -64,7 +64,7 @@ def test_a_replay_equals_an_evaluation(lm, mixture, trace, k, knn_temperature, l
         assert replayed[name] == pytest.approx(measured[name], rel=1e-4), name
 
 
-def made_trace(log_p, distances, values, targets):
+def make_trace(log_p, distances, values, targets):
     metadata = {"tokens": len(targets), "sources": ["made"], "documents": 1, "leaked_documents": 0}
     own = {"label": "knn", "kind": "knn", "k": distances.shape[1], "metric": "l2"}
     memory = MemoryTrace(own, {"distances": distances, "values": values.astype(np.int32)}, 50)
@@ -86,7 +86,7 @@ def test_a_sweep_agrees_with_numpy_on_any_trace(tokens, k, seed):
     targets = generator.integers(0, 3, tokens)
     log_p = -generator.exponential(20, tokens)
     ks = sorted({1, k, (k + 1) // 2})
-    swept = made_trace(log_p, distances, values, targets).sweep(
+    swept = make_trace(log_p, distances, values, targets).sweep(
         ks=ks, knn_temperatures=[0.3, 40], lambdas=[0, 0.5, 0.99]
     )
     for i, count in enumerate(ks):
@@ -106,7 +106,7 @@ def test_a_sweep_agrees_with_numpy_on_any_trace(tokens, k, seed):
 
 
 def test_a_token_that_the_model_finds_all_but_impossible_does_not_underflow():
-    trace = made_trace(np.array([-200.0]), np.zeros((1, 1), np.float32), np.array([[1]]), np.array([0]))
+    trace = make_trace(np.array([-200.0]), np.zeros((1, 1), np.float32), np.array([[1]]), np.array([0]))
     swept = trace.sweep(ks=[1], knn_temperatures=[1.0], lambdas=[0.5])
     assert np.log(swept.perplexity.item()) == pytest.approx(200 + np.log(2), rel=1e-6)
 
@@ -121,7 +121,7 @@ def test_the_best_setting_is_the_smallest_of_the_table(trace):
     assert swept.ks == (1, 4, 8, 16, 32, 64)
 
 
-def test_tuning_stores_its_choice_and_the_text_it_was_made_on(lm, mixture):
+def test_tuning_is_saved_with_the_sources_of_its_text(lm, mixture):
     result = mixture.tune(documents(5, start=100), weights="fixed", sources=["held-out.txt"])
     k, knn_temperature, lmbda, perplexity = result.sweep.best
     assert result.perplexity == perplexity
@@ -133,7 +133,7 @@ def test_tuning_stores_its_choice_and_the_text_it_was_made_on(lm, mixture):
     assert opened.evaluate(documents(5, start=100)).perplexity == pytest.approx(perplexity, rel=1e-4)
 
 
-def test_text_that_is_in_the_memory_is_counted(lm, mixture, tmp_path):
+def test_documents_that_are_in_the_store_are_counted(lm, mixture, tmp_path):
     text = [*documents(2), *documents(3, start=100)]
     assert mixture.evaluate(text).as_dict()["leaked_documents"] == 2
     trace = mixture.record(text, tmp_path / "trace")
@@ -145,13 +145,13 @@ def test_text_that_is_in_the_memory_is_counted(lm, mixture, tmp_path):
 def test_a_trace_holds_targets_hits_and_distances_in_document_order(lm, mixture, trace):
     tokens = [token for document in documents(5, start=100) for token in lm.encode(document.text)]
     assert trace.targets.tolist() == tokens
-    (seen,) = trace.memories
-    assert (np.diff(seen.distances, axis=1) >= 0).all()
+    (memory,) = trace.memories
+    assert (np.diff(memory.distances, axis=1) >= 0).all()
     assert trace.metadata["sources"] == ["held-out"]
-    assert (seen.arrays["values"] < lm.vocab_size).all()
+    assert (memory.arrays["values"] < lm.vocab_size).all()
 
 
-def test_a_trace_is_not_written_over_and_a_damaged_one_is_named(mixture, tmp_path):
+def test_a_trace_is_not_overwritten_and_a_corrupt_one_is_reported(mixture, tmp_path):
     path = tmp_path / "trace"
     mixture.record(documents(1, start=100), path)
     with pytest.raises(DatastoreError, match="already exists"):
@@ -199,14 +199,14 @@ def test_more_neighbours_than_there_are_is_all_of_them(trace):
     assert trace.sweep(ks=[8, 100_000]).ks == (8, 64)
 
 
-def test_a_choice_made_with_another_memory_is_refused(lm, trace, tmp_path):
+def test_a_tuning_of_another_store_is_refused(lm, trace, tmp_path):
     other = build(documents(3), tmp_path / "other", lm=lm)
     with pytest.raises(DatastoreError, match="recorded with another store"):
         save_trace_tuning(other.path, tune_trace(trace, other), trace)
     assert other.catalog.get("choices") is None
 
 
-def test_a_choice_for_one_metric_is_not_used_for_another(lm, mixture):
+def test_a_tuning_for_one_metric_is_not_used_for_another(lm, mixture):
     mixture.tune(documents(2, start=100), weights="fixed", knn_temperatures=[1.25])
     assert Mixture.open(mixture.knn.store.path, lm).knn.knn_temperature == 1.25
     assert Mixture.open(mixture.knn.store.path, lm, options=MixtureOptions("ip")).knn.knn_temperature != 1.25
@@ -216,11 +216,11 @@ def test_temperatures_follow_the_scale_of_the_distances():
     generator = np.random.default_rng(0)
     distances = np.sort(generator.uniform(100, 200, (50, 8)).astype(np.float32), 1)
     none = np.zeros(50)
-    small = temperature_grid(made_trace(none, distances, np.zeros((50, 8)), none).memories[0])
-    large = temperature_grid(made_trace(none, distances * 1000, np.zeros((50, 8)), none).memories[0])
+    small = temperature_grid(make_trace(none, distances, np.zeros((50, 8)), none).memories[0])
+    large = temperature_grid(make_trace(none, distances * 1000, np.zeros((50, 8)), none).memories[0])
     assert len(small) == 20
     np.testing.assert_allclose(np.array(large) / np.array(small), 1000, rtol=0.02)
-    far = made_trace(none, np.full((50, 1), np.inf, np.float32), np.zeros((50, 1)), none)
+    far = make_trace(none, np.full((50, 1), np.inf, np.float32), np.zeros((50, 1)), none)
     nothing = temperature_grid(far.memories[0])
     assert all(np.isfinite(nothing))
 
@@ -230,7 +230,7 @@ def test_twenty_thousand_settings_over_fifty_thousand_tokens_take_less_than_ten_
     generator = torch.Generator().manual_seed(0)
     distances = (torch.rand(50_000, 1024, generator=generator) * 100).sort(1).values.numpy()
     values = torch.randint(0, 50, (50_000, 1024), generator=generator).numpy()
-    trace = made_trace(np.full(50_000, -3.0), distances, values, np.zeros(50_000))
+    trace = make_trace(np.full(50_000, -3.0), distances, values, np.zeros(50_000))
     swept = trace.sweep()
     assert swept.perplexity.size == 10 * 20 * 100
     assert swept.seconds < 10

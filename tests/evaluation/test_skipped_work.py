@@ -1,4 +1,4 @@
-"""What a mixture is not asked for costs nothing: searches that cannot matter, copies of a vocabulary."""
+"""Unneeded work is skipped: searches without influence, copies of the size of the vocabulary."""
 
 from __future__ import annotations
 
@@ -101,15 +101,15 @@ def test_generation_with_lambda_zero_searches_nothing_and_is_the_models_own(stor
         assert torch.allclose(found, lm.model(input_ids=ids).logits.float().log_softmax(-1), atol=1e-5)
 
 
-def test_only_memories_that_weigh_something_are_asked(store, lm):
+def test_only_memories_with_a_weight_are_searched(store, lm):
     mixture = Mixture.open(store.path, lm, memories="knn:0,cache:0.3", k=8)
     index = counted(mixture)
     ids = torch.tensor([[1, 5, 9, 4, 5, 9]])
     quick = KnnForCausalLM(mixture)(input_ids=ids).logits
     assert index.searches == 0
-    heard = [mixture.predict(batch.context) for batch in mixture.read([[5, 9, 4, 5, 9, 3]])]
-    assert index.searches == 1, "evaluation tells what every part would have said"
-    assert len(heard[0].components) == 3
+    predictions = [mixture.predict(batch.context) for batch in mixture.read([[5, 9, 4, 5, 9, 3]])]
+    assert index.searches == 1, "evaluation reports every component"
+    assert len(predictions[0].components) == 3
     assert torch.isfinite(quick).all()
 
 
@@ -121,23 +121,23 @@ def test_evaluation_searches_once_for_a_batch_of_windows(store, lm):
     assert (index.searches, index.queries) == (batches, found.tokens)
 
 
-def test_nothing_is_searched_where_no_position_is_asked_for(store, lm):
+def test_nothing_is_searched_where_the_mask_is_false(store, lm):
     mixture = Mixture.open(store.path, lm, k=8, lmbda=0.3)
     index = counted(mixture)
     keys = torch.randn(4, store.width)
     context = Context({mixture.knn.source: keys})
-    nobody = mixture.knn.predict(replace(context, search_mask=torch.zeros(4, dtype=torch.bool)))
+    skipped = mixture.knn.predict(replace(context, search_mask=torch.zeros(4, dtype=torch.bool)))
     assert index.searches == 0
-    assert nobody.components[0].abstains().all()
-    assert nobody.features().shape == (4, len(mixture.knn.feature_names))
-    assert (nobody.top() == -1).all()
+    assert skipped.components[0].abstains().all()
+    assert skipped.features().shape == (4, len(mixture.knn.feature_names))
+    assert (skipped.top() == -1).all()
     some = mixture.knn.predict(replace(context, search_mask=torch.tensor([True, False, False, True])))
     assert (index.searches, index.queries) == (1, 2)
     assert some.components[0].abstains().tolist() == [False, True, True, False]
 
 
 @pytest.mark.parametrize("weight", [0.0, 0.4])
-def test_what_is_heard_is_what_all_of_it_would_give(store, lm, weight):
+def test_predictions_without_unweighted_memories_are_the_same(store, lm, weight):
     mixture = Mixture.open(store.path, lm, k=8, lmbda=weight)
     (batch,) = mixture.read([[5, 9, 4, 5, 9, 3]])
     whole = mixture.predict(batch.context).log_probs()
