@@ -315,10 +315,10 @@ def corpus(folder: Path, options: argparse.Namespace) -> None:
         note(
             f"{name}: text to searchable keys",
             f"{ready - begin:.1f} s",
-            f"{store.rows:,} keys, {built - begin:.1f} s of it the build",
+            f"{store.entry_count:,} keys, {built - begin:.1f} s of it the build",
         )
         kept = store.resident_keys is not None
-        note(f"{name}: keys stayed on the device", kept, f"{store.rows / (built - begin) / 1e6:.2f} M keys/s")
+        note(f"{name}: keys stayed on the device", kept, f"{store.entry_count / (built - begin) / 1e6:.2f} M keys/s")
         valid = mixture.record(split(folder, "valid"), Path(place) / "valid", k=1024, limit=options.limit)
         traced = time.perf_counter()
         note(f"{name}: tracing valid", f"{traced - ready:.1f} s", f"{len(valid):,} tokens")

@@ -138,7 +138,7 @@ def exact(store: Datastore, queries: Tensor, device: str) -> Neighbours:
 
 def perplexity(store: Datastore, text: Text, found: Neighbours) -> dict[str, float]:
     """Choose τ and λ on the first half, and measure on the second."""
-    hits = store.values(store.rows_of(found.ids)) == text.targets[:, None]  # (N, k)
+    hits = store.values(store.entries_of(found.ids)) == text.targets[:, None]  # (N, k)
     half = len(text.targets) // 2
     best: tuple[float, float, float, float] | None = None
     for temperature in TEMPERATURES:

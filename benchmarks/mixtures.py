@@ -108,7 +108,7 @@ def trace_corpus(
     device = str(lm.device)
     train = list(first(split(corpus, "train"), lm, options.store))
     store = knnlm.build(train, folder / "store", lm=lm, batch_tokens=options.build_batch)
-    clock.log("built", store.rows)
+    clock.log("built", store.entry_count)
     labels = {"knn": KNN, "cache": CACHE, "ngram": NGRAM}
     memories = ["knn", "cache", "ngram"]
     for rows in map(int, options.rows.split(",")):

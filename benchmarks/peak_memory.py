@@ -73,7 +73,7 @@ def evaluate(options: argparse.Namespace) -> None:
 
 
 def show(store: Datastore, before: float) -> None:
-    row = {"tokens": store.rows, "stored_mb": store.bytes / 1e6, "peak_mb": peak(), "grown_mb": peak() - before}
+    row = {"tokens": store.entry_count, "stored_mb": store.bytes / 1e6, "peak_mb": peak(), "grown_mb": peak() - before}
     print(json.dumps({name: round(value, 1) for name, value in row.items()}))
 
 

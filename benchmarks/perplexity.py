@@ -75,7 +75,7 @@ def measure(corpus: Path, path: Path, lm: CausalLM, options: argparse.Namespace)
     evaluation = Mixture.open(path, lm, **settings).evaluate(test, batch_tokens=options.batch)
     row: dict[str, object] = {
         "corpus": corpus.name,
-        "store_tokens": store.rows,
+        "store_tokens": store.entry_count,
         "test_tokens": evaluation.tokens,
         "lm": round(evaluation.base_perplexity, 4),
         "knn_lm": round(evaluation.perplexity, 4),

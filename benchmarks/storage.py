@@ -90,8 +90,8 @@ def measure(
     return {
         "keys": key_format,
         "index": spec,
-        "tokens": store.rows,
-        "bytes_per_token": round((store.bytes + store.index_bytes) / store.rows, 1),
+        "tokens": store.entry_count,
+        "bytes_per_token": round((store.bytes + store.index_bytes) / store.entry_count, 1),
         "perplexity": round(float(test.flatten()[best].exp()), 4),
         "knn_temperature": temperature,
         "lambda": lmbda,

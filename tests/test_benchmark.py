@@ -41,8 +41,8 @@ def test_every_ratio_is_that_of_its_two_sides(lm, tmp_path, monkeypatch):
     check(found)
     assert found["search"]["index"] == default_spec(TINY.keys) != "exact"
     store = Datastore.open(tmp_path / "memory")
-    assert found["build"]["tokens"] == store.rows
-    assert found["build"]["bytes_per_token"] == pytest.approx(store.bytes / store.rows)
+    assert found["build"]["tokens"] == store.entry_count
+    assert found["build"]["bytes_per_token"] == pytest.approx(store.bytes / store.entry_count)
 
 
 def test_synthetic_keys_have_the_mean_and_the_spectrum_of_stored_ones(lm, tmp_path):

@@ -98,12 +98,12 @@ def _measure_build(lm: CausalLM, documents: list[Document], folder: Path) -> tup
     store = build(documents, folder, lm=lm)
     built = time.perf_counter() - begin
     figures = {
-        "tokens": store.rows,
-        "tokens_per_second": store.rows / built,
-        "forward_tokens_per_second": store.rows / with_head,
-        "without_head_tokens_per_second": store.rows / without_head,
+        "tokens": store.entry_count,
+        "tokens_per_second": store.entry_count / built,
+        "forward_tokens_per_second": store.entry_count / with_head,
+        "without_head_tokens_per_second": store.entry_count / without_head,
         "ratio_to_forward_without_head": without_head / built,
-        "bytes_per_token": store.bytes / max(1, store.rows),
+        "bytes_per_token": store.bytes / max(1, store.entry_count),
     }
     return figures, store
 

@@ -291,7 +291,7 @@ def test_the_line_of_invalid_text_is_given(tmp_path, model_folder, capfd):
 
 
 def test_memories_that_cannot_be_opened_are_one_line(memory, texts, tmp_path, capfd):
-    assert "is not a memory" in failure(capfd, "info", tmp_path)
+    assert "is not a store" in failure(capfd, "info", tmp_path)
     assert "There is no folder" in failure(capfd, "eval", tmp_path / "nowhere", texts / "held-out.txt")
     (tmp_path / "catalog.db").write_bytes(b"no database" * 100)
     assert "catalog.db" in failure(capfd, "info", tmp_path)

@@ -73,7 +73,7 @@ def test_a_flipped_bit_in_a_small_array_is_noticed_when_it_is_first_used(memory,
         derive(store, tmp_path / "pruned", keep=torch.arange(0, ROWS, 2), counts=torch.full((ROWS,), 2.0)).close()
     flip(tmp_path / f"pruned/segments/000000/{name}.npy", -4)
     with closing(Datastore.open(tmp_path / "pruned")) as store, pytest.raises(DatastoreCorrupt, match=f"{name}.npy"):
-        pytest.fail(str([way(torch.arange(3)) for way in (store.values, store.rows_of, store.counts)]))
+        pytest.fail(str([way(torch.arange(3)) for way in (store.values, store.entries_of, store.counts)]))
 
 
 @settings(max_examples=40)

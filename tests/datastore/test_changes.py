@@ -81,7 +81,7 @@ def alone(lm, tmp_path_factory):
     found = {}
     for document in documents(16):
         with closing(build([document], path / document.id, lm=lm)) as store:
-            found[document.id] = store.take(torch.arange(store.rows)).numpy()
+            found[document.id] = store.take(torch.arange(store.entry_count)).numpy()
     return found
 
 
@@ -89,8 +89,8 @@ def expect(store: Datastore, wanted: list[Document], lm: CausalLM, alone: dict[s
     """Whatever can be asked of a store must be answered as if there had never been other documents."""
     tokens = [lm.encode(document.text) for document in wanted]
     flat = [token for each in tokens for token in each]
-    assert (store.rows, store.key_count, store.catalog.document_count()) == (len(flat), len(flat), len(wanted))
-    rows = torch.arange(store.rows)
+    assert (store.entry_count, store.key_count, store.catalog.document_count()) == (len(flat), len(flat), len(wanted))
+    rows = torch.arange(store.entry_count)
     assert store.values(rows).tolist() == flat
     keys = np.concatenate([np.zeros((0, 32), np.float32), *(alone[document.id] for document in wanted)])
     np.testing.assert_allclose(store.take(rows).numpy(), keys, atol=4e-3, rtol=2e-3)
@@ -106,7 +106,7 @@ def expect(store: Datastore, wanted: list[Document], lm: CausalLM, alone: dict[s
             before, after = store.around(row, before=5, after=5)
             assert [*before, *after] == each[max(0, row - first - 5) : row - first + 5]
         first += len(each)
-    if store.rows > 120:
+    if store.entry_count > 120:
         out = torch.empty(100, 32, dtype=torch.float16)
         store.read(11, out)
         assert torch.equal(out.float(), store.take(torch.arange(11, 111)))
@@ -121,9 +121,9 @@ def test_numbers_with_gaps_are_counted_as_a_list_without_them(total, data):
     assert numbers.live == len(live)
     everything = np.arange(-1, total + 1)
     right = [live.index(number) if number in live else -1 for number in everything.tolist()]
-    assert numbers.lives(everything).tolist() == right
-    assert numbers.stored(np.arange(len(live))).tolist() == live
-    assert numbers.stored(np.array([-1, len(live)])).tolist() == [-1, total]
+    assert numbers.to_live(everything).tolist() == right
+    assert numbers.to_stored(np.arange(len(live))).tolist() == live
+    assert numbers.to_stored(np.array([-1, len(live)])).tolist() == [-1, total]
     assert [numbers.before(number) for number in range(total + 1)] == [
         sum(other < number for other in live) for number in range(total + 1)
     ]
@@ -170,7 +170,7 @@ def test_add_refuses_another_model_another_layer_and_an_unfinished_build(lm, mem
     for change in (lambda: add(DOCUMENTS, memory, lm=lm), lambda: remove(memory, document="d1")):
         with pytest.raises(DatastoreError, match="unfinished build"):
             change()
-    with pytest.raises(DatastoreError, match="not a memory"):
+    with pytest.raises(DatastoreError, match="not a store"):
         add(DOCUMENTS, tmp_path, lm=lm)
     assert not (tmp_path / "readers.lock").exists()
 
@@ -239,13 +239,13 @@ def test_every_index_gives_exactly_k_live_neighbours_after_removals_and_addition
         remove(memory, document=name)
     add(DOCUMENTS[12:14], memory, lm=lm)
     with closing(Datastore.open(memory)) as store:
-        keys = store.take(torch.arange(store.rows))
+        keys = store.take(torch.arange(store.entry_count))
         queries = keys[::37] + 0.01
         for rerank in (True, False):
             index = open_index(store, metric=metric, rerank=rerank)
-            for k in (1, 20, store.rows, store.rows + 5):
+            for k in (1, 20, store.entry_count, store.entry_count + 5):
                 found = index.search(queries, k)
-                there = min(k, store.rows)
+                there = min(k, store.entry_count)
                 assert (found.ids[:, :there] >= 0).all()
                 assert (found.ids[:, there:] == -1).all()
                 assert all(len(set(row.tolist())) == there for row in found.ids[:, :there])
@@ -265,11 +265,11 @@ def test_every_index_gives_exactly_k_also_where_nothing_is_gone(lm, memory, spec
     remove(memory, document="d0")
     compact(memory)
     with closing(Datastore.open(memory)) as store:
-        keys = store.take(torch.arange(store.rows))
+        keys = store.take(torch.arange(store.entry_count))
         for rerank in (True, False):
             index = open_index(store, rerank=rerank)
-            for k in (1, 300, store.rows - 5, store.rows, store.rows + 5):
-                found, there = index.search(keys[::11], k), min(k, store.rows)
+            for k in (1, 300, store.entry_count - 5, store.entry_count, store.entry_count + 5):
+                found, there = index.search(keys[::11], k), min(k, store.entry_count)
                 assert (found.ids[:, there:] == -1).all()
                 assert all(len(set(row) - {-1}) == there for row in found.ids.tolist())
                 assert (found.distances.nan_to_num(posinf=1e30).diff(dim=1) >= 0).all()
@@ -300,7 +300,7 @@ def test_an_index_made_after_a_removal_has_only_what_is_there(lm, memory):
     remove(memory, document="d8")
     add(DOCUMENTS[12:13], memory, lm=lm)
     with closing(Datastore.open(memory)) as store:
-        queries = store.take(torch.arange(0, store.rows, 11)) + 0.01
+        queries = store.take(torch.arange(0, store.entry_count, 11)) + 0.01
         right = ExactIndex(store.keys).search(queries, 5)
         found = open_index(store).search(queries, 5)
         np.testing.assert_allclose(found.distances, right.distances, atol=1e-3)
@@ -338,10 +338,10 @@ def test_a_reader_finds_all_of_its_snapshot_whatever_others_have_indexed_since(l
             add(DOCUMENTS[13:15], memory, lm=lm)
         with closing(Datastore.open(memory)) as other:
             build_index(other, "Flat")
-            right = ExactIndex(other.keys).search(other.take(torch.arange(other.rows)), 5)
-            found = open_index(other).search(other.take(torch.arange(other.rows)), 5)
+            right = ExactIndex(other.keys).search(other.take(torch.arange(other.entry_count)), 5)
+            found = open_index(other).search(other.take(torch.arange(other.entry_count)), 5)
             np.testing.assert_allclose(found.distances, right.distances, atol=1e-3)
-        keys = reader.take(torch.arange(reader.rows)).numpy()
+        keys = reader.take(torch.arange(reader.entry_count)).numpy()
         index = open_index(reader)
         found = index.search(torch.from_numpy(keys), 5)
         assert (found.ids >= 0).all()
@@ -417,11 +417,11 @@ def test_whatever_is_counted_sorted_or_learnt_from_a_memory_is_as_if_the_documen
         for name in ("text", "order", "followers", "first"):
             np.testing.assert_array_equal(getattr(open_suffixes(store), name), getattr(open_suffixes(fresh), name))
         assert torch.equal(sample_keys(store, 50, seed=1), sample_keys(fresh, 50, seed=1))
-        queries = store.take(torch.arange(0, store.rows, 97)) + 0.01
+        queries = store.take(torch.arange(0, store.entry_count, 97)) + 0.01
         fused, plain = ExactIndex(store.keys, kernels=True), ExactIndex(fresh.keys, kernels=False)
         found, right = fused.search(queries, 9), plain.search(queries, 9)
         np.testing.assert_allclose(found.distances, right.distances, atol=2e-2, rtol=1e-2)
-        assert (store.bytes, store.rows) == (fresh.bytes, fresh.rows)
+        assert (store.bytes, store.entry_count) == (fresh.bytes, fresh.entry_count)
 
 
 def test_a_copy_of_a_memory_has_nothing_of_what_was_removed(lm, memory, tmp_path, alone):
@@ -433,7 +433,7 @@ def test_a_copy_of_a_memory_has_nothing_of_what_was_removed(lm, memory, tmp_path
             expect(copy, wanted, lm, alone)
         kept = torch.arange(0, store.key_count, 3)
         with closing(derive(store, tmp_path / "pruned", keep=kept)) as pruned:
-            assert torch.equal(pruned.rows_of(torch.arange(len(kept))), kept)
+            assert torch.equal(pruned.entries_of(torch.arange(len(kept))), kept)
             assert torch.equal(pruned.take(torch.arange(len(kept))), store.take(kept))
 
 
@@ -456,7 +456,7 @@ def test_a_document_of_no_rows_goes_with_a_segment_that_is_there(lm, tmp_path, p
         with closing(Datastore.open(tmp_path / name)) as store:
             assert [one.id for one in store.documents()] == wanted
             tokens = [token for one in DOCUMENTS[:4] if one.id in wanted for token in lm.encode(one.text)]
-            assert store.values(torch.arange(store.rows)).tolist() == tokens
+            assert store.values(torch.arange(store.entry_count)).tolist() == tokens
     if wanted:
         assert (merged.documents, merged.duplicates) == (len(wanted), 0)
 
@@ -480,8 +480,10 @@ def test_a_pruned_and_mapped_memory_lives_too(lm, memory, tmp_path, alone):
         with closing(Datastore.open(small)) as store:
             keys = torch.arange(store.key_count)
             assert store.key_count == len(stays) + len(added)
-            assert store.rows_of(keys[: len(stays)]).tolist() == shift.tolist()
-            assert store.rows_of(keys[len(stays) :]).tolist() == list(range(store.rows - len(added), store.rows))
+            assert store.entries_of(keys[: len(stays)]).tolist() == shift.tolist()
+            assert store.entries_of(keys[len(stays) :]).tolist() == list(
+                range(store.entry_count - len(added), store.entry_count)
+            )
             assert store.counts(keys[: len(stays)]).tolist() == counts[stays].tolist()
             assert store.counts(keys[len(stays) :]).tolist() == [1.0] * len(added)
             np.testing.assert_allclose(store.take(keys[len(stays) :]), key_map.apply(added), atol=2e-2)
@@ -547,7 +549,10 @@ def test_sorted_text_is_not_kept_when_a_document_goes_just_before_it_would_be(me
     monkeypatch.setattr(suffixes, "writer_lock", overtaken)
     with closing(Datastore.open(memory)) as store:
         made = open_suffixes(store)
-        assert (len(made.text), made.kept) == (store.rows + 12 + 1, False)  # all of the snapshot, for this reader alone
+        assert (len(made.text), made.kept) == (
+            store.entry_count + 12 + 1,
+            False,
+        )  # all of the snapshot, for this reader alone
     assert not (memory / "ngram").exists()
     assert "ngram" not in {held.path for held in evidence(memory).bytes}
 
@@ -578,7 +583,7 @@ def test_each_gate_that_learnt_from_a_removed_document_is_named_whatever_others_
 
 def test_an_offset_that_removed_keys_may_be_in_is_named(lm, tmp_path):
     with closing(build(DOCUMENTS[:4], tmp_path / "m", lm=lm)) as store:
-        keys = store.take(torch.arange(store.rows))
+        keys = store.take(torch.arange(store.entry_count))
     with closing(Catalog.open(tmp_path / "m" / "catalog.db", write=True)) as catalog:
         catalog.put(offset=keys.mean(0).tolist())
     assert evidence(tmp_path / "m").trained == ()
@@ -830,7 +835,7 @@ def test_the_commands_do_what_the_functions_do(memory, model_folder, tmp_path, c
         (("remove", memory, "--document", "d3"), "has no document for --document d3"),
         (("remove", memory), "Which documents?"),
         (("remove", memory, "--where", "colour=red"), "is no condition"),
-        (("compact", tmp_path / "nowhere"), "is not a memory"),
+        (("compact", tmp_path / "nowhere"), "is not a store"),
     ):
         code, out, err = knnlm(capfd, *arguments)
         assert (code, out) == (2, "")
@@ -852,7 +857,7 @@ def test_a_model_that_is_given_away_with_its_memory_has_no_byte_of_a_removed_doc
     newer = mixture.reopen()
     assert not newer.stale
     assert newer.lm is lm
-    assert newer.store.rows == mixture.store.rows - len(lm.encode(DOCUMENTS[5].text))
+    assert newer.store.entry_count == mixture.store.entry_count - len(lm.encode(DOCUMENTS[5].text))
     told = newer.explain(DOCUMENTS[5].text, top=3)
     assert "d5" not in {voice.document for token in told for voice in token.neighbours}
     with pytest.raises(ParameterError, match="can be opened again"):

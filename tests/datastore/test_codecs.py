@@ -127,7 +127,7 @@ def test_a_codec_from_a_stranger_is_refused(memory, bad):
 def test_a_codec_that_is_a_link_out_of_the_memory_is_not_followed(memory, tmp_path):
     (memory / "codec.safetensors").rename(tmp_path / "elsewhere")
     (memory / "codec.safetensors").symlink_to(tmp_path / "elsewhere")
-    with pytest.raises(DatastoreCorrupt, match="outside of the memory"):
+    with pytest.raises(DatastoreCorrupt, match="outside of the store"):
         Datastore.open(memory)
 
 
@@ -167,7 +167,7 @@ def test_keys_are_exported_as_they_are_decoded(coded, tmp_path):
     with closing(Datastore.open(coded)) as store:
         keys = np.stack(table["key"].to_numpy())
         assert np.array_equal(keys, store.take(torch.arange(store.key_count)).numpy())
-        assert table["token"].to_pylist() == store.values(torch.arange(store.rows)).tolist()
+        assert table["token"].to_pylist() == store.values(torch.arange(store.entry_count)).tolist()
 
 
 def test_a_build_whose_keys_wait_for_their_codec_is_verified_and_repaired(lm, tmp_path, monkeypatch):

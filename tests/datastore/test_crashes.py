@@ -80,7 +80,7 @@ def alone(lm, tmp_path_factory):
     found = {}
     for document in ALL[:12]:
         with closing(build([document], folder / document.id, lm=lm)) as store:
-            rows = torch.arange(store.rows)
+            rows = torch.arange(store.entry_count)
             found[f"keys {document.id}"] = store.take(rows).numpy()
             found[f"values {document.id}"] = store.values(rows).numpy()
     return found
@@ -99,9 +99,9 @@ def sound(path: Path, alone: dict[str, np.ndarray]) -> list[str]:
             assert checksum(path / "index" / f"{row.id:06d}" / "index.faiss") == row.sha256
         assert verify(path, deep=True).sound
         ids = [stored.id for stored in store.documents()]
-        rows = torch.arange(store.rows)
+        rows = torch.arange(store.entry_count)
         if not ids:
-            assert store.rows == 0
+            assert store.entry_count == 0
             return ids
         keys = np.concatenate([alone[f"keys {name}"] for name in ids])
         assert store.values(rows).tolist() == np.concatenate([alone[f"values {name}"] for name in ids]).tolist()

@@ -191,7 +191,7 @@ def test_merges_copies_compactions_and_repairs_keep_fields(lm, memory, tmp_path)
     check_against_ours(tmp_path / "merged")
     with closing(Datastore.open(memory)) as store:
         derive(store, tmp_path / "copy", key_dtype="float32").close()
-        assert [dict(store.document_at(row).fields) for row in (0, store.rows - 1)] == [RIGHT["d0"], RIGHT["d4"]]
+        assert [dict(store.document_at(row).fields) for row in (0, store.entry_count - 1)] == [RIGHT["d0"], RIGHT["d4"]]
         number = store.segments[-1].id
     assert fields_in(tmp_path / "copy") == RIGHT | BARE
     compact(memory, segment_entries=80)

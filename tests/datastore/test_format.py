@@ -77,10 +77,10 @@ def test_the_golden_store_opens_and_answers_as_on_the_day_it_was_made(tmp_path):
         assert store.values(torch.arange(77)).tolist() == TOKENS
         query = torch.linspace(-1, 1, store.width)[None]
         near = open_index(store).search(query, 5)
-        assert store.rows_of(near.ids)[0].tolist() == [72, 57, 59, 54, 61]
+        assert store.entries_of(near.ids)[0].tolist() == [72, 57, 59, 54, 61]
         assert near.distances[0].tolist() == pytest.approx([3.28237, 6.61775, 7.88506, 8.24069, 8.76383], rel=1e-4)
         product = open_index(store, metric="ip").search(query, 3)
-        assert store.rows_of(product.ids)[0].tolist() == [50, 16, 49]
+        assert store.entries_of(product.ids)[0].tolist() == [50, 16, 49]
         assert product.distances[0].tolist() == pytest.approx([-4.79085, -4.68865, -4.68865], rel=1e-4)
         assert [store.document_at(row).id for row in (0, 16, 76)] == ["d0", "d1", "d2"]
         assert store.counts(near.ids) is not None

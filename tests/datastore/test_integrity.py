@@ -71,7 +71,7 @@ def answers(path: Path) -> dict[str, object]:
     with closing(Datastore.open(path)) as store:
         keys = torch.arange(store.key_count)
         return {
-            "one by one": [store.document_at(row) for row in range(0, store.rows, 5)],
+            "one by one": [store.document_at(row) for row in range(0, store.entry_count, 5)],
             "documents": list(store.documents()),
             "selected": store.catalog.select("source GLOB ?", ["text*"]),
             "by hash": [store.holds(one.text) for one in documents(7)],
@@ -81,9 +81,9 @@ def answers(path: Path) -> dict[str, object]:
             "indexes": store.catalog.indexes(),
             "facts": store.catalog.facts(),
             "keys": store.take(keys).tolist(),
-            "rows": store.rows_of(keys).tolist(),
+            "rows": store.entries_of(keys).tolist(),
             "counts": store.counts(keys).tolist(),
-            "values": store.values(torch.arange(store.rows)).tolist(),
+            "values": store.values(torch.arange(store.entry_count)).tolist(),
             "near": open_index(store).search(store.take(keys[:2]), 3).ids.tolist(),
         }
 

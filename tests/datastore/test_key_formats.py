@@ -172,10 +172,10 @@ def built(lm, text, tmp_path_factory):
 def test_a_build_stores_what_the_codec_makes_of_the_keys(built, way):
     plain, store = built["float16"], built[way]
     keys = all_keys(plain)
-    assert (store.storage, store.key_count, store.rows) == (way, plain.key_count, plain.rows)
+    assert (store.storage, store.key_count, store.entry_count) == (way, plain.key_count, plain.entry_count)
     # Only the first keys were there when the codec was chosen; they were float16 by then, the others are not.
     read = sum(segment.rows for segment in plain.segments[:3])
-    assert 400 <= read < plain.rows
+    assert 400 <= read < plain.entry_count
     key_map, codec = fit_codec(parse_storage(way), keys[:read])
     assert type(codec) is type(store.codec)
     assert (key_map is None) == (store.map is None)
@@ -184,7 +184,7 @@ def test_a_build_stores_what_the_codec_makes_of_the_keys(built, way):
     assert torch.allclose(all_keys(store)[:read], expected[:read], atol=1e-6)
     # Where float16 has rounded across a border, the other side is as near.
     assert ((all_keys(store) - expected).abs() > 1e-5).float().mean() < 0.02
-    assert store.bytes == store.rows * (store.codec.columns + 4)
+    assert store.bytes == store.entry_count * (store.codec.columns + 4)
     assert not list(store.path.rglob("unencoded.npy"))
 
 
@@ -192,13 +192,13 @@ def test_a_build_stores_what_the_codec_makes_of_the_keys(built, way):
 def test_all_ways_of_reading_keys_agree(built, way):
     store = built[way]
     keys = all_keys(store)
-    assert keys.shape == (store.rows, store.width)
+    assert keys.shape == (store.entry_count, store.width)
     assert torch.equal(torch.cat([block for _, block in store.chunks(37)]), keys)
     assert store.keys.half
-    halves = torch.empty(store.rows - 5, store.width, dtype=torch.float16)
+    halves = torch.empty(store.entry_count - 5, store.width, dtype=torch.float16)
     store.keys.read(5, halves)
     assert torch.equal(halves, keys[5:].half())
-    ids = torch.tensor([[3, -1], [store.rows - 1, 0]])
+    ids = torch.tensor([[3, -1], [store.entry_count - 1, 0]])
     assert torch.equal(store.take(ids)[1, 0], keys[-1])
     assert not store.take(ids)[0, 1].any()
 
@@ -216,7 +216,7 @@ def test_evaluation_is_that_of_brute_force_on_decoded_keys(built, lm, way, metri
 
 def by_hand(store, lm, held_out, metric):
     keys = all_keys(store).double().numpy()
-    values = store.values(torch.arange(store.rows)).numpy()
+    values = store.values(torch.arange(store.entry_count)).numpy()
     losses = []
     for reading in lm.read([lm.encode(document.text) for document in held_out], lm.window()):
         log_p = reading.logits.double().log_softmax(1)
@@ -249,7 +249,7 @@ def test_generating_explaining_indexing_and_pruning_work(built, lm, way, tmp_pat
     start = torch.tensor([[1, 5, 9]])
     assert model.generate(start, max_new_tokens=3, do_sample=False).shape == (1, 6)
     assert Mixture.open(store.path, lm).explain("the quick brown")
-    pruned = derive(store, tmp_path / "pruned", keep=torch.arange(0, store.rows, 3))
+    pruned = derive(store, tmp_path / "pruned", keep=torch.arange(0, store.entry_count, 3))
     assert pruned.storage == way
     assert torch.equal(all_keys(pruned), all_keys(store)[::3])
     mapped = derive(store, tmp_path / "mapped", key_map=fit_codec(parse_storage("pca5-int8"), all_keys(store))[0])
@@ -260,7 +260,7 @@ def test_generating_explaining_indexing_and_pruning_work(built, lm, way, tmp_pat
 def test_a_finished_memory_is_compressed_into_a_copy(built, lm, way, tmp_path):
     plain = built["float16"]
     copy = compress(plain, tmp_path / "copy", keys=way)
-    assert (copy.storage, copy.rows) == (way, plain.rows)
+    assert (copy.storage, copy.entry_count) == (way, plain.entry_count)
     if way == "float32":
         assert torch.equal(all_keys(copy), all_keys(plain))
         return
@@ -286,7 +286,7 @@ def test_a_small_text_has_its_codec_when_it_ends(lm, tmp_path):
 
 def test_an_empty_text_has_no_codec_and_still_opens(lm, tmp_path):
     store = build([], tmp_path / "memory", lm=lm, keys="codes8")
-    assert (store.rows, store.key_count, store.storage) == (0, 0, "uint8")
+    assert (store.entry_count, store.key_count, store.storage) == (0, 0, "uint8")
     with pytest.raises(ParameterError, match="no keys"):
         compress(store, tmp_path / "copy")
 
@@ -434,5 +434,5 @@ def test_compress_and_info_say_how_many_bytes_a_token_takes(built, tmp_path, cap
     assert facts["bytes_per_token"] == pytest.approx(12 + facts["index_bytes"] / facts["tokens"])
     _, out, _ = knnlm(capfd, "info", tmp_path / "c")
     assert "as codes8" in out
-    assert "finished memory already" in failure(capfd, "compress", plain.path, "--out", tmp_path / "c")
+    assert "finished store already" in failure(capfd, "compress", plain.path, "--out", tmp_path / "c")
     assert "codes48" in failure(capfd, "compress", plain.path, "--out", tmp_path / "d", "--keys", "float8")

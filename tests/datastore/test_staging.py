@@ -114,8 +114,8 @@ def test_nothing_of_a_stopped_addition_is_there_and_it_goes_on_without_reading_a
     assert contents(path) == contents(whole)
     assert not (path / STAGING_FILE).exists()
     with closing(Datastore.open(path)) as store:
-        last = store.take(torch.tensor([store.rows - 5]))
-        assert int(open_index(store).search(last, 1).ids[0, 0]) == store.rows - 5
+        last = store.take(torch.tensor([store.entry_count - 5]))
+        assert int(open_index(store).search(last, 1).ids[0, 0]) == store.entry_count - 5
 
 
 def test_what_is_not_given_again_is_dropped(lm, stopped, tmp_path, monkeypatch):
@@ -128,7 +128,7 @@ def test_what_is_not_given_again_is_dropped(lm, stopped, tmp_path, monkeypatch):
     with closing(Datastore.open(path)) as store:
         known = {f"{segment.id:06d}" for segment in store.segments}
         assert {entry.name for entry in (path / "segments").iterdir()} == known
-        assert store.row_numbers.whole
+        assert store.entry_numbers.whole
     assert verify(path, deep=True).notes == ()
 
 
@@ -148,8 +148,8 @@ def test_of_a_segment_that_is_given_again_in_part_the_rest_is_masked_and_goes_wi
             ("other", "elsewhere", {"year": 3}),
         ]
         tokens = [token for one in (short[0], short[1]) for token in lm.encode(one.text)]
-        assert store.values(torch.arange(store.rows - len(tokens), store.rows)).tolist() == tokens
-        assert not store.row_numbers.whole
+        assert store.values(torch.arange(store.entry_count - len(tokens), store.entry_count)).tolist() == tokens
+        assert not store.entry_numbers.whole
     assert verify(path, deep=True).sound
     gone = np.array(lm.encode(short[2].text), np.int32)[:8].tobytes()
     assert any(gone in file.read_bytes() for file in path.rglob("values.npy"))
@@ -209,7 +209,7 @@ def test_any_damage_to_what_is_pending_costs_no_more_than_reading_again(data, lm
     with closing(Datastore.open(path)) as store:
         texts = {one.id: lm.encode(one.text) for one in [*OLD, *NEW]}
         right = [token for one in store.documents() for token in texts[one.id]]
-        assert store.values(torch.arange(store.rows)).tolist() == right
+        assert store.values(torch.arange(store.entry_count)).tolist() == right
     assert verify(path, deep=True).sound
 
 

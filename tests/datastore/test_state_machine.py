@@ -53,7 +53,7 @@ def alone() -> dict[str, tuple[np.ndarray, list[int]]]:
     with tempfile.TemporaryDirectory() as folder:
         for document in ALL:
             with closing(build([document], Path(folder) / document.id, lm=reader())) as store:
-                rows = torch.arange(store.rows)
+                rows = torch.arange(store.entry_count)
                 found[document.id] = store.take(rows).numpy(), store.values(rows).tolist()
     return found
 
@@ -64,7 +64,7 @@ def check(store: Datastore, ids: list[str]) -> None:
     assert [document.id for document in stored] == ids
     keys = np.concatenate([np.zeros((0, 32), np.float32), *(alone()[name][0] for name in ids)])
     tokens = [token for name in ids for token in alone()[name][1]]
-    rows = torch.arange(store.rows)
+    rows = torch.arange(store.entry_count)
     assert store.values(rows).tolist() == tokens
     check_keys(store, keys)
     keys = store.take(rows).numpy()  # which need not be just those, where a codec has rounded them

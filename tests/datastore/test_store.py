@@ -40,9 +40,9 @@ HERE = Path(__file__).parent.parent
 
 def test_rows_are_the_documents_tokens_and_the_contexts_before_them(lm, store):
     stored = [lm.encode(document.text) for document in documents(40)]
-    assert store.rows == sum(map(len, stored))
+    assert store.entry_count == sum(map(len, stored))
     assert len(store.segments) > 1
-    everything = torch.arange(store.rows)
+    everything = torch.arange(store.entry_count)
     assert store.values(everything).tolist() == [token for tokens in stored for token in tokens]
     keys = store.take(everything)
     for number in (0, 7, 39):
@@ -75,11 +75,11 @@ def test_every_row_knows_its_document_and_the_text_around_it(lm, store):
 
 
 def test_missing_neighbours_have_no_key_and_no_value(store):
-    ids = torch.tensor([[0, -1], [store.rows - 1, -1]])
+    ids = torch.tensor([[0, -1], [store.entry_count - 1, -1]])
     assert store.values(ids)[:, 1].tolist() == [-1, -1]
     assert store.take(ids)[:, 1].abs().sum() == 0
     with pytest.raises(IndexError):
-        store.take(torch.tensor([store.rows]))
+        store.take(torch.tensor([store.entry_count]))
 
 
 # A build that stops itself with SIGKILL when it has written so many arrays.
@@ -116,7 +116,7 @@ def test_a_build_killed_at_any_write_resumes_and_ends_with_the_same_bytes(lm, tm
     assert len(whole.segments) >= 3
     killed = tmp_path / "killed"
     assert run_killed(killed, writes) == -signal.SIGKILL
-    with pytest.raises(DatastoreError, match=r"unfinished build|damaged|not a memory|not a knnlm catalog"):
+    with pytest.raises(DatastoreError, match=r"unfinished build|damaged|not a store|not a knnlm catalog"):
         Datastore.open(killed)
     build(documents(12), killed, lm=lm, segment_entries=150)
     assert contents(killed) == contents(tmp_path / "whole")
@@ -179,7 +179,7 @@ def test_one_writer_at_a_time(lm, tmp_path):
     path = tmp_path / "memory"
     with writer_lock(path, create=True), pytest.raises(DatastoreBusy, match="Another process is writing"):
         build(documents(1), path, lm=lm)
-    assert build(documents(1), path, lm=lm).rows > 0
+    assert build(documents(1), path, lm=lm).entry_count > 0
 
 
 class Scaled(torch.nn.Module):
@@ -209,7 +209,7 @@ def test_keys_beyond_float16_are_scaled_and_recorded_never_infinite(tmp_path, fa
             for one in tokens
         ]
     )
-    keys = store.take(torch.arange(store.rows))
+    keys = store.take(torch.arange(store.entry_count))
     if store.offset is not None:
         keys = keys + store.offset
     size = np.abs(right).max(0)
@@ -217,10 +217,10 @@ def test_keys_beyond_float16_are_scaled_and_recorded_never_infinite(tmp_path, fa
     assert (np.abs(keys.numpy() - right).max(0) <= 2e-3 * size + 2e-3 + finest).all()
     # What matters: distances in the store are those of the true keys.
     true = oracle.distances(right[5], right)
-    memory = KnnMemory(store, ExactIndex(store), k=store.rows, knn_temperature=1.0)
+    memory = KnnMemory(store, ExactIndex(store.keys), k=store.entry_count, knn_temperature=1.0)
     found = memory.search(torch.from_numpy(right[5:6]).float())
     np.testing.assert_allclose(found.distances[0], true[found.ids[0]], rtol=2e-2, atol=2e-2 * np.median(true))
-    inner = KnnMemory(store, ExactIndex(store, metric="ip"), k=store.rows, knn_temperature=1.0).search(
+    inner = KnnMemory(store, ExactIndex(store.keys, metric="ip"), k=store.entry_count, knn_temperature=1.0).search(
         torch.from_numpy(right[5:6]).float()
     )
     product = oracle.distances(right[5], right, "ip")
@@ -232,7 +232,7 @@ def test_outliers_that_hardly_vary_do_not_cost_the_other_dimensions_their_precis
     lm = large_model(1.0, 3e4)
     store = build(documents(6), tmp_path / "memory", lm=lm)
     plain = build(documents(6), tmp_path / "plain", lm=large_model(1.0))
-    rows = torch.arange(store.rows)
+    rows = torch.arange(store.entry_count)
     far = torch.cdist(plain.take(rows[:20]), plain.take(rows)).square()
     farther = torch.cdist(store.take(rows[:20]), store.take(rows)).square()
     torch.testing.assert_close(farther, far, rtol=2e-2, atol=2e-2)
@@ -344,7 +344,7 @@ def test_facts_of_the_catalog_that_cannot_be_are_one_clear_line(broken):
 
 
 def test_a_folder_that_is_no_memory_and_a_newer_format_say_so(broken, tmp_path):
-    with pytest.raises(DatastoreError, match="is not a memory"):
+    with pytest.raises(DatastoreError, match="is not a store"):
         Datastore.open(tmp_path)
     with sqlite3.connect(broken / "catalog.db") as connection:
         connection.execute("UPDATE meta SET value = '99' WHERE key = 'format'")
@@ -457,9 +457,9 @@ def test_a_store_of_many_segments_needs_few_file_handles(lm, tmp_path):
         resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
         opened = Datastore.open(sys.argv[1])
         assert len(opened.segments) == 80
-        keys = opened.take(torch.arange(opened.rows))
+        keys = opened.take(torch.arange(opened.entry_count))
         assert torch.equal(keys, torch.cat([block for _, block in opened.chunks(100)]))
-        print(int(opened.values(torch.arange(opened.rows)).sum()))
+        print(int(opened.values(torch.arange(opened.entry_count)).sum()))
     """)
     result = subprocess.run(
         [sys.executable, "-c", script, str(tmp_path / "memory")], capture_output=True, text=True, check=False
@@ -478,11 +478,11 @@ def test_a_writer_killed_inside_a_catalog_write_does_not_lock_readers_out(broken
             connection.execute("INSERT INTO meta VALUES (?, ?)", (f"x{number}", "y" * 3000))
         os.kill(os.getpid(), signal.SIGKILL)
     """)
-    rows = Datastore.open(broken).rows
+    rows = Datastore.open(broken).entry_count
     subprocess.run([sys.executable, "-c", script, str(broken / "catalog.db")], check=False)
     assert (broken / "catalog.db-wal").stat().st_size > 0
     store = Datastore.open(broken)
-    assert store.rows == rows
+    assert store.entry_count == rows
     assert store.catalog.get("x0") is None
 
 
@@ -493,23 +493,23 @@ def test_tokens_that_the_model_does_not_have_are_damage(broken):
     file.write_bytes(data)
     store = Datastore.open(broken, check=False)  # checksums would tell before
     with pytest.raises(DatastoreCorrupt, match="holds a token that its model does not have"):
-        store.values(torch.arange(store.rows))
+        store.values(torch.arange(store.entry_count))
 
 
 def test_verbs_change_the_store_and_show_the_change(lm, tmp_path):
     store = build(documents(4), tmp_path / "m", lm=lm, segment_entries=150)
-    before = store.rows
+    before = store.entry_count
     added = store.add(documents(1, start=9), lm=lm)
-    assert (added.documents, store.rows) == (1, before + added.tokens)
+    assert (added.documents, store.entry_count) == (1, before + added.tokens)
     assert [document.id for document in store.documents()][-1] == "d9"
     removed = store.remove(document="d9")
-    assert (store.rows, removed.tokens) == (before, added.tokens)
+    assert (store.entry_count, removed.tokens) == (before, added.tokens)
     assert store.compact().purged
-    assert (store.rows, store.stale, store.row_numbers.whole) == (before, False, True)
+    assert (store.entry_count, store.stale, store.entry_numbers.whole) == (before, False, True)
     assert store.verify(deep=True).sound
     assert store.build_index("Flat") == "Flat"
     with closing(store.compress(tmp_path / "small", keys="int8")) as small:
-        assert (small.rows, small.storage) == (before, "int8")
+        assert (small.entry_count, small.storage) == (before, "int8")
     store.export(tmp_path / "out")
     assert any((tmp_path / "out").iterdir())
     store.close()
@@ -517,10 +517,10 @@ def test_verbs_change_the_store_and_show_the_change(lm, tmp_path):
 
 def test_a_store_that_an_index_was_opened_on_stays_a_snapshot(lm, tmp_path):
     store = build(documents(4), tmp_path / "m", lm=lm, segment_entries=150)
-    before = store.rows
+    before = store.entry_count
     open_index(store)
     removed = store.remove(document="d0")
-    assert (store.rows, store.stale) == (before, True)
+    assert (store.entry_count, store.stale) == (before, True)
     with closing(store.reopen()) as newer:
-        assert newer.rows == before - removed.tokens
+        assert newer.entry_count == before - removed.tokens
     store.close()

@@ -190,7 +190,7 @@ def test_a_link_out_of_the_memory_is_not_followed(memory, tmp_path, name):
     outside = tmp_path / "outside"
     shutil.move(memory / name, outside)
     (memory / name).symlink_to(outside)
-    with pytest.raises(DatastoreCorrupt, match="outside of the memory"):
+    with pytest.raises(DatastoreCorrupt, match="outside of the store"):
         use(memory)
     found = verify(memory, deep=True)
     assert any("link" in problem.message or "outside" in problem.message for problem in found.problems)

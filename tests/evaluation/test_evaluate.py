@@ -111,7 +111,7 @@ def test_lambda_zero_gives_the_models_own_perplexity(lm, small):
 
 def test_an_empty_store_changes_nothing(lm, tmp_path):
     store = build([], tmp_path / "memory", lm=lm)
-    assert store.rows == 0
+    assert store.entry_count == 0
     measured = Mixture.open(store.path, lm, lmbda=0.5).evaluate(documents(2, start=100))
     assert measured.perplexity == pytest.approx(measured.base_perplexity, rel=1e-6)
 

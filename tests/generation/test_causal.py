@@ -58,7 +58,7 @@ def numpy_next(model, ids):
     store = model.mixture.knn.store
     with torch.no_grad(), model.mixture.lm.key_layer.capture() as captured:
         logits = model.base(torch.tensor([ids])).logits[0, -1]
-    rows = torch.arange(store.rows)
+    rows = torch.arange(store.entry_count)
     p_knn = oracle.knn_distribution(
         captured[-1][0, -1].numpy(),
         store.take(rows).numpy(),
@@ -254,7 +254,7 @@ def test_small_probabilities_do_not_underflow_and_gradients_flow(lm, store):
     sharp_lm = CausalLM(sharp, tiny_tokenizer(), name="sharp")
     readers = Readers(sharp_lm)
     source = Source(readers.add(lm), lm.key_layer.place, lm.key_layer.layer)
-    memory = KnnMemory(store, ExactIndex(store), k=5, knn_temperature=1.0, source=source)
+    memory = KnnMemory(store, ExactIndex(store.keys), k=5, knn_temperature=1.0, source=source)
     ids = torch.tensor([lm.encode("The memory of a model")])
     expected = sharp(ids).logits.log_softmax(-1)
     assert expected.min() < -120
@@ -289,7 +289,7 @@ def test_settings_changed_after_opening_are_saved_also_twice(lm, store, tmp_path
     assert loaded.mixture.lmbda == 0.9
     loaded.save_pretrained(tmp_path / "saved")
     (tmp_path / "saved").rename(tmp_path / "moved")
-    assert KnnForCausalLM.from_pretrained(tmp_path / "moved").mixture.knn.store.rows == store.rows
+    assert KnnForCausalLM.from_pretrained(tmp_path / "moved").mixture.knn.store.entry_count == store.entry_count
 
 
 def test_only_predicted_positions_are_searched(llama):
@@ -335,7 +335,7 @@ def test_a_saved_model_whose_store_is_gone_names_its_path(lm, tmp_path):
 def test_from_store_takes_settings(lm, store):
     opened = KnnForCausalLM.from_store(store.path, lm, k=5, lmbda=0.2)
     assert (opened.config.k, opened.config.lmbda) == (5, 0.2)
-    assert Datastore.open(opened.config.store).rows == store.rows
+    assert Datastore.open(opened.config.store).entry_count == store.entry_count
 
 
 def test_generated_text_is_the_continuation_of_the_prompt(llama):

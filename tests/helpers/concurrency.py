@@ -97,7 +97,7 @@ def _check(store: Datastore, index: Any, ids: list[str], alone: Any, chance: ran
     assert [stored.id for stored in store.documents()] == ids, (store.generation, ids)
     keys = np.concatenate([alone[f"keys {name}"] for name in ids])
     values = np.concatenate([alone[f"values {name}"] for name in ids])
-    assert store.values(torch.arange(store.rows)).tolist() == values.tolist()
+    assert store.values(torch.arange(store.entry_count)).tolist() == values.tolist()
     query = alone[f"keys d{chance.randrange(12)}"][chance.randrange(20)] + np.float32(0.01)
     found = index.search(torch.from_numpy(query)[None], 4)
     right = np.sort(oracle.distances(query, keys))[:4]
@@ -111,10 +111,10 @@ def _check(store: Datastore, index: Any, ids: list[str], alone: Any, chance: ran
 def hold(path: Path, order: dict[str, Any]) -> None:
     """Open the memory, say so, and when told to go on, see that it has not changed."""
     with closing(Datastore.open(path)) as store:
-        right = store.take(torch.arange(store.rows)), list(store.documents())
+        right = store.take(torch.arange(store.entry_count)), list(store.documents())
         path.with_name("open").touch()
         while not path.with_name("go").exists():
             time.sleep(0.01)
-        assert torch.equal(store.take(torch.arange(store.rows)), right[0])
+        assert torch.equal(store.take(torch.arange(store.entry_count)), right[0])
         assert list(store.documents()) == right[1]
         time.sleep(0.3)

@@ -64,15 +64,15 @@ def mutate(data: bytes, draw) -> bytes:
 def use(path: Path, *, faiss: bool = True) -> None:
     """Read everything there is in a memory, in every way."""
     with closing(Datastore.open(path, trust_index=faiss)) as store:
-        every = torch.arange(store.rows)
+        every = torch.arange(store.entry_count)
         store.values(every)
-        store.rows_of(torch.arange(store.key_count))
+        store.entries_of(torch.arange(store.key_count))
         store.counts(torch.arange(store.key_count))
         keys = store.take(torch.arange(store.key_count))
         for _ in store.chunks(64):
             pass
         open_index(store).search(keys[:3], 4)
-        for row in range(0, store.rows, 40):
+        for row in range(0, store.entry_count, 40):
             store.around(row)
         open_suffixes(store)
         list(store.catalog.documents())

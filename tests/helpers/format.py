@@ -114,10 +114,10 @@ def check_against_ours(path):
     with closing(Datastore.open(path)) as store:
         numbers = torch.arange(store.key_count)
         assert store.take(numbers).numpy() == pytest.approx(keys, rel=1e-6, abs=1e-6)
-        assert np.array_equal(store.rows_of(numbers).numpy(), rows_of)
+        assert np.array_equal(store.entries_of(numbers).numpy(), rows_of)
         found = store.counts(numbers)
         assert np.array_equal(np.ones(len(keys)) if found is None else found.numpy(), counts)
-        assert np.array_equal(store.values(torch.arange(store.rows)).numpy(), values)
+        assert np.array_equal(store.values(torch.arange(store.entry_count)).numpy(), values)
         ours = [(one.number, one.id, one.source, one.first_row, one.rows, one.sha256) for one in store.documents()]
         theirs = [tuple(one[name] for name in ("number", "id", "source", "first_row", "rows", "sha256"))
                   for one in documents]  # fmt: skip

@@ -93,7 +93,7 @@ def documents_by_hash(path) -> dict[str, tuple[list[int], np.ndarray]]:
     """Every document by its hash: tokens and keys."""
     with closing(Datastore.open(path)) as store:
         found = {}
-        owners = store.rows_of(torch.arange(store.key_count))
+        owners = store.entries_of(torch.arange(store.key_count))
         for document in list(store.documents()):
             rows = torch.arange(document.first_row, document.first_row + document.rows)
             inside = ((owners >= document.first_row) & (owners < document.first_row + document.rows)).nonzero()[:, 0]
@@ -119,7 +119,7 @@ def coded_keys(store: Datastore, keys: np.ndarray) -> np.ndarray:
 
 def check_keys(store: Datastore, keys: np.ndarray) -> None:
     """The keys of a store are these as the model gave them, or as near to them as its codec comes."""
-    found = store.take(torch.arange(store.rows)).numpy()
+    found = store.take(torch.arange(store.entry_count)).numpy()
     if isinstance(store.codec, Plain) or not len(keys):
         np.testing.assert_allclose(found, keys, atol=4e-3, rtol=2e-3)
         return

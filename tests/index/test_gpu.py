@@ -405,7 +405,7 @@ def test_fits_on_device_follows_free_memory_and_dtype(lm, store, tmp_path, monke
     assert not streaming.fits_on_device(single.keys, cpu, "float16")
     needed = {keys: streaming._needed_bytes(store.keys, keys) for keys in ("float16", "int8")}
     assert needed["int8"] < needed["float16"]
-    assert store.rows * store.width * 2 < needed["float16"]
+    assert store.entry_count * store.width * 2 < needed["float16"]
     monkeypatch.setattr(streaming, "_free_bytes", lambda _: needed["float16"] - 1)
     assert not streaming.fits_on_device(store.keys, cpu, "float16")
     assert streaming.fits_on_device(store.keys, cpu, "int8")

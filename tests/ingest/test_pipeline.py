@@ -70,7 +70,7 @@ def test_the_bytes_are_those_of_a_synchronous_build(lm, tmp_path, piped, shape):
     piped()
     store = build(text, tmp_path / "piped", lm=lm, **shape)
     assert contents(tmp_path / "piped") == contents(tmp_path / "plain")
-    assert plain.rows == store.rows == sum(len(lm.encode(document.text)) for document in text)
+    assert plain.entry_count == store.entry_count == sum(len(lm.encode(document.text)) for document in text)
     for row in store.segments:
         folder = tmp_path / "piped" / "segments" / f"{row.id:06d}"
         sums = [hashlib.sha256((folder / name).read_bytes()).hexdigest() for name in ("keys.npy", "values.npy")]
@@ -133,7 +133,7 @@ def test_keys_that_stay_on_the_device_are_the_stored_ones(lm, tmp_path, piped):
     store = build(documents(12), tmp_path / "piped", lm=lm, segment_entries=150, keep_on_device=True)
     assert [len(keys) for keys in store.resident_keys] == [row.rows for row in store.segments]
     assert all(keys.dtype == torch.float16 and not keys.is_inference() for keys in store.resident_keys)
-    assert torch.equal(torch.cat(store.resident_keys).float(), store.take(torch.arange(store.rows)))
+    assert torch.equal(torch.cat(store.resident_keys).float(), store.take(torch.arange(store.entry_count)))
 
 
 def test_progress_counts_every_byte_once(lm, tmp_path, piped):

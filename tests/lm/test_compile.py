@@ -154,7 +154,7 @@ def test_a_resumed_build_does_as_it_began(lm, tmp_path, counting, monkeypatch, d
     assert counting.calls == 0
     store = build(documents(12), tmp_path / "compiled", lm=lm, compile=True, **TEXT)
     assert store.catalog.get("compile") is True
-    everything = torch.arange(store.rows)
+    everything = torch.arange(store.entry_count)
     torch.testing.assert_close(store.take(everything), plain.take(everything), atol=2e-3, rtol=2e-3)
 
     def stopping():

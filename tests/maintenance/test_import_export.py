@@ -74,7 +74,7 @@ def test_raw_arrays_become_a_store_with_the_same_numbers(peer, lm, tmp_path, nam
         assert [document.rows for document in store.catalog.documents()] == [50, 50, 20]
         assert store.model == lm.identity
         query = torch.from_numpy(keys[77:78].astype(np.float32))
-        assert int(store.rows_of(open_index(store).search(query, 1).ids)) == 77
+        assert int(store.entries_of(open_index(store).search(query, 1).ids)) == 77
     assert verify(tmp_path / "m", deep=True).sound
 
 
@@ -207,11 +207,11 @@ def test_export_has_every_entry_of_the_store(lm, tmp_path):
     store = build(documents(7), tmp_path / "m", lm=lm, segment_entries=100)
     done = export(tmp_path / "m", tmp_path / "out", file_entries=64)
     table = read_back(tmp_path / "out")
-    assert (len(table), done.entries, done.files) == (store.rows, store.rows, -(-store.rows // 64))
-    assert table["entry"].to_pylist() == list(range(store.rows))
-    assert table["token"].to_pylist() == store.values(torch.arange(store.rows)).tolist()
+    assert (len(table), done.entries, done.files) == (store.entry_count, store.entry_count, -(-store.entry_count // 64))
+    assert table["entry"].to_pylist() == list(range(store.entry_count))
+    assert table["token"].to_pylist() == store.values(torch.arange(store.entry_count)).tolist()
     keys = np.array(table["key"].to_pylist(), np.float32)
-    assert np.array_equal(keys, store.take(torch.arange(store.rows)).numpy())
+    assert np.array_equal(keys, store.take(torch.arange(store.entry_count)).numpy())
     at = 0
     for document in documents(7):
         tokens = lm.encode(document.text)

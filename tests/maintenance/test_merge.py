@@ -74,7 +74,7 @@ def test_search_in_a_merged_store_equals_brute_force(three, tmp_path, lm):
         for query, distances in zip(keys[::17], found.distances.numpy(), strict=True):
             assert distances == pytest.approx(np.sort(oracle.distances(query, keys, "ip"))[:5], rel=1e-4)
         assert store.catalog.indexes()[0].spec == "IVF4,Flat"
-        for row in range(0, store.rows, 37):
+        for row in range(0, store.entry_count, 37):
             document = store.document_at(row)
             tokens = lm.encode(documents(12)[int(document.id[1:])].text)
             assert tokens[row - document.first_row] == int(store.values(torch.tensor([row])))
@@ -141,7 +141,7 @@ def test_counts_of_pruned_keys_are_merged(tmp_path):
     merge([tmp_path / "pruned"], tmp_path / "out")
     with closing(Datastore.open(tmp_path / "out")) as store:
         assert store.counts(torch.arange(6)).tolist() == [1, 4, 8, 9, 13, 20]
-        assert store.rows_of(torch.arange(6)).tolist() == keep.tolist()
+        assert store.entries_of(torch.arange(6)).tolist() == keep.tolist()
 
 
 @pytest.mark.parametrize("mapped", [False, True])
@@ -198,7 +198,7 @@ def test_incompatible_stores_are_refused_with_the_difference(lm, three, tmp_path
 def test_existing_targets_and_damaged_sources_are_refused(three, tmp_path):
     with pytest.raises(ParameterError, match="Nothing to merge"):
         merge([], tmp_path / "out")
-    with pytest.raises(ParameterError, match="is the memory to copy from"):
+    with pytest.raises(ParameterError, match="is the store to copy from"):
         merge([three[1]], three[1])
     shutil.copytree(three[0], tmp_path / "damaged")
     flip(tmp_path / "damaged/segments/000001/keys.npy", -1)
@@ -207,7 +207,7 @@ def test_existing_targets_and_damaged_sources_are_refused(three, tmp_path):
     with pytest.raises(DatastoreError, match="an unfinished merge of other stores"):
         merge(three, tmp_path / "out")
     merge(three, tmp_path / "fine")
-    with pytest.raises(DatastoreError, match="is a finished memory already"):
+    with pytest.raises(DatastoreError, match="is a finished store already"):
         merge(three, tmp_path / "fine")
 
 
@@ -261,13 +261,13 @@ def test_merge_killed_before_its_index_builds_it_when_repeated(three, tmp_path, 
                 merge(three, out, index="Flat", metric="ip")
             os._exit(1)
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
-    with pytest.raises(DatastoreError, match="is a finished memory already"):
+    with pytest.raises(DatastoreError, match="is a finished store already"):
         merge(three[:2], out, index="Flat", metric="ip")
     done = merge(three, out, index="Flat", metric="ip")
     assert (done.index, done.documents, done.duplicates) == ("Flat", 12, 3)
     with closing(Catalog.open(out / CATALOG_FILE)) as catalog:
         assert [(row.spec, row.metric) for row in catalog.indexes()] == [("Flat", "ip")]
-    with pytest.raises(DatastoreError, match="is a finished memory already"):
+    with pytest.raises(DatastoreError, match="is a finished store already"):
         merge(three, out, index="Flat", metric="ip")
 
 
@@ -300,6 +300,6 @@ def test_command_merges_and_reports(three, tmp_path, capfd):
     assert code == 0, err
     result = json.loads(out)
     assert (result["documents"], result["duplicates"], result["index"]) == (12, 3, "Flat")
-    assert "finished memory already" in failure(capfd, "merge", *three, "--out", tmp_path / "all")
+    assert "finished store already" in failure(capfd, "merge", *three, "--out", tmp_path / "all")
     code, out, err = command(capfd, "merge", three[0], "--out", tmp_path / "one")
     assert "0 duplicates left out" in out

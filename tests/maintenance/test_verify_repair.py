@@ -74,7 +74,7 @@ def test_sound_store_has_no_problems_and_is_not_changed(store_path, pruned):
             assert found.sound, found.problems
             assert not found.notes
         with closing(Datastore.open(path)) as store:
-            assert (found.documents, found.tokens) == (10, store.rows)
+            assert (found.documents, found.tokens) == (10, store.entry_count)
         assert tree(path) == before
     # catalog, 5 × 2 arrays, index, 4 files of the suffix array; pruned: catalog and 5 × 4
     assert [verify(path, deep=True).files for path in (store_path, pruned)] == [16, 21]
@@ -235,7 +235,7 @@ def test_repair_keeps_every_document_of_intact_segments_and_names_the_others(sto
     with closing(Datastore.open(store_path)) as store:
         kept = list(store.catalog.documents())
         assert {d.id for d in kept} == set(before) - {document.id for document in done.lost}
-        assert store.rows == sum(d.rows for d in kept) == done.tokens
+        assert store.entry_count == sum(d.rows for d in kept) == done.tokens
         for document in kept:
             rows = torch.arange(document.first_row, document.first_row + document.rows)
             assert store.values(rows).tolist() == before[document.id][1]

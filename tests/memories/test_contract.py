@@ -266,7 +266,7 @@ def test_a_store_of_another_reader_is_searched_with_that_readers_keys(lm, store,
     )
     reader = CausalLM.open(str(second), device="cpu")
     stored = torch.cat([keys for _, keys in other_store.chunks(1000)]).numpy()
-    values = other_store.values(torch.arange(other_store.rows)).numpy()
+    values = other_store.values(torch.arange(other_store.entry_count)).numpy()
     tokens = texts(lm, count=1)[0]
     (batch,) = mixture.read([tokens])
     (memory,) = mixture.memories

@@ -387,7 +387,7 @@ def test_a_memory_on_disk_is_sorted_once_and_kept(own):
     first = open_suffixes(own, progress=progress)
     again = open_suffixes(own, progress=progress)
     assert [bar["what"] for bar in bars] == ["sorting n-grams"]
-    assert bars[0]["done"] == bars[0]["total"] == own.rows + own.catalog.document_count() + 1
+    assert bars[0]["done"] == bars[0]["total"] == own.entry_count + own.catalog.document_count() + 1
     assert first.kept
     assert again.kept
     model = own.model

@@ -262,7 +262,7 @@ def test_another_tokenizer_is_refused_with_both_fingerprints(desk, tmp_path, cap
 
 def test_commands_that_need_a_store_say_that_a_decoder_is_none(desk, capfd):
     for command in (("index", desk / "decoder"), ("prune", desk / "decoder", "--out", desk / "x", "--merge", 2)):
-        assert "is not a memory" in failure(capfd, *command)
+        assert "is not a store" in failure(capfd, *command)
 
 
 # ------------------------------------------------------------------------------------------------ saving and showing

@@ -135,8 +135,8 @@ def test_one_retrieve_serves_several_predictions(store, lm):
     (batch,) = whole.read([TOKENS])
     retrieved = whole.retrieve(batch.context)
     assert (index.searches, index.queries) == (1, len(batch.targets))
-    keys = store.keys.take(torch.arange(store.rows)).double().numpy()
-    values = store.values(torch.arange(store.rows)).numpy()
+    keys = store.keys.take(torch.arange(store.entry_count)).double().numpy()
+    values = store.values(torch.arange(store.entry_count)).numpy()
     queries = store.project(batch.context.states[whole.knn.source], metric="l2").double().numpy()
     for k, knn_temperature, lmbda in [(16, 3.0, 0.4), (16, 1.0, 0.1), (3, 2.0, 0.9), (1, 2.0, 0.5)]:
         knn = KnnMemory(store, index, k=k, knn_temperature=knn_temperature, source=whole.knn.source)

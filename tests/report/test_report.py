@@ -145,7 +145,7 @@ def stored(place):
     """The store's keys, as the model gave them, and its tokens."""
     store = Datastore.open(place / "store")
     keys = store.take(torch.arange(store.key_count)) + (0 if store.offset is None else store.offset)
-    return keys.double().numpy(), store.values(torch.arange(store.rows)).numpy()
+    return keys.double().numpy(), store.values(torch.arange(store.entry_count)).numpy()
 
 
 def test_every_study_is_run(made):
@@ -463,7 +463,7 @@ def test_examples_are_the_tokens_with_the_most_and_the_least_gain(studies, test,
             assert one.agrees == (one.token == example.target)
             (document,) = (found for found in STORED if found.source == one.source)
             assert one.before + one.token + one.after in document.text
-    assert store.rows == len(stored[1])
+    assert store.entry_count == len(stored[1])
 
 
 def test_the_commands_give_the_figures(studies, capfd):

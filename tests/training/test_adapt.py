@@ -385,7 +385,7 @@ def test_valid_is_tuned_on_and_leaked_documents_are_reported(texts, model_folder
     code, out, err = knnlm(capfd, *start, *valid, "--json")
     assert code == 0, err
     facts = json.loads(out)
-    assert facts["tokens"] == Datastore.open(texts / "out").rows
+    assert facts["tokens"] == Datastore.open(texts / "out").entry_count
     assert facts["tokens"] == sum(
         map(len, base.encode_all([one.text for one in library.read_documents(str(texts / "docs"))]))
     )

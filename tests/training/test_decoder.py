@@ -438,7 +438,7 @@ def test_a_tiny_decoder_learns_the_distribution_of_a_tiny_store(lm, initial, tmp
     assert card.losses["kl"] < 0.03
     # The finished folder says so itself, position by position, against brute force.
     model = hf.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
-    keys, values = store.take(torch.arange(store.rows)).numpy(), store.values(torch.arange(store.rows))
+    keys, values = store.take(torch.arange(store.entry_count)).numpy(), store.values(torch.arange(store.entry_count))
     away, kl = [], []
     for document in store.catalog.documents():
         rows = torch.arange(document.first_row, document.first_row + document.rows)
@@ -446,7 +446,7 @@ def test_a_tiny_decoder_learns_the_distribution_of_a_tiny_store(lm, initial, tmp
         with torch.no_grad():
             probs = model(torch.tensor([tokens[:-1]])).logits[0].double().softmax(1).numpy()
         for row, q in zip(rows.tolist(), probs, strict=True):
-            others = np.arange(store.rows) != row
+            others = np.arange(store.entry_count) != row
             p = oracle.knn_distribution(
                 keys[row], keys[others], values.numpy()[others], lm.vocab_size, k=500, knn_temperature=10.0
             )
@@ -455,7 +455,7 @@ def test_a_tiny_decoder_learns_the_distribution_of_a_tiny_store(lm, initial, tmp
             if oracle.distances(keys[row], keys[others]).min() > 1e-6:
                 away.append(np.abs(p - q).max())
                 kl.append(np.sum(p[p > 0] * np.log(p[p > 0] / q[p > 0])))
-    assert len(kl) > 0.9 * store.rows
+    assert len(kl) > 0.9 * store.entry_count
     assert np.mean(kl) < 0.01
     assert max(away) < 0.05
 
@@ -725,7 +725,7 @@ def test_held_out_text_is_measured_before_and_after_each_epoch(small, lm, initia
     )
     assert [entry["epoch"] for entry in card.held_out] == [0, 1, 2]
     assert card.held_out[-1]["loss"] < card.held_out[0]["loss"]
-    assert card.tokens + card.held_out_tokens == store.rows
+    assert card.tokens + card.held_out_tokens == store.entry_count
     batches = TrainingBatches(
         TokenStream.from_store(store), WindowShape(64, 64), start_token=lm.start_token, held_out=0.2, seed=0
     )
@@ -773,7 +773,7 @@ def test_the_folder_is_an_ordinary_model_and_is_not_rewritten(small, lm, initial
     assert (card.vocab_size, card.start_token) == (lm.vocab_size, lm.start_token)
     assert card.teacher == store.fingerprint
     assert card.targets["bytes_per_token"] == targets.metadata["bytes_per_token"]
-    assert card.tokens == store.rows
+    assert card.tokens == store.entry_count
     assert card.steps == len(read_curve(out / "losses.jsonl"))
     assert card.initial_model["parameters"] == sum(p.numel() for p in plain.parameters())
     assert (out / "learning.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"

@@ -257,7 +257,7 @@ def test_a_run_stopped_while_writing_does_not_train_again(tmp_path, mapped):
     assert again.begun == ["writing keys"]
     assert contents(out) == contents(tmp_path / "whole")
     assert not map_file(out).exists()
-    with pytest.raises(DatastoreError, match="finished memory already"):
+    with pytest.raises(DatastoreError, match="finished store already"):
         fit_key_metric(store, out, progress=again, **options)
     assert again.begun == ["writing keys"]
 
@@ -288,7 +288,7 @@ def test_uninformative_dimensions_shrink_and_new_contexts_gain(tmp_path):
     new = noisy_store(tmp_path / "new", rows=200, seed=1)
     mapped = derive(store, tmp_path / "b", key_map=found)
     queries, targets = all_keys(new), new.values(torch.arange(200)).numpy()
-    values = store.values(torch.arange(store.rows)).numpy()
+    values = store.values(torch.arange(store.entry_count)).numpy()
 
     def score(moved, keys, temperature):
         probs = [oracle.knn_distribution(one, keys, values, WORDS, k=100, knn_temperature=temperature) for one in moved]

@@ -184,7 +184,7 @@ def test_rows_by_frequency_of_a_hand_worked_case():
 @pytest.fixture(scope="module")
 def everything(store):
     """All keys and values of the store."""
-    ids = torch.arange(store.rows)
+    ids = torch.arange(store.entry_count)
     return store.take(ids), store.values(ids)
 
 
@@ -192,7 +192,7 @@ def test_held_out_are_whole_documents_and_equal_texts_together(store):
     marked = mark_held_out_tokens(store, 0.1, seed=3)
     inside = [marked[d.first_row : d.first_row + d.rows] for d in store.catalog.documents()]
     assert {part.mean() for part in inside} == {0.0, 1.0}
-    assert 0.1 * store.rows <= marked.sum() <= 0.1 * store.rows + max(map(len, inside))
+    assert 0.1 * store.entry_count <= marked.sum() <= 0.1 * store.entry_count + max(map(len, inside))
     assert not mark_held_out_tokens(store, 0.0, seed=3).any()
     assert (mark_held_out_tokens(store, 0.1, seed=4) != marked).any()
 
@@ -205,7 +205,7 @@ def test_by_default_whole_documents_are_held_out_where_there_are_enough(lm, tmp_
         inside = [marked[d.first_row : d.first_row + d.rows] for d in store.catalog.documents()]
         assert {part.mean() for part in inside} == {0.0, 1.0}
         assert inside[0].mean() == inside[-1].mean()
-        assert 0.02 * store.rows <= marked.sum() <= 0.02 * store.rows + 2 * max(map(len, inside))
+        assert 0.02 * store.entry_count <= marked.sum() <= 0.02 * store.entry_count + 2 * max(map(len, inside))
 
 
 def held_out_of(path, sizes, share):
@@ -239,7 +239,7 @@ def test_equal_texts_are_held_out_together_and_long_ones_in_spans(lm, tmp_path):
     [book] = documents(1, words=1500)
     long = build([book], tmp_path / "long", lm=lm)
     marked = mark_held_out_tokens(long, 0.1, seed=0)
-    assert 0.1 * long.rows <= marked.sum() <= 0.16 * long.rows
+    assert 0.1 * long.entry_count <= marked.sum() <= 0.16 * long.entry_count
 
 
 def test_every_training_entry_comes_once_per_epoch_and_no_held_out_one(store, everything, monkeypatch):
@@ -287,7 +287,7 @@ def test_training_finds_the_optimum_of_a_logistic_regression(lm, tmp_path):
     key_map = KeyMap(torch.from_numpy(random.normal(size=(lm.width, 3)).astype(np.float32)), torch.zeros(lm.width))
     whole = build(documents(8, words=12), tmp_path / "memory", lm=lm)
     store = derive(whole, tmp_path / "mapped", key_map=key_map)
-    ids = torch.arange(store.rows)
+    ids = torch.arange(store.entry_count)
     keys, values = store.take(ids), store.values(ids)
     words, columns = np.unique(values.numpy(), return_inverse=True)
     standard = ((keys - keys.mean(0)) / keys.std(0, correction=0)).numpy()
@@ -337,7 +337,7 @@ def test_the_best_matrix_on_held_out_text_is_kept_and_training_stops(store, ever
 
 def test_a_loss_on_the_mixture_is_lower_on_the_mixture(store, everything, tmp_path):
     keys, values = everything
-    known = torch.from_numpy(np.random.default_rng(0).random(store.rows) < 0.5)
+    known = torch.from_numpy(np.random.default_rng(0).random(store.entry_count) < 0.5)
     log_p_lm = torch.where(known, -0.001, -12.0)
     card = fit_output(store, tmp_path / "mixed", interpolate=0.3, log_p_lm=log_p_lm, **QUICK)
     fit_output(store, tmp_path / "plain", **QUICK)
@@ -400,10 +400,10 @@ def test_the_matrix_reads_the_models_states_if_the_store_maps_them(store, everyt
 def test_a_pruned_store_trains_with_its_keys_weighted_by_their_counts(store, everything, tmp_path):
     keys, values = everything
     random = np.random.default_rng(0)
-    keep = torch.from_numpy(random.random(store.rows) < 0.6)
-    counts = torch.from_numpy(random.integers(1, 9, size=store.rows).astype(np.float32))
+    keep = torch.from_numpy(random.random(store.entry_count) < 0.6)
+    counts = torch.from_numpy(random.integers(1, 9, size=store.entry_count).astype(np.float32))
     pruned = derive(store, tmp_path / "pruned", keep=keep, counts=counts)
-    log_p_lm = torch.from_numpy(np.log(random.uniform(0.01, 1, size=store.rows)).astype(np.float32))
+    log_p_lm = torch.from_numpy(np.log(random.uniform(0.01, 1, size=store.entry_count)).astype(np.float32))
     held_out = torch.from_numpy(mark_held_out_tokens(store, 0.1, seed=0))
     for name, options in {"plain": {}, "mixed": {"interpolate": 0.4, "log_p_lm": log_p_lm}}.items():
         card = fit_output(pruned, tmp_path / name, **options, **QUICK)
@@ -541,13 +541,13 @@ def test_wrong_settings_are_refused_before_anything_is_written(store, tmp_path):
         "held_out": [-0.1, 0.6],
         "init": [torch.zeros(3, 3), torch.full((store.model["vocab_size"], store.width), torch.nan)],
         "interpolate": [0.5, 0.0, 2.0],
-        "log_p_lm": [torch.zeros(store.rows)],
+        "log_p_lm": [torch.zeros(store.entry_count)],
     }
     for name, values in wrong.items():
         for value in values:
             with pytest.raises(ParameterError, match=name):
                 fit_output(store, tmp_path / "o", **{name: value})
-    for given_array in (torch.zeros(3), torch.ones(store.rows)):
+    for given_array in (torch.zeros(3), torch.ones(store.entry_count)):
         with pytest.raises(ParameterError, match="log_p_lm"):
             fit_output(store, tmp_path / "o", interpolate=0.5, log_p_lm=given_array)
     assert not (tmp_path / "o").exists()
@@ -568,7 +568,7 @@ def test_a_store_with_nothing_to_train_on_is_refused(lm, tmp_path):
     tiny = build(documents(1, words=5), tmp_path / "tiny", lm=lm)
     with pytest.raises(ParameterError, match="held_out=0"):
         fit_output(tiny, tmp_path / "o")
-    assert fit_output(tiny, tmp_path / "o", held_out=0, epochs=1).trained_pairs == tiny.rows
+    assert fit_output(tiny, tmp_path / "o", held_out=0, epochs=1).trained_pairs == tiny.entry_count
 
 
 def test_the_command_line_follows_its_own_advice(lm, model_folder, tmp_path, capfd):

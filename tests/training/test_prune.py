@@ -35,9 +35,9 @@ from knnlm.training.prune import known_keys, merge_keys, prune, store_log_p
 
 
 def test_a_store_as_built_has_a_key_for_each_token(store):
-    assert store.key_count == store.rows
+    assert store.key_count == store.entry_count
     ids = torch.tensor([[0, -1], [3, 7]])
-    assert store.rows_of(ids) is ids
+    assert store.entries_of(ids) is ids
     assert store.counts(ids) is None
     assert {(segment.kept, segment.kept_sha256, segment.counts_sha256) for segment in store.segments} == {(None,) * 3}
     queries = torch.randn(3, store.width)
@@ -47,35 +47,35 @@ def test_a_store_as_built_has_a_key_for_each_token(store):
 @pytest.mark.parametrize("by", ["mask", "numbers"])
 def test_kept_keys_are_unchanged_and_keep_their_rows(store, tmp_path, by):
     generator = torch.Generator().manual_seed(0)
-    mask = torch.rand(store.rows, generator=generator) < 0.3
+    mask = torch.rand(store.entry_count, generator=generator) < 0.3
     mask[store.segments[1].first_row : store.segments[1].first_row + store.segments[1].rows] = False
-    counts = 1 + torch.rand(store.rows, generator=generator)
+    counts = 1 + torch.rand(store.entry_count, generator=generator)
     keep = mask if by == "mask" else mask.nonzero()[:, 0]
     pruned = derive(store, tmp_path / "pruned", keep=keep, counts=counts)
-    assert (pruned.key_count, pruned.rows) == (int(mask.sum()), store.rows)
+    assert (pruned.key_count, pruned.entry_count) == (int(mask.sum()), store.entry_count)
     rows = mask.nonzero()[:, 0]
     ids = torch.arange(pruned.key_count)
-    assert torch.equal(pruned.rows_of(ids), rows)
+    assert torch.equal(pruned.entries_of(ids), rows)
     assert torch.equal(all_keys(pruned), store.take(rows))
     assert torch.equal(pruned.counts(ids), counts[rows])
     assert torch.equal(torch.cat([block for _, block in pruned.chunks(37)]), store.take(rows))
     firsts = [first for first, _ in pruned.chunks(37)]
     assert firsts == sorted(set(firsts))
     some = torch.tensor([[5, -1], [pruned.key_count - 1, 0]])
-    assert pruned.rows_of(some).tolist() == [[int(rows[5]), -1], [int(rows[-1]), int(rows[0])]]
+    assert pruned.entries_of(some).tolist() == [[int(rows[5]), -1], [int(rows[-1]), int(rows[0])]]
     assert pruned.counts(some)[0, 1] == 0
-    assert pruned.bytes == pruned.key_count * (2 * 32 + 8) + 4 * pruned.rows
+    assert pruned.bytes == pruned.key_count * (2 * 32 + 8) + 4 * pruned.entry_count
     assert pruned.fingerprint != store.fingerprint
     with pytest.raises(IndexError):
-        pruned.rows_of(torch.tensor([pruned.key_count]))
+        pruned.entries_of(torch.tensor([pruned.key_count]))
 
 
 def test_pruning_keeps_the_whole_text(store, tmp_path):
-    pruned = derive(store, tmp_path / "pruned", keep=torch.arange(0, store.rows, 7))
-    everything = torch.arange(store.rows)
+    pruned = derive(store, tmp_path / "pruned", keep=torch.arange(0, store.entry_count, 7))
+    everything = torch.arange(store.entry_count)
     assert torch.equal(pruned.values(everything), store.values(everything))
     assert list(pruned.catalog.documents()) == list(store.catalog.documents())
-    for row in (0, 50, store.rows - 1):
+    for row in (0, 50, store.entry_count - 1):
         assert pruned.around(row, before=5, after=9) == store.around(row, before=5, after=9)
         assert pruned.document_at(row) == store.document_at(row)
     assert pruned.holds(documents(1)[0].text)
@@ -85,13 +85,13 @@ def test_pruning_keeps_the_whole_text(store, tmp_path):
 @pytest.mark.parametrize("spec", ["exact", "Flat", "IVF4,Flat"])
 def test_an_index_of_a_pruned_store_finds_the_right_rows(tmp_path, spec):
     store = random_store(tmp_path / "memory", rows=400)
-    rows = torch.arange(store.rows)[torch.arange(store.rows) % 3 != 1]
+    rows = torch.arange(store.entry_count)[torch.arange(store.entry_count) % 3 != 1]
     pruned = derive(store, tmp_path / "pruned", keep=rows)
     assert build_index(pruned, spec) == spec
     queries = torch.randn(20, 6, generator=torch.Generator().manual_seed(1))
     found = open_index(Datastore.open(tmp_path / "pruned")).search(pruned.project(queries), 5)
     keys = all_keys(store).numpy()[rows]
-    for query, ids in zip(queries, pruned.rows_of(found.ids), strict=True):
+    for query, ids in zip(queries, pruned.entries_of(found.ids), strict=True):
         right = rows[np.argsort(oracle.distances(query, keys))[:5]]
         assert ids.tolist() == right.tolist()
 
@@ -99,14 +99,14 @@ def test_an_index_of_a_pruned_store_finds_the_right_rows(tmp_path, spec):
 def test_a_vote_with_counts_matches_repeated_keys(tmp_path):
     store = random_store(tmp_path / "memory")
     generator = np.random.default_rng(3)
-    counts = torch.from_numpy(generator.integers(1, 4, store.rows))
-    mask = torch.from_numpy(generator.random(store.rows) < 0.5)
+    counts = torch.from_numpy(generator.integers(1, 4, store.entry_count))
+    mask = torch.from_numpy(generator.random(store.entry_count) < 0.5)
     pruned = derive(store, tmp_path / "pruned", keep=mask, counts=counts)
     query = torch.randn(1, 6, generator=torch.Generator().manual_seed(2))
     found = ExactIndex(pruned.keys).search(query, pruned.key_count)
     weights = (-found.distances / 2.0 + pruned.counts(found.ids).log()).softmax(1)[0].double().numpy()
-    voted = np.bincount(pruned.values(pruned.rows_of(found.ids))[0], weights, minlength=5)
-    keys, values = all_keys(store).numpy(), store.values(torch.arange(store.rows)).numpy()
+    voted = np.bincount(pruned.values(pruned.entries_of(found.ids))[0], weights, minlength=5)
+    keys, values = all_keys(store).numpy(), store.values(torch.arange(store.entry_count)).numpy()
     again = np.repeat(np.flatnonzero(mask.numpy()), counts.numpy()[mask.numpy()])
     right = oracle.knn_distribution(query[0], keys[again], values[again], 5, k=len(again), knn_temperature=2.0)
     np.testing.assert_allclose(voted, right, rtol=1e-4)
@@ -133,7 +133,7 @@ def test_queries_are_mapped_like_the_keys(tmp_path_factory, seed, out, shifted, 
         assert (store.width, store.model["width"]) == (width, 6)
     for metric in ("l2", "ip"):
         projected = store.project(torch.from_numpy(queries).float(), metric=metric)
-        found = ExactIndex(store, metric=metric).search(projected, 40)
+        found = ExactIndex(store.keys, metric=metric).search(projected, 40)
         distances = found.distances
         if metric == "ip" and store.origin is not None:
             distances = distances - (projected @ store.origin)[:, None]
@@ -149,15 +149,15 @@ def test_a_map_of_the_wrong_width_or_not_finite_is_refused(store, tmp_path):
         KeyMap(torch.full((2, 2), torch.nan), torch.zeros(2))
     with pytest.raises(ParameterError, match=r"not \(2, 2\) and \(3,\)"):
         KeyMap(torch.eye(2), torch.zeros(3))
-    for wrong in (torch.ones(3, dtype=torch.bool), torch.tensor([store.rows]), torch.tensor([-1])):
+    for wrong in (torch.ones(3, dtype=torch.bool), torch.tensor([store.entry_count]), torch.tensor([-1])):
         with pytest.raises(ParameterError, match="keep"):
             derive(store, tmp_path / "a", keep=wrong)
-    for wrong in (torch.ones(3), torch.zeros(store.rows), torch.full((store.rows,), torch.inf)):
+    for wrong in (torch.ones(3), torch.zeros(store.entry_count), torch.full((store.entry_count,), torch.inf)):
         with pytest.raises(ParameterError, match="counts"):
             derive(store, tmp_path / "a", counts=wrong)
     with pytest.raises(ParameterError, match="float8"):
         derive(store, tmp_path / "a", key_dtype="float8")
-    with pytest.raises(ParameterError, match="the memory to copy from"):
+    with pytest.raises(ParameterError, match="the store to copy from"):
         derive(store, store.path)
     assert not (tmp_path / "a").exists()
 
@@ -204,31 +204,31 @@ def test_keys_of_ordinary_size_are_copied_bit_by_bit(store, tmp_path):
 
 def test_a_pruned_store_can_be_pruned_again(tmp_path):
     store = random_store(tmp_path / "a")
-    counts = torch.arange(1.0, store.rows + 1)
-    once = derive(store, tmp_path / "b", keep=torch.arange(0, store.rows, 2), counts=counts)
+    counts = torch.arange(1.0, store.entry_count + 1)
+    once = derive(store, tmp_path / "b", keep=torch.arange(0, store.entry_count, 2), counts=counts)
     twice = derive(once, tmp_path / "c", keep=torch.arange(0, once.key_count, 3))
-    rows = torch.arange(0, store.rows, 6)
+    rows = torch.arange(0, store.entry_count, 6)
     ids = torch.arange(twice.key_count)
-    assert torch.equal(twice.rows_of(ids), rows)
+    assert torch.equal(twice.entries_of(ids), rows)
     assert torch.equal(twice.counts(ids), counts[rows])
     assert torch.equal(all_keys(twice), store.take(rows))
 
 
 def test_a_store_without_keys_can_be_opened_and_searched(tmp_path):
     store = random_store(tmp_path / "a")
-    empty = derive(store, tmp_path / "b", keep=torch.zeros(store.rows, dtype=torch.bool))
-    assert (empty.key_count, empty.rows) == (0, store.rows)
+    empty = derive(store, tmp_path / "b", keep=torch.zeros(store.entry_count, dtype=torch.bool))
+    assert (empty.key_count, empty.entry_count) == (0, store.entry_count)
     found = open_index(empty).search(torch.randn(2, 6), 3)
     assert found.ids.tolist() == [[-1] * 3] * 2
-    assert empty.rows_of(found.ids).tolist() == [[-1] * 3] * 2
+    assert empty.entries_of(found.ids).tolist() == [[-1] * 3] * 2
 
 
 @pytest.mark.parametrize("name", ["keys.npy", "values.npy", "kept.npy", "counts.npy", "map.safetensors"])
 def test_a_damaged_file_of_a_pruned_store_is_named(tmp_path, name):
     store = random_store(tmp_path / "a")
     key_map = KeyMap(torch.eye(6), torch.zeros(6))
-    counts = torch.arange(1.0, store.rows + 1)
-    derive(store, tmp_path / "b", keep=torch.arange(0, store.rows, 2), counts=counts, key_map=key_map)
+    counts = torch.arange(1.0, store.entry_count + 1)
+    derive(store, tmp_path / "b", keep=torch.arange(0, store.entry_count, 2), counts=counts, key_map=key_map)
     file = next((tmp_path / "b").rglob(name))
     os.truncate(file, file.stat().st_size - 3)
     with pytest.raises(DatastoreCorrupt, match=name.replace(".", r"\.")):
@@ -240,31 +240,31 @@ def test_a_damaged_file_of_a_pruned_store_is_named(tmp_path, name):
 
 def test_row_numbers_out_of_range_are_corrupt(tmp_path):
     store = random_store(tmp_path / "a")
-    pruned = derive(store, tmp_path / "b", keep=torch.arange(0, store.rows, 2))
+    pruned = derive(store, tmp_path / "b", keep=torch.arange(0, store.entry_count, 2))
     file = next((tmp_path / "b").rglob("kept.npy"))
     data = bytearray(file.read_bytes())
     data[-4:] = np.int32(10_000).tobytes()
     file.write_bytes(data)
     with pytest.raises(DatastoreCorrupt, match=r"kept\.npy is not as it was written"):
-        pruned.rows_of(torch.arange(pruned.key_count))
+        pruned.entries_of(torch.arange(pruned.key_count))
     pruned.sums.on = False  # as if an attacker had recomputed the checksum
     with pytest.raises(DatastoreCorrupt, match=r"kept\.npy names a row beyond"):
-        pruned.rows_of(torch.arange(pruned.key_count))
+        pruned.entries_of(torch.arange(pruned.key_count))
 
 
 @pytest.mark.parametrize("bad", [math.nan, -3.0, 0.0, math.inf])
 def test_invalid_counts_are_corrupt(tmp_path, bad):
     store = random_store(tmp_path / "a")
-    pruned = derive(store, tmp_path / "b", counts=torch.arange(1.0, store.rows + 1))
+    pruned = derive(store, tmp_path / "b", counts=torch.arange(1.0, store.entry_count + 1))
     file = next((tmp_path / "b").rglob("counts.npy"))
     data = bytearray(file.read_bytes())
     data[-4:] = np.float32(bad).tobytes()
     file.write_bytes(data)
     pruned.sums.on = False  # as if an attacker had recomputed the checksum
     with pytest.raises(DatastoreCorrupt, match=r"counts\.npy holds counts that are not finite and above 0"):
-        pruned.counts(torch.arange(store.rows))
+        pruned.counts(torch.arange(store.entry_count))
     with pytest.raises(DatastoreCorrupt, match=r"counts\.npy"):
-        merge_keys(Datastore.open(tmp_path / "b"), ExactIndex(store), neighbours=2)
+        merge_keys(Datastore.open(tmp_path / "b"), ExactIndex(store.keys), neighbours=2)
 
 
 def test_invalid_metadata_of_a_map_is_corrupt(tmp_path):
@@ -301,9 +301,9 @@ KILLED = """
         if os.fork() == 0:
             dying.left = writes
             store = Datastore.open("a")
-            counts = torch.arange(1.0, store.rows + 1)
+            counts = torch.arange(1.0, store.entry_count + 1)
             key_map = KeyMap(2 * torch.eye(6), torch.ones(6))
-            derive(store, f"killed{writes}", keep=torch.arange(0, store.rows, 2), counts=counts, key_map=key_map)
+            derive(store, f"killed{writes}", keep=torch.arange(0, store.entry_count, 2), counts=counts, key_map=key_map)
             os._exit(0)
         assert os.wait()[1] == signal.SIGKILL, writes
 """
@@ -311,7 +311,7 @@ KILLED = """
 
 def test_a_copy_killed_at_any_write_resumes_and_ends_with_the_same_bytes(tmp_path):
     store = random_store(tmp_path / "a")
-    options = {"keep": torch.arange(0, store.rows, 2), "counts": torch.arange(1.0, store.rows + 1)}
+    options = {"keep": torch.arange(0, store.entry_count, 2), "counts": torch.arange(1.0, store.entry_count + 1)}
     key_map = KeyMap(2 * torch.eye(6), torch.ones(6))
     derive(store, tmp_path / "whole", key_map=key_map, **options)
     # The first write is the map's, then come the facts of the catalog, then arrays and segments, then the last fact.
@@ -326,14 +326,14 @@ def test_a_copy_killed_at_any_write_resumes_and_ends_with_the_same_bytes(tmp_pat
     subprocess.run(command, check=True, cwd=tmp_path)
     for writes in points:
         killed = tmp_path / f"killed{writes}"
-        with pytest.raises(DatastoreError, match=r"unfinished copy|not a memory|not a knnlm catalog"):
+        with pytest.raises(DatastoreError, match=r"unfinished copy|not a store|not a knnlm catalog"):
             Datastore.open(killed)
         if writes > 12:
-            with pytest.raises(DatastoreError, match="unfinished and of another memory, or with other settings"):
+            with pytest.raises(DatastoreError, match="unfinished and of another store, or with other settings"):
                 derive(store, killed, **options)
         derive(store, killed, key_map=key_map, **options)
         assert contents(killed) == contents(tmp_path / "whole")
-    with pytest.raises(DatastoreError, match="finished memory already"):
+    with pytest.raises(DatastoreError, match="finished store already"):
         derive(store, killed, key_map=key_map, **options)
 
 
@@ -349,16 +349,16 @@ def stopped_copy(store, out):
         yield advance
 
     with pytest.raises(KeyboardInterrupt):
-        derive(store, out, keep=torch.arange(0, store.rows, 2), progress=stopping)
+        derive(store, out, keep=torch.arange(0, store.entry_count, 2), progress=stopping)
 
 
 def test_builds_and_copies_do_not_resume_each_other(lm, store, tmp_path):
     stopped_copy(store, tmp_path / "copy")
     before = contents(tmp_path / "copy")
-    with pytest.raises(DatastoreError, match=r"copy is an unfinished copy of another memory, as knnlm prune and"):
+    with pytest.raises(DatastoreError, match=r"copy is an unfinished copy of another store, as knnlm prune and"):
         build(documents(40), tmp_path / "copy", lm=lm, segment_entries=500)
     assert contents(tmp_path / "copy") == before
-    assert derive(store, tmp_path / "copy", keep=torch.arange(0, store.rows, 2)).rows == store.rows
+    assert derive(store, tmp_path / "copy", keep=torch.arange(0, store.entry_count, 2)).entry_count == store.entry_count
 
     def stopping():
         yield from documents(8)
@@ -376,7 +376,7 @@ def test_an_occupied_folder_is_refused_before_anything_slow(store, tmp_path):
     def progress(what, *, total, unit):
         raise AssertionError(f"{what} has begun")
 
-    with pytest.raises(DatastoreError, match="finished memory already"):
+    with pytest.raises(DatastoreError, match="finished store already"):
         prune(store, tmp_path / "done", merge=4, width=3, progress=progress)
 
 
@@ -429,13 +429,13 @@ def merge_by_hand(keys, values, order, neighbours, alive):
 @given(seed=st.integers(0, 10_000), neighbours=st.integers(1, 12), dropping=st.booleans())
 def test_the_greedy_merge_matches_brute_force(tmp_path_factory, seed, neighbours, dropping):
     store = random_store(tmp_path_factory.mktemp("merge") / "a", seed=seed)
-    alive = torch.from_numpy(np.random.default_rng(seed).random(store.rows) < (0.7 if dropping else 2))
-    keys, values = all_keys(store).numpy(), store.values(torch.arange(store.rows)).numpy()
-    merged = merge_keys(store, ExactIndex(store), neighbours=neighbours, alive=alive, seed=seed)
-    order = np.random.default_rng(seed).permutation(store.rows)
+    alive = torch.from_numpy(np.random.default_rng(seed).random(store.entry_count) < (0.7 if dropping else 2))
+    keys, values = all_keys(store).numpy(), store.values(torch.arange(store.entry_count)).numpy()
+    merged = merge_keys(store, ExactIndex(store.keys), neighbours=neighbours, alive=alive, seed=seed)
+    order = np.random.default_rng(seed).permutation(store.entry_count)
     into, counts = merge_by_hand(keys, values, order, neighbours, alive.numpy())
-    assert merged.into.tolist() == [into.get(key, -1) for key in range(store.rows)]
-    assert merged.counts.tolist() == [counts.get(key, 0) for key in range(store.rows)]
+    assert merged.into.tolist() == [into.get(key, -1) for key in range(store.entry_count)]
+    assert merged.counts.tolist() == [counts.get(key, 0) for key in range(store.entry_count)]
     assert merged.counts.sum() == alive.sum()
     for key, other in into.items():
         assert values[key] == values[other]
@@ -448,11 +448,11 @@ def test_merging_stores_counts_and_its_figures_add_up(tmp_path):
     store = random_store(tmp_path / "a")
     facts = prune(store, tmp_path / "b", merge=8, seed=4)
     pruned = Datastore.open(tmp_path / "b")
-    assert 0 < facts["merged"] == store.rows - pruned.key_count
+    assert 0 < facts["merged"] == store.entry_count - pruned.key_count
     ids = torch.arange(pruned.key_count)
-    assert pruned.counts(ids).sum() == store.rows
-    merged = merge_keys(store, ExactIndex(store), neighbours=8, seed=4)
-    assert torch.equal(pruned.rows_of(ids), merged.keep.nonzero()[:, 0])
+    assert pruned.counts(ids).sum() == store.entry_count
+    merged = merge_keys(store, ExactIndex(store.keys), neighbours=8, seed=4)
+    assert torch.equal(pruned.entries_of(ids), merged.keep.nonzero()[:, 0])
     assert torch.equal(pruned.counts(ids), merged.counts[merged.keep])
     prune(store, tmp_path / "c", merge=8, seed=4)
     assert contents(tmp_path / "c") == contents(tmp_path / "b")
@@ -475,13 +475,15 @@ def test_known_tokens_are_dropped_by_the_models_probability(lm, tmp_path):
     assert torch.equal(known_keys(store, log_p, limit), torch.from_numpy(np.array(right) >= limit))
     facts = prune(store, tmp_path / "b", drop_known=limit, log_p=log_p)
     pruned = Datastore.open(tmp_path / "b")
-    assert facts["dropped"] == (np.array(right) >= limit).sum() == store.rows - pruned.key_count
-    assert pruned.rows_of(torch.arange(pruned.key_count)).tolist() == np.flatnonzero(np.array(right) < limit).tolist()
+    assert facts["dropped"] == (np.array(right) >= limit).sum() == store.entry_count - pruned.key_count
+    assert (
+        pruned.entries_of(torch.arange(pruned.key_count)).tolist() == np.flatnonzero(np.array(right) < limit).tolist()
+    )
     assert pruned.counts(torch.arange(pruned.key_count)) is None
     both = prune(store, tmp_path / "c", drop_known=limit, log_p=log_p, merge=4, width=5)
     small = Datastore.open(tmp_path / "c")
-    assert small.counts(torch.arange(small.key_count)).sum() == store.rows - both["dropped"]
-    assert both["keys_after"] == store.rows - both["dropped"] - both["merged"] == small.key_count
+    assert small.counts(torch.arange(small.key_count)).sum() == store.entry_count - both["dropped"]
+    assert both["keys_after"] == store.entry_count - both["dropped"] - both["merged"] == small.key_count
     assert small.width == 5
 
 
@@ -499,8 +501,8 @@ def test_drop_known_uses_the_named_model(lm, store, model_folder, tmp_path, capf
         assert code == 0, err
         pruned = Datastore.open(tmp_path / f"without {name}")
         kept = (log_p.double() < math.log(limit)).nonzero()[:, 0]
-        assert torch.equal(pruned.rows_of(torch.arange(pruned.key_count)), kept)
-        assert json.loads(out)["dropped"] == store.rows - len(kept)
+        assert torch.equal(pruned.entries_of(torch.arange(pruned.key_count)), kept)
+        assert json.loads(out)["dropped"] == store.entry_count - len(kept)
     small = CausalLM(tiny("llama"), tiny_tokenizer(), name="small")
     small.model.resize_token_embeddings(310)
     with pytest.raises(ModelMismatch, match="320, but that of small has 310"):
@@ -514,7 +516,7 @@ def test_a_map_that_cannot_be_written_is_a_clear_error(store, tmp_path):
     (tmp_path / "b" / "map.partial").rmdir()
     (tmp_path / "b" / "map.partial").write_text("what a killed process left")
     prune(store, tmp_path / "b", width=4)
-    assert Datastore.open(tmp_path / "b").key_count == store.rows
+    assert Datastore.open(tmp_path / "b").key_count == store.entry_count
     assert not (tmp_path / "b" / "map.partial").exists()
 
 
@@ -524,7 +526,7 @@ def test_invalid_pruning_options_are_refused(store, tmp_path):
         ({"width": 0}, "from 1 to 32"),
         ({"width": 33}, "from 1 to 32"),
         ({"merge": 0}, "at least 1"),
-        ({"drop_known": 1.5, "log_p": torch.zeros(store.rows)}, "probability"),
+        ({"drop_known": 1.5, "log_p": torch.zeros(store.entry_count)}, "probability"),
         ({"drop_known": 0.5}, "store_log_p"),
         ({"drop_known": 0.5, "log_p": torch.zeros(3)}, "store_log_p"),
     ]

@@ -62,7 +62,7 @@ def left_out(keys, values, row, allowed, vocab_size, *, k, knn_temperature):
 def everything(store, path, **options):
     """All targets of a store, nothing of the vote dropped."""
     targets = retrieve_targets(store, path, top=10**6, mass=1.0, device="cpu", **options)
-    return targets.lookup(torch.arange(store.rows))
+    return targets.lookup(torch.arange(store.entry_count))
 
 
 @pytest.mark.parametrize("k", [1, 7, 63, 500])
@@ -283,7 +283,7 @@ def test_a_pruned_store_cannot_be_a_teacher(tmp_path):
     assert not (tmp_path / "t").exists()
     # Fewer dimensions are another matter: every token still has its key.
     prune(store, tmp_path / "q", width=3)
-    assert retrieve_targets(Datastore.open(tmp_path / "q"), tmp_path / "t").token_count == store.rows
+    assert retrieve_targets(Datastore.open(tmp_path / "q"), tmp_path / "t").token_count == store.entry_count
 
 
 def test_settings_out_of_range_are_refused(tmp_path):
@@ -336,9 +336,9 @@ def test_damaged_targets_are_refused_in_one_line(tmp_path):
         broken[len(broken) // 2] = value
         np.save(tmp_path / "t" / name, broken)
         with pytest.raises(DatastoreCorrupt):
-            Targets.open(tmp_path / "t").lookup(torch.arange(store.rows))
+            Targets.open(tmp_path / "t").lookup(torch.arange(store.entry_count))
         np.save(tmp_path / "t" / name, array)
     np.save(tmp_path / "t" / PROBS, np.load(tmp_path / "t" / PROBS)[:-1])
     with pytest.raises(DatastoreCorrupt, match="probs"):
         Targets.open(tmp_path / "t")
-    assert targets.token_count == store.rows
+    assert targets.token_count == store.entry_count

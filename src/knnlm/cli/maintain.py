@@ -62,7 +62,7 @@ def _metadata(store: Datastore) -> dict[str, Any]:
     from knnlm.datastore.indexes import stored_indexes
     from knnlm.mixture.loader import language_model
 
-    adapted, tokens = _load_adaptation(store.path), store.rows
+    adapted, tokens = _load_adaptation(store.path), store.entry_count
     index = [{"spec": one.spec, "metric": one.metric} for one, _ in stored_indexes(store)]
     scale = max((segment.scale for segment in store.segments), default=1.0)
     return {
@@ -71,7 +71,7 @@ def _metadata(store: Datastore) -> dict[str, Any]:
         "tokens": tokens,
         "segments": len(store.segments),
         "generation": store.generation,
-        "removed_tokens": store.row_numbers.total - tokens,
+        "removed_tokens": store.entry_numbers.total - tokens,
         "bytes": store.bytes,
         "index_bytes": store.index_bytes,
         "bytes_per_token": (store.bytes + store.index_bytes) / tokens if tokens else 0,
@@ -95,7 +95,7 @@ def _info_rows(store: Datastore, metadata: dict[str, Any]) -> list[tuple[str, st
     model, choice = store.model, metadata["choices"].get(metadata["chosen"])
     documents, index = count(metadata["documents"], "document"), metadata["index"]
     specs = index if isinstance(index, str) else ", ".join(f"{one['spec']} ({one['metric']})" for one in index)
-    size = f"{store.rows:,} tokens of {documents}, {store.bytes / 1e6:,.1f} MB"
+    size = f"{store.entry_count:,} tokens of {documents}, {store.bytes / 1e6:,.1f} MB"
     per_token = (
         f"{metadata['bytes_per_token']:,.1f} bytes per token, {store.index_bytes / 1e6:,.1f} MB of index included"
     )

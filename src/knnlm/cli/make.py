@@ -88,7 +88,7 @@ def build(
 
 
 def _show_built(store: Datastore, out: Path, seconds: float, *, json: bool) -> None:
-    tokens, documents = store.rows, store.catalog.document_count()
+    tokens, documents = store.entry_count, store.catalog.document_count()
     result = {"store": str(out), "documents": documents, "tokens": tokens, "bytes": store.bytes, "seconds": seconds}
     text = (
         f"{out}: {tokens:,} tokens of {count(documents, 'document')} in {seconds:.0f} s, {store.bytes / 1e6:,.1f} MB. "
@@ -150,8 +150,8 @@ def index(
     built = opened.build_index(spec, metric=metric, wait=wait, progress=bar)
     seconds = time.perf_counter() - begin
     show(
-        {"store": str(store), "index": built, "tokens": opened.rows, "seconds": seconds},
-        f"{store}: {built} over {opened.rows:,} keys, {seconds:.1f} s",
+        {"store": str(store), "index": built, "tokens": opened.entry_count, "seconds": seconds},
+        f"{store}: {built} over {opened.entry_count:,} keys, {seconds:.1f} s",
         json=json,
     )
 
@@ -173,9 +173,9 @@ def compress(
     begin = time.perf_counter()
     opened = knnlm.Datastore.open(store)
     copy = opened.compress(out, keys=key_format, seed=seed, progress=bar)
-    tokens, seconds = max(1, opened.rows), time.perf_counter() - begin
+    tokens, seconds = max(1, opened.entry_count), time.perf_counter() - begin
     before, after = opened.bytes / tokens, copy.bytes / tokens
-    result = {"store": str(store), "out": str(out), "key_format": copy.storage, "tokens": opened.rows}
+    result = {"store": str(store), "out": str(out), "key_format": copy.storage, "tokens": opened.entry_count}
     result |= {"bytes_before": opened.bytes, "bytes_after": copy.bytes, "bytes_per_token_before": before}
     show(
         result | {"bytes_per_token_after": after, "seconds": seconds},

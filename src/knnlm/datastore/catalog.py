@@ -1,23 +1,13 @@
-"""The catalog of a memory: one SQLite file that says what exists. Knows nothing about arrays or models.
+"""The catalog of a store: one SQLite file that lists its segments, documents, indexes and metadata.
 
-A segment exists when its row is committed. Anything else on disk is garbage that the next writer removes. What is
-written is of format 5, in which every row counts in a sum (`digests`), and is compared with it before it is used: facts
-when the catalog is opened, each other table when it is first read. Formats 1 to 4 have no sums; they are read as they
-are, and the first change makes them 5. It has a place for the fields of users' records too.
+A segment exists once its row is committed. Anything else on disk is garbage that the next writer removes. Every row is
+part of a checksum in the table `digests`, which is compared before the row is used: metadata when the catalog is
+opened, each other table when it is first read. A reader that holds its snapshot sees one state for as long as it is
+open, whatever is written meanwhile.
 
-A reader that holds its snapshot sees one state for as long as it is open, whatever others write meanwhile.
-
-The fields of users' records in a catalog: one row for a document that has some. Knows nothing about other tables.
-
-Memories of formats below 5 have no such table, and no fields, until they are changed.
-
-What a writer of segments asks of the place where they are noted. Knows nothing about how they are kept there.
-
-A build notes its segments in the catalog; an addition notes them beside it, until all of them are there.
-
-Choose documents of a memory by what the catalog knows of them. Knows nothing about their text or keys.
-
-A field is one that every document has, or else one of the users' records; `fields.source` is always the latter.
+A build records its segments here; an addition records them in `StagedAddition` until all of them are on disk. Both are
+a `SegmentSink`. A `Selection` chooses documents by what the catalog has about them: a field is one that every document
+has, or else one of the users' records; `fields.source` is always the latter.
 """
 
 from __future__ import annotations
@@ -59,7 +49,7 @@ _SHOWN = 20  # names that are told
 
 
 def fields_by_number(connection: sqlite3.Connection) -> Callable[[Any], dict[str, Scalar]]:
-    """Give what finds the fields of a document by its number; a ValueError where they cannot be."""
+    """Return what finds the fields of a document by its number; a ValueError where they cannot be."""
 
     def find(number: Any) -> dict[str, Scalar]:
         row = connection.execute("SELECT record FROM fields WHERE number = ?", (number,)).fetchone()
@@ -69,7 +59,7 @@ def fields_by_number(connection: sqlite3.Connection) -> Callable[[Any], dict[str
 
 
 def check_fields(found: Any) -> dict[str, Scalar]:
-    """Give fields that came from a file, or a ValueError."""
+    """Return fields that came from a file, or a ValueError."""
     if (wrong := invalid_fields(found)) is not None:
         raise ValueError(wrong)
     return dict(found)
@@ -90,7 +80,7 @@ def drop_fields(connection: sqlite3.Connection, numbers: Iterable[int] | None = 
 
 
 def other_fields(connection: sqlite3.Connection, name: str) -> list[str] | None:
-    """Give None where documents have such a field, and otherwise the names of those that they have, not very many."""
+    """Return None where documents have such a field, and otherwise the names of those that they have, not very many."""
     query = f"SELECT 1 FROM fields WHERE instr({_MEMBERS}, ?) > 0 LIMIT 1"  # noqa: S608  (ours)
     if connection.execute(query, (f", {canonical_json(name)}: ",)).fetchone() is not None:
         return None
@@ -99,7 +89,7 @@ def other_fields(connection: sqlite3.Connection, name: str) -> list[str] | None:
 
 
 def field_condition(name: str, value: str) -> tuple[str, list[str]]:
-    """Give the condition for SQL that a field has a value, whether that is a text or a number, and its values."""
+    """Return the condition for SQL that a field has a value, whether that is a text or a number, and its values."""
     ways = [f", {canonical_json(name)}: {way}, " for way in json_candidates(value)]
     either = " OR ".join([f"instr({_MEMBERS}, ?) > 0"] * len(ways))
     return f"number IN (SELECT number FROM fields WHERE {either})", ways  # noqa: S608
@@ -107,7 +97,7 @@ def field_condition(name: str, value: str) -> tuple[str, list[str]]:
 
 GENERATION, LAYOUT = "generation", "layout"  # facts: how often the content has changed, and the numbers of its rows
 
-LANGUAGE_MODEL = "language_model"  # the fact that names the model that a memory is for, if that is not its reader
+LANGUAGE_MODEL = "language_model"  # the fact that names the model that a store is for, if that is not its reader
 
 SKIPPED = "index_skipped"  # the fact that says which keys the index has left out: [first, count] each
 
@@ -127,7 +117,7 @@ class Catalog:
         weakref.finalize(self, connection.close).atexit = False
         self.path = path
         self._writes = False
-        self._tally: DigestUpdates | None = None
+        self._digests: DigestUpdates | None = None
         self._compared: VerifiedTables | None = None  # None: nothing is to be
 
     @classmethod
@@ -152,13 +142,13 @@ class Catalog:
     ) -> Catalog:
         """Open an existing catalog, for reading unless told otherwise.
 
-        An unfinished copy of another memory is written to by those only who say that they are `copying`. A reader that
+        An unfinished copy of another store is only opened for writing with `copying`. A reader that
         is to `hold` its snapshot goes on to see what it saw first. Unless one is to `compare`, sums are not looked at.
         """
         if not path.parent.exists():
-            raise DatastoreError(f"There is no folder {path.parent}. Make a memory with: knnlm build")
+            raise DatastoreError(f"There is no folder {path.parent}. Make a store with: knnlm build")
         if not path.is_file():
-            raise DatastoreError(f"{path.parent} is not a memory: it has no {path.name}. Make one with: knnlm build")
+            raise DatastoreError(f"{path.parent} is not a store: it has no {path.name}. Make one with: knnlm build")
         check_database(path)
         with reporting(path):
             connection = connect(path, write=write)
@@ -185,13 +175,13 @@ class Catalog:
         self._connection.close()
 
     def get(self, key: str) -> Any:
-        """Read one fact about the memory; None where it is not known."""
+        """Read one fact about the store; None where it is not known."""
         with reporting(self.path):
             row = self._connection.execute("SELECT value FROM meta WHERE key = ?", (key,)).fetchone()
             return None if row is None else json.loads(row[0])
 
     def facts(self) -> dict[str, Any]:
-        """Read all facts about the memory."""
+        """Read all facts about the store."""
         with reporting(self.path):
             return {str(key): json.loads(value) for key, value in self._all("SELECT key, value FROM meta")}
 
@@ -205,25 +195,25 @@ class Catalog:
             return differing(self._connection)
 
     def _compare(self, table: str, number: int | None = None) -> None:
-        """See, once, that a table is as it was written, or the part of it that holds a document."""
+        """Check once that a table is as it was written, or the part of it that holds a document."""
         # Within a transaction that writes, sums are behind; and they are the same rows that were compared before.
-        ahead = self._tally is not None and self._tally.running
+        ahead = self._digests is not None and self._digests.running
         if self._compared is not None and not ahead and self._compared.lacks(table, number):
             with reporting(self.path), self._still():
                 self._compared.check(self._connection, table, number)
 
     def _compare_documents(self) -> None:
-        """See that all documents are as they were written; a writer need not, as what it changes stays as wrong."""
+        """Check that all documents are as they were written; a writer need not, as what it changes stays as wrong."""
         if not self._writes:
             self._compare_both()
 
     def _compare_both(self, number: int | None = None) -> None:
-        """See that documents, or the part that holds one, are as they were written, and so their fields."""
+        """Check that documents, or the part that holds one, are as they were written, and so their fields."""
         self._compare("documents", number)
         self._compare("fields", number)
 
     def put(self, **facts: Any) -> None:
-        """Write facts about the memory, all or none."""
+        """Write facts about the store, all or none."""
         with self._transaction():
             self.put_within(**facts)
 
@@ -247,18 +237,18 @@ class Catalog:
 
     @property
     def generation(self) -> int:
-        """How often the content has changed since the memory was built."""
+        """How often the content has changed since the store was built."""
         return self._count(GENERATION)
 
     @property
     def layout(self) -> int:
-        """How often rows have been numbered anew."""
+        """How often rows have been numbered again."""
         return self._count(LAYOUT)
 
     def _count(self, name: str) -> int:
         found = self.get(name)
         if found is not None and (type(found) is not int or found < 0):
-            raise DatastoreCorrupt(f"{self.path} has the {name} {found!r}. Build the memory again.")
+            raise DatastoreCorrupt(f"{self.path} has the {name} {found!r}. Build the store again.")
         return found or 0
 
     def segments(self) -> list[SegmentRow]:
@@ -279,7 +269,7 @@ class Catalog:
         return [typed(kind, row, self.path) for row in found]
 
     def documents(self) -> Iterator[StoredDocument]:
-        """Give the documents in the order of their rows, without holding them all in memory."""
+        """Return the documents in the order of their rows, without holding them all in memory."""
         self._compare_both()
         with reporting(self.path):
             yield from self._typed(self._connection.execute("SELECT * FROM documents ORDER BY number"))
@@ -316,7 +306,7 @@ class Catalog:
         return int(self._all(query, *values)[0][0])
 
     def holds(self, sha256: str) -> bool:
-        """Say whether a document with this hash of its text is stored."""
+        """Return whether a document with this hash of its text is stored."""
         self._compare_documents()
         with reporting(self.path):
             if self._compared is not None:
@@ -337,18 +327,18 @@ class Catalog:
         raise DatastoreCorrupt(f"{self.path} has no document for row {row}. Run: knnlm repair {self.path.parent}")
 
     def next_document(self) -> int:
-        """Give the number of the next document; no number is given twice."""
+        """Return the number of the next document; no number is given twice."""
         last: int = self._all("SELECT COALESCE(MAX(number), -1) FROM documents")[0][0]
         return max(self._count("next_document"), last + 1)
 
     def next_segment(self) -> int:
-        """Give the number of the next segment; no number is given twice."""
+        """Return the number of the next segment; no number is given twice."""
         last: int = self._all("SELECT COALESCE(MAX(id), -1) FROM segments")[0][0]
         return max(self._count("next_segment"), last + 1)
 
     def add_segment(self, segment: SegmentRow, documents: Iterable[StoredDocument], **facts: Any) -> None:
         """Commit a segment, its documents and facts that hold from now on, all or none."""
-        # What is added to a finished memory is a change of it.
+        # What is added to a finished store is a change of it.
         with self.change() if self.get("state") == "complete" else self._transaction():
             self.put_segments([segment])
             self.put_documents(documents)
@@ -367,13 +357,13 @@ class Catalog:
         self._connection.executemany("INSERT INTO removed VALUES (?, ?, ?, ?)", map(_values, removed))
 
     def other_fields(self, name: str = "") -> list[str] | None:
-        """Give None where documents have such a field, and otherwise the names of those that they have."""
+        """Return None where documents have such a field, and otherwise the names of those that they have."""
         self._compare_both()
         with reporting(self.path):
             return other_fields(self._connection, name)
 
     def replace_keys(self, segments: Iterable[SegmentRow], **facts: Any) -> None:
-        """Say that segments have other files of keys now, and facts that hold from now on, all or none."""
+        """Return that segments have other files of keys now, and facts that hold from now on, all or none."""
         with self._transaction():
             self._connection.executemany(
                 "UPDATE segments SET scale = ?, keys_sha256 = ? WHERE id = ?",
@@ -409,7 +399,7 @@ class Catalog:
             self._put(GENERATION, self.generation + 1)
 
     def tidy(self) -> None:
-        """Write the catalog anew, so that nothing of what was deleted is in it."""
+        """Write the catalog again, so that nothing of what was deleted is in it."""
         with reporting(self.path):
             self._connection.execute("VACUUM")
 
@@ -437,13 +427,13 @@ class Catalog:
     def _transaction(self) -> Iterator[None]:
         with reporting(self.path):
             self._connection.execute("BEGIN IMMEDIATE")
-            self._tally = self._tally or DigestUpdates(self._connection)
+            self._digests = self._digests or DigestUpdates(self._connection)
             try:
-                self._tally.begin(self._connection)
+                self._digests.begin(self._connection)
                 yield
-                self._tally.settle(self._connection)
+                self._digests.settle(self._connection)
             except BaseException:
-                self._tally.forget()
+                self._digests.forget()
                 self._connection.execute("ROLLBACK")
                 raise
             self._connection.execute("COMMIT")
@@ -459,16 +449,16 @@ class SegmentSink(Protocol):
     path: Path  # of the catalog
 
     def get(self, key: str) -> Any:
-        """Read one fact about the memory; None where it is not known."""
+        """Read one fact about the store; None where it is not known."""
 
     def segments(self) -> list[SegmentRow]:
         """List the segments in the order of their rows."""
 
     def next_segment(self) -> int:
-        """Give the number of the next segment."""
+        """Return the number of the next segment."""
 
     def next_document(self) -> int:
-        """Give the number of the next document."""
+        """Return the number of the next document."""
 
     def add_segment(self, segment: SegmentRow, documents: Iterable[StoredDocument], **facts: Any) -> None:
         """Note a segment that is on disk, its documents, and facts that hold from now on."""
@@ -508,14 +498,14 @@ class Selection:
         return " ".join(f"{name} {value}" for name, value in given if value is not None)
 
     def check(self, catalog: Catalog) -> None:
-        """Refuse a field of users' records that no document has."""
+        """Reject a field of users' records that no document has."""
         for given, name, _ in self._given():
             if name not in FIELDS and (others := catalog.other_fields(name.removeprefix(_RECORD))) is not None:
                 known = ", ".join([*FIELDS, *others])
                 raise ParameterError(f"{given!r} is no condition: no document has this field. Known are {known}.")
 
     def condition(self) -> tuple[str, list[Any]]:
-        """Give the condition for SQL and its values."""
+        """Return the condition for SQL and its values."""
         parts, values = ["1"], list[Any]()
         if self.document is not None:
             parts.append("id = ?")
@@ -533,7 +523,7 @@ class Selection:
         return " AND ".join(parts), values
 
     def _given(self) -> Iterator[tuple[str, str, str]]:
-        """Give each condition as it was written, its field and its value."""
+        """Return each condition as it was written, its field and its value."""
         for one in self.where:
             match = _CONDITION.fullmatch(one)
             if match is None:
@@ -551,7 +541,7 @@ def _own(given: str, name: str, value: str) -> tuple[str, list[Any]]:
 
 
 def check_complete(catalog: Catalog) -> None:
-    """Refuse a memory that is not finished."""
+    """Reject a store that is not finished."""
     if catalog.get("state") != "complete":
         raise DatastoreError(
             f"{catalog.path.parent} is an unfinished build. Finish it first, with the command that began it."

@@ -1,20 +1,14 @@
-"""A linear map of keys, in memory and as a file. Knows nothing about how it was found.
+"""How keys are stored: as numbers, a byte a dimension or codes; and the linear map that they may go through first.
 
-key' = (key - centre) @ matrix
-
-How a key becomes numbers on disk: itself, a byte a dimension, or codes. Knows nothing about catalogs or segments.
-
-A codec takes (n, D) float32 keys and gives an (n, W) array to store, and back. `Plain` numbers are divided by the
-scale of their segment, which its writer has found. `Bytes` and `Codes` have parameters of their own that were fitted
-to some keys; these lie in a file beside the catalog, which knows its hash.
-
-Choose how keys are stored, and fit it to some of them. Knows nothing about files.
+A codec turns (n, D) float32 keys into an (n, W) array, and back. `Plain` numbers are divided by the scale of their
+segment. `Bytes` and `Codes` have parameters fitted to a sample of keys, in a file beside the catalog. A `KeyMap` is
+key' = (key - centre) @ matrix.
 
 float16, float32     numbers as they are
 int8                 a byte a dimension, with a centre and a step for each
-codes, codes48       that many bytes a key (64 unless said): the key is turned to its principal components, these are
-                     dealt out to pieces of equal size so that every piece varies as much, and a piece is a byte
-pca256-int8          so many principal components of a key, stored as bytes, or as codes: pca256-codes48
+codes, codes48       product quantisation with that many bytes a key (64 by default), after a rotation to principal
+                     components that are distributed so that every piece has the same variance
+pca256-int8          so many principal components of a key as bytes, or as codes: pca256-codes48
 """
 
 from __future__ import annotations
@@ -65,7 +59,7 @@ class KeyMap:
         return (keys.float() - centre) @ matrix
 
     def on(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Give matrix and centre where they are needed; they are moved there once."""
+        """Return matrix and centre where they are needed; they are moved there once."""
         if device not in self._placed:
             self._placed[device] = (self.matrix.to(device, torch.float32), self.centre.to(device, torch.float32))
         return self._placed[device]
@@ -94,12 +88,12 @@ class KeyMap:
     @classmethod
     def load(cls, path: Path, *, sha256: str, facts: dict[str, Any]) -> KeyMap:
         """Read a map after checking that it is the one that the catalog means."""
-        advice = "Make the memory again, or restore the file."
+        advice = "Make the store again, or restore the file."
         check_place(path.parent, path)
         if not path.is_file():
             raise DatastoreCorrupt(f"{path} is missing. {advice}")
         if checksum(path) != sha256:
-            raise DatastoreCorrupt(f"{path} is not the map of keys that this memory was made with. {advice}")
+            raise DatastoreCorrupt(f"{path} is not the map of keys that this store was made with. {advice}")
         try:
             tensors = load_file(path)
             if {tensors["matrix"].dtype, tensors["centre"].dtype} != {torch.float32}:
@@ -164,7 +158,7 @@ class Plain:
         return keys.to(getattr(torch, self.dtype))
 
     def decode(self, stored: Tensor, scale: float) -> Tensor:
-        """Give the keys in float32."""
+        """Return the keys in float32."""
         keys = stored.float()
         return keys if scale == 1.0 else keys.mul_(scale) if keys is not stored else keys * scale
 
@@ -205,11 +199,11 @@ class Bytes:
         return steps.round_().clamp_(-LEVELS, LEVELS).to(torch.int8)
 
     def decode(self, stored: Tensor, scale: float) -> Tensor:  # noqa: ARG002  (steps are scale enough)
-        """Give the middle of each step."""
+        """Return the middle of each step."""
         return torch.addcmul(self.centre.to(stored.device), stored.float(), self.step.to(stored.device))
 
     def tensors(self) -> dict[str, Tensor]:
-        """Give the parameters by name."""
+        """Return the parameters by name."""
         return {"centre": self.centre, "step": self.step}
 
 
@@ -254,11 +248,11 @@ class Codes:
         return books.index_select(0, places.flatten()).reshape(len(stored), self.width)
 
     def tensors(self) -> dict[str, Tensor]:
-        """Give the parameters by name."""
+        """Return the parameters by name."""
         return {"books": self.books}
 
     def _on(self, device: torch.device) -> Tensor:
-        """Give all entries of all books, one below another, where they are needed."""
+        """Return all entries of all books, one below another, where they are needed."""
         if device not in self._flat:
             self._flat[device] = self.books.to(device).reshape(self.columns * BOOK, -1).contiguous()
         return self._flat[device]
@@ -268,7 +262,7 @@ KINDS: dict[str, Any] = {Bytes.kind: Bytes, Codes.kind: Codes}
 
 
 def nearest_entries(keys: Tensor, books: Tensor) -> Tensor:
-    """Say which entry of its book is nearest to each piece, (n, D) and (W, E, d) → (n, W); the first of equals."""
+    """Return which entry of its book is nearest to each piece, (n, D) and (W, E, d) → (n, W); the first of equals."""
     pieces, entries, size = books.shape
     halves = books.square().sum(2) / 2  # |piece - entry|² = |piece|² - 2 (piece · entry - |entry|² / 2)
     found = torch.empty(len(keys), pieces, dtype=torch.int64, device=keys.device)
@@ -296,7 +290,7 @@ def save_codec(codec: Bytes | Codes, path: Path) -> dict[str, Any]:
 
 def load_codec(path: Path, fact: Any, *, width: int) -> Codec:
     """Read the parameters of keys of this width after checking that they are those that the catalog means."""
-    advice = "Make the memory again, or restore the file."
+    advice = "Make the store again, or restore the file."
     facts = fact if isinstance(fact, dict) else {}
     kind = KINDS.get(str(facts.get("kind")))
     if kind is None:
@@ -305,7 +299,7 @@ def load_codec(path: Path, fact: Any, *, width: int) -> Codec:
     if not path.is_file():
         raise DatastoreCorrupt(f"{path} is missing. {advice}")
     if checksum(path) != facts.get("sha256"):
-        raise DatastoreCorrupt(f"{path} is not the codec that this memory was made with. {advice}")
+        raise DatastoreCorrupt(f"{path} is not the codec that this store was made with. {advice}")
     try:
         tensors = load_file(path)
         if {tensor.dtype for tensor in tensors.values()} != {torch.float32}:
@@ -319,7 +313,7 @@ def load_codec(path: Path, fact: Any, *, width: int) -> Codec:
 
 
 def row_bytes(codec: Codec) -> int:
-    """Say how many bytes a stored key takes."""
+    """Return how many bytes a stored key takes."""
     return codec.columns * np.dtype(codec.dtype).itemsize
 
 

@@ -1,8 +1,8 @@
-"""Write a memory anew without what was removed, while others go on reading. Knows nothing about models.
+"""Write a store again without what was removed, while others go on reading.
 
 Segments that lost rows, and runs of small ones, are copied into new segments beside the old; the index is made again.
-One transaction then puts the new in the place of the old. Whoever opened the memory before goes on with the old files,
-which are removed when nobody reads them any more. A compaction that was killed has changed nothing, or everything.
+One transaction then puts the new in the place of the old. Whoever opened the store before goes on with the old files,
+which are removed when they have no reader any more. A compaction that was killed has changed nothing, or everything.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from knnlm.datastore.store import Datastore, next_segment
 from knnlm.errors import IndexInvalid, ParameterError
 from knnlm.progress import Advance, Progress, silent
 
-_ROWS = 16_384  # of a segment, where the memory does not say
+_ROWS = 16_384  # of a segment, where the store does not say
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Compacted:
     segments_before: int
     segments_after: int
     index: str  # the factory string, or exact
-    purged: bool  # False where somebody still reads the old files, so that their bytes are still there
+    purged: bool  # False while a reader keeps the old files on disk
     generation: int
 
 
@@ -48,7 +48,7 @@ def compact(
 ) -> Compacted:
     """Purge what was removed, merge small segments into ones of `segment_entries`, and make the index again.
 
-    Waits so many seconds for another writer, and at the end for those who read the old files.
+    Waits up to `wait` seconds for another writer, and at the end for readers of the old files.
     """
     folder = Path(path)
     if segment_entries is not None and segment_entries < 1:
@@ -60,7 +60,7 @@ def compact(
             rows = segment_entries or catalog.get("segment_entries") or _ROWS
             work = _Compaction(store, catalog, _plan(store, rows), progress)
             work.run()
-            dropped, before = store.row_numbers.total - store.rows, len(store.segments)
+            dropped, before = store.entry_numbers.total - store.entry_count, len(store.segments)
         catalog.tidy()
         purged = purge(folder, catalog, wait=wait)
         index = next((row.spec for row in catalog.indexes()), "exact")
@@ -99,7 +99,7 @@ def _plan(store: Datastore, rows: int) -> list[_Group]:
 
 def live(store: Datastore, segment: SegmentRow) -> int:
     """Count the rows of a segment that are there."""
-    numbers = store.row_numbers
+    numbers = store.entry_numbers
     return numbers.before(segment.first_row + segment.rows) - numbers.before(segment.first_row)
 
 
@@ -194,16 +194,16 @@ class _Compaction:
                     advance(len(piece))
 
     def _local(self, segment: SegmentRow, name: str) -> Iterator[tuple[int, int]]:
-        """Give (first, count) of what is there in an array of a segment, counted from its beginning."""
+        """Return (first, count) of what is there in an array of a segment, counted from its beginning."""
         if name == VALUES_FILE:
-            numbers, begin, count = self._store.row_numbers, segment.first_row, segment.rows
+            numbers, begin, count = self._store.entry_numbers, segment.first_row, segment.rows
         else:
             numbers, begin, count = self._store.key_numbers, self._store.first_key(segment), segment.keys
         for start, size in numbers.stretches(begin, begin + count):
             yield start - begin, size
 
     def _keys(self, group: _Group) -> Iterator[tuple[int, int]]:
-        """Give (number now, count) of the keys that are there."""
+        """Return (number now, count) of the keys that are there."""
         numbers = self._store.key_numbers
         for segment in group.segments:
             begin = self._store.first_key(segment)
@@ -211,13 +211,13 @@ class _Compaction:
             yield low, high - low
 
     def _kept(self, group: _Group, first: int) -> NDArray[np.int32]:
-        """Say which rows of the new segment its keys belong to."""
-        parts = [self._store.rows_of(torch.arange(low, low + count)).numpy() for low, count in self._keys(group)]
+        """Return which rows of the new segment its keys belong to."""
+        parts = [self._store.entries_of(torch.arange(low, low + count)).numpy() for low, count in self._keys(group)]
         return (np.concatenate(parts) - first).astype(np.int32)
 
     def _commit(self, segments: list[SegmentRow], index: IndexRow | None) -> None:
         """Put the new in the place of the old."""
-        catalog, before = self._catalog, self._store.row_numbers.before
+        catalog, before = self._catalog, self._store.entry_numbers.before
         with catalog.change() as connection:
             catalog.put_within(
                 next_segment=self._next, next_document=catalog.next_document(), **{LAYOUT: catalog.layout + 1}

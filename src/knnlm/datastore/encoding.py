@@ -1,4 +1,4 @@
-"""Keys that wait for their codec while the first ones of a memory are read. Knows nothing about language models.
+"""Keys that wait for their codec while the first ones of a store are read.
 
 How keys are stored best is seen from keys. So the first ones, at least `ENOUGH` or all of a smaller text, are written
 as float16 into `unencoded.npy` of their segments, which are committed like any other. Then the codec is fitted to them,
@@ -82,7 +82,7 @@ class DeferredEncoder:
         return self.codec.dtype if isinstance(self.codec, Plain) else None
 
     def due(self, rows: int) -> bool:
-        """Say whether so many rows are enough to choose the codec by."""
+        """Return whether so many rows are enough to choose the codec by."""
         return self.codec is None and rows >= self._enough
 
     def writer(self, folder: Path) -> KeyWriter | CodeWriter:
@@ -114,7 +114,7 @@ class DeferredEncoder:
         self._remove_waiting(segments)
 
     def _sample(self, segments: list[SegmentRow]) -> Tensor:
-        """Give keys that wait, taken evenly from all where there are many."""
+        """Return keys that wait, taken evenly from all where there are many."""
         rows = sum(segment.keys for segment in segments)
         step = max(1, -(-rows * self._width * 4 // _LOOKED_AT))
         parts, first = [], 0
@@ -142,7 +142,7 @@ class DeferredEncoder:
     def _open(self, segment: SegmentRow) -> NDArray[np.float16]:
         path = segment_folder(self._folder, segment.id) / UNENCODED_FILE
         if checksum(path) != segment.keys_sha256:
-            raise DatastoreCorrupt(f"{path} is not as it was written. Remove the memory and build it again.")
+            raise DatastoreCorrupt(f"{path} is not as it was written. Remove the store and build it again.")
         return open_array(path, "float16", (segment.keys, self._width))
 
     def _remove_waiting(self, segments: list[SegmentRow]) -> None:
@@ -153,7 +153,7 @@ class DeferredEncoder:
 
 
 def storage_of(catalog: SegmentSink) -> Storage:
-    """Say how a finished memory stores its keys, for those that are added to it."""
+    """Return how a finished store stores its keys, for those that are added to it."""
     named = catalog.get("keys")
     if named is None:
         dtype = metadata_of(catalog, "key_dtype", str)

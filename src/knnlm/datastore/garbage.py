@@ -1,8 +1,8 @@
-"""Remove from a memory's folder what is no part of it. Knows nothing about why it is there.
+"""Remove files that are no longer part of a store.
 
-What a writer left that was killed, and what a compaction or a newer index has replaced. A reader that opened the memory
-before may still read the latter, so nothing is touched while somebody reads; the next writer tries again. What an
-addition has left that goes on when it is given again is kept, unless one says otherwise.
+They are left by a killed writer, or replaced by a compaction or a newer index. A reader that opened the store before
+may still use the latter, so nothing is removed while there is a reader; the next writer tries again. An interrupted
+addition is kept, as the same command resumes it, unless told otherwise.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import shutil
 from pathlib import Path
 
 from knnlm.datastore.catalog import Catalog
-from knnlm.datastore.locks import Lease, nobody_reading
+from knnlm.datastore.locks import Lease, without_readers
 from knnlm.datastore.paths import CODEC_FILE, MAP_FILE, NGRAM_FOLDER, index_folder, segment_folder
 from knnlm.datastore.staging import StagedAddition
 from knnlm.io import remove_unlisted, translate_os_errors
@@ -21,7 +21,7 @@ from knnlm.io import remove_unlisted, translate_os_errors
 def purge(
     folder: Path, catalog: Catalog, *, lease: Lease | None = None, wait: float = 0.0, keep_pending: bool = True
 ) -> bool:
-    """Remove what the catalog does not name, for one who holds the writer's lock; False where others still read.
+    """Remove what the catalog does not name; False while there is a reader. The caller holds the writer lock.
 
     `lease` is the caller's own, which is not in its own way.
     """
@@ -30,7 +30,7 @@ def purge(
         pending.tidy()
     else:
         pending.drop()
-    with lease.alone() if lease is not None else nobody_reading(folder, wait=wait) as sole:
+    with lease.alone() if lease is not None else without_readers(folder, wait=wait) as sole:
         if not sole:
             return False
         with translate_os_errors(folder):

@@ -1,9 +1,4 @@
-"""Make the index of a memory, and open it. Knows nothing about language models.
-
-Remember that an index is still to be made, so that a command that was killed before can be given again.
-
-Knows nothing about which command that is.
-"""
+"""Build the index of a store, open it, and record an index that is still to be built after an interruption."""
 
 from __future__ import annotations
 
@@ -45,7 +40,7 @@ _DEEP = 3.0  # times k
 def build_index(
     store: Datastore, spec: str = "auto", *, metric: str = "l2", wait: float = 0.0, progress: Progress = silent
 ) -> str:
-    """Make an index for a memory as it is now and return its factory string, or `exact` where none is needed."""
+    """Make an index for a store as it is now and return its factory string, or `exact` where none is needed."""
     check_metric(metric)
     with writer_lock(store.path, wait=wait), closing(Catalog.open(store.path / CATALOG_FILE, write=True)) as catalog:
         current = store.reopen() if store.stale else store
@@ -110,7 +105,7 @@ def _write_sound(store: Datastore, spec: str, metric: str, folder: Path, progres
 
 
 def next_index(path: Path, catalog: Catalog) -> int:
-    """Give a number that no index has, nor a folder that nobody could remove yet."""
+    """Return a number that neither an index nor a leftover folder has."""
     taken = [row.id for row in catalog.indexes()]
     taken += [int(entry.name) for entry in (path / "index").glob("[0-9]*") if entry.name.isdigit()]
     return max(taken, default=-1) + 1
@@ -119,7 +114,7 @@ def next_index(path: Path, catalog: Catalog) -> int:
 def open_index(
     store: Datastore, *, metric: str = "l2", rerank: bool = True, device: str = "cpu", keys: str = "float16"
 ) -> Index:
-    """Open the memory's index after checking it, or search exactly where there is none for this metric.
+    """Open the store's index after checking it, or search exactly where there is none for this metric.
 
     Where a GPU can hold all keys, exact search there is faster than any index on the CPU, so that one is used only
     where its own distances are wanted. `keys` is what the GPU holds keys in; int8 gives distances to rounded keys.
@@ -134,9 +129,9 @@ def open_index(
 
 
 def stored_indexes(store: Datastore) -> list[tuple[IndexRow, RowMap]]:
-    """List the indexes of a memory, and which stored keys each has.
+    """List the indexes of a store, and which stored keys each has.
 
-    Also one that was made after the memory was opened, as long as keys have the same numbers and it has left out none
+    Also one that was made after the store was opened, as long as keys have the same numbers and it has left out none
     that this store still has; else those that the store saw when it was opened, which its lease keeps in their place.
     """
     with closing(store.catalog.latest()) as now, now.snapshot():
@@ -183,7 +178,7 @@ def _open(store: Datastore, row: IndexRow, covered: RowMap) -> FaissIndex | Bloc
     more = covered.total > known and row in store.catalog.indexes()
     if fewer or more or (index.rows, index.width) != (row.rows, store.width):
         raise IndexInvalid(
-            f"{path} holds {index.rows:,} vectors of width {index.width}, but the memory has "
+            f"{path} holds {index.rows:,} vectors of width {index.width}, but the store has "
             f"{store.key_count:,} of width {store.width}. Make it again with: knnlm index {store.path}"
         )
     return index
@@ -215,7 +210,7 @@ def _join(store: Datastore, index: FaissIndex | BlockIndex, covered: RowMap, *, 
         check_index(index, store.keys, what=what, precise=precise)
         whole = FilteredIndex(index, None, store.keys)
         return _reranked(whole, store) if rerank else whole
-    numbers = known.lives(covered.stored(np.arange(index.rows)))
+    numbers = known.to_live(covered.to_stored(np.arange(index.rows)))
     first = known.before(min(covered.total, known.total))  # keys from here on are newer
     older = Keys(store, end=first)
     alive = FilteredIndex(index, numbers, older)
@@ -228,7 +223,7 @@ def _join(store: Datastore, index: FaissIndex | BlockIndex, covered: RowMap, *, 
 
 
 def _votes_itself(index: FaissIndex | BlockIndex) -> bool:
-    """Say whether an index gives distances that are good as they are: a byte for each dimension is enough."""
+    """Return whether an index gives distances that are good as they are: a byte for each dimension is enough."""
     return isinstance(index, BlockIndex) and index.keeps_all_dimensions
 
 
@@ -240,12 +235,12 @@ def _reranked(index: Index, store: Datastore) -> Index:
 
 
 def request_index(spec: str, metric: str) -> dict[str, Any]:
-    """Give the wish as a fact for the catalog."""
+    """Return the metadata that requests an index."""
     return {"spec": spec, "metric": metric}
 
 
 def requested_index(catalog: Catalog) -> tuple[str, str] | None:
-    """Give spec and metric of the index that is still to be made; None where none is, or the fact is of no sense."""
+    """Return spec and metric of the index that is still to be made; None where none is, or the fact is of no sense."""
     found = catalog.get(REQUESTED_INDEX)
     values = (found.get("spec"), found.get("metric")) if isinstance(found, dict) else (None, None)
     spec, metric = values
@@ -255,13 +250,13 @@ def requested_index(catalog: Catalog) -> tuple[str, str] | None:
 def build_requested_index(
     folder: Path, spec: str, metric: str, *, wait: float = 0.0, progress: Progress = silent
 ) -> str:
-    """Make the index; the wish goes with the same transaction."""
+    """Build the requested index, and drop the request in the same transaction."""
     with closing(Datastore.open(folder)) as store:
         return build_index(store, spec, metric=metric, wait=wait, progress=progress)
 
 
 def cancel_requested_index(folder: Path, *, wait: float = 0.0) -> None:
-    """Forget a wish that cannot be fulfilled."""
+    """Drop a request that cannot be met."""
     with writer_lock(folder, wait=wait), closing(Catalog.open(folder / CATALOG_FILE, write=True)) as catalog:
         if catalog.get(REQUESTED_INDEX) is not None:
             catalog.put(**{REQUESTED_INDEX: None})

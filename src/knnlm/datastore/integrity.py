@@ -1,20 +1,13 @@
-"""Sum up what the tables of a catalog say, so that a cell that is not as it was written is noticed.
+"""Checksums of the catalog's rows, of JSON files and of blocks of large files.
 
-Knows nothing about what the cells mean. Every row has a SHA-256, and those of a part are added up: a change costs as
-much as the rows that it touches, in whatever order they come. A part is a table, or 1,024 numbers of documents, of
-which one can be looked up without reading all. The sums are rows of the table `digests`, and change with the rows they
-are of, in one transaction. Which rows come and go is told by triggers that live in the writer's connection only; the
-file has none.
+Catalog: every row has a SHA-256, and those of a part are added up, so a change costs as much as the rows that it
+touches. A part is a table, or 1,024 consecutive documents, of which one can be checked without reading all. The
+digests are rows of the table `digests` and change with the rows in one transaction; temporary triggers of the writer's
+connection report which rows change. Digests detect damage, not forgery.
 
-A sum guards against damage, not against a stranger, who would make it right.
-
-Read facts from a JSON file that may come from a stranger. Knows nothing about what they are of.
-
-Compare files with their checksums when they are first read. Knows nothing about what they hold.
-
-A small file is hashed whole. A large one is read in places, so it is compared in blocks of 64 KiB, each when it is
-first touched in this process. The catalog has one SHA-256 for the whole file; when that is found to be right for the
-first time, the CRC-32 of every block is written down beside it, and from then on a block vouches for itself:
+Files: a small file is hashed whole. A large one is read in places, so it is compared in blocks of 64 KiB, each when it
+is first read by this process. The catalog has one SHA-256 for the whole file; when that was found to match for the
+first time, the CRC-32 of every block is written beside it, and later reads compare with that:
 
 segments/000000/keys.sums   "KNNLMSUM", SHA-256 of keys.npy, CRC-32 of each block, SHA-256 of all that
 """
@@ -96,7 +89,7 @@ def found_sums(connection: sqlite3.Connection, table: str, block: int | None = N
 
 
 def kept_sums(connection: sqlite3.Connection) -> dict[str, str]:
-    """Give the sums that were written down, by part."""
+    """Return the sums that were written down, by part."""
     pairs = connection.execute(f"SELECT part, digest FROM {TABLE} ORDER BY part")  # noqa: S608  (ours)
     return {str(part): str(total) for part, total in pairs}
 
@@ -130,15 +123,15 @@ class VerifiedTables:
         self._parts: set[str] = set()
 
     def lacks(self, table: str, number: int | None = None) -> bool:
-        """Say whether a table, or the part of it that holds a document, is still to be compared."""
+        """Return whether a table, or the part of it that holds a document, is still to be compared."""
         return not {table, table if number is None else part_of(table, number)} & self._parts
 
     def check(self, connection: sqlite3.Connection, table: str, number: int | None = None) -> None:
-        """Refuse what is not as it was written."""
+        """Reject what is not as it was written."""
         wrong = differing(connection, table, None if number is None else number // ROWS_PER_BLOCK)
         if wrong:
             raise DatastoreCorrupt(
-                f"{self._path} is not as it was written: the SHA-256 of its {wrong[0]} is another. Restore it, or "
+                f"{self._path} is corrupt: checksum mismatch (SHA-256) in {wrong[0]}. Restore it, or "
                 f"run: knnlm repair {self._path.parent}"
             )
         self._parts.add(table if number is None else part_of(table, number))
@@ -161,7 +154,7 @@ class DigestUpdates:
         self.running = False  # sums are behind, until they are settled
         self._changes: dict[str, int] = {}
         self._watched: int | None = None
-        connection.create_function("knnlm_tally", -1, self._note)
+        connection.create_function("knnlm_digest", -1, self._note)
 
     def begin(self, connection: sqlite3.Connection) -> None:
         """Watch what the transaction that has just begun does."""
@@ -201,7 +194,7 @@ def _watch(connection: sqlite3.Connection, table: str) -> None:
     columns = [name for (name,) in connection.execute("SELECT name FROM pragma_table_info(?)", (table,))]
 
     def note(sign: int, which: str) -> str:
-        return f"knnlm_tally({_text(table)}, {sign}, {', '.join(f'{which}.{_quoted(name)}' for name in columns)})"
+        return f"knnlm_digest({_text(table)}, {sign}, {', '.join(f'{which}.{_quoted(name)}' for name in columns)})"
 
     new, old = note(1, "NEW"), note(-1, "OLD")
     for event, notes in (("INSERT", new), ("DELETE", old), ("UPDATE", f"{old}, {new}")):
@@ -225,13 +218,13 @@ def _text(name: str) -> str:
     return "'" + name.replace("'", "''") + "'"
 
 
-SUM = "sha256"  # the fact that vouches for the others
+SUM = "sha256"  # the checksum of the other members
 
-_MOST = 1 << 28  # bytes: read whole, so a file that only claims to be large must not fill the memory
+_MOST = 1 << 28  # bytes: read whole, so a file that only claims to be large must not fill the store
 
 
 def load_metadata(file: Path, *, version: int, missing: str, again: str) -> dict[str, Any]:
-    """Give what the file holds; `missing` is said where it is not there, `again` how it is made again."""
+    """Return what the file holds; `missing` is said where it is not there, `again` how it is made again."""
     try:
         if file.stat().st_size > _MOST:
             raise DatastoreCorrupt(f"{file} has {file.stat().st_size:,} bytes, too many for facts. {again}")
@@ -250,18 +243,18 @@ def load_metadata(file: Path, *, version: int, missing: str, again: str) -> dict
 
 
 def summed(facts: dict[str, Any]) -> dict[str, Any]:
-    """Add what vouches for facts that JSON can keep."""
+    """Add a checksum to metadata that is kept as JSON."""
     return {**facts, SUM: hash_metadata(facts)}
 
 
 def check_sum(file: Path, facts: dict[str, Any], again: str) -> None:
-    """Refuse facts that are not as they were written; older files have nothing to compare with."""
+    """Reject facts that are not as they were written; older files have nothing to compare with."""
     if SUM in facts and facts[SUM] != hash_metadata({name: facts[name] for name in facts if name != SUM}):
         raise DatastoreCorrupt(f"{file} is not as it was written: its SHA-256 is another. {again}")
 
 
 def hash_metadata(facts: dict[str, Any]) -> str:
-    """Give the SHA-256 of facts that JSON can keep, in whatever order they are."""
+    """Return the SHA-256 of facts that JSON can keep, in whatever order they are."""
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
 
 
@@ -294,7 +287,7 @@ class BlockChecksums:
             self._whole.add(path)
 
     def done(self, segment: SegmentRow) -> bool:
-        """Say whether nothing of a segment's keys is left to compare."""
+        """Return whether nothing of a segment's keys is left to compare."""
         return not self.on or segment.id in self._done
 
     def keys(self, path: Path, segment: SegmentRow, keys: NDArray[np.int64], row_bytes: int) -> None:
@@ -310,7 +303,7 @@ class BlockChecksums:
         True where nothing of the file is left to compare.
         """
         blocks = self._of(path, sha256)
-        if blocks.size < total * row_bytes:  # cut short since the memory was opened
+        if blocks.size < total * row_bytes:  # cut short since the store was opened
             raise damaged(path)
         if blocks.left:
             blocks.check(blocks.size - (total - rows) * row_bytes, row_bytes)
@@ -384,7 +377,7 @@ def _make(path: Path, sha256: str) -> NDArray[np.uint32]:
 def _save(file: Path, sha256: str, sums: NDArray[np.uint32]) -> None:
     """Write sums down for the next process; where that cannot be, it makes them again."""
     body = _MAGIC + sha256.encode() + sums.tobytes()
-    # Whoever merely reads a memory of a stranger must not write where the stranger has put a link.
+    # A reader of an untrusted store must not write through a link in it.
     partial = file.with_suffix(f".{secrets.token_hex(8)}.partial")
     with suppress(OSError):
         handle = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_NOFOLLOW", 0), 0o666)
@@ -412,6 +405,6 @@ def _load(file: Path, sha256: str, count: int) -> NDArray[np.uint32] | None:
 
 
 def damaged(path: Path, where: str = "") -> DatastoreCorrupt:
-    """Say that a file of a segment is not what it was."""
+    """Return that a file of a segment is not what it was."""
     memory = path.parent.parent.parent
     return DatastoreCorrupt(f"{path} is not as it was written{where}. Restore it, or run: knnlm repair {memory}")

@@ -1,8 +1,8 @@
-"""Let one process write to a folder at a time, and know whether others read it. Knows nothing about what is written.
+"""Locks of a store's folder: one writer at a time, any number of readers.
 
-Writers hold `writer.lock` and are alone. Readers share `readers.lock`, or the folder itself where they may not make
-that file; nobody removes a file that was once part of the memory without holding both alone, so what a reader has
-opened stays until it is closed. The system gives all locks back when a process dies.
+A writer holds `writer.lock` exclusively. Readers share `readers.lock`, or the folder itself where they may not create
+that file. A file that was part of the store is removed only while holding both exclusively, so what a reader has
+opened stays until it is closed. The operating system releases the locks of a process that dies.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def writer_lock(folder: Path, *, create: bool = False, wait: float = 0.0) -> Ite
         with translate_os_errors(folder):
             folder.mkdir(parents=True, exist_ok=True)
     elif not (folder / CATALOG_FILE).is_file():
-        raise DatastoreError(f"{folder} is not a memory: it has no {CATALOG_FILE}. Make one with: knnlm build")
+        raise DatastoreError(f"{folder} is not a store: it has no {CATALOG_FILE}. Make one with: knnlm build")
     check_links(folder)
     lock = FileLock(folder / WRITER, timeout=max(0.0, wait))
     try:
@@ -67,19 +67,19 @@ class Lease:
         if self._handle is not None:
             self._closing = weakref.finalize(self, os.close, self._handle)
             self._closing.atexit = False  # not before the process has let go of all else
-            # Where locks do not work, nobody is ever alone either, and so nobody removes anything.
+            # Where locks do not work, no process ever has the folder alone, so nothing is removed.
             with suppress(OSError):
                 fcntl.flock(self._handle, fcntl.LOCK_SH)
 
     def close(self) -> None:
-        """Give it back."""
+        """Return it back."""
         if self._handle is not None:
             self._closing()
             self._handle = None
 
     @contextmanager
     def alone(self) -> Iterator[bool]:
-        """Say whether this is the only reader, and let no other begin meanwhile; for the one who may write."""
+        """Return whether this is the only reader, and keep others from starting; the caller holds the writer lock."""
         if self._handle is None:
             yield fcntl is None
             return
@@ -92,8 +92,8 @@ class Lease:
 
 
 @contextmanager
-def nobody_reading(folder: Path, *, wait: float = 0.0) -> Iterator[bool]:
-    """Say whether no process reads the folder, and let none begin meanwhile; waits for them so many seconds."""
+def without_readers(folder: Path, *, wait: float = 0.0) -> Iterator[bool]:
+    """Return whether no process reads the folder, and let none begin meanwhile; waits for them so many seconds."""
     handle = _open(folder)
     if handle is None:
         yield fcntl is None
@@ -112,7 +112,7 @@ def nobody_reading(folder: Path, *, wait: float = 0.0) -> Iterator[bool]:
 
 @contextmanager
 def _folder_alone(folder: Path) -> Iterator[bool]:
-    """Say whether nobody reads the folder without the readers' lock, and let none begin meanwhile."""
+    """Return whether no process reads the folder without the readers' lock, and keep others from starting."""
     handle = _open_folder(folder)
     if handle is None:
         yield True
@@ -134,7 +134,7 @@ def _try(handle: int, *, where_impossible: bool = False) -> bool:
 
 
 def _open_folder(folder: Path) -> int | None:
-    """Open the folder itself, which whoever reads it can; None where there can be no lock."""
+    """Open the folder itself, which every reader can; None where there can be no lock."""
     if fcntl is None or not (folder / CATALOG_FILE).is_file():
         return None
     with suppress(OSError):
@@ -149,6 +149,6 @@ def _open(folder: Path) -> int | None:
     for flags in (os.O_RDWR | os.O_CREAT, os.O_RDONLY):
         try:
             return os.open(folder / READERS, flags | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
-        except OSError:  # a folder that we may not write, and nobody has read yet
+        except OSError:  # a read-only folder that had no reader yet
             continue
     return None

@@ -1,7 +1,7 @@
-"""Remove documents from a memory, and say what still holds their bytes. Knows nothing about search.
+"""Remove documents from a store, and say what still holds their bytes.
 
 A removal is one short transaction: the documents leave the catalog, and their rows are noted as gone. From then on
-whoever opens the memory cannot come upon them. The bytes go with the next compaction.
+a store that is opened later does not contain them. The next compaction erases their bytes.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from knnlm.errors import DatastoreError, ParameterError
 
 FORGOT = "forgot"  # the fact that says what had been trained when documents were removed
 
-# What was trained or chosen on a memory's text or keys, and lies in its folder.
+# What was trained or chosen on a store's text or keys, and lies in its folder.
 _TRAINED = {
     MAP_FILE: "the map of its keys",
     CODEC_FILE: "the codec of its keys",
@@ -58,7 +58,7 @@ class Holding:
 
 @dataclass(frozen=True)
 class Evidence:
-    """What is left of documents that were removed from a memory."""
+    """What is left of documents that were removed from a store."""
 
     waiting: int  # tokens of removed documents whose bytes are still there
     bytes: tuple[Holding, ...]
@@ -71,7 +71,7 @@ class Removed:
 
     documents: tuple[StoredDocument, ...]
     tokens: int
-    generation: int  # of the memory, as it is now
+    generation: int  # of the store, as it is now
     dry_run: bool
 
 
@@ -132,7 +132,7 @@ def _forget(folder: Path, catalog: Catalog, documents: list[StoredDocument]) -> 
 
 
 def _less_names(catalog: Catalog) -> dict[str, Any]:
-    """Give the fact of an import without the names of its files, which earlier imports have left there."""
+    """Return the fact of an import without the names of its files, which earlier imports have left there."""
     derived = catalog.get("derived")
     about = derived.get("import") if isinstance(derived, dict) else None
     if not isinstance(about, dict):
@@ -149,7 +149,7 @@ def _check_some(catalog: Catalog, selection: Selection, found: list[StoredDocume
 
 
 def evidence(path: str | Path) -> Evidence:
-    """Say what still holds bytes of removed documents, and what learnt from them and cannot forget."""
+    """Return what still holds bytes of removed documents, and what learnt from them and cannot forget."""
     folder = Path(path)
     with closing(Catalog.open(folder / CATALOG_FILE)) as catalog, catalog.snapshot():
         gone = catalog.removed()
@@ -174,22 +174,22 @@ def _derived(folder: Path, catalog: Catalog, gone: list[RemovedRow]) -> Iterator
     if any(row.rows for row in gone):
         for row in catalog.indexes():
             yield Holding(f"index/{row.id:06d}", f"the index {row.spec}, codes of keys", "compact")
-    # Also after a compaction that somebody was reading through, when no removed row is left to tell.
+    # Also after a compaction during which there was a reader, when no removed row is left.
     if catalog.get(FORGOT) is not None and has_old_suffixes(folder, catalog):
         yield Holding(NGRAM_FOLDER, "sorted tokens", "compact")
 
 
 def _replaced(folder: Path, catalog: Catalog) -> Iterator[Holding]:
-    """What an addition that was stopped has left, and what a compaction has replaced while somebody was reading it."""
+    """Files of an interrupted addition, and files that were replaced while they had a reader."""
     pending = StagedAddition(folder, catalog)
     for path in [*pending.folders, *([folder / STAGING_FILE] if (folder / STAGING_FILE).exists() else [])]:
-        what = "of an addition that was stopped, and may be of anybody"
+        what = "of an interrupted addition"
         yield Holding(str(path.relative_to(folder)), what, "compact, or the same add")
     known = {segment_folder(folder, row.id) for row in catalog.segments()} | set(pending.folders)
     known |= {index_folder(folder, row.id) for row in catalog.indexes()}
     for place in ("segments", "index"):
         for entry in sorted(set((folder / place).glob("*")) - known):
-            yield Holding(str(entry.relative_to(folder)), "replaced, but somebody was reading it", "compact")
+            yield Holding(str(entry.relative_to(folder)), "replaced while it had a reader", "compact")
 
 
 def _trained(folder: Path, catalog: Catalog) -> Iterator[Holding]:
@@ -209,7 +209,7 @@ def _trained(folder: Path, catalog: Catalog) -> Iterator[Holding]:
 
 
 def _trained_marks(folder: Path) -> dict[str, str]:
-    """Tell what was trained on a memory and lies in its folder from what may take its place later."""
+    """Tell what was trained on a store and lies in its folder from what may take its place later."""
     marks = {}
     for name in _TRAINED:
         place = folder / name
@@ -223,7 +223,7 @@ def _trained_marks(folder: Path) -> dict[str, str]:
 
 
 def _ends(file: Path) -> bytes:
-    """Give the size and both ends of a file: enough to know it again, and a decoder may be large."""
+    """Return the size and both ends of a file: enough to know it again, and a decoder may be large."""
     with file.open("rb") as opened:
         size = opened.seek(0, 2)
         opened.seek(0)

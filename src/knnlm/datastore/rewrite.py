@@ -1,12 +1,12 @@
-"""The principal components of a memory's keys. Knows nothing about what they are used for.
+"""The principal components of a store's keys.
 
-Write a new memory out of another: fewer keys, mapped keys, or keys stored otherwise. Knows nothing about which.
+Write a new store out of another: fewer keys, mapped keys, or keys stored otherwise.
 
 All tokens and documents that are there are copied, so the text around a neighbour stays; only keys are left out.
 Segments are copied one by one, each committed as a build commits it, so a copy that was killed and is run again goes on
 after the last finished segment and ends with the same bytes.
 
-Store the keys of a finished memory in fewer bytes, as a copy. Knows nothing about what that costs.
+Store the keys of a finished store in fewer bytes, as a copy.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ _BLOCK = 8192  # keys at a time
 
 @dataclass(frozen=True)
 class _Plan:
-    """What goes into the new memory."""
+    """What goes into the new store."""
 
     store: Datastore
     keep: NDArray[np.bool_] | None  # over the keys of `store`; None: all
@@ -121,10 +121,10 @@ def derive(
     facts: dict[str, Any] | None = None,
     progress: Progress = silent,
 ) -> Datastore:
-    """Write a memory with the keys that are kept (a mask, or their numbers), how much each counts, and mapped.
+    """Write a store with the keys that are kept (a mask, or their numbers), how much each counts, and mapped.
 
     `counts` are those of all keys of `store`. Its map, if it has one, comes before the new one. Keys are stored by
-    `codec`, or as numbers of `key_dtype`, or as they were; bytes and codes that are mapped anew become float16.
+    `codec`, or as numbers of `key_dtype`, or as they were; bytes and codes that are mapped again become float16.
     `facts` are kept in the catalog.
     """
     plan = _plan(store, keep, counts, key_map, codec or _codec(store, key_map, key_dtype))
@@ -142,16 +142,16 @@ def derive(
 
 
 def check_out(store: Datastore, out: str | Path) -> None:
-    """Refuse a place where no copy of a memory can be, before anything takes its time."""
+    """Reject a place where no copy of a store can be, before anything takes its time."""
     folder = Path(out)
     if folder.resolve() == store.path.resolve():
-        raise ParameterError(f"{folder} is the memory to copy from. Choose another --out.")
+        raise ParameterError(f"{folder} is the store to copy from. Choose another --out.")
     check_folder(folder)
     if not (folder / CATALOG_FILE).exists():
         return
     with closing(Catalog.open(folder / CATALOG_FILE)) as catalog:
         if catalog.get("state") == "complete":
-            raise DatastoreError(f"{folder} is a finished memory already. Choose another --out, or remove it first.")
+            raise DatastoreError(f"{folder} is a finished store already. Choose another --out, or remove it first.")
         if catalog.get("derived") is None:
             raise DatastoreError(
                 f"{folder} is an unfinished build, not a copy. Finish it with knnlm build, choose another --out, or "
@@ -238,7 +238,7 @@ def _begin(folder: Path, plan: _Plan, derived: dict[str, Any]) -> Catalog:
     if catalog.get("derived") != derived:
         catalog.close()
         raise DatastoreError(
-            f"{folder} is unfinished and of another memory, or with other settings. Finish it with the same command, "
+            f"{folder} is unfinished and of another store, or with other settings. Finish it with the same command, "
             "or remove it."
         )
     remove_unlisted(folder / "segments", [segment_folder(folder, segment.id) for segment in catalog.segments()])
@@ -247,7 +247,7 @@ def _begin(folder: Path, plan: _Plan, derived: dict[str, Any]) -> Catalog:
 
 @dataclass(frozen=True)
 class _Part:
-    """What is there of a segment, as numbers of the memory's rows and keys, and its number in the copy."""
+    """What is there of a segment, as numbers of the store's rows and keys, and its number in the copy."""
 
     segment: SegmentRow
     number: int
@@ -259,13 +259,13 @@ class _Part:
 
 
 def _parts(store: Datastore) -> list[_Part]:
-    """Give what is there of each segment; one of which nothing is left does not count, but its documents go along."""
+    """Return what is there of each segment; one of which nothing is left does not count, but its documents go along."""
     parts, stored = list[_Part](), 0
     waiting: tuple[int, ...] = ()
     for segment in store.segments:
-        row, key = store.row_numbers.before(segment.first_row), store.key_numbers.before(stored)
+        row, key = store.entry_numbers.before(segment.first_row), store.key_numbers.before(stored)
         stored += segment.keys
-        rows = store.row_numbers.before(segment.first_row + segment.rows) - row
+        rows = store.entry_numbers.before(segment.first_row + segment.rows) - row
         waiting += (segment.id,)
         if rows:
             keys = store.key_numbers.before(stored) - key
@@ -287,7 +287,7 @@ def _copy(folder: Path, catalog: Catalog, plan: _Plan, progress: Progress) -> No
                 continue
             row = _copy_segment(folder, plan, part, advance)
             documents = [one for source in part.sources for one in store.catalog.documents_of(source)]
-            before = store.row_numbers.before
+            before = store.entry_numbers.before
             catalog.add_segment(
                 row, (replace(one, segment=part.number, first_row=before(one.first_row)) for one in documents)
             )
@@ -301,7 +301,7 @@ def _copy_segment(folder: Path, plan: _Plan, part: _Part, advance: Advance) -> S
         kept = kept[plan.keep[kept]]
     divisor = _write_keys(made.place(KEYS_FILE), plan, kept, part.keys, advance)
     _write_values(made, plan.store, part.segment)
-    rows = plan.store.rows_of(torch.from_numpy(kept)).numpy() - part.first_row
+    rows = plan.store.entries_of(torch.from_numpy(kept)).numpy() - part.first_row
     weights = _weights(plan, kept)
     pruned = len(rows) < part.rows or weights is not None
     for name, dtype, array in ((KEPT_FILE, "int32", rows if pruned else None), (COUNTS_FILE, "float32", weights)):
@@ -323,7 +323,7 @@ def _copy_segment(folder: Path, plan: _Plan, part: _Part, advance: Advance) -> S
 
 
 def _write_keys(path: Path, plan: _Plan, kept: NDArray[np.int64], total: int, advance: Advance) -> float:
-    """Write these keys of the old memory, and return what they were divided by."""
+    """Write these keys of the old store, and return what they were divided by."""
     writer = _write_mapped(path, plan, kept, total, advance)
     if isinstance(writer, KeyWriter) and writer.finer < 1:
         # A map may shrink keys until float16 has no digits left for them. Only now is it known how far.
@@ -334,7 +334,7 @@ def _write_keys(path: Path, plan: _Plan, kept: NDArray[np.int64], total: int, ad
 def _write_mapped(
     path: Path, plan: _Plan, kept: NDArray[np.int64], total: int, advance: Advance, *, divisor: float = 1.0
 ) -> KeyWriter | CodeWriter:
-    """Write these keys of the old memory, divided, while progress goes on by `total`."""
+    """Write these keys of the old store, divided, while progress goes on by `total`."""
     told = 0
     codec = plan.codec
     plain = isinstance(codec, Plain)
@@ -344,7 +344,7 @@ def _write_mapped(
             if not mapped.isfinite().all():
                 raise DatastoreCorrupt(
                     f"{plan.store.path} has keys that are no finite numbers, or the map makes them so. "
-                    "Build the memory again."
+                    "Build the store again."
                 )
             writer.put_keys(np.arange(begin, begin + len(keys)), mapped.numpy())
             share = total * (begin + len(keys)) // len(kept)
@@ -355,7 +355,7 @@ def _write_mapped(
 
 
 def _blocks(store: Datastore, kept: NDArray[np.int64]) -> Iterator[tuple[int, Tensor]]:
-    """Give (number in the new segment, keys) of the kept keys, a few at a time."""
+    """Return (number in the new segment, keys) of the kept keys, a few at a time."""
     for begin in range(0, len(kept), _BLOCK):
         yield begin, store.take(torch.from_numpy(kept[begin : begin + _BLOCK]))
 
@@ -363,14 +363,14 @@ def _blocks(store: Datastore, kept: NDArray[np.int64]) -> Iterator[tuple[int, Te
 def _write_values(made: NewSegment, store: Datastore, segment: SegmentRow) -> None:
     """Copy the tokens that are there of a segment."""
     first = segment.first_row
-    there = store.row_numbers.stretches(first, first + segment.rows)
+    there = store.entry_numbers.stretches(first, first + segment.rows)
     with made.array(VALUES_FILE, "int32") as writer:
         for piece in store.arrays.copy(segment, VALUES_FILE, ((start - first, count) for start, count in there)):
             writer.append(piece)
 
 
 def _weights(plan: _Plan, kept: NDArray[np.int64]) -> NDArray[np.float32] | None:
-    """Give how much each kept key counts; None where each counts once."""
+    """Return how much each kept key counts; None where each counts once."""
     if plan.counts is not None:
         weights = plan.counts[kept]
     else:
@@ -393,9 +393,9 @@ _COMPRESS_BLOCK = 4096  # keys at a time
 def compress(
     store: Datastore, out: str | Path, *, keys: str = "codes", seed: int = 0, progress: Progress = silent
 ) -> Datastore:
-    """Write a copy of a memory whose keys are stored as int8, pca256-int8, codes64 and so on, and open it.
+    """Write a copy of a store whose keys are stored as int8, pca256-int8, codes64 and so on, and open it.
 
-    The codec is fitted to keys from all over the memory, where that of a build knows only the first ones.
+    The codec is fitted to keys from all over the store, where that of a build knows only the first ones.
     """
     storage = parse_storage(keys, width=store.width)
     check_out(store, out)

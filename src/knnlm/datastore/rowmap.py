@@ -1,9 +1,7 @@
-"""Count things past those that are no longer there. Knows nothing about what is counted.
+"""Numbers of entries without those that were removed.
 
-What is stored has a number for ever; what is live is counted anew without the gaps. A memory shows live numbers only,
-so that nobody can even name what was removed from it.
-
-Which rows of a memory are gone, by what the catalog says, checked. Knows nothing about arrays.
+A stored entry keeps its number until the next compaction; live entries are numbered without gaps. A store shows live
+numbers only, so removed entries cannot be addressed.
 """
 
 from __future__ import annotations
@@ -49,15 +47,15 @@ class RowMap:
         """The gaps: (first stored number, count)."""
         return list(zip(self._first.tolist(), (self._end - self._first).tolist(), strict=True))
 
-    def stored(self, live: Ints) -> Ints:
-        """Give the stored numbers of live ones; what is below 0 stays."""
+    def to_stored(self, live: Ints) -> Ints:
+        """Return the stored numbers of live ones; what is below 0 stays."""
         if self.whole:
             return live
         found = live + self._gone[np.searchsorted(self._live_first, live, side="right")]
         return np.where(live < 0, live, found)
 
-    def lives(self, stored: Ints) -> Ints:
-        """Give the live numbers of stored ones; -1 for one in a gap, below 0 or beyond the end."""
+    def to_live(self, stored: Ints) -> Ints:
+        """Return the live numbers of stored ones; -1 for one in a gap, below 0 or beyond the end."""
         place = np.searchsorted(self._first, stored, side="right")
         inside = (place > 0) & (np.append(self._end, 0)[place - 1] > stored)
         return np.where(inside | (stored < 0) | (stored >= self.total), -1, stored - self._gone[place])
@@ -71,7 +69,7 @@ class RowMap:
         return stored - int(self._gone[place])
 
     def stretches(self, begin: int, end: int) -> Iterator[tuple[int, int]]:
-        """Give (first stored number, count) of all that is live from one stored number to another."""
+        """Return (first stored number, count) of all that is live from one stored number to another."""
         place = int(np.searchsorted(self._end, begin, side="right"))
         while begin < end:
             stop = min(end, int(self._first[place])) if place < len(self._first) else end
@@ -83,7 +81,7 @@ class RowMap:
 
 
 def by_segment(numbers: Ints, starts: Ints) -> Iterator[tuple[int, Ints, Ints]]:
-    """Give (segment, places in `numbers` that lie in it, their numbers counted from its first)."""
+    """Return (segment, places in `numbers` that lie in it, their numbers counted from its first)."""
     if len(numbers) and numbers.max() >= starts[-1]:
         raise IndexError(f"row {numbers.max()} of {starts[-1]}")
     segments = np.searchsorted(starts[:-1], numbers, side="right") - 1
@@ -97,7 +95,7 @@ def by_segment(numbers: Ints, starts: Ints) -> Iterator[tuple[int, Ints, Ints]]:
 
 
 def check_removed(catalog: Catalog, segments: Sequence[SegmentRow]) -> list[tuple[int, int]]:
-    """Give the stretches of rows that are no longer there, (first, count): each within its segment, none twice."""
+    """Return the stretches of rows that are no longer there, (first, count): each within its segment, none twice."""
     ends = {segment.id: segment.first_row + segment.rows for segment in segments}
     gaps, end = [], 0
     for gone in catalog.removed():
@@ -110,7 +108,7 @@ def check_removed(catalog: Catalog, segments: Sequence[SegmentRow]) -> list[tupl
         ):
             raise DatastoreCorrupt(
                 f"{catalog.path}: {gone.rows} rows from {gone.first_row} on were removed, which are not in segment "
-                f"{gone.segment}. Build the memory again."
+                f"{gone.segment}. Build the store again."
             )
         end = gone.first_row + gone.rows
         gaps.append((gone.first_row, gone.rows))

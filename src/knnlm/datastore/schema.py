@@ -81,7 +81,7 @@ def check_format(path: Path, get: Callable[[str], object], tables: Collection[st
 
 @dataclass(frozen=True)
 class SegmentRow:
-    """One segment: rows first_row … first_row + rows - 1 of the memory; keys are stored divided by `scale`."""
+    """One segment: rows first_row … first_row + rows - 1 of the store; keys are stored divided by `scale`."""
 
     id: int
     first_row: int
@@ -148,10 +148,10 @@ def reporting(path: Path) -> Iterator[None]:
         if "locked" in str(error):
             raise DatastoreError(f"{path} is in use by another process. Try again when it has finished.") from None
         if any(words in str(error) for words in _BROKEN):
-            raise DatastoreCorrupt(f"{path} is damaged ({error}). Build the memory again.") from None
+            raise DatastoreCorrupt(f"{path} is damaged ({error}). Build the store again.") from None
         raise DatastoreError(f"Cannot use {path}: {error}. Check the disk and the permissions.") from None
     except sqlite3.DatabaseError as error:
-        raise DatastoreCorrupt(f"{path} is damaged ({error}). Build the memory again.") from None
+        raise DatastoreCorrupt(f"{path} is damaged ({error}). Build the store again.") from None
     except (ValueError, TypeError, RecursionError, OverflowError) as error:
         raise DatastoreCorrupt(f"{path} holds a fact that cannot be read ({error}). Build it again.") from None
 
@@ -197,6 +197,6 @@ def empty_log(connection: sqlite3.Connection) -> bool:
 
 
 def array_sums(segment: SegmentRow) -> dict[str, str | None]:
-    """Say which SHA-256 the arrays have that a segment has."""
+    """Return which SHA-256 the arrays have that a segment has."""
     sums = (segment.keys_sha256, segment.values_sha256, segment.kept_sha256, segment.counts_sha256)
     return dict(zip((KEYS_FILE, VALUES_FILE, KEPT_FILE, COUNTS_FILE), sums, strict=True))

@@ -1,13 +1,8 @@
-"""Arrays on disk: written once, then immutable. Knows nothing about models or catalogs.
+"""Arrays on disk: written once, then immutable; segments that appear complete or not at all.
 
-Rows may be written in any order and in pieces, and nothing is kept in memory; the .npy header, whose length does not
-depend on the number of rows, is written again at the end with the true one.
-
-Where the files of a memory lie, and what the catalog says is in them. Knows nothing about reading them.
-
-Write a segment that appears complete or not at all. Knows nothing about where its numbers come from.
-
-Read the arrays of segments, each compared with its checksum before it is used. Knows nothing about numbering.
+Rows of an array may be written in any order and in pieces, and nothing is kept in memory; the .npy header, whose length
+does not depend on the number of rows, is written again at the end. Arrays are compared with their checksums before they
+are used.
 """
 
 from __future__ import annotations
@@ -134,7 +129,7 @@ class KeyWriter(ArrayWriter):
 
     @property
     def finer(self) -> float:
-        """Give the divisor below 1 that small keys should be written with; 1 where keys are not small."""
+        """Return the divisor below 1 that small keys should be written with; 1 where keys are not small."""
         if self._dtype != np.float16 or not 0 < self.largest < _SMALL:
             return 1.0
         return max(_divisor(self.largest, self._most), _FINEST)
@@ -151,7 +146,7 @@ class KeyWriter(ArrayWriter):
 
 
 def _divisor(largest: float, most: float) -> float:
-    """Give the power of two, which loses nothing, that brings the largest number near the most and leaves room."""
+    """Return the power of two, which loses nothing, that brings the largest number near the most and leaves room."""
     return 2.0 ** math.ceil(math.log2(largest / (most / 8)))
 
 
@@ -163,21 +158,21 @@ def open_array(path: Path, dtype: DTypeLike, shape: tuple[int, ...]) -> NDArray[
             found_dtype, found_shape = read_array_header(file)
             begin = file.tell()
     except FileNotFoundError:
-        raise DatastoreCorrupt(f"{path} is missing. Build the memory again, or restore the file.") from None
+        raise DatastoreCorrupt(f"{path} is missing. Build the store again, or restore the file.") from None
     except PermissionError as error:
         raise DatastoreError(f"Cannot read {path}: {error.strerror}.") from None
     except (OSError, ValueError) as error:
-        raise DatastoreCorrupt(f"{path} is not a readable array ({error}). Build the memory again.") from None
+        raise DatastoreCorrupt(f"{path} is not a readable array ({error}). Build the store again.") from None
     if found_shape != shape or found_dtype != expected:
         raise DatastoreCorrupt(
             f"{path} holds {found_dtype} {found_shape}, but the catalog says {expected} {shape}. "
-            "Build the memory again, or restore the file."
+            "Build the store again, or restore the file."
         )
     size = begin + expected.itemsize * math.prod(shape)
     if path.stat().st_size != size:
         raise DatastoreCorrupt(
             f"{path} has {path.stat().st_size:,} bytes instead of {size:,}: it was cut short. "
-            "Build the memory again, or restore the file."
+            "Build the store again, or restore the file."
         )
     if 0 in shape:
         return np.empty(shape, expected)
@@ -199,16 +194,16 @@ def skip_header(file: BinaryIO) -> int:
 
 INDEX, BLOCKS = "index.faiss", "index.blocks"
 
-VOCABULARY = 1 << 22  # tokens that a model may have: tables of that length are made, whoever wrote the catalog
+VOCABULARY = 1 << 22  # tokens of a model: tables of that length are allocated for an untrusted catalog too
 
 
 def index_file(path: Path, row: IndexRow) -> Path:
-    """Say where the file of an index lies."""
+    """Return where the file of an index lies."""
     return index_folder(path, row.id) / (BLOCKS if is_blocks(row.spec) else INDEX)
 
 
 def array_shapes(segment: SegmentRow, codec: Codec) -> dict[str, tuple[str, tuple[int, ...]]]:
-    """Say of which type and shape the arrays are that a segment has."""
+    """Return of which type and shape the arrays are that a segment has."""
     shapes: dict[str, tuple[str, tuple[int, ...]]] = {
         KEYS_FILE: (codec.dtype, (segment.keys, codec.columns)),
         VALUES_FILE: ("int32", (segment.rows,)),
@@ -221,7 +216,7 @@ def array_shapes(segment: SegmentRow, codec: Codec) -> dict[str, tuple[str, tupl
 
 
 def segment_faults(segments: Sequence[SegmentRow]) -> Iterator[tuple[SegmentRow, str, bool]]:
-    """Say what is wrong with the numbers of segments, and whether it is with that one only: rows go without gaps."""
+    """Return what is wrong with the numbers of segments, and whether it is with that one only: rows go without gaps."""
     expected = 0
     for segment in segments:
         if segment.first_row != expected or segment.rows < 1:
@@ -235,13 +230,13 @@ def segment_faults(segments: Sequence[SegmentRow]) -> Iterator[tuple[SegmentRow,
 
 
 def check_segments(path: Path, segments: Sequence[SegmentRow]) -> None:
-    """Refuse segments whose numbers cannot be."""
+    """Reject segments whose numbers cannot be."""
     for _, what, _ in segment_faults(segments):
-        raise DatastoreCorrupt(f"{path}: {what}. Make the memory again, or run: knnlm repair {path.parent}")
+        raise DatastoreCorrupt(f"{path}: {what}. Make the store again, or run: knnlm repair {path.parent}")
 
 
 def check_facts(path: Path, model: dict[str, Any], window: dict[str, Any], codec: Codec) -> None:
-    """Refuse facts that would be stumbled over later."""
+    """Reject facts that would be stumbled over later."""
     sound = {
         "model's name": isinstance(model.get("name"), str),
         "model's vocabulary": isinstance(size := model.get("vocab_size"), int) and 0 < size <= VOCABULARY,
@@ -249,7 +244,7 @@ def check_facts(path: Path, model: dict[str, Any], window: dict[str, Any], codec
         "precision of the keys": not isinstance(codec, Plain) or codec.dtype in KEY_DTYPES,
     }
     if wrong := [name for name, fine in sound.items() if not fine]:
-        raise DatastoreCorrupt(f"{path} does not say the {wrong[0]} properly. Build the memory again.")
+        raise DatastoreCorrupt(f"{path} does not say the {wrong[0]} properly. Build the store again.")
 
 
 class NewSegment:
@@ -263,7 +258,7 @@ class NewSegment:
             self._partial.mkdir(parents=True)
 
     def place(self, name: str) -> Path:
-        """Say where a file of it is to be written."""
+        """Return where a file of it is to be written."""
         return self._partial / name
 
     def array(self, name: str, dtype: DTypeLike, row_shape: tuple[int, ...] = ()) -> ArrayWriter:
@@ -275,7 +270,7 @@ class NewSegment:
         return KeyWriter(self.place(KEYS_FILE), dtype, width)
 
     def seal(self) -> dict[str, str]:
-        """Give the folder its name, so that it is on disk, and the SHA-256 of each file."""
+        """Return the folder its name, so that it is on disk, and the SHA-256 of each file."""
         sums = {file.name: checksum(file) for file in self._partial.iterdir()}
         with translate_os_errors(self._final):
             sync_folder(self._partial)
@@ -292,7 +287,7 @@ _READ_PIECE = 1 << 22  # bytes that are copied at a time
 
 
 class Arrays:
-    """The arrays of a memory; with `check` False they are not compared with their checksums."""
+    """The arrays of a store; with `check` False they are not compared with their checksums."""
 
     def __init__(self, path: Path, codec: Codec, *, check: bool = True) -> None:
         self._path, self._codec = path, codec
@@ -300,11 +295,11 @@ class Arrays:
         self.sums = BlockChecksums(on=check)
         self._keys_file = lru_cache(maxsize=_MAPPINGS)(partial(_keys_file, path))  # one token asks for many
         # Mapped when needed and let go again: each mapping holds a file handle, and a system has few. The cache knows
-        # nothing of its owner, so that a memory that is forgotten lets go of its files at once.
+        # nothing of its owner, so that a store that is forgotten lets go of its files at once.
         self.mapped = lru_cache(maxsize=_MAPPINGS)(partial(_open_sound, path, codec, self.sums))
 
     def check(self, segment: SegmentRow) -> None:
-        """See that all arrays of a segment are there, and of the type, shape and size that the catalog says."""
+        """Check that all arrays of a segment are there, and of the type, shape and size that the catalog says."""
         for name in array_shapes(segment, self._codec):
             _open(self._path, self._codec, segment, name)
 
@@ -327,10 +322,10 @@ class Arrays:
         with self._keys_file(segment.id).open("rb") as file:
             file.seek(skip_header(file) + first * self._row_bytes)
             if file.readinto(out.view(np.uint8).data) < len(out) * self._row_bytes:
-                raise DatastoreCorrupt(f"{file.name} was cut short. Build the memory again.")
+                raise DatastoreCorrupt(f"{file.name} was cut short. Build the store again.")
 
     def copy(self, segment: SegmentRow, name: str, stretches: Iterable[tuple[int, int]]) -> Iterator[NDArray[Any]]:
-        """Give stretches of an array's rows, (first, count) each, as they are stored, some megabytes at a time.
+        """Return stretches of an array's rows, (first, count) each, as they are stored, some megabytes at a time.
 
         All of the file is compared before: what is copied gets a checksum of its own.
         """
@@ -348,7 +343,7 @@ class Arrays:
                 yield data.reshape(count, *shape[1:])
 
     def _compare(self, segment: SegmentRow, keys: NDArray[np.int64]) -> None:
-        """See that these keys of a segment are as they were written, where that was not seen yet."""
+        """Check that these keys of a segment are as they were written, where that was not seen yet."""
         if not self.sums.done(segment):
             self.sums.keys(self._keys_file(segment.id), segment, keys, self._row_bytes)
 

@@ -1,9 +1,9 @@
-"""What an addition has finished and not yet committed. Knows nothing about models or how segments are read.
+"""What an addition has finished and not yet committed.
 
 Readers must see all documents of an addition or none. So its segments are noted in the file `staging.log`, each when it
 is on disk, and enter the catalog in one transaction at the end. Where the process was stopped before that, the next
 addition goes through the documents that it is given and claims those that are pending instead of reading them again;
-what nobody claims is dropped. Any other writer leaves all this as it is, but a compaction drops it.
+what is not claimed is dropped. Any other writer leaves all this as it is, but a compaction drops it.
 
 A line of the file is the SHA-256 of its rest, and that is JSON. The first one that is not sound, and all behind it,
 count for nothing.
@@ -41,7 +41,7 @@ from knnlm.io import checksum, sync_folder, translate_os_errors
 
 _LIKE = ("model", "window", "keys", "key_dtype", "offset", "codec", "map")  # what keys mean: facts of the catalog
 
-_FACTS = ("offset", "compile", "codec", "map")  # that the first keys of a memory decide
+_FACTS = ("offset", "compile", "codec", "map")  # that the first keys of a store decide
 
 _LONGEST = 1 << 28  # bytes of a line
 
@@ -52,7 +52,7 @@ _SENSELESS = (OSError, KnnlmError, ValueError, TypeError, KeyError, AttributeErr
 
 
 class StagedAddition:
-    """The segments that are noted and not committed, on top of a catalog; a ledger for one who adds."""
+    """The segments that are on disk and not committed, on top of a catalog: the `SegmentSink` of an addition."""
 
     def __init__(self, folder: Path, catalog: Catalog) -> None:
         self.path = catalog.path
@@ -85,7 +85,7 @@ class StagedAddition:
         return [self._segments[number] for number in numbers]
 
     def get(self, key: str) -> Any:
-        """Read one fact about the memory, as it will be."""
+        """Read one fact about the store, as it will be."""
         return self._facts[key] if key in self._facts else self._catalog.get(key)
 
     def segments(self) -> list[SegmentRow]:
@@ -96,11 +96,11 @@ class StagedAddition:
         return found
 
     def next_segment(self) -> int:
-        """Give the number of the next segment."""
+        """Return the number of the next segment."""
         return max(self._catalog.next_segment(), *(number + 1 for number in self._segments), 0)
 
     def next_document(self) -> int:
-        """Give the number of the next document; those that are pending get theirs when they are committed."""
+        """Return the number of the next document; those that are pending get theirs when they are committed."""
         return self._catalog.next_document()
 
     def add_segment(self, segment: SegmentRow, documents: Iterable[StoredDocument], **facts: Any) -> None:
@@ -130,7 +130,7 @@ class StagedAddition:
         return True
 
     def check(self) -> None:
-        """Forget segments whose files are not as they were written, for one who is going to claim documents."""
+        """Drop segments whose files have a checksum mismatch, before documents are claimed."""
         beside = (("codec", CODEC_FILE), ("map", MAP_FILE))
         sums = {file: self._facts[name].get("sha256") for name, file in beside if name in self._facts}
         if any(not _has_sum(self._folder / file, sha256) for file, sha256 in sums.items()):
@@ -144,10 +144,10 @@ class StagedAddition:
                 bad.append(segment.id)
             elif keys == KEYS_FILE and (folder / UNENCODED_FILE).exists():
                 with translate_os_errors(folder):
-                    (folder / UNENCODED_FILE).unlink()  # of one who was killed when their codec had been chosen
+                    (folder / UNENCODED_FILE).unlink()  # left by a process killed after the codec was chosen
         self._forget(bad)
         if not self._segments:
-            self.drop()  # also the facts, which are to be decided anew
+            self.drop()  # also the facts, which are to be decided again
 
     def commit(self) -> tuple[int, int]:
         """Let all that was claimed exist, in one transaction, and drop the rest; say how many documents and rows."""
@@ -161,7 +161,7 @@ class StagedAddition:
         return count, rows
 
     def drop(self) -> None:
-        """Let nothing be pending, for one who holds the writer's lock."""
+        """Drop everything that is staged. The caller holds the writer lock."""
         self._clear(but=set())
 
     def tidy(self) -> None:
@@ -239,7 +239,7 @@ class StagedAddition:
         """Take one line in; raises whatever it may where the line is of no sense."""
         facts = dict(entry["facts"])
         if entry["like"] != self._like or set(facts) - set(_FACTS):
-            raise ValueError("of another memory")
+            raise ValueError("of another store")
         if not all(isinstance(facts[name], dict) for name in ("codec", "map") if name in facts):
             raise ValueError("no codec")
         if "replaced" in entry:
@@ -272,7 +272,7 @@ class StagedAddition:
 
 
 def _lines(file: BinaryIO) -> Iterator[bytes]:
-    """Give the lines up to the first that is not sound."""
+    """Return the lines up to the first that is not sound."""
     while (line := file.readline(_LONGEST)).endswith(b"\n"):
         if line[:_DIGEST] != hashlib.sha256(line[_DIGEST + 1 : -1]).hexdigest().encode():
             return

@@ -1,6 +1,6 @@
-"""Open a memory and read it. Knows nothing about language models or search.
+"""Open a store, read it and change it.
 
-memory/
+store/
   catalog.db                 what exists
   map.safetensors            the linear map that keys went through, where there is one
   codec.safetensors          how keys are stored, where that is not as plain numbers
@@ -10,15 +10,13 @@ memory/
   segments/000000/counts.npy (n,) how much each key counts in a vote, where that is not 1
   index/<id>/index.*         derived data, can always be made again
 
-A row is a token of the stored text, and all of the text is here. A key is one of the vectors. In a memory as it was
-built, row i has key i; in a pruned one, keys have numbers of their own, and `rows_of` says which rows they belong to.
+There is an entry for every token of the text. In a store as it was built, entry i has key i; in a pruned one, keys have
+numbers of their own, and `entries_of` returns the entries that they belong to.
 
-Rows and keys are counted without those of removed documents, which have no number here at all: whatever reads a memory
-through this module cannot come upon them. A memory that is open stays as it is, whatever others write meanwhile.
-
-The keys of a memory as an index sees them. Knows nothing about files.
-
-What the catalog of a memory says about its keys. Knows nothing about the keys themselves.
+Entries and keys are numbered without those of removed documents, so that removed text cannot be addressed. An open
+store is a snapshot: it does not show what other processes write. Its own methods `add`, `remove` and `compact` show
+their change, unless an index or a mixture was opened on it. A process without write permission needs a store at rest,
+without an active or interrupted writer.
 """
 
 from __future__ import annotations
@@ -76,7 +74,7 @@ _BLOCK = 4096  # keys that are decoded at a time
 
 @dataclass(frozen=True)
 class Keys:
-    """The keys of a memory as an index sees them: `Vectors`, numbered from 0; all, or those from `first` to `end`."""
+    """The keys of a store as an index sees them: `Vectors`, numbered from 0; all, or those from `first` to `end`."""
 
     store: Datastore
     first: int = 0
@@ -93,14 +91,14 @@ class Keys:
         return self.store.width
 
     def chunks(self, size: int) -> Iterator[tuple[int, Tensor]]:
-        """Give (number of the first key, (n, D) float32) from first to last."""
+        """Return (number of the first key, (n, D) float32) from first to last."""
         for number, block in self.store.chunks(size, begin=self.first):
             if number - self.first >= self.rows:
                 return
             yield number - self.first, block[: self.rows - (number - self.first)]
 
     def take(self, ids: Tensor) -> Tensor:
-        """Give these keys, (…) → (…, D) float32; an id below 0 gives zeros."""
+        """Return these keys, (…) → (…, D) float32; an id below 0 gives zeros."""
         return self.store.take(torch.where(ids < 0, ids, ids + self.first) if self.first else ids)
 
     @property
@@ -137,7 +135,7 @@ _WIDEST = 1 << 24  # that a hidden state may be
 
 
 def stored_offset(catalog: SegmentSink) -> Tensor | None:
-    """Give what was taken from every key before it was stored, None where nothing was."""
+    """Return what was taken from every key before it was stored, None where nothing was."""
     offset = catalog.get("offset")
     if offset is None:
         return None
@@ -148,31 +146,31 @@ def stored_offset(catalog: SegmentSink) -> Tensor | None:
         found = torch.zeros(0)
     if found.shape != (width,) or not found.isfinite().all():
         raise DatastoreCorrupt(
-            f"{catalog.path}: the offset of the keys is not {width} finite numbers. Build the memory again."
+            f"{catalog.path}: the offset of the keys is not {width} finite numbers. Build the store again."
         )
     return found
 
 
 def stored_map(catalog: SegmentSink, width: int) -> KeyMap | None:
-    """Give the linear map that keys of this width went through before they were stored, None where there is none."""
+    """Return the linear map that keys of this width went through before they were stored, None where there is none."""
     found = catalog.get("map")
     if found is None:
         return None
     facts = found if isinstance(found, dict) else {}
     sha256, about = facts.get("sha256"), facts.get("facts")
     if not isinstance(sha256, str) or not isinstance(about, dict):
-        raise DatastoreCorrupt(f"{catalog.path} does not say which map the keys went through. Make the memory again.")
+        raise DatastoreCorrupt(f"{catalog.path} does not say which map the keys went through. Make the store again.")
     made = KeyMap.load(catalog.path.with_name(MAP_FILE), sha256=sha256, facts=about)
     if len(made.centre) != width:
         raise DatastoreCorrupt(
             f"{catalog.path.with_name(MAP_FILE)} maps keys of width {len(made.centre)}, but those of the model have "
-            f"{width}. Make the memory again."
+            f"{width}. Make the store again."
         )
     return made
 
 
 def stored_codec(catalog: SegmentSink, width: int) -> Codec:
-    """Give what keys of this width are stored as."""
+    """Return what keys of this width are stored as."""
     found = catalog.get("codec")
     if found is None:
         # Keys that wait for a codec, which is chosen by them, do so as float16.
@@ -181,24 +179,24 @@ def stored_codec(catalog: SegmentSink, width: int) -> Codec:
     if codec.dtype != (said := metadata_of(catalog, "key_dtype", str)):
         raise DatastoreCorrupt(
             f"{catalog.path} says that keys are stored as {said[:20]!r}, but the codec beside it stores "
-            f"{codec.dtype}. Make the memory again."
+            f"{codec.dtype}. Make the store again."
         )
     return codec
 
 
 def reader_width(catalog: SegmentSink) -> int:
-    """Give the width of the reader's hidden states."""
+    """Return the width of the reader's hidden states."""
     width = metadata_of(catalog, "model", dict).get("width")
     if not isinstance(width, int) or not 1 <= width <= _WIDEST:
-        raise DatastoreCorrupt(f"{catalog.path} does not say the width of the model. Build the memory again.")
+        raise DatastoreCorrupt(f"{catalog.path} does not say the width of the model. Build the store again.")
     return width
 
 
 def metadata_of(catalog: SegmentSink, key: str, kind: type) -> Any:
-    """Read a fact that every memory has."""
+    """Read a fact that every store has."""
     value = catalog.get(key)
     if not isinstance(value, kind):
-        raise DatastoreCorrupt(f"{catalog.path} does not say the memory's {key}. Build the memory again.")
+        raise DatastoreCorrupt(f"{catalog.path} does not say the store's {key}. Build the store again.")
     return value
 
 
@@ -234,7 +232,7 @@ class Datastore:
         self._key_starts = _starts([segment.keys for segment in self._segments])
         self._pruned = any(segment.kept is not None for segment in self._segments)
         self._counted = any(segment.counts_sha256 is not None for segment in self._segments)
-        self.row_numbers = RowMap(int(self._starts[-1]), check_removed(catalog, self._segments))
+        self.entry_numbers = RowMap(int(self._starts[-1]), check_removed(catalog, self._segments))
         for segment in self._segments:
             self.arrays.check(segment)
         self.key_numbers = self._number_keys()
@@ -246,16 +244,16 @@ class Datastore:
 
     @classmethod
     def open(cls, path: str | Path, *, trust_index: bool = True, check: bool = True) -> Datastore:
-        """Open a finished memory for reading.
+        """Open a finished store for reading.
 
-        With `trust_index` False no file of FAISS is read, whoever made it. With `check` False what is read is not
+        With `trust_index` False no file of FAISS is read. With `check` False what is read is not
         compared with its checksums.
         """
         folder = Path(path)
         lease = Lease(folder)  # first, so that what the catalog names stays where it is
         catalog = Catalog.open(folder / CATALOG_FILE, hold=True, compare=check)
         if catalog.get("state") != "complete":
-            what = "copy of another memory" if catalog.get("derived") else "build"
+            what = "copy of another store" if catalog.get("derived") else "build"
             raise DatastoreError(
                 f"{folder} is an unfinished {what} ({catalog.document_count():,} documents are in). "
                 "Run the same command again to finish it."
@@ -264,22 +262,22 @@ class Datastore:
 
     @property
     def stale(self) -> bool:
-        """Whether documents were added or removed since the memory was opened."""
+        """Whether documents were added or removed since the store was opened."""
         with closing(self.catalog.latest()) as now:
             return now.generation != self.generation
 
     def reopen(self) -> Datastore:
-        """Open the memory as it is now; this one stays as it is, and should be closed when nobody needs it."""
+        """Open the store as it is now; this object stays as it is."""
         return Datastore.open(self.path, trust_index=self.trust_index, check=self.sums.on)
 
     @property
-    def rows(self) -> int:
-        """The number of tokens."""
-        return self.row_numbers.live
+    def entry_count(self) -> int:
+        """The number of entries: one for each token of the text."""
+        return self.entry_numbers.live
 
     @property
     def key_count(self) -> int:
-        """The number of keys: as many as tokens, unless the memory was pruned."""
+        """The number of keys: as many as tokens, unless the store was pruned."""
         return self.key_numbers.live
 
     @property
@@ -307,14 +305,14 @@ class Datastore:
         return list(array_shapes(segment, self.codec))
 
     def first_key(self, segment: SegmentRow) -> int:
-        """Give the stored number of a segment's first key."""
+        """Return the stored number of a segment's first key."""
         return int(self._key_starts[self._segments.index(segment)])
 
     @property
     def bytes(self) -> int:
         """The size of keys and values, and of what says which keys there are, on disk."""
         extra = 4 * self._pruned + 4 * self._counted
-        return self.key_count * (row_bytes(self.codec) + extra) + 4 * self.rows
+        return self.key_count * (row_bytes(self.codec) + extra) + 4 * self.entry_count
 
     @property
     def index_bytes(self) -> int:
@@ -329,7 +327,7 @@ class Datastore:
 
     @property
     def fingerprint(self) -> str:
-        """What tells this memory from any other: a hash over the hashes of its files."""
+        """What tells this store from any other: a hash over the hashes of its files."""
         sums = [f"{segment.keys_sha256} {segment.values_sha256}" for segment in self._segments]
         if self._pruned:
             sums += [f"{segment.kept_sha256} {segment.counts_sha256}" for segment in self._segments]
@@ -337,7 +335,7 @@ class Datastore:
             sums.append(self.catalog.get("map")["sha256"])
         if not isinstance(self.codec, Plain):
             sums.append(self.catalog.get("codec")["sha256"])
-        sums += [f"without {first} {count}" for first, count in self.row_numbers.gaps]
+        sums += [f"without {first} {count}" for first, count in self.entry_numbers.gaps]
         return hashlib.sha256("\n".join(sums).encode()).hexdigest()[:16]
 
     @property
@@ -362,7 +360,7 @@ class Datastore:
         return shifted if self.map is None else self.map.apply(shifted)
 
     def chunks(self, size: int, *, begin: int = 0) -> Iterator[tuple[int, Tensor]]:
-        """Give (number of the first key, (n, D) float32 keys) from one key to the last."""
+        """Return (number of the first key, (n, D) float32 keys) from one key to the last."""
         number = begin
         for segment, local, count in self._stretches(begin, size):
             stored = np.empty((count, self.codec.columns), self.codec.dtype)
@@ -371,8 +369,8 @@ class Datastore:
             number += count
 
     def _stretches(self, begin: int, size: int) -> Iterator[tuple[SegmentRow, int, int]]:
-        """Give (segment, first key in it, count) of all keys from one on, without gaps, at most `size` at a time."""
-        lowest = int(self.key_numbers.stored(np.array([begin]))[0])
+        """Return (segment, first key in it, count) of all keys from one on, without gaps, at most `size` at a time."""
+        lowest = int(self.key_numbers.to_stored(np.array([begin]))[0])
         for number, (first, end) in enumerate(pairwise(self._key_starts.tolist())):
             for start, count in self.key_numbers.stretches(max(first, lowest), end):
                 for local in range(start - first, start - first + count, size):
@@ -389,8 +387,8 @@ class Datastore:
             done += count
 
     def take(self, ids: Tensor) -> Tensor:
-        """Give these keys, (…) → (…, D) float32; an id below 0 gives zeros."""
-        flat = self.key_numbers.stored(ids.reshape(-1).cpu().numpy())
+        """Return these keys, (…) → (…, D) float32; an id below 0 gives zeros."""
+        flat = self.key_numbers.to_stored(ids.reshape(-1).cpu().numpy())
         # Gathered as they are stored, and decoded all at once: one token's neighbours are in as many segments.
         stored = torch.empty(len(flat), self.codec.columns, dtype=getattr(torch, self.codec.dtype))
         scales = np.ones((len(flat), 1), np.float32)
@@ -408,15 +406,15 @@ class Datastore:
         keys = self.codec.decode(stored, 1.0)
         if (scales != 1).any() and isinstance(self.codec, Plain):
             keys.mul_(torch.from_numpy(scales))
-        if (nobody := flat < 0).any():
-            keys[torch.from_numpy(nobody)] = 0.0
+        if (missing := flat < 0).any():
+            keys[torch.from_numpy(missing)] = 0.0
         return keys.reshape(*ids.shape, self.width)
 
-    def rows_of(self, ids: Tensor) -> Tensor:
-        """Say which rows these keys belong to; an id below 0 stays."""
+    def entries_of(self, ids: Tensor) -> Tensor:
+        """Return which rows these keys belong to; an id below 0 stays."""
         if not self._pruned:
             return ids
-        flat = self.key_numbers.stored(ids.reshape(-1).cpu().numpy())
+        flat = self.key_numbers.to_stored(ids.reshape(-1).cpu().numpy())
         rows = np.full(len(flat), -1, dtype=np.int64)
         for number, places, local in by_segment(flat, self._key_starts):
             segment = self._segments[number]
@@ -424,17 +422,17 @@ class Datastore:
             if kept.min(initial=0) < 0 or kept.max(initial=0) >= segment.rows:
                 raise DatastoreCorrupt(
                     f"{segment_folder(self.path, segment.id) / KEPT_FILE} names a row beyond the {segment.rows:,} of "
-                    "the segment. Make the memory again."
+                    "the segment. Make the store again."
                 )
             rows[places] = kept + segment.first_row
-        rows = self.row_numbers.lives(rows)
+        rows = self.entry_numbers.to_live(rows)
         return torch.from_numpy(rows).reshape(ids.shape).to(ids.device)
 
     def counts(self, ids: Tensor) -> Tensor | None:
-        """Say how much these keys count in a vote, (…) float32, 0 for an id below 0; None where each counts once."""
+        """Return how much these keys count in a vote, (…) float32, 0 for an id below 0; None where each counts once."""
         if not self._counted:
             return None
-        flat = self.key_numbers.stored(ids.reshape(-1).cpu().numpy())
+        flat = self.key_numbers.to_stored(ids.reshape(-1).cpu().numpy())
         counts = np.zeros(len(flat), dtype=np.float32)
         for number, places, local in by_segment(flat, self._key_starts):
             segment = self._segments[number]
@@ -442,16 +440,16 @@ class Datastore:
             if not (np.isfinite(found) & (found > 0)).all():
                 raise DatastoreCorrupt(
                     f"{segment_folder(self.path, segment.id) / COUNTS_FILE} holds counts that are not finite and above "
-                    "0. Make the memory again, or restore the file."
+                    "0. Make the store again, or restore the file."
                 )
             counts[places] = found
         return torch.from_numpy(counts).reshape(ids.shape).to(ids.device)
 
     def values(self, rows: Tensor) -> Tensor:
-        """Give the tokens of these rows, where the rows are; a row below 0 gives -1."""
-        if self.rows <= (_RESIDENT if rows.device.type == "cpu" else _MOST):
+        """Return the tokens of these rows, where the rows are; a row below 0 gives -1."""
+        if self.entry_count <= (_RESIDENT if rows.device.type == "cpu" else _MOST):
             return self._resident(rows)
-        flat = self.row_numbers.stored(rows.reshape(-1).cpu().numpy())
+        flat = self.entry_numbers.to_stored(rows.reshape(-1).cpu().numpy())
         values = np.full(len(flat), -1, dtype=np.int64)
         for number, places, local in by_segment(flat, self._starts):
             values[places] = self.arrays.mapped(self._segments[number], VALUES_FILE)[local]
@@ -460,14 +458,14 @@ class Datastore:
 
     def _resident(self, rows: Tensor) -> Tensor:
         """Look tokens up in one array on the device that asks: a thousand neighbours a query are many lookups."""
-        if rows.numel() and check_flag(rows.amax() >= self.rows):
-            raise IndexError(f"row {int(rows.max())} of {self.rows}")
+        if rows.numel() and check_flag(rows.amax() >= self.entry_count):
+            raise IndexError(f"row {int(rows.max())} of {self.entry_count}")
         if rows.device not in self._values:
-            values = np.empty(self.rows, np.int32)
+            values = np.empty(self.entry_count, np.int32)
             done = 0
             for segment in self._segments:  # one after another: each mapping holds a file handle
                 mapped, first = self.arrays.open(segment, VALUES_FILE), segment.first_row
-                for start, count in self.row_numbers.stretches(first, first + segment.rows):
+                for start, count in self.entry_numbers.stretches(first, first + segment.rows):
                     values[done : done + count] = mapped[start - first : start - first + count]
                     done += count
             self._check_values(values)
@@ -479,32 +477,32 @@ class Datastore:
 
     def _check_values(self, values: NDArray[Any]) -> None:
         if values.max(initial=-1) >= self.model["vocab_size"] or values.min(initial=0) < -1:
-            raise DatastoreCorrupt(f"{self.path} holds a token that its model does not have. Build the memory again.")
+            raise DatastoreCorrupt(f"{self.path} holds a token that its model does not have. Build the store again.")
 
     def holds(self, text: str) -> bool:
-        """Say whether a document with exactly this text is stored."""
+        """Return whether a document with exactly this text is stored."""
         return self.catalog.holds(text_hash(text))
 
     def documents(self) -> Iterator[StoredDocument]:
-        """Give the documents in the order of their rows, without holding them all in memory."""
+        """Return the documents in the order of their rows, without holding them all in memory."""
         return map(self._counted_anew, self.catalog.documents())
 
     def document_at(self, row: int) -> StoredDocument:
         """Find the document that holds a row."""
-        stored = int(self.row_numbers.stored(np.array([row]))[0])
+        stored = int(self.entry_numbers.to_stored(np.array([row]))[0])
         found = self.catalog.document_at(stored)
-        if not found.first_row <= stored < found.first_row + found.rows <= self.row_numbers.total:
+        if not found.first_row <= stored < found.first_row + found.rows <= self.entry_numbers.total:
             raise DatastoreCorrupt(f"{self.catalog.path} has no document for row {row}. Run knnlm repair {self.path}")
         return self._counted_anew(found)
 
     def _counted_anew(self, document: StoredDocument) -> StoredDocument:
-        """Say where a document is among the rows that are there."""
-        if self.row_numbers.whole:
+        """Return where a document is among the rows that are there."""
+        if self.entry_numbers.whole:
             return document
-        return replace(document, first_row=self.row_numbers.before(document.first_row))
+        return replace(document, first_row=self.entry_numbers.before(document.first_row))
 
     def around(self, row: int, *, before: int = 20, after: int = 20) -> tuple[list[int], list[int]]:
-        """Give the tokens of the row's document before it, and from it on."""
+        """Return the tokens of the row's document before it, and from it on."""
         document = self.document_at(row)
         begin = max(document.first_row, row - before)
         end = min(document.first_row + document.rows, row + after)
@@ -601,10 +599,10 @@ class Datastore:
     def _number_keys(self) -> RowMap:
         """Leave out the keys of removed rows."""
         if not self._pruned:
-            return self.row_numbers
+            return self.entry_numbers
         gaps = []
         for segment, first in zip(self._segments, self._key_starts.tolist(), strict=False):
-            for start, count in self.row_numbers.gaps:
+            for start, count in self.entry_numbers.gaps:
                 local = start - segment.first_row
                 if 0 <= local < segment.rows:
                     kept = np.arange(segment.rows) if segment.kept is None else self.arrays.open(segment, KEPT_FILE)
@@ -614,7 +612,7 @@ class Datastore:
 
 
 def _starts(sizes: list[int]) -> NDArray[np.int64]:
-    """Give where each segment begins, and at the end where the last one ends."""
+    """Return where each segment begins, and at the end where the last one ends."""
     return np.cumsum([0, *sizes], dtype=np.int64)
 
 
@@ -624,7 +622,7 @@ def text_hash(text: str) -> str:
 
 
 def check_folder(folder: Path) -> None:
-    """Refuse a place that holds something else, before anything is put there."""
+    """Reject a place that holds something else, before anything is put there."""
     if folder.exists() and not folder.is_dir():
         raise DatastoreError(f"{folder} is a file. Choose another --out.")
     ours = {WRITER, READERS, *PARTIAL_CATALOG_FILES, DECODER_FOLDER, f"{DECODER_FOLDER}.partial"}
@@ -638,11 +636,11 @@ def check_folder(folder: Path) -> None:
         foreign = sorted(entry.name for entry in folder.iterdir() if entry.name not in ours)
         if foreign:
             raise DatastoreError(
-                f"{folder} is not empty (it holds {foreign[0]}) and is not a memory. Choose another --out."
+                f"{folder} is not empty (it holds {foreign[0]}) and is not a store. Choose another --out."
             )
 
 
 def next_segment(folder: Path, catalog: SegmentSink) -> int:
-    """Give a number that no segment ever had, nor a folder that nobody could remove yet."""
+    """Return a number that neither a segment nor a leftover folder ever had."""
     there = (entry.name.partition(".")[0] for entry in (folder / "segments").glob("[0-9]*"))
     return max(catalog.next_segment(), *(int(name) + 1 for name in there if name.isdigit()), 0)

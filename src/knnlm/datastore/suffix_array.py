@@ -1,4 +1,4 @@
-"""Every place of a memory's text, sorted by what stands there. Knows nothing about predictions or language models.
+"""Every place of a store's text, sorted by what stands there.
 
 The documents are put one after another, with a border before, between and after them. A number is a token plus 1; 0 is
 the border, which is where a document begins. `order` lists the places of this text so that what stands at them
@@ -6,13 +6,13 @@ ascends: the places where some tokens occur are then consecutive rows of it, and
 where one more token follows. Two places are compared by at least 64 numbers, so that a text of nothing but copies is
 sorted as fast as any other; those that do not differ there are in the order of the text.
 
-memory/
+store/
   ngram/facts.json     what the files were made of, and their checksums
   ngram/text.npy       (n,) int32, the numbers
   ngram/order.npy      (n,) int32, the places
   ngram/followers.npy  (V + 2,) int32, how many different tokens follow each number
 
-They are derived data: made when first opened, and again when the memory is another one.
+They are derived data: made when first opened, and again when the store is another one.
 """
 
 from __future__ import annotations
@@ -53,14 +53,14 @@ _FACTS_BYTES = 1 << 16  # of facts.json, at most
 
 _LARGEST = 2**31 - 2  # places are kept in 32 bits
 
-_BLOCK = 1 << 20  # rows of the memory read at a time
+_BLOCK = 1 << 20  # rows of the store read at a time
 
 _SORTING = "sorting n-grams"
 
 
 @dataclass(frozen=True)
 class SuffixArray:
-    """The text of a memory and the order of its places; see `from_documents` and `open_suffixes`."""
+    """The text of a store and the order of its places; see `from_documents` and `open_suffixes`."""
 
     text: Small  # (n,) the border is 0, a token is itself plus 1; it begins and ends with a border
     order: Small  # (n,) places of the text
@@ -84,7 +84,7 @@ class SuffixArray:
         return numbers
 
     def following(self, rows: Ints, length: Ints | int) -> Small:
-        """Give the number that stands `length` after the place of each row."""
+        """Return the number that stands `length` after the place of each row."""
         # Sound rows never leave the text; those of a damaged file must not read beyond it.
         places = self.order.take(rows, mode="clip").astype(np.int64) + length
         return self.text.take(places, mode="clip")
@@ -109,17 +109,17 @@ class SuffixArray:
             begins, lows, highs = begins[more], lows[more], highs[more]
             if not len(begins):
                 break
-            lows, highs = self.narrow(lows, highs, numbers[begins + length], length)
+            lows, highs = self.extend_match(lows, highs, numbers[begins + length], length)
         return low.T, high.T
 
-    def narrow(self, low: Ints, high: Ints, numbers: Ints, length: Ints | int) -> tuple[Ints, Ints]:
+    def extend_match(self, low: Ints, high: Ints, numbers: Ints, length: Ints | int) -> tuple[Ints, Ints]:
         """Keep, of the rows low … high - 1, those where this number stands after `length` others."""
         lengths = np.broadcast_to(length, low.shape)
         bounds = np.concatenate([numbers, numbers + 1])
         both = self._bound(np.tile(low, 2), np.tile(high, 2), bounds, np.tile(lengths, 2))
         return both[: len(low)], both[len(low) :]
 
-    def spell(self, low: Ints, high: Ints, lengths: Ints) -> tuple[Ints, Ints, Ints]:
+    def count_followers(self, low: Ints, high: Ints, lengths: Ints) -> tuple[Ints, Ints, Ints]:
         """Count what stands after `lengths` numbers in stretches of rows: (stretch, number, count), in that order.
 
         A stretch whose ends are equal is equal throughout, so only those that are not are cut in two, again and again:
@@ -176,7 +176,7 @@ def from_documents(
 
 
 def open_suffixes(store: Datastore, *, progress: Progress = silent) -> SuffixArray:
-    """Open the sorted places of a memory; make them where there are none, or those of another memory.
+    """Open the sorted places of a store; make them where there are none, or those of another store.
 
     Where they cannot be kept (a folder that may not be written, another process that is writing, a full disk), they
     stay in this process's memory, and the next opening makes them again.
@@ -186,7 +186,7 @@ def open_suffixes(store: Datastore, *, progress: Progress = silent) -> SuffixArr
     found = _load(store, expected)
     if found is not None:
         return found
-    what = f"{_SORTING} again, as the memory has changed" if (store.path / NGRAM_FOLDER).exists() else _SORTING
+    what = f"{_SORTING} again, as the store has changed" if (store.path / NGRAM_FOLDER).exists() else _SORTING
     made = _made(_text(store), expected["vocab_size"], _start_token(store), progress=progress, what=what)
     try:
         _keep(store, made, expected)
@@ -196,12 +196,12 @@ def open_suffixes(store: Datastore, *, progress: Progress = silent) -> SuffixArr
 
 
 def kept_suffixes(store: Datastore) -> SuffixArray | None:
-    """Open the sorted places that are kept, and check them; None where there are none, or those of another memory."""
+    """Open the sorted places that are kept, and check them; None where there are none, or those of another store."""
     return _load(store, _expected(store))
 
 
 def _expected(store: Datastore) -> dict[str, Any]:
-    """Say what the kept files must have been made of."""
+    """Return what the kept files must have been made of."""
     changed = {"generation": store.generation} if store.generation else {}
     return {
         "format": _FORMAT,
@@ -279,33 +279,33 @@ def _followers(text: Small, order: Small, vocab_size: int) -> Small:
 
 
 def _first_rows(text: Small, vocab_size: int) -> Ints:
-    """Say where the places of each number begin in the order."""
+    """Return where the places of each number begin in the order."""
     return np.append(0, np.cumsum(np.bincount(text, minlength=vocab_size + 2)))
 
 
 def _text(store: Datastore) -> Small:
-    """Read the memory's documents, with their borders."""
+    """Read the store's documents, with their borders."""
     begins, expected = [], 0
     for document in store.documents():
         if document.first_row != expected or document.rows < 0:
             raise DatastoreCorrupt(
                 f"{store.catalog.path}: {document.source} begins at row {document.first_row}; row {expected} was "
-                "expected. Build the memory again."
+                "expected. Build the store again."
             )
         if document.rows:
             begins.append(document.first_row)
         expected += document.rows
-    if expected != store.rows:
+    if expected != store.entry_count:
         raise DatastoreCorrupt(
-            f"{store.catalog.path} has documents of {expected:,} rows, but segments of {store.rows:,}. "
-            "Build the memory again."
+            f"{store.catalog.path} has documents of {expected:,} rows, but segments of {store.entry_count:,}. "
+            "Build the store again."
         )
-    text = np.zeros(store.rows + len(begins) + 1, np.int32)
-    for begin in range(0, store.rows, _BLOCK):
-        rows = np.arange(begin, min(begin + _BLOCK, store.rows))
+    text = np.zeros(store.entry_count + len(begins) + 1, np.int32)
+    for begin in range(0, store.entry_count, _BLOCK):
+        rows = np.arange(begin, min(begin + _BLOCK, store.entry_count))
         values = store.values(torch.from_numpy(rows)).numpy()
         if values.min() < 0:
-            raise DatastoreCorrupt(f"{store.path} holds a token below 0. Build the memory again.")
+            raise DatastoreCorrupt(f"{store.path} holds a token below 0. Build the store again.")
         # As many borders come before a row as documents have begun.
         text[rows + np.searchsorted(begins, rows, side="right")] = values + 1
     return text
@@ -319,7 +319,7 @@ def _start_token(store: Datastore) -> int:
 
 
 def _load(store: Datastore, expected: dict[str, Any]) -> SuffixArray | None:
-    """Map the kept files into memory; None where there are none, or those of another memory."""
+    """Map the kept files into memory; None where there are none, or those of another store."""
     folder = store.path / NGRAM_FOLDER
     facts = _read_facts(folder / _FACTS)
     if facts is None or any(facts.get(name) != value for name, value in expected.items()):
@@ -337,8 +337,8 @@ def _map(store: Datastore, facts: dict[str, Any], expected: dict[str, Any]) -> S
     """Map files into memory that must be as the facts say."""
     folder = store.path / NGRAM_FOLDER
     size, vocab_size = facts.get("size"), expected["vocab_size"]
-    if not isinstance(size, int) or not 0 < size - store.rows <= expected["documents"] + 1:
-        raise _corrupt(folder, f"{_FACTS} says {size} places for {store.rows:,} tokens")
+    if not isinstance(size, int) or not 0 < size - store.entry_count <= expected["documents"] + 1:
+        raise _corrupt(folder, f"{_FACTS} says {size} places for {store.entry_count:,} tokens")
     shapes = {"text": (size,), "order": (size,), "followers": (vocab_size + 2,)}
     for name in shapes:
         check_place(store.path, folder / f"{name}.npy")
@@ -353,7 +353,7 @@ def _map(store: Datastore, facts: dict[str, Any], expected: dict[str, Any]) -> S
 
 
 def _check_range(folder: Path, arrays: dict[str, Small], size: int, vocab_size: int) -> None:
-    """Refuse numbers that would lead outside, even where the checksums are right."""
+    """Reject numbers that would lead outside, even where the checksums are right."""
     for name, end in (("text", vocab_size + 1), ("order", size), ("followers", size + 1)):
         if arrays[name].min() < 0 or arrays[name].max() >= end:
             raise _corrupt(folder, f"{name}.npy holds numbers that are not from 0 to {end - 1:,}")
@@ -385,7 +385,7 @@ def _keep(store: Datastore, made: SuffixArray, facts: dict[str, Any]) -> None:
     folder = store.path / NGRAM_FOLDER
     partial = folder.with_suffix(".partial")
     with writer_lock(store.path):
-        if store.stale:  # what is kept is for those who open the memory as it is now
+        if store.stale:  # files are only for the store as it is now
             return
         try:
             with translate_os_errors(partial):

@@ -1,7 +1,7 @@
-"""Check what came from a stranger before it is used. Knows nothing about what the files mean.
+"""Checks of untrusted files before they are used.
 
-A memory may be anybody's. Its catalog could hold a view that never ends, a row of the wrong types, or a journal that
-asks SQLite to delete a file elsewhere; its files could be links to other places, or pipes that nobody writes to.
+The catalog of a store from elsewhere could contain a view that never ends, a row of the wrong types, or a journal that
+makes SQLite delete a file; its files could be links to other places, or pipes.
 """
 
 from __future__ import annotations
@@ -36,23 +36,23 @@ _KINDS: dict[str, tuple[type, ...]] = {
 
 
 def check_place(folder: Path, path: Path) -> None:
-    """Refuse a path within a folder that leads out of it over a link, or to something that is no file."""
+    """Reject a path within a folder that leads out of it over a link, or to something that is no file."""
     try:
         real = path.resolve(strict=True)
         if not real.is_relative_to(folder.resolve()):
             raise DatastoreCorrupt(
-                f"{path} is a link to {real}, outside of the memory. It is not followed: copy the file there instead."
+                f"{path} is a link to {real}, outside of the store. It is not followed: copy the file there instead."
             )
         if not stat.S_ISREG(real.stat().st_mode):
-            raise DatastoreCorrupt(f"{path} is not a plain file. Restore it, or make the memory again.")
+            raise DatastoreCorrupt(f"{path} is not a plain file. Restore it, or make the store again.")
     except FileNotFoundError:
-        return  # whoever opens it says so
+        return  # opening it raises the error
     except (OSError, RuntimeError, ValueError) as error:  # loops of links, names that are too long
-        raise DatastoreCorrupt(f"{path} cannot be reached ({error}). Restore it, or make the memory again.") from None
+        raise DatastoreCorrupt(f"{path} cannot be reached ({error}). Restore it, or make the store again.") from None
 
 
 def check_links(folder: Path) -> None:
-    """Refuse to write where an entry of the folder leads out of it, since writers also remove what they do not know."""
+    """Reject to write where an entry of the folder leads out of it, since writers also remove what they do not know."""
     for entry in folder.iterdir():
         # The file of a lock is emptied when it is opened, wherever it is.
         if entry.is_symlink() and (entry.suffix == ".lock" or not entry.resolve().is_relative_to(folder.resolve())):
@@ -62,7 +62,7 @@ def check_links(folder: Path) -> None:
 
 
 def check_database(path: Path) -> None:
-    """Refuse a database whose files are not plain, or whose journal would have SQLite touch another file."""
+    """Reject a database whose files are not plain, or whose journal would have SQLite touch another file."""
     for suffix in _BESIDE:
         file = path.with_name(path.name + suffix)
         check_place(path.parent, file)
@@ -73,11 +73,11 @@ def check_database(path: Path) -> None:
         with journal.open("rb") as file_:
             file_.seek(-len(_SUPER_JOURNAL), 2)
             if file_.read() == _SUPER_JOURNAL:
-                raise DatastoreCorrupt(f"{journal} names another file, which no journal of a memory does. Remove it.")
+                raise DatastoreCorrupt(f"{journal} names another file, which no journal of a store does. Remove it.")
 
 
 def check_schema(connection: sqlite3.Connection, path: Path) -> None:
-    """Refuse a catalog that has more than plain tables and indexes: anything else could compute when it is read."""
+    """Reject a catalog that has more than plain tables and indexes: anything else could compute when it is read."""
     connection.execute("PRAGMA trusted_schema=OFF")
     connection.execute("PRAGMA cell_size_check=ON")
     for kind, name, sql in connection.execute("SELECT type, name, sql FROM sqlite_master").fetchall():
@@ -86,7 +86,7 @@ def check_schema(connection: sqlite3.Connection, path: Path) -> None:
         # An index without a statement is the one that SQLite makes itself for a primary key.
         if not plain and not (kind == "index" and (sql is None or _PLAIN_INDEX.fullmatch(text))):
             raise DatastoreCorrupt(
-                f"{path} holds the {kind} {str(name)[:80]!r}, which is no part of a catalog. Do not use this memory, "
+                f"{path} holds the {kind} {str(name)[:80]!r}, which is no part of a catalog. Do not use this store, "
                 "or build it again."
             )
 

@@ -198,8 +198,8 @@ def check_trace(path: Path, trace: Trace) -> None:
 def token_frequencies(store: Datastore) -> Tensor:
     """Return (V,) how often each token occurs in a store."""
     counts = torch.zeros(int(store.model["vocab_size"]))
-    for start in range(0, store.rows, 1 << 20):
-        rows = torch.arange(start, min(start + (1 << 20), store.rows))
+    for start in range(0, store.entry_count, 1 << 20):
+        rows = torch.arange(start, min(start + (1 << 20), store.entry_count))
         counts += torch.bincount(store.values(rows), minlength=len(counts))
     return counts
 

@@ -323,7 +323,7 @@ def _purge(path: Path) -> None:
     if is_decoder(path):
         return
     with closing(Datastore.open(path)) as store:
-        whole = store.row_numbers.whole
+        whole = store.entry_numbers.whole
     if not whole:
         compact(path)
     else:

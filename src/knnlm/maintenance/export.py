@@ -67,7 +67,7 @@ def export(
         partial = folder.with_name(f"{folder.name}{_PARTIAL_SUFFIX}")
         with translate_os_errors(partial):
             _prepare(partial)
-            with progress("exporting", total=store.rows, unit="tokens") as advance:
+            with progress("exporting", total=store.entry_count, unit="tokens") as advance:
                 files = _Export(store, partial, file_entries).run(advance)
             sync_folder(partial)
             if folder.exists():
@@ -77,7 +77,7 @@ def export(
             sync_folder(folder)
             sync_folder(folder.parent)
         size = sum(file.stat().st_size for file in folder.iterdir())
-        return ExportResult(Path(path), folder, files, store.rows, size, time.perf_counter() - begin)
+        return ExportResult(Path(path), folder, files, store.entry_count, size, time.perf_counter() - begin)
 
 
 def _prepare(partial: Path) -> None:
@@ -111,8 +111,8 @@ class _Export:
         parquet = _import_pyarrow()[1]
         schema, documents = self._schema(), _Documents(self._store)
         number = 0
-        for first in range(0, max(1, self._store.rows), self._file_entries):
-            end = min(first + self._file_entries, self._store.rows)
+        for first in range(0, max(1, self._store.entry_count), self._file_entries):
+            end = min(first + self._file_entries, self._store.entry_count)
             with parquet.ParquetWriter(self._folder / f"part-{number:05d}.parquet", schema) as writer:
                 for begin in range(first, end, self._group):
                     stop = min(begin + self._group, end)
@@ -170,7 +170,7 @@ class _Export:
         """Return the key numbers of entries, which must follow those of the call before."""
         begin, stop = int(entries[0]), int(entries[-1]) + 1
         candidates = torch.arange(self._next_key, min(self._next_key + len(entries), self._store.key_count))
-        owners = self._store.rows_of(candidates)
+        owners = self._store.entries_of(candidates)
         inside = owners < stop
         numbers = torch.full((len(entries),), -1)
         numbers[owners[inside] - begin] = candidates[inside]

@@ -94,7 +94,7 @@ def merge(
             stores=len(sources),
             documents=documents,
             duplicates=read - documents,
-            tokens=merged.rows,
+            tokens=merged.entry_count,
             keys=merged.key_count,
             index=spec,
             seconds=time.perf_counter() - begin,

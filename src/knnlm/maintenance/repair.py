@@ -24,7 +24,7 @@ from typing import Any
 from knnlm.datastore.catalog import REQUESTED_INDEX, Catalog, drop_fields
 from knnlm.datastore.indexes import build_requested_index, cancel_requested_index, request_index, requested_index
 from knnlm.datastore.integrity import DigestUpdates, fill
-from knnlm.datastore.locks import nobody_reading, writer_lock
+from knnlm.datastore.locks import without_readers, writer_lock
 from knnlm.datastore.paths import CATALOG_FILE, GATES_FOLDER, LOST_FOLDER, NGRAM_FOLDER, segment_folder
 from knnlm.datastore.schema import IndexRow, SegmentRow
 from knnlm.datastore.segments import index_file
@@ -224,7 +224,7 @@ def _apply(folder: Path, plan: _RepairPlan) -> None:
             sync_folder(plan.kept_in)
     _commit(folder / CATALOG_FILE, plan)
     replaced = [*segments, *((folder / name).parent for name in plan.dropped if name != NGRAM_FOLDER)]
-    with nobody_reading(folder) as unread:  # otherwise the next writer deletes the files that readers still use
+    with without_readers(folder) as unread:  # otherwise the next writer deletes the files that readers still use
         at_once = [*plan.set_aside, *(folder / name for name in plan.dropped if name == NGRAM_FOLDER)]
         for path in [*at_once, *(replaced if unread else [])]:
             if path.parent.resolve().is_relative_to(folder.resolve()):  # nothing behind a link is deleted

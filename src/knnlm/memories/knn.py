@@ -62,7 +62,7 @@ class KnnMemory(NeighbourMemory):
         distances = found.distances.to(keys.device)
         if self.metric == "ip" and (origin := self.store.origin) is not None:
             distances = distances - (queries @ origin.to(queries))[:, None]
-        ids = self.store.rows_of(found.ids)
+        ids = self.store.entries_of(found.ids)
         counts = self.store.counts(found.ids)
         return RetrievedNeighbours(
             ids.to(keys.device),

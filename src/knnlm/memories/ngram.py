@@ -64,7 +64,7 @@ class Backoff:
             # Positions often share a match, most of all a short one.
             low, where, stretch = np.unique(self.low[pairs], return_index=True, return_inverse=True)
             high = low + self.count[pairs][where]
-            owner, number, count = self.suffixes.spell(low, high, np.full(len(low), length))
+            owner, number, count = self.suffixes.count_followers(low, high, np.full(len(low), length))
             begin = np.searchsorted(owner, np.arange(len(low) + 1))
             pair, step = _ragged(np.diff(begin)[stretch])
             entry = begin[stretch][pair] + step
@@ -84,7 +84,7 @@ class Backoff:
         pair = begin[rows][asked] + step
         numbers = self.suffixes.encode(tokens, begins=False)[asked]
         low, high = self.low[pair], self.low[pair] + self.count[pair]
-        low, high = self.suffixes.narrow(low, high, numbers, self.length[pair])
+        low, high = self.suffixes.extend_match(low, high, numbers, self.length[pair])
         return _sum(asked, self.weight[pair] * (high - low) / self.count[pair], len(rows))
 
     def only(self, row: int) -> Backoff:

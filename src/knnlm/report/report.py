@@ -187,7 +187,7 @@ def _metadata(context: ReportContext) -> dict[str, Any]:
     return {
         "store": str(context.options.store),
         "model": store.model["name"],
-        "stored_tokens": store.rows,
+        "stored_tokens": store.entry_count,
         "stored_keys": store.key_count,
         "stored_documents": store.catalog.document_count(),
         "memories": context.labels,

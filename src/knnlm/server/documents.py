@@ -111,7 +111,7 @@ def _matches(document: StoredDocument, query: str) -> bool:
 
 def _document(store: Datastore, number: int) -> StoredDocument:
     """Return a document by a binary search: numbers ascend with entries."""
-    low, high = 0, store.rows - 1
+    low, high = 0, store.entry_count - 1
     while low <= high:
         found = store.document_at((low + high) // 2)
         if found.number == number:

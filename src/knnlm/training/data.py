@@ -45,7 +45,7 @@ class TokenStream:
     def from_store(cls, store: Datastore) -> TokenStream:
         """Read all tokens of a store; row i of the store is token i."""
         starts = [document.first_row for document in store.documents() if document.rows]
-        return cls(stored_tokens(store), np.array([*starts, store.rows], dtype=np.int64))
+        return cls(stored_tokens(store), np.array([*starts, store.entry_count], dtype=np.int64))
 
     @classmethod
     def from_documents(cls, documents: Iterable[Sequence[int]]) -> TokenStream:
@@ -67,9 +67,9 @@ class TokenStream:
 
 def stored_tokens(store: Datastore) -> NDArray[np.int32]:
     """Return the (N,) tokens of a store."""
-    tokens = np.empty(store.rows, dtype=np.int32)
-    for begin in range(0, store.rows, _TOKENS_PER_READ):
-        rows = torch.arange(begin, min(begin + _TOKENS_PER_READ, store.rows))
+    tokens = np.empty(store.entry_count, dtype=np.int32)
+    for begin in range(0, store.entry_count, _TOKENS_PER_READ):
+        rows = torch.arange(begin, min(begin + _TOKENS_PER_READ, store.entry_count))
         tokens[begin : begin + len(rows)] = store.values(rows).numpy()
     return tokens
 
@@ -271,7 +271,7 @@ class EntryBatches:
         self.counts = np.zeros(store.model["vocab_size"], dtype=np.int64)  # occurrences of each token in training
         present = np.full(len(self.counts), whole_vocabulary)
         for begin in range(0, store.key_count, _SHUFFLE_BUFFER):
-            rows = store.rows_of(torch.arange(begin, min(begin + _SHUFFLE_BUFFER, store.key_count)))
+            rows = store.entries_of(torch.arange(begin, min(begin + _SHUFFLE_BUFFER, store.key_count)))
             values, held = store.values(rows).numpy(), held_out_tokens[rows.numpy()]
             self.is_held_out[begin : begin + len(rows)] = held
             present[values] = True
@@ -295,7 +295,7 @@ class EntryBatches:
 
     def columns(self, ids: Tensor) -> Tensor:
         """Return the (n,) places of these keys' tokens among the words."""
-        return torch.searchsorted(self.words, self.store.values(self.store.rows_of(ids))).to(self.device)
+        return torch.searchsorted(self.words, self.store.values(self.store.entries_of(ids))).to(self.device)
 
     def batches(self, epoch: int, size: int, *, skip: int = 0) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
         """Yield (ids, keys, columns) of every training entry once, without the first `skip` batches."""
@@ -350,18 +350,18 @@ def mark_held_out_tokens(store: Datastore, share: float, *, seed: int) -> NDArra
     With few documents, or too few that are short enough, documents are cut into spans, so that a store of one book can
     be trained on and evaluated.
     """
-    wanted = min(share * store.rows, _MAX_HELD_OUT_TOKENS)
+    wanted = min(share * store.entry_count, _MAX_HELD_OUT_TOKENS)
     if not wanted:
-        return np.zeros(store.rows, dtype=bool)
+        return np.zeros(store.entry_count, dtype=bool)
     texts = {document.sha256 for document in store.documents() if document.rows}
     if len(texts) >= MIN_DOCUMENTS:
         # One document may be most of the text, and what is held out is lost to training.
-        largest = min(max(wanted, store.rows / MIN_DOCUMENTS), _MAX_HELD_OUT_TOKENS)
-        marked = _mark_spans(store, wanted, seed, length=store.rows, largest=largest)
+        largest = min(max(wanted, store.entry_count / MIN_DOCUMENTS), _MAX_HELD_OUT_TOKENS)
+        marked = _mark_spans(store, wanted, seed, length=store.entry_count, largest=largest)
         if marked.sum() >= wanted:
             return marked
     length = max(_MIN_HELD_OUT_SPAN, int(wanted) // 2)
-    return _mark_spans(store, wanted, seed, length=length, largest=store.rows)
+    return _mark_spans(store, wanted, seed, length=length, largest=store.entry_count)
 
 
 def _mark_spans(store: Datastore, wanted: float, seed: int, *, length: int, largest: float) -> NDArray[np.bool_]:
@@ -373,7 +373,7 @@ def _mark_spans(store: Datastore, wanted: float, seed: int, *, length: int, larg
             first = document.first_row + begin
             spans.setdefault(digest, []).append(slice(first, first + min(length, document.rows - begin)))
     groups = [group for _, group in sorted(spans.items())]
-    marked = np.zeros(store.rows, dtype=bool)
+    marked = np.zeros(store.entry_count, dtype=bool)
     sizes = (sum(span.stop - span.start for span in group) for group in groups)
     for chosen in select_held_out(sizes, wanted, max_size=largest):
         for span in groups[chosen]:

@@ -213,7 +213,7 @@ def key_documents(store: Datastore) -> NDArray[np.int64]:
         for begin in range(0, document.rows, _PIECE_TOKENS if few else document.rows):
             starts.append(document.first_row + begin)
             groups.append(numbers.setdefault((document.sha256, begin), len(numbers)))
-    rows = store.rows_of(torch.arange(store.key_count)).numpy()
+    rows = store.entries_of(torch.arange(store.key_count)).numpy()
     pieces: NDArray[np.int64] = np.searchsorted(np.array(starts, dtype=np.int64), rows, side="right") - 1
     return np.array(groups, dtype=np.int64)[pieces]
 
@@ -286,8 +286,8 @@ def find_neighbours(
             found: Neighbours = index.search(keys.map(store.take(anchors[part])), k)
             near[part] = _from_other_documents(keys.ids, found.ids.cpu(), groups, groups[anchors[part].numpy()], count)
             advance(len(anchors[part]))
-    values = store.values(store.rows_of(torch.where(near < 0, -1, near)))
-    own = store.values(store.rows_of(anchors))
+    values = store.values(store.entries_of(torch.where(near < 0, -1, near)))
+    own = store.values(store.entries_of(anchors))
     same = (values == own[:, None]) & (near >= 0)
     weights, counts = store.counts(anchors), store.counts(near)
     if weights is None or counts is None:

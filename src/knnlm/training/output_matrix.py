@@ -157,8 +157,8 @@ def _check_inputs(store: Datastore, config: OutputConfig, init: Tensor | None, l
             "interpolate needs log_p_lm, the model's log-probabilities of the stored tokens, which are not in the "
             "store. Compute them with the model, or train without interpolate."
         )
-    if tuple(log_p_lm.shape) != (store.rows,) or not (log_p_lm <= 0).all():
-        raise ParameterError(f"log_p_lm must be ({store.rows},) numbers up to 0, not {tuple(log_p_lm.shape)}.")
+    if tuple(log_p_lm.shape) != (store.entry_count,) or not (log_p_lm <= 0).all():
+        raise ParameterError(f"log_p_lm must be ({store.entry_count},) numbers up to 0, not {tuple(log_p_lm.shape)}.")
 
 
 def _array_hash(array: Tensor | None) -> str | None:
@@ -277,7 +277,7 @@ class _OutputTrainer:
         scores = (keys @ self.parameters["weight"].to(keys.dtype).T).float() + self.parameters["bias"]
         log_p_lm, interpolate = None, self.config.interpolate
         if self.log_p_lm is not None and interpolate is not None:
-            log_p_lm = self.log_p_lm[self.entries.store.rows_of(ids)].to(scores)
+            log_p_lm = self.log_p_lm[self.entries.store.entries_of(ids)].to(scores)
         counts = self._context_counts(ids)
         shares = (counts / counts.sum()).to(scores)
         first, rows = self.first[columns], self.counts[columns]

@@ -84,7 +84,7 @@ def prune(
     if not keep.all():
         options |= {"keep": keep, "counts": counts}
     with closing(derive(store, out, **options)) as smaller:
-        return {"tokens": store.rows, **_sizes(store, "before"), **_sizes(smaller, "after"), **done}
+        return {"tokens": store.entry_count, **_sizes(store, "before"), **_sizes(smaller, "after"), **done}
 
 
 def _sizes(store: Datastore, when: str) -> dict[str, int]:
@@ -107,17 +107,17 @@ def _check(
         return
     if not 0 < drop_known <= 1:
         raise ParameterError(f"drop-known must be a probability above 0 and at most 1, not {drop_known}.")
-    if log_p is None or log_p.shape != (store.rows,):
+    if log_p is None or log_p.shape != (store.entry_count,):
         found = "none" if log_p is None else f"shape {tuple(log_p.shape)}"
         raise ParameterError(
-            f"drop-known needs the log-probability of each of the {store.rows:,} tokens of {store.path}, not {found}: "
-            "see store_log_p."
+            f"drop-known needs the log-probability of each of the {store.entry_count:,} tokens of {store.path}, not "
+            f"{found}: see store_log_p."
         )
 
 
 def known_keys(store: Datastore, log_p: Tensor, probability: float) -> Tensor:
     """Return which of the (K,) keys have a token of at least this probability, from the (N,) log-probabilities."""
-    rows = store.rows_of(torch.arange(store.key_count))
+    rows = store.entries_of(torch.arange(store.key_count))
     return log_p.cpu().double()[rows] >= math.log(probability)
 
 
@@ -136,7 +136,7 @@ def merge_keys(
     """
     order = np.random.default_rng(seed).permutation(store.key_count)
     everything = torch.arange(store.key_count)
-    tokens = store.values(store.rows_of(everything)).numpy()
+    tokens = store.values(store.entries_of(everything)).numpy()
     there = np.ones(store.key_count, dtype=bool) if alive is None else alive.cpu().numpy()
     into = np.where(there, np.arange(store.key_count), -1)
     found = store.counts(everything)
@@ -203,8 +203,8 @@ def store_log_p(
         )
     window = lm.window(store.window["context"], store.window["stride"])
     batch_tokens = batch_tokens or (1024 if lm.device.type == "cpu" else 16_384)
-    log_p = torch.full((store.rows,), -math.inf)
-    with progress("reading the stored text", total=store.rows, unit="tokens") as advance:
+    log_p = torch.full((store.entry_count,), -math.inf)
+    with progress("reading the stored text", total=store.entry_count, unit="tokens") as advance:
         for first, tokens in _stored_text(store, max(_MIN_TOKENS_PER_READ, 4 * batch_tokens)):
             for reading in lm.read(tokens, window, batch_tokens=batch_tokens):
                 assert reading.logits is not None

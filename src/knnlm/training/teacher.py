@@ -102,7 +102,7 @@ class PlannedTeacher:
     @property
     def token_count(self) -> int:
         """The number of positions."""
-        return self.store.rows
+        return self.store.entry_count
 
     @cached_property
     def metadata(self) -> dict[str, Any]:
@@ -130,8 +130,8 @@ class RetrievalTeacher(PlannedTeacher):
         # A position's document may contain many of its nearest entries: search for at most k more.
         excluded = 1
         if self._documents is not None:
-            excluded = min(int(self._documents.bincount().max()), config.k) if store.rows else 0
-        self._search_k = max(1, min(config.k + excluded, store.rows))
+            excluded = min(int(self._documents.bincount().max()), config.k) if store.entry_count else 0
+        self._search_k = max(1, min(config.k + excluded, store.entry_count))
 
     def lookup(self, positions: Tensor) -> SparseTargets:
         """Return the targets of (n,) positions; a position below 0 has none."""
@@ -156,10 +156,10 @@ class RetrievalTeacher(PlannedTeacher):
 
 def check_unpruned(store: Datastore) -> None:
     """Raise if not every token of the store has a key of its own."""
-    if store.key_count != store.rows or store.counts(torch.zeros(0, dtype=torch.int64)) is not None:
+    if store.key_count != store.entry_count or store.counts(torch.zeros(0, dtype=torch.int64)) is not None:
         raise DatastoreError(
-            f"{store.path} was pruned: it has {store.key_count:,} keys for {store.rows:,} tokens, and a teacher needs "
-            "one for each. Use the store as it was built."
+            f"{store.path} was pruned: it has {store.key_count:,} keys for {store.entry_count:,} tokens, and a teacher "
+            "needs one for each. Use the store as it was built."
         )
 
 
@@ -189,7 +189,7 @@ def sparsify(tokens: Tensor, probs: Tensor, *, top: int, mass: float) -> tuple[S
 def _document_numbers(store: Datastore) -> Tensor:
     """Return the (N,) number of the document of each token; equal texts have one number."""
     numbers: dict[str, int] = {}
-    documents = np.empty(store.rows, dtype=np.int64)
+    documents = np.empty(store.entry_count, dtype=np.int64)
     for document in store.documents():
         number = numbers.setdefault(document.sha256, len(numbers))
         documents[document.first_row : document.first_row + document.rows] = number
@@ -295,20 +295,20 @@ def make_targets(
     folder = Path(out)
     if folder.exists() and not folder.is_dir():
         raise DatastoreError(f"{folder} is a file. Choose another --out.")
-    shape = {"rows": store.rows, "vocab_size": int(store.model["vocab_size"])}
+    shape = {"rows": store.entry_count, "vocab_size": int(store.model["vocab_size"])}
     settings = {**PlannedTeacher(store, config).metadata, **shape}
     with writer_lock(folder, create=True):
         done = _Done()
         if (folder / TARGETS_FILE).exists():
             found, done = _load(folder)
             check_same_settings(folder, found, settings)
-        if done.rows < store.rows or not (folder / OFFSETS).exists():
+        if done.rows < store.entry_count or not (folder / OFFSETS).exists():
             teacher = RetrievalTeacher(store, config, device=str(where))
             writer = _TargetsWriter(folder, settings, done, every=checkpoint_every)
-            with progress("retrieving targets", total=store.rows, unit="tokens") as advance:
+            with progress("retrieving targets", total=store.entry_count, unit="tokens") as advance:
                 advance(done.rows)
-                for begin in range(done.rows, store.rows, batch):
-                    positions = torch.arange(begin, min(begin + batch, store.rows))
+                for begin in range(done.rows, store.entry_count, batch):
+                    positions = torch.arange(begin, min(begin + batch, store.entry_count))
                     writer.add(*teacher.retrieve(positions))
                     advance(len(positions))
             writer.close()

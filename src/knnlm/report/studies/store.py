@@ -107,16 +107,16 @@ def _growing_subsets(context: ReportContext) -> tuple[list[Tensor], list[float]]
     """Return the keys that each subset adds to the one before, and its share of the tokens."""
     documents = list(context.store.documents())
     order = sorted(range(len(documents)), key=lambda number: (documents[number].sha256, number))
-    bounds = [context.store.rows / 2**step for step in range(_HALVINGS, 0, -1)]
+    bounds = [context.store.entry_count / 2**step for step in range(_HALVINGS, 0, -1)]
     part = np.zeros(len(documents), dtype=np.int64)
     share = np.zeros(_HALVINGS + 1)
     used = 0
     for number in order:
         part[number] = np.searchsorted(bounds, used, side="right")
         used += documents[number].rows
-        share[part[number] :] = used / context.store.rows
+        share[part[number] :] = used / context.store.entry_count
     starts = np.array([document.first_row for document in documents])
-    rows = context.store.rows_of(torch.arange(context.store.key_count)).numpy()
+    rows = context.store.entries_of(torch.arange(context.store.key_count)).numpy()
     of_key = part[np.searchsorted(starts, rows, side="right") - 1]
     present = np.unique(of_key)
     groups = [torch.from_numpy(np.flatnonzero(of_key == number)) for number in present]

@@ -400,7 +400,7 @@ def _stores(mixture: Mixture) -> set[Datastore]:
 
 def _removed_entries(mixture: Mixture) -> list[tuple[str, int, list[tuple[int, int]]]]:
     """Return the layout version and the removed entries of each store."""
-    return sorted((str(store.path), store.layout, store.row_numbers.gaps) for store in _stores(mixture))
+    return sorted((str(store.path), store.layout, store.entry_numbers.gaps) for store in _stores(mixture))
 
 
 def _prompt(request: GenerationRequest) -> Prompt:
