@@ -1,4 +1,4 @@
-"""The command line: parse, call, print. Knows nothing about how anything is done."""
+"""The command line: parse, call, print."""
 
 from knnlm.cli.app import main
 
