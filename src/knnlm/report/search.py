@@ -143,7 +143,7 @@ def with_neighbours(trace: Trace, found: RetrievedNeighbours, *, metric: str = "
     }
     if found.counts is not None:
         arrays["counts"] = found.counts.numpy().astype(np.float32)
-    facts = {
+    metadata = {
         "label": "knn",
         "kind": "knn",
         "k": found.distances.shape[1],
@@ -153,7 +153,7 @@ def with_neighbours(trace: Trace, found: RetrievedNeighbours, *, metric: str = "
         "component_names": ["knn"],
         "feature_names": [],
     }
-    return replace(trace, memories=[MemoryTrace(facts, arrays, int(trace.metadata["vocab_size"]))])
+    return replace(trace, memories=[MemoryTrace(metadata, arrays, int(trace.metadata["vocab_size"]))])
 
 
 def truncate_trace(trace: Trace, rows: int, documents: int) -> Trace:
