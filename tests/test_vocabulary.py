@@ -60,7 +60,16 @@ def test_help_has_no_banned_word(capfd):
 def test_no_module_is_named_by_a_gerund():
     # `encoding` and `batching` are nouns of the field.
     gerunds = {file.stem for file in SOURCE.rglob("*.py") if file.stem.endswith("ing")}
-    assert gerunds <= {"encoding", "batching", "staging", "metric_learning", "loading", "streaming", "sampling", "voting"}
+    assert gerunds <= {
+        "encoding",
+        "batching",
+        "staging",
+        "metric_learning",
+        "loading",
+        "streaming",
+        "sampling",
+        "voting",
+    }
 
 
 def test_no_two_public_classes_share_a_name():
