@@ -241,12 +241,12 @@ def test_words_of_a_removed_document_are_not_told_again(server, lm):
     """Scoring again gives sources; those of a document that was removed meanwhile must not be among them."""
     path = server.service.mixture.store.path
     with server.client(ADMIN) as client:
-        for remove in ("here", "elsewhere"):
+        for place in ("here", "elsewhere"):
             client.post("/v1/documents", json={"documents": [{"id": "zebra", "text": NEW}]})
             scored = client.post("/v1/score", json={"text": NEW, "sources": 3}).json()
             trace = {"id": scored["knnlm"]["id"], "lambda": 0.5}
             assert "zebra" in client.post("/v1/rescore", json=trace).text
-            if remove == "here":
+            if place == "here":
                 number = client.get("/v1/documents", params={"query": "zebra"}).json()["documents"][0]["number"]
                 assert client.delete(f"/v1/documents/{number}").json() == {"removed": 1}
             else:
