@@ -587,10 +587,10 @@ def test_options_of_the_other_kind_are_refused(store, tmp_path, capfd):
     for into, wrong, other in (("keys", output, "output"), ("output", keys, "keys")):
         for name, value in wrong.items():
             line = failure(capfd, "distill", store.path, "--into", into, "--out", tmp_path / "o", name, value)
-            assert f"{name} is for --into {other}, not for --into {into}" in line
+            assert f"{name} applies to --into {other}, not to --into {into}" in line
         both = [str(part) for pair in list(wrong.items())[:2] for part in pair]
         line = failure(capfd, "distill", store.path, "--into", into, "--out", tmp_path / "o", *both)
-        assert f"{both[0]} and {both[2]} are for --into {other}" in line
+        assert f"{both[0]} and {both[2]} apply to --into {other}" in line
     assert not (tmp_path / "o").exists()
     command = ["distill", store.path, "--out", tmp_path / "o", "--rows", 2, "--rows-by", "frequency", "--json"]
     code, out, err = knnlm(capfd, *command, "--epochs", 1, "--held-out", 0.1)
