@@ -420,7 +420,7 @@ def test_a_place_that_is_taken_and_options_of_the_wrong_kind_are_refused(memory,
     assert "creates a new folder: give --out" in failure(capfd, *start)
     (tmp_path / "file").write_text("mine")
     for place in (tmp_path / "file", memory):
-        assert "is no decoder. Choose another --out" in failure(capfd, *start, "--out", place, "--beta", 0.5)
+        assert "is not a decoder. Choose another --out" in failure(capfd, *start, "--out", place, "--beta", 0.5)
     assert (tmp_path / "file").read_text() == "mine"
     line = failure(capfd, *start, "--out", desk / "decoder", "--learning-rate", 0.5)
     assert "trained with another" in line
@@ -430,4 +430,4 @@ def test_a_place_that_is_taken_and_options_of_the_wrong_kind_are_refused(memory,
         line = failure(capfd, "distill", memory, "--into", into, "--out", tmp_path / "o", *decoders, "--valid", "x")
         for name in (*decoders[::2], "--valid"):
             assert name in line
-        assert f"for --into decoder, not for --into {into}" in line
+        assert f"to --into decoder, not to --into {into}" in line

@@ -241,7 +241,7 @@ def _is_finished(folder: Path, settings: dict[str, Any], any_precision: bool) ->
     if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
         return False
     if not (folder / CARD).exists():
-        raise DatastoreError(f"{folder} is not empty and is no decoder. Choose another --out.")
+        raise DatastoreError(f"{folder} is not empty and is not a decoder. Choose another --out.")
     wanted = {name: value for name, value in settings.items() if not any_precision or name != "precision"}
     check_same_settings(folder, load_card(folder).settings, wanted)
     return True
