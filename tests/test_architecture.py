@@ -1,4 +1,4 @@
-"""The shape of the code: imports point one way, public names are what they say, heavy packages stay at home."""
+"""The layout of the code: import order, public names, and where heavy packages are imported."""
 
 from __future__ import annotations
 
@@ -40,6 +40,35 @@ UPWARD = {
     ("mixture/mixture.py", "generation"),  # Mixture.generate
 }
 ROW_OF = {name: number for number, row in enumerate(ROWS) for name in row}
+# Inside a package, each module may import those before it.
+ORDER = {
+    "lm": "detokenizer fingerprint hooks windows loading key_layers causal compile",
+    "index": "base brute_force gpu.deferred gpu.keys gpu.kernels gpu.search gpu.streaming exact faiss rerank "
+    "composite blocks.kernels blocks.file blocks.kmeans blocks.index blocks.build validation factory",
+    "datastore": "paths validation codecs locks schema integrity catalog segments rowmap staging garbage remove store "
+    "encoding suffix_array rewrite indexes compact",
+    "ingest": "batches pipeline segment_builder build add",
+    "memories": "base decoder ngram output voting cache knn",
+    "mixture": "em networks readers gate weights spec saved loader mixture",
+    "evaluation": "evaluate explain trace sweep fit tune",
+    "generation": "cache causal",
+    "training": "initial_model loss prune trainer data metric_learning output_matrix teacher decoder adapt",
+    "maintenance": "export import_ merge verify repair",
+    "report": "crossval search study texts context html plots studies.breakdown studies.layers studies.memories "
+    "studies.output studies.store studies.votes studies.compression report",
+    "server": "auth limits schemas documents engine.sampling engine.requests engine.overrides engine.stop_strings "
+    "engine.batching responses engine.predict engine.history engine.scheduler middleware protocol metrics service "
+    "routes app run",
+    "cli": "output options make use train maintain serve chat start app",
+}
+# Methods that forward to a later module of their package, and import it when they are called.
+FORWARD = {
+    ("datastore.store", "datastore.compact"),
+    ("datastore.store", "datastore.indexes"),
+    ("datastore.store", "datastore.rewrite"),
+    ("evaluation.trace", "evaluation.sweep"),
+    ("evaluation.trace", "evaluation.tune"),
+}
 INGEST = ROW_OF["ingest"]
 FILES = sorted(file for file in SOURCE.rglob("*.py") if file.parent != SOURCE or not file.name.startswith("__"))
 
@@ -65,6 +94,55 @@ def test_imports_point_one_way(file):
         assert other in ROW_OF, f"{file} imports {other}, which is no module"
         below = ROW_OF[other] < ROW_OF[own] or (file.relative_to(SOURCE).as_posix(), other) in UPWARD
         assert below or (own, other) in WITHIN, f"{own} must not import {other}"
+
+
+def module_of(file: Path) -> str:
+    return ".".join(file.relative_to(SOURCE).with_suffix("").parts)
+
+
+MODULES = {module_of(file): file for file in FILES if file.name != "__init__.py"}
+
+
+def imported_modules(file: Path) -> set[str]:
+    """The modules of knnlm that a file imports, except those for type checking only."""
+    tree = ast.parse(file.read_text())
+    typing_only = {
+        id(node)
+        for block in ast.walk(tree)
+        if isinstance(block, ast.If) and "TYPE_CHECKING" in ast.dump(block.test)
+        for node in ast.walk(block)
+    }
+    found = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and id(node) not in typing_only and (node.module or "").startswith("knnlm"):
+            package = (node.module or "")[len("knnlm.") :]
+            named = {f"{package}.{alias.name}".strip(".") for alias in node.names}
+            found |= {name if name in MODULES else package for name in named}
+    return found & MODULES.keys()
+
+
+@pytest.mark.parametrize("package", ORDER)
+def test_modules_of_a_package_import_in_one_direction(package):
+    order = [f"{package}.{name}" for name in ORDER[package].split()]
+    assert sorted(order) == sorted(name for name in MODULES if name.startswith(f"{package}."))
+    for number, name in enumerate(order):
+        own = {other for other in imported_modules(MODULES[name]) if other.startswith(f"{package}.")}
+        later = {other for other in own - set(order[:number]) if (name, other) not in FORWARD}
+        assert later <= {name}, f"{name} imports {later}, which come later"
+
+
+def test_small_files_have_several_importers():
+    users: dict[str, set[str]] = {name: set() for name in MODULES}
+    for file in SOURCE.rglob("*.py"):
+        for name in imported_modules(file) - {module_of(file)}:
+            users[name].add(module_of(file))
+    small = {
+        name: users[name]
+        for name, file in MODULES.items()
+        if len(file.read_text().splitlines()) < 60 and len(users[name]) == 1
+    }
+    # The self-check is a thing with a name and tests of its own.
+    assert small.keys() <= {"index.validation"}, f"below 60 lines with one importer: {small}"
 
 
 def test_only_one_file_imports_faiss():
@@ -109,7 +187,6 @@ def test_below_ingest_only_lm_imports_transformers(file):
 
 
 def test_every_public_name_is_found_also_after_its_module_was_imported():
-
     for home in sorted(set(knnlm._HOMES.values())):
         import_module(f"knnlm.{home}")
     assert sorted(knnlm.__all__) == knnlm.__all__ == sorted(knnlm._HOMES)
@@ -124,9 +201,11 @@ def test_every_module_has_a_docstring(file):
     assert ast.get_docstring(ast.parse(file.read_text()))
 
 
-def test_the_errors_are_drawn_as_they_are():
+def test_every_error_is_public_and_in_the_tree_of_the_docstring():
     from knnlm import errors
 
     drawn = [line.split("──")[1].split()[0] for line in errors.__doc__.splitlines() if "──" in line]
     made = [name for name, value in vars(errors).items() if inspect.isclass(value) and name != "KnnlmError"]
     assert sorted(drawn) == sorted(made)
+    assert {*made, "KnnlmError"} <= set(knnlm.__all__)
+    assert knnlm.errors is errors

@@ -58,7 +58,7 @@ def test_help_has_no_banned_word(capfd):
 
 
 def test_no_module_is_named_by_a_gerund():
-    # `encoding` and `batching` are nouns of the field.
+    # These are nouns of the field.
     gerunds = {file.stem for file in SOURCE.rglob("*.py") if file.stem.endswith("ing")}
     assert gerunds <= {
         "encoding",

@@ -2,49 +2,60 @@
 
 import knnlm
 
-lm = knnlm.CausalLM.open("bundled")                          # or a folder, a .gguf file, a hub name
-knnlm.build(knnlm.read_documents("docs/"), "memory", lm=lm)            # one pass over the text, no training
-mixture = knnlm.Mixture.open("memory", lm)
-print(mixture.evaluate(knnlm.read_documents("held-out.txt")))   # perplexity without and with the memory
-model = knnlm.KnnForCausalLM(mixture)                        # a transformers model
+lm = knnlm.CausalLM.open("bundled")  # or a folder, a .gguf file, a name on the model hub
+store = knnlm.build(knnlm.read_documents("docs/"), "docs.store", lm=lm)
+mixture = knnlm.Mixture.open("docs.store", lm, memories="knn,cache,ngram")
+mixture.tune(knnlm.read_documents("valid.txt"))
+print(mixture.evaluate(knnlm.read_documents("held-out.txt")))
+print(mixture.generate("The with statement"))
+model = knnlm.KnnForCausalLM(mixture)  # a transformers model
 """
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from knnlm.corpus import Document, read_documents
+    from knnlm.corpus import Document, DocumentReader, read_documents
     from knnlm.datastore.compact import Compacted
     from knnlm.datastore.remove import Removed
     from knnlm.datastore.store import Datastore
-    from knnlm.errors import KnnlmError
+    from knnlm.errors import (
+        CorpusError,
+        DatastoreBusy,
+        DatastoreCorrupt,
+        DatastoreError,
+        IndexInvalid,
+        KeyLayerError,
+        KnnlmError,
+        MissingExtra,
+        ModelError,
+        ModelMismatch,
+        ParameterError,
+    )
     from knnlm.evaluation.evaluate import Evaluation
     from knnlm.evaluation.explain import Contribution, NeighbourVote, TokenExplanation
     from knnlm.evaluation.sweep import Sweep
     from knnlm.evaluation.trace import MemoryTrace, Trace
     from knnlm.evaluation.tune import Tuning
     from knnlm.generation.causal import KnnConfig, KnnForCausalLM
+    from knnlm.index.base import Index, Neighbours, Vectors
     from knnlm.ingest.add import Added
     from knnlm.ingest.build import build
     from knnlm.lm.causal import CausalLM
-    from knnlm.maintenance.import_ import import_arrays
-    from knnlm.maintenance.merge import merge
-    from knnlm.maintenance.repair import repair
-    from knnlm.maintenance.verify import verify
-    from knnlm.memories import (
-        Context,
-        KnnMemory,
-        Memory,
-        MemoryOutput,
-        Prediction,
-        RetrievedNeighbours,
-        Source,
-        Span,
-    )
+    from knnlm.lm.windows import WindowShape
+    from knnlm.maintenance.export import ExportResult
+    from knnlm.maintenance.import_ import ImportResult, import_arrays
+    from knnlm.maintenance.merge import MergeResult, merge
+    from knnlm.maintenance.repair import LostDocument, RepairResult, repair
+    from knnlm.maintenance.verify import Problem, Verification, verify
+    from knnlm.memories import Context, KnnMemory, Memory, MemoryOutput, Prediction, RetrievedNeighbours, Source, Span
     from knnlm.mixture import Mixture, MixtureOptions, MixturePrediction, Retrieved
+    from knnlm.progress import Progress
     from knnlm.training.adapt import Adaptation, adapt
 
-# Where each public name lives. They are imported when first used: torch and transformers take seconds to import, and
+    __version__: str
+
+# The module of each public name, imported at first use: torch and transformers take seconds to import, and
 # `knnlm --help` needs neither.
 _HOMES = {
     "Adaptation": "training.adapt",
@@ -53,22 +64,42 @@ _HOMES = {
     "Compacted": "datastore.compact",
     "Context": "memories",
     "Contribution": "evaluation.explain",
+    "CorpusError": "errors",
     "Datastore": "datastore.store",
+    "DatastoreBusy": "errors",
+    "DatastoreCorrupt": "errors",
+    "DatastoreError": "errors",
     "Document": "corpus",
+    "DocumentReader": "corpus",
     "Evaluation": "evaluation.evaluate",
+    "ExportResult": "maintenance.export",
+    "ImportResult": "maintenance.import_",
+    "Index": "index.base",
+    "IndexInvalid": "errors",
+    "KeyLayerError": "errors",
     "KnnConfig": "generation.causal",
     "KnnForCausalLM": "generation.causal",
     "KnnMemory": "memories",
     "KnnlmError": "errors",
+    "LostDocument": "maintenance.repair",
     "Memory": "memories",
     "MemoryOutput": "memories",
     "MemoryTrace": "evaluation.trace",
+    "MergeResult": "maintenance.merge",
+    "MissingExtra": "errors",
     "Mixture": "mixture",
     "MixtureOptions": "mixture",
     "MixturePrediction": "mixture",
+    "ModelError": "errors",
+    "ModelMismatch": "errors",
     "NeighbourVote": "evaluation.explain",
+    "Neighbours": "index.base",
+    "ParameterError": "errors",
     "Prediction": "memories",
+    "Problem": "maintenance.verify",
+    "Progress": "progress",
     "Removed": "datastore.remove",
+    "RepairResult": "maintenance.repair",
     "Retrieved": "mixture",
     "RetrievedNeighbours": "memories",
     "Source": "memories",
@@ -77,6 +108,9 @@ _HOMES = {
     "TokenExplanation": "evaluation.explain",
     "Trace": "evaluation.trace",
     "Tuning": "evaluation.tune",
+    "Vectors": "index.base",
+    "Verification": "maintenance.verify",
+    "WindowShape": "lm.windows",
     "adapt": "training.adapt",
     "build": "ingest.build",
     "import_arrays": "maintenance.import_",
@@ -93,22 +127,42 @@ __all__ = [
     "Compacted",
     "Context",
     "Contribution",
+    "CorpusError",
     "Datastore",
+    "DatastoreBusy",
+    "DatastoreCorrupt",
+    "DatastoreError",
     "Document",
+    "DocumentReader",
     "Evaluation",
+    "ExportResult",
+    "ImportResult",
+    "Index",
+    "IndexInvalid",
+    "KeyLayerError",
     "KnnConfig",
     "KnnForCausalLM",
     "KnnMemory",
     "KnnlmError",
+    "LostDocument",
     "Memory",
     "MemoryOutput",
     "MemoryTrace",
+    "MergeResult",
+    "MissingExtra",
     "Mixture",
     "MixtureOptions",
     "MixturePrediction",
+    "ModelError",
+    "ModelMismatch",
     "NeighbourVote",
+    "Neighbours",
+    "ParameterError",
     "Prediction",
+    "Problem",
+    "Progress",
     "Removed",
+    "RepairResult",
     "Retrieved",
     "RetrievedNeighbours",
     "Source",
@@ -117,6 +171,9 @@ __all__ = [
     "TokenExplanation",
     "Trace",
     "Tuning",
+    "Vectors",
+    "Verification",
+    "WindowShape",
     "adapt",
     "build",
     "import_arrays",
@@ -128,7 +185,7 @@ __all__ = [
 
 
 def __dir__() -> list[str]:
-    return __all__
+    return [*__all__, "__version__", "errors"]
 
 
 def __getattr__(name: str) -> Any:

@@ -135,13 +135,6 @@ def neighbour_table(title: str | Text, rows: Sequence[tuple[float, str, str, str
     return table
 
 
-def change(before: float, after: float) -> str:
-    """Describe a change of a figure of which less is better: "12.3% lower", "4.5% higher"."""
-    if not (math.isfinite(before) and math.isfinite(after)) or before == 0:
-        return "no comparison"
-    return f"{abs(after / before - 1):.1%} {'lower' if after <= before else 'higher'}"
-
-
 def leak_warning(leaked: int, documents: int, consequence: str) -> list[tuple[str, str]]:
     """Return a warning row where text that was measured on is in the store itself."""
     if not leaked:

@@ -12,7 +12,7 @@ import typer
 from rich.table import Table
 
 from knnlm.cli.options import START, Json, MachineFlags, Model, command
-from knnlm.cli.output import bar, change, console, err, open_model, print_json, safe, waiting
+from knnlm.cli.output import bar, console, err, open_model, print_json, safe, waiting
 from knnlm.cli.use import continue_text, explanation_table
 
 if TYPE_CHECKING:
@@ -82,7 +82,7 @@ def _show_demo(result: DemoResult, figures: dict[str, Any], continuation: dict[s
         table.add_column(name, justify="right")
     before, after = figures["base_perplexity"], figures["perplexity"]
     mean, seconds = f"{figures['lambda']:.2f}", f"{figures['total_seconds']:.0f}"
-    table.add_row(f"{before:.2f}", f"{after:.2f}", change(before, after), mean, seconds)
+    table.add_row(f"{before:.2f}", f"{after:.2f}", result.evaluation.change, mean, seconds)
     console.print(table)
     console.print("\n[bold]Three tokens and their nearest neighbours[/bold] (weight, context, source)")
     for token in result.explanations:

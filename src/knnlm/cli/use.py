@@ -31,7 +31,6 @@ from knnlm.cli.options import (
 )
 from knnlm.cli.output import (
     bar,
-    change,
     console,
     count,
     leak_warning,
@@ -300,7 +299,7 @@ def _evaluation_rows(result: Evaluation) -> list[tuple[str, str]]:
     before, after = figures["base_perplexity"], figures["perplexity"]
     rows = [
         ("text", f"{figures['tokens']:,} tokens, {figures['words']:,} words of {count(result.documents, 'document')}"),
-        ("perplexity", f"{before:.3f} → {after:.3f}  ({change(before, after)})"),
+        ("perplexity", f"{before:.3f} → {after:.3f}  ({result.change})"),
         ("  oracle", f"{figures['oracle_perplexity']:.3f}, the best of model and memories at each token"),
         ("  per word", f"{figures['base_word_perplexity']:.2f} → {figures['word_perplexity']:.2f}"),
         ("bits per byte", f"{figures['base_bits_per_byte']:.4f} → {figures['bits_per_byte']:.4f}"),

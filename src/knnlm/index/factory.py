@@ -1,7 +1,7 @@
 """Spec strings, the choice behind `auto`, and building an approximate index from a spec.
 
-`auto` chooses an index on the Pareto front of measured (perplexity, time, bytes); see docs/search.md. The specs of all
-sizes are of one kind and differ in their numbers only:
+`auto` chooses an index on the Pareto front of measured (perplexity, time, bytes); see docs/guides/scale.md. The specs
+of all sizes are of one kind and differ in their numbers only:
 
     Lists512    k-means sorts keys into this many lists
     Blocks256   lists are split into blocks of up to this many keys, one byte per dimension; a query searches the

@@ -109,7 +109,7 @@ def keep_layers(model: PreTrainedModel, layers: int) -> tuple[PreTrainedModel, t
 def first_and_last(count: int, wanted: int) -> tuple[int, ...]:
     """Return `wanted` of `count` numbers: a quarter of them the first, the rest the last; if only one, the first.
 
-    The middle layers contribute least; evenly spaced layers do not fit together (docs/log.md).
+    The middle layers contribute least; evenly spaced layers do not fit together (docs/background/log.md).
     """
     first = -(-wanted // 4)
     return (*range(first), *range(count - wanted + first, count))

@@ -30,7 +30,7 @@ class TileShape:
     stages: int
 
 
-# Measured on an H200 with keys of width 576; see docs/log.md.
+# Measured on an H200 with keys of width 576; see docs/background/log.md.
 _SMALL_SHAPES = {16: TileShape(16, 128, 16, 4, 5), 32: TileShape(32, 128, 16, 4, 5), 64: TileShape(64, 128, 16, 4, 4)}
 _LARGE_SHAPE = TileShape(128, 256, 8, 8, 3)
 _LARGE_INT8_SHAPE = TileShape(128, 128, 16, 4, 3)
