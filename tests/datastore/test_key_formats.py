@@ -420,11 +420,11 @@ def test_a_thin_index_is_small_and_finds_most(tmp_path):
 
 def test_compress_and_info_say_how_many_bytes_a_token_takes(built, tmp_path, capfd):
     plain = built["float16"]
-    code, out, err = knnlm(capfd, "compress", plain.path, "--out", tmp_path / "c", "--keys", "codes8", "--json")
+    code, out, err = knnlm(capfd, "compress", plain.path, "--out", tmp_path / "c", "--key-format", "codes8", "--json")
     assert code == 0, err
     facts = json.loads(out)
     assert (facts["bytes_per_token_before"], facts["bytes_per_token_after"]) == (68, 12)
-    assert facts["keys"] == "codes8"
+    assert facts["key_format"] == "codes8"
     _, out, _ = knnlm(capfd, "info", tmp_path / "c", "--json")
     facts = json.loads(out)
     assert (facts["bytes_per_token"], facts["index_bytes"], facts["keys"]["storage"]) == (12, 0, "codes8")
@@ -435,4 +435,4 @@ def test_compress_and_info_say_how_many_bytes_a_token_takes(built, tmp_path, cap
     _, out, _ = knnlm(capfd, "info", tmp_path / "c")
     assert "as codes8" in out
     assert "finished store already" in failure(capfd, "compress", plain.path, "--out", tmp_path / "c")
-    assert "codes48" in failure(capfd, "compress", plain.path, "--out", tmp_path / "d", "--keys", "float8")
+    assert "codes48" in failure(capfd, "compress", plain.path, "--out", tmp_path / "d", "--key-format", "float8")
