@@ -427,7 +427,7 @@ def test_compress_and_info_say_how_many_bytes_a_token_takes(built, tmp_path, cap
     assert facts["key_format"] == "codes8"
     _, out, _ = knnlm(capfd, "info", tmp_path / "c", "--json")
     facts = json.loads(out)
-    assert (facts["bytes_per_token"], facts["index_bytes"], facts["keys"]["storage"]) == (12, 0, "codes8")
+    assert (facts["bytes_per_token"], facts["index_bytes"], facts["keys"]["format"]) == (12, 0, "codes8")
     build_index(Datastore.open(tmp_path / "c"), "IVF4,SQ8")
     _, out, _ = knnlm(capfd, "info", tmp_path / "c", "--json")
     facts = json.loads(out)
