@@ -1,6 +1,6 @@
-"""Make the pictures of the page in docs/images: a small memory of a small island, the bundled model, a real browser.
+"""Take the screenshots of the web page for docs/images: a small store about an island, the bundled model, a browser.
 
-Needs chromium, playwright and pillow. `python docs/screenshots.py FOLDER` keeps the memory there, to be built once.
+Needs chromium, playwright and pillow. `python scripts/screenshots.py FOLDER` keeps the store in the folder.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 from PIL import Image
 from playwright.sync_api import Browser, Page, sync_playwright
 
-IMAGES = Path(__file__).parent / "images"
+IMAGES = Path(__file__).parent.parent / "docs" / "images"
 CHROMIUM = os.environ.get("CHROMIUM", "/usr/bin/chromium")
 PROMPT = "When fog comes down on Harrow Skerry, the keeper"
 CHOSEN = " Grey"
@@ -46,7 +46,7 @@ calm. The ferry does not sail when the wind is above force seven. Letters and oi
 Fridays.""",
     "tides.md": """The tide at Harrow Skerry rises six metres at the springs. At low water a causeway of black stones
 joins the Skerry to the islet of Little Harrow, and it may be crossed for two hours. The tide table is painted on the
-door of the boathouse by Tamsin Vey every new year. Nobody should cross the causeway when the Grey Widow is rung.""",
+door of the boathouse by Tamsin Vey every new year. The causeway must not be crossed when the Grey Widow is rung.""",
     "birds.md": """Storm petrels nest in the walls of the old lighthouse on Harrow Skerry from May to September. They
 come to land only at night. The keeper counts them on the first night of July: in the last year there were three hundred
 and twelve. A lamp that is lit an hour before sunset does not trouble the petrels, but a torch does, so visitors are
@@ -62,7 +62,7 @@ Sandpiper brings flour from Port Ellery. Petrels like the crumbs, but should not
 
 
 def main(arguments: list[str]) -> None:
-    """Build the memory where it is not there, serve it, and take the pictures."""
+    """Build the store if it does not exist, serve it, and take the screenshots."""
     if arguments:
         take(Path(arguments[0]))
         return
@@ -71,22 +71,22 @@ def main(arguments: list[str]) -> None:
 
 
 def take(folder: Path) -> None:
-    """Take all pictures."""
-    memory = folder / "harrow-skerry"
-    if not memory.exists():
+    """Take all screenshots."""
+    store = folder / "harrow-skerry"
+    if not store.exists():
         texts = folder / "texts"
         texts.mkdir(parents=True, exist_ok=True)
         for name, text in ISLAND.items():
             (texts / name).write_text(" ".join(text.split()))
         knnlm = [sys.executable, "-m", "knnlm"]
-        subprocess.run([*knnlm, "build", "texts", "--out", str(memory)], check=True, cwd=folder)
-    command = [sys.executable, "-m", "knnlm", "serve", str(memory), "--port", "0", "--lambda", "0.5", "--k", "64"]
+        subprocess.run([*knnlm, "build", "texts", "--out", str(store)], check=True, cwd=folder)
+    command = [sys.executable, "-m", "knnlm", "serve", str(store), "--port", "0", "--lambda", "0.5", "--k", "64"]
     with subprocess.Popen(
         [*command, "--knn-temperature", "6"], stderr=subprocess.PIPE, text=True, env={**os.environ, "COLUMNS": "500"}
     ) as server:
         try:
             assert server.stderr is not None
-            address = next(line for line in server.stderr if "served at" in line).split()[-1]
+            address = next(line for line in server.stderr if ": serving " in line).split()[-1]
             with sync_playwright() as playwright:
                 browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
                 for name, settings in VIEWS.items():
@@ -97,17 +97,17 @@ def take(folder: Path) -> None:
 
 
 VIEWS: dict[str, dict[str, Any]] = {
-    "write-light": {"scheme": "light", "size": (1280, 900), "tab": "write"},
-    "write-dark": {"scheme": "dark", "size": (1280, 900), "tab": "write"},
+    "generate-light": {"scheme": "light", "size": (1280, 900), "tab": "generate"},
+    "generate-dark": {"scheme": "dark", "size": (1280, 900), "tab": "generate"},
     "score-light": {"scheme": "light", "size": (1280, 1000), "tab": "score"},
-    "memory-light": {"scheme": "light", "size": (1280, 1000), "tab": "memory"},
-    "phone-light": {"scheme": "light", "size": (360, 780), "tab": "write"},
+    "documents-light": {"scheme": "light", "size": (1280, 1000), "tab": "documents"},
+    "phone-light": {"scheme": "light", "size": (360, 780), "tab": "generate"},
     "phone-dark": {"scheme": "dark", "size": (360, 780), "tab": "score"},
 }
 
 
 def photograph(browser: Browser, address: str, name: str, *, scheme: Any, size: tuple[int, int], tab: str) -> None:
-    """Use the page as a person would, and keep what it looks like."""
+    """Use the page and save its screenshot."""
     width, height = size
     small = width < 600
     context = browser.new_context(
@@ -116,29 +116,29 @@ def photograph(browser: Browser, address: str, name: str, *, scheme: Any, size: 
     page = context.new_page()
     page.goto(f"{address}/#{tab}")
     page.wait_for_selector("html[data-ready]")
-    {"write": write, "score": score, "memory": browse}[tab](page)
+    {"generate": generate, "score": score, "documents": list_documents}[tab](page)
     page.mouse.move(0, 0)
     if not small:
         page.evaluate("document.activeElement.blur()")
     page.wait_for_timeout(400)
     picture = Image.open(io.BytesIO(page.screenshot()))
-    # A page has few colours, and a palette of them takes a third of the bytes.
+    # A page has few colours, and a palette takes a third of the bytes.
     picture.convert("RGB").quantize(256).save(IMAGES / f"{name}.png", optimize=True)
     context.close()
 
 
-def write(page: Page) -> None:
-    """Write a text with and without the memory, and choose a word that only the memory could say."""
+def generate(page: Page) -> None:
+    """Generate a text without and with the store, and select a token that comes from the store."""
     page.fill("#prompt", PROMPT)
     page.fill("#length", "34")
     page.click("#go")
     page.wait_for_selector("#go:not([disabled])", timeout=300_000)
     words = page.eval_on_selector_all("#text-with .token", "all => all.map(one => one.textContent)")
-    choose(page, "text-with", words.index(CHOSEN) if CHOSEN in words else 0)
+    select(page, "text-with", words.index(CHOSEN) if CHOSEN in words else 0)
 
 
 def score(page: Page) -> None:
-    """Score a text, and choose the word that the memory helped most."""
+    """Score a text, and select the token with the largest gain."""
     page.fill("#given", SCORED)
     page.click("#measure")
     page.wait_for_selector("#scored:not([hidden])", timeout=300_000)
@@ -147,16 +147,16 @@ def score(page: Page) -> None:
         page.evaluate("scrollTo(0, 0)")
 
 
-def choose(page: Page, text: str, place: int) -> None:
-    """Choose a word."""
+def select(page: Page, text: str, place: int) -> None:
+    """Select a token."""
     token = page.locator(f"#{text} .token").nth(place)
     token.scroll_into_view_if_needed()
     token.click()
 
 
-def browse(page: Page) -> None:
-    """Look at the documents."""
-    page.wait_for_selector("#shelf li")
+def list_documents(page: Page) -> None:
+    """Show the documents."""
+    page.wait_for_selector("#document-list li")
 
 
 if __name__ == "__main__":
