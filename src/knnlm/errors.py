@@ -1,25 +1,25 @@
-"""All the errors that knnlm raises on purpose. Knows nothing about what goes wrong.
+"""The exceptions of knnlm.
 
     KnnlmError
-    ├── CorpusError          a text cannot be read: which file, which line
+    ├── CorpusError          a text cannot be read
     ├── ParameterError       a setting is out of range (also a ValueError)
-    ├── MissingExtra         an optional package is not installed: how to install it
+    ├── MissingExtra         an optional package is not installed
     ├── ModelError           a model cannot be opened or used
-    │   ├── KeyLayerError    the asked-for place was not found in the model
-    │   └── ModelMismatch    a memory was built with another model
-    ├── DatastoreError       a memory on disk cannot be opened, read or written
+    │   ├── KeyLayerError    the requested key layer was not found in the model
+    │   └── ModelMismatch    a store was built with another model
+    ├── DatastoreError       a store cannot be opened, read or written
     │   ├── DatastoreCorrupt   its files contradict its catalog
     │   └── DatastoreBusy      another process is writing to it
-    └── IndexInvalid         an index does not answer as its keys say it must
+    └── IndexInvalid         an index fails its validation
 
-The command line prints one of these as a single line and exits with code 2.
+The command line prints such an error as one line and exits with code 2.
 """
 
 from __future__ import annotations
 
 
 class KnnlmError(Exception):
-    """The root: catch it to catch everything that knnlm raises on purpose."""
+    """The base class of all errors that knnlm raises on purpose."""
 
 
 class CorpusError(KnnlmError):
@@ -43,24 +43,24 @@ class ModelError(KnnlmError):
 
 
 class KeyLayerError(ModelError):
-    """The asked-for place was not found in the model."""
+    """The requested key layer was not found in the model."""
 
 
 class ModelMismatch(ModelError):
-    """A memory was built with another model."""
+    """A store was built with another model."""
 
 
 class DatastoreError(KnnlmError):
-    """A memory on disk cannot be opened, read or written."""
+    """A store cannot be opened, read or written."""
 
 
 class DatastoreCorrupt(DatastoreError):
-    """The files of a memory contradict its catalog."""
+    """The files of a store contradict its catalog."""
 
 
 class DatastoreBusy(DatastoreError):
-    """Another process is writing to the memory."""
+    """Another process is writing to the store."""
 
 
 class IndexInvalid(KnnlmError):
-    """An index does not answer as its keys say it must."""
+    """An index fails its validation."""

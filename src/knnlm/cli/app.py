@@ -35,7 +35,7 @@ class _Panels(typer.core.TyperGroup):
 app = typer.Typer(
     name="knnlm",
     cls=_Panels,
-    help="Give any language model a memory. Start with: knnlm demo",
+    help="A memory for any language model. Start with: knnlm demo",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -47,7 +47,7 @@ for module in (start, make, use, train, maintain, serve, chat):
 
 @app.callback(invoke_without_command=True)
 def root(version: bool = typer.Option(False, "--version", help="Show the version and exit.")) -> None:
-    """Give any language model a memory. Start with: knnlm demo"""
+    """A memory for any language model. Start with: knnlm demo"""
     if version:
         import knnlm
 

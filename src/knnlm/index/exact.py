@@ -44,9 +44,9 @@ def has_kernels(device: torch.device | str) -> bool:
 
 def fits_on_device(vectors: Vectors, device: torch.device | str, key_dtype: str) -> bool:
     """Whether all vectors fit on a device on which the kernels run."""
-    from knnlm.index.gpu.streaming import fits_on_device as fits  # needs Triton
+    from knnlm.index.gpu import streaming  # needs Triton
 
-    return fits(vectors, torch.device(device), key_dtype)
+    return streaming.fits_on_device(vectors, torch.device(device), key_dtype)
 
 
 class ExactIndex:
