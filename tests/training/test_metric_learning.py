@@ -274,7 +274,7 @@ def test_a_damaged_map_of_a_stopped_run_is_named(tmp_path):
         with pytest.raises(DatastoreCorrupt, match=r"b\.map\.safetensors: not a readable key map"):
             fit_key_metric(store, tmp_path / "b", **options)
     file.write_bytes(b"nonsense")
-    with pytest.raises(DatastoreCorrupt, match=r"b\.map\.safetensors is damaged"):
+    with pytest.raises(DatastoreCorrupt, match=r"b\.map\.safetensors: corrupt"):
         fit_key_metric(store, tmp_path / "b", **options)
 
 
