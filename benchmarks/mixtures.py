@@ -121,7 +121,7 @@ def trace_corpus(
         derive(store, folder / "mapped", key_map=learned).close()
         memories.append(f"knn={folder}/mapped")
         labels[memories[-1]] = MAPPED
-        clock.log("trained keys", json.dumps(learned.facts)[:600])
+        clock.log("trained keys", json.dumps(learned.metadata)[:600])
     mixture = Mixture.open(folder / "store", lm, memories=",".join(memories), use_tuned=False)
     clock.log("opened", 0)
     traces = []

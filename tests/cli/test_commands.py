@@ -112,12 +112,12 @@ def test_the_examples_run_as_they_stand(texts, model_folder, tmp_path, monkeypat
 def test_build_reports_what_it_stored_as_json(texts, model_folder, tmp_path, capfd, lm):
     code, out, _ = knnlm(capfd, "build", texts / "docs", "--out", tmp_path / "m", "--model", model_folder, "--json")
     assert code == 0
-    facts = json.loads(out)
-    assert facts["documents"] == 12
-    assert facts["tokens"] == sum(len(lm.encode(document.text)) for document in documents(12))
+    metadata = json.loads(out)
+    assert metadata["documents"] == 12
+    assert metadata["tokens"] == sum(len(lm.encode(document.text)) for document in documents(12))
     code, out, _ = knnlm(capfd, "info", tmp_path / "m", "--json")
     found = json.loads(out)
-    assert (found["tokens"], found["documents"], found["index"]) == (facts["tokens"], 12, "exact")
+    assert (found["tokens"], found["documents"], found["index"]) == (metadata["tokens"], 12, "exact")
     assert found["model"]["key_layer"] == "ffn_input"
     assert found["window"] == {"context": 128, "stride": 64}
 

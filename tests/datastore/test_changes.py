@@ -99,7 +99,7 @@ def expect(store: Datastore, wanted: list[Document], lm: CausalLM, alone: dict[s
     assert torch.equal(torch.cat([torch.zeros(0, 32), *(block for _, block in given)]), store.take(rows))
     first = 0
     for document, stored, each in zip(wanted, store.documents(), tokens, strict=True):
-        assert (stored.id, stored.first_row, stored.rows) == (document.id, first, len(each))
+        assert (stored.id, stored.first_entry, stored.entries) == (document.id, first, len(each))
         assert store.holds(document.text)
         for row in (first, first + len(each) - 1):
             assert store.document_at(row) == stored
@@ -204,7 +204,7 @@ def test_after_a_compaction_no_file_has_the_tokens_keys_or_name_of_a_removed_doc
     store = Datastore.open(memory)
     build_index(store, "IVF4,Flat")
     open_suffixes(store)
-    first = next(stored.first_row for stored in store.documents() if stored.id == secret.id)
+    first = next(stored.first_entry for stored in store.documents() if stored.id == secret.id)
     tokens = np.array(lm.encode(secret.text), np.int32)
     needles = {
         "tokens": tokens[:6].tobytes(),
@@ -472,7 +472,7 @@ def test_a_pruned_and_mapped_memory_lives_too(lm, memory, tmp_path, alone):
     small = tmp_path / "small"
     add(DOCUMENTS[12:13], small, lm=lm)
     remove(small, document="d3")
-    first, rows = documents_there[3].first_row, documents_there[3].rows
+    first, rows = documents_there[3].first_entry, documents_there[3].entries
     stays = keep[(keep < first) | (keep >= first + rows)]
     shift = torch.where(stays >= first + rows, stays - rows, stays)
     added = torch.from_numpy(alone["d12"])
@@ -767,7 +767,7 @@ def test_an_index_that_so_few_keys_cannot_have_becomes_an_exact_search(lm, memor
 def test_removed_rows_that_cannot_be_are_damage(memory):
     remove(memory, document="d1")
     with closing(sqlite3.connect(memory / "catalog.db", isolation_level=None)) as connection:
-        connection.execute("UPDATE removed SET rows = 100000")
+        connection.execute("UPDATE removed SET entries = 100000")
     seal(memory / "catalog.db")
     with pytest.raises(DatastoreCorrupt, match=r"rows from .* on were removed, which are not in segment"):
         Datastore.open(memory)
@@ -785,26 +785,26 @@ def test_the_commands_do_what_the_functions_do(memory, model_folder, tmp_path, c
     text.write_text(DOCUMENTS[13].text)
     command = ("add", memory, text, "--model", model_folder, "--json")
     code, out, _ = knnlm(capfd, *command)
-    facts = json.loads(out)
-    assert (code, facts["documents"], facts["skipped"]) == (0, 1, 0)
-    assert facts["tokens"] == len(lm.encode(DOCUMENTS[13].text))
+    metadata = json.loads(out)
+    assert (code, metadata["documents"], metadata["skipped"]) == (0, 1, 0)
+    assert metadata["tokens"] == len(lm.encode(DOCUMENTS[13].text))
     assert json.loads(knnlm(capfd, *command)[1])["skipped"] == 1
     listed = json.loads(knnlm(capfd, "documents", memory, "--source", "*new.txt", "--json")[1])
-    assert (listed["total"], listed["documents"][0]["rows"]) == (1, facts["tokens"])
+    assert (listed["total"], listed["documents"][0]["tokens"]) == (1, metadata["tokens"])
     code, out, _ = knnlm(capfd, "documents", memory, "--limit", 2)
     assert code == 0
     assert "2 of 13 documents; more with --first 2" in out
     code, out, _ = knnlm(capfd, "remove", memory, "--source", "*new.txt", "--dry-run")
     assert "1 document" in out
     assert "would be removed" in out
-    facts = json.loads(knnlm(capfd, "remove", memory, "--where", "id=d3", "--report", "--json")[1])
-    assert [one["id"] for one in facts["documents"]] == ["d3"]
-    assert facts["report"]["waiting"] == facts["tokens"]
+    metadata = json.loads(knnlm(capfd, "remove", memory, "--where", "id=d3", "--report", "--json")[1])
+    assert [one["id"] for one in metadata["documents"]] == ["d3"]
+    assert metadata["report"]["waiting"] == metadata["tokens"]
     code, out, _ = knnlm(capfd, "remove", memory, "--report")
     assert "segments/000001/keys.npy: " in out
     code, out, _ = knnlm(capfd, "compact", memory, "--json")
-    facts = json.loads(out)
-    assert (code, facts["purged"], facts["tokens_dropped"]) == (0, True, len(lm.encode(DOCUMENTS[3].text)))
+    metadata = json.loads(out)
+    assert (code, metadata["purged"], metadata["tokens_dropped"]) == (0, True, len(lm.encode(DOCUMENTS[3].text)))
     assert "No file contains bytes of removed documents." in knnlm(capfd, "remove", memory, "--report")[1]
     for arguments, message in (
         (("remove", memory, "--document", "d3"), "has no document for --document d3"),

@@ -59,8 +59,8 @@ def raw(path) -> dict[str, bytes]:
         for document in list(store.catalog.documents()):
             segment = next(one for one in store.segments if one.id == document.segment)
             keys = np.load(path / "segments" / f"{segment.id:06d}" / "keys.npy")
-            first = document.first_row - segment.first_row
-            found[document.sha256] = keys[first : first + document.rows].tobytes()
+            first = document.first_entry - segment.first_entry
+            found[document.sha256] = keys[first : first + document.entries].tobytes()
     return found
 
 

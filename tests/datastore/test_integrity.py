@@ -79,7 +79,7 @@ def answers(path: Path) -> dict[str, object]:
             "segments": store.segments,
             "removed": store.catalog.removed(),
             "indexes": store.catalog.indexes(),
-            "facts": store.catalog.facts(),
+            "metadata": store.catalog.metadata(),
             "keys": store.take(keys).tolist(),
             "rows": store.entries_of(keys).tolist(),
             "counts": store.counts(keys).tolist(),
@@ -366,7 +366,7 @@ def test_what_nothing_vouches_for_is_not_believed(memory, statement):
 
 def test_an_index_whose_row_is_another_is_made_again(memory):
     with closing(sqlite3.connect(memory / FILE, isolation_level=None)) as connection:
-        connection.execute("UPDATE indexes SET rows = rows + 7, metric = 'l2'")
+        connection.execute("UPDATE indexes SET entries = entries + 7, metric = 'l2'")
     with closing(Datastore.open(memory)) as store, pytest.raises(DatastoreCorrupt, match="its indexes is another"):
         open_index(store)
     assert repair(memory).index == "Flat"
@@ -377,7 +377,7 @@ def test_an_index_whose_row_is_another_is_made_again(memory):
 @example([("p", 0, "\x00"), ("p", 0, "\x00\x00"), ("p", 1, "é"), ("d", 0, ""), ("r", 0, "x")])
 @settings(max_examples=15)
 def test_sums_follow_any_changes(tmp_path_factory, steps):
-    """Of facts and documents, put, deleted and renamed in any order."""
+    """Of metadata and documents, put, deleted and renamed in any order."""
     path = tmp_path_factory.mktemp("any") / "m"
     with closing(catalog_of(path, 20)) as catalog:
         for kind, number, text in steps:

@@ -174,7 +174,7 @@ def test_a_build_stores_what_the_codec_makes_of_the_keys(built, way):
     keys = all_keys(plain)
     assert (store.storage, store.key_count, store.entry_count) == (way, plain.key_count, plain.entry_count)
     # Only the first keys were there when the codec was chosen; they were float16 by then, the others are not.
-    read = sum(segment.rows for segment in plain.segments[:3])
+    read = sum(segment.entries for segment in plain.segments[:3])
     assert 400 <= read < plain.entry_count
     key_map, codec = fit_codec(parse_storage(way), keys[:read])
     assert type(codec) is type(store.codec)
@@ -422,16 +422,16 @@ def test_compress_and_info_say_how_many_bytes_a_token_takes(built, tmp_path, cap
     plain = built["float16"]
     code, out, err = knnlm(capfd, "compress", plain.path, "--out", tmp_path / "c", "--key-format", "codes8", "--json")
     assert code == 0, err
-    facts = json.loads(out)
-    assert (facts["bytes_per_token_before"], facts["bytes_per_token_after"]) == (68, 12)
-    assert facts["key_format"] == "codes8"
+    metadata = json.loads(out)
+    assert (metadata["bytes_per_token_before"], metadata["bytes_per_token_after"]) == (68, 12)
+    assert metadata["key_format"] == "codes8"
     _, out, _ = knnlm(capfd, "info", tmp_path / "c", "--json")
-    facts = json.loads(out)
-    assert (facts["bytes_per_token"], facts["index_bytes"], facts["keys"]["format"]) == (12, 0, "codes8")
+    metadata = json.loads(out)
+    assert (metadata["bytes_per_token"], metadata["index_bytes"], metadata["keys"]["format"]) == (12, 0, "codes8")
     build_index(Datastore.open(tmp_path / "c"), "IVF4,SQ8")
     _, out, _ = knnlm(capfd, "info", tmp_path / "c", "--json")
-    facts = json.loads(out)
-    assert facts["bytes_per_token"] == pytest.approx(12 + facts["index_bytes"] / facts["tokens"])
+    metadata = json.loads(out)
+    assert metadata["bytes_per_token"] == pytest.approx(12 + metadata["index_bytes"] / metadata["tokens"])
     _, out, _ = knnlm(capfd, "info", tmp_path / "c")
     assert "as codes8" in out
     assert "finished store already" in failure(capfd, "compress", plain.path, "--out", tmp_path / "c")

@@ -99,7 +99,7 @@ def test_nothing_of_a_stopped_addition_is_there_and_it_goes_on_without_reading_a
     assert names(path) == ["d0", "d1", "d2"]
     found = verify(path, deep=True)
     assert found.sound
-    assert any(note.startswith(f"{STAGING_FILE}: ") and "goes on" in note for note in found.notes)
+    assert any(note.startswith(f"{STAGING_FILE}: ") and "The same command resumes it" in note for note in found.notes)
     whole = shutil.copytree(built, tmp_path / "whole")
     add(NEW, whole, lm=lm)
     before = len(list((path / "segments").iterdir()))

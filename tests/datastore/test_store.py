@@ -67,7 +67,7 @@ def test_every_row_knows_its_document_and_the_text_around_it(lm, store):
         assert (stored.id, stored.source) == (document.id, document.source)
         tokens = lm.encode(document.text)
         for offset in (0, len(tokens) // 2, len(tokens) - 1):
-            row = stored.first_row + offset
+            row = stored.first_entry + offset
             assert store.document_at(row).id == document.id
             before, after = store.around(row, before=5, after=4)
             assert before == tokens[max(0, offset - 5) : offset]
@@ -317,7 +317,7 @@ def test_a_damaged_catalog_is_one_clear_line(broken, damage):
     assert "\n" not in str(caught.value)
 
 
-def test_facts_of_the_catalog_that_cannot_be_are_one_clear_line(broken):
+def test_metadata_of_the_catalog_that_cannot_be_are_one_clear_line(broken):
     catalog = Catalog.open(broken / "catalog.db", write=True)
     model = catalog.get("model")
     nowhere = [1.0, 2.0], [[0.0] * 32], "x", 5, {"a": 1}, [0.0] * 31 + ["x"], [0.0] * 31 + [math.nan], [math.inf] * 32

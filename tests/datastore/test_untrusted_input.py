@@ -113,16 +113,16 @@ def vouch(path: Path, name: str) -> None:
         with closing(sqlite3.connect(path / "catalog.db", isolation_level=None)) as connection:
             (text,) = connection.execute("SELECT value FROM meta WHERE key = 'map'").fetchone()
         change(path, "UPDATE meta SET value = ? WHERE key = 'map'", json.dumps({**json.loads(text), "sha256": new}))
-    if name != "ngram/facts.json":
+    if name != "ngram/metadata.json":
         try:
             with closing(Datastore.open(path)) as store:
                 fingerprint = store.fingerprint
         except KnnlmError:
             return
-        facts = json.loads((path / "ngram/facts.json").read_text()) | {"fingerprint": fingerprint}
+        metadata = json.loads((path / "ngram/metadata.json").read_text()) | {"fingerprint": fingerprint}
         if name.startswith("ngram/"):
-            facts[Path(name).stem + "_sha256"] = new
-        (path / "ngram/facts.json").write_text(json.dumps(facts))
+            metadata[Path(name).stem + "_sha256"] = new
+        (path / "ngram/metadata.json").write_text(json.dumps(metadata))
 
 
 VALUES = st.one_of(
@@ -184,7 +184,7 @@ def test_an_index_that_crashes_faiss_is_made_again_from_keys_without_being_read(
 
 @pytest.mark.parametrize(
     "name", ["segments/000001/keys.npy", "segments/000001", "segments", "index/000000/index.faiss", "map.safetensors",
-             "ngram/text.npy", "ngram/facts.json", "catalog.db"],
+             "ngram/text.npy", "ngram/metadata.json", "catalog.db"],
 )  # fmt: skip
 def test_a_link_out_of_the_memory_is_not_followed(memory, tmp_path, name):
     outside = tmp_path / "outside"
@@ -231,7 +231,7 @@ def test_no_writer_removes_or_empties_what_a_link_leads_to(memory, tmp_path, nam
     assert not (memory / "lost").exists() or all(not file.is_symlink() for file in (memory / "lost").rglob("*"))
 
 
-@pytest.mark.parametrize("name", ["segments/000000/keys.npy", "map.safetensors", "catalog.db", "ngram/facts.json"])
+@pytest.mark.parametrize("name", ["segments/000000/keys.npy", "map.safetensors", "catalog.db", "ngram/metadata.json"])
 def test_a_pipe_that_nobody_writes_to_does_not_hang(memory, name):
     (memory / name).unlink()
     os.mkfifo(memory / name)
@@ -349,11 +349,11 @@ def test_enormous_promises_fit_into_little_memory(memory, lm):
     copies = [memory.parent / f"copy-{number}" for number in range(5)]
     for copy in copies:
         shutil.copytree(memory, copy)
-    change(copies[0], "UPDATE segments SET rows = 1000000000000, kept = 1000000000000 WHERE id = 0")
+    change(copies[0], "UPDATE segments SET entries = 1000000000000, kept = 1000000000000 WHERE id = 0")
     header = (1 << 40).to_bytes(8, "little")
     (copies[1] / "map.safetensors").write_bytes(header + (copies[1] / "map.safetensors").read_bytes()[8:])
     vouch(copies[1], "map.safetensors")
-    os.truncate(copies[2] / "ngram/facts.json", 1 << 40)  # nothing but a size
+    os.truncate(copies[2] / "ngram/metadata.json", 1 << 40)  # nothing but a size
     os.truncate(copies[3] / "segments/000000/values.npy", 1 << 40)
     vocabulary = "UPDATE meta SET value = json_set(value, '$.vocab_size', 2147483646) WHERE key = 'model'"
     change(copies[4], vocabulary)

@@ -231,13 +231,19 @@ def test_a_mixture_that_could_not_be_opened_again_is_not_tuned(lm, path):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda facts: facts["weights"].update(kind="buckets", memory=7, buckets=BUCKETS), "no neighbours to go by"),
-        (lambda facts: facts["memories"][0].update(settings=[[float("inf"), 1.0]]), "which memories"),
-        (lambda facts: facts["memories"][0].update(kind="decoder", path=None), "which memories"),
-        (lambda facts: facts["memories"][0].update(kind="cache", path="abc"), "which memories"),
-        (lambda facts: facts["weights"].update(values=[float("nan"), 0.5]), "cannot be read"),
-        (lambda facts: facts["weights"].update(kind="gated", networks=[], file="x", fraction=0), "cannot be read"),
-        (lambda facts: facts["weights"].update(values=[1.0]), "weights are of 1 components"),
+        (
+            lambda saved: saved["weights"].update(kind="buckets", memory=7, buckets=BUCKETS),
+            "no neighbours to go by",
+        ),
+        (lambda saved: saved["memories"][0].update(settings=[[float("inf"), 1.0]]), "which memories"),
+        (lambda saved: saved["memories"][0].update(kind="decoder", path=None), "which memories"),
+        (lambda saved: saved["memories"][0].update(kind="cache", path="abc"), "which memories"),
+        (lambda saved: saved["weights"].update(values=[float("nan"), 0.5]), "cannot be read"),
+        (
+            lambda saved: saved["weights"].update(kind="gated", networks=[], file="x", fraction=0),
+            "cannot be read",
+        ),
+        (lambda saved: saved["weights"].update(values=[1.0]), "weights are of 1 components"),
     ],
 )
 def test_an_invalid_saved_tuning_is_refused(lm, path, tmp_path, change, message):
@@ -245,7 +251,7 @@ def test_an_invalid_saved_tuning_is_refused(lm, path, tmp_path, change, message)
     choice = {
         "memories": [{"kind": "knn", "path": None, "metric": "l2", "settings": [[4, 1.0]], "identity": None}],
         "weights": {"kind": "fixed", "values": [0.5, 0.5]},
-        "facts": {},
+        "metadata": {},
     }
     change(choice)
     catalog = Catalog.open(copied / CATALOG_FILE, write=True)
@@ -257,9 +263,9 @@ def test_an_invalid_saved_tuning_is_refused(lm, path, tmp_path, change, message)
 
 def test_tunings_of_the_wrong_type_are_refused(lm, path, tmp_path):
     copied = shutil.copytree(path, tmp_path / "copy")
-    for facts in ({"choices": [1]}, {"choices": {}, "chosen": [1]}):
+    for metadata in ({"choices": [1]}, {"choices": {}, "chosen": [1]}):
         catalog = Catalog.open(copied / CATALOG_FILE, write=True)
-        catalog.put(**facts)
+        catalog.put(**metadata)
         catalog.close()
         with pytest.raises(DatastoreCorrupt, match="the saved tuning cannot be read"):
             Mixture.open(copied, lm)

@@ -127,9 +127,9 @@ def test_tuning_is_saved_with_the_sources_of_its_text(lm, mixture):
     assert result.perplexity == perplexity
     opened = Mixture.open(mixture.knn.store.path, lm)
     assert (opened.knn.k, opened.knn.knn_temperature, opened.lmbda) == (k, knn_temperature, lmbda)
-    facts = opened.store.catalog.get("choices")["knn"]["facts"]
-    assert facts["chosen_on"] == ["held-out.txt"]
-    assert facts["tokens"] == result.tokens
+    metadata = opened.store.catalog.get("choices")["knn"]["metadata"]
+    assert metadata["chosen_on"] == ["held-out.txt"]
+    assert metadata["tokens"] == result.tokens
     assert opened.evaluate(documents(5, start=100)).perplexity == pytest.approx(perplexity, rel=1e-4)
 
 
@@ -162,8 +162,8 @@ def test_a_trace_is_not_overwritten_and_a_corrupt_one_is_reported(mixture, tmp_p
         Trace.open(path)
     with pytest.raises(DatastoreError, match="not a trace"):
         Trace.open(tmp_path)
-    facts = json.loads((path / "trace.json").read_text())
-    assert facts["documents"] == 1
+    metadata = json.loads((path / "trace.json").read_text())
+    assert metadata["documents"] == 1
 
 
 def test_a_trace_that_fails_leaves_nothing_behind(mixture, tmp_path):

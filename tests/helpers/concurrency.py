@@ -105,7 +105,7 @@ def _check(store: Datastore, index: Any, ids: list[str], alone: Any, chance: ran
     row = int(found.ids[0, 0])
     document = store.document_at(row)
     assert document.id in ids
-    assert document.first_row <= row < document.first_row + document.rows
+    assert document.first_entry <= row < document.first_entry + document.entries
 
 
 def hold(path: Path, order: dict[str, Any]) -> None:

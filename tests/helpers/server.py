@@ -121,11 +121,11 @@ async def read_stream(port: int, body: dict[str, Any]) -> Stream:
             if line.startswith(b"data: [DONE]"):
                 stream.done = True
                 break
-            facts = json.loads(line[6:])
-            if "error" in facts:
-                stream.error = facts["error"]["message"]
+            metadata = json.loads(line[6:])
+            if "error" in metadata:
+                stream.error = metadata["error"]["message"]
                 break
-            (choice,) = facts["choices"]
+            (choice,) = metadata["choices"]
             stream.text += choice["text"]
             if choice["knnlm"]["tokens"]:
                 stream.tokens += len(choice["knnlm"]["tokens"])

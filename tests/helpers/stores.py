@@ -52,9 +52,9 @@ def made_store(path, keys, values, *, sizes=None, texts=None, segments=2, dtype=
     sizes = [len(values)] if sizes is None else list(sizes)
     path.mkdir(parents=True)
     model = {"name": "none", "tokenizer": "none", "width": keys.shape[1], "vocab_size": int(values.max()) + 1}
-    facts = {"model": model, "window": {"context": 8, "stride": 4}, "key_dtype": dtype}
+    metadata = {"model": model, "window": {"context": 8, "stride": 4}, "key_dtype": dtype}
     given_offset = None if offset is None else np.asarray(offset, np.float32).tolist()
-    catalog = Catalog.create(path / CATALOG_FILE, {"state": "building", "offset": given_offset, **facts})
+    catalog = Catalog.create(path / CATALOG_FILE, {"state": "building", "offset": given_offset, **metadata})
     row = number = 0
     for segment, group in enumerate(np.array_split(sizes, min(segments, len(sizes)))):
         first = row
@@ -95,8 +95,9 @@ def documents_by_hash(path) -> dict[str, tuple[list[int], np.ndarray]]:
         found = {}
         owners = store.entries_of(torch.arange(store.key_count))
         for document in list(store.documents()):
-            rows = torch.arange(document.first_row, document.first_row + document.rows)
-            inside = ((owners >= document.first_row) & (owners < document.first_row + document.rows)).nonzero()[:, 0]
+            first, end = document.first_entry, document.first_entry + document.entries
+            rows = torch.arange(first, end)
+            inside = ((owners >= first) & (owners < end)).nonzero()[:, 0]
             found[document.sha256] = (store.values(rows).tolist(), store.take(inside).numpy())
         return found
 

@@ -343,7 +343,7 @@ def queries_near(store, count=3):
 
 def test_keys_are_read_as_they_are_stored_across_segments(store):
     assert len(store.segments) > 1
-    border = store.segments[1].first_row
+    border = store.segments[1].first_entry
     everything = stored(store).half()
     assert store.keys.half
     for first, count in ((0, 1), (0, store.key_count), (border - 2, 4), (border, 3), (store.key_count - 1, 1)):

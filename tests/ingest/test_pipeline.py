@@ -131,7 +131,7 @@ def test_keys_that_stay_on_the_device_are_the_stored_ones(lm, tmp_path, piped):
     piped()
     assert build(documents(12), tmp_path / "without", lm=lm, segment_entries=150).resident_keys is None
     store = build(documents(12), tmp_path / "piped", lm=lm, segment_entries=150, keep_on_device=True)
-    assert [len(keys) for keys in store.resident_keys] == [row.rows for row in store.segments]
+    assert [len(keys) for keys in store.resident_keys] == [row.entries for row in store.segments]
     assert all(keys.dtype == torch.float16 and not keys.is_inference() for keys in store.resident_keys)
     assert torch.equal(torch.cat(store.resident_keys).float(), store.take(torch.arange(store.entry_count)))
 

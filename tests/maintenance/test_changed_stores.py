@@ -56,7 +56,7 @@ def test_changed_store_verifies_and_is_readable_without_the_library(changed):
 
 def test_removed_range_that_overlaps_a_document_is_a_problem(changed):
     with closing(sqlite3.connect(changed / "catalog.db", isolation_level=None)) as connection:
-        connection.execute("UPDATE removed SET rows = rows + 1 WHERE number = (SELECT MIN(number) FROM removed)")
+        connection.execute("UPDATE removed SET entries = entries + 1 WHERE number = (SELECT MIN(number) FROM removed)")
     seal(changed / "catalog.db")
     assert any("was expected" in problem.message for problem in verify(changed).problems)
 
@@ -70,7 +70,7 @@ def test_repair_keeps_the_rest_and_removed_documents_stay_removed(changed, lm):
         assert {document.id for document in remaining} == REMAINING - {document.id for document in done.lost}
         texts = {document.id: document.text for document in [*documents(10), *documents(2, start=20)]}
         for document in remaining:
-            rows = torch.arange(document.first_row, document.first_row + document.rows)
+            rows = torch.arange(document.first_entry, document.first_entry + document.entries)
             assert store.values(rows).tolist() == lm.encode(texts[document.id])
         keys = store.take(torch.arange(store.key_count))
         assert open_index(store).search(keys[::19], 1).distances.max() < 1e-5

@@ -71,7 +71,7 @@ def test_raw_arrays_become_a_store_with_the_same_numbers(peer, lm, tmp_path, nam
     with closing(Datastore.open(tmp_path / "m")) as store:
         assert store.values(torch.arange(120)).tolist() == values.tolist()
         assert np.array_equal(store.take(torch.arange(120)).numpy(), keys.astype(key).astype(np.float32))
-        assert [document.rows for document in store.catalog.documents()] == [50, 50, 20]
+        assert [document.entries for document in store.catalog.documents()] == [50, 50, 20]
         assert store.model == lm.identity
         query = torch.from_numpy(keys[77:78].astype(np.float32))
         assert int(store.entries_of(open_index(store).search(query, 1).ids)) == 77
@@ -82,7 +82,7 @@ def test_import_of_one_segment_is_one_document(peer, lm, tmp_path):
     folder, keys, values = peer
     import_arrays(*write(folder, keys, values), out=tmp_path / "m", lm=lm)
     with closing(Datastore.open(tmp_path / "m")) as store:
-        assert [(d.id, d.rows) for d in store.catalog.documents()] == [("keys-float16-int32.npy", 120)]
+        assert [(d.id, d.entries) for d in store.catalog.documents()] == [("keys-float16-int32.npy", 120)]
 
 
 def test_arrays_of_another_model_or_layer_are_refused(peer, lm, tmp_path):

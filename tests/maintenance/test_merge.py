@@ -77,7 +77,7 @@ def test_search_in_a_merged_store_equals_brute_force(three, tmp_path, lm):
         for row in range(0, store.entry_count, 37):
             document = store.document_at(row)
             tokens = lm.encode(documents(12)[int(document.id[1:])].text)
-            assert tokens[row - document.first_row] == int(store.values(torch.tensor([row])))
+            assert tokens[row - document.first_entry] == int(store.values(torch.tensor([row])))
 
 
 def test_two_halves_merge_to_the_bytes_of_the_whole(lm, tmp_path):

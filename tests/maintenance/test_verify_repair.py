@@ -150,11 +150,11 @@ def test_invalid_numbers_are_found_even_if_the_checksums_match(store_path, prune
 @pytest.mark.parametrize(
     ("statement", "words"),
     [
-        ("UPDATE segments SET first_row = first_row + 1 WHERE id = 2", "segment 2 begins at row"),
+        ("UPDATE segments SET first_entry = first_entry + 1 WHERE id = 2", "segment 2 begins at row"),
         ("UPDATE segments SET scale = -1.0 WHERE id = 1", "scale -1.0"),
-        ("UPDATE segments SET rows = 'many' WHERE id = 1", "'many' as rows"),
-        ("UPDATE documents SET first_row = first_row - 1 WHERE number = 4", "'d4' has rows"),
-        ("UPDATE documents SET rows = rows - 1 WHERE number = 0", "row .* was expected|belong to no document"),
+        ("UPDATE segments SET entries = 'many' WHERE id = 1", "'many' as entries"),
+        ("UPDATE documents SET first_entry = first_entry - 1 WHERE number = 4", "'d4' has rows"),
+        ("UPDATE documents SET entries = entries - 1 WHERE number = 0", "row .* was expected|belong to no document"),
         ("UPDATE documents SET segment = 77 WHERE number = 9", "1 documents belong to segments"),
         ("DELETE FROM documents WHERE number = 9", "belong to no document"),
         ("UPDATE meta SET value = '\"maybe\"' WHERE key = 'state'", "state of the store is 'maybe'"),
@@ -219,8 +219,8 @@ def test_unfinished_build_verifies_and_leftover_files_are_only_a_note(store_path
 
 def test_repair_keeps_every_document_of_intact_segments_and_names_the_others(store_path, lm):
     with closing(Datastore.open(store_path)) as store:
-        before = {d.id: (d.segment, store.values(torch.arange(d.first_row, d.first_row + d.rows)).tolist(),
-                         store.take(torch.arange(d.first_row, d.first_row + d.rows)))
+        before = {d.id: (d.segment, store.values(torch.arange(d.first_entry, d.first_entry + d.entries)).tolist(),
+                         store.take(torch.arange(d.first_entry, d.first_entry + d.entries)))
                   for d in list(store.catalog.documents())}  # fmt: skip
     flip(store_path / "segments/000001/keys.npy", -1)
     damaged = (store_path / "segments/000001/keys.npy").read_bytes()
@@ -235,9 +235,9 @@ def test_repair_keeps_every_document_of_intact_segments_and_names_the_others(sto
     with closing(Datastore.open(store_path)) as store:
         kept = list(store.catalog.documents())
         assert {d.id for d in kept} == set(before) - {document.id for document in done.lost}
-        assert store.entry_count == sum(d.rows for d in kept) == done.tokens
+        assert store.entry_count == sum(d.entries for d in kept) == done.tokens
         for document in kept:
-            rows = torch.arange(document.first_row, document.first_row + document.rows)
+            rows = torch.arange(document.first_entry, document.first_entry + document.entries)
             assert store.values(rows).tolist() == before[document.id][1]
             assert torch.equal(store.take(rows), before[document.id][2])
             assert store.document_at(int(rows[-1])).id == document.id

@@ -377,7 +377,7 @@ def assert_same(one, other):
 def stored_texts(store):
     """The tokens of each document, read row by row."""
     return [
-        store.values(torch.arange(document.first_row, document.first_row + document.rows)).tolist()
+        store.values(torch.arange(document.first_entry, document.first_entry + document.entries)).tolist()
         for document in store.catalog.documents()
     ]
 
@@ -395,7 +395,7 @@ def test_a_memory_on_disk_is_sorted_once_and_kept(own):
     assert_same(first, made)
     assert_same(again, made)
     assert sorted(entry.name for entry in (own.path / "ngram").iterdir()) == [
-        "facts.json",
+        "metadata.json",
         "followers.npy",
         "order.npy",
         "text.npy",
@@ -505,16 +505,16 @@ def test_any_text_and_order_within_range_are_answered_without_a_crash(seed):
     assert answer.features().isfinite().all()
 
 
-def rewrite(store, **facts):
-    """Change what facts.json says."""
-    file = store.path / "ngram" / "facts.json"
-    file.write_text(json.dumps({**json.loads(file.read_text()), **facts}))
+def rewrite(store, **metadata):
+    """Change what metadata.json says."""
+    file = store.path / "ngram" / "metadata.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), **metadata}))
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "7", '"x"', "\udcff", "[" * 100_000])
-def test_facts_that_cannot_be_read_are_corrupt(own, text):
+def test_metadata_that_cannot_be_read_are_corrupt(own, text):
     open_suffixes(own)
-    (own.path / "ngram" / "facts.json").write_bytes(text.encode(errors="surrogateescape"))
+    (own.path / "ngram" / "metadata.json").write_bytes(text.encode(errors="surrogateescape"))
     with pytest.raises(DatastoreCorrupt, match="Remove it"):
         open_suffixes(own)
 

@@ -121,7 +121,7 @@ def test_tune_writes_the_best_lambda_into_the_decoder_and_all_commands_use_it(de
     assert chosen["base_perplexity"] == pytest.approx(oracle.perplexity(base), rel=1e-5)
     assert (chosen["tokens"], chosen["text"]) == (len(tokens), [str(desk / "valid.txt")])
     card = load_card(decoder)
-    assert (card.lmbda, card.lmbda_facts["model"]) == (chosen["lambda"], str(trained))
+    assert (card.lmbda, card.lmbda_metadata["model"]) == (chosen["lambda"], str(trained))
 
     figures = json.loads(knnlm(capfd, "eval", decoder, desk / "valid.txt", "--json")[1])  # the model is known now
     assert figures["perplexity"] == pytest.approx(chosen["perplexity"], rel=1e-5)
@@ -165,7 +165,7 @@ def test_a_decoder_is_opened_from_python_and_keeps_what_is_tuned_there(decoder, 
     assert Mixture.open(decoder, lm, use_tuned=False).lmbda == 0.5
     assert Mixture.open(decoder, lm, lmbda=0.125).lmbda == 0.125
     best = Mixture.open(decoder, lm).evaluate(documents(2, start=50)).perplexity
-    assert best == pytest.approx(card.lmbda_facts["perplexity"], rel=1e-5)
+    assert best == pytest.approx(card.lmbda_metadata["perplexity"], rel=1e-5)
     for weight in (card.lmbda - 0.05, card.lmbda + 0.05):
         worse = Mixture.open(decoder, lm, lmbda=min(1.0, max(0.0, weight)))
         assert worse.evaluate(documents(2, start=50)).perplexity > best
@@ -296,13 +296,13 @@ def test_info_describes_a_decoder(decoder, model_folder, capfd):
     said = " ".join(out.split())
     for words in (f"{parameters / 1e6:.1f}M weights", "layers 0, 2", str(model_folder), "not yet: knnlm tune"):
         assert words in said
-    facts = {"model": "some", "text": ["a.txt"], "tokens": 9, "base_perplexity": 30.0, "perplexity": 20.0}
-    set_lambda(decoder, 0.25, facts)
+    metadata = {"model": "some", "text": ["a.txt"], "tokens": 9, "base_perplexity": 30.0, "perplexity": 20.0}
+    set_lambda(decoder, 0.25, metadata)
     said = " ".join(knnlm(capfd, "info", decoder)[1].split())
     assert "λ 0.25 for some; chosen on 9 tokens of a.txt (perplexity 30.00 → 20.00)" in said
     found = json.loads(knnlm(capfd, "info", decoder, "--json")[1])
     assert found["initial_model"]["parameters"] == parameters
-    assert (found["lambda"], found["lambda_facts"]) == (0.25, facts)
+    assert (found["lambda"], found["lambda_metadata"]) == (0.25, metadata)
 
 
 def test_a_damaged_checkpoint_is_not_blamed_on_an_output_matrix(tmp_path):
@@ -325,12 +325,12 @@ def distill(capfd, memory, out, *options):
 
 
 def test_a_decoder_is_trained_on_the_text_alone_without_beta(memory, desk, lm, model_folder, tmp_path, capfd):
-    facts = distill(capfd, memory, tmp_path / "d")
-    assert (facts["beta"], facts["teacher"], facts["targets"], facts["lambda"]) == (0.0, None, None, None)
-    assert facts["model"] == str(model_folder)
+    metadata = distill(capfd, memory, tmp_path / "d")
+    assert (metadata["beta"], metadata["teacher"], metadata["targets"], metadata["lambda"]) == (0.0, None, None, None)
+    assert metadata["model"] == str(model_folder)
     assert not (tmp_path / "d.targets").exists()
     tokens = TokenStream.from_documents(lm.encode_all([document.text for document in documents(12)]))
-    assert (facts["text"], facts["tokens"]) == (tokens.fingerprint, len(tokens.tokens))
+    assert (metadata["text"], metadata["tokens"]) == (tokens.fingerprint, len(tokens.tokens))
     # The same training in Python, without a memory, ends with the same weights.
     settings = {"epochs": 1, "batch_tokens": 512, "learning_rate": 0.003, "device": "cpu"}
     initial = open_initial_model(str(model_folder), like=lm)
@@ -338,7 +338,7 @@ def test_a_decoder_is_trained_on_the_text_alone_without_beta(memory, desk, lm, m
     one, other = (hf.AutoModelForCausalLM.from_pretrained(tmp_path / name) for name in ("d", "python"))
     for name, weight in one.state_dict().items():
         assert torch.equal(weight, other.state_dict()[name]), name
-    assert distill(capfd, memory, tmp_path / "d") == facts  # finished already
+    assert distill(capfd, memory, tmp_path / "d") == metadata  # finished already
     code, said, _ = knnlm(capfd, "distill", memory, "--into", "decoder", "--out", tmp_path / "d", *QUICK)
     assert code == 0
     assert f"Next: knnlm tune {tmp_path / 'd'} TEXT --model {model_folder}" in said
@@ -347,31 +347,31 @@ def test_a_decoder_is_trained_on_the_text_alone_without_beta(memory, desk, lm, m
 def test_a_store_teaches_with_beta_and_valid_tunes_lambda(memory, desk, model_folder, tmp_path, capfd):
     out = tmp_path / "d"
     options = ("--beta", 0.5, "--k", 16, "--knn-temperature", 20, "--exclude", "document", "--layers", 1)
-    facts = distill(capfd, memory, out, *options, "--valid", desk / "valid.txt")
-    assert facts["teacher"] == Datastore.open(memory).fingerprint
+    metadata = distill(capfd, memory, out, *options, "--valid", desk / "valid.txt")
+    assert metadata["teacher"] == Datastore.open(memory).fingerprint
     wanted = {"k": 16, "knn_temperature": 20.0, "exclude": "document"}
-    assert {name: facts["targets"][name] for name in wanted} == wanted
-    assert facts["initial_model"]["layers"] == [0]
-    losses = facts["losses"]
+    assert {name: metadata["targets"][name] for name in wanted} == wanted
+    assert metadata["initial_model"]["layers"] == [0]
+    losses = metadata["losses"]
     assert losses["loss"] == pytest.approx((losses["kl"] + losses["ce"]) / 2, rel=1e-4)
-    assert facts["lambda"] == load_card(out).lmbda
-    assert facts["lambda_facts"]["text"] == [str(desk / "valid.txt")]
-    right = mixed(facts["lambda"], model_folder, out, HELD_OUT)
-    assert facts["lambda_facts"]["perplexity"] == pytest.approx(right, rel=1e-4)
+    assert metadata["lambda"] == load_card(out).lmbda
+    assert metadata["lambda_metadata"]["text"] == [str(desk / "valid.txt")]
+    right = mixed(metadata["lambda"], model_folder, out, HELD_OUT)
+    assert metadata["lambda_metadata"]["perplexity"] == pytest.approx(right, rel=1e-4)
     arguments = ("distill", memory, "--into", "decoder", "--out", out, *QUICK, *options)
     said = knnlm(capfd, *arguments, "--valid", desk / "valid.txt")[1]
-    assert f"λ = {facts['lambda']:.2f}" in said
+    assert f"λ = {metadata['lambda']:.2f}" in said
     assert f"Next: knnlm eval {out} TEXT" in said
 
 
 def test_a_finished_decoder_needs_no_targets_and_keeps_its_lambda(memory, desk, tmp_path, capfd):
     out, targets = tmp_path / "d", tmp_path / "d.targets"
     options = ("--beta", 0.5, "--k", 8, "--valid", desk / "valid.txt")
-    facts = distill(capfd, memory, out, *options)
+    metadata = distill(capfd, memory, out, *options)
     shutil.rmtree(targets)
-    set_lambda(out, 0.125, facts["lambda_facts"])  # as if it had been tuned since
+    set_lambda(out, 0.125, metadata["lambda_metadata"])  # as if it had been tuned since
     again = distill(capfd, memory, out, *options)
-    assert again == {**facts, "lambda": 0.125}
+    assert again == {**metadata, "lambda": 0.125}
     start = ("distill", memory, "--into", "decoder", "--out", out, *QUICK, *options[:2])
     assert "another targets" in failure(capfd, *start, "--k", 9)
     assert not targets.exists()
@@ -380,9 +380,9 @@ def test_a_finished_decoder_needs_no_targets_and_keeps_its_lambda(memory, desk, 
 def test_another_memory_of_the_same_text_may_teach_and_one_of_other_text_may_not(memory, desk, tmp_path, capfd):
     reader = CausalLM.open(str(desk / "larger"), device="cpu")
     same = build(documents(12), tmp_path / "same", lm=reader)
-    facts = distill(capfd, memory, tmp_path / "d", "--beta", 1, "--teacher", same.path, "--k", 8)
-    assert facts["teacher"] == same.fingerprint != Datastore.open(memory).fingerprint
-    assert facts["losses"]["loss"] == pytest.approx(facts["losses"]["kl"], rel=1e-4)
+    metadata = distill(capfd, memory, tmp_path / "d", "--beta", 1, "--teacher", same.path, "--k", 8)
+    assert metadata["teacher"] == same.fingerprint != Datastore.open(memory).fingerprint
+    assert metadata["losses"]["loss"] == pytest.approx(metadata["losses"]["kl"], rel=1e-4)
     other = build(documents(11), tmp_path / "other", lm=reader)
     start = ("distill", memory, "--into", "decoder", "--out", tmp_path / "e", *QUICK)
     line = failure(capfd, *start, "--beta", 1, "--teacher", other.path)

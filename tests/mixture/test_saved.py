@@ -30,7 +30,7 @@ def put(path, **values):
     [
         {"choices": [1, 2]},
         {"choices": {"knn": 5}, "chosen": "knn"},
-        {"choices": {"knn": {"memories": [], "weights": {"kind": "magic"}, "facts": {}}}, "chosen": "knn"},
+        {"choices": {"knn": {"memories": [], "weights": {"kind": "magic"}, "metadata": {}}}, "chosen": "knn"},
         {"choices": {"knn": {"memories": [{"kind": "lm"}], "weights": {"kind": "fixed"}}}, "chosen": "knn"},
         {"chosen": 7},
     ],

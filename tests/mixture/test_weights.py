@@ -404,7 +404,7 @@ def planted(seed, rows=6000, *, noise=False):
 
 def numpy_weights(gate, features, abstains):
     """The formula of the module, in float64, net by net."""
-    tensors, facts = gate.state()
+    tensors, metadata = gate.state()
     tensors = {name: tensor.double().numpy() for name, tensor in tensors.items()}
     abstains = abstains.numpy().copy()
     abstains[:, 0] = False
@@ -421,7 +421,7 @@ def numpy_weights(gate, features, abstains):
         hidden = np.maximum(seen @ tensors["weight.0"][net] + tensors["bias.0"][net], 0)
         out = np.exp(hidden @ tensors["weight.1"][net] + tensors["bias.1"][net]) * handed(tensors["starts"][net])
         each.append(out / out.sum(1, keepdims=True))
-    return (1 - facts["trust"]) * handed(tensors["fitted"]) + facts["trust"] * np.array(each), np.array(each)
+    return (1 - metadata["trust"]) * handed(tensors["fitted"]) + metadata["trust"] * np.array(each), np.array(each)
 
 
 @pytest.fixture(scope="module")
@@ -441,7 +441,7 @@ def test_a_gate_finds_nearly_all_that_the_best_gate_gains():
     gained = log_mixed(said, gate.weights(new, said.isnan())).mean() - plain
     assert float(gained) >= 0.9 * float(ideal.mean() - plain) > 0.1
     # What it says of itself is what new text shows.
-    told = gate.facts["perplexity"], gate.facts["fitted_perplexity"]
+    told = gate.metadata["perplexity"], gate.metadata["fitted_perplexity"]
     assert math.log(told[0]) == pytest.approx(-float(log_mixed(said, gate.weights(new, said.isnan())).mean()), abs=0.03)
     assert math.log(told[1]) == pytest.approx(-float(plain), abs=0.03)
 
@@ -483,7 +483,7 @@ def test_out_of_fold_is_by_nets_and_weights_that_had_not_seen_the_row(gate):
     plain = (renormalise(others[fold], logs.isnan()).numpy() * probs).sum(1)
     expected = np.log((1 - gate.trust) * plain + gate.trust * by_net)
     np.testing.assert_allclose(gate.out_of_fold.numpy(), expected, atol=1e-4)
-    assert gate.facts["perplexity"] == pytest.approx(math.exp(-expected.mean()), rel=1e-4)
+    assert gate.metadata["perplexity"] == pytest.approx(math.exp(-expected.mean()), rel=1e-4)
     # The trust is the likeliest, with twenty tokens more that are surely the fitted weights'.
     grid = np.linspace(0, 0.9999, 10_000)[:, None]
     likelihood = np.log(plain + grid * (by_net - plain)).sum(1) + 20 * np.log1p(-grid[:, 0])
@@ -496,7 +496,7 @@ def test_nets_that_could_learn_by_heart_do_not_see_what_they_are_judged_on():
     features = torch.randn(400, 80, generator=random)
     _, logs, groups, _ = planted(0, rows=400, noise=True)
     gate = train_gate(features, logs, groups, config=NetworkConfig(epochs=40, patience=40))
-    assert gate.facts["perplexity"] >= 0.98 * gate.facts["fitted_perplexity"]
+    assert gate.metadata["perplexity"] >= 0.98 * gate.metadata["fitted_perplexity"]
     new, said = torch.randn(4000, 80, generator=random), planted(1, rows=4000)[1]
     plain = log_mixed(said, renormalise(gate.fitted, said.isnan())).mean()
     gated = log_mixed(said, gate.weights(new, said.isnan())).mean()
@@ -548,9 +548,9 @@ def test_a_part_that_always_abstained_and_a_feature_that_never_changed_have_no_s
 
 def stored(gate_or_skip):
     """What was written, read again."""
-    tensors, facts = gate_or_skip.state()
+    tensors, metadata = gate_or_skip.state()
     contiguous = {name: tensor.contiguous() for name, tensor in tensors.items()}
-    return load_tensors(save_tensors(contiguous)), json.loads(json.dumps(facts))
+    return load_tensors(save_tensors(contiguous)), json.loads(json.dumps(metadata))
 
 
 def test_a_gate_comes_back_as_it_was(gate):
@@ -559,7 +559,7 @@ def test_a_gate_comes_back_as_it_was(gate):
     assert torch.equal(again.weights(features, logs.isnan()), gate.weights(features, logs.isnan()))
     assert again.feature_names == gate.feature_names == ("f0", "f1", "f2", "f3", "f4", "f5")
     assert again.component_names == gate.component_names == ("lm", "a", "b")
-    assert again.facts == json.loads(json.dumps(gate.facts))
+    assert again.metadata == json.loads(json.dumps(gate.metadata))
 
 
 @pytest.mark.parametrize(
@@ -586,14 +586,14 @@ def test_a_gate_comes_back_as_it_was(gate):
     ids=str,
 )
 def test_a_stored_gate_that_is_wrong_is_refused(gate, harm):
-    tensors, facts = stored(gate)
+    tensors, metadata = stored(gate)
     for name, value in harm.items():
-        where = tensors if name in tensors else facts
+        where = tensors if name in tensors else metadata
         where.pop(name)
         if value is not None:
             where[name] = value
     with pytest.raises(DatastoreCorrupt, match="Tune again"):
-        Gate.load(tensors, facts)
+        Gate.load(tensors, metadata)
 
 
 def test_a_gate_refuses_invalid_training_data_and_features(gate):
@@ -674,10 +674,10 @@ def test_a_skip_comes_back_as_it_was(skip):
     features, _, _, _ = gains(1, rows=500)
     again = SearchSkipper.load(*stored(skip))
     assert torch.equal(again.search_mask(features, 0.3), skip.search_mask(features, 0.3))
-    tensors, facts = stored(skip)
+    tensors, metadata = stored(skip)
     tensors["levels"] = tensors["levels"][:5]
     with pytest.raises(DatastoreCorrupt, match="levels"):
-        SearchSkipper.load(tensors, facts)
+        SearchSkipper.load(tensors, metadata)
 
 
 def test_the_skipper_refuses_invalid_training_data_and_features(skip):

@@ -202,7 +202,7 @@ def test_a_growing_store_ends_as_the_whole_and_begins_as_a_part(studies, place, 
     for document in order:
         if sum(map(len, taken)) >= len(stored[0]) / 16:
             break
-        taken.append(np.arange(document.first_row, document.first_row + document.rows))
+        taken.append(np.arange(document.first_entry, document.first_entry + document.entries))
     ids = np.concatenate(taken)
     assert rows[0][1] == len(ids)
     distances, values = test.search(stored[0][ids], stored[1][ids], k)
@@ -223,7 +223,7 @@ def test_a_key_layer_is_measured_with_the_states_that_transformers_gives(studies
             return lm.model(ids, output_hidden_states=True).hidden_states[-1][0].double().numpy()
 
     order = sorted(Datastore.open(place / "store").catalog.documents(), key=lambda document: document.sha256)
-    sample = [stored[1][one.first_row : one.first_row + one.rows].tolist() for one in order]
+    sample = [stored[1][one.first_entry : one.first_entry + one.entries].tolist() for one in order]
     assert max(map(len, sample)) <= lm.window().context  # one window each, so one pass is the same
     keys = np.concatenate([last_states(tokens) for tokens in sample])
     text = [lm.encode(document.text) for document in documents_of(place, "test")]
@@ -330,7 +330,7 @@ def test_weights_out_of_fold_are_those_that_a_gate_starts_from(lm, valid):
     sweeps = sweep_all(valid.trace)
     seen = tabulate(valid.trace, choose_settings(valid.trace, sweeps, several=True))
     gated = fit_weights(seen, "gated", frequencies=torch.ones(lm.vocab_size))
-    assert out_of_fold(seen, "fitted") == pytest.approx(gated.weights.gate.facts["fitted_perplexity"], rel=1e-5)
+    assert out_of_fold(seen, "fitted") == pytest.approx(gated.weights.gate.metadata["fitted_perplexity"], rel=1e-5)
     documents, near = seen.documents.numpy(), seen.memories[0].nearest
     fold, logs = split_folds(seen.documents).numpy(), seen.log_probs
     found = np.zeros(len(documents))

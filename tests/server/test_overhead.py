@@ -129,7 +129,7 @@ def http_chunks(port, body):
 def test_a_stream_has_an_event_for_each_token_but_a_write_for_each_waking(mixture, monkeypatch):
     monkeypatch.setattr(requests_module, "FLUSH_SECONDS", NEVER)
     made, write = [], responses_module.encode_json
-    monkeypatch.setattr(responses_module, "encode_json", lambda facts: made.append(facts) or write(facts))
+    monkeypatch.setattr(responses_module, "encode_json", lambda metadata: made.append(metadata) or write(metadata))
     with serving(mixture) as running:
         chunks = http_chunks(running.port, {"prompt": PROMPT, "max_tokens": 30, "temperature": 0})
         assert running.service.scheduler.events.flushes == 2

@@ -131,7 +131,7 @@ def test_held_out_documents_are_neither_stored_nor_trained_on(adapted, base):
     tokens = TokenStream.from_documents(base.encode_all([document.text for document in learnt]))
     assert (card.text, card.tokens) == (tokens.fingerprint, len(tokens.tokens))
     assert (result.tokens, card.beta, card.teacher) == (len(tokens.tokens), 0.0, None)
-    assert (card.lmbda, card.lmbda_facts["perplexity"]) == (result.decoder_lambda, result.decoder)
+    assert (card.lmbda, card.lmbda_metadata["perplexity"]) == (result.decoder_lambda, result.decoder)
 
 
 def test_copies_of_a_text_are_held_out_together(base, tmp_path):
@@ -321,11 +321,11 @@ def test_every_command_takes_an_adapted_store(texts, model_folder, base, capfd, 
     start = ("adapt", "docs", "--out", "out", "--model", model_folder, *OPTIONS, "--layers", 2)
     code, out, err = knnlm(capfd, *start)
     assert code == 0, err
-    facts = json.loads(knnlm(capfd, *start, "--json")[1])
+    metadata = json.loads(knnlm(capfd, *start, "--json")[1])
     figures = ("base", "fine_tuned", "knn", "decoder", "everything")
     for name in figures:
-        assert f"{facts[name]:.3f}" in out
-    assert facts["out"] == "out"
+        assert f"{metadata[name]:.3f}" in out
+    assert metadata["out"] == "out"
     assert "knnlm eval out/decoder TEXT" in " ".join(out.split())
     read = [document.text.strip() for document in library.read_documents(str(texts / "docs"))]
     assert sorted(read) == sorted(document.text for document in TEXT)
@@ -348,7 +348,7 @@ def test_every_command_takes_an_adapted_store(texts, model_folder, base, capfd, 
     assert [share["memory"] for share in explained[-1]["shares"]] == MEMORIES.split(",")
     code, out, err = knnlm(capfd, "eval", "moved/decoder", "valid.txt", "--json")
     assert code == 0, err
-    assert json.loads(out)["lambda"] == facts["decoder_lambda"]
+    assert json.loads(out)["lambda"] == metadata["decoder_lambda"]
 
 
 def test_info_shows_the_table_and_tune_keeps_the_decoder(copied, adapted, texts, capfd, model_folder):
@@ -384,12 +384,12 @@ def test_valid_is_tuned_on_and_leaked_documents_are_reported(texts, model_folder
     valid = ("--valid", texts / "valid.txt")
     code, out, err = knnlm(capfd, *start, *valid, "--json")
     assert code == 0, err
-    facts = json.loads(out)
-    assert facts["tokens"] == Datastore.open(texts / "out").entry_count
-    assert facts["tokens"] == sum(
+    metadata = json.loads(out)
+    assert metadata["tokens"] == Datastore.open(texts / "out").entry_count
+    assert metadata["tokens"] == sum(
         map(len, base.encode_all([one.text for one in library.read_documents(str(texts / "docs"))]))
     )
-    assert facts["held_out_tokens"] == len(base.encode((texts / "valid.txt").read_text()))
+    assert metadata["held_out_tokens"] == len(base.encode((texts / "valid.txt").read_text()))
     code, out, err = knnlm(capfd, *start, "--valid", texts / "docs" / "00.txt")
     assert code == 0, err
     assert "WARNING" in out

@@ -441,7 +441,7 @@ def test_a_tiny_decoder_learns_the_distribution_of_a_tiny_store(lm, initial, tmp
     keys, values = store.take(torch.arange(store.entry_count)).numpy(), store.values(torch.arange(store.entry_count))
     away, kl = [], []
     for document in store.catalog.documents():
-        rows = torch.arange(document.first_row, document.first_row + document.rows)
+        rows = torch.arange(document.first_entry, document.first_entry + document.entries)
         tokens = [lm.start_token, *values[rows].tolist()]
         with torch.no_grad():
             probs = model(torch.tensor([tokens[:-1]])).logits[0].double().softmax(1).numpy()
@@ -958,8 +958,8 @@ def test_lambda_is_written_into_the_card_and_invalid_cards_are_refused_in_one_li
     assert json.loads((out / CARD).read_text())["lambda"] is None
     metadata = {"model": "x", "text": ["valid"], "tokens": 9, "base_perplexity": 3.0, "perplexity": 2.0}
     assert set_lambda(out, 0.3, metadata) == load_card(out)
-    facts = json.loads((out / CARD).read_text())
-    assert (facts["lambda"], facts["lambda_facts"]) == (0.3, metadata)
+    card_json = json.loads((out / CARD).read_text())
+    assert (card_json["lambda"], card_json["lambda_metadata"]) == (0.3, metadata)
     for value in (-0.1, 1.1, float("nan")):
         with pytest.raises(ParameterError, match="lambda"):
             set_lambda(out, value)
@@ -970,7 +970,7 @@ def test_lambda_is_written_into_the_card_and_invalid_cards_are_refused_in_one_li
         {"window": {"context": "a", "stride": 1}}, {"teacher": 5}, {"targets": []}, {"beta": None}, {"tokens": None},
         {"initial_model": "x"}, {"losses": 1}, {"held_out": {}}, {"notes": None}, {"settings": 3}, {"tokenizer": None},
     ]  # fmt: skip
-    texts = [json.dumps({**facts, **change}) for change in hostile]
+    texts = [json.dumps({**card_json, **change}) for change in hostile]
     texts += ["", "{", "[]", "null", "[" * 100_000, '{"format": 1}', "\udcff"]
     for text in texts:
         (out / CARD).write_bytes(text.encode("utf-8", "surrogatepass"))

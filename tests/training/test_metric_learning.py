@@ -127,8 +127,8 @@ def test_copies_do_not_prevent_learning(tmp_path):
     plain = fit_key_map(noisy_store(tmp_path / "a", rows=1000), neighbours=16, **options)
     twice = fit_key_map(noisy_store(tmp_path / "b", rows=1000, copies=2), neighbours=32, **options)
     # Every anchor and every neighbour is there twice, so that the likelihood is the same.
-    assert twice.facts["knn_temperature"] == pytest.approx(plain.facts["knn_temperature"])
-    [figures], [right] = twice.facts["rounds"], plain.facts["rounds"]
+    assert twice.metadata["knn_temperature"] == pytest.approx(plain.metadata["knn_temperature"])
+    [figures], [right] = twice.metadata["rounds"], plain.metadata["rounds"]
     assert figures["before"] == pytest.approx(right["before"], abs=1e-5)
     assert figures["after"] > figures["before"]
     size = twice.matrix.square().sum(1).sqrt()
@@ -154,7 +154,7 @@ def test_a_temperature_far_from_the_median_distance_is_found(tmp_path):
         key_documents(store),
     )
     held_out = metric_learning._mark_held_out(groups, torch.arange(400), 0).nonzero()[:, 0].tolist()
-    temperature = found.facts["knn_temperature"]
+    temperature = found.metadata["knn_temperature"]
     scores = {
         factor: likelihood_by_hand(keys, values, groups, held_out, 64, np.eye(2), factor * temperature).mean()
         for factor in (0.1, 0.7, 1, 1.5, 10, 1e3)
@@ -170,7 +170,7 @@ def test_of_equally_good_temperatures_the_one_nearest_to_the_median_is_chosen(tm
     keys = all_keys(store).double().numpy()
     usual = np.median([np.sort(oracle.distances(key, keys))[1:65] for key in keys])
     # Whatever is below explains everything as well.
-    assert usual * 2.0**-10 < found.facts["knn_temperature"] < usual
+    assert usual * 2.0**-10 < found.metadata["knn_temperature"] < usual
 
 
 def test_a_nearly_uniform_vote_does_not_make_the_temperature_extreme(tmp_path):
@@ -181,7 +181,7 @@ def test_a_nearly_uniform_vote_does_not_make_the_temperature_extreme(tmp_path):
     values[1::2] = 1 - values[::2]
     order = np.arange(400).reshape(200, 2).T.reshape(-1)  # the two of a pair are in different documents
     store = made_store(tmp_path / "a", keys[order], values[order], sizes=[10] * 40)
-    temperature = fit_key_map(store, neighbours=32, epochs=1).facts["knn_temperature"]
+    temperature = fit_key_map(store, neighbours=32, epochs=1).metadata["knn_temperature"]
     stored, tokens, groups = keys[order].astype(np.float32).astype(float), values[order], key_documents(store)
     held_out = metric_learning._mark_held_out(groups, torch.arange(400), 0).nonzero()[:, 0].tolist()
 
@@ -203,7 +203,7 @@ def test_merged_keys_are_weighted_by_the_contexts_they_stand_for(tmp_path):
     keys, values = all_keys(store).double().numpy(), store.values(torch.arange(400)).numpy()
     groups = key_documents(merged)
     held_out = metric_learning._mark_held_out(groups, torch.arange(400), 0).nonzero()[:, 0].tolist()
-    temperature, [figures] = found.facts["knn_temperature"], found.facts["rounds"]
+    temperature, [figures] = found.metadata["knn_temperature"], found.metadata["rounds"]
     for name, matrix in (("before", np.eye(12)), ("after", found.matrix.double().numpy())):
         right = likelihood_by_hand(keys, values, groups, held_out, 20, matrix, temperature, counts)
         assert figures[name] == pytest.approx(right.mean(), abs=1e-4)
@@ -268,9 +268,9 @@ def test_a_damaged_map_of_a_stopped_run_is_named(tmp_path):
     with pytest.raises(KeyboardInterrupt):
         fit_key_metric(store, tmp_path / "b", progress=Watch("writing keys"), **options)
     file = map_file(tmp_path / "b")
-    tensors, facts = load_tensors(file)
+    tensors, metadata = load_tensors(file)
     for bad in ({"matrix": tensors["matrix"]}, {**tensors, "centre": torch.full((12,), torch.nan)}):
-        save_tensors(file, bad, facts)
+        save_tensors(file, bad, metadata)
         with pytest.raises(DatastoreCorrupt, match=r"b\.map\.safetensors: not a readable key map"):
             fit_key_metric(store, tmp_path / "b", **options)
     file.write_bytes(b"nonsense")
@@ -283,7 +283,7 @@ def test_uninformative_dimensions_shrink_and_new_contexts_gain(tmp_path):
     found = fit_key_map(store, neighbours=64, epochs=8, learning_rate=1e-1, rounds=2)
     size = found.matrix.square().sum(1).sqrt()  # what becomes of each dimension
     assert size[SIGNAL:].max() < 0.6 * size[:SIGNAL].min()
-    assert all(one["after"] > one["before"] for one in found.facts["rounds"])
+    assert all(one["after"] > one["before"] for one in found.metadata["rounds"])
     # Contexts that training has not seen, by the votes of a NumPy oracle over all keys.
     new = noisy_store(tmp_path / "new", rows=200, seed=1)
     mapped = derive(store, tmp_path / "b", key_map=found)
@@ -294,7 +294,7 @@ def test_uninformative_dimensions_shrink_and_new_contexts_gain(tmp_path):
         probs = [oracle.knn_distribution(one, keys, values, WORDS, k=100, knn_temperature=temperature) for one in moved]
         return np.mean([np.log(prob[target] + 1e-9) for prob, target in zip(probs, targets, strict=True)])
 
-    tried = [found.facts["knn_temperature"] * scale for scale in (0.25, 0.5, 1, 2, 4)]
+    tried = [found.metadata["knn_temperature"] * scale for scale in (0.25, 0.5, 1, 2, 4)]
     plain = [score(queries.numpy(), all_keys(store).numpy(), one) for one in tried]
     learned = [score(mapped.project(queries).numpy(), all_keys(mapped).numpy(), one) for one in tried]
     # What could be had by one who knows which dimensions say nothing.
@@ -312,8 +312,8 @@ def test_the_reported_likelihood_matches_an_independent_computation(tmp_path):
     groups = key_documents(store)
     held_out = metric_learning._mark_held_out(groups, torch.arange(400), 0).nonzero()[:, 0].tolist()
     assert 30 <= len(held_out) <= 60
-    figures = found.facts["rounds"][0]
-    temperature = found.facts["knn_temperature"]
+    figures = found.metadata["rounds"][0]
+    temperature = found.metadata["knn_temperature"]
     before = likelihood_by_hand(keys, values, groups, held_out, 20, np.eye(12), temperature)
     after = likelihood_by_hand(keys, values, groups, held_out, 20, found.matrix.double().numpy(), temperature)
     assert figures["before"] == pytest.approx(before.mean(), abs=1e-4)
@@ -330,7 +330,7 @@ def test_a_narrow_map_a_second_round_and_the_same_seed(tmp_path):
     again = fit_key_map(store, **options)
     assert torch.equal(found.matrix, again.matrix)
     assert torch.equal(found.centre, again.centre)
-    assert all(one["after"] >= one["before"] for one in found.facts["rounds"])
+    assert all(one["after"] >= one["before"] for one in found.metadata["rounds"])
     size = found.matrix.square().sum(1).sqrt()
     assert size[SIGNAL:].mean() < 0.6 * size[:SIGNAL].mean()
     other = fit_key_map(store, **{**options, "seed": 4})

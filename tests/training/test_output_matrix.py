@@ -190,7 +190,7 @@ def everything(store):
 
 def test_held_out_are_whole_documents_and_equal_texts_together(store):
     marked = mark_held_out_tokens(store, 0.1, seed=3)
-    inside = [marked[d.first_row : d.first_row + d.rows] for d in store.catalog.documents()]
+    inside = [marked[d.first_entry : d.first_entry + d.entries] for d in store.catalog.documents()]
     assert {part.mean() for part in inside} == {0.0, 1.0}
     assert 0.1 * store.entry_count <= marked.sum() <= 0.1 * store.entry_count + max(map(len, inside))
     assert not mark_held_out_tokens(store, 0.0, seed=3).any()
@@ -202,7 +202,7 @@ def test_by_default_whole_documents_are_held_out_where_there_are_enough(lm, tmp_
     store = build([*made, replace(made[0], id="again")], tmp_path / "memory", lm=lm, segment_entries=2000)
     for seed in range(8):
         marked = mark_held_out_tokens(store, 0.02, seed=seed)
-        inside = [marked[d.first_row : d.first_row + d.rows] for d in store.catalog.documents()]
+        inside = [marked[d.first_entry : d.first_entry + d.entries] for d in store.catalog.documents()]
         assert {part.mean() for part in inside} == {0.0, 1.0}
         assert inside[0].mean() == inside[-1].mean()
         assert 0.02 * store.entry_count <= marked.sum() <= 0.02 * store.entry_count + 2 * max(map(len, inside))
@@ -316,7 +316,7 @@ def test_the_card_matches_the_matrix(store, everything, tmp_path):
     assert card.held_out_after < card.held_out_before - 0.2
     assert (card.store, card.model) == (store.fingerprint, store.model)
     assert matrix.words.unique().tolist() == values.unique().tolist()
-    assert (card.rows, card.words) == (len(matrix.words), len(values.unique()))
+    assert (card.entries, card.words) == (len(matrix.words), len(values.unique()))
     assert card.steps == card.history[-1][0]
     assert not (tmp_path / "o" / CHECKPOINT).exists()
 
@@ -595,9 +595,9 @@ def test_options_of_the_other_kind_are_refused(store, tmp_path, capfd):
     command = ["distill", store.path, "--out", tmp_path / "o", "--rows", 2, "--rows-by", "frequency", "--json"]
     code, out, err = knnlm(capfd, *command, "--epochs", 1, "--held-out", 0.1)
     assert code == 0, err
-    facts = json.loads(out)
-    assert facts["settings"] | {"rows": 2, "rows_by": "frequency", "epochs": 1, "held_out": 0.1} == facts["settings"]
-    assert facts["rows"] == 2 * facts["words"]
+    card = json.loads(out)
+    assert card["settings"] | {"rows": 2, "rows_by": "frequency", "epochs": 1, "held_out": 0.1} == card["settings"]
+    assert card["rows"] == 2 * card["words"]
 
 
 def test_one_process_trains_at_a_time(store, tmp_path):
@@ -621,37 +621,37 @@ def test_damaged_files_are_refused_by_name(store, tmp_path):
     file.write_bytes(good)
     tensors = tensors_of(file)
     with safe_open(file, framework="pt") as opened:
-        metadata = opened.metadata()
-    del metadata["sha256"]  # an attacker could make it right
-    facts = json.loads(metadata["facts"])
+        header = opened.metadata()
+    del header["sha256"]  # an attacker could make it right
+    metadata = json.loads(header["metadata"])
 
-    def refused(tensors: dict, metadata: dict, match: str) -> None:
-        save_file(tensors, file, metadata)
+    def refused(tensors: dict, header: dict, match: str) -> None:
+        save_file(tensors, file, header)
         with pytest.raises(DatastoreError, match=match):
             OutputMemory.open(out)
 
     refused(tensors, {}, "format version None")
-    refused(tensors, {**metadata, "format": "2"}, "format version 2")
-    refused(tensors, {**metadata, "facts": "[" * 100_000}, "metadata cannot be read")
-    refused(tensors, {**metadata, "facts": "[]"}, "metadata cannot be read")
+    refused(tensors, {**header, "format": "2"}, "format version 2")
+    refused(tensors, {**header, "metadata": "[" * 100_000}, "metadata cannot be read")
+    refused(tensors, {**header, "metadata": "[]"}, "metadata cannot be read")
     for change, match in (
         ({"rows": 0}, "0 rows"),
         ({"rows": "5"}, "rows of its card is missing or invalid"),
         ({"more": 1}, "more of its card is missing or invalid"),
         ({"words": 1}, "card says 1"),
-        ({"rows": facts["rows"] + 1}, "weight|bias|words"),
+        ({"rows": metadata["rows"] + 1}, "weight|bias|words"),
         ({"model": {}}, "the model's width"),
-        ({"model": {**facts["model"], "vocab_size": 5}}, "not in the vocabulary"),
+        ({"model": {**metadata["model"], "vocab_size": 5}}, "not in the vocabulary"),
     ):
-        refused(tensors, {**metadata, "facts": json.dumps({**facts, **change})}, match)
+        refused(tensors, {**header, "metadata": json.dumps({**metadata, **change})}, match)
     for name, bad in (
         ("weight", tensors["weight"].half()),
         ("weight", tensors["weight"] * torch.nan),
         ("words", tensors["words"].flip(0)),
         ("bias", tensors["bias"][1:].clone()),
     ):
-        refused({**tensors, name: bad}, metadata, name)
-    refused({name: tensor for name, tensor in tensors.items() if name != "centre"}, metadata, "centre is missing")
+        refused({**tensors, name: bad}, header, name)
+    refused({name: tensor for name, tensor in tensors.items() if name != "centre"}, header, "centre is missing")
 
 
 def test_no_flipped_bit_changes_a_matrix_unnoticed(tmp_path):
@@ -680,7 +680,7 @@ def test_a_damaged_checkpoint_is_refused_by_name(store, tmp_path):
         (out / CHECKPOINT).write_bytes(bad)
         with pytest.raises(DatastoreCorrupt, match=r"checkpoint\.safetensors"):
             fit_output(store, out, **QUICK)
-    save_file({"parameters.weight": torch.zeros(2, 2)}, out / CHECKPOINT, {"format": "1", "facts": "{}"})
+    save_file({"parameters.weight": torch.zeros(2, 2)}, out / CHECKPOINT, {"format": "1", "metadata": "{}"})
     with pytest.raises(DatastoreError, match=r"checkpoint\.safetensors: trained with another store"):
         fit_output(store, out, **QUICK)
 

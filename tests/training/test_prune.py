@@ -48,7 +48,7 @@ def test_a_store_as_built_has_a_key_for_each_token(store):
 def test_kept_keys_are_unchanged_and_keep_their_rows(store, tmp_path, by):
     generator = torch.Generator().manual_seed(0)
     mask = torch.rand(store.entry_count, generator=generator) < 0.3
-    mask[store.segments[1].first_row : store.segments[1].first_row + store.segments[1].rows] = False
+    mask[store.segments[1].first_entry : store.segments[1].first_entry + store.segments[1].entries] = False
     counts = 1 + torch.rand(store.entry_count, generator=generator)
     keep = mask if by == "mask" else mask.nonzero()[:, 0]
     pruned = derive(store, tmp_path / "pruned", keep=keep, counts=counts)
@@ -190,14 +190,14 @@ def test_keys_that_a_map_makes_too_small_for_float16_keep_their_digits(store, tm
 
 def test_keys_of_ordinary_size_are_copied_bit_by_bit(store, tmp_path):
     # Just above where keys are small: as a build would write them, not finer.
-    factor = 1.01 * 2.0**-4 / min(float(store.take(torch.arange(s.first_row, s.first_row + s.rows)).abs().max())
+    factor = 1.01 * 2.0**-4 / min(float(store.take(torch.arange(s.first_entry, s.first_entry + s.entries)).abs().max())
                                   for s in store.segments)  # fmt: skip
     key_map = KeyMap(factor * torch.eye(32), torch.zeros(32))
     copy, mapped = derive(store, tmp_path / "copy"), derive(store, tmp_path / "mapped", key_map=key_map)
     for segment in store.segments:
         name = f"segments/{segment.id:06d}/keys.npy"
         assert (copy.path / name).read_bytes() == (store.path / name).read_bytes()
-        right = key_map.apply(store.take(torch.arange(segment.first_row, segment.first_row + segment.rows)))
+        right = key_map.apply(store.take(torch.arange(segment.first_entry, segment.first_entry + segment.entries)))
         assert (np.load(mapped.path / name) == right.numpy().astype(np.float16)).all()
     assert {segment.scale for segment in [*copy.segments, *mapped.segments]} == {1.0}
 
@@ -272,7 +272,7 @@ def test_invalid_metadata_of_a_map_is_corrupt(tmp_path):
     derive(store, tmp_path / "b", key_map=KeyMap(torch.eye(6), torch.zeros(6))).close()
     catalog = Catalog.open(tmp_path / "b" / CATALOG_FILE, write=True)
     good = catalog.get("map")
-    for bad in ("x", 5, [1], {"a": 1}, {**good, "sha256": 3}, {**good, "facts": [1]}, {"sha256": good["sha256"]}):
+    for bad in ("x", 5, [1], {"a": 1}, {**good, "sha256": 3}, {**good, "metadata": [1]}, {"sha256": good["sha256"]}):
         catalog.put(map=bad)
         with pytest.raises(DatastoreCorrupt, match=r"catalog\.db does not say which map the keys went through"):
             Datastore.open(tmp_path / "b")
@@ -314,7 +314,7 @@ def test_a_copy_killed_at_any_write_resumes_and_ends_with_the_same_bytes(tmp_pat
     options = {"keep": torch.arange(0, store.entry_count, 2), "counts": torch.arange(1.0, store.entry_count + 1)}
     key_map = KeyMap(2 * torch.eye(6), torch.ones(6))
     derive(store, tmp_path / "whole", key_map=key_map, **options)
-    # The first write is the map's, then come the facts of the catalog, then arrays and segments, then the last fact.
+    # The first write is the map's, then come the metadata of the catalog, then arrays and segments, then the last fact.
     points = [1, 3, 9, 10, 12, 13, 14, 19, 23]
     command = [
         sys.executable,
@@ -396,16 +396,16 @@ def test_principal_components_match_the_singular_value_decomposition(tmp_path):
     _, sizes, vectors = np.linalg.svd(centred, full_matrices=False)
     np.testing.assert_allclose(found.centre, keys.mean(0), rtol=1e-5)
     np.testing.assert_allclose(np.abs(vectors[:3] @ found.matrix.double().numpy()), np.eye(3), atol=1e-4)
-    assert found.facts["explained_variance"] == pytest.approx((sizes[:3] ** 2).sum() / (sizes**2).sum(), rel=1e-6)
-    facts = prune(store, tmp_path / "b", width=3)
+    assert found.metadata["explained_variance"] == pytest.approx((sizes[:3] ** 2).sum() / (sizes**2).sum(), rel=1e-6)
+    result = prune(store, tmp_path / "b", width=3)
     small = Datastore.open(tmp_path / "b")
     projected = centred @ vectors[:3].T
     right = ((projected[:10, None] - projected[None]) ** 2).sum(2)
     far = torch.cdist(small.project(torch.from_numpy(keys[:10]).float()), all_keys(small)).square()
     np.testing.assert_allclose(far, right, atol=1e-3 * right.max())
-    assert (facts["keys_before"], facts["keys_after"], facts["merged"], facts["dropped"]) == (300, 300, 0, 0)
-    assert (facts["bytes_before"], facts["bytes_after"]) == (300 * (8 * 4 + 4), 300 * (3 * 4 + 4))
-    assert small.catalog.get("derived")["facts"]["settings"]["width"] == 3
+    assert (result["keys_before"], result["keys_after"], result["merged"], result["dropped"]) == (300, 300, 0, 0)
+    assert (result["bytes_before"], result["bytes_after"]) == (300 * (8 * 4 + 4), 300 * (3 * 4 + 4))
+    assert small.catalog.get("derived")["metadata"]["settings"]["width"] == 3
 
 
 def merge_by_hand(keys, values, order, neighbours, alive):
@@ -446,9 +446,9 @@ def test_the_greedy_merge_matches_brute_force(tmp_path_factory, seed, neighbours
 
 def test_merging_stores_counts_and_its_figures_add_up(tmp_path):
     store = random_store(tmp_path / "a")
-    facts = prune(store, tmp_path / "b", merge=8, seed=4)
+    result = prune(store, tmp_path / "b", merge=8, seed=4)
     pruned = Datastore.open(tmp_path / "b")
-    assert 0 < facts["merged"] == store.entry_count - pruned.key_count
+    assert 0 < result["merged"] == store.entry_count - pruned.key_count
     ids = torch.arange(pruned.key_count)
     assert pruned.counts(ids).sum() == store.entry_count
     merged = merge_keys(store, ExactIndex(store.keys), neighbours=8, seed=4)
@@ -473,9 +473,9 @@ def test_known_tokens_are_dropped_by_the_models_probability(lm, tmp_path):
     limit = float(np.quantile(right, 0.6))
     limit = math.exp(0.5 * (math.log(limit) + math.log(min(p for p in right if p > limit * 1.001))))
     assert torch.equal(known_keys(store, log_p, limit), torch.from_numpy(np.array(right) >= limit))
-    facts = prune(store, tmp_path / "b", drop_known=limit, log_p=log_p)
+    result = prune(store, tmp_path / "b", drop_known=limit, log_p=log_p)
     pruned = Datastore.open(tmp_path / "b")
-    assert facts["dropped"] == (np.array(right) >= limit).sum() == store.entry_count - pruned.key_count
+    assert result["dropped"] == (np.array(right) >= limit).sum() == store.entry_count - pruned.key_count
     assert (
         pruned.entries_of(torch.arange(pruned.key_count)).tolist() == np.flatnonzero(np.array(right) < limit).tolist()
     )

@@ -167,15 +167,15 @@ def test_stored_targets_are_the_dense_ones_cut_to_their_mass_in_a_tenth_of_the_s
         masses.append(full[order[:count]].sum())
         np.testing.assert_allclose(found[row], right, atol=1e-3)
     np.testing.assert_allclose(found.sum(1), 1, atol=1e-6)
-    facts = targets.metadata
+    metadata = targets.metadata
     size = sum((tmp_path / "t" / name).stat().st_size for name in ARRAYS)
     entries = len(np.load(tmp_path / "t" / TOKENS))
-    assert facts["kept_mass"] == pytest.approx(np.mean(masses), abs=1e-4)
-    assert facts["bytes_per_token"] == pytest.approx(size / 600)
+    assert metadata["kept_mass"] == pytest.approx(np.mean(masses), abs=1e-4)
+    assert metadata["bytes_per_token"] == pytest.approx(size / 600)
     assert size == 3 * 128 + 8 * 601 + (2 + 2) * entries
-    assert facts["share_of_dense"] == pytest.approx(size / 600 / (256 * 6))
-    assert facts["share_of_dense"] < 0.1
-    assert facts["tokens_per_position"] == pytest.approx(entries / 600)
+    assert metadata["share_of_dense"] == pytest.approx(size / 600 / (256 * 6))
+    assert metadata["share_of_dense"] < 0.1
+    assert metadata["tokens_per_position"] == pytest.approx(entries / 600)
 
 
 def test_targets_of_any_positions_in_any_order_match_those_on_the_fly(tmp_path):
@@ -235,8 +235,8 @@ def test_targets_that_were_interrupted_end_with_the_same_bytes(tmp_path):
         again = retrieve_targets(store, out, progress=deadly, **options)
         assert sum(seen) == 300
         assert same_arrays(tmp_path / "whole", out)
-        facts = [{name: value for name, value in t.metadata.items() if name != "seconds"} for t in (whole, again)]
-        assert facts[0] == pytest.approx(facts[1])
+        metadata = [{name: value for name, value in t.metadata.items() if name != "seconds"} for t in (whole, again)]
+        assert metadata[0] == pytest.approx(metadata[1])
         with pytest.raises(DatastoreError, match=r"another knn temperature \(2.0, now 3.0\)"):
             retrieve_targets(store, out, k=16, knn_temperature=3.0)
     other = random_store(tmp_path / "other", rows=300, words=20, seed=9)
@@ -310,14 +310,14 @@ def test_damaged_targets_are_refused_in_one_line(tmp_path):
     targets = retrieve_targets(store, tmp_path / "t", k=8, knn_temperature=1.0)
     file = tmp_path / "t" / TARGETS_FILE
     good = file.read_text()
-    facts = json.loads(good)
+    saved = json.loads(good)
 
     def changed(part, **values):
-        return json.dumps({**facts, part: {**facts[part], **values}})
+        return json.dumps({**saved, part: {**saved[part], **values}})
 
     for text in [
-        "{", "[]", "[" * 100_000, '"a"', "{}", json.dumps({**facts, "format": 7}), json.dumps({**facts, "settings": 1}),
-        json.dumps({**facts, "done": None}), changed("settings", k=True), changed("settings", rows="many"),
+        "{", "[]", "[" * 100_000, '"a"', "{}", json.dumps({**saved, "format": 7}), json.dumps({**saved, "settings": 1}),
+        json.dumps({**saved, "done": None}), changed("settings", k=True), changed("settings", rows="many"),
         changed("settings", vocab_size=-1), changed("settings", k=0), changed("done", rows=-1),
         changed("done", rows=1.5), changed("done", mass="x"), changed("done", more=1), changed("done", entries=10**9),
         changed("done", rows=7), changed("settings", vocab_size=10**6), "\ufeff\udcff",

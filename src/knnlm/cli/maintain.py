@@ -134,11 +134,11 @@ def _describe(choice: dict[str, Any]) -> str:
         kind = memory["kind"] if memory["path"] is None else f"{memory['kind']}={memory['path']}"
         votes = [f" k {k}, τ {knn_temperature:g}" for k, knn_temperature in memory["settings"][:1]]
         memories.append(kind + "".join(votes))
-    weights, facts = choice["weights"], choice["facts"]
+    weights, tuned = choice["weights"], choice["metadata"]
     share = f", λ {1 - weights['values'][0]:.3g}" if "values" in weights else ""
     return (
-        f"{'; '.join(memories)}; {weights['kind']} weights{share}; chosen on {facts['tokens']:,} tokens of "
-        f"{', '.join(facts['chosen_on'])} (perplexity {facts['base_perplexity']:.2f} → {facts['perplexity']:.2f})"
+        f"{'; '.join(memories)}; {weights['kind']} weights{share}; chosen on {tuned['tokens']:,} tokens of "
+        f"{', '.join(tuned['chosen_on'])} (perplexity {tuned['base_perplexity']:.2f} → {tuned['perplexity']:.2f})"
     )
 
 
@@ -148,7 +148,7 @@ def _show_decoder(folder: Path, *, json: bool) -> None:
     card = load_card(folder)
     if json:
         metadata = asdict(card)
-        tuned = {"lambda": metadata.pop("lmbda"), "lambda_facts": metadata.pop("lmbda_facts")}
+        tuned = {"lambda": metadata.pop("lmbda"), "lambda_metadata": metadata.pop("lmbda_metadata")}
         print_json({"decoder": str(folder), **tuned, **metadata})
         return
     initial = card.initial_model
@@ -166,7 +166,7 @@ def _show_decoder(folder: Path, *, json: bool) -> None:
             ("trained", f"{card.tokens:,} tokens of text, {card.steps:,} steps, {card.seconds:,.0f} s{teacher}"),
             ("", f"final losses: {losses}"),
             ("window", f"{card.window['context']} tokens"),
-            ("tuned", _describe_lambda(card.lmbda, card.lmbda_facts)),
+            ("tuned", _describe_lambda(card.lmbda, card.lmbda_metadata)),
             *(("note", note) for note in card.notes),
         ]
     )
@@ -198,7 +198,8 @@ def documents(
 
     chosen = Selection(*selection.conditions.values())
     found, total = list_documents(store, chosen, first=first, limit=limit)
-    listed = [asdict(document) for document in found]
+    names = {"entries": "tokens"}  # one entry per token
+    listed = [{names.get(name, name): value for name, value in asdict(document).items()} for document in found]
     if json:
         print_json({"store": str(store), "total": total, "documents": listed})
         return
@@ -215,7 +216,7 @@ def _print_documents(listed: list[dict[str, Any]]) -> None:
             f"  {name}={value if isinstance(value, str) else dumps(value)}"
             for name, value in document["fields"].items()
         )
-        text = f"{document['id']}  {document['rows']:,} tokens  {document['source']}{fields}"
+        text = f"{document['id']}  {document['tokens']:,} tokens  {document['source']}{fields}"
         rows.append((str(document["number"]), visible(text)))
     print_table(rows)
 

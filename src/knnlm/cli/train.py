@@ -293,7 +293,7 @@ def _train_keys(store: Datastore, out: Path, settings: dict[str, Any], device: s
     begin = time.perf_counter()
     made = train_key_metric(store, out, KeyMetricConfig(**settings), device=device, progress=bar)
     result = {"into": "keys", "out": str(out), "width": made.width, "seconds": time.perf_counter() - begin}
-    result["learned"] = {} if made.map is None else made.map.facts
+    result["learned"] = {} if made.map is None else made.map.metadata
     return result, f"{out}: a store with trained keys. Next: knnlm tune {store.path} TEXT --memories knn,knn={out}"
 
 
@@ -321,14 +321,14 @@ def _train_decoder(
     if held_out and card.lmbda is None:  # a decoder that was tuned before keeps its λ
         card = tune_decoder(Mixture.open(out, lm), held_out, sources=valid, progress=bar)
     result = asdict(card)
-    result |= {"lambda": result.pop("lmbda"), "lambda_facts": result.pop("lmbda_facts")}
+    result |= {"lambda": result.pop("lmbda"), "lambda_metadata": result.pop("lmbda_metadata")}
     result = {"into": "decoder", "out": str(out), "model": lm.name, **result}
     return result, _describe_decoder(result)
 
 
 def _describe_decoder(result: dict[str, Any]) -> str:
     text = f"{result['out']}: a decoder, loss {result['losses']['loss']:.3f} in {result['seconds']:.0f} s"
-    tuned = result["lambda_facts"]
+    tuned = result["lambda_metadata"]
     if tuned is None:
         return f"{text}. Next: knnlm tune {result['out']} TEXT --model {result['model']}"
     figures = f"{tuned['base_perplexity']:.3f} → {tuned['perplexity']:.3f}"

@@ -215,7 +215,7 @@ def _tune_decoder(
         raise ParameterError("Give TEXT to tune the decoder on.")
     mixture = open_mixture(folder, model, machine)
     card = tune_decoder(mixture, _documents(text, text_field), sources=text, limit=limit, progress=bar)
-    result = {"decoder": str(folder), "lambda": card.lmbda, **(card.lmbda_facts or {})}
+    result = {"decoder": str(folder), "lambda": card.lmbda, **(card.lmbda_metadata or {})}
     figures = f"{result['base_perplexity']:.3f} → {result['perplexity']:.3f}"
     show(result, f"{folder}: λ = {card.lmbda:.2f} with {result['model']}, perplexity {figures}", json=json)
 

@@ -95,7 +95,7 @@ def field_condition(name: str, value: str) -> tuple[str, list[str]]:
     return f"number IN (SELECT number FROM fields WHERE {either})", ways  # noqa: S608
 
 
-GENERATION, LAYOUT = "generation", "layout"  # facts: how often the content has changed, and the numbers of its rows
+GENERATION, LAYOUT = "generation", "layout"  # metadata: how often the content has changed, and the numbers of its rows
 
 LANGUAGE_MODEL = "language_model"  # the fact that names the model that a store is for, if that is not its reader
 
@@ -180,8 +180,8 @@ class Catalog:
             row = self._connection.execute("SELECT value FROM meta WHERE key = ?", (key,)).fetchone()
             return None if row is None else json.loads(row[0])
 
-    def facts(self) -> dict[str, Any]:
-        """Read all facts about the store."""
+    def metadata(self) -> dict[str, Any]:
+        """Read all metadata about the store."""
         with reporting(self.path):
             return {str(key): json.loads(value) for key, value in self._all("SELECT key, value FROM meta")}
 
@@ -212,10 +212,10 @@ class Catalog:
         self._compare("documents", number)
         self._compare("fields", number)
 
-    def put(self, **facts: Any) -> None:
-        """Write facts about the store, all or none."""
+    def put(self, **metadata: Any) -> None:
+        """Write metadata about the store, all or none."""
         with self._transaction():
-            self.put_within(**facts)
+            self.put_within(**metadata)
 
     @contextmanager
     def snapshot(self) -> Iterator[None]:
@@ -253,11 +253,11 @@ class Catalog:
 
     def segments(self) -> list[SegmentRow]:
         """List the segments in the order of their rows."""
-        return self._rows(SegmentRow, "segments", "first_row, id")
+        return self._rows(SegmentRow, "segments", "first_entry, id")
 
     def removed(self) -> list[RemovedRow]:
         """List the rows that are no longer there, in their order."""
-        return self._rows(RemovedRow, "removed", "first_row, number")
+        return self._rows(RemovedRow, "removed", "first_entry, number")
 
     def indexes(self) -> list[IndexRow]:
         """List the indexes, oldest first."""
@@ -316,13 +316,13 @@ class Catalog:
     def document_at(self, row: int) -> StoredDocument:
         """Find the document that holds a row."""
         found = self._all(
-            "SELECT number FROM documents WHERE first_row <= ? AND rows > 0 ORDER BY first_row DESC LIMIT 1", row
+            "SELECT number FROM documents WHERE first_entry <= ? AND entries > 0 ORDER BY first_entry DESC LIMIT 1", row
         )
         for (number,) in found:
             self._compare_both(number)
             # Once more from the table: what the index says of the row was not compared.
             for document in self._typed(self._all("SELECT * FROM documents NOT INDEXED WHERE number = ?", number)):
-                if document.first_row <= row < document.first_row + document.rows:
+                if document.first_entry <= row < document.first_entry + document.entries:
                     return document
         raise DatastoreCorrupt(f"{self.path} has no document for row {row}. Run: knnlm repair {self.path.parent}")
 
@@ -336,13 +336,13 @@ class Catalog:
         last: int = self._all("SELECT COALESCE(MAX(id), -1) FROM segments")[0][0]
         return max(self._count("next_segment"), last + 1)
 
-    def add_segment(self, segment: SegmentRow, documents: Iterable[StoredDocument], **facts: Any) -> None:
-        """Commit a segment, its documents and facts that hold from now on, all or none."""
+    def add_segment(self, segment: SegmentRow, documents: Iterable[StoredDocument], **metadata: Any) -> None:
+        """Commit a segment, its documents and metadata that hold from now on, all or none."""
         # What is added to a finished store is a change of it.
         with self.change() if self.get("state") == "complete" else self._transaction():
             self.put_segments([segment])
             self.put_documents(documents)
-            self.put_within(**facts)
+            self.put_within(**metadata)
 
     def put_documents(self, documents: Iterable[StoredDocument]) -> None:
         """Write documents and their fields within a change, or those of no rows by themselves."""
@@ -362,14 +362,14 @@ class Catalog:
         with reporting(self.path):
             return other_fields(self._connection, name)
 
-    def replace_keys(self, segments: Iterable[SegmentRow], **facts: Any) -> None:
-        """Return that segments have other files of keys now, and facts that hold from now on, all or none."""
+    def replace_keys(self, segments: Iterable[SegmentRow], **metadata: Any) -> None:
+        """Return that segments have other files of keys now, and metadata that hold from now on, all or none."""
         with self._transaction():
             self._connection.executemany(
                 "UPDATE segments SET scale = ?, keys_sha256 = ? WHERE id = ?",
                 ((segment.scale, segment.keys_sha256, segment.id) for segment in segments),
             )
-            self.put_within(**facts)
+            self.put_within(**metadata)
 
     def put_segments(self, segments: Iterable[SegmentRow]) -> None:
         """Write segments within a change."""
@@ -408,9 +408,9 @@ class Catalog:
         with reporting(self.path):
             return empty_log(self._connection)
 
-    def put_within(self, **facts: Any) -> None:
-        """Write facts within a change."""
-        for key, value in facts.items():
+    def put_within(self, **metadata: Any) -> None:
+        """Write metadata within a change."""
+        for key, value in metadata.items():
             self._put(key, value)
 
     def _put(self, key: str, value: Any) -> None:
@@ -460,20 +460,22 @@ class SegmentSink(Protocol):
     def next_document(self) -> int:
         """Return the number of the next document."""
 
-    def add_segment(self, segment: SegmentRow, documents: Iterable[StoredDocument], **facts: Any) -> None:
-        """Note a segment that is on disk, its documents, and facts that hold from now on."""
+    def add_segment(self, segment: SegmentRow, documents: Iterable[StoredDocument], **metadata: Any) -> None:
+        """Note a segment that is on disk, its documents, and metadata that hold from now on."""
 
-    def replace_keys(self, segments: Iterable[SegmentRow], **facts: Any) -> None:
-        """Note that segments have other files of keys now, and facts that hold from now on."""
+    def replace_keys(self, segments: Iterable[SegmentRow], **metadata: Any) -> None:
+        """Note that segments have other files of keys now, and metadata that hold from now on."""
 
 
-FIELDS = ("id", "number", "rows", "sha256", "source")
+FIELDS = ("id", "number", "tokens", "sha256", "source")
 
 _CONDITION = re.compile(r"\s*([^=\s](?:[^=]*[^=\s])?)\s*=\s?(.*)", re.DOTALL)
 
 _RECORD = "fields."
 
-_NUMBERS = ("number", "rows")
+_NUMBERS = ("number", "tokens")
+
+_COLUMNS = {"tokens": "entries"}  # of the table of documents, where the field has another name
 
 _OTHER_SIGNS = re.compile(r"[\[?]")
 
@@ -537,7 +539,7 @@ def _own(given: str, name: str, value: str) -> tuple[str, list[Any]]:
         return f"{name} = ?", [value]
     if not re.fullmatch(r"\d{1,18}", value):
         raise ParameterError(f"{given!r} is no condition: the {name} of a document is a number.")
-    return f"{name} = ?", [int(value)]
+    return f"{_COLUMNS.get(name, name)} = ?", [int(value)]
 
 
 def check_complete(catalog: Catalog) -> None:

@@ -36,7 +36,7 @@ class KeyMap:
 
     matrix: Tensor  # (D, D') float32
     centre: Tensor  # (D,) float32
-    facts: dict[str, Any] = field(default_factory=dict)
+    metadata: dict[str, Any] = field(default_factory=dict)
     _placed: dict[torch.device, tuple[Tensor, Tensor]] = field(default_factory=dict, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -72,8 +72,8 @@ class KeyMap:
         # What is taken away between the two must be taken away before both: centre' @ inner = this centre. It is a
         # mean of keys that came out of `inner`, so there is such a centre'.
         before = torch.linalg.lstsq(inner.T, self.centre.double()[:, None], driver="gelsd").solution[:, 0]
-        facts = {**self.facts, "after": first.facts}
-        return KeyMap((inner @ outer).float(), (first.centre.double() + before).float(), facts)
+        metadata = {**self.metadata, "after": first.metadata}
+        return KeyMap((inner @ outer).float(), (first.centre.double() + before).float(), metadata)
 
     def save(self, path: Path) -> str:
         """Write the map so that it is there completely or not at all, and return the hash of the file."""
@@ -86,7 +86,7 @@ class KeyMap:
         return checksum(path)
 
     @classmethod
-    def load(cls, path: Path, *, sha256: str, facts: dict[str, Any]) -> KeyMap:
+    def load(cls, path: Path, *, sha256: str, metadata: dict[str, Any]) -> KeyMap:
         """Read a map after checking that it is the one that the catalog means."""
         advice = "Make the store again, or restore the file."
         check_place(path.parent, path)
@@ -98,7 +98,7 @@ class KeyMap:
             tensors = load_file(path)
             if {tensors["matrix"].dtype, tensors["centre"].dtype} != {torch.float32}:
                 raise ParameterError("its numbers are not float32")
-            return cls(tensors["matrix"], tensors["centre"], facts)
+            return cls(tensors["matrix"], tensors["centre"], metadata)
         except (SafetensorError, KeyError, ParameterError) as error:
             raise DatastoreCorrupt(f"{path} is not a readable map of keys ({error}). {advice}") from None
 
@@ -291,14 +291,14 @@ def save_codec(codec: Bytes | Codes, path: Path) -> dict[str, Any]:
 def load_codec(path: Path, fact: Any, *, width: int) -> Codec:
     """Read the parameters of keys of this width after checking that they are those that the catalog means."""
     advice = "Make the store again, or restore the file."
-    facts = fact if isinstance(fact, dict) else {}
-    kind = KINDS.get(str(facts.get("kind")))
+    metadata = fact if isinstance(fact, dict) else {}
+    kind = KINDS.get(str(metadata.get("kind")))
     if kind is None:
         raise DatastoreCorrupt(f"{path.parent} does not say properly how its keys are stored. {advice}")
     check_place(path.parent, path)
     if not path.is_file():
         raise DatastoreCorrupt(f"{path} is missing. {advice}")
-    if checksum(path) != facts.get("sha256"):
+    if checksum(path) != metadata.get("sha256"):
         raise DatastoreCorrupt(f"{path} is not the codec that this store was made with. {advice}")
     try:
         tensors = load_file(path)
@@ -435,10 +435,10 @@ def _dealt(sample: Tensor, components: int, pieces: int) -> KeyMap:
         hands[piece].append(component)
         sums[piece] += log
     order = torch.tensor([component for hand in hands for component in hand])
-    return KeyMap(key_map.matrix[:, order].contiguous(), key_map.centre, key_map.facts)
+    return KeyMap(key_map.matrix[:, order].contiguous(), key_map.centre, key_map.metadata)
 
 
-def components_of(blocks: Iterable[Tensor], width: int, **facts: Any) -> tuple[KeyMap, Tensor]:
+def components_of(blocks: Iterable[Tensor], width: int, **metadata: Any) -> tuple[KeyMap, Tensor]:
     """Find the map to the directions in which (n, D) keys vary most, in float64, and their (width,) variances."""
     count = 0
     for block in blocks:
@@ -458,5 +458,5 @@ def components_of(blocks: Iterable[Tensor], width: int, **facts: Any) -> tuple[K
     # A direction has no sign of its own; choose one, so that the same keys give the same bytes.
     matrix = matrix * matrix.gather(0, matrix.abs().argmax(0, keepdim=True)).sign()
     explained = float(variances[-width:].sum() / variances.sum().clamp(min=1e-300))
-    about = {"kind": "principal components", "explained_variance": explained, **facts}
+    about = {"kind": "principal components", "explained_variance": explained, **metadata}
     return KeyMap(matrix.float(), (mean + origin).float(), about), variances[-width:].flip(0)

@@ -82,11 +82,11 @@ def _plan(store: Datastore, rows: int) -> list[_Group]:
 
     def close() -> None:
         if waiting:
-            groups.append(_Group(tuple(waiting), len(waiting) > 1 or live(store, waiting[0]) < waiting[0].rows))
+            groups.append(_Group(tuple(waiting), len(waiting) > 1 or live(store, waiting[0]) < waiting[0].entries))
             waiting.clear()
 
     for segment in store.segments:
-        if segment.rows >= max(1, rows // 2) and live(store, segment) == segment.rows:
+        if segment.entries >= max(1, rows // 2) and live(store, segment) == segment.entries:
             close()
             groups.append(_Group((segment,), False))
             continue
@@ -100,7 +100,7 @@ def _plan(store: Datastore, rows: int) -> list[_Group]:
 def live(store: Datastore, segment: SegmentRow) -> int:
     """Count the rows of a segment that are there."""
     numbers = store.entry_numbers
-    return numbers.before(segment.first_row + segment.rows) - numbers.before(segment.first_row)
+    return numbers.before(segment.first_entry + segment.entries) - numbers.before(segment.first_entry)
 
 
 def _kind(segment: SegmentRow) -> tuple[Any, ...]:
@@ -127,10 +127,10 @@ class _Compaction:
         waiting: list[int] = []
         with self._progress("copying segments", total=total, unit="tokens") as advance:
             for group in self._groups:
-                first = segments[-1].first_row + segments[-1].rows if segments else 0
+                first = segments[-1].first_entry + segments[-1].entries if segments else 0
                 made = self._copy(group, first, advance) if group.rewrite else group.segments[0]
                 if made is not None:
-                    segments.append(replace(made, first_row=first))
+                    segments.append(replace(made, first_entry=first))
                 # Documents of no rows outlive their segment: they go with the one before, or with the first.
                 waiting += [segment.id for segment in group.segments]
                 if segments:
@@ -196,7 +196,7 @@ class _Compaction:
     def _local(self, segment: SegmentRow, name: str) -> Iterator[tuple[int, int]]:
         """Return (first, count) of what is there in an array of a segment, counted from its beginning."""
         if name == VALUES_FILE:
-            numbers, begin, count = self._store.entry_numbers, segment.first_row, segment.rows
+            numbers, begin, count = self._store.entry_numbers, segment.first_entry, segment.entries
         else:
             numbers, begin, count = self._store.key_numbers, self._store.first_key(segment), segment.keys
         for start, size in numbers.stretches(begin, begin + count):
@@ -224,9 +224,11 @@ class _Compaction:
             )
             connection.execute("DELETE FROM segments")
             catalog.put_segments(segments)
-            connection.create_function("row_now", 1, before, deterministic=True)
+            connection.create_function("entry_now", 1, before, deterministic=True)
             connection.create_function("segment_now", 1, lambda old: self._names.get(old, old), deterministic=True)
-            connection.execute("UPDATE documents SET first_row = row_now(first_row), segment = segment_now(segment)")
+            connection.execute(
+                "UPDATE documents SET first_entry = entry_now(first_entry), segment = segment_now(segment)"
+            )
             if not segments:  # documents of no rows, which have no place without a segment: a build keeps none either
                 connection.execute("DELETE FROM documents")
                 drop_fields(connection)

@@ -107,10 +107,10 @@ class DeferredEncoder:
         if self.codec is not None or not segments:
             return
         self.map, self.codec = fit_codec(self._storage, self._sample(segments))
-        facts: dict[str, object] = {"codec": save_codec(self.codec, self._folder / CODEC_FILE)}
+        metadata: dict[str, object] = {"codec": save_codec(self.codec, self._folder / CODEC_FILE)}
         if self.map is not None:
-            facts["map"] = {"sha256": self.map.save(self._folder / MAP_FILE), "facts": self.map.facts}
-        self._catalog.replace_keys([self._convert(segment) for segment in segments], **facts)
+            metadata["map"] = {"sha256": self.map.save(self._folder / MAP_FILE), "metadata": self.map.metadata}
+        self._catalog.replace_keys([self._convert(segment) for segment in segments], **metadata)
         self._remove_waiting(segments)
 
     def _sample(self, segments: list[SegmentRow]) -> Tensor:

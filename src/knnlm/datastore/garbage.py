@@ -47,9 +47,9 @@ def purge(
 
 def has_old_suffixes(folder: Path, catalog: Catalog) -> bool:
     """Whether there is sorted text of another generation: it holds words of documents that may be gone."""
-    facts = folder / NGRAM_FOLDER / "facts.json"
+    metadata = folder / NGRAM_FOLDER / "metadata.json"
     try:
-        generation = json.loads(facts.read_bytes()).get("generation", 0)
+        generation = json.loads(metadata.read_bytes()).get("generation", 0)
     except (OSError, ValueError, AttributeError, RecursionError):
         generation = None
     return (folder / NGRAM_FOLDER).exists() and generation != catalog.generation

@@ -162,7 +162,7 @@ def _covering(store: Datastore, catalog: Catalog) -> list[tuple[IndexRow, RowMap
             )
         gaps.append((gap[0], gap[1]))
     gone = sum(count for _, count in gaps)
-    return [(row, RowMap(row.rows + gone, gaps)) for row in rows]
+    return [(row, RowMap(row.entries + gone, gaps)) for row in rows]
 
 
 def _open(store: Datastore, row: IndexRow, covered: RowMap) -> FaissIndex | BlockIndex:
@@ -176,7 +176,7 @@ def _open(store: Datastore, row: IndexRow, covered: RowMap) -> FaissIndex | Bloc
     known = store.key_numbers.total
     fewer = store.generation == 0 and covered.total < known
     more = covered.total > known and row in store.catalog.indexes()
-    if fewer or more or (index.rows, index.width) != (row.rows, store.width):
+    if fewer or more or (index.rows, index.width) != (row.entries, store.width):
         raise IndexInvalid(
             f"{path} holds {index.rows:,} vectors of width {index.width}, but the store has "
             f"{store.key_count:,} of width {store.width}. Make it again with: knnlm index {store.path}"

@@ -227,35 +227,35 @@ def load_metadata(file: Path, *, version: int, missing: str, again: str) -> dict
     """Return what the file holds; `missing` is said where it is not there, `again` how it is made again."""
     try:
         if file.stat().st_size > _MOST:
-            raise DatastoreCorrupt(f"{file} has {file.stat().st_size:,} bytes, too many for facts. {again}")
-        facts = json.loads(file.read_text(encoding="utf-8"))
+            raise DatastoreCorrupt(f"{file} has {file.stat().st_size:,} bytes, too many for metadata. {again}")
+        metadata = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise DatastoreError(missing) from None
     except OSError as error:
         raise DatastoreError(f"Cannot read {file}: {error.strerror or error}.") from None
     except (ValueError, RecursionError):
         raise DatastoreCorrupt(f"{file} is no JSON. {again}") from None
-    if not isinstance(facts, dict) or facts.get("format") != version:
-        found = facts.get("format") if isinstance(facts, dict) else None
+    if not isinstance(metadata, dict) or metadata.get("format") != version:
+        found = metadata.get("format") if isinstance(metadata, dict) else None
         raise DatastoreError(f"{file} has format version {found}, this knnlm reads version {version}. {again}")
-    check_sum(file, facts, again)
-    return facts
+    check_sum(file, metadata, again)
+    return metadata
 
 
-def summed(facts: dict[str, Any]) -> dict[str, Any]:
+def summed(metadata: dict[str, Any]) -> dict[str, Any]:
     """Add a checksum to metadata that is kept as JSON."""
-    return {**facts, SUM: hash_metadata(facts)}
+    return {**metadata, SUM: hash_metadata(metadata)}
 
 
-def check_sum(file: Path, facts: dict[str, Any], again: str) -> None:
-    """Reject facts that are not as they were written; older files have nothing to compare with."""
-    if SUM in facts and facts[SUM] != hash_metadata({name: facts[name] for name in facts if name != SUM}):
+def check_sum(file: Path, metadata: dict[str, Any], again: str) -> None:
+    """Reject metadata that are not as they were written; older files have nothing to compare with."""
+    if SUM in metadata and metadata[SUM] != hash_metadata({name: metadata[name] for name in metadata if name != SUM}):
         raise DatastoreCorrupt(f"{file} is not as it was written: its SHA-256 is another. {again}")
 
 
-def hash_metadata(facts: dict[str, Any]) -> str:
-    """Return the SHA-256 of facts that JSON can keep, in whatever order they are."""
-    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
+def hash_metadata(metadata: dict[str, Any]) -> str:
+    """Return the SHA-256 of metadata that JSON can keep, in whatever order they are."""
+    return hashlib.sha256(json.dumps(metadata, sort_keys=True).encode()).hexdigest()
 
 
 BLOCK = 1 << 16

@@ -107,7 +107,7 @@ def remove(
         found, _ = list_documents(folder, selection)
         with closing(Catalog.open(folder / CATALOG_FILE)) as catalog:
             _check_some(catalog, selection, found)
-            return Removed(tuple(found), sum(one.rows for one in found), catalog.generation, True)
+            return Removed(tuple(found), sum(one.entries for one in found), catalog.generation, True)
     with writer_lock(folder, wait=wait), closing(Catalog.open(folder / CATALOG_FILE, write=True)) as catalog:
         check_complete(catalog)
         selection.check(catalog)
@@ -115,7 +115,7 @@ def remove(
         _check_some(catalog, selection, found)
         _forget(folder, catalog, found)
         purge(folder, catalog)
-        return Removed(tuple(found), sum(one.rows for one in found), catalog.generation, False)
+        return Removed(tuple(found), sum(one.entries for one in found), catalog.generation, False)
 
 
 def _forget(folder: Path, catalog: Catalog, documents: list[StoredDocument]) -> None:
@@ -126,7 +126,7 @@ def _forget(folder: Path, catalog: Catalog, documents: list[StoredDocument]) -> 
     forgot = {**earlier, **marks}
     with catalog.change() as connection:
         catalog.put_within(next_document=catalog.next_document(), **{FORGOT: forgot}, **_less_names(catalog))
-        catalog.put_removed(RemovedRow(one.number, one.segment, one.first_row, one.rows) for one in documents)
+        catalog.put_removed(RemovedRow(one.number, one.segment, one.first_entry, one.entries) for one in documents)
         connection.executemany("DELETE FROM documents WHERE number = ?", ((one.number,) for one in documents))
         drop_fields(connection, (one.number for one in documents))
 
@@ -160,18 +160,18 @@ def evidence(path: str | Path) -> Evidence:
     log = folder / f"{CATALOG_FILE}-wal"
     if log.exists() and log.stat().st_size:
         files.append(Holding(log.name, "the catalog's last changes: names and hashes, no text", "compact"))
-    return Evidence(sum(row.rows for row in gone), tuple(files), trained)
+    return Evidence(sum(row.entries for row in gone), tuple(files), trained)
 
 
 def _segments(folder: Path, gone: list[RemovedRow]) -> Iterator[Holding]:
-    for number in sorted({row.segment for row in gone if row.rows}):
-        rows = sum(row.rows for row in gone if row.segment == number)
+    for number in sorted({row.segment for row in gone if row.entries}):
+        rows = sum(row.entries for row in gone if row.segment == number)
         for file in sorted(segment_folder(folder, number).glob("*.npy")):
             yield Holding(str(file.relative_to(folder)), f"{rows:,} removed rows", "compact")
 
 
 def _derived(folder: Path, catalog: Catalog, gone: list[RemovedRow]) -> Iterator[Holding]:
-    if any(row.rows for row in gone):
+    if any(row.entries for row in gone):
         for row in catalog.indexes():
             yield Holding(f"index/{row.id:06d}", f"the index {row.spec}, codes of keys", "compact")
     # Also after a compaction during which there was a reader, when no removed row is left.

@@ -95,7 +95,7 @@ class _Plan:
     map: KeyMap | None
     codec: Codec
 
-    def facts(self, facts: dict[str, Any]) -> dict[str, Any]:
+    def metadata(self, metadata: dict[str, Any]) -> dict[str, Any]:
         """Tell this plan from any other."""
         parts: dict[str, NDArray[Any] | None] = {
             "keep": self.keep,
@@ -106,7 +106,7 @@ class _Plan:
         if isinstance(self.codec, Bytes | Codes):
             parts |= {name: tensor.cpu().numpy() for name, tensor in self.codec.tensors().items()}
         hashes = {name: None if part is None else _hash(part) for name, part in parts.items()}
-        return {"from": self.store.fingerprint, "key_dtype": self.codec.dtype, **hashes, "facts": facts}
+        return {"from": self.store.fingerprint, "key_dtype": self.codec.dtype, **hashes, "metadata": metadata}
 
 
 def derive(
@@ -118,21 +118,21 @@ def derive(
     key_map: KeyMap | None = None,
     key_dtype: str | None = None,
     codec: Codec | None = None,
-    facts: dict[str, Any] | None = None,
+    metadata: dict[str, Any] | None = None,
     progress: Progress = silent,
 ) -> Datastore:
     """Write a store with the keys that are kept (a mask, or their numbers), how much each counts, and mapped.
 
     `counts` are those of all keys of `store`. Its map, if it has one, comes before the new one. Keys are stored by
     `codec`, or as numbers of `key_dtype`, or as they were; bytes and codes that are mapped again become float16.
-    `facts` are kept in the catalog.
+    `metadata` are kept in the catalog.
     """
     plan = _plan(store, keep, counts, key_map, codec or _codec(store, key_map, key_dtype))
     folder = Path(out)
     check_out(store, folder)
     with writer_lock(folder, create=True):
         check_out(store, folder)  # another process may have finished it meanwhile
-        catalog = _begin(folder, plan, plan.facts(facts or {}))
+        catalog = _begin(folder, plan, plan.metadata(metadata or {}))
         try:
             _copy(folder, catalog, plan, progress)
             catalog.put(state="complete")
@@ -227,10 +227,10 @@ def _begin(folder: Path, plan: _Plan, derived: dict[str, Any]) -> Catalog:
         }
         whole = store.map if plan.map is None else plan.map.after(store.map)
         if whole is not None:
-            meta["map"] = {"sha256": whole.save(folder / MAP_FILE), "facts": whole.facts}
+            meta["map"] = {"sha256": whole.save(folder / MAP_FILE), "metadata": whole.metadata}
         if isinstance(plan.codec, Bytes | Codes):
             meta["codec"] = save_codec(plan.codec, folder / CODEC_FILE)
-            meta["keys"] = derived["facts"].get("keys") or store.catalog.get("keys")
+            meta["keys"] = derived["metadata"].get("keys") or store.catalog.get("keys")
         if (helped := store.catalog.get(LANGUAGE_MODEL)) is not None:
             meta[LANGUAGE_MODEL] = helped
         return Catalog.create(file, meta)
@@ -251,7 +251,7 @@ class _Part:
 
     segment: SegmentRow
     number: int
-    first_row: int
+    first_entry: int
     rows: int
     first_key: int
     keys: int
@@ -263,9 +263,9 @@ def _parts(store: Datastore) -> list[_Part]:
     parts, stored = list[_Part](), 0
     waiting: tuple[int, ...] = ()
     for segment in store.segments:
-        row, key = store.entry_numbers.before(segment.first_row), store.key_numbers.before(stored)
+        row, key = store.entry_numbers.before(segment.first_entry), store.key_numbers.before(stored)
         stored += segment.keys
-        rows = store.entry_numbers.before(segment.first_row + segment.rows) - row
+        rows = store.entry_numbers.before(segment.first_entry + segment.entries) - row
         waiting += (segment.id,)
         if rows:
             keys = store.key_numbers.before(stored) - key
@@ -289,7 +289,7 @@ def _copy(folder: Path, catalog: Catalog, plan: _Plan, progress: Progress) -> No
             documents = [one for source in part.sources for one in store.catalog.documents_of(source)]
             before = store.entry_numbers.before
             catalog.add_segment(
-                row, (replace(one, segment=part.number, first_row=before(one.first_row)) for one in documents)
+                row, (replace(one, segment=part.number, first_entry=before(one.first_entry)) for one in documents)
             )
 
 
@@ -301,7 +301,7 @@ def _copy_segment(folder: Path, plan: _Plan, part: _Part, advance: Advance) -> S
         kept = kept[plan.keep[kept]]
     divisor = _write_keys(made.place(KEYS_FILE), plan, kept, part.keys, advance)
     _write_values(made, plan.store, part.segment)
-    rows = plan.store.entries_of(torch.from_numpy(kept)).numpy() - part.first_row
+    rows = plan.store.entries_of(torch.from_numpy(kept)).numpy() - part.first_entry
     weights = _weights(plan, kept)
     pruned = len(rows) < part.rows or weights is not None
     for name, dtype, array in ((KEPT_FILE, "int32", rows if pruned else None), (COUNTS_FILE, "float32", weights)):
@@ -311,7 +311,7 @@ def _copy_segment(folder: Path, plan: _Plan, part: _Part, advance: Advance) -> S
     sums = made.seal()
     return SegmentRow(
         part.number,
-        part.first_row,
+        part.first_entry,
         part.rows,
         divisor,
         sums[KEYS_FILE],
@@ -362,8 +362,8 @@ def _blocks(store: Datastore, kept: NDArray[np.int64]) -> Iterator[tuple[int, Te
 
 def _write_values(made: NewSegment, store: Datastore, segment: SegmentRow) -> None:
     """Copy the tokens that are there of a segment."""
-    first = segment.first_row
-    there = store.entry_numbers.stretches(first, first + segment.rows)
+    first = segment.first_entry
+    there = store.entry_numbers.stretches(first, first + segment.entries)
     with made.array(VALUES_FILE, "int32") as writer:
         for piece in store.arrays.copy(segment, VALUES_FILE, ((start - first, count) for start, count in there)):
             writer.append(piece)
@@ -401,9 +401,9 @@ def compress(
     check_out(store, out)
     if not store.key_count:
         raise ParameterError(f"{store.path} has no keys to compress.")
-    facts: dict[str, Any] = {"keys": str(storage), "seed": seed}
+    metadata: dict[str, Any] = {"keys": str(storage), "seed": seed}
     if not storage.fitted:
-        return derive(store, out, codec=Plain(storage.dtype, store.width), facts=facts, progress=progress)
+        return derive(store, out, codec=Plain(storage.dtype, store.width), metadata=metadata, progress=progress)
     ids = sample_keys(store, max(1, _CODEC_SAMPLE // (4 * store.width)), seed=seed)
     sample = torch.empty(len(ids), store.width)
     with progress("choosing a codec", total=len(ids), unit="keys") as advance:
@@ -412,4 +412,4 @@ def compress(
             advance(len(ids[begin : begin + _COMPRESS_BLOCK]))
     key_map, codec = fit_codec(storage, sample)
     del sample
-    return derive(store, out, key_map=key_map, codec=codec, facts=facts, progress=progress)
+    return derive(store, out, key_map=key_map, codec=codec, metadata=metadata, progress=progress)

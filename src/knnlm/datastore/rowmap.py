@@ -96,20 +96,20 @@ def by_segment(numbers: Ints, starts: Ints) -> Iterator[tuple[int, Ints, Ints]]:
 
 def check_removed(catalog: Catalog, segments: Sequence[SegmentRow]) -> list[tuple[int, int]]:
     """Return the stretches of rows that are no longer there, (first, count): each within its segment, none twice."""
-    ends = {segment.id: segment.first_row + segment.rows for segment in segments}
+    ends = {segment.id: segment.first_entry + segment.entries for segment in segments}
     gaps, end = [], 0
     for gone in catalog.removed():
-        numbers = all(type(one) is int for one in (gone.segment, gone.first_row, gone.rows))
+        numbers = all(type(one) is int for one in (gone.segment, gone.first_entry, gone.entries))
         if (
             not numbers
-            or gone.rows < 0
-            or gone.first_row < end
-            or gone.first_row + gone.rows > ends.get(gone.segment, -1)
+            or gone.entries < 0
+            or gone.first_entry < end
+            or gone.first_entry + gone.entries > ends.get(gone.segment, -1)
         ):
             raise DatastoreCorrupt(
-                f"{catalog.path}: {gone.rows} rows from {gone.first_row} on were removed, which are not in segment "
-                f"{gone.segment}. Build the store again."
+                f"{catalog.path}: {gone.entries} entries from {gone.first_entry} on were removed, which are not in "
+                f"segment {gone.segment}. Build the store again."
             )
-        end = gone.first_row + gone.rows
-        gaps.append((gone.first_row, gone.rows))
+        end = gone.first_entry + gone.entries
+        gaps.append((gone.first_entry, gone.entries))
     return gaps

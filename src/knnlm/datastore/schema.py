@@ -20,8 +20,8 @@ SCHEMA = """
 CREATE TABLE meta (key TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID;
 CREATE TABLE segments (
     id INTEGER PRIMARY KEY,
-    first_row INTEGER NOT NULL,
-    rows INTEGER NOT NULL,
+    first_entry INTEGER NOT NULL,
+    entries INTEGER NOT NULL,
     scale REAL NOT NULL,
     keys_sha256 TEXT NOT NULL,
     values_sha256 TEXT NOT NULL,
@@ -34,24 +34,24 @@ CREATE TABLE documents (
     id TEXT NOT NULL,
     source TEXT NOT NULL,
     segment INTEGER NOT NULL REFERENCES segments(id),
-    first_row INTEGER NOT NULL,
-    rows INTEGER NOT NULL,
+    first_entry INTEGER NOT NULL,
+    entries INTEGER NOT NULL,
     sha256 TEXT NOT NULL
 );
-CREATE INDEX documents_by_row ON documents(first_row);
+CREATE INDEX documents_by_entry ON documents(first_entry);
 CREATE INDEX documents_by_hash ON documents(sha256);
 CREATE TABLE indexes (
     id INTEGER PRIMARY KEY,
     spec TEXT NOT NULL,
     metric TEXT NOT NULL,
-    rows INTEGER NOT NULL,
+    entries INTEGER NOT NULL,
     sha256 TEXT NOT NULL
 );
 CREATE TABLE removed (
     number INTEGER PRIMARY KEY,
     segment INTEGER NOT NULL,
-    first_row INTEGER NOT NULL,
-    rows INTEGER NOT NULL
+    first_entry INTEGER NOT NULL,
+    entries INTEGER NOT NULL
 );
 CREATE TABLE fields (number INTEGER PRIMARY KEY, record TEXT NOT NULL);
 CREATE TABLE digests (part TEXT PRIMARY KEY, digest TEXT NOT NULL) WITHOUT ROWID;
@@ -81,56 +81,56 @@ def check_format(path: Path, get: Callable[[str], object], tables: Collection[st
 
 @dataclass(frozen=True)
 class SegmentRow:
-    """One segment: rows first_row … first_row + rows - 1 of the store; keys are stored divided by `scale`."""
+    """One segment: entries first_entry … first_entry + entries - 1 of the store; keys are stored divided by `scale`."""
 
     id: int
-    first_row: int
-    rows: int
+    first_entry: int
+    entries: int
     scale: float
     keys_sha256: str
     values_sha256: str
-    kept: int | None = None  # how many of the rows have a key; None: all
+    kept: int | None = None  # how many of the entries have a key; None: all
     kept_sha256: str | None = None
     counts_sha256: str | None = None  # None: each key counts once
 
     @property
     def keys(self) -> int:
         """The number of keys."""
-        return self.rows if self.kept is None else self.kept
+        return self.entries if self.kept is None else self.kept
 
 
 @dataclass(frozen=True)
 class StoredDocument:
-    """One document and the rows that hold its tokens."""
+    """One document and the entries that hold its tokens."""
 
     number: int
     id: str
     source: str
     segment: int
-    first_row: int
-    rows: int
+    first_entry: int
+    entries: int
     sha256: str
     fields: Fields = field(default_factory=dict, hash=False)  # of the user's record; in a table of their own
 
 
 @dataclass(frozen=True)
 class RemovedRow:
-    """The rows of a document that is no longer there; their bytes go with the next compaction."""
+    """The entries of a document that is no longer there; their bytes go with the next compaction."""
 
     number: int
     segment: int
-    first_row: int
-    rows: int
+    first_entry: int
+    entries: int
 
 
 @dataclass(frozen=True)
 class IndexRow:
-    """One index over the first `rows` keys; those that were removed before it was made are not counted."""
+    """One index over the first `entries` keys; those that were removed before it was made are not counted."""
 
     id: int
     spec: str
     metric: str
-    rows: int
+    entries: int
     sha256: str
 
 

@@ -181,8 +181,8 @@ def open_array(path: Path, dtype: DTypeLike, shape: tuple[int, ...]) -> NDArray[
 
 def write_header(file: IO[bytes], dtype: np.dtype[Any], shape: tuple[int, ...]) -> None:
     """Write the header of an array; its size does not depend on the number of rows."""
-    facts = {"descr": np.lib.format.dtype_to_descr(dtype), "fortran_order": False, "shape": shape}
-    np.lib.format.write_array_header_1_0(file, facts)
+    metadata = {"descr": np.lib.format.dtype_to_descr(dtype), "fortran_order": False, "shape": shape}
+    np.lib.format.write_array_header_1_0(file, metadata)
 
 
 def skip_header(file: BinaryIO) -> int:
@@ -206,7 +206,7 @@ def array_shapes(segment: SegmentRow, codec: Codec) -> dict[str, tuple[str, tupl
     """Return of which type and shape the arrays are that a segment has."""
     shapes: dict[str, tuple[str, tuple[int, ...]]] = {
         KEYS_FILE: (codec.dtype, (segment.keys, codec.columns)),
-        VALUES_FILE: ("int32", (segment.rows,)),
+        VALUES_FILE: ("int32", (segment.entries,)),
     }
     if segment.kept is not None:
         shapes[KEPT_FILE] = ("int32", (segment.keys,))
@@ -219,14 +219,14 @@ def segment_faults(segments: Sequence[SegmentRow]) -> Iterator[tuple[SegmentRow,
     """Return what is wrong with the numbers of segments, and whether it is with that one only: rows go without gaps."""
     expected = 0
     for segment in segments:
-        if segment.first_row != expected or segment.rows < 1:
-            what = f"begins at row {segment.first_row:,} with {segment.rows:,} rows; row {expected:,} was expected"
+        if segment.first_entry != expected or segment.entries < 1:
+            what = f"begins at row {segment.first_entry:,} with {segment.entries:,} rows; row {expected:,} was expected"
             yield segment, f"segment {segment.id} {what}", False
-        if not 0 <= segment.keys <= segment.rows:
-            yield segment, f"segment {segment.id} has {segment.keys:,} keys for {segment.rows:,} rows", False
+        if not 0 <= segment.keys <= segment.entries:
+            yield segment, f"segment {segment.id} has {segment.keys:,} keys for {segment.entries:,} rows", False
         if not (isinstance(segment.scale, float) and 0 < segment.scale < math.inf):
             yield segment, f"the keys of segment {segment.id} have the scale {repr(segment.scale)[:60]}", True
-        expected = segment.first_row + segment.rows
+        expected = segment.first_entry + segment.entries
 
 
 def check_segments(path: Path, segments: Sequence[SegmentRow]) -> None:
@@ -235,8 +235,8 @@ def check_segments(path: Path, segments: Sequence[SegmentRow]) -> None:
         raise DatastoreCorrupt(f"{path}: {what}. Make the store again, or run: knnlm repair {path.parent}")
 
 
-def check_facts(path: Path, model: dict[str, Any], window: dict[str, Any], codec: Codec) -> None:
-    """Reject facts that would be stumbled over later."""
+def check_metadata(path: Path, model: dict[str, Any], window: dict[str, Any], codec: Codec) -> None:
+    """Reject metadata that would be stumbled over later."""
     sound = {
         "model's name": isinstance(model.get("name"), str),
         "model's vocabulary": isinstance(size := model.get("vocab_size"), int) and 0 < size <= VOCABULARY,

@@ -39,9 +39,9 @@ from knnlm.datastore.validation import typed
 from knnlm.errors import KnnlmError
 from knnlm.io import checksum, sync_folder, translate_os_errors
 
-_LIKE = ("model", "window", "keys", "key_dtype", "offset", "codec", "map")  # what keys mean: facts of the catalog
+_LIKE = ("model", "window", "keys", "key_dtype", "offset", "codec", "map")  # what keys mean: metadata of the catalog
 
-_FACTS = ("offset", "compile", "codec", "map")  # that the first keys of a store decide
+_METADATA = ("offset", "compile", "codec", "map")  # that the first keys of a store decide
 
 _LONGEST = 1 << 28  # bytes of a line
 
@@ -60,7 +60,7 @@ class StagedAddition:
         self._file = folder / STAGING_FILE
         self._size = 0  # of what is sound of the file
         self._like = hash_metadata({name: catalog.get(name) for name in _LIKE})[:16]
-        self._facts: dict[str, Any] = {}
+        self._metadata: dict[str, Any] = {}
         self._segments: dict[int, SegmentRow] = {}
         self._documents: dict[int, list[StoredDocument]] = {}  # rows are counted from the segment's first
         self._places: dict[str, tuple[int, int]] = {}  # by hash of the text: segment, and which of its documents
@@ -86,13 +86,13 @@ class StagedAddition:
 
     def get(self, key: str) -> Any:
         """Read one fact about the store, as it will be."""
-        return self._facts[key] if key in self._facts else self._catalog.get(key)
+        return self._metadata[key] if key in self._metadata else self._catalog.get(key)
 
     def segments(self) -> list[SegmentRow]:
         """List the segments, those of the catalog and those that will be there."""
         found = self._catalog.segments()
         for segment in self.claimed:
-            found.append(replace(segment, first_row=found[-1].first_row + found[-1].rows if found else 0))
+            found.append(replace(segment, first_entry=found[-1].first_entry + found[-1].entries if found else 0))
         return found
 
     def next_segment(self) -> int:
@@ -103,20 +103,21 @@ class StagedAddition:
         """Return the number of the next document; those that are pending get theirs when they are committed."""
         return self._catalog.next_document()
 
-    def add_segment(self, segment: SegmentRow, documents: Iterable[StoredDocument], **facts: Any) -> None:
+    def add_segment(self, segment: SegmentRow, documents: Iterable[StoredDocument], **metadata: Any) -> None:
         """Note a segment that is on disk."""
-        given = [replace(one, first_row=one.first_row - segment.first_row) for one in documents]
-        kept = {"id": segment.id, "rows": segment.rows, "scale": segment.scale, "keys_sha256": segment.keys_sha256}
-        listed = [[one.id, one.source, one.rows, one.sha256, dict(one.fields)] for one in given]
-        self._append({"segment": {**kept, "values_sha256": segment.values_sha256}, "documents": listed, "facts": facts})
-        self._enter(replace(segment, first_row=0), given, facts)
+        given = [replace(one, first_entry=one.first_entry - segment.first_entry) for one in documents]
+        names = ("id", "entries", "scale", "keys_sha256", "values_sha256")
+        kept = {name: getattr(segment, name) for name in names}
+        listed = [[one.id, one.source, one.entries, one.sha256, dict(one.fields)] for one in given]
+        self._append({"segment": kept, "documents": listed, "metadata": metadata})
+        self._enter(replace(segment, first_entry=0), given, metadata)
         self._claimed |= {(segment.id, place) for place in range(len(given))}
 
-    def replace_keys(self, segments: Iterable[SegmentRow], **facts: Any) -> None:
+    def replace_keys(self, segments: Iterable[SegmentRow], **metadata: Any) -> None:
         """Note that segments have other files of keys now; pending ones that are not among them are dropped."""
         changed = [[one.id, one.scale, one.keys_sha256] for one in segments]
-        self._append({"replaced": changed, "facts": facts})
-        self._exchange(changed, facts)
+        self._append({"replaced": changed, "metadata": metadata})
+        self._exchange(changed, metadata)
 
     def claim(self, document: Document, sha256: str) -> bool:
         """Take over a document that is pending, under the name that it has now; False where it is not."""
@@ -132,7 +133,7 @@ class StagedAddition:
     def check(self) -> None:
         """Drop segments whose files have a checksum mismatch, before documents are claimed."""
         beside = (("codec", CODEC_FILE), ("map", MAP_FILE))
-        sums = {file: self._facts[name].get("sha256") for name, file in beside if name in self._facts}
+        sums = {file: self._metadata[name].get("sha256") for name, file in beside if name in self._metadata}
         if any(not _has_sum(self._folder / file, sha256) for file, sha256 in sums.items()):
             self.drop()
         keys = UNENCODED_FILE if self.get("keys") is not None and self.get("codec") is None else KEYS_FILE
@@ -147,7 +148,7 @@ class StagedAddition:
                     (folder / UNENCODED_FILE).unlink()  # left by a process killed after the codec was chosen
         self._forget(bad)
         if not self._segments:
-            self.drop()  # also the facts, which are to be decided again
+            self.drop()  # also the metadata, which are to be decided again
 
     def commit(self) -> tuple[int, int]:
         """Let all that was claimed exist, in one transaction, and drop the rest; say how many documents and rows."""
@@ -155,7 +156,7 @@ class StagedAddition:
         if taken:
             with self._catalog.change():
                 self._put(taken)
-        rows = sum(self._documents[segment][place].rows for segment, place in self._claimed)
+        rows = sum(self._documents[segment][place].entries for segment, place in self._claimed)
         count = len(self._claimed)
         self._clear(but={segment.id for segment in taken})
         return count, rows
@@ -172,30 +173,30 @@ class StagedAddition:
     def _put(self, taken: list[SegmentRow]) -> None:
         """Write segments and documents within a change; the rows of what was not claimed are noted as removed."""
         catalog, before = self._catalog, self._catalog.segments()
-        row, number = before[-1].first_row + before[-1].rows if before else 0, catalog.next_document()
-        catalog.put_within(**self._facts)
+        row, number = before[-1].first_entry + before[-1].entries if before else 0, catalog.next_document()
+        catalog.put_within(**self._metadata)
         for segment in taken:
             there, gone = list[StoredDocument](), list[RemovedRow]()
             for place, one in enumerate(self._documents[segment.id]):
-                first = row + one.first_row
+                first = row + one.first_entry
                 if (segment.id, place) in self._claimed:
-                    there.append(replace(one, number=number, first_row=first))
+                    there.append(replace(one, number=number, first_entry=first))
                 else:
-                    gone.append(RemovedRow(number, segment.id, first, one.rows))
+                    gone.append(RemovedRow(number, segment.id, first, one.entries))
                 number += 1
-            catalog.put_segments([replace(segment, first_row=row)])
+            catalog.put_segments([replace(segment, first_entry=row)])
             catalog.put_documents(there)
             catalog.put_removed(gone)
-            row += segment.rows
+            row += segment.entries
         catalog.put_within(next_document=number)
 
-    def _enter(self, segment: SegmentRow, documents: list[StoredDocument], facts: dict[str, Any]) -> None:
-        self._facts |= facts
+    def _enter(self, segment: SegmentRow, documents: list[StoredDocument], metadata: dict[str, Any]) -> None:
+        self._metadata |= metadata
         self._segments[segment.id], self._documents[segment.id] = segment, documents
         self._places |= {one.sha256: (segment.id, place) for place, one in enumerate(documents)}
 
-    def _exchange(self, changed: Iterable[Any], facts: dict[str, Any]) -> None:
-        self._facts |= facts
+    def _exchange(self, changed: Iterable[Any], metadata: dict[str, Any]) -> None:
+        self._metadata |= metadata
         sums = {number: (scale, sha256) for number, scale, sha256 in changed}
         self._forget([number for number in self._segments if number not in sums])
         for number in [number for number in sums if number in self._segments]:
@@ -237,26 +238,26 @@ class StagedAddition:
 
     def _take(self, entry: dict[str, Any]) -> None:
         """Take one line in; raises whatever it may where the line is of no sense."""
-        facts = dict(entry["facts"])
-        if entry["like"] != self._like or set(facts) - set(_FACTS):
+        metadata = dict(entry["metadata"])
+        if entry["like"] != self._like or set(metadata) - set(_METADATA):
             raise ValueError("of another store")
-        if not all(isinstance(facts[name], dict) for name in ("codec", "map") if name in facts):
+        if not all(isinstance(metadata[name], dict) for name in ("codec", "map") if name in metadata):
             raise ValueError("no codec")
         if "replaced" in entry:
             changed = [(int(number), float(scale), str(sha256)) for number, scale, sha256 in entry["replaced"]]
-            self._exchange(changed, facts)
+            self._exchange(changed, metadata)
             return
         about = entry["segment"]
-        values = (about["id"], 0, about["rows"], float(about["scale"]), about["keys_sha256"], about["values_sha256"])
+        values = (about["id"], 0, about["entries"], float(about["scale"]), about["keys_sha256"], about["values_sha256"])
         segment = typed(SegmentRow, values, self._file)
         documents, row = list[StoredDocument](), 0
         for name, source, rows, sha256, fields in entry["documents"]:
             one = (0, name, source, segment.id, row, rows, sha256)
             documents.append(replace(typed(StoredDocument, one, self._file), fields=check_fields(fields)))
             row += rows
-        if row != segment.rows or row < 1 or not 0 < segment.scale < math.inf or segment.id in self._segments:
+        if row != segment.entries or row < 1 or not 0 < segment.scale < math.inf or segment.id in self._segments:
             raise ValueError("rows that do not fit")
-        self._enter(segment, documents, facts)
+        self._enter(segment, documents, metadata)
 
     def _clear(self, *, but: set[int]) -> None:
         """Remove the file first: segments that nothing names are garbage to everybody."""
@@ -268,7 +269,7 @@ class StagedAddition:
             for folder in folders:
                 shutil.rmtree(folder, ignore_errors=True)
         self._forget(list(self._segments))
-        self._facts, self._size = {}, 0
+        self._metadata, self._size = {}, 0
 
 
 def _lines(file: BinaryIO) -> Iterator[bytes]:

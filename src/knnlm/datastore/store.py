@@ -52,7 +52,7 @@ from knnlm.datastore.paths import (
 )
 from knnlm.datastore.rowmap import RowMap, by_segment, check_removed
 from knnlm.datastore.schema import SegmentRow, StoredDocument
-from knnlm.datastore.segments import MANY, Arrays, array_shapes, check_facts, check_segments
+from knnlm.datastore.segments import MANY, Arrays, array_shapes, check_metadata, check_segments
 from knnlm.errors import DatastoreCorrupt, DatastoreError
 from knnlm.index.gpu.deferred import check_flag
 from knnlm.io import as_tensor
@@ -156,11 +156,11 @@ def stored_map(catalog: SegmentSink, width: int) -> KeyMap | None:
     found = catalog.get("map")
     if found is None:
         return None
-    facts = found if isinstance(found, dict) else {}
-    sha256, about = facts.get("sha256"), facts.get("facts")
+    metadata = found if isinstance(found, dict) else {}
+    sha256, about = metadata.get("sha256"), metadata.get("metadata")
     if not isinstance(sha256, str) or not isinstance(about, dict):
         raise DatastoreCorrupt(f"{catalog.path} does not say which map the keys went through. Make the store again.")
-    made = KeyMap.load(catalog.path.with_name(MAP_FILE), sha256=sha256, facts=about)
+    made = KeyMap.load(catalog.path.with_name(MAP_FILE), sha256=sha256, metadata=about)
     if len(made.centre) != width:
         raise DatastoreCorrupt(
             f"{catalog.path.with_name(MAP_FILE)} maps keys of width {len(made.centre)}, but those of the model have "
@@ -225,10 +225,10 @@ class Datastore:
         self.offset = stored_offset(catalog)
         self.map = stored_map(catalog, reader_width(catalog))
         self.codec = stored_codec(catalog, self.width)
-        check_facts(catalog.path, self.model, self.window, self.codec)
+        check_metadata(catalog.path, self.model, self.window, self.codec)
         check_segments(catalog.path, self._segments)
         self.arrays = Arrays(path, self.codec, check=check)
-        self._starts = _starts([segment.rows for segment in self._segments])
+        self._starts = _starts([segment.entries for segment in self._segments])
         self._key_starts = _starts([segment.keys for segment in self._segments])
         self._pruned = any(segment.kept is not None for segment in self._segments)
         self._counted = any(segment.counts_sha256 is not None for segment in self._segments)
@@ -419,12 +419,12 @@ class Datastore:
         for number, places, local in by_segment(flat, self._key_starts):
             segment = self._segments[number]
             kept = local if segment.kept is None else self.arrays.mapped(segment, KEPT_FILE)[local].astype(np.int64)
-            if kept.min(initial=0) < 0 or kept.max(initial=0) >= segment.rows:
+            if kept.min(initial=0) < 0 or kept.max(initial=0) >= segment.entries:
                 raise DatastoreCorrupt(
-                    f"{segment_folder(self.path, segment.id) / KEPT_FILE} names a row beyond the {segment.rows:,} of "
-                    "the segment. Make the store again."
+                    f"{segment_folder(self.path, segment.id) / KEPT_FILE} names an entry beyond the "
+                    f"{segment.entries:,} of the segment. Make the store again."
                 )
-            rows[places] = kept + segment.first_row
+            rows[places] = kept + segment.first_entry
         rows = self.entry_numbers.to_live(rows)
         return torch.from_numpy(rows).reshape(ids.shape).to(ids.device)
 
@@ -464,8 +464,8 @@ class Datastore:
             values = np.empty(self.entry_count, np.int32)
             done = 0
             for segment in self._segments:  # one after another: each mapping holds a file handle
-                mapped, first = self.arrays.open(segment, VALUES_FILE), segment.first_row
-                for start, count in self.entry_numbers.stretches(first, first + segment.rows):
+                mapped, first = self.arrays.open(segment, VALUES_FILE), segment.first_entry
+                for start, count in self.entry_numbers.stretches(first, first + segment.entries):
                     values[done : done + count] = mapped[start - first : start - first + count]
                     done += count
             self._check_values(values)
@@ -491,7 +491,7 @@ class Datastore:
         """Find the document that holds a row."""
         stored = int(self.entry_numbers.to_stored(np.array([row]))[0])
         found = self.catalog.document_at(stored)
-        if not found.first_row <= stored < found.first_row + found.rows <= self.entry_numbers.total:
+        if not found.first_entry <= stored < found.first_entry + found.entries <= self.entry_numbers.total:
             raise DatastoreCorrupt(f"{self.catalog.path} has no document for row {row}. Run knnlm repair {self.path}")
         return self._counted_anew(found)
 
@@ -499,13 +499,13 @@ class Datastore:
         """Return where a document is among the rows that are there."""
         if self.entry_numbers.whole:
             return document
-        return replace(document, first_row=self.entry_numbers.before(document.first_row))
+        return replace(document, first_entry=self.entry_numbers.before(document.first_entry))
 
     def around(self, row: int, *, before: int = 20, after: int = 20) -> tuple[list[int], list[int]]:
         """Return the tokens of the row's document before it, and from it on."""
         document = self.document_at(row)
-        begin = max(document.first_row, row - before)
-        end = min(document.first_row + document.rows, row + after)
+        begin = max(document.first_entry, row - before)
+        end = min(document.first_entry + document.entries, row + after)
         return self.values(torch.arange(begin, row)).tolist(), self.values(torch.arange(row, end)).tolist()
 
     def add(
@@ -603,9 +603,9 @@ class Datastore:
         gaps = []
         for segment, first in zip(self._segments, self._key_starts.tolist(), strict=False):
             for start, count in self.entry_numbers.gaps:
-                local = start - segment.first_row
-                if 0 <= local < segment.rows:
-                    kept = np.arange(segment.rows) if segment.kept is None else self.arrays.open(segment, KEPT_FILE)
+                local = start - segment.first_entry
+                if 0 <= local < segment.entries:
+                    kept = np.arange(segment.entries) if segment.kept is None else self.arrays.open(segment, KEPT_FILE)
                     low, high = np.searchsorted(kept, [local, local + count]).tolist()
                     gaps.append((first + low, high - low))
         return RowMap(int(self._key_starts[-1]), gaps)

@@ -7,7 +7,7 @@ where one more token follows. Two places are compared by at least 64 numbers, so
 sorted as fast as any other; those that do not differ there are in the order of the text.
 
 store/
-  ngram/facts.json     what the files were made of, and their checksums
+  ngram/metadata.json     what the files were made of, and their checksums
   ngram/text.npy       (n,) int32, the numbers
   ngram/order.npy      (n,) int32, the places
   ngram/followers.npy  (V + 2,) int32, how many different tokens follow each number
@@ -45,11 +45,11 @@ Small: TypeAlias = NDArray[np.int32]
 
 DEPTH = 64  # numbers by which two places are compared, at least
 
-_FACTS = "facts.json"
+_METADATA = "metadata.json"
 
 _FORMAT = 1
 
-_FACTS_BYTES = 1 << 16  # of facts.json, at most
+_METADATA_BYTES = 1 << 16  # of metadata.json, at most
 
 _LARGEST = 2**31 - 2  # places are kept in 32 bits
 
@@ -287,14 +287,14 @@ def _text(store: Datastore) -> Small:
     """Read the store's documents, with their borders."""
     begins, expected = [], 0
     for document in store.documents():
-        if document.first_row != expected or document.rows < 0:
+        if document.first_entry != expected or document.entries < 0:
             raise DatastoreCorrupt(
-                f"{store.catalog.path}: {document.source} begins at row {document.first_row}; row {expected} was "
+                f"{store.catalog.path}: {document.source} begins at row {document.first_entry}; row {expected} was "
                 "expected. Build the store again."
             )
-        if document.rows:
-            begins.append(document.first_row)
-        expected += document.rows
+        if document.entries:
+            begins.append(document.first_entry)
+        expected += document.entries
     if expected != store.entry_count:
         raise DatastoreCorrupt(
             f"{store.catalog.path} has documents of {expected:,} rows, but segments of {store.entry_count:,}. "
@@ -321,31 +321,31 @@ def _start_token(store: Datastore) -> int:
 def _load(store: Datastore, expected: dict[str, Any]) -> SuffixArray | None:
     """Map the kept files into memory; None where there are none, or those of another store."""
     folder = store.path / NGRAM_FOLDER
-    facts = _read_facts(folder / _FACTS)
-    if facts is None or any(facts.get(name) != value for name, value in expected.items()):
+    metadata = _read_metadata(folder / _METADATA)
+    if metadata is None or any(metadata.get(name) != value for name, value in expected.items()):
         return None
     try:
-        return _map(store, facts, expected)
+        return _map(store, metadata, expected)
     except DatastoreCorrupt:
         # Another process may have put newer ones in their place between two files.
-        if _read_facts(folder / _FACTS) != facts:
+        if _read_metadata(folder / _METADATA) != metadata:
             return None
         raise
 
 
-def _map(store: Datastore, facts: dict[str, Any], expected: dict[str, Any]) -> SuffixArray:
-    """Map files into memory that must be as the facts say."""
+def _map(store: Datastore, metadata: dict[str, Any], expected: dict[str, Any]) -> SuffixArray:
+    """Map files into memory that must be as the metadata say."""
     folder = store.path / NGRAM_FOLDER
-    size, vocab_size = facts.get("size"), expected["vocab_size"]
+    size, vocab_size = metadata.get("size"), expected["vocab_size"]
     if not isinstance(size, int) or not 0 < size - store.entry_count <= expected["documents"] + 1:
-        raise _corrupt(folder, f"{_FACTS} says {size} places for {store.entry_count:,} tokens")
+        raise _corrupt(folder, f"{_METADATA} says {size} places for {store.entry_count:,} tokens")
     shapes = {"text": (size,), "order": (size,), "followers": (vocab_size + 2,)}
     for name in shapes:
         check_place(store.path, folder / f"{name}.npy")
     # As plain arrays: what numpy adds to a mapping makes every small look-up slower.
     arrays = {name: np.asarray(open_array(folder / f"{name}.npy", np.int32, shape)) for name, shape in shapes.items()}
     for name in shapes:
-        if facts.get(f"{name}_sha256") != checksum(folder / f"{name}.npy"):
+        if metadata.get(f"{name}_sha256") != checksum(folder / f"{name}.npy"):
             raise _corrupt(folder, f"{name}.npy is not the file that was written")
     _check_range(folder, arrays, size, vocab_size)
     first = _first_rows(arrays["text"], vocab_size)
@@ -359,28 +359,28 @@ def _check_range(folder: Path, arrays: dict[str, Small], size: int, vocab_size: 
             raise _corrupt(folder, f"{name}.npy holds numbers that are not from 0 to {end - 1:,}")
 
 
-def _read_facts(path: Path) -> dict[str, Any] | None:
+def _read_metadata(path: Path) -> dict[str, Any] | None:
     check_place(path.parent.parent, path)
     try:
-        if path.stat().st_size > _FACTS_BYTES:
+        if path.stat().st_size > _METADATA_BYTES:
             raise ValueError(f"it has {path.stat().st_size:,} bytes")
-        facts = json.loads(path.read_bytes())
+        metadata = json.loads(path.read_bytes())
     except FileNotFoundError:
         return None
     except OSError as error:
         raise DatastoreError(f"Cannot read {path}: {error.strerror}.") from None
     except (ValueError, RecursionError) as error:
         raise _corrupt(path.parent, f"{path.name} cannot be read, {error}") from None
-    if not isinstance(facts, dict):
-        raise _corrupt(path.parent, f"{path.name} holds no facts")
-    return facts
+    if not isinstance(metadata, dict):
+        raise _corrupt(path.parent, f"{path.name} holds no metadata")
+    return metadata
 
 
 def _corrupt(folder: Path, what: str) -> DatastoreCorrupt:
     return DatastoreCorrupt(f"{folder} is damaged ({what}). Remove it: it is made again when it is needed.")
 
 
-def _keep(store: Datastore, made: SuffixArray, facts: dict[str, Any]) -> None:
+def _keep(store: Datastore, made: SuffixArray, metadata: dict[str, Any]) -> None:
     """Write the files under a temporary name, then put them in the place of older ones."""
     folder = store.path / NGRAM_FOLDER
     partial = folder.with_suffix(".partial")
@@ -397,8 +397,8 @@ def _keep(store: Datastore, made: SuffixArray, facts: dict[str, Any]) -> None:
                     writer.append(getattr(made, name))
                 sums[f"{name}_sha256"] = checksum(partial / f"{name}.npy")
             with translate_os_errors(folder):
-                with (partial / _FACTS).open("w") as file:
-                    json.dump({**facts, "size": len(made.text), **sums}, file, indent=1)
+                with (partial / _METADATA).open("w") as file:
+                    json.dump({**metadata, "size": len(made.text), **sums}, file, indent=1)
                     file.flush()
                     os.fsync(file.fileno())
                 sync_folder(partial)

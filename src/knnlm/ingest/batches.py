@@ -55,13 +55,15 @@ class DocumentBatch:
 
         return advance_rows
 
-    def stored(self, segment: int, *, first_row: int, number: int) -> Iterator[StoredDocument]:
+    def stored(self, segment: int, *, first_entry: int, number: int) -> Iterator[StoredDocument]:
         """Yield the catalog entries of the documents."""
         for document, tokens in zip(self.documents, self.tokens, strict=True):
             sha256, fields = text_hash(document.text), document.fields
-            yield StoredDocument(number, document.id, document.source, segment, first_row, len(tokens), sha256, fields)
+            yield StoredDocument(
+                number, document.id, document.source, segment, first_entry, len(tokens), sha256, fields
+            )
             number += 1
-            first_row += len(tokens)
+            first_entry += len(tokens)
 
 
 def batch_documents(tokenised: Iterable[Tokenised], rows: int) -> Iterator[DocumentBatch]:

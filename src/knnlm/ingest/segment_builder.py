@@ -61,7 +61,7 @@ class _Segment:
 
     batch: DocumentBatch
     number: int
-    first_row: int
+    first_entry: int
 
 
 class SegmentBuilder:
@@ -85,7 +85,7 @@ class SegmentBuilder:
         self._batch_tokens: int = catalog.get("batch_tokens") or default_batch_tokens(lm)
         segments = catalog.segments()
         self._number = next_segment(folder, catalog)
-        self._row = segments[-1].first_row + segments[-1].rows if segments else 0
+        self._row = segments[-1].first_entry + segments[-1].entries if segments else 0
         self._offset = stored_offset(catalog)
         self._first, self._growing = catalog.next_segment() == 0, catalog.get("state") == "complete"
         self._compile_status: CompileStatus | None = None
@@ -232,9 +232,9 @@ class SegmentBuilder:
 
     def _commit(self, segment: _Segment, scale: float, keys_sha256: str, values_sha256: str) -> None:
         """Commit a segment that is on disk."""
-        row = SegmentRow(segment.number, segment.first_row, segment.batch.rows, scale, keys_sha256, values_sha256)
+        row = SegmentRow(segment.number, segment.first_entry, segment.batch.rows, scale, keys_sha256, values_sha256)
         number = self._catalog.next_document()
-        documents = segment.batch.stored(segment.number, first_row=segment.first_row, number=number)
+        documents = segment.batch.stored(segment.number, first_entry=segment.first_entry, number=number)
         metadata: dict[str, Any] = {}
         if self._first:
             metadata["compile"] = self._compile_status is not None and not self._compile_status.failed

@@ -201,7 +201,7 @@ class _Documents:
         while begin < stop:
             while self._end <= begin:
                 document = next(self._documents)
-                self._begin, self._end = self._end, self._end + document.rows
+                self._begin, self._end = self._end, self._end + document.entries
                 self._current = (document.id, document.source, json.dumps(dict(document.fields), sort_keys=True))
             count = min(stop, self._end) - begin
             yield begin, count, self._begin

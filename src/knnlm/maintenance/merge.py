@@ -131,7 +131,7 @@ def _difference(first: Datastore, other: Datastore) -> tuple[str, Any, Any] | No
     for name in sorted((set(first.model) | set(other.model)) - {"name"}):
         if first.model.get(name) != other.model.get(name):
             return f"model's {name.replace('_', ' ')}", first.model.get(name), other.model.get(name)
-    one, two = first.catalog.facts(), other.catalog.facts()
+    one, two = first.catalog.metadata(), other.catalog.metadata()
     for name in sorted((set(one) | set(two)) - _MAY_DIFFER):
         if one.get(name) != two.get(name):
             return name.replace("_", " "), one.get(name), two.get(name)
@@ -163,7 +163,7 @@ def _open_catalog(folder: Path, sources: Sequence[Datastore]) -> Catalog:
             )
         remove_unlisted(folder / "segments", [segment_folder(folder, segment.id) for segment in catalog.segments()])
         return catalog
-    metadata = sources[0].catalog.facts()
+    metadata = sources[0].catalog.metadata()
     copied = {
         name: metadata[name] for name in metadata if name not in _MAY_DIFFER or name in ("offset", "map", "model")
     }
@@ -191,20 +191,20 @@ class _Merge:
         self._folder, self._catalog, self._sources = folder, catalog, sources
         segments = catalog.segments()
         self._segment = len(segments)  # the number of the next segment
-        self._row = segments[-1].first_row + segments[-1].rows if segments else 0
+        self._row = segments[-1].first_entry + segments[-1].entries if segments else 0
         self._documents = catalog.document_count()
         self._empty: list[StoredDocument] = []  # documents without entries, written with the next or the last segment
 
     def run(self, progress: Progress) -> None:
         """Continue after the last committed segment."""
         done = tuple(self._catalog.get(_POSITION) or (-1, -1))
-        total = sum(segment.rows for source in self._sources for segment in source.segments)
+        total = sum(segment.entries for source in self._sources for segment in source.segments)
         with progress("merging", total=total, unit="tokens") as advance:
             for number, source in enumerate(self._sources):
                 for position, segment in enumerate(source.segments):
                     if (number, position) > done:
                         self._add(source, segment, [number, position])
-                    advance(segment.rows)
+                    advance(segment.entries)
         if self._segment:
             # One transaction each: a resumed merge then finds the committed ones and does not add them twice.
             for document in self._renumber(self._empty, self._segment - 1):
@@ -212,13 +212,13 @@ class _Merge:
 
     def _add(self, source: Datastore, segment: SegmentRow, position: list[int]) -> None:
         new = list(self._new_documents(source.catalog.documents_of(segment.id)))
-        rows = sum(document.rows for document in new)
+        rows = sum(document.entries for document in new)
         if not rows:
             self._empty += new
             return
         copy = _SegmentCopy(source, segment, new, _shift(self._sources[0], source))
         row = copy.write(NewSegment(self._folder, self._segment))
-        row = replace(row, id=self._segment, first_row=self._row, rows=rows)
+        row = replace(row, id=self._segment, first_entry=self._row, entries=rows)
         documents = list(self._renumber([*self._empty, *new], self._segment))
         self._catalog.add_segment(row, documents, **{_POSITION: position})
         self._segment, self._empty = self._segment + 1, []
@@ -226,8 +226,8 @@ class _Merge:
     def _renumber(self, documents: Sequence[StoredDocument], segment: int) -> Iterator[StoredDocument]:
         """Yield documents with their numbers in the new store."""
         for document in documents:
-            yield replace(document, number=self._documents, segment=segment, first_row=self._row)
-            self._row, self._documents = self._row + document.rows, self._documents + 1
+            yield replace(document, number=self._documents, segment=segment, first_entry=self._row)
+            self._row, self._documents = self._row + document.entries, self._documents + 1
 
     def _new_documents(self, documents: Sequence[StoredDocument]) -> Iterator[StoredDocument]:
         hashes = {document.sha256 for document in self._empty}
@@ -245,7 +245,7 @@ class _SegmentCopy:
     ) -> None:
         self._source, self._segment, self._shift = source, segment, shift
         self._names = source.files(segment)
-        self._ranges = list(_row_ranges(documents, segment.first_row))
+        self._ranges = list(_row_ranges(documents, segment.first_entry))
         self._key_ranges = self._ranges
         if KEPT_FILE in self._names:
             self._kept = source.arrays.open(segment, KEPT_FILE)
@@ -302,12 +302,12 @@ def _row_ranges(documents: Sequence[StoredDocument], base: int) -> Iterator[tupl
     """Yield (first row in the segment, rows) of documents, adjacent ones joined."""
     begin = end = -1
     for document in documents:
-        first = document.first_row - base
+        first = document.first_entry - base
         if first != end:
             if end > begin:
                 yield begin, end - begin
             begin = first
-        end = first + document.rows
+        end = first + document.entries
     if end > begin:
         yield begin, end - begin
 

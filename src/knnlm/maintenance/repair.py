@@ -171,7 +171,7 @@ def _plan(folder: Path, before: Verification, *, index: bool) -> _RepairPlan:
             # A resumed build starts after its last segment, so all segments after the first damaged one are lost.
             removed = segments[segments.index(removed[0]) :]
         lost = [
-            LostDocument(document.id, document.source, document.rows, segment.id)
+            LostDocument(document.id, document.source, document.entries, segment.id)
             for segment in removed
             for document in catalog.documents_of(segment.id)
         ]
@@ -322,14 +322,14 @@ def _remove_segments(connection: sqlite3.Connection, plan: _RepairPlan) -> None:
         connection.execute("DELETE FROM segments WHERE id = ?", (segment.id,))
     expected = 0
     for segment in plan.remaining:
-        if (shift := segment.first_row - expected) != 0:
-            connection.execute("UPDATE segments SET first_row = ? WHERE id = ?", (expected, segment.id))
+        if (shift := segment.first_entry - expected) != 0:
+            connection.execute("UPDATE segments SET first_entry = ? WHERE id = ?", (expected, segment.id))
             for table in dependent:
                 connection.execute(
-                    f"UPDATE {table} SET first_row = first_row - ? WHERE segment = ?",  # noqa: S608
+                    f"UPDATE {table} SET first_entry = first_entry - ? WHERE segment = ?",  # noqa: S608
                     (shift, segment.id),
                 )
-        expected += segment.rows
+        expected += segment.entries
 
 
 def _remove_tunings(connection: sqlite3.Connection, plan: _RepairPlan) -> None:

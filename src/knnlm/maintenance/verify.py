@@ -190,7 +190,7 @@ class _Verifier:
             format=metadata.format,
             state=metadata.state,
             documents=documents,
-            tokens=sum(segment.rows for segment in segments) - removed_count,
+            tokens=sum(segment.entries for segment in segments) - removed_count,
             files=len(self.files),
             bytes=sum(file.stat().st_size for file in self.files if file.is_file()),
             problems=tuple(self.problems),
@@ -396,7 +396,7 @@ class SegmentFiles:
             KEYS_FILE: _check_keys,
             UNENCODED_FILE: _check_keys,
             VALUES_FILE: self._check_values,
-            KEPT_FILE: _AscendingCheck(self._segment.rows),
+            KEPT_FILE: _AscendingCheck(self._segment.entries),
             COUNTS_FILE: _check_counts,
         }
         message: str | None = None
@@ -512,7 +512,7 @@ def removed_rows(catalog: Catalog) -> Ranges:
     """Return the rows of removed documents by segment."""
     ranges: Ranges = {}
     for row in catalog.removed():
-        ranges.setdefault(row.segment, []).append((row.first_row, row.rows))
+        ranges.setdefault(row.segment, []).append((row.first_entry, row.entries))
     return ranges
 
 
@@ -522,7 +522,7 @@ def check_documents(catalog: Catalog, segments: Sequence[SegmentRow], removed: R
     for segment in segments:
         documents = catalog.documents_of(segment.id)
         counted += len(documents)
-        ranges = [(document.first_row, document.rows, f"document {document.id!r}") for document in documents]
+        ranges = [(document.first_entry, document.entries, f"document {document.id!r}") for document in documents]
         ranges += [(first, rows, "a removed document") for first, rows in removed.get(segment.id, [])]
         if (message := _check_ranges(segment, ranges)) is not None:
             problems.append(Problem(CATALOG_FILE, f"segment {segment.id}: {message}", SEGMENT, segment.id))
@@ -537,7 +537,7 @@ def check_documents(catalog: Catalog, segments: Sequence[SegmentRow], removed: R
 
 def _check_ranges(segment: SegmentRow, ranges: Sequence[tuple[int, int, str]]) -> str | None:
     """Return the first overlap or gap of (first row, rows, name) in a segment."""
-    expected, end = segment.first_row, segment.first_row + segment.rows
+    expected, end = segment.first_entry, segment.first_entry + segment.entries
     for first, rows, name in sorted(ranges):
         if first != expected or first + rows > end:
             return f"{name} has rows {first:,} to {first + rows - 1:,}; row {expected:,} was expected"

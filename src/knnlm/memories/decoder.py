@@ -34,7 +34,7 @@ _AGAIN = "Make it again with: knnlm distill --into decoder"
 
 _NONE = type(None)
 
-_NAMES = {"lmbda": "lambda", "lmbda_facts": "lambda_facts"}  # of attributes in the file
+_NAMES = {"lmbda": "lambda", "lmbda_metadata": "lambda_metadata"}  # of attributes in the file
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,7 @@ class DecoderMemory:
 
 @dataclass(frozen=True)
 class DecoderCard:
-    """The metadata of a decoder. In the file, `lmbda` and `lmbda_facts` are called lambda and lambda_facts."""
+    """The metadata of a decoder. In the file, `lmbda` and `lmbda_metadata` are called lambda and lambda_metadata."""
 
     initial_model: dict[str, Any]  # spec, layers, class, parameters, and the fingerprint of the weights before training
     tokenizer: str  # fingerprint; with the next two, must be those of the language model that it is mixed with
@@ -113,14 +113,14 @@ class DecoderCard:
     held_out: list[dict[str, Any]]  # the same on held-out text, before training and after each epoch
     notes: list[str]
     lmbda: float | None = None  # λ, once it is tuned
-    lmbda_facts: dict[str, Any] | None = None
+    lmbda_metadata: dict[str, Any] | None = None
 
 
 def save_card(folder: Path, card: DecoderCard) -> None:
     """Write a card atomically."""
-    facts = {_NAMES.get(name, name): value for name, value in asdict(card).items()}
+    metadata = {_NAMES.get(name, name): value for name, value in asdict(card).items()}
     with atomic_write(folder / CARD) as partial:
-        written = summed({"format": CARD_FORMAT, **facts})
+        written = summed({"format": CARD_FORMAT, **metadata})
         partial.write_text(json.dumps(written, indent=2, ensure_ascii=False), encoding="utf-8")
 
 
@@ -128,9 +128,9 @@ def load_card(folder: str | Path) -> DecoderCard:
     """Read and validate the card of a decoder."""
     file = Path(folder) / CARD
     missing = f"{folder} is not a decoder: it has no {CARD}. {_AGAIN}"
-    facts = load_metadata(file, version=CARD_FORMAT, missing=missing, again=_AGAIN)
+    metadata = load_metadata(file, version=CARD_FORMAT, missing=missing, again=_AGAIN)
     given: dict[str, Any] = {
-        name: facts.get(_NAMES.get(name, name)) for name in (field.name for field in fields(DecoderCard))
+        name: metadata.get(_NAMES.get(name, name)) for name in (field.name for field in fields(DecoderCard))
     }
     for name, kinds in _KINDS.items():
         if not isinstance(given[name], kinds) or isinstance(given[name], bool):
@@ -141,13 +141,13 @@ def load_card(folder: str | Path) -> DecoderCard:
     return DecoderCard(**given)
 
 
-def set_lambda(folder: str | Path, value: float, facts: Mapping[str, Any] | None = None) -> DecoderCard:
+def set_lambda(folder: str | Path, value: float, metadata: Mapping[str, Any] | None = None) -> DecoderCard:
     """Write λ, and the metadata of its tuning, into a decoder's card."""
     if not (math.isfinite(value) and 0 <= value <= 1):
         raise ParameterError(f"lambda must be from 0 to 1, not {value}.")
-    if facts is not None and (missing := TOLD - facts.keys()):
+    if metadata is not None and (missing := TOLD - metadata.keys()):
         raise ParameterError(f"The metadata of λ lacks the {min(missing).replace('_', ' ')} of its text.")
-    card = replace(load_card(folder), lmbda=float(value), lmbda_facts=None if facts is None else dict(facts))
+    card = replace(load_card(folder), lmbda=float(value), lmbda_metadata=None if metadata is None else dict(metadata))
     save_card(Path(folder), card)
     return card
 
@@ -171,7 +171,7 @@ _KINDS: dict[str, tuple[type, ...]] = {
     "held_out": (list,),
     "notes": (list,),
     "lmbda": (int, float, _NONE),
-    "lmbda_facts": (dict, _NONE),
+    "lmbda_metadata": (dict, _NONE),
 }
 
 
@@ -187,5 +187,5 @@ def _ranges(given: Mapping[str, Any]) -> dict[str, bool]:
         "lmbda": lmbda is None or 0 <= lmbda <= 1,
         "initial_model": given["initial_model"].keys() >= {"spec", "layers", "class", "parameters"},
         "losses": all(value is None or type(value) in (int, float) for value in given["losses"].values()),
-        "lmbda_facts": given["lmbda_facts"] is None or given["lmbda_facts"].keys() >= TOLD,
+        "lmbda_metadata": given["lmbda_metadata"] is None or given["lmbda_metadata"].keys() >= TOLD,
     }

@@ -183,20 +183,20 @@ def _features(log_probs: Tensor) -> Tensor:
     return torch.stack([entropy, top[:, 0], top[:, 0] - top[:, -1]], 1)
 
 
-def save_tensors(path: Path, tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> None:
-    """Write a safetensors file atomically; `facts` become its metadata, as JSON."""
-    metadata = {"format": str(OUTPUT_FORMAT), "facts": json.dumps(facts)}
-    metadata["sha256"] = _digest(tensors, metadata["facts"])
+def save_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, Any]) -> None:
+    """Write a safetensors file atomically; `metadata` is stored in its header, as JSON."""
+    header = {"format": str(OUTPUT_FORMAT), "metadata": json.dumps(metadata)}
+    header["sha256"] = _digest(tensors, header["metadata"])
     with atomic_write(path) as partial:
         try:
-            save_file({name: tensor.contiguous().cpu() for name, tensor in tensors.items()}, partial, metadata)
+            save_file({name: tensor.contiguous().cpu() for name, tensor in tensors.items()}, partial, header)
         except SafetensorError as error:
             raise OSError(str(error)) from None
 
 
-def _digest(tensors: Mapping[str, Tensor], facts: str) -> str:
+def _digest(tensors: Mapping[str, Tensor], metadata: str) -> str:
     """Return the SHA-256 of tensors and metadata."""
-    digest = hashlib.sha256(facts.encode())
+    digest = hashlib.sha256(metadata.encode())
     for name in sorted(tensors):
         tensor = tensors[name].detach().cpu().contiguous()
         digest.update(f"\n{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
@@ -208,7 +208,7 @@ def load_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Read and validate what `save_tensors` wrote."""
     try:
         with safe_open(path, framework="pt") as file:
-            metadata = file.metadata() or {}
+            header = file.metadata() or {}
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  (it is no mapping)
     except FileNotFoundError:
         raise DatastoreError(f"{path} does not exist. {_RUN_AGAIN}") from None
@@ -216,19 +216,19 @@ def load_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
         raise DatastoreError(f"{path}: cannot be read: {error.strerror or error}.") from None
     except SafetensorError as error:
         raise DatastoreCorrupt(f"{path}: corrupt ({error}). Remove it. {_RUN_AGAIN}") from None
-    if metadata.get("format") != str(OUTPUT_FORMAT):
+    if header.get("format") != str(OUTPUT_FORMAT):
         raise DatastoreError(
-            f"{path} has format version {metadata.get('format')}, this knnlm reads {OUTPUT_FORMAT}. {_RUN_AGAIN}"
+            f"{path} has format version {header.get('format')}, this knnlm reads {OUTPUT_FORMAT}. {_RUN_AGAIN}"
         )
-    if "sha256" in metadata and metadata["sha256"] != _digest(tensors, metadata.get("facts", "")):
+    if "sha256" in header and header["sha256"] != _digest(tensors, header.get("metadata", "")):
         raise DatastoreCorrupt(f"{path}: checksum mismatch (SHA-256). Remove it. {_RUN_AGAIN}")
     try:
-        facts = json.loads(metadata["facts"])
+        metadata = json.loads(header["metadata"])
     except (KeyError, ValueError, RecursionError):
         raise DatastoreCorrupt(f"{path}: its metadata cannot be read. Remove it. {_RUN_AGAIN}") from None
-    if not isinstance(facts, dict):
+    if not isinstance(metadata, dict):
         raise DatastoreCorrupt(f"{path}: its metadata cannot be read. Remove it. {_RUN_AGAIN}")
-    return tensors, facts
+    return tensors, metadata
 
 
 def save_output(folder: Path, matrix: OutputMatrix, card: OutputCard) -> None:
@@ -240,8 +240,8 @@ def save_output(folder: Path, matrix: OutputMatrix, card: OutputCard) -> None:
 def load_output(path: str | Path) -> tuple[OutputMatrix, OutputCard]:
     """Read a trained matrix and its card, and check that they belong together."""
     file = Path(path) / OUTPUT_FILE if Path(path).is_dir() else Path(path)
-    tensors, facts = load_tensors(file)
-    card = _card(file, facts)
+    tensors, metadata = load_tensors(file)
+    card = _card(file, metadata)
     shapes = {"weight": (card.rows, card.model["width"]), "bias": (card.rows,), "words": (card.rows,)}
     shapes["centre"] = (card.model["width"],)
     for name, shape in shapes.items():
@@ -260,18 +260,18 @@ def load_output(path: str | Path) -> tuple[OutputMatrix, OutputCard]:
     return OutputMatrix(**{name: tensors[name] for name in shapes}), card
 
 
-def _card(file: Path, facts: dict[str, Any]) -> OutputCard:
+def _card(file: Path, metadata: dict[str, Any]) -> OutputCard:
     """Validate the fields of the card that the memory needs."""
     kinds: dict[str, tuple[type, ...]] = {"store": (str,), "model": (dict,), "settings": (dict,)}
     kinds |= {"words": (int,), "rows": (int,), "history": (list,), "seconds": (int, float)}
-    missing = {field.name for field in fields(OutputCard)} ^ set(facts)
-    wrong = missing or {name for name, kind in kinds.items() if not isinstance(facts[name], kind)}
+    missing = {field.name for field in fields(OutputCard)} ^ set(metadata)
+    wrong = missing or {name for name, kind in kinds.items() if not isinstance(metadata[name], kind)}
     if wrong:
         raise DatastoreCorrupt(f"{file}: {sorted(wrong)[0]} of its card is missing or invalid. {_AGAIN}")
-    model = facts["model"]
+    model = metadata["model"]
     for name, kind in {"width": int, "vocab_size": int, "layer": int, "key_layer": str}.items():
         if not isinstance(model.get(name), kind) or isinstance(model.get(name), bool):
             raise DatastoreCorrupt(f"{file}: the model's {name} in its card is missing or invalid. {_AGAIN}")
-    if not 0 < facts["words"] <= facts["rows"]:
-        raise DatastoreCorrupt(f"{file}: its card has {facts['rows']} rows for {facts['words']} words. {_AGAIN}")
-    return OutputCard(**facts)
+    if not 0 < metadata["words"] <= metadata["rows"]:
+        raise DatastoreCorrupt(f"{file}: its card has {metadata['rows']} rows for {metadata['words']} words. {_AGAIN}")
+    return OutputCard(**metadata)

@@ -133,7 +133,7 @@ class Gate:
     trust: float  # weight of the networks against the fitted weights
     feature_names: tuple[str, ...]
     component_names: tuple[str, ...]
-    facts: Mapping[str, Any] = field(default_factory=dict)  # its training and its figures
+    metadata: Mapping[str, Any] = field(default_factory=dict)  # its training and its figures
     out_of_fold: Tensor | None = None  # (N,) held-out log-probabilities of the training rows
 
     @torch.no_grad()
@@ -158,23 +158,24 @@ class Gate:
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """Return the gate as named tensors and JSON types."""
-        facts = {**self.facts, "trust": self.trust, "features": [*self.feature_names], "parts": [*self.component_names]}
-        return {**self.nets.tensors(), "starts": self.starts, "fitted": self.fitted}, facts
+        names = {"features": [*self.feature_names], "parts": [*self.component_names]}
+        metadata = {**self.metadata, "trust": self.trust, **names}
+        return {**self.nets.tensors(), "starts": self.starts, "fitted": self.fitted}, metadata
 
     @classmethod
-    def load(cls, tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> Gate:
+    def load(cls, tensors: Mapping[str, Tensor], metadata: Mapping[str, Any]) -> Gate:
         """Validate and load what `state` returned."""
-        features, parts = stored_names(facts, "features"), stored_names(facts, "parts")
+        features, parts = stored_names(metadata, "features"), stored_names(metadata, "parts")
         nets = NetworkEnsemble.load(tensors, len(features) + len(parts), len(parts))
         starts = stored(tensors, "starts", (nets.count, len(parts)))
         fitted = stored(tensors, "fitted", (len(parts),))
-        trust = facts.get("trust")
+        trust = metadata.get("trust")
         if not isinstance(trust, float | int) or not 0 <= trust <= 1:
             raise DatastoreCorrupt(f"The stored gate has the trust {trust!r}, not one from 0 to 1. Tune again.")
         sums = torch.cat([starts.sum(1), fitted.sum(0, keepdim=True)])
         if bool((starts <= 0).any()) or bool((fitted < 0).any()) or bool(((sums - 1).abs() > 1e-3).any()):
             raise DatastoreCorrupt("The weights of the stored gate are not at least 0 with the sum 1. Tune again.")
-        rest = {name: value for name, value in facts.items() if name not in ("trust", "features", "parts")}
+        rest = {name: value for name, value in metadata.items() if name not in ("trust", "features", "parts")}
         return cls(nets, starts, fitted, float(trust), features, parts, rest)
 
 
@@ -212,10 +213,10 @@ def train_gate(
         epochs = 0
     chosen = fit(both, prior=torch.tensor([_PRIOR, 0.0])).weights.to(both) if epochs else both.new_tensor([1.0, 0.0])
     together = log_mixed(both, chosen.expand(both.shape))
-    facts: dict[str, Any] = {"config": asdict(config), "rows": len(logs), "epochs": epochs}
+    metadata: dict[str, Any] = {"config": asdict(config), "rows": len(logs), "epochs": epochs}
     for name, found in (("fitted_perplexity", plain), ("perplexity", together)):  # both of rows not seen in training
-        facts[name] = math.exp(-float(found.double().mean()))
-    return Gate(nets, starts, whole.to(starts), float(chosen[1]), *names, facts, together)
+        metadata[name] = math.exp(-float(found.double().mean()))
+    return Gate(nets, starts, whole.to(starts), float(chosen[1]), *names, metadata, together)
 
 
 def _sure(gain: Tensor, units: Tensor) -> bool:
@@ -264,9 +265,9 @@ class SearchSkipper:
         return {**self.nets.tensors(), "unit": self.unit, "levels": self.levels}, {"features": [*self.feature_names]}
 
     @classmethod
-    def load(cls, tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> SearchSkipper:
+    def load(cls, tensors: Mapping[str, Tensor], metadata: Mapping[str, Any]) -> SearchSkipper:
         """Validate and load what `state` returned."""
-        features = stored_names(facts, "features")
+        features = stored_names(metadata, "features")
         nets, unit = NetworkEnsemble.load(tensors, len(features), 1), stored(tensors, "unit", (2,))
         return cls(nets, unit, stored(tensors, "levels", (_LEVELS,)), features)
 

@@ -349,7 +349,7 @@ def load_decoder(folder: Path, lm: CausalLM | None, request: MixtureRequest) -> 
 
 def _language_model(folder: Path, card: DecoderCard, model: str | None) -> str:
     """Return the name of the model that is asked for, else of the one that λ was tuned with."""
-    known = (card.lmbda_facts or {}).get("model")
+    known = (card.lmbda_metadata or {}).get("model")
     if model is None and not isinstance(known, str):
         raise ParameterError(f"{folder} is a decoder: name the language model it is mixed with: --model.")
     if model is None and Path(str(known)).is_absolute() and not Path(str(known)).exists():

@@ -139,9 +139,9 @@ def stored(tensors: Mapping[str, Tensor], name: str, shape: tuple[int, ...]) -> 
     return found.float()
 
 
-def stored_names(facts: Mapping[str, Any], what: str) -> tuple[str, ...]:
+def stored_names(metadata: Mapping[str, Any], what: str) -> tuple[str, ...]:
     """Return a stored list of names."""
-    names = facts.get(what)
+    names = metadata.get(what)
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
         raise DatastoreCorrupt(f"The stored gate has no names of its {what}. Tune again.")
     return tuple(names)

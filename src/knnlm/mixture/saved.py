@@ -37,7 +37,7 @@ class SavedTuning:
 
     specs: list[MemorySpec]
     weights: dict[str, Any]
-    facts: dict[str, Any]  # the text it was tuned on, and the figures there
+    metadata: dict[str, Any]  # the text it was tuned on, and the figures there
 
 
 def load_tuning(store: Datastore, specs: Sequence[MemorySpec] | None) -> SavedTuning | None:
@@ -73,7 +73,7 @@ def _tunings(catalog: Catalog) -> tuple[dict[str, Any], str | None]:
 
 def _read(stored: Any, where: str) -> SavedTuning:
     try:
-        return SavedTuning(*read_mixture(stored, where), stored["facts"])
+        return SavedTuning(*read_mixture(stored, where), stored["metadata"])
     except (KeyError, TypeError) as error:
         raise DatastoreCorrupt(f"{where}: the saved tuning has no valid weights ({error}). {TUNE_AGAIN}") from None
 
@@ -104,7 +104,7 @@ def save_tuning(path: Path, tuning: SavedTuning, tensors: dict[str, Tensor] | No
     try:
         tunings = _readable(catalog)
         key = key_of(tuning.specs)
-        tunings[key] = {**stored, "facts": tuning.facts}
+        tunings[key] = {**stored, "metadata": tuning.metadata}
         catalog.put(choices=tunings, chosen=key)
     finally:
         catalog.close()
@@ -139,17 +139,17 @@ def weights_state(weights: Weights) -> tuple[dict[str, Any], dict[str, Tensor]]:
     if isinstance(weights, BucketWeights):
         return {"kind": weights.kind, "memory": weights.memory, "buckets": weights.buckets.as_dict()}, {}
     assert isinstance(weights, GatedWeights)
-    facts: dict[str, Any] = {"kind": weights.kind, "fraction": weights.fraction, "networks": {}}
+    metadata: dict[str, Any] = {"kind": weights.kind, "fraction": weights.fraction, "networks": {}}
     tensors = {"frequencies": weights.frequencies}
     for name in _NETWORKS:
         if (network := getattr(weights, name)) is not None:
-            state, facts["networks"][name] = network.state()
+            state, metadata["networks"][name] = network.state()
             tensors |= {f"{name}.{key}": value for key, value in state.items()}
-    return facts, tensors
+    return metadata, tensors
 
 
 def load_weights(
-    facts: dict[str, Any],
+    metadata: dict[str, Any],
     path: Path,
     memories: Sequence[Memory],
     *,
@@ -159,16 +159,16 @@ def load_weights(
     """Validate and load stored weights."""
     count = 1 + sum(len(memory.component_names) for memory in memories)
     try:
-        if facts["kind"] in ("fixed", "fitted"):
-            weights: Weights = FixedWeights(tuple(float(value) for value in facts["values"]), facts["kind"])
-            found = len(facts["values"])
-        elif facts["kind"] == "buckets":
-            buckets = Buckets.from_dict(facts["buckets"])
-            weights, found = BucketWeights(buckets, int(facts["memory"])), buckets.table.shape[1]
+        if metadata["kind"] in ("fixed", "fitted"):
+            weights: Weights = FixedWeights(tuple(float(value) for value in metadata["values"]), metadata["kind"])
+            found = len(metadata["values"])
+        elif metadata["kind"] == "buckets":
+            buckets = Buckets.from_dict(metadata["buckets"])
+            weights, found = BucketWeights(buckets, int(metadata["memory"])), buckets.table.shape[1]
             if not (0 <= weights.memory < len(memories) and memories[weights.memory].name == "knn"):
                 raise ValueError(f"memory {weights.memory} has no neighbours to go by")
         else:
-            gated = _load_gated(facts, path, skip_fraction)
+            gated = _load_gated(metadata, path, skip_fraction)
             weights, found = gated, len(gated.gate.component_names)
             names, given = (
                 gated.gate.feature_names,
@@ -199,17 +199,17 @@ def load_networks(file: Path) -> dict[str, Tensor]:
     raise DatastoreCorrupt(f"{file}: checksum mismatch (SHA-256). {TUNE_AGAIN}")
 
 
-def _load_gated(facts: dict[str, Any], path: Path, skip_fraction: float | None) -> GatedWeights:
-    name = Path(facts["file"]).name  # an untrusted path must not lead out of the store
+def _load_gated(metadata: dict[str, Any], path: Path, skip_fraction: float | None) -> GatedWeights:
+    name = Path(metadata["file"]).name  # an untrusted path must not lead out of the store
     tensors = load_networks(path / GATES_FOLDER / name)
     kinds: dict[str, Any] = {"gate": Gate, "cheap": Gate, "skip": SearchSkipper}
     networks = {}
-    for network, described in facts["networks"].items():
+    for network, described in metadata["networks"].items():
         own = {
             key.removeprefix(f"{network}."): value for key, value in tensors.items() if key.startswith(f"{network}.")
         }
         networks[network] = kinds[network].load(own, described)
-    fraction = facts["fraction"] if skip_fraction is None else skip_fraction
+    fraction = metadata["fraction"] if skip_fraction is None else skip_fraction
     return GatedWeights(
         networks["gate"],
         tensors["frequencies"],

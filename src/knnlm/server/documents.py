@@ -64,19 +64,19 @@ class DocumentService:
         with self._lock:
             store = self._current()
             document = _document(store, number)
-            end = document.first_row + document.rows
+            end = document.first_entry + document.entries
             if entry is not None:
-                if not document.first_row <= entry < end:
+                if not document.first_entry <= entry < end:
                     raise UnknownDocument(f"Entry {entry} is not in document {number}.")
-                begin = max(document.first_row, entry - limit // 2)
+                begin = max(document.first_entry, entry - limit // 2)
             else:
-                begin = min(document.first_row + offset, end)
+                begin = min(document.first_entry + offset, end)
             stop = min(begin + limit, end)
             tokens = store.values(torch.arange(begin, stop)).tolist()
             place = len(tokens) if entry is None else entry - begin
             return {
                 **_metadata(document),
-                "offset": begin - document.first_row,
+                "offset": begin - document.first_entry,
                 "before": self.lm.decode(tokens[:place]),
                 "token": self.lm.decode(tokens[place : place + 1]),
                 "after": self.lm.decode(tokens[place + 1 :]),
@@ -117,9 +117,9 @@ def _document(store: Datastore, number: int) -> StoredDocument:
         if found.number == number:
             return found
         if found.number < number:
-            low = found.first_row + found.rows
+            low = found.first_entry + found.entries
         else:
-            high = found.first_row - 1
+            high = found.first_entry - 1
     raise UnknownDocument(f"The store has no document {number}.")
 
 
@@ -128,7 +128,7 @@ def _metadata(document: StoredDocument) -> dict[str, Any]:
         "number": document.number,
         "id": document.id,
         "source": document.source,
-        "tokens": document.rows,
-        "first_entry": document.first_row,
+        "tokens": document.entries,
+        "first_entry": document.first_entry,
         "fields": dict(document.fields),
     }

@@ -44,7 +44,7 @@ class TokenStream:
     @classmethod
     def from_store(cls, store: Datastore) -> TokenStream:
         """Read all tokens of a store; row i of the store is token i."""
-        starts = [document.first_row for document in store.documents() if document.rows]
+        starts = [document.first_entry for document in store.documents() if document.entries]
         return cls(stored_tokens(store), np.array([*starts, store.entry_count], dtype=np.int64))
 
     @classmethod
@@ -353,7 +353,7 @@ def mark_held_out_tokens(store: Datastore, share: float, *, seed: int) -> NDArra
     wanted = min(share * store.entry_count, _MAX_HELD_OUT_TOKENS)
     if not wanted:
         return np.zeros(store.entry_count, dtype=bool)
-    texts = {document.sha256 for document in store.documents() if document.rows}
+    texts = {document.sha256 for document in store.documents() if document.entries}
     if len(texts) >= MIN_DOCUMENTS:
         # One document may be most of the text, and what is held out is lost to training.
         largest = min(max(wanted, store.entry_count / MIN_DOCUMENTS), _MAX_HELD_OUT_TOKENS)
@@ -368,10 +368,10 @@ def _mark_spans(store: Datastore, wanted: float, seed: int, *, length: int, larg
     """Mark spans of at most `length` tokens until `wanted` tokens are marked; equal texts are marked together."""
     spans: dict[bytes, list[slice]] = {}
     for document in store.documents():
-        for begin in range(0, document.rows, length):
+        for begin in range(0, document.entries, length):
             digest = hashlib.sha256(f"{seed} {document.sha256} {begin}".encode()).digest()
-            first = document.first_row + begin
-            spans.setdefault(digest, []).append(slice(first, first + min(length, document.rows - begin)))
+            first = document.first_entry + begin
+            spans.setdefault(digest, []).append(slice(first, first + min(length, document.entries - begin)))
     groups = [group for _, group in sorted(spans.items())]
     marked = np.zeros(store.entry_count, dtype=bool)
     sizes = (sum(span.stop - span.start for span in group) for group in groups)

@@ -123,8 +123,8 @@ def train_key_metric(
         with translate_os_errors(checkpoint.path):
             checkpoint.path.parent.mkdir(parents=True, exist_ok=True)
         tensors = {"matrix": key_map.matrix.float(), "centre": key_map.centre.float()}
-        checkpoint.save(tensors, key_map.facts)
-    copy = derive(store, out, key_map=key_map, facts={"settings": settings}, progress=progress)
+        checkpoint.save(tensors, key_map.metadata)
+    copy = derive(store, out, key_map=key_map, metadata={"settings": settings}, progress=progress)
     checkpoint.path.unlink(missing_ok=True)
     return copy
 
@@ -205,13 +205,13 @@ def key_documents(store: Datastore) -> NDArray[np.int64]:
     If there are few documents, they are cut into pieces: a store of one book can be learned from too, only not from
     contexts that are almost the same text.
     """
-    documents = [document for document in store.documents() if document.rows]
+    documents = [document for document in store.documents() if document.entries]
     few = len({document.sha256 for document in documents}) < MIN_DOCUMENTS
     numbers: dict[tuple[str, int], int] = {}
     starts, groups = list[int](), list[int]()
     for document in documents:
-        for begin in range(0, document.rows, _PIECE_TOKENS if few else document.rows):
-            starts.append(document.first_row + begin)
+        for begin in range(0, document.entries, _PIECE_TOKENS if few else document.entries):
+            starts.append(document.first_entry + begin)
             groups.append(numbers.setdefault((document.sha256, begin), len(numbers)))
     rows = store.entries_of(torch.arange(store.key_count)).numpy()
     pieces: NDArray[np.int64] = np.searchsorted(np.array(starts, dtype=np.int64), rows, side="right") - 1

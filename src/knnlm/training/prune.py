@@ -78,9 +78,9 @@ def prune(
         "settings": {"width": width, "merge": merge, "drop_known": drop_known, "seed": seed},
         "dropped": int((~alive).sum()),
         "merged": int(alive.sum()) - int(keep.sum()),
-        "explained_variance": None if key_map is None else key_map.facts["explained_variance"],
+        "explained_variance": None if key_map is None else key_map.metadata["explained_variance"],
     }
-    options: dict[str, Any] = {"key_map": key_map, "key_dtype": key_dtype, "facts": done, "progress": progress}
+    options: dict[str, Any] = {"key_map": key_map, "key_dtype": key_dtype, "metadata": done, "progress": progress}
     if not keep.all():
         options |= {"keep": keep, "counts": counts}
     with closing(derive(store, out, **options)) as smaller:
@@ -215,7 +215,7 @@ def store_log_p(
 
 def _stored_text(store: Datastore, group: int) -> Iterator[tuple[int, list[list[int]]]]:
     """Yield (first row, tokens of each document) of some whole documents at a time."""
-    sizes = [document.rows for document in store.documents()]
+    sizes = [document.entries for document in store.documents()]
     first, tokens, row = 0, list[list[int]](), 0
     for size in sizes:
         tokens.append(store.values(torch.arange(row, row + size)).tolist())

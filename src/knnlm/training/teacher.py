@@ -192,7 +192,7 @@ def _document_numbers(store: Datastore) -> Tensor:
     documents = np.empty(store.entry_count, dtype=np.int64)
     for document in store.documents():
         number = numbers.setdefault(document.sha256, len(numbers))
-        documents[document.first_row : document.first_row + document.rows] = number
+        documents[document.first_entry : document.first_entry + document.entries] = number
     return torch.from_numpy(documents)
 
 

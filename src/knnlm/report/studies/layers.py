@@ -111,7 +111,7 @@ def _sample(context: ReportContext, tokens: int) -> list[list[int]]:
         room = tokens - sum(map(len, found))
         if room <= 0:
             break
-        rows = torch.arange(document.first_row, document.first_row + min(document.rows, room))
+        rows = torch.arange(document.first_entry, document.first_entry + min(document.entries, room))
         found.append(context.store.values(rows).tolist())
     return found
 

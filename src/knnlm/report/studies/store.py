@@ -113,9 +113,9 @@ def _growing_subsets(context: ReportContext) -> tuple[list[Tensor], list[float]]
     used = 0
     for number in order:
         part[number] = np.searchsorted(bounds, used, side="right")
-        used += documents[number].rows
+        used += documents[number].entries
         share[part[number] :] = used / context.store.entry_count
-    starts = np.array([document.first_row for document in documents])
+    starts = np.array([document.first_entry for document in documents])
     rows = context.store.entries_of(torch.arange(context.store.key_count)).numpy()
     of_key = part[np.searchsorted(starts, rows, side="right") - 1]
     present = np.unique(of_key)
