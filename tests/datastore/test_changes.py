@@ -769,7 +769,7 @@ def test_removed_rows_that_cannot_be_are_damage(memory):
     with closing(sqlite3.connect(memory / "catalog.db", isolation_level=None)) as connection:
         connection.execute("UPDATE removed SET entries = 100000")
     seal(memory / "catalog.db")
-    with pytest.raises(DatastoreCorrupt, match=r"rows from .* on were removed, which are not in segment"):
+    with pytest.raises(DatastoreCorrupt, match=r"entries from .* on were removed, which are not in segment"):
         Datastore.open(memory)
 
 

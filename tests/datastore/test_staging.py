@@ -88,7 +88,7 @@ def count_read(monkeypatch, lm) -> list[int]:
         seen.extend(map(len, tokens))
         return read(tokens, *args, **options)
 
-    monkeypatch.setattr(lm, "read_documents", counting)
+    monkeypatch.setattr(lm, "read", counting)
     return seen
 
 
@@ -223,7 +223,7 @@ def test_a_log_that_is_no_file_is_one_error_and_nothing_hangs(lm, memory, tmp_pa
     else:
         place.symlink_to(tmp_path / "elsewhere")
     assert names(memory) == ["d0", "d1", "d2"]
-    with pytest.raises(DatastoreError, match=r"pending\.log"):
+    with pytest.raises(DatastoreError, match=r"staging\.log"):
         add(NEW, memory, lm=lm)
     assert names(memory) == ["d0", "d1", "d2"]
     assert not (tmp_path / "elsewhere").exists()
@@ -284,10 +284,12 @@ def test_ctrl_c_says_that_the_same_command_goes_on_and_it_does(lm, memory, model
     with monkeypatch.context() as patch:
         patch.setattr(adding, "batch_documents", pressed)
         assert run(command) == 130
-    assert "the same command goes on: a build or an add goes on from its last segment" in capfd.readouterr().err
+    assert (
+        "Run the same command again: builds and additions resume at the last complete segment" in capfd.readouterr().err
+    )
     assert names(memory) == ["d0", "d1", "d2"]
     assert run(["verify", str(memory)]) == 0
-    assert "documents in 2 segments are of an add that was stopped" in " ".join(capfd.readouterr().err.split())
+    assert "documents in 2 segments belong to an add that was interrupted" in " ".join(capfd.readouterr().err.split())
     assert run(command) == 0
     assert "6 documents added" in (out := capfd.readouterr().out)
     assert "had been read before" in out

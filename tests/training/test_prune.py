@@ -248,7 +248,7 @@ def test_row_numbers_out_of_range_are_corrupt(tmp_path):
     with pytest.raises(DatastoreCorrupt, match=r"kept\.npy is not as it was written"):
         pruned.entries_of(torch.arange(pruned.key_count))
     pruned.sums.on = False  # as if an attacker had recomputed the checksum
-    with pytest.raises(DatastoreCorrupt, match=r"kept\.npy names a row beyond"):
+    with pytest.raises(DatastoreCorrupt, match=r"kept\.npy names an entry beyond"):
         pruned.entries_of(torch.arange(pruned.key_count))
 
 

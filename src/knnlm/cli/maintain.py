@@ -18,6 +18,7 @@ from knnlm.datastore.paths import ADAPTED_FILE
 
 if TYPE_CHECKING:
     from knnlm.datastore.remove import Evidence
+    from knnlm.datastore.schema import StoredDocument
     from knnlm.datastore.store import Datastore
     from knnlm.maintenance.repair import RepairResult
     from knnlm.training.adapt import Adaptation
@@ -198,8 +199,7 @@ def documents(
 
     chosen = Selection(*selection.conditions.values())
     found, total = list_documents(store, chosen, first=first, limit=limit)
-    names = {"entries": "tokens"}  # one entry per token
-    listed = [{names.get(name, name): value for name, value in asdict(document).items()} for document in found]
+    listed = [_document_json(document) for document in found]
     if json:
         print_json({"store": str(store), "total": total, "documents": listed})
         return
@@ -207,6 +207,11 @@ def documents(
     if len(found) < total:
         more = f"{len(found):,} of {count(total, 'document')}; more with --first {first + len(found)}"
         console.print(more, markup=False)
+
+
+def _document_json(document: StoredDocument) -> dict[str, Any]:
+    names = {"entries": "tokens"}
+    return {names.get(name, name): value for name, value in asdict(document).items()}
 
 
 def _print_documents(listed: list[dict[str, Any]]) -> None:
@@ -241,7 +246,8 @@ def remove(
     result: dict[str, Any] = {"store": str(store)}
     removing = selection.given or not report
     if removing:
-        result |= asdict(remove(store, **selection.conditions, dry_run=dry_run, wait=wait))
+        removed = remove(store, **selection.conditions, dry_run=dry_run, wait=wait)
+        result |= asdict(removed) | {"documents": [_document_json(document) for document in removed.documents]}
     left = evidence(store) if report else None
     if json:
         print_json(result if left is None else {**result, "report": asdict(left)})
