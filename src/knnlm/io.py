@@ -129,6 +129,42 @@ def atomic_write(path: Path) -> Iterator[Path]:
         sync_folder(path.parent)
 
 
+@contextmanager
+def atomic_folder(final: Path, *, replace: bool = False) -> Iterator[Path]:
+    """Yield an empty temporary folder to write to; afterwards it is flushed and renamed to `final`.
+
+    With `replace`, a folder of that name is removed first. After an error the temporary folder is removed.
+    """
+    partial = create_partial_folder(final)
+    try:
+        yield partial
+        if replace and final.exists():
+            with translate_os_errors(final):
+                shutil.rmtree(final)
+        commit_folder(partial, final)
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+
+
+def create_partial_folder(final: Path) -> Path:
+    """Create the empty folder in which the content of `final` is written; `commit_folder` renames it."""
+    partial = final.with_name(f"{final.name}.partial")
+    with translate_os_errors(partial):
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+    return partial
+
+
+def commit_folder(partial: Path, final: Path) -> None:
+    """Flush the files of a folder and rename it, so that it appears complete or not at all."""
+    with translate_os_errors(final):
+        for entry in [*partial.rglob("*"), partial]:
+            sync_folder(entry) if entry.is_dir() else sync_file(entry)
+        partial.rename(final)
+        sync_folder(final.parent)
+
+
 def sync_file(path: Path) -> None:
     """Flush a file that another library wrote to disk."""
     with path.open("rb") as file:

@@ -27,6 +27,7 @@ from torch import Tensor
 
 from knnlm.datastore.validation import check_place
 from knnlm.errors import DatastoreCorrupt, ParameterError
+from knnlm.index.base import even_sample
 from knnlm.io import atomic_write, checksum
 
 
@@ -412,7 +413,7 @@ def fit_codes(sample: Tensor, pieces: int) -> Codes:
     from knnlm.index.faiss import train_product_quantiser  # FAISS takes a while to import, and few stores need it
 
     if len(sample) > TRAINED:
-        sample = sample[torch.linspace(0, len(sample) - 1, TRAINED, dtype=torch.float64, device=sample.device).long()]
+        sample = sample[even_sample(len(sample), TRAINED).to(sample.device)]
     return Codes(train_product_quantiser(sample.float().cpu(), pieces, seed=_SEED, iterations=_ITERATIONS))
 
 

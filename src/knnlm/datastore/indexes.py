@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from contextlib import closing
 from functools import partial
 from pathlib import Path
@@ -31,7 +30,7 @@ from knnlm.index.factory import compressed_spec, default_spec, fallback_spec
 from knnlm.index.faiss import FaissIndex
 from knnlm.index.rerank import RerankedIndex
 from knnlm.index.validation import check_index
-from knnlm.io import checksum, sync_file, sync_folder, translate_os_errors
+from knnlm.io import atomic_folder, checksum, translate_os_errors
 from knnlm.progress import Progress, silent
 
 _DEEP = 3.0  # times k
@@ -72,20 +71,16 @@ def make_index(store: Datastore, catalog: Catalog, spec: str, metric: str, progr
     """Write an index over the keys that are there; it is used from when its row is in the catalog."""
     number = next_index(store.path, catalog)
     folder = index_folder(store.path, number)
-    unfinished = folder.with_suffix(".partial")
-    with translate_os_errors(unfinished):
-        spec, name = _write_sound(store, spec, metric, unfinished, progress)
-        sync_file(unfinished / name)  # else a loss of power could leave a catalog that names an empty file
-        sync_folder(unfinished)
-        unfinished.rename(folder)
-        sync_folder(folder.parent)
+    with translate_os_errors(folder), atomic_folder(folder) as partial:
+        spec, name = _write_index(store, spec, metric, partial, progress)
     return IndexRow(number, spec, metric, store.key_count, checksum(folder / name))
 
 
-def _write_sound(store: Datastore, spec: str, metric: str, folder: Path, progress: Progress) -> tuple[str, str]:
-    """Write an index that finds what it should into a new folder; give its factory string and its file's name."""
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)
+def _write_index(store: Datastore, spec: str, metric: str, folder: Path, progress: Progress) -> tuple[str, str]:
+    """Write an index that passes its validation and return its spec and the name of its file.
+
+    Where the automatic choice fails the validation, the fallback takes its place.
+    """
     index: BlockIndex | FaissIndex
     try:
         if is_blocks(spec):
@@ -97,7 +92,8 @@ def _write_sound(store: Datastore, spec: str, metric: str, folder: Path, progres
     except IndexInvalid:
         if spec != choose_spec(store) or isinstance(store.codec, Codes):
             raise
-        return _write_sound(store, fallback_spec(store.key_count), metric, folder, progress)
+        (folder / BLOCKS).unlink(missing_ok=True)
+        return _write_index(store, fallback_spec(store.key_count), metric, folder, progress)
     if isinstance(index, FaissIndex):
         index.save(folder / INDEX)
         return spec, INDEX

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 import os
-import shutil
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from functools import lru_cache, partial
@@ -28,7 +27,14 @@ from knnlm.datastore.schema import IndexRow, SegmentRow, array_sums
 from knnlm.datastore.validation import check_place
 from knnlm.errors import DatastoreCorrupt, DatastoreError
 from knnlm.index.blocks import is_blocks
-from knnlm.io import checksum, read_array_header, release_pages, sync_folder, translate_os_errors
+from knnlm.io import (
+    checksum,
+    commit_folder,
+    create_partial_folder,
+    read_array_header,
+    release_pages,
+    translate_os_errors,
+)
 
 KEY_DTYPES = ("float16", "float32")
 
@@ -252,10 +258,7 @@ class NewSegment:
 
     def __init__(self, folder: Path, number: int) -> None:
         self._final = segment_folder(folder, number)
-        self._partial = self._final.with_suffix(".partial")
-        with translate_os_errors(self._partial):
-            shutil.rmtree(self._partial, ignore_errors=True)
-            self._partial.mkdir(parents=True)
+        self._partial = create_partial_folder(self._final)
 
     def place(self, name: str) -> Path:
         """Return where a file of it is to be written."""
@@ -272,10 +275,7 @@ class NewSegment:
     def seal(self) -> dict[str, str]:
         """Return the folder its name, so that it is on disk, and the SHA-256 of each file."""
         sums = {file.name: checksum(file) for file in self._partial.iterdir()}
-        with translate_os_errors(self._final):
-            sync_folder(self._partial)
-            self._partial.rename(self._final)
-            sync_folder(self._final.parent)
+        commit_folder(self._partial, self._final)
         return sums
 
 

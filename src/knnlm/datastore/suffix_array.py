@@ -18,8 +18,6 @@ They are derived data: made when first opened, and again when the store is anoth
 from __future__ import annotations
 
 import json
-import os
-import shutil
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -36,7 +34,7 @@ from knnlm.datastore.segments import ArrayWriter, open_array
 from knnlm.datastore.store import Datastore
 from knnlm.datastore.validation import check_place
 from knnlm.errors import DatastoreCorrupt, DatastoreError, ParameterError
-from knnlm.io import checksum, sync_folder, translate_os_errors
+from knnlm.io import atomic_folder, checksum, translate_os_errors
 from knnlm.progress import Progress, silent
 
 Ints: TypeAlias = NDArray[np.int64]
@@ -383,28 +381,14 @@ def _corrupt(folder: Path, what: str) -> DatastoreCorrupt:
 def _keep(store: Datastore, made: SuffixArray, metadata: dict[str, Any]) -> None:
     """Write the files under a temporary name, then put them in the place of older ones."""
     folder = store.path / NGRAM_FOLDER
-    partial = folder.with_suffix(".partial")
     with writer_lock(store.path):
         if store.stale:  # files are only for the store as it is now
             return
-        try:
-            with translate_os_errors(partial):
-                shutil.rmtree(partial, ignore_errors=True)
-                partial.mkdir()
+        with atomic_folder(folder, replace=True) as partial:
             sums: dict[str, str] = {}
             for name in ("text", "order", "followers"):
                 with ArrayWriter(partial / f"{name}.npy", np.int32) as writer:
                     writer.append(getattr(made, name))
                 sums[f"{name}_sha256"] = checksum(partial / f"{name}.npy")
             with translate_os_errors(folder):
-                with (partial / _METADATA).open("w") as file:
-                    json.dump({**metadata, "size": len(made.text), **sums}, file, indent=1)
-                    file.flush()
-                    os.fsync(file.fileno())
-                sync_folder(partial)
-                if folder.exists():
-                    shutil.rmtree(folder)
-                partial.rename(folder)
-                sync_folder(store.path)
-        finally:
-            shutil.rmtree(partial, ignore_errors=True)
+                (partial / _METADATA).write_text(json.dumps({**metadata, "size": len(made.text), **sums}, indent=1))

@@ -24,7 +24,6 @@ With a trace, every sweep over k and τ and every fit of weights is arithmetic, 
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
@@ -41,7 +40,7 @@ from knnlm.datastore.segments import ArrayWriter, open_array
 from knnlm.datastore.store import Datastore
 from knnlm.errors import DatastoreError
 from knnlm.evaluation.evaluate import Evaluation, Totals, read_batches
-from knnlm.io import translate_os_errors
+from knnlm.io import atomic_folder, translate_os_errors
 from knnlm.memories.base import MemoryOutput
 from knnlm.memories.decoder import LM_FEATURES, LMOutput
 from knnlm.memories.voting import NEAR, NeighbourMemory, RetrievedNeighbours, VoteOutput, VoteParams
@@ -276,13 +275,9 @@ def record(
     folder = Path(path)
     if folder.exists():
         raise DatastoreError(f"{folder}: already exists. Choose another folder for the trace, or remove it.")
-    partial = folder.with_name(folder.name + ".partial")
     totals = Totals()
-    with translate_os_errors(partial):
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir(parents=True)
     reading: dict[str, Any] = {"limit": limit, "batch_tokens": batch_tokens, "progress": progress}
-    try:
+    with atomic_folder(folder) as partial:
         with ExitStack() as stack:
             writer = _TraceWriter(mixture, partial, stack, k)
             for first, batch in read_batches(mixture, documents, totals=totals, what="tracing", **reading):
@@ -293,10 +288,6 @@ def record(
         metadata = {**asdict(totals), **writer.metadata(), "sources": list(sources) or totals.sources}
         with translate_os_errors(partial):
             (partial / _METADATA_FILE).write_text(json.dumps(metadata, indent=2))
-            partial.rename(folder)
-    except BaseException:
-        shutil.rmtree(partial, ignore_errors=True)
-        raise
     return Trace.open(folder)
 
 

@@ -27,7 +27,7 @@ from knnlm.datastore.paths import KEYS_FILE, VALUES_FILE
 from knnlm.datastore.segments import ArrayWriter, write_header
 from knnlm.errors import KnnlmError
 from knnlm.ingest.batches import Tokenised
-from knnlm.io import translate_os_errors
+from knnlm.io import commit_folder, create_partial_folder
 from knnlm.lm.causal import CausalLM
 from knnlm.lm.windows import Window, WindowShape, batches, windows
 
@@ -202,8 +202,7 @@ class WrittenSegment:
 class SegmentWriter:
     """Writes segments in threads; leaving the context waits until all are finished or failed."""
 
-    def __init__(self, publish: Callable[[Path, Path], None]) -> None:
-        self._publish = publish  # renames a finished folder from the first to the second path
+    def __init__(self) -> None:
         self._writers = ThreadPoolExecutor(_THREADS, "knnlm-write")
         self._hashers = ThreadPoolExecutor(_THREADS, "knnlm-hash")
 
@@ -222,7 +221,7 @@ class SegmentWriter:
         file: str = KEYS_FILE,
         encode: Encode | None = None,
     ) -> Future[WrittenSegment]:
-        """Write keys and values under a temporary name, once the device has computed the keys, and publish them.
+        """Write keys and values under a temporary name, once the device has computed the keys, and rename them.
 
         `encode` returns the stored form of keys; without it they are stored as they are.
         """
@@ -231,7 +230,7 @@ class SegmentWriter:
     def _write(
         self, final: Path, collected: CollectedKeys, values: NDArray[np.int32], file: str, encode: Encode | None
     ) -> WrittenSegment:
-        keys, partial = collected.keys, final.with_suffix(".partial")
+        keys = collected.keys
         if collected.done is not None:
             collected.done.synchronize()
         # On its own stream: on the model's, a copy would wait for all the work that is queued there.
@@ -239,15 +238,14 @@ class SegmentWriter:
             largest = float(collected.largest)
             if not largest <= _MAX_UNSCALED_KEY:
                 return WrittenSegment(largest, None)
-            with translate_os_errors(partial):
-                partial.mkdir(parents=True)
+            partial = create_partial_folder(final)
             stored = keys if encode is None else torch.cat([encode(part) for part in keys.split(_ENCODED_KEYS)])
             dtype = str(stored.dtype).removeprefix("torch.")
             checksums = (
                 self._write_array(partial / file, dtype, tuple(stored.shape), _chunks(stored)),
                 self._write_array(partial / VALUES_FILE, "int32", values.shape, [values]),
             )
-        self._publish(partial, final)
+        commit_folder(partial, final)
         return WrittenSegment(largest, checksums)
 
     def _write_array(self, path: Path, dtype: str, shape: tuple[int, ...], chunks: Iterable[NDArray[Any]]) -> str:

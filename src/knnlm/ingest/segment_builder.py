@@ -32,7 +32,7 @@ from knnlm.datastore.store import next_segment, stored_offset
 from knnlm.errors import DatastoreError, ModelError
 from knnlm.ingest.batches import DocumentBatch
 from knnlm.ingest.pipeline import SegmentWriter, WrittenSegment, collect_keys, free_bytes, is_pipelined
-from knnlm.io import checksum, sync_folder, translate_os_errors
+from knnlm.io import checksum, commit_folder, create_partial_folder
 from knnlm.lm.causal import CausalLM
 from knnlm.lm.compile import CompileStatus, compiled
 from knnlm.lm.windows import WindowShape
@@ -99,7 +99,7 @@ class SegmentBuilder:
     def run(self, batches: Iterable[DocumentBatch]) -> None:
         """Store each batch as a segment; segments that are on disk when an error occurs are committed first."""
         with ExitStack() as stack:
-            self._writer = stack.enter_context(SegmentWriter(_publish))
+            self._writer = stack.enter_context(SegmentWriter())
             try:
                 for number, batch in enumerate(batches):
                     batch.size = self._source.take(len(batch.documents))
@@ -201,9 +201,7 @@ class SegmentBuilder:
     def _write(self, segment: _Segment, advance: Advance) -> tuple[float, str, str]:
         """Read a batch and write it synchronously; return the scale and the checksums of keys and values."""
         final = segment_folder(self._folder, segment.number)
-        partial = final.with_suffix(".partial")
-        with translate_os_errors(partial):
-            partial.mkdir(parents=True)
+        partial = create_partial_folder(final)
         with self._encoder.writer(partial) as writer:
             key_batches = self._lm.read(
                 segment.batch.tokens, self._window, batch_tokens=self._batch_tokens, logits=False
@@ -220,7 +218,7 @@ class SegmentBuilder:
         with ArrayWriter(partial / VALUES_FILE, "int32") as values:
             for tokens in segment.batch.tokens:
                 values.append(np.asarray(tokens, np.int32))
-        _publish(partial, final)
+        commit_folder(partial, final)
         return writer.divisor, checksum(final / self._encoder.file), checksum(final / VALUES_FILE)
 
     def _undefined_keys(self, batch: DocumentBatch) -> ModelError:
@@ -242,14 +240,6 @@ class SegmentBuilder:
                 metadata["offset"] = self._offset.tolist()
         self._catalog.add_segment(row, documents, **metadata)
         self._first = False
-
-
-def _publish(partial: Path, final: Path) -> None:
-    """Rename a finished folder, with folder and name flushed to disk."""
-    with translate_os_errors(final):
-        sync_folder(partial)
-        partial.rename(final)
-        sync_folder(final.parent)
 
 
 def _calibrate(lm: CausalLM, batch: DocumentBatch, window: WindowShape) -> Tensor | None:

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from knnlm.datastore.store import Datastore
 from knnlm.errors import MissingExtra, ParameterError
-from knnlm.io import sync_folder, translate_os_errors
+from knnlm.io import commit_folder, sync_folder, translate_os_errors
 from knnlm.progress import Advance, Progress, silent
 
 FORMATS = ("parquet",)
@@ -69,13 +69,9 @@ def export(
             _prepare(partial)
             with progress("exporting", total=store.entry_count, unit="tokens") as advance:
                 files = _Export(store, partial, file_entries).run(advance)
-            sync_folder(partial)
-            if folder.exists():
-                folder.rmdir()
-            partial.rename(folder)
+            commit_folder(partial, folder)  # a rename replaces an empty folder
             (folder / _MARKER).unlink()
             sync_folder(folder)
-            sync_folder(folder.parent)
         size = sum(file.stat().st_size for file in folder.iterdir())
         return ExportResult(Path(path), folder, files, store.entry_count, size, time.perf_counter() - begin)
 

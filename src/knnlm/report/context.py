@@ -42,7 +42,7 @@ from knnlm.evaluation.fit import (
 from knnlm.evaluation.sweep import Sweep
 from knnlm.evaluation.trace import Trace, record
 from knnlm.evaluation.tune import token_frequencies
-from knnlm.io import translate_os_errors
+from knnlm.io import atomic_write, translate_os_errors
 from knnlm.lm.causal import CausalLM
 from knnlm.lm.loading import choose_device
 from knnlm.memories.knn import KnnMemory
@@ -171,10 +171,10 @@ class ReportContext:
         return TracedText(recorded, np.load(keys, mmap_mode="r"), read)
 
     def _record(self, documents: list[Document], trace: Path, keys: Path) -> None:
-        mixture, partial = self.mixture, keys.with_suffix(".partial")
+        mixture = self.mixture
         assert mixture.knn is not None
         source, width = mixture.knn.source, int(mixture.knn.store.model["width"])
-        with ArrayWriter(partial, np.float32, (width,)) as writer:
+        with atomic_write(keys) as partial, ArrayWriter(partial, np.float32, (width,)) as writer:
 
             def keep_keys(rows: NDArray[np.int64], batch: ReadBatch) -> None:
                 writer.put(rows, batch.context.states[source].float().cpu().numpy())
@@ -188,8 +188,6 @@ class ReportContext:
                 progress=self.progress,
                 on_batch=keep_keys,
             )
-        with translate_os_errors(keys):
-            partial.rename(keys)
 
     @cached_property
     def sweeps(self) -> list[Sweep | None]:

@@ -32,7 +32,7 @@ from transformers import PreTrainedModel
 from knnlm.datastore.locks import writer_lock
 from knnlm.datastore.store import Datastore
 from knnlm.errors import DatastoreError, MissingExtra, ParameterError
-from knnlm.io import sync_file, sync_folder, translate_os_errors
+from knnlm.io import commit_folder, translate_os_errors
 from knnlm.lm.causal import dynamic_shape_attention
 from knnlm.lm.loading import choose_device, write_checksums
 from knnlm.lm.windows import WindowShape
@@ -507,9 +507,4 @@ def _publish(work: Path, folder: Path, model: PreTrainedModel, initial: InitialM
             card.notes.append(str(error))
         write_checksums(finished, without=CARD)
         save_card(finished, card)
-        for file in finished.rglob("*"):
-            if file.is_file():
-                sync_file(file)
-        sync_folder(finished)
-        finished.rename(folder)
-        sync_folder(folder.parent)
+        commit_folder(finished, folder)
