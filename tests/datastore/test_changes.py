@@ -41,7 +41,7 @@ from knnlm.datastore.remove import evidence, list_documents, remove
 from knnlm.datastore.rewrite import derive, sample_keys
 from knnlm.datastore.rowmap import RowMap
 from knnlm.datastore.store import Datastore
-from knnlm.datastore.suffix_array import open_suffixes
+from knnlm.datastore.suffix_array import open_suffix_array
 from knnlm.errors import DatastoreBusy, DatastoreCorrupt, DatastoreError, ModelMismatch, ParameterError
 from knnlm.evaluation.tune import token_frequencies
 from knnlm.generation.causal import KnnForCausalLM
@@ -203,7 +203,7 @@ def test_after_a_compaction_no_file_has_the_tokens_keys_or_name_of_a_removed_doc
     add([secret], memory, lm=lm)
     store = Datastore.open(memory)
     build_index(store, "IVF4,Flat")
-    open_suffixes(store)
+    open_suffix_array(store)
     first = next(stored.first_entry for stored in store.documents() if stored.id == secret.id)
     tokens = np.array(lm.encode(secret.text), np.int32)
     needles = {
@@ -415,7 +415,9 @@ def test_whatever_is_counted_sorted_or_learnt_from_a_memory_is_as_if_the_documen
         held_out = [mark_held_out_tokens(one, 0.2, seed=3) for one in (store, fresh)]
         np.testing.assert_array_equal(*held_out)
         for name in ("text", "order", "followers", "first"):
-            np.testing.assert_array_equal(getattr(open_suffixes(store), name), getattr(open_suffixes(fresh), name))
+            np.testing.assert_array_equal(
+                getattr(open_suffix_array(store), name), getattr(open_suffix_array(fresh), name)
+            )
         assert torch.equal(sample_keys(store, 50, seed=1), sample_keys(fresh, 50, seed=1))
         queries = store.take(torch.arange(0, store.entry_count, 97)) + 0.01
         fused, plain = ExactIndex(store.keys, kernels=True), ExactIndex(fresh.keys, kernels=False)
@@ -548,7 +550,7 @@ def test_sorted_text_is_not_kept_when_a_document_goes_just_before_it_would_be(me
 
     monkeypatch.setattr(suffixes, "writer_lock", overtaken)
     with closing(Datastore.open(memory)) as store:
-        made = open_suffixes(store)
+        made = open_suffix_array(store)
         assert (len(made.text), made.kept) == (
             store.entry_count + 12 + 1,
             False,
@@ -598,7 +600,7 @@ def test_sorted_text_from_before_a_removal_is_named_as_long_as_it_is_there(memor
         return any(one.path == "ngram" for one in evidence(memory).bytes)
 
     reader = Datastore.open(memory)
-    open_suffixes(reader)
+    open_suffix_array(reader)
     assert not named()
     remove(memory, document="d1")
     assert named()
@@ -610,7 +612,7 @@ def test_sorted_text_from_before_a_removal_is_named_as_long_as_it_is_there(memor
     assert not named()
     remove(memory, document="d2")
     with closing(Datastore.open(memory)) as store:
-        open_suffixes(store)  # of what is there now
+        open_suffix_array(store)  # of what is there now
     assert (memory / "ngram").exists()
     assert not named()
 

@@ -175,7 +175,7 @@ def test_a_build_whose_keys_wait_for_their_codec_is_verified_and_repaired(lm, tm
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patched:
-        patched.setattr(waiting.DeferredEncoder, "settle", stop)
+        patched.setattr(waiting.DeferredEncoder, "fit", stop)
         with pytest.raises(KeyboardInterrupt):
             build(documents(10), tmp_path / "m", lm=lm, segment_entries=150, keys="int8")
     found = verify(tmp_path / "m", deep=True)

@@ -19,7 +19,7 @@ from helpers.cli import failure, knnlm
 from helpers.stores import all_keys, contents, documents, random_store
 from knnlm.datastore import encoding as waiting
 from knnlm.datastore.codecs import (
-    BOOK,
+    CODEBOOK_SIZE,
     Bytes,
     Codes,
     Plain,
@@ -88,7 +88,7 @@ def test_a_code_names_the_nearest_entry_of_its_book(seed, rows, pieces, size):
 
 
 def test_few_keys_are_their_own_entries():
-    keys = drawn(0, BOOK, 6).unique(dim=0)
+    keys = drawn(0, CODEBOOK_SIZE, 6).unique(dim=0)
     codec = fit_codes(keys, 2)
     assert torch.allclose(codec.decode(codec.encode(keys), 1.0), keys, atol=1e-4)
 
@@ -164,7 +164,7 @@ def built(lm, text, tmp_path_factory):
     """A memory stored in each way, and how its codec came about: when half of it was read."""
     folder = tmp_path_factory.mktemp("built")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(waiting, "ENOUGH", 400)
+        patch.setattr(waiting, "CODEC_SAMPLE_KEYS", 400)
         return {way: build(text, folder / way, lm=lm, keys=way, segment_entries=150) for way in ["float16", *WAYS]}
 
 
@@ -300,7 +300,7 @@ KILLED = """
     from knnlm import CausalLM, build
     from knnlm.datastore import catalog, encoding, segments
 
-    encoding.ENOUGH = 400
+    encoding.CODEC_SAMPLE_KEYS = 400
     lm = CausalLM(tiny("llama"), tiny_tokenizer(), name="tiny-llama")
     for left in map(int, sys.argv[1:]):
         if os.fork() == 0:
@@ -315,7 +315,7 @@ KILLED = """
 
 
 def test_a_build_killed_around_its_codec_goes_on_and_ends_with_the_same_bytes(lm, tmp_path, monkeypatch):
-    monkeypatch.setattr(waiting, "ENOUGH", 400)
+    monkeypatch.setattr(waiting, "CODEC_SAMPLE_KEYS", 400)
     whole = build(documents(16), tmp_path / "whole", lm=lm, keys="codes4", segment_entries=150)
     expected = contents(whole.path)
     points = [12, 22, 26, 32, 38, 42, 46, 50, 53, 57, 62]

@@ -330,7 +330,7 @@ def test_metadata_of_the_catalog_that_cannot_be_are_one_clear_line(broken):
     catalog.put(offset=None)
     for bad in ({}, {**model, "width": "wide"}, {**model, "width": 0}, {**model, "width": None}):
         catalog.put(model=bad)
-        with pytest.raises(DatastoreCorrupt, match="does not say the width"):
+        with pytest.raises(DatastoreCorrupt, match="has no valid width"):
             Datastore.open(broken)
     catalog.put(model=model)
     for bad in (0, -1, 9e999, "'much'"):
@@ -369,7 +369,7 @@ def test_an_index_is_kept_and_checked_when_it_is_opened(lm, broken):
     with pytest.raises(IndexInvalid, match="knnlm index"):
         open_index(Datastore.open(broken))
     next((broken / "index").rglob("*.faiss")).unlink()
-    with pytest.raises(DatastoreCorrupt, match=r"is missing. Make it again"):
+    with pytest.raises(DatastoreCorrupt, match=r"is missing. Build it again"):
         open_index(Datastore.open(broken))
     assert build_index(store, "exact") == "exact"
     assert type(open_index(Datastore.open(broken))).__name__ == "ExactIndex"

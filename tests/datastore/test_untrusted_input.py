@@ -26,7 +26,7 @@ from knnlm.datastore.catalog import Catalog
 from knnlm.datastore.indexes import build_index, open_index
 from knnlm.datastore.rewrite import derive, principal_components
 from knnlm.datastore.store import Datastore
-from knnlm.datastore.suffix_array import open_suffixes
+from knnlm.datastore.suffix_array import open_suffix_array
 from knnlm.errors import DatastoreCorrupt, DatastoreError, IndexInvalid, KnnlmError
 from knnlm.ingest.build import build
 from knnlm.io import checksum
@@ -44,7 +44,7 @@ def mapped(lm, tmp_path_factory):
         keep, counts = torch.arange(0, store.key_count, 2), torch.full((store.key_count,), 2.0)
         made = derive(store, folder / "memory", keep=keep, counts=counts, key_map=principal_components(store, 6))
     build_index(made, "Flat")
-    open_suffixes(made)
+    open_suffix_array(made)
     made.close()
     return folder / "memory"
 
@@ -163,7 +163,7 @@ def test_a_damaged_index_is_never_given_to_faiss(memory, monkeypatch):
     generator = np.random.default_rng(0)
     for place in generator.integers(0, len(sound), 20).tolist():
         file.write_bytes(sound[:place] + bytes([sound[place] ^ 255]) + sound[place + 1 :])
-        with closing(Datastore.open(memory)) as store, pytest.raises(IndexInvalid, match="is not the file that was"):
+        with closing(Datastore.open(memory)) as store, pytest.raises(IndexInvalid, match="checksum mismatch"):
             open_index(store)
         assert not verify(memory, deep=True).sound
     assert not reached

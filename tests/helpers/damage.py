@@ -13,7 +13,7 @@ from helpers.checksums import seal
 from helpers.stores import BESIDE
 from knnlm.datastore.indexes import open_index
 from knnlm.datastore.store import Datastore
-from knnlm.datastore.suffix_array import open_suffixes
+from knnlm.datastore.suffix_array import open_suffix_array
 
 
 def flip(path: Path, place: int) -> None:
@@ -74,5 +74,5 @@ def use(path: Path, *, faiss: bool = True) -> None:
         open_index(store).search(keys[:3], 4)
         for row in range(0, store.entry_count, 40):
             store.around(row)
-        open_suffixes(store)
+        open_suffix_array(store)
         list(store.catalog.documents())

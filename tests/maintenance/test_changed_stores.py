@@ -16,7 +16,7 @@ from helpers.stores import documents, documents_by_hash
 from knnlm.datastore.indexes import build_index, open_index
 from knnlm.datastore.remove import evidence, remove
 from knnlm.datastore.store import Datastore
-from knnlm.datastore.suffix_array import open_suffixes
+from knnlm.datastore.suffix_array import open_suffix_array
 from knnlm.ingest.add import add
 from knnlm.ingest.build import build
 from knnlm.maintenance.export import export
@@ -31,7 +31,7 @@ def changed(lm, tmp_path):
     path = tmp_path / "store"
     store = build(documents(10), path, lm=lm, segment_entries=150)
     build_index(store, "Flat")
-    open_suffixes(store)
+    open_suffix_array(store)
     store.close()
     add(documents(2, start=20), path, lm=lm)
     for name in ("d3", "d7"):

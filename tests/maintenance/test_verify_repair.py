@@ -29,7 +29,7 @@ from knnlm.datastore.catalog import Catalog
 from knnlm.datastore.indexes import build_index, open_index
 from knnlm.datastore.rewrite import derive
 from knnlm.datastore.store import Datastore
-from knnlm.datastore.suffix_array import open_suffixes
+from knnlm.datastore.suffix_array import open_suffix_array
 from knnlm.errors import DatastoreCorrupt, DatastoreError
 from knnlm.ingest.build import build
 from knnlm.maintenance import repair as repair_module
@@ -45,7 +45,7 @@ def original(lm, tmp_path_factory):
     path = tmp_path_factory.mktemp("original") / "store"
     store = build(documents(10), path, lm=lm, segment_entries=150)
     build_index(store, "IVF4,Flat")
-    open_suffixes(store)
+    open_suffix_array(store)
     store.close()
     return path
 

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from helpers.stores import documents
 from knnlm.datastore.locks import writer_lock
 from knnlm.datastore.store import Datastore
-from knnlm.datastore.suffix_array import DEPTH, from_documents, open_suffixes
+from knnlm.datastore.suffix_array import DEPTH, from_documents, open_suffix_array
 from knnlm.errors import DatastoreCorrupt, ParameterError
 from knnlm.ingest.build import build
 from knnlm.io import checksum
@@ -384,8 +384,8 @@ def stored_texts(store):
 
 def test_a_memory_on_disk_is_sorted_once_and_kept(own):
     bars, progress = told()
-    first = open_suffixes(own, progress=progress)
-    again = open_suffixes(own, progress=progress)
+    first = open_suffix_array(own, progress=progress)
+    again = open_suffix_array(own, progress=progress)
     assert [bar["what"] for bar in bars] == ["sorting n-grams"]
     assert bars[0]["done"] == bars[0]["total"] == own.entry_count + own.catalog.document_count() + 1
     assert first.kept
@@ -417,16 +417,16 @@ def test_a_memory_on_disk_predicts_as_its_documents_say(own):
 
 def test_the_files_of_another_memory_are_made_again(own, lm, tmp_path):
     other = build(documents(7, start=60), tmp_path / "other", lm=lm)
-    open_suffixes(other)
+    open_suffix_array(other)
     shutil.copytree(other.path / "ngram", own.path / "ngram")
     bars, progress = told()
-    found = open_suffixes(own, progress=progress)
-    assert [bar["what"] for bar in bars] == ["sorting n-grams again, as the memory has changed"]
+    found = open_suffix_array(own, progress=progress)
+    assert [bar["what"] for bar in bars] == ["sorting n-grams again, as the store has changed"]
     model = own.model
     assert_same(
         found, from_documents(stored_texts(own), vocab_size=model["vocab_size"], start_token=model["start_token"])
     )
-    assert open_suffixes(own).kept
+    assert open_suffix_array(own).kept
 
 
 def test_a_memory_without_documents_is_opened(lm, tmp_path):
@@ -438,15 +438,15 @@ def test_a_memory_without_documents_is_opened(lm, tmp_path):
 
 def test_what_cannot_be_kept_stays_in_memory(own):
     with writer_lock(own.path):
-        busy = open_suffixes(own)
+        busy = open_suffix_array(own)
     assert not busy.kept
     assert not (own.path / "ngram").exists()
     (own.path / "writer.lock").unlink(missing_ok=True)
     (own.path / "writer.lock").mkdir()  # nobody can write here, not even root
-    refused = open_suffixes(own)
+    refused = open_suffix_array(own)
     assert not refused.kept
     (own.path / "writer.lock").rmdir()
-    kept = open_suffixes(own)
+    kept = open_suffix_array(own)
     assert kept.kept
     assert_same(busy, kept)
     assert_same(refused, kept)
@@ -455,36 +455,36 @@ def test_what_cannot_be_kept_stays_in_memory(own):
 def test_what_a_killed_writer_left_is_replaced(own):
     (own.path / "ngram.partial").mkdir()
     (own.path / "ngram.partial" / "text.npy").write_bytes(b"half")
-    assert open_suffixes(own).kept
+    assert open_suffix_array(own).kept
     assert not (own.path / "ngram.partial").exists()
 
 
 @pytest.mark.parametrize("name", ["text", "order", "followers"])
 def test_a_file_that_was_cut_or_changed_is_corrupt(own, name):
-    open_suffixes(own)
+    open_suffix_array(own)
     file = own.path / "ngram" / f"{name}.npy"
     whole = file.read_bytes()
     for damaged in (whole[:-4], whole + b"\0\0\0\0", whole[:-2] + bytes([whole[-2] ^ 1]) + whole[-1:], b"", b"x" * 9):
         file.write_bytes(damaged)
         with pytest.raises(DatastoreCorrupt, match="ngram"):
-            open_suffixes(own)
+            open_suffix_array(own)
     file.unlink()
     with pytest.raises(DatastoreCorrupt, match="ngram"):
-        open_suffixes(own)
+        open_suffix_array(own)
     file.write_bytes(whole)
-    assert open_suffixes(own).kept
+    assert open_suffix_array(own).kept
 
 
 @pytest.mark.parametrize(("name", "number"), [("order", -1), ("order", None), ("text", -7), ("text", 10**6)])
 def test_numbers_that_lead_outside_are_corrupt_even_where_the_checksum_is_right(own, name, number):
-    found = open_suffixes(own)
+    found = open_suffix_array(own)
     file = own.path / "ngram" / f"{name}.npy"
     array = np.array(getattr(found, name))
     array[5] = len(array) if number is None else number
     np.save(file, array)
     rewrite(own, **{f"{name}_sha256": checksum(file)})
-    with pytest.raises(DatastoreCorrupt, match=f"{name}.npy holds numbers"):
-        open_suffixes(own)
+    with pytest.raises(DatastoreCorrupt, match=f"{name}.npy contains numbers"):
+        open_suffix_array(own)
 
 
 @given(seed=st.integers(0, 2**32 - 1))
@@ -513,15 +513,15 @@ def rewrite(store, **metadata):
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "7", '"x"', "\udcff", "[" * 100_000])
 def test_metadata_that_cannot_be_read_are_corrupt(own, text):
-    open_suffixes(own)
+    open_suffix_array(own)
     (own.path / "ngram" / "metadata.json").write_bytes(text.encode(errors="surrogateescape"))
     with pytest.raises(DatastoreCorrupt, match="Remove it"):
-        open_suffixes(own)
+        open_suffix_array(own)
 
 
 @pytest.mark.parametrize("size", [None, "9", -1, 0, 10**12, 1.5, True])
 def test_a_size_that_cannot_be_is_corrupt(own, size):
-    open_suffixes(own)
+    open_suffix_array(own)
     rewrite(own, size=size)
     with pytest.raises(DatastoreCorrupt, match="places"):
-        open_suffixes(own)
+        open_suffix_array(own)

@@ -274,7 +274,7 @@ def test_invalid_metadata_of_a_map_is_corrupt(tmp_path):
     good = catalog.get("map")
     for bad in ("x", 5, [1], {"a": 1}, {**good, "sha256": 3}, {**good, "metadata": [1]}, {"sha256": good["sha256"]}):
         catalog.put(map=bad)
-        with pytest.raises(DatastoreCorrupt, match=r"catalog\.db does not say which map the keys went through"):
+        with pytest.raises(DatastoreCorrupt, match=r"catalog\.db has no valid metadata of the key map"):
             Datastore.open(tmp_path / "b")
     catalog.put(map=good)
     assert Datastore.open(tmp_path / "b").width == 6
@@ -329,7 +329,7 @@ def test_a_copy_killed_at_any_write_resumes_and_ends_with_the_same_bytes(tmp_pat
         with pytest.raises(DatastoreError, match=r"unfinished copy|not a store|not a knnlm catalog"):
             Datastore.open(killed)
         if writes > 12:
-            with pytest.raises(DatastoreError, match="unfinished and of another store, or with other settings"):
+            with pytest.raises(DatastoreError, match="unfinished copy of another store, or with other settings"):
                 derive(store, killed, **options)
         derive(store, killed, key_map=key_map, **options)
         assert contents(killed) == contents(tmp_path / "whole")

@@ -1,4 +1,4 @@
-"""How keys are stored: as numbers, a byte a dimension or codes; and the linear map that they may go through first.
+"""Codecs, which store keys as numbers, bytes or codes, and the linear map that may be applied to keys before.
 
 A codec turns (n, D) float32 keys into an (n, W) array, and back. `Plain` numbers are divided by the scale of their
 segment. `Bytes` and `Codes` have parameters fitted to a sample of keys, in a file beside the catalog. A `KeyMap` is
@@ -30,10 +30,25 @@ from knnlm.errors import DatastoreCorrupt, ParameterError
 from knnlm.index.base import even_sample
 from knnlm.io import atomic_write, checksum
 
+LEVELS = 127  # of int8 on either side of zero
+CODEBOOK_SIZE = 256  # entries that a byte can number
+TRAINING_KEYS = 16_384  # keys that codebooks are trained on: 64 for each entry
+
+_STORAGE_PATTERN = re.compile(
+    r"float16|float32|(?:pca(?P<components>[1-9]\d{0,5})-)?(?P<kind>int8|codes(?P<bytes>[1-9]\d{0,4})?)"
+)
+_DEFAULT_CODE_BYTES = 64
+_COVERED_SHARE, _HEADROOM = 0.9999, 1.25  # int8 reaches to this many times what this share of keys stays below
+_MIN_STEP = 1e-20  # of a dimension that does not vary
+_ITERATIONS = 10  # of k-means; more iterations gain less than a thousandth
+_SEED = 0
+_BLOCK = 4096  # keys at a time
+_SCORE_BYTES = 1 << 22  # of distances to codebook entries at a time: they stay in the processor's cache
+
 
 @dataclass(frozen=True)
 class KeyMap:
-    """Where keys go, and what is worth knowing about how that was chosen."""
+    """A linear map of keys, with metadata on how it was chosen."""
 
     matrix: Tensor  # (D, D') float32
     centre: Tensor  # (D,) float32
@@ -51,7 +66,7 @@ class KeyMap:
 
     @property
     def width(self) -> int:
-        """The number of dimensions that come out."""
+        """D', the number of dimensions of a mapped key."""
         return self.matrix.shape[1]
 
     def apply(self, keys: Tensor) -> Tensor:
@@ -60,24 +75,24 @@ class KeyMap:
         return (keys.float() - centre) @ matrix
 
     def on(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Return matrix and centre where they are needed; they are moved there once."""
+        """Return matrix and centre on a device; they are copied there once."""
         if device not in self._placed:
             self._placed[device] = (self.matrix.to(device, torch.float32), self.centre.to(device, torch.float32))
         return self._placed[device]
 
     def after(self, first: KeyMap | None) -> KeyMap:
-        """Make the one map that does what `first` and then this one do."""
+        """Return the composition: `first`, then this map."""
         if first is None:
             return self
         inner, outer = first.matrix.double(), self.matrix.double()
-        # What is taken away between the two must be taken away before both: centre' @ inner = this centre. It is a
-        # mean of keys that came out of `inner`, so there is such a centre'.
+        # This centre is subtracted between the two maps; the composition subtracts centre' before both, where
+        # centre' @ inner = centre. It exists, as this centre is a mean of keys that `inner` has mapped.
         before = torch.linalg.lstsq(inner.T, self.centre.double()[:, None], driver="gelsd").solution[:, 0]
         metadata = {**self.metadata, "after": first.metadata}
         return KeyMap((inner @ outer).float(), (first.centre.double() + before).float(), metadata)
 
     def save(self, path: Path) -> str:
-        """Write the map so that it is there completely or not at all, and return the hash of the file."""
+        """Write the map atomically and return the SHA-256 of the file."""
         tensors = {"matrix": self.matrix.float(), "centre": self.centre.float()}
         with atomic_write(path) as partial:
             try:
@@ -88,7 +103,7 @@ class KeyMap:
 
     @classmethod
     def load(cls, path: Path, *, sha256: str, metadata: dict[str, Any]) -> KeyMap:
-        """Read a map after checking that it is the one that the catalog means."""
+        """Read a map whose checksum must be that of the catalog."""
         advice = "Make the store again, or restore the file."
         check_place(path.parent, path)
         if not path.is_file():
@@ -104,19 +119,12 @@ class KeyMap:
             raise DatastoreCorrupt(f"{path} is not a readable map of keys ({error}). {advice}") from None
 
 
-LEVELS = 127  # of int8 on either side of zero
-
-BOOK = 256  # what a byte can name
-
-_SCORES = 1 << 22  # bytes of distances to the entries of a book at a time: what stays near the processor
-
-
 class Codec(Protocol):
-    """What turns keys into what is stored, and back."""
+    """Encodes keys for storage and decodes them."""
 
     @property
     def dtype(self) -> str:
-        """The dtype of what is stored."""
+        """The dtype of stored keys."""
 
     @property
     def width(self) -> int:
@@ -124,17 +132,17 @@ class Codec(Protocol):
 
     @property
     def columns(self) -> int:
-        """W, how many numbers are stored of a key."""
+        """W, the number of stored numbers of a key."""
 
     @property
     def largest(self) -> float:
-        """What no number of a decoded key exceeds; inf where that depends on the keys."""
+        """An upper bound of the absolute values of decoded keys; inf where it depends on the keys."""
 
     def encode(self, keys: Tensor) -> Tensor:
-        """Turn finite (n, D) keys into (n, W), where the keys are."""
+        """Encode finite (n, D) keys as (n, W), on the device of the keys."""
 
     def decode(self, stored: Tensor, scale: float) -> Tensor:
-        """Turn (n, W) into (n, D) float32 keys; `scale` is that of their segment."""
+        """Decode (n, W) to (n, D) float32 keys; `scale` is that of their segment."""
 
 
 @dataclass(frozen=True)
@@ -146,27 +154,27 @@ class Plain:
 
     @property
     def columns(self) -> int:
-        """One number a dimension."""
+        """One number for each dimension."""
         return self.width
 
     @property
     def largest(self) -> float:
-        """It depends on the keys."""
+        """No bound: it depends on the keys."""
         return float("inf")
 
     def encode(self, keys: Tensor) -> Tensor:
-        """Round keys that have been divided already."""
+        """Round keys that are divided by the scale already."""
         return keys.to(getattr(torch, self.dtype))
 
     def decode(self, stored: Tensor, scale: float) -> Tensor:
-        """Return the keys in float32."""
+        """Return float32 keys multiplied by the scale."""
         keys = stored.float()
         return keys if scale == 1.0 else keys.mul_(scale) if keys is not stored else keys * scale
 
 
 @dataclass(frozen=True)
 class Bytes:
-    """A byte a dimension: key = centre + step · byte."""
+    """One byte for each dimension: key = centre + step · byte."""
 
     centre: Tensor  # (D,) float32
     step: Tensor  # (D,) float32, above 0
@@ -186,20 +194,20 @@ class Bytes:
 
     @property
     def columns(self) -> int:
-        """One byte a dimension."""
+        """One byte for each dimension."""
         return self.width
 
     @property
     def largest(self) -> float:
-        """The end of the max_k dimension."""
+        """The largest absolute value that a byte can stand for."""
         return float((self.centre.abs() + LEVELS * self.step).max())
 
     def encode(self, keys: Tensor) -> Tensor:
-        """Round each dimension to its nearest step; what lies beyond the last one becomes that."""
+        """Round each dimension to its nearest step; values out of range are clamped."""
         steps = (keys.float() - self.centre.to(keys.device)) / self.step.to(keys.device)
         return steps.round_().clamp_(-LEVELS, LEVELS).to(torch.int8)
 
-    def decode(self, stored: Tensor, scale: float) -> Tensor:  # noqa: ARG002  (steps are scale enough)
+    def decode(self, stored: Tensor, scale: float) -> Tensor:  # noqa: ARG002  (the steps include the scale)
         """Return the middle of each step."""
         return torch.addcmul(self.centre.to(stored.device), stored.float(), self.step.to(stored.device))
 
@@ -210,7 +218,7 @@ class Bytes:
 
 @dataclass(frozen=True)
 class Codes:
-    """Keys cut into pieces, each piece a byte: the number of the nearest entry in the piece's book."""
+    """Product quantisation: each piece of a key is stored as the number of the nearest entry in its codebook."""
 
     books: Tensor  # (W, 256, d) float32, D = W · d
     kind = "codes"
@@ -218,10 +226,10 @@ class Codes:
     _flat: dict[torch.device, Tensor] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        if self.books.ndim != 3 or self.books.shape[1] != BOOK or 0 in self.books.shape:
-            raise ParameterError(f"Codes have books (W, {BOOK}, d), not {_shapes(self.tensors())}.")
+        if self.books.ndim != 3 or self.books.shape[1] != CODEBOOK_SIZE or 0 in self.books.shape:
+            raise ParameterError(f"Codes have books (W, {CODEBOOK_SIZE}, d), not {_shapes(self.tensors())}.")
         if not self.books.isfinite().all():
-            raise ParameterError("The books of codes must be finite.")
+            raise ParameterError("The codebooks of codes must be finite.")
 
     @property
     def width(self) -> int:
@@ -230,22 +238,22 @@ class Codes:
 
     @property
     def columns(self) -> int:
-        """One byte a piece."""
+        """One byte for each piece."""
         return self.books.shape[0]
 
     @property
     def largest(self) -> float:
-        """The largest number in any book."""
+        """The largest absolute value in any codebook."""
         return float(self.books.abs().max())
 
     def encode(self, keys: Tensor) -> Tensor:
-        """Find the nearest entry for each piece."""
+        """Return the number of the nearest entry for each piece."""
         return nearest_entries(keys, self.books.to(keys.device)).to(torch.uint8)
 
-    def decode(self, stored: Tensor, scale: float) -> Tensor:  # noqa: ARG002  (entries are in full size)
-        """Put the entries side by side."""
+    def decode(self, stored: Tensor, scale: float) -> Tensor:  # noqa: ARG002  (the entries include the scale)
+        """Concatenate the entries of the pieces."""
         books = self._on(stored.device)
-        places = stored.long() + torch.arange(self.columns, device=stored.device) * BOOK  # (n, W)
+        places = stored.long() + torch.arange(self.columns, device=stored.device) * CODEBOOK_SIZE  # (n, W)
         return books.index_select(0, places.flatten()).reshape(len(stored), self.width)
 
     def tensors(self) -> dict[str, Tensor]:
@@ -253,34 +261,37 @@ class Codes:
         return {"books": self.books}
 
     def _on(self, device: torch.device) -> Tensor:
-        """Return all entries of all books, one below another, where they are needed."""
+        """Return the entries of all codebooks as one (W · 256, d) tensor on a device."""
         if device not in self._flat:
-            self._flat[device] = self.books.to(device).reshape(self.columns * BOOK, -1).contiguous()
+            self._flat[device] = self.books.to(device).reshape(self.columns * CODEBOOK_SIZE, -1).contiguous()
         return self._flat[device]
 
 
-KINDS: dict[str, Any] = {Bytes.kind: Bytes, Codes.kind: Codes}
+_CODECS: dict[str, Any] = {Bytes.kind: Bytes, Codes.kind: Codes}
 
 
 def nearest_entries(keys: Tensor, books: Tensor) -> Tensor:
-    """Return which entry of its book is nearest to each piece, (n, D) and (W, E, d) → (n, W); the first of equals."""
+    """Return the number of the nearest codebook entry of each piece, (n, D) and (W, E, d) → (n, W).
+
+    Among entries at the same distance, the first is chosen.
+    """
     pieces, entries, size = books.shape
     halves = books.square().sum(2) / 2  # |piece - entry|² = |piece|² - 2 (piece · entry - |entry|² / 2)
     found = torch.empty(len(keys), pieces, dtype=torch.int64, device=keys.device)
-    step = max(1, _SCORES // (4 * entries)) if keys.device.type == "cpu" else max(1, _SCORES)
+    step = max(1, _SCORE_BYTES // (4 * entries)) if keys.device.type == "cpu" else max(1, _SCORE_BYTES)
     for begin in range(0, len(keys), step):
         block = keys[begin : begin + step].float()
         for number in range(pieces):
             piece = block[:, number * size : (number + 1) * size]
             scores = torch.addmm(halves[number], piece, books[number].T, beta=-1)
-            # On a CPU, numpy finds the largest six times faster than torch does.
+            # On a CPU, NumPy's argmax is six times faster than torch's.
             best = scores.argmax(1) if scores.is_cuda else torch.from_numpy(scores.cpu().numpy().argmax(1))
             found[begin : begin + step, number] = best
     return found
 
 
 def save_codec(codec: Bytes | Codes, path: Path) -> dict[str, Any]:
-    """Write the parameters so that they are there completely or not at all; give what the catalog is to know."""
+    """Write the parameters of a codec atomically and return the codec's metadata for the catalog."""
     with atomic_write(path) as partial:
         try:
             save_file({name: tensor.cpu().contiguous() for name, tensor in codec.tensors().items()}, partial)
@@ -290,10 +301,10 @@ def save_codec(codec: Bytes | Codes, path: Path) -> dict[str, Any]:
 
 
 def load_codec(path: Path, fact: Any, *, width: int) -> Codec:
-    """Read the parameters of keys of this width after checking that they are those that the catalog means."""
+    """Read the codec for keys of this width; its checksum must be that of the catalog."""
     advice = "Make the store again, or restore the file."
     metadata = fact if isinstance(fact, dict) else {}
-    kind = KINDS.get(str(metadata.get("kind")))
+    kind = _CODECS.get(str(metadata.get("kind")))
     if kind is None:
         raise DatastoreCorrupt(f"{path.parent} does not say properly how its keys are stored. {advice}")
     check_place(path.parent, path)
@@ -309,12 +320,12 @@ def load_codec(path: Path, fact: Any, *, width: int) -> Codec:
     except (SafetensorError, TypeError, ParameterError) as error:
         raise DatastoreCorrupt(f"{path} is not a readable codec ({error}). {advice}") from None
     if codec.width != width:
-        raise DatastoreCorrupt(f"{path} is for keys of width {codec.width}, but those here have {width}. {advice}")
+        raise DatastoreCorrupt(f"{path}: the codec is for keys of width {codec.width}, not {width}. {advice}")
     return codec
 
 
 def row_bytes(codec: Codec) -> int:
-    """Return how many bytes a stored key takes."""
+    """Return the number of bytes of a stored key."""
     return codec.columns * np.dtype(codec.dtype).itemsize
 
 
@@ -322,39 +333,22 @@ def _shapes(tensors: dict[str, Tensor]) -> str:
     return " and ".join(str(tuple(tensor.shape)) for tensor in tensors.values())
 
 
-_FORM = re.compile(r"float16|float32|(?:pca(?P<components>[1-9]\d{0,5})-)?(?P<kind>int8|codes(?P<bytes>[1-9]\d{0,4})?)")
-
-_BYTES = 64
-
-_USUAL, _HEADROOM = 0.9999, 1.25  # bytes end at this many times what this share of keys stays below
-
-_SMALLEST = 1e-20  # step of a dimension that does not vary
-
-TRAINED = 16_384  # keys that books are made of: 64 for each entry
-
-_ITERATIONS = 10  # of k-means; more of them gain less than a thousandth
-
-_SEED = 0
-
-_BLOCK = 4096  # keys at a time
-
-
 @dataclass(frozen=True)
 class Storage:
-    """A way of storing keys, as it is asked for."""
+    """A key format, as `--key-format` names it."""
 
     kind: str  # float16, float32, int8 or codes
-    components: int | None = None  # principal components that are kept; None: keys as they are
-    bytes: int = _BYTES  # of a key in codes
+    components: int | None = None  # principal components that are kept; None: all dimensions
+    bytes: int = _DEFAULT_CODE_BYTES  # of a key in codes
 
     @property
     def fitted(self) -> bool:
-        """Whether keys must be seen before one can be stored."""
+        """Whether the format has parameters that are fitted to keys."""
         return self.kind in ("int8", "codes")
 
     @property
     def dtype(self) -> str:
-        """The dtype of what is stored."""
+        """The dtype of stored keys."""
         return "uint8" if self.kind == "codes" else self.kind
 
     def __str__(self) -> str:
@@ -363,18 +357,18 @@ class Storage:
 
 
 def parse_storage(text: str, *, width: int | None = None) -> Storage:
-    """Read a way of storing keys, of this width if that is known."""
-    found = _FORM.fullmatch(text.strip())
+    """Parse a key format; `width` is that of the keys, if it is known."""
+    found = _STORAGE_PATTERN.fullmatch(text.strip())
     if found is None:
         raise ParameterError(
-            f"Unknown way to store keys {text!r}: use float16, float32, int8, codes, codes48 (bytes a key), or "
-            "pca256-int8 (so many principal components of a key)."
+            f"Unknown key format {text!r}: use float16, float32, int8, codes, codes48 (bytes per key), or "
+            "pca256-int8 (principal components of a key)."
         )
     if found["kind"] is None:
         return Storage(found[0])
     components = None if found["components"] is None else int(found["components"])
     kind = "codes" if found["kind"].startswith("codes") else "int8"
-    storage = Storage(kind, components, int(found["bytes"] or _BYTES))
+    storage = Storage(kind, components, int(found["bytes"] or _DEFAULT_CODE_BYTES))
     left = width if components is None else components
     if width is not None and components is not None and components > width:
         raise ParameterError(f"{text} asks for {components} components, but keys have only {width} dimensions.")
@@ -386,66 +380,70 @@ def parse_storage(text: str, *, width: int | None = None) -> Storage:
 
 
 def fit_codec(storage: Storage, sample: Tensor) -> tuple[KeyMap | None, Bytes | Codes]:
-    """Fit what a way of storing needs to (n, D) keys: the map that they go through first, if any, and the codec."""
+    """Fit a key format to (n, D) keys; return the key map, if the format has one, and the codec."""
     assert storage.fitted
     assert len(sample)
     if storage.kind == "codes":
-        turned = _dealt(sample, storage.components or sample.shape[1], storage.bytes)
+        turned = _balanced_components(sample, storage.components or sample.shape[1], storage.bytes)
         return turned, fit_codes(turned.apply(sample), storage.bytes)
     if storage.components is None:
         return None, fit_bytes(sample)
-    fewer, _ = components_of(sample.split(_BLOCK), storage.components, sample=len(sample))
+    fewer, _ = fit_components(sample.split(_BLOCK), storage.components, sample=len(sample))
     return fewer, fit_bytes(fewer.apply(sample))
 
 
 def fit_bytes(sample: Tensor) -> Bytes:
-    """Let the steps of each dimension reach as far as nearly all keys do: one enormous key must not widen them."""
+    """Fit the centre and the step of each dimension.
+
+    The range covers nearly all keys rather than all, so that a single outlier does not make the steps coarse.
+    """
     centre = sample.double().mean(0).float()
     sizes = (sample - centre).abs_()
-    place = max(1, round((1 - _USUAL) * len(sizes)))
+    place = max(1, round((1 - _COVERED_SHARE) * len(sizes)))
     usual = sizes.topk(place, dim=0).values[-1]
     reach = torch.minimum(sizes.amax(0), _HEADROOM * usual)
-    return Bytes(centre, (reach / LEVELS).clamp(min=_SMALLEST))
+    return Bytes(centre, (reach / LEVELS).clamp(min=_MIN_STEP))
 
 
 def fit_codes(sample: Tensor, pieces: int) -> Codes:
-    """Fit a product quantiser: 256 entries for each piece of the keys."""
+    """Fit a product quantiser with 256 entries for each piece."""
     from knnlm.index.faiss import train_product_quantiser  # FAISS takes a while to import, and few stores need it
 
-    if len(sample) > TRAINED:
-        sample = sample[even_sample(len(sample), TRAINED).to(sample.device)]
+    if len(sample) > TRAINING_KEYS:
+        sample = sample[even_sample(len(sample), TRAINING_KEYS).to(sample.device)]
     return Codes(train_product_quantiser(sample.float().cpu(), pieces, seed=_SEED, iterations=_ITERATIONS))
 
 
-def _dealt(sample: Tensor, components: int, pieces: int) -> KeyMap:
-    """Turn keys to their principal components, dealt out so that the product of variances is alike in all pieces.
+def _balanced_components(sample: Tensor, components: int, pieces: int) -> KeyMap:
+    """Return the map to principal components, distributed so that each piece has about the same product of variances.
 
-    That is where the error of all codes together is least, for keys that are normally distributed (Ge et al. 2013,
-    "Optimized Product Quantization"). What does not fill the pieces evenly is left out: it varies least.
+    For normally distributed keys, that minimises the total error of the codes (Ge et al. 2013, "Optimized Product
+    Quantization"). Components that do not fill the pieces evenly are dropped: they have the smallest variance.
     """
     size = components // pieces
-    key_map, variances = components_of(sample.split(_BLOCK), size * pieces, sample=len(sample))
+    key_map, variances = fit_components(sample.split(_BLOCK), size * pieces, sample=len(sample))
     logs = variances.clamp(min=1e-30).log()
-    hands: list[list[int]] = [[] for _ in range(pieces)]
+    assigned: list[list[int]] = [[] for _ in range(pieces)]
     sums = [0.0] * pieces
-    # The largest first, each to the piece that has least; logarithms of small variances are negative, so count from
-    # the smallest of all.
+    # Largest variance first, each to the piece with the smallest sum. Logarithms of small variances are negative, so
+    # they are shifted to be at least 0.
     logs = logs - logs.min()
     for component, log in enumerate(logs.tolist()):
-        piece = min((one for one in range(pieces) if len(hands[one]) < size), key=lambda one: (sums[one], one))
-        hands[piece].append(component)
+        open_pieces = (piece for piece in range(pieces) if len(assigned[piece]) < size)
+        piece = min(open_pieces, key=lambda piece: (sums[piece], piece))
+        assigned[piece].append(component)
         sums[piece] += log
-    order = torch.tensor([component for hand in hands for component in hand])
+    order = torch.tensor([component for piece in assigned for component in piece])
     return KeyMap(key_map.matrix[:, order].contiguous(), key_map.centre, key_map.metadata)
 
 
-def components_of(blocks: Iterable[Tensor], width: int, **metadata: Any) -> tuple[KeyMap, Tensor]:
-    """Find the map to the directions in which (n, D) keys vary most, in float64, and their (width,) variances."""
+def fit_components(blocks: Iterable[Tensor], width: int, **metadata: Any) -> tuple[KeyMap, Tensor]:
+    """Return the map to the first `width` principal components of (n, D) keys, and their (width,) variances."""
     count = 0
     for block in blocks:
         keys = block.double()
         if not count:
-            # Less the first block's mean from the start: sums of squares lose digits where keys are far from zero.
+            # Keys are shifted by the first block's mean: sums of squares lose digits where keys are far from zero.
             origin = keys.mean(0)
             total, squares = torch.zeros_like(origin), origin.new_zeros(len(origin), len(origin))
         keys = keys - origin
@@ -456,7 +454,7 @@ def components_of(blocks: Iterable[Tensor], width: int, **metadata: Any) -> tupl
     variances, vectors = torch.linalg.eigh(squares / count - torch.outer(mean, mean))  # ascending
     variances = variances.clamp(min=0)
     matrix = vectors[:, -width:].flip(1)
-    # A direction has no sign of its own; choose one, so that the same keys give the same bytes.
+    # The sign of a component is arbitrary; fix it, so that the same keys give the same bytes.
     matrix = matrix * matrix.gather(0, matrix.abs().argmax(0, keepdim=True)).sign()
     explained = float(variances[-width:].sum() / variances.sum().clamp(min=1e-300))
     about = {"kind": "principal components", "explained_variance": explained, **metadata}

@@ -1,8 +1,8 @@
-"""Write a store again without what was removed, while others go on reading.
+"""Rewrite a store without removed entries, while readers stay open.
 
-Segments that lost rows, and runs of small ones, are copied into new segments beside the old; the index is made again.
-One transaction then puts the new in the place of the old. Whoever opened the store before goes on with the old files,
-which are removed when they have no reader any more. A compaction that was killed has changed nothing, or everything.
+Segments that lost entries, and consecutive small ones, are copied into new segments beside the old; the index is built
+again. One transaction then replaces the old segments. Open readers go on with the old files, which are removed when
+they have no reader. A killed compaction has changed nothing, or is complete.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ from knnlm.datastore.store import Datastore, next_segment
 from knnlm.errors import IndexInvalid, ParameterError
 from knnlm.progress import Advance, Progress, silent
 
-_ROWS = 16_384  # of a segment, where the store does not say
+_SEGMENT_ENTRIES = 16_384  # where the store has no setting
 
 
 @dataclass(frozen=True)
 class Compacted:
-    """What a compaction did."""
+    """The result of a compaction."""
 
     tokens_dropped: int  # of removed documents
     segments_before: int
     segments_after: int
-    index: str  # the factory string, or exact
+    index: str  # its spec
     purged: bool  # False while a reader keeps the old files on disk
     generation: int
 
@@ -46,7 +46,7 @@ class Compacted:
 def compact(
     path: str | Path, *, segment_entries: int | None = None, wait: float = 0.0, progress: Progress = silent
 ) -> Compacted:
-    """Purge what was removed, merge small segments into ones of `segment_entries`, and make the index again.
+    """Erase removed entries, merge small segments into segments of `segment_entries`, and build the index again.
 
     Waits up to `wait` seconds for another writer, and at the end for readers of the old files.
     """
@@ -57,7 +57,7 @@ def compact(
         check_complete(catalog)
         purge(folder, catalog, keep_pending=False)
         with closing(Datastore.open(folder)) as store:
-            rows = segment_entries or catalog.get("segment_entries") or _ROWS
+            rows = segment_entries or catalog.get("segment_entries") or _SEGMENT_ENTRIES
             work = _Compaction(store, catalog, _plan(store, rows), progress)
             work.run()
             dropped, before = store.entry_numbers.total - store.entry_count, len(store.segments)
@@ -69,14 +69,14 @@ def compact(
 
 @dataclass(frozen=True)
 class _Group:
-    """Segments that become one, or one that stays as it is."""
+    """Segments that are merged into one, or a single segment that is kept."""
 
     segments: tuple[SegmentRow, ...]
     rewrite: bool
 
 
 def _plan(store: Datastore, rows: int) -> list[_Group]:
-    """Leave large segments that lost nothing as they are; put the others together while they are alike."""
+    """Keep large segments that lost no entry; group consecutive other segments that can be merged."""
     groups: list[_Group] = []
     waiting: list[SegmentRow] = []
 
@@ -104,20 +104,20 @@ def live(store: Datastore, segment: SegmentRow) -> int:
 
 
 def _kind(segment: SegmentRow) -> tuple[Any, ...]:
-    """What segments must have in common to become one without a change of what they hold."""
+    """Return the properties that segments must share to be merged byte for byte."""
     return segment.scale, segment.kept is None, segment.counts_sha256 is None
 
 
 class _Compaction:
-    """Copies what is to be copied and then changes the catalog."""
+    """Copies segments and then changes the catalog."""
 
     def __init__(self, store: Datastore, catalog: Catalog, groups: Sequence[_Group], progress: Progress) -> None:
         self._store, self._catalog, self._groups, self._progress = store, catalog, groups, progress
         self._next = next_segment(store.path, catalog)
-        self._names: dict[int, int] = {}  # the number of the segment that each old one went into
+        self._names: dict[int, int] = {}  # old segment → new segment
 
     def run(self) -> None:
-        """Do all of it; nothing where there is nothing to do."""
+        """Compact the store, if there is anything to do."""
         indexed = stored_indexes(self._store)
         covers = all(covered.whole and covered.total == self._store.key_numbers.total for _, covered in indexed)
         if not any(group.rewrite for group in self._groups) and covers:
@@ -136,7 +136,7 @@ class _Compaction:
                 if segments:
                     self._names |= dict.fromkeys(waiting, segments[-1].id)
                     waiting.clear()
-        # Keys are counted here as they will be in the new segments.
+        # Live keys have the numbers that they get in the new segments.
         index = self._index(indexed[0][0]) if indexed else None
         self._commit(segments, index)
 
@@ -144,7 +144,7 @@ class _Compaction:
         return sum(live(self._store, segment) for segment in group.segments)
 
     def _index(self, old: IndexRow) -> IndexRow | None:
-        """Make the index that was there again; another kind where so few keys are left that it cannot be."""
+        """Build the same index again; the default one where too few keys are left for it."""
         store = self._store
         if not store.key_count:
             return None
@@ -157,7 +157,7 @@ class _Compaction:
             return make_index(store, self._catalog, spec, old.metric, self._progress)
 
     def _copy(self, group: _Group, first: int, advance: Advance) -> SegmentRow | None:
-        """Write what is there of some segments as a new one; None where nothing is."""
+        """Write the live entries of some segments as a new one; None where there are none."""
         rows = self._live(group)
         if not rows:
             return None
@@ -194,7 +194,7 @@ class _Compaction:
                     advance(len(piece))
 
     def _local(self, segment: SegmentRow, name: str) -> Iterator[tuple[int, int]]:
-        """Return (first, count) of what is there in an array of a segment, counted from its beginning."""
+        """Return (first, count) of the live stretches of a segment's array, relative to its begin."""
         if name == VALUES_FILE:
             numbers, begin, count = self._store.entry_numbers, segment.first_entry, segment.entries
         else:
@@ -203,7 +203,7 @@ class _Compaction:
             yield start - begin, size
 
     def _keys(self, group: _Group) -> Iterator[tuple[int, int]]:
-        """Return (number now, count) of the keys that are there."""
+        """Return (first live number, count) of each segment's keys."""
         numbers = self._store.key_numbers
         for segment in group.segments:
             begin = self._store.first_key(segment)
@@ -216,7 +216,7 @@ class _Compaction:
         return (np.concatenate(parts) - first).astype(np.int32)
 
     def _commit(self, segments: list[SegmentRow], index: IndexRow | None) -> None:
-        """Put the new in the place of the old."""
+        """Replace the old segments and the index in one transaction."""
         catalog, before = self._catalog, self._store.entry_numbers.before
         with catalog.change() as connection:
             catalog.put_within(

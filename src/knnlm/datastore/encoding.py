@@ -1,10 +1,9 @@
-"""Keys that wait for their codec while the first ones of a store are read.
+"""Encoding of keys during a build, where the codec is fitted to the first keys.
 
-How keys are stored best is seen from keys. So the first ones, at least `ENOUGH` or all of a smaller text, are written
-as float16 into `unencoded.npy` of their segments, which are committed like any other. Then the codec is fitted to them,
-their `keys.npy` are written, and one transaction lets the codec and these files exist; what waited is removed. A build
-that is killed before that transaction does it again from the same keys, so that the same bytes come out. The price is
-float16 for the first segments while they wait; nothing is read by the model twice.
+The first `CODEC_SAMPLE_KEYS` keys, or all keys of a smaller text, are written as float16 to `unencoded.npy` of their
+segments, which are committed like any other. Then the codec is fitted to them, their `keys.npy` are written, and one
+transaction commits the codec and these files; `unencoded.npy` is removed. A build that is killed before that
+transaction fits again to the same keys, with the same bytes as result. The model reads no text twice.
 """
 
 from __future__ import annotations
@@ -27,15 +26,14 @@ from knnlm.datastore.store import metadata_of, stored_codec, stored_map
 from knnlm.errors import DatastoreCorrupt
 from knnlm.io import checksum, sync_folder, translate_os_errors
 
-ENOUGH = 65_536  # keys to fit a codec to
+CODEC_SAMPLE_KEYS = 65_536  # keys to fit a codec to
 
-_LOOKED_AT = 1 << 27  # bytes of those that wait, in float32
-
+_SAMPLE_BYTES = 1 << 27  # of the sample that a codec is fitted to, in float32
 _BLOCK = 8192  # keys at a time
 
 
 class CodeWriter(ArrayWriter):
-    """Writes keys as what a codec makes of them."""
+    """Writes keys encoded by a codec."""
 
     divisor = 1.0
 
@@ -49,11 +47,13 @@ class CodeWriter(ArrayWriter):
 
 
 class DeferredEncoder:
-    """How a build stores its keys: as numbers from the start, or as numbers until there is a codec for them."""
+    """Chooses how a build writes its keys: as numbers, encoded, or as float16 until the codec is fitted."""
 
-    def __init__(self, folder: Path, catalog: SegmentSink, storage: Storage, *, width: int, enough: int | None = None):
+    def __init__(
+        self, folder: Path, catalog: SegmentSink, storage: Storage, *, width: int, sample_keys: int | None = None
+    ):
         self._folder, self._catalog, self._storage, self._width = folder, catalog, storage, width
-        self._enough = ENOUGH if enough is None else enough
+        self._sample_keys = CODEC_SAMPLE_KEYS if sample_keys is None else sample_keys
         self.map: KeyMap | None = stored_map(catalog, width)
         self.codec: Codec | None = None
         mapped = width if self.map is None else self.map.width
@@ -62,47 +62,47 @@ class DeferredEncoder:
         elif catalog.get("codec") is not None:
             self.codec = stored_codec(catalog, mapped)
             if catalog.get("state") != "complete":
-                self._remove_waiting(catalog.segments())
+                self._remove_unencoded(catalog.segments())
 
     @property
     def file(self) -> str:
-        """The name of the file that keys go into now."""
+        """The name of the file that keys are written to now."""
         return UNENCODED_FILE if self.codec is None else KEYS_FILE
 
     @property
-    def as_read(self) -> bool:
-        """Whether keys are stored just as the model gives them, where that is in float16."""
+    def stores_model_output(self) -> bool:
+        """Whether keys are stored as the model computes them, in float16 and without a map."""
         return isinstance(self.codec, Plain) and self.codec.dtype == "float16" and self.map is None
 
     @property
-    def numbers(self) -> str | None:
-        """The dtype of the numbers that keys are written as now; None where they are encoded."""
+    def plain_dtype(self) -> str | None:
+        """The dtype of keys that are written as plain numbers now; None where they are encoded."""
         if self.codec is None:
             return "float16"
         return self.codec.dtype if isinstance(self.codec, Plain) else None
 
-    def due(self, rows: int) -> bool:
-        """Return whether so many rows are enough to choose the codec by."""
-        return self.codec is None and rows >= self._enough
+    def is_due(self, rows: int) -> bool:
+        """Whether this many keys are enough to fit the codec."""
+        return self.codec is None and rows >= self._sample_keys
 
     def writer(self, folder: Path) -> KeyWriter | CodeWriter:
         """Open the file of a new segment's keys."""
-        if (dtype := self.numbers) is not None:
+        if (dtype := self.plain_dtype) is not None:
             return KeyWriter(folder / self.file, dtype, self._width if self.codec is None else self.codec.width)
         assert self.codec is not None
         return CodeWriter(folder / self.file, self.codec)
 
     def mapped(self, keys: Tensor) -> Tensor:
-        """Bring keys to where they are stored; those that wait are left as they are."""
+        """Apply the key map; keys are left as they are while the codec is not fitted."""
         return keys if self.map is None or self.codec is None else self.map.apply(keys)
 
     def encode(self, keys: Tensor) -> Tensor:
-        """Turn (n, D) keys into what is stored of them, where they are."""
+        """Return the stored form of (n, D) keys, on their device."""
         assert self.codec is not None
         return self.codec.encode(self.mapped(keys).float())
 
-    def settle(self) -> None:
-        """Choose the codec by the keys that wait, and store them with it."""
+    def fit(self) -> None:
+        """Fit the codec to the unencoded keys, and encode them."""
         segments = self._catalog.segments()
         if self.codec is not None or not segments:
             return
@@ -111,12 +111,12 @@ class DeferredEncoder:
         if self.map is not None:
             metadata["map"] = {"sha256": self.map.save(self._folder / MAP_FILE), "metadata": self.map.metadata}
         self._catalog.replace_keys([self._convert(segment) for segment in segments], **metadata)
-        self._remove_waiting(segments)
+        self._remove_unencoded(segments)
 
     def _sample(self, segments: list[SegmentRow]) -> Tensor:
-        """Return keys that wait, taken evenly from all where there are many."""
+        """Return unencoded keys, an even sample where there are many."""
         rows = sum(segment.keys for segment in segments)
-        step = max(1, -(-rows * self._width * 4 // _LOOKED_AT))
+        step = max(1, -(-rows * self._width * 4 // _SAMPLE_BYTES))
         parts, first = [], 0
         for segment in segments:
             local = np.arange(-first % step, segment.keys, step)
@@ -125,7 +125,7 @@ class DeferredEncoder:
         return torch.cat(parts)
 
     def _convert(self, segment: SegmentRow) -> SegmentRow:
-        """Write the stored form of one segment's keys beside those that wait."""
+        """Write the encoded keys of a segment beside the unencoded ones."""
         folder = segment_folder(self._folder, segment.id)
         with self.writer(folder) as writer:
             for first, keys in self._blocks(segment):
@@ -142,10 +142,10 @@ class DeferredEncoder:
     def _open(self, segment: SegmentRow) -> NDArray[np.float16]:
         path = segment_folder(self._folder, segment.id) / UNENCODED_FILE
         if checksum(path) != segment.keys_sha256:
-            raise DatastoreCorrupt(f"{path} is not as it was written. Remove the store and build it again.")
+            raise DatastoreCorrupt(f"{path}: checksum mismatch (SHA-256). Remove the store and build it again.")
         return open_array(path, "float16", (segment.keys, self._width))
 
-    def _remove_waiting(self, segments: list[SegmentRow]) -> None:
+    def _remove_unencoded(self, segments: list[SegmentRow]) -> None:
         for segment in segments:
             path = segment_folder(self._folder, segment.id) / UNENCODED_FILE
             with translate_os_errors(path):
@@ -153,7 +153,7 @@ class DeferredEncoder:
 
 
 def storage_of(catalog: SegmentSink) -> Storage:
-    """Return how a finished store stores its keys, for those that are added to it."""
+    """Return the key format of a finished store, for documents added to it."""
     named = catalog.get("keys")
     if named is None:
         dtype = metadata_of(catalog, "key_dtype", str)

@@ -2,7 +2,7 @@
 
 They are left by a killed writer, or replaced by a compaction or a newer index. A reader that opened the store before
 may still use the latter, so nothing is removed while there is a reader; the next writer tries again. An interrupted
-addition is kept, as the same command resumes it, unless told otherwise.
+addition is kept by default, as the same command resumes it.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from knnlm.io import remove_unlisted, translate_os_errors
 def purge(
     folder: Path, catalog: Catalog, *, lease: Lease | None = None, wait: float = 0.0, keep_pending: bool = True
 ) -> bool:
-    """Remove what the catalog does not name; False while there is a reader. The caller holds the writer lock.
+    """Remove files that the catalog does not name; return False while there is a reader.
 
-    `lease` is the caller's own, which is not in its own way.
+    The caller holds the writer lock; `lease` is the caller's own, which does not count as a reader.
     """
     pending = StagedAddition(folder, catalog)
     if keep_pending:
@@ -37,16 +37,16 @@ def purge(
             known = [segment_folder(folder, row.id) for row in catalog.segments()]
             remove_unlisted(folder / "segments", [*known, *pending.folders])
             remove_unlisted(folder / "index", [index_folder(folder, row.id) for row in catalog.indexes()])
-            if has_old_suffixes(folder, catalog):
+            if has_stale_suffix_array(folder, catalog):
                 shutil.rmtree(folder / NGRAM_FOLDER)
-            for fact, name in (("codec", CODEC_FILE), ("map", MAP_FILE)):  # made of keys that never came in
+            for fact, name in (("codec", CODEC_FILE), ("map", MAP_FILE)):  # fitted to keys that were never committed
                 if pending.get(fact) is None and (folder / name).is_file():
                     (folder / name).unlink()
         return catalog.settle()
 
 
-def has_old_suffixes(folder: Path, catalog: Catalog) -> bool:
-    """Whether there is sorted text of another generation: it holds words of documents that may be gone."""
+def has_stale_suffix_array(folder: Path, catalog: Catalog) -> bool:
+    """Whether there is a suffix array of another generation, which may contain text of removed documents."""
     metadata = folder / NGRAM_FOLDER / "metadata.json"
     try:
         generation = json.loads(metadata.read_bytes()).get("generation", 0)

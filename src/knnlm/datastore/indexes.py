@@ -1,4 +1,4 @@
-"""Build the index of a store, open it, and record an index that is still to be built after an interruption."""
+"""Build the index of a store, open it, and resume an index build that was interrupted."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from knnlm.datastore.locks import writer_lock
 from knnlm.datastore.paths import CATALOG_FILE, index_folder
 from knnlm.datastore.rowmap import RowMap
 from knnlm.datastore.schema import IndexRow
-from knnlm.datastore.segments import BLOCKS, INDEX, index_file
+from knnlm.datastore.segments import BLOCK_INDEX_FILE, FAISS_INDEX_FILE, index_file
 from knnlm.datastore.store import Datastore, Keys
 from knnlm.datastore.validation import check_place
 from knnlm.errors import DatastoreCorrupt, IndexInvalid
@@ -33,13 +33,13 @@ from knnlm.index.validation import check_index
 from knnlm.io import atomic_folder, checksum, translate_os_errors
 from knnlm.progress import Progress, silent
 
-_DEEP = 3.0  # times k
+_CODES_SHORTLIST = 3.0  # times k: the shortlist of a store with codes
 
 
 def build_index(
     store: Datastore, spec: str = "auto", *, metric: str = "l2", wait: float = 0.0, progress: Progress = silent
 ) -> str:
-    """Make an index for a store as it is now and return its factory string, or `exact` where none is needed."""
+    """Build an index over the current keys of a store and return its spec, `exact` where none is needed."""
     check_metric(metric)
     with writer_lock(store.path, wait=wait), closing(Catalog.open(store.path / CATALOG_FILE, write=True)) as catalog:
         current = store.reopen() if store.stale else store
@@ -61,14 +61,14 @@ def _replace_index(store: Datastore, catalog: Catalog, spec: str, metric: str, p
 
 
 def choose_spec(store: Datastore) -> str:
-    """Choose an index by how many keys there are, and by how they are stored; `exact` where none is needed."""
+    """Return the default index for the number of keys and their codec; `exact` where none is needed."""
     if isinstance(store.codec, Codes):
         return compressed_spec(store.key_count, store.width)
     return default_spec(store.key_count)
 
 
 def make_index(store: Datastore, catalog: Catalog, spec: str, metric: str, progress: Progress) -> IndexRow:
-    """Write an index over the keys that are there; it is used from when its row is in the catalog."""
+    """Write an index over the keys; it is used once the returned row is in the catalog."""
     number = next_index(store.path, catalog)
     folder = index_folder(store.path, number)
     with translate_os_errors(folder), atomic_folder(folder) as partial:
@@ -84,24 +84,24 @@ def _write_index(store: Datastore, spec: str, metric: str, folder: Path, progres
     index: BlockIndex | FaissIndex
     try:
         if is_blocks(spec):
-            write_blocks(store.keys, spec, folder / BLOCKS, metric=metric, progress=progress)
-            index = BlockIndex.load(folder / BLOCKS)
+            write_blocks(store.keys, spec, folder / BLOCK_INDEX_FILE, metric=metric, progress=progress)
+            index = BlockIndex.load(folder / BLOCK_INDEX_FILE)
         else:
             index = FaissIndex.build(store.keys, spec, metric=metric, progress=progress)
-        check_index(index, store.keys, what=f"The new index {spec}", precise=_votes_itself(index))
+        check_index(index, store.keys, what=f"The new index {spec}", precise=_is_precise(index))
     except IndexInvalid:
         if spec != choose_spec(store) or isinstance(store.codec, Codes):
             raise
-        (folder / BLOCKS).unlink(missing_ok=True)
+        (folder / BLOCK_INDEX_FILE).unlink(missing_ok=True)
         return _write_index(store, fallback_spec(store.key_count), metric, folder, progress)
     if isinstance(index, FaissIndex):
-        index.save(folder / INDEX)
-        return spec, INDEX
-    return spec, BLOCKS
+        index.save(folder / FAISS_INDEX_FILE)
+        return spec, FAISS_INDEX_FILE
+    return spec, BLOCK_INDEX_FILE
 
 
 def next_index(path: Path, catalog: Catalog) -> int:
-    """Return a number that neither an index nor a leftover folder has."""
+    """Return a number that no index or leftover folder has."""
     taken = [row.id for row in catalog.indexes()]
     taken += [int(entry.name) for entry in (path / "index").glob("[0-9]*") if entry.name.isdigit()]
     return max(taken, default=-1) + 1
@@ -110,28 +110,29 @@ def next_index(path: Path, catalog: Catalog) -> int:
 def open_index(
     store: Datastore, *, metric: str = "l2", rerank: bool = True, device: str = "cpu", keys: str = "float16"
 ) -> Index:
-    """Open the store's index after checking it, or search exactly where there is none for this metric.
+    """Open and check the store's index, or an exact index where there is none for this metric.
 
-    Where a GPU can hold all keys, exact search there is faster than any index on the CPU, so that one is used only
-    where its own distances are wanted. `keys` is what the GPU holds keys in; int8 gives distances to rounded keys.
+    Where all keys fit on a GPU, exact search there is faster than any index on the CPU; the stored index is used only
+    if `rerank` is False, for its own distances. `keys` is the dtype of keys on the GPU; int8 gives distances to rounded
+    keys.
     """
     store.pinned = True
     if (rerank or keys == "int8") and has_kernels(device) and fits_on_device(store.keys, device, keys):
         return ExactIndex(store.keys, metric=metric, device=device, key_dtype=keys)
     for row, covered in stored_indexes(store) if store.trust_index else []:
         if row.metric == metric:
-            return _join(store, _open(store, row, covered), covered, rerank=rerank)
+            return _join(store, _load_checked(store, row, covered), covered, rerank=rerank)
     return ExactIndex(store.keys, metric=metric, device=device, key_dtype=keys)
 
 
 def stored_indexes(store: Datastore) -> list[tuple[IndexRow, RowMap]]:
-    """List the indexes of a store, and which stored keys each has.
+    """Return the indexes of a store and the stored keys that each covers.
 
-    Also one that was made after the store was opened, as long as keys have the same numbers and it has left out none
-    that this store still has; else those that the store saw when it was opened, which its lease keeps in their place.
+    An index built after the store was opened is used if keys have the same numbers and it lacks none of this store's
+    keys; otherwise those from the time of opening, whose files the lease keeps on disk.
     """
     with closing(store.catalog.latest()) as now, now.snapshot():
-        newest = _covering(store, now) if now.layout == store.layout else None
+        newest = _coverage(store, now) if now.layout == store.layout else None
     gone = store.key_numbers
     if newest is not None and all(
         not any(True for _ in gone.stretches(first, min(first + count, gone.total)))
@@ -139,67 +140,70 @@ def stored_indexes(store: Datastore) -> list[tuple[IndexRow, RowMap]]:
         for first, count in covered.gaps
     ):
         return newest
-    seen = _covering(store, store.catalog)
-    # One that this store has itself replaced is gone, and what came after it is of no use here.
-    return [(row, covered) for row, covered in seen if index_file(store.path, row).is_file()]
+    indexes = _coverage(store, store.catalog)
+    # An index that this object has replaced itself is gone.
+    return [(row, covered) for row, covered in indexes if index_file(store.path, row).is_file()]
 
 
-def _covering(store: Datastore, catalog: Catalog) -> list[tuple[IndexRow, RowMap]]:
-    """List the indexes that a catalog names, and which stored keys each has."""
+def _coverage(store: Datastore, catalog: Catalog) -> list[tuple[IndexRow, RowMap]]:
+    """Return the indexes that a catalog names and the stored keys that each covers."""
     rows, skipped = catalog.indexes(), catalog.get(SKIPPED) or []
     gaps = list[tuple[int, int]]()
     for gap in skipped if isinstance(skipped, list) else [None]:
-        # Numbers of keys stay far below this, and sums of them in 64 bits.
+        # Numbers of keys stay far below 2^48, and sums of them below 2^63.
         if not (
-            isinstance(gap, list) and len(gap) == 2 and all(type(one) is int and 0 <= one < 1 << 48 for one in gap)
+            isinstance(gap, list)
+            and len(gap) == 2
+            and all(type(number) is int and 0 <= number < 1 << 48 for number in gap)
         ):
-            raise DatastoreCorrupt(
-                f"{store.catalog.path} does not say what the index covers. Make it again with: knnlm index {store.path}"
-            )
+            raise DatastoreCorrupt(f"{store.catalog.path}: invalid list of keys that the index lacks. {_advice(store)}")
         gaps.append((gap[0], gap[1]))
     gone = sum(count for _, count in gaps)
     return [(row, RowMap(row.entries + gone, gaps)) for row in rows]
 
 
-def _open(store: Datastore, row: IndexRow, covered: RowMap) -> FaissIndex | BlockIndex:
-    """Read an index that must have as many keys as the catalog says."""
+def _load_checked(store: Datastore, row: IndexRow, covered: RowMap) -> FaissIndex | BlockIndex:
+    """Load an index and check its number of keys."""
     path = index_file(store.path, row)
     if not path.is_file():
-        raise DatastoreCorrupt(f"{path} is missing. Make it again with: knnlm index {store.path}")
+        raise DatastoreCorrupt(f"{path} is missing. {_advice(store)}")
     check_place(store.path, path)
-    index = _read(store, row, path)
-    # One that is newer than what the store has seen may have more; one as old as a build may not have fewer.
+    index = _load(store, row, path)
+    # An index newer than this snapshot may have more keys; one of a store that never changed may not have fewer.
     known = store.key_numbers.total
     fewer = store.generation == 0 and covered.total < known
     more = covered.total > known and row in store.catalog.indexes()
     if fewer or more or (index.rows, index.width) != (row.entries, store.width):
         raise IndexInvalid(
             f"{path} holds {index.rows:,} vectors of width {index.width}, but the store has "
-            f"{store.key_count:,} of width {store.width}. Make it again with: knnlm index {store.path}"
+            f"{store.key_count:,} of width {store.width}. {_advice(store)}"
         )
     return index
 
 
-def _read(store: Datastore, row: IndexRow, path: Path) -> FaissIndex | BlockIndex:
-    """Read the file of an index, if it is the one that was written."""
-    advice = f"Make it again with: knnlm index {store.path}"
+def _load(store: Datastore, row: IndexRow, path: Path) -> FaissIndex | BlockIndex:
+    """Load the file of an index after comparing its checksum."""
     if is_blocks(row.spec):
         try:
             blocks = BlockIndex.load(path, check_bytes=partial(store.arrays.sums.stretches, path, row.sha256))
         except DatastoreCorrupt:
-            raise IndexInvalid(f"{path} is not the file that was written. {advice}") from None
+            raise IndexInvalid(f"{path}: checksum mismatch. {_advice(store)}") from None
         if blocks.metric != row.metric:
-            raise IndexInvalid(f"{path} was made for the metric {blocks.metric}, not {row.metric}. {advice}")
+            raise IndexInvalid(f"{path} was built for metric {blocks.metric}, not {row.metric}. {_advice(store)}")
         return blocks
     if checksum(path) != row.sha256:
-        raise IndexInvalid(f"{path} is not the file that was written, and FAISS reads no other. {advice}")
+        raise IndexInvalid(f"{path}: checksum mismatch (SHA-256). {_advice(store)}")
     return FaissIndex.load(path, metric=row.metric)
 
 
+def _advice(store: Datastore) -> str:
+    return f"Build it again: knnlm index {store.path}"
+
+
 def _join(store: Datastore, index: FaissIndex | BlockIndex, covered: RowMap, *, rerank: bool) -> Index:
-    """Leave out of an index what is gone, check it, and search beside it what is newer."""
+    """Filter removed keys out of an index, check it, and add an exact index over newer keys."""
     what = f"The index {index_folder(store.path, 0).parent}"
-    precise = _votes_itself(index)
+    precise = _is_precise(index)
     rerank = rerank and not precise
     known = store.key_numbers
     if known.gaps == covered.gaps and known.total == covered.total:
@@ -212,21 +216,21 @@ def _join(store: Datastore, index: FaissIndex | BlockIndex, covered: RowMap, *, 
     alive = FilteredIndex(index, numbers, older)
     if alive.rows:
         check_index(alive, older, what=what, precise=precise)
-    found: Index = _reranked(alive, store) if rerank else alive
+    older_index: Index = _reranked(alive, store) if rerank else alive
     if first == store.key_count:
-        return found
-    return ConcatenatedIndex(found, ExactIndex(Keys(store, first), metric=index.metric), first=first)
+        return older_index
+    return ConcatenatedIndex(older_index, ExactIndex(Keys(store, first), metric=index.metric), first=first)
 
 
-def _votes_itself(index: FaissIndex | BlockIndex) -> bool:
-    """Return whether an index gives distances that are good as they are: a byte for each dimension is enough."""
+def _is_precise(index: FaissIndex | BlockIndex) -> bool:
+    """Whether an index returns distances precise enough to vote with: one byte for each dimension is."""
     return isinstance(index, BlockIndex) and index.keeps_all_dimensions
 
 
 def _reranked(index: Index, store: Datastore) -> Index:
-    """Measure a shortlist again on what is stored; that of a thin index is long, for it is only roughly in order."""
+    """Rerank the shortlist by stored keys; a store with codes needs a longer one, as its order is rough."""
     if isinstance(store.codec, Codes):
-        return RerankedIndex(index, store.keys, depth=_DEEP, measured=None)
+        return RerankedIndex(index, store.keys, depth=_CODES_SHORTLIST, measured=None)
     return RerankedIndex(index, store.keys)
 
 
@@ -236,7 +240,7 @@ def request_index(spec: str, metric: str) -> dict[str, Any]:
 
 
 def requested_index(catalog: Catalog) -> tuple[str, str] | None:
-    """Return spec and metric of the index that is still to be made; None where none is, or the fact is of no sense."""
+    """Return spec and metric of the index that is still to be built; None where there is none, or it is invalid."""
     found = catalog.get(REQUESTED_INDEX)
     values = (found.get("spec"), found.get("metric")) if isinstance(found, dict) else (None, None)
     spec, metric = values
@@ -246,13 +250,13 @@ def requested_index(catalog: Catalog) -> tuple[str, str] | None:
 def build_requested_index(
     folder: Path, spec: str, metric: str, *, wait: float = 0.0, progress: Progress = silent
 ) -> str:
-    """Build the requested index, and drop the request in the same transaction."""
+    """Build the requested index and delete the request in the same transaction."""
     with closing(Datastore.open(folder)) as store:
         return build_index(store, spec, metric=metric, wait=wait, progress=progress)
 
 
 def cancel_requested_index(folder: Path, *, wait: float = 0.0) -> None:
-    """Drop a request that cannot be met."""
+    """Delete a request for an index that cannot be built."""
     with writer_lock(folder, wait=wait), closing(Catalog.open(folder / CATALOG_FILE, write=True)) as catalog:
         if catalog.get(REQUESTED_INDEX) is not None:
             catalog.put(**{REQUESTED_INDEX: None})

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from knnlm.datastore.catalog import Catalog, Selection, check_complete, drop_fields
-from knnlm.datastore.garbage import has_old_suffixes, purge
+from knnlm.datastore.garbage import has_stale_suffix_array, purge
 from knnlm.datastore.locks import writer_lock
 from knnlm.datastore.paths import (
     CATALOG_FILE,
@@ -175,7 +175,7 @@ def _derived(folder: Path, catalog: Catalog, gone: list[RemovedRow]) -> Iterator
         for row in catalog.indexes():
             yield Holding(f"index/{row.id:06d}", f"the index {row.spec}, codes of keys", "compact")
     # Also after a compaction during which there was a reader, when no removed row is left.
-    if catalog.get(FORGOT) is not None and has_old_suffixes(folder, catalog):
+    if catalog.get(FORGOT) is not None and has_stale_suffix_array(folder, catalog):
         yield Holding(NGRAM_FOLDER, "sorted tokens", "compact")
 
 

@@ -1,12 +1,8 @@
-"""The principal components of a store's keys.
+"""Copies of a store with fewer keys, mapped keys or another key format.
 
-Write a new store out of another: fewer keys, mapped keys, or keys stored otherwise.
-
-All tokens and documents that are there are copied, so the text around a neighbour stays; only keys are left out.
-Segments are copied one by one, each committed as a build commits it, so a copy that was killed and is run again goes on
-after the last finished segment and ends with the same bytes.
-
-Store the keys of a finished store in fewer bytes, as a copy.
+All tokens and documents are copied, so that the text around a neighbour is available; only keys are left out. Segments
+are committed one by one, as in a build: a copy that was killed resumes after the last committed segment and ends with
+the same bytes.
 """
 
 from __future__ import annotations
@@ -30,8 +26,8 @@ from knnlm.datastore.codecs import (
     Codes,
     KeyMap,
     Plain,
-    components_of,
     fit_codec,
+    fit_components,
     parse_storage,
     save_codec,
 )
@@ -54,16 +50,17 @@ from knnlm.errors import DatastoreCorrupt, DatastoreError, ParameterError
 from knnlm.io import remove_unlisted
 from knnlm.progress import Advance, Progress, silent
 
-_SAMPLE = 100_000  # keys that are looked at
-
-_SAMPLE_BLOCK = 4096  # keys at a time
+_PCA_SAMPLE_KEYS = 100_000
+_CODEC_SAMPLE_BYTES = 1 << 27  # of keys, in float32, that a codec is fitted to
+_SAMPLE_BLOCK = 4096  # keys of a sample at a time
+_BLOCK = 8192  # keys of a copy at a time
 
 
 def principal_components(store: Datastore, width: int, *, seed: int = 0, progress: Progress = silent) -> KeyMap:
-    """Find the map to the directions in which a sample of the keys varies most."""
-    ids = sample_keys(store, _SAMPLE, seed=seed)
+    """Return the map to the first principal components of a sample of the keys."""
+    ids = sample_keys(store, _PCA_SAMPLE_KEYS, seed=seed)
     if not len(ids):
-        raise ParameterError(f"{store.path} has no keys, so they have no principal components.")
+        raise ParameterError(f"{store.path} has no keys, and so no principal components.")
 
     def blocks() -> Iterator[Tensor]:
         with progress("finding principal components", total=len(ids), unit="keys") as advance:
@@ -71,23 +68,20 @@ def principal_components(store: Datastore, width: int, *, seed: int = 0, progres
                 yield store.take(part)
                 advance(len(part))
 
-    return components_of(blocks(), width, sample=len(ids), seed=seed)[0]
+    return fit_components(blocks(), width, sample=len(ids), seed=seed)[0]
 
 
 def sample_keys(store: Datastore, size: int, *, seed: int) -> Tensor:
-    """Choose so many keys at random, in ascending order; all where there are no more."""
+    """Return the numbers of `size` random keys, ascending; of all keys where there are no more."""
     if store.key_count <= size:
         return torch.arange(store.key_count)
     chosen = np.random.default_rng(seed).choice(store.key_count, size, replace=False)
     return torch.from_numpy(np.sort(chosen))
 
 
-_BLOCK = 8192  # keys at a time
-
-
 @dataclass(frozen=True)
 class _Plan:
-    """What goes into the new store."""
+    """The content of the new store."""
 
     store: Datastore
     keep: NDArray[np.bool_] | None  # over the keys of `store`; None: all
@@ -121,10 +115,10 @@ def derive(
     metadata: dict[str, Any] | None = None,
     progress: Progress = silent,
 ) -> Datastore:
-    """Write a store with the keys that are kept (a mask, or their numbers), how much each counts, and mapped.
+    """Write a copy of a store with the keys that `keep` selects (a mask, or numbers), weighted and mapped.
 
-    `counts` are those of all keys of `store`. Its map, if it has one, comes before the new one. Keys are stored by
-    `codec`, or as numbers of `key_dtype`, or as they were; bytes and codes that are mapped again become float16.
+    `counts` are the weights of all keys of `store`. Its map, if it has one, is applied before the new one. Keys are
+    stored by `codec`, or as numbers of `key_dtype`, or as before; bytes and codes that are mapped become float16.
     `metadata` are kept in the catalog.
     """
     plan = _plan(store, keep, counts, key_map, codec or _codec(store, key_map, key_dtype))
@@ -142,7 +136,7 @@ def derive(
 
 
 def check_out(store: Datastore, out: str | Path) -> None:
-    """Reject a place where no copy of a store can be, before anything takes its time."""
+    """Raise for an output folder that cannot take a copy of a store."""
     folder = Path(out)
     if folder.resolve() == store.path.resolve():
         raise ParameterError(f"{folder} is the store to copy from. Choose another --out.")
@@ -160,7 +154,7 @@ def check_out(store: Datastore, out: str | Path) -> None:
 
 
 def _plan(store: Datastore, keep: Tensor | None, counts: Tensor | None, key_map: KeyMap | None, codec: Codec) -> _Plan:
-    """Check what was asked for."""
+    """Check the arguments of `derive`."""
     if key_map is not None and len(key_map.centre) != store.width:
         raise ParameterError(
             f"The map is for keys of width {len(key_map.centre)}, but those of {store.path} have {store.width}."
@@ -183,19 +177,19 @@ def _plan(store: Datastore, keep: Tensor | None, counts: Tensor | None, key_map:
 
 
 def _codec(store: Datastore, key_map: KeyMap | None, key_dtype: str | None) -> Codec:
-    """Choose how the copy stores its keys where no codec is given."""
+    """Return the codec of a copy for which none is given."""
     if key_dtype is not None and key_dtype not in KEY_DTYPES:
         raise ParameterError(f"Unknown key dtype {key_dtype!r}: use {' or '.join(KEY_DTYPES)}.")
     if isinstance(store.codec, Plain):
         return Plain(key_dtype or store.codec.dtype, store.width if key_map is None else key_map.width)
-    # A decoded key is encoded to what it was decoded from, or to what float32 cannot tell from it: nothing is lost.
+    # Encoding a decoded key restores its bytes, or others that decode to the same float32: nothing is lost.
     if key_map is None:
         return store.codec if key_dtype is None else Plain(key_dtype, store.width)
     return Plain(key_dtype or "float16", key_map.width)
 
 
 def _mask(store: Datastore, keep: Tensor | None) -> NDArray[np.bool_] | None:
-    """Turn a mask or numbers of keys into a mask; None where all are kept."""
+    """Return a mask or numbers of keys as a mask; None where all are kept."""
     if keep is None:
         return None
     given = keep.detach().cpu()
@@ -213,7 +207,7 @@ def _mask(store: Datastore, keep: Tensor | None) -> NDArray[np.bool_] | None:
 
 
 def _begin(folder: Path, plan: _Plan, derived: dict[str, Any]) -> Catalog:
-    """Make a new catalog, or open that of an unfinished copy with the same settings."""
+    """Create a catalog, or open that of an unfinished copy with the same settings."""
     file = folder / CATALOG_FILE
     if not file.exists():
         store = plan.store
@@ -238,15 +232,15 @@ def _begin(folder: Path, plan: _Plan, derived: dict[str, Any]) -> Catalog:
     if catalog.get("derived") != derived:
         catalog.close()
         raise DatastoreError(
-            f"{folder} is unfinished and of another store, or with other settings. Finish it with the same command, "
-            "or remove it."
+            f"{folder} is an unfinished copy of another store, or with other settings. Finish it with the same "
+            "command, or remove it."
         )
     remove_unlisted(folder / "segments", [segment_folder(folder, segment.id) for segment in catalog.segments()])
     return catalog
 
 
 @dataclass(frozen=True)
-class _Part:
+class _LiveSegment:
     """What is there of a segment, as numbers of the store's rows and keys, and its number in the copy."""
 
     segment: SegmentRow
@@ -258,9 +252,9 @@ class _Part:
     sources: tuple[int, ...]  # the segments whose documents go with it: those of no rows outlive their segment
 
 
-def _parts(store: Datastore) -> list[_Part]:
+def _live_segments(store: Datastore) -> list[_LiveSegment]:
     """Return what is there of each segment; one of which nothing is left does not count, but its documents go along."""
-    parts, stored = list[_Part](), 0
+    parts, stored = list[_LiveSegment](), 0
     waiting: tuple[int, ...] = ()
     for segment in store.segments:
         row, key = store.entry_numbers.before(segment.first_entry), store.key_numbers.before(stored)
@@ -269,7 +263,7 @@ def _parts(store: Datastore) -> list[_Part]:
         waiting += (segment.id,)
         if rows:
             keys = store.key_numbers.before(stored) - key
-            parts.append(_Part(segment, len(parts), row, rows, key, keys, waiting))
+            parts.append(_LiveSegment(segment, len(parts), row, rows, key, keys, waiting))
             waiting = ()
     if parts:
         parts[-1] = replace(parts[-1], sources=parts[-1].sources + waiting)
@@ -277,11 +271,11 @@ def _parts(store: Datastore) -> list[_Part]:
 
 
 def _copy(folder: Path, catalog: Catalog, plan: _Plan, progress: Progress) -> None:
-    """Write the segments that are not there yet."""
+    """Write the segments that are missing."""
     done = len(catalog.segments())
     store = plan.store
     with progress("writing keys", total=store.key_count, unit="keys") as advance:
-        for part in _parts(store):
+        for part in _live_segments(store):
             if part.number < done:
                 advance(part.keys)
                 continue
@@ -293,8 +287,8 @@ def _copy(folder: Path, catalog: Catalog, plan: _Plan, progress: Progress) -> No
             )
 
 
-def _copy_segment(folder: Path, plan: _Plan, part: _Part, advance: Advance) -> SegmentRow:
-    """Write one segment under a temporary name, and then give it its own."""
+def _copy_segment(folder: Path, plan: _Plan, part: _LiveSegment, advance: Advance) -> SegmentRow:
+    """Write one segment and return its row of the catalog."""
     made = NewSegment(folder, part.number)
     kept = np.arange(part.first_key, part.first_key + part.keys)
     if plan.keep is not None:
@@ -323,19 +317,19 @@ def _copy_segment(folder: Path, plan: _Plan, part: _Part, advance: Advance) -> S
 
 
 def _write_keys(path: Path, plan: _Plan, kept: NDArray[np.int64], total: int, advance: Advance) -> float:
-    """Write these keys of the old store, and return what they were divided by."""
+    """Write these keys of the old store and return their divisor."""
     writer = _write_mapped(path, plan, kept, total, advance)
-    if isinstance(writer, KeyWriter) and writer.finer < 1:
-        # A map may shrink keys until float16 has no digits left for them. Only now is it known how far.
-        writer = _write_mapped(path, plan, kept, 0, advance, divisor=writer.finer)
+    if isinstance(writer, KeyWriter) and writer.finer_divisor < 1:
+        # A map may shrink keys below the precision of float16, which shows only after all are mapped.
+        writer = _write_mapped(path, plan, kept, 0, advance, divisor=writer.finer_divisor)
     return writer.divisor
 
 
 def _write_mapped(
     path: Path, plan: _Plan, kept: NDArray[np.int64], total: int, advance: Advance, *, divisor: float = 1.0
 ) -> KeyWriter | CodeWriter:
-    """Write these keys of the old store, divided, while progress goes on by `total`."""
-    told = 0
+    """Write these keys of the old store, divided, and advance the progress by `total`."""
+    advanced = 0
     codec = plan.codec
     plain = isinstance(codec, Plain)
     with KeyWriter(path, codec.dtype, codec.width, divisor=divisor) if plain else CodeWriter(path, codec) as writer:
@@ -343,25 +337,24 @@ def _write_mapped(
             mapped = keys if plan.map is None else plan.map.apply(keys)
             if not mapped.isfinite().all():
                 raise DatastoreCorrupt(
-                    f"{plan.store.path} has keys that are no finite numbers, or the map makes them so. "
-                    "Build the store again."
+                    f"{plan.store.path} has keys that are not finite, or not after the map. Build the store again."
                 )
             writer.put_keys(np.arange(begin, begin + len(keys)), mapped.numpy())
             share = total * (begin + len(keys)) // len(kept)
-            advance(share - told)
-            told = share
-    advance(total - told)
+            advance(share - advanced)
+            advanced = share
+    advance(total - advanced)
     return writer
 
 
 def _blocks(store: Datastore, kept: NDArray[np.int64]) -> Iterator[tuple[int, Tensor]]:
-    """Return (number in the new segment, keys) of the kept keys, a few at a time."""
+    """Return (number in the new segment, keys) of the kept keys in blocks."""
     for begin in range(0, len(kept), _BLOCK):
         yield begin, store.take(torch.from_numpy(kept[begin : begin + _BLOCK]))
 
 
 def _write_values(made: NewSegment, store: Datastore, segment: SegmentRow) -> None:
-    """Copy the tokens that are there of a segment."""
+    """Copy the live tokens of a segment."""
     first = segment.first_entry
     there = store.entry_numbers.stretches(first, first + segment.entries)
     with made.array(VALUES_FILE, "int32") as writer:
@@ -370,7 +363,7 @@ def _write_values(made: NewSegment, store: Datastore, segment: SegmentRow) -> No
 
 
 def _weights(plan: _Plan, kept: NDArray[np.int64]) -> NDArray[np.float32] | None:
-    """Return how much each kept key counts; None where each counts once."""
+    """Return the weights of the kept keys; None where all are 1."""
     if plan.counts is not None:
         weights = plan.counts[kept]
     else:
@@ -385,17 +378,12 @@ def _hash(array: NDArray[Any]) -> str:
     return hashlib.sha256(np.ascontiguousarray(array).tobytes()).hexdigest()[:16]
 
 
-_CODEC_SAMPLE = 1 << 27  # bytes of keys, in float32, that a codec is fitted to
-
-_COMPRESS_BLOCK = 4096  # keys at a time
-
-
 def compress(
     store: Datastore, out: str | Path, *, keys: str = "codes", seed: int = 0, progress: Progress = silent
 ) -> Datastore:
     """Write a copy of a store whose keys are stored as int8, pca256-int8, codes64 and so on, and open it.
 
-    The codec is fitted to keys from all over the store, where that of a build knows only the first ones.
+    The codec is fitted to keys of the whole store; that of a build, only to the first ones.
     """
     storage = parse_storage(keys, width=store.width)
     check_out(store, out)
@@ -404,12 +392,12 @@ def compress(
     metadata: dict[str, Any] = {"keys": str(storage), "seed": seed}
     if not storage.fitted:
         return derive(store, out, codec=Plain(storage.dtype, store.width), metadata=metadata, progress=progress)
-    ids = sample_keys(store, max(1, _CODEC_SAMPLE // (4 * store.width)), seed=seed)
+    ids = sample_keys(store, max(1, _CODEC_SAMPLE_BYTES // (4 * store.width)), seed=seed)
     sample = torch.empty(len(ids), store.width)
     with progress("choosing a codec", total=len(ids), unit="keys") as advance:
-        for begin in range(0, len(ids), _COMPRESS_BLOCK):
-            sample[begin : begin + _COMPRESS_BLOCK] = store.take(ids[begin : begin + _COMPRESS_BLOCK])
-            advance(len(ids[begin : begin + _COMPRESS_BLOCK]))
+        for begin in range(0, len(ids), _SAMPLE_BLOCK):
+            sample[begin : begin + _SAMPLE_BLOCK] = store.take(ids[begin : begin + _SAMPLE_BLOCK])
+            advance(len(ids[begin : begin + _SAMPLE_BLOCK]))
     key_map, codec = fit_codec(storage, sample)
     del sample
     return derive(store, out, key_map=key_map, codec=codec, metadata=metadata, progress=progress)

@@ -28,18 +28,18 @@ class RowMap:
         known = sorted((first, count) for first, count in gaps if count)
         self._first: Ints = np.array([first for first, _ in known], dtype=np.int64)
         self._end: Ints = self._first + np.array([count for _, count in known], dtype=np.int64)
-        # How many are gone before each gap, and at the end before what comes behind the last.
+        # The number removed before each gap, followed by the number removed in all.
         self._gone: Ints = np.append(0, np.cumsum(self._end - self._first))
-        self._live_first: Ints = self._first - self._gone[:-1]  # live numbers from here on lie behind the gap
+        self._live_first: Ints = self._first - self._gone[:-1]  # live numbers from here on are behind the gap
 
     @property
     def live(self) -> int:
-        """The number of those that are there."""
+        """The number of live entries."""
         return self.total - int(self._gone[-1])
 
     @property
     def whole(self) -> bool:
-        """Whether nothing is missing."""
+        """Whether there are no gaps."""
         return not len(self._first)
 
     @property
@@ -48,20 +48,20 @@ class RowMap:
         return list(zip(self._first.tolist(), (self._end - self._first).tolist(), strict=True))
 
     def to_stored(self, live: Ints) -> Ints:
-        """Return the stored numbers of live ones; what is below 0 stays."""
+        """Return the stored numbers of live ones; negative numbers stay."""
         if self.whole:
             return live
         found = live + self._gone[np.searchsorted(self._live_first, live, side="right")]
         return np.where(live < 0, live, found)
 
     def to_live(self, stored: Ints) -> Ints:
-        """Return the live numbers of stored ones; -1 for one in a gap, below 0 or beyond the end."""
+        """Return the live numbers of stored ones; -1 for those in a gap, below 0 or beyond the end."""
         place = np.searchsorted(self._first, stored, side="right")
         inside = (place > 0) & (np.append(self._end, 0)[place - 1] > stored)
         return np.where(inside | (stored < 0) | (stored >= self.total), -1, stored - self._gone[place])
 
     def before(self, stored: int) -> int:
-        """Count the live ones before a stored number, which need not be live itself."""
+        """Return the number of live entries before a stored number, which need not be live itself."""
         place = int(np.searchsorted(self._first, stored, side="right"))
         if place and stored < self._end[place - 1]:
             stored = int(self._first[place - 1])
@@ -69,7 +69,7 @@ class RowMap:
         return stored - int(self._gone[place])
 
     def stretches(self, begin: int, end: int) -> Iterator[tuple[int, int]]:
-        """Return (first stored number, count) of all that is live from one stored number to another."""
+        """Return (first stored number, count) of each live stretch from `begin` to `end`."""
         place = int(np.searchsorted(self._end, begin, side="right"))
         while begin < end:
             stop = min(end, int(self._first[place])) if place < len(self._first) else end
@@ -81,7 +81,7 @@ class RowMap:
 
 
 def by_segment(numbers: Ints, starts: Ints) -> Iterator[tuple[int, Ints, Ints]]:
-    """Return (segment, places in `numbers` that lie in it, their numbers counted from its first)."""
+    """Return (segment, positions in `numbers` that belong to it, their numbers within the segment)."""
     if len(numbers) and numbers.max() >= starts[-1]:
         raise IndexError(f"row {numbers.max()} of {starts[-1]}")
     segments = np.searchsorted(starts[:-1], numbers, side="right") - 1

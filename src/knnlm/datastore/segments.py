@@ -37,14 +37,16 @@ from knnlm.io import (
 )
 
 KEY_DTYPES = ("float16", "float32")
+FAISS_INDEX_FILE, BLOCK_INDEX_FILE = "index.faiss", "index.blocks"
+MAX_VOCAB_SIZE = 1 << 22  # tables of this length are allocated for an untrusted catalog too
+BULK_READ_KEYS = 256  # keys of a segment; from here on a read releases its pages and uses all cores
 
-_LARGEST = {"float16": 65504.0, "float32": 3.4e38}
-
-_SMALL = 2.0**-4  # where all keys are below it, the small parts of them would lose digits in float16
-
-_FINEST = 2.0**-100  # what keys are divided by at the least, so that float32 can undo it
-
-_PIECE = 1 << 24
+_MAX_VALUES = {"float16": 65504.0, "float32": 3.4e38}
+_SMALL_KEY = 2.0**-4  # where all keys are below it, their small values would lose digits in float16
+_MIN_DIVISOR = 2.0**-100  # so that float32 can undo the division
+_SCALED_BYTES = 1 << 24  # scaled at a time
+_COPIED_BYTES = 1 << 22  # copied at a time
+_MAX_MAPPINGS = 256  # files that are mapped at the same time
 
 _Writer = TypeVar("_Writer", bound="ArrayWriter")
 
@@ -82,8 +84,8 @@ class ArrayWriter:
             self.write(int(rows[begin]), array[begin:end])
 
     def scale(self, factor: float) -> None:
-        """Multiply all that has been written, piece by piece."""
-        step = max(1, _PIECE // self._row_bytes)
+        """Multiply everything that has been written by a factor."""
+        step = max(1, _SCALED_BYTES // self._row_bytes)
         for row in range(0, self.rows, step):
             count = min(step, self.rows - row)
             self._file.seek(self._begin + row * self._row_bytes)
@@ -91,7 +93,7 @@ class ArrayWriter:
             self.write(row, (data.astype(np.float32) * factor).reshape(count, *self._row_shape))
 
     def close(self) -> None:
-        """Write the header and make sure that all of it is on disk."""
+        """Write the header and flush the file to disk."""
         with translate_os_errors(self.path):
             self._file.seek(0)
             self._write_header()
@@ -100,8 +102,8 @@ class ArrayWriter:
             self._file.close()
 
     def abandon(self) -> None:
-        """Close without a promise: what was written is garbage."""
-        # A full disk refuses the buffered rest once more; there is nothing left to save.
+        """Close an incomplete file."""
+        # On a full disk, flushing the buffer fails again.
         with suppress(OSError):
             self._file.close()
 
@@ -129,35 +131,35 @@ class KeyWriter(ArrayWriter):
 
     def __init__(self, path: Path, dtype: str, width: int, *, divisor: float = 1.0) -> None:
         super().__init__(path, dtype, (width,))
-        self.divisor = divisor  # of all that has been written
-        self.largest = 0.0  # of all that has been written, before it was divided
-        self._most = _LARGEST[dtype]
+        self.divisor = divisor  # of all keys written so far
+        self.largest = 0.0  # absolute value written so far, before the division
+        self._max_value = _MAX_VALUES[dtype]
 
     @property
-    def finer(self) -> float:
-        """Return the divisor below 1 that small keys should be written with; 1 where keys are not small."""
-        if self._dtype != np.float16 or not 0 < self.largest < _SMALL:
+    def finer_divisor(self) -> float:
+        """The divisor below 1 with which small keys should be written; 1 where keys are not small."""
+        if self._dtype != np.float16 or not 0 < self.largest < _SMALL_KEY:
             return 1.0
-        return max(_divisor(self.largest, self._most), _FINEST)
+        return max(_divisor(self.largest, self._max_value), _MIN_DIVISOR)
 
     def put_keys(self, rows: NDArray[np.int64], keys: NDArray[np.float32]) -> None:
         """Write finite keys to these rows."""
         largest = float(np.abs(keys).max(initial=0.0))
         self.largest = max(self.largest, largest)
-        if largest / self.divisor > self._most / 2:
-            wider = _divisor(largest, self._most)
+        if largest / self.divisor > self._max_value / 2:
+            wider = _divisor(largest, self._max_value)
             self.scale(self.divisor / wider)
             self.divisor = wider
         self.put(rows, keys / np.float32(self.divisor) if self.divisor != 1.0 else keys)
 
 
-def _divisor(largest: float, most: float) -> float:
-    """Return the power of two, which loses nothing, that brings the largest number near the most and leaves room."""
-    return 2.0 ** math.ceil(math.log2(largest / (most / 8)))
+def _divisor(largest: float, max_value: float) -> float:
+    """Return the power of two that brings the largest number to an eighth of the maximum; it loses no digits."""
+    return 2.0 ** math.ceil(math.log2(largest / (max_value / 8)))
 
 
 def open_array(path: Path, dtype: DTypeLike, shape: tuple[int, ...]) -> NDArray[Any]:
-    """Map an array into memory after checking that the file is exactly what the catalog says."""
+    """Map an array after checking that dtype, shape and size are those of the catalog."""
     expected = np.dtype(dtype)
     try:
         with path.open("rb") as file:
@@ -177,7 +179,7 @@ def open_array(path: Path, dtype: DTypeLike, shape: tuple[int, ...]) -> NDArray[
     size = begin + expected.itemsize * math.prod(shape)
     if path.stat().st_size != size:
         raise DatastoreCorrupt(
-            f"{path} has {path.stat().st_size:,} bytes instead of {size:,}: it was cut short. "
+            f"{path}: truncated ({path.stat().st_size:,} bytes instead of {size:,}). "
             "Build the store again, or restore the file."
         )
     if 0 in shape:
@@ -198,18 +200,13 @@ def skip_header(file: BinaryIO) -> int:
     return file.tell()
 
 
-INDEX, BLOCKS = "index.faiss", "index.blocks"
-
-VOCABULARY = 1 << 22  # tokens of a model: tables of that length are allocated for an untrusted catalog too
-
-
 def index_file(path: Path, row: IndexRow) -> Path:
-    """Return where the file of an index lies."""
-    return index_folder(path, row.id) / (BLOCKS if is_blocks(row.spec) else INDEX)
+    """Return the file of an index."""
+    return index_folder(path, row.id) / (BLOCK_INDEX_FILE if is_blocks(row.spec) else FAISS_INDEX_FILE)
 
 
 def array_shapes(segment: SegmentRow, codec: Codec) -> dict[str, tuple[str, tuple[int, ...]]]:
-    """Return of which type and shape the arrays are that a segment has."""
+    """Return dtype and shape of each array of a segment, by file name."""
     shapes: dict[str, tuple[str, tuple[int, ...]]] = {
         KEYS_FILE: (codec.dtype, (segment.keys, codec.columns)),
         VALUES_FILE: ("int32", (segment.entries,)),
@@ -236,16 +233,16 @@ def segment_faults(segments: Sequence[SegmentRow]) -> Iterator[tuple[SegmentRow,
 
 
 def check_segments(path: Path, segments: Sequence[SegmentRow]) -> None:
-    """Reject segments whose numbers cannot be."""
+    """Raise for segments whose numbers are inconsistent."""
     for _, what, _ in segment_faults(segments):
-        raise DatastoreCorrupt(f"{path}: {what}. Make the store again, or run: knnlm repair {path.parent}")
+        raise DatastoreCorrupt(f"{path}: {what}. Run knnlm repair {path.parent}, or build the store again.")
 
 
 def check_metadata(path: Path, model: dict[str, Any], window: dict[str, Any], codec: Codec) -> None:
     """Reject metadata that would be stumbled over later."""
     sound = {
         "model's name": isinstance(model.get("name"), str),
-        "model's vocabulary": isinstance(size := model.get("vocab_size"), int) and 0 < size <= VOCABULARY,
+        "model's vocabulary": isinstance(size := model.get("vocab_size"), int) and 0 < size <= MAX_VOCAB_SIZE,
         "window": all(isinstance(window.get(name), int) and window[name] > 0 for name in ("context", "stride")),
         "precision of the keys": not isinstance(codec, Plain) or codec.dtype in KEY_DTYPES,
     }
@@ -254,75 +251,68 @@ def check_metadata(path: Path, model: dict[str, Any], window: dict[str, Any], co
 
 
 class NewSegment:
-    """A folder under a temporary name, until it is sealed."""
+    """A segment that is written to a temporary folder until it is sealed."""
 
     def __init__(self, folder: Path, number: int) -> None:
         self._final = segment_folder(folder, number)
         self._partial = create_partial_folder(self._final)
 
     def place(self, name: str) -> Path:
-        """Return where a file of it is to be written."""
+        """Return the path at which a file of the segment is written."""
         return self._partial / name
 
     def array(self, name: str, dtype: DTypeLike, row_shape: tuple[int, ...] = ()) -> ArrayWriter:
-        """Begin an array; close it before the segment is sealed."""
+        """Open an array for writing; it must be closed before the segment is sealed."""
         return ArrayWriter(self.place(name), dtype, row_shape)
 
     def keys(self, dtype: str, width: int) -> KeyWriter:
-        """Begin keys that may have to be divided to fit into their type."""
+        """Open the file of the keys, which are divided where they do not fit into their dtype."""
         return KeyWriter(self.place(KEYS_FILE), dtype, width)
 
     def seal(self) -> dict[str, str]:
-        """Return the folder its name, so that it is on disk, and the SHA-256 of each file."""
+        """Rename the folder to its final name and return the SHA-256 of each file."""
         sums = {file.name: checksum(file) for file in self._partial.iterdir()}
         commit_folder(self._partial, self._final)
         return sums
 
 
-_MAPPINGS = 256
-
-MANY = 256  # keys of a segment that are asked for together
-
-_READ_PIECE = 1 << 22  # bytes that are copied at a time
-
-
 class Arrays:
-    """The arrays of a store; with `check` False they are not compared with their checksums."""
+    """The arrays of a store; with `check` False their checksums are not compared."""
 
     def __init__(self, path: Path, codec: Codec, *, check: bool = True) -> None:
         self._path, self._codec = path, codec
         self._row_bytes = row_bytes(codec)
         self.sums = BlockChecksums(on=check)
-        self._keys_file = lru_cache(maxsize=_MAPPINGS)(partial(_keys_file, path))  # one token asks for many
-        # Mapped when needed and let go again: each mapping holds a file handle, and a system has few. The cache knows
-        # nothing of its owner, so that a store that is forgotten lets go of its files at once.
-        self.mapped = lru_cache(maxsize=_MAPPINGS)(partial(_open_sound, path, codec, self.sums))
+        self._keys_file = lru_cache(maxsize=_MAX_MAPPINGS)(partial(_keys_file, path))  # building a path is slow
+        # Each mapping holds a file handle, and their number is limited. The cache has no reference to this object, so
+        # that the files are closed as soon as the store is garbage-collected.
+        self.mapped = lru_cache(maxsize=_MAX_MAPPINGS)(partial(_open_checked, path, codec, self.sums))
 
     def check(self, segment: SegmentRow) -> None:
-        """Check that all arrays of a segment are there, and of the type, shape and size that the catalog says."""
+        """Raise unless all arrays of a segment exist, with the dtype, shape and size of the catalog."""
         for name in array_shapes(segment, self._codec):
             _open(self._path, self._codec, segment, name)
 
     def open(self, segment: SegmentRow, name: str) -> NDArray[Any]:
-        """Map an array for this once."""
-        return _open_sound(self._path, self._codec, self.sums, segment, name)
+        """Map an array without caching the mapping."""
+        return _open_checked(self._path, self._codec, self.sums, segment, name)
 
     def keys(self, segment: SegmentRow, numbers: NDArray[np.int64]) -> NDArray[Any]:
-        """Map the keys of a segment, after comparing those with these numbers."""
+        """Map the keys of a segment, after comparing the checksums of those with these numbers."""
         self._compare(segment, numbers)
         mapped = self.mapped(segment, KEYS_FILE)
-        if len(numbers) >= MANY:  # a token's few would pay more for coming back than they take
+        if len(numbers) >= BULK_READ_KEYS:  # for a few keys, page faults would cost more than the memory is worth
             release_pages(mapped)
         return mapped
 
     def read(self, segment: SegmentRow, first: int, out: NDArray[Any]) -> None:
-        """Fill (n, W) with the keys of a segment from this one on, as they are stored."""
+        """Fill (n, W) with the stored keys of a segment, beginning at key `first`."""
         self._compare(segment, np.arange(first, first + len(out)))
         # Plain reads rather than the mapping: mapped pages would count as memory of this process.
         with self._keys_file(segment.id).open("rb") as file:
             file.seek(skip_header(file) + first * self._row_bytes)
             if file.readinto(out.view(np.uint8).data) < len(out) * self._row_bytes:
-                raise DatastoreCorrupt(f"{file.name} was cut short. Build the store again.")
+                raise DatastoreCorrupt(f"{file.name}: truncated. Build the store again.")
 
     def copy(self, segment: SegmentRow, name: str, stretches: Iterable[tuple[int, int]]) -> Iterator[NDArray[Any]]:
         """Return stretches of an array's rows, (first, count) each, as they are stored, some megabytes at a time.
@@ -337,13 +327,13 @@ class Arrays:
         size = np.dtype(dtype).itemsize * math.prod(shape[1:])
         with path.open("rb") as file:
             begin = skip_header(file)
-            for first, count in _pieces(stretches, max(1, _READ_PIECE // size)):
+            for first, count in _pieces(stretches, max(1, _COPIED_BYTES // size)):
                 file.seek(begin + first * size)
                 data = np.fromfile(file, dtype, count * math.prod(shape[1:]))
                 yield data.reshape(count, *shape[1:])
 
     def _compare(self, segment: SegmentRow, keys: NDArray[np.int64]) -> None:
-        """Check that these keys of a segment are as they were written, where that was not seen yet."""
+        """Compare the checksums of these keys of a segment, unless that was done before."""
         if not self.sums.done(segment):
             self.sums.keys(self._keys_file(segment.id), segment, keys, self._row_bytes)
 
@@ -361,11 +351,11 @@ def _pieces(stretches: Iterable[tuple[int, int]], step: int) -> Iterator[tuple[i
 def _open(path: Path, codec: Codec, segment: SegmentRow, name: str) -> NDArray[Any]:
     file = segment_folder(path, segment.id) / name
     check_place(path, file)
-    # As a plain array: what numpy adds to a mapping makes every small look-up slower.
+    # As a plain array: np.memmap makes every small look-up slower.
     return np.asarray(open_array(file, *array_shapes(segment, codec)[name]))
 
 
-def _open_sound(path: Path, codec: Codec, sums: BlockChecksums, segment: SegmentRow, name: str) -> NDArray[Any]:
-    """Map an array, and compare it with its checksum; keys are compared when they are read."""
+def _open_checked(path: Path, codec: Codec, sums: BlockChecksums, segment: SegmentRow, name: str) -> NDArray[Any]:
+    """Map an array after comparing its checksum; keys are compared when they are read."""
     sums.array(segment_folder(path, segment.id), segment, name)
     return _open(path, codec, segment, name)

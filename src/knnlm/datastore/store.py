@@ -1,14 +1,14 @@
 """Open a store, read it and change it.
 
 store/
-  catalog.db                 what exists
-  map.safetensors            the linear map that keys went through, where there is one
-  codec.safetensors          how keys are stored, where that is not as plain numbers
+  catalog.db                 the SQLite database of segments, documents and metadata
+  map.safetensors            the linear map that was applied to keys, where there is one
+  codec.safetensors          the parameters of the codec, where keys are not stored as plain numbers
   segments/000000/keys.npy   (N, W) context vectors, less `offset`, mapped, divided by the segment's scale or encoded
   segments/000000/values.npy (N,) the token that followed each context
   segments/000000/kept.npy   (n,) which rows of the segment the n keys belong to, where not every row has one
-  segments/000000/counts.npy (n,) how much each key counts in a vote, where that is not 1
-  index/<id>/index.*         derived data, can always be made again
+  segments/000000/counts.npy (n,) the weight of each key in a vote, where it is not 1
+  index/<id>/index.*         the search index: derived data, which can be built again
 
 There is an entry for every token of the text. In a store as it was built, entry i has key i; in a pruned one, keys have
 numbers of their own, and `entries_of` returns the entries that they belong to.
@@ -52,7 +52,7 @@ from knnlm.datastore.paths import (
 )
 from knnlm.datastore.rowmap import RowMap, by_segment, check_removed
 from knnlm.datastore.schema import SegmentRow, StoredDocument
-from knnlm.datastore.segments import MANY, Arrays, array_shapes, check_metadata, check_segments
+from knnlm.datastore.segments import BULK_READ_KEYS, Arrays, array_shapes, check_metadata, check_segments
 from knnlm.errors import DatastoreCorrupt, DatastoreError
 from knnlm.index.gpu.deferred import check_flag
 from knnlm.io import as_tensor
@@ -67,14 +67,16 @@ if TYPE_CHECKING:
     from knnlm.maintenance.export import ExportResult
     from knnlm.maintenance.verify import Verification
 
-_LARGEST = 65504.0 / 2  # of float16, with room to add
-
+_MAX_FLOAT16 = 65504.0 / 2  # half of the largest float16, so that two keys can be added
+_MAX_WIDTH = 1 << 24  # of a hidden state
+_MAX_RESIDENT_TOKENS = 1 << 26  # that are kept in memory: four bytes each
+_MAX_DEVICE_TOKENS = 1 << 31  # that are kept on a GPU, beside their keys, which are hundreds of times larger
 _BLOCK = 4096  # keys that are decoded at a time
 
 
 @dataclass(frozen=True)
 class Keys:
-    """The keys of a store as an index sees them: `Vectors`, numbered from 0; all, or those from `first` to `end`."""
+    """The keys of a store as `Vectors` of an index, numbered from 0: all, or those from `first` to `end`."""
 
     store: Datastore
     first: int = 0
@@ -103,14 +105,14 @@ class Keys:
 
     @property
     def half(self) -> bool:
-        """Whether keys can be had in float16: stored just so, not divided by anything, or decoded within its range."""
+        """Whether keys fit into float16: stored so and not divided, or decoded within its range."""
         codec = self.store.codec
         if not isinstance(codec, Plain):
-            return codec.largest <= _LARGEST
+            return codec.largest <= _MAX_FLOAT16
         return codec.dtype == "float16" and all(segment.scale == 1.0 for segment in self.store.segments)
 
     def read(self, first: int, out: Tensor) -> None:
-        """Fill a (n, D) float16 tensor with the keys from this one on, as they are stored or as they are decoded."""
+        """Fill a (n, D) float16 tensor with the keys from `first` on."""
         codec = self.store.codec
         first += self.first
         if isinstance(codec, Plain):
@@ -123,19 +125,16 @@ class Keys:
 
     @property
     def resident_keys(self) -> list[Tensor] | None:
-        """The keys on the device that they were built on, if they were kept there."""
+        """The keys on the device on which they were computed, if they were kept there."""
         return self.store.resident_keys if not self.first else None
 
     def release(self) -> None:
-        """Let the keys on the device go; they are in their files."""
+        """Free the keys on the device; they are in their files."""
         self.store.resident_keys = None
 
 
-_WIDEST = 1 << 24  # that a hidden state may be
-
-
 def stored_offset(catalog: SegmentSink) -> Tensor | None:
-    """Return what was taken from every key before it was stored, None where nothing was."""
+    """Return the vector that was subtracted from every key before it was stored, None where there is none."""
     offset = catalog.get("offset")
     if offset is None:
         return None
@@ -152,34 +151,34 @@ def stored_offset(catalog: SegmentSink) -> Tensor | None:
 
 
 def stored_map(catalog: SegmentSink, width: int) -> KeyMap | None:
-    """Return the linear map that keys of this width went through before they were stored, None where there is none."""
+    """Return the linear map that was applied to keys of this width, None where there is none."""
     found = catalog.get("map")
     if found is None:
         return None
     metadata = found if isinstance(found, dict) else {}
     sha256, about = metadata.get("sha256"), metadata.get("metadata")
     if not isinstance(sha256, str) or not isinstance(about, dict):
-        raise DatastoreCorrupt(f"{catalog.path} does not say which map the keys went through. Make the store again.")
+        raise DatastoreCorrupt(f"{catalog.path} has no valid metadata of the key map. Build the store again.")
     made = KeyMap.load(catalog.path.with_name(MAP_FILE), sha256=sha256, metadata=about)
     if len(made.centre) != width:
         raise DatastoreCorrupt(
-            f"{catalog.path.with_name(MAP_FILE)} maps keys of width {len(made.centre)}, but those of the model have "
-            f"{width}. Make the store again."
+            f"{catalog.path.with_name(MAP_FILE)} maps keys of width {len(made.centre)}, but the model has width "
+            f"{width}. Build the store again."
         )
     return made
 
 
 def stored_codec(catalog: SegmentSink, width: int) -> Codec:
-    """Return what keys of this width are stored as."""
+    """Return the codec of a store whose keys have this width."""
     found = catalog.get("codec")
     if found is None:
-        # Keys that wait for a codec, which is chosen by them, do so as float16.
+        # Until the codec is fitted, keys are stored as float16.
         return Plain("float16" if catalog.get("keys") is not None else metadata_of(catalog, "key_dtype", str), width)
     codec = load_codec(catalog.path.with_name(CODEC_FILE), found, width=width)
-    if codec.dtype != (said := metadata_of(catalog, "key_dtype", str)):
+    if codec.dtype != (key_dtype := metadata_of(catalog, "key_dtype", str)):
         raise DatastoreCorrupt(
-            f"{catalog.path} says that keys are stored as {said[:20]!r}, but the codec beside it stores "
-            f"{codec.dtype}. Make the store again."
+            f"{catalog.path}: the key dtype is {key_dtype[:20]!r}, but that of the codec beside it is "
+            f"{codec.dtype}. Build the store again."
         )
     return codec
 
@@ -187,28 +186,23 @@ def stored_codec(catalog: SegmentSink, width: int) -> Codec:
 def reader_width(catalog: SegmentSink) -> int:
     """Return the width of the reader's hidden states."""
     width = metadata_of(catalog, "model", dict).get("width")
-    if not isinstance(width, int) or not 1 <= width <= _WIDEST:
-        raise DatastoreCorrupt(f"{catalog.path} does not say the width of the model. Build the store again.")
+    if not isinstance(width, int) or not 1 <= width <= _MAX_WIDTH:
+        raise DatastoreCorrupt(f"{catalog.path} has no valid width of the model. Build the store again.")
     return width
 
 
 def metadata_of(catalog: SegmentSink, key: str, kind: type) -> Any:
-    """Read a fact that every store has."""
+    """Return a value of the catalog's metadata that every store has."""
     value = catalog.get(key)
     if not isinstance(value, kind):
-        raise DatastoreCorrupt(f"{catalog.path} does not say the store's {key}. Build the store again.")
+        raise DatastoreCorrupt(f"{catalog.path} has no valid {key} of the store. Build the store again.")
     return value
-
-
-_RESIDENT = 1 << 26  # tokens that are kept in memory: four bytes each
-
-_MOST = 1 << 31  # and on a GPU, beside their keys, which are hundreds of times larger
 
 
 class Datastore:
     """The (context vector → next token) pairs of a text collection.
 
-    `chunks` and `take` give keys less the store's `offset` and mapped by its `map`; `project` brings a query there.
+    `chunks` and `take` return keys less the store's `offset`, mapped by its `map`; `project` does the same to a query.
     """
 
     def __init__(
@@ -246,11 +240,10 @@ class Datastore:
     def open(cls, path: str | Path, *, trust_index: bool = True, check: bool = True) -> Datastore:
         """Open a finished store for reading.
 
-        With `trust_index` False no file of FAISS is read. With `check` False what is read is not
-        compared with its checksums.
+        With `trust_index` False no file of FAISS is read. With `check` False checksums are not compared.
         """
         folder = Path(path)
-        lease = Lease(folder)  # first, so that what the catalog names stays where it is
+        lease = Lease(folder)  # first, so that no writer removes files that the catalog names
         catalog = Catalog.open(folder / CATALOG_FILE, hold=True, compare=check)
         if catalog.get("state") != "complete":
             what = "copy of another store" if catalog.get("derived") else "build"
@@ -267,7 +260,7 @@ class Datastore:
             return now.generation != self.generation
 
     def reopen(self) -> Datastore:
-        """Open the store as it is now; this object stays as it is."""
+        """Open the current state of the store; this object does not change."""
         return Datastore.open(self.path, trust_index=self.trust_index, check=self.sums.on)
 
     @property
@@ -297,11 +290,11 @@ class Datastore:
 
     @property
     def sums(self) -> BlockChecksums:
-        """What has been compared with its checksum."""
+        """The checksums, and which of them have been compared."""
         return self.arrays.sums
 
     def files(self, segment: SegmentRow) -> list[str]:
-        """Name the arrays that a segment has."""
+        """Return the file names of a segment's arrays."""
         return list(array_shapes(segment, self.codec))
 
     def first_key(self, segment: SegmentRow) -> int:
@@ -310,7 +303,7 @@ class Datastore:
 
     @property
     def bytes(self) -> int:
-        """The size of keys and values, and of what says which keys there are, on disk."""
+        """The size of keys, values, numbers of kept entries and counts on disk."""
         extra = 4 * self._pruned + 4 * self._counted
         return self.key_count * (row_bytes(self.codec) + extra) + 4 * self.entry_count
 
@@ -322,12 +315,12 @@ class Datastore:
 
     @property
     def storage(self) -> str:
-        """How keys are stored, as `knnlm build --key-format` names it."""
+        """The key format, as `knnlm build --key-format` names it."""
         return self.key_dtype if isinstance(self.codec, Plain) else str(self.catalog.get("keys") or self.key_dtype)
 
     @property
     def fingerprint(self) -> str:
-        """What tells this store from any other: a hash over the hashes of its files."""
+        """The identity of this store: a hash of the checksums of its files."""
         sums = [f"{segment.keys_sha256} {segment.values_sha256}" for segment in self._segments]
         if self._pruned:
             sums += [f"{segment.kept_sha256} {segment.counts_sha256}" for segment in self._segments]
@@ -340,9 +333,9 @@ class Datastore:
 
     @property
     def origin(self) -> Tensor | None:
-        """What `project` takes away, in the space of the stored keys: (D,); None where that is nothing.
+        """The vector that `project` subtracts, in the space of the stored keys: (D,); None where there is none.
 
-        The inner product with a stored key, plus that with the origin, is the inner product with the whole key.
+        The inner product with a stored key, plus that with the origin, is the inner product with the full key.
         """
         if self.map is None:
             return self.offset
@@ -350,9 +343,9 @@ class Datastore:
         return (centre if self.offset is None else centre + self.offset) @ matrix
 
     def project(self, queries: Tensor, *, metric: str = "l2") -> Tensor:
-        """Bring hidden states of the reader to where the stored keys are, (N, model width) → (N, D).
+        """Map hidden states of the reader to the space of the stored keys, (N, model width) → (N, D).
 
-        Distances do not change when keys and queries move by the same; inner products do, and `origin` says by what.
+        Distances do not change when keys and queries are shifted by the same vector; inner products do, by `origin`.
         """
         if metric == "ip":
             return queries if self.map is None else queries.float() @ self.map.on(queries.device)[0]
@@ -360,7 +353,7 @@ class Datastore:
         return shifted if self.map is None else self.map.apply(shifted)
 
     def chunks(self, size: int, *, begin: int = 0) -> Iterator[tuple[int, Tensor]]:
-        """Return (number of the first key, (n, D) float32 keys) from one key to the last."""
+        """Return (number of the first key, (n, D) float32 keys) of the keys from `begin` on."""
         number = begin
         for segment, local, count in self._stretches(begin, size):
             stored = np.empty((count, self.codec.columns), self.codec.dtype)
@@ -369,7 +362,7 @@ class Datastore:
             number += count
 
     def _stretches(self, begin: int, size: int) -> Iterator[tuple[SegmentRow, int, int]]:
-        """Return (segment, first key in it, count) of all keys from one on, without gaps, at most `size` at a time."""
+        """Return (segment, first key in it, count) of the live keys from `begin` on, at most `size` at a time."""
         lowest = int(self.key_numbers.to_stored(np.array([begin]))[0])
         for number, (first, end) in enumerate(pairwise(self._key_starts.tolist())):
             for start, count in self.key_numbers.stretches(max(first, lowest), end):
@@ -377,7 +370,7 @@ class Datastore:
                     yield self._segments[number], local, min(size, start - first + count - local)
 
     def read(self, first: int, out: Tensor) -> None:
-        """Fill a (n, W) tensor of the codec's dtype with the keys from this one on, as they are stored."""
+        """Fill a (n, W) tensor of the codec's dtype with the stored keys from `first` on."""
         done = 0
         for segment, local, count in self._stretches(first, max(1, len(out))):
             count = min(count, len(out) - done)
@@ -389,7 +382,7 @@ class Datastore:
     def take(self, ids: Tensor) -> Tensor:
         """Return these keys, (…) → (…, D) float32; an id below 0 gives zeros."""
         flat = self.key_numbers.to_stored(ids.reshape(-1).cpu().numpy())
-        # Gathered as they are stored, and decoded all at once: one token's neighbours are in as many segments.
+        # Stored keys are gathered first and decoded together: the neighbours of a token are in many segments.
         stored = torch.empty(len(flat), self.codec.columns, dtype=getattr(torch, self.codec.dtype))
         scales = np.ones((len(flat), 1), np.float32)
         for number, places, local in by_segment(flat, self._key_starts):
@@ -398,7 +391,7 @@ class Datastore:
             begin, end = places[0], places[-1] + 1
             if end - begin > len(places):
                 stored.numpy()[places] = mapped[local]
-            elif len(places) < MANY:  # ids that come in order lie side by side
+            elif len(places) < BULK_READ_KEYS:  # ids that come in order lie side by side
                 np.take(mapped, local, axis=0, out=stored[begin:end].numpy(), mode="clip")
             else:  # torch uses all cores, which pays for many
                 torch.index_select(as_tensor(mapped), 0, torch.from_numpy(local), out=stored[begin:end])
@@ -429,7 +422,7 @@ class Datastore:
         return torch.from_numpy(rows).reshape(ids.shape).to(ids.device)
 
     def counts(self, ids: Tensor) -> Tensor | None:
-        """Return how much these keys count in a vote, (…) float32, 0 for an id below 0; None where each counts once."""
+        """Return the weights of these keys in a vote, (…) float32, 0 for an id below 0; None where all are 1."""
         if not self._counted:
             return None
         flat = self.key_numbers.to_stored(ids.reshape(-1).cpu().numpy())
@@ -447,7 +440,7 @@ class Datastore:
 
     def values(self, rows: Tensor) -> Tensor:
         """Return the tokens of these rows, where the rows are; a row below 0 gives -1."""
-        if self.entry_count <= (_RESIDENT if rows.device.type == "cpu" else _MOST):
+        if self.entry_count <= (_MAX_RESIDENT_TOKENS if rows.device.type == "cpu" else _MAX_DEVICE_TOKENS):
             return self._resident(rows)
         flat = self.entry_numbers.to_stored(rows.reshape(-1).cpu().numpy())
         values = np.full(len(flat), -1, dtype=np.int64)
@@ -457,7 +450,7 @@ class Datastore:
         return torch.from_numpy(values).reshape(rows.shape).to(rows.device)
 
     def _resident(self, rows: Tensor) -> Tensor:
-        """Look tokens up in one array on the device that asks: a thousand neighbours a query are many lookups."""
+        """Look tokens up in one array on the caller's device: a query with a thousand neighbours is many lookups."""
         if rows.numel() and check_flag(rows.amax() >= self.entry_count):
             raise IndexError(f"row {int(rows.max())} of {self.entry_count}")
         if rows.device not in self._values:
@@ -477,15 +470,15 @@ class Datastore:
 
     def _check_values(self, values: NDArray[Any]) -> None:
         if values.max(initial=-1) >= self.model["vocab_size"] or values.min(initial=0) < -1:
-            raise DatastoreCorrupt(f"{self.path} holds a token that its model does not have. Build the store again.")
+            raise DatastoreCorrupt(f"{self.path} contains a token that its model does not have. Build the store again.")
 
     def holds(self, text: str) -> bool:
-        """Return whether a document with exactly this text is stored."""
+        """Whether a document with exactly this text is stored."""
         return self.catalog.holds(text_hash(text))
 
     def documents(self) -> Iterator[StoredDocument]:
         """Return the documents in the order of their rows, without holding them all in memory."""
-        return map(self._counted_anew, self.catalog.documents())
+        return map(self._renumbered, self.catalog.documents())
 
     def document_at(self, row: int) -> StoredDocument:
         """Find the document that holds a row."""
@@ -493,9 +486,9 @@ class Datastore:
         found = self.catalog.document_at(stored)
         if not found.first_entry <= stored < found.first_entry + found.entries <= self.entry_numbers.total:
             raise DatastoreCorrupt(f"{self.catalog.path} has no document for row {row}. Run knnlm repair {self.path}")
-        return self._counted_anew(found)
+        return self._renumbered(found)
 
-    def _counted_anew(self, document: StoredDocument) -> StoredDocument:
+    def _renumbered(self, document: StoredDocument) -> StoredDocument:
         """Return where a document is among the rows that are there."""
         if self.entry_numbers.whole:
             return document
@@ -567,7 +560,7 @@ class Datastore:
         self,
         out: str | Path,
         *,
-        format: str = "parquet",  # noqa: A002  (what the option is called)
+        format: str = "parquet",  # noqa: A002  (the option's name)
         progress: Progress = silent,
     ) -> ExportResult:
         """Write every entry as Parquet or Arrow files."""
@@ -577,7 +570,7 @@ class Datastore:
 
     @contextmanager
     def _closed(self) -> Iterator[None]:
-        """Close the store for a change, as an open one keeps replaced files in their place, and show the result.
+        """Close the store for a change, as an open store keeps replaced files on disk, and show the result.
 
         A pinned store stays a snapshot: its index relies on the numbers of entries. `reopen` shows the change.
         """
@@ -591,7 +584,7 @@ class Datastore:
             vars(self).update(vars(self.reopen()))
 
     def close(self) -> None:
-        """Close the files, and let writers remove those that were replaced."""
+        """Close the files, so that writers can remove those that were replaced."""
         self.catalog.close()
         if self.lease is not None:
             self.lease.close()
@@ -612,17 +605,17 @@ class Datastore:
 
 
 def _starts(sizes: list[int]) -> NDArray[np.int64]:
-    """Return where each segment begins, and at the end where the last one ends."""
+    """Return the begin of each segment, followed by the end of the last one."""
     return np.cumsum([0, *sizes], dtype=np.int64)
 
 
 def text_hash(text: str) -> str:
-    """Hash the text of a document, to know it again."""
+    """Return the SHA-256 by which a document's text is recognised."""
     return hashlib.sha256(text.encode()).hexdigest()
 
 
 def check_folder(folder: Path) -> None:
-    """Reject a place that holds something else, before anything is put there."""
+    """Raise for a folder that contains anything but a store."""
     if folder.exists() and not folder.is_dir():
         raise DatastoreError(f"{folder} is a file. Choose another --out.")
     ours = {WRITER, READERS, *PARTIAL_CATALOG_FILES, DECODER_FOLDER, f"{DECODER_FOLDER}.partial"}
@@ -641,6 +634,6 @@ def check_folder(folder: Path) -> None:
 
 
 def next_segment(folder: Path, catalog: SegmentSink) -> int:
-    """Return a number that neither a segment nor a leftover folder ever had."""
+    """Return a number that no segment or leftover folder has had."""
     there = (entry.name.partition(".")[0] for entry in (folder / "segments").glob("[0-9]*"))
     return max(catalog.next_segment(), *(int(name) + 1 for name in there if name.isdigit()), 0)

@@ -1,18 +1,18 @@
-"""Every place of a store's text, sorted by what stands there.
+"""The suffix array of a store's text, for n-grams of any length.
 
-The documents are put one after another, with a border before, between and after them. A number is a token plus 1; 0 is
-the border, which is where a document begins. `order` lists the places of this text so that what stands at them
-ascends: the places where some tokens occur are then consecutive rows of it, and so are, within those rows, the places
-where one more token follows. Two places are compared by at least 64 numbers, so that a text of nothing but copies is
-sorted as fast as any other; those that do not differ there are in the order of the text.
+The documents are concatenated, with a border before, between and after them. A number is a token plus 1; 0 is the
+border. `order` lists the positions of this text sorted by the numbers that follow: the positions where some tokens
+occur are consecutive in it, and so are, among those, the positions where one more token follows. Two positions are
+compared by at least 64 numbers, so that a text that consists of copies is sorted as fast as any other; positions equal
+up to there are in the order of the text.
 
 store/
   ngram/metadata.json     what the files were made of, and their checksums
   ngram/text.npy       (n,) int32, the numbers
-  ngram/order.npy      (n,) int32, the places
+  ngram/order.npy      (n,) int32, the sorted positions
   ngram/followers.npy  (V + 2,) int32, how many different tokens follow each number
 
-They are derived data: made when first opened, and again when the store is another one.
+They are derived data: built when first opened, and again when the store has changed.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ Ints: TypeAlias = NDArray[np.int64]
 
 Small: TypeAlias = NDArray[np.int32]
 
-DEPTH = 64  # numbers by which two places are compared, at least
+DEPTH = 64  # numbers by which two positions are compared, at least
 
 _METADATA = "metadata.json"
 
@@ -49,24 +49,24 @@ _FORMAT = 1
 
 _METADATA_BYTES = 1 << 16  # of metadata.json, at most
 
-_LARGEST = 2**31 - 2  # places are kept in 32 bits
+_MAX_TOKENS = 2**31 - 2  # positions have 32 bits
 
 _BLOCK = 1 << 20  # rows of the store read at a time
 
-_SORTING = "sorting n-grams"
+_PROGRESS_TITLE = "sorting n-grams"
 
 
 @dataclass(frozen=True)
 class SuffixArray:
-    """The text of a store and the order of its places; see `from_documents` and `open_suffixes`."""
+    """The text of a store and its sorted positions; see `from_documents` and `open_suffix_array`."""
 
     text: Small  # (n,) the border is 0, a token is itself plus 1; it begins and ends with a border
-    order: Small  # (n,) places of the text
+    order: Small  # (n,) positions of the text
     followers: Small  # (V + 2,) the number of different tokens that follow each number
-    first: Ints  # (V + 3,) the first row of `order` whose place has this number
+    first: Ints  # (V + 3,) the first row of `order` whose position has this number
     vocab_size: int
     start_token: int
-    kept: bool = False  # on disk, and mapped into memory
+    kept: bool = False  # on disk, and mapped
 
     @cached_property
     def distinct(self) -> int:
@@ -74,28 +74,28 @@ class SuffixArray:
         return int((np.diff(self.first)[1:] > 0).sum())
 
     def encode(self, tokens: NDArray[Any], *, begins: bool) -> Ints:
-        """Turn tokens into numbers; the start token that begins a text becomes the border before a document."""
+        """Return tokens as numbers; a start token at the begin of a text becomes the border before a document."""
         known = (tokens >= 0) & (tokens < self.vocab_size)
-        numbers = np.where(known, tokens, self.vocab_size).astype(np.int64) + 1  # the last number is nowhere
+        numbers = np.where(known, tokens, self.vocab_size).astype(np.int64) + 1  # the last number never occurs
         if begins and len(tokens) and tokens[0] == self.start_token:
             numbers[0] = 0
         return numbers
 
     def following(self, rows: Ints, length: Ints | int) -> Small:
-        """Return the number that stands `length` after the place of each row."""
+        """Return the number `length` after the position of each row."""
         # Sound rows never leave the text; those of a damaged file must not read beyond it.
-        places = self.order.take(rows, mode="clip").astype(np.int64) + length
-        return self.text.take(places, mode="clip")
+        positions = self.order.take(rows, mode="clip").astype(np.int64) + length
+        return self.text.take(positions, mode="clip")
 
     def match(self, numbers: Ints, longest: int) -> tuple[Ints, Ints]:
-        """Find where the last 0 … `longest` of the numbers up to each one occur with a token behind them.
+        """Find where the last 0 … `longest` of the numbers up to each one occur, followed by a token.
 
-        Gives the first row and the one after the last, both (Q, longest + 1); equal where there is none.
+        Returns the first row and the one after the last, both (Q, longest + 1); equal where there is none.
         """
         low = np.zeros((longest + 1, len(numbers)), np.int64)
         high = np.zeros((longest + 1, len(numbers)), np.int64)
         low[0], high[0] = self.first[1], len(self.order)
-        # What begins at each number is read on, token by token, while it occurs: so every length is met on the way.
+        # The match that begins at each number is extended by one number at a time while it occurs.
         begins = np.arange(len(numbers))
         lows, highs = self.first[numbers], self.first[numbers + 1]
         for length in range(1, longest + 1):
@@ -138,7 +138,7 @@ class SuffixArray:
         return keys // len(self.first), keys % len(self.first), sums
 
     def _skip_borders(self, low: Ints, high: Ints, length: int) -> Ints:
-        """Leave out the places where the document ends after `length` numbers; they come first."""
+        """Leave out the positions where the document ends after `length` numbers; they come first."""
         at_border = np.flatnonzero((low < high) & (self.following(low, length) == 0))
         if len(at_border):
             ones = np.ones(len(at_border), np.int64)
@@ -162,7 +162,7 @@ class SuffixArray:
 def from_documents(
     documents: Iterable[Sequence[int]], *, vocab_size: int, start_token: int, progress: Progress = silent
 ) -> SuffixArray:
-    """Sort the places of documents given as tokens, without their start token."""
+    """Build the suffix array of documents given as tokens, without their start token."""
     pieces: list[Small] = [np.zeros(1, np.int32)]
     for document in documents:
         tokens = np.asarray(document, np.int64)
@@ -170,31 +170,35 @@ def from_documents(
             raise ParameterError(f"A document has a token that is not from 0 to {vocab_size - 1}.")
         if len(tokens):
             pieces.append(np.append(tokens + 1, 0).astype(np.int32))
-    return _made(np.concatenate(pieces), vocab_size, start_token, progress=progress, what=_SORTING)
+    return _build(np.concatenate(pieces), vocab_size, start_token, progress=progress, what=_PROGRESS_TITLE)
 
 
-def open_suffixes(store: Datastore, *, progress: Progress = silent) -> SuffixArray:
-    """Open the sorted places of a store; make them where there are none, or those of another store.
+def open_suffix_array(store: Datastore, *, progress: Progress = silent) -> SuffixArray:
+    """Open the suffix array of a store; build it where there is none, or that of another store.
 
-    Where they cannot be kept (a folder that may not be written, another process that is writing, a full disk), they
-    stay in this process's memory, and the next opening makes them again.
+    Where it cannot be written (a read-only folder, a concurrent writer, a full disk), it stays in memory, and is built
+    again the next time.
     """
     store.pinned = True
     expected = _expected(store)
     found = _load(store, expected)
     if found is not None:
         return found
-    what = f"{_SORTING} again, as the store has changed" if (store.path / NGRAM_FOLDER).exists() else _SORTING
-    made = _made(_text(store), expected["vocab_size"], _start_token(store), progress=progress, what=what)
+    what = (
+        f"{_PROGRESS_TITLE} again, as the store has changed"
+        if (store.path / NGRAM_FOLDER).exists()
+        else _PROGRESS_TITLE
+    )
+    made = _build(_text(store), expected["vocab_size"], _start_token(store), progress=progress, what=what)
     try:
-        _keep(store, made, expected)
+        _save(store, made, expected)
     except DatastoreError:
         return made
     return _load(store, expected) or made
 
 
-def kept_suffixes(store: Datastore) -> SuffixArray | None:
-    """Open the sorted places that are kept, and check them; None where there are none, or those of another store."""
+def stored_suffix_array(store: Datastore) -> SuffixArray | None:
+    """Open and check the suffix array on disk; None where there is none, or that of another store."""
     return _load(store, _expected(store))
 
 
@@ -211,9 +215,9 @@ def _expected(store: Datastore) -> dict[str, Any]:
     }
 
 
-def _made(text: Small, vocab_size: int, start_token: int, *, progress: Progress, what: str) -> SuffixArray:
-    if len(text) > _LARGEST:
-        raise ParameterError(f"n-grams of {len(text):,} tokens are too many: at most {_LARGEST:,} can be sorted.")
+def _build(text: Small, vocab_size: int, start_token: int, *, progress: Progress, what: str) -> SuffixArray:
+    if len(text) > _MAX_TOKENS:
+        raise ParameterError(f"n-grams of {len(text):,} tokens are too many: at most {_MAX_TOKENS:,} can be sorted.")
     with progress(what, total=len(text), unit="tokens") as advance:
         order = _sort(text, vocab_size, advance)
     return SuffixArray(
@@ -222,15 +226,15 @@ def _made(text: Small, vocab_size: int, start_token: int, *, progress: Progress,
 
 
 def _sort(text: Small, vocab_size: int, advance: Callable[[int], None]) -> Small:
-    """Sort the places of a text: first by as many numbers as fit in 64 bits, then by twice as many, and so on.
+    """Sort the positions of a text: first by as many numbers as fit in 64 bits, then by twice as many, and so on.
 
-    Takes about 30 bytes a token. Only places that are still equal to another are sorted again: a place's rank is the
-    first row of its equals, and the rank of the place `width` further on tells them apart by twice the width.
+    Takes about 30 bytes per token. Only positions that are still equal to another are sorted again: the rank of a
+    position is the first row of its equals, and the rank of the position `width` further on doubles the width.
     """
     keys, width = _pack(text, vocab_size)
     order = np.argsort(keys).astype(np.int32)
     keys = keys[order]
-    rows = np.arange(len(text), dtype=np.int64)  # those of places that are equal to another
+    rows = np.arange(len(text), dtype=np.int64)  # those of positions that are equal to another
     ranks = np.empty(len(text), np.int32)
     while True:
         new = np.ones(len(rows), np.bool_)  # the first row of its equals
@@ -241,15 +245,15 @@ def _sort(text: Small, vocab_size: int, advance: Callable[[int], None]) -> Small
         rows = rows[~alone]
         if not len(rows) or width >= DEPTH:
             break
-        places = order[rows]
-        further = places.astype(np.int64) + width
-        # The end of the text comes before everything.
+        positions = order[rows]
+        further = positions.astype(np.int64) + width
+        # The end of the text sorts first.
         keys = np.where(further < len(text), ranks.take(further, mode="clip").astype(np.int64) + 1, 0)
-        keys |= ranks[places].astype(np.int64) << 32
+        keys |= ranks[positions].astype(np.int64) << 32
         sorting = np.argsort(keys)
-        keys, order[rows] = keys[sorting], places[sorting]
+        keys, order[rows] = keys[sorting], positions[sorting]
         width *= 2
-    # What is still equal stays in the order of the text.
+    # Positions that are still equal stay in the order of the text.
     keys = (ranks[order[rows]].astype(np.int64) << 32) | order[rows]
     order[rows] = np.sort(keys) & 0xFFFFFFFF
     advance(len(rows))
@@ -257,7 +261,7 @@ def _sort(text: Small, vocab_size: int, advance: Callable[[int], None]) -> Small
 
 
 def _pack(text: Small, vocab_size: int) -> tuple[NDArray[np.uint64], int]:
-    """Put as many numbers side by side as fit in 64 bits, and say how many that is."""
+    """Pack as many numbers as fit into 64 bits, and return their count too."""
     bits = vocab_size.bit_length()  # the largest number is the vocabulary's size
     width = 64 // bits
     keys = np.zeros(len(text), np.uint64)
@@ -267,7 +271,7 @@ def _pack(text: Small, vocab_size: int) -> tuple[NDArray[np.uint64], int]:
 
 
 def _followers(text: Small, order: Small, vocab_size: int) -> Small:
-    """Count the different tokens that follow each number."""
+    """Return the number of different tokens that follow each number."""
     here = text[order]
     there = text.take(order.astype(np.int64) + 1, mode="clip")
     new = np.ones(len(order), np.bool_)
@@ -277,12 +281,12 @@ def _followers(text: Small, order: Small, vocab_size: int) -> Small:
 
 
 def _first_rows(text: Small, vocab_size: int) -> Ints:
-    """Return where the places of each number begin in the order."""
+    """Return the first row of `order` for each number."""
     return np.append(0, np.cumsum(np.bincount(text, minlength=vocab_size + 2)))
 
 
 def _text(store: Datastore) -> Small:
-    """Read the store's documents, with their borders."""
+    """Return the text of the store's documents, with borders."""
     begins, expected = [], 0
     for document in store.documents():
         if document.first_entry != expected or document.entries < 0:
@@ -303,7 +307,7 @@ def _text(store: Datastore) -> Small:
         rows = np.arange(begin, min(begin + _BLOCK, store.entry_count))
         values = store.values(torch.from_numpy(rows)).numpy()
         if values.min() < 0:
-            raise DatastoreCorrupt(f"{store.path} holds a token below 0. Build the store again.")
+            raise DatastoreCorrupt(f"{store.path} contains a token below 0. Build the store again.")
         # As many borders come before a row as documents have begun.
         text[rows + np.searchsorted(begins, rows, side="right")] = values + 1
     return text
@@ -312,12 +316,12 @@ def _text(store: Datastore) -> Small:
 def _start_token(store: Datastore) -> int:
     token = store.model.get("start_token")
     if not isinstance(token, int):
-        raise DatastoreCorrupt(f"{store.catalog.path} does not say the start token of the model. Build it again.")
+        raise DatastoreCorrupt(f"{store.catalog.path} has no valid start token of the model. Build the store again.")
     return token
 
 
 def _load(store: Datastore, expected: dict[str, Any]) -> SuffixArray | None:
-    """Map the kept files into memory; None where there are none, or those of another store."""
+    """Map the files; None where there are none, or those of another store."""
     folder = store.path / NGRAM_FOLDER
     metadata = _read_metadata(folder / _METADATA)
     if metadata is None or any(metadata.get(name) != value for name, value in expected.items()):
@@ -325,7 +329,7 @@ def _load(store: Datastore, expected: dict[str, Any]) -> SuffixArray | None:
     try:
         return _map(store, metadata, expected)
     except DatastoreCorrupt:
-        # Another process may have put newer ones in their place between two files.
+        # Another process may have replaced the files meanwhile.
         if _read_metadata(folder / _METADATA) != metadata:
             return None
         raise
@@ -340,21 +344,21 @@ def _map(store: Datastore, metadata: dict[str, Any], expected: dict[str, Any]) -
     shapes = {"text": (size,), "order": (size,), "followers": (vocab_size + 2,)}
     for name in shapes:
         check_place(store.path, folder / f"{name}.npy")
-    # As plain arrays: what numpy adds to a mapping makes every small look-up slower.
+    # As plain arrays: np.memmap makes every small look-up slower.
     arrays = {name: np.asarray(open_array(folder / f"{name}.npy", np.int32, shape)) for name, shape in shapes.items()}
     for name in shapes:
         if metadata.get(f"{name}_sha256") != checksum(folder / f"{name}.npy"):
-            raise _corrupt(folder, f"{name}.npy is not the file that was written")
+            raise _corrupt(folder, f"{name}.npy: checksum mismatch")
     _check_range(folder, arrays, size, vocab_size)
     first = _first_rows(arrays["text"], vocab_size)
     return SuffixArray(**arrays, first=first, vocab_size=vocab_size, start_token=_start_token(store), kept=True)
 
 
 def _check_range(folder: Path, arrays: dict[str, Small], size: int, vocab_size: int) -> None:
-    """Reject numbers that would lead outside, even where the checksums are right."""
+    """Raise for numbers out of range, even where the checksums match."""
     for name, end in (("text", vocab_size + 1), ("order", size), ("followers", size + 1)):
         if arrays[name].min() < 0 or arrays[name].max() >= end:
-            raise _corrupt(folder, f"{name}.npy holds numbers that are not from 0 to {end - 1:,}")
+            raise _corrupt(folder, f"{name}.npy contains numbers that are not from 0 to {end - 1:,}")
 
 
 def _read_metadata(path: Path) -> dict[str, Any] | None:
@@ -375,11 +379,11 @@ def _read_metadata(path: Path) -> dict[str, Any] | None:
 
 
 def _corrupt(folder: Path, what: str) -> DatastoreCorrupt:
-    return DatastoreCorrupt(f"{folder} is damaged ({what}). Remove it: it is made again when it is needed.")
+    return DatastoreCorrupt(f"{folder}: corrupt ({what}). Remove it: it is built again when it is needed.")
 
 
-def _keep(store: Datastore, made: SuffixArray, metadata: dict[str, Any]) -> None:
-    """Write the files under a temporary name, then put them in the place of older ones."""
+def _save(store: Datastore, made: SuffixArray, metadata: dict[str, Any]) -> None:
+    """Write the files and replace older ones."""
     folder = store.path / NGRAM_FOLDER
     with writer_lock(store.path):
         if store.stale:  # files are only for the store as it is now

@@ -90,10 +90,12 @@ class SegmentBuilder:
         self._first, self._growing = catalog.next_segment() == 0, catalog.get("state") == "complete"
         self._compile_status: CompileStatus | None = None
         # Threads write float16 keys as they are, or as the device has encoded them.
-        self._pipelined = is_pipelined(lm.device) and (encoder.as_read or not isinstance(encoder.codec, Plain))
+        self._pipelined = is_pipelined(lm.device) and (
+            encoder.stores_model_output or not isinstance(encoder.codec, Plain)
+        )
         self._pending: deque[tuple[_Segment, Future[WrittenSegment]]] = deque()
         # Keys stay on the device only if they are stored without loss.
-        keep_on_device = keep_on_device and self._pipelined and encoder.as_read and not segments
+        keep_on_device = keep_on_device and self._pipelined and encoder.stores_model_output and not segments
         self.resident_keys: list[Tensor] | None = [] if keep_on_device else None
 
     def run(self, batches: Iterable[DocumentBatch]) -> None:
@@ -107,7 +109,7 @@ class SegmentBuilder:
                         self._prepare(batch, stack)
                     self._add(batch)
                 self._commit_written(0)
-                self._encoder.settle()
+                self._encoder.fit()
             except BaseException:
                 self._rescue()
                 raise
@@ -132,9 +134,9 @@ class SegmentBuilder:
         return tokens * total >= _MIN_COMPILED_TOKENS * max(1, batch.size)
 
     def _add(self, batch: DocumentBatch) -> None:
-        if self._encoder.due(self._row):
+        if self._encoder.is_due(self._row):
             self._commit_written(0)
-            self._encoder.settle()
+            self._encoder.fit()
         segment = _Segment(batch, self._number, self._row)
         self._number, self._row = self._number + 1, self._row + batch.rows
         self._commit_written(_MAX_PENDING_SEGMENTS - 1)
@@ -151,7 +153,7 @@ class SegmentBuilder:
                 self.resident_keys.append(collected.keys)
             values = np.concatenate([np.asarray(tokens, np.int32) for tokens in batch.tokens])
             final = segment_folder(self._folder, segment.number)
-            encode = self._encoder.encode if self._encoder.numbers is None else None
+            encode = self._encoder.encode if self._encoder.plain_dtype is None else None
             self._pending.append((segment, self._writer.submit(final, collected, values, self._encoder.file, encode)))
         else:
             self.resident_keys = None

@@ -39,7 +39,7 @@ from knnlm.datastore.paths import (
 from knnlm.datastore.schema import SegmentRow, array_sums
 from knnlm.datastore.segments import (
     KEY_DTYPES,
-    VOCABULARY,
+    MAX_VOCAB_SIZE,
     array_shapes,
     index_file,
     open_array,
@@ -48,7 +48,7 @@ from knnlm.datastore.segments import (
 )
 from knnlm.datastore.staging import StagedAddition
 from knnlm.datastore.store import Datastore, stored_codec, stored_map
-from knnlm.datastore.suffix_array import kept_suffixes
+from knnlm.datastore.suffix_array import stored_suffix_array
 from knnlm.datastore.validation import check_place
 from knnlm.errors import DatastoreCorrupt, DatastoreError, KnnlmError
 from knnlm.io import checksum
@@ -321,7 +321,7 @@ class _Verifier:
 
     def _check_ngram(self, _: Path) -> None:
         with closing(Datastore.open(self.folder, trust_index=False)) as store:
-            if kept_suffixes(store) is None:
+            if stored_suffix_array(store) is None:
                 self.notes.append(f"{NGRAM_FOLDER} is stale. It is rebuilt when it is needed.")
 
     def _check_decoder(self) -> None:
@@ -464,7 +464,7 @@ def read_metadata(catalog: Catalog) -> tuple[StoreMetadata, list[Problem]]:
 
     model = expect("model", model := catalog.get("model"), isinstance(model, dict)) or {}
     width = expect("model's width", value := model.get("width"), _is_int(value, 1, _MAX_MODEL_WIDTH))
-    vocab_size = expect("model's vocabulary", value := model.get("vocab_size"), _is_int(value, 1, VOCABULARY))
+    vocab_size = expect("model's vocabulary", value := model.get("vocab_size"), _is_int(value, 1, MAX_VOCAB_SIZE))
     expect("model's name", value := model.get("name"), isinstance(value, str))
     window = catalog.get("window")
     sizes = window if isinstance(window, dict) else {}

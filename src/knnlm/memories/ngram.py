@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from knnlm.datastore.store import Datastore
-from knnlm.datastore.suffix_array import DEPTH, Ints, SuffixArray, open_suffixes
+from knnlm.datastore.suffix_array import DEPTH, Ints, SuffixArray, open_suffix_array
 from knnlm.errors import ParameterError
 from knnlm.memories.base import Context, Prediction
 from knnlm.progress import Progress, silent
@@ -127,7 +127,7 @@ class NgramMemory:
     @classmethod
     def open(cls, store: Datastore, *, longest: int = 32, cap: int = 256, progress: Progress = silent) -> NgramMemory:
         """Open the n-grams of a store; the suffix array is built at the first time."""
-        suffixes = open_suffixes(store, progress=progress)
+        suffixes = open_suffix_array(store, progress=progress)
         return cls(suffixes, vocab_size=int(store.model["vocab_size"]), longest=longest, cap=cap)
 
     @property
