@@ -395,7 +395,7 @@ def test_plain_numbers_are_multiplied_by_their_scale():
 def test_nearest_entries_are_found_in_blocks_as_in_one(monkeypatch):
     keys, books = drawn(5, 300, 8), torch.randn(4, 16, 2, generator=torch.Generator().manual_seed(0))
     whole = nearest_entries(keys, books)
-    monkeypatch.setattr("knnlm.datastore.codecs._SCORES", 16 * 4 * 7)
+    monkeypatch.setattr("knnlm.datastore.codecs._SCORE_BYTES", 16 * 4 * 7)
     assert torch.equal(nearest_entries(keys, books), whole)
 
 

@@ -453,7 +453,7 @@ def test_a_store_of_many_segments_needs_few_file_handles(lm, tmp_path):
         import resource, sys, torch
         from knnlm import Datastore
         from knnlm.datastore import segments
-        segments._MAPPINGS = 16
+        segments._MAX_MAPPINGS = 16
         resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
         opened = Datastore.open(sys.argv[1])
         assert len(opened.segments) == 80

@@ -395,8 +395,8 @@ def test_a_memory_on_disk_is_sorted_once_and_kept(own):
     assert_same(first, made)
     assert_same(again, made)
     assert sorted(entry.name for entry in (own.path / "ngram").iterdir()) == [
-        "metadata.json",
         "followers.npy",
+        "metadata.json",
         "order.npy",
         "text.npy",
     ]
