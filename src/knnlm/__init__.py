@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from knnlm.corpus import Document, DocumentReader, read_documents
     from knnlm.datastore.compact import Compacted
     from knnlm.datastore.remove import Removed
+    from knnlm.datastore.schema import StoredDocument
     from knnlm.datastore.store import Datastore
     from knnlm.errors import (
         CorpusError,
@@ -48,10 +49,27 @@ if TYPE_CHECKING:
     from knnlm.maintenance.merge import MergeResult, merge
     from knnlm.maintenance.repair import LostDocument, RepairResult, repair
     from knnlm.maintenance.verify import Problem, Verification, verify
-    from knnlm.memories import Context, KnnMemory, Memory, MemoryOutput, Prediction, RetrievedNeighbours, Source, Span
+    from knnlm.memories import (
+        CacheMemory,
+        Context,
+        DecoderMemory,
+        KnnMemory,
+        Memory,
+        MemoryOutput,
+        NgramMemory,
+        OutputMemory,
+        Prediction,
+        RetrievedNeighbours,
+        Source,
+        Span,
+    )
     from knnlm.mixture import Mixture, MixtureOptions, MixturePrediction, Retrieved
     from knnlm.progress import Progress
     from knnlm.training.adapt import Adaptation, adapt
+    from knnlm.training.decoder import DecoderConfig, train_decoder
+    from knnlm.training.metric_learning import KeyMetricConfig, train_key_metric
+    from knnlm.training.output_matrix import OutputConfig, train_output
+    from knnlm.training.prune import prune
 
     __version__: str
 
@@ -60,6 +78,7 @@ if TYPE_CHECKING:
 _HOMES = {
     "Adaptation": "training.adapt",
     "Added": "ingest.add",
+    "CacheMemory": "memories",
     "CausalLM": "lm.causal",
     "Compacted": "datastore.compact",
     "Context": "memories",
@@ -69,6 +88,8 @@ _HOMES = {
     "DatastoreBusy": "errors",
     "DatastoreCorrupt": "errors",
     "DatastoreError": "errors",
+    "DecoderConfig": "training.decoder",
+    "DecoderMemory": "memories",
     "Document": "corpus",
     "DocumentReader": "corpus",
     "Evaluation": "evaluation.evaluate",
@@ -77,6 +98,7 @@ _HOMES = {
     "Index": "index.base",
     "IndexInvalid": "errors",
     "KeyLayerError": "errors",
+    "KeyMetricConfig": "training.metric_learning",
     "KnnConfig": "generation.causal",
     "KnnForCausalLM": "generation.causal",
     "KnnMemory": "memories",
@@ -94,6 +116,9 @@ _HOMES = {
     "ModelMismatch": "errors",
     "NeighbourVote": "evaluation.explain",
     "Neighbours": "index.base",
+    "NgramMemory": "memories",
+    "OutputConfig": "training.output_matrix",
+    "OutputMemory": "memories",
     "ParameterError": "errors",
     "Prediction": "memories",
     "Problem": "maintenance.verify",
@@ -104,6 +129,7 @@ _HOMES = {
     "RetrievedNeighbours": "memories",
     "Source": "memories",
     "Span": "memories",
+    "StoredDocument": "datastore.schema",
     "Sweep": "evaluation.sweep",
     "TokenExplanation": "evaluation.explain",
     "Trace": "evaluation.trace",
@@ -115,14 +141,19 @@ _HOMES = {
     "build": "ingest.build",
     "import_arrays": "maintenance.import_",
     "merge": "maintenance.merge",
+    "prune": "training.prune",
     "read_documents": "corpus",
     "repair": "maintenance.repair",
+    "train_decoder": "training.decoder",
+    "train_key_metric": "training.metric_learning",
+    "train_output": "training.output_matrix",
     "verify": "maintenance.verify",
 }
 
 __all__ = [
     "Adaptation",
     "Added",
+    "CacheMemory",
     "CausalLM",
     "Compacted",
     "Context",
@@ -132,6 +163,8 @@ __all__ = [
     "DatastoreBusy",
     "DatastoreCorrupt",
     "DatastoreError",
+    "DecoderConfig",
+    "DecoderMemory",
     "Document",
     "DocumentReader",
     "Evaluation",
@@ -140,6 +173,7 @@ __all__ = [
     "Index",
     "IndexInvalid",
     "KeyLayerError",
+    "KeyMetricConfig",
     "KnnConfig",
     "KnnForCausalLM",
     "KnnMemory",
@@ -157,6 +191,9 @@ __all__ = [
     "ModelMismatch",
     "NeighbourVote",
     "Neighbours",
+    "NgramMemory",
+    "OutputConfig",
+    "OutputMemory",
     "ParameterError",
     "Prediction",
     "Problem",
@@ -167,6 +204,7 @@ __all__ = [
     "RetrievedNeighbours",
     "Source",
     "Span",
+    "StoredDocument",
     "Sweep",
     "TokenExplanation",
     "Trace",
@@ -178,8 +216,12 @@ __all__ = [
     "build",
     "import_arrays",
     "merge",
+    "prune",
     "read_documents",
     "repair",
+    "train_decoder",
+    "train_key_metric",
+    "train_output",
     "verify",
 ]
 

@@ -194,7 +194,7 @@ def test_the_windows_of_a_long_text_carry_the_cache_on(lm):
     tokens = [token for text in texts(lm, count=4) for token in text]
     source = Source(0, lm.key_layer.place, lm.key_layer.layer)
     cache = CacheMemory(vocab_size=lm.vocab_size, window=40, k=7, knn_temperature=0.5, source=source)
-    shape = knnlm.lm.WindowShape(32, 16)
+    shape = knnlm.WindowShape(32, 16)
     keys, _ = oracle.read_token_by_token(
         lm.model,
         lm.model.get_submodule(lm.key_layer.module),

@@ -152,7 +152,10 @@ class _Loader:
             return self._cache(spec)
         if spec.kind == "ngram":
             return NgramMemory.open(self._store(spec))
-        return self._decoder(spec) if spec.kind == "decoder" else self._output(spec)
+        if spec.kind == "decoder":
+            return self._decoder(spec)
+        assert spec.kind == "output", spec.kind
+        return self._output(spec)
 
     def _knn(self, spec: MemorySpec) -> KnnMemory:
         store = self._store(spec)
