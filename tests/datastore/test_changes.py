@@ -847,7 +847,10 @@ def test_what_the_index_covers_must_be_said_properly(memory):
     for bad in ("nothing", [1], [[1]], [[0, -1]], [["0", 1]], [[0, 1 << 60]]):
         with closing(Catalog.open(memory / "catalog.db", write=True)) as catalog:
             catalog.put(index_skipped=bad)
-        with closing(Datastore.open(memory)) as store, pytest.raises(DatastoreCorrupt, match="keys that the index lacks"):
+        with (
+            closing(Datastore.open(memory)) as store,
+            pytest.raises(DatastoreCorrupt, match="keys that the index lacks"),
+        ):
             open_index(store)
 
 

@@ -218,7 +218,9 @@ def test_one_bit_anywhere_in_the_file_is_found_or_changes_nothing(place, bit, li
 
 def test_damage_is_not_made_good_by_changing_what_is_beside_it(memory, lm):
     assert turn(memory, ("documents", "number", 4, "source", "str"), 3)
-    with pytest.raises(DatastoreCorrupt, match=r"catalog\.db is corrupt: checksum mismatch .*documents 0.*knnlm repair"):
+    with pytest.raises(
+        DatastoreCorrupt, match=r"catalog\.db is corrupt: checksum mismatch .*documents 0.*knnlm repair"
+    ):
         remove(memory, document="d0")
     add(documents(1, start=40), memory, lm=lm)
     with closing(Datastore.open(memory)) as store:
@@ -367,7 +369,10 @@ def test_what_nothing_vouches_for_is_not_believed(memory, statement):
 def test_an_index_whose_row_is_another_is_made_again(memory):
     with closing(sqlite3.connect(memory / FILE, isolation_level=None)) as connection:
         connection.execute("UPDATE indexes SET entries = entries + 7, metric = 'l2'")
-    with closing(Datastore.open(memory)) as store, pytest.raises(DatastoreCorrupt, match="checksum mismatch .*in indexes"):
+    with (
+        closing(Datastore.open(memory)) as store,
+        pytest.raises(DatastoreCorrupt, match="checksum mismatch .*in indexes"),
+    ):
         open_index(store)
     assert repair(memory).index == "Flat"
     assert verify(memory, deep=True).sound
