@@ -251,9 +251,9 @@ def test_one_document_is_looked_up_without_reading_all_of_them(tmp_path):
     assert turn(tmp_path / "m", ("documents", "number", 1500, "id", "str"), 0)
     with closing(Catalog.open(tmp_path / "m" / FILE)) as catalog:
         assert [catalog.document_at(row).number for row in (0, 10_239, 29_999)] == [0, 1023, 2999]
-        with pytest.raises(DatastoreCorrupt, match="checksum mismatch .*documents 1"):
+        with pytest.raises(DatastoreCorrupt, match=r"checksum mismatch .*documents 1"):
             catalog.document_at(20_479)
-        with pytest.raises(DatastoreCorrupt, match="checksum mismatch .*documents 1"):
+        with pytest.raises(DatastoreCorrupt, match=r"checksum mismatch .*documents 1"):
             catalog.document_count()
 
 
@@ -371,7 +371,7 @@ def test_an_index_whose_row_is_another_is_made_again(memory):
         connection.execute("UPDATE indexes SET entries = entries + 7, metric = 'l2'")
     with (
         closing(Datastore.open(memory)) as store,
-        pytest.raises(DatastoreCorrupt, match="checksum mismatch .*in indexes"),
+        pytest.raises(DatastoreCorrupt, match=r"checksum mismatch .*in indexes"),
     ):
         open_index(store)
     assert repair(memory).index == "Flat"
