@@ -74,7 +74,7 @@ def measure(
     if key_format == "float16":
         path = plain
     else:
-        Datastore.open(plain).compress(path, keys=key_format)
+        Datastore.open(plain).compress(path, key_format=key_format)
     stored = time.perf_counter()
     spec = Datastore.open(path).build_index(options.index) if options.index else "exact"
     indexed = time.perf_counter()

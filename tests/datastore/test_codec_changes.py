@@ -33,7 +33,7 @@ NEW = documents(3, start=20)
 def built(request, lm, tmp_path_factory):
     """Ten documents in five segments, with an index."""
     path = tmp_path_factory.mktemp("coded") / "memory"
-    with closing(build(documents(10), path, lm=lm, segment_entries=150, keys=request.param)) as store:
+    with closing(build(documents(10), path, lm=lm, segment_entries=150, key_format=request.param)) as store:
         build_index(store, "IVF4,Flat")
     return path
 
@@ -48,7 +48,7 @@ def memory(built, tmp_path):
 def plain(lm, tmp_path_factory):
     """The keys of all documents as the model gives them, by the hash of the text."""
     path = tmp_path_factory.mktemp("plain") / "memory"
-    build([*documents(10), *NEW], path, lm=lm, segment_entries=1, keys="float32").close()
+    build([*documents(10), *NEW], path, lm=lm, segment_entries=1, key_format="float32").close()
     return {name: keys for name, (_, keys) in contents(path).items()}
 
 
@@ -125,7 +125,7 @@ def test_a_living_coded_memory_is_merged_repaired_exported_and_compressed(memory
     assert all(np.array_equal(merged[name][1], keys) for name, (_, keys) in left.items())
     assert verify(tmp_path / "merged", deep=True).sound
     with closing(Datastore.open(memory)) as store:
-        compress(store, tmp_path / "numbers", keys="float32").close()
+        compress(store, tmp_path / "numbers", key_format="float32").close()
     numbers = contents(tmp_path / "numbers")
     assert set(numbers) == set(left)
     assert all(np.array_equal(numbers[name][1], keys) for name, (_, keys) in left.items())
@@ -142,7 +142,7 @@ def test_a_living_coded_memory_is_merged_repaired_exported_and_compressed(memory
 
 def test_a_copy_that_was_compressed_lives_too(lm, tmp_path, plain):
     with closing(build(documents(10), tmp_path / "m", lm=lm, segment_entries=150)) as store:
-        compress(store, tmp_path / "small", keys="pca12-int8").close()
+        compress(store, tmp_path / "small", key_format="pca12-int8").close()
     add(NEW, tmp_path / "small", lm=lm)
     found = contents(tmp_path / "small")
     with closing(Datastore.open(tmp_path / "small")) as store:

@@ -33,7 +33,7 @@ from knnlm.maintenance.verify import verify
 def coded(request, lm, tmp_path_factory):
     """A memory of ten documents in five segments, with an index."""
     path = tmp_path_factory.mktemp("coded") / "memory"
-    store = build(documents(10), path, lm=lm, segment_entries=150, keys=request.param)
+    store = build(documents(10), path, lm=lm, segment_entries=150, key_format=request.param)
     build_index(store, "IVF4,Flat")
     store.close()
     return path
@@ -152,7 +152,7 @@ def test_memories_of_one_codec_are_merged_code_by_code(coded, tmp_path):
 def test_memories_of_different_codecs_are_not_merged(coded, lm, tmp_path):
     with closing(Datastore.open(coded)) as store:
         way = store.storage
-    build(documents(5, start=20), tmp_path / "other", lm=lm, segment_entries=150, keys=way).close()
+    build(documents(5, start=20), tmp_path / "other", lm=lm, segment_entries=150, key_format=way).close()
     with pytest.raises(ModelMismatch, match=r"cannot be merged: their (codec|map of keys) differs"):
         merge([coded, tmp_path / "other"], tmp_path / "all")
     build(documents(5, start=20), tmp_path / "plain", lm=lm, segment_entries=150).close()
@@ -177,15 +177,15 @@ def test_a_build_whose_keys_wait_for_their_codec_is_verified_and_repaired(lm, tm
     with monkeypatch.context() as patched:
         patched.setattr(waiting.DeferredEncoder, "fit", stop)
         with pytest.raises(KeyboardInterrupt):
-            build(documents(10), tmp_path / "m", lm=lm, segment_entries=150, keys="int8")
+            build(documents(10), tmp_path / "m", lm=lm, segment_entries=150, key_format="int8")
     found = verify(tmp_path / "m", deep=True)
     assert found.sound, found.problems
     assert found.state == "building"
     flip(tmp_path / "m" / "segments" / "000001" / "unencoded.npy", -3)
     assert named(verify(tmp_path / "m", deep=True)) == {"segments/000001/unencoded.npy"}
     repair(tmp_path / "m")
-    build(documents(10), tmp_path / "m", lm=lm, segment_entries=150, keys="int8").close()
-    build(documents(10), tmp_path / "whole", lm=lm, segment_entries=150, keys="int8").close()
+    build(documents(10), tmp_path / "m", lm=lm, segment_entries=150, key_format="int8").close()
+    build(documents(10), tmp_path / "whole", lm=lm, segment_entries=150, key_format="int8").close()
     assert tree(tmp_path / "m" / "segments") == tree(tmp_path / "whole" / "segments")
 
 
@@ -195,7 +195,7 @@ def test_compressed_and_merged_come_to_the_same_documents(lm, tmp_path):
     merge([tmp_path / "a", tmp_path / "b"], tmp_path / "all")
     with (
         closing(Datastore.open(tmp_path / "all")) as store,
-        closing(compress(store, tmp_path / "small", keys="int8")) as small,
+        closing(compress(store, tmp_path / "small", key_format="int8")) as small,
     ):
         step = float(small.codec.step.max())
         every = torch.arange(store.key_count)

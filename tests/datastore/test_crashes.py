@@ -59,11 +59,11 @@ def templates(lm, tmp_path_factory):
     made = {}
     for way in WAYS:
         path = made[way] = tmp_path_factory.mktemp("template") / way
-        with closing(build(ALL[:5], path, lm=lm, segment_entries=ROWS, keys=way)) as store:
+        with closing(build(ALL[:5], path, lm=lm, segment_entries=ROWS, key_format=way)) as store:
             build_index(store, "Flat")
         remove(path, document="d2")
         add(ALL[5:6], path, lm=lm)
-        build([], path.with_name("empty"), lm=lm, segment_entries=ROWS, keys=way).close()
+        build([], path.with_name("empty"), lm=lm, segment_entries=ROWS, key_format=way).close()
     return made
 
 

@@ -31,7 +31,7 @@ def test_a_memory_is_read_the_same_without_our_code(store):
 
 @pytest.mark.parametrize("way", ["int8", "pca12-int8", "codes8"])
 def test_a_coded_memory_that_lives_is_read_the_same_without_our_code(way, lm, tmp_path):
-    build(given_documents(6), tmp_path / "m", lm=lm, segment_entries=150, keys=way).close()
+    build(given_documents(6), tmp_path / "m", lm=lm, segment_entries=150, key_format=way).close()
     check_against_ours(tmp_path / "m")
     add(given_documents(1, start=8), tmp_path / "m", lm=lm)
     remove(tmp_path / "m", document="d2")

@@ -165,7 +165,9 @@ def built(lm, text, tmp_path_factory):
     folder = tmp_path_factory.mktemp("built")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(waiting, "CODEC_SAMPLE_KEYS", 400)
-        return {way: build(text, folder / way, lm=lm, keys=way, segment_entries=150) for way in ["float16", *WAYS]}
+        return {
+            way: build(text, folder / way, lm=lm, key_format=way, segment_entries=150) for way in ["float16", *WAYS]
+        }
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -259,7 +261,7 @@ def test_generating_explaining_indexing_and_pruning_work(built, lm, way, tmp_pat
 @pytest.mark.parametrize("way", ["float32", *WAYS])
 def test_a_finished_memory_is_compressed_into_a_copy(built, lm, way, tmp_path):
     plain = built["float16"]
-    copy = compress(plain, tmp_path / "copy", keys=way)
+    copy = compress(plain, tmp_path / "copy", key_format=way)
     assert (copy.storage, copy.entry_count) == (way, plain.entry_count)
     if way == "float32":
         assert torch.equal(all_keys(copy), all_keys(plain))
@@ -268,7 +270,7 @@ def test_a_finished_memory_is_compressed_into_a_copy(built, lm, way, tmp_path):
     mapped = all_keys(plain) if key_map is None else key_map.apply(all_keys(plain))
     assert torch.allclose(all_keys(copy), codec.decode(codec.encode(mapped), 1.0), atol=1e-4)
     # And once more: the maps come one after the other, and queries go the same way.
-    again = compress(copy, tmp_path / "again", keys="int8")
+    again = compress(copy, tmp_path / "again", key_format="int8")
     states = next(iter(lm.read([lm.encode("the quick brown fox")], lm.window(), logits=False))).keys
     assert torch.allclose(again.project(states), copy.project(states), atol=1e-3)
     # After a map, a step is as fine as one of float16 would be; two roundings are at most a step.
@@ -277,7 +279,7 @@ def test_a_finished_memory_is_compressed_into_a_copy(built, lm, way, tmp_path):
 
 
 def test_a_small_text_has_its_codec_when_it_ends(lm, tmp_path):
-    store = build(documents(2), tmp_path / "memory", lm=lm, keys="int8")
+    store = build(documents(2), tmp_path / "memory", lm=lm, key_format="int8")
     plain = build(documents(2), tmp_path / "plain", lm=lm)
     keys = all_keys(plain)
     assert torch.equal(store.codec.step, fit_bytes(keys).step)
@@ -285,7 +287,7 @@ def test_a_small_text_has_its_codec_when_it_ends(lm, tmp_path):
 
 
 def test_an_empty_text_has_no_codec_and_still_opens(lm, tmp_path):
-    store = build([], tmp_path / "memory", lm=lm, keys="codes8")
+    store = build([], tmp_path / "memory", lm=lm, key_format="codes8")
     assert (store.entry_count, store.key_count, store.storage) == (0, 0, "uint8")
     with pytest.raises(ParameterError, match="no keys"):
         compress(store, tmp_path / "copy")
@@ -316,7 +318,7 @@ KILLED = """
 
 def test_a_build_killed_around_its_codec_goes_on_and_ends_with_the_same_bytes(lm, tmp_path, monkeypatch):
     monkeypatch.setattr(waiting, "CODEC_SAMPLE_KEYS", 400)
-    whole = build(documents(16), tmp_path / "whole", lm=lm, keys="codes4", segment_entries=150)
+    whole = build(documents(16), tmp_path / "whole", lm=lm, key_format="codes4", segment_entries=150)
     expected = contents(whole.path)
     points = [12, 22, 26, 32, 38, 42, 46, 50, 53, 57, 62]
     script = textwrap.dedent(KILLED).replace("HERE", repr(str(Path(__file__).parent.parent)))
@@ -325,7 +327,7 @@ def test_a_build_killed_around_its_codec_goes_on_and_ends_with_the_same_bytes(lm
     for left in points:
         killed = tmp_path / f"killed{left}"
         stages.add((bool(list(killed.rglob("unencoded.npy"))), (killed / "codec.safetensors").exists()))
-        build(documents(16), killed, lm=lm, keys="codes4", segment_entries=150)
+        build(documents(16), killed, lm=lm, key_format="codes4", segment_entries=150)
         assert contents(killed) == expected, left
     # Before the codec, between codec and transaction, and behind both.
     assert stages >= {(True, False), (True, True), (False, True)}
@@ -337,17 +339,17 @@ def test_an_unfinished_build_refuses_another_way_of_storing(lm, tmp_path, monkey
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        build(failing(), tmp_path / "memory", lm=lm, keys="int8", segment_entries=100)
+        build(failing(), tmp_path / "memory", lm=lm, key_format="int8", segment_entries=100)
     with pytest.raises(DatastoreError, match="key dtype"):
-        build(documents(8), tmp_path / "memory", lm=lm, keys="codes8", segment_entries=100)
+        build(documents(8), tmp_path / "memory", lm=lm, key_format="codes8", segment_entries=100)
     with pytest.raises(DatastoreError, match="another keys"):
-        build(documents(8), tmp_path / "memory", lm=lm, keys="pca4-int8", segment_entries=100)
-    assert build(documents(8), tmp_path / "memory", lm=lm, keys="int8", segment_entries=100).storage == "int8"
+        build(documents(8), tmp_path / "memory", lm=lm, key_format="pca4-int8", segment_entries=100)
+    assert build(documents(8), tmp_path / "memory", lm=lm, key_format="int8", segment_entries=100).storage == "int8"
 
 
 @pytest.mark.parametrize("damage", ["missing", "changed", "kind", "width"])
 def test_a_damaged_codec_is_refused(tmp_path, damage):
-    store = compress(random_store(tmp_path / "plain"), tmp_path / "memory", keys="int8")
+    store = compress(random_store(tmp_path / "plain"), tmp_path / "memory", key_format="int8")
     file = store.path / "codec.safetensors"
     fact = store.catalog.get("codec")
     store.close()

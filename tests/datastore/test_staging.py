@@ -42,7 +42,7 @@ def way(request):
 def built(lm, way, tmp_path_factory):
     """Three documents and an index."""
     path = tmp_path_factory.mktemp("pending") / "memory"
-    with closing(build(OLD, path, lm=lm, segment_entries=ROWS, keys=way)) as store:
+    with closing(build(OLD, path, lm=lm, segment_entries=ROWS, key_format=way)) as store:
         build_index(store, "Flat")
     return path
 
@@ -231,13 +231,13 @@ def test_a_log_that_is_no_file_is_one_error_and_nothing_hangs(lm, memory, tmp_pa
 
 @pytest.mark.parametrize("before", [0, 2, 6])
 def test_an_empty_memory_takes_its_first_documents_as_a_build_would(lm, way, tmp_path, before):
-    build([], tmp_path / "m", lm=lm, segment_entries=ROWS, keys=way).close()
+    build([], tmp_path / "m", lm=lm, segment_entries=ROWS, key_format=way).close()
     if before:
         stop(tmp_path / "m", lm, NEW, before=before)
         assert names(tmp_path / "m") == []
         assert verify(tmp_path / "m", deep=True).sound
     assert add(NEW, tmp_path / "m", lm=lm).documents == 6
-    build(NEW, tmp_path / "right", lm=lm, segment_entries=ROWS, keys=way).close()
+    build(NEW, tmp_path / "right", lm=lm, segment_entries=ROWS, key_format=way).close()
     mine, right = contents(tmp_path / "m"), contents(tmp_path / "right")
     assert {name: data for name, data in mine.items() if name != "catalog.db"} == {
         name: data for name, data in right.items() if name != "catalog.db"
@@ -249,7 +249,7 @@ def test_an_empty_memory_takes_its_first_documents_as_a_build_would(lm, way, tmp
 
 
 def test_the_codec_of_an_addition_that_is_dropped_is_dropped_too(lm, tmp_path, monkeypatch):
-    build([], tmp_path / "m", lm=lm, segment_entries=ROWS, keys="pca8-int8").close()
+    build([], tmp_path / "m", lm=lm, segment_entries=ROWS, key_format="pca8-int8").close()
 
     def fail(_):
         raise Stop

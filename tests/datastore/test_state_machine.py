@@ -94,7 +94,7 @@ class Memory(RuleBasedStateMachine):
 
     @initialize(count=st.integers(0, 4), rows=st.sampled_from([20, 60, 1000]), way=st.sampled_from(WAYS))
     def begin(self, count, rows, way):
-        build(ALL[:count], self.path, lm=reader(), segment_entries=rows, keys=way).close()
+        build(ALL[:count], self.path, lm=reader(), segment_entries=rows, key_format=way).close()
         self.ids = [document.id for document in ALL[:count]]
         self.merged = way == "float16" or count > 0
         if way != "float16" and count:

@@ -255,12 +255,12 @@ def test_a_model_that_gives_nan_is_an_error_with_the_place(tmp_path):
 
 
 def test_float32_keys_are_the_models_own(lm, tmp_path):
-    store = build(documents(3), tmp_path / "memory", lm=lm, keys="float32")
+    store = build(documents(3), tmp_path / "memory", lm=lm, key_format="float32")
     tokens = lm.encode(documents(1)[0].text)
     readings = list(lm.read([tokens], lm.window()))
     torch.testing.assert_close(store.take(torch.arange(len(tokens))), readings[0].keys, rtol=1e-5, atol=1e-6)
     with pytest.raises(ParameterError, match="float8"):
-        build(documents(1), tmp_path / "other", lm=lm, keys="float8")
+        build(documents(1), tmp_path / "other", lm=lm, key_format="float8")
 
 
 @pytest.fixture
@@ -508,7 +508,7 @@ def test_verbs_change_the_store_and_show_the_change(lm, tmp_path):
     assert (store.entry_count, store.stale, store.entry_numbers.whole) == (before, False, True)
     assert store.verify(deep=True).sound
     assert store.build_index("Flat") == "Flat"
-    with closing(store.compress(tmp_path / "small", keys="int8")) as small:
+    with closing(store.compress(tmp_path / "small", key_format="int8")) as small:
         assert (small.entry_count, small.storage) == (before, "int8")
     store.export(tmp_path / "out")
     assert any((tmp_path / "out").iterdir())

@@ -32,7 +32,7 @@ def make(path: Path, lm: CausalLM) -> None:
         keep = torch.arange(0, built.key_count, 3)
         counts = torch.arange(built.key_count) % 4 + 1.0
         pruned = derive(built, Path(folder) / "pruned", keep=keep, counts=counts)
-        compress(pruned, path, keys="pca8-int8").close()
+        compress(pruned, path, key_format="pca8-int8").close()
         pruned.close()
         built.close()
     remove(path, document=other.id)

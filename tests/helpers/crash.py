@@ -168,7 +168,7 @@ def build_memory(path: Path, order: dict[str, Any]) -> None:
     from knnlm.ingest.build import build
 
     build(
-        documents(order.get("count", 5)), path, lm=LM, segment_entries=ROWS, keys=order.get("keys", "float16")
+        documents(order.get("count", 5)), path, lm=LM, segment_entries=ROWS, key_format=order.get("keys", "float16")
     ).close()
 
 

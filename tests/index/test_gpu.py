@@ -401,7 +401,7 @@ def test_keys_that_do_not_fit_into_host_memory_are_read_when_needed(store, monke
 def test_fits_on_device_follows_free_memory_and_dtype(lm, store, tmp_path, monkeypatch):
     cpu = torch.device("cpu")
     assert streaming.fits_on_device(store.keys, cpu, "float16")
-    single = build(documents(3), tmp_path / "single", lm=lm, keys="float32")
+    single = build(documents(3), tmp_path / "single", lm=lm, key_format="float32")
     assert not streaming.fits_on_device(single.keys, cpu, "float16")
     needed = {keys: streaming._needed_bytes(store.keys, keys) for keys in ("float16", "int8")}
     assert needed["int8"] < needed["float16"]
@@ -436,7 +436,7 @@ def test_file_truncated_while_open_is_an_error(store, tmp_path, cut):
 
 
 def test_keys_outside_float16_are_searched_by_brute_force(lm, store, tmp_path):
-    floats = build(documents(3), tmp_path / "floats", lm=lm, keys="float32")
+    floats = build(documents(3), tmp_path / "floats", lm=lm, key_format="float32")
     scaled = Datastore.open(store.path)
     scaled._segments[1] = dataclasses.replace(scaled._segments[1], scale=2.0)
     for opened in (floats, scaled):

@@ -106,9 +106,11 @@ def test_segments_before_and_after_one_of_too_large_keys_are_right(tmp_path, pip
 
 
 def test_float32_keys_are_written_synchronously(lm, tmp_path, piped):
-    build(documents(4), tmp_path / "plain", lm=lm, keys="float32", segment_entries=150)
+    build(documents(4), tmp_path / "plain", lm=lm, key_format="float32", segment_entries=150)
     piped()
-    store = build(documents(4), tmp_path / "piped", lm=lm, keys="float32", segment_entries=150, keep_on_device=True)
+    store = build(
+        documents(4), tmp_path / "piped", lm=lm, key_format="float32", segment_entries=150, keep_on_device=True
+    )
     assert contents(tmp_path / "piped") == contents(tmp_path / "plain")
     assert store.resident_keys is None
 

@@ -178,7 +178,10 @@ def test_incompatible_stores_are_refused_with_the_difference(lm, three, tmp_path
         (build(documents(2), tmp_path / "weights", lm=other), "model's weights differs"),
         (build(documents(2), tmp_path / "layer", lm=layer), "model's key module differs"),
         (build(documents(2), tmp_path / "window", lm=lm, window=WindowShape(64, 32)), "window differs"),
-        (build(documents(2), tmp_path / "dtype", lm=lm, keys="float32"), r"key dtype differs \(float16 and float"),
+        (
+            build(documents(2), tmp_path / "dtype", lm=lm, key_format="float32"),
+            r"key dtype differs \(float16 and float",
+        ),
     ]
     for store, words in cases:
         store.close()

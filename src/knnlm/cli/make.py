@@ -82,7 +82,7 @@ def build(
     begin = time.perf_counter()
     documents = knnlm.read_documents(*text, text_field=text_field)
     lm = open_model(model, key_layer=key_layer, layer=layer, **asdict(machine))
-    options: dict[str, Any] = {"window": lm.window(context, stride), "keys": key_format, "compile": compile}
+    options: dict[str, Any] = {"window": lm.window(context, stride), "key_format": key_format, "compile": compile}
     store = knnlm.build(documents, out, lm=lm, progress=bar, **options)
     _show_built(store, out, time.perf_counter() - begin, json=json)
 
@@ -172,7 +172,7 @@ def compress(
 
     begin = time.perf_counter()
     opened = knnlm.Datastore.open(store)
-    copy = opened.compress(out, keys=key_format, seed=seed, progress=bar)
+    copy = opened.compress(out, key_format=key_format, seed=seed, progress=bar)
     tokens, seconds = max(1, opened.entry_count), time.perf_counter() - begin
     before, after = opened.bytes / tokens, copy.bytes / tokens
     result = {"store": str(store), "out": str(out), "key_format": copy.storage, "tokens": opened.entry_count}

@@ -108,21 +108,21 @@ def next_index(path: Path, catalog: Catalog) -> int:
 
 
 def open_index(
-    store: Datastore, *, metric: str = "l2", rerank: bool = True, device: str = "cpu", keys: str = "float16"
+    store: Datastore, *, metric: str = "l2", rerank: bool = True, device: str = "cpu", key_dtype: str = "float16"
 ) -> Index:
     """Open and check the store's index, or an exact index where there is none for this metric.
 
     Where all keys fit on a GPU, exact search there is faster than any index on the CPU; the stored index is used only
-    if `rerank` is False, for its own distances. `keys` is the dtype of keys on the GPU; int8 gives distances to rounded
+    if `rerank` is False, for its own distances. `key_dtype` is the type of keys on the GPU; int8 gives distances to rounded
     keys.
     """
     store.pinned = True
-    if (rerank or keys == "int8") and has_kernels(device) and fits_on_device(store.keys, device, keys):
-        return ExactIndex(store.keys, metric=metric, device=device, key_dtype=keys)
+    if (rerank or key_dtype == "int8") and has_kernels(device) and fits_on_device(store.keys, device, key_dtype):
+        return ExactIndex(store.keys, metric=metric, device=device, key_dtype=key_dtype)
     for row, covered in stored_indexes(store) if store.trust_index else []:
         if row.metric == metric:
             return _join(store, _load_checked(store, row, covered), covered, rerank=rerank)
-    return ExactIndex(store.keys, metric=metric, device=device, key_dtype=keys)
+    return ExactIndex(store.keys, metric=metric, device=device, key_dtype=key_dtype)
 
 
 def stored_indexes(store: Datastore) -> list[tuple[IndexRow, RowMap]]:

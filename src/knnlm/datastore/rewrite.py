@@ -379,13 +379,13 @@ def _hash(array: NDArray[Any]) -> str:
 
 
 def compress(
-    store: Datastore, out: str | Path, *, keys: str = "codes", seed: int = 0, progress: Progress = silent
+    store: Datastore, out: str | Path, *, key_format: str = "codes", seed: int = 0, progress: Progress = silent
 ) -> Datastore:
     """Write a copy of a store whose keys are stored as int8, pca256-int8, codes64 and so on, and open it.
 
     The codec is fitted to keys of the whole store; that of a build, only to the first ones.
     """
-    storage = parse_storage(keys, width=store.width)
+    storage = parse_storage(key_format, width=store.width)
     check_out(store, out)
     if not store.key_count:
         raise ParameterError(f"{store.path} has no keys to compress.")

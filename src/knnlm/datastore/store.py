@@ -549,12 +549,12 @@ class Datastore:
         return build_index(self, spec, metric=metric, wait=wait, progress=progress)
 
     def compress(
-        self, out: str | Path, *, keys: str = "codes", seed: int = 0, progress: Progress = silent
+        self, out: str | Path, *, key_format: str = "codes", seed: int = 0, progress: Progress = silent
     ) -> Datastore:
         """Write a copy whose keys are stored as int8, pca256-int8, codes64 and so on, and open it."""
         from knnlm.datastore.rewrite import compress
 
-        return compress(self, out, keys=keys, seed=seed, progress=progress)
+        return compress(self, out, key_format=key_format, seed=seed, progress=progress)
 
     def export(
         self,

@@ -35,7 +35,7 @@ def build(
     *,
     lm: CausalLM,
     window: WindowShape | None = None,
-    keys: str = "float16",
+    key_format: str = "float16",
     segment_entries: int | None = None,
     batch_tokens: int | None = None,
     compile: bool | None = None,  # noqa: A002  (torch's name)
@@ -45,12 +45,12 @@ def build(
 ) -> Datastore:
     """Build a store of the documents, or resume an unfinished build of the same documents.
 
-    `keys` is the format of stored keys: float16, float32, int8, pca256-int8 or codes64, with any number.
+    `key_format` is the format of stored keys: float16, float32, int8, pca256-int8 or codes64, with any number.
     `compile` compiles the model's blocks, by default where that saves time; a resumed build continues as it began.
     `keep_on_device` also leaves the keys on the device, as `resident_keys` of the store, where that is possible.
     `language_model` names the model that the store is for, if it is not the reader.
     """
-    storage = parse_storage(keys, width=lm.width)
+    storage = parse_storage(key_format, width=lm.width)
     segment_entries = segment_entries if segment_entries is not None else default_segment_entries(lm)
     batch_tokens = batch_tokens if batch_tokens is not None else default_batch_tokens(lm)
     if segment_entries < 1 or batch_tokens < 1:

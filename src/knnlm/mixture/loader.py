@@ -172,7 +172,7 @@ class _Loader:
             metric=metric,
             rerank=self.options.rerank,
             device=str(self.lm.device),
-            keys=self.options.key_dtype,
+            key_dtype=self.options.key_dtype,
         )
         return KnnMemory(
             store, index, k=main.k, knn_temperature=main.knn_temperature, others=others, source=self._source(store)
