@@ -113,8 +113,8 @@ def open_index(
     """Open and check the store's index, or an exact index where there is none for this metric.
 
     Where all keys fit on a GPU, exact search there is faster than any index on the CPU; the stored index is used only
-    if `rerank` is False, for its own distances. `key_dtype` is the type of keys on the GPU; int8 gives distances to rounded
-    keys.
+    if `rerank` is False, for its own distances. `key_dtype` is the type of keys on the GPU; int8 gives distances to
+    rounded keys.
     """
     store.pinned = True
     if (rerank or key_dtype == "int8") and has_kernels(device) and fits_on_device(store.keys, device, key_dtype):
