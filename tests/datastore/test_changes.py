@@ -36,10 +36,10 @@ from knnlm.datastore.catalog import Catalog, Selection
 from knnlm.datastore.codecs import KeyMap
 from knnlm.datastore.compact import compact
 from knnlm.datastore.indexes import build_index, open_index
+from knnlm.datastore.live_numbers import LiveNumbers
 from knnlm.datastore.locks import writer_lock
 from knnlm.datastore.remove import evidence, list_documents, remove
 from knnlm.datastore.rewrite import derive, sample_keys
-from knnlm.datastore.rowmap import RowMap
 from knnlm.datastore.store import Datastore
 from knnlm.datastore.suffix_array import open_suffix_array
 from knnlm.errors import DatastoreBusy, DatastoreCorrupt, DatastoreError, ModelMismatch, ParameterError
@@ -116,7 +116,7 @@ def expect(store: Datastore, wanted: list[Document], lm: CausalLM, alone: dict[s
 def test_numbers_with_gaps_are_counted_as_a_list_without_them(total, data):
     gone = data.draw(st.sets(st.integers(0, max(0, total - 1)), max_size=total)) if total else set()
     gaps = [(number, 1) for number in sorted(gone)]
-    numbers = RowMap(total, gaps)
+    numbers = LiveNumbers(total, gaps)
     live = [number for number in range(total) if number not in gone]
     assert numbers.live == len(live)
     everything = np.arange(-1, total + 1)

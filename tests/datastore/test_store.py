@@ -273,7 +273,7 @@ def broken(lm, tmp_path):
 def test_a_truncated_segment_is_named_on_open(broken, name):
     file = broken / "segments" / "000001" / name
     os.truncate(file, file.stat().st_size - 10)
-    with pytest.raises(DatastoreCorrupt, match=rf"000001/{name} has [\d,]+ bytes instead of [\d,]+"):
+    with pytest.raises(DatastoreCorrupt, match=rf"000001/{name}: wrong size \([\d,]+ bytes instead of [\d,]+"):
         Datastore.open(broken)
     os.truncate(file, 20)
     with pytest.raises(DatastoreCorrupt, match=rf"000001/{name} is not a readable array"):

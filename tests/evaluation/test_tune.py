@@ -158,7 +158,7 @@ def test_a_trace_is_not_overwritten_and_a_corrupt_one_is_reported(mixture, tmp_p
         mixture.record(documents(1, start=100), path)
     with (path / "0" / "values.npy").open("r+b") as file:
         file.truncate(200)
-    with pytest.raises(DatastoreCorrupt, match=r"values\.npy has 200 bytes instead of"):
+    with pytest.raises(DatastoreCorrupt, match=r"values\.npy: wrong size \(200 bytes instead of"):
         Trace.open(path)
     with pytest.raises(DatastoreError, match="not a trace"):
         Trace.open(tmp_path)

@@ -104,12 +104,12 @@ class KeyMap:
     @classmethod
     def load(cls, path: Path, *, sha256: str, metadata: dict[str, Any]) -> KeyMap:
         """Read a map whose checksum must be that of the catalog."""
-        advice = "Make the store again, or restore the file."
+        advice = "Build the store again, or restore the file."
         check_place(path.parent, path)
         if not path.is_file():
             raise DatastoreCorrupt(f"{path} is missing. {advice}")
         if checksum(path) != sha256:
-            raise DatastoreCorrupt(f"{path} is not the map of keys that this store was made with. {advice}")
+            raise DatastoreCorrupt(f"{path}: checksum mismatch (SHA-256). {advice}")
         try:
             tensors = load_file(path)
             if {tensors["matrix"].dtype, tensors["centre"].dtype} != {torch.float32}:
@@ -302,16 +302,16 @@ def save_codec(codec: Bytes | Codes, path: Path) -> dict[str, Any]:
 
 def load_codec(path: Path, fact: Any, *, width: int) -> Codec:
     """Read the codec for keys of this width; its checksum must be that of the catalog."""
-    advice = "Make the store again, or restore the file."
+    advice = "Build the store again, or restore the file."
     metadata = fact if isinstance(fact, dict) else {}
     kind = _CODECS.get(str(metadata.get("kind")))
     if kind is None:
-        raise DatastoreCorrupt(f"{path.parent} does not say properly how its keys are stored. {advice}")
+        raise DatastoreCorrupt(f"{path.parent} has no valid metadata of the codec. {advice}")
     check_place(path.parent, path)
     if not path.is_file():
         raise DatastoreCorrupt(f"{path} is missing. {advice}")
     if checksum(path) != metadata.get("sha256"):
-        raise DatastoreCorrupt(f"{path} is not the codec that this store was made with. {advice}")
+        raise DatastoreCorrupt(f"{path}: checksum mismatch (SHA-256). {advice}")
     try:
         tensors = load_file(path)
         if {tensor.dtype for tensor in tensors.values()} != {torch.float32}:

@@ -57,8 +57,8 @@ def compact(
         check_complete(catalog)
         purge(folder, catalog, keep_pending=False)
         with closing(Datastore.open(folder)) as store:
-            rows = segment_entries or catalog.get("segment_entries") or _SEGMENT_ENTRIES
-            work = _Compaction(store, catalog, _plan(store, rows), progress)
+            size = segment_entries or catalog.get("segment_entries") or _SEGMENT_ENTRIES
+            work = _Compaction(store, catalog, _plan(store, size), progress)
             work.run()
             dropped, before = store.entry_numbers.total - store.entry_count, len(store.segments)
         catalog.tidy()
@@ -75,30 +75,32 @@ class _Group:
     rewrite: bool
 
 
-def _plan(store: Datastore, rows: int) -> list[_Group]:
+def _plan(store: Datastore, size: int) -> list[_Group]:
     """Keep large segments that lost no entry; group consecutive other segments that can be merged."""
     groups: list[_Group] = []
     waiting: list[SegmentRow] = []
 
     def close() -> None:
         if waiting:
-            groups.append(_Group(tuple(waiting), len(waiting) > 1 or live(store, waiting[0]) < waiting[0].entries))
+            rewrite = len(waiting) > 1 or live_entries(store, waiting[0]) < waiting[0].entries
+            groups.append(_Group(tuple(waiting), rewrite))
             waiting.clear()
 
     for segment in store.segments:
-        if segment.entries >= max(1, rows // 2) and live(store, segment) == segment.entries:
+        if segment.entries >= max(1, size // 2) and live_entries(store, segment) == segment.entries:
             close()
             groups.append(_Group((segment,), False))
             continue
-        if waiting and (_kind(segment) != _kind(waiting[0]) or sum(live(store, one) for one in waiting) >= rows):
+        full = sum(live_entries(store, other) for other in waiting) >= size
+        if waiting and (full or _kind(segment) != _kind(waiting[0])):
             close()
         waiting.append(segment)
     close()
     return groups
 
 
-def live(store: Datastore, segment: SegmentRow) -> int:
-    """Count the rows of a segment that are there."""
+def live_entries(store: Datastore, segment: SegmentRow) -> int:
+    """Return the number of a segment's entries that were not removed."""
     numbers = store.entry_numbers
     return numbers.before(segment.first_entry + segment.entries) - numbers.before(segment.first_entry)
 
@@ -128,11 +130,11 @@ class _Compaction:
         with self._progress("copying segments", total=total, unit="tokens") as advance:
             for group in self._groups:
                 first = segments[-1].first_entry + segments[-1].entries if segments else 0
-                made = self._copy(group, first, advance) if group.rewrite else group.segments[0]
-                if made is not None:
-                    segments.append(replace(made, first_entry=first))
-                # Documents of no rows outlive their segment: they go with the one before, or with the first.
-                waiting += [segment.id for segment in group.segments]
+                segment = self._copy(group, first, advance) if group.rewrite else group.segments[0]
+                if segment is not None:
+                    segments.append(replace(segment, first_entry=first))
+                # Documents without entries outlive their segment: they go to the segment before, or to the first.
+                waiting += [old.id for old in group.segments]
                 if segments:
                     self._names |= dict.fromkeys(waiting, segments[-1].id)
                     waiting.clear()
@@ -141,7 +143,7 @@ class _Compaction:
         self._commit(segments, index)
 
     def _live(self, group: _Group) -> int:
-        return sum(live(self._store, segment) for segment in group.segments)
+        return sum(live_entries(self._store, segment) for segment in group.segments)
 
     def _index(self, old: IndexRow) -> IndexRow | None:
         """Build the same index again; the default one where too few keys are left for it."""
@@ -158,24 +160,24 @@ class _Compaction:
 
     def _copy(self, group: _Group, first: int, advance: Advance) -> SegmentRow | None:
         """Write the live entries of some segments as a new one; None where there are none."""
-        rows = self._live(group)
-        if not rows:
+        entries = self._live(group)
+        if not entries:
             return None
         number, self._next = self._next, self._next + 1
-        made = NewSegment(self._store.path, number)
+        new = NewSegment(self._store.path, number)
         names = self._store.files(group.segments[0])
         for name in names:
             if name == KEPT_FILE:
-                with made.array(name, "int32") as writer:
+                with new.array(name, "int32") as writer:
                     writer.append(self._kept(group, first))
             else:
-                self._copy_array(group, name, made, advance if name == VALUES_FILE else lambda _: None)
+                self._copy_array(group, name, new, advance if name == VALUES_FILE else lambda _: None)
         kept = sum(count for _, count in self._keys(group)) if KEPT_FILE in names else None
-        sums, scale = made.seal(), group.segments[0].scale
+        sums, scale = new.seal(), group.segments[0].scale
         return SegmentRow(
             number,
             first,
-            rows,
+            entries,
             scale,
             sums[KEYS_FILE],
             sums[VALUES_FILE],
@@ -184,10 +186,10 @@ class _Compaction:
             sums.get(COUNTS_FILE),
         )
 
-    def _copy_array(self, group: _Group, name: str, made: NewSegment, advance: Advance) -> None:
-        """Copy the rows that are there, byte for byte, whatever they are made of."""
+    def _copy_array(self, group: _Group, name: str, new: NewSegment, advance: Advance) -> None:
+        """Copy the live stretches of an array, byte for byte."""
         dtype, shape = array_shapes(group.segments[0], self._store.codec)[name]
-        with made.array(name, dtype, shape[1:]) as writer:
+        with new.array(name, dtype, shape[1:]) as writer:
             for segment in group.segments:
                 for piece in self._store.arrays.copy(segment, name, self._local(segment, name)):
                     writer.append(piece)
@@ -211,9 +213,9 @@ class _Compaction:
             yield low, high - low
 
     def _kept(self, group: _Group, first: int) -> NDArray[np.int32]:
-        """Return which rows of the new segment its keys belong to."""
-        parts = [self._store.entries_of(torch.arange(low, low + count)).numpy() for low, count in self._keys(group)]
-        return (np.concatenate(parts) - first).astype(np.int32)
+        """Return the entries of the new segment that its keys belong to."""
+        entries = [self._store.entries_of(torch.arange(low, low + count)).numpy() for low, count in self._keys(group)]
+        return (np.concatenate(entries) - first).astype(np.int32)
 
     def _commit(self, segments: list[SegmentRow], index: IndexRow | None) -> None:
         """Replace the old segments and the index in one transaction."""
@@ -229,7 +231,7 @@ class _Compaction:
             connection.execute(
                 "UPDATE documents SET first_entry = entry_now(first_entry), segment = segment_now(segment)"
             )
-            if not segments:  # documents of no rows, which have no place without a segment: a build keeps none either
+            if not segments:  # documents without entries need a segment; a build drops them too
                 connection.execute("DELETE FROM documents")
                 drop_fields(connection)
             connection.execute("DELETE FROM removed")

@@ -42,7 +42,7 @@ class CodeWriter(ArrayWriter):
         self._codec = codec
 
     def put_keys(self, rows: NDArray[np.int64], keys: NDArray[np.float32]) -> None:
-        """Write finite keys, mapped already, to these rows."""
+        """Write finite keys, which are mapped already, at these rows."""
         self.put(rows, self._codec.encode(torch.from_numpy(keys)).numpy())
 
 
@@ -81,9 +81,9 @@ class DeferredEncoder:
             return "float16"
         return self.codec.dtype if isinstance(self.codec, Plain) else None
 
-    def is_due(self, rows: int) -> bool:
+    def is_due(self, keys: int) -> bool:
         """Whether this many keys are enough to fit the codec."""
-        return self.codec is None and rows >= self._sample_keys
+        return self.codec is None and keys >= self._sample_keys
 
     def writer(self, folder: Path) -> KeyWriter | CodeWriter:
         """Open the file of a new segment's keys."""
@@ -115,14 +115,14 @@ class DeferredEncoder:
 
     def _sample(self, segments: list[SegmentRow]) -> Tensor:
         """Return unencoded keys, an even sample where there are many."""
-        rows = sum(segment.keys for segment in segments)
-        step = max(1, -(-rows * self._width * 4 // _SAMPLE_BYTES))
-        parts, first = [], 0
+        count = sum(segment.keys for segment in segments)
+        step = max(1, -(-count * self._width * 4 // _SAMPLE_BYTES))
+        samples, first = [], 0
         for segment in segments:
             local = np.arange(-first % step, segment.keys, step)
-            parts.append(torch.from_numpy(self._open(segment)[local].astype(np.float32)) * segment.scale)
+            samples.append(torch.from_numpy(self._open(segment)[local].astype(np.float32)) * segment.scale)
             first += segment.keys
-        return torch.cat(parts)
+        return torch.cat(samples)
 
     def _convert(self, segment: SegmentRow) -> SegmentRow:
         """Write the encoded keys of a segment beside the unencoded ones."""

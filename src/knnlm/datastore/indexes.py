@@ -12,9 +12,9 @@ import numpy as np
 from knnlm.datastore.catalog import REQUESTED_INDEX, SKIPPED, Catalog
 from knnlm.datastore.codecs import Codes
 from knnlm.datastore.garbage import purge
+from knnlm.datastore.live_numbers import LiveNumbers
 from knnlm.datastore.locks import writer_lock
 from knnlm.datastore.paths import CATALOG_FILE, index_folder
-from knnlm.datastore.rowmap import RowMap
 from knnlm.datastore.schema import IndexRow
 from knnlm.datastore.segments import BLOCK_INDEX_FILE, FAISS_INDEX_FILE, index_file
 from knnlm.datastore.store import Datastore, Keys
@@ -125,7 +125,7 @@ def open_index(
     return ExactIndex(store.keys, metric=metric, device=device, key_dtype=key_dtype)
 
 
-def stored_indexes(store: Datastore) -> list[tuple[IndexRow, RowMap]]:
+def stored_indexes(store: Datastore) -> list[tuple[IndexRow, LiveNumbers]]:
     """Return the indexes of a store and the stored keys that each covers.
 
     An index built after the store was opened is used if keys have the same numbers and it lacks none of this store's
@@ -145,7 +145,7 @@ def stored_indexes(store: Datastore) -> list[tuple[IndexRow, RowMap]]:
     return [(row, covered) for row, covered in indexes if index_file(store.path, row).is_file()]
 
 
-def _coverage(store: Datastore, catalog: Catalog) -> list[tuple[IndexRow, RowMap]]:
+def _coverage(store: Datastore, catalog: Catalog) -> list[tuple[IndexRow, LiveNumbers]]:
     """Return the indexes that a catalog names and the stored keys that each covers."""
     rows, skipped = catalog.indexes(), catalog.get(SKIPPED) or []
     gaps = list[tuple[int, int]]()
@@ -159,10 +159,10 @@ def _coverage(store: Datastore, catalog: Catalog) -> list[tuple[IndexRow, RowMap
             raise DatastoreCorrupt(f"{store.catalog.path}: invalid list of keys that the index lacks. {_advice(store)}")
         gaps.append((gap[0], gap[1]))
     gone = sum(count for _, count in gaps)
-    return [(row, RowMap(row.entries + gone, gaps)) for row in rows]
+    return [(row, LiveNumbers(row.entries + gone, gaps)) for row in rows]
 
 
-def _load_checked(store: Datastore, row: IndexRow, covered: RowMap) -> FaissIndex | BlockIndex:
+def _load_checked(store: Datastore, row: IndexRow, covered: LiveNumbers) -> FaissIndex | BlockIndex:
     """Load an index and check its number of keys."""
     path = index_file(store.path, row)
     if not path.is_file():
@@ -200,7 +200,7 @@ def _advice(store: Datastore) -> str:
     return f"Build it again: knnlm index {store.path}"
 
 
-def _join(store: Datastore, index: FaissIndex | BlockIndex, covered: RowMap, *, rerank: bool) -> Index:
+def _join(store: Datastore, index: FaissIndex | BlockIndex, covered: LiveNumbers, *, rerank: bool) -> Index:
     """Filter removed keys out of an index, check it, and add an exact index over newer keys."""
     what = f"The index {index_folder(store.path, 0).parent}"
     precise = _is_precise(index)

@@ -85,21 +85,21 @@ class _Plan:
 
     store: Datastore
     keep: NDArray[np.bool_] | None  # over the keys of `store`; None: all
-    counts: NDArray[np.float32] | None  # over the keys of `store`; None: as they are there
+    counts: NDArray[np.float32] | None  # over the keys of `store`; None: as in `store`
     map: KeyMap | None
     codec: Codec
 
-    def metadata(self, metadata: dict[str, Any]) -> dict[str, Any]:
-        """Tell this plan from any other."""
-        parts: dict[str, NDArray[Any] | None] = {
+    def identity(self, metadata: dict[str, Any]) -> dict[str, Any]:
+        """Return what distinguishes this plan from any other, so that only the same plan is resumed."""
+        arrays: dict[str, NDArray[Any] | None] = {
             "keep": self.keep,
             "counts": self.counts,
             "matrix": None if self.map is None else self.map.matrix.float().cpu().numpy(),
             "centre": None if self.map is None else self.map.centre.float().cpu().numpy(),
         }
         if isinstance(self.codec, Bytes | Codes):
-            parts |= {name: tensor.cpu().numpy() for name, tensor in self.codec.tensors().items()}
-        hashes = {name: None if part is None else _hash(part) for name, part in parts.items()}
+            arrays |= {name: tensor.cpu().numpy() for name, tensor in self.codec.tensors().items()}
+        hashes = {name: None if array is None else _hash(array) for name, array in arrays.items()}
         return {"from": self.store.fingerprint, "key_dtype": self.codec.dtype, **hashes, "metadata": metadata}
 
 
@@ -119,14 +119,14 @@ def derive(
 
     `counts` are the weights of all keys of `store`. Its map, if it has one, is applied before the new one. Keys are
     stored by `codec`, or as numbers of `key_dtype`, or as before; bytes and codes that are mapped become float16.
-    `metadata` are kept in the catalog.
+    `metadata` is kept in the catalog.
     """
     plan = _plan(store, keep, counts, key_map, codec or _codec(store, key_map, key_dtype))
     folder = Path(out)
     check_out(store, folder)
     with writer_lock(folder, create=True):
         check_out(store, folder)  # another process may have finished it meanwhile
-        catalog = _begin(folder, plan, plan.metadata(metadata or {}))
+        catalog = _begin(folder, plan, plan.identity(metadata or {}))
         try:
             _copy(folder, catalog, plan, progress)
             catalog.put(state="complete")
@@ -192,18 +192,18 @@ def _mask(store: Datastore, keep: Tensor | None) -> NDArray[np.bool_] | None:
     """Return a mask or numbers of keys as a mask; None where all are kept."""
     if keep is None:
         return None
-    given = keep.detach().cpu()
-    if given.dtype != torch.bool:
-        if given.ndim != 1 or (len(given) and not 0 <= int(given.min()) <= int(given.max()) < store.key_count):
+    keep = keep.detach().cpu()
+    if keep.dtype != torch.bool:
+        if keep.ndim != 1 or (len(keep) and not 0 <= int(keep.min()) <= int(keep.max()) < store.key_count):
             raise ParameterError(f"keep names keys that are not among the {store.key_count:,} of {store.path}.")
         mask = torch.zeros(store.key_count, dtype=torch.bool)
-        mask[given.long()] = True
+        mask[keep.long()] = True
         return mask.numpy()
-    if given.shape != (store.key_count,):
+    if keep.shape != (store.key_count,):
         raise ParameterError(
-            f"keep has shape {tuple(given.shape)}, but {store.path} has {store.key_count:,} keys: one truth value each."
+            f"keep has shape {tuple(keep.shape)}, but {store.path} has {store.key_count:,} keys: one truth value each."
         )
-    return given.numpy()
+    return keep.numpy()
 
 
 def _begin(folder: Path, plan: _Plan, derived: dict[str, Any]) -> Catalog:
@@ -219,14 +219,14 @@ def _begin(folder: Path, plan: _Plan, derived: dict[str, Any]) -> Catalog:
             "offset": None if store.offset is None else store.offset.tolist(),
             "derived": derived,
         }
-        whole = store.map if plan.map is None else plan.map.after(store.map)
-        if whole is not None:
-            meta["map"] = {"sha256": whole.save(folder / MAP_FILE), "metadata": whole.metadata}
+        key_map = store.map if plan.map is None else plan.map.after(store.map)
+        if key_map is not None:
+            meta["map"] = {"sha256": key_map.save(folder / MAP_FILE), "metadata": key_map.metadata}
         if isinstance(plan.codec, Bytes | Codes):
             meta["codec"] = save_codec(plan.codec, folder / CODEC_FILE)
             meta["keys"] = derived["metadata"].get("keys") or store.catalog.get("keys")
-        if (helped := store.catalog.get(LANGUAGE_MODEL)) is not None:
-            meta[LANGUAGE_MODEL] = helped
+        if (language_model := store.catalog.get(LANGUAGE_MODEL)) is not None:
+            meta[LANGUAGE_MODEL] = language_model
         return Catalog.create(file, meta)
     catalog = Catalog.open(file, write=True, copying=True)
     if catalog.get("derived") != derived:
@@ -241,33 +241,33 @@ def _begin(folder: Path, plan: _Plan, derived: dict[str, Any]) -> Catalog:
 
 @dataclass(frozen=True)
 class _LiveSegment:
-    """What is there of a segment, as numbers of the store's rows and keys, and its number in the copy."""
+    """The live entries and keys of a segment, and its number in the copy."""
 
     segment: SegmentRow
     number: int
     first_entry: int
-    rows: int
+    entries: int
     first_key: int
     keys: int
-    sources: tuple[int, ...]  # the segments whose documents go with it: those of no rows outlive their segment
+    sources: tuple[int, ...]  # segments whose documents go with it: documents without entries outlive their segment
 
 
 def _live_segments(store: Datastore) -> list[_LiveSegment]:
-    """Return what is there of each segment; one of which nothing is left does not count, but its documents go along."""
-    parts, stored = list[_LiveSegment](), 0
+    """Return the segments with live entries; documents of the others go to the next segment, or to the last."""
+    segments, stored = list[_LiveSegment](), 0
     waiting: tuple[int, ...] = ()
     for segment in store.segments:
-        row, key = store.entry_numbers.before(segment.first_entry), store.key_numbers.before(stored)
+        first, first_key = store.entry_numbers.before(segment.first_entry), store.key_numbers.before(stored)
         stored += segment.keys
-        rows = store.entry_numbers.before(segment.first_entry + segment.entries) - row
+        entries = store.entry_numbers.before(segment.first_entry + segment.entries) - first
         waiting += (segment.id,)
-        if rows:
-            keys = store.key_numbers.before(stored) - key
-            parts.append(_LiveSegment(segment, len(parts), row, rows, key, keys, waiting))
+        if entries:
+            keys = store.key_numbers.before(stored) - first_key
+            segments.append(_LiveSegment(segment, len(segments), first, entries, first_key, keys, waiting))
             waiting = ()
-    if parts:
-        parts[-1] = replace(parts[-1], sources=parts[-1].sources + waiting)
-    return parts
+    if segments:
+        segments[-1] = replace(segments[-1], sources=segments[-1].sources + waiting)
+    return segments
 
 
 def _copy(folder: Path, catalog: Catalog, plan: _Plan, progress: Progress) -> None:
@@ -275,42 +275,43 @@ def _copy(folder: Path, catalog: Catalog, plan: _Plan, progress: Progress) -> No
     done = len(catalog.segments())
     store = plan.store
     with progress("writing keys", total=store.key_count, unit="keys") as advance:
-        for part in _live_segments(store):
-            if part.number < done:
-                advance(part.keys)
+        for live in _live_segments(store):
+            if live.number < done:
+                advance(live.keys)
                 continue
-            row = _copy_segment(folder, plan, part, advance)
-            documents = [one for source in part.sources for one in store.catalog.documents_of(source)]
+            row = _copy_segment(folder, plan, live, advance)
+            documents = [document for source in live.sources for document in store.catalog.documents_of(source)]
             before = store.entry_numbers.before
             catalog.add_segment(
-                row, (replace(one, segment=part.number, first_entry=before(one.first_entry)) for one in documents)
+                row,
+                (replace(each, segment=live.number, first_entry=before(each.first_entry)) for each in documents),
             )
 
 
-def _copy_segment(folder: Path, plan: _Plan, part: _LiveSegment, advance: Advance) -> SegmentRow:
+def _copy_segment(folder: Path, plan: _Plan, live: _LiveSegment, advance: Advance) -> SegmentRow:
     """Write one segment and return its row of the catalog."""
-    made = NewSegment(folder, part.number)
-    kept = np.arange(part.first_key, part.first_key + part.keys)
+    new = NewSegment(folder, live.number)
+    kept = np.arange(live.first_key, live.first_key + live.keys)
     if plan.keep is not None:
         kept = kept[plan.keep[kept]]
-    divisor = _write_keys(made.place(KEYS_FILE), plan, kept, part.keys, advance)
-    _write_values(made, plan.store, part.segment)
-    rows = plan.store.entries_of(torch.from_numpy(kept)).numpy() - part.first_entry
+    divisor = _write_keys(new.place(KEYS_FILE), plan, kept, live.keys, advance)
+    _write_values(new, plan.store, live.segment)
+    entries = plan.store.entries_of(torch.from_numpy(kept)).numpy() - live.first_entry
     weights = _weights(plan, kept)
-    pruned = len(rows) < part.rows or weights is not None
-    for name, dtype, array in ((KEPT_FILE, "int32", rows if pruned else None), (COUNTS_FILE, "float32", weights)):
+    pruned = len(entries) < live.entries or weights is not None
+    for name, dtype, array in ((KEPT_FILE, "int32", entries if pruned else None), (COUNTS_FILE, "float32", weights)):
         if array is not None:
-            with made.array(name, dtype) as writer:
+            with new.array(name, dtype) as writer:
                 writer.append(array)
-    sums = made.seal()
+    sums = new.seal()
     return SegmentRow(
-        part.number,
-        part.first_entry,
-        part.rows,
+        live.number,
+        live.first_entry,
+        live.entries,
         divisor,
         sums[KEYS_FILE],
         sums[VALUES_FILE],
-        len(rows) if pruned else None,
+        len(entries) if pruned else None,
         sums.get(KEPT_FILE),
         sums.get(COUNTS_FILE),
     )
@@ -353,12 +354,12 @@ def _blocks(store: Datastore, kept: NDArray[np.int64]) -> Iterator[tuple[int, Te
         yield begin, store.take(torch.from_numpy(kept[begin : begin + _BLOCK]))
 
 
-def _write_values(made: NewSegment, store: Datastore, segment: SegmentRow) -> None:
+def _write_values(new: NewSegment, store: Datastore, segment: SegmentRow) -> None:
     """Copy the live tokens of a segment."""
     first = segment.first_entry
-    there = store.entry_numbers.stretches(first, first + segment.entries)
-    with made.array(VALUES_FILE, "int32") as writer:
-        for piece in store.arrays.copy(segment, VALUES_FILE, ((start - first, count) for start, count in there)):
+    stretches = store.entry_numbers.stretches(first, first + segment.entries)
+    with new.array(VALUES_FILE, "int32") as writer:
+        for piece in store.arrays.copy(segment, VALUES_FILE, ((start - first, count) for start, count in stretches)):
             writer.append(piece)
 
 

@@ -1,8 +1,7 @@
-"""Arrays on disk: written once, then immutable; segments that appear complete or not at all.
+"""Segments and their arrays on disk: written atomically, then immutable.
 
-Rows of an array may be written in any order and in pieces, and nothing is kept in memory; the .npy header, whose length
-does not depend on the number of rows, is written again at the end. Arrays are compared with their checksums before they
-are used.
+The rows of an array may be written in any order and are not kept in memory; the .npy header, whose length does not
+depend on the number of rows, is rewritten at the end. Checksums are compared before an array is used.
 """
 
 from __future__ import annotations
@@ -65,11 +64,11 @@ class ArrayWriter:
         self._begin = self._file.tell()
 
     def append(self, array: NDArray[Any]) -> None:
-        """Write rows behind the last one."""
+        """Write rows after the last one."""
         self.write(self.rows, array)
 
     def write(self, row: int, array: NDArray[Any]) -> None:
-        """Write rows from this number on."""
+        """Write consecutive rows, beginning at `row`."""
         data = np.ascontiguousarray(array, dtype=self._dtype)
         assert data.shape[1:] == self._row_shape, (data.shape, self._row_shape)
         with translate_os_errors(self.path):
@@ -78,7 +77,7 @@ class ArrayWriter:
         self.rows = max(self.rows, row + len(data))
 
     def put(self, rows: NDArray[np.int64], array: NDArray[Any]) -> None:
-        """Write rows to these numbers, one write for each run of consecutive ones."""
+        """Write rows at these numbers, with one write for each consecutive stretch."""
         cuts = [0, *(np.flatnonzero(np.diff(rows) != 1) + 1).tolist(), len(rows)]
         for begin, end in pairwise(cuts):
             self.write(int(rows[begin]), array[begin:end])
@@ -179,7 +178,7 @@ def open_array(path: Path, dtype: DTypeLike, shape: tuple[int, ...]) -> NDArray[
     size = begin + expected.itemsize * math.prod(shape)
     if path.stat().st_size != size:
         raise DatastoreCorrupt(
-            f"{path}: truncated ({path.stat().st_size:,} bytes instead of {size:,}). "
+            f"{path}: wrong size ({path.stat().st_size:,} bytes instead of {size:,}). "
             "Build the store again, or restore the file."
         )
     if 0 in shape:
@@ -219,14 +218,14 @@ def array_shapes(segment: SegmentRow, codec: Codec) -> dict[str, tuple[str, tupl
 
 
 def segment_faults(segments: Sequence[SegmentRow]) -> Iterator[tuple[SegmentRow, str, bool]]:
-    """Return what is wrong with the numbers of segments, and whether it is with that one only: rows go without gaps."""
+    """Return (segment, problem, whether it concerns that segment only): entries are numbered without gaps."""
     expected = 0
     for segment in segments:
         if segment.first_entry != expected or segment.entries < 1:
-            what = f"begins at row {segment.first_entry:,} with {segment.entries:,} rows; row {expected:,} was expected"
+            what = f"begins at entry {segment.first_entry:,} with {segment.entries:,} entries, not at {expected:,}"
             yield segment, f"segment {segment.id} {what}", False
         if not 0 <= segment.keys <= segment.entries:
-            yield segment, f"segment {segment.id} has {segment.keys:,} keys for {segment.entries:,} rows", False
+            yield segment, f"segment {segment.id} has {segment.keys:,} keys for {segment.entries:,} entries", False
         if not (isinstance(segment.scale, float) and 0 < segment.scale < math.inf):
             yield segment, f"the keys of segment {segment.id} have the scale {repr(segment.scale)[:60]}", True
         expected = segment.first_entry + segment.entries
@@ -239,15 +238,15 @@ def check_segments(path: Path, segments: Sequence[SegmentRow]) -> None:
 
 
 def check_metadata(path: Path, model: dict[str, Any], window: dict[str, Any], codec: Codec) -> None:
-    """Reject metadata that would be stumbled over later."""
-    sound = {
+    """Raise for metadata that would cause an error later."""
+    checks = {
         "model's name": isinstance(model.get("name"), str),
         "model's vocabulary": isinstance(size := model.get("vocab_size"), int) and 0 < size <= MAX_VOCAB_SIZE,
         "window": all(isinstance(window.get(name), int) and window[name] > 0 for name in ("context", "stride")),
         "precision of the keys": not isinstance(codec, Plain) or codec.dtype in KEY_DTYPES,
     }
-    if wrong := [name for name, fine in sound.items() if not fine]:
-        raise DatastoreCorrupt(f"{path} does not say the {wrong[0]} properly. Build the store again.")
+    if wrong := [name for name, valid in checks.items() if not valid]:
+        raise DatastoreCorrupt(f"{path} has no valid {wrong[0]}. Build the store again.")
 
 
 class NewSegment:

@@ -6,7 +6,7 @@ store/
   codec.safetensors          the parameters of the codec, where keys are not stored as plain numbers
   segments/000000/keys.npy   (N, W) context vectors, less `offset`, mapped, divided by the segment's scale or encoded
   segments/000000/values.npy (N,) the token that followed each context
-  segments/000000/kept.npy   (n,) which rows of the segment the n keys belong to, where not every row has one
+  segments/000000/kept.npy   (n,) the entries of the segment that its n keys belong to, where not every entry has one
   segments/000000/counts.npy (n,) the weight of each key in a vote, where it is not 1
   index/<id>/index.*         the search index: derived data, which can be built again
 
@@ -37,6 +37,7 @@ from torch import Tensor
 from knnlm.datastore.catalog import Catalog, SegmentSink
 from knnlm.datastore.codecs import Codec, KeyMap, Plain, load_codec, row_bytes
 from knnlm.datastore.integrity import BlockChecksums
+from knnlm.datastore.live_numbers import LiveNumbers, by_segment, check_removed
 from knnlm.datastore.locks import READERS, WRITER, Lease
 from knnlm.datastore.paths import (
     CATALOG_FILE,
@@ -50,7 +51,6 @@ from knnlm.datastore.paths import (
     index_folder,
     segment_folder,
 )
-from knnlm.datastore.rowmap import RowMap, by_segment, check_removed
 from knnlm.datastore.schema import SegmentRow, StoredDocument
 from knnlm.datastore.segments import BULK_READ_KEYS, Arrays, array_shapes, check_metadata, check_segments
 from knnlm.errors import DatastoreCorrupt, DatastoreError
@@ -140,41 +140,41 @@ def stored_offset(catalog: SegmentSink) -> Tensor | None:
         return None
     width = reader_width(catalog)
     try:
-        found = torch.tensor(offset, dtype=torch.float32)
+        vector = torch.tensor(offset, dtype=torch.float32)
     except (TypeError, ValueError, RuntimeError):
-        found = torch.zeros(0)
-    if found.shape != (width,) or not found.isfinite().all():
+        vector = torch.zeros(0)
+    if vector.shape != (width,) or not vector.isfinite().all():
         raise DatastoreCorrupt(
             f"{catalog.path}: the offset of the keys is not {width} finite numbers. Build the store again."
         )
-    return found
+    return vector
 
 
 def stored_map(catalog: SegmentSink, width: int) -> KeyMap | None:
     """Return the linear map that was applied to keys of this width, None where there is none."""
-    found = catalog.get("map")
-    if found is None:
+    stored = catalog.get("map")
+    if stored is None:
         return None
-    metadata = found if isinstance(found, dict) else {}
-    sha256, about = metadata.get("sha256"), metadata.get("metadata")
-    if not isinstance(sha256, str) or not isinstance(about, dict):
+    stored = stored if isinstance(stored, dict) else {}
+    sha256, metadata = stored.get("sha256"), stored.get("metadata")
+    if not isinstance(sha256, str) or not isinstance(metadata, dict):
         raise DatastoreCorrupt(f"{catalog.path} has no valid metadata of the key map. Build the store again.")
-    made = KeyMap.load(catalog.path.with_name(MAP_FILE), sha256=sha256, metadata=about)
-    if len(made.centre) != width:
+    key_map = KeyMap.load(catalog.path.with_name(MAP_FILE), sha256=sha256, metadata=metadata)
+    if len(key_map.centre) != width:
         raise DatastoreCorrupt(
-            f"{catalog.path.with_name(MAP_FILE)} maps keys of width {len(made.centre)}, but the model has width "
+            f"{catalog.path.with_name(MAP_FILE)} maps keys of width {len(key_map.centre)}, but the model has width "
             f"{width}. Build the store again."
         )
-    return made
+    return key_map
 
 
 def stored_codec(catalog: SegmentSink, width: int) -> Codec:
     """Return the codec of a store whose keys have this width."""
-    found = catalog.get("codec")
-    if found is None:
+    metadata = catalog.get("codec")
+    if metadata is None:
         # Until the codec is fitted, keys are stored as float16.
         return Plain("float16" if catalog.get("keys") is not None else metadata_of(catalog, "key_dtype", str), width)
-    codec = load_codec(catalog.path.with_name(CODEC_FILE), found, width=width)
+    codec = load_codec(catalog.path.with_name(CODEC_FILE), metadata, width=width)
     if codec.dtype != (key_dtype := metadata_of(catalog, "key_dtype", str)):
         raise DatastoreCorrupt(
             f"{catalog.path}: the key dtype is {key_dtype[:20]!r}, but that of the codec beside it is "
@@ -226,7 +226,7 @@ class Datastore:
         self._key_starts = _starts([segment.keys for segment in self._segments])
         self._pruned = any(segment.kept is not None for segment in self._segments)
         self._counted = any(segment.counts_sha256 is not None for segment in self._segments)
-        self.entry_numbers = RowMap(int(self._starts[-1]), check_removed(catalog, self._segments))
+        self.entry_numbers = LiveNumbers(int(self._starts[-1]), check_removed(catalog, self._segments))
         for segment in self._segments:
             self.arrays.check(segment)
         self.key_numbers = self._number_keys()
@@ -285,7 +285,7 @@ class Datastore:
 
     @property
     def segments(self) -> list[SegmentRow]:
-        """The segments in the order of their rows."""
+        """The segments in the order of their entries."""
         return list(self._segments)
 
     @property
@@ -391,9 +391,9 @@ class Datastore:
             begin, end = places[0], places[-1] + 1
             if end - begin > len(places):
                 stored.numpy()[places] = mapped[local]
-            elif len(places) < BULK_READ_KEYS:  # ids that come in order lie side by side
+            elif len(places) < BULK_READ_KEYS:  # consecutive places: no copy is needed
                 np.take(mapped, local, axis=0, out=stored[begin:end].numpy(), mode="clip")
-            else:  # torch uses all cores, which pays for many
+            else:  # torch uses all cores, which pays off for many keys
                 torch.index_select(as_tensor(mapped), 0, torch.from_numpy(local), out=stored[begin:end])
             scales[places] = segment.scale
         keys = self.codec.decode(stored, 1.0)
@@ -404,22 +404,22 @@ class Datastore:
         return keys.reshape(*ids.shape, self.width)
 
     def entries_of(self, ids: Tensor) -> Tensor:
-        """Return which rows these keys belong to; an id below 0 stays."""
+        """Return the entries that these keys belong to; an id below 0 stays."""
         if not self._pruned:
             return ids
         flat = self.key_numbers.to_stored(ids.reshape(-1).cpu().numpy())
-        rows = np.full(len(flat), -1, dtype=np.int64)
+        entries = np.full(len(flat), -1, dtype=np.int64)
         for number, places, local in by_segment(flat, self._key_starts):
             segment = self._segments[number]
             kept = local if segment.kept is None else self.arrays.mapped(segment, KEPT_FILE)[local].astype(np.int64)
             if kept.min(initial=0) < 0 or kept.max(initial=0) >= segment.entries:
                 raise DatastoreCorrupt(
                     f"{segment_folder(self.path, segment.id) / KEPT_FILE} names an entry beyond the "
-                    f"{segment.entries:,} of the segment. Make the store again."
+                    f"{segment.entries:,} of the segment. Build the store again."
                 )
-            rows[places] = kept + segment.first_entry
-        rows = self.entry_numbers.to_live(rows)
-        return torch.from_numpy(rows).reshape(ids.shape).to(ids.device)
+            entries[places] = kept + segment.first_entry
+        entries = self.entry_numbers.to_live(entries)
+        return torch.from_numpy(entries).reshape(ids.shape).to(ids.device)
 
     def counts(self, ids: Tensor) -> Tensor | None:
         """Return the weights of these keys in a vote, (…) float32, 0 for an id below 0; None where all are 1."""
@@ -429,31 +429,31 @@ class Datastore:
         counts = np.zeros(len(flat), dtype=np.float32)
         for number, places, local in by_segment(flat, self._key_starts):
             segment = self._segments[number]
-            found = np.ones(1) if segment.counts_sha256 is None else self.arrays.mapped(segment, COUNTS_FILE)[local]
-            if not (np.isfinite(found) & (found > 0)).all():
+            weights = np.ones(1) if segment.counts_sha256 is None else self.arrays.mapped(segment, COUNTS_FILE)[local]
+            if not (np.isfinite(weights) & (weights > 0)).all():
                 raise DatastoreCorrupt(
-                    f"{segment_folder(self.path, segment.id) / COUNTS_FILE} holds counts that are not finite and above "
-                    "0. Make the store again, or restore the file."
+                    f"{segment_folder(self.path, segment.id) / COUNTS_FILE} contains counts that are not finite and "
+                    "above 0. Build the store again, or restore the file."
                 )
-            counts[places] = found
+            counts[places] = weights
         return torch.from_numpy(counts).reshape(ids.shape).to(ids.device)
 
-    def values(self, rows: Tensor) -> Tensor:
-        """Return the tokens of these rows, where the rows are; a row below 0 gives -1."""
-        if self.entry_count <= (_MAX_RESIDENT_TOKENS if rows.device.type == "cpu" else _MAX_DEVICE_TOKENS):
-            return self._resident(rows)
-        flat = self.entry_numbers.to_stored(rows.reshape(-1).cpu().numpy())
+    def values(self, entries: Tensor) -> Tensor:
+        """Return the tokens of these entries, on their device; -1 for an entry below 0."""
+        if self.entry_count <= (_MAX_RESIDENT_TOKENS if entries.device.type == "cpu" else _MAX_DEVICE_TOKENS):
+            return self._resident(entries)
+        flat = self.entry_numbers.to_stored(entries.reshape(-1).cpu().numpy())
         values = np.full(len(flat), -1, dtype=np.int64)
         for number, places, local in by_segment(flat, self._starts):
             values[places] = self.arrays.mapped(self._segments[number], VALUES_FILE)[local]
         self._check_values(values)
-        return torch.from_numpy(values).reshape(rows.shape).to(rows.device)
+        return torch.from_numpy(values).reshape(entries.shape).to(entries.device)
 
-    def _resident(self, rows: Tensor) -> Tensor:
+    def _resident(self, entries: Tensor) -> Tensor:
         """Look tokens up in one array on the caller's device: a query with a thousand neighbours is many lookups."""
-        if rows.numel() and check_flag(rows.amax() >= self.entry_count):
-            raise IndexError(f"row {int(rows.max())} of {self.entry_count}")
-        if rows.device not in self._values:
+        if entries.numel() and check_flag(entries.amax() >= self.entry_count):
+            raise IndexError(f"entry {int(entries.max())} of {self.entry_count}")
+        if entries.device not in self._values:
             values = np.empty(self.entry_count, np.int32)
             done = 0
             for segment in self._segments:  # one after another: each mapping holds a file handle
@@ -462,11 +462,11 @@ class Datastore:
                     values[done : done + count] = mapped[start - first : start - first + count]
                     done += count
             self._check_values(values)
-            self._values[rows.device] = torch.from_numpy(values).to(rows.device)
-        values_here = self._values[rows.device]
+            self._values[entries.device] = torch.from_numpy(values).to(entries.device)
+        values_here = self._values[entries.device]
         if not len(values_here):
-            return torch.full_like(rows, -1)
-        return values_here[rows.clamp(min=0)].long().masked_fill_(rows < 0, -1)
+            return torch.full_like(entries, -1)
+        return values_here[entries.clamp(min=0)].long().masked_fill_(entries < 0, -1)
 
     def _check_values(self, values: NDArray[Any]) -> None:
         if values.max(initial=-1) >= self.model["vocab_size"] or values.min(initial=0) < -1:
@@ -477,29 +477,31 @@ class Datastore:
         return self.catalog.holds(text_hash(text))
 
     def documents(self) -> Iterator[StoredDocument]:
-        """Return the documents in the order of their rows, without holding them all in memory."""
+        """Return the documents in the order of their entries, without holding them all in memory."""
         return map(self._renumbered, self.catalog.documents())
 
-    def document_at(self, row: int) -> StoredDocument:
-        """Find the document that holds a row."""
-        stored = int(self.entry_numbers.to_stored(np.array([row]))[0])
-        found = self.catalog.document_at(stored)
-        if not found.first_entry <= stored < found.first_entry + found.entries <= self.entry_numbers.total:
-            raise DatastoreCorrupt(f"{self.catalog.path} has no document for row {row}. Run knnlm repair {self.path}")
-        return self._renumbered(found)
+    def document_at(self, entry: int) -> StoredDocument:
+        """Return the document that an entry belongs to."""
+        stored = int(self.entry_numbers.to_stored(np.array([entry]))[0])
+        document = self.catalog.document_at(stored)
+        if not document.first_entry <= stored < document.first_entry + document.entries <= self.entry_numbers.total:
+            raise DatastoreCorrupt(
+                f"{self.catalog.path} has no document of entry {entry}. Run knnlm repair {self.path}"
+            )
+        return self._renumbered(document)
 
     def _renumbered(self, document: StoredDocument) -> StoredDocument:
-        """Return where a document is among the rows that are there."""
+        """Return the document with the live number of its first entry."""
         if self.entry_numbers.whole:
             return document
         return replace(document, first_entry=self.entry_numbers.before(document.first_entry))
 
-    def around(self, row: int, *, before: int = 20, after: int = 20) -> tuple[list[int], list[int]]:
-        """Return the tokens of the row's document before it, and from it on."""
-        document = self.document_at(row)
-        begin = max(document.first_entry, row - before)
-        end = min(document.first_entry + document.entries, row + after)
-        return self.values(torch.arange(begin, row)).tolist(), self.values(torch.arange(row, end)).tolist()
+    def around(self, entry: int, *, before: int = 20, after: int = 20) -> tuple[list[int], list[int]]:
+        """Return the tokens before an entry in its document, and those from it on."""
+        document = self.document_at(entry)
+        begin = max(document.first_entry, entry - before)
+        end = min(document.first_entry + document.entries, entry + after)
+        return self.values(torch.arange(begin, entry)).tolist(), self.values(torch.arange(entry, end)).tolist()
 
     def add(
         self, documents: Iterable[Document], *, lm: CausalLM, wait: float = 0.0, progress: Progress = silent
@@ -589,8 +591,8 @@ class Datastore:
         if self.lease is not None:
             self.lease.close()
 
-    def _number_keys(self) -> RowMap:
-        """Leave out the keys of removed rows."""
+    def _number_keys(self) -> LiveNumbers:
+        """Return the numbers of keys without those of removed entries."""
         if not self._pruned:
             return self.entry_numbers
         gaps = []
@@ -601,7 +603,7 @@ class Datastore:
                     kept = np.arange(segment.entries) if segment.kept is None else self.arrays.open(segment, KEPT_FILE)
                     low, high = np.searchsorted(kept, [local, local + count]).tolist()
                     gaps.append((first + low, high - low))
-        return RowMap(int(self._key_starts[-1]), gaps)
+        return LiveNumbers(int(self._key_starts[-1]), gaps)
 
 
 def _starts(sizes: list[int]) -> NDArray[np.int64]:
@@ -618,22 +620,17 @@ def check_folder(folder: Path) -> None:
     """Raise for a folder that contains anything but a store."""
     if folder.exists() and not folder.is_dir():
         raise DatastoreError(f"{folder} is a file. Choose another --out.")
-    ours = {WRITER, READERS, *PARTIAL_CATALOG_FILES, DECODER_FOLDER, f"{DECODER_FOLDER}.partial"}
-    ours |= {
-        MAP_FILE,
-        Path(MAP_FILE).with_suffix(".partial").name,
-        CODEC_FILE,
-        Path(CODEC_FILE).with_suffix(".partial").name,
-    }
+    ours = {WRITER, READERS, *PARTIAL_CATALOG_FILES, DECODER_FOLDER, f"{DECODER_FOLDER}.partial", MAP_FILE, CODEC_FILE}
+    ours |= {Path(file).with_suffix(".partial").name for file in (MAP_FILE, CODEC_FILE)}
     if folder.exists() and not (folder / CATALOG_FILE).exists():
         foreign = sorted(entry.name for entry in folder.iterdir() if entry.name not in ours)
         if foreign:
             raise DatastoreError(
-                f"{folder} is not empty (it holds {foreign[0]}) and is not a store. Choose another --out."
+                f"{folder} is not empty (it contains {foreign[0]}) and is not a store. Choose another --out."
             )
 
 
 def next_segment(folder: Path, catalog: SegmentSink) -> int:
     """Return a number that no segment or leftover folder has had."""
-    there = (entry.name.partition(".")[0] for entry in (folder / "segments").glob("[0-9]*"))
-    return max(catalog.next_segment(), *(int(name) + 1 for name in there if name.isdigit()), 0)
+    names = (path.name.partition(".")[0] for path in (folder / "segments").glob("[0-9]*"))
+    return max(catalog.next_segment(), *(int(name) + 1 for name in names if name.isdigit()), 0)

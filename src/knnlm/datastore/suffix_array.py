@@ -7,7 +7,7 @@ compared by at least 64 numbers, so that a text that consists of copies is sorte
 up to there are in the order of the text.
 
 store/
-  ngram/metadata.json     what the files were made of, and their checksums
+  ngram/metadata.json  the identity of the store, and the checksums of the files
   ngram/text.npy       (n,) int32, the numbers
   ngram/order.npy      (n,) int32, the sorted positions
   ngram/followers.npy  (V + 2,) int32, how many different tokens follow each number
@@ -38,21 +38,15 @@ from knnlm.io import atomic_folder, checksum, translate_os_errors
 from knnlm.progress import Progress, silent
 
 Ints: TypeAlias = NDArray[np.int64]
-
 Small: TypeAlias = NDArray[np.int32]
 
 DEPTH = 64  # numbers by which two positions are compared, at least
 
-_METADATA = "metadata.json"
-
+_METADATA_FILE = "metadata.json"
+_MAX_METADATA_BYTES = 1 << 16
 _FORMAT = 1
-
-_METADATA_BYTES = 1 << 16  # of metadata.json, at most
-
 _MAX_TOKENS = 2**31 - 2  # positions have 32 bits
-
-_BLOCK = 1 << 20  # rows of the store read at a time
-
+_BLOCK = 1 << 20  # entries of the store read at a time
 _PROGRESS_TITLE = "sorting n-grams"
 
 
@@ -203,7 +197,7 @@ def stored_suffix_array(store: Datastore) -> SuffixArray | None:
 
 
 def _expected(store: Datastore) -> dict[str, Any]:
-    """Return what the kept files must have been made of."""
+    """Return the metadata that the files of this store must have."""
     changed = {"generation": store.generation} if store.generation else {}
     return {
         "format": _FORMAT,
@@ -217,7 +211,7 @@ def _expected(store: Datastore) -> dict[str, Any]:
 
 def _build(text: Small, vocab_size: int, start_token: int, *, progress: Progress, what: str) -> SuffixArray:
     if len(text) > _MAX_TOKENS:
-        raise ParameterError(f"n-grams of {len(text):,} tokens are too many: at most {_MAX_TOKENS:,} can be sorted.")
+        raise ParameterError(f"Cannot sort the n-grams of {len(text):,} tokens: the limit is {_MAX_TOKENS:,}.")
     with progress(what, total=len(text), unit="tokens") as advance:
         order = _sort(text, vocab_size, advance)
     return SuffixArray(
@@ -291,25 +285,25 @@ def _text(store: Datastore) -> Small:
     for document in store.documents():
         if document.first_entry != expected or document.entries < 0:
             raise DatastoreCorrupt(
-                f"{store.catalog.path}: {document.source} begins at row {document.first_entry}; row {expected} was "
-                "expected. Build the store again."
+                f"{store.catalog.path}: {document.source} begins at entry {document.first_entry}, not at {expected}. "
+                "Build the store again."
             )
         if document.entries:
             begins.append(document.first_entry)
         expected += document.entries
     if expected != store.entry_count:
         raise DatastoreCorrupt(
-            f"{store.catalog.path} has documents of {expected:,} rows, but segments of {store.entry_count:,}. "
+            f"{store.catalog.path} has documents of {expected:,} entries, but segments of {store.entry_count:,}. "
             "Build the store again."
         )
     text = np.zeros(store.entry_count + len(begins) + 1, np.int32)
     for begin in range(0, store.entry_count, _BLOCK):
-        rows = np.arange(begin, min(begin + _BLOCK, store.entry_count))
-        values = store.values(torch.from_numpy(rows)).numpy()
+        entries = np.arange(begin, min(begin + _BLOCK, store.entry_count))
+        values = store.values(torch.from_numpy(entries)).numpy()
         if values.min() < 0:
             raise DatastoreCorrupt(f"{store.path} contains a token below 0. Build the store again.")
-        # As many borders come before a row as documents have begun.
-        text[rows + np.searchsorted(begins, rows, side="right")] = values + 1
+        # One border precedes each document up to this entry.
+        text[entries + np.searchsorted(begins, entries, side="right")] = values + 1
     return text
 
 
@@ -323,24 +317,24 @@ def _start_token(store: Datastore) -> int:
 def _load(store: Datastore, expected: dict[str, Any]) -> SuffixArray | None:
     """Map the files; None where there are none, or those of another store."""
     folder = store.path / NGRAM_FOLDER
-    metadata = _read_metadata(folder / _METADATA)
+    metadata = _read_metadata(folder / _METADATA_FILE)
     if metadata is None or any(metadata.get(name) != value for name, value in expected.items()):
         return None
     try:
         return _map(store, metadata, expected)
     except DatastoreCorrupt:
         # Another process may have replaced the files meanwhile.
-        if _read_metadata(folder / _METADATA) != metadata:
+        if _read_metadata(folder / _METADATA_FILE) != metadata:
             return None
         raise
 
 
 def _map(store: Datastore, metadata: dict[str, Any], expected: dict[str, Any]) -> SuffixArray:
-    """Map files into memory that must be as the metadata say."""
+    """Map the files after comparing them with the metadata."""
     folder = store.path / NGRAM_FOLDER
     size, vocab_size = metadata.get("size"), expected["vocab_size"]
     if not isinstance(size, int) or not 0 < size - store.entry_count <= expected["documents"] + 1:
-        raise _corrupt(folder, f"{_METADATA} says {size} places for {store.entry_count:,} tokens")
+        raise _corrupt(folder, f"{_METADATA_FILE} has {size} positions for {store.entry_count:,} tokens")
     shapes = {"text": (size,), "order": (size,), "followers": (vocab_size + 2,)}
     for name in shapes:
         check_place(store.path, folder / f"{name}.npy")
@@ -364,7 +358,7 @@ def _check_range(folder: Path, arrays: dict[str, Small], size: int, vocab_size: 
 def _read_metadata(path: Path) -> dict[str, Any] | None:
     check_place(path.parent.parent, path)
     try:
-        if path.stat().st_size > _METADATA_BYTES:
+        if path.stat().st_size > _MAX_METADATA_BYTES:
             raise ValueError(f"it has {path.stat().st_size:,} bytes")
         metadata = json.loads(path.read_bytes())
     except FileNotFoundError:
@@ -374,7 +368,7 @@ def _read_metadata(path: Path) -> dict[str, Any] | None:
     except (ValueError, RecursionError) as error:
         raise _corrupt(path.parent, f"{path.name} cannot be read, {error}") from None
     if not isinstance(metadata, dict):
-        raise _corrupt(path.parent, f"{path.name} holds no metadata")
+        raise _corrupt(path.parent, f"{path.name} is not a JSON object")
     return metadata
 
 
@@ -386,7 +380,7 @@ def _save(store: Datastore, made: SuffixArray, metadata: dict[str, Any]) -> None
     """Write the files and replace older ones."""
     folder = store.path / NGRAM_FOLDER
     with writer_lock(store.path):
-        if store.stale:  # files are only for the store as it is now
+        if store.stale:  # the files would be for an older state
             return
         with atomic_folder(folder, replace=True) as partial:
             sums: dict[str, str] = {}
@@ -395,4 +389,6 @@ def _save(store: Datastore, made: SuffixArray, metadata: dict[str, Any]) -> None
                     writer.append(getattr(made, name))
                 sums[f"{name}_sha256"] = checksum(partial / f"{name}.npy")
             with translate_os_errors(folder):
-                (partial / _METADATA).write_text(json.dumps({**metadata, "size": len(made.text), **sums}, indent=1))
+                (partial / _METADATA_FILE).write_text(
+                    json.dumps({**metadata, "size": len(made.text), **sums}, indent=1)
+                )

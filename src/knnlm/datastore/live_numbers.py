@@ -19,7 +19,7 @@ from knnlm.errors import DatastoreCorrupt
 Ints = NDArray[np.int64]
 
 
-class RowMap:
+class LiveNumbers:
     """Stored numbers 0 … total - 1 with gaps, and the live numbers of what is between the gaps."""
 
     def __init__(self, total: int, gaps: Iterable[tuple[int, int]] = ()) -> None:
@@ -83,7 +83,7 @@ class RowMap:
 def by_segment(numbers: Ints, starts: Ints) -> Iterator[tuple[int, Ints, Ints]]:
     """Return (segment, positions in `numbers` that belong to it, their numbers within the segment)."""
     if len(numbers) and numbers.max() >= starts[-1]:
-        raise IndexError(f"row {numbers.max()} of {starts[-1]}")
+        raise IndexError(f"entry {numbers.max()} of {starts[-1]}")
     segments = np.searchsorted(starts[:-1], numbers, side="right") - 1
     segments[numbers < 0] = -1
     order = np.argsort(segments, kind="stable")
@@ -95,21 +95,17 @@ def by_segment(numbers: Ints, starts: Ints) -> Iterator[tuple[int, Ints, Ints]]:
 
 
 def check_removed(catalog: Catalog, segments: Sequence[SegmentRow]) -> list[tuple[int, int]]:
-    """Return the stretches of rows that are no longer there, (first, count): each within its segment, none twice."""
+    """Return the removed stretches of entries, (first, count), after checking that each is within its segment."""
     ends = {segment.id: segment.first_entry + segment.entries for segment in segments}
     gaps, end = [], 0
-    for gone in catalog.removed():
-        numbers = all(type(one) is int for one in (gone.segment, gone.first_entry, gone.entries))
-        if (
-            not numbers
-            or gone.entries < 0
-            or gone.first_entry < end
-            or gone.first_entry + gone.entries > ends.get(gone.segment, -1)
-        ):
+    for removed in catalog.removed():
+        first, count = removed.first_entry, removed.entries
+        integers = all(type(number) is int for number in (removed.segment, first, count))
+        if not integers or count < 0 or first < end or first + count > ends.get(removed.segment, -1):
             raise DatastoreCorrupt(
-                f"{catalog.path}: {gone.entries} entries from {gone.first_entry} on were removed, which are not in "
-                f"segment {gone.segment}. Build the store again."
+                f"{catalog.path}: {count} entries from {first} on were removed, which are not in segment "
+                f"{removed.segment}. Build the store again."
             )
-        end = gone.first_entry + gone.entries
-        gaps.append((gone.first_entry, gone.entries))
+        end = first + count
+        gaps.append((first, count))
     return gaps
