@@ -89,12 +89,11 @@ KILLED = """
     from helpers.stores import BESIDE, documents
     from helpers.kill import Dying
     from helpers.models import tiny, tiny_tokenizer
-    from knnlm import CausalLM, build
+    from knnlm import CausalLM, build, io
     from knnlm.datastore import catalog, segments
-    from knnlm.ingest import segment_builder
     dying = Dying(int(sys.argv[2]))
     segments.ArrayWriter.write = dying(segments.ArrayWriter.write)
-    segment_builder.sync_folder = dying(segment_builder.sync_folder)
+    io.sync_folder = dying(io.sync_folder)
     catalog.Catalog.add_segment = dying(catalog.Catalog.add_segment)
     catalog.Catalog._put = dying(catalog.Catalog._put)
     lm = CausalLM(tiny("llama"), tiny_tokenizer(), name="tiny-llama")
@@ -167,7 +166,7 @@ def test_a_finished_memory_and_a_folder_of_other_things_are_not_written_over(lm,
     with pytest.raises(DatastoreError, match="finished store already"):
         build(documents(1), store.path, lm=lm)
     (tmp_path / "thesis.tex").write_text("years of work")
-    with pytest.raises(DatastoreError, match=r"holds thesis\.tex"):
+    with pytest.raises(DatastoreError, match=r"contains thesis\.tex"):
         build(documents(1), tmp_path, lm=lm)
     assert (tmp_path / "thesis.tex").read_text() == "years of work"
     assert [entry.name for entry in tmp_path.iterdir()] == ["thesis.tex"]
@@ -492,7 +491,7 @@ def test_tokens_that_the_model_does_not_have_are_damage(broken):
     data[-4:] = b"\xff\xff\xff\x7f"
     file.write_bytes(data)
     store = Datastore.open(broken, check=False)  # checksums would tell before
-    with pytest.raises(DatastoreCorrupt, match="holds a token that its model does not have"):
+    with pytest.raises(DatastoreCorrupt, match="contains a token that its model does not have"):
         store.values(torch.arange(store.entry_count))
 
 

@@ -248,7 +248,7 @@ def test_a_pipe_that_nobody_writes_to_does_not_hang(memory, name):
         "CREATE TRIGGER t AFTER INSERT ON meta BEGIN DELETE FROM documents; END",
         "CREATE TABLE more (a INTEGER, b TEXT GENERATED ALWAYS AS (zeroblob(a)))",
         "CREATE TABLE more (a INTEGER CHECK (length(zeroblob(a)) > 0))",
-        "CREATE INDEX heavy ON documents(length(zeroblob(rows)))",
+        "CREATE INDEX heavy ON documents(length(zeroblob(entries)))",
         "CREATE VIRTUAL TABLE words USING fts5(a)",
     ],
 )

@@ -283,13 +283,13 @@ KILLED = """
     from helpers.stores import documents
     from helpers.kill import Dying
     from helpers.models import tiny, tiny_tokenizer
-    from knnlm import CausalLM, build
+    from knnlm import CausalLM, build, io
     from knnlm.datastore import catalog, segments
-    from knnlm.ingest import pipeline, segment_builder
+    from knnlm.ingest import pipeline
     pipeline.PIPELINED_DEVICES, pipeline._COPY_BYTES = {{"cpu"}}, 1000
     dying = Dying(int(sys.argv[2]))
     segments.ArrayWriter.write = dying(segments.ArrayWriter.write)
-    segment_builder.sync_folder = dying(segment_builder.sync_folder)
+    io.sync_folder = dying(io.sync_folder)
     catalog.Catalog.add_segment = dying(catalog.Catalog.add_segment)
     lm = CausalLM(tiny("llama"), tiny_tokenizer(), name="tiny-llama")
     build(documents(12), sys.argv[1], lm=lm, segment_entries=150)

@@ -261,7 +261,7 @@ def test_invalid_counts_are_corrupt(tmp_path, bad):
     data[-4:] = np.float32(bad).tobytes()
     file.write_bytes(data)
     pruned.sums.on = False  # as if an attacker had recomputed the checksum
-    with pytest.raises(DatastoreCorrupt, match=r"counts\.npy holds counts that are not finite and above 0"):
+    with pytest.raises(DatastoreCorrupt, match=r"counts\.npy contains counts that are not finite and above 0"):
         pruned.counts(torch.arange(store.entry_count))
     with pytest.raises(DatastoreCorrupt, match=r"counts\.npy"):
         merge_keys(Datastore.open(tmp_path / "b"), ExactIndex(store.keys), neighbours=2)
@@ -382,7 +382,7 @@ def test_an_occupied_folder_is_refused_before_anything_slow(store, tmp_path):
 
 def test_a_copy_does_not_overwrite_other_files(store, tmp_path):
     (tmp_path / "thesis.tex").write_text("years of work")
-    with pytest.raises(DatastoreError, match=r"holds thesis\.tex"):
+    with pytest.raises(DatastoreError, match=r"contains thesis\.tex"):
         derive(store, tmp_path)
 
 
