@@ -310,7 +310,7 @@ KILLED = """
             segments.os.fsync = dying(os.fsync)
             encoding.Path.unlink = dying(encoding.Path.unlink)
             catalog.Catalog._put = dying(catalog.Catalog._put)
-            build(documents(16), f"killed{left}", lm=lm, keys="codes4", segment_entries=150)
+            build(documents(16), f"killed{left}", lm=lm, key_format="codes4", segment_entries=150)
             os._exit(3)
         assert os.wait()[1] == 9
 """
