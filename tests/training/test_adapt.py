@@ -230,7 +230,7 @@ def test_an_occupied_folder_is_refused_before_anything_is_trained(base, tmp_path
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "notes.txt").write_text("mine")
     memory = build(TEXT, tmp_path / "memory", lm=base).path
-    for place, message in (("file", "is a file"), ("full", "holds notes.txt"), ("memory", "is a store already")):
+    for place, message in (("file", "is a file"), ("full", "contains notes.txt"), ("memory", "is a store already")):
         with pytest.raises(DatastoreError, match=message):
             fit_adaptation(TEXT, tmp_path / place, lm=base, **QUICK)
     assert not (memory / "decoder.partial").exists()
