@@ -284,7 +284,7 @@ def test_a_truncated_segment_is_named_on_open(broken, name):
 
 def test_a_segment_of_another_shape_is_named_on_open(broken):
     np.save(broken / "segments" / "000000" / "keys.npy", np.zeros((3, 32), np.float16))
-    with pytest.raises(DatastoreCorrupt, match=r"holds float16 \(3, 32\), but the catalog says"):
+    with pytest.raises(DatastoreCorrupt, match=r"contains float16 \(3, 32\), but the catalog has"):
         Datastore.open(broken)
 
 

@@ -58,11 +58,11 @@ class KeyMap:
     def __post_init__(self) -> None:
         if self.matrix.ndim != 2 or self.centre.shape != self.matrix.shape[:1] or 0 in self.matrix.shape:
             raise ParameterError(
-                f"A map of keys has a matrix (D, D') and a centre (D,), not {tuple(self.matrix.shape)} and "
+                f"A key map has a matrix (D, D') and a centre (D,), not {tuple(self.matrix.shape)} and "
                 f"{tuple(self.centre.shape)}."
             )
         if not (self.matrix.isfinite().all() and self.centre.isfinite().all()):
-            raise ParameterError("A map of keys must be of finite numbers.")
+            raise ParameterError("The numbers of a key map must be finite.")
 
     @property
     def width(self) -> int:
@@ -116,7 +116,7 @@ class KeyMap:
                 raise ParameterError("its numbers are not float32")
             return cls(tensors["matrix"], tensors["centre"], metadata)
         except (SafetensorError, KeyError, ParameterError) as error:
-            raise DatastoreCorrupt(f"{path} is not a readable map of keys ({error}). {advice}") from None
+            raise DatastoreCorrupt(f"{path}: not a readable key map ({error}). {advice}") from None
 
 
 class Codec(Protocol):
@@ -318,7 +318,7 @@ def load_codec(path: Path, fact: Any, *, width: int) -> Codec:
             raise ParameterError("its numbers are not float32")
         codec: Codec = kind(**tensors)
     except (SafetensorError, TypeError, ParameterError) as error:
-        raise DatastoreCorrupt(f"{path} is not a readable codec ({error}). {advice}") from None
+        raise DatastoreCorrupt(f"{path}: not a readable codec ({error}). {advice}") from None
     if codec.width != width:
         raise DatastoreCorrupt(f"{path}: the codec is for keys of width {codec.width}, not {width}. {advice}")
     return codec
@@ -358,23 +358,23 @@ class Storage:
 
 def parse_storage(text: str, *, width: int | None = None) -> Storage:
     """Parse a key format; `width` is that of the keys, if it is known."""
-    found = _STORAGE_PATTERN.fullmatch(text.strip())
-    if found is None:
+    match = _STORAGE_PATTERN.fullmatch(text.strip())
+    if match is None:
         raise ParameterError(
             f"Unknown key format {text!r}: use float16, float32, int8, codes, codes48 (bytes per key), or "
             "pca256-int8 (principal components of a key)."
         )
-    if found["kind"] is None:
-        return Storage(found[0])
-    components = None if found["components"] is None else int(found["components"])
-    kind = "codes" if found["kind"].startswith("codes") else "int8"
-    storage = Storage(kind, components, int(found["bytes"] or _DEFAULT_CODE_BYTES))
+    if match["kind"] is None:
+        return Storage(match[0])
+    components = None if match["components"] is None else int(match["components"])
+    kind = "codes" if match["kind"].startswith("codes") else "int8"
+    storage = Storage(kind, components, int(match["bytes"] or _DEFAULT_CODE_BYTES))
     left = width if components is None else components
     if width is not None and components is not None and components > width:
-        raise ParameterError(f"{text} asks for {components} components, but keys have only {width} dimensions.")
+        raise ParameterError(f"{text} has {components} components, but keys have only {width} dimensions.")
     if left is not None and storage.kind == "codes" and storage.bytes > left:
-        if found["bytes"] is not None:
-            raise ParameterError(f"{text} asks for {storage.bytes} bytes a key, but there are {left} dimensions.")
+        if match["bytes"] is not None:
+            raise ParameterError(f"{text} has {storage.bytes} bytes per key, but there are only {left} dimensions.")
         storage = Storage(storage.kind, components, left)
     return storage
 

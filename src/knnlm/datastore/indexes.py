@@ -54,10 +54,10 @@ def _replace_index(store: Datastore, catalog: Catalog, spec: str, metric: str, p
     purge(store.path, catalog, lease=store.lease)
     if spec == "auto":
         spec = choose_spec(store)
-    made = None if spec == "exact" else make_index(store, catalog, spec, metric, progress)
-    catalog.replace_indexes(made, skipped=store.key_numbers.gaps)
+    row = None if spec == "exact" else make_index(store, catalog, spec, metric, progress)
+    catalog.replace_indexes(row, skipped=store.key_numbers.gaps)
     purge(store.path, catalog, lease=store.lease)
-    return "exact" if made is None else made.spec
+    return "exact" if row is None else row.spec
 
 
 def choose_spec(store: Datastore) -> str:
@@ -92,7 +92,8 @@ def _write_index(store: Datastore, spec: str, metric: str, folder: Path, progres
     except IndexInvalid:
         if spec != choose_spec(store) or isinstance(store.codec, Codes):
             raise
-        (folder / BLOCK_INDEX_FILE).unlink(missing_ok=True)
+        for leftover in folder.iterdir():
+            leftover.unlink()
         return _write_index(store, fallback_spec(store.key_count), metric, folder, progress)
     if isinstance(index, FaissIndex):
         index.save(folder / FAISS_INDEX_FILE)
@@ -133,9 +134,9 @@ def stored_indexes(store: Datastore) -> list[tuple[IndexRow, LiveNumbers]]:
     """
     with closing(store.catalog.latest()) as now, now.snapshot():
         newest = _coverage(store, now) if now.layout == store.layout else None
-    gone = store.key_numbers
+    live = store.key_numbers
     if newest is not None and all(
-        not any(True for _ in gone.stretches(first, min(first + count, gone.total)))
+        not any(True for _ in live.stretches(first, min(first + count, live.total)))
         for _, covered in newest
         for first, count in covered.gaps
     ):
@@ -158,8 +159,8 @@ def _coverage(store: Datastore, catalog: Catalog) -> list[tuple[IndexRow, LiveNu
         ):
             raise DatastoreCorrupt(f"{store.catalog.path}: invalid list of keys that the index lacks. {_advice(store)}")
         gaps.append((gap[0], gap[1]))
-    gone = sum(count for _, count in gaps)
-    return [(row, LiveNumbers(row.entries + gone, gaps)) for row in rows]
+    lacking = sum(count for _, count in gaps)
+    return [(row, LiveNumbers(row.entries + lacking, gaps)) for row in rows]
 
 
 def _load_checked(store: Datastore, row: IndexRow, covered: LiveNumbers) -> FaissIndex | BlockIndex:
@@ -175,7 +176,7 @@ def _load_checked(store: Datastore, row: IndexRow, covered: LiveNumbers) -> Fais
     more = covered.total > known and row in store.catalog.indexes()
     if fewer or more or (index.rows, index.width) != (row.entries, store.width):
         raise IndexInvalid(
-            f"{path} holds {index.rows:,} vectors of width {index.width}, but the store has "
+            f"{path} contains {index.rows:,} vectors of width {index.width}, but the store has "
             f"{store.key_count:,} of width {store.width}. {_advice(store)}"
         )
     return index
@@ -213,10 +214,10 @@ def _join(store: Datastore, index: FaissIndex | BlockIndex, covered: LiveNumbers
     numbers = known.to_live(covered.to_stored(np.arange(index.rows)))
     first = known.before(min(covered.total, known.total))  # keys from here on are newer
     older = Keys(store, end=first)
-    alive = FilteredIndex(index, numbers, older)
-    if alive.rows:
-        check_index(alive, older, what=what, precise=precise)
-    older_index: Index = _reranked(alive, store) if rerank else alive
+    filtered = FilteredIndex(index, numbers, older)
+    if filtered.rows:
+        check_index(filtered, older, what=what, precise=precise)
+    older_index: Index = _reranked(filtered, store) if rerank else filtered
     if first == store.key_count:
         return older_index
     return ConcatenatedIndex(older_index, ExactIndex(Keys(store, first), metric=index.metric), first=first)
@@ -241,9 +242,8 @@ def request_index(spec: str, metric: str) -> dict[str, Any]:
 
 def requested_index(catalog: Catalog) -> tuple[str, str] | None:
     """Return spec and metric of the index that is still to be built; None where there is none, or it is invalid."""
-    found = catalog.get(REQUESTED_INDEX)
-    values = (found.get("spec"), found.get("metric")) if isinstance(found, dict) else (None, None)
-    spec, metric = values
+    request = catalog.get(REQUESTED_INDEX)
+    spec, metric = (request.get("spec"), request.get("metric")) if isinstance(request, dict) else (None, None)
     return (spec, metric) if isinstance(spec, str) and isinstance(metric, str) else None
 
 

@@ -20,7 +20,7 @@ Ints = NDArray[np.int64]
 
 
 class LiveNumbers:
-    """Stored numbers 0 … total - 1 with gaps, and the live numbers of what is between the gaps."""
+    """Stored numbers 0 … total - 1 with gaps, and the live numbers of those between the gaps."""
 
     def __init__(self, total: int, gaps: Iterable[tuple[int, int]] = ()) -> None:
         """`gaps` are (first stored number, count); they may touch, but not overlap."""

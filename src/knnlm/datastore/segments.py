@@ -172,7 +172,7 @@ def open_array(path: Path, dtype: DTypeLike, shape: tuple[int, ...]) -> NDArray[
         raise DatastoreCorrupt(f"{path} is not a readable array ({error}). Build the store again.") from None
     if found_shape != shape or found_dtype != expected:
         raise DatastoreCorrupt(
-            f"{path} holds {found_dtype} {found_shape}, but the catalog says {expected} {shape}. "
+            f"{path} contains {found_dtype} {found_shape}, but the catalog has {expected} {shape}. "
             "Build the store again, or restore the file."
         )
     size = begin + expected.itemsize * math.prod(shape)
@@ -193,7 +193,7 @@ def write_header(file: IO[bytes], dtype: np.dtype[Any], shape: tuple[int, ...]) 
 
 
 def skip_header(file: BinaryIO) -> int:
-    """Go to the first row of an array that was checked when it was opened, and say where that is."""
+    """Seek to the first row of an array, whose header was checked when it was opened, and return its offset."""
     np.lib.format.read_magic(file)
     np.lib.format.read_array_header_1_0(file)
     return file.tell()
@@ -316,7 +316,7 @@ class Arrays:
     def copy(self, segment: SegmentRow, name: str, stretches: Iterable[tuple[int, int]]) -> Iterator[NDArray[Any]]:
         """Return stretches of an array's rows, (first, count) each, as they are stored, some megabytes at a time.
 
-        All of the file is compared before: what is copied gets a checksum of its own.
+        The checksum of the whole file is compared first, as the copy gets a checksum of its own.
         """
         path = segment_folder(self._path, segment.id) / name
         check_place(self._path, path)
