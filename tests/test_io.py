@@ -1,4 +1,4 @@
-"""Resident pages of mapped keys are bounded."""
+"""Resident pages of mapped keys are bounded; folders are written atomically."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import torch
 from helpers.stores import documents
 from knnlm import io
 from knnlm.datastore.store import Datastore
+from knnlm.errors import DatastoreError
 from knnlm.ingest.build import build
 from knnlm.io import release_pages, resident_bytes
 
@@ -71,3 +72,32 @@ def test_a_store_returns_the_same_keys_when_pages_are_released(lm, tmp_path, mon
     for _ in range(40):
         torch.testing.assert_close(store.take(ids), right, rtol=0, atol=0)
     assert calls
+
+
+def test_atomic_folder_appears_complete_or_not_at_all(tmp_path):
+    final = tmp_path / "a" / "folder"
+    with io.atomic_folder(final) as partial:
+        assert not final.exists()
+        (partial / "inner").mkdir()
+        (partial / "inner" / "file").write_text("new")
+    assert (final / "inner" / "file").read_text() == "new"
+    assert list(final.parent.iterdir()) == [final]
+    with pytest.raises(ZeroDivisionError), io.atomic_folder(final, replace=True) as partial:
+        (partial / "file").write_text(str(1 // 0))
+    assert list(final.parent.iterdir()) == [final]
+    assert (final / "inner" / "file").exists()
+
+
+def test_atomic_folder_replaces_a_folder_only_if_asked_to(tmp_path):
+    final = tmp_path / "folder"
+    final.mkdir()
+    (final / "old").write_text("old")
+    with pytest.raises(DatastoreError, match="Cannot write"), io.atomic_folder(final) as partial:
+        (partial / "new").write_text("new")
+    assert [file.name for file in final.iterdir()] == ["old"]
+    (tmp_path / "folder.partial").mkdir()  # as a killed process leaves it
+    (tmp_path / "folder.partial" / "leftover").write_text("half")
+    with io.atomic_folder(final, replace=True) as partial:
+        (partial / "new").write_text("new")
+    assert [file.name for file in final.iterdir()] == ["new"]
+    assert list(tmp_path.iterdir()) == [final]
