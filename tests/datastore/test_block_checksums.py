@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from helpers.damage import flip, tree
 from helpers.stores import made_store
 from knnlm.datastore.indexes import build_index, open_index
-from knnlm.datastore.integrity import BLOCK, BlockChecksums
+from knnlm.datastore.integrity import BLOCK_BYTES, BlockChecksums
 from knnlm.datastore.rewrite import derive
 from knnlm.datastore.store import Datastore
 from knnlm.errors import DatastoreCorrupt
@@ -60,7 +60,7 @@ def test_a_flipped_bit_is_noticed_by_every_way_of_reading_keys(memory):
     for name, way in ways.items():
         with (
             closing(Datastore.open(memory)) as store,
-            pytest.raises(DatastoreCorrupt, match="is not as it was written"),
+            pytest.raises(DatastoreCorrupt, match="checksum mismatch"),
         ):
             pytest.fail(f"{name}: {way(store)}")
         with closing(Datastore.open(memory, check=False)) as store:
@@ -86,11 +86,13 @@ def test_damage_is_told_exactly_where_a_block_of_it_is_touched(rows, place, orig
     file = path / "segments/000000/keys.npy"
     header = file.stat().st_size - ROWS * WIDTH * 4
     flip(file, header + place)
-    bad = (header + place) // BLOCK
-    touched = {byte // BLOCK for row in rows for byte in (header + row * WIDTH * 4, header + row * WIDTH * 4 + 63)}
+    bad = (header + place) // BLOCK_BYTES
+    touched = {
+        byte // BLOCK_BYTES for row in rows for byte in (header + row * WIDTH * 4, header + row * WIDTH * 4 + 63)
+    }
     with closing(Datastore.open(path)) as store:
         if bad in touched:
-            with pytest.raises(DatastoreCorrupt, match=f"in bytes {bad * BLOCK:,} to"):
+            with pytest.raises(DatastoreCorrupt, match=f"in bytes {bad * BLOCK_BYTES:,} to"):
                 store.take(torch.tensor(rows))
         else:
             store.take(torch.tensor(rows))
@@ -98,7 +100,7 @@ def test_damage_is_told_exactly_where_a_block_of_it_is_touched(rows, place, orig
 
 def test_the_first_use_of_all_compares_the_whole_file(memory):
     flip(memory / "segments/000000/keys.npy", -1)
-    with closing(Datastore.open(memory)) as store, pytest.raises(DatastoreCorrupt, match="is not as it was written"):
+    with closing(Datastore.open(memory)) as store, pytest.raises(DatastoreCorrupt, match="checksum mismatch"):
         store.take(torch.tensor([0]))
     assert not (memory / "segments/000000/keys.sums").exists()
 
@@ -108,7 +110,7 @@ def test_the_sums_that_are_kept_are_those_of_the_blocks(memory):
     data = (memory / "segments/000000/keys.npy").read_bytes()
     kept = (memory / "segments/000000/keys.sums").read_bytes()
     assert kept[:72] == b"KNNLMSUM" + checksum(memory / "segments/000000/keys.npy").encode()
-    sums = [zlib.crc32(data[at : at + BLOCK]) for at in range(0, len(data), BLOCK)]
+    sums = [zlib.crc32(data[at : at + BLOCK_BYTES]) for at in range(0, len(data), BLOCK_BYTES)]
     assert np.frombuffer(kept[72:-32], "<u4").tolist() == sums
     assert len(sums) == 6
 
@@ -150,7 +152,7 @@ def test_every_block_is_read_once(memory, monkeypatch):
     with closing(Datastore.open(memory)) as store:
         for _ in range(3):
             store.take(torch.tensor([0, 1, 2]))
-        assert calls == [BLOCK]
+        assert calls == [BLOCK_BYTES]
         for _ in range(3):
             list(store.chunks(512))
         assert len(calls) == 6
@@ -176,14 +178,14 @@ def test_a_memory_that_cannot_be_written_to_is_compared_all_the_same(memory, mon
 @given(data=st.data())
 def test_rows_longer_than_a_block_are_compared_from_end_to_end(data, tmp_path_factory):
     path = tmp_path_factory.mktemp("long") / "keys.npy"
-    row_bytes, count = data.draw(st.integers(1, 3 * BLOCK)), data.draw(st.integers(1, 5))
+    row_bytes, count = data.draw(st.integers(1, 3 * BLOCK_BYTES)), data.draw(st.integers(1, 5))
     header = data.draw(st.integers(0, 200))
     content = bytearray(np.random.default_rng(0).bytes(header + count * row_bytes))
     path.write_bytes(content)
     sha256 = checksum(path)
     rows = np.array(data.draw(st.lists(st.integers(0, count - 1), min_size=1, max_size=3)))
-    BlockChecksums().rows(path, sha256, rows, row_bytes, total=count)
+    BlockChecksums().check_rows(path, sha256, rows, row_bytes, total=count)
     row = int(rows[0])
     flip(path, data.draw(st.integers(header + row * row_bytes, header + (row + 1) * row_bytes - 1)))
     with pytest.raises(DatastoreCorrupt):
-        BlockChecksums().rows(path, sha256, rows, row_bytes, total=count)
+        BlockChecksums().check_rows(path, sha256, rows, row_bytes, total=count)

@@ -38,7 +38,7 @@ from knnlm.datastore.compact import compact
 from knnlm.datastore.indexes import build_index, open_index
 from knnlm.datastore.live_numbers import LiveNumbers
 from knnlm.datastore.locks import writer_lock
-from knnlm.datastore.remove import evidence, list_documents, remove
+from knnlm.datastore.remove import list_documents, removal_report, remove
 from knnlm.datastore.rewrite import derive, sample_keys
 from knnlm.datastore.store import Datastore
 from knnlm.datastore.suffix_array import open_suffix_array
@@ -190,7 +190,7 @@ def test_a_removed_document_is_nowhere_before_and_after_a_compaction(lm, memory,
                 assert not store.holds(DOCUMENTS[int(name[1:])].text)
         done = compact(memory)
         assert done.purged
-    assert evidence(memory).bytes == ()
+    assert removal_report(memory).bytes == ()
     add(DOCUMENTS[12:], memory, lm=lm)
     with closing(Datastore.open(memory)) as store:
         expect(store, [*wanted, *DOCUMENTS[12:]], lm, alone)
@@ -224,10 +224,10 @@ def test_after_a_compaction_no_file_has_the_tokens_keys_or_name_of_a_removed_doc
     assert found() == set(needles)
     remove(memory, source="the-secret-*")
     assert {"tokens", "key", "float32 key"} <= found()
-    assert {held.path for held in evidence(memory).bytes} >= {"index/000000"}
+    assert {held.path for held in removal_report(memory).bytes} >= {"index/000000"}
     assert compact(memory).purged
     assert found() == set()
-    assert evidence(memory).bytes == ()
+    assert removal_report(memory).bytes == ()
 
 
 @pytest.mark.parametrize("metric", ["l2", "ip"])
@@ -361,7 +361,7 @@ def test_a_reader_keeps_its_snapshot_through_everything_and_finds_the_new_state_
     assert old.stale
     done = compact(memory)
     assert not done.purged
-    held = {holding.path for holding in evidence(memory).bytes}
+    held = {holding.path for holding in removal_report(memory).bytes}
     assert any(path.startswith("segments/") for path in held)
     for store in (old, old.reopen()):
         assert store.stale == (store is old)
@@ -373,7 +373,7 @@ def test_a_reader_keeps_its_snapshot_through_everything_and_finds_the_new_state_
         assert type(open_index(store)).__name__ == "RerankedIndex"
         store.close()
     add(DOCUMENTS[14:15], memory, lm=lm)  # any writer removes what nobody reads any more
-    assert evidence(memory).bytes == ()
+    assert removal_report(memory).bytes == ()
     with closing(Datastore.open(memory)) as store:
         expect(store, [*DOCUMENTS[:5], *DOCUMENTS[6:15]], lm, alone)
 
@@ -509,9 +509,9 @@ def test_documents_are_chosen_by_id_pattern_and_field(memory):
     ):
         assert [one.id for one in list_documents(memory, selection)[0]] == right, selection
     for wrong in ("colour=red", "number=four", "id", "rows; DROP TABLE documents=1"):
-        with pytest.raises(ParameterError, match="is no condition"):
+        with pytest.raises(ParameterError, match="Invalid condition"):
             list_documents(memory, Selection(where=(wrong,)))
-    with pytest.raises(ParameterError, match="Which documents"):
+    with pytest.raises(ParameterError, match="No documents are selected"):
         remove(memory)
 
 
@@ -556,19 +556,19 @@ def test_sorted_text_is_not_kept_when_a_document_goes_just_before_it_would_be(me
             False,
         )  # all of the snapshot, for this reader alone
     assert not (memory / "ngram").exists()
-    assert "ngram" not in {held.path for held in evidence(memory).bytes}
+    assert "ngram" not in {held.path for held in removal_report(memory).bytes}
 
 
 def test_what_learnt_from_a_removed_document_is_named_until_it_is_made_again(memory):
     (memory / "output").mkdir()
     (memory / "output" / "output.safetensors").write_bytes(b"trained")
-    assert evidence(memory).trained == ()
+    assert removal_report(memory).trained == ()
     remove(memory, document="d1")
     compact(memory)
-    (found,) = evidence(memory).trained
-    assert (found.path, found.goes) == ("output", "train again")
+    (found,) = removal_report(memory).trained
+    assert (found.path, found.erased_by) == ("output", "train again")
     (memory / "output" / "output.safetensors").write_bytes(b"retrain")
-    assert evidence(memory).trained == ()
+    assert removal_report(memory).trained == ()
 
 
 def test_each_gate_that_learnt_from_a_removed_document_is_named_whatever_others_come(memory):
@@ -578,9 +578,12 @@ def test_each_gate_that_learnt_from_a_removed_document_is_named_whatever_others_
     remove(memory, document="d1")
     (memory / "mixtures" / "three.safetensors").write_bytes(b"three")
     (memory / "mixtures" / "two.safetensors").unlink()
-    assert [one.path for one in evidence(memory).trained] == ["mixtures/one.safetensors"]
+    assert [one.path for one in removal_report(memory).trained] == ["mixtures/one.safetensors"]
     remove(memory, document="d2")
-    assert [one.path for one in evidence(memory).trained] == ["mixtures/one.safetensors", "mixtures/three.safetensors"]
+    assert [one.path for one in removal_report(memory).trained] == [
+        "mixtures/one.safetensors",
+        "mixtures/three.safetensors",
+    ]
 
 
 def test_an_offset_that_removed_keys_may_be_in_is_named(lm, tmp_path):
@@ -588,16 +591,16 @@ def test_an_offset_that_removed_keys_may_be_in_is_named(lm, tmp_path):
         keys = store.take(torch.arange(store.entry_count))
     with closing(Catalog.open(tmp_path / "m" / "catalog.db", write=True)) as catalog:
         catalog.put(offset=keys.mean(0).tolist())
-    assert evidence(tmp_path / "m").trained == ()
+    assert removal_report(tmp_path / "m").trained == ()
     remove(tmp_path / "m", document="d1")
-    (found,) = evidence(tmp_path / "m").trained
-    assert (found.path, found.goes) == ("catalog.db", "build again")
+    (found,) = removal_report(tmp_path / "m").trained
+    assert (found.path, found.erased_by) == ("catalog.db", "build again")
     assert "offset" in found.what
 
 
 def test_sorted_text_from_before_a_removal_is_named_as_long_as_it_is_there(memory):
     def named() -> bool:
-        return any(one.path == "ngram" for one in evidence(memory).bytes)
+        return any(one.path == "ngram" for one in removal_report(memory).bytes)
 
     reader = Datastore.open(memory)
     open_suffix_array(reader)
@@ -750,7 +753,7 @@ def test_compaction_refuses_to_copy_what_is_damaged(memory):
     data = bytearray(file.read_bytes())
     data[-3] ^= 1
     file.write_bytes(data)
-    with pytest.raises(DatastoreCorrupt, match=r"keys.npy is not as it was written"):
+    with pytest.raises(DatastoreCorrupt, match=r"keys.npy: checksum mismatch"):
         compact(memory)
     assert Datastore.open(memory).catalog.document_count() == 11
 
@@ -810,8 +813,8 @@ def test_the_commands_do_what_the_functions_do(memory, model_folder, tmp_path, c
     assert "No file contains bytes of removed documents." in knnlm(capfd, "remove", memory, "--report")[1]
     for arguments, message in (
         (("remove", memory, "--document", "d3"), "has no document for --document d3"),
-        (("remove", memory), "Which documents?"),
-        (("remove", memory, "--where", "colour=red"), "is no condition"),
+        (("remove", memory), "No documents are selected"),
+        (("remove", memory, "--where", "colour=red"), "Invalid condition"),
         (("compact", tmp_path / "nowhere"), "is not a store"),
     ):
         code, out, err = knnlm(capfd, *arguments)

@@ -72,7 +72,7 @@ def test_damaged_codes_are_noticed_when_they_are_first_read(memory):
             lambda: list(store.chunks(64)),
             lambda: store.read(first, torch.empty(store.segments[1].keys, store.codec.columns, dtype=torch.int8)),
         ):
-            with pytest.raises(DatastoreCorrupt, match=r"000001/keys\.npy is not as it was written"):
+            with pytest.raises(DatastoreCorrupt, match=r"000001/keys\.npy: checksum mismatch"):
                 read()
 
 

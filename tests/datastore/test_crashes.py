@@ -22,7 +22,7 @@ from knnlm.corpus import Document
 from knnlm.datastore.catalog import Catalog
 from knnlm.datastore.compact import compact
 from knnlm.datastore.indexes import build_index, open_index
-from knnlm.datastore.remove import evidence, remove
+from knnlm.datastore.remove import removal_report, remove
 from knnlm.datastore.store import Datastore
 from knnlm.errors import DatastoreError
 from knnlm.index.exact import ExactIndex
@@ -138,7 +138,7 @@ def finish(zygote: Zygote, do: str, path: Path, alone: dict[str, np.ndarray], wa
         assert zygote.run(do, path, keys=way) == 0, complaint(path)
     assert sound(path, alone) == names(right)
     if do == "compact":
-        assert evidence(path).bytes == ()
+        assert removal_report(path).bytes == ()
     if do != "build":  # any later writer removes what the dead one left
         assert zygote.run("add", path, add=[right_number(right)]) == 0, complaint(path)
         with closing(Catalog.open(path / "catalog.db")) as catalog:
@@ -255,7 +255,7 @@ def test_a_reader_keeps_old_files_and_a_compaction_waits_for_it(zygote, template
     path.with_name("go").touch()
     assert compact(path, wait=60).purged
     assert zygote.wait(pid) == 0, complaint(path)
-    assert evidence(path).bytes == ()
+    assert removal_report(path).bytes == ()
 
 
 def test_readers_see_one_generation_each_while_a_writer_changes_the_memory(zygote, template, alone, tmp_path):

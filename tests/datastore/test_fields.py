@@ -20,7 +20,7 @@ from knnlm.corpus import MAX_FIELD_LENGTH, MAX_FIELDS, Document, read_documents,
 from knnlm.datastore import schema
 from knnlm.datastore.catalog import Selection, field_condition, fields_by_number, other_fields, put_fields
 from knnlm.datastore.compact import compact
-from knnlm.datastore.remove import evidence, list_documents, remove
+from knnlm.datastore.remove import list_documents, removal_report, remove
 from knnlm.datastore.rewrite import derive
 from knnlm.datastore.schema import StoredDocument
 from knnlm.datastore.store import Datastore
@@ -132,7 +132,7 @@ def test_documents_are_chosen_by_fields_of_their_records(memory):
     assert [one.fields for one in list_documents(memory, Selection(document="d1"))[0]] == [RIGHT["d1"]]
     for wrong in ("colour=red", "fields.id=d1", "customers=acme"):
         with pytest.raises(
-            ParameterError, match=r"no document has this field\. Known are id, .*customer, customer id, y"
+            ParameterError, match=r"no document has this field\. The fields are id, .*customer, customer id, y"
         ):
             remove(memory, where=wrong)
 
@@ -169,7 +169,7 @@ def test_a_removed_documents_fields_are_in_no_file_after_a_compaction(lm, memory
     with closing(sqlite3.connect(memory / "catalog.db")) as connection:
         assert connection.execute("SELECT COUNT(*) FROM fields").fetchone() == (len(RIGHT),)
     assert compact(memory).purged
-    assert evidence(memory).bytes == ()
+    assert removal_report(memory).bytes == ()
     for file in memory.rglob("*"):
         assert file.is_dir() or not any(word in file.read_bytes() for word in (b"hidden-customer", b"hidden-name"))
     assert fields_in(memory) == RIGHT | BARE
@@ -252,4 +252,4 @@ def test_the_commands_show_fields_and_choose_by_them(memory, capfd):
     assert run(["remove", str(memory), "--where", "customer=acme"]) == 2
     assert "has no document for --where customer=acme" in capfd.readouterr().err
     assert run(["remove", str(memory), "--where", "colour=red"]) == 2
-    assert "'colour=red' is no condition: no document has this field" in capfd.readouterr().err
+    assert "Invalid condition 'colour=red': no document has this field" in capfd.readouterr().err

@@ -1,4 +1,4 @@
-"""A bit that is not as it was written in a catalog is noticed, and never changes an answer silently."""
+"""A flipped bit in a catalog is noticed, and never changes an answer silently."""
 
 from __future__ import annotations
 
@@ -136,7 +136,7 @@ def test_a_change_that_fails_leaves_the_sums_as_they_were(memory):
     before = written_sums(memory / FILE)
     with closing(Catalog.open(memory / FILE, write=True)) as catalog:
         with suppress(ZeroDivisionError), catalog.change():
-            catalog.put_within(colour="green")
+            catalog.write_metadata(colour="green")
             _ = 1 / 0
         assert written_sums(memory / FILE) == before
         catalog.put(colour="red")
@@ -269,7 +269,7 @@ def test_readers_are_not_alarmed_by_a_writer_who_is_at_work(tmp_path):
             print("begun", flush=True)
             for number in range(300, 10**9):
                 with catalog.change() as connection:
-                    catalog.put_within(counter=number)
+                    catalog.write_metadata(counter=number)
                     catalog.put_documents([StoredDocument(number, "x", "s", 0, 3000, 0, "")])
                     connection.execute("DELETE FROM documents WHERE number = ?", (number - 5,))
     """)
@@ -283,7 +283,7 @@ def test_readers_are_not_alarmed_by_a_writer_who_is_at_work(tmp_path):
             with closing(Catalog.open(tmp_path / "m" / FILE, hold=bool(turn_ % 2))) as catalog:
                 assert catalog.document_count() == 300
                 catalog.segments()
-                assert catalog.differing() == []
+                assert catalog.mismatched_parts() == []
                 seen.append(catalog.get("counter") or 0)
     finally:
         process.kill()
@@ -324,7 +324,7 @@ def test_catalog_text_that_is_not_utf8_is_found_and_refused(memory):
     damaged = data.replace(b"text.jsonl:4", b"te\xf8t.jsonl:4")
     (memory / FILE).write_bytes(damaged)
     assert not verify(memory).sound
-    with pytest.raises(DatastoreCorrupt, match="is damaged"):
+    with pytest.raises(DatastoreCorrupt, match="is corrupt"):
         answers(memory)
     with pytest.raises(DatastoreCorrupt, match=r"cannot be repaired: catalog\.db.*Restore catalog\.db from a backup"):
         repair(memory)
@@ -388,10 +388,10 @@ def test_sums_follow_any_changes(tmp_path_factory, steps):
         for kind, number, text in steps:
             with catalog.change() as connection:
                 if kind == "p":
-                    catalog.put_within(**{f"fact {number}": text})
+                    catalog.write_metadata(**{f"fact {number}": text})
                 elif kind == "d":
                     connection.execute("DELETE FROM documents WHERE number >= ?", (number,))
                 else:
                     connection.execute("UPDATE documents SET number = number + 2000, id = ?", (text,))
-        assert catalog.differing() == []
+        assert catalog.mismatched_parts() == []
     assert same_sums(path)

@@ -19,7 +19,7 @@ from knnlm.corpus import Document
 from knnlm.datastore.compact import compact
 from knnlm.datastore.indexes import build_index, open_index
 from knnlm.datastore.paths import STAGING_FILE
-from knnlm.datastore.remove import evidence, remove
+from knnlm.datastore.remove import removal_report, remove
 from knnlm.datastore.store import Datastore
 from knnlm.errors import DatastoreError
 from knnlm.ingest import add as adding
@@ -164,7 +164,7 @@ def test_other_writers_leave_what_is_pending_and_a_compaction_drops_it(lm, stopp
     with closing(Datastore.open(path)) as store:
         build_index(store, "Flat")
     repair(path)
-    held = [one.path for one in evidence(path).bytes]
+    held = [one.path for one in removal_report(path).bytes]
     assert STAGING_FILE in held
     again = shutil.copytree(path, tmp_path / "again")
     done = add(NEW, again, lm=lm)
@@ -173,7 +173,7 @@ def test_other_writers_leave_what_is_pending_and_a_compaction_drops_it(lm, stopp
     tokens = np.array(lm.encode(NEW[0].text), np.int32)[:8].tobytes()
     assert any(tokens in file.read_bytes() for file in path.rglob("values.npy"))
     assert compact(path).purged
-    assert evidence(path).bytes == ()
+    assert removal_report(path).bytes == ()
     for needle in (tokens, NEW[0].source.encode(), b"pending"):
         assert not any(needle in file.read_bytes() for file in path.rglob("*") if file.is_file())
     assert names(path) == ["d0", "d2"]

@@ -115,7 +115,7 @@ def test_a_build_killed_at_any_write_resumes_and_ends_with_the_same_bytes(lm, tm
     assert len(whole.segments) >= 3
     killed = tmp_path / "killed"
     assert run_killed(killed, writes) == -signal.SIGKILL
-    with pytest.raises(DatastoreError, match=r"unfinished build|damaged|not a store|not a knnlm catalog"):
+    with pytest.raises(DatastoreError, match=r"unfinished build|corrupt|not a store|not a knnlm catalog"):
         Datastore.open(killed)
     build(documents(12), killed, lm=lm, segment_entries=150)
     assert contents(killed) == contents(tmp_path / "whole")

@@ -254,7 +254,7 @@ def test_a_pipe_that_nobody_writes_to_does_not_hang(memory, name):
 )
 def test_a_catalog_that_computes_is_refused_before_anything_is_read(memory, statement):
     change(memory, statement)
-    with pytest.raises(DatastoreCorrupt, match="which is no part of a catalog"):
+    with pytest.raises(DatastoreCorrupt, match="which does not belong into a catalog"):
         Datastore.open(memory)
     assert not verify(memory).sound
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from helpers.damage import flip, named
 from helpers.stores import documents
-from knnlm.datastore.integrity import summed
+from knnlm.datastore.integrity import with_checksum
 from knnlm.errors import DatastoreCorrupt, KnnlmError, ModelError
 from knnlm.ingest.build import build
 from knnlm.lm.causal import CausalLM
@@ -39,7 +39,7 @@ def adapted(lm, model_folder, tmp_path_factory):
     train_decoder(tokens, initial, path / "decoder", DecoderConfig(epochs=1), device="cpu")
     reader = CausalLM.open(str(path / "decoder"), device="cpu", dtype="float32")
     build(documents(3), path, lm=reader).close()
-    (path / "adapted.json").write_text(json.dumps(summed({"model": "tiny", "base": 12.5})))
+    (path / "adapted.json").write_text(json.dumps(with_checksum({"model": "tiny", "base": 12.5})))
     return path
 
 
@@ -102,7 +102,7 @@ def test_a_tuned_card_has_a_new_checksum(store, lm):
     Mixture.open(store / "decoder", lm)
     card = store / "decoder" / CARD
     card.write_text(card.read_text().replace('"lambda": 0.25', '"lambda": 0.35'))
-    with pytest.raises(DatastoreCorrupt, match=r"decoder\.json is not as it was written"):
+    with pytest.raises(DatastoreCorrupt, match=r"decoder\.json: checksum mismatch"):
         load_card(store / "decoder")
     assert named(verify(store)) == {f"decoder/{CARD}"}
 

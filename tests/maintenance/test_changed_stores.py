@@ -14,7 +14,7 @@ from helpers.damage import flip, named
 from helpers.format import read_store
 from helpers.stores import documents, documents_by_hash
 from knnlm.datastore.indexes import build_index, open_index
-from knnlm.datastore.remove import evidence, remove
+from knnlm.datastore.remove import removal_report, remove
 from knnlm.datastore.store import Datastore
 from knnlm.datastore.suffix_array import open_suffix_array
 from knnlm.ingest.add import add
@@ -110,7 +110,7 @@ def test_readers_survive_a_repair_and_the_next_writer_deletes_old_files(changed,
         assert torch.equal(reader.take(torch.arange(reader.key_count)), keys)
         assert reader.stale
         assert reader.reopen().generation > generation
-        assert any(holding.path == "lost" for holding in evidence(changed).bytes)
+        assert any(holding.path == "lost" for holding in removal_report(changed).bytes)
     assert verify(changed, deep=True).sound
     add(documents(1, start=40), changed, lm=lm)
     assert not (changed / "segments/000001").exists()

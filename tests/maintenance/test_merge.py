@@ -205,7 +205,7 @@ def test_existing_targets_and_damaged_sources_are_refused(three, tmp_path):
         merge([three[1]], three[1])
     shutil.copytree(three[0], tmp_path / "damaged")
     flip(tmp_path / "damaged/segments/000001/keys.npy", -1)
-    with pytest.raises(DatastoreCorrupt, match=r"segments/000001/keys\.npy is not as it was written"):
+    with pytest.raises(DatastoreCorrupt, match=r"segments/000001/keys\.npy: checksum mismatch"):
         merge([tmp_path / "damaged"], tmp_path / "out")
     with pytest.raises(DatastoreError, match="an unfinished merge of other stores"):
         merge(three, tmp_path / "out")

@@ -366,7 +366,7 @@ def test_repair_killed_before_rebuilding_the_index_is_finished_by_the_next(store
     assert (code, "no problem; the index IVF2,Flat was rebuilt" in out) == (0, True)
     with closing(Catalog.open(store_path / "catalog.db")) as catalog:
         (row,) = catalog.indexes()
-        assert (row.spec, row.metric, catalog.get("index_wanted")) == ("IVF2,Flat", "ip", None)
+        assert (row.spec, row.metric, catalog.get("requested_index")) == ("IVF2,Flat", "ip", None)
     assert repair(store_path).index is None
     assert verify(store_path, deep=True).sound
 

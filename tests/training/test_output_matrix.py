@@ -316,7 +316,7 @@ def test_the_card_matches_the_matrix(store, everything, tmp_path):
     assert card.held_out_after < card.held_out_before - 0.2
     assert (card.store, card.model) == (store.fingerprint, store.model)
     assert matrix.words.unique().tolist() == values.unique().tolist()
-    assert (card.entries, card.words) == (len(matrix.words), len(values.unique()))
+    assert (card.rows, card.words) == (len(matrix.words), len(values.unique()))
     assert card.steps == card.history[-1][0]
     assert not (tmp_path / "o" / CHECKPOINT).exists()
 

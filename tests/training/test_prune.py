@@ -245,9 +245,9 @@ def test_row_numbers_out_of_range_are_corrupt(tmp_path):
     data = bytearray(file.read_bytes())
     data[-4:] = np.int32(10_000).tobytes()
     file.write_bytes(data)
-    with pytest.raises(DatastoreCorrupt, match=r"kept\.npy is not as it was written"):
+    with pytest.raises(DatastoreCorrupt, match=r"kept\.npy: checksum mismatch"):
         pruned.entries_of(torch.arange(pruned.key_count))
-    pruned.sums.on = False  # as if an attacker had recomputed the checksum
+    pruned.sums.enabled = False  # as if an attacker had recomputed the checksum
     with pytest.raises(DatastoreCorrupt, match=r"kept\.npy names an entry beyond"):
         pruned.entries_of(torch.arange(pruned.key_count))
 
@@ -260,7 +260,7 @@ def test_invalid_counts_are_corrupt(tmp_path, bad):
     data = bytearray(file.read_bytes())
     data[-4:] = np.float32(bad).tobytes()
     file.write_bytes(data)
-    pruned.sums.on = False  # as if an attacker had recomputed the checksum
+    pruned.sums.enabled = False  # as if an attacker had recomputed the checksum
     with pytest.raises(DatastoreCorrupt, match=r"counts\.npy contains counts that are not finite and above 0"):
         pruned.counts(torch.arange(store.entry_count))
     with pytest.raises(DatastoreCorrupt, match=r"counts\.npy"):

@@ -17,7 +17,7 @@ from knnlm.cli.train import adaptation_rows
 from knnlm.datastore.paths import ADAPTED_FILE
 
 if TYPE_CHECKING:
-    from knnlm.datastore.remove import Evidence
+    from knnlm.datastore.remove import RemovalReport
     from knnlm.datastore.schema import StoredDocument
     from knnlm.datastore.store import Datastore
     from knnlm.maintenance.repair import RepairResult
@@ -241,14 +241,14 @@ def remove(
     Remove documents: they disappear from every answer at once, and knnlm compact erases their bytes. With --report
     alone, list what is left of documents that were removed before.
     """
-    from knnlm.datastore.remove import evidence, remove
+    from knnlm.datastore.remove import removal_report, remove
 
     result: dict[str, Any] = {"store": str(store)}
     removing = selection.given or not report
     if removing:
         removed = remove(store, **selection.conditions, dry_run=dry_run, wait=wait)
         result |= asdict(removed) | {"documents": [_document_json(document) for document in removed.documents]}
-    left = evidence(store) if report else None
+    left = removal_report(store) if report else None
     if json:
         print_json(result if left is None else {**result, "report": asdict(left)})
         return
@@ -258,16 +258,16 @@ def remove(
         what = f"{count(len(result['documents']), 'document')}, {result['tokens']:,} tokens"
         console.print(f"{store}: {what} {'would be ' * dry_run}removed.", markup=False)
     if left is not None:
-        _print_evidence(left)
+        _print_removal_report(left)
 
 
-def _print_evidence(left: Evidence) -> None:
+def _print_removal_report(left: RemovalReport) -> None:
     if not left.bytes:
         console.print("No file contains bytes of removed documents.", markup=False)
     else:
-        console.print(f"Bytes of removed documents ({left.waiting:,} tokens) are still in:", markup=False)
+        console.print(f"Bytes of removed documents ({left.removed_tokens:,} tokens) are still in:", markup=False)
     for held in (*left.bytes, *left.trained):
-        console.print(f"  {held.path}: {held.what}; erased by: {held.goes}", markup=False)
+        console.print(f"  {held.path}: {held.what}; erased by: {held.erased_by}", markup=False)
     if left.trained:
         console.print("Decoders and copies in other folders are not examined.", markup=False)
 

@@ -25,7 +25,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from knnlm.datastore.validation import check_place
+from knnlm.datastore.validation import check_regular_file
 from knnlm.errors import DatastoreCorrupt, ParameterError
 from knnlm.index.base import even_sample
 from knnlm.io import atomic_write, checksum
@@ -105,7 +105,7 @@ class KeyMap:
     def load(cls, path: Path, *, sha256: str, metadata: dict[str, Any]) -> KeyMap:
         """Read a map whose checksum must be that of the catalog."""
         advice = "Build the store again, or restore the file."
-        check_place(path.parent, path)
+        check_regular_file(path.parent, path)
         if not path.is_file():
             raise DatastoreCorrupt(f"{path} is missing. {advice}")
         if checksum(path) != sha256:
@@ -307,7 +307,7 @@ def load_codec(path: Path, fact: Any, *, width: int) -> Codec:
     kind = _CODECS.get(str(metadata.get("kind")))
     if kind is None:
         raise DatastoreCorrupt(f"{path.parent} has no valid metadata of the codec. {advice}")
-    check_place(path.parent, path)
+    check_regular_file(path.parent, path)
     if not path.is_file():
         raise DatastoreCorrupt(f"{path} is missing. {advice}")
     if checksum(path) != metadata.get("sha256"):

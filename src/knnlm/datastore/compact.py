@@ -61,7 +61,7 @@ def compact(
             work = _Compaction(store, catalog, _plan(store, size), progress)
             work.run()
             dropped, before = store.entry_numbers.total - store.entry_count, len(store.segments)
-        catalog.tidy()
+        catalog.vacuum()
         purged = purge(folder, catalog, wait=wait)
         index = next((row.spec for row in catalog.indexes()), "exact")
         return Compacted(dropped, before, len(catalog.segments()), index, purged, catalog.generation)
@@ -221,7 +221,7 @@ class _Compaction:
         """Replace the old segments and the index in one transaction."""
         catalog, before = self._catalog, self._store.entry_numbers.before
         with catalog.change() as connection:
-            catalog.put_within(
+            catalog.write_metadata(
                 next_segment=self._next, next_document=catalog.next_document(), **{LAYOUT: catalog.layout + 1}
             )
             connection.execute("DELETE FROM segments")

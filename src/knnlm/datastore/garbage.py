@@ -12,14 +12,14 @@ import shutil
 from pathlib import Path
 
 from knnlm.datastore.catalog import Catalog
-from knnlm.datastore.locks import Lease, without_readers
+from knnlm.datastore.locks import ReaderLock, without_readers
 from knnlm.datastore.paths import CODEC_FILE, MAP_FILE, NGRAM_FOLDER, index_folder, segment_folder
 from knnlm.datastore.staging import StagedAddition
 from knnlm.io import remove_unlisted, translate_os_errors
 
 
 def purge(
-    folder: Path, catalog: Catalog, *, lease: Lease | None = None, wait: float = 0.0, keep_pending: bool = True
+    folder: Path, catalog: Catalog, *, lease: ReaderLock | None = None, wait: float = 0.0, keep_pending: bool = True
 ) -> bool:
     """Remove files that the catalog does not name; return False while there is a reader.
 
@@ -27,10 +27,10 @@ def purge(
     """
     pending = StagedAddition(folder, catalog)
     if keep_pending:
-        pending.tidy()
+        pending.remove_if_empty()
     else:
         pending.drop()
-    with lease.alone() if lease is not None else without_readers(folder, wait=wait) as sole:
+    with lease.exclusive() if lease is not None else without_readers(folder, wait=wait) as sole:
         if not sole:
             return False
         with translate_os_errors(folder):
@@ -42,7 +42,7 @@ def purge(
             for fact, name in (("codec", CODEC_FILE), ("map", MAP_FILE)):  # fitted to keys that were never committed
                 if pending.get(fact) is None and (folder / name).is_file():
                     (folder / name).unlink()
-        return catalog.settle()
+        return catalog.checkpoint()
 
 
 def has_stale_suffix_array(folder: Path, catalog: Catalog) -> bool:

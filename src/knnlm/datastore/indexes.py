@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from knnlm.datastore.catalog import REQUESTED_INDEX, SKIPPED, Catalog
+from knnlm.datastore.catalog import INDEX_SKIPPED, REQUESTED_INDEX, Catalog
 from knnlm.datastore.codecs import Codes
 from knnlm.datastore.garbage import purge
 from knnlm.datastore.live_numbers import LiveNumbers
@@ -18,7 +18,7 @@ from knnlm.datastore.paths import CATALOG_FILE, index_folder
 from knnlm.datastore.schema import IndexRow
 from knnlm.datastore.segments import BLOCK_INDEX_FILE, FAISS_INDEX_FILE, index_file
 from knnlm.datastore.store import Datastore, Keys
-from knnlm.datastore.validation import check_place
+from knnlm.datastore.validation import check_regular_file
 from knnlm.errors import DatastoreCorrupt, IndexInvalid
 from knnlm.index.base import Index, check_metric
 from knnlm.index.blocks import is_blocks
@@ -132,7 +132,7 @@ def stored_indexes(store: Datastore) -> list[tuple[IndexRow, LiveNumbers]]:
     An index built after the store was opened is used if keys have the same numbers and it lacks none of this store's
     keys; otherwise those from the time of opening, whose files the lease keeps on disk.
     """
-    with closing(store.catalog.latest()) as now, now.snapshot():
+    with closing(store.catalog.reopen()) as now, now.snapshot():
         newest = _coverage(store, now) if now.layout == store.layout else None
     live = store.key_numbers
     if newest is not None and all(
@@ -148,7 +148,7 @@ def stored_indexes(store: Datastore) -> list[tuple[IndexRow, LiveNumbers]]:
 
 def _coverage(store: Datastore, catalog: Catalog) -> list[tuple[IndexRow, LiveNumbers]]:
     """Return the indexes that a catalog names and the stored keys that each covers."""
-    rows, skipped = catalog.indexes(), catalog.get(SKIPPED) or []
+    rows, skipped = catalog.indexes(), catalog.get(INDEX_SKIPPED) or []
     gaps = list[tuple[int, int]]()
     for gap in skipped if isinstance(skipped, list) else [None]:
         # Numbers of keys stay far below 2^48, and sums of them below 2^63.
@@ -168,7 +168,7 @@ def _load_checked(store: Datastore, row: IndexRow, covered: LiveNumbers) -> Fais
     path = index_file(store.path, row)
     if not path.is_file():
         raise DatastoreCorrupt(f"{path} is missing. {_advice(store)}")
-    check_place(store.path, path)
+    check_regular_file(store.path, path)
     index = _load(store, row, path)
     # An index newer than this snapshot may have more keys; one of a store that never changed may not have fewer.
     known = store.key_numbers.total
@@ -186,7 +186,7 @@ def _load(store: Datastore, row: IndexRow, path: Path) -> FaissIndex | BlockInde
     """Load the file of an index after comparing its checksum."""
     if is_blocks(row.spec):
         try:
-            blocks = BlockIndex.load(path, check_bytes=partial(store.arrays.sums.stretches, path, row.sha256))
+            blocks = BlockIndex.load(path, check_bytes=partial(store.arrays.sums.check_ranges, path, row.sha256))
         except DatastoreCorrupt:
             raise IndexInvalid(f"{path}: checksum mismatch. {_advice(store)}") from None
         if blocks.metric != row.metric:

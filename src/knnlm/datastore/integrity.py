@@ -29,38 +29,40 @@ import numpy as np
 from numpy.typing import NDArray
 
 from knnlm.datastore.paths import KEYS_FILE
-from knnlm.datastore.schema import SegmentRow, array_sums
+from knnlm.datastore.schema import SegmentRow, array_checksums
 from knnlm.errors import DatastoreCorrupt, DatastoreError
 from knnlm.io import checksum
 
-TABLE = "digests"
+DIGESTS_TABLE = "digests"
+ROWS_PER_BLOCK = 1024  # document numbers in one part
+DIGEST_MODULUS = 1 << 256
+CHECKSUM_KEY = "sha256"  # of a JSON object: the checksum of its other members
+BLOCK_BYTES = 1 << 16  # of a large file
 
-ROWS_PER_BLOCK = 1024  # numbers of documents in one part
-
-_BLOCKS = ("documents", "fields")  # the tables that are cut into blocks, by the number of a document
-
-END = 1 << 256  # where sums begin again
-
-_NOTHING = f"{0:064x}"
-
-_BY_HASH = "documents_by_hash"
-
-_LACKING = f"""
+_PARTITIONED_TABLES = ("documents", "fields")  # divided into parts by the number of a document
+_ZERO_DIGEST = f"{0:064x}"
+_HASH_INDEX = "documents_by_hash"
+_MAX_METADATA_BYTES = 1 << 28  # of a JSON file, which is read whole
+_BLOCKS_PER_READ = 256
+_MAGIC = b"KNNLMSUM"
+_DIGEST_BYTES = 32
+_HEX_DIGEST_LENGTH = 64
+_NOT_INDEXED = f"""
 SELECT 1 FROM documents AS one NOT INDEXED WHERE NOT EXISTS (
-    SELECT 1 FROM documents AS other INDEXED BY {_BY_HASH}
+    SELECT 1 FROM documents AS other INDEXED BY {_HASH_INDEX}
     WHERE other.sha256 = one.sha256 AND other.number = one.number
 ) LIMIT 1
-"""  # noqa: S608  (ours)
+"""  # noqa: S608  (constant)
 
 
-def row_sum(table: str, row: Iterable[object]) -> int:
-    """Hash a row of a table."""
+def row_digest(table: str, row: Iterable[object]) -> int:
+    """Return the SHA-256 of a row of a table."""
     return int.from_bytes(hashlib.sha256(json.dumps([table, *row]).encode()).digest(), "big")
 
 
 def part_of(table: str, number: object) -> str:
-    """Name the part that a row belongs to, by its first cell."""
-    return f"{table} {number // ROWS_PER_BLOCK}" if table in _BLOCKS and isinstance(number, int) else table
+    """Return the name of the part of a row, by the row's first column."""
+    return f"{table} {number // ROWS_PER_BLOCK}" if table in _PARTITIONED_TABLES and isinstance(number, int) else table
 
 
 def table_names(connection: sqlite3.Connection) -> list[str]:
@@ -70,65 +72,71 @@ def table_names(connection: sqlite3.Connection) -> list[str]:
     return sorted(name.decode() if isinstance(name, bytes) else name for name in names)
 
 
-def tables(connection: sqlite3.Connection) -> list[str]:
+def digested_tables(connection: sqlite3.Connection) -> list[str]:
     """List the tables that have digests."""
-    return [name for name in table_names(connection) if name != TABLE]
+    return [name for name in table_names(connection) if name != DIGESTS_TABLE]
 
 
-def found_sums(connection: sqlite3.Connection, table: str, block: int | None = None) -> dict[str, str]:
-    """Sum up a table, or one block of its numbers, as it is now: the sums by part."""
-    # Not from an index, whose copies of cells may be others.
-    query = f"SELECT * FROM {_quoted(table)} NOT INDEXED"  # noqa: S608  (a table that is there)
+def compute_digests(connection: sqlite3.Connection, table: str, block: int | None = None) -> dict[str, str]:
+    """Return the digests of a table as it is now, or of one block of document numbers, by part."""
+    # NOT INDEXED: an index has its own copies of values, which may differ.
+    query = f"SELECT * FROM {_quoted(table)} NOT INDEXED"  # noqa: S608  (the name of an existing table)
     if block is not None:
         query += f" WHERE number >= {block * ROWS_PER_BLOCK} AND number < {(block + 1) * ROWS_PER_BLOCK}"
     sums: dict[str, int] = {}
     for row in connection.execute(query):
         part = part_of(table, row[0])
-        sums[part] = sums.get(part, 0) + row_sum(table, row)
-    return {part: f"{total % END:064x}" for part, total in sums.items()}
+        sums[part] = sums.get(part, 0) + row_digest(table, row)
+    return {part: f"{total % DIGEST_MODULUS:064x}" for part, total in sums.items()}
 
 
-def kept_sums(connection: sqlite3.Connection) -> dict[str, str]:
-    """Return the sums that were written down, by part."""
-    pairs = connection.execute(f"SELECT part, digest FROM {TABLE} ORDER BY part")  # noqa: S608  (ours)
+def stored_digests(connection: sqlite3.Connection) -> dict[str, str]:
+    """Return the digests in the catalog, by part."""
+    pairs = connection.execute(f"SELECT part, digest FROM {DIGESTS_TABLE} ORDER BY part")  # noqa: S608  (constant)
     return {str(part): str(total) for part, total in pairs}
 
 
-def differing(connection: sqlite3.Connection, table: str | None = None, block: int | None = None) -> list[str]:
-    """Name the parts of a table, of one block of it, or of all tables, whose sums are not those written down."""
-    kept = kept_sums(connection)
+def mismatched_parts(connection: sqlite3.Connection, table: str | None = None, block: int | None = None) -> list[str]:
+    """Return the parts of a table, of one block of it, or of all tables, that do not match their digests."""
+    kept = stored_digests(connection)
     if table is None:
-        found = {part: total for each in tables(connection) for part, total in found_sums(connection, each).items()}
+        found = {
+            part: total
+            for each in digested_tables(connection)
+            for part, total in compute_digests(connection, each).items()
+        }
     else:
-        found = found_sums(connection, table, block)
+        found = compute_digests(connection, table, block)
         wanted = table if block is None else part_of(table, block * ROWS_PER_BLOCK)
         kept = {part: kept[part] for part in kept if wanted in (part, part.partition(" ")[0])}
-    # A part of no rows need not be there.
-    return sorted(part for part in found.keys() | kept.keys() if found.get(part, _NOTHING) != kept.get(part, _NOTHING))
+    # A part without rows may have no digest.
+    return sorted(
+        part for part in found.keys() | kept.keys() if found.get(part, _ZERO_DIGEST) != kept.get(part, _ZERO_DIGEST)
+    )
 
 
-def fill(connection: sqlite3.Connection) -> None:
-    """Write the sums of all that is there now, whatever they were; within a transaction."""
-    connection.execute(f"DELETE FROM {TABLE}")  # noqa: S608
-    for table in tables(connection):
-        sums = found_sums(connection, table)
-        connection.executemany(f"INSERT INTO {TABLE} VALUES (?, ?)", sums.items())  # noqa: S608
+def recompute_digests(connection: sqlite3.Connection) -> None:
+    """Write the digests of all tables as they are now, within the caller's transaction."""
+    connection.execute(f"DELETE FROM {DIGESTS_TABLE}")  # noqa: S608
+    for table in digested_tables(connection):
+        sums = compute_digests(connection, table)
+        connection.executemany(f"INSERT INTO {DIGESTS_TABLE} VALUES (?, ?)", sums.items())  # noqa: S608
 
 
 class VerifiedTables:
-    """What a reader has compared with its sums so far."""
+    """The parts of a catalog that a reader has compared with their digests."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._parts: set[str] = set()
 
-    def lacks(self, table: str, number: int | None = None) -> bool:
-        """Return whether a table, or the part of it that holds a document, is still to be compared."""
+    def needs_check(self, table: str, number: int | None = None) -> bool:
+        """Whether a table, or its part with a document, has not been compared yet."""
         return not {table, table if number is None else part_of(table, number)} & self._parts
 
     def check(self, connection: sqlite3.Connection, table: str, number: int | None = None) -> None:
-        """Reject what is not as it was written."""
-        wrong = differing(connection, table, None if number is None else number // ROWS_PER_BLOCK)
+        """Raise on a checksum mismatch in a table, or in its part with a document."""
+        wrong = mismatched_parts(connection, table, None if number is None else number // ROWS_PER_BLOCK)
         if wrong:
             raise DatastoreCorrupt(
                 f"{self._path} is corrupt: checksum mismatch (SHA-256) in {wrong[0]}. Restore it, or "
@@ -137,60 +145,60 @@ class VerifiedTables:
         self._parts.add(table if number is None else part_of(table, number))
 
     def check_hashes(self, connection: sqlite3.Connection) -> None:
-        """Refuse, once, an index by hash that lacks a document: it alone is asked whether a text is stored."""
-        asked = "SELECT 1 FROM sqlite_master WHERE type = 'index' AND name = ?"
-        needed = _BY_HASH not in self._parts and connection.execute(asked, (_BY_HASH,)).fetchone()
-        if needed and connection.execute(_LACKING).fetchone():
+        """Raise, once, if the index by hash lacks a document: `Catalog.has_text` reads only this index."""
+        exists = "SELECT 1 FROM sqlite_master WHERE type = 'index' AND name = ?"
+        needed = _HASH_INDEX not in self._parts and connection.execute(exists, (_HASH_INDEX,)).fetchone()
+        if needed and connection.execute(_NOT_INDEXED).fetchone():
             raise DatastoreCorrupt(
-                f"{self._path} is damaged (its index by hash lacks a document). Run: knnlm repair {self._path.parent}"
+                f"{self._path} is corrupt (its index by hash lacks a document). Run: knnlm repair {self._path.parent}"
             )
-        self._parts.add(_BY_HASH)
+        self._parts.add(_HASH_INDEX)
 
 
 class DigestUpdates:
-    """What a writer's transaction adds to the sums, and takes from them."""
+    """The changes of digests in a writer's transaction."""
 
     def __init__(self, connection: sqlite3.Connection) -> None:
-        self.running = False  # sums are behind, until they are settled
+        self.running = False  # in a transaction, before `write`: the stored digests are stale
         self._changes: dict[str, int] = {}
         self._watched: int | None = None
         connection.create_function("knnlm_digest", -1, self._note)
 
     def begin(self, connection: sqlite3.Connection) -> None:
-        """Watch what the transaction that has just begun does."""
+        """Record the changes of the transaction that has just begun."""
         self._changes.clear()
         self.running = True
         if self._watched != (version := _version(connection)):
-            for table in tables(connection):
+            for table in digested_tables(connection):
                 _watch(connection, table)
             self._watched = version
 
-    def settle(self, connection: sqlite3.Connection) -> None:
-        """Write the new sums, as the last act of the transaction."""
+    def write(self, connection: sqlite3.Connection) -> None:
+        """Write the new digests, as the last statement of the transaction."""
         if self._watched != _version(connection):
-            fill(connection)  # tables have other columns now, or there are more of them
+            recompute_digests(connection)  # tables or columns were added
             self._watched = None
         else:
-            kept = kept_sums(connection)
+            kept = stored_digests(connection)
             new = {part: int(kept.get(part, "0"), 16) + change for part, change in self._changes.items()}
             connection.executemany(
-                f"INSERT INTO {TABLE} VALUES (?, ?) ON CONFLICT (part) DO UPDATE SET digest = excluded.digest",  # noqa: S608
-                ((part, f"{total % END:064x}") for part, total in new.items()),
+                f"INSERT INTO {DIGESTS_TABLE} VALUES (?, ?) ON CONFLICT (part) DO UPDATE SET digest = excluded.digest",  # noqa: S608
+                ((part, f"{total % DIGEST_MODULUS:064x}") for part, total in new.items()),
             )
         self.running = False
 
-    def forget(self) -> None:
-        """The transaction was taken back, and what watched it with it."""
+    def discard(self) -> None:
+        """Forget the changes and triggers of a transaction that was rolled back."""
         self.running, self._watched = False, None
 
     def _note(self, table: str, sign: int, *row: object) -> None:
-        assert self.running, "rows change within a transaction that settles their sums"
+        assert self.running, "rows change only in a transaction that updates their digests"
         part = part_of(table, row[0])
-        self._changes[part] = self._changes.get(part, 0) + sign * row_sum(table, row)
+        self._changes[part] = self._changes.get(part, 0) + sign * row_digest(table, row)
 
 
 def _watch(connection: sqlite3.Connection, table: str) -> None:
-    """Have rows that come and go noted, by triggers of this connection."""
+    """Create triggers of this connection that record inserted, updated and deleted rows."""
     columns = [name for (name,) in connection.execute("SELECT name FROM pragma_table_info(?)", (table,))]
 
     def note(sign: int, which: str) -> str:
@@ -218,100 +226,86 @@ def _text(name: str) -> str:
     return "'" + name.replace("'", "''") + "'"
 
 
-SUM = "sha256"  # the checksum of the other members
-
-_MOST = 1 << 28  # bytes: read whole, so a file that only claims to be large must not fill the store
-
-
-def load_metadata(file: Path, *, version: int, missing: str, again: str) -> dict[str, Any]:
-    """Return what the file holds; `missing` is said where it is not there, `again` how it is made again."""
+def load_metadata(file: Path, *, version: int, missing: str, advice: str) -> dict[str, Any]:
+    """Read a JSON file with its checksum; `missing` is the message if it does not exist, `advice` ends all others."""
     try:
-        if file.stat().st_size > _MOST:
-            raise DatastoreCorrupt(f"{file} has {file.stat().st_size:,} bytes, too many for metadata. {again}")
+        if file.stat().st_size > _MAX_METADATA_BYTES:
+            raise DatastoreCorrupt(f"{file} has {file.stat().st_size:,} bytes, too many for metadata. {advice}")
         metadata = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise DatastoreError(missing) from None
     except OSError as error:
         raise DatastoreError(f"Cannot read {file}: {error.strerror or error}.") from None
     except (ValueError, RecursionError):
-        raise DatastoreCorrupt(f"{file} is no JSON. {again}") from None
+        raise DatastoreCorrupt(f"{file} is not JSON. {advice}") from None
     if not isinstance(metadata, dict) or metadata.get("format") != version:
         found = metadata.get("format") if isinstance(metadata, dict) else None
-        raise DatastoreError(f"{file} has format version {found}, this knnlm reads version {version}. {again}")
-    check_sum(file, metadata, again)
+        raise DatastoreError(f"{file} has format version {found}, this knnlm reads version {version}. {advice}")
+    verify_checksum(file, metadata, advice)
     return metadata
 
 
-def summed(metadata: dict[str, Any]) -> dict[str, Any]:
-    """Add a checksum to metadata that is kept as JSON."""
-    return {**metadata, SUM: hash_metadata(metadata)}
+def with_checksum(metadata: dict[str, Any]) -> dict[str, Any]:
+    """Return metadata for a JSON file, with its checksum."""
+    return {**metadata, CHECKSUM_KEY: hash_metadata(metadata)}
 
 
-def check_sum(file: Path, metadata: dict[str, Any], again: str) -> None:
-    """Reject metadata that are not as they were written; older files have nothing to compare with."""
-    if SUM in metadata and metadata[SUM] != hash_metadata({name: metadata[name] for name in metadata if name != SUM}):
-        raise DatastoreCorrupt(f"{file} is not as it was written: its SHA-256 is another. {again}")
+def verify_checksum(file: Path, metadata: dict[str, Any], advice: str) -> None:
+    """Raise on a checksum mismatch; metadata without a checksum passes."""
+    if CHECKSUM_KEY in metadata and metadata[CHECKSUM_KEY] != hash_metadata(
+        {name: metadata[name] for name in metadata if name != CHECKSUM_KEY}
+    ):
+        raise DatastoreCorrupt(f"{file}: checksum mismatch (SHA-256). {advice}")
 
 
 def hash_metadata(metadata: dict[str, Any]) -> str:
-    """Return the SHA-256 of metadata that JSON can keep, in whatever order they are."""
+    """Return the SHA-256 of metadata as JSON, whatever the order of its keys."""
     return hashlib.sha256(json.dumps(metadata, sort_keys=True).encode()).hexdigest()
 
 
-BLOCK = 1 << 16
-
-_AT_ONCE = 256  # blocks
-
-_MAGIC = b"KNNLMSUM"
-
-_DIGEST = 32
-
-_NAME = 64  # characters of a SHA-256
-
-
 class BlockChecksums:
-    """What has been compared so far; one that is not `on` compares nothing."""
+    """Compares files with their checksums, each block once; compares nothing unless `enabled`."""
 
-    def __init__(self, *, on: bool = True) -> None:
-        self.on = on
+    def __init__(self, *, enabled: bool = True) -> None:
+        self.enabled = enabled
         self._whole: set[Path] = set()
         self._blocks: dict[Path, _Blocks] = {}
-        self._done: set[int] = set()  # the segments whose keys are all compared
+        self._done: set[int] = set()  # segments whose keys are all checked
 
-    def array(self, folder: Path, segment: SegmentRow, name: str) -> None:
-        """Compare a small array of a segment, once; keys are not small."""
+    def check_array(self, folder: Path, segment: SegmentRow, name: str) -> None:
+        """Check an array of a segment whole, once; keys are checked in blocks, by `check_keys`."""
         path = folder / name
-        if self.on and name != KEYS_FILE and path not in self._whole:
-            if checksum(path) != array_sums(segment)[name]:
-                raise damaged(path)
+        if self.enabled and name != KEYS_FILE and path not in self._whole:
+            if checksum(path) != array_checksums(segment)[name]:
+                raise checksum_mismatch(path)
             self._whole.add(path)
 
-    def done(self, segment: SegmentRow) -> bool:
-        """Return whether nothing of a segment's keys is left to compare."""
-        return not self.on or segment.id in self._done
+    def is_checked(self, segment: SegmentRow) -> bool:
+        """Whether all keys of a segment have been checked."""
+        return not self.enabled or segment.id in self._done
 
-    def keys(self, path: Path, segment: SegmentRow, keys: NDArray[np.int64], row_bytes: int) -> None:
-        """Compare the blocks that hold these keys of a segment, each once."""
-        if self.done(segment):
+    def check_keys(self, path: Path, segment: SegmentRow, keys: NDArray[np.int64], row_bytes: int) -> None:
+        """Check the blocks with these keys of a segment, each once."""
+        if self.is_checked(segment):
             return
-        if self.rows(path, segment.keys_sha256, keys, row_bytes, total=segment.keys):
+        if self.check_rows(path, segment.keys_sha256, keys, row_bytes, total=segment.keys):
             self._done.add(segment.id)
 
-    def rows(self, path: Path, sha256: str, rows: NDArray[np.int64], row_bytes: int, *, total: int) -> bool:
-        """Compare the blocks that hold these rows of the `total` that a file ends with, each once.
+    def check_rows(self, path: Path, sha256: str, rows: NDArray[np.int64], row_bytes: int, *, total: int) -> bool:
+        """Check the blocks with these rows, each once; return whether the whole file has been checked.
 
-        True where nothing of the file is left to compare.
+        The file ends with `total` rows.
         """
         blocks = self._of(path, sha256)
-        if blocks.size < total * row_bytes:  # cut short since the store was opened
-            raise damaged(path)
+        if blocks.size < total * row_bytes:  # truncated since the store was opened
+            raise checksum_mismatch(path)
         if blocks.left:
             blocks.check(blocks.size - (total - rows) * row_bytes, row_bytes)
         return not blocks.left
 
-    def stretches(self, path: Path, sha256: str, begins: NDArray[np.int64], length: int) -> None:
-        """Compare the blocks of a file from each of these bytes on, as far as the length goes, each once."""
-        if self.on and (blocks := self._of(path, sha256)).left:
+    def check_ranges(self, path: Path, sha256: str, begins: NDArray[np.int64], length: int) -> None:
+        """Check the blocks of the byte ranges of this length, each once."""
+        if self.enabled and (blocks := self._of(path, sha256)).left:
             blocks.check(begins, length)
 
     def _of(self, path: Path, sha256: str) -> _Blocks:
@@ -326,56 +320,58 @@ class _Blocks:
     def __init__(self, path: Path, sha256: str) -> None:
         self._path = path
         self.size = path.stat().st_size
-        count = -(-self.size // BLOCK)
+        count = -(-self.size // BLOCK_BYTES)
         file = path.with_suffix(".sums")
         sums = _load(file, sha256, count)
-        self._seen = np.zeros(count, np.bool_)
+        self._checked = np.zeros(count, np.bool_)
         if sums is None:
             sums = _make(path, sha256)
             _save(file, sha256, sums)
-            self._seen[:] = True  # just now
+            self._checked[:] = True
         self._sums = sums
-        self.left = count - int(self._seen.sum())
+        self.left = count - int(self._checked.sum())
 
     def check(self, begins: NDArray[np.int64], length: int) -> None:
-        """Compare the blocks from each of these bytes on, as far as the length goes."""
-        steps = [*range(0, length, BLOCK), max(0, length - 1)]
-        touched = [(begins + step) // BLOCK for step in steps]
-        inside = (blocks[blocks < len(self._seen)] for blocks in touched)
-        wanted = np.unique(np.concatenate([blocks[~self._seen[blocks]] for blocks in inside]))
+        """Check the blocks of the byte ranges of this length."""
+        steps = [*range(0, length, BLOCK_BYTES), max(0, length - 1)]
+        touched = [(begins + step) // BLOCK_BYTES for step in steps]
+        inside = (blocks[blocks < len(self._checked)] for blocks in touched)
+        wanted = np.unique(np.concatenate([blocks[~self._checked[blocks]] for blocks in inside]))
         if not len(wanted):
             return
         with self._path.open("rb") as file:
             cuts = np.flatnonzero(np.diff(wanted) != 1) + 1
-            for run in np.split(wanted, cuts):
-                for part in (run[at : at + _AT_ONCE] for at in range(0, len(run), _AT_ONCE)):
-                    file.seek(int(part[0]) * BLOCK)
-                    data = memoryview(file.read(len(part) * BLOCK))
+            for span in np.split(wanted, cuts):
+                for part in (span[at : at + _BLOCKS_PER_READ] for at in range(0, len(span), _BLOCKS_PER_READ)):
+                    file.seek(int(part[0]) * BLOCK_BYTES)
+                    data = memoryview(file.read(len(part) * BLOCK_BYTES))
                     self._compare(data, int(part[0]))
-        self._seen[wanted] = True
-        self.left = len(self._seen) - int(self._seen.sum())
+        self._checked[wanted] = True
+        self.left = len(self._checked) - int(self._checked.sum())
 
     def _compare(self, data: memoryview, first: int) -> None:
-        for number, at in enumerate(range(0, len(data), BLOCK), first):
-            if zlib.crc32(data[at : at + BLOCK]) != self._sums[number]:
-                raise damaged(self._path, f" in bytes {number * BLOCK:,} to {(number + 1) * BLOCK - 1:,}")
+        for number, at in enumerate(range(0, len(data), BLOCK_BYTES), first):
+            if zlib.crc32(data[at : at + BLOCK_BYTES]) != self._sums[number]:
+                raise checksum_mismatch(
+                    self._path, f" in bytes {number * BLOCK_BYTES:,} to {(number + 1) * BLOCK_BYTES - 1:,}"
+                )
 
 
 def _make(path: Path, sha256: str) -> NDArray[np.uint32]:
-    """Sum up every block of a file that is as it was written."""
+    """Return the CRC-32 of every block of a file, after checking its SHA-256."""
     digest, sums = hashlib.sha256(), list[int]()
     with path.open("rb") as file:
-        while data := file.read(_AT_ONCE * BLOCK):
+        while data := file.read(_BLOCKS_PER_READ * BLOCK_BYTES):
             digest.update(data)
             view = memoryview(data)
-            sums += [zlib.crc32(view[at : at + BLOCK]) for at in range(0, len(data), BLOCK)]
+            sums += [zlib.crc32(view[at : at + BLOCK_BYTES]) for at in range(0, len(data), BLOCK_BYTES)]
     if digest.hexdigest() != sha256:
-        raise damaged(path)
+        raise checksum_mismatch(path)
     return np.array(sums, dtype="<u4")
 
 
 def _save(file: Path, sha256: str, sums: NDArray[np.uint32]) -> None:
-    """Write sums down for the next process; where that cannot be, it makes them again."""
+    """Write the checksums of blocks for the next process; without write permission it computes them again."""
     body = _MAGIC + sha256.encode() + sums.tobytes()
     # A reader of an untrusted store must not write through a link in it.
     partial = file.with_suffix(f".{secrets.token_hex(8)}.partial")
@@ -390,21 +386,21 @@ def _save(file: Path, sha256: str, sums: NDArray[np.uint32]) -> None:
 
 
 def _load(file: Path, sha256: str, count: int) -> NDArray[np.uint32] | None:
-    """Read sums; None where there are none for this file, or damaged ones."""
-    size = len(_MAGIC) + _NAME + 4 * count + _DIGEST
+    """Read the checksums of blocks; None if the file is missing, corrupt or of another version of the array."""
+    size = len(_MAGIC) + _HEX_DIGEST_LENGTH + 4 * count + _DIGEST_BYTES
     try:
         if file.is_symlink() or not file.is_file() or file.stat().st_size != size:
             return None
         data = file.read_bytes()
     except OSError:
         return None
-    body, end = data[:-_DIGEST], len(_MAGIC) + _NAME
-    if hashlib.sha256(body).digest() != data[-_DIGEST:] or body[:end] != _MAGIC + sha256.encode():
+    body, end = data[:-_DIGEST_BYTES], len(_MAGIC) + _HEX_DIGEST_LENGTH
+    if hashlib.sha256(body).digest() != data[-_DIGEST_BYTES:] or body[:end] != _MAGIC + sha256.encode():
         return None
     return np.frombuffer(body[end:], "<u4")
 
 
-def damaged(path: Path, where: str = "") -> DatastoreCorrupt:
-    """Return that a file of a segment is not what it was."""
-    memory = path.parent.parent.parent
-    return DatastoreCorrupt(f"{path} is not as it was written{where}. Restore it, or run: knnlm repair {memory}")
+def checksum_mismatch(path: Path, where: str = "") -> DatastoreCorrupt:
+    """Return the error of a segment's file that does not match its checksum."""
+    store = path.parent.parent.parent
+    return DatastoreCorrupt(f"{path}: checksum mismatch{where}. Restore it, or run: knnlm repair {store}")

@@ -23,24 +23,24 @@ from knnlm.io import translate_os_errors
 
 try:
     import fcntl
-except ImportError:  # where a file that is open cannot be removed anyway
+except ImportError:  # Windows, where an open file cannot be removed
     fcntl = None  # type: ignore[assignment]
 
-WRITER, READERS = "writer.lock", "readers.lock"
+WRITER_LOCK, READERS_LOCK = "writer.lock", "readers.lock"
 
-_AGAIN = 0.05  # seconds between two tries
+_RETRY_SECONDS = 0.05
 
 
 @contextmanager
 def writer_lock(folder: Path, *, create: bool = False, wait: float = 0.0) -> Iterator[None]:
-    """Let one process write at a time, after waiting for another so many seconds; the lock of a dead one is free."""
+    """Hold the writer lock of a folder, after waiting up to `wait` seconds for another process."""
     if create:
         with translate_os_errors(folder):
             folder.mkdir(parents=True, exist_ok=True)
     elif not (folder / CATALOG_FILE).is_file():
         raise DatastoreError(f"{folder} is not a store: it has no {CATALOG_FILE}. Make one with: knnlm build")
     check_links(folder)
-    lock = FileLock(folder / WRITER, timeout=max(0.0, wait))
+    lock = FileLock(folder / WRITER_LOCK, timeout=max(0.0, wait))
     try:
         lock.acquire()
     except Timeout:
@@ -56,36 +56,36 @@ def writer_lock(folder: Path, *, create: bool = False, wait: float = 0.0) -> Ite
         lock.release()
 
 
-class Lease:
-    """A reader's share of a folder; given back when it is closed, or forgotten, or the process dies."""
+class ReaderLock:
+    """A reader's shared lock of a folder, released by `close`, by garbage collection or when the process ends."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._handle = _open(folder)
+        self._handle = _open_lock_file(folder)
         if self._handle is None:
             self._handle = _open_folder(folder)
         if self._handle is not None:
             self._closing = weakref.finalize(self, os.close, self._handle)
-            self._closing.atexit = False  # not before the process has let go of all else
-            # Where locks do not work, no process ever has the folder alone, so nothing is removed.
+            self._closing.atexit = False  # at exit, the lock is released last
+            # Without working locks, no process ever gets the exclusive lock, so no file is removed.
             with suppress(OSError):
                 fcntl.flock(self._handle, fcntl.LOCK_SH)
 
     def close(self) -> None:
-        """Return it back."""
+        """Release the lock."""
         if self._handle is not None:
             self._closing()
             self._handle = None
 
     @contextmanager
-    def alone(self) -> Iterator[bool]:
-        """Return whether this is the only reader, and keep others from starting; the caller holds the writer lock."""
+    def exclusive(self) -> Iterator[bool]:
+        """Yield whether this is the only reader, and block new readers; the caller holds the writer lock."""
         if self._handle is None:
             yield fcntl is None
             return
         try:
-            with _folder_alone(self._folder) as sole:
-                yield sole and _try(self._handle)
+            with _exclusive_folder(self._folder) as sole:
+                yield sole and _try_exclusive(self._handle)
         finally:
             with suppress(OSError):
                 fcntl.flock(self._handle, fcntl.LOCK_SH)
@@ -93,48 +93,48 @@ class Lease:
 
 @contextmanager
 def without_readers(folder: Path, *, wait: float = 0.0) -> Iterator[bool]:
-    """Return whether no process reads the folder, and let none begin meanwhile; waits for them so many seconds."""
-    handle = _open(folder)
+    """Yield whether no process reads the folder, after waiting up to `wait` seconds, and block new readers."""
+    handle = _open_lock_file(folder)
     if handle is None:
         yield fcntl is None
         return
     try:
         until = time.monotonic() + wait
         while True:
-            with _folder_alone(folder) as alone:
-                if (sole := alone and _try(handle)) or time.monotonic() >= until:
+            with _exclusive_folder(folder) as alone:
+                if (sole := alone and _try_exclusive(handle)) or time.monotonic() >= until:
                     yield sole
                     return
-            time.sleep(_AGAIN)
+            time.sleep(_RETRY_SECONDS)
     finally:
         os.close(handle)
 
 
 @contextmanager
-def _folder_alone(folder: Path) -> Iterator[bool]:
-    """Return whether no process reads the folder without the readers' lock, and keep others from starting."""
+def _exclusive_folder(folder: Path) -> Iterator[bool]:
+    """Yield whether no process holds a shared lock of the folder itself, and block new ones."""
     handle = _open_folder(folder)
     if handle is None:
         yield True
         return
     try:
-        yield _try(handle, where_impossible=True)
+        yield _try_exclusive(handle, if_unsupported=True)
     finally:
         os.close(handle)
 
 
-def _try(handle: int, *, where_impossible: bool = False) -> bool:
+def _try_exclusive(handle: int, *, if_unsupported: bool = False) -> bool:
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
     except OSError:
-        return where_impossible
+        return if_unsupported
     return True
 
 
 def _open_folder(folder: Path) -> int | None:
-    """Open the folder itself, which every reader can; None where there can be no lock."""
+    """Open the folder itself, which needs no write permission; None where locks are not supported."""
     if fcntl is None or not (folder / CATALOG_FILE).is_file():
         return None
     with suppress(OSError):
@@ -142,13 +142,13 @@ def _open_folder(folder: Path) -> int | None:
     return None
 
 
-def _open(folder: Path) -> int | None:
-    """Open the readers' lock; None where there can be none."""
+def _open_lock_file(folder: Path) -> int | None:
+    """Open the readers' lock file; None where it cannot be created or locks are not supported."""
     if fcntl is None or not (folder / CATALOG_FILE).is_file():
         return None
     for flags in (os.O_RDWR | os.O_CREAT, os.O_RDONLY):
         try:
-            return os.open(folder / READERS, flags | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
-        except OSError:  # a read-only folder that had no reader yet
+            return os.open(folder / READERS_LOCK, flags | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
+        except OSError:  # a read-only folder without this file
             continue
     return None

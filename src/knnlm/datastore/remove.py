@@ -1,7 +1,7 @@
-"""Remove documents from a store, and say what still holds their bytes.
+"""Remove documents from a store, and report which files still contain their bytes.
 
-A removal is one short transaction: the documents leave the catalog, and their rows are noted as gone. From then on
-a store that is opened later does not contain them. The next compaction erases their bytes.
+A removal is one short transaction: the documents leave the catalog, and their entries are recorded as removed. A store
+that is opened later does not contain them. The next compaction erases their bytes.
 """
 
 from __future__ import annotations
@@ -30,62 +30,62 @@ from knnlm.datastore.paths import (
 )
 from knnlm.datastore.schema import RemovedRow, StoredDocument
 from knnlm.datastore.staging import StagedAddition
-from knnlm.datastore.validation import LARGEST
+from knnlm.datastore.validation import MAX_INTEGER
 from knnlm.errors import DatastoreError, ParameterError
 
-FORGOT = "forgot"  # the fact that says what had been trained when documents were removed
+TRAINED_BEFORE_REMOVAL = "trained_before_removal"  # metadata: hashes of the trained files at the last removal
 
-# What was trained or chosen on a store's text or keys, and lies in its folder.
+# Files and folders of a store that were trained on its text or keys.
 _TRAINED = {
     MAP_FILE: "the map of its keys",
     CODEC_FILE: "the codec of its keys",
     "output": "an output matrix, W_ds",
-    GATES_FOLDER: "a gate: networks that weigh the memories",
-    DECODER_FOLDER: "a decoder that was trained on it",
+    GATES_FOLDER: "a gate of the mixture",
+    DECODER_FOLDER: "a decoder trained on the store",
 }
 
-_PIECE = 1 << 16  # bytes at each end by which one file is told from another
+_HASHED_END_BYTES = 1 << 16  # hashed at each end of a trained file, to recognise it
 
 
 @dataclass(frozen=True)
-class Holding:
-    """A file that still has bytes of removed documents, or something that learnt from them."""
+class Remnant:
+    """A file with bytes of removed documents, or one that was trained on them."""
 
     path: str
     what: str
-    goes: str  # what makes an end of it
+    erased_by: str  # the command or action
 
 
 @dataclass(frozen=True)
-class Evidence:
-    """What is left of documents that were removed from a store."""
+class RemovalReport:
+    """The files that still contain bytes of removed documents, or were trained on them."""
 
-    waiting: int  # tokens of removed documents whose bytes are still there
-    bytes: tuple[Holding, ...]
-    trained: tuple[Holding, ...]
+    removed_tokens: int  # not yet erased
+    bytes: tuple[Remnant, ...]
+    trained: tuple[Remnant, ...]
 
 
 @dataclass(frozen=True)
 class Removed:
-    """What was removed."""
+    """The result of a removal."""
 
     documents: tuple[StoredDocument, ...]
     tokens: int
-    generation: int  # of the store, as it is now
+    generation: int  # of the store after the removal
     dry_run: bool
 
 
 def list_documents(
     path: str | Path, selection: Selection | None = None, *, first: int = 0, limit: int | None = None
 ) -> tuple[list[StoredDocument], int]:
-    """List the documents that are meant, all where nothing is said, and count all that are; for looking through."""
-    if not 0 <= first < LARGEST or not 0 <= (limit or 0) < LARGEST:
-        raise ParameterError(f"first ({first}) and limit ({limit}) must be from 0 to {LARGEST - 1}.")
+    """Return a page of the selected documents, by default of all, and the number of selected documents."""
+    if not 0 <= first < MAX_INTEGER or not 0 <= (limit or 0) < MAX_INTEGER:
+        raise ParameterError(f"first ({first}) and limit ({limit}) must be from 0 to {MAX_INTEGER - 1}.")
     with closing(Catalog.open(Path(path) / CATALOG_FILE)) as catalog, catalog.snapshot():
         check_complete(catalog)
-        wanted = selection or Selection()
-        wanted.check(catalog)
-        condition = wanted.condition()
+        selection = selection or Selection()
+        selection.check(catalog)
+        condition = selection.condition()
         return catalog.select(*condition, first=first, limit=limit), catalog.document_count(*condition)
 
 
@@ -98,41 +98,45 @@ def remove(
     dry_run: bool = False,
     wait: float = 0.0,
 ) -> Removed:
-    """Remove documents: by id, by a pattern of their source (`*.txt`), by `field=value`; all that is given must fit."""
+    """Remove documents by id, by a pattern of their source (`*.txt`) or by `field=value`; all conditions must hold."""
     folder = Path(path)
     selection = Selection(document, source, (where,) if isinstance(where, str) else tuple(where))
     if selection.empty:
-        raise ParameterError("Which documents? Give --document ID, --source PATTERN or --where FIELD=VALUE.")
+        raise ParameterError("No documents are selected. Use --document ID, --source PATTERN or --where FIELD=VALUE.")
     if dry_run:
         found, _ = list_documents(folder, selection)
         with closing(Catalog.open(folder / CATALOG_FILE)) as catalog:
-            _check_some(catalog, selection, found)
+            _check_not_empty(catalog, selection, found)
             return Removed(tuple(found), sum(one.entries for one in found), catalog.generation, True)
     with writer_lock(folder, wait=wait), closing(Catalog.open(folder / CATALOG_FILE, write=True)) as catalog:
         check_complete(catalog)
         selection.check(catalog)
         found = catalog.select(*selection.condition())
-        _check_some(catalog, selection, found)
-        _forget(folder, catalog, found)
+        _check_not_empty(catalog, selection, found)
+        _remove_from_catalog(folder, catalog, found)
         purge(folder, catalog)
         return Removed(tuple(found), sum(one.entries for one in found), catalog.generation, False)
 
 
-def _forget(folder: Path, catalog: Catalog, documents: list[StoredDocument]) -> None:
-    """Take documents out of the catalog, and note their rows and what may have learnt from them."""
-    marks = _trained_marks(folder)
-    # A gate that is gone does not come back: its file is named by what is in it.
-    earlier = {name: mark for name, mark in (catalog.get(FORGOT) or {}).items() if "/" not in name or name in marks}
-    forgot = {**earlier, **marks}
+def _remove_from_catalog(folder: Path, catalog: Catalog, documents: list[StoredDocument]) -> None:
+    """Delete documents from the catalog, and record their entries and the files that may be trained on them."""
+    hashes = _trained_hashes(folder)
+    # A deleted gate does not return, since its file is named by its content.
+    earlier = {
+        name: value
+        for name, value in (catalog.get(TRAINED_BEFORE_REMOVAL) or {}).items()
+        if "/" not in name or name in hashes
+    }
+    trained = {TRAINED_BEFORE_REMOVAL: {**earlier, **hashes}}
     with catalog.change() as connection:
-        catalog.put_within(next_document=catalog.next_document(), **{FORGOT: forgot}, **_less_names(catalog))
+        catalog.write_metadata(next_document=catalog.next_document(), **trained, **_without_file_names(catalog))
         catalog.put_removed(RemovedRow(one.number, one.segment, one.first_entry, one.entries) for one in documents)
         connection.executemany("DELETE FROM documents WHERE number = ?", ((one.number,) for one in documents))
         drop_fields(connection, (one.number for one in documents))
 
 
-def _less_names(catalog: Catalog) -> dict[str, Any]:
-    """Return the fact of an import without the names of its files, which earlier imports have left there."""
+def _without_file_names(catalog: Catalog) -> dict[str, Any]:
+    """Return the metadata of an import without the names of its files."""
     derived = catalog.get("derived")
     about = derived.get("import") if isinstance(derived, dict) else None
     if not isinstance(about, dict):
@@ -140,93 +144,93 @@ def _less_names(catalog: Catalog) -> dict[str, Any]:
     return {"derived": {"import": {name: about[name] for name in about if name not in ("keys", "values")}}}
 
 
-def _check_some(catalog: Catalog, selection: Selection, found: list[StoredDocument]) -> None:
+def _check_not_empty(catalog: Catalog, selection: Selection, found: list[StoredDocument]) -> None:
     if not found:
         raise DatastoreError(
-            f"{catalog.path.parent} has no document for {selection.text}, so nothing was removed. "
+            f"{catalog.path.parent} has no document for {selection.text}; nothing was removed. "
             f"List them with: knnlm documents {catalog.path.parent}"
         )
 
 
-def evidence(path: str | Path) -> Evidence:
-    """Return what still holds bytes of removed documents, and what learnt from them and cannot forget."""
+def removal_report(path: str | Path) -> RemovalReport:
+    """Return the files that still contain bytes of removed documents, and those that were trained on them."""
     folder = Path(path)
     with closing(Catalog.open(folder / CATALOG_FILE)) as catalog, catalog.snapshot():
         gone = catalog.removed()
         files = [*_segments(folder, gone), *_derived(folder, catalog, gone), *_replaced(folder, catalog)]
         trained = tuple(_trained(folder, catalog))
     if (folder / LOST_FOLDER).exists():
-        files.append(Holding(LOST_FOLDER, "what a repair has taken out, as it was then", "delete the folder"))
+        files.append(Remnant(LOST_FOLDER, "files that a repair removed", "delete the folder"))
     log = folder / f"{CATALOG_FILE}-wal"
     if log.exists() and log.stat().st_size:
-        files.append(Holding(log.name, "the catalog's last changes: names and hashes, no text", "compact"))
-    return Evidence(sum(row.entries for row in gone), tuple(files), trained)
+        files.append(Remnant(log.name, "recent changes of the catalog: names and hashes, no text", "compact"))
+    return RemovalReport(sum(row.entries for row in gone), tuple(files), trained)
 
 
-def _segments(folder: Path, gone: list[RemovedRow]) -> Iterator[Holding]:
+def _segments(folder: Path, gone: list[RemovedRow]) -> Iterator[Remnant]:
     for number in sorted({row.segment for row in gone if row.entries}):
-        rows = sum(row.entries for row in gone if row.segment == number)
+        entries = sum(row.entries for row in gone if row.segment == number)
         for file in sorted(segment_folder(folder, number).glob("*.npy")):
-            yield Holding(str(file.relative_to(folder)), f"{rows:,} removed rows", "compact")
+            yield Remnant(str(file.relative_to(folder)), f"{entries:,} removed entries", "compact")
 
 
-def _derived(folder: Path, catalog: Catalog, gone: list[RemovedRow]) -> Iterator[Holding]:
+def _derived(folder: Path, catalog: Catalog, gone: list[RemovedRow]) -> Iterator[Remnant]:
     if any(row.entries for row in gone):
         for row in catalog.indexes():
-            yield Holding(f"index/{row.id:06d}", f"the index {row.spec}, codes of keys", "compact")
-    # Also after a compaction during which there was a reader, when no removed row is left.
-    if catalog.get(FORGOT) is not None and has_stale_suffix_array(folder, catalog):
-        yield Holding(NGRAM_FOLDER, "sorted tokens", "compact")
+            yield Remnant(f"index/{row.id:06d}", f"the index {row.spec}, codes of keys", "compact")
+    # Also after a compaction with a concurrent reader, when the catalog lists no removed entries.
+    if catalog.get(TRAINED_BEFORE_REMOVAL) is not None and has_stale_suffix_array(folder, catalog):
+        yield Remnant(NGRAM_FOLDER, "sorted tokens", "compact")
 
 
-def _replaced(folder: Path, catalog: Catalog) -> Iterator[Holding]:
-    """Files of an interrupted addition, and files that were replaced while they had a reader."""
+def _replaced(folder: Path, catalog: Catalog) -> Iterator[Remnant]:
+    """Yield files of an interrupted addition, and replaced files that a reader had open."""
     pending = StagedAddition(folder, catalog)
     for path in [*pending.folders, *([folder / STAGING_FILE] if (folder / STAGING_FILE).exists() else [])]:
         what = "of an interrupted addition"
-        yield Holding(str(path.relative_to(folder)), what, "compact, or the same add")
+        yield Remnant(str(path.relative_to(folder)), what, "compact, or the same add")
     known = {segment_folder(folder, row.id) for row in catalog.segments()} | set(pending.folders)
     known |= {index_folder(folder, row.id) for row in catalog.indexes()}
     for place in ("segments", "index"):
         for entry in sorted(set((folder / place).glob("*")) - known):
-            yield Holding(str(entry.relative_to(folder)), "replaced while it had a reader", "compact")
+            yield Remnant(str(entry.relative_to(folder)), "replaced while a reader had it open", "compact")
 
 
-def _trained(folder: Path, catalog: Catalog) -> Iterator[Holding]:
-    """What was there when a document was removed and is still the same."""
-    forgot, now = catalog.get(FORGOT), _trained_marks(folder)
-    if not isinstance(forgot, dict):
+def _trained(folder: Path, catalog: Catalog) -> Iterator[Remnant]:
+    """Yield trained files that are unchanged since documents were removed."""
+    before, now = catalog.get(TRAINED_BEFORE_REMOVAL), _trained_hashes(folder)
+    if not isinstance(before, dict):
         return
-    for name, mark in now.items():
-        if forgot.get(name) == mark:
-            what = f"{_TRAINED[name.partition('/')[0]]}, trained while the documents were there: it cannot forget them"
-            yield Holding(name, what, "train again")
+    for name, value in now.items():
+        if before.get(name) == value:
+            what = f"{_TRAINED[name.partition('/')[0]]}, trained before the documents were removed"
+            yield Remnant(name, what, "train again")
     if catalog.get("offset") is not None:
-        what = "the offset of its keys, a mean over the first that were read, which removed ones may have been among"
-        yield Holding(CATALOG_FILE, what, "build again")
+        what = "the offset of its keys, a mean that may include removed documents"
+        yield Remnant(CATALOG_FILE, what, "build again")
     if any(segment.counts_sha256 is not None for segment in catalog.segments()):
-        yield Holding("segments/*/counts.npy", "votes of keys that were merged into others' keys", "prune again")
+        yield Remnant("segments/*/counts.npy", "counts of merged keys", "prune again")
 
 
-def _trained_marks(folder: Path) -> dict[str, str]:
+def _trained_hashes(folder: Path) -> dict[str, str]:
     """Tell what was trained on a store and lies in its folder from what may take its place later."""
-    marks = {}
+    hashes = {}
     for name in _TRAINED:
         place = folder / name
         files = sorted(file for file in (place.rglob("*") if place.is_dir() else [place]) if file.is_file())
-        # Gates come and go one by one; a folder of another kind is one thing.
+        # Gates are single files; any other folder is hashed as a whole.
         groups = {f"{name}/{file.name}": [file] for file in files} if name == GATES_FOLDER else {name: files}
         for group, members in groups.items():
             if members:
-                marks[group] = hashlib.sha256(b"".join(map(_ends, members))).hexdigest()[:16]
-    return marks
+                hashes[group] = hashlib.sha256(b"".join(map(_ends, members))).hexdigest()[:16]
+    return hashes
 
 
 def _ends(file: Path) -> bytes:
-    """Return the size and both ends of a file: enough to know it again, and a decoder may be large."""
+    """Return the size and both ends of a file, which identify it; a decoder may be large."""
     with file.open("rb") as opened:
         size = opened.seek(0, 2)
         opened.seek(0)
-        head = opened.read(_PIECE)
-        opened.seek(max(0, size - _PIECE))
-        return size.to_bytes(8, "little") + head + opened.read(_PIECE)
+        head = opened.read(_HASHED_END_BYTES)
+        opened.seek(max(0, size - _HASHED_END_BYTES))
+        return size.to_bytes(8, "little") + head + opened.read(_HASHED_END_BYTES)

@@ -60,7 +60,7 @@ TABLES = frozenset(re.findall(r"CREATE TABLE (\w+)", SCHEMA))
 
 
 def check_format(path: Path, get: Callable[[str], object], tables: Collection[str], *, copying: bool) -> None:
-    """Raise unless this version reads the catalog; an unfinished copy is only for its writer, which is `copying`."""
+    """Raise unless this version of knnlm reads the catalog; only `copying` opens an unfinished copy of a store."""
     found, folder = get("format"), path.parent
     if found is None:
         raise DatastoreCorrupt(f"{path} is not a knnlm catalog. Build the store again.")
@@ -75,7 +75,7 @@ def check_format(path: Path, get: Callable[[str], object], tables: Collection[st
     if not copying and get("derived") is not None and get("state") != "complete":
         raise DatastoreError(
             f"{folder} is an unfinished copy of another store, as knnlm prune and knnlm distill --into keys make "
-            "them. Finish it with the command that began it, choose another --out, or remove it."
+            "them. Resume it with the command that started it, choose another --out, or remove it."
         )
 
 
@@ -89,13 +89,13 @@ class SegmentRow:
     scale: float
     keys_sha256: str
     values_sha256: str
-    kept: int | None = None  # how many of the entries have a key; None: all
+    kept: int | None = None  # number of entries with a key; None: all
     kept_sha256: str | None = None
     counts_sha256: str | None = None  # None: each key counts once
 
     @property
     def keys(self) -> int:
-        """The number of keys."""
+        """Number of keys."""
         return self.entries if self.kept is None else self.kept
 
 
@@ -110,12 +110,12 @@ class StoredDocument:
     first_entry: int
     entries: int
     sha256: str
-    fields: Fields = field(default_factory=dict, hash=False)  # of the user's record; in a table of their own
+    fields: Fields = field(default_factory=dict, hash=False)  # of the user's record, in the table `fields`
 
 
 @dataclass(frozen=True)
 class RemovedRow:
-    """The entries of a document that is no longer there; their bytes go with the next compaction."""
+    """The entries of a removed document, until a compaction erases their bytes."""
 
     number: int
     segment: int
@@ -125,7 +125,7 @@ class RemovedRow:
 
 @dataclass(frozen=True)
 class IndexRow:
-    """One index over the first `entries` keys; those that were removed before it was made are not counted."""
+    """One index over the first `entries` keys, not counting keys removed before it was built."""
 
     id: int
     spec: str
@@ -134,46 +134,46 @@ class IndexRow:
     sha256: str
 
 
-_BROKEN = ("malformed", "no such table", "no such column", "decode to UTF-8")  # what SQLite says of other bytes
+_CORRUPTION_MESSAGES = ("malformed", "no such table", "no such column", "decode to UTF-8")  # of SQLite
 
 
 @contextmanager
-def reporting(path: Path) -> Iterator[None]:
-    """Turn an error of SQLite into one of ours that names the file."""
+def translate_sqlite_errors(path: Path) -> Iterator[None]:
+    """Turn errors of SQLite, and of reading values, into errors of knnlm that name the file."""
     try:
         yield
-    except KnnlmError:  # some are errors of Python's too
+    except KnnlmError:  # some are also a ValueError
         raise
     except sqlite3.OperationalError as error:
         if "locked" in str(error):
             raise DatastoreError(f"{path} is in use by another process. Try again when it has finished.") from None
-        if any(words in str(error) for words in _BROKEN):
-            raise DatastoreCorrupt(f"{path} is damaged ({error}). Build the store again.") from None
+        if any(words in str(error) for words in _CORRUPTION_MESSAGES):
+            raise DatastoreCorrupt(f"{path} is corrupt ({error}). Build the store again.") from None
         raise DatastoreError(f"Cannot use {path}: {error}. Check the disk and the permissions.") from None
     except sqlite3.DatabaseError as error:
-        raise DatastoreCorrupt(f"{path} is damaged ({error}). Build the store again.") from None
+        raise DatastoreCorrupt(f"{path} is corrupt ({error}). Build the store again.") from None
     except (ValueError, TypeError, RecursionError, OverflowError) as error:
-        raise DatastoreCorrupt(f"{path} holds a fact that cannot be read ({error}). Build it again.") from None
+        raise DatastoreCorrupt(f"{path} is corrupt: invalid metadata ({error}). Build the store again.") from None
 
 
 def connect(path: Path, *, write: bool) -> sqlite3.Connection:
     """Open the database.
 
-    A process that may not write to the folder takes no part in SQLite's locking, so it needs a store at rest: no
-    writer may be at work, and the log of the last one must be empty. It reads the database into memory.
+    Without write permission, SQLite cannot lock the file, so the store must be at rest: no writer, and an empty
+    write-ahead log. The database is then copied to RAM.
     """
     if not write and not (os.access(path, os.W_OK) and os.access(path.parent, os.W_OK)):
         logs = [path.with_name(path.name + suffix) for suffix in ("-wal", "-journal")]
         if unfinished := [log.name for log in logs if log.exists() and log.stat().st_size]:
             raise DatastoreBusy(
-                f"{path.parent} is read-only for this process, and {unfinished[0]} shows that a writer is at work or "
-                "was stopped. Wait until it has finished, open the store once with write permission, or copy it."
+                f"{path.parent} is read-only for this process, and {unfinished[0]} shows that a writer is running or "
+                "was interrupted. Wait until it has finished, open the store once with write permission, or copy it."
             )
         with closing(_connect(f"{path.resolve().as_uri()}?mode=ro&immutable=1")) as source:
             copy = _connect(":memory:")
             source.backup(copy)
             return copy
-    # Readers too may write where they can: SQLite rolls back what a killed writer left half done.
+    # Readers need write access too: SQLite rolls back the unfinished transaction of a killed writer.
     return _connect(f"{path.resolve().as_uri()}?mode=rw")
 
 
@@ -182,21 +182,21 @@ def _connect(uri: str) -> sqlite3.Connection:
 
 
 def prepare_to_write(connection: sqlite3.Connection) -> None:
-    """Make writes durable, and overwrite what is deleted."""
+    """Make writes durable, and overwrite deleted rows with zeros."""
     connection.execute("PRAGMA synchronous=FULL")
     connection.execute("PRAGMA secure_delete=ON")
     connection.execute("PRAGMA temp_store=MEMORY")  # for the triggers of `DigestUpdates`
 
 
-def empty_log(connection: sqlite3.Connection) -> bool:
-    """Bring what the log of changes holds into the file itself; False where a reader still needs the log."""
+def checkpoint(connection: sqlite3.Connection) -> bool:
+    """Move the write-ahead log into the database; return False while a reader needs the log."""
     connection.execute("PRAGMA busy_timeout=0")
     busy: int = connection.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()[0]
     connection.execute("PRAGMA busy_timeout=5000")
     return not busy
 
 
-def array_sums(segment: SegmentRow) -> dict[str, str | None]:
-    """Return which SHA-256 the arrays have that a segment has."""
+def array_checksums(segment: SegmentRow) -> dict[str, str | None]:
+    """Return the SHA-256 of each array file of a segment; None where it has no such file."""
     sums = (segment.keys_sha256, segment.values_sha256, segment.kept_sha256, segment.counts_sha256)
     return dict(zip((KEYS_FILE, VALUES_FILE, KEPT_FILE, COUNTS_FILE), sums, strict=True))

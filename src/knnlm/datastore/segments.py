@@ -20,10 +20,10 @@ import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from knnlm.datastore.codecs import Codec, Plain, row_bytes
-from knnlm.datastore.integrity import BlockChecksums, damaged
+from knnlm.datastore.integrity import BlockChecksums, checksum_mismatch
 from knnlm.datastore.paths import COUNTS_FILE, KEPT_FILE, KEYS_FILE, VALUES_FILE, index_folder, segment_folder
-from knnlm.datastore.schema import IndexRow, SegmentRow, array_sums
-from knnlm.datastore.validation import check_place
+from knnlm.datastore.schema import IndexRow, SegmentRow, array_checksums
+from knnlm.datastore.validation import check_regular_file
 from knnlm.errors import DatastoreCorrupt, DatastoreError
 from knnlm.index.blocks import is_blocks
 from knnlm.io import (
@@ -281,7 +281,7 @@ class Arrays:
     def __init__(self, path: Path, codec: Codec, *, check: bool = True) -> None:
         self._path, self._codec = path, codec
         self._row_bytes = row_bytes(codec)
-        self.sums = BlockChecksums(on=check)
+        self.sums = BlockChecksums(enabled=check)
         self._keys_file = lru_cache(maxsize=_MAX_MAPPINGS)(partial(_keys_file, path))  # building a path is slow
         # Each mapping holds a file handle, and their number is limited. The cache has no reference to this object, so
         # that the files are closed as soon as the store is garbage-collected.
@@ -319,9 +319,9 @@ class Arrays:
         The checksum of the whole file is compared first, as the copy gets a checksum of its own.
         """
         path = segment_folder(self._path, segment.id) / name
-        check_place(self._path, path)
-        if checksum(path) != array_sums(segment)[name]:
-            raise damaged(path)
+        check_regular_file(self._path, path)
+        if checksum(path) != array_checksums(segment)[name]:
+            raise checksum_mismatch(path)
         dtype, shape = array_shapes(segment, self._codec)[name]
         size = np.dtype(dtype).itemsize * math.prod(shape[1:])
         with path.open("rb") as file:
@@ -333,8 +333,8 @@ class Arrays:
 
     def _compare(self, segment: SegmentRow, keys: NDArray[np.int64]) -> None:
         """Compare the checksums of these keys of a segment, unless that was done before."""
-        if not self.sums.done(segment):
-            self.sums.keys(self._keys_file(segment.id), segment, keys, self._row_bytes)
+        if not self.sums.is_checked(segment):
+            self.sums.check_keys(self._keys_file(segment.id), segment, keys, self._row_bytes)
 
 
 def _keys_file(path: Path, number: int) -> Path:
@@ -349,12 +349,12 @@ def _pieces(stretches: Iterable[tuple[int, int]], step: int) -> Iterator[tuple[i
 
 def _open(path: Path, codec: Codec, segment: SegmentRow, name: str) -> NDArray[Any]:
     file = segment_folder(path, segment.id) / name
-    check_place(path, file)
+    check_regular_file(path, file)
     # As a plain array: np.memmap makes every small look-up slower.
     return np.asarray(open_array(file, *array_shapes(segment, codec)[name]))
 
 
 def _open_checked(path: Path, codec: Codec, sums: BlockChecksums, segment: SegmentRow, name: str) -> NDArray[Any]:
     """Map an array after comparing its checksum; keys are compared when they are read."""
-    sums.array(segment_folder(path, segment.id), segment, name)
+    sums.check_array(segment_folder(path, segment.id), segment, name)
     return _open(path, codec, segment, name)

@@ -38,7 +38,7 @@ from knnlm.datastore.catalog import Catalog, SegmentSink
 from knnlm.datastore.codecs import Codec, KeyMap, Plain, load_codec, row_bytes
 from knnlm.datastore.integrity import BlockChecksums
 from knnlm.datastore.live_numbers import LiveNumbers, by_segment, check_removed
-from knnlm.datastore.locks import READERS, WRITER, Lease
+from knnlm.datastore.locks import READERS_LOCK, WRITER_LOCK, ReaderLock
 from knnlm.datastore.paths import (
     CATALOG_FILE,
     CODEC_FILE,
@@ -206,7 +206,13 @@ class Datastore:
     """
 
     def __init__(
-        self, path: Path, catalog: Catalog, *, lease: Lease | None = None, trust_index: bool = True, check: bool = True
+        self,
+        path: Path,
+        catalog: Catalog,
+        *,
+        lease: ReaderLock | None = None,
+        trust_index: bool = True,
+        check: bool = True,
     ) -> None:
         self.path = path
         self.catalog = catalog
@@ -243,7 +249,7 @@ class Datastore:
         With `trust_index` False no file of FAISS is read. With `check` False checksums are not compared.
         """
         folder = Path(path)
-        lease = Lease(folder)  # first, so that no writer removes files that the catalog names
+        lease = ReaderLock(folder)  # first, so that no writer removes files that the catalog names
         catalog = Catalog.open(folder / CATALOG_FILE, hold=True, compare=check)
         if catalog.get("state") != "complete":
             what = "copy of another store" if catalog.get("derived") else "build"
@@ -256,12 +262,12 @@ class Datastore:
     @property
     def stale(self) -> bool:
         """Whether documents were added or removed since the store was opened."""
-        with closing(self.catalog.latest()) as now:
+        with closing(self.catalog.reopen()) as now:
             return now.generation != self.generation
 
     def reopen(self) -> Datastore:
         """Open the current state of the store; this object does not change."""
-        return Datastore.open(self.path, trust_index=self.trust_index, check=self.sums.on)
+        return Datastore.open(self.path, trust_index=self.trust_index, check=self.sums.enabled)
 
     @property
     def entry_count(self) -> int:
@@ -474,7 +480,7 @@ class Datastore:
 
     def holds(self, text: str) -> bool:
         """Whether a document with exactly this text is stored."""
-        return self.catalog.holds(text_hash(text))
+        return self.catalog.has_text(text_hash(text))
 
     def documents(self) -> Iterator[StoredDocument]:
         """Return the documents in the order of their entries, without holding them all in memory."""
@@ -620,7 +626,7 @@ def check_folder(folder: Path) -> None:
     """Raise for a folder that contains anything but a store."""
     if folder.exists() and not folder.is_dir():
         raise DatastoreError(f"{folder} is a file. Choose another --out.")
-    ours = {WRITER, READERS, *PARTIAL_CATALOG_FILES, DECODER_FOLDER, f"{DECODER_FOLDER}.partial", MAP_FILE, CODEC_FILE}
+    ours = {WRITER_LOCK, READERS_LOCK, *PARTIAL_CATALOG_FILES, DECODER_FOLDER, f"{DECODER_FOLDER}.partial", MAP_FILE, CODEC_FILE}
     ours |= {Path(file).with_suffix(".partial").name for file in (MAP_FILE, CODEC_FILE)}
     if folder.exists() and not (folder / CATALOG_FILE).exists():
         foreign = sorted(entry.name for entry in folder.iterdir() if entry.name not in ours)

@@ -32,7 +32,7 @@ from knnlm.datastore.locks import writer_lock
 from knnlm.datastore.paths import NGRAM_FOLDER
 from knnlm.datastore.segments import ArrayWriter, open_array
 from knnlm.datastore.store import Datastore
-from knnlm.datastore.validation import check_place
+from knnlm.datastore.validation import check_regular_file
 from knnlm.errors import DatastoreCorrupt, DatastoreError, ParameterError
 from knnlm.io import atomic_folder, checksum, translate_os_errors
 from knnlm.progress import Progress, silent
@@ -337,7 +337,7 @@ def _map(store: Datastore, metadata: dict[str, Any], expected: dict[str, Any]) -
         raise _corrupt(folder, f"{_METADATA_FILE} has {size} positions for {store.entry_count:,} tokens")
     shapes = {"text": (size,), "order": (size,), "followers": (vocab_size + 2,)}
     for name in shapes:
-        check_place(store.path, folder / f"{name}.npy")
+        check_regular_file(store.path, folder / f"{name}.npy")
     # As plain arrays: np.memmap makes every small look-up slower.
     arrays = {name: np.asarray(open_array(folder / f"{name}.npy", np.int32, shape)) for name, shape in shapes.items()}
     for name in shapes:
@@ -356,7 +356,7 @@ def _check_range(folder: Path, arrays: dict[str, Small], size: int, vocab_size: 
 
 
 def _read_metadata(path: Path) -> dict[str, Any] | None:
-    check_place(path.parent.parent, path)
+    check_regular_file(path.parent.parent, path)
     try:
         if path.stat().st_size > _MAX_METADATA_BYTES:
             raise ValueError(f"it has {path.stat().st_size:,} bytes")

@@ -84,7 +84,7 @@ class _NewDocuments:
         hashes: set[str] = set()  # of this addition, which is not in the catalog yet
         for document in self._documents:
             sha256 = text_hash(document.text)
-            if sha256 in hashes or self._catalog.holds(sha256):
+            if sha256 in hashes or self._catalog.has_text(sha256):
                 self.skipped += 1
                 self._advance(self._documents.drop_last())
                 continue

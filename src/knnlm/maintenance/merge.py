@@ -38,8 +38,8 @@ _POSITION = "merged"  # the metadata that holds how far a merge has come
 # Metadata that may differ between stores that are merged. Anything else must be equal, also what is unknown here.
 _MAY_DIFFER = {
     "format", "state", "choices", "chosen", "derived", "segment_entries", "batch_tokens", "compile", "generation",
-    "layout", "index_skipped", "next_segment", "next_document", "forgot", LANGUAGE_MODEL, _POSITION, "offset", "map",
-    "model", REQUESTED_INDEX,
+    "layout", "index_skipped", "next_segment", "next_document", "trained_before_removal", LANGUAGE_MODEL, _POSITION,
+    "offset", "map", "model", REQUESTED_INDEX,
 }  # fmt: skip
 
 
@@ -232,7 +232,7 @@ class _Merge:
     def _new_documents(self, documents: Sequence[StoredDocument]) -> Iterator[StoredDocument]:
         hashes = {document.sha256 for document in self._empty}
         for document in documents:
-            if document.sha256 not in hashes and not self._catalog.holds(document.sha256):
+            if document.sha256 not in hashes and not self._catalog.has_text(document.sha256):
                 hashes.add(document.sha256)
                 yield document
 

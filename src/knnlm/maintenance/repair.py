@@ -23,7 +23,7 @@ from typing import Any
 
 from knnlm.datastore.catalog import REQUESTED_INDEX, Catalog, drop_fields
 from knnlm.datastore.indexes import build_requested_index, cancel_requested_index, request_index, requested_index
-from knnlm.datastore.integrity import DigestUpdates, fill
+from knnlm.datastore.integrity import DigestUpdates, recompute_digests
 from knnlm.datastore.locks import without_readers, writer_lock
 from knnlm.datastore.paths import CATALOG_FILE, GATES_FOLDER, LOST_FOLDER, NGRAM_FOLDER, segment_folder
 from knnlm.datastore.schema import IndexRow, SegmentRow
@@ -283,12 +283,12 @@ def _change_with_checksums(connection: sqlite3.Connection, plan: _RepairPlan) ->
     """Change the catalog and its checksums; compute all of them again if a table is kept unverified."""
     if plan.unverified:  # old checksums may be damaged too, so they cannot be updated
         _change(connection, plan)
-        fill(connection)
+        recompute_digests(connection)
     else:
         updates = DigestUpdates(connection)
         updates.begin(connection)
         _change(connection, plan)
-        updates.settle(connection)
+        updates.write(connection)
 
 
 def _change(connection: sqlite3.Connection, plan: _RepairPlan) -> None:

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from knnlm.datastore.catalog import Catalog
 from knnlm.datastore.codecs import Codec
 from knnlm.datastore.indexes import open_index
-from knnlm.datastore.integrity import check_sum
+from knnlm.datastore.integrity import verify_checksum
 from knnlm.datastore.paths import (
     ADAPTED_FILE,
     CATALOG_FILE,
@@ -36,7 +36,7 @@ from knnlm.datastore.paths import (
     VALUES_FILE,
     segment_folder,
 )
-from knnlm.datastore.schema import SegmentRow, array_sums
+from knnlm.datastore.schema import SegmentRow, array_checksums
 from knnlm.datastore.segments import (
     KEY_DTYPES,
     MAX_VOCAB_SIZE,
@@ -49,7 +49,7 @@ from knnlm.datastore.segments import (
 from knnlm.datastore.staging import StagedAddition
 from knnlm.datastore.store import Datastore, stored_codec, stored_map
 from knnlm.datastore.suffix_array import stored_suffix_array
-from knnlm.datastore.validation import check_place
+from knnlm.datastore.validation import check_regular_file
 from knnlm.errors import DatastoreCorrupt, DatastoreError, KnnlmError
 from knnlm.io import checksum
 from knnlm.progress import Advance, Progress, silent
@@ -209,7 +209,7 @@ class _Verifier:
 
     def _check_tables(self, catalog: Catalog) -> None:
         """Compare every row of every table with the checksums in the catalog."""
-        for table in catalog.differing():
+        for table in catalog.mismatched_parts():
             self.problems.append(Problem(CATALOG_FILE, f"{_CHECKSUM_MISMATCH} in {table}", TABLE, table=table))
 
     def _check_segment_files(self, metadata: StoreMetadata, segments: list[SegmentRow], progress: Progress) -> None:
@@ -238,7 +238,7 @@ class _Verifier:
             name = file.relative_to(self.folder).as_posix()
             self.files.append(file)
             with self._collect(name, INDEX):
-                check_place(self.folder, file)
+                check_regular_file(self.folder, file)
                 if not file.is_file():
                     self.problems.append(Problem(name, "is missing", INDEX))
                 elif self.deep and checksum(file) != row.sha256:
@@ -308,7 +308,7 @@ class _Verifier:
             self.files += sorted(file.glob("*")) if file.is_dir() else [file]
             with self._collect(file.relative_to(self.folder).as_posix(), DERIVED):
                 if not file.is_dir():
-                    check_place(self.folder, file)
+                    check_regular_file(self.folder, file)
                 check(file)
         self.files += [self.folder / name for name in (MAP_FILE, CODEC_FILE) if (self.folder / name).is_file()]
 
@@ -349,7 +349,7 @@ def _check_adaptation(file: Path) -> None:
         metadata = None
     if not isinstance(metadata, dict):
         raise DatastoreCorrupt(f"{file}: not a JSON object")
-    check_sum(file, metadata, "")
+    verify_checksum(file, metadata, "")
 
 
 class SegmentFiles:
@@ -363,7 +363,7 @@ class SegmentFiles:
         self._shapes = array_shapes(segment, codec)
         if unencoded:
             self._shapes[UNENCODED_FILE] = self._shapes.pop(KEYS_FILE)
-        self._checksums = {**array_sums(segment), UNENCODED_FILE: segment.keys_sha256}
+        self._checksums = {**array_checksums(segment), UNENCODED_FILE: segment.keys_sha256}
 
     def paths(self) -> list[Path]:
         """Return the paths of the segment's files."""
@@ -381,7 +381,7 @@ class SegmentFiles:
 
     def _check_file(self, path: Path, deep: bool, advance: Advance) -> str | None:
         try:
-            check_place(self._folder, path)
+            check_regular_file(self._folder, path)
             dtype, shape = self._shapes[path.name]
             open_array(path, dtype, shape)
             return self._check_contents(path, dtype, shape, advance) if deep else None

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from knnlm.datastore.integrity import load_metadata, summed
+from knnlm.datastore.integrity import load_metadata, with_checksum
 from knnlm.errors import DatastoreCorrupt, ParameterError
 from knnlm.io import atomic_write
 from knnlm.memories.base import LOGITS, ROWS, Context, Logits, Source
@@ -120,7 +120,7 @@ def save_card(folder: Path, card: DecoderCard) -> None:
     """Write a card atomically."""
     metadata = {_NAMES.get(name, name): value for name, value in asdict(card).items()}
     with atomic_write(folder / CARD) as partial:
-        written = summed({"format": CARD_FORMAT, **metadata})
+        written = with_checksum({"format": CARD_FORMAT, **metadata})
         partial.write_text(json.dumps(written, indent=2, ensure_ascii=False), encoding="utf-8")
 
 
@@ -128,7 +128,7 @@ def load_card(folder: str | Path) -> DecoderCard:
     """Read and validate the card of a decoder."""
     file = Path(folder) / CARD
     missing = f"{folder} is not a decoder: it has no {CARD}. {_AGAIN}"
-    metadata = load_metadata(file, version=CARD_FORMAT, missing=missing, again=_AGAIN)
+    metadata = load_metadata(file, version=CARD_FORMAT, missing=missing, advice=_AGAIN)
     given: dict[str, Any] = {
         name: metadata.get(_NAMES.get(name, name)) for name in (field.name for field in fields(DecoderCard))
     }

@@ -59,7 +59,7 @@ def tuned_settings(store: Datastore, spec: MemorySpec) -> MemorySpec:
 
 def _latest(store: Datastore) -> tuple[dict[str, Any], str | None]:
     """Return the tunings in the catalog's present state, also those saved after the store was opened."""
-    with closing(store.catalog.latest()) as catalog:
+    with closing(store.catalog.reopen()) as catalog:
         return _tunings(catalog)
 
 

@@ -23,7 +23,7 @@ import torch
 
 from knnlm.corpus import Document
 from knnlm.datastore.catalog import LANGUAGE_MODEL, Catalog
-from knnlm.datastore.integrity import check_sum, summed
+from knnlm.datastore.integrity import verify_checksum, with_checksum
 from knnlm.datastore.locks import writer_lock
 from knnlm.datastore.paths import ADAPTED_FILE, CATALOG_FILE, DECODER_FOLDER
 from knnlm.datastore.store import Datastore, check_folder, text_hash
@@ -139,7 +139,7 @@ def adapt(
 
 def _save_adaptation(folder: Path, result: Adaptation, tuned_on: dict[str, Any]) -> None:
     with atomic_write(folder / ADAPTED_FILE) as partial:
-        content = summed({**asdict(result), "tuned_on": tuned_on})
+        content = with_checksum({**asdict(result), "tuned_on": tuned_on})
         partial.write_text(json.dumps(content, indent=2, ensure_ascii=False), encoding="utf-8")
 
 
@@ -157,7 +157,7 @@ def load_adaptation(folder: Path, tuned_on: dict[str, Any] | None = None) -> Ada
             raise ValueError("a figure is not a number")
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise DatastoreCorrupt(f"{file} cannot be read ({error}). Remove it and run: knnlm adapt") from None
-    check_sum(file, content, "Remove it and run: knnlm adapt")
+    verify_checksum(file, content, "Remove it and run: knnlm adapt")
     return result if same else None
 
 

@@ -361,7 +361,7 @@ def _load(folder: Path) -> tuple[dict[str, Any], _Done]:
     """Read and validate targets.json."""
     file = folder / TARGETS_FILE
     missing = f"There are no targets in {folder}: it has no {TARGETS_FILE}."
-    content = load_metadata(file, version=TARGETS_FORMAT, missing=missing, again=_REMAKE)
+    content = load_metadata(file, version=TARGETS_FORMAT, missing=missing, advice=_REMAKE)
     settings, done = (part if isinstance(part, dict) else {} for part in (content.get("settings"), content.get("done")))
     kinds = {"teacher": str, "text": str, "rows": int, "vocab_size": int, "k": int, "exclude": str, "top": int}
     for name, kind in kinds.items():
