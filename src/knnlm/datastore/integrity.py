@@ -83,11 +83,11 @@ def compute_digests(connection: sqlite3.Connection, table: str, block: int | Non
     query = f"SELECT * FROM {_quoted(table)} NOT INDEXED"  # noqa: S608  (the name of an existing table)
     if block is not None:
         query += f" WHERE number >= {block * ROWS_PER_BLOCK} AND number < {(block + 1) * ROWS_PER_BLOCK}"
-    sums: dict[str, int] = {}
+    digests: dict[str, int] = {}
     for row in connection.execute(query):
         part = part_of(table, row[0])
-        sums[part] = sums.get(part, 0) + row_digest(table, row)
-    return {part: f"{total % DIGEST_MODULUS:064x}" for part, total in sums.items()}
+        digests[part] = digests.get(part, 0) + row_digest(table, row)
+    return {part: f"{total % DIGEST_MODULUS:064x}" for part, total in digests.items()}
 
 
 def stored_digests(connection: sqlite3.Connection) -> dict[str, str]:
@@ -119,8 +119,8 @@ def recompute_digests(connection: sqlite3.Connection) -> None:
     """Write the digests of all tables as they are now, within the caller's transaction."""
     connection.execute(f"DELETE FROM {DIGESTS_TABLE}")  # noqa: S608
     for table in digested_tables(connection):
-        sums = compute_digests(connection, table)
-        connection.executemany(f"INSERT INTO {DIGESTS_TABLE} VALUES (?, ?)", sums.items())  # noqa: S608
+        digests = compute_digests(connection, table)
+        connection.executemany(f"INSERT INTO {DIGESTS_TABLE} VALUES (?, ?)", digests.items())  # noqa: S608
 
 
 class VerifiedTables:
