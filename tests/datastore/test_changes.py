@@ -804,7 +804,7 @@ def test_the_commands_do_what_the_functions_do(memory, model_folder, tmp_path, c
     assert "would be removed" in out
     metadata = json.loads(knnlm(capfd, "remove", memory, "--where", "id=d3", "--report", "--json")[1])
     assert [one["id"] for one in metadata["documents"]] == ["d3"]
-    assert metadata["report"]["waiting"] == metadata["tokens"]
+    assert metadata["report"]["removed_tokens"] == metadata["tokens"]
     code, out, _ = knnlm(capfd, "remove", memory, "--report")
     assert "segments/000001/keys.npy: " in out
     code, out, _ = knnlm(capfd, "compact", memory, "--json")

@@ -161,7 +161,7 @@ def test_invalid_numbers_are_found_even_if_the_checksums_match(store_path, prune
         ("UPDATE meta SET value = '{}' WHERE key = 'window'", "window of the store"),
         ("UPDATE meta SET value = '\"float8\"' WHERE key = 'key_dtype'", "key precision"),
         ("UPDATE meta SET value = '[1, 2]' WHERE key = 'offset'", "offset of the store"),
-        ("UPDATE meta SET value = '[' WHERE key = 'model'", "cannot be read"),
+        ("UPDATE meta SET value = '[' WHERE key = 'model'", "invalid metadata"),
         ("UPDATE indexes SET id = 5", "index/000005"),
     ],
 )
