@@ -626,7 +626,8 @@ def check_folder(folder: Path) -> None:
     """Raise for a folder that contains anything but a store."""
     if folder.exists() and not folder.is_dir():
         raise DatastoreError(f"{folder} is a file. Choose another --out.")
-    ours = {WRITER_LOCK, READERS_LOCK, *PARTIAL_CATALOG_FILES, DECODER_FOLDER, f"{DECODER_FOLDER}.partial", MAP_FILE, CODEC_FILE}
+    ours = {WRITER_LOCK, READERS_LOCK, *PARTIAL_CATALOG_FILES, DECODER_FOLDER, f"{DECODER_FOLDER}.partial"}
+    ours |= {MAP_FILE, CODEC_FILE}
     ours |= {Path(file).with_suffix(".partial").name for file in (MAP_FILE, CODEC_FILE)}
     if folder.exists() and not (folder / CATALOG_FILE).exists():
         foreign = sorted(entry.name for entry in folder.iterdir() if entry.name not in ours)
