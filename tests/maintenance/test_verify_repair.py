@@ -150,7 +150,7 @@ def test_invalid_numbers_are_found_even_if_the_checksums_match(store_path, prune
 @pytest.mark.parametrize(
     ("statement", "words"),
     [
-        ("UPDATE segments SET first_entry = first_entry + 1 WHERE id = 2", "segment 2 begins at row"),
+        ("UPDATE segments SET first_entry = first_entry + 1 WHERE id = 2", "segment 2 begins at entry"),
         ("UPDATE segments SET scale = -1.0 WHERE id = 1", "scale -1.0"),
         ("UPDATE segments SET entries = 'many' WHERE id = 1", "'many' as entries"),
         ("UPDATE documents SET first_entry = first_entry - 1 WHERE number = 4", "'d4' has rows"),

@@ -523,5 +523,5 @@ def test_metadata_that_cannot_be_read_are_corrupt(own, text):
 def test_a_size_that_cannot_be_is_corrupt(own, size):
     open_suffix_array(own)
     rewrite(own, size=size)
-    with pytest.raises(DatastoreCorrupt, match="places"):
+    with pytest.raises(DatastoreCorrupt, match="positions"):
         open_suffix_array(own)
