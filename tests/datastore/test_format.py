@@ -1,4 +1,4 @@
-"""The format as docs/format.md specifies it, read without our code, and the golden store."""
+"""The format as docs/reference/format.md specifies it, read without our code, and the golden store."""
 
 from __future__ import annotations
 

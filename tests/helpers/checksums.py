@@ -1,4 +1,4 @@
-"""The sums of a catalog, as docs/format.md says how to make them, without the library."""
+"""The sums of a catalog, as docs/reference/format.md says how to make them, without the library."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Read a store with sqlite3, json and NumPy alone, as docs/format.md specifies."""
+"""Read a store with sqlite3, json and NumPy alone, as docs/reference/format.md specifies."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def read_tensors(path):
 
 
 def read_store(path):
-    """Everything in a store, with sqlite3, json and NumPy, as docs/format.md says."""
+    """Everything in a store, with sqlite3, json and NumPy, as docs/reference/format.md says."""
     assert written_sums(path / "catalog.db") == sums_of(path / "catalog.db")
     with closing(sqlite3.connect(path / "catalog.db")) as connection:
         metadata = {key: json.loads(value) for key, value in connection.execute("SELECT key, value FROM meta")}

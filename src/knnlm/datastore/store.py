@@ -571,7 +571,7 @@ class Datastore:
         format: str = "parquet",  # noqa: A002  (the option's name)
         progress: Progress = silent,
     ) -> ExportResult:
-        """Write every entry as Parquet or Arrow files."""
+        """Write every entry to Parquet files."""
         from knnlm.maintenance.export import export
 
         return export(self.path, out, format=format, progress=progress)
