@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from knnlm.errors import CorpusError, ParameterError
-from knnlm.memories.knn import KnnMemory
+from knnlm.memories.knn import KnnMemory, StoredPassage, stored_passage
 from knnlm.memories.voting import NeighbourMemory, VoteOutput
 from knnlm.mixture.mixture import Mixture
 from knnlm.mixture.readers import ReadBatch
@@ -120,25 +120,23 @@ class _Explainer:
         self, label: str, memory: NeighbourMemory, output: VoteOutput, at: tuple[int, int], target: int
     ) -> NeighbourVote:
         entry, value = int(output.neighbours.ids[at]), int(output.neighbours.values[at])
+        decode = self.mixture.lm.decode
         if isinstance(memory, KnnMemory):
-            document = memory.store.document_at(entry)
-            before, after = memory.store.around(entry, before=_TOKENS_BEFORE, after=_TOKENS_AFTER)
-            document_id, source = document.id, document.source
+            passage = stored_passage(memory.store, entry, decode, before=_TOKENS_BEFORE, after=_TOKENS_AFTER)
         else:
             before = list(self.tokens[max(0, entry - _TOKENS_BEFORE) : entry])
-            after = list(self.tokens[entry : entry + _TOKENS_AFTER])
-            document_id = source = _SAME_TEXT
-        decode = self.mixture.lm.decode
+            after = list(self.tokens[entry + 1 : entry + _TOKENS_AFTER])
+            passage = StoredPassage(_SAME_TEXT, 0, _SAME_TEXT, entry, decode([value]), decode(before), decode(after))
         # The weight is that of the first setting; a neighbour beyond its k has none.
         log_weights = output.components[0].log_weights
         return NeighbourVote(
             memory=label,
             weight=float(log_weights[at].exp()) if at[1] < log_weights.shape[1] else 0.0,
             distance=float(output.neighbours.distances[at]),
-            token=decode([value]),
+            token=passage.token,
             agrees=value == target,
-            document=document_id,
-            source=source,
-            before=decode(before),
-            after=decode(after[1:]),
+            document=passage.document,
+            source=passage.source,
+            before=passage.before,
+            after=passage.after,
         )

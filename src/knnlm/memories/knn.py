@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -95,3 +96,33 @@ class KnnMemory(NeighbourMemory):
             rows = torch.tensor([row for row, k in enumerate(ks) if k == depth], device=keys.device)
             blocks.append((rows, self.search(keys[rows], depth)))
         return RetrievedNeighbours.gather(len(keys), blocks)
+
+
+@dataclass(frozen=True)
+class StoredPassage:
+    """The text around an entry, and its document."""
+
+    document: str
+    number: int  # of the document
+    source: str
+    entry: int
+    token: str
+    before: str
+    after: str
+
+
+def stored_passage(
+    store: Datastore, entry: int, decode: Callable[[list[int]], str], *, before: int, after: int
+) -> StoredPassage:
+    """Return the passage around an entry with this many tokens before it, and after it with its own."""
+    document = store.document_at(entry)
+    preceding, following = store.around(entry, before=before, after=after)
+    return StoredPassage(
+        document=document.id,
+        number=document.number,
+        source=document.source,
+        entry=entry,
+        token=decode(following[:1]),
+        before=decode(preceding),
+        after=decode(following[1:]),
+    )

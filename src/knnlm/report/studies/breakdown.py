@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from knnlm.datastore.indexes import open_index
-from knnlm.memories.knn import KnnMemory
+from knnlm.memories.knn import KnnMemory, stored_passage
 from knnlm.memories.voting import RetrievedNeighbours
 from knnlm.report.context import ReportContext
 from knnlm.report.study import Cell, Example, ExampleNeighbour, Line, Plot, Study, StudyUnavailable, Table
@@ -157,18 +157,17 @@ def _example(
         where, value = int(found.ids[number, place]), int(found.values[number, place])
         if where < 0:
             continue
-        before, after = context.store.around(where, before=_BEFORE, after=_AFTER)
-        stored = context.store.document_at(where)
+        passage = stored_passage(context.store, where, decode, before=_BEFORE, after=_AFTER)
         neighbours.append(
             ExampleNeighbour(
                 weight=float(votes[place]),
                 distance=float(found.distances[number, place]),
-                token=decode([value]),
+                token=passage.token,
                 agrees=value == target,
-                document=stored.id,
-                source=stored.source,
-                before=decode(before),
-                after=decode(after[1:]),
+                document=passage.document,
+                source=passage.source,
+                before=passage.before,
+                after=passage.after,
             )
         )
     return Example(decode(preceding), decode([target]), document.source, p_lm, p_knn, p, logs[2] - logs[0], neighbours)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from time import perf_counter
 from typing import Any
 
@@ -16,10 +16,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from knnlm.datastore.store import Datastore
-from knnlm.lm.causal import CausalLM
 from knnlm.memories.base import LM_LOGITS, Context, Logits, MemoryOutput
-from knnlm.memories.knn import KnnMemory
+from knnlm.memories.knn import KnnMemory, stored_passage
 from knnlm.memories.voting import VoteOutput, searches
 from knnlm.mixture.mixture import Mixture, Retrieved
 from knnlm.mixture.weights import MixturePrediction
@@ -289,20 +287,8 @@ def _sources(mixture: Mixture, outputs: Sequence[MemoryOutput], position: int, *
             if entry >= 0:
                 distance = float(output.neighbours.distances[position, place])
                 vote = {"memory": label, "weight": weight, "distance": distance}
-                sources.append({**vote, **_describe_entry(memory.store, mixture.lm, entry)})
+                passage = stored_passage(
+                    memory.store, entry, mixture.lm.decode, before=_CONTEXT_BEFORE, after=_CONTEXT_AFTER
+                )
+                sources.append({**vote, **asdict(passage)})
     return sorted(sources, key=lambda source: -source["weight"])[:limit]
-
-
-def _describe_entry(store: Datastore, lm: CausalLM, entry: int) -> dict[str, Any]:
-    """Return the document of an entry, its token, and the text around it."""
-    document = store.document_at(entry)
-    before, after = store.around(entry, before=_CONTEXT_BEFORE, after=_CONTEXT_AFTER)
-    return {
-        "document": document.id,
-        "number": document.number,
-        "source": document.source,
-        "entry": entry,
-        "token": lm.decode(after[:1]),
-        "before": lm.decode(before),
-        "after": lm.decode(after[1:]),
-    }
