@@ -131,8 +131,8 @@ def test_invalid_numbers_are_found_even_if_the_checksums_match(store_path, prune
         (store_path, "values", 320, "tokens outside 0 to 319"),
         (store_path, "values", -1, "tokens outside"),
         (pruned, "counts", 0, "not finite and positive"),
-        (pruned, "kept", 0, "ascending rows"),
-        (pruned, "kept", 10_000, "ascending rows"),
+        (pruned, "kept", 0, "ascending entries"),
+        (pruned, "kept", 10_000, "ascending entries"),
     ]
     for path, name, bad, words in cases:
         file = path / "segments/000001" / f"{name}.npy"
@@ -153,8 +153,8 @@ def test_invalid_numbers_are_found_even_if_the_checksums_match(store_path, prune
         ("UPDATE segments SET first_entry = first_entry + 1 WHERE id = 2", "segment 2 begins at entry"),
         ("UPDATE segments SET scale = -1.0 WHERE id = 1", "scale -1.0"),
         ("UPDATE segments SET entries = 'many' WHERE id = 1", "'many' as entries"),
-        ("UPDATE documents SET first_entry = first_entry - 1 WHERE number = 4", "'d4' has rows"),
-        ("UPDATE documents SET entries = entries - 1 WHERE number = 0", "row .* was expected|belong to no document"),
+        ("UPDATE documents SET first_entry = first_entry - 1 WHERE number = 4", "'d4' has entries"),
+        ("UPDATE documents SET entries = entries - 1 WHERE number = 0", "entry .* was expected|belong to no document"),
         ("UPDATE documents SET segment = 77 WHERE number = 9", "1 documents belong to segments"),
         ("DELETE FROM documents WHERE number = 9", "belong to no document"),
         ("UPDATE meta SET value = '\"maybe\"' WHERE key = 'state'", "state of the store is 'maybe'"),

@@ -71,7 +71,7 @@ _MAX_MODEL_WIDTH = 1 << 24
 _MAX_WINDOW = 1 << 31
 
 ArrayCheck = Callable[[NDArray[Any]], str | None]
-Ranges = dict[int, list[tuple[int, int]]]  # segment → (first row, rows)
+Ranges = dict[int, list[tuple[int, int]]]  # segment → (first entry, number of entries)
 
 
 @dataclass(frozen=True)
@@ -173,8 +173,8 @@ class _Verifier:
             segments = catalog.segments()
             self.problems += check_segments(segments)
             documents = catalog.document_count()
-            removed = removed_rows(catalog)
-            removed_count = sum(rows for ranges in removed.values() for _, rows in ranges)
+            removed = removed_entries(catalog)
+            removed_count = sum(count for ranges in removed.values() for _, count in ranges)
             self.problems += check_documents(catalog, segments, removed)
             self._check_segment_files(metadata, segments, progress)
             self._check_indexes(catalog)
@@ -422,16 +422,16 @@ class SegmentFiles:
 
 
 class _AscendingCheck:
-    """Check, chunk by chunk, that the rows that have keys ascend within their segment."""
+    """Check, chunk by chunk, that the entries that have keys ascend within their segment."""
 
-    def __init__(self, rows: int) -> None:
-        self._rows, self._last = rows, -1
+    def __init__(self, entries: int) -> None:
+        self._entries, self._last = entries, -1
 
     def __call__(self, kept: NDArray[Any]) -> str | None:
         steps = np.diff(kept.astype(np.int64), prepend=self._last)
         self._last = int(kept[-1]) if len(kept) else self._last
-        if (steps <= 0).any() or self._last >= self._rows:
-            return f"does not contain ascending rows of the segment's {self._rows:,}"
+        if (steps <= 0).any() or self._last >= self._entries:
+            return f"does not contain ascending entries of the segment's {self._entries:,}"
         return None
 
 
@@ -501,15 +501,15 @@ def _read_codec(catalog: Catalog, width: int) -> tuple[Codec | None, list[Proble
 
 
 def check_segments(segments: Sequence[SegmentRow]) -> list[Problem]:
-    """Return problems of the segments' rows, which must be numbered without gaps."""
+    """Return problems of the segments' entries, which must be numbered without gaps."""
     return [
         Problem(CATALOG_FILE, message, SEGMENT, segment.id) if its_own else Problem(CATALOG_FILE, message)
         for segment, message, its_own in segment_faults(segments)
     ]
 
 
-def removed_rows(catalog: Catalog) -> Ranges:
-    """Return the rows of removed documents by segment."""
+def removed_entries(catalog: Catalog) -> Ranges:
+    """Return the entries of removed documents by segment."""
     ranges: Ranges = {}
     for row in catalog.removed():
         ranges.setdefault(row.segment, []).append((row.first_entry, row.entries))
@@ -523,12 +523,12 @@ def check_documents(catalog: Catalog, segments: Sequence[SegmentRow], removed: R
         documents = catalog.documents_of(segment.id)
         counted += len(documents)
         ranges = [(document.first_entry, document.entries, f"document {document.id!r}") for document in documents]
-        ranges += [(first, rows, "a removed document") for first, rows in removed.get(segment.id, [])]
+        ranges += [(first, count, "a removed document") for first, count in removed.get(segment.id, [])]
         if (message := _check_ranges(segment, ranges)) is not None:
             problems.append(Problem(CATALOG_FILE, f"segment {segment.id}: {message}", SEGMENT, segment.id))
     known = {segment.id for segment in segments}
-    if lost := sum(rows for segment, ranges in removed.items() if segment not in known for _, rows in ranges):
-        problems.append(Problem(CATALOG_FILE, f"{lost:,} removed rows belong to segments missing from the catalog"))
+    if lost := sum(count for segment, ranges in removed.items() if segment not in known for _, count in ranges):
+        problems.append(Problem(CATALOG_FILE, f"{lost:,} removed entries belong to segments missing from the catalog"))
     if counted != catalog.document_count():
         missing = catalog.document_count() - counted
         problems.append(Problem(CATALOG_FILE, f"{missing:,} documents belong to segments missing from the catalog"))
@@ -536,13 +536,13 @@ def check_documents(catalog: Catalog, segments: Sequence[SegmentRow], removed: R
 
 
 def _check_ranges(segment: SegmentRow, ranges: Sequence[tuple[int, int, str]]) -> str | None:
-    """Return the first overlap or gap of (first row, rows, name) in a segment."""
+    """Return the first overlap or gap of (first entry, number of entries, name) in a segment."""
     expected, end = segment.first_entry, segment.first_entry + segment.entries
-    for first, rows, name in sorted(ranges):
-        if first != expected or first + rows > end:
-            return f"{name} has rows {first:,} to {first + rows - 1:,}; row {expected:,} was expected"
-        expected = first + rows
-    return None if expected == end else f"rows {expected:,} to {end - 1:,} belong to no document"
+    for first, count, name in sorted(ranges):
+        if first != expected or first + count > end:
+            return f"{name} has entries {first:,} to {first + count - 1:,}; entry {expected:,} was expected"
+        expected = first + count
+    return None if expected == end else f"entries {expected:,} to {end - 1:,} belong to no document"
 
 
 def _is_int(value: Any, low: int, high: int) -> bool:
