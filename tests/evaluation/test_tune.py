@@ -24,15 +24,20 @@ from knnlm.mixture.spec import MixtureOptions
 
 
 @pytest.fixture(scope="module")
-def mixture(lm, tmp_path_factory):
-    store = build(documents(20), tmp_path_factory.mktemp("tuned") / "memory", lm=lm)
-    return Mixture.open(store.path, lm, k=64)
+def folder(lm, tmp_path_factory):
+    return build(documents(20), tmp_path_factory.mktemp("tuned") / "memory", lm=lm).path
+
+
+@pytest.fixture
+def mixture(lm, folder):
+    """A mixture of its own for each test, because tuning changes it."""
+    return Mixture.open(folder, lm, k=64)
 
 
 @pytest.fixture(scope="module")
-def trace(mixture, tmp_path_factory):
+def trace(lm, folder, tmp_path_factory):
     path = tmp_path_factory.mktemp("trace") / "trace"
-    return mixture.record(documents(5, start=100), path, sources=["held-out"])
+    return Mixture.open(folder, lm, k=64).record(documents(5, start=100), path, sources=["held-out"])
 
 
 def test_a_sweep_equals_an_evaluation_with_each_setting(lm, mixture, trace):
