@@ -213,7 +213,7 @@ def _trained(folder: Path, catalog: Catalog) -> Iterator[Remnant]:
 
 
 def _trained_hashes(folder: Path) -> dict[str, str]:
-    """Tell what was trained on a store and lies in its folder from what may take its place later."""
+    """Return a hash of each trained file of a store, by which a replacement is recognised."""
     hashes = {}
     for name in _TRAINED:
         place = folder / name
