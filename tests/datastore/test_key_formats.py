@@ -150,7 +150,7 @@ def test_unknown_ways_are_refused(text):
 
 def test_keys_narrower_than_the_usual_codes_get_as_many_bytes_as_they_have_dimensions():
     assert str(parse_storage("codes", width=32)) == "codes32"
-    with pytest.raises(ParameterError, match="64 bytes a key, but there are 32"):
+    with pytest.raises(ParameterError, match="64 bytes per key, but there are only 32"):
         parse_storage("codes64", width=32)
 
 
