@@ -56,9 +56,8 @@ ORDER = {
     "maintenance": "export import_ merge verify repair",
     "report": "crossval search study texts context html plots studies.breakdown studies.layers studies.memories "
     "studies.output studies.store studies.votes studies.compression report",
-    "server": "auth limits schemas documents engine.sampling engine.requests engine.overrides engine.stop_strings "
-    "engine.batching responses engine.predict engine.history engine.scheduler middleware protocol metrics service "
-    "routes app run",
+    "server": "limits schemas documents engine.requests engine.batching engine.predict engine.history engine.sequence "
+    "engine.scheduler metrics responses auth service routes app run",
     "cli": "output options make use train maintain serve chat start app",
 }
 # Methods that forward to a later module of their package, and import it when they are called.

@@ -36,8 +36,8 @@ from knnlm.server.engine.requests import (
     Stopped,
     TokensEvent,
 )
-from knnlm.server.engine.sampling import Sampler
 from knnlm.server.engine.scheduler import Scheduler
+from knnlm.server.engine.sequence import Sampler
 
 FAMILIES = ["llama", "gpt2", "gemma3", "bloom", "opt"]
 PROMPTS = [
@@ -79,6 +79,12 @@ def tokens_of(handle, copy=0):
     return [
         token for event in events if isinstance(event, TokensEvent) and event.choice == copy for token in event.tokens
     ]
+
+
+def trace_of(scheduler, request):
+    """The trace of a request with one continuation."""
+    *_, last = scheduler.submit(request).events()
+    return scheduler.traces.find(last.trace_id)
 
 
 def ids(tokens):
@@ -313,7 +319,8 @@ def test_the_same_seed_gives_the_same_text_whatever_else_is_in_the_batch(schedul
 def test_weighing_anew_equals_asking_anew(scheduler):
     """λ, k, τ changed in the trace against the same text scored by the scheduler with these settings."""
     text = PROMPTS[2]
-    tokens = tokens_of(scheduler.submit(make_request(scheduler, text, 0, echo=True, overrides=MemoryOverrides(k=30))))
+    trace = trace_of(scheduler, make_request(scheduler, text, 0, echo=True, overrides=MemoryOverrides(k=30)))
+    assert trace.overrides == MemoryOverrides(k=30)
     for changes in (
         MemoryOverrides(k=12),
         MemoryOverrides(lmbda=0.1),
@@ -324,7 +331,7 @@ def test_weighing_anew_equals_asking_anew(scheduler):
         MemoryOverrides(lmbda=1.0),
         MemoryOverrides(),
     ):
-        again = rescore(scheduler.mixtures, MemoryOverrides(k=30), tokens, changes)
+        again = rescore(scheduler.mixtures, trace, changes)
         overrides = MemoryOverrides(lmbda=changes.lmbda, k=changes.k or 30, knn_temperature=changes.knn_temperature)
         right = tokens_of(scheduler.submit(make_request(scheduler, text, 0, echo=True, overrides=overrides)))
         assert ids(again) == ids(right)
@@ -337,10 +344,10 @@ def test_weighing_anew_equals_asking_anew(scheduler):
 def test_weighing_anew_works_with_several_memories(lm, store):
     scheduler = start_scheduler(Mixture.open(store.path, lm, memories="knn:0.2,cache:0.3,ngram:0.2", use_tuned=False))
     text = PROMPTS[0] + " " + PROMPTS[0]
-    tokens = tokens_of(scheduler.submit(make_request(scheduler, text, 0, echo=True)))
-    assert {share["memory"] for share in tokens[3].shares} == {"knn", "cache", "ngram"}
+    trace = trace_of(scheduler, make_request(scheduler, text, 0, echo=True))
+    assert {share["memory"] for share in trace.tokens[3].shares} == {"knn", "cache", "ngram"}
     for changes in (MemoryOverrides(lmbda=0.9), MemoryOverrides(k=5, knn_temperature=3.0)):
-        again = rescore(scheduler.mixtures, MemoryOverrides(), tokens, changes)
+        again = rescore(scheduler.mixtures, trace, changes)
         right = tokens_of(scheduler.submit(make_request(scheduler, text, 0, echo=True, overrides=changes)))
         np.testing.assert_allclose([one.p for one in again], [one.p for one in right], rtol=1e-4, atol=1e-7)
     scheduler.stop()
@@ -352,16 +359,17 @@ def test_what_is_remembered_is_bounded_and_the_oldest_goes_first(mixture):
     trace_ids = [list(handle.events())[-1].trace_id for handle in handles]
     assert scheduler.traces.bytes <= 200_000
     assert scheduler.traces.find(trace_ids[0]) is None
-    overrides, tokens = scheduler.traces.find(trace_ids[-1])
-    assert (overrides, len(tokens)) == (MemoryOverrides(), 10)
+    trace = scheduler.traces.find(trace_ids[-1])
+    assert (trace.overrides, len(trace.tokens)) == (MemoryOverrides(), 10)
     scheduler.stop()
 
 
 def test_nothing_is_remembered_that_is_as_long_as_the_vocabulary(scheduler):
-    (token, *_) = tokens_of(scheduler.submit(make_request(scheduler, "When", 1)))
-    assert len(token.components.log_probs) == 2
-    assert token.components.neighbours.distances.shape == (16,)
-    assert token.components.neighbours.distances.base is None  # not a view of something larger
+    trace = trace_of(scheduler, make_request(scheduler, "When", 1))
+    assert len(trace.tokens[0].components.log_probs) == 2
+    assert trace.neighbours[0].distances.shape == (16,)
+    assert trace.neighbours[0].distances.base is None  # not a view of something larger
+    assert trace.tokens[0].neighbours is None  # events hold the same tokens
 
 
 def test_wishes_that_cannot_be_granted_are_refused(scheduler):
@@ -429,7 +437,7 @@ def test_an_error_while_a_text_joins_the_others_is_told_and_leaves_nothing_behin
 def test_an_order_that_cannot_even_be_begun_is_told_so(mixture, monkeypatch):
     scheduler = start_scheduler(mixture)
     with monkeypatch.context() as patch:
-        patch.setattr(scheduler_module, "Sampler", lambda *_: 1 / 0)
+        patch.setattr(scheduler_module, "GeneratedSequence", lambda *_: 1 / 0)
         (event,) = scheduler.submit(make_request(scheduler, "When", 5)).events()
         assert event.status == 500
     assert ids(tokens_of(scheduler.submit(make_request(scheduler, "When", 5)))) == generated(mixture, "When", 5)
@@ -470,10 +478,10 @@ def test_naming_many_sources_of_a_prompt_keeps_nobody_waiting(mixture):
 
 def test_a_text_of_many_neighbours_is_weighed_anew_in_blocks(scheduler, monkeypatch):
     text = PROMPTS[2]
-    tokens = tokens_of(scheduler.submit(make_request(scheduler, text, 0, echo=True)))
-    whole = rescore(scheduler.mixtures, MemoryOverrides(), tokens, MemoryOverrides(k=5, knn_temperature=2.0))
+    trace = trace_of(scheduler, make_request(scheduler, text, 0, echo=True))
+    whole = rescore(scheduler.mixtures, trace, MemoryOverrides(k=5, knn_temperature=2.0))
     monkeypatch.setattr(history_module, "_BLOCK_NEIGHBOURS", 16 * 7)
-    blocks = rescore(scheduler.mixtures, MemoryOverrides(), tokens, MemoryOverrides(k=5, knn_temperature=2.0))
+    blocks = rescore(scheduler.mixtures, trace, MemoryOverrides(k=5, knn_temperature=2.0))
     assert [token.log_p for token in blocks] == [token.log_p for token in whole]
     assert "".join(token.text for token in blocks) == text
 

@@ -19,10 +19,9 @@ import pytest
 from helpers.server import read_stream, serving
 from knnlm.errors import ParameterError
 from knnlm.mixture.mixture import Mixture
-from knnlm.server.auth import ApiKeys, check_host, is_loopback
+from knnlm.server.auth import ApiKeys, RequestGuard, check_host, is_loopback
 from knnlm.server.engine.requests import GenerationRequest
 from knnlm.server.limits import Limits
-from knnlm.server.middleware import RequestGuard
 from knnlm.server.run import bind
 
 USER, ADMIN = "user-key-1234", "admin-key-1234"

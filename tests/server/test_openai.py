@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 
 from helpers.server import talking
 from knnlm.generation.causal import KnnForCausalLM
-from knnlm.server.engine.sampling import Penalties, Sampler
+from knnlm.server.engine.requests import Penalties
+from knnlm.server.engine.sequence import Sampler, penalise
 from knnlm.server.responses import TokenTexts
 
 PROMPT = "The memory of a model"
@@ -108,7 +109,7 @@ def test_penalties_are_the_formula_for_any_counts(logits, drawn, bias, presence,
         score - frequency * drawn.get(token, 0) - presence * (token in drawn) + bias.get(token, 0.0)
         for token, score in enumerate(logits)
     ]
-    found = Penalties(presence, frequency, bias).apply(torch.tensor(logits), drawn)
+    found = penalise(torch.tensor(logits), Penalties(presence, frequency, bias), drawn)
     np.testing.assert_allclose(found, right, rtol=1e-5, atol=1e-4)
 
 

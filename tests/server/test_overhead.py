@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import socket
+import threading
 import time
+from collections import Counter
+from pathlib import Path
 
 import pytest
 import torch
@@ -16,11 +20,11 @@ from knnlm.generation.causal import KnnForCausalLM
 from knnlm.lm.detokenizer import Detokenizer
 from knnlm.memories.base import Votes
 from knnlm.mixture.mixture import Mixture
+from knnlm import server as server_package
 from knnlm.server import responses as responses_module
-from knnlm.server.engine import requests as requests_module
 from knnlm.server.engine import scheduler as scheduler_module
-from knnlm.server.engine.requests import EventBuffer, FinishEvent, GenerationRequest, RequestHandle, TokensEvent
-from knnlm.server.engine.scheduler import Scheduler
+from knnlm.server.engine.requests import FinishEvent, GenerationRequest, RequestHandle, TokensEvent
+from knnlm.server.engine.scheduler import EventBuffer, Scheduler
 
 PROMPT = "The memory of a model"
 NEVER = 1e9  # seconds
@@ -56,7 +60,7 @@ def generated(mixture, tokens):
 @pytest.mark.parametrize(("pause", "woken"), [(0.0, 30), (NEVER, 2)])
 def test_tokens_that_come_quickly_wake_who_waits_together(scheduler, mixture, monkeypatch, pause, woken):
     """With no pause at each token; with an endless one at the first, which is not held back, and at the end."""
-    monkeypatch.setattr(requests_module, "FLUSH_SECONDS", pause)
+    monkeypatch.setattr(scheduler_module, "FLUSH_SECONDS", pause)
     events = list(scheduler.submit(make_request(mixture, 30)).events())
     assert scheduler.events.flushes == woken
     assert [type(event) for event in events] == [TokensEvent] * 30 + [FinishEvent]
@@ -65,7 +69,7 @@ def test_tokens_that_come_quickly_wake_who_waits_together(scheduler, mixture, mo
 
 def test_what_is_held_back_is_told_before_a_prompt_is_read(scheduler, mixture, monkeypatch):
     """To read a prompt may take long, and what others wrote before is not to wait for it."""
-    monkeypatch.setattr(requests_module, "FLUSH_SECONDS", NEVER)
+    monkeypatch.setattr(scheduler_module, "FLUSH_SECONDS", NEVER)
     told, seen = [], []
     read_prompt = scheduler_module.read_prompt
 
@@ -87,8 +91,8 @@ def test_what_is_held_back_is_told_before_a_prompt_is_read(scheduler, mixture, m
 
 def test_events_are_handed_over_where_one_is_urgent_or_enough_time_has_passed(monkeypatch):
     now = [100.0]
-    monkeypatch.setattr(requests_module.time, "monotonic", lambda: now[0])
-    monkeypatch.setattr(requests_module, "FLUSH_SECONDS", 1.0)
+    monkeypatch.setattr(scheduler_module.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(scheduler_module, "FLUSH_SECONDS", 1.0)
     posted = []
     buffer = EventBuffer(lambda events: posted.append([event.choice for _, event in events]))
     handle = RequestHandle(GenerationRequest((1,), 1))
@@ -127,7 +131,7 @@ def http_chunks(port, body):
 
 
 def test_a_stream_has_an_event_for_each_token_but_a_write_for_each_waking(mixture, monkeypatch):
-    monkeypatch.setattr(requests_module, "FLUSH_SECONDS", NEVER)
+    monkeypatch.setattr(scheduler_module, "FLUSH_SECONDS", NEVER)
     made, write = [], responses_module.encode_json
     monkeypatch.setattr(responses_module, "encode_json", lambda metadata: made.append(metadata) or write(metadata))
     with serving(mixture) as running:
@@ -142,7 +146,7 @@ def test_a_stream_has_an_event_for_each_token_but_a_write_for_each_waking(mixtur
 
 def test_tokens_that_were_held_back_come_before_an_error(mixture, monkeypatch):
     """A stream that is cut off by the time-out: all that was written until then has come."""
-    monkeypatch.setattr(requests_module, "FLUSH_SECONDS", NEVER)
+    monkeypatch.setattr(scheduler_module, "FLUSH_SECONDS", NEVER)
     search = mixture.knn.search
     monkeypatch.setattr(mixture.knn, "search", lambda keys, k=None: time.sleep(0.02) or search(keys, k))
     with serving(mixture, seconds=0.6) as running:
@@ -171,3 +175,47 @@ def test_who_abstains_is_asked_once_a_token(scheduler, mixture, monkeypatch):
     monkeypatch.setattr(Votes, "abstains", lambda votes: asked.append(1) or abstains(votes))
     list(scheduler.submit(make_request(mixture, 20)).events())
     assert len(asked) == 20
+
+
+class CallProfile:
+    """Counts the calls of functions in the server's modules, and those from one module into another."""
+
+    def __init__(self):
+        self.root = str(Path(server_package.__file__).parent) + os.sep
+        self.active = False
+        self.modules = Counter()
+        self.hops = 0
+
+    def module(self, frame):
+        name = frame.f_code.co_filename
+        return name.removeprefix(self.root) if name.startswith(self.root) else None
+
+    def __call__(self, frame, event, _):
+        if not self.active or event != "call" or (called := self.module(frame)) is None:
+            return
+        self.modules[called] += 1
+        while (frame := frame.f_back) is not None:
+            if (caller := self.module(frame)) is not None:
+                self.hops += caller != called
+                return
+
+
+def test_streamed_request_passes_through_few_modules(mixture, monkeypatch):
+    monkeypatch.setattr(scheduler_module, "FLUSH_SECONDS", 0.0)  # each token is delivered alone
+    profile = CallProfile()
+    before = threading.getprofile()
+    threading.setprofile(profile)  # of the threads that start from here on
+    try:
+        with serving(mixture) as running:
+            body = {"prompt": PROMPT, "temperature": 0}
+            http_chunks(running.port, {**body, "max_tokens": 1})
+            hops = []
+            for tokens in (3, 23):
+                profile.hops, profile.active = 0, True
+                assert http_chunks(running.port, {**body, "max_tokens": tokens})[-1] == b"data: [DONE]\n\n"
+                profile.active = False
+                hops.append(profile.hops)
+    finally:
+        threading.setprofile(before)
+    assert len(profile.modules) <= 10, sorted(profile.modules)
+    assert (hops[1] - hops[0]) / 20 <= 10  # for each token

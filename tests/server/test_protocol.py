@@ -11,8 +11,8 @@ import pytest
 
 from helpers.server import serving
 from knnlm.mixture.mixture import Mixture
-from knnlm.server.middleware import RequestGuard
-from knnlm.server.protocol import LimitedHttpProtocol
+from knnlm.server.auth import RequestGuard
+from knnlm.server.run import LimitedHttpProtocol
 
 HEAD = "POST /v1/score HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
 

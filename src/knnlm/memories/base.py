@@ -130,6 +130,14 @@ class Context:
             row += len(span)
 
 
+def join_contexts(contexts: Sequence[Context]) -> Context:
+    """Concatenate contexts."""
+    if len(contexts) == 1:
+        return contexts[0]
+    states = {source: torch.cat([context.states[source] for context in contexts]) for source in contexts[0].states}
+    return Context(states, [span for context in contexts for span in context.spans])
+
+
 class MemoryOutput(Protocol):
     """The output of one memory at N positions."""
 

@@ -14,10 +14,9 @@ from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
 
 from knnlm.errors import DatastoreBusy, KnnlmError, ModelError, ParameterError
-from knnlm.server.auth import ApiKeys
+from knnlm.server.auth import ApiKeys, RequestGuard
 from knnlm.server.documents import UnknownDocument
 from knnlm.server.engine.requests import Busy, RequestFailed, Stopped
-from knnlm.server.middleware import RequestGuard
 from knnlm.server.responses import JsonResponse, error_body
 from knnlm.server.routes import add_routes
 from knnlm.server.schemas import UNSUPPORTED_FIELDS
@@ -74,7 +73,7 @@ def make_app(service: Service, keys: ApiKeys | None = None) -> FastAPI:
     _add_page(app)
     app.openapi = lambda: _openapi(app)  # type: ignore[method-assign]
     app.add_middleware(
-        RequestGuard, keys=keys or ApiKeys(), body_bytes=service.limits.body_bytes, count=service.metrics.count
+        RequestGuard, keys=keys or ApiKeys(), body_bytes=service.limits.body_bytes, metrics=service.metrics
     )
     return app
 

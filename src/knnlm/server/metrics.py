@@ -65,11 +65,6 @@ class Metrics:
             registry=self.registry,
         )
 
-    def count(self, route: str, status: int, seconds: float) -> None:
-        """Count a request."""
-        self.requests.labels(route, str(status)).inc()
-        self.seconds.labels(route).observe(seconds)
-
     def text(self) -> bytes:
         """Return all metrics in Prometheus' format."""
         return generate_latest(self.registry)

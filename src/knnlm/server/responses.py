@@ -12,10 +12,11 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
 
-from fastapi.responses import JSONResponse
+from fastapi.responses import JSONResponse, StreamingResponse
+from starlette.types import Receive, Scope, Send
 from transformers import PreTrainedTokenizerBase
 
-from knnlm.server.engine.requests import ErrorEvent, Event, FinishEvent, RequestFailed, ScoredToken
+from knnlm.server.engine.requests import FinishEvent, OutputEvent, RequestFailed, ScoredToken
 
 DONE = b"data: [DONE]\n\n"
 
@@ -23,6 +24,8 @@ _LOG_ZERO = -9999.0  # the logarithm of 0 in OpenAI's API
 _CACHED_TOKENS = 1 << 16
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _ERROR_TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error", 503: "unavailable_error"}
+
+_STREAM_HEADERS = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}  # a proxy must not buffer
 
 # Clearer messages for some of the framework's.
 _MESSAGES = {
@@ -43,6 +46,22 @@ class JsonResponse(JSONResponse):
     def render(self, content: Any) -> bytes:
         """Return the encoded body."""
         return encode_json(content).encode()
+
+
+class EventStream(StreamingResponse):
+    """Server-sent events; the iterators are closed when the response ends, also if the client disconnects."""
+
+    def __init__(self, chunks: AsyncGenerator[bytes, None], events: AsyncGenerator[Any, None]) -> None:
+        super().__init__(chunks, media_type="text/event-stream", headers=_STREAM_HEADERS)
+        self._iterators = (chunks, events)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send the response."""
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            for iterator in self._iterators:
+                await iterator.aclose()
 
 
 def error_body(status: int, message: str, *, param: str | None = None, code: str | None = None) -> dict[str, Any]:
@@ -131,49 +150,41 @@ class ResponseWriter:
         id_ = f"{'chatcmpl' if chat else 'cmpl'}-{secrets.token_hex(12)}"
         self._head = {"id": id_, "object": name, "created": int(time.time()), "model": model}
 
-    async def body(self, events: AsyncIterator[list[Event]]) -> dict[str, Any]:
-        """Return the whole response; raise RequestFailed if the request fails."""
-        async for batch in events:
-            for event in batch:
-                if isinstance(event, ErrorEvent):
-                    raise RequestFailed(event)
-                choice = self._update(event)
-                if not isinstance(event, FinishEvent):
-                    choice.tokens += event.tokens
+    async def body(self, events: AsyncIterator[list[OutputEvent]]) -> dict[str, Any]:
+        """Return the whole response."""
+        async for group in events:
+            for event in group:
+                choice, tokens = self._update(event)
+                choice.tokens += tokens
         head = {**self._head, "object": "chat.completion"} if self.chat else self._head
         return {**head, "choices": [self._whole(choice) for choice in self._choices], "usage": self._usage()}
 
-    async def stream(self, events: AsyncIterator[list[Event]], *, usage: bool) -> AsyncGenerator[bytes, None]:
-        """Yield server-sent events, in one piece those that arrive together.
-
-        An error before the first chunk raises RequestFailed, so that the response has its status.
-        """
-        started = False
-        async for batch in events:
-            chunks: list[bytes] = []
-            for event in batch:
-                if isinstance(event, ErrorEvent):
-                    if not (started or chunks):
-                        raise RequestFailed(event)
-                    yield b"".join([*chunks, _sse(error_body(event.status, event.message)), DONE])
-                    return
-                tokens = [] if isinstance(event, FinishEvent) else event.tokens
-                chunks.append(_sse(self._chunk(self._update(event), tokens)))
-            yield b"".join(chunks)
-            started = True
-        if usage:
-            yield _sse({**self._head, "choices": [], "usage": self._usage()})
+    async def stream(
+        self, first: list[OutputEvent], events: AsyncIterator[list[OutputEvent]], *, usage: bool
+    ) -> AsyncGenerator[bytes, None]:
+        """Yield server-sent events, in one piece those that arrive together; an error is the last one."""
+        yield self._chunks(first)
+        try:
+            async for group in events:
+                yield self._chunks(group)
+            if usage:
+                yield _sse({**self._head, "choices": [], "usage": self._usage()})
+        except RequestFailed as error:
+            yield _sse(error_body(error.status, str(error)))
         yield DONE
 
-    def _update(self, event: Event) -> _Choice:
-        """Return the choice of an event, with the event applied."""
-        assert not isinstance(event, ErrorEvent)
+    def _chunks(self, events: Sequence[OutputEvent]) -> bytes:
+        return b"".join([_sse(self._chunk(*self._update(event))) for event in events])
+
+    def _update(self, event: OutputEvent) -> tuple[_Choice, list[ScoredToken]]:
+        """Return the choice of an event, with the event applied, and the event's tokens."""
         choice = self._choices[event.choice]
         choice.trace_id = event.trace_id
-        if isinstance(event, FinishEvent):
-            choice.reason = event.reason
-            self._generated += event.generated
-        return choice
+        if not isinstance(event, FinishEvent):
+            return choice, event.tokens
+        choice.reason = event.reason
+        self._generated += event.generated
+        return choice, []
 
     def _chunk(self, choice: _Choice, tokens: Sequence[ScoredToken]) -> dict[str, Any]:
         text = "".join(token.text for token in tokens)

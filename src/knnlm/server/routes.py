@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable
+from collections.abc import Awaitable
 from contextlib import suppress
 from typing import Annotated, Any, TypeVar
 
 from fastapi import FastAPI, Path, Query, Request, Response
-from fastapi.responses import StreamingResponse
 from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
 
 from knnlm.server.metrics import CONTENT_TYPE
-from knnlm.server.responses import JsonResponse, ResponseWriter, score_body
+from knnlm.server.responses import EventStream, JsonResponse, ResponseWriter, score_body
 from knnlm.server.schemas import (
     AddedDocuments,
     AddRequest,
@@ -40,7 +39,6 @@ _ERRORS: dict[int | str, dict[str, Any]] = {
     status: {"model": ErrorBody, "description": "An error in OpenAI's format."}
     for status in (400, 401, 403, 404, 408, 413, 415, 429, 500, 503, 504)
 }
-_STREAM_HEADERS = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}  # a proxy must not buffer
 
 T = TypeVar("T")
 DocumentNumber = Annotated[int, Path(ge=0, le=2**63 - 1)]
@@ -106,23 +104,10 @@ async def _complete(
     events = service.generate(prepared.requests)
     if not body.stream:
         return JsonResponse(await _while_connected(request, writer.body(events)))
+    # Wait for the first events, so that an error before them has its own status.
+    first = await _while_connected(request, anext(events))
     usage = bool(body.stream_options and body.stream_options.include_usage)
-    chunks = writer.stream(events, usage=usage)
-    # Wait for the first chunk, so that an error before it has its own status.
-    first = await _while_connected(request, anext(chunks))
-    return StreamingResponse(_stream(first, chunks, events), media_type="text/event-stream", headers=_STREAM_HEADERS)
-
-
-async def _stream(
-    first: bytes, chunks: AsyncGenerator[bytes, None], events: AsyncGenerator[Any, None]
-) -> AsyncIterator[bytes]:
-    try:
-        yield first
-        async for chunk in chunks:
-            yield chunk
-    finally:
-        await chunks.aclose()
-        await events.aclose()
+    return EventStream(writer.stream(first, events, usage=usage), events)
 
 
 async def _while_connected(request: Request, work: Awaitable[T]) -> T:

@@ -20,20 +20,18 @@ from knnlm.mixture.mixture import Mixture
 from knnlm.server.documents import DocumentService
 from knnlm.server.engine.history import TraceCache, rescore
 from knnlm.server.engine.requests import (
-    AddressedEvents,
     ErrorEvent,
     Event,
     FinishEvent,
     GenerationRequest,
     MemoryOverrides,
+    OutputEvent,
+    Penalties,
     RequestFailed,
     ScoredToken,
     TokensEvent,
-    deliver_events,
-    without_neighbours,
 )
-from knnlm.server.engine.sampling import Penalties
-from knnlm.server.engine.scheduler import TIMEOUT_MESSAGE, Scheduler
+from knnlm.server.engine.scheduler import TIMEOUT_MESSAGE, Scheduler, deliver_events
 from knnlm.server.limits import Limits
 from knnlm.server.metrics import Metrics
 from knnlm.server.responses import TokenTexts
@@ -136,12 +134,8 @@ class Service:
 
     def start(self) -> None:
         """Start the scheduler; its events are delivered in the running event loop."""
-        loop = asyncio.get_running_loop()
-
-        def deliver(events: AddressedEvents) -> None:
-            loop.call_soon_threadsafe(deliver_events, events)
-
-        self.scheduler.events.deliver = deliver
+        call_soon: Any = asyncio.get_running_loop().call_soon_threadsafe
+        self.scheduler.events.deliver = partial(call_soon, deliver_events)
         self.scheduler.start()
 
     def stop(self) -> None:
@@ -220,8 +214,8 @@ class Service:
         )
         return self._prepared([request], len(tokens), (body.top_logprobs or 0) if body.logprobs else None)
 
-    async def generate(self, requests: Sequence[GenerationRequest]) -> AsyncGenerator[list[Event], None]:
-        """Run requests, and yield their events as they arrive, in groups; an ErrorEvent is the last one.
+    async def generate(self, requests: Sequence[GenerationRequest]) -> AsyncGenerator[list[OutputEvent], None]:
+        """Run requests, and yield their events as they arrive, in groups; raise RequestFailed for an ErrorEvent.
 
         Closing the iterator cancels the requests.
         """
@@ -233,25 +227,26 @@ class Service:
         handles = []
         try:
             for request in requests:
-                handles.append(self.scheduler.submit(request, partial(_put, queue)))
+                handles.append(self.scheduler.submit(request, queue.put_nowait))
             left = sum(request.copies for request in requests)
             while left:
-                events = [await queue.get()]
-                while len(events) < _MAX_EVENTS and not queue.empty():
-                    events.append(queue.get_nowait())
-                failures = [place for place, event in enumerate(events) if isinstance(event, ErrorEvent)]
-                if failures:
-                    for handle in handles:
-                        handle.cancel()
-                    yield events[: failures[0] + 1]
-                    return
-                left -= sum(isinstance(event, FinishEvent) for event in events)
-                yield events
+                events: list[OutputEvent] = []
+                event = await queue.get()
+                while not isinstance(event, ErrorEvent):
+                    events.append(event)
+                    left -= isinstance(event, FinishEvent)
+                    if len(events) == _MAX_EVENTS or queue.empty():
+                        break
+                    event = queue.get_nowait()
+                if events:
+                    yield events
+                if isinstance(event, ErrorEvent):
+                    raise RequestFailed(event)
         finally:
             if timer is not None:
                 timer.cancel()
             for handle in handles:
-                handle.cancel()
+                handle.cancelled = True
 
     async def score(self, body: ScoreRequest) -> ScoredText:
         """Score a text."""
@@ -263,14 +258,11 @@ class Service:
         trace = self.scheduler.traces.find(body.id)
         if trace is None:
             raise UnknownTrace("There is no such trace, or it was evicted. Send the text again.")
-        overrides, tokens = trace
-        max_k = self._max_k(overrides)
+        max_k = self._max_k(trace.overrides)
         if body.k is not None and body.k > max_k:
             raise ParameterError(f"k can be {max_k:,} at most: no more neighbours were retrieved.")
         changes = MemoryOverrides(lmbda=body.lmbda, k=body.k, knn_temperature=body.knn_temperature)
-        rescored = await self._run_limited(
-            self._read_slots, rescore, self.scheduler.mixtures, overrides, tokens, changes
-        )
+        rescored = await self._run_limited(self._read_slots, rescore, self.scheduler.mixtures, trace, changes)
         return ScoredText(body.id, max_k, rescored)
 
     async def neighbours(self, body: NeighboursRequest) -> list[dict[str, Any]]:
@@ -329,8 +321,6 @@ class Service:
         trace_id, tokens = "", []
         async for events in self.generate([request]):
             for event in events:
-                if isinstance(event, ErrorEvent):
-                    raise RequestFailed(event)
                 trace_id = event.trace_id
                 if isinstance(event, TokensEvent):
                     tokens += event.tokens
@@ -362,7 +352,7 @@ class Service:
     def _prepared(
         self, requests: list[GenerationRequest], prompt_tokens: int, alternatives: int | None
     ) -> PreparedRequest:
-        self.limits.check_sources(sum(_max_sources(request) for request in requests))
+        self._check_sources(requests)
         return PreparedRequest(requests, prompt_tokens, alternatives, self._max_k(requests[0].overrides))
 
     def _penalties(self, body: SamplingRequest) -> Penalties:
@@ -377,7 +367,7 @@ class Service:
         self._check_model(body.model)
         tokens, start_added = self._encode_prompt(body.text)
         length = len(tokens) - 1
-        self.limits.max_new_tokens(length, 0, None, default=0)
+        self._check_prompt(length)
         window, max_length = self.mixture.window.context, self.mixture.max_length
         if max_length is not None and min(window, length) > max_length:
             raise ParameterError(
@@ -394,11 +384,43 @@ class Service:
             start_added=start_added,
             windowed=length > window,
         )
-        self.limits.check_sources(_max_sources(request))
+        self._check_sources([request])
         return request
 
+    def _check_prompt(self, length: int) -> None:
+        limit = self.limits.prompt_tokens
+        if length > limit:
+            raise ParameterError(
+                f"The prompt has {length:,} tokens, but this server takes {limit:,} at most. Shorten it."
+            )
+
     def _max_new_tokens(self, prompt: int, wanted: int | None, *, default: int) -> int:
-        return self.limits.max_new_tokens(prompt, wanted, self.mixture.max_length, default=default)
+        """Return how many tokens may follow a prompt of this length; raise if it is too long."""
+        self._check_prompt(prompt)
+        limit, max_length = self.limits.output_tokens, self.mixture.max_length
+        free = limit if max_length is None else min(limit, max_length - prompt)
+        if wanted is None:
+            wanted = min(default, max(free, 0))
+        if max_length is not None and prompt + wanted > max_length:
+            raise ParameterError(
+                f"The prompt has {prompt:,} tokens and {wanted:,} more are requested, but the model can read only "
+                f"{max_length:,}. Shorten the prompt, or request fewer tokens."
+            )
+        if wanted > limit:
+            raise ParameterError(f"{wanted:,} tokens are requested, but this server generates {limit:,} at most.")
+        return wanted
+
+    def _check_sources(self, requests: Sequence[GenerationRequest]) -> None:
+        """Raise if the response could contain too many sources."""
+        sources, limit = 0, self.limits.sources
+        for request in requests:
+            tokens = request.max_tokens + (len(request.tokens) if request.echo else 0)
+            sources += request.sources * request.copies * tokens
+        if sources > limit:
+            raise ParameterError(
+                f"The response could contain {sources:,} sources, but this server returns {limit:,} at most. "
+                "Request fewer sources or fewer tokens."
+            )
 
     def _deadline(self) -> float:
         return time.monotonic() + self.limits.seconds
@@ -462,18 +484,6 @@ class Service:
     def _tokenize(self, text: str) -> list[int]:
         with self._tokenizer_lock:
             return list(self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
-
-
-def _put(queue: asyncio.Queue[Event], event: Event) -> None:
-    if isinstance(event, TokensEvent):
-        tokens = [without_neighbours(token) for token in event.tokens]
-        event = TokensEvent(event.choice, event.trace_id, tokens)
-    queue.put_nowait(event)
-
-
-def _max_sources(request: GenerationRequest) -> int:
-    """Return the number of sources that the response may contain."""
-    return request.sources * request.copies * (request.max_tokens + (len(request.tokens) if request.echo else 0))
 
 
 def _overrides(settings: MemorySettings | None) -> MemoryOverrides:

@@ -19,7 +19,7 @@ from transformers.cache_utils import Cache, DynamicLayer, DynamicSlidingWindowLa
 
 from knnlm.errors import KnnlmError
 from knnlm.generation.causal import KnnForCausalLM
-from knnlm.memories.base import Context
+from knnlm.memories.base import Context, join_contexts
 from knnlm.mixture.mixture import Mixture
 from knnlm.mixture.readers import ReadBatch
 
@@ -217,14 +217,6 @@ class SequentialCache:
             sequence.tokens.append(token)
             results.append(read_prompt(self.model, sequence, max_tokens=len(sequence.tokens), all_logits=False))
         return torch.cat([logits for logits, _ in results]), join_contexts([context for _, context in results])
-
-
-def join_contexts(contexts: Sequence[Context]) -> Context:
-    """Concatenate contexts."""
-    if len(contexts) == 1:
-        return contexts[0]
-    states = {source: torch.cat([context.states[source] for context in contexts]) for source in contexts[0].states}
-    return Context(states, [span for context in contexts for span in context.spans])
 
 
 @torch.inference_mode()

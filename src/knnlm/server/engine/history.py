@@ -20,8 +20,7 @@ from knnlm.memories.voting import NeighbourMemory, RetrievedNeighbours, VotePara
 from knnlm.mixture.em import renormalise
 from knnlm.mixture.mixture import Mixture
 from knnlm.mixture.weights import FixedWeights
-from knnlm.server.engine.overrides import MixtureCache
-from knnlm.server.engine.predict import memory_shares, scored_token
+from knnlm.server.engine.predict import MixtureCache, memory_shares, scored_token
 from knnlm.server.engine.requests import ComponentLogProbs, KeptNeighbours, MemoryOverrides, ScoredToken
 
 _MAX_BYTES = 256 << 20
@@ -37,6 +36,7 @@ class TraceEntry:
     overrides: MemoryOverrides
     id: str = field(default_factory=lambda: f"trace-{secrets.token_hex(12)}")
     tokens: list[ScoredToken] = field(default_factory=list)
+    neighbours: list[KeptNeighbours | None] = field(default_factory=list)  # of the tokens
     bytes: int = 0
 
 
@@ -61,14 +61,17 @@ class TraceCache:
         return trace
 
     def add(self, trace: TraceEntry, tokens: Sequence[ScoredToken]) -> None:
-        """Append tokens to a trace, unless it was evicted."""
+        """Append tokens to a trace, unless it was evicted; their neighbours move to the trace."""
         with self._lock:
-            if trace.id not in self._traces:
-                return
-            trace.tokens.extend(tokens)
-            size = sum(_size(token) for token in tokens)
-            trace.bytes += size
-            self.bytes += size
+            kept = trace.id in self._traces
+            for token in tokens:
+                if kept:
+                    size = _size(token)
+                    trace.tokens.append(token)
+                    trace.neighbours.append(token.neighbours)
+                    trace.bytes += size
+                    self.bytes += size
+                token.neighbours = None
             self._evict()
 
     def clear(self) -> None:
@@ -83,40 +86,43 @@ class TraceCache:
             _, oldest = self._traces.popitem(last=False)
             self.bytes -= oldest.bytes
 
-    def find(self, trace_id: str) -> tuple[MemoryOverrides, list[ScoredToken]] | None:
-        """Return the overrides and tokens of a trace, None if there is none."""
+    def find(self, trace_id: str) -> TraceEntry | None:
+        """Return a copy of a trace, None if there is none."""
         with self._lock:
             if (trace := self._traces.get(trace_id)) is None:
                 return None
             self._traces.move_to_end(trace_id)
-            return trace.overrides, list(trace.tokens)
+            return replace(trace, tokens=list(trace.tokens), neighbours=list(trace.neighbours))
 
 
 def _size(token: ScoredToken) -> int:
     """Return an estimate of a token's bytes."""
-    neighbours = None if token.components is None else token.components.neighbours
     others = _SHARE_BYTES * len(token.shares) + _SHARE_BYTES // 4 * len(token.top)
     texts = sum(
         _SOURCE_BYTES + 2 * len(source["before"] + source["after"] + source["source"]) for source in token.sources
     )
-    return _TOKEN_BYTES + others + texts + (0 if neighbours is None else neighbours.bytes)
+    arrays = 0
+    if token.neighbours is not None:
+        counts = token.neighbours.counts
+        arrays = token.neighbours.distances.nbytes + token.neighbours.hits.nbytes
+        arrays += 0 if counts is None else counts.nbytes
+    return _TOKEN_BYTES + others + texts + arrays
 
 
-def rescore(
-    mixtures: MixtureCache, overrides: MemoryOverrides, tokens: Sequence[ScoredToken], changes: MemoryOverrides
-) -> list[ScoredToken]:
-    """Return the tokens as if the text had been requested with other settings."""
-    kept = [token.components.neighbours for token in tokens if token.components is not None]
-    max_k = max((len(each.distances) for each in kept if each is not None), default=1)
+def rescore(mixtures: MixtureCache, trace: TraceEntry, changes: MemoryOverrides) -> list[ScoredToken]:
+    """Return the tokens of a trace as if the text had been requested with other settings."""
+    max_k = max((len(each.distances) for each in trace.neighbours if each is not None), default=1)
     size = max(1, _BLOCK_NEIGHBOURS // max(1, max_k))
     # In blocks: a long text with many neighbours would need gigabytes.
-    blocks = [tokens[first : first + size] for first in range(0, len(tokens), size)] or [tokens]
-    return [token for block in blocks for token in _rescore(mixtures, overrides, block, changes)]
+    blocks = [
+        replace(trace, tokens=trace.tokens[first : first + size], neighbours=trace.neighbours[first : first + size])
+        for first in range(0, len(trace.tokens), size)
+    ]
+    return [token for block in blocks or [trace] for token in _rescore(mixtures, block, changes)]
 
 
-def _rescore(
-    mixtures: MixtureCache, overrides: MemoryOverrides, tokens: Sequence[ScoredToken], changes: MemoryOverrides
-) -> list[ScoredToken]:
+def _rescore(mixtures: MixtureCache, trace: TraceEntry, changes: MemoryOverrides) -> list[ScoredToken]:
+    overrides, tokens = trace.overrides, trace.tokens
     if overrides.off:
         raise ParameterError("This text was generated without memories and cannot be rescored.")
     changed = replace(
@@ -136,7 +142,8 @@ def _rescore(
     votes = None
     if (vote_change := _vote_change(mixtures, mixture, overrides, changed)) is not None:
         column, params = vote_change
-        votes = _vote(components, params)
+        kept = [each for token, each in zip(tokens, trace.neighbours, strict=True) if token.components is not None]
+        votes = _vote(kept, params)
         log_probs[:, column] = votes.log_prob(torch.ones(len(components), dtype=torch.long)).double()
     weights = _weights(mixture, components)
     mixed = (log_probs + weights.log()).logsumexp(1)
@@ -153,8 +160,9 @@ def _rescore(
         rescored.append(new)
     if votes is not None:
         scored = [token for token in rescored if token.components is not None]
-        for token, log_weights in zip(scored, votes.log_weights, strict=True):
-            token.sources = _weigh_sources(mixtures, token, log_weights)
+        for token, each, log_weights in zip(scored, kept, votes.log_weights, strict=True):
+            assert each is not None
+            token.sources = _weigh_sources(mixtures, token, each.distances, log_weights)
     return rescored
 
 
@@ -166,12 +174,12 @@ def _weights(mixture: Mixture, components: Sequence[ComponentLogProbs]) -> Tenso
     return torch.tensor([each.weights for each in components], dtype=torch.float64)
 
 
-def _weigh_sources(mixtures: MixtureCache, token: ScoredToken, log_weights: Tensor) -> list[dict[str, Any]]:
+def _weigh_sources(
+    mixtures: MixtureCache, token: ScoredToken, distances: np.ndarray[Any, Any], log_weights: Tensor
+) -> list[dict[str, Any]]:
     """Return a token's sources with the weights of changed votes, the largest first."""
     assert mixtures.adjustable is not None
-    assert token.components is not None
-    assert token.components.neighbours is not None
-    label, distances = mixtures.mixture.labels[mixtures.adjustable], token.components.neighbours.distances
+    label = mixtures.mixture.labels[mixtures.adjustable]
     sources = []
     for source in token.sources:
         if source["memory"] == label:
@@ -197,17 +205,17 @@ def _vote_change(
     return mixture.component_slices[number].start, memory.settings[0]
 
 
-def _vote(components: Sequence[ComponentLogProbs], params: VoteParams) -> Votes:
+def _vote(neighbours: Sequence[KeptNeighbours | None], params: VoteParams) -> Votes:
     """Return the votes of kept neighbours in a vocabulary of two: 1 is the token of the text, 0 any other."""
-    kept = [each.neighbours for each in components if each.neighbours is not None]
-    if len(kept) < len(components):
+    kept = [each for each in neighbours if each is not None]
+    if len(kept) < len(neighbours):
         raise ParameterError("The neighbours of this text were not kept. Send it again.")
-    k = max((len(neighbours.distances) for neighbours in kept), default=0)
-    distances = torch.from_numpy(np.stack([_pad(neighbours.distances, k, math.inf) for neighbours in kept]))
-    hits = torch.from_numpy(np.stack([_pad(neighbours.hits, k, -1) for neighbours in kept])).long()
+    k = max((len(each.distances) for each in kept), default=0)
+    distances = torch.from_numpy(np.stack([_pad(each.distances, k, math.inf) for each in kept]))
+    hits = torch.from_numpy(np.stack([_pad(each.hits, k, -1) for each in kept])).long()
     counts = None
-    if any(neighbours.counts is not None for neighbours in kept):
-        counts = torch.from_numpy(np.stack([_pad(_counts(neighbours), k, 1) for neighbours in kept]))
+    if any(each.counts is not None for each in kept):
+        counts = torch.from_numpy(np.stack([_pad(_counts(each), k, 1) for each in kept]))
     nearest = RetrievedNeighbours(hits, distances, hits, counts).nearest(params.k)
     return vote(nearest, knn_temperature=params.knn_temperature, vocab_size=2)
 

@@ -1,14 +1,18 @@
 """Prediction of the next tokens of a batch, with their probabilities and sources.
 
 One search retrieves the neighbours of all positions of a step; then positions with the same memory settings are
-predicted together.
+predicted together. The mixtures of different settings share the models and stores of the served mixture and differ
+only in votes and weights, so that one search serves all of them.
 """
 
 from __future__ import annotations
 
+import copy
 import math
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
+from threading import Lock
 from time import perf_counter
 from typing import Any
 
@@ -16,16 +20,112 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from knnlm.memories.base import LM_LOGITS, Context, Logits, MemoryOutput
+from knnlm.errors import ParameterError
+from knnlm.memories.base import LM_LOGITS, Context, Logits, Memory, MemoryOutput, join_contexts
 from knnlm.memories.knn import KnnMemory, stored_passage
-from knnlm.memories.voting import VoteOutput, searches
+from knnlm.memories.voting import NeighbourMemory, SearchMemory, VoteOutput, VoteParams, searches
 from knnlm.mixture.mixture import Mixture, Retrieved
-from knnlm.mixture.weights import MixturePrediction
-from knnlm.server.engine.batching import join_contexts
-from knnlm.server.engine.overrides import MixtureCache, gather, search_k
-from knnlm.server.engine.requests import ComponentLogProbs, GenerationRequest, KeptNeighbours, ScoredToken
+from knnlm.mixture.spec import DEFAULTS
+from knnlm.mixture.weights import FixedWeights, MixturePrediction, Weights, equal_weights, first_components
+from knnlm.server.engine.requests import (
+    ComponentLogProbs,
+    GenerationRequest,
+    KeptNeighbours,
+    MemoryOverrides,
+    ScoredToken,
+)
 
 _CONTEXT_BEFORE, _CONTEXT_AFTER = 16, 8  # tokens around a source
+_MAX_MIXTURES = 256  # each is a few small objects
+
+
+class MixtureCache:
+    """Builds the mixtures of overrides, and keeps those used last; thread-safe."""
+
+    def __init__(self, mixture: Mixture) -> None:
+        self.mixture = mixture
+        self.adjustable = _adjustable(mixture)
+        self._mixtures: OrderedDict[MemoryOverrides, Mixture] = OrderedDict()
+        self._lock = Lock()
+
+    def get(self, overrides: MemoryOverrides) -> Mixture | None:
+        """Return the mixture of overrides, None if memories are off; raise ParameterError for unknown memories."""
+        if overrides.off:
+            return None
+        with self._lock:
+            if overrides not in self._mixtures:
+                self._mixtures[overrides] = self._build(overrides)
+                if len(self._mixtures) > _MAX_MIXTURES:
+                    self._mixtures.popitem(last=False)
+            self._mixtures.move_to_end(overrides)
+            return self._mixtures[overrides]
+
+    def _build(self, overrides: MemoryOverrides) -> Mixture:
+        base = self.mixture
+        if unknown := [name for name in overrides.memories or () if name not in base.labels]:
+            raise ParameterError(f"There is no memory {unknown[0]!r}. There are: {', '.join(base.labels)}.")
+        chosen = [n for n, label in enumerate(base.labels) if overrides.memories is None or label in overrides.memories]
+        if not chosen:
+            raise ParameterError('The list of memories is empty. To use none, send "off": true.')
+        memories = [self._memory(number, overrides) for number in chosen]
+        weights = self._weights(overrides, chosen, memories)
+        return Mixture(
+            base.lm,
+            memories,
+            weights=weights,
+            readers=base.readers,
+            labels=[base.labels[number] for number in chosen],
+            store=base.store,
+            path=base.path,
+        )
+
+    def _memory(self, number: int, overrides: MemoryOverrides) -> Memory:
+        memory = self.mixture.memories[number]
+        if number != self.adjustable or (overrides.k, overrides.knn_temperature) == (None, None):
+            return memory
+        assert isinstance(memory, NeighbourMemory)
+        main, *others = memory.settings
+        main = VoteParams(
+            main.k if overrides.k is None else overrides.k,
+            main.knn_temperature if overrides.knn_temperature is None else overrides.knn_temperature,
+        )
+        changed = copy.copy(memory)
+        changed.settings = (main, *others)
+        return changed
+
+    def _weights(self, overrides: MemoryOverrides, chosen: list[int], memories: list[Memory]) -> Weights:
+        base = self.mixture
+        if overrides.lmbda is not None:
+            return equal_weights(memories, overrides.lmbda)
+        if isinstance(base.weights, FixedWeights):
+            totals = [sum(base.weights.values[base.component_slices[number]]) for number in chosen]
+            if len(chosen) == len(base.memories):
+                return base.weights
+            return first_components(memories, 1 - sum(totals), totals)
+        # A gate works only with the memories and votes it was trained with.
+        if len(chosen) == len(base.memories) and (overrides.k, overrides.knn_temperature) == (None, None):
+            return base.weights
+        return equal_weights(memories, DEFAULTS["lambda"])
+
+
+def _adjustable(mixture: Mixture) -> int | None:
+    """Return the number of the memory whose k and τ a request can set: the first knn, or the only one that votes."""
+    stores = [n for n, memory in enumerate(mixture.memories) if isinstance(memory, KnnMemory)]
+    voting = [n for n, memory in enumerate(mixture.memories) if isinstance(memory, NeighbourMemory)]
+    return stores[0] if stores else voting[0] if len(voting) == 1 else None
+
+
+def search_k(mixture: Mixture | None, label: str, memory: SearchMemory) -> int:
+    """Return how many neighbours of a served memory are searched for: those of the server's own setting, or more.
+
+    So most texts share one search, whatever their k, and the neighbours of a text do not depend on the other texts in
+    the batch: among neighbours at equal distance, a search for fewer may return others. 0: the mixture does not have
+    the memory.
+    """
+    if mixture is None or label not in mixture.labels:
+        return 0
+    own = mixture.memories[mixture.labels.index(label)]
+    return max(own.max_k, memory.max_k) if searches(own) else 0
 
 
 @dataclass(frozen=True)
@@ -53,26 +153,20 @@ class _Group:
 
     mixture: Mixture | None
     dense: bool  # whether the distribution over the vocabulary is needed
-    # Forward results, their rows in the group (None: all), and the number of their first row in the batch.
-    results: list[tuple[ForwardResult, list[int] | None, int]] = field(default_factory=list)
+    positions: list[PositionRequest] = field(default_factory=list)
+    rows: list[int] = field(default_factory=list)  # of the positions in the batch
+    contexts: list[Context] = field(default_factory=list)  # of the positions, to be joined
 
-    @property
-    def positions(self) -> list[PositionRequest]:
-        """The positions of the group."""
-        return [
-            position
-            for result, rows, _ in self.results
-            for position in (result.positions if rows is None else [result.positions[row] for row in rows])
-        ]
-
-    @property
-    def rows(self) -> list[int]:
-        """The rows of the positions in the batch."""
-        return [
-            first + row
-            for result, rows, first in self.results
-            for row in (range(len(result.positions)) if rows is None else rows)
-        ]
+    def add(self, result: ForwardResult, first: int, rows: Sequence[int] | None = None) -> None:
+        """Add rows of a forward result, or all of them; `first` is the number of its first row in the batch."""
+        context = result.context
+        if rows is None:
+            rows = range(len(result.positions))
+        else:
+            context = _gather(context, torch.tensor(rows, device=result.logits.device))
+        self.positions += [result.positions[row] for row in rows]
+        self.rows += [first + row for row in rows]
+        self.contexts.append(context)
 
 
 @dataclass
@@ -106,11 +200,11 @@ def _groups(mixtures: MixtureCache, results: Sequence[ForwardResult]) -> list[_G
         keys = [(id(mixture), dense) for mixture, dense in kinds]
         if result.one_prompt or len(set(keys)) == 1:
             mixture, dense = kinds[0][0], any(dense for _, dense in kinds)
-            groups.setdefault((id(mixture), dense), _Group(mixture, dense)).results.append((result, None, first))
+            groups.setdefault((id(mixture), dense), _Group(mixture, dense)).add(result, first)
         else:
             for key in dict.fromkeys(keys):
                 rows = [row for row, own in enumerate(keys) if own == key]
-                groups.setdefault(key, _Group(*kinds[rows[0]])).results.append((result, rows, first))
+                groups.setdefault(key, _Group(*kinds[rows[0]])).add(result, first, rows)
         first += len(result.positions)
     return list(groups.values())
 
@@ -131,16 +225,12 @@ def _retrieve(
         ks.append(wanted)
     began = perf_counter()
     sources = {memory.source for memory in base.memories if memory.expensive and memory.source is not None}
-    keys = {source: _concatenate([result.context.states[source] for result in results]) for source in sources}
-    retrieved = base.retrieve(Context(keys), ks)
+    contexts = [Context({source: result.context.states[source] for source in sources}) for result in results]
+    retrieved = base.retrieve(join_contexts(contexts), ks)
     if searched := sum(k > 0 for wanted in ks for k in wanted):
         times.search += perf_counter() - began
         times.searched += searched
     return retrieved
-
-
-def _concatenate(tensors: Sequence[Tensor]) -> Tensor:
-    return torch.cat(list(tensors)) if len(tensors) > 1 else tensors[0]
 
 
 class _GroupPredictor:
@@ -151,11 +241,7 @@ class _GroupPredictor:
         self.group = group
         self.mixture = group.mixture
         self.positions = group.positions
-        contexts = [
-            result.context if rows is None else gather(result.context, torch.tensor(rows, device=result.logits.device))
-            for result, rows, _ in group.results
-        ]
-        context = join_contexts(contexts)
+        context = join_contexts(group.contexts)
         self.logits = context.states[LM_LOGITS]
         self.retrieved: Retrieved | None = None
         if self.mixture is None:
@@ -173,19 +259,19 @@ class _GroupPredictor:
         dense = self.mixed.log_probs() if self.group.dense else None
         counts = [max(1, len(position.samplers)) for position in self.positions]
         copies = []
-        for copy in range(max(counts)):
-            targets = [self._target(row, copy, dense) for row in range(len(self.positions))]
+        for number in range(max(counts)):
+            targets = [self._target(row, number, dense) for row in range(len(self.positions))]
             copies.append(self._score(targets, dense))
         for row, count in enumerate(counts):
-            yield [copies[copy][row] for copy in range(count)]
+            yield [copies[number][row] for number in range(count)]
 
-    def _target(self, row: int, copy: int, dense: Tensor | None) -> int:
+    def _target(self, row: int, number: int, dense: Tensor | None) -> int:
         """Return the known or sampled next token of a position; 0 for a copy that it does not have."""
         position = self.positions[row]
         if not position.samplers:
             return position.target
         assert dense is not None
-        return position.samplers[copy](dense[row]) if copy < len(position.samplers) else 0
+        return position.samplers[number](dense[row]) if number < len(position.samplers) else 0
 
     def _score(self, targets: list[int], dense: Tensor | None) -> list[ScoredToken]:
         """Return each position's token with the log-probability and weight of every component."""
@@ -198,9 +284,9 @@ class _GroupPredictor:
         tokens = []
         columns = (logs.tolist(), weights.tolist(), abstains.tolist(), mixed.tolist())
         for row, (own, weight, abstain, log_p) in enumerate(zip(*columns, strict=True)):
-            kept = neighbours[row] if neighbours else None
-            components = ComponentLogProbs(tuple(own), tuple(weight), tuple(abstain), kept)
+            components = ComponentLogProbs(tuple(own), tuple(weight), tuple(abstain))
             token = scored_token(targets[row], log_p, components)
+            token.neighbours = neighbours[row] if neighbours else None
             request = self.positions[row].request
             if dense is not None and request.alternatives:
                 top = dense[row].topk(min(request.alternatives, dense.shape[1]))
@@ -238,6 +324,12 @@ class _GroupPredictor:
             KeptNeighbours(distances[row].copy(), hits[row].copy(), None if counts is None else counts[row].copy())
             for row in range(len(hits))
         ]
+
+
+def _gather(context: Context, rows: Tensor) -> Context:
+    """Return some rows of a context; if it has spans, each must have one row."""
+    spans = [context.spans[row] for row in rows.tolist()] if context.spans else ()
+    return replace(context, states={source: states[rows] for source, states in context.states.items()}, spans=spans)
 
 
 def _select_rows(retrieved: Retrieved, rows: Sequence[int]) -> Retrieved:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from queue import SimpleQueue
 from typing import Any
@@ -13,9 +12,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from knnlm.errors import KnnlmError
-from knnlm.server.engine.sampling import Penalties
-
-FLUSH_SECONDS = 1 / 60  # between two deliveries of events that are not urgent: one frame of a screen
 
 
 @dataclass(frozen=True)
@@ -27,6 +23,15 @@ class MemoryOverrides:
     k: int | None = None
     knn_temperature: float | None = None  # τ
     memories: tuple[str, ...] | None = None
+
+
+@dataclass(frozen=True)
+class Penalties:
+    """Changes to log-probabilities before sampling, as in OpenAI's API."""
+
+    presence: float = 0.0  # subtracted for every token that the text contains
+    frequency: float = 0.0  # subtracted once for each occurrence
+    bias: Mapping[int, float] = field(default_factory=dict)  # added, by token
 
 
 @dataclass(frozen=True)
@@ -60,11 +65,6 @@ class KeptNeighbours:
     hits: NDArray[np.int8]  # (k,) 1: votes for the token; 0: votes for another; -1: padding
     counts: NDArray[np.float32] | None  # (k,)
 
-    @property
-    def bytes(self) -> int:
-        """Bytes of the arrays."""
-        return self.distances.nbytes + self.hits.nbytes + (0 if self.counts is None else self.counts.nbytes)
-
 
 @dataclass(frozen=True)
 class ComponentLogProbs:
@@ -73,7 +73,6 @@ class ComponentLogProbs:
     log_probs: tuple[float, ...]  # the language model's first
     weights: tuple[float, ...]
     abstains: tuple[bool, ...]
-    neighbours: KeptNeighbours | None  # of the memory whose k and τ a request can set
 
 
 @dataclass
@@ -91,33 +90,8 @@ class ScoredToken:
     shares: list[dict[str, Any]] = field(default_factory=list)  # by memory, where there are several
     top: list[tuple[int, float]] = field(default_factory=list)  # most probable tokens and their log-probabilities
     text: str = ""
-
-
-def unscored(token: int) -> ScoredToken:
-    """Return the first token of a text, which has no probability."""
-    return ScoredToken(token, math.nan, math.nan, None, math.nan, 0.0, None)
-
-
-def without_neighbours(token: ScoredToken) -> ScoredToken:
-    """Return the token without the neighbours kept for rescoring, which would make long responses huge."""
-    components = token.components
-    if components is None or components.neighbours is None:
-        return token
-    components = ComponentLogProbs(components.log_probs, components.weights, components.abstains, None)
-    # Written out, since `dataclasses.replace` takes several times as long, for every token.
-    return ScoredToken(
-        token.id,
-        token.log_p,
-        token.p_lm,
-        token.p_knn,
-        token.p,
-        token.weight,
-        components,
-        token.sources,
-        token.shares,
-        token.top,
-        token.text,
-    )
+    # Of the memory whose k and τ a request can set. The trace takes them: they would make long responses huge.
+    neighbours: KeptNeighbours | None = None
 
 
 @dataclass(frozen=True)
@@ -147,7 +121,8 @@ class ErrorEvent:
     message: str
 
 
-Event = TokensEvent | FinishEvent | ErrorEvent
+OutputEvent = TokensEvent | FinishEvent
+Event = OutputEvent | ErrorEvent
 
 
 class Busy(KnnlmError):
@@ -166,63 +141,24 @@ class RequestFailed(KnnlmError):
         self.status = event.status
 
 
+@dataclass(eq=False)
 class RequestHandle:
-    """A submitted request: receives its events, and can be cancelled."""
+    """A submitted request, to which its events are delivered."""
 
-    def __init__(self, request: GenerationRequest, put: Callable[[Event], None] | None = None) -> None:
-        self.request = request
-        self.cancelled = False
-        self.submitted = time.monotonic()
-        self._events: SimpleQueue[Event] = SimpleQueue()
-        self.put = put or self._events.put
+    request: GenerationRequest
+    put: Callable[[Event], None] | None = None  # None: `events` yields the events
+    cancelled: bool = False  # whether the scheduler is to drop the request at its next step
+    submitted: float = field(default_factory=time.monotonic)
+    queue: SimpleQueue[Event] = field(default_factory=SimpleQueue)
 
     def cancel(self) -> None:
-        """Stop the request at the next step of the scheduler."""
+        """Drop the request at the next step of the scheduler."""
         self.cancelled = True
 
     def events(self) -> Iterator[Event]:
         """Yield events as they arrive, until the request ends; only without a `put` of the caller."""
         left = self.request.copies
         while left:
-            event = self._events.get()
+            event = self.queue.get()
             left = 0 if isinstance(event, ErrorEvent) else left - isinstance(event, FinishEvent)
             yield event
-
-
-AddressedEvents = list[tuple[RequestHandle, Event]]
-
-
-def deliver_events(events: AddressedEvents) -> None:
-    """Put each event into its request's handle."""
-    for handle, event in events:
-        handle.put(event)
-
-
-class EventBuffer:
-    """Events that are not delivered yet; for the scheduler's thread only.
-
-    Waking the event loop makes the scheduler's thread wait for the GIL, so events are delivered in groups.
-    """
-
-    def __init__(self, deliver: Callable[[AddressedEvents], None] = deliver_events) -> None:
-        self.deliver = deliver
-        self.flushes = 0
-        self._events: AddressedEvents = []
-        self._urgent = False
-        self._last_flush = -FLUSH_SECONDS
-
-    def add(self, handle: RequestHandle, event: Event, *, urgent: bool) -> None:
-        """Add an event; an urgent one is delivered with the next flush, with all events before it."""
-        self._events.append((handle, event))
-        self._urgent = self._urgent or urgent
-
-    def flush(self, *, force: bool) -> None:
-        """Deliver all events if forced, if one is urgent, or if the last flush is long enough ago."""
-        if not self._events:
-            return
-        now = time.monotonic()
-        if force or self._urgent or now - self._last_flush >= FLUSH_SECONDS:
-            events, self._events = self._events, []
-            self._urgent, self._last_flush = False, now
-            self.flushes += 1
-            self.deliver(events)

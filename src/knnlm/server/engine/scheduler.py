@@ -12,35 +12,33 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
 
 import torch
 
 from knnlm.datastore.store import Datastore
 from knnlm.errors import KnnlmError
 from knnlm.generation.causal import KnnForCausalLM
-from knnlm.lm.detokenizer import Detokenizer
 from knnlm.mixture.mixture import Mixture
 from knnlm.server.engine.batching import BatchedCache, Prompt, SequenceCache, WindowedPrompt, choose_cache, read_prompt
-from knnlm.server.engine.history import TraceCache, TraceEntry
-from knnlm.server.engine.overrides import MixtureCache
-from knnlm.server.engine.predict import ForwardResult, PositionRequest, Times, predict_batch
+from knnlm.server.engine.history import TraceCache
+from knnlm.server.engine.predict import ForwardResult, MixtureCache, PositionRequest, Times, predict_batch
 from knnlm.server.engine.requests import (
     Busy,
     ErrorEvent,
     Event,
-    EventBuffer,
     FinishEvent,
     GenerationRequest,
     RequestHandle,
     ScoredToken,
     Stopped,
     TokensEvent,
-    unscored,
 )
-from knnlm.server.engine.sampling import Sampler
-from knnlm.server.engine.stop_strings import StopStringFilter
+from knnlm.server.engine.sequence import GeneratedSequence
 
+FLUSH_SECONDS = 1 / 60  # between two deliveries of events that are not urgent: one frame of a screen
 MAX_PROMPT_CHUNK = 256  # prompt tokens read in one step, so that running sequences continue
 TIMEOUT_MESSAGE = "The request took longer than the server allows."
 
@@ -49,18 +47,43 @@ _SOURCES_PER_TOKEN = 8  # describing this many sources takes about as long as re
 _log = logging.getLogger(__name__)
 
 
-@dataclass
-class _Sequence:
-    """One continuation that is being generated."""
+AddressedEvents = list[tuple[RequestHandle, Event]]
 
-    handle: RequestHandle
-    choice: int  # index in the response
-    sampler: Sampler
-    filter: StopStringFilter
-    trace: TraceEntry
-    last_token: int = -1
-    generated: int = 0
-    finished: bool = False
+
+def deliver_events(events: AddressedEvents) -> None:
+    """Put each event into its request's handle."""
+    for handle, event in events:
+        (handle.put or handle.queue.put)(event)
+
+
+class EventBuffer:
+    """Events that are not delivered yet; for the scheduler's thread only.
+
+    Waking the event loop makes the scheduler's thread wait for the GIL, so events are delivered in groups.
+    """
+
+    def __init__(self, deliver: Callable[[AddressedEvents], object] = deliver_events) -> None:
+        self.deliver = deliver
+        self.flushes = 0
+        self._events: AddressedEvents = []
+        self._urgent = False
+        self._last_flush = -FLUSH_SECONDS
+
+    def add(self, handle: RequestHandle, event: Event, *, urgent: bool) -> None:
+        """Add an event; an urgent one is delivered with the next flush, with all events before it."""
+        self._events.append((handle, event))
+        self._urgent = self._urgent or urgent
+
+    def flush(self, *, force: bool) -> None:
+        """Deliver all events if forced, if one is urgent, or if the last flush is long enough ago."""
+        if not self._events:
+            return
+        now = time.monotonic()
+        if force or self._urgent or now - self._last_flush >= FLUSH_SECONDS:
+            events, self._events = self._events, []
+            self._urgent, self._last_flush = False, now
+            self.flushes += 1
+            self.deliver(events)
 
 
 @dataclass(eq=False)
@@ -69,7 +92,7 @@ class _PendingPrompt:
 
     handle: RequestHandle
     prompt: Prompt
-    sequences: list[_Sequence] = field(default_factory=list)
+    sequences: list[GeneratedSequence] = field(default_factory=list)
 
 
 class Scheduler:
@@ -93,7 +116,7 @@ class Scheduler:
         self._waiting: deque[RequestHandle] = deque()
         self._prompts: deque[_PendingPrompt] = deque()
         self._cache: SequenceCache | None = None
-        self._sequences: list[_Sequence] = []  # one for each row of the cache
+        self._sequences: list[GeneratedSequence] = []  # one for each row of the cache
         self._wake = threading.Condition()
         self._stopping = False
         self._thread = threading.Thread(target=self._run, name="knnlm-engine", daemon=True)
@@ -193,7 +216,7 @@ class Scheduler:
                 self._advance(sequence, next(tokens)[0])
             for pending, positions in prompts:
                 self._advance_prompt(pending, [next(tokens) for _ in range(positions)])
-            self._keep([row for row, sequence in enumerate(self._sequences) if not sequence.finished])
+            self._keep([row for row, sequence in enumerate(self._sequences) if sequence.reason is None])
         except Exception as error:
             _log.exception("a step of the scheduler failed")
             message = str(error) if isinstance(error, KnnlmError) else "Internal server error. See the server's log."
@@ -233,27 +256,14 @@ class Scheduler:
             request = handle.request
             pending = _PendingPrompt(handle, _prompt(request))
             self._prompts.append(pending)  # first, so that the request fails with an error from here on
-            pending.sequences = [self._new_sequence(handle, copy) for copy in range(request.copies)]
-            if request.echo and not request.start_added:
-                for sequence in pending.sequences:
-                    self._emit(sequence, [_with_text(sequence, unscored(request.tokens[0]))])
-
-    def _new_sequence(self, handle: RequestHandle, copy: int) -> _Sequence:
-        request = handle.request
-        seed = None if request.seed is None else request.seed + copy
-        before = request.tokens[: int(request.start_added)] if request.echo else request.tokens
-        return _Sequence(
-            handle,
-            request.first_choice + copy,
-            Sampler(request.temperature, request.top_p, seed, request.penalties),
-            StopStringFilter(Detokenizer(self._decode, before), request.stop),
-            self.traces.begin(request.overrides),
-        )
-
-    def _decode(self, tokens: list[int]) -> str:
-        return str(
-            self.mixture.lm.tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
-        )
+            decode: Any = partial(
+                self.mixture.lm.tokenizer.decode, skip_special_tokens=True, clean_up_tokenization_spaces=False
+            )
+            for copy in range(request.copies):
+                sequence = GeneratedSequence(handle, copy, self.traces.begin(request.overrides), decode)
+                pending.sequences.append(sequence)
+                if request.echo and not request.start_added:
+                    self._emit(sequence, sequence.echo_first())
 
     def _read_sequences(self) -> list[ForwardResult]:
         """Read the last token of every sequence."""
@@ -262,7 +272,7 @@ class Scheduler:
         assert self._cache is not None
         logits, context = self._cache.step([sequence.last_token for sequence in self._sequences])
         self.tokens_read += len(self._sequences)
-        positions = [PositionRequest(sequence.handle.request, [sequence.sampler.draw]) for sequence in self._sequences]
+        positions = [PositionRequest(sequence.handle.request, [sequence.draw]) for sequence in self._sequences]
         return [ForwardResult(logits, context, positions, one_prompt=False)]
 
     def _read_prompts(self) -> tuple[list[ForwardResult], list[tuple[_PendingPrompt, int]]]:
@@ -293,12 +303,10 @@ class Scheduler:
         request = pending.handle.request
         done = not pending.prompt.remaining
         samples = done and request.max_tokens > 0
-        echoed = tokens[: len(tokens) - samples] if request.echo else []
-        for sequence in pending.sequences:
-            shown = [_with_text(sequence, replace(position[0])) for position in echoed]
-            if done and request.echo and shown:
-                shown[-1].text += sequence.filter.detokenizer.finish()
-            self._emit(sequence, shown)
+        if request.echo:
+            echoed = [position[0] for position in tokens[: len(tokens) - samples]]
+            for sequence in pending.sequences:
+                self._emit(sequence, sequence.echo(echoed, last=done))
         if samples:
             assert self._cache is not None
             self._cache.join(pending.prompt, request.copies)
@@ -307,38 +315,27 @@ class Scheduler:
                 self._advance(sequence, token)
         elif done:
             for sequence in pending.sequences:
-                self._finish(sequence, "length")
+                sequence.reason = "length"
+                self._finish(sequence)
         if done:  # not before: until here, an error in this step fails this request
             self._prompts.remove(pending)
 
-    def _advance(self, sequence: _Sequence, token: ScoredToken) -> None:
+    def _advance(self, sequence: GeneratedSequence, token: ScoredToken) -> None:
         """Append a sampled token to a sequence."""
-        request = sequence.handle.request
-        sequence.generated += 1
-        sequence.last_token = token.id
         self.tokens_generated += 1
-        if token.id in self._eos and not request.ignore_eos:
-            self._finish(sequence, "stop")
-            return
-        self._emit(sequence, sequence.filter.add(token))
-        if sequence.filter.stopped:
-            self._finish(sequence, "stop")
-        elif sequence.generated >= request.max_tokens:
-            self._finish(sequence, "length")
+        self._emit(sequence, sequence.add(token, eos=token.id in self._eos))
+        if sequence.reason is not None:
+            self._finish(sequence)
 
-    def _finish(self, sequence: _Sequence, reason: str) -> None:
-        sequence.finished = True
-        self._emit(sequence, sequence.filter.finish())
-        if sequence.filter.stopped:
-            reason = "stop"
-        event = FinishEvent(sequence.choice, sequence.trace.id, reason, sequence.generated)
+    def _finish(self, sequence: GeneratedSequence) -> None:
+        event = FinishEvent(sequence.choice, sequence.trace.id, sequence.reason or "", sequence.generated)
         self.events.add(sequence.handle, event, urgent=True)
         self.mean_seconds += 0.1 * (time.monotonic() - sequence.handle.submitted - self.mean_seconds)
 
-    def _emit(self, sequence: _Sequence, tokens: Sequence[ScoredToken]) -> None:
+    def _emit(self, sequence: GeneratedSequence, tokens: list[ScoredToken]) -> None:
         if tokens:
             self.traces.add(sequence.trace, tokens)
-            event = TokensEvent(sequence.choice, sequence.trace.id, list(tokens))
+            event = TokensEvent(sequence.choice, sequence.trace.id, tokens)
             self.events.add(sequence.handle, event, urgent=sequence.generated <= 1)
 
     def _drop_cancelled(self) -> None:
@@ -410,17 +407,11 @@ def _prompt(request: GenerationRequest) -> Prompt:
     return Prompt(list(request.tokens if request.max_tokens else request.tokens[:-1] if request.echo else ()))
 
 
-def _with_text(sequence: _Sequence, token: ScoredToken) -> ScoredToken:
-    """Set the text of a token of the prompt."""
-    token.text = sequence.filter.detokenizer.add(token.id)
-    return token
-
-
 def _positions(pending: _PendingPrompt, first: int) -> list[PositionRequest]:
     """Return the positions to predict of those that were just read, from `first` on."""
     request, prompt = pending.handle.request, pending.prompt
     samples = not prompt.remaining and request.max_tokens > 0
-    draws = [sequence.sampler.draw for sequence in pending.sequences] if samples else []
+    draws = [sequence.draw for sequence in pending.sequences] if samples else []
     if not request.echo:
         return [PositionRequest(request, draws)] if draws else []
     known = [
