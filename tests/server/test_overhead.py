@@ -16,11 +16,11 @@ import torch
 
 from helpers.models import TEXT
 from helpers.server import read_stream, serving
+from knnlm import server as server_package
 from knnlm.generation.causal import KnnForCausalLM
 from knnlm.lm.detokenizer import Detokenizer
 from knnlm.memories.base import Votes
 from knnlm.mixture.mixture import Mixture
-from knnlm import server as server_package
 from knnlm.server import responses as responses_module
 from knnlm.server.engine import scheduler as scheduler_module
 from knnlm.server.engine.requests import FinishEvent, GenerationRequest, RequestHandle, TokensEvent
@@ -218,4 +218,4 @@ def test_streamed_request_passes_through_few_modules(mixture, monkeypatch):
     finally:
         threading.setprofile(before)
     assert len(profile.modules) <= 10, sorted(profile.modules)
-    assert (hops[1] - hops[0]) / 20 <= 10  # for each token
+    assert (hops[1] - hops[0]) / 20 <= 8  # calls from one module into another, for each token
