@@ -27,9 +27,8 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from knnlm.corpus import Document
 from knnlm.datastore.catalog import Catalog
 from knnlm.datastore.compact import compact
-from knnlm.datastore.paths import CATALOG_FILE, segment_folder
 from knnlm.datastore.remove import remove
-from knnlm.datastore.schema import SegmentRow, StoredDocument
+from knnlm.datastore.schema import CATALOG_FILE, SegmentRow, StoredDocument, segment_folder
 from knnlm.datastore.segments import ArrayWriter, checksum
 from knnlm.datastore.store import Datastore
 from knnlm.ingest.add import add

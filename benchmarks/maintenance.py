@@ -18,8 +18,7 @@ import numpy as np
 import torch
 
 from knnlm.datastore.catalog import Catalog
-from knnlm.datastore.paths import CATALOG_FILE
-from knnlm.datastore.schema import SegmentRow, StoredDocument
+from knnlm.datastore.schema import CATALOG_FILE, SegmentRow, StoredDocument
 from knnlm.datastore.segments import NewSegment
 from knnlm.datastore.store import Datastore
 from knnlm.maintenance.merge import merge

@@ -45,8 +45,8 @@ ORDER = {
     "lm": "detokenizer fingerprint hooks windows loading key_layers causal compile",
     "index": "base brute_force gpu.deferred gpu.keys gpu.kernels gpu.search gpu.streaming exact faiss rerank "
     "composite blocks.kernels blocks.file blocks.kmeans blocks.index blocks.build validation factory",
-    "datastore": "paths validation codecs locks schema integrity catalog segments live_numbers staging garbage remove "
-    "store encoding suffix_array rewrite indexes compact",
+    "datastore": "validation codecs schema digests integrity catalog segments live_numbers staging locks remove store "
+    "encoder suffix_array rewrite indexes compact",
     "ingest": "batches pipeline segment_builder build add",
     "memories": "base decoder ngram output voting cache knn",
     "mixture": "em networks readers gate weights spec saved loader mixture",

@@ -32,13 +32,13 @@ from helpers.stores import documents
 from knnlm.cli.app import run
 from knnlm.corpus import Document
 from knnlm.datastore import suffix_array as suffixes
-from knnlm.datastore.catalog import Catalog, Selection
+from knnlm.datastore.catalog import Catalog
 from knnlm.datastore.codecs import KeyMap
 from knnlm.datastore.compact import compact
 from knnlm.datastore.indexes import build_index, open_index
 from knnlm.datastore.live_numbers import LiveNumbers
 from knnlm.datastore.locks import writer_lock
-from knnlm.datastore.remove import list_documents, removal_report, remove
+from knnlm.datastore.remove import Selection, list_documents, removal_report, remove
 from knnlm.datastore.rewrite import derive, sample_keys
 from knnlm.datastore.store import Datastore
 from knnlm.datastore.suffix_array import open_suffix_array

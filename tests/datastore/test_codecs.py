@@ -14,11 +14,11 @@ from safetensors.torch import load_file, save_file
 from helpers.damage import change, flip, named, tree
 from helpers.stores import KEY_FORMATS, documents
 from helpers.stores import documents_by_hash as contents
-from knnlm.datastore import encoding as waiting
+from knnlm.datastore import encoder
 from knnlm.datastore.catalog import Catalog
 from knnlm.datastore.indexes import build_index
-from knnlm.datastore.paths import CATALOG_FILE
 from knnlm.datastore.rewrite import compress, derive
+from knnlm.datastore.schema import CATALOG_FILE
 from knnlm.datastore.store import Datastore
 from knnlm.errors import DatastoreCorrupt, ModelMismatch
 from knnlm.ingest.build import build
@@ -175,7 +175,7 @@ def test_a_build_whose_keys_wait_for_their_codec_is_verified_and_repaired(lm, tm
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patched:
-        patched.setattr(waiting.DeferredEncoder, "fit", stop)
+        patched.setattr(encoder.DeferredEncoder, "fit", stop)
         with pytest.raises(KeyboardInterrupt):
             build(documents(10), tmp_path / "m", lm=lm, segment_entries=150, key_format="int8")
     found = verify(tmp_path / "m", deep=True)

@@ -18,9 +18,9 @@ from helpers.stores import documents
 from knnlm.cli.app import run
 from knnlm.corpus import MAX_FIELD_LENGTH, MAX_FIELDS, Document, read_documents, select_fields
 from knnlm.datastore import schema
-from knnlm.datastore.catalog import Selection, field_condition, fields_by_number, other_fields, put_fields
+from knnlm.datastore.catalog import field_condition, fields_by_number, other_fields, put_fields
 from knnlm.datastore.compact import compact
-from knnlm.datastore.remove import list_documents, removal_report, remove
+from knnlm.datastore.remove import Selection, list_documents, removal_report, remove
 from knnlm.datastore.rewrite import derive
 from knnlm.datastore.schema import StoredDocument
 from knnlm.datastore.store import Datastore

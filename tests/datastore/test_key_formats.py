@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from helpers import oracle
 from helpers.cli import failure, knnlm
 from helpers.stores import all_keys, contents, documents, random_store
-from knnlm.datastore import encoding as waiting
+from knnlm.datastore import encoder
 from knnlm.datastore.codecs import (
     CODEBOOK_SIZE,
     Bytes,
@@ -164,7 +164,7 @@ def built(lm, text, tmp_path_factory):
     """A memory stored in each way, and how its codec came about: when half of it was read."""
     folder = tmp_path_factory.mktemp("built")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(waiting, "CODEC_SAMPLE_KEYS", 400)
+        patch.setattr(encoder, "CODEC_SAMPLE_KEYS", 400)
         return {
             way: build(text, folder / way, lm=lm, key_format=way, segment_entries=150) for way in ["float16", *WAYS]
         }
@@ -300,15 +300,15 @@ KILLED = """
     from helpers.stores import documents
     from helpers.models import tiny, tiny_tokenizer
     from knnlm import CausalLM, build
-    from knnlm.datastore import catalog, encoding, segments
+    from knnlm.datastore import catalog, encoder, segments
 
-    encoding.CODEC_SAMPLE_KEYS = 400
+    encoder.CODEC_SAMPLE_KEYS = 400
     lm = CausalLM(tiny("llama"), tiny_tokenizer(), name="tiny-llama")
     for left in map(int, sys.argv[1:]):
         if os.fork() == 0:
             dying = Dying(left)
             segments.os.fsync = dying(os.fsync)
-            encoding.Path.unlink = dying(encoding.Path.unlink)
+            encoder.Path.unlink = dying(encoder.Path.unlink)
             catalog.Catalog._put = dying(catalog.Catalog._put)
             build(documents(16), f"killed{left}", lm=lm, key_format="codes4", segment_entries=150)
             os._exit(3)
@@ -317,7 +317,7 @@ KILLED = """
 
 
 def test_a_build_killed_around_its_codec_goes_on_and_ends_with_the_same_bytes(lm, tmp_path, monkeypatch):
-    monkeypatch.setattr(waiting, "CODEC_SAMPLE_KEYS", 400)
+    monkeypatch.setattr(encoder, "CODEC_SAMPLE_KEYS", 400)
     whole = build(documents(16), tmp_path / "whole", lm=lm, key_format="codes4", segment_entries=150)
     expected = contents(whole.path)
     points = [12, 22, 26, 32, 38, 42, 46, 50, 53, 57, 62]

@@ -18,8 +18,8 @@ from knnlm.cli.app import run
 from knnlm.corpus import Document
 from knnlm.datastore.compact import compact
 from knnlm.datastore.indexes import build_index, open_index
-from knnlm.datastore.paths import STAGING_FILE
 from knnlm.datastore.remove import removal_report, remove
+from knnlm.datastore.schema import STAGING_FILE
 from knnlm.datastore.store import Datastore
 from knnlm.errors import DatastoreError
 from knnlm.ingest import add as adding

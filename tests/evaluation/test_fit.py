@@ -11,7 +11,7 @@ import torch
 
 from helpers.stores import documents
 from knnlm.datastore.catalog import Catalog
-from knnlm.datastore.paths import CATALOG_FILE
+from knnlm.datastore.schema import CATALOG_FILE
 from knnlm.datastore.store import Datastore
 from knnlm.errors import DatastoreCorrupt, DatastoreError, ModelMismatch, ParameterError
 from knnlm.evaluation.fit import evaluate_trace, fit_weights, tabulate, vote_variants

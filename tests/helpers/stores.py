@@ -13,8 +13,7 @@ from helpers.models import TEXT, tiny, tiny_tokenizer
 from knnlm.corpus import Document
 from knnlm.datastore.catalog import Catalog
 from knnlm.datastore.codecs import Bytes, Plain
-from knnlm.datastore.paths import CATALOG_FILE, segment_folder
-from knnlm.datastore.schema import SegmentRow, StoredDocument
+from knnlm.datastore.schema import CATALOG_FILE, SegmentRow, StoredDocument, segment_folder
 from knnlm.datastore.segments import ArrayWriter
 from knnlm.datastore.store import Datastore
 from knnlm.io import checksum

@@ -26,8 +26,8 @@ from helpers.stores import documents, documents_by_hash, made_store
 from knnlm.datastore.catalog import Catalog
 from knnlm.datastore.codecs import KeyMap
 from knnlm.datastore.indexes import open_index
-from knnlm.datastore.paths import CATALOG_FILE
 from knnlm.datastore.rewrite import derive
+from knnlm.datastore.schema import CATALOG_FILE
 from knnlm.datastore.store import Datastore
 from knnlm.errors import DatastoreCorrupt, DatastoreError, ModelMismatch, ParameterError
 from knnlm.ingest.build import build

@@ -8,7 +8,7 @@ import pytest
 
 from helpers.stores import documents
 from knnlm.datastore.catalog import Catalog
-from knnlm.datastore.paths import CATALOG_FILE
+from knnlm.datastore.schema import CATALOG_FILE
 from knnlm.errors import DatastoreCorrupt
 from knnlm.ingest.build import build
 from knnlm.mixture.mixture import Mixture

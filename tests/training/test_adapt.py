@@ -22,8 +22,8 @@ from helpers.training import fit_adaptation
 from knnlm.cli.train import perplexity
 from knnlm.corpus import Document
 from knnlm.datastore.catalog import LANGUAGE_MODEL, Catalog
-from knnlm.datastore.paths import CATALOG_FILE, DECODER_FOLDER
 from knnlm.datastore.rewrite import derive
+from knnlm.datastore.schema import CATALOG_FILE, DECODER_FOLDER
 from knnlm.datastore.store import Datastore
 from knnlm.errors import CorpusError, DatastoreCorrupt, DatastoreError, ParameterError
 from knnlm.generation.causal import KnnForCausalLM

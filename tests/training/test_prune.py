@@ -24,8 +24,8 @@ from helpers.stores import all_keys, contents, documents, made_store, random_sto
 from knnlm.datastore.catalog import Catalog
 from knnlm.datastore.codecs import KeyMap
 from knnlm.datastore.indexes import build_index, open_index
-from knnlm.datastore.paths import CATALOG_FILE, segment_folder
 from knnlm.datastore.rewrite import derive, principal_components
+from knnlm.datastore.schema import CATALOG_FILE, segment_folder
 from knnlm.datastore.store import Datastore
 from knnlm.errors import DatastoreCorrupt, DatastoreError, ModelMismatch, ParameterError
 from knnlm.index.exact import ExactIndex

@@ -14,7 +14,7 @@ import typer
 from knnlm.cli.options import MAINTAIN, Json, Out, SelectionFlags, Store, Wait, command
 from knnlm.cli.output import bar, console, count, err, print_json, print_table, show, visible
 from knnlm.cli.train import adaptation_rows
-from knnlm.datastore.paths import ADAPTED_FILE
+from knnlm.datastore.schema import ADAPTED_FILE
 
 if TYPE_CHECKING:
     from knnlm.datastore.remove import RemovalReport
@@ -194,8 +194,7 @@ def documents(
 
     List the documents: number, id, tokens, source, and the other fields of their records.
     """
-    from knnlm.datastore.catalog import Selection
-    from knnlm.datastore.remove import list_documents
+    from knnlm.datastore.remove import Selection, list_documents
 
     chosen = Selection(*selection.conditions.values())
     found, total = list_documents(store, chosen, first=first, limit=limit)

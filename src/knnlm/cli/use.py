@@ -164,7 +164,7 @@ def _documents(text: Sequence[str], text_field: str) -> Iterable[Document]:
 
 
 def _memories(store: Path, grid: GridFlags) -> str:
-    from knnlm.datastore.paths import DECODER_FOLDER
+    from knnlm.datastore.schema import DECODER_FOLDER
     from knnlm.mixture.loader import is_decoder
 
     if grid.memories is not None:

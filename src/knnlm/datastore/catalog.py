@@ -6,26 +6,23 @@ opened, each other table when it is first read. A reader that holds its snapshot
 open, whatever is written meanwhile.
 
 A build writes its segments here; an addition writes them to `StagedAddition` until all of them are on disk. Both are a
-`SegmentSink`. A `Selection` chooses documents by field: a built-in one, or one of the users' records; `fields.source`
-is always a field of the records.
+`SegmentSink`.
 """
 
 from __future__ import annotations
 
 import json
-import re
 import sqlite3
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 from knnlm.corpus import Scalar, canonical_json, invalid_fields, json_candidates
-from knnlm.datastore.integrity import DigestUpdates, VerifiedTables, mismatched_parts, table_names
-from knnlm.datastore.paths import PARTIAL_CATALOG_FILES
+from knnlm.datastore.digests import DigestUpdates, VerifiedTables, mismatched_parts, table_names
 from knnlm.datastore.schema import (
+    PARTIAL_CATALOG_FILES,
     SCHEMA,
     VERSION,
     IndexRow,
@@ -39,23 +36,17 @@ from knnlm.datastore.schema import (
     translate_sqlite_errors,
 )
 from knnlm.datastore.validation import check_database, check_schema, parse_row
-from knnlm.errors import DatastoreCorrupt, DatastoreError, ParameterError
+from knnlm.errors import DatastoreCorrupt, DatastoreError
 
 GENERATION, LAYOUT = "generation", "layout"  # metadata: counters of changes, and of changes of entry numbers
 LANGUAGE_MODEL = "language_model"  # metadata: the model that a store is for, if it is not the reader
 INDEX_SKIPPED = "index_skipped"  # metadata: ranges of keys that the index omits, as [first, count]
 REQUESTED_INDEX = "requested_index"  # metadata: the index that an interrupted command was to build
-FIELDS = ("id", "number", "tokens", "sha256", "source")  # built-in fields of a document, for conditions
 
 # The members of the JSON object with a comma on either side, so that a member is found as a substring. No string value
 # can contain one, since its quotation marks are escaped.
 _MEMBERS = "', ' || substr(record, 2, length(record) - 2) || ', '"
 _MAX_LISTED_FIELDS = 20
-_CONDITION = re.compile(r"\s*([^=\s](?:[^=]*[^=\s])?)\s*=\s?(.*)", re.DOTALL)
-_RECORD_PREFIX = "fields."
-_INTEGER_FIELDS = ("number", "tokens")
-_COLUMNS = {"tokens": "entries"}  # of the table of documents, where the field has another name
-_GLOB_SPECIAL = re.compile(r"[\[?]")
 
 _Row = TypeVar("_Row")
 
@@ -466,73 +457,6 @@ class SegmentSink(Protocol):
 
     def replace_keys(self, segments: Iterable[SegmentRow], **metadata: Any) -> None:
         """Record new key files of segments and new metadata."""
-
-
-@dataclass(frozen=True)
-class Selection:
-    """Conditions that choose documents, all of which must hold."""
-
-    document: str | None = None  # its id
-    source: str | None = None  # a pattern, where * matches any text
-    where: tuple[str, ...] = ()  # field=value
-
-    @property
-    def empty(self) -> bool:
-        """Whether there is no condition."""
-        return self.document is None and self.source is None and not self.where
-
-    @property
-    def text(self) -> str:
-        """The conditions as options of the CLI."""
-        options = [
-            ("--document", self.document),
-            ("--source", self.source),
-            *(("--where", text) for text in self.where),
-        ]
-        return " ".join(f"{name} {value}" for name, value in options if value is not None)
-
-    def check(self, catalog: Catalog) -> None:
-        """Raise if no document has a field of the conditions."""
-        for text, name, _ in self._conditions():
-            if name not in FIELDS and (others := catalog.other_fields(name.removeprefix(_RECORD_PREFIX))) is not None:
-                known = ", ".join([*FIELDS, *others])
-                raise ParameterError(f"Invalid condition {text!r}: no document has this field. The fields are {known}.")
-
-    def condition(self) -> tuple[str, list[Any]]:
-        """Return the conditions as SQL, and its parameters."""
-        parts, values = ["1"], list[Any]()
-        if self.document is not None:
-            parts.append("id = ?")
-            values.append(self.document)
-        for text, name, value in self._conditions():
-            if name in FIELDS:
-                part, parameters = _built_in_condition(text, name, value)
-            else:
-                part, parameters = field_condition(name.removeprefix(_RECORD_PREFIX), value)
-            parts.append(part)
-            values += parameters
-        if self.source is not None:
-            pattern = "*" in self.source
-            parts.append("source GLOB ?" if pattern else "source = ?")
-            # SQLite has more wildcards than *, and file names may contain them.
-            values.append(_GLOB_SPECIAL.sub(r"[\g<0>]", self.source) if pattern else self.source)
-        return " AND ".join(parts), values
-
-    def _conditions(self) -> Iterator[tuple[str, str, str]]:
-        """Yield the text, field and value of each condition of `where`."""
-        for text in self.where:
-            match = _CONDITION.fullmatch(text)
-            if match is None:
-                raise ParameterError(f"Invalid condition {text!r}: write field=value.")
-            yield text, match[1], match[2]
-
-
-def _built_in_condition(text: str, name: str, value: str) -> tuple[str, list[Any]]:
-    if name not in _INTEGER_FIELDS:
-        return f"{name} = ?", [value]
-    if not re.fullmatch(r"\d{1,18}", value):
-        raise ParameterError(f"Invalid condition {text!r}: the {name} of a document is an integer.")
-    return f"{_COLUMNS.get(name, name)} = ?", [int(value)]
 
 
 def check_complete(catalog: Catalog) -> None:

@@ -18,11 +18,9 @@ import torch
 from numpy.typing import NDArray
 
 from knnlm.datastore.catalog import LAYOUT, Catalog, check_complete, drop_fields
-from knnlm.datastore.garbage import purge
 from knnlm.datastore.indexes import choose_spec, make_index, stored_indexes
-from knnlm.datastore.locks import writer_lock
-from knnlm.datastore.paths import CATALOG_FILE, COUNTS_FILE, KEPT_FILE, KEYS_FILE, VALUES_FILE
-from knnlm.datastore.schema import IndexRow, SegmentRow
+from knnlm.datastore.locks import purge, writer_lock
+from knnlm.datastore.schema import CATALOG_FILE, COUNTS_FILE, KEPT_FILE, KEYS_FILE, VALUES_FILE, IndexRow, SegmentRow
 from knnlm.datastore.segments import NewSegment, array_shapes
 from knnlm.datastore.store import Datastore, next_segment
 from knnlm.errors import IndexInvalid, ParameterError

@@ -11,11 +11,9 @@ import numpy as np
 
 from knnlm.datastore.catalog import INDEX_SKIPPED, REQUESTED_INDEX, Catalog
 from knnlm.datastore.codecs import Codes
-from knnlm.datastore.garbage import purge
 from knnlm.datastore.live_numbers import LiveNumbers
-from knnlm.datastore.locks import writer_lock
-from knnlm.datastore.paths import CATALOG_FILE, index_folder
-from knnlm.datastore.schema import IndexRow
+from knnlm.datastore.locks import purge, writer_lock
+from knnlm.datastore.schema import CATALOG_FILE, IndexRow, index_folder
 from knnlm.datastore.segments import BLOCK_INDEX_FILE, FAISS_INDEX_FILE, index_file
 from knnlm.datastore.store import Datastore, Keys
 from knnlm.datastore.validation import check_regular_file
@@ -51,12 +49,12 @@ def build_index(
 
 
 def _replace_index(store: Datastore, catalog: Catalog, spec: str, metric: str, progress: Progress) -> str:
-    purge(store.path, catalog, lease=store.lease)
+    purge(store.path, catalog, reader_lock=store.reader_lock)
     if spec == "auto":
         spec = choose_spec(store)
     row = None if spec == "exact" else make_index(store, catalog, spec, metric, progress)
     catalog.replace_indexes(row, skipped=store.key_numbers.gaps)
-    purge(store.path, catalog, lease=store.lease)
+    purge(store.path, catalog, reader_lock=store.reader_lock)
     return "exact" if row is None else row.spec
 
 
@@ -130,7 +128,7 @@ def stored_indexes(store: Datastore) -> list[tuple[IndexRow, LiveNumbers]]:
     """Return the indexes of a store and the stored keys that each covers.
 
     An index built after the store was opened is used if keys have the same numbers and it lacks none of this store's
-    keys; otherwise those from the time of opening, whose files the lease keeps on disk.
+    keys; otherwise those from the time of opening, whose files the reader's lock keeps on disk.
     """
     with closing(store.catalog.reopen()) as now, now.snapshot():
         newest = _coverage(store, now) if now.layout == store.layout else None

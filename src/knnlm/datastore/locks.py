@@ -1,13 +1,20 @@
-"""Locks of a store's folder: one writer at a time, any number of readers.
+"""Locks of a store's folder, and the removal of files that are no longer part of the store.
 
-A writer holds `writer.lock` exclusively. Readers share `readers.lock`, or the folder itself where they may not create
-that file. A file that was part of the store is removed only while holding both exclusively, so what a reader has
-opened stays until it is closed. The operating system releases the locks of a process that dies.
+There is one writer at a time, and any number of readers. A writer holds `writer.lock` exclusively. Readers share
+`readers.lock`, or the folder itself where they may not create that file. The operating system releases the locks of a
+process that dies.
+
+`purge` removes files that a killed writer has left, or that a compaction or a newer index has replaced. A reader that
+opened the store before may still use the latter, so `purge` needs both locks exclusively and removes nothing while
+there is a reader; the next writer tries again. An interrupted addition is kept by default, as the same command
+resumes it.
 """
 
 from __future__ import annotations
 
+import json
 import os
+import shutil
 import time
 import weakref
 from collections.abc import Iterator
@@ -16,10 +23,12 @@ from pathlib import Path
 
 from filelock import FileLock, Timeout
 
-from knnlm.datastore.paths import CATALOG_FILE
+from knnlm.datastore.catalog import Catalog
+from knnlm.datastore.schema import CATALOG_FILE, CODEC_FILE, MAP_FILE, NGRAM_FOLDER, index_folder, segment_folder
+from knnlm.datastore.staging import StagedAddition
 from knnlm.datastore.validation import check_links
 from knnlm.errors import DatastoreBusy, DatastoreError
-from knnlm.io import translate_os_errors
+from knnlm.io import remove_unlisted, translate_os_errors
 
 try:
     import fcntl
@@ -152,3 +161,45 @@ def _open_lock_file(folder: Path) -> int | None:
         except OSError:  # a read-only folder without this file
             continue
     return None
+
+
+def purge(
+    folder: Path,
+    catalog: Catalog,
+    *,
+    reader_lock: ReaderLock | None = None,
+    wait: float = 0.0,
+    keep_pending: bool = True,
+) -> bool:
+    """Remove files that the catalog does not name; return False while there is a reader.
+
+    The caller holds the writer lock. `reader_lock` is the caller's own lock as a reader, if it has one.
+    """
+    pending = StagedAddition(folder, catalog)
+    if keep_pending:
+        pending.remove_if_empty()
+    else:
+        pending.drop()
+    with reader_lock.exclusive() if reader_lock is not None else without_readers(folder, wait=wait) as sole:
+        if not sole:
+            return False
+        with translate_os_errors(folder):
+            known = [segment_folder(folder, row.id) for row in catalog.segments()]
+            remove_unlisted(folder / "segments", [*known, *pending.folders])
+            remove_unlisted(folder / "index", [index_folder(folder, row.id) for row in catalog.indexes()])
+            if has_stale_suffix_array(folder, catalog):
+                shutil.rmtree(folder / NGRAM_FOLDER)
+            for key, name in (("codec", CODEC_FILE), ("map", MAP_FILE)):  # fitted to keys that were never committed
+                if pending.get(key) is None and (folder / name).is_file():
+                    (folder / name).unlink()
+        return catalog.checkpoint()
+
+
+def has_stale_suffix_array(folder: Path, catalog: Catalog) -> bool:
+    """Whether there is a suffix array of another generation, which may contain text of removed documents."""
+    metadata = folder / NGRAM_FOLDER / "metadata.json"
+    try:
+        generation = json.loads(metadata.read_bytes()).get("generation", 0)
+    except (OSError, ValueError, AttributeError, RecursionError):
+        generation = None
+    return (folder / NGRAM_FOLDER).exists() and generation != catalog.generation

@@ -1,22 +1,27 @@
-"""Remove documents from a store, and report which files still contain their bytes.
+"""Select, list and remove documents of a store, and report which files still contain bytes of removed ones.
 
 A removal is one short transaction: the documents leave the catalog, and their entries are recorded as removed. A store
-that is opened later does not contain them. The next compaction erases their bytes.
+that is opened later does not contain them: `live_numbers.LiveNumbers` numbers its entries and keys without the removed
+ones, and `index.composite.FilteredIndex` leaves them out of the results of an index that was built before. The next
+compaction erases their bytes.
+
+A `Selection` chooses documents by field: a built-in one, or one of the users' records; `fields.source` is always a
+field of the records.
 """
 
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from knnlm.datastore.catalog import Catalog, Selection, check_complete, drop_fields
-from knnlm.datastore.garbage import has_stale_suffix_array, purge
-from knnlm.datastore.locks import writer_lock
-from knnlm.datastore.paths import (
+from knnlm.datastore.catalog import Catalog, check_complete, drop_fields, field_condition
+from knnlm.datastore.locks import has_stale_suffix_array, purge, writer_lock
+from knnlm.datastore.schema import (
     CATALOG_FILE,
     CODEC_FILE,
     DECODER_FOLDER,
@@ -25,14 +30,16 @@ from knnlm.datastore.paths import (
     MAP_FILE,
     NGRAM_FOLDER,
     STAGING_FILE,
+    RemovedRow,
+    StoredDocument,
     index_folder,
     segment_folder,
 )
-from knnlm.datastore.schema import RemovedRow, StoredDocument
 from knnlm.datastore.staging import StagedAddition
 from knnlm.datastore.validation import MAX_INTEGER
 from knnlm.errors import DatastoreError, ParameterError
 
+FIELDS = ("id", "number", "tokens", "sha256", "source")  # built-in fields of a document, for conditions
 TRAINED_BEFORE_REMOVAL = "trained_before_removal"  # metadata: hashes of the trained files at the last removal
 
 # Files and folders of a store that were trained on its text or keys.
@@ -44,7 +51,79 @@ _TRAINED = {
     DECODER_FOLDER: "a decoder trained on the store",
 }
 
+_CONDITION = re.compile(r"\s*([^=\s](?:[^=]*[^=\s])?)\s*=\s?(.*)", re.DOTALL)
+_RECORD_PREFIX = "fields."
+_INTEGER_FIELDS = ("number", "tokens")
+_COLUMNS = {"tokens": "entries"}  # of the table of documents, where the field has another name
+_GLOB_SPECIAL = re.compile(r"[\[?]")
 _HASHED_END_BYTES = 1 << 16  # hashed at each end of a trained file, to recognise it
+
+
+@dataclass(frozen=True)
+class Selection:
+    """Conditions that choose documents, all of which must hold."""
+
+    document: str | None = None  # its id
+    source: str | None = None  # a pattern, where * matches any text
+    where: tuple[str, ...] = ()  # field=value
+
+    @property
+    def empty(self) -> bool:
+        """Whether there is no condition."""
+        return self.document is None and self.source is None and not self.where
+
+    @property
+    def text(self) -> str:
+        """The conditions as options of the CLI."""
+        options = [
+            ("--document", self.document),
+            ("--source", self.source),
+            *(("--where", text) for text in self.where),
+        ]
+        return " ".join(f"{name} {value}" for name, value in options if value is not None)
+
+    def check(self, catalog: Catalog) -> None:
+        """Raise if no document has a field of the conditions."""
+        for text, name, _ in self._conditions():
+            if name not in FIELDS and (others := catalog.other_fields(name.removeprefix(_RECORD_PREFIX))) is not None:
+                known = ", ".join([*FIELDS, *others])
+                raise ParameterError(f"Invalid condition {text!r}: no document has this field. The fields are {known}.")
+
+    def condition(self) -> tuple[str, list[Any]]:
+        """Return the conditions as SQL, and its parameters."""
+        parts, values = ["1"], list[Any]()
+        if self.document is not None:
+            parts.append("id = ?")
+            values.append(self.document)
+        for text, name, value in self._conditions():
+            if name in FIELDS:
+                part, parameters = _built_in_condition(text, name, value)
+            else:
+                part, parameters = field_condition(name.removeprefix(_RECORD_PREFIX), value)
+            parts.append(part)
+            values += parameters
+        if self.source is not None:
+            pattern = "*" in self.source
+            parts.append("source GLOB ?" if pattern else "source = ?")
+            # SQLite has more wildcards than *, and file names may contain them.
+            values.append(_GLOB_SPECIAL.sub(r"[\g<0>]", self.source) if pattern else self.source)
+        return " AND ".join(parts), values
+
+    def _conditions(self) -> Iterator[tuple[str, str, str]]:
+        """Yield the text, field and value of each condition of `where`."""
+        for text in self.where:
+            match = _CONDITION.fullmatch(text)
+            if match is None:
+                raise ParameterError(f"Invalid condition {text!r}: write field=value.")
+            yield text, match[1], match[2]
+
+
+def _built_in_condition(text: str, name: str, value: str) -> tuple[str, list[Any]]:
+    if name not in _INTEGER_FIELDS:
+        return f"{name} = ?", [value]
+    if not re.fullmatch(r"\d{1,18}", value):
+        raise ParameterError(f"Invalid condition {text!r}: the {name} of a document is an integer.")
+    return f"{_COLUMNS.get(name, name)} = ?", [int(value)]
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,6 @@
 """Copies of a store with fewer keys, mapped keys or another key format.
 
+`derive` writes every such copy; `principal_components` and `compress` fit a map or a codec for it to a sample of keys.
 All tokens and documents are copied, so that the text around a neighbour is available; only keys are left out. Segments
 are committed one by one, as in a build: a copy that was killed resumes after the last committed segment and ends with
 the same bytes.
@@ -31,9 +32,9 @@ from knnlm.datastore.codecs import (
     parse_storage,
     save_codec,
 )
-from knnlm.datastore.encoding import CodeWriter
+from knnlm.datastore.encoder import CodeWriter
 from knnlm.datastore.locks import writer_lock
-from knnlm.datastore.paths import (
+from knnlm.datastore.schema import (
     CATALOG_FILE,
     CODEC_FILE,
     COUNTS_FILE,
@@ -41,9 +42,9 @@ from knnlm.datastore.paths import (
     KEYS_FILE,
     MAP_FILE,
     VALUES_FILE,
+    SegmentRow,
     segment_folder,
 )
-from knnlm.datastore.schema import SegmentRow
 from knnlm.datastore.segments import KEY_DTYPES, KeyWriter, NewSegment
 from knnlm.datastore.store import Datastore, check_folder
 from knnlm.errors import DatastoreCorrupt, DatastoreError, ParameterError
@@ -54,29 +55,6 @@ _PCA_SAMPLE_KEYS = 100_000
 _CODEC_SAMPLE_BYTES = 1 << 27  # of keys, in float32, that a codec is fitted to
 _SAMPLE_BLOCK = 4096  # keys of a sample at a time
 _BLOCK = 8192  # keys of a copy at a time
-
-
-def principal_components(store: Datastore, width: int, *, seed: int = 0, progress: Progress = silent) -> KeyMap:
-    """Return the map to the first principal components of a sample of the keys."""
-    ids = sample_keys(store, _PCA_SAMPLE_KEYS, seed=seed)
-    if not len(ids):
-        raise ParameterError(f"{store.path} has no keys, and so no principal components.")
-
-    def blocks() -> Iterator[Tensor]:
-        with progress("finding principal components", total=len(ids), unit="keys") as advance:
-            for part in ids.split(_SAMPLE_BLOCK):
-                yield store.take(part)
-                advance(len(part))
-
-    return fit_components(blocks(), width, sample=len(ids), seed=seed)[0]
-
-
-def sample_keys(store: Datastore, size: int, *, seed: int) -> Tensor:
-    """Return the numbers of `size` random keys, ascending; of all keys where there are no more."""
-    if store.key_count <= size:
-        return torch.arange(store.key_count)
-    chosen = np.random.default_rng(seed).choice(store.key_count, size, replace=False)
-    return torch.from_numpy(np.sort(chosen))
 
 
 @dataclass(frozen=True)
@@ -135,6 +113,31 @@ def derive(
     return Datastore.open(folder)
 
 
+def compress(
+    store: Datastore, out: str | Path, *, key_format: str = "codes", seed: int = 0, progress: Progress = silent
+) -> Datastore:
+    """Write a copy of a store whose keys are stored as int8, pca256-int8, codes64 and so on, and open it.
+
+    The codec is fitted to keys of the whole store; that of a build, only to the first ones.
+    """
+    storage = parse_storage(key_format, width=store.width)
+    check_out(store, out)
+    if not store.key_count:
+        raise ParameterError(f"{store.path} has no keys to compress.")
+    metadata: dict[str, Any] = {"keys": str(storage), "seed": seed}
+    if not storage.fitted:
+        return derive(store, out, codec=Plain(storage.dtype, store.width), metadata=metadata, progress=progress)
+    ids = sample_keys(store, max(1, _CODEC_SAMPLE_BYTES // (4 * store.width)), seed=seed)
+    sample = torch.empty(len(ids), store.width)
+    with progress("choosing a codec", total=len(ids), unit="keys") as advance:
+        for begin in range(0, len(ids), _SAMPLE_BLOCK):
+            sample[begin : begin + _SAMPLE_BLOCK] = store.take(ids[begin : begin + _SAMPLE_BLOCK])
+            advance(len(ids[begin : begin + _SAMPLE_BLOCK]))
+    key_map, codec = fit_codec(storage, sample)
+    del sample
+    return derive(store, out, key_map=key_map, codec=codec, metadata=metadata, progress=progress)
+
+
 def check_out(store: Datastore, out: str | Path) -> None:
     """Raise for an output folder that cannot take a copy of a store."""
     folder = Path(out)
@@ -151,6 +154,29 @@ def check_out(store: Datastore, out: str | Path) -> None:
                 f"{folder} is an unfinished build, not a copy. Finish it with knnlm build, choose another --out, or "
                 "remove it."
             )
+
+
+def principal_components(store: Datastore, width: int, *, seed: int = 0, progress: Progress = silent) -> KeyMap:
+    """Return the map to the first principal components of a sample of the keys."""
+    ids = sample_keys(store, _PCA_SAMPLE_KEYS, seed=seed)
+    if not len(ids):
+        raise ParameterError(f"{store.path} has no keys, and so no principal components.")
+
+    def blocks() -> Iterator[Tensor]:
+        with progress("finding principal components", total=len(ids), unit="keys") as advance:
+            for part in ids.split(_SAMPLE_BLOCK):
+                yield store.take(part)
+                advance(len(part))
+
+    return fit_components(blocks(), width, sample=len(ids), seed=seed)[0]
+
+
+def sample_keys(store: Datastore, size: int, *, seed: int) -> Tensor:
+    """Return the numbers of `size` random keys, ascending; of all keys where there are no more."""
+    if store.key_count <= size:
+        return torch.arange(store.key_count)
+    chosen = np.random.default_rng(seed).choice(store.key_count, size, replace=False)
+    return torch.from_numpy(np.sort(chosen))
 
 
 def _plan(store: Datastore, keep: Tensor | None, counts: Tensor | None, key_map: KeyMap | None, codec: Codec) -> _Plan:
@@ -377,28 +403,3 @@ def _weights(plan: _Plan, kept: NDArray[np.int64]) -> NDArray[np.float32] | None
 
 def _hash(array: NDArray[Any]) -> str:
     return hashlib.sha256(np.ascontiguousarray(array).tobytes()).hexdigest()[:16]
-
-
-def compress(
-    store: Datastore, out: str | Path, *, key_format: str = "codes", seed: int = 0, progress: Progress = silent
-) -> Datastore:
-    """Write a copy of a store whose keys are stored as int8, pca256-int8, codes64 and so on, and open it.
-
-    The codec is fitted to keys of the whole store; that of a build, only to the first ones.
-    """
-    storage = parse_storage(key_format, width=store.width)
-    check_out(store, out)
-    if not store.key_count:
-        raise ParameterError(f"{store.path} has no keys to compress.")
-    metadata: dict[str, Any] = {"keys": str(storage), "seed": seed}
-    if not storage.fitted:
-        return derive(store, out, codec=Plain(storage.dtype, store.width), metadata=metadata, progress=progress)
-    ids = sample_keys(store, max(1, _CODEC_SAMPLE_BYTES // (4 * store.width)), seed=seed)
-    sample = torch.empty(len(ids), store.width)
-    with progress("choosing a codec", total=len(ids), unit="keys") as advance:
-        for begin in range(0, len(ids), _SAMPLE_BLOCK):
-            sample[begin : begin + _SAMPLE_BLOCK] = store.take(ids[begin : begin + _SAMPLE_BLOCK])
-            advance(len(ids[begin : begin + _SAMPLE_BLOCK]))
-    key_map, codec = fit_codec(storage, sample)
-    del sample
-    return derive(store, out, key_map=key_map, codec=codec, metadata=metadata, progress=progress)

@@ -1,4 +1,4 @@
-"""The tables of a catalog, their rows as dataclasses, and the SQLite connection."""
+"""The format of a store: names of its files, tables and rows of its catalog, and the SQLite connection."""
 
 from __future__ import annotations
 
@@ -11,8 +11,20 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from knnlm.corpus import Fields
-from knnlm.datastore.paths import COUNTS_FILE, KEPT_FILE, KEYS_FILE, VALUES_FILE
 from knnlm.errors import DatastoreBusy, DatastoreCorrupt, DatastoreError, KnnlmError
+
+CATALOG_FILE = "catalog.db"
+# The catalog before it is complete, and what SQLite writes beside it.
+PARTIAL_CATALOG_FILES = ("catalog.partial", "catalog.partial-journal", "catalog.partial-wal", "catalog.partial-shm")
+MAP_FILE, CODEC_FILE = "map.safetensors", "codec.safetensors"
+STAGING_FILE = "staging.log"
+KEYS_FILE, VALUES_FILE, KEPT_FILE, COUNTS_FILE = "keys.npy", "values.npy", "kept.npy", "counts.npy"
+UNENCODED_FILE = "unencoded.npy"  # float16 keys of a segment whose codec is not chosen yet
+NGRAM_FOLDER = "ngram"
+LOST_FOLDER = "lost"  # what a repair has taken out
+GATES_FOLDER = "mixtures"
+DECODER_FOLDER = "decoder"
+ADAPTED_FILE = "adapted.json"
 
 VERSION = 1
 
@@ -57,6 +69,16 @@ CREATE TABLE fields (number INTEGER PRIMARY KEY, record TEXT NOT NULL);
 CREATE TABLE digests (part TEXT PRIMARY KEY, digest TEXT NOT NULL) WITHOUT ROWID;
 """
 TABLES = frozenset(re.findall(r"CREATE TABLE (\w+)", SCHEMA))
+
+
+def segment_folder(path: Path, number: int) -> Path:
+    """Return the folder of a segment."""
+    return path / "segments" / f"{number:06d}"
+
+
+def index_folder(path: Path, number: int) -> Path:
+    """Return the folder of an index."""
+    return path / "index" / f"{number:06d}"
 
 
 def check_format(path: Path, get: Callable[[str], object], tables: Collection[str], *, copying: bool) -> None:

@@ -21,8 +21,17 @@ from numpy.typing import DTypeLike, NDArray
 
 from knnlm.datastore.codecs import Codec, Plain, row_bytes
 from knnlm.datastore.integrity import BlockChecksums, checksum_mismatch
-from knnlm.datastore.paths import COUNTS_FILE, KEPT_FILE, KEYS_FILE, VALUES_FILE, index_folder, segment_folder
-from knnlm.datastore.schema import IndexRow, SegmentRow, array_checksums
+from knnlm.datastore.schema import (
+    COUNTS_FILE,
+    KEPT_FILE,
+    KEYS_FILE,
+    VALUES_FILE,
+    IndexRow,
+    SegmentRow,
+    array_checksums,
+    index_folder,
+    segment_folder,
+)
 from knnlm.datastore.validation import check_regular_file
 from knnlm.errors import DatastoreCorrupt, DatastoreError
 from knnlm.index.blocks import is_blocks

@@ -24,16 +24,18 @@ from typing import Any, BinaryIO
 from knnlm.corpus import Document
 from knnlm.datastore.catalog import Catalog, check_fields
 from knnlm.datastore.integrity import hash_metadata
-from knnlm.datastore.paths import (
+from knnlm.datastore.schema import (
     CODEC_FILE,
     KEYS_FILE,
     MAP_FILE,
     STAGING_FILE,
     UNENCODED_FILE,
     VALUES_FILE,
+    RemovedRow,
+    SegmentRow,
+    StoredDocument,
     segment_folder,
 )
-from knnlm.datastore.schema import RemovedRow, SegmentRow, StoredDocument
 from knnlm.datastore.validation import parse_row
 from knnlm.errors import KnnlmError
 from knnlm.io import checksum, sync_folder, translate_os_errors

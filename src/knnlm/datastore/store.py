@@ -39,7 +39,7 @@ from knnlm.datastore.codecs import Codec, KeyMap, Plain, load_codec, row_bytes
 from knnlm.datastore.integrity import BlockChecksums
 from knnlm.datastore.live_numbers import LiveNumbers, by_segment, check_removed
 from knnlm.datastore.locks import READERS_LOCK, WRITER_LOCK, ReaderLock
-from knnlm.datastore.paths import (
+from knnlm.datastore.schema import (
     CATALOG_FILE,
     CODEC_FILE,
     COUNTS_FILE,
@@ -48,10 +48,11 @@ from knnlm.datastore.paths import (
     MAP_FILE,
     PARTIAL_CATALOG_FILES,
     VALUES_FILE,
+    SegmentRow,
+    StoredDocument,
     index_folder,
     segment_folder,
 )
-from knnlm.datastore.schema import SegmentRow, StoredDocument
 from knnlm.datastore.segments import BULK_READ_KEYS, Arrays, array_shapes, check_metadata, check_segments
 from knnlm.errors import DatastoreCorrupt, DatastoreError
 from knnlm.index.gpu.deferred import check_flag
@@ -210,13 +211,13 @@ class Datastore:
         path: Path,
         catalog: Catalog,
         *,
-        lease: ReaderLock | None = None,
+        reader_lock: ReaderLock | None = None,
         trust_index: bool = True,
         check: bool = True,
     ) -> None:
         self.path = path
         self.catalog = catalog
-        self.lease, self.trust_index = lease, trust_index
+        self.reader_lock, self.trust_index = reader_lock, trust_index
         self.generation, self.layout = catalog.generation, catalog.layout
         self.model: dict[str, Any] = metadata_of(catalog, "model", dict)
         self.window: dict[str, int] = metadata_of(catalog, "window", dict)
@@ -249,7 +250,7 @@ class Datastore:
         With `trust_index` False no file of FAISS is read. With `check` False checksums are not compared.
         """
         folder = Path(path)
-        lease = ReaderLock(folder)  # first, so that no writer removes files that the catalog names
+        reader_lock = ReaderLock(folder)  # first, so that no writer removes files that the catalog names
         catalog = Catalog.open(folder / CATALOG_FILE, hold=True, compare=check)
         if catalog.get("state") != "complete":
             what = "copy of another store" if catalog.get("derived") else "build"
@@ -257,7 +258,7 @@ class Datastore:
                 f"{folder} is an unfinished {what} ({catalog.document_count():,} documents are in). "
                 "Run the same command again to finish it."
             )
-        return cls(folder, catalog, lease=lease, trust_index=trust_index, check=check)
+        return cls(folder, catalog, reader_lock=reader_lock, trust_index=trust_index, check=check)
 
     @property
     def stale(self) -> bool:
@@ -594,8 +595,8 @@ class Datastore:
     def close(self) -> None:
         """Close the files, so that writers can remove those that were replaced."""
         self.catalog.close()
-        if self.lease is not None:
-            self.lease.close()
+        if self.reader_lock is not None:
+            self.reader_lock.close()
 
     def _number_keys(self) -> LiveNumbers:
         """Return the numbers of keys without those of removed entries."""

@@ -29,7 +29,7 @@ import torch
 from numpy.typing import NDArray
 
 from knnlm.datastore.locks import writer_lock
-from knnlm.datastore.paths import NGRAM_FOLDER
+from knnlm.datastore.schema import NGRAM_FOLDER
 from knnlm.datastore.segments import ArrayWriter, open_array
 from knnlm.datastore.store import Datastore
 from knnlm.datastore.validation import check_regular_file

@@ -31,9 +31,8 @@ from transformers.utils.generic import ModelOutput
 
 from knnlm.datastore.catalog import Catalog
 from knnlm.datastore.compact import compact
-from knnlm.datastore.garbage import purge
-from knnlm.datastore.locks import writer_lock
-from knnlm.datastore.paths import CATALOG_FILE, LOST_FOLDER
+from knnlm.datastore.locks import purge, writer_lock
+from knnlm.datastore.schema import CATALOG_FILE, LOST_FOLDER
 from knnlm.datastore.store import Datastore
 from knnlm.errors import DatastoreError, ModelError
 from knnlm.generation.cache import ForwardStep, advance, memory_state

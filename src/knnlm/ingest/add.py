@@ -15,10 +15,9 @@ from typing import Any
 
 from knnlm.corpus import Document, DocumentMeter
 from knnlm.datastore.catalog import Catalog, check_complete
-from knnlm.datastore.encoding import DeferredEncoder, storage_of
-from knnlm.datastore.garbage import purge
-from knnlm.datastore.locks import writer_lock
-from knnlm.datastore.paths import CATALOG_FILE
+from knnlm.datastore.encoder import DeferredEncoder, storage_of
+from knnlm.datastore.locks import purge, writer_lock
+from knnlm.datastore.schema import CATALOG_FILE
 from knnlm.datastore.staging import StagedAddition
 from knnlm.datastore.store import metadata_of, text_hash
 from knnlm.errors import ModelMismatch

@@ -11,9 +11,9 @@ from typing import Any
 from knnlm.corpus import Document, DocumentMeter
 from knnlm.datastore.catalog import LANGUAGE_MODEL, Catalog
 from knnlm.datastore.codecs import Storage, parse_storage
-from knnlm.datastore.encoding import DeferredEncoder
+from knnlm.datastore.encoder import DeferredEncoder
 from knnlm.datastore.locks import writer_lock
-from knnlm.datastore.paths import CATALOG_FILE, segment_folder
+from knnlm.datastore.schema import CATALOG_FILE, segment_folder
 from knnlm.datastore.store import Datastore, check_folder, text_hash
 from knnlm.errors import CorpusError, DatastoreError, ParameterError
 from knnlm.ingest.batches import batch_documents

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from knnlm.corpus import Document
-from knnlm.datastore.paths import KEYS_FILE, VALUES_FILE
+from knnlm.datastore.schema import KEYS_FILE, VALUES_FILE
 from knnlm.datastore.segments import ArrayWriter, write_header
 from knnlm.errors import KnnlmError
 from knnlm.ingest.batches import Tokenised

@@ -24,9 +24,8 @@ from torch import Tensor
 from knnlm.corpus import DocumentMeter
 from knnlm.datastore.catalog import SegmentSink
 from knnlm.datastore.codecs import Plain
-from knnlm.datastore.encoding import DeferredEncoder
-from knnlm.datastore.paths import VALUES_FILE, segment_folder
-from knnlm.datastore.schema import SegmentRow
+from knnlm.datastore.encoder import DeferredEncoder
+from knnlm.datastore.schema import VALUES_FILE, SegmentRow, segment_folder
 from knnlm.datastore.segments import ArrayWriter
 from knnlm.datastore.store import next_segment, stored_offset
 from knnlm.errors import DatastoreError, ModelError

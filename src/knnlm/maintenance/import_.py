@@ -21,8 +21,7 @@ from numpy.typing import NDArray
 
 from knnlm.datastore.catalog import Catalog
 from knnlm.datastore.locks import writer_lock
-from knnlm.datastore.paths import CATALOG_FILE, KEYS_FILE, VALUES_FILE, segment_folder
-from knnlm.datastore.schema import SegmentRow, StoredDocument
+from knnlm.datastore.schema import CATALOG_FILE, KEYS_FILE, VALUES_FILE, SegmentRow, StoredDocument, segment_folder
 from knnlm.datastore.segments import NewSegment
 from knnlm.datastore.store import Datastore, check_folder
 from knnlm.errors import DatastoreError, ModelMismatch, ParameterError

@@ -23,9 +23,17 @@ from knnlm.datastore.catalog import LANGUAGE_MODEL, REQUESTED_INDEX, Catalog
 from knnlm.datastore.codecs import Plain
 from knnlm.datastore.indexes import build_requested_index, request_index, requested_index
 from knnlm.datastore.locks import writer_lock
-from knnlm.datastore.paths import CATALOG_FILE, COUNTS_FILE, KEPT_FILE, KEYS_FILE, VALUES_FILE, segment_folder
 from knnlm.datastore.rewrite import check_out
-from knnlm.datastore.schema import SegmentRow, StoredDocument
+from knnlm.datastore.schema import (
+    CATALOG_FILE,
+    COUNTS_FILE,
+    KEPT_FILE,
+    KEYS_FILE,
+    VALUES_FILE,
+    SegmentRow,
+    StoredDocument,
+    segment_folder,
+)
 from knnlm.datastore.segments import NewSegment, array_shapes
 from knnlm.datastore.store import Datastore
 from knnlm.errors import DatastoreCorrupt, DatastoreError, ModelMismatch, ParameterError

@@ -22,11 +22,18 @@ from pathlib import Path
 from typing import Any
 
 from knnlm.datastore.catalog import REQUESTED_INDEX, Catalog, drop_fields
+from knnlm.datastore.digests import DigestUpdates, recompute_digests
 from knnlm.datastore.indexes import build_requested_index, cancel_requested_index, request_index, requested_index
-from knnlm.datastore.integrity import DigestUpdates, recompute_digests
 from knnlm.datastore.locks import without_readers, writer_lock
-from knnlm.datastore.paths import CATALOG_FILE, GATES_FOLDER, LOST_FOLDER, NGRAM_FOLDER, segment_folder
-from knnlm.datastore.schema import IndexRow, SegmentRow
+from knnlm.datastore.schema import (
+    CATALOG_FILE,
+    GATES_FOLDER,
+    LOST_FOLDER,
+    NGRAM_FOLDER,
+    IndexRow,
+    SegmentRow,
+    segment_folder,
+)
 from knnlm.datastore.segments import index_file
 from knnlm.errors import DatastoreBusy, DatastoreCorrupt, DatastoreError, KnnlmError
 from knnlm.io import sync_folder, translate_os_errors

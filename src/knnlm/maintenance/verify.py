@@ -20,7 +20,7 @@ from knnlm.datastore.catalog import Catalog
 from knnlm.datastore.codecs import Codec
 from knnlm.datastore.indexes import open_index
 from knnlm.datastore.integrity import verify_checksum
-from knnlm.datastore.paths import (
+from knnlm.datastore.schema import (
     ADAPTED_FILE,
     CATALOG_FILE,
     CODEC_FILE,
@@ -34,9 +34,10 @@ from knnlm.datastore.paths import (
     STAGING_FILE,
     UNENCODED_FILE,
     VALUES_FILE,
+    SegmentRow,
+    array_checksums,
     segment_folder,
 )
-from knnlm.datastore.schema import SegmentRow, array_checksums
 from knnlm.datastore.segments import (
     KEY_DTYPES,
     MAX_VOCAB_SIZE,

@@ -19,7 +19,7 @@ from safetensors.torch import load, save
 from torch import Tensor
 
 from knnlm.datastore.catalog import Catalog
-from knnlm.datastore.paths import CATALOG_FILE, GATES_FOLDER
+from knnlm.datastore.schema import CATALOG_FILE, GATES_FOLDER
 from knnlm.datastore.store import Datastore
 from knnlm.errors import DatastoreCorrupt
 from knnlm.io import atomic_write, translate_os_errors

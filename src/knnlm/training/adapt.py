@@ -25,7 +25,7 @@ from knnlm.corpus import Document
 from knnlm.datastore.catalog import LANGUAGE_MODEL, Catalog
 from knnlm.datastore.integrity import verify_checksum, with_checksum
 from knnlm.datastore.locks import writer_lock
-from knnlm.datastore.paths import ADAPTED_FILE, CATALOG_FILE, DECODER_FOLDER
+from knnlm.datastore.schema import ADAPTED_FILE, CATALOG_FILE, DECODER_FOLDER
 from knnlm.datastore.store import Datastore, check_folder, text_hash
 from knnlm.errors import CorpusError, DatastoreCorrupt, DatastoreError, ParameterError
 from knnlm.evaluation.fit import fit_weights, tabulate

@@ -19,8 +19,7 @@ from torch import Tensor
 
 from knnlm.datastore.catalog import SegmentSink
 from knnlm.datastore.codecs import Codec, KeyMap, Plain, Storage, fit_codec, parse_storage, save_codec
-from knnlm.datastore.paths import CODEC_FILE, KEYS_FILE, MAP_FILE, UNENCODED_FILE, segment_folder
-from knnlm.datastore.schema import SegmentRow
+from knnlm.datastore.schema import CODEC_FILE, KEYS_FILE, MAP_FILE, UNENCODED_FILE, SegmentRow, segment_folder
 from knnlm.datastore.segments import ArrayWriter, KeyWriter, open_array
 from knnlm.datastore.store import metadata_of, stored_codec, stored_map
 from knnlm.errors import DatastoreCorrupt
