@@ -43,8 +43,8 @@ ROW_OF = {name: number for number, row in enumerate(ROWS) for name in row}
 # Inside a package, each module may import those before it.
 ORDER = {
     "lm": "detokenizer fingerprint hooks windows loading key_layers causal compile",
-    "index": "base brute_force gpu.deferred gpu.keys gpu.kernels gpu.search gpu.streaming exact faiss rerank "
-    "composite blocks.kernels blocks.file blocks.kmeans blocks.index blocks.build validation factory",
+    "index": "base exact gpu.deferred gpu.keys gpu.kernels gpu.search gpu.streaming faiss rerank composite "
+    "blocks.kernels blocks.file blocks.index blocks.build validation factory",
     "datastore": "validation codecs schema digests integrity catalog segments live_numbers staging locks remove store "
     "encoder suffix_array rewrite indexes compact",
     "ingest": "batches pipeline segment_builder build add",
@@ -60,8 +60,9 @@ ORDER = {
     "engine.scheduler metrics responses auth service routes app run",
     "cli": "output options make use train maintain serve chat start app",
 }
-# Methods that forward to a later module of their package, and import it when they are called.
+# Functions that forward to a later module of their package, and import it when they are called.
 FORWARD = {
+    ("index.exact", "index.gpu.streaming"),
     ("datastore.store", "datastore.compact"),
     ("datastore.store", "datastore.indexes"),
     ("datastore.store", "datastore.rewrite"),

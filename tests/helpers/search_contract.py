@@ -15,8 +15,7 @@ import torch
 from torch import Tensor
 
 from knnlm.index.base import Neighbours
-from knnlm.index.brute_force import BruteForceSearch
-from knnlm.index.exact import ExactIndex
+from knnlm.index.exact import BruteForceSearch, ExactIndex
 from knnlm.index.gpu import kernels
 from knnlm.index.gpu import search as gpu_search
 from knnlm.index.gpu.keys import DeviceKeys, HalfKeys, Int8Keys

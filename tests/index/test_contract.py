@@ -17,7 +17,7 @@ from helpers.vectors import Array, assert_nearest
 from knnlm.datastore.indexes import build_index, open_index
 from knnlm.datastore.store import Datastore
 from knnlm.errors import IndexInvalid, ParameterError
-from knnlm.index import brute_force
+from knnlm.index import exact
 from knnlm.index.exact import ExactIndex
 from knnlm.index.faiss import FaissIndex
 from knnlm.index.rerank import RerankedIndex
@@ -97,8 +97,8 @@ def test_invalid_searches_are_refused(kind):
 def test_survivors_are_packed_over_many_blocks(monkeypatch):
     # Enough keys that most of a block is farther than the k-th best, so both ways of merging run.
     ways = []
-    original = brute_force._pack
-    monkeypatch.setattr(brute_force, "_pack", lambda *a: ways.append(1) or original(*a))
+    original = exact._pack
+    monkeypatch.setattr(exact, "_pack", lambda *a: ways.append(1) or original(*a))
     generator = np.random.default_rng(1)
     keys, queries = generator.normal(size=(5000, 8)), generator.normal(size=(20, 8))
 

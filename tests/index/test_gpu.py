@@ -23,8 +23,7 @@ from knnlm.datastore.indexes import build_index, open_index
 from knnlm.datastore.store import Datastore
 from knnlm.errors import DatastoreCorrupt, IndexInvalid, ParameterError
 from knnlm.index import exact as exact_module
-from knnlm.index.brute_force import BruteForceSearch
-from knnlm.index.exact import ExactIndex
+from knnlm.index.exact import BruteForceSearch, ExactIndex
 from knnlm.index.gpu import kernels, streaming
 from knnlm.index.gpu import search as gpu_search
 from knnlm.index.gpu.deferred import DeferredChecks, defer_checks

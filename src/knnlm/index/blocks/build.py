@@ -29,9 +29,8 @@ from knnlm.index.base import (
 )
 from knnlm.index.blocks import parse_spec
 from knnlm.index.blocks.file import BlockWriter
-from knnlm.index.blocks.index import BlockIndex
+from knnlm.index.blocks.index import BlockIndex, Centroids
 from knnlm.index.blocks.kernels import quantise
-from knnlm.index.blocks.kmeans import Centroids, balanced_split, kmeans, means
 from knnlm.progress import Progress, silent
 
 MAX_CODE_WIDTH = 1024  # stored dimensions
@@ -42,6 +41,7 @@ _COMPARISON_BATCH = 1 << 23  # keys times centroids that are compared at once
 _READ_BATCH = 1 << 11  # keys read from all over a mapped file: each may load 64 KiB
 _MAX_SAMPLE_BYTES = 1 << 28  # of training vectors
 _NEAR_LISTS = 64  # lists whose blocks a key may move to
+_SPLIT_ROUNDS = 8
 _MOVE_ROUNDS = 6  # keys that move away make room for others
 
 
@@ -281,3 +281,53 @@ def _read(vectors: Vectors, ids: NDArray[np.int64]) -> Tensor:
         batch = slice(begin, begin + _READ_BATCH)
         keys.index_copy_(0, order[batch], vectors.take(ascending[batch]))
     return keys
+
+
+def kmeans(vectors: Tensor, count: int, *, rounds: int) -> Tensor:
+    """Return `count` centroids of the (n, W) vectors, (count, W)."""
+    quantised = quantise(vectors)
+    points = vectors[torch.linspace(0, len(vectors) - 1, count, dtype=torch.float64).long()].clone()
+    for seed in range(rounds):
+        labels = Centroids(points).nearest(quantised)
+        points = means(vectors, labels, count)
+        empty = (torch.bincount(labels, minlength=count) == 0).nonzero()[:, 0]
+        # A centroid without vectors restarts at a random vector, most probably in a dense region.
+        restarts = torch.randint(len(vectors), (len(empty),), generator=torch.Generator().manual_seed(seed))
+        points[empty] = vectors[restarts]
+    return points
+
+
+def means(vectors: Tensor, labels: Tensor, count: int) -> Tensor:
+    """Return the mean of the vectors with each of the labels 0 to count - 1, zeros for unused ones: (count, W)."""
+    sums = torch.zeros(count, vectors.shape[1]).index_add_(0, labels, vectors)
+    return sums.div_(torch.bincount(labels, minlength=count).clamp_(min=1)[:, None])
+
+
+def balanced_split(vectors: Tensor, count: int) -> list[Tensor]:
+    """Split (n, W) vectors into groups of equal size whose members are near one another; return their row numbers."""
+    todo, done = [(torch.arange(len(vectors)), count)], list[Tensor]()
+    while todo:
+        rows, groups = todo.pop()
+        if groups == 1:
+            done.append(rows)
+            continue
+        left = groups // 2
+        members = vectors[rows]
+        order = (members @ _split_direction(members)).argsort(stable=True)
+        cut = round(len(rows) * left / groups)
+        todo += [(rows[order[:cut]], left), (rows[order[cut:]], groups - left)]
+    return done
+
+
+def _split_direction(vectors: Tensor) -> Tensor:
+    """Return the direction from one half of the vectors to the other, by k-means with two centroids."""
+    vectors = vectors - vectors.mean(0)
+    direction = vectors[0] - vectors[-1]
+    for _ in range(_SPLIT_ROUNDS):
+        side = (vectors @ direction) > 0
+        count = int(side.sum())
+        if not 0 < count < len(vectors):
+            break
+        total = vectors[side].sum(0)  # both sides sum to zero
+        direction = total / count + total / (len(vectors) - count)
+    return direction

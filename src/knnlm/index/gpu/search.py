@@ -18,7 +18,7 @@ from torch import Tensor
 
 from knnlm.errors import ParameterError
 from knnlm.index.base import Neighbours
-from knnlm.index.brute_force import BruteForceSearch
+from knnlm.index.exact import BruteForceSearch
 from knnlm.index.gpu.deferred import check_flag, is_capturing, is_deferred
 from knnlm.index.gpu.kernels import group_distances, group_maxima, key_ids, shape_for, survivors
 from knnlm.index.gpu.keys import DeviceKeys
