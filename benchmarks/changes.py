@@ -31,8 +31,7 @@ from knnlm.datastore.remove import remove
 from knnlm.datastore.schema import CATALOG_FILE, SegmentRow, StoredDocument, segment_folder
 from knnlm.datastore.segments import ArrayWriter, checksum
 from knnlm.datastore.store import Datastore
-from knnlm.ingest.add import add
-from knnlm.ingest.build import build
+from knnlm.ingest.build import add, build
 from knnlm.lm.causal import CausalLM
 
 _DOCUMENT, _SEGMENT, _VOCABULARY = 1000, 16_000, 1000

@@ -47,7 +47,7 @@ ORDER = {
     "blocks.kernels blocks.file blocks.index blocks.build validation factory",
     "datastore": "validation codecs schema digests integrity catalog segments live_numbers staging locks remove store "
     "encoder suffix_array rewrite indexes compact",
-    "ingest": "batches pipeline segment_builder build add",
+    "ingest": "pipeline segment_builder build",
     "memories": "base decoder ngram output voting cache knn",
     "mixture": "em networks readers gate weights spec saved loader mixture",
     "evaluation": "evaluate explain trace sweep fit tune",

@@ -722,3 +722,34 @@ def test_a_meter_of_plain_documents_counts_utf8() -> None:
     assert meter.total_bytes is None
     next(meter)
     assert meter.take_rest() == 2
+
+
+def test_check_first_keeps_the_documents_and_the_bytes(tmp_path: Path) -> None:
+    paths = [write(tmp_path / "a.jsonl", '{"text": "one"}\n{"text": "two"}\n'), write(tmp_path / "b.txt", "three")]
+    expected = [(document.id, document.text) for document in read_documents(*paths)]
+    reader = read_documents(*paths)
+    reader.check_first()
+    reader.check_first()
+    meter = DocumentMeter(reader)
+    assert [(document.id, document.text) for document in meter] == expected
+    assert meter.take(3) + meter.take_rest() == reader.total_bytes
+
+
+@pytest.mark.parametrize("name", ["binary.txt", "latin.txt", "empty.txt", "broken.jsonl", "broken.parquet", "folder"])
+def test_check_first_raises_the_error_of_the_first_document(tmp_path: Path, name: str) -> None:
+    contents = {"binary.txt": b"a\0b", "latin.txt": b"caf\xe9", "empty.txt": b"", "broken.jsonl": b"{", "folder": b"\0"}
+    path = tmp_path / name
+    if name == "folder":
+        path.mkdir()
+        path = path / "a.txt"
+    path.write_bytes(contents.get(name, b"no parquet"))
+    with pytest.raises(CorpusError, match=path.name):
+        read_documents(tmp_path / name).check_first()
+
+
+def test_check_first_reads_standard_input_once() -> None:
+    reader = read_documents("-", stdin=io.BytesIO(b"text"))
+    reader.check_first()
+    assert [document.text for document in reader] == ["text"]
+    with pytest.raises(CorpusError, match="standard input"):
+        read_documents("-", stdin=io.BytesIO(b"")).check_first()

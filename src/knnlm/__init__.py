@@ -40,8 +40,7 @@ if TYPE_CHECKING:
     from knnlm.evaluation.tune import Tuning
     from knnlm.generation.causal import KnnConfig, KnnForCausalLM
     from knnlm.index.base import Index, Neighbours, Vectors
-    from knnlm.ingest.add import Added
-    from knnlm.ingest.build import build
+    from knnlm.ingest.build import Added, build
     from knnlm.lm.causal import CausalLM
     from knnlm.lm.windows import WindowShape
     from knnlm.maintenance.export import ExportResult
@@ -77,7 +76,7 @@ if TYPE_CHECKING:
 # `knnlm --help` needs neither.
 _HOMES = {
     "Adaptation": "training.adapt",
-    "Added": "ingest.add",
+    "Added": "ingest.build",
     "CacheMemory": "memories",
     "CausalLM": "lm.causal",
     "Compacted": "datastore.compact",

@@ -21,7 +21,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from importlib import import_module
-from itertools import chain
+from itertools import chain, islice
 from pathlib import Path, PurePath
 from typing import Any, BinaryIO, TypeAlias
 
@@ -142,15 +142,24 @@ class DocumentReader(Iterator[Document]):
         if not inputs or not all(inputs):
             raise CorpusError("Nothing to read. Name at least one file or folder, or - for standard input.")
         self.bytes_read = 0  # of the files as they are on disk, compressed or not
+        self.bytes_returned = 0  # read up to the end of the last document that was returned
         self._text_field, self._stdin = text_field, stdin
         opened = [(name, _check_input(name, stdin)) for name in inputs]
         sizes = [file.size for _, files in opened for file in files or ()]
         known = all(files is not None for _, files in opened) and None not in sizes
         self.total_bytes: int | None = sum(size or 0 for size in sizes) if known else None
-        self._documents = _with_unique_ids(document for name, files in opened for document in self._read(name, files))
+        documents = (document for name, files in opened for document in self._read(name, files))
+        self._documents: Iterator[Document] = _with_unique_ids(documents)
 
     def __next__(self) -> Document:
-        return next(self._documents)
+        document = next(self._documents)
+        self.bytes_returned = self.bytes_read
+        return document
+
+    def check_first(self) -> None:
+        """Raise the error of the first document, if it cannot be read; it is still returned by the iteration."""
+        first = list(islice(self._documents, 1))
+        self._documents = chain(first, self._documents)
 
     def _count(self, size: int) -> None:
         self.bytes_read += size
@@ -190,7 +199,7 @@ class DocumentMeter(Iterator[Document]):
     def __init__(self, documents: Iterable[Document]) -> None:
         self._documents = iter(documents)
         self._reader = documents if isinstance(documents, DocumentReader) else None
-        self._counted = 0 if self._reader is None else self._reader.bytes_read
+        self._counted = 0 if self._reader is None else self._reader.bytes_returned
         self._sizes: deque[int] = deque()
         self.total_bytes: int | None = None
         if self._reader is not None:

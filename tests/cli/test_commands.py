@@ -452,3 +452,13 @@ def test_the_version_is_the_packages(capfd):
     from importlib.metadata import version
 
     assert knnlm(capfd, "--version")[1].strip() == f"knnlm {version('knnlm')}"
+
+
+@pytest.mark.parametrize(("content", "problem"), [(b"a\0b", "binary"), (b"caf\xe9", "UTF-8"), (b"", "empty")])
+def test_unreadable_text_is_an_error_before_the_model_is_opened(capfd, tmp_path, content, problem):
+    path = tmp_path / "text.txt"
+    path.write_bytes(content)
+    line = failure(capfd, "build", path, "--out", tmp_path / "out.store", "--model", tmp_path / "no-such-model")
+    assert str(path) in line
+    assert problem in line
+    assert not (tmp_path / "out.store").exists()

@@ -46,8 +46,7 @@ from knnlm.errors import DatastoreBusy, DatastoreCorrupt, DatastoreError, ModelM
 from knnlm.evaluation.tune import token_frequencies
 from knnlm.generation.causal import KnnForCausalLM
 from knnlm.index.exact import ExactIndex
-from knnlm.ingest.add import add
-from knnlm.ingest.build import build
+from knnlm.ingest.build import add, build
 from knnlm.lm.causal import CausalLM
 from knnlm.maintenance.merge import merge
 from knnlm.maintenance.verify import verify

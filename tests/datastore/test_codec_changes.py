@@ -19,8 +19,7 @@ from knnlm.datastore.indexes import build_index, open_index
 from knnlm.datastore.remove import remove
 from knnlm.datastore.rewrite import compress
 from knnlm.datastore.store import Datastore
-from knnlm.ingest.add import add
-from knnlm.ingest.build import build
+from knnlm.ingest.build import add, build
 from knnlm.maintenance.export import export
 from knnlm.maintenance.merge import merge
 from knnlm.maintenance.repair import repair

@@ -26,8 +26,7 @@ from knnlm.datastore.remove import removal_report, remove
 from knnlm.datastore.store import Datastore
 from knnlm.errors import DatastoreError
 from knnlm.index.exact import ExactIndex
-from knnlm.ingest.add import add
-from knnlm.ingest.build import build
+from knnlm.ingest.build import add, build
 from knnlm.io import checksum
 from knnlm.maintenance.verify import verify
 

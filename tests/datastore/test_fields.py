@@ -25,8 +25,7 @@ from knnlm.datastore.rewrite import derive
 from knnlm.datastore.schema import StoredDocument
 from knnlm.datastore.store import Datastore
 from knnlm.errors import CorpusError, DatastoreCorrupt, ParameterError
-from knnlm.ingest.add import add
-from knnlm.ingest.build import build
+from knnlm.ingest.build import add, build
 from knnlm.maintenance.export import export
 from knnlm.maintenance.merge import merge
 from knnlm.maintenance.repair import repair

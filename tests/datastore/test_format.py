@@ -20,8 +20,7 @@ from knnlm.datastore.remove import remove
 from knnlm.datastore.rewrite import derive, principal_components
 from knnlm.datastore.store import Datastore
 from knnlm.errors import DatastoreError
-from knnlm.ingest.add import add
-from knnlm.ingest.build import build
+from knnlm.ingest.build import add, build
 from knnlm.maintenance.verify import verify
 
 

@@ -29,8 +29,7 @@ from knnlm.datastore.rewrite import derive
 from knnlm.datastore.schema import SegmentRow, StoredDocument
 from knnlm.datastore.store import Datastore
 from knnlm.errors import DatastoreCorrupt, KnnlmError
-from knnlm.ingest.add import add
-from knnlm.ingest.build import build
+from knnlm.ingest.build import add, build
 from knnlm.maintenance.merge import merge
 from knnlm.maintenance.repair import repair
 from knnlm.maintenance.verify import verify

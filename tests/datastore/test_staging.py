@@ -22,9 +22,8 @@ from knnlm.datastore.remove import removal_report, remove
 from knnlm.datastore.schema import STAGING_FILE
 from knnlm.datastore.store import Datastore
 from knnlm.errors import DatastoreError
-from knnlm.ingest import add as adding
-from knnlm.ingest.add import add
-from knnlm.ingest.build import build
+from knnlm.ingest import build as build_module
+from knnlm.ingest.build import add, build
 from knnlm.maintenance.repair import repair
 from knnlm.maintenance.verify import verify
 
@@ -255,7 +254,7 @@ def test_the_codec_of_an_addition_that_is_dropped_is_dropped_too(lm, tmp_path, m
         raise Stop
 
     with monkeypatch.context() as patch:
-        patch.setattr(adding.StagedAddition, "commit", fail)
+        patch.setattr(build_module.StagedAddition, "commit", fail)
         with pytest.raises(Stop):
             add(NEW, tmp_path / "m", lm=lm)
     assert (tmp_path / "m" / "codec.safetensors").exists()
@@ -273,7 +272,7 @@ def test_ctrl_c_says_that_the_same_command_goes_on_and_it_does(lm, memory, model
     for text, document in zip(texts, NEW, strict=True):
         text.write_text(document.text)
     command = ["add", str(memory), *map(str, texts), "--model", str(model_folder)]
-    batch_documents = adding.batch_documents
+    batch_documents = build_module.batch_documents
 
     def pressed(*args):
         batches = batch_documents(*args)
@@ -282,7 +281,7 @@ def test_ctrl_c_says_that_the_same_command_goes_on_and_it_does(lm, memory, model
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(adding, "batch_documents", pressed)
+        patch.setattr(build_module, "batch_documents", pressed)
         assert run(command) == 130
     assert (
         "Run the same command again: builds and additions resume at the last complete segment" in capfd.readouterr().err

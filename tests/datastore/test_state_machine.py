@@ -30,8 +30,7 @@ from knnlm.datastore.indexes import build_index, open_index
 from knnlm.datastore.remove import remove
 from knnlm.datastore.store import Datastore
 from knnlm.errors import CorpusError
-from knnlm.ingest.add import add
-from knnlm.ingest.build import build
+from knnlm.ingest.build import add, build
 from knnlm.lm.causal import CausalLM
 from knnlm.maintenance.merge import merge
 from knnlm.maintenance.verify import verify

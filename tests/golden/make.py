@@ -18,8 +18,7 @@ from helpers.models import tiny, tiny_tokenizer
 from helpers.stores import documents
 from knnlm.datastore.remove import remove
 from knnlm.datastore.rewrite import compress, derive
-from knnlm.ingest.add import add
-from knnlm.ingest.build import build
+from knnlm.ingest.build import add, build
 from knnlm.lm.causal import CausalLM
 
 

@@ -21,7 +21,7 @@ from knnlm.datastore.compact import compact
 from knnlm.datastore.indexes import build_index, open_index
 from knnlm.datastore.remove import remove
 from knnlm.datastore.store import Datastore
-from knnlm.ingest.add import add
+from knnlm.ingest.build import add
 from knnlm.lm.causal import CausalLM
 
 PLAN, KEYS = "plan.jsonl", "alone.npz"

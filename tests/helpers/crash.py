@@ -173,7 +173,7 @@ def build_memory(path: Path, order: dict[str, Any]) -> None:
 
 
 def add_documents(path: Path, order: dict[str, Any]) -> None:
-    from knnlm.ingest.add import add
+    from knnlm.ingest.build import add
 
     add([documents(20)[number] for number in order.get("add", (6, 7, 8))], path, lm=LM)
 

@@ -37,8 +37,7 @@ from knnlm.index.exact import ExactIndex
 from knnlm.index.factory import build_approximate
 from knnlm.index.rerank import RerankedIndex
 from knnlm.index.validation import check_index
-from knnlm.ingest.add import add
-from knnlm.ingest.build import build
+from knnlm.ingest.build import add, build
 from knnlm.maintenance.repair import repair
 from knnlm.maintenance.verify import verify
 

@@ -22,7 +22,7 @@ from knnlm.datastore import indexes
 from knnlm.datastore.indexes import build_index, open_index
 from knnlm.datastore.store import Datastore
 from knnlm.errors import DatastoreCorrupt, IndexInvalid, ParameterError
-from knnlm.index import exact as exact_module
+from knnlm.index import exact
 from knnlm.index.exact import BruteForceSearch, ExactIndex
 from knnlm.index.gpu import kernels, streaming
 from knnlm.index.gpu import search as gpu_search
@@ -481,7 +481,7 @@ def test_cpu_uses_brute_force_unless_kernels_are_selected():
 
 def test_without_triton_brute_force_is_used(monkeypatch):
     asked = []
-    monkeypatch.setattr(exact_module, "find_spec", asked.append)
+    monkeypatch.setattr(exact, "find_spec", asked.append)
 
     class Gpu(ExactIndex):
         """An index that chooses as on a GPU."""
@@ -489,7 +489,7 @@ def test_without_triton_brute_force_is_used(monkeypatch):
         def _choose_searcher(self, key_dtype, kernels, max_bytes):
             self._device = torch.device("cuda")
             monkeypatch.setattr(
-                exact_module, "BruteForceSearch", lambda *_, **options: ("brute force", options["device"].type)
+                exact, "BruteForceSearch", lambda *_, **options: ("brute force", options["device"].type)
             )
             return super()._choose_searcher(key_dtype, kernels, max_bytes)
 

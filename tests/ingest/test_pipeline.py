@@ -28,9 +28,8 @@ from knnlm.datastore.catalog import Catalog
 from knnlm.datastore.store import Datastore
 from knnlm.errors import DatastoreError, ModelError, ParameterError
 from knnlm.ingest import pipeline, segment_builder
-from knnlm.ingest.add import add
-from knnlm.ingest.batches import DocumentBatch, batch_documents
-from knnlm.ingest.build import build
+from knnlm.ingest.build import add, build
+from knnlm.ingest.segment_builder import DocumentBatch, batch_documents
 from knnlm.lm.causal import CausalLM
 from knnlm.lm.windows import WindowShape, windows
 
@@ -208,7 +207,7 @@ def test_an_error_of_the_source_is_raised_after_the_documents_before_it_are_stor
         with pytest.raises(type(error)):
             build(stopping(error), tmp_path / name, lm=lm, segment_entries=150)
         assert not threads()
-    done = sum(len(batch.documents) for batch in grouped(lm, documents(count)) if batch.rows >= 150)
+    done = sum(len(batch.documents) for batch in grouped(lm, documents(count)) if batch.entries >= 150)
     with pytest.raises(DatastoreError, match=f"{done} documents are in"):
         Datastore.open(tmp_path / "store")
     for name in ("store", "stopped"):

@@ -17,8 +17,7 @@ from knnlm.datastore.indexes import build_index, open_index
 from knnlm.datastore.remove import removal_report, remove
 from knnlm.datastore.store import Datastore
 from knnlm.datastore.suffix_array import open_suffix_array
-from knnlm.ingest.add import add
-from knnlm.ingest.build import build
+from knnlm.ingest.build import add, build
 from knnlm.maintenance.export import export
 from knnlm.maintenance.merge import merge
 from knnlm.maintenance.repair import repair

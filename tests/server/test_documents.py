@@ -15,8 +15,7 @@ from knnlm import corpus
 from knnlm.corpus import Document
 from knnlm.datastore.remove import remove
 from knnlm.errors import CorpusError
-from knnlm.ingest.add import add
-from knnlm.ingest.build import build
+from knnlm.ingest.build import add, build
 from knnlm.lm.causal import CausalLM
 from knnlm.mixture.mixture import Mixture
 from knnlm.server.auth import ApiKeys

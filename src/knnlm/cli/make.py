@@ -81,6 +81,7 @@ def build(
 
     begin = time.perf_counter()
     documents = knnlm.read_documents(*text, text_field=text_field)
+    documents.check_first()  # before the model is opened, which may take half a minute
     lm = open_model(model, key_layer=key_layer, layer=layer, **asdict(machine))
     options: dict[str, Any] = {"window": lm.window(context, stride), "key_format": key_format, "compile": compile}
     store = knnlm.build(documents, out, lm=lm, progress=bar, **options)
@@ -116,6 +117,7 @@ def add(
 
     begin = time.perf_counter()
     documents = knnlm.read_documents(*text, text_field=text_field)
+    documents.check_first()
     with closing(knnlm.Datastore.open(store)) as opened:
         lm = _open_reader(opened, model, machine)
         added = opened.add(documents, lm=lm, wait=wait, progress=bar)

@@ -63,7 +63,7 @@ if TYPE_CHECKING:
     from knnlm.corpus import Document
     from knnlm.datastore.compact import Compacted
     from knnlm.datastore.remove import Removed
-    from knnlm.ingest.add import Added
+    from knnlm.ingest.build import Added
     from knnlm.lm.causal import CausalLM
     from knnlm.maintenance.export import ExportResult
     from knnlm.maintenance.verify import Verification
@@ -513,8 +513,8 @@ class Datastore:
     def add(
         self, documents: Iterable[Document], *, lm: CausalLM, wait: float = 0.0, progress: Progress = silent
     ) -> Added:
-        """Add documents, all or none, and show them in this store; see `knnlm.ingest.add`."""
-        from knnlm.ingest.add import add
+        """Add documents, all or none, and show them in this store; see `knnlm.ingest.build`."""
+        from knnlm.ingest.build import add
 
         with self._closed():
             return add(documents, self.path, lm=lm, wait=wait, progress=progress)

@@ -1,26 +1,33 @@
-"""Build a store: read a corpus once and store its (context vector, next token) pairs."""
+"""Build a store, or add documents to one: read text once and store its (context vector, next token) pairs.
+
+An addition becomes segments behind the last one. All of its documents appear at once or not at all: until then they are
+staged, and a command that was stopped and is run again continues behind the staged ones. Stored segments are not
+touched, so the time depends only on what is added. Documents whose text is already stored are skipped.
+"""
 
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import closing, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from knnlm.corpus import Document, DocumentMeter
-from knnlm.datastore.catalog import LANGUAGE_MODEL, Catalog
+from knnlm.datastore.catalog import LANGUAGE_MODEL, Catalog, check_complete
 from knnlm.datastore.codecs import Storage, parse_storage
-from knnlm.datastore.encoder import DeferredEncoder
-from knnlm.datastore.locks import writer_lock
+from knnlm.datastore.encoder import DeferredEncoder, storage_of
+from knnlm.datastore.locks import purge, writer_lock
 from knnlm.datastore.schema import CATALOG_FILE, segment_folder
-from knnlm.datastore.store import Datastore, check_folder, text_hash
-from knnlm.errors import CorpusError, DatastoreError, ParameterError
-from knnlm.ingest.batches import batch_documents
+from knnlm.datastore.staging import StagedAddition
+from knnlm.datastore.store import Datastore, check_folder, metadata_of, text_hash
+from knnlm.errors import CorpusError, DatastoreError, ModelMismatch, ParameterError
 from knnlm.ingest.pipeline import tokenise
-from knnlm.ingest.segment_builder import SegmentBuilder, default_batch_tokens
+from knnlm.ingest.segment_builder import SegmentBuilder, batch_documents, default_batch_tokens
 from knnlm.io import remove_unlisted
 from knnlm.lm.causal import CausalLM
+from knnlm.lm.fingerprint import identity_difference
 from knnlm.lm.windows import WindowShape
 from knnlm.progress import Advance, Progress, silent
 
@@ -51,63 +58,90 @@ def build(
     `language_model` names the model that the store is for, if it is not the reader.
     """
     storage = parse_storage(key_format, width=lm.width)
+    settings = _settings(lm, window or lm.window(), storage, segment_entries, batch_tokens)
+    folder = Path(path)
+    check_folder(folder)
+    with _open_catalog(folder, settings) as catalog:
+        source = DocumentMeter(documents)
+        encoder = DeferredEncoder(folder, catalog, storage, width=lm.width)
+        with progress("reading", total=source.total_bytes, unit="bytes") as advance:
+            _skip_stored(source, catalog, advance)
+            builder = SegmentBuilder(
+                folder, catalog, lm, encoder, source, advance, compile=compile, keep_on_device=keep_on_device
+            )
+            _read(source, builder, lm, settings["segment_entries"])
+            advance(source.take_rest())
+        catalog.put(state="complete", **({} if language_model is None else {LANGUAGE_MODEL: language_model}))
+    store = Datastore.open(folder)
+    store.resident_keys = builder.resident_keys
+    return store
+
+
+@dataclass(frozen=True)
+class Added:
+    """The result of an addition."""
+
+    documents: int  # that are new
+    tokens: int  # of them
+    skipped: int  # documents whose text was stored already
+    resumed: int  # of the new ones, those that a stopped command had read already
+    generation: int  # of the store, after the addition
+
+
+def add(
+    documents: Iterable[Document],
+    path: str | Path,
+    *,
+    lm: CausalLM,
+    wait: float = 0.0,
+    progress: Progress = silent,
+) -> Added:
+    """Add documents to a store, all or none, after waiting at most `wait` seconds for the store's lock.
+
+    Documents that a stopped addition had read are not read again; those that are missing now are dropped.
+    """
+    folder = Path(path)
+    with writer_lock(folder, wait=wait), closing(Catalog.open(folder / CATALOG_FILE, write=True)) as catalog:
+        check_complete(catalog)
+        _check_model(catalog, lm)
+        purge(folder, catalog)
+        staged = StagedAddition(folder, catalog)
+        staged.check()
+        encoder = DeferredEncoder(folder, staged, storage_of(catalog), width=lm.width)
+        source = DocumentMeter(documents)
+        with progress("reading", total=source.total_bytes, unit="bytes") as advance:
+            new = _NewDocuments(source, catalog, staged, advance)
+            builder = SegmentBuilder(folder, staged, lm, encoder, source, advance, compile=False, keep_on_device=False)
+            _read(new, builder, lm, catalog.get("segment_entries") or default_segment_entries(lm))
+            advance(source.take_rest())
+        count, tokens = staged.commit()
+        return Added(count, tokens, new.skipped, new.resumed, catalog.generation)
+
+
+def default_segment_entries(lm: CausalLM) -> int:
+    """Return the entries of a segment, so that a stopped build loses at most about half a minute."""
+    entries = _SEGMENT_ENTRIES.get(lm.device.type, _OTHER_SEGMENT_ENTRIES)
+    if lm.device.type != "cuda":
+        return entries
+    return min(entries, max(_OTHER_SEGMENT_ENTRIES, _MAX_SEGMENT_BYTES // (2 * lm.width)))
+
+
+def _read(documents: Iterable[Document], builder: SegmentBuilder, lm: CausalLM, segment_entries: int) -> None:
+    """Tokenise documents and store them in segments of about `segment_entries`."""
+    with closing(tokenise(documents, lm)) as tokenised:
+        builder.run(batch_documents(tokenised, segment_entries))
+
+
+def _settings(
+    lm: CausalLM, window: WindowShape, storage: Storage, segment_entries: int | None, batch_tokens: int | None
+) -> dict[str, Any]:
+    """Return the metadata that a build is resumed with."""
     segment_entries = segment_entries if segment_entries is not None else default_segment_entries(lm)
     batch_tokens = batch_tokens if batch_tokens is not None else default_batch_tokens(lm)
     if segment_entries < 1 or batch_tokens < 1:
         raise ParameterError(
             f"segment entries ({segment_entries}) and batch tokens ({batch_tokens}) must be at least 1."
         )
-    folder = Path(path)
-    check_folder(folder)
-    created, empty = not folder.exists(), True
-    with writer_lock(folder, create=True), _remove_unused(folder, lambda: created and empty):
-        catalog = _open_catalog(folder, lm, window or lm.window(), storage, segment_entries, batch_tokens)
-        try:
-            source = DocumentMeter(documents)
-            encoder = DeferredEncoder(folder, catalog, storage, width=lm.width)
-            with progress("reading", total=source.total_bytes, unit="bytes") as advance:
-                _skip_stored(source, catalog, advance)
-                builder = SegmentBuilder(
-                    folder, catalog, lm, encoder, source, advance, compile=compile, keep_on_device=keep_on_device
-                )
-                with closing(tokenise(source, lm)) as tokenised:
-                    builder.run(batch_documents(tokenised, segment_entries))
-                advance(source.take_rest())
-            catalog.put(state="complete", **({} if language_model is None else {LANGUAGE_MODEL: language_model}))
-        finally:
-            empty = not catalog.segments()
-            catalog.close()
-    store = Datastore.open(folder)
-    if keep_on_device:
-        store.resident_keys = builder.resident_keys
-    return store
-
-
-def default_segment_entries(lm: CausalLM) -> int:
-    """Return the entries of a segment, so that a stopped build loses at most about half a minute."""
-    rows = _SEGMENT_ENTRIES.get(lm.device.type, _OTHER_SEGMENT_ENTRIES)
-    return (
-        rows
-        if lm.device.type != "cuda"
-        else min(rows, max(_OTHER_SEGMENT_ENTRIES, _MAX_SEGMENT_BYTES // (2 * lm.width)))
-    )
-
-
-@contextmanager
-def _remove_unused(folder: Path, unused: Callable[[], bool]) -> Iterator[None]:
-    """Remove a new folder if the text turns out to be unreadable before anything was stored."""
-    try:
-        yield
-    except CorpusError:
-        if unused():
-            shutil.rmtree(folder, ignore_errors=True)
-        raise
-
-
-def _open_catalog(
-    folder: Path, lm: CausalLM, window: WindowShape, storage: Storage, segment_entries: int, batch_tokens: int
-) -> Catalog:
-    """Create a catalog, or open that of an unfinished build with the same settings."""
     settings: dict[str, Any] = {
         "model": lm.identity,
         "window": {"context": window.context, "stride": window.stride},
@@ -115,8 +149,26 @@ def _open_catalog(
         "segment_entries": segment_entries,
         "batch_tokens": batch_tokens,
     }
-    if storage.fitted:
-        settings["keys"] = str(storage)
+    return {**settings, "keys": str(storage)} if storage.fitted else settings
+
+
+@contextmanager
+def _open_catalog(folder: Path, settings: dict[str, Any]) -> Iterator[Catalog]:
+    """Lock a folder and open its catalog; a new folder is removed if the text is unreadable from the beginning."""
+    created = not folder.exists()
+    with writer_lock(folder, create=True), closing(_create_or_resume(folder, settings)) as catalog:
+        try:
+            yield catalog
+        except CorpusError:
+            unused = created and not catalog.segments()
+            catalog.close()
+            if unused:
+                shutil.rmtree(folder, ignore_errors=True)
+            raise
+
+
+def _create_or_resume(folder: Path, settings: dict[str, Any]) -> Catalog:
+    """Create a catalog, or open that of an unfinished build with the same settings."""
     file = folder / CATALOG_FILE
     if not file.exists():
         return Catalog.create(file, {"state": "building", "offset": None, **settings})
@@ -158,3 +210,41 @@ def _skip_stored(documents: DocumentMeter, catalog: Catalog, advance: Advance) -
                 f"{stored.source}, now it is {document.source} or its text has changed. {advice}"
             )
         advance(documents.take(1))
+
+
+class _NewDocuments:
+    """The documents that are neither stored nor staged, each text once."""
+
+    def __init__(self, documents: DocumentMeter, catalog: Catalog, staged: StagedAddition, advance: Advance) -> None:
+        self.skipped = self.resumed = 0
+        self._documents, self._catalog, self._staged, self._advance = documents, catalog, staged, advance
+
+    def __iter__(self) -> Iterator[Document]:
+        hashes: set[str] = set()  # of this addition, which is not in the catalog yet
+        for document in self._documents:
+            sha256 = text_hash(document.text)
+            if sha256 in hashes or self._catalog.has_text(sha256):
+                self.skipped += 1
+                self._advance(self._documents.drop_last())
+                continue
+            hashes.add(sha256)
+            if self._staged.claim(document, sha256):
+                self.resumed += 1
+                self._advance(self._documents.drop_last())
+            else:
+                yield document
+
+
+def _check_model(catalog: Catalog, lm: CausalLM) -> None:
+    """Raise an error unless the model is the reader of the store."""
+    model: dict[str, Any] = metadata_of(catalog, "model", dict)
+    place, stored_place = (lm.key_layer.place, lm.key_layer.layer), (model.get("key_layer"), model.get("layer"))
+    change = identity_difference(model, lm.identity)
+    if change is None and stored_place != place:
+        change = "key layer", stored_place, place
+    if change is not None:
+        field, stored, loaded = change[0].replace("_", " "), *change[1:]
+        raise ModelMismatch(
+            f"{catalog.path.parent} was built with {model.get('name')} ({field} {stored}), but the loaded model is "
+            f"{lm.name} ({field} {loaded}). Add with --model {model.get('name')}."
+        )

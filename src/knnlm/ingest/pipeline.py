@@ -26,7 +26,6 @@ from knnlm.corpus import Document
 from knnlm.datastore.schema import KEYS_FILE, VALUES_FILE
 from knnlm.datastore.segments import ArrayWriter, write_header
 from knnlm.errors import KnnlmError
-from knnlm.ingest.batches import Tokenised
 from knnlm.io import commit_folder, create_partial_folder
 from knnlm.lm.causal import CausalLM
 from knnlm.lm.windows import Window, WindowShape, batches, windows
@@ -40,6 +39,7 @@ _ENCODED_KEYS = 1 << 14  # at a time
 _THREADS = 2  # that write, and as many that hash
 _MAX_UNSCALED_KEY = 65504.0 / 2  # above this, a KeyWriter divides the keys
 
+Tokenised = tuple[Document, list[int]]
 Encode = Callable[[Tensor], Tensor]
 
 

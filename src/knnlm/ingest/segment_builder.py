@@ -1,4 +1,4 @@
-"""Run a model over batches of documents and commit each batch as a segment.
+"""Group documents into batches, run a model over them and commit each batch as a segment.
 
 A segment is written under a temporary name, flushed and renamed; it exists from the moment its catalog row is
 committed. Windows are packed within a segment only, so a build that was killed and resumed after its last finished
@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from concurrent.futures import Future
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -21,16 +21,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from knnlm.corpus import DocumentMeter
+from knnlm.corpus import Document, DocumentMeter
 from knnlm.datastore.catalog import SegmentSink
 from knnlm.datastore.codecs import Plain
 from knnlm.datastore.encoder import DeferredEncoder
-from knnlm.datastore.schema import VALUES_FILE, SegmentRow, segment_folder
+from knnlm.datastore.schema import VALUES_FILE, SegmentRow, StoredDocument, segment_folder
 from knnlm.datastore.segments import ArrayWriter
-from knnlm.datastore.store import next_segment, stored_offset
+from knnlm.datastore.store import next_segment, stored_offset, text_hash
 from knnlm.errors import DatastoreError, ModelError
-from knnlm.ingest.batches import DocumentBatch
-from knnlm.ingest.pipeline import SegmentWriter, WrittenSegment, collect_keys, free_bytes, is_pipelined
+from knnlm.ingest.pipeline import SegmentWriter, Tokenised, WrittenSegment, collect_keys, free_bytes, is_pipelined
 from knnlm.io import checksum, commit_folder, create_partial_folder
 from knnlm.lm.causal import CausalLM
 from knnlm.lm.compile import CompileStatus, compiled
@@ -52,6 +51,70 @@ def default_batch_tokens(lm: CausalLM) -> int:
     """Return the tokens of a batch: as many as keep the device busy and fit beside the keys."""
     tokens = _BATCH_TOKENS.get(lm.device.type, _OTHER_BATCH_TOKENS)
     return tokens if lm.device.type == "cpu" else max(_MIN_BATCH_TOKENS, min(tokens, tokens * _BATCH_WIDTH // lm.width))
+
+
+@dataclass
+class DocumentBatch:
+    """Tokenised documents that will become one segment."""
+
+    documents: list[Document] = field(default_factory=list)
+    tokens: list[list[int]] = field(default_factory=list)
+    entries: int = 0  # one for each token
+    size: int = 0  # bytes of the input
+
+    def add(self, document: Document, tokens: list[int]) -> None:
+        """Append a document."""
+        self.documents.append(document)
+        self.tokens.append(tokens)
+        self.entries += len(tokens)
+
+    def sample(self, count: int) -> list[list[int]]:
+        """Return the tokens of the first documents, at most `count` in all."""
+        sample: list[list[int]] = []
+        for tokens in self.tokens:
+            sample.append(tokens[:count])
+            count -= len(sample[-1])
+            if count <= 0:
+                break
+        return sample
+
+    def full_windows(self, shape: WindowShape) -> int:
+        """Return the number of windows of the full context length."""
+        lengths = (len(tokens) for tokens in self.tokens if len(tokens) >= shape.context)
+        return sum((length - shape.context) // shape.stride + 1 for length in lengths)
+
+    def advance_bytes(self, advance: Advance) -> Advance:
+        """Return a callback that takes a number of entries and advances by the bytes they came from."""
+        done, size = 0, self.size
+
+        def advance_entries(count: int) -> None:
+            nonlocal done
+            before, done = done, done + count
+            advance(size * done // self.entries - size * before // self.entries)
+
+        return advance_entries
+
+    def stored(self, segment: int, *, first_entry: int, number: int) -> Iterator[StoredDocument]:
+        """Yield the catalog entries of the documents."""
+        for document, tokens in zip(self.documents, self.tokens, strict=True):
+            sha256, fields = text_hash(document.text), document.fields
+            yield StoredDocument(
+                number, document.id, document.source, segment, first_entry, len(tokens), sha256, fields
+            )
+            number += 1
+            first_entry += len(tokens)
+
+
+def batch_documents(tokenised: Iterable[Tokenised], entries: int) -> Iterator[DocumentBatch]:
+    """Group whole documents into batches of at least `entries` tokens, except the last."""
+    batch = DocumentBatch()
+    for document, tokens in tokenised:
+        batch.add(document, tokens)
+        if batch.entries >= entries:
+            yield batch
+            batch = DocumentBatch()
+    if batch.entries:
+        yield batch
 
 
 @dataclass(frozen=True)
@@ -84,7 +147,7 @@ class SegmentBuilder:
         self._batch_tokens: int = catalog.get("batch_tokens") or default_batch_tokens(lm)
         segments = catalog.segments()
         self._number = next_segment(folder, catalog)
-        self._row = segments[-1].first_entry + segments[-1].entries if segments else 0
+        self._entry = segments[-1].first_entry + segments[-1].entries if segments else 0
         self._offset = stored_offset(catalog)
         self._first, self._growing = catalog.next_segment() == 0, catalog.get("state") == "complete"
         self._compile_status: CompileStatus | None = None
@@ -133,13 +196,13 @@ class SegmentBuilder:
         return tokens * total >= _MIN_COMPILED_TOKENS * max(1, batch.size)
 
     def _add(self, batch: DocumentBatch) -> None:
-        if self._encoder.is_due(self._row):
+        if self._encoder.is_due(self._entry):
             self._commit_written(0)
             self._encoder.fit()
-        segment = _Segment(batch, self._number, self._row)
-        self._number, self._row = self._number + 1, self._row + batch.rows
+        segment = _Segment(batch, self._number, self._entry)
+        self._number, self._entry = self._number + 1, self._entry + batch.entries
         self._commit_written(_MAX_PENDING_SEGMENTS - 1)
-        if self._pipelined and self._make_room(batch.rows * self._lm.width * 2):
+        if self._pipelined and self._make_room(batch.entries * self._lm.width * 2):
             collected = collect_keys(
                 self._lm,
                 batch.tokens,
@@ -231,7 +294,7 @@ class SegmentBuilder:
 
     def _commit(self, segment: _Segment, scale: float, keys_sha256: str, values_sha256: str) -> None:
         """Commit a segment that is on disk."""
-        row = SegmentRow(segment.number, segment.first_entry, segment.batch.rows, scale, keys_sha256, values_sha256)
+        row = SegmentRow(segment.number, segment.first_entry, segment.batch.entries, scale, keys_sha256, values_sha256)
         number = self._catalog.next_document()
         documents = segment.batch.stored(segment.number, first_entry=segment.first_entry, number=number)
         metadata: dict[str, Any] = {}

@@ -15,7 +15,7 @@ from knnlm.datastore.remove import remove
 from knnlm.datastore.schema import StoredDocument
 from knnlm.datastore.store import Datastore
 from knnlm.errors import KnnlmError
-from knnlm.ingest.add import add
+from knnlm.ingest.build import add
 from knnlm.lm.causal import CausalLM
 
 _PASSAGE_TOKENS = 400
