@@ -255,7 +255,7 @@ def test_an_invalid_saved_tuning_is_refused(lm, path, tmp_path, change, message)
     }
     change(choice)
     catalog = Catalog.open(copied / CATALOG_FILE, write=True)
-    catalog.put(choices={"knn": choice}, chosen="knn")
+    catalog.put(tunings={"knn": choice}, active_tuning="knn")
     catalog.close()
     with pytest.raises(DatastoreCorrupt, match=message):
         Mixture.open(copied, lm)
@@ -263,7 +263,7 @@ def test_an_invalid_saved_tuning_is_refused(lm, path, tmp_path, change, message)
 
 def test_tunings_of_the_wrong_type_are_refused(lm, path, tmp_path):
     copied = shutil.copytree(path, tmp_path / "copy")
-    for metadata in ({"choices": [1]}, {"choices": {}, "chosen": [1]}):
+    for metadata in ({"tunings": [1]}, {"tunings": {}, "active_tuning": [1]}):
         catalog = Catalog.open(copied / CATALOG_FILE, write=True)
         catalog.put(**metadata)
         catalog.close()
@@ -335,7 +335,7 @@ def test_skipping_needs_a_gate(lm, path):
 def test_a_corrupt_gate_is_reported(lm, path):
     fresh = Mixture.open(path, lm, memories="knn,cache", use_tuned=False)
     fresh.tune(documents(5, start=100), weights="gated")
-    name = Mixture.open(path, lm).store.catalog.get("choices")["cache,knn"]["weights"]["file"]
+    name = Mixture.open(path, lm).store.catalog.get("tunings")["cache,knn"]["weights"]["file"]
     file = path / "mixtures" / name
     whole = file.read_bytes()
     file.write_bytes(whole[:1000])

@@ -132,7 +132,7 @@ def test_tuning_is_saved_with_the_sources_of_its_text(lm, mixture):
     assert result.perplexity == perplexity
     opened = Mixture.open(mixture.knn.store.path, lm)
     assert (opened.knn.k, opened.knn.knn_temperature, opened.lmbda) == (k, knn_temperature, lmbda)
-    metadata = opened.store.catalog.get("choices")["knn"]["metadata"]
+    metadata = opened.store.catalog.get("tunings")["knn"]["metadata"]
     assert metadata["chosen_on"] == ["held-out.txt"]
     assert metadata["tokens"] == result.tokens
     assert opened.evaluate(documents(5, start=100)).perplexity == pytest.approx(perplexity, rel=1e-4)
@@ -208,7 +208,7 @@ def test_a_tuning_of_another_store_is_refused(lm, trace, tmp_path):
     other = build(documents(3), tmp_path / "other", lm=lm)
     with pytest.raises(DatastoreError, match="recorded with another store"):
         save_trace_tuning(other.path, tune_trace(trace, other), trace)
-    assert other.catalog.get("choices") is None
+    assert other.catalog.get("tunings") is None
 
 
 def test_a_tuning_for_one_metric_is_not_used_for_another(lm, mixture):

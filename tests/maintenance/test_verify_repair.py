@@ -427,6 +427,6 @@ def test_tuned_weights_without_their_gate_are_removed_and_others_stay(store_path
     assert repair(store_path).kept_in is None
     assert verify(store_path, deep=True).sound
     with closing(Catalog.open(store_path / "catalog.db")) as catalog:
-        (left,) = catalog.get("choices").values()
-        assert ([spec["kind"] for spec in left["memories"]], catalog.get("chosen")) == (["ngram"], None)
+        (left,) = catalog.get("tunings").values()
+        assert ([spec["kind"] for spec in left["memories"]], catalog.get("active_tuning")) == (["ngram"], None)
     Mixture.open(store_path, lm)

@@ -28,11 +28,11 @@ def put(path, **values):
 @pytest.mark.parametrize(
     "values",
     [
-        {"choices": [1, 2]},
-        {"choices": {"knn": 5}, "chosen": "knn"},
-        {"choices": {"knn": {"memories": [], "weights": {"kind": "magic"}, "metadata": {}}}, "chosen": "knn"},
-        {"choices": {"knn": {"memories": [{"kind": "lm"}], "weights": {"kind": "fixed"}}}, "chosen": "knn"},
-        {"chosen": 7},
+        {"tunings": [1, 2]},
+        {"tunings": {"knn": 5}, "active_tuning": "knn"},
+        {"tunings": {"knn": {"memories": [], "weights": {"kind": "magic"}, "metadata": {}}}, "active_tuning": "knn"},
+        {"tunings": {"knn": {"memories": [{"kind": "lm"}], "weights": {"kind": "fixed"}}}, "active_tuning": "knn"},
+        {"active_tuning": 7},
     ],
 )
 def test_a_corrupt_tuning_names_the_command_that_repairs_it(lm, path, values):

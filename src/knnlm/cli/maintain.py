@@ -86,14 +86,14 @@ def _metadata(store: Datastore) -> dict[str, Any]:
         "language_model": language_model(store),
         "window": store.window,
         "index": index or "exact",
-        "choices": store.catalog.get("choices") or {},
-        "chosen": store.catalog.get("chosen"),
+        "tunings": store.catalog.get("tunings") or {},
+        "active_tuning": store.catalog.get("active_tuning"),
         "adapted": None if adapted is None else asdict(adapted),
     }
 
 
 def _info_rows(store: Datastore, metadata: dict[str, Any]) -> list[tuple[str, str]]:
-    model, choice = store.model, metadata["choices"].get(metadata["chosen"])
+    model, tuning = store.model, metadata["tunings"].get(metadata["active_tuning"])
     documents, index = count(metadata["documents"], "document"), metadata["index"]
     specs = index if isinstance(index, str) else ", ".join(f"{one['spec']} ({one['metric']})" for one in index)
     size = f"{store.entry_count:,} tokens of {documents}, {store.bytes / 1e6:,.1f} MB"
@@ -112,7 +112,7 @@ def _info_rows(store: Datastore, metadata: dict[str, Any]) -> list[tuple[str, st
         ("", f"{store.width} dimensions as {store.storage}, scale {metadata['keys']['largest_scale']:g}"),
         ("window", f"{store.window['context']} tokens, stride {store.window['stride']}"),
         ("index", specs),
-        ("tuned", _describe(choice) if choice else "not yet: knnlm tune"),
+        ("tuned", _describe(tuning) if tuning else "not yet: knnlm tune"),
     ]
     if (adapted := _load_adaptation(store.path)) is not None:
         rows.append(("adapted", f"perplexity of {count(adapted.held_out_tokens, 'held-out token')}"))
@@ -129,13 +129,13 @@ def _load_adaptation(store: Path) -> Adaptation | None:
     return load_adaptation(store)
 
 
-def _describe(choice: dict[str, Any]) -> str:
+def _describe(tuning: dict[str, Any]) -> str:
     memories = []
-    for memory in choice["memories"]:
+    for memory in tuning["memories"]:
         kind = memory["kind"] if memory["path"] is None else f"{memory['kind']}={memory['path']}"
         votes = [f" k {k}, τ {knn_temperature:g}" for k, knn_temperature in memory["settings"][:1]]
         memories.append(kind + "".join(votes))
-    weights, tuned = choice["weights"], choice["metadata"]
+    weights, tuned = tuning["weights"], tuning["metadata"]
     share = f", λ {1 - weights['values'][0]:.3g}" if "values" in weights else ""
     return (
         f"{'; '.join(memories)}; {weights['kind']} weights{share}; chosen on {tuned['tokens']:,} tokens of "

@@ -218,7 +218,7 @@ class StagedAddition:
 
     def _append(self, entry: dict[str, Any]) -> None:
         """Write a line after the last valid one, and flush it to disk."""
-        text = json.dumps({"like": self._key_fingerprint, **entry}, sort_keys=True).encode()
+        text = json.dumps({"key_fingerprint": self._key_fingerprint, **entry}, sort_keys=True).encode()
         line = hashlib.sha256(text).hexdigest().encode() + b" " + text + b"\n"
         with translate_os_errors(self._file):
             new = not self._file.exists()
@@ -244,7 +244,7 @@ class StagedAddition:
     def _read_line(self, entry: dict[str, Any]) -> None:
         """Apply one line; raise one of `_INVALID_LINE_ERRORS` if it is invalid."""
         metadata = dict(entry["metadata"])
-        if entry["like"] != self._key_fingerprint or set(metadata) - set(_FIRST_KEYS_METADATA):
+        if entry["key_fingerprint"] != self._key_fingerprint or set(metadata) - set(_FIRST_KEYS_METADATA):
             raise ValueError("the line belongs to another store")
         if not all(isinstance(metadata[name], dict) for name in ("codec", "map") if name in metadata):
             raise ValueError("invalid codec or map")

@@ -342,15 +342,15 @@ def _remove_segments(connection: sqlite3.Connection, plan: _RepairPlan) -> None:
 def _remove_tunings(connection: sqlite3.Connection, plan: _RepairPlan) -> None:
     """Remove saved tunings whose gate is missing or set aside: they could not be opened."""
     lost = {path.name for path in plan.set_aside if path.parent.name == GATES_FOLDER}
-    row = connection.execute("SELECT value FROM meta WHERE key = 'choices'").fetchone()
+    row = connection.execute("SELECT value FROM meta WHERE key = 'tunings'").fetchone()
     tunings: Any = json.loads(row[0]) if row else None
     if not lost or not isinstance(tunings, dict):
         return
     remaining = {key: tuning for key, tuning in tunings.items() if gate_of(tuning) not in lost}
-    _put(connection, "choices", remaining)
-    row = connection.execute("SELECT value FROM meta WHERE key = 'chosen'").fetchone()
+    _put(connection, "tunings", remaining)
+    row = connection.execute("SELECT value FROM meta WHERE key = 'active_tuning'").fetchone()
     if row and json.loads(row[0]) not in remaining:
-        _put(connection, "chosen", None)
+        _put(connection, "active_tuning", None)
 
 
 def _get_int(connection: sqlite3.Connection, name: str) -> int:

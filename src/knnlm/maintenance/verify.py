@@ -250,7 +250,7 @@ class _Verifier:
 
     def _check_missing_gates(self, catalog: Catalog) -> None:
         """Find tuned weights whose gate file is missing."""
-        tunings = catalog.get("choices")
+        tunings = catalog.get("tunings")
         if not tunings or not isinstance(tunings, dict):
             return
         from knnlm.mixture.saved import gate_of

@@ -65,7 +65,7 @@ def _latest(store: Datastore) -> tuple[dict[str, Any], str | None]:
 
 def _tunings(catalog: Catalog) -> tuple[dict[str, Any], str | None]:
     """Return the stored tunings by their keys, and the key of the last one."""
-    tunings, last = catalog.get("choices") or {}, catalog.get("chosen")
+    tunings, last = catalog.get("tunings") or {}, catalog.get("active_tuning")
     if not isinstance(tunings, dict) or not isinstance(last, str | None):
         raise DatastoreCorrupt(f"{catalog.path}: the saved tuning cannot be read. {TUNE_AGAIN}")
     return tunings, last
@@ -105,7 +105,7 @@ def save_tuning(path: Path, tuning: SavedTuning, tensors: dict[str, Tensor] | No
         tunings = _readable(catalog)
         key = key_of(tuning.specs)
         tunings[key] = {**stored, "metadata": tuning.metadata}
-        catalog.put(choices=tunings, chosen=key)
+        catalog.put(tunings=tunings, active_tuning=key)
     finally:
         catalog.close()
     used = {gate_of(each) for each in tunings.values()}
