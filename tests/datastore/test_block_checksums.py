@@ -46,7 +46,7 @@ def used(path) -> None:
         store.take(torch.arange(3))
 
 
-def test_a_flipped_bit_is_noticed_by_every_way_of_reading_keys(memory):
+def test_flipped_bit_is_detected_by_every_way_of_reading_keys(memory):
     used(memory)
     flip(memory / "segments/000000/keys.npy", -1)
     ways = {
@@ -68,7 +68,7 @@ def test_a_flipped_bit_is_noticed_by_every_way_of_reading_keys(memory):
 
 
 @pytest.mark.parametrize("name", ["values", "kept", "counts"])
-def test_a_flipped_bit_in_a_small_array_is_noticed_when_it_is_first_used(memory, tmp_path, name):
+def test_flipped_bit_in_a_small_array_is_detected_at_first_use(memory, tmp_path, name):
     with closing(Datastore.open(memory)) as store:
         derive(store, tmp_path / "pruned", keep=torch.arange(0, ROWS, 2), counts=torch.full((ROWS,), 2.0)).close()
     flip(tmp_path / f"pruned/segments/000000/{name}.npy", -4)
@@ -78,7 +78,7 @@ def test_a_flipped_bit_in_a_small_array_is_noticed_when_it_is_first_used(memory,
 
 @settings(max_examples=40)
 @given(rows=st.lists(st.integers(0, ROWS - 1), min_size=1, max_size=8), place=st.integers(0, ROWS * WIDTH * 4 - 1))
-def test_damage_is_told_exactly_where_a_block_of_it_is_touched(rows, place, original, tmp_path_factory):
+def test_damage_is_reported_exactly_where_a_corrupt_block_is_read(rows, place, original, tmp_path_factory):
     """Rows in sound blocks are read on; the block of the damage is named."""
     path = tmp_path_factory.mktemp("touch") / "memory"
     shutil.copytree(original, path)
@@ -98,14 +98,14 @@ def test_damage_is_told_exactly_where_a_block_of_it_is_touched(rows, place, orig
             store.take(torch.tensor(rows))
 
 
-def test_the_first_use_of_all_compares_the_whole_file(memory):
+def test_first_use_compares_the_whole_file(memory):
     flip(memory / "segments/000000/keys.npy", -1)
     with closing(Datastore.open(memory)) as store, pytest.raises(DatastoreCorrupt, match="checksum mismatch"):
         store.take(torch.tensor([0]))
     assert not (memory / "segments/000000/keys.sums").exists()
 
 
-def test_the_sums_that_are_kept_are_those_of_the_blocks(memory):
+def test_written_checksums_are_those_of_the_blocks(memory):
     used(memory)
     data = (memory / "segments/000000/keys.npy").read_bytes()
     kept = (memory / "segments/000000/keys.sums").read_bytes()
@@ -115,7 +115,7 @@ def test_the_sums_that_are_kept_are_those_of_the_blocks(memory):
     assert len(sums) == 6
 
 
-def test_sums_that_are_damaged_or_of_another_file_are_made_again(memory):
+def test_damaged_or_foreign_block_checksums_are_computed_again(memory):
     used(memory)
     file = memory / "segments/000000/keys.sums"
     sound = file.read_bytes()
@@ -128,7 +128,7 @@ def test_sums_that_are_damaged_or_of_another_file_are_made_again(memory):
     assert file.read_bytes() == sound
 
 
-def test_reading_writes_through_no_link_that_a_stranger_has_left(memory, tmp_path, monkeypatch):
+def test_reading_does_not_write_through_a_link(memory, tmp_path, monkeypatch):
     victim = tmp_path / "victim"
     victim.write_bytes(b"precious")
     monkeypatch.setattr(secrets, "token_hex", lambda _: "guessed")
@@ -145,7 +145,7 @@ def test_reading_writes_through_no_link_that_a_stranger_has_left(memory, tmp_pat
     assert not file.is_symlink()
 
 
-def test_every_block_is_read_once(memory, monkeypatch):
+def test_every_block_is_compared_once(memory, monkeypatch):
     used(memory)
     calls = []
     monkeypatch.setattr(zlib, "crc32", lambda data, real=zlib.crc32: (calls.append(len(data)), real(data))[1])
@@ -158,7 +158,7 @@ def test_every_block_is_read_once(memory, monkeypatch):
         assert len(calls) == 6
 
 
-def test_a_memory_that_cannot_be_written_to_is_compared_all_the_same(memory, monkeypatch):
+def test_read_only_store_is_compared_too(memory, monkeypatch):
     def refused(path, flags, *rest, real=os.open, **options):
         if flags & os.O_CREAT and str(path).endswith(".partial"):
             raise PermissionError(13, "Permission denied")
@@ -176,7 +176,7 @@ def test_a_memory_that_cannot_be_written_to_is_compared_all_the_same(memory, mon
 
 @settings(max_examples=30)
 @given(data=st.data())
-def test_rows_longer_than_a_block_are_compared_from_end_to_end(data, tmp_path_factory):
+def test_rows_longer_than_a_block_are_compared_completely(data, tmp_path_factory):
     path = tmp_path_factory.mktemp("long") / "keys.npy"
     row_bytes, count = data.draw(st.integers(1, 3 * BLOCK_BYTES)), data.draw(st.integers(1, 5))
     header = data.draw(st.integers(0, 200))

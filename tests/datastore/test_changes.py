@@ -112,7 +112,7 @@ def expect(store: Datastore, wanted: list[Document], lm: CausalLM, alone: dict[s
 
 
 @given(total=st.integers(0, 40), data=st.data())
-def test_numbers_with_gaps_are_counted_as_a_list_without_them(total, data):
+def test_live_numbers_match_a_list_without_the_gaps(total, data):
     gone = data.draw(st.sets(st.integers(0, max(0, total - 1)), max_size=total)) if total else set()
     gaps = [(number, 1) for number in sorted(gone)]
     numbers = LiveNumbers(total, gaps)
@@ -131,7 +131,7 @@ def test_numbers_with_gaps_are_counted_as_a_list_without_them(total, data):
     assert found == [number for number in live if begin <= number < end]
 
 
-def test_what_was_added_is_found_by_the_next_query(lm, memory, alone):
+def test_added_document_is_found_by_the_next_query(lm, memory, alone):
     added = add(DOCUMENTS, memory, lm=lm)
     tokens = sum(len(lm.encode(document.text)) for document in DOCUMENTS[12:])
     assert (added.documents, added.tokens, added.skipped) == (4, tokens, 12)
@@ -143,7 +143,7 @@ def test_what_was_added_is_found_by_the_next_query(lm, memory, alone):
         assert store.document_at(int(found.ids[0, 0])).id == "d15"
 
 
-def test_a_document_is_added_once_also_within_one_call_and_a_removed_one_may_come_back(lm, memory, alone):
+def test_duplicate_is_added_once_and_a_removed_document_can_be_added_again(lm, memory, alone):
     twice = [DOCUMENTS[12], DOCUMENTS[0], Document("other name", "elsewhere", DOCUMENTS[12].text)]
     added = add(twice, memory, lm=lm)
     assert (added.documents, added.skipped) == (1, 2)
@@ -175,7 +175,7 @@ def test_add_refuses_another_model_another_layer_and_an_unfinished_build(lm, mem
 
 
 @pytest.mark.parametrize("gone", [["d0"], ["d11"], ["d3", "d4", "d5"], ["d1", "d10"], [f"d{n}" for n in range(12)]])
-def test_a_removed_document_is_nowhere_before_and_after_a_compaction(lm, memory, alone, gone):
+def test_removed_document_is_not_retrieved_before_or_after_a_compaction(lm, memory, alone, gone):
     wanted = [document for document in DOCUMENTS[:12] if document.id not in gone]
     whole = Datastore.open(memory).fingerprint
     for name in gone:
@@ -195,7 +195,7 @@ def test_a_removed_document_is_nowhere_before_and_after_a_compaction(lm, memory,
         expect(store, [*wanted, *DOCUMENTS[12:]], lm, alone)
 
 
-def test_after_a_compaction_no_file_has_the_tokens_keys_or_name_of_a_removed_document(lm, memory):
+def test_compaction_erases_tokens_keys_and_name_of_a_removed_document(lm, memory):
     secret = Document(
         "the-secret-id", "the-secret-source.txt", "Quartz sphinx, judge my vow: 80 black jugs of wax! " * 3
     )
@@ -231,7 +231,7 @@ def test_after_a_compaction_no_file_has_the_tokens_keys_or_name_of_a_removed_doc
 
 @pytest.mark.parametrize("metric", ["l2", "ip"])
 @pytest.mark.parametrize("spec", SPECS)
-def test_every_index_gives_exactly_k_live_neighbours_after_removals_and_additions(lm, memory, spec, metric):
+def test_every_index_returns_k_live_neighbours_after_removals_and_additions(lm, memory, spec, metric):
     with closing(Datastore.open(memory)) as store:
         build_index(store, spec, metric=metric)
     for name in ("d2", "d3", "d7"):
@@ -258,7 +258,7 @@ def test_every_index_gives_exactly_k_live_neighbours_after_removals_and_addition
 
 
 @pytest.mark.parametrize("spec", ["HNSW4", "HNSW32", "IVF64,Flat"])
-def test_every_index_gives_exactly_k_also_where_nothing_is_gone(lm, memory, spec):
+def test_every_index_returns_k_neighbours_without_removals(lm, memory, spec):
     with closing(Datastore.open(memory)) as store:
         build_index(store, spec)
     remove(memory, document="d0")
@@ -276,7 +276,7 @@ def test_every_index_gives_exactly_k_also_where_nothing_is_gone(lm, memory, spec
                 np.testing.assert_allclose(found.distances[1, :there], right, atol=1e-3, rtol=1e-3)
 
 
-def test_an_index_whose_whole_neighbourhood_is_gone_still_gives_k(lm, memory):
+def test_index_returns_k_neighbours_when_all_nearest_are_removed(lm, memory):
     with closing(Datastore.open(memory)) as store:
         build_index(store, "IVF12,Flat")
         queries = store.take(torch.arange(0, 60))
@@ -288,7 +288,7 @@ def test_an_index_whose_whole_neighbourhood_is_gone_still_gives_k(lm, memory):
         assert torch.equal(found.ids.sort(1).values, right.ids.sort(1).values)
 
 
-def test_an_index_made_after_a_removal_has_only_what_is_there(lm, memory):
+def test_index_built_after_a_removal_has_only_live_keys(lm, memory):
     remove(memory, document="d4")
     with closing(Datastore.open(memory)) as store:
         build_index(store, "Flat")
@@ -305,7 +305,7 @@ def test_an_index_made_after_a_removal_has_only_what_is_there(lm, memory):
         np.testing.assert_allclose(found.distances, right.distances, atol=1e-3)
 
 
-def test_an_index_is_on_disk_before_the_catalog_names_it(memory, monkeypatch):
+def test_index_is_on_disk_before_it_is_committed(memory, monkeypatch):
     synced, really = list[tuple[int, int]](), os.fsync
 
     def noting(handle: int) -> None:
@@ -322,7 +322,7 @@ def test_an_index_is_on_disk_before_the_catalog_names_it(memory, monkeypatch):
 
 @pytest.mark.parametrize("before", ["no index", "index"])
 @pytest.mark.parametrize("case", ["added", "one removed", "half removed", "removed and added"])
-def test_a_reader_finds_all_of_its_snapshot_whatever_others_have_indexed_since(lm, memory, case, before):
+def test_reader_finds_all_of_its_snapshot_after_a_newer_index(lm, memory, case, before):
     if "half" in case:
         add(DOCUMENTS[12:13], memory, lm=lm)  # a reader of a later generation than the first
     if before == "index":
@@ -350,7 +350,7 @@ def test_a_reader_finds_all_of_its_snapshot_whatever_others_have_indexed_since(l
             assert type(index).__name__ == "RerankedIndex"
 
 
-def test_a_reader_keeps_its_snapshot_through_everything_and_finds_the_new_state_when_it_reopens(lm, memory, alone):
+def test_reader_keeps_its_snapshot_until_it_reopens(lm, memory, alone):
     with closing(Datastore.open(memory)) as store:
         build_index(store, "IVF4,Flat")
     old = Datastore.open(memory)
@@ -377,7 +377,7 @@ def test_a_reader_keeps_its_snapshot_through_everything_and_finds_the_new_state_
         expect(store, [*DOCUMENTS[:5], *DOCUMENTS[6:15]], lm, alone)
 
 
-def test_figures_explanations_and_statistics_are_those_of_a_memory_without_the_document(lm, memory, tmp_path):
+def test_figures_and_explanations_equal_those_of_a_store_without_the_document(lm, memory, tmp_path):
     gone = ("d1", "d6")
     for name in gone:
         remove(memory, document=name)
@@ -397,7 +397,7 @@ def test_figures_explanations_and_statistics_are_those_of_a_memory_without_the_d
     assert again == pytest.approx(figures[1], rel=2e-3)
 
 
-def test_whatever_is_counted_sorted_or_learnt_from_a_memory_is_as_if_the_document_had_never_been(lm, memory, tmp_path):
+def test_everything_derived_equals_that_of_a_store_without_the_document(lm, memory, tmp_path):
     gone = ("d0", "d6", "d11")
     for name in gone:
         remove(memory, document=name)
@@ -425,7 +425,7 @@ def test_whatever_is_counted_sorted_or_learnt_from_a_memory_is_as_if_the_documen
         assert (store.bytes, store.entry_count) == (fresh.bytes, fresh.entry_count)
 
 
-def test_a_copy_of_a_memory_has_nothing_of_what_was_removed(lm, memory, tmp_path, alone):
+def test_copy_of_a_store_has_no_removed_entries(lm, memory, tmp_path, alone):
     for name in ("d0", "d7", "d8"):
         remove(memory, document=name)
     wanted = [document for document in DOCUMENTS[:12] if document.id not in ("d0", "d7", "d8")]
@@ -440,7 +440,7 @@ def test_a_copy_of_a_memory_has_nothing_of_what_was_removed(lm, memory, tmp_path
 
 @pytest.mark.parametrize("gone", [("d0",), ("d1",), ("d3",), ("d0", "d1"), ("d1", "d3"), ("d0", "d1", "d2", "d3")])
 @pytest.mark.parametrize("place", [0, 1, 3])
-def test_a_document_of_no_rows_goes_with_a_segment_that_is_there(lm, tmp_path, place, gone):
+def test_document_without_entries_moves_to_an_existing_segment(lm, tmp_path, place, gone):
     empty = Document(id="empty", source="empty.txt", text="")
     given = [*DOCUMENTS[:place], empty, *DOCUMENTS[place:4]]
     build(given, tmp_path / "memory", lm=lm, segment_entries=1).close()  # it shares a segment with the one behind it
@@ -462,7 +462,7 @@ def test_a_document_of_no_rows_goes_with_a_segment_that_is_there(lm, tmp_path, p
         assert (merged.documents, merged.duplicates) == (len(wanted), 0)
 
 
-def test_a_pruned_and_mapped_memory_lives_too(lm, memory, tmp_path, alone):
+def test_pruned_and_mapped_store_can_be_changed(lm, memory, tmp_path, alone):
     matrix = torch.linalg.qr(torch.randn(32, 32, generator=torch.Generator().manual_seed(0))).Q[:, :8]
     key_map = KeyMap(matrix, torch.full((32,), 0.1))
     with closing(Datastore.open(memory)) as store:
@@ -492,7 +492,7 @@ def test_a_pruned_and_mapped_memory_lives_too(lm, memory, tmp_path, alone):
         assert compact(small).purged
 
 
-def test_documents_are_chosen_by_id_pattern_and_field(memory):
+def test_documents_are_selected_by_id_pattern_and_field(memory):
     everything, total = list_documents(memory)
     assert (len(everything), total) == (12, 12)
     page, total = list_documents(memory, first=3, limit=2)
@@ -518,7 +518,7 @@ def test_documents_are_chosen_by_id_pattern_and_field(memory):
     names=st.lists(st.text("ab[]?^-!1.\\", min_size=1, max_size=6), min_size=1, max_size=6, unique=True),
     pattern=st.text("ab[]?^-!1.\\*", max_size=6),
 )
-def test_only_a_star_is_special_in_a_pattern_of_sources(names, pattern):
+def test_star_is_the_only_wildcard_of_a_source_pattern(names, pattern):
     with closing(sqlite3.connect(":memory:")) as connection:
         connection.execute("CREATE TABLE documents (source TEXT)")
         connection.executemany("INSERT INTO documents VALUES (?)", ((name,) for name in names))
@@ -532,7 +532,7 @@ def test_only_a_star_is_special_in_a_pattern_of_sources(names, pattern):
         assert chosen(pattern) == {name for name in names if regular.fullmatch(name)}
 
 
-def test_a_number_that_no_catalog_can_hold_is_refused_in_one_line(memory, capfd):
+def test_number_beyond_the_catalogs_range_is_refused(memory, capfd):
     for option in ("--limit", "--first"):
         code, _, err = knnlm(capfd, "documents", memory, option, "99999999999999999999")
         assert code == 2
@@ -540,7 +540,7 @@ def test_a_number_that_no_catalog_can_hold_is_refused_in_one_line(memory, capfd)
         assert "damaged" not in err
 
 
-def test_sorted_text_is_not_kept_when_a_document_goes_just_before_it_would_be(memory, monkeypatch):
+def test_suffix_array_is_not_stored_if_a_document_is_removed_meanwhile(memory, monkeypatch):
     @contextmanager
     def overtaken(folder, **options):
         remove(memory, document="d1")  # by another process, at the last moment
@@ -558,7 +558,7 @@ def test_sorted_text_is_not_kept_when_a_document_goes_just_before_it_would_be(me
     assert "ngram" not in {held.path for held in removal_report(memory).bytes}
 
 
-def test_what_learnt_from_a_removed_document_is_named_until_it_is_made_again(memory):
+def test_files_trained_on_a_removed_document_are_reported_until_trained_again(memory):
     (memory / "output").mkdir()
     (memory / "output" / "output.safetensors").write_bytes(b"trained")
     assert removal_report(memory).trained == ()
@@ -570,7 +570,7 @@ def test_what_learnt_from_a_removed_document_is_named_until_it_is_made_again(mem
     assert removal_report(memory).trained == ()
 
 
-def test_each_gate_that_learnt_from_a_removed_document_is_named_whatever_others_come(memory):
+def test_every_gate_trained_on_a_removed_document_is_reported(memory):
     (memory / "mixtures").mkdir()
     for name in ("one", "two"):
         (memory / "mixtures" / f"{name}.safetensors").write_bytes(name.encode())
@@ -585,7 +585,7 @@ def test_each_gate_that_learnt_from_a_removed_document_is_named_whatever_others_
     ]
 
 
-def test_an_offset_that_removed_keys_may_be_in_is_named(lm, tmp_path):
+def test_offset_that_may_include_removed_keys_is_reported(lm, tmp_path):
     with closing(build(DOCUMENTS[:4], tmp_path / "m", lm=lm)) as store:
         keys = store.take(torch.arange(store.entry_count))
     with closing(Catalog.open(tmp_path / "m" / "catalog.db", write=True)) as catalog:
@@ -597,7 +597,7 @@ def test_an_offset_that_removed_keys_may_be_in_is_named(lm, tmp_path):
     assert "offset" in found.what
 
 
-def test_sorted_text_from_before_a_removal_is_named_as_long_as_it_is_there(memory):
+def test_stale_suffix_array_is_reported_while_it_exists(memory):
     def named() -> bool:
         return any(one.path == "ngram" for one in removal_report(memory).bytes)
 
@@ -619,7 +619,7 @@ def test_sorted_text_from_before_a_removal_is_named_as_long_as_it_is_there(memor
     assert not named()
 
 
-def test_a_second_writer_is_refused_or_waits_and_a_dead_one_is_in_nobodys_way(memory):
+def test_second_writer_is_refused_or_waits_and_a_dead_writer_blocks_nothing(memory):
     script = textwrap.dedent("""
         import sys, time
         from filelock import FileLock  # as a writer does it, without the seconds that torch takes to import
@@ -650,7 +650,7 @@ def test_a_second_writer_is_refused_or_waits_and_a_dead_one_is_in_nobodys_way(me
     assert process.wait() == 0
 
 
-def test_a_folder_that_cannot_be_written_is_read(lm, memory, alone, monkeypatch):
+def test_read_only_folder_is_read(lm, memory, alone, monkeypatch):
     remove(memory, document="d1")
     compact(memory)
     monkeypatch.setattr(os, "access", lambda *_: False)  # tests may run as one who may do everything
@@ -659,7 +659,7 @@ def test_a_folder_that_cannot_be_written_is_read(lm, memory, alone, monkeypatch)
         assert not store.stale
 
 
-def test_a_reader_who_cannot_write_keeps_its_snapshot_while_the_owner_writes(lm, memory, alone, monkeypatch):
+def test_reader_without_write_permission_keeps_its_snapshot(lm, memory, alone, monkeypatch):
     with monkeypatch.context() as patched:
         patched.setattr(os, "access", lambda *_: False)
         store = Datastore.open(memory)
@@ -676,7 +676,7 @@ def test_a_reader_who_cannot_write_keeps_its_snapshot_while_the_owner_writes(lm,
             expect(now, DOCUMENTS[6:16], lm, alone)
 
 
-def test_a_reader_without_write_permission_needs_a_store_at_rest(memory, monkeypatch):
+def test_reader_without_write_permission_needs_a_store_at_rest(memory, monkeypatch):
     with closing(sqlite3.connect(memory / "catalog.db", isolation_level=None)) as writer:
         writer.execute("INSERT OR REPLACE INTO meta VALUES ('number', '1')")
         with monkeypatch.context() as patched:
@@ -691,7 +691,7 @@ def test_a_reader_without_write_permission_needs_a_store_at_rest(memory, monkeyp
 
 
 @contextmanager
-def a_stranger_reads(memory: Path, lm, alone, expected) -> Iterator[Connection]:
+def read_without_write_permission(memory: Path, lm, alone, expected) -> Iterator[Connection]:
     """Another process, of a user who may not write here, has the memory open; a word lets it read all of it."""
     near, far = multiprocessing.Pipe()
     child = os.fork()
@@ -718,7 +718,7 @@ def a_stranger_reads(memory: Path, lm, alone, expected) -> Iterator[Connection]:
 
 
 @pytest.mark.parametrize("lock", ["no lock", "a lock"])
-def test_files_stay_for_a_reader_who_may_write_nothing(lm, memory, alone, lock):
+def test_files_stay_while_a_reader_without_write_permission_uses_them(lm, memory, alone, lock):
     """Not even the readers' lock: it holds the folder itself."""
     with tempfile.TemporaryDirectory(prefix="knnlm-stranger-") as folder:
         path = Path(folder) / "memory"
@@ -730,7 +730,7 @@ def test_files_stay_for_a_reader_who_may_write_nothing(lm, memory, alone, lock):
         allowed = path.stat().st_mode
         if os.getuid():
             path.chmod(0o555)
-        with a_stranger_reads(path, lm, alone, DOCUMENTS[:12]) as reader:
+        with read_without_write_permission(path, lm, alone, DOCUMENTS[:12]) as reader:
             assert reader.recv() == "open"
             assert (path / "readers.lock").exists() == (lock == "a lock")
             path.chmod(allowed)
@@ -746,7 +746,7 @@ def test_files_stay_for_a_reader_who_may_write_nothing(lm, memory, alone, lock):
             expect(store, [DOCUMENTS[0], *DOCUMENTS[2:12]], lm, alone)
 
 
-def test_compaction_refuses_to_copy_what_is_damaged(memory):
+def test_compaction_refuses_to_copy_damaged_files(memory):
     remove(memory, document="d1")
     file = memory / "segments" / "000000" / "keys.npy"
     data = bytearray(file.read_bytes())
@@ -757,7 +757,7 @@ def test_compaction_refuses_to_copy_what_is_damaged(memory):
     assert Datastore.open(memory).catalog.document_count() == 11
 
 
-def test_an_index_that_so_few_keys_cannot_have_becomes_an_exact_search(lm, memory, alone):
+def test_index_with_too_few_keys_left_becomes_exact_search(lm, memory, alone):
     with closing(Datastore.open(memory)) as store:
         build_index(store, "IVF300,Flat")
     for number in range(10):
@@ -768,7 +768,7 @@ def test_an_index_that_so_few_keys_cannot_have_becomes_an_exact_search(lm, memor
         assert open_index(store).search(store.take(torch.arange(5)), 3).ids.min() >= 0
 
 
-def test_removed_rows_that_cannot_be_are_damage(memory):
+def test_invalid_removed_rows_are_corrupt(memory):
     remove(memory, document="d1")
     with closing(sqlite3.connect(memory / "catalog.db", isolation_level=None)) as connection:
         connection.execute("UPDATE removed SET entries = 100000")
@@ -784,7 +784,7 @@ def knnlm(capfd, *arguments) -> tuple[int, str, str]:
     return code, captured.out, captured.err
 
 
-def test_the_commands_do_what_the_functions_do(memory, model_folder, tmp_path, capfd, lm):
+def test_commands_match_the_functions(memory, model_folder, tmp_path, capfd, lm):
     text = tmp_path / "new.txt"
     text.write_text(DOCUMENTS[13].text)
     command = ("add", memory, text, "--model", model_folder, "--json")
@@ -822,7 +822,7 @@ def test_the_commands_do_what_the_functions_do(memory, model_folder, tmp_path, c
     assert json.loads(knnlm(capfd, "info", memory, "--json")[1])["removed_tokens"] == 0
 
 
-def test_a_model_that_is_given_away_with_its_memory_has_no_byte_of_a_removed_document(lm, memory, tmp_path):
+def test_saved_model_has_no_byte_of_a_removed_document(lm, memory, tmp_path):
     tokens = np.array(lm.encode(DOCUMENTS[4].text), np.int32)[:12].tobytes()
     remove(memory, document="d4")
     mixture = Mixture.open(memory, lm, memories="knn")
@@ -843,7 +843,7 @@ def test_a_model_that_is_given_away_with_its_memory_has_no_byte_of_a_removed_doc
         Mixture(lm, mixture.memories).reopen()
 
 
-def test_what_the_index_covers_must_be_said_properly(memory):
+def test_invalid_coverage_of_the_index_is_corrupt(memory):
     with closing(Datastore.open(memory)) as store:
         build_index(store, "Flat")
     for bad in ("nothing", [1], [[1]], [[0, -1]], [["0", 1]], [[0, 1 << 60]]):
@@ -856,7 +856,7 @@ def test_what_the_index_covers_must_be_said_properly(memory):
             open_index(store)
 
 
-def test_a_saved_model_has_nothing_that_a_repair_or_a_compaction_has_replaced(lm, memory, tmp_path):
+def test_saved_model_has_no_files_replaced_by_a_repair_or_a_compaction(lm, memory, tmp_path):
     with closing(Datastore.open(memory)):  # somebody reads, so the old segments stay
         remove(memory, document="d3")
         assert not compact(memory).purged

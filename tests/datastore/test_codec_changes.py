@@ -73,7 +73,7 @@ def nearest_are_found(store: Datastore) -> None:
         np.testing.assert_allclose(distances, right, rtol=1e-3, atol=1e-3)
 
 
-def test_what_is_added_is_encoded_by_the_codec_that_is_there(memory, lm, plain):
+def test_added_keys_are_encoded_by_the_stored_codec(memory, lm, plain):
     before = raw(memory)
     codec = (memory / "codec.safetensors").read_bytes()
     done = add(NEW, memory, lm=lm)
@@ -91,7 +91,7 @@ def test_what_is_added_is_encoded_by_the_codec_that_is_there(memory, lm, plain):
     assert verify(memory, deep=True).sound
 
 
-def test_what_is_removed_is_not_found_and_a_compaction_leaves_the_codes_of_the_rest(memory, lm):
+def test_removed_keys_are_not_found_and_compaction_keeps_the_other_codes(memory, lm):
     add(NEW, memory, lm=lm)
     before = raw(memory)
     gone = {one.sha256 for name in ("d3", "d21") for one in remove(memory, document=name).documents}
@@ -114,7 +114,7 @@ def test_what_is_removed_is_not_found_and_a_compaction_leaves_the_codes_of_the_r
         nearest_are_found(store)
 
 
-def test_a_living_coded_memory_is_merged_repaired_exported_and_compressed(memory, built, lm, tmp_path):
+def test_changed_store_with_codes_is_merged_repaired_exported_and_compressed(memory, built, lm, tmp_path):
     add(NEW, memory, lm=lm)
     remove(memory, document="d1")
     left = contents(memory)
@@ -139,7 +139,7 @@ def test_a_living_coded_memory_is_merged_repaired_exported_and_compressed(memory
     assert set(contents(memory)) == set(left)
 
 
-def test_a_copy_that_was_compressed_lives_too(lm, tmp_path, plain):
+def test_compressed_copy_can_be_changed(lm, tmp_path, plain):
     with closing(build(documents(10), tmp_path / "m", lm=lm, segment_entries=150)) as store:
         compress(store, tmp_path / "small", key_format="pca12-int8").close()
     add(NEW, tmp_path / "small", lm=lm)

@@ -46,7 +46,7 @@ def memory(coded, tmp_path):
     return tmp_path / "memory"
 
 
-def test_a_sound_memory_is_sound_and_every_flipped_bit_is_found(memory):
+def test_sound_store_verifies_and_every_flipped_bit_is_found(memory):
     found = verify(memory, deep=True)
     assert found.sound, found.problems
     assert found.format == 1
@@ -59,7 +59,7 @@ def test_a_sound_memory_is_sound_and_every_flipped_bit_is_found(memory):
             flip(memory / name, -3)
 
 
-def test_damaged_codes_are_noticed_when_they_are_first_read(memory):
+def test_damaged_codes_are_detected_when_first_read(memory):
     with closing(Datastore.open(memory)) as store:
         store.take(torch.arange(store.key_count))  # writes the sums of blocks down
     flip(memory / "segments" / "000001" / "keys.npy", -3)
@@ -91,7 +91,7 @@ def test_repair_keeps_the_codes_of_sound_segments(memory):
 
 
 @pytest.mark.parametrize("how", ["damaged", "missing", "other"])
-def test_without_its_codec_a_memory_is_refused_and_cannot_be_repaired(memory, how):
+def test_store_without_its_codec_is_refused_and_cannot_be_repaired(memory, how):
     file = memory / "codec.safetensors"
     if how == "missing":
         file.unlink()
@@ -109,7 +109,7 @@ def test_without_its_codec_a_memory_is_refused_and_cannot_be_repaired(memory, ho
 
 
 @pytest.mark.parametrize("bad", ["names", "dtype", "infinite"])
-def test_a_codec_from_a_stranger_is_refused(memory, bad):
+def test_invalid_codec_is_refused(memory, bad):
     file = memory / "codec.safetensors"
     tensors = load_file(file)
     if bad == "names":
@@ -124,14 +124,14 @@ def test_a_codec_from_a_stranger_is_refused(memory, bad):
         Datastore.open(memory)
 
 
-def test_a_codec_that_is_a_link_out_of_the_memory_is_not_followed(memory, tmp_path):
+def test_codec_that_links_outside_the_store_is_not_followed(memory, tmp_path):
     (memory / "codec.safetensors").rename(tmp_path / "elsewhere")
     (memory / "codec.safetensors").symlink_to(tmp_path / "elsewhere")
     with pytest.raises(DatastoreCorrupt, match="outside of the store"):
         Datastore.open(memory)
 
 
-def test_memories_of_one_codec_are_merged_code_by_code(coded, tmp_path):
+def test_stores_of_one_codec_are_merged_without_decoding(coded, tmp_path):
     with closing(Datastore.open(coded)) as store:
         halves = [torch.arange(0, store.key_count, 2), torch.arange(1, store.key_count, 2)]
         derive(store, tmp_path / "a", keep=halves[0]).close()
@@ -149,7 +149,7 @@ def test_memories_of_one_codec_are_merged_code_by_code(coded, tmp_path):
     assert verify(tmp_path / "all", deep=True).sound
 
 
-def test_memories_of_different_codecs_are_not_merged(coded, lm, tmp_path):
+def test_stores_of_different_codecs_are_not_merged(coded, lm, tmp_path):
     with closing(Datastore.open(coded)) as store:
         way = store.storage
     build(documents(5, start=20), tmp_path / "other", lm=lm, segment_entries=150, key_format=way).close()
@@ -161,7 +161,7 @@ def test_memories_of_different_codecs_are_not_merged(coded, lm, tmp_path):
     assert not (tmp_path / "all").exists()
 
 
-def test_keys_are_exported_as_they_are_decoded(coded, tmp_path):
+def test_keys_are_exported_decoded(coded, tmp_path):
     export(coded, tmp_path / "out")
     table = pq.read_table(tmp_path / "out")
     with closing(Datastore.open(coded)) as store:
@@ -170,7 +170,7 @@ def test_keys_are_exported_as_they_are_decoded(coded, tmp_path):
         assert table["token"].to_pylist() == store.values(torch.arange(store.entry_count)).tolist()
 
 
-def test_a_build_whose_keys_wait_for_their_codec_is_verified_and_repaired(lm, tmp_path, monkeypatch):
+def test_build_with_unencoded_keys_is_verified_and_repaired(lm, tmp_path, monkeypatch):
     def stop(*_):
         raise KeyboardInterrupt
 
@@ -189,7 +189,7 @@ def test_a_build_whose_keys_wait_for_their_codec_is_verified_and_repaired(lm, tm
     assert tree(tmp_path / "m" / "segments") == tree(tmp_path / "whole" / "segments")
 
 
-def test_compressed_and_merged_come_to_the_same_documents(lm, tmp_path):
+def test_compressing_and_merging_in_either_order_gives_the_same_documents(lm, tmp_path):
     for name, start in (("a", 0), ("b", 5)):
         build(documents(5, start=start), tmp_path / name, lm=lm, segment_entries=150).close()
     merge([tmp_path / "a", tmp_path / "b"], tmp_path / "all")

@@ -73,9 +73,9 @@ def template(templates):
 
 
 @pytest.fixture(scope="module")
-def alone(lm, tmp_path_factory):
-    """The keys and tokens of each document, read alone."""
-    folder = tmp_path_factory.mktemp("alone")
+def baseline(lm, tmp_path_factory):
+    """The keys and tokens of each document, read baseline."""
+    folder = tmp_path_factory.mktemp("baseline")
     found = {}
     for document in ALL[:12]:
         with closing(build([document], folder / document.id, lm=lm)) as store:
@@ -85,7 +85,7 @@ def alone(lm, tmp_path_factory):
     return found
 
 
-def sound(path: Path, alone: dict[str, np.ndarray]) -> list[str]:
+def sound(path: Path, baseline: dict[str, np.ndarray]) -> list[str]:
     """Check all that a memory holds, byte by byte and answer by answer, and name its documents."""
     with closing(Datastore.open(path)) as store:
         with closing(sqlite3.connect(path / "catalog.db")) as connection:
@@ -102,8 +102,8 @@ def sound(path: Path, alone: dict[str, np.ndarray]) -> list[str]:
         if not ids:
             assert store.entry_count == 0
             return ids
-        keys = np.concatenate([alone[f"keys {name}"] for name in ids])
-        assert store.values(rows).tolist() == np.concatenate([alone[f"values {name}"] for name in ids]).tolist()
+        keys = np.concatenate([baseline[f"keys {name}"] for name in ids])
+        assert store.values(rows).tolist() == np.concatenate([baseline[f"values {name}"] for name in ids]).tolist()
         check_keys(store, keys)
         queries = store.take(rows[::23]) + 0.01
         found, right = open_index(store).search(queries, 3), ExactIndex(store.keys).search(queries, 3)
@@ -123,7 +123,7 @@ def names(wanted: list[Document]) -> list[str]:
     return [document.id for document in wanted]
 
 
-def finish(zygote: Zygote, do: str, path: Path, alone: dict[str, np.ndarray], way: str = WAYS[0]) -> None:
+def finish(zygote: Zygote, do: str, path: Path, baseline: dict[str, np.ndarray], way: str = WAYS[0]) -> None:
     """After an accident: the memory is sound, the same command ends what it began, and no garbage stays."""
     allowed, right = STATES[do]
     if do == "build" and not finished(path):
@@ -131,11 +131,11 @@ def finish(zygote: Zygote, do: str, path: Path, alone: dict[str, np.ndarray], wa
             Datastore.open(path)
         ids = None
     else:
-        ids = sound(path, alone)
+        ids = sound(path, baseline)
         assert ids in [names(state) for state in allowed]
     if ids != names(right) or do in ("index", "compact"):
         assert zygote.run(do, path, keys=way) == 0, complaint(path)
-    assert sound(path, alone) == names(right)
+    assert sound(path, baseline) == names(right)
     if do == "compact":
         assert removal_report(path).bytes == ()
     if do != "build":  # any later writer removes what the dead one left
@@ -168,30 +168,30 @@ def spread(total: int, count: int, *, seed: int = 0) -> list[int]:
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("do", STATES)
-def test_a_command_killed_at_some_write_points_loses_nothing_and_finishes(zygote, templates, alone, tmp_path, do, way):
+def test_command_killed_at_some_write_points_loses_nothing_and_finishes(zygote, templates, baseline, tmp_path, do, way):
     path, template = tmp_path / "memory", templates[way]
     total = zygote.count(do, prepare(do, template, path), keys=way)
     for point in spread(total, QUICK if way == WAYS[0] else 0, seed=len(way)):
         prepare(do, template, path)
         assert zygote.run(do, path, left=point, keys=way) == -signal.SIGKILL
-        finish(zygote, do, path, alone, way)
+        finish(zygote, do, path, baseline, way)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("do", STATES)
-def test_a_command_killed_at_every_write_point_loses_nothing_and_finishes(zygote, templates, alone, tmp_path, do, way):
+def test_command_killed_at_every_write_point_loses_nothing_and_finishes(zygote, templates, baseline, tmp_path, do, way):
     path, template = tmp_path / "memory", templates[way]
     for point in range(1, zygote.count(do, prepare(do, template, path), keys=way) + 1):
         prepare(do, template, path)
         assert zygote.run(do, path, left=point, keys=way) == -signal.SIGKILL
-        finish(zygote, do, path, alone, way)
+        finish(zygote, do, path, baseline, way)
 
 
 @pytest.mark.parametrize("fail", ["full", "broken", "short"])
 @pytest.mark.parametrize("do", STATES)
-def test_a_disk_that_fails_at_some_writes_is_one_clear_error_and_loses_nothing(
-    zygote, template, alone, tmp_path, do, fail
+def test_failing_disk_is_one_error_and_loses_nothing(
+    zygote, template, baseline, tmp_path, do, fail
 ):
     path = tmp_path / "memory"
     total = zygote.count(do, prepare(do, template, path))
@@ -202,7 +202,7 @@ def test_a_disk_that_fails_at_some_writes_is_one_clear_error_and_loses_nothing(
         if code:
             last = complaint(path).strip().splitlines()[-1]
             assert last.startswith("knnlm.errors.Datastore"), complaint(path)
-        finish(zygote, do, path, alone)
+        finish(zygote, do, path, baseline)
 
 
 def kill_later(zygote: Zygote, do: str, path: Path, way: str, chance: random.Random, longest: float) -> None:
@@ -216,22 +216,22 @@ def kill_later(zygote: Zygote, do: str, path: Path, way: str, chance: random.Ran
 @pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("do", STATES)
-def test_a_command_killed_at_random_moments_loses_nothing_and_finishes(zygote, templates, alone, tmp_path, do, way):
+def test_command_killed_at_random_moments_loses_nothing_and_finishes(zygote, templates, baseline, tmp_path, do, way):
     path, template, chance = tmp_path / "memory", templates[way], random.Random(1)
     begin = time.monotonic()
     assert zygote.run(do, prepare(do, template, path), keys=way) == 0
     longest = time.monotonic() - begin
     for _ in range(60 if way == WAYS[0] else 20):
         kill_later(zygote, do, prepare(do, template, path), way, chance, longest)
-        finish(zygote, do, path, alone, way)
+        finish(zygote, do, path, baseline, way)
 
 
 def share(
-    zygote: Zygote, template: Path, alone: dict[str, np.ndarray], tmp_path: Path, readers: int, seconds: float
+    zygote: Zygote, template: Path, baseline: dict[str, np.ndarray], tmp_path: Path, readers: int, seconds: float
 ) -> None:
     """Let one process write and others read for so long; each checks all that it sees."""
     path = shutil.copytree(template, tmp_path / "memory")
-    np.savez(path.with_name(sharing.KEYS), **alone)
+    np.savez(path.with_name(sharing.KEYS), **baseline)
     with closing(Datastore.open(path)) as store:
         sharing.note(path, store.generation, [stored.id for stored in store.documents()])
     pids = [zygote.start("write", path, seed=0, seconds=seconds)]
@@ -244,7 +244,7 @@ def share(
     assert max(int(generations) for _, generations in checks) > 1
 
 
-def test_a_reader_keeps_old_files_and_a_compaction_waits_for_it(zygote, template, tmp_path):
+def test_compaction_waits_for_a_reader_of_old_files(zygote, template, tmp_path):
     path = shutil.copytree(template, tmp_path / "memory")
     pid = zygote.start("hold", path)
     while not path.with_name("open").exists():
@@ -257,10 +257,10 @@ def test_a_reader_keeps_old_files_and_a_compaction_waits_for_it(zygote, template
     assert removal_report(path).bytes == ()
 
 
-def test_readers_see_one_generation_each_while_a_writer_changes_the_memory(zygote, template, alone, tmp_path):
-    share(zygote, template, alone, tmp_path, readers=2, seconds=4)
+def test_readers_see_one_generation_each_while_a_writer_changes_the_store(zygote, template, baseline, tmp_path):
+    share(zygote, template, baseline, tmp_path, readers=2, seconds=4)
 
 
 @pytest.mark.slow
-def test_eight_readers_see_one_generation_each_for_a_minute(zygote, template, alone, tmp_path):
-    share(zygote, template, alone, tmp_path, readers=8, seconds=60)
+def test_eight_readers_see_one_generation_each_for_a_minute(zygote, template, baseline, tmp_path):
+    share(zygote, template, baseline, tmp_path, readers=8, seconds=60)

@@ -66,7 +66,7 @@ BARE = {"d8": {}, "d9": {}}
 
 
 @given(st.dictionaries(st.text(max_size=260), values, max_size=8))
-def test_of_a_record_what_is_single_and_short_is_kept(record):
+def test_short_scalars_of_a_record_become_fields(record):
     found = select_fields(record, exclude=("text", "id"))
 
     def kept(name, value):
@@ -83,7 +83,7 @@ def test_of_a_record_what_is_single_and_short_is_kept(record):
     Document("a", "b", "c", found)  # which would refuse what cannot be stored
 
 
-def test_records_of_every_kind_bring_their_fields(tmp_path):
+def test_every_input_format_has_fields(tmp_path):
     record = {"id": 7, "text": "words", "customer": "acme", "year": 2024, "score": 0.5, "paid": True, "none": None}
     odd = {"list": [1], "object": {"a": 1}, "long": "x" * 257, "half": "\ud800"}
     (tmp_path / "a.jsonl").write_text(json.dumps({**record, **odd, "nan": float("nan")}) + "\n")
@@ -108,12 +108,12 @@ def test_records_of_every_kind_bring_their_fields(tmp_path):
 @pytest.mark.parametrize(
     "wrong", [{"a": [1]}, {"": 1}, {1: 2}, {"a": "x" * 257}, {"a": math.inf}, {"a": 1 << 70}, ["a"], {"a": "\ud800"}]
 )
-def test_fields_that_cannot_be_kept_are_refused_where_they_are_given(wrong):
+def test_invalid_fields_are_refused(wrong):
     with pytest.raises(CorpusError, match="field"):
         Document("a", "b", "c", wrong)
 
 
-def test_documents_are_chosen_by_fields_of_their_records(memory):
+def test_documents_are_selected_by_fields_of_their_records(memory):
     assert fields_in(memory) == RIGHT | BARE
     for where, right in (
         (("customer=acme",), ["d0", "d2"]),
@@ -137,7 +137,7 @@ def test_documents_are_chosen_by_fields_of_their_records(memory):
 
 
 @given(data=st.data(), name=st.text('a":, {}\\', min_size=1, max_size=4), value=st.text('a":, {}\\1', max_size=4))
-def test_fields_are_found_whatever_signs_are_in_them(data, name, value):
+def test_fields_with_any_characters_are_found(data, name, value):
     pieces = st.text('a":, {}\\1', min_size=1, max_size=9)
     others = st.dictionaries(pieces, pieces | st.integers(0, 11) | st.booleans() | st.none(), min_size=1, max_size=3)
     records = data.draw(st.lists(others, min_size=1, max_size=4))
@@ -159,7 +159,7 @@ def test_fields_are_found_whatever_signs_are_in_them(data, name, value):
         assert [fields_by_number(connection)(number) for number in range(len(records))] == records
 
 
-def test_a_removed_documents_fields_are_in_no_file_after_a_compaction(lm, memory):
+def test_compaction_erases_the_fields_of_a_removed_document(lm, memory):
     secret = Document("s", "s.txt", "Quartz sphinx, judge my vow.", {"customer": "hidden-customer", "hidden-name": 1})
     add([secret], memory, lm=lm)
     gone = remove(memory, where="customer=hidden-customer")
@@ -178,7 +178,7 @@ def test_a_removed_documents_fields_are_in_no_file_after_a_compaction(lm, memory
     assert not any(b"acme" in file.read_bytes() for file in memory.rglob("*") if file.is_file())
 
 
-def test_merges_copies_compactions_and_repairs_keep_fields(lm, memory, tmp_path):
+def test_fields_survive_merge_copy_compaction_and_repair(lm, memory, tmp_path):
     check_against_ours(memory)
     build(
         [*documents(1, start=20), Document("e", "e:1", documents(1, start=21)[0].text, {"x": 1.5})],
@@ -208,7 +208,7 @@ def test_merges_copies_compactions_and_repairs_keep_fields(lm, memory, tmp_path)
     assert verify(memory, deep=True).sound
 
 
-def test_an_export_has_the_fields_of_every_row(memory, tmp_path):
+def test_export_has_the_fields_of_every_entry(memory, tmp_path):
     from pyarrow import parquet
 
     export(memory, tmp_path / "out")
@@ -221,7 +221,7 @@ def test_an_export_has_the_fields_of_every_row(memory, tmp_path):
        | st.sampled_from(["[1]", "{}", '{"customer": [1]}', '{"customer": NaN}', '{"a": 1}', "[" * 3000,
                          "9" * 6000, "NaN", "1e999", "null", '"x"', "2" * 20]),
        column=st.sampled_from(["record", "number"]))  # fmt: skip
-def test_whatever_a_stranger_wrote_as_a_field_is_refused_or_works(value, column, built, tmp_path):
+def test_untrusted_fields_are_refused_or_work(value, column, built, tmp_path):
     path = tmp_path / "fuzzed"
     shutil.rmtree(path, ignore_errors=True)
     shutil.copytree(built, path)
@@ -239,7 +239,7 @@ def test_whatever_a_stranger_wrote_as_a_field_is_refused_or_works(value, column,
         assert "customer" not in {name for fields in found.values() for name in fields}
 
 
-def test_the_commands_show_fields_and_choose_by_them(memory, capfd):
+def test_commands_show_fields_and_select_by_them(memory, capfd):
     assert run(["documents", str(memory), "--where", "customer=acme", "--where", "year=2024"]) == 0
     out = " ".join(capfd.readouterr().out.split())
     assert "customer=acme customer id=acme-1 year=2024" in out

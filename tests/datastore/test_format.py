@@ -24,12 +24,12 @@ from knnlm.ingest.build import add, build
 from knnlm.maintenance.verify import verify
 
 
-def test_a_memory_is_read_the_same_without_our_code(store):
+def test_store_is_readable_without_the_library(store):
     check_against_ours(store.path)
 
 
 @pytest.mark.parametrize("way", ["int8", "pca12-int8", "codes8"])
-def test_a_coded_memory_that_lives_is_read_the_same_without_our_code(way, lm, tmp_path):
+def test_changed_store_with_codes_is_readable_without_the_library(way, lm, tmp_path):
     build(given_documents(6), tmp_path / "m", lm=lm, segment_entries=150, key_format=way).close()
     check_against_ours(tmp_path / "m")
     add(given_documents(1, start=8), tmp_path / "m", lm=lm)
@@ -42,7 +42,7 @@ def test_a_coded_memory_that_lives_is_read_the_same_without_our_code(way, lm, tm
     seed=st.integers(0, 99), dtype=st.sampled_from(["float16", "float32"]), offset=st.booleans(), mapped=st.booleans(),
     share=st.floats(0.05, 1),
 )  # fmt: skip
-def test_any_derived_memory_is_read_the_same_without_our_code(seed, dtype, offset, mapped, share, tmp_path_factory):
+def test_derived_store_is_readable_without_the_library(seed, dtype, offset, mapped, share, tmp_path_factory):
     folder = tmp_path_factory.mktemp("format")
     generator = np.random.default_rng(seed)
     given_offset = generator.normal(size=6) if offset else None
@@ -54,7 +54,7 @@ def test_any_derived_memory_is_read_the_same_without_our_code(seed, dtype, offse
     check_against_ours(folder / "d")
 
 
-def test_the_golden_store_is_read_without_our_code(tmp_path):
+def test_golden_store_is_readable_without_the_library(tmp_path):
     shutil.copytree(GOLDEN / "v1", tmp_path / "store")
     check_against_ours(tmp_path / "store")
 
@@ -65,7 +65,7 @@ TOKENS = [285, 271, 288, 290, 90, 268, 71, 259, 271, 291, 77, 298, 259, 299, 84,
           15, 268, 264, 84]  # fmt: skip
 
 
-def test_the_golden_store_opens_and_answers_as_on_the_day_it_was_made(tmp_path):
+def test_golden_store_opens_with_the_recorded_results(tmp_path):
     path = tmp_path / "store"
     shutil.copytree(GOLDEN / "v1", path)
     before = tree(path)
@@ -89,7 +89,7 @@ def test_the_golden_store_opens_and_answers_as_on_the_day_it_was_made(tmp_path):
     assert before.items() <= tree(path).items()  # there may be more, such as locks
 
 
-def test_another_version_is_refused(tmp_path):
+def test_other_format_version_is_refused(tmp_path):
     shutil.copytree(GOLDEN / "v1", tmp_path / "m")
     change(tmp_path / "m", "UPDATE meta SET value = '2' WHERE key = 'format'")
     with pytest.raises(DatastoreError, match=r"format version 2.*Upgrade knnlm"):

@@ -39,7 +39,7 @@ FIXED = {"suppress_health_check": [HealthCheck.function_scoped_fixture, HealthCh
 
 
 @pytest.fixture(scope="module")
-def living(lm, tmp_path_factory):
+def changed_store(lm, tmp_path_factory):
     """A memory with a row in every table: pruned to half its keys, indexed, a document added, another removed."""
     folder = tmp_path_factory.mktemp("summed")
     with closing(build(documents(6), folder / "built", lm=lm, segment_entries=120)) as store:
@@ -53,15 +53,15 @@ def living(lm, tmp_path_factory):
 
 
 @pytest.fixture
-def memory(living, tmp_path):
-    shutil.copytree(living, tmp_path / "memory")
+def memory(changed_store, tmp_path):
+    shutil.copytree(changed_store, tmp_path / "memory")
     return tmp_path / "memory"
 
 
-def fresh(living: Path, folder: Path) -> Path:
+def fresh(changed_store: Path, folder: Path) -> Path:
     path = folder / "fuzzed"
     shutil.rmtree(path, ignore_errors=True)
-    shutil.copytree(living, path)
+    shutil.copytree(changed_store, path)
     return path
 
 
@@ -88,15 +88,15 @@ def answers(path: Path) -> dict[str, object]:
 
 
 @pytest.fixture(scope="module")
-def sound(living):
-    return answers(living)
+def sound(changed_store):
+    return answers(changed_store)
 
 
 def same_sums(path: Path) -> bool:
     return sums_of(path / FILE) == written_sums(path / FILE)
 
 
-def test_every_command_leaves_the_sums_that_the_specification_says(lm, tmp_path, model_folder, capfd):
+def test_every_command_writes_the_specified_digests(lm, tmp_path, model_folder, capfd):
     path = tmp_path / "m"
     store = build(documents(5), path, lm=lm, segment_entries=100)
     assert same_sums(path)
@@ -131,7 +131,7 @@ def test_every_command_leaves_the_sums_that_the_specification_says(lm, tmp_path,
     assert verify(tmp_path / "both", deep=True).sound
 
 
-def test_a_change_that_fails_leaves_the_sums_as_they_were(memory):
+def test_failed_change_leaves_the_digests_unchanged(memory):
     before = written_sums(memory / FILE)
     with closing(Catalog.open(memory / FILE, write=True)) as catalog:
         with suppress(ZeroDivisionError), catalog.change():
@@ -181,8 +181,8 @@ def turn(path: Path, cell: tuple[str, str, object, str, str], bit: int) -> bool:
 
 @settings(max_examples=60, **FIXED)
 @given(data=st.data())
-def test_one_bit_of_any_cell_is_found_by_verify_and_never_changes_an_answer(data, living, tmp_path):
-    path = fresh(living, tmp_path)
+def test_flipped_bit_of_any_cell_is_found_by_verify_and_changes_no_result(data, changed_store, tmp_path):
+    path = fresh(changed_store, tmp_path)
     tables = sorted({cell[0] for cell in cells(path)})
     assert tables == ["digests", "documents", "indexes", "meta", "removed", "segments"]
     table = data.draw(st.sampled_from(tables))
@@ -199,9 +199,9 @@ def test_one_bit_of_any_cell_is_found_by_verify_and_never_changes_an_answer(data
 
 @settings(max_examples=80, **FIXED)
 @given(place=st.floats(0, 1, exclude_max=True), bit=st.integers(0, 7))
-def test_one_bit_anywhere_in_the_file_is_found_or_changes_nothing(place, bit, living, sound, tmp_path):
+def test_flipped_bit_anywhere_in_the_catalog_is_found_or_changes_nothing(place, bit, changed_store, sound, tmp_path):
     """A bit of a page that is free, or of a field that nobody reads, changes no answer; any other is noticed."""
-    path = fresh(living, tmp_path)
+    path = fresh(changed_store, tmp_path)
     assert not (path / f"{FILE}-wal").exists()
     data = bytearray((path / FILE).read_bytes())
     data[int(place * len(data))] ^= 1 << bit
@@ -215,7 +215,7 @@ def test_one_bit_anywhere_in_the_file_is_found_or_changes_nothing(place, bit, li
     assert not {name for name in sound if found[name] != sound[name]}
 
 
-def test_damage_is_not_made_good_by_changing_what_is_beside_it(memory, lm):
+def test_damage_stays_detected_after_changes_of_other_rows(memory, lm):
     assert turn(memory, ("documents", "number", 4, "source", "str"), 3)
     with pytest.raises(
         DatastoreCorrupt, match=r"catalog\.db is corrupt: checksum mismatch .*documents 0.*knnlm repair"
@@ -242,7 +242,7 @@ def catalog_of(path: Path, count: int) -> Catalog:
     return catalog
 
 
-def test_one_document_is_looked_up_without_reading_all_of_them(tmp_path):
+def test_document_lookup_reads_one_block_of_documents(tmp_path):
     catalog_of(tmp_path / "m", 3000).close()
     assert set(written_sums(tmp_path / "m" / FILE)) == {
         "meta", "segments", "documents 0", "documents 1", "documents 2",
@@ -256,7 +256,7 @@ def test_one_document_is_looked_up_without_reading_all_of_them(tmp_path):
             catalog.document_count()
 
 
-def test_readers_are_not_alarmed_by_a_writer_who_is_at_work(tmp_path):
+def test_readers_report_no_damage_during_a_write(tmp_path):
     """A catalog and its sums are of one moment, also for one who holds no snapshot."""
     catalog_of(tmp_path / "m", 300).close()
     script = textwrap.dedent("""
@@ -293,8 +293,8 @@ def test_readers_are_not_alarmed_by_a_writer_who_is_at_work(tmp_path):
 
 @settings(max_examples=25, **FIXED)
 @given(data=st.data())
-def test_repair_of_a_flipped_bit_makes_the_store_sound_or_changes_nothing(data, living, tmp_path):
-    path = fresh(living, tmp_path)
+def test_repair_of_a_flipped_bit_makes_the_store_sound_or_changes_nothing(data, changed_store, tmp_path):
+    path = fresh(changed_store, tmp_path)
     chosen = [cell for cell in cells(path) if cell[3] not in ("key", "part")]
     table = data.draw(st.sampled_from(sorted({cell[0] for cell in chosen})))
     cell = data.draw(st.sampled_from([cell for cell in chosen if cell[0] == table]))
@@ -317,7 +317,7 @@ def test_repair_of_a_flipped_bit_makes_the_store_sound_or_changes_nothing(data, 
     assert verify(path, deep=True).sound
 
 
-def test_catalog_text_that_is_not_utf8_is_found_and_refused(memory):
+def test_catalog_text_that_is_not_utf8_is_refused(memory):
     data = (memory / FILE).read_bytes()
     assert data.count(b"text.jsonl:4") == 1
     damaged = data.replace(b"text.jsonl:4", b"te\xf8t.jsonl:4")
@@ -354,7 +354,7 @@ def test_damaged_documents_that_fit_the_files_are_kept_and_reported(memory, capf
         "DELETE FROM digests",
     ],
 )
-def test_what_nothing_vouches_for_is_not_believed(memory, statement):
+def test_rows_without_a_matching_digest_are_refused(memory, statement):
     with closing(sqlite3.connect(memory / FILE, isolation_level=None)) as connection:
         connection.execute(statement)
     before = (memory / FILE).read_bytes()
@@ -365,7 +365,7 @@ def test_what_nothing_vouches_for_is_not_believed(memory, statement):
         Datastore.open(memory)
 
 
-def test_an_index_whose_row_is_another_is_made_again(memory):
+def test_index_with_a_damaged_row_is_built_again(memory):
     with closing(sqlite3.connect(memory / FILE, isolation_level=None)) as connection:
         connection.execute("UPDATE indexes SET entries = entries + 7, metric = 'l2'")
     with (
@@ -380,7 +380,7 @@ def test_an_index_whose_row_is_another_is_made_again(memory):
 @given(st.lists(st.tuples(st.sampled_from("pdr"), st.integers(0, 40), st.text(max_size=5)), max_size=12))
 @example([("p", 0, "\x00"), ("p", 0, "\x00\x00"), ("p", 1, "é"), ("d", 0, ""), ("r", 0, "x")])
 @settings(max_examples=15)
-def test_sums_follow_any_changes(tmp_path_factory, steps):
+def test_digests_match_after_any_changes(tmp_path_factory, steps):
     """Of metadata and documents, put, deleted and renamed in any order."""
     path = tmp_path_factory.mktemp("any") / "m"
     with closing(catalog_of(path, 20)) as catalog:

@@ -39,7 +39,7 @@ from knnlm.ingest.build import build
 from knnlm.mixture.mixture import Mixture
 from knnlm.mixture.spec import MixtureOptions
 
-WAYS = ["int8", "pca12-int8", "codes8", "pca16-codes4"]  # of keys of width 32
+FORMATS = ["int8", "pca12-int8", "codes8", "pca16-codes4"]  # of keys of width 32
 
 
 def drawn(seed, rows, width, *, spread=4.0, shift=0.0):
@@ -51,7 +51,7 @@ def drawn(seed, rows, width, *, spread=4.0, shift=0.0):
 
 @given(st.integers(0, 10_000), st.integers(1, 300), st.integers(1, 20), st.floats(-1e4, 1e4))
 @settings(max_examples=30)
-def test_a_byte_is_off_by_half_a_step_or_by_what_lies_beyond_the_last(seed, rows, width, shift):
+def test_byte_code_error_is_half_a_step_or_the_clipped_part(seed, rows, width, shift):
     keys = drawn(seed, rows, width, shift=shift)
     codec = fit_bytes(keys)
     stored = codec.encode(keys)
@@ -69,7 +69,7 @@ def test_a_byte_is_off_by_half_a_step_or_by_what_lies_beyond_the_last(seed, rows
 
 @given(st.integers(0, 10_000), st.integers(1, 400), st.integers(1, 4), st.integers(1, 5))
 @settings(max_examples=20)
-def test_a_code_names_the_nearest_entry_of_its_book(seed, rows, pieces, size):
+def test_code_is_the_nearest_codebook_entry(seed, rows, pieces, size):
     keys = drawn(seed, rows, pieces * size)
     codec = fit_codes(keys, pieces)
     stored = codec.encode(keys).numpy()
@@ -87,13 +87,13 @@ def test_a_code_names_the_nearest_entry_of_its_book(seed, rows, pieces, size):
     assert torch.allclose(again, torch.from_numpy(decoded), atol=1e-3 * float(keys.abs().max()))
 
 
-def test_few_keys_are_their_own_entries():
+def test_few_keys_are_their_own_codebook_entries():
     keys = drawn(0, CODEBOOK_SIZE, 6).unique(dim=0)
     codec = fit_codes(keys, 2)
     assert torch.allclose(codec.decode(codec.encode(keys), 1.0), keys, atol=1e-4)
 
 
-def test_books_are_as_good_as_those_of_faiss():
+def test_codebooks_are_as_precise_as_those_of_faiss():
     faiss = pytest.importorskip("faiss")
     keys = drawn(3, 6000, 24, spread=2.0)
     ours = fit_codes(keys, 6)
@@ -104,14 +104,14 @@ def test_books_are_as_good_as_those_of_faiss():
     assert error <= 1.05 * float(((back - keys.numpy()) ** 2).sum(1).mean())
 
 
-def test_an_entry_that_nobody_is_near_to_is_moved():
+def test_unused_codebook_entry_is_moved():
     keys = torch.cat([torch.zeros(500, 1), torch.linspace(10, 20, 500)[:, None]])  # half the first entries are equal
     codec = fit_codes(keys, 1)
     assert len(codec.books[0].unique()) > 200
     assert float((codec.decode(codec.encode(keys), 1.0) - keys).abs().max()) < 0.2
 
 
-def test_components_are_dealt_out_so_that_every_piece_varies_as_much():
+def test_components_are_distributed_so_that_sub_vectors_have_equal_variance():
     keys = drawn(1, 4000, 16, spread=3.0)
     key_map, codec = fit_codec(parse_storage("codes4"), keys)
     turned = key_map.apply(keys)
@@ -134,7 +134,7 @@ def test_components_are_dealt_out_so_that_every_piece_varies_as_much():
         ("pca128-codes32", "pca128-codes32", "uint8"),
     ],
 )
-def test_ways_of_storing_are_read_as_they_are_named(text, name, dtype):
+def test_key_formats_are_parsed_and_printed(text, name, dtype):
     storage = parse_storage(text, width=576)
     assert (str(storage), storage.dtype) == (name, dtype)
     assert parse_storage(str(storage)) == storage
@@ -143,12 +143,12 @@ def test_ways_of_storing_are_read_as_they_are_named(text, name, dtype):
 @pytest.mark.parametrize(
     "text", ["float8", "pca-int8", "pca0-int8", "codes0", "pca8-float16", "int8 codes", "pca900-int8"]
 )
-def test_unknown_ways_are_refused(text):
+def test_unknown_key_formats_are_refused(text):
     with pytest.raises(ParameterError, match=r"codes48|only 576"):
         parse_storage(text, width=576)
 
 
-def test_keys_narrower_than_the_usual_codes_get_as_many_bytes_as_they_have_dimensions():
+def test_narrow_keys_get_one_byte_per_dimension():
     assert str(parse_storage("codes", width=32)) == "codes32"
     with pytest.raises(ParameterError, match="64 bytes per key, but there are only 32"):
         parse_storage("codes64", width=32)
@@ -166,12 +166,12 @@ def built(lm, text, tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(encoder, "CODEC_SAMPLE_KEYS", 400)
         return {
-            way: build(text, folder / way, lm=lm, key_format=way, segment_entries=150) for way in ["float16", *WAYS]
+            way: build(text, folder / way, lm=lm, key_format=way, segment_entries=150) for way in ["float16", *FORMATS]
         }
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_a_build_stores_what_the_codec_makes_of_the_keys(built, way):
+@pytest.mark.parametrize("way", FORMATS)
+def test_build_stores_encoded_keys(built, way):
     plain, store = built["float16"], built[way]
     keys = all_keys(plain)
     assert (store.storage, store.key_count, store.entry_count) == (way, plain.key_count, plain.entry_count)
@@ -190,7 +190,7 @@ def test_a_build_stores_what_the_codec_makes_of_the_keys(built, way):
     assert not list(store.path.rglob("unencoded.npy"))
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", FORMATS)
 def test_all_ways_of_reading_keys_agree(built, way):
     store = built[way]
     keys = all_keys(store)
@@ -206,7 +206,7 @@ def test_all_ways_of_reading_keys_agree(built, way):
 
 
 @pytest.mark.parametrize("metric", ["l2", "ip"])
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", FORMATS)
 def test_evaluation_is_that_of_brute_force_on_decoded_keys(built, lm, way, metric):
     store = built[way]
     held_out = documents(3, start=70)
@@ -258,8 +258,8 @@ def test_generating_explaining_indexing_and_pruning_work(built, lm, way, tmp_pat
     assert (mapped.storage, mapped.width) == ("float16", 5)
 
 
-@pytest.mark.parametrize("way", ["float32", *WAYS])
-def test_a_finished_memory_is_compressed_into_a_copy(built, lm, way, tmp_path):
+@pytest.mark.parametrize("way", ["float32", *FORMATS])
+def test_finished_store_is_compressed_into_a_copy(built, lm, way, tmp_path):
     plain = built["float16"]
     copy = compress(plain, tmp_path / "copy", key_format=way)
     assert (copy.storage, copy.entry_count) == (way, plain.entry_count)
@@ -278,7 +278,7 @@ def test_a_finished_memory_is_compressed_into_a_copy(built, lm, way, tmp_path):
     assert float((all_keys(again) - all_keys(copy)).abs().max()) <= 1.3 * float(step)
 
 
-def test_a_small_text_has_its_codec_when_it_ends(lm, tmp_path):
+def test_small_text_is_encoded_at_its_end(lm, tmp_path):
     store = build(documents(2), tmp_path / "memory", lm=lm, key_format="int8")
     plain = build(documents(2), tmp_path / "plain", lm=lm)
     keys = all_keys(plain)
@@ -286,7 +286,7 @@ def test_a_small_text_has_its_codec_when_it_ends(lm, tmp_path):
     assert float((all_keys(store) - keys).abs().div(store.codec.step).max()) <= 0.51
 
 
-def test_an_empty_text_has_no_codec_and_still_opens(lm, tmp_path):
+def test_store_without_text_has_no_codec_and_opens(lm, tmp_path):
     store = build([], tmp_path / "memory", lm=lm, key_format="codes8")
     assert (store.entry_count, store.key_count, store.storage) == (0, 0, "uint8")
     with pytest.raises(ParameterError, match="no keys"):
@@ -316,7 +316,7 @@ KILLED = """
 """
 
 
-def test_a_build_killed_around_its_codec_goes_on_and_ends_with_the_same_bytes(lm, tmp_path, monkeypatch):
+def test_build_killed_around_its_codec_resumes_and_ends_with_the_same_bytes(lm, tmp_path, monkeypatch):
     monkeypatch.setattr(encoder, "CODEC_SAMPLE_KEYS", 400)
     whole = build(documents(16), tmp_path / "whole", lm=lm, key_format="codes4", segment_entries=150)
     expected = contents(whole.path)
@@ -333,7 +333,7 @@ def test_a_build_killed_around_its_codec_goes_on_and_ends_with_the_same_bytes(lm
     assert stages >= {(True, False), (True, True), (False, True)}
 
 
-def test_an_unfinished_build_refuses_another_way_of_storing(lm, tmp_path, monkeypatch):
+def test_unfinished_build_refuses_another_key_format(lm, tmp_path, monkeypatch):
     def failing():
         yield from documents(8)
         raise KeyboardInterrupt
@@ -348,7 +348,7 @@ def test_an_unfinished_build_refuses_another_way_of_storing(lm, tmp_path, monkey
 
 
 @pytest.mark.parametrize("damage", ["missing", "changed", "kind", "width"])
-def test_a_damaged_codec_is_refused(tmp_path, damage):
+def test_damaged_codec_is_refused(tmp_path, damage):
     store = compress(random_store(tmp_path / "plain"), tmp_path / "memory", key_format="int8")
     file = store.path / "codec.safetensors"
     fact = store.catalog.get("codec")
@@ -381,7 +381,7 @@ def test_a_damaged_codec_is_refused(tmp_path, damage):
         lambda: Codes(torch.full((2, 256, 3), torch.inf)),
     ],
 )
-def test_parameters_that_mean_nothing_are_refused(parameters):
+def test_invalid_codec_parameters_are_refused(parameters):
     with pytest.raises(ParameterError):
         parameters()
 
@@ -394,14 +394,14 @@ def test_plain_numbers_are_multiplied_by_their_scale():
     assert single.tolist() == [[1.5, -2.0]]
 
 
-def test_nearest_entries_are_found_in_blocks_as_in_one(monkeypatch):
+def test_nearest_entries_in_blocks_equal_those_at_once(monkeypatch):
     keys, books = drawn(5, 300, 8), torch.randn(4, 16, 2, generator=torch.Generator().manual_seed(0))
     whole = nearest_entries(keys, books)
     monkeypatch.setattr("knnlm.datastore.codecs._SCORE_BYTES", 16 * 4 * 7)
     assert torch.equal(nearest_entries(keys, books), whole)
 
 
-def test_a_thin_index_is_small_and_finds_most(tmp_path):
+def test_compressed_index_is_small_and_finds_most_neighbours(tmp_path):
     pytest.importorskip("faiss")
     from helpers.search_contract import Array
     from knnlm.index.faiss import FaissIndex
@@ -420,7 +420,7 @@ def test_a_thin_index_is_small_and_finds_most(tmp_path):
     assert np.mean(hits) > 80
 
 
-def test_compress_and_info_say_how_many_bytes_a_token_takes(built, tmp_path, capfd):
+def test_compress_and_info_show_bytes_per_token(built, tmp_path, capfd):
     plain = built["float16"]
     code, out, err = knnlm(capfd, "compress", plain.path, "--out", tmp_path / "c", "--key-format", "codes8", "--json")
     assert code == 0, err

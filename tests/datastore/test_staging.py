@@ -91,7 +91,7 @@ def count_read(monkeypatch, lm) -> list[int]:
     return seen
 
 
-def test_nothing_of_a_stopped_addition_is_there_and_it_goes_on_without_reading_again(
+def test_interrupted_addition_is_invisible_and_resumes_without_reading_again(
     lm, built, stopped, tmp_path, monkeypatch
 ):
     path = shutil.copytree(stopped, tmp_path / "memory")
@@ -117,7 +117,7 @@ def test_nothing_of_a_stopped_addition_is_there_and_it_goes_on_without_reading_a
         assert int(open_index(store).search(last, 1).ids[0, 0]) == store.entry_count - 5
 
 
-def test_what_is_not_given_again_is_dropped(lm, stopped, tmp_path, monkeypatch):
+def test_staged_document_that_is_missing_now_is_dropped(lm, stopped, tmp_path, monkeypatch):
     path = shutil.copytree(stopped, tmp_path / "memory")
     seen = count_read(monkeypatch, lm)
     done = add([NEW[5]], path, lm=lm)
@@ -131,7 +131,7 @@ def test_what_is_not_given_again_is_dropped(lm, stopped, tmp_path, monkeypatch):
     assert verify(path, deep=True).notes == ()
 
 
-def test_of_a_segment_that_is_given_again_in_part_the_rest_is_masked_and_goes_with_a_compaction(lm, built, tmp_path):
+def test_missing_documents_of_a_staged_segment_are_masked_and_erased_by_compaction(lm, built, tmp_path):
     short = [Document(f"s{number}", f"s:{number}", f"{number} " * 6 + NEW[number].text[:25]) for number in range(6)]
     path = shutil.copytree(built, tmp_path / "memory")
     stop(path, lm, [*short, *NEW[4:]])
@@ -157,7 +157,7 @@ def test_of_a_segment_that_is_given_again_in_part_the_rest_is_masked_and_goes_wi
     assert names(path) == ["d0", "d1", "d2", "s0", "other"]
 
 
-def test_other_writers_leave_what_is_pending_and_a_compaction_drops_it(lm, stopped, tmp_path):
+def test_other_writers_keep_the_staging_log_and_a_compaction_drops_it(lm, stopped, tmp_path):
     path = shutil.copytree(stopped, tmp_path / "memory")
     assert remove(path, document="d1").tokens > 0
     with closing(Datastore.open(path)) as store:
@@ -179,7 +179,7 @@ def test_other_writers_leave_what_is_pending_and_a_compaction_drops_it(lm, stopp
     assert add(NEW, path, lm=lm).resumed == 0
 
 
-def test_a_log_that_outlived_its_commit_counts_for_nothing(lm, stopped, tmp_path):
+def test_log_left_after_its_commit_is_ignored(lm, stopped, tmp_path):
     path = shutil.copytree(stopped, tmp_path / "memory")
     log = (path / STAGING_FILE).read_bytes()
     add(NEW, path, lm=lm)
@@ -192,7 +192,7 @@ def test_a_log_that_outlived_its_commit_counts_for_nothing(lm, stopped, tmp_path
 
 @fuzzing
 @given(data=st.data())
-def test_any_damage_to_what_is_pending_costs_no_more_than_reading_again(data, lm, stopped, tmp_path):
+def test_damaged_staged_files_are_only_read_again(data, lm, stopped, tmp_path):
     path = tmp_path / "fuzzed"
     shutil.rmtree(path, ignore_errors=True)
     shutil.copytree(stopped, path)
@@ -213,7 +213,7 @@ def test_any_damage_to_what_is_pending_costs_no_more_than_reading_again(data, lm
 
 
 @pytest.mark.parametrize("kind", ["pipe", "folder", "link"])
-def test_a_log_that_is_no_file_is_one_error_and_nothing_hangs(lm, memory, tmp_path, kind):
+def test_log_that_is_not_a_file_is_one_error(lm, memory, tmp_path, kind):
     place = memory / STAGING_FILE
     if kind == "pipe":
         os.mkfifo(place)
@@ -229,7 +229,7 @@ def test_a_log_that_is_no_file_is_one_error_and_nothing_hangs(lm, memory, tmp_pa
 
 
 @pytest.mark.parametrize("before", [0, 2, 6])
-def test_an_empty_memory_takes_its_first_documents_as_a_build_would(lm, way, tmp_path, before):
+def test_addition_to_an_empty_store_equals_a_build(lm, way, tmp_path, before):
     build([], tmp_path / "m", lm=lm, segment_entries=ROWS, key_format=way).close()
     if before:
         stop(tmp_path / "m", lm, NEW, before=before)
@@ -247,7 +247,7 @@ def test_an_empty_memory_takes_its_first_documents_as_a_build_would(lm, way, tmp
     assert verify(tmp_path / "m", deep=True).sound
 
 
-def test_the_codec_of_an_addition_that_is_dropped_is_dropped_too(lm, tmp_path, monkeypatch):
+def test_codec_of_a_dropped_addition_is_dropped(lm, tmp_path, monkeypatch):
     build([], tmp_path / "m", lm=lm, segment_entries=ROWS, key_format="pca8-int8").close()
 
     def fail(_):
@@ -267,7 +267,7 @@ def test_the_codec_of_an_addition_that_is_dropped_is_dropped_too(lm, tmp_path, m
     assert not verify(again, deep=True).sound
 
 
-def test_ctrl_c_says_that_the_same_command_goes_on_and_it_does(lm, memory, model_folder, tmp_path, capfd, monkeypatch):
+def test_interrupted_add_command_names_how_to_resume_and_resumes(lm, memory, model_folder, tmp_path, capfd, monkeypatch):
     texts = [tmp_path / f"{document.id}.txt" for document in NEW]
     for text, document in zip(texts, NEW, strict=True):
         text.write_text(document.text)

@@ -46,8 +46,8 @@ def reader() -> CausalLM:
 
 
 @lru_cache
-def alone() -> dict[str, tuple[np.ndarray, list[int]]]:
-    """The keys and tokens of each document, read alone."""
+def baseline() -> dict[str, tuple[np.ndarray, list[int]]]:
+    """The keys and tokens of each document, read baseline."""
     found = {}
     with tempfile.TemporaryDirectory() as folder:
         for document in ALL:
@@ -61,8 +61,8 @@ def check(store: Datastore, ids: list[str]) -> None:
     """A store answers as one of exactly these documents, in this order, would."""
     stored = list(store.documents())
     assert [document.id for document in stored] == ids
-    keys = np.concatenate([np.zeros((0, 32), np.float32), *(alone()[name][0] for name in ids)])
-    tokens = [token for name in ids for token in alone()[name][1]]
+    keys = np.concatenate([np.zeros((0, 32), np.float32), *(baseline()[name][0] for name in ids)])
+    tokens = [token for name in ids for token in baseline()[name][1]]
     rows = torch.arange(store.entry_count)
     assert store.values(rows).tolist() == tokens
     check_keys(store, keys)
@@ -77,7 +77,7 @@ def check(store: Datastore, ids: list[str]) -> None:
         assert found.distances[0, 0].item() <= right[0] + 0.1 + 0.02 * right[0]
 
 
-class Memory(RuleBasedStateMachine):
+class StoreMachine(RuleBasedStateMachine):
     """The memory on disk, and the list of what should be in it."""
 
     def __init__(self) -> None:
@@ -192,16 +192,16 @@ class Memory(RuleBasedStateMachine):
         shutil.rmtree(self.folder)
 
 
-def play(examples: int, steps: int) -> None:
+def run_machine(examples: int, steps: int) -> None:
     checks = [HealthCheck.too_slow, HealthCheck.filter_too_much, HealthCheck.data_too_large]
     wanted = settings(max_examples=examples, stateful_step_count=steps, deadline=None, suppress_health_check=checks)
-    run_state_machine_as_test(Memory, settings=wanted)
+    run_state_machine_as_test(StoreMachine, settings=wanted)
 
 
-def test_a_memory_is_what_was_added_less_what_was_removed():
-    play(6, 10)
+def test_store_contains_what_was_added_and_not_removed():
+    run_machine(6, 10)
 
 
 @pytest.mark.slow
-def test_a_memory_is_what_was_added_less_what_was_removed_at_length():
-    play(120, 30)
+def test_store_contains_what_was_added_and_not_removed_in_long_runs():
+    run_machine(120, 30)

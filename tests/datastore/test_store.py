@@ -38,7 +38,7 @@ from knnlm.mixture.spec import MixtureOptions
 HERE = Path(__file__).parent.parent
 
 
-def test_rows_are_the_documents_tokens_and_the_contexts_before_them(lm, store):
+def test_entries_are_the_tokens_and_the_contexts_before_them(lm, store):
     stored = [lm.encode(document.text) for document in documents(40)]
     assert store.entry_count == sum(map(len, stored))
     assert len(store.segments) > 1
@@ -61,7 +61,7 @@ def test_rows_are_the_documents_tokens_and_the_contexts_before_them(lm, store):
     assert [first for first, _ in blocks] == sorted({first for first, _ in blocks})
 
 
-def test_every_row_knows_its_document_and_the_text_around_it(lm, store):
+def test_every_entry_has_its_document_and_the_text_around_it(lm, store):
     made = documents(40)
     for document, stored in zip(made, store.catalog.documents(), strict=True):
         assert (stored.id, stored.source) == (document.id, document.source)
@@ -110,7 +110,7 @@ def run_killed(path: Path, writes: int) -> int:
 
 
 @pytest.mark.parametrize("writes", [3, 12, 20, 33, 40])
-def test_a_build_killed_at_any_write_resumes_and_ends_with_the_same_bytes(lm, tmp_path, writes):
+def test_build_killed_at_any_write_resumes_and_ends_with_the_same_bytes(lm, tmp_path, writes):
     whole = build(documents(12), tmp_path / "whole", lm=lm, segment_entries=150)
     assert len(whole.segments) >= 3
     killed = tmp_path / "killed"
@@ -121,7 +121,7 @@ def test_a_build_killed_at_any_write_resumes_and_ends_with_the_same_bytes(lm, tm
     assert contents(killed) == contents(tmp_path / "whole")
 
 
-def test_a_resumed_build_reads_only_what_is_missing(lm, tmp_path):
+def test_resumed_build_reads_only_what_is_missing(lm, tmp_path):
     def stopping():
         yield from documents(8)
         raise KeyboardInterrupt
@@ -162,7 +162,7 @@ def test_resuming_with_other_text_or_settings_is_refused_and_loses_nothing(lm, t
     assert contents(path) == before
 
 
-def test_a_finished_memory_and_a_folder_of_other_things_are_not_written_over(lm, store, tmp_path):
+def test_finished_store_and_other_folders_are_not_overwritten(lm, store, tmp_path):
     with pytest.raises(DatastoreError, match="finished store already"):
         build(documents(1), store.path, lm=lm)
     (tmp_path / "thesis.tex").write_text("years of work")
@@ -226,7 +226,7 @@ def test_keys_beyond_float16_are_scaled_and_recorded_never_infinite(tmp_path, fa
     np.testing.assert_allclose(inner.distances[0], product[inner.ids[0]], rtol=1e-2, atol=1e-3 * np.abs(product).max())
 
 
-def test_outliers_that_hardly_vary_do_not_cost_the_other_dimensions_their_precision(tmp_path):
+def test_constant_outliers_do_not_reduce_the_precision_of_other_dimensions(tmp_path):
     # A step of float16 at 3e4 is 16: stored as they are, three such dimensions would drown all others.
     lm = large_model(1.0, 3e4)
     store = build(documents(6), tmp_path / "memory", lm=lm)
@@ -237,7 +237,7 @@ def test_outliers_that_hardly_vary_do_not_cost_the_other_dimensions_their_precis
     torch.testing.assert_close(farther, far, rtol=2e-2, atol=2e-2)
 
 
-def test_a_key_that_grows_late_rescales_what_was_written(tmp_path):
+def test_large_key_rescales_keys_written_before(tmp_path):
     with ArrayWriter(tmp_path / "a.npy", "float16", (2,)) as writer:
         writer.append(np.array([[1000.0, 2.0], [3.0, 60000.0]], np.float32))
         writer.scale(1 / 4)
@@ -245,7 +245,7 @@ def test_a_key_that_grows_late_rescales_what_was_written(tmp_path):
     assert np.load(tmp_path / "a.npy").tolist() == [[250.0, 0.5], [0.75, 15000.0], [5.0, 6.0]]
 
 
-def test_a_model_that_gives_nan_is_an_error_with_the_place(tmp_path):
+def test_nan_keys_are_an_error_that_names_the_place(tmp_path):
     lm = large_model(1.0)
     with torch.no_grad():
         lm.model.transformer.h[-1].ln_2.weight[0] = torch.nan
@@ -253,7 +253,7 @@ def test_a_model_that_gives_nan_is_an_error_with_the_place(tmp_path):
         build(documents(1), tmp_path / "memory", lm=lm)
 
 
-def test_float32_keys_are_the_models_own(lm, tmp_path):
+def test_float32_keys_equal_the_hidden_states(lm, tmp_path):
     store = build(documents(3), tmp_path / "memory", lm=lm, key_format="float32")
     tokens = lm.encode(documents(1)[0].text)
     readings = list(lm.read([tokens], lm.window()))
@@ -269,7 +269,7 @@ def broken(lm, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["keys.npy", "values.npy"])
-def test_a_truncated_segment_is_named_on_open(broken, name):
+def test_truncated_segment_is_named_on_open(broken, name):
     file = broken / "segments" / "000001" / name
     os.truncate(file, file.stat().st_size - 10)
     with pytest.raises(DatastoreCorrupt, match=rf"000001/{name}: wrong size \([\d,]+ bytes instead of [\d,]+"):
@@ -282,14 +282,14 @@ def test_a_truncated_segment_is_named_on_open(broken, name):
         Datastore.open(broken)
 
 
-def test_a_segment_of_another_shape_is_named_on_open(broken):
+def test_segment_of_another_shape_is_named_on_open(broken):
     np.save(broken / "segments" / "000000" / "keys.npy", np.zeros((3, 32), np.float16))
     with pytest.raises(DatastoreCorrupt, match=r"contains float16 \(3, 32\), but the catalog has"):
         Datastore.open(broken)
 
 
 @pytest.mark.parametrize("damage", ["junk", "empty", "cut", "other database", "missing table", "not json", "no model"])
-def test_a_damaged_catalog_is_one_clear_line(broken, damage):
+def test_damaged_catalog_is_one_error(broken, damage):
     file = broken / "catalog.db"
     if damage == "junk":
         file.write_bytes(os.urandom(4096))
@@ -316,7 +316,7 @@ def test_a_damaged_catalog_is_one_clear_line(broken, damage):
     assert "\n" not in str(caught.value)
 
 
-def test_metadata_of_the_catalog_that_cannot_be_are_one_clear_line(broken):
+def test_invalid_metadata_of_the_catalog_is_one_error(broken):
     catalog = Catalog.open(broken / "catalog.db", write=True)
     model = catalog.get("model")
     nowhere = [1.0, 2.0], [[0.0] * 32], "x", 5, {"a": 1}, [0.0] * 31 + ["x"], [0.0] * 31 + [math.nan], [math.inf] * 32
@@ -342,7 +342,7 @@ def test_metadata_of_the_catalog_that_cannot_be_are_one_clear_line(broken):
     catalog.close()
 
 
-def test_a_folder_that_is_no_memory_and_a_newer_format_say_so(broken, tmp_path):
+def test_other_folders_and_newer_formats_are_refused(broken, tmp_path):
     with pytest.raises(DatastoreError, match="is not a store"):
         Datastore.open(tmp_path)
     with sqlite3.connect(broken / "catalog.db") as connection:
@@ -352,7 +352,7 @@ def test_a_folder_that_is_no_memory_and_a_newer_format_say_so(broken, tmp_path):
         Datastore.open(broken)
 
 
-def test_an_index_is_kept_and_checked_when_it_is_opened(lm, broken):
+def test_index_is_stored_and_checked_when_opened(lm, broken):
     store = Datastore.open(broken)
     assert build_index(store, "IVF4,Flat") == "IVF4,Flat"
     exact = Mixture.open(broken, lm, options=MixtureOptions("ip")).evaluate(documents(2, start=50))
@@ -375,7 +375,7 @@ def test_an_index_is_kept_and_checked_when_it_is_opened(lm, broken):
     assert not any((broken / "index").iterdir())
 
 
-def test_a_full_disk_is_one_clear_line_and_the_build_goes_on_when_there_is_room(lm, tmp_path):
+def test_full_disk_is_one_error_and_the_build_resumes_when_there_is_space(lm, tmp_path):
     # A real limit on file size, in a real process: the write itself fails, as on a full disk.
     script = textwrap.dedent(f"""
         import resource, signal, sys
@@ -446,7 +446,7 @@ def test_peak_memory_does_not_grow_with_the_corpus(tmp_path):
     assert grown < 0.1 * stored
 
 
-def test_a_store_of_many_segments_needs_few_file_handles(lm, tmp_path):
+def test_store_of_many_segments_needs_few_file_handles(lm, tmp_path):
     build(documents(80), tmp_path / "memory", lm=lm, segment_entries=1)
     script = textwrap.dedent("""
         import resource, sys, torch
@@ -467,7 +467,7 @@ def test_a_store_of_many_segments_needs_few_file_handles(lm, tmp_path):
     assert int(result.stdout) == sum(token for one in documents(80) for token in lm.encode(one.text))
 
 
-def test_a_writer_killed_inside_a_catalog_write_does_not_lock_readers_out(broken):
+def test_writer_killed_inside_a_catalog_write_does_not_lock_readers_out(broken):
     script = textwrap.dedent("""
         import os, signal, sqlite3, sys
         connection = sqlite3.connect(sys.argv[1], isolation_level=None)
@@ -485,7 +485,7 @@ def test_a_writer_killed_inside_a_catalog_write_does_not_lock_readers_out(broken
     assert store.catalog.get("x0") is None
 
 
-def test_tokens_that_the_model_does_not_have_are_damage(broken):
+def test_tokens_outside_the_vocabulary_are_corrupt(broken):
     file = broken / "segments" / "000000" / "values.npy"
     data = bytearray(file.read_bytes())
     data[-4:] = b"\xff\xff\xff\x7f"
@@ -495,7 +495,7 @@ def test_tokens_that_the_model_does_not_have_are_damage(broken):
         store.values(torch.arange(store.entry_count))
 
 
-def test_verbs_change_the_store_and_show_the_change(lm, tmp_path):
+def test_methods_change_the_store_and_show_the_change(lm, tmp_path):
     store = build(documents(4), tmp_path / "m", lm=lm, segment_entries=150)
     before = store.entry_count
     added = store.add(documents(1, start=9), lm=lm)
@@ -514,7 +514,7 @@ def test_verbs_change_the_store_and_show_the_change(lm, tmp_path):
     store.close()
 
 
-def test_a_store_that_an_index_was_opened_on_stays_a_snapshot(lm, tmp_path):
+def test_store_that_an_index_was_opened_on_stays_a_snapshot(lm, tmp_path):
     store = build(documents(4), tmp_path / "m", lm=lm, segment_entries=150)
     before = store.entry_count
     open_index(store)

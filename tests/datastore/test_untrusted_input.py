@@ -85,7 +85,7 @@ def files(path: Path, *, but: str = "never") -> list[str]:
 
 @settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 @given(data=st.data())
-def test_a_memory_with_damaged_bytes_is_refused_or_works(data, mapped, tmp_path):
+def test_store_with_damaged_bytes_is_refused_or_works(data, mapped, tmp_path):
     """Checksums are on; FAISS reads only what has the right one, so it is never reached by a mutated file."""
     path, _ = damaged_copy(mapped, tmp_path, files(mapped), data.draw)
     survives(path)
@@ -93,15 +93,15 @@ def test_a_memory_with_damaged_bytes_is_refused_or_works(data, mapped, tmp_path)
 
 @settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 @given(data=st.data())
-def test_a_catalog_that_vouches_for_damaged_files_is_refused_or_works(data, mapped, tmp_path):
+def test_damaged_files_with_matching_checksums_are_refused_or_work(data, mapped, tmp_path):
     """As a stranger would make it: every checksum is right, so each reader must stand on its own."""
     names = [name for name in files(mapped, but="faiss") if name != "catalog.db"]
     path, name = damaged_copy(mapped, tmp_path, names, data.draw)
-    vouch(path, name)
+    match_checksums(path, name)
     survives(path)
 
 
-def vouch(path: Path, name: str) -> None:
+def match_checksums(path: Path, name: str) -> None:
     """Write the checksum that a file has now to where it is compared with."""
     import json
 
@@ -152,7 +152,7 @@ def test_any_value_in_any_cell_of_the_catalog_is_refused_or_works(data, mapped, 
     survives(path)
 
 
-def test_a_damaged_index_is_never_given_to_faiss(memory, monkeypatch):
+def test_damaged_index_is_never_passed_to_faiss(memory, monkeypatch):
     """Reading one could crash the process, so what is counted is whether it is reached."""
     import faiss
 
@@ -173,7 +173,7 @@ def test_a_damaged_index_is_never_given_to_faiss(memory, monkeypatch):
     assert not reached
 
 
-def test_an_index_that_crashes_faiss_is_made_again_from_keys_without_being_read(memory):
+def test_index_that_crashes_faiss_is_rebuilt_without_being_read(memory):
     file = memory / "index/000000/index.faiss"
     file.write_bytes(b"IxF2" + b"\xff" * 4096)
     change(memory, "UPDATE indexes SET sha256 = ?", checksum(file))
@@ -186,7 +186,7 @@ def test_an_index_that_crashes_faiss_is_made_again_from_keys_without_being_read(
     "name", ["segments/000001/keys.npy", "segments/000001", "segments", "index/000000/index.faiss", "map.safetensors",
              "ngram/text.npy", "ngram/metadata.json", "catalog.db"],
 )  # fmt: skip
-def test_a_link_out_of_the_memory_is_not_followed(memory, tmp_path, name):
+def test_link_outside_the_store_is_not_followed(memory, tmp_path, name):
     outside = tmp_path / "outside"
     shutil.move(memory / name, outside)
     (memory / name).symlink_to(outside)
@@ -204,7 +204,7 @@ def test_a_link_out_of_the_memory_is_not_followed(memory, tmp_path, name):
 
 
 @pytest.mark.parametrize("name", ["writer.lock", "index", "segments", "segments/999999", "index/000007", "mixtures"])
-def test_no_writer_removes_or_empties_what_a_link_leads_to(memory, tmp_path, name):
+def test_writers_do_not_change_the_target_of_a_link(memory, tmp_path, name):
     """Writers remove what their catalog does not know, and opening a lock empties its file."""
     precious = tmp_path / "precious"
     (precious / "letters").mkdir(parents=True)
@@ -232,7 +232,7 @@ def test_no_writer_removes_or_empties_what_a_link_leads_to(memory, tmp_path, nam
 
 
 @pytest.mark.parametrize("name", ["segments/000000/keys.npy", "map.safetensors", "catalog.db", "ngram/metadata.json"])
-def test_a_pipe_that_nobody_writes_to_does_not_hang(memory, name):
+def test_pipe_without_a_writer_does_not_hang(memory, name):
     (memory / name).unlink()
     os.mkfifo(memory / name)
     begin = time.perf_counter()
@@ -252,14 +252,14 @@ def test_a_pipe_that_nobody_writes_to_does_not_hang(memory, name):
         "CREATE VIRTUAL TABLE words USING fts5(a)",
     ],
 )
-def test_a_catalog_that_computes_is_refused_before_anything_is_read(memory, statement):
+def test_catalog_with_computed_values_is_refused_before_it_is_read(memory, statement):
     change(memory, statement)
     with pytest.raises(DatastoreCorrupt, match="which does not belong into a catalog"):
         Datastore.open(memory)
     assert not verify(memory).sound
 
 
-def test_a_table_replaced_by_an_endless_view_is_refused_at_once(memory):
+def test_table_replaced_by_an_endless_view_is_refused(memory):
     change(memory, "DROP TABLE meta")
     endless = (
         "WITH RECURSIVE c(x) AS (SELECT 1 UNION ALL SELECT x + 1 FROM c) SELECT 'format' AS key, x AS value FROM c"
@@ -271,7 +271,7 @@ def test_a_table_replaced_by_an_endless_view_is_refused_at_once(memory):
     assert time.perf_counter() - begin < 10
 
 
-def test_a_journal_cannot_make_sqlite_touch_another_file(memory, tmp_path):
+def test_journal_cannot_make_sqlite_touch_another_file(memory, tmp_path):
     """A journal may name a file that SQLite deletes when it has played the journal back."""
     victim = tmp_path / "victim"
     victim.write_text("precious")
@@ -316,17 +316,17 @@ def npy(shape: str, *, dtype: str = "<f2", length: int | None = None) -> bytes:
         b"",
     ],
 )
-def test_a_header_that_promises_the_moon_allocates_nothing_and_runs_nothing(memory, data, tmp_path, monkeypatch):
+def test_header_with_huge_or_malicious_metadata_allocates_and_runs_nothing(memory, data, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (memory / "segments/000000/keys.npy").write_bytes(data)
-    vouch(memory, "segments/000000/keys.npy")
+    match_checksums(memory, "segments/000000/keys.npy")
     with pytest.raises(DatastoreCorrupt, match=r"segments/000000/keys\.npy"):
         Datastore.open(memory)
     assert not verify(memory, deep=True).sound
     assert not (tmp_path / "executed").exists()
 
 
-def test_enormous_promises_fit_into_little_memory(memory, lm):
+def test_huge_declared_sizes_do_not_use_ram(memory, lm):
     """With 300 MB more than Python, torch and the memory need; each promise is for terabytes."""
     script = """
         import resource, sys
@@ -352,7 +352,7 @@ def test_enormous_promises_fit_into_little_memory(memory, lm):
     change(copies[0], "UPDATE segments SET entries = 1000000000000, kept = 1000000000000 WHERE id = 0")
     header = (1 << 40).to_bytes(8, "little")
     (copies[1] / "map.safetensors").write_bytes(header + (copies[1] / "map.safetensors").read_bytes()[8:])
-    vouch(copies[1], "map.safetensors")
+    match_checksums(copies[1], "map.safetensors")
     os.truncate(copies[2] / "ngram/metadata.json", 1 << 40)  # nothing but a size
     os.truncate(copies[3] / "segments/000000/values.npy", 1 << 40)
     vocabulary = "UPDATE meta SET value = json_set(value, '$.vocab_size', 2147483646) WHERE key = 'model'"
@@ -368,7 +368,7 @@ def test_enormous_promises_fit_into_little_memory(memory, lm):
     assert result.stdout.split() == ["DatastoreCorrupt"] * 5
 
 
-def test_nothing_in_the_source_can_unpickle():
+def test_source_code_never_unpickles():
     """What executes code when data is read: pickle, torch.load, numpy with allow_pickle, eval, remote code."""
     import ast
 
@@ -386,7 +386,7 @@ def test_nothing_in_the_source_can_unpickle():
                 assert given.get("trust_remote_code", "False") == "False", (file, node.lineno)
 
 
-def test_a_stranger_cannot_name_a_place_outside_by_a_number(memory):
+def test_number_cannot_name_a_path_outside_the_store(memory):
     """Folders are named by whole numbers of the catalog, so a name with dots is no number."""
     change(memory, "PRAGMA writable_schema = 0")
     with closing(sqlite3.connect(memory / "catalog.db", isolation_level=None)) as connection:

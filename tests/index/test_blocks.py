@@ -273,7 +273,7 @@ def save_arrays(path, arrays):
             np.save(file, array, allow_pickle=False)
 
 
-def test_the_file_is_a_sequence_of_npy_arrays(tmp_path):
+def test_file_is_a_sequence_of_npy_arrays(tmp_path):
     path = write(tmp_path)
     arrays, blocks = load_arrays(path), read_blocks(path)
     assert arrays["header"].tolist() == ["knnlm blocks 1", "l2"]
@@ -285,7 +285,7 @@ def test_the_file_is_a_sequence_of_npy_arrays(tmp_path):
     assert (tmp_path / "copy").read_bytes() == path.read_bytes()
 
 
-def test_the_same_keys_give_the_same_file(tmp_path):
+def test_same_keys_give_the_same_file(tmp_path):
     first = write(tmp_path).read_bytes()
     assert write(tmp_path).read_bytes() == first
 
@@ -557,7 +557,7 @@ def test_tiny_and_huge_keys_are_distinguished(size, recwarn):
         assert (found.ids[:, 0] == torch.arange(20)).float().mean() > 0.8
 
 
-def test_a_query_that_is_too_far_for_float32_finds_nothing(recwarn):
+def test_query_that_is_too_far_for_float32_finds_nothing(recwarn):
     index = build_blocks(RecordingArray(clustered(500, 4)), "Lists4,Blocks16")
     found = index.search(torch.full((2, 4), 1e30), 5)
     assert (found.ids == -1).all()

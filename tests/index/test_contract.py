@@ -77,7 +77,7 @@ def test_every_exact_index_finds_what_brute_force_finds(kind, metric, data):
 @pytest.mark.parametrize("metric", ["l2", "ip"])
 @pytest.mark.parametrize("kind", TRAINED)
 @pytest.mark.parametrize("k", [1, 10, 500])
-def test_trained_indexes_that_look_everywhere_find_what_brute_force_finds(kind, metric, k):
+def test_trained_indexes_that_search_all_lists_find_what_brute_force_finds(kind, metric, k):
     generator = np.random.default_rng(0)
     keys = generator.normal(size=(400, 16)).astype(np.float32)
     keys[200:220] = keys[0]  # duplicates
@@ -167,7 +167,7 @@ def test_index_with_more_lists_than_keys_is_an_error():
 
 
 @pytest.mark.parametrize("metric", ["l2", "ip"])
-def test_the_self_check_passes_sound_indexes_and_refuses_those_of_other_keys(metric):
+def test_self_check_passes_sound_indexes_and_refuses_those_of_other_keys(metric):
     generator = np.random.default_rng(5)
     keys = generator.normal(size=(2000, 16)).astype(np.float32)
     for index in (ExactIndex(Array(keys), metric=metric), FaissIndex.build(Array(keys), "IVF16,PQ8", metric=metric)):
@@ -199,7 +199,7 @@ def test_auto_falls_back_where_int8_cannot_separate_neighbours(tmp_path, far, sp
             build_index(store, "PCAR8,IVF256,PQ4x4fs")
 
 
-def test_the_self_check_refuses_distances_that_descend_or_disagree():
+def test_self_check_refuses_distances_that_descend_or_disagree():
     keys = np.random.default_rng(6).normal(size=(300, 8)).astype(np.float32)
 
     class Wrong(ExactIndex):

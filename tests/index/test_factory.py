@@ -37,7 +37,7 @@ def test_auto_is_exact_while_that_is_cheap_and_grows_its_lists_with_the_root_of_
     assert lists == sorted(set(lists))
 
 
-def test_the_work_of_a_search_grows_with_the_root_of_the_store():
+def test_work_of_a_search_grows_with_the_root_of_the_store():
     def work(rows):
         size = list_count_and_block_size(default_spec(rows))[1]
         return rows / (0.9 * size) + PROBES * size  # centroids and keys that are compared
@@ -51,7 +51,7 @@ def test_fallback_is_a_faiss_index():
     assert faiss.index_factory(576, factory.fallback_spec(21_000)).d == 576
 
 
-def test_an_index_is_trained_on_a_sample_that_follows_its_lists(monkeypatch):
+def test_index_is_trained_on_a_sample_that_follows_its_lists(monkeypatch):
     monkeypatch.setattr(base, "_MIN_SAMPLE", 300)
     for lists, wanted in ((4, 300), (16, 768), (32, 1536), (64, 2000)):
         vectors = RecordingArray(clustered(2000, 8))

@@ -177,7 +177,7 @@ def test_no_neighbour_scores_below_the_bound(kind, metric):
 
 
 @pytest.mark.parametrize("metric", METRICS)
-def test_the_bound_is_tight_for_random_keys(metric):
+def test_bound_is_tight_for_random_keys(metric):
     keys, queries = contract.random_data(seeded(12), 250, 64, 6)
     assert contract.check_score_bound(keys, queries, metric) < 0.02
 
@@ -222,7 +222,7 @@ def small(monkeypatch):
     monkeypatch.setattr(gpu_search, "_THRESHOLD_SAMPLE", 16)
 
 
-def test_a_threshold_lets_enough_through_at_once(small):
+def test_threshold_lets_enough_through_at_once(small):
     scores = torch.arange(256.0) * torch.arange(1.0, 6)[:, None]  # even steps through these are a fair sample
     spy = contract.check_groups(scores, 24)
     assert spy.good == 5
@@ -230,7 +230,7 @@ def test_a_threshold_lets_enough_through_at_once(small):
     assert spy.few == spy.many == spy.direct == 0
 
 
-def test_a_threshold_that_is_too_high_is_lowered(small):
+def test_threshold_that_is_too_high_is_lowered(small):
     spy = contract.check_groups(contract.misled("sample too good", 5, 256, 16, seeded(1)), 8)
     assert spy.few == 10  # one, then four of the sample reach it; then all sixteen
     assert spy.good == 5
@@ -238,7 +238,7 @@ def test_a_threshold_that_is_too_high_is_lowered(small):
     assert spy.many == spy.direct == 0
 
 
-def test_a_threshold_that_is_too_low_is_raised(small):
+def test_threshold_that_is_too_low_is_raised(small):
     spy = contract.check_groups(contract.misled("sample too bad", 5, 256, 16, seeded(2)), 24)
     assert spy.many >= 5  # 240 of them reach the first one, and 96 fit
     assert spy.good == 5
@@ -272,7 +272,7 @@ def test_nearest_groups_are_found_for_any_scores(data):
 
 
 @pytest.mark.parametrize("kind", ["ascending", "duplicates", "clusters", "random_data"])
-def test_a_search_by_thresholds_is_exact(small, kind):
+def test_search_by_thresholds_is_exact(small, kind):
     keys, queries = KINDS[kind](seeded(17), 3000, 20, 6)
     with at_least(4), contract.spying(8) as spy:
         check(keys, queries, 4, "l2")
@@ -302,7 +302,7 @@ def test_one_enormous_key_leaves_int8_steps_to_the_others():
     assert near.double().mean() > 0.8
 
 
-def test_a_rotation_keeps_distances():
+def test_rotation_keeps_distances():
     turn = contract.Int8Keys(1, 37, metric="l2", device=torch.device("cpu"), sample=torch.ones(1, 37))._rotation
     np.testing.assert_allclose(turn.double() @ turn.double().T, np.eye(37), atol=1e-6)
 

@@ -63,7 +63,7 @@ SHAPES = [
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_the_bytes_are_those_of_a_synchronous_build(lm, tmp_path, piped, shape):
+def test_bytes_are_those_of_a_synchronous_build(lm, tmp_path, piped, shape):
     text = [*documents(9), Document("none", "empty", ""), Document("one", "short", "a"), *documents(3, start=9)]
     plain = build(text, tmp_path / "plain", lm=lm, **shape)
     piped()
@@ -197,7 +197,7 @@ def whole(lm, tmp_path):
 
 
 @pytest.mark.parametrize("count", [0, 1, 5, 8, 11])
-def test_an_error_of_the_source_is_raised_after_the_documents_before_it_are_stored(lm, tmp_path, piped, whole, count):
+def test_error_of_the_source_is_raised_after_the_documents_before_it_are_stored(lm, tmp_path, piped, whole, count):
     def stopping(error):
         yield from documents(count)
         raise error
@@ -225,7 +225,7 @@ def grouped(lm: CausalLM, text: list[Document]) -> list[DocumentBatch]:
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
 @pytest.mark.parametrize("passes", [1, 2, 4, 6])
-def test_an_error_of_the_model_keeps_the_segments_before_it(lm, tmp_path, piped, whole, monkeypatch, passes, error):
+def test_error_of_the_model_keeps_the_segments_before_it(lm, tmp_path, piped, whole, monkeypatch, passes, error):
     piped()
     original, left = CausalLM.forward, [passes]
 
@@ -251,7 +251,7 @@ def test_an_error_of_the_model_keeps_the_segments_before_it(lm, tmp_path, piped,
 
 @pytest.mark.parametrize("once", [False, True])  # then segments behind the one that failed get to the disk
 @pytest.mark.parametrize("call", [1, 2, 4, 5, 7])
-def test_a_full_disk_is_an_error_and_the_build_resumes_when_there_is_space(
+def test_full_disk_is_an_error_and_the_build_resumes_when_there_is_space(
     lm, tmp_path, piped, whole, monkeypatch, call, once
 ):
     piped()
@@ -296,7 +296,7 @@ KILLED = """
 
 
 @pytest.mark.parametrize("writes", [9, 25, 41])
-def test_a_build_killed_at_any_write_resumes_and_ends_with_the_same_bytes(lm, tmp_path, piped, whole, writes):
+def test_build_killed_at_any_write_resumes_and_ends_with_the_same_bytes(lm, tmp_path, piped, whole, writes):
     script = textwrap.dedent(KILLED).format(here=str(HERE))
     arguments = [sys.executable, "-c", script, str(tmp_path / "killed"), str(writes)]
     assert subprocess.run(arguments, check=False).returncode == -signal.SIGKILL
@@ -358,7 +358,7 @@ def test_documents_are_tokenised_ahead_in_order_and_not_too_far(lm, monkeypatch)
     assert list(pipeline.tokenise_ahead([], lm)) == []
 
 
-def test_a_bad_text_is_refused_after_the_texts_before_it_and_leaves_no_thread(lm):
+def test_bad_text_is_refused_after_the_texts_before_it_and_leaves_no_thread(lm):
     text = [*documents(4), Document("bad", "bad", "ab\ud800"), *documents(4, start=4)]
     reading = pipeline.tokenise_ahead(text, lm)
     assert [next(reading)[0] for _ in range(4)] == documents(4)
@@ -381,7 +381,7 @@ def test_full_windows_are_counted_as_they_are_cut(lengths, context, data):
 
 
 @given(lengths=st.lists(st.integers(0, 60), max_size=6), count=st.integers(1, 200))
-def test_the_sample_of_a_batch_is_its_first_tokens(lengths, count):
+def test_sample_of_a_batch_is_its_first_tokens(lengths, count):
     batch, first = DocumentBatch(), 0
     for length in lengths:
         batch.add(Document("d", "d", ""), list(range(first, first + length)))

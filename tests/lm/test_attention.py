@@ -13,7 +13,7 @@ def allowed():
     return cuda.cudnn_sdp_enabled(), cuda.flash_sdp_enabled() and cuda.mem_efficient_sdp_enabled()
 
 
-def test_a_gpu_does_without_cudnn_only_while_it_reads_and_a_cpu_is_left_alone():
+def test_cudnn_attention_is_disabled_on_a_gpu_during_reading_only():
     before = allowed()
     with dynamic_shape_attention(torch.device("cuda")):  # flags alone: no GPU is needed
         assert allowed() == (False, True)

@@ -54,7 +54,7 @@ def test_sliding_windows_equal_a_token_by_token_reading(lm):
     np.testing.assert_allclose(logits.softmax(1).numpy(), expected, rtol=1e-4, atol=1e-7)
 
 
-def test_a_document_never_sees_another_documents_context(lm):
+def test_keys_do_not_depend_on_other_documents(lm):
     first, second = (lm.encode(document.text)[:20] for document in documents(2))
     together = collect(lm, [first, second], batch_tokens=64)[0][20:]
     apart = collect(lm, [second], batch_tokens=64)[0]
@@ -73,7 +73,7 @@ def test_reading_without_logits_never_runs_the_head(lm):
         handle.remove()
 
 
-def test_a_model_in_training_mode_is_read_without_dropout_and_left_in_training_mode():
+def test_model_in_training_mode_is_read_without_dropout_and_left_in_training_mode():
     model = tiny("gpt2")
     lm = CausalLM(model, tiny_tokenizer())
     calm = collect(lm, [[5, 6, 7, 8]], batch_tokens=16)[0]
@@ -82,13 +82,13 @@ def test_a_model_in_training_mode_is_read_without_dropout_and_left_in_training_m
     assert all(module.training for module in model.modules())
 
 
-def test_a_document_begins_with_bos_or_with_eos_where_there_is_none():
+def test_document_begins_with_bos_or_with_eos_where_there_is_none():
     with_bos, without = tiny_tokenizer(), tiny_tokenizer(bos=False)
     assert CausalLM(tiny("llama"), with_bos).start_token == with_bos.bos_token_id
     assert CausalLM(tiny("llama"), without).start_token == without.eos_token_id
 
 
-def test_the_window_follows_what_the_model_can_read(lm):
+def test_default_window_fits_the_models_maximum(lm):
     assert lm.max_length == 128
     assert lm.window() == WindowShape(128, 64)
     assert lm.window(32) == WindowShape(32, 16)
@@ -99,13 +99,13 @@ def test_the_window_follows_what_the_model_can_read(lm):
     assert alibi.window() == WindowShape(1024, 512)
 
 
-def test_a_prompt_that_leaves_no_room_is_refused(lm):
+def test_prompt_that_leaves_no_room_is_refused(lm):
     assert lm.prompt("The memory", room=10)[0] == lm.start_token
     with pytest.raises(ParameterError, match="can read only 128"):
         lm.prompt("The memory " * 60, room=10)
 
 
-def test_a_fingerprint_is_the_same_in_every_precision_and_differs_after_a_change_of_one_percent():
+def test_fingerprint_is_the_same_in_every_precision_and_differs_after_a_change_of_one_percent():
     model = tiny("llama")
     plain = weights_fingerprint(model)
     for dtype in (torch.bfloat16, torch.float16):
@@ -123,7 +123,7 @@ def test_tokenizers_differ_by_their_vocabulary():
     assert tokenizer_fingerprint(tiny_tokenizer()) == tokenizer_fingerprint(tiny_tokenizer())
 
 
-def test_a_token_that_the_model_does_not_have_is_refused_when_it_is_used():
+def test_token_that_the_model_does_not_have_is_refused_when_it_is_used():
     tokenizer = tiny_tokenizer()
     tokenizer.add_tokens([f"extra{number}" for number in range(400)])
     lm = CausalLM(tiny("llama"), tokenizer)
@@ -133,7 +133,7 @@ def test_a_token_that_the_model_does_not_have_is_refused_when_it_is_used():
 
 
 @pytest.mark.parametrize("name", ["/nowhere/at/all", "no-such-model-anywhere"])
-def test_a_model_that_cannot_be_opened_is_one_clear_line(name):
+def test_unknown_model_is_one_error(name):
     with pytest.raises(ModelError, match="Cannot open the model") as caught:
         CausalLM.open(name)
     assert "\n" not in str(caught.value)
@@ -145,7 +145,7 @@ def test_unknown_devices_and_precisions_are_refused(model_folder, option, value)
         CausalLM.open(str(model_folder), **{option: value})
 
 
-def test_a_model_with_missing_weights_is_refused(model_folder, tmp_path):
+def test_model_with_missing_weights_is_refused(model_folder, tmp_path):
     import shutil
 
     from safetensors.torch import load_file, save_file
@@ -165,7 +165,7 @@ def test_a_model_with_missing_weights_is_refused(model_folder, tmp_path):
         CausalLM.open(str(tmp_path / "hole"))
 
 
-def test_junk_that_is_called_gguf_is_one_clear_line(tmp_path):
+def test_invalid_gguf_file_is_one_error(tmp_path):
     (tmp_path / "junk.gguf").write_bytes(b"GGUF" + b"junk" * 100)
     with pytest.raises(ModelError, match=r"Cannot open the model .*junk\.gguf"):
         CausalLM.open(str(tmp_path / "junk.gguf"))
@@ -194,7 +194,7 @@ def test_two_threads_that_use_one_model_get_their_own_keys(lm):
                 torch.testing.assert_close(keys, alone[number], rtol=1e-4, atol=1e-5)
 
 
-def test_a_store_refuses_another_model_and_names_both(store, lm):
+def test_store_refuses_another_model_and_names_both(store, lm):
     from knnlm.mixture.mixture import Mixture
 
     other = CausalLM(tiny("llama", seed=3), tiny_tokenizer(), name="another-llama")

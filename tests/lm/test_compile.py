@@ -53,7 +53,7 @@ def attributes(model: torch.nn.Module) -> list[set[str]]:
 
 
 @pytest.mark.parametrize("family", sorted(FAMILIES))
-def test_the_blocks_before_the_key_are_those_that_run_before_its_block(family):
+def test_blocks_before_the_key_are_those_that_run_before_its_block(family):
     model = tiny(family)
     for layer in (0, LAYERS - 1):
         lm = CausalLM(model, tiny_tokenizer(), name=family, layer=layer)
@@ -89,7 +89,7 @@ def test_compiled_blocks_give_the_same_keys_for_one_shape_only(family, place):
     assert (count.graphs, count.calls) == (graphs, 2 * calls)
 
 
-def test_a_model_in_training_mode_is_read_without_dropout_and_stays_in_it():
+def test_model_in_training_mode_is_read_without_dropout_and_stays_in_it():
     lm = CausalLM(tiny("gpt2").train(), tiny_tokenizer(), name="gpt2")
     right = keys_of(lm, IDS)
     with compiled(lm.model, lm.key_layer, SHAPE, backend="aot_eager"):
@@ -98,7 +98,7 @@ def test_a_model_in_training_mode_is_read_without_dropout_and_stays_in_it():
     assert all(module.training for module in lm.model.modules())
 
 
-def test_another_thread_and_blocks_that_are_compiled_already_are_left_alone(lm):
+def test_other_threads_and_compiled_blocks_are_unchanged(lm):
     right, count, own = keys_of(lm, IDS), Counting(), Counting()
     block = lm.model.model.layers[0]
     block.compile(backend=own)
@@ -120,7 +120,7 @@ def test_another_thread_and_blocks_that_are_compiled_already_are_left_alone(lm):
     assert own.calls >= 1
 
 
-def test_where_compiling_fails_one_warning_is_given_and_keys_are_the_models_own(lm):
+def test_failed_compilation_warns_once_and_keys_are_unchanged(lm):
     def failing(*_):
         raise RuntimeError("no C compiler")
 
@@ -147,7 +147,7 @@ def counting(monkeypatch):
 
 
 @pytest.mark.parametrize("devices", [set(), {"cpu"}])
-def test_a_resumed_build_does_as_it_began(lm, tmp_path, counting, monkeypatch, devices):
+def test_resumed_build_compiles_as_it_began(lm, tmp_path, counting, monkeypatch, devices):
     monkeypatch.setattr(pipeline, "PIPELINED_DEVICES", devices)
     plain = build(documents(12), tmp_path / "plain", lm=lm, **TEXT)
     assert plain.catalog.get("compile") is False  # a CPU is not worth it
@@ -172,7 +172,7 @@ def test_a_resumed_build_does_as_it_began(lm, tmp_path, counting, monkeypatch, d
     assert "_compiled_call_impl" not in set().union(*attributes(lm.model))
 
 
-def test_a_build_that_cannot_compile_goes_on_and_says_so_in_the_catalog(lm, tmp_path, monkeypatch):
+def test_build_that_cannot_compile_continues_and_records_it(lm, tmp_path, monkeypatch):
     def failing(*_):
         raise RuntimeError("no C compiler")
 

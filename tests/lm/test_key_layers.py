@@ -167,7 +167,7 @@ def lacks(family: str, place: str) -> bool:
 @families
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("layer", [0, 1, -1])
-def test_a_key_is_what_the_module_named_by_hand_sees(family: str, place: str, layer: int) -> None:
+def test_key_is_the_input_or_output_of_the_expected_module(family: str, place: str, layer: int) -> None:
     model = shared(family)
     if lacks(family, place):
         with pytest.raises(KeyLayerError, match=r'no norm .* use "output"'):
@@ -203,7 +203,7 @@ def test_places_differ(family: str) -> None:
 
 @families
 @pytest.mark.parametrize("place", PLACES)
-def test_a_stopped_pass_gives_the_same_key_and_runs_nothing_after_it(family: str, place: str) -> None:
+def test_stopped_pass_gives_the_same_key_and_runs_nothing_after_it(family: str, place: str) -> None:
     if lacks(family, place):
         return
     model, found = shared(family), find_key_layer(shared(family), place, 1)
@@ -224,7 +224,7 @@ def test_a_stopped_pass_gives_the_same_key_and_runs_nothing_after_it(family: str
 
 
 @families
-def test_the_model_is_left_as_it_was(family: str) -> None:
+def test_model_is_unchanged_after_capture(family: str) -> None:
     model = tiny(family)
     model.train()
     model.get_input_embeddings().eval()
@@ -338,7 +338,7 @@ def small(name: str, **options: Any) -> hf.PretrainedConfig:
     return hf.CONFIG_MAPPING[name](vocab_size=VOCABULARY, hidden_size=WIDTH, num_hidden_layers=LAYERS, **options)
 
 
-def test_an_encoder_is_refused() -> None:
+def test_encoder_is_refused() -> None:
     config = small("bert", num_attention_heads=4, intermediate_size=80, is_decoder=False)
     model = randomise(lambda: hf.BertLMHeadModel(config))
     with pytest.raises(ModelError, match=r"BertLMHeadModel.*decoder-only"):
@@ -347,7 +347,7 @@ def test_an_encoder_is_refused() -> None:
         check_causal(model.bfloat16())
 
 
-def test_an_encoder_decoder_is_refused() -> None:
+def test_encoder_decoder_is_refused() -> None:
     config = hf.T5Config(vocab_size=VOCABULARY, d_model=WIDTH, d_kv=8, d_ff=64, num_layers=2, num_heads=4)
     model = hf.T5ForConditionalGeneration(config)
     with pytest.raises(ModelError, match=r"T5ForConditionalGeneration.*decoder-only"):
@@ -356,7 +356,7 @@ def test_an_encoder_decoder_is_refused() -> None:
         find_key_layer(model)
 
 
-def test_a_state_space_model_has_a_mixer_but_no_feed_forward_net() -> None:
+def test_state_space_model_has_a_mixer_but_no_feed_forward_net() -> None:
     model = randomise(lambda: hf.MambaForCausalLM(small("mamba", state_size=8)))
     with pytest.raises(KeyLayerError) as caught:
         find_key_layer(model, "ffn_input", 1)
@@ -404,7 +404,7 @@ def test_attention_that_is_not_a_module_is_not_taken_for_a_feed_forward_net() ->
     torch.testing.assert_close(keys(find_key_layer(model, "output"), model), model(IDS)[0])
 
 
-def test_a_norm_that_blocks_share_and_call_twice_is_read_at_the_right_call() -> None:
+def test_norm_that_blocks_share_and_call_twice_is_read_at_the_right_call() -> None:
     torch.manual_seed(0)
     norm, inputs = nn.LayerNorm(WIDTH), []
 
@@ -435,7 +435,7 @@ def test_unknown_places_and_layers_are_named() -> None:
             find_key_layer(shared("gpt2"), "output", layer)
 
 
-def test_the_tiny_tokenizer_reads_any_text_back() -> None:
+def test_tiny_tokenizer_reads_any_text_back() -> None:
     text = 'The memory "λ" remembers 20 rooms — 東京.'
     for bos in (True, False):
         tokenizer = tiny_tokenizer(bos=bos)

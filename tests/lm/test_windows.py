@@ -30,7 +30,7 @@ def test_every_token_is_scored_once_with_the_tokens_right_before_it(document, co
     assert scored == list(enumerate(document))
 
 
-def test_the_reference_protocol_gives_1024_targets_then_512_each():
+def test_reference_protocol_gives_1024_targets_then_512_each():
     made = list(windows(list(range(2000)), WindowShape(1024, 512), start_token=0))
     assert [len(window.targets) for window in made] == [1024, 512, 464]
     assert [len(window.tokens) for window in made] == [1024, 1024, 976]
