@@ -1,4 +1,4 @@
-"""What is read from a memory is what was written, or an error: also where only a few rows are looked at."""
+"""Damaged bytes of a store are an error when they are read, also if only a few keys are read."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ ROWS, WIDTH = 6000, 16  # keys of 384,128 bytes: six blocks
 
 @pytest.fixture(scope="module")
 def original(tmp_path_factory):
-    path = tmp_path_factory.mktemp("sums") / "memory"
+    path = tmp_path_factory.mktemp("sums") / "store"
     keys = np.random.default_rng(0).normal(size=(ROWS, WIDTH)).astype(np.float32)
     made_store(path, keys, np.arange(ROWS) % 9, sizes=[100] * 60, segments=1).close()
     return path
 
 
 @pytest.fixture
-def memory(original, tmp_path):
-    shutil.copytree(original, tmp_path / "memory")
-    return tmp_path / "memory"
+def store_path(original, tmp_path):
+    shutil.copytree(original, tmp_path / "store")
+    return tmp_path / "store"
 
 
 def used(path) -> None:
@@ -46,30 +46,30 @@ def used(path) -> None:
         store.take(torch.arange(3))
 
 
-def test_flipped_bit_is_detected_by_every_way_of_reading_keys(memory):
-    used(memory)
-    flip(memory / "segments/000000/keys.npy", -1)
+def test_flipped_bit_is_detected_by_every_way_of_reading_keys(store_path):
+    used(store_path)
+    flip(store_path / "segments/000000/keys.npy", -1)
     ways = {
         "take": lambda store: store.take(torch.tensor([ROWS - 1])),
         "chunks": lambda store: list(store.chunks(1000)),
         "read": lambda store: store.read(ROWS - 10, torch.empty(10, WIDTH, dtype=torch.float32)),
         "search": lambda store: open_index(store).search(torch.zeros(1, WIDTH), 3),
         "index": lambda store: build_index(store, "Flat"),
-        "derive": lambda store: derive(store, memory.parent / "copy", keep=torch.arange(0, ROWS, 2)),
+        "derive": lambda store: derive(store, store_path.parent / "copy", keep=torch.arange(0, ROWS, 2)),
     }
     for name, way in ways.items():
         with (
-            closing(Datastore.open(memory)) as store,
+            closing(Datastore.open(store_path)) as store,
             pytest.raises(DatastoreCorrupt, match="checksum mismatch"),
         ):
             pytest.fail(f"{name}: {way(store)}")
-        with closing(Datastore.open(memory, check=False)) as store:
+        with closing(Datastore.open(store_path, check=False)) as store:
             store.take(torch.tensor([ROWS - 1]))  # whoever does not want to know
 
 
 @pytest.mark.parametrize("name", ["values", "kept", "counts"])
-def test_flipped_bit_in_a_small_array_is_detected_at_first_use(memory, tmp_path, name):
-    with closing(Datastore.open(memory)) as store:
+def test_flipped_bit_in_a_small_array_is_detected_at_first_use(store_path, tmp_path, name):
+    with closing(Datastore.open(store_path)) as store:
         derive(store, tmp_path / "pruned", keep=torch.arange(0, ROWS, 2), counts=torch.full((ROWS,), 2.0)).close()
     flip(tmp_path / f"pruned/segments/000000/{name}.npy", -4)
     with closing(Datastore.open(tmp_path / "pruned")) as store, pytest.raises(DatastoreCorrupt, match=f"{name}.npy"):
@@ -80,7 +80,7 @@ def test_flipped_bit_in_a_small_array_is_detected_at_first_use(memory, tmp_path,
 @given(rows=st.lists(st.integers(0, ROWS - 1), min_size=1, max_size=8), place=st.integers(0, ROWS * WIDTH * 4 - 1))
 def test_damage_is_reported_exactly_where_a_corrupt_block_is_read(rows, place, original, tmp_path_factory):
     """Rows in sound blocks are read on; the block of the damage is named."""
-    path = tmp_path_factory.mktemp("touch") / "memory"
+    path = tmp_path_factory.mktemp("touch") / "store"
     shutil.copytree(original, path)
     used(path)
     file = path / "segments/000000/keys.npy"
@@ -98,58 +98,58 @@ def test_damage_is_reported_exactly_where_a_corrupt_block_is_read(rows, place, o
             store.take(torch.tensor(rows))
 
 
-def test_first_use_compares_the_whole_file(memory):
-    flip(memory / "segments/000000/keys.npy", -1)
-    with closing(Datastore.open(memory)) as store, pytest.raises(DatastoreCorrupt, match="checksum mismatch"):
+def test_first_use_compares_the_whole_file(store_path):
+    flip(store_path / "segments/000000/keys.npy", -1)
+    with closing(Datastore.open(store_path)) as store, pytest.raises(DatastoreCorrupt, match="checksum mismatch"):
         store.take(torch.tensor([0]))
-    assert not (memory / "segments/000000/keys.sums").exists()
+    assert not (store_path / "segments/000000/keys.sums").exists()
 
 
-def test_written_checksums_are_those_of_the_blocks(memory):
-    used(memory)
-    data = (memory / "segments/000000/keys.npy").read_bytes()
-    kept = (memory / "segments/000000/keys.sums").read_bytes()
-    assert kept[:72] == b"KNNLMSUM" + checksum(memory / "segments/000000/keys.npy").encode()
+def test_written_checksums_are_those_of_the_blocks(store_path):
+    used(store_path)
+    data = (store_path / "segments/000000/keys.npy").read_bytes()
+    kept = (store_path / "segments/000000/keys.sums").read_bytes()
+    assert kept[:72] == b"KNNLMSUM" + checksum(store_path / "segments/000000/keys.npy").encode()
     sums = [zlib.crc32(data[at : at + BLOCK_BYTES]) for at in range(0, len(data), BLOCK_BYTES)]
     assert np.frombuffer(kept[72:-32], "<u4").tolist() == sums
     assert len(sums) == 6
 
 
-def test_damaged_or_foreign_block_checksums_are_computed_again(memory):
-    used(memory)
-    file = memory / "segments/000000/keys.sums"
+def test_damaged_or_foreign_block_checksums_are_computed_again(store_path):
+    used(store_path)
+    file = store_path / "segments/000000/keys.sums"
     sound = file.read_bytes()
     for place in (0, 20, 80, -1):
         flip(file, place)
-        used(memory)
+        used(store_path)
         assert file.read_bytes() == sound
     os.truncate(file, 50)
-    used(memory)
+    used(store_path)
     assert file.read_bytes() == sound
 
 
-def test_reading_does_not_write_through_a_link(memory, tmp_path, monkeypatch):
+def test_reading_does_not_write_through_a_link(store_path, tmp_path, monkeypatch):
     victim = tmp_path / "victim"
     victim.write_bytes(b"precious")
     monkeypatch.setattr(secrets, "token_hex", lambda _: "guessed")
     for name in (str(os.getpid()), "guessed"):
-        (memory / f"segments/000000/keys.{name}.partial").symlink_to(victim)
-    used(memory)
+        (store_path / f"segments/000000/keys.{name}.partial").symlink_to(victim)
+    used(store_path)
     assert victim.read_bytes() == b"precious"
-    assert not (memory / "segments/000000/keys.sums").exists()  # the name was taken
+    assert not (store_path / "segments/000000/keys.sums").exists()  # the name was taken
     monkeypatch.undo()
-    used(memory)
+    used(store_path)
     assert victim.read_bytes() == b"precious"
-    file = memory / "segments/000000/keys.sums"
+    file = store_path / "segments/000000/keys.sums"
     assert file.is_file()
     assert not file.is_symlink()
 
 
-def test_every_block_is_compared_once(memory, monkeypatch):
-    used(memory)
+def test_every_block_is_compared_once(store_path, monkeypatch):
+    used(store_path)
     calls = []
     monkeypatch.setattr(zlib, "crc32", lambda data, real=zlib.crc32: (calls.append(len(data)), real(data))[1])
-    with closing(Datastore.open(memory)) as store:
+    with closing(Datastore.open(store_path)) as store:
         for _ in range(3):
             store.take(torch.tensor([0, 1, 2]))
         assert calls == [BLOCK_BYTES]
@@ -158,20 +158,20 @@ def test_every_block_is_compared_once(memory, monkeypatch):
         assert len(calls) == 6
 
 
-def test_read_only_store_is_compared_too(memory, monkeypatch):
+def test_read_only_store_is_compared_too(store_path, monkeypatch):
     def refused(path, flags, *rest, real=os.open, **options):
         if flags & os.O_CREAT and str(path).endswith(".partial"):
             raise PermissionError(13, "Permission denied")
         return real(path, flags, *rest, **options)
 
     monkeypatch.setattr(os, "open", refused)
-    before = tree(memory)
-    used(memory)
-    assert tree(memory) == before
+    before = tree(store_path)
+    used(store_path)
+    assert tree(store_path) == before
     monkeypatch.undo()
-    flip(memory / "segments/000000/keys.npy", -1)
+    flip(store_path / "segments/000000/keys.npy", -1)
     with pytest.raises(DatastoreCorrupt):
-        used(memory)
+        used(store_path)
 
 
 @settings(max_examples=30)

@@ -1,4 +1,4 @@
-"""A memory that lives: what was added is found, what was removed is nowhere, and readers keep what they opened."""
+"""Additions, removals and compactions: added documents are found, removed ones are not, and readers keep their snapshot."""
 
 from __future__ import annotations
 
@@ -62,15 +62,15 @@ SPECS = ("Flat", "IVF4,Flat", "IVF8,PQ8x4", "PQ8x4", "HNSW8", "PCA24,IVF4,Flat")
 @pytest.fixture(scope="module")
 def built(lm, tmp_path_factory):
     """The first twelve documents, in several segments."""
-    path = tmp_path_factory.mktemp("living") / "memory"
+    path = tmp_path_factory.mktemp("living") / "store"
     build(DOCUMENTS[:12], path, lm=lm, segment_entries=250).close()
     return path
 
 
 @pytest.fixture
-def memory(built, tmp_path):
+def store_path(built, tmp_path):
     """A copy of it that may be changed."""
-    return shutil.copytree(built, tmp_path / "memory")
+    return shutil.copytree(built, tmp_path / "store")
 
 
 @pytest.fixture(scope="module")
@@ -131,11 +131,11 @@ def test_live_numbers_match_a_list_without_the_gaps(total, data):
     assert found == [number for number in live if begin <= number < end]
 
 
-def test_added_document_is_found_by_the_next_query(lm, memory, alone):
-    added = add(DOCUMENTS, memory, lm=lm)
+def test_added_document_is_found_by_the_next_query(lm, store_path, alone):
+    added = add(DOCUMENTS, store_path, lm=lm)
     tokens = sum(len(lm.encode(document.text)) for document in DOCUMENTS[12:])
     assert (added.documents, added.tokens, added.skipped) == (4, tokens, 12)
-    with closing(Datastore.open(memory)) as store:
+    with closing(Datastore.open(store_path)) as store:
         expect(store, DOCUMENTS, lm, alone)
         assert store.generation == added.generation > 0
         last = alone["d15"][-5]
@@ -143,30 +143,30 @@ def test_added_document_is_found_by_the_next_query(lm, memory, alone):
         assert store.document_at(int(found.ids[0, 0])).id == "d15"
 
 
-def test_duplicate_is_added_once_and_a_removed_document_can_be_added_again(lm, memory, alone):
+def test_duplicate_is_added_once_and_a_removed_document_can_be_added_again(lm, store_path, alone):
     twice = [DOCUMENTS[12], DOCUMENTS[0], Document("other name", "elsewhere", DOCUMENTS[12].text)]
-    added = add(twice, memory, lm=lm)
+    added = add(twice, store_path, lm=lm)
     assert (added.documents, added.skipped) == (1, 2)
-    again = add(twice, memory, lm=lm)
+    again = add(twice, store_path, lm=lm)
     assert (again.documents, again.tokens, again.skipped, again.generation) == (0, 0, 3, added.generation)
-    remove(memory, document="d0")
-    assert add(twice, memory, lm=lm).documents == 1
-    with closing(Datastore.open(memory)) as store:
+    remove(store_path, document="d0")
+    assert add(twice, store_path, lm=lm).documents == 1
+    with closing(Datastore.open(store_path)) as store:
         expect(store, [*DOCUMENTS[1:13], DOCUMENTS[0]], lm, alone)
         numbers = [stored.number for stored in store.documents()]
         assert numbers == [*range(1, 13), 13]  # no number is given twice
 
 
-def test_add_refuses_another_model_another_layer_and_an_unfinished_build(lm, memory, tmp_path):
+def test_add_refuses_another_model_another_layer_and_an_unfinished_build(lm, store_path, tmp_path):
     other = CausalLM(tiny("llama", seed=1), tiny_tokenizer(), name="other-llama")
     with pytest.raises(ModelMismatch, match=r"built with tiny-llama \(weights .*the loaded model is other-llama"):
-        add(DOCUMENTS, memory, lm=other)
+        add(DOCUMENTS, store_path, lm=other)
     place = CausalLM(tiny("llama"), tiny_tokenizer(), name="tiny-llama", key_layer="output")
     with pytest.raises(ModelMismatch, match="key layer"):
-        add(DOCUMENTS, memory, lm=place)
-    with closing(Catalog.open(memory / "catalog.db", write=True)) as catalog:
+        add(DOCUMENTS, store_path, lm=place)
+    with closing(Catalog.open(store_path / "catalog.db", write=True)) as catalog:
         catalog.put(state="building")
-    for change in (lambda: add(DOCUMENTS, memory, lm=lm), lambda: remove(memory, document="d1")):
+    for change in (lambda: add(DOCUMENTS, store_path, lm=lm), lambda: remove(store_path, document="d1")):
         with pytest.raises(DatastoreError, match="unfinished build"):
             change()
     with pytest.raises(DatastoreError, match="not a store"):
@@ -175,32 +175,32 @@ def test_add_refuses_another_model_another_layer_and_an_unfinished_build(lm, mem
 
 
 @pytest.mark.parametrize("gone", [["d0"], ["d11"], ["d3", "d4", "d5"], ["d1", "d10"], [f"d{n}" for n in range(12)]])
-def test_removed_document_is_not_retrieved_before_or_after_a_compaction(lm, memory, alone, gone):
+def test_removed_document_is_not_retrieved_before_or_after_a_compaction(lm, store_path, alone, gone):
     wanted = [document for document in DOCUMENTS[:12] if document.id not in gone]
-    whole = Datastore.open(memory).fingerprint
+    whole = Datastore.open(store_path).fingerprint
     for name in gone:
-        removed = remove(memory, document=name)
+        removed = remove(store_path, document=name)
         assert [document.id for document in removed.documents] == [name]
     for _ in range(2):
-        with closing(Datastore.open(memory)) as store:
+        with closing(Datastore.open(store_path)) as store:
             expect(store, wanted, lm, alone)
             assert store.fingerprint != whole
             for name in gone:
                 assert not store.holds(DOCUMENTS[int(name[1:])].text)
-        done = compact(memory)
+        done = compact(store_path)
         assert done.purged
-    assert removal_report(memory).bytes == ()
-    add(DOCUMENTS[12:], memory, lm=lm)
-    with closing(Datastore.open(memory)) as store:
+    assert removal_report(store_path).bytes == ()
+    add(DOCUMENTS[12:], store_path, lm=lm)
+    with closing(Datastore.open(store_path)) as store:
         expect(store, [*wanted, *DOCUMENTS[12:]], lm, alone)
 
 
-def test_compaction_erases_tokens_keys_and_name_of_a_removed_document(lm, memory):
+def test_compaction_erases_tokens_keys_and_name_of_a_removed_document(lm, store_path):
     secret = Document(
         "the-secret-id", "the-secret-source.txt", "Quartz sphinx, judge my vow: 80 black jugs of wax! " * 3
     )
-    add([secret], memory, lm=lm)
-    store = Datastore.open(memory)
+    add([secret], store_path, lm=lm)
+    store = Datastore.open(store_path)
     build_index(store, "IVF4,Flat")
     open_suffix_array(store)
     first = next(stored.first_entry for stored in store.documents() if stored.id == secret.id)
@@ -217,27 +217,27 @@ def test_compaction_erases_tokens_keys_and_name_of_a_removed_document(lm, memory
     store.close()
 
     def found() -> set[str]:
-        files = [file for file in memory.rglob("*") if file.is_file()]
+        files = [file for file in store_path.rglob("*") if file.is_file()]
         return {name for file in files for name, needle in needles.items() if needle in file.read_bytes()}
 
     assert found() == set(needles)
-    remove(memory, source="the-secret-*")
+    remove(store_path, source="the-secret-*")
     assert {"tokens", "key", "float32 key"} <= found()
-    assert {held.path for held in removal_report(memory).bytes} >= {"index/000000"}
-    assert compact(memory).purged
+    assert {held.path for held in removal_report(store_path).bytes} >= {"index/000000"}
+    assert compact(store_path).purged
     assert found() == set()
-    assert removal_report(memory).bytes == ()
+    assert removal_report(store_path).bytes == ()
 
 
 @pytest.mark.parametrize("metric", ["l2", "ip"])
 @pytest.mark.parametrize("spec", SPECS)
-def test_every_index_returns_k_live_neighbours_after_removals_and_additions(lm, memory, spec, metric):
-    with closing(Datastore.open(memory)) as store:
+def test_every_index_returns_k_live_neighbours_after_removals_and_additions(lm, store_path, spec, metric):
+    with closing(Datastore.open(store_path)) as store:
         build_index(store, spec, metric=metric)
     for name in ("d2", "d3", "d7"):
-        remove(memory, document=name)
-    add(DOCUMENTS[12:14], memory, lm=lm)
-    with closing(Datastore.open(memory)) as store:
+        remove(store_path, document=name)
+    add(DOCUMENTS[12:14], store_path, lm=lm)
+    with closing(Datastore.open(store_path)) as store:
         keys = store.take(torch.arange(store.entry_count))
         queries = keys[::37] + 0.01
         for rerank in (True, False):
@@ -258,12 +258,12 @@ def test_every_index_returns_k_live_neighbours_after_removals_and_additions(lm, 
 
 
 @pytest.mark.parametrize("spec", ["HNSW4", "HNSW32", "IVF64,Flat"])
-def test_every_index_returns_k_neighbours_without_removals(lm, memory, spec):
-    with closing(Datastore.open(memory)) as store:
+def test_every_index_returns_k_neighbours_without_removals(lm, store_path, spec):
+    with closing(Datastore.open(store_path)) as store:
         build_index(store, spec)
-    remove(memory, document="d0")
-    compact(memory)
-    with closing(Datastore.open(memory)) as store:
+    remove(store_path, document="d0")
+    compact(store_path)
+    with closing(Datastore.open(store_path)) as store:
         keys = store.take(torch.arange(store.entry_count))
         for rerank in (True, False):
             index = open_index(store, rerank=rerank)
@@ -276,66 +276,66 @@ def test_every_index_returns_k_neighbours_without_removals(lm, memory, spec):
                 np.testing.assert_allclose(found.distances[1, :there], right, atol=1e-3, rtol=1e-3)
 
 
-def test_index_returns_k_neighbours_when_all_nearest_are_removed(lm, memory):
-    with closing(Datastore.open(memory)) as store:
+def test_index_returns_k_neighbours_when_all_nearest_are_removed(lm, store_path):
+    with closing(Datastore.open(store_path)) as store:
         build_index(store, "IVF12,Flat")
         queries = store.take(torch.arange(0, 60))
     for number in range(11):
-        remove(memory, document=f"d{number}")
-    with closing(Datastore.open(memory)) as store:
+        remove(store_path, document=f"d{number}")
+    with closing(Datastore.open(store_path)) as store:
         found = open_index(store).search(queries, 50)
         right = ExactIndex(store.keys).search(queries, 50)
         assert torch.equal(found.ids.sort(1).values, right.ids.sort(1).values)
 
 
-def test_index_built_after_a_removal_has_only_live_keys(lm, memory):
-    remove(memory, document="d4")
-    with closing(Datastore.open(memory)) as store:
+def test_index_built_after_a_removal_has_only_live_keys(lm, store_path):
+    remove(store_path, document="d4")
+    with closing(Datastore.open(store_path)) as store:
         build_index(store, "Flat")
         right = ExactIndex(store.keys).search(store.take(torch.arange(40)), 5)
         assert torch.equal(
             open_index(store).search(store.take(torch.arange(40)), 5).distances > 1e-4, right.distances > 1e-4
         )
-    remove(memory, document="d8")
-    add(DOCUMENTS[12:13], memory, lm=lm)
-    with closing(Datastore.open(memory)) as store:
+    remove(store_path, document="d8")
+    add(DOCUMENTS[12:13], store_path, lm=lm)
+    with closing(Datastore.open(store_path)) as store:
         queries = store.take(torch.arange(0, store.entry_count, 11)) + 0.01
         right = ExactIndex(store.keys).search(queries, 5)
         found = open_index(store).search(queries, 5)
         np.testing.assert_allclose(found.distances, right.distances, atol=1e-3)
 
 
-def test_index_is_on_disk_before_it_is_committed(memory, monkeypatch):
+def test_index_is_on_disk_before_it_is_committed(store_path, monkeypatch):
     synced, really = list[tuple[int, int]](), os.fsync
 
     def noting(handle: int) -> None:
         really(handle)
-        with closing(Catalog.open(memory / "catalog.db")) as catalog:
+        with closing(Catalog.open(store_path / "catalog.db")) as catalog:
             synced.append((os.fstat(handle).st_ino, len(catalog.indexes())))
 
     monkeypatch.setattr(os, "fsync", noting)
-    with closing(Datastore.open(memory)) as store:
+    with closing(Datastore.open(store_path)) as store:
         build_index(store, "Flat")
-    file = next((memory / "index").rglob("*.faiss"))
+    file = next((store_path / "index").rglob("*.faiss"))
     assert (file.stat().st_ino, 0) in synced
 
 
 @pytest.mark.parametrize("before", ["no index", "index"])
 @pytest.mark.parametrize("case", ["added", "one removed", "half removed", "removed and added"])
-def test_reader_finds_all_of_its_snapshot_after_a_newer_index(lm, memory, case, before):
+def test_reader_finds_all_of_its_snapshot_after_a_newer_index(lm, store_path, case, before):
     if "half" in case:
-        add(DOCUMENTS[12:13], memory, lm=lm)  # a reader of a later generation than the first
+        add(DOCUMENTS[12:13], store_path, lm=lm)  # a reader of a later generation than the first
     if before == "index":
-        with closing(Datastore.open(memory)) as store:
+        with closing(Datastore.open(store_path)) as store:
             build_index(store, "Flat")
-    with closing(Datastore.open(memory)) as reader:
+    with closing(Datastore.open(store_path)) as reader:
         for name in {"one removed": ["d1"], "half removed": [f"d{n}" for n in range(6)]}.get(case, []):
-            remove(memory, document=name)
+            remove(store_path, document=name)
         if case == "removed and added":
-            remove(memory, document="d11")
+            remove(store_path, document="d11")
         if "added" in case:
-            add(DOCUMENTS[13:15], memory, lm=lm)
-        with closing(Datastore.open(memory)) as other:
+            add(DOCUMENTS[13:15], store_path, lm=lm)
+        with closing(Datastore.open(store_path)) as other:
             build_index(other, "Flat")
             right = ExactIndex(other.keys).search(other.take(torch.arange(other.entry_count)), 5)
             found = open_index(other).search(other.take(torch.arange(other.entry_count)), 5)
@@ -350,17 +350,17 @@ def test_reader_finds_all_of_its_snapshot_after_a_newer_index(lm, memory, case, 
             assert type(index).__name__ == "RerankedIndex"
 
 
-def test_reader_keeps_its_snapshot_until_it_reopens(lm, memory, alone):
-    with closing(Datastore.open(memory)) as store:
+def test_reader_keeps_its_snapshot_until_it_reopens(lm, store_path, alone):
+    with closing(Datastore.open(store_path)) as store:
         build_index(store, "IVF4,Flat")
-    old = Datastore.open(memory)
+    old = Datastore.open(store_path)
     index = open_index(old)
-    remove(memory, document="d5")
-    add(DOCUMENTS[12:14], memory, lm=lm)
+    remove(store_path, document="d5")
+    add(DOCUMENTS[12:14], store_path, lm=lm)
     assert old.stale
-    done = compact(memory)
+    done = compact(store_path)
     assert not done.purged
-    held = {holding.path for holding in removal_report(memory).bytes}
+    held = {holding.path for holding in removal_report(store_path).bytes}
     assert any(path.startswith("segments/") for path in held)
     for store in (old, old.reopen()):
         assert store.stale == (store is old)
@@ -371,39 +371,39 @@ def test_reader_keeps_its_snapshot_until_it_reopens(lm, memory, alone):
         np.testing.assert_allclose(found.distances[:, 0], right.distances[:, 0], atol=1e-4)
         assert type(open_index(store)).__name__ == "RerankedIndex"
         store.close()
-    add(DOCUMENTS[14:15], memory, lm=lm)  # any writer removes what nobody reads any more
-    assert removal_report(memory).bytes == ()
-    with closing(Datastore.open(memory)) as store:
+    add(DOCUMENTS[14:15], store_path, lm=lm)  # any writer removes files without a reader
+    assert removal_report(store_path).bytes == ()
+    with closing(Datastore.open(store_path)) as store:
         expect(store, [*DOCUMENTS[:5], *DOCUMENTS[6:15]], lm, alone)
 
 
-def test_figures_and_explanations_equal_those_of_a_store_without_the_document(lm, memory, tmp_path):
+def test_figures_and_explanations_equal_those_of_a_store_without_the_document(lm, store_path, tmp_path):
     gone = ("d1", "d6")
     for name in gone:
-        remove(memory, document=name)
+        remove(store_path, document=name)
     fresh = build([one for one in DOCUMENTS[:12] if one.id not in gone], tmp_path / "fresh", lm=lm, segment_entries=250)
     held_out = documents(2, start=50)
     for memories in ("knn", "ngram", "knn,ngram"):
         figures = []
-        for path in (memory, fresh.path):
+        for path in (store_path, fresh.path):
             mixture = Mixture.open(path, lm, memories=memories, **({} if memories == "ngram" else ALL))
             figures.append(mixture.evaluate(held_out).perplexity)
             if memories == "knn":
                 told = mixture.explain(DOCUMENTS[1].text, top=8)
                 assert not {voice.document for token in told for voice in token.neighbours} & set(gone)
         assert figures[0] == pytest.approx(figures[1], rel=2e-3)
-    compact(memory)
-    again = Mixture.open(memory, lm, memories="knn,ngram", **ALL).evaluate(held_out).perplexity
+    compact(store_path)
+    again = Mixture.open(store_path, lm, memories="knn,ngram", **ALL).evaluate(held_out).perplexity
     assert again == pytest.approx(figures[1], rel=2e-3)
 
 
-def test_everything_derived_equals_that_of_a_store_without_the_document(lm, memory, tmp_path):
+def test_everything_derived_equals_that_of_a_store_without_the_document(lm, store_path, tmp_path):
     gone = ("d0", "d6", "d11")
     for name in gone:
-        remove(memory, document=name)
+        remove(store_path, document=name)
     wanted = [one for one in DOCUMENTS[:12] if one.id not in gone]
     with (
-        closing(Datastore.open(memory)) as store,
+        closing(Datastore.open(store_path)) as store,
         closing(build(wanted, tmp_path / "fresh", lm=lm, segment_entries=250)) as fresh,
     ):
         assert torch.equal(token_frequencies(store), token_frequencies(fresh))
@@ -425,11 +425,11 @@ def test_everything_derived_equals_that_of_a_store_without_the_document(lm, memo
         assert (store.bytes, store.entry_count) == (fresh.bytes, fresh.entry_count)
 
 
-def test_copy_of_a_store_has_no_removed_entries(lm, memory, tmp_path, alone):
+def test_copy_of_a_store_has_no_removed_entries(lm, store_path, tmp_path, alone):
     for name in ("d0", "d7", "d8"):
-        remove(memory, document=name)
+        remove(store_path, document=name)
     wanted = [document for document in DOCUMENTS[:12] if document.id not in ("d0", "d7", "d8")]
-    with closing(Datastore.open(memory)) as store:
+    with closing(Datastore.open(store_path)) as store:
         with closing(derive(store, tmp_path / "copy")) as copy:
             expect(copy, wanted, lm, alone)
         kept = torch.arange(0, store.key_count, 3)
@@ -443,16 +443,16 @@ def test_copy_of_a_store_has_no_removed_entries(lm, memory, tmp_path, alone):
 def test_document_without_entries_moves_to_an_existing_segment(lm, tmp_path, place, gone):
     empty = Document(id="empty", source="empty.txt", text="")
     given = [*DOCUMENTS[:place], empty, *DOCUMENTS[place:4]]
-    build(given, tmp_path / "memory", lm=lm, segment_entries=1).close()  # it shares a segment with the one behind it
+    build(given, tmp_path / "store", lm=lm, segment_entries=1).close()  # it shares a segment with the next one
     for name in gone:
-        remove(tmp_path / "memory", document=name)
+        remove(tmp_path / "store", document=name)
     # Where nothing else is left there is no segment to be in, and a build of it alone is empty too.
     wanted = [one.id for one in given if one.id not in gone] if len(gone) < 4 else []
-    with closing(Datastore.open(tmp_path / "memory")) as store:
+    with closing(Datastore.open(tmp_path / "store")) as store:
         derive(store, tmp_path / "copy").close()
-        merged = merge([tmp_path / "memory"], tmp_path / "merged")
-    compact(tmp_path / "memory", segment_entries=1)
-    for name in ("memory", "copy", "merged"):
+        merged = merge([tmp_path / "store"], tmp_path / "merged")
+    compact(tmp_path / "store", segment_entries=1)
+    for name in ("store", "copy", "merged"):
         assert verify(tmp_path / name, deep=True).problems == ()
         with closing(Datastore.open(tmp_path / name)) as store:
             assert [one.id for one in store.documents()] == wanted
@@ -462,10 +462,10 @@ def test_document_without_entries_moves_to_an_existing_segment(lm, tmp_path, pla
         assert (merged.documents, merged.duplicates) == (len(wanted), 0)
 
 
-def test_pruned_and_mapped_store_can_be_changed(lm, memory, tmp_path, alone):
+def test_pruned_and_mapped_store_can_be_changed(lm, store_path, tmp_path, alone):
     matrix = torch.linalg.qr(torch.randn(32, 32, generator=torch.Generator().manual_seed(0))).Q[:, :8]
     key_map = KeyMap(matrix, torch.full((32,), 0.1))
-    with closing(Datastore.open(memory)) as store:
+    with closing(Datastore.open(store_path)) as store:
         keep = torch.arange(0, store.key_count, 2)
         counts = torch.arange(store.key_count) % 3 + 1.0
         derive(store, tmp_path / "small", keep=keep, counts=counts, key_map=key_map).close()
@@ -492,10 +492,10 @@ def test_pruned_and_mapped_store_can_be_changed(lm, memory, tmp_path, alone):
         assert compact(small).purged
 
 
-def test_documents_are_selected_by_id_pattern_and_field(memory):
-    everything, total = list_documents(memory)
+def test_documents_are_selected_by_id_pattern_and_field(store_path):
+    everything, total = list_documents(store_path)
     assert (len(everything), total) == (12, 12)
-    page, total = list_documents(memory, first=3, limit=2)
+    page, total = list_documents(store_path, first=3, limit=2)
     assert ([one.id for one in page], total) == (["d3", "d4"], 12)
     for selection, right in (
         (Selection(document="d7"), ["d7"]),
@@ -506,12 +506,12 @@ def test_documents_are_selected_by_id_pattern_and_field(memory):
         (Selection(where=("source=text.jsonl:3",)), ["d2"]),
         (Selection(document="d1' OR '1'='1"), []),
     ):
-        assert [one.id for one in list_documents(memory, selection)[0]] == right, selection
+        assert [one.id for one in list_documents(store_path, selection)[0]] == right, selection
     for wrong in ("colour=red", "number=four", "id", "rows; DROP TABLE documents=1"):
         with pytest.raises(ParameterError, match="Invalid condition"):
-            list_documents(memory, Selection(where=(wrong,)))
+            list_documents(store_path, Selection(where=(wrong,)))
     with pytest.raises(ParameterError, match="No documents are selected"):
-        remove(memory)
+        remove(store_path)
 
 
 @given(
@@ -519,7 +519,7 @@ def test_documents_are_selected_by_id_pattern_and_field(memory):
     pattern=st.text("ab[]?^-!1.\\*", max_size=6),
 )
 def test_star_is_the_only_wildcard_of_a_source_pattern(names, pattern):
-    with closing(sqlite3.connect(":memory:")) as connection:
+    with closing(sqlite3.connect(":store_path:")) as connection:
         connection.execute("CREATE TABLE documents (source TEXT)")
         connection.executemany("INSERT INTO documents VALUES (?)", ((name,) for name in names))
 
@@ -532,54 +532,54 @@ def test_star_is_the_only_wildcard_of_a_source_pattern(names, pattern):
         assert chosen(pattern) == {name for name in names if regular.fullmatch(name)}
 
 
-def test_number_beyond_the_catalogs_range_is_refused(memory, capfd):
+def test_number_beyond_the_catalogs_range_is_refused(store_path, capfd):
     for option in ("--limit", "--first"):
-        code, _, err = knnlm(capfd, "documents", memory, option, "99999999999999999999")
+        code, _, err = knnlm(capfd, "documents", store_path, option, "99999999999999999999")
         assert code == 2
         assert "must be from 0 to" in err
         assert "damaged" not in err
 
 
-def test_suffix_array_is_not_stored_if_a_document_is_removed_meanwhile(memory, monkeypatch):
+def test_suffix_array_is_not_stored_if_a_document_is_removed_meanwhile(store_path, monkeypatch):
     @contextmanager
     def overtaken(folder, **options):
-        remove(memory, document="d1")  # by another process, at the last moment
+        remove(store_path, document="d1")  # by another process, at the last moment
         with writer_lock(folder, **options):
             yield
 
     monkeypatch.setattr(suffixes, "writer_lock", overtaken)
-    with closing(Datastore.open(memory)) as store:
+    with closing(Datastore.open(store_path)) as store:
         made = open_suffix_array(store)
         assert (len(made.text), made.kept) == (
             store.entry_count + 12 + 1,
             False,
         )  # all of the snapshot, for this reader alone
-    assert not (memory / "ngram").exists()
-    assert "ngram" not in {held.path for held in removal_report(memory).bytes}
+    assert not (store_path / "ngram").exists()
+    assert "ngram" not in {held.path for held in removal_report(store_path).bytes}
 
 
-def test_files_trained_on_a_removed_document_are_reported_until_trained_again(memory):
-    (memory / "output").mkdir()
-    (memory / "output" / "output.safetensors").write_bytes(b"trained")
-    assert removal_report(memory).trained == ()
-    remove(memory, document="d1")
-    compact(memory)
-    (found,) = removal_report(memory).trained
+def test_files_trained_on_a_removed_document_are_reported_until_trained_again(store_path):
+    (store_path / "output").mkdir()
+    (store_path / "output" / "output.safetensors").write_bytes(b"trained")
+    assert removal_report(store_path).trained == ()
+    remove(store_path, document="d1")
+    compact(store_path)
+    (found,) = removal_report(store_path).trained
     assert (found.path, found.erased_by) == ("output", "train again")
-    (memory / "output" / "output.safetensors").write_bytes(b"retrain")
-    assert removal_report(memory).trained == ()
+    (store_path / "output" / "output.safetensors").write_bytes(b"retrain")
+    assert removal_report(store_path).trained == ()
 
 
-def test_every_gate_trained_on_a_removed_document_is_reported(memory):
-    (memory / "mixtures").mkdir()
+def test_every_gate_trained_on_a_removed_document_is_reported(store_path):
+    (store_path / "mixtures").mkdir()
     for name in ("one", "two"):
-        (memory / "mixtures" / f"{name}.safetensors").write_bytes(name.encode())
-    remove(memory, document="d1")
-    (memory / "mixtures" / "three.safetensors").write_bytes(b"three")
-    (memory / "mixtures" / "two.safetensors").unlink()
-    assert [one.path for one in removal_report(memory).trained] == ["mixtures/one.safetensors"]
-    remove(memory, document="d2")
-    assert [one.path for one in removal_report(memory).trained] == [
+        (store_path / "mixtures" / f"{name}.safetensors").write_bytes(name.encode())
+    remove(store_path, document="d1")
+    (store_path / "mixtures" / "three.safetensors").write_bytes(b"three")
+    (store_path / "mixtures" / "two.safetensors").unlink()
+    assert [one.path for one in removal_report(store_path).trained] == ["mixtures/one.safetensors"]
+    remove(store_path, document="d2")
+    assert [one.path for one in removal_report(store_path).trained] == [
         "mixtures/one.safetensors",
         "mixtures/three.safetensors",
     ]
@@ -597,29 +597,29 @@ def test_offset_that_may_include_removed_keys_is_reported(lm, tmp_path):
     assert "offset" in found.what
 
 
-def test_stale_suffix_array_is_reported_while_it_exists(memory):
+def test_stale_suffix_array_is_reported_while_it_exists(store_path):
     def named() -> bool:
-        return any(one.path == "ngram" for one in removal_report(memory).bytes)
+        return any(one.path == "ngram" for one in removal_report(store_path).bytes)
 
-    reader = Datastore.open(memory)
+    reader = Datastore.open(store_path)
     open_suffix_array(reader)
     assert not named()
-    remove(memory, document="d1")
+    remove(store_path, document="d1")
     assert named()
-    assert not compact(memory).purged
-    assert (memory / "ngram").exists()
+    assert not compact(store_path).purged
+    assert (store_path / "ngram").exists()
     assert named()
     reader.close()
-    assert compact(memory).purged
+    assert compact(store_path).purged
     assert not named()
-    remove(memory, document="d2")
-    with closing(Datastore.open(memory)) as store:
+    remove(store_path, document="d2")
+    with closing(Datastore.open(store_path)) as store:
         open_suffix_array(store)  # of what is there now
-    assert (memory / "ngram").exists()
+    assert (store_path / "ngram").exists()
     assert not named()
 
 
-def test_second_writer_is_refused_or_waits_and_a_dead_writer_blocks_nothing(memory):
+def test_second_writer_is_refused_or_waits_and_a_dead_writer_blocks_nothing(store_path):
     script = textwrap.dedent("""
         import sys, time
         from filelock import FileLock  # as a writer does it, without the seconds that torch takes to import
@@ -630,69 +630,69 @@ def test_second_writer_is_refused_or_waits_and_a_dead_writer_blocks_nothing(memo
     """)
 
     def start(seconds: float) -> subprocess.Popen:
-        arguments = [sys.executable, "-c", script, str(memory), str(seconds)]
+        arguments = [sys.executable, "-c", script, str(store_path), str(seconds)]
         process = subprocess.Popen(arguments, stdout=subprocess.PIPE, text=True)
         assert process.stdout.readline() == "locked\n"
         return process
 
     process = start(600)
     with pytest.raises(DatastoreBusy, match="wait with --wait"):
-        remove(memory, document="d1")
+        remove(store_path, document="d1")
     begin = time.monotonic()
     with pytest.raises(DatastoreBusy, match=r"after 0.3 s"):
-        remove(memory, document="d1", wait=0.3)
+        remove(store_path, document="d1", wait=0.3)
     assert time.monotonic() - begin >= 0.3
     os.kill(process.pid, signal.SIGKILL)
     process.wait()
-    remove(memory, document="d1")
+    remove(store_path, document="d1")
     process = start(0.5)
-    remove(memory, document="d2", wait=30)
+    remove(store_path, document="d2", wait=30)
     assert process.wait() == 0
 
 
-def test_read_only_folder_is_read(lm, memory, alone, monkeypatch):
-    remove(memory, document="d1")
-    compact(memory)
+def test_read_only_folder_is_read(lm, store_path, alone, monkeypatch):
+    remove(store_path, document="d1")
+    compact(store_path)
     monkeypatch.setattr(os, "access", lambda *_: False)  # tests may run as one who may do everything
-    with closing(Datastore.open(memory)) as store:
+    with closing(Datastore.open(store_path)) as store:
         expect(store, [DOCUMENTS[0], *DOCUMENTS[2:12]], lm, alone)
         assert not store.stale
 
 
-def test_reader_without_write_permission_keeps_its_snapshot(lm, memory, alone, monkeypatch):
+def test_reader_without_write_permission_keeps_its_snapshot(lm, store_path, alone, monkeypatch):
     with monkeypatch.context() as patched:
         patched.setattr(os, "access", lambda *_: False)
-        store = Datastore.open(memory)
+        store = Datastore.open(store_path)
     with closing(store):
-        add(DOCUMENTS[12:16], memory, lm=lm)
+        add(DOCUMENTS[12:16], store_path, lm=lm)
         for number in range(6):
-            remove(memory, document=f"d{number}")
-        assert not compact(memory).purged
+            remove(store_path, document=f"d{number}")
+        assert not compact(store_path).purged
         expect(store, DOCUMENTS[:12], lm, alone)
     with monkeypatch.context() as patched:
         patched.setattr(os, "access", lambda *_: False)
         assert store.stale
-        with closing(Datastore.open(memory)) as now:
+        with closing(Datastore.open(store_path)) as now:
             expect(now, DOCUMENTS[6:16], lm, alone)
 
 
-def test_reader_without_write_permission_needs_a_store_at_rest(memory, monkeypatch):
-    with closing(sqlite3.connect(memory / "catalog.db", isolation_level=None)) as writer:
+def test_reader_without_write_permission_needs_a_store_at_rest(store_path, monkeypatch):
+    with closing(sqlite3.connect(store_path / "catalog.db", isolation_level=None)) as writer:
         writer.execute("INSERT OR REPLACE INTO meta VALUES ('number', '1')")
         with monkeypatch.context() as patched:
             patched.setattr(os, "access", lambda *_: False)
             with pytest.raises(DatastoreBusy, match=r"is read-only for this process, and catalog\.db-wal shows"):
-                Catalog.open(memory / "catalog.db", hold=True, compare=False)
+                Catalog.open(store_path / "catalog.db", hold=True, compare=False)
     monkeypatch.setattr(os, "access", lambda *_: False)  # closing the last connection has emptied the log
-    with closing(Catalog.open(memory / "catalog.db", hold=True, compare=False)) as catalog:
+    with closing(Catalog.open(store_path / "catalog.db", hold=True, compare=False)) as catalog:
         assert catalog.get("number") == 1
         assert len(list(catalog.documents())) == 12
         assert catalog.integrity() == []
 
 
 @contextmanager
-def read_without_write_permission(memory: Path, lm, alone, expected) -> Iterator[Connection]:
-    """Another process, of a user who may not write here, has the memory open; a word lets it read all of it."""
+def read_without_write_permission(store_path: Path, lm, alone, expected) -> Iterator[Connection]:
+    """Open the store in a process without write permission, which reads all of it after a line on its standard input."""
     near, far = multiprocessing.Pipe()
     child = os.fork()
     if not child:
@@ -701,8 +701,8 @@ def read_without_write_permission(memory: Path, lm, alone, expected) -> Iterator
             if os.getuid() == 0:
                 os.setgid(65534)
                 os.setuid(65534)
-            assert not os.access(memory, os.W_OK)
-            with closing(Datastore.open(memory)) as store:
+            assert not os.access(store_path, os.W_OK)
+            with closing(Datastore.open(store_path)) as store:
                 far.send("open")
                 far.recv()
                 expect(store, expected, lm, alone)
@@ -718,11 +718,11 @@ def read_without_write_permission(memory: Path, lm, alone, expected) -> Iterator
 
 
 @pytest.mark.parametrize("lock", ["no lock", "a lock"])
-def test_files_stay_while_a_reader_without_write_permission_uses_them(lm, memory, alone, lock):
+def test_files_stay_while_a_reader_without_write_permission_uses_them(lm, store_path, alone, lock):
     """Not even the readers' lock: it holds the folder itself."""
     with tempfile.TemporaryDirectory(prefix="knnlm-stranger-") as folder:
-        path = Path(folder) / "memory"
-        shutil.copytree(memory, path)
+        path = Path(folder) / "store"
+        shutil.copytree(store_path, path)
         (path / "readers.lock").unlink(missing_ok=True)
         if lock == "a lock":
             Datastore.open(path).close()
@@ -746,35 +746,35 @@ def test_files_stay_while_a_reader_without_write_permission_uses_them(lm, memory
             expect(store, [DOCUMENTS[0], *DOCUMENTS[2:12]], lm, alone)
 
 
-def test_compaction_refuses_to_copy_damaged_files(memory):
-    remove(memory, document="d1")
-    file = memory / "segments" / "000000" / "keys.npy"
+def test_compaction_refuses_to_copy_damaged_files(store_path):
+    remove(store_path, document="d1")
+    file = store_path / "segments" / "000000" / "keys.npy"
     data = bytearray(file.read_bytes())
     data[-3] ^= 1
     file.write_bytes(data)
     with pytest.raises(DatastoreCorrupt, match=r"keys.npy: checksum mismatch"):
-        compact(memory)
-    assert Datastore.open(memory).catalog.document_count() == 11
+        compact(store_path)
+    assert Datastore.open(store_path).catalog.document_count() == 11
 
 
-def test_index_with_too_few_keys_left_becomes_exact_search(lm, memory, alone):
-    with closing(Datastore.open(memory)) as store:
+def test_index_with_too_few_keys_left_becomes_exact_search(lm, store_path, alone):
+    with closing(Datastore.open(store_path)) as store:
         build_index(store, "IVF300,Flat")
     for number in range(10):
-        remove(memory, document=f"d{number}")
-    assert compact(memory).index == "exact"
-    with closing(Datastore.open(memory)) as store:
+        remove(store_path, document=f"d{number}")
+    assert compact(store_path).index == "exact"
+    with closing(Datastore.open(store_path)) as store:
         expect(store, DOCUMENTS[10:12], lm, alone)
         assert open_index(store).search(store.take(torch.arange(5)), 3).ids.min() >= 0
 
 
-def test_invalid_removed_rows_are_corrupt(memory):
-    remove(memory, document="d1")
-    with closing(sqlite3.connect(memory / "catalog.db", isolation_level=None)) as connection:
+def test_invalid_removed_rows_are_corrupt(store_path):
+    remove(store_path, document="d1")
+    with closing(sqlite3.connect(store_path / "catalog.db", isolation_level=None)) as connection:
         connection.execute("UPDATE removed SET entries = 100000")
-    seal(memory / "catalog.db")
+    seal(store_path / "catalog.db")
     with pytest.raises(DatastoreCorrupt, match=r"entries from .* on were removed, which are not in segment"):
-        Datastore.open(memory)
+        Datastore.open(store_path)
 
 
 def knnlm(capfd, *arguments) -> tuple[int, str, str]:
@@ -784,54 +784,54 @@ def knnlm(capfd, *arguments) -> tuple[int, str, str]:
     return code, captured.out, captured.err
 
 
-def test_commands_match_the_functions(memory, model_folder, tmp_path, capfd, lm):
+def test_commands_match_the_functions(store_path, model_folder, tmp_path, capfd, lm):
     text = tmp_path / "new.txt"
     text.write_text(DOCUMENTS[13].text)
-    command = ("add", memory, text, "--model", model_folder, "--json")
+    command = ("add", store_path, text, "--model", model_folder, "--json")
     code, out, _ = knnlm(capfd, *command)
     metadata = json.loads(out)
     assert (code, metadata["documents"], metadata["skipped"]) == (0, 1, 0)
     assert metadata["tokens"] == len(lm.encode(DOCUMENTS[13].text))
     assert json.loads(knnlm(capfd, *command)[1])["skipped"] == 1
-    listed = json.loads(knnlm(capfd, "documents", memory, "--source", "*new.txt", "--json")[1])
+    listed = json.loads(knnlm(capfd, "documents", store_path, "--source", "*new.txt", "--json")[1])
     assert (listed["total"], listed["documents"][0]["tokens"]) == (1, metadata["tokens"])
-    code, out, _ = knnlm(capfd, "documents", memory, "--limit", 2)
+    code, out, _ = knnlm(capfd, "documents", store_path, "--limit", 2)
     assert code == 0
     assert "2 of 13 documents; more with --first 2" in out
-    code, out, _ = knnlm(capfd, "remove", memory, "--source", "*new.txt", "--dry-run")
+    code, out, _ = knnlm(capfd, "remove", store_path, "--source", "*new.txt", "--dry-run")
     assert "1 document" in out
     assert "would be removed" in out
-    metadata = json.loads(knnlm(capfd, "remove", memory, "--where", "id=d3", "--report", "--json")[1])
+    metadata = json.loads(knnlm(capfd, "remove", store_path, "--where", "id=d3", "--report", "--json")[1])
     assert [one["id"] for one in metadata["documents"]] == ["d3"]
     assert metadata["report"]["removed_tokens"] == metadata["tokens"]
-    code, out, _ = knnlm(capfd, "remove", memory, "--report")
+    code, out, _ = knnlm(capfd, "remove", store_path, "--report")
     assert "segments/000001/keys.npy: " in out
-    code, out, _ = knnlm(capfd, "compact", memory, "--json")
+    code, out, _ = knnlm(capfd, "compact", store_path, "--json")
     metadata = json.loads(out)
     assert (code, metadata["purged"], metadata["tokens_dropped"]) == (0, True, len(lm.encode(DOCUMENTS[3].text)))
-    assert "No file contains bytes of removed documents." in knnlm(capfd, "remove", memory, "--report")[1]
+    assert "No file contains bytes of removed documents." in knnlm(capfd, "remove", store_path, "--report")[1]
     for arguments, message in (
-        (("remove", memory, "--document", "d3"), "has no document for --document d3"),
-        (("remove", memory), "No documents are selected"),
-        (("remove", memory, "--where", "colour=red"), "Invalid condition"),
+        (("remove", store_path, "--document", "d3"), "has no document for --document d3"),
+        (("remove", store_path), "No documents are selected"),
+        (("remove", store_path, "--where", "colour=red"), "Invalid condition"),
         (("compact", tmp_path / "nowhere"), "is not a store"),
     ):
         code, out, err = knnlm(capfd, *arguments)
         assert (code, out) == (2, "")
         assert message in err
-    assert json.loads(knnlm(capfd, "info", memory, "--json")[1])["removed_tokens"] == 0
+    assert json.loads(knnlm(capfd, "info", store_path, "--json")[1])["removed_tokens"] == 0
 
 
-def test_saved_model_has_no_byte_of_a_removed_document(lm, memory, tmp_path):
+def test_saved_model_has_no_byte_of_a_removed_document(lm, store_path, tmp_path):
     tokens = np.array(lm.encode(DOCUMENTS[4].text), np.int32)[:12].tobytes()
-    remove(memory, document="d4")
-    mixture = Mixture.open(memory, lm, memories="knn")
+    remove(store_path, document="d4")
+    mixture = Mixture.open(store_path, lm, memories="knn")
     assert not mixture.stale
     KnnForCausalLM(mixture).save_pretrained(tmp_path / "model", copy_store=True)
     files = [file for file in (tmp_path / "model").rglob("*") if file.is_file()]
     assert not [file for file in files if tokens in file.read_bytes()]
-    assert any(tokens in file.read_bytes() for file in memory.rglob("*.npy"))
-    remove(memory, document="d5")
+    assert any(tokens in file.read_bytes() for file in store_path.rglob("*.npy"))
+    remove(store_path, document="d5")
     assert mixture.stale
     newer = mixture.reopen()
     assert not newer.stale
@@ -843,27 +843,27 @@ def test_saved_model_has_no_byte_of_a_removed_document(lm, memory, tmp_path):
         Mixture(lm, mixture.memories).reopen()
 
 
-def test_invalid_coverage_of_the_index_is_corrupt(memory):
-    with closing(Datastore.open(memory)) as store:
+def test_invalid_coverage_of_the_index_is_corrupt(store_path):
+    with closing(Datastore.open(store_path)) as store:
         build_index(store, "Flat")
     for bad in ("nothing", [1], [[1]], [[0, -1]], [["0", 1]], [[0, 1 << 60]]):
-        with closing(Catalog.open(memory / "catalog.db", write=True)) as catalog:
+        with closing(Catalog.open(store_path / "catalog.db", write=True)) as catalog:
             catalog.put(index_skipped=bad)
         with (
-            closing(Datastore.open(memory)) as store,
+            closing(Datastore.open(store_path)) as store,
             pytest.raises(DatastoreCorrupt, match="keys that the index lacks"),
         ):
             open_index(store)
 
 
-def test_saved_model_has_no_files_replaced_by_a_repair_or_a_compaction(lm, memory, tmp_path):
-    with closing(Datastore.open(memory)):  # somebody reads, so the old segments stay
-        remove(memory, document="d3")
-        assert not compact(memory).purged
-        (memory / "lost" / "001").mkdir(parents=True)
-        known = {f"{segment.id:06d}" for segment in Datastore.open(memory).segments}
-        assert {entry.name for entry in (memory / "segments").iterdir()} > known
-        KnnForCausalLM(Mixture.open(memory, lm)).save_pretrained(tmp_path / "model", copy_store=True)
+def test_saved_model_has_no_files_replaced_by_a_repair_or_a_compaction(lm, store_path, tmp_path):
+    with closing(Datastore.open(store_path)):  # a reader, so that the old segments stay
+        remove(store_path, document="d3")
+        assert not compact(store_path).purged
+        (store_path / "lost" / "001").mkdir(parents=True)
+        known = {f"{segment.id:06d}" for segment in Datastore.open(store_path).segments}
+        assert {entry.name for entry in (store_path / "segments").iterdir()} > known
+        KnnForCausalLM(Mixture.open(store_path, lm)).save_pretrained(tmp_path / "model", copy_store=True)
     copied = tmp_path / "model" / "store"
     assert {entry.name for entry in (copied / "segments").iterdir()} == known
     assert not (copied / "lost").exists()

@@ -31,8 +31,8 @@ from knnlm.maintenance.verify import verify
 
 @pytest.fixture(scope="module", params=KEY_FORMATS)
 def coded(request, lm, tmp_path_factory):
-    """A memory of ten documents in five segments, with an index."""
-    path = tmp_path_factory.mktemp("coded") / "memory"
+    """A store of ten documents in five segments, with an index."""
+    path = tmp_path_factory.mktemp("coded") / "store"
     store = build(documents(10), path, lm=lm, segment_entries=150, key_format=request.param)
     build_index(store, "IVF4,Flat")
     store.close()
@@ -40,30 +40,30 @@ def coded(request, lm, tmp_path_factory):
 
 
 @pytest.fixture
-def memory(coded, tmp_path):
+def store_path(coded, tmp_path):
     """A copy that may be damaged."""
-    shutil.copytree(coded, tmp_path / "memory")
-    return tmp_path / "memory"
+    shutil.copytree(coded, tmp_path / "store")
+    return tmp_path / "store"
 
 
-def test_sound_store_verifies_and_every_flipped_bit_is_found(memory):
-    found = verify(memory, deep=True)
+def test_sound_store_verifies_and_every_flipped_bit_is_found(store_path):
+    found = verify(store_path, deep=True)
     assert found.sound, found.problems
     assert found.format == 1
-    beside = sum((memory / f"{name}.safetensors").exists() for name in ("map", "codec"))
+    beside = sum((store_path / f"{name}.safetensors").exists() for name in ("map", "codec"))
     assert found.files == 1 + 5 * 2 + 1 + beside  # catalog, arrays, index, what the keys are read by
-    for name in sorted(tree(memory)):
+    for name in sorted(tree(store_path)):
         if name.endswith((".npy", ".safetensors", ".faiss")):
-            flip(memory / name, -3)
-            assert named(verify(memory, deep=True)) == {name}, name
-            flip(memory / name, -3)
+            flip(store_path / name, -3)
+            assert named(verify(store_path, deep=True)) == {name}, name
+            flip(store_path / name, -3)
 
 
-def test_damaged_codes_are_detected_when_first_read(memory):
-    with closing(Datastore.open(memory)) as store:
+def test_damaged_codes_are_detected_when_first_read(store_path):
+    with closing(Datastore.open(store_path)) as store:
         store.take(torch.arange(store.key_count))  # writes the sums of blocks down
-    flip(memory / "segments" / "000001" / "keys.npy", -3)
-    with closing(Datastore.open(memory)) as store:
+    flip(store_path / "segments" / "000001" / "keys.npy", -3)
+    with closing(Datastore.open(store_path)) as store:
         first = store.segments[0].keys
         store.take(torch.arange(first))
         for read in (
@@ -76,14 +76,14 @@ def test_damaged_codes_are_detected_when_first_read(memory):
                 read()
 
 
-def test_repair_keeps_the_codes_of_sound_segments(memory):
-    before = contents(memory)
-    with closing(Datastore.open(memory)) as store:
+def test_repair_keeps_the_codes_of_sound_segments(store_path):
+    before = contents(store_path)
+    with closing(Datastore.open(store_path)) as store:
         lost = {document.sha256 for document in store.catalog.documents_of(2)}
-    flip(memory / "segments" / "000002" / "keys.npy", -3)
-    done = repair(memory)
+    flip(store_path / "segments" / "000002" / "keys.npy", -3)
+    done = repair(store_path)
     assert {document.segment for document in done.lost} == {2}
-    after = contents(memory)
+    after = contents(store_path)
     assert set(after) == set(before) - lost
     for name, (tokens, keys) in after.items():
         assert tokens == before[name][0]
@@ -91,26 +91,26 @@ def test_repair_keeps_the_codes_of_sound_segments(memory):
 
 
 @pytest.mark.parametrize("how", ["damaged", "missing", "other"])
-def test_store_without_its_codec_is_refused_and_cannot_be_repaired(memory, how):
-    file = memory / "codec.safetensors"
+def test_store_without_its_codec_is_refused_and_cannot_be_repaired(store_path, how):
+    file = store_path / "codec.safetensors"
     if how == "missing":
         file.unlink()
     elif how == "damaged":
         flip(file, -3)
     else:
-        change(memory, "UPDATE meta SET value = '\"float16\"' WHERE key = 'key_dtype'")
-    assert named(verify(memory)) == {file.name}
+        change(store_path, "UPDATE meta SET value = '\"float16\"' WHERE key = 'key_dtype'")
+    assert named(verify(store_path)) == {file.name}
     with pytest.raises(DatastoreCorrupt, match=r"codec"):
-        Datastore.open(memory)
-    before = tree(memory / "segments")
+        Datastore.open(store_path)
+    before = tree(store_path / "segments")
     with pytest.raises(DatastoreCorrupt, match=r"cannot be repaired: codec\.safetensors"):
-        repair(memory)
-    assert tree(memory / "segments") == before
+        repair(store_path)
+    assert tree(store_path / "segments") == before
 
 
 @pytest.mark.parametrize("bad", ["names", "dtype", "infinite"])
-def test_invalid_codec_is_refused(memory, bad):
-    file = memory / "codec.safetensors"
+def test_invalid_codec_is_refused(store_path, bad):
+    file = store_path / "codec.safetensors"
     tensors = load_file(file)
     if bad == "names":
         tensors["_flat"] = torch.zeros(3)
@@ -118,17 +118,17 @@ def test_invalid_codec_is_refused(memory, bad):
         name = next(iter(tensors))
         tensors[name] = tensors[name].half() if bad == "dtype" else tensors[name].fill_(torch.inf)
     save_file(tensors, file)
-    with closing(Catalog.open(memory / CATALOG_FILE, write=True)) as catalog:
+    with closing(Catalog.open(store_path / CATALOG_FILE, write=True)) as catalog:
         catalog.put(codec={**catalog.get("codec"), "sha256": checksum(file)})
     with pytest.raises(DatastoreCorrupt, match="not a readable codec"):
-        Datastore.open(memory)
+        Datastore.open(store_path)
 
 
-def test_codec_that_links_outside_the_store_is_not_followed(memory, tmp_path):
-    (memory / "codec.safetensors").rename(tmp_path / "elsewhere")
-    (memory / "codec.safetensors").symlink_to(tmp_path / "elsewhere")
+def test_codec_that_links_outside_the_store_is_not_followed(store_path, tmp_path):
+    (store_path / "codec.safetensors").rename(tmp_path / "elsewhere")
+    (store_path / "codec.safetensors").symlink_to(tmp_path / "elsewhere")
     with pytest.raises(DatastoreCorrupt, match="outside of the store"):
-        Datastore.open(memory)
+        Datastore.open(store_path)
 
 
 def test_stores_of_one_codec_are_merged_without_decoding(coded, tmp_path):

@@ -1,4 +1,4 @@
-"""Nothing that happens to a writer breaks a memory: killed at any write, at any moment, or on a disk that fails."""
+"""A writer that is killed at any write or moment, or whose disk fails, does not damage a store."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ BEFORE = [ALL[number] for number in (0, 1, 3, 4, 5)]  # d2 was removed, d5 was a
 STATES = {
     "build": ([ALL[:5]], ALL[:5]),
     "add": ([BEFORE, [*BEFORE, *ALL[6:9]]], [*BEFORE, *ALL[6:9]]),
-    "first": ([[], ALL[6:9]], ALL[6:9]),  # to a memory of no text
+    "first": ([[], ALL[6:9]], ALL[6:9]),  # to a store without text
     "remove": ([BEFORE, [one for one in BEFORE if one.id != "d3"]], [one for one in BEFORE if one.id != "d3"]),
     "index": ([BEFORE], BEFORE),
     "compact": ([BEFORE], BEFORE),
@@ -54,7 +54,7 @@ def zygote():
 
 @pytest.fixture(scope="module")
 def templates(lm, tmp_path_factory):
-    """For each way to store keys, a memory with a removed document, an added one and an index that knows neither."""
+    """Return, for each key format, a store with a removed document, an added one and an index built before both."""
     made = {}
     for way in WAYS:
         path = made[way] = tmp_path_factory.mktemp("template") / way
@@ -86,7 +86,7 @@ def baseline(lm, tmp_path_factory):
 
 
 def sound(path: Path, baseline: dict[str, np.ndarray]) -> list[str]:
-    """Check all that a memory holds, byte by byte and answer by answer, and name its documents."""
+    """Check all files and results of a store, and return the ids of its documents."""
     with closing(Datastore.open(path)) as store:
         with closing(sqlite3.connect(path / "catalog.db")) as connection:
             assert connection.execute("PRAGMA integrity_check").fetchall() == [("ok",)]
@@ -124,7 +124,7 @@ def names(wanted: list[Document]) -> list[str]:
 
 
 def finish(zygote: Zygote, do: str, path: Path, baseline: dict[str, np.ndarray], way: str = WAYS[0]) -> None:
-    """After an accident: the memory is sound, the same command ends what it began, and no garbage stays."""
+    """Check after a crash that the store is sound, the same command finishes, and no unused files stay."""
     allowed, right = STATES[do]
     if do == "build" and not finished(path):
         with pytest.raises(DatastoreError, match=r"unfinished build|no catalog.db|no folder"):
@@ -169,7 +169,7 @@ def spread(total: int, count: int, *, seed: int = 0) -> list[int]:
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("do", STATES)
 def test_command_killed_at_some_write_points_loses_nothing_and_finishes(zygote, templates, baseline, tmp_path, do, way):
-    path, template = tmp_path / "memory", templates[way]
+    path, template = tmp_path / "store", templates[way]
     total = zygote.count(do, prepare(do, template, path), keys=way)
     for point in spread(total, QUICK if way == WAYS[0] else 0, seed=len(way)):
         prepare(do, template, path)
@@ -181,7 +181,7 @@ def test_command_killed_at_some_write_points_loses_nothing_and_finishes(zygote, 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("do", STATES)
 def test_command_killed_at_every_write_point_loses_nothing_and_finishes(zygote, templates, baseline, tmp_path, do, way):
-    path, template = tmp_path / "memory", templates[way]
+    path, template = tmp_path / "store", templates[way]
     for point in range(1, zygote.count(do, prepare(do, template, path), keys=way) + 1):
         prepare(do, template, path)
         assert zygote.run(do, path, left=point, keys=way) == -signal.SIGKILL
@@ -190,10 +190,8 @@ def test_command_killed_at_every_write_point_loses_nothing_and_finishes(zygote, 
 
 @pytest.mark.parametrize("fail", ["full", "broken", "short"])
 @pytest.mark.parametrize("do", STATES)
-def test_failing_disk_is_one_error_and_loses_nothing(
-    zygote, template, baseline, tmp_path, do, fail
-):
-    path = tmp_path / "memory"
+def test_failing_disk_is_one_error_and_loses_nothing(zygote, template, baseline, tmp_path, do, fail):
+    path = tmp_path / "store"
     total = zygote.count(do, prepare(do, template, path))
     for point in random.Random(len(fail)).sample(range(1, total + 1), 2):
         prepare(do, template, path)
@@ -217,7 +215,7 @@ def kill_later(zygote: Zygote, do: str, path: Path, way: str, chance: random.Ran
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("do", STATES)
 def test_command_killed_at_random_moments_loses_nothing_and_finishes(zygote, templates, baseline, tmp_path, do, way):
-    path, template, chance = tmp_path / "memory", templates[way], random.Random(1)
+    path, template, chance = tmp_path / "store", templates[way], random.Random(1)
     begin = time.monotonic()
     assert zygote.run(do, prepare(do, template, path), keys=way) == 0
     longest = time.monotonic() - begin
@@ -230,7 +228,7 @@ def share(
     zygote: Zygote, template: Path, baseline: dict[str, np.ndarray], tmp_path: Path, readers: int, seconds: float
 ) -> None:
     """Let one process write and others read for so long; each checks all that it sees."""
-    path = shutil.copytree(template, tmp_path / "memory")
+    path = shutil.copytree(template, tmp_path / "store")
     np.savez(path.with_name(sharing.KEYS), **baseline)
     with closing(Datastore.open(path)) as store:
         sharing.note(path, store.generation, [stored.id for stored in store.documents()])
@@ -245,7 +243,7 @@ def share(
 
 
 def test_compaction_waits_for_a_reader_of_old_files(zygote, template, tmp_path):
-    path = shutil.copytree(template, tmp_path / "memory")
+    path = shutil.copytree(template, tmp_path / "store")
     pid = zygote.start("hold", path)
     while not path.with_name("open").exists():
         time.sleep(0.01)

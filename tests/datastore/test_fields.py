@@ -45,15 +45,15 @@ values = st.recursive(
 
 @pytest.fixture(scope="module")
 def built(lm, tmp_path_factory):
-    path = tmp_path_factory.mktemp("fields") / "memory"
+    path = tmp_path_factory.mktemp("fields") / "store"
     build([*FIELDED[:4], *documents(2, start=8)], path, lm=lm, segment_entries=150).close()
     add(FIELDED[4:], path, lm=lm)
     return path
 
 
 @pytest.fixture
-def memory(built, tmp_path):
-    return shutil.copytree(built, tmp_path / "memory")
+def store_path(built, tmp_path):
+    return shutil.copytree(built, tmp_path / "store")
 
 
 def fields_in(path) -> dict[str, dict]:
@@ -113,8 +113,8 @@ def test_invalid_fields_are_refused(wrong):
         Document("a", "b", "c", wrong)
 
 
-def test_documents_are_selected_by_fields_of_their_records(memory):
-    assert fields_in(memory) == RIGHT | BARE
+def test_documents_are_selected_by_fields_of_their_records(store_path):
+    assert fields_in(store_path) == RIGHT | BARE
     for where, right in (
         (("customer=acme",), ["d0", "d2"]),
         (("customer=acme", "year=2024"), ["d0"]),
@@ -126,14 +126,14 @@ def test_documents_are_selected_by_fields_of_their_records(memory):
         (('customer="acme"',), []),
         (("customer=acme' OR '1'='1",), []),
     ):
-        found, total = list_documents(memory, Selection(where=where))
+        found, total = list_documents(store_path, Selection(where=where))
         assert ([one.id for one in found], total) == (right, len(right)), where
-    assert [one.fields for one in list_documents(memory, Selection(document="d1"))[0]] == [RIGHT["d1"]]
+    assert [one.fields for one in list_documents(store_path, Selection(document="d1"))[0]] == [RIGHT["d1"]]
     for wrong in ("colour=red", "fields.id=d1", "customers=acme"):
         with pytest.raises(
             ParameterError, match=r"no document has this field\. The fields are id, .*customer, customer id, y"
         ):
-            remove(memory, where=wrong)
+            remove(store_path, where=wrong)
 
 
 @given(data=st.data(), name=st.text('a":, {}\\', min_size=1, max_size=4), value=st.text('a":, {}\\1', max_size=4))
@@ -144,7 +144,7 @@ def test_fields_with_any_characters_are_found(data, name, value):
     if data.draw(st.booleans()):
         records[0] = {**records[0], name: data.draw(st.just(value) | st.integers(0, 11))}
     stored = [StoredDocument(number, "", "", 0, 0, 0, "", fields) for number, fields in enumerate(records)]
-    with closing(sqlite3.connect(":memory:")) as connection:
+    with closing(sqlite3.connect(":store_path:")) as connection:
         connection.executescript(schema.SCHEMA)
         put_fields(connection, stored)
         condition, values = field_condition(name, value)
@@ -159,59 +159,59 @@ def test_fields_with_any_characters_are_found(data, name, value):
         assert [fields_by_number(connection)(number) for number in range(len(records))] == records
 
 
-def test_compaction_erases_the_fields_of_a_removed_document(lm, memory):
+def test_compaction_erases_the_fields_of_a_removed_document(lm, store_path):
     secret = Document("s", "s.txt", "Quartz sphinx, judge my vow.", {"customer": "hidden-customer", "hidden-name": 1})
-    add([secret], memory, lm=lm)
-    gone = remove(memory, where="customer=hidden-customer")
+    add([secret], store_path, lm=lm)
+    gone = remove(store_path, where="customer=hidden-customer")
     assert [dict(one.fields) for one in gone.documents] == [dict(secret.fields)]
-    assert fields_in(memory) == RIGHT | BARE
-    with closing(sqlite3.connect(memory / "catalog.db")) as connection:
+    assert fields_in(store_path) == RIGHT | BARE
+    with closing(sqlite3.connect(store_path / "catalog.db")) as connection:
         assert connection.execute("SELECT COUNT(*) FROM fields").fetchone() == (len(RIGHT),)
-    assert compact(memory).purged
-    assert removal_report(memory).bytes == ()
-    for file in memory.rglob("*"):
+    assert compact(store_path).purged
+    assert removal_report(store_path).bytes == ()
+    for file in store_path.rglob("*"):
         assert file.is_dir() or not any(word in file.read_bytes() for word in (b"hidden-customer", b"hidden-name"))
-    assert fields_in(memory) == RIGHT | BARE
+    assert fields_in(store_path) == RIGHT | BARE
     for name in [*RIGHT, *BARE]:
-        remove(memory, document=name)
-    compact(memory)
-    assert not any(b"acme" in file.read_bytes() for file in memory.rglob("*") if file.is_file())
+        remove(store_path, document=name)
+    compact(store_path)
+    assert not any(b"acme" in file.read_bytes() for file in store_path.rglob("*") if file.is_file())
 
 
-def test_fields_survive_merge_copy_compaction_and_repair(lm, memory, tmp_path):
-    check_against_ours(memory)
+def test_fields_survive_merge_copy_compaction_and_repair(lm, store_path, tmp_path):
+    check_against_ours(store_path)
     build(
         [*documents(1, start=20), Document("e", "e:1", documents(1, start=21)[0].text, {"x": 1.5})],
         tmp_path / "o",
         lm=lm,
     )
-    merge([tmp_path / "o", memory], tmp_path / "merged")
+    merge([tmp_path / "o", store_path], tmp_path / "merged")
     assert fields_in(tmp_path / "merged") == {"d20": {}, "e": {"x": 1.5}} | RIGHT | BARE
     check_against_ours(tmp_path / "merged")
-    with closing(Datastore.open(memory)) as store:
+    with closing(Datastore.open(store_path)) as store:
         derive(store, tmp_path / "copy", key_dtype="float32").close()
         assert [dict(store.document_at(row).fields) for row in (0, store.entry_count - 1)] == [RIGHT["d0"], RIGHT["d4"]]
         number = store.segments[-1].id
     assert fields_in(tmp_path / "copy") == RIGHT | BARE
-    compact(memory, segment_entries=80)
-    assert fields_in(memory) == RIGHT | BARE
-    assert verify(memory, deep=True).sound
-    with closing(Datastore.open(memory)) as store:
+    compact(store_path, segment_entries=80)
+    assert fields_in(store_path) == RIGHT | BARE
+    assert verify(store_path, deep=True).sound
+    with closing(Datastore.open(store_path)) as store:
         number = store.segments[-1].id
         lost = {one.id for one in store.catalog.documents_of(number)}
-    flip(memory / "segments" / f"{number:06d}" / "keys.npy", -3)
-    assert {one.id for one in repair(memory).lost} == lost
-    assert fields_in(memory) == {name: value for name, value in (RIGHT | BARE).items() if name not in lost}
-    with closing(sqlite3.connect(memory / "catalog.db")) as connection:
+    flip(store_path / "segments" / f"{number:06d}" / "keys.npy", -3)
+    assert {one.id for one in repair(store_path).lost} == lost
+    assert fields_in(store_path) == {name: value for name, value in (RIGHT | BARE).items() if name not in lost}
+    with closing(sqlite3.connect(store_path / "catalog.db")) as connection:
         left = {number for (number,) in connection.execute("SELECT DISTINCT number FROM fields")}
         assert left <= {number for (number,) in connection.execute("SELECT number FROM documents")}
-    assert verify(memory, deep=True).sound
+    assert verify(store_path, deep=True).sound
 
 
-def test_export_has_the_fields_of_every_entry(memory, tmp_path):
+def test_export_has_the_fields_of_every_entry(store_path, tmp_path):
     from pyarrow import parquet
 
-    export(memory, tmp_path / "out")
+    export(store_path, tmp_path / "out")
     table = parquet.ParquetDataset(tmp_path / "out").read().select(["document", "fields"]).to_pylist()
     assert {row["document"]: json.loads(row["fields"]) for row in table} == RIGHT | BARE
 
@@ -239,16 +239,16 @@ def test_untrusted_fields_are_refused_or_work(value, column, built, tmp_path):
         assert "customer" not in {name for fields in found.values() for name in fields}
 
 
-def test_commands_show_fields_and_select_by_them(memory, capfd):
-    assert run(["documents", str(memory), "--where", "customer=acme", "--where", "year=2024"]) == 0
+def test_commands_show_fields_and_select_by_them(store_path, capfd):
+    assert run(["documents", str(store_path), "--where", "customer=acme", "--where", "year=2024"]) == 0
     out = " ".join(capfd.readouterr().out.split())
     assert "customer=acme customer id=acme-1 year=2024" in out
-    assert run(["documents", str(memory), "--where", "year=2024", "--json"]) == 0
+    assert run(["documents", str(store_path), "--where", "year=2024", "--json"]) == 0
     listed = json.loads(capfd.readouterr().out)
     assert [one["fields"] for one in listed["documents"]] == [RIGHT["d0"], RIGHT["d3"]]
-    assert run(["remove", str(memory), "--where", "customer=acme", "--json"]) == 0
+    assert run(["remove", str(store_path), "--where", "customer=acme", "--json"]) == 0
     assert [one["id"] for one in json.loads(capfd.readouterr().out)["documents"]] == ["d0", "d2"]
-    assert run(["remove", str(memory), "--where", "customer=acme"]) == 2
+    assert run(["remove", str(store_path), "--where", "customer=acme"]) == 2
     assert "has no document for --where customer=acme" in capfd.readouterr().err
-    assert run(["remove", str(memory), "--where", "colour=red"]) == 2
+    assert run(["remove", str(store_path), "--where", "colour=red"]) == 2
     assert "Invalid condition 'colour=red': no document has this field" in capfd.readouterr().err

@@ -40,22 +40,22 @@ FIXED = {"suppress_health_check": [HealthCheck.function_scoped_fixture, HealthCh
 
 @pytest.fixture(scope="module")
 def changed_store(lm, tmp_path_factory):
-    """A memory with a row in every table: pruned to half its keys, indexed, a document added, another removed."""
+    """A store with a row in every table: pruned to half its keys, indexed, a document added, another removed."""
     folder = tmp_path_factory.mktemp("summed")
     with closing(build(documents(6), folder / "built", lm=lm, segment_entries=120)) as store:
         keep, counts = torch.arange(0, store.key_count, 2), torch.full((store.key_count,), 2.0)
-        derive(store, folder / "memory", keep=keep, counts=counts).close()
-    add([knnlm.Document("ö", "näher/🙂.txt", "A model that has a memory can learn.")], folder / "memory", lm=lm)
-    remove(folder / "memory", document="d2")
-    with closing(Datastore.open(folder / "memory")) as store:
+        derive(store, folder / "store", keep=keep, counts=counts).close()
+    add([knnlm.Document("ö", "näher/🙂.txt", "A model that has a memory can learn.")], folder / "store", lm=lm)
+    remove(folder / "store", document="d2")
+    with closing(Datastore.open(folder / "store")) as store:
         build_index(store, "Flat")
-    return folder / "memory"
+    return folder / "store"
 
 
 @pytest.fixture
-def memory(changed_store, tmp_path):
-    shutil.copytree(changed_store, tmp_path / "memory")
-    return tmp_path / "memory"
+def store_path(changed_store, tmp_path):
+    shutil.copytree(changed_store, tmp_path / "store")
+    return tmp_path / "store"
 
 
 def fresh(changed_store: Path, folder: Path) -> Path:
@@ -66,7 +66,7 @@ def fresh(changed_store: Path, folder: Path) -> Path:
 
 
 def answers(path: Path) -> dict[str, object]:
-    """All that a reader can be told by a memory, asked for in every way there is."""
+    """Return all results that a reader can get from a store, in every way."""
     with closing(Datastore.open(path)) as store:
         keys = torch.arange(store.key_count)
         return {
@@ -131,19 +131,19 @@ def test_every_command_writes_the_specified_digests(lm, tmp_path, model_folder, 
     assert verify(tmp_path / "both", deep=True).sound
 
 
-def test_failed_change_leaves_the_digests_unchanged(memory):
-    before = written_sums(memory / FILE)
-    with closing(Catalog.open(memory / FILE, write=True)) as catalog:
+def test_failed_change_leaves_the_digests_unchanged(store_path):
+    before = written_sums(store_path / FILE)
+    with closing(Catalog.open(store_path / FILE, write=True)) as catalog:
         with suppress(ZeroDivisionError), catalog.change():
             catalog.write_metadata(colour="green")
             _ = 1 / 0
-        assert written_sums(memory / FILE) == before
+        assert written_sums(store_path / FILE) == before
         catalog.put(colour="red")
         with catalog.change() as connection:
             connection.execute("UPDATE documents SET source = upper(source)")
             connection.execute("DELETE FROM removed")
-    assert written_sums(memory / FILE) != before
-    assert same_sums(memory)
+    assert written_sums(store_path / FILE) != before
+    assert same_sums(store_path)
 
 
 def cells(path: Path) -> list[tuple[str, str, object, str, str]]:
@@ -215,21 +215,21 @@ def test_flipped_bit_anywhere_in_the_catalog_is_found_or_changes_nothing(place, 
     assert not {name for name in sound if found[name] != sound[name]}
 
 
-def test_damage_stays_detected_after_changes_of_other_rows(memory, lm):
-    assert turn(memory, ("documents", "number", 4, "source", "str"), 3)
+def test_damage_stays_detected_after_changes_of_other_rows(store_path, lm):
+    assert turn(store_path, ("documents", "number", 4, "source", "str"), 3)
     with pytest.raises(
         DatastoreCorrupt, match=r"catalog\.db is corrupt: checksum mismatch .*documents 0.*knnlm repair"
     ):
-        remove(memory, document="d0")
-    add(documents(1, start=40), memory, lm=lm)
-    with closing(Datastore.open(memory)) as store:
+        remove(store_path, document="d0")
+    add(documents(1, start=40), store_path, lm=lm)
+    with closing(Datastore.open(store_path)) as store:
         build_index(store, "Flat")
         with pytest.raises(DatastoreCorrupt, match="documents 0"):
             store.document_at(0)
         with pytest.raises(DatastoreCorrupt, match="documents 0"):
             list(store.documents())
-    assert {problem.table for problem in verify(memory).problems} == {"documents 0"}
-    with closing(Datastore.open(memory, check=False)) as store:  # whoever does not want to know is not told
+    assert {problem.table for problem in verify(store_path).problems} == {"documents 0"}
+    with closing(Datastore.open(store_path, check=False)) as store:  # without checks there is no error
         assert len(list(store.documents())) == 7
 
 
@@ -317,31 +317,31 @@ def test_repair_of_a_flipped_bit_makes_the_store_sound_or_changes_nothing(data, 
     assert verify(path, deep=True).sound
 
 
-def test_catalog_text_that_is_not_utf8_is_refused(memory):
-    data = (memory / FILE).read_bytes()
+def test_catalog_text_that_is_not_utf8_is_refused(store_path):
+    data = (store_path / FILE).read_bytes()
     assert data.count(b"text.jsonl:4") == 1
     damaged = data.replace(b"text.jsonl:4", b"te\xf8t.jsonl:4")
-    (memory / FILE).write_bytes(damaged)
-    assert not verify(memory).sound
+    (store_path / FILE).write_bytes(damaged)
+    assert not verify(store_path).sound
     with pytest.raises(DatastoreCorrupt, match="is corrupt"):
-        answers(memory)
+        answers(store_path)
     with pytest.raises(DatastoreCorrupt, match=r"cannot be repaired: catalog\.db.*Restore catalog\.db from a backup"):
-        repair(memory)
-    assert (memory / FILE).read_bytes() == damaged
+        repair(store_path)
+    assert (store_path / FILE).read_bytes() == damaged
 
 
-def test_damaged_documents_that_fit_the_files_are_kept_and_reported(memory, capfd):
-    with closing(sqlite3.connect(memory / FILE, isolation_level=None)) as connection:
+def test_damaged_documents_that_fit_the_files_are_kept_and_reported(store_path, capfd):
+    with closing(sqlite3.connect(store_path / FILE, isolation_level=None)) as connection:
         connection.execute("UPDATE documents SET source = 'elsewhere' WHERE number = 3")
-    done = repair(memory)
+    done = repair(store_path)
     assert (done.lost, done.unverified) == ((), ("documents 0",))
     assert (done.kept_in / FILE).exists()
-    assert verify(memory, deep=True).sound
-    with closing(Datastore.open(memory)) as store:
+    assert verify(store_path, deep=True).sound
+    with closing(Datastore.open(store_path)) as store:
         assert "elsewhere" in {one.source for one in store.documents()}
-    with closing(sqlite3.connect(memory / FILE, isolation_level=None)) as connection:
+    with closing(sqlite3.connect(store_path / FILE, isolation_level=None)) as connection:
         connection.execute("UPDATE documents SET source = 'elsewhere again' WHERE number = 3")
-    code, out, _ = command(capfd, "repair", memory)
+    code, out, _ = command(capfd, "repair", store_path)
     assert code == 0
     assert "unverified: documents 0 of the catalog" in out
 
@@ -354,27 +354,27 @@ def test_damaged_documents_that_fit_the_files_are_kept_and_reported(memory, capf
         "DELETE FROM digests",
     ],
 )
-def test_rows_without_a_matching_digest_are_refused(memory, statement):
-    with closing(sqlite3.connect(memory / FILE, isolation_level=None)) as connection:
+def test_rows_without_a_matching_digest_are_refused(store_path, statement):
+    with closing(sqlite3.connect(store_path / FILE, isolation_level=None)) as connection:
         connection.execute(statement)
-    before = (memory / FILE).read_bytes()
+    before = (store_path / FILE).read_bytes()
     with pytest.raises(DatastoreCorrupt, match=r"cannot be repaired: catalog.db.*Nothing was changed"):
-        repair(memory)
-    assert (memory / FILE).read_bytes() == before
+        repair(store_path)
+    assert (store_path / FILE).read_bytes() == before
     with pytest.raises(DatastoreCorrupt):
-        Datastore.open(memory)
+        Datastore.open(store_path)
 
 
-def test_index_with_a_damaged_row_is_built_again(memory):
-    with closing(sqlite3.connect(memory / FILE, isolation_level=None)) as connection:
+def test_index_with_a_damaged_row_is_built_again(store_path):
+    with closing(sqlite3.connect(store_path / FILE, isolation_level=None)) as connection:
         connection.execute("UPDATE indexes SET entries = entries + 7, metric = 'l2'")
     with (
-        closing(Datastore.open(memory)) as store,
+        closing(Datastore.open(store_path)) as store,
         pytest.raises(DatastoreCorrupt, match=r"checksum mismatch .*in indexes"),
     ):
         open_index(store)
-    assert repair(memory).index == "Flat"
-    assert verify(memory, deep=True).sound
+    assert repair(store_path).index == "Flat"
+    assert verify(store_path, deep=True).sound
 
 
 @given(st.lists(st.tuples(st.sampled_from("pdr"), st.integers(0, 40), st.text(max_size=5)), max_size=12))

@@ -161,7 +161,7 @@ def text():
 
 @pytest.fixture(scope="module")
 def built(lm, text, tmp_path_factory):
-    """A memory stored in each way, and how its codec came about: when half of it was read."""
+    """Return a store in each key format, whose codec was fitted when half of the text was read."""
     folder = tmp_path_factory.mktemp("built")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(encoder, "CODEC_SAMPLE_KEYS", 400)
@@ -279,7 +279,7 @@ def test_finished_store_is_compressed_into_a_copy(built, lm, way, tmp_path):
 
 
 def test_small_text_is_encoded_at_its_end(lm, tmp_path):
-    store = build(documents(2), tmp_path / "memory", lm=lm, key_format="int8")
+    store = build(documents(2), tmp_path / "store", lm=lm, key_format="int8")
     plain = build(documents(2), tmp_path / "plain", lm=lm)
     keys = all_keys(plain)
     assert torch.equal(store.codec.step, fit_bytes(keys).step)
@@ -287,7 +287,7 @@ def test_small_text_is_encoded_at_its_end(lm, tmp_path):
 
 
 def test_store_without_text_has_no_codec_and_opens(lm, tmp_path):
-    store = build([], tmp_path / "memory", lm=lm, key_format="codes8")
+    store = build([], tmp_path / "store", lm=lm, key_format="codes8")
     assert (store.entry_count, store.key_count, store.storage) == (0, 0, "uint8")
     with pytest.raises(ParameterError, match="no keys"):
         compress(store, tmp_path / "copy")
@@ -339,17 +339,17 @@ def test_unfinished_build_refuses_another_key_format(lm, tmp_path, monkeypatch):
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        build(failing(), tmp_path / "memory", lm=lm, key_format="int8", segment_entries=100)
+        build(failing(), tmp_path / "store", lm=lm, key_format="int8", segment_entries=100)
     with pytest.raises(DatastoreError, match="key dtype"):
-        build(documents(8), tmp_path / "memory", lm=lm, key_format="codes8", segment_entries=100)
+        build(documents(8), tmp_path / "store", lm=lm, key_format="codes8", segment_entries=100)
     with pytest.raises(DatastoreError, match="another keys"):
-        build(documents(8), tmp_path / "memory", lm=lm, key_format="pca4-int8", segment_entries=100)
-    assert build(documents(8), tmp_path / "memory", lm=lm, key_format="int8", segment_entries=100).storage == "int8"
+        build(documents(8), tmp_path / "store", lm=lm, key_format="pca4-int8", segment_entries=100)
+    assert build(documents(8), tmp_path / "store", lm=lm, key_format="int8", segment_entries=100).storage == "int8"
 
 
 @pytest.mark.parametrize("damage", ["missing", "changed", "kind", "width"])
 def test_damaged_codec_is_refused(tmp_path, damage):
-    store = compress(random_store(tmp_path / "plain"), tmp_path / "memory", key_format="int8")
+    store = compress(random_store(tmp_path / "plain"), tmp_path / "store", key_format="int8")
     file = store.path / "codec.safetensors"
     fact = store.catalog.get("codec")
     store.close()

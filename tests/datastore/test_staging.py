@@ -40,21 +40,21 @@ def way(request):
 @pytest.fixture(scope="module")
 def built(lm, way, tmp_path_factory):
     """Three documents and an index."""
-    path = tmp_path_factory.mktemp("pending") / "memory"
+    path = tmp_path_factory.mktemp("pending") / "store"
     with closing(build(OLD, path, lm=lm, segment_entries=ROWS, key_format=way)) as store:
         build_index(store, "Flat")
     return path
 
 
 @pytest.fixture
-def memory(built, tmp_path):
-    return shutil.copytree(built, tmp_path / "memory")
+def store_path(built, tmp_path):
+    return shutil.copytree(built, tmp_path / "store")
 
 
 @pytest.fixture(scope="module")
 def stopped(lm, built, tmp_path_factory):
-    """The memory when an addition of all has failed before the last two documents."""
-    path = shutil.copytree(built, tmp_path_factory.mktemp("stopped") / "memory")
+    """Return a store in which an addition failed before its last two documents."""
+    path = shutil.copytree(built, tmp_path_factory.mktemp("stopped") / "store")
     stop(path, lm, NEW)
     return path
 
@@ -91,10 +91,8 @@ def count_read(monkeypatch, lm) -> list[int]:
     return seen
 
 
-def test_interrupted_addition_is_invisible_and_resumes_without_reading_again(
-    lm, built, stopped, tmp_path, monkeypatch
-):
-    path = shutil.copytree(stopped, tmp_path / "memory")
+def test_interrupted_addition_is_invisible_and_resumes_without_reading_again(lm, built, stopped, tmp_path, monkeypatch):
+    path = shutil.copytree(stopped, tmp_path / "store")
     assert names(path) == ["d0", "d1", "d2"]
     found = verify(path, deep=True)
     assert found.sound
@@ -118,7 +116,7 @@ def test_interrupted_addition_is_invisible_and_resumes_without_reading_again(
 
 
 def test_staged_document_that_is_missing_now_is_dropped(lm, stopped, tmp_path, monkeypatch):
-    path = shutil.copytree(stopped, tmp_path / "memory")
+    path = shutil.copytree(stopped, tmp_path / "store")
     seen = count_read(monkeypatch, lm)
     done = add([NEW[5]], path, lm=lm)
     assert (done.documents, done.resumed) == (1, 0)
@@ -133,7 +131,7 @@ def test_staged_document_that_is_missing_now_is_dropped(lm, stopped, tmp_path, m
 
 def test_missing_documents_of_a_staged_segment_are_masked_and_erased_by_compaction(lm, built, tmp_path):
     short = [Document(f"s{number}", f"s:{number}", f"{number} " * 6 + NEW[number].text[:25]) for number in range(6)]
-    path = shutil.copytree(built, tmp_path / "memory")
+    path = shutil.copytree(built, tmp_path / "store")
     stop(path, lm, [*short, *NEW[4:]])
     renamed = [Document("other", "elsewhere", short[1].text, {"year": 3}), short[0]]
     done = add(renamed, path, lm=lm)
@@ -158,7 +156,7 @@ def test_missing_documents_of_a_staged_segment_are_masked_and_erased_by_compacti
 
 
 def test_other_writers_keep_the_staging_log_and_a_compaction_drops_it(lm, stopped, tmp_path):
-    path = shutil.copytree(stopped, tmp_path / "memory")
+    path = shutil.copytree(stopped, tmp_path / "store")
     assert remove(path, document="d1").tokens > 0
     with closing(Datastore.open(path)) as store:
         build_index(store, "Flat")
@@ -180,7 +178,7 @@ def test_other_writers_keep_the_staging_log_and_a_compaction_drops_it(lm, stoppe
 
 
 def test_log_left_after_its_commit_is_ignored(lm, stopped, tmp_path):
-    path = shutil.copytree(stopped, tmp_path / "memory")
+    path = shutil.copytree(stopped, tmp_path / "store")
     log = (path / STAGING_FILE).read_bytes()
     add(NEW, path, lm=lm)
     (path / STAGING_FILE).write_bytes(log)  # as if the process had been killed just then
@@ -213,18 +211,18 @@ def test_damaged_staged_files_are_only_read_again(data, lm, stopped, tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["pipe", "folder", "link"])
-def test_log_that_is_not_a_file_is_one_error(lm, memory, tmp_path, kind):
-    place = memory / STAGING_FILE
+def test_log_that_is_not_a_file_is_one_error(lm, store_path, tmp_path, kind):
+    place = store_path / STAGING_FILE
     if kind == "pipe":
         os.mkfifo(place)
     elif kind == "folder":
         place.mkdir()
     else:
         place.symlink_to(tmp_path / "elsewhere")
-    assert names(memory) == ["d0", "d1", "d2"]
+    assert names(store_path) == ["d0", "d1", "d2"]
     with pytest.raises(DatastoreError, match=r"staging\.log"):
-        add(NEW, memory, lm=lm)
-    assert names(memory) == ["d0", "d1", "d2"]
+        add(NEW, store_path, lm=lm)
+    assert names(store_path) == ["d0", "d1", "d2"]
     assert not (tmp_path / "elsewhere").exists()
 
 
@@ -267,11 +265,13 @@ def test_codec_of_a_dropped_addition_is_dropped(lm, tmp_path, monkeypatch):
     assert not verify(again, deep=True).sound
 
 
-def test_interrupted_add_command_names_how_to_resume_and_resumes(lm, memory, model_folder, tmp_path, capfd, monkeypatch):
+def test_interrupted_add_command_names_how_to_resume_and_resumes(
+    lm, store_path, model_folder, tmp_path, capfd, monkeypatch
+):
     texts = [tmp_path / f"{document.id}.txt" for document in NEW]
     for text, document in zip(texts, NEW, strict=True):
         text.write_text(document.text)
-    command = ["add", str(memory), *map(str, texts), "--model", str(model_folder)]
+    command = ["add", str(store_path), *map(str, texts), "--model", str(model_folder)]
     batch_documents = build_module.batch_documents
 
     def pressed(*args):
@@ -286,8 +286,8 @@ def test_interrupted_add_command_names_how_to_resume_and_resumes(lm, memory, mod
     assert (
         "Run the same command again: builds and additions resume at the last complete segment" in capfd.readouterr().err
     )
-    assert names(memory) == ["d0", "d1", "d2"]
-    assert run(["verify", str(memory)]) == 0
+    assert names(store_path) == ["d0", "d1", "d2"]
+    assert run(["verify", str(store_path)]) == 0
     assert "documents in 2 segments belong to an add that was interrupted" in " ".join(capfd.readouterr().err.split())
     assert run(command) == 0
     assert "6 documents added" in (out := capfd.readouterr().out)

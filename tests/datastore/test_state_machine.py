@@ -1,4 +1,4 @@
-"""Any sequence of changes to a memory, held against a dictionary of documents and brute force."""
+"""Any sequence of changes to a store, compared with a dictionary of documents and brute force."""
 
 from __future__ import annotations
 
@@ -78,17 +78,17 @@ def check(store: Datastore, ids: list[str]) -> None:
 
 
 class StoreMachine(RuleBasedStateMachine):
-    """The memory on disk, and the list of what should be in it."""
+    """A store on disk, and the list of its expected documents."""
 
     def __init__(self) -> None:
         super().__init__()
         self.folder = Path(tempfile.mkdtemp(prefix="knnlm-states-"))
-        self.path = self.folder / "memory"
+        self.path = self.folder / "store"
         self.ids: list[str] = []
         self.begun: set[str] = set()  # documents that an addition may have read before it was stopped
         self.merged = True  # whether it can be
         self.held: list[tuple[Datastore, list[str]]] = []
-        self.elsewhere: list[tuple[Datastore, list[str]]] = []  # of memories that were merged since
+        self.elsewhere: list[tuple[Datastore, list[str]]] = []  # of stores that were merged since
         self.merges = 0
 
     @initialize(count=st.integers(0, 4), rows=st.sampled_from([20, 60, 1000]), way=st.sampled_from(WAYS))
@@ -97,7 +97,7 @@ class StoreMachine(RuleBasedStateMachine):
         self.ids = [document.id for document in ALL[:count]]
         self.merged = way == "float16" or count > 0
         if way != "float16" and count:
-            # Only memories of one codec are merged, so the others are made of a copy.
+            # Only stores of one codec are merged, so the others are made from a copy.
             empty = shutil.copytree(self.path, self.folder / "empty")
             for name in self.ids:
                 remove(empty, document=name)
@@ -150,7 +150,7 @@ class StoreMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.merged)
     @rule(numbers=st.lists(st.integers(0, len(ALL) - 1), max_size=3, unique=True), first=st.booleans())
     def merge(self, numbers, first):
-        """Go on with a merge of the memory and another one, in either order; those who hold the old one keep it."""
+        """Continue with a merge of the store and another one, in either order; open readers keep the old one."""
         self.merges += 1
         other, out = self.folder / f"other-{self.merges}", self.folder / f"merged-{self.merges}"
         if (self.folder / "empty").exists():

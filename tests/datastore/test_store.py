@@ -127,14 +127,14 @@ def test_resumed_build_reads_only_what_is_missing(lm, tmp_path):
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        build(stopping(), tmp_path / "memory", lm=lm, segment_entries=150)
-    done = len(list((tmp_path / "memory" / "segments").iterdir()))
+        build(stopping(), tmp_path / "store", lm=lm, segment_entries=150)
+    done = len(list((tmp_path / "store" / "segments").iterdir()))
     assert done >= 2
     written = []
     original = ArrayWriter.__init__
     try:
         ArrayWriter.__init__ = lambda self, path, *rest: written.append(path) or original(self, path, *rest)
-        store = build(documents(12), tmp_path / "memory", lm=lm, segment_entries=150)
+        store = build(documents(12), tmp_path / "store", lm=lm, segment_entries=150)
     finally:
         ArrayWriter.__init__ = original
     assert len({path.parent.name for path in written}) == len(store.segments) - done
@@ -145,7 +145,7 @@ def test_resuming_with_other_text_or_settings_is_refused_and_loses_nothing(lm, t
         yield from documents(8)
         raise KeyboardInterrupt
 
-    path = tmp_path / "memory"
+    path = tmp_path / "store"
     with pytest.raises(KeyboardInterrupt):
         build(stopping(), path, lm=lm, segment_entries=150)
     before = contents(path)
@@ -175,7 +175,7 @@ def test_finished_store_and_other_folders_are_not_overwritten(lm, store, tmp_pat
 
 
 def test_one_writer_at_a_time(lm, tmp_path):
-    path = tmp_path / "memory"
+    path = tmp_path / "store"
     with writer_lock(path, create=True), pytest.raises(DatastoreBusy, match="Another process is writing"):
         build(documents(1), path, lm=lm)
     assert build(documents(1), path, lm=lm).entry_count > 0
@@ -195,9 +195,9 @@ class Scaled(torch.nn.Module):
 @pytest.mark.parametrize(("factor", "shift"), [(1.0, 0.0), (1e6, 0.0), (1.0, 3000.0), (20.0, 1e5), (1e9, 1e8)])
 def test_keys_beyond_float16_are_scaled_and_recorded_never_infinite(tmp_path, factor, shift):
     lm = large_model(factor, shift)
-    store = build(documents(6), tmp_path / "memory", lm=lm, segment_entries=100)
+    store = build(documents(6), tmp_path / "store", lm=lm, segment_entries=100)
     for segment in store.segments:
-        stored = np.load(tmp_path / "memory" / "segments" / f"{segment.id:06d}" / "keys.npy")
+        stored = np.load(tmp_path / "store" / "segments" / f"{segment.id:06d}" / "keys.npy")
         assert np.isfinite(stored).all()
     tokens = [lm.encode(document.text) for document in documents(6)]
     right = np.concatenate(
@@ -229,7 +229,7 @@ def test_keys_beyond_float16_are_scaled_and_recorded_never_infinite(tmp_path, fa
 def test_constant_outliers_do_not_reduce_the_precision_of_other_dimensions(tmp_path):
     # A step of float16 at 3e4 is 16: stored as they are, three such dimensions would drown all others.
     lm = large_model(1.0, 3e4)
-    store = build(documents(6), tmp_path / "memory", lm=lm)
+    store = build(documents(6), tmp_path / "store", lm=lm)
     plain = build(documents(6), tmp_path / "plain", lm=large_model(1.0))
     rows = torch.arange(store.entry_count)
     far = torch.cdist(plain.take(rows[:20]), plain.take(rows)).square()
@@ -250,11 +250,11 @@ def test_nan_keys_are_an_error_that_names_the_place(tmp_path):
     with torch.no_grad():
         lm.model.transformer.h[-1].ln_2.weight[0] = torch.nan
     with pytest.raises(ModelError, match=r"infinite or undefined hidden states at transformer\.h\.2\.mlp"):
-        build(documents(1), tmp_path / "memory", lm=lm)
+        build(documents(1), tmp_path / "store", lm=lm)
 
 
 def test_float32_keys_equal_the_hidden_states(lm, tmp_path):
-    store = build(documents(3), tmp_path / "memory", lm=lm, key_format="float32")
+    store = build(documents(3), tmp_path / "store", lm=lm, key_format="float32")
     tokens = lm.encode(documents(1)[0].text)
     readings = list(lm.read([tokens], lm.window()))
     torch.testing.assert_close(store.take(torch.arange(len(tokens))), readings[0].keys, rtol=1e-5, atol=1e-6)
@@ -264,8 +264,8 @@ def test_float32_keys_equal_the_hidden_states(lm, tmp_path):
 
 @pytest.fixture
 def broken(lm, tmp_path):
-    build(documents(6), tmp_path / "memory", lm=lm, segment_entries=100)
-    return tmp_path / "memory"
+    build(documents(6), tmp_path / "store", lm=lm, segment_entries=100)
+    return tmp_path / "store"
 
 
 @pytest.mark.parametrize("name", ["keys.npy", "values.npy"])
@@ -397,7 +397,7 @@ def test_full_disk_is_one_error_and_the_build_resumes_when_there_is_space(lm, tm
             print(error)
             sys.exit(7)
     """)
-    path = tmp_path / "memory"
+    path = tmp_path / "store"
     result = subprocess.run([sys.executable, "-c", script, str(path)], capture_output=True, text=True, check=False)
     assert result.returncode == 7, result.stderr
     assert "Cannot write" in result.stdout
@@ -425,7 +425,7 @@ RSS = """
         return read_documents(sys.argv[1] + "/text.jsonl")
     build(many(100), sys.argv[1] + "/warm", lm=lm, segment_entries=2000)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    store = build(many(int(sys.argv[2])), sys.argv[1] + "/memory", lm=lm, segment_entries=2000)
+    store = build(many(int(sys.argv[2])), sys.argv[1] + "/store", lm=lm, segment_entries=2000)
     after = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     print(store.bytes, (after - before) * 1024)
 """
@@ -447,7 +447,7 @@ def test_peak_memory_does_not_grow_with_the_corpus(tmp_path):
 
 
 def test_store_of_many_segments_needs_few_file_handles(lm, tmp_path):
-    build(documents(80), tmp_path / "memory", lm=lm, segment_entries=1)
+    build(documents(80), tmp_path / "store", lm=lm, segment_entries=1)
     script = textwrap.dedent("""
         import resource, sys, torch
         from knnlm import Datastore
@@ -461,7 +461,7 @@ def test_store_of_many_segments_needs_few_file_handles(lm, tmp_path):
         print(int(opened.values(torch.arange(opened.entry_count)).sum()))
     """)
     result = subprocess.run(
-        [sys.executable, "-c", script, str(tmp_path / "memory")], capture_output=True, text=True, check=False
+        [sys.executable, "-c", script, str(tmp_path / "store")], capture_output=True, text=True, check=False
     )
     assert result.returncode == 0, result.stderr
     assert int(result.stdout) == sum(token for one in documents(80) for token in lm.encode(one.text))

@@ -1,4 +1,4 @@
-"""Memories come from strangers: opening one gives a memory or an error of ours, and nothing else, whatever it holds."""
+"""Untrusted stores: opening one succeeds or raises an error of knnlm, whatever it contains."""
 
 from __future__ import annotations
 
@@ -38,25 +38,25 @@ SOURCE = Path(knnlm.__file__).parent
 
 @pytest.fixture(scope="module")
 def mapped(lm, tmp_path_factory):
-    """A small memory with everything: pruned, counted, mapped, indexed, its text sorted."""
+    """Return a small store with all features: pruned, counted, mapped, indexed, with a suffix array."""
     folder = tmp_path_factory.mktemp("hostile")
     with closing(build(documents(4), folder / "built", lm=lm, segment_entries=80)) as store:
         keep, counts = torch.arange(0, store.key_count, 2), torch.full((store.key_count,), 2.0)
-        made = derive(store, folder / "memory", keep=keep, counts=counts, key_map=principal_components(store, 6))
+        made = derive(store, folder / "store", keep=keep, counts=counts, key_map=principal_components(store, 6))
     build_index(made, "Flat")
     open_suffix_array(made)
     made.close()
-    return folder / "memory"
+    return folder / "store"
 
 
 @pytest.fixture
-def memory(mapped, tmp_path):
-    shutil.copytree(mapped, tmp_path / "memory")
-    return tmp_path / "memory"
+def store_path(mapped, tmp_path):
+    shutil.copytree(mapped, tmp_path / "store")
+    return tmp_path / "store"
 
 
 def survives(path: Path) -> bool:
-    """Use a memory; True where it is sound, False where it is refused. Anything else is raised."""
+    """Use a store; True where it is sound, False where it is refused. Anything else is raised."""
     verify(path, deep=True, trust_index=False)
     try:
         use(path)
@@ -65,11 +65,11 @@ def survives(path: Path) -> bool:
     return True
 
 
-def damaged_copy(memory: Path, folder: Path, names: list[str], draw) -> tuple[Path, str]:
-    """Copy a memory and change one of these files of it; give the copy and the name of the file."""
+def damaged_copy(store_path: Path, folder: Path, names: list[str], draw) -> tuple[Path, str]:
+    """Copy a store and change one of these files of it; return the copy and the name of the file."""
     path = folder / "fuzzed"
     shutil.rmtree(path, ignore_errors=True)
-    shutil.copytree(memory, path)
+    shutil.copytree(store_path, path)
     name = draw(st.sampled_from(names))
     (path / name).write_bytes(mutate((path / name).read_bytes(), draw))
     return path, name
@@ -152,59 +152,59 @@ def test_any_value_in_any_cell_of_the_catalog_is_refused_or_works(data, mapped, 
     survives(path)
 
 
-def test_damaged_index_is_never_passed_to_faiss(memory, monkeypatch):
+def test_damaged_index_is_never_passed_to_faiss(store_path, monkeypatch):
     """Reading one could crash the process, so what is counted is whether it is reached."""
     import faiss
 
     reached = []
     monkeypatch.setattr(faiss, "read_index", lambda *args: reached.append(args))
-    file = memory / "index/000000/index.faiss"
+    file = store_path / "index/000000/index.faiss"
     sound = file.read_bytes()
     generator = np.random.default_rng(0)
     for place in generator.integers(0, len(sound), 20).tolist():
         file.write_bytes(sound[:place] + bytes([sound[place] ^ 255]) + sound[place + 1 :])
-        with closing(Datastore.open(memory)) as store, pytest.raises(IndexInvalid, match="checksum mismatch"):
+        with closing(Datastore.open(store_path)) as store, pytest.raises(IndexInvalid, match="checksum mismatch"):
             open_index(store)
-        assert not verify(memory, deep=True).sound
+        assert not verify(store_path, deep=True).sound
     assert not reached
     file.write_bytes(sound)
-    with closing(Datastore.open(memory, trust_index=False)) as store:
+    with closing(Datastore.open(store_path, trust_index=False)) as store:
         assert type(open_index(store)).__name__ == "ExactIndex"
     assert not reached
 
 
-def test_index_that_crashes_faiss_is_rebuilt_without_being_read(memory):
-    file = memory / "index/000000/index.faiss"
+def test_index_that_crashes_faiss_is_rebuilt_without_being_read(store_path):
+    file = store_path / "index/000000/index.faiss"
     file.write_bytes(b"IxF2" + b"\xff" * 4096)
-    change(memory, "UPDATE indexes SET sha256 = ?", checksum(file))
-    with closing(Datastore.open(memory, trust_index=False)) as store:
+    change(store_path, "UPDATE indexes SET sha256 = ?", checksum(file))
+    with closing(Datastore.open(store_path, trust_index=False)) as store:
         assert build_index(store, "Flat") == "Flat"
-    assert verify(memory, deep=True).sound
+    assert verify(store_path, deep=True).sound
 
 
 @pytest.mark.parametrize(
     "name", ["segments/000001/keys.npy", "segments/000001", "segments", "index/000000/index.faiss", "map.safetensors",
              "ngram/text.npy", "ngram/metadata.json", "catalog.db"],
 )  # fmt: skip
-def test_link_outside_the_store_is_not_followed(memory, tmp_path, name):
+def test_link_outside_the_store_is_not_followed(store_path, tmp_path, name):
     outside = tmp_path / "outside"
-    shutil.move(memory / name, outside)
-    (memory / name).symlink_to(outside)
+    shutil.move(store_path / name, outside)
+    (store_path / name).symlink_to(outside)
     with pytest.raises(DatastoreCorrupt, match="outside of the store"):
-        use(memory)
-    found = verify(memory, deep=True)
+        use(store_path)
+    found = verify(store_path, deep=True)
     assert any("link" in problem.message or "outside" in problem.message for problem in found.problems)
-    # A link that stays inside is as good as a file, and so is a memory that is itself behind a link.
-    (memory / name).unlink()
-    shutil.move(outside, memory / "moved")
+    # A link that stays inside is as good as a file, and so is a store that is itself behind a link.
+    (store_path / name).unlink()
+    shutil.move(outside, store_path / "moved")
     if name != "catalog.db":
-        (memory / name).symlink_to(os.path.relpath(memory / "moved", (memory / name).parent))
-        (tmp_path / "alias").symlink_to(memory)
+        (store_path / name).symlink_to(os.path.relpath(store_path / "moved", (store_path / name).parent))
+        (tmp_path / "alias").symlink_to(store_path)
         use(tmp_path / "alias")
 
 
 @pytest.mark.parametrize("name", ["writer.lock", "index", "segments", "segments/999999", "index/000007", "mixtures"])
-def test_writers_do_not_change_the_target_of_a_link(memory, tmp_path, name):
+def test_writers_do_not_change_the_target_of_a_link(store_path, tmp_path, name):
     """Writers remove what their catalog does not know, and opening a lock empties its file."""
     precious = tmp_path / "precious"
     (precious / "letters").mkdir(parents=True)
@@ -212,7 +212,7 @@ def test_writers_do_not_change_the_target_of_a_link(memory, tmp_path, name):
     (precious / "000001").mkdir()
     (precious / "000001/b.txt").write_text("sir")
     before = files(precious)
-    place = memory / name
+    place = store_path / name
     if place.is_dir():
         shutil.rmtree(place)
     else:
@@ -220,24 +220,29 @@ def test_writers_do_not_change_the_target_of_a_link(memory, tmp_path, name):
     place.symlink_to(precious / "letters/a.txt" if name == "writer.lock" else precious)
 
     def index():
-        with closing(Datastore.open(memory, trust_index=False)) as store:
+        with closing(Datastore.open(store_path, trust_index=False)) as store:
             build_index(store, "Flat")
 
-    for act in (index, lambda: repair(memory), lambda: repair(memory, dry_run=True), lambda: survives(memory)):
+    for act in (
+        index,
+        lambda: repair(store_path),
+        lambda: repair(store_path, dry_run=True),
+        lambda: survives(store_path),
+    ):
         with suppress(KnnlmError):
             act()
         assert files(precious) == before
         assert (precious / "letters/a.txt").read_text() == "dear"
-    assert not (memory / "lost").exists() or all(not file.is_symlink() for file in (memory / "lost").rglob("*"))
+    assert not (store_path / "lost").exists() or all(not file.is_symlink() for file in (store_path / "lost").rglob("*"))
 
 
 @pytest.mark.parametrize("name", ["segments/000000/keys.npy", "map.safetensors", "catalog.db", "ngram/metadata.json"])
-def test_pipe_without_a_writer_does_not_hang(memory, name):
-    (memory / name).unlink()
-    os.mkfifo(memory / name)
+def test_pipe_without_a_writer_does_not_hang(store_path, name):
+    (store_path / name).unlink()
+    os.mkfifo(store_path / name)
     begin = time.perf_counter()
     with pytest.raises(DatastoreError):
-        use(memory)
+        use(store_path)
     assert time.perf_counter() - begin < 20
 
 
@@ -252,46 +257,46 @@ def test_pipe_without_a_writer_does_not_hang(memory, name):
         "CREATE VIRTUAL TABLE words USING fts5(a)",
     ],
 )
-def test_catalog_with_computed_values_is_refused_before_it_is_read(memory, statement):
-    change(memory, statement)
+def test_catalog_with_computed_values_is_refused_before_it_is_read(store_path, statement):
+    change(store_path, statement)
     with pytest.raises(DatastoreCorrupt, match="which does not belong into a catalog"):
-        Datastore.open(memory)
-    assert not verify(memory).sound
+        Datastore.open(store_path)
+    assert not verify(store_path).sound
 
 
-def test_table_replaced_by_an_endless_view_is_refused(memory):
-    change(memory, "DROP TABLE meta")
+def test_table_replaced_by_an_endless_view_is_refused(store_path):
+    change(store_path, "DROP TABLE meta")
     endless = (
         "WITH RECURSIVE c(x) AS (SELECT 1 UNION ALL SELECT x + 1 FROM c) SELECT 'format' AS key, x AS value FROM c"
     )
-    change(memory, f"CREATE VIEW meta AS {endless} WHERE x < 0")
+    change(store_path, f"CREATE VIEW meta AS {endless} WHERE x < 0")
     begin = time.perf_counter()
     with pytest.raises(DatastoreCorrupt, match="the view 'meta'"):
-        Datastore.open(memory)
+        Datastore.open(store_path)
     assert time.perf_counter() - begin < 10
 
 
-def test_journal_cannot_make_sqlite_touch_another_file(memory, tmp_path):
+def test_journal_cannot_make_sqlite_touch_another_file(store_path, tmp_path):
     """A journal may name a file that SQLite deletes when it has played the journal back."""
     victim = tmp_path / "victim"
     victim.write_text("precious")
     name = str(victim).encode()
     record = (0).to_bytes(4, "big") + name + len(name).to_bytes(4, "big") + sum(name).to_bytes(4, "big")
     magic = bytes.fromhex("d9d505f920a163d7")
-    size = (memory / "catalog.db").stat().st_size // 4096
+    size = (store_path / "catalog.db").stat().st_size // 4096
     header = magic + b"".join(number.to_bytes(4, "big") for number in (0, 7, size, 512, 4096))
-    (memory / "catalog.db-journal").write_bytes(header.ljust(512, b"\0") + record + magic)
+    (store_path / "catalog.db-journal").write_bytes(header.ljust(512, b"\0") + record + magic)
     with pytest.raises(DatastoreCorrupt, match="names another file"):
-        Datastore.open(memory)
+        Datastore.open(store_path)
     assert victim.read_text() == "precious"
-    (memory / "catalog.db-journal").unlink()
+    (store_path / "catalog.db-journal").unlink()
     for suffix in ("-journal", "-wal"):
-        (memory / f"catalog.db{suffix}").symlink_to(victim)
+        (store_path / f"catalog.db{suffix}").symlink_to(victim)
         with pytest.raises(DatastoreCorrupt):
-            Datastore.open(memory)
-        (memory / f"catalog.db{suffix}").unlink()
+            Datastore.open(store_path)
+        (store_path / f"catalog.db{suffix}").unlink()
     assert victim.read_text() == "precious"
-    use(memory)
+    use(store_path)
 
 
 def npy(shape: str, *, dtype: str = "<f2", length: int | None = None) -> bytes:
@@ -316,18 +321,18 @@ def npy(shape: str, *, dtype: str = "<f2", length: int | None = None) -> bytes:
         b"",
     ],
 )
-def test_header_with_huge_or_malicious_metadata_allocates_and_runs_nothing(memory, data, tmp_path, monkeypatch):
+def test_header_with_huge_or_malicious_metadata_allocates_and_runs_nothing(store_path, data, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    (memory / "segments/000000/keys.npy").write_bytes(data)
-    match_checksums(memory, "segments/000000/keys.npy")
+    (store_path / "segments/000000/keys.npy").write_bytes(data)
+    match_checksums(store_path, "segments/000000/keys.npy")
     with pytest.raises(DatastoreCorrupt, match=r"segments/000000/keys\.npy"):
-        Datastore.open(memory)
-    assert not verify(memory, deep=True).sound
+        Datastore.open(store_path)
+    assert not verify(store_path, deep=True).sound
     assert not (tmp_path / "executed").exists()
 
 
-def test_huge_declared_sizes_do_not_use_ram(memory, lm):
-    """With 300 MB more than Python, torch and the memory need; each promise is for terabytes."""
+def test_huge_declared_sizes_do_not_use_ram(store_path, lm):
+    """With 300 MB more than Python, torch and the store need; each declared size is terabytes."""
     script = """
         import resource, sys
         from pathlib import Path
@@ -346,9 +351,9 @@ def test_huge_declared_sizes_do_not_use_ram(memory, lm):
             except KnnlmError as error:
                 print(type(error).__name__)
     """
-    copies = [memory.parent / f"copy-{number}" for number in range(5)]
+    copies = [store_path.parent / f"copy-{number}" for number in range(5)]
     for copy in copies:
-        shutil.copytree(memory, copy)
+        shutil.copytree(store_path, copy)
     change(copies[0], "UPDATE segments SET entries = 1000000000000, kept = 1000000000000 WHERE id = 0")
     header = (1 << 40).to_bytes(8, "little")
     (copies[1] / "map.safetensors").write_bytes(header + (copies[1] / "map.safetensors").read_bytes()[8:])
@@ -362,7 +367,7 @@ def test_huge_declared_sizes_do_not_use_ram(memory, lm):
         "PYTHONPATH": f"{Path(__file__).parent.parent}:{SOURCE.parent}",
         "OMP_NUM_THREADS": "1",
     }
-    arguments = [sys.executable, "-c", textwrap.dedent(script), str(memory), *map(str, copies)]
+    arguments = [sys.executable, "-c", textwrap.dedent(script), str(store_path), *map(str, copies)]
     result = subprocess.run(arguments, capture_output=True, text=True, env=environment, check=False)
     assert result.returncode == 0, result.stderr[-2000:]
     assert result.stdout.split() == ["DatastoreCorrupt"] * 5
@@ -386,13 +391,13 @@ def test_source_code_never_unpickles():
                 assert given.get("trust_remote_code", "False") == "False", (file, node.lineno)
 
 
-def test_number_cannot_name_a_path_outside_the_store(memory):
+def test_number_cannot_name_a_path_outside_the_store(store_path):
     """Folders are named by whole numbers of the catalog, so a name with dots is no number."""
-    change(memory, "PRAGMA writable_schema = 0")
-    with closing(sqlite3.connect(memory / "catalog.db", isolation_level=None)) as connection:
+    change(store_path, "PRAGMA writable_schema = 0")
+    with closing(sqlite3.connect(store_path / "catalog.db", isolation_level=None)) as connection:
         with pytest.raises(sqlite3.IntegrityError):
             connection.execute("UPDATE indexes SET id = '../../etc'")
         connection.execute("UPDATE indexes SET id = -1")
-    seal(memory / "catalog.db")
-    with closing(Catalog.open(memory / "catalog.db")) as catalog, pytest.raises(DatastoreCorrupt, match="-1 as id"):
+    seal(store_path / "catalog.db")
+    with closing(Catalog.open(store_path / "catalog.db")) as catalog, pytest.raises(DatastoreCorrupt, match="-1 as id"):
         catalog.indexes()

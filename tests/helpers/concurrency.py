@@ -1,4 +1,4 @@
-"""A writer and readers of one memory, and how a reader knows what it should see. Run by the zygote of crashing.py.
+"""A writer and readers of one store, and how a reader knows what it should see. Run by the zygote of crashing.py.
 
 Before each change, the writer notes which documents there will be in the next generation. A reader looks its own
 generation up there, and holds all that it reads against it.
@@ -41,7 +41,7 @@ def expected(path: Path, generation: int) -> list[str]:
 
 
 def write(path: Path, order: dict[str, Any], lm: CausalLM) -> None:
-    """Change the memory until the time is over, one generation at a time."""
+    """Change the store until the time is over, one generation at a time."""
     from helpers.stores import documents
 
     chance, until = random.Random(order["seed"]), time.monotonic() + order["seconds"]
@@ -76,7 +76,7 @@ def write(path: Path, order: dict[str, Any], lm: CausalLM) -> None:
 
 
 def read(path: Path, order: dict[str, Any]) -> None:
-    """Open the memory again and again, and check every answer."""
+    """Open the store again and again, and check every answer."""
     torch.set_num_threads(1)
     chance, until = random.Random(order["seed"]), time.monotonic() + order["seconds"]
     alone = np.load(path.with_name(KEYS))
@@ -109,7 +109,7 @@ def _check(store: Datastore, index: Any, ids: list[str], alone: Any, chance: ran
 
 
 def hold(path: Path, order: dict[str, Any]) -> None:
-    """Open the memory, say so, and when told to go on, see that it has not changed."""
+    """Open the store, say so, and when told to go on, see that it has not changed."""
     with closing(Datastore.open(path)) as store:
         right = store.take(torch.arange(store.entry_count)), list(store.documents())
         path.with_name("open").touch()

@@ -1,4 +1,4 @@
-"""Processes that change a memory and die. A zygote imports everything once and forks one process for each attempt.
+"""Processes that change a store and die. A zygote imports everything once and forks one process for each attempt.
 
 `python crashing.py` reads one JSON object a line: {"do": …, "path": …} starts an attempt and answers with its process
 id; {"wait": pid} answers with how it ended. With "left", the process kills itself at its left-th write point; with
@@ -164,7 +164,7 @@ def act(order: dict[str, Any]) -> None:
         Path(order["told"]).write_text(str(points.passed))
 
 
-def build_memory(path: Path, order: dict[str, Any]) -> None:
+def build_store(path: Path, order: dict[str, Any]) -> None:
     from knnlm.ingest.build import build
 
     build(
@@ -193,7 +193,7 @@ def make_index(path: Path, order: dict[str, Any]) -> None:
     store.close()
 
 
-def compact_memory(path: Path, order: dict[str, Any]) -> None:
+def compact_store(path: Path, order: dict[str, Any]) -> None:
     from knnlm.datastore.compact import compact
 
     compact(path)
@@ -226,12 +226,12 @@ def _be(order: dict[str, Any]) -> None:
 
 ROWS = 160
 ACTIONS: dict[str, Callable[[Path, dict[str, Any]], None]] = {
-    "build": build_memory,
+    "build": build_store,
     "add": add_documents,
     "first": add_documents,
     "remove": remove_document,
     "index": make_index,
-    "compact": compact_memory,
+    "compact": compact_store,
 }
 
 if __name__ == "__main__":

@@ -62,7 +62,7 @@ def mutate(data: bytes, draw) -> bytes:
 
 
 def use(path: Path, *, faiss: bool = True) -> None:
-    """Read everything there is in a memory, in every way."""
+    """Read all content of a store, in every way."""
     with closing(Datastore.open(path, trust_index=faiss)) as store:
         every = torch.arange(store.entry_count)
         store.values(every)

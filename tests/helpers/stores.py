@@ -20,11 +20,16 @@ from knnlm.io import checksum
 from knnlm.lm.causal import CausalLM
 
 WORDS = TEXT.split()
-BESIDE = {"writer.lock", "readers.lock", "catalog.db-wal", "catalog.db-shm"}  # what is no part of a memory's content
+BESIDE = {
+    "writer.lock",
+    "readers.lock",
+    "catalog.db-wal",
+    "catalog.db-shm",
+}  # files that are no part of a store's content
 
 
 def contents(path: Path) -> dict[str, bytes]:
-    """Every file of a memory by name, the catalog as the statements that make it."""
+    """Every file of a store by name, the catalog as the statements that make it."""
     made = {}
     for file in sorted(path.rglob("*")):
         if file.name == "catalog.db":
@@ -46,7 +51,7 @@ def documents(count: int, *, words: int = 30, start: int = 0) -> list[Document]:
 
 
 def made_store(path, keys, values, *, sizes=None, texts=None, segments=2, dtype="float32", offset=None):
-    """A memory of these very keys, in documents of these sizes and hashes of texts, without any model."""
+    """A store of these keys, in documents of these sizes and hashes of texts, without any model."""
     keys, values = np.asarray(keys, np.float32), np.asarray(values)
     sizes = [len(values)] if sizes is None else list(sizes)
     path.mkdir(parents=True)

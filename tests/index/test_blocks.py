@@ -30,8 +30,8 @@ from knnlm.index.blocks import index as blocks_module
 from knnlm.index.blocks import is_blocks, kernels
 from knnlm.index.blocks.build import balanced_split, build_blocks, kmeans, means, write_blocks
 from knnlm.index.blocks.file import read_blocks
-from knnlm.index.blocks.index import BlockIndex, Centroids
-from knnlm.index.blocks.kernels import int8_matmul, parallel_for, quantise, smallest_k
+from knnlm.index.blocks.index import BlockIndex
+from knnlm.index.blocks.kernels import Centroids, int8_matmul, parallel_for, quantise, smallest_k
 from knnlm.index.composite import ConcatenatedIndex, FilteredIndex
 from knnlm.index.exact import ExactIndex
 from knnlm.index.factory import build_approximate

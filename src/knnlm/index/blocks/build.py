@@ -29,8 +29,8 @@ from knnlm.index.base import (
 )
 from knnlm.index.blocks import parse_spec
 from knnlm.index.blocks.file import BlockWriter
-from knnlm.index.blocks.index import BlockIndex, Centroids
-from knnlm.index.blocks.kernels import quantise
+from knnlm.index.blocks.index import BlockIndex
+from knnlm.index.blocks.kernels import Centroids, quantise
 from knnlm.progress import Progress, silent
 
 MAX_CODE_WIDTH = 1024  # stored dimensions

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from knnlm.index.base import Neighbours, check_search
 from knnlm.index.blocks.file import Blocks, CheckBytes, read_blocks
-from knnlm.index.blocks.kernels import QuantisedRows, int8_matmul, parallel_for, quantise, smallest_k
+from knnlm.index.blocks.kernels import Centroids, QuantisedRows, int8_matmul, parallel_for, quantise, smallest_k
 from knnlm.io import release_pages
 
 PROBES = 40  # blocks that a query searches
@@ -26,7 +26,6 @@ _QUERY_BATCH = 8192  # queries: every block is read once for all of them
 _MAX_PRODUCT_BYTES = 3 << 27
 _BLOCK_BATCH = 64  # blocks whose queries are gathered at once
 _CENTROID_BATCH = 1 << 20  # queries times centroids that are compared at once
-_ASSIGN_BATCH = 1024  # vectors that are compared with all centroids
 _SELECT_BATCH = 1 << 20  # products that a thread selects from at once: with fewer, threads wait for the GIL
 
 Ints = NDArray[np.int64]
@@ -162,32 +161,6 @@ class BlockIndex:
         ids = np.take(self._blocks.ids, place, mode="clip").astype(np.int64)
         ids[columns < 0] = -1
         return ids, distances
-
-
-class Centroids:
-    """Points that are compared with vectors by squared distance, or by the negated inner product.
-
-    In int8: which of some thousand centroids is nearest does not depend on the last digits.
-    """
-
-    def __init__(self, points: Tensor, *, metric: str = "l2") -> None:
-        quantised = quantise(points)
-        self._values = quantised.values
-        self._factor = quantised.scale[:, 0] * (-1.0 if metric == "ip" else -2.0)
-        self._constant = torch.zeros(len(points)) if metric == "ip" else points.square().sum(1)
-
-    def __len__(self) -> int:
-        return len(self._values)
-
-    def distances(self, vectors: QuantisedRows) -> Tensor:
-        """Return (m, n) distances of every vector to every point, less what is the same for all points."""
-        distances = int8_matmul(vectors.values, self._values).float().mul_(self._factor)
-        return torch.addcmul(self._constant, distances, vectors.scale, out=distances)
-
-    def nearest(self, vectors: QuantisedRows) -> Tensor:
-        """Return the nearest point of each vector, (m,) int64."""
-        batches = (vectors[begin : begin + _ASSIGN_BATCH] for begin in range(0, len(vectors), _ASSIGN_BATCH))
-        return torch.cat([self.distances(batch).argmin(1) for batch in batches] or [torch.empty(0, dtype=torch.int64)])
 
 
 class _Workspace:

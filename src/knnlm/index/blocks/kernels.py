@@ -1,4 +1,4 @@
-"""The arithmetic of the block index: int8 quantisation and products, row-wise top-k, and a thread pool.
+"""The arithmetic of the block index: int8 products, nearest centroids, row-wise top-k, and a thread pool.
 
 A processor multiplies int8 several times as fast as float32. Products are integers, so they do not depend on how they
 are computed. Where int8 is not faster, or where large sums overflow, as on processors whose int8 instructions
@@ -32,6 +32,7 @@ _MIN_SCALE = 1e-30  # of a vector that is all zeros
 _MAX_EXACT_FLOAT = 1 << 24  # float32 represents all integers up to here
 _TRIAL_SHAPE = (64, 256, 512)  # rows, other rows and columns of the int8 trial
 _TRIAL_REPEATS = 5
+_ASSIGN_BATCH = 1024  # vectors that are compared with all centroids
 
 _SAMPLE_STEP = 16  # one in this many columns is in the sample
 _SAFETY = 3.0  # standard deviations by which the estimated limit is too high
@@ -114,6 +115,32 @@ def _seconds(matmul: Callable[[Tensor, Tensor, Tensor | None], Tensor], rows: Te
         matmul(rows, others, None)
         times.append(time.perf_counter() - begin)
     return min(times)
+
+
+class Centroids:
+    """Points that are compared with vectors by squared distance, or by the negated inner product.
+
+    In int8: which of some thousand centroids is nearest does not depend on the last digits.
+    """
+
+    def __init__(self, points: Tensor, *, metric: str = "l2") -> None:
+        quantised = quantise(points)
+        self._values = quantised.values
+        self._factor = quantised.scale[:, 0] * (-1.0 if metric == "ip" else -2.0)
+        self._constant = torch.zeros(len(points)) if metric == "ip" else points.square().sum(1)
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    def distances(self, vectors: QuantisedRows) -> Tensor:
+        """Return (m, n) distances of every vector to every point, less what is the same for all points."""
+        distances = int8_matmul(vectors.values, self._values).float().mul_(self._factor)
+        return torch.addcmul(self._constant, distances, vectors.scale, out=distances)
+
+    def nearest(self, vectors: QuantisedRows) -> Tensor:
+        """Return the nearest point of each vector, (m,) int64."""
+        batches = (vectors[begin : begin + _ASSIGN_BATCH] for begin in range(0, len(vectors), _ASSIGN_BATCH))
+        return torch.cat([self.distances(batch).argmin(1) for batch in batches] or [torch.empty(0, dtype=torch.int64)])
 
 
 def smallest_k(values: Floats, k: int) -> tuple[NDArray[np.int64], Floats]:
