@@ -1,4 +1,4 @@
-"""Additions, removals and compactions: added documents are found, removed ones are not, and readers keep their snapshot."""
+"""Additions, removals and compactions: what is retrieved afterwards, and what open readers see."""
 
 from __future__ import annotations
 
@@ -692,7 +692,7 @@ def test_reader_without_write_permission_needs_a_store_at_rest(store_path, monke
 
 @contextmanager
 def read_without_write_permission(store_path: Path, lm, alone, expected) -> Iterator[Connection]:
-    """Open the store in a process without write permission, which reads all of it after a line on its standard input."""
+    """Open the store in a process without write permission, which reads all of it when it is told to."""
     near, far = multiprocessing.Pipe()
     child = os.fork()
     if not child:

@@ -25,7 +25,7 @@ BESIDE = {
     "readers.lock",
     "catalog.db-wal",
     "catalog.db-shm",
-}  # files that are no part of a store's content
+}  # no part of the content
 
 
 def contents(path: Path) -> dict[str, bytes]:

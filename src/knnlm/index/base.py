@@ -86,9 +86,9 @@ def pad_neighbours(neighbours: Neighbours, k: int) -> Neighbours:
     return Neighbours(ids, torch.nn.functional.pad(neighbours.distances, (0, missing), value=torch.inf))
 
 
-def even_sample(rows: int, count: int) -> Tensor:
+def even_sample(total: int, count: int) -> Tensor:
     """Return `count` ids that are spread evenly over all, ascending and without duplicates."""
-    ids: Tensor = torch.linspace(0, max(0, rows - 1), count, dtype=torch.float64).long().unique()
+    ids: Tensor = torch.linspace(0, max(0, total - 1), count, dtype=torch.float64).long().unique()
     return ids
 
 

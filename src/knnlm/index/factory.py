@@ -32,43 +32,43 @@ _INVERTED_LISTS_PER_ROOT = 2.0  # the same, for FAISS, where lists are not split
 _PCA_WIDTH, _PQ_CODES = 80, 40  # of the index for compressed keys
 
 
-def default_spec(rows: int) -> str:
+def default_spec(keys: int) -> str:
     """Return the spec for this many keys: `exact` while that is fast, then blocks."""
-    if rows <= MAX_EXACT:
+    if keys <= MAX_EXACT:
         return "exact"
     size = _BLOCK_SIZE
-    while rows > _MAX_BLOCKS * size * _BLOCK_FILL:
+    while keys > _MAX_BLOCKS * size * _BLOCK_FILL:
         size *= 2
-    return f"Lists{_power_of_two(_LISTS_PER_ROOT * math.sqrt(rows))},Blocks{size}"
+    return f"Lists{_power_of_two(_LISTS_PER_ROOT * math.sqrt(keys))},Blocks{size}"
 
 
-def fallback_spec(rows: int) -> str:
+def fallback_spec(keys: int) -> str:
     """Return the spec to use where the default fails its self-check: FAISS with two bytes per dimension.
 
     One byte per dimension cannot separate the members of narrow clusters that are far apart, which keys of language
     models do not form.
     """
-    return f"IVF{inverted_lists(rows)},SQfp16"
+    return f"IVF{inverted_lists(keys)},SQfp16"
 
 
-def compressed_spec(rows: int, width: int) -> str:
+def compressed_spec(keys: int, width: int) -> str:
     """Return the spec for keys that are themselves stored as codes: a small index, or `exact`.
 
     The index only makes a shortlist, which is measured on the stored keys. A key takes 20 bytes, half a byte for every
     two of 80 principal components; with its id and its share of the centroids it takes 30.
     """
-    if rows <= _MAX_EXACT_CODES:
+    if keys <= _MAX_EXACT_CODES:
         return "exact"
-    lists = inverted_lists(rows)
+    lists = inverted_lists(keys)
     if width < _PCA_WIDTH:
         return f"IVF{lists},SQ8"
     # Rotated at random after the projection, so that every sub-vector has the same variance.
     return f"PCAR{_PCA_WIDTH},IVF{lists},PQ{_PQ_CODES}x4fsr"
 
 
-def inverted_lists(rows: int) -> int:
+def inverted_lists(keys: int) -> int:
     """Return the number of lists of a FAISS index."""
-    return _power_of_two(_INVERTED_LISTS_PER_ROOT * math.sqrt(rows))
+    return _power_of_two(_INVERTED_LISTS_PER_ROOT * math.sqrt(keys))
 
 
 def _power_of_two(number: float) -> int:

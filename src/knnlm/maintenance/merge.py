@@ -45,9 +45,9 @@ _POSITION = "merged"  # the metadata that holds how far a merge has come
 
 # Metadata that may differ between stores that are merged. Anything else must be equal, also what is unknown here.
 _MAY_DIFFER = {
-    "format", "state", "tunings", "active_tuning", "derived", "segment_entries", "batch_tokens", "compile", "generation",
-    "layout", "index_skipped", "next_segment", "next_document", "trained_before_removal", LANGUAGE_MODEL, _POSITION,
-    "offset", "map", "model", REQUESTED_INDEX,
+    "format", "state", "tunings", "active_tuning", "derived", "segment_entries", "batch_tokens", "compile",
+    "generation", "layout", "index_skipped", "next_segment", "next_document", "trained_before_removal", LANGUAGE_MODEL,
+    _POSITION, "offset", "map", "model", REQUESTED_INDEX,
 }  # fmt: skip
 
 
