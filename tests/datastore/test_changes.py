@@ -519,7 +519,7 @@ def test_documents_are_selected_by_id_pattern_and_field(store_path):
     pattern=st.text("ab[]?^-!1.\\*", max_size=6),
 )
 def test_star_is_the_only_wildcard_of_a_source_pattern(names, pattern):
-    with closing(sqlite3.connect(":store_path:")) as connection:
+    with closing(sqlite3.connect(":memory:")) as connection:
         connection.execute("CREATE TABLE documents (source TEXT)")
         connection.executemany("INSERT INTO documents VALUES (?)", ((name,) for name in names))
 

@@ -144,7 +144,7 @@ def test_fields_with_any_characters_are_found(data, name, value):
     if data.draw(st.booleans()):
         records[0] = {**records[0], name: data.draw(st.just(value) | st.integers(0, 11))}
     stored = [StoredDocument(number, "", "", 0, 0, 0, "", fields) for number, fields in enumerate(records)]
-    with closing(sqlite3.connect(":store_path:")) as connection:
+    with closing(sqlite3.connect(":memory:")) as connection:
         connection.executescript(schema.SCHEMA)
         put_fields(connection, stored)
         condition, values = field_condition(name, value)
