@@ -27,7 +27,7 @@ from knnlm.server.service import Service
 
 @dataclass
 class Running:
-    """A server, and what is needed to talk to it."""
+    """A running server and its address."""
 
     service: Service
     url: str
@@ -36,12 +36,12 @@ class Running:
 
     @property
     def connections(self) -> int:
-        """How many connections are open."""
+        """Number of open connections."""
         return len(self.server.server_state.connections)
 
     @property
     def most(self) -> int:
-        """How many there may be."""
+        """Largest number of connections."""
         return int(self.server.config.http_protocol_class.max_connections)
 
     def client(self, key: str | None = None, timeout: float = 60.0) -> httpx.Client:
@@ -50,15 +50,15 @@ class Running:
         return httpx.Client(base_url=self.url, headers=headers, timeout=timeout, trust_env=False)
 
     def post(self, path: str, **body: Any) -> Any:
-        """Post JSON and give the JSON that comes back."""
+        """Post JSON, and return the JSON of the response."""
         with self.client() as client:
             answer = client.post(path, json=body)
         assert answer.status_code == 200, answer.text
         return answer.json()
 
 
-def talking(path: Path, template: str) -> Mixture:
-    """A tiny model with a memory that has a chat template and never ends by itself."""
+def chat_mixture(path: Path, template: str) -> Mixture:
+    """Return a mixture of a tiny model with a chat template and without an end-of-sequence token."""
     tokenizer = tiny_tokenizer()
     tokenizer.chat_template = template
     lm = CausalLM(tiny("llama"), tokenizer, name="tiny")
@@ -69,8 +69,8 @@ def talking(path: Path, template: str) -> Mixture:
 
 @contextmanager
 def serving(mixture: Mixture, *, keys: ApiKeys | None = None, **limits: Any) -> Iterator[Running]:
-    """Serve a mixture while this lasts."""
-    service = Service(mixture, name="memory", limits=Limits(**limits))
+    """Serve a mixture within the context."""
+    service = Service(mixture, name="docs", limits=Limits(**limits))
     taken = bind("127.0.0.1", 0, keys=keys or ApiKeys())
     begun = threading.Event()
     server = make_server(service, taken, keys=keys, ready=begun.set)
@@ -88,7 +88,7 @@ def serving(mixture: Mixture, *, keys: ApiKeys | None = None, **limits: Any) -> 
 
 @dataclass
 class Stream:
-    """What came of one stream."""
+    """The result of one stream."""
 
     status: int = 0
     text: str = ""
@@ -100,7 +100,7 @@ class Stream:
 
 
 async def read_stream(port: int, body: dict[str, Any]) -> Stream:
-    """Ask for a stream over a bare socket, which costs little beside a tiny model."""
+    """Request a stream over a bare socket, which costs little beside a tiny model."""
     stream = Stream()
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     payload = json.dumps({"stream": True, **body}).encode()

@@ -1,4 +1,4 @@
-"""The API as its users see it: a real server on a loopback port, the real openai client, plain HTTP."""
+"""The HTTP API: a real server on a loopback port, the real openai client, plain HTTP."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from prometheus_client.parser import text_string_to_metric_families
 
 from helpers.models import TEXT
-from helpers.server import serving, talking
+from helpers.server import chat_mixture, serving
 from helpers.stores import documents
 from knnlm.corpus import Document
 from knnlm.generation.causal import KnnForCausalLM
@@ -27,11 +27,11 @@ TEMPLATE = (
 
 @pytest.fixture(scope="module")
 def mixture(tmp_path_factory):
-    return talking(tmp_path_factory.mktemp("serve") / "memory", TEMPLATE)
+    return chat_mixture(tmp_path_factory.mktemp("serve") / "store", TEMPLATE)
 
 
 def generated(mixture, prompt, tokens):
-    """The text that transformers' own loop makes."""
+    """Return the text that transformers' own loop generates."""
     given = torch.tensor([mixture.lm.prompt(prompt)])
     made = KnnForCausalLM(mixture).generate(
         given, max_new_tokens=tokens, do_sample=False, eos_token_id=None, pad_token_id=0
@@ -39,8 +39,8 @@ def generated(mixture, prompt, tokens):
     return mixture.lm.tokenizer.decode(made[0, given.shape[1] :], skip_special_tokens=True)
 
 
-def test_a_completion_is_what_generate_makes(client, mixture):
-    answer = client.completions.create(model="memory", prompt=PROMPT, max_tokens=12, temperature=0)
+def test_completion_equals_transformers_generate(client, mixture):
+    answer = client.completions.create(model="docs", prompt=PROMPT, max_tokens=12, temperature=0)
     (choice,) = answer.choices
     assert choice.text == generated(mixture, PROMPT, 12)
     assert choice.finish_reason == "length"
@@ -49,10 +49,10 @@ def test_a_completion_is_what_generate_makes(client, mixture):
     assert choice.knnlm["tokens"][0]["p"] > 0
 
 
-def test_a_stream_is_the_same_in_pieces(client, mixture):
+def test_streamed_chunks_join_to_the_whole_completion(client, mixture):
     chunks = list(
         client.completions.create(
-            model="memory",
+            model="docs",
             prompt=PROMPT,
             max_tokens=12,
             temperature=0,
@@ -71,64 +71,62 @@ def test_a_stream_is_the_same_in_pieces(client, mixture):
     assert len({piece.knnlm["id"] for piece in pieces}) == 1
 
 
-def test_several_prompts_and_copies_come_in_order(client, mixture):
+def test_choices_are_ordered_by_prompt_and_copy(client, mixture):
     prompts = [PROMPT, "When", "the far ones softly"]
-    answer = client.completions.create(model="memory", prompt=prompts, max_tokens=5, temperature=0, n=2)
+    answer = client.completions.create(model="docs", prompt=prompts, max_tokens=5, temperature=0, n=2)
     assert [choice.index for choice in answer.choices] == list(range(6))
     for choice in answer.choices:
         assert choice.text == generated(mixture, prompts[choice.index // 2], 5)
     tokens = [mixture.lm.encode(prompt) for prompt in prompts]
-    again = client.completions.create(model="memory", prompt=tokens, max_tokens=5, temperature=0)
+    again = client.completions.create(model="docs", prompt=tokens, max_tokens=5, temperature=0)
     assert [choice.text for choice in again.choices] == [choice.text for choice in answer.choices[::2]]
 
 
-def test_a_seed_makes_sampling_repeatable(client):
+def test_sampling_with_a_seed_is_reproducible(client):
     def ask(seed):
-        return client.completions.create(model="memory", prompt=PROMPT, max_tokens=15, seed=seed).choices[0].text
+        return client.completions.create(model="docs", prompt=PROMPT, max_tokens=15, seed=seed).choices[0].text
 
     assert ask(5) == ask(5)
     assert len({ask(seed) for seed in range(4)}) > 1
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_stop_string_is_found_across_tokens_and_is_not_shown(client, mixture, stream):
+def test_stop_string_across_tokens_ends_the_text_before_it(client, mixture, stream):
     whole = generated(mixture, PROMPT, 30)
     stop = whole[14:19]
     assert len(mixture.lm.encode(stop)) > 1
     end = whole.index(stop)
     answer = client.completions.create(
-        model="memory", prompt=PROMPT, max_tokens=30, temperature=0, stop=["never", stop], stream=stream
+        model="docs", prompt=PROMPT, max_tokens=30, temperature=0, stop=["never", stop], stream=stream
     )
     choices = [chunk.choices[0] for chunk in answer] if stream else answer.choices
     assert "".join(choice.text for choice in choices) == whole[:end]
     assert choices[-1].finish_reason == "stop"
-    told = [token["text"] for choice in choices for token in choice.knnlm["tokens"]]
-    assert "".join(told) == whole[:end]
+    texts = [token["text"] for choice in choices for token in choice.knnlm["tokens"]]
+    assert "".join(texts) == whole[:end]
 
 
-def test_what_looks_like_a_stop_string_and_is_none_is_not_lost(client, mixture):
+def test_beginning_of_a_stop_string_is_returned_if_it_does_not_complete(client, mixture):
     whole = generated(mixture, PROMPT, 10)
     answer = client.completions.create(
-        model="memory", prompt=PROMPT, max_tokens=10, temperature=0, stop=[whole[-3:] + "?", whole[2:5] + "!"]
+        model="docs", prompt=PROMPT, max_tokens=10, temperature=0, stop=[whole[-3:] + "?", whole[2:5] + "!"]
     )
     assert answer.choices[0].text == whole
 
 
-def test_characters_of_several_tokens_come_whole(client, mixture):
+def test_streamed_characters_of_several_tokens_are_complete(client, mixture):
     text = "naïve 日本 🙂 end"
     assert len(mixture.lm.encode(text)) > len(text)
-    chunks = client.completions.create(model="memory", prompt=text, max_tokens=0, echo=True, stream=True, temperature=0)
+    chunks = client.completions.create(model="docs", prompt=text, max_tokens=0, echo=True, stream=True, temperature=0)
     pieces = [chunk.choices[0].text for chunk in chunks]
     assert "".join(pieces) == text
     assert not any("\ufffd" in piece for piece in pieces)
 
 
-def test_echo_and_logprobs_serve_those_who_score(client, server, mixture):
+def test_echoed_logprobs_equal_those_of_transformers(client, server, mixture):
     """Log-probabilities of prompt and continuation against the transformers model, position by position."""
     ids = mixture.lm.prompt(PROMPT)
-    answer = client.completions.create(
-        model="memory", prompt=ids[1:], max_tokens=3, temperature=0, echo=True, logprobs=4
-    )
+    answer = client.completions.create(model="docs", prompt=ids[1:], max_tokens=3, temperature=0, echo=True, logprobs=4)
     logprobs = answer.choices[0].logprobs
     all_ids = [token["id"] for token in answer.choices[0].knnlm["tokens"]]
     assert all_ids[: len(ids) - 1] == ids[1:]
@@ -145,15 +143,15 @@ def test_echo_and_logprobs_serve_those_who_score(client, server, mixture):
         token[:1] for token in logprobs.tokens[:3]
     ]
     assert answer.choices[0].text.startswith(PROMPT)
-    first = client.completions.create(model="memory", prompt=ids, max_tokens=0, echo=True, logprobs=1)
+    first = client.completions.create(model="docs", prompt=ids, max_tokens=0, echo=True, logprobs=1)
     assert first.choices[0].logprobs.token_logprobs[0] is None
     np.testing.assert_allclose(first.choices[0].logprobs.token_logprobs[1:], right[: len(ids) - 1], rtol=1e-3)
 
 
-def test_a_conversation_goes_through_the_models_template(client, mixture):
+def test_chat_uses_the_models_template(client, mixture):
     messages = [{"role": "system", "content": "The memory"}, {"role": "user", "content": "of a model"}]
     answer = client.chat.completions.create(
-        model="memory", messages=messages, max_tokens=8, temperature=0, logprobs=True, top_logprobs=2
+        model="docs", messages=messages, max_tokens=8, temperature=0, logprobs=True, top_logprobs=2
     )
     prompt = mixture.lm.encode("<system>The memory\n<user>of a model\n<assistant>")
     given = torch.tensor([prompt])
@@ -164,26 +162,26 @@ def test_a_conversation_goes_through_the_models_template(client, mixture):
     (choice,) = answer.choices
     assert (choice.message.role, choice.message.content) == ("assistant", text)
     assert answer.usage.prompt_tokens == len(prompt)
-    for told, token in zip(choice.logprobs.content, choice.knnlm["tokens"], strict=True):
-        assert math.exp(told.logprob) == pytest.approx(token["p"], rel=1e-4)
-        assert told.top_logprobs[0].logprob >= told.logprob - 1e-6
+    for logprobs, token in zip(choice.logprobs.content, choice.knnlm["tokens"], strict=True):
+        assert math.exp(logprobs.logprob) == pytest.approx(token["p"], rel=1e-4)
+        assert logprobs.top_logprobs[0].logprob >= logprobs.logprob - 1e-6
     stream = client.chat.completions.create(
-        model="memory", messages=messages, max_completion_tokens=8, temperature=0, stream=True
+        model="docs", messages=messages, max_completion_tokens=8, temperature=0, stream=True
     )
     deltas = [chunk.choices[0].delta for chunk in stream]
     assert deltas[0].role == "assistant"
     assert "".join(delta.content or "" for delta in deltas) == text
 
 
-def test_a_model_without_a_template_says_so(lm, store):
+def test_chat_without_a_template_is_an_error(lm, store):
     with serving(Mixture.open(store.path, lm)) as running:
         client = openai.OpenAI(base_url=f"{running.url}/v1", api_key="any", max_retries=0)
         with pytest.raises(openai.BadRequestError, match="no chat template"):
-            client.chat.completions.create(model="memory", messages=[{"role": "user", "content": "Hello"}])
+            client.chat.completions.create(model="docs", messages=[{"role": "user", "content": "Hello"}])
         client.close()
 
 
-def test_a_request_chooses_its_memory(server, client, mixture):
+def test_memory_settings_of_a_request_are_used(server, client, mixture):
     body = {"prompt": PROMPT, "max_tokens": 6, "temperature": 0}
     off = server.post("/v1/completions", **body, memory={"off": True})["choices"][0]
     given = torch.tensor([mixture.lm.prompt(PROMPT)])
@@ -197,10 +195,10 @@ def test_a_request_chooses_its_memory(server, client, mixture):
         assert token["weight"] == pytest.approx(0.9)
         assert token["p"] == pytest.approx(0.1 * token["p_lm"] + 0.9 * token["p_knn"], rel=1e-4)
     with pytest.raises(openai.BadRequestError, match="There are: knn"):
-        client.completions.create(model="memory", prompt="a", extra_body={"memory": {"memories": ["cache"]}})
+        client.completions.create(model="docs", prompt="a", extra_body={"memory": {"memories": ["cache"]}})
 
 
-def test_a_score_is_what_evaluation_finds_and_can_be_weighed_anew(server, mixture):
+def test_score_equals_evaluation_and_can_be_rescored(server, mixture):
     text = TEXT[:150]
     scored = server.post("/v1/score", text=text, sources=2)
     right = mixture.evaluate([Document(id="a", source="a", text=text)])
@@ -211,19 +209,19 @@ def test_a_score_is_what_evaluation_finds_and_can_be_weighed_anew(server, mixtur
     again = server.post("/v1/rescore", id=scored["knnlm"]["id"], **{"lambda": 0.2, "k": 5, "knn_temperature": 3.0})
     assert server.service.scheduler.tokens_read == passes
     other = Mixture.open(mixture.store.path, mixture.lm, k=5, knn_temperature=3.0, lmbda=0.2)
-    # All documents begin with the same context, so which of them are nearest to the first position is anybody's guess.
-    told = [token["p"] for token in again["knnlm"]["tokens"]]
-    np.testing.assert_allclose(told[1:], [token.p for token in other.explain(text)][1:], rtol=1e-3)
-    assert again["perplexity"] == pytest.approx(math.exp(-np.mean(np.log(told))), rel=1e-4)
+    # All documents begin with the same context, so the neighbours of the first position are arbitrary.
+    probs = [token["p"] for token in again["knnlm"]["tokens"]]
+    np.testing.assert_allclose(probs[1:], [token.p for token in other.explain(text)][1:], rtol=1e-3)
+    assert again["perplexity"] == pytest.approx(math.exp(-np.mean(np.log(probs))), rel=1e-4)
     fresh = server.post("/v1/score", text=text, memory={"lambda": 0.2, "k": 5, "knn_temperature": 3.0})
-    np.testing.assert_allclose(told, [token["p"] for token in fresh["knnlm"]["tokens"]], rtol=1e-4)
+    np.testing.assert_allclose(probs, [token["p"] for token in fresh["knnlm"]["tokens"]], rtol=1e-4)
     with server.client() as client:
         assert client.post("/v1/rescore", json={"id": "trace-none"}).status_code == 404
         answer = client.post("/v1/rescore", json={"id": scored["knnlm"]["id"], "k": 17})
         assert "16 at most" in answer.json()["error"]["message"]
 
 
-def test_neighbours_lead_to_passages_in_their_documents(server, mixture):
+def test_neighbours_refer_to_passages_in_their_documents(server, mixture):
     found = server.post("/v1/neighbours", prompt=PROMPT, k=4)["neighbours"]
     assert len(found) == 4
     weights = [neighbour["weight"] for neighbour in found]
@@ -239,7 +237,7 @@ def test_neighbours_lead_to_passages_in_their_documents(server, mixture):
         assert passage["after"].startswith(neighbour["after"])
 
 
-def test_documents_are_listed_searched_and_read_in_pages(server):
+def test_documents_can_be_listed_searched_and_read_in_pages(server):
     right = documents(20)
     with server.client() as client:
         all_of_them = client.get("/v1/documents", params={"limit": 7, "offset": 14}).json()
@@ -261,12 +259,12 @@ def test_documents_are_listed_searched_and_read_in_pages(server):
         assert client.get("/v1/documents/3", params={"entry": 0}).status_code == 404
 
 
-def test_the_model_is_listed_with_its_settings(client, server):
+def test_model_is_listed_with_its_settings(client, server):
     (model,) = client.models.list().data
-    assert model.id == "memory"
+    assert model.id == "docs"
     assert (model.knnlm["k"], model.knnlm["lambda"], model.knnlm["memories"]) == (16, 0.6, ["knn"])
-    assert client.models.retrieve("memory").id == "memory"
-    with pytest.raises(openai.NotFoundError, match="There is: memory"):
+    assert client.models.retrieve("docs").id == "docs"
+    with pytest.raises(openai.NotFoundError, match="There is: docs"):
         client.completions.create(model="gpt-4", prompt="a")
 
 
@@ -287,7 +285,7 @@ def test_the_model_is_listed_with_its_settings(client, server):
         ({"prompt": "a", "best_of": 3}, None),
     ],
 )
-def test_errors_have_openais_shape(server, body, param):
+def test_errors_have_openais_format(server, body, param):
     with server.client() as client:
         answer = client.post("/v1/completions", content=json.dumps(body), headers={"Content-Type": "application/json"})
     assert answer.status_code == 400
@@ -299,7 +297,7 @@ def test_errors_have_openais_shape(server, body, param):
         assert error["param"].startswith(param)
 
 
-def test_a_body_that_is_no_json_and_routes_that_are_none_are_errors_too(server):
+def test_invalid_json_and_unknown_routes_are_errors_in_openais_format(server):
     with server.client() as client:
         headers = {"Content-Type": "application/json"}
         for content in (b"{", b"[" * 100_000, b'{"prompt": ' + b"9" * 5000 + b"}", b"\xff"):
@@ -308,17 +306,17 @@ def test_a_body_that_is_no_json_and_routes_that_are_none_are_errors_too(server):
         assert client.post("/v1/completions", content=b"prompt=a").status_code == 415
         assert client.get("/v1/nothing").json()["error"]["type"] == "invalid_request_error"
         assert client.get("/v1/completions").status_code == 405
-        for content, said in (
+        for content, message in (
             (b'{"prompt": "x",', "The body is not valid JSON (at character 15). Send one JSON object."),
             (b"", "The body is empty. Send one JSON object."),
             (b"[]", "The body must be one JSON object."),
         ):
             error = client.post("/v1/completions", content=content, headers=headers).json()["error"]
-            assert (error["message"], error["param"]) == (said, None)
+            assert (error["message"], error["param"]) == (message, None)
         assert "begin with /v1" in client.get("/models").json()["error"]["message"]
 
 
-def test_figures_for_prometheus_count_what_was_done(server):
+def test_metrics_count_requests_and_tokens(server):
     def figures():
         with server.client() as client:
             text = client.get("/metrics").text
@@ -343,13 +341,13 @@ def test_figures_for_prometheus_count_what_was_done(server):
     assert after[("knnlm_ready",)] == 1
 
 
-def test_it_says_that_it_is_alive_and_ready(server):
+def test_health_and_readiness_are_reported(server):
     with server.client() as client:
         assert client.get("/healthz").json() == {"status": "ok"}
         assert client.get("/readyz").json() == {"ready": True}
 
 
-def test_the_page_loads_nothing_from_elsewhere_and_no_path_leads_to_files(server):
+def test_page_loads_only_its_own_files_and_no_path_escapes_them(server):
     with server.client() as client:
         page = client.get("/")
         assert page.status_code == 200

@@ -1,4 +1,4 @@
-"""A memory that changes while it is served: what is added is found by the next request, what is removed by none."""
+"""Changes of a served store: the next request retrieves added documents, and none retrieves removed ones."""
 
 from __future__ import annotations
 
@@ -36,20 +36,20 @@ def lm():
 
 @pytest.fixture(params=["knn:0.6", "knn:0.3,cache:0.1,ngram:0.3"])
 def server(request, lm, tmp_path):
-    build(documents(10), tmp_path / "memory", lm=lm)
-    mixture = Mixture.open(tmp_path / "memory", lm, memories=request.param, k=4, knn_temperature=1.0, use_tuned=False)
+    build(documents(10), tmp_path / "store", lm=lm)
+    mixture = Mixture.open(tmp_path / "store", lm, memories=request.param, k=4, knn_temperature=1.0, use_tuned=False)
     keys = ApiKeys((b"user-key-1234",), (ADMIN.encode(),))
     with serving(mixture, keys=keys) as running:
         yield running
 
 
 def nearest(client):
-    """The document that speaks loudest in the middle of the new text."""
+    """Return the document with the largest weight in the middle of the new text."""
     prompt = NEW[: NEW.index(" sleeps")]
     return client.post("/v1/neighbours", json={"prompt": prompt, "k": 1}).json()["neighbours"][0]
 
 
-def test_what_is_added_is_found_by_the_next_request_and_what_is_removed_by_none(server):
+def test_added_document_is_retrieved_by_the_next_request_and_removed_document_by_none(server):
     with server.client(ADMIN) as client:
         assert nearest(client)["document"] != "zebra"
         before = client.post("/v1/score", json={"text": NEW}).json()
@@ -76,8 +76,8 @@ def test_what_is_added_is_found_by_the_next_request_and_what_is_removed_by_none(
 FIELDS = {"customer": "acme", "year": 2024, "open": True, "share": 0.5, "note": "naïve, 水", "until": None}
 
 
-def test_fields_that_are_sent_are_kept_as_those_of_a_file(server, lm, tmp_path):
-    """The same record by the API and from a file: shown alike, and chosen by the same conditions."""
+def test_fields_of_an_added_document_equal_those_of_a_file(server, lm, tmp_path):
+    """The same record by the API and from a file: shown alike, and selected by the same conditions."""
     path = server.service.mixture.store.path
     with server.client(ADMIN) as client:
         new = [{"id": "sent", "text": NEW, "fields": FIELDS}, {"id": "bare", "text": NEW + " Again."}]
@@ -114,7 +114,7 @@ def ids(client):
     ],
     ids=lambda fields: next(iter(fields))[:12] or "nameless",
 )
-def test_fields_that_no_record_can_have_are_refused_in_the_same_words(server, fields):
+def test_invalid_fields_are_rejected_with_the_message_for_files(server, fields):
     with server.client(ADMIN) as client:
         before = ids(client)
         bodies = [{"id": "fine", "text": NEW}, {"id": "zebra", "text": NEW + " Again.", "fields": fields}]
@@ -128,15 +128,15 @@ def test_fields_that_no_record_can_have_are_refused_in_the_same_words(server, fi
         assert ids(client) == before
 
 
-def test_the_document_of_the_api_says_what_fields_may_be(server):
-    """What it allows at most is taken, and one more is not."""
+def test_openapi_document_has_the_limits_of_fields(server):
+    """The maxima of the schema are accepted, and one more is rejected."""
     with server.client(ADMIN) as client:
         parts = client.get("/openapi.json").json()["components"]["schemas"]
-        said = parts["NewDocument"]["properties"]["fields"]["anyOf"][0]
-        text, whole = said["additionalProperties"]["anyOf"][:2]
+        schema = parts["NewDocument"]["properties"]["fields"]["anyOf"][0]
+        text, whole = schema["additionalProperties"]["anyOf"][:2]
         least, beyond = int(whole["minimum"]), int(whole["exclusiveMaximum"])
-        most = {"n" * said["propertyNames"]["maxLength"]: "x" * text["maxLength"], "whole": beyond - 1}
-        most |= {f"field {number}": least for number in range(said["maxProperties"] - 2)}
+        most = {"n" * schema["propertyNames"]["maxLength"]: "x" * text["maxLength"], "whole": beyond - 1}
+        most |= {f"field {number}": least for number in range(schema["maxProperties"] - 2)}
         for fields, status in ((most, 200), ({**most, "more": 1}, 400), ({**most, "whole": beyond}, 400)):
             body = {"documents": [{"id": "zebra", "text": NEW, "fields": fields}]}
             assert client.post("/v1/documents", json=body).status_code == status
@@ -144,7 +144,7 @@ def test_the_document_of_the_api_says_what_fields_may_be(server):
         assert shown["fields"] == most
 
 
-def test_a_memory_that_another_process_changes_is_opened_anew_under_texts_in_flight(server, lm):
+def test_store_changed_by_another_process_is_reloaded_while_requests_run(server, lm):
     scheduler = server.service.scheduler
     path = server.service.mixture.store.path
     with server.client(ADMIN, timeout=120) as client:
@@ -165,8 +165,8 @@ def test_a_memory_that_another_process_changes_is_opened_anew_under_texts_in_fli
     assert found["answer"]["usage"]["completion_tokens"] == 100
 
 
-def test_who_comes_while_the_memory_is_looked_at_finds_what_was_added_before(server, lm, monkeypatch):
-    """To open a memory takes a while, in which a document may be added, and asked for by somebody who knows of it."""
+def test_request_during_a_reload_retrieves_documents_added_before_it(server, lm, monkeypatch):
+    """While a store is reopened, a document may be added and then requested."""
     scheduler, path = server.service.scheduler, server.service.mixture.store.path
     late = []
 
@@ -182,11 +182,11 @@ def test_who_comes_while_the_memory_is_looked_at_finds_what_was_added_before(ser
     server.service.scheduler.submit(GenerationRequest((1, 2), 1))
     while not late:
         time.sleep(0.001)
-    (heard, _) = late[0].events()
-    assert heard.tokens[0].sources[0]["document"] == "zebra"
+    (event, _) = late[0].events()
+    assert event.tokens[0].sources[0]["document"] == "zebra"
 
 
-def test_two_servers_on_one_memory_see_what_the_other_does(server, lm):
+def test_two_servers_of_one_store_see_each_others_changes(server, lm):
     path = server.service.mixture.store.path
     other = Mixture.open(path, lm, k=4, knn_temperature=1.0)
     with (
@@ -202,8 +202,8 @@ def test_two_servers_on_one_memory_see_what_the_other_does(server, lm):
         assert here.get(f"/v1/documents/{found['number']}").status_code == 404
 
 
-def test_documents_come_and_go_while_many_texts_are_written(server):
-    """Every text is finished, and the memory is in the end what it was."""
+def test_documents_are_added_and_removed_while_requests_run(server):
+    """Every text is finished, and the store ends as it was."""
     before = server.client(ADMIN).post("/v1/score", json={"text": NEW}).json()["perplexity"]
     stopped, answers = threading.Event(), []
 
@@ -218,10 +218,10 @@ def test_documents_come_and_go_while_many_texts_are_written(server):
         thread.start()
     try:
         with server.client(ADMIN) as client:
-            for turn in range(4):
-                new = {"id": f"zebra-{turn}", "text": f"{NEW} {turn}"}
+            for number in range(4):
+                new = {"id": f"zebra-{number}", "text": f"{NEW} {number}"}
                 assert client.post("/v1/documents", json={"documents": [new]}).json()["added"] == 1
-                assert nearest(client)["document"] == f"zebra-{turn}"
+                assert nearest(client)["document"] == f"zebra-{number}"
                 (listed,) = client.get("/v1/documents", params={"query": "zebra"}).json()["documents"]
                 assert client.delete(f"/v1/documents/{listed['number']}").json() == {"removed": 1}
     finally:
@@ -236,8 +236,8 @@ def test_documents_come_and_go_while_many_texts_are_written(server):
     assert after == pytest.approx(before, rel=1e-4)
 
 
-def test_words_of_a_removed_document_are_not_told_again(server, lm):
-    """Scoring again gives sources; those of a document that was removed meanwhile must not be among them."""
+def test_rescoring_returns_no_text_of_a_removed_document(server, lm):
+    """Rescoring returns sources; those of a document that was removed meanwhile must not be among them."""
     path = server.service.mixture.store.path
     with server.client(ADMIN) as client:
         for place in ("here", "elsewhere"):
@@ -257,7 +257,7 @@ def test_words_of_a_removed_document_are_not_told_again(server, lm):
             assert not any(s["document"] == "zebra" for t in fresh["knnlm"]["tokens"] for s in t["sources"])
 
 
-def test_adding_forgets_nothing_that_can_be_scored_again(server):
+def test_added_document_keeps_traces_for_rescoring(server):
     with server.client(ADMIN) as client:
         scored = client.post("/v1/score", json={"text": "The memory of a model"}).json()
         client.post("/v1/documents", json={"documents": [{"id": "zebra", "text": NEW}]})
@@ -265,10 +265,10 @@ def test_adding_forgets_nothing_that_can_be_scored_again(server):
         assert client.post("/v1/rescore", json={"id": scored["knnlm"]["id"], "lambda": 0.5}).status_code == 200
 
 
-def test_a_memory_that_cannot_be_opened_anew_fails_new_requests_only_and_comes_back(server, lm, monkeypatch):
+def test_failed_reload_fails_only_new_requests_and_is_retried(server, lm, monkeypatch):
     scheduler = server.service.scheduler
     path = server.service.mixture.store.path
-    # So that the text under way lasts.
+    # So that the running request lasts.
     read = type(scheduler.model).read
     monkeypatch.setattr(type(scheduler.model), "read", lambda *a, **k: time.sleep(0.01) or read(*a, **k))
     found = {}

@@ -73,7 +73,7 @@ def make_request(scheduler, prompt, tokens=12, **settings):
 
 
 def tokens_of(handle, copy=0):
-    """The tokens of one continuation."""
+    """Return the tokens of one continuation."""
     events = list(handle.events())
     assert not any(isinstance(event, ErrorEvent) for event in events), events
     return [
@@ -82,7 +82,7 @@ def tokens_of(handle, copy=0):
 
 
 def trace_of(scheduler, request):
-    """The trace of a request with one continuation."""
+    """Return the trace of a request with one continuation."""
     *_, last = scheduler.submit(request).events()
     return scheduler.traces.find(last.trace_id)
 
@@ -92,7 +92,7 @@ def ids(tokens):
 
 
 def generated(mixture, prompt, tokens, **settings):
-    """What transformers' own loop makes of a prompt."""
+    """Return the tokens that transformers' own loop generates."""
     given = torch.tensor([mixture.lm.prompt(prompt)])
     made = KnnForCausalLM(mixture).generate(
         given, attention_mask=torch.ones_like(given), max_new_tokens=tokens, eos_token_id=None, pad_token_id=0,
@@ -102,10 +102,10 @@ def generated(mixture, prompt, tokens, **settings):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_texts_that_join_and_leave_are_what_generate_makes_of_each_alone(family, tmp_path):
-    """Longer than the sliding windows of 64 tokens, and joining while others are under way."""
+def test_sequences_that_join_and_leave_a_batch_equal_generate(family, tmp_path):
+    """Longer than the sliding windows of 64 tokens, and joining while other sequences run."""
     lm = CausalLM(tiny(family), tiny_tokenizer(), name=family)
-    store = build(documents(8), tmp_path / "memory", lm=lm)
+    store = build(documents(8), tmp_path / "store", lm=lm)
     mixture = Mixture.open(store.path, lm, k=8, knn_temperature=4.0, lmbda=0.5)
     scheduler = start_scheduler(mixture)
     assert scheduler.batched
@@ -122,11 +122,11 @@ def test_texts_that_join_and_leave_are_what_generate_makes_of_each_alone(family,
 
 
 @pytest.mark.parametrize("memories", ["cache", "ngram", "cache,ngram,decoder"])
-def test_memories_that_remember_the_text_work_in_a_batch(memories, lm, tmp_path):
+def test_memories_with_history_work_in_a_batch(memories, lm, tmp_path):
     folder = tmp_path / "second"
     tiny("gpt2", seed=4).save_pretrained(folder)
     tiny_tokenizer().save_pretrained(folder)
-    store = build(documents(8), tmp_path / "memory", lm=lm, window=lm.window(128))
+    store = build(documents(8), tmp_path / "store", lm=lm, window=lm.window(128))
     named = ",".join(f"decoder={folder}:0.2" if name == "decoder" else f"{name}:0.3" for name in memories.split(","))
     mixture = Mixture.open(store.path, lm, memories=f"knn:0.1,{named}", use_tuned=False)
     scheduler = start_scheduler(mixture)
@@ -137,13 +137,13 @@ def test_memories_that_remember_the_text_work_in_a_batch(memories, lm, tmp_path)
     scheduler.stop()
 
 
-def test_a_gate_that_skips_searches_works_in_a_batch(lm, tmp_path):
-    build(documents(10), tmp_path / "memory", lm=lm)
-    Mixture.open(tmp_path / "memory", lm, memories="knn,ngram", use_tuned=False).tune(
+def test_gate_that_skips_searches_works_in_a_batch(lm, tmp_path):
+    build(documents(10), tmp_path / "store", lm=lm)
+    Mixture.open(tmp_path / "store", lm, memories="knn,ngram", use_tuned=False).tune(
         documents(6, start=30),
         weights="gated",
     )
-    mixture = Mixture.open(tmp_path / "memory", lm, options=MixtureOptions(skip_fraction=0.5))
+    mixture = Mixture.open(tmp_path / "store", lm, options=MixtureOptions(skip_fraction=0.5))
     scheduler = start_scheduler(mixture)
     handles = [scheduler.submit(make_request(scheduler, prompt, 15)) for prompt in PROMPTS]
     for prompt, handle in zip(PROMPTS, handles, strict=True):
@@ -151,12 +151,12 @@ def test_a_gate_that_skips_searches_works_in_a_batch(lm, tmp_path):
     scheduler.stop()
 
 
-def test_a_model_whose_state_cannot_be_put_side_by_side_is_read_text_by_text(tmp_path):
+def test_model_without_a_mergeable_cache_is_read_sequentially(tmp_path):
     config = transformers.MambaConfig(vocab_size=320, hidden_size=32, num_hidden_layers=2, state_size=4)
     torch.manual_seed(0)
     lm = CausalLM(transformers.MambaForCausalLM(config), tiny_tokenizer(), key_layer="output", name="mamba")
-    build(documents(3), tmp_path / "memory", lm=lm, window=lm.window(64))
-    mixture = Mixture.open(tmp_path / "memory", lm, k=8, knn_temperature=4.0, lmbda=0.6)
+    build(documents(3), tmp_path / "store", lm=lm, window=lm.window(64))
+    mixture = Mixture.open(tmp_path / "store", lm, k=8, knn_temperature=4.0, lmbda=0.6)
     scheduler = start_scheduler(mixture)
     assert not scheduler.batched
     handles = [scheduler.submit(make_request(scheduler, prompt, 6, copies=2)) for prompt in PROMPTS[:2]]
@@ -165,8 +165,8 @@ def test_a_model_whose_state_cannot_be_put_side_by_side_is_read_text_by_text(tmp
     scheduler.stop()
 
 
-def test_a_model_that_reads_padding_is_found_out(mixture, monkeypatch):
-    """A model that ignores the mask would give other answers in a batch, so its texts are read one by one."""
+def test_model_that_ignores_the_mask_gets_a_sequential_cache(mixture, monkeypatch):
+    """A model that ignores the mask has other logits in a padded batch."""
     model = KnnForCausalLM(mixture)
     assert isinstance(choose_cache(model), BatchedCache)
     read = model.read
@@ -174,8 +174,8 @@ def test_a_model_that_reads_padding_is_found_out(mixture, monkeypatch):
     assert isinstance(choose_cache(model), SequentialCache)
 
 
-def test_each_request_has_its_own_settings_in_one_batch(lm, store, scheduler):
-    """k, τ, λ and whether there is a memory at all: as a mixture that was opened with them, and one search a turn."""
+def test_requests_of_one_batch_have_their_own_settings(lm, store, scheduler):
+    """k, τ, λ and no memory: as a mixture that was opened with them, with one search per step."""
     all_overrides = [
         MemoryOverrides(k=3, knn_temperature=2.0, lmbda=0.9),
         MemoryOverrides(k=40, knn_temperature=20.0, lmbda=0.3),
@@ -202,11 +202,11 @@ def test_each_request_has_its_own_settings_in_one_batch(lm, store, scheduler):
         assert ids(answer) == generated(Mixture.open(store.path, lm, lmbda=weight, **settings), PROMPTS[0], 10)
 
 
-def test_a_batch_is_searched_once_a_turn_whatever_k_its_texts_ask_for(mixture):
+def test_batch_is_searched_once_per_step_for_all_k(mixture):
     scheduler = Scheduler(mixture)
-    asked = []
+    searches = []
     memory, search = scheduler.mixture.knn, scheduler.mixture.knn.search
-    memory.search = lambda keys, k: asked.append((len(keys), k)) or search(keys, k)
+    memory.search = lambda keys, k: searches.append((len(keys), k)) or search(keys, k)
     try:
         for k in (5, 9, 2):
             scheduler._waiting.append(RequestHandle(make_request(scheduler, "When", 3, overrides=MemoryOverrides(k=k))))
@@ -216,11 +216,11 @@ def test_a_batch_is_searched_once_a_turn_whatever_k_its_texts_ask_for(mixture):
     finally:
         del memory.search
         scheduler.stop()
-    assert asked == [(3, 16)] * 3
+    assert searches == [(3, 16)] * 3
 
 
-def test_tokens_are_told_of_as_explain_does(scheduler):
-    """Echoed prompts go through the same numbers as `explain`, which reads texts in another way."""
+def test_echoed_tokens_equal_those_of_explain(scheduler):
+    """Echoed prompts have the probabilities of `explain`, which reads texts in another way."""
     text = PROMPTS[2]
     answer = tokens_of(scheduler.submit(make_request(scheduler, text, 0, echo=True, sources=3)))
     right = scheduler.mixture.explain(text, top=3)
@@ -238,7 +238,7 @@ def test_tokens_are_told_of_as_explain_does(scheduler):
             assert source["after"].startswith(voice.after)
 
 
-def test_a_score_is_the_perplexity_of_evaluation(scheduler):
+def test_echoed_log_probabilities_equal_evaluation(scheduler):
     text = TEXT[:200]
     answer = tokens_of(scheduler.submit(make_request(scheduler, text, 0, echo=True)))
     right = scheduler.mixture.evaluate([Document(id="a", source="a", text=text)])
@@ -250,7 +250,7 @@ def test_a_score_is_the_perplexity_of_evaluation(scheduler):
 
 
 @pytest.mark.parametrize("chunk", [1, 3, 7, 256])
-def test_a_prompt_that_is_read_in_pieces_gives_the_same(mixture, monkeypatch, chunk):
+def test_prompt_read_in_chunks_has_the_same_output(mixture, monkeypatch, chunk):
     monkeypatch.setattr(scheduler_module, "MAX_PROMPT_CHUNK", chunk)
     scheduler = start_scheduler(mixture)
     handles = [scheduler.submit(make_request(scheduler, prompt, 8, echo=True)) for prompt in PROMPTS]
@@ -261,7 +261,7 @@ def test_a_prompt_that_is_read_in_pieces_gives_the_same(mixture, monkeypatch, ch
     scheduler.stop()
 
 
-def test_a_short_request_overtakes_the_prompt_of_a_long_one(mixture, monkeypatch):
+def test_short_request_finishes_before_a_long_prompt(mixture, monkeypatch):
     monkeypatch.setattr(scheduler_module, "MAX_PROMPT_CHUNK", 4)
     scheduler = Scheduler(mixture)
     ended = []
@@ -300,7 +300,7 @@ def test_sampling_follows_the_distribution_and_the_seed(scheduler):
     assert chi_square < kept + 5 * math.sqrt(2 * kept)
 
 
-def test_the_same_seed_gives_the_same_text_whatever_else_is_in_the_batch(scheduler):
+def test_seeded_text_does_not_depend_on_the_batch(scheduler):
     settings = {"temperature": 1.0, "top_p": 0.9, "seed": 7, "copies": 2}
     alone = scheduler.submit(make_request(scheduler, PROMPTS[0], 20, **settings))
     first = [ids(tokens_of(alone, copy)) for copy in (0,)]
@@ -316,7 +316,7 @@ def test_the_same_seed_gives_the_same_text_whatever_else_is_in_the_batch(schedul
         tokens_of(handle)
 
 
-def test_weighing_anew_equals_asking_anew(scheduler):
+def test_rescoring_equals_a_new_request(scheduler):
     """λ, k, τ changed in the trace against the same text scored by the scheduler with these settings."""
     text = PROMPTS[2]
     trace = trace_of(scheduler, make_request(scheduler, text, 0, echo=True, overrides=MemoryOverrides(k=30)))
@@ -341,7 +341,7 @@ def test_weighing_anew_equals_asking_anew(scheduler):
             assert (one.weight, one.text) == (pytest.approx(other.weight), other.text)
 
 
-def test_weighing_anew_works_with_several_memories(lm, store):
+def test_rescoring_works_with_several_memories(lm, store):
     scheduler = start_scheduler(Mixture.open(store.path, lm, memories="knn:0.2,cache:0.3,ngram:0.2", use_tuned=False))
     text = PROMPTS[0] + " " + PROMPTS[0]
     trace = trace_of(scheduler, make_request(scheduler, text, 0, echo=True))
@@ -353,7 +353,7 @@ def test_weighing_anew_works_with_several_memories(lm, store):
     scheduler.stop()
 
 
-def test_what_is_remembered_is_bounded_and_the_oldest_goes_first(mixture):
+def test_trace_cache_is_bounded_and_evicts_the_oldest(mixture):
     scheduler = start_scheduler(mixture, traces=TraceCache(max_bytes=200_000))
     handles = [scheduler.submit(make_request(scheduler, "When", 10)) for _ in range(30)]
     trace_ids = [list(handle.events())[-1].trace_id for handle in handles]
@@ -364,7 +364,7 @@ def test_what_is_remembered_is_bounded_and_the_oldest_goes_first(mixture):
     scheduler.stop()
 
 
-def test_nothing_is_remembered_that_is_as_long_as_the_vocabulary(scheduler):
+def test_trace_has_nothing_of_the_vocabularys_size(scheduler):
     trace = trace_of(scheduler, make_request(scheduler, "When", 1))
     assert len(trace.tokens[0].components.log_probs) == 2
     assert trace.neighbours[0].distances.shape == (16,)
@@ -372,12 +372,12 @@ def test_nothing_is_remembered_that_is_as_long_as_the_vocabulary(scheduler):
     assert trace.tokens[0].neighbours is None  # events hold the same tokens
 
 
-def test_wishes_that_cannot_be_granted_are_refused(scheduler):
+def test_unknown_memory_is_rejected(scheduler):
     with pytest.raises(ParameterError, match="There are: knn"):
         scheduler.submit(make_request(scheduler, "When", overrides=MemoryOverrides(memories=("cache",))))
 
 
-def test_slots_and_queue_are_limits_and_who_is_called_off_makes_room(mixture):
+def test_slots_and_queue_are_limited_and_cancelled_requests_free_them(mixture):
     scheduler = start_scheduler(mixture, slots=2, queue=3)
     handles = [scheduler.submit(make_request(scheduler, "When", 100)) for _ in range(2)]
     while scheduler.active < 2:
@@ -393,13 +393,13 @@ def test_slots_and_queue_are_limits_and_who_is_called_off_makes_room(mixture):
     scheduler.stop()
 
 
-def test_an_order_that_takes_too_long_fails(scheduler):
+def test_request_past_its_deadline_fails(scheduler):
     late = scheduler.submit(make_request(scheduler, "When", 60, deadline=time.monotonic() - 1))
     (event,) = late.events()
     assert event.status == 504
 
 
-def test_an_error_in_a_turn_fails_what_was_in_it_and_no_more(mixture, monkeypatch):
+def test_error_in_a_step_fails_only_its_requests(mixture, monkeypatch):
     scheduler = start_scheduler(mixture)
 
     def broken(*_):
@@ -413,8 +413,8 @@ def test_an_error_in_a_turn_fails_what_was_in_it_and_no_more(mixture, monkeypatc
     scheduler.stop()
 
 
-def test_an_error_while_a_text_joins_the_others_is_told_and_leaves_nothing_behind(mixture, monkeypatch):
-    """As where there is no room for its cache: nobody waits for ever, and the next one finds a clean table."""
+def test_error_while_a_sequence_joins_is_reported_and_leaves_no_state(mixture, monkeypatch):
+    """As where its cache does not fit into memory: the request fails, and the next one runs."""
     scheduler = start_scheduler(mixture)
     join = BatchedCache.join
 
@@ -434,7 +434,7 @@ def test_an_error_while_a_text_joins_the_others_is_told_and_leaves_nothing_behin
     scheduler.stop()
 
 
-def test_an_order_that_cannot_even_be_begun_is_told_so(mixture, monkeypatch):
+def test_error_while_a_request_starts_is_reported(mixture, monkeypatch):
     scheduler = start_scheduler(mixture)
     with monkeypatch.context() as patch:
         patch.setattr(scheduler_module, "GeneratedSequence", lambda *_: 1 / 0)
@@ -445,8 +445,8 @@ def test_an_order_that_cannot_even_be_begun_is_told_so(mixture, monkeypatch):
 
 
 @hypothesis.given(text=st.text(max_size=12), cut=st.integers(0, 40))
-def test_characters_that_are_cut_anywhere_come_whole(text, cut):
-    """Whatever of a text is known already, the pieces of the rest are the rest; a cut character comes with them."""
+def test_detokenizer_completes_characters_cut_anywhere(text, cut):
+    """After any context, the texts of the other tokens join to the rest, with a character that was cut."""
     tokenizer = tiny_tokenizer()
 
     def decode(tokens):
@@ -464,8 +464,8 @@ def test_characters_that_are_cut_anywhere_come_whole(text, cut):
     assert "".join(pieces) == (text[len(head) :] if after else "")
 
 
-def test_naming_many_sources_of_a_prompt_keeps_nobody_waiting(mixture):
-    """A prompt whose every token has 64 sources is read in smaller pieces."""
+def test_prompt_with_many_sources_is_read_in_smaller_chunks(mixture):
+    """A prompt with 64 sources for each token is read in smaller chunks."""
     scheduler = start_scheduler(mixture)
     long = scheduler.submit(make_request(scheduler, TEXT[:200], 0, echo=True, sources=64))
     began = scheduler.steps
@@ -476,7 +476,7 @@ def test_naming_many_sources_of_a_prompt_keeps_nobody_waiting(mixture):
     scheduler.stop()
 
 
-def test_a_text_of_many_neighbours_is_weighed_anew_in_blocks(scheduler, monkeypatch):
+def test_rescoring_in_blocks_equals_rescoring_at_once(scheduler, monkeypatch):
     text = PROMPTS[2]
     trace = trace_of(scheduler, make_request(scheduler, text, 0, echo=True))
     whole = rescore(scheduler.mixtures, trace, MemoryOverrides(k=5, knn_temperature=2.0))
@@ -486,7 +486,7 @@ def test_a_text_of_many_neighbours_is_weighed_anew_in_blocks(scheduler, monkeypa
     assert "".join(token.text for token in blocks) == text
 
 
-def test_stopping_tells_those_who_wait(mixture):
+def test_stop_fails_waiting_requests(mixture):
     scheduler = start_scheduler(mixture, slots=1)
     handles = [scheduler.submit(make_request(scheduler, "When", 100)) for _ in range(3)]
     scheduler.stop()
@@ -503,7 +503,7 @@ def test_stopping_tells_those_who_wait(mixture):
     top_p=st.floats(0, 1, exclude_min=True),
     seed=st.integers(0, 2**63 - 1),
 )
-def test_whatever_is_drawn_is_one_of_the_fewest_that_have_the_mass(logits, temperature, top_p, seed):
+def test_sampled_token_is_in_the_nucleus(logits, temperature, top_p, seed):
     log_p = torch.tensor(logits).log_softmax(0)
     token = Sampler(temperature, top_p, seed).draw(log_p)
     right = log_p.double()

@@ -1,4 +1,4 @@
-"""Requests that a machine makes up from the OpenAPI document: none may be answered by 500, all as it says."""
+"""Requests generated from the OpenAPI document: no response is a 500, and all match the document."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ CHECKS = [not_a_server_error, status_code_conformance, content_type_conformance,
 
 @pytest.fixture(scope="module")
 def lm():
-    """A tiny model that converses."""
+    """A tiny model with a chat template."""
     tokenizer = tiny_tokenizer()
     tokenizer.chat_template = "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}"
     return CausalLM(tiny("llama"), tokenizer, name="tiny")
 
 
-def serving_anew(lm, path, **limits):
-    """Serve a memory that is made for this."""
+def serve_new_store(lm, path, **limits):
+    """Build a store and serve it."""
     build(documents(6), path, lm=lm).close()
     keys = ApiKeys((b"user-key-1234",), (ADMIN.encode(),))
     return serving(Mixture.open(path, lm, k=8), keys=keys, **limits)
@@ -43,27 +43,27 @@ def serving_anew(lm, path, **limits):
 
 @pytest.fixture(scope="module")
 def server(lm, tmp_path_factory):
-    path = tmp_path_factory.mktemp("fuzz") / "memory"
-    with serving_anew(lm, path, prompt_tokens=100, output_tokens=8) as running:
+    path = tmp_path_factory.mktemp("fuzz") / "store"
+    with serve_new_store(lm, path, prompt_tokens=100, output_tokens=8) as running:
         yield running
 
 
 @pytest.fixture(scope="module")
 def schema(server):
     made = schemathesis.openapi.from_url(f"{server.url}/openapi.json")
-    # What adds and removes is tested where it may change the memory; here it would for all other tests.
+    # Additions and removals would change the store of the other tests; they have a server of their own.
     return made.exclude(method=["DELETE"]).exclude(method="POST", path="/v1/documents")
 
 
 @pytest.fixture(scope="module")
-def living(lm, tmp_path_factory):
-    """A memory of its own, which may be changed."""
-    with serving_anew(lm, tmp_path_factory.mktemp("fuzz") / "memory") as running:
+def writable_server(lm, tmp_path_factory):
+    """A server of its own store, which may be changed."""
+    with serve_new_store(lm, tmp_path_factory.mktemp("fuzz") / "store") as running:
         yield running
 
 
 def run(schema, operation, *, examples, seed):
-    """Send made-up requests to one operation, and look at each answer."""
+    """Send generated requests to one operation, and check each response."""
 
     @hypothesis.settings(
         max_examples=examples, deadline=None, database=None, suppress_health_check=list(hypothesis.HealthCheck)
@@ -71,7 +71,7 @@ def run(schema, operation, *, examples, seed):
     @hypothesis.seed(seed)
     @hypothesis.given(case=operation.as_strategy())
     def one(case):
-        # Streams are no JSON, and are tested elsewhere.
+        # Streams are not JSON, and are tested elsewhere.
         if isinstance(case.body, dict):
             case.body.pop("stream", None)
         response = case.call(headers={"Authorization": f"Bearer {ADMIN}"})
@@ -84,7 +84,7 @@ def operations(schema):
     return [result.ok() for result in schema.get_all_operations()]
 
 
-def test_the_document_has_all_routes(schema):
+def test_openapi_document_has_all_routes(schema):
     found = {(operation.method.upper(), operation.path) for operation in operations(schema)}
     assert {
         ("POST", "/v1/completions"),
@@ -100,7 +100,7 @@ def test_the_document_has_all_routes(schema):
 
 
 def change(running, *, examples):
-    """Send made-up documents, and requests to remove some."""
+    """Send generated documents, and requests to remove some."""
     made = schemathesis.openapi.from_url(f"{running.url}/openapi.json")
     made = made.include(path_regex="^/v1/documents").exclude(method="GET")
     found = operations(made)
@@ -112,7 +112,7 @@ def change(running, *, examples):
 
 
 def stream(running, operation, *, examples):
-    """Ask for made-up streams: each is refused, or comes to its end."""
+    """Request generated streams: each is rejected, or complete. Return the number of complete ones."""
     answered = []
 
     @hypothesis.settings(
@@ -123,8 +123,8 @@ def stream(running, operation, *, examples):
     def one(case):
         if not isinstance(case.body, dict):
             return
-        # Few made-up names are the model's, and few numbers of tokens are allowed.
-        body = {**case.body, "model": "memory", "max_tokens": 3, "stream": True}
+        # Few generated names are the model's, and few numbers of tokens are allowed.
+        body = {**case.body, "model": "docs", "max_tokens": 3, "stream": True}
         with running.client(ADMIN) as client:
             answer = client.post(operation.path, json=body)
         assert answer.status_code in (200, 400), answer.text
@@ -139,7 +139,7 @@ def stream(running, operation, *, examples):
 
 
 def streams(running, schema, *, examples):
-    """The same for all operations that can be streams; some of them must have been carried out."""
+    """Do the same for all operations that can be streams; some of them must be complete."""
     for operation in operations(schema):
         if operation.path in ("/v1/completions", "/v1/chat/completions"):
             assert stream(running, operation, examples=examples) >= examples // 20
@@ -147,25 +147,25 @@ def streams(running, schema, *, examples):
     assert running.service.scheduler.active == 0
 
 
-def test_made_up_documents_and_streams_find_no_error_of_ours(living, server, schema):
-    change(living, examples=10)
+def test_generated_documents_and_streams_cause_no_server_error(writable_server, server, schema):
+    change(writable_server, examples=10)
     streams(server, schema, examples=20)
 
 
 @pytest.mark.slow
-def test_many_made_up_documents_and_streams_find_no_error_of_ours(living, server, schema):
-    change(living, examples=200)
+def test_many_generated_documents_and_streams_cause_no_server_error(writable_server, server, schema):
+    change(writable_server, examples=200)
     streams(server, schema, examples=500)
 
 
-def test_made_up_requests_find_no_error_of_ours(schema, server):
+def test_generated_requests_cause_no_server_error(schema, server):
     for operation in operations(schema):
         run(schema, operation, examples=15, seed=1)
     assert server.service.ready
 
 
 @pytest.mark.slow
-def test_many_made_up_requests_find_no_error_of_ours(schema, server):
+def test_many_generated_requests_cause_no_server_error(schema, server):
     for operation in operations(schema):
         run(schema, operation, examples=500, seed=2)
     assert server.service.ready

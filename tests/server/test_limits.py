@@ -1,4 +1,4 @@
-"""The limits of a server hold: keys, sizes, lengths, queues, time, clients that go, signals, hosts."""
+"""The limits of a server: keys, sizes, lengths, queues, time, disconnected clients, signals, hosts."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def mixture(lm, store):
 
 @pytest.fixture
 def slow(mixture, monkeypatch):
-    """A memory that takes its time, so that a request is under way while others come."""
+    """A mixture with a slow search, so that a request runs while others arrive."""
     memory = mixture.knn
     search = memory.search
 
@@ -50,14 +50,14 @@ def slow(mixture, monkeypatch):
 
 
 def until(condition, seconds=10.0):
-    """Wait until something is so."""
+    """Wait until a condition holds."""
     end = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < end, "it never came"
         time.sleep(0.005)
 
 
-def test_keys_are_asked_for_and_only_the_admins_changes_the_memory(mixture):
+def test_keys_are_required_and_only_the_admin_key_changes_the_store(mixture):
     with serving(mixture, keys=KEYS) as running:
         for key, path, method, status in [
             (None, "/v1/models", "GET", 401),
@@ -82,14 +82,14 @@ def test_keys_are_asked_for_and_only_the_admins_changes_the_memory(mixture):
             openai.OpenAI(base_url=f"{running.url}/v1", api_key="nothing", max_retries=0).models.list()
 
 
-def test_without_an_admin_key_nobody_changes_the_memory(mixture):
+def test_store_is_read_only_without_an_admin_key(mixture):
     with serving(mixture) as running, running.client("anything") as client:
         assert client.delete("/v1/documents/0").status_code == 403
         assert client.get("/v1/documents").json()["total"] == 40
 
 
-def test_without_a_key_only_names_of_this_machine_are_answered(mixture):
-    """A stranger's page whose name points to this machine must not be able to ask."""
+def test_only_local_host_names_are_served_without_a_key(mixture):
+    """A foreign page whose name resolves to this machine must not be served."""
     with serving(mixture) as running, running.client() as client:
         for host, status in [("evil.example", 403), ("localhost:8000", 200), ("[::1]:8000", 200), ("127.0.0.1", 200)]:
             assert client.get("/v1/models", headers={"Host": host}).status_code == status
@@ -97,7 +97,7 @@ def test_without_a_key_only_names_of_this_machine_are_answered(mixture):
         assert client.get("/v1/models", headers={"Host": "my.server"}).status_code == 200
 
 
-def test_hosts_beyond_this_machine_need_a_key():
+def test_public_hosts_need_a_key():
     for host, near in [
         ("127.0.0.1", True), ("127.8.8.8", True), ("::1", True), ("localhost", True), ("0.0.0.0", False),
         ("::", False), ("192.168.0.2", False), ("example.org", False), ("localhost.evil.org", False),
@@ -111,7 +111,7 @@ def test_hosts_beyond_this_machine_need_a_key():
         check_host(host, KEYS)
 
 
-def test_key_files_are_read_and_poor_ones_refused(tmp_path):
+def test_invalid_key_files_are_rejected(tmp_path):
     file = tmp_path / "keys"
     file.write_text(f"{USER}\n\n  second-key-5678 \n")
     keys = ApiKeys.read(file, None)
@@ -128,7 +128,7 @@ def test_key_files_are_read_and_poor_ones_refused(tmp_path):
         ApiKeys.read(tmp_path / "nowhere", None)
 
 
-def test_a_body_that_is_too_large_is_refused_also_where_it_does_not_say_so(mixture):
+def test_too_large_body_is_rejected_also_without_content_length(mixture):
     with serving(mixture, body_bytes=2000) as running, running.client() as client:
         large = json.dumps({"prompt": "a" * 3000}).encode()
         headers = {"Content-Type": "application/json"}
@@ -139,7 +139,7 @@ def test_a_body_that_is_too_large_is_refused_also_where_it_does_not_say_so(mixtu
         assert client.post("/v1/completions", json={"prompt": "a", "max_tokens": 1}).status_code == 200
 
 
-def test_a_body_that_never_comes_is_not_waited_for(mixture, monkeypatch):
+def test_missing_body_times_out(mixture, monkeypatch):
     monkeypatch.setattr(RequestGuard.__init__, "__kwdefaults__", {"body_seconds": 0.2})
     with serving(mixture) as running, socket.create_connection(("127.0.0.1", running.port)) as connection:
         head = ["POST /v1/score HTTP/1.1", "Host: localhost", "Content-Length: 50", "Content-Type: application/json"]
@@ -148,7 +148,7 @@ def test_a_body_that_never_comes_is_not_waited_for(mixture, monkeypatch):
         assert connection.recv(4096).startswith(b"HTTP/1.1 408")
 
 
-def test_prompts_and_outputs_have_limits(mixture):
+def test_prompt_and_output_lengths_are_limited(mixture):
     with serving(mixture, prompt_tokens=20, output_tokens=10) as running, running.client() as client:
 
         def ask(**body):
@@ -165,7 +165,7 @@ def test_prompts_and_outputs_have_limits(mixture):
         assert client.post("/v1/score", json={"text": "word " * 40}).status_code == 400
 
 
-def test_an_answer_names_only_so_many_sources(mixture):
+def test_number_of_sources_is_limited(mixture):
     with serving(mixture, sources=100) as running, running.client() as client:
 
         def ask(path, **body):
@@ -181,8 +181,8 @@ def test_an_answer_names_only_so_many_sources(mixture):
         assert ask("/v1/score", text="When the model reads a new context, it looks", sources=20)[0] == 400
 
 
-def test_looking_through_the_memory_keeps_no_prompt_waiting(mixture, monkeypatch):
-    """Dozens who list documents, slowly, must not take all threads."""
+def test_slow_document_lists_do_not_block_completions(mixture, monkeypatch):
+    """Dozens of slow lists of documents must not take all threads."""
     with serving(mixture) as running:
         free = threading.Event()
         monkeypatch.setattr(running.service.documents, "list", lambda **_: free.wait(20) and {"total": 0})
@@ -205,7 +205,7 @@ def test_looking_through_the_memory_keeps_no_prompt_waiting(mixture, monkeypatch
                 thread.join(30)
 
 
-def test_a_turn_that_does_not_end_is_not_waited_for(mixture, monkeypatch):
+def test_request_times_out_during_an_endless_step(mixture, monkeypatch):
     with serving(mixture, seconds=0.3) as running:
         free = threading.Event()
         memory, search = mixture.knn, mixture.knn.search
@@ -219,26 +219,26 @@ def test_a_turn_that_does_not_end_is_not_waited_for(mixture, monkeypatch):
             free.set()
 
 
-def test_no_address_is_made_from_the_name_that_a_client_gives(mixture):
-    """A redirect to what the Host header says would lead elsewhere."""
+def test_host_header_causes_no_redirect(mixture):
+    """A redirect to the Host header would lead to another server."""
     with serving(mixture, keys=KEYS) as running, running.client(USER) as client:
         answer = client.get("/v1/models/", headers={"Host": "evil.example"})
         assert (answer.status_code, "location" in answer.headers) == (404, False)
 
 
-def test_the_kind_of_a_body_may_be_written_in_capitals(mixture):
+def test_content_type_is_case_insensitive(mixture):
     with serving(mixture) as running, running.client() as client:
         headers = {"Content-Type": "Application/JSON; charset=UTF-8"}
         answer = client.post("/v1/completions", content=b'{"prompt": "a", "max_tokens": 1}', headers=headers)
         assert answer.status_code == 200
 
 
-def test_limits_that_make_no_sense_are_refused():
+def test_limits_of_zero_or_less_are_rejected():
     with pytest.raises(ParameterError, match="slots"):
         Limits(slots=0)
 
 
-def test_a_full_queue_answers_429_and_says_when_to_come_back(slow):
+def test_full_queue_returns_429_with_retry_after(slow):
     with serving(slow, slots=1, queue=1) as running:
         scheduler = running.service.scheduler
 
@@ -262,7 +262,7 @@ def test_a_full_queue_answers_429_and_says_when_to_come_back(slow):
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_client_that_goes_frees_its_slot(slow, stream):
+def test_disconnected_client_frees_its_slot(slow, stream):
     with serving(slow, slots=1) as running:
         scheduler = running.service.scheduler
         with socket.create_connection(("127.0.0.1", running.port)) as connection:
@@ -275,7 +275,7 @@ def test_a_client_that_goes_frees_its_slot(slow, stream):
         assert running.post("/v1/completions", prompt="When", max_tokens=2)["usage"]["completion_tokens"] == 2
 
 
-def test_a_client_that_goes_before_its_turn_comes_is_forgotten(slow):
+def test_waiting_request_of_a_disconnected_client_is_dropped(slow):
     with serving(slow, slots=1) as running:
         scheduler = running.service.scheduler
         first = scheduler.submit(GenerationRequest(tuple(slow.lm.prompt("When")), 100))
@@ -289,7 +289,7 @@ def test_a_client_that_goes_before_its_turn_comes_is_forgotten(slow):
         first.cancel()
 
 
-def test_a_request_that_takes_too_long_ends_with_an_error(slow):
+def test_slow_request_fails_with_a_timeout(slow):
     with serving(slow, seconds=0.4) as running:
         with running.client() as client:
             answer = client.post("/v1/completions", json=LONG)
@@ -301,7 +301,7 @@ def test_a_request_that_takes_too_long_ends_with_an_error(slow):
         assert running.service.scheduler.active == 0
 
 
-def test_stopping_finishes_what_is_in_flight(slow):
+def test_shutdown_finishes_running_requests(slow):
     found = {}
     with serving(slow) as running:
 
@@ -317,7 +317,7 @@ def test_stopping_finishes_what_is_in_flight(slow):
         running.client().get("/healthz")
 
 
-def test_a_port_that_is_taken_is_an_error_of_one_line():
+def test_port_in_use_is_an_error_of_one_line():
     with bind("127.0.0.1", 0, keys=ApiKeys()) as taken:
         taken.listen()
         with pytest.raises(ParameterError, match="Choose another --port"):
@@ -325,14 +325,14 @@ def test_a_port_that_is_taken_is_an_error_of_one_line():
 
 
 @pytest.mark.parametrize("host", ["203.0.113.9", "nowhere.invalid"])
-def test_a_host_that_is_not_of_this_machine_is_an_error_that_names_it(host):
+def test_unknown_host_is_an_error_that_names_it(host):
     keys = ApiKeys((b"a-key-of-mine",))  # without one, no other host is taken at all
     with pytest.raises(ParameterError, match=f"Cannot listen on {host}:0: .*Choose another --host"):
         bind(host, 0, keys=keys)
 
 
-def test_the_command_serves_until_it_is_told_to_stop(store, model_folder, tmp_path):
-    """A real process: it says where it listens, answers, and ends by itself after SIGTERM."""
+def test_command_serves_until_a_signal(store, model_folder, tmp_path):
+    """A real process: it prints its URL, responds, and ends after SIGTERM."""
     environment = {**os.environ, "HF_HUB_OFFLINE": "1"}
     command = [sys.executable, "-m", "knnlm", "serve", str(store.path), "--model", str(model_folder), "--port", "0"]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment) as process:

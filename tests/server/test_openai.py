@@ -1,4 +1,4 @@
-"""Every field of OpenAI's API is carried out, taken because it asks for nothing, or refused by its name."""
+"""Every field of OpenAI's API is supported, accepted because it has no effect, or rejected by its name."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from helpers.server import talking
+from helpers.server import chat_mixture
 from knnlm.generation.causal import KnnForCausalLM
 from knnlm.server.engine.requests import Penalties
 from knnlm.server.engine.sequence import Sampler, penalise
@@ -23,11 +23,11 @@ TEMPLATE = "{% for message in messages %}<{{ message['role'] }}>{{ message['cont
 
 @pytest.fixture(scope="module")
 def mixture(tmp_path_factory):
-    return talking(tmp_path_factory.mktemp("openai") / "memory", TEMPLATE)
+    return chat_mixture(tmp_path_factory.mktemp("openai") / "store", TEMPLATE)
 
 
 def written(mixture, tokens, count, *, presence=0.0, frequency=0.0, bias=None):
-    """Write greedily with penalties, by NumPy, with a whole pass for every token."""
+    """Generate greedily with penalties, in NumPy, with a whole pass for every token."""
     model, start = KnnForCausalLM(mixture), len(tokens)
     for _ in range(count):
         with torch.no_grad():
@@ -43,9 +43,9 @@ def written(mixture, tokens, count, *, presence=0.0, frequency=0.0, bias=None):
 @pytest.mark.parametrize(
     ("presence", "frequency"), [(0.0, 0.0), (2.0, 0.0), (0.0, 1.5), (-2.0, 0.7), (1.3, -1.0), (2.0, 2.0)]
 )
-def test_penalties_change_what_is_written_as_the_formula_says(client, mixture, presence, frequency):
+def test_penalised_text_follows_the_formula(client, mixture, presence, frequency):
     answer = client.completions.create(
-        model="memory",
+        model="docs",
         prompt=PROMPT,
         max_tokens=25,
         temperature=0,
@@ -58,36 +58,36 @@ def test_penalties_change_what_is_written_as_the_formula_says(client, mixture, p
         assert right != written(mixture, mixture.lm.prompt(PROMPT), 25)
 
 
-def test_a_bias_bans_and_forces_tokens(client, mixture):
+def test_bias_excludes_and_forces_tokens(client, mixture):
     plain = written(mixture, mixture.lm.prompt(PROMPT), 10)
     bias = {plain[0]: -100, 77: 3.5}
     answer = client.completions.create(
-        model="memory", prompt=PROMPT, max_tokens=10, temperature=0, logit_bias={str(t): v for t, v in bias.items()}
+        model="docs", prompt=PROMPT, max_tokens=10, temperature=0, logit_bias={str(t): v for t, v in bias.items()}
     )
     found = [token["id"] for token in answer.choices[0].knnlm["tokens"]]
     assert found == written(mixture, mixture.lm.prompt(PROMPT), 10, bias=bias)
     assert plain[0] not in found
     forced = client.completions.create(
-        model="memory", prompt=PROMPT, max_tokens=6, temperature=1.0, seed=3, logit_bias={"77": 100}
+        model="docs", prompt=PROMPT, max_tokens=6, temperature=1.0, seed=3, logit_bias={"77": 100}
     )
     assert {token["id"] for token in forced.choices[0].knnlm["tokens"]} == {77}
     with pytest.raises(openai.BadRequestError, match="token 320 is not one of the 320") as refused:
-        client.completions.create(model="memory", prompt=PROMPT, logit_bias={"320": 1})
+        client.completions.create(model="docs", prompt=PROMPT, logit_bias={"320": 1})
     assert refused.value.param == "logit_bias"
 
 
-def test_what_is_told_of_a_token_is_the_mixtures_own_opinion_whatever_was_added(client, mixture):
+def test_reported_probabilities_are_the_mixtures_without_penalties(client, mixture):
     answer = client.completions.create(
-        model="memory", prompt=PROMPT, max_tokens=1, temperature=0, logit_bias={"77": 100}, logprobs=1
+        model="docs", prompt=PROMPT, max_tokens=1, temperature=0, logit_bias={"77": 100}, logprobs=1
     )
     with torch.no_grad():
         log_p = KnnForCausalLM(mixture)(torch.tensor([mixture.lm.prompt(PROMPT)])).logits[0, -1].log_softmax(0)
     assert answer.choices[0].logprobs.token_logprobs[0] == pytest.approx(log_p[77].item(), rel=1e-3)
 
 
-def test_penalties_belong_to_a_copy_and_work_in_conversations(client):
+def test_penalties_are_counted_per_copy_and_work_in_chats(client):
     messages = [{"role": "user", "content": "The memory"}]
-    settings = {"model": "memory", "messages": messages, "max_tokens": 12, "seed": 4}
+    settings = {"model": "docs", "messages": messages, "max_tokens": 12, "seed": 4}
     both = client.chat.completions.create(**settings, n=2, presence_penalty=2.0, frequency_penalty=2.0)
     one = client.chat.completions.create(**settings, presence_penalty=2.0, frequency_penalty=2.0)
     assert both.choices[0].message.content == one.choices[0].message.content
@@ -101,7 +101,7 @@ def test_penalties_belong_to_a_copy_and_work_in_conversations(client):
     presence=st.floats(-2, 2),
     frequency=st.floats(-2, 2),
 )
-def test_penalties_are_the_formula_for_any_counts(logits, drawn, bias, presence, frequency):
+def test_penalised_scores_equal_the_formula_for_any_counts(logits, drawn, bias, presence, frequency):
     size = len(logits)
     drawn = {token: times for token, times in drawn.items() if token < size}
     bias = {token: value for token, value in bias.items() if token < size}
@@ -113,7 +113,7 @@ def test_penalties_are_the_formula_for_any_counts(logits, drawn, bias, presence,
     np.testing.assert_allclose(found, right, rtol=1e-5, atol=1e-4)
 
 
-def test_what_is_impossible_stays_so_with_any_bias():
+def test_impossible_token_stays_impossible_with_any_bias():
     sampler = Sampler(1.0, 1.0, 1, Penalties(bias={0: 100.0}))
     log_p = torch.tensor([-torch.inf, 0.0])
     assert {sampler.draw(log_p) for _ in range(20)} == {1}
@@ -123,7 +123,7 @@ CHAT = {"messages": [{"role": "user", "content": "Hello"}]}
 
 
 @pytest.mark.parametrize(
-    ("path", "field", "value", "said"),
+    ("path", "field", "value", "message"),
     [
         ("completions", "suffix", "end", "insertion"),
         ("completions", "best_of", 3, "only the same value as n"),
@@ -152,7 +152,7 @@ CHAT = {"messages": [{"role": "user", "content": "Hello"}]}
         ("chat/completions", "echo", True, "unknown field"),
     ],
 )
-def test_what_is_not_supported_is_refused_by_name(server, path, field, value, said):
+def test_unsupported_field_is_rejected_by_name(server, path, field, value, message):
     body = CHAT if path.startswith("chat") else {"prompt": "a"}
     with server.client() as client:
         answer = client.post(f"/v1/{path}", json={**body, field: value})
@@ -160,11 +160,11 @@ def test_what_is_not_supported_is_refused_by_name(server, path, field, value, sa
     assert answer.status_code == 400
     assert error["param"].split(".")[0] == field
     assert error["message"].startswith(field)
-    assert said in error["message"]
+    assert message in error["message"]
 
 
-def test_what_asks_for_nothing_is_taken_and_changes_nothing(client):
-    settings = {"model": "memory", "temperature": 0, "max_tokens": 5, **CHAT}
+def test_fields_without_effect_are_accepted_and_change_nothing(client):
+    settings = {"model": "docs", "temperature": 0, "max_tokens": 5, **CHAT}
     plain = client.chat.completions.create(**settings).choices[0].message.content
     asking = client.chat.completions.create(
         **settings,
@@ -187,29 +187,29 @@ def test_what_asks_for_nothing_is_taken_and_changes_nothing(client):
     assert asking.choices[0].message.content == plain
 
 
-def test_an_answer_of_ours_can_be_sent_back_as_clients_do(client):
+def test_response_message_can_be_sent_back(client):
     messages = [{"role": "user", "content": "The memory"}]
-    first = client.chat.completions.create(model="memory", messages=messages, max_tokens=4, temperature=0)
+    first = client.chat.completions.create(model="docs", messages=messages, max_tokens=4, temperature=0)
     messages += [first.choices[0].message, {"role": "user", "content": "of a model"}]
-    second = client.chat.completions.create(model="memory", messages=messages, max_tokens=4, temperature=0)
+    second = client.chat.completions.create(model="docs", messages=messages, max_tokens=4, temperature=0)
     spelt = [
         {"role": "user", "content": "The memory"},
         {"role": "assistant", "content": first.choices[0].message.content},
         {"role": "user", "content": "of a model"},
     ]
-    right = client.chat.completions.create(model="memory", messages=spelt, max_tokens=4, temperature=0)
+    right = client.chat.completions.create(model="docs", messages=spelt, max_tokens=4, temperature=0)
     assert second.choices[0].message.content == right.choices[0].message.content
     assert second.usage.prompt_tokens == right.usage.prompt_tokens
 
 
-def test_the_bytes_of_tokens_are_the_text_where_characters_are_cut(client, mixture):
-    """Forced to write a character of several tokens, token by token."""
+def test_bytes_of_tokens_join_to_the_text_of_cut_characters(client, mixture):
+    """A character of several tokens is forced by bias, token by token."""
     tokens = mixture.lm.encode("日")
     assert len(tokens) > 1
     found = b""
     for token in tokens:
         answer = client.chat.completions.create(
-            model="memory",
+            model="docs",
             max_tokens=1,
             logprobs=True,
             top_logprobs=1,
@@ -217,23 +217,23 @@ def test_the_bytes_of_tokens_are_the_text_where_characters_are_cut(client, mixtu
             temperature=0,
             **CHAT,
         )
-        (told,) = answer.choices[0].logprobs.content
-        found += bytes(told.bytes)
-        assert told.token.startswith("bytes:\\x")
+        (content,) = answer.choices[0].logprobs.content
+        found += bytes(content.bytes)
+        assert content.token.startswith("bytes:\\x")
     assert found.decode() == "日"
     token_texts = TokenTexts(mixture.lm.tokenizer)
     for text in ("The memory", "naïve", "🙂!", "a\nb"):
         assert b"".join(token_texts.get(token)[1] for token in mixture.lm.encode(text)).decode() == text
 
 
-def test_alternatives_that_are_parts_of_characters_have_names_of_their_own(server):
+def test_alternatives_of_partial_characters_have_distinct_names(server):
     answer = server.post("/v1/completions", prompt="日", max_tokens=3, temperature=0, logprobs=20)
     for top in answer["choices"][0]["logprobs"]["top_logprobs"]:
         assert len(top) == 20
 
 
-def test_what_is_impossible_has_a_logarithm_that_can_be_added_up(server):
-    """Clients that score add these numbers up; the memory alone finds most tokens impossible."""
+def test_impossible_token_has_a_finite_logarithm(server):
+    """Clients that score add log-probabilities; by the memory alone, most tokens are impossible."""
     body = {"prompt": "zzzz qqqq", "max_tokens": 0, "echo": True, "logprobs": 5, "memory": {"lambda": 1.0, "k": 1}}
     logprobs = server.post("/v1/completions", **body)["choices"][0]["logprobs"]
     assert -9999.0 in logprobs["token_logprobs"]
@@ -241,7 +241,7 @@ def test_what_is_impossible_has_a_logarithm_that_can_be_added_up(server):
     assert all(isinstance(number, float) for top in logprobs["top_logprobs"] for number in top.values())
 
 
-def test_the_document_names_every_field_that_is_taken(server):
+def test_openapi_document_has_every_accepted_field(server):
     with server.client() as client:
         made = client.get("/openapi.json").json()["components"]["schemas"]
     for name in ("CompletionRequest", "ChatRequest"):

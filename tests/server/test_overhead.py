@@ -1,4 +1,4 @@
-"""What serving does for each token, by counts: who is woken, what is written, what is asked and decoded."""
+"""The server's work for each token, in counts: deliveries, writes, decoded tokens, calls between modules."""
 
 from __future__ import annotations
 
@@ -57,66 +57,66 @@ def generated(mixture, tokens):
     return made[0, given.shape[1] :].tolist()
 
 
-@pytest.mark.parametrize(("pause", "woken"), [(0.0, 30), (NEVER, 2)])
-def test_tokens_that_come_quickly_wake_who_waits_together(scheduler, mixture, monkeypatch, pause, woken):
-    """With no pause at each token; with an endless one at the first, which is not held back, and at the end."""
+@pytest.mark.parametrize(("pause", "deliveries"), [(0.0, 30), (NEVER, 2)])
+def test_fast_tokens_are_delivered_together(scheduler, mixture, monkeypatch, pause, deliveries):
+    """Without a pause, at each token; with an endless one, at the first token, which is urgent, and at the end."""
     monkeypatch.setattr(scheduler_module, "FLUSH_SECONDS", pause)
     events = list(scheduler.submit(make_request(mixture, 30)).events())
-    assert scheduler.events.flushes == woken
+    assert scheduler.events.flushes == deliveries
     assert [type(event) for event in events] == [TokensEvent] * 30 + [FinishEvent]
     assert [token.id for event in events[:-1] for token in event.tokens] == generated(mixture, 30)
 
 
-def test_what_is_held_back_is_told_before_a_prompt_is_read(scheduler, mixture, monkeypatch):
-    """To read a prompt may take long, and what others wrote before is not to wait for it."""
+def test_buffered_events_are_delivered_before_a_prompt_is_read(scheduler, mixture, monkeypatch):
+    """Reading a prompt may take long, and earlier tokens of other sequences must not wait for it."""
     monkeypatch.setattr(scheduler_module, "FLUSH_SECONDS", NEVER)
-    told, seen = [], []
+    delivered, seen = [], []
     read_prompt = scheduler_module.read_prompt
 
-    def reading(*given, **named):
-        if told:
-            seen.append((len(told), scheduler.tokens_generated))
+    def recording_read(*given, **named):
+        if delivered:
+            seen.append((len(delivered), scheduler.tokens_generated))
         return read_prompt(*given, **named)
 
-    monkeypatch.setattr(scheduler_module, "read_prompt", reading)
-    long = scheduler.submit(make_request(mixture, 200), lambda event: told.extend(getattr(event, "tokens", [])))
+    monkeypatch.setattr(scheduler_module, "read_prompt", recording_read)
+    long = scheduler.submit(make_request(mixture, 200), lambda event: delivered.extend(getattr(event, "tokens", [])))
     while scheduler.tokens_generated < 20:
         time.sleep(0.001)
-    assert len(told) == 1
+    assert len(delivered) == 1
     list(scheduler.submit(make_request(mixture, 1)).events())
-    ((heard, made),) = seen
-    assert heard == made >= 20
+    ((sent, made),) = seen
+    assert sent == made >= 20
     long.cancel()
 
 
-def test_events_are_handed_over_where_one_is_urgent_or_enough_time_has_passed(monkeypatch):
+def test_events_are_flushed_if_one_is_urgent_or_after_a_time(monkeypatch):
     now = [100.0]
     monkeypatch.setattr(scheduler_module.time, "monotonic", lambda: now[0])
     monkeypatch.setattr(scheduler_module, "FLUSH_SECONDS", 1.0)
-    posted = []
-    buffer = EventBuffer(lambda events: posted.append([event.choice for _, event in events]))
+    flushed = []
+    buffer = EventBuffer(lambda events: flushed.append([event.choice for _, event in events]))
     handle = RequestHandle(GenerationRequest((1,), 1))
 
-    def tell(number, *, after, urgent=False, at_once=False):
+    def add(number, *, after, urgent=False, force=False):
         now[0] += after
         buffer.add(handle, TokensEvent(number, "", []), urgent=urgent)
-        buffer.flush(force=at_once)
+        buffer.flush(force=force)
 
-    tell(0, after=0.0)
-    tell(1, after=0.5)
-    tell(2, after=0.25)
-    tell(3, after=0.25)  # a second after the first
-    tell(4, after=0.5)
-    tell(5, after=0.125, urgent=True)
-    tell(6, after=0.5)
-    tell(7, after=0.125, at_once=True)
-    buffer.flush(force=True)  # nothing is there
-    assert posted == [[0], [1, 2, 3], [4, 5], [6, 7]]
+    add(0, after=0.0)
+    add(1, after=0.5)
+    add(2, after=0.25)
+    add(3, after=0.25)  # a second after the first
+    add(4, after=0.5)
+    add(5, after=0.125, urgent=True)
+    add(6, after=0.5)
+    add(7, after=0.125, force=True)
+    buffer.flush(force=True)  # the buffer is empty
+    assert flushed == [[0], [1, 2, 3], [4, 5], [6, 7]]
     assert buffer.flushes == 4
 
 
 def http_chunks(port, body):
-    """Ask for a stream over a bare socket, and give its HTTP chunks: a server makes one for each write."""
+    """Request a stream over a bare socket, and return its HTTP chunks: one for each write of the server."""
     payload = json.dumps({"stream": True, **body}).encode()
     head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\nContent-Type: application/json\r\n"
     with socket.create_connection(("127.0.0.1", port)) as connection:
@@ -130,7 +130,7 @@ def http_chunks(port, body):
     return found
 
 
-def test_a_stream_has_an_event_for_each_token_but_a_write_for_each_waking(mixture, monkeypatch):
+def test_stream_has_an_event_per_token_and_a_write_per_delivery(mixture, monkeypatch):
     monkeypatch.setattr(scheduler_module, "FLUSH_SECONDS", NEVER)
     made, write = [], responses_module.encode_json
     monkeypatch.setattr(responses_module, "encode_json", lambda metadata: made.append(metadata) or write(metadata))
@@ -144,8 +144,8 @@ def test_a_stream_has_an_event_for_each_token_but_a_write_for_each_waking(mixtur
     assert tokens == generated(mixture, 30)
 
 
-def test_tokens_that_were_held_back_come_before_an_error(mixture, monkeypatch):
-    """A stream that is cut off by the time-out: all that was written until then has come."""
+def test_buffered_tokens_are_sent_before_an_error(mixture, monkeypatch):
+    """A stream that a timeout ends contains all tokens generated before it."""
     monkeypatch.setattr(scheduler_module, "FLUSH_SECONDS", NEVER)
     search = mixture.knn.search
     monkeypatch.setattr(mixture.knn, "search", lambda keys, k=None: time.sleep(0.02) or search(keys, k))
@@ -155,7 +155,7 @@ def test_tokens_that_were_held_back_come_before_an_error(mixture, monkeypatch):
         assert 2 < stream.tokens == running.service.scheduler.tokens_generated
 
 
-def test_a_token_is_decoded_once_and_what_came_before_it_seldom_again(lm):
+def test_token_is_decoded_once_and_its_context_rarely(lm):
     tokens = lm.encode(TEXT)[:200]
     calls = []
 
@@ -170,11 +170,11 @@ def test_a_token_is_decoded_once_and_what_came_before_it_seldom_again(lm):
     assert max(calls) <= 32  # however long the text is
 
 
-def test_who_abstains_is_asked_once_a_token(scheduler, mixture, monkeypatch):
-    asked, abstains = [], Votes.abstains
-    monkeypatch.setattr(Votes, "abstains", lambda votes: asked.append(1) or abstains(votes))
+def test_abstention_is_computed_once_per_token(scheduler, mixture, monkeypatch):
+    calls, abstains = [], Votes.abstains
+    monkeypatch.setattr(Votes, "abstains", lambda votes: calls.append(1) or abstains(votes))
     list(scheduler.submit(make_request(mixture, 20)).events())
-    assert len(asked) == 20
+    assert len(calls) == 20
 
 
 class CallProfile:

@@ -1,4 +1,4 @@
-"""Connections that want to be held for nothing: slow heads, endless heads, drips of a body, readers who do not read."""
+"""Limits of connections: slow or endless headers, slow bodies, clients that do not read."""
 
 from __future__ import annotations
 
@@ -29,16 +29,16 @@ def connect(running):
     return connection
 
 
-def everything(connection):
-    """All that comes until the server closes."""
+def receive_all(connection):
+    """Return all bytes until the server closes the connection."""
     found = b""
     while piece := connection.recv(65536):
         found += piece
     return found
 
 
-def drip(connection, data, seconds):
-    """Send a byte every now and then until the server has had enough; say how long that took."""
+def send_slowly(connection, data, seconds):
+    """Send single bytes until the server closes the connection, and return the seconds."""
     began = time.monotonic()
     try:
         for byte in data:
@@ -51,23 +51,23 @@ def drip(connection, data, seconds):
     return time.monotonic() - began
 
 
-def test_a_head_that_never_ends_is_not_waited_for(mixture, monkeypatch):
+def test_endless_headers_time_out(mixture, monkeypatch):
     monkeypatch.setattr(LimitedHttpProtocol, "head_seconds", 0.3)
     with serving(mixture) as running:
         with connect(running) as silent, connect(running) as slow:
             slow.sendall(b"GET /healthz HTTP/1.1\r\nHo")
-            assert everything(silent) == b""
-            assert everything(slow).startswith(b"HTTP/1.1 408")
+            assert receive_all(silent) == b""
+            assert receive_all(slow).startswith(b"HTTP/1.1 408")
         with connect(running) as dripping:
-            assert drip(dripping, b"GET /healthz HTTP/1.1\r\n" + b"X: y\r\n" * 1000, 0.05) < 5
+            assert send_slowly(dripping, b"GET /healthz HTTP/1.1\r\n" + b"X: y\r\n" * 1000, 0.05) < 5
         with connect(running) as idle:  # bare line ends between two requests are no request either
             idle.sendall(b"GET /healthz HTTP/1.1\r\nHost: localhost\r\n\r\n")
             assert idle.recv(4096).startswith(b"HTTP/1.1 200")
-            assert drip(idle, b"\r\n" * 500, 0.05) < 5
+            assert send_slowly(idle, b"\r\n" * 500, 0.05) < 5
         assert running.client().get("/healthz").status_code == 200
 
 
-def test_a_request_after_another_on_one_connection_has_its_own_time(mixture, monkeypatch):
+def test_each_request_of_a_connection_has_its_own_timeout(mixture, monkeypatch):
     monkeypatch.setattr(LimitedHttpProtocol, "head_seconds", 0.5)
     with serving(mixture) as running, connect(running) as connection:
         for _ in range(4):
@@ -76,7 +76,7 @@ def test_a_request_after_another_on_one_connection_has_its_own_time(mixture, mon
             time.sleep(0.2)
 
 
-def test_a_head_has_a_largest_size(mixture):
+def test_size_of_headers_is_limited(mixture):
     with serving(mixture) as running, connect(running) as connection:
         line = b"X-Filler: " + b"a" * 1000 + b"\r\n"
         connection.sendall(b"GET /healthz HTTP/1.1\r\nHost: localhost\r\n")
@@ -87,14 +87,14 @@ def test_a_head_has_a_largest_size(mixture):
         except OSError:
             pass
         try:
-            found = everything(connection)
+            found = receive_all(connection)
         except OSError:  # the rest of what was sent may come back as a reset
             found = found or b"reset"
         assert found == b"reset" or found.startswith(b"HTTP/1.1 431")
         assert running.client().get("/healthz").status_code == 200
 
 
-def test_large_bodies_are_not_taken_for_heads(mixture):
+def test_large_body_is_not_counted_as_headers(mixture):
     text = "a " * 100_000
     with serving(mixture) as running, running.client() as client:
         for _ in range(3):
@@ -103,19 +103,19 @@ def test_large_bodies_are_not_taken_for_heads(mixture):
             assert "takes 8,192 at most" in answer.json()["error"]["message"]
 
 
-def test_a_body_that_drips_is_not_waited_for(mixture, monkeypatch):
+def test_slow_body_times_out(mixture, monkeypatch):
     monkeypatch.setattr(RequestGuard.__init__, "__kwdefaults__", {"body_seconds": 0.4})
     with serving(mixture) as running, connect(running) as connection:
         connection.sendall(f"{HEAD}Content-Length: 500\r\n\r\n".encode())
-        assert drip(connection, b" " * 500, 0.05) < 5
+        assert send_slowly(connection, b" " * 500, 0.05) < 5
     with serving(mixture) as running:
         assert running.post("/v1/score", text="When")["tokens"] > 0
 
 
-def test_a_client_that_asks_and_does_not_read_is_let_go(mixture, monkeypatch):
+def test_client_that_does_not_read_is_disconnected(mixture, monkeypatch):
     monkeypatch.setattr(LimitedHttpProtocol, "read_seconds", 0.5)
     with serving(mixture) as running:
-        # Sources make an answer of megabytes, more than the system keeps for a reader who is asleep.
+        # Sources make a response of megabytes, more than the system buffers for a client that does not read.
         payload = json.dumps({"prompt": "When", "max_tokens": 100, "sources": 40, "n": 16, "stream": True}).encode()
         with socket.socket() as connection:
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
@@ -127,13 +127,13 @@ def test_a_client_that_asks_and_does_not_read_is_let_go(mixture, monkeypatch):
             while not scheduler.tokens_generated and time.monotonic() < end:
                 time.sleep(0.01)
             assert scheduler.tokens_generated
-            # Gone while the client is still there: nothing of it is left in the server.
+            # The server has dropped the connection while the client is still connected.
             while (running.connections or scheduler.active) and time.monotonic() < end:
                 time.sleep(0.05)
             assert (running.connections, scheduler.active) == (0, 0)
 
 
-def test_more_connections_than_there_is_room_for_are_told_so(mixture, monkeypatch):
+def test_too_many_connections_are_refused(mixture, monkeypatch):
     with serving(mixture, slots=1, queue=1) as running, ExitStack() as held:
         most = running.most
         assert most == 1 + 1 + 256
@@ -143,7 +143,7 @@ def test_more_connections_than_there_is_room_for_are_told_so(mixture, monkeypatc
         while running.connections < most and time.monotonic() < end:
             time.sleep(0.01)
         with connect(running) as late:
-            answer = everything(late)
+            answer = receive_all(late)
         assert answer.startswith(b"HTTP/1.1 503")
         assert json.loads(answer.partition(b"\r\n\r\n")[2])["error"]["type"] == "unavailable_error"
         held.close()
@@ -152,8 +152,8 @@ def test_more_connections_than_there_is_room_for_are_told_so(mixture, monkeypatc
         assert running.client().get("/healthz").status_code == 200
 
 
-def test_two_requests_in_one_piece_are_both_answered(mixture):
+def test_pipelined_requests_are_both_answered(mixture):
     ask = b"GET /healthz HTTP/1.1\r\nHost: localhost\r\n\r\n"
     with serving(mixture) as running, connect(running) as connection:
         connection.sendall(ask + ask.replace(b"\r\n\r\n", b"\r\nConnection: close\r\n\r\n"))
-        assert everything(connection).count(b"HTTP/1.1 200") == 2
+        assert receive_all(connection).count(b"HTTP/1.1 200") == 2

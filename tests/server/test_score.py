@@ -1,4 +1,4 @@
-"""Scores over HTTP are those of evaluation, also where a text is longer than the model can read at once."""
+"""Scores over HTTP equal those of evaluation, also for texts longer than the model can read at once."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ def lm():
 
 @pytest.fixture(scope="module")
 def path(lm, tmp_path_factory):
-    """A memory whose window has 64 tokens and moves on by 24; the model reads 128 at once."""
-    path = tmp_path_factory.mktemp("score") / "memory"
+    """A store with windows of 64 tokens and a stride of 24; the model can read 128 at once."""
+    path = tmp_path_factory.mktemp("score") / "store"
     build(documents(12), path, lm=lm, window=lm.window(64, 24)).close()
     return path
 
@@ -40,7 +40,7 @@ def document(text):
 
 
 @pytest.mark.parametrize("memories", ["knn:0.6", "knn:0.3,cache:0.2,ngram:0.2"])
-def test_a_text_longer_than_the_model_reads_at_once_scores_as_in_evaluation(lm, path, memories):
+def test_score_of_a_text_longer_than_the_model_equals_evaluation(lm, path, memories):
     mixture = Mixture.open(path, lm, memories=memories, k=16, knn_temperature=8.0, use_tuned=False)
     assert len(lm.encode(LONG)) > 2 * lm.max_length
     right, explained = mixture.evaluate([document(LONG)]), mixture.explain(LONG)
@@ -61,7 +61,7 @@ def test_a_text_longer_than_the_model_reads_at_once_scores_as_in_evaluation(lm, 
     )
 
 
-def test_a_text_longer_than_the_window_is_scored_in_windows_whether_or_not_the_model_could_read_more(lm, path):
+def test_text_longer_than_the_window_is_scored_in_windows(lm, path):
     mixture = Mixture.open(path, lm, **SETTINGS)
     text = LONG[:200]
     assert 64 < len(lm.encode(text)) < lm.max_length
@@ -70,7 +70,7 @@ def test_a_text_longer_than_the_window_is_scored_in_windows_whether_or_not_the_m
         assert running.post("/v1/score", text=text)["perplexity"] == pytest.approx(right.perplexity, rel=1e-4)
 
 
-def test_a_window_is_read_whole_and_none_of_it_twice_at_every_length_around_its_edges(lm, path):
+def test_each_position_is_read_once_at_every_length_around_a_window(lm, path):
     mixture = Mixture.open(path, lm, **SETTINGS)
     tokens = lm.encode(LONG)
     with serving(mixture) as running:
@@ -82,7 +82,7 @@ def test_a_window_is_read_whole_and_none_of_it_twice_at_every_length_around_its_
             assert math.log(scored["perplexity"]) == pytest.approx(math.log(right.perplexity), rel=1e-4)
 
 
-def test_a_long_score_and_texts_being_written_do_not_disturb_each_other(lm, path):
+def test_long_score_and_completions_do_not_affect_each_other(lm, path):
     mixture = Mixture.open(path, lm, **SETTINGS)
     body = {"prompt": "When", "max_tokens": 60, "temperature": 0}
     with serving(mixture) as running:
@@ -100,7 +100,7 @@ def test_a_long_score_and_texts_being_written_do_not_disturb_each_other(lm, path
     assert scored["log_p"] == pytest.approx(right, rel=1e-6)
 
 
-def test_the_servers_own_limit_holds_for_scores_too(lm, path):
+def test_limit_of_prompts_holds_for_scores(lm, path):
     with serving(Mixture.open(path, lm, **SETTINGS), prompt_tokens=200) as running, running.client() as client:
         answer = client.post("/v1/score", json={"text": LONG})
     assert answer.status_code == 400

@@ -1,4 +1,4 @@
-"""The page in a real browser, on a real server: what a person sees is what the model and its memory said."""
+"""The page in a real browser, on a real server: it shows the probabilities and sources of the API."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ USER, ADMIN = "user-key-1234", "admin-key-1234"
 
 @pytest.fixture(scope="module")
 def browser():
-    """Debian's chromium; another one by CHROMIUM."""
+    """Debian's chromium, or the one that CHROMIUM names."""
     path = os.environ.get("CHROMIUM") or shutil.which("chromium") or shutil.which("google-chrome")
     assert path, "The page is tested in a browser. Run: apt-get install chromium"
     with sync_playwright() as playwright:
@@ -44,16 +44,16 @@ def server(lm, store):
         yield running
 
 
-def visit(browser: Browser, server: Running, tab: str = "generate", *, ready: bool = True, **settings) -> Page:
-    """Open the page as a new person would, and fail on whatever the browser complains of."""
+def open_page(browser: Browser, server: Running, tab: str = "generate", *, ready: bool = True, **settings) -> Page:
+    """Open the page in a new context, and record its errors and requests."""
     context = browser.new_context(**{"viewport": {"width": 1200, "height": 900}, **settings})
     page = context.new_page()
     page.set_default_timeout(20_000)
-    page.complaints = []
-    page.asked = []
-    page.on("pageerror", lambda error: page.complaints.append(str(error)))
-    page.on("console", lambda message: message.type == "error" and page.complaints.append(message.text))
-    page.on("request", lambda request: page.asked.append((request.method, request.url)))
+    page.errors = []
+    page.requested = []
+    page.on("pageerror", lambda error: page.errors.append(str(error)))
+    page.on("console", lambda message: message.type == "error" and page.errors.append(message.text))
+    page.on("request", lambda request: page.requested.append((request.method, request.url)))
     page.goto(f"{server.url}/#{tab}")
     if ready:
         page.wait_for_selector("html[data-ready]")
@@ -61,27 +61,27 @@ def visit(browser: Browser, server: Running, tab: str = "generate", *, ready: bo
 
 
 @pytest.fixture
-def leave():
-    """Close pages at the end, and hold that nothing was loaded from elsewhere and nothing went wrong."""
+def checked():
+    """Close pages at the end, and check that they loaded only from the server and had no errors."""
     pages: list[tuple[Page, Running, bool]] = []
 
-    def watch(page: Page, server: Running, *, complaints: bool = False) -> Page:
-        pages.append((page, server, complaints))
+    def register(page: Page, server: Running, *, errors: bool = False) -> Page:
+        pages.append((page, server, errors))
         return page
 
-    yield watch
-    for page, server, complaints in pages:
-        assert all(url.startswith(server.url) for _, url in page.asked)
-        assert complaints or page.complaints == []
+    yield register
+    for page, server, errors in pages:
+        assert all(url.startswith(server.url) for _, url in page.requested)
+        assert errors or page.errors == []
         page.context.close()
 
 
 def shown(page: Page, text: str, figure: str) -> list[float]:
-    """The figures that a text's tokens are tinted by."""
+    """Return the numbers by which a text's tokens are coloured."""
     return page.eval_on_selector_all(f"#{text} .token", f"all => all.map(one => Number(one.dataset.{figure}))")
 
 
-def words(page: Page, text: str) -> list[str]:
+def token_texts(page: Page, text: str) -> list[str]:
     return page.eval_on_selector_all(f"#{text} .token", "all => all.map(one => one.textContent)")
 
 
@@ -93,24 +93,24 @@ def generate(page: Page, prompt: str = PROMPT, *, length: int = 12) -> None:
 
 
 def slide(page: Page, name: str, part: float) -> None:
-    """Move a slider to a part of its way, from 0 to 1000."""
+    """Move a slider to a position from 0 to 1000."""
     page.locator(f"#slider-{name}").evaluate(
         "(one, part) => { one.value = part; one.dispatchEvent(new Event('input')); }", part
     )
 
 
 def completion(server: Running, **body) -> list[dict]:
-    """The tokens of a completion without the page."""
-    asked = {"prompt": PROMPT, "max_tokens": 12, "temperature": 0, "seed": 1, "sources": 8, **body}
-    return server.post("/v1/completions", **asked)["choices"][0]["knnlm"]["tokens"]
+    """Return the tokens of a completion, without the page."""
+    request = {"prompt": PROMPT, "max_tokens": 12, "temperature": 0, "seed": 1, "sources": 8, **body}
+    return server.post("/v1/completions", **request)["choices"][0]["knnlm"]["tokens"]
 
 
-def test_it_writes_with_and_without_the_memory_and_tints_who_spoke(browser, server, leave):
-    page = leave(visit(browser, server), server)
+def test_texts_with_and_without_memory_are_coloured_by_share(browser, server, checked):
+    page = checked(open_page(browser, server), server)
     generate(page)
     having, without = completion(server), completion(server, memory={"off": True})
-    assert words(page, "text-with") == [token["text"] for token in having]
-    assert words(page, "text-without") == [token["text"] for token in without]
+    assert token_texts(page, "text-with") == [token["text"] for token in having]
+    assert token_texts(page, "text-without") == [token["text"] for token in without]
     shares = [token["weight"] * token["p_knn"] / token["p"] for token in having]
     np.testing.assert_allclose(shown(page, "text-with", "share"), shares, atol=6e-4)
     assert set(shown(page, "text-without", "share")) == {0.0}
@@ -120,23 +120,23 @@ def test_it_writes_with_and_without_the_memory_and_tints_who_spoke(browser, serv
     page.uncheck("#compare", force=True)
     generate(page, length=3)
     assert not page.is_visible("#pane-without")
-    assert len(words(page, "text-with")) == 3
+    assert len(token_texts(page, "text-with")) == 3
 
 
-def test_both_texts_are_drawn_with_one_seed(browser, server, leave):
-    page = leave(visit(browser, server), server)
+def test_both_texts_are_sampled_with_one_seed(browser, server, checked):
+    page = checked(open_page(browser, server), server)
     page.fill("#sampling", "1")
     page.fill("#seed", "7")
-    slide(page, "lambda", 0)  # then the memory says nothing, and the two must be the same
+    slide(page, "lambda", 0)  # the memory has no weight, so both texts must be equal
     generate(page, length=20)
-    assert words(page, "text-with") == words(page, "text-without")
+    assert token_texts(page, "text-with") == token_texts(page, "text-without")
     drawn = completion(server, temperature=1.0, seed=7, max_tokens=20, memory={"off": True})
-    assert words(page, "text-without") == [token["text"] for token in drawn]
-    assert words(page, "text-without") != [token["text"] for token in completion(server, max_tokens=20)]
+    assert token_texts(page, "text-without") == [token["text"] for token in drawn]
+    assert token_texts(page, "text-without") != [token["text"] for token in completion(server, max_tokens=20)]
 
 
-def test_arrows_walk_through_a_text_and_show_each_tokens_figures_and_voters(browser, server, store, leave):
-    page = leave(visit(browser, server), server)
+def test_arrow_keys_select_tokens_and_show_probabilities_and_neighbours(browser, server, store, checked):
+    page = checked(open_page(browser, server), server)
     generate(page)
     tokens = completion(server)
     page.locator("#text-with .token").first.focus()
@@ -145,8 +145,8 @@ def test_arrows_walk_through_a_text_and_show_each_tokens_figures_and_voters(brow
         token = tokens[place]
         for name, figure in (("p_lm", "p_LM"), ("p_knn", "p_kNN"), ("p", "p")):
             assert read(page.inner_text(f'[data-figure="{figure}"]')) == pytest.approx(token[name], rel=0.06, abs=6e-4)
-    voters = page.locator(".neighbours li")
-    assert voters.count() == len(tokens[0]["sources"]) == 8
+    neighbours = page.locator(".neighbours li")
+    assert neighbours.count() == len(tokens[0]["sources"]) == 8
     parts = page.eval_on_selector_all(
         ".neighbours .fill", "all => all.map(one => Number(one.style.getPropertyValue('--part')))"
     )
@@ -156,13 +156,13 @@ def test_arrows_walk_through_a_text_and_show_each_tokens_figures_and_voters(brow
 
 
 def read(figure: str) -> float:
-    """Read a probability as the page writes it."""
+    """Return a probability from the page's format."""
     digits, _, power = figure.partition("·10")
     return float(digits) * 10 ** int(power.translate(str.maketrans("⁻⁰¹²³⁴⁵⁶⁷⁸⁹", "-0123456789")) or 0)
 
 
-def test_a_voters_document_opens_at_its_passage(browser, server, leave):
-    page = leave(visit(browser, server), server)
+def test_document_of_a_neighbour_opens_at_its_passage(browser, server, checked):
+    page = checked(open_page(browser, server), server)
     generate(page)
     source = completion(server)[3]["sources"][0]
     page.locator("#text-with .token").nth(3).click()
@@ -177,11 +177,11 @@ def test_a_voters_document_opens_at_its_passage(browser, server, leave):
     expect(page.locator("#passage")).to_be_hidden()
 
 
-def test_a_long_document_is_read_in_both_directions(browser, lm, tmp_path, leave):
+def test_long_document_can_be_read_in_both_directions(browser, lm, tmp_path, checked):
     long = documents(1, words=500)[0].text
-    build([Document(id="long", source="long", text=long)], tmp_path / "memory", lm=lm).close()
-    with serving(Mixture.open(tmp_path / "memory", lm, **SETTINGS)) as server:
-        page = leave(visit(browser, server, "documents"), server)
+    build([Document(id="long", source="long", text=long)], tmp_path / "store", lm=lm).close()
+    with serving(Mixture.open(tmp_path / "store", lm, **SETTINGS)) as server:
+        page = checked(open_page(browser, server, "documents"), server)
         page.click("#document-list .document")
         expect(page.locator("#earlier")).to_be_disabled()
         for _ in range(20):
@@ -194,7 +194,7 @@ def test_a_long_document_is_read_in_both_directions(browser, lm, tmp_path, leave
         assert whole.removesuffix("<eos>") == long
         sources = completion(server, max_tokens=1)[0]["sources"]
         deep, row = max(enumerate(source["entry"] for source in sources), key=lambda each: each[1])
-        assert row > 400  # the text says the same things again and again, so some voter stands far inside
+        assert row > 400  # the text repeats itself, so some neighbour is far inside
         page.keyboard.press("Escape")
         page.click("#tab-generate")
         generate(page, length=1)
@@ -209,11 +209,11 @@ def test_a_long_document_is_read_in_both_directions(browser, lm, tmp_path, leave
         assert long.startswith(page.locator("#passage-text").text_content()[:1000])
 
 
-def test_sliders_weigh_a_written_text_anew_without_asking_the_model(browser, server, leave):
-    page = leave(visit(browser, server), server)
+def test_sliders_rescore_a_text_without_running_the_model(browser, server, checked):
+    page = checked(open_page(browser, server), server)
     generate(page)
     before = completion(server)
-    page.asked.clear()
+    page.requested.clear()
     with page.expect_response("**/v1/rescore"):
         slide(page, "lambda", 900)
     p = [0.1 * token["p_lm"] + 0.9 * token["p_knn"] for token in before]
@@ -221,15 +221,15 @@ def test_sliders_weigh_a_written_text_anew_without_asking_the_model(browser, ser
     expect(page.locator("#figures-with")).to_contain_text(f"perplexity {np.exp(-np.mean(np.log(p))):.3g}")
     np.testing.assert_allclose(shown(page, "text-with", "share"), shares, atol=6e-4)
     assert page.inner_text("#value-lambda") == "0.90"
-    assert {url.removeprefix(server.url) for _, url in page.asked} == {"/v1/rescore"}
+    assert {url.removeprefix(server.url) for _, url in page.requested} == {"/v1/rescore"}
     with page.expect_response("**/v1/rescore"):
         page.click("#reset")
     own = np.exp(-np.mean(np.log([token["p"] for token in before])))
     expect(page.locator("#figures-with")).to_contain_text(f"perplexity {own:.3g}")
 
 
-def test_sliding_k_and_temperature_gives_what_scoring_with_them_gives(browser, server, leave):
-    page = leave(visit(browser, server, "score"), server)
+def test_sliders_of_k_and_temperature_equal_a_score_with_them(browser, server, checked):
+    page = checked(open_page(browser, server, "score"), server)
     page.fill("#given", TEXT)
     page.click("#measure")
     page.wait_for_selector("#scored:not([hidden])")
@@ -241,20 +241,20 @@ def test_sliding_k_and_temperature_gives_what_scoring_with_them_gives(browser, s
         slide(page, "knn_temperature", 800)
     temperature = 4.0 / 100 * (100 * 100) ** 0.8
     again = server.post("/v1/score", text=TEXT, memory={"k": k, "knn_temperature": temperature}, sources=6)
-    # At the first position every document's beginning is as near, and which of them are among k is nobody's to say.
+    # At the first position the beginnings of all documents are equally near, so those among k are arbitrary.
     gains = [np.log(token["p"] / token["p_lm"]) for token in again["knnlm"]["tokens"]][1:]
     expect(page.locator("#text-score .token").nth(1)).to_have_attribute("data-gain", f"{gains[0]:.3f}")
     np.testing.assert_allclose(shown(page, "text-score", "gain")[1:], gains, atol=2e-3)
     page.locator("#text-score .token").nth(5).click()
-    heard = again["knnlm"]["tokens"][5]["sources"]
+    sources = again["knnlm"]["tokens"][5]["sources"]
     parts = page.eval_on_selector_all(
         ".neighbours .fill", "all => all.map(one => Number(one.style.getPropertyValue('--part')))"
     )
-    np.testing.assert_allclose(parts[: len(heard)], [source["weight"] for source in heard], atol=1e-4)
+    np.testing.assert_allclose(parts[: len(sources)], [source["weight"] for source in sources], atol=1e-4)
 
 
-def test_more_neighbours_than_were_looked_for_are_not_pretended(browser, server, leave):
-    page = leave(visit(browser, server), server)
+def test_slider_of_k_is_limited_to_retrieved_neighbours(browser, server, checked):
+    page = checked(open_page(browser, server), server)
     generate(page, length=3)
     slide(page, "k", 1000)
     expect(page.locator("#mixing-note")).to_contain_text("Only 32 neighbours were retrieved")
@@ -264,14 +264,14 @@ def test_more_neighbours_than_were_looked_for_are_not_pretended(browser, server,
     assert int(page.inner_text("#value-k")) > 32
 
 
-def test_scoring_shows_where_the_memory_helps_and_hurts(browser, server, lm, store, leave):
-    page = leave(visit(browser, server, "score"), server)
+def test_score_shows_where_the_memory_helps_and_hurts(browser, server, lm, store, checked):
+    page = checked(open_page(browser, server, "score"), server)
     page.fill("#given", TEXT)
     page.click("#measure")
     page.wait_for_selector("#scored:not([hidden])")
     explained = Mixture.open(store.path, lm, **SETTINGS).explain(TEXT)
     gains = np.log([token.p / token.p_lm for token in explained])
-    assert "".join(words(page, "text-score")) == TEXT
+    assert "".join(token_texts(page, "text-score")) == TEXT
     np.testing.assert_allclose(shown(page, "text-score", "gain"), gains, atol=2e-3)
     for name, wanted in (("helps", gains > 0.05), ("hurts", gains < -0.05)):
         has = page.eval_on_selector_all(
@@ -288,9 +288,9 @@ def test_scoring_shows_where_the_memory_helps_and_hurts(browser, server, lm, sto
         assert page.evaluate("document.activeElement.textContent") == looked.text_content()
 
 
-def test_an_error_of_the_server_is_shown_to_the_person(browser, lm, store, leave):
+def test_server_error_is_shown(browser, lm, store, checked):
     with serving(Mixture.open(store.path, lm, **SETTINGS), prompt_tokens=20) as server:
-        page = leave(visit(browser, server), server, complaints=True)
+        page = checked(open_page(browser, server), server, errors=True)
         generate(page, TEXT * 3)
         expect(page.get_by_role("alert")).to_contain_text("but this server takes 20 at most. Shorten it.")
         generate(page, "The")
@@ -305,14 +305,14 @@ def test_an_error_of_the_server_is_shown_to_the_person(browser, lm, store, leave
     expect(page.get_by_role("alert")).to_contain_text("The server does not respond.")
 
 
-def test_a_text_can_be_stopped_and_the_server_is_free_again(browser, lm, tmp_path, leave):
+def test_stop_button_frees_the_server(browser, lm, tmp_path, checked):
     model = tiny("llama")
     model.config.max_position_embeddings = 4096
     model.generation_config.eos_token_id = None  # it would go on for half a minute
     endless = CausalLM(model, tiny_tokenizer(), name="endless")
-    build(documents(3), tmp_path / "memory", lm=endless).close()
-    with serving(Mixture.open(tmp_path / "memory", endless, **SETTINGS)) as server:
-        page = leave(visit(browser, server), server)
+    build(documents(3), tmp_path / "store", lm=endless).close()
+    with serving(Mixture.open(tmp_path / "store", endless, **SETTINGS)) as server:
+        page = checked(open_page(browser, server), server)
         page.fill("#prompt", PROMPT)
         page.fill("#length", "4000")
         page.click("#go")
@@ -320,7 +320,7 @@ def test_a_text_can_be_stopped_and_the_server_is_free_again(browser, lm, tmp_pat
         page.click("#stop")
         page.wait_for_selector("#go:not([disabled])")
         assert page.get_by_role("alert").inner_text() == ""
-        assert 0 < len(words(page, "text-with")) < 4000
+        assert 0 < len(token_texts(page, "text-with")) < 4000
         end = time.monotonic() + 10
         while server.service.scheduler.active and time.monotonic() < end:
             page.wait_for_timeout(50)
@@ -331,8 +331,8 @@ def test_a_text_can_be_stopped_and_the_server_is_free_again(browser, lm, tmp_pat
 
 @pytest.fixture(scope="module")
 def hostile(lm, tmp_path_factory):
-    """A memory whose documents want to be more than text."""
-    path = tmp_path_factory.mktemp("hostile") / "memory"
+    """A server of a store whose documents contain markup."""
+    path = tmp_path_factory.mktemp("hostile") / "store"
     made = [
         Document(id=f"{HOSTILE}{one.id}", source=f"{HOSTILE}:1", text=f"{HOSTILE} {one.text}") for one in documents(3)
     ]
@@ -341,8 +341,8 @@ def hostile(lm, tmp_path_factory):
         yield running
 
 
-def test_markup_in_documents_and_prompts_is_shown_as_text(browser, hostile, leave):
-    page = leave(visit(browser, hostile), hostile)
+def test_markup_in_documents_and_prompts_is_shown_as_text(browser, hostile, checked):
+    page = checked(open_page(browser, hostile), hostile)
     generate(page, HOSTILE, length=30)
     assert page.locator("#text-with .given").text_content() == HOSTILE
     page.locator("#text-with .token").nth(4).click()
@@ -355,26 +355,26 @@ def test_markup_in_documents_and_prompts_is_shown_as_text(browser, hostile, leav
     page.fill("#given", HOSTILE)
     page.click("#measure")
     page.wait_for_selector("#scored:not([hidden])")
-    assert "".join(words(page, "text-score")) == HOSTILE
+    assert "".join(token_texts(page, "text-score")) == HOSTILE
     page.click("#tab-documents")
     expect(page.locator("#document-list li").first).to_contain_text(HOSTILE)
     page.locator("#document-list li button.quiet").first.click()
     expect(page.locator("#confirm-text")).to_contain_text(HOSTILE)
     assert page.locator("main img, dialog img, main script").count() == 0
-    assert page.title() == "memory · knnlm"
+    assert page.title() == "docs · knnlm"
 
 
-def test_even_markup_that_got_in_could_run_nothing(browser, server, leave):
-    page = leave(visit(browser, server), server, complaints=True)
+def test_content_security_policy_blocks_injected_scripts(browser, server, checked):
+    page = checked(open_page(browser, server), server, errors=True)
     page.evaluate("document.getElementById('work').insertAdjacentHTML('beforeend', " + json.dumps(HOSTILE) + ")")
     page.wait_for_timeout(200)
-    assert page.title() == "memory · knnlm"
-    assert any("Content Security Policy" in said for said in page.complaints)
+    assert page.title() == "docs · knnlm"
+    assert any("Content Security Policy" in error for error in page.errors)
 
 
 @pytest.mark.parametrize("tab", ["generate", "score", "documents"])
-def test_nothing_is_wider_than_a_phone(browser, hostile, leave, tab):
-    page = leave(visit(browser, hostile, tab, viewport={"width": 360, "height": 740}, has_touch=True), hostile)
+def test_page_fits_a_phone(browser, hostile, checked, tab):
+    page = checked(open_page(browser, hostile, tab, viewport={"width": 360, "height": 740}, has_touch=True), hostile)
     if tab == "generate":
         generate(page, "A" * 60, length=10)
         page.locator("#text-with .token").nth(2).tap()
@@ -390,13 +390,13 @@ def test_nothing_is_wider_than_a_phone(browser, hostile, leave, tab):
     assert page.evaluate("document.documentElement.scrollWidth") == 360
 
 
-def test_it_is_light_or_dark_as_the_system_is_until_the_switch_is_used(browser, server, leave):
+def test_theme_follows_the_system_until_it_is_switched(browser, server, checked):
     def background(page: Page) -> int:
         colour = page.evaluate("getComputedStyle(document.body).backgroundColor")
         return sum(int(part) for part in colour[4:-1].split(","))
 
-    dark = leave(visit(browser, server, color_scheme="dark"), server)
-    light = leave(visit(browser, server, color_scheme="light"), server)
+    dark = checked(open_page(browser, server, color_scheme="dark"), server)
+    light = checked(open_page(browser, server, color_scheme="light"), server)
     assert background(dark) < 120 < 600 < background(light)
     light.click("#theme")
     assert background(light) == background(dark)
@@ -404,8 +404,8 @@ def test_it_is_light_or_dark_as_the_system_is_until_the_switch_is_used(browser, 
     assert background(light) == background(dark)
 
 
-def test_it_can_be_used_by_keyboard_alone(browser, server, leave):
-    page = leave(visit(browser, server), server)
+def test_page_can_be_used_by_keyboard_alone(browser, server, checked):
+    page = checked(open_page(browser, server), server)
     page.locator("#tab-generate").focus()
     page.keyboard.press("ArrowRight")
     assert page.evaluate("document.activeElement.id") == "tab-score"
@@ -431,15 +431,15 @@ def test_it_can_be_used_by_keyboard_alone(browser, server, leave):
     assert page.locator("#text-with .token:focus .word").evaluate(outline) == ring
     page.keyboard.press("ArrowRight")
     page.keyboard.press("Enter")
-    assert page.locator("#text-with .token.selected").text_content() == words(page, "text-with")[1]
+    assert page.locator("#text-with .token.selected").text_content() == token_texts(page, "text-with")[1]
     page.keyboard.press("Tab")
     assert page.evaluate("document.activeElement.closest('#text-with')") is None
 
 
-def test_keys_are_asked_for_and_kept_nowhere(browser, lm, store, leave):
+def test_keys_are_requested_and_not_stored(browser, lm, store, checked):
     keys = ApiKeys(users=(USER.encode(),), admins=(ADMIN.encode(),))
     with serving(Mixture.open(store.path, lm, **SETTINGS), keys=keys) as server:
-        page = leave(visit(browser, server, ready=False), server, complaints=True)
+        page = checked(open_page(browser, server, ready=False), server, errors=True)
         expect(page.locator("#key")).to_be_visible()
         page.fill("#key-value", "not-the-key")
         page.keyboard.press("Enter")
@@ -450,7 +450,7 @@ def test_keys_are_asked_for_and_kept_nowhere(browser, lm, store, leave):
         page.keyboard.press("Enter")
         page.wait_for_selector("html[data-ready]")
         generate(page, length=2)
-        assert len(words(page, "text-with")) == 2
+        assert len(token_texts(page, "text-with")) == 2
         page.click("#tab-documents")
         page.fill("#admin", ADMIN)
         kept = page.evaluate("JSON.stringify([{...localStorage}, {...sessionStorage}, document.cookie, location.href])")
@@ -460,8 +460,8 @@ def test_keys_are_asked_for_and_kept_nowhere(browser, lm, store, leave):
         expect(page.locator("#key")).to_be_visible()
 
 
-def test_documents_are_listed_searched_and_read(browser, server, leave):
-    page = leave(visit(browser, server, "documents"), server)
+def test_documents_can_be_listed_searched_and_read(browser, server, checked):
+    page = checked(open_page(browser, server, "documents"), server)
     expect(page.locator("#total")).to_have_text("40")
     rows = page.locator("#document-list li")
     assert rows.count() == 40
@@ -479,39 +479,39 @@ def test_documents_are_listed_searched_and_read(browser, server, leave):
 
 
 def drop(page: Page, name: str, text: str) -> None:
-    """Drop a file onto the page, as a browser tells of it."""
+    """Drop a file onto the page, with the events of a browser."""
     page.evaluate(
         """([name, text]) => {
             const carried = new DataTransfer();
             carried.items.add(new File([text], name, { type: "text/plain" }));
-            const told = (kind) => document.getElementById("drop").dispatchEvent(
+            const dispatch = (kind) => document.getElementById("drop").dispatchEvent(
                 new DragEvent(kind, { dataTransfer: carried, bubbles: true, cancelable: true }));
-            told("dragenter"); told("dragover"); told("drop");
+            dispatch("dragenter"); dispatch("dragover"); dispatch("drop");
         }""",
         [name, text],
     )
 
 
 @pytest.fixture
-def living(lm, tmp_path):
-    """A memory of its own, which the admin key may change."""
-    build(documents(6), tmp_path / "memory", lm=lm).close()
+def writable_server(lm, tmp_path):
+    """A server of its own store, which the admin key may change."""
+    build(documents(6), tmp_path / "store", lm=lm).close()
     keys = ApiKeys(admins=(ADMIN.encode(),))
-    with serving(Mixture.open(tmp_path / "memory", lm, **SETTINGS), keys=keys) as running:
+    with serving(Mixture.open(tmp_path / "store", lm, **SETTINGS), keys=keys) as running:
         yield running
 
 
-def voters(page: Page) -> set[str]:
-    """The documents that vote for any token of the text that was written."""
-    heard = set()
+def neighbour_documents(page: Page) -> set[str]:
+    """Return the documents with neighbours of any token of the generated text."""
+    shown_documents = set()
     for token in page.locator("#text-with .token").all():
         token.focus()
-        heard.update(page.locator(".neighbours .document").all_inner_texts())
-    return heard
+        shown_documents.update(page.locator(".neighbours .document").all_inner_texts())
+    return shown_documents
 
 
-def test_a_dropped_file_is_heard_by_the_next_word_and_a_removed_one_no_more(browser, living, leave):
-    page = leave(visit(browser, living, "documents"), living, complaints=True)
+def test_dropped_file_is_retrieved_and_removed_file_is_not(browser, writable_server, checked):
+    page = checked(open_page(browser, writable_server, "documents"), writable_server, errors=True)
     drop(page, "news.txt", "Zyx quux! Zyx quux! Zyx quux!")
     expect(page.get_by_role("alert")).to_contain_text("The admin key is missing or wrong.")
     expect(page.locator("#added")).to_contain_text("news.txt: not added.")
@@ -524,7 +524,7 @@ def test_a_dropped_file_is_heard_by_the_next_word_and_a_removed_one_no_more(brow
     expect(page.locator("#added")).to_contain_text("again.txt: this text is in the store already.")
     page.click("#tab-generate")
     generate(page, "Zyx quux! Zyx qu", length=3)
-    assert "news.txt" in voters(page)
+    assert "news.txt" in neighbour_documents(page)
     page.click("#tab-documents")
     page.get_by_role("button", name="Remove news.txt").click()
     expect(page.locator("#confirm-text")).to_contain_text("news.txt")
@@ -533,12 +533,12 @@ def test_a_dropped_file_is_heard_by_the_next_word_and_a_removed_one_no_more(brow
     assert "news.txt" not in page.locator("#document-list").inner_text()
     page.click("#tab-generate")
     generate(page, "Zyx quux! Zyx qu", length=3)
-    assert "news.txt" not in voters(page)
+    assert "news.txt" not in neighbour_documents(page)
 
 
 @pytest.mark.parametrize("way", ["button", "escape", "beside"])
-def test_nothing_is_removed_unless_the_person_says_so(browser, living, leave, way):
-    page = leave(visit(browser, living, "documents"), living)
+def test_removal_needs_a_confirmation(browser, writable_server, checked, way):
+    page = checked(open_page(browser, writable_server, "documents"), writable_server)
     page.fill("#admin", ADMIN)
     page.get_by_role("button", name="Remove d3").click()
     expect(page.locator("#confirm")).to_be_visible()
@@ -551,11 +551,11 @@ def test_nothing_is_removed_unless_the_person_says_so(browser, living, leave, wa
         page.mouse.click(5, 5)
     expect(page.locator("#confirm")).to_be_hidden()
     page.wait_for_timeout(300)
-    assert [url for method, url in page.asked if method == "DELETE"] == []
+    assert [url for method, url in page.requested if method == "DELETE"] == []
     page.get_by_role("button", name="Remove d4").click()
     page.get_by_role("button", name="Remove it").click()
     expect(page.locator("#total")).to_have_text("5")
-    assert [url.rsplit("/", 1)[1] for method, url in page.asked if method == "DELETE"] == ["4"]
+    assert [url.rsplit("/", 1)[1] for method, url in page.requested if method == "DELETE"] == ["4"]
     listed = page.locator("#document-list .document").all_inner_texts()
     assert listed == ["d0", "d1", "d2", "d3", "d5"]
 
@@ -593,7 +593,7 @@ CONTRAST = """() => {
 
 
 def contrast(one: list[float], other: list[float]) -> float:
-    """The contrast of two colours, by the formula of WCAG 2."""
+    """Return the contrast of two colours, by the formula of WCAG 2."""
 
     def luminance(colour: list[float]) -> float:
         parts = [part / 255 for part in colour]
@@ -605,9 +605,11 @@ def contrast(one: list[float], other: list[float]) -> float:
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_every_word_on_the_page_can_be_read(browser, living, leave, scheme):
-    """At least 4.5 to 1 between a text and what is behind it, whichever way the page became dark."""
-    page = leave(visit(browser, living, color_scheme=scheme, reduced_motion="reduce"), living, complaints=True)
+def test_every_text_has_enough_contrast(browser, writable_server, checked, scheme):
+    """At least 4.5 to 1 between a text and its background, in every theme."""
+    page = checked(
+        open_page(browser, writable_server, color_scheme=scheme, reduced_motion="reduce"), writable_server, errors=True
+    )
     assert contrast([255, 255, 255], [0, 0, 0]) == pytest.approx(21)
 
     def check(least: int) -> None:
@@ -643,16 +645,16 @@ def test_every_word_on_the_page_can_be_read(browser, living, leave, scheme):
         page.get_by_role("button", name="Cancel").click()
 
 
-def test_a_file_that_is_no_text_is_not_sent(browser, living, leave):
-    page = leave(visit(browser, living, "documents"), living)
+def test_binary_file_is_not_sent(browser, writable_server, checked):
+    page = checked(open_page(browser, writable_server, "documents"), writable_server)
     page.fill("#admin", ADMIN)
     page.set_input_files("#files", {"name": "picture.png", "mimeType": "image/png", "buffer": b"\x89PNG\xff\x00"})
     expect(page.get_by_role("alert")).to_contain_text("picture.png is not UTF-8 text")
-    assert not [method for method, _ in page.asked if method == "POST"]
+    assert not [method for method, _ in page.requested if method == "POST"]
 
 
-def test_one_file_that_cannot_be_taken_does_not_keep_the_others_out(browser, living, leave):
-    page = leave(visit(browser, living, "documents"), living)
+def test_rejected_file_does_not_stop_the_others(browser, writable_server, checked):
+    page = checked(open_page(browser, writable_server, "documents"), writable_server)
     page.fill("#admin", ADMIN)
     files = [
         {"name": "picture.png", "mimeType": "image/png", "buffer": b"\x89PNG\xff\x00"},
@@ -661,17 +663,17 @@ def test_one_file_that_cannot_be_taken_does_not_keep_the_others_out(browser, liv
     ]
     page.set_input_files("#files", files)
     expect(page.locator("#total")).to_have_text("7")
-    told = page.locator("#added li").all_inner_texts()
-    assert [line.partition(":")[0] for line in told] == ["good.txt", "huge.txt", "picture.png"]
-    assert "tokens added" in told[0]
-    assert "larger than the limit of 2,097,152 bytes" in told[1]
-    assert "not UTF-8 text" in told[2]
+    lines = page.locator("#added li").all_inner_texts()
+    assert [line.partition(":")[0] for line in lines] == ["good.txt", "huge.txt", "picture.png"]
+    assert "tokens added" in lines[0]
+    assert "larger than the limit of 2,097,152 bytes" in lines[1]
+    assert "not UTF-8 text" in lines[2]
 
 
-def test_where_the_key_is_wrong_every_file_is_told_of(browser, living, leave):
-    page = leave(visit(browser, living, "documents"), living, complaints=True)
+def test_wrong_key_is_reported_for_every_file(browser, writable_server, checked):
+    page = checked(open_page(browser, writable_server, "documents"), writable_server, errors=True)
     files = [{"name": f"{n}.txt", "mimeType": "text/plain", "buffer": b"Zyx quux!"} for n in range(3)]
     page.set_input_files("#files", files)
     expect(page.locator("#added li")).to_have_count(3)
     assert all("not added." in line for line in page.locator("#added li").all_inner_texts())
-    assert len([method for method, _ in page.asked if method == "POST"]) == 1
+    assert len([method for method, _ in page.requested if method == "POST"]) == 1
