@@ -148,7 +148,7 @@ def test_arrow_keys_select_tokens_and_show_probabilities_and_neighbours(browser,
     neighbours = page.locator(".neighbours li")
     assert neighbours.count() == len(tokens[0]["sources"]) == 8
     parts = page.eval_on_selector_all(
-        ".neighbours .fill", "all => all.map(one => Number(one.style.getPropertyValue('--part')))"
+        ".neighbours .fill", "all => all.map(one => Number(one.style.getPropertyValue('--fraction')))"
     )
     np.testing.assert_allclose(parts, [source["weight"] for source in tokens[0]["sources"]], atol=1e-6)
     agree = page.eval_on_selector_all(".neighbours li", "all => all.map(one => one.classList.contains('agrees'))")
@@ -248,7 +248,7 @@ def test_sliders_of_k_and_temperature_equal_a_score_with_them(browser, server, c
     page.locator("#text-score .token").nth(5).click()
     sources = again["knnlm"]["tokens"][5]["sources"]
     parts = page.eval_on_selector_all(
-        ".neighbours .fill", "all => all.map(one => Number(one.style.getPropertyValue('--part')))"
+        ".neighbours .fill", "all => all.map(one => Number(one.style.getPropertyValue('--fraction')))"
     )
     np.testing.assert_allclose(parts[: len(sources)], [source["weight"] for source in sources], atol=1e-4)
 
@@ -281,8 +281,8 @@ def test_score_shows_where_the_memory_helps_and_hurts(browser, server, lm, store
     for field, each in (("perplexity-without", "p_lm"), ("perplexity-with", "p")):
         wanted = np.exp(-np.mean(np.log([getattr(token, each) for token in explained])))
         assert float(page.inner_text(f"#{field}").replace(",", "")) == pytest.approx(wanted, rel=6e-3)
-    for spots, gain in (("best", gains.max()), ("worst", gains.min())):
-        page.locator(f"#{spots} button").first.click()
+    for name, gain in (("best", gains.max()), ("worst", gains.min())):
+        page.locator(f"#{name} button").first.click()
         looked = page.locator("#text-score .token.selected")
         assert float(looked.get_attribute("data-gain")) == pytest.approx(gain, abs=2e-3)
         assert page.evaluate("document.activeElement.textContent") == looked.text_content()

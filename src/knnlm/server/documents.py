@@ -113,13 +113,13 @@ def _document(store: Datastore, number: int) -> StoredDocument:
     """Return a document by a binary search: numbers ascend with entries."""
     low, high = 0, store.entry_count - 1
     while low <= high:
-        found = store.document_at((low + high) // 2)
-        if found.number == number:
-            return found
-        if found.number < number:
-            low = found.first_entry + found.entries
+        document = store.document_at((low + high) // 2)
+        if document.number == number:
+            return document
+        if document.number < number:
+            low = document.first_entry + document.entries
         else:
-            high = found.first_entry - 1
+            high = document.first_entry - 1
     raise UnknownDocument(f"The store has no document {number}.")
 
 

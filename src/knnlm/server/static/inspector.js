@@ -51,7 +51,7 @@ function draw() {
   const token = text.tokens[place];
   if (!token) return;
   text.mark(place);
-  const parts = [
+  const children = [
     make("h2", { class: "name" }, make("span", { class: "chip", text: visible(token.text) || "∅" })),
     make("p", { class: "summary", text: summary(token) }),
     make("dl", { class: "bars" },
@@ -60,20 +60,20 @@ function draw() {
       ...bar("mixture", "p", token.p, "both")),
     make("p", { class: "hint formula", text: formula(token) }),
   ];
-  if (token.shares?.length) parts.push(shares(token.shares));
+  if (token.shares?.length) children.push(shares(token.shares));
   if (token.sources?.length) {
-    parts.push(make("h3", { text: "Neighbours" }), make("ol", { class: "neighbours" }, ...token.sources.map((each) => neighbour(each, token))));
+    children.push(make("h3", { text: "Neighbours" }), make("ol", { class: "neighbours" }, ...token.sources.map((each) => neighbour(each, token))));
   }
-  find("inspected").replaceChildren(...parts);
+  find("inspected").replaceChildren(...children);
 }
 
 function summary(token) {
   if (token.p === null) return "The first token: it is not predicted.";
   if (token.p_knn === null) return "From the language model alone.";
-  const part = share(token);
-  if (part >= 0.995) return "From the memory.";
-  if (part < 0.005) return "From the language model; the memory adds nothing.";
-  return `${Math.round(part * 100)} % of its probability comes from the memory.`;
+  const fraction = share(token);
+  if (fraction >= 0.995) return "From the memory.";
+  if (fraction < 0.005) return "From the language model; the memory adds nothing.";
+  return `${Math.round(fraction * 100)} % of its probability comes from the memory.`;
 }
 
 function formula(token) {
@@ -83,7 +83,7 @@ function formula(token) {
 }
 
 function bar(name, sign, p, kind) {
-  const fill = make("span", { class: `fill ${kind}`, style: { "--part": p ?? 0 } });
+  const fill = make("span", { class: `fill ${kind}`, style: { "--fraction": p ?? 0 } });
   return [
     make("dt", {}, name, make("small", { text: sign })),
     make("dd", {}, make("span", { class: "rail", "aria-hidden": "true" }, fill), make("b", { "data-figure": sign, text: probability(p) })),
@@ -102,7 +102,7 @@ function neighbour(source, token) {
     `…${source.before.replace(/^[\s.,;:!?]+/, "")}`,
     ...marked(source.token, agrees ? "agrees" : ""), `${source.after.trimEnd()}…`);
   const head = make("div", { class: "neighbour-head" },
-    make("span", { class: "rail", "aria-hidden": "true" }, make("span", { class: "fill memory", style: { "--part": source.weight } })),
+    make("span", { class: "rail", "aria-hidden": "true" }, make("span", { class: "fill memory", style: { "--fraction": source.weight } })),
     make("b", { class: "weight", text: `${(source.weight * 100).toFixed(source.weight < 0.1 ? 1 : 0)} %` }),
     make("span", { class: "vote", text: visible(source.token), title: agrees ? "the same token" : "another token" }),
   );

@@ -8,7 +8,7 @@ import * as settings from "./settings.js";
 import { byGain, gain, TokenText } from "./tokens.js";
 
 const SOURCES = 6;
-const SPOTS = 5;
+const LISTED = 5;
 
 /** Add the listeners of the tab. */
 export function begin() {
@@ -60,15 +60,15 @@ function showTotals(response, text) {
   find("change").textContent = known ? `${change > 0 ? "+" : "−"}${Math.abs(change).toFixed(1)} %` : "—";
   find("change").className = !known || Math.abs(change) < 0.05 ? "" : change < 0 ? "helps" : "hurts";
   const order = text.tokens.map((token, place) => [gain(token), place]).sort((a, b) => b[0] - a[0]);
-  spots(find("best"), order.slice(0, SPOTS).filter(([nats]) => nats > 0), text);
-  spots(find("worst"), order.slice(-SPOTS).reverse().filter(([nats]) => nats < 0), text);
+  listTokens(find("best"), order.slice(0, LISTED).filter(([nats]) => nats > 0), text);
+  listTokens(find("worst"), order.slice(-LISTED).reverse().filter(([nats]) => nats < 0), text);
 }
 
-function spots(list, chosen, text) {
+function listTokens(list, chosen, text) {
   list.replaceChildren(...chosen.map(([nats, place]) => {
     const token = text.tokens[place];
     const before = text.tokens.slice(Math.max(0, place - 6), place).map((each) => each.text).join("");
-    const go = make("button", { type: "button", class: "spot", onclick: () => text.choose(place) },
+    const go = make("button", { type: "button", class: "listed", onclick: () => text.choose(place) },
       make("span", { class: "around" }, before.replaceAll("\n", " ") + (token.text.startsWith(" ") ? " " : ""),
         make("mark", { class: nats > 0 ? "helps" : "hurts", text: visible(token.text.replace(/^ (?=.)/, "")) })),
       make("span", { class: "odds", text: `${probability(token.p_lm)} → ${probability(token.p)}` }));

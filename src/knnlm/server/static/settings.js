@@ -46,7 +46,7 @@ function makeSlider(name, kind, scale) {
     const value = own.moved ? scale.from(Number(input.value)) : scale.served;
     output.textContent = known ? kind.show(value) : "tuned";
     input.setAttribute("aria-valuetext", output.textContent);
-    input.style.setProperty("--part", Number(input.value) / 1000);
+    input.style.setProperty("--fraction", Number(input.value) / 1000);
   } };
   input.addEventListener("input", () => {
     own.moved = true;
@@ -73,11 +73,11 @@ export function reset() {
 
 /** Return the moved settings, as fields of a request. */
 export function chosen() {
-  const found = {};
+  const values = {};
   for (const [name, own] of Object.entries(sliders)) {
-    if (own.moved) found[name] = own.scale.from(Number(own.input.value));
+    if (own.moved) values[name] = own.scale.from(Number(own.input.value));
   }
-  return found;
+  return values;
 }
 
 /** Return the current setting; null where a gate decides. */

@@ -2,7 +2,7 @@
 
 import { make, visible } from "./dom.js";
 
-/** Return the part of a token's probability that comes from the memory, from 0 to 1. */
+/** Return the fraction of a token's probability that comes from the memory, from 0 to 1. */
 export function share(token) {
   if (!token.p || token.p_knn === null) return 0;
   return Math.min(1, (token.weight * token.p_knn) / token.p);
@@ -16,10 +16,10 @@ export function gain(token) {
 }
 
 export function byShare(element, token) {
-  const part = share(token);
-  element.style.setProperty("--strength", part.toFixed(3));
-  element.dataset.share = part.toFixed(3);
-  element.classList.toggle("strong", part >= 0.5);
+  const fraction = share(token);
+  element.style.setProperty("--strength", fraction.toFixed(3));
+  element.dataset.share = fraction.toFixed(3);
+  element.classList.toggle("strong", fraction >= 0.5);
 }
 
 export function byGain(element, token) {
