@@ -24,8 +24,15 @@ from typing import Any
 import torch
 
 import knnlm
-from knnlm.evaluation.fit import TraceTable, choose_settings, evaluate_table, fit_weights, sweep_all, tabulate
-from knnlm.evaluation.tune import token_frequencies
+from knnlm.evaluation.tune import (
+    TraceTable,
+    choose_settings,
+    evaluate_table,
+    fit_weights,
+    sweep_all,
+    tabulate,
+    token_frequencies,
+)
 from knnlm.lm.causal import CausalLM
 from knnlm.mixture.mixture import Mixture
 from knnlm.training.decoder import DecoderConfig, train_decoder

@@ -24,7 +24,7 @@ import torch
 import knnlm
 from knnlm.datastore.rewrite import derive
 from knnlm.evaluation.evaluate import Totals
-from knnlm.evaluation.fit import (
+from knnlm.evaluation.tune import (
     MemoryColumns,
     TraceTable,
     choose_settings,
@@ -32,8 +32,8 @@ from knnlm.evaluation.fit import (
     fit_weights,
     sweep_all,
     tabulate,
+    token_frequencies,
 )
-from knnlm.evaluation.tune import token_frequencies
 from knnlm.lm.causal import CausalLM
 from knnlm.mixture.gate import MemoryFeatures, Positions
 from knnlm.mixture.mixture import Mixture
@@ -210,9 +210,9 @@ def save(folder: Path, corpus: str, part: str, table_: TraceTable, frequencies: 
     """Write a table: some tens of megabytes rather than the trace's gigabytes."""
     folder.mkdir(parents=True, exist_ok=True)
     arrays = {
-        "model": table_.lm_log_probs,
-        "signals": table_.lm_features,
-        "choice": table_.lm_top.int(),
+        "lm_log_probs": table_.lm_log_probs,
+        "lm_features": table_.lm_features,
+        "lm_top": table_.lm_top.int(),
         "positions": table_.positions.positions.int(),
         "tokens": table_.positions.tokens.int(),
         "groups": table_.documents.int(),
@@ -264,9 +264,9 @@ def load(folder: Path, corpus: str, part: str) -> tuple[TraceTable, torch.Tensor
         memories.append(MemoryColumns(*known, own["metadata"], own["feature_names"], own["expensive"]))
     place = Positions(arrays["positions"].long(), arrays["tokens"].long())
     table_ = TraceTable(
-        arrays["model"],
-        arrays["signals"],
-        arrays["choice"].long(),
+        arrays["lm_log_probs"],
+        arrays["lm_features"],
+        arrays["lm_top"].long(),
         place,
         arrays["groups"].long(),
         memories,

@@ -49,12 +49,12 @@ ORDER = {
     "encoder suffix_array rewrite indexes compact",
     "ingest": "pipeline segment_builder build",
     "memories": "base decoder ngram output voting cache knn",
-    "mixture": "em networks readers gate weights spec saved loader mixture",
-    "evaluation": "evaluate explain trace sweep fit tune",
+    "mixture": "em readers gate weights spec saved loader mixture",
+    "evaluation": "evaluate explain trace sweep tune",
     "generation": "cache causal",
-    "training": "initial_model loss prune trainer data metric_learning output_matrix teacher decoder adapt",
+    "training": "initial_model prune trainer data metric_learning output_matrix teacher decoder adapt",
     "maintenance": "export import_ merge verify repair",
-    "report": "crossval search study texts context html plots studies.breakdown studies.layers studies.memories "
+    "report": "study search context html plots studies.breakdown studies.layers studies.memories "
     "studies.output studies.store studies.votes studies.compression report",
     "server": "limits schemas documents engine.requests engine.batching engine.predict engine.history engine.sequence "
     "engine.scheduler metrics responses auth service routes app run",

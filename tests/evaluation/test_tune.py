@@ -74,9 +74,9 @@ def make_trace(log_p, distances, values, targets):
     own = {"label": "knn", "kind": "knn", "k": distances.shape[1], "metric": "l2"}
     memory = MemoryTrace(own, {"distances": distances, "values": values.astype(np.int32)}, 50)
     rows = np.zeros(len(targets), np.int32)
-    signals = np.zeros((len(targets), len(LM_FEATURES)), np.float32)
+    features = np.zeros((len(targets), len(LM_FEATURES)), np.float32)
     return Trace(
-        targets.astype(np.int32), log_p.astype(np.float32), signals, rows, rows, rows, rows, [memory], metadata
+        targets.astype(np.int32), log_p.astype(np.float32), features, rows, rows, rows, rows, [memory], metadata
     )
 
 

@@ -93,9 +93,9 @@ def test_every_row_is_a_distribution_or_an_abstention(mixture, lm):
             expected = log_p.gather(1, targets[:, None])[:, 0]
             torch.testing.assert_close(part.log_prob(targets), expected, rtol=1e-3, atol=1e-3)
         for memory, answer in zip(mixture.memories, answers, strict=True):
-            signals = answer.features()
-            assert signals.shape == (len(batch.rows), len(memory.feature_names))
-            assert signals.isfinite().all()
+            features = answer.features()
+            assert features.shape == (len(batch.rows), len(memory.feature_names))
+            assert features.isfinite().all()
             assert len(answer.components) == len(memory.component_names)
             silent = answer.components[0].abstains()
             assert (answer.top()[silent] == -1).all()
@@ -105,12 +105,12 @@ def test_every_row_is_a_distribution_or_an_abstention(mixture, lm):
 def test_all_positions_at_once_equal_token_by_token(mixture, lm):
     for batch in mixture.read(texts(lm, count=2)):
         dense, answers = predictions(mixture, batch.context)
-        signals = [answer.features() for answer in answers]
+        features = [answer.features() for answer in answers]
         for row, alone in split(batch.context):
             parts, own = predictions(mixture, alone)
             for whole, part in zip(dense, parts, strict=True):
                 torch.testing.assert_close(part[0].exp(), whole[row].exp(), rtol=1e-3, atol=1e-4)
-            for memory, whole, answer in zip(mixture.memories, signals, own, strict=True):
+            for memory, whole, answer in zip(mixture.memories, features, own, strict=True):
                 # Equally near neighbours are taken in any order, so the 16th or 64th may be another one.
                 slack = torch.tensor([0.1 if "distinct" in name else 1e-2 for name in memory.feature_names])
                 assert ((answer.features()[0] - whole[row]).abs() <= slack + 1e-3 * whole[row].abs()).all()
@@ -155,12 +155,12 @@ def test_forks_of_a_text_share_their_past_and_do_not_hear_each_other(mixture, lm
 
 
 @pytest.mark.parametrize("kind", ["knn", "cache"])
-def test_the_signals_of_neighbours_are_what_their_names_say(lm, store, kind):
+def test_features_of_neighbours_match_their_names(lm, store, kind):
     mixture = Mixture.open(store.path, lm, memories=kind, k=100, knn_temperature=1.5, use_tuned=False)
     (memory,) = mixture.memories
     (batch,) = mixture.read(texts(lm, count=1))
     poll = memory.predict(batch.context)
-    signals = dict(zip(memory.feature_names, poll.features().T.numpy(), strict=True))
+    features = dict(zip(memory.feature_names, poll.features().T.numpy(), strict=True))
     top = poll.top().tolist()
     for row, (ids, distances, values) in enumerate(
         zip(poll.neighbours.ids.numpy(), poll.neighbours.distances.numpy(), poll.neighbours.values.numpy(), strict=True)
@@ -168,7 +168,7 @@ def test_the_signals_of_neighbours_are_what_their_names_say(lm, store, kind):
         there = ids >= 0
         if not there.any():
             assert top[row] == -1
-            assert all(signal[row] == 0 for signal in signals.values())
+            assert all(feature[row] == 0 for feature in features.values())
             continue
         near, named = distances[there], values[there]
         votes = np.bincount(named, oracle.softmax(-near / 1.5), minlength=lm.vocab_size)
@@ -185,7 +185,7 @@ def test_the_signals_of_neighbours_are_what_their_names_say(lm, store, kind):
             "largest vote": np.log(votes.max()),
         }
         for name, value in expected.items():
-            assert signals[name][row] == pytest.approx(value, rel=1e-3, abs=1e-3), name
+            assert features[name][row] == pytest.approx(value, rel=1e-3, abs=1e-3), name
         loud = np.bincount(named[:64], oracle.softmax(-near / 1.5)[:64], minlength=lm.vocab_size)
         assert loud[top[row]] == pytest.approx(loud.max(), rel=1e-4)
 

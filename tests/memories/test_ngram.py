@@ -228,7 +228,7 @@ def test_above_the_cap_text_as_it_is_written_is_within_a_hundredth_of_the_formul
 
 
 @given(st.lists(st.integers(0, 20), min_size=1, max_size=400), st.integers(1, 50))
-def test_signals_of_a_capped_match_come_from_an_even_sample(followers, cap):
+def test_features_of_a_capped_match_come_from_an_even_sample(followers, cap):
     texts = [[30, token] for token in followers]
     answer = memory_of(texts, cap=cap).predict(context_of(([2, 30], 1)))
     length, count, distinct, agreement = answer.features()[0, :4].tolist()
@@ -313,13 +313,13 @@ def test_more_positions_than_are_done_at_a_time_agree_with_the_oracle():
     answer = NgramMemory(from_documents(texts, vocab_size=7, start_token=START), vocab_size=7, cap=10**6).predict(
         context_of((tokens, 0))
     )
-    dense, signals, top = answer.components[0].log_probs().exp(), answer.features(), answer.top()
+    dense, features, top = answer.components[0].log_probs().exp(), answer.features(), answer.top()
     alone = answer.components[1].log_probs().exp()
     for row in (0, 1, 500, 1023, 1024, 1025, 2047, 2048, 2500, *range(7, 2500, 97)):
         smoothed, longest = witten_bell(texts, tokens[: row + 1])
         found = levels(texts, tokens[: row + 1], 32)
         if smoothed is None:
-            assert signals[row].tolist() == [0] * 6
+            assert features[row].tolist() == [0] * 6
             assert top[row] == -1
             continue
         assert dense[row].tolist() == pytest.approx([smoothed.get(token, 0) for token in range(7)], rel=1e-5)
@@ -327,7 +327,7 @@ def test_more_positions_than_are_done_at_a_time_agree_with_the_oracle():
         entropy = -sum(p * np.log(p) for p in smoothed.values() if p)
         expected = [len(found) - 1, np.log1p(len(found[-1])), np.log1p(len(set(found[-1])))]
         expected += [max(longest.values()), max(smoothed.values()), entropy]
-        assert signals[row].tolist() == pytest.approx(expected, rel=1e-4, abs=1e-5)
+        assert features[row].tolist() == pytest.approx(expected, rel=1e-4, abs=1e-5)
         assert smoothed[int(top[row])] == pytest.approx(max(smoothed.values()), rel=1e-9)
 
 

@@ -16,8 +16,7 @@ from safetensors.torch import save as save_tensors
 
 from knnlm.errors import DatastoreCorrupt, ParameterError
 from knnlm.mixture.em import fit, fit_folds, folds_of, log_mixed, renormalise
-from knnlm.mixture.gate import Gate, SearchSkipper, train_gate, train_skip
-from knnlm.mixture.networks import NetworkConfig
+from knnlm.mixture.gate import Gate, NetworkConfig, SearchSkipper, train_gate, train_skip
 from knnlm.mixture.weights import Buckets
 
 QUICK = NetworkConfig(hidden=32, batch=512)
@@ -578,8 +577,8 @@ def test_a_gate_comes_back_as_it_was(gate):
         {"trust": 2},
         {"trust": math.nan},
         {"trust": "1"},
-        {"parts": ["lm"]},
-        {"parts": []},
+        {"components": ["lm"]},
+        {"components": []},
         {"features": "abc"},
         {"features": [1, 2, 3, 4, 5, 6]},
     ],

@@ -29,21 +29,20 @@ from knnlm.corpus import Document
 from knnlm.datastore.locks import writer_lock
 from knnlm.datastore.store import Datastore
 from knnlm.errors import CorpusError, DatastoreBusy, DatastoreError, MissingExtra, ModelMismatch, ParameterError
-from knnlm.evaluation.fit import choose_settings, fit_weights, sweep_all, tabulate
 from knnlm.evaluation.trace import Trace
+from knnlm.evaluation.tune import choose_settings, fit_weights, sweep_all, tabulate
 from knnlm.ingest.build import build
 from knnlm.lm.causal import CausalLM
 from knnlm.mixture.mixture import Mixture
 from knnlm.mixture.spec import MixtureOptions
 from knnlm.mixture.weights import Buckets
-from knnlm.report.crossval import describe_folds, out_of_fold, split_folds
+from knnlm.report.context import describe_folds, out_of_fold, split_folds, split_texts
 from knnlm.report.html import write_html
 from knnlm.report.plots import draw
 from knnlm.report.report import STUDIES, report
 from knnlm.report.studies.compression import recall
 from knnlm.report.studies.memories import name_memories
 from knnlm.report.study import Example, ExampleNeighbour, Line, Plot, Study, Table
-from knnlm.report.texts import split_texts
 from knnlm.training.output_matrix import train_output
 from knnlm.training.prune import prune
 

@@ -39,9 +39,8 @@ from knnlm.progress import note, silent
 from knnlm.training import decoder, trainer
 from knnlm.training.data import TokenStream, TrainingBatches, count_targets, join_groups
 from knnlm.training.initial_model import first_and_last, keep_layers, open_initial_model
-from knnlm.training.loss import distillation_loss
 from knnlm.training.teacher import RetrievalTeacher, TeacherConfig
-from knnlm.training.trainer import CHECKPOINT, Schedule, read_curve
+from knnlm.training.trainer import CHECKPOINT, Schedule, distillation_loss, read_curve
 
 HERE = Path(__file__).parent.parent
 QUICK = {"epochs": 2, "batch_tokens": 512, "learning_rate": 1e-3, "context": 64, "device": "cpu"}

@@ -88,8 +88,8 @@ def test_the_probability_of_a_word_is_the_sum_over_its_rows(counts, positions, s
     for number, row in enumerate(right):
         some = row[row > 0]
         second = np.sort(some)[-2] if len(some) > 1 else some[0]
-        signals = [-(some * np.log(some)).sum(), np.log(some.max()), np.log(some.max() / second)]
-        np.testing.assert_allclose(answer.features()[number], signals, atol=1e-4, rtol=1e-4)
+        features = [-(some * np.log(some)).sum(), np.log(some.max()), np.log(some.max() / second)]
+        np.testing.assert_allclose(answer.features()[number], features, atol=1e-4, rtol=1e-4)
 
 
 def test_a_batch_matches_single_positions():

@@ -268,7 +268,7 @@ def test_targets_that_were_killed_end_with_the_same_bytes(tmp_path):
     """
     result = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], check=False)
     assert result.returncode == -signal.SIGKILL
-    done = json.loads((tmp_path / "killed" / TARGETS_FILE).read_text())["done"]["rows"]
+    done = json.loads((tmp_path / "killed" / TARGETS_FILE).read_text())["done"]["positions"]
     assert 100 < done < 300
     retrieve_targets(store, tmp_path / "killed", k=16, knn_temperature=2.0, batch=23)
     retrieve_targets(store, tmp_path / "whole", k=16, knn_temperature=2.0, batch=23)

@@ -80,10 +80,9 @@ def adapt(
     documents = read_documents(*text, text_field=text_field)
     held_out = read_documents(*valid, text_field=text_field) if valid else None
     lm = open_model(model, **asdict(machine))
-    options: dict[str, Any] = {"layers": layers, "limit": limit, "config": DecoderConfig(seed=seed, **asdict(training))}
-    result = adapt(
-        documents, out, lm=lm, held_out=held_out, initial_model=init, device=machine.device, progress=bar, **options
-    )
+    options: dict[str, Any] = {"initial_model": init, "layers": layers, "limit": limit, "device": machine.device}
+    config = DecoderConfig(seed=seed, **asdict(training))
+    result = adapt(documents, out, lm=lm, held_out=held_out, config=config, progress=bar, **options)
     _show_adapted(out, result, json=json)
 
 

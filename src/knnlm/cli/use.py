@@ -108,7 +108,7 @@ class GridFlags:
 
     def check(self) -> None:
         """Raise ParameterError where λ values are given for weights that have none."""
-        from knnlm.evaluation.fit import check_weights
+        from knnlm.evaluation.tune import check_weights
 
         check_weights(self.weights or "gated")
         if self.lambdas is not None and (self.weights != "fixed" or "," in (self.memories or "")):
@@ -286,7 +286,7 @@ def evaluate(
 
 def _record(mixture: Mixture, documents: Iterable[Document], path: Path, **reading: Any) -> Evaluation:
     """Record a trace, and evaluate it."""
-    from knnlm.evaluation.fit import evaluate_trace
+    from knnlm.evaluation.tune import evaluate_trace
 
     begin = time.perf_counter()
     trace = mixture.record(documents, path, progress=bar, **reading)

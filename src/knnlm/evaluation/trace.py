@@ -18,7 +18,9 @@ With a trace, every sweep over k and τ and every fit of weights is arithmetic, 
         lm_log_probs.npy   (N, 64) the language model's log-probability of the nearest neighbours' tokens
                            and of any other memory:
         log_probs.npy      (N, P) log-probability of the target by each of its components; NaN: it abstains
-        signals.npy        (N, F), choice.npy (N,), of_choice.npy (N,), model_of_choice.npy (N,): see `MemoryFeatures`
+        features.npy       (N, F) its features for a gate
+        top.npy            (N,) its most probable token; -1: none
+        log_prob_of_lm_top.npy, lm_log_prob_of_top.npy: (N,), see `MemoryFeatures`
 """
 
 from __future__ import annotations
@@ -115,7 +117,7 @@ class MemoryTrace:
     ) -> MemoryFeatures:
         """Return the memory's features for a gate; `lm_top` is the language model's most probable token, (n,)."""
         if not self.has_neighbours:
-            names = ("signals", "of_choice", "choice", "model_of_choice")
+            names = ("features", "log_prob_of_lm_top", "top", "lm_log_prob_of_top")
             return MemoryFeatures(*(to_tensor(self.arrays[name][rows]) for name in names))
         votes = self.vote(rows, settings[:1], device=device)
         top = votes.top()
@@ -241,10 +243,10 @@ def _open_memory(folder: Path, metadata: dict[str, Any], rows: int, vocab_size: 
     else:
         shapes = {
             "log_probs": (np.float32, (rows, components)),
-            "signals": (np.float32, (rows, features)),
-            "choice": (np.int32, (rows,)),
-            "of_choice": (np.float32, (rows,)),
-            "model_of_choice": (np.float32, (rows,)),
+            "features": (np.float32, (rows, features)),
+            "top": (np.int32, (rows,)),
+            "log_prob_of_lm_top": (np.float32, (rows,)),
+            "lm_log_prob_of_top": (np.float32, (rows,)),
         }
     arrays = {name: open_array(folder / f"{name}.npy", dtype, shape) for name, (dtype, shape) in shapes.items()}
     return MemoryTrace(metadata, arrays, vocab_size)
@@ -343,10 +345,10 @@ class _TraceWriter:
     ) -> None:
         features = memory_features(output, lm)
         self._write(f"{number}/log_probs", rows, _target_log_probs(output, targets), np.float32)
-        self._write(f"{number}/signals", rows, features.signals, np.float32)
-        self._write(f"{number}/choice", rows, features.choice, np.int32)
-        self._write(f"{number}/of_choice", rows, features.of_choice, np.float32)
-        self._write(f"{number}/model_of_choice", rows, features.model_of_choice, np.float32)
+        self._write(f"{number}/features", rows, features.features, np.float32)
+        self._write(f"{number}/top", rows, features.top, np.int32)
+        self._write(f"{number}/log_prob_of_lm_top", rows, features.log_prob_of_lm_top, np.float32)
+        self._write(f"{number}/lm_log_prob_of_top", rows, features.lm_log_prob_of_top, np.float32)
 
     def _write(self, name: str, rows: NDArray[np.int64], values: Tensor, dtype: type) -> None:
         if name not in self.arrays:

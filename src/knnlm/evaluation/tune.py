@@ -1,4 +1,8 @@
-"""Choose the settings of the memories and their weights on held-out text, and save them in the store."""
+"""Choose the settings of the memories and their weights on held-out text, and save them in the store.
+
+`tabulate` reduces a trace to the target's log-probability by each component and the features of a gate. Fitting and
+evaluation are arithmetic on that table, for any subset of the memories.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +12,7 @@ import tempfile
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,18 +24,31 @@ from knnlm.corpus import Document
 from knnlm.datastore.locks import writer_lock
 from knnlm.datastore.store import Datastore
 from knnlm.errors import DatastoreError, ParameterError
-from knnlm.evaluation.fit import TraceTable, check_weights, choose_settings, fit_weights, sweep_all, tabulate
-from knnlm.evaluation.sweep import KS, Grid, Sweep
-from knnlm.evaluation.trace import Trace, record
+from knnlm.evaluation.evaluate import Evaluation, Totals, summarise
+from knnlm.evaluation.sweep import KS, Grid, Sweep, sweep, totals_of
+from knnlm.evaluation.trace import MemoryTrace, Trace, record, to_tensor
 from knnlm.io import translate_os_errors
 from knnlm.memories.decoder import DecoderCard, set_lambda
-from knnlm.memories.voting import NeighbourMemory
+from knnlm.memories.voting import NeighbourMemory, VoteParams
+from knnlm.mixture.em import fit, renormalise
+from knnlm.mixture.gate import FEWEST, Gate, MemoryFeatures, Positions, feature_names, features, train_gate, train_skip
 from knnlm.mixture.loader import is_decoder
 from knnlm.mixture.mixture import Mixture
 from knnlm.mixture.saved import SavedTuning, save_tuning, weights_state
 from knnlm.mixture.spec import MemorySpec, parse_memories
-from knnlm.mixture.weights import FixedWeights, Weights
+from knnlm.mixture.weights import (
+    KINDS,
+    Buckets,
+    BucketWeights,
+    FixedWeights,
+    GatedWeights,
+    Weights,
+    component_slices_of,
+    nearest,
+)
 from knnlm.progress import Progress, silent
+
+SettingsByMemory = Sequence[Sequence[VoteParams]]  # for each memory; empty where it has no neighbours
 
 
 @dataclass(frozen=True)
@@ -237,3 +254,292 @@ def save_result(path: Path, result: Tuning, trace: Trace) -> None:
         ),
         tensors,
     )
+
+
+def check_weights(kind: str) -> None:
+    """Raise ParameterError for an unknown kind of weights."""
+    if kind not in KINDS:
+        raise ParameterError(f"Unknown weights {kind!r}. Use one of {', '.join(KINDS)}.")
+
+
+@dataclass(frozen=True)
+class MemoryColumns:
+    """Output of one memory for N targets, at chosen settings."""
+
+    label: str
+    kind: str
+    component_names: list[str]
+    log_probs: Tensor  # (N, P) log-probability of the target by each component; NaN: it abstains
+    features: MemoryFeatures | None  # None where the table was made without them
+    nearest: Tensor | None  # (N,) distance of the nearest neighbour, of a memory that has neighbours
+    metadata: dict[str, Any]  # k, τ and metric of the first setting, of a memory that has neighbours
+    feature_names: Sequence[str] = ()
+    expensive: bool = False  # it needs a search
+
+
+@dataclass(frozen=True)
+class TraceTable:
+    """Output of every component of a mixture for the N targets of a trace, at chosen settings."""
+
+    lm_log_probs: Tensor  # (N,) log-probability of the target by the language model
+    lm_features: Tensor  # (N, F)
+    lm_top: Tensor  # (N,) the language model's most probable token
+    positions: Positions
+    documents: Tensor  # (N,) number of the document that each row is in
+    memories: list[MemoryColumns]
+    totals: Totals
+
+    def select(self, *labels: str) -> TraceTable:
+        """Return the table of some of the memories, in this order."""
+        by_label = {memory.label: memory for memory in self.memories}
+        return replace(self, memories=[by_label[label] for label in labels])
+
+    @property
+    def log_probs(self) -> Tensor:
+        """Log-probabilities (N, M) of the targets by each component, the language model first."""
+        return torch.cat([self.lm_log_probs[:, None], *(memory.log_probs for memory in self.memories)], 1)
+
+    @property
+    def component_names(self) -> list[str]:
+        """Names of the M components."""
+        return ["model", *(name for memory in self.memories for name in memory.component_names)]
+
+    @property
+    def component_slices(self) -> list[slice]:
+        """The components of each memory."""
+        return component_slices_of(len(memory.component_names) for memory in self.memories)
+
+    @property
+    def expensive(self) -> list[int]:
+        """Numbers of the memories that need a search."""
+        return [number for number, memory in enumerate(self.memories) if memory.expensive]
+
+    def features(self, frequencies: Tensor, *, without: Sequence[int] = (), leave_out: bool = False) -> Tensor:
+        """Return the (N, F) features of a gate; memories in `without` appear as not searched, or are left out."""
+        by_memory = []
+        for number, memory in enumerate(self.memories):
+            assert memory.features is not None, "tabulate with features for a gate"
+            if number not in without:
+                by_memory.append(memory.features)
+            elif not leave_out:
+                by_memory.append(_not_searched(memory.features))
+        return features(self.positions, frequencies, (self.lm_features, self.lm_top), by_memory)
+
+    def log_probs_without(self, memories: Sequence[int], rows: Tensor) -> Tensor:
+        """Return the log-probabilities with some memories abstaining at some rows."""
+        log_probs = self.log_probs
+        for number in memories:
+            columns = self.component_slices[number]
+            log_probs[rows, columns.start : columns.stop] = torch.nan
+        return log_probs
+
+
+def _not_searched(known: MemoryFeatures) -> MemoryFeatures:
+    """Return the features of a memory that was not searched."""
+    impossible = torch.full_like(known.log_prob_of_lm_top, -torch.inf)
+    return MemoryFeatures(torch.zeros_like(known.features), impossible, torch.full_like(known.top, -1), impossible)
+
+
+def tabulate(
+    trace: Trace, settings: SettingsByMemory, *, with_features: bool = True, device: str = "cpu"
+) -> TraceTable:
+    """Compute the log-probabilities of the targets by each component, and the features of a gate."""
+    return TraceTable(
+        lm_log_probs=to_tensor(trace.lm_log_probs),
+        lm_features=to_tensor(trace.lm_features),
+        lm_top=to_tensor(trace.lm_top).long(),
+        positions=trace.positions_of(slice(0, len(trace))),
+        documents=to_tensor(trace.documents).long(),
+        memories=[
+            _memory_columns(trace, memory, own, device, with_features=with_features)
+            for memory, own in zip(trace.memories, settings, strict=True)
+        ],
+        totals=totals_of(trace),
+    )
+
+
+def _memory_columns(
+    trace: Trace, memory: MemoryTrace, settings: Sequence[VoteParams], device: str, *, with_features: bool
+) -> MemoryColumns:
+    log_probs, blocks = [], []
+    for rows in trace.blocks(device):
+        targets = to_tensor(trace.targets[rows]).long().to(device)
+        lm_top = to_tensor(trace.lm_top[rows]).long().to(device)
+        log_probs.append(memory.component_log_probs(rows, targets, settings, device=device).cpu())
+        if with_features:
+            blocks.append(memory.features(rows, lm_top, settings, device=device))
+    columns = [[getattr(block, name).cpu() for block in blocks] for name in MemoryFeatures.__dataclass_fields__]
+    metadata: dict[str, Any] = {}
+    names = list(memory.metadata["component_names"])
+    if memory.has_neighbours:
+        main = settings[0]
+        metadata = {"k": main.k, "knn_temperature": main.knn_temperature, "metric": memory.metadata["metric"]}
+        names = [f"{memory.label} {setting}" for setting in settings]
+    return MemoryColumns(
+        label=memory.label,
+        kind=memory.metadata["kind"],
+        component_names=names,
+        log_probs=torch.cat(log_probs),
+        features=MemoryFeatures(*map(torch.cat, columns)) if with_features else None,
+        nearest=nearest(to_tensor(memory.distances[:, :1])) if memory.has_neighbours else None,
+        metadata=metadata,
+        feature_names=memory.metadata["feature_names"],
+        expensive=memory.metadata["expensive"],
+    )
+
+
+def vote_variants(
+    swept: Sweep, ks: Sequence[int] = (1, 8, 64, 1024), *, steps: Sequence[int] = (-6, -3, 3, 6)
+) -> list[VoteParams]:
+    """Return the best setting, then others for a gate to choose from: other temperatures, other k."""
+    best_k, best_temperature = swept.setting
+    chosen = [VoteParams(best_k, best_temperature)]
+    best = swept.knn_temperatures.index(best_temperature)
+    for step in steps:
+        if 0 <= best + step < len(swept.knn_temperatures):
+            chosen.append(VoteParams(best_k, swept.knn_temperatures[best + step]))
+    for k in ks:
+        if k in swept.ks and k != best_k:
+            mixed = swept.perplexity[swept.ks.index(k)][:, np.array(swept.lambdas) > 0]
+            number = int(mixed.min(1).argmin()) if mixed.size else 0
+            chosen.append(VoteParams(k, swept.knn_temperatures[number]))
+    return chosen
+
+
+@dataclass(frozen=True)
+class FittedWeights:
+    """Weights, and their perplexity on the text they were fitted on (out of fold, for a gate)."""
+
+    weights: Weights
+    perplexity: float
+
+
+def fit_weights(
+    table: TraceTable, kind: str, *, frequencies: Tensor, device: str = "cpu", progress: Progress = silent
+) -> FittedWeights:
+    """Fit weights of one kind; `fixed` weights only the first component of each memory, the others all of them."""
+    check_weights(kind)
+    if kind in ("fixed", "fitted"):
+        count = len(table.component_names)
+        used = [0, *(own.start for own in table.component_slices)] if kind == "fixed" else list(range(count))
+        estimate = fit(table.log_probs[:, used])
+        values = torch.zeros(count, dtype=torch.float64)
+        values[used] = estimate.weights
+        return FittedWeights(FixedWeights(tuple(values.tolist()), kind), math.exp(estimate.loss))
+    if kind == "buckets":
+        return _fit_buckets(table)
+    gated = _fit_gate(table, frequencies, device, progress)
+    assert gated.gate.out_of_fold is not None
+    return FittedWeights(gated, math.exp(-float(gated.gate.out_of_fold.double().mean())))
+
+
+def _fit_buckets(table: TraceTable) -> FittedWeights:
+    if not table.expensive:
+        raise ParameterError("Bucket weights depend on the distance of the nearest stored context: mix in knn.")
+    number = table.expensive[0]
+    distances, log_probs = table.memories[number].nearest, table.log_probs
+    assert distances is not None
+    buckets = Buckets.fit(log_probs, distances)
+    mixed = _mix(log_probs, buckets.weights(distances, log_probs.isnan()))
+    return FittedWeights(BucketWeights(buckets, number), math.exp(-float(mixed.mean())))
+
+
+def _fit_gate(table: TraceTable, frequencies: Tensor, device: str, progress: Progress) -> GatedWeights:
+    """Train a gate, a second one for positions without a search, and the network that skips searches."""
+
+    def train(inputs: Tensor, log_probs: Tensor) -> Gate:
+        return train_gate(
+            inputs,
+            log_probs,
+            table.documents,
+            feature_names=feature_names((memory.kind, memory.feature_names) for memory in table.memories),
+            component_names=table.component_names,
+            device=device,
+            progress=progress,
+        )
+
+    gate = train(table.features(frequencies), table.log_probs)
+    expensive = table.expensive
+    if not expensive or len(table.lm_log_probs) < FEWEST:
+        return GatedWeights(gate, frequencies)
+    everywhere = torch.ones(len(table.lm_log_probs), dtype=torch.bool)
+    cheap = train(table.features(frequencies, without=expensive), table.log_probs_without(expensive, everywhere))
+    assert gate.out_of_fold is not None
+    assert cheap.out_of_fold is not None
+    gain = gate.out_of_fold.cpu() - cheap.out_of_fold.cpu()
+    before_search = table.features(frequencies, without=expensive, leave_out=True)
+    skip = train_skip(before_search, gain, table.documents, device=device, progress=progress)
+    return GatedWeights(gate, frequencies, skip=skip, cheap=cheap)
+
+
+def _mix(log_probs: Tensor, weights: Tensor) -> Tensor:
+    """Mix (N, M) log-probabilities by (N, M) weights, in the log domain."""
+    return (log_probs.nan_to_num(nan=-torch.inf).double() + weights.double().log()).logsumexp(1)
+
+
+def apply_weights(table: TraceTable, weights: Weights) -> tuple[Tensor, Tensor]:
+    """Return (N, M) log-probabilities of the targets by each component, and the (N, M) weights of the components."""
+    log_probs = table.log_probs
+    abstains = log_probs.isnan()
+    if isinstance(weights, FixedWeights):
+        return log_probs, renormalise(torch.tensor(weights.values, dtype=torch.float64), abstains)
+    if isinstance(weights, BucketWeights):
+        distances = table.memories[weights.memory].nearest
+        assert distances is not None
+        return log_probs, weights.buckets.weights(distances, abstains)
+    assert isinstance(weights, GatedWeights)
+    inputs = table.features(weights.frequencies)
+    if weights.skip is None or weights.cheap is None or weights.fraction <= 0:
+        return log_probs, weights.gate.weights(inputs, abstains)
+    expensive = table.expensive
+    before_search = table.features(weights.frequencies, without=expensive, leave_out=True)
+    searched = weights.skip.search_mask(before_search, weights.fraction)
+    log_probs = table.log_probs_without(expensive, ~searched)
+    abstains = log_probs.isnan()
+    not_searched = table.features(weights.frequencies, without=expensive)
+    both = weights.gate.weights(inputs, abstains), weights.cheap.weights(not_searched, abstains)
+    return log_probs, torch.where(searched[:, None], *both)
+
+
+def evaluate_table(table: TraceTable, weights: Weights) -> Evaluation:
+    """Return what `Mixture.evaluate` returns with these weights, computed from the table."""
+    begin = time.perf_counter()
+    log_probs, by_row = apply_weights(table, weights)
+    best = log_probs.nan_to_num(nan=-torch.inf).amax(1)
+    sums = [float(column.double().sum()) for column in (log_probs[:, 0], _mix(log_probs, by_row), best)]
+    mean = weights.values if isinstance(weights, FixedWeights) else by_row.mean(0).tolist()
+    memories = [
+        {"name": memory.label, "kind": memory.kind, "weight": float(sum(mean[own])), **memory.metadata}
+        for memory, own in zip(table.memories, table.component_slices, strict=True)
+    ]
+    return summarise(table.totals, sums, memories, weights.kind, seconds=time.perf_counter() - begin)
+
+
+def evaluate_trace(trace: Trace, settings: SettingsByMemory, weights: Weights) -> Evaluation:
+    """Return what `Mixture.evaluate` returns with these settings and weights, computed from a trace."""
+    return evaluate_table(tabulate(trace, settings, with_features=isinstance(weights, GatedWeights)), weights)
+
+
+def choose_settings(trace: Trace, sweeps: Sequence[Sweep | None], *, several: bool) -> list[tuple[VoteParams, ...]]:
+    """Return the best setting of each memory of neighbours, with `several` followed by variants of it."""
+    chosen: list[tuple[VoteParams, ...]] = []
+    for memory, swept in zip(trace.memories, sweeps, strict=True):
+        if swept is None:
+            assert not memory.has_neighbours
+            chosen.append(())
+        else:
+            chosen.append(tuple(vote_variants(swept)) if several else (VoteParams(*swept.setting),))
+    return chosen
+
+
+def sweep_all(trace: Trace, *, grid: Grid | None = None, device: str = "cpu") -> list[Sweep | None]:
+    """Sweep every memory of neighbours, each alone with the language model; the grid is for the first of them."""
+    own = grid or Grid.of()
+    sweeps: list[Sweep | None] = []
+    for number, memory in enumerate(trace.memories):
+        if memory.has_neighbours:
+            sweeps.append(sweep(trace, memory=number, device=device, **asdict(own)))
+            own = Grid.of()
+        else:
+            sweeps.append(None)
+    return sweeps

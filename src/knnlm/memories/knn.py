@@ -59,12 +59,12 @@ class KnnMemory(NeighbourMemory):
         queries = self.store.project(keys, metric=self.metric)
         k = k or self.max_k
         # Fewer columns than k if the store is smaller; an empty store has none.
-        found = self.index.search(queries, max(1, min(k, self.store.key_count)))
-        distances = found.distances.to(keys.device)
+        neighbours = self.index.search(queries, max(1, min(k, self.store.key_count)))
+        distances = neighbours.distances.to(keys.device)
         if self.metric == "ip" and (origin := self.store.origin) is not None:
             distances = distances - (queries @ origin.to(queries))[:, None]
-        ids = self.store.entries_of(found.ids)
-        counts = self.store.counts(found.ids)
+        ids = self.store.entries_of(neighbours.ids)
+        counts = self.store.counts(neighbours.ids)
         return RetrievedNeighbours(
             ids.to(keys.device),
             distances,

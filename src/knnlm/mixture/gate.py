@@ -2,9 +2,10 @@
 
     w(x) = (1 - t) · w_fitted + t · mean over the networks k of softmax(log w_k + network_k(x))
 
-Network k is trained without one fold of the documents, and starts at weights w_k that were fitted to the other folds,
-its last layer at 0. The trust t is fitted on the held-out folds, against a prior for the fitted weights. So the gate is
-hardly worse than fitted weights where features are useless or rows are few.
+K networks of one shape are stacked. Network k is trained on all folds of the documents but its own, and the number of
+epochs is chosen on the held-out folds together. It starts at weights w_k that were fitted to the other folds, its last
+layer at 0. The trust t is fitted on the held-out folds, against a prior for the fitted weights. So the gate is hardly
+worse than fitted weights where features are useless or rows are few.
 
 Features are the same whether they come from the outputs of a text being read, or from a trace.
 """
@@ -12,8 +13,10 @@ Features are the same whether they come from the outputs of a text being read, o
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from itertools import pairwise
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -23,46 +26,257 @@ from knnlm.errors import DatastoreCorrupt, ParameterError
 from knnlm.memories.base import Context, MemoryOutput
 from knnlm.memories.decoder import LM_FEATURES
 from knnlm.mixture.em import check_logs, fit, fit_folds, folds_of, log_mixed, renormalise
-from knnlm.mixture.networks import (
-    DEFAULT_CONFIG,
-    FEWEST,
-    ROWS,
-    NetworkConfig,
-    NetworkEnsemble,
-    check_features,
-    fewer_folds,
-    name_columns,
-    stored,
-    stored_names,
-    train,
-)
 from knnlm.progress import Progress, silent
 
+_MAX_DEVIATION = 5.0  # in standard deviations: features are clamped, so that networks need not extrapolate
+_ROWS = 8192  # at a time in inference
+FEWEST = 64  # rows: with fewer, nothing is held out and no network is trained
 _MIN_LOG_PROB = -15.0  # features below are clamped
-
 _INSIDE = 0.01  # share of even weights in a network's first weights: a weight of 0 could not grow
-
 _PRIOR = 20.0  # pseudo-count of tokens for the fitted weights against the networks
-
 _MIN_GAIN = 1.5  # standard errors over documents that the networks must gain to be used
-
 _TAIL = 0.005  # of the gains at either end are clamped, so that outliers do not dominate
-
 _LEVELS = 1001  # stored quantiles of the predicted gain
+_OF_MEMORY = ("log p of the model's top token", "the model's log p of its top token", "same top token", "abstains")
+_OF_POSITION = ("position", "frequency of the last token")
 
-_OF_MEMORY = ("for the model's choice", "the model for its choice", "same choice", "abstains")
 
-PLACE = ("position", "frequency of the last token")
+@dataclass(frozen=True)
+class NetworkConfig:
+    """The shape of the networks and their training."""
+
+    hidden: int = 128
+    layers: int = 2  # of weights, with `hidden` units between them
+    folds: int = 5
+    epochs: int = 12  # at most
+    patience: int = 3  # epochs without gain
+    learning_rate: float = 1e-2
+    weight_decay: float = 0.3
+    dropout: float = 0.0
+    batch: int = 2048
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        whole = (self.hidden, self.layers, self.epochs, self.patience, self.batch, self.folds - 1)
+        if min(whole) < 1 or not (self.learning_rate > 0 and self.weight_decay >= 0 and 0 <= self.dropout < 1):
+            raise ParameterError(f"A gate cannot be trained with {self}. Counts must be at least 1, folds at least 2.")
+
+
+DEFAULT_CONFIG = NetworkConfig()
+
+
+@dataclass(frozen=True)
+class NetworkEnsemble:
+    """K networks of one shape, in stacked tensors."""
+
+    mean: Tensor  # (F,)
+    scale: Tensor  # (F,) 1 / standard deviation; 0 for a constant feature
+    layers: tuple[tuple[Tensor, Tensor], ...]  # (K, in, out) weights and (K, 1, out) biases
+
+    @classmethod
+    def new(cls, inputs: Tensor, outputs: int, config: NetworkConfig) -> NetworkEnsemble:
+        """Return networks whose outputs are 0."""
+        generator = torch.Generator().manual_seed(config.seed)
+        mean, deviation = inputs.double().mean(0), inputs.double().std(0, correction=0)
+        same = deviation <= 1e-6 * (1 + mean.abs())
+        scale = (1 / deviation).masked_fill(same, 0)
+        widths = [inputs.shape[1], *[config.hidden] * (config.layers - 1), outputs]
+        layers = []
+        for number, (width, wide) in enumerate(pairwise(widths)):
+            reach = 0.0 if number == config.layers - 1 else math.sqrt(6 / max(1, width))
+            weight = (torch.rand(config.folds, width, wide, generator=generator) * 2 - 1) * reach
+            layers.append((weight.to(inputs.device), torch.zeros(config.folds, 1, wide, device=inputs.device)))
+        return cls(mean.float(), scale.float(), tuple(layers))
+
+    def standard(self, features: Tensor) -> Tensor:
+        """Return standardised features, clamped; undefined ones become the mean."""
+        # A constant feature is ignored, also where it is infinite.
+        moved = ((features.to(self.mean) - self.mean) * self.scale).masked_fill(self.scale == 0, 0)
+        return moved.nan_to_num_(nan=0.0, posinf=_MAX_DEVIATION, neginf=-_MAX_DEVIATION).clamp_(
+            -_MAX_DEVIATION, _MAX_DEVIATION
+        )
+
+    def outputs(self, inputs: Tensor, *, dropout: float = 0.0, generator: torch.Generator | None = None) -> Tensor:
+        """Return (K, N, O) outputs for standardised (N, F) inputs, or for (K, N, F), one input per network."""
+        values = inputs.expand(self.count, *inputs.shape[-2:])
+        for weight, bias in self.layers[:-1]:
+            values = torch.baddbmm(bias, values, weight).relu()
+            if dropout:
+                kept = torch.rand(values.shape, generator=generator, device=values.device) >= dropout
+                values = values * kept / (1 - dropout)
+        weight, bias = self.layers[-1]
+        return torch.baddbmm(bias, values, weight)
+
+    @property
+    def count(self) -> int:
+        """The number of networks, K."""
+        return len(self.layers[0][0])
+
+    def each(self, change: Callable[[Tensor], Tensor]) -> NetworkEnsemble:
+        """Return networks with a function applied to every tensor of the layers."""
+        return replace(self, layers=tuple((change(weight), change(bias)) for weight, bias in self.layers))
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Return the networks as named tensors."""
+        named = {"mean": self.mean, "scale": self.scale}
+        for number, (weight, bias) in enumerate(self.layers):
+            named |= {f"weight.{number}": weight, f"bias.{number}": bias}
+        return named
+
+    @classmethod
+    def load(cls, tensors: Mapping[str, Tensor], inputs: int, outputs: int) -> NetworkEnsemble:
+        """Validate and load what `tensors` returned."""
+        depth = sum(name.startswith("weight.") for name in tensors)
+        first = tensors.get("weight.0")
+        if first is None or first.ndim != 3 or 0 in first.shape[::2]:
+            raise DatastoreCorrupt("The stored gate has no networks. Tune again.")
+        count, hidden = first.shape[0], first.shape[2]
+        widths = [inputs, *[hidden] * (depth - 1), outputs]
+        layers = []
+        for number, (width, wide) in enumerate(pairwise(widths)):
+            weight = _stored(tensors, f"weight.{number}", (count, width, wide))
+            layers.append((weight, _stored(tensors, f"bias.{number}", (count, 1, wide))))
+        return cls(_stored(tensors, "mean", (inputs,)), _stored(tensors, "scale", (inputs,)), tuple(layers))
+
+
+def fewer_folds(config: NetworkConfig, groups: Tensor) -> NetworkConfig:
+    """Return a config with no more folds than documents; with one document, folds are blocks of its rows."""
+    documents = len(groups.unique())
+    return replace(config, folds=min(config.folds, documents)) if documents > 1 else config
+
+
+def _stored(tensors: Mapping[str, Tensor], name: str, shape: tuple[int, ...]) -> Tensor:
+    """Return one stored tensor, if it has this shape and is finite."""
+    found = tensors.get(name)
+    if found is None or tuple(found.shape) != shape or not found.is_floating_point() or not found.isfinite().all():
+        what = "missing" if found is None else f"{tuple(found.shape)} {found.dtype}, or not finite"
+        raise DatastoreCorrupt(f"{name} of the stored gate is {what}; it should be {shape}. Tune again.")
+    return found.float()
+
+
+def _stored_names(metadata: Mapping[str, Any], what: str) -> tuple[str, ...]:
+    """Return a stored list of names."""
+    names = metadata.get(what)
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise DatastoreCorrupt(f"The stored gate has no names of its {what}. Tune again.")
+    return tuple(names)
+
+
+def _check_features(features: Tensor, rows: int, names: Sequence[str] | None) -> tuple[str, ...]:
+    """Raise ParameterError for features of the wrong shape or not finite; return their names."""
+    if features.ndim != 2 or len(features) != rows:
+        raise ParameterError(f"{rows} rows need as many rows of features, not {tuple(features.shape)}.")
+    called = _name_columns(names, features.shape[1], "features")
+    if not features.isfinite().all():
+        row, column = (~features.isfinite()).nonzero()[0].tolist()
+        raise ParameterError(f"Feature {called[column]!r} is {float(features[row, column])} in row {row}.")
+    return called
+
+
+def _name_columns(names: Sequence[str] | None, count: int, what: str) -> tuple[str, ...]:
+    """Return the names of columns; numbers if there are none."""
+    if len(called := tuple(map(str, range(count) if names is None else names))) != count:
+        raise ParameterError(f"{count} {what} have {len(called)} names.")
+    return called
+
+
+# Returns the (K, n) losses of outputs (K, n, O) at rows (K, n) of the data, by the networks of these numbers.
+_Loss = Callable[[Tensor, Tensor, Sequence[int]], Tensor]
+
+
+def _train_networks(
+    first: NetworkEnsemble,
+    inputs: Tensor,
+    fold: Tensor,
+    loss: _Loss,
+    config: NetworkConfig,
+    progress: Progress,
+    *,
+    eager: bool = False,
+) -> tuple[NetworkEnsemble, Tensor, int]:
+    """Train each network on all folds but its own while the held-out loss falls; `eager`: at least one epoch.
+
+    Returns the networks, their (N,) held-out losses, and the number of epochs that were useful.
+    """
+    inputs = first.standard(inputs)
+    best, least, useful = first, _held_out(first, inputs, fold, loss), 0
+    if int(fold[0]) < 0:  # too few rows to hold any out
+        return best, least, useful
+    with progress("training the gate", total=config.epochs, unit="epochs") as advance:
+        for epoch, nets in enumerate(_epochs(first, inputs, fold, loss, config), 1):
+            now = _held_out(nets, inputs, fold, loss)
+            if (eager and epoch == 1) or float(now.mean()) < float(least.mean()):
+                best, least, useful = nets.each(Tensor.clone), now, epoch
+            advance(1)
+            if epoch - useful >= config.patience:
+                break
+    return best, least, useful
+
+
+def _epochs(
+    first: NetworkEnsemble, inputs: Tensor, fold: Tensor, loss: _Loss, config: NetworkConfig
+) -> Iterator[NetworkEnsemble]:
+    """Train on standardised inputs, and yield the moving average of the networks after each epoch.
+
+    The average over about an epoch is better than any one step, and training can stop at any time.
+    """
+    nets, average = first.each(Tensor.clone), first.each(Tensor.clone)
+    trained = [tensor.requires_grad_() for layer in nets.layers for tensor in layer]
+    values = [tensor.detach() for tensor in trained]  # the same storage, without gradients
+    averages = [tensor for layer in average.layers for tensor in layer]
+    decay = {"params": trained[0::2], "weight_decay": config.weight_decay}
+    optimiser = torch.optim.AdamW([decay, {"params": trained[1::2], "weight_decay": 0.0}])
+    generator, numbers, step = torch.Generator(fold.device).manual_seed(config.seed), range(config.folds), 0
+    for _ in range(config.epochs):
+        batches = _batches(fold, config, generator)
+        for rows in batches:
+            step += 1
+            for group in optimiser.param_groups:
+                group["lr"] = config.learning_rate * _pace(step / (config.epochs * len(batches)))
+            outputs = nets.outputs(inputs[rows], dropout=config.dropout, generator=generator)
+            optimiser.zero_grad()
+            loss(outputs, rows, numbers).mean(1).sum().backward()
+            optimiser.step()
+            torch._foreach_lerp_(averages, values, max(1 / len(batches), 9 / (10 + step)))
+        yield average
+
+
+def _pace(done: float) -> float:
+    """Return the factor of the learning rate: linear warm-up in the first tenth, then a cosine decay."""
+    return done * 10 if done < 0.1 else 0.51 + 0.49 * math.cos(math.pi * (done - 0.1) / 0.9)
+
+
+def _batches(fold: Tensor, config: NetworkConfig, generator: torch.Generator) -> Sequence[Tensor]:
+    """Return an epoch of (K, B) rows, for each network from the other folds."""
+    own = [(fold != net).nonzero()[:, 0] for net in range(config.folds)]
+    most = max(len(rows) for rows in own)
+    mixed, batch = [], -(-most // -(-most // config.batch))  # all batches have about the same size
+    for rows in own:
+        order = torch.randperm(len(rows), generator=generator, device=rows.device)
+        # A network with fewer rows than another repeats some of them.
+        mixed.append(rows[order].repeat(-(-most // len(rows)))[:most])
+    return tuple(torch.stack(mixed).split(batch, 1))
+
+
+@torch.no_grad()
+def _held_out(nets: NetworkEnsemble, inputs: Tensor, fold: Tensor, loss: _Loss) -> Tensor:
+    """Return the (N,) losses of standardised rows by the networks that were not trained on them."""
+    found = torch.zeros(len(inputs), device=inputs.device)
+    for net in range(nets.count):
+        alone = nets.each(itemgetter(slice(net, net + 1)))
+        for rows in (fold == net).nonzero()[:, 0].split(_ROWS):
+            found[rows] = loss(alone.outputs(inputs[rows]), rows[None], [net])[0]
+    return found
 
 
 @dataclass(frozen=True)
 class MemoryFeatures:
     """Features of one memory's output, which do not depend on the target."""
 
-    signals: Tensor  # (N, F)
-    of_choice: Tensor  # (N,) its log-probability of the language model's most probable token
-    choice: Tensor  # (N,) its own most probable token; -1 = none
-    model_of_choice: Tensor  # (N,) the language model's log-probability of that token
+    features: Tensor  # (N, F) those of the memory alone
+    log_prob_of_lm_top: Tensor  # (N,) its log-probability of the language model's most probable token
+    top: Tensor  # (N,) its own most probable token; -1 = none
+    lm_log_prob_of_top: Tensor  # (N,) the language model's log-probability of that token
 
 
 @dataclass(frozen=True)
@@ -75,13 +289,13 @@ class Positions:
 
 def memory_features(output: MemoryOutput, lm: MemoryOutput) -> MemoryFeatures:
     """Return the features of an output, beside the language model's."""
-    choice = output.top()
-    log_p = lm.components[0].log_prob(choice.clamp(min=0))
+    top = output.top()
+    log_p = lm.components[0].log_prob(top.clamp(min=0))
     return MemoryFeatures(
-        signals=output.features(),
-        of_choice=output.components[0].log_prob(lm.top()),
-        choice=choice,
-        model_of_choice=log_p.masked_fill(choice < 0, -torch.inf),
+        features=output.features(),
+        log_prob_of_lm_top=output.components[0].log_prob(lm.top()),
+        top=top,
+        lm_log_prob_of_top=log_p.masked_fill(top < 0, -torch.inf),
     )
 
 
@@ -97,29 +311,29 @@ def place(context: Context) -> Positions:
 
 def feature_names(memories: Iterable[tuple[str, Sequence[str]]]) -> list[str]:
     """Return the names of the columns of `features`, from the kind and the feature names of each memory."""
-    names = [*PLACE, *(f"model {name}" for name in LM_FEATURES)]
-    for number, (kind, signals) in enumerate(memories):
-        names += [f"{number} {kind} {name}" for name in (*signals, *_OF_MEMORY)]
+    names = [*_OF_POSITION, *(f"model {name}" for name in LM_FEATURES)]
+    for number, (kind, own) in enumerate(memories):
+        names += [f"{number} {kind} {name}" for name in (*own, *_OF_MEMORY)]
     return names
 
 
 def features(
-    where: Positions, frequencies: Tensor, model: tuple[Tensor, Tensor], found: Sequence[MemoryFeatures]
+    where: Positions, frequencies: Tensor, model: tuple[Tensor, Tensor], memories: Sequence[MemoryFeatures]
 ) -> Tensor:
     """Return (N, F) features; `model` is the language model's own features and most probable tokens."""
-    signals, choice = model
-    device = signals.device
+    lm_features, lm_top = model
+    device = lm_features.device
     position = where.positions.to(device).float().log1p()
     frequency = frequencies.to(device)[where.tokens.to(device).long()].log1p()
-    columns = [torch.stack([position, frequency], 1), signals.float()]
-    for one in found:
+    columns = [torch.stack([position, frequency], 1), lm_features.float()]
+    for memory in memories:
         beside = [
-            one.of_choice.clamp(min=_MIN_LOG_PROB).nan_to_num(nan=_MIN_LOG_PROB),
-            one.model_of_choice.clamp(min=_MIN_LOG_PROB),
-            (one.choice == choice).float(),
-            (one.choice < 0).float(),
+            memory.log_prob_of_lm_top.clamp(min=_MIN_LOG_PROB).nan_to_num(nan=_MIN_LOG_PROB),
+            memory.lm_log_prob_of_top.clamp(min=_MIN_LOG_PROB),
+            (memory.top == lm_top).float(),
+            (memory.top < 0).float(),
         ]
-        columns += [one.signals.float(), torch.stack(beside, 1).float()]
+        columns += [memory.features.float(), torch.stack(beside, 1).float()]
     return torch.cat(columns, 1)
 
 
@@ -143,7 +357,7 @@ class Gate:
         if features.shape != (len(abstains), wide) or abstains.shape != (len(abstains), count):
             given = f"{tuple(features.shape)} and {tuple(abstains.shape)}"
             raise ParameterError(f"This gate takes {wide} features and {count} components, but got {given}.")
-        both = zip(features.split(ROWS), abstains.split(ROWS), strict=True)
+        both = zip(features.split(_ROWS), abstains.split(_ROWS), strict=True)
         return torch.cat([self._some(*rows) for rows in both])
 
     def _some(self, features: Tensor, abstains: Tensor) -> Tensor:
@@ -158,25 +372,25 @@ class Gate:
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """Return the gate as named tensors and JSON types."""
-        names = {"features": [*self.feature_names], "parts": [*self.component_names]}
+        names = {"features": [*self.feature_names], "components": [*self.component_names]}
         metadata = {**self.metadata, "trust": self.trust, **names}
         return {**self.nets.tensors(), "starts": self.starts, "fitted": self.fitted}, metadata
 
     @classmethod
     def load(cls, tensors: Mapping[str, Tensor], metadata: Mapping[str, Any]) -> Gate:
         """Validate and load what `state` returned."""
-        features, parts = stored_names(metadata, "features"), stored_names(metadata, "parts")
-        nets = NetworkEnsemble.load(tensors, len(features) + len(parts), len(parts))
-        starts = stored(tensors, "starts", (nets.count, len(parts)))
-        fitted = stored(tensors, "fitted", (len(parts),))
+        features, components = _stored_names(metadata, "features"), _stored_names(metadata, "components")
+        nets = NetworkEnsemble.load(tensors, len(features) + len(components), len(components))
+        starts = _stored(tensors, "starts", (nets.count, len(components)))
+        fitted = _stored(tensors, "fitted", (len(components),))
         trust = metadata.get("trust")
         if not isinstance(trust, float | int) or not 0 <= trust <= 1:
             raise DatastoreCorrupt(f"The stored gate has the trust {trust!r}, not one from 0 to 1. Tune again.")
         sums = torch.cat([starts.sum(1), fitted.sum(0, keepdim=True)])
         if bool((starts <= 0).any()) or bool((fitted < 0).any()) or bool(((sums - 1).abs() > 1e-3).any()):
             raise DatastoreCorrupt("The weights of the stored gate are not at least 0 with the sum 1. Tune again.")
-        rest = {name: value for name, value in metadata.items() if name not in ("trust", "features", "parts")}
-        return cls(nets, starts, fitted, float(trust), features, parts, rest)
+        rest = {name: value for name, value in metadata.items() if name not in ("trust", "features", "components")}
+        return cls(nets, starts, fitted, float(trust), features, components, rest)
 
 
 def train_gate(
@@ -192,7 +406,10 @@ def train_gate(
 ) -> Gate:
     """Train a gate on (N, F) features, (N, M) log-probabilities and the (N,) numbers of their documents."""
     check_logs(logs)
-    names = check_features(features, len(logs), feature_names), name_columns(component_names, logs.shape[1], "parts")
+    names = (
+        _check_features(features, len(logs), feature_names),
+        _name_columns(component_names, logs.shape[1], "components"),
+    )
     config = fewer_folds(config, groups)
     fold, whole, others = fit_folds(logs, groups, folds=config.folds, seed=config.seed, fewest=FEWEST)
     fold, others = fold.to(device), others.to(device, torch.float32)
@@ -204,9 +421,8 @@ def train_gate(
     def loss(outputs: Tensor, rows: Tensor, nets: Sequence[int]) -> Tensor:
         return -(_log_weights(outputs, starts[nets], gone[rows]) + log_p[rows]).logsumexp(-1)
 
-    nets, losses, epochs = train(
-        NetworkEnsemble.new(inputs, logs.shape[1], config), inputs, fold, loss, config, progress
-    )
+    first = NetworkEnsemble.new(inputs, logs.shape[1], config)
+    nets, losses, epochs = _train_networks(first, inputs, fold, loss, config, progress)
     plain = log_mixed(logs, renormalise(others[fold.clamp(min=0)], gone))  # by weights that were fitted to other rows
     both = torch.stack([plain, -losses if epochs else plain], 1)
     if epochs and not _sure(both[:, 1] - both[:, 0], groups.to(device) if len(groups.unique()) > 1 else fold):
@@ -247,7 +463,7 @@ class SearchSkipper:
             raise ParameterError(
                 f"Skipping searches takes {len(self.feature_names)} features, not {tuple(features.shape)}."
             )
-        rows = [self.nets.outputs(self.nets.standard(some)).mean(0)[:, 0] for some in features.split(ROWS)]
+        rows = [self.nets.outputs(self.nets.standard(some)).mean(0)[:, 0] for some in features.split(_ROWS)]
         return (torch.cat(rows) * self.unit[1] + self.unit[0]).to(features.device)
 
     def search_mask(self, features: Tensor, fraction: float) -> Tensor:
@@ -267,9 +483,9 @@ class SearchSkipper:
     @classmethod
     def load(cls, tensors: Mapping[str, Tensor], metadata: Mapping[str, Any]) -> SearchSkipper:
         """Validate and load what `state` returned."""
-        features = stored_names(metadata, "features")
-        nets, unit = NetworkEnsemble.load(tensors, len(features), 1), stored(tensors, "unit", (2,))
-        return cls(nets, unit, stored(tensors, "levels", (_LEVELS,)), features)
+        features = _stored_names(metadata, "features")
+        nets, unit = NetworkEnsemble.load(tensors, len(features), 1), _stored(tensors, "unit", (2,))
+        return cls(nets, unit, _stored(tensors, "levels", (_LEVELS,)), features)
 
 
 def train_skip(
@@ -283,7 +499,7 @@ def train_skip(
     progress: Progress = silent,
 ) -> SearchSkipper:
     """Train on (N, F) features before a search, its (N,) gains in nats, and the (N,) numbers of the documents."""
-    names = check_features(features, len(gain), feature_names)
+    names = _check_features(features, len(gain), feature_names)
     if gain.ndim != 1 or len(gain) < 2 or not gain.isfinite().all():
         raise ParameterError("Training needs at least two gains, all of them finite.")
     gain = gain.to(device, torch.float32)
@@ -299,7 +515,9 @@ def train_skip(
         return (outputs[..., 0] - wanted[rows]).square()  # the size of the gain matters, not its order alone
 
     # At least one epoch: even a poor prediction orders the positions, and a constant does not.
-    nets, _, _ = train(NetworkEnsemble.new(inputs, 1, config), inputs, fold, loss, config, progress, eager=True)
+    nets, _, _ = _train_networks(
+        NetworkEnsemble.new(inputs, 1, config), inputs, fold, loss, config, progress, eager=True
+    )
     skip = SearchSkipper(nets, unit, unit, names)
     # Of all networks on all rows, as in use: held-out predictions of one network have a wider spread.
     predicted = skip.gain(inputs).sort().values

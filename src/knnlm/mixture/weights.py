@@ -284,20 +284,20 @@ class GatedWeights:
 
     def compute(self, context: Context, lm: MemoryOutput, outputs: Sequence[MemoryOutput], abstains: Tensor) -> Tensor:
         """Return the network's weights."""
-        found = [memory_features(output, lm) for output in outputs]
-        seen = features(place(context), self.frequencies, (lm.features(), lm.top()), found)
-        weights = self.gate.weights(seen, abstains)
+        by_memory = [memory_features(output, lm) for output in outputs]
+        inputs = features(place(context), self.frequencies, (lm.features(), lm.top()), by_memory)
+        weights = self.gate.weights(inputs, abstains)
         if context.search_mask is None or self.cheap is None:
             return weights
-        return torch.where(context.search_mask[:, None], weights, self.cheap.weights(seen, abstains))
+        return torch.where(context.search_mask[:, None], weights, self.cheap.weights(inputs, abstains))
 
     def search_mask(self, context: Context, lm: MemoryOutput, outputs: Sequence[MemoryOutput | None]) -> Tensor | None:
         """Mark the positions whose predicted gain is worth a search."""
         if self.skip is None or not self.skips_searches:
             return None
-        found = [memory_features(output, lm) for output in outputs if output is not None]
-        seen = features(place(context), self.frequencies, (lm.features(), lm.top()), found)
-        return self.skip.search_mask(seen, self.fraction)
+        by_memory = [memory_features(output, lm) for output in outputs if output is not None]
+        inputs = features(place(context), self.frequencies, (lm.features(), lm.top()), by_memory)
+        return self.skip.search_mask(inputs, self.fraction)
 
 
 def component_slices_of(counts: Iterable[int]) -> list[slice]:

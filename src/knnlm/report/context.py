@@ -16,21 +16,24 @@ import hashlib
 import json
 import shlex
 import shutil
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
 from knnlm.corpus import Document
 from knnlm.datastore.segments import ArrayWriter
 from knnlm.datastore.store import Datastore
-from knnlm.errors import ParameterError
-from knnlm.evaluation.fit import (
+from knnlm.errors import CorpusError, ParameterError
+from knnlm.evaluation.sweep import Sweep
+from knnlm.evaluation.trace import Trace, record
+from knnlm.evaluation.tune import (
     FittedWeights,
     TraceTable,
     choose_settings,
@@ -38,28 +41,130 @@ from knnlm.evaluation.fit import (
     fit_weights,
     sweep_all,
     tabulate,
+    token_frequencies,
 )
-from knnlm.evaluation.sweep import Sweep
-from knnlm.evaluation.trace import Trace, record
-from knnlm.evaluation.tune import token_frequencies
 from knnlm.io import atomic_write, translate_os_errors
 from knnlm.lm.causal import CausalLM
 from knnlm.lm.loading import choose_device
 from knnlm.memories.knn import KnnMemory
 from knnlm.memories.output import OUTPUT_FILE
 from knnlm.memories.voting import VoteParams
+from knnlm.mixture.em import fit_folds, folds_of, log_mixed, renormalise
+from knnlm.mixture.gate import DEFAULT_CONFIG, FEWEST, fewer_folds
 from knnlm.mixture.loader import open_reader
 from knnlm.mixture.mixture import Mixture
 from knnlm.mixture.readers import ReadBatch
 from knnlm.mixture.spec import MixtureOptions, parse_memories
-from knnlm.mixture.weights import FixedWeights
+from knnlm.mixture.weights import Buckets, FixedWeights
 from knnlm.progress import Progress, silent
-from knnlm.report.crossval import out_of_fold
 from knnlm.report.search import truncate_trace
-from knnlm.report.texts import TextSplit, write_texts
 
 FORMAT = 3  # of the files in OUT/work; files of another format are made again
 MAX_K = 1024  # neighbours that are recorded for each position
+_MAX_CHARACTERS_PER_TOKEN = 16  # on average: how much text is read where the number of tokens is limited
+
+
+@dataclass(frozen=True)
+class TextSplit:
+    """The documents of the tuning text and of the held-out text."""
+
+    valid: list[Document]
+    test: list[Document]
+    description: str  # of where the tuning text comes from
+    whole: list[Document] = field(default_factory=list)  # before the split, where every document was split in two
+
+    def key(self) -> str:
+        """Return a hash of the texts and of their names, which the report shows."""
+        contents = [
+            [[document.id, document.source, _hash(document)] for document in half] for half in (self.valid, self.test)
+        ]
+        return hashlib.sha256(json.dumps(contents).encode()).hexdigest()[:16]
+
+
+def split_texts(documents: Iterable[Document], valid: Iterable[Document] | None, *, limit: int | None) -> TextSplit:
+    """Return both texts as given, or the halves of the only one."""
+    room = None if limit is None else limit * _MAX_CHARACTERS_PER_TOKEN
+    if valid is not None:
+        split = TextSplit(_take(valid, room), _take(documents, room), "the text given with --valid")
+        if count_shared(split.valid, split.test) == len(split.test):
+            raise CorpusError(
+                "Every held-out document is also in --valid, so settings would be chosen on the text they are "
+                "reported on. Give another --valid, or none: then the text is split in two."
+            )
+        return split
+    whole = _take(documents, None if room is None else 2 * room)
+    if len(set(map(_hash, whole))) == 1:
+        which = "the only document" if len(whole) == 1 else "each document, because all are the same"
+        first, second = (list(half) for half in zip(*map(_split_document, whole), strict=True))
+        return TextSplit(first, second, f"the first half of {which}; the second is held out", whole)
+    halves = _split_documents(whole)
+    return TextSplit(*halves, "half of the documents, chosen by a hash of their text; the other half is held out")
+
+
+def count_shared(valid: Iterable[Document], test: Iterable[Document]) -> int:
+    """Return the number of held-out documents whose text is also in the tuning text."""
+    hashes = set(map(_hash, valid))
+    return sum(_hash(document) in hashes for document in test)
+
+
+def _hash(document: Document) -> str:
+    return hashlib.sha256(document.text.encode()).hexdigest()
+
+
+def write_texts(folder: Path, name: str, documents: Iterable[Document]) -> Path:
+    """Write documents as a file that `knnlm eval` and `knnlm tune` read."""
+    file = folder / f"{name}.jsonl"
+    lines = (
+        json.dumps({"id": document.id, "source": document.source, "text": document.text}) for document in documents
+    )
+    with translate_os_errors(file):
+        file.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    return file
+
+
+def _take(documents: Iterable[Document], room: int | None) -> list[Document]:
+    """Read documents up to about so many characters; those without text are left out."""
+    taken: list[Document] = []
+    size = 0
+    for document in documents:
+        if document.text:
+            taken.append(document)
+            size += len(document.text)
+        if room is not None and size >= room:
+            break
+    if not taken:
+        raise CorpusError("There is no text to report on: every document is empty.")
+    return taken
+
+
+def _split_documents(documents: list[Document]) -> tuple[list[Document], list[Document]]:
+    """Assign documents, in the order of their hashes, to the smaller half; each half keeps the original order.
+
+    Documents with the same text go to the same half.
+    """
+    by_hash: dict[str, list[int]] = {}
+    for number, document in enumerate(documents):
+        by_hash.setdefault(_hash(document), []).append(number)
+    halves: tuple[list[int], list[int]] = ([], [])
+    sizes = [0, 0]
+    for _, numbers in sorted(by_hash.items()):
+        half = 0 if sizes[0] <= sizes[1] else 1
+        halves[half].extend(numbers)
+        sizes[half] += sum(len(documents[number].text) for number in numbers)
+    first, second = ([documents[number] for number in sorted(half)] for half in halves)
+    return first, second
+
+
+def _split_document(document: Document) -> tuple[Document, Document]:
+    """Split a document at the whitespace nearest to its middle."""
+    text, middle = document.text, len(document.text) // 2
+    blanks = [place for place, char in enumerate(text) if char.isspace() and 0 < place < len(text) - 1]
+    place = min(blanks, key=lambda place: abs(place - middle), default=middle)
+    if not place:
+        raise CorpusError("The text is too short to be split in two. Give --valid, or a longer text.")
+    halves = (text[:place], text[place:])
+    first, second = (replace(document, id=f"{document.id}#{number}", text=half) for number, half in enumerate(halves))
+    return first, second
 
 
 @dataclass(frozen=True)
@@ -332,3 +437,53 @@ def _folder_state(folder: Path) -> list[Any]:
     files = sorted(folder.glob("*")) if folder.is_dir() else [folder]
     states = [(file.name, file.stat()) for file in files if file.is_file()]
     return [str(folder), [[name, state.st_size, state.st_mtime_ns] for name, state in states]]
+
+
+def split_folds(groups: Tensor) -> Tensor:
+    """Return the fold in which a gate holds each of N rows out, by the (N,) numbers of their documents."""
+    config = fewer_folds(DEFAULT_CONFIG, groups)
+    return folds_of(groups, config.folds, seed=config.seed, fewest=FEWEST)
+
+
+def describe_folds(groups: Tensor) -> str:
+    """Return a clause that tells which text the cross-validated weights were fitted to."""
+    fold = split_folds(groups)
+    if int(fold.max()) < 0:
+        return f"by weights fitted to all of it, since it has fewer than {FEWEST} tokens"
+    pairs = torch.stack([groups, fold.to(groups)], 1).unique(dim=0)
+    if len(pairs) == len(groups.unique()):
+        return "by weights fitted to other documents"
+    return "by weights fitted to other spans of the text, of the same document where there is only one"
+
+
+def out_of_fold(table: TraceTable, kind: str) -> float:
+    """Return the perplexity of a text by weights (fixed, fitted or buckets) that were fitted to its other folds."""
+    log_p = _by_buckets(table) if kind == "buckets" else _by_fit(table, kind)
+    return float((-log_p.double().mean()).exp())
+
+
+def _by_fit(table: TraceTable, kind: str) -> Tensor:
+    """Return (N,) log-probabilities by constant weights."""
+    # As in fitting, fixed weights use only the first component of each memory.
+    used = (
+        [0, *(span.start for span in table.component_slices)]
+        if kind == "fixed"
+        else list(range(len(table.component_names)))
+    )
+    logs = table.log_probs[:, used]
+    config = fewer_folds(DEFAULT_CONFIG, table.documents)
+    fold, _, weights = fit_folds(logs, table.documents, folds=config.folds, seed=config.seed, fewest=FEWEST)
+    return log_mixed(logs, renormalise(weights[fold.clamp(min=0)], logs.isnan()))
+
+
+def _by_buckets(table: TraceTable) -> Tensor:
+    """Return (N,) log-probabilities by weights that depend on the distance of the nearest neighbour."""
+    logs, near, fold = table.log_probs, table.memories[table.expensive[0]].nearest, split_folds(table.documents)
+    assert near is not None
+    log_probs = torch.zeros(len(logs), dtype=torch.float64)
+    for number in fold.unique().tolist():
+        held = fold == number
+        kept = held if number < 0 else ~held  # with few rows none is held out
+        weights = Buckets.fit(logs[kept], near[kept]).weights(near[held], logs[held].isnan())
+        log_probs[held] = log_mixed(logs[held], weights).double()
+    return log_probs

@@ -21,7 +21,7 @@ from knnlm.errors import DatastoreError, KnnlmError, MissingExtra, ParameterErro
 from knnlm.io import atomic_write, translate_os_errors
 from knnlm.lm.causal import CausalLM
 from knnlm.progress import Advance, Progress, silent
-from knnlm.report.context import ReportContext, ReportOptions, perplexity
+from knnlm.report.context import ReportContext, ReportOptions, count_shared, perplexity, split_texts
 from knnlm.report.html import count_documents, write_html
 from knnlm.report.plots import draw
 from knnlm.report.studies.breakdown import study_examples, study_where
@@ -32,7 +32,6 @@ from knnlm.report.studies.output import study_output
 from knnlm.report.studies.store import study_metric, study_size
 from knnlm.report.studies.votes import study_k, study_lambda, study_temperature
 from knnlm.report.study import Study, finite
-from knnlm.report.texts import count_shared, split_texts
 
 _QUICK_TOKENS = 4000  # of each text, with `quick` and no limit
 
@@ -95,28 +94,12 @@ def report(
     `lm` is the store's model, if it is already loaded; `second_lm` is the folder of another model to mix in. `limit`
     applies to each of the two texts.
     """
-    for package in ("jinja2", "matplotlib"):
-        if find_spec(package) is None:
-            raise MissingExtra("A report", package, "report")
-    selected = check_studies(studies)
-    if limit is not None and limit < 1:
-        raise ParameterError(f"limit must be at least 1 token, not {limit}.")
-    limit = _QUICK_TOKENS if limit is None and quick else limit
     folder = Path(out)
-    if folder.exists() and not folder.is_dir():
-        raise DatastoreError(f"{folder}: not a folder. Choose another --out.")
-    options = ReportOptions(
-        Path(store),
-        folder,
-        split_texts(documents, valid, limit=limit),
-        memories=memories,
-        second_lm=second_lm,
-        limit=limit,
-        quick=quick,
-        model=model,
-        device=device,
-        dtype=dtype,
-    )
+    _check(folder, limit)
+    selected = check_studies(studies)
+    limit = _QUICK_TOKENS if limit is None and quick else limit
+    texts = split_texts(documents, valid, limit=limit)
+    options = ReportOptions(Path(store), folder, texts, memories, second_lm, limit, quick, model, device, dtype)
     context = ReportContext(options, lm, progress=progress)
     if not context.store.key_count:
         raise DatastoreError(f"{context.store.path}: the store has no keys. Build it from text first.")
@@ -125,6 +108,17 @@ def report(
         result = Report(folder / "index.html", metadata, *_run(context, selected))
         _write(result, folder, progress)
     return result
+
+
+def _check(folder: Path, limit: int | None) -> None:
+    """Raise if a package is missing, the limit is too low or the folder is a file."""
+    for package in ("jinja2", "matplotlib"):
+        if find_spec(package) is None:
+            raise MissingExtra("A report", package, "report")
+    if limit is not None and limit < 1:
+        raise ParameterError(f"limit must be at least 1 token, not {limit}.")
+    if folder.exists() and not folder.is_dir():
+        raise DatastoreError(f"{folder}: not a folder. Choose another --out.")
 
 
 def check_studies(studies: Sequence[str] | None) -> list[str]:

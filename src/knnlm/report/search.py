@@ -16,6 +16,7 @@ from knnlm.index.base import Index, Neighbours, Vectors
 from knnlm.memories.knn import KnnMemory
 from knnlm.memories.voting import RetrievedNeighbours
 from knnlm.progress import Progress, silent
+from knnlm.report.study import Outcome
 
 _QUERY_BATCH = 4096  # keys that do not fit into RAM are read once for each batch
 
@@ -103,9 +104,9 @@ def search_trace(
     with progress("searching", total=len(keys), unit="tokens") as advance:
         for begin in range(0, len(keys), _QUERY_BATCH):
             queries = torch.from_numpy(np.array(keys[begin : begin + _QUERY_BATCH])).to(device)
-            found = memory.search(queries, k)
-            counts = None if found.counts is None else found.counts.cpu()
-            blocks.append(RetrievedNeighbours(found.ids.cpu(), found.distances.cpu(), found.values.cpu(), counts))
+            block = memory.search(queries, k)
+            counts = None if block.counts is None else block.counts.cpu()
+            blocks.append(RetrievedNeighbours(block.ids.cpu(), block.distances.cpu(), block.values.cpu(), counts))
             advance(len(queries))
     counted = None if blocks[0].counts is None else torch.cat([_counts(block) for block in blocks])
     return RetrievedNeighbours(
@@ -116,8 +117,8 @@ def search_trace(
     )
 
 
-def _counts(found: RetrievedNeighbours) -> Tensor:
-    return torch.ones_like(found.distances) if found.counts is None else found.counts
+def _counts(neighbours: RetrievedNeighbours) -> Tensor:
+    return torch.ones_like(neighbours.distances) if neighbours.counts is None else neighbours.counts
 
 
 def merge_neighbours(first: RetrievedNeighbours | None, second: RetrievedNeighbours, k: int) -> RetrievedNeighbours:
@@ -135,20 +136,20 @@ def merge_neighbours(first: RetrievedNeighbours | None, second: RetrievedNeighbo
     return RetrievedNeighbours(ids, nearest[:, :k], values, counts)
 
 
-def with_neighbours(trace: Trace, found: RetrievedNeighbours, *, metric: str = "l2") -> Trace:
+def with_neighbours(trace: Trace, neighbours: RetrievedNeighbours, *, metric: str = "l2") -> Trace:
     """Return a trace of the same text with these neighbours as its only memory."""
     arrays: dict[str, NDArray[Any]] = {
-        "distances": found.distances.numpy().astype(np.float32),
-        "values": found.values.numpy().astype(np.int32),
+        "distances": neighbours.distances.numpy().astype(np.float32),
+        "values": neighbours.values.numpy().astype(np.int32),
     }
-    if found.counts is not None:
-        arrays["counts"] = found.counts.numpy().astype(np.float32)
+    if neighbours.counts is not None:
+        arrays["counts"] = neighbours.counts.numpy().astype(np.float32)
     metadata = {
         "label": "knn",
         "kind": "knn",
-        "k": found.distances.shape[1],
+        "k": neighbours.distances.shape[1],
         "metric": metric,
-        "counted": found.counts is not None,
+        "counted": neighbours.counts is not None,
         "expensive": True,
         "component_names": ["knn"],
         "feature_names": [],
@@ -170,25 +171,6 @@ def truncate_trace(trace: Trace, rows: int, documents: int) -> Trace:
         memories=[],
         metadata={**trace.metadata, "tokens": rows, "documents": documents},
     )
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """Settings chosen on the tuning text, and the perplexities of both texts."""
-
-    k: int
-    knn_temperature: float
-    lmbda: float
-    valid: float  # perplexity
-    test: float
-
-    def figures(self) -> tuple[float, float, float, float]:
-        """Return τ, λ and both perplexities, for a table."""
-        return self.knn_temperature, self.lmbda, self.valid, self.test
-
-    def options(self) -> tuple[object, ...]:
-        """Return the options of `knnlm eval` for these settings."""
-        return ("--k", self.k, "--knn-temperature", self.knn_temperature, "--lambda", self.lmbda)
 
 
 def select_settings(

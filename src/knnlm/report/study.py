@@ -14,11 +14,30 @@ from knnlm.errors import KnnlmError
 
 Cell = str | int | float | None
 
-FIGURES = {"τ": ".3g", "λ": ".2f", "tuning": ".3f", "held-out": ".3f"}  # columns: chosen settings and perplexities
+_FIGURES = {"τ": ".3g", "λ": ".2f", "tuning": ".3f", "held-out": ".3f"}  # columns: chosen settings and perplexities
 
 
 class StudyUnavailable(KnnlmError):
     """A study that cannot be made of this store and this text. The report lists it as skipped, with the message."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Settings chosen on the tuning text, and the perplexities of both texts."""
+
+    k: int
+    knn_temperature: float
+    lmbda: float
+    valid: float  # perplexity
+    test: float
+
+    def figures(self) -> tuple[float, float, float, float]:
+        """Return τ, λ and both perplexities, for a table."""
+        return self.knn_temperature, self.lmbda, self.valid, self.test
+
+    def options(self) -> tuple[object, ...]:
+        """Return the options of `knnlm eval` for these settings."""
+        return ("--k", self.k, "--knn-temperature", self.knn_temperature, "--lambda", self.lmbda)
 
 
 @dataclass(frozen=True)
@@ -38,6 +57,14 @@ class Table:
         """Build a table from column names with their formats."""
         return cls(list(columns), list(columns.values()), rows, caption, best)
 
+    @classmethod
+    def of_outcomes(
+        cls, columns: dict[str, str], cells: Sequence[Sequence[Cell]], tried: Sequence[Outcome], *, caption: str = ""
+    ) -> Table:
+        """Build a table of outcomes with cells before each; the best on the tuning text is highlighted."""
+        rows = [[*first, *one.figures()] for first, one in zip(cells, tried, strict=True)]
+        return cls.build({**columns, **_FIGURES}, rows, caption=caption, best=lowest([one.valid for one in tried]))
+
 
 @dataclass(frozen=True)
 class Line:
@@ -46,6 +73,12 @@ class Line:
     name: str
     x: list[Any]
     y: list[float | None]
+
+    @classmethod
+    def of_outcomes(cls, x: Sequence[float], tried: Sequence[Outcome]) -> list[Line]:
+        """Return the curves of the perplexities of both texts."""
+        tuning, held_out = [one.valid for one in tried], [one.test for one in tried]
+        return [cls("tuning text", list(x), [*tuning]), cls("held-out text", list(x), [*held_out])]
 
 
 @dataclass(frozen=True)
@@ -71,6 +104,11 @@ class Plot:
     def curves(cls, title: str, x_label: str, lines: list[Line], *, log_x: bool = False, **levels: float) -> Plot:
         """Build a line plot of perplexities."""
         return cls("lines", title, x_label, "perplexity", lines, log_x=log_x, levels=_spaced(levels))
+
+    @classmethod
+    def points(cls, title: str, x_label: str, lines: list[Line], **levels: float) -> Plot:
+        """Build a plot of perplexities as points over a logarithmic axis."""
+        return cls("points", title, x_label, "perplexity", lines, log_x=True, levels=_spaced(levels))
 
 
 def _spaced(levels: dict[str, float]) -> dict[str, float]:

@@ -28,9 +28,16 @@ from knnlm.datastore.locks import writer_lock
 from knnlm.datastore.schema import ADAPTED_FILE, CATALOG_FILE, DECODER_FOLDER
 from knnlm.datastore.store import Datastore, check_folder, text_hash
 from knnlm.errors import CorpusError, DatastoreCorrupt, DatastoreError, ParameterError
-from knnlm.evaluation.fit import fit_weights, tabulate
 from knnlm.evaluation.sweep import KS
-from knnlm.evaluation.tune import fit_decoder, save_result, scratch, token_frequencies, tune_trace
+from knnlm.evaluation.tune import (
+    fit_decoder,
+    fit_weights,
+    save_result,
+    scratch,
+    tabulate,
+    token_frequencies,
+    tune_trace,
+)
 from knnlm.ingest.build import build
 from knnlm.io import atomic_write
 from knnlm.lm.causal import CausalLM
@@ -107,28 +114,12 @@ def adapt(
     _check_folder(folder)
     splits = _split(documents, lm, config.seed, limit) if held_out is None else _given(documents, held_out, lm)
     initial = open_initial_model(initial_model or lm.name, like=lm, layers=layers, seed=config.seed)
-    place = folder / DECODER_FOLDER
-    train_decoder(
-        splits.tokens,
-        initial,
-        place,
-        config,
-        device=device or str(lm.device),
-        checkpoint_every=checkpoint_every,
-        progress=progress,
-    )
+    run: dict[str, Any] = {"checkpoint_every": checkpoint_every, "progress": progress}
+    train_decoder(splits.tokens, initial, folder / DECODER_FOLDER, config, device=device or str(lm.device), **run)
     del initial
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()  # what follows decides by the free memory
-    reader = CausalLM.open(str(place), device=str(lm.device), dtype=lm.dtype)
-    store = _build_store(splits.training, folder, reader, lm, progress)
-    del reader
-    tuned_on = {
-        "store": store.fingerprint,
-        "model": lm.identity["weights"],
-        "text": _documents_hash(splits.held_out),
-        "limit": limit,
-    }
+    store = _build_store(splits.training, folder, lm, progress)
+    hashes = {"store": store.fingerprint, "model": lm.identity["weights"], "text": _documents_hash(splits.held_out)}
+    tuned_on = {**hashes, "limit": limit}
     finished = load_adaptation(folder, tuned_on)
     if finished is not None:
         return finished
@@ -214,10 +205,11 @@ def _split(documents: Iterable[Document], lm: CausalLM, seed: int, limit: int) -
     )
 
 
-def _build_store(
-    documents: Sequence[Document], folder: Path, reader: CausalLM, lm: CausalLM, progress: Progress
-) -> Datastore:
+def _build_store(documents: Sequence[Document], folder: Path, lm: CausalLM, progress: Progress) -> Datastore:
     """Build the store with the decoder's keys, or open it if it is complete, and record its language model."""
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()  # of the training: what follows decides by the free memory
+    reader = CausalLM.open(str(folder / DECODER_FOLDER), device=str(lm.device), dtype=lm.dtype)
     if _is_complete(folder):
         store = Datastore.open(folder)
         stored = [document.sha256 for document in store.documents()]

@@ -40,7 +40,6 @@ from knnlm.memories.decoder import CARD, DecoderCard, load_card, save_card
 from knnlm.progress import Advance, Progress, note, silent
 from knnlm.training.data import TokenStream, TrainingBatch, TrainingBatches, count_targets, join_groups
 from knnlm.training.initial_model import InitialModel
-from knnlm.training.loss import Losses, distillation_loss
 from knnlm.training.teacher import SparseTargets, Teacher
 from knnlm.training.trainer import (
     CHECKPOINT,
@@ -48,6 +47,7 @@ from knnlm.training.trainer import (
     SCHEDULES,
     Checkpoint,
     LossCurve,
+    Losses,
     Schedule,
     StepLosses,
     TrainState,
@@ -56,6 +56,7 @@ from knnlm.training.trainer import (
     check_minimum,
     check_positive,
     check_same_settings,
+    distillation_loss,
     draw_curve,
     make_adamw,
     mean_losses,

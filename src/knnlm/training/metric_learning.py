@@ -147,11 +147,7 @@ def train_key_map(
 ) -> KeyMap:
     """Return the map learned from a store's keys; the same for the same seed."""
     config = config or KeyMetricConfig()
-    width = config.width if config.width is not None else store.width
-    if width > store.width:
-        raise ParameterError(
-            f"width must be from 1 to {store.width}, the width of the keys of {store.path}, not {width}."
-        )
+    width = _checked_width(store, config)
     groups = key_documents(store)
     anchors = sample_keys(store, config.anchors, seed=config.seed)
     held_out = _mark_held_out(groups, anchors, config.seed)
@@ -160,7 +156,7 @@ def train_key_map(
     knn_temperature = config.knn_temperature
     rounds: list[dict[str, Any]] = []
     for number in range(config.rounds):
-        found = find_neighbours(
+        neighbours = find_neighbours(
             store,
             anchors,
             groups,
@@ -170,7 +166,8 @@ def train_key_map(
             device=device,
             progress=progress,
         )
-        trainer = _MapTrainer(store, *_split(found, held_out), device=torch.device(device), seed=config.seed + number)
+        split = _split(neighbours, held_out)
+        trainer = _MapTrainer(store, *split, device=torch.device(device), seed=config.seed + number)
         if knn_temperature is None:
             knn_temperature = trainer.best_temperature()
         matrix, scores = trainer.run(matrix, knn_temperature, config, progress)
@@ -187,14 +184,23 @@ def train_key_map(
     return KeyMap(matrix, start.centre, metadata)
 
 
-def _split(found: AnchorNeighbours, held_out: Tensor) -> tuple[AnchorNeighbours, AnchorNeighbours]:
+def _checked_width(store: Datastore, config: KeyMetricConfig) -> int:
+    width = config.width if config.width is not None else store.width
+    if width > store.width:
+        raise ParameterError(
+            f"width must be from 1 to {store.width}, the width of the keys of {store.path}, not {width}."
+        )
+    return width
+
+
+def _split(neighbours: AnchorNeighbours, held_out: Tensor) -> tuple[AnchorNeighbours, AnchorNeighbours]:
     """Return the anchors for training and those for evaluation, without anchors whose neighbours are all alike."""
-    useful = found.same.any(1) & ((found.near >= 0) & ~found.same).any(1)
-    training, testing = found.select(useful & ~held_out), found.select(useful & held_out)
+    useful = neighbours.same.any(1) & ((neighbours.near >= 0) & ~neighbours.same).any(1)
+    training, testing = neighbours.select(useful & ~held_out), neighbours.select(useful & held_out)
     if not len(training) or not len(testing):
         raise ParameterError(
-            f"The store is too small to learn from: of {len(found):,} keys, {int(useful.sum()):,} have neighbours in "
-            "other documents, some with their token and some with another."
+            f"The store is too small to learn from: of {len(neighbours):,} keys, {int(useful.sum()):,} have neighbours "
+            "in other documents, some with their token and some with another."
         )
     return training, testing
 
@@ -283,12 +289,12 @@ def find_neighbours(
     with progress("finding neighbours", total=len(anchors), unit="keys") as advance:
         for begin in range(0, len(anchors), _QUERIES_PER_SEARCH):
             part = slice(begin, begin + _QUERIES_PER_SEARCH)
-            found: Neighbours = index.search(keys.map(store.take(anchors[part])), k)
-            near[part] = _from_other_documents(keys.ids, found.ids.cpu(), groups, groups[anchors[part].numpy()], count)
+            neighbours: Neighbours = index.search(keys.map(store.take(anchors[part])), k)
+            own = groups[anchors[part].numpy()]
+            near[part] = _from_other_documents(keys.ids, neighbours.ids.cpu(), groups, own, count)
             advance(len(anchors[part]))
     values = store.values(store.entries_of(torch.where(near < 0, -1, near)))
-    own = store.values(store.entries_of(anchors))
-    same = (values == own[:, None]) & (near >= 0)
+    same = (values == store.values(store.entries_of(anchors))[:, None]) & (near >= 0)
     weights, counts = store.counts(anchors), store.counts(near)
     if weights is None or counts is None:
         return AnchorNeighbours(anchors, near, same, torch.ones(len(anchors)), torch.zeros(near.shape))
@@ -296,10 +302,10 @@ def find_neighbours(
 
 
 def _from_other_documents(
-    ids: Tensor, found: Tensor, groups: NDArray[np.int64], own: NDArray[np.int64], count: int
+    ids: Tensor, neighbours: Tensor, groups: NDArray[np.int64], own: NDArray[np.int64], count: int
 ) -> Tensor:
     """Return the first `count` neighbours from other documents, (n, count), as key numbers of the store."""
-    keys = torch.where(found < 0, -1, ids[found.clamp(min=0)])
+    keys = torch.where(neighbours < 0, -1, ids[neighbours.clamp(min=0)])
     other = (keys >= 0) & torch.from_numpy(groups[keys.clamp(min=0).numpy()] != own[:, None])
     # A stable sort moves the kept ones to the left in their order.
     order = (~other).to(torch.int8).sort(dim=1, stable=True).indices[:, :count]
@@ -307,10 +313,11 @@ def _from_other_documents(
     return torch.nn.functional.pad(kept, (0, count - kept.shape[1]), value=-1)
 
 
-def vote_log_p(found: AnchorNeighbours, distances: Tensor, knn_temperature: float) -> Tensor:
+def vote_log_p(neighbours: AnchorNeighbours, distances: Tensor, knn_temperature: float) -> Tensor:
     """Return the (n,) log-likelihoods of the anchors' tokens by the vote of neighbours at these (n, K) distances."""
-    near, same, log_counts = (part.to(distances.device) for part in (found.near, found.same, found.log_counts))
-    scores = (-distances / knn_temperature + log_counts.to(distances)).masked_fill(near < 0, -torch.inf)  # (n, K)
+    near, same = neighbours.near.to(distances.device), neighbours.same.to(distances.device)
+    log_counts = neighbours.log_counts.to(distances)
+    scores = (-distances / knn_temperature + log_counts).masked_fill(near < 0, -torch.inf)  # (n, K)
     return scores.masked_fill(~same, -torch.inf).logsumexp(1) - scores.logsumexp(1)
 
 
@@ -332,8 +339,8 @@ class _MapTrainer:
 
     def _load_keys(self) -> tuple[Tensor, Tensor | None]:
         """Return the (u,) numbers of all keys in use and their (u, D) keys, None if they do not fit in memory."""
-        parts = [part.flatten() for found in (self._training, self._testing) for part in (found.anchors, found.near)]
-        ids = torch.cat(parts).unique()
+        both = self._training, self._testing
+        ids = torch.cat([keys.flatten() for one in both for keys in (one.anchors, one.near)]).unique()
         cuda = self._device.type == "cuda"
         limit = torch.cuda.mem_get_info(self._device)[0] // 2 if cuda else _MAX_RESIDENT_BYTES
         if 4 * len(ids) * self._store.width > limit:
@@ -409,8 +416,8 @@ class _MapTrainer:
         ]
         return float(self._testing.mean(torch.cat(parts).double()))
 
-    def _batches(self, found: AnchorNeighbours) -> Iterator[tuple[AnchorNeighbours, Tensor]]:
+    def _batches(self, neighbours: AnchorNeighbours) -> Iterator[tuple[AnchorNeighbours, Tensor]]:
         """Yield some anchors at a time and the differences of their keys to their neighbours', (n, K, D)."""
-        for chosen in torch.arange(len(found)).split(_BATCH_ANCHORS):
-            batch = found.select(chosen)
+        for chosen in torch.arange(len(neighbours)).split(_BATCH_ANCHORS):
+            batch = neighbours.select(chosen)
             yield batch, self._take(batch.near) - self._take(batch.anchors)[:, None]

@@ -37,6 +37,7 @@ from knnlm.training.trainer import (
     check_same_settings,
     make_adamw,
     optimiser_tensors,
+    output_folder,
 )
 
 ROW_ALLOCATIONS = ("uniform", "frequency")
@@ -112,9 +113,7 @@ def train_output(
     where = choose_device(device)
     config = (config or OutputConfig()).resolve(store.key_count, where)
     _check_inputs(store, config, init, log_p_lm)
-    folder = Path(out)
-    if folder.exists() and not folder.is_dir():
-        raise DatastoreError(f"{folder} is a file. Choose another --out.")
+    folder = output_folder(out)
     settings = {**asdict(config), "init": _array_hash(init), "log_p_lm": _array_hash(log_p_lm)}
     wanted = {"store": store.fingerprint, **settings}
     with writer_lock(folder, create=True):
@@ -122,20 +121,24 @@ def train_output(
             card = load_output(folder)[1]
             check_same_settings(folder / OUTPUT_FILE, {"store": card.store, **card.settings}, wanted)
             return card
-        entries = EntryBatches(
-            store,
-            held_out=config.held_out,
-            seed=config.seed,
-            whole_vocabulary=config.vocabulary == "all",
-            device=where,
-            dtype=getattr(torch, config.dtype),
-        )
+        entries = _entry_batches(store, config, where)
         trainer = _OutputTrainer(entries, config, init, log_p_lm)
         trainer.run(Checkpoint(folder / CHECKPOINT, wanted, every=checkpoint_every), progress)
         card = trainer.card(settings)
         save_output(folder, trainer.matrix(), card)
         (folder / CHECKPOINT).unlink(missing_ok=True)
     return card
+
+
+def _entry_batches(store: Datastore, config: OutputConfig, device: torch.device) -> EntryBatches:
+    return EntryBatches(
+        store,
+        held_out=config.held_out,
+        seed=config.seed,
+        whole_vocabulary=config.vocabulary == "all",
+        device=device,
+        dtype=getattr(torch, config.dtype),
+    )
 
 
 def _check_inputs(store: Datastore, config: OutputConfig, init: Tensor | None, log_p_lm: Tensor | None) -> None:

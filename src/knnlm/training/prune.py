@@ -80,10 +80,9 @@ def prune(
         "merged": int(alive.sum()) - int(keep.sum()),
         "explained_variance": None if key_map is None else key_map.metadata["explained_variance"],
     }
+    kept: dict[str, Any] = {} if keep.all() else {"keep": keep, "counts": counts}
     options: dict[str, Any] = {"key_map": key_map, "key_dtype": key_dtype, "metadata": done, "progress": progress}
-    if not keep.all():
-        options |= {"keep": keep, "counts": counts}
-    with closing(derive(store, out, **options)) as smaller:
+    with closing(derive(store, out, **options, **kept)) as smaller:
         return {"tokens": store.entry_count, **_sizes(store, "before"), **_sizes(smaller, "after"), **done}
 
 

@@ -40,7 +40,7 @@ from knnlm.lm.loading import choose_device
 from knnlm.memories.voting import by_token, check_vote
 from knnlm.progress import Progress, silent
 from knnlm.training.data import stored_tokens, tokens_hash
-from knnlm.training.trainer import check_choices, check_minimum, check_same_settings
+from knnlm.training.trainer import check_choices, check_minimum, check_same_settings, output_folder
 
 EXCLUSIONS = ("self", "document")
 TARGETS_FILE = "targets.json"
@@ -139,18 +139,18 @@ class RetrievalTeacher(PlannedTeacher):
 
     def retrieve(self, positions: Tensor) -> tuple[SparseTargets, Tensor]:
         """Return the targets of (n,) positions and the (n,) kept probability; 0 without any neighbour."""
-        found = self._index.search(self.store.take(positions), self._search_k)
-        own = positions.to(found.ids.device)
-        other = (found.ids >= 0) & (own >= 0)[:, None]
+        neighbours = self._index.search(self.store.take(positions), self._search_k)
+        own = positions.to(neighbours.ids.device)
+        other = (neighbours.ids >= 0) & (own >= 0)[:, None]
         if self._documents is None:
-            other &= found.ids != own[:, None]
+            other &= neighbours.ids != own[:, None]
         else:
-            self._documents = documents = self._documents.to(found.ids.device)  # stays there
-            other &= documents[found.ids.clamp(min=0)] != documents[own.clamp(min=0)][:, None]
+            self._documents = documents = self._documents.to(neighbours.ids.device)  # stays there
+            other &= documents[neighbours.ids.clamp(min=0)] != documents[own.clamp(min=0)][:, None]
         # One more than k is searched for: if ties kept the position itself out of the result, drop the last one.
         other &= other.cumsum(1) <= self.config.k
-        values = self.store.values(torch.where(other, found.ids, -1))
-        tokens, probs = token_probabilities(values, found.distances, self.config.knn_temperature)
+        values = self.store.values(torch.where(other, neighbours.ids, -1))
+        tokens, probs = token_probabilities(values, neighbours.distances, self.config.knn_temperature)
         return sparsify(tokens, probs, top=self.config.top, mass=self.config.mass)
 
 
@@ -200,8 +200,8 @@ def _document_numbers(store: Datastore) -> Tensor:
 class _Done:
     """How much of the arrays is valid."""
 
-    rows: int = 0
-    entries: int = 0
+    positions: int = 0
+    tokens: int = 0  # of all targets together
     answered: int = 0  # positions with a target
     mass: float = 0.0  # summed over them
     seconds: float = 0.0
@@ -212,21 +212,21 @@ class Targets:
 
     def __init__(self, path: Path, settings: dict[str, Any], done: _Done) -> None:
         self.path = path
-        self.settings = settings  # teacher, text, rows, vocab_size, and the fields of TeacherConfig
-        self.token_count, self._done = done.rows, done
-        self._offsets = open_array(path / OFFSETS, np.int64, (done.rows + 1,))
-        self._tokens = open_array(path / TOKENS, _token_dtype(settings["vocab_size"]), (done.entries,))
-        self._probs = open_array(path / PROBS, np.float16, (done.entries,))
+        self.settings = settings  # teacher, text, entries, vocab_size, and the fields of TeacherConfig
+        self.token_count, self._done = done.positions, done
+        self._offsets = open_array(path / OFFSETS, np.int64, (done.positions + 1,))
+        self._tokens = open_array(path / TOKENS, _token_dtype(settings["vocab_size"]), (done.tokens,))
+        self._probs = open_array(path / PROBS, np.float16, (done.tokens,))
 
     @classmethod
     def open(cls, path: str | Path) -> Targets:
         """Open what `make_targets` finished."""
         folder = Path(path)
         settings, done = _load(folder)
-        if done.rows != settings["rows"]:
+        if done.positions != settings["entries"]:
             raise DatastoreError(
-                f"{folder}: the targets are unfinished ({done.rows:,} of {settings['rows']:,} tokens are done). "
-                "Run the same command again to finish them."
+                f"{folder}: the targets are unfinished ({done.positions:,} of {settings['entries']:,} tokens are "
+                "done). Run the same command again to finish them."
             )
         return cls(folder, settings, done)
 
@@ -238,7 +238,7 @@ class Targets:
         dense_bytes = _DENSE_BYTES * self.settings["k"]
         return {
             **self.settings,
-            "tokens_per_position": self._done.entries / max(1, self.token_count),
+            "tokens_per_position": self._done.tokens / max(1, self.token_count),
             "without_target": self.token_count - self._done.answered,
             "kept_mass": self._done.mass / max(1, self._done.answered),
             "bytes_per_token": bytes_per_token,
@@ -292,22 +292,20 @@ def make_targets(
     if batch < 1:
         raise ParameterError(f"batch must be at least 1, not {batch}.")
     check_unpruned(store)
-    folder = Path(out)
-    if folder.exists() and not folder.is_dir():
-        raise DatastoreError(f"{folder} is a file. Choose another --out.")
-    shape = {"rows": store.entry_count, "vocab_size": int(store.model["vocab_size"])}
+    folder = output_folder(out)
+    shape = {"entries": store.entry_count, "vocab_size": int(store.model["vocab_size"])}
     settings = {**PlannedTeacher(store, config).metadata, **shape}
     with writer_lock(folder, create=True):
         done = _Done()
         if (folder / TARGETS_FILE).exists():
             found, done = _load(folder)
             check_same_settings(folder, found, settings)
-        if done.rows < store.entry_count or not (folder / OFFSETS).exists():
+        if done.positions < store.entry_count or not (folder / OFFSETS).exists():
             teacher = RetrievalTeacher(store, config, device=str(where))
             writer = _TargetsWriter(folder, settings, done, every=checkpoint_every)
             with progress("retrieving targets", total=store.entry_count, unit="tokens") as advance:
-                advance(done.rows)
-                for begin in range(done.rows, store.entry_count, batch):
+                advance(done.positions)
+                for begin in range(done.positions, store.entry_count, batch):
                     positions = torch.arange(begin, min(begin + batch, store.entry_count))
                     writer.add(*teacher.retrieve(positions))
                     advance(len(positions))
@@ -320,10 +318,10 @@ class _TargetsWriter:
 
     def __init__(self, folder: Path, settings: dict[str, Any], done: _Done, *, every: float) -> None:
         self._folder, self._settings, self._done, self._every = folder, settings, done, every
-        self._offsets = _GrowingArray(folder / OFFSETS, np.int64, done.rows + 1 if done.rows else 0)
-        self._tokens = _GrowingArray(folder / TOKENS, _token_dtype(settings["vocab_size"]), done.entries)
-        self._probs = _GrowingArray(folder / PROBS, np.float16, done.entries)
-        if not done.rows:
+        self._offsets = _GrowingArray(folder / OFFSETS, np.int64, done.positions + 1 if done.positions else 0)
+        self._tokens = _GrowingArray(folder / TOKENS, _token_dtype(settings["vocab_size"]), done.tokens)
+        self._probs = _GrowingArray(folder / PROBS, np.float16, done.tokens)
+        if not done.positions:
             self._offsets.append(np.zeros(1))
         self._saved = time.monotonic()
         self._begun = self._saved - done.seconds
@@ -333,12 +331,12 @@ class _TargetsWriter:
         done = self._done
         lengths = targets.lengths.cpu().numpy()
         used = np.arange(targets.ids.shape[1]) < lengths[:, None]
-        self._offsets.append(done.entries + lengths.cumsum())
+        self._offsets.append(done.tokens + lengths.cumsum())
         self._tokens.append(targets.ids.cpu().numpy()[used])
         self._probs.append(targets.probs.cpu().numpy()[used])
-        done.rows, done.entries = done.rows + len(lengths), done.entries + int(lengths.sum())
+        done.positions, done.tokens = done.positions + len(lengths), done.tokens + int(lengths.sum())
         done.answered, done.mass = done.answered + int((lengths > 0).sum()), done.mass + float(masses.sum())
-        if time.monotonic() - self._saved >= self._every and done.rows < self._settings["rows"]:
+        if time.monotonic() - self._saved >= self._every and done.positions < self._settings["entries"]:
             self._save()
 
     def close(self) -> None:
@@ -363,7 +361,7 @@ def _load(folder: Path) -> tuple[dict[str, Any], _Done]:
     missing = f"There are no targets in {folder}: it has no {TARGETS_FILE}."
     content = load_metadata(file, version=TARGETS_FORMAT, missing=missing, advice=_REMAKE)
     settings, done = (part if isinstance(part, dict) else {} for part in (content.get("settings"), content.get("done")))
-    kinds = {"teacher": str, "text": str, "rows": int, "vocab_size": int, "k": int, "exclude": str, "top": int}
+    kinds = {"teacher": str, "text": str, "entries": int, "vocab_size": int, "k": int, "exclude": str, "top": int}
     for name, kind in kinds.items():
         value = settings.get(name)
         if not isinstance(value, kind) or isinstance(value, bool) or (isinstance(value, int) and value < 0):
@@ -371,8 +369,8 @@ def _load(folder: Path) -> tuple[dict[str, Any], _Done]:
     try:
         loaded = _Done(**done)
     except TypeError:
-        loaded = _Done(rows=-1)
-    counts = (loaded.rows, loaded.entries, loaded.answered)
+        loaded = _Done(positions=-1)
+    counts = (loaded.positions, loaded.tokens, loaded.answered)
     if not all(isinstance(value, int) and not isinstance(value, bool) and value >= 0 for value in counts):
         raise DatastoreCorrupt(f"{file}: the number of finished positions is missing or invalid. {_REMAKE}")
     if not all(isinstance(value, (int, float)) for value in (loaded.mass, loaded.seconds)) or settings["k"] < 1:

@@ -1,7 +1,7 @@
 """What the training of output matrices, key maps and decoders shares.
 
-The learning-rate schedule, the choice of held-out text, the best parameters so far, checkpoints and the loss curve.
-A run that was killed resumes from its checkpoint and, on a CPU, ends with the same numbers.
+The learning-rate schedule, the choice of held-out text, the best parameters so far, checkpoints, the loss curve and the
+distillation loss. A run that was killed resumes from its checkpoint and, on a CPU, ends with the same numbers.
 """
 
 from __future__ import annotations
@@ -11,14 +11,15 @@ import json
 import math
 import os
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from knnlm.errors import DatastoreCorrupt, DatastoreError, MissingExtra, ParameterError
 from knnlm.io import translate_os_errors
@@ -27,8 +28,8 @@ from knnlm.memories.output import load_tensors, save_tensors
 CHECKPOINT, CURVE = "checkpoint.safetensors", "losses.jsonl"
 SCHEDULES = ("linear", "cosine")
 MIN_DOCUMENTS = 16  # with fewer distinct documents, parts of documents are held out instead of whole ones
-
 _CURVE_COLOURS = {"loss": "#1f6feb", "kl": "#d9480f", "ce": "#2b8a3e"}
+_MAX_LOGITS = 1 << 26  # processed at a time: 256 MB in float32
 
 
 @dataclass
@@ -143,6 +144,14 @@ class Checkpoint:
         except (KeyError, TypeError, ValueError) as error:
             raise DatastoreCorrupt(f"{self.path}: not a checkpoint of this training ({error}). Remove it.") from None
         return restored
+
+
+def output_folder(out: str | Path) -> Path:
+    """Return the folder to train into. Raise if it is a file."""
+    folder = Path(out)
+    if folder.exists() and not folder.is_dir():
+        raise DatastoreError(f"{folder} is a file. Choose another --out.")
+    return folder
 
 
 def check_same_settings(path: Path, found: Any, wanted: Mapping[str, Any]) -> None:
@@ -328,3 +337,83 @@ def draw_curve(lines: Sequence[dict[str, Any]], held_out: Sequence[dict[str, Any
     # Without the date and the version, the same numbers give the same bytes.
     figure.savefig(file, format="png", metadata={"Software": None})
     return file.getvalue()
+
+
+class Losses(NamedTuple):
+    """Losses of a batch, in nats."""
+
+    total: Tensor  # the sum over all positions, divided by `positions`; the only one with a gradient
+    kl: Tensor  # the sum over positions with a target distribution
+    ce: Tensor  # the sum over all positions that count
+    with_target: Tensor  # the number of positions with a target distribution
+
+
+def distillation_loss(
+    logits: Tensor,
+    targets: Tensor,
+    ids: Tensor | None = None,
+    probs: Tensor | None = None,
+    *,
+    beta: float = 0.0,
+    positions: int | None = None,
+    rows: int | None = None,
+) -> Losses:
+    """Compare (N, V) logits with (N,) next tokens and with (N, m) tokens and probabilities from retrieval.
+
+    A target below 0 does not count. A row without probabilities has the cross-entropy alone. `positions` is the divisor
+    of the sum, for a batch that is part of a larger one; `rows` is how many rows are processed at a time.
+    """
+    if ids is None or probs is None or not beta:
+        ids, probs, beta = targets.new_zeros(len(targets), 0), logits.new_zeros(len(targets), 0), 0.0
+    divisor = (targets >= 0).sum().clamp(min=1) if positions is None else torch.tensor(positions)
+    rows = rows or max(1, _MAX_LOGITS // max(1, logits.shape[1]))
+    losses = _Distillation.apply(logits, targets, ids, probs, beta, divisor, rows)  # type: ignore[no-untyped-call]
+    return Losses(*losses)
+
+
+class _Distillation(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, logits: Tensor, targets: Tensor, ids: Tensor, probs: Tensor, beta: float, divisor: Tensor, rows: int
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        dtype = torch.float64 if logits.dtype == torch.float64 else torch.float32
+        normaliser = torch.empty(len(logits), dtype=dtype, device=logits.device)
+        kl, ce = torch.zeros_like(normaliser), torch.zeros_like(normaliser)
+        wanted = probs.to(dtype)
+        for part in _slices(len(logits), rows):
+            scores = logits[part].to(dtype)  # (n, V)
+            normaliser[part] = scores.logsumexp(1)
+            ce[part] = normaliser[part] - scores.gather(1, targets[part].clamp(min=0)[:, None])[:, 0]
+            log_q = scores.gather(1, ids[part]) - normaliser[part][:, None]
+            # Where p is 0 the product is 0, even if log q is -inf.
+            cross = (wanted[part] * log_q).masked_fill(wanted[part] == 0, 0.0)
+            kl[part] = (torch.xlogy(wanted[part], wanted[part]) - cross).sum(1)
+        counted = targets >= 0
+        with_target = counted & (probs > 0).any(1)
+        kl, ce = kl.masked_fill(~with_target, 0.0), ce.masked_fill(~counted, 0.0)
+        share = beta * with_target.to(dtype)
+        total = (share * kl + (1 - share) * ce).sum() / divisor
+        ctx.save_for_backward(logits, targets, ids, wanted, normaliser, share, divisor)
+        ctx.rows = rows
+        out = total, kl.sum(), ce.sum(), with_target.sum()
+        ctx.mark_non_differentiable(*out[1:])
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, outer: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
+        logits, targets, ids, wanted, normaliser, share, divisor = ctx.saved_tensors
+        weight = (targets >= 0) * (outer.to(wanted.dtype) / divisor)  # (N,)
+        gradient = torch.empty_like(logits)
+        for part in _slices(len(logits), ctx.rows):
+            own, kl, ce = weight[part], share[part] * weight[part], (1 - share[part]) * weight[part]
+            scores = (logits[part].to(wanted.dtype) - normaliser[part][:, None]).exp_()
+            scores *= (own + kl * (wanted[part].sum(1) - 1))[:, None]
+            scores.scatter_add_(1, ids[part], -kl[:, None] * wanted[part])
+            scores.scatter_add_(1, targets[part].clamp(min=0)[:, None], -ce[:, None])
+            gradient[part] = scores
+        return gradient, None, None, None, None, None, None
+
+
+def _slices(count: int, size: int) -> Iterator[slice]:
+    return (slice(begin, begin + size) for begin in range(0, count, size))

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from knnlm.datastore.indexes import open_index
 from knnlm.memories.knn import KnnMemory, stored_passage
-from knnlm.memories.voting import RetrievedNeighbours
+from knnlm.memories.voting import VoteOutput
 from knnlm.report.context import ReportContext
 from knnlm.report.study import Cell, Example, ExampleNeighbour, Line, Plot, Study, StudyUnavailable, Table
 
@@ -112,9 +112,9 @@ def study_examples(context: ReportContext) -> Study:
         rows = _distinct(context, order, count)
         keys = torch.from_numpy(np.array(context.test.keys[np.sort(rows)])).to(context.device)
         place = {row: number for number, row in enumerate(np.sort(rows).tolist())}
-        found = memory.search(keys, setting.k)
+        output = memory.output(memory.search(keys, setting.k))
         examples[kind] = [
-            _example(context, memory, found, place[row], row, [float(column[row]) for column in (model, vote, mixed)])
+            _example(context, output, place[row], row, [float(column[row]) for column in (model, vote, mixed)])
             for row in rows
         ]
     most, worst = examples["gained most"][0], examples["lost most"][0]
@@ -142,26 +142,25 @@ def _distinct(context: ReportContext, order: Sequence[int], count: int) -> list[
     return list(chosen.values())
 
 
-def _example(
-    context: ReportContext, memory: KnnMemory, found: RetrievedNeighbours, number: int, row: int, logs: Sequence[float]
-) -> Example:
+def _example(context: ReportContext, output: VoteOutput, number: int, row: int, logs: Sequence[float]) -> Example:
+    """Describe one row of the held-out text, which is a row of `output` too, by its number there."""
     trace, decode = context.test.trace, context.lm.decode
     first = row - int(trace.positions[row])
     preceding = trace.targets[max(first, row - _CONTEXT_TOKENS) : row].tolist()
     document = context.test.documents[sorted(set(trace.documents.tolist())).index(first)]
     p_lm, p_knn, p = (float(np.exp(log_p)) for log_p in logs)
-    votes = memory.output(found).components[0].log_weights[number].exp()
+    votes, neighbours = output.components[0].log_weights[number].exp(), output.neighbours
     target = int(trace.targets[row])
-    neighbours = []
+    shown = []
     for place in range(min(_MAX_NEIGHBOURS, len(votes))):
-        where, value = int(found.ids[number, place]), int(found.values[number, place])
+        where, value = int(neighbours.ids[number, place]), int(neighbours.values[number, place])
         if where < 0:
             continue
         passage = stored_passage(context.store, where, decode, before=_BEFORE, after=_AFTER)
-        neighbours.append(
+        shown.append(
             ExampleNeighbour(
                 weight=float(votes[place]),
-                distance=float(found.distances[number, place]),
+                distance=float(neighbours.distances[number, place]),
                 token=passage.token,
                 agrees=value == target,
                 document=passage.document,
@@ -170,4 +169,4 @@ def _example(
                 after=passage.after,
             )
         )
-    return Example(decode(preceding), decode([target]), document.source, p_lm, p_knn, p, logs[2] - logs[0], neighbours)
+    return Example(decode(preceding), decode([target]), document.source, p_lm, p_knn, p, logs[2] - logs[0], shown)

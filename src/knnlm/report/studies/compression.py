@@ -20,9 +20,9 @@ from knnlm.index.faiss import FaissIndex
 from knnlm.index.rerank import RerankedIndex
 from knnlm.memories.knn import KnnMemory
 from knnlm.report.context import ReportContext
-from knnlm.report.search import ArrayVectors, Outcome, SubsetIndex, VectorSubset, search_trace
+from knnlm.report.search import ArrayVectors, SubsetIndex, VectorSubset, search_trace
 from knnlm.report.studies.store import both_texts, search_both, select_for
-from knnlm.report.study import FIGURES, Cell, Line, Plot, Study, StudyUnavailable, Table, lowest
+from knnlm.report.study import Line, Outcome, Plot, Study, StudyUnavailable, Table
 from knnlm.training.prune import prune, store_log_p
 
 # By `quick`:
@@ -45,6 +45,17 @@ class _Quantised:
     outcome: Outcome
 
 
+@dataclass(frozen=True)
+class _Pruned:
+    """One way to prune the store, and its result."""
+
+    name: str
+    options: str  # of `knnlm prune`
+    keys: int
+    bytes: int
+    outcome: Outcome
+
+
 def study_quantised(context: ReportContext) -> Study:
     """Store keys in fewer bytes, and vote with the distances of the codes or of the keys."""
     kept, notes = _quantise(context)
@@ -53,7 +64,6 @@ def study_quantised(context: ReportContext) -> Study:
     exact, *codes = kept
     coarse = min(codes, key=lambda one: one.bytes)
     again = codes[codes.index(coarse) + 1]
-    rows: list[list[Cell]] = [[one.name, one.distances, one.bytes, one.recall, *one.outcome.figures()] for one in kept]
     lines = [
         Line(name, [one.bytes for one in own], [one.outcome.test for one in own])
         for name in (_OWN_DISTANCES, _RERANKED)
@@ -71,24 +81,14 @@ def study_quantised(context: ReportContext) -> Study:
         ),
         command=context.report_command("quantised"),
         tables=[
-            Table.build(
-                {"keys stored as": "", "distances": "", "bytes per key": ",d", "recall": ".1%", **FIGURES},
-                rows,
+            Table.of_outcomes(
+                {"keys stored as": "", "distances": "", "bytes per key": ",d", "recall": ".1%"},
+                [(one.name, one.distances, one.bytes, one.recall) for one in kept],
+                [one.outcome for one in kept],
                 caption=f"Recall: the share of the {context.chosen[0].k} exact neighbours that are found.",
-                best=lowest([one.outcome.valid for one in kept]),
             )
         ],
-        plots=[
-            Plot(
-                "points",
-                "Perplexity by the size of a key",
-                "bytes per key",
-                "perplexity",
-                lines,
-                log_x=True,
-                levels={"exact": exact.outcome.test},
-            )
-        ],
+        plots=[Plot.points("Perplexity by the size of a key", "bytes per key", lines, exact=exact.outcome.test)],
         notes=[*notes, f"For the whole text: {index} && {evaluation}"],
     )
 
@@ -112,9 +112,9 @@ def _quantise(context: ReportContext) -> tuple[list[_Quantised], list[str]]:
             notes.append(f"{spec} was skipped: {error}")
             continue
         for name, one in ((_OWN_DISTANCES, index), (_RERANKED, RerankedIndex(index, keys))):
-            found = search_both(context, SubsetIndex(one, part), texts)
-            outcome = select_for(context, found, texts=texts)
-            kept.append(_Quantised(spec, name, size, recall(found[1].ids, exact[1].ids), outcome))
+            neighbours = search_both(context, SubsetIndex(one, part), texts)
+            outcome = select_for(context, neighbours, texts=texts)
+            kept.append(_Quantised(spec, name, size, recall(neighbours[1].ids, exact[1].ids), outcome))
     return kept, notes
 
 
@@ -154,41 +154,48 @@ def study_pruning(context: ReportContext) -> Study:
             f"{_MAX_PRUNED_KEYS[context.quick]:,} are pruned here{' with --quick' if context.quick else ''}. "
             "Run knnlm prune instead"
         )
-    made: list[tuple[str, str, int, int, Outcome]] = []
-    whole = select_for(context, search_both(context, ExactIndex(store.keys, device=context.device)))
-    made.append(("the whole store", "", store.key_count, store.bytes, whole))
-    for name, options, settings in _prune_settings(context):
-        with closing(_prune(context, settings)) as smaller:
-            made.append((name, options, smaller.key_count, smaller.bytes, _measure(context, smaller)))
-        shutil.rmtree(smaller.path, ignore_errors=True)
-    rows: list[list[Cell]] = [
-        [name, keys, size, size / store.bytes, one.knn_temperature, one.lmbda, one.valid, one.test]
-        for name, _, keys, size, one in made
-    ]
-    smallest = min(made, key=lambda one: one[3])
-    lines = [Line(name, [size], [one.test]) for name, _, _, size, one in made]
+    made = _prune_all(context)
+    smallest = min(made, key=lambda one: one.bytes)
     out = context.work / "pruned"
     return Study(
         name="pruning",
         title="A smaller store",
         paper="Efficient Nearest Neighbor Language Models (He et al. 2021)",
         finding=(
-            f"In {smallest[3] / store.bytes:.0%} of the bytes ({smallest[0]}) perplexity is {smallest[4].test:.2f} "
-            f"instead of {whole.test:.2f}."
+            f"In {smallest.bytes / store.bytes:.0%} of the bytes ({smallest.name}) perplexity is "
+            f"{smallest.outcome.test:.2f} instead of {made[0].outcome.test:.2f}."
         ),
-        command=context.command("prune", context.options.store, "--out", out, *smallest[1].split())
+        command=context.command("prune", context.options.store, "--out", out, *smallest.options.split())
         + "\n"
-        + context.command("eval", out, context.work / "test.jsonl", "--memories", "knn", *smallest[4].options()),
+        + context.command("eval", out, context.work / "test.jsonl", "--memories", "knn", *smallest.outcome.options()),
         tables=[
-            Table.build(
-                {"store": "", "keys": ",d", "bytes": ",d", "of all": ".0%", **FIGURES},
-                rows,
+            Table.of_outcomes(
+                {"store": "", "keys": ",d", "bytes": ",d", "of all": ".0%"},
+                [(one.name, one.keys, one.bytes, one.bytes / store.bytes) for one in made],
+                [one.outcome for one in made],
                 caption=f"Exact search with k = {context.chosen[0].k}; bytes of keys and tokens.",
-                best=lowest([one[4].valid for one in made]),
             )
         ],
-        plots=[Plot("points", "Perplexity by the size of the store", "bytes", "perplexity", lines, log_x=True)],
+        plots=[
+            Plot.points(
+                "Perplexity by the size of the store",
+                "bytes",
+                [Line(one.name, [one.bytes], [one.outcome.test]) for one in made],
+            )
+        ],
     )
+
+
+def _prune_all(context: ReportContext) -> list[_Pruned]:
+    """Measure the whole store, then prune it in every way and measure each result."""
+    store = context.store
+    whole = select_for(context, search_both(context, ExactIndex(store.keys, device=context.device)))
+    made = [_Pruned("the whole store", "", store.key_count, store.bytes, whole)]
+    for name, options, settings in _prune_settings(context):
+        with closing(_prune(context, settings)) as smaller:
+            made.append(_Pruned(name, options, smaller.key_count, smaller.bytes, _measure(context, smaller)))
+        shutil.rmtree(smaller.path, ignore_errors=True)
+    return made
 
 
 def _prune_settings(context: ReportContext) -> Iterator[tuple[str, str, dict[str, Any]]]:
@@ -214,8 +221,8 @@ def _measure(context: ReportContext, smaller: Datastore) -> Outcome:
     setting = context.chosen[0]
     index = ExactIndex(smaller.keys, device=context.device)
     memory = KnnMemory(smaller, index, k=setting.k, knn_temperature=setting.knn_temperature)
-    found = [
+    neighbours = [
         search_trace(memory, read.keys, setting.k, device=context.device, progress=context.progress)
         for read in both_texts(context)
     ]
-    return select_for(context, found)
+    return select_for(context, neighbours)

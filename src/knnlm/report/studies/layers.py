@@ -19,8 +19,8 @@ from knnlm.memories.voting import RetrievedNeighbours
 from knnlm.mixture.readers import Readers
 from knnlm.progress import Progress
 from knnlm.report.context import ReportContext, TracedText, perplexity
-from knnlm.report.search import ArrayVectors, Outcome, select_settings, with_neighbours
-from knnlm.report.study import FIGURES, Cell, Plot, Study, StudyUnavailable, Table, lowest
+from knnlm.report.search import ArrayVectors, select_settings, with_neighbours
+from knnlm.report.study import Outcome, Plot, Study, StudyUnavailable, Table, lowest
 
 # By `quick`:
 _STORED_TOKENS = {True: 4000, False: 20_000}
@@ -52,9 +52,7 @@ def study_layer(context: ReportContext) -> Study:
             select_settings(*(_neighbours(index, memory, source, *text, k=context.chosen[0].k) for text in texts))
         )
     names = [f"{source.place}{' (this store)' * (source == own)}" for source in sources]
-    rows: list[list[Cell]] = [
-        [name, source.layer, one.k, *one.figures()] for name, source, one in zip(names, sources, tried, strict=True)
-    ]
+    cells = [(name, source.layer, one.k) for name, source, one in zip(names, sources, tried, strict=True)]
     perplexities = [one.test for one in tried]
     best, base = lowest([one.valid for one in tried]), perplexity(texts[1][0].lm_log_probs)
     size = f"{len(memory.targets):,} stored tokens and {len(texts[1][0]):,} of the held-out text"
@@ -67,13 +65,7 @@ def study_layer(context: ReportContext) -> Study:
             f"{max(perplexities):.2f}, the model alone {base:.2f}, all on the same sample."
         ),
         command=context.report_command("layer"),
-        tables=[
-            Table.build(
-                {"key layer": "", "layer": "d", "k": ",d", **FIGURES},
-                rows,
-                best=best,
-            )
-        ],
+        tables=[Table.of_outcomes({"key layer": "", "layer": "d", "k": ",d"}, cells, tried)],
         plots=[
             Plot.bars("Perplexity by key layer", [source.place for source in sources], perplexities, model_alone=base)
         ],
@@ -91,29 +83,29 @@ def _sources(context: ReportContext) -> tuple[list[Source], list[str]]:
     wanted = [Source(knn.source.reader, place, last) for place in PLACES]
     if knn.source not in wanted:
         wanted.append(knn.source)
-    found, notes = [], []
+    layers, notes = [], []
     for source in wanted:
         try:
             context.mixture.readers.layer(source)
-            found.append(source)
+            layers.append(source)
         except KeyLayerError as error:
             notes.append(f"{source.place} was skipped: {error}")
-    if len(found) < 2:
+    if len(layers) < 2:
         raise StudyUnavailable("the model has only one key layer")
-    return found, notes
+    return layers, notes
 
 
 def _sample(context: ReportContext, tokens: int) -> list[list[int]]:
     """Return documents of the store, in the order of a hash of their text, up to so many tokens."""
     documents = sorted(context.store.documents(), key=lambda document: (document.sha256, document.number))
-    found: list[list[int]] = []
+    sample: list[list[int]] = []
     for document in documents:
-        room = tokens - sum(map(len, found))
+        room = tokens - sum(map(len, sample))
         if room <= 0:
             break
-        rows = torch.arange(document.first_entry, document.first_entry + min(document.entries, room))
-        found.append(context.store.values(rows).tolist())
-    return found
+        entries = torch.arange(document.first_entry, document.first_entry + min(document.entries, room))
+        sample.append(context.store.values(entries).tolist())
+    return sample
 
 
 def _read_all(
@@ -139,10 +131,10 @@ def read_keys(
         for batch in readers.read(documents, shape, dict.fromkeys(sources, 0), batch_tokens=1024):
             targets[batch.rows] = batch.targets.cpu()
             for source in sources:
-                seen = batch.context.states[source].float().cpu()
+                states = batch.context.states[source].float().cpu()
                 if source not in keys:
-                    keys[source] = torch.zeros(total, seen.shape[1])
-                keys[source][batch.rows] = seen
+                    keys[source] = torch.zeros(total, states.shape[1])
+                keys[source][batch.rows] = states
             advance(len(batch.rows))
     return _LayerKeys(keys, targets)
 
@@ -160,7 +152,7 @@ def _read_text(
 def _neighbours(
     index: ExactIndex, memory: _LayerKeys, source: Source, trace: Trace, text: _LayerKeys, *, k: int
 ) -> Trace:
-    found = index.search(text.keys[source], min(max(k, 1), len(memory.targets)))
-    ids = found.ids.cpu()
+    neighbours = index.search(text.keys[source], min(max(k, 1), len(memory.targets)))
+    ids = neighbours.ids.cpu()
     values = memory.targets[ids.clamp(min=0)].masked_fill(ids < 0, -1)
-    return with_neighbours(trace, RetrievedNeighbours(ids, found.distances.cpu(), values))
+    return with_neighbours(trace, RetrievedNeighbours(ids, neighbours.distances.cpu(), values))

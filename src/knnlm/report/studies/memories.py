@@ -9,11 +9,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from knnlm.evaluation.fit import evaluate_table
 from knnlm.evaluation.sweep import LAMBDAS
+from knnlm.evaluation.tune import evaluate_table
 from knnlm.mixture.weights import GatedWeights
-from knnlm.report.context import ReportContext, TracedText, perplexity
-from knnlm.report.crossval import describe_folds
+from knnlm.report.context import ReportContext, TracedText, describe_folds, perplexity
 from knnlm.report.study import Cell, Line, Plot, Study, StudyUnavailable, Table, lowest, percent_lower
 
 _ORACLE_NAMES = ("model", "one λ", "gated", "better of two", "best of all")
@@ -27,11 +26,11 @@ def name_memories(labels: Sequence[str]) -> list[str]:
         kind, _, path = label.partition("=")
         folders = [folder for folder in path.split("/") if folder]
         possible.append([*(f"{kind}={'/'.join(folders[-count:])}" for count in range(1, len(folders) + 1)), label])
-    found = []
+    names = []
     for number, own in enumerate(possible):
         taken = {name for other, names in enumerate(possible) if other != number for name in names}
-        found.append(next((name for name in own if name not in taken), own[-1]))
-    return found
+        names.append(next((name for name in own if name not in taken), own[-1]))
+    return names
 
 
 def study_memories(context: ReportContext) -> Study:
@@ -97,11 +96,6 @@ def study_baselines(context: ReportContext) -> Study:
     ]
     figures = {name: test[best] for name, (_, best, _, test) in tried.items()}
     knn = figures.pop("knn")
-    notes = (
-        [] if any(label.startswith("decoder=") for label in context.labels) else ["No second model. Add one with --lm."]
-    )
-    if "output" not in context.labels:
-        notes.append("No output matrix. Train one with knnlm distill.")
     if not figures:
         raise StudyUnavailable("there is no memory besides knn")
     name = min(figures, key=lambda name: tried[name][2][tried[name][1]])  # on the tuning text
@@ -124,31 +118,41 @@ def study_baselines(context: ReportContext) -> Study:
             )
         ],
         plots=[Plot.curves("Perplexity of the held-out text by λ", "λ", lines, model_alone=context.base)],
-        notes=notes,
+        notes=_missing_memories(context.labels),
         numbers={"lambda": list(LAMBDAS), **{name: {"valid": one[2], "test": one[3]} for name, one in tried.items()}},
     )
 
 
+def _missing_memories(labels: Sequence[str]) -> list[str]:
+    """Return how to add the memories that the report has none of."""
+    notes = []
+    if not any(label.startswith("decoder=") for label in labels):
+        notes.append("No second model. Add one with --lm.")
+    if "output" not in labels:
+        notes.append("No output matrix. Train one with knnlm distill.")
+    return notes
+
+
 def _alone(context: ReportContext, number: int, lmbda: float) -> str:
     """Return the commands that evaluate one memory alone; k and τ of a cache can only be tuned."""
-    label, found = context.labels[number], context.sweeps[number]
-    if found is not None:
+    label, swept = context.labels[number], context.sweeps[number]
+    if swept is not None:
         return context.tune_command("--memories", label) + "\n" + context.eval_command("--memories", label)
     return context.eval_command("--memories", label, "--lambda", lmbda)
 
 
 def _pair(context: ReportContext, read: TracedText, number: int) -> tuple[Tensor, Tensor]:
     """Return (N,) log-probabilities by the model and by the first component of a memory, at its best setting."""
-    seen = context.table(read, "fixed")
-    model, memory = seen.lm_log_probs.double(), seen.memories[number].log_probs[:, 0].double()
+    table = context.table(read, "fixed")
+    model, memory = table.lm_log_probs.double(), table.memories[number].log_probs[:, 0].double()
     return model, torch.where(memory.isnan(), model, memory)
 
 
 def _by_lambda(model: Tensor, memory: Tensor) -> Tensor:
     """Return the perplexity of the mixture for each λ."""
     weights = torch.tensor(LAMBDAS, dtype=torch.float64)
-    found = [float(torch.logaddexp(model + (1 - w).log(), memory + w.log()).mean()) for w in weights]
-    return (-torch.tensor(found, dtype=torch.float64)).exp()
+    means = [float(torch.logaddexp(model + (1 - w).log(), memory + w.log()).mean()) for w in weights]
+    return (-torch.tensor(means, dtype=torch.float64)).exp()
 
 
 def study_oracle(context: ReportContext) -> Study:
@@ -193,12 +197,12 @@ def study_skip(context: ReportContext) -> Study:
     weights = context.fit(everything, "gated").weights
     if not isinstance(weights, GatedWeights) or weights.skip is None:
         raise StudyUnavailable("the gate has no network that predicts where to search")
-    seen = context.table(context.test, "gated")
-    before = seen.features(weights.frequencies, without=seen.expensive, leave_out=True)
+    table = context.table(context.test, "gated")
+    before = table.features(weights.frequencies, without=table.expensive, leave_out=True)
     rows: list[list[Cell]] = []
     for fraction in _FRACTIONS:
         skipped = 1 - float(weights.skip.search_mask(before, fraction).double().mean())
-        rows.append([fraction, skipped, evaluate_table(seen, replace(weights, fraction=fraction)).perplexity])
+        rows.append([fraction, skipped, evaluate_table(table, replace(weights, fraction=fraction)).perplexity])
     figures = [float(str(row[2])) for row in rows]
     shares = [float(str(row[1])) for row in rows]
     half = min(range(len(rows)), key=lambda number: abs(shares[number] - 0.5))

@@ -28,19 +28,11 @@ def study_output(context: ReportContext) -> Study:
             f"with --quick, a matrix is trained on at most {_MAX_QUICK_KEYS:,} keys, and the store has "
             f"{store.key_count:,}"
         )
-    rows: list[list[Cell]] = []
-    curves: list[Line] = []
-    for r in _ROWS:
-        folder = context.work / f"output-r{r}-{store.fingerprint}"
-        card = train_output(store, folder, OutputConfig(rows=r), device=context.device, progress=context.progress)
-        valid, test = (_by_lambda(read, read_matrix(context, folder, read)) for read in (context.valid, context.test))
-        best = lowest(valid)
-        rows.append([r, card.rows, _parameters(store.model["width"], card), LAMBDAS[best], valid[best], test[best]])
-        curves.append(Line(f"r = {r}", list(LAMBDAS), [*test]))
+    rows, curves = _train_all(context)
     figures = [float(str(row[5])) for row in rows]
     best = lowest([float(str(row[4])) for row in rows])
     knn = context.measure((context.knn,), "fixed")[1]
-    out = context.work / f"output-r{_ROWS[best]}-{store.fingerprint}"
+    out = _folder(context, _ROWS[best])
     return Study(
         name="output",
         title="An output matrix instead of the store",
@@ -65,17 +57,36 @@ def study_output(context: ReportContext) -> Study:
     )
 
 
+def _folder(context: ReportContext, rows: int) -> Path:
+    return context.work / f"output-r{rows}-{context.store.fingerprint}"
+
+
+def _train_all(context: ReportContext) -> tuple[list[list[Cell]], list[Line]]:
+    """Train every matrix, and return the rows of the table and the perplexity of the held-out text by λ."""
+    store = context.store
+    rows: list[list[Cell]] = []
+    curves: list[Line] = []
+    for r in _ROWS:
+        folder = _folder(context, r)
+        card = train_output(store, folder, OutputConfig(rows=r), device=context.device, progress=context.progress)
+        valid, test = (_by_lambda(read, read_matrix(context, folder, read)) for read in (context.valid, context.test))
+        best = lowest(valid)
+        rows.append([r, card.rows, _parameters(store.model["width"], card), LAMBDAS[best], valid[best], test[best]])
+        curves.append(Line(f"r = {r}", list(LAMBDAS), [*test]))
+    return rows, curves
+
+
 def read_matrix(context: ReportContext, folder: Path, read: TracedText) -> Tensor:
     """Return the (N,) log-probabilities of a text by a trained matrix."""
     memory = OutputMemory.open(folder, device=context.device)
     assert memory.source is not None
-    found = []
+    blocks = []
     for begin in range(0, len(read.keys), _BATCH_POSITIONS):
         rows = slice(begin, begin + _BATCH_POSITIONS)
         keys = torch.from_numpy(np.array(read.keys[rows])).to(context.device)
         targets = torch.from_numpy(np.array(read.trace.targets[rows])).long().to(context.device)
-        found.append(memory.predict(Context({memory.source: keys})).components[0].log_prob(targets).cpu())
-    return torch.cat(found).double()
+        blocks.append(memory.predict(Context({memory.source: keys})).components[0].log_prob(targets).cpu())
+    return torch.cat(blocks).double()
 
 
 def _by_lambda(read: TracedText, matrix: Tensor) -> list[float]:

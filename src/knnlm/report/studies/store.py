@@ -13,7 +13,6 @@ from knnlm.index.exact import ExactIndex
 from knnlm.memories.voting import RetrievedNeighbours
 from knnlm.report.context import ReportContext, TracedText
 from knnlm.report.search import (
-    Outcome,
     SubsetIndex,
     VectorSubset,
     merge_neighbours,
@@ -21,7 +20,7 @@ from knnlm.report.search import (
     select_settings,
     with_neighbours,
 )
-from knnlm.report.study import FIGURES, Cell, Line, Plot, Study, StudyUnavailable, Table, lowest, percent_lower
+from knnlm.report.study import Line, Outcome, Plot, Study, StudyUnavailable, Table, lowest, percent_lower
 
 _HALVINGS = 4  # the smallest subset of the store is 1/16
 
@@ -44,15 +43,15 @@ def search_both(
 
 def select_for(
     context: ReportContext,
-    found: Sequence[RetrievedNeighbours],
+    neighbours: Sequence[RetrievedNeighbours],
     *,
     metric: str = "l2",
     texts: Sequence[TracedText] | None = None,
 ) -> Outcome:
     """Choose τ and λ for the neighbours of both texts, with the k that was chosen for the store."""
     valid, test = (
-        with_neighbours(read.trace, neighbours, metric=metric)
-        for read, neighbours in zip(texts or both_texts(context), found, strict=True)
+        with_neighbours(read.trace, own, metric=metric)
+        for read, own in zip(texts or both_texts(context), neighbours, strict=True)
     )
     return select_settings(valid, test, k=context.chosen[0].k)
 
@@ -63,22 +62,16 @@ def study_size(context: ReportContext) -> Study:
     if len(groups) < 2:
         raise StudyUnavailable("the store has too few documents")
     k = context.chosen[0].k
-    found: list[RetrievedNeighbours | None] = [None, None]
+    nearest: list[RetrievedNeighbours | None] = [None, None]
     tried: list[Outcome] = []
     for group in groups:
         part = VectorSubset(context.store.keys, group)
         more = search_both(context, SubsetIndex(ExactIndex(part, device=context.device), part))
-        merged = [merge_neighbours(old, new, k) for old, new in zip(found, more, strict=True)]
+        merged = [merge_neighbours(old, new, k) for old, new in zip(nearest, more, strict=True)]
         tried.append(select_for(context, merged))
-        found = [*merged]
+        nearest = [*merged]
     keys = np.cumsum([len(group) for group in groups]).tolist()
-    rows: list[list[Cell]] = [
-        [share, count, *one.figures()] for share, count, one in zip(shares, keys, tried, strict=True)
-    ]
-    lines = [
-        Line("tuning text", keys, [one.valid for one in tried]),
-        Line("held-out text", keys, [one.test for one in tried]),
-    ]
+    title = "Perplexity by the size of the store"
     return Study(
         name="size",
         title="Size of the store",
@@ -90,16 +83,14 @@ def study_size(context: ReportContext) -> Study:
         ),
         command=context.report_command("size"),
         tables=[
-            Table.build(
-                {"share": ".1%", "entries": ",d", **FIGURES},
-                rows,
+            Table.of_outcomes(
+                {"share": ".1%", "entries": ",d"},
+                list(zip(shares, keys, strict=True)),
+                tried,
                 caption=f"Exact search with k = {k}. Whole documents, in the order of a hash of their text.",
-                best=lowest([one.valid for one in tried]),
             )
         ],
-        plots=[
-            Plot.curves("Perplexity by the size of the store", "entries", lines, log_x=True, model_alone=context.base)
-        ],
+        plots=[Plot.curves(title, "entries", Line.of_outcomes(keys, tried), log_x=True, model_alone=context.base)],
     )
 
 
@@ -134,9 +125,7 @@ def study_metric(context: ReportContext) -> Study:
         )
         for metric in names
     ]
-    rows: list[list[Cell]] = [
-        [name, metric, one.k, *one.figures()] for (metric, name), one in zip(names.items(), tried, strict=True)
-    ]
+    cells = [(name, metric, one.k) for (metric, name), one in zip(names.items(), tried, strict=True)]
     best = lowest([one.valid for one in tried])
     first, second = (list(names.values())[number] for number in (best, 1 - best))
     return Study(
@@ -148,16 +137,8 @@ def study_metric(context: ReportContext) -> Study:
             "its own τ and λ."
         ),
         command=context.eval_command("--memories", "knn", "--metric", "ip", *tried[1].options()),
-        tables=[
-            Table.build(
-                {"metric": "", "--metric": "", "k": ",d", **FIGURES},
-                rows,
-                best=best,
-            )
-        ],
+        tables=[Table.of_outcomes({"metric": "", "--metric": "", "k": ",d"}, cells, tried)],
         plots=[
-            Plot.bars(
-                "Perplexity by metric", list(names.values()), [one.test for one in tried], model_alone=context.base
-            )
+            Plot.bars("Perplexity by metric", [*names.values()], [one.test for one in tried], model_alone=context.base)
         ],
     )

@@ -6,16 +6,15 @@ from collections.abc import Sequence
 
 from knnlm.evaluation.sweep import Sweep
 from knnlm.report.context import ReportContext
-from knnlm.report.search import Outcome
-from knnlm.report.study import FIGURES, Cell, Line, Plot, Study, Table, lowest, percent_lower
+from knnlm.report.study import Line, Outcome, Plot, Study, Table, lowest, percent_lower
 
 
 def study_k(context: ReportContext) -> Study:
     """For each k, choose τ and λ on the tuning text and evaluate them on the held-out text."""
-    found, measured = context.sweep, _on_test(context)
+    swept, measured = context.sweep, _on_test(context)
     tried = [
-        _outcome(found, measured, k, *divmod(int(found.perplexity[k].argmin()), len(found.lambdas)))
-        for k in range(len(found.ks))
+        _outcome(swept, measured, k, *divmod(int(swept.perplexity[k].argmin()), len(swept.lambdas)))
+        for k in range(len(swept.ks))
     ]
     best = lowest([one.valid for one in tried])
     chosen = tried[best]
@@ -38,11 +37,11 @@ def study_k(context: ReportContext) -> Study:
 
 def study_temperature(context: ReportContext) -> Study:
     """For each τ, choose λ on the tuning text and evaluate it on the held-out text, with the chosen k."""
-    found, measured = context.sweep, _on_test(context)
-    k = found.ks.index(context.chosen[0].k)
+    swept, measured = context.sweep, _on_test(context)
+    k = swept.ks.index(context.chosen[0].k)
     tried = [
-        _outcome(found, measured, k, number, int(found.perplexity[k, number].argmin()))
-        for number in range(len(found.knn_temperatures))
+        _outcome(swept, measured, k, number, int(swept.perplexity[k, number].argmin()))
+        for number in range(len(swept.knn_temperatures))
     ]
     best = lowest([one.valid for one in tried])
     x = [one.knn_temperature for one in tried]
@@ -63,12 +62,12 @@ def study_temperature(context: ReportContext) -> Study:
 def study_lambda(context: ReportContext) -> Study:
     """Evaluate every λ on both texts, with the chosen k and τ."""
     setting, lmbda = context.chosen
-    found, measured = context.sweep, _on_test(context)
-    at = (found.ks.index(setting.k), found.knn_temperatures.index(setting.knn_temperature))
-    tried = [_outcome(found, measured, *at, number) for number in range(len(found.lambdas))]
-    chosen, own = found.lambdas.index(lmbda), lowest([one.test for one in tried])
+    swept, measured = context.sweep, _on_test(context)
+    at = (swept.ks.index(setting.k), swept.knn_temperatures.index(setting.knn_temperature))
+    tried = [_outcome(swept, measured, *at, number) for number in range(len(swept.lambdas))]
+    chosen, own = swept.lambdas.index(lmbda), lowest([one.test for one in tried])
     shown = sorted({*range(0, len(tried), 10), chosen})
-    x = list(found.lambdas)
+    x = list(swept.lambdas)
     return Study(
         name="lambda",
         title="Weight λ of the store",
@@ -108,15 +107,13 @@ def _command(context: ReportContext, chosen: Outcome) -> str:
 
 def _table(tried: Sequence[Outcome], best: int, first: str = "k") -> Table:
     """Return a table of the tried settings, without the columns of constant ones, which the caption names."""
-    columns = {"k": ",d", **FIGURES}
-    skipped = list(columns).index(first)
-    one = tried[0]
-    rows: list[list[Cell]] = [[each.k, *each.figures()] for each in tried]
-    same = [f"k = {one.k:,}", f"τ = {one.knn_temperature:.3g}"][:skipped]
+    table = Table.of_outcomes({"k": ",d"}, [[one.k] for one in tried], tried)
+    skipped = table.columns.index(first)
+    same = [f"k = {tried[0].k:,}", f"τ = {tried[0].knn_temperature:.3g}"][:skipped]
     return Table(
-        list(columns)[skipped:],
-        list(columns.values())[skipped:],
-        [row[skipped:] for row in rows],
+        table.columns[skipped:],
+        table.formats[skipped:],
+        [row[skipped:] for row in table.rows],
         caption=f"With {' and '.join(same)}." if same else "τ and λ are chosen for each k.",
         best=best,
     )
@@ -137,10 +134,7 @@ def _plot(
         title,
         label,
         "perplexity",
-        [
-            Line("tuning text", list(x), [one.valid for one in tried]),
-            Line("held-out text", list(x), [one.test for one in tried]),
-        ],
+        Line.of_outcomes(x, tried),
         log_x=log_x,
         levels={"model alone": base},
         mark=[float(x[best]), tried[best].test],
