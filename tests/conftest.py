@@ -43,7 +43,7 @@ def lm() -> CausalLM:
 @pytest.fixture(scope="session")
 def store(lm: CausalLM, tmp_path_factory: pytest.TempPathFactory) -> Datastore:
     """A store of forty short documents, in several segments."""
-    return build(documents(40), tmp_path_factory.mktemp("store") / "memory", lm=lm, segment_entries=500)
+    return build(documents(40), tmp_path_factory.mktemp("store") / "docs.store", lm=lm, segment_entries=500)
 
 
 @pytest.fixture(scope="session")

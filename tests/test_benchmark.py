@@ -34,20 +34,20 @@ def check(found):
     assert 0 < searched["recall"] <= 1
 
 
-def test_every_ratio_is_that_of_its_two_sides(lm, tmp_path, monkeypatch):
+def test_ratios_match_their_two_sides(lm, tmp_path, monkeypatch):
     monkeypatch.setattr(factory, "MAX_EXACT", 1000)
     monkeypatch.setattr(base, "_MIN_SAMPLE", 1000)
-    found = bench(lm, tmp_path / "memory", size=TINY)
+    found = bench(lm, tmp_path / "docs.store", size=TINY)
     check(found)
     assert found["search"]["index"] == default_spec(TINY.keys) != "exact"
-    store = Datastore.open(tmp_path / "memory")
+    store = Datastore.open(tmp_path / "docs.store")
     assert found["build"]["tokens"] == store.entry_count
     assert found["build"]["bytes_per_token"] == pytest.approx(store.bytes / store.entry_count)
 
 
 def test_synthetic_keys_have_the_mean_and_the_spectrum_of_stored_ones(lm, tmp_path):
     text = " ".join(f"word{number % 97} is {number * number % 89}" for number in range(400))
-    store = build([Document("0", "made", text)], tmp_path / "memory", lm=lm)
+    store = build([Document("0", "made", text)], tmp_path / "docs.store", lm=lm)
     real = store.take(torch.arange(store.key_count)).numpy()
     made = SyntheticVectors(store, 20_000, seed=0)
     keys = torch.cat([block for _, block in made.chunks(1000)]).numpy()
@@ -58,7 +58,7 @@ def test_synthetic_keys_have_the_mean_and_the_spectrum_of_stored_ones(lm, tmp_pa
     np.testing.assert_array_equal(made.take(torch.tensor([[5, -1]])).numpy()[0], [keys[5], np.zeros(made.width)])
 
 
-def test_the_command_prints_the_same_as_json(model_folder, monkeypatch, capfd):
+def test_command_prints_the_same_as_json(model_folder, monkeypatch, capfd):
     monkeypatch.setattr("knnlm.benchmark.QUICK", TINY)
     monkeypatch.setattr(factory, "MAX_EXACT", 1000)
     monkeypatch.setattr(base, "_MIN_SAMPLE", 1000)

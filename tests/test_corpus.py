@@ -77,13 +77,13 @@ def in_another_process(code: str, typed: bytes = b"") -> bytes:
 
 @pytest.mark.parametrize("packing", PACK)
 @pytest.mark.parametrize("suffix", [".txt", ".md", ".TXT"])
-def test_a_text_file_is_one_document(tmp_path: Path, suffix: str, packing: str) -> None:
+def test_text_file_is_one_document(tmp_path: Path, suffix: str, packing: str) -> None:
     path = write(tmp_path / f"a{suffix}{packing}", PACK[packing]("Grüße\n\nan alle 🎈\n".encode()))
     assert list(read_documents(path)) == [Document(path, path, "Grüße\n\nan alle 🎈\n")]
 
 
 @pytest.mark.parametrize("packing", PACK)
-def test_a_jsonl_file_is_a_document_per_line(tmp_path: Path, packing: str) -> None:
+def test_jsonl_file_is_a_document_per_line(tmp_path: Path, packing: str) -> None:
     lines = b'{"text": "one", "id": "first"}\n\n  \r\n{"id": 7, "text": "two"}\r\n{"text": "three", "id": null}'
     path = write(tmp_path / f"a.jsonl{packing}", PACK[packing](lines))
     assert list(read_documents(path)) == [
@@ -94,12 +94,12 @@ def test_a_jsonl_file_is_a_document_per_line(tmp_path: Path, packing: str) -> No
 
 
 @pytest.mark.parametrize("own", [True, 1.5, ["x"], ""])
-def test_an_id_that_is_no_name_is_not_used(tmp_path: Path, own: object) -> None:
+def test_invalid_id_is_not_used(tmp_path: Path, own: object) -> None:
     path = jsonl(tmp_path / "a.jsonl", {"id": own, "text": "one"})
     assert [document.id for document in read_documents(path)] == [f"{path}:1"]
 
 
-def test_a_parquet_file_is_a_document_per_row_over_batches_and_row_groups(tmp_path: Path) -> None:
+def test_parquet_file_is_a_document_per_row_over_batches_and_row_groups(tmp_path: Path) -> None:
     table = pa.table({"other": list(range(500)), "text": [f"row {i}" for i in range(500)]})
     pq.write_table(table, tmp_path / "a.parquet", row_group_size=150)
     path = str(tmp_path / "a.parquet")
@@ -107,7 +107,7 @@ def test_a_parquet_file_is_a_document_per_row_over_batches_and_row_groups(tmp_pa
     assert list(read_documents(path)) == right
 
 
-def test_a_parquet_row_has_its_own_id_and_null_is_an_empty_text(tmp_path: Path) -> None:
+def test_parquet_row_has_its_own_id_and_null_is_an_empty_text(tmp_path: Path) -> None:
     path = parquet(tmp_path / "a.parquet", id=[5, 6, 7], body=["five", None, "seven"])
     found = list(read_documents(path, text_field="body"))
     assert found == [Document("5", f"{path}:1", "five"), Document("7", f"{path}:3", "seven")]
@@ -118,7 +118,7 @@ def test_text_field_chooses_the_field_of_jsonl(tmp_path: Path) -> None:
     assert texts(path, text_field="body") == ["yes"]
 
 
-def test_a_zst_file_may_have_several_frames(tmp_path: Path) -> None:
+def test_zst_file_may_have_several_frames(tmp_path: Path) -> None:
     pack = PACK[".zst"]
     path = write(tmp_path / "a.txt.zst", pack(b"one ") + pack(b"two ") + pack(os.urandom(5000).hex().encode()))
     [text] = texts(path)
@@ -152,7 +152,7 @@ def test_closed_standard_input_is_an_error(monkeypatch: pytest.MonkeyPatch) -> N
 # Newlines, marks, bytes
 
 
-def test_a_byte_order_mark_is_dropped_at_the_beginning_only(tmp_path: Path) -> None:
+def test_byte_order_mark_is_dropped_at_the_beginning_only(tmp_path: Path) -> None:
     text = write(tmp_path / "a.txt", b"\xef\xbb\xbfone \xef\xbb\xbf two")
     lines = write(tmp_path / "a.jsonl", b'\xef\xbb\xbf{"text": "three"}')
     assert texts(text, lines) == ["one \ufeff two", "three"]
@@ -192,14 +192,14 @@ def test_invalid_utf8_in_jsonl_names_file_line_and_offset(tmp_path: Path) -> Non
     assert f"{path}:2: invalid UTF-8 at byte offset 29 " in failure(path)
 
 
-def test_a_text_that_ends_within_a_character_is_invalid(tmp_path: Path) -> None:
+def test_text_that_ends_within_a_character_is_invalid(tmp_path: Path) -> None:
     path = write(tmp_path / "a.txt", "one\ntwo é".encode()[:-1])
     assert f"{path}:2: invalid UTF-8 at byte offset 8 " in failure(path)
 
 
 @pytest.mark.parametrize("content", [b"\x89PNG\r\n\x00\x00", b"a\0b", "utf16".encode("utf-16")])
 @pytest.mark.parametrize("suffix", [".txt", ".jsonl"])
-def test_a_binary_file_is_recognised(tmp_path: Path, content: bytes, suffix: str) -> None:
+def test_binary_file_is_recognised(tmp_path: Path, content: bytes, suffix: str) -> None:
     path = write(tmp_path / f"a{suffix}", content)
     assert f"{path}: looks like a binary file" in failure(path)
 
@@ -214,7 +214,7 @@ def test_characters_that_are_no_text_are_refused_in_records(tmp_path: Path, text
 
 @pytest.mark.parametrize("packing", [".gz", ".xz", ".zst"])
 @pytest.mark.parametrize("suffix", [".txt", ".jsonl"])
-def test_a_truncated_file_is_an_error(tmp_path: Path, suffix: str, packing: str) -> None:
+def test_truncated_file_is_an_error(tmp_path: Path, suffix: str, packing: str) -> None:
     content = PACK[packing](json.dumps({"text": random.Random(0).randbytes(5000).hex()}).encode())
     # Cut within the data, and just before the end.
     for end in (len(content) // 2, len(content) - 1):
@@ -223,12 +223,12 @@ def test_a_truncated_file_is_an_error(tmp_path: Path, suffix: str, packing: str)
 
 
 @pytest.mark.parametrize("packing", [".gz", ".xz", ".zst"])
-def test_a_file_that_is_not_compressed_as_it_says_is_an_error(tmp_path: Path, packing: str) -> None:
+def test_file_whose_compression_differs_from_its_suffix_is_an_error(tmp_path: Path, packing: str) -> None:
     path = write(tmp_path / f"a.txt{packing}", "just text, and more of it")
     assert f"{path}: corrupt or truncated" in failure(path)
 
 
-def test_a_flipped_byte_in_a_gz_file_is_an_error(tmp_path: Path) -> None:
+def test_flipped_byte_in_a_gz_file_is_an_error(tmp_path: Path) -> None:
     content = bytearray(gzip.compress(b"some text"))
     content[-6] ^= 1  # within the checksum
     path = write(tmp_path / "a.txt.gz", bytes(content))
@@ -239,7 +239,7 @@ def test_a_flipped_byte_in_a_gz_file_is_an_error(tmp_path: Path) -> None:
 
 
 @given(st.text(st.sampled_from("ab \n"), max_size=200), st.integers(1, 20), st.integers(1, 50))
-def test_the_parts_of_a_long_text_concatenate_to_the_text(text: str, limit: int, size: int) -> None:
+def test_parts_of_a_long_text_concatenate_to_the_text(text: str, limit: int, size: int) -> None:
     pieces = [text[i : i + size] for i in range(0, len(text), size)]
     parts = list(corpus._split(pieces, limit))
     assert "".join(parts) == text
@@ -251,7 +251,7 @@ def test_the_parts_of_a_long_text_concatenate_to_the_text(text: str, limit: int,
         assert part == (window[: window.rindex(best)] + best if best else window)
 
 
-def test_a_long_text_is_cut_at_paragraphs_then_newlines_then_spaces_then_anywhere() -> None:
+def test_long_text_is_cut_at_paragraphs_then_newlines_then_spaces_then_anywhere() -> None:
     assert list(corpus._split(["a b\n\nc d\ne f"], 10)) == ["a b\n\n", "c d\ne f"]
     assert list(corpus._split(["a b c\nd e f"], 10)) == ["a b c\n", "d e f"]
     assert list(corpus._split(["aaa bbb ccc"], 10)) == ["aaa bbb ", "ccc"]
@@ -259,7 +259,7 @@ def test_a_long_text_is_cut_at_paragraphs_then_newlines_then_spaces_then_anywher
 
 
 @pytest.mark.parametrize("suffix", [".txt", ".jsonl", ".parquet"])
-def test_a_long_document_is_read_in_numbered_parts(tmp_path: Path, suffix: str) -> None:
+def test_long_document_is_read_in_numbered_parts(tmp_path: Path, suffix: str) -> None:
     text = "word " * (MAX_DOCUMENT_LENGTH // 2)  # two and a half times the longest
     path = str(tmp_path / f"a{suffix}")
     name = {".txt": path, ".jsonl": "own", ".parquet": f"{path}:1"}[suffix]
@@ -276,7 +276,7 @@ def test_a_long_document_is_read_in_numbered_parts(tmp_path: Path, suffix: str) 
     assert all(len(document.text) <= MAX_DOCUMENT_LENGTH for document in found)
 
 
-def test_a_text_of_exactly_the_longest_length_is_one_document(tmp_path: Path) -> None:
+def test_text_of_exactly_the_longest_length_is_one_document(tmp_path: Path) -> None:
     assert len(texts(write(tmp_path / "a.txt", "x" * MAX_DOCUMENT_LENGTH))) == 1
     assert len(texts(write(tmp_path / "a.txt", "x" * MAX_DOCUMENT_LENGTH + "y"))) == 2
 
@@ -292,7 +292,7 @@ def test_parts_of_whitespace_are_dropped_without_a_gap_in_the_numbers(tmp_path: 
 
 @pytest.mark.parametrize("packing", ["", ".gz", ".zst"])
 @pytest.mark.parametrize("suffix", [".txt", ".jsonl"])
-def test_memory_does_not_grow_with_the_file(tmp_path: Path, suffix: str, packing: str) -> None:
+def test_ram_use_does_not_grow_with_the_file(tmp_path: Path, suffix: str, packing: str) -> None:
     text = "it was a dark and stormy night, and the rain fell in torrents, é\n" * 100
     line = text if suffix == ".txt" else json.dumps({"text": text}, ensure_ascii=False) + "\n"
     count = 60_000_000 // len(line)
@@ -310,7 +310,7 @@ def test_memory_does_not_grow_with_the_file(tmp_path: Path, suffix: str, packing
     assert peak < 30_000_000
 
 
-def test_memory_does_not_grow_with_a_row_group_of_parquet(tmp_path: Path) -> None:
+def test_ram_use_does_not_grow_with_a_row_group_of_parquet(tmp_path: Path) -> None:
     table = pa.table({"text": [f"{i:06} " + "x" * 9993 for i in range(12_000)]})
     path = str(tmp_path / "a.parquet")
     # One row group of 120 MB, in pages of about 1 MB; Arrow has one whole page in memory, in any case.
@@ -333,9 +333,7 @@ def test_memory_does_not_grow_with_a_row_group_of_parquet(tmp_path: Path) -> Non
     assert growth < 60_000_000
 
 
-def test_a_line_without_end_is_an_error_rather_than_all_of_memory(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_endless_line_is_an_error_instead_of_filling_ram(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = write(tmp_path / "a.jsonl", '{"text": "short"}\n{"text": "' + "x" * 30_000_000 + '"}\n')
     assert len(texts(path)) == 1 + 29  # the short one, and the parts of the long one
     monkeypatch.setattr(corpus, "MAX_LINE_LENGTH", 1_000_000)
@@ -352,7 +350,7 @@ def test_a_line_without_end_is_an_error_rather_than_all_of_memory(
 # Folders
 
 
-def test_a_folder_is_read_in_the_order_of_relative_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_folder_is_read_in_the_order_of_relative_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ["b.txt", "a/z.md", "a/b/c.txt", "a-b.txt", "a.txt", "B.txt"]:
         write(tmp_path / "docs" / name, f"text of {name}")
     write(tmp_path / "docs/a/rows.jsonl", '{"text": "a row"}')
@@ -377,7 +375,7 @@ def test_inputs_mix_and_keep_their_order(tmp_path: Path) -> None:
     assert texts(*inputs, stdin=io.BytesIO(b"typed")) == ["first", "typed", "in the folder", "last"]
 
 
-def test_a_hidden_file_that_is_named_is_read(tmp_path: Path) -> None:
+def test_hidden_file_that_is_named_is_read(tmp_path: Path) -> None:
     assert texts(write(tmp_path / ".notes.txt", "hidden")) == ["hidden"]
 
 
@@ -402,13 +400,13 @@ def test_linked_files_are_read_and_broken_links_are_errors(tmp_path: Path) -> No
     assert f"{tmp_path}/docs/a.txt: cannot read it: No such file" in failure(tmp_path / "docs")
 
 
-def test_a_pipe_in_a_folder_does_not_block(tmp_path: Path) -> None:
+def test_pipe_in_a_folder_does_not_block(tmp_path: Path) -> None:
     write(tmp_path / "a.txt", "text")
     os.mkfifo(tmp_path / "b.txt")
     assert texts(str(tmp_path)) == ["text"]
 
 
-def test_a_folder_without_readable_files_is_an_error(tmp_path: Path) -> None:
+def test_folder_without_readable_files_is_an_error(tmp_path: Path) -> None:
     write(tmp_path / "picture.png", "x")
     write(tmp_path / ".hidden.txt", "x")
     message = failure(tmp_path)
@@ -454,7 +452,7 @@ def test_no_inputs_at_all_are_an_error() -> None:
         read_documents()
 
 
-def test_a_missing_file_is_an_error(tmp_path: Path) -> None:
+def test_missing_file_is_an_error(tmp_path: Path) -> None:
     for name in ["a.txt", "a.jsonl", "a.parquet", "a.txt.zst", "folder", "a.pdf"]:
         assert f"{tmp_path / name}: cannot read it: No such file" in failure(tmp_path / name)
 
@@ -474,7 +472,7 @@ def unprivileged() -> Iterator[Path]:
 
 
 @pytest.mark.skipif(os.name != "posix", reason="permissions of POSIX")
-def test_a_file_or_folder_without_permission_is_an_error(unprivileged: Path) -> None:
+def test_file_or_folder_without_permission_is_an_error(unprivileged: Path) -> None:
     path = Path(write(unprivileged / "docs/sub/a.txt", "secret"))
     path.chmod(0)
     assert f"{path}: cannot read it: Permission denied" in failure(path)
@@ -490,13 +488,13 @@ def test_a_file_or_folder_without_permission_is_an_error(unprivileged: Path) -> 
 @pytest.mark.parametrize(
     ("name", "suffix"), [("a.pdf", ".pdf"), ("a.csv.gz", ".csv.gz"), ("a.gz", ".gz"), ("README", "(none)")]
 )
-def test_an_unknown_suffix_is_an_error(tmp_path: Path, name: str, suffix: str) -> None:
+def test_unknown_suffix_is_an_error(tmp_path: Path, name: str, suffix: str) -> None:
     message = failure(write(tmp_path / name, "text"))
     assert f"{tmp_path / name}: unknown suffix {suffix}." in message
     assert ".txt, .md, .jsonl, .parquet" in message
 
 
-def test_a_parquet_file_compressed_from_outside_is_an_error(tmp_path: Path) -> None:
+def test_parquet_file_compressed_from_outside_is_an_error(tmp_path: Path) -> None:
     path = write(tmp_path / "docs/a.parquet.gz", gzip.compress(b"PAR1"))
     for given_input in [path, str(tmp_path / "docs")]:
         message = failure(given_input)
@@ -506,7 +504,7 @@ def test_a_parquet_file_compressed_from_outside_is_an_error(tmp_path: Path) -> N
 
 @pytest.mark.parametrize("content", [b"", b" \n\t\r\n", b"\xef\xbb\xbf", "\u2003".encode()])
 @pytest.mark.parametrize("packing", ["", ".gz"])
-def test_a_file_without_text_is_an_error_where_it_was_named_and_passed_over_in_a_folder(
+def test_file_without_text_is_an_error_where_it_was_named_and_passed_over_in_a_folder(
     tmp_path: Path, content: bytes, packing: str
 ) -> None:
     path = write(tmp_path / f"b.txt{packing}", PACK[packing](content))
@@ -547,20 +545,20 @@ def test_empty_records_are_skipped_when_others_have_text(tmp_path: Path) -> None
         ('{"text": null}', "the field 'text' is not a string but NoneType"),
     ],
 )
-def test_a_wrong_line_of_jsonl_is_named(tmp_path: Path, line: str, words: str) -> None:
+def test_wrong_line_of_jsonl_is_named(tmp_path: Path, line: str, words: str) -> None:
     path = write(tmp_path / "a.jsonl", '{"text": "fine"}\n\n' + line + '\n{"text": "fine"}\n')
     message = failure(path)
     assert message.startswith(f"{path}:3: ")
     assert words in message
 
 
-def test_a_parquet_file_without_the_column_or_with_another_type_is_an_error(tmp_path: Path) -> None:
+def test_parquet_file_without_the_column_or_with_another_type_is_an_error(tmp_path: Path) -> None:
     path = parquet(tmp_path / "a.parquet", body=["a"], number=[3])
     assert f"{path}: no field 'text' among 'body', 'number'. Name one with --text-field" in failure(path)
     assert f"{path}:1: the field 'number' is not a string but int" in failure(path, text_field="number")
 
 
-def test_a_damaged_parquet_file_is_an_error(tmp_path: Path) -> None:
+def test_damaged_parquet_file_is_an_error(tmp_path: Path) -> None:
     path = Path(parquet(tmp_path / "a.parquet", text=[f"text {i}" for i in range(1000)]))
     content = path.read_bytes()
     for damaged in [content[:-100], b"not parquet", content[:4] + b"\xff" * 60 + content[64:]]:
@@ -582,7 +580,7 @@ def test_invalid_utf8_in_parquet_names_the_row(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("package", "extra", "name"), [("zstandard", "zstd", "a.jsonl.zst"), ("pyarrow", "parquet", "a.parquet")]
 )
-def test_a_missing_package_says_how_to_install_it(
+def test_error_for_a_missing_package_names_the_install_command(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, package: str, extra: str, name: str
 ) -> None:
     path = write(tmp_path / name, b"never looked at")
@@ -593,7 +591,7 @@ def test_a_missing_package_says_how_to_install_it(
         assert words in str(caught.value)
 
 
-def test_the_missing_datasets_package_is_told_before_anything_is_read(
+def test_missing_datasets_package_is_reported_before_anything_is_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "datasets", None)
@@ -622,7 +620,7 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> dict[tuple[str, str], list[dict[str,
     return sets
 
 
-def test_a_dataset_is_a_document_per_row(hub: dict[tuple[str, str], list[dict[str, object]]]) -> None:
+def test_dataset_is_a_document_per_row(hub: dict[tuple[str, str], list[dict[str, object]]]) -> None:
     hub["owner/set", "train"] = [{"text": "one"}, {"text": None}, {"text": "three", "id": 33}]
     hub["set", "test"] = [{"body": "four"}]
     expected = [Document("hf:owner/set:train:1", "hf:owner/set:train:1", "one")]
@@ -633,7 +631,7 @@ def test_a_dataset_is_a_document_per_row(hub: dict[tuple[str, str], list[dict[st
     ]
 
 
-def test_a_dataset_that_cannot_be_read_is_an_error(
+def test_dataset_that_cannot_be_read_is_an_error(
     hub: dict[tuple[str, str], list[dict[str, object]]],
 ) -> None:
     hub["void", "train"] = []
@@ -667,7 +665,7 @@ def test_bytes_read_advance_to_the_size_of_the_files(tmp_path: Path, packing: st
     assert reader.bytes_read == reader.total_bytes
 
 
-def test_the_total_is_unknown_where_an_input_has_no_size(
+def test_total_is_unknown_where_an_input_has_no_size(
     tmp_path: Path, hub: dict[tuple[str, str], list[dict[str, object]]]
 ) -> None:
     hub["owner/set", "train"] = [{"text": "é"}, {"text": "two"}]
@@ -695,14 +693,14 @@ def test_inputs_are_checked_before_anything_is_read(tmp_path: Path, monkeypatch:
         read_documents(text, write(tmp_path / "a.txt.zst", "text"))
 
 
-def test_an_error_in_the_last_line_comes_after_the_documents_before_it(tmp_path: Path) -> None:
+def test_error_in_the_last_line_comes_after_the_documents_before_it(tmp_path: Path) -> None:
     reader = read_documents(jsonl(tmp_path / "a.jsonl", {"text": "one"}, {"text": 2}))
     assert next(reader).text == "one"
     with pytest.raises(CorpusError, match=r"a\.jsonl:2: "):
         next(reader)
 
 
-def test_a_meter_assigns_every_byte_to_one_document(tmp_path: Path) -> None:
+def test_byte_meter_assigns_every_byte_to_one_document(tmp_path: Path) -> None:
     path = jsonl(tmp_path / "a.jsonl", {"text": "one"}, {"text": ""}, {"text": "three"}, {"text": ""})
     meter = DocumentMeter(read_documents(path, write(tmp_path / "b.txt", "last"), write(tmp_path / "c.txt", "é")))
     assert meter.total_bytes == Path(path).stat().st_size + 6
@@ -712,7 +710,7 @@ def test_a_meter_assigns_every_byte_to_one_document(tmp_path: Path) -> None:
     assert (meter.drop_last(), taken + meter.take_rest()) == (2, meter.total_bytes - 2)
 
 
-def test_a_meter_of_plain_documents_counts_utf8() -> None:
+def test_byte_meter_of_plain_documents_counts_utf8() -> None:
     documents = [Document("a", "a", "é"), Document("b", "b", "four")]
     meter = DocumentMeter(documents)
     assert meter.total_bytes == 6

@@ -90,7 +90,7 @@ def run_command(arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> int:
 
 
 @every_page
-def test_commands_and_python_run_as_they_stand(page, desk, monkeypatch, capfd):
+def test_commands_and_python_of_pages_run(page, desk, monkeypatch, capfd):
     """In the order of the page, in one folder, and the Python with one set of names."""
     names: dict[str, object] = {"__name__": "page"}
     for block in blocks(page.read_text()):
@@ -113,7 +113,7 @@ def test_commands_and_python_run_as_they_stand(page, desk, monkeypatch, capfd):
                 pytest.fail(f"{where}\n{traceback.format_exc()}")
 
 
-def test_the_page_of_the_command_line_is_current():
+def test_cli_reference_page_is_current():
     check = [sys.executable, ROOT / "scripts" / "generate_cli.py", "--check"]
     result = subprocess.run(check, capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr
@@ -126,7 +126,7 @@ def anchors(page: Path) -> set[str]:
 
 
 @every_page
-def test_links_lead_somewhere(page):
+def test_links_are_valid(page):
     for target in re.findall(r"\]\(([^)\s]+)\)", prose(page.read_text())):
         if re.match(r"https?://|mailto:", target):
             continue
@@ -138,12 +138,12 @@ def test_links_lead_somewhere(page):
             assert anchor in anchors(file), f"{page.name} links to {target}; {file.name} has {sorted(anchors(file))}"
 
 
-def test_the_navigation_names_every_page():
+def test_navigation_names_every_page():
     listed = set(re.findall(r"([\w/-]+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE))
     assert listed == {page.relative_to(ROOT / "docs").as_posix() for page in DOCS}
 
 
-def test_the_page_on_key_layers_names_every_family():
+def test_page_on_key_layers_names_every_family():
     text = (ROOT / "docs" / "reference" / "models.md").read_text()
     named = re.findall(r"^\| `(\w+)`", text.partition("Families")[2], re.MULTILINE)
     assert sorted(named) == sorted(FAMILIES)
@@ -167,7 +167,7 @@ def test_python_in_pages_is_clean(page, tmp_path):
             assert result.returncode == 0, result.stdout + result.stderr
 
 
-def test_the_checks_of_this_file_see_what_they_should():
+def test_checks_of_this_file_find_errors():
     page = "One `[a](b.md)`\n\n```sh skip=slow\nknnlm demo\n```\n\n```python\nx = 1\n```\n[c](d.md)\n"
     assert [(block.line, block.language, block.info) for block in blocks(page)] == [
         (4, "sh", "skip=slow"),

@@ -43,7 +43,7 @@ def test_pages_are_released_where_too_many_are_resident(array, monkeypatch):
     assert read_all(array, lambda _: None) > 3 * SIZE // 4
 
 
-def test_arrays_in_memory_are_left_alone(monkeypatch):
+def test_arrays_in_ram_are_not_released(monkeypatch):
     monkeypatch.setattr(io, "MAX_RESIDENT_BYTES", -1)  # always too many
     for _ in range(64):
         release_pages(np.empty((0, 4)))
@@ -60,7 +60,7 @@ def test_pages_read_first_stay(array, tmp_path, monkeypatch):
     assert resident_bytes() - before < first.size // 2
 
 
-def test_a_store_returns_the_same_keys_when_pages_are_released(lm, tmp_path, monkeypatch):
+def test_store_returns_the_same_keys_when_pages_are_released(lm, tmp_path, monkeypatch):
     build(documents(6), tmp_path / "store", lm=lm, segment_entries=100)
     ids = torch.randint(0, 400, (1024, 8), generator=torch.Generator().manual_seed(0)).sort(0).values
     store = Datastore.open(tmp_path / "store")

@@ -89,7 +89,7 @@ def test_no_import_renames_a_constant():
                 assert not renamed, f"{file}: {renamed}"
 
 
-def test_the_pattern_finds_what_it_should():
+def test_pattern_finds_what_it_should():
     for text in ("a Ticket", "self._ticket = 1", "nobody reads it", "for ever", "_heard_"):
         assert PATTERN.search(text), text
     for text in ("encoding", "in the order of", "sticket", "judgement call"):

@@ -34,7 +34,7 @@ def wheel(tmp_path_factory):
     return next(out.glob("*.whl"))
 
 
-def test_the_wheel_holds_the_package_and_nothing_else(wheel):
+def test_wheel_contains_only_the_package(wheel):
     names = zipfile.ZipFile(wheel).namelist()
     assert "knnlm/py.typed" in names
     assert all(name.startswith(("knnlm/", "knnlm-")) for name in names)
@@ -42,7 +42,7 @@ def test_the_wheel_holds_the_package_and_nothing_else(wheel):
     assert source == {name for name in names if name.endswith(".py")}
 
 
-def test_the_wheel_works_where_the_checkout_is_not(wheel, model_folder, tmp_path):
+def test_wheel_works_outside_the_checkout(wheel, model_folder, tmp_path):
     home = tmp_path / "venv"
     venv.create(home, with_pip=False)
     installed = Path(sysconfig.get_path("purelib", "venv", vars={"base": str(home), "platbase": str(home)}))
@@ -64,10 +64,10 @@ def test_the_wheel_works_where_the_checkout_is_not(wheel, model_folder, tmp_path
     (tmp_path / "notes.txt").write_text("The memory of a model is a list of contexts. " * 20)
     run = [python, "-c", "from knnlm.cli import main; main()"]
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    build = [*run, "build", "notes.txt", "--out", "memory", "--model", model_folder, "--json"]
+    build = [*run, "build", "notes.txt", "--out", "docs.store", "--model", model_folder, "--json"]
     made = subprocess.run(build, capture_output=True, text=True, check=True, cwd=tmp_path, env=environment)
     assert json.loads(made.stdout)["documents"] == 1
-    evaluation = [*run, "eval", "memory", "notes.txt", "--json"]
+    evaluation = [*run, "eval", "docs.store", "notes.txt", "--json"]
     found = subprocess.run(evaluation, capture_output=True, text=True, check=True, cwd=tmp_path, env=environment)
     figures = json.loads(found.stdout)
     assert figures["perplexity"] < figures["base_perplexity"]

@@ -1,4 +1,4 @@
-"""Conversing in a terminal: the answers are those of the model with its memory, and the terminal stays in charge."""
+"""Conversing in a terminal: the answers are those of the model with its store, and the terminal stays in charge."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def make_model(*, longest: int, template: str | None = TEMPLATE) -> CausalLM:
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory):
-    """A memory whose model has a chat template and room for long answers; one document is hostile."""
+    """A store whose model has a chat template and room for long answers; one document is hostile."""
     folder = tmp_path_factory.mktemp("chat")
     lm = make_model(longest=4096)
     lm.model.save_pretrained(folder / "model")
@@ -56,7 +56,7 @@ def home(tmp_path_factory):
     texts = documents(12)
     texts[0] = Document(id="\x1b]0;taken\x07evil", source="evil", text=texts[0].text)
     lm = CausalLM.open(str(folder / "model"))
-    build(texts, folder / "memory", lm=lm).close()
+    build(texts, folder / "docs.store", lm=lm).close()
     return folder
 
 
@@ -69,7 +69,7 @@ def talk(home):
         lm = CausalLM.open(str(home / "model"))
         lm.model.config.max_position_embeddings = longest
         lm.tokenizer.chat_template = template
-        engine = Scheduler(Mixture.open(home / "memory", lm, **SETTINGS), slots=1, queue=1)
+        engine = Scheduler(Mixture.open(home / "docs.store", lm, **SETTINGS), slots=1, queue=1)
         engine.start()
         begun.append(engine)
         return Conversation(engine, **{"sampling": {}, "max_tokens": 12, **settings})
@@ -80,8 +80,8 @@ def talk(home):
 
 
 def generated(home, prompt: list[int], count: int) -> list[int]:
-    """What transformers generates greedily with the memory."""
-    model = KnnForCausalLM.from_store(home / "memory", **SETTINGS)
+    """What transformers generates greedily with the store."""
+    model = KnnForCausalLM.from_store(home / "docs.store", **SETTINGS)
     ids = torch.tensor([prompt])
     made = model.generate(
         ids, attention_mask=torch.ones_like(ids), max_new_tokens=count, do_sample=False, pad_token_id=0
@@ -91,11 +91,11 @@ def generated(home, prompt: list[int], count: int) -> list[int]:
 
 def chat(home, *arguments: str, said: str) -> subprocess.CompletedProcess:
     """Run the command with lines piped in."""
-    command = [sys.executable, "-m", "knnlm", "chat", str(home / "memory"), *CHOSEN, *arguments]
+    command = [sys.executable, "-m", "knnlm", "chat", str(home / "docs.store"), *CHOSEN, *arguments]
     return subprocess.run(command, input=said, capture_output=True, text=True, timeout=120)
 
 
-def test_piped_lines_are_answered_as_the_model_with_its_memory_would_with_the_conversation_so_far(home):
+def test_piped_lines_are_answered_by_the_mixture_given_the_conversation_so_far(home):
     done = chat(home, "--max-new-tokens", "10", "--system", "Be brief.", "--json", said="The memory\n\nof Anna\n")
     assert done.returncode == 0, done.stderr
     answers = [json.loads(line) for line in done.stdout.splitlines()]
@@ -110,7 +110,7 @@ def test_piped_lines_are_answered_as_the_model_with_its_memory_would_with_the_co
         so_far += f"assistant: {answer['answer']}\n"
 
 
-def test_a_model_that_was_not_trained_to_converse_goes_on_from_what_is_written(home, talk):
+def test_model_without_a_chat_template_continues_the_text(home, talk):
     begun = talk(template=None)
     answer = "".join(token.text for token in begun.send("The memory of a model"))
     tokenizer, start = tiny_tokenizer(), begun.engine.mixture.lm.start_token
@@ -120,8 +120,8 @@ def test_a_model_that_was_not_trained_to_converse_goes_on_from_what_is_written(h
     assert [turn["content"] for turn in begun.messages[:3]] == ["The memory of a model", answer, "is"]
 
 
-def test_what_is_no_text_is_an_error_of_one_line(home):
-    command = [sys.executable, "-m", "knnlm", "chat", str(home / "memory"), *CHOSEN, "--max-new-tokens", "3"]
+def test_invalid_input_is_a_one_line_error(home):
+    command = [sys.executable, "-m", "knnlm", "chat", str(home / "docs.store"), *CHOSEN, "--max-new-tokens", "3"]
     environment = {**os.environ, "PYTHONUTF8": "1", "PYTHONIOENCODING": "utf-8:strict"}
     done = subprocess.run(command, input=b"\xff\xfe\n", capture_output=True, timeout=120, env=environment)
     assert done.returncode == 2
@@ -135,7 +135,7 @@ def test_what_is_no_text_is_an_error_of_one_line(home):
     assert done.stdout.strip()
 
 
-def test_a_message_that_nobody_takes_is_no_part_of_the_conversation(talk):
+def test_rejected_message_is_not_part_of_the_conversation(talk):
     begun = talk()
     list(begun.send("The memory"))
     before = list(begun.messages)
@@ -151,21 +151,21 @@ def test_a_message_that_nobody_takes_is_no_part_of_the_conversation(talk):
         ticket.cancel()
 
 
-def test_signs_that_turn_writing_around_are_shown_as_signs():
+def test_bidirectional_control_characters_are_escaped():
     assert without_control("a\u202eb\u2066c\x1b[2Jd\u200fe\n") == "a\ufffdb\ufffdc\ufffd[2Jd\ufffde\n"
 
 
-def test_why_adds_up_to_what_the_memory_gave(home, talk):
+def test_shares_of_why_add_up_to_the_gain_of_the_store(home, talk):
     begun = talk()
     tokens = list(begun.send("The memory of a model is"))
-    model = KnnForCausalLM.from_store(home / "memory", **SETTINGS)
+    model = KnnForCausalLM.from_store(home / "docs.store", **SETTINGS)
     prompt = tiny_tokenizer()("user: The memory of a model is\nassistant:")["input_ids"]
     ids = torch.tensor([prompt + [token.id for token in tokens]])
     with torch.no_grad():
         mixed = model(ids).logits.log_softmax(-1)[0, len(prompt) - 1 : -1]
         alone = model.base(ids).logits.log_softmax(-1)[0, len(prompt) - 1 : -1]
     chosen = ids[0, len(prompt) :, None]
-    given = 1 - 0.5 * (alone - mixed).gather(1, chosen)[:, 0].exp().numpy()  # p = 0.5 p_LM + what the memory gave
+    given = 1 - 0.5 * (alone - mixed).gather(1, chosen)[:, 0].exp().numpy()  # p = 0.5 p_LM + what the store gave
     np.testing.assert_allclose([memory_share(token) for token in tokens], given, atol=1e-4)
     heard = document_shares(tokens)
     # All of its neighbours are named (k is not above SOURCES), so the documents' parts are all that it gave.
@@ -177,17 +177,17 @@ def test_why_adds_up_to_what_the_memory_gave(home, talk):
         assert each["tokens"] == sum(named)
 
 
-def test_why_says_which_documents_spoke_in_words_and_commands_no_terminal(home, monkeypatch, capfd):
+def test_why_names_documents_and_escapes_terminal_sequences(home, monkeypatch, capfd):
     said = "/why\nThe memory of a model\n/why\n/why all\n/why 2\n/why 99\n/nonsense\n/help\n/new\n/why\n"
     monkeypatch.setattr(sys, "stdin", io.StringIO(said))
-    assert run(["chat", str(home / "memory"), *CHOSEN, "--max-new-tokens", "20"]) == 0
+    assert run(["chat", str(home / "docs.store"), *CHOSEN, "--max-new-tokens", "20"]) == 0
     out, err = capfd.readouterr()
     assert "There is no reply yet." in err
     assert "a number from 1 to 20" in err
     assert "Unknown command /nonsense." in err
     assert re.search(r"Memories gave \d+% of the probability of 20 tokens", out)
     assert re.search(r"\d+\.\d%\s+d\d+\s+\d+ tokens?", out)
-    # Those that are named and the rest are what the memory gave.
+    # Those that are named and the rest are what the store gave.
     told = out[out.index("Memories gave") : out.index("p_LM")]
     parts = [float(part) for part in re.findall(r"(\d+\.\d)%", told)]
     assert sum(parts) == pytest.approx(float(re.search(r"gave (\d+)%", told)[1]), abs=0.5 + 0.05 * len(parts))
@@ -200,12 +200,12 @@ def test_why_says_which_documents_spoke_in_words_and_commands_no_terminal(home, 
         assert "\x07" not in stream
 
 
-def test_control_characters_are_shown_as_signs():
+def test_control_characters_are_escaped():
     assert without_control("a\x1b[31mb\x9bc\rd\x7f") == "a�[31mb�c�d�"
     assert without_control("lines\nand\ttabs, λ") == "lines\nand\ttabs, λ"
 
 
-def test_a_conversation_that_grows_too_long_loses_its_beginning(talk):
+def test_long_conversation_is_truncated_at_its_beginning(talk):
     begun = talk(longest=128, system="Stay.", max_tokens=20)
     orders = []
     submit = begun.engine.submit
@@ -223,7 +223,7 @@ def test_a_conversation_that_grows_too_long_loses_its_beginning(talk):
     assert begun.dropped > 0
 
 
-def test_a_message_that_is_too_long_is_refused_and_the_conversation_goes_on(home, talk):
+def test_too_long_message_is_refused_and_the_conversation_continues(home, talk):
     begun = talk(longest=128)
     with pytest.raises(ParameterError, match="context has 128"):
         list(begun.send("memory " * 100))
@@ -231,7 +231,7 @@ def test_a_message_that_is_too_long_is_refused_and_the_conversation_goes_on(home
     assert len(list(begun.send("memory"))) == 12
 
 
-def test_who_stops_listening_ends_the_answer_and_what_was_said_stays(talk):
+def test_closing_the_stream_ends_the_answer_and_keeps_the_received_text(talk):
     begun = talk(max_tokens=4000)
     answer = begun.send("The memory")
     heard = [next(answer).text for _ in range(5)]
@@ -282,7 +282,7 @@ class Typist:
 
 
 def test_ctrl_c_stops_the_answer_but_not_the_program_and_ctrl_d_ends_it(home):
-    person = Typist("chat", str(home / "memory"), *CHOSEN, "--max-new-tokens", "4000")
+    person = Typist("chat", str(home / "docs.store"), *CHOSEN, "--max-new-tokens", "4000")
     person.wait_for("Ctrl-D ends.")
     person.wait_for("› ")
     person.type("The memory of a model\n")

@@ -69,8 +69,8 @@ def texts(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def memory(texts, model_folder):
-    path = texts / "memory"
+def store_path(texts, model_folder):
+    path = texts / "docs.store"
     assert run(["build", str(texts / "docs"), "--out", str(path), "--model", str(model_folder)]) == 0
     return path
 
@@ -83,7 +83,7 @@ def examples() -> dict[str, str]:
     }
 
 
-def test_every_command_is_there_and_its_help_opens_with_an_example_of_itself(capfd):
+def test_help_of_every_command_begins_with_an_example(capfd):
     assert sorted(examples()) == sorted(COMMANDS)
     for name in COMMANDS:
         code, out, _ = knnlm(capfd, name, "--help")
@@ -93,7 +93,7 @@ def test_every_command_is_there_and_its_help_opens_with_an_example_of_itself(cap
         assert "--json" in out
 
 
-def test_the_examples_run_as_they_stand(texts, model_folder, tmp_path, monkeypatch, capfd):
+def test_examples_of_the_help_run(texts, model_folder, tmp_path, monkeypatch, capfd):
     """In the order a person would run them; the model is named, because a tiny one is quicker than the bundled."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "docs").symlink_to(texts / "docs")
@@ -122,13 +122,13 @@ def test_build_reports_what_it_stored_as_json(texts, model_folder, tmp_path, cap
     assert found["window"] == {"context": 128, "stride": 64}
 
 
-def test_eval_prints_what_the_library_computes(memory, texts, lm, capfd):
+def test_eval_prints_what_the_library_computes(store_path, texts, lm, capfd):
     code, out, err = knnlm(
-        capfd, "eval", memory, texts / "held-out.txt", "--k", 7, "--knn-temperature", 3, "--lambda", 0.2, "--json"
+        capfd, "eval", store_path, texts / "held-out.txt", "--k", 7, "--knn-temperature", 3, "--lambda", 0.2, "--json"
     )
     assert code == 0, err
     figures = json.loads(out)
-    mixture = Mixture.open(memory, lm, k=7, knn_temperature=3.0, lmbda=0.2)
+    mixture = Mixture.open(store_path, lm, k=7, knn_temperature=3.0, lmbda=0.2)
     right = mixture.evaluate(documents(1, words=150, start=50)).as_dict()
     assert figures.pop("memories") == right.pop("memories")
     for name, value in right.items():
@@ -138,16 +138,16 @@ def test_eval_prints_what_the_library_computes(memory, texts, lm, capfd):
     assert set(wanted.split()) <= figures.keys()
 
 
-def test_tune_stores_its_choice_and_eval_uses_it(texts, model_folder, tmp_path, capfd):
-    memory = tmp_path / "m"
-    assert run(["build", str(texts / "docs"), "--out", str(memory), "--model", str(model_folder)]) == 0
+def test_tune_saves_its_settings_and_eval_uses_them(texts, model_folder, tmp_path, capfd):
+    store_path = tmp_path / "m"
+    assert run(["build", str(texts / "docs"), "--out", str(store_path), "--model", str(model_folder)]) == 0
     alone = ("--memories", "knn", "--weights", "fixed")
-    code, out, _ = knnlm(capfd, "tune", memory, texts / "held-out.txt", *alone, "--json")
+    code, out, _ = knnlm(capfd, "tune", store_path, texts / "held-out.txt", *alone, "--json")
     assert code == 0
     tuned = json.loads(out[out.index("{") :])
     assert tuned["chosen_on"] == [str(texts / "held-out.txt")]
     trace = tmp_path / "trace"
-    code, out, _ = knnlm(capfd, "eval", memory, texts / "held-out.txt", "--json", "--save-trace", trace)
+    code, out, _ = knnlm(capfd, "eval", store_path, texts / "held-out.txt", "--json", "--save-trace", trace)
     figures = json.loads(out)
     assert code == 0
     assert [figures[name] for name in ("k", "knn_temperature", "lambda")] == [
@@ -156,23 +156,23 @@ def test_tune_stores_its_choice_and_eval_uses_it(texts, model_folder, tmp_path, 
     assert figures["perplexity"] == pytest.approx(tuned["perplexity"], rel=1e-3)
     code, out, _ = knnlm(
         capfd,
-        *("tune", memory, "--trace", trace, "--weights", "fixed", "--json"),
+        *("tune", store_path, "--trace", trace, "--weights", "fixed", "--json"),
         *("--k", "1,4", "--knn-temperature", "2", "--lambda", "0.1,0.2"),
     )
     assert code == 0
     again = json.loads(out)
     assert again["settings_tried"] == 4
     assert again["k"] in (1, 4)
-    code, out, _ = knnlm(capfd, "info", memory)
+    code, out, _ = knnlm(capfd, "info", store_path)
     assert f"chosen on {again['tokens']:,} tokens of {texts / 'held-out.txt'}" in " ".join(out.split())
 
 
-def test_generate_with_and_without_memory(memory, capfd, lm):
+def test_generate_with_and_without_the_store(store_path, capfd, lm):
     prompt = "The memory of a model"
     made = {}
     for extra in ((), ("--no-memory",)):
         code, out, _ = knnlm(
-            capfd, "generate", memory, prompt, "--max-new-tokens", 5, "--lambda", 0.9, "--json", *extra
+            capfd, "generate", store_path, prompt, "--max-new-tokens", 5, "--lambda", 0.9, "--json", *extra
         )
         assert code == 0
         made[extra] = json.loads(out)
@@ -185,49 +185,49 @@ def test_generate_with_and_without_memory(memory, capfd, lm):
     sampled = []
     for seed in (1, 1, 2):
         arguments = ("--do-sample", "--top-p", 0.9, "--seed", seed, "--max-new-tokens", 8, "--json")
-        sampled.append(json.loads(knnlm(capfd, "generate", memory, prompt, *arguments)[1])["text"])
+        sampled.append(json.loads(knnlm(capfd, "generate", store_path, prompt, *arguments)[1])["text"])
     assert sampled[0] == sampled[1] != sampled[2]
-    code, out, _ = knnlm(capfd, "generate", memory, prompt, "--max-new-tokens", 5, "--lambda", 0.9)
+    code, out, _ = knnlm(capfd, "generate", store_path, prompt, "--max-new-tokens", 5, "--lambda", 0.9)
     assert code == 0
     assert (prompt + made[()]["text"]).strip() in out
 
 
-def test_explain_names_documents(memory, capfd):
-    code, out, _ = knnlm(capfd, "explain", memory, "The memory of a model", "--top", 2, "--json")
+def test_explain_names_documents(store_path, capfd):
+    code, out, _ = knnlm(capfd, "explain", store_path, "The memory of a model", "--top", 2, "--json")
     assert code == 0
     explained = json.loads(out)["tokens"]
     assert "".join(token["token"] for token in explained) == "The memory of a model"
     assert all(len(token["neighbours"]) == 2 for token in explained)
     sources = {voice["source"] for token in explained for voice in token["neighbours"]}
     assert all("docs/" in source for source in sources)
-    code, out, _ = knnlm(capfd, "explain", memory, "The memory")
+    code, out, _ = knnlm(capfd, "explain", store_path, "The memory")
     assert code == 0
     assert "p_LM" in out
     assert "docs/" in out
 
 
-def test_explain_takes_a_file_too_and_json_keeps_the_text_as_it_is(memory, tmp_path, capfd):
+def test_explain_reads_a_file_and_json_keeps_the_text_unchanged(store_path, tmp_path, capfd):
     text = "a :smile: [bold]日本[/bold]"
     (tmp_path / "text.txt").write_text(text)
     for given in (text, tmp_path / "text.txt"):
-        code, out, _ = knnlm(capfd, "explain", memory, given, "--top", 0, "--json")
+        code, out, _ = knnlm(capfd, "explain", store_path, given, "--top", 0, "--json")
         assert code == 0
         explained = json.loads(out)
         assert explained["text"] == text
         assert "".join(token["token"] for token in explained["tokens"]) == text
-    assert knnlm(capfd, "explain", memory, text)[0] == 0
+    assert knnlm(capfd, "explain", store_path, text)[0] == 0
 
 
-def test_standard_input_is_text_too(memory, texts, capfd):
-    command = [sys.executable, "-m", "knnlm", "eval", str(memory), "-", "--json"]
+def test_eval_reads_standard_input(store_path, texts, capfd):
+    command = [sys.executable, "-m", "knnlm", "eval", str(store_path), "-", "--json"]
     text = (texts / "held-out.txt").read_bytes()
     piped = subprocess.run(command, input=text, capture_output=True, check=True)
-    named = json.loads(knnlm(capfd, "eval", memory, texts / "held-out.txt", "--json")[1])
+    named = json.loads(knnlm(capfd, "eval", store_path, texts / "held-out.txt", "--json")[1])
     assert json.loads(piped.stdout)["perplexity"] == pytest.approx(named["perplexity"], rel=1e-6)
 
 
-def test_an_infinite_perplexity_is_null_in_json(memory, texts, capfd):
-    code, out, _ = knnlm(capfd, "eval", memory, texts / "held-out.txt", "--lambda", 1, "--k", 1, "--json")
+def test_infinite_perplexity_is_null_in_json(store_path, texts, capfd):
+    code, out, _ = knnlm(capfd, "eval", store_path, texts / "held-out.txt", "--lambda", 1, "--k", 1, "--json")
     assert code == 0
     assert json.loads(out)["perplexity"] is None
 
@@ -248,8 +248,8 @@ def test_an_infinite_perplexity_is_null_in_json(memory, texts, capfd):
         (["--dtype", "float12"], "Unknown dtype 'float12'"),
     ],
 )
-def test_wrong_settings_are_one_line_and_code_two(memory, texts, capfd, arguments, message):
-    assert message in failure(capfd, "eval", memory, texts / "held-out.txt", *arguments)
+def test_invalid_settings_are_one_line_and_exit_code_two(store_path, texts, capfd, arguments, message):
+    assert message in failure(capfd, "eval", store_path, texts / "held-out.txt", *arguments)
 
 
 def bad_files(folder):
@@ -270,9 +270,7 @@ def bad_files(folder):
 
 @pytest.mark.parametrize("name", sorted(bad_files(None)))
 @pytest.mark.parametrize("command", ["build", "eval"])
-def test_text_that_cannot_be_read_is_named_before_anything_is_made(
-    memory, model_folder, tmp_path, capfd, name, command
-):
+def test_unreadable_text_is_named_before_anything_is_written(store_path, model_folder, tmp_path, capfd, name, command):
     content, message = bad_files(tmp_path)[name]
     if content is not None:
         (tmp_path / name).write_bytes(content)
@@ -280,41 +278,41 @@ def test_text_that_cannot_be_read_is_named_before_anything_is_made(
         line = failure(capfd, "build", tmp_path / name, "--out", tmp_path / "m", "--model", model_folder)
         assert not (tmp_path / "m").exists()
     else:
-        line = failure(capfd, "eval", memory, tmp_path / name)
+        line = failure(capfd, "eval", store_path, tmp_path / name)
     assert message in line
 
 
-def test_the_line_of_invalid_text_is_given(tmp_path, model_folder, capfd):
+def test_line_of_invalid_text_is_given(tmp_path, model_folder, capfd):
     (tmp_path / "latin.txt").write_bytes("one\ntwo\nnaïve".encode("latin-1"))
     line = failure(capfd, "build", tmp_path / "latin.txt", "--out", tmp_path / "m", "--model", model_folder)
     assert re.search(r"latin\.txt.*line 3|latin\.txt:3", line)
 
 
-def test_memories_that_cannot_be_opened_are_one_line(memory, texts, tmp_path, capfd):
+def test_stores_that_cannot_be_opened_are_one_line_errors(store_path, texts, tmp_path, capfd):
     assert "is not a store" in failure(capfd, "info", tmp_path)
     assert "There is no folder" in failure(capfd, "eval", tmp_path / "nowhere", texts / "held-out.txt")
     (tmp_path / "catalog.db").write_bytes(b"no database" * 100)
     assert "catalog.db" in failure(capfd, "info", tmp_path)
 
 
-def test_a_finished_memory_is_not_built_over(memory, texts, model_folder, capfd):
-    line = failure(capfd, "build", texts / "docs", "--out", memory, "--model", model_folder)
+def test_finished_store_is_not_overwritten(store_path, texts, model_folder, capfd):
+    line = failure(capfd, "build", texts / "docs", "--out", store_path, "--model", model_folder)
     assert "finished store already" in line
 
 
-def test_another_model_is_given_the_memory_and_one_with_another_tokenizer_is_refused(memory, texts, tmp_path, capfd):
+def test_store_works_with_another_model_of_the_same_tokenizer_only(store_path, texts, tmp_path, capfd):
     from helpers.models import tiny, tiny_tokenizer
 
     other = tiny("llama", seed=9)
     other.save_pretrained(tmp_path / "other")
     tokenizer = tiny_tokenizer()
     tokenizer.save_pretrained(tmp_path / "other")
-    text = ("eval", memory, texts / "held-out.txt")
+    text = ("eval", store_path, texts / "held-out.txt")
     code, out, err = knnlm(capfd, *text, "--model", tmp_path / "other", "--k", 7, "--lambda", 0.5, "--json")
     assert code == 0, err
     figures = json.loads(out)
     tokens = tokenizer((texts / "held-out.txt").read_text(), add_special_tokens=False)["input_ids"]
-    window = Datastore.open(memory).window
+    window = Datastore.open(store_path).window
     module = other.model.layers[-1].mlp
     _, probabilities = oracle.read_token_by_token(other, module, tokens, start_token=tokenizer.bos_token_id, **window)
     right = oracle.perplexity(probabilities[range(len(tokens)), tokens])
@@ -326,7 +324,7 @@ def test_another_model_is_given_the_memory_and_one_with_another_tokenizer_is_ref
     assert "was built with" in line
 
 
-def test_a_model_that_is_not_there_is_one_line(texts, tmp_path, capfd):
+def test_missing_model_is_a_one_line_error(texts, tmp_path, capfd):
     line = failure(capfd, "build", texts / "docs", "--out", tmp_path / "m", "--model", tmp_path / "nowhere")
     assert str(tmp_path / "nowhere") in line
     assert not (tmp_path / "m").exists()
@@ -342,25 +340,25 @@ def test_a_model_that_is_not_there_is_one_line(texts, tmp_path, capfd):
         (["--key-format", "int3"], "int3"),
     ],
 )
-def test_builds_that_cannot_be_are_one_line_and_make_nothing(texts, model_folder, tmp_path, capfd, arguments, message):
+def test_invalid_builds_are_one_line_and_write_nothing(texts, model_folder, tmp_path, capfd, arguments, message):
     out = tmp_path / "m"
     line = failure(capfd, "build", texts / "docs", "--out", out, "--model", model_folder, *arguments)
     assert message in line
     assert not out.exists()
 
 
-def test_a_prompt_longer_than_the_context_is_refused(memory, capfd):
-    assert "can read only 128" in failure(capfd, "generate", memory, " ".join(WORDS * 3))
+def test_prompt_longer_than_the_context_is_refused(store_path, capfd):
+    assert "can read only 128" in failure(capfd, "generate", store_path, " ".join(WORDS * 3))
 
 
-def test_a_text_longer_than_the_context_is_explained_window_by_window(memory, capfd):
-    code, out, _ = knnlm(capfd, "explain", memory, " ".join(WORDS * 3), "--top", 0, "--json")
+def test_text_longer_than_the_context_is_explained_window_by_window(store_path, capfd):
+    code, out, _ = knnlm(capfd, "explain", store_path, " ".join(WORDS * 3), "--top", 0, "--json")
     assert code == 0
     assert len(json.loads(out)["tokens"]) > 256
 
 
-def test_an_index_that_cannot_be_is_one_line(memory, capfd):
-    assert "nonsense" in failure(capfd, "index", memory, "--index", "nonsense")
+def test_invalid_index_is_a_one_line_error(store_path, capfd):
+    assert "nonsense" in failure(capfd, "index", store_path, "--index", "nonsense")
 
 
 @pytest.mark.parametrize(
@@ -376,11 +374,11 @@ def test_an_index_that_cannot_be_is_one_line(memory, capfd):
         ["x", "--device", "cuda:99"],
     ],
 )
-def test_generations_that_cannot_be_are_one_line(memory, capfd, arguments):
-    failure(capfd, "generate", memory, *arguments)
+def test_invalid_generation_options_are_one_line_errors(store_path, capfd, arguments):
+    failure(capfd, "generate", store_path, *arguments)
 
 
-def test_a_memory_is_opened_from_any_folder(texts, model_folder, tmp_path, monkeypatch, capfd):
+def test_store_is_opened_from_any_working_directory(texts, model_folder, tmp_path, monkeypatch, capfd):
     monkeypatch.chdir(model_folder.parent)
     arguments = ("--out", tmp_path / "m", "--model", model_folder.name)
     assert knnlm(capfd, "build", texts / "docs", *arguments)[0] == 0
@@ -388,29 +386,29 @@ def test_a_memory_is_opened_from_any_folder(texts, model_folder, tmp_path, monke
     assert knnlm(capfd, "eval", "m", texts / "held-out.txt", "--limit", 10)[0] == 0
 
 
-def test_a_terminal_without_unicode_is_no_error(memory):
-    command = [sys.executable, "-m", "knnlm", "info", str(memory)]
+def test_info_works_on_a_terminal_without_unicode(store_path):
+    command = [sys.executable, "-m", "knnlm", "info", str(store_path)]
     environment = {**os.environ, "PYTHONIOENCODING": "ascii"}
     result = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
     assert result.returncode == 0, result.stderr
     assert "tokens of" in result.stdout
 
 
-def test_tune_wants_text_or_a_trace(memory, texts, capfd, tmp_path):
-    assert "either TEXT or --trace" in failure(capfd, "tune", memory)
-    assert "not a trace" in failure(capfd, "tune", memory, "--trace", tmp_path)
-    assert "--k takes numbers" in failure(capfd, "tune", memory, texts / "held-out.txt", "--k", "a,b")
+def test_tune_needs_either_text_or_a_trace(store_path, texts, capfd, tmp_path):
+    assert "either TEXT or --trace" in failure(capfd, "tune", store_path)
+    assert "not a trace" in failure(capfd, "tune", store_path, "--trace", tmp_path)
+    assert "--k takes numbers" in failure(capfd, "tune", store_path, texts / "held-out.txt", "--k", "a,b")
 
 
-def test_missing_extras_name_the_install(memory, tmp_path, capfd, monkeypatch):
+def test_missing_extras_name_the_install(store_path, tmp_path, capfd, monkeypatch):
     monkeypatch.setitem(sys.modules, "datasets", None)
-    assert "pip install 'knnlm[datasets]'" in failure(capfd, "eval", memory, "hf:some/name")
+    assert "pip install 'knnlm[datasets]'" in failure(capfd, "eval", store_path, "hf:some/name")
     monkeypatch.setitem(sys.modules, "zstandard", None)
     (tmp_path / "a.txt.zst").write_bytes(b"(\xb5/\xfd")
-    assert "pip install 'knnlm[zstd]'" in failure(capfd, "eval", memory, tmp_path / "a.txt.zst")
+    assert "pip install 'knnlm[zstd]'" in failure(capfd, "eval", store_path, tmp_path / "a.txt.zst")
 
 
-def test_ctrl_c_ends_with_130_and_the_build_goes_on_afterwards(tmp_path, model_folder):
+def test_ctrl_c_exits_with_130_and_the_build_resumes_afterwards(tmp_path, model_folder):
     text = tmp_path / "long.jsonl"
     # Many segments; the first is finished well before the interrupt.
     with text.open("w") as file:
@@ -435,20 +433,20 @@ def test_ctrl_c_ends_with_130_and_the_build_goes_on_afterwards(tmp_path, model_f
     assert not list((out / "segments").glob("*.partial"))
 
 
-def test_a_closed_pipe_is_no_error(memory):
-    command = f"{shlex.quote(sys.executable)} -m knnlm info {shlex.quote(str(memory))} --json | head -c 1"
+def test_closed_pipe_is_no_error(store_path):
+    command = f"{shlex.quote(sys.executable)} -m knnlm info {shlex.quote(str(store_path))} --json | head -c 1"
     result = subprocess.run(["bash", "-o", "pipefail", "-c", command], capture_output=True, text=True, check=False)
     assert result.stdout == "{"
     assert "Traceback" not in result.stderr
     assert "BrokenPipe" not in result.stderr
 
 
-def test_help_is_quick_because_it_imports_nothing_heavy():
+def test_help_imports_nothing_heavy():
     code = "import sys, knnlm.cli; sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
-def test_the_version_is_the_packages(capfd):
+def test_version_is_that_of_the_package(capfd):
     from importlib.metadata import version
 
     assert knnlm(capfd, "--version")[1].strip() == f"knnlm {version('knnlm')}"

@@ -24,7 +24,7 @@ WINDOW = WindowShape(24, 12)
 @pytest.fixture(scope="module")
 def small(lm, tmp_path_factory):
     """A store with short windows, so that documents take several."""
-    path = tmp_path_factory.mktemp("small") / "memory"
+    path = tmp_path_factory.mktemp("small") / "docs.store"
     return build(documents(12), path, lm=lm, window=WINDOW, segment_entries=200)
 
 
@@ -90,8 +90,8 @@ def test_evaluation_agrees_with_numpy_token_by_token(lm, small, reference, k, kn
         assert highest / lowest < 1.05  # so that the check is a sharp one
 
 
-def test_an_approximate_index_votes_with_the_distances_of_stored_keys(lm, reference, tmp_path):
-    store = build(documents(12), tmp_path / "memory", lm=lm, window=WINDOW)
+def test_approximate_index_votes_with_the_distances_of_stored_keys(lm, reference, tmp_path):
+    store = build(documents(12), tmp_path / "docs.store", lm=lm, window=WINDOW)
     assert build_index(store, "IVF8,PQ8x4") == "IVF8,PQ8x4"
     settings = {"k": 8, "knn_temperature": 1.0, "lmbda": 0.3}
     rough = MixtureOptions(metric="l2", rerank=False)
@@ -109,8 +109,8 @@ def test_lambda_zero_gives_the_models_own_perplexity(lm, small):
     assert measured.perplexity == pytest.approx(measured.base_perplexity, rel=1e-6)
 
 
-def test_an_empty_store_changes_nothing(lm, tmp_path):
-    store = build([], tmp_path / "memory", lm=lm)
+def test_empty_store_does_not_change_the_perplexity(lm, tmp_path):
+    store = build([], tmp_path / "docs.store", lm=lm)
     assert store.entry_count == 0
     measured = Mixture.open(store.path, lm, lmbda=0.5).evaluate(documents(2, start=100))
     assert measured.perplexity == pytest.approx(measured.base_perplexity, rel=1e-6)
@@ -134,7 +134,7 @@ def test_words_bytes_and_their_figures_follow_from_the_text(lm, small):
     assert figures["bits_per_byte"] == pytest.approx(loss / math.log(2) / len(text.encode()))
 
 
-def test_a_limit_stops_behind_the_document_that_reaches_it(lm, small):
+def test_limit_stops_after_the_document_that_reaches_it(lm, small):
     made = documents(10, start=100)
     lengths = np.cumsum([len(lm.encode(document.text)) for document in made])
     measured = Mixture.open(small.path, lm).evaluate(made, limit=int(lengths[2]) - 1)
@@ -177,7 +177,7 @@ def test_explanations_agree_with_numpy_and_name_their_source(lm, small, referenc
             assert neighbour.agrees == (neighbour.token == token.token)
 
 
-def test_a_summary_says_lower_or_higher(lm, small):
+def test_summary_says_lower_or_higher(lm, small):
     measured = Mixture.open(small.path, lm, lmbda=0.3).evaluate(documents(2, start=100))
     better = replace(measured, base_perplexity=20.0, perplexity=15.0)
     worse = replace(measured, base_perplexity=20.0, perplexity=40.72)

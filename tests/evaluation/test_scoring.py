@@ -101,7 +101,7 @@ def test_logits_are_not_kept_while_searches_wait(mixture, texts, monkeypatch):
     assert max(alive) <= 1  # of the batch that was read last, at most
 
 
-def test_the_model_runs_while_a_search_runs(mixture, texts, monkeypatch):
+def test_model_runs_while_a_search_runs(mixture, texts, monkeypatch):
     monkeypatch.setattr("knnlm.evaluation.evaluate._MIN_QUERIES", 64)
     read_on, waited = threading.Event(), []
     batches = list(mixture.read(texts, batch_tokens=32))
@@ -122,7 +122,7 @@ def test_the_model_runs_while_a_search_runs(mixture, texts, monkeypatch):
 
 
 @pytest.mark.parametrize("read_ahead", [False, True])
-def test_an_error_of_a_search_is_raised_to_the_caller(mixture, texts, read_ahead):
+def test_error_of_a_search_is_raised_to_the_caller(mixture, texts, read_ahead):
     def fail():
         raise OSError("the disk is gone")
 

@@ -44,7 +44,7 @@ def drawn_votes(generator, rows, k, words):
 
 
 @given(st.integers(0, 10_000), st.integers(1, 4), st.integers(0, 12), st.integers(1, 9), st.integers(1, 3))
-def test_votes_added_where_they_are_equal_votes_added_everywhere(seed, rows, k, words, polls):
+def test_sparse_addition_of_votes_equals_dense_addition(seed, rows, k, words, polls):
     generator = np.random.default_rng(seed)
     parts = [drawn_votes(generator, rows, k, words) for _ in range(polls)]
     logits = torch.from_numpy(generator.normal(size=(rows, words)).astype(np.float32))
@@ -62,7 +62,7 @@ def test_votes_added_where_they_are_equal_votes_added_everywhere(seed, rows, k, 
     assert torch.allclose(fixed._add_dense(total.clone(), polled).exp(), torch.from_numpy(found), rtol=1e-4, atol=1e-7)
 
 
-def test_a_dense_mixture_makes_one_tensor_of_the_size_of_the_vocabulary():
+def test_dense_mixture_allocates_one_tensor_of_the_vocabulary_size():
     made = []
 
     class Watching(TorchDispatchMode):
@@ -91,7 +91,7 @@ def test_gradients_go_through_a_dense_mixture():
     assert torch.allclose(logits.grad.double(), again.grad, atol=1e-5)
 
 
-def test_generation_with_lambda_zero_searches_nothing_and_is_the_models_own(store, lm):
+def test_generation_with_lambda_zero_equals_the_model_without_a_search(store, lm):
     mixture = Mixture.open(store.path, lm, k=8, lmbda=0.0)
     index = counted(mixture)
     ids = torch.tensor([[1, 5, 9, 4]])

@@ -1,244 +1,363 @@
-"""Traces and sweeps: arithmetic that must equal an evaluation with the same settings."""
+"""Weights that are fitted on a trace are the weights that evaluation uses, for every kind of weights."""
 
 from __future__ import annotations
 
-import json
+import math
+import shutil
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from helpers import oracle
 from helpers.stores import documents
-from knnlm.datastore.locks import writer_lock
-from knnlm.errors import DatastoreBusy, DatastoreCorrupt, DatastoreError, ParameterError
-from knnlm.evaluation.sweep import temperature_grid
-from knnlm.evaluation.trace import MemoryTrace, Trace
-from knnlm.evaluation.tune import save_trace_tuning, tune_trace
+from knnlm.datastore.catalog import Catalog
+from knnlm.datastore.schema import CATALOG_FILE
+from knnlm.datastore.store import Datastore
+from knnlm.errors import DatastoreCorrupt, DatastoreError, ModelMismatch, ParameterError
+from knnlm.evaluation.sweep import Sweep
+from knnlm.evaluation.tune import evaluate_trace, fit_weights, tabulate, token_frequencies, vote_variants
 from knnlm.ingest.build import build
-from knnlm.memories.decoder import LM_FEATURES
+from knnlm.lm.causal import CausalLM
+from knnlm.memories.base import Source
+from knnlm.memories.cache import CacheMemory
+from knnlm.memories.voting import VoteParams
+from knnlm.mixture.gate import feature_names, features, memory_features, place
 from knnlm.mixture.mixture import Mixture
 from knnlm.mixture.spec import MixtureOptions
 
-
-@pytest.fixture(scope="module")
-def folder(lm, tmp_path_factory):
-    return build(documents(20), tmp_path_factory.mktemp("tuned") / "memory", lm=lm).path
-
-
-@pytest.fixture
-def mixture(lm, folder):
-    """A mixture of its own for each test, because tuning changes it."""
-    return Mixture.open(folder, lm, k=64)
+MEMORIES = "knn,cache,ngram"
+TEST = documents(4, start=130)
+BUCKETS = {"edges": [], "weights": [[0.5, 0.5], [0.5, 0.5]]}
 
 
 @pytest.fixture(scope="module")
-def trace(lm, folder, tmp_path_factory):
-    path = tmp_path_factory.mktemp("trace") / "trace"
-    return Mixture.open(folder, lm, k=64).record(documents(5, start=100), path, sources=["held-out"])
+def path(lm, tmp_path_factory):
+    """A store, tuned in every way."""
+    store = build(documents(20), tmp_path_factory.mktemp("fitted") / "docs.store", lm=lm)
+    return store.path
 
 
-def test_a_sweep_equals_an_evaluation_with_each_setting(lm, mixture, trace):
-    swept = trace.sweep(ks=[1, 7, 64], knn_temperatures=[0.5, 20.0], lambdas=[0.0, 0.3, 0.9])
-    assert swept.tokens == len(trace)
-    for i, k in enumerate(swept.ks):
-        for j, knn_temperature in enumerate(swept.knn_temperatures):
-            for m, lmbda in enumerate(swept.lambdas):
-                opened = Mixture.open(mixture.knn.store.path, lm, k=k, knn_temperature=knn_temperature, lmbda=lmbda)
-                measured = opened.evaluate(documents(5, start=100))
-                # With the trace's own k the neighbours are the same; with fewer, ties may be broken otherwise.
-                close = 1e-4 if k == 64 else 1e-2
-                assert swept.perplexity[i, j, m] == pytest.approx(measured.perplexity, rel=close)
-                assert swept.base_perplexity == pytest.approx(measured.base_perplexity, rel=1e-6)
+@pytest.fixture(scope="module", params=["fixed", "fitted", "buckets", "gated"])
+def tuned(request, lm, path):
+    fresh = Mixture.open(path, lm, memories=MEMORIES, use_tuned=False)
+    return request.param, fresh.tune(documents(8, start=100), weights=request.param, sources=["valid"])
 
 
-@pytest.mark.parametrize(("k", "knn_temperature", "lmbda"), [(64, 3.0, 0.4), (64, 20.0, 0.0), (64, 3.0, 1.0)])
-def test_a_replay_equals_an_evaluation(lm, mixture, trace, k, knn_temperature, lmbda):
-    opened = Mixture.open(mixture.knn.store.path, lm, k=k, knn_temperature=knn_temperature, lmbda=lmbda)
-    measured = opened.evaluate(documents(5, start=100)).as_dict()
-    replayed = trace.replay(k=k, knn_temperature=knn_temperature, lmbda=lmbda).as_dict()
-    assert [replayed.pop(name) for name in ("metric", "weights")] == [
-        measured.pop(name) for name in ("metric", "weights")
-    ]
-    (mine,), (theirs,) = replayed.pop("memories"), measured.pop("memories")
-    assert mine.pop("weight") == pytest.approx(theirs.pop("weight"), abs=1e-6)
-    assert mine == theirs
-    for name in measured.keys() - {"seconds", "tokens_per_second"}:
-        assert replayed[name] == pytest.approx(measured[name], rel=1e-4), name
+def settings(mixture):
+    return [getattr(memory, "settings", ()) for memory in mixture.memories]
 
 
-def make_trace(log_p, distances, values, targets):
-    metadata = {"tokens": len(targets), "sources": ["made"], "documents": 1, "leaked_documents": 0}
-    own = {"label": "knn", "kind": "knn", "k": distances.shape[1], "metric": "l2"}
-    memory = MemoryTrace(own, {"distances": distances, "values": values.astype(np.int32)}, 50)
-    rows = np.zeros(len(targets), np.int32)
-    features = np.zeros((len(targets), len(LM_FEATURES)), np.float32)
-    return Trace(
-        targets.astype(np.int32), log_p.astype(np.float32), features, rows, rows, rows, rows, [memory], metadata
+@pytest.fixture(scope="module")
+def recorded(lm, path, tmp_path_factory):
+    """A trace of the test text with all memories."""
+    mixture = Mixture.open(path, lm, memories=MEMORIES, use_tuned=False)
+    return mixture.record(TEST, tmp_path_factory.mktemp("trace") / "trace")
+
+
+def test_tuned_mixture_is_opened_with_its_tuning(tuned, lm, path):
+    kind, result = tuned
+    opened = Mixture.open(path, lm)
+    assert opened.weights.kind == kind
+    assert opened.labels == ["knn", "cache", "ngram"]
+    assert [spec.settings for spec in result.specs] == [tuple(own) for own in settings(opened)]
+    if kind in ("fixed", "fitted"):
+        assert opened.weights.values == pytest.approx(result.weights.values)
+    assert math.isfinite(result.perplexity)
+    assert result.perplexity < result.base_perplexity
+
+
+def test_evaluating_a_trace_equals_evaluating_the_text(tuned, lm, path, recorded):
+    opened = Mixture.open(path, lm)
+    measured = opened.evaluate(TEST)
+    replayed = evaluate_trace(recorded, settings(opened), opened.weights)
+    for name in ("perplexity", "base_perplexity", "oracle_perplexity", "lmbda"):
+        assert getattr(replayed, name) == pytest.approx(getattr(measured, name), rel=5e-3), name
+    for mine, theirs in zip(replayed.memories, measured.memories, strict=True):
+        assert mine["weight"] == pytest.approx(theirs["weight"], abs=5e-3)
+
+
+def searched_fraction(mixture, lm):
+    """Return the fraction of positions for which the weights request a search."""
+    masks = []
+    for batch in mixture.read([lm.encode(document.text) for document in TEST]):
+        masks.append(mixture.predict(batch.context).search_mask)
+    return float(torch.cat(masks).double().mean())
+
+
+def test_skipped_searches_are_skipped_in_the_trace(lm, path, recorded):
+    fresh = Mixture.open(path, lm, memories=MEMORIES, use_tuned=False)
+    fresh.tune(documents(8, start=100), weights="gated")
+    for fraction in (0.4, 1.0):
+        opened = Mixture.open(path, lm, options=MixtureOptions(skip_fraction=fraction))
+        searched = []
+        search = opened.knn.search
+        opened.knn.search = lambda keys, k=None, search=search, searched=searched: (
+            searched.append(len(keys)) or search(keys, k)
+        )
+        measured = opened.evaluate(TEST)
+        replayed = evaluate_trace(recorded, settings(opened), opened.weights)
+        assert replayed.perplexity == pytest.approx(measured.perplexity, rel=5e-3)
+        assert sum(searched) == round(measured.tokens * searched_fraction(opened, lm))
+    assert sum(searched) == 0  # nothing is searched when everything is skipped
+
+
+def test_features_from_a_trace_equal_features_from_the_text(lm, path, recorded):
+    from knnlm.memories.decoder import LMOutput
+
+    mixture = Mixture.open(path, lm, memories=MEMORIES, use_tuned=False)
+    counts = token_frequencies(mixture.store)
+    stored = tabulate(recorded, settings(mixture)).features(counts)
+    names = feature_names((memory.name, memory.feature_names) for memory in mixture.memories)
+    assert stored.shape == (len(recorded), len(names))
+    tokens = [lm.encode(document.text) for document in TEST]
+    for batch in mixture.read(tokens):
+        lm_answer = LMOutput(batch.logits)
+        found = [memory_features(memory.predict(batch.context), lm_answer) for memory in mixture.memories]
+        here = features(place(batch.context), counts, (lm_answer.features(), lm_answer.top()), found)
+        difference = (here - stored[batch.rows]).abs()
+        # Equally near neighbours come in any order: what depends on which of them is the 64th may differ a little.
+        loose = torch.tensor([0.2 if "distinct" in name or "top token" in name else 5e-3 for name in names])
+        wrong = (difference > loose).float().mean(0)
+        assert float(wrong.max()) < 0.03, [names[i] for i in wrong.argsort(descending=True)[:3]]
+
+
+def test_columns_of_the_table_are_the_components_of_the_mixture(lm, path, recorded):
+    mixture = Mixture.open(path, lm, memories=MEMORIES, use_tuned=False)
+    table = tabulate(recorded, settings(mixture))
+    assert len(table.component_names) == len(mixture.component_names) == table.log_probs.shape[1]
+    for batch in mixture.read([lm.encode(document.text) for document in TEST]):
+        each = mixture.predict(batch.context).component_log_probs(batch.targets)
+        stored = table.log_probs[batch.rows].nan_to_num(nan=-math.inf)
+        torch.testing.assert_close(stored.exp(), each.exp(), rtol=1e-2, atol=2e-3)
+    first = np.cumsum([0, *(len(lm.encode(document.text)) for document in TEST)])[:-1]
+    assert sorted(set(table.documents.tolist())) == first.tolist()
+
+
+def test_counts_of_tokens_are_those_of_the_store(lm, path):
+    mixture = Mixture.open(path, lm)
+    tokens = [token for document in documents(20) for token in lm.encode(document.text)]
+    assert token_frequencies(mixture.store).tolist() == np.bincount(tokens, minlength=lm.vocab_size).tolist()
+
+
+def test_each_set_of_memories_has_its_own_tuning(lm, path):
+    valid = documents(4, start=100)
+    for memories in ("knn", "cache,knn", "knn,ngram"):
+        Mixture.open(path, lm, memories=memories, use_tuned=False).tune(valid, weights="fixed")
+    assert Mixture.open(path, lm).labels == ["knn", "ngram"]  # the last one
+    assert Mixture.open(path, lm, memories="knn").labels == ["knn"]
+    assert Mixture.open(path, lm, memories="knn").knn.knn_temperature != 2.0
+    for order in ("cache,knn", "knn,cache"):  # a set has no order
+        both = Mixture.open(path, lm, memories=order)
+        assert both.labels == ["cache", "knn"]
+        assert both.lmbda != 0.25
+
+
+def test_memory_tuned_with_others_keeps_its_settings(lm, tmp_path):
+    path = build(documents(10), tmp_path / "docs.store", lm=lm).path
+    fresh = Mixture.open(path, lm, memories=MEMORIES, use_tuned=False)
+    result = fresh.tune(documents(6, start=100), weights="gated")
+    (knn,) = [spec for spec in result.specs if spec.kind == "knn"]
+    (cache,) = [spec for spec in result.specs if spec.kind == "cache"]
+    opened = Mixture.open(path, lm, k=3)
+    assert opened.labels == ["knn"]
+    assert opened.knn.settings == (VoteParams(3, knn.settings[0].knn_temperature),)
+    assert opened.lmbda == 0.25
+    alone = Mixture.open(path, lm, memories="cache", knn_temperature=0.5)
+    assert alone.memories[0].settings == (VoteParams(cache.settings[0].k, 0.5),)
+
+
+def test_k_and_temperature_are_refused_where_they_are_ambiguous(lm, path, tmp_path):
+    other = build(documents(3, start=300), tmp_path / "other", lm=lm)
+    opened = Mixture.open(path, lm, memories=f"knn={other.path}", k=5, knn_temperature=9.0)
+    assert opened.knn.settings == (VoteParams(5, 9.0),)
+    with pytest.raises(ParameterError, match="has 2"):
+        Mixture.open(path, lm, memories=f"knn={other.path},cache", k=5, use_tuned=False)
+
+
+def test_stores_with_different_windows_are_refused(lm, path, tmp_path):
+    other = build(documents(3, start=300), tmp_path / "other", lm=lm, window=lm.window(16))
+    with pytest.raises(ParameterError, match="windows of"):
+        Mixture.open(path, lm, memories=f"knn,knn={other.path}", use_tuned=False)
+
+
+def test_output_matrix_is_opened_by_the_model_it_was_trained_for_only(lm, path, tmp_path):
+    from helpers.models import tiny, tiny_tokenizer
+    from knnlm.training.output_matrix import OutputConfig, train_output
+
+    elsewhere = CausalLM(lm.model, lm.tokenizer, name="tiny-llama", key_layer="output")
+    other_place = build(documents(8), tmp_path / "place", lm=elsewhere)
+    train_output(other_place, tmp_path / "place-output", OutputConfig(epochs=1))
+    opened = Mixture.open(path, lm, memories=f"output={tmp_path}/place-output", use_tuned=False)
+    assert opened.memories[0].source.place == "output"
+    other_lm = CausalLM(tiny("llama", seed=8), tiny_tokenizer(), name="other-model")
+    other_model = build(documents(8), tmp_path / "model", lm=other_lm)
+    train_output(other_model, tmp_path / "model-output", OutputConfig(epochs=1))
+    with pytest.raises(ModelMismatch, match=r"trained on states of other-model"):
+        Mixture.open(path, lm, memories=f"output={tmp_path}/model-output", use_tuned=False)
+
+
+def test_weights_tuned_for_another_matrix_are_refused(lm, path, tmp_path):
+    from knnlm.training.output_matrix import OutputConfig, train_output
+
+    place = tmp_path / "matrix"
+    store = Datastore.open(path)
+    train_output(store, place, OutputConfig(epochs=1))
+    Mixture.open(path, lm, memories=f"knn,output={place}", use_tuned=False).tune(
+        documents(3, start=100),
+        weights="fitted",
     )
+    assert Mixture.open(path, lm).weights.kind == "fitted"
+    (place / "output.safetensors").unlink()
+    train_output(store, place, OutputConfig(epochs=2))
+    with pytest.raises(DatastoreError, match="another matrix"):
+        Mixture.open(path, lm)
+    Mixture.open(path, lm, memories="knn", use_tuned=False).tune(documents(3, start=100), weights="fixed")
 
 
-@settings(max_examples=100, deadline=None)
-@given(st.integers(1, 30), st.integers(1, 12), st.integers(0, 2**32 - 1))
-def test_a_sweep_agrees_with_numpy_on_any_trace(tokens, k, seed):
-    generator = np.random.default_rng(seed)
-    distances = np.sort(generator.choice([0, 1, 5, 5.5, 300, 2e5], (tokens, k)), 1).astype(np.float32)
-    present = generator.integers(0, k + 1, tokens)
-    distances[np.arange(k) >= present[:, None]] = np.inf
-    values = np.where(np.isinf(distances), -1, generator.integers(0, 3, (tokens, k)))
-    targets = generator.integers(0, 3, tokens)
-    log_p = -generator.exponential(20, tokens)
-    ks = sorted({1, k, (k + 1) // 2})
-    swept = make_trace(log_p, distances, values, targets).sweep(
-        ks=ks, knn_temperatures=[0.3, 40], lambdas=[0, 0.5, 0.99]
-    )
-    for i, count in enumerate(ks):
-        for j, knn_temperature in enumerate((0.3, 40)):
-            for m, lmbda in enumerate((0, 0.5, 0.99)):
-                logs = []
-                for row in range(tokens):
-                    there = np.isfinite(distances[row, :count])
-                    p_lm = np.exp(np.float64(np.float32(log_p[row])))
-                    if there.any():
-                        votes = oracle.softmax(-distances[row, :count][there] / knn_temperature)
-                        p_knn = votes[values[row, :count][there] == targets[row]].sum()
-                        logs.append(np.log((1 - lmbda) * p_lm + lmbda * p_knn))
-                    else:
-                        logs.append(np.log(p_lm))
-                assert np.log(swept.perplexity[i, j, m]) == pytest.approx(-np.mean(logs), rel=1e-4, abs=1e-4)
-
-
-def test_a_token_that_the_model_finds_all_but_impossible_does_not_underflow():
-    trace = make_trace(np.array([-200.0]), np.zeros((1, 1), np.float32), np.array([[1]]), np.array([0]))
-    swept = trace.sweep(ks=[1], knn_temperatures=[1.0], lambdas=[0.5])
-    assert np.log(swept.perplexity.item()) == pytest.approx(200 + np.log(2), rel=1e-6)
-
-
-def test_the_best_setting_is_the_smallest_of_the_table(trace):
-    swept = trace.sweep()
-    k, knn_temperature, lmbda, perplexity = swept.best
-    assert perplexity == swept.perplexity.min()
-    place = swept.ks.index(k), swept.knn_temperatures.index(knn_temperature), swept.lambdas.index(lmbda)
-    assert swept.perplexity[place] == perplexity
-    assert swept.perplexity[:, :, 0] == pytest.approx(swept.base_perplexity, rel=1e-6)  # λ = 0
-    assert swept.ks == (1, 4, 8, 16, 32, 64)
-
-
-def test_tuning_is_saved_with_the_sources_of_its_text(lm, mixture):
-    result = mixture.tune(documents(5, start=100), weights="fixed", sources=["held-out.txt"])
-    k, knn_temperature, lmbda, perplexity = result.sweep.best
-    assert result.perplexity == perplexity
-    opened = Mixture.open(mixture.knn.store.path, lm)
-    assert (opened.knn.k, opened.knn.knn_temperature, opened.lmbda) == (k, knn_temperature, lmbda)
-    metadata = opened.store.catalog.get("tunings")["knn"]["metadata"]
-    assert metadata["chosen_on"] == ["held-out.txt"]
-    assert metadata["tokens"] == result.tokens
-    assert opened.evaluate(documents(5, start=100)).perplexity == pytest.approx(perplexity, rel=1e-4)
-
-
-def test_documents_that_are_in_the_store_are_counted(lm, mixture, tmp_path):
-    text = [*documents(2), *documents(3, start=100)]
-    assert mixture.evaluate(text).as_dict()["leaked_documents"] == 2
-    trace = mixture.record(text, tmp_path / "trace")
-    assert (trace.sweep().leaked_documents, trace.sweep().documents) == (2, 5)
-    assert trace.replay(k=4, knn_temperature=1.0, lmbda=0.1).leaked_documents == 2
-    assert trace.metadata["sources"] == [document.source for document in text[:3]]
-
-
-def test_a_trace_holds_targets_hits_and_distances_in_document_order(lm, mixture, trace):
-    tokens = [token for document in documents(5, start=100) for token in lm.encode(document.text)]
-    assert trace.targets.tolist() == tokens
-    (memory,) = trace.memories
-    assert (np.diff(memory.distances, axis=1) >= 0).all()
-    assert trace.metadata["sources"] == ["held-out"]
-    assert (memory.arrays["values"] < lm.vocab_size).all()
-
-
-def test_a_trace_is_not_overwritten_and_a_corrupt_one_is_reported(mixture, tmp_path):
-    path = tmp_path / "trace"
-    mixture.record(documents(1, start=100), path)
-    with pytest.raises(DatastoreError, match="already exists"):
-        mixture.record(documents(1, start=100), path)
-    with (path / "0" / "values.npy").open("r+b") as file:
-        file.truncate(200)
-    with pytest.raises(DatastoreCorrupt, match=r"values\.npy: wrong size \(200 bytes instead of"):
-        Trace.open(path)
-    with pytest.raises(DatastoreError, match="not a trace"):
-        Trace.open(tmp_path)
-    metadata = json.loads((path / "trace.json").read_text())
-    assert metadata["documents"] == 1
-
-
-def test_a_trace_that_fails_leaves_nothing_behind(mixture, tmp_path):
-    def broken():
-        yield from documents(1)
-        raise RuntimeError("the text ended badly")
-
-    with pytest.raises(RuntimeError, match="ended badly"):
-        mixture.record(broken(), tmp_path / "trace")
-    assert list(tmp_path.iterdir()) == []
+def test_mixture_that_could_not_be_reopened_is_not_tuned(lm, path):
+    opened = Mixture.open(path, lm, memories="knn", use_tuned=False)
+    twice = Mixture(lm, [opened.knn, opened.knn], store=opened.store)
+    with pytest.raises(ParameterError, match="Two memories are called knn"):
+        twice.tune(TEST)
+    cache = CacheMemory(vocab_size=lm.vocab_size, window=9, metric="ip", source=Source(0, "ffn_input", 2))
+    tuned = Mixture(lm, [opened.knn, cache], store=opened.store)
+    result = tuned.tune(documents(3, start=100), weights="fixed")
+    again = Mixture.open(path, lm).memories[1]
+    assert (again.history_length, again.metric) == (9, "ip")
+    assert result.specs[1].label == "cache=9"
 
 
 @pytest.mark.parametrize(
-    "grid", [{"ks": [0]}, {"knn_temperatures": [0.0]}, {"knn_temperatures": [-1.0]}, {"lambdas": [1.5]}]
+    ("change", "message"),
+    [
+        (
+            lambda saved: saved["weights"].update(kind="buckets", memory=7, buckets=BUCKETS),
+            "no neighbours to go by",
+        ),
+        (lambda saved: saved["memories"][0].update(settings=[[float("inf"), 1.0]]), "which memories"),
+        (lambda saved: saved["memories"][0].update(kind="decoder", path=None), "which memories"),
+        (lambda saved: saved["memories"][0].update(kind="cache", path="abc"), "which memories"),
+        (lambda saved: saved["weights"].update(values=[float("nan"), 0.5]), "cannot be read"),
+        (
+            lambda saved: saved["weights"].update(kind="gated", networks=[], file="x", fraction=0),
+            "cannot be read",
+        ),
+        (lambda saved: saved["weights"].update(values=[1.0]), "weights are of 1 components"),
+    ],
 )
-def test_values_outside_their_range_are_refused(trace, grid):
-    with pytest.raises(ParameterError, match="must be"):
-        trace.sweep(**grid)
+def test_invalid_saved_tuning_is_refused(lm, path, tmp_path, change, message):
+    copied = shutil.copytree(path, tmp_path / "copy")
+    tuning = {
+        "memories": [{"kind": "knn", "path": None, "metric": "l2", "settings": [[4, 1.0]], "identity": None}],
+        "weights": {"kind": "fixed", "values": [0.5, 0.5]},
+        "metadata": {},
+    }
+    change(tuning)
+    catalog = Catalog.open(copied / CATALOG_FILE, write=True)
+    catalog.put(tunings={"knn": tuning}, active_tuning="knn")
+    catalog.close()
+    with pytest.raises(DatastoreCorrupt, match=message):
+        Mixture.open(copied, lm)
 
 
-def test_values_out_of_range_are_refused_before_anything_is_read(mixture):
-    def never():
-        raise AssertionError("the text was read")
-        yield
-
-    with pytest.raises(ParameterError, match="temperature must be above 0"):
-        mixture.tune(never(), knn_temperatures=[1.0, 0.0])
-    with writer_lock(mixture.knn.store.path), pytest.raises(DatastoreBusy):
-        mixture.tune(never())
-
-
-def test_more_neighbours_than_there_are_is_all_of_them(trace):
-    assert trace.sweep(ks=[8, 100_000]).ks == (8, 64)
+def test_tunings_of_the_wrong_type_are_refused(lm, path, tmp_path):
+    copied = shutil.copytree(path, tmp_path / "copy")
+    for metadata in ({"tunings": [1]}, {"tunings": {}, "active_tuning": [1]}):
+        catalog = Catalog.open(copied / CATALOG_FILE, write=True)
+        catalog.put(**metadata)
+        catalog.close()
+        with pytest.raises(DatastoreCorrupt, match="the saved tuning cannot be read"):
+            Mixture.open(copied, lm)
 
 
-def test_a_tuning_of_another_store_is_refused(lm, trace, tmp_path):
-    other = build(documents(3), tmp_path / "other", lm=lm)
-    with pytest.raises(DatastoreError, match="recorded with another store"):
-        save_trace_tuning(other.path, tune_trace(trace, other), trace)
-    assert other.catalog.get("tunings") is None
+def test_trace_is_tuned_for_some_of_its_memories(lm, path, recorded):
+    from knnlm.evaluation.tune import tune_trace
+
+    some = recorded.select("ngram", "knn")
+    result = tune_trace(some, Datastore.open(path), weights="fixed")
+    assert [spec.label for spec in result.specs] == ["ngram", "knn"]
+    with pytest.raises(DatastoreError, match="but not output"):
+        recorded.select("output")
 
 
-def test_a_tuning_for_one_metric_is_not_used_for_another(lm, mixture):
-    mixture.tune(documents(2, start=100), weights="fixed", knn_temperatures=[1.25])
-    assert Mixture.open(mixture.knn.store.path, lm).knn.knn_temperature == 1.25
-    assert Mixture.open(mixture.knn.store.path, lm, options=MixtureOptions("ip")).knn.knn_temperature != 1.25
+def test_cache_is_limited_to_its_number_of_positions(lm, path):
+    opened = Mixture.open(path, lm, memories="knn,cache=7", use_tuned=False)
+    assert opened.memories[1].history_length == 7
+    (batch,) = opened.read([lm.encode(TEST[0].text)[:50]])
+    found = opened.memories[1].retrieve(batch.context)
+    ages = torch.arange(50)[:, None] - found.ids
+    assert int(ages[found.ids >= 0].max()) == 7
+    assert (found.ids >= 0).sum(1).tolist() == [min(row, 7) for row in range(50)]
 
 
-def test_temperatures_follow_the_scale_of_the_distances():
-    generator = np.random.default_rng(0)
-    distances = np.sort(generator.uniform(100, 200, (50, 8)).astype(np.float32), 1)
-    none = np.zeros(50)
-    small = temperature_grid(make_trace(none, distances, np.zeros((50, 8)), none).memories[0])
-    large = temperature_grid(make_trace(none, distances * 1000, np.zeros((50, 8)), none).memories[0])
-    assert len(small) == 20
-    np.testing.assert_allclose(np.array(large) / np.array(small), 1000, rtol=0.02)
-    far = make_trace(none, np.full((50, 1), np.inf, np.float32), np.zeros((50, 1)), none)
-    nothing = temperature_grid(far.memories[0])
-    assert all(np.isfinite(nothing))
+def test_weights_in_the_list_of_memories_are_used_unchanged(lm, path):
+    opened = Mixture.open(path, lm, memories="knn:0.3,cache:0.1,ngram:0.2", use_tuned=False)
+    assert opened.weights.values == pytest.approx((0.4, 0.3, 0.1, 0.2, 0.0))
+    measured = opened.evaluate(TEST)
+    assert measured.memories[0]["weight"] == pytest.approx(0.3)
 
 
-@pytest.mark.slow
-def test_twenty_thousand_settings_over_fifty_thousand_tokens_take_less_than_ten_seconds():
-    generator = torch.Generator().manual_seed(0)
-    distances = (torch.rand(50_000, 1024, generator=generator) * 100).sort(1).values.numpy()
-    values = torch.randint(0, 50, (50_000, 1024), generator=generator).numpy()
-    trace = make_trace(np.full(50_000, -3.0), distances, values, np.zeros(50_000))
-    swept = trace.sweep()
-    assert swept.perplexity.size == 10 * 20 * 100
-    assert swept.seconds < 10
+@pytest.mark.parametrize(
+    ("memories", "message"),
+    [
+        ("knn,nonsense", "no memory 'nonsense'"),
+        ("", "There is no memory"),
+        ("knn,knn", "twice"),
+        ("decoder", "needs a model"),
+        ("cache=folder", "no number of positions"),
+        ("cache=0", "no number of positions"),
+        ("knn:0.5,cache", "every memory a weight or none"),
+        ("knn:0.8,cache:0.3", "sum to at most 1"),
+        ("knn:nan", "sum to at most 1"),
+    ],
+)
+def test_invalid_list_of_memories_is_refused(lm, path, memories, message):
+    with pytest.raises(ParameterError, match=message):
+        Mixture.open(path, lm, memories=memories)
+
+
+def test_unknown_or_impossible_weights_are_refused(lm, path, recorded):
+    with pytest.raises(ParameterError, match="Unknown weights 'magic'"):
+        Mixture.open(path, lm, use_tuned=False).tune(TEST, weights="magic")
+    trace_of_cache = Mixture.open(path, lm, memories="cache", use_tuned=False).record(TEST, path.parent / "cache-trace")
+    with pytest.raises(ParameterError, match="mix in knn"):
+        fit_weights(
+            tabulate(trace_of_cache, [(VoteParams(8, 1.0),)]), "buckets", frequencies=torch.zeros(lm.vocab_size)
+        )
+
+
+def test_skipping_needs_a_gate(lm, path):
+    with pytest.raises(ParameterError, match="Only a gate can skip"):
+        Mixture.open(path, lm, memories="knn", use_tuned=False, options=MixtureOptions(skip_fraction=0.5))
+
+
+def test_corrupt_gate_is_reported(lm, path):
+    fresh = Mixture.open(path, lm, memories="knn,cache", use_tuned=False)
+    fresh.tune(documents(5, start=100), weights="gated")
+    name = Mixture.open(path, lm).store.catalog.get("tunings")["cache,knn"]["weights"]["file"]
+    file = path / "mixtures" / name
+    whole = file.read_bytes()
+    file.write_bytes(whole[:1000])
+    with pytest.raises(DatastoreCorrupt, match="Tune the store again: knnlm tune"):
+        Mixture.open(path, lm)
+    file.unlink()
+    with pytest.raises(DatastoreCorrupt, match="Tune the store again: knnlm tune"):
+        Mixture.open(path, lm)
+    file.write_bytes(whole)
+    assert Mixture.open(path, lm).weights.kind == "gated"
+
+
+def test_vote_variants_surround_the_best_setting():
+    perplexity = np.full((4, 20, 2), 50.0)
+    perplexity[2, 7, 1] = 10.0  # k = 64, the eighth temperature
+    perplexity[0, 3, 1] = 20.0
+    temperatures = tuple(float(2**n) for n in range(20))
+    found = Sweep((1, 8, 64, 256), temperatures, (0.0, 0.5), perplexity, 60.0, 10, 1, 0, 0.0)
+    chosen = vote_variants(found)
+    assert chosen[0] == VoteParams(64, 2.0**7)
+    assert {VoteParams(64, 2.0**n) for n in (1, 4, 10, 13)} < set(chosen)
+    assert VoteParams(1, 2.0**3) in chosen
+    assert len(set(chosen)) == len(chosen)
 
 
 @pytest.mark.parametrize("weights", ["fixed", "gated"])
@@ -255,7 +374,7 @@ def test_tuning_is_applied_to_the_mixture_itself(lm, tmp_path, weights):
     assert mixture.tune(documents(6, start=100), weights=weights).sweeps[1].ks[-1] == 1024
 
 
-def test_a_trace_is_tuned_and_the_result_is_saved_in_its_store(lm, tmp_path):
+def test_trace_is_tuned_and_the_result_is_saved_in_its_store(lm, tmp_path):
     store = build(documents(12), tmp_path / "docs.store", lm=lm)
     mixture = Mixture.open(store, lm, memories="knn")
     result = mixture.record(documents(5, start=100), tmp_path / "trace").tune(store, weights="fixed")

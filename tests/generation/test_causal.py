@@ -40,7 +40,7 @@ FAMILIES = ["llama", "gpt2", "opt", "bloom", "falcon", "gpt_neox", "gemma3", "qw
 def model(request, tmp_path_factory):
     """A tiny model of each family with its own store."""
     lm = CausalLM(tiny(request.param), tiny_tokenizer(), name=request.param)
-    store = build(documents(8), tmp_path_factory.mktemp("generate") / "memory", lm=lm)
+    store = build(documents(8), tmp_path_factory.mktemp("generate") / "docs.store", lm=lm)
     return KnnForCausalLM(Mixture.open(store.path, lm, k=12, knn_temperature=4.0, lmbda=0.6))
 
 
@@ -78,7 +78,7 @@ def greedy(model, ids, steps):
     return ids
 
 
-def test_it_is_a_transformers_model(llama):
+def test_knn_model_is_a_transformers_model(llama):
     assert isinstance(llama, PreTrainedModel)
     assert isinstance(llama, GenerationMixin)
     assert llama.can_generate()
@@ -102,7 +102,7 @@ def test_greedy_with_and_without_cache_equals_the_oracle(model):
         assert output[0].tolist() == expected
 
 
-def test_a_batch_with_left_padding_gives_what_each_prompt_gives_alone(model):
+def test_batch_with_left_padding_gives_what_each_prompt_gives_alone(model):
     tokenizer = copy.deepcopy(model.tokenizer)
     tokenizer.padding_side = "left"
     texts = prompts(model)
@@ -215,14 +215,14 @@ def test_streamed_text_equals_the_generated_text(llama):
     assert "".join(streamer) == llama.tokenizer.decode(output[0, ids.shape[1] :])
 
 
-def test_it_works_in_a_pipeline(llama):
+def test_knn_model_works_in_a_pipeline(llama):
     write = pipeline("text-generation", model=llama, tokenizer=llama.tokenizer)
     output = write("The memory of a model", max_new_tokens=6, do_sample=False, eos_token_id=None)
     ids = llama.mixture.lm.encode("The memory of a model")
     assert output[0]["generated_text"] == llama.tokenizer.decode(greedy(llama, ids, 6))
 
 
-def test_the_base_model_is_unchanged_by_wrapping(lm, store):
+def test_base_model_is_unchanged_by_wrapping(lm, store):
     ids = torch.tensor([lm.encode("The memory of a model")])
     forward, methods = lm.model.forward, set(lm.model.__dict__)
     before = lm.model(ids).logits
@@ -238,7 +238,7 @@ def test_the_base_model_is_unchanged_by_wrapping(lm, store):
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in lm.model.modules())
 
 
-def test_the_loss_is_the_mean_of_minus_log_p(llama):
+def test_loss_is_the_mean_of_minus_log_p(llama):
     ids = torch.tensor([prompts(llama)[0]])
     output = llama(ids, labels=ids)
     expected = -np.mean(
@@ -269,12 +269,12 @@ def test_small_probabilities_do_not_underflow_and_gradients_flow(lm, store):
     assert gradient.abs().max() > 0
 
 
-def test_a_state_space_model_generates(tmp_path):
+def test_state_space_model_generates(tmp_path):
     config = transformers.MambaConfig(vocab_size=320, hidden_size=32, num_hidden_layers=2, state_size=4)
     torch.manual_seed(0)
     lm = CausalLM(transformers.MambaForCausalLM(config), tiny_tokenizer(), key_layer="output", name="mamba")
-    build(documents(3), tmp_path / "memory", lm=lm, window=lm.window(64))
-    model = KnnForCausalLM(Mixture.open(tmp_path / "memory", lm, k=8, knn_temperature=4.0, lmbda=0.6))
+    build(documents(3), tmp_path / "docs.store", lm=lm, window=lm.window(64))
+    model = KnnForCausalLM(Mixture.open(tmp_path / "docs.store", lm, k=8, knn_temperature=4.0, lmbda=0.6))
     ids = lm.encode("The memory of a model")
     output = model.generate(torch.tensor([ids]), max_new_tokens=6, do_sample=False, eos_token_id=None)
     assert output[0].tolist() == greedy(model, ids, 6)
@@ -324,11 +324,11 @@ def test_saving_and_loading_gives_the_same_model(model, tmp_path, copied):
     assert AutoTokenizer.from_pretrained(tmp_path / "saved")("The")["input_ids"]
 
 
-def test_a_saved_model_whose_store_is_gone_names_its_path(lm, tmp_path):
-    store = build(documents(2), tmp_path / "memory", lm=lm)
+def test_saved_model_whose_store_is_gone_names_its_path(lm, tmp_path):
+    store = build(documents(2), tmp_path / "docs.store", lm=lm)
     KnnForCausalLM(Mixture.open(store.path, lm)).save_pretrained(tmp_path / "saved")
-    (tmp_path / "memory").rename(tmp_path / "moved")
-    with pytest.raises(DatastoreError, match=str(tmp_path / "memory")):
+    (tmp_path / "docs.store").rename(tmp_path / "moved")
+    with pytest.raises(DatastoreError, match=str(tmp_path / "docs.store")):
         KnnForCausalLM.from_pretrained(tmp_path / "saved")
 
 

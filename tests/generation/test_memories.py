@@ -35,7 +35,7 @@ def second(tmp_path_factory):
 def model(request, second, tmp_path_factory):
     """A tiny model of each family with all memories that depend on the tokens read."""
     lm = CausalLM(tiny(request.param), tiny_tokenizer(), name=request.param)
-    path = tmp_path_factory.mktemp("memories") / "memory"
+    path = tmp_path_factory.mktemp("memories") / "docs.store"
     store = build(documents(8), path, lm=lm, window=lm.window(128))  # as far as the second model reads
     memories = f"knn:0.1,cache:0.4,ngram:0.2,decoder={second}:0.2"
     mixture = Mixture.open(store.path, lm, memories=memories, k=12, knn_temperature=4.0, use_tuned=False)
@@ -56,7 +56,7 @@ def by_evaluation(model, ids):
     return torch.stack([rows[row] for row in range(len(ids))])
 
 
-def test_a_whole_text_is_scored_as_in_evaluation(model):
+def test_whole_text_is_scored_as_in_evaluation(model):
     ids = prompt(model)
     with torch.no_grad():
         logits = model(torch.tensor([ids])).logits[0]
@@ -82,7 +82,7 @@ def test_greedy_with_and_without_a_cache_are_the_same(model):
     assert output[0] == output[1]
 
 
-def test_a_batch_with_left_padding_gives_what_each_prompt_gives_alone(model):
+def test_batch_with_left_padding_gives_what_each_prompt_gives_alone(model):
     tokenizer = copy.deepcopy(model.tokenizer)
     tokenizer.padding_side = "left"
     texts = [model.mixture.lm.encode(text) for text in (PROMPT, "When", "In 1998 the library had the library")]
@@ -118,7 +118,7 @@ def test_rejected_speculative_tokens_leave_no_trace_in_the_state(model):
     assert speculated.tolist() == plain.tolist()
 
 
-def test_a_static_or_offloaded_cache_is_refused(model):
+def test_static_or_offloaded_cache_is_refused(model):
     ids = torch.tensor([prompt(model)])
     config = model.base.config.get_text_config()
     caches = [transformers.StaticCache(config=config, max_cache_len=64)]
@@ -139,14 +139,14 @@ def test_positions_out_of_order_are_refused(model):
                 model(ids, logits_to_keep=torch.tensor(wrong))
 
 
-def test_a_stateful_model_is_read_from_the_start_at_each_step(tmp_path):
+def test_stateful_model_is_read_from_the_start_at_each_step(tmp_path):
     config = transformers.RecurrentGemmaConfig(
         vocab_size=320, hidden_size=32, num_hidden_layers=3, num_attention_heads=2, intermediate_size=64, lru_width=32,
         attention_window_size=16, head_dim=16,
     )  # fmt: skip
     torch.manual_seed(0)
     lm = CausalLM(transformers.RecurrentGemmaForCausalLM(config).eval(), tiny_tokenizer(), name="recurrent")
-    store = build(documents(4), tmp_path / "memory", lm=lm, window=lm.window(64))
+    store = build(documents(4), tmp_path / "docs.store", lm=lm, window=lm.window(64))
     model = KnnForCausalLM(Mixture.open(store.path, lm, memories="knn:0.1,cache:0.5,ngram:0.3", use_tuned=False))
     ids = torch.tensor([prompt(model)])
     output = [model.generate(ids, max_new_tokens=6, use_cache=cached, **SETTINGS).tolist() for cached in (True, False)]
@@ -154,8 +154,8 @@ def test_a_stateful_model_is_read_from_the_start_at_each_step(tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["given", "one memory, fitted", "gated, some searches skipped"])
-def test_a_saved_mixture_is_loaded_unchanged(lm, tmp_path, kind):
-    saved = KnnForCausalLM(build_mixture(lm, tmp_path / "memory", kind))
+def test_saved_mixture_is_loaded_unchanged(lm, tmp_path, kind):
+    saved = KnnForCausalLM(build_mixture(lm, tmp_path / "docs.store", kind))
     saved.save_pretrained(tmp_path / "saved", copy_store=True)
     again = KnnForCausalLM.from_pretrained(tmp_path / "saved").mixture
     assert again.labels == saved.mixture.labels
@@ -180,7 +180,7 @@ def build_mixture(lm, path, kind):
     return Mixture.open(path, lm, options=MixtureOptions(skip_fraction=None if memories == "knn" else 0.5))
 
 
-def test_a_cache_filled_by_the_base_model_is_refused(model):
+def test_cache_filled_by_the_base_model_is_refused(model):
     ids = torch.tensor([prompt(model)])
     with torch.no_grad():
         past = model.base(ids[:, :-1], use_cache=True).past_key_values
@@ -188,7 +188,7 @@ def test_a_cache_filled_by_the_base_model_is_refused(model):
         model(ids[:, -1:], past_key_values=past)
 
 
-def test_a_tuned_mixture_is_saved_with_its_memories(model, tmp_path):
+def test_tuned_mixture_is_saved_with_its_memories(model, tmp_path):
     mixture = model.mixture
     labels = ",".join(mixture.labels)
     fresh = Mixture.open(mixture.store.path, mixture.lm, memories=labels, use_tuned=False)

@@ -35,7 +35,7 @@ def second(tmp_path_factory):
 def other_store(second, tmp_path_factory):
     """A memory that the other model reads."""
     lm = CausalLM.open(str(second), device="cpu")
-    return knnlm.build(documents(12, start=90), tmp_path_factory.mktemp("other") / "memory", lm=lm)
+    return knnlm.build(documents(12, start=90), tmp_path_factory.mktemp("other") / "docs.store", lm=lm)
 
 
 @pytest.fixture(scope="module")
@@ -116,7 +116,7 @@ def test_all_positions_at_once_equal_token_by_token(mixture, lm):
                 assert ((answer.features()[0] - whole[row]).abs() <= slack + 1e-3 * whole[row].abs()).all()
 
 
-def test_texts_in_one_batch_do_not_hear_each_other(mixture, lm):
+def test_texts_in_one_batch_do_not_affect_each_other(mixture, lm):
     first, second = texts(lm, count=2)
     together = {}
     for batch in mixture.read([first, second]):
@@ -130,7 +130,7 @@ def test_texts_in_one_batch_do_not_hear_each_other(mixture, lm):
                     torch.testing.assert_close(part[number].exp(), whole.exp(), rtol=1e-3, atol=1e-4)
 
 
-def test_forks_of_a_text_share_their_past_and_do_not_hear_each_other(mixture, lm):
+def test_forks_of_a_text_share_their_prefix_and_do_not_affect_each_other(mixture, lm):
     """Two continuations of one text, asked in one context with the very same tensors of their past."""
     tokens = texts(lm, count=1)[0][:20]
     forks = [[*tokens, 20, 21, 22], [*tokens, 30, 20, 31]]
@@ -190,7 +190,7 @@ def test_features_of_neighbours_match_their_names(lm, store, kind):
         assert loud[top[row]] == pytest.approx(loud.max(), rel=1e-4)
 
 
-def test_the_windows_of_a_long_text_carry_the_cache_on(lm):
+def test_cache_continues_across_windows_of_a_long_text(lm):
     tokens = [token for text in texts(lm, count=4) for token in text]
     source = Source(0, lm.key_layer.place, lm.key_layer.layer)
     cache = CacheMemory(vocab_size=lm.vocab_size, window=40, k=7, knn_temperature=0.5, source=source)
@@ -218,7 +218,7 @@ def test_the_windows_of_a_long_text_carry_the_cache_on(lm):
 
 
 @pytest.mark.parametrize("metric", ["l2", "ip"])
-def test_the_cache_is_a_vote_of_the_text_s_own_past(lm, metric):
+def test_cache_votes_with_earlier_positions_of_the_text(lm, metric):
     tokens = texts(lm, count=1, words=40)[0]
     (batch,) = Readers(lm).read([tokens], lm.window(), {Source(): 100}, batch_tokens=4096)
     cache = CacheMemory(vocab_size=lm.vocab_size, window=100, k=16, knn_temperature=0.7, metric=metric)
@@ -237,7 +237,7 @@ def test_the_cache_is_a_vote_of_the_text_s_own_past(lm, metric):
         np.testing.assert_allclose(dense[row], expected, rtol=1e-3, atol=1e-4)
 
 
-def test_a_decoder_predicts_as_the_model_alone_does(lm, store, second):
+def test_decoder_predicts_as_the_model_alone_does(lm, store, second):
     mixture = Mixture.open(store.path, lm, memories=f"decoder={second}", use_tuned=False)
     alone = CausalLM.open(str(second), device="cpu")
     for tokens in texts(lm):
@@ -248,9 +248,9 @@ def test_a_decoder_predicts_as_the_model_alone_does(lm, store, second):
         torch.testing.assert_close(said, logits.log_softmax(1), rtol=1e-4, atol=1e-4)
 
 
-def test_the_language_model_may_be_its_own_decoder(lm, model_folder, tmp_path):
+def test_language_model_may_be_its_own_decoder(lm, model_folder, tmp_path):
     own = CausalLM.open(str(model_folder), device="cpu")
-    store = knnlm.build(documents(4), tmp_path / "memory", lm=own)
+    store = knnlm.build(documents(4), tmp_path / "docs.store", lm=own)
     mixture = Mixture.open(store.path, own, memories=f"decoder={model_folder}:0.5", use_tuned=False)
     assert len(mixture.readers.models) == 1
     measured = mixture.evaluate(documents(2, start=70))
@@ -260,7 +260,7 @@ def test_the_language_model_may_be_its_own_decoder(lm, model_folder, tmp_path):
         torch.testing.assert_close(knnlm.KnnForCausalLM(mixture)(ids).logits, own.model(ids).logits.log_softmax(-1))
 
 
-def test_a_store_of_another_reader_is_searched_with_that_readers_keys(lm, store, other_store, second):
+def test_store_of_another_reader_is_searched_with_that_readers_keys(lm, store, other_store, second):
     mixture = Mixture.open(
         store.path, lm, memories=f"knn={other_store.path}", k=5, knn_temperature=1.0, use_tuned=False
     )
@@ -289,7 +289,7 @@ def test_a_store_of_another_reader_is_searched_with_that_readers_keys(lm, store,
 
 def test_stores_with_one_reader_share_its_pass(lm, store, other_store, second, tmp_path):
     reader = CausalLM.open(str(second), device="cpu")
-    third = knnlm.build(documents(5, start=200), tmp_path / "memory", lm=reader)
+    third = knnlm.build(documents(5, start=200), tmp_path / "docs.store", lm=reader)
     mixture = Mixture.open(store.path, lm, memories=f"knn,knn={other_store.path},knn={third.path}", use_tuned=False)
     assert len(mixture.readers.models) == 2
     passes = []

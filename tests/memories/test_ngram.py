@@ -135,7 +135,7 @@ def assert_agree(answer, expected):
 @given(texts())
 @example([[0] * 32] * 6)
 @example([[0] * 120, [2] + [0] * 120])
-def test_places_are_in_the_order_of_sorted_suffixes(texts):
+def test_positions_are_in_the_order_of_sorted_suffixes(texts):
     found = from_documents(texts, vocab_size=VOCABULARY, start_token=START)
     text = [0]
     for document in texts:
@@ -148,7 +148,7 @@ def test_places_are_in_the_order_of_sorted_suffixes(texts):
 
 @given(st.integers(1, 6), st.integers(60, 700), st.integers(0, 2**32 - 1))
 @settings(max_examples=20)
-def test_long_repetitions_are_sorted_as_far_as_promised(size, length, seed):
+def test_long_repetitions_are_sorted_up_to_the_maximum_length(size, length, seed):
     rng = np.random.default_rng(seed)
     passage = rng.integers(0, size, length).tolist()
     texts = [passage, passage[length // 3 :], passage, [0] * length]
@@ -185,7 +185,7 @@ def test_every_position_is_smoothed_by_the_formula(texts, context, longest):
 
 
 @given(texts(), CONTEXTS, st.integers(1, 5))
-def test_a_cap_changes_only_how_different_tokens_are_counted(texts, context, cap):
+def test_cap_changes_only_how_different_tokens_are_counted(texts, context, cap):
     tokens = [START, *context]
     answer = memory_of(texts, cap=cap).predict(context_of((tokens, 0)))
     assert_agree(answer, [witten_bell(texts, tokens[: row + 1], cap=cap) for row in range(len(tokens))])
@@ -198,7 +198,7 @@ def distance(one, other):
 
 @given(st.lists(st.integers(0, 60), min_size=1, max_size=300), st.integers(1, 20))
 @settings(max_examples=50)
-def test_above_the_cap_the_formula_is_missed_by_no_more_than_the_weights_are(followers, cap):
+def test_error_above_the_cap_is_bounded_by_the_weights(followers, cap):
     texts = [[30, 31, token] for token in followers] + [[32, 31, 2]]
     tokens = [2, 30, 31]
     answer = memory_of(texts, cap=cap).predict(context_of((tokens, 2)))
@@ -215,7 +215,7 @@ def test_above_the_cap_the_formula_is_missed_by_no_more_than_the_weights_are(fol
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_above_the_cap_text_as_it_is_written_is_within_a_hundredth_of_the_formula(seed):
+def test_natural_text_above_the_cap_is_within_a_hundredth_of_the_formula(seed):
     rng = np.random.default_rng(seed)
     share = 1 / np.arange(1, 3001)
     texts = rng.choice(3000, p=share / share.sum(), size=(30, 300)) + 100
@@ -244,7 +244,7 @@ def test_features_of_a_capped_match_come_from_an_even_sample(followers, cap):
     )
 
 
-def test_a_match_of_a_hand_worked_case():
+def test_match_of_a_hand_worked_case():
     # After "2 3" come 0 and 4; after "3" come 0, 4 and 4; of seven tokens, 3 and 4 are three and two.
     texts = [[2, 3, 0], [2, 3, 4], [3, 4]]
     assert follow(texts, []) == [0, 2, 2, 3, 3, 3, 4, 4]
@@ -260,21 +260,21 @@ def test_a_match_of_a_hand_worked_case():
     assert answer.features()[0].tolist() == pytest.approx([2, np.log(3), np.log(3), 0.5, four, entropy], rel=1e-5)
 
 
-def test_a_document_begins_where_a_text_begins():
+def test_document_begins_where_a_text_begins():
     answer = memory_of([[5, 6, 7], [8, 5, 6, 9]]).predict(context_of(([START, 5, 6], 0)))
     assert answer.features()[:, 0].tolist() == [1, 2, 3]
     assert distributions(answer.components[1])[0] == pytest.approx({5: 0.5, 8: 0.5})
     assert distributions(answer.components[1])[2] == pytest.approx({7: 1.0})
 
 
-def test_documents_do_not_run_into_one_another():
+def test_matches_do_not_cross_document_boundaries():
     answer = memory_of([[5, 6], [7, 8], [6]]).predict(context_of(([2, 5, 6, 7, 8], 0)))
     # "6" ends a document twice and is followed by nothing; "6 7" is nowhere.
     assert answer.features()[:, 0].tolist() == [0, 1, 0, 1, 0]
     assert answer.top().tolist() == [-1, 6, -1, 8, -1]
 
 
-def test_an_empty_memory_and_an_empty_context_abstain():
+def test_empty_store_and_empty_context_abstain():
     answer = memory_of([]).predict(context_of(([START, 2], 0)))
     assert answer.components[0].abstains().tolist() == [True, True]
     assert answer.components[0].log_prob(torch.tensor([0, 1])).tolist() == [-np.inf] * 2
@@ -289,7 +289,7 @@ def test_an_empty_memory_and_an_empty_context_abstain():
 
 @given(texts(), st.lists(st.tuples(CONTEXTS, st.integers(0, 12)), min_size=1, max_size=4), st.integers(1, 8))
 @settings(max_examples=30)
-def test_runs_together_are_runs_alone_and_token_by_token(texts, drawn, longest):
+def test_batched_spans_match_single_spans_and_single_tokens(texts, drawn, longest):
     memory = memory_of(texts, longest=longest)
     runs = [([START, *context], min(start, len(context))) for context, start in drawn]
     together = memory.predict(context_of(*runs))
@@ -306,7 +306,7 @@ def test_runs_together_are_runs_alone_and_token_by_token(texts, drawn, longest):
     assert row == len(together.features())
 
 
-def test_more_positions_than_are_done_at_a_time_agree_with_the_oracle():
+def test_more_positions_than_one_block_match_the_oracle():
     rng = np.random.default_rng(3)
     texts = [rng.integers(0, 6, 60).tolist() for _ in range(8)]
     tokens = [START, *rng.integers(0, 7, 2500).tolist()]
@@ -331,7 +331,7 @@ def test_more_positions_than_are_done_at_a_time_agree_with_the_oracle():
         assert smoothed[int(top[row])] == pytest.approx(max(smoothed.values()), rel=1e-9)
 
 
-def test_the_lowest_of_equally_probable_tokens_is_the_top():
+def test_top_is_the_lowest_of_equally_probable_tokens():
     answer = memory_of([[30, token] for token in (9, 4, 7)], cap=1).predict(context_of(([2, 30], 1)))
     assert answer.top().tolist() == [4]
 
@@ -348,9 +348,9 @@ def test_settings_out_of_range_are_refused():
 
 @pytest.fixture
 def own(store, tmp_path):
-    """A memory that a test may write to."""
-    shutil.copytree(store.path, tmp_path / "memory", ignore=shutil.ignore_patterns("ngram"))
-    opened = Datastore.open(tmp_path / "memory")
+    """A store that a test may write to."""
+    shutil.copytree(store.path, tmp_path / "docs.store", ignore=shutil.ignore_patterns("ngram"))
+    opened = Datastore.open(tmp_path / "docs.store")
     yield opened
     opened.close()
 
@@ -382,7 +382,7 @@ def stored_texts(store):
     ]
 
 
-def test_a_memory_on_disk_is_sorted_once_and_kept(own):
+def test_store_is_sorted_once_and_the_suffix_array_is_saved(own):
     bars, progress = told()
     first = open_suffix_array(own, progress=progress)
     again = open_suffix_array(own, progress=progress)
@@ -403,7 +403,7 @@ def test_a_memory_on_disk_is_sorted_once_and_kept(own):
     assert not (own.path / "ngram.partial").exists()
 
 
-def test_a_memory_on_disk_predicts_as_its_documents_say(own):
+def test_store_predicts_what_its_documents_contain(own):
     texts = stored_texts(own)
     start = own.model["start_token"]
     memory = NgramMemory.open(own, cap=10**6)
@@ -415,7 +415,7 @@ def test_a_memory_on_disk_predicts_as_its_documents_say(own):
         assert smoothed[row].tolist() == pytest.approx([expected.get(t, 0) for t in range(smoothed.shape[1])], rel=1e-5)
 
 
-def test_the_files_of_another_memory_are_made_again(own, lm, tmp_path):
+def test_files_of_another_store_are_rebuilt(own, lm, tmp_path):
     other = build(documents(7, start=60), tmp_path / "other", lm=lm)
     open_suffix_array(other)
     shutil.copytree(other.path / "ngram", own.path / "ngram")
@@ -429,14 +429,14 @@ def test_the_files_of_another_memory_are_made_again(own, lm, tmp_path):
     assert open_suffix_array(own).kept
 
 
-def test_a_memory_without_documents_is_opened(lm, tmp_path):
+def test_store_without_documents_is_opened(lm, tmp_path):
     empty = build([], tmp_path / "empty", lm=lm)
     for _ in range(2):
         answer = NgramMemory.open(empty).predict(context_of(([START, 2], 0)))
         assert answer.components[0].abstains().all()
 
 
-def test_what_cannot_be_kept_stays_in_memory(own):
+def test_suffix_array_that_cannot_be_written_stays_in_ram(own):
     with writer_lock(own.path):
         busy = open_suffix_array(own)
     assert not busy.kept
@@ -452,7 +452,7 @@ def test_what_cannot_be_kept_stays_in_memory(own):
     assert_same(refused, kept)
 
 
-def test_what_a_killed_writer_left_is_replaced(own):
+def test_leftovers_of_a_killed_writer_are_replaced(own):
     (own.path / "ngram.partial").mkdir()
     (own.path / "ngram.partial" / "text.npy").write_bytes(b"half")
     assert open_suffix_array(own).kept
@@ -460,7 +460,7 @@ def test_what_a_killed_writer_left_is_replaced(own):
 
 
 @pytest.mark.parametrize("name", ["text", "order", "followers"])
-def test_a_file_that_was_cut_or_changed_is_corrupt(own, name):
+def test_truncated_or_changed_file_is_corrupt(own, name):
     open_suffix_array(own)
     file = own.path / "ngram" / f"{name}.npy"
     whole = file.read_bytes()
@@ -476,7 +476,7 @@ def test_a_file_that_was_cut_or_changed_is_corrupt(own, name):
 
 
 @pytest.mark.parametrize(("name", "number"), [("order", -1), ("order", None), ("text", -7), ("text", 10**6)])
-def test_numbers_that_lead_outside_are_corrupt_even_where_the_checksum_is_right(own, name, number):
+def test_numbers_out_of_range_are_corrupt_even_with_a_valid_checksum(own, name, number):
     found = open_suffix_array(own)
     file = own.path / "ngram" / f"{name}.npy"
     array = np.array(getattr(found, name))
@@ -489,7 +489,7 @@ def test_numbers_that_lead_outside_are_corrupt_even_where_the_checksum_is_right(
 
 @given(seed=st.integers(0, 2**32 - 1))
 @settings(max_examples=20)
-def test_any_text_and_order_within_range_are_answered_without_a_crash(seed):
+def test_any_text_and_order_within_range_is_predicted(seed):
     rng = np.random.default_rng(seed)
     sound = from_documents([rng.integers(0, 5, 30).tolist() for _ in range(3)], vocab_size=6, start_token=1)
     broken = type(sound)(
@@ -512,7 +512,7 @@ def rewrite(store, **metadata):
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "7", '"x"', "\udcff", "[" * 100_000])
-def test_metadata_that_cannot_be_read_are_corrupt(own, text):
+def test_unreadable_metadata_is_corrupt(own, text):
     open_suffix_array(own)
     (own.path / "ngram" / "metadata.json").write_bytes(text.encode(errors="surrogateescape"))
     with pytest.raises(DatastoreCorrupt, match="Remove it"):
@@ -520,7 +520,7 @@ def test_metadata_that_cannot_be_read_are_corrupt(own, text):
 
 
 @pytest.mark.parametrize("size", [None, "9", -1, 0, 10**12, 1.5, True])
-def test_a_size_that_cannot_be_is_corrupt(own, size):
+def test_impossible_size_is_corrupt(own, size):
     open_suffix_array(own)
     rewrite(own, size=size)
     with pytest.raises(DatastoreCorrupt, match="positions"):

@@ -34,7 +34,7 @@ QUICK = ("--epochs", 1, "--batch-tokens", 512, "--learning-rate", 0.003)
 
 
 @pytest.fixture(scope="module")
-def desk(tmp_path_factory, model_folder, lm):
+def models(tmp_path_factory, model_folder, lm):
     """A decoder, text, and a second, larger model with the same tokenizer."""
     folder = tmp_path_factory.mktemp("plugin")
     (folder / "valid.txt").write_text(HELD_OUT)
@@ -55,15 +55,15 @@ def desk(tmp_path_factory, model_folder, lm):
 
 
 @pytest.fixture(scope="module")
-def memory(desk, model_folder):
-    """A memory of the text that the decoder was trained on, opened by its model's folder."""
-    return build(documents(12), desk / "memory", lm=CausalLM.open(str(model_folder), device="cpu")).path
+def store_path(models, model_folder):
+    """A store of the text that the decoder was trained on, opened by its model's folder."""
+    return build(documents(12), models / "docs.store", lm=CausalLM.open(str(model_folder), device="cpu")).path
 
 
 @pytest.fixture
-def decoder(desk, tmp_path):
+def decoder(models, tmp_path):
     """The decoder, in a folder where its card may be changed."""
-    return shutil.copytree(desk / "decoder", tmp_path / "decoder")
+    return shutil.copytree(models / "decoder", tmp_path / "decoder")
 
 
 @lru_cache
@@ -89,13 +89,13 @@ def mixed(weight, base, initial, text):
 
 
 @pytest.mark.parametrize("base", ["model", "larger"])
-def test_one_decoder_helps_two_models_as_two_plain_models_in_numpy_do(desk, model_folder, base, capfd):
-    folder = model_folder if base == "model" else desk / "larger"
+def test_one_decoder_mixed_with_two_models_matches_numpy(models, model_folder, base, capfd):
+    folder = model_folder if base == "model" else models / "larger"
     assert len(probabilities(folder, HELD_OUT)[0]) > 128, "several windows"
-    right = {weight: mixed(weight, folder, desk / "decoder", HELD_OUT) for weight in (0.0, 0.3, 1.0)}
+    right = {weight: mixed(weight, folder, models / "decoder", HELD_OUT) for weight in (0.0, 0.3, 1.0)}
     for weight, perplexity in right.items():
         options = ("--model", folder, "--lambda", weight, "--json")
-        code, out, err = knnlm(capfd, "eval", desk / "decoder", desk / "valid.txt", *options)
+        code, out, err = knnlm(capfd, "eval", models / "decoder", models / "valid.txt", *options)
         assert code == 0, err
         figures = json.loads(out)
         assert figures["perplexity"] == pytest.approx(perplexity, rel=1e-4)
@@ -104,9 +104,9 @@ def test_one_decoder_helps_two_models_as_two_plain_models_in_numpy_do(desk, mode
         assert [memory["name"] for memory in figures["memories"]] == ["decoder=decoder"]
 
 
-def test_tune_writes_the_best_lambda_into_the_decoder_and_all_commands_use_it(decoder, desk, capfd):
-    trained = desk / "trained"
-    code, out, err = knnlm(capfd, "tune", decoder, desk / "valid.txt", "--model", trained, "--json")
+def test_tune_saves_the_best_lambda_in_the_decoder_for_all_commands(decoder, models, capfd):
+    trained = models / "trained"
+    code, out, err = knnlm(capfd, "tune", decoder, models / "valid.txt", "--model", trained, "--json")
     assert code == 0, err
     chosen = json.loads(out)
     tokens, p_base = probabilities(trained, HELD_OUT)
@@ -119,31 +119,31 @@ def test_tune_writes_the_best_lambda_into_the_decoder_and_all_commands_use_it(de
     assert chosen["lambda"] == pytest.approx(grid[by_weight.argmin()], abs=1e-3)
     assert chosen["perplexity"] == pytest.approx(by_weight.min(), rel=1e-5)
     assert chosen["base_perplexity"] == pytest.approx(oracle.perplexity(base), rel=1e-5)
-    assert (chosen["tokens"], chosen["text"]) == (len(tokens), [str(desk / "valid.txt")])
+    assert (chosen["tokens"], chosen["text"]) == (len(tokens), [str(models / "valid.txt")])
     card = load_card(decoder)
     assert (card.lmbda, card.lmbda_metadata["model"]) == (chosen["lambda"], str(trained))
 
-    figures = json.loads(knnlm(capfd, "eval", decoder, desk / "valid.txt", "--json")[1])  # the model is known now
+    figures = json.loads(knnlm(capfd, "eval", decoder, models / "valid.txt", "--json")[1])  # the model is known now
     assert figures["perplexity"] == pytest.approx(chosen["perplexity"], rel=1e-5)
-    explained = json.loads(knnlm(capfd, "explain", decoder, desk / "valid.txt", "--json")[1])["tokens"]
+    explained = json.loads(knnlm(capfd, "explain", decoder, models / "valid.txt", "--json")[1])["tokens"]
     right = oracle.mix(base, initial, chosen["lambda"])
     np.testing.assert_allclose([token["p"] for token in explained], right, rtol=1e-3, atol=1e-9)
     assert {share["memory"] for token in explained for share in token["shares"]} == {"decoder=decoder"}
     trace = decoder.parent / "trace"
-    traced = json.loads(knnlm(capfd, "eval", decoder, desk / "valid.txt", "--save-trace", trace, "--json")[1])
+    traced = json.loads(knnlm(capfd, "eval", decoder, models / "valid.txt", "--save-trace", trace, "--json")[1])
     assert traced["perplexity"] == pytest.approx(chosen["perplexity"], rel=1e-5)
-    code, out, err = knnlm(capfd, "tune", decoder, desk / "valid.txt", "--weights", "fixed", "--limit", 20)
+    code, out, err = knnlm(capfd, "tune", decoder, models / "valid.txt", "--weights", "fixed", "--limit", 20)
     assert code == 0, err
     assert "λ = " in out
 
 
-def test_generation_takes_the_most_probable_token_of_the_mixture(desk, model_folder, capfd):
+def test_generation_takes_the_most_probable_token_of_the_mixture(models, model_folder, capfd):
     options = ("--model", model_folder, "--lambda", 0.6, "--max-new-tokens", 6, "--json")
-    code, out, err = knnlm(capfd, "generate", desk / "decoder", "The memory of", *options)
+    code, out, err = knnlm(capfd, "generate", models / "decoder", "The memory of", *options)
     assert code == 0, err
     models = [
         hf.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-        for folder in (model_folder, desk / "decoder")
+        for folder in (model_folder, models / "decoder")
     ]
     tokenizer = tiny_tokenizer()
     ids = [1, *tokenizer("The memory of", add_special_tokens=False)["input_ids"]]
@@ -157,7 +157,7 @@ def test_generation_takes_the_most_probable_token_of_the_mixture(desk, model_fol
     assert json.loads(out)["text"] == tokenizer.decode(ids[begin:], skip_special_tokens=True)
 
 
-def test_a_decoder_is_opened_from_python_and_keeps_what_is_tuned_there(decoder, lm):
+def test_tuning_from_python_is_saved_in_the_decoder(decoder, lm):
     mixture = Mixture.open(decoder, lm)
     assert (mixture.lmbda, mixture.store, mixture.knn) == (0.5, None, None)
     card = tune_decoder(mixture, documents(2, start=50))
@@ -177,23 +177,23 @@ def test_a_decoder_is_opened_from_python_and_keeps_what_is_tuned_there(decoder, 
         tune_decoder(alone, documents(1, start=50))
 
 
-def test_a_decoder_is_mixed_with_a_store(memory, desk, lm, capfd):
-    options = ("--memories", f"knn:0.2,decoder={desk / 'decoder'}:0.3", "--json")
-    code, out, err = knnlm(capfd, "eval", memory, desk / "valid.txt", *options)
+def test_decoder_is_mixed_with_a_store(store_path, models, lm, capfd):
+    options = ("--memories", f"knn:0.2,decoder={models / 'decoder'}:0.3", "--json")
+    code, out, err = knnlm(capfd, "eval", store_path, models / "valid.txt", *options)
     assert code == 0, err
     figures = json.loads(out)
-    tokens, p_base = probabilities(lm_folder(memory), HELD_OUT)
-    _, p_decoder = probabilities(desk / "decoder", HELD_OUT)
-    asked = Mixture.open(memory, memories="knn", lmbda=1.0)
+    tokens, p_base = probabilities(lm_folder(store_path), HELD_OUT)
+    _, p_decoder = probabilities(models / "decoder", HELD_OUT)
+    asked = Mixture.open(store_path, memories="knn", lmbda=1.0)
     p_knn = np.array([token.p_knn for token in asked.explain(HELD_OUT, top=0)])
     rows = range(len(tokens))
     right = 0.5 * p_base[rows, tokens] + 0.2 * p_knn + 0.3 * p_decoder[rows, tokens]
     assert figures["perplexity"] == pytest.approx(oracle.perplexity(right), rel=1e-4)
 
 
-def lm_folder(memory):
-    """The folder of the model that a memory was built with."""
-    return Datastore.open(memory).model["name"]
+def lm_folder(store_path):
+    """The folder of the model that a store was built with."""
+    return Datastore.open(store_path).model["name"]
 
 
 # ---------------------------------------------------------------------------------------------------- being refused
@@ -212,8 +212,8 @@ def lm_folder(memory):
     ],
     ids=lambda options: options[0],
 )
-def test_options_of_a_store_mean_nothing_to_a_decoder(desk, model_folder, capfd, options):
-    for command in (("eval", desk / "decoder", desk / "valid.txt"), ("generate", desk / "decoder", "The")):
+def test_store_options_are_refused_for_a_decoder(models, model_folder, capfd, options):
+    for command in (("eval", models / "decoder", models / "valid.txt"), ("generate", models / "decoder", "The")):
         line = failure(capfd, *command, "--model", model_folder, *options)
         assert "is a decoder" in line
         assert "--memories knn,decoder=" in line
@@ -233,35 +233,35 @@ def test_options_of_a_store_mean_nothing_to_a_decoder(desk, model_folder, capfd,
     ],
     ids=lambda options: options[0],
 )
-def test_there_is_only_lambda_to_tune(desk, model_folder, capfd, options):
-    line = failure(capfd, "tune", desk / "decoder", desk / "valid.txt", "--model", model_folder, *options)
+def test_only_lambda_of_a_decoder_can_be_tuned(models, model_folder, capfd, options):
+    line = failure(capfd, "tune", models / "decoder", models / "valid.txt", "--model", model_folder, *options)
     assert ("its weights are fixed, not gated" if options[0] == "--weights" else "only λ is chosen") in line
 
 
-def test_a_model_must_be_named_until_one_is_tuned_for_and_must_be_there(decoder, desk, model_folder, capfd):
-    for command in (("eval", decoder, desk / "valid.txt"), ("tune", decoder, desk / "valid.txt")):
+def test_model_is_required_until_tuned_and_must_exist(decoder, models, model_folder, capfd):
+    for command in (("eval", decoder, models / "valid.txt"), ("tune", decoder, models / "valid.txt")):
         assert "name the language model it is mixed with: --model" in failure(capfd, *command)
     assert "Give TEXT" in failure(capfd, "tune", decoder, "--model", model_folder)
     told = {"text": ["valid"], "tokens": 9, "base_perplexity": 3.0, "perplexity": 2.0}
     set_lambda(decoder, 0.5, {"model": "/nowhere/at/all", **told})
-    assert "was tuned with /nowhere/at/all" in failure(capfd, "eval", decoder, desk / "valid.txt")
-    assert knnlm(capfd, "eval", decoder, desk / "valid.txt", "--model", model_folder)[0] == 0
+    assert "was tuned with /nowhere/at/all" in failure(capfd, "eval", decoder, models / "valid.txt")
+    assert knnlm(capfd, "eval", decoder, models / "valid.txt", "--model", model_folder)[0] == 0
 
 
-def test_another_tokenizer_is_refused_with_both_fingerprints(desk, tmp_path, capfd):
-    other = shutil.copytree(desk / "larger", tmp_path / "other")
+def test_another_tokenizer_is_refused_with_both_fingerprints(models, tmp_path, capfd):
+    other = shutil.copytree(models / "larger", tmp_path / "other")
     tokenizer = tiny_tokenizer()
     tokenizer.add_tokens(["nonsense"])
     tokenizer.save_pretrained(other)
-    line = failure(capfd, "eval", desk / "decoder", desk / "valid.txt", "--model", other)
+    line = failure(capfd, "eval", models / "decoder", models / "valid.txt", "--model", other)
     assert tokenizer_fingerprint(tokenizer) in line
-    assert load_card(desk / "decoder").tokenizer in line
+    assert load_card(models / "decoder").tokenizer in line
     with pytest.raises(ModelMismatch):
-        Mixture.open(desk / "decoder", CausalLM.open(str(other), device="cpu"))
+        Mixture.open(models / "decoder", CausalLM.open(str(other), device="cpu"))
 
 
-def test_commands_that_need_a_store_say_that_a_decoder_is_none(desk, capfd):
-    for command in (("index", desk / "decoder"), ("prune", desk / "decoder", "--out", desk / "x", "--merge", 2)):
+def test_commands_that_need_a_store_refuse_a_decoder(models, capfd):
+    for command in (("index", models / "decoder"), ("prune", models / "decoder", "--out", models / "x", "--merge", 2)):
         assert "is not a store" in failure(capfd, *command)
 
 
@@ -275,7 +275,7 @@ def logits(model):
 
 
 @pytest.mark.parametrize("copied", [False, True])
-def test_a_model_with_its_decoder_is_saved_and_opened_again(decoder, lm, tmp_path, copied):
+def test_model_with_its_decoder_is_saved_and_opened_again(decoder, lm, tmp_path, copied):
     saved = KnnForCausalLM.from_store(decoder, lm, lmbda=0.3)
     base, initial = (
         model(input_ids=torch.tensor([[1, 40, 41, 90, 7]])).logits.softmax(-1)
@@ -305,7 +305,7 @@ def test_info_describes_a_decoder(decoder, model_folder, capfd):
     assert (found["lambda"], found["lambda_metadata"]) == (0.25, metadata)
 
 
-def test_a_damaged_checkpoint_is_not_blamed_on_an_output_matrix(tmp_path):
+def test_damaged_checkpoint_error_does_not_mention_an_output_matrix(tmp_path):
     path = tmp_path / "checkpoint.safetensors"
     save_tensors(path, {"a": torch.zeros(2)}, {})
     assert load_tensors(path)[0]["a"].tolist() == [0, 0]
@@ -317,74 +317,74 @@ def test_a_damaged_checkpoint_is_not_blamed_on_an_output_matrix(tmp_path):
 # -------------------------------------------------------------------------------------------- distill --into decoder
 
 
-def distill(capfd, memory, out, *options):
+def distill(capfd, store_path, out, *options):
     """Train a decoder by the command, and give what it says."""
-    code, said, err = knnlm(capfd, "distill", memory, "--into", "decoder", "--out", out, *QUICK, *options, "--json")
+    code, said, err = knnlm(capfd, "distill", store_path, "--into", "decoder", "--out", out, *QUICK, *options, "--json")
     assert code == 0, err
     return json.loads(said)
 
 
-def test_a_decoder_is_trained_on_the_text_alone_without_beta(memory, desk, lm, model_folder, tmp_path, capfd):
-    metadata = distill(capfd, memory, tmp_path / "d")
+def test_decoder_without_beta_is_trained_on_text_alone(store_path, models, lm, model_folder, tmp_path, capfd):
+    metadata = distill(capfd, store_path, tmp_path / "d")
     assert (metadata["beta"], metadata["teacher"], metadata["targets"], metadata["lambda"]) == (0.0, None, None, None)
     assert metadata["model"] == str(model_folder)
     assert not (tmp_path / "d.targets").exists()
     tokens = TokenStream.from_documents(lm.encode_all([document.text for document in documents(12)]))
     assert (metadata["text"], metadata["tokens"]) == (tokens.fingerprint, len(tokens.tokens))
-    # The same training in Python, without a memory, ends with the same weights.
+    # The same training in Python, without a store, ends with the same weights.
     settings = {"epochs": 1, "batch_tokens": 512, "learning_rate": 0.003, "device": "cpu"}
     initial = open_initial_model(str(model_folder), like=lm)
     fit_decoder(lm.encode_all([one.text for one in documents(12)]), initial, tmp_path / "python", **settings)
     one, other = (hf.AutoModelForCausalLM.from_pretrained(tmp_path / name) for name in ("d", "python"))
     for name, weight in one.state_dict().items():
         assert torch.equal(weight, other.state_dict()[name]), name
-    assert distill(capfd, memory, tmp_path / "d") == metadata  # finished already
-    code, said, _ = knnlm(capfd, "distill", memory, "--into", "decoder", "--out", tmp_path / "d", *QUICK)
+    assert distill(capfd, store_path, tmp_path / "d") == metadata  # finished already
+    code, said, _ = knnlm(capfd, "distill", store_path, "--into", "decoder", "--out", tmp_path / "d", *QUICK)
     assert code == 0
     assert f"Next: knnlm tune {tmp_path / 'd'} TEXT --model {model_folder}" in said
 
 
-def test_a_store_teaches_with_beta_and_valid_tunes_lambda(memory, desk, model_folder, tmp_path, capfd):
+def test_beta_trains_on_targets_of_the_store_and_valid_tunes_lambda(store_path, models, model_folder, tmp_path, capfd):
     out = tmp_path / "d"
     options = ("--beta", 0.5, "--k", 16, "--knn-temperature", 20, "--exclude", "document", "--layers", 1)
-    metadata = distill(capfd, memory, out, *options, "--valid", desk / "valid.txt")
-    assert metadata["teacher"] == Datastore.open(memory).fingerprint
+    metadata = distill(capfd, store_path, out, *options, "--valid", models / "valid.txt")
+    assert metadata["teacher"] == Datastore.open(store_path).fingerprint
     wanted = {"k": 16, "knn_temperature": 20.0, "exclude": "document"}
     assert {name: metadata["targets"][name] for name in wanted} == wanted
     assert metadata["initial_model"]["layers"] == [0]
     losses = metadata["losses"]
     assert losses["loss"] == pytest.approx((losses["kl"] + losses["ce"]) / 2, rel=1e-4)
     assert metadata["lambda"] == load_card(out).lmbda
-    assert metadata["lambda_metadata"]["text"] == [str(desk / "valid.txt")]
+    assert metadata["lambda_metadata"]["text"] == [str(models / "valid.txt")]
     right = mixed(metadata["lambda"], model_folder, out, HELD_OUT)
     assert metadata["lambda_metadata"]["perplexity"] == pytest.approx(right, rel=1e-4)
-    arguments = ("distill", memory, "--into", "decoder", "--out", out, *QUICK, *options)
-    said = knnlm(capfd, *arguments, "--valid", desk / "valid.txt")[1]
+    arguments = ("distill", store_path, "--into", "decoder", "--out", out, *QUICK, *options)
+    said = knnlm(capfd, *arguments, "--valid", models / "valid.txt")[1]
     assert f"λ = {metadata['lambda']:.2f}" in said
     assert f"Next: knnlm eval {out} TEXT" in said
 
 
-def test_a_finished_decoder_needs_no_targets_and_keeps_its_lambda(memory, desk, tmp_path, capfd):
+def test_finished_decoder_needs_no_targets_and_keeps_its_lambda(store_path, models, tmp_path, capfd):
     out, targets = tmp_path / "d", tmp_path / "d.targets"
-    options = ("--beta", 0.5, "--k", 8, "--valid", desk / "valid.txt")
-    metadata = distill(capfd, memory, out, *options)
+    options = ("--beta", 0.5, "--k", 8, "--valid", models / "valid.txt")
+    metadata = distill(capfd, store_path, out, *options)
     shutil.rmtree(targets)
     set_lambda(out, 0.125, metadata["lambda_metadata"])  # as if it had been tuned since
-    again = distill(capfd, memory, out, *options)
+    again = distill(capfd, store_path, out, *options)
     assert again == {**metadata, "lambda": 0.125}
-    start = ("distill", memory, "--into", "decoder", "--out", out, *QUICK, *options[:2])
+    start = ("distill", store_path, "--into", "decoder", "--out", out, *QUICK, *options[:2])
     assert "another targets" in failure(capfd, *start, "--k", 9)
     assert not targets.exists()
 
 
-def test_another_memory_of_the_same_text_may_teach_and_one_of_other_text_may_not(memory, desk, tmp_path, capfd):
-    reader = CausalLM.open(str(desk / "larger"), device="cpu")
+def test_teacher_may_be_another_store_of_the_same_text_only(store_path, models, tmp_path, capfd):
+    reader = CausalLM.open(str(models / "larger"), device="cpu")
     same = build(documents(12), tmp_path / "same", lm=reader)
-    metadata = distill(capfd, memory, tmp_path / "d", "--beta", 1, "--teacher", same.path, "--k", 8)
-    assert metadata["teacher"] == same.fingerprint != Datastore.open(memory).fingerprint
+    metadata = distill(capfd, store_path, tmp_path / "d", "--beta", 1, "--teacher", same.path, "--k", 8)
+    assert metadata["teacher"] == same.fingerprint != Datastore.open(store_path).fingerprint
     assert metadata["losses"]["loss"] == pytest.approx(metadata["losses"]["kl"], rel=1e-4)
     other = build(documents(11), tmp_path / "other", lm=reader)
-    start = ("distill", memory, "--into", "decoder", "--out", tmp_path / "e", *QUICK)
+    start = ("distill", store_path, "--into", "decoder", "--out", tmp_path / "e", *QUICK)
     line = failure(capfd, *start, "--beta", 1, "--teacher", other.path)
     assert "contains another text" in line
     assert not (tmp_path / "e.targets").exists()
@@ -409,25 +409,25 @@ def test_another_memory_of_the_same_text_may_teach_and_one_of_other_text_may_not
     ],
     ids=str,
 )
-def test_decoders_that_cannot_be_are_one_line_and_make_nothing(memory, tmp_path, capfd, options, message):
-    line = failure(capfd, "distill", memory, "--into", "decoder", "--out", tmp_path / "d", *options)
+def test_invalid_decoder_options_are_one_line_and_write_nothing(store_path, tmp_path, capfd, options, message):
+    line = failure(capfd, "distill", store_path, "--into", "decoder", "--out", tmp_path / "d", *options)
     assert message in line
     assert not list(tmp_path.iterdir())
 
 
-def test_a_place_that_is_taken_and_options_of_the_wrong_kind_are_refused(memory, desk, tmp_path, capfd):
-    start = ("distill", memory, "--into", "decoder")
+def test_occupied_folder_and_options_of_the_wrong_kind_are_refused(store_path, models, tmp_path, capfd):
+    start = ("distill", store_path, "--into", "decoder")
     assert "creates a new folder: give --out" in failure(capfd, *start)
     (tmp_path / "file").write_text("mine")
-    for place in (tmp_path / "file", memory):
+    for place in (tmp_path / "file", store_path):
         assert "is not a decoder. Choose another --out" in failure(capfd, *start, "--out", place, "--beta", 0.5)
     assert (tmp_path / "file").read_text() == "mine"
-    line = failure(capfd, *start, "--out", desk / "decoder", "--learning-rate", 0.5)
+    line = failure(capfd, *start, "--out", models / "decoder", "--learning-rate", 0.5)
     assert "trained with another" in line
     decoders = ("--init", "x", "--layers", 1, "--beta", 0.5, "--k", 1, "--knn-temperature", 1, "--exclude", "self")
     decoders += ("--teacher", "x", "--learning-rate", 1, "--batch-tokens", 1, "--accumulate", 1, "--context", 1)
     for into in ("output", "keys"):
-        line = failure(capfd, "distill", memory, "--into", into, "--out", tmp_path / "o", *decoders, "--valid", "x")
+        line = failure(capfd, "distill", store_path, "--into", into, "--out", tmp_path / "o", *decoders, "--valid", "x")
         for name in (*decoders[::2], "--valid"):
             assert name in line
         assert f"to --into decoder, not to --into {into}" in line

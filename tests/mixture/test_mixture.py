@@ -53,7 +53,7 @@ def expected(logits, found, row, temperature, weight):
 
 @settings(max_examples=300, deadline=None)
 @given(cases(), st.sampled_from([0.01, 0.5, 1.0, 30.0, 1e6]), st.sampled_from([0.0, 0.1, 0.5, 0.999, 1.0]))
-def test_a_mixture_is_the_weighted_sum_dense_and_for_one_target(case, temperature, weight):
+def test_mixture_is_the_weighted_sum_dense_and_for_one_target(case, temperature, weight):
     logits, found, targets = case
     votes = vote(found, knn_temperature=temperature, vocab_size=VOCABULARY)
     mixed = MixturePrediction.from_fixed([Logits(logits), votes], [1 - weight, weight])
@@ -84,7 +84,7 @@ def test_lambda_zero_is_the_model_itself_bit_for_bit(case):
     assert torch.equal(mixed.log_probs(), Logits(logits).log_probs())
 
 
-def test_a_row_without_neighbours_has_the_models_distribution():
+def test_row_without_neighbours_has_the_models_distribution():
     found = RetrievedNeighbours(torch.tensor([[-1, -1]]), torch.full((1, 2), torch.inf), torch.tensor([[-1, -1]]))
     votes = vote(found, knn_temperature=1.0, vocab_size=VOCABULARY)
     logits = torch.arange(VOCABULARY, dtype=torch.float32)[None]
@@ -102,13 +102,13 @@ def test_many_rows_are_scored_in_pieces_as_if_at_once():
 
 
 @pytest.mark.parametrize("weight", [-0.1, 1.1, float("nan"), float("inf")])
-def test_a_lambda_outside_zero_to_one_is_refused(weight):
+def test_lambda_outside_zero_to_one_is_refused(weight):
     with pytest.raises(ParameterError, match="lambda must be from 0 to 1"):
         check_lambda(weight)
 
 
 @pytest.mark.parametrize(("k", "knn_temperature"), [(0, 1.0), (-3, 1.0), (1, 0.0), (1, -1.0), (1, float("nan"))])
-def test_a_vote_without_neighbours_or_temperature_is_refused(k, knn_temperature):
+def test_vote_without_neighbours_or_temperature_is_refused(k, knn_temperature):
     with pytest.raises(ParameterError, match="must be"):
         check_vote(k, knn_temperature)
 
@@ -193,7 +193,7 @@ def test_each_position_can_have_its_own_number_of_neighbours(store, lm):
     assert nothing.ids.shape == (len(ks), 0)
 
 
-def test_a_prediction_masks_what_was_retrieved_where_the_weights_skip_the_search(store, lm):
+def test_prediction_masks_what_was_retrieved_where_the_weights_skip_the_search(store, lm):
     class SkippingWeights(FixedWeights):
         skips_searches = True
 
@@ -216,7 +216,7 @@ def test_a_prediction_masks_what_was_retrieved_where_the_weights_skip_the_search
         assert torch.equal(found.search_mask, expected.search_mask)
 
 
-def test_only_memories_that_say_so_are_searched(store, lm):
+def test_only_expensive_memories_are_searched(store, lm):
     mixture = Mixture.open(store.path, lm, memories="knn,cache,ngram", k=8)
     assert [memory.expensive for memory in mixture.memories] == [True, False, False]
     assert [each is not None for each in mixture.retrieve(next(mixture.read([TOKENS])).context).neighbours] == [

@@ -35,7 +35,7 @@ def put(path, **values):
         {"active_tuning": 7},
     ],
 )
-def test_a_corrupt_tuning_names_the_command_that_repairs_it(lm, path, values):
+def test_corrupt_tuning_names_the_command_that_repairs_it(lm, path, values):
     put(path, **values)
     with pytest.raises(DatastoreCorrupt, match="Tune the store again: knnlm tune STORE TEXT"):
         Mixture.open(path, lm)

@@ -122,14 +122,14 @@ def test_fitted_weights_meet_the_conditions_of_an_optimum(seed, rows, parts):
 
 
 @given(seed=st.integers(0, 10_000), limit=st.integers(1, 4))
-def test_the_gap_bounds_what_is_left_to_gain(seed, limit):
+def test_gap_bounds_what_is_left_to_gain(seed, limit):
     logs = columns(seed, 50, 4)
     early, best = fit(logs, limit=limit, tolerance=1e-12), fit(logs, tolerance=1e-10)
     assert early.iterations <= limit
     assert early.loss - best.loss <= early.gap + 1e-9
 
 
-def test_fitting_is_quick_where_em_would_crawl():
+def test_fitting_needs_few_steps_where_em_needs_many():
     """Parts that are all but alike, and useless ones: EM needs thousands of steps to be as sure."""
     logs = columns(1, 20_000, 15)
     logs[:, 7] = logs[:, 6]
@@ -139,7 +139,7 @@ def test_fitting_is_quick_where_em_would_crawl():
     assert found.iterations <= 40
 
 
-def test_a_part_that_abstains_leaves_its_weight_to_the_first():
+def test_weight_of_an_abstaining_component_goes_to_the_first():
     logs = columns(5, 400, 3)
     copied = logs.where(~logs.isnan(), logs[:, :1])
     assert logs.isnan().any()
@@ -149,7 +149,7 @@ def test_a_part_that_abstains_leaves_its_weight_to_the_first():
     assert fit(always).loss == pytest.approx(fit(logs).loss, abs=2e-7)
 
 
-def test_a_prior_counts_as_that_many_tokens():
+def test_prior_counts_as_that_many_tokens():
     """Where each token was surely one part's, the weights are shares of counts."""
     owner = torch.tensor([0] * 5 + [1] * 2 + [2] * 1)
     logs = torch.full((8, 3), -torch.inf).scatter_(1, owner[:, None], -2.0)
@@ -166,7 +166,7 @@ def test_tiny_probabilities_do_not_underflow():
     assert fit(logs).loss == pytest.approx(fit(logs + 5000).loss + 5000, abs=1e-6)
 
 
-def test_sharing_and_mixing_are_what_numpy_computes():
+def test_renormalised_weights_and_mixture_match_numpy():
     logs = columns(4, 50, 4)
     weights = torch.tensor([0.1, 0.2, 0.3, 0.4], dtype=torch.float64)
     given_out = renormalise(weights, logs.isnan())
@@ -195,7 +195,7 @@ def test_sharing_and_mixing_are_what_numpy_computes():
         (torch.zeros(3, 2), {"limit": 0}, "limit"),
     ],
 )
-def test_what_no_weights_can_be_fitted_to_is_refused(logs, options, message):
+def test_invalid_log_probabilities_are_refused(logs, options, message):
     with pytest.raises(ParameterError, match=message):
         fit(logs, **options)
 
@@ -204,7 +204,7 @@ def test_what_no_weights_can_be_fitted_to_is_refused(logs, options, message):
 
 
 @given(sizes=st.lists(st.integers(1, 40), min_size=1, max_size=40), seed=st.integers(0, 5))
-def test_folds_keep_documents_whole_and_are_of_like_size(sizes, seed):
+def test_folds_keep_documents_whole_and_have_similar_sizes(sizes, seed):
     groups = torch.repeat_interleave(torch.arange(len(sizes)) * 7, torch.tensor(sizes))
     fold = folds_of(groups, 5, seed=seed)
     rows = len(groups)
@@ -222,7 +222,7 @@ def test_folds_keep_documents_whole_and_are_of_like_size(sizes, seed):
         assert counts.max() - counts.min() <= 1
 
 
-def test_a_gate_of_few_documents_does_no_harm_to_others():
+def test_gate_trained_on_few_documents_is_not_worse_on_others():
     """Documents that differ in what they say and in what suits them: what is learnt of one is wrong for another."""
 
     def text(documents, seed):
@@ -248,7 +248,7 @@ def test_a_gate_of_few_documents_does_no_harm_to_others():
         assert max(ratios) < 1.02, (documents, ratios)
 
 
-def test_each_folds_weights_are_fitted_to_the_others():
+def test_weights_of_a_fold_are_fitted_to_the_other_folds():
     logs, groups = columns(2, 500, 3), torch.arange(500) // 10
     fold, whole, others = fit_folds(logs, groups, folds=4)
     one = torch.ones(3)
@@ -305,7 +305,7 @@ def test_buckets_beat_weights_that_are_the_same_everywhere_on_new_text():
     assert float(gain.mean()) > 0.9 * float(ideal.mean()) > 0.05
 
 
-def test_the_prior_draws_buckets_to_the_weights_of_the_whole_text():
+def test_prior_moves_bucket_weights_towards_those_of_the_whole_text():
     logs, nearest = by_distance(0, rows=400)
     whole = fit(logs).weights
     fitted = [Buckets.fit(logs, nearest, prior=prior).table[:-1] for prior in (0, 20, 200, 2000, 1e9)]
@@ -314,7 +314,7 @@ def test_the_prior_draws_buckets_to_the_weights_of_the_whole_text():
     assert away[-1] < 1e-3
 
 
-def test_a_distance_that_is_an_edge_belongs_to_the_farther_bucket():
+def test_distance_that_is_an_edge_belongs_to_the_farther_bucket():
     nearest = torch.tensor([1.0, 2.0, 3.0]).repeat(100)
     logs, _ = by_distance(0, rows=300)
     logs = logs.nan_to_num(nan=-1.0)
@@ -325,7 +325,7 @@ def test_a_distance_that_is_an_edge_belongs_to_the_farther_bucket():
         torch.testing.assert_close(weights[nearest == value], alone.expand(100, 2), atol=1e-3, rtol=0)
 
 
-def test_equal_distances_share_a_bucket_and_unseen_kinds_have_the_whole_texts_weights():
+def test_equal_distances_share_a_bucket_and_empty_buckets_have_global_weights():
     logs, _ = by_distance(0, rows=300)
     logs = logs.nan_to_num(nan=-1.0)
     same = Buckets.fit(logs, torch.full((300,), 2.0))
@@ -337,7 +337,7 @@ def test_equal_distances_share_a_bucket_and_unseen_kinds_have_the_whole_texts_we
     torch.testing.assert_close(nobody.weights(torch.tensor([3.0]), torch.zeros(1, 2, dtype=torch.bool))[0], whole)
 
 
-def test_buckets_come_back_from_json_as_they_were():
+def test_buckets_are_unchanged_after_a_json_round_trip():
     logs, nearest = by_distance(0)
     buckets = Buckets.fit(logs, nearest)
     again = Buckets.from_dict(json.loads(json.dumps(buckets.as_dict())))
@@ -363,12 +363,12 @@ def test_buckets_come_back_from_json_as_they_were():
         {"edges": [10**400], "weights": [[1.0]] * 3},
     ],
 )
-def test_stored_buckets_that_are_wrong_are_refused(stored):
+def test_invalid_stored_buckets_are_refused(stored):
     with pytest.raises(DatastoreCorrupt, match="Tune again"):
         Buckets.from_dict(stored)
 
 
-def test_buckets_refuse_what_does_not_fit():
+def test_buckets_refuse_inputs_of_the_wrong_shape():
     logs, nearest = by_distance(0, rows=50)
     with pytest.raises(ParameterError, match="one distance"):
         Buckets.fit(logs, nearest[:10])
@@ -432,7 +432,7 @@ def gate():
     return train_gate(features, logs, groups, config=QUICK, feature_names=names, component_names=["lm", "a", "b"])
 
 
-def test_a_gate_finds_nearly_all_that_the_best_gate_gains():
+def test_gate_gains_nearly_as_much_as_the_best_gate():
     features, logs, groups, _ = planted(0)
     new, said, _, ideal = planted(1)
     gate = train_gate(features, logs, groups, config=QUICK)
@@ -446,7 +446,7 @@ def test_a_gate_finds_nearly_all_that_the_best_gate_gains():
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_a_gate_on_noise_does_no_harm(seed):
+def test_gate_on_noise_is_not_worse_than_fitted_weights(seed):
     features, logs, groups, _ = planted(seed, noise=True)
     new, said, _, _ = planted(seed + 10, noise=True)
     gate = train_gate(features, logs, groups, config=QUICK)
@@ -455,7 +455,7 @@ def test_a_gate_on_noise_does_no_harm(seed):
     assert math.exp(float(plain - gated)) <= 1.002
 
 
-def test_a_gates_weights_are_what_numpy_computes(gate):
+def test_gate_weights_match_numpy(gate):
     features, _, _, _ = planted(2, rows=200)
     abstains = torch.rand(200, 3, generator=torch.Generator().manual_seed(0)) < 0.4
     features[0], features[1], features[2, 0] = torch.nan, torch.inf, -torch.inf
@@ -472,7 +472,7 @@ def test_a_gates_weights_are_what_numpy_computes(gate):
     torch.testing.assert_close(alone, found[:20], atol=1e-6, rtol=0)
 
 
-def test_out_of_fold_is_by_nets_and_weights_that_had_not_seen_the_row(gate):
+def test_out_of_fold_log_probabilities_use_networks_of_other_folds(gate):
     features, logs, groups, _ = planted(0)
     logs[:, 2][torch.rand(len(logs), generator=torch.Generator().manual_seed(1)) < 0.2] = torch.nan
     fold, _, others = fit_folds(logs, groups, folds=5, seed=0)
@@ -489,7 +489,7 @@ def test_out_of_fold_is_by_nets_and_weights_that_had_not_seen_the_row(gate):
     assert gate.trust == pytest.approx(grid[likelihood.argmax(), 0], abs=2e-3)
 
 
-def test_nets_that_could_learn_by_heart_do_not_see_what_they_are_judged_on():
+def test_networks_that_overfit_are_evaluated_on_held_out_rows():
     """So many features that a net can tell every row: it must not claim to foretell noise."""
     random = torch.Generator().manual_seed(0)
     features = torch.randn(400, 80, generator=random)
@@ -502,7 +502,7 @@ def test_nets_that_could_learn_by_heart_do_not_see_what_they_are_judged_on():
     assert math.exp(float(plain - gated)) <= 1.002
 
 
-def test_training_is_the_same_for_the_same_seed_and_leaves_the_global_one_alone():
+def test_training_is_deterministic_and_keeps_the_global_seed():
     features, logs, groups, _ = planted(0, rows=1500)
     before = torch.random.get_rng_state()
     config = NetworkConfig(hidden=16, epochs=3, batch=256, dropout=0.2)
@@ -515,7 +515,7 @@ def test_training_is_the_same_for_the_same_seed_and_leaves_the_global_one_alone(
 
 
 @pytest.mark.parametrize("rows", [1, 2, 9, 63])
-def test_a_gate_of_a_few_rows_is_the_fitted_weights(rows):
+def test_gate_trained_on_few_rows_equals_fitted_weights(rows):
     features, logs, groups, _ = planted(0, rows=rows)
     gate = train_gate(features, logs, groups, config=QUICK)
     expected = fit(logs, prior=torch.ones(3)).weights.float()
@@ -524,7 +524,7 @@ def test_a_gate_of_a_few_rows_is_the_fitted_weights(rows):
     assert gate.out_of_fold.shape == (rows,)
 
 
-def test_a_gate_of_some_hundred_rows_or_of_one_document_does_no_harm():
+def test_gate_of_some_hundred_rows_or_one_document_is_not_worse():
     new, said, _, _ = planted(10)
     for rows, one in ((100, False), (300, False), (300, True), (3000, True)):
         features, logs, groups, _ = planted(0, rows=rows)
@@ -534,7 +534,7 @@ def test_a_gate_of_some_hundred_rows_or_of_one_document_does_no_harm():
         assert math.exp(float(plain - gated)) <= 1.002, rows
 
 
-def test_a_part_that_always_abstained_and_a_feature_that_never_changed_have_no_say():
+def test_component_that_always_abstains_and_constant_feature_have_no_effect():
     features, logs, groups, _ = planted(0, rows=1500)
     logs[:, 1] = torch.nan
     features[:, 3] = 7.0
@@ -552,7 +552,7 @@ def stored(gate_or_skip):
     return load_tensors(save_tensors(contiguous)), json.loads(json.dumps(metadata))
 
 
-def test_a_gate_comes_back_as_it_was(gate):
+def test_gate_is_unchanged_after_a_round_trip(gate):
     features, logs, _, _ = planted(2, rows=100)
     again = Gate.load(*stored(gate))
     assert torch.equal(again.weights(features, logs.isnan()), gate.weights(features, logs.isnan()))
@@ -584,7 +584,7 @@ def test_a_gate_comes_back_as_it_was(gate):
     ],
     ids=str,
 )
-def test_a_stored_gate_that_is_wrong_is_refused(gate, harm):
+def test_invalid_stored_gate_is_refused(gate, harm):
     tensors, metadata = stored(gate)
     for name, value in harm.items():
         where = tensors if name in tensors else metadata
@@ -595,7 +595,7 @@ def test_a_stored_gate_that_is_wrong_is_refused(gate, harm):
         Gate.load(tensors, metadata)
 
 
-def test_a_gate_refuses_invalid_training_data_and_features(gate):
+def test_gate_refuses_invalid_training_data_and_features(gate):
     features, logs, groups, _ = planted(0, rows=100)
     with pytest.raises(ParameterError, match="as many rows"):
         train_gate(features[:50], logs, groups)
@@ -636,13 +636,13 @@ def skip():
 
 
 @pytest.mark.parametrize("fraction", [0.0, 0.1, 0.25, 0.5, 0.75, 0.9, 1.0])
-def test_the_fraction_skipped_holds_on_new_text(skip, fraction):
+def test_fraction_skipped_holds_on_new_text(skip, fraction):
     features, _, _, _ = gains(1, rows=20_000)
     skipped = 1 - float(skip.search_mask(features, fraction).double().mean())
     assert skipped == pytest.approx(fraction, abs=0.03 if 0 < fraction < 1 else 0)
 
 
-def test_skipping_where_little_is_gained_costs_little(skip):
+def test_skipping_searches_with_little_gain_costs_little(skip):
     features, _, _, mean = gains(1)
     asked = skip.search_mask(features, 0.5)
     skipped = int((~asked).sum())
@@ -651,13 +651,13 @@ def test_skipping_where_little_is_gained_costs_little(skip):
     assert least <= lost < 0.3 * at_random
 
 
-def test_the_predicted_gain_is_near_the_expected_one(skip):
+def test_predicted_gain_is_near_the_expected_one(skip):
     features, _, _, mean = gains(1)
     predicted = skip.gain(features).double()
     assert float((predicted - mean).square().mean()) < 0.25 * float((mean - mean.mean()).square().mean())
 
 
-def test_where_nothing_was_learnt_the_fraction_still_holds():
+def test_skipped_fraction_holds_for_constant_predictions():
     features, gain, groups, _ = gains(0, rows=2000)
     same = train_skip(torch.zeros_like(features), gain, groups, config=QUICK)
     few = train_skip(features[:20], gain[:20], groups[:20], config=QUICK)
@@ -669,7 +669,7 @@ def test_where_nothing_was_learnt_the_fraction_still_holds():
     assert float(few.gain(features)[0]) == pytest.approx(float(gain[:20].mean()), abs=1e-5)
 
 
-def test_a_skip_comes_back_as_it_was(skip):
+def test_search_skipper_is_unchanged_after_a_round_trip(skip):
     features, _, _, _ = gains(1, rows=500)
     again = SearchSkipper.load(*stored(skip))
     assert torch.equal(again.search_mask(features, 0.3), skip.search_mask(features, 0.3))
@@ -679,7 +679,7 @@ def test_a_skip_comes_back_as_it_was(skip):
         SearchSkipper.load(tensors, metadata)
 
 
-def test_the_skipper_refuses_invalid_training_data_and_features(skip):
+def test_search_skipper_refuses_invalid_training_data_and_features(skip):
     features, gain, groups, _ = gains(0, rows=100)
     with pytest.raises(ParameterError, match="from 0 to 1"):
         skip.search_mask(features, 1.5)

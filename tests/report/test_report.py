@@ -189,7 +189,7 @@ def documents_of(place, name):
     return [Document(**json.loads(line)) for line in lines]
 
 
-def test_a_growing_store_ends_as_the_whole_and_begins_as_a_part(studies, place, lm, stored, test, made):
+def test_size_study_begins_with_a_subset_and_ends_with_the_whole_store(studies, place, lm, stored, test, made):
     rows, k = studies["size"].tables[0].rows, made.metadata["k"]
     part, count, temperature, weight, _, perplexity = rows[-1]
     assert (part, count) == (1.0, len(stored[0]))
@@ -210,7 +210,7 @@ def test_a_growing_store_ends_as_the_whole_and_begins_as_a_part(studies, place, 
     assert test.perplexity(vote, weight) == pytest.approx(perplexity, rel=2e-3)
 
 
-def test_a_key_layer_is_measured_with_the_states_that_transformers_gives(studies, place, lm, test, stored):
+def test_key_layers_are_measured_with_the_hidden_states_of_transformers(studies, place, lm, test, stored):
     table = studies["layer"].tables[0]
     assert [str(row[0]).split()[0] for row in table.rows] == [
         "ffn_input", "ffn_input_pre_norm", "attention_input", "attention_input_pre_norm", "output", "output_normed"
@@ -306,7 +306,7 @@ def by_one_lambda(text, vote, fold):
     return found
 
 
-def test_mixtures_are_compared_by_what_they_give_out_of_fold(studies, valid, made):
+def test_mixtures_are_compared_out_of_fold(studies, valid, made):
     table = studies["memories"].tables[0]
     out_of_fold_perplexities = [row[4] for row in table.rows]
     assert table.best == int(np.argmin(out_of_fold_perplexities))
@@ -351,7 +351,7 @@ def test_folds_are_described():
     assert "fitted to all of it" in describe_folds(torch.tensor([0, 0, 1, 1]))
 
 
-def test_baselines_are_the_formula_too(studies, test, valid):
+def test_baselines_match_the_formula(studies, test, valid):
     study = studies["baselines"]
     for number, name in ((2, "ngram"), (3, "output"), (4, "decoder=second")):
         for text, which in ((valid, "valid"), (test, "test")):
@@ -364,7 +364,7 @@ def test_baselines_are_the_formula_too(studies, test, valid):
         assert on_test == study.numbers[name]["test"][place]
 
 
-def test_a_learned_matrix_is_read_as_its_file_says(studies, place, test):
+def test_trained_matrix_predicts_what_its_file_contains(studies, place, test):
     store = Datastore.open(place / "store")
     for r, rows, numbers, weight, _, perplexity in studies["output"].tables[0].rows:
         (folder,) = (place / "report" / "work").glob(f"output-r{r}-*")
@@ -465,7 +465,7 @@ def test_examples_are_the_tokens_with_the_most_and_the_least_gain(studies, test,
     assert store.entry_count == len(stored[1])
 
 
-def test_the_commands_give_the_figures(studies, capfd):
+def test_commands_of_the_report_give_its_figures(studies, capfd):
     """Only `eval`: the others are covered by what they are made of."""
     expected = {
         "lambda": studies["lambda"].tables[0].rows[studies["lambda"].tables[0].best][2],
@@ -541,9 +541,7 @@ def test_interrupted_report_resumes(place, lm, model_folder, tmp_path):
     assert len(list((tmp_path / "stopped" / "work").glob("texts-*"))) == 1
 
 
-def test_keys_are_kept_in_the_order_of_the_text_however_it_is_packed(
-    place, lm, model_folder, tmp_path, test, monkeypatch
-):
+def test_keys_are_in_the_order_of_the_text_for_any_packing(place, lm, model_folder, tmp_path, test, monkeypatch):
     monkeypatch.setattr("knnlm.evaluation.evaluate._GROUP_TOKENS", 60)  # tokens that are packed into batches together
     make(place, lm, model_folder, out=tmp_path / "packed", memories="knn", second_lm=None, studies=["k"])
     (file,) = (tmp_path / "packed" / "work").glob("texts-*/test/keys.npy")
@@ -595,7 +593,7 @@ def test_results_of_one_model_are_not_used_for_another(place, model_folder, lm, 
         make(place, another, model_folder, **few)
 
 
-def test_a_model_with_fewer_layers_than_the_stores_own_is_reported_on(model_folder, tmp_path):
+def test_report_works_with_a_model_of_fewer_layers(model_folder, tmp_path):
     build(STORED[:6], tmp_path / "store", lm=CausalLM.open(str(model_folder)))
     config = tiny("llama").config
     config.num_hidden_layers = 2  # the store reads the third layer of its own model
@@ -615,7 +613,7 @@ def test_a_model_with_fewer_layers_than_the_stores_own_is_reported_on(model_fold
     assert found.metadata["base_perplexity"] == pytest.approx(np.exp(-np.concatenate(logs).mean()), rel=1e-4)
 
 
-def test_documents_are_shown_with_their_present_names(place, lm, model_folder, tmp_path):
+def test_documents_are_shown_with_their_current_names(place, lm, model_folder, tmp_path):
     few = {"second_lm": None, "memories": "knn", "studies": ["examples"], "out": tmp_path / "named"}
     make(place, lm, model_folder, **few)
     renamed = [replace(one, source=f"new-{number}.txt") for number, one in enumerate(TEXT)]
@@ -625,7 +623,7 @@ def test_documents_are_shown_with_their_present_names(place, lm, model_folder, t
     assert shown <= {one.source for one in renamed}
 
 
-def test_an_output_matrix_that_was_never_finished_is_not_mixed_in(lm, model_folder, tmp_path):
+def test_unfinished_output_matrix_is_not_mixed_in(lm, model_folder, tmp_path):
     build(STORED[:4], tmp_path / "store", lm=lm)
     (tmp_path / "store" / "output").mkdir()
     (tmp_path / "store" / "output" / "writer.lock").touch()
@@ -640,7 +638,7 @@ def test_concurrent_reports_in_one_folder_are_refused(place, lm, model_folder, t
     assert make(place, lm, model_folder, **few).page.exists()
 
 
-def test_memories_of_the_same_name_are_told_apart(place, lm, model_folder, tmp_path):
+def test_memories_of_the_same_name_get_distinct_names(place, lm, model_folder, tmp_path):
     assert name_memories(["knn", "decoder=/a/m", "decoder=/b/m/", "knn=/a/m", "cache=20"]) == [
         "knn", "decoder=a/m", "decoder=b/m", "knn=m", "cache=20"
     ]  # fmt: skip
@@ -700,7 +698,7 @@ def check_page(text):
     return page
 
 
-def test_the_page_stands_alone_and_has_every_study(made):
+def test_page_is_self_contained_and_has_every_study(made):
     text = made.page.read_text(encoding="utf-8")
     page = check_page(text)
     for study in made.studies:
@@ -728,7 +726,7 @@ def test_plots_are_files_beside_the_page_and_embedded(made):
         assert base64.b64encode(data).decode() in text
 
 
-def test_the_numbers_are_all_in_the_json(made):
+def test_numbers_are_all_in_the_json(made):
     found = json.loads((made.page.parent / "report.json").read_text())
     assert found == made.as_dict()
     assert set(found["studies"]) == set(STUDIES)
@@ -804,7 +802,7 @@ texts = (any_texts | few_texts).filter(lambda given: len(set(given)) > 1)
 
 
 @given(texts)
-def test_a_text_is_split_into_two_halves_of_about_the_same_size(given_texts):
+def test_text_is_split_into_two_halves_of_about_the_same_size(given_texts):
     whole = [Document(str(number), "x", text) for number, text in enumerate(given_texts)]
     split = split_texts(whole, None, limit=None)
     assert split.valid
@@ -817,7 +815,7 @@ def test_a_text_is_split_into_two_halves_of_about_the_same_size(given_texts):
     assert {one.text for one in again.valid} == {one.text for one in split.valid}
 
 
-def test_a_single_document_is_cut_in_its_middle():
+def test_single_document_is_cut_in_its_middle():
     text = "one two three four five six"
     split = split_texts([Document("a", "a.txt", text)], None, limit=None)
     assert split.valid[0].text + split.test[0].text == text
@@ -842,7 +840,7 @@ def test_tuning_text_can_be_given(place, lm, model_folder, tmp_path):
     assert limited.metadata["test_documents"] == limited.metadata["valid_documents"] == 1
 
 
-def test_the_command_writes_a_page(place, model_folder, tmp_path, capfd):
+def test_command_writes_a_page(place, model_folder, tmp_path, capfd):
     file = tmp_path / "held-out.jsonl"
     file.write_text("\n".join(json.dumps({"id": one.id, "text": one.text}) for one in TEXT))
     common = ["report", str(place / "store"), str(file), "--out", str(tmp_path / "page"), "--memories", "knn"]
@@ -897,5 +895,5 @@ def test_plots_are_deterministic():
     assert draw(plot) != draw(replace(plot, title="another"))
 
 
-def test_the_work_of_a_report_stays_in_its_folder(made, place):
+def test_work_of_a_report_stays_in_its_folder(made, place):
     assert {path.name for path in Path(place).iterdir()} == {"store", "second", "report"}

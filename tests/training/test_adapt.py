@@ -90,7 +90,7 @@ def log_p(folder, tokens):
 # ---------------------------------------------------------------------------------------------------------- figures
 
 
-def test_the_figures_match_plain_models_and_evaluations(adapted, base, model_folder, tmp_path):
+def test_figures_match_plain_models_and_evaluations(adapted, base, model_folder, tmp_path):
     out, result = adapted
     kept = held_out(out)
     tokens = base.encode_all([document.text for document in kept])
@@ -142,7 +142,7 @@ def test_copies_of_a_text_are_held_out_together(base, tmp_path):
     assert len(kept) == 2 * len({one.text for one in kept}) == result.held_out_documents
 
 
-def test_a_document_that_is_most_of_the_text_is_trained_on(base, tmp_path):
+def test_document_that_is_most_of_the_text_is_trained_on(base, tmp_path):
     long, short = documents(1, words=200)[0], documents(1, words=20, start=3)[0]
     empty = Document(id="empty", source="empty", text="")
     for seed in range(3):
@@ -178,7 +178,7 @@ def stopping(what, after):
 
 
 @pytest.mark.parametrize("stage", ["training", "reading", "tracing"])
-def test_a_run_stopped_in_any_stage_resumes_to_the_same_result(adapted, base, tmp_path, stage):
+def test_run_stopped_in_any_stage_resumes_to_the_same_result(adapted, base, tmp_path, stage):
     out, right = tmp_path / "out", adapted[1]
     with pytest.raises(StoppedError, match=stage):
         fit_adaptation(
@@ -194,7 +194,7 @@ def test_a_run_stopped_in_any_stage_resumes_to_the_same_result(adapted, base, tm
         assert (out / name).read_bytes() == (adapted[0] / name).read_bytes()
 
 
-def test_a_finished_adaptation_is_not_repeated_and_other_text_is_refused(adapted, copied, base):
+def test_finished_adaptation_is_not_repeated_and_other_text_is_refused(adapted, copied, base):
     before = {file: file.stat().st_mtime_ns for file in copied.rglob("*") if file.suffix in (".json", ".npy", ".db")}
     stages = []
 
@@ -211,7 +211,7 @@ def test_a_finished_adaptation_is_not_repeated_and_other_text_is_refused(adapted
             fit_adaptation(other, copied, lm=base, **QUICK)
     with pytest.raises(DatastoreError, match="another epochs"):
         fit_adaptation(TEXT, copied, lm=base, **{**QUICK, "epochs": 1})
-    # Tuning on less is another tuning of the same memory.
+    # Tuning on less is another tuning of the same store.
     kept = held_out(copied)
     learnt = [document for document in TEXT if document not in kept]
     again = fit_adaptation(learnt, copied, lm=base, held_out=kept, limit=20, progress=watching, **QUICK)
@@ -225,19 +225,19 @@ def test_a_finished_adaptation_is_not_repeated_and_other_text_is_refused(adapted
 # ----------------------------------------------------------------------------------------------------------- places
 
 
-def test_an_occupied_folder_is_refused_before_anything_is_trained(base, tmp_path):
+def test_occupied_folder_is_refused_before_anything_is_trained(base, tmp_path):
     (tmp_path / "file").write_text("mine")
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "notes.txt").write_text("mine")
-    memory = build(TEXT, tmp_path / "memory", lm=base).path
-    for place, message in (("file", "is a file"), ("full", "contains notes.txt"), ("memory", "is a store already")):
+    occupied = build(TEXT, tmp_path / "docs.store", lm=base).path
+    for place, message in (("file", "is a file"), ("full", "contains notes.txt"), ("docs.store", "is a store already")):
         with pytest.raises(DatastoreError, match=message):
             fit_adaptation(TEXT, tmp_path / place, lm=base, **QUICK)
-    assert not (memory / "decoder.partial").exists()
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "full", "memory"]
+    assert not (occupied / "decoder.partial").exists()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["docs.store", "file", "full"]
 
 
-def test_a_full_disk_is_a_library_error_and_the_run_resumes_afterwards(base, tmp_path):
+def test_full_disk_is_a_library_error_and_the_run_resumes_afterwards(base, tmp_path):
     """A limit on the size of files, which the weights of the decoder exceed, fails as a full disk does."""
     options = {**QUICK, "layers": 1, "epochs": 1}
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -270,7 +270,7 @@ def test_invalid_arguments_are_refused_before_anything_is_written(base, tmp_path
     assert not (tmp_path / "out").exists()
 
 
-def test_a_decoder_of_another_tokenizer_is_refused_with_both_fingerprints(base, model_folder, tmp_path):
+def test_decoder_of_another_tokenizer_is_refused_with_both_fingerprints(base, model_folder, tmp_path):
     other = shutil.copytree(model_folder, tmp_path / "other")
     tokenizer = tiny_tokenizer()
     tokenizer.add_tokens(["nonsense"])
@@ -284,7 +284,7 @@ def test_a_decoder_of_another_tokenizer_is_refused_with_both_fingerprints(base, 
 # ----------------------------------------------------------------------------------------------------- other decoders
 
 
-def test_a_decoder_with_a_shorter_context_limits_the_windows_of_the_store(base, tmp_path, capfd):
+def test_decoder_with_a_shorter_context_limits_the_windows_of_the_store(base, tmp_path, capfd):
     config = {"model_type": "llama", "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
     config |= {"intermediate_size": 32, "max_position_embeddings": 64, "vocab_size": 9}
     (tmp_path / "small.json").write_text(json.dumps(config))
@@ -301,7 +301,7 @@ def write(path, some):
     return path
 
 
-def test_a_model_with_a_shorter_context_limits_the_windows_of_the_store(tmp_path):
+def test_model_with_a_shorter_context_limits_the_windows_of_the_store(tmp_path):
     shape = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
     special = {"vocab_size": VOCABULARY, "bos_token_id": 1, "eos_token_id": 0, "pad_token_id": 0}
     for name, longest in (("short", 32), ("far", 96)):
@@ -424,7 +424,7 @@ def test_one_document_and_an_occupied_folder_are_one_line_errors(texts, model_fo
     assert "/nowhere" in failure(capfd, "adapt", "/nowhere", "--out", texts / "out")
 
 
-def test_ctrl_c_says_that_the_same_command_resumes(texts, model_folder, capfd, monkeypatch):
+def test_message_after_ctrl_c_names_the_command_that_resumes(texts, model_folder, capfd, monkeypatch):
     from knnlm.training.decoder import DecoderTrainer
 
     def interrupted(*_, **__):
@@ -440,7 +440,7 @@ def test_ctrl_c_says_that_the_same_command_resumes(texts, model_folder, capfd, m
 
 
 @pytest.mark.parametrize("together", [False, True])
-def test_an_adapted_model_is_saved_and_opened_again(copied, tmp_path, together):
+def test_adapted_model_is_saved_and_opened_again(copied, tmp_path, together):
     ids = torch.tensor([[1, 40, 41, 90, 7]])
     saved = KnnForCausalLM(Mixture.open(copied))
     saved.save_pretrained(tmp_path / "saved", copy_store=together)
@@ -453,7 +453,7 @@ def test_an_adapted_model_is_saved_and_opened_again(copied, tmp_path, together):
     assert again.mixture.weights.kind == "gated"
 
 
-def test_a_copy_is_for_the_same_model_and_opens_each_model_once(copied, base, tmp_path, monkeypatch):
+def test_copy_is_for_the_same_model_and_opens_each_model_once(copied, base, tmp_path, monkeypatch):
     derive(Datastore.open(copied), tmp_path / "derived", keep=torch.arange(0, 50)).close()
     opened = []
     original = CausalLM.open.__func__
@@ -470,7 +470,7 @@ def test_a_copy_is_for_the_same_model_and_opens_each_model_once(copied, base, tm
 
 
 @pytest.mark.parametrize("value", [5, "", ["x"]])
-def test_a_store_with_an_invalid_language_model_is_corrupt(copied, base, value):
+def test_store_with_an_invalid_language_model_is_corrupt(copied, base, value):
     catalog = Catalog.open(copied / CATALOG_FILE, write=True)
     catalog.put(**{LANGUAGE_MODEL: value})
     catalog.close()
@@ -480,5 +480,5 @@ def test_a_store_with_an_invalid_language_model_is_corrupt(copied, base, value):
 
 
 @pytest.mark.parametrize(("value", "words"), [(21.88049, "21.880"), (999_999.0, "999999.000"), (1.7e15, "1.7e+15")])
-def test_a_perplexity_is_formatted_without_meaningless_digits(value, words):
+def test_perplexity_is_formatted_without_meaningless_digits(value, words):
     assert perplexity(value) == words

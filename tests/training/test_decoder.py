@@ -50,7 +50,7 @@ QUICK = {"epochs": 2, "batch_tokens": 512, "learning_rate": 1e-3, "context": 64,
 def small(lm, tmp_path_factory):
     """A store of ten short documents, with its targets."""
     folder = tmp_path_factory.mktemp("small")
-    store = build(documents(10, words=20), folder / "memory", lm=lm)
+    store = build(documents(10, words=20), folder / "docs.store", lm=lm)
     return store, retrieve_targets(store, folder / "targets", k=32, knn_temperature=20.0, device="cpu")
 
 
@@ -94,7 +94,7 @@ def random_case(seed, *, rows=7, words=11, width=4):
 
 
 @given(seed=st.integers(0, 10**6), beta=st.floats(0, 1), rows=st.integers(1, 9))
-def test_the_loss_matches_the_formula_for_any_number_of_rows_at_a_time(seed, beta, rows):
+def test_loss_matches_the_formula_for_any_number_of_rows_at_a_time(seed, beta, rows):
     logits, targets, ids, probs = random_case(seed)
     right = formula(*(part.numpy() for part in (logits, targets, ids, probs)), beta)
     found = distillation_loss(logits, targets, ids, probs, beta=beta, rows=rows)
@@ -109,7 +109,7 @@ def test_the_loss_matches_the_formula_for_any_number_of_rows_at_a_time(seed, bet
 
 @pytest.mark.parametrize("beta", [0.0, 0.3, 1.0])
 @pytest.mark.parametrize("seed", range(3))
-def test_the_gradient_matches_finite_differences(beta, seed):
+def test_gradient_matches_finite_differences(beta, seed):
     logits, targets, ids, probs = random_case(seed, rows=5)
 
     def loss(scores):
@@ -241,7 +241,7 @@ def test_held_out_windows_are_the_same_in_every_epoch(stride):
     assert len(cuts) == 3
 
 
-def test_the_order_depends_on_the_seed_and_the_epoch():
+def test_order_depends_on_the_seed_and_the_epoch():
     text = TokenStream.from_documents([[n] * (5 + n % 7) for n in range(60)])
 
     def order(seed, epoch):
@@ -253,7 +253,7 @@ def test_the_order_depends_on_the_seed_and_the_epoch():
 
 
 @pytest.mark.parametrize(("batch_tokens", "least", "parts"), [(2048, 0.5, 2), (4096, 0.5, 2), (8192, 0.7, 4)])
-def test_a_step_has_documents_of_several_lengths_and_none_is_a_remainder(batch_tokens, least, parts):
+def test_step_has_documents_of_several_lengths_and_none_is_a_remainder(batch_tokens, least, parts):
     random = np.random.default_rng(0)
     lengths = random.integers(10, 500, size=900)
     batches = TrainingBatches(
@@ -323,7 +323,7 @@ def test_layers_are_taken_from_both_ends():
 
 
 @pytest.mark.parametrize(("family", "stack"), [("llama", "model.layers"), ("gpt2", "transformer.h")])
-def test_a_shortened_model_computes_its_remaining_layers(family, stack):
+def test_shortened_model_computes_its_remaining_layers(family, stack):
     model = tiny(family)
     made, kept = keep_layers(model, 2)
     assert kept == (0, 2)
@@ -358,7 +358,7 @@ def test_per_layer_options_of_a_configuration_are_shortened_too():
     assert keep_layers(tiny("gpt_neo"), 2)[0].config.attention_layers == ["global", "global"]
 
 
-def test_an_initial_model_of_some_layers_has_their_weights(model_folder, lm):
+def test_initial_model_of_some_layers_has_their_weights(model_folder, lm):
     made = open_initial_model(str(model_folder), like=lm, layers=2)
     assert made.metadata["layers"] == [0, 2]
     assert made.metadata["parameters"] == sum(p.numel() for p in made.lm.model.parameters())
@@ -368,7 +368,7 @@ def test_an_initial_model_of_some_layers_has_their_weights(model_folder, lm):
     assert torch.equal(made.lm.model.model.embed_tokens.weight, lm.model.model.embed_tokens.weight)
 
 
-def test_an_initial_model_from_a_configuration_has_seeded_weights_and_the_models_vocabulary(lm, tmp_path):
+def test_initial_model_from_a_configuration_has_seeded_weights_and_the_models_vocabulary(lm, tmp_path):
     path = tmp_path / "small.json"
     shape = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 24}
     path.write_text(json.dumps({"model_type": "llama", "vocab_size": 99, **shape}))
@@ -393,7 +393,7 @@ def test_an_initial_model_from_a_configuration_has_seeded_weights_and_the_models
         open_initial_model(str(tmp_path / "no.json"), like=lm)
 
 
-def test_an_initial_model_with_another_tokenizer_is_refused_with_both_fingerprints(lm, tmp_path):
+def test_initial_model_with_another_tokenizer_is_refused_with_both_fingerprints(lm, tmp_path):
     other = tiny_tokenizer(bos=False)
     lm.model.save_pretrained(tmp_path / "m")
     other.save_pretrained(tmp_path / "m")
@@ -426,8 +426,8 @@ def losses(folder):
     return [{**line, "tokens_per_second": 0} for line in read_curve(folder / "losses.jsonl")]
 
 
-def test_a_tiny_decoder_learns_the_distribution_of_a_tiny_store(lm, initial, tmp_path):
-    store = build(documents(4, words=6), tmp_path / "memory", lm=lm)
+def test_tiny_decoder_learns_the_distribution_of_a_tiny_store(lm, initial, tmp_path):
+    store = build(documents(4, words=6), tmp_path / "docs.store", lm=lm)
     targets = retrieve_targets(store, tmp_path / "targets", k=500, knn_temperature=10.0, top=500, mass=1.0)
     card = fit_decoder(
         store, initial, tmp_path / "out", targets=targets, beta=1.0, epochs=500, batch_tokens=256, learning_rate=1e-2,
@@ -459,7 +459,7 @@ def test_a_tiny_decoder_learns_the_distribution_of_a_tiny_store(lm, initial, tmp
     assert max(away) < 0.05
 
 
-def test_the_curve_matches_a_training_in_plain_torch(small, lm, initial, tmp_path):
+def test_curve_matches_a_training_in_plain_torch(small, lm, initial, tmp_path):
     """Plain torch, whole documents one by one: AdamW, warm-up, decay, clipping, the mean over count_targets."""
     store, targets = small
     options = {**QUICK, "epochs": 2, "beta": 0.6, "weight_decay": 10.0, "clip": 0.5, "warm_up": 0.3}
@@ -543,7 +543,7 @@ def test_groups_are_joined_up_to_the_maximum(lengths, room):
         assert (len(one) + min(map(len, lengths))) * one[:, 3].max() > room or len(other) > min(map(len, lengths))
 
 
-def test_the_learning_rate_rises_and_decays_to_zero():
+def test_learning_rate_rises_and_decays_to_zero():
     linear = Schedule(2.0, warm_up=2, decay="linear")
     assert [linear.rate_of_step(step, 8) for step in range(8)] == pytest.approx(
         [1, 2, *(n * 2 / 7 for n in range(6, 0, -1))]
@@ -554,7 +554,7 @@ def test_the_learning_rate_rises_and_decays_to_zero():
     )
 
 
-def test_the_same_seed_gives_the_same_weights_and_another_gives_others(small, lm, tmp_path):
+def test_same_seed_gives_the_same_weights_and_another_gives_others(small, lm, tmp_path):
     store, _ = small
     path = tmp_path / "gpt2.json"
     shape = {"n_embd": 16, "n_layer": 1, "n_head": 2, "n_positions": 128}
@@ -585,7 +585,7 @@ def stopping(after):
     return progress
 
 
-def test_an_interrupted_training_resumes_with_the_same_curve(small, lm, tmp_path):
+def test_interrupted_training_resumes_with_the_same_curve(small, lm, tmp_path):
     store, targets = small
     path = tmp_path / "gpt2.json"
     shape = {"n_embd": 16, "n_layer": 1, "n_head": 2, "n_positions": 128}
@@ -616,7 +616,7 @@ def test_an_interrupted_training_resumes_with_the_same_curve(small, lm, tmp_path
 
 
 @pytest.mark.parametrize("where", ["optimiser", "curve", "held out"])
-def test_an_interruption_anywhere_leaves_a_consistent_state(small, initial, tmp_path, monkeypatch, where):
+def test_interruption_anywhere_leaves_a_consistent_state(small, initial, tmp_path, monkeypatch, where):
     store, targets = small
     options = {**QUICK, "beta": 0.5, "targets": targets, "held_out": 0.2, "batch_tokens": 128}
     whole = fit_decoder(store, initial, tmp_path / "whole", **options)
@@ -650,7 +650,7 @@ def test_an_interruption_anywhere_leaves_a_consistent_state(small, initial, tmp_
     assert replace(card, seconds=0) == replace(whole, seconds=0)
 
 
-def test_a_finished_training_is_not_repeated_if_publishing_failed(small, initial, tmp_path, monkeypatch):
+def test_finished_training_is_not_repeated_if_publishing_failed(small, initial, tmp_path, monkeypatch):
     def full(*_, **__):
         raise OSError("no space")
 
@@ -672,7 +672,7 @@ def test_a_finished_training_is_not_repeated_if_publishing_failed(small, initial
     assert replace(card, seconds=0) == replace(whole, seconds=0)
 
 
-def test_a_killed_training_resumes_with_the_same_curve(small, lm, initial, model_folder, tmp_path):
+def test_killed_training_resumes_with_the_same_curve(small, lm, initial, model_folder, tmp_path):
     store, targets = small
     code = f"""
         import os, signal, sys
@@ -755,7 +755,7 @@ def test_targets_can_be_retrieved_on_the_fly(small, initial, tmp_path):
 # --------------------------------------------------------------------------------------------------- what comes out
 
 
-def test_the_folder_is_an_ordinary_model_and_is_not_rewritten(small, lm, initial, tmp_path, model_folder):
+def test_folder_is_an_ordinary_model_and_is_not_rewritten(small, lm, initial, tmp_path, model_folder):
     store, targets = small
     out = tmp_path / "out"
     before = {name: weight.clone() for name, weight in initial.lm.model.state_dict().items()}
@@ -812,7 +812,7 @@ def test_without_matplotlib_the_card_names_the_missing_extra(small, initial, tmp
     assert not (tmp_path / "out" / "learning.png").exists()
 
 
-def test_the_progress_bar_shows_the_loss(small, initial, tmp_path):
+def test_progress_bar_shows_the_loss(small, initial, tmp_path):
     counts, notes = [], []
 
     class Bar:
@@ -880,19 +880,19 @@ def test_invalid_settings_and_texts_are_refused(small, lm, initial, tmp_path):
         (4096 * 100, 3, 4096), (4096 * 100 - 1, 3, 2048),
     ],
 )  # fmt: skip
-def test_the_default_batch_size_gives_three_hundred_steps(tokens, epochs, right):
+def test_default_batch_size_gives_three_hundred_steps(tokens, epochs, right):
     text = TokenStream(np.zeros(tokens, np.int8), np.array([0, tokens]))
     assert decoder.default_batch_tokens(text, epochs) == right
     assert right == 2048 or tokens * epochs / right >= 300
     assert right == 16_384 or tokens * epochs / (2 * right) < 300
 
 
-def test_the_card_records_the_default_batch_size(small, initial, tmp_path):
+def test_card_records_the_default_batch_size(small, initial, tmp_path):
     card = fit_decoder(small[0], initial, tmp_path / "out", epochs=1, device="cpu")
     assert card.settings["batch_tokens"] == 2048
 
 
-def test_a_finished_decoder_of_any_precision_is_reused_unless_one_is_given(small, initial, tmp_path):
+def test_finished_decoder_of_any_precision_is_reused_unless_one_is_given(small, initial, tmp_path):
     options = {**QUICK, "batch_tokens": 128}
     half = fit_decoder(small[0], initial, tmp_path / "out", precision="bfloat16", **options)
     assert half.settings["precision"] == "bfloat16"
@@ -906,7 +906,7 @@ def test_a_finished_decoder_of_any_precision_is_reused_unless_one_is_given(small
         fit_decoder(small[0], initial, tmp_path / "half", **options)
 
 
-def test_the_same_tokens_with_other_document_boundaries_are_refused(lm, initial, tmp_path):
+def test_same_tokens_with_other_document_boundaries_are_refused(lm, initial, tmp_path):
     given = [lm.encode(document.text) for document in documents(4, words=20)]
     card = fit_decoder(given, initial, tmp_path / "out", **QUICK)
     joined = [given[0] + given[1], *given[2:]]

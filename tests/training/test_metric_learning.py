@@ -57,7 +57,7 @@ def likelihood_by_hand(keys, values, groups, anchors, count, matrix, temperature
 
 @settings(max_examples=20)
 @given(seed=st.integers(0, 10_000), missing=st.integers(0, 3), merged=st.booleans())
-def test_the_objective_and_its_gradient_match_the_formula(seed, missing, merged):
+def test_objective_and_its_gradient_match_the_formula(seed, missing, merged):
     generator = np.random.default_rng(seed)
     keys, anchor, matrix = generator.normal(size=(7, 4)), generator.normal(size=4), generator.normal(size=(4, 3))
     same = generator.random(7) < 0.5
@@ -104,7 +104,7 @@ def test_neighbours_are_the_nearest_of_other_documents(tmp_path, indexed):
         assert same.tolist() == (values[right] == values[anchor]).tolist()
 
 
-def test_a_store_of_one_long_document_is_cut_into_pieces(tmp_path):
+def test_store_of_one_long_document_is_cut_into_pieces(tmp_path):
     keys = np.random.default_rng(0).normal(size=(3000, 2))
     store = made_store(tmp_path / "a", keys, np.arange(3000) % 3)
     assert key_documents(store).tolist() == [row // 1024 for row in range(3000)]
@@ -145,7 +145,7 @@ def clustered_store(path, *, sure):
     return made_store(path, keys, places if sure else side.astype(int), sizes=[10] * 40)
 
 
-def test_a_temperature_far_from_the_median_distance_is_found(tmp_path):
+def test_temperature_far_from_the_median_distance_is_found(tmp_path):
     store = clustered_store(tmp_path / "a", sure=False)
     found = fit_key_map(store, neighbours=64, epochs=1)
     keys, values, groups = (
@@ -173,7 +173,7 @@ def test_of_equally_good_temperatures_the_one_nearest_to_the_median_is_chosen(tm
     assert usual * 2.0**-10 < found.metadata["knn_temperature"] < usual
 
 
-def test_a_nearly_uniform_vote_does_not_make_the_temperature_extreme(tmp_path):
+def test_nearly_uniform_vote_does_not_make_the_temperature_extreme(tmp_path):
     generator = np.random.default_rng(3)
     # Of pairs that are near each other, the two have different tokens: the nearer a key, the less it says.
     keys = np.repeat(generator.normal(size=(200, 3)), 2, axis=0) + 0.1 * generator.normal(size=(400, 3))
@@ -231,7 +231,7 @@ class Watch:
 
 
 @pytest.mark.parametrize("mapped", [False, True])
-def test_a_run_stopped_while_writing_does_not_train_again(tmp_path, mapped):
+def test_run_stopped_while_writing_does_not_train_again(tmp_path, mapped):
     store = noisy_store(tmp_path / "a", rows=400)
     if mapped:  # the map of the result is then another than what was learnt
         store = derive(store, tmp_path / "m", key_map=KeyMap(2 * torch.eye(12), torch.ones(12)))
@@ -262,7 +262,7 @@ def test_a_run_stopped_while_writing_does_not_train_again(tmp_path, mapped):
     assert again.begun == ["writing keys"]
 
 
-def test_a_damaged_map_of_a_stopped_run_is_named(tmp_path):
+def test_damaged_map_of_a_stopped_run_is_named(tmp_path):
     store = noisy_store(tmp_path / "a", rows=400)
     options = {"neighbours": 20, "epochs": 1}
     with pytest.raises(KeyboardInterrupt):
@@ -305,7 +305,7 @@ def test_uninformative_dimensions_shrink_and_new_contexts_gain(tmp_path):
     assert learned[2] > max(learned) - 0.05
 
 
-def test_the_reported_likelihood_matches_an_independent_computation(tmp_path):
+def test_reported_likelihood_matches_an_independent_computation(tmp_path):
     store = noisy_store(tmp_path / "a", rows=400)
     found = fit_key_map(store, neighbours=20, epochs=2, learning_rate=1e-2)
     keys, values = all_keys(store).double().numpy(), store.values(torch.arange(400)).numpy()
@@ -322,7 +322,7 @@ def test_the_reported_likelihood_matches_an_independent_computation(tmp_path):
         assert before.mean() >= likelihood_by_hand(keys, values, groups, held_out, 20, np.eye(12), other).mean()
 
 
-def test_a_narrow_map_a_second_round_and_the_same_seed(tmp_path):
+def test_narrow_map_a_second_round_and_the_same_seed(tmp_path):
     store = noisy_store(tmp_path / "a", rows=1000)
     options = {"width": 5, "neighbours": 32, "epochs": 4, "learning_rate": 2e-2, "rounds": 2, "seed": 3}
     found = fit_key_map(store, **options)

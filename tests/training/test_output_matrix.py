@@ -72,7 +72,7 @@ def cross_entropy(matrix: OutputMatrix, keys: torch.Tensor, targets: torch.Tenso
     seed=st.integers(0, 1000),
     temperature=st.floats(0.3, 3),
 )
-def test_the_probability_of_a_word_is_the_sum_over_its_rows(counts, positions, seed, temperature):
+def test_probability_of_a_word_is_the_sum_over_its_rows(counts, positions, seed, temperature):
     matrix = random_matrix(counts, seed=seed)
     keys = torch.from_numpy(np.random.default_rng(seed + 1).normal(size=(positions, 5)).astype(np.float32))
     answer = memory_of(matrix, softmax_temperature=temperature).predict(Context({SOURCE: keys}))
@@ -92,7 +92,7 @@ def test_the_probability_of_a_word_is_the_sum_over_its_rows(counts, positions, s
         np.testing.assert_allclose(answer.features()[number], features, atol=1e-4, rtol=1e-4)
 
 
-def test_a_batch_matches_single_positions():
+def test_batch_matches_single_positions():
     memory = memory_of(random_matrix([2, 1, 3, 1, 1, 2]))
     keys = torch.randn(300, 5, generator=torch.Generator().manual_seed(1))
     together = memory.predict(Context({SOURCE: keys}))
@@ -103,7 +103,7 @@ def test_a_batch_matches_single_positions():
         assert alone.top()[0] == together.top()[number]
 
 
-def test_an_unlikely_word_keeps_its_log_probability_where_its_probability_underflows():
+def test_unlikely_word_keeps_its_log_probability_where_its_probability_underflows():
     matrix = OutputMatrix(
         torch.zeros(4, 2), torch.tensor([0.0, -300.0, -301.0, 0.0]), torch.zeros(2), torch.tensor([1, 3, 3, 5])
     )
@@ -199,7 +199,7 @@ def test_held_out_are_whole_documents_and_equal_texts_together(store):
 
 def test_by_default_whole_documents_are_held_out_where_there_are_enough(lm, tmp_path):
     made = documents(60, words=60)
-    store = build([*made, replace(made[0], id="again")], tmp_path / "memory", lm=lm, segment_entries=2000)
+    store = build([*made, replace(made[0], id="again")], tmp_path / "docs.store", lm=lm, segment_entries=2000)
     for seed in range(8):
         marked = mark_held_out_tokens(store, 0.02, seed=seed)
         inside = [marked[d.first_entry : d.first_entry + d.entries] for d in store.catalog.documents()]
@@ -216,7 +216,7 @@ def held_out_of(path, sizes, share):
     return marked.mean(), [part.mean() for part in np.split(marked, np.cumsum(sizes)[:-1])]
 
 
-def test_a_document_that_is_most_of_the_text_is_not_held_out_whole(tmp_path):
+def test_document_that_is_most_of_the_text_is_not_held_out_whole(tmp_path):
     share, parts = held_out_of(tmp_path / "a", [9000, *[100] * 30], 0.02)
     assert parts[0] == 0
     assert set(parts[1:]) == {0.0, 1.0}
@@ -285,7 +285,7 @@ def test_training_finds_the_optimum_of_a_logistic_regression(lm, tmp_path):
     random = np.random.default_rng(0)
     # Three dimensions cannot tell all words apart, so the least loss is far from 0.
     key_map = KeyMap(torch.from_numpy(random.normal(size=(lm.width, 3)).astype(np.float32)), torch.zeros(lm.width))
-    whole = build(documents(8, words=12), tmp_path / "memory", lm=lm)
+    whole = build(documents(8, words=12), tmp_path / "docs.store", lm=lm)
     store = derive(whole, tmp_path / "mapped", key_map=key_map)
     ids = torch.arange(store.entry_count)
     keys, values = store.take(ids), store.values(ids)
@@ -300,7 +300,7 @@ def test_training_finds_the_optimum_of_a_logistic_regression(lm, tmp_path):
     assert found == pytest.approx(least, rel=0.01)
 
 
-def test_the_card_matches_the_matrix(store, everything, tmp_path):
+def test_card_matches_the_matrix(store, everything, tmp_path):
     keys, values = everything
     card = fit_output(store, tmp_path / "o", rows=2, rows_by="frequency", **QUICK)
     matrix, loaded = load_output(tmp_path / "o")
@@ -321,7 +321,7 @@ def test_the_card_matches_the_matrix(store, everything, tmp_path):
     assert not (tmp_path / "o" / CHECKPOINT).exists()
 
 
-def test_the_best_matrix_on_held_out_text_is_kept_and_training_stops(store, everything, tmp_path):
+def test_best_matrix_on_held_out_text_is_kept_and_training_stops(store, everything, tmp_path):
     keys, values = everything
     card = fit_output(store, tmp_path / "o", epochs=100, batch_size=64, held_out=0.1, learning_rate=4.0, patience=3)
     losses = [entry[2] for entry in card.history]
@@ -335,7 +335,7 @@ def test_the_best_matrix_on_held_out_text_is_kept_and_training_stops(store, ever
     assert found == pytest.approx(min(losses), rel=1e-4)
 
 
-def test_a_loss_on_the_mixture_is_lower_on_the_mixture(store, everything, tmp_path):
+def test_loss_on_the_mixture_is_lower_on_the_mixture(store, everything, tmp_path):
     keys, values = everything
     known = torch.from_numpy(np.random.default_rng(0).random(store.entry_count) < 0.5)
     log_p_lm = torch.where(known, -0.001, -12.0)
@@ -351,7 +351,7 @@ def test_a_loss_on_the_mixture_is_lower_on_the_mixture(store, everything, tmp_pa
     assert losses["mixed"][~held_out].mean() < losses["plain"][~held_out].mean()
 
 
-def test_an_initial_embedding_starts_with_the_models_loss(store, everything, tmp_path):
+def test_initial_embedding_starts_with_the_models_loss(store, everything, tmp_path):
     keys, values = everything
     random = torch.Generator().manual_seed(0)
     init = torch.randn(store.model["vocab_size"], store.width, generator=random) * 0.3
@@ -369,7 +369,7 @@ def test_an_initial_embedding_starts_with_the_models_loss(store, everything, tmp
     assert card.held_out_before == pytest.approx(-float(right[held_out].mean()), rel=1e-4)
 
 
-def test_the_matrix_reads_the_models_states_if_the_store_subtracts_an_offset(store, everything, tmp_path, monkeypatch):
+def test_matrix_reads_the_models_states_if_the_store_subtracts_an_offset(store, everything, tmp_path, monkeypatch):
     """The same keys, stored less an offset: what the matrix says of the states themselves must not change."""
     keys, values = everything
     fit_output(store, tmp_path / "plain", **QUICK)
@@ -381,7 +381,7 @@ def test_the_matrix_reads_the_models_states_if_the_store_subtracts_an_offset(sto
     torch.testing.assert_close(again, expected_log_p, atol=0.02, rtol=0.01)
 
 
-def test_the_matrix_reads_the_models_states_if_the_store_maps_them(store, everything, tmp_path):
+def test_matrix_reads_the_models_states_if_the_store_maps_them(store, everything, tmp_path):
     keys, values = everything
     random = np.random.default_rng(0)
     centre = torch.from_numpy(random.normal(size=store.width).astype(np.float32))
@@ -397,7 +397,7 @@ def test_the_matrix_reads_the_models_states_if_the_store_maps_them(store, everyt
         fit_output(mapped, tmp_path / "p", init=torch.zeros(store.model["vocab_size"], store.width))
 
 
-def test_a_pruned_store_trains_with_its_keys_weighted_by_their_counts(store, everything, tmp_path):
+def test_pruned_store_trains_with_its_keys_weighted_by_their_counts(store, everything, tmp_path):
     keys, values = everything
     random = np.random.default_rng(0)
     keep = torch.from_numpy(random.random(store.entry_count) < 0.6)
@@ -418,7 +418,7 @@ def test_a_pruned_store_trains_with_its_keys_weighted_by_their_counts(store, eve
         assert card.held_out_after == pytest.approx(-np.average(p[left].log(), weights=counts[left]), rel=1e-4)
 
 
-def test_the_scale_of_keys_does_not_matter(store, tmp_path, monkeypatch):
+def test_scale_of_keys_does_not_matter(store, tmp_path, monkeypatch):
     plain = fit_output(store, tmp_path / "plain", **QUICK)
     take = Datastore.take
     monkeypatch.setattr(Datastore, "take", lambda self, ids: take(self, ids) * 1024)
@@ -444,14 +444,14 @@ def equal(one: Path, other: Path) -> bool:
     return set(first) == set(second) and all(torch.equal(first[name], second[name]) for name in first)
 
 
-def test_the_same_seed_gives_the_same_numbers_and_another_gives_others(store, tmp_path):
+def test_same_seed_gives_the_same_numbers_and_another_gives_others(store, tmp_path):
     cards = [fit_output(store, tmp_path / str(n), rows=2, seed=n // 2, **QUICK) for n in range(3)]
     assert cards[0].history == cards[1].history != cards[2].history
     assert equal(tmp_path / "0", tmp_path / "1")
     assert not equal(tmp_path / "0", tmp_path / "2")
 
 
-def test_a_killed_training_resumes_and_ends_with_the_same_numbers(store, tmp_path):
+def test_killed_training_resumes_and_ends_with_the_same_numbers(store, tmp_path):
     code = f"""
         import os, signal, sys
         sys.path.insert(0, {str(HERE)!r})
@@ -498,7 +498,7 @@ def test_a_killed_training_resumes_and_ends_with_the_same_numbers(store, tmp_pat
     assert not (out / CHECKPOINT).exists()
 
 
-def test_a_finished_matrix_is_reused_and_never_replaced(store, lm, tmp_path):
+def test_finished_matrix_is_reused_and_never_replaced(store, lm, tmp_path):
     out = tmp_path / "o"
     card = fit_output(store, out, **QUICK)
     begun = time.monotonic()
@@ -556,12 +556,12 @@ def test_wrong_settings_are_refused_before_anything_is_written(store, tmp_path):
         fit_output(store, tmp_path / "file")
 
 
-def test_a_diverging_training_is_an_error(store, tmp_path):
+def test_diverging_training_is_an_error(store, tmp_path):
     with pytest.raises(ParameterError, match=r"diverged.*smaller learning_rate"):
         fit_output(store, tmp_path / "o", learning_rate=1e38, epochs=2, batch_size=128)
 
 
-def test_a_store_with_nothing_to_train_on_is_refused(lm, tmp_path):
+def test_store_with_nothing_to_train_on_is_refused(lm, tmp_path):
     empty = build([], tmp_path / "empty", lm=lm)
     with pytest.raises(DatastoreError, match="nothing to learn"):
         fit_output(empty, tmp_path / "o")
@@ -571,7 +571,7 @@ def test_a_store_with_nothing_to_train_on_is_refused(lm, tmp_path):
     assert fit_output(tiny, tmp_path / "o", held_out=0, epochs=1).trained_pairs == tiny.entry_count
 
 
-def test_the_command_line_follows_its_own_advice(lm, model_folder, tmp_path, capfd):
+def test_advised_commands_run(lm, model_folder, tmp_path, capfd):
     tiny = build(documents(1, words=5), tmp_path / "tiny", lm=lm).path
     assert "--held-out 0" in failure(capfd, "distill", tiny)
     code, out, err = knnlm(capfd, "distill", tiny, "--held-out", 0, "--epochs", 1)
@@ -673,7 +673,7 @@ def test_no_flipped_bit_changes_a_matrix_unnoticed(tmp_path):
         assert all(torch.equal(getattr(matrix, one), getattr(right[0], one)) for one in ("weight", "bias", "words"))
 
 
-def test_a_damaged_checkpoint_is_refused_by_name(store, tmp_path):
+def test_damaged_checkpoint_is_refused_by_name(store, tmp_path):
     out = tmp_path / "o"
     out.mkdir()
     for bad in (b"", b"nonsense"):
@@ -685,7 +685,7 @@ def test_a_damaged_checkpoint_is_refused_by_name(store, tmp_path):
         fit_output(store, out, **QUICK)
 
 
-def test_a_matrix_is_written_atomically(tmp_path):
+def test_matrix_is_written_atomically(tmp_path):
     matrix = random_matrix([1, 2])
     card = card_of(3, 2, 5, 40)
     save_output(tmp_path, matrix, card)

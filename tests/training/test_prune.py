@@ -34,7 +34,7 @@ from knnlm.lm.causal import CausalLM
 from knnlm.training.prune import known_keys, merge_keys, prune, store_log_p
 
 
-def test_a_store_as_built_has_a_key_for_each_token(store):
+def test_store_as_built_has_a_key_for_each_token(store):
     assert store.key_count == store.entry_count
     ids = torch.tensor([[0, -1], [3, 7]])
     assert store.entries_of(ids) is ids
@@ -83,8 +83,8 @@ def test_pruning_keeps_the_whole_text(store, tmp_path):
 
 
 @pytest.mark.parametrize("spec", ["exact", "Flat", "IVF4,Flat"])
-def test_an_index_of_a_pruned_store_finds_the_right_rows(tmp_path, spec):
-    store = random_store(tmp_path / "memory", rows=400)
+def test_index_of_a_pruned_store_finds_the_right_rows(tmp_path, spec):
+    store = random_store(tmp_path / "docs.store", rows=400)
     rows = torch.arange(store.entry_count)[torch.arange(store.entry_count) % 3 != 1]
     pruned = derive(store, tmp_path / "pruned", keep=rows)
     assert build_index(pruned, spec) == spec
@@ -96,8 +96,8 @@ def test_an_index_of_a_pruned_store_finds_the_right_rows(tmp_path, spec):
         assert ids.tolist() == right.tolist()
 
 
-def test_a_vote_with_counts_matches_repeated_keys(tmp_path):
-    store = random_store(tmp_path / "memory")
+def test_vote_with_counts_matches_repeated_keys(tmp_path):
+    store = random_store(tmp_path / "docs.store")
     generator = np.random.default_rng(3)
     counts = torch.from_numpy(generator.integers(1, 4, store.entry_count))
     mask = torch.from_numpy(generator.random(store.entry_count) < 0.5)
@@ -142,7 +142,7 @@ def test_queries_are_mapped_like_the_keys(tmp_path_factory, seed, out, shifted, 
             np.testing.assert_allclose(given_distances, right[ids], rtol=2e-3, atol=2e-3 * np.abs(right).max())
 
 
-def test_a_map_of_the_wrong_width_or_not_finite_is_refused(store, tmp_path):
+def test_map_of_the_wrong_width_or_not_finite_is_refused(store, tmp_path):
     with pytest.raises(ParameterError, match="for keys of width 5"):
         derive(store, tmp_path / "a", key_map=KeyMap(torch.eye(5), torch.zeros(5)))
     with pytest.raises(ParameterError, match="finite"):
@@ -202,7 +202,7 @@ def test_keys_of_ordinary_size_are_copied_bit_by_bit(store, tmp_path):
     assert {segment.scale for segment in [*copy.segments, *mapped.segments]} == {1.0}
 
 
-def test_a_pruned_store_can_be_pruned_again(tmp_path):
+def test_pruned_store_can_be_pruned_again(tmp_path):
     store = random_store(tmp_path / "a")
     counts = torch.arange(1.0, store.entry_count + 1)
     once = derive(store, tmp_path / "b", keep=torch.arange(0, store.entry_count, 2), counts=counts)
@@ -214,7 +214,7 @@ def test_a_pruned_store_can_be_pruned_again(tmp_path):
     assert torch.equal(all_keys(twice), store.take(rows))
 
 
-def test_a_store_without_keys_can_be_opened_and_searched(tmp_path):
+def test_store_without_keys_can_be_opened_and_searched(tmp_path):
     store = random_store(tmp_path / "a")
     empty = derive(store, tmp_path / "b", keep=torch.zeros(store.entry_count, dtype=torch.bool))
     assert (empty.key_count, empty.entry_count) == (0, store.entry_count)
@@ -224,7 +224,7 @@ def test_a_store_without_keys_can_be_opened_and_searched(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["keys.npy", "values.npy", "kept.npy", "counts.npy", "map.safetensors"])
-def test_a_damaged_file_of_a_pruned_store_is_named(tmp_path, name):
+def test_damaged_file_of_a_pruned_store_is_named(tmp_path, name):
     store = random_store(tmp_path / "a")
     key_map = KeyMap(torch.eye(6), torch.zeros(6))
     counts = torch.arange(1.0, store.entry_count + 1)
@@ -309,7 +309,7 @@ KILLED = """
 """
 
 
-def test_a_copy_killed_at_any_write_resumes_and_ends_with_the_same_bytes(tmp_path):
+def test_copy_killed_at_any_write_resumes_and_ends_with_the_same_bytes(tmp_path):
     store = random_store(tmp_path / "a")
     options = {"keep": torch.arange(0, store.entry_count, 2), "counts": torch.arange(1.0, store.entry_count + 1)}
     key_map = KeyMap(2 * torch.eye(6), torch.ones(6))
@@ -370,7 +370,7 @@ def test_builds_and_copies_do_not_resume_each_other(lm, store, tmp_path):
         derive(store, tmp_path / "build")
 
 
-def test_an_occupied_folder_is_refused_before_anything_slow(store, tmp_path):
+def test_occupied_folder_is_refused_before_anything_slow(store, tmp_path):
     derive(store, tmp_path / "done").close()
 
     def progress(what, *, total, unit):
@@ -380,7 +380,7 @@ def test_an_occupied_folder_is_refused_before_anything_slow(store, tmp_path):
         prune(store, tmp_path / "done", merge=4, width=3, progress=progress)
 
 
-def test_a_copy_does_not_overwrite_other_files(store, tmp_path):
+def test_copy_does_not_overwrite_other_files(store, tmp_path):
     (tmp_path / "thesis.tex").write_text("years of work")
     with pytest.raises(DatastoreError, match=r"contains thesis\.tex"):
         derive(store, tmp_path)
@@ -427,7 +427,7 @@ def merge_by_hand(keys, values, order, neighbours, alive):
 
 @settings(max_examples=10)
 @given(seed=st.integers(0, 10_000), neighbours=st.integers(1, 12), dropping=st.booleans())
-def test_the_greedy_merge_matches_brute_force(tmp_path_factory, seed, neighbours, dropping):
+def test_greedy_merge_matches_brute_force(tmp_path_factory, seed, neighbours, dropping):
     store = random_store(tmp_path_factory.mktemp("merge") / "a", seed=seed)
     alive = torch.from_numpy(np.random.default_rng(seed).random(store.entry_count) < (0.7 if dropping else 2))
     keys, values = all_keys(store).numpy(), store.values(torch.arange(store.entry_count)).numpy()
@@ -509,7 +509,7 @@ def test_drop_known_uses_the_named_model(lm, store, model_folder, tmp_path, capf
         store_log_p(store, CausalLM(small.model, tiny_tokenizer(), name="small"))
 
 
-def test_a_map_that_cannot_be_written_is_a_clear_error(store, tmp_path):
+def test_map_that_cannot_be_written_is_a_clear_error(store, tmp_path):
     (tmp_path / "b" / "map.partial").mkdir(parents=True)  # what is there cannot be written over
     with pytest.raises(DatastoreError, match=r"Cannot write .*map\.safetensors: .*Is a directory"):
         prune(store, tmp_path / "b", width=4)

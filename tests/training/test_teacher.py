@@ -66,7 +66,7 @@ def everything(store, path, **options):
 
 
 @pytest.mark.parametrize("k", [1, 7, 63, 500])
-def test_a_position_never_retrieves_itself_even_with_equal_contexts(tmp_path, k):
+def test_position_never_retrieves_itself_even_with_equal_contexts(tmp_path, k):
     """Each context is there twice, with another token: dropping the first result instead would drop the wrong one."""
     random = np.random.default_rng(0)
     keys = np.tile(random.normal(size=(40, 6)), (2, 1)).astype(np.float32)
@@ -82,7 +82,7 @@ def test_a_position_never_retrieves_itself_even_with_equal_contexts(tmp_path, k)
         assert sum(np.argmax(found, 1) != np.argmax(first, 1)) > 20
 
 
-def test_the_last_neighbour_is_dropped_if_ties_hide_the_position_itself(tmp_path):
+def test_last_neighbour_is_dropped_if_ties_hide_the_position_itself(tmp_path):
     store = made_store(tmp_path / "s", np.ones((30, 4)), np.arange(30), sizes=[30])
     found = everything(store, tmp_path / "t", k=3, knn_temperature=1.0)
     assert found.lengths.tolist() == [3] * 30
@@ -92,7 +92,7 @@ def test_the_last_neighbour_is_dropped_if_ties_hide_the_position_itself(tmp_path
 
 @pytest.mark.parametrize("exclude", ["self", "document"])
 @pytest.mark.parametrize("k", [4, 30])
-def test_the_whole_document_and_its_copies_can_be_excluded(tmp_path, exclude, k):
+def test_whole_document_and_its_copies_can_be_excluded(tmp_path, exclude, k):
     random = np.random.default_rng(1)
     sizes, texts = [6, 9, 6, 12, 1], ["a", "b", "a", "c", "d"]
     keys = random.normal(size=(34, 5)).astype(np.float32)
@@ -112,7 +112,7 @@ def test_the_whole_document_and_its_copies_can_be_excluded(tmp_path, exclude, k)
         np.testing.assert_allclose(found[row], right, atol=2e-3)
 
 
-def test_a_position_without_neighbours_has_no_target(tmp_path):
+def test_position_without_neighbours_has_no_target(tmp_path):
     store = made_store(tmp_path / "s", np.random.default_rng(0).normal(size=(10, 3)), np.arange(10), sizes=[10])
     targets = retrieve_targets(store, tmp_path / "t", exclude="document", k=4, knn_temperature=1.0)
     assert targets.lookup(torch.arange(10)).lengths.tolist() == [0] * 10
@@ -129,7 +129,7 @@ def test_a_position_without_neighbours_has_no_target(tmp_path):
     mass=st.floats(0.05, 1.0),
     knn_temperature=st.floats(0.05, 50),
 )
-def test_the_most_probable_tokens_are_kept_until_they_cover_the_mass(seed, k, words, top, mass, knn_temperature):
+def test_most_probable_tokens_are_kept_until_they_cover_the_mass(seed, k, words, top, mass, knn_temperature):
     random = np.random.default_rng(seed)
     values = random.integers(-1, words, size=(5, k))
     distances = random.exponential(size=(5, k)) * 3
@@ -194,7 +194,7 @@ def test_targets_of_any_positions_in_any_order_match_those_on_the_fly(tmp_path):
     assert {name: targets.metadata[name] for name in retrieval.metadata} == retrieval.metadata
 
 
-def test_a_large_vocabulary_takes_four_bytes_per_token(tmp_path):
+def test_large_vocabulary_takes_four_bytes_per_token(tmp_path):
     values = np.array([70_000, 3, 70_000, 5] * 5)
     store = made_store(tmp_path / "s", np.random.default_rng(0).normal(size=(20, 3)), values)
     sparse = retrieve_targets(store, tmp_path / "t", k=19, knn_temperature=1e9).lookup(torch.tensor([0]))
@@ -275,7 +275,7 @@ def test_targets_that_were_killed_end_with_the_same_bytes(tmp_path):
     assert same_arrays(tmp_path / "whole", tmp_path / "killed")
 
 
-def test_a_pruned_store_cannot_be_a_teacher(tmp_path):
+def test_pruned_store_cannot_be_a_teacher(tmp_path):
     store = random_store(tmp_path / "s")
     prune(store, tmp_path / "p", merge=8)
     with pytest.raises(DatastoreError, match="pruned"):
@@ -317,10 +317,10 @@ def test_damaged_targets_are_refused_in_one_line(tmp_path):
 
     for text in [
         "{", "[]", "[" * 100_000, '"a"', "{}", json.dumps({**saved, "format": 7}), json.dumps({**saved, "settings": 1}),
-        json.dumps({**saved, "done": None}), changed("settings", k=True), changed("settings", rows="many"),
-        changed("settings", vocab_size=-1), changed("settings", k=0), changed("done", rows=-1),
-        changed("done", rows=1.5), changed("done", mass="x"), changed("done", more=1), changed("done", entries=10**9),
-        changed("done", rows=7), changed("settings", vocab_size=10**6), "\ufeff\udcff",
+        json.dumps({**saved, "done": None}), changed("settings", k=True), changed("settings", entries="many"),
+        changed("settings", vocab_size=-1), changed("settings", k=0), changed("done", positions=-1),
+        changed("done", positions=1.5), changed("done", mass="x"), changed("done", more=1),
+        changed("done", tokens=10**9), changed("done", positions=7), changed("settings", vocab_size=10**6), "\ufeff\udcff",
     ]:  # fmt: skip
         file.write_bytes(text.encode("utf-8", "surrogatepass"))
         with pytest.raises(DatastoreError) as caught:

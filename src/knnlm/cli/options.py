@@ -55,6 +55,9 @@ StoreModel = Annotated[
         show_default="the model of the store",
     ),
 ]
+MEMORIES_HELP = (
+    "Memories to mix, separated by commas: knn, cache, ngram, output, knn=STORE, decoder=FOLDER, cache=POSITIONS"
+)
 KeyLayer = Annotated[
     str,
     typer.Option(
@@ -111,8 +114,7 @@ class MixtureFlags:
     memories: Annotated[
         str | None,
         typer.Option(
-            help="Memories to mix, separated by commas: knn, cache, ngram, output, knn=STORE, decoder=FOLDER, "
-            "cache=POSITIONS; a weight each as in knn:0.3,cache:0.1.",
+            help=f"{MEMORIES_HELP}; a weight each as in knn:0.3,cache:0.1.",
             show_default="as tuned, else knn",
         ),
     ] = None

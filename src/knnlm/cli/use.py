@@ -12,6 +12,7 @@ import typer
 from rich.table import Table
 
 from knnlm.cli.options import (
+    MEMORIES_HELP,
     USE,
     Json,
     KeyDtype,
@@ -74,8 +75,7 @@ class GridFlags:
     memories: Annotated[
         str | None,
         typer.Option(
-            help="Memories to mix, separated by commas: knn, cache, ngram, output, knn=STORE, decoder=FOLDER, "
-            "cache=POSITIONS.",
+            help=f"{MEMORIES_HELP}.",
             show_default=f"{DEFAULT_MEMORIES}, and the decoder of adapt; with --trace, those of the trace",
         ),
     ] = None
