@@ -320,7 +320,8 @@ def test_damaged_targets_are_refused_in_one_line(tmp_path):
         json.dumps({**saved, "done": None}), changed("settings", k=True), changed("settings", entries="many"),
         changed("settings", vocab_size=-1), changed("settings", k=0), changed("done", positions=-1),
         changed("done", positions=1.5), changed("done", mass="x"), changed("done", more=1),
-        changed("done", tokens=10**9), changed("done", positions=7), changed("settings", vocab_size=10**6), "\ufeff\udcff",
+        changed("done", tokens=10**9), changed("done", positions=7), changed("settings", vocab_size=10**6),
+        "\ufeff\udcff",
     ]:  # fmt: skip
         file.write_bytes(text.encode("utf-8", "surrogatepass"))
         with pytest.raises(DatastoreError) as caught:
