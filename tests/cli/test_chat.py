@@ -167,12 +167,12 @@ def test_shares_of_why_add_up_to_the_gain_of_the_store(home, talk):
     chosen = ids[0, len(prompt) :, None]
     given = 1 - 0.5 * (alone - mixed).gather(1, chosen)[:, 0].exp().numpy()  # p = 0.5 p_LM + what the store gave
     np.testing.assert_allclose([memory_share(token) for token in tokens], given, atol=1e-4)
-    heard = document_shares(tokens)
+    shares = document_shares(tokens)
     # All of its neighbours are named (k is not above SOURCES), so the documents' parts are all that it gave.
     assert SETTINGS["k"] <= SOURCES
-    assert sum(each["share"] for each in heard) == pytest.approx(given.mean(), abs=1e-4)
-    assert [each["share"] for each in heard] == sorted((each["share"] for each in heard), reverse=True)
-    for each in heard:
+    assert sum(each["share"] for each in shares) == pytest.approx(given.mean(), abs=1e-4)
+    assert [each["share"] for each in shares] == sorted((each["share"] for each in shares), reverse=True)
+    for each in shares:
         named = [any(s["document"] == each["document"] and s["token"] == t.text for s in t.sources) for t in tokens]
         assert each["tokens"] == sum(named)
 
@@ -234,10 +234,10 @@ def test_too_long_message_is_refused_and_the_conversation_continues(home, talk):
 def test_closing_the_stream_ends_the_answer_and_keeps_the_received_text(talk):
     begun = talk(max_tokens=4000)
     answer = begun.send("The memory")
-    heard = [next(answer).text for _ in range(5)]
+    received = [next(answer).text for _ in range(5)]
     answer.close()
     assert begun.messages[-1]["role"] == "assistant"
-    assert begun.messages[-1]["content"].startswith("".join(heard))
+    assert begun.messages[-1]["content"].startswith("".join(received))
     assert begun.reply.reason == "stopped"
     begun.max_tokens = 3
     assert len(list(begun.send("of a model"))) == 3

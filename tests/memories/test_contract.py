@@ -62,7 +62,7 @@ def texts(lm, count=3, words=25, start=70):
 
 
 def predictions(mixture, context):
-    """Log-probabilities (N, V) of every part of every memory, and what every answer says of itself."""
+    """Log-probabilities (N, V) of every component of every memory, and the features of every output."""
     answers = [memory.predict(context) for memory in mixture.memories]
     return [part.log_probs() for answer in answers for part in answer.components], answers
 
@@ -151,7 +151,7 @@ def test_forks_of_a_text_share_their_prefix_and_do_not_affect_each_other(mixture
         for one, both in zip(alone, together, strict=True):
             torch.testing.assert_close(both[rows].exp(), one.exp(), rtol=1e-4, atol=1e-5)
     for source, keys in past.items():
-        assert torch.equal(keys, kept[source])  # nobody wrote into the past that they share
+        assert torch.equal(keys, kept[source])  # the shared prefix was not written to
 
 
 @pytest.mark.parametrize("kind", ["knn", "cache"])
@@ -172,7 +172,7 @@ def test_features_of_neighbours_match_their_names(lm, store, kind):
             continue
         near, named = distances[there], values[there]
         votes = np.bincount(named, oracle.softmax(-near / 1.5), minlength=lm.vocab_size)
-        spoken = votes[votes > 0]
+        positive = votes[votes > 0]
         expected = {
             "distance 1": np.arcsinh(near[0]),
             "distance 8": np.arcsinh(near[min(8, len(near)) - 1]),
@@ -181,7 +181,7 @@ def test_features_of_neighbours_match_their_names(lm, store, kind):
             "distinct 16": np.log1p(len(set(named[:16]))),
             "distinct 64": np.log1p(len(set(named[:64]))),
             "distinct": np.log1p(len(set(named))),
-            "entropy": -(spoken * np.log(spoken)).sum(),
+            "entropy": -(positive * np.log(positive)).sum(),
             "largest vote": np.log(votes.max()),
         }
         for name, value in expected.items():

@@ -121,7 +121,7 @@ def distributions(part):
 
 
 def assert_agree(answer, expected):
-    """Compare all that an answer says of its rows with the oracle's (smoothed, longest only)."""
+    """Compare all outputs of a memory with the oracle's (smoothed, longest only)."""
     smoothed, longest = (distributions(part) for part in answer.components)
     assert len(smoothed) == len(expected)
     for row, (by_formula, alone) in enumerate(expected):
@@ -442,7 +442,7 @@ def test_suffix_array_that_cannot_be_written_stays_in_ram(own):
     assert not busy.kept
     assert not (own.path / "ngram").exists()
     (own.path / "writer.lock").unlink(missing_ok=True)
-    (own.path / "writer.lock").mkdir()  # nobody can write here, not even root
+    (own.path / "writer.lock").mkdir()  # not writable, not even by root
     refused = open_suffix_array(own)
     assert not refused.kept
     (own.path / "writer.lock").rmdir()
@@ -506,7 +506,7 @@ def test_any_text_and_order_within_range_is_predicted(seed):
 
 
 def rewrite(store, **metadata):
-    """Change what metadata.json says."""
+    """Change the contents of metadata.json."""
     file = store.path / "ngram" / "metadata.json"
     file.write_text(json.dumps({**json.loads(file.read_text()), **metadata}))
 

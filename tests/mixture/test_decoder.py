@@ -318,7 +318,7 @@ def test_damaged_checkpoint_error_does_not_mention_an_output_matrix(tmp_path):
 
 
 def distill(capfd, store_path, out, *options):
-    """Train a decoder by the command, and give what it says."""
+    """Train a decoder by the command, and return its JSON output."""
     code, said, err = knnlm(capfd, "distill", store_path, "--into", "decoder", "--out", out, *QUICK, *options, "--json")
     assert code == 0, err
     return json.loads(said)

@@ -61,11 +61,11 @@ def test_mixture_is_the_weighted_sum_dense_and_for_one_target(case, temperature,
     for row in range(len(logits)):
         right = expected(logits, found, row, temperature, weight)
         np.testing.assert_allclose(dense[row], right, rtol=1e-4, atol=1e-7)
-        # Votes are summed in float32, which ends at 1e-38; what the model says goes far below.
+        # Votes are summed in float32, which ends at 1e-38; the model's probabilities go far below.
         votes_alone = expected(logits, found, row, temperature, 1.0)
-        heard = ~((votes_alone > 0) & (votes_alone < 1e-36))
+        defined = ~((votes_alone > 0) & (votes_alone < 1e-36))
         with np.errstate(divide="ignore"):
-            np.testing.assert_allclose(mixed.log_probs()[row][heard], np.log(right[heard]), rtol=1e-4, atol=1e-4)
+            np.testing.assert_allclose(mixed.log_probs()[row][defined], np.log(right[defined]), rtol=1e-4, atol=1e-4)
         np.testing.assert_allclose(dense[row].sum(), 1, rtol=1e-5)
         # In the log domain nothing underflows, unlike in the oracle, whose float64 ends at e^-745.
         if right[targets[row]] > 0:

@@ -32,7 +32,7 @@ def columns(seed, rows, parts, *, silent=0.2, abstaining=0.1):
 
 
 def probabilities(logs):
-    """The oracle's reading of a column: who abstains says what the first part says."""
+    """Return probabilities, with that of the first component where another abstains."""
     logs = np.asarray(logs, dtype=np.float64)
     return np.exp(np.where(np.isnan(logs), logs[:, :1], logs))
 
@@ -223,7 +223,7 @@ def test_folds_keep_documents_whole_and_have_similar_sizes(sizes, seed):
 
 
 def test_gate_trained_on_few_documents_is_not_worse_on_others():
-    """Documents that differ in what they say and in what suits them: what is learnt of one is wrong for another."""
+    """Documents with different features and different best weights: what is learned from one is wrong for another."""
 
     def text(documents, seed):
         generator = torch.Generator().manual_seed(seed)
@@ -333,8 +333,8 @@ def test_equal_distances_share_a_bucket_and_empty_buckets_have_global_weights():
     whole = fit(logs).weights.float()
     asked = same.weights(torch.tensor([-1e30, 2.0, torch.inf, torch.nan]), torch.zeros(4, 2, dtype=torch.bool))
     torch.testing.assert_close(asked, whole.expand(4, 2), atol=1e-3, rtol=0)
-    nobody = Buckets.fit(logs, torch.full((300,), torch.nan))
-    torch.testing.assert_close(nobody.weights(torch.tensor([3.0]), torch.zeros(1, 2, dtype=torch.bool))[0], whole)
+    empty = Buckets.fit(logs, torch.full((300,), torch.nan))
+    torch.testing.assert_close(empty.weights(torch.tensor([3.0]), torch.zeros(1, 2, dtype=torch.bool))[0], whole)
 
 
 def test_buckets_are_unchanged_after_a_json_round_trip():
@@ -439,7 +439,7 @@ def test_gate_gains_nearly_as_much_as_the_best_gate():
     plain = log_mixed(said, renormalise(fit(logs).weights.float(), said.isnan())).mean()
     gained = log_mixed(said, gate.weights(new, said.isnan())).mean() - plain
     assert float(gained) >= 0.9 * float(ideal.mean() - plain) > 0.1
-    # What it says of itself is what new text shows.
+    # Its own figure agrees with that of new text.
     told = gate.metadata["perplexity"], gate.metadata["fitted_perplexity"]
     assert math.log(told[0]) == pytest.approx(-float(log_mixed(said, gate.weights(new, said.isnan())).mean()), abs=0.03)
     assert math.log(told[1]) == pytest.approx(-float(plain), abs=0.03)
@@ -647,7 +647,7 @@ def test_skipping_searches_with_little_gain_costs_little(skip):
     asked = skip.search_mask(features, 0.5)
     skipped = int((~asked).sum())
     lost, at_random = float((mean * ~asked).sum()), float(mean.mean()) * skipped
-    least = float(mean.sort().values[:skipped].sum())  # who knew the rule would lose this
+    least = float(mean.sort().values[:skipped].sum())  # the loss if the rule were known
     assert least <= lost < 0.3 * at_random
 
 

@@ -435,7 +435,7 @@ def test_tiny_decoder_learns_the_distribution_of_a_tiny_store(lm, initial, tmp_p
     )  # fmt: skip
     assert read_curve(tmp_path / "out" / "losses.jsonl")[0]["kl"] > 1
     assert card.losses["kl"] < 0.03
-    # The finished folder says so itself, position by position, against brute force.
+    # The finished folder has the same loss, position by position, against brute force.
     model = hf.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     keys, values = store.take(torch.arange(store.entry_count)).numpy(), store.values(torch.arange(store.entry_count))
     away, kl = [], []

@@ -26,7 +26,7 @@ WORDS, SIGNAL, NOISE = 8, 6, 6
 
 
 def noisy_store(path, *, rows=2000, seed=0, documents=40, loud=1.5, copies=1):
-    """Half of the dimensions say which word follows, the other half are louder and say nothing."""
+    """Half of the dimensions determine which word follows; the other half are noise of a larger scale."""
     generator = np.random.default_rng(seed)
     values = generator.integers(0, WORDS, rows)
     signal = 1.2 * np.random.default_rng(99).normal(size=(WORDS, SIGNAL))[values] + generator.normal(
@@ -175,7 +175,7 @@ def test_of_equally_good_temperatures_the_one_nearest_to_the_median_is_chosen(tm
 
 def test_nearly_uniform_vote_does_not_make_the_temperature_extreme(tmp_path):
     generator = np.random.default_rng(3)
-    # Of pairs that are near each other, the two have different tokens: the nearer a key, the less it says.
+    # Of pairs that are near each other, the two have different tokens: the nearer a key, the less informative it is.
     keys = np.repeat(generator.normal(size=(200, 3)), 2, axis=0) + 0.1 * generator.normal(size=(400, 3))
     values = generator.integers(0, 2, 200).repeat(2)
     values[1::2] = 1 - values[::2]
@@ -297,7 +297,7 @@ def test_uninformative_dimensions_shrink_and_new_contexts_gain(tmp_path):
     tried = [found.metadata["knn_temperature"] * scale for scale in (0.25, 0.5, 1, 2, 4)]
     plain = [score(queries.numpy(), all_keys(store).numpy(), one) for one in tried]
     learned = [score(mapped.project(queries).numpy(), all_keys(mapped).numpy(), one) for one in tried]
-    # What could be had by one who knows which dimensions say nothing.
+    # The best result if the uninformative dimensions were known.
     knowing = [score(queries.numpy()[:, :SIGNAL], all_keys(store).numpy()[:, :SIGNAL], one) for one in tried]
     assert max(knowing) > max(plain)
     assert max(learned) - max(plain) > 0.7 * (max(knowing) - max(plain))

@@ -1,4 +1,4 @@
-"""The output matrix: what it says is what NumPy says, and what was learnt is what there was to learn."""
+"""The output matrix: its predictions match NumPy, and training finds the optimum."""
 
 from __future__ import annotations
 
@@ -370,7 +370,7 @@ def test_initial_embedding_starts_with_the_models_loss(store, everything, tmp_pa
 
 
 def test_matrix_reads_the_models_states_if_the_store_subtracts_an_offset(store, everything, tmp_path, monkeypatch):
-    """The same keys, stored less an offset: what the matrix says of the states themselves must not change."""
+    """The same keys, stored less an offset: the predictions of the matrix for the states themselves must not change."""
     keys, values = everything
     fit_output(store, tmp_path / "plain", **QUICK)
     monkeypatch.setattr(store, "offset", torch.linspace(-3000, 3000, store.width))
@@ -638,7 +638,7 @@ def test_damaged_files_are_refused_by_name(store, tmp_path):
         ({"rows": 0}, "0 rows"),
         ({"rows": "5"}, "rows of its card is missing or invalid"),
         ({"more": 1}, "more of its card is missing or invalid"),
-        ({"words": 1}, "card says 1"),
+        ({"words": 1}, "card has 1"),
         ({"rows": metadata["rows"] + 1}, "weight|bias|words"),
         ({"model": {}}, "the model's width"),
         ({"model": {**metadata["model"], "vocab_size": 5}}, "not in the vocabulary"),
@@ -668,7 +668,7 @@ def test_no_flipped_bit_changes_a_matrix_unnoticed(tmp_path):
             matrix, card = load_output(file)
         except DatastoreError:
             continue
-        assert place < begin, place  # only in the header, where it may say the same otherwise
+        assert place < begin, place  # only in the header, where another spelling may mean the same
         assert card == right[1]
         assert all(torch.equal(getattr(matrix, one), getattr(right[0], one)) for one in ("weight", "bias", "words"))
 

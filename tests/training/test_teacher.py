@@ -1,4 +1,4 @@
-"""Targets: what retrieval says of its own store, by brute force in NumPy, and what is left of that on disk."""
+"""Targets: retrieval from the store itself against brute force in NumPy, and the targets on disk."""
 
 from __future__ import annotations
 

@@ -249,14 +249,14 @@ def load_output(path: str | Path) -> tuple[OutputMatrix, OutputCard]:
         found = tensors.get(name)
         if found is None or found.dtype != dtype or tuple(found.shape) != shape:
             what = "missing" if found is None else f"{found.dtype} {tuple(found.shape)}"
-            raise DatastoreCorrupt(f"{file}: {name} is {what}, but its card says {dtype} {shape}. {_AGAIN}")
+            raise DatastoreCorrupt(f"{file}: {name} is {what}, but its card has {dtype} {shape}. {_AGAIN}")
         if not found.isfinite().all():
             raise DatastoreCorrupt(f"{file}: {name} has infinite or undefined numbers. {_AGAIN}")
     words = tensors["words"]
     if (words.diff() < 0).any() or words[0] < 0 or words[-1] >= card.model["vocab_size"]:
         raise DatastoreCorrupt(f"{file}: its words are not sorted, or not in the vocabulary. {_AGAIN}")
     if len(words.unique()) != card.words:
-        raise DatastoreCorrupt(f"{file}: it has {len(words.unique())} words, but its card says {card.words}. {_AGAIN}")
+        raise DatastoreCorrupt(f"{file}: it has {len(words.unique())} words, but its card has {card.words}. {_AGAIN}")
     return OutputMatrix(**{name: tensors[name] for name in shapes}), card
 
 
