@@ -36,7 +36,7 @@ _MAX_SOURCES = 3  # documents whose source is kept
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Figures of a mixture on a text. Perplexities are per token unless their name says otherwise."""
+    """Figures of a mixture on a text. Perplexities are per token unless their name has another unit."""
 
     documents: int
     leaked_documents: int  # documents of the text that are in the store: on them, figures are too good

@@ -28,7 +28,7 @@ CARD_FORMAT = 1
 
 LM_FEATURES = ("top", "second", "entropy")
 
-TOLD = {"model", "text", "tokens", "base_perplexity", "perplexity"}  # metadata of the text that λ was tuned on
+TUNING_KEYS = {"model", "text", "tokens", "base_perplexity", "perplexity"}  # metadata of the text that λ was tuned on
 
 _AGAIN = "Make it again with: knnlm distill --into decoder"
 
@@ -145,7 +145,7 @@ def set_lambda(folder: str | Path, value: float, metadata: Mapping[str, Any] | N
     """Write λ, and the metadata of its tuning, into a decoder's card."""
     if not (math.isfinite(value) and 0 <= value <= 1):
         raise ParameterError(f"lambda must be from 0 to 1, not {value}.")
-    if metadata is not None and (missing := TOLD - metadata.keys()):
+    if metadata is not None and (missing := TUNING_KEYS - metadata.keys()):
         raise ParameterError(f"The metadata of λ lacks the {min(missing).replace('_', ' ')} of its text.")
     card = replace(load_card(folder), lmbda=float(value), lmbda_metadata=None if metadata is None else dict(metadata))
     save_card(Path(folder), card)
@@ -187,5 +187,5 @@ def _ranges(given: Mapping[str, Any]) -> dict[str, bool]:
         "lmbda": lmbda is None or 0 <= lmbda <= 1,
         "initial_model": given["initial_model"].keys() >= {"spec", "layers", "class", "parameters"},
         "losses": all(value is None or type(value) in (int, float) for value in given["losses"].values()),
-        "lmbda_metadata": given["lmbda_metadata"] is None or given["lmbda_metadata"].keys() >= TOLD,
+        "lmbda_metadata": given["lmbda_metadata"] is None or given["lmbda_metadata"].keys() >= TUNING_KEYS,
     }

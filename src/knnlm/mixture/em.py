@@ -65,7 +65,7 @@ def fit(
     while now.gap > tolerance and iterations < limit:
         iterations += 1
         weights, now = _step(logs, weights, imagined, now)
-    # The likelihood says nothing about a component that always abstains.
+    # The likelihood does not depend on a component that always abstains.
     weights = renormalise(weights, logs.isnan().all(0, keepdim=True).cpu())[0]
     loss = now.loss if prior is None else _measure(logs, weights, torch.zeros_like(imagined)).loss
     return Fit(weights, loss, now.gap, iterations)

@@ -303,10 +303,8 @@ def place(context: Context) -> Positions:
     """Return the positions of a context in their texts."""
     positions = [torch.arange(span.start, len(span.tokens)) for span in context.spans]
     tokens = [span.tokens[span.start :] for span in context.spans]
-    nowhere = torch.zeros(0, dtype=torch.long)
-    return Positions(
-        torch.cat([nowhere, *positions]), torch.cat([nowhere.to(tokens[0]) if tokens else nowhere, *tokens])
-    )
+    empty = torch.zeros(0, dtype=torch.long)
+    return Positions(torch.cat([empty, *positions]), torch.cat([empty.to(tokens[0]) if tokens else empty, *tokens]))
 
 
 def feature_names(memories: Iterable[tuple[str, Sequence[str]]]) -> list[str]:
@@ -361,12 +359,12 @@ class Gate:
         return torch.cat([self._some(*rows) for rows in both])
 
     def _some(self, features: Tensor, abstains: Tensor) -> Tensor:
-        gone = abstains.to(self.starts.device, copy=True)
-        gone[:, 0] = False  # the language model never abstains
-        weights = renormalise(self.fitted, gone)
+        masked = abstains.to(self.starts.device, copy=True)
+        masked[:, 0] = False  # the language model never abstains
+        weights = renormalise(self.fitted, masked)
         if self.trust > 0:
-            inputs = self.nets.standard(torch.cat([features.to(self.starts), gone.to(self.starts)], 1))
-            each = _log_weights(self.nets.outputs(inputs), self.starts, gone.expand(self.nets.count, *gone.shape))
+            inputs = self.nets.standard(torch.cat([features.to(self.starts), masked.to(self.starts)], 1))
+            each = _log_weights(self.nets.outputs(inputs), self.starts, masked.expand(self.nets.count, *masked.shape))
             weights = (1 - self.trust) * weights + self.trust * each.exp().mean(0)
         return (weights / weights.sum(1, keepdim=True)).to(features.device)
 
@@ -415,15 +413,15 @@ def train_gate(
     fold, others = fold.to(device), others.to(device, torch.float32)
     starts = (1 - _INSIDE) * others + _INSIDE / logs.shape[1]  # (K, M)
     logs = logs.to(device, torch.float32)
-    gone, log_p = logs.isnan(), logs.nan_to_num(nan=-torch.inf, neginf=-torch.inf)
-    inputs = torch.cat([features.to(device, torch.float32), gone.float()], 1)
+    abstains, log_p = logs.isnan(), logs.nan_to_num(nan=-torch.inf, neginf=-torch.inf)
+    inputs = torch.cat([features.to(device, torch.float32), abstains.float()], 1)
 
     def loss(outputs: Tensor, rows: Tensor, nets: Sequence[int]) -> Tensor:
-        return -(_log_weights(outputs, starts[nets], gone[rows]) + log_p[rows]).logsumexp(-1)
+        return -(_log_weights(outputs, starts[nets], abstains[rows]) + log_p[rows]).logsumexp(-1)
 
     first = NetworkEnsemble.new(inputs, logs.shape[1], config)
     nets, losses, epochs = _train_networks(first, inputs, fold, loss, config, progress)
-    plain = log_mixed(logs, renormalise(others[fold.clamp(min=0)], gone))  # by weights that were fitted to other rows
+    plain = log_mixed(logs, renormalise(others[fold.clamp(min=0)], abstains))  # by weights fitted to other rows
     both = torch.stack([plain, -losses if epochs else plain], 1)
     if epochs and not _sure(both[:, 1] - both[:, 0], groups.to(device) if len(groups.unique()) > 1 else fold):
         epochs = 0

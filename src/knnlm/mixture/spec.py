@@ -115,7 +115,7 @@ class MemorySpec:
             _parse(spec.label)
         except (KeyError, TypeError, ValueError, OverflowError) as error:
             raise DatastoreCorrupt(
-                f"{where}: the saved tuning does not say which memories it has ({error}). {TUNE_AGAIN}"
+                f"{where}: the saved tuning does not list its memories ({error}). {TUNE_AGAIN}"
             ) from None
         return spec
 

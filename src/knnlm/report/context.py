@@ -446,7 +446,7 @@ def split_folds(groups: Tensor) -> Tensor:
 
 
 def describe_folds(groups: Tensor) -> str:
-    """Return a clause that tells which text the cross-validated weights were fitted to."""
+    """Return a clause that names the text to which the cross-validated weights were fitted."""
     fold = split_folds(groups)
     if int(fold.max()) < 0:
         return f"by weights fitted to all of it, since it has fewer than {FEWEST} tokens"
