@@ -34,7 +34,7 @@ from knnlm.progress import Progress, silent
 FORMATS: dict[str, tuple[str, ...]] = {"knn-transformers": ("int32",), "fairseq": ("int64", "int32", "int16")}
 KEY_TYPES = ("float16", "float32")
 VALUE_TYPES = ("int64", "int32", "int16")
-SEGMENT_ROWS = 1 << 20
+SEGMENT_ENTRIES = 1 << 20
 
 _CHUNK_BYTES = 1 << 24
 _SAMPLE_POSITIONS = 128  # positions that the model reads again
@@ -72,7 +72,7 @@ def import_arrays(
     key_dtype: str | None = None,
     value_dtype: str | None = None,
     window: WindowShape | None = None,
-    segment_entries: int = SEGMENT_ROWS,
+    segment_entries: int = SEGMENT_ENTRIES,
     check: bool = True,
     progress: Progress = silent,
 ) -> ImportResult:
@@ -82,15 +82,8 @@ def import_arrays(
     files where only one fits. With `check` the model reads a sample again.
     """
     begin, folder = time.perf_counter(), Path(out)
-    arrays = open_arrays(
-        Path(keys),
-        Path(values),
-        width=lm.width,
-        format=format,
-        entries=entries,
-        key_dtype=key_dtype,
-        value_dtype=value_dtype,
-    )
+    dtypes = {"key_dtype": key_dtype, "value_dtype": value_dtype}
+    arrays = open_arrays(Path(keys), Path(values), width=lm.width, format=format, entries=entries, **dtypes)
     if segment_entries < 1:
         raise ParameterError(f"segment_entries must be at least 1, not {segment_entries}.")
     shape = window or lm.window()
@@ -104,8 +97,8 @@ def import_arrays(
             # The file names are needed for resuming only, and must not outlive a removed document.
             catalog.put(state="complete", derived={"import": {"format": format, "entries": count}})
     Datastore.open(folder).close()
-    dtypes = arrays.keys.dtype.name, arrays.values.dtype.name
-    return ImportResult(folder, count, *dtypes, agreement, time.perf_counter() - begin)
+    found = arrays.keys.dtype.name, arrays.values.dtype.name
+    return ImportResult(folder, count, *found, agreement, time.perf_counter() - begin)
 
 
 def open_arrays(

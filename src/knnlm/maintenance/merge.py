@@ -87,12 +87,8 @@ def merge(
         for source in sources:
             check_compatible(sources[0], source)
         if index is None or not _lacks_only_index(folder, sources):
-            for source in sources:
-                check_out(source, folder)
-            with writer_lock(folder, create=True, wait=wait), closing(_open_catalog(folder, sources)) as catalog:
-                _Merge(folder, catalog, sources).run(progress)
-                request = {} if index is None else {REQUESTED_INDEX: request_index(index, metric)}
-                catalog.put(state="complete", **{_POSITION: None}, **request)
+            request = {} if index is None else {REQUESTED_INDEX: request_index(index, metric)}
+            _write_merged(folder, sources, request, wait=wait, progress=progress)
         read = sum(source.catalog.document_count() for source in sources)
     spec = None if index is None else build_requested_index(folder, index, metric, wait=wait, progress=progress)
     with closing(Datastore.open(folder)) as merged:
@@ -107,6 +103,17 @@ def merge(
             index=spec,
             seconds=time.perf_counter() - begin,
         )
+
+
+def _write_merged(
+    folder: Path, sources: list[Datastore], request: dict[str, Any], *, wait: float, progress: Progress
+) -> None:
+    """Write the merged segments, or those that an interrupted merge has not written, and complete the store."""
+    for source in sources:
+        check_out(source, folder)
+    with writer_lock(folder, create=True, wait=wait), closing(_open_catalog(folder, sources)) as catalog:
+        _Merge(folder, catalog, sources).run(progress)
+        catalog.put(state="complete", **{_POSITION: None}, **request)
 
 
 def _lacks_only_index(folder: Path, sources: Sequence[Datastore]) -> bool:

@@ -177,11 +177,7 @@ def _plan(folder: Path, before: Verification, *, index: bool) -> _RepairPlan:
         if removed and before.state != "complete":
             # A resumed build starts after its last segment, so all segments after the first damaged one are lost.
             removed = segments[segments.index(removed[0]) :]
-        lost = [
-            LostDocument(document.id, document.source, document.entries, segment.id)
-            for segment in removed
-            for document in catalog.documents_of(segment.id)
-        ]
+        lost = _lost_documents(catalog, removed)
         _check_tables(folder, mismatches, segments, removed)
         bad_index = removed or any(problem.kind == INDEX or problem.table == "indexes" for problem in before.problems)
         indexes = catalog.indexes() if bad_index else []
@@ -206,6 +202,15 @@ def _plan(folder: Path, before: Verification, *, index: bool) -> _RepairPlan:
         kept_in=_unused_name(folder / LOST_FOLDER),
         unverified=tuple(str(problem.table) for problem in mismatches),
     )
+
+
+def _lost_documents(catalog: Catalog, removed: list[SegmentRow]) -> list[LostDocument]:
+    """Return the documents of segments that will be removed."""
+    return [
+        LostDocument(document.id, document.source, document.entries, segment.id)
+        for segment in removed
+        for document in catalog.documents_of(segment.id)
+    ]
 
 
 def _unused_name(folder: Path) -> Path:
