@@ -234,9 +234,9 @@ def test_mixture_that_could_not_be_reopened_is_not_tuned(lm, path):
             lambda saved: saved["weights"].update(kind="buckets", memory=7, buckets=BUCKETS),
             "no neighbours to go by",
         ),
-        (lambda saved: saved["memories"][0].update(settings=[[float("inf"), 1.0]]), "which memories"),
-        (lambda saved: saved["memories"][0].update(kind="decoder", path=None), "which memories"),
-        (lambda saved: saved["memories"][0].update(kind="cache", path="abc"), "which memories"),
+        (lambda saved: saved["memories"][0].update(settings=[[float("inf"), 1.0]]), "does not list its memories"),
+        (lambda saved: saved["memories"][0].update(kind="decoder", path=None), "does not list its memories"),
+        (lambda saved: saved["memories"][0].update(kind="cache", path="abc"), "does not list its memories"),
         (lambda saved: saved["weights"].update(values=[float("nan"), 0.5]), "cannot be read"),
         (
             lambda saved: saved["weights"].update(kind="gated", networks=[], file="x", fraction=0),
