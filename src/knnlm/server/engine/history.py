@@ -145,25 +145,32 @@ def _rescore(mixtures: MixtureCache, trace: TraceEntry, changes: MemoryOverrides
         kept = [each for token, each in zip(tokens, trace.neighbours, strict=True) if token.components is not None]
         votes = _vote(kept, params)
         log_probs[:, column] = votes.log_prob(torch.ones(len(components), dtype=torch.long)).double()
-    weights = _weights(mixture, components)
-    mixed = (log_probs + weights.log()).logsumexp(1)
-    rescored = []
-    rows = iter(zip(log_probs.tolist(), weights.tolist(), mixed.tolist(), strict=True))
-    for token in tokens:
-        if token.components is None:
-            rescored.append(token)
-            continue
-        own, weight, log_p = next(rows)
-        changed_components = replace(token.components, log_probs=tuple(own), weights=tuple(weight))
-        new = scored_token(token.id, log_p, changed_components)
-        new.text, new.shares, new.sources = token.text, memory_shares(mixture, changed_components), token.sources
-        rescored.append(new)
+    rescored = _with_weights(mixture, tokens, log_probs, _weights(mixture, components))
     if votes is not None:
         scored = [token for token in rescored if token.components is not None]
         for token, each, log_weights in zip(scored, kept, votes.log_weights, strict=True):
             assert each is not None
             token.sources = _weigh_sources(mixtures, token, each.distances, log_weights)
     return rescored
+
+
+def _with_weights(
+    mixture: Mixture, tokens: Sequence[ScoredToken], log_probs: Tensor, weights: Tensor
+) -> list[ScoredToken]:
+    """Return tokens with other (N, M) log-probabilities and weights; those that were not predicted stay."""
+    mixed = (log_probs + weights.log()).logsumexp(1)
+    rows = iter(zip(log_probs.tolist(), weights.tolist(), mixed.tolist(), strict=True))
+    changed = []
+    for token in tokens:
+        if token.components is None:
+            changed.append(token)
+            continue
+        own, weight, log_p = next(rows)
+        components = replace(token.components, log_probs=tuple(own), weights=tuple(weight))
+        new = scored_token(token.id, log_p, components)
+        new.text, new.shares, new.sources = token.text, memory_shares(mixture, components), token.sources
+        changed.append(new)
+    return changed
 
 
 def _weights(mixture: Mixture, components: Sequence[ComponentLogProbs]) -> Tensor:
