@@ -30,7 +30,7 @@ def main() -> None:
     building = kinds.add_parser("build")
     building.add_argument("corpus", type=Path)
     building.add_argument("--store", type=int, nargs="+", default=[4000, 16000], help="tokens, one build each")
-    building.add_argument("--segment-rows", type=int, default=2000, help="small, so that many segments are written")
+    building.add_argument("--segment-entries", type=int, default=2000, help="small, so that many segments are written")
     reading = kinds.add_parser("eval")
     reading.add_argument("store_path", metavar="store", type=Path)
     reading.add_argument("text", type=Path)
@@ -42,9 +42,9 @@ def main() -> None:
         build(options)
     else:
         for tokens in options.store:
-            rows = str(options.segment_entries)
+            entries = str(options.segment_entries)
             command = [sys.executable, __file__, "build", options.corpus, "--store", str(tokens)]
-            subprocess.run([*command, "--segment-rows", rows], check=True)
+            subprocess.run([*command, "--segment-entries", entries], check=True)
 
 
 def build(options: argparse.Namespace) -> None:
