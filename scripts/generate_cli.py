@@ -20,6 +20,7 @@ LONG = {
     "demo": "takes-minutes",
     "chat": "reads-until-Ctrl-D",
     "import": "needs-files-of-another-program",
+    "lm-eval": "needs-an-extra",
     "serve": "runs-until-Ctrl-C",
 }
 

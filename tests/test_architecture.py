@@ -23,7 +23,7 @@ ROWS = [
     {"memories"},
     {"mixture"},
     {"evaluation", "generation", "training", "maintenance"},
-    {"benchmark", "demo", "report", "server"},
+    {"benchmark", "demo", "integrations", "report", "server"},
     {"cli"},
 ]
 # Imports between packages of one row; no others are allowed.
@@ -50,10 +50,11 @@ ORDER = {
     "ingest": "pipeline segment_builder build",
     "memories": "base decoder ngram output voting cache knn",
     "mixture": "em readers gate weights spec saved loader mixture",
-    "evaluation": "evaluate explain trace sweep tune",
+    "evaluation": "evaluate continuations overlap explain trace sweep tune",
     "generation": "cache causal",
     "training": "initial_model prune trainer data metric_learning output_matrix teacher decoder adapt",
     "maintenance": "export import_ merge verify repair",
+    "integrations": "lm_eval",
     "report": "study search context html plots studies.breakdown studies.layers studies.memories "
     "studies.output studies.store studies.votes studies.compression report",
     "server": "limits schemas documents engine.requests engine.batching engine.predict engine.history engine.sequence "
@@ -145,15 +146,18 @@ def test_small_files_have_several_importers():
     assert small.keys() <= {"index.validation"}, f"below 60 lines with one importer: {small}"
 
 
-def test_only_one_file_imports_faiss():
+@pytest.mark.parametrize(
+    ("package", "user"), [("faiss", "index/faiss.py"), ("lm_eval", "integrations/lm_eval.py")], ids=["faiss", "lm_eval"]
+)
+def test_only_one_file_imports_a_package(package, user):
     users = {
         file.relative_to(SOURCE).as_posix()
         for file in SOURCE.rglob("*.py")
         for node in ast.walk(ast.parse(file.read_text()))
-        if (isinstance(node, ast.Import) and any(alias.name == "faiss" for alias in node.names))
-        or (isinstance(node, ast.ImportFrom) and node.module == "faiss")
+        if (isinstance(node, ast.Import) and any(alias.name.split(".")[0] == package for alias in node.names))
+        or (isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == package)
     }
-    assert users == {"index/faiss.py"}
+    assert users == {user}
 
 
 # What the commands that only look at a store or change its catalog import.

@@ -56,6 +56,7 @@ def test_wheel_works_outside_the_checkout(wheel, model_folder, tmp_path):
         next(name for name in zipfile.ZipFile(wheel).namelist() if name.endswith("entry_points.txt"))
     )
     assert b"knnlm = knnlm.cli:main" in entry
+    assert b"[lm_eval.models]\nknnlm = knnlm.integrations.lm_eval:KnnLM" in entry
     python = home / "bin" / "python"
     where = subprocess.run(
         [python, "-c", "import knnlm; print(knnlm.__file__)"], capture_output=True, text=True, check=True, cwd=tmp_path

@@ -29,6 +29,7 @@ COMMANDS = [
     "eval",
     "generate",
     "explain",
+    "lm-eval",
     "info",
     "distill",
     "prune",

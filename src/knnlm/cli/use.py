@@ -1,4 +1,4 @@
-"""Commands that use a store: tune, eval, generate, explain, report."""
+"""Commands that use a store: tune, eval, generate, explain, lm-eval, report."""
 
 from __future__ import annotations
 
@@ -65,6 +65,7 @@ def register(app: typer.Typer) -> None:
     command(app, USE, "Measure perplexity without and with the memories.", name="eval")(evaluate)
     command(app, USE, "Continue a prompt.")(generate)
     command(app, USE, "Show the documents behind each token of a text.")(explain)
+    command(app, USE, "Run tasks of lm-evaluation-harness.", name="lm-eval")(lm_eval)
     command(app, USE, "Run the papers' studies and write an HTML page.")(report)
 
 
@@ -439,6 +440,86 @@ def _short(memory: str) -> str:
     kind, _, path = memory.partition("=")
     name = "kNN" if kind == "knn" else kind
     return f"{name}={Path(path).name}" if path else name
+
+
+@dataclass(frozen=True)
+class TaskFlags:
+    """Where tasks of the harness come from, and how they are run."""
+
+    include_path: Annotated[
+        Path | None,
+        typer.Option(metavar="FOLDER", help="A folder with the YAML files of more tasks.", show_default=False),
+    ] = None
+    limit: Annotated[int | None, typer.Option(min=1, help="Items of each task.", show_default="all")] = None
+    num_fewshot: Annotated[
+        int | None, typer.Option(min=0, help="Examples before each item.", show_default="as the task says")
+    ] = None
+    chat_template: Annotated[
+        bool, typer.Option("--chat-template", help="Write prompts with the tokenizer's chat template.")
+    ] = False
+
+
+@dataclass(frozen=True)
+class HarnessFlags:
+    """How the harness reads and generates text."""
+
+    add_bos_token: Annotated[
+        bool, typer.Option("--add-bos-token", help="Begin every context with the start token, as generate does.")
+    ] = False
+    batch_size: Annotated[int, typer.Option(min=1, help="Texts that are generated together.")] = 8
+    no_overlap: Annotated[bool, typer.Option("--no-overlap", help="Do not search the store for test items.")] = False
+
+
+def lm_eval(
+    store: Store,
+    tasks: Annotated[str, typer.Option(help="Names of tasks, separated by commas, or YAML files.", show_default=False)],
+    chosen: TaskFlags = TaskFlags(),
+    harness: HarnessFlags = HarnessFlags(),
+    mixture: MixtureFlags = MixtureFlags(),
+    model: StoreModel = None,
+    machine: MachineFlags = MachineFlags(),
+    json: Json = False,
+) -> None:
+    """knnlm lm-eval docs.store --tasks my_task --include-path tasks/
+
+    Run tasks of lm-evaluation-harness with the memories; --lambda 0 is the model alone. The results name the store, its
+    weights, and the documents that share 13 consecutive tokens with a test item. Needs pip install 'knnlm[lm-eval]'.
+    """
+    from knnlm.integrations.lm_eval import KnnLM, evaluate_tasks
+
+    wrapped = KnnLM(
+        mixture.open(store, model, machine),
+        add_bos_token=harness.add_bos_token or None,
+        batch_size=harness.batch_size,
+        overlap=not harness.no_overlap,
+        progress=bar,
+    )
+    names = [name.strip() for name in tasks.split(",") if name.strip()]
+    results = evaluate_tasks(wrapped, names, **asdict(chosen))
+    if json:
+        print_json({name: results[name] for name in ("results", "versions", "n-shot", "n-samples", "config")})
+    else:
+        print_table(_task_rows(results))
+
+
+def _task_rows(results: dict[str, Any]) -> list[tuple[str, str]]:
+    """Return each metric of each task, then the store and the test items in it."""
+    rows = []
+    for task, metrics in results["results"].items():
+        for name, value in metrics.items():
+            metric, _, kind = name.partition(",")
+            if isinstance(value, float) and not metric.endswith("_stderr"):
+                error = metrics.get(f"{metric}_stderr,{kind}")
+                shown = f"{value:.4f} ± {error:.4f}" if isinstance(error, float) else f"{value:.4f}"
+                rows.append((f"{task} {metric}", f"{shown}  ({kind})" if kind not in ("", "none") else shown))
+    used = results["config"]["knnlm"]
+    weights = used["weights"] if used["lambda"] is None else f"{used['weights']}, λ {used['lambda']:.3g}"
+    rows += [("store", f"{used['store']} ({used['fingerprint']})"), ("weights", weights)]
+    overlap = used["overlap"]
+    if overlap and overlap["items_in_store"]:
+        shared = f"{overlap['items_in_store']:,} of {count(overlap['items'], 'item')} share {overlap['ngram']} tokens"
+        rows.append(("WARNING", f"{shared} with {count(overlap['documents'], 'document')} of the store"))
+    return rows
 
 
 @dataclass(frozen=True)

@@ -227,8 +227,8 @@ def read_batches(
     """Read whole documents until `limit` tokens are reached; yield (row of the group's first token, batch)."""
     if limit is not None and limit < 1:
         raise ParameterError(f"limit must be at least 1 token, not {limit}.")
-    factor = _GPU_FACTOR if mixture.lm.device.type == "cuda" else 1
-    batch_tokens = _default_batch_tokens(mixture, factor) if batch_tokens is None else batch_tokens
+    factor = _gpu_factor(mixture)
+    batch_tokens = default_batch_tokens(mixture) if batch_tokens is None else batch_tokens
     first, meter = 0, DocumentMeter(documents)
     unit = "bytes" if limit is None else "tokens"
     with progress(what, total=meter.total_bytes if limit is None else limit, unit=unit) as advance:
@@ -246,8 +246,13 @@ def read_batches(
         raise CorpusError("There is no text to evaluate on: no document has a token.")
 
 
-def _default_batch_tokens(mixture: Mixture, factor: int) -> int:
+def _gpu_factor(mixture: Mixture) -> int:
+    return _GPU_FACTOR if mixture.lm.device.type == "cuda" else 1
+
+
+def default_batch_tokens(mixture: Mixture) -> int:
     """Return the tokens of one forward pass: on a GPU, more of them, as far as their logits fit."""
+    factor = _gpu_factor(mixture)
     if factor == 1:
         return _BATCH_TOKENS
     memory = torch.cuda.get_device_properties(mixture.lm.device).total_memory

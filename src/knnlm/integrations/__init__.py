@@ -1,0 +1,1 @@
+"""Adapters to other packages; each module is the only one that imports its package."""
