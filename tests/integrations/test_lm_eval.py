@@ -240,6 +240,19 @@ def texts_of_task() -> list[Document]:
     return [*(Document(f"n{number}", "new", text) for number, text in enumerate(new)), *documents(3)]
 
 
+@needs_harness
+def test_overlap_is_that_of_all_stores(lm, small, tmp_path):
+    other = build(documents(3, words=60, start=700), tmp_path / "other.store", lm=lm, window=WindowShape(24, 12))
+    model = wrap(lm, small, memories=f"knn,knn={other.path}", lmbda=0.4)
+    new, first, second = texts_of_task()[0], documents(1)[0], documents(3, words=60, start=700)[1]
+    requests = [("", new.text[:80]), ("", first.text), (second.text, " a"), ("", "short")]
+    model.loglikelihood(instances("loglikelihood", *requests), disable_tqdm=True)
+    overlap = model.get_model_info()["knnlm"]["overlap"]
+    assert overlap["tasks"] == {"task": {"items": 4, "items_in_store": 2}}
+    assert {first.id, second.id} <= set(overlap["document_ids"])
+    assert overlap["documents"] == len(overlap["document_ids"])
+
+
 def write_tasks(folder: Path) -> Path:
     """Write local tasks of three kinds."""
     folder.mkdir(exist_ok=True)

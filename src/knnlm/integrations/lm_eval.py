@@ -17,10 +17,12 @@ import torch
 from torch import Tensor
 
 from knnlm.corpus import Document
+from knnlm.datastore.store import Datastore
 from knnlm.errors import MissingExtra, ParameterError
 from knnlm.evaluation.continuations import score_continuations
 from knnlm.evaluation.overlap import NGRAM, find_overlap
 from knnlm.generation.causal import KnnForCausalLM
+from knnlm.memories.knn import KnnMemory
 from knnlm.mixture.mixture import Mixture
 from knnlm.mixture.spec import MixtureOptions
 from knnlm.progress import Progress, silent
@@ -128,7 +130,9 @@ class KnnLM(TemplateLM):
     ) -> list[tuple[float, bool]]:  # the harness calls it by this name
         """Return the log-probability of each continuation, and whether greedy generation would produce it."""
         self._note(requests)
-        scores: list[tuple[float, bool]] = super().loglikelihood(requests, disable_tqdm=disable_tqdm)
+        scores: list[tuple[float, bool]] = super().loglikelihood(
+            requests, disable_tqdm=disable_tqdm or self._progress is not silent
+        )
         return scores
 
     def _loglikelihood_tokens(
@@ -234,7 +238,7 @@ class KnnLM(TemplateLM):
                 "lambda": mixture.lmbda,
                 "online": None if online is None else online.as_dict(),
                 "add_bos_token": self.add_bos_token,
-                "overlap": self._find_overlap() if self.overlap and mixture.store is not None else None,
+                "overlap": self._find_overlap() if self.overlap and self._stores() else None,
             },
         }
 
@@ -246,23 +250,29 @@ class KnnLM(TemplateLM):
                 self._items.setdefault((str(request.task_name), str(request.doc_id)), texts)
 
     def _find_overlap(self) -> dict[str, Any]:
-        """Return the items of each task that share an n-gram with the store, and the documents that contain them."""
-        lm, store = self.mixture.lm, self.mixture.store
-        assert store is not None
-        overlap = find_overlap(store, (lm.encode_all(texts) for texts in self._items.values()), progress=self._progress)
+        """Return the items of each task that share an n-gram with a store, and the documents that contain them."""
+        tokens = [self.mixture.lm.encode_all(texts) for texts in self._items.values()]
+        found = [find_overlap(store, tokens, progress=self._progress) for store in self._stores()]
+        contained = [any(each) for each in zip(*(overlap.items for overlap in found), strict=True)]
+        documents = [name for overlap in found for name in overlap.documents]
         tasks: dict[str, dict[str, int]] = {}
-        for (task, _), contained in zip(self._items, overlap.items, strict=True):
+        for (task, _), hit in zip(self._items, contained, strict=True):
             counts = tasks.setdefault(task, {"items": 0, "items_in_store": 0})
             counts["items"] += 1
-            counts["items_in_store"] += contained
+            counts["items_in_store"] += hit
         return {
             "ngram": NGRAM,
-            "items": len(overlap.items),
-            "items_in_store": sum(overlap.items),
-            "documents": len(overlap.documents),
-            "document_ids": list(overlap.documents[:_MAX_DOCUMENTS]),
+            "items": len(contained),
+            "items_in_store": sum(contained),
+            "documents": len(documents),
+            "document_ids": documents[:_MAX_DOCUMENTS],
             "tasks": tasks,
         }
+
+    def _stores(self) -> list[Datastore]:
+        """Return the mixture's stores, the main one first."""
+        stores = [memory.store for memory in self.mixture.memories if isinstance(memory, KnnMemory)]
+        return list(dict.fromkeys([*([self.mixture.store] if self.mixture.store is not None else []), *stores]))
 
 
 register_model("knnlm")(KnnLM)
