@@ -19,6 +19,7 @@ import torch
 from helpers import oracle
 from helpers.cli import failure, knnlm
 from helpers.models import BOS, TEXT, tiny_tokenizer
+from helpers.server import serving
 from helpers.stores import documents
 from knnlm.corpus import Document
 from knnlm.errors import MissingExtra, ParameterError
@@ -139,6 +140,27 @@ def test_loglikelihood_agrees_with_numpy_token_by_token(lm, small):
             best &= int(np.argmax(probs)) == text[position + 1]
         assert score == pytest.approx(total, abs=1e-4)
         assert greedy == best
+
+
+@needs_harness
+def test_server_gives_the_same_loglikelihoods(lm, small, model_folder):
+    """The harness's client of completions, with echo and logprobs; the server adds the start token itself."""
+    from lm_eval.models.openai_completions import LocalCompletionsAPI
+
+    model = wrap(lm, small, lmbda=0.4, memories="knn,cache", add_bos_token=True)
+    requests = instances("loglikelihood", *(pair for pair in PAIRS[:-1] if pair[0] and not pair[0].startswith(BOS)))
+    with serving(model.mixture) as server:
+        client = LocalCompletionsAPI(
+            base_url=f"{server.url}/v1/completions",
+            model="docs",
+            tokenizer=str(model_folder),
+            tokenizer_backend="huggingface",
+            max_length=128,
+        )
+        expected = client.loglikelihood(requests, disable_tqdm=True)
+    found = model.loglikelihood(requests, disable_tqdm=True)
+    assert [score for score, _ in found] == pytest.approx([score for score, _ in expected], abs=1e-4)
+    assert [greedy for _, greedy in found] == [greedy for _, greedy in expected]
 
 
 @needs_harness
