@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -21,7 +22,9 @@ from knnlm.corpus import Document, DocumentMeter
 from knnlm.errors import CorpusError, ParameterError
 from knnlm.memories.base import LM_LOGITS, Context, Logits, SimpleOutput
 from knnlm.memories.voting import NeighbourMemory
+from knnlm.mixture.gate import place
 from knnlm.mixture.mixture import Mixture
+from knnlm.mixture.online import Experts, OnlineConfig, mixed_log_probs, posterior
 from knnlm.mixture.readers import ReadBatch
 from knnlm.mixture.weights import BucketWeights, FixedWeights, MixturePrediction
 from knnlm.progress import Progress, silent
@@ -48,6 +51,7 @@ class Evaluation:
     oracle_perplexity: float  # of the best component at each token: a bound for any choice of weights
     memories: list[dict[str, Any]]  # each memory's name, settings and mean weight
     weights: str  # the kind of weights: fixed, fitted, buckets, gated
+    online: OnlineConfig | None  # None: without online weights
     seconds: float
 
     def __str__(self) -> str:
@@ -116,6 +120,7 @@ class Evaluation:
             "knn_temperature": self.knn_temperature,
             "metric": self.metric,
             "weights": self.weights,
+            "online": self.online.as_dict() if self.online else None,
             "memories": self.memories,
             "seconds": self.seconds,
             "tokens_per_second": self.tokens_per_second,
@@ -172,14 +177,20 @@ def evaluate(
     sums = torch.zeros(3, dtype=torch.float64)
     weight_sums = torch.zeros(len(mixture.component_names), dtype=torch.float64)
     read = read_batches(mixture, documents, totals=totals, limit=limit, batch_tokens=batch_tokens, progress=progress)
-    for scores in score_batches(mixture, (batch for _, batch in read), read_ahead=read_ahead):
+    order = TextOrder()
+    scored = score_batches(mixture, order.note(read), read_ahead=read_ahead)
+    for scores in scored if mixture.online is None else order.apply(scored, mixture.online):
         best = scores.components.nan_to_num(nan=-torch.inf).amax(1)
         sums += torch.stack([scores.components[:, 0], scores.mixture, best]).double().sum(1).cpu()
         weight_sums += scores.weights.double().sum(0).cpu()
     weights = mixture.weights
-    mean = weights.values if isinstance(weights, FixedWeights) else (weight_sums / totals.tokens).tolist()
+    if isinstance(weights, FixedWeights) and mixture.online is None:
+        mean: Sequence[float] = weights.values
+    else:
+        mean = (weight_sums / totals.tokens).tolist()
     memories = _memory_summaries(mixture, mean)
-    return summarise(totals, sums.tolist(), memories, weights.kind, seconds=time.perf_counter() - begin)
+    seconds = time.perf_counter() - begin
+    return summarise(totals, sums.tolist(), memories, weights.kind, online=mixture.online, seconds=seconds)
 
 
 def _memory_summaries(mixture: Mixture, weights: Sequence[float]) -> list[dict[str, Any]]:
@@ -195,7 +206,13 @@ def _memory_summaries(mixture: Mixture, weights: Sequence[float]) -> list[dict[s
 
 
 def summarise(
-    totals: Totals, sums: Sequence[float], memories: list[dict[str, Any]], weights: str, *, seconds: float
+    totals: Totals,
+    sums: Sequence[float],
+    memories: list[dict[str, Any]],
+    weights: str,
+    *,
+    online: OnlineConfig | None,
+    seconds: float,
 ) -> Evaluation:
     """Turn sums of log-probabilities (model, mixture, best component) into perplexities."""
     base, mixed, best = (_exp(-total / totals.tokens) for total in sums)
@@ -210,6 +227,7 @@ def summarise(
         oracle_perplexity=best,
         memories=memories,
         weights=weights,
+        online=online,
         seconds=seconds,
     )
 
@@ -287,17 +305,92 @@ class TokenScores:
     components: Tensor  # (N, M) by each component, the language model first
     mixture: Tensor  # (N,) by the mixture
     weights: Tensor  # (N, M)
+    experts: Experts | None = None  # of online weights, which are not applied yet
+
+    def select(self, rows: slice) -> TokenScores:
+        """Return the scores of some rows."""
+        experts = self.experts
+        if experts is not None:
+            experts = Experts(experts.log_weights[rows], experts.component_weights[rows])
+        return TokenScores(self.components[rows], self.mixture[rows], self.weights[rows], experts)
+
+    def online(self, begins: Tensor, config: OnlineConfig) -> TokenScores:
+        """Return these scores with online weights; `begins` marks the (N,) first tokens of texts, rows are in order."""
+        assert self.experts is not None
+        log_probs = self.experts.log_probs(self.components).cpu().numpy()  # (N, E)
+        log_weights = posterior(log_probs, begins.numpy(), config)
+        mixed = torch.from_numpy(mixed_log_probs(log_weights, log_probs))
+        experts = Experts(torch.from_numpy(log_weights), self.experts.component_weights.cpu())
+        return TokenScores(self.components, mixed.to(self.components), experts.mixed())
+
+
+class TextOrder:
+    """Applies online weights to scores: batches come by length, but online weights need each text from its beginning.
+
+    Documents are read in groups; the scores of a group are put in order when the next group begins.
+    """
+
+    def __init__(self) -> None:
+        self._read: deque[tuple[int, Tensor, Tensor]] = deque()  # group, rows and first tokens of each batch
+
+    def note(self, batches: Iterable[tuple[int, ReadBatch]]) -> Iterator[ReadBatch]:
+        """Yield the batches of groups, and keep the places of their rows."""
+        for group, batch in batches:
+            self._read.append((group, batch.rows, place(batch.context).positions == 0))
+            yield batch
+
+    def apply(self, scored: Iterable[TokenScores], config: OnlineConfig) -> Iterator[TokenScores]:
+        """Yield the scores of each group in the order of its rows, with online weights."""
+        waiting: list[tuple[TokenScores, Tensor, Tensor]] = []  # with the rows and first tokens of each
+        current = 0
+        for scores in scored:
+            first = 0
+            while first < len(scores.mixture):
+                group, rows, begins = self._read.popleft()
+                if group != current and waiting:
+                    yield _ordered(waiting, config)
+                    waiting = []
+                current = group
+                waiting.append((scores.select(slice(first, first + len(rows))), rows, begins))
+                first += len(rows)
+        if waiting:
+            yield _ordered(waiting, config)
+
+
+def _ordered(waiting: Sequence[tuple[TokenScores, Tensor, Tensor]], config: OnlineConfig) -> TokenScores:
+    """Join the scores of a group in the order of their rows, and apply online weights."""
+    scores, rows, begins = zip(*waiting, strict=True)
+    order = torch.cat(rows).argsort()
+    return join_scores(scores, rows).online(torch.cat(begins)[order], config)
+
+
+def join_scores(scores: Sequence[TokenScores], rows: Sequence[Tensor]) -> TokenScores:
+    """Join the scores of batches in the order of their rows."""
+    order = torch.cat(list(rows)).argsort()
+    experts = [each.experts for each in scores if each.experts is not None]
+
+    def join(tensors: Iterable[Tensor]) -> Tensor:
+        return torch.cat(list(tensors)).cpu()[order]
+
+    return TokenScores(
+        join(each.components for each in scores),
+        join(each.mixture for each in scores),
+        join(each.weights for each in scores),
+        Experts(join(each.log_weights for each in experts), join(each.component_weights for each in experts))
+        if experts
+        else None,
+    )
 
 
 def score_batches(mixture: Mixture, batches: Iterable[ReadBatch], *, read_ahead: bool = False) -> Iterator[TokenScores]:
-    """Score the targets of every batch, in order; several batches may come as one.
+    """Score the targets of every batch, in order, without online weights; several batches may come as one.
 
     `read_ahead` reads the next batches while a search runs. It helps only where the search and the model do not share
     cores; nothing was gained with the model on a GPU either.
     """
     if not can_defer_search(mixture):
         for batch in batches:
-            yield _score(mixture.predict(batch.context), batch.targets)
+            yield _score(mixture.predict(batch.context, online=False), batch.targets)
         return
     coalesced = _coalesce(map(_strip, batches))
     if read_ahead:
@@ -309,12 +402,12 @@ def score_batches(mixture: Mixture, batches: Iterable[ReadBatch], *, read_ahead:
 def can_defer_search(mixture: Mixture) -> bool:
     """Whether memories and weights need only keys, so that the logits need not be kept until the search."""
     fixed = isinstance(mixture.weights, (FixedWeights, BucketWeights))
-    return fixed and not mixture.needs_tokens and all(memory.expensive for memory in mixture.memories)
+    return fixed and not mixture.components_need_tokens and all(memory.expensive for memory in mixture.memories)
 
 
 def _score(prediction: MixturePrediction, targets: Tensor) -> TokenScores:
     log_probs = prediction.component_log_probs(targets)
-    return TokenScores(log_probs, prediction.combine(log_probs), prediction.weights)
+    return TokenScores(log_probs, prediction.combine(log_probs), prediction.weights, prediction.experts)
 
 
 @dataclass(frozen=True)
@@ -375,7 +468,7 @@ def _join(batches: Sequence[_PendingScores]) -> _PendingScores:
 
 def _search(mixture: Mixture, pending: _PendingScores) -> TokenScores:
     """Search for many positions at once, and mix."""
-    return _score(mixture.predict(pending.context, lm=pending.lm), pending.targets)
+    return _score(mixture.predict(pending.context, lm=pending.lm, online=False), pending.targets)
 
 
 def _search_in_thread(mixture: Mixture, coalesced: Iterable[_PendingScores]) -> Iterator[TokenScores]:

@@ -5,10 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
+import torch
+
 from knnlm.errors import CorpusError, ParameterError
+from knnlm.evaluation.evaluate import TokenScores, join_scores
 from knnlm.memories.knn import KnnMemory, StoredPassage, stored_passage
 from knnlm.memories.voting import NeighbourMemory, VoteOutput
 from knnlm.mixture.mixture import Mixture
+from knnlm.mixture.online import OnlineConfig
 from knnlm.mixture.readers import ReadBatch
 
 _TOKENS_BEFORE, _TOKENS_AFTER = 12, 8  # of a neighbour's context
@@ -58,11 +62,21 @@ def explain(mixture: Mixture, text: str, *, top: int = 3) -> list[TokenExplanati
     tokens = mixture.lm.encode(text)
     if not tokens:
         raise CorpusError("The text is empty: there is nothing to explain.")
-    explained: dict[int, TokenExplanation] = {}
-    for batch in mixture.read([tokens]):
-        for row, explanation in _Explainer(mixture, tokens, batch, top).each():
-            explained[row] = explanation
+    explainers = [_Explainer(mixture, tokens, batch, top) for batch in mixture.read([tokens])]
+    if mixture.online is not None:
+        _apply_online(explainers, mixture.online)
+    explained = {row: explanation for explainer in explainers for row, explanation in explainer.each()}
     return [replace(explained[row], token=piece) for row, piece in enumerate(mixture.lm.token_texts(tokens))]
+
+
+def _apply_online(explainers: Sequence[_Explainer], config: OnlineConfig) -> None:
+    """Set the weights and probabilities of a text's positions to those of online weights."""
+    rows = [explainer.batch.rows for explainer in explainers]
+    first = torch.arange(sum(map(len, rows))) == 0
+    scores = join_scores([explainer.scores for explainer in explainers], rows).online(first, config)
+    for explainer in explainers:
+        explainer.p = scores.mixture[explainer.batch.rows].exp().tolist()
+        explainer.weights = scores.weights[explainer.batch.rows]
 
 
 class _Explainer:
@@ -73,10 +87,11 @@ class _Explainer:
         self.tokens = tokens
         self.batch = batch
         self.top = top
-        prediction = mixture.predict(batch.context)
+        prediction = mixture.predict(batch.context, online=False)
         self.outputs = prediction.outputs
         log_probs = prediction.component_log_probs(batch.targets)  # (N, M)
-        self.p = prediction.combine(log_probs).exp().tolist()
+        self.scores = TokenScores(log_probs, prediction.combine(log_probs), prediction.weights, prediction.experts)
+        self.p = self.scores.mixture.exp().tolist()
         self.component_probs = log_probs.exp().cpu()
         self.weights = prediction.weights.cpu()
 

@@ -161,7 +161,9 @@ def replay(trace: Trace, *, k: int, knn_temperature: float, lmbda: float, memory
         sums += torch.stack([block.lm_log_probs.double().sum(), mixed[0, 0], best.double().sum()])
     settings = {"k": k, "knn_temperature": knn_temperature, "metric": memory_trace.metadata["metric"]}
     summary = {"name": memory_trace.label, "kind": memory_trace.metadata["kind"], "weight": lmbda, **settings}
-    return summarise(totals_of(trace), sums.tolist(), [summary], "fixed", seconds=time.perf_counter() - begin)
+    return summarise(
+        totals_of(trace), sums.tolist(), [summary], "fixed", online=None, seconds=time.perf_counter() - begin
+    )
 
 
 def target_log_probs(

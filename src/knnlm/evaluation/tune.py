@@ -24,7 +24,7 @@ from knnlm.corpus import Document
 from knnlm.datastore.locks import writer_lock
 from knnlm.datastore.store import Datastore
 from knnlm.errors import DatastoreError, ParameterError
-from knnlm.evaluation.evaluate import Evaluation, Totals, summarise
+from knnlm.evaluation.evaluate import Evaluation, TokenScores, Totals, summarise
 from knnlm.evaluation.sweep import KS, Grid, Sweep, sweep, totals_of
 from knnlm.evaluation.trace import MemoryTrace, Trace, record, to_tensor
 from knnlm.io import translate_os_errors
@@ -34,6 +34,7 @@ from knnlm.mixture.em import fit, renormalise
 from knnlm.mixture.gate import FEWEST, Gate, MemoryFeatures, Positions, feature_names, features, train_gate, train_skip
 from knnlm.mixture.loader import is_decoder
 from knnlm.mixture.mixture import Mixture
+from knnlm.mixture.online import Experts, OnlineConfig, choose_config, expert_weights
 from knnlm.mixture.saved import SavedTuning, save_tuning, weights_state
 from knnlm.mixture.spec import MemorySpec, parse_memories
 from knnlm.mixture.weights import (
@@ -64,6 +65,7 @@ class Tuning:
     base_perplexity: float
     perplexity: float  # of a gate: by networks that were not trained on the document
     seconds: float
+    online: OnlineConfig | None = None  # None: without online weights
 
     @property
     def lmbda(self) -> float | None:
@@ -84,6 +86,7 @@ def tune(
     sources: Sequence[str] = (),
     limit: int | None = None,
     grid: Grid | None = None,
+    online: bool = True,
     batch_tokens: int | None = None,
     progress: Progress = silent,
 ) -> Tuning:
@@ -108,9 +111,8 @@ def tune(
             batch_tokens=batch_tokens,
             progress=progress,
         )
-        result = tune_trace(
-            trace, store, weights=weights, grid=grid, specs=specs, device=str(mixture.lm.device), progress=progress
-        )
+        options: dict[str, Any] = {"device": str(mixture.lm.device), "progress": progress}
+        result = tune_trace(trace, store, weights=weights, grid=grid, specs=specs, online=online, **options)
         save_result(store.path, result, trace)
     apply_tuning(mixture, result)
     return result
@@ -123,29 +125,32 @@ def tune_trace(
     weights: str = "gated",
     grid: Grid | None = None,
     specs: Sequence[MemorySpec] | None = None,
+    online: bool = True,
     device: str = "cpu",
     progress: Progress = silent,
 ) -> Tuning:
-    """Choose settings and weights on a trace; nothing is saved."""
+    """Choose settings and weights on a trace; nothing is saved. `online`: with online weights."""
     begin = time.perf_counter()
     check_weights(weights)
     sweeps = sweep_all(trace, grid=grid, device=device)
     settings = choose_settings(trace, sweeps, several=weights != "fixed")
     base = math.exp(-float(np.asarray(trace.lm_log_probs, dtype=np.float64).mean()))
+    table = tabulate(trace, settings, with_features=weights == "gated", device=device)
     first = sweeps[0]
     if weights == "fixed" and first is not None and len(sweeps) == 1:
         # One memory: the best λ of the grid, whose values may be the user's.
         lmbda, perplexity = first.best[2:]
-        chosen: Weights = FixedWeights((1 - lmbda, lmbda))
+        fitted = FittedWeights(FixedWeights((1 - lmbda, lmbda)), perplexity)
     else:
-        table = tabulate(trace, settings, with_features=weights == "gated", device=device)
         fitted = fit_weights(table, weights, frequencies=token_frequencies(store), device=device, progress=progress)
-        chosen, perplexity = fitted.weights, fitted.perplexity
+    perplexity, config = fitted.perplexity, None
+    if online:
+        config, perplexity = choose_online(table, fitted.weights)
     known = specs or [_spec(metadata) for metadata in trace.metadata["memories"]]
     specs = [replace(spec, settings=tuple(own)) for spec, own in zip(known, settings, strict=True)]
     return Tuning(
         specs=specs,
-        weights=chosen,
+        weights=fitted.weights,
         sweeps=sweeps,
         tokens=len(trace),
         documents=trace.metadata["documents"],
@@ -153,6 +158,7 @@ def tune_trace(
         base_perplexity=base,
         perplexity=perplexity,
         seconds=time.perf_counter() - begin,
+        online=config,
     )
 
 
@@ -162,6 +168,7 @@ def apply_tuning(mixture: Mixture, tuning: Tuning) -> None:
         if isinstance(memory, NeighbourMemory):
             memory.settings = spec.settings
     mixture.weights = tuning.weights
+    mixture.online = tuning.online
 
 
 def save_trace_tuning(path: Path, result: Tuning, trace: Trace) -> None:
@@ -239,7 +246,7 @@ def scratch(path: Path) -> Iterator[Path]:
 
 def save_result(path: Path, result: Tuning, trace: Trace) -> None:
     """Save a tuning in a store, whose writer lock the caller holds."""
-    weights, tensors = weights_state(result.weights)
+    weights, tensors = weights_state(result.weights, result.online)
     save_tuning(
         path,
         SavedTuning(
@@ -308,6 +315,11 @@ class TraceTable:
     def component_slices(self) -> list[slice]:
         """The components of each memory."""
         return component_slices_of(len(memory.component_names) for memory in self.memories)
+
+    @property
+    def begins(self) -> Tensor:
+        """Marks the (N,) rows that are the first of their document."""
+        return self.documents == torch.arange(len(self.documents))
 
     @property
     def expensive(self) -> list[int]:
@@ -501,23 +513,53 @@ def apply_weights(table: TraceTable, weights: Weights) -> tuple[Tensor, Tensor]:
     return log_probs, torch.where(searched[:, None], *both)
 
 
-def evaluate_table(table: TraceTable, weights: Weights) -> Evaluation:
+def expert_table(table: TraceTable, log_probs: Tensor, weights: Tensor) -> Experts:
+    """Return the experts of online weights at every row, with their prior; `weights` are those of the components."""
+    stores = [own for memory, own in zip(table.memories, table.component_slices, strict=True) if memory.kind == "knn"]
+    by_expert = expert_weights(weights, stores, log_probs.isnan())
+    return Experts(torch.zeros(by_expert.shape[:2], dtype=torch.float64), by_expert)
+
+
+def choose_online(table: TraceTable, weights: Weights) -> tuple[OnlineConfig, float]:
+    """Choose the prior and the switch rate of online weights over fitted weights; return them and the perplexity.
+
+    A gate is represented by its predictions for documents that it was not trained on.
+    """
+    log_probs, by_row = apply_weights(table, weights)
+    by_expert = expert_table(table, log_probs, by_row.float()).log_probs(log_probs).numpy()  # (N, E)
+    if isinstance(weights, GatedWeights) and weights.gate.out_of_fold is not None:
+        by_expert[:, 1] = weights.gate.out_of_fold.double().cpu().numpy()
+    config, loss = choose_config(by_expert, table.begins.numpy())
+    return config, math.exp(loss)
+
+
+def evaluate_table(table: TraceTable, weights: Weights, online: OnlineConfig | None = None) -> Evaluation:
     """Return what `Mixture.evaluate` returns with these weights, computed from the table."""
     begin = time.perf_counter()
     log_probs, by_row = apply_weights(table, weights)
+    mixed = _mix(log_probs, by_row)
+    if online is not None:
+        experts = expert_table(table, log_probs, by_row)
+        scores = TokenScores(log_probs, mixed, by_row, experts).online(table.begins, online)
+        mixed, by_row = scores.mixture, scores.weights
     best = log_probs.nan_to_num(nan=-torch.inf).amax(1)
-    sums = [float(column.double().sum()) for column in (log_probs[:, 0], _mix(log_probs, by_row), best)]
-    mean = weights.values if isinstance(weights, FixedWeights) else by_row.mean(0).tolist()
+    sums = [float(column.double().sum()) for column in (log_probs[:, 0], mixed, best)]
+    if isinstance(weights, FixedWeights) and online is None:
+        mean: Sequence[float] = weights.values
+    else:
+        mean = by_row.mean(0).tolist()
     memories = [
         {"name": memory.label, "kind": memory.kind, "weight": float(sum(mean[own])), **memory.metadata}
         for memory, own in zip(table.memories, table.component_slices, strict=True)
     ]
-    return summarise(table.totals, sums, memories, weights.kind, seconds=time.perf_counter() - begin)
+    return summarise(table.totals, sums, memories, weights.kind, online=online, seconds=time.perf_counter() - begin)
 
 
-def evaluate_trace(trace: Trace, settings: SettingsByMemory, weights: Weights) -> Evaluation:
+def evaluate_trace(
+    trace: Trace, settings: SettingsByMemory, weights: Weights, online: OnlineConfig | None = None
+) -> Evaluation:
     """Return what `Mixture.evaluate` returns with these settings and weights, computed from a trace."""
-    return evaluate_table(tabulate(trace, settings, with_features=isinstance(weights, GatedWeights)), weights)
+    return evaluate_table(tabulate(trace, settings, with_features=isinstance(weights, GatedWeights)), weights, online)
 
 
 def choose_settings(trace: Trace, sweeps: Sequence[Sweep | None], *, several: bool) -> list[tuple[VoteParams, ...]]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any
 
@@ -23,6 +23,7 @@ from knnlm.errors import ModelError
 from knnlm.lm.causal import CausalLM, eval_mode
 from knnlm.memories.base import LOGITS, Context, Source, Span
 from knnlm.mixture.mixture import Mixture
+from knnlm.mixture.online import OnlineConfig, update
 
 _STATE_ATTRIBUTE = "knnlm_state"
 
@@ -40,6 +41,11 @@ class _HistoryLayer(DynamicLayer):
         self.dtype, self.device = keys.dtype, keys.device
         self.is_initialized = True
 
+    def replace(self, keys: Tensor, tokens: Tensor) -> None:
+        """Keep only these (B, T, D) keys and (B, T) tokens."""
+        self.is_initialized = False
+        self.append(keys, tokens)
+
 
 @dataclass
 class MemoryState:
@@ -47,12 +53,15 @@ class MemoryState:
 
     tokens: _HistoryLayer = field(default_factory=_HistoryLayer)
     keys: dict[Source, _HistoryLayer] = field(default_factory=dict)
+    expert_log_weights: _HistoryLayer = field(default_factory=_HistoryLayer)  # (E,) of online weights at each position
+    expert_log_probs: _HistoryLayer = field(default_factory=_HistoryLayer)  # (E · V,) at the last position, if needed
     reader_caches: dict[int, DynamicCache] = field(default_factory=dict)  # by the reader's number
 
     def attach(self, cache: Cache) -> None:
         """Append the layers that the cache does not have yet."""
         own = [layer for reader_cache in self.reader_caches.values() for layer in reader_cache.layers]
-        layers = [self.tokens, *self.keys.values(), *own]
+        online = [layer for layer in (self.expert_log_weights, self.expert_log_probs) if layer.is_initialized]
+        layers = [self.tokens, *self.keys.values(), *online, *own]
         present = {id(layer) for layer in cache.layers}
         cache.layers.extend(layer for layer in layers if id(layer) not in present)
         setattr(cache, _STATE_ATTRIBUTE, self)
@@ -66,6 +75,7 @@ class ForwardStep:
     mask: Tensor | None  # (B, all tokens read so far), 0 for padding
     positions: Tensor | None
     kept: slice | Tensor  # which of the T positions are predicted
+    prompt_length: int | None = None  # of the padded prompt; later tokens do not update online weights. None: all do
 
 
 def memory_state(cache: Any) -> MemoryState:
@@ -107,7 +117,7 @@ def advance(
             state.keys[source].append(every[source], step.tokens)
     if isinstance(cache, Cache):
         state.attach(cache)
-    return Context(states, _spans(state, step) if mixture.needs_tokens else ())
+    return Context(states, spans_of(state, step, mixture.online) if mixture.needs_tokens else ())
 
 
 def _reader_cache(state: MemoryState, reader: int, model: CausalLM) -> DynamicCache:
@@ -143,7 +153,7 @@ def _arguments(forward: Callable[..., Any]) -> frozenset[str]:
     return frozenset(inspect.signature(forward).parameters)
 
 
-def _spans(state: MemoryState, step: ForwardStep) -> list[Span]:
+def spans_of(state: MemoryState, step: ForwardStep, online: OnlineConfig | None) -> list[Span]:
     """Return the predicted positions of each text with the tokens before them; padding is a span of its own."""
     assert state.tokens.values is not None
     tokens = state.tokens.values[:, 0, :, 0].long()  # (B, all)
@@ -166,8 +176,35 @@ def _spans(state: MemoryState, step: ForwardStep) -> list[Span]:
                 for source, layer in state.keys.items()
                 if layer.keys is not None
             }
-            spans.append(Span(tokens[row, start:end], first - start, past))
+            span = Span(tokens[row, start:end], first - start, past)
+            spans.append(span if online is None else _with_experts(span, state, step, online, row=row, first=first))
     return spans
+
+
+def _with_experts(
+    span: Span, state: MemoryState, step: ForwardStep, online: OnlineConfig, *, row: int, first: int
+) -> Span:
+    """Return a span with the online weights at its first position, which is `first` among the padded tokens."""
+    start = first - span.start
+    evidence = None if step.prompt_length is None else step.prompt_length - start
+    known = state.expert_log_weights.keys
+    if not state.expert_log_weights.is_initialized or known is None:
+        return replace(span, evidence=evidence)
+    length = known.shape[-2]
+    log_weights = known[row, 0, min(first, length - 1)]
+    pending = state.expert_log_probs.keys
+    if first == length and pending is not None and pending.shape[-2] and (evidence is None or span.start < evidence):
+        experts = len(log_weights)
+        log_probs = pending[row, 0, 0].unflatten(0, (experts, -1))[:, span.tokens[span.start]]
+        log_weights = update(log_weights[None], log_probs[None], online)[0]
+    return replace(span, expert_log_weights=log_weights, evidence=evidence)
+
+
+def append_experts(state: MemoryState, step: ForwardStep, log_weights: Tensor) -> None:
+    """Append the (B, n, E) online weights of the predicted positions; those before them have the first of these."""
+    missing = step.tokens.shape[1] - log_weights.shape[1]
+    earlier = log_weights[:, :1].expand(-1, missing, -1)
+    state.expert_log_weights.append(torch.cat([earlier, log_weights], 1), step.tokens)
 
 
 def _text_start(mask: Tensor | None, row: int, total: int) -> int:

@@ -11,6 +11,7 @@ import inspect
 import os
 import shutil
 from contextlib import ExitStack, closing
+from contextvars import ContextVar
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -27,6 +28,7 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
+from transformers.cache_utils import Cache
 from transformers.utils.generic import ModelOutput
 
 from knnlm.datastore.catalog import Catalog
@@ -35,7 +37,7 @@ from knnlm.datastore.locks import purge, writer_lock
 from knnlm.datastore.schema import CATALOG_FILE, LOST_FOLDER
 from knnlm.datastore.store import Datastore
 from knnlm.errors import DatastoreError, ModelError
-from knnlm.generation.cache import ForwardStep, advance, memory_state
+from knnlm.generation.cache import ForwardStep, MemoryState, advance, append_experts, memory_state, spans_of
 from knnlm.index.gpu.deferred import defer_checks
 from knnlm.lm.causal import CausalLM, dynamic_shape_attention
 from knnlm.memories.base import LM_LOGITS, Context, Source
@@ -43,6 +45,12 @@ from knnlm.mixture.loader import is_decoder, language_model
 from knnlm.mixture.mixture import Mixture
 from knnlm.mixture.saved import read_mixture, weights_state, write_mixture
 from knnlm.mixture.spec import DEFAULTS, MixtureOptions, SavedMixture
+from knnlm.mixture.weights import MixturePrediction
+
+EVIDENCE_TOKENS = 1024  # of a prompt, its last ones, update the online weights
+
+# The number of tokens of the prompts that `generate` continues, padding included; None outside of it.
+_prompt_length: ContextVar[int | None] = ContextVar("prompt_length", default=None)
 
 _BASE_FOLDER, _STORE_FOLDER = "base", "store"
 
@@ -141,7 +149,7 @@ class KnnForCausalLM(PreTrainedModel, GenerationMixin):
         stateful = self.mixture.needs_history and getattr(self.base, "_is_stateful", False)
         if stateful or "past_key_values" not in self._base_arguments:
             kwargs["use_cache"] = False
-        run = partial(GenerationMixin.generate, cast(Any, self), *args, **kwargs)
+        run = partial(self._generate_from, *args, **kwargs)
         deferred = self.device.type == "cuda" if self.deferred_checks is None else self.deferred_checks
         if not deferred or len(args) > 1 or any(kwargs.get(name) is not None for name in _STATEFUL_ARGUMENTS):
             return run()
@@ -152,6 +160,17 @@ class KnnForCausalLM(PreTrainedModel, GenerationMixin):
             return output
         _restore_random_state(self.device, state)
         return run()
+
+    def _generate_from(self, *args: Any, **kwargs: Any) -> Any:
+        """Generate with the online weights of the prompt: tokens that the mixture writes are no evidence."""
+        prompt = next(
+            (value for value in (*args[:1], kwargs.get("input_ids"), kwargs.get("inputs")) if value is not None), None
+        )
+        token = _prompt_length.set(prompt.shape[1] if isinstance(prompt, Tensor) else None)
+        try:
+            return GenerationMixin.generate(cast(Any, self), *args, **kwargs)
+        finally:
+            _prompt_length.reset(token)
 
     def forward(
         self,
@@ -168,19 +187,25 @@ class KnnForCausalLM(PreTrainedModel, GenerationMixin):
     ) -> ModelOutput:
         """Run the base model once, and return its output with the mixture's log-probabilities as logits."""
         # transformers inspects this signature, so it names all arguments; the base model may accept fewer.
-        output, context = self.read(
+        wide = self._with_evidence(input_ids, past_key_values, logits_to_keep)
+        output, context, state, step = self._read(
             input_ids,
             attention_mask=attention_mask,
             position_ids=position_ids,
             past_key_values=past_key_values,
             inputs_embeds=inputs_embeds,
             use_cache=use_cache,
-            logits_to_keep=logits_to_keep,
+            logits_to_keep=wide,
             **others,
         )
-        logits = output.logits
-        mixed = self.mixture.predict(context, all_components=False).log_probs()
-        log_p = mixed.unflatten(0, logits.shape[:2])
+        mixed = self.mixture.predict(context, all_components=False)
+        if mixed.experts is not None:
+            assert state is not None
+            assert step is not None
+            kept = logits_to_keep if wide != logits_to_keep else 0
+            mixed = self._remember(mixed, context, state, step, kept, cache=getattr(output, "past_key_values", None))
+            output["logits"] = output.logits[:, -kept:] if isinstance(kept, int) else output.logits
+        log_p = mixed.log_probs().unflatten(0, output.logits.shape[:2])
         # The output object is the base model's own, so its cache is kept, whatever its class.
         output["logits"] = log_p
         if labels is not None:
@@ -199,6 +224,27 @@ class KnnForCausalLM(PreTrainedModel, GenerationMixin):
         **others: Any,
     ) -> tuple[Any, Context]:
         """Run the base model once, and return its output (with the logits to keep) and the memories' context."""
+        output, context, _, _ = self._read(
+            input_ids,
+            past_key_values=past_key_values,
+            logits_to_keep=logits_to_keep,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            **others,
+        )
+        return output, context
+
+    def _read(
+        self,
+        input_ids: Tensor | None,
+        *,
+        past_key_values: Any,
+        logits_to_keep: int | Tensor,
+        attention_mask: Tensor | None,
+        position_ids: Tensor | None,
+        **others: Any,
+    ) -> tuple[Any, Context, MemoryState | None, ForwardStep | None]:
+        """Return what `read` returns, the state of the memories, and the step; None where they have none."""
         named = {
             "attention_mask": attention_mask,
             "position_ids": position_ids,
@@ -215,15 +261,62 @@ class KnnForCausalLM(PreTrainedModel, GenerationMixin):
         if output.logits.shape[1] == length and isinstance(logits_to_keep, int):
             output["logits"] = output.logits[:, -logits_to_keep:]  # 0 keeps all of them
         kept = slice(-output.logits.shape[1], None) if isinstance(logits_to_keep, int) else logits_to_keep
+        step = None
         if state is None:
             context = Context({source: own[:, kept].flatten(0, 1) for source, own in keys.items()})
         elif input_ids is None:
             raise ModelError("The memories of this mixture need the tokens: pass input_ids, not inputs_embeds.")
         else:
-            step = ForwardStep(input_ids, attention_mask, position_ids, kept)
+            step = ForwardStep(input_ids, attention_mask, position_ids, kept, _prompt_length.get())
             context = advance(self.mixture, step, keys, state=state, cache=getattr(output, "past_key_values", None))
         states = {**context.states, LM_LOGITS: output.logits.flatten(0, 1)}
-        return output, replace(context, states=states)
+        return output, replace(context, states=states), state, step
+
+    def _with_evidence(self, input_ids: Tensor | None, cache: Any, logits_to_keep: int | Tensor) -> int | Tensor:
+        """Return how many logits to keep so that the new tokens of a prompt update the online weights."""
+        if self.mixture.online is None or input_ids is None or not isinstance(logits_to_keep, int):
+            return logits_to_keep
+        new = input_ids.shape[1]
+        before = memory_state(cache).tokens.get_seq_length()
+        prompt_length = _prompt_length.get()
+        if not logits_to_keep or new == 1 or (prompt_length is not None and before >= prompt_length):
+            return logits_to_keep
+        return max(logits_to_keep, min(new, EVIDENCE_TOKENS))
+
+    def _remember(
+        self,
+        mixed: MixturePrediction,
+        context: Context,
+        state: MemoryState,
+        step: ForwardStep,
+        kept: int | Tensor,
+        *,
+        cache: Any,
+    ) -> MixturePrediction:
+        """Keep the online weights of every position in the state, and return the prediction of the kept positions."""
+        assert mixed.experts is not None
+        append_experts(state, step, mixed.experts.log_weights.unflatten(0, (len(step.tokens), -1)))
+        if isinstance(kept, int) and kept:
+            mixed = self._predict_last(context, state, step, kept)
+        if isinstance(cache, Cache):
+            if step.prompt_length is None:
+                # Outside `generate` the next token will be evidence, so its probability by each expert is needed.
+                last = self._predict_last(context, state, step, 1)
+                assert last.experts is not None
+                weights = last.experts.component_weights.unbind(1)
+                dense = torch.stack([replace(last, weights=each, experts=None).log_probs() for each in weights], 1)
+                state.expert_log_probs.replace(dense.flatten(1)[:, None], step.tokens[:, -1:])
+            state.attach(cache)
+        return mixed
+
+    def _predict_last(self, context: Context, state: MemoryState, step: ForwardStep, kept: int) -> MixturePrediction:
+        """Predict only the last positions of each text again, with the online weights in the state."""
+        batch = len(step.tokens)
+        states = {
+            source: own.unflatten(0, (batch, -1))[:, -kept:].flatten(0, 1) for source, own in context.states.items()
+        }
+        spans = spans_of(state, replace(step, kept=slice(-kept, None)), self.mixture.online)
+        return self.mixture.predict(Context(states, spans), all_components=False)
 
     def _run_base(self, **inputs: Any) -> tuple[Any, dict[Source, Tensor]]:
         """Run the base model, and return its output and the (B, T, D) keys of each source."""
@@ -390,7 +483,7 @@ def _write_mixture(mixture: Mixture, folder: Path, *, copy_store: bool) -> dict[
         raise ModelError(
             f"{outside[0]}: lies outside the store, and copy_store copies the store only. Copy it by hand."
         )
-    return write_mixture(folder, specs, *weights_state(mixture.weights))
+    return write_mixture(folder, specs, *weights_state(mixture.weights, mixture.online))
 
 
 AutoConfig.register(KnnConfig.model_type, KnnConfig)

@@ -23,6 +23,7 @@ from knnlm.memories.knn import KnnMemory
 from knnlm.memories.ngram import NgramMemory
 from knnlm.memories.output import OUTPUT_FILE, OutputMemory
 from knnlm.memories.voting import VoteParams
+from knnlm.mixture.online import OnlineConfig
 from knnlm.mixture.readers import Readers
 from knnlm.mixture.saved import load_tuning, load_weights, tuned_settings
 from knnlm.mixture.spec import DEFAULTS, MemorySpec, MixtureRequest, parse_memories, resolve
@@ -39,6 +40,7 @@ class LoadedMixture:
     memories: list[Memory]
     labels: list[str]
     weights: Weights
+    online: OnlineConfig | None
     store: Datastore | None  # with the windows that texts are read in, and the saved tuning
     path: Path  # that all of it was opened from
 
@@ -57,7 +59,11 @@ def load_mixture(path: Path | Datastore, lm: CausalLM | None, request: MixtureRe
     loader = _Loader(store, Readers(lm), request)
     memories = [loader.open(spec) for spec in specs]
     weights = _weights(store, specs, memories, stored_weights, request, vocab_size=lm.vocab_size)
-    return LoadedMixture(loader.readers, memories, [spec.label for spec in specs], weights, store, store.path)
+    online = OnlineConfig.from_dict(stored_weights["online"]) if stored_weights and stored_weights["online"] else None
+    if not request.options.online:
+        online = None
+    labels = [spec.label for spec in specs]
+    return LoadedMixture(loader.readers, memories, labels, weights, online, store, store.path)
 
 
 def _weights(
@@ -347,7 +353,7 @@ def load_decoder(folder: Path, lm: CausalLM | None, request: MixtureRequest) -> 
     lmbda = next(lmbda for lmbda in (request.lmbda, tuned, _DECODER_LAMBDA) if lmbda is not None)
     # The folder is known, so its last name is enough, also where it is copied; commas and colons separate specs.
     label = f"decoder={re.sub('[,:]', '_', folder.resolve().name)}"
-    return LoadedMixture(readers, [memory], [label], equal_weights([memory], lmbda), None, folder)
+    return LoadedMixture(readers, [memory], [label], equal_weights([memory], lmbda), None, None, folder)
 
 
 def _language_model(folder: Path, card: DecoderCard, model: str | None) -> str:

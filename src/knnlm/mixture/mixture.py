@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 
 from knnlm.corpus import Document
@@ -14,11 +15,20 @@ from knnlm.datastore.store import Datastore
 from knnlm.errors import ParameterError
 from knnlm.lm.causal import CausalLM
 from knnlm.lm.windows import WindowShape
-from knnlm.memories.base import LM_LOGITS, LOGITS, Context, Memory, MemoryOutput, Source
+from knnlm.memories.base import LM_LOGITS, LOGITS, Context, Memory, MemoryOutput, Prediction, Source
 from knnlm.memories.decoder import LMOutput
 from knnlm.memories.knn import KnnMemory
 from knnlm.memories.voting import RetrievedNeighbours, searches
 from knnlm.mixture.loader import check_model, load_mixture, specs_of
+from knnlm.mixture.online import (
+    Experts,
+    OnlineConfig,
+    evidence_count,
+    expert_log_probs,
+    expert_weights,
+    next_tokens,
+    span_log_weights,
+)
 from knnlm.mixture.readers import ReadBatch, Readers
 from knnlm.mixture.spec import DEFAULTS, MemorySpec, MixtureOptions, MixtureRequest, SavedMixture
 from knnlm.mixture.weights import (
@@ -70,6 +80,7 @@ class Mixture:
         *,
         lmbda: float | None = None,
         weights: Weights | None = None,
+        online: OnlineConfig | None = None,
         readers: Readers | None = None,
         labels: Sequence[str] | None = None,
         store: Datastore | None = None,
@@ -85,6 +96,7 @@ class Mixture:
         self.store = store or (self.knn.store if self.knn else None)  # its windows are read, its catalog keeps tuning
         self.path = path or (self.store.path if self.store else None)  # that it was opened from
         self.weights = weights or equal_weights(self.memories, DEFAULTS["lambda"] if lmbda is None else lmbda)
+        self.online = online  # None: without online weights
         for each in self.memories:
             if isinstance(each, KnnMemory):
                 check_model(each.store, self.readers.models[each.source.reader], place=each.source)
@@ -128,6 +140,7 @@ class Mixture:
             loaded.readers.models[0],
             loaded.memories,
             weights=loaded.weights,
+            online=loaded.online,
             readers=loaded.readers,
             labels=loaded.labels,
             store=loaded.store,
@@ -177,9 +190,20 @@ class Mixture:
 
     @property
     def needs_tokens(self) -> bool:
-        """Whether a component needs the tokens of the text, or earlier keys."""
+        """Whether a component or the weights need the tokens of the text, or earlier keys."""
+        return self.online is not None or self.components_need_tokens
+
+    @property
+    def components_need_tokens(self) -> bool:
+        """Whether a component or the gate needs the tokens of the text, or earlier keys."""
         gated = isinstance(self.weights, GatedWeights)
         return gated or any(memory.source is None or memory.history_length for memory in self.memories)
+
+    @property
+    def store_slices(self) -> list[slice]:
+        """The components of each memory of the kind knn, among all components."""
+        pairs = zip(self.memories, self.component_slices, strict=True)
+        return [own for memory, own in pairs if isinstance(memory, KnnMemory)]
 
     @property
     def max_length(self) -> int | None:
@@ -237,16 +261,19 @@ class Mixture:
         *,
         lm: MemoryOutput | None = None,
         all_components: bool = True,
+        online: bool = True,
     ) -> MixturePrediction:
         """Mix the language model's distribution with those of the memories.
 
         The context holds the (N, V) logits as LM_LOGITS; `lm` stands for them where they were not kept. What was not
         retrieved is searched for. Without `all_components`, memories whose weight is 0 everywhere are left out, and
-        nothing is searched for them.
+        nothing is searched for them. `online` applies the online weights, if the mixture has them; without it, the
+        experts have their prior, and the prediction is that of the mixture with its own weights.
         """
         if lm is None:
             lm = LMOutput(context.states[LM_LOGITS])
-        if not all_components and isinstance(self.weights, FixedWeights) and not all(self.weights.values[1:]):
+        leave_out = not all_components and self.online is None
+        if leave_out and isinstance(self.weights, FixedWeights) and not all(self.weights.values[1:]):
             return self._predict_weighted(context, retrieved, lm, self.weights.values)
         cheap = self._cheap_outputs(context)
         if retrieved is None or retrieved.search_mask is None:
@@ -260,7 +287,11 @@ class Mixture:
         components = [*lm.components, *(component for output in outputs for component in output.components)]
         abstains = abstain_mask(components)  # (N, M)
         weights = self.weights.compute(context, lm, outputs, abstains)
-        return MixturePrediction(components, weights, abstains, outputs, context.search_mask)
+        experts = None
+        if self.online is not None:
+            experts = self._experts(context, components, weights, abstains, evidence=online)
+            weights = experts.mixed() if online else weights
+        return MixturePrediction(components, weights, abstains, outputs, context.search_mask, experts)
 
     # The methods below forward to higher packages, which are imported when they are called.
 
@@ -335,6 +366,22 @@ class Mixture:
         from knnlm.generation.causal import generate_text
 
         return generate_text(self, prompt, max_new_tokens=max_new_tokens, seed=seed, **settings)
+
+    def _experts(
+        self, context: Context, components: Sequence[Prediction], weights: Tensor, abstains: Tensor, *, evidence: bool
+    ) -> Experts:
+        """Return the experts of every position, with `evidence` updated by the tokens of its span before it."""
+        assert self.online is not None
+        by_expert = expert_weights(weights, self.store_slices, abstains)  # (N, E, M)
+        spans = context.spans if evidence else ()
+        if not spans:
+            prior = torch.from_numpy(self.online.log_prior(by_expert.shape[1])).to(weights.device)
+            return Experts(prior.expand(by_expert.shape[:2]), by_expert)
+        log_probs = None
+        if any(evidence_count(span) for span in spans):
+            tokens = next_tokens(spans, weights.device)
+            log_probs = expert_log_probs(by_expert, torch.stack([each.log_prob(tokens) for each in components], 1))
+        return Experts(span_log_weights(spans, log_probs, self.online, by_expert.shape[1], weights.device), by_expert)
 
     def _predict_weighted(
         self, context: Context, retrieved: Retrieved | None, lm: MemoryOutput, weights: Sequence[float]

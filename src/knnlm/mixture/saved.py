@@ -25,6 +25,7 @@ from knnlm.errors import DatastoreCorrupt
 from knnlm.io import atomic_write, translate_os_errors
 from knnlm.memories.base import Memory
 from knnlm.mixture.gate import Gate, SearchSkipper, feature_names
+from knnlm.mixture.online import OnlineConfig
 from knnlm.mixture.spec import TUNE_AGAIN, MemorySpec, key_of
 from knnlm.mixture.weights import KINDS, Buckets, BucketWeights, FixedWeights, GatedWeights, Weights
 
@@ -83,6 +84,8 @@ def read_mixture(stored: Any, where: str) -> tuple[list[MemorySpec], dict[str, A
     specs = [MemorySpec.from_dict(each, where) for each in stored["memories"]]
     if stored["weights"]["kind"] not in KINDS:
         raise KeyError(stored["weights"]["kind"])
+    if stored["weights"]["online"] is not None:
+        OnlineConfig.from_dict(stored["weights"]["online"])
     return specs, stored["weights"]
 
 
@@ -132,14 +135,15 @@ def gate_of(stored: Any) -> str | None:
     return Path(file).name if isinstance(file, str) else None
 
 
-def weights_state(weights: Weights) -> tuple[dict[str, Any], dict[str, Tensor]]:
+def weights_state(weights: Weights, online: OnlineConfig | None) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Return weights as JSON types for the catalog, and the tensors of their networks."""
+    common: dict[str, Any] = {"kind": weights.kind, "online": online.as_dict() if online else None}
     if isinstance(weights, FixedWeights):
-        return {"kind": weights.kind, "values": list(weights.values)}, {}
+        return {**common, "values": list(weights.values)}, {}
     if isinstance(weights, BucketWeights):
-        return {"kind": weights.kind, "memory": weights.memory, "buckets": weights.buckets.as_dict()}, {}
+        return {**common, "memory": weights.memory, "buckets": weights.buckets.as_dict()}, {}
     assert isinstance(weights, GatedWeights)
-    metadata: dict[str, Any] = {"kind": weights.kind, "fraction": weights.fraction, "networks": {}}
+    metadata: dict[str, Any] = {**common, "fraction": weights.fraction, "networks": {}}
     tensors = {"frequencies": weights.frequencies}
     for name in _NETWORKS:
         if (network := getattr(weights, name)) is not None:

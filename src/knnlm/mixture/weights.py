@@ -27,6 +27,7 @@ from knnlm.memories.base import Context, Memory, MemoryOutput, Prediction, Votes
 from knnlm.memories.voting import VoteOutput, by_token
 from knnlm.mixture.em import check_logs, fit, renormalise
 from knnlm.mixture.gate import Gate, SearchSkipper, features, memory_features, place
+from knnlm.mixture.online import Experts
 
 KINDS = ("fixed", "fitted", "buckets", "gated")
 
@@ -42,6 +43,7 @@ class MixturePrediction:
     abstain_mask: Tensor | None = None  # (N, M) where a component abstains; None: not computed yet
     outputs: Sequence[MemoryOutput] = ()  # of each memory
     search_mask: Tensor | None = None  # (N,) False where a search was skipped; None: nowhere
+    experts: Experts | None = None  # of online weights
 
     @classmethod
     def from_fixed(cls, components: Sequence[Prediction], weights: Sequence[float]) -> MixturePrediction:

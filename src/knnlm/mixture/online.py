@@ -1,0 +1,268 @@
+"""Online weights: a Bayesian mixture of experts, updated by the tokens of the text so far.
+
+An expert is a choice of component weights: the language model alone, the mixture with its own weights and, where there
+are several stores, the mixture with the weight of all stores on one of them. v_t are the experts' weights before token
+t, q_e(y_t) is the probability of that token by expert e, and α is the rate of switching between experts:
+
+    v_0 = prior        u = v_t · q(y_t) / Σ_e v_t(e) · q_e(y_t)        v_{t+1} = (1 - α) · u + α · prior
+
+The prediction Σ_e v_t(e) · q_e(y) is again a mixture of the components. With α = 0 it is Bayes' rule: the probability
+of a text is Σ_e prior(e) · Π_t q_e(y_t), so its log loss exceeds that of expert e by at most -log prior(e), whatever
+the stores contain. With α > 0 (fixed share, Herbster & Warmuth 1998) T tokens add at most -T · log(1 - α) to that.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from knnlm.errors import DatastoreCorrupt, ParameterError
+from knnlm.memories.base import Span
+from knnlm.mixture.em import renormalise
+
+_MIN_LOG_PROB = -1e4  # of one token in an update: an expert with probability 0 keeps a weight that is 0 in float64
+
+# What `choose_config` tries.
+_PRIORS = (0.5, 0.2, 0.1, 0.05, 0.02, 0.01)
+_RATES = (0.0, 0.001, 0.003, 0.01, 0.03)
+_MAX_COST = math.log(1.002)  # nats per token of the text it is chosen on, for a larger prior of the model alone
+
+Array = NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class OnlineConfig:
+    """The prior of the language model alone, and the rate of switching between experts."""
+
+    prior: float = 0.1
+    switch_rate: float = 0.003
+
+    def __post_init__(self) -> None:
+        if not 0 < self.prior < 1:
+            raise ParameterError(f"the prior of the model alone must be between 0 and 1, not {self.prior}.")
+        if not 0 <= self.switch_rate < 1:
+            raise ParameterError(f"the switch rate must be at least 0 and below 1, not {self.switch_rate}.")
+
+    @property
+    def bound(self) -> float:
+        """The nats by which a text's log loss can exceed the model's, without switching."""
+        return -math.log(self.prior)
+
+    def log_prior(self, experts: int) -> Array:
+        """Return the (E,) logarithms of the prior: that of the model alone, the rest in equal shares."""
+        others = (1 - self.prior) / (experts - 1)
+        return np.asarray(np.log(np.array([self.prior, *[others] * (experts - 1)])))
+
+    def as_dict(self) -> dict[str, float]:
+        """Return the configuration as JSON types."""
+        return {"prior": self.prior, "switch_rate": self.switch_rate}
+
+    @classmethod
+    def from_dict(cls, stored: Any) -> OnlineConfig:
+        """Validate and read what `as_dict` returned."""
+        try:
+            return cls(float(stored["prior"]), float(stored["switch_rate"]))
+        except (KeyError, TypeError, ValueError, ParameterError) as error:
+            raise DatastoreCorrupt(f"The stored online weights cannot be read ({error}). Tune again.") from None
+
+
+def expert_weights(weights: Tensor, stores: Sequence[slice], abstains: Tensor) -> Tensor:
+    """Return the (N, E, M) component weights of each expert, from the (N, M) weights of the mixture.
+
+    `stores` are the components of each store. With several, each is an expert whose first component has the weight of
+    all stores; where it abstains, the weight goes to the language model.
+    """
+    alone = torch.zeros_like(weights)
+    alone[:, 0] = 1
+    experts = [alone, weights]
+    if len(stores) > 1:
+        without, total = weights.clone(), weights.new_zeros(len(weights))
+        for own in stores:
+            total = total + weights[:, own].sum(1)
+            without[:, own] = 0
+        for own in stores:
+            one = without.clone()
+            one[:, own.start] = total
+            experts.append(renormalise(one, abstains))
+    return torch.stack(experts, 1)
+
+
+def expert_count(stores: int) -> int:
+    """Return the number of experts of a mixture with this many stores."""
+    return 2 + (stores if stores > 1 else 0)
+
+
+def expert_log_probs(weights: Tensor, component_log_probs: Tensor) -> Tensor:
+    """Return the (N, E) log-probabilities of tokens by each expert, in float64, from the (N, M) of the components."""
+    logs = component_log_probs.double().nan_to_num(nan=-torch.inf)[:, None, :]
+    return (logs + weights.double().log()).logsumexp(-1)
+
+
+def update(log_weights: Tensor, log_probs: Tensor, config: OnlineConfig) -> Tensor:
+    """Return the (N, E) log-weights of experts after tokens, from those before and their (N, E) log-probabilities."""
+    after = (log_weights.double() + log_probs.double().clamp(min=_MIN_LOG_PROB)).log_softmax(-1)
+    if not config.switch_rate:
+        return after
+    log_prior = _prior_on(config, after.shape[-1], after.device)
+    return torch.logaddexp(after + math.log1p(-config.switch_rate), log_prior + math.log(config.switch_rate))
+
+
+def posterior(
+    log_probs: Array, begins: NDArray[np.bool_], config: OnlineConfig, *, first: Array | None = None
+) -> Array:
+    """Return the (N, E) log-weights of the experts before each of N tokens, in the order of the texts.
+
+    `log_probs` are the (N, E) log-probabilities of the tokens by each expert; `begins` marks the first tokens of texts.
+    `first` are the (E,) log-weights before the first token, if its text began earlier.
+    """
+    if not len(log_probs):
+        return np.zeros_like(log_probs)
+    log_prior = config.log_prior(log_probs.shape[1])
+    starts = np.repeat(log_prior[None], int(begins[1:].sum()) + 1, 0)  # (texts, E)
+    if first is not None:
+        starts[0] = first
+    clamped = np.maximum(log_probs, _MIN_LOG_PROB)
+    if not config.switch_rate:
+        return _bayes(clamped, begins, starts)
+    return np.log(_fixed_share(clamped, begins, starts, np.exp(log_prior), config.switch_rate))
+
+
+def _bayes(log_probs: Array, begins: NDArray[np.bool_], starts: Array) -> Array:
+    """Return log-weights without switching: sums of logarithms, in which no weight underflows."""
+    before = np.zeros_like(log_probs)
+    np.cumsum(log_probs[:-1], axis=0, out=before[1:])
+    text = np.cumsum(begins[1:], dtype=np.int64)  # of each token but the first, which belongs to text 0
+    text = np.concatenate([[0], text])
+    rows = np.concatenate([[0], np.flatnonzero(begins[1:]) + 1])  # of the first token of each text
+    weights = starts[text] + before - before[rows[text]]
+    return np.asarray(weights - _logsumexp(weights)[:, None])
+
+
+def _fixed_share(log_probs: Array, begins: NDArray[np.bool_], starts: Array, prior: Array, rate: float) -> Array:
+    """Return weights with switching, as products of the matrices that update them.
+
+    An update is linear up to normalisation, so rows are processed in blocks: products of matrices inside all blocks at
+    once, then the weights from block to block. Weights are at least rate · prior, so none underflows.
+    """
+    rows, experts = log_probs.shape
+    probs = np.exp(log_probs - log_probs.max(1, keepdims=True))
+    matrices = rate * prior[:, None] * probs[:, None, :]  # (N, E, E)
+    matrices[:, range(experts), range(experts)] += (1 - rate) * probs
+    matrices[:-1][begins[1:]] = np.repeat(prior[:, None], experts, 1)  # a new text begins with the prior
+    size = math.isqrt(rows - 1) + 1
+    blocks = -(-rows // size)
+    padded = np.broadcast_to(np.eye(experts), (blocks * size, experts, experts)).copy()
+    padded[:rows] = matrices
+    products = padded.reshape(blocks, size, experts, experts)
+    for column in range(1, size):
+        product = products[:, column] @ products[:, column - 1]
+        products[:, column] = product / product.max((1, 2), keepdims=True)
+    first = np.empty((blocks, experts))
+    first[0] = np.exp(starts[0] - starts[0].max())
+    first[0] /= first[0].sum()
+    for block in range(1, blocks):
+        weights = products[block - 1, -1] @ first[block - 1]
+        first[block] = weights / weights.sum()
+    result = np.empty((blocks, size, experts))
+    result[:, 0] = first
+    result[:, 1:] = np.einsum("bsij,bj->bsi", products[:, :-1], first)
+    flat = result.reshape(-1, experts)[:rows]
+    return np.asarray(flat / flat.sum(1, keepdims=True))
+
+
+def _logsumexp(values: Array) -> Array:
+    top = values.max(1)
+    return np.asarray(top + np.log(np.exp(values - top[:, None]).sum(1)))
+
+
+@dataclass(frozen=True)
+class Experts:
+    """The experts of N positions: their weights, and those of the components for each of them."""
+
+    log_weights: Tensor  # (N, E) float64, before the position's token
+    component_weights: Tensor  # (N, E, M)
+
+    def mixed(self) -> Tensor:
+        """Return the (N, M) weights of the components for all experts together."""
+        return (self.log_weights.exp().to(self.component_weights)[:, :, None] * self.component_weights).sum(1)
+
+    def log_probs(self, component_log_probs: Tensor) -> Tensor:
+        """Return the (N, E) log-probabilities of tokens by each expert, in float64."""
+        return expert_log_probs(self.component_weights, component_log_probs)
+
+    def after(self, component_log_probs: Tensor, config: OnlineConfig) -> Tensor:
+        """Return the (N, E) log-weights after tokens with these (N, M) log-probabilities."""
+        return update(self.log_weights, self.log_probs(component_log_probs), config)
+
+
+def span_log_weights(
+    spans: Sequence[Span], log_probs: Tensor | None, config: OnlineConfig, experts: int, device: torch.device
+) -> Tensor:
+    """Return the (N, E) log-weights before each position of some spans.
+
+    `log_probs` are the (N, E) log-probabilities of the token that follows each position, by each expert; those of the
+    last position of a span are not used. None: no span has more than one position that is evidence.
+    """
+    prior = config.log_prior(experts)
+    if log_probs is None:
+        known = _prior_on(config, experts, device)
+        given = [known if span.expert_log_weights is None else span.expert_log_weights for span in spans]
+        return torch.stack([each.to(device) for each, span in zip(given, spans, strict=True) for _ in range(len(span))])
+    result, begin = np.empty(log_probs.shape), 0
+    values = log_probs.cpu().numpy()
+    for span in spans:
+        rows = slice(begin, begin + len(span))
+        first = prior if span.expert_log_weights is None else span.expert_log_weights.double().cpu().numpy()
+        count = evidence_count(span)
+        updated = posterior(values[rows][: count + 1], np.zeros(count + 1, bool), config, first=first)
+        result[begin : begin + count + 1] = updated
+        result[begin + count + 1 : rows.stop] = updated[-1]
+        begin += len(span)
+    return torch.from_numpy(result).to(device)
+
+
+@lru_cache(maxsize=64)
+def _prior_on(config: OnlineConfig, experts: int, device: torch.device) -> Tensor:
+    """Return the (E,) logarithms of the prior on a device; cached, since the host would wait for the copy."""
+    return torch.from_numpy(config.log_prior(experts)).to(device)
+
+
+def evidence_count(span: Span) -> int:
+    """Return how many positions of a span are followed by a token of it that updates online weights."""
+    end = len(span.tokens) if span.evidence is None else min(span.evidence, len(span.tokens))
+    return max(0, end - span.start - 1)
+
+
+def next_tokens(spans: Sequence[Span], device: torch.device) -> Tensor:
+    """Return the (N,) tokens that follow the positions of spans, 0 after the last position of each."""
+    empty = torch.zeros(1, dtype=torch.long, device=device)
+    return torch.cat([part for span in spans for part in (span.tokens[span.start + 1 :].to(device).long(), empty)])
+
+
+def choose_config(log_probs: Array, begins: NDArray[np.bool_]) -> tuple[OnlineConfig, float]:
+    """Choose the prior and the switch rate for (N, E) log-probabilities of tokens; return them and the mean log loss.
+
+    Text of the stores' own domain does not show what a larger prior of the model alone is good for. So the largest
+    prior is chosen whose loss is within 0.2 % of perplexity of the smallest one.
+    """
+    losses = {
+        config: -float(mixed_log_probs(posterior(log_probs, begins, config), log_probs).mean())
+        for config in (OnlineConfig(prior, rate) for prior in _PRIORS for rate in _RATES)
+    }
+    limit = min(losses.values()) + _MAX_COST
+    within = [config for config, loss in losses.items() if loss <= limit]
+    best = min(within, key=lambda config: (-config.prior, losses[config]))
+    return best, losses[best]
+
+
+def mixed_log_probs(log_weights: Array, log_probs: Array) -> Array:
+    """Return the (N,) log-probabilities of tokens by all experts together."""
+    return _logsumexp(log_weights + np.maximum(log_probs, -1e300))

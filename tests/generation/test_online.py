@@ -1,0 +1,155 @@
+"""Generation with online weights: their state follows the text, beams, batches and the cache."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from helpers.models import tiny, tiny_tokenizer
+from helpers.stores import documents
+from knnlm.generation import causal
+from knnlm.generation.causal import KnnForCausalLM
+from knnlm.ingest.build import build
+from knnlm.lm.causal import CausalLM
+from knnlm.mixture.mixture import Mixture
+from knnlm.mixture.online import OnlineConfig
+
+FAMILIES = ["llama", "gpt2", "gemma3"]
+PROMPT = "The memory of a model is the memory of a model and the memory"
+SETTINGS = {"do_sample": False, "eos_token_id": None}
+
+
+def opened(family, folder, memories):
+    lm = CausalLM(tiny(family), tiny_tokenizer(), name=family)
+    store = build(documents(8), folder / "docs.store", lm=lm, window=lm.window(128))
+    mixture = Mixture.open(store.path, lm, memories=memories, k=12, knn_temperature=4.0, use_tuned=False)
+    mixture.online = OnlineConfig(0.3, 0.02)
+    return KnnForCausalLM(mixture)
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def model(request, tmp_path_factory):
+    """A tiny model of each family with memories that depend on the text, and online weights."""
+    return opened(request.param, tmp_path_factory.mktemp("online"), "knn:0.3,cache:0.4,ngram:0.1")
+
+
+@pytest.fixture(scope="module")
+def knn_model(tmp_path_factory):
+    """A tiny model with one λ, which needs no tokens without online weights."""
+    return opened("llama", tmp_path_factory.mktemp("knn"), "knn:0.7")
+
+
+def by_hand(model, ids, *, evidence=None):
+    """Return (T, V) probabilities, with the experts' weights updated token by token in NumPy.
+
+    `evidence` is the number of tokens that update them; None: all.
+    """
+    mixture = model.mixture
+    experts = {}
+    for batch in mixture.read([[*ids[1:], 0]]):  # one more target, so that the last position is read too
+        mixed = mixture.predict(batch.context, online=False)
+        dense = torch.stack([component.log_probs().exp() for component in mixed.components], 1).double()  # (N, M, V)
+        alone = torch.zeros_like(mixed.weights)
+        alone[:, 0] = 1
+        pairs = torch.stack([alone, mixed.weights], 1).double()
+        experts |= dict(zip(batch.rows.tolist(), torch.einsum("nem,nmv->nev", pairs, dense).numpy(), strict=True))
+    config = mixture.online
+    prior = np.array([config.prior, 1 - config.prior])
+    weights, rows = prior, []
+    for position in range(len(ids)):
+        rows.append(weights @ experts[position])
+        following = position + 1
+        if following < (len(ids) if evidence is None else evidence):
+            after = weights * experts[position][:, ids[following]]
+            weights = (1 - config.switch_rate) * after / after.sum() + config.switch_rate * prior
+    return torch.from_numpy(np.stack(rows)).float()
+
+
+def greedy_by_hand(model, ids, count):
+    ids, prompt_length = list(ids), len(ids)
+    for _ in range(count):
+        ids.append(int(by_hand(model, ids, evidence=prompt_length)[-1].argmax()))
+    return ids
+
+
+@torch.no_grad()
+def test_whole_text_equals_updates_by_hand(model):
+    ids = model.mixture.lm.prompt(PROMPT)
+    logits = model(torch.tensor([ids])).logits[0]
+    torch.testing.assert_close(logits.exp(), by_hand(model, ids), rtol=1e-3, atol=1e-5)
+
+
+def test_steps_with_a_cache_equal_the_whole_text(model):
+    steps_equal_the_whole(model)
+
+
+def test_steps_with_one_lambda_equal_the_whole_text(knn_model):
+    steps_equal_the_whole(knn_model)
+
+
+@torch.no_grad()
+def steps_equal_the_whole(model):
+    ids = torch.tensor([model.mixture.lm.prompt(PROMPT)])
+    whole = model(ids, use_cache=False).logits
+    past, steps = None, []
+    for begin, end in ((0, 5), (5, 6), (6, 9), *((n, n + 1) for n in range(9, ids.shape[1]))):
+        output = model(ids[:, begin:end], past_key_values=past, use_cache=True)
+        past = output.past_key_values
+        steps.append(output.logits)
+    torch.testing.assert_close(torch.cat(steps, 1).exp(), whole.exp(), rtol=1e-3, atol=1e-5)
+
+
+@torch.no_grad()
+def test_last_logits_alone_are_those_of_the_whole_text(model):
+    ids = torch.tensor([model.mixture.lm.prompt(PROMPT)])
+    whole, last = model(ids).logits, model(ids, logits_to_keep=1).logits
+    assert last.shape[1] == 1
+    torch.testing.assert_close(last.exp(), whole[:, -1:].exp(), rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.parametrize("use_cache", [True, False])
+def test_only_the_prompt_is_evidence_in_generation(model, use_cache):
+    ids = model.mixture.lm.prompt(PROMPT)
+    generated = model.generate(torch.tensor([ids]), max_new_tokens=8, use_cache=use_cache, **SETTINGS)
+    assert generated[0].tolist() == greedy_by_hand(model, ids, 8)
+
+
+def test_own_output_gives_a_looping_component_no_weight(model):
+    ids = torch.tensor([model.mixture.lm.prompt(PROMPT)])
+    output = model.generate(ids, max_new_tokens=12, return_dict_in_generate=True, **SETTINGS)
+    weights = output.past_key_values.knnlm_state.expert_log_weights.keys[0, 0]  # (T, E)
+    prompt = ids.shape[1]
+    assert len(weights) == prompt + 11
+    assert (weights[prompt - 1 :] == weights[prompt - 1]).all()
+    assert not torch.equal(weights[prompt - 1], weights[0])
+
+
+def test_beams_are_the_same_with_and_without_a_cache(model):
+    ids = torch.tensor([model.mixture.lm.prompt(PROMPT)])
+    beams = [
+        model.generate(ids, max_new_tokens=6, num_beams=3, use_cache=use_cache, **SETTINGS)
+        for use_cache in (True, False)
+    ]
+    assert torch.equal(*beams)
+
+
+def test_padded_batch_generates_what_each_prompt_generates_alone(model):
+    lm = model.mixture.lm
+    prompts = [lm.prompt(PROMPT), lm.prompt("a model and the")]
+    length = max(map(len, prompts))
+    ids = torch.tensor([[0] * (length - len(each)) + each for each in prompts])
+    mask = torch.tensor([[0] * (length - len(each)) + [1] * len(each) for each in prompts])
+    together = model.generate(ids, attention_mask=mask, max_new_tokens=6, pad_token_id=0, **SETTINGS)
+    for row, each in zip(together, prompts, strict=True):
+        assert row[length:].tolist() == greedy_by_hand(model, each, 6)[len(each) :]
+
+
+def test_evidence_is_limited_to_the_last_tokens_of_a_prompt(model, monkeypatch):
+    ids = torch.tensor([model.mixture.lm.prompt(PROMPT)])
+    monkeypatch.setattr(causal, "EVIDENCE_TOKENS", 4)
+    output = model.generate(ids, max_new_tokens=2, return_dict_in_generate=True, **SETTINGS)
+    weights = output.past_key_values.knnlm_state.expert_log_weights.keys[0, 0].exp()
+    prior = torch.tensor([0.3, 0.7], dtype=torch.float64)
+    torch.testing.assert_close(weights[: ids.shape[1] - 3], prior.expand(ids.shape[1] - 3, 2))
+    assert not torch.allclose(weights[ids.shape[1] - 1], prior)
