@@ -60,9 +60,8 @@ def test_replay_equals_an_evaluation(lm, mixture, trace, k, knn_temperature, lmb
     opened = Mixture.open(mixture.knn.store.path, lm, k=k, knn_temperature=knn_temperature, lmbda=lmbda)
     measured = opened.evaluate(documents(5, start=100)).as_dict()
     replayed = trace.replay(k=k, knn_temperature=knn_temperature, lmbda=lmbda).as_dict()
-    assert [replayed.pop(name) for name in ("metric", "weights")] == [
-        measured.pop(name) for name in ("metric", "weights")
-    ]
+    names = ("metric", "weights", "online")
+    assert [replayed.pop(name) for name in names] == [measured.pop(name) for name in names]
     (mine,), (theirs,) = replayed.pop("memories"), measured.pop("memories")
     assert mine.pop("weight") == pytest.approx(theirs.pop("weight"), abs=1e-6)
     assert mine == theirs
@@ -128,7 +127,7 @@ def test_best_setting_is_the_smallest_of_the_table(trace):
 
 
 def test_tuning_is_saved_with_the_sources_of_its_text(lm, mixture):
-    result = mixture.tune(documents(5, start=100), weights="fixed", sources=["held-out.txt"])
+    result = mixture.tune(documents(5, start=100), weights="fixed", online=False, sources=["held-out.txt"])
     k, knn_temperature, lmbda, perplexity = result.sweep.best
     assert result.perplexity == perplexity
     opened = Mixture.open(mixture.knn.store.path, lm)

@@ -249,7 +249,7 @@ def test_invalid_saved_tuning_is_refused(lm, path, tmp_path, change, message):
     copied = shutil.copytree(path, tmp_path / "copy")
     tuning = {
         "memories": [{"kind": "knn", "path": None, "metric": "l2", "settings": [[4, 1.0]], "identity": None}],
-        "weights": {"kind": "fixed", "values": [0.5, 0.5]},
+        "weights": {"kind": "fixed", "online": None, "values": [0.5, 0.5]},
         "metadata": {},
     }
     change(tuning)

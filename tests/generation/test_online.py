@@ -14,6 +14,7 @@ from knnlm.ingest.build import build
 from knnlm.lm.causal import CausalLM
 from knnlm.mixture.mixture import Mixture
 from knnlm.mixture.online import OnlineConfig
+from knnlm.mixture.spec import MixtureOptions
 
 FAMILIES = ["llama", "gpt2", "gemma3"]
 PROMPT = "The memory of a model is the memory of a model and the memory"
@@ -23,7 +24,9 @@ SETTINGS = {"do_sample": False, "eos_token_id": None}
 def opened(family, folder, memories):
     lm = CausalLM(tiny(family), tiny_tokenizer(), name=family)
     store = build(documents(8), folder / "docs.store", lm=lm, window=lm.window(128))
-    mixture = Mixture.open(store.path, lm, memories=memories, k=12, knn_temperature=4.0, use_tuned=False)
+    options = MixtureOptions(cache_generated=True)  # as in evaluation, where all tokens are given
+    settings = {"k": 12, "knn_temperature": 4.0, "use_tuned": False}
+    mixture = Mixture.open(store.path, lm, memories=memories, options=options, **settings)
     mixture.online = OnlineConfig(0.3, 0.02)
     return KnnForCausalLM(mixture)
 
@@ -118,7 +121,7 @@ def test_only_the_prompt_is_evidence_in_generation(model, use_cache):
 def test_own_output_gives_a_looping_component_no_weight(model):
     ids = torch.tensor([model.mixture.lm.prompt(PROMPT)])
     output = model.generate(ids, max_new_tokens=12, return_dict_in_generate=True, **SETTINGS)
-    weights = output.past_key_values.knnlm_state.expert_log_weights.keys[0, 0]  # (T, E)
+    weights = output.past_key_values.knnlm_state.online.keys[0, 0]  # (T, E)
     prompt = ids.shape[1]
     assert len(weights) == prompt + 11
     assert (weights[prompt - 1 :] == weights[prompt - 1]).all()
@@ -149,7 +152,7 @@ def test_evidence_is_limited_to_the_last_tokens_of_a_prompt(model, monkeypatch):
     ids = torch.tensor([model.mixture.lm.prompt(PROMPT)])
     monkeypatch.setattr(causal, "EVIDENCE_TOKENS", 4)
     output = model.generate(ids, max_new_tokens=2, return_dict_in_generate=True, **SETTINGS)
-    weights = output.past_key_values.knnlm_state.expert_log_weights.keys[0, 0].exp()
+    weights = output.past_key_values.knnlm_state.online.keys[0, 0].exp()
     prior = torch.tensor([0.3, 0.7], dtype=torch.float64)
     torch.testing.assert_close(weights[: ids.shape[1] - 3], prior.expand(ids.shape[1] - 3, 2))
     assert not torch.allclose(weights[ids.shape[1] - 1], prior)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import time
 
@@ -21,6 +22,7 @@ from knnlm.ingest.build import build
 from knnlm.lm.causal import CausalLM
 from knnlm.lm.detokenizer import Detokenizer
 from knnlm.mixture.mixture import Mixture
+from knnlm.mixture.online import OnlineConfig
 from knnlm.mixture.spec import MixtureOptions
 from knnlm.server.engine import history as history_module
 from knnlm.server.engine import scheduler as scheduler_module
@@ -513,3 +515,66 @@ def test_sampled_token_is_in_the_nucleus(logits, temperature, top_p, seed):
     probs = (right / temperature).softmax(0)
     more_probable = float(probs[probs > probs[token] * (1 + 1e-5)].sum())
     assert more_probable < top_p + 1e-5
+
+
+ONLINE = OnlineConfig(0.3, 0.02)
+
+
+@pytest.fixture(params=["llama", "gpt2"])
+def online_mixture(request, tmp_path):
+    lm = CausalLM(tiny(request.param), tiny_tokenizer(), name=request.param)
+    store = build(documents(8), tmp_path / "store", lm=lm, window=lm.window(32))
+    memories = "knn:0.3,cache:0.4,ngram:0.1"
+    mixture = Mixture.open(store.path, lm, memories=memories, k=8, knn_temperature=4.0, use_tuned=False)
+    mixture.online = ONLINE
+    return mixture
+
+
+def test_online_weights_of_sequences_in_a_batch_equal_generate(online_mixture, monkeypatch):
+    """Prompts are read in chunks, so that their state is carried from chunk to chunk."""
+    monkeypatch.setattr(scheduler_module, "MAX_PROMPT_CHUNK", 5)
+    scheduler = start_scheduler(online_mixture)
+    try:
+        requests = [make_request(scheduler, prompt, 9) for prompt in PROMPTS]
+        handles = [scheduler.submit(request) for request in requests]
+        found = [tokens_of(handle) for handle in handles]
+    finally:
+        scheduler.stop()
+    for prompt, tokens in zip(PROMPTS, found, strict=True):
+        given = torch.tensor([online_mixture.lm.prompt(prompt)])
+        settings = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0, "return_dict_in_generate": True}
+        alone = KnnForCausalLM(online_mixture).generate(given, max_new_tokens=9, output_logits=True, **settings)
+        assert ids(tokens) == alone.sequences[0, given.shape[1] :].tolist()
+        expected = [float(logits[0, token.id]) for logits, token in zip(alone.logits, tokens, strict=True)]
+        assert [token.log_p for token in tokens] == pytest.approx(expected, rel=1e-3, abs=1e-4)
+        weights = [token.weight for token in tokens]
+        assert max(weights) < 0.7999  # below that of the memories alone, as the model has a share
+
+
+def test_online_weights_of_a_scored_text_equal_evaluation(online_mixture):
+    text = TEXT[:300]
+    tokens = online_mixture.lm.encode(text)
+    expected = online_mixture.evaluate([Document("text", "text", text)])
+    scheduler = start_scheduler(online_mixture)
+    try:
+        start = online_mixture.lm.start_token
+        request = GenerationRequest((start, *tokens), 0, echo=True, start_added=True, windowed=True)
+        scored = tokens_of(scheduler.submit(request))
+    finally:
+        scheduler.stop()
+    assert len(tokens) > 40  # several windows
+    loss = -sum(token.log_p for token in scored) / len(scored)
+    assert math.exp(loss) == pytest.approx(expected.perplexity, rel=1e-4)
+
+
+def test_lambda_of_a_request_replaces_online_weights(online_mixture):
+    scheduler = start_scheduler(online_mixture)
+    try:
+        request = make_request(scheduler, PROMPTS[0], 6, overrides=MemoryOverrides(lmbda=0.6))
+        found = tokens_of(scheduler.submit(request))
+    finally:
+        scheduler.stop()
+    assert all(token.weight == pytest.approx(0.6, abs=0.21) for token in found)  # less where a memory abstains
+    fixed = copy.copy(online_mixture)
+    fixed.online, fixed.lmbda = None, 0.6
+    assert ids(found) == generated(fixed, PROMPTS[0], 6)

@@ -55,6 +55,12 @@ StoreModel = Annotated[
         show_default="the model of the store",
     ),
 ]
+NoOnline = Annotated[
+    bool,
+    typer.Option(
+        "--no-online", help="Without online weights, which return to the model where the memories predict worse."
+    ),
+]
 MEMORIES_HELP = (
     "Memories to mix, separated by commas: knn, cache, ngram, output, knn=STORE, decoder=FOLDER, cache=POSITIONS"
 )
@@ -137,6 +143,7 @@ class MixtureFlags:
     skip_fraction: Annotated[
         float | None, typer.Option(help="Fraction of the searches that the gate skips.", show_default="0")
     ] = None
+    no_online: NoOnline = False
     no_rerank: NoRerank = False
     key_dtype: KeyDtype = "float16"
 
@@ -152,6 +159,7 @@ class MixtureFlags:
             lmbda=self.lmbda,
             metric=self.metric,
             skip_fraction=self.skip_fraction,
+            online=not self.no_online,
             rerank=not self.no_rerank,
             key_dtype=self.key_dtype,
         )

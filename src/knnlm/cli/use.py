@@ -21,6 +21,7 @@ from knnlm.cli.options import (
     MaxNewTokens,
     Metric,
     MixtureFlags,
+    NoOnline,
     NoRerank,
     Store,
     StoreModel,
@@ -50,6 +51,7 @@ if TYPE_CHECKING:
     from knnlm.evaluation.explain import TokenExplanation
     from knnlm.evaluation.tune import Tuning
     from knnlm.mixture.mixture import Mixture
+    from knnlm.mixture.online import OnlineConfig
 
 DEFAULT_MEMORIES = "knn,cache,ngram"
 
@@ -95,6 +97,7 @@ class GridFlags:
     lambdas: Annotated[
         str | None, typer.Option("--lambda", help="Values of λ to try.", show_default="0, 0.01 … 0.99")
     ] = None
+    no_online: NoOnline = False
 
     @property
     def values(self) -> dict[str, Any]:
@@ -153,8 +156,8 @@ def tune(
     else:
         chosen_on = text or []
         mixture = open_mixture(store, model, machine, memories=_memories(store, grid), use_tuned=False, **searching)
-        options = {"weights": grid.weights or "gated", "sources": chosen_on, "limit": limit, **grid.values}
-        result = mixture.tune(_documents(chosen_on, text_field), progress=bar, **options)
+        options = {"weights": grid.weights or "gated", "online": not grid.no_online, "limit": limit, **grid.values}
+        result = mixture.tune(_documents(chosen_on, text_field), sources=chosen_on, progress=bar, **options)
     _show_tuning(store, chosen_on, result, json=json)
 
 
@@ -185,7 +188,8 @@ def _tune_trace(store: Path, path: Path, grid: GridFlags) -> tuple[list[str], Tu
     if grid.memories is not None:
         trace = trace.select(*(spec.label for spec in resolve(parse_memories(grid.memories), store)))
     values = Grid.of(**grid.values)
-    result = tune_trace(trace, Datastore.open(store), weights=grid.weights or "gated", grid=values, progress=bar)
+    options: dict[str, Any] = {"weights": grid.weights or "gated", "online": not grid.no_online, "grid": values}
+    result = tune_trace(trace, Datastore.open(store), progress=bar, **options)
     save_trace_tuning(store, result, trace)
     return trace.metadata["sources"], result
 
@@ -234,7 +238,8 @@ def _show_tuning(store: Path, chosen_on: list[str], result: Tuning, *, json: boo
         }
         figures |= {"base_perplexity": result.base_perplexity, "perplexity": result.perplexity, "at_edge": at_edge}
         texts = {"chosen_on": chosen_on, "tokens": result.tokens, "documents": result.documents}
-        mixed = {"memories": [spec.as_dict() for spec in result.specs], "weights": result.weights.kind}
+        mixed: dict[str, Any] = {"memories": [spec.as_dict() for spec in result.specs]}
+        mixed |= {"weights": result.weights.kind, "online": result.online.as_dict() if result.online else None}
         texts |= {"leaked_documents": result.leaked_documents, "sweep_seconds": result.seconds}
         print_json({"store": str(store), **texts, **mixed, **figures})
         return
@@ -247,6 +252,7 @@ def _show_tuning(store: Path, chosen_on: list[str], result: Tuning, *, json: boo
     figures_shown = f"{result.base_perplexity:.3f} → {result.perplexity:.3f}"
     rows += [
         ("weights", kind),
+        *online_rows(result.online),
         ("perplexity", f"{figures_shown} on that text; measure on another with knnlm eval"),
         ("time", f"{tried:,} settings and the weights in {result.seconds:.1f} s"),
     ]
@@ -292,7 +298,16 @@ def _record(mixture: Mixture, documents: Iterable[Document], path: Path, **readi
     begin = time.perf_counter()
     trace = mixture.record(documents, path, progress=bar, **reading)
     settings = [getattr(memory, "settings", ()) for memory in mixture.memories]
-    return replace(evaluate_trace(trace, settings, mixture.weights), seconds=time.perf_counter() - begin)
+    return replace(
+        evaluate_trace(trace, settings, mixture.weights, mixture.online), seconds=time.perf_counter() - begin
+    )
+
+
+def online_rows(online: OnlineConfig | None) -> list[tuple[str, str]]:
+    """Return the row of a table that describes online weights; none without them."""
+    if online is None:
+        return []
+    return [("  online", f"prior of the model alone {online.prior:g}, switch rate {online.switch_rate:g}")]
 
 
 def _evaluation_rows(result: Evaluation) -> list[tuple[str, str]]:
@@ -305,6 +320,7 @@ def _evaluation_rows(result: Evaluation) -> list[tuple[str, str]]:
         ("  per word", f"{figures['base_word_perplexity']:.2f} → {figures['word_perplexity']:.2f}"),
         ("bits per byte", f"{figures['base_bits_per_byte']:.4f} → {figures['bits_per_byte']:.4f}"),
         ("weights", f"{result.weights}, λ {result.lmbda:.3g}"),
+        *online_rows(result.online),
     ]
     for memory in result.memories:
         votes = f"k {memory['k']}, τ {memory['knn_temperature']:g}, {memory['metric']}, " if "k" in memory else ""

@@ -309,9 +309,7 @@ class TokenScores:
 
     def select(self, rows: slice) -> TokenScores:
         """Return the scores of some rows."""
-        experts = self.experts
-        if experts is not None:
-            experts = Experts(experts.log_weights[rows], experts.component_weights[rows])
+        experts = None if self.experts is None else self.experts.select(rows)
         return TokenScores(self.components[rows], self.mixture[rows], self.weights[rows], experts)
 
     def online(self, begins: Tensor, config: OnlineConfig) -> TokenScores:
@@ -376,7 +374,7 @@ def join_scores(scores: Sequence[TokenScores], rows: Sequence[Tensor]) -> TokenS
         join(each.components for each in scores),
         join(each.mixture for each in scores),
         join(each.weights for each in scores),
-        Experts(join(each.log_weights for each in experts), join(each.component_weights for each in experts))
+        Experts(join(each.states for each in experts), join(each.component_weights for each in experts))
         if experts
         else None,
     )

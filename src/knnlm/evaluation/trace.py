@@ -204,11 +204,13 @@ class Trace:
 
         return replay(self, k=k, knn_temperature=knn_temperature, lmbda=lmbda, memory=memory)
 
-    def tune(self, store: Datastore, *, weights: str = "gated", progress: Progress = silent) -> Tuning:
+    def tune(
+        self, store: Datastore, *, weights: str = "gated", online: bool = True, progress: Progress = silent
+    ) -> Tuning:
         """Choose settings and weights on the trace, and save them in the store that it was recorded with."""
         from knnlm.evaluation.tune import save_trace_tuning, tune_trace
 
-        result = tune_trace(self, store, weights=weights, progress=progress)
+        result = tune_trace(self, store, weights=weights, online=online, progress=progress)
         save_trace_tuning(store.path, result, self)
         return result
 

@@ -23,7 +23,8 @@ from knnlm.errors import ModelError
 from knnlm.lm.causal import CausalLM, eval_mode
 from knnlm.memories.base import LOGITS, Context, Source, Span
 from knnlm.mixture.mixture import Mixture
-from knnlm.mixture.online import OnlineConfig, update
+from knnlm.mixture.online import Experts, OnlineConfig
+from knnlm.mixture.weights import MixturePrediction
 
 _STATE_ATTRIBUTE = "knnlm_state"
 
@@ -53,14 +54,15 @@ class MemoryState:
 
     tokens: _HistoryLayer = field(default_factory=_HistoryLayer)
     keys: dict[Source, _HistoryLayer] = field(default_factory=dict)
-    expert_log_weights: _HistoryLayer = field(default_factory=_HistoryLayer)  # (E,) of online weights at each position
-    expert_log_probs: _HistoryLayer = field(default_factory=_HistoryLayer)  # (E · V,) at the last position, if needed
+    online: _HistoryLayer = field(default_factory=_HistoryLayer)  # the state of online weights at each position
+    # Log-probabilities (M · V,) of the components and their weights by expert (E · M,) at the last position, if needed.
+    pending: _HistoryLayer = field(default_factory=_HistoryLayer)
     reader_caches: dict[int, DynamicCache] = field(default_factory=dict)  # by the reader's number
 
     def attach(self, cache: Cache) -> None:
         """Append the layers that the cache does not have yet."""
         own = [layer for reader_cache in self.reader_caches.values() for layer in reader_cache.layers]
-        online = [layer for layer in (self.expert_log_weights, self.expert_log_probs) if layer.is_initialized]
+        online = [layer for layer in (self.online, self.pending) if layer.is_initialized]
         layers = [self.tokens, *self.keys.values(), *online, *own]
         present = {id(layer) for layer in cache.layers}
         cache.layers.extend(layer for layer in layers if id(layer) not in present)
@@ -75,7 +77,7 @@ class ForwardStep:
     mask: Tensor | None  # (B, all tokens read so far), 0 for padding
     positions: Tensor | None
     kept: slice | Tensor  # which of the T positions are predicted
-    prompt_length: int | None = None  # of the padded prompt; later tokens do not update online weights. None: all do
+    prompt_length: int | None = None  # padding included: later tokens were generated. None: none was
 
 
 def memory_state(cache: Any) -> MemoryState:
@@ -176,35 +178,50 @@ def spans_of(state: MemoryState, step: ForwardStep, online: OnlineConfig | None)
                 for source, layer in state.keys.items()
                 if layer.keys is not None
             }
-            span = Span(tokens[row, start:end], first - start, past)
-            spans.append(span if online is None else _with_experts(span, state, step, online, row=row, first=first))
+            prompt_length = None if step.prompt_length is None else step.prompt_length - start
+            span = Span(tokens[row, start:end], first - start, past, prompt_length=prompt_length)
+            spans.append(span if online is None else _with_state(span, state, step, online, row))
     return spans
 
 
-def _with_experts(
-    span: Span, state: MemoryState, step: ForwardStep, online: OnlineConfig, *, row: int, first: int
-) -> Span:
-    """Return a span with the online weights at its first position, which is `first` among the padded tokens."""
-    start = first - span.start
-    evidence = None if step.prompt_length is None else step.prompt_length - start
-    known = state.expert_log_weights.keys
-    if not state.expert_log_weights.is_initialized or known is None:
-        return replace(span, evidence=evidence)
+def _with_state(span: Span, state: MemoryState, step: ForwardStep, online: OnlineConfig, row: int) -> Span:
+    """Return a span with the state of online weights at its first position, in this row of the batch."""
+    assert state.tokens.values is not None
+    first = _text_start(step.mask, row, state.tokens.values.shape[-2]) + span.start  # among the padded tokens
+    known, pending = state.online.keys, state.pending.keys
+    if not state.online.is_initialized or known is None:
+        return span
     length = known.shape[-2]
-    log_weights = known[row, 0, min(first, length - 1)]
-    pending = state.expert_log_probs.keys
-    if first == length and pending is not None and pending.shape[-2] and (evidence is None or span.start < evidence):
-        experts = len(log_weights)
-        log_probs = pending[row, 0, 0].unflatten(0, (experts, -1))[:, span.tokens[span.start]]
-        log_weights = update(log_weights[None], log_probs[None], online)[0]
-    return replace(span, expert_log_weights=log_weights, evidence=evidence)
+    before = known[row, 0, min(first, length - 1)]  # (S,)
+    given = span.prompt_length is None or span.start < span.prompt_length
+    if first == length and given and pending is not None and pending.shape[-2]:
+        before = _after_pending(before, pending[row, 0, 0], span.tokens[span.start], online)
+    return replace(span, state=before)
 
 
-def append_experts(state: MemoryState, step: ForwardStep, log_weights: Tensor) -> None:
-    """Append the (B, n, E) online weights of the predicted positions; those before them have the first of these."""
-    missing = step.tokens.shape[1] - log_weights.shape[1]
-    earlier = log_weights[:, :1].expand(-1, missing, -1)
-    state.expert_log_weights.append(torch.cat([earlier, log_weights], 1), step.tokens)
+def _after_pending(before: Tensor, pending: Tensor, token: Tensor, online: OnlineConfig) -> Tensor:
+    """Return the (S,) state after the token that follows the last position of the previous step."""
+    experts = len(before)
+    components = int(pending[-1])
+    weights = pending[-1 - experts * components : -1].reshape(1, experts, components)
+    dense = pending[: -1 - experts * components].reshape(components, -1)
+    return Experts(before[None], weights).after(dense[:, token][None], online)[0]
+
+
+def keep_pending(state: MemoryState, step: ForwardStep, last: MixturePrediction) -> None:
+    """Keep what the next token's evidence is computed from: the prediction of the last position of each text."""
+    assert last.experts is not None
+    dense = torch.stack([component.log_probs().float() for component in last.components], 1)  # (B, M, V)
+    weights = last.experts.component_weights  # (B, E, M)
+    count = weights.new_full((len(weights), 1), weights.shape[-1])
+    state.pending.replace(torch.cat([dense.flatten(1), weights.flatten(1), count], 1)[:, None], step.tokens[:, -1:])
+
+
+def keep_states(state: MemoryState, step: ForwardStep, states: Tensor) -> None:
+    """Append the (B, n, S) states of the predicted positions; positions before them get the first of these."""
+    missing = step.tokens.shape[1] - states.shape[1]
+    earlier = states[:, :1].expand(-1, missing, -1)
+    state.online.append(torch.cat([earlier, states], 1), step.tokens)
 
 
 def _text_start(mask: Tensor | None, row: int, total: int) -> int:

@@ -37,7 +37,15 @@ from knnlm.datastore.locks import purge, writer_lock
 from knnlm.datastore.schema import CATALOG_FILE, LOST_FOLDER
 from knnlm.datastore.store import Datastore
 from knnlm.errors import DatastoreError, ModelError
-from knnlm.generation.cache import ForwardStep, MemoryState, advance, append_experts, memory_state, spans_of
+from knnlm.generation.cache import (
+    ForwardStep,
+    MemoryState,
+    advance,
+    keep_pending,
+    keep_states,
+    memory_state,
+    spans_of,
+)
 from knnlm.index.gpu.deferred import defer_checks
 from knnlm.lm.causal import CausalLM, dynamic_shape_attention
 from knnlm.memories.base import LM_LOGITS, Context, Source
@@ -295,17 +303,12 @@ class KnnForCausalLM(PreTrainedModel, GenerationMixin):
     ) -> MixturePrediction:
         """Keep the online weights of every position in the state, and return the prediction of the kept positions."""
         assert mixed.experts is not None
-        append_experts(state, step, mixed.experts.log_weights.unflatten(0, (len(step.tokens), -1)))
+        keep_states(state, step, mixed.experts.states.unflatten(0, (len(step.tokens), -1)))
         if isinstance(kept, int) and kept:
             mixed = self._predict_last(context, state, step, kept)
         if isinstance(cache, Cache):
-            if step.prompt_length is None:
-                # Outside `generate` the next token will be evidence, so its probability by each expert is needed.
-                last = self._predict_last(context, state, step, 1)
-                assert last.experts is not None
-                weights = last.experts.component_weights.unbind(1)
-                dense = torch.stack([replace(last, weights=each, experts=None).log_probs() for each in weights], 1)
-                state.expert_log_probs.replace(dense.flatten(1)[:, None], step.tokens[:, -1:])
+            if step.prompt_length is None:  # outside `generate`, the next token is evidence
+                keep_pending(state, step, self._predict_last(context, state, step, 1))
             state.attach(cache)
         return mixed
 

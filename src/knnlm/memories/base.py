@@ -109,8 +109,8 @@ class Span:
     tokens: Tensor  # (T,) all tokens read so far, the start token first
     start: int  # positions start … T - 1 are predicted
     past: Mapping[Source, Tensor] = field(default_factory=dict)  # (P, D) keys of the P positions before `start`
-    expert_log_weights: Tensor | None = None  # (E,) online weights at `start`; None: their prior
-    evidence: int | None = None  # tokens[start + 1 : evidence] update online weights; None: all tokens after `start`
+    state: Tensor | None = None  # (S,) of the online weights at `start`; None: that of the beginning of a text
+    prompt_length: int | None = None  # tokens from here on were generated; None: none was
 
     def __len__(self) -> int:
         return len(self.tokens) - self.start

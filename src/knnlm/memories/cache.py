@@ -1,7 +1,8 @@
 """Earlier positions of the text being read vote for the next token.
 
 The continuous cache (Grave et al. 2017): a text tends to repeat itself. The vote is that of a store, over the pairs
-(key of an earlier position, token that followed it).
+(key of an earlier position, token that followed it). Tokens that the mixture generated do not vote, unless `generated`
+is set: each copy of its own output would make the next copy more probable.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ class CacheMemory(NeighbourMemory):
         metric: str = "l2",
         others: Sequence[VoteParams] = (),
         source: Source | None = None,
+        generated: bool = False,
     ) -> None:
         check_metric(metric)
         if window < 1:
@@ -43,6 +45,7 @@ class CacheMemory(NeighbourMemory):
         self.metric = metric
         self.settings = (VoteParams(k, knn_temperature), *others)
         self.source = source or Source()
+        self.generated = generated
 
     def retrieve(self, context: Context, k: int | None = None) -> RetrievedNeighbours:
         """Return the nearest earlier positions of each position in its own text; ids count from its beginning."""
@@ -66,6 +69,8 @@ class CacheMemory(NeighbourMemory):
         hidden = torch.ones(distances.shape, dtype=torch.bool, device=keys.device).triu_(len(past))
         if len(stored) > self.history_length:
             hidden |= torch.ones_like(hidden).tril_(len(past) - self.history_length - 1)
+        if span.prompt_length is not None and not self.generated:
+            hidden[:, max(0, span.prompt_length - 1 - first) :] = True  # those that a generated token follows
         distances.masked_fill_(hidden, torch.inf)
         k = min(out.ids.shape[1], len(stored))
         nearest, columns = distances.topk(k, largest=False)

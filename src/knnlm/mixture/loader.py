@@ -195,6 +195,7 @@ class _Loader:
             metric=spec.metric or "l2",
             others=others,
             source=Source(0, place.place, place.layer),
+            generated=self.options.cache_generated,
         )
 
     def _decoder(self, spec: MemorySpec) -> DecoderMemory:

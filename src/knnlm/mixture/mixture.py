@@ -23,11 +23,11 @@ from knnlm.mixture.loader import check_model, load_mixture, specs_of
 from knnlm.mixture.online import (
     Experts,
     OnlineConfig,
-    evidence_count,
     expert_log_probs,
     expert_weights,
+    has_evidence,
     next_tokens,
-    span_log_weights,
+    span_states,
 )
 from knnlm.mixture.readers import ReadBatch, Readers
 from knnlm.mixture.spec import DEFAULTS, MemorySpec, MixtureOptions, MixtureRequest, SavedMixture
@@ -322,6 +322,7 @@ class Mixture:
         ks: Sequence[int] | None = None,
         knn_temperatures: Sequence[float] | None = None,
         lambdas: Sequence[float] | None = None,
+        online: bool = True,
         sources: Sequence[str] = (),
         limit: int | None = None,
         batch_tokens: int | None = None,
@@ -330,13 +331,14 @@ class Mixture:
         """Choose settings and weights on held-out documents, save them in the store and apply them to this mixture.
 
         `weights` is fixed, fitted, buckets or gated. `ks`, `knn_temperatures` and `lambdas` are the values to try.
+        `online` adds online weights, which return to the language model in a text that the memories predict worse.
         """
         from knnlm.evaluation.sweep import Grid
         from knnlm.evaluation.tune import tune
 
         grid = Grid.of(ks, knn_temperatures, lambdas)
         reading: dict[str, Any] = {"limit": limit, "batch_tokens": batch_tokens, "progress": progress}
-        return tune(self, documents, weights=weights, grid=grid, sources=sources, **reading)
+        return tune(self, documents, weights=weights, grid=grid, online=online, sources=sources, **reading)
 
     def record(
         self,
@@ -378,10 +380,10 @@ class Mixture:
             prior = torch.from_numpy(self.online.log_prior(by_expert.shape[1])).to(weights.device)
             return Experts(prior.expand(by_expert.shape[:2]), by_expert)
         log_probs = None
-        if any(evidence_count(span) for span in spans):
+        if has_evidence(spans):
             tokens = next_tokens(spans, weights.device)
             log_probs = expert_log_probs(by_expert, torch.stack([each.log_prob(tokens) for each in components], 1))
-        return Experts(span_log_weights(spans, log_probs, self.online, by_expert.shape[1], weights.device), by_expert)
+        return Experts(span_states(spans, log_probs, self.online, by_expert.shape[1], weights.device), by_expert)
 
     def _predict_weighted(
         self, context: Context, retrieved: Retrieved | None, lm: MemoryOutput, weights: Sequence[float]

@@ -185,66 +185,94 @@ def _logsumexp(values: Array) -> Array:
 
 @dataclass(frozen=True)
 class Experts:
-    """The experts of N positions: their weights, and those of the components for each of them."""
+    """The experts at N positions: their weights, and those of the components for each of them."""
 
-    log_weights: Tensor  # (N, E) float64, before the position's token
+    states: Tensor  # (N, E) float64: log-weights of the experts before the token that follows each position
     component_weights: Tensor  # (N, E, M)
+
+    def select(self, rows: slice | Tensor) -> Experts:
+        """Return the experts at some positions."""
+        return Experts(self.states[rows], self.component_weights[rows])
 
     def mixed(self) -> Tensor:
         """Return the (N, M) weights of the components for all experts together."""
-        return (self.log_weights.exp().to(self.component_weights)[:, :, None] * self.component_weights).sum(1)
+        return (self.states.exp().to(self.component_weights)[:, :, None] * self.component_weights).sum(1)
 
     def log_probs(self, component_log_probs: Tensor) -> Tensor:
         """Return the (N, E) log-probabilities of tokens by each expert, in float64."""
         return expert_log_probs(self.component_weights, component_log_probs)
 
     def after(self, component_log_probs: Tensor, config: OnlineConfig) -> Tensor:
-        """Return the (N, E) log-weights after tokens with these (N, M) log-probabilities."""
-        return update(self.log_weights, self.log_probs(component_log_probs), config)
+        """Return the (N, E) states after tokens with these (N, M) log-probabilities."""
+        return update(self.states, self.log_probs(component_log_probs), config)
 
 
-def span_log_weights(
+def span_states(
     spans: Sequence[Span], log_probs: Tensor | None, config: OnlineConfig, experts: int, device: torch.device
 ) -> Tensor:
-    """Return the (N, E) log-weights before each position of some spans.
+    """Return the (N, E) states at the positions of some spans.
 
-    `log_probs` are the (N, E) log-probabilities of the token that follows each position, by each expert; those of the
-    last position of a span are not used. None: no span has more than one position that is evidence.
+    `log_probs` are the (N, E) log-probabilities by each expert of the tokens that `next_tokens` returns. None: none of
+    the tokens is evidence.
     """
-    prior = config.log_prior(experts)
     if log_probs is None:
-        known = _prior_on(config, experts, device)
-        given = [known if span.expert_log_weights is None else span.expert_log_weights for span in spans]
-        return torch.stack([each.to(device) for each, span in zip(given, spans, strict=True) for _ in range(len(span))])
+        prior = _prior_on(config, experts, device)
+        given = [prior if span.state is None else span.state.to(device) for span in spans]
+        return torch.stack([each for each, span in zip(given, spans, strict=True) for _ in range(len(span))])
     result, begin = np.empty(log_probs.shape), 0
     values = log_probs.cpu().numpy()
-    for span in spans:
-        rows = slice(begin, begin + len(span))
-        first = prior if span.expert_log_weights is None else span.expert_log_weights.double().cpu().numpy()
-        count = evidence_count(span)
-        updated = posterior(values[rows][: count + 1], np.zeros(count + 1, bool), config, first=first)
+    for text in _texts(spans):
+        span, length = text[0], sum(map(len, text))
+        first = config.log_prior(experts) if span.state is None else span.state.double().cpu().numpy()
+        count = _evidence_count(text)
+        updated = posterior(
+            values[begin : begin + count + 1], np.zeros(count + 1, bool), config, first=first
+        )  # (count + 1, E)
         result[begin : begin + count + 1] = updated
-        result[begin + count + 1 : rows.stop] = updated[-1]
-        begin += len(span)
+        result[begin + count + 1 : begin + length] = updated[-1]
+        begin += length
     return torch.from_numpy(result).to(device)
+
+
+def has_evidence(spans: Sequence[Span]) -> bool:
+    """Whether a token of some spans updates the states of later positions."""
+    return any(_evidence_count(text) for text in _texts(spans))
+
+
+def next_tokens(spans: Sequence[Span], device: torch.device) -> Tensor:
+    """Return the (N,) tokens that follow the positions of spans, 0 where that is not known."""
+    tokens = []
+    for text in _texts(spans):
+        known = text[-1].tokens[text[0].start + 1 :].to(device).long()
+        tokens += [known, torch.zeros(1, dtype=torch.long, device=device)]
+    return torch.cat(tokens)
+
+
+def _texts(spans: Sequence[Span]) -> list[list[Span]]:
+    """Join spans that continue the span before them: windows of one text."""
+    texts: list[list[Span]] = []
+    for span in spans:
+        before = texts[-1][-1] if texts else None
+        if before is not None and span.state is None and span.start == len(before.tokens):
+            same = span.tokens.data_ptr() == before.tokens.data_ptr()  # views of one tensor
+            if same and len(before.tokens):
+                texts[-1].append(span)
+                continue
+        texts.append([span])
+    return texts
+
+
+def _evidence_count(text: Sequence[Span]) -> int:
+    """Return how many positions of a text are followed by a token of it that was not generated."""
+    first, last = text[0], text[-1]
+    end = len(last.tokens) if last.prompt_length is None else min(last.prompt_length, len(last.tokens))
+    return max(0, end - first.start - 1)
 
 
 @lru_cache(maxsize=64)
 def _prior_on(config: OnlineConfig, experts: int, device: torch.device) -> Tensor:
     """Return the (E,) logarithms of the prior on a device; cached, since the host would wait for the copy."""
     return torch.from_numpy(config.log_prior(experts)).to(device)
-
-
-def evidence_count(span: Span) -> int:
-    """Return how many positions of a span are followed by a token of it that updates online weights."""
-    end = len(span.tokens) if span.evidence is None else min(span.evidence, len(span.tokens))
-    return max(0, end - span.start - 1)
-
-
-def next_tokens(spans: Sequence[Span], device: torch.device) -> Tensor:
-    """Return the (N,) tokens that follow the positions of spans, 0 after the last position of each."""
-    empty = torch.zeros(1, dtype=torch.long, device=device)
-    return torch.cat([part for span in spans for part in (span.tokens[span.start + 1 :].to(device).long(), empty)])
 
 
 def choose_config(log_probs: Array, begins: NDArray[np.bool_]) -> tuple[OnlineConfig, float]:

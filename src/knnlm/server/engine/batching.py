@@ -33,6 +33,7 @@ class Prompt:
     tokens: list[int]
     done: int = 0  # tokens read
     cache: Any = None
+    state: Tensor | None = None  # (S,) of the online weights after the tokens read; None: none was evidence
 
     @property
     def remaining(self) -> int:

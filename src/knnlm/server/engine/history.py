@@ -174,8 +174,12 @@ def _with_weights(
 
 
 def _weights(mixture: Mixture, components: Sequence[ComponentLogProbs]) -> Tensor:
-    """Return the (N, M) weights of a mixture; a gate keeps those of the trace, as its inputs have not changed."""
-    if isinstance(mixture.weights, FixedWeights):
+    """Return the (N, M) weights of a mixture.
+
+    A gate and online weights keep those of the trace: the inputs of a gate have not changed, and those of online
+    weights (the tokens of a prompt) need not be in the trace.
+    """
+    if isinstance(mixture.weights, FixedWeights) and mixture.online is None:
         abstains = torch.tensor([each.abstains for each in components])
         return renormalise(torch.tensor(mixture.weights.values, dtype=torch.float64), abstains)
     return torch.tensor([each.weights for each in components], dtype=torch.float64)

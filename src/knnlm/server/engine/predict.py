@@ -36,6 +36,7 @@ from knnlm.server.engine.requests import (
 )
 
 _CONTEXT_BEFORE, _CONTEXT_AFTER = 16, 8  # tokens around a source
+_UNSCORED = ScoredToken(-1, math.nan, math.nan, None, math.nan, 0.0, None)  # in the place of one that is not shown
 _MAX_MIXTURES = 256  # each is a few small objects
 
 
@@ -73,6 +74,8 @@ class MixtureCache:
             base.lm,
             memories,
             weights=weights,
+            # λ in a request is the paper's kNN-LM; other weights than the tuned ones keep the online weights.
+            online=base.online if overrides.lmbda is None else None,
             readers=base.readers,
             labels=[base.labels[number] for number in chosen],
             store=base.store,
@@ -135,6 +138,7 @@ class PositionRequest:
     request: GenerationRequest
     samplers: Sequence[Callable[[Tensor], int]] = ()  # one for each continuation; none: `target` is the next token
     target: int = -1
+    scored: bool = True  # False: the token only updates the online weights
 
 
 @dataclass(frozen=True)
@@ -145,6 +149,24 @@ class ForwardResult:
     context: Context
     positions: Sequence[PositionRequest]
     one_prompt: bool  # the positions are not split into groups
+
+    def with_states(self, states: Sequence[Tensor | None], prompt_lengths: Sequence[int | None]) -> ForwardResult:
+        """Return the result with the state of the online weights and the prompt's length for each span, if any."""
+        if not self.context.spans:
+            return self
+        spans = [
+            replace(span, state=state, prompt_length=length)
+            for span, state, length in zip(self.context.spans, states, prompt_lengths, strict=True)
+        ]
+        return replace(self, context=replace(self.context, spans=spans))
+
+
+@dataclass(frozen=True)
+class PredictedPosition:
+    """The next tokens of a position, one for each continuation, and the state of the online weights after it."""
+
+    tokens: list[ScoredToken]
+    state: Tensor | None  # (S,) after the known token, or before the sampled ones; None: without online weights
 
 
 @dataclass
@@ -177,15 +199,14 @@ class Times:
     searched: int = 0  # positions
 
 
-def predict_batch(mixtures: MixtureCache, results: Sequence[ForwardResult], times: Times) -> list[list[ScoredToken]]:
+def predict_batch(mixtures: MixtureCache, results: Sequence[ForwardResult], times: Times) -> list[PredictedPosition]:
     """Return the next tokens of each position: one, or one for each continuation."""
-    tokens: list[list[ScoredToken]] = [[] for result in results for _ in result.positions]
+    by_row: dict[int, PredictedPosition] = {}
     groups = _groups(mixtures, results)
     retrieved = _retrieve(mixtures, results, groups, times=times)
     for group in groups:
-        for row, predicted in zip(group.rows, _GroupPredictor(mixtures, group, retrieved).tokens(), strict=True):
-            tokens[row] = predicted
-    return tokens
+        by_row.update(zip(group.rows, _GroupPredictor(mixtures, group, retrieved).predict(), strict=True))
+    return [by_row[row] for row in range(len(by_row))]
 
 
 def _groups(mixtures: MixtureCache, results: Sequence[ForwardResult]) -> list[_Group]:
@@ -193,10 +214,7 @@ def _groups(mixtures: MixtureCache, results: Sequence[ForwardResult]) -> list[_G
     groups: dict[tuple[int, bool], _Group] = {}
     first = 0
     for result in results:
-        kinds = [
-            (mixtures.get(position.request.overrides), bool(position.samplers) or position.request.alternatives > 0)
-            for position in result.positions
-        ]
+        kinds = [(mixtures.get(position.request.overrides), _is_dense(position)) for position in result.positions]
         keys = [(id(mixture), dense) for mixture, dense in kinds]
         if result.one_prompt or len(set(keys)) == 1:
             mixture, dense = kinds[0][0], any(dense for _, dense in kinds)
@@ -207,6 +225,11 @@ def _groups(mixtures: MixtureCache, results: Sequence[ForwardResult]) -> list[_G
                 groups.setdefault(key, _Group(*kinds[rows[0]])).add(result, first, rows)
         first += len(result.positions)
     return list(groups.values())
+
+
+def _is_dense(position: PositionRequest) -> bool:
+    """Whether a position needs the distribution over the vocabulary."""
+    return bool(position.samplers) or (position.scored and position.request.alternatives > 0)
 
 
 def _retrieve(
@@ -254,16 +277,30 @@ class _GroupPredictor:
         )
         self.mixed = self.mixture.predict(context, self.retrieved)
 
-    def tokens(self) -> Iterator[list[ScoredToken]]:
-        """Yield the next tokens of each position."""
+    def predict(self) -> Iterator[PredictedPosition]:
+        """Yield the next tokens of each position, and the states of the online weights."""
         dense = self.mixed.log_probs() if self.group.dense else None
         counts = [max(1, len(position.samplers)) for position in self.positions]
         copies = []
         for number in range(max(counts)):
             targets = [self._target(row, number, dense) for row in range(len(self.positions))]
             copies.append(self._score(targets, dense))
-        for row, count in enumerate(counts):
-            yield [copies[number][row] for number in range(count)]
+        states = self._states()
+        for row, (count, position) in enumerate(zip(counts, self.positions, strict=True)):
+            tokens = [copies[number][row] for number in range(count)] if position.scored else []
+            yield PredictedPosition(tokens, states[row] if states is not None else None)
+
+    def _states(self) -> Tensor | None:
+        """Return the (N, S) states of the online weights after known tokens, and before sampled ones."""
+        experts = self.mixed.experts
+        if experts is None or self.mixture is None or self.mixture.online is None:
+            return None
+        known = torch.tensor([max(0, position.target) for position in self.positions], device=self.logits.device)
+        sampled = torch.tensor([bool(position.samplers) for position in self.positions], device=self.logits.device)
+        if sampled.all():
+            return experts.states
+        after = experts.after(self.mixed.component_log_probs(known), self.mixture.online)
+        return torch.where(sampled[:, None], experts.states, after)
 
     def _target(self, row: int, number: int, dense: Tensor | None) -> int:
         """Return the known or sampled next token of a position; 0 for a copy that it does not have."""
@@ -284,6 +321,9 @@ class _GroupPredictor:
         tokens = []
         columns = (logs.tolist(), weights.tolist(), abstains.tolist(), mixed.tolist())
         for row, (own, weight, abstain, log_p) in enumerate(zip(*columns, strict=True)):
+            if not self.positions[row].scored:
+                tokens.append(_UNSCORED)
+                continue
             components = ComponentLogProbs(tuple(own), tuple(weight), tuple(abstain))
             token = scored_token(targets[row], log_p, components)
             token.neighbours = neighbours[row] if neighbours else None

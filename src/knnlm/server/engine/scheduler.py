@@ -20,11 +20,18 @@ import torch
 
 from knnlm.datastore.store import Datastore
 from knnlm.errors import KnnlmError
-from knnlm.generation.causal import KnnForCausalLM
+from knnlm.generation.causal import EVIDENCE_TOKENS, KnnForCausalLM
 from knnlm.mixture.mixture import Mixture
 from knnlm.server.engine.batching import BatchedCache, Prompt, SequenceCache, WindowedPrompt, choose_cache, read_prompt
 from knnlm.server.engine.history import TraceCache
-from knnlm.server.engine.predict import ForwardResult, MixtureCache, PositionRequest, Times, predict_batch
+from knnlm.server.engine.predict import (
+    ForwardResult,
+    MixtureCache,
+    PositionRequest,
+    PredictedPosition,
+    Times,
+    predict_batch,
+)
 from knnlm.server.engine.requests import (
     Busy,
     ErrorEvent,
@@ -211,11 +218,11 @@ class Scheduler:
             prompt_results, prompts = self._read_prompts()
             results += prompt_results
             self.forward_seconds += time.perf_counter() - began
-            tokens = iter(predict_batch(self.mixtures, results, self.times) if results else [])
+            predicted = iter(predict_batch(self.mixtures, results, self.times) if results else [])
             for sequence in self._sequences:
-                self._advance(sequence, next(tokens)[0])
+                self._advance(sequence, next(predicted).tokens[0])
             for pending, positions in prompts:
-                self._advance_prompt(pending, [next(tokens) for _ in range(positions)])
+                self._advance_prompt(pending, [next(predicted) for _ in range(positions)])
             self._keep([row for row, sequence in enumerate(self._sequences) if sequence.reason is None])
         except Exception as error:
             _log.exception("a step of the scheduler failed")
@@ -273,7 +280,10 @@ class Scheduler:
         logits, context = self._cache.step([sequence.last_token for sequence in self._sequences])
         self.tokens_read += len(self._sequences)
         positions = [PositionRequest(sequence.handle.request, [sequence.draw]) for sequence in self._sequences]
-        return [ForwardResult(logits, context, positions, one_prompt=False)]
+        result = ForwardResult(logits, context, positions, one_prompt=False)
+        # Generated tokens do not update the online weights: their state stays that of the prompt.
+        lengths = [len(sequence.handle.request.tokens) for sequence in self._sequences]
+        return [result.with_states([sequence.state for sequence in self._sequences], lengths)]
 
     def _read_prompts(self) -> tuple[list[ForwardResult], list[tuple[_PendingPrompt, int]]]:
         """Read chunks of prompts, and return the results and the number of positions to predict of each prompt."""
@@ -286,31 +296,45 @@ class Scheduler:
             count = 0
             if prompt.remaining:
                 cost = 1 + request.sources // _SOURCES_PER_TOKEN if request.echo else 1
+                evidence = self._uses_evidence(pending, max_tokens=max(1, room // cost))
                 logits, context = read_prompt(
-                    self.model, prompt, max_tokens=max(1, room // cost), all_logits=request.echo
+                    self.model, prompt, max_tokens=max(1, room // cost), all_logits=request.echo or evidence
                 )
                 room -= (prompt.done - first) * cost
                 self.tokens_read += prompt.done - first
-                if positions := _positions(pending, first):
-                    results.append(ForwardResult(logits, context, positions, one_prompt=True))
+                if positions := _positions(pending, first, evidence=evidence):
+                    result = ForwardResult(logits, context, positions, one_prompt=True)
+                    none = [None] * len(context.spans)
+                    results.append(result.with_states([prompt.state, *none[1:]], none))
                     count = len(positions)
             read.append((pending, count))
             self._prompts.rotate(-1)  # round robin
         return results, read
 
-    def _advance_prompt(self, pending: _PendingPrompt, tokens: Sequence[list[ScoredToken]]) -> None:
+    def _uses_evidence(self, pending: _PendingPrompt, *, max_tokens: int) -> bool:
+        """Whether tokens of the next chunk of a prompt update the online weights of its continuations."""
+        request, prompt = pending.handle.request, pending.prompt
+        mixture = self.mixtures.get(request.overrides)
+        if mixture is None or mixture.online is None or not request.max_tokens:
+            return False
+        return prompt.remaining - max_tokens < EVIDENCE_TOKENS
+
+    def _advance_prompt(self, pending: _PendingPrompt, predicted: Sequence[PredictedPosition]) -> None:
         """Emit the tokens of a chunk of a prompt; after the last chunk, its sequences start."""
         request = pending.handle.request
         done = not pending.prompt.remaining
         samples = done and request.max_tokens > 0
+        if predicted:
+            pending.prompt.state = predicted[-1].state
         if request.echo:
-            echoed = [position[0] for position in tokens[: len(tokens) - samples]]
+            echoed = [position.tokens[0] for position in predicted[: len(predicted) - samples]]
             for sequence in pending.sequences:
                 self._emit(sequence, sequence.echo(echoed, last=done))
         if samples:
             assert self._cache is not None
             self._cache.join(pending.prompt, request.copies)
-            for sequence, token in zip(pending.sequences, tokens[-1], strict=True):
+            for sequence, token in zip(pending.sequences, predicted[-1].tokens, strict=True):
+                sequence.state = pending.prompt.state
                 self._sequences.append(sequence)
                 self._advance(sequence, token)
         elif done:
@@ -407,14 +431,15 @@ def _prompt(request: GenerationRequest) -> Prompt:
     return Prompt(list(request.tokens if request.max_tokens else request.tokens[:-1] if request.echo else ()))
 
 
-def _positions(pending: _PendingPrompt, first: int) -> list[PositionRequest]:
-    """Return the positions to predict of those that were just read, from `first` on."""
+def _positions(pending: _PendingPrompt, first: int, *, evidence: bool) -> list[PositionRequest]:
+    """Return the positions to predict of those that were just read, from `first` on; `evidence`: all of them."""
     request, prompt = pending.handle.request, pending.prompt
     samples = not prompt.remaining and request.max_tokens > 0
     draws = [sequence.draw for sequence in pending.sequences] if samples else []
-    if not request.echo:
+    if not (request.echo or evidence):
         return [PositionRequest(request, draws)] if draws else []
     known = [
-        PositionRequest(request, (), request.tokens[place + 1]) for place in range(first, prompt.done - bool(draws))
+        PositionRequest(request, (), request.tokens[place + 1], scored=request.echo)
+        for place in range(first, prompt.done - bool(draws))
     ]
     return [*known, PositionRequest(request, draws)] if draws else known

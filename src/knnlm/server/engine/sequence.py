@@ -28,6 +28,7 @@ class GeneratedSequence:
         seed = None if request.seed is None else request.seed + copy
         self.draw = Sampler(request.temperature, request.top_p, seed, request.penalties).draw
         self.last_token = -1
+        self.state: Tensor | None = None  # of the online weights after the prompt
         self.generated = 0
         self.reason: str | None = None  # of its end; None: it continues
         before = request.tokens[: int(request.start_added)] if request.echo else request.tokens
