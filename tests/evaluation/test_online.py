@@ -1,0 +1,182 @@
+"""Online weights in evaluation, tuning, traces and explanations, against updates token by token in NumPy."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from helpers.stores import documents
+from knnlm.corpus import Document
+from knnlm.evaluation.tune import evaluate_trace
+from knnlm.generation.causal import KnnForCausalLM
+from knnlm.ingest.build import build
+from knnlm.mixture.mixture import Mixture
+from knnlm.mixture.online import OnlineConfig, choose_config
+from knnlm.mixture.spec import MixtureOptions
+
+VALID, TEST = documents(8, start=100), documents(6, start=130, words=90)
+KINDS = ["fixed", "fitted", "buckets", "gated"]
+CONFIGS = [OnlineConfig(0.3, 0.0), OnlineConfig(0.2, 0.02)]
+
+
+@pytest.fixture(scope="module")
+def path(lm, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("online")
+    # Windows that are shorter than the documents, so that states are carried from window to window.
+    return build(documents(20), folder / "docs.store", lm=lm, window=lm.window(32, 16)).path
+
+
+@pytest.fixture(scope="module")
+def other(lm, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("other")
+    return build(documents(20, start=400), folder / "docs.store", lm=lm, window=lm.window(32, 16)).path
+
+
+def by_hand(mixture, texts):
+    """Return the log-probability of each token of each text, one token at a time in NumPy."""
+    config, results = mixture.online, []
+    stores = mixture.store_slices
+    for text in texts:
+        tokens = mixture.lm.encode(text.text)
+        rows = {}
+        for batch in mixture.read([tokens]):
+            mixed = mixture.predict(batch.context, online=False)
+            logs = mixed.component_log_probs(batch.targets).double().numpy()
+            columns = (logs, mixed.weights.double().numpy(), mixed.component_abstains().numpy())
+            rows |= {row: each for row, *each in zip(batch.rows.tolist(), *columns, strict=True)}
+        count = 2 + (len(stores) if len(stores) > 1 else 0)
+        prior = np.array([config.prior, *[(1 - config.prior) / (count - 1)] * (count - 1)])
+        weights, log_p = prior, []
+        for row in range(len(tokens)):
+            logs, base, abstains = rows[row]
+            probs = np.where(abstains, 0, np.exp(logs))
+            experts = [probs[0], base @ probs]
+            for own in stores if len(stores) > 1 else []:
+                total = sum(base[each].sum() for each in stores)
+                rest = sum(base[column] * probs[column] for column in range(len(base)) if not inside(column, stores))
+                experts.append(rest + total * probs[0 if abstains[own.start] else own.start])
+            mixed = weights @ experts
+            log_p.append(math.log(mixed))
+            weights = (1 - config.switch_rate) * weights * experts / mixed + config.switch_rate * prior
+        results.append(log_p)
+    return results
+
+
+def inside(column, slices):
+    return any(own.start <= column < own.stop for own in slices)
+
+
+@pytest.mark.parametrize("config", CONFIGS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_evaluation_equals_one_token_at_a_time(lm, path, kind, config, tmp_path):
+    mixture = Mixture.open(path, lm, memories="knn,cache,ngram", use_tuned=False)
+    mixture.tune(VALID, weights=kind)
+    mixture.online = config
+    expected = math.exp(-np.mean(np.concatenate(by_hand(mixture, TEST))))
+    evaluation = mixture.evaluate(TEST, batch_tokens=64)
+    assert evaluation.perplexity == pytest.approx(expected, rel=1e-4)
+    assert evaluation.online == config
+    trace = mixture.record(TEST, tmp_path / "trace")
+    settings = [getattr(memory, "settings", ()) for memory in mixture.memories]
+    replayed = evaluate_trace(trace, settings, mixture.weights, config)
+    assert replayed.perplexity == pytest.approx(expected, rel=1e-3)
+    assert replayed.lmbda == pytest.approx(evaluation.lmbda, rel=1e-2)
+
+
+@pytest.mark.parametrize("read_ahead", [False, True])
+def test_deferred_search_gives_the_same_online_weights(lm, path, read_ahead):
+    mixture = Mixture.open(path, lm, k=16, knn_temperature=4.0, lmbda=0.7)
+    mixture.online = CONFIGS[1]
+    expected = math.exp(-np.mean(np.concatenate(by_hand(mixture, TEST))))
+    assert mixture.evaluate(TEST, batch_tokens=64, read_ahead=read_ahead).perplexity == pytest.approx(
+        expected, rel=1e-4
+    )
+
+
+def test_several_stores_are_experts_of_their_own(lm, path, other):
+    mixture = Mixture.open(path, lm, memories=f"knn:0.5,knn={other}:0.01,cache:0.1", use_tuned=False)
+    mixture.online = OnlineConfig(0.1, 0.0)
+    expected = math.exp(-np.mean(np.concatenate(by_hand(mixture, TEST))))
+    assert mixture.evaluate(TEST).perplexity == pytest.approx(expected, rel=1e-4)
+
+
+def test_store_of_noise_with_the_whole_weight_costs_no_more_than_the_bound(lm, path):
+    """λ = 1 over a store of another text: each text loses at most -log prior nats against the model alone."""
+    mixture = Mixture.open(path, lm, k=4, knn_temperature=0.01, lmbda=1.0)
+    mixture.online = OnlineConfig(0.25, 0.0)
+    for text in documents(5, start=900):
+        tokens = len(lm.encode(text.text))
+        evaluation = mixture.evaluate([text])
+        excess = tokens * math.log(evaluation.perplexity / evaluation.base_perplexity)
+        assert excess <= -math.log(0.25) + 1e-3
+    mixture.online = None
+    assert mixture.evaluate(documents(5, start=900)).perplexity > 10 * evaluation.base_perplexity
+
+
+def test_explanation_has_the_online_weights(lm, path):
+    mixture = Mixture.open(path, lm, memories="knn,cache", lmbda=0.6, use_tuned=False)
+    mixture.online = CONFIGS[1]
+    text = TEST[0].text
+    (expected,) = by_hand(mixture, [Document("text", "text", text)])
+    found = mixture.explain(text)
+    assert [math.log(token.p) for token in found] == pytest.approx(expected, rel=1e-4, abs=1e-4)
+    for token in found:
+        total = sum(share.weight for share in token.shares)
+        mixed = (1 - total) * token.p_lm + sum(share.weight * share.p for share in token.shares)
+        assert token.p == pytest.approx(mixed, rel=1e-3)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_tuned_online_weights_are_saved_opened_and_left_out(lm, path, kind, tmp_path):
+    mixture = Mixture.open(path, lm, memories="knn,cache,ngram", use_tuned=False)
+    result = mixture.tune(VALID, weights=kind)
+    assert result.online is not None
+    assert mixture.online == result.online
+    assert Mixture.open(path, lm).online == result.online
+    assert Mixture.open(path, lm, options=MixtureOptions(online=False)).online is None
+    assert Mixture.open(path, lm, lmbda=0.5).online is None  # the paper's kNN-LM
+    model = KnnForCausalLM(mixture)
+    model.save_pretrained(tmp_path / "saved")
+    assert KnnForCausalLM.from_pretrained(tmp_path / "saved").mixture.online == result.online
+    assert mixture.tune(VALID, weights=kind, online=False).online is None
+    assert Mixture.open(path, lm).online is None
+
+
+def test_tuning_reports_the_perplexity_with_online_weights(lm, path):
+    mixture = Mixture.open(path, lm, memories="knn,ngram", use_tuned=False)
+    result = mixture.tune(VALID, weights="fitted")
+    assert mixture.evaluate(VALID).perplexity == pytest.approx(result.perplexity, rel=1e-3)
+
+
+def test_largest_prior_within_the_allowed_cost_is_chosen():
+    begins = np.arange(2_000) % 500 == 0
+    better = np.stack([np.full(2_000, -3.0), np.full(2_000, -2.0)], 1)
+    config, loss = choose_config(better, begins)
+    assert config.prior == 0.5  # log 2 in 500 tokens is below 0.2 %
+    assert loss == pytest.approx(2.0, abs=2e-3)
+    begins = np.arange(2_000) % 10 == 0
+    config, _ = choose_config(better, begins)
+    assert config.prior == 0.02  # of ten tokens, -log 0.98 is 0.2 %
+    worse = np.stack([np.full(2_000, -2.0), np.full(2_000, -3.0)], 1)
+    config, loss = choose_config(worse, np.arange(2_000) == 0)
+    assert config.prior == 0.5
+    assert loss == pytest.approx(2.0, abs=2e-3)
+    switching = np.where((np.arange(2_000) // 50 % 2 == 0)[:, None], better, worse)
+    config, _ = choose_config(switching, np.arange(2_000) == 0)
+    assert config.switch_rate >= 0.01
+
+
+def test_state_is_the_same_for_windows_in_one_batch_and_in_several(lm, path):
+    mixture = Mixture.open(path, lm, memories="knn,cache", lmbda=0.6, use_tuned=False)
+    mixture.online = CONFIGS[1]
+    tokens = lm.encode(TEST[0].text)
+    (batch,) = mixture.read([tokens], batch_tokens=10_000)
+    assert len(batch.context.spans) > 2
+    together = mixture.predict(batch.context).log_prob(batch.targets)
+    (expected,) = by_hand(mixture, [TEST[0]])
+    torch.testing.assert_close(
+        together.double()[batch.rows.argsort()], torch.tensor(expected, dtype=torch.float64), rtol=1e-4, atol=1e-4
+    )
