@@ -1,0 +1,121 @@
+"""Perplexity of each corpus with the store of each other one: what a store costs outside its domain.
+
+    python benchmarks/domains.py CORPUS... --store 20000 --limit 3000            # minutes on two cores
+    python benchmarks/domains.py CORPUS... --limit 60000 --device cuda           # whole corpora on a GPU
+
+CORPUS is a folder with train, valid and test .jsonl (also .gz, .xz, .zst), a document a line. Each store is built from
+train and tuned on valid of its own corpus; then it predicts the test text of every corpus. One pass over each text
+records the probability of every target by every component; the rows of the table are arithmetic on that. The last table
+is the time of whole evaluations with and without online weights, in turns.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import tempfile
+import time
+from pathlib import Path
+
+import knnlm
+from knnlm.corpus import Document
+from knnlm.evaluation.tune import (
+    choose_online,
+    choose_settings,
+    evaluate_table,
+    fit_weights,
+    sweep_all,
+    tabulate,
+    token_frequencies,
+)
+from knnlm.lm.causal import CausalLM
+from knnlm.mixture.mixture import Mixture
+from perplexity import first, parser_for, split
+
+MEMORIES = "knn,cache,ngram"
+COLUMNS = ("model", "one λ", "one λ, online", "gated", "gated, online")
+
+
+def main() -> None:
+    options = parse()
+    lm = CausalLM.open(options.model, device=options.device, dtype=options.dtype)
+    texts = {corpus.name: list(first(split(corpus, "test"), lm, options.limit)) for corpus in options.corpus}
+    rows = []
+    for corpus in (each for each in options.corpus if options.stores is None or each.name in options.stores):
+        with tempfile.TemporaryDirectory() as folder:
+            rows += measure(corpus, Path(folder), lm, texts, options)
+        if options.json:
+            options.json.write_text(json.dumps(rows, indent=2))
+    show(rows)
+
+
+def parse() -> argparse.Namespace:
+    parser = parser_for(__doc__)
+    parser.add_argument("--stores", nargs="+", help="names of the corpora to build stores of (default: all)")
+    parser.add_argument("--repeats", type=int, default=3, help="turns of the timing")
+    parser.add_argument("--json", type=Path, help="also write the rows into this file")
+    return parser.parse_args()
+
+
+def measure(
+    corpus: Path, folder: Path, lm: CausalLM, texts: dict[str, list[Document]], options: argparse.Namespace
+) -> list[dict[str, object]]:
+    """Build and tune the store of one corpus; return a row for the test text of each corpus."""
+    device = str(lm.device)
+    store = knnlm.build(first(split(corpus, "train"), lm, options.store), folder / "store", lm=lm)
+    mixture = Mixture.open(folder / "store", lm, memories=MEMORIES, use_tuned=False)
+    valid = mixture.record(first(split(corpus, "valid"), lm, options.limit), folder / "valid", k=1024)
+    sweeps = sweep_all(valid, device=device)
+    settings = choose_settings(valid, sweeps, several=True)
+    table = tabulate(valid, settings, device=device)
+    frequencies = token_frequencies(store)
+    fitted = {
+        "one λ": (fit_weights(table.select("knn"), "fixed", frequencies=frequencies).weights, ("knn",)),
+        "gated": (fit_weights(table, "gated", frequencies=frequencies, device=device).weights, mixture.labels),
+    }
+    configs = {name: choose_online(table.select(*labels), weights)[0] for name, (weights, labels) in fitted.items()}
+    rows = []
+    for name, documents in texts.items():
+        own = tabulate(mixture.record(documents, folder / name, k=1024), settings, device=device)
+        row: dict[str, object] = {"store": corpus.name, "text": name, "tokens": len(own.lm_log_probs)}
+        for kind, (weights, labels) in fitted.items():
+            plain = evaluate_table(own.select(*labels), weights)
+            row |= {"model": plain.base_perplexity, kind: plain.perplexity}
+            row[f"{kind}, online"] = evaluate_table(own.select(*labels), weights, configs[kind]).perplexity
+            row[f"{kind}, config"] = configs[kind].as_dict()
+        print(json.dumps(row), flush=True)
+        rows.append(row)
+    for memory, chosen in zip(mixture.memories, settings, strict=True):
+        if chosen:
+            memory.settings = chosen  # type: ignore[attr-defined]
+    mixture.weights = fitted["gated"][0]
+    print(json.dumps({"store": corpus.name, **overhead(mixture, texts[corpus.name], configs["gated"], options)}))
+    store.close()
+    return rows
+
+
+def overhead(mixture: Mixture, text: list[Document], config: object, options: argparse.Namespace) -> dict[str, float]:
+    """Return the ratio of the times of evaluations with and without online weights, in turns."""
+    seconds: dict[bool, list[float]] = {False: [], True: []}
+    for _ in range(options.repeats):
+        for online, times in seconds.items():
+            mixture.online = config if online else None  # type: ignore[assignment]
+            begin = time.perf_counter()
+            mixture.evaluate(text)
+            times.append(time.perf_counter() - begin)
+    without, with_online = (statistics.median(times) for times in seconds.values())
+    return {"seconds": without, "seconds_online": with_online, "ratio": with_online / without}
+
+
+def show(rows: list[dict[str, object]]) -> None:
+    print("| store | text |", " | ".join(COLUMNS), "| of the model | of the gate |")
+    print("|---|---|", "---|" * (len(COLUMNS) + 2))
+    for row in rows:
+        figures = [float(str(row[name])) for name in COLUMNS]
+        ratios = f"{figures[-1] / figures[0]:.4f} | {figures[-1] / figures[-2]:.4f}"
+        print(f"| {row['store']} | {row['text']} |", " | ".join(f"{value:.2f}" for value in figures), f"| {ratios} |")
+
+
+if __name__ == "__main__":
+    main()
