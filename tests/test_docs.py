@@ -63,7 +63,7 @@ def commands(text: str) -> list[list[str]]:
 
 
 @pytest.fixture
-def desk(tmp_path, model_folder, monkeypatch):
+def workspace(tmp_path, model_folder, monkeypatch):
     """A folder as the pages take it for granted, where the bundled model is a tiny one."""
     (tmp_path / "docs").mkdir()
     for number, document in enumerate(documents(12)):
@@ -90,7 +90,7 @@ def run_command(arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> int:
 
 
 @every_page
-def test_commands_and_python_of_pages_run(page, desk, monkeypatch, capfd):
+def test_commands_and_python_of_pages_run(page, workspace, monkeypatch, capfd):
     """In the order of the page, in one folder, and the Python with one set of names."""
     names: dict[str, object] = {"__name__": "page"}
     for block in blocks(page.read_text()):

@@ -63,6 +63,7 @@ if TYPE_CHECKING:
         Span,
     )
     from knnlm.mixture import Mixture, MixtureOptions, MixturePrediction, Retrieved
+    from knnlm.mixture.online import OnlineConfig
     from knnlm.progress import Progress
     from knnlm.training.adapt import Adaptation, adapt
     from knnlm.training.decoder import DecoderConfig, train_decoder
@@ -116,6 +117,7 @@ _HOMES = {
     "NeighbourVote": "evaluation.explain",
     "Neighbours": "index.base",
     "NgramMemory": "memories",
+    "OnlineConfig": "mixture.online",
     "OutputConfig": "training.output_matrix",
     "OutputMemory": "memories",
     "ParameterError": "errors",
@@ -191,6 +193,7 @@ __all__ = [
     "NeighbourVote",
     "Neighbours",
     "NgramMemory",
+    "OnlineConfig",
     "OutputConfig",
     "OutputMemory",
     "ParameterError",

@@ -286,7 +286,7 @@ def test_mixtures_are_those_of_tune_and_eval(studies, place, lm, tmp_path):
     }
     for (name, kind), memories in wanted.items():
         fresh = Mixture.open(tmp_path / "store", lm, memories=memories, use_tuned=False)
-        tuning = fresh.tune(documents_of(place, "valid"), weights=kind)
+        tuning = fresh.tune(documents_of(place, "valid"), weights=kind, online=False)
         measured = Mixture.open(tmp_path / "store", lm, memories=memories).evaluate(documents_of(place, "test"))
         _, _, weight, on_valid, _, on_test = rows[name, kind]
         assert on_valid == pytest.approx(tuning.perplexity, rel=2e-3), (name, kind)
