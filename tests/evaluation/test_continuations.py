@@ -14,6 +14,7 @@ from knnlm.generation.causal import KnnForCausalLM
 from knnlm.ingest.build import build
 from knnlm.lm.windows import WindowShape
 from knnlm.mixture.mixture import Mixture
+from knnlm.mixture.online import OnlineConfig
 
 K, TAU, LAMBDA = 10_000, 5.0, 0.4  # all neighbours vote, so that ties do not matter
 
@@ -87,6 +88,20 @@ def test_scores_with_cache_ngrams_and_gate_are_those_of_the_transformers_model(l
         expected = log_probs.gather(1, text[0, len(pair[0]) :, None]).sum()
         assert score.log_prob == pytest.approx(float(expected), abs=1e-4)
         assert score.is_greedy == bool((log_probs.argmax(1) == text[0, len(pair[0]) :]).all())
+
+
+def test_online_weights_at_a_continuation_are_those_that_its_context_leads_to(lm, small, pairs):
+    mixture = Mixture.open(small.path, lm, memories="knn:0.3,cache:0.2", k=64)
+    without = [score.log_prob for score in score_continuations(mixture, pairs)]
+    mixture.online = OnlineConfig(prior=0.5, switch_rate=0.01)
+    model, found = KnnForCausalLM(mixture), score_continuations(mixture, pairs)
+    for pair, score in zip(pairs, found, strict=True):
+        text = torch.tensor([[*pair[0], *pair[1]]])
+        with torch.no_grad():
+            log_probs = model(input_ids=text[:, :-1]).logits[0, len(pair[0]) - 1 :]
+        expected = log_probs.gather(1, text[0, len(pair[0]) :, None]).sum()
+        assert score.log_prob == pytest.approx(float(expected), abs=1e-4)
+    assert max(abs(score.log_prob - other) for score, other in zip(found, without, strict=True)) > 0.05
 
 
 def searched(mixture, monkeypatch):

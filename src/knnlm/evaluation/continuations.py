@@ -1,8 +1,9 @@
 """Log-likelihood of continuations after contexts, as multiple-choice tasks need it.
 
-Only the positions of continuations are searched for and predicted. Contexts are read as they are given, in one window:
-no start token is added, and the beginning of a context that is too long is cut off. Pairs that differ only in the last
-token, such as the letters of multiple choice, are read once.
+Only the positions of continuations are searched for and predicted, except with online weights, for which the context is
+evidence. Contexts are read as they are given, in one window: no start token is added, and the beginning of a context
+that is too long is cut off. Pairs that differ only in the last token, such as the letters of multiple choice, are read
+once.
 """
 
 from __future__ import annotations
@@ -97,7 +98,7 @@ def _read(mixture: Mixture, texts: Sequence[_Text], batch_tokens: int) -> Iterat
     """Read texts in batches of similar length, and yield the context of the positions to predict."""
     lm = mixture.lm
     # Online weights at a continuation are those that its context leads to, so all positions are predicted.
-    online = getattr(mixture, "online", None) is not None
+    online = mixture.online is not None
     histories = {source: length for source, length in mixture.history_lengths.items() if length}
     ready = []
     for number, text in enumerate(texts):

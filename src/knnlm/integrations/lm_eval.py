@@ -1,8 +1,8 @@
 """A mixture as a model of lm-evaluation-harness.
 
 Texts are tokenised as by the harness's own model `hf`, so that both give the same numbers where λ is 0. Only positions
-of continuations are searched for. Results contain the store, its fingerprint, the weights, and the documents of the
-store that contain test items.
+of continuations are searched for, unless the mixture has online weights. Results contain the store, its fingerprint,
+the weights, and the documents of the store that contain test items.
 """
 
 from __future__ import annotations
@@ -226,7 +226,6 @@ class KnnLM(TemplateLM):
     def get_model_info(self) -> dict[str, Any]:
         """Return what the harness adds to the results: the store, its weights and the test items in it."""
         mixture = self.mixture
-        online = getattr(mixture, "online", None)
         return {
             "model": "knnlm",
             "knnlm": {
@@ -236,7 +235,7 @@ class KnnLM(TemplateLM):
                 "memories": list(mixture.labels),
                 "weights": mixture.weights.kind,
                 "lambda": mixture.lmbda,
-                "online": None if online is None else online.as_dict(),
+                "online": None if mixture.online is None else mixture.online.as_dict(),
                 "add_bos_token": self.add_bos_token,
                 "overlap": self._find_overlap() if self.overlap and self._stores() else None,
             },
