@@ -7,12 +7,14 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
 
 from helpers import oracle
 from helpers.stores import documents
 from knnlm.corpus import Document
 from knnlm.datastore.indexes import build_index
 from knnlm.errors import CorpusError, ParameterError
+from knnlm.evaluation.evaluate import score_sums
 from knnlm.ingest.build import build
 from knnlm.lm.windows import WindowShape
 from knnlm.mixture.mixture import Mixture
@@ -88,6 +90,41 @@ def test_evaluation_agrees_with_numpy_token_by_token(lm, small, reference, k, kn
     for found, (highest, lowest) in ((measured.perplexity, mixed), (measured.oracle_perplexity, best)):
         assert lowest * (1 - 5e-4) <= found <= highest * (1 + 5e-4)
         assert highest / lowest < 1.05  # so that the check is a sharp one
+
+
+def test_gains_and_losses_agree_with_numpy_token_by_token(lm, small, reference):
+    settings = {"k": 10_000, "knn_temperature": 1.0}  # all keys, so that no tie is broken
+    measured = Mixture.open(small.path, lm, lmbda=0.25, **settings).evaluate(documents(4, start=100))
+    keys, values = reference["keys"], reference["values"]
+    change = []
+    for query, p_lm, target in zip(reference["queries"], reference["p_lm"], reference["targets"], strict=True):
+        p_knn, _ = oracle.knn_bounds(query, keys, values, target, **settings)
+        change.append(math.log(0.75 * p_lm[target] + 0.25 * p_knn) - math.log(p_lm[target]))
+    change = np.array(change)
+    assert 0.1 < (change > 0).mean() < 0.9  # both happen
+    assert measured.improved == pytest.approx((change > 0).mean(), abs=1.5 / len(change))
+    assert measured.gain_nats == pytest.approx(change[change > 0].sum() / len(change), rel=2e-3)
+    assert measured.loss_nats == pytest.approx(-change[change < 0].sum() / len(change), rel=2e-3)
+
+
+@pytest.mark.parametrize("lmbda", [0.0, 0.01, 0.5, 0.99])
+@pytest.mark.parametrize("memories", ["knn", "knn,cache,ngram"])
+def test_gains_less_losses_are_the_change_of_the_log_loss(lm, small, lmbda, memories):
+    count = memories.count(",") + 1
+    named = ",".join(f"{name}:{lmbda / count}" for name in memories.split(","))
+    measured = Mixture.open(small.path, lm, memories=named).evaluate(documents(4, start=100))
+    log_ratio = math.log(measured.base_perplexity / measured.perplexity)
+    assert measured.gain_nats - measured.loss_nats == pytest.approx(log_ratio, abs=1e-12)
+    assert min(measured.gain_nats, measured.loss_nats) >= 0
+    assert (measured.improved > 0) == (measured.gain_nats > 0) == (lmbda > 0)
+
+
+def test_gain_of_tokens_that_are_impossible_to_model_and_mixture_is_zero():
+    inf = float("inf")
+    lm, mixture = torch.tensor([-inf, -inf, -1.0, -2.0]), torch.tensor([-inf, -3.0, -inf, -1.5])
+    sums = score_sums(lm, mixture, mixture).tolist()
+    assert sums == [-inf, -inf, -inf, 2.0, inf, inf]
+    assert score_sums(lm[::3], mixture[::3], mixture[::3]).tolist() == [-inf, -inf, -inf, 1.0, 0.5, 0.0]
 
 
 def test_approximate_index_votes_with_the_distances_of_stored_keys(lm, reference, tmp_path):

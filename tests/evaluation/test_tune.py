@@ -72,6 +72,12 @@ def test_evaluating_a_trace_equals_evaluating_the_text(tuned, lm, path, recorded
     replayed = evaluate_trace(recorded, settings(opened), opened.weights)
     for name in ("perplexity", "base_perplexity", "oracle_perplexity", "lmbda"):
         assert getattr(replayed, name) == pytest.approx(getattr(measured, name), rel=5e-3), name
+    for name in ("gain_nats", "loss_nats"):
+        assert getattr(replayed, name) == pytest.approx(getattr(measured, name), abs=5e-3), name
+    assert replayed.improved == pytest.approx(measured.improved, abs=0.02)
+    for one in (measured, replayed):
+        log_ratio = math.log(one.base_perplexity / one.perplexity)
+        assert one.gain_nats - one.loss_nats == pytest.approx(log_ratio, abs=1e-12)
     for mine, theirs in zip(replayed.memories, measured.memories, strict=True):
         assert mine["weight"] == pytest.approx(theirs["weight"], abs=5e-3)
 

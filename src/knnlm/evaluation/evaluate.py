@@ -49,6 +49,9 @@ class Evaluation:
     base_perplexity: float
     perplexity: float
     oracle_perplexity: float  # of the best component at each token: a bound for any choice of weights
+    improved: float  # share of tokens that the mixture predicts with a higher probability than the model alone
+    gain_nats: float  # Σ max(0, log p - log p_LM) / N, over all tokens
+    loss_nats: float  # Σ max(0, log p_LM - log p) / N; gain_nats - loss_nats = log(base_perplexity / perplexity)
     memories: list[dict[str, Any]]  # each memory's name, settings and mean weight
     weights: str  # the kind of weights: fixed, fitted, buckets, gated
     online: OnlineConfig | None  # None: without online weights
@@ -110,6 +113,9 @@ class Evaluation:
             "base_perplexity": self.base_perplexity,
             "perplexity": self.perplexity,
             "gain": self.gain,
+            "improved": self.improved,
+            "gain_nats": self.gain_nats,
+            "loss_nats": self.loss_nats,
             "oracle_perplexity": self.oracle_perplexity,
             "base_word_perplexity": _power(self.base_perplexity, self.tokens / max(1, self.words)),
             "word_perplexity": _power(self.perplexity, self.tokens / max(1, self.words)),
@@ -174,14 +180,14 @@ def evaluate(
     """
     begin = time.perf_counter()
     totals = Totals()
-    sums = torch.zeros(3, dtype=torch.float64)
+    sums = torch.zeros(6, dtype=torch.float64)
     weight_sums = torch.zeros(len(mixture.component_names), dtype=torch.float64)
     read = read_batches(mixture, documents, totals=totals, limit=limit, batch_tokens=batch_tokens, progress=progress)
     order = TextOrder()
     scored = score_batches(mixture, order.note(read), read_ahead=read_ahead)
     for scores in scored if mixture.online is None else order.apply(scored, mixture.online):
         best = scores.components.nan_to_num(nan=-torch.inf).amax(1)
-        sums += torch.stack([scores.components[:, 0], scores.mixture, best]).double().sum(1).cpu()
+        sums += score_sums(scores.components[:, 0], scores.mixture, best)
         weight_sums += scores.weights.double().sum(0).cpu()
     weights = mixture.weights
     if isinstance(weights, FixedWeights) and mixture.online is None:
@@ -205,6 +211,15 @@ def _memory_summaries(mixture: Mixture, weights: Sequence[float]) -> list[dict[s
     return summaries
 
 
+def score_sums(lm: Tensor, mixture: Tensor, best: Tensor) -> Tensor:
+    """Return the sums of `summarise` over N tokens, from their (N,) log-probabilities."""
+    log_probs = torch.stack([column.double() for column in (lm, mixture, best)])
+    change = log_probs[1] - log_probs[0]
+    change = change.masked_fill(change.isnan(), 0.0)  # both are impossible
+    changes = torch.stack([(change > 0).double(), change.clamp(min=0), (-change).clamp(min=0)])
+    return torch.cat([log_probs, changes]).sum(1).cpu()
+
+
 def summarise(
     totals: Totals,
     sums: Sequence[float],
@@ -214,8 +229,9 @@ def summarise(
     online: OnlineConfig | None,
     seconds: float,
 ) -> Evaluation:
-    """Turn sums of log-probabilities (model, mixture, best component) into perplexities."""
-    base, mixed, best = (_exp(-total / totals.tokens) for total in sums)
+    """Turn sums of log-probabilities (model, mixture, best component), improved tokens, gains and losses into means."""
+    base, mixed, best = (_exp(-total / totals.tokens) for total in sums[:3])
+    improved, gain, loss = (total / totals.tokens for total in sums[3:])
     return Evaluation(
         documents=totals.documents,
         leaked_documents=totals.leaked_documents,
@@ -225,6 +241,9 @@ def summarise(
         base_perplexity=base,
         perplexity=mixed,
         oracle_perplexity=best,
+        improved=improved,
+        gain_nats=gain,
+        loss_nats=loss,
         memories=memories,
         weights=weights,
         online=online,

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from knnlm.errors import ParameterError
-from knnlm.evaluation.evaluate import Evaluation, Totals, summarise
+from knnlm.evaluation.evaluate import Evaluation, Totals, score_sums, summarise
 from knnlm.evaluation.trace import MemoryTrace, Trace, to_tensor
 from knnlm.memories.voting import check_vote
 from knnlm.mixture.weights import check_lambda
@@ -150,15 +150,16 @@ def replay(trace: Trace, *, k: int, knn_temperature: float, lmbda: float, memory
     check_vote(k, knn_temperature)
     check_lambda(lmbda)
     memory_trace = trace.memories[memory]
-    sums = torch.zeros(3, dtype=torch.float64)
+    log_weights = torch.tensor([1 - lmbda, lmbda], dtype=torch.float64).log()
+    sums = torch.zeros(6, dtype=torch.float64)
     for block in _blocks(trace, memory_trace, "cpu"):
         ks = [min(k, block.distances.shape[1])]
         knn_log_probs = target_log_probs(
             block.distances, block.hits, ks, knn_temperature=knn_temperature, counts=block.counts
         )
-        mixed = _mixed_sums(block.lm_log_probs, knn_log_probs, torch.tensor([lmbda]))
-        best = torch.fmax(block.lm_log_probs, knn_log_probs[0])
-        sums += torch.stack([block.lm_log_probs.double().sum(), mixed[0, 0], best.double().sum()])
+        lm, knn = block.lm_log_probs.double(), knn_log_probs[0].double()
+        vote = torch.where(knn.isnan(), lm, knn)  # a memory that abstains: p_LM
+        sums += score_sums(lm, torch.logaddexp(lm + log_weights[0], vote + log_weights[1]), torch.fmax(lm, knn))
     settings = {"k": k, "knn_temperature": knn_temperature, "metric": memory_trace.metadata["metric"]}
     summary = {"name": memory_trace.label, "kind": memory_trace.metadata["kind"], "weight": lmbda, **settings}
     return summarise(

@@ -24,7 +24,7 @@ from knnlm.corpus import Document
 from knnlm.datastore.locks import writer_lock
 from knnlm.datastore.store import Datastore
 from knnlm.errors import DatastoreError, ParameterError
-from knnlm.evaluation.evaluate import Evaluation, TokenScores, Totals, summarise
+from knnlm.evaluation.evaluate import Evaluation, TokenScores, Totals, score_sums, summarise
 from knnlm.evaluation.sweep import KS, Grid, Sweep, sweep, totals_of
 from knnlm.evaluation.trace import MemoryTrace, Trace, record, to_tensor
 from knnlm.io import translate_os_errors
@@ -533,21 +533,25 @@ def choose_online(table: TraceTable, weights: Weights) -> tuple[OnlineConfig, fl
     return config, math.exp(loss)
 
 
+def score_table(table: TraceTable, weights: Weights, online: OnlineConfig | None = None) -> TokenScores:
+    """Return the scores of the table's targets with these weights."""
+    log_probs, by_row = apply_weights(table, weights)
+    mixed = _mix(log_probs, by_row)
+    if online is None:
+        return TokenScores(log_probs, mixed, by_row)
+    return TokenScores(log_probs, mixed, by_row, expert_table(table, log_probs, by_row)).online(table.begins, online)
+
+
 def evaluate_table(table: TraceTable, weights: Weights, online: OnlineConfig | None = None) -> Evaluation:
     """Return what `Mixture.evaluate` returns with these weights, computed from the table."""
     begin = time.perf_counter()
-    log_probs, by_row = apply_weights(table, weights)
-    mixed = _mix(log_probs, by_row)
-    if online is not None:
-        experts = expert_table(table, log_probs, by_row)
-        scores = TokenScores(log_probs, mixed, by_row, experts).online(table.begins, online)
-        mixed, by_row = scores.mixture, scores.weights
-    best = log_probs.nan_to_num(nan=-torch.inf).amax(1)
-    sums = [float(column.double().sum()) for column in (log_probs[:, 0], mixed, best)]
+    scores = score_table(table, weights, online)
+    best = scores.components.nan_to_num(nan=-torch.inf).amax(1)
+    sums = score_sums(scores.components[:, 0], scores.mixture, best).tolist()
     if isinstance(weights, FixedWeights) and online is None:
         mean: Sequence[float] = weights.values
     else:
-        mean = by_row.mean(0).tolist()
+        mean = scores.weights.mean(0).tolist()
     memories = [
         {"name": memory.label, "kind": memory.kind, "weight": float(sum(mean[own])), **memory.metadata}
         for memory, own in zip(table.memories, table.component_slices, strict=True)
