@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import math
 import os
 import re
 import shlex
@@ -138,6 +139,50 @@ def test_eval_prints_what_the_library_computes(store_path, texts, lm, capfd):
             assert figures[name] == same, name
     wanted = "tokens base_perplexity perplexity oracle_perplexity lambda k knn_temperature seconds tokens_per_second"
     assert set(wanted.split()) <= figures.keys()
+
+
+def test_eval_of_each_text_equals_an_eval_of_that_text(store_path, texts, tmp_path, monkeypatch, capfd):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a.txt").symlink_to(texts / "held-out.txt")
+    other = documents(2, words=60, start=80)
+    (tmp_path / "b [red].txt").write_text("\n\n".join(document.text for document in other))
+    names, options = ["a.txt", "b [red].txt"], ("--memories", "knn:0.2,cache:0.1", "--limit", 40)
+    code, out, err = knnlm(capfd, "eval", store_path, *names, "--each", *options, "--json")
+    assert code == 0, err
+    found = json.loads(out)
+    assert [figures.pop("text") for figures in found] == names
+    for name, figures in zip(names, found, strict=True):
+        alone = json.loads(knnlm(capfd, "eval", store_path, name, *options, "--json")[1])
+        for measured in (alone, figures):
+            del measured["seconds"], measured["tokens_per_second"]
+        assert figures == alone
+        log_ratio = math.log(figures["base_perplexity"] / figures["perplexity"])
+        assert figures["gain_nats"] - figures["loss_nats"] == pytest.approx(log_ratio, abs=1e-12)
+    code, out, _ = knnlm(capfd, "eval", store_path, *names, "--each", *options)
+    lines = out.splitlines()
+    assert lines[0].split() == ["text", "tokens", "model", "mixture", "ratio", "improved", "gain", "loss"]
+    for name, figures, line in zip(names, found, lines[1:3], strict=True):
+        before, after = figures["base_perplexity"], figures["perplexity"]
+        cells = [f"{figures['tokens']:,}", f"{before:.3f}", f"{after:.3f}", f"{after / before:.4f}"]
+        cells += [f"{figures['improved']:.1%}", f"{figures['gain_nats']:.3f}", f"{figures['loss_nats']:.3f}"]
+        assert line.startswith(name)
+        assert line.removeprefix(name).split() == cells
+    assert "WARNING" not in out
+
+
+def test_eval_of_each_text_warns_of_the_text_that_is_in_the_store(store_path, texts, capfd):
+    known = texts / "docs" / "a.txt"
+    code, out, _ = knnlm(capfd, "eval", store_path, texts / "held-out.txt", known, "--each", "--limit", 20)
+    assert code == 0
+    (warning,) = (line for line in out.splitlines() if "WARNING" in line)
+    assert f"{known}: 1 of 1 document" in warning
+
+
+def test_eval_of_each_text_refuses_a_trace_and_a_missing_text(store_path, texts, tmp_path, capfd):
+    both = (texts / "held-out.txt", texts / "held-out.txt")
+    assert "leave out --each" in failure(capfd, "eval", store_path, *both, "--each", "--save-trace", tmp_path / "t")
+    assert not (tmp_path / "t").exists()
+    assert "nowhere.txt" in failure(capfd, "eval", store_path, both[0], tmp_path / "nowhere.txt", "--each")
 
 
 def test_tune_saves_its_settings_and_eval_uses_them(texts, model_folder, tmp_path, capfd):

@@ -42,6 +42,7 @@ from knnlm.cli.output import (
     quiet,
     safe,
     show,
+    visible,
 )
 from knnlm.errors import ParameterError
 
@@ -264,6 +265,7 @@ def _show_tuning(store: Path, chosen_on: list[str], result: Tuning, *, json: boo
 def evaluate(
     store: Store,
     text: Text,
+    each: Annotated[bool, typer.Option("--each", help="Evaluate each TEXT by itself; show a row for each.")] = False,
     mixture: MixtureFlags = MixtureFlags(),
     limit: Limit = None,
     save_trace: Annotated[
@@ -276,19 +278,45 @@ def evaluate(
 ) -> None:
     """knnlm eval docs.store held-out.txt
 
-    Score every token of the text with the model alone and with its memories.
+    Score every token of the text with the model alone and with its memories. With --each, --limit applies to each TEXT
+    and --json prints a list.
     """
-
-    documents = _documents(text, text_field)
+    if each and save_trace is not None:
+        raise ParameterError("--save-trace records one text; leave out --each.")
+    # Inputs are opened before the model, so that a missing file is found at once.
+    readers = [_documents(names, text_field) for names in ([[name] for name in text] if each else [text])]
     opened = mixture.open(store, model, machine)
+    if each:
+        _show_each(text, [opened.evaluate(reader, limit=limit, progress=bar) for reader in readers], json=json)
+        return
     if save_trace is None:
-        result = opened.evaluate(documents, limit=limit, progress=bar)
+        result = opened.evaluate(readers[0], limit=limit, progress=bar)
     else:
-        result = _record(opened, documents, save_trace, sources=text, limit=limit)
+        result = _record(opened, readers[0], save_trace, sources=text, limit=limit)
     if json:
         print_json(result.as_dict())
     else:
         print_table(_evaluation_rows(result))
+
+
+def _show_each(names: Sequence[str], results: Sequence[Evaluation], *, json: bool) -> None:
+    """Print one row, or one JSON object, for each text."""
+    if json:
+        print_json([{"text": name, **result.as_dict()} for name, result in zip(names, results, strict=True)])
+        return
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for column in ("text", "tokens", "model", "mixture", "ratio", "improved", "gain", "loss"):
+        numeric = column != "text"
+        table.add_column(column, justify="right" if numeric else "left", no_wrap=numeric, overflow="fold")
+    for name, result in zip(names, results, strict=True):
+        perplexities = (f"{result.base_perplexity:.3f}", f"{result.perplexity:.3f}", f"{result.ratio:.4f}")
+        changes = (f"{result.improved:.1%}", f"{result.gain_nats:.3f}", f"{result.loss_nats:.3f}")
+        table.add_row(safe(name), f"{result.tokens:,}", *perplexities, *changes)
+    console.print(table)
+    console.print("model, mixture: perplexity; gain, loss: nats a token, over all tokens", style="dim")
+    for name, result in zip(names, results, strict=True):
+        for _, warning in leak_warning(result.leaked_documents, result.documents, "their figures are too good"):
+            console.print(f"WARNING  {visible(name)}: {warning}", markup=False)
 
 
 def _record(mixture: Mixture, documents: Iterable[Document], path: Path, **reading: Any) -> Evaluation:
@@ -313,9 +341,11 @@ def online_rows(online: OnlineConfig | None) -> list[tuple[str, str]]:
 def _evaluation_rows(result: Evaluation) -> list[tuple[str, str]]:
     figures = result.as_dict()
     before, after = figures["base_perplexity"], figures["perplexity"]
+    changes = f"all in all, gain {result.gain_nats:.3f} and loss {result.loss_nats:.3f} nats a token"
     rows = [
         ("text", f"{figures['tokens']:,} tokens, {figures['words']:,} words of {count(result.documents, 'document')}"),
         ("perplexity", f"{before:.3f} → {after:.3f}  ({result.change})"),
+        ("  improved", f"{result.improved:.1%} of the tokens; {changes}"),
         ("  oracle", f"{figures['oracle_perplexity']:.3f}, the best of model and memories at each token"),
         ("  per word", f"{figures['base_word_perplexity']:.2f} → {figures['word_perplexity']:.2f}"),
         ("bits per byte", f"{figures['base_bits_per_byte']:.4f} → {figures['bits_per_byte']:.4f}"),

@@ -93,6 +93,11 @@ class Evaluation:
         return 1 - self.perplexity / self.base_perplexity
 
     @property
+    def ratio(self) -> float:
+        """The perplexity with the memories divided by that of the model alone."""
+        return self.perplexity / self.base_perplexity
+
+    @property
     def change(self) -> str:
         """The change of the perplexity in words, as in "12.3% lower"."""
         return describe_change(self.base_perplexity, self.perplexity)
