@@ -55,7 +55,7 @@ ORDER = {
     "training": "initial_model prune trainer data metric_learning output_matrix teacher decoder adapt",
     "maintenance": "export import_ merge verify repair",
     "integrations": "lm_eval",
-    "report": "study search context html plots studies.breakdown studies.layers studies.memories "
+    "report": "study search context html plots studies.breakdown studies.gains studies.layers studies.memories "
     "studies.output studies.store studies.votes studies.compression report",
     "server": "limits schemas documents engine.requests engine.batching engine.predict engine.history engine.sequence "
     "engine.scheduler metrics responses auth service routes app run",

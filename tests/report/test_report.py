@@ -30,7 +30,15 @@ from knnlm.datastore.locks import writer_lock
 from knnlm.datastore.store import Datastore
 from knnlm.errors import CorpusError, DatastoreBusy, DatastoreError, MissingExtra, ModelMismatch, ParameterError
 from knnlm.evaluation.trace import Trace
-from knnlm.evaluation.tune import choose_settings, fit_weights, sweep_all, tabulate
+from knnlm.evaluation.tune import (
+    apply_weights,
+    choose_online,
+    choose_settings,
+    fit_weights,
+    sweep_all,
+    tabulate,
+    token_frequencies,
+)
 from knnlm.ingest.build import build
 from knnlm.lm.causal import CausalLM
 from knnlm.mixture.mixture import Mixture
@@ -434,6 +442,89 @@ def test_gains_of_all_groups_add_up_to_the_gain(studies, test, made, stored):
         for document, position in zip(test.trace.documents.tolist(), test.trace.positions.tolist(), strict=True)
     )
     assert [row[1] for row in study.tables[3].rows] == [thirds[part] for part in range(3)]
+
+
+def gained(change):
+    """The cells of a row of the study of gains, token by token."""
+    higher, lower = [one for one in change if one > 0], [-one for one in change if one < 0]
+    net = sum(change)
+    means = [sum(own) / len(own) if own else None for own in (higher, lower)]
+    counts = [len(change), len(higher) / len(change), means[0], len(lower) / len(change), means[1]]
+    return [*counts, net / len(change), net, np.exp(-net / len(change))]
+
+
+def same_row(row, expected):
+    """Whether the cells are the same; None where there is no token to take the mean of."""
+    places = [place for place, cell in enumerate(expected) if cell is not None]
+    assert [cell is None for cell in row] == [cell is None for cell in expected]
+    return [row[place] for place in places] == pytest.approx([expected[place] for place in places], rel=1e-3, abs=1e-6)
+
+
+def online_log_probs(model, gated, begins, prior, rate):
+    """Fixed share over two experts, token by token."""
+    found, share, start = [], None, np.array([prior, 1 - prior])
+    for p_model, p_gated, first in zip(np.exp(model), np.exp(gated), begins, strict=True):
+        share = start if first else share
+        joint = share * [p_model, p_gated]
+        found.append(np.log(joint.sum()))
+        share = (1 - rate) * joint / joint.sum() + rate * start
+    return np.array(found)
+
+
+def test_gains_and_losses_are_those_of_the_mixtures(studies, test, valid, made, lm, place):
+    study, metadata = studies["gains"], made.metadata
+    mixed = np.log(
+        (1 - metadata["lambda"]) * np.exp(test.model)
+        + metadata["lambda"] * test.vote(metadata["k"], metadata["knn_temperature"])
+    )
+    rows = study.tables[0].rows
+    assert rows[0][0] == f"knn, λ = {metadata['lambda']:.2f}"
+    assert same_row(rows[0][1:], gained(mixed - test.model))
+    # The same networks by their own formula: weights of components that abstain go to the model.
+    settings = choose_settings(valid.trace, sweep_all(valid.trace), several=True)
+    tables = [tabulate(text.trace, settings) for text in (valid, test)]
+    store = Datastore.open(place / "store")
+    weights = fit_weights(tables[0], "gated", frequencies=token_frequencies(store)).weights
+    online, _ = choose_online(tables[0], weights)
+    log_probs, by_row = (one.double().numpy() for one in apply_weights(tables[1], weights))
+    gated = np.log(np.nansum(np.exp(log_probs) * by_row, 1))
+    begins = np.asarray(test.trace.positions) == 0
+    change = online_log_probs(test.model, gated, begins, online.prior, online.switch_rate) - test.model
+    assert same_row(rows[1][1:], gained(gated - test.model))
+    assert same_row(rows[2][1:], gained(change))
+    assert rows[1][8] == pytest.approx(studies["memories"].tables[0].rows[-1][5] / metadata["base_perplexity"])
+    check_groups(study, change, test, Counter(np.concatenate([lm.encode(one.text) for one in STORED]).tolist()), lm)
+
+
+def check_groups(study, change, test, counts, lm):
+    often, positions = np.array([counts[one] for one in test.targets.tolist()]), np.asarray(test.trace.positions)
+    pieces = np.array(lm.token_texts(test.targets.tolist()))
+    groups = {
+        "frequency": {"0": often == 0, "1 to 9": (often >= 1) & (often <= 9), "10 to 99": (often >= 10) & (often < 100)}
+        | {"100 to 999": (often >= 100) & (often < 1000), "1,000 or more": often >= 1000},
+        "position": {"0 to 15": positions < 16, "16 to 127": (positions >= 16) & (positions < 128)}
+        | {"128 to 1,023": (positions >= 128) & (positions < 1024), "1,024 or more": positions >= 1024},
+    }
+    for number, key in ((1, "frequency"), (3, "position")):
+        rows = {row[0]: row[1:] for row in study.tables[number].rows}
+        assert set(rows) == {label for label, own in groups[key].items() if own.any()}
+        for label, row in rows.items():
+            assert same_row(row, gained(change[groups[key][label]])), label
+    blank = np.array([bool(re.fullmatch(r"\s+", piece)) for piece in pieces])
+    digits = np.array([bool(re.search(r"\d", piece)) and not re.search(r"[^\W\d]", piece) for piece in pieces])
+    signs = np.array([bool(re.fullmatch(r"\s*[^\w\s]+\s*", piece)) for piece in pieces])
+    rows = {row[0]: row[1:] for row in study.tables[2].rows}
+    for label, own in (("white space", blank), ("number", digits), ("punctuation or symbol", signs)):
+        assert (label in rows) == own.any(), label
+        if own.any():
+            assert same_row(rows[label], gained(change[own])), label
+    total = study.numbers
+    for table in study.tables[1:]:
+        assert sum(row[1] for row in table.rows) == len(change)
+        assert sum(row[7] for row in table.rows) == pytest.approx(total["gain"] - total["loss"], rel=1e-12)
+    for key in ("frequency", "class", "position"):
+        for name in ("tokens", "improved", "worse", "gain", "loss"):
+            assert sum(one[name] for one in total[key].values()) == pytest.approx(total[name], rel=1e-12), (key, name)
 
 
 def test_examples_are_the_tokens_with_the_most_and_the_least_gain(studies, test, made, place, lm, stored):

@@ -135,15 +135,14 @@ def _wrap(name: str) -> str:
 
 
 def _draw_bars(axes: Axes, plot: Plot) -> None:
-    """Draw horizontal bars, each with its number."""
-    line = plot.lines[0]
-    names = [_wrap(str(name)) for name in line.x]
-    values = [0.0 if value is None else value for value in line.y]
+    """Draw horizontal bars, each with its number; a second line of negative values extends to the left."""
+    names = [_wrap(str(name)) for name in plot.lines[0].x]
+    bars = [(place, value or 0.0) for line in plot.lines for place, value in enumerate(line.y)]
+    values = [value for _, value in bars]
     signed = min(values, default=0.0) < 0
     colours = [_COLOURS[1] if value < 0 else _COLOURS[0] for value in values]
-    places = list(range(len(names)))
-    axes.barh(places, values, height=0.66, color=colours)
-    axes.set_yticks(places, names)
+    axes.barh([place for place, _ in bars], values, height=0.66, color=colours)
+    axes.set_yticks(range(len(names)), names)
     axes.invert_yaxis()
     axes.tick_params(axis="y", length=0)
     axes.grid(True, axis="x", color=_GRID, linewidth=0.8)
@@ -151,7 +150,9 @@ def _draw_bars(axes: Axes, plot: Plot) -> None:
     axes.axvline(0, color=_SOFT, linewidth=1)
     span = max([0.0, *values, *plot.levels.values()]) - min([0.0, *values])
     form = "+.3f" if plot.y_label.startswith("nats") else ".2f"
-    for place, value in zip(places, values, strict=True):
+    for place, value in bars:
+        if not value and len(plot.lines) > 1:
+            continue  # the other bar of this place has a number
         side = "right" if value < 0 else "left"
         axes.text(value + (-0.01 if value < 0 else 0.01) * span, place, format(value, form), va="center", ha=side)
         axes.texts[-1].set(color=_INK, fontsize=8.5, bbox={"facecolor": _PAPER, "edgecolor": "none", "pad": 0.8})

@@ -26,6 +26,7 @@ from knnlm.report.html import count_documents, write_html
 from knnlm.report.plots import draw
 from knnlm.report.studies.breakdown import study_examples, study_where
 from knnlm.report.studies.compression import study_pruning, study_quantised
+from knnlm.report.studies.gains import study_gains
 from knnlm.report.studies.layers import study_layer
 from knnlm.report.studies.memories import study_baselines, study_memories, study_oracle, study_skip
 from knnlm.report.studies.output import study_output
@@ -51,6 +52,7 @@ STUDIES: dict[str, Callable[[ReportContext], Study]] = {
     "oracle": study_oracle,
     "skip": study_skip,
     "where": study_where,
+    "gains": study_gains,
     "examples": study_examples,
 }
 

@@ -72,11 +72,11 @@ def _groupings(context: ReportContext) -> Iterator[tuple[str, str, list[str], ND
     """Yield (name, title, names of the groups, the group of each token)."""
     trace = context.test.trace
     often = context.frequencies.numpy()[np.asarray(trace.targets)]
-    yield "frequency", "frequency of the token in the store", *_group_by_bounds(often, (1, 10, 100, 1000, 10_000))
+    yield "frequency", "frequency of the token in the store", *group_by_bounds(often, (1, 10, 100, 1000, 10_000))
     yield (
         "position",
         "position in the document",
-        *_group_by_bounds(np.asarray(trace.positions), (16, 64, 256, 1024, 4096)),
+        *group_by_bounds(np.asarray(trace.positions), (16, 64, 256, 1024, 4096)),
     )
     sure = np.exp(np.asarray(trace.lm_features[:, 0], dtype=np.float64))
     bounds = (0.1, 0.3, 0.6, 0.9)
@@ -88,7 +88,7 @@ def _groupings(context: ReportContext) -> Iterator[tuple[str, str, list[str], ND
     yield "third", "third of the document", ["beginning", "middle", "end"], thirds
 
 
-def _group_by_bounds(values: NDArray[np.float64], bounds: Sequence[int]) -> tuple[list[str], NDArray[np.int64]]:
+def group_by_bounds(values: NDArray[np.float64], bounds: Sequence[int]) -> tuple[list[str], NDArray[np.int64]]:
     """Return names of the ranges between bounds, and the range of each number."""
     edges = [0, *bounds]
     labels = [f"{a:,}" if b == a + 1 else f"{a:,} to {b - 1:,}" for a, b in pairwise(edges)]
