@@ -409,7 +409,7 @@ def test_searches_are_skipped_as_in_eval(studies, place, lm, tmp_path):
     shutil.copytree(place / "store", tmp_path / "store")
     memories = f"knn,cache,ngram,output,decoder={place / 'second'}"
     fresh = Mixture.open(tmp_path / "store", lm, memories=memories, use_tuned=False)
-    fresh.tune(documents_of(place, "valid"), weights="gated")
+    fresh.tune(documents_of(place, "valid"), weights="gated", online=False)
     blind = Mixture.open(tmp_path / "store", lm, memories=memories, options=MixtureOptions(skip_fraction=1.0))
     assert rows[-1][2] == pytest.approx(blind.evaluate(documents_of(place, "test")).perplexity, rel=1e-2)
 

@@ -392,8 +392,8 @@ class ReportContext:
         return self.command("eval", self.options.store, self.work / "test.jsonl", *options)
 
     def tune_command(self, *options: object) -> str:
-        """Return the command that tunes on the tuning text."""
-        return self.command("tune", self.options.store, self.work / "valid.jsonl", *options)
+        """Return the command that tunes on the tuning text; the weights of studies are without online weights."""
+        return self.command("tune", self.options.store, self.work / "valid.jsonl", *options, "--no-online")
 
     def report_command(self, study: str) -> str:
         """Return the command that makes one study."""
