@@ -341,7 +341,7 @@ def online_rows(online: OnlineConfig | None) -> list[tuple[str, str]]:
 def _evaluation_rows(result: Evaluation) -> list[tuple[str, str]]:
     figures = result.as_dict()
     before, after = figures["base_perplexity"], figures["perplexity"]
-    changes = f"all in all, gain {result.gain_nats:.3f} and loss {result.loss_nats:.3f} nats a token"
+    changes = f"gain {result.gain_nats:.3f} and loss {result.loss_nats:.3f} nats a token, over all tokens"
     rows = [
         ("text", f"{figures['tokens']:,} tokens, {figures['words']:,} words of {count(result.documents, 'document')}"),
         ("perplexity", f"{before:.3f} → {after:.3f}  ({result.change})"),
