@@ -83,7 +83,7 @@ def measure(
             plain = evaluate_table(own.select(*labels), weights)
             row |= {"model": plain.base_perplexity, kind: plain.perplexity}
             row[f"{kind}, online"] = evaluate_table(own.select(*labels), weights, configs[kind]).perplexity
-            row[f"{kind}, config"] = configs[kind].as_dict()
+            row[f"{kind}, config"] = str(configs[kind])
         print(json.dumps(row), flush=True)
         rows.append(row)
     for memory, chosen in zip(mixture.memories, settings, strict=True):

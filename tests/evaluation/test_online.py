@@ -48,7 +48,8 @@ def by_hand(mixture, texts):
             columns = (logs, mixed.weights.double().numpy(), mixed.component_abstains().numpy())
             rows |= {row: each for row, *each in zip(batch.rows.tolist(), *columns, strict=True)}
         count = 2 + (len(stores) if len(stores) > 1 else 0)
-        prior = np.array([config.prior, *[(1 - config.prior) / (count - 1)] * (count - 1)])
+        rest = 1 - config.prior
+        prior = np.array([config.prior, rest] if count == 2 else [config.prior, 0.9 * rest, 0.05 * rest, 0.05 * rest])
         weights, log_p = prior, []
         for row in range(len(tokens)):
             logs, base, abstains = rows[row]
@@ -159,11 +160,13 @@ def test_largest_prior_within_the_allowed_cost_is_chosen():
     assert loss == pytest.approx(2.0, abs=2e-3)
     begins = np.arange(2_000) % 10 == 0
     config, _ = choose_config(better, begins)
-    assert config.prior == 0.02  # of ten tokens, -log 0.98 is 0.2 %
+    assert config.prior == 0.01  # of ten tokens, -log 0.99 is 0.1 %, -log 0.98 just above 0.2 %
     worse = np.stack([np.full(2_000, -2.0), np.full(2_000, -3.0)], 1)
     config, loss = choose_config(worse, np.arange(2_000) == 0)
     assert config.prior == 0.5
     assert loss == pytest.approx(2.0, abs=2e-3)
+    short = np.stack([np.full(400, -9.0), np.full(400, -2.0)], 1)
+    assert choose_config(short, np.ones(400, bool)) == (None, 2.0)  # texts of one token: 0.01 of the prior costs 1 %
     switching = np.where((np.arange(2_000) // 50 % 2 == 0)[:, None], better, worse)
     config, _ = choose_config(switching, np.arange(2_000) == 0)
     assert config.switch_rate >= 0.01

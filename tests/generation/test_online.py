@@ -156,3 +156,66 @@ def test_evidence_is_limited_to_the_last_tokens_of_a_prompt(model, monkeypatch):
     prior = torch.tensor([0.3, 0.7], dtype=torch.float64)
     torch.testing.assert_close(weights[: ids.shape[1] - 3], prior.expand(ids.shape[1] - 3, 2))
     assert not torch.allclose(weights[ids.shape[1] - 1], prior)
+
+
+def test_loss_has_gradients(model):
+    ids = torch.tensor([model.mixture.lm.prompt(PROMPT)])
+    loss = model(ids, labels=ids).loss
+    loss.backward()
+    expected = -by_hand(model, ids[0].tolist())[range(ids.shape[1] - 1), ids[0, 1:]].log().mean()
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-3)
+    assert any(parameter.grad is not None and parameter.grad.abs().sum() > 0 for parameter in model.base.parameters())
+    model.base.zero_grad()
+
+
+@torch.no_grad()
+def test_logits_of_chosen_positions_are_those_of_the_whole_text(model):
+    ids = torch.tensor([model.mixture.lm.prompt(PROMPT)])
+    whole = model(ids).logits
+    for places in ([5], [2, 3, 4]):
+        chosen = model(ids, logits_to_keep=torch.tensor(places)).logits
+        torch.testing.assert_close(chosen.exp(), whole[:, places].exp(), rtol=1e-3, atol=1e-5)
+
+
+def test_start_token_alone_is_the_prompt_where_none_is_given(model):
+    start = model.mixture.lm.start_token
+    settings = {"max_new_tokens": 6, "bos_token_id": start, "pad_token_id": 0, **SETTINGS}
+    output = model.generate(return_dict_in_generate=True, **settings)
+    weights = output.past_key_values.knnlm_state.online.keys[0, 0]
+    assert (weights == weights[0]).all()
+
+
+@pytest.mark.parametrize("chunk", [2, 5])
+def test_prompts_in_chunks_and_padded_give_the_same_text(model, chunk):
+    lm = model.mixture.lm
+    prompts = [lm.prompt(PROMPT), lm.prompt("a model and the"), lm.prompt("a")]
+    length = max(map(len, prompts))
+    ids = torch.tensor([[0] * (length - len(each)) + each for each in prompts])
+    mask = torch.tensor([[0] * (length - len(each)) + [1] * len(each) for each in prompts])
+    settings = {"attention_mask": mask, "max_new_tokens": 6, "pad_token_id": 0, **SETTINGS}
+    assert torch.equal(model.generate(ids, prefill_chunk_size=chunk, **settings), model.generate(ids, **settings))
+
+
+@torch.no_grad()
+def test_text_that_begins_in_a_later_step_begins_with_the_prior(model):
+    lm = model.mixture.lm
+    prompts = [lm.prompt(PROMPT), lm.prompt("")[:1]]
+    length = max(map(len, prompts))
+    ids = torch.tensor([[0] * (length - len(each)) + each for each in prompts])
+    mask = torch.tensor([[0] * (length - len(each)) + [1] * len(each) for each in prompts])
+    positions = (mask.cumsum(1) - 1).clamp(min=0)
+    past = model(ids[:, :-1], attention_mask=mask[:, :-1], position_ids=positions[:, :-1], use_cache=True)
+    last = model(
+        ids[:, -1:], attention_mask=mask, position_ids=positions[:, -1:], past_key_values=past.past_key_values
+    ).logits[:, -1]
+    for row, each in zip(last, prompts, strict=True):
+        torch.testing.assert_close(row.exp(), by_hand(model, each)[-1], rtol=1e-3, atol=1e-5)
+
+
+def test_without_a_cache_the_evidence_of_a_long_prompt_stays(model, monkeypatch):
+    monkeypatch.setattr(causal, "EVIDENCE_TOKENS", 6)
+    ids = torch.tensor([model.mixture.lm.prompt(PROMPT)])
+    settings = {"max_new_tokens": 10, "output_logits": True, "return_dict_in_generate": True, **SETTINGS}
+    cached, plain = (model.generate(ids, use_cache=use_cache, **settings) for use_cache in (True, False))
+    for one, other in zip(cached.logits, plain.logits, strict=True):
+        torch.testing.assert_close(one.exp(), other.exp(), rtol=1e-3, atol=1e-5)

@@ -108,6 +108,24 @@ def test_bound_holds_where_the_store_is_right_for_long_and_then_impossible():
     assert log_probs[:, 0].sum() - mixed.sum() <= config.bound + 1e-9
 
 
+@pytest.mark.parametrize("impossible", [1, 5])
+def test_bound_holds_where_a_leading_expert_gives_several_tokens_the_probability_zero(impossible):
+    rows = 5_000
+    log_probs = np.stack([np.full(rows, -5.0), np.full(rows, -1e-3)], 1)
+    log_probs[-impossible:, 1] = -np.inf
+    config = OnlineConfig(0.5, 0.0)
+    log_weights = posterior(log_probs, np.arange(rows) == 0, config)
+    mixed = mixed_log_probs(log_weights, log_probs)
+    assert log_probs[:, 0].sum() - mixed.sum() == pytest.approx(config.bound, abs=1e-6)
+    after = update(torch.from_numpy(log_weights[-1:]), torch.from_numpy(log_probs[-1:]), config)
+    assert after[0].tolist() == [0.0, -math.inf]
+
+
+def test_prior_of_several_stores_leaves_most_to_the_mixture():
+    np.testing.assert_allclose(np.exp(OnlineConfig(0.2, 0).log_prior(4)), [0.2, 0.72, 0.04, 0.04])
+    np.testing.assert_allclose(np.exp(OnlineConfig(0.2, 0).log_prior(2)), [0.2, 0.8])
+
+
 def test_right_store_wins_within_a_few_dozen_tokens():
     random = np.random.default_rng(0)
     log_probs = np.log(random.uniform(0.05, 0.15, (60, 4)))

@@ -16,7 +16,9 @@ from hypothesis import strategies as st
 from helpers.models import TEXT, tiny, tiny_tokenizer
 from helpers.stores import documents
 from knnlm.corpus import Document
+from knnlm.datastore.store import Datastore
 from knnlm.errors import ParameterError
+from knnlm.generation import causal as causal_module
 from knnlm.generation.causal import KnnForCausalLM
 from knnlm.ingest.build import build
 from knnlm.lm.causal import CausalLM
@@ -578,3 +580,57 @@ def test_lambda_of_a_request_replaces_online_weights(online_mixture):
     fixed = copy.copy(online_mixture)
     fixed.online, fixed.lmbda = None, 0.6
     assert ids(found) == generated(fixed, PROMPTS[0], 6)
+
+
+@pytest.mark.parametrize("chunk", [5, 8, 64])
+@pytest.mark.parametrize("beside", [False, True])
+def test_evidence_of_a_long_prompt_does_not_depend_on_chunks(online_mixture, monkeypatch, chunk, beside):
+    monkeypatch.setattr(scheduler_module, "MAX_PROMPT_CHUNK", chunk)
+    monkeypatch.setattr(scheduler_module, "EVIDENCE_TOKENS", 7)
+    monkeypatch.setattr(causal_module, "EVIDENCE_TOKENS", 7)
+    scheduler = start_scheduler(online_mixture)
+    try:
+        handles = [scheduler.submit(make_request(scheduler, PROMPTS[2], 4))]
+        if beside:
+            handles.append(scheduler.submit(make_request(scheduler, PROMPTS[0], 4)))
+        found, *_ = [tokens_of(handle) for handle in handles]
+    finally:
+        scheduler.stop()
+    given = torch.tensor([online_mixture.lm.prompt(PROMPTS[2])])
+    assert given.shape[1] > 14
+    settings = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0, "return_dict_in_generate": True}
+    alone = KnnForCausalLM(online_mixture).generate(given, max_new_tokens=4, output_logits=True, **settings)
+    expected = [float(logits[0, token.id]) for logits, token in zip(alone.logits, found, strict=True)]
+    assert [token.log_p for token in found] == pytest.approx(expected, rel=1e-3, abs=1e-4)
+
+
+def test_rescoring_with_another_k_equals_a_request_with_it(online_mixture):
+    scheduler = start_scheduler(online_mixture)
+    try:
+        trace = trace_of(scheduler, make_request(scheduler, PROMPTS[0], 6))
+        rescored = rescore(scheduler.mixtures, trace, MemoryOverrides(k=2))
+        fresh = trace_of(scheduler, make_request(scheduler, PROMPTS[0], 1, overrides=MemoryOverrides(k=2)))
+    finally:
+        scheduler.stop()
+    assert all(math.isfinite(token.log_p) for token in rescored)
+    if fresh.tokens[0].id == rescored[0].id:
+        assert rescored[0].log_p == pytest.approx(fresh.tokens[0].log_p, rel=1e-4)
+
+
+def test_reload_that_changes_online_weights_waits_for_running_requests(lm, tmp_path):
+    store = build(documents(8), tmp_path / "store", lm=lm)
+    Mixture.open(store.path, lm, use_tuned=False).tune(documents(3, start=50), weights="fixed", online=False)
+    scheduler = start_scheduler(Mixture.open(store.path, lm))
+    try:
+        running = scheduler.submit(make_request(scheduler, PROMPTS[0], 200))
+        while not scheduler.tokens_generated:
+            time.sleep(0.001)
+        Mixture.open(store.path, lm, use_tuned=False).tune(documents(3, start=50), weights="fixed")
+        Datastore.open(store.path).add(documents(1, start=70), lm=lm)
+        following = scheduler.submit(make_request(scheduler, PROMPTS[1], 5))
+        assert len(tokens_of(running)) == 200
+        assert len(tokens_of(following)) == 5
+        assert scheduler.reloads == 1
+        assert scheduler.mixture.online is not None
+    finally:
+        scheduler.stop()

@@ -520,7 +520,7 @@ def expert_table(table: TraceTable, log_probs: Tensor, weights: Tensor) -> Exper
     return Experts(torch.zeros(by_expert.shape[:2], dtype=torch.float64), by_expert)
 
 
-def choose_online(table: TraceTable, weights: Weights) -> tuple[OnlineConfig, float]:
+def choose_online(table: TraceTable, weights: Weights) -> tuple[OnlineConfig | None, float]:
     """Choose the prior and the switch rate of online weights over fitted weights; return them and the perplexity.
 
     A gate is represented by its predictions for documents that it was not trained on.

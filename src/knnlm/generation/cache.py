@@ -165,10 +165,10 @@ def spans_of(state: MemoryState, step: ForwardStep, online: OnlineConfig | None)
     if (predicted.diff() != 1).any():
         raise ModelError("With a memory, logits_to_keep must be a number or consecutive positions.")
     spans = []
-    for row in range(len(tokens)):
+    starts = _text_starts(step.mask, *tokens.shape)
+    for row, start in enumerate(starts):
         first = int(predicted[0]) if len(predicted) else total
         end = int(predicted[-1]) + 1 if len(predicted) else total
-        start = _text_start(step.mask, row, total)
         if first < start:
             spans.append(Span(tokens[row, : min(start, end)], first, {}))
             first = min(start, end)
@@ -180,21 +180,20 @@ def spans_of(state: MemoryState, step: ForwardStep, online: OnlineConfig | None)
             }
             prompt_length = None if step.prompt_length is None else step.prompt_length - start
             span = Span(tokens[row, start:end], first - start, past, prompt_length=prompt_length)
-            spans.append(span if online is None else _with_state(span, state, step, online, row))
+            spans.append(span if online is None else _with_state(span, state, online, row, start=start))
     return spans
 
 
-def _with_state(span: Span, state: MemoryState, step: ForwardStep, online: OnlineConfig, row: int) -> Span:
-    """Return a span with the state of online weights at its first position, in this row of the batch."""
-    assert state.tokens.values is not None
-    first = _text_start(step.mask, row, state.tokens.values.shape[-2]) + span.start  # among the padded tokens
+def _with_state(span: Span, state: MemoryState, online: OnlineConfig, row: int, *, start: int) -> Span:
+    """Return a span with the state of online weights at its first position; its text begins at `start` of the row."""
+    first = start + span.start  # among the padded tokens
     known, pending = state.online.keys, state.pending.keys
-    if not state.online.is_initialized or known is None:
+    length = state.online.get_seq_length()
+    if known is None or start >= length:  # nothing of the text was read before
         return span
-    length = known.shape[-2]
     before = known[row, 0, min(first, length - 1)]  # (S,)
     given = span.prompt_length is None or span.start < span.prompt_length
-    if first == length and given and pending is not None and pending.shape[-2]:
+    if first == length and given and pending is not None and state.pending.get_seq_length():
         before = _after_pending(before, pending[row, 0, 0], span.tokens[span.start], online)
     return replace(span, state=before)
 
@@ -214,18 +213,21 @@ def keep_pending(state: MemoryState, step: ForwardStep, last: MixturePrediction)
     dense = torch.stack([component.log_probs().float() for component in last.components], 1)  # (B, M, V)
     weights = last.experts.component_weights  # (B, E, M)
     count = weights.new_full((len(weights), 1), weights.shape[-1])
-    state.pending.replace(torch.cat([dense.flatten(1), weights.flatten(1), count], 1)[:, None], step.tokens[:, -1:])
+    pending = torch.cat([dense.flatten(1), weights.flatten(1), count], 1).detach()
+    state.pending.replace(pending[:, None], step.tokens[:, -1:])
 
 
 def keep_states(state: MemoryState, step: ForwardStep, states: Tensor) -> None:
     """Append the (B, n, S) states of the predicted positions; positions before them get the first of these."""
     missing = step.tokens.shape[1] - states.shape[1]
     earlier = states[:, :1].expand(-1, missing, -1)
-    state.online.append(torch.cat([earlier, states], 1), step.tokens)
+    state.online.append(torch.cat([earlier, states], 1).detach(), step.tokens)
 
 
-def _text_start(mask: Tensor | None, row: int, total: int) -> int:
-    """Return the position of a text's first token, after its left padding."""
+def _text_starts(mask: Tensor | None, rows: int, total: int) -> list[int]:
+    """Return the position of the first token of each text, after its left padding; `total` where all is padding."""
     if mask is None or mask.dim() != 2 or mask.shape[1] != total:
-        return 0
-    return int(mask[row].bool().int().argmax())
+        return [0] * rows
+    given = mask.bool()
+    starts: list[int] = given.int().argmax(1).masked_fill(~given.any(1), total).tolist()  # one copy from the device
+    return starts

@@ -174,7 +174,7 @@ class KnnForCausalLM(PreTrainedModel, GenerationMixin):
         prompt = next(
             (value for value in (*args[:1], kwargs.get("input_ids"), kwargs.get("inputs")) if value is not None), None
         )
-        token = _prompt_length.set(prompt.shape[1] if isinstance(prompt, Tensor) else None)
+        token = _prompt_length.set(prompt.shape[1] if isinstance(prompt, Tensor) else 1)  # else: the start token
         try:
             return GenerationMixin.generate(cast(Any, self), *args, **kwargs)
         finally:
@@ -210,9 +210,9 @@ class KnnForCausalLM(PreTrainedModel, GenerationMixin):
         if mixed.experts is not None:
             assert state is not None
             assert step is not None
-            kept = logits_to_keep if wide != logits_to_keep else 0
+            kept = None if wide is logits_to_keep else _places(logits_to_keep)
             mixed = self._remember(mixed, context, state, step, kept, cache=getattr(output, "past_key_values", None))
-            output["logits"] = output.logits[:, -kept:] if isinstance(kept, int) else output.logits
+            output["logits"] = output.logits if kept is None else output.logits[:, kept]
         log_p = mixed.log_probs().unflatten(0, output.logits.shape[:2])
         # The output object is the base model's own, so its cache is kept, whatever its class.
         output["logits"] = log_p
@@ -282,14 +282,18 @@ class KnnForCausalLM(PreTrainedModel, GenerationMixin):
 
     def _with_evidence(self, input_ids: Tensor | None, cache: Any, logits_to_keep: int | Tensor) -> int | Tensor:
         """Return how many logits to keep so that the new tokens of a prompt update the online weights."""
-        if self.mixture.online is None or input_ids is None or not isinstance(logits_to_keep, int):
+        if self.mixture.online is None or input_ids is None:
             return logits_to_keep
+        if not isinstance(logits_to_keep, int):
+            return 0
         new = input_ids.shape[1]
         before = memory_state(cache).tokens.get_seq_length()
         prompt_length = _prompt_length.get()
         if not logits_to_keep or new == 1 or (prompt_length is not None and before >= prompt_length):
             return logits_to_keep
-        return max(logits_to_keep, min(new, EVIDENCE_TOKENS))
+        generated = 0 if prompt_length is None else max(0, before + new - prompt_length)
+        wide = max(logits_to_keep, min(new, EVIDENCE_TOKENS + generated))
+        return logits_to_keep if wide == logits_to_keep else wide
 
     def _remember(
         self,
@@ -297,28 +301,33 @@ class KnnForCausalLM(PreTrainedModel, GenerationMixin):
         context: Context,
         state: MemoryState,
         step: ForwardStep,
-        kept: int | Tensor,
+        kept: slice | Tensor | None,
         *,
         cache: Any,
     ) -> MixturePrediction:
         """Keep the online weights of every position in the state, and return the prediction of the kept positions."""
         assert mixed.experts is not None
         keep_states(state, step, mixed.experts.states.unflatten(0, (len(step.tokens), -1)))
-        if isinstance(kept, int) and kept:
-            mixed = self._predict_last(context, state, step, kept)
+        if kept is not None:
+            mixed = self._predict_again(context, state, step, kept)
         if isinstance(cache, Cache):
-            if step.prompt_length is None:  # outside `generate`, the next token is evidence
-                keep_pending(state, step, self._predict_last(context, state, step, 1))
+            length = state.tokens.get_seq_length()
+            if step.prompt_length is None or length < step.prompt_length:  # the next token is evidence
+                keep_pending(state, step, self._predict_again(context, state, step, slice(-1, None)))
+            else:
+                state.pending.reset()
             state.attach(cache)
         return mixed
 
-    def _predict_last(self, context: Context, state: MemoryState, step: ForwardStep, kept: int) -> MixturePrediction:
-        """Predict only the last positions of each text again, with the online weights in the state."""
+    def _predict_again(
+        self, context: Context, state: MemoryState, step: ForwardStep, kept: slice | Tensor
+    ) -> MixturePrediction:
+        """Predict only some positions of each text again, with the online weights in the state."""
         batch = len(step.tokens)
         states = {
-            source: own.unflatten(0, (batch, -1))[:, -kept:].flatten(0, 1) for source, own in context.states.items()
+            source: own.unflatten(0, (batch, -1))[:, kept].flatten(0, 1) for source, own in context.states.items()
         }
-        spans = spans_of(state, replace(step, kept=slice(-kept, None)), self.mixture.online)
+        spans = spans_of(state, replace(step, kept=kept), self.mixture.online)
         return self.mixture.predict(Context(states, spans), all_components=False)
 
     def _run_base(self, **inputs: Any) -> tuple[Any, dict[Source, Tensor]]:
@@ -400,6 +409,11 @@ def generate_tokens(
     settings.setdefault("pad_token_id", lm.model.config.pad_token_id or lm.start_token)
     output = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=max_new_tokens, **settings)
     return list(output[0, ids.shape[1] :].tolist())
+
+
+def _places(logits_to_keep: int | Tensor) -> slice | Tensor:
+    """Return which of the last positions the logits are kept of."""
+    return slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
 
 
 def _random_state(device: torch.device) -> tuple[Tensor, Tensor | None]:

@@ -59,9 +59,9 @@ def load_mixture(path: Path | Datastore, lm: CausalLM | None, request: MixtureRe
     loader = _Loader(store, Readers(lm), request)
     memories = [loader.open(spec) for spec in specs]
     weights = _weights(store, specs, memories, stored_weights, request, vocab_size=lm.vocab_size)
-    online = OnlineConfig.from_dict(stored_weights["online"]) if stored_weights and stored_weights["online"] else None
-    if not request.options.online:
-        online = None
+    online = None
+    if stored_weights and stored_weights.get("online") is not None and request.options.online:
+        online = OnlineConfig.from_dict(stored_weights["online"])
     labels = [spec.label for spec in specs]
     return LoadedMixture(loader.readers, memories, labels, weights, online, store, store.path)
 

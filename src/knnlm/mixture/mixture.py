@@ -27,6 +27,7 @@ from knnlm.mixture.online import (
     expert_weights,
     has_evidence,
     next_tokens,
+    prior_on,
     span_states,
 )
 from knnlm.mixture.readers import ReadBatch, Readers
@@ -176,7 +177,7 @@ class Mixture:
 
     @lmbda.setter
     def lmbda(self, lmbda: float) -> None:
-        self.weights = equal_weights(self.memories, lmbda)
+        self.weights, self.online = equal_weights(self.memories, lmbda), None
 
     @property
     def lm_sources(self) -> list[Source]:
@@ -377,7 +378,7 @@ class Mixture:
         by_expert = expert_weights(weights, self.store_slices, abstains)  # (N, E, M)
         spans = context.spans if evidence else ()
         if not spans:
-            prior = torch.from_numpy(self.online.log_prior(by_expert.shape[1])).to(weights.device)
+            prior = prior_on(self.online, by_expert.shape[1], weights.device)
             return Experts(prior.expand(by_expert.shape[:2]), by_expert)
         log_probs = None
         if has_evidence(spans):

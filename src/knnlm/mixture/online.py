@@ -28,7 +28,7 @@ from knnlm.errors import DatastoreCorrupt, ParameterError
 from knnlm.memories.base import Span
 from knnlm.mixture.em import renormalise
 
-_MIN_LOG_PROB = -1e4  # of one token in an update: an expert with probability 0 keeps a weight that is 0 in float64
+_MIXTURE_SHARE = 0.9  # of the prior that is not the model's; the stores share the rest, if they are experts
 
 # What `choose_config` tries.
 _PRIORS = (0.5, 0.2, 0.1, 0.05, 0.02, 0.01)
@@ -57,9 +57,10 @@ class OnlineConfig:
         return -math.log(self.prior)
 
     def log_prior(self, experts: int) -> Array:
-        """Return the (E,) logarithms of the prior: that of the model alone, the rest in equal shares."""
-        others = (1 - self.prior) / (experts - 1)
-        return np.asarray(np.log(np.array([self.prior, *[others] * (experts - 1)])))
+        """Return the (E,) logarithms of the prior: of the model alone, of the mixture, and of each store."""
+        rest, stores = 1 - self.prior, experts - 2
+        mixture = rest * _MIXTURE_SHARE if stores else rest
+        return np.asarray(np.log([self.prior, mixture, *[(rest - mixture) / max(1, stores)] * stores]))
 
     def as_dict(self) -> dict[str, float]:
         """Return the configuration as JSON types."""
@@ -102,16 +103,16 @@ def expert_count(stores: int) -> int:
 
 def expert_log_probs(weights: Tensor, component_log_probs: Tensor) -> Tensor:
     """Return the (N, E) log-probabilities of tokens by each expert, in float64, from the (N, M) of the components."""
-    logs = component_log_probs.double().nan_to_num(nan=-torch.inf)[:, None, :]
+    logs = component_log_probs.double().nan_to_num(nan=-torch.inf, neginf=-torch.inf)[:, None, :]
     return (logs + weights.double().log()).logsumexp(-1)
 
 
 def update(log_weights: Tensor, log_probs: Tensor, config: OnlineConfig) -> Tensor:
     """Return the (N, E) log-weights of experts after tokens, from those before and their (N, E) log-probabilities."""
-    after = (log_weights.double() + log_probs.double().clamp(min=_MIN_LOG_PROB)).log_softmax(-1)
+    after = (log_weights.double() + log_probs.double()).log_softmax(-1)
     if not config.switch_rate:
         return after
-    log_prior = _prior_on(config, after.shape[-1], after.device)
+    log_prior = prior_on(config, after.shape[-1], after.device)
     return torch.logaddexp(after + math.log1p(-config.switch_rate), log_prior + math.log(config.switch_rate))
 
 
@@ -129,20 +130,22 @@ def posterior(
     starts = np.repeat(log_prior[None], int(begins[1:].sum()) + 1, 0)  # (texts, E)
     if first is not None:
         starts[0] = first
-    clamped = np.maximum(log_probs, _MIN_LOG_PROB)
     if not config.switch_rate:
-        return _bayes(clamped, begins, starts)
-    return np.log(_fixed_share(clamped, begins, starts, np.exp(log_prior), config.switch_rate))
+        return _bayes(log_probs, begins, starts)
+    return np.log(_fixed_share(log_probs, begins, starts, np.exp(log_prior), config.switch_rate))
 
 
 def _bayes(log_probs: Array, begins: NDArray[np.bool_], starts: Array) -> Array:
     """Return log-weights without switching: sums of logarithms, in which no weight underflows."""
-    before = np.zeros_like(log_probs)
-    np.cumsum(log_probs[:-1], axis=0, out=before[1:])
+    impossible = np.isneginf(log_probs)
+    before, dead = np.zeros_like(log_probs), np.zeros(log_probs.shape, np.int64)
+    np.cumsum(np.where(impossible, 0, log_probs)[:-1], axis=0, out=before[1:])
+    np.cumsum(impossible[:-1], axis=0, out=dead[1:])
     text = np.cumsum(begins[1:], dtype=np.int64)  # of each token but the first, which belongs to text 0
     text = np.concatenate([[0], text])
     rows = np.concatenate([[0], np.flatnonzero(begins[1:]) + 1])  # of the first token of each text
     weights = starts[text] + before - before[rows[text]]
+    weights[dead > dead[rows[text]]] = -np.inf  # an expert that gave a token of the text the probability 0
     return np.asarray(weights - _logsumexp(weights)[:, None])
 
 
@@ -195,8 +198,8 @@ class Experts:
         return Experts(self.states[rows], self.component_weights[rows])
 
     def mixed(self) -> Tensor:
-        """Return the (N, M) weights of the components for all experts together."""
-        return (self.states.exp().to(self.component_weights)[:, :, None] * self.component_weights).sum(1)
+        """Return the (N, M) weights of the components for all experts together, in float64."""
+        return (self.states.exp()[:, :, None] * self.component_weights.double()).sum(1)
 
     def log_probs(self, component_log_probs: Tensor) -> Tensor:
         """Return the (N, E) log-probabilities of tokens by each expert, in float64."""
@@ -216,11 +219,11 @@ def span_states(
     the tokens is evidence.
     """
     if log_probs is None:
-        prior = _prior_on(config, experts, device)
+        prior = prior_on(config, experts, device)
         given = [prior if span.state is None else span.state.to(device) for span in spans]
         return torch.stack([each for each, span in zip(given, spans, strict=True) for _ in range(len(span))])
     result, begin = np.empty(log_probs.shape), 0
-    values = log_probs.cpu().numpy()
+    values = log_probs.detach().cpu().numpy()
     for text in _texts(spans):
         span, length = text[0], sum(map(len, text))
         first = config.log_prior(experts) if span.state is None else span.state.double().cpu().numpy()
@@ -270,27 +273,31 @@ def _evidence_count(text: Sequence[Span]) -> int:
 
 
 @lru_cache(maxsize=64)
-def _prior_on(config: OnlineConfig, experts: int, device: torch.device) -> Tensor:
+def prior_on(config: OnlineConfig, experts: int, device: torch.device) -> Tensor:
     """Return the (E,) logarithms of the prior on a device; cached, since the host would wait for the copy."""
     return torch.from_numpy(config.log_prior(experts)).to(device)
 
 
-def choose_config(log_probs: Array, begins: NDArray[np.bool_]) -> tuple[OnlineConfig, float]:
+def choose_config(log_probs: Array, begins: NDArray[np.bool_]) -> tuple[OnlineConfig | None, float]:
     """Choose the prior and the switch rate for (N, E) log-probabilities of tokens; return them and the mean log loss.
 
     Text of the stores' own domain does not show what a larger prior of the model alone is good for. So the largest
-    prior is chosen whose loss is within 0.2 % of perplexity of the smallest one.
+    prior is chosen whose loss is within 0.2 % of perplexity of the smallest one, with or without online weights. None:
+    there is none, because texts are too short.
     """
+    alone = -float(log_probs[:, 1].mean())
     losses = {
         config: -float(mixed_log_probs(posterior(log_probs, begins, config), log_probs).mean())
         for config in (OnlineConfig(prior, rate) for prior in _PRIORS for rate in _RATES)
     }
-    limit = min(losses.values()) + _MAX_COST
+    limit = min(alone, *losses.values()) + _MAX_COST
     within = [config for config, loss in losses.items() if loss <= limit]
+    if not within:
+        return None, alone
     best = min(within, key=lambda config: (-config.prior, losses[config]))
     return best, losses[best]
 
 
 def mixed_log_probs(log_weights: Array, log_probs: Array) -> Array:
     """Return the (N,) log-probabilities of tokens by all experts together."""
-    return _logsumexp(log_weights + np.maximum(log_probs, -1e300))
+    return _logsumexp(log_weights + log_probs)

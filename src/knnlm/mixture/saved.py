@@ -84,7 +84,7 @@ def read_mixture(stored: Any, where: str) -> tuple[list[MemorySpec], dict[str, A
     specs = [MemorySpec.from_dict(each, where) for each in stored["memories"]]
     if stored["weights"]["kind"] not in KINDS:
         raise KeyError(stored["weights"]["kind"])
-    if stored["weights"]["online"] is not None:
+    if stored["weights"].get("online") is not None:
         OnlineConfig.from_dict(stored["weights"]["online"])
     return specs, stored["weights"]
 

@@ -65,8 +65,8 @@ class MixturePrediction:
 
     def log_probs(self) -> Tensor:
         """Return the (N, V) log-probabilities, summed in the log domain, where nothing underflows."""
-        logs = self.weights.log()
         total = self.components[0].log_probs()
+        logs = self.weights.log().to(total)  # online weights are in float64, where they do not underflow
         # In place if there are no gradients, so that only one (N, V) tensor is made.
         total = total + logs[:, :1] if total.requires_grad else total.add_(logs[:, :1])
         votes = []

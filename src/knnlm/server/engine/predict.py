@@ -74,8 +74,8 @@ class MixtureCache:
             base.lm,
             memories,
             weights=weights,
-            # λ in a request is the paper's kNN-LM; other weights than the tuned ones keep the online weights.
-            online=base.online if overrides.lmbda is None else None,
+            # λ, k and τ in a request are those of the paper's kNN-LM, as in rescoring.
+            online=base.online if (overrides.lmbda, overrides.k, overrides.knn_temperature) == (None,) * 3 else None,
             readers=base.readers,
             labels=[base.labels[number] for number in chosen],
             store=base.store,
@@ -295,12 +295,12 @@ class _GroupPredictor:
         experts = self.mixed.experts
         if experts is None or self.mixture is None or self.mixture.online is None:
             return None
-        known = torch.tensor([max(0, position.target) for position in self.positions], device=self.logits.device)
-        sampled = torch.tensor([bool(position.samplers) for position in self.positions], device=self.logits.device)
-        if sampled.all():
+        sampled = [bool(position.samplers) for position in self.positions]
+        if all(sampled):
             return experts.states
+        known = torch.tensor([max(0, position.target) for position in self.positions], device=self.logits.device)
         after = experts.after(self.mixed.component_log_probs(known), self.mixture.online)
-        return torch.where(sampled[:, None], experts.states, after)
+        return torch.where(torch.tensor(sampled, device=after.device)[:, None], experts.states, after)
 
     def _target(self, row: int, number: int, dense: Tensor | None) -> int:
         """Return the known or sampled next token of a position; 0 for a copy that it does not have."""

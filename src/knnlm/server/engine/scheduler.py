@@ -124,6 +124,7 @@ class Scheduler:
         self._prompts: deque[_PendingPrompt] = deque()
         self._cache: SequenceCache | None = None
         self._sequences: list[GeneratedSequence] = []  # one for each row of the cache
+        self._reopened: Mixture | None = None  # to be used when the running requests have ended
         self._wake = threading.Condition()
         self._stopping = False
         self._thread = threading.Thread(target=self._run, name="knnlm-engine", daemon=True)
@@ -238,11 +239,15 @@ class Scheduler:
         """
         before = self.mixture
         try:
-            after = reload_if_stale(before)
+            after = self._reopened or reload_if_stale(before)
         except (KnnlmError, OSError, sqlite3.Error) as error:
             _log.exception("the store has changed and cannot be opened")
             self._fail_waiting(503, f"The store has changed and cannot be opened ({error}).")
             return False
+        if after is not None and (self._sequences or self._prompts) and not _same_state(before, after):
+            self._reopened = after  # running requests end with the state that they began with
+            return False
+        self._reopened = None
         if after is not None:
             if _removed_entries(before) != _removed_entries(after):
                 self.traces.clear()  # they may contain text of removed documents
@@ -296,28 +301,33 @@ class Scheduler:
             count = 0
             if prompt.remaining:
                 cost = 1 + request.sources // _SOURCES_PER_TOKEN if request.echo else 1
-                evidence = self._uses_evidence(pending, max_tokens=max(1, room // cost))
+                begin = self._evidence_begin(pending)
+                evidence = begin is not None and first >= begin
+                max_tokens = max(1, room // cost)
+                if begin is not None and first < begin:
+                    max_tokens = min(max_tokens, begin - first)  # evidence is the same whatever the chunks are
                 logits, context = read_prompt(
-                    self.model, prompt, max_tokens=max(1, room // cost), all_logits=request.echo or evidence
+                    self.model, prompt, max_tokens=max_tokens, all_logits=request.echo or evidence
                 )
                 room -= (prompt.done - first) * cost
                 self.tokens_read += prompt.done - first
                 if positions := _positions(pending, first, evidence=evidence):
                     result = ForwardResult(logits, context, positions, one_prompt=True)
                     none = [None] * len(context.spans)
-                    results.append(result.with_states([prompt.state, *none[1:]], none))
+                    known = None if first == begin else prompt.state
+                    results.append(result.with_states([known, *none[1:]], none))
                     count = len(positions)
             read.append((pending, count))
             self._prompts.rotate(-1)  # round robin
         return results, read
 
-    def _uses_evidence(self, pending: _PendingPrompt, *, max_tokens: int) -> bool:
-        """Whether tokens of the next chunk of a prompt update the online weights of its continuations."""
-        request, prompt = pending.handle.request, pending.prompt
+    def _evidence_begin(self, pending: _PendingPrompt) -> int | None:
+        """Return the first position of a prompt whose tokens update the online weights of its continuations, if any."""
+        request = pending.handle.request
         mixture = self.mixtures.get(request.overrides)
         if mixture is None or mixture.online is None or not request.max_tokens:
-            return False
-        return prompt.remaining - max_tokens < EVIDENCE_TOKENS
+            return None
+        return max(0, len(pending.prompt.tokens) - EVIDENCE_TOKENS)
 
     def _advance_prompt(self, pending: _PendingPrompt, predicted: Sequence[PredictedPosition]) -> None:
         """Emit the tokens of a chunk of a prompt; after the last chunk, its sequences start."""
@@ -411,6 +421,15 @@ class Scheduler:
 def reload_if_stale(mixture: Mixture) -> Mixture | None:
     """Return the mixture reopened if its store has changed, else None; the given one stays open."""
     return mixture.reopen() if mixture.stale else None
+
+
+def _same_state(before: Mixture, after: Mixture) -> bool:
+    """Whether the state of running sequences fits a reopened mixture."""
+    layouts = [
+        (each.online is None, len(each.store_slices), each.needs_history, each.history_lengths)
+        for each in (before, after)
+    ]
+    return layouts[0] == layouts[1]
 
 
 def _stores(mixture: Mixture) -> set[Datastore]:
