@@ -8,7 +8,7 @@ import pytest
 import torch
 import transformers
 
-from helpers.models import tiny, tiny_tokenizer
+from helpers.models import logits_in_steps, tiny, tiny_tokenizer
 from helpers.stores import documents
 from knnlm.errors import ModelError
 from knnlm.generation.causal import KnnForCausalLM
@@ -69,12 +69,7 @@ def test_whole_text_is_scored_as_in_evaluation(model):
 def test_steps_with_a_cache_equal_the_whole_text_at_once(model):
     ids = torch.tensor([prompt(model)])
     whole = model(ids, use_cache=False).logits
-    past, steps = None, []
-    for begin, end in ((0, 5), (5, 6), (6, 9), *((n, n + 1) for n in range(9, ids.shape[1]))):
-        output = model(ids[:, begin:end], past_key_values=past, use_cache=True)
-        past = output.past_key_values
-        steps.append(output.logits)
-    torch.testing.assert_close(torch.cat(steps, 1).exp(), whole.exp(), rtol=1e-3, atol=1e-5)
+    torch.testing.assert_close(logits_in_steps(model, ids).exp(), whole.exp(), rtol=1e-3, atol=1e-5)
 
 
 def test_greedy_with_and_without_a_cache_are_the_same(model):

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from helpers.models import tiny, tiny_tokenizer
+from helpers.models import logits_in_steps, tiny, tiny_tokenizer
 from helpers.stores import documents
 from knnlm.generation import causal
 from knnlm.generation.causal import KnnForCausalLM
@@ -95,12 +95,7 @@ def test_steps_with_one_lambda_equal_the_whole_text(knn_model):
 def steps_equal_the_whole(model):
     ids = torch.tensor([model.mixture.lm.prompt(PROMPT)])
     whole = model(ids, use_cache=False).logits
-    past, steps = None, []
-    for begin, end in ((0, 5), (5, 6), (6, 9), *((n, n + 1) for n in range(9, ids.shape[1]))):
-        output = model(ids[:, begin:end], past_key_values=past, use_cache=True)
-        past = output.past_key_values
-        steps.append(output.logits)
-    torch.testing.assert_close(torch.cat(steps, 1).exp(), whole.exp(), rtol=1e-3, atol=1e-5)
+    torch.testing.assert_close(logits_in_steps(model, ids).exp(), whole.exp(), rtol=1e-3, atol=1e-5)
 
 
 @torch.no_grad()

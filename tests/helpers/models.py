@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import lru_cache
+from typing import Any
 
 import torch
 import transformers as hf
@@ -148,3 +149,13 @@ def tiny_tokenizer(*, bos: bool = True) -> hf.PreTrainedTokenizerFast:
         pad_token=EOS,
         clean_up_tokenization_spaces=False,
     )
+
+
+def logits_in_steps(model: Any, ids: torch.Tensor) -> torch.Tensor:
+    """Return the (B, T, V) logits of texts that are read in steps with a cache, the last ones token by token."""
+    past, steps = None, []
+    for begin, end in ((0, 5), (5, 6), (6, 9), *((n, n + 1) for n in range(9, ids.shape[1]))):
+        output = model(ids[:, begin:end], past_key_values=past, use_cache=True)
+        past = output.past_key_values
+        steps.append(output.logits)
+    return torch.cat(steps, 1)

@@ -136,11 +136,8 @@ def tune_trace(
     settings = choose_settings(trace, sweeps, several=weights != "fixed")
     base = math.exp(-float(np.asarray(trace.lm_log_probs, dtype=np.float64).mean()))
     table = tabulate(trace, settings, with_features=weights == "gated", device=device)
-    first = sweeps[0]
-    if weights == "fixed" and first is not None and len(sweeps) == 1:
-        # One memory: the best λ of the grid, whose values may be the user's.
-        lmbda, perplexity = first.best[2:]
-        fitted = FittedWeights(FixedWeights((1 - lmbda, lmbda)), perplexity)
+    if weights == "fixed" and len(sweeps) == 1 and sweeps[0] is not None:
+        fitted = _best_lambda(sweeps[0])
     else:
         fitted = fit_weights(table, weights, frequencies=token_frequencies(store), device=device, progress=progress)
     perplexity, config = fitted.perplexity, None
@@ -160,6 +157,12 @@ def tune_trace(
         seconds=time.perf_counter() - begin,
         online=config,
     )
+
+
+def _best_lambda(swept: Sweep) -> FittedWeights:
+    """Return the best λ of one memory among those that were tried, which may be the user's."""
+    lmbda, perplexity = swept.best[2:]
+    return FittedWeights(FixedWeights((1 - lmbda, lmbda)), perplexity)
 
 
 def apply_tuning(mixture: Mixture, tuning: Tuning) -> None:
