@@ -36,7 +36,6 @@ from knnlm.server.engine.requests import (
 )
 
 _CONTEXT_BEFORE, _CONTEXT_AFTER = 16, 8  # tokens around a source
-_UNSCORED = ScoredToken(-1, math.nan, math.nan, None, math.nan, 0.0, None)  # in the place of one that is not shown
 _MAX_MIXTURES = 256  # each is a few small objects
 
 
@@ -281,14 +280,15 @@ class _GroupPredictor:
         """Yield the next tokens of each position, and the states of the online weights."""
         dense = self.mixed.log_probs() if self.group.dense else None
         counts = [max(1, len(position.samplers)) for position in self.positions]
-        copies = []
+        tokens: list[list[ScoredToken]] = [[] for _ in self.positions]
         for number in range(max(counts)):
+            rows = [row for row, count in enumerate(counts) if number < count and self.positions[row].scored]
             targets = [self._target(row, number, dense) for row in range(len(self.positions))]
-            copies.append(self._score(targets, dense))
+            for row, token in zip(rows, self._score(targets, dense, rows), strict=True):
+                tokens[row].append(token)
         states = self._states()
-        for row, (count, position) in enumerate(zip(counts, self.positions, strict=True)):
-            tokens = [copies[number][row] for number in range(count)] if position.scored else []
-            yield PredictedPosition(tokens, states[row] if states is not None else None)
+        for row, own in enumerate(tokens):
+            yield PredictedPosition(own, states[row] if states is not None else None)
 
     def _states(self) -> Tensor | None:
         """Return the (N, S) states of the online weights after known tokens, and before sampled ones."""
@@ -310,23 +310,23 @@ class _GroupPredictor:
         assert dense is not None
         return position.samplers[number](dense[row]) if number < len(position.samplers) else 0
 
-    def _score(self, targets: list[int], dense: Tensor | None) -> list[ScoredToken]:
-        """Return each position's token with the log-probability and weight of every component."""
+    def _score(self, targets: list[int], dense: Tensor | None, rows: Sequence[int]) -> list[ScoredToken]:
+        """Return the tokens of some rows with the log-probability and weight of every component."""
+        if not rows:
+            return []
         target = torch.tensor(targets, device=self.logits.device)
         logs = self.mixed.component_log_probs(target)  # (N, M)
         weights = self.mixed.weights  # (N, M)
         mixed = self.mixed.combine(logs)
         abstains = self.mixed.component_abstains()
-        neighbours = self._neighbours(targets)
+        neighbours = self._neighbours(targets, rows)
         tokens = []
         columns = (logs.tolist(), weights.tolist(), abstains.tolist(), mixed.tolist())
-        for row, (own, weight, abstain, log_p) in enumerate(zip(*columns, strict=True)):
-            if not self.positions[row].scored:
-                tokens.append(_UNSCORED)
-                continue
+        for number, row in enumerate(rows):
+            own, weight, abstain, log_p = (column[row] for column in columns)
             components = ComponentLogProbs(tuple(own), tuple(weight), tuple(abstain))
             token = scored_token(targets[row], log_p, components)
-            token.neighbours = neighbours[row] if neighbours else None
+            token.neighbours = neighbours[number] if neighbours else None
             request = self.positions[row].request
             if dense is not None and request.alternatives:
                 top = dense[row].topk(min(request.alternatives, dense.shape[1]))
@@ -338,8 +338,8 @@ class _GroupPredictor:
             tokens.append(token)
         return tokens
 
-    def _neighbours(self, targets: Sequence[int]) -> list[KeptNeighbours] | None:
-        """Return the neighbours of the adjustable memory, as rescoring needs them."""
+    def _neighbours(self, targets: Sequence[int], rows: Sequence[int]) -> list[KeptNeighbours] | None:
+        """Return the neighbours of the adjustable memory at some rows, as rescoring needs them."""
         if self.mixture is None or self.mixtures.adjustable is None:
             return None
         label = self.mixtures.mixture.labels[self.mixtures.adjustable]
@@ -362,7 +362,7 @@ class _GroupPredictor:
         counts = None if neighbours.counts is None else neighbours.counts.float().cpu().numpy()
         return [
             KeptNeighbours(distances[row].copy(), hits[row].copy(), None if counts is None else counts[row].copy())
-            for row in range(len(hits))
+            for row in rows
         ]
 
 
