@@ -150,9 +150,7 @@ class ForwardResult:
     one_prompt: bool  # the positions are not split into groups
 
     def with_states(self, states: Sequence[Tensor | None], prompt_lengths: Sequence[int | None]) -> ForwardResult:
-        """Return the result with the state of the online weights and the prompt's length for each span, if any."""
-        if not self.context.spans:
-            return self
+        """Return the result with the state of the online weights and the prompt's length for each span."""
         spans = [
             replace(span, state=state, prompt_length=length)
             for span, state, length in zip(self.context.spans, states, prompt_lengths, strict=True)

@@ -286,9 +286,11 @@ class Scheduler:
         self.tokens_read += len(self._sequences)
         positions = [PositionRequest(sequence.handle.request, [sequence.draw]) for sequence in self._sequences]
         result = ForwardResult(logits, context, positions, one_prompt=False)
-        # Generated tokens do not update the online weights: their state stays that of the prompt.
-        lengths = [len(sequence.handle.request.tokens) for sequence in self._sequences]
-        return [result.with_states([sequence.state for sequence in self._sequences], lengths)]
+        if context.spans:
+            # Generated tokens do not update the online weights: their state stays that of the prompt.
+            lengths = [len(sequence.handle.request.tokens) for sequence in self._sequences]
+            result = result.with_states([sequence.state for sequence in self._sequences], lengths)
+        return [result]
 
     def _read_prompts(self) -> tuple[list[ForwardResult], list[tuple[_PendingPrompt, int]]]:
         """Read chunks of prompts, and return the results and the number of positions to predict of each prompt."""
@@ -313,9 +315,10 @@ class Scheduler:
                 self.tokens_read += prompt.done - first
                 if positions := _positions(pending, first, evidence=evidence):
                     result = ForwardResult(logits, context, positions, one_prompt=True)
-                    none = [None] * len(context.spans)
-                    known = None if first == begin else prompt.state
-                    results.append(result.with_states([known, *none[1:]], none))
+                    if context.spans:
+                        none = [None] * len(context.spans)
+                        result = result.with_states([None if first == begin else prompt.state, *none[1:]], none)
+                    results.append(result)
                     count = len(positions)
             read.append((pending, count))
             self._prompts.rotate(-1)  # round robin
