@@ -55,7 +55,7 @@ class MemoryState:
     tokens: _HistoryLayer = field(default_factory=_HistoryLayer)
     keys: dict[Source, _HistoryLayer] = field(default_factory=dict)
     online: _HistoryLayer = field(default_factory=_HistoryLayer)  # the state of online weights at each position
-    # Log-probabilities (M · V,) of the components and their weights by expert (E · M,) at the last position, if needed.
+    # At the last position, if needed: (M · V,) log-probabilities of the components, (E · M,) weights by expert, and M.
     pending: _HistoryLayer = field(default_factory=_HistoryLayer)
     reader_caches: dict[int, DynamicCache] = field(default_factory=dict)  # by the reader's number
 

@@ -282,18 +282,18 @@ def choose_config(log_probs: Array, begins: NDArray[np.bool_]) -> tuple[OnlineCo
     """Choose the prior and the switch rate for (N, E) log-probabilities of tokens; return them and the mean log loss.
 
     Text of the stores' own domain does not show what a larger prior of the model alone is good for. So the largest
-    prior is chosen whose loss is within 0.2 % of perplexity of the smallest one, with or without online weights. None:
-    there is none, because texts are too short.
+    prior is chosen whose perplexity is within 0.2 % of the smallest perplexity, with or without online weights. None:
+    no prior is, because texts are too short.
     """
-    alone = -float(log_probs[:, 1].mean())
+    loss_without = -float(log_probs[:, 1].mean())  # of the mixture without online weights
     losses = {
         config: -float(mixed_log_probs(posterior(log_probs, begins, config), log_probs).mean())
         for config in (OnlineConfig(prior, rate) for prior in _PRIORS for rate in _RATES)
     }
-    limit = min(alone, *losses.values()) + _MAX_COST
+    limit = min(loss_without, *losses.values()) + _MAX_COST
     within = [config for config, loss in losses.items() if loss <= limit]
     if not within:
-        return None, alone
+        return None, loss_without
     best = min(within, key=lambda config: (-config.prior, losses[config]))
     return best, losses[best]
 
