@@ -18,7 +18,7 @@ from torch import Tensor
 from knnlm.errors import ParameterError
 from knnlm.evaluation.evaluate import default_batch_tokens
 from knnlm.lm.windows import Window, batches
-from knnlm.memories.base import LOGITS, Context, Source, Span, join_contexts
+from knnlm.memories.base import Context, Span, join_contexts
 from knnlm.mixture.mixture import Mixture
 from knnlm.progress import Progress, silent
 
@@ -108,7 +108,7 @@ def _read(mixture: Mixture, texts: Sequence[_Text], batch_tokens: int) -> Iterat
         ready.append(Window(document, lm.start_token, begin=1, scored=1 + kept, end=len(document), row=number))
     for batch in batches(ready, batch_tokens):
         own = [texts[window.row] for window in batch]
-        states = _states(mixture, batch)
+        states = mixture.readers.states(batch, mixture.history_lengths)
         spans, rows, first = [], [], 0
         for text, window in zip(own, batch, strict=True):
             kept = window.scored - 1
@@ -120,18 +120,6 @@ def _read(mixture: Mixture, texts: Sequence[_Text], batch_tokens: int) -> Iterat
             first = end
         predicted = torch.cat(rows)
         yield own, Context({source: every[predicted] for source, every in states.items()}, spans)
-
-
-def _states(mixture: Mixture, batch: Sequence[Window]) -> dict[Source, Tensor]:
-    """Return the keys of all sources and the logits of all models that are needed, at the scored positions."""
-    readers = mixture.readers
-    states: dict[Source, Tensor] = {}
-    for model, places, needs_logits in readers.wanted(mixture.history_lengths):
-        keys, logits = model.read_batch(batch, [readers.layer(source) for source in places], logits=needs_logits)
-        states.update(zip(places, keys, strict=True))
-        if logits is not None:
-            states[Source(readers.models.index(model), LOGITS)] = logits
-    return states
 
 
 def _joined(batches: Iterator[tuple[list[_Text], Context]]) -> Iterator[tuple[list[_Text], Context]]:

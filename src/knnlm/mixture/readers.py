@@ -104,20 +104,20 @@ class Readers:
         for document in documents:
             ready.extend(windows(document, shape, start_token=start_token, row=past.begin(document)))
         for batch in batches(ready, batch_tokens):
-            states: dict[Source, Tensor] = {}
-            logits = None
-            for number, (model, places, needs_logits) in enumerate(wanted):
-                layers = [self.layer(source) for source in places]
-                keys, own_logits = model.read_batch(batch, layers, logits=needs_logits)
-                states.update(zip(places, keys, strict=True))
-                if number == 0:
-                    logits = own_logits
-                if own_logits is not None:
-                    states[Source(self.models.index(model), LOGITS)] = own_logits
-            assert logits is not None
+            states = self.states(batch, history_lengths)
             rows, targets = scored_targets(batch)
             spans = past.spans(batch, states)
-            yield ReadBatch(rows, targets.to(logits.device), Context(states, spans))
+            yield ReadBatch(rows, targets.to(states[LM_LOGITS].device), Context(states, spans))
+
+    def states(self, batch: Sequence[Window], sources: Iterable[Source]) -> dict[Source, Tensor]:
+        """Read a batch of windows once with each model that is needed, and return keys and logits where it scores."""
+        states: dict[Source, Tensor] = {}
+        for model, places, needs_logits in self.wanted(sources):
+            keys, logits = model.read_batch(batch, [self.layer(source) for source in places], logits=needs_logits)
+            states.update(zip(places, keys, strict=True))
+            if logits is not None:
+                states[Source(self.models.index(model), LOGITS)] = logits
+        return states
 
 
 class _Past:

@@ -22,6 +22,7 @@ from knnlm.datastore.store import Datastore
 from knnlm.errors import KnnlmError
 from knnlm.generation.causal import EVIDENCE_TOKENS, KnnForCausalLM
 from knnlm.mixture.mixture import Mixture
+from knnlm.mixture.online import expert_count
 from knnlm.server.engine.batching import BatchedCache, Prompt, SequenceCache, WindowedPrompt, choose_cache, read_prompt
 from knnlm.server.engine.history import TraceCache
 from knnlm.server.engine.predict import (
@@ -429,7 +430,7 @@ def reload_if_stale(mixture: Mixture) -> Mixture | None:
 def _same_state(before: Mixture, after: Mixture) -> bool:
     """Whether the state of running sequences fits a reopened mixture."""
     layouts = [
-        (each.online is None, len(each.store_slices), each.needs_history, each.history_lengths)
+        (each.online is None, expert_count(len(each.store_slices)), each.needs_history, each.history_lengths)
         for each in (before, after)
     ]
     return layouts[0] == layouts[1]
