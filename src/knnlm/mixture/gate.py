@@ -134,9 +134,9 @@ class NetworkEnsemble:
         widths = [inputs, *[hidden] * (depth - 1), outputs]
         layers = []
         for number, (width, wide) in enumerate(pairwise(widths)):
-            weight = _stored(tensors, f"weight.{number}", (count, width, wide))
-            layers.append((weight, _stored(tensors, f"bias.{number}", (count, 1, wide))))
-        return cls(_stored(tensors, "mean", (inputs,)), _stored(tensors, "scale", (inputs,)), tuple(layers))
+            weight = stored_tensor(tensors, f"weight.{number}", (count, width, wide))
+            layers.append((weight, stored_tensor(tensors, f"bias.{number}", (count, 1, wide))))
+        return cls(stored_tensor(tensors, "mean", (inputs,)), stored_tensor(tensors, "scale", (inputs,)), tuple(layers))
 
 
 def fewer_folds(config: NetworkConfig, groups: Tensor) -> NetworkConfig:
@@ -145,7 +145,7 @@ def fewer_folds(config: NetworkConfig, groups: Tensor) -> NetworkConfig:
     return replace(config, folds=min(config.folds, documents)) if documents > 1 else config
 
 
-def _stored(tensors: Mapping[str, Tensor], name: str, shape: tuple[int, ...]) -> Tensor:
+def stored_tensor(tensors: Mapping[str, Tensor], name: str, shape: tuple[int, ...]) -> Tensor:
     """Return one stored tensor, if it has this shape and is finite."""
     found = tensors.get(name)
     if found is None or tuple(found.shape) != shape or not found.is_floating_point() or not found.isfinite().all():
@@ -154,7 +154,7 @@ def _stored(tensors: Mapping[str, Tensor], name: str, shape: tuple[int, ...]) ->
     return found.float()
 
 
-def _stored_names(metadata: Mapping[str, Any], what: str) -> tuple[str, ...]:
+def stored_names(metadata: Mapping[str, Any], what: str) -> tuple[str, ...]:
     """Return a stored list of names."""
     names = metadata.get(what)
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
@@ -181,14 +181,14 @@ def _name_columns(names: Sequence[str] | None, count: int, what: str) -> tuple[s
 
 
 # Returns the (K, n) losses of outputs (K, n, O) at rows (K, n) of the data, by the networks of these numbers.
-_Loss = Callable[[Tensor, Tensor, Sequence[int]], Tensor]
+NetworkLoss = Callable[[Tensor, Tensor, Sequence[int]], Tensor]
 
 
-def _train_networks(
+def train_networks(
     first: NetworkEnsemble,
     inputs: Tensor,
     fold: Tensor,
-    loss: _Loss,
+    loss: NetworkLoss,
     config: NetworkConfig,
     progress: Progress,
     *,
@@ -199,12 +199,12 @@ def _train_networks(
     Returns the networks, their (N,) held-out losses, and the number of epochs that were useful.
     """
     inputs = first.standard(inputs)
-    best, least, useful = first, _held_out(first, inputs, fold, loss), 0
+    best, least, useful = first, held_out(first, inputs, fold, loss), 0
     if int(fold[0]) < 0:  # too few rows to hold any out
         return best, least, useful
     with progress("training the gate", total=config.epochs, unit="epochs") as advance:
         for epoch, nets in enumerate(_epochs(first, inputs, fold, loss, config), 1):
-            now = _held_out(nets, inputs, fold, loss)
+            now = held_out(nets, inputs, fold, loss)
             if (eager and epoch == 1) or float(now.mean()) < float(least.mean()):
                 best, least, useful = nets.each(Tensor.clone), now, epoch
             advance(1)
@@ -214,7 +214,7 @@ def _train_networks(
 
 
 def _epochs(
-    first: NetworkEnsemble, inputs: Tensor, fold: Tensor, loss: _Loss, config: NetworkConfig
+    first: NetworkEnsemble, inputs: Tensor, fold: Tensor, loss: NetworkLoss, config: NetworkConfig
 ) -> Iterator[NetworkEnsemble]:
     """Train on standardised inputs, and yield the moving average of the networks after each epoch.
 
@@ -259,7 +259,7 @@ def _batches(fold: Tensor, config: NetworkConfig, generator: torch.Generator) ->
 
 
 @torch.no_grad()
-def _held_out(nets: NetworkEnsemble, inputs: Tensor, fold: Tensor, loss: _Loss) -> Tensor:
+def held_out(nets: NetworkEnsemble, inputs: Tensor, fold: Tensor, loss: NetworkLoss) -> Tensor:
     """Return the (N,) losses of standardised rows by the networks that were not trained on them."""
     found = torch.zeros(len(inputs), device=inputs.device)
     for net in range(nets.count):
@@ -309,7 +309,12 @@ def place(context: Context) -> Positions:
 
 def feature_names(memories: Iterable[tuple[str, Sequence[str]]]) -> list[str]:
     """Return the names of the columns of `features`, from the kind and the feature names of each memory."""
-    names = [*_OF_POSITION, *(f"model {name}" for name in LM_FEATURES)]
+    return [*_OF_POSITION, *component_feature_names(memories)]
+
+
+def component_feature_names(memories: Iterable[tuple[str, Sequence[str]]]) -> list[str]:
+    """Return the names of the columns of `component_features`."""
+    names = [f"model {name}" for name in LM_FEATURES]
     for number, (kind, own) in enumerate(memories):
         names += [f"{number} {kind} {name}" for name in (*own, *_OF_MEMORY)]
     return names
@@ -319,11 +324,16 @@ def features(
     where: Positions, frequencies: Tensor, model: tuple[Tensor, Tensor], memories: Sequence[MemoryFeatures]
 ) -> Tensor:
     """Return (N, F) features; `model` is the language model's own features and most probable tokens."""
-    lm_features, lm_top = model
-    device = lm_features.device
+    device = model[0].device
     position = where.positions.to(device).float().log1p()
     frequency = frequencies.to(device)[where.tokens.to(device).long()].log1p()
-    columns = [torch.stack([position, frequency], 1), lm_features.float()]
+    return torch.cat([torch.stack([position, frequency], 1), component_features(model, memories)], 1)
+
+
+def component_features(model: tuple[Tensor, Tensor], memories: Sequence[MemoryFeatures]) -> Tensor:
+    """Return the (N, F) features that do not depend on the position."""
+    lm_features, lm_top = model
+    columns = [lm_features.float()]
     for memory in memories:
         beside = [
             memory.log_prob_of_lm_top.clamp(min=_MIN_LOG_PROB).nan_to_num(nan=_MIN_LOG_PROB),
@@ -377,10 +387,10 @@ class Gate:
     @classmethod
     def load(cls, tensors: Mapping[str, Tensor], metadata: Mapping[str, Any]) -> Gate:
         """Validate and load what `state` returned."""
-        features, components = _stored_names(metadata, "features"), _stored_names(metadata, "components")
+        features, components = stored_names(metadata, "features"), stored_names(metadata, "components")
         nets = NetworkEnsemble.load(tensors, len(features) + len(components), len(components))
-        starts = _stored(tensors, "starts", (nets.count, len(components)))
-        fitted = _stored(tensors, "fitted", (len(components),))
+        starts = stored_tensor(tensors, "starts", (nets.count, len(components)))
+        fitted = stored_tensor(tensors, "fitted", (len(components),))
         trust = metadata.get("trust")
         if not isinstance(trust, float | int) or not 0 <= trust <= 1:
             raise DatastoreCorrupt(f"The stored gate has the trust {trust!r}, not one from 0 to 1. Tune again.")
@@ -420,7 +430,7 @@ def train_gate(
         return -(_log_weights(outputs, starts[nets], abstains[rows]) + log_p[rows]).logsumexp(-1)
 
     first = NetworkEnsemble.new(inputs, logs.shape[1], config)
-    nets, losses, epochs = _train_networks(first, inputs, fold, loss, config, progress)
+    nets, losses, epochs = train_networks(first, inputs, fold, loss, config, progress)
     plain = log_mixed(logs, renormalise(others[fold.clamp(min=0)], abstains))  # by weights fitted to other rows
     both = torch.stack([plain, -losses if epochs else plain], 1)
     if epochs and not _sure(both[:, 1] - both[:, 0], groups.to(device) if len(groups.unique()) > 1 else fold):
@@ -481,9 +491,9 @@ class SearchSkipper:
     @classmethod
     def load(cls, tensors: Mapping[str, Tensor], metadata: Mapping[str, Any]) -> SearchSkipper:
         """Validate and load what `state` returned."""
-        features = _stored_names(metadata, "features")
-        nets, unit = NetworkEnsemble.load(tensors, len(features), 1), _stored(tensors, "unit", (2,))
-        return cls(nets, unit, _stored(tensors, "levels", (_LEVELS,)), features)
+        features = stored_names(metadata, "features")
+        nets, unit = NetworkEnsemble.load(tensors, len(features), 1), stored_tensor(tensors, "unit", (2,))
+        return cls(nets, unit, stored_tensor(tensors, "levels", (_LEVELS,)), features)
 
 
 def train_skip(
@@ -513,7 +523,7 @@ def train_skip(
         return (outputs[..., 0] - wanted[rows]).square()  # the size of the gain matters, not its order alone
 
     # At least one epoch: even a poor prediction orders the positions, and a constant does not.
-    nets, _, _ = _train_networks(
+    nets, _, _ = train_networks(
         NetworkEnsemble.new(inputs, 1, config), inputs, fold, loss, config, progress, eager=True
     )
     skip = SearchSkipper(nets, unit, unit, names)
