@@ -8,6 +8,7 @@ import torch
 
 from helpers.models import logits_in_steps, tiny, tiny_tokenizer
 from helpers.stores import documents
+from knnlm.errors import ParameterError
 from knnlm.generation import causal
 from knnlm.generation.causal import KnnForCausalLM
 from knnlm.ingest.build import build
@@ -37,16 +38,22 @@ def model(request, tmp_path_factory):
     return opened(request.param, tmp_path_factory.mktemp("online"), "knn:0.3,cache:0.4,ngram:0.1")
 
 
+@pytest.fixture(scope="module", params=["llama", "gpt2"])
+def masked_model(request, tmp_path_factory):
+    """A tiny model whose memories read no hidden tokens, so that only the evidence depends on the mask."""
+    return opened(request.param, tmp_path_factory.mktemp("masked"), "knn:0.5,ngram:0.2")
+
+
 @pytest.fixture(scope="module")
 def knn_model(tmp_path_factory):
     """A tiny model with one λ, which needs no tokens without online weights."""
     return opened("llama", tmp_path_factory.mktemp("knn"), "knn:0.7")
 
 
-def by_hand(model, ids, *, evidence=None):
+def by_hand(model, ids, *, evidence=None, hidden=()):
     """Return (T, V) probabilities, with the experts' weights updated token by token in NumPy.
 
-    `evidence` is the number of tokens that update them; None: all.
+    `evidence` is the number of tokens that update them, except those at `hidden` places; None: all.
     """
     mixture = model.mixture
     experts = {}
@@ -63,16 +70,16 @@ def by_hand(model, ids, *, evidence=None):
     for position in range(len(ids)):
         rows.append(weights @ experts[position])
         following = position + 1
-        if following < (len(ids) if evidence is None else evidence):
+        if following < (len(ids) if evidence is None else evidence) and following not in hidden:
             after = weights * experts[position][:, ids[following]]
             weights = (1 - config.switch_rate) * after / after.sum() + config.switch_rate * prior
     return torch.from_numpy(np.stack(rows)).float()
 
 
-def greedy_by_hand(model, ids, count):
+def greedy_by_hand(model, ids, count, hidden=()):
     ids, prompt_length = list(ids), len(ids)
     for _ in range(count):
-        ids.append(int(by_hand(model, ids, evidence=prompt_length)[-1].argmax()))
+        ids.append(int(by_hand(model, ids, evidence=prompt_length, hidden=hidden)[-1].argmax()))
     return ids
 
 
@@ -111,6 +118,60 @@ def test_only_the_prompt_is_evidence_in_generation(model, use_cache):
     ids = model.mixture.lm.prompt(PROMPT)
     generated = model.generate(torch.tensor([ids]), max_new_tokens=8, use_cache=use_cache, **SETTINGS)
     assert generated[0].tolist() == greedy_by_hand(model, ids, 8)
+
+
+@pytest.mark.parametrize("settings", [{}, {"use_cache": False}, {"prefill_chunk_size": 3}])
+def test_tokens_of_a_prompt_that_are_not_readable_are_no_evidence(masked_model, settings):
+    lm = masked_model.mixture.lm
+    prompts = [lm.prompt(PROMPT), lm.prompt("a model and the")]
+    hidden = [{1, 2, 3, 5, 8, len(prompts[0]) - 1}, {2}]
+    length = max(map(len, prompts))
+    pads = [length - len(each) for each in prompts]
+    ids = torch.tensor([[0] * pad + each for pad, each in zip(pads, prompts, strict=True)])
+    mask = torch.tensor([[0] * pad + [1] * len(each) for pad, each in zip(pads, prompts, strict=True)])
+    readable = torch.ones_like(mask, dtype=torch.bool)
+    for row, (pad, places) in enumerate(zip(pads, hidden, strict=True)):
+        readable[row, [pad + place for place in places]] = False
+    options = {"attention_mask": mask, "max_new_tokens": 6, "pad_token_id": 0, **SETTINGS, **settings}
+    output = masked_model.generate(
+        ids, readable_mask=readable, output_logits=True, return_dict_in_generate=True, **options
+    )
+    for row, (each, places) in enumerate(zip(prompts, hidden, strict=True)):
+        expected = greedy_by_hand(masked_model, each, 6, places)
+        assert output.sequences[row, length:].tolist() == expected[len(each) :]
+        last = by_hand(masked_model, expected[:-1], evidence=len(each), hidden=places)[-1]
+        torch.testing.assert_close(output.logits[-1][row].exp(), last, rtol=1e-3, atol=1e-5)
+
+
+def test_readable_mask_follows_beams(masked_model):
+    ids = torch.tensor([masked_model.mixture.lm.prompt(PROMPT)] * 2)
+    readable = torch.rand(ids.shape, generator=torch.Generator().manual_seed(0)) < 0.5
+    beams = [
+        masked_model.generate(
+            ids, max_new_tokens=6, num_beams=3, use_cache=use_cache, readable_mask=readable, pad_token_id=0, **SETTINGS
+        )
+        for use_cache in (True, False)
+    ]
+    assert torch.equal(*beams)
+
+
+def test_cache_does_not_read_tokens_that_are_not_readable(tmp_path):
+    model = opened("llama", tmp_path, "cache:0.9")
+    model.mixture.online = None
+    ids = torch.tensor([model.mixture.lm.prompt(PROMPT)])
+    settings = {"max_new_tokens": 1, "output_logits": True, "return_dict_in_generate": True, **SETTINGS}
+    nothing = model.generate(ids, readable_mask=torch.zeros_like(ids), **settings).logits[0]
+    alone = model.base.generate(ids, pad_token_id=0, **settings).logits[0].log_softmax(-1)
+    torch.testing.assert_close(nothing, alone)
+    everything = model.generate(ids, readable_mask=torch.ones_like(ids), **settings).logits[0]
+    torch.testing.assert_close(everything, model.generate(ids, **settings).logits[0])
+    assert not torch.allclose(everything, alone)
+
+
+def test_readable_mask_of_another_shape_is_refused(knn_model):
+    ids = torch.tensor([knn_model.mixture.lm.prompt(PROMPT)])
+    with pytest.raises(ParameterError, match="readable_mask has the shape"):
+        knn_model.generate(ids, readable_mask=torch.ones(1, 2), max_new_tokens=1)
 
 
 def test_own_output_gives_a_looping_component_no_weight(model):

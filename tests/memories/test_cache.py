@@ -5,8 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from knnlm.memories.base import Context, Source, Span
+from knnlm.memories.base import Context, Origin, Source, Span
 from knnlm.memories.cache import CacheMemory
 
 VOCAB, DIM = 50, 6
@@ -33,11 +35,36 @@ def test_generated_tokens_vote_only_where_that_is_asked_for(generated, prompt_le
     source = Source()
     memory = CacheMemory(vocab_size=VOCAB, window=window, k=50, source=source, generated=generated)
     past = {source: torch.from_numpy(keys[:start])}
-    span = Span(torch.from_numpy(tokens), start, past, prompt_length=prompt_length)
+    origins = None
+    if prompt_length is not None:
+        origins = torch.full((12,), Origin.GIVEN)
+        origins[prompt_length:] = Origin.GENERATED
+    span = Span(torch.from_numpy(tokens), start, past, origins=origins)
     found = memory.retrieve(Context({source: torch.from_numpy(keys[start:])}, [span]))
     votes = np.ones(13, bool)
     if prompt_length is not None and not generated:
         votes[prompt_length:] = False
+    check(found, keys, tokens, start, window=window, votes=votes)
+
+
+@pytest.mark.parametrize("generated", [False, True])
+@given(seed=st.integers(0, 10_000), start=st.integers(0, 11), window=st.sampled_from([1, 4, 100]))
+@settings(max_examples=40, deadline=None)
+def test_tokens_vote_by_their_origin(generated, seed, start, window):
+    random = np.random.default_rng(seed)
+    tokens = random.integers(0, VOCAB, 12)
+    keys = random.normal(size=(12, DIM)).astype(np.float32)
+    origins = random.choice([Origin.GIVEN, Origin.GENERATED, Origin.HIDDEN], 12)
+    source = Source()
+    memory = CacheMemory(vocab_size=VOCAB, window=window, k=50, source=source, generated=generated)
+    past = {source: torch.from_numpy(keys[:start])}
+    span = Span(torch.from_numpy(tokens), start, past, origins=torch.from_numpy(origins))
+    found = memory.retrieve(Context({source: torch.from_numpy(keys[start:])}, [span]))
+    votes = (origins == Origin.GIVEN) | (generated & (origins == Origin.GENERATED))
+    check(found, keys, tokens, start, window=window, votes=np.append(votes, False))
+
+
+def check(found, keys, tokens, start, *, window, votes):
     for row, position in enumerate(range(start, 12)):
         expected = nearest_by_hand(keys, tokens, position, window=window, votes=votes)
         there = found.ids[row] >= 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import time
+from dataclasses import replace
 
 import hypothesis
 import numpy as np
@@ -23,6 +24,7 @@ from knnlm.generation.causal import KnnForCausalLM
 from knnlm.ingest.build import build
 from knnlm.lm.causal import CausalLM
 from knnlm.lm.detokenizer import Detokenizer
+from knnlm.memories.base import Origin
 from knnlm.mixture.mixture import Mixture
 from knnlm.mixture.online import OnlineConfig
 from knnlm.mixture.spec import MixtureOptions
@@ -551,6 +553,37 @@ def test_online_weights_of_sequences_in_a_batch_equal_generate(online_mixture, m
         assert [token.log_p for token in tokens] == pytest.approx(expected, rel=1e-3, abs=1e-4)
         weights = [token.weight for token in tokens]
         assert max(weights) < 0.7999  # below that of the memories alone, as the model has a share
+
+
+@pytest.mark.parametrize("batched", [True, False])
+@pytest.mark.parametrize("copies", [1, 2])
+def test_tokens_that_are_not_readable_are_neither_evidence_nor_read(online_mixture, monkeypatch, batched, copies):
+    """Each prompt has its own mask, in chunks and beside others, with and without a batched cache."""
+    monkeypatch.setattr(scheduler_module, "MAX_PROMPT_CHUNK", 5)
+    if not batched:
+        monkeypatch.setattr(scheduler_module, "choose_cache", SequentialCache)
+    scheduler = start_scheduler(online_mixture)
+    random = np.random.default_rng(0)
+    try:
+        requests = [make_request(scheduler, prompt, 9, copies=copies) for prompt in PROMPTS]
+        origins = [random.choice([Origin.GIVEN, Origin.HIDDEN], len(request.tokens)) for request in requests]
+        origins[1][:] = Origin.HIDDEN
+        pairs = zip(requests, origins, strict=True)
+        requests = [replace(request, origins=tuple(own.tolist())) for request, own in pairs]
+        handles = [scheduler.submit(request) for request in requests]
+        found = [tokens_of(handle, copies - 1) for handle in handles]
+    finally:
+        scheduler.stop()
+    for request, tokens in zip(requests, found, strict=True):
+        given = torch.tensor([request.tokens])
+        settings = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0, "return_dict_in_generate": True}
+        readable = torch.tensor([request.origins]) == Origin.GIVEN
+        alone = KnnForCausalLM(online_mixture).generate(
+            given, max_new_tokens=9, output_logits=True, readable_mask=readable, **settings
+        )
+        assert ids(tokens) == alone.sequences[0, given.shape[1] :].tolist()
+        expected = [float(logits[0, token.id]) for logits, token in zip(alone.logits, tokens, strict=True)]
+        assert [token.log_p for token in tokens] == pytest.approx(expected, rel=1e-3, abs=1e-4)
 
 
 def test_online_weights_of_a_scored_text_equal_evaluation(online_mixture):

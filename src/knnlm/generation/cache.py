@@ -21,7 +21,7 @@ from transformers.cache_utils import Cache, DynamicLayer, StaticLayer
 
 from knnlm.errors import ModelError
 from knnlm.lm.causal import CausalLM, eval_mode
-from knnlm.memories.base import LOGITS, Context, Source, Span
+from knnlm.memories.base import LOGITS, Context, Origin, Source, Span
 from knnlm.mixture.mixture import Mixture
 from knnlm.mixture.online import Experts, OnlineConfig
 from knnlm.mixture.weights import MixturePrediction
@@ -52,7 +52,8 @@ class _HistoryLayer(DynamicLayer):
 class MemoryState:
     """Layers added to a transformers cache."""
 
-    tokens: _HistoryLayer = field(default_factory=_HistoryLayer)
+    tokens: _HistoryLayer = field(default_factory=_HistoryLayer)  # its keys are the origins of the tokens
+    all_given: bool = True  # no token has another origin
     keys: dict[Source, _HistoryLayer] = field(default_factory=dict)
     online: _HistoryLayer = field(default_factory=_HistoryLayer)  # the state of online weights at each position
     # At the last position, if needed: (M · V,) log-probabilities of the components, (E · M,) weights by expert, and M.
@@ -77,7 +78,7 @@ class ForwardStep:
     mask: Tensor | None  # (B, all tokens read so far), 0 for padding
     positions: Tensor | None
     kept: slice | Tensor  # which of the T positions are predicted
-    prompt_length: int | None = None  # padding included: later tokens were generated. None: none was
+    origins: Tensor | None = None  # (B, T) of the tokens; None: all are given
 
 
 def memory_state(cache: Any) -> MemoryState:
@@ -111,7 +112,9 @@ def advance(
             states |= {source: own[:, step.kept].flatten(0, 1) for source, own in others.items()}
             if wants_logits:
                 states[Source(reader, LOGITS)] = logits[:, step.kept].flatten(0, 1)
-    state.tokens.append(step.tokens[..., None], step.tokens)
+    origins = torch.zeros_like(step.tokens) if step.origins is None else step.origins.to(step.tokens)
+    state.tokens.append(origins[..., None], step.tokens)
+    state.all_given &= step.origins is None
     for source, history_length in mixture.history_lengths.items():
         if history_length:
             if source not in state.keys:
@@ -157,6 +160,7 @@ def _arguments(forward: Callable[..., Any]) -> frozenset[str]:
 
 def spans_of(state: MemoryState, step: ForwardStep, online: OnlineConfig | None) -> list[Span]:
     """Return the predicted positions of each text with the tokens before them; padding is a span of its own."""
+    assert state.tokens.keys is not None
     assert state.tokens.values is not None
     tokens = state.tokens.values[:, 0, :, 0].long()  # (B, all)
     total, new = tokens.shape[1], step.tokens.shape[1]
@@ -178,8 +182,8 @@ def spans_of(state: MemoryState, step: ForwardStep, online: OnlineConfig | None)
                 for source, layer in state.keys.items()
                 if layer.keys is not None
             }
-            prompt_length = None if step.prompt_length is None else step.prompt_length - start
-            span = Span(tokens[row, start:end], first - start, past, prompt_length=prompt_length)
+            origins = None if state.all_given else state.tokens.keys[row, 0, start:end, 0]
+            span = Span(tokens[row, start:end], first - start, past, origins=origins)
             spans.append(span if online is None else _with_state(span, state, online, row, start=start))
     return spans
 
@@ -192,8 +196,9 @@ def _with_state(span: Span, state: MemoryState, online: OnlineConfig, row: int, 
     if known is None or start >= length:  # nothing of the text was read before
         return span
     before = known[row, 0, min(first, length - 1)]  # (S,)
-    given = span.prompt_length is None or span.start < span.prompt_length
-    if first == length and given and pending is not None and state.pending.get_seq_length():
+    kept = first == length and pending is not None and bool(state.pending.get_seq_length())
+    if kept and (span.origins is None or bool(span.origins[span.start] == Origin.GIVEN)):
+        assert pending is not None
         before = _after_pending(before, pending[row, 0, 0], span.tokens[span.start], online)
     return replace(span, state=before)
 

@@ -12,7 +12,7 @@ import os
 import shutil
 from contextlib import ExitStack, closing
 from contextvars import ContextVar
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -36,7 +36,7 @@ from knnlm.datastore.compact import compact
 from knnlm.datastore.locks import purge, writer_lock
 from knnlm.datastore.schema import CATALOG_FILE, LOST_FOLDER
 from knnlm.datastore.store import Datastore
-from knnlm.errors import DatastoreError, ModelError
+from knnlm.errors import DatastoreError, ModelError, ParameterError
 from knnlm.generation.cache import (
     ForwardStep,
     MemoryState,
@@ -48,7 +48,7 @@ from knnlm.generation.cache import (
 )
 from knnlm.index.gpu.deferred import defer_checks
 from knnlm.lm.causal import CausalLM, dynamic_shape_attention
-from knnlm.memories.base import LM_LOGITS, Context, Source
+from knnlm.memories.base import LM_LOGITS, Context, Origin, Source
 from knnlm.mixture.loader import is_decoder, language_model
 from knnlm.mixture.mixture import Mixture
 from knnlm.mixture.saved import read_mixture, weights_state, write_mixture
@@ -56,9 +56,6 @@ from knnlm.mixture.spec import DEFAULTS, MixtureOptions, SavedMixture
 from knnlm.mixture.weights import MixturePrediction
 
 EVIDENCE_TOKENS = 1024  # of a prompt, its last ones, update the online weights
-
-# The number of tokens of the prompts that `generate` continues, padding included; None outside of it.
-_prompt_length: ContextVar[int | None] = ContextVar("prompt_length", default=None)
 
 _BASE_FOLDER, _STORE_FOLDER = "base", "store"
 
@@ -72,6 +69,28 @@ _STATEFUL_ARGUMENTS = (
     "stopping_criteria",
     "streamer",
 )
+
+
+@dataclass(frozen=True)
+class _Prompts:
+    """The prompts that `generate` continues."""
+
+    length: int  # of all, padding included
+    readable: Tensor | None = None  # (B, length) False where a token is hidden
+
+    def origins(self, tokens: Tensor, before: int) -> Tensor:
+        """Return the (rows, T) origins of new tokens after `before` others; every prompt may have several rows."""
+        origins = torch.full_like(tokens, Origin.GENERATED)
+        given = max(0, min(tokens.shape[1], self.length - before))
+        origins[:, :given] = Origin.GIVEN
+        if self.readable is not None and given:
+            hidden = ~self.readable[:, before : before + given].to(tokens.device)
+            hidden = hidden.repeat_interleave(len(tokens) // len(hidden), 0)
+            origins[:, :given].masked_fill_(hidden, Origin.HIDDEN)
+        return origins
+
+
+_prompts: ContextVar[_Prompts | None] = ContextVar("prompts", default=None)  # None: outside of `generate`
 
 
 class KnnConfig(PreTrainedConfig):
@@ -149,15 +168,18 @@ class KnnForCausalLM(PreTrainedModel, GenerationMixin):
         base: Any = self.base
         return cast(dict[str, Any], base.prepare_inputs_for_generation(*args, **kwargs))
 
-    def generate(self, *args: Any, **kwargs: Any) -> Any:
+    def generate(self, *args: Any, readable_mask: Tensor | None = None, **kwargs: Any) -> Any:
         """Generate as transformers does, without a cache where the base model has none of the usual kind.
+
+        `readable_mask` (B, T) marks the tokens of the prompts that update the online weights and that the cache reads,
+        for example those that a user wrote, and not those of a chat template; None: all.
 
         With deferred checks, a generation in which a search turns out inexact is repeated with checks at each token.
         """
         stateful = self.mixture.needs_history and getattr(self.base, "_is_stateful", False)
         if stateful or "past_key_values" not in self._base_arguments:
             kwargs["use_cache"] = False
-        run = partial(self._generate_from, *args, **kwargs)
+        run = partial(self._generate_from, *args, readable_mask=readable_mask, **kwargs)
         deferred = self.device.type == "cuda" if self.deferred_checks is None else self.deferred_checks
         if not deferred or len(args) > 1 or any(kwargs.get(name) is not None for name in _STATEFUL_ARGUMENTS):
             return run()
@@ -169,16 +191,22 @@ class KnnForCausalLM(PreTrainedModel, GenerationMixin):
         _restore_random_state(self.device, state)
         return run()
 
-    def _generate_from(self, *args: Any, **kwargs: Any) -> Any:
+    def _generate_from(self, *args: Any, readable_mask: Tensor | None, **kwargs: Any) -> Any:
         """Generate with the online weights of the prompt: tokens that the mixture writes are no evidence."""
         prompt = next(
             (value for value in (*args[:1], kwargs.get("input_ids"), kwargs.get("inputs")) if value is not None), None
         )
-        token = _prompt_length.set(prompt.shape[1] if isinstance(prompt, Tensor) else 1)  # else: the start token
+        shape = prompt.shape if isinstance(prompt, Tensor) else (1, 1)  # else: the start token
+        if readable_mask is not None and readable_mask.shape != shape:
+            raise ParameterError(
+                f"readable_mask has the shape {tuple(readable_mask.shape)}, but the prompts have {tuple(shape)}."
+            )
+        readable = None if readable_mask is None else readable_mask.bool()
+        token = _prompts.set(_Prompts(shape[1], readable))
         try:
             return GenerationMixin.generate(cast(Any, self), *args, **kwargs)
         finally:
-            _prompt_length.reset(token)
+            _prompts.reset(token)
 
     def forward(
         self,
@@ -229,15 +257,20 @@ class KnnForCausalLM(PreTrainedModel, GenerationMixin):
         logits_to_keep: int | Tensor = 0,
         attention_mask: Tensor | None = None,
         position_ids: Tensor | None = None,
+        origins: Tensor | None = None,
         **others: Any,
     ) -> tuple[Any, Context]:
-        """Run the base model once, and return its output (with the logits to keep) and the memories' context."""
+        """Run the base model once, and return its output (with the logits to keep) and the memories' context.
+
+        `origins` (B, T) are those of the tokens; None: all are given, or as in `generate`.
+        """
         output, context, _, _ = self._read(
             input_ids,
             past_key_values=past_key_values,
             logits_to_keep=logits_to_keep,
             attention_mask=attention_mask,
             position_ids=position_ids,
+            origins=origins,
             **others,
         )
         return output, context
@@ -250,6 +283,7 @@ class KnnForCausalLM(PreTrainedModel, GenerationMixin):
         logits_to_keep: int | Tensor,
         attention_mask: Tensor | None,
         position_ids: Tensor | None,
+        origins: Tensor | None = None,
         **others: Any,
     ) -> tuple[Any, Context, MemoryState | None, ForwardStep | None]:
         """Return what `read` returns, the state of the memories, and the step; None where they have none."""
@@ -275,7 +309,9 @@ class KnnForCausalLM(PreTrainedModel, GenerationMixin):
         elif input_ids is None:
             raise ModelError("The memories of this mixture need the tokens: pass input_ids, not inputs_embeds.")
         else:
-            step = ForwardStep(input_ids, attention_mask, position_ids, kept, _prompt_length.get())
+            if origins is None and (prompts := _prompts.get()) is not None:
+                origins = prompts.origins(input_ids, state.tokens.get_seq_length())
+            step = ForwardStep(input_ids, attention_mask, position_ids, kept, origins)
             context = advance(self.mixture, step, keys, state=state, cache=getattr(output, "past_key_values", None))
         states = {**context.states, LM_LOGITS: output.logits.flatten(0, 1)}
         return output, replace(context, states=states), state, step
@@ -288,10 +324,10 @@ class KnnForCausalLM(PreTrainedModel, GenerationMixin):
             return 0
         new = input_ids.shape[1]
         before = memory_state(cache).tokens.get_seq_length()
-        prompt_length = _prompt_length.get()
-        if not logits_to_keep or new == 1 or (prompt_length is not None and before >= prompt_length):
+        prompts = _prompts.get()
+        if not logits_to_keep or new == 1 or (prompts is not None and before >= prompts.length):
             return logits_to_keep
-        generated = 0 if prompt_length is None else max(0, before + new - prompt_length)
+        generated = 0 if prompts is None else max(0, before + new - prompts.length)
         wide = max(logits_to_keep, min(new, EVIDENCE_TOKENS + generated))
         return logits_to_keep if wide == logits_to_keep else wide
 
@@ -311,8 +347,8 @@ class KnnForCausalLM(PreTrainedModel, GenerationMixin):
         if kept is not None:
             mixed = self._predict_again(context, state, step, kept)
         if isinstance(cache, Cache):
-            length = state.tokens.get_seq_length()
-            if step.prompt_length is None or length < step.prompt_length:  # the next token is evidence
+            prompts = _prompts.get()
+            if prompts is None or state.tokens.get_seq_length() < prompts.length:  # the next token may be evidence
                 keep_pending(state, step, self._predict_again(context, state, step, slice(-1, None)))
             else:
                 state.pending.reset()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from enum import IntEnum
 from functools import cached_property
 from typing import Protocol
 
@@ -102,6 +103,14 @@ class Source:
 LM_LOGITS = Source(0, LOGITS)  # the (N, V) logits of the language model itself
 
 
+class Origin(IntEnum):
+    """Where a token of a text comes from, which decides whether it is evidence and whether the cache reads it."""
+
+    GIVEN = 0  # a prompt, a user or a document: evidence, and read
+    GENERATED = 1  # the mixture itself: no evidence, and read only where that is asked for
+    HIDDEN = 2  # a chat template or a system prompt: no evidence, and not read
+
+
 @dataclass(frozen=True)
 class Span:
     """Consecutive positions of one text that are predicted, and the text before them."""
@@ -110,7 +119,7 @@ class Span:
     start: int  # positions start … T - 1 are predicted
     past: Mapping[Source, Tensor] = field(default_factory=dict)  # (P, D) keys of the P positions before `start`
     state: Tensor | None = None  # (S,) of the online weights at `start`; None: that of the beginning of a text
-    prompt_length: int | None = None  # tokens from here on were generated; None: none was
+    origins: Tensor | None = None  # (T,) of the tokens, see `Origin`; None: all are given
 
     def __len__(self) -> int:
         return len(self.tokens) - self.start

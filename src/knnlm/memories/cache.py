@@ -1,8 +1,9 @@
 """Earlier positions of the text being read vote for the next token.
 
 The continuous cache (Grave et al. 2017): a text tends to repeat itself. The vote is that of a store, over the pairs
-(key of an earlier position, token that followed it). Tokens that the mixture generated do not vote, unless `generated`
-is set: each copy of its own output would make the next copy more probable.
+(key of an earlier position, token that followed it). Only given tokens vote: those of a chat template or a system
+prompt never do, and those that the mixture generated only if `generated` is set, since each copy of its own output
+would make the next copy more probable.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from torch import Tensor
 
 from knnlm.errors import ParameterError
 from knnlm.index.base import check_metric
-from knnlm.memories.base import Context, Source, Span
+from knnlm.memories.base import Context, Origin, Source, Span
 from knnlm.memories.voting import NeighbourMemory, RetrievedNeighbours, VoteParams
 
 WINDOW = 65_536  # positions: all of most texts
@@ -69,8 +70,9 @@ class CacheMemory(NeighbourMemory):
         hidden = torch.ones(distances.shape, dtype=torch.bool, device=keys.device).triu_(len(past))
         if len(stored) > self.history_length:
             hidden |= torch.ones_like(hidden).tril_(len(past) - self.history_length - 1)
-        if span.prompt_length is not None and not self.generated:
-            hidden[:, max(0, span.prompt_length - 1 - first) :] = True  # those that a generated token follows
+        if span.origins is not None:
+            following = span.origins[first + 1 : first + 1 + len(stored)].to(keys.device)
+            hidden |= following > (Origin.GENERATED if self.generated else Origin.GIVEN)
         distances.masked_fill_(hidden, torch.inf)
         k = min(out.ids.shape[1], len(stored))
         nearest, columns = distances.topk(k, largest=False)

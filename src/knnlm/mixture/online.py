@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from knnlm.errors import DatastoreCorrupt, ParameterError
-from knnlm.memories.base import Span
+from knnlm.memories.base import Origin, Span
 from knnlm.mixture.em import renormalise
 
 _MIXTURE_SHARE = 0.9  # of the prior that is not the model's; the stores share the rest, if they are experts
@@ -227,19 +227,17 @@ def span_states(
     for text in _texts(spans):
         span, length = text[0], sum(map(len, text))
         first = config.log_prior(experts) if span.state is None else span.state.double().cpu().numpy()
-        count = _evidence_count(text)
-        updated = posterior(
-            values[begin : begin + count + 1], np.zeros(count + 1, bool), config, first=first
-        )  # (count + 1, E)
-        result[begin : begin + count + 1] = updated
-        result[begin + count + 1 : begin + length] = updated[-1]
+        evidence = np.append(_evidence(text), True)  # the last row is that of the state after all evidence
+        own = values[begin : begin + length][evidence]  # (tokens of evidence + 1, E)
+        updated = posterior(own, np.zeros(len(own), bool), config, first=first)
+        result[begin : begin + length] = updated[np.cumsum(evidence) - evidence]
         begin += length
     return torch.from_numpy(result).to(device)
 
 
 def has_evidence(spans: Sequence[Span]) -> bool:
     """Whether a token of some spans updates the states of later positions."""
-    return any(_evidence_count(text) for text in _texts(spans))
+    return any(_evidence(text).any() for text in _texts(spans))
 
 
 def next_tokens(spans: Sequence[Span], device: torch.device) -> Tensor:
@@ -265,11 +263,13 @@ def _texts(spans: Sequence[Span]) -> list[list[Span]]:
     return texts
 
 
-def _evidence_count(text: Sequence[Span]) -> int:
-    """Return how many positions of a text are followed by a token of it that was not generated."""
+def _evidence(text: Sequence[Span]) -> NDArray[np.bool_]:
+    """Mark the positions of a text, except its last one, whose next token is evidence."""
     first, last = text[0], text[-1]
-    end = len(last.tokens) if last.prompt_length is None else min(last.prompt_length, len(last.tokens))
-    return max(0, end - first.start - 1)
+    count = max(0, len(last.tokens) - first.start - 1)
+    if last.origins is None or not count:  # at one position, the device need not be waited for
+        return np.ones(count, bool)
+    return np.asarray((last.origins[first.start + 1 :] == Origin.GIVEN).cpu().numpy())
 
 
 @lru_cache(maxsize=64)

@@ -19,7 +19,7 @@ from transformers.cache_utils import Cache, DynamicLayer, DynamicSlidingWindowLa
 
 from knnlm.errors import KnnlmError
 from knnlm.generation.causal import KnnForCausalLM
-from knnlm.memories.base import Context, join_contexts
+from knnlm.memories.base import Context, Origin, join_contexts
 from knnlm.mixture.mixture import Mixture
 from knnlm.mixture.readers import ReadBatch
 
@@ -34,6 +34,7 @@ class Prompt:
     done: int = 0  # tokens read
     cache: Any = None
     state: Tensor | None = None  # (S,) of the online weights after the tokens read; None: none was evidence
+    origins: list[int] | None = None  # of the tokens; None: all are given
 
     @property
     def remaining(self) -> int:
@@ -88,13 +89,23 @@ def read_prompt(model: KnnForCausalLM, prompt: Prompt, *, max_tokens: int, all_l
     if not _supports_cache(model):
         # The whole prompt at once, so that each position is read once.
         prompt.done = len(prompt.tokens)
-        output, context = model.read(_ids(model, prompt.tokens), use_cache=False, logits_to_keep=0 if all_logits else 1)
+        output, context = model.read(
+            _ids(model, prompt.tokens),
+            use_cache=False,
+            logits_to_keep=0 if all_logits else 1,
+            origins=None if prompt.origins is None else _ids(model, prompt.origins),
+        )
         return output.logits[0], context
     chunk = prompt.tokens[prompt.done : prompt.done + max_tokens]
+    origins = None if prompt.origins is None else prompt.origins[prompt.done : prompt.done + max_tokens]
     if prompt.cache is None:
         prompt.cache = _new_cache(model)
     output, context = model.read(
-        _ids(model, chunk), past_key_values=prompt.cache, use_cache=True, logits_to_keep=0 if all_logits else 1
+        _ids(model, chunk),
+        past_key_values=prompt.cache,
+        use_cache=True,
+        logits_to_keep=0 if all_logits else 1,
+        origins=None if origins is None else _ids(model, origins),
     )
     # A model may use its own class of cache.
     prompt.cache = getattr(output, "past_key_values", None) or prompt.cache
@@ -163,11 +174,13 @@ class BatchedCache:
             lengths, total = torch.tensor(self.lengths), max(self.lengths) + 1
             mask = torch.arange(total) >= total - 1 - lengths[:, None]  # (B, T)
             padding = {"attention_mask": mask.long().to(self.device), "position_ids": lengths[:, None].to(self.device)}
+        ids = torch.tensor(tokens, device=self.device)[:, None]
         output, context = self.model.read(
-            torch.tensor(tokens, device=self.device)[:, None],
+            ids,
             past_key_values=self.cache,
             use_cache=True,
             logits_to_keep=1,
+            origins=torch.full_like(ids, Origin.GENERATED),
             **padding,
         )
         self.lengths = [length + 1 for length in self.lengths]
@@ -202,10 +215,12 @@ class SequentialCache:
 
     def join(self, prompt: Prompt, copies: int) -> None:
         """Append a sequence with its own cache."""
+        origins = prompt.origins or [Origin.GIVEN] * len(prompt.tokens)
         self.sequences += [
-            Prompt([*prompt.tokens], prompt.done, copy.deepcopy(prompt.cache)) for _ in range(copies - 1)
+            Prompt([*prompt.tokens], prompt.done, copy.deepcopy(prompt.cache), origins=[*origins])
+            for _ in range(copies - 1)
         ]
-        self.sequences.append(prompt)
+        self.sequences.append(replace(prompt, origins=[*origins]))
 
     def keep(self, rows: Sequence[int]) -> None:
         """Drop the other sequences."""
@@ -216,6 +231,8 @@ class SequentialCache:
         results = []
         for sequence, token in zip(self.sequences, tokens, strict=True):
             sequence.tokens.append(token)
+            assert sequence.origins is not None
+            sequence.origins.append(Origin.GENERATED)
             results.append(read_prompt(self.model, sequence, max_tokens=len(sequence.tokens), all_logits=False))
         return torch.cat([logits for logits, _ in results]), join_contexts([context for _, context in results])
 

@@ -138,6 +138,7 @@ class PositionRequest:
     samplers: Sequence[Callable[[Tensor], int]] = ()  # one for each continuation; none: `target` is the next token
     target: int = -1
     scored: bool = True  # False: the token only updates the online weights
+    evidence: bool = True  # whether the known token updates the online weights
 
 
 @dataclass(frozen=True)
@@ -149,12 +150,9 @@ class ForwardResult:
     positions: Sequence[PositionRequest]
     one_prompt: bool  # the positions are not split into groups
 
-    def with_states(self, states: Sequence[Tensor | None], prompt_lengths: Sequence[int | None]) -> ForwardResult:
-        """Return the result with the state of the online weights and the prompt's length for each span."""
-        spans = [
-            replace(span, state=state, prompt_length=length)
-            for span, state, length in zip(self.context.spans, states, prompt_lengths, strict=True)
-        ]
+    def with_states(self, states: Sequence[Tensor | None]) -> ForwardResult:
+        """Return the result with the state of the online weights for each span."""
+        spans = [replace(span, state=state) for span, state in zip(self.context.spans, states, strict=True)]
         return replace(self, context=replace(self.context, spans=spans))
 
 
@@ -289,16 +287,19 @@ class _GroupPredictor:
             yield PredictedPosition(own, states[row] if states is not None else None)
 
     def _states(self) -> Tensor | None:
-        """Return the (N, S) states of the online weights after known tokens, and before sampled ones."""
+        """Return the (N, S) states of the online weights after known tokens, and before sampled ones.
+
+        A known token that is no evidence leaves them unchanged.
+        """
         experts = self.mixed.experts
         if experts is None or self.mixture is None or self.mixture.online is None:
             return None
-        sampled = [bool(position.samplers) for position in self.positions]
-        if all(sampled):
+        unchanged = [bool(position.samplers) or not position.evidence for position in self.positions]
+        if all(unchanged):
             return experts.states
         known = torch.tensor([max(0, position.target) for position in self.positions], device=self.logits.device)
         after = experts.after(self.mixed.component_log_probs(known), self.mixture.online)
-        return torch.where(torch.tensor(sampled, device=after.device)[:, None], experts.states, after)
+        return torch.where(torch.tensor(unchanged, device=after.device)[:, None], experts.states, after)
 
     def _target(self, row: int, number: int, dense: Tensor | None) -> int:
         """Return the known or sampled next token of a position; 0 for a copy that it does not have."""

@@ -55,6 +55,7 @@ class GenerationRequest:
     ignore_eos: bool = False  # continue after the end-of-sequence token
     windowed: bool = False  # score the text in the store's windows, as evaluation does
     first_choice: int = 0  # index of the first continuation in the response
+    origins: tuple[int, ...] | None = None  # of the tokens, see `Origin`; None: all are given
 
 
 @dataclass(frozen=True)

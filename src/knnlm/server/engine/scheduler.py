@@ -21,6 +21,7 @@ import torch
 from knnlm.datastore.store import Datastore
 from knnlm.errors import KnnlmError
 from knnlm.generation.causal import EVIDENCE_TOKENS, KnnForCausalLM
+from knnlm.memories.base import Origin
 from knnlm.mixture.mixture import Mixture
 from knnlm.mixture.online import expert_count
 from knnlm.server.engine.batching import BatchedCache, Prompt, SequenceCache, WindowedPrompt, choose_cache, read_prompt
@@ -289,8 +290,7 @@ class Scheduler:
         result = ForwardResult(logits, context, positions, one_prompt=False)
         if context.spans:
             # Generated tokens do not update the online weights: their state stays that of the prompt.
-            lengths = [len(sequence.handle.request.tokens) for sequence in self._sequences]
-            result = result.with_states([sequence.state for sequence in self._sequences], lengths)
+            result = result.with_states([sequence.state for sequence in self._sequences])
         return [result]
 
     def _read_prompts(self) -> tuple[list[ForwardResult], list[tuple[_PendingPrompt, int]]]:
@@ -317,8 +317,8 @@ class Scheduler:
                 if positions := _positions(pending, first, evidence=evidence):
                     result = ForwardResult(logits, context, positions, one_prompt=True)
                     if context.spans:
-                        none = [None] * len(context.spans)
-                        result = result.with_states([None if first == begin else prompt.state, *none[1:]], none)
+                        others = [None] * (len(context.spans) - 1)
+                        result = result.with_states([None if first == begin else prompt.state, *others])
                     results.append(result)
                     count = len(positions)
             read.append((pending, count))
@@ -331,7 +331,12 @@ class Scheduler:
         mixture = self.mixtures.get(request.overrides)
         if mixture is None or mixture.online is None or not request.max_tokens:
             return None
-        return max(0, len(pending.prompt.tokens) - EVIDENCE_TOKENS)
+        begin = max(0, len(pending.prompt.tokens) - EVIDENCE_TOKENS)
+        if request.origins is None:
+            return begin
+        # Positions before the first token of evidence need no search.
+        given = [place for place, origin in enumerate(request.origins) if origin == Origin.GIVEN and place > begin]
+        return given[0] - 1 if given else None
 
     def _advance_prompt(self, pending: _PendingPrompt, predicted: Sequence[PredictedPosition]) -> None:
         """Emit the tokens of a chunk of a prompt; after the last chunk, its sequences start."""
@@ -451,7 +456,8 @@ def _prompt(request: GenerationRequest) -> Prompt:
     """Return the tokens to read; without sampling, the prediction after the last token is not needed."""
     if request.windowed:
         return WindowedPrompt(list(request.tokens[:-1]), document=request.tokens[1:])
-    return Prompt(list(request.tokens if request.max_tokens else request.tokens[:-1] if request.echo else ()))
+    tokens = list(request.tokens if request.max_tokens else request.tokens[:-1] if request.echo else ())
+    return Prompt(tokens, origins=None if request.origins is None else list(request.origins[: len(tokens)]))
 
 
 def _positions(pending: _PendingPrompt, first: int, *, evidence: bool) -> list[PositionRequest]:
@@ -461,8 +467,15 @@ def _positions(pending: _PendingPrompt, first: int, *, evidence: bool) -> list[P
     draws = [sequence.draw for sequence in pending.sequences] if samples else []
     if not (request.echo or evidence):
         return [PositionRequest(request, draws)] if draws else []
+    origins = request.origins
     known = [
-        PositionRequest(request, (), request.tokens[place + 1], scored=request.echo)
+        PositionRequest(
+            request,
+            (),
+            request.tokens[place + 1],
+            scored=request.echo,
+            evidence=origins is None or origins[place + 1] == Origin.GIVEN,
+        )
         for place in range(first, prompt.done - bool(draws))
     ]
     return [*known, PositionRequest(request, draws)] if draws else known
