@@ -51,7 +51,7 @@ ORDER = {
     "memories": "base decoder ngram output voting cache knn",
     "mixture": "em readers gate online weights spec saved loader mixture",
     "evaluation": "evaluate continuations overlap explain trace sweep tune",
-    "generation": "cache causal",
+    "generation": "cache causal chat",
     "training": "initial_model prune trainer data metric_learning output_matrix teacher decoder adapt",
     "maintenance": "export import_ merge verify repair",
     "integrations": "lm_eval",

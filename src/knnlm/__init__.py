@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from knnlm.evaluation.trace import MemoryTrace, Trace
     from knnlm.evaluation.tune import Tuning
     from knnlm.generation.causal import KnnConfig, KnnForCausalLM
+    from knnlm.generation.chat import EncodedChat, encode_chat
     from knnlm.index.base import Index, Neighbours, Vectors
     from knnlm.ingest.build import Added, build
     from knnlm.lm.causal import CausalLM
@@ -93,6 +94,7 @@ _HOMES = {
     "DecoderMemory": "memories",
     "Document": "corpus",
     "DocumentReader": "corpus",
+    "EncodedChat": "generation.chat",
     "Evaluation": "evaluation.evaluate",
     "ExportResult": "maintenance.export",
     "ImportResult": "maintenance.import_",
@@ -142,6 +144,7 @@ _HOMES = {
     "WindowShape": "lm.windows",
     "adapt": "training.adapt",
     "build": "ingest.build",
+    "encode_chat": "generation.chat",
     "import_arrays": "maintenance.import_",
     "merge": "maintenance.merge",
     "prune": "training.prune",
@@ -170,6 +173,7 @@ __all__ = [
     "DecoderMemory",
     "Document",
     "DocumentReader",
+    "EncodedChat",
     "Evaluation",
     "ExportResult",
     "ImportResult",
@@ -219,6 +223,7 @@ __all__ = [
     "WindowShape",
     "adapt",
     "build",
+    "encode_chat",
     "import_arrays",
     "merge",
     "prune",

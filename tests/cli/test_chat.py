@@ -27,6 +27,7 @@ from knnlm.errors import ParameterError
 from knnlm.generation.causal import KnnForCausalLM
 from knnlm.ingest.build import build
 from knnlm.lm.causal import CausalLM
+from knnlm.memories.base import Origin
 from knnlm.mixture.mixture import Mixture
 from knnlm.server.engine.requests import Busy, GenerationRequest
 from knnlm.server.engine.scheduler import Scheduler
@@ -108,6 +109,24 @@ def test_piped_lines_are_answered_by_the_mixture_given_the_conversation_so_far(h
         assert answer["answer"] == tokenizer.decode(made, skip_special_tokens=True)
         assert answer["finish_reason"] == "length"
         so_far += f"assistant: {answer['answer']}\n"
+
+
+@pytest.mark.parametrize("template", [TEMPLATE, None])
+def test_only_what_the_user_wrote_is_evidence(talk, template):
+    begun = talk(template=template, system="The memory")
+    orders = []
+    submit = begun.engine.submit
+    begun.engine.submit = lambda order: orders.append(order) or submit(order)
+    answers = ["".join(token.text for token in begun.send(said)) for said in ("of Anna", "is")]
+    lm = begun.engine.mixture.lm
+    for order, users, generated_before in zip(orders, ["of Anna", "of Annais"], ["", answers[0]], strict=True):
+        pairs = list(zip(order.tokens, order.origins, strict=True))
+        assert lm.decode([token for token, origin in pairs if origin == Origin.GIVEN]).replace(" ", "") in (
+            users.replace(" ", "")
+        )
+        assert any(origin == Origin.GIVEN for origin in order.origins)
+        kept = lm.decode([token for token, origin in pairs if origin == Origin.GENERATED])
+        assert kept.replace(" ", "") in generated_before.replace(" ", "")
 
 
 def test_model_without_a_chat_template_continues_the_text(home, talk):

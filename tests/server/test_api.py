@@ -17,6 +17,7 @@ from helpers.stores import documents
 from knnlm.corpus import Document
 from knnlm.generation.causal import KnnForCausalLM
 from knnlm.mixture.mixture import Mixture
+from knnlm.mixture.online import OnlineConfig
 
 PROMPT = "The memory of a model"
 TEMPLATE = (
@@ -171,6 +172,42 @@ def test_chat_uses_the_models_template(client, mixture):
     deltas = [chunk.choices[0].delta for chunk in stream]
     assert deltas[0].role == "assistant"
     assert "".join(delta.content or "" for delta in deltas) == text
+
+
+def test_only_messages_of_users_are_evidence_and_read_by_the_cache(mixture):
+    """The conversation continues as `generate` continues it with the mask of what the users wrote."""
+    options = {"memories": "knn:0.2,cache:0.6", "k": 8, "knn_temperature": 4.0, "use_tuned": False}
+    cached = Mixture.open(mixture.path, mixture.lm, **options)
+    cached.online = OnlineConfig(0.3, 0.02)
+    said = ["The memory of a model is ", "the memory of"]
+    messages = [
+        {"role": "system", "content": "The memory of a model."},
+        {"role": "user", "content": said[0]},
+        {"role": "assistant", "content": "a model"},
+        {"role": "user", "content": [{"type": "text", "text": said[1]}]},
+    ]
+    text = f"<system>The memory of a model.\n<user>{said[0]}\n<assistant>a model\n<user>{said[1]}\n<assistant>"
+    begins = [text.index(f"<user>{each}\n") + len("<user>") for each in said]
+    ranges = [(begin, begin + len(each)) for begin, each in zip(begins, said, strict=True)]
+    encoding = mixture.lm.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+    given = torch.tensor([encoding["input_ids"]])
+    readable = torch.tensor(
+        [[any(begin <= a and b <= end for begin, end in ranges) for a, b in encoding["offset_mapping"]]]
+    )
+    assert 0 < readable.sum() < readable.numel()
+    settings = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0, "attention_mask": given * 0 + 1}
+    settings |= {"max_new_tokens": 8, "output_logits": True, "return_dict_in_generate": True}
+    expected, other = (
+        KnnForCausalLM(cached).generate(given, readable_mask=mask, **settings) for mask in (readable, None)
+    )
+    with serving(cached) as running:
+        answer = running.post("/v1/chat/completions", model="docs", messages=messages, max_tokens=8, temperature=0)
+    tokens = answer["choices"][0]["knnlm"]["tokens"]
+    ids = expected.sequences[0, given.shape[1] :].tolist()
+    assert answer["choices"][0]["message"]["content"] == mixture.lm.tokenizer.decode(ids, skip_special_tokens=True)
+    probs = [float(logits[0, token].exp()) for logits, token in zip(expected.logits, ids, strict=True)]
+    assert [token["p"] for token in tokens] == pytest.approx(probs, rel=1e-3)
+    assert float(other.logits[0][0, ids[0]].exp()) != pytest.approx(probs[0], rel=1e-2)
 
 
 def test_chat_without_a_template_is_an_error(lm, store):

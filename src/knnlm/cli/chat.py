@@ -32,6 +32,7 @@ from knnlm.cli.use import check_top_p
 from knnlm.errors import KnnlmError, ParameterError
 
 if TYPE_CHECKING:
+    from knnlm.generation.chat import EncodedChat
     from knnlm.server.engine.requests import GenerationRequest, ScoredToken
     from knnlm.server.engine.scheduler import Scheduler
 
@@ -112,7 +113,9 @@ class Conversation:
     @property
     def has_template(self) -> bool:
         """Whether the model has a chat template."""
-        return bool(getattr(self._lm.tokenizer, "chat_template", None))
+        from knnlm.generation.chat import has_template
+
+        return has_template(self._lm.tokenizer)
 
     def clear(self) -> None:
         """Remove all messages."""
@@ -148,32 +151,30 @@ class Conversation:
 
         limit = self.engine.mixture.max_length
         while True:
-            tokens = self._tokens()
-            if limit is None or len(tokens) + self.max_tokens <= limit:
+            chat = self._encode()
+            if limit is None or len(chat.tokens) + self.max_tokens <= limit:
                 break
             if len(self.messages) == 1:
                 raise ParameterError(
-                    f"The message has {len(tokens):,} tokens and the reply up to {self.max_tokens:,}, but the model's "
-                    f"context has {limit:,}. Shorten the message, or start with a lower --max-new-tokens."
+                    f"The message has {len(chat.tokens):,} tokens and the reply up to {self.max_tokens:,}, but the "
+                    f"model's context has {limit:,}. Shorten the message, or start with a lower --max-new-tokens."
                 )
             del self.messages[:2]  # a message and its reply
             self.dropped += 1
         return GenerationRequest(
-            tuple(tokens), self.max_tokens, sources=SOURCES, start_added=not self.has_template, **self.sampling
+            tuple(chat.tokens),
+            self.max_tokens,
+            sources=SOURCES,
+            start_added=not self.has_template,
+            origins=tuple(chat.origins),
+            **self.sampling,
         )
 
-    def _tokens(self) -> list[int]:
-        messages = [{"role": "system", "content": self.system}] if self.system else []
-        messages += self.messages
-        if not self.has_template:
-            text = "\n".join(message["content"] for message in messages)
-            return [self._lm.start_token, *self._lm.encode(text)]
-        try:
-            tokenizer = self._lm.tokenizer
-            text = str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
-        except Exception as error:  # a template refuses roles with exceptions of any class
-            raise ParameterError(f"The model's chat template refuses the conversation: {error}") from None
-        return self._lm.encode(text)
+    def _encode(self) -> EncodedChat:
+        from knnlm.generation.chat import encode_chat
+
+        system = [{"role": "system", "content": self.system}] if self.system else []
+        return encode_chat(self._lm, [*system, *self.messages])
 
 
 class Terminal:

@@ -147,6 +147,12 @@ class CausalLM:
         # verbose=False: a document may be longer than the model reads at once, since it is cut into windows.
         return self._checked(list(self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]))
 
+    def encode_with_offsets(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
+        """Return the tokens of a text as by `encode`, and the characters that each stands for: begin and end."""
+        _check_text(text)
+        tokens, offsets = token_offsets(self.tokenizer, text)
+        return self._checked(tokens), offsets
+
     def encode_all(self, texts: Sequence[str]) -> list[list[int]]:
         """Return the tokens of many texts, each as by `encode`, on all cores where the tokenizer supports it."""
         for text in texts:
@@ -236,6 +242,16 @@ class CausalLM:
             kept.extend(hooks.enter_context(layer.capture(stop=not logits and len(layers) == 1)) for layer in layers)
             output = self.model(input_ids=ids, use_cache=False)
         return [keys[-1] for keys in kept], output.logits if logits and output is not None else None
+
+
+def token_offsets(tokenizer: PreTrainedTokenizerBase, text: str) -> tuple[list[int], list[tuple[int, int]]]:
+    """Return the tokens of a text without special ones, and the characters of each: begin and end.
+
+    Where the tokenizer does not return the characters, each token stands for none.
+    """
+    encoding = tokenizer(text, add_special_tokens=False, verbose=False, return_offsets_mapping=tokenizer.is_fast)
+    tokens = list(encoding["input_ids"])
+    return tokens, list(encoding["offset_mapping"]) if "offset_mapping" in encoding else [(0, 0)] * len(tokens)
 
 
 def _check_text(text: str) -> None:

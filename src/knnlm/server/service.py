@@ -16,6 +16,8 @@ from starlette.concurrency import run_in_threadpool
 
 from knnlm.corpus import Document
 from knnlm.errors import KnnlmError, ParameterError
+from knnlm.generation.chat import has_template, render_chat
+from knnlm.lm.causal import token_offsets
 from knnlm.mixture.mixture import Mixture
 from knnlm.server.documents import DocumentService
 from knnlm.server.engine.history import TraceCache, rescore
@@ -203,7 +205,7 @@ class Service:
         self._check_model(body.model)
         if body.top_logprobs and not body.logprobs:
             raise Unsupported("top_logprobs", "needs logprobs: true.")
-        tokens = self._encode_messages([message.model_dump(exclude_none=True) for message in body.messages])
+        tokens, origins = self._encode_messages([message.model_dump(exclude_none=True) for message in body.messages])
         max_tokens = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
         request = self._generation_request(
             tokens,
@@ -211,6 +213,7 @@ class Service:
             max_tokens=self._max_new_tokens(len(tokens), max_tokens, default=DEFAULT_MAX_CHAT_TOKENS),
             start_added=False,
             alternatives=body.top_logprobs or 0,
+            origins=tuple(origins),
         )
         return self._prepared([request], len(tokens), (body.top_logprobs or 0) if body.logprobs else None)
 
@@ -448,22 +451,24 @@ class Service:
         start_added = prompt[0] != lm.start_token
         return ([lm.start_token, *prompt] if start_added else list(prompt)), start_added
 
-    def _encode_messages(self, messages: list[dict[str, Any]]) -> list[int]:
-        """Return the tokens of a conversation in the model's chat template."""
-        if not getattr(self._tokenizer, "chat_template", None):
+    def _encode_messages(self, messages: list[dict[str, Any]]) -> tuple[list[int], list[int]]:
+        """Return the tokens of a conversation in the model's chat template, and their origins."""
+        if not has_template(self._tokenizer):
             raise ParameterError(
                 f"{self.mixture.lm.name} has no chat template: it was not trained to converse. Use /v1/completions."
             )
         for message in messages:
             if isinstance(message["content"], list):
                 message["content"] = "".join(part["text"] for part in message["content"])
-        try:
-            text = self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-        except Exception as error:  # a template can raise any error
-            raise ParameterError(f"The model's chat template rejects the messages: {error}") from None
-        return self._encode(str(text))
+        rendered = render_chat(self._tokenizer, messages)
+        tokens, offsets = self._encode_with_offsets(rendered.text)
+        return tokens, rendered.origins(offsets)
 
     def _encode(self, text: str) -> list[int]:
+        return self._encode_with_offsets(text)[0]
+
+    def _encode_with_offsets(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
+        """Return the tokens of a text and the characters of each; raise if there are too many."""
         try:
             text.encode()
         except UnicodeEncodeError as error:
@@ -471,19 +476,19 @@ class Service:
         max_tokens = self.limits.prompt_tokens
         preview = _PREVIEW_CHARACTERS * max_tokens
         # Tokenising a megabyte takes seconds and blocks other prompts, so reject it by its beginning.
-        if len(text) > 2 * preview and len(self._tokenize(text[:preview])) > max_tokens + _PREVIEW_SLACK:
+        if len(text) > 2 * preview and len(self._tokenize(text[:preview])[0]) > max_tokens + _PREVIEW_SLACK:
             raise ParameterError(
                 f"The prompt has far more than {max_tokens:,} tokens, but this server takes {max_tokens:,} at most. "
                 "Shorten it."
             )
-        tokens = self._tokenize(text)
+        tokens, offsets = self._tokenize(text)
         if tokens and max(tokens) >= self.mixture.lm.vocab_size:
             raise ParameterError("The text contains a token that is not in the model's vocabulary.")
-        return tokens
+        return tokens, offsets
 
-    def _tokenize(self, text: str) -> list[int]:
+    def _tokenize(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
         with self._tokenizer_lock:
-            return list(self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
+            return token_offsets(self._tokenizer, text)
 
 
 def _overrides(settings: MemorySettings | None) -> MemoryOverrides:
