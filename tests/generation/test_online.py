@@ -25,7 +25,7 @@ SETTINGS = {"do_sample": False, "eos_token_id": None}
 def opened(family, folder, memories):
     lm = CausalLM(tiny(family), tiny_tokenizer(), name=family)
     store = build(documents(8), folder / "docs.store", lm=lm, window=lm.window(128))
-    options = MixtureOptions(cache_generated=True)  # as in evaluation, where all tokens are given
+    options = MixtureOptions(cache_generated=True, damping=False)  # as in evaluation, where all tokens are given
     settings = {"k": 12, "knn_temperature": 4.0, "use_tuned": False}
     mixture = Mixture.open(store.path, lm, memories=memories, options=options, **settings)
     mixture.online = OnlineConfig(0.3, 0.02)

@@ -49,6 +49,7 @@ from knnlm.generation.cache import (
 from knnlm.index.gpu.deferred import defer_checks
 from knnlm.lm.causal import CausalLM, dynamic_shape_attention
 from knnlm.memories.base import LM_LOGITS, Context, Origin, Source
+from knnlm.mixture.damping import NO_TOKEN, damp
 from knnlm.mixture.loader import is_decoder, language_model
 from knnlm.mixture.mixture import Mixture
 from knnlm.mixture.saved import read_mixture, weights_state, write_mixture
@@ -241,6 +242,7 @@ class KnnForCausalLM(PreTrainedModel, GenerationMixin):
             kept = None if wide is logits_to_keep else _places(logits_to_keep)
             mixed = self._remember(mixed, context, state, step, kept, cache=getattr(output, "past_key_values", None))
             output["logits"] = output.logits if kept is None else output.logits[:, kept]
+            mixed = self._damp(mixed, state)
         log_p = mixed.log_probs().unflatten(0, output.logits.shape[:2])
         # The output object is the base model's own, so its cache is kept, whatever its class.
         output["logits"] = log_p
@@ -354,6 +356,19 @@ class KnnForCausalLM(PreTrainedModel, GenerationMixin):
                 state.pending.reset()
             state.attach(cache)
         return mixed
+
+    def _damp(self, mixed: MixturePrediction, state: MemoryState) -> MixturePrediction:
+        """Damp memories that repeat what was generated; the prediction is that of the last positions of each text."""
+        prompts = _prompts.get()
+        if prompts is None or not self.mixture.damps or state.tokens.values is None:
+            return mixed
+        generated = state.tokens.values[:, 0, prompts.length :, 0]  # (B, G)
+        count, length = len(mixed.weights) // len(generated), generated.shape[1]
+        before = [  # of each of the last `count` positions
+            torch.nn.functional.pad(generated[:, : max(0, length - later)], (min(later, length), 0), value=NO_TOKEN)
+            for later in reversed(range(count))
+        ]
+        return damp(mixed, torch.stack(before, 1).flatten(0, 1))
 
     def _predict_again(
         self, context: Context, state: MemoryState, step: ForwardStep, kept: slice | Tensor

@@ -82,6 +82,7 @@ class Mixture:
         lmbda: float | None = None,
         weights: Weights | None = None,
         online: OnlineConfig | None = None,
+        damping: bool = True,
         readers: Readers | None = None,
         labels: Sequence[str] | None = None,
         store: Datastore | None = None,
@@ -98,6 +99,7 @@ class Mixture:
         self.path = path or (self.store.path if self.store else None)  # that it was opened from
         self.weights = weights or equal_weights(self.memories, DEFAULTS["lambda"] if lmbda is None else lmbda)
         self.online = online  # None: without online weights
+        self.damping = damping  # in generation with online weights, of memories that repeat what was generated
         for each in self.memories:
             if isinstance(each, KnnMemory):
                 check_model(each.store, self.readers.models[each.source.reader], place=each.source)
@@ -142,6 +144,7 @@ class Mixture:
             loaded.memories,
             weights=loaded.weights,
             online=loaded.online,
+            damping=request.options.damping,
             readers=loaded.readers,
             labels=loaded.labels,
             store=loaded.store,
@@ -183,6 +186,11 @@ class Mixture:
     def lm_sources(self) -> list[Source]:
         """The places of the language model that memories read."""
         return [source for source in self.history_lengths if source.reader == 0 and source.place != LOGITS]
+
+    @property
+    def damps(self) -> bool:
+        """Whether generation damps memories that repeat what was generated; see `knnlm.mixture.damping`."""
+        return self.damping and self.online is not None
 
     @property
     def needs_history(self) -> bool:

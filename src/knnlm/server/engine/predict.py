@@ -19,11 +19,13 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from knnlm.errors import ParameterError
 from knnlm.memories.base import LM_LOGITS, Context, Logits, Memory, MemoryOutput, join_contexts
 from knnlm.memories.knn import KnnMemory, stored_passage
 from knnlm.memories.voting import NeighbourMemory, SearchMemory, VoteOutput, VoteParams, searches
+from knnlm.mixture.damping import NO_TOKEN, damp
 from knnlm.mixture.mixture import Mixture, Retrieved
 from knnlm.mixture.spec import DEFAULTS
 from knnlm.mixture.weights import FixedWeights, MixturePrediction, Weights, equal_weights, first_components
@@ -75,6 +77,7 @@ class MixtureCache:
             weights=weights,
             # λ, k and τ in a request are those of the paper's kNN-LM, as in rescoring.
             online=base.online if (overrides.lmbda, overrides.k, overrides.knn_temperature) == (None,) * 3 else None,
+            damping=base.damping,
             readers=base.readers,
             labels=[base.labels[number] for number in chosen],
             store=base.store,
@@ -139,6 +142,7 @@ class PositionRequest:
     target: int = -1
     scored: bool = True  # False: the token only updates the online weights
     evidence: bool = True  # whether the known token updates the online weights
+    generated: Sequence[int] = ()  # the tokens that were generated before, if the last of them occurred before
 
 
 @dataclass(frozen=True)
@@ -271,6 +275,14 @@ class _GroupPredictor:
             retrieved.only([served.index(label) for label in self.mixture.labels]), group.rows
         )
         self.mixed = self.mixture.predict(context, self.retrieved)
+        if self.mixture.damps and any(position.generated for position in self.positions):
+            self.mixed = damp(self.mixed, self._generated())
+
+    def _generated(self) -> Tensor:
+        """Return the (N, G) tokens that were generated before each position, if they repeat."""
+        rows = [torch.tensor(position.generated, dtype=torch.long) for position in self.positions]
+        padded = pad_sequence(rows, batch_first=True, padding_value=NO_TOKEN, padding_side="left")
+        return padded.to(self.logits.device)
 
     def predict(self) -> Iterator[PredictedPosition]:
         """Yield the next tokens of each position, and the states of the online weights."""

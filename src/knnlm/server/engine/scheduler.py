@@ -286,7 +286,12 @@ class Scheduler:
         assert self._cache is not None
         logits, context = self._cache.step([sequence.last_token for sequence in self._sequences])
         self.tokens_read += len(self._sequences)
-        positions = [PositionRequest(sequence.handle.request, [sequence.draw]) for sequence in self._sequences]
+        positions = [
+            PositionRequest(
+                sequence.handle.request, [sequence.draw], generated=sequence.tokens if sequence.repeats else ()
+            )
+            for sequence in self._sequences
+        ]
         result = ForwardResult(logits, context, positions, one_prompt=False)
         if context.spans:
             # Generated tokens do not update the online weights: their state stays that of the prompt.

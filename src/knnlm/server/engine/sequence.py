@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from knnlm.lm.detokenizer import Detokenizer
+from knnlm.mixture.damping import MIN_REPEAT
 from knnlm.server.engine.history import TraceEntry
 from knnlm.server.engine.requests import Penalties, RequestHandle, ScoredToken
 
@@ -29,12 +30,19 @@ class GeneratedSequence:
         self.draw = Sampler(request.temperature, request.top_p, seed, request.penalties).draw
         self.last_token = -1
         self.state: Tensor | None = None  # of the online weights after the prompt
-        self.generated = 0
+        self.tokens: list[int] = []  # that were sampled
+        self.repeats = False  # whether the last tokens occurred before, so that memories may be damped
+        self._passages: set[tuple[int, ...]] = set()  # of MIN_REPEAT tokens
         self.reason: str | None = None  # of its end; None: it continues
         before = request.tokens[: int(request.start_added)] if request.echo else request.tokens
         self._detokenizer = Detokenizer(decode, before)
         self._stop = tuple(string for string in request.stop if string)
         self._held: list[ScoredToken] = []
+
+    @property
+    def generated(self) -> int:
+        """Number of sampled tokens."""
+        return len(self.tokens)
 
     def echo_first(self) -> list[ScoredToken]:
         """Return the first token of the prompt, which has no probability."""
@@ -53,7 +61,10 @@ class GeneratedSequence:
         """Append a sampled token, set `reason` if it is the last one, and return the tokens whose text is final now."""
         request = self.handle.request
         self.last_token = token.id
-        self.generated += 1
+        self.tokens.append(token.id)
+        passage = tuple(self.tokens[-MIN_REPEAT:])
+        self.repeats = passage in self._passages
+        self._passages.add(passage)
         released = []
         if eos and not request.ignore_eos:
             self.reason = "stop"
