@@ -49,7 +49,7 @@ ORDER = {
     "encoder suffix_array rewrite indexes compact",
     "ingest": "pipeline segment_builder build",
     "memories": "base decoder ngram output voting cache knn",
-    "mixture": "em readers gate online weights damping spec saved loader mixture",
+    "mixture": "em readers gate online weights repetition spec saved loader mixture",
     "evaluation": "evaluate continuations overlap explain trace sweep tune",
     "generation": "cache causal chat",
     "training": "initial_model prune trainer data metric_learning output_matrix teacher decoder adapt",

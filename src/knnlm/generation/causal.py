@@ -49,9 +49,9 @@ from knnlm.generation.cache import (
 from knnlm.index.gpu.deferred import defer_checks
 from knnlm.lm.causal import CausalLM, dynamic_shape_attention
 from knnlm.memories.base import LM_LOGITS, Context, Origin, Source
-from knnlm.mixture.damping import NO_TOKEN, damp
 from knnlm.mixture.loader import is_decoder, language_model
 from knnlm.mixture.mixture import Mixture
+from knnlm.mixture.repetition import NO_TOKEN, damp
 from knnlm.mixture.saved import read_mixture, weights_state, write_mixture
 from knnlm.mixture.spec import DEFAULTS, MixtureOptions, SavedMixture
 from knnlm.mixture.weights import MixturePrediction

@@ -189,7 +189,7 @@ class Mixture:
 
     @property
     def damps(self) -> bool:
-        """Whether generation damps memories that repeat what was generated; see `knnlm.mixture.damping`."""
+        """Whether generation damps memories that repeat what was generated; see `knnlm.mixture.repetition`."""
         return self.damping and self.online is not None
 
     @property

@@ -25,8 +25,8 @@ from knnlm.errors import ParameterError
 from knnlm.memories.base import LM_LOGITS, Context, Logits, Memory, MemoryOutput, join_contexts
 from knnlm.memories.knn import KnnMemory, stored_passage
 from knnlm.memories.voting import NeighbourMemory, SearchMemory, VoteOutput, VoteParams, searches
-from knnlm.mixture.damping import NO_TOKEN, damp
 from knnlm.mixture.mixture import Mixture, Retrieved
+from knnlm.mixture.repetition import NO_TOKEN, damp
 from knnlm.mixture.spec import DEFAULTS
 from knnlm.mixture.weights import FixedWeights, MixturePrediction, Weights, equal_weights, first_components
 from knnlm.server.engine.requests import (

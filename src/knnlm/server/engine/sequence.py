@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from knnlm.lm.detokenizer import Detokenizer
-from knnlm.mixture.damping import MIN_REPEAT
+from knnlm.mixture.repetition import MIN_REPEAT
 from knnlm.server.engine.history import TraceEntry
 from knnlm.server.engine.requests import Penalties, RequestHandle, ScoredToken
 

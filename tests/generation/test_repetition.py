@@ -11,9 +11,9 @@ from knnlm.corpus import Document
 from knnlm.generation.causal import KnnForCausalLM
 from knnlm.ingest.build import build
 from knnlm.lm.causal import CausalLM
-from knnlm.mixture.damping import MAX_REPEAT
 from knnlm.mixture.mixture import Mixture
 from knnlm.mixture.online import OnlineConfig
+from knnlm.mixture.repetition import MAX_REPEAT
 from knnlm.mixture.spec import MixtureOptions
 from knnlm.server.engine.requests import GenerationRequest, MemoryOverrides, TokensEvent
 from knnlm.server.engine.scheduler import Scheduler

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from knnlm.memories.base import Logits
-from knnlm.mixture.damping import MAX_REPEAT, NO_TOKEN, damp, repeat_lengths
+from knnlm.mixture.repetition import MAX_REPEAT, NO_TOKEN, damp, repeat_lengths
 from knnlm.mixture.weights import MixturePrediction
 
 
