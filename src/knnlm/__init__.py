@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     )
     from knnlm.evaluation.evaluate import Evaluation
     from knnlm.evaluation.explain import Contribution, NeighbourVote, TokenExplanation
+    from knnlm.evaluation.support import SupportFigures
     from knnlm.evaluation.sweep import Sweep
     from knnlm.evaluation.trace import MemoryTrace, Trace
     from knnlm.evaluation.tune import Tuning
@@ -66,6 +67,7 @@ if TYPE_CHECKING:
     )
     from knnlm.mixture import Mixture, MixtureOptions, MixturePrediction, Retrieved
     from knnlm.mixture.online import OnlineConfig
+    from knnlm.mixture.support import SupportModel
     from knnlm.progress import Progress
     from knnlm.training.adapt import Adaptation, adapt
     from knnlm.training.decoder import DecoderConfig, train_decoder
@@ -138,6 +140,8 @@ _HOMES = {
     "Sweep": "evaluation.sweep",
     "TokenExplanation": "evaluation.explain",
     "Trace": "evaluation.trace",
+    "SupportFigures": "evaluation.support",
+    "SupportModel": "mixture.support",
     "Tuning": "evaluation.tune",
     "Vectors": "index.base",
     "Verification": "maintenance.verify",
@@ -214,6 +218,8 @@ __all__ = [
     "Source",
     "Span",
     "StoredDocument",
+    "SupportFigures",
+    "SupportModel",
     "Sweep",
     "TokenExplanation",
     "Trace",

@@ -50,6 +50,7 @@ if TYPE_CHECKING:
     from knnlm.corpus import Document
     from knnlm.evaluation.evaluate import Evaluation
     from knnlm.evaluation.explain import TokenExplanation
+    from knnlm.evaluation.support import SupportFigures
     from knnlm.evaluation.tune import Tuning
     from knnlm.mixture.mixture import Mixture
     from knnlm.mixture.online import OnlineConfig
@@ -241,6 +242,7 @@ def _show_tuning(store: Path, chosen_on: list[str], result: Tuning, *, json: boo
         texts = {"chosen_on": chosen_on, "tokens": result.tokens, "documents": result.documents}
         mixed: dict[str, Any] = {"memories": [spec.as_dict() for spec in result.specs]}
         mixed |= {"weights": result.weights.kind, "online": result.online.as_dict() if result.online else None}
+        mixed["support"] = result.support_figures.as_dict() if result.support_figures else None
         texts |= {"leaked_documents": result.leaked_documents, "sweep_seconds": result.seconds}
         print_json({"store": str(store), **texts, **mixed, **figures})
         return
@@ -255,6 +257,7 @@ def _show_tuning(store: Path, chosen_on: list[str], result: Tuning, *, json: boo
         ("weights", kind),
         *online_rows(result.online),
         ("perplexity", f"{figures_shown} on that text; measure on another with knnlm eval"),
+        *support_rows(result.support_figures),
         ("time", f"{tried:,} settings and the weights in {result.seconds:.1f} s"),
     ]
     if at_edge:
@@ -266,6 +269,9 @@ def evaluate(
     store: Store,
     text: Text,
     each: Annotated[bool, typer.Option("--each", help="Evaluate each TEXT by itself; show a row for each.")] = False,
+    support: Annotated[
+        bool, typer.Option("--support", help="Also measure the support of tokens, in a second pass.")
+    ] = False,
     mixture: MixtureFlags = MixtureFlags(),
     limit: Limit = None,
     save_trace: Annotated[
@@ -281,6 +287,8 @@ def evaluate(
     Score every token of the text with the model alone and with its memories. With --each, --limit applies to each TEXT
     and --json prints a list.
     """
+    if each and support:
+        raise ParameterError("--support measures all texts together; leave out --each.")
     if each and save_trace is not None:
         raise ParameterError("--save-trace records one text; leave out --each.")
     # Inputs are opened before the model, so that a missing file is found at once.
@@ -293,10 +301,25 @@ def evaluate(
         result = opened.evaluate(readers[0], limit=limit, progress=bar)
     else:
         result = _record(opened, readers[0], save_trace, sources=text, limit=limit)
+    figures = opened.measure_support(_documents(text, text_field), limit=limit, progress=bar) if support else None
     if json:
-        print_json(result.as_dict())
+        print_json(result.as_dict() | ({"support": figures.as_dict()} if figures else {}))
     else:
-        print_table(_evaluation_rows(result))
+        print_table([*_evaluation_rows(result), *support_rows(figures)])
+
+
+def support_rows(figures: SupportFigures | None) -> list[tuple[str, str]]:
+    """Return the rows of a table that describe the support of tokens; none without it."""
+    if figures is None:
+        return []
+    others = f"largest probability {figures.auroc_probability:.3f}"
+    if figures.auroc_entropy is not None:
+        others += f", entropy {figures.auroc_entropy:.3f}"
+    shares = f"mean {figures.support:.3f} of the top tokens, of which {figures.right:.3f} are right"
+    return [
+        ("support", f"{shares}; ECE {figures.ece:.4f}"),
+        ("  AUROC", f"{figures.auroc:.3f} for right and wrong tokens ({others})"),
+    ]
 
 
 def _show_each(names: Sequence[str], results: Sequence[Evaluation], *, json: bool) -> None:

@@ -11,6 +11,8 @@ With a trace, every sweep over k and τ and every fit of weights is arithmetic, 
       lm_log_probs.npy     (N,) the language model's log-probability of the target
       lm_features.npy      (N, F) the language model's features for a gate
       lm_top.npy           (N,) the language model's most probable token
+      candidates.npy       (N, C) tokens for the support of tokens, none chosen by the target; -1: none
+      candidate_log_probs.npy (N, C) the language model's log-probability of them
       0/, 1/, …            one folder for each memory; of a memory that finds neighbours:
         distances.npy      (N, k) ascending; inf: none
         values.npy         (N, k) the tokens they vote for; -1: none
@@ -21,6 +23,7 @@ With a trace, every sweep over k and τ and every fit of weights is arithmetic, 
         features.npy       (N, F) its features for a gate
         top.npy            (N,) its most probable token; -1: none
         log_prob_of_lm_top.npy, lm_log_prob_of_top.npy: (N,), see `MemoryFeatures`
+        candidate_log_probs.npy (N, C, P) log-probability of the candidates by each of its components
 """
 
 from __future__ import annotations
@@ -43,7 +46,7 @@ from knnlm.datastore.store import Datastore
 from knnlm.errors import DatastoreError
 from knnlm.evaluation.evaluate import Evaluation, Totals, read_batches
 from knnlm.io import atomic_folder, translate_os_errors
-from knnlm.memories.base import MemoryOutput
+from knnlm.memories.base import ROWS, MemoryOutput
 from knnlm.memories.decoder import LM_FEATURES, LMOutput
 from knnlm.memories.voting import NEAR, NeighbourMemory, RetrievedNeighbours, VoteOutput, VoteParams
 from knnlm.mixture.gate import MemoryFeatures, Positions, memory_features, place
@@ -142,6 +145,8 @@ class Trace:
     previous_tokens: NDArray[np.int32]  # (N,)
     memories: list[MemoryTrace]
     metadata: dict[str, Any]
+    candidates: NDArray[np.int32] | None = None  # (N, C); None: recorded without them
+    candidate_log_probs: NDArray[np.float32] | None = None  # (N, C)
 
     @classmethod
     def open(cls, path: str | Path) -> Trace:
@@ -152,8 +157,9 @@ class Trace:
             rows, vocab_size = int(metadata["tokens"]), int(metadata["vocab_size"])
             if missing := _METADATA_KEYS - metadata.keys():
                 raise KeyError(min(missing))
+            count = int(metadata.get("candidates", 0))
             memories = [
-                _open_memory(folder / str(number), own, rows, vocab_size)
+                _open_memory(folder / str(number), own, (rows, count), vocab_size)
                 for number, own in enumerate(metadata["memories"])
             ]
             width = len(metadata["lm_feature_names"])
@@ -163,12 +169,17 @@ class Trace:
             name: open_array(folder / f"{name}.npy", np.int32, (rows,))
             for name in ("targets", "lm_top", "documents", "positions", "previous_tokens")
         }
+        candidates = {}
+        if count:
+            for name, kind in (("candidates", np.int32), ("candidate_log_probs", np.float32)):
+                candidates[name] = open_array(folder / f"{name}.npy", kind, (rows, count))
         return cls(
             lm_log_probs=open_array(folder / "lm_log_probs.npy", np.float32, (rows,)),
             lm_features=open_array(folder / "lm_features.npy", np.float32, (rows, width)),
             memories=memories,
             metadata=metadata,
             **integers,
+            **candidates,
         )
 
     def __len__(self) -> int:
@@ -230,8 +241,8 @@ def to_tensor(array: NDArray[Any]) -> Tensor:
     return torch.from_numpy(np.array(array))
 
 
-def _open_memory(folder: Path, metadata: dict[str, Any], rows: int, vocab_size: int) -> MemoryTrace:
-    k = int(metadata["k"])
+def _open_memory(folder: Path, metadata: dict[str, Any], size: tuple[int, int], vocab_size: int) -> MemoryTrace:
+    (rows, candidates), k = size, int(metadata["k"])
     components, features = len(metadata["component_names"]), len(metadata["feature_names"])
     shapes: dict[str, tuple[type, tuple[int, ...]]]
     if k >= 0:
@@ -250,6 +261,8 @@ def _open_memory(folder: Path, metadata: dict[str, Any], rows: int, vocab_size: 
             "log_prob_of_lm_top": (np.float32, (rows,)),
             "lm_log_prob_of_top": (np.float32, (rows,)),
         }
+        if candidates:
+            shapes["candidate_log_probs"] = (np.float32, (rows, candidates, components))
     arrays = {name: open_array(folder / f"{name}.npy", dtype, shape) for name, (dtype, shape) in shapes.items()}
     return MemoryTrace(metadata, arrays, vocab_size)
 
@@ -295,6 +308,31 @@ def record(
     return Trace.open(folder)
 
 
+def candidate_tokens(lm: LMOutput, outputs: Sequence[MemoryOutput], generator: torch.Generator) -> Tensor:
+    """Return (n, C) tokens: the model's top and a sample of it, each memory's top, and the nearest neighbours' tokens.
+
+    None of them depends on the target, so that the share of them which is right can be learned. -1: none.
+    """
+    columns = [lm.top(), _sample(lm.logits, generator)]
+    for output in outputs:
+        columns.append(output.top().to(columns[0]))
+        if isinstance(output, VoteOutput):
+            values = output.neighbours.values
+            nearest = values[:, 0] if values.shape[1] else values.new_full((len(values),), -1)
+            columns.append(nearest.to(columns[0]))
+    return torch.stack(columns, 1)
+
+
+def _sample(logits: Tensor, generator: torch.Generator) -> Tensor:
+    """Return (n,) tokens that are sampled from a language model, the same on every device."""
+    uniform = torch.rand(len(logits), generator=generator, dtype=torch.float64).to(logits.device).float()
+    tokens = []
+    for rows, own in zip(logits.split(ROWS), uniform.split(ROWS), strict=True):
+        below = rows.float().softmax(1).cumsum(1)
+        tokens.append(torch.searchsorted(below, (own * below[:, -1])[:, None])[:, 0].clamp(max=rows.shape[1] - 1))
+    return torch.cat(tokens) if tokens else logits.new_zeros(0, dtype=torch.long)
+
+
 class _TraceWriter:
     """Writes a trace batch by batch."""
 
@@ -307,6 +345,8 @@ class _TraceWriter:
         self.ks = [k if memory.expensive else None for memory in mixture.memories]  # neighbours to search for
         self.widths = [-1] * len(mixture.memories)  # neighbours that are written; -1: the memory has none
         self.counted = [False] * len(mixture.memories)
+        self.candidates = 0  # tokens at each position
+        self.generator = torch.Generator().manual_seed(0)
 
     def write(self, rows: NDArray[np.int64], batch: ReadBatch) -> None:
         """Write one batch into these rows of the trace."""
@@ -320,15 +360,32 @@ class _TraceWriter:
         self._write("lm_features", rows, lm.features(), np.float32)
         self._write("lm_top", rows, lm.top(), np.int32)
         retrieved = self.mixture.retrieve(batch.context, self.ks)
+        outputs: list[MemoryOutput] = []
         for number, memory in enumerate(self.mixture.memories):
-            if (neighbours := retrieved.neighbours[number]) is not None:
-                self._write_neighbours(number, rows, lm, neighbours)
-            elif isinstance(memory, NeighbourMemory):
+            neighbours = retrieved.neighbours[number]
+            if neighbours is None and isinstance(memory, NeighbourMemory):
                 # At least k, also where the memory was tuned to fewer neighbours.
                 neighbours = memory.retrieve(batch.context, max(self.k or 0, memory.max_k))
+            if neighbours is not None:
                 self._write_neighbours(number, rows, lm, neighbours)
+                assert isinstance(memory, NeighbourMemory)
+                outputs.append(memory.output(neighbours))
             else:
-                self._write_output(number, rows, lm, memory.predict(batch.context), batch.targets)
+                outputs.append(memory.predict(batch.context))
+                self._write_output(number, rows, lm, outputs[-1], batch.targets)
+        self._write_candidates(rows, lm, outputs)
+
+    def _write_candidates(self, rows: NDArray[np.int64], lm: LMOutput, outputs: Sequence[MemoryOutput]) -> None:
+        """Write tokens whose support can be learned, with their log-probabilities by all but memories of neighbours."""
+        tokens = candidate_tokens(lm, outputs, self.generator)  # (n, C)
+        self.candidates = tokens.shape[1]
+        known = tokens.clamp(min=0)  # entries of missing tokens are never read
+        self._write("candidates", rows, tokens, np.int32)
+        self._write("candidate_log_probs", rows, lm.components[0].log_prob_each(known), np.float32)
+        for number, output in enumerate(outputs):
+            if not isinstance(output, VoteOutput):
+                each = [_target_log_probs(output, column) for column in known.T.contiguous()]
+                self._write(f"{number}/candidate_log_probs", rows, torch.stack(each, 1), np.float32)
 
     def _write_neighbours(
         self, number: int, rows: NDArray[np.int64], lm: LMOutput, neighbours: RetrievedNeighbours
@@ -384,5 +441,6 @@ class _TraceWriter:
             "fingerprint": store.fingerprint if store else None,
             "vocab_size": mixture.lm.vocab_size,
             "lm_feature_names": list(LM_FEATURES),
+            "candidates": self.candidates,
             "memories": memories,
         }

@@ -25,6 +25,7 @@ from knnlm.datastore.locks import writer_lock
 from knnlm.datastore.store import Datastore
 from knnlm.errors import DatastoreError, ParameterError
 from knnlm.evaluation.evaluate import Evaluation, TokenScores, Totals, score_sums, summarise
+from knnlm.evaluation.support import SupportFigures, fit_support
 from knnlm.evaluation.sweep import KS, Grid, Sweep, sweep, totals_of
 from knnlm.evaluation.trace import MemoryTrace, Trace, record, to_tensor
 from knnlm.io import translate_os_errors
@@ -37,6 +38,7 @@ from knnlm.mixture.mixture import Mixture
 from knnlm.mixture.online import Experts, OnlineConfig, choose_config, expert_weights
 from knnlm.mixture.saved import SavedTuning, save_tuning, weights_state
 from knnlm.mixture.spec import MemorySpec, parse_memories
+from knnlm.mixture.support import SupportModel
 from knnlm.mixture.weights import (
     KINDS,
     Buckets,
@@ -66,6 +68,8 @@ class Tuning:
     perplexity: float  # of a gate: by networks that were not trained on the document
     seconds: float
     online: OnlineConfig | None = None  # None: without online weights
+    support: SupportModel | None = None  # None: too few tokens to train it
+    support_figures: SupportFigures | None = None  # of documents that the support was not trained on
 
     @property
     def lmbda(self) -> float | None:
@@ -135,7 +139,7 @@ def tune_trace(
     sweeps = sweep_all(trace, grid=grid, device=device)
     settings = choose_settings(trace, sweeps, several=weights != "fixed")
     base = math.exp(-float(np.asarray(trace.lm_log_probs, dtype=np.float64).mean()))
-    table = tabulate(trace, settings, with_features=weights == "gated", device=device)
+    table = tabulate(trace, settings, device=device)
     if weights == "fixed" and len(sweeps) == 1 and sweeps[0] is not None:
         fitted = _best_lambda(sweeps[0])
     else:
@@ -143,6 +147,8 @@ def tune_trace(
     perplexity, config = fitted.perplexity, None
     if online:
         config, perplexity = choose_online(table, fitted.weights)
+    mixed = score_table(table, fitted.weights, config).weights
+    supported = fit_support(trace, table, settings, mixed, device=device, progress=progress) or (None, None)
     known = specs or [_spec(metadata) for metadata in trace.metadata["memories"]]
     specs = [replace(spec, settings=tuple(own)) for spec, own in zip(known, settings, strict=True)]
     return Tuning(
@@ -156,6 +162,8 @@ def tune_trace(
         perplexity=perplexity,
         seconds=time.perf_counter() - begin,
         online=config,
+        support=supported[0],
+        support_figures=supported[1],
     )
 
 
@@ -172,6 +180,7 @@ def apply_tuning(mixture: Mixture, tuning: Tuning) -> None:
             memory.settings = spec.settings
     mixture.weights = tuning.weights
     mixture.online = tuning.online
+    mixture.support = tuning.support
 
 
 def save_trace_tuning(path: Path, result: Tuning, trace: Trace) -> None:
@@ -249,7 +258,7 @@ def scratch(path: Path) -> Iterator[Path]:
 
 def save_result(path: Path, result: Tuning, trace: Trace) -> None:
     """Save a tuning in a store, whose writer lock the caller holds."""
-    weights, tensors = weights_state(result.weights, result.online)
+    weights, tensors = weights_state(result.weights, result.online, result.support)
     save_tuning(
         path,
         SavedTuning(

@@ -551,7 +551,7 @@ def _write_mixture(mixture: Mixture, folder: Path, *, copy_store: bool) -> dict[
         raise ModelError(
             f"{outside[0]}: lies outside the store, and copy_store copies the store only. Copy it by hand."
         )
-    return write_mixture(folder, specs, *weights_state(mixture.weights, mixture.online))
+    return write_mixture(folder, specs, *weights_state(mixture.weights, mixture.online, mixture.support))
 
 
 AutoConfig.register(KnnConfig.model_type, KnnConfig)

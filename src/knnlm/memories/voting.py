@@ -140,6 +140,14 @@ class VoteOutput:
 
     def features(self) -> Tensor:
         """Return (N, F): distances of the neighbours, numbers of distinct tokens, agreement of the votes."""
+        return self._features
+
+    def top(self) -> Tensor:
+        """Return the (N,) tokens with the largest vote of the nearest; -1 where there is no neighbour."""
+        return self._top
+
+    @cached_property
+    def _features(self) -> Tensor:
         votes, distances = self.components[0], self.neighbours.distances
         rows, width = votes.values.shape
         if not width:
@@ -155,8 +163,8 @@ class VoteOutput:
         features = torch.cat([far, torch.stack([*distinct, entropy, largest], 1)], 1)
         return features.masked_fill((present == 0)[:, None], 0.0)
 
-    def top(self) -> Tensor:
-        """Return the (N,) tokens with the largest vote of the nearest; -1 where there is no neighbour."""
+    @cached_property
+    def _top(self) -> Tensor:
         values = self.components[0].values[:, :NEAR]
         if not values.shape[1]:
             return values.new_full((len(values),), -1)

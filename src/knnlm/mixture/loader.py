@@ -25,8 +25,9 @@ from knnlm.memories.output import OUTPUT_FILE, OutputMemory
 from knnlm.memories.voting import VoteParams
 from knnlm.mixture.online import OnlineConfig
 from knnlm.mixture.readers import Readers
-from knnlm.mixture.saved import load_tuning, load_weights, tuned_settings
+from knnlm.mixture.saved import load_support, load_tuning, load_weights, tuned_settings
 from knnlm.mixture.spec import DEFAULTS, MemorySpec, MixtureRequest, parse_memories, resolve
+from knnlm.mixture.support import SupportModel
 from knnlm.mixture.weights import Weights, equal_weights, first_components
 
 _DECODER_LAMBDA = 0.5  # of a decoder until it is tuned
@@ -41,6 +42,7 @@ class LoadedMixture:
     labels: list[str]
     weights: Weights
     online: OnlineConfig | None
+    support: SupportModel | None
     store: Datastore | None  # with the windows that texts are read in, and the saved tuning
     path: Path  # that all of it was opened from
 
@@ -62,8 +64,14 @@ def load_mixture(path: Path | Datastore, lm: CausalLM | None, request: MixtureRe
     online = None
     if stored_weights and stored_weights.get("online") is not None and request.options.online:
         online = OnlineConfig.from_dict(stored_weights["online"])
+    support = None if stored_weights is None else load_support(stored_weights, _folder(store, request), memories)
     labels = [spec.label for spec in specs]
-    return LoadedMixture(loader.readers, memories, labels, weights, online, store, store.path)
+    return LoadedMixture(loader.readers, memories, labels, weights, online, support, store, store.path)
+
+
+def _folder(store: Datastore, request: MixtureRequest) -> Path:
+    """Return the folder that contains the networks of the stored weights."""
+    return store.path if request.saved is None else request.saved.folder
 
 
 def _weights(
@@ -78,7 +86,7 @@ def _weights(
     """Return the stored weights, those of the specs, or λ in equal shares."""
     skip_fraction = request.options.skip_fraction
     if stored is not None:
-        folder = store.path if request.saved is None else request.saved.folder
+        folder = _folder(store, request)
         weights = load_weights(stored, folder, memories, vocab_size=vocab_size, skip_fraction=skip_fraction)
     elif specs[0].weight is not None:  # on the command line
         each = [spec.weight or 0.0 for spec in specs]
@@ -354,7 +362,7 @@ def load_decoder(folder: Path, lm: CausalLM | None, request: MixtureRequest) -> 
     lmbda = next(lmbda for lmbda in (request.lmbda, tuned, _DECODER_LAMBDA) if lmbda is not None)
     # The folder is known, so its last name is enough, also where it is copied; commas and colons separate specs.
     label = f"decoder={re.sub('[,:]', '_', folder.resolve().name)}"
-    return LoadedMixture(readers, [memory], [label], equal_weights([memory], lmbda), None, None, folder)
+    return LoadedMixture(readers, [memory], [label], equal_weights([memory], lmbda), None, None, None, folder)
 
 
 def _language_model(folder: Path, card: DecoderCard, model: str | None) -> str:

@@ -32,6 +32,7 @@ from knnlm.mixture.online import (
 )
 from knnlm.mixture.readers import ReadBatch, Readers
 from knnlm.mixture.spec import DEFAULTS, MemorySpec, MixtureOptions, MixtureRequest, SavedMixture
+from knnlm.mixture.support import SupportModel
 from knnlm.mixture.weights import (
     FixedWeights,
     GatedWeights,
@@ -46,6 +47,7 @@ from knnlm.progress import Progress, silent
 if TYPE_CHECKING:
     from knnlm.evaluation.evaluate import Evaluation
     from knnlm.evaluation.explain import TokenExplanation
+    from knnlm.evaluation.support import SupportFigures
     from knnlm.evaluation.trace import Trace
     from knnlm.evaluation.tune import Tuning
 
@@ -83,6 +85,7 @@ class Mixture:
         weights: Weights | None = None,
         online: OnlineConfig | None = None,
         damping: bool = True,
+        support: SupportModel | None = None,
         readers: Readers | None = None,
         labels: Sequence[str] | None = None,
         store: Datastore | None = None,
@@ -100,6 +103,7 @@ class Mixture:
         self.weights = weights or equal_weights(self.memories, DEFAULTS["lambda"] if lmbda is None else lmbda)
         self.online = online  # None: without online weights
         self.damping = damping  # in generation with online weights, of memories that repeat what was generated
+        self.support = support  # of tokens; None: not tuned, or with other weights than the tuned ones
         for each in self.memories:
             if isinstance(each, KnnMemory):
                 check_model(each.store, self.readers.models[each.source.reader], place=each.source)
@@ -145,6 +149,7 @@ class Mixture:
             weights=loaded.weights,
             online=loaded.online,
             damping=request.options.damping,
+            support=loaded.support,
             readers=loaded.readers,
             labels=loaded.labels,
             store=loaded.store,
@@ -180,7 +185,7 @@ class Mixture:
 
     @lmbda.setter
     def lmbda(self, lmbda: float) -> None:
-        self.weights, self.online = equal_weights(self.memories, lmbda), None
+        self.weights, self.online, self.support = equal_weights(self.memories, lmbda), None, None
 
     @property
     def lm_sources(self) -> list[Source]:
@@ -300,7 +305,7 @@ class Mixture:
         if self.online is not None:
             experts = self._experts(context, components, weights, abstains, evidence=online)
             weights = experts.mixed() if online else weights
-        return MixturePrediction(components, weights, abstains, outputs, context.search_mask, experts)
+        return MixturePrediction(components, weights, abstains, outputs, context.search_mask, experts, lm)
 
     # The methods below forward to higher packages, which are imported when they are called.
 
@@ -322,6 +327,14 @@ class Mixture:
         return evaluate(
             self, documents, limit=limit, batch_tokens=batch_tokens, read_ahead=read_ahead, progress=progress
         )
+
+    def measure_support(
+        self, documents: Iterable[Document], *, limit: int | None = None, progress: Progress = silent
+    ) -> SupportFigures:
+        """Return how well the support of tokens predicts which of the mixture's most probable tokens are right."""
+        from knnlm.evaluation.support import measure_support
+
+        return measure_support(self, documents, limit=limit, progress=progress)
 
     def tune(
         self,

@@ -2,7 +2,7 @@
 
 store/
   catalog.db                  one tuning for each set of memories, and which of them is the last
-  mixtures/<hash>.safetensors the networks of a gate
+  mixtures/<hash>.safetensors the networks of a gate and of the support of tokens
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from knnlm.memories.base import Memory
 from knnlm.mixture.gate import Gate, SearchSkipper, feature_names
 from knnlm.mixture.online import OnlineConfig
 from knnlm.mixture.spec import TUNE_AGAIN, MemorySpec, key_of
+from knnlm.mixture.support import SupportModel, support_names
 from knnlm.mixture.weights import KINDS, Buckets, BucketWeights, FixedWeights, GatedWeights, Weights
 
 _NETWORKS = ("gate", "cheap", "skip")
@@ -135,16 +136,22 @@ def gate_of(stored: Any) -> str | None:
     return Path(file).name if isinstance(file, str) else None
 
 
-def weights_state(weights: Weights, online: OnlineConfig | None) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Return weights as JSON types for the catalog, and the tensors of their networks."""
+def weights_state(
+    weights: Weights, online: OnlineConfig | None, support: SupportModel | None = None
+) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Return weights as JSON types for the catalog, and the tensors of their networks and of the support."""
     common: dict[str, Any] = {"kind": weights.kind, "online": online.as_dict() if online else None}
+    tensors: dict[str, Tensor] = {}
+    if support is not None:
+        state, common["support"] = support.state()
+        tensors |= {f"support.{key}": value for key, value in state.items()}
     if isinstance(weights, FixedWeights):
-        return {**common, "values": list(weights.values)}, {}
+        return {**common, "values": list(weights.values)}, tensors
     if isinstance(weights, BucketWeights):
-        return {**common, "memory": weights.memory, "buckets": weights.buckets.as_dict()}, {}
+        return {**common, "memory": weights.memory, "buckets": weights.buckets.as_dict()}, tensors
     assert isinstance(weights, GatedWeights)
     metadata: dict[str, Any] = {**common, "fraction": weights.fraction, "networks": {}}
-    tensors = {"frequencies": weights.frequencies}
+    tensors["frequencies"] = weights.frequencies
     for name in _NETWORKS:
         if (network := getattr(weights, name)) is not None:
             state, metadata["networks"][name] = network.state()
@@ -190,6 +197,21 @@ def load_weights(
             f"{path}: the saved weights are of {found} components, but its memories have {count}. {TUNE_AGAIN}"
         )
     return weights
+
+
+def load_support(metadata: dict[str, Any], path: Path, memories: Sequence[Memory]) -> SupportModel | None:
+    """Validate and load the support of tokens that was stored with weights; None: there is none."""
+    if metadata.get("support") is None:
+        return None
+    try:
+        tensors = load_networks(path / GATES_FOLDER / Path(metadata["file"]).name)
+        own = {key.removeprefix("support."): value for key, value in tensors.items() if key.startswith("support.")}
+        support = SupportModel.load(own, metadata["support"])
+        if support.feature_names != tuple(support_names((one.name, one.feature_names) for one in memories)):
+            raise ValueError(f"it has {len(support.feature_names)} features, and these memories have others")
+    except (KeyError, TypeError, ValueError, AttributeError, OSError, SafetensorError) as error:
+        raise DatastoreCorrupt(f"{path}: the saved support cannot be read ({error}). {TUNE_AGAIN}") from None
+    return support
 
 
 def load_networks(file: Path) -> dict[str, Tensor]:

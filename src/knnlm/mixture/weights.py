@@ -44,6 +44,7 @@ class MixturePrediction:
     outputs: Sequence[MemoryOutput] = ()  # of each memory
     search_mask: Tensor | None = None  # (N,) False where a search was skipped; None: nowhere
     experts: Experts | None = None  # of online weights
+    lm: MemoryOutput | None = None  # the output of the language model; None: not kept
 
     @classmethod
     def from_fixed(cls, components: Sequence[Prediction], weights: Sequence[float]) -> MixturePrediction:
