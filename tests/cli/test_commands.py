@@ -507,3 +507,24 @@ def test_unreadable_text_is_an_error_before_the_model_is_opened(capfd, tmp_path,
     assert str(path) in line
     assert problem in line
     assert not (tmp_path / "out.store").exists()
+
+
+def test_eval_measures_the_support_of_tokens(texts, model_folder, tmp_path, capfd):
+    store = tmp_path / "docs.store"
+    assert run(["build", str(texts / "docs"), "--out", str(store), "--model", str(model_folder)]) == 0
+    capfd.readouterr()
+    assert "Tune the store" in failure(capfd, "eval", store, texts / "held-out.txt", "--support")
+    options = ("--memories", "knn", "--weights", "fixed")
+    code, out, _ = knnlm(capfd, "tune", store, texts / "docs", *options, "--json")
+    tuned = json.loads(out)["support"]
+    assert code == 0
+    assert 0 <= tuned["ece"] <= 1
+    code, out, _ = knnlm(capfd, "tune", store, texts / "docs", *options)
+    assert f"ECE {tuned['ece']:.4f}" in out
+    code, out, _ = knnlm(capfd, "eval", store, texts / "held-out.txt", "--support", "--json")
+    figures = json.loads(out)
+    assert code == 0
+    assert figures["support"]["tokens"] == figures["tokens"]
+    code, out, _ = knnlm(capfd, "eval", store, texts / "held-out.txt", "--support")
+    assert f"{figures['support']['auroc']:.3f} for right and wrong tokens" in " ".join(out.split())
+    assert "leave out --each" in failure(capfd, "eval", store, texts / "held-out.txt", "--support", "--each")

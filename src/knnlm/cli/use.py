@@ -297,11 +297,11 @@ def evaluate(
     if each:
         _show_each(text, [opened.evaluate(reader, limit=limit, progress=bar) for reader in readers], json=json)
         return
+    figures = opened.measure_support(_documents(text, text_field), limit=limit, progress=bar) if support else None
     if save_trace is None:
         result = opened.evaluate(readers[0], limit=limit, progress=bar)
     else:
         result = _record(opened, readers[0], save_trace, sources=text, limit=limit)
-    figures = opened.measure_support(_documents(text, text_field), limit=limit, progress=bar) if support else None
     if json:
         print_json(result.as_dict() | ({"support": figures.as_dict()} if figures else {}))
     else:
