@@ -104,6 +104,19 @@ def test_online_weights_at_a_continuation_are_those_that_its_context_leads_to(lm
     assert max(abs(score.log_prob - other) for score, other in zip(found, without, strict=True)) > 0.05
 
 
+def test_context_of_several_continuations_is_searched_once_with_online_weights(lm, small, pairs, monkeypatch):
+    mixture = Mixture.open(small.path, lm, memories="knn:0.3,cache:0.2", k=64)
+    mixture.online = OnlineConfig(prior=0.5, switch_rate=0.01)
+    shared = [(context, [*continuation, *more]) for context, continuation in pairs[:4] for more in ([], [5], [6, 7, 8])]
+    alone = [score_continuations(mixture, [pair])[0] for pair in shared]
+    counts = searched(mixture, monkeypatch)
+    together = score_continuations(mixture, shared)
+    assert [score.log_prob for score in together] == pytest.approx([score.log_prob for score in alone], abs=1e-4)
+    assert [score.is_greedy for score in together] == [score.is_greedy for score in alone]
+    # Positions of a context before its last one, once; and those of every continuation.
+    assert sum(counts) == sum(len(context) - 1 for context, _ in pairs[:4]) + sum(len(own) for _, own in shared)
+
+
 def searched(mixture, monkeypatch):
     """A list to which every search adds its number of positions."""
     counts, search = [], mixture.knn.search

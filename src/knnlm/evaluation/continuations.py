@@ -1,15 +1,16 @@
 """Log-likelihood of continuations after contexts, as multiple-choice tasks need it.
 
 Only the positions of continuations are searched for and predicted, except with online weights, for which the context is
-evidence. Contexts are read as they are given, in one window: no start token is added, and the beginning of a context
-that is too long is cut off. Pairs that differ only in the last token, such as the letters of multiple choice, are read
-once.
+evidence: its positions are predicted once for all continuations of the same context. Contexts are read as they are
+given, in one window: no start token is added, and the beginning of a context that is too long is cut off. Pairs that
+differ only in the last token, such as the letters of multiple choice, are read once.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import TypeAlias
 
 import torch
@@ -43,6 +44,9 @@ class _Text:
     start: int  # positions start … T - 1 predict the continuation
     continuations: list[Sequence[int]] = field(default_factory=list)
     numbers: list[int] = field(default_factory=list)  # of the pairs
+    state: Tensor | None = (
+        None  # (S,) of the online weights at `start`, where a text with the same context has led to it
+    )
 
 
 def score_continuations(
@@ -60,17 +64,36 @@ def score_continuations(
     scores = [ContinuationScore(0.0, True)] * len(pairs)  # of an empty continuation
     texts = _texts(pairs, mixture.max_length if max_length is None else max_length)
     size = default_batch_tokens(mixture) if batch_tokens is None else batch_tokens
+    # With online weights, the first text of each context leads to the state at which the others continue.
+    others = _others(texts) if mixture.online is not None else {}
+    later = {id(text) for same in others.values() for text in same}
+    parts = [text for text in texts if id(text) not in later], [text for text in texts if id(text) in later]
     with progress("scoring", total=sum(len(text.numbers) for text in texts), unit="requests") as advance:
-        for group, context in _joined(_read(mixture, texts, size)):
-            log_probs = mixture.predict(context, all_components=False).log_probs()  # (N, V)
+        for group, context in chain.from_iterable(_joined(_read(mixture, part, size)) for part in parts):
+            prediction = mixture.predict(context, all_components=False)
+            log_probs = prediction.log_probs()  # (N, V)
             row = 0
             for text, span in zip(group, context.spans, strict=True):
-                rows = log_probs[row + text.start - span.start : row + len(span)]
+                first = row + text.start - span.start
                 row += len(span)
-                for number, score in zip(text.numbers, _scores(rows, text.continuations), strict=True):
+                for other in others.get(id(text), ()):
+                    assert prediction.experts is not None
+                    other.state = prediction.experts.states[first]
+                for number, score in zip(text.numbers, _scores(log_probs[first:row], text.continuations), strict=True):
                     scores[number] = score
                 advance(len(text.numbers))
     return scores
+
+
+def _others(texts: Sequence[_Text]) -> dict[int, list[_Text]]:
+    """Return, by the id of the first text of each context, the other texts of the same context."""
+    first: dict[tuple[int, ...], _Text] = {}
+    others: dict[int, list[_Text]] = {}
+    for text in texts:
+        leader = first.setdefault(text.tokens[: text.start + 1], text)
+        if leader is not text:
+            others.setdefault(id(leader), []).append(text)
+    return others
 
 
 def _texts(pairs: Sequence[Pair], max_length: int | None) -> list[_Text]:
@@ -97,7 +120,7 @@ def _texts(pairs: Sequence[Pair], max_length: int | None) -> list[_Text]:
 def _read(mixture: Mixture, texts: Sequence[_Text], batch_tokens: int) -> Iterator[tuple[list[_Text], Context]]:
     """Read texts in batches of similar length, and yield the context of the positions to predict."""
     lm = mixture.lm
-    # Online weights at a continuation are those that its context leads to, so all positions are predicted.
+    # Online weights at a continuation are those that its context leads to, so all positions of it are predicted once.
     online = mixture.online is not None
     histories = {source: length for source, length in mixture.history_lengths.items() if length}
     ready = []
@@ -112,10 +135,10 @@ def _read(mixture: Mixture, texts: Sequence[_Text], batch_tokens: int) -> Iterat
         spans, rows, first = [], [], 0
         for text, window in zip(own, batch, strict=True):
             kept = window.scored - 1
-            start = 0 if online else text.start
+            start = 0 if online and text.state is None else text.start
             begin, end = first + start - kept, first + len(text.tokens) - kept
             past = {source: states[source][first:begin][-length:] for source, length in histories.items()}
-            spans.append(Span(torch.tensor(text.tokens, device=lm.device), start, past))
+            spans.append(Span(torch.tensor(text.tokens, device=lm.device), start, past, text.state))
             rows.append(torch.arange(begin, end, device=lm.device))
             first = end
         predicted = torch.cat(rows)
