@@ -677,3 +677,33 @@ def test_wrong_key_is_reported_for_every_file(browser, writable_server, checked)
     expect(page.locator("#added li")).to_have_count(3)
     assert all("not added." in line for line in page.locator("#added li").all_inner_texts())
     assert len([method for method, _ in page.requested if method == "POST"]) == 1
+
+
+@pytest.fixture(scope="module")
+def tuned_server(lm, tmp_path_factory):
+    """A server whose store was tuned, so that tokens have a support."""
+    path = build(documents(20), tmp_path_factory.mktemp("tuned") / "docs.store", lm=lm).path
+    Mixture.open(path, lm, memories="knn,cache,ngram", use_tuned=False).tune(documents(10, start=100))
+    with serving(Mixture.open(path, lm)) as running:
+        yield running
+
+
+def test_support_is_shown_until_a_slider_changes_the_weights(browser, tuned_server, server, checked):
+    page = checked(open_page(browser, tuned_server), tuned_server)
+    generate(page, length=20)
+    tokens = completion(tuned_server, max_tokens=20)
+    low = [token["support"] < 0.5 for token in tokens]
+    marked = "all => all.map(one => one.classList.contains('unsupported'))"
+    assert page.eval_on_selector_all("#text-with .token", marked) == low
+    assert not any(page.eval_on_selector_all("#text-without .token", marked))  # the model alone has no support
+    share = round(100 * (1 - sum(low) / len(low)))
+    assert page.inner_text("#figures-with").endswith(f"{share} % supported")
+    expect(page.locator("#legend-support")).to_be_visible()
+    page.locator("#text-with .token").nth(5).click()
+    assert read(page.inner_text('[data-figure="right"]')) == pytest.approx(tokens[5]["support"], rel=0.06, abs=6e-4)
+    slide(page, "lambda", 700)
+    expect(page.locator("#figures-with")).not_to_contain_text("supported")
+    assert not any(page.eval_on_selector_all("#text-with .token", marked))
+    plain = checked(open_page(browser, server), server)
+    generate(plain)
+    expect(plain.locator("#legend-support")).to_be_hidden()

@@ -44,7 +44,8 @@ _HELP = """\
 /why N       the neighbours of token N
 /new         start a new conversation
 /help        this list
-Ctrl-C stops a reply, Ctrl-D ends. Underlined tokens have more than half of their probability from memories."""
+Ctrl-C stops a reply, Ctrl-D ends. Underlined tokens have more than half of their probability from memories; dim ones
+have a support below 0.5."""
 
 
 def register(app: typer.Typer) -> None:
@@ -165,6 +166,7 @@ class Conversation:
             tuple(chat.tokens),
             self.max_tokens,
             sources=SOURCES,
+            support=True,
             start_added=not self.has_template,
             origins=tuple(chat.origins),
             **self.sampling,
@@ -252,8 +254,7 @@ class Terminal:
                     _note("The first messages no longer fit into the model's context and are left out.")
                     dropped = self.conversation.dropped
                 if not self.json:
-                    style = "underline" if memory_share(token) >= 0.5 else ""
-                    console.print(Text(without_control(token.text), style=style), end="")
+                    console.print(Text(without_control(token.text), style=token_style(token)), end="")
         finally:
             tokens.close()  # type: ignore[attr-defined]
             if not self.json and self.conversation.reply is not None:
@@ -288,6 +289,22 @@ def memory_share(token: ScoredToken) -> float:
     return token.weight * token.p_knn / token.p if token.p_knn is not None and token.p > 0 else 0.0
 
 
+def token_style(token: ScoredToken) -> str:
+    """Return the style of a token: underlined if it comes from memories, dim without support."""
+    from knnlm.mixture.support import SUPPORTED
+
+    styles = ["underline"] if memory_share(token) >= 0.5 else []
+    return " ".join([*styles, "dim"] if token.support is not None and token.support < SUPPORTED else styles)
+
+
+def supported_share(tokens: Sequence[ScoredToken]) -> float | None:
+    """Return the share of tokens that are supported; None where support was not tuned."""
+    from knnlm.mixture.support import SUPPORTED
+
+    known = [token.support for token in tokens if token.support is not None]
+    return sum(support >= SUPPORTED for support in known) / len(known) if known else None
+
+
 def document_shares(tokens: Sequence[ScoredToken]) -> list[dict[str, Any]]:
     """Return the documents behind a reply, the largest share first.
 
@@ -316,11 +333,13 @@ def _weight_of(token: ScoredToken, memory: str) -> float:
 def reply_as_dict(message: str, reply: Reply) -> dict[str, Any]:
     """Return a reply for JSON."""
     tokens = [
-        {"text": token.text, "p_lm": token.p_lm, "p_knn": token.p_knn, "p": token.p, "weight": token.weight}
+        {"text": token.text, "p_lm": token.p_lm, "p_knn": token.p_knn, "p": token.p, "weight": token.weight,
+         "support": token.support}
         for token in reply.tokens
-    ]
+    ]  # fmt: skip
     result = {"message": message, "answer": reply.text, "finish_reason": reply.reason, "tokens": tokens}
-    return {**result, "documents": document_shares(reply.tokens)}
+    shares = {"supported_share": supported_share(reply.tokens), "documents": document_shares(reply.tokens)}
+    return {**result, **shares}
 
 
 def _print_documents(tokens: Sequence[ScoredToken]) -> None:
@@ -331,6 +350,8 @@ def _print_documents(tokens: Sequence[ScoredToken]) -> None:
         f"{larger}.",
         markup=False,
     )
+    if (share := supported_share(tokens)) is not None:
+        console.print(f"{share:.0%} of the tokens have a support of at least 0.5.", markup=False)
     table = Table(show_header=False, box=None, padding=(0, 2, 0, 2))
     table.add_column(justify="right", no_wrap=True)
     table.add_column(overflow="fold")
@@ -347,12 +368,13 @@ def _print_documents(tokens: Sequence[ScoredToken]) -> None:
 def tokens_table(tokens: Sequence[ScoredToken]) -> Table:
     """Build a table with one row per token of a reply."""
     table = Table(box=None, padding=(0, 1, 0, 1), header_style="bold")
-    for name in ("N", "token", "p_LM", "p_kNN", "p", "memory", "document"):
+    for name in ("N", "token", "p_LM", "p_kNN", "p", "memory", "support", "document"):
         table.add_column(name, justify="left" if name in ("token", "document") else "right", no_wrap=True)
     for number, token in enumerate(tokens, 1):
         document = next((one["document"] for one in token.sources if one["token"] == token.text), "")
         p_knn = "" if token.p_knn is None else f"{token.p_knn:.3g}"
-        figures = (f"{token.p_lm:.3g}", p_knn, f"{token.p:.3g}", f"{memory_share(token):.0%}")
+        support = "" if token.support is None else f"{token.support:.2f}"
+        figures = (f"{token.p_lm:.3g}", p_knn, f"{token.p:.3g}", f"{memory_share(token):.0%}", support)
         table.add_row(str(number), Text(visible(token.text)), *figures, Text(without_control(document)))
     return table
 
@@ -361,6 +383,8 @@ def token_table(token: ScoredToken) -> Table:
     """Build the table of one token and its neighbours."""
     p_knn = "–" if token.p_knn is None else f"{token.p_knn:.3g} × {token.weight:.2f}"
     title = Text(f"{visible(token.text)}   p_LM {token.p_lm:.3g}   p_kNN {p_knn}   p {token.p:.3g}")
+    if token.support is not None:
+        title.append(f"   support {token.support:.2f}")
     rows = [
         (one["weight"], one["before"], one["token"], one["after"], one["token"] == token.text,
          without_control(one["document"]))

@@ -500,6 +500,8 @@ def explanation_table(token: TokenExplanation) -> Table:
     """Build the table of one token and its neighbours."""
     shares = "   ".join(f"p_{_short(share.memory)} {share.p:.3g} × {share.weight:.2f}" for share in token.shares)
     title = f"[bold]{safe(token.token)}[/bold]   p_LM {token.p_lm:.3g}   {safe(shares)}   p {token.p:.3g}"
+    if token.support is not None:
+        title += f"   support {token.support:.2f}"
     rows = [(one.weight, one.before, one.token, one.after, one.agrees, one.source) for one in token.neighbours]
     return neighbour_table(title, rows)
 

@@ -53,6 +53,7 @@ class TokenExplanation:
     p: float
     shares: tuple[Contribution, ...]
     neighbours: tuple[NeighbourVote, ...]
+    support: float | None = None  # the calibrated probability that the token is right; None: not tuned
 
 
 def explain(mixture: Mixture, text: str, *, top: int = 3) -> list[TokenExplanation]:
@@ -77,6 +78,7 @@ def _apply_online(explainers: Sequence[_Explainer], config: OnlineConfig) -> Non
     for explainer in explainers:
         explainer.p = scores.mixture[explainer.batch.rows].exp().tolist()
         explainer.weights = scores.weights[explainer.batch.rows]
+        explainer.log_p = scores.mixture[explainer.batch.rows]
 
 
 class _Explainer:
@@ -88,16 +90,18 @@ class _Explainer:
         self.batch = batch
         self.top = top
         prediction = mixture.predict(batch.context, online=False)
-        self.outputs = prediction.outputs
+        self.outputs, self.lm = prediction.outputs, prediction.lm
         log_probs = prediction.component_log_probs(batch.targets)  # (N, M)
         self.scores = TokenScores(log_probs, prediction.combine(log_probs), prediction.weights, prediction.experts)
-        self.p = self.scores.mixture.exp().tolist()
+        self.log_p = self.scores.mixture
+        self.p = self.log_p.exp().tolist()
         self.component_probs = log_probs.exp().cpu()
         self.weights = prediction.weights.cpu()
 
     def each(self) -> Iterator[tuple[int, TokenExplanation]]:
         """Iterate over (row, explanation)."""
         rows, targets = self.batch.rows.tolist(), self.batch.targets.tolist()
+        supports = self._supports()
         knn = next((n for n, memory in enumerate(self.mixture.memories) if isinstance(memory, KnnMemory)), None)
         for number, (row, target) in enumerate(zip(rows, targets, strict=True)):
             shares = self._shares(number)
@@ -110,8 +114,20 @@ class _Explainer:
                     p=self.p[number],
                     shares=tuple(shares),
                     neighbours=tuple(self._neighbours(number, target)),
+                    support=None if supports is None else supports[number],
                 ),
             )
+
+    def _supports(self) -> list[float] | None:
+        """Return the supports of the tokens; None if the mixture has none."""
+        if self.mixture.support is None or self.lm is None:
+            return None
+        targets, log_probs = self.batch.targets, self.scores.components
+        log_p = self.log_p.to(log_probs.device)
+        found: list[float] = self.mixture.support.of_log_probs(
+            self.lm, self.outputs, targets, log_probs, log_p
+        ).tolist()
+        return found
 
     def _shares(self, number: int) -> list[Contribution]:
         """Return the probability of each memory over all its components, and their weight."""

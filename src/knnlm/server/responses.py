@@ -16,6 +16,7 @@ from fastapi.responses import JSONResponse, StreamingResponse
 from starlette.types import Receive, Scope, Send
 from transformers import PreTrainedTokenizerBase
 
+from knnlm.mixture.support import SUPPORTED
 from knnlm.server.engine.requests import FinishEvent, OutputEvent, RequestFailed, ScoredToken
 
 DONE = b"data: [DONE]\n\n"
@@ -82,6 +83,26 @@ def provenance(trace_id: str, k: int, tokens: Sequence[ScoredToken]) -> dict[str
     return {"id": trace_id, "k": k, "tokens": [_token(token) for token in tokens]}
 
 
+@dataclass
+class SupportedShare:
+    """The share of tokens that are supported, among those that have a support."""
+
+    supported: int = 0
+    tokens: int = 0
+
+    def add(self, tokens: Sequence[ScoredToken]) -> None:
+        """Count some tokens."""
+        for token in tokens:
+            if token.support is not None:
+                self.supported += token.support >= SUPPORTED
+                self.tokens += 1
+
+    def as_dict(self, *, low_support: bool | None = None) -> dict[str, Any]:
+        """Return the fields of a response; none where no token has a support."""
+        low = {} if low_support is None else {"low_support": low_support}
+        return {"supported_share": self.supported / self.tokens, **low} if self.tokens else low
+
+
 def _token(token: ScoredToken) -> dict[str, Any]:
     body: dict[str, Any] = {
         "id": token.id,
@@ -92,6 +113,8 @@ def _token(token: ScoredToken) -> dict[str, Any]:
         "weight": token.weight,
         "sources": token.sources,
     }
+    if token.support is not None:
+        body["support"] = token.support
     if token.shares:
         body["shares"] = token.shares
     return body
@@ -106,7 +129,9 @@ def score_body(trace_id: str, k: int, tokens: Sequence[ScoredToken]) -> dict[str
     for name, log_p in (("perplexity_lm", lm), ("perplexity", mixed)):
         loss = -log_p / len(scored) if scored else math.nan
         body[name] = _finite(math.exp(loss)) if loss < 700 else None
-    return {**body, "knnlm": provenance(trace_id, k, tokens)}
+    share = SupportedShare()
+    share.add(tokens)
+    return {**body, "knnlm": {**provenance(trace_id, k, tokens), **share.as_dict()}}
 
 
 def _finite(number: float | None) -> float | None:
@@ -124,6 +149,8 @@ class _Choice:
     length: int = 0  # characters in earlier chunks
     reason: str | None = None
     started: bool = False
+    low_support: bool | None = None
+    share: SupportedShare = field(default_factory=SupportedShare)
 
 
 class ResponseWriter:
@@ -181,8 +208,9 @@ class ResponseWriter:
         choice = self._choices[event.choice]
         choice.trace_id = event.trace_id
         if not isinstance(event, FinishEvent):
+            choice.share.add(event.tokens)
             return choice, event.tokens
-        choice.reason = event.reason
+        choice.reason, choice.low_support = event.reason, event.low_support
         self._generated += event.generated
         return choice, []
 
@@ -197,6 +225,8 @@ class ResponseWriter:
             body["text"] = text
         body["logprobs"] = self._logprobs(tokens, choice.length) if tokens else None
         body["knnlm"] = provenance(choice.trace_id, self.max_k, tokens)
+        if choice.reason is not None:
+            body["knnlm"] |= choice.share.as_dict(low_support=choice.low_support)
         choice.started = True
         choice.length += len(text)
         return {**self._head, "choices": [body]}
@@ -209,7 +239,8 @@ class ResponseWriter:
         else:
             body["text"] = text
         body["logprobs"] = self._logprobs(choice.tokens, 0)
-        body["knnlm"] = provenance(choice.trace_id, self.max_k, choice.tokens)
+        share = choice.share.as_dict(low_support=choice.low_support)
+        body["knnlm"] = {**provenance(choice.trace_id, self.max_k, choice.tokens), **share}
         return body
 
     def _usage(self) -> dict[str, int]:

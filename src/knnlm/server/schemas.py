@@ -1,7 +1,7 @@
 """The bodies of requests and responses, from which the OpenAPI document is generated.
 
-Fields of OpenAI's API have the same names here. Additions are `memory` and `sources` in requests, and `knnlm` in
-responses.
+Fields of OpenAI's API have the same names here. Additions are `memory`, `sources`, `support`, `min_support` and
+`on_low_support` in requests, and `knnlm` in responses.
 """
 
 from __future__ import annotations
@@ -98,6 +98,15 @@ class SamplingRequest(Body):
     store: Literal[False] | None = None
     memory: MemorySettings | None = None
     sources: int = Field(0, ge=0, le=_MAX_SOURCES, description="Sources to return for each token.")
+    support: bool | None = Field(
+        None, description="Return the support of each token. Default: with sources, logprobs or min_support."
+    )
+    min_support: float | None = Field(
+        None, ge=0, le=1, description="Smallest mean support of the last 8 generated tokens."
+    )
+    on_low_support: Literal["end", "mark"] = Field(
+        "end", description='Below min_support: end the answer with finish_reason "support", or set low_support only.'
+    )
 
 
 class CompletionRequest(SamplingRequest):
@@ -239,16 +248,23 @@ class TokenProvenance(BaseModel):
     p_knn: float | None
     p: float | None
     weight: float
+    support: float | None = None
     sources: list[TokenSource] = []
     shares: list[MemoryShare] | None = None
 
 
 class Provenance(BaseModel):
-    """The tokens with their sources; `id` names the trace, which can be rescored with at most `k` neighbours."""
+    """The tokens with their sources; `id` names the trace, which can be rescored with at most `k` neighbours.
+
+    `supported_share` is the share of the tokens with a support of at least 0.5, and `low_support` whether support fell
+    below the request's min_support. In a stream, both are in the last chunk.
+    """
 
     id: str
     k: int
     tokens: list[TokenProvenance]
+    supported_share: float | None = None
+    low_support: bool | None = None
 
 
 class Usage(BaseModel):

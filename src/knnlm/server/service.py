@@ -166,6 +166,7 @@ class Service:
                 "memories": mixture.labels,
                 "lambda": mixture.lmbda,
                 "weights": mixture.weights.kind,
+                "support": mixture.support is not None,
                 "k": None if knn is None else knn.k,
                 "knn_temperature": None if knn is None else knn.knn_temperature,
                 "keys": None if knn is None else knn.store.key_count,
@@ -349,8 +350,23 @@ class Service:
             sources=body.sources,
             overrides=_overrides(body.memory),
             deadline=self._deadline(),
+            support=self._wants_support(body),
+            min_support=body.min_support,
+            end_on_low_support=body.on_low_support == "end",
             **options,
         )
+
+    def _wants_support(self, body: SamplingRequest) -> bool:
+        """Whether support is to be computed; raise if it is requested and the mixture has none."""
+        asked = body.support or body.min_support is not None
+        logprobs = getattr(body, "logprobs", None)  # 0 is a number of alternatives
+        shown = body.sources > 0 or not (logprobs is None or logprobs is False)
+        if asked:
+            mixture = self.scheduler.mixtures.get(_overrides(body.memory))
+            if mixture is None or mixture.support is None:
+                name = "min_support" if body.min_support is not None else "support"
+                raise Unsupported(name, "the store was not tuned with support, or memory settings are not as tuned.")
+        return bool(asked or (shown and body.support is not False))
 
     def _prepared(
         self, requests: list[GenerationRequest], prompt_tokens: int, alternatives: int | None
@@ -386,6 +402,7 @@ class Service:
             deadline=self._deadline(),
             start_added=start_added,
             windowed=length > window,
+            support=True,
         )
         self._check_sources([request])
         return request

@@ -169,6 +169,8 @@ def _with_weights(
         components = replace(token.components, log_probs=tuple(own), weights=tuple(weight))
         new = scored_token(token.id, log_p, components)
         new.text, new.shares, new.sources = token.text, memory_shares(mixture, components), token.sources
+        if mixture.support is not None:  # the weights are as tuned
+            new.support = token.support
         changed.append(new)
     return changed
 

@@ -76,7 +76,8 @@ class MixtureCache:
             memories,
             weights=weights,
             # λ, k and τ in a request are those of the paper's kNN-LM, as in rescoring.
-            online=base.online if (overrides.lmbda, overrides.k, overrides.knn_temperature) == (None,) * 3 else None,
+            online=base.online if _as_tuned(overrides) else None,
+            support=base.support if len(chosen) == len(base.memories) and _as_tuned(overrides) else None,
             damping=base.damping,
             readers=base.readers,
             labels=[base.labels[number] for number in chosen],
@@ -111,6 +112,11 @@ class MixtureCache:
         if len(chosen) == len(base.memories) and (overrides.k, overrides.knn_temperature) == (None, None):
             return base.weights
         return equal_weights(memories, DEFAULTS["lambda"])
+
+
+def _as_tuned(overrides: MemoryOverrides) -> bool:
+    """Whether overrides keep λ, k and τ."""
+    return (overrides.lmbda, overrides.k, overrides.knn_temperature) == (None,) * 3
 
 
 def _adjustable(mixture: Mixture) -> int | None:
@@ -331,6 +337,7 @@ class _GroupPredictor:
         mixed = self.mixed.combine(logs)
         abstains = self.mixed.component_abstains()
         neighbours = self._neighbours(targets, rows)
+        supports = self._supports(target, logs, mixed, rows)
         tokens = []
         columns = (logs.tolist(), weights.tolist(), abstains.tolist(), mixed.tolist())
         for number, row in enumerate(rows):
@@ -339,6 +346,8 @@ class _GroupPredictor:
             token = scored_token(targets[row], log_p, components)
             token.neighbours = neighbours[number] if neighbours else None
             request = self.positions[row].request
+            if supports is not None and request.support:
+                token.support = supports[row]
             if dense is not None and request.alternatives:
                 top = dense[row].topk(min(request.alternatives, dense.shape[1]))
                 token.top = list(zip(top.indices.tolist(), top.values.tolist(), strict=True))
@@ -348,6 +357,14 @@ class _GroupPredictor:
                     token.sources = _sources(self.mixture, self.mixed.outputs, row, limit=request.sources)
             tokens.append(token)
         return tokens
+
+    def _supports(self, target: Tensor, logs: Tensor, mixed: Tensor, rows: Sequence[int]) -> list[float] | None:
+        """Return the supports of the (N,) tokens, if any of these rows shows them."""
+        support, lm = None if self.mixture is None else self.mixture.support, self.mixed.lm
+        if support is None or lm is None or not any(self.positions[row].request.support for row in rows):
+            return None
+        found: list[float] = support.of_log_probs(lm, self.mixed.outputs, target, logs, mixed).tolist()
+        return found
 
     def _neighbours(self, targets: Sequence[int], rows: Sequence[int]) -> list[KeptNeighbours] | None:
         """Return the neighbours of the adjustable memory at some rows, as rescoring needs them."""

@@ -55,6 +55,9 @@ class GenerationRequest:
     ignore_eos: bool = False  # continue after the end-of-sequence token
     windowed: bool = False  # score the text in the store's windows, as evaluation does
     first_choice: int = 0  # index of the first continuation in the response
+    support: bool = False  # return the support of each token, if the mixture has it
+    min_support: float | None = None  # of the last tokens together; see `GeneratedSequence`
+    end_on_low_support: bool = True  # end the answer there; False: only mark it
     origins: tuple[int, ...] | None = None  # of the tokens, see `Origin`; None: all are given
 
 
@@ -91,6 +94,7 @@ class ScoredToken:
     shares: list[dict[str, Any]] = field(default_factory=list)  # by memory, where there are several
     top: list[tuple[int, float]] = field(default_factory=list)  # most probable tokens and their log-probabilities
     text: str = ""
+    support: float | None = None  # the calibrated probability that the token is right; None: not computed
     # Of the memory whose k and τ a request can set. The trace takes them: they would make long responses huge.
     neighbours: KeptNeighbours | None = None
 
@@ -106,12 +110,16 @@ class TokensEvent:
 
 @dataclass(frozen=True)
 class FinishEvent:
-    """The end of one continuation: "stop" at a stop string or end-of-sequence token, "length" at max_tokens."""
+    """The end of one continuation.
+
+    The reason is "stop" at a stop string or end-of-sequence token, "length" at max_tokens, "support" below min_support.
+    """
 
     choice: int
     trace_id: str
     reason: str
     generated: int  # sampled tokens, whether or not their text is shown
+    low_support: bool | None = None  # whether support fell below the request's min_support; None: it has none
 
 
 @dataclass(frozen=True)

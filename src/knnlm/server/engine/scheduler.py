@@ -376,7 +376,8 @@ class Scheduler:
             self._finish(sequence)
 
     def _finish(self, sequence: GeneratedSequence) -> None:
-        event = FinishEvent(sequence.choice, sequence.trace.id, sequence.reason or "", sequence.generated)
+        reason, low = sequence.reason or "", sequence.low_support
+        event = FinishEvent(sequence.choice, sequence.trace.id, reason, sequence.generated, low)
         self.events.add(sequence.handle, event, urgent=True)
         self.mean_seconds += 0.1 * (time.monotonic() - sequence.handle.submitted - self.mean_seconds)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
@@ -14,6 +14,8 @@ from knnlm.lm.detokenizer import Detokenizer
 from knnlm.mixture.repetition import MIN_REPEAT
 from knnlm.server.engine.history import TraceEntry
 from knnlm.server.engine.requests import Penalties, RequestHandle, ScoredToken
+
+SUPPORT_TOKENS = 8  # whose mean support is compared with a request's min_support
 
 _GREEDY_TEMPERATURE = 1e-4  # at and below it, the most probable token is taken
 
@@ -38,6 +40,8 @@ class GeneratedSequence:
         self._detokenizer = Detokenizer(decode, before)
         self._stop = tuple(string for string in request.stop if string)
         self._held: list[ScoredToken] = []
+        self.low_support = None if request.min_support is None else False
+        self._supports: deque[float] = deque(maxlen=SUPPORT_TOKENS)
 
     @property
     def generated(self) -> int:
@@ -73,9 +77,22 @@ class GeneratedSequence:
             self._held.append(token)
             if not self._detokenizer.pending:
                 released = self._release()
+            if self._falls_below(token.support) and self.reason is None and request.end_on_low_support:
+                self.reason = "support"
             if self.reason is None and self.generated >= request.max_tokens:
                 self.reason = "length"
         return released if self.reason is None else released + self.finish()
+
+    def _falls_below(self, support: float | None) -> bool:
+        """Whether the mean support of the last tokens is below the request's minimum; from SUPPORT_TOKENS tokens on."""
+        minimum = self.handle.request.min_support
+        if minimum is None or support is None:
+            return False
+        self._supports.append(support)
+        if len(self._supports) < SUPPORT_TOKENS or sum(self._supports) / SUPPORT_TOKENS >= minimum:
+            return False
+        self.low_support = True
+        return True
 
     def finish(self) -> list[ScoredToken]:
         """Return the tokens that are held at the end of the text; `reason` is "stop" if they end in a stop string."""

@@ -5,7 +5,7 @@ import { Rescorer } from "./rescore.js";
 import { showError, clearErrors, find, perplexity, plural } from "./dom.js";
 import { clear, inspect, refresh } from "./inspector.js";
 import * as settings from "./settings.js";
-import { byShare, TokenText } from "./tokens.js";
+import { byShare, TokenText, unsupported } from "./tokens.js";
 
 const SOURCES = 8;
 let stopping = null;
@@ -65,6 +65,7 @@ function prepare(compare, texts, prompt, rescorer) {
     text.trace = null;
   }
   find("figures-with").textContent = find("figures-without").textContent = "";
+  find("legend-support").hidden = true;
   find("welcome-generate").hidden = true;
   find("panes").hidden = find("legend-generate").hidden = false;
   find("pane-without").hidden = !compare;
@@ -99,7 +100,16 @@ function summarise(text, figures) {
   const mean = (name) => Math.exp(-known.reduce((sum, token) => sum + Math.log(Math.max(token[name], 1e-300)), 0) / known.length);
   const own = `perplexity ${perplexity(mean("p"))}`;
   const alone = known.some((token) => token.p_knn !== null) ? `, ${perplexity(mean("p_lm"))} by the model alone` : "";
-  figures.textContent = `${plural(known.length, "token")} · ${own}${alone}`;
+  figures.textContent = `${plural(known.length, "token")} · ${own}${alone}${supported(known)}`;
+}
+
+/** Return the share of tokens with a support of at least one half, in words; nothing if none has a support. */
+function supported(tokens) {
+  const known = tokens.filter((token) => typeof token.support === "number");
+  if (!known.length) return "";
+  find("legend-support").hidden = false;
+  const share = known.filter((token) => !unsupported(token)).length / known.length;
+  return ` · ${Math.round(share * 100)} % supported`;
 }
 
 function busy(on) {

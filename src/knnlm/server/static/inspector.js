@@ -57,7 +57,8 @@ function draw() {
     make("dl", { class: "bars" },
       ...bar("language model", "p_LM", token.p_lm, "model"),
       ...bar("memory", "p_kNN", token.p_knn, "memory"),
-      ...bar("mixture", "p", token.p, "both")),
+      ...bar("mixture", "p", token.p, "both"),
+      ...(typeof token.support === "number" ? bar("support", "right", token.support, "support") : [])),
     make("p", { class: "hint formula", text: formula(token) }),
   ];
   if (token.shares?.length) children.push(shares(token.shares));

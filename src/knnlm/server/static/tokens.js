@@ -8,6 +8,11 @@ export function share(token) {
   return Math.min(1, (token.weight * token.p_knn) / token.p);
 }
 
+/** Whether a token has a support, and it is below one half. */
+export function unsupported(token) {
+  return typeof token.support === "number" && token.support < 0.5;
+}
+
 /** Return the nats that the memory adds to a token's log-probability. */
 export function gain(token) {
   if (token.p === null || token.p_lm === null) return 0;
@@ -20,6 +25,7 @@ export function byShare(element, token) {
   element.style.setProperty("--strength", fraction.toFixed(3));
   element.dataset.share = fraction.toFixed(3);
   element.classList.toggle("strong", fraction >= 0.5);
+  element.classList.toggle("unsupported", unsupported(token));
 }
 
 export function byGain(element, token) {
