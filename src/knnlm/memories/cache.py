@@ -12,6 +12,7 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from knnlm.errors import ParameterError
 from knnlm.index.base import check_metric
@@ -19,6 +20,9 @@ from knnlm.memories.base import Context, Origin, Source, Span
 from knnlm.memories.voting import NeighbourMemory, RetrievedNeighbours, VoteParams
 
 WINDOW = 65_536  # positions: all of most texts
+
+_MAX_PADDING = 2  # times the stored positions of a batch may be padded to, to search all of its texts at once
+_MAX_CPU_NUMBERS = 1 << 20  # in the padded keys of such a batch
 
 
 class CacheMemory(NeighbourMemory):
@@ -53,6 +57,15 @@ class CacheMemory(NeighbourMemory):
         k = min(k or self.max_k, self.history_length)
         keys = context.states[self.source]
         neighbours = RetrievedNeighbours.empty(len(keys), k, device=keys.device)
+        if len(context.spans) > 1 and all(len(span) == 1 for span in context.spans):  # a batch that is generated
+            pasts = [self._past(span, keys) for span in context.spans]
+            lengths = [len(past) for past in pasts]
+            padded = max(lengths) * len(lengths)
+            # On a CPU, passes over more than its cache take longer than the loop.
+            fits = keys.device.type != "cpu" or padded * keys.shape[1] <= _MAX_CPU_NUMBERS
+            if fits and padded <= _MAX_PADDING * sum(lengths):
+                self._search_batch(context.spans, pasts, keys, neighbours)
+                return neighbours
         for rows, span in context.each_span():
             out = RetrievedNeighbours(neighbours.ids[rows], neighbours.distances[rows], neighbours.values[rows])
             self._search_span(span, keys[rows], out)
@@ -60,12 +73,12 @@ class CacheMemory(NeighbourMemory):
 
     def _search_span(self, span: Span, keys: Tensor, out: RetrievedNeighbours) -> None:
         """Fill in the neighbours of one span's positions."""
-        past = span.past.get(self.source, keys[:0])[-self.history_length :].to(keys)
+        past = self._past(span, keys)
         stored = torch.cat([past, keys])[:-1]  # (S, D): no position comes after the last one
         if not len(stored):
             return
         first = span.start - len(past)
-        distances = self._distances(keys, stored)  # (n, S)
+        distances = self._distances(keys, stored, stored.mean(0))  # (n, S)
         # Positions that are not before the query, and those outside the window.
         hidden = torch.ones(distances.shape, dtype=torch.bool, device=keys.device).triu_(len(past))
         if len(stored) > self.history_length:
@@ -83,11 +96,47 @@ class CacheMemory(NeighbourMemory):
         out.ids[:, :k] = ids.masked_fill(~there, -1)
         out.values[:, :k] = tokens[ids + 1].masked_fill(~there, -1)
 
-    def _distances(self, queries: Tensor, stored: Tensor) -> Tensor:
+    def _search_batch(
+        self, spans: Sequence[Span], pasts: Sequence[Tensor], keys: Tensor, out: RetrievedNeighbours
+    ) -> None:
+        """Fill in the neighbours of spans of one position each, all at once: a loop would launch kernels for each."""
+        if not any(map(len, pasts)):
+            return
+        device = keys.device
+        lengths = torch.tensor([len(past) for past in pasts], device=device)
+        stored = pad_sequence(list(pasts), batch_first=True)  # (B, S, D)
+        begins = [span.start - len(past) + 1 for span, past in zip(spans, pasts, strict=True)]
+        pairs = list(zip(spans, begins, strict=True))
+        # The token that followed each stored position, up to the one at the span's position.
+        values = pad_sequence(
+            [span.tokens[begin : span.start + 1].to(device) for span, begin in pairs], batch_first=True
+        )
+        hidden = torch.arange(stored.shape[1], device=device) >= lengths[:, None]
+        if any(span.origins is not None for span in spans):
+            given = [
+                span.tokens.new_zeros(len(span.tokens)) if span.origins is None else span.origins for span in spans
+            ]
+            following = [each[begin:].to(device) for each, begin in zip(given, begins, strict=True)]
+            hidden |= pad_sequence(following, batch_first=True) > (Origin.GENERATED if self.generated else Origin.GIVEN)
+        centres = stored.sum(1, keepdim=True) / lengths.clamp(min=1)[:, None, None]
+        distances = self._distances(keys[:, None], stored, centres)[:, 0].masked_fill_(hidden, torch.inf)  # (B, S)
+        k = min(out.ids.shape[1], stored.shape[1])
+        nearest, columns = distances.topk(k, largest=False)
+        there = nearest.isfinite()
+        out.distances[:, :k] = nearest
+        out.ids[:, :k] = (columns + (torch.tensor(begins, device=device) - 1)[:, None]).masked_fill(~there, -1)
+        out.values[:, :k] = values.gather(1, columns).masked_fill(~there, -1)
+
+    def _past(self, span: Span, keys: Tensor) -> Tensor:
+        """Return the (P, D) keys of the positions before a span that are in the window."""
+        return span.past.get(self.source, keys[:0])[-self.history_length :].to(keys)
+
+    def _distances(self, queries: Tensor, stored: Tensor, centre: Tensor) -> Tensor:
+        """Return the (…, n, S) distances of (…, n, D) queries to (…, S, D) stored keys, with their mean."""
         if self.metric == "ip":
-            return -(queries @ stored.T)
+            return -(queries @ stored.mT)
         # Subtract the mean: small differences of long vectors would lose their digits.
-        centre = stored.mean(0)
         queries, stored = queries - centre, stored - centre
-        products = queries @ stored.T
-        return (queries.square().sum(1)[:, None] + stored.square().sum(1) - 2 * products).clamp_(min=0)
+        products = queries @ stored.mT
+        squares = queries.square().sum(-1)[..., None] + stored.square().sum(-1)[..., None, :]
+        return (squares - 2 * products).clamp_(min=0)
