@@ -8,13 +8,14 @@ import numpy as np
 import pytest
 import torch
 
+from helpers.online import log_probs_by_hand
 from helpers.stores import documents
 from knnlm.corpus import Document
 from knnlm.evaluation.tune import evaluate_trace
 from knnlm.generation.causal import KnnForCausalLM
 from knnlm.ingest.build import build
 from knnlm.mixture.mixture import Mixture
-from knnlm.mixture.online import OnlineConfig, choose_config
+from knnlm.mixture.online import ExpertScores, OnlineConfig, choose_config
 from knnlm.mixture.spec import MixtureOptions
 
 VALID, TEST = documents(8, start=100), documents(6, start=130, words=90)
@@ -35,48 +36,13 @@ def other(lm, tmp_path_factory):
     return build(documents(20, start=400), folder / "docs.store", lm=lm, window=lm.window(32, 16)).path
 
 
-def by_hand(mixture, texts):
-    """Return the log-probability of each token of each text, one token at a time in NumPy."""
-    config, results = mixture.online, []
-    stores = mixture.store_slices
-    for text in texts:
-        tokens = mixture.lm.encode(text.text)
-        rows = {}
-        for batch in mixture.read([tokens]):
-            mixed = mixture.predict(batch.context, online=False)
-            logs = mixed.component_log_probs(batch.targets).double().numpy()
-            columns = (logs, mixed.weights.double().numpy(), mixed.component_abstains().numpy())
-            rows |= {row: each for row, *each in zip(batch.rows.tolist(), *columns, strict=True)}
-        count = 2 + (len(stores) if len(stores) > 1 else 0)
-        rest = 1 - config.prior
-        prior = np.array([config.prior, rest] if count == 2 else [config.prior, 0.9 * rest, 0.05 * rest, 0.05 * rest])
-        weights, log_p = prior, []
-        for row in range(len(tokens)):
-            logs, base, abstains = rows[row]
-            probs = np.where(abstains, 0, np.exp(logs))
-            experts = [probs[0], base @ probs]
-            for own in stores if len(stores) > 1 else []:
-                total = sum(base[each].sum() for each in stores)
-                rest = sum(base[column] * probs[column] for column in range(len(base)) if not inside(column, stores))
-                experts.append(rest + total * probs[0 if abstains[own.start] else own.start])
-            mixed = weights @ experts
-            log_p.append(math.log(mixed))
-            weights = (1 - config.switch_rate) * weights * experts / mixed + config.switch_rate * prior
-        results.append(log_p)
-    return results
-
-
-def inside(column, slices):
-    return any(own.start <= column < own.stop for own in slices)
-
-
 @pytest.mark.parametrize("config", CONFIGS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_evaluation_equals_one_token_at_a_time(lm, path, kind, config, tmp_path):
     mixture = Mixture.open(path, lm, memories="knn,cache,ngram", use_tuned=False)
     mixture.tune(VALID, weights=kind)
     mixture.online = config
-    expected = math.exp(-np.mean(np.concatenate(by_hand(mixture, TEST))))
+    expected = math.exp(-np.mean(np.concatenate(log_probs_by_hand(mixture, TEST))))
     evaluation = mixture.evaluate(TEST, batch_tokens=64)
     assert evaluation.perplexity == pytest.approx(expected, rel=1e-4)
     assert evaluation.online == config
@@ -87,11 +53,43 @@ def test_evaluation_equals_one_token_at_a_time(lm, path, kind, config, tmp_path)
     assert replayed.lmbda == pytest.approx(evaluation.lmbda, rel=1e-2)
 
 
+def test_gate_sees_evidence_if_it_is_trained_on_text_that_the_model_wrote(lm, path):
+    mixture = Mixture.open(path, lm, memories="knn,cache,ngram", use_tuned=False)
+    mixture.tune(VALID, weights="gated", samples=600)
+    assert mixture.weights.uses_evidence
+    assert len(mixture.layer.first) == 4 + 3 * 3
+    assert Mixture.open(path, lm).weights.uses_evidence
+    mixture.tune(VALID, weights="gated", samples=0)
+    assert not mixture.weights.uses_evidence
+    mixture.tune(VALID, weights="gated", online=False)
+    assert not mixture.weights.uses_evidence
+
+
+def test_evidence_without_experts_equals_one_token_at_a_time(lm, path):
+    mixture = Mixture.open(path, lm, memories="knn,cache", use_tuned=False)
+    mixture.tune(VALID, weights="gated")
+    mixture.online = None
+    assert mixture.layer.stateful
+    expected = math.exp(-np.mean(np.concatenate(log_probs_by_hand(mixture, TEST))))
+    assert mixture.evaluate(TEST, batch_tokens=64).perplexity == pytest.approx(expected, rel=1e-4)
+
+
+def test_evidence_changes_the_weights_of_a_trained_gate(lm, path):
+    """Networks that ignore evidence would make every comparison with the oracle pass."""
+    mixture = Mixture.open(path, lm, memories="knn,cache", use_tuned=False)
+    mixture.tune(VALID, weights="gated")
+    (batch,) = mixture.read([lm.encode(TEST[0].text)], batch_tokens=10_000)
+    given = mixture.predict_components(batch.context).given
+    evidence = torch.randn(len(batch.rows), 6)
+    without, with_evidence = (mixture.weights.compute(given.inputs, given.abstains, each) for each in (None, evidence))
+    assert (without - with_evidence).abs().max() > 1e-3
+
+
 @pytest.mark.parametrize("read_ahead", [False, True])
 def test_deferred_search_gives_the_same_online_weights(lm, path, read_ahead):
     mixture = Mixture.open(path, lm, k=16, knn_temperature=4.0, lmbda=0.7)
     mixture.online = CONFIGS[1]
-    expected = math.exp(-np.mean(np.concatenate(by_hand(mixture, TEST))))
+    expected = math.exp(-np.mean(np.concatenate(log_probs_by_hand(mixture, TEST))))
     assert mixture.evaluate(TEST, batch_tokens=64, read_ahead=read_ahead).perplexity == pytest.approx(
         expected, rel=1e-4
     )
@@ -100,7 +98,7 @@ def test_deferred_search_gives_the_same_online_weights(lm, path, read_ahead):
 def test_several_stores_are_experts_of_their_own(lm, path, other):
     mixture = Mixture.open(path, lm, memories=f"knn:0.5,knn={other}:0.01,cache:0.1", use_tuned=False)
     mixture.online = OnlineConfig(0.1, 0.0)
-    expected = math.exp(-np.mean(np.concatenate(by_hand(mixture, TEST))))
+    expected = math.exp(-np.mean(np.concatenate(log_probs_by_hand(mixture, TEST))))
     assert mixture.evaluate(TEST).perplexity == pytest.approx(expected, rel=1e-4)
 
 
@@ -121,7 +119,7 @@ def test_explanation_has_the_online_weights(lm, path):
     mixture = Mixture.open(path, lm, memories="knn,cache", lmbda=0.6, use_tuned=False)
     mixture.online = CONFIGS[1]
     text = TEST[0].text
-    (expected,) = by_hand(mixture, [Document("text", "text", text)])
+    (expected,) = log_probs_by_hand(mixture, [Document("text", "text", text)])
     found = mixture.explain(text)
     assert [math.log(token.p) for token in found] == pytest.approx(expected, rel=1e-4, abs=1e-4)
     for token in found:
@@ -155,21 +153,32 @@ def test_tuning_reports_the_perplexity_with_online_weights(lm, path):
 def test_largest_prior_within_the_allowed_cost_is_chosen():
     begins = np.arange(2_000) % 500 == 0
     better = np.stack([np.full(2_000, -3.0), np.full(2_000, -2.0)], 1)
-    config, loss = choose_config(better, begins)
+    config, loss = choose_config(ExpertScores(better, begins))
     assert config.prior == 0.5  # log 2 in 500 tokens is below 0.2 %
     assert loss == pytest.approx(2.0, abs=2e-3)
     begins = np.arange(2_000) % 10 == 0
-    config, _ = choose_config(better, begins)
+    config, _ = choose_config(ExpertScores(better, begins))
     assert config.prior == 0.01  # of ten tokens, -log 0.99 is 0.1 %, -log 0.98 just above 0.2 %
     worse = np.stack([np.full(2_000, -2.0), np.full(2_000, -3.0)], 1)
-    config, loss = choose_config(worse, np.arange(2_000) == 0)
+    config, loss = choose_config(ExpertScores(worse, np.arange(2_000) == 0))
     assert config.prior == 0.5
     assert loss == pytest.approx(2.0, abs=2e-3)
     short = np.stack([np.full(400, -9.0), np.full(400, -2.0)], 1)
-    assert choose_config(short, np.ones(400, bool)) == (None, 2.0)  # texts of one token: 0.01 of the prior costs 1 %
+    # Texts of one token: 0.01 of the prior costs 1 %.
+    assert choose_config(ExpertScores(short, np.ones(400, bool))) == (None, 2.0)
     switching = np.where((np.arange(2_000) // 50 % 2 == 0)[:, None], better, worse)
-    config, _ = choose_config(switching, np.arange(2_000) == 0)
+    config, _ = choose_config(ExpertScores(switching, np.arange(2_000) == 0))
     assert config.switch_rate >= 0.01
+
+
+def test_text_of_another_kind_chooses_among_configurations_that_cost_little():
+    begins = np.arange(2_000) % 500 == 0
+    own = ExpertScores(np.stack([np.full(2_000, -3.0), np.full(2_000, -2.0)], 1), begins)
+    short = np.arange(2_000) % 20 == 0
+    helped = ExpertScores(np.stack([np.full(2_000, -2.5), np.full(2_000, -2.0)], 1), short)
+    assert choose_config(own, helped)[0].prior == 0.01
+    harmed = ExpertScores(np.stack([np.full(2_000, -2.0), np.full(2_000, -2.5)], 1), short)
+    assert choose_config(own, harmed)[0].prior == 0.5
 
 
 def test_state_is_the_same_for_windows_in_one_batch_and_in_several(lm, path):
@@ -179,7 +188,7 @@ def test_state_is_the_same_for_windows_in_one_batch_and_in_several(lm, path):
     (batch,) = mixture.read([tokens], batch_tokens=10_000)
     assert len(batch.context.spans) > 2
     together = mixture.predict(batch.context).log_prob(batch.targets)
-    (expected,) = by_hand(mixture, [TEST[0]])
+    (expected,) = log_probs_by_hand(mixture, [TEST[0]])
     torch.testing.assert_close(
         together.double()[batch.rows.argsort()], torch.tensor(expected, dtype=torch.float64), rtol=1e-4, atol=1e-4
     )

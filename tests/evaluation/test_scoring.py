@@ -62,7 +62,8 @@ def score_each_batch(mixture, texts):
 
 
 def score_coalesced(mixture, texts, **options):
-    found = list(score_batches(mixture, mixture.read(texts, batch_tokens=32), **options))
+    scored = score_batches(mixture, mixture.read(texts, batch_tokens=32), **options)
+    found = [scores.weigh_alone(mixture.layer) for scores in scored]
     return [torch.cat([getattr(one, name) for one in found]) for name in ("components", "mixture", "weights")]
 
 

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from helpers.models import logits_in_steps, tiny, tiny_tokenizer
+from helpers.online import OnlineByHand, prior_by_hand
 from helpers.stores import documents
 from knnlm.errors import ParameterError
 from knnlm.generation import causal
@@ -45,34 +46,40 @@ def masked_model(request, tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
+def gated_model(tmp_path_factory):
+    """A tiny model with a gate that sees evidence."""
+    model = opened("llama", tmp_path_factory.mktemp("gated"), "knn,cache,ngram")
+    model.mixture.tune(documents(8, start=100), weights="gated")
+    assert model.mixture.weights.uses_evidence
+    model.mixture.online = OnlineConfig(0.3, 0.02)
+    return model
+
+
+@pytest.fixture(scope="module")
 def knn_model(tmp_path_factory):
     """A tiny model with one λ, which needs no tokens without online weights."""
     return opened("llama", tmp_path_factory.mktemp("knn"), "knn:0.7")
 
 
 def by_hand(model, ids, *, evidence=None, hidden=()):
-    """Return (T, V) probabilities, with the experts' weights updated token by token in NumPy.
+    """Return (T, V) probabilities, with the state of the text updated token by token in NumPy.
 
-    `evidence` is the number of tokens that update them, except those at `hidden` places; None: all.
+    `evidence` is the number of tokens that update it, except those at `hidden` places; None: all.
     """
-    mixture = model.mixture
-    experts = {}
+    mixture, found = model.mixture, {}
     for batch in mixture.read([[*ids[1:], 0]]):  # one more target, so that the last position is read too
-        mixed = mixture.predict(batch.context, online=False)
-        dense = torch.stack([component.log_probs().exp() for component in mixed.components], 1).double()  # (N, M, V)
-        alone = torch.zeros_like(mixed.weights)
-        alone[:, 0] = 1
-        pairs = torch.stack([alone, mixed.weights], 1).double()
-        experts |= dict(zip(batch.rows.tolist(), torch.einsum("nem,nmv->nev", pairs, dense).numpy(), strict=True))
-    config = mixture.online
-    prior = np.array([config.prior, 1 - config.prior])
-    weights, rows = prior, []
+        outputs = mixture.predict_components(batch.context)
+        dense = torch.stack([component.log_probs().exp() for component in outputs.components], 1).double()  # (N, M, V)
+        columns = (outputs.given.inputs, outputs.given.abstains.numpy(), dense.numpy())
+        found |= {row: each for row, *each in zip(batch.rows.tolist(), *columns, strict=True)}
+    state, rows = OnlineByHand(mixture), []
     for position in range(len(ids)):
-        rows.append(weights @ experts[position])
+        inputs, abstains, dense = found[position]
+        by_expert = state.component_weights(inputs, abstains)
+        rows.append(state.mixed(by_expert) @ dense)
         following = position + 1
         if following < (len(ids) if evidence is None else evidence) and following not in hidden:
-            after = weights * experts[position][:, ids[following]]
-            weights = (1 - config.switch_rate) * after / after.sum() + config.switch_rate * prior
+            state.observe(by_expert, dense[:, ids[following]], abstains)
     return torch.from_numpy(np.stack(rows)).float()
 
 
@@ -96,6 +103,23 @@ def test_steps_with_a_cache_equal_the_whole_text(model):
 
 def test_steps_with_one_lambda_equal_the_whole_text(knn_model):
     steps_equal_the_whole(knn_model)
+
+
+def test_steps_with_evidence_equal_the_whole_text(gated_model):
+    steps_equal_the_whole(gated_model)
+
+
+@torch.no_grad()
+def test_whole_text_with_evidence_equals_updates_by_hand(gated_model):
+    ids = gated_model.mixture.lm.prompt(PROMPT)
+    logits = gated_model(torch.tensor([ids])).logits[0]
+    torch.testing.assert_close(logits.exp(), by_hand(gated_model, ids), rtol=1e-3, atol=1e-5)
+
+
+def test_only_the_prompt_is_evidence_for_a_gate_in_generation(gated_model):
+    ids = gated_model.mixture.lm.prompt(PROMPT)
+    generated = gated_model.generate(torch.tensor([ids]), max_new_tokens=8, **SETTINGS)
+    assert generated[0].tolist() == greedy_by_hand(gated_model, ids, 8)
 
 
 @torch.no_grad()
@@ -209,8 +233,8 @@ def test_evidence_is_limited_to_the_last_tokens_of_a_prompt(model, monkeypatch):
     monkeypatch.setattr(causal, "EVIDENCE_TOKENS", 4)
     output = model.generate(ids, max_new_tokens=2, return_dict_in_generate=True, **SETTINGS)
     weights = output.past_key_values.knnlm_state.online.keys[0, 0].exp()
-    prior = torch.tensor([0.3, 0.7], dtype=torch.float64)
-    torch.testing.assert_close(weights[: ids.shape[1] - 3], prior.expand(ids.shape[1] - 3, 2))
+    prior = torch.from_numpy(prior_by_hand(model.mixture.online, 1, 1))
+    torch.testing.assert_close(weights[: ids.shape[1] - 3], prior.expand(ids.shape[1] - 3, 4))
     assert not torch.allclose(weights[ids.shape[1] - 1], prior)
 
 

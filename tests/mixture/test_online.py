@@ -10,11 +10,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from helpers.online import prior_by_hand
 from knnlm.errors import DatastoreCorrupt, ParameterError
 from knnlm.memories.base import Origin, Span
 from knnlm.mixture.online import (
     OnlineConfig,
-    expert_count,
     expert_log_probs,
     expert_weights,
     has_evidence,
@@ -27,17 +27,21 @@ from knnlm.mixture.online import (
 RATES = (0.0, 0.003, 0.2)
 
 
-def one_at_a_time(log_probs, begins, config):
+def one_at_a_time(log_probs, begins, prior, rate, *, starts=None, evident=None):
     """Return (weights before each token, probability of each token), token by token in plain arithmetic."""
-    prior = np.exp(config.log_prior(log_probs.shape[1]))
     weights, mixed, now = [], [], prior
-    for row, begin in zip(np.exp(log_probs), begins, strict=True):
-        now = prior if begin else now
+    for number, (row, begin) in enumerate(zip(np.exp(log_probs), begins, strict=True)):
+        if begin:
+            now = prior if starts is None else np.exp(starts[number])
         weights.append(now)
         mixed.append(now @ row)
-        after = now * row / (now @ row)
-        now = (1 - config.switch_rate) * after + config.switch_rate * prior
+        if evident is None or evident[number]:
+            now = (1 - rate) * now * row / (now @ row) + rate * prior
     return np.array(weights), np.array(mixed)
+
+
+def first_row(rows):
+    return np.arange(rows) == 0
 
 
 @given(
@@ -54,11 +58,17 @@ def test_posterior_equals_one_token_at_a_time(seed, rows, experts, rate, prior):
     log_probs[:, 1:][random.random((rows, experts - 1)) < 0.05] = -np.inf
     begins = random.random(rows) < 0.1
     begins[0] = True
-    config = OnlineConfig(prior, rate)
-    log_weights = posterior(log_probs, begins, config)
-    weights, mixed = one_at_a_time(log_probs, begins, config)
+    chosen = np.array([prior, *[(1 - prior) / (experts - 1)] * (experts - 1)])
+    log_weights = posterior(log_probs, begins, np.log(chosen), rate)
+    weights, mixed = one_at_a_time(log_probs, begins, chosen, rate)
     np.testing.assert_allclose(np.exp(log_weights), weights, rtol=1e-9, atol=1e-12)
     np.testing.assert_allclose(mixed_log_probs(log_weights, log_probs), np.log(mixed), rtol=1e-9, atol=1e-12)
+    # Texts that began earlier, and tokens that are no evidence.
+    starts = np.log(random.dirichlet(np.ones(experts), rows))
+    evident = random.random(rows) < 0.7
+    log_weights = posterior(log_probs, begins, np.log(chosen), rate, starts=starts, evident=evident)
+    weights, _ = one_at_a_time(log_probs, begins, chosen, rate, starts=starts, evident=evident)
+    np.testing.assert_allclose(np.exp(log_weights), weights, rtol=1e-9, atol=1e-12)
 
 
 @given(seed=st.integers(0, 10_000), rows=st.integers(2, 60), rate=st.sampled_from(RATES))
@@ -66,11 +76,10 @@ def test_posterior_equals_one_token_at_a_time(seed, rows, experts, rate, prior):
 def test_update_continues_the_posterior(seed, rows, rate):
     random = np.random.default_rng(seed)
     log_probs = np.log(random.uniform(1e-3, 1, (rows, 3)))
-    begins = np.zeros(rows, bool)
-    begins[0] = True
-    config = OnlineConfig(0.2, rate)
-    log_weights = posterior(log_probs, begins, config)
-    after = update(torch.from_numpy(log_weights), torch.from_numpy(log_probs), config).numpy()
+    log_prior = OnlineConfig(0.2, rate).log_prior(stores=1, caches=1)
+    log_probs = np.concatenate([log_probs, log_probs[:, :1]], 1)
+    log_weights = posterior(log_probs, first_row(rows), log_prior, rate)
+    after = update(*map(torch.from_numpy, (log_weights, log_probs, log_prior)), rate).numpy()
     np.testing.assert_allclose(np.exp(after[:-1]), np.exp(log_weights[1:]), rtol=1e-9, atol=1e-12)
 
 
@@ -146,10 +155,8 @@ adversarial = st.lists(
 @settings(max_examples=200, deadline=None)
 def test_log_loss_of_a_text_is_bounded_whatever_the_store_predicts(text, prior, rate):
     log_probs = np.array(text)
-    begins = np.zeros(len(text), bool)
-    begins[0] = True
     config = OnlineConfig(prior, rate)
-    mixed = mixed_log_probs(posterior(log_probs, begins, config), log_probs)
+    mixed = mixed_log_probs(posterior(log_probs, first_row(len(text)), config.log_prior(), rate), log_probs)
     excess = log_probs[:, 0].sum() - mixed.sum()
     bound = config.bound - len(text) * math.log1p(-rate)
     assert excess <= bound + 1e-9 * (1 + abs(mixed.sum()))
@@ -160,10 +167,8 @@ def test_bound_holds_where_the_store_is_right_for_long_and_then_impossible():
     rows = 2_000
     log_probs = np.stack([np.full(rows, -5.0), np.full(rows, -0.01)], 1)
     log_probs[-1] = (-5.0, -np.inf)
-    begins = np.zeros(rows, bool)
-    begins[0] = True
     config = OnlineConfig(0.1, 0.0)
-    mixed = mixed_log_probs(posterior(log_probs, begins, config), log_probs)
+    mixed = mixed_log_probs(posterior(log_probs, first_row(rows), config.log_prior(), 0.0), log_probs)
     assert mixed[-1] < -9_000
     assert np.isfinite(mixed).all()
     assert log_probs[:, 0].sum() - mixed.sum() <= config.bound + 1e-9
@@ -175,38 +180,52 @@ def test_bound_holds_where_a_leading_expert_gives_several_tokens_the_probability
     log_probs = np.stack([np.full(rows, -5.0), np.full(rows, -1e-3)], 1)
     log_probs[-impossible:, 1] = -np.inf
     config = OnlineConfig(0.5, 0.0)
-    log_weights = posterior(log_probs, np.arange(rows) == 0, config)
+    log_weights = posterior(log_probs, first_row(rows), config.log_prior(), 0.0)
     mixed = mixed_log_probs(log_weights, log_probs)
     assert log_probs[:, 0].sum() - mixed.sum() == pytest.approx(config.bound, abs=1e-6)
-    after = update(torch.from_numpy(log_weights[-1:]), torch.from_numpy(log_probs[-1:]), config)
+    after = update(*map(torch.from_numpy, (log_weights[-1:], log_probs[-1:], config.log_prior())), 0.0)
     assert after[0].tolist() == [0.0, -math.inf]
 
 
-def test_prior_of_several_stores_leaves_most_to_the_mixture():
-    np.testing.assert_allclose(np.exp(OnlineConfig(0.2, 0).log_prior(4)), [0.2, 0.72, 0.04, 0.04])
-    np.testing.assert_allclose(np.exp(OnlineConfig(0.2, 0).log_prior(2)), [0.2, 0.8])
+@pytest.mark.parametrize("caches", [0, 1, 3])
+@pytest.mark.parametrize("stores", [0, 1, 2, 5])
+@pytest.mark.parametrize("prior", [0.01, 0.2, 0.5, 0.9])
+def test_prior_is_that_of_the_model_and_most_of_the_rest_is_the_mixtures(prior, stores, caches):
+    config = OnlineConfig(prior, 0)
+    found = np.exp(config.log_prior(stores, caches))
+    np.testing.assert_allclose(found, prior_by_hand(config, stores, caches))
+    assert found.sum() == pytest.approx(1)
+    assert found[0] == pytest.approx(prior)
+    assert (found > 0).all()
 
 
 def test_right_store_wins_within_a_few_dozen_tokens():
     random = np.random.default_rng(0)
     log_probs = np.log(random.uniform(0.05, 0.15, (60, 4)))
     log_probs[:, 3] += 0.4  # the second store is better by 0.4 nats
-    log_weights = posterior(log_probs, np.arange(60) == 0, OnlineConfig(0.1, 0.003))
+    log_weights = posterior(log_probs, first_row(60), OnlineConfig(0.1, 0.003).log_prior(stores=2), 0.003)
     assert np.exp(log_weights[40, 3]) > 0.95
 
 
 def test_experts_are_the_model_the_mixture_and_each_store():
     weights = torch.tensor([[0.4, 0.1, 0.1, 0.3, 0.1]])
     abstains = torch.zeros(1, 5, dtype=torch.bool)
-    single = expert_weights(weights, [slice(1, 3)], abstains)
+    single = expert_weights(weights, [slice(1, 3)], [], abstains)
     torch.testing.assert_close(single[0], torch.tensor([[1.0, 0, 0, 0, 0], [0.4, 0.1, 0.1, 0.3, 0.1]]))
-    assert expert_count(1) == 2
-    several = expert_weights(weights, [slice(1, 3), slice(3, 4)], abstains)
+    several = expert_weights(weights, [slice(1, 3), slice(3, 4)], [], abstains)
     torch.testing.assert_close(several[0, 2:], torch.tensor([[0.4, 0.5, 0, 0, 0.1], [0.4, 0, 0, 0.5, 0.1]]))
-    assert expert_count(2) == several.shape[1] == 4
+    assert several.shape[1] == 4
     abstains[0, 3] = True
-    several = expert_weights(weights, [slice(1, 3), slice(3, 4)], abstains)
+    several = expert_weights(weights, [slice(1, 3), slice(3, 4)], [], abstains)
     torch.testing.assert_close(several[0, 3], torch.tensor([0.9, 0, 0, 0, 0.1]))
+
+
+def test_cache_is_an_expert_beside_the_model_alone():
+    weights = torch.tensor([[0.4, 0.2, 0.3, 0.1]]).repeat(2, 1)
+    abstains = torch.tensor([[False, False, False, False], [False, False, True, False]])
+    found = expert_weights(weights, [slice(1, 2)], [slice(2, 4)], abstains)
+    torch.testing.assert_close(found[0, 2:], torch.tensor([[0.98, 0, 0.01, 0.01], [0.8, 0, 0.1, 0.1]]))
+    torch.testing.assert_close(found[1, 2:], torch.tensor([[0.99, 0, 0, 0.01], [0.9, 0, 0, 0.1]]))
 
 
 def test_expert_log_probs_are_those_of_the_weighted_sum():

@@ -65,7 +65,7 @@ def score_continuations(
     texts = _texts(pairs, mixture.max_length if max_length is None else max_length)
     size = default_batch_tokens(mixture) if batch_tokens is None else batch_tokens
     # With online weights, the first text of each context leads to the state at which the others continue.
-    others = _others(texts) if mixture.online is not None else {}
+    others = _others(texts) if mixture.layer.stateful else {}
     later = {id(text) for same in others.values() for text in same}
     parts = [text for text in texts if id(text) not in later], [text for text in texts if id(text) in later]
     with progress("scoring", total=sum(len(text.numbers) for text in texts), unit="requests") as advance:
@@ -77,8 +77,8 @@ def score_continuations(
                 first = row + text.start - span.start
                 row += len(span)
                 for other in others.get(id(text), ()):
-                    assert prediction.experts is not None
-                    other.state = prediction.experts.states[first]
+                    assert prediction.states is not None
+                    other.state = prediction.states[first]
                 for number, score in zip(text.numbers, _scores(log_probs[first:row], text.continuations), strict=True):
                     scores[number] = score
                 advance(len(text.numbers))
@@ -121,7 +121,7 @@ def _read(mixture: Mixture, texts: Sequence[_Text], batch_tokens: int) -> Iterat
     """Read texts in batches of similar length, and yield the context of the positions to predict."""
     lm = mixture.lm
     # Online weights at a continuation are those that its context leads to, so all positions of it are predicted once.
-    online = mixture.online is not None
+    online = mixture.layer.stateful
     histories = {source: length for source, length in mixture.history_lengths.items() if length}
     ready = []
     for number, text in enumerate(texts):

@@ -23,10 +23,11 @@ from knnlm.errors import CorpusError, ParameterError
 from knnlm.memories.base import LM_LOGITS, Context, Logits, SimpleOutput
 from knnlm.memories.voting import NeighbourMemory
 from knnlm.mixture.gate import place
-from knnlm.mixture.mixture import Mixture
-from knnlm.mixture.online import Experts, OnlineConfig, mixed_log_probs, posterior
+from knnlm.mixture.layer import OnlineLayer, PositionInputs
+from knnlm.mixture.mixture import ComponentOutputs, Mixture
+from knnlm.mixture.online import OnlineConfig
 from knnlm.mixture.readers import ReadBatch
-from knnlm.mixture.weights import BucketWeights, FixedWeights, MixturePrediction
+from knnlm.mixture.weights import BucketWeights, FixedWeights
 from knnlm.progress import Progress, silent
 
 _MIN_QUERIES = 8192  # positions that are searched together, where the search can wait
@@ -188,14 +189,13 @@ def evaluate(
     sums = torch.zeros(6, dtype=torch.float64)
     weight_sums = torch.zeros(len(mixture.component_names), dtype=torch.float64)
     read = read_batches(mixture, documents, totals=totals, limit=limit, batch_tokens=batch_tokens, progress=progress)
-    order = TextOrder()
-    scored = score_batches(mixture, order.note(read), read_ahead=read_ahead)
-    for scores in scored if mixture.online is None else order.apply(scored, mixture.online):
+    order = TextOrder(mixture.layer)
+    for scores in order.weigh(score_batches(mixture, order.note(read), read_ahead=read_ahead)):
         best = scores.components.nan_to_num(nan=-torch.inf).amax(1)
         sums += score_sums(scores.components[:, 0], scores.mixture, best)
         weight_sums += scores.weights.double().sum(0).cpu()
     weights = mixture.weights
-    if isinstance(weights, FixedWeights) and mixture.online is None:
+    if isinstance(weights, FixedWeights) and not mixture.layer.stateful:
         mean: Sequence[float] = weights.values
     else:
         mean = (weight_sums / totals.tokens).tolist()
@@ -329,90 +329,100 @@ class TokenScores:
     components: Tensor  # (N, M) by each component, the language model first
     mixture: Tensor  # (N,) by the mixture
     weights: Tensor  # (N, M)
-    experts: Experts | None = None  # of online weights, which are not applied yet
 
-    def select(self, rows: slice) -> TokenScores:
+
+@dataclass(frozen=True)
+class ComponentScores:
+    """Log-probabilities of the targets at N positions by each component, and what their weights are computed from."""
+
+    components: Tensor  # (N, M); the language model first
+    given: PositionInputs
+
+    def select(self, rows: slice) -> ComponentScores:
         """Return the scores of some rows."""
-        experts = None if self.experts is None else self.experts.select(rows)
-        return TokenScores(self.components[rows], self.mixture[rows], self.weights[rows], experts)
+        return ComponentScores(self.components[rows], self.given.select(rows))
 
-    def online(self, begins: Tensor, config: OnlineConfig) -> TokenScores:
-        """Return these scores with online weights; `begins` marks the (N,) first tokens of texts, rows are in order."""
-        assert self.experts is not None
-        log_probs = self.experts.log_probs(self.components).cpu().numpy()  # (N, E)
-        log_weights = posterior(log_probs, begins.numpy(), config)
-        mixed = torch.from_numpy(mixed_log_probs(log_weights, log_probs))
-        experts = Experts(torch.from_numpy(log_weights), self.experts.component_weights.cpu())
-        return TokenScores(self.components, mixed.to(self.components), experts.mixed())
+    def weigh(self, layer: OnlineLayer, begins: Tensor) -> TokenScores:
+        """Return the scores of the mixture; `begins` marks the (N,) first tokens of texts, whose rows are in order."""
+        if not layer.stateful:
+            return self.weigh_alone(layer)
+        states, by_expert = layer.states_before(self.given, self.components, begins)
+        return self._mixed(layer.mixed(states, by_expert))
+
+    def weigh_alone(self, layer: OnlineLayer) -> TokenScores:
+        """Return the scores of the mixture with weights that do not depend on the text so far, in any order of rows."""
+        return self._mixed(layer.weights.compute(self.given.inputs, self.given.abstains))
+
+    def _mixed(self, weights: Tensor) -> TokenScores:
+        log_probs = self.components.nan_to_num(nan=-torch.inf, neginf=-torch.inf)
+        mixed = (log_probs.to(weights) + weights.log()).logsumexp(1)
+        return TokenScores(self.components, mixed.to(self.components), weights)
+
+
+def join_scores(scores: Sequence[ComponentScores], rows: Sequence[Tensor]) -> ComponentScores:
+    """Join the scores of batches in the order of their rows."""
+    order = torch.cat(list(rows)).argsort()
+
+    def join(tensors: Iterable[Tensor]) -> Tensor:
+        return torch.cat(list(tensors)).cpu()[order]
+
+    inputs, abstains = join(each.given.inputs for each in scores), join(each.given.abstains for each in scores)
+    return ComponentScores(join(each.components for each in scores), PositionInputs(inputs, abstains))
 
 
 class TextOrder:
-    """Applies online weights to scores: batches come by length, but online weights need each text from its beginning.
+    """Computes weights in the order of texts: batches come by length, but weights may depend on the text so far.
 
     Documents are read in groups; the scores of a group are put in order when the next group begins.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, layer: OnlineLayer) -> None:
+        self._layer = layer
         self._read: deque[tuple[int, Tensor, Tensor]] = deque()  # group, rows and first tokens of each batch
 
     def note(self, batches: Iterable[tuple[int, ReadBatch]]) -> Iterator[ReadBatch]:
         """Yield the batches of groups, and keep the places of their rows."""
         for group, batch in batches:
-            self._read.append((group, batch.rows, place(batch.context).positions == 0))
+            if self._layer.stateful:
+                self._read.append((group, batch.rows, place(batch.context).positions == 0))
             yield batch
 
-    def apply(self, scored: Iterable[TokenScores], config: OnlineConfig) -> Iterator[TokenScores]:
-        """Yield the scores of each group in the order of its rows, with online weights."""
-        waiting: list[tuple[TokenScores, Tensor, Tensor]] = []  # with the rows and first tokens of each
+    def weigh(self, scored: Iterable[ComponentScores]) -> Iterator[TokenScores]:
+        """Yield the scores of the mixture, those of each group in the order of its rows if the order matters."""
+        if not self._layer.stateful:
+            yield from (scores.weigh_alone(self._layer) for scores in scored)
+            return
+        waiting: list[tuple[ComponentScores, Tensor, Tensor]] = []  # with the rows and first tokens of each
         current = 0
         for scores in scored:
             first = 0
-            while first < len(scores.mixture):
+            while first < len(scores.components):
                 group, rows, begins = self._read.popleft()
                 if group != current and waiting:
-                    yield _ordered(waiting, config)
+                    yield self._ordered(waiting)
                     waiting = []
                 current = group
                 waiting.append((scores.select(slice(first, first + len(rows))), rows, begins))
                 first += len(rows)
         if waiting:
-            yield _ordered(waiting, config)
+            yield self._ordered(waiting)
+
+    def _ordered(self, waiting: Sequence[tuple[ComponentScores, Tensor, Tensor]]) -> TokenScores:
+        scores, rows, begins = zip(*waiting, strict=True)
+        return join_scores(scores, rows).weigh(self._layer, torch.cat(begins)[torch.cat(rows).argsort()])
 
 
-def _ordered(waiting: Sequence[tuple[TokenScores, Tensor, Tensor]], config: OnlineConfig) -> TokenScores:
-    """Join the scores of a group in the order of their rows, and apply online weights."""
-    scores, rows, begins = zip(*waiting, strict=True)
-    order = torch.cat(rows).argsort()
-    return join_scores(scores, rows).online(torch.cat(begins)[order], config)
-
-
-def join_scores(scores: Sequence[TokenScores], rows: Sequence[Tensor]) -> TokenScores:
-    """Join the scores of batches in the order of their rows."""
-    order = torch.cat(list(rows)).argsort()
-    experts = [each.experts for each in scores if each.experts is not None]
-
-    def join(tensors: Iterable[Tensor]) -> Tensor:
-        return torch.cat(list(tensors)).cpu()[order]
-
-    return TokenScores(
-        join(each.components for each in scores),
-        join(each.mixture for each in scores),
-        join(each.weights for each in scores),
-        Experts(join(each.states for each in experts), join(each.component_weights for each in experts))
-        if experts
-        else None,
-    )
-
-
-def score_batches(mixture: Mixture, batches: Iterable[ReadBatch], *, read_ahead: bool = False) -> Iterator[TokenScores]:
-    """Score the targets of every batch, in order, without online weights; several batches may come as one.
+def score_batches(
+    mixture: Mixture, batches: Iterable[ReadBatch], *, read_ahead: bool = False
+) -> Iterator[ComponentScores]:
+    """Score the targets of every batch with each component, in order; several batches may come as one.
 
     `read_ahead` reads the next batches while a search runs. It helps only where the search and the model do not share
     cores; nothing was gained with the model on a GPU either.
     """
     if not can_defer_search(mixture):
         for batch in batches:
-            yield _score(mixture.predict(batch.context, online=False), batch.targets)
+            yield component_scores(mixture.predict_components(batch.context), batch.targets)
         return
     coalesced = _coalesce(map(_strip, batches))
     if read_ahead:
@@ -427,9 +437,9 @@ def can_defer_search(mixture: Mixture) -> bool:
     return fixed and not mixture.components_need_tokens and all(memory.expensive for memory in mixture.memories)
 
 
-def _score(prediction: MixturePrediction, targets: Tensor) -> TokenScores:
-    log_probs = prediction.component_log_probs(targets)
-    return TokenScores(log_probs, prediction.combine(log_probs), prediction.weights, prediction.experts)
+def component_scores(found: ComponentOutputs, targets: Tensor) -> ComponentScores:
+    """Return the scores of targets, one for each position."""
+    return ComponentScores(found.log_probs(targets), found.given)
 
 
 @dataclass(frozen=True)
@@ -488,15 +498,15 @@ def _join(batches: Sequence[_PendingScores]) -> _PendingScores:
     return _PendingScores(Context(keys), targets, log_p)
 
 
-def _search(mixture: Mixture, pending: _PendingScores) -> TokenScores:
-    """Search for many positions at once, and mix."""
-    return _score(mixture.predict(pending.context, lm=pending.lm, online=False), pending.targets)
+def _search(mixture: Mixture, pending: _PendingScores) -> ComponentScores:
+    """Search for many positions at once."""
+    return component_scores(mixture.predict_components(pending.context, lm=pending.lm), pending.targets)
 
 
-def _search_in_thread(mixture: Mixture, coalesced: Iterable[_PendingScores]) -> Iterator[TokenScores]:
+def _search_in_thread(mixture: Mixture, coalesced: Iterable[_PendingScores]) -> Iterator[ComponentScores]:
     """Search in a second thread, one search at a time, while the caller's iterator reads on."""
     with ThreadPoolExecutor(1, thread_name_prefix="search") as worker:
-        searching: Future[TokenScores] | None = None
+        searching: Future[ComponentScores] | None = None
         for pending in coalesced:
             if searching is not None:
                 yield searching.result()

@@ -8,11 +8,10 @@ from dataclasses import dataclass, replace
 import torch
 
 from knnlm.errors import CorpusError, ParameterError
-from knnlm.evaluation.evaluate import TokenScores, join_scores
+from knnlm.evaluation.evaluate import component_scores, join_scores
 from knnlm.memories.knn import KnnMemory, StoredPassage, stored_passage
 from knnlm.memories.voting import NeighbourMemory, VoteOutput
 from knnlm.mixture.mixture import Mixture
-from knnlm.mixture.online import OnlineConfig
 from knnlm.mixture.readers import ReadBatch
 
 _TOKENS_BEFORE, _TOKENS_AFTER = 12, 8  # of a neighbour's context
@@ -64,17 +63,16 @@ def explain(mixture: Mixture, text: str, *, top: int = 3) -> list[TokenExplanati
     if not tokens:
         raise CorpusError("The text is empty: there is nothing to explain.")
     explainers = [_Explainer(mixture, tokens, batch, top) for batch in mixture.read([tokens])]
-    if mixture.online is not None:
-        _apply_online(explainers, mixture.online)
+    _weigh(mixture, explainers)
     explained = {row: explanation for explainer in explainers for row, explanation in explainer.each()}
     return [replace(explained[row], token=piece) for row, piece in enumerate(mixture.lm.token_texts(tokens))]
 
 
-def _apply_online(explainers: Sequence[_Explainer], config: OnlineConfig) -> None:
-    """Set the weights and probabilities of a text's positions to those of online weights."""
+def _weigh(mixture: Mixture, explainers: Sequence[_Explainer]) -> None:
+    """Set the weights and probabilities of all positions of a text."""
     rows = [explainer.batch.rows for explainer in explainers]
     first = torch.arange(sum(map(len, rows))) == 0
-    scores = join_scores([explainer.scores for explainer in explainers], rows).online(first, config)
+    scores = join_scores([explainer.scores for explainer in explainers], rows).weigh(mixture.layer, first)
     for explainer in explainers:
         explainer.p = scores.mixture[explainer.batch.rows].exp().tolist()
         explainer.weights = scores.weights[explainer.batch.rows]
@@ -89,14 +87,13 @@ class _Explainer:
         self.tokens = tokens
         self.batch = batch
         self.top = top
-        prediction = mixture.predict(batch.context, online=False)
-        self.outputs, self.lm = prediction.outputs, prediction.lm
-        log_probs = prediction.component_log_probs(batch.targets)  # (N, M)
-        self.scores = TokenScores(log_probs, prediction.combine(log_probs), prediction.weights, prediction.experts)
-        self.log_p = self.scores.mixture
-        self.p = self.log_p.exp().tolist()
-        self.component_probs = log_probs.exp().cpu()
-        self.weights = prediction.weights.cpu()
+        found = mixture.predict_components(batch.context)
+        self.outputs, self.lm = found.outputs, found.lm
+        self.scores = component_scores(found, batch.targets)
+        self.component_probs = self.scores.components.exp().cpu()
+        # Of the tokens, set by `_weigh`: probabilities, their logarithms, and the (N, M) weights.
+        self.p: list[float] = []
+        self.log_p = self.weights = torch.empty(0)
 
     def each(self) -> Iterator[tuple[int, TokenExplanation]]:
         """Iterate over (row, explanation)."""

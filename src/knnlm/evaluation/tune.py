@@ -12,9 +12,9 @@ import tempfile
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -24,18 +24,21 @@ from knnlm.corpus import Document
 from knnlm.datastore.locks import writer_lock
 from knnlm.datastore.store import Datastore
 from knnlm.errors import DatastoreError, ParameterError
-from knnlm.evaluation.evaluate import Evaluation, TokenScores, Totals, score_sums, summarise
+from knnlm.evaluation.evaluate import ComponentScores, Evaluation, TokenScores, Totals, score_sums, summarise
+from knnlm.evaluation.samples import sample_documents
 from knnlm.evaluation.support import SupportFigures, fit_support
 from knnlm.evaluation.sweep import KS, Grid, Sweep, sweep, totals_of
 from knnlm.evaluation.trace import MemoryTrace, Trace, record, to_tensor
 from knnlm.io import translate_os_errors
 from knnlm.memories.decoder import DecoderCard, set_lambda
 from knnlm.memories.voting import NeighbourMemory, VoteParams
-from knnlm.mixture.em import fit, renormalise
+from knnlm.mixture.em import fit
+from knnlm.mixture.evidence import EVIDENCE, evidence_before, evidence_features, gains
 from knnlm.mixture.gate import FEWEST, Gate, MemoryFeatures, Positions, feature_names, features, train_gate, train_skip
+from knnlm.mixture.layer import OnlineLayer, PositionInputs
 from knnlm.mixture.loader import is_decoder
 from knnlm.mixture.mixture import Mixture
-from knnlm.mixture.online import Experts, OnlineConfig, choose_config, expert_weights
+from knnlm.mixture.online import ExpertScores, OnlineConfig, choose_config, expert_log_probs
 from knnlm.mixture.saved import SavedTuning, save_tuning, weights_state
 from knnlm.mixture.spec import MemorySpec, parse_memories
 from knnlm.mixture.support import SupportModel
@@ -51,6 +54,9 @@ from knnlm.mixture.weights import (
 )
 from knnlm.progress import Progress, silent
 
+_MAX_SAMPLES = 60_000  # tokens that the model writes for the training of a gate
+
+_Columns = TypeVar("_Columns", MemoryFeatures, Positions)
 SettingsByMemory = Sequence[Sequence[VoteParams]]  # for each memory; empty where it has no neighbours
 
 
@@ -91,10 +97,15 @@ def tune(
     limit: int | None = None,
     grid: Grid | None = None,
     online: bool = True,
+    samples: int | None = None,
     batch_tokens: int | None = None,
     progress: Progress = silent,
 ) -> Tuning:
-    """Read a text once, choose settings and weights on it, save them in the store and apply them to the mixture."""
+    """Read a text once, choose settings and weights on it, save them in the store and apply them to the mixture.
+
+    A gate with online weights is trained also on `samples` tokens that the model writes: None: as many as the text has,
+    at most 60,000.
+    """
     store = mixture.store
     if store is None and mixture.path is not None and is_decoder(mixture.path):
         raise ParameterError(f"{mixture.path}: a decoder has no settings besides λ. Run knnlm tune to choose it.")
@@ -115,8 +126,16 @@ def tune(
             batch_tokens=batch_tokens,
             progress=progress,
         )
+        written = None
+        count = min(len(trace), _MAX_SAMPLES) if samples is None else samples
+        if count and online and weights == "gated":
+            documents = sample_documents(mixture.lm, count, progress=progress)
+            if documents:
+                written = record(mixture, documents, folder / "samples", k=max(grid.ks or KS), progress=progress)
         options: dict[str, Any] = {"device": str(mixture.lm.device), "progress": progress}
-        result = tune_trace(trace, store, weights=weights, grid=grid, specs=specs, online=online, **options)
+        result = tune_trace(
+            trace, store, weights=weights, grid=grid, specs=specs, online=online, samples=written, **options
+        )
         save_result(store.path, result, trace)
     apply_tuning(mixture, result)
     return result
@@ -130,23 +149,30 @@ def tune_trace(
     grid: Grid | None = None,
     specs: Sequence[MemorySpec] | None = None,
     online: bool = True,
+    samples: Trace | None = None,
     device: str = "cpu",
     progress: Progress = silent,
 ) -> Tuning:
-    """Choose settings and weights on a trace; nothing is saved. `online`: with online weights."""
+    """Choose settings and weights on a trace; nothing is saved. `online`: with online weights.
+
+    `samples` is the trace of a text that the model wrote; a gate is trained also on it, with evidence.
+    """
     begin = time.perf_counter()
     check_weights(weights)
     sweeps = sweep_all(trace, grid=grid, device=device)
     settings = choose_settings(trace, sweeps, several=weights != "fixed")
     base = math.exp(-float(np.asarray(trace.lm_log_probs, dtype=np.float64).mean()))
     table = tabulate(trace, settings, device=device)
+    written = None if samples is None else tabulate(samples, settings, device=device)
     if weights == "fixed" and len(sweeps) == 1 and sweeps[0] is not None:
         fitted = _best_lambda(sweeps[0])
     else:
-        fitted = fit_weights(table, weights, frequencies=token_frequencies(store), device=device, progress=progress)
+        fitted = fit_weights(
+            table, weights, frequencies=token_frequencies(store), samples=written, device=device, progress=progress
+        )
     perplexity, config = fitted.perplexity, None
     if online:
-        config, perplexity = choose_online(table, fitted.weights)
+        config, perplexity = choose_online(table, fitted.weights, written)
     mixed = score_table(table, fitted.weights, config).weights
     supported = fit_support(trace, table, settings, mixed, device=device, progress=progress) or (None, None)
     known = specs or [_spec(metadata) for metadata in trace.metadata["memories"]]
@@ -295,6 +321,22 @@ class MemoryColumns:
     feature_names: Sequence[str] = ()
     expensive: bool = False  # it needs a search
 
+    def join(self, other: MemoryColumns) -> MemoryColumns:
+        """Return the rows of both."""
+        features = nearest = None
+        if self.features is not None and other.features is not None:
+            features = _join(self.features, other.features)
+        if self.nearest is not None and other.nearest is not None:
+            nearest = torch.cat([self.nearest, other.nearest])
+        log_probs = torch.cat([self.log_probs, other.log_probs])
+        return replace(self, log_probs=log_probs, features=features, nearest=nearest)
+
+
+def _join(one: _Columns, other: _Columns) -> _Columns:
+    """Concatenate the tensors of two dataclasses."""
+    names = [field.name for field in fields(one)]
+    return type(one)(*(torch.cat([getattr(one, name), getattr(other, name)]) for name in names))
+
 
 @dataclass(frozen=True)
 class TraceTable:
@@ -334,6 +376,23 @@ class TraceTable:
         return self.documents == torch.arange(len(self.documents))
 
     @property
+    def evidence(self) -> Tensor:
+        """The (N, 3·m) features of the text before each row, from how well each memory predicted it."""
+        log_probs = self.log_probs
+        gained = gains(log_probs, log_probs.isnan(), [own.start for own in self.component_slices]).numpy()
+        starts = np.zeros((len(gained), len(EVIDENCE) * len(self.memories)))
+        return evidence_features(torch.from_numpy(evidence_before(gained, self.begins.numpy(), starts)))
+
+    def join(self, other: TraceTable) -> TraceTable:
+        """Return the rows of both tables; the totals are those of this one."""
+        names = ("lm_log_probs", "lm_features", "lm_top")
+        joined: dict[str, Any] = {name: torch.cat([getattr(self, name), getattr(other, name)]) for name in names}
+        positions = _join(self.positions, other.positions)
+        documents = torch.cat([self.documents, other.documents + len(self.documents)])
+        memories = [one.join(two) for one, two in zip(self.memories, other.memories, strict=True)]
+        return replace(self, **joined, positions=positions, documents=documents, memories=memories)
+
+    @property
     def expensive(self) -> list[int]:
         """Numbers of the memories that need a search."""
         return [number for number, memory in enumerate(self.memories) if memory.expensive]
@@ -348,6 +407,11 @@ class TraceTable:
             elif not leave_out:
                 by_memory.append(_not_searched(memory.features))
         return features(self.positions, frequencies, (self.lm_features, self.lm_top), by_memory)
+
+    def layer(self, weights: Weights, config: OnlineConfig | None) -> OnlineLayer:
+        """Return weights of these memories, and how the tokens of a text change them."""
+        kinds = tuple(memory.kind for memory in self.memories)
+        return OnlineLayer(weights, config, kinds, tuple(self.component_slices))
 
     def log_probs_without(self, memories: Sequence[int], rows: Tensor) -> Tensor:
         """Return the log-probabilities with some memories abstaining at some rows."""
@@ -439,9 +503,18 @@ class FittedWeights:
 
 
 def fit_weights(
-    table: TraceTable, kind: str, *, frequencies: Tensor, device: str = "cpu", progress: Progress = silent
+    table: TraceTable,
+    kind: str,
+    *,
+    frequencies: Tensor,
+    samples: TraceTable | None = None,
+    device: str = "cpu",
+    progress: Progress = silent,
 ) -> FittedWeights:
-    """Fit weights of one kind; `fixed` weights only the first component of each memory, the others all of them."""
+    """Fit weights of one kind; `fixed` weights only the first component of each memory, the others all of them.
+
+    A gate is trained also on `samples`, the table of a text that the model wrote, and then sees evidence.
+    """
     check_weights(kind)
     if kind in ("fixed", "fitted"):
         count = len(table.component_names)
@@ -452,9 +525,10 @@ def fit_weights(
         return FittedWeights(FixedWeights(tuple(values.tolist()), kind), math.exp(estimate.loss))
     if kind == "buckets":
         return _fit_buckets(table)
-    gated = _fit_gate(table, frequencies, device, progress)
+    gated = _fit_gate(table, samples, frequencies, device, progress)
     assert gated.gate.out_of_fold is not None
-    return FittedWeights(gated, math.exp(-float(gated.gate.out_of_fold.double().mean())))
+    own = gated.gate.out_of_fold[: len(table.lm_log_probs)]
+    return FittedWeights(gated, math.exp(-float(own.double().mean())))
 
 
 def _fit_buckets(table: TraceTable) -> FittedWeights:
@@ -468,29 +542,36 @@ def _fit_buckets(table: TraceTable) -> FittedWeights:
     return FittedWeights(BucketWeights(buckets, number), math.exp(-float(mixed.mean())))
 
 
-def _fit_gate(table: TraceTable, frequencies: Tensor, device: str, progress: Progress) -> GatedWeights:
+def _fit_gate(
+    table: TraceTable, samples: TraceTable | None, frequencies: Tensor, device: str, progress: Progress
+) -> GatedWeights:
     """Train a gate, a second one for positions without a search, and the network that skips searches."""
+    every = table if samples is None else table.join(samples)
+    evidence = every.evidence if samples is not None else torch.empty(len(every.documents), 0)
+    names = feature_names(
+        [(memory.kind, memory.feature_names) for memory in table.memories], evidence=samples is not None
+    )
 
     def train(inputs: Tensor, log_probs: Tensor) -> Gate:
         return train_gate(
-            inputs,
+            torch.cat([inputs, evidence], 1),
             log_probs,
-            table.documents,
-            feature_names=feature_names((memory.kind, memory.feature_names) for memory in table.memories),
+            every.documents,
+            feature_names=names,
             component_names=table.component_names,
             device=device,
             progress=progress,
         )
 
-    gate = train(table.features(frequencies), table.log_probs)
-    expensive = table.expensive
-    if not expensive or len(table.lm_log_probs) < FEWEST:
+    gate = train(every.features(frequencies), every.log_probs)
+    expensive, count = table.expensive, len(table.lm_log_probs)
+    if not expensive or count < FEWEST:
         return GatedWeights(gate, frequencies)
-    everywhere = torch.ones(len(table.lm_log_probs), dtype=torch.bool)
-    cheap = train(table.features(frequencies, without=expensive), table.log_probs_without(expensive, everywhere))
+    everywhere = torch.ones(len(every.documents), dtype=torch.bool)
+    cheap = train(every.features(frequencies, without=expensive), every.log_probs_without(expensive, everywhere))
     assert gate.out_of_fold is not None
     assert cheap.out_of_fold is not None
-    gain = gate.out_of_fold.cpu() - cheap.out_of_fold.cpu()
+    gain = (gate.out_of_fold.cpu() - cheap.out_of_fold.cpu())[:count]
     before_search = table.features(frequencies, without=expensive, leave_out=True)
     skip = train_skip(before_search, gain, table.documents, device=device, progress=progress)
     return GatedWeights(gate, frequencies, skip=skip, cheap=cheap)
@@ -501,57 +582,59 @@ def _mix(log_probs: Tensor, weights: Tensor) -> Tensor:
     return (log_probs.nan_to_num(nan=-torch.inf).double() + weights.double().log()).logsumexp(1)
 
 
-def apply_weights(table: TraceTable, weights: Weights) -> tuple[Tensor, Tensor]:
-    """Return (N, M) log-probabilities of the targets by each component, and the (N, M) weights of the components."""
+def component_table(table: TraceTable, weights: Weights) -> ComponentScores:
+    """Return the log-probabilities of the targets by each component, and what these weights are computed from."""
     log_probs = table.log_probs
-    abstains = log_probs.isnan()
-    if isinstance(weights, FixedWeights):
-        return log_probs, renormalise(torch.tensor(weights.values, dtype=torch.float64), abstains)
+    inputs = torch.empty(len(log_probs), 0)
     if isinstance(weights, BucketWeights):
         distances = table.memories[weights.memory].nearest
         assert distances is not None
-        return log_probs, weights.buckets.weights(distances, abstains)
-    assert isinstance(weights, GatedWeights)
-    inputs = table.features(weights.frequencies)
-    if weights.skip is None or weights.cheap is None or weights.fraction <= 0:
-        return log_probs, weights.gate.weights(inputs, abstains)
-    expensive = table.expensive
-    before_search = table.features(weights.frequencies, without=expensive, leave_out=True)
-    searched = weights.skip.search_mask(before_search, weights.fraction)
-    log_probs = table.log_probs_without(expensive, ~searched)
-    abstains = log_probs.isnan()
-    not_searched = table.features(weights.frequencies, without=expensive)
-    both = weights.gate.weights(inputs, abstains), weights.cheap.weights(not_searched, abstains)
-    return log_probs, torch.where(searched[:, None], *both)
+        inputs = distances[:, None]
+    elif isinstance(weights, GatedWeights):
+        inputs = table.features(weights.frequencies)
+        if weights.skip is not None and weights.skips_searches:
+            expensive = table.expensive
+            before_search = table.features(weights.frequencies, without=expensive, leave_out=True)
+            searched = weights.skip.search_mask(before_search, weights.fraction)
+            log_probs = table.log_probs_without(expensive, ~searched)
+            not_searched = table.features(weights.frequencies, without=expensive)
+            inputs = torch.cat([torch.where(searched[:, None], inputs, not_searched), searched[:, None].float()], 1)
+    return ComponentScores(log_probs, PositionInputs(inputs, log_probs.isnan()))
 
 
-def expert_table(table: TraceTable, log_probs: Tensor, weights: Tensor) -> Experts:
-    """Return the experts of online weights at every row, with their prior; `weights` are those of the components."""
-    stores = [own for memory, own in zip(table.memories, table.component_slices, strict=True) if memory.kind == "knn"]
-    by_expert = expert_weights(weights, stores, log_probs.isnan())
-    return Experts(torch.zeros(by_expert.shape[:2], dtype=torch.float64), by_expert)
-
-
-def choose_online(table: TraceTable, weights: Weights) -> tuple[OnlineConfig | None, float]:
+def choose_online(
+    table: TraceTable, weights: Weights, samples: TraceTable | None = None
+) -> tuple[OnlineConfig | None, float]:
     """Choose the prior and the switch rate of online weights over fitted weights; return them and the perplexity.
 
-    A gate is represented by its predictions for documents that it was not trained on.
+    A gate is represented by its predictions for documents that it was not trained on. `samples` is the table of a text
+    that the model wrote, on which the memories should not be used.
     """
-    log_probs, by_row = apply_weights(table, weights)
-    by_expert = expert_table(table, log_probs, by_row.float()).log_probs(log_probs).numpy()  # (N, E)
-    if isinstance(weights, GatedWeights) and weights.gate.out_of_fold is not None:
-        by_expert[:, 1] = weights.gate.out_of_fold.double().cpu().numpy()
-    config, loss = choose_config(by_expert, table.begins.numpy())
+    held_out = weights.gate.out_of_fold if isinstance(weights, GatedWeights) else None
+    count = len(table.lm_log_probs)
+    own = _expert_scores(table, weights, None if held_out is None else held_out[:count])
+    other = None
+    if samples is not None:
+        other = _expert_scores(samples, weights, None if held_out is None else held_out[count:])
+    layer = table.layer(weights, OnlineConfig())
+    config, loss = choose_config(own, other, stores=len(layer.stores), caches=len(layer.caches))
     return config, math.exp(loss)
+
+
+def _expert_scores(table: TraceTable, weights: Weights, held_out: Tensor | None) -> ExpertScores:
+    """Return the log-probabilities of the targets by each expert; those of the mixture are given, if `held_out` is."""
+    scores = component_table(table, weights)
+    layer = table.layer(weights, OnlineConfig())
+    _, by_expert = layer.states_before(scores.given, scores.components, table.begins)
+    log_probs = expert_log_probs(by_expert, scores.components).numpy()  # (N, E)
+    if held_out is not None:
+        log_probs[:, 1] = held_out.double().cpu().numpy()
+    return ExpertScores(log_probs, table.begins.numpy())
 
 
 def score_table(table: TraceTable, weights: Weights, online: OnlineConfig | None = None) -> TokenScores:
     """Return the scores of the table's targets with these weights."""
-    log_probs, by_row = apply_weights(table, weights)
-    mixed = _mix(log_probs, by_row)
-    if online is None:
-        return TokenScores(log_probs, mixed, by_row)
-    return TokenScores(log_probs, mixed, by_row, expert_table(table, log_probs, by_row)).online(table.begins, online)
+    return component_table(table, weights).weigh(table.layer(weights, online), table.begins)
 
 
 def evaluate_table(table: TraceTable, weights: Weights, online: OnlineConfig | None = None) -> Evaluation:

@@ -22,8 +22,8 @@ from transformers.cache_utils import Cache, DynamicLayer, StaticLayer
 from knnlm.errors import ModelError
 from knnlm.lm.causal import CausalLM, eval_mode
 from knnlm.memories.base import LOGITS, Context, Origin, Source, Span
+from knnlm.mixture.layer import OnlineLayer
 from knnlm.mixture.mixture import Mixture
-from knnlm.mixture.online import Experts, OnlineConfig
 from knnlm.mixture.weights import MixturePrediction
 
 _STATE_ATTRIBUTE = "knnlm_state"
@@ -56,7 +56,8 @@ class MemoryState:
     all_given: bool = True  # no token has another origin
     keys: dict[Source, _HistoryLayer] = field(default_factory=dict)
     online: _HistoryLayer = field(default_factory=_HistoryLayer)  # the state of online weights at each position
-    # At the last position, if needed: (M · V,) log-probabilities of the components, (E · M,) weights by expert, and M.
+    # At the last position, if needed: (M · V,) log-probabilities of the components, (E · M,) weights by expert, (M,)
+    # which components abstain, and M.
     pending: _HistoryLayer = field(default_factory=_HistoryLayer)
     reader_caches: dict[int, DynamicCache] = field(default_factory=dict)  # by the reader's number
 
@@ -122,7 +123,7 @@ def advance(
             state.keys[source].append(every[source], step.tokens)
     if isinstance(cache, Cache):
         state.attach(cache)
-    return Context(states, spans_of(state, step, mixture.online) if mixture.needs_tokens else ())
+    return Context(states, spans_of(state, step, mixture.layer) if mixture.needs_tokens else ())
 
 
 def _reader_cache(state: MemoryState, reader: int, model: CausalLM) -> DynamicCache:
@@ -158,7 +159,7 @@ def _arguments(forward: Callable[..., Any]) -> frozenset[str]:
     return frozenset(inspect.signature(forward).parameters)
 
 
-def spans_of(state: MemoryState, step: ForwardStep, online: OnlineConfig | None) -> list[Span]:
+def spans_of(state: MemoryState, step: ForwardStep, layer: OnlineLayer) -> list[Span]:
     """Return the predicted positions of each text with the tokens before them; padding is a span of its own."""
     assert state.tokens.keys is not None
     assert state.tokens.values is not None
@@ -177,18 +178,14 @@ def spans_of(state: MemoryState, step: ForwardStep, online: OnlineConfig | None)
             spans.append(Span(tokens[row, : min(start, end)], first, {}))
             first = min(start, end)
         if end > first:
-            past = {
-                source: layer.keys[row, 0, start:first]
-                for source, layer in state.keys.items()
-                if layer.keys is not None
-            }
+            past = {source: own.keys[row, 0, start:first] for source, own in state.keys.items() if own.keys is not None}
             origins = None if state.all_given else state.tokens.keys[row, 0, start:end, 0]
             span = Span(tokens[row, start:end], first - start, past, origins=origins)
-            spans.append(span if online is None else _with_state(span, state, online, row, start=start))
+            spans.append(_with_state(span, state, layer, row, start=start) if layer.stateful else span)
     return spans
 
 
-def _with_state(span: Span, state: MemoryState, online: OnlineConfig, row: int, *, start: int) -> Span:
+def _with_state(span: Span, state: MemoryState, layer: OnlineLayer, row: int, *, start: int) -> Span:
     """Return a span with the state of online weights at its first position; its text begins at `start` of the row."""
     first = start + span.start  # among the padded tokens
     known, pending = state.online.keys, state.pending.keys
@@ -199,26 +196,27 @@ def _with_state(span: Span, state: MemoryState, online: OnlineConfig, row: int, 
     kept = first == length and pending is not None and bool(state.pending.get_seq_length())
     if kept and (span.origins is None or bool(span.origins[span.start] == Origin.GIVEN)):
         assert pending is not None
-        before = _after_pending(before, pending[row, 0, 0], span.tokens[span.start], online)
+        before = _after_pending(before, pending[row, 0, 0], span.tokens[span.start], layer)
     return replace(span, state=before)
 
 
-def _after_pending(before: Tensor, pending: Tensor, token: Tensor, online: OnlineConfig) -> Tensor:
+def _after_pending(before: Tensor, pending: Tensor, token: Tensor, layer: OnlineLayer) -> Tensor:
     """Return the (S,) state after the token that follows the last position of the previous step."""
-    experts = len(before)
     components = int(pending[-1])
-    weights = pending[-1 - experts * components : -1].reshape(1, experts, components)
-    dense = pending[: -1 - experts * components].reshape(components, -1)
-    return Experts(before[None], weights).after(dense[:, token][None], online)[0]
+    weights = layer.experts * components
+    dense, by_expert, abstains, _ = pending.split([len(pending) - weights - components - 1, weights, components, 1])
+    by_expert = by_expert.reshape(1, layer.experts, components)
+    log_probs = dense.reshape(components, -1)[:, token][None]
+    return layer.after(before[None], by_expert, log_probs, abstains[None] > 0)[0]
 
 
 def keep_pending(state: MemoryState, step: ForwardStep, last: MixturePrediction) -> None:
     """Keep what the next token's evidence is computed from: the prediction of the last position of each text."""
-    assert last.experts is not None
+    assert last.by_expert is not None
     dense = torch.stack([component.log_probs().float() for component in last.components], 1)  # (B, M, V)
-    weights = last.experts.component_weights  # (B, E, M)
+    weights, abstains = last.by_expert, last.component_abstains()  # (B, E, M) and (B, M)
     count = weights.new_full((len(weights), 1), weights.shape[-1])
-    pending = torch.cat([dense.flatten(1), weights.flatten(1), count], 1).detach()
+    pending = torch.cat([dense.flatten(1), weights.flatten(1), abstains.to(weights), count], 1).detach()
     state.pending.replace(pending[:, None], step.tokens[:, -1:])
 
 

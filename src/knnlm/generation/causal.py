@@ -236,7 +236,7 @@ class KnnForCausalLM(PreTrainedModel, GenerationMixin):
             **others,
         )
         mixed = self.mixture.predict(context, all_components=False)
-        if mixed.experts is not None:
+        if mixed.states is not None:
             assert state is not None
             assert step is not None
             kept = None if wide is logits_to_keep else _places(logits_to_keep)
@@ -320,7 +320,7 @@ class KnnForCausalLM(PreTrainedModel, GenerationMixin):
 
     def _with_evidence(self, input_ids: Tensor | None, cache: Any, logits_to_keep: int | Tensor) -> int | Tensor:
         """Return how many logits to keep so that the new tokens of a prompt update the online weights."""
-        if self.mixture.online is None or input_ids is None:
+        if not self.mixture.layer.stateful or input_ids is None:
             return logits_to_keep
         if not isinstance(logits_to_keep, int):
             return 0
@@ -344,8 +344,8 @@ class KnnForCausalLM(PreTrainedModel, GenerationMixin):
         cache: Any,
     ) -> MixturePrediction:
         """Keep the online weights of every position in the state, and return the prediction of the kept positions."""
-        assert mixed.experts is not None
-        keep_states(state, step, mixed.experts.states.unflatten(0, (len(step.tokens), -1)))
+        assert mixed.states is not None
+        keep_states(state, step, mixed.states.unflatten(0, (len(step.tokens), -1)))
         if kept is not None:
             mixed = self._predict_again(context, state, step, kept)
         if isinstance(cache, Cache):
@@ -378,7 +378,7 @@ class KnnForCausalLM(PreTrainedModel, GenerationMixin):
         states = {
             source: own.unflatten(0, (batch, -1))[:, kept].flatten(0, 1) for source, own in context.states.items()
         }
-        spans = spans_of(state, replace(step, kept=kept), self.mixture.online)
+        spans = spans_of(state, replace(step, kept=kept), self.mixture.layer)
         return self.mixture.predict(Context(states, spans), all_components=False)
 
     def _run_base(self, **inputs: Any) -> tuple[Any, dict[Source, Tensor]]:

@@ -26,6 +26,7 @@ from knnlm.errors import DatastoreCorrupt, ParameterError
 from knnlm.memories.base import Context, MemoryOutput
 from knnlm.memories.decoder import LM_FEATURES
 from knnlm.mixture.em import check_logs, fit, fit_folds, folds_of, log_mixed, renormalise
+from knnlm.mixture.evidence import EVIDENCE
 from knnlm.progress import Progress, silent
 
 _MAX_DEVIATION = 5.0  # in standard deviations: features are clamped, so that networks need not extrapolate
@@ -307,9 +308,15 @@ def place(context: Context) -> Positions:
     return Positions(torch.cat([empty, *positions]), torch.cat([empty.to(tokens[0]) if tokens else empty, *tokens]))
 
 
-def feature_names(memories: Iterable[tuple[str, Sequence[str]]]) -> list[str]:
-    """Return the names of the columns of `features`, from the kind and the feature names of each memory."""
-    return [*_OF_POSITION, *component_feature_names(memories)]
+def feature_names(memories: Sequence[tuple[str, Sequence[str]]], *, evidence: bool = False) -> list[str]:
+    """Return the names of the columns of `features`, from the kind and the feature names of each memory.
+
+    With `evidence`, the columns of `evidence_features` follow.
+    """
+    names = [*_OF_POSITION, *component_feature_names(memories)]
+    if evidence:
+        names += [f"{number} {kind} {name}" for number, (kind, _) in enumerate(memories) for name in EVIDENCE]
+    return names
 
 
 def component_feature_names(memories: Iterable[tuple[str, Sequence[str]]]) -> list[str]:

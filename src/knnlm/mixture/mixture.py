@@ -19,17 +19,9 @@ from knnlm.memories.base import LM_LOGITS, LOGITS, Context, Memory, MemoryOutput
 from knnlm.memories.decoder import LMOutput
 from knnlm.memories.knn import KnnMemory
 from knnlm.memories.voting import RetrievedNeighbours, searches
+from knnlm.mixture.layer import OnlineLayer, PositionInputs, has_evidence, next_tokens
 from knnlm.mixture.loader import check_model, load_mixture, specs_of
-from knnlm.mixture.online import (
-    Experts,
-    OnlineConfig,
-    expert_log_probs,
-    expert_weights,
-    has_evidence,
-    next_tokens,
-    prior_on,
-    span_states,
-)
+from knnlm.mixture.online import OnlineConfig
 from knnlm.mixture.readers import ReadBatch, Readers
 from knnlm.mixture.spec import DEFAULTS, MemorySpec, MixtureOptions, MixtureRequest, SavedMixture
 from knnlm.mixture.support import SupportModel
@@ -73,6 +65,36 @@ class Retrieved:
         return replace(self, neighbours=[self.neighbours[number] for number in memories])
 
 
+@dataclass(frozen=True)
+class ComponentOutputs:
+    """The predictions of every component at N positions, and what their weights are computed from."""
+
+    components: Sequence[Prediction]  # the first one is the language model's
+    given: PositionInputs
+    outputs: Sequence[MemoryOutput]  # of each memory
+    search_mask: Tensor | None  # (N,) False where a search was skipped; None: nowhere
+    lm: MemoryOutput
+
+    def log_probs(self, targets: Tensor) -> Tensor:
+        """Return the (N, M) log-probabilities of one token per row by each component."""
+        return torch.stack([component.log_prob(targets) for component in self.components], 1)
+
+    def mixed(
+        self, weights: Tensor, states: Tensor | None = None, by_expert: Tensor | None = None
+    ) -> MixturePrediction:
+        """Return their sum with these (N, M) weights."""
+        return MixturePrediction(
+            self.components,
+            weights,
+            self.given.abstains,
+            self.outputs,
+            self.search_mask,
+            states,
+            by_expert,
+            self.lm,
+        )
+
+
 class Mixture:
     """p = w_0·p_LM + Σ_m w_m·p_m; with one memory of neighbours, p = (1-λ)·p_LM + λ·p_kNN."""
 
@@ -93,6 +115,7 @@ class Mixture:
     ) -> None:
         self.lm = lm
         self._request: MixtureRequest | None = None
+        self._layer: OnlineLayer | None = None  # of the present weights
         self.memories: list[Memory] = list(memory) if isinstance(memory, Sequence) else [memory]
         if not self.memories:
             raise ParameterError("A mixture needs at least one memory.")
@@ -205,7 +228,7 @@ class Mixture:
     @property
     def needs_tokens(self) -> bool:
         """Whether a component or the weights need the tokens of the text, or earlier keys."""
-        return self.online is not None or self.components_need_tokens
+        return self.layer.stateful or self.components_need_tokens
 
     @property
     def components_need_tokens(self) -> bool:
@@ -214,10 +237,14 @@ class Mixture:
         return gated or any(memory.source is None or memory.history_length for memory in self.memories)
 
     @property
-    def store_slices(self) -> list[slice]:
-        """The components of each memory of the kind knn, among all components."""
-        pairs = zip(self.memories, self.component_slices, strict=True)
-        return [own for memory, own in pairs if isinstance(memory, KnnMemory)]
+    def layer(self) -> OnlineLayer:
+        """The weights, and how the tokens of a text change them."""
+        layer = self._layer
+        if layer is None or layer.weights is not self.weights or layer.config is not self.online:
+            kinds = tuple(memory.name for memory in self.memories)
+            layer = OnlineLayer(self.weights, self.online, kinds, tuple(self.component_slices))
+            self._layer = layer
+        return layer
 
     @property
     def max_length(self) -> int | None:
@@ -275,20 +302,38 @@ class Mixture:
         *,
         lm: MemoryOutput | None = None,
         all_components: bool = True,
-        online: bool = True,
     ) -> MixturePrediction:
         """Mix the language model's distribution with those of the memories.
 
         The context holds the (N, V) logits as LM_LOGITS; `lm` stands for them where they were not kept. What was not
         retrieved is searched for. Without `all_components`, memories whose weight is 0 everywhere are left out, and
-        nothing is searched for them. `online` applies the online weights, if the mixture has them; without it, the
-        experts have their prior, and the prediction is that of the mixture with its own weights.
+        nothing is searched for them. Tokens of the context's spans change the weights of later positions, if the
+        mixture has online weights.
         """
         if lm is None:
             lm = LMOutput(context.states[LM_LOGITS])
-        leave_out = not all_components and self.online is None
+        layer = self.layer
+        leave_out = not all_components and not layer.stateful
         if leave_out and isinstance(self.weights, FixedWeights) and not all(self.weights.values[1:]):
             return self._predict_weighted(context, retrieved, lm, self.weights.values)
+        found = self.predict_components(context, retrieved, lm=lm)
+        given = found.given
+        if not layer.stateful:
+            return found.mixed(self.weights.compute(given.inputs, given.abstains))
+        spans, device = context.spans, given.abstains.device
+        if has_evidence(spans):
+            states, by_expert = layer.span_states(spans, given, found.log_probs(next_tokens(spans, device)))
+        else:
+            states = layer.given_states(spans, len(given.abstains), device)
+            by_expert = layer.by_expert(states, given)
+        return found.mixed(layer.mixed(states, by_expert), states, by_expert)
+
+    def predict_components(
+        self, context: Context, retrieved: Retrieved | None = None, *, lm: MemoryOutput | None = None
+    ) -> ComponentOutputs:
+        """Return the predictions of every component, and what their weights are computed from; see `predict`."""
+        if lm is None:
+            lm = LMOutput(context.states[LM_LOGITS])
         cheap = self._cheap_outputs(context)
         if retrieved is None or retrieved.search_mask is None:
             context = replace(context, search_mask=self.weights.search_mask(context, lm, cheap))
@@ -299,13 +344,8 @@ class Mixture:
             for number, output in enumerate(cheap)
         ]
         components = [*lm.components, *(component for output in outputs for component in output.components)]
-        abstains = abstain_mask(components)  # (N, M)
-        weights = self.weights.compute(context, lm, outputs, abstains)
-        experts = None
-        if self.online is not None:
-            experts = self._experts(context, components, weights, abstains, evidence=online)
-            weights = experts.mixed() if online else weights
-        return MixturePrediction(components, weights, abstains, outputs, context.search_mask, experts, lm)
+        given = PositionInputs(self.weights.inputs(context, lm, outputs), abstain_mask(components))
+        return ComponentOutputs(components, given, outputs, context.search_mask, lm)
 
     # The methods below forward to higher packages, which are imported when they are called.
 
@@ -345,6 +385,7 @@ class Mixture:
         knn_temperatures: Sequence[float] | None = None,
         lambdas: Sequence[float] | None = None,
         online: bool = True,
+        samples: int | None = None,
         sources: Sequence[str] = (),
         limit: int | None = None,
         batch_tokens: int | None = None,
@@ -353,14 +394,16 @@ class Mixture:
         """Choose settings and weights on held-out documents, save them in the store and apply them to this mixture.
 
         `weights` is fixed, fitted, buckets or gated. `ks`, `knn_temperatures` and `lambdas` are the values to try.
-        `online` adds online weights, which return to the language model in a text that the memories predict worse.
+        `online` adds online weights, which return to the language model in a text that the memories predict worse; a
+        gate is then trained also on `samples` tokens that the model writes, by default as many as the documents have.
         """
         from knnlm.evaluation.sweep import Grid
         from knnlm.evaluation.tune import tune
 
         grid = Grid.of(ks, knn_temperatures, lambdas)
         reading: dict[str, Any] = {"limit": limit, "batch_tokens": batch_tokens, "progress": progress}
-        return tune(self, documents, weights=weights, grid=grid, online=online, sources=sources, **reading)
+        chosen: dict[str, Any] = {"weights": weights, "grid": grid, "online": online, "samples": samples}
+        return tune(self, documents, sources=sources, **chosen, **reading)
 
     def record(
         self,
@@ -390,22 +433,6 @@ class Mixture:
         from knnlm.generation.causal import generate_text
 
         return generate_text(self, prompt, max_new_tokens=max_new_tokens, seed=seed, **settings)
-
-    def _experts(
-        self, context: Context, components: Sequence[Prediction], weights: Tensor, abstains: Tensor, *, evidence: bool
-    ) -> Experts:
-        """Return the experts of every position, with `evidence` updated by the tokens of its span before it."""
-        assert self.online is not None
-        by_expert = expert_weights(weights, self.store_slices, abstains)  # (N, E, M)
-        spans = context.spans if evidence else ()
-        if not spans:
-            prior = prior_on(self.online, by_expert.shape[1], weights.device)
-            return Experts(prior.expand(by_expert.shape[:2]), by_expert)
-        log_probs = None
-        if has_evidence(spans):
-            tokens = next_tokens(spans, weights.device)
-            log_probs = expert_log_probs(by_expert, torch.stack([each.log_prob(tokens) for each in components], 1))
-        return Experts(span_states(spans, log_probs, self.online, by_expert.shape[1], weights.device), by_expert)
 
     def _predict_weighted(
         self, context: Context, retrieved: Retrieved | None, lm: MemoryOutput, weights: Sequence[float]

@@ -183,7 +183,7 @@ def load_weights(
             weights, found = gated, len(gated.gate.component_names)
             names, given = (
                 gated.gate.feature_names,
-                tuple(feature_names((one.name, one.feature_names) for one in memories)),
+                tuple(feature_names([(one.name, one.feature_names) for one in memories], evidence=gated.uses_evidence)),
             )
             if names != given:
                 raise ValueError(f"the gate has {len(names)} features, and these memories have {len(given)} others")

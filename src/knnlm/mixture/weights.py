@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from itertools import accumulate, pairwise
 from typing import Any, ClassVar, Protocol
 
@@ -26,8 +26,8 @@ from knnlm.errors import DatastoreCorrupt, ParameterError
 from knnlm.memories.base import Context, Memory, MemoryOutput, Prediction, Votes
 from knnlm.memories.voting import VoteOutput, by_token
 from knnlm.mixture.em import check_logs, fit, renormalise
+from knnlm.mixture.evidence import EVIDENCE
 from knnlm.mixture.gate import Gate, SearchSkipper, features, memory_features, place
-from knnlm.mixture.online import Experts
 
 KINDS = ("fixed", "fitted", "buckets", "gated")
 
@@ -43,7 +43,8 @@ class MixturePrediction:
     abstain_mask: Tensor | None = None  # (N, M) where a component abstains; None: not computed yet
     outputs: Sequence[MemoryOutput] = ()  # of each memory
     search_mask: Tensor | None = None  # (N,) False where a search was skipped; None: nowhere
-    experts: Experts | None = None  # of online weights
+    states: Tensor | None = None  # (N, S) of the text before the token that follows each position; None: not needed
+    by_expert: Tensor | None = None  # (N, E, M) weights of the components for each expert of online weights
     lm: MemoryOutput | None = None  # the output of the language model; None: not kept
 
     @classmethod
@@ -217,8 +218,18 @@ class Weights(Protocol):
     def kind(self) -> str:
         """One of KINDS."""
 
-    def compute(self, context: Context, lm: MemoryOutput, outputs: Sequence[MemoryOutput], abstains: Tensor) -> Tensor:
-        """Return (N, M) weights; rows sum to 1, and components that abstain have 0."""
+    @property
+    def uses_evidence(self) -> bool:
+        """Whether weights depend on how well each memory has predicted the text so far."""
+
+    def inputs(self, context: Context, lm: MemoryOutput, outputs: Sequence[MemoryOutput]) -> Tensor:
+        """Return the (N, F) inputs that the weights of positions are computed from."""
+
+    def compute(self, inputs: Tensor, abstains: Tensor, evidence: Tensor | None = None) -> Tensor:
+        """Return (N, M) weights; rows sum to 1, and components that abstain have 0.
+
+        `evidence` are the (N, 3·m) features of the text so far; None: those of the beginning of a text.
+        """
 
     @property
     def skips_searches(self) -> bool:
@@ -235,12 +246,17 @@ class FixedWeights:
     values: tuple[float, ...]
     kind: str = "fixed"
     skips_searches: ClassVar[bool] = False
+    uses_evidence: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         if not (min(self.values) >= -1e-6 and abs(sum(self.values) - 1) <= 1e-4):
             raise ParameterError(f"weights must be at least 0 and sum to 1, not {self.values}.")
 
-    def compute(self, context: Context, lm: MemoryOutput, outputs: Sequence[MemoryOutput], abstains: Tensor) -> Tensor:  # noqa: ARG002
+    def inputs(self, context: Context, lm: MemoryOutput, outputs: Sequence[MemoryOutput]) -> Tensor:  # noqa: ARG002
+        """Return (N, 0): nothing is needed."""
+        return lm.components[0].abstains()[:, None][:, :0].float()
+
+    def compute(self, inputs: Tensor, abstains: Tensor, evidence: Tensor | None = None) -> Tensor:  # noqa: ARG002
         """Return the same weights for every row."""
         return renormalise(on_device(self.values, abstains.device), abstains)
 
@@ -257,12 +273,17 @@ class BucketWeights:
     memory: int  # which memory's neighbours
     kind: str = "buckets"
     skips_searches: ClassVar[bool] = False
+    uses_evidence: ClassVar[bool] = False
 
-    def compute(self, context: Context, lm: MemoryOutput, outputs: Sequence[MemoryOutput], abstains: Tensor) -> Tensor:  # noqa: ARG002
-        """Return the weights of each row's bucket."""
+    def inputs(self, context: Context, lm: MemoryOutput, outputs: Sequence[MemoryOutput]) -> Tensor:  # noqa: ARG002
+        """Return the (N, 1) distances of the nearest neighbours."""
         output = outputs[self.memory]
         assert isinstance(output, VoteOutput)
-        return self.buckets.weights(nearest(output.neighbours.distances), abstains)
+        return nearest(output.neighbours.distances)[:, None]
+
+    def compute(self, inputs: Tensor, abstains: Tensor, evidence: Tensor | None = None) -> Tensor:  # noqa: ARG002
+        """Return the weights of each row's bucket."""
+        return self.buckets.weights(inputs[:, 0], abstains)
 
     def search_mask(self, context: Context, lm: MemoryOutput, outputs: Sequence[MemoryOutput | None]) -> Tensor | None:  # noqa: ARG002
         """Return None: the distance is known only after the search."""
@@ -285,14 +306,34 @@ class GatedWeights:
         """Whether a fraction of the positions is not searched for."""
         return self.skip is not None and self.fraction > 0
 
-    def compute(self, context: Context, lm: MemoryOutput, outputs: Sequence[MemoryOutput], abstains: Tensor) -> Tensor:
-        """Return the network's weights."""
+    @property
+    def uses_evidence(self) -> bool:
+        """Whether the network was trained with features of the text so far."""
+        return self._evidence_count > 0
+
+    @cached_property
+    def _evidence_count(self) -> int:
+        return sum(name.endswith(EVIDENCE) for name in self.gate.feature_names)
+
+    def inputs(self, context: Context, lm: MemoryOutput, outputs: Sequence[MemoryOutput]) -> Tensor:
+        """Return the (N, F) features and, where searches are skipped, whether there was one."""
         by_memory = [memory_features(output, lm) for output in outputs]
         inputs = features(place(context), self.frequencies, (lm.features(), lm.top()), by_memory)
-        weights = self.gate.weights(inputs, abstains)
-        if context.search_mask is None or self.cheap is None:
+        if context.search_mask is None:
+            return inputs
+        return torch.cat([inputs, context.search_mask[:, None].to(inputs)], 1)
+
+    def compute(self, inputs: Tensor, abstains: Tensor, evidence: Tensor | None = None) -> Tensor:
+        """Return the network's weights."""
+        count = len(self.gate.feature_names) - self._evidence_count
+        own = inputs[:, :count]
+        if self._evidence_count:
+            zeros = own.new_zeros(len(own), self._evidence_count)
+            own = torch.cat([own, zeros if evidence is None else evidence.to(own)], 1)
+        weights = self.gate.weights(own, abstains)
+        if inputs.shape[1] == count or self.cheap is None:
             return weights
-        return torch.where(context.search_mask[:, None], weights, self.cheap.weights(inputs, abstains))
+        return torch.where(inputs[:, count:] > 0, weights, self.cheap.weights(own, abstains))
 
     def search_mask(self, context: Context, lm: MemoryOutput, outputs: Sequence[MemoryOutput | None]) -> Tensor | None:
         """Mark the positions whose predicted gain is worth a search."""

@@ -181,7 +181,7 @@ def _weights(mixture: Mixture, components: Sequence[ComponentLogProbs]) -> Tenso
     A gate and online weights keep those of the trace: the inputs of a gate have not changed, and those of online
     weights (the tokens of a prompt) need not be in the trace.
     """
-    if isinstance(mixture.weights, FixedWeights) and mixture.online is None:
+    if isinstance(mixture.weights, FixedWeights) and not mixture.layer.stateful:
         abstains = torch.tensor([each.abstains for each in components])
         return renormalise(torch.tensor(mixture.weights.values, dtype=torch.float64), abstains)
     return torch.tensor([each.weights for each in components], dtype=torch.float64)

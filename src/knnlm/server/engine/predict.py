@@ -309,15 +309,16 @@ class _GroupPredictor:
 
         A known token that is no evidence leaves them unchanged.
         """
-        experts = self.mixed.experts
-        if experts is None or self.mixture is None or self.mixture.online is None:
+        states, by_expert = self.mixed.states, self.mixed.by_expert
+        if states is None or by_expert is None or self.mixture is None:
             return None
         unchanged = [bool(position.samplers) or not position.evidence for position in self.positions]
         if all(unchanged):
-            return experts.states
+            return states
         known = torch.tensor([max(0, position.target) for position in self.positions], device=self.logits.device)
-        after = experts.after(self.mixed.component_log_probs(known), self.mixture.online)
-        return torch.where(torch.tensor(unchanged, device=after.device)[:, None], experts.states, after)
+        log_probs, abstains = self.mixed.component_log_probs(known), self.mixed.component_abstains()
+        after = self.mixture.layer.after(states, by_expert, log_probs, abstains)
+        return torch.where(torch.tensor(unchanged, device=after.device)[:, None], states, after)
 
     def _target(self, row: int, number: int, dense: Tensor | None) -> int:
         """Return the known or sampled next token of a position; 0 for a copy that it does not have."""

@@ -23,7 +23,6 @@ from knnlm.errors import KnnlmError
 from knnlm.generation.causal import EVIDENCE_TOKENS, KnnForCausalLM
 from knnlm.memories.base import Origin
 from knnlm.mixture.mixture import Mixture
-from knnlm.mixture.online import expert_count
 from knnlm.server.engine.batching import BatchedCache, Prompt, SequenceCache, WindowedPrompt, choose_cache, read_prompt
 from knnlm.server.engine.history import TraceCache
 from knnlm.server.engine.predict import (
@@ -334,7 +333,7 @@ class Scheduler:
         """Return the first position of a prompt whose tokens update the online weights of its continuations, if any."""
         request = pending.handle.request
         mixture = self.mixtures.get(request.overrides)
-        if mixture is None or mixture.online is None or not request.max_tokens:
+        if mixture is None or not mixture.layer.stateful or not request.max_tokens:
             return None
         begin = max(0, len(pending.prompt.tokens) - EVIDENCE_TOKENS)
         if request.origins is None:
@@ -441,7 +440,7 @@ def reload_if_stale(mixture: Mixture) -> Mixture | None:
 def _same_state(before: Mixture, after: Mixture) -> bool:
     """Whether the state of running sequences fits a reopened mixture."""
     layouts = [
-        (each.online is None, expert_count(len(each.store_slices)), each.needs_history, each.history_lengths)
+        (each.layer.stateful, len(each.layer.first), each.needs_history, each.history_lengths)
         for each in (before, after)
     ]
     return layouts[0] == layouts[1]

@@ -1,0 +1,71 @@
+"""Text that a language model writes from its start token: what no memory can predict better than the model.
+
+A gate that is trained also on such text learns where not to use the memories: outside their domain, and in text that
+the model wrote.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import GenerationConfig
+
+from knnlm.corpus import Document
+from knnlm.lm.causal import CausalLM, eval_mode
+from knnlm.progress import Progress, silent
+
+_LENGTH = 256  # tokens of a document, at most
+_BATCH = 32  # documents at a time
+_GPU_FACTOR = 8  # times as many on a GPU, which smaller batches would leave idle
+_MAX_ROUNDS = 4  # times as many batches as full documents would need: some models end most texts at once
+
+
+def sample_documents(lm: CausalLM, tokens: int, *, seed: int = 0, progress: Progress = silent) -> list[Document]:
+    """Return documents that the model samples, with about this number of tokens together.
+
+    Fewer, if the model ends most of its texts at once. Each call returns the same documents on the same device.
+    """
+    length = min(_LENGTH, (lm.max_length or _LENGTH + 1) - 1)
+    batch = _BATCH * (_GPU_FACTOR if lm.device.type == "cuda" else 1)
+    documents: list[Document] = []
+    done, rounds = 0, _MAX_ROUNDS * math.ceil(tokens / (batch * length))
+    devices = [lm.device] if lm.device.type == "cuda" else []
+    with torch.random.fork_rng(devices), progress("sampling", total=tokens, unit="tokens") as advance:
+        torch.manual_seed(seed)
+        while done < tokens and rounds:
+            rounds -= 1
+            for text in _sample(lm, min(batch, math.ceil((tokens - done) / length)), length):
+                count = len(lm.encode(text))
+                advance(min(count, tokens - done))
+                done = min(tokens, done + count)
+                documents.append(Document(f"sample-{len(documents)}", "sampled", text))
+    return documents
+
+
+def _sample(lm: CausalLM, count: int, length: int) -> list[str]:
+    """Return the texts of one batch that are not empty."""
+    rows = sample_tokens(lm, count, length).tolist()
+    texts = [str(lm.tokenizer.decode(row, skip_special_tokens=True)) for row in rows]
+    return [text for text in texts if text.strip()]
+
+
+def sample_tokens(lm: CausalLM, count: int, length: int) -> Tensor:
+    """Return (count, at most length) tokens that the model samples after its start token; padded at the end."""
+    own = lm.model.generation_config
+    config = GenerationConfig(
+        do_sample=True,
+        temperature=1.0,
+        top_k=0,
+        top_p=1.0,
+        max_new_tokens=length,
+        eos_token_id=None if own is None else own.eos_token_id,
+        pad_token_id=lm.start_token,
+    )
+    begin = torch.full((count, 1), lm.start_token, device=lm.device)
+    model: Any = lm.model
+    with torch.no_grad(), eval_mode(model):
+        written: Tensor = model.generate(begin, attention_mask=torch.ones_like(begin), generation_config=config)
+    return written[:, 1:]

@@ -1,0 +1,83 @@
+"""Evidence of the text so far: how well each memory has predicted its tokens, as features of a gate.
+
+The gain of memory m at a token y is g = log(½ + ½ · p_m(y) / p_LM(y)), at most 3 nats; 0 where the memory abstains. The
+state of a memory is two moving averages of its gains, e ← d · e + (1 - d) · g for each decay d, and their sum. A state
+depends only on tokens that came before, and not on the weights.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+DECAYS = (0.8, 0.97)  # of the moving averages: of about the last 5 and 33 tokens
+EVIDENCE = ("mean gain of 5 tokens", "mean gain of 33 tokens", "gain of the text")  # features of each memory
+
+_MAX_GAIN = 3.0  # nats
+_KEEP = np.array([*DECAYS, 1.0])  # the share of each value that stays
+_ADD = np.array([*(1 - decay for decay in DECAYS), 1.0])  # the factor of a new gain
+
+
+def gains(log_probs: Tensor, abstains: Tensor, first_components: Sequence[int]) -> Tensor:
+    """Return the (N, m) gains of memories at tokens, in float64.
+
+    `log_probs` are the (N, M) log-probabilities of the tokens by each component, the language model first; a memory is
+    represented by its first component.
+    """
+    own = log_probs[:, first_components].double()
+    change = own.nan_to_num(nan=-torch.inf, neginf=-torch.inf) - log_probs[:, :1].double()
+    gained = torch.logaddexp(change, torch.zeros_like(change)) - math.log(2)
+    return gained.clamp(max=_MAX_GAIN).masked_fill(abstains[:, first_components], 0.0)
+
+
+def update_evidence(states: Tensor, gained: Tensor) -> Tensor:
+    """Return the (N, 3·m) states after tokens, from those before and the (N, m) gains of the memories."""
+    keep, add = (torch.from_numpy(each).to(states) for each in (_KEEP, _ADD))
+    after: Tensor = states.unflatten(1, (-1, len(_KEEP))) * keep + gained[..., None].to(states) * add
+    return after.flatten(1)
+
+
+def evidence_before(
+    gained: NDArray[np.float64],
+    begins: NDArray[np.bool_],
+    starts: NDArray[np.float64],
+    evident: NDArray[np.bool_] | None = None,
+) -> NDArray[np.float64]:
+    """Return the (N, 3·m) states before each of N tokens, in the order of the texts, from their (N, m) gains.
+
+    `begins` marks the first tokens of texts, whose (N, 3·m) states are in `starts`. Tokens that are not `evident`
+    change nothing.
+    """
+    count, width = len(gained), len(_KEEP)
+    keep = np.tile(_KEEP, (count, gained.shape[1]))
+    added = (gained[:, :, None] * _ADD).reshape(count, -1)
+    if evident is not None:
+        keep[~evident], added[~evident] = 1.0, 0.0
+    # The state before token t + 1 is keep_t · state_t + added_t, or that of a beginning.
+    keep, added = np.roll(keep, 1, 0), np.roll(added, 1, 0)
+    keep[begins], added[begins] = 0.0, starts[begins]
+    assert added.shape[1] == width * gained.shape[1]
+    return _scan(keep, added)
+
+
+def _scan(keep: NDArray[np.float64], added: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Return s_t = keep_t · s_{t-1} + added_t for all rows, in log₂ N steps over all of them."""
+    shift = 1
+    while shift < len(added) and keep.any():
+        added[shift:] += keep[shift:] * added[:-shift].copy()
+        keep[shift:] *= keep[:-shift].copy()
+        keep[:shift] = 0.0
+        shift *= 2
+    return added
+
+
+def evidence_features(states: Tensor) -> Tensor:
+    """Return the (N, 3·m) features of a gate from states: sums grow with the text, so their logarithm is taken."""
+    by_memory = states.unflatten(1, (-1, len(_KEEP)))
+    total = by_memory[..., -1:]
+    return torch.cat([by_memory[..., :-1], total.sign() * total.abs().log1p()], -1).flatten(1).float()

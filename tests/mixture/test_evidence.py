@@ -1,0 +1,65 @@
+"""Evidence of the text so far: against one token at a time."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from knnlm.mixture.evidence import DECAYS, EVIDENCE, evidence_before, evidence_features, gains, update_evidence
+
+
+def one_at_a_time(gained, begins, starts, evident):
+    states, now = [], None
+    for row, begin in enumerate(begins):
+        now = starts[row].reshape(-1, 3).copy() if begin else now
+        states.append(now.flatten())
+        if evident[row]:
+            new = gained[row][:, None] * np.array([1 - DECAYS[0], 1 - DECAYS[1], 1.0])
+            now = now * np.array([*DECAYS, 1.0]) + new
+    return np.array(states)
+
+
+@given(seed=st.integers(0, 10_000), rows=st.integers(1, 300), memories=st.integers(1, 3))
+@settings(max_examples=80, deadline=None)
+def test_states_equal_one_token_at_a_time(seed, rows, memories):
+    random = np.random.default_rng(seed)
+    gained = random.normal(size=(rows, memories))
+    begins = random.random(rows) < 0.05
+    begins[0] = True
+    starts = random.normal(size=(rows, 3 * memories))
+    evident = random.random(rows) < 0.8
+    expected = one_at_a_time(gained, begins, starts, evident)
+    np.testing.assert_allclose(evidence_before(gained, begins, starts, evident), expected, rtol=1e-9, atol=1e-9)
+    every = one_at_a_time(gained, begins, starts, np.ones(rows, bool))
+    np.testing.assert_allclose(evidence_before(gained, begins, starts), every, rtol=1e-9, atol=1e-9)
+    after = update_evidence(torch.from_numpy(every), torch.from_numpy(gained)).numpy()
+    follows = ~begins[1:]
+    np.testing.assert_allclose(after[:-1][follows], every[1:][follows], rtol=1e-9, atol=1e-9)
+
+
+def test_gain_is_that_of_half_the_memory_and_half_the_model():
+    probs = torch.tensor([[0.2, 0.1, 0.5], [0.2, 0.0, 0.2], [1e-9, 0.9, 0.3]])
+    abstains = torch.tensor([[False, False, False], [False, False, True], [False, False, False]])
+    found = gains(probs.log(), abstains, [1, 2])
+    expected = [
+        [math.log(0.5 + 0.5 * 0.5), math.log(0.5 + 0.5 * 2.5)],
+        [math.log(0.5), 0.0],
+        [3.0, 3.0],
+    ]
+    torch.testing.assert_close(found, torch.tensor(expected, dtype=torch.float64), rtol=1e-5, atol=1e-6)
+
+
+def test_gain_of_a_memory_that_abstains_is_zero_also_where_its_log_probability_is_nan():
+    logs = torch.tensor([[-1.0, math.nan]])
+    assert gains(logs, torch.tensor([[False, True]]), [1]).tolist() == [[0.0]]
+
+
+def test_features_are_averages_and_the_logarithm_of_the_sum():
+    states = torch.tensor([[0.1, -0.2, -7.0, 0.3, 0.4, 20.0]], dtype=torch.float64)
+    expected = [[0.1, -0.2, -math.log(8), 0.3, 0.4, math.log(21)]]
+    torch.testing.assert_close(evidence_features(states), torch.tensor(expected))
+    assert len(EVIDENCE) == 3
