@@ -4,9 +4,11 @@
     python benchmarks/domains.py CORPUS... --limit 60000 --device cuda           # whole corpora on a GPU
 
 CORPUS is a folder with train, valid and test .jsonl (also .gz, .xz, .zst), a document a line. Each store is built from
-train and tuned on valid of its own corpus; then it predicts the test text of every corpus. One pass over each text
-records the probability of every target by every component; the rows of the table are arithmetic on that. The last table
-is the time of whole evaluations with and without online weights, in turns.
+train and tuned on valid of its own corpus; then it predicts the test text of every corpus.
+One pass over each text records the probability of every target by every component; the rows of the table are arithmetic
+on that. "gated" is trained on valid alone; "default" is what `knnlm tune` chooses: a gate with evidence, trained also
+on text that the model writes, and online weights. The last table is the time of whole evaluations with and without
+these, in turns.
 """
 
 from __future__ import annotations
@@ -17,10 +19,15 @@ import statistics
 import tempfile
 import time
 from pathlib import Path
+from typing import TypeAlias
+
+from torch import Tensor
 
 import knnlm
 from knnlm.corpus import Document
+from knnlm.evaluation.samples import sample_documents
 from knnlm.evaluation.tune import (
+    TraceTable,
     choose_online,
     choose_settings,
     evaluate_table,
@@ -31,20 +38,25 @@ from knnlm.evaluation.tune import (
 )
 from knnlm.lm.causal import CausalLM
 from knnlm.mixture.mixture import Mixture
+from knnlm.mixture.online import OnlineConfig
+from knnlm.mixture.weights import Weights
 from perplexity import first, parser_for, split
 
+Fitted: TypeAlias = tuple[Weights, tuple[str, ...], OnlineConfig | None]  # with the memories that are weighted
+
 MEMORIES = "knn,cache,ngram"
-COLUMNS = ("model", "one λ", "one λ, online", "gated", "gated, online")
+COLUMNS = ("model", "one λ", "one λ, online", "gated", "gated, online", "default")
 
 
 def main() -> None:
     options = parse()
     lm = CausalLM.open(options.model, device=options.device, dtype=options.dtype)
+    samples = sample_documents(lm, options.samples)
     texts = {corpus.name: list(first(split(corpus, "test"), lm, options.limit)) for corpus in options.corpus}
     rows = []
     for corpus in (each for each in options.corpus if options.stores is None or each.name in options.stores):
         with tempfile.TemporaryDirectory() as folder:
-            rows += measure(corpus, Path(folder), lm, texts, options)
+            rows += measure(corpus, Path(folder), lm, texts, samples, options)
         if options.json:
             options.json.write_text(json.dumps(rows, indent=2))
     show(rows)
@@ -53,54 +65,69 @@ def main() -> None:
 def parse() -> argparse.Namespace:
     parser = parser_for(__doc__)
     parser.add_argument("--stores", nargs="+", help="names of the corpora to build stores of (default: all)")
+    parser.add_argument("--samples", type=int, default=60_000, help="tokens that the model writes for the default gate")
     parser.add_argument("--repeats", type=int, default=3, help="turns of the timing")
     parser.add_argument("--json", type=Path, help="also write the rows into this file")
     return parser.parse_args()
 
 
 def measure(
-    corpus: Path, folder: Path, lm: CausalLM, texts: dict[str, list[Document]], options: argparse.Namespace
+    corpus: Path,
+    folder: Path,
+    lm: CausalLM,
+    texts: dict[str, list[Document]],
+    samples: list[Document],
+    options: argparse.Namespace,
 ) -> list[dict[str, object]]:
     """Build and tune the store of one corpus; return a row for the test text of each corpus."""
     device = str(lm.device)
     store = knnlm.build(first(split(corpus, "train"), lm, options.store), folder / "store", lm=lm)
     mixture = Mixture.open(folder / "store", lm, memories=MEMORIES, use_tuned=False)
     valid = mixture.record(first(split(corpus, "valid"), lm, options.limit), folder / "valid", k=1024)
-    sweeps = sweep_all(valid, device=device)
-    settings = choose_settings(valid, sweeps, several=True)
+    settings = choose_settings(valid, sweep_all(valid, device=device), several=True)
     table = tabulate(valid, settings, device=device)
-    frequencies = token_frequencies(store)
-    fitted = {
-        "one λ": (fit_weights(table.select("knn"), "fixed", frequencies=frequencies).weights, ("knn",)),
-        "gated": (fit_weights(table, "gated", frequencies=frequencies, device=device).weights, mixture.labels),
-    }
-    configs = {name: choose_online(table.select(*labels), weights)[0] for name, (weights, labels) in fitted.items()}
+    written = tabulate(mixture.record(samples, folder / "written", k=1024), settings, device=device)
+    fitted = fit_all(table, written, token_frequencies(store), device)
     rows = []
     for name, documents in texts.items():
         own = tabulate(mixture.record(documents, folder / name, k=1024), settings, device=device)
         row: dict[str, object] = {"store": corpus.name, "text": name, "tokens": len(own.lm_log_probs)}
-        for kind, (weights, labels) in fitted.items():
-            plain = evaluate_table(own.select(*labels), weights)
-            row |= {"model": plain.base_perplexity, kind: plain.perplexity}
-            row[f"{kind}, online"] = evaluate_table(own.select(*labels), weights, configs[kind]).perplexity
-            row[f"{kind}, config"] = str(configs[kind])
+        for kind, (weights, labels, config) in fitted.items():
+            scores = evaluate_table(own.select(*labels), weights, config)
+            row |= {"model": scores.base_perplexity, kind: scores.perplexity, f"{kind}, config": str(config)}
         print(json.dumps(row), flush=True)
         rows.append(row)
     for memory, chosen in zip(mixture.memories, settings, strict=True):
         if chosen:
             memory.settings = chosen  # type: ignore[attr-defined]
-    mixture.weights = fitted["gated"][0]
-    print(json.dumps({"store": corpus.name, **overhead(mixture, texts[corpus.name], configs["gated"], options)}))
+    print(json.dumps({"store": corpus.name, **overhead(mixture, texts[corpus.name], fitted, options)}), flush=True)
     store.close()
     return rows
 
 
-def overhead(mixture: Mixture, text: list[Document], config: object, options: argparse.Namespace) -> dict[str, float]:
-    """Return the ratio of the times of evaluations with and without online weights, in turns."""
-    seconds: dict[bool, list[float]] = {False: [], True: []}
+def fit_all(table: TraceTable, written: TraceTable, frequencies: Tensor, device: str) -> dict[str, Fitted]:
+    """Return the weights, memories and online weights of each column, fitted on the table of valid."""
+    labels = tuple(memory.label for memory in table.memories)
+    one = fit_weights(table.select("knn"), "fixed", frequencies=frequencies).weights
+    gate = fit_weights(table, "gated", frequencies=frequencies, device=device).weights
+    default = fit_weights(table, "gated", frequencies=frequencies, samples=written, device=device).weights
+    return {
+        "one λ": (one, ("knn",), None),
+        "one λ, online": (one, ("knn",), choose_online(table.select("knn"), one)[0]),
+        "gated": (gate, labels, None),
+        "gated, online": (gate, labels, choose_online(table, gate)[0]),
+        "default": (default, labels, choose_online(table, default, written)[0]),
+    }
+
+
+def overhead(
+    mixture: Mixture, text: list[Document], fitted: dict[str, Fitted], options: argparse.Namespace
+) -> dict[str, float]:
+    """Return the ratio of the times of evaluations with the default weights and with the gate alone, in turns."""
+    seconds: dict[str, list[float]] = {"gated": [], "default": []}
     for _ in range(options.repeats):
-        for online, times in seconds.items():
-            mixture.online = config if online else None  # type: ignore[assignment]
+        for kind, times in seconds.items():
+            mixture.weights, _, mixture.online = fitted[kind]
             begin = time.perf_counter()
             mixture.evaluate(text)
             times.append(time.perf_counter() - begin)
@@ -113,7 +140,7 @@ def show(rows: list[dict[str, object]]) -> None:
     print("|---|---|", "---|" * (len(COLUMNS) + 2))
     for row in rows:
         figures = [float(str(row[name])) for name in COLUMNS]
-        ratios = f"{figures[-1] / figures[0]:.4f} | {figures[-1] / figures[-2]:.4f}"
+        ratios = f"{figures[-1] / figures[0]:.4f} | {figures[-1] / figures[COLUMNS.index('gated')]:.4f}"
         print(f"| {row['store']} | {row['text']} |", " | ".join(f"{value:.2f}" for value in figures), f"| {ratios} |")
 
 

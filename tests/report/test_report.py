@@ -31,10 +31,10 @@ from knnlm.datastore.store import Datastore
 from knnlm.errors import CorpusError, DatastoreBusy, DatastoreError, MissingExtra, ModelMismatch, ParameterError
 from knnlm.evaluation.trace import Trace
 from knnlm.evaluation.tune import (
-    apply_weights,
     choose_online,
     choose_settings,
     fit_weights,
+    score_table,
     sweep_all,
     tabulate,
     token_frequencies,
@@ -486,7 +486,8 @@ def test_gains_and_losses_are_those_of_the_mixtures(studies, test, valid, made, 
     store = Datastore.open(place / "store")
     weights = fit_weights(tables[0], "gated", frequencies=token_frequencies(store)).weights
     online, _ = choose_online(tables[0], weights)
-    log_probs, by_row = (one.double().numpy() for one in apply_weights(tables[1], weights))
+    scores = score_table(tables[1], weights)
+    log_probs, by_row = (one.double().numpy() for one in (scores.components, scores.weights))
     gated = np.log(np.nansum(np.exp(log_probs) * by_row, 1))
     begins = np.asarray(test.trace.positions) == 0
     change = online_log_probs(test.model, gated, begins, online.prior, online.switch_rate) - test.model

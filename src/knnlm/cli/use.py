@@ -100,6 +100,15 @@ class GridFlags:
         str | None, typer.Option("--lambda", help="Values of λ to try.", show_default="0, 0.01 … 0.99")
     ] = None
     no_online: NoOnline = False
+    samples: Annotated[
+        int | None,
+        typer.Option(
+            help="Tokens that the model writes: a gate with online weights is trained also on them, and learns where "
+            "not to use the memories. 0: none.",
+            min=0,
+            show_default="as many as TEXT has, at most 60,000",
+        ),
+    ] = None
 
     @property
     def values(self) -> dict[str, Any]:
@@ -151,14 +160,17 @@ def tune(
     grid.check()
     if (trace is None) == (not text):
         raise ParameterError("Give either TEXT or --trace to tune on.")
-    if trace is not None and (metric, limit, model) != (None, None, None):
-        raise ParameterError("--metric, --limit and --model are those of the trace; leave them out with --trace.")
+    if trace is not None and (metric, limit, model, grid.samples) != (None,) * 4:
+        raise ParameterError(
+            "--metric, --limit and --model are those of the trace, and --samples needs the model; leave them out."
+        )
     if trace:
         chosen_on, result = _tune_trace(store, trace, grid)
     else:
         chosen_on = text or []
         mixture = open_mixture(store, model, machine, memories=_memories(store, grid), use_tuned=False, **searching)
         options = {"weights": grid.weights or "gated", "online": not grid.no_online, "limit": limit, **grid.values}
+        options["samples"] = grid.samples
         result = mixture.tune(_documents(chosen_on, text_field), sources=chosen_on, progress=bar, **options)
     _show_tuning(store, chosen_on, result, json=json)
 

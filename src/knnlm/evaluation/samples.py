@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import GenerationConfig
 
 from knnlm.corpus import Document
 from knnlm.lm.causal import CausalLM, eval_mode
@@ -54,18 +53,16 @@ def _sample(lm: CausalLM, count: int, length: int) -> list[str]:
 
 def sample_tokens(lm: CausalLM, count: int, length: int) -> Tensor:
     """Return (count, at most length) tokens that the model samples after its start token; padded at the end."""
-    own = lm.model.generation_config
-    config = GenerationConfig(
-        do_sample=True,
-        temperature=1.0,
-        top_k=0,
-        top_p=1.0,
-        max_new_tokens=length,
-        eos_token_id=None if own is None else own.eos_token_id,
-        pad_token_id=lm.start_token,
-    )
     begin = torch.full((count, 1), lm.start_token, device=lm.device)
     model: Any = lm.model
+    plain = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "repetition_penalty": 1.0, "num_beams": 1}
     with torch.no_grad(), eval_mode(model):
-        written: Tensor = model.generate(begin, attention_mask=torch.ones_like(begin), generation_config=config)
+        written: Tensor = model.generate(
+            begin,
+            attention_mask=torch.ones_like(begin),
+            do_sample=True,
+            max_new_tokens=length,
+            pad_token_id=lm.start_token,
+            **plain,
+        )
     return written[:, 1:]
