@@ -86,7 +86,8 @@ def measure(
     valid = mixture.record(first(split(corpus, "valid"), lm, options.limit), folder / "valid", k=1024)
     settings = choose_settings(valid, sweep_all(valid, device=device), several=True)
     table = tabulate(valid, settings, device=device)
-    written = tabulate(mixture.record(samples, folder / "written", k=1024), settings, device=device)
+    some = list(first(samples, lm, min(len(valid), options.samples)))
+    written = tabulate(mixture.record(some, folder / "written", k=1024), settings, device=device)
     fitted = fit_all(table, written, token_frequencies(store), device)
     rows = []
     for name, documents in texts.items():

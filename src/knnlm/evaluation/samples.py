@@ -18,7 +18,7 @@ from knnlm.progress import Progress, silent
 
 _LENGTH = 256  # tokens of a document, at most
 _BATCH = 32  # documents at a time
-_GPU_FACTOR = 8  # times as many on a GPU, which smaller batches would leave idle
+_GPU_FACTOR = 16  # times as many on a GPU, which smaller batches would leave idle
 _MAX_ROUNDS = 4  # times as many batches as full documents would need: some models end most texts at once
 
 

@@ -32,9 +32,12 @@ _CACHE_WEIGHTS = (0.02, 0.2)  # of a cache beside the language model alone, one 
 _CACHE_PRIOR = 0.5  # of the prior of the model alone, for each of these experts
 
 # What `choose_config` tries.
-_PRIORS = (0.5, 0.3, 0.2, 0.14, 0.1, 0.07, 0.05, 0.035, 0.02, 0.01)
+_PRIORS = (0.5, 0.3, 0.2, 0.14, 0.1, 0.07, 0.05, 0.035, 0.02, 0.01, 0.005, 0.002)
 _RATES = (0.0, 0.001, 0.003, 0.01, 0.03)
-_MAX_COST = math.log(1.002)  # nats per token of the text it is chosen on, for a larger prior of the model alone
+# What a larger prior of the model alone may cost on the text it is chosen on, nats per token: more where nothing else
+# protects text of another domain.
+_MAX_COST = math.log(1.002)
+_MAX_COST_WITH_OTHER_TEXT = math.log(1.0005)
 
 Array = NDArray[np.float64]
 Mask = NDArray[np.bool_]
@@ -217,15 +220,15 @@ def choose_config(
 ) -> tuple[OnlineConfig | None, float]:
     """Choose the prior and the switch rate on text of the stores' own domain; return them and the mean log loss.
 
-    Such text does not show what a larger prior of the model alone is good for. So only configurations are considered
-    whose perplexity is within 0.2 % of the smallest, with or without online weights; of these, the one with the
-    smallest loss on `other` text is chosen or, without such text, that with the largest prior. None: no configuration
-    is within 0.2 %, because texts are too short.
+    Such text does not show what a larger prior of the model alone is good for. So the largest prior is chosen whose
+    perplexity is within 0.2 % of the smallest one, with or without online weights. With `other` text, on which the
+    memories should not be used, the choice is that with the smallest loss there among those within 0.05 %. None: no
+    configuration is within the limit, because texts are too short.
     """
     without = -float(own.log_probs[:, 1].mean())  # the loss of the mixture without online weights
     configs = [OnlineConfig(prior, rate) for prior in _PRIORS for rate in _RATES]
     losses = {config: own.mean_loss(config.log_prior(stores, caches), config.switch_rate) for config in configs}
-    limit = min(without, *losses.values()) + _MAX_COST
+    limit = min(without, *losses.values()) + (_MAX_COST if other is None else _MAX_COST_WITH_OTHER_TEXT)
     within = [config for config, loss in losses.items() if loss <= limit]
     if not within:
         return None, without
