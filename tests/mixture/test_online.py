@@ -12,15 +12,12 @@ from hypothesis import strategies as st
 
 from helpers.online import prior_by_hand
 from knnlm.errors import DatastoreCorrupt, ParameterError
-from knnlm.memories.base import Origin, Span
 from knnlm.mixture.online import (
     OnlineConfig,
     expert_log_probs,
     expert_weights,
-    has_evidence,
     mixed_log_probs,
     posterior,
-    span_states,
     update,
 )
 
@@ -81,64 +78,6 @@ def test_update_continues_the_posterior(seed, rows, rate):
     log_weights = posterior(log_probs, first_row(rows), log_prior, rate)
     after = update(*map(torch.from_numpy, (log_weights, log_probs, log_prior)), rate).numpy()
     np.testing.assert_allclose(np.exp(after[:-1]), np.exp(log_weights[1:]), rtol=1e-9, atol=1e-12)
-
-
-def states_by_hand(log_probs, evidence, first, config):
-    """Return the (T, E) weights before each token: only tokens of evidence update them."""
-    prior = np.exp(config.log_prior(log_probs.shape[1]))
-    weights, now = [], first
-    for row, counts in zip(np.exp(log_probs), evidence, strict=True):
-        weights.append(now)
-        if counts:
-            after = now * row / (now @ row)
-            now = (1 - config.switch_rate) * after + config.switch_rate * prior
-    return np.array(weights)
-
-
-@given(
-    seed=st.integers(0, 10_000),
-    lengths=st.lists(st.integers(1, 30), min_size=1, max_size=4),
-    experts=st.integers(2, 4),
-    rate=st.sampled_from(RATES),
-    share=st.sampled_from((0.0, 0.3, 0.8, 1.0)),
-)
-@settings(max_examples=150, deadline=None)
-def test_only_given_tokens_update_the_states(seed, lengths, experts, rate, share):
-    random = np.random.default_rng(seed)
-    config = OnlineConfig(0.2, rate)
-    prior = np.exp(config.log_prior(experts))
-    log_probs = np.log(random.uniform(1e-3, 1, (sum(lengths), experts)))
-    spans, expected, begin, any_evidence = [], [], 0, False
-    for length in lengths:
-        start = int(random.integers(0, 3))
-        origins = np.where(
-            random.random(start + length) < share, Origin.GIVEN, random.choice([Origin.GENERATED, Origin.HIDDEN])
-        )
-        state = random.dirichlet(np.ones(experts)) if random.random() < 0.5 else None
-        tokens = torch.zeros(start + length, dtype=torch.long)
-        known = None if state is None else torch.from_numpy(np.log(state))
-        spans.append(Span(tokens, start, {}, state=known, origins=torch.from_numpy(origins)))
-        evidence = np.append(origins[start + 1 :] == Origin.GIVEN, False)  # the token after the last is not known
-        any_evidence |= evidence.any()
-        first = prior if state is None else state
-        expected.append(states_by_hand(log_probs[begin : begin + length], evidence, first, config))
-        begin += length
-    assert has_evidence(spans) == any_evidence
-    states = span_states(spans, torch.from_numpy(log_probs), config, experts, torch.device("cpu"))
-    np.testing.assert_allclose(states.exp().numpy(), np.concatenate(expected), rtol=1e-9, atol=1e-12)
-
-
-def test_component_that_repeats_its_own_output_gains_no_weight():
-    """It gives every token of its loop the probability 1; as given text, that would be decisive."""
-    log_probs = torch.log(torch.tensor([[0.05, 1.0]], dtype=torch.float64)).expand(41, 2)
-    tokens, config = torch.zeros(41, dtype=torch.long), OnlineConfig(0.5, 0.003)
-    device = torch.device("cpu")
-    origins = torch.full((41,), Origin.GENERATED)
-    origins[:2] = Origin.GIVEN
-    looping = span_states([Span(tokens, 0, origins=origins)], log_probs, config, 2, device).exp()
-    read = span_states([Span(tokens, 0)], log_probs, config, 2, device).exp()
-    assert (looping[1:] == looping[1]).all()
-    assert read[-1, 1] > 0.99 > looping[-1, 1]
 
 
 adversarial = st.lists(
