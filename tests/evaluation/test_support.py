@@ -72,7 +72,10 @@ def test_candidates_of_a_trace_have_the_log_probabilities_of_the_mixture(lm, pat
     settings = [getattr(memory, "settings", ()) for memory in mixture.memories]
     table = tabulate(trace, settings)
     weights = score_table(table, mixture.weights).weights
-    candidates = _read_candidates(trace, settings, weights, torch.arange(len(trace)), "cpu")
+    candidates = _read_candidates(trace, settings, weights)
+    for part in ("tokens", "first_log_probs", "mixture", "right"):
+        sparse = getattr(_read_candidates(trace, settings, weights, step=7), part)
+        assert torch.equal(sparse, getattr(candidates, part)[::7])
     tokens = to_long(trace.candidates)
     assert tokens.shape == (len(trace), 2 + 2 + 2 + 1)  # model and sample; knn and cache with their nearest; ngram
     for batch in mixture.read([lm.encode(document.text) for document in documents(10, start=100)]):

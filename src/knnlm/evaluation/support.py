@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 BINS = 15  # of the calibration error
 FEWEST = 256  # positions: with fewer, no support is trained
 
-_MAX_POSITIONS = 50_000  # for training; more do not help and take longer
+_MAX_POSITIONS = 30_000  # for training, which takes longer with more
 _MAX_TEXT = 8192  # tokens of one document that are read at once
 
 Array = NDArray[np.float64]
@@ -127,8 +127,9 @@ def fit_support(
     """
     if trace.candidates is None or len(trace) < FEWEST:
         return None
-    positions = _some_positions(len(trace))
-    candidates = _read_candidates(trace, settings, weights, positions, device)
+    step = -(-len(trace) // _MAX_POSITIONS)
+    positions = torch.arange(0, len(trace), step)
+    candidates = _read_candidates(trace, settings, weights, step=step, device=device)
     row, column = (candidates.tokens >= 0).nonzero(as_tuple=True)  # (R,) each
     at = positions[row]
     inputs = support_inputs(
@@ -152,13 +153,6 @@ def _array(values: Tensor) -> Array:
     return np.asarray(values.double().cpu().numpy())
 
 
-def _some_positions(count: int) -> Tensor:
-    """Return the (n,) rows of a trace to train on: all, or as many as are useful, spread over the text."""
-    if count <= _MAX_POSITIONS:
-        return torch.arange(count)
-    return torch.linspace(0, count - 1, _MAX_POSITIONS, dtype=torch.float64).round().long()
-
-
 def _select(features: MemoryFeatures, rows: Tensor) -> MemoryFeatures:
     return MemoryFeatures(
         *(getattr(features, name)[rows] for name in ("features", "log_prob_of_lm_top", "top", "lm_log_prob_of_top"))
@@ -166,15 +160,14 @@ def _select(features: MemoryFeatures, rows: Tensor) -> MemoryFeatures:
 
 
 def _read_candidates(
-    trace: Trace, settings: Sequence[Sequence[VoteParams]], weights: Tensor, positions: Tensor, device: str
+    trace: Trace, settings: Sequence[Sequence[VoteParams]], weights: Tensor, *, step: int = 1, device: str = "cpu"
 ) -> _Candidates:
-    """Return the candidates at some positions, with log-probabilities at these settings."""
+    """Return the candidates at every `step`-th position, with log-probabilities at these settings."""
     assert trace.candidates is not None
     assert trace.candidate_log_probs is not None
     blocks = []
-    wanted = torch.zeros(len(trace), dtype=torch.bool)
-    wanted[positions] = True
-    for rows in trace.blocks(device):
+    for block in trace.blocks(device):
+        rows = slice(-(-block.start // step) * step, block.stop, step)
         tokens = to_tensor(trace.candidates[rows]).long()
         log_probs = [to_tensor(trace.candidate_log_probs[rows])[:, :, None]]
         log_probs += [
@@ -185,8 +178,7 @@ def _read_candidates(
         every = torch.cat(log_probs, 2).nan_to_num(nan=-torch.inf)  # (n, C, M)
         mixed = (every.double() + weights[rows].double().log()[:, None]).logsumexp(2)
         right = tokens == to_tensor(trace.targets[rows])[:, None]
-        kept = wanted[rows]
-        blocks.append([each[kept] for each in (_without_repeats(tokens), first, mixed.float(), right)])
+        blocks.append([_without_repeats(tokens), first, mixed.float(), right])
     return _Candidates(*(torch.cat(column) for column in zip(*blocks, strict=True)))
 
 

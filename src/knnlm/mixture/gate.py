@@ -194,6 +194,7 @@ def train_networks(
     progress: Progress,
     *,
     eager: bool = False,
+    what: str = "training the gate",
 ) -> tuple[NetworkEnsemble, Tensor, int]:
     """Train each network on all folds but its own while the held-out loss falls; `eager`: at least one epoch.
 
@@ -203,7 +204,7 @@ def train_networks(
     best, least, useful = first, held_out(first, inputs, fold, loss), 0
     if int(fold[0]) < 0:  # too few rows to hold any out
         return best, least, useful
-    with progress("training the gate", total=config.epochs, unit="epochs") as advance:
+    with progress(what, total=config.epochs, unit="epochs") as advance:
         for epoch, nets in enumerate(_epochs(first, inputs, fold, loss, config), 1):
             now = held_out(nets, inputs, fold, loss)
             if (eager and epoch == 1) or float(now.mean()) < float(least.mean()):

@@ -159,7 +159,7 @@ def train_support(
         return torch.nn.functional.binary_cross_entropy_with_logits(found, labels[rows], reduction="none")
 
     first = NetworkEnsemble.new(inputs, 1, config)
-    nets, _, useful = train_networks(first, inputs, fold, loss, config, progress)
+    nets, _, useful = train_networks(first, inputs, fold, loss, config, progress, what="training support")
     apart = held_out(nets, nets.standard(inputs), fold, logits)
     calibration = _calibrate(apart, labels).to(inputs)
     metadata = {"config": asdict(config), "rows": len(labels), "epochs": useful}
