@@ -421,7 +421,9 @@ def test_tuned_weights_without_their_gate_are_removed_and_others_stay(store_path
     held_out = documents(6, words=40, start=50)
     Mixture.open(store_path, lm, memories="ngram").tune(held_out, weights="fixed")
     Mixture.open(store_path, lm, memories="knn").tune(held_out, weights="gated")
-    (gate,) = (store_path / "mixtures").glob("*.safetensors")
+    with closing(Catalog.open(store_path / "catalog.db")) as catalog:
+        gate = store_path / "mixtures" / catalog.get("tunings")[catalog.get("active_tuning")]["weights"]["file"]
+    assert len([*gate.parent.glob("*.safetensors")]) == 2  # the fixed weights have the support of tokens
     gate.unlink()
     assert named(verify(store_path)) == {f"mixtures/{gate.name}"}
     assert repair(store_path).kept_in is None
