@@ -53,6 +53,7 @@ def long_model_folder(tmp_path):
 def test_whole_run_prints_a_row_for_each_store_and_task(long_model_folder, tmp_path, monkeypatch, capsys):
     corpora = [corpus_folder(tmp_path / name, seed) for seed, name in enumerate(("acl", "aws"))]
     arguments = ["tasks.py", *map(str, corpora), "--model", str(long_model_folder), "--items", "4", "--context", "16"]
+    arguments += ["--limit", "300"]
     arguments += ["--train-student", "--student-tokens", "300", "--student-epochs", "1"]
     monkeypatch.setattr(sys, "argv", [*arguments, "--json", str(tmp_path / "rows.json")])
     tasks.main()
