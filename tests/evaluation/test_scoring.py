@@ -79,7 +79,7 @@ def test_coalesced_searches_equal_searches_of_each_batch(mixture, texts, monkeyp
     index = watch(mixture)
     found = score_coalesced(mixture, texts, read_ahead=read_ahead)
     for one, other in zip(found, expected, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(one.to(other), other, rtol=1e-5, atol=1e-6)
     tokens = sum(map(len, texts))
     assert sum(index.query_counts) == tokens
     assert all(count >= least for count in index.query_counts[:-1])

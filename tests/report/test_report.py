@@ -22,6 +22,7 @@ from hypothesis import strategies as st
 from safetensors.numpy import load_file
 
 from helpers.models import randomise, tiny, tiny_tokenizer
+from helpers.online import prior_by_hand
 from helpers.oracle import read_token_by_token, softmax
 from helpers.stores import documents
 from knnlm.cli.app import run
@@ -460,15 +461,24 @@ def same_row(row, expected):
     return [row[place] for place in places] == pytest.approx([expected[place] for place in places], rel=1e-3, abs=1e-6)
 
 
-def online_log_probs(model, gated, begins, prior, rate):
-    """Fixed share over two experts, token by token."""
-    found, share, start = [], None, np.array([prior, 1 - prior])
-    for p_model, p_gated, first in zip(np.exp(model), np.exp(gated), begins, strict=True):
-        share = start if first else share
-        joint = share * [p_model, p_gated]
+def online_log_probs(by_expert, begins, prior, rate):
+    """Fixed share over experts, token by token, from the (N, E) log-probabilities of the tokens by each."""
+    found, share = [], None
+    for probs, first in zip(np.exp(by_expert), begins, strict=True):
+        share = prior if first else share
+        joint = share * probs
         found.append(np.log(joint.sum()))
-        share = (1 - rate) * joint / joint.sum() + rate * start
+        share = (1 - rate) * joint / joint.sum() + rate * prior
     return np.array(found)
+
+
+def with_cache(table, log_probs, weight):
+    """Return the (N,) log-probabilities with this weight of the cache, in equal parts of all its components."""
+    probs = np.exp(log_probs)
+    (number,) = [number for number, memory in enumerate(table.memories) if memory.kind == "cache"]
+    own = probs[:, table.component_slices[number]]
+    parts = np.where(np.isnan(own), probs[:, :1], own)  # the weight of one that abstains goes to the model
+    return np.log((1 - weight) * probs[:, 0] + weight * parts.mean(1))
 
 
 def test_gains_and_losses_are_those_of_the_mixtures(studies, test, valid, made, lm, place):
@@ -490,7 +500,9 @@ def test_gains_and_losses_are_those_of_the_mixtures(studies, test, valid, made, 
     log_probs, by_row = (one.double().numpy() for one in (scores.components, scores.weights))
     gated = np.log(np.nansum(np.exp(log_probs) * by_row, 1))
     begins = np.asarray(test.trace.positions) == 0
-    change = online_log_probs(test.model, gated, begins, online.prior, online.switch_rate) - test.model
+    caches = [with_cache(tables[1], log_probs, weight) for weight in (0.02, 0.2)]
+    by_expert = np.stack([test.model, gated, *caches], 1)
+    change = online_log_probs(by_expert, begins, prior_by_hand(online, 1, 1), online.switch_rate) - test.model
     assert same_row(rows[1][1:], gained(gated - test.model))
     assert same_row(rows[2][1:], gained(change))
     assert rows[1][8] == pytest.approx(studies["memories"].tables[0].rows[-1][5] / metadata["base_perplexity"])

@@ -327,7 +327,7 @@ class TokenScores:
     """Log-probabilities of the targets at N positions."""
 
     components: Tensor  # (N, M) by each component, the language model first
-    mixture: Tensor  # (N,) by the mixture
+    mixture: Tensor  # (N,) float64, by the mixture
     weights: Tensor  # (N, M)
 
 
@@ -354,9 +354,8 @@ class ComponentScores:
         return self._mixed(layer.weights.compute(self.given.inputs, self.given.abstains))
 
     def _mixed(self, weights: Tensor) -> TokenScores:
-        log_probs = self.components.nan_to_num(nan=-torch.inf, neginf=-torch.inf)
-        mixed = (log_probs.to(weights) + weights.log()).logsumexp(1)
-        return TokenScores(self.components, mixed.to(self.components), weights)
+        log_probs = self.components.double().nan_to_num(nan=-torch.inf, neginf=-torch.inf)
+        return TokenScores(self.components, (log_probs + weights.double().log()).logsumexp(1), weights)
 
 
 def join_scores(scores: Sequence[ComponentScores], rows: Sequence[Tensor]) -> ComponentScores:

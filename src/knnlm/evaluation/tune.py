@@ -585,7 +585,7 @@ def _mix(log_probs: Tensor, weights: Tensor) -> Tensor:
 def component_table(table: TraceTable, weights: Weights) -> ComponentScores:
     """Return the log-probabilities of the targets by each component, and what these weights are computed from."""
     log_probs = table.log_probs
-    inputs = torch.empty(len(log_probs), 0)
+    inputs = torch.empty(len(log_probs), 0, dtype=torch.float64)
     if isinstance(weights, BucketWeights):
         distances = table.memories[weights.memory].nearest
         assert distances is not None

@@ -127,9 +127,9 @@ def check_lambda(lmbda: float) -> None:
 
 
 @lru_cache(maxsize=64)
-def on_device(values: tuple[float, ...], device: torch.device) -> Tensor:
+def on_device(values: tuple[float, ...], device: torch.device, dtype: torch.dtype = torch.float32) -> Tensor:
     """Return weights on a device; cached, since the host would wait for the copy at every token."""
-    return torch.tensor(values, device=device)
+    return torch.tensor(values, device=device, dtype=dtype)
 
 
 @dataclass(frozen=True)
@@ -257,8 +257,8 @@ class FixedWeights:
         return lm.components[0].abstains()[:, None][:, :0].float()
 
     def compute(self, inputs: Tensor, abstains: Tensor, evidence: Tensor | None = None) -> Tensor:  # noqa: ARG002
-        """Return the same weights for every row."""
-        return renormalise(on_device(self.values, abstains.device), abstains)
+        """Return the same weights for every row, in the precision of the inputs."""
+        return renormalise(on_device(self.values, abstains.device, inputs.dtype), abstains)
 
     def search_mask(self, context: Context, lm: MemoryOutput, outputs: Sequence[MemoryOutput | None]) -> Tensor | None:  # noqa: ARG002
         """Return None: search everywhere."""
