@@ -168,7 +168,7 @@ def test_tuning_from_python_is_saved_in_the_decoder(decoder, lm):
     assert best == pytest.approx(card.lmbda_metadata["perplexity"], rel=1e-5)
     for weight in (card.lmbda - 0.05, card.lmbda + 0.05):
         worse = Mixture.open(decoder, lm, lmbda=min(1.0, max(0.0, weight)))
-            assert worse.evaluate(documents(2, start=50)).perplexity > best * (1 - 1e-6)  # EM stops near the optimum
+        assert worse.evaluate(documents(2, start=50)).perplexity > best * (1 - 1e-6)  # EM stops near the optimum
     assert [token.p_knn for token in mixture.explain("The memory")] == [None] * len(lm.encode("The memory"))
     with pytest.raises(ParameterError, match="no settings besides λ"):
         mixture.tune(documents(1, start=50))
