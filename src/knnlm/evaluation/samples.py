@@ -19,11 +19,12 @@ from knnlm.progress import Progress, silent
 _LENGTH = 256  # tokens of a document, at most
 _BATCH = 32  # documents at a time
 _GPU_FACTOR = 16  # times as many on a GPU, which smaller batches would leave idle
+_ENOUGH = 0.8  # of the wanted tokens: a further batch takes as many steps as a full one, for few documents
 _MAX_ROUNDS = 4  # times as many batches as full documents would need: some models end most texts at once
 
 
 def sample_documents(lm: CausalLM, tokens: int, *, seed: int = 0, progress: Progress = silent) -> list[Document]:
-    """Return documents that the model samples, with about this number of tokens together.
+    """Return documents that the model samples, with at least 80 % of this number of tokens together.
 
     Fewer, if the model ends most of its texts at once. Each call returns the same documents on the same device.
     """
@@ -34,7 +35,7 @@ def sample_documents(lm: CausalLM, tokens: int, *, seed: int = 0, progress: Prog
     devices = [lm.device] if lm.device.type == "cuda" else []
     with torch.random.fork_rng(devices), progress("sampling", total=tokens, unit="tokens") as advance:
         torch.manual_seed(seed)
-        while done < tokens and rounds:
+        while done < _ENOUGH * tokens and rounds:
             rounds -= 1
             for text in _sample(lm, min(batch, math.ceil((tokens - done) / length)), length):
                 count = len(lm.encode(text))
