@@ -11,7 +11,7 @@ import torch
 from helpers.online import log_probs_by_hand
 from helpers.stores import documents
 from knnlm.corpus import Document
-from knnlm.evaluation.tune import evaluate_trace
+from knnlm.evaluation.tune import _units, evaluate_trace
 from knnlm.generation.causal import KnnForCausalLM
 from knnlm.ingest.build import build
 from knnlm.mixture.mixture import Mixture
@@ -63,6 +63,14 @@ def test_gate_sees_evidence_if_it_is_trained_on_text_that_the_model_wrote(lm, pa
     assert not mixture.weights.uses_evidence
     mixture.tune(VALID, weights="gated", online=False)
     assert not mixture.weights.uses_evidence
+
+
+def test_one_long_document_is_held_out_in_blocks_beside_samples():
+    """As one unit, it would be predicted by networks that were trained on samples alone."""
+    documents = torch.cat([torch.zeros(980), torch.full((20,), 980)]).long()
+    assert _units(documents).tolist() == [row * 5 // 1000 for row in range(1000)]
+    several = torch.cat([torch.zeros(600), torch.full((400,), 600)]).long()
+    assert _units(several).tolist() == several.tolist()
 
 
 def test_evidence_without_experts_equals_one_token_at_a_time(lm, path):

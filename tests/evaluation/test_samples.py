@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
+from knnlm.errors import ParameterError
+from knnlm.evaluation import samples
 from knnlm.evaluation.samples import sample_documents, sample_tokens
 
 
@@ -30,3 +33,32 @@ def test_sampled_tokens_follow_the_models_distribution(lm):
         likely = probs.argsort(descending=True)[:count]
         expected, found = float(probs[likely].sum()), float(torch.isin(tokens, likely).float().mean())
         assert abs(found - expected) < 4 * (expected * (1 - expected) / len(tokens)) ** 0.5
+
+
+def test_defaults_of_the_model_do_not_change_the_distribution(lm, monkeypatch):
+    torch.manual_seed(0)
+    expected = sample_tokens(lm, 4, 12)
+    for name, value in (("no_repeat_ngram_size", 1), ("repetition_penalty", 9.0), ("min_p", 0.9)):
+        monkeypatch.setattr(lm.model.generation_config, name, value)
+    torch.manual_seed(0)
+    assert torch.equal(sample_tokens(lm, 4, 12), expected)
+
+
+def test_smaller_batches_follow_where_memory_is_short(lm, monkeypatch):
+    sizes = []
+
+    def sample(lm, count, length):
+        sizes.append(count)
+        if count > 4:
+            raise torch.cuda.OutOfMemoryError
+        return ["a text of the model " * 40] * count
+
+    monkeypatch.setattr(samples, "_sample", sample)
+    documents = sample_documents(lm, 40 * 256)
+    assert sizes[:4] == [32, 16, 8, 4]
+    assert sum(len(lm.encode(document.text)) for document in documents) >= 0.8 * 40 * 256
+
+
+def test_negative_number_of_tokens_is_refused(lm):
+    with pytest.raises(ParameterError, match="at least 0, not -5"):
+        sample_documents(lm, -5)

@@ -63,3 +63,8 @@ def test_features_are_averages_and_the_logarithm_of_the_sum():
     expected = [[0.1, -0.2, -math.log(8), 0.3, 0.4, math.log(21)]]
     torch.testing.assert_close(evidence_features(states), torch.tensor(expected))
     assert len(EVIDENCE) == 3
+
+
+def test_token_that_model_and_memory_give_the_probability_zero_is_no_evidence():
+    logs = torch.tensor([[-math.inf, -math.inf, -1.0]])
+    assert gains(logs, torch.zeros(1, 3, dtype=torch.bool), [1, 2]).tolist() == [[0.0, 3.0]]

@@ -126,6 +126,19 @@ def test_bound_holds_where_a_leading_expert_gives_several_tokens_the_probability
     assert after[0].tolist() == [0.0, -math.inf]
 
 
+@pytest.mark.parametrize("rate", RATES)
+def test_token_that_every_expert_gives_the_probability_zero_changes_nothing(rate):
+    log_probs = np.log([[0.5, 0.1], [0.2, 0.3], [0.4, 0.6]])
+    log_prior = OnlineConfig(0.2, rate).log_prior()
+    expected = posterior(log_probs, first_row(3), log_prior, rate)
+    inserted = np.insert(log_probs, 1, -np.inf, 0)
+    found = posterior(inserted, first_row(4), log_prior, rate)
+    np.testing.assert_allclose(found[[0, 2, 3]], expected, rtol=1e-9)
+    np.testing.assert_allclose(found[1], expected[1], rtol=1e-9)
+    after = update(*map(torch.from_numpy, (found[1:2], inserted[1:2], log_prior)), rate)
+    np.testing.assert_allclose(after.numpy(), found[2:3], rtol=1e-9)
+
+
 @pytest.mark.parametrize("caches", [0, 1, 3])
 @pytest.mark.parametrize("stores", [0, 1, 2, 5])
 @pytest.mark.parametrize("prior", [0.01, 0.2, 0.5, 0.9])

@@ -58,7 +58,9 @@ StoreModel = Annotated[
 NoOnline = Annotated[
     bool,
     typer.Option(
-        "--no-online", help="Without online weights, which return to the model where the memories predict worse."
+        "--no-online",
+        help="Without online weights, which return to the model where the memories predict worse. A gate that was "
+        "trained with evidence of the text so far still uses it.",
     ),
 ]
 MEMORIES_HELP = (

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from knnlm.corpus import Document
+from knnlm.errors import ParameterError
 from knnlm.lm.causal import CausalLM, eval_mode
 from knnlm.progress import Progress, silent
 
@@ -28,7 +29,9 @@ def sample_documents(lm: CausalLM, tokens: int, *, seed: int = 0, progress: Prog
 
     Fewer, if the model ends most of its texts at once. Each call returns the same documents on the same device.
     """
-    length = min(_LENGTH, (lm.max_length or _LENGTH + 1) - 1)
+    if tokens < 0:
+        raise ParameterError(f"The number of sampled tokens must be at least 0, not {tokens}.")
+    length = max(1, min(_LENGTH, (lm.max_length or _LENGTH + 1) - 1))
     batch = _BATCH * (_GPU_FACTOR if lm.device.type == "cuda" else 1)
     documents: list[Document] = []
     done, rounds = 0, _MAX_ROUNDS * math.ceil(tokens / (batch * length))
@@ -37,7 +40,13 @@ def sample_documents(lm: CausalLM, tokens: int, *, seed: int = 0, progress: Prog
         torch.manual_seed(seed)
         while done < _ENOUGH * tokens and rounds:
             rounds -= 1
-            for text in _sample(lm, min(batch, math.ceil((tokens - done) / length)), length):
+            try:
+                texts = _sample(lm, min(batch, math.ceil((tokens - done) / length)), length)
+            except torch.cuda.OutOfMemoryError:
+                if batch == 1:
+                    raise
+                batch, rounds, texts = batch // 2, 2 * rounds + 2, []
+            for text in texts:
                 count = len(lm.encode(text))
                 advance(min(count, tokens - done))
                 done = min(tokens, done + count)
@@ -56,14 +65,13 @@ def sample_tokens(lm: CausalLM, count: int, length: int) -> Tensor:
     """Return (count, at most length) tokens that the model samples after its start token; padded at the end."""
     begin = torch.full((count, 1), lm.start_token, device=lm.device)
     model: Any = lm.model
-    plain = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "repetition_penalty": 1.0, "num_beams": 1}
+    own = model.generation_config
+    plain = type(own)(do_sample=True, temperature=1.0, top_k=0, top_p=1.0, max_new_tokens=length)
+    plain.eos_token_id, plain.pad_token_id = own.eos_token_id, lm.start_token
     with torch.no_grad(), eval_mode(model):
-        written: Tensor = model.generate(
-            begin,
-            attention_mask=torch.ones_like(begin),
-            do_sample=True,
-            max_new_tokens=length,
-            pad_token_id=lm.start_token,
-            **plain,
-        )
+        model.generation_config = plain  # penalties and limits of the model's own would make it another distribution
+        try:
+            written: Tensor = model.generate(begin, attention_mask=torch.ones_like(begin))
+        finally:
+            model.generation_config = own
     return written[:, 1:]

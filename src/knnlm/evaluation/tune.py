@@ -34,7 +34,17 @@ from knnlm.memories.decoder import DecoderCard, set_lambda
 from knnlm.memories.voting import NeighbourMemory, VoteParams
 from knnlm.mixture.em import fit
 from knnlm.mixture.evidence import EVIDENCE, evidence_before, evidence_features, gains
-from knnlm.mixture.gate import FEWEST, Gate, MemoryFeatures, Positions, feature_names, features, train_gate, train_skip
+from knnlm.mixture.gate import (
+    DEFAULT_CONFIG,
+    FEWEST,
+    Gate,
+    MemoryFeatures,
+    Positions,
+    feature_names,
+    features,
+    train_gate,
+    train_skip,
+)
 from knnlm.mixture.layer import OnlineLayer, PositionInputs
 from knnlm.mixture.loader import is_decoder
 from knnlm.mixture.mixture import Mixture
@@ -103,7 +113,7 @@ def tune(
 ) -> Tuning:
     """Read a text once, choose settings and weights on it, save them in the store and apply them to the mixture.
 
-    A gate with online weights is trained also on `samples` tokens that the model writes: None: as many as the text has,
+    A gate with online weights is trained also on `samples` tokens that the model writes; None: as many as the text has,
     at most 60,000.
     """
     store = mixture.store
@@ -112,6 +122,8 @@ def tune(
     if store is None:
         raise ParameterError("Only a mixture with a store can be tuned. Open it with Mixture.open.")
     check_weights(weights)
+    if samples is not None and samples < 0:
+        raise ParameterError(f"The number of sampled tokens must be at least 0, not {samples}.")
     specs = mixture.specs
     grid = grid or Grid.of()
     # Locked before the text is read, so that the time is not lost where the result cannot be saved.
@@ -131,7 +143,8 @@ def tune(
         if count and online and weights == "gated":
             documents = sample_documents(mixture.lm, count, progress=progress)
             if documents:
-                written = record(mixture, documents, folder / "samples", k=max(grid.ks or KS), progress=progress)
+                reading: dict[str, Any] = {"batch_tokens": batch_tokens, "progress": progress}
+                written = record(mixture, documents, folder / "samples", k=max(grid.ks or KS), **reading)
         options: dict[str, Any] = {"device": str(mixture.lm.device), "progress": progress}
         result = tune_trace(
             trace, store, weights=weights, grid=grid, specs=specs, online=online, samples=written, **options
@@ -546,7 +559,10 @@ def _fit_gate(
     table: TraceTable, samples: TraceTable | None, frequencies: Tensor, device: str, progress: Progress
 ) -> GatedWeights:
     """Train a gate, a second one for positions without a search, and the network that skips searches."""
-    every = table if samples is None else table.join(samples)
+    every, groups = table, table.documents
+    if samples is not None:
+        every = table.join(samples)
+        groups = torch.cat([_units(table.documents), samples.documents + len(table.documents)])
     evidence = every.evidence if samples is not None else torch.empty(len(every.documents), 0)
     names = feature_names(
         [(memory.kind, memory.feature_names) for memory in table.memories], evidence=samples is not None
@@ -556,7 +572,7 @@ def _fit_gate(
         return train_gate(
             torch.cat([inputs, evidence], 1),
             log_probs,
-            every.documents,
+            groups,
             feature_names=names,
             component_names=table.component_names,
             device=device,
@@ -575,6 +591,13 @@ def _fit_gate(
     before_search = table.features(frequencies, without=expensive, leave_out=True)
     skip = train_skip(before_search, gain, table.documents, device=device, progress=progress)
     return GatedWeights(gate, frequencies, skip=skip, cheap=cheap)
+
+
+def _units(documents: Tensor) -> Tensor:
+    """Return what is held out together, beside other text: documents, or blocks of rows where one has almost all."""
+    rows = len(documents)
+    largest = int(documents.unique(return_counts=True)[1].max())
+    return documents if largest <= 0.9 * rows else torch.arange(rows) * DEFAULT_CONFIG.folds // rows
 
 
 def _mix(log_probs: Tensor, weights: Tensor) -> Tensor:

@@ -31,6 +31,7 @@ def gains(log_probs: Tensor, abstains: Tensor, first_components: Sequence[int]) 
     """
     own = log_probs[:, first_components].double()
     change = own.nan_to_num(nan=-torch.inf, neginf=-torch.inf) - log_probs[:, :1].double()
+    change = change.masked_fill(change.isnan(), 0.0)  # both give the token the probability 0
     gained = torch.logaddexp(change, torch.zeros_like(change)) - math.log(2)
     return gained.clamp(max=_MAX_GAIN).masked_fill(abstains[:, first_components], 0.0)
 

@@ -218,7 +218,7 @@ class Mixture:
     @property
     def damps(self) -> bool:
         """Whether generation damps memories that repeat what was generated; see `knnlm.mixture.repetition`."""
-        return self.damping and self.online is not None
+        return self.damping and self.layer.stateful
 
     @property
     def needs_history(self) -> bool:

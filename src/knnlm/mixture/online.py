@@ -120,10 +120,12 @@ def expert_log_probs(weights: Tensor, component_log_probs: Tensor) -> Tensor:
 
 def update(log_weights: Tensor, log_probs: Tensor, log_prior: Tensor, switch_rate: float) -> Tensor:
     """Return the (N, E) log-weights of experts after tokens, from those before and their (N, E) log-probabilities."""
-    after = (log_weights.double() + log_probs.double()).log_softmax(-1)
+    impossible = log_probs.isneginf().all(-1, keepdim=True)  # by every expert: no evidence
+    after = (log_weights.double() + log_probs.double().masked_fill(impossible, 0.0)).log_softmax(-1)
     if not switch_rate:
         return after
-    return torch.logaddexp(after + math.log1p(-switch_rate), log_prior + math.log(switch_rate))
+    switched = torch.logaddexp(after + math.log1p(-switch_rate), log_prior + math.log(switch_rate))
+    return torch.where(impossible, log_weights.double(), switched)
 
 
 def posterior(
@@ -142,6 +144,10 @@ def posterior(
     """
     if not len(log_probs):
         return np.zeros_like(log_probs)
+    impossible = np.asarray(np.isneginf(log_probs).all(1))  # by every expert: no evidence
+    if impossible.any():
+        evident = ~impossible if evident is None else evident & ~impossible
+        log_probs = np.where(impossible[:, None], 0.0, log_probs)
     first = np.concatenate([[0], np.flatnonzero(begins[1:]) + 1])  # the row of the first token of each text
     before = np.repeat(log_prior[None], len(first), 0) if starts is None else starts[first]  # (texts, E)
     if not switch_rate:

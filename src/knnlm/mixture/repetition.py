@@ -46,5 +46,5 @@ def repeat_lengths(generated: Tensor, tops: Tensor) -> Tensor:
     before = padded.unfold(1, MAX_REPEAT, 1)  # (N, G + 1, MAX_REPEAT): the tokens before each place, and the last ones
     last = before[:, -1:]
     equal = (before[:, :-1] == last) & (last != NO_TOKEN)
-    lengths = equal.flip(2).cumprod(2).sum(2)  # (N, G): of the suffix that ends before each place
+    lengths = equal.flip(2).cumprod(2, dtype=torch.uint8).sum(2)  # (N, G): of the suffix that ends before each place
     return (lengths[:, :, None] * (generated[:, :, None] == tops[:, None])).amax(1)

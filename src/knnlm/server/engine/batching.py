@@ -76,7 +76,7 @@ class SequenceCache(Protocol):
         """Read one more token of each sequence, and return (B, V) logits and the context of the memories."""
 
 
-def _supports_cache(model: KnnForCausalLM) -> bool:
+def supports_cache(model: KnnForCausalLM) -> bool:
     """Whether a model can continue from a cache."""
     own = model.mixture.needs_history and getattr(model.base, "_is_stateful", False)
     return not own and "past_key_values" in model._base_arguments
@@ -86,7 +86,7 @@ def read_prompt(model: KnnForCausalLM, prompt: Prompt, *, max_tokens: int, all_l
     """Read the next tokens of a prompt, and return (n, V) logits of all of them or of the last, and their context."""
     if isinstance(prompt, WindowedPrompt):
         return prompt.read(model.mixture)
-    if not _supports_cache(model):
+    if not supports_cache(model):
         # The whole prompt at once, so that each position is read once.
         prompt.done = len(prompt.tokens)
         output, context = model.read(
@@ -240,7 +240,7 @@ class SequentialCache:
 @torch.inference_mode()
 def choose_cache(model: KnnForCausalLM) -> SequenceCache:
     """Return a batched cache if two sequences get the same logits in it as each alone, else a sequential one."""
-    if not _supports_cache(model):
+    if not supports_cache(model):
         return SequentialCache(model)
     texts = [[model.mixture.lm.start_token] * 2, [model.mixture.lm.start_token] * 5]
     batched, sequential = BatchedCache(model), SequentialCache(model)

@@ -23,7 +23,15 @@ from knnlm.errors import KnnlmError
 from knnlm.generation.causal import EVIDENCE_TOKENS, KnnForCausalLM
 from knnlm.memories.base import Origin
 from knnlm.mixture.mixture import Mixture
-from knnlm.server.engine.batching import BatchedCache, Prompt, SequenceCache, WindowedPrompt, choose_cache, read_prompt
+from knnlm.server.engine.batching import (
+    BatchedCache,
+    Prompt,
+    SequenceCache,
+    WindowedPrompt,
+    choose_cache,
+    read_prompt,
+    supports_cache,
+)
 from knnlm.server.engine.history import TraceCache
 from knnlm.server.engine.predict import (
     ForwardResult,
@@ -335,6 +343,8 @@ class Scheduler:
         mixture = self.mixtures.get(request.overrides)
         if mixture is None or not mixture.layer.stateful or not request.max_tokens:
             return None
+        if not supports_cache(self.model):
+            return 0  # the whole prompt is read at once
         begin = max(0, len(pending.prompt.tokens) - EVIDENCE_TOKENS)
         if request.origins is None:
             return begin
