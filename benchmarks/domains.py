@@ -16,7 +16,6 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import tempfile
 import time
 from pathlib import Path
 from typing import TypeAlias
@@ -40,7 +39,7 @@ from knnlm.lm.causal import CausalLM
 from knnlm.mixture.mixture import Mixture
 from knnlm.mixture.online import OnlineConfig
 from knnlm.mixture.weights import Weights
-from perplexity import first, parser_for, split
+from perplexity import add_store_options, first, measure_stores, parser_for, split
 
 Fitted: TypeAlias = tuple[Weights, tuple[str, ...], OnlineConfig | None]  # with the memories that are weighted
 
@@ -53,21 +52,14 @@ def main() -> None:
     lm = CausalLM.open(options.model, device=options.device, dtype=options.dtype)
     samples = sample_documents(lm, options.samples)
     texts = {corpus.name: list(first(split(corpus, "test"), lm, options.limit)) for corpus in options.corpus}
-    rows = []
-    for corpus in (each for each in options.corpus if options.stores is None or each.name in options.stores):
-        with tempfile.TemporaryDirectory() as folder:
-            rows += measure(corpus, Path(folder), lm, texts, samples, options)
-        if options.json:
-            options.json.write_text(json.dumps(rows, indent=2))
-    show(rows)
+    show(measure_stores(options, lambda corpus, folder: measure(corpus, folder, lm, texts, samples, options)))
 
 
 def parse() -> argparse.Namespace:
     parser = parser_for(__doc__)
-    parser.add_argument("--stores", nargs="+", help="names of the corpora to build stores of (default: all)")
+    add_store_options(parser)
     parser.add_argument("--samples", type=int, default=60_000, help="tokens that the model writes for the default gate")
     parser.add_argument("--repeats", type=int, default=3, help="turns of the timing")
-    parser.add_argument("--json", type=Path, help="also write the rows into this file")
     return parser.parse_args()
 
 

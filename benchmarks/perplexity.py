@@ -14,7 +14,7 @@ import json
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -47,6 +47,25 @@ def parser_for(about: str | None, corpora: str = "+") -> argparse.ArgumentParser
     parser.add_argument("--store", type=int, help="tokens of train to use (default: all)")
     parser.add_argument("--limit", type=int, help="tokens of valid and of test (default: all)")
     return parser
+
+
+def add_store_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of `measure_stores`."""
+    parser.add_argument("--stores", nargs="+", help="names of the corpora to build stores of (default: all)")
+    parser.add_argument("--json", type=Path, help="also write the rows into this file")
+
+
+def measure_stores(
+    options: argparse.Namespace, measure: Callable[[Path, Path], list[dict[str, object]]]
+) -> list[dict[str, object]]:
+    """Return the rows that `measure` returns for each corpus and a temporary folder, where its store is built."""
+    rows: list[dict[str, object]] = []
+    for corpus in (each for each in options.corpus if options.stores is None or each.name in options.stores):
+        with tempfile.TemporaryDirectory() as folder:
+            rows += measure(corpus, Path(folder))
+        if options.json:
+            options.json.write_text(json.dumps(rows, indent=2, ensure_ascii=False))
+    return rows
 
 
 def parse() -> argparse.Namespace:

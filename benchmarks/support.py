@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +23,7 @@ from knnlm.corpus import Document
 from knnlm.evaluation.support import measure_support
 from knnlm.lm.causal import CausalLM
 from knnlm.mixture.mixture import Mixture
-from perplexity import first, parser_for, split
+from perplexity import add_store_options, first, measure_stores, parser_for, split
 
 COLUMNS = (
     *("tokens", "right", "support", "ece", "ece_probability"),
@@ -36,23 +35,16 @@ def main() -> None:
     options = parse()
     lm = CausalLM.open(options.model, device=options.device, dtype=options.dtype)
     texts = {corpus.name: list(first(split(corpus, "test"), lm, options.limit)) for corpus in options.corpus}
-    rows = []
-    for corpus in (each for each in options.corpus if options.stores is None or each.name in options.stores):
-        with tempfile.TemporaryDirectory() as folder:
-            rows += measure(corpus, Path(folder) / "store", lm, texts, options)
-        if options.json:
-            options.json.write_text(json.dumps(rows, indent=2))
-    show(rows)
+    show(measure_stores(options, lambda corpus, folder: measure(corpus, folder / "store", lm, texts, options)))
 
 
 def parse() -> argparse.Namespace:
     parser = parser_for(__doc__)
-    parser.add_argument("--stores", nargs="+", help="names of the corpora to build stores of (default: all)")
+    add_store_options(parser)
     parser.add_argument("--valid", type=int, help="tokens of valid to tune on (default: those of --limit)")
     parser.add_argument("--memories", default="knn,cache,ngram")
     parser.add_argument("--weights", default="gated", help="fixed, fitted, buckets or gated")
     parser.add_argument("--batch", type=int, help="tokens in a batch when measuring")
-    parser.add_argument("--json", type=Path, help="also write the rows into this file")
     return parser.parse_args()
 
 

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -26,7 +25,7 @@ from knnlm.evaluation.continuations import ContinuationScore, Pair, score_contin
 from knnlm.evaluation.overlap import find_overlap
 from knnlm.lm.causal import CausalLM
 from knnlm.mixture.mixture import Mixture
-from perplexity import parser_for, split
+from perplexity import add_store_options, measure_stores, parser_for, split
 from systems import MIXTURES, add_student_options, build_mixtures, model_alone, open_student
 from task_items import GENERAL, Item, corpus_tasks
 
@@ -55,13 +54,7 @@ def main() -> None:
         name: [pair for item in items for pair in encode(lm, item, options.context)] for name, items in tasks.items()
     }
     alone = score(model_alone(lm), tasks, pairs)
-    rows: list[dict[str, object]] = []
-    for corpus in options.corpus:
-        with tempfile.TemporaryDirectory() as folder:
-            rows += measure(corpus, Path(folder), lm, tasks, pairs, alone, options)
-        if options.json:
-            options.json.write_text(json.dumps(rows, indent=2, ensure_ascii=False))
-    show(rows)
+    show(measure_stores(options, lambda corpus, folder: measure(corpus, folder, lm, tasks, pairs, alone, options)))
 
 
 def parse() -> argparse.Namespace:
@@ -70,7 +63,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--items", type=int, default=200, help="items of each task")
     parser.add_argument("--context", type=int, default=64, help="tokens of a context")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--json", type=Path, help="also write the rows into this file")
+    add_store_options(parser)
     add_student_options(parser)
     return parser.parse_args()
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from helpers.online import OnlineByHand
 from knnlm.memories.base import Origin, Span
 from knnlm.mixture.em import renormalise
-from knnlm.mixture.layer import OnlineLayer, PositionInputs, has_evidence, next_tokens
+from knnlm.mixture.layer import OnlineLayer, PositionInputs, SpanTexts
 from knnlm.mixture.online import OnlineConfig
 from knnlm.mixture.weights import FixedWeights
 
@@ -89,8 +89,9 @@ def test_only_given_tokens_update_the_states(seed, lengths, memories, config, ev
                 any_evidence = True
                 by_hand.observe(by_expert, np.exp(log_probs[row]), abstains[row])
         begin += length
-    assert has_evidence(spans) == any_evidence
-    found, by_expert = layer.span_states(spans, given, torch.from_numpy(log_probs))
+    texts = SpanTexts.of(spans)
+    assert texts.has_evidence == any_evidence
+    found, by_expert = layer.span_states(texts, given, torch.from_numpy(log_probs))
     np.testing.assert_allclose(found.numpy(), np.stack(states), rtol=1e-4, atol=1e-5)
     np.testing.assert_allclose(layer.mixed(found, by_expert).numpy(), np.stack(weights), rtol=1e-4, atol=1e-5)
     if not any_evidence:
@@ -123,8 +124,8 @@ def test_component_that_repeats_its_own_output_gains_no_weight():
     tokens = torch.zeros(41, dtype=torch.long)
     origins = torch.full((41,), Origin.GENERATED)
     origins[:2] = Origin.GIVEN
-    looping = layer.span_states([Span(tokens, 0, origins=origins)], given, log_probs)[0].exp()
-    read = layer.span_states([Span(tokens, 0)], given, log_probs)[0].exp()
+    looping = layer.span_states(SpanTexts.of([Span(tokens, 0, origins=origins)]), given, log_probs)[0].exp()
+    read = layer.span_states(SpanTexts.of([Span(tokens, 0)]), given, log_probs)[0].exp()
     assert (looping[1:] == looping[1]).all()
     assert read[-1, 1] > 0.99 > looping[-1, 1]
 
@@ -132,4 +133,4 @@ def test_component_that_repeats_its_own_output_gains_no_weight():
 def test_windows_of_one_tensor_are_one_text():
     tokens = torch.arange(10)
     spans = [Span(tokens[:6], 0), Span(tokens, 6), Span(torch.arange(3), 1)]
-    assert next_tokens(spans, CPU).tolist() == [1, 2, 3, 4, 5, 6, 7, 8, 9, 0, 2, 0]
+    assert SpanTexts.of(spans).next_tokens(CPU).tolist() == [1, 2, 3, 4, 5, 6, 7, 8, 9, 0, 2, 0]

@@ -22,6 +22,7 @@ from knnlm.corpus import Document, DocumentMeter
 from knnlm.errors import CorpusError, ParameterError
 from knnlm.memories.base import LM_LOGITS, Context, Logits, SimpleOutput
 from knnlm.memories.voting import NeighbourMemory
+from knnlm.mixture.em import log_mixed
 from knnlm.mixture.gate import place
 from knnlm.mixture.layer import OnlineLayer, PositionInputs
 from knnlm.mixture.mixture import ComponentOutputs, Mixture
@@ -354,8 +355,7 @@ class ComponentScores:
         return self._mixed(layer.weights.compute(self.given.inputs, self.given.abstains))
 
     def _mixed(self, weights: Tensor) -> TokenScores:
-        log_probs = self.components.double().nan_to_num(nan=-torch.inf, neginf=-torch.inf)
-        return TokenScores(self.components, (log_probs + weights.double().log()).logsumexp(1), weights)
+        return TokenScores(self.components, log_mixed(self.components.double(), weights.double()), weights)
 
 
 def join_scores(scores: Sequence[ComponentScores], rows: Sequence[Tensor]) -> ComponentScores:

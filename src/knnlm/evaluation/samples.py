@@ -29,8 +29,7 @@ def sample_documents(lm: CausalLM, tokens: int, *, seed: int = 0, progress: Prog
 
     Fewer, if the model ends most of its texts at once. Each call returns the same documents on the same device.
     """
-    if tokens < 0:
-        raise ParameterError(f"The number of sampled tokens must be at least 0, not {tokens}.")
+    check_sample_count(tokens)
     length = max(1, min(_LENGTH, (lm.max_length or _LENGTH + 1) - 1))
     batch = _BATCH * (_GPU_FACTOR if lm.device.type == "cuda" else 1)
     documents: list[Document] = []
@@ -52,6 +51,12 @@ def sample_documents(lm: CausalLM, tokens: int, *, seed: int = 0, progress: Prog
                 done = min(tokens, done + count)
                 documents.append(Document(f"sample-{len(documents)}", "sampled", text))
     return documents
+
+
+def check_sample_count(tokens: int) -> None:
+    """Raise ParameterError for a number of tokens that cannot be sampled."""
+    if tokens < 0:
+        raise ParameterError(f"The number of sampled tokens must be at least 0, not {tokens}.")
 
 
 def _sample(lm: CausalLM, count: int, length: int) -> list[str]:

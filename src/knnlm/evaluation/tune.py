@@ -25,15 +25,15 @@ from knnlm.datastore.locks import writer_lock
 from knnlm.datastore.store import Datastore
 from knnlm.errors import DatastoreError, ParameterError
 from knnlm.evaluation.evaluate import ComponentScores, Evaluation, TokenScores, Totals, score_sums, summarise
-from knnlm.evaluation.samples import sample_documents
+from knnlm.evaluation.samples import check_sample_count, sample_documents
 from knnlm.evaluation.support import SupportFigures, fit_support
 from knnlm.evaluation.sweep import KS, Grid, Sweep, sweep, totals_of
 from knnlm.evaluation.trace import MemoryTrace, Trace, record, to_tensor
 from knnlm.io import translate_os_errors
 from knnlm.memories.decoder import DecoderCard, set_lambda
 from knnlm.memories.voting import NeighbourMemory, VoteParams
-from knnlm.mixture.em import fit
-from knnlm.mixture.evidence import EVIDENCE, evidence_before, evidence_features, gains
+from knnlm.mixture.em import fit, log_mixed
+from knnlm.mixture.evidence import evidence_features, text_evidence
 from knnlm.mixture.gate import (
     DEFAULT_CONFIG,
     FEWEST,
@@ -122,8 +122,7 @@ def tune(
     if store is None:
         raise ParameterError("Only a mixture with a store can be tuned. Open it with Mixture.open.")
     check_weights(weights)
-    if samples is not None and samples < 0:
-        raise ParameterError(f"The number of sampled tokens must be at least 0, not {samples}.")
+    check_sample_count(samples or 0)
     specs = mixture.specs
     grid = grid or Grid.of()
     # Locked before the text is read, so that the time is not lost where the result cannot be saved.
@@ -391,10 +390,9 @@ class TraceTable:
     @property
     def evidence(self) -> Tensor:
         """The (N, 3·m) features of the text before each row, from how well each memory predicted it."""
-        log_probs = self.log_probs
-        gained = gains(log_probs, log_probs.isnan(), [own.start for own in self.component_slices]).numpy()
-        starts = np.zeros((len(gained), len(EVIDENCE) * len(self.memories)))
-        return evidence_features(torch.from_numpy(evidence_before(gained, self.begins.numpy(), starts)))
+        log_probs, first = self.log_probs, [own.start for own in self.component_slices]
+        states = text_evidence(log_probs, log_probs.isnan(), first, self.begins.numpy())
+        return evidence_features(torch.from_numpy(states))
 
     def join(self, other: TraceTable) -> TraceTable:
         """Return the rows of both tables; the totals are those of this one."""
@@ -551,7 +549,7 @@ def _fit_buckets(table: TraceTable) -> FittedWeights:
     distances, log_probs = table.memories[number].nearest, table.log_probs
     assert distances is not None
     buckets = Buckets.fit(log_probs, distances)
-    mixed = _mix(log_probs, buckets.weights(distances, log_probs.isnan()))
+    mixed = log_mixed(log_probs.double(), buckets.weights(distances, log_probs.isnan()).double())
     return FittedWeights(BucketWeights(buckets, number), math.exp(-float(mixed.mean())))
 
 
@@ -598,11 +596,6 @@ def _units(documents: Tensor) -> Tensor:
     rows = len(documents)
     largest = int(documents.unique(return_counts=True)[1].max())
     return documents if largest <= 0.9 * rows else torch.arange(rows) * DEFAULT_CONFIG.folds // rows
-
-
-def _mix(log_probs: Tensor, weights: Tensor) -> Tensor:
-    """Mix (N, M) log-probabilities by (N, M) weights, in the log domain."""
-    return (log_probs.nan_to_num(nan=-torch.inf).double() + weights.double().log()).logsumexp(1)
 
 
 def component_table(table: TraceTable, weights: Weights) -> ComponentScores:

@@ -43,6 +43,25 @@ def update_evidence(states: Tensor, gained: Tensor) -> Tensor:
     return after.flatten(1)
 
 
+def text_evidence(
+    log_probs: Tensor,
+    abstains: Tensor,
+    first_components: Sequence[int],
+    begins: NDArray[np.bool_],
+    *,
+    starts: NDArray[np.float64] | None = None,
+    evident: NDArray[np.bool_] | None = None,
+) -> NDArray[np.float64]:
+    """Return the (N, 3·m) states before each of N tokens, in the order of the texts; see `gains`, `evidence_before`.
+
+    Without `starts`, all texts begin here.
+    """
+    gained = gains(log_probs, abstains, first_components).cpu().numpy()
+    if starts is None:
+        starts = np.zeros((len(gained), len(EVIDENCE) * gained.shape[1]))
+    return evidence_before(gained, begins, starts, evident)
+
+
 def evidence_before(
     gained: NDArray[np.float64],
     begins: NDArray[np.bool_],
@@ -54,15 +73,13 @@ def evidence_before(
     `begins` marks the first tokens of texts, whose (N, 3·m) states are in `starts`. Tokens that are not `evident`
     change nothing.
     """
-    count, width = len(gained), len(_KEEP)
-    keep = np.tile(_KEEP, (count, gained.shape[1]))
-    added = (gained[:, :, None] * _ADD).reshape(count, -1)
+    keep = np.tile(_KEEP, gained.shape)
+    added = (gained[:, :, None] * _ADD).reshape(keep.shape)
     if evident is not None:
         keep[~evident], added[~evident] = 1.0, 0.0
     # The state before token t + 1 is keep_t · state_t + added_t, or that of a beginning.
     keep, added = np.roll(keep, 1, 0), np.roll(added, 1, 0)
     keep[begins], added[begins] = 0.0, starts[begins]
-    assert added.shape[1] == width * gained.shape[1]
     return _scan(keep, added)
 
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from knnlm.memories.base import Origin, Span
-from knnlm.mixture.evidence import EVIDENCE, evidence_before, evidence_features, gains, update_evidence
+from knnlm.mixture.evidence import EVIDENCE, evidence_features, gains, text_evidence, update_evidence
 from knnlm.mixture.online import OnlineConfig, expert_log_probs, expert_weights, posterior, update
 from knnlm.mixture.weights import Weights
 
@@ -30,6 +30,33 @@ class PositionInputs:
     def select(self, rows: slice) -> PositionInputs:
         """Return those of some positions."""
         return PositionInputs(self.inputs[rows], self.abstains[rows])
+
+
+@dataclass(frozen=True)
+class SpanTexts:
+    """The texts that some spans are parts of, and which of their tokens are evidence."""
+
+    texts: Sequence[Sequence[Span]]  # consecutive spans of each text
+    evident: Tensor  # (N,) marks the positions whose next token is evidence
+
+    @classmethod
+    def of(cls, spans: Sequence[Span]) -> SpanTexts:
+        """Group spans by their texts; the origins of tokens are copied from the device here, and once."""
+        texts = _texts(spans)
+        return cls(texts, torch.cat([torch.zeros(0, dtype=torch.bool), *map(_evident, texts)]))
+
+    @property
+    def has_evidence(self) -> bool:
+        """Whether a token updates the states of later positions."""
+        return bool(self.evident.any())
+
+    def next_tokens(self, device: torch.device) -> Tensor:
+        """Return the (N,) tokens that follow the positions, 0 where that is not known."""
+        tokens = []
+        for text in self.texts:
+            known = text[-1].tokens[text[0].start + 1 :].to(device).long()
+            tokens += [known, torch.zeros(1, dtype=torch.long, device=device)]
+        return torch.cat(tokens)
 
 
 @dataclass(frozen=True)
@@ -132,8 +159,8 @@ class OnlineLayer:
         starts_ = starts.double().cpu().numpy()
         states = torch.empty(starts_.shape, dtype=torch.float64, device=device)
         if self.weights.uses_evidence:
-            gained = gains(log_probs, given.abstains, self._first_components).cpu().numpy()
-            before = evidence_before(gained, begins_, starts_[:, count:], evident_)
+            rest = {"starts": starts_[:, count:], "evident": evident_}
+            before = text_evidence(log_probs, given.abstains, self._first_components, begins_, **rest)
             states[:, count:] = torch.from_numpy(before).to(device)
         by_expert = self.by_expert(states, given)
         if count == 1:
@@ -157,42 +184,25 @@ class OnlineLayer:
         given = [first if span.state is None else span.state.to(device) for span in spans]
         return torch.stack([state for state, span in zip(given, spans, strict=True) for _ in range(len(span))])
 
-    def span_states(self, spans: Sequence[Span], given: PositionInputs, log_probs: Tensor) -> tuple[Tensor, Tensor]:
+    def span_states(self, texts: SpanTexts, given: PositionInputs, log_probs: Tensor) -> tuple[Tensor, Tensor]:
         """Return the (N, S) states at the positions of spans, and the weights by expert.
 
         `log_probs` are the (N, M) log-probabilities by each component of the tokens that `next_tokens` returns.
         """
-        begins, evident, starts = [], [], []
+        begins, starts = [], []
         cpu = torch.device("cpu")
-        for text in _texts(spans):
+        for text in texts.texts:
             first, length = text[0], sum(map(len, text))
             begins.append(torch.arange(length) == 0)
-            evident.append(_evident(text))
             start = _on_device(self.first, cpu) if first.state is None else first.state.double().cpu()
             starts.append(start.expand(length, -1))
-        return self.states_before(
-            given, log_probs, torch.cat(begins), starts=torch.cat(starts), evident=torch.cat(evident)
-        )
+        return self.states_before(given, log_probs, torch.cat(begins), starts=torch.cat(starts), evident=texts.evident)
 
 
 @lru_cache(maxsize=64)
 def _on_device(values: tuple[float, ...], device: torch.device) -> Tensor:
     """Return a state on a device; cached, since the host would wait for the copy."""
     return torch.tensor(values, dtype=torch.float64, device=device)
-
-
-def has_evidence(spans: Sequence[Span]) -> bool:
-    """Whether a token of some spans updates the states of later positions."""
-    return any(bool(_evident(text).any()) for text in _texts(spans))
-
-
-def next_tokens(spans: Sequence[Span], device: torch.device) -> Tensor:
-    """Return the (N,) tokens that follow the positions of spans, 0 where that is not known."""
-    tokens = []
-    for text in _texts(spans):
-        known = text[-1].tokens[text[0].start + 1 :].to(device).long()
-        tokens += [known, torch.zeros(1, dtype=torch.long, device=device)]
-    return torch.cat(tokens)
 
 
 def _texts(spans: Sequence[Span]) -> list[list[Span]]:

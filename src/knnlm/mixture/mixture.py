@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor
 
 from knnlm.corpus import Document
@@ -19,7 +18,7 @@ from knnlm.memories.base import LM_LOGITS, LOGITS, Context, Memory, MemoryOutput
 from knnlm.memories.decoder import LMOutput
 from knnlm.memories.knn import KnnMemory
 from knnlm.memories.voting import RetrievedNeighbours, searches
-from knnlm.mixture.layer import OnlineLayer, PositionInputs, has_evidence, next_tokens
+from knnlm.mixture.layer import OnlineLayer, PositionInputs, SpanTexts
 from knnlm.mixture.loader import check_model, load_mixture, specs_of
 from knnlm.mixture.online import OnlineConfig
 from knnlm.mixture.readers import ReadBatch, Readers
@@ -31,6 +30,7 @@ from knnlm.mixture.weights import (
     MixturePrediction,
     Weights,
     abstain_mask,
+    component_log_probs,
     component_slices_of,
     equal_weights,
 )
@@ -77,7 +77,7 @@ class ComponentOutputs:
 
     def log_probs(self, targets: Tensor) -> Tensor:
         """Return the (N, M) log-probabilities of one token per row by each component."""
-        return torch.stack([component.log_prob(targets) for component in self.components], 1)
+        return component_log_probs(self.components, targets)
 
     def mixed(
         self, weights: Tensor, states: Tensor | None = None, by_expert: Tensor | None = None
@@ -321,8 +321,9 @@ class Mixture:
         if not layer.stateful:
             return found.mixed(self.weights.compute(given.inputs, given.abstains))
         spans, device = context.spans, given.abstains.device
-        if has_evidence(spans):
-            states, by_expert = layer.span_states(spans, given, found.log_probs(next_tokens(spans, device)))
+        texts = SpanTexts.of(spans)
+        if texts.has_evidence:
+            states, by_expert = layer.span_states(texts, given, found.log_probs(texts.next_tokens(device)))
         else:
             states = layer.given_states(spans, len(given.abstains), device)
             by_expert = layer.by_expert(states, given)

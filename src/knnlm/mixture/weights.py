@@ -59,7 +59,7 @@ class MixturePrediction:
 
     def component_log_probs(self, targets: Tensor) -> Tensor:
         """Return the (N, M) log-probabilities of one token per row by each component."""
-        return torch.stack([component.log_prob(targets) for component in self.components], 1)
+        return component_log_probs(self.components, targets)
 
     def combine(self, component_log_probs: Tensor) -> Tensor:
         """Return the (N,) log-probabilities of the mixture from the (N, M) of its components."""
@@ -90,6 +90,11 @@ class MixturePrediction:
     def component_abstains(self) -> Tensor:
         """Mark the (N, M) components that abstain."""
         return abstain_mask(self.components) if self.abstain_mask is None else self.abstain_mask
+
+
+def component_log_probs(components: Sequence[Prediction], targets: Tensor) -> Tensor:
+    """Return the (N, M) log-probabilities of one token per row by each component."""
+    return torch.stack([component.log_prob(targets) for component in components], 1)
 
 
 def abstain_mask(components: Sequence[Prediction]) -> Tensor:
