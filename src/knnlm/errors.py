@@ -11,8 +11,10 @@
     │   ├── DatastoreCorrupt   its files contradict its catalog
     │   └── DatastoreBusy      another process is writing to it
     └── IndexInvalid         an index fails its validation
+    UserWarning
+    └── KnnlmWarning         a result is valid, but not what was probably expected
 
-The command line prints such an error as one line and exits with code 2.
+The command line prints such an error as one line and exits with code 2; a warning is one line on standard error.
 """
 
 from __future__ import annotations
@@ -20,6 +22,10 @@ from __future__ import annotations
 
 class KnnlmError(Exception):
     """The base class of all errors that knnlm raises on purpose."""
+
+
+class KnnlmWarning(UserWarning):
+    """A result is valid, but not what was probably expected."""
 
 
 class CorpusError(KnnlmError):

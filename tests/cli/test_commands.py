@@ -15,9 +15,11 @@ import time
 
 import pytest
 import torch
+import transformers
 
 from helpers import oracle
 from helpers.cli import failure, knnlm
+from helpers.models import tiny_tokenizer
 from helpers.stores import WORDS, documents
 from knnlm.cli.app import app, run
 from knnlm.datastore.store import Datastore
@@ -528,3 +530,21 @@ def test_eval_measures_the_support_of_tokens(texts, model_folder, tmp_path, capf
     code, out, _ = knnlm(capfd, "eval", store, texts / "held-out.txt", "--support")
     assert f"{figures['support']['auroc']:.3f} for right and wrong tokens" in " ".join(out.split())
     assert "leave out --each" in failure(capfd, "eval", store, texts / "held-out.txt", "--support", "--each")
+
+
+def test_model_without_a_feed_forward_net_is_built_at_another_place_with_one_line(tmp_path, texts, capfd):
+    config = transformers.MambaConfig(vocab_size=320, hidden_size=32, num_hidden_layers=2, state_size=4)
+    transformers.MambaForCausalLM(config).save_pretrained(tmp_path / "mamba")
+    tiny_tokenizer().save_pretrained(tmp_path / "mamba")
+    out = tmp_path / "m"
+    code, _, err = knnlm(capfd, "build", texts / "held-out.txt", "--out", out, "--model", tmp_path / "mamba")
+    assert code == 0
+    lines = [line for line in err.splitlines() if line.startswith("WARNING")]
+    assert lines == [
+        "WARNING  MambaForCausalLM has no feed-forward network of its own in layer 1, so keys are read at "
+        "attention_input. --key-layer names another place."
+    ]
+    code, _, err = knnlm(capfd, "eval", out, texts / "held-out.txt", "--json")
+    assert code == 0
+    assert "WARNING" not in err
+    assert Datastore.open(out).model["key_layer"] == "attention_input"

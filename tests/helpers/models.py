@@ -107,9 +107,54 @@ FAMILIES: dict[str, Callable[[], hf.PreTrainedModel]] = {
 }
 
 
+def _pair(name: str, **options: object) -> Callable[[], hf.PreTrainedModel]:
+    """An encoder-decoder family of BART's kind: 2 layers of the encoder, 3 of the decoder."""
+    shape = {
+        "d_model": WIDTH,
+        "encoder_layers": 2,
+        "decoder_layers": LAYERS,
+        "encoder_attention_heads": 4,
+        "decoder_attention_heads": 4,
+        "encoder_ffn_dim": 80,
+        "decoder_ffn_dim": 80,
+        "max_position_embeddings": 128,
+        "decoder_start_token_id": 0,
+        "forced_eos_token_id": None,
+    }
+    return lambda: hf.AutoModelForSeq2SeqLM.from_config(_config(name, **{**shape, **options}))
+
+
+def _t5(name: str, **options: object) -> Callable[[], hf.PreTrainedModel]:
+    shape = {"d_model": WIDTH, "d_kv": 8, "d_ff": 80, "num_layers": 4, "num_decoder_layers": LAYERS, "num_heads": 4}
+    options = {"decoder_start_token_id": 0, **options}
+    return lambda: hf.AutoModelForSeq2SeqLM.from_config(_config(name, **shape, **options))
+
+
+def _whisper() -> hf.PreTrainedModel:
+    shape = {"encoder_layers": 2, "decoder_layers": LAYERS, "encoder_attention_heads": 4, "decoder_attention_heads": 4}
+    width = {"d_model": WIDTH, "encoder_ffn_dim": 80, "decoder_ffn_dim": 80, "num_mel_bins": 6}
+    lengths = {"max_source_positions": 12, "max_target_positions": 128, "decoder_start_token_id": 0}
+    config = _config("whisper", **shape, **width, **lengths, suppress_tokens=None, begin_suppress_tokens=None)
+    return hf.WhisperForConditionalGeneration(config)
+
+
+# Every encoder-decoder family; the encoder has another number of layers than the decoder.
+SEQ2SEQ_FAMILIES: dict[str, Callable[[], hf.PreTrainedModel]] = {
+    "marian": _pair("marian"),
+    "m2m_100": _pair("m2m_100"),
+    "t5": _t5("t5"),
+    "t5_gated": _t5("t5", feed_forward_proj="gated-gelu"),
+    "mt5": _t5("mt5"),
+    "bart": _pair("bart"),
+    "mbart": _pair("mbart"),
+    "pegasus": _pair("pegasus"),
+    "whisper": _whisper,
+}
+
+
 def tiny(family: str, *, seed: int = 0) -> hf.PreTrainedModel:
     """A new tiny model of a family, the same for the same seed; in evaluation mode and float32."""
-    return randomise(FAMILIES[family], seed=seed)
+    return randomise({**FAMILIES, **SEQ2SEQ_FAMILIES}[family], seed=seed)
 
 
 def randomise(make: Callable[[], hf.PreTrainedModel], *, seed: int = 0) -> hf.PreTrainedModel:

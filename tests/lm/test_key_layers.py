@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from helpers.models import FAMILIES, LAYERS, VOCABULARY, WIDTH, randomise, tiny, tiny_tokenizer
 from knnlm.errors import KeyLayerError, ModelError
+from knnlm.lm.causal import CausalLM
 from knnlm.lm.key_layers import PLACES, KeyLayer, check_causal, find_key_layer
 
 IDS = torch.tensor([[7, 31, 5, 90, 12, 44, 201], [3, 8, 250, 17, 19, 64, 2]])
@@ -353,7 +354,7 @@ def test_encoder_decoder_is_refused() -> None:
     with pytest.raises(ModelError, match=r"T5ForConditionalGeneration.*decoder-only"):
         check_causal(model)
     with pytest.raises(ModelError, match=r"T5ForConditionalGeneration.*decoder-only"):
-        find_key_layer(model)
+        CausalLM(model, tiny_tokenizer())
 
 
 def test_state_space_model_has_a_mixer_but_no_feed_forward_net() -> None:

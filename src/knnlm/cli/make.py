@@ -55,7 +55,7 @@ def build(
     text: Text,
     out: Out,
     model: Model = "bundled",
-    key_layer: KeyLayer = "ffn_input",
+    key_layer: KeyLayer = None,
     layer: Layer = -1,
     context: Annotated[
         int | None, typer.Option(help="Tokens of a window.", show_default="1024, or the model's maximum")
@@ -324,7 +324,7 @@ def import_arrays(
     entries: Annotated[int | None, typer.Option(help="Entries to import.", show_default="all")] = None,
     key_dtype: Annotated[str | None, typer.Option(help="float16 or float32.", show_default="by file size")] = None,
     value_dtype: Annotated[str | None, typer.Option(help="int64, int32 or int16.", show_default="by file size")] = None,
-    key_layer: KeyLayer = "ffn_input",
+    key_layer: KeyLayer = None,
     layer: Layer = -1,
     check: Annotated[bool, typer.Option("--check/--no-check", help="Compare a sample with the model's keys.")] = True,
     machine: MachineFlags = MachineFlags(),

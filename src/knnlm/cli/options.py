@@ -67,10 +67,11 @@ MEMORIES_HELP = (
     "Memories to mix, separated by commas: knn, cache, ngram, output, knn=STORE, decoder=FOLDER, cache=POSITIONS"
 )
 KeyLayer = Annotated[
-    str,
+    str | None,
     typer.Option(
         help="The place that keys are read from: ffn_input, ffn_input_pre_norm, attention_input, "
-        "attention_input_pre_norm, output, output_normed."
+        "attention_input_pre_norm, output, output_normed.",
+        show_default="ffn_input, or the best place that the model has",
     ),
 ]
 Layer = Annotated[int, typer.Option(help="The layer, counted from 0, or from the end with -1.")]

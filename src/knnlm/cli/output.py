@@ -87,12 +87,20 @@ def open_model(name: str, **settings: Any) -> CausalLM:
 
 
 def quiet() -> None:
-    """Keep the messages of transformers out of the progress bars."""
+    """Keep the messages of transformers out of the progress bars, and show warnings of knnlm as one line."""
     from transformers.utils import logging
+
+    from knnlm.errors import KnnlmWarning
 
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     warnings.filterwarnings("ignore")
+    warnings.filterwarnings("default", category=KnnlmWarning)
+    warnings.showwarning = _show_warning  # type: ignore[assignment]
+
+
+def _show_warning(message: Warning | str, *_: Any) -> None:
+    err.print(f"WARNING  {message}", markup=False, soft_wrap=True)
 
 
 def show(result: Mapping[str, Any], text: str | Sequence[tuple[str, str]], *, json: bool) -> None:

@@ -21,7 +21,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from knnlm.errors import ModelError, ParameterError
 from knnlm.lm.detokenizer import token_texts
 from knnlm.lm.fingerprint import relevant_config, tokenizer_fingerprint, weights_fingerprint
-from knnlm.lm.key_layers import PLACES, KeyLayer, check_causal, find_key_layer
+from knnlm.lm.key_layers import KeyLayer, check_causal, find_key_layer
 from knnlm.lm.loading import BUNDLED, choose_device, choose_dtype, load_model
 from knnlm.lm.windows import Window, WindowShape, batches, windows
 
@@ -52,7 +52,7 @@ class CausalLM:
         tokenizer: PreTrainedTokenizerBase,
         *,
         name: str | None = None,
-        key_layer: str = PLACES[0],
+        key_layer: str | None = None,
         layer: int = -1,
     ) -> None:
         check_causal(model)
@@ -68,7 +68,7 @@ class CausalLM:
         cls,
         name: str = BUNDLED,
         *,
-        key_layer: str = PLACES[0],
+        key_layer: str | None = None,
         layer: int = -1,
         device: str = "auto",
         dtype: str = "auto",

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from knnlm.errors import KnnlmWarning
 from knnlm.lm.hooks import hidden_states
 
 if TYPE_CHECKING:
@@ -39,6 +40,7 @@ class CompileStatus:
             warnings.warn(
                 f"The model cannot be compiled ({reason[:200]}) and runs uncompiled, at half the speed. "
                 "--no-compile skips the attempt.",
+                KnnlmWarning,
                 stacklevel=2,
             )
         self.failed = True

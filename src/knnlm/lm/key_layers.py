@@ -6,7 +6,11 @@ when they are called again with other tensors.
 - The *stack* is the list of modules that run one after another and keep the shape of the hidden states.
 - A *norm* has no matrix, and its output does not depend on the length of its input vectors.
 - The *mixer* has matrices and lets earlier positions change later ones: attention, or a state space model.
-- The *feed-forward net* has matrices and treats every position alone.
+- *Cross-attention* has matrices, treats every position alone, and depends on the states of the encoder.
+- The *feed-forward net* has matrices, treats every position alone, and depends on nothing else.
+
+In an encoder-decoder model only the decoder is searched: the source of the probe has another length than the target, so
+modules of the encoder do not run on states of the target's shape.
 
 The norm that feeds a module is the one *in the same block* that produced the module's input. Where there is none
 (OLMo 2; the attention of OPT-350m) the place before the norm is the module's input itself. Modules that run without
@@ -15,6 +19,7 @@ being called are not found.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
@@ -24,7 +29,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import Tensor, nn
 
-from knnlm.errors import KeyLayerError, ModelError
+from knnlm.errors import KeyLayerError, KnnlmWarning, ModelError
 from knnlm.lm.hooks import Tap, as_tuple, capture, hidden_states, hooked
 
 if TYPE_CHECKING:
@@ -40,6 +45,10 @@ PLACES: tuple[str, ...] = (
 )
 
 _PROBE_LENGTH = 8  # tokens
+_SOURCE_LENGTH = 5  # tokens that the encoder reads; another number than the decoder's
+
+# By the perplexity of the places in Table 5 of the kNN-LM paper; the others are worse than these.
+_DEFAULT_PLACES = ("ffn_input", "attention_input", "output_normed", "output")
 
 
 @dataclass(frozen=True)
@@ -58,9 +67,12 @@ class KeyLayer:
         return capture(self._tap, self.width, stop)
 
 
-def find_key_layer(model: PreTrainedModel, place: str = "ffn_input", layer: int = -1) -> KeyLayer:
-    """Return a place in a block of the model; negative layers count from the last."""
-    if place not in PLACES:
+def find_key_layer(model: PreTrainedModel, place: str | None = "ffn_input", layer: int = -1) -> KeyLayer:
+    """Return a place in a block of the model's decoder; negative layers count from the last.
+
+    None is the best place that the block has: `ffn_input`, or another one with a warning.
+    """
+    if place is not None and place not in PLACES:
         raise KeyLayerError(f"There is no place {place!r}. The places are {', '.join(PLACES)}.")
     with _undisturbed(model):
         blocks, width = _find_stack(model)
@@ -71,19 +83,47 @@ def find_key_layer(model: PreTrainedModel, place: str = "ffn_input", layer: int 
             )
         probe = _Probe(model, blocks, layer % count, width)
         taps = probe.taps()
-        if place not in taps:
-            raise KeyLayerError(
-                f"{place} was not found in layer {layer % count} of {count} in {name}: "
-                f"{probe.why_not(place)}. This layer has {', '.join(taps)}."
-            )
-    return KeyLayer(place, layer % count, count, taps[place].path, width, taps[place])
+    chosen = place or next(each for each in _DEFAULT_PLACES if each in taps)
+    if chosen not in taps:
+        raise KeyLayerError(
+            f"{chosen} was not found in layer {layer % count} of {count} in {name}: "
+            f"{probe.why_not(chosen)}. This layer has {', '.join(taps)}."
+        )
+    if place is None and chosen != PLACES[0]:
+        warnings.warn(
+            f"{name} has no feed-forward network of its own in layer {layer % count}, so keys are read at {chosen}. "
+            "--key-layer names another place.",
+            KnnlmWarning,
+            stacklevel=2,
+        )
+    return KeyLayer(chosen, layer % count, count, taps[chosen].path, width, taps[chosen])
 
 
 def check_causal(model: PreTrainedModel) -> None:
     """Raise an error for a model with an encoder, or in which a position attends to later tokens."""
     need = "A decoder-only model is needed, such as GPT-2 or Llama."
-    if getattr(model.config, "is_encoder_decoder", False):
-        raise ModelError(f"{type(model).__name__} is an encoder-decoder model. {need}")
+    if has_encoder(model):
+        raise ModelError(
+            f"{type(model).__name__} is an encoder-decoder model. {need} Open this one with knnlm.open_lm."
+        )
+    _check_order(model, need)
+
+
+def check_seq2seq(model: PreTrainedModel) -> None:
+    """Raise an error for a model without an encoder, or whose decoder attends to later tokens."""
+    need = "An encoder-decoder model is needed, such as Marian or T5."
+    if not has_encoder(model):
+        raise ModelError(f"{type(model).__name__} has no encoder. {need}")
+    _check_order(model, need)
+
+
+def has_encoder(model: PreTrainedModel) -> bool:
+    """Whether a model reads a source with an encoder."""
+    return bool(getattr(model.config, "is_encoder_decoder", False))
+
+
+def _check_order(model: PreTrainedModel, need: str) -> None:
+    """Raise an error if later tokens change the states of earlier ones."""
     half, ids = _PROBE_LENGTH // 2, torch.arange(5, 5 + _PROBE_LENGTH)
     with _undisturbed(model):
         here = _forward(model, ids)
@@ -123,6 +163,18 @@ class _Call:
         # A mixture of experts groups tokens differently and so rounds differently, which is not a change.
         return _change(here, there) > max(1e-4, torch.finfo(self.input_copy.dtype).eps)
 
+    @cached_property
+    def crosses(self) -> bool:
+        """Whether states of another length than the input, those of an encoder, affect the output."""
+        given = (*self.args, *self.kwargs.values())
+        source = next((value for value in given if _is_source(value)), None)
+        if source is None:
+            return False
+        here = self.repeat(self.input_copy)
+        args = tuple(-value if value is source else value for value in self.args)
+        kwargs = {key: -value if value is source else value for key, value in self.kwargs.items()}
+        return _change(here, replace(self, args=args, kwargs=kwargs).repeat(self.input_copy)) > 1e-4
+
 
 @contextmanager
 def _undisturbed(model: PreTrainedModel) -> Iterator[None]:
@@ -140,16 +192,32 @@ def _undisturbed(model: PreTrainedModel) -> Iterator[None]:
 
 def _forward(model: PreTrainedModel, ids: Tensor) -> Tensor:
     """Run the model on one short text (T,) and return its first output, hidden states or logits, as (T, ...)."""
-    # Offloaded weights are on "meta"; the others tell where the model runs.
-    device = next((weight.device for weight in model.parameters() if weight.device.type != "meta"), None)
     vocabulary = getattr(model.config.get_text_config(), "vocab_size", _PROBE_LENGTH)
+    text = (ids % vocabulary)[None].to(_device(model))
+    inputs = {"input_ids": text} if not has_encoder(model) else {**_source(model), "decoder_input_ids": text}
     try:
-        output = model(input_ids=(ids % vocabulary)[None].to(device), use_cache=False)
+        output = model(**inputs, use_cache=False)
     except Exception as error:
-        raise ModelError(
-            f"{type(model).__name__} cannot read {_PROBE_LENGTH} tokens: {error!r}. A decoder-only model is needed."
-        ) from error
+        need = "A decoder-only or encoder-decoder model is needed."
+        raise ModelError(f"{type(model).__name__} cannot read {_PROBE_LENGTH} tokens: {error!r}. {need}") from error
     return cast(Tensor, as_tuple(output)[0][0])
+
+
+def _device(model: PreTrainedModel) -> torch.device | None:
+    # Offloaded weights are on "meta"; the others tell where the model runs.
+    return next((weight.device for weight in model.parameters() if weight.device.type != "meta"), None)
+
+
+def _source(model: PreTrainedModel) -> dict[str, Tensor]:
+    """Return a short input of the encoder: tokens, or the features of a sound of the length that the model needs."""
+    name, config, device = model.main_input_name, model.config, _device(model)
+    if name == "input_ids":
+        return {name: torch.arange(5, 5 + _SOURCE_LENGTH)[None].to(device) % config.get_text_config().vocab_size}
+    if name != "input_features":
+        raise ModelError(f"The encoder of {type(model).__name__} reads {name}, not text or audio.")
+    frames = 2 * getattr(config, "max_source_positions", _PROBE_LENGTH)
+    waves = torch.arange(config.num_mel_bins * frames, device=device, dtype=model.dtype).sin()
+    return {name: waves.view(1, config.num_mel_bins, frames)}
 
 
 def _record(model: PreTrainedModel, modules: Mapping[str, nn.Module], width: int | None) -> list[_Call]:
@@ -181,7 +249,7 @@ def _find_stack(model: PreTrainedModel) -> tuple[dict[str, nn.Module], int]:
         if isinstance(module, (nn.ModuleList, nn.Sequential))
     ]
     calls = _record(model, {path: block for blocks in lists for path, block in blocks.items()}, None)
-    wanted = getattr(model.config.get_text_config(), "num_hidden_layers", None)
+    wanted = _configured_layers(model)
     best, stack = (False, 0, 0), None
     for blocks in lists:
         own = [call for call in calls if call.path in blocks]
@@ -196,6 +264,15 @@ def _find_stack(model: PreTrainedModel) -> tuple[dict[str, nn.Module], int]:
             "A decoder-only transformer is needed."
         )
     return stack
+
+
+def _configured_layers(model: PreTrainedModel) -> int | None:
+    """Return the number of the decoder's layers according to the configuration."""
+    config = model.config.get_text_config()
+    # In an encoder-decoder model, the last name is the encoder's number.
+    names = ("decoder_layers", "num_decoder_layers") if has_encoder(model) else ()
+    counts = (getattr(config, name, None) for name in (*names, "num_hidden_layers"))
+    return next((count for count in counts if isinstance(count, int)), None)
 
 
 class _Probe:
@@ -257,7 +334,9 @@ class _Probe:
             return "norm"
         if call.input is None or not self._has_matrix(call.module):
             return "other"
-        return "mixer" if call.mixes else "position-wise"
+        if call.mixes:
+            return "mixer"
+        return "cross-attention" if call.crosses else "position-wise"
 
     def _has_matrix(self, module: nn.Module) -> bool:
         # Quantised weights may be buffers, or packed into one column.
@@ -292,6 +371,12 @@ class _Probe:
     def _input_of(self, call: _Call) -> Tap:
         calls = [other for other in self.inside if other.module is call.module]
         return Tap(self.block.module, call.module, call.path, turn=calls.index(call))
+
+
+def _is_source(value: Any) -> bool:
+    """Whether an argument can be the states of an encoder: (1, S, D) with another length than the probe."""
+    states = isinstance(value, Tensor) and value.is_floating_point() and value.dim() == 3
+    return states and value.shape[:2].numel() != _PROBE_LENGTH
 
 
 def _copy(hidden: Tensor | None) -> Tensor:
