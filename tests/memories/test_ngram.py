@@ -20,8 +20,9 @@ from knnlm.datastore.suffix_array import DEPTH, from_documents, open_suffix_arra
 from knnlm.errors import DatastoreCorrupt, ParameterError
 from knnlm.ingest.build import build
 from knnlm.io import checksum
-from knnlm.memories.base import Context, Span
-from knnlm.memories.ngram import NgramMemory
+from knnlm.memories.base import Context, Logits, Span, Votes
+from knnlm.memories.ngram import Backoff, NgramMemory
+from knnlm.mixture.weights import MixturePrediction
 
 START = 1
 VOCABULARY = 80_000
@@ -304,6 +305,48 @@ def test_batched_spans_match_single_spans_and_single_tokens(texts, drawn, longes
             assert single.top()[0] == together.top()[row]
             row += 1
     assert row == len(together.features())
+
+
+def witten_bell_rows(texts, tokens, vocabulary, **options):
+    """The (N, V) probabilities of both components by the formula, 0 where nothing matches."""
+    both = np.zeros((2, len(tokens), vocabulary))
+    for row in range(len(tokens)):
+        for dense, found in zip(both, witten_bell(texts, tokens[: row + 1], **options), strict=True):
+            for token, probability in (found or {}).items():
+                dense[row, token] = probability
+    return both
+
+
+SMALL = st.lists(st.lists(st.integers(0, 6), max_size=12), max_size=6)
+
+
+@given(SMALL, st.lists(st.integers(0, 7), max_size=12), st.integers(1, 4), st.integers(1, 6), st.integers(0, 2**32 - 1))
+def test_sparse_addition_equals_the_dense_formula(texts, context, longest, cap, seed):
+    tokens, rng = [START, *context], np.random.default_rng(seed)
+    memory = NgramMemory(from_documents(texts, vocab_size=7, start_token=START), vocab_size=7, longest=longest, cap=cap)
+    answer = memory.predict(context_of((tokens, 0)))
+    before, weights = rng.random((len(tokens), 7), np.float32), rng.random((2, len(tokens)), np.float32)
+    added = torch.from_numpy(before.copy())
+    for component, own in zip(answer.components, weights, strict=True):
+        assert component.add_to(added, torch.from_numpy(own)) is added  # in place
+    expected = before + (witten_bell_rows(texts, tokens, 7, longest=longest, cap=cap) * weights[..., None]).sum(0)
+    np.testing.assert_allclose(added.numpy(), expected, rtol=1e-6, atol=1e-7)
+
+
+@given(SMALL, st.lists(st.integers(0, 6), max_size=8), st.integers(0, 2**32 - 1))
+def test_mixture_adds_ngrams_without_their_dense_predictions(texts, context, seed):
+    tokens, rng = [START, *context], np.random.default_rng(seed)
+    memory = NgramMemory(from_documents(texts, vocab_size=7, start_token=START), vocab_size=7)
+    logits = torch.from_numpy(rng.normal(size=(len(tokens), 7)))
+    values = torch.from_numpy(rng.integers(0, 7, (len(tokens), 3)))
+    votes = Votes(values, torch.from_numpy(rng.normal(size=values.shape).astype(np.float32)).log_softmax(1), 7)
+    components = [Logits(logits), *memory.predict(context_of((tokens, 0))).components, votes]
+    weights = torch.from_numpy(rng.dirichlet([1.0] * 4, len(tokens)))
+    each = np.stack([component.log_probs().exp().double().numpy() for component in components], 1)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Backoff, "log_probs", lambda _: pytest.fail("a dense prediction was made"))
+        mixed = MixturePrediction(components, weights).log_probs()
+    np.testing.assert_allclose(mixed.exp().numpy(), (weights.numpy()[..., None] * each).sum(1), rtol=1e-5)
 
 
 def test_more_positions_than_one_block_match_the_oracle():

@@ -3,6 +3,7 @@
 from knnlm.memories.base import (
     LM_LOGITS,
     LOGITS,
+    AdditivePrediction,
     Context,
     Logits,
     Memory,
@@ -35,6 +36,7 @@ __all__ = [
     "LM_LOGITS",
     "LOGITS",
     "NEAR",
+    "AdditivePrediction",
     "CacheMemory",
     "Context",
     "DecoderMemory",

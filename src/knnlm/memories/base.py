@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 from functools import cached_property
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -31,6 +31,14 @@ class Prediction(Protocol):
 
     def abstains(self) -> Tensor:
         """Mark the (N,) rows that abstain."""
+
+
+@runtime_checkable
+class AdditivePrediction(Prediction, Protocol):
+    """A prediction that is added to others without a tensor of its own over the vocabulary."""
+
+    def add_to(self, probs: Tensor, weights: Tensor) -> Tensor:
+        """Add the probabilities, multiplied by (N,) weights, to (N, V) probabilities in place."""
 
 
 @dataclass(frozen=True)

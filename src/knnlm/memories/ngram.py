@@ -12,7 +12,7 @@ Where not even the last token occurs, the memory abstains.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, TypeAlias
 
@@ -33,45 +33,98 @@ _ROWS = 1024  # positions at a time, to bound the size of intermediate arrays
 
 
 @dataclass(frozen=True)
+class _Ranges:
+    """Ranges of the suffix array, whose suffixes begin with the same tokens; positions share them."""
+
+    suffixes: SuffixArray
+    blocks: Sequence[_Block]
+    device: torch.device
+
+    @cached_property
+    def length(self) -> Ints:
+        """The (U,) numbers of tokens in the match."""
+        return np.concatenate([block.range_level for block in self.blocks])
+
+    @cached_property
+    def low(self) -> Ints:
+        """The (U,) first suffixes."""
+        return np.concatenate([block.range_low for block in self.blocks])
+
+    @cached_property
+    def count(self) -> Ints:
+        """The (U,) numbers of suffixes."""
+        return np.concatenate([block.range_count for block in self.blocks])
+
+    @cached_property
+    def followers(self) -> tuple[Ints, Ints, Tensor, Tensor]:
+        """The first element and the number of elements of each range, then the tokens and shares of all elements.
+
+        The followers of matches without a token are left out: they are all tokens of the text.
+        """
+        tallies = [block.tally for block in self.blocks]
+        begins = np.cumsum([0, *(len(tally.tokens) for tally in tallies)])
+        first = np.concatenate([tally.begin[:-1] + begin for tally, begin in zip(tallies, begins[:-1], strict=True)])
+        size = np.concatenate([np.diff(tally.begin) for tally in tallies])
+        size[self.length == 0] = 0
+        # A tally is exact unless the range was sampled.
+        (sampled,) = np.nonzero((self.length > 0) & np.concatenate([block.range_sampled for block in self.blocks]))
+        low, count = self.low[sampled], self.count[sampled]
+        owner, number, occurrences = self.suffixes.count_followers(low, low + count, self.length[sampled])
+        begin = np.searchsorted(owner, np.arange(len(sampled) + 1))
+        first[sampled], size[sampled] = begins[-1] + begin[:-1], np.diff(begin)
+        tokens = np.concatenate([*(tally.tokens for tally in tallies), _token(number)])
+        shares = np.concatenate([*(tally.shares for tally in tallies), occurrences / count[owner]])
+        return first, size, torch.from_numpy(tokens).to(self.device), _float(shares, self.device)
+
+
+@dataclass(frozen=True)
 class Backoff:
     """A prediction from matches of several lengths: P pairs of a position and a match of its last tokens."""
 
-    suffixes: SuffixArray
-    vocab_size: int
+    ranges: _Ranges
+    unigrams: Tensor  # (V,) on the device: the share of each token in the text
     size: int  # N
-    device: torch.device
     row: Ints  # (P,) which position, ascending
-    length: Ints  # (P,) tokens in the match
-    low: Ints  # (P,) the first of its suffixes in the suffix array
-    count: Ints  # (P,) the number of these
+    match: Ints  # (P,) which range
     weight: Floats  # (P,) sum to 1 over the pairs of a position
+
+    @property
+    def device(self) -> torch.device:
+        """The device of the probabilities."""
+        return self.unigrams.device
 
     def log_prob(self, targets: Tensor) -> Tensor:
         """Return the exact (N,) log-probabilities of one token per position."""
         with np.errstate(divide="ignore"):
-            return self._tensor(np.log(self.probabilities(np.arange(self.size), targets.cpu().numpy())))
+            return _float(np.log(self.probabilities(np.arange(self.size), targets.cpu().numpy())), self.device)
 
     def log_probs(self) -> Tensor:
         """Return the (N, V) log-probabilities."""
-        probs = np.zeros((self.size, self.vocab_size), np.float32)
-        for length in np.unique(self.length).tolist():
-            pairs = np.flatnonzero(self.length == length)
-            rows, weights = self.row[pairs], self.weight[pairs] / self.count[pairs]
-            if length == 0:
-                counts = np.diff(self.suffixes.first)[1 : self.vocab_size + 1]
-                probs[rows, : len(counts)] += (weights[:, None] * counts).astype(np.float32)
-                continue
-            # Positions often share a match, most of all a short one.
-            low, where, stretch = np.unique(self.low[pairs], return_index=True, return_inverse=True)
-            high = low + self.count[pairs][where]
-            owner, number, count = self.suffixes.count_followers(low, high, np.full(len(low), length))
-            begin = np.searchsorted(owner, np.arange(len(low) + 1))
-            pair, step = _ragged(np.diff(begin)[stretch])
-            entry = begin[stretch][pair] + step
-            # A token occurs once among the followers of a match, so no element is indexed twice.
-            probs[rows[pair], _token(number[entry])] += weights[pair] * count[entry]
-        with np.errstate(divide="ignore"):
-            return self._tensor(np.log(probs, out=probs))
+        probs = self.unigrams.new_zeros(self.size, len(self.unigrams))
+        return self.add_to(probs, probs.new_ones(self.size)).log_()
+
+    def add_to(self, probs: Tensor, weights: Tensor) -> Tensor:
+        """Add the probabilities, multiplied by (N,) weights, to (N, V) probabilities in place.
+
+        Only the followers of matches are copied to the device, each match once; no (N, V) array is made.
+        """
+        of_text = self.ranges.length[self.match] == 0
+        if of_text.any():
+            shares = np.zeros(self.size)
+            shares[self.row[of_text]] = self.weight[of_text]
+            probs.addr_(_float(shares, self.device) * weights, self.unigrams)
+        first, size, tokens, shares_ = self.ranges.followers
+        sizes = size[self.match]
+        total = int(sizes.sum())
+        if total:
+            begin = first[self.match] - (np.cumsum(sizes) - sizes)  # in `tokens`, of the first element of each pair
+            row, begins, repeats = torch.from_numpy(np.stack([self.row, begin, sizes])).to(self.device)
+            factor = _float(self.weight, self.device) * weights[row]
+            pair = torch.repeat_interleave(repeats, output_size=total)
+            entry = torch.arange(total, device=self.device) + begins[pair]
+            place = row[pair] * probs.shape[1] + tokens[entry]
+            probs.view(-1).scatter_add_(0, place, shares_[entry] * factor[pair])
+        return probs
 
     def abstains(self) -> Tensor:
         """Mark the (N,) positions without a match."""
@@ -82,19 +135,17 @@ class Backoff:
         begin = np.searchsorted(self.row, np.arange(self.size + 1))
         asked, step = _ragged(np.diff(begin)[rows])
         pair = begin[rows][asked] + step
-        numbers = self.suffixes.encode(tokens, begins=False)[asked]
-        low, high = self.low[pair], self.low[pair] + self.count[pair]
-        low, high = self.suffixes.extend_match(low, high, numbers, self.length[pair])
-        return _sum(asked, self.weight[pair] * (high - low) / self.count[pair], len(rows))
+        numbers = self.ranges.suffixes.encode(tokens, begins=False)[asked]
+        match = self.match[pair]
+        first, count = self.ranges.low[match], self.ranges.count[match]
+        low, high = self.ranges.suffixes.extend_match(first, first + count, numbers, self.ranges.length[match])
+        return _sum(asked, self.weight[pair] * (high - low) / count, len(rows))
 
     def only(self, row: int) -> Backoff:
         """Return the prediction at one position."""
         pairs = self.row == row
-        arrays = (array[pairs] for array in (self.length, self.low, self.count, self.weight))
-        return Backoff(self.suffixes, self.vocab_size, 1, self.device, np.zeros(pairs.sum(), np.int64), *arrays)
-
-    def _tensor(self, array: NDArray[Any]) -> Tensor:
-        return torch.from_numpy(array).to(self.device, torch.float32)
+        own = np.zeros(int(pairs.sum()), np.int64)
+        return replace(self, size=1, row=own, match=self.match[pairs], weight=self.weight[pairs])
 
 
 class NgramMemory:
@@ -123,6 +174,7 @@ class NgramMemory:
         self.vocab_size = vocab_size
         self.longest = longest
         self.cap = cap
+        self._unigrams_on: dict[torch.device, Tensor] = {}
 
     @classmethod
     def open(cls, store: Datastore, *, longest: int = 32, cap: int = 256, progress: Progress = silent) -> NgramMemory:
@@ -142,24 +194,33 @@ class NgramMemory:
         cuts = range(_ROWS, len(places), _ROWS)
         blocks = [_Block(self, low[rows], high[rows], numbers[rows]) for rows in np.split(places, cuts)]
         device = next((span.tokens.device for span in context.spans), torch.device("cpu"))
-        return NgramOutput(self._backoff(blocks, device), self._backoff(blocks, device, longest=True), blocks)
+        ranges = _Ranges(self.suffixes, blocks, device)
+        return NgramOutput(self._backoff(ranges), self._backoff(ranges, longest=True), blocks)
 
-    def _backoff(self, blocks: Sequence[_Block], device: torch.device, *, longest: bool = False) -> Backoff:
+    def _backoff(self, ranges: _Ranges, *, longest: bool = False) -> Backoff:
         """Join the matches of all positions, or the longest of each alone."""
-        begin = np.cumsum([0, *(block.size for block in blocks)])
+        blocks = ranges.blocks
+        rows = np.cumsum([0, *(block.size for block in blocks)])
+        matches = np.cumsum([0, *(len(block.range_low) for block in blocks)])
         chosen = [block.last if longest else np.arange(len(block.row)) for block in blocks]
-        each = list(zip(blocks, chosen, begin[:-1], strict=True))
+        each = list(zip(blocks, chosen, rows[:-1], matches[:-1], strict=True))
         return Backoff(
-            self.suffixes,
-            self.vocab_size,
-            int(begin[-1]),
-            device,
-            row=np.concatenate([block.row[pairs] + first for block, pairs, first in each]),
-            length=np.concatenate([block.level[pairs] for block, pairs, _ in each]),
-            low=np.concatenate([block.low[pairs] for block, pairs, _ in each]),
-            count=np.concatenate([block.count[pairs] for block, pairs, _ in each]),
-            weight=np.concatenate([np.ones(len(pairs)) if longest else block.weight for block, pairs, _ in each]),
+            ranges,
+            self._unigrams(ranges.device),
+            int(rows[-1]),
+            row=np.concatenate([block.row[pairs] + first for block, pairs, first, _ in each]),
+            match=np.concatenate([block.range[pairs] + first for block, pairs, _, first in each]),
+            weight=np.concatenate([np.ones(len(pairs)) if longest else block.weight for block, pairs, _, _ in each]),
         )
+
+    def _unigrams(self, device: torch.device) -> Tensor:
+        """Return the (V,) shares of tokens in the text."""
+        if device not in self._unigrams_on:
+            counts = np.diff(self.suffixes.first)[1 : self.vocab_size + 1]
+            shares = np.zeros(self.vocab_size)
+            shares[: len(counts)] = counts / max(1, len(self.suffixes.order) - int(self.suffixes.first[1]))
+            self._unigrams_on[device] = _float(shares, device)
+        return self._unigrams_on[device]
 
     def _read(self, context: Context) -> tuple[Ints, Ints]:
         """Return the encoded tokens of all spans, one after another, and the places of the predicted positions."""
@@ -275,8 +336,10 @@ class _Block:
         self.row, self.level = np.nonzero(self._kept)
         self.low, self.count = low[self.row, self.level], self._counts[self.row, self.level]
         # Positions often share a match, mostly a short one; its first suffix and its length identify it.
-        _, where, self._range = np.unique(self.low * DEPTH + self.level, return_index=True, return_inverse=True)
-        self._tally = memory.tally(self.low[where], self.count[where], self.level[where])
+        _, where, self.range = np.unique(self.low * DEPTH + self.level, return_index=True, return_inverse=True)
+        self.range_low, self.range_count, self.range_level = self.low[where], self.count[where], self.level[where]
+        self.range_sampled = self.range_count > memory.cap
+        self.tally = memory.tally(self.range_low, self.range_count, self.range_level)
         self._vocab_size, self._cap = memory.vocab_size, memory.cap
         self._distinct = self._find_distinct(memory.suffixes, numbers)
         self.weight = self._find_weights()[self.row, self.level]
@@ -285,7 +348,7 @@ class _Block:
     def _find_distinct(self, suffixes: SuffixArray, numbers: Ints) -> Floats:
         """Return T of every level, (B, levels)."""
         distinct = np.zeros((self.size, self._levels))
-        distinct[self.row, self.level] = self._tally.distinct[self._range]
+        distinct[self.row, self.level] = self.tally.distinct[self.range]
         for level in range(self._levels - 2, -1, -1):
             distinct[:, level] = np.where(self._kept[:, level], distinct[:, level], distinct[:, level + 1])
         distinct[:, 0] = suffixes.distinct
@@ -313,17 +376,17 @@ class _Block:
             found[rows, 0] = length
             found[rows, 1] = np.log1p(self._counts[rows, length])
             found[rows, 2] = np.log1p(self._distinct[rows, length])
-            found[rows, 3] = np.maximum.reduceat(self._tally.shares, self._tally.begin[:-1])[self._range[self.last]]
+            found[rows, 3] = np.maximum.reduceat(self.tally.shares, self.tally.begin[:-1])[self.range[self.last]]
         return found
 
     @cached_property
     def sample(self) -> _Sample:
         """The mixture of all levels, each token of a position once."""
-        begin = self._tally.begin[self._range]
-        pair, step = _ragged(self._tally.begin[self._range + 1] - begin)
+        begin = self.tally.begin[self.range]
+        pair, step = _ragged(self.tally.begin[self.range + 1] - begin)
         entry = begin[pair] + step
-        weights = self._tally.shares[entry] * self.weight[pair]
-        keys = self.row[pair] * self._vocab_size + self._tally.tokens[entry]
+        weights = self.tally.shares[entry] * self.weight[pair]
+        keys = self.row[pair] * self._vocab_size + self.tally.tokens[entry]
         order = np.argsort(keys)
         keys = keys[order]
         heads = np.flatnonzero(np.diff(keys, prepend=-1))
@@ -348,6 +411,11 @@ class _Block:
 def _token(numbers: NDArray[Any]) -> Ints:
     """Turn numbers of the text into tokens; a border, which follows in a corrupt file only, into 0."""
     return np.maximum(numbers.astype(np.int64) - 1, 0)
+
+
+def _float(array: NDArray[Any], device: torch.device) -> Tensor:
+    """Return an array as float32 on a device."""
+    return torch.from_numpy(array.astype(np.float32, copy=False)).to(device)
 
 
 def _sum(owner: Ints, weights: Floats, size: int) -> Floats:
