@@ -48,8 +48,8 @@ def longest_copies(array: SuffixArray, texts: Sequence[Sequence[int]]) -> list[i
         begins, low, high = begins[alive], low[alive], high[alive]
         lengths[begins] = length
         if length == DEPTH:  # positions are sorted no further
-            for begin, first, last in zip(begins, low, high, strict=True):
-                lengths[begin] = _extend(array, numbers, int(begin), array.order[first:last])
+            begins, runs = _runs(begins, low, high, array.order)
+            np.maximum.at(lengths, begins, runs)
             break
         low, high = array.extend_match(low, high, numbers[begins + length], length)  # the border matches nothing
         length += 1
@@ -57,16 +57,23 @@ def longest_copies(array: SuffixArray, texts: Sequence[Sequence[int]]) -> list[i
     return [int(own.max()) for own in np.split(lengths, ends[:-1])]
 
 
-def _extend(array: SuffixArray, numbers: NDArray[np.int64], begin: int, places: NDArray[np.int32]) -> int:
-    """Return the length of the longest match at some places of the text, which agree in the first DEPTH numbers."""
-    length, positions = DEPTH, places.astype(np.int64)
-    while begin + length < len(numbers):
-        positions = positions[positions + length < len(array.text)]
-        positions = positions[array.text[positions + length] == numbers[begin + length]]
-        if not len(positions):
-            break
-        length += 1
-    return length
+def _runs(
+    begins: NDArray[np.int64], low: NDArray[np.int64], high: NDArray[np.int64], order: NDArray[np.int32]
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Return where copies of at least DEPTH tokens begin, and their lengths.
+
+    A number and a place of the store match in DEPTH tokens. Where the numbers and places after them do so too, the
+    copy goes on: it is as long as such a sequence, and DEPTH - 1 more.
+    """
+    owner = np.repeat(np.arange(len(begins)), high - low)
+    step = np.arange(len(owner)) - np.repeat(np.cumsum(high - low) - (high - low), high - low)
+    begin, place = begins[owner], order[low[owner] + step].astype(np.int64)
+    sorting = np.lexsort((begin, place - begin))
+    begin, shift = begin[sorting], (place - begin)[sorting]
+    new = np.ones(len(begin), np.bool_)
+    new[1:] = (np.diff(begin) != 1) | (np.diff(shift) != 0)
+    heads = np.flatnonzero(new)
+    return begin[heads], np.diff(heads, append=len(begin)) + DEPTH - 1
 
 
 def kmeans(vectors: Floats, clusters: int, *, seed: int = 0, steps: int = 50) -> NDArray[np.int64]:

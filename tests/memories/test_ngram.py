@@ -20,6 +20,7 @@ from knnlm.datastore.suffix_array import DEPTH, from_documents, open_suffix_arra
 from knnlm.errors import DatastoreCorrupt, ParameterError
 from knnlm.ingest.build import build
 from knnlm.io import checksum
+from knnlm.memories import ngram
 from knnlm.memories.base import Context, Logits, Span, Votes
 from knnlm.memories.ngram import Backoff, NgramMemory
 from knnlm.mixture.weights import MixturePrediction
@@ -347,6 +348,47 @@ def test_mixture_adds_ngrams_without_their_dense_predictions(texts, context, see
         patch.setattr(Backoff, "log_probs", lambda _: pytest.fail("a dense prediction was made"))
         mixed = MixturePrediction(components, weights).log_probs()
     np.testing.assert_allclose(mixed.exp().numpy(), (weights.numpy()[..., None] * each).sum(1), rtol=1e-5)
+
+
+@given(texts(), CONTEXTS, st.integers(1, 6))
+def test_continued_matches_are_those_of_the_whole_context(texts, context, longest):
+    suffixes = from_documents(texts, vocab_size=VOCABULARY, start_token=START)
+    numbers = suffixes.encode(np.array([START, *context]), begins=True)
+    expected_low, expected_high = suffixes.match(numbers, longest)
+    low, high = suffixes.match(numbers[:1], longest)
+    for place, number in enumerate(numbers.tolist()):
+        if place:
+            low, high = suffixes.continue_match(low, high, np.array([number]))
+        found = (expected_low[place] < expected_high[place]).tolist()
+        assert (low[0] < high[0]).tolist() == found
+        assert low[0][found].tolist() == expected_low[place][found].tolist()
+        assert high[0][found].tolist() == expected_high[place][found].tolist()
+
+
+@given(texts(), st.lists(CONTEXTS, min_size=1, max_size=3), st.integers(1, 6), st.integers(1, 3), st.integers(0, 20))
+@settings(max_examples=50)
+def test_generation_equals_predictions_by_a_new_memory(texts, contexts, longest, cap, kept):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ngram, "_MAX_KEPT", kept)
+        memory, searches = memory_of(texts, longest=longest, cap=cap), []
+        patch.setattr(memory.suffixes.__class__, "match", _recorded(memory.suffixes.__class__.match, searches))
+        for step in range(1, max(map(len, contexts)) + 2):
+            runs = [([START, *context][:step], step - 1) for context in contexts if len(context) + 1 >= step]
+            searches.clear()
+            found = memory.predict(context_of(*runs))
+            assert len(searches) == (step == 1)  # later steps continue the matches of the step before
+            expected = memory_of(texts, longest=longest, cap=cap).predict(context_of(*runs))
+            for one, other in zip(found.components, expected.components, strict=True):
+                assert torch.equal(one.log_probs(), other.log_probs())
+            assert torch.equal(found.features(), expected.features())
+
+
+def _recorded(function, calls):
+    def call(*arguments):
+        calls.append(arguments)
+        return function(*arguments)
+
+    return call
 
 
 def test_more_positions_than_one_block_match_the_oracle():

@@ -104,6 +104,23 @@ class SuffixArray:
             lows, highs = self.extend_match(lows, highs, numbers[begins + length], length)
         return low.T, high.T
 
+    def continue_match(self, low: Ints, high: Ints, numbers: Ints) -> tuple[Ints, Ints]:
+        """Return what `match` returns for the (Q,) numbers that follow others, from what it returned for those."""
+        next_low, next_high = np.zeros_like(low), np.zeros_like(high)
+        next_low[:, 0], next_high[:, 0] = self.first[1], len(self.order)
+        query, length = np.nonzero(low[:, :-1] < high[:, :-1])
+        longer = length > 0
+        query, length = query[longer], length[longer]
+        lows, highs = self.extend_match(low[query, length], high[query, length], numbers[query], length)
+        # A match of one number needs no search.
+        query = np.append(query, np.arange(len(numbers)))
+        lows, highs = np.append(lows, self.first[numbers]), np.append(highs, self.first[numbers + 1])
+        length = np.append(length + 1, np.ones(len(numbers), np.int64))
+        lows = self._skip_borders(lows, highs, length)
+        found = lows < highs
+        next_low[query[found], length[found]], next_high[query[found], length[found]] = lows[found], highs[found]
+        return next_low, next_high
+
     def extend_match(self, low: Ints, high: Ints, numbers: Ints, length: Ints | int) -> tuple[Ints, Ints]:
         """Keep, of the rows low … high - 1, those where this number stands after `length` others."""
         lengths = np.broadcast_to(length, low.shape)
@@ -131,13 +148,13 @@ class SuffixArray:
         sums = np.bincount(where, counts, len(keys)).astype(np.int64)
         return keys // len(self.first), keys % len(self.first), sums
 
-    def _skip_borders(self, low: Ints, high: Ints, length: int) -> Ints:
+    def _skip_borders(self, low: Ints, high: Ints, length: Ints | int) -> Ints:
         """Leave out the positions where the document ends after `length` numbers; they come first."""
         at_border = np.flatnonzero((low < high) & (self.following(low, length) == 0))
         if len(at_border):
-            ones = np.ones(len(at_border), np.int64)
+            ones, lengths = np.ones(len(at_border), np.int64), np.broadcast_to(length, low.shape)[at_border]
             low = low.copy()
-            low[at_border] = self._bound(low[at_border], high[at_border], ones, ones * length)
+            low[at_border] = self._bound(low[at_border], high[at_border], ones, lengths)
         return low
 
     def _bound(self, low: Ints, high: Ints, numbers: Ints, lengths: Ints) -> Ints:

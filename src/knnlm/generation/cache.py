@@ -10,8 +10,9 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import lru_cache
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -161,43 +162,86 @@ def _arguments(forward: Callable[..., Any]) -> frozenset[str]:
 
 def spans_of(state: MemoryState, step: ForwardStep, layer: OnlineLayer) -> list[Span]:
     """Return the predicted positions of each text with the tokens before them; padding is a span of its own."""
-    assert state.tokens.keys is not None
     assert state.tokens.values is not None
-    tokens = state.tokens.values[:, 0, :, 0].long()  # (B, all)
-    total, new = tokens.shape[1], step.tokens.shape[1]
-    kept = step.kept if isinstance(step.kept, slice) else step.kept.cpu()
-    predicted = torch.arange(new)[kept] + total - new
-    if (predicted.diff() != 1).any():
-        raise ModelError("With a memory, logits_to_keep must be a number or consecutive positions.")
+    rows = _StateRows.of(state, step, layer)
     spans = []
-    starts = _text_starts(step.mask, *tokens.shape)
-    for row, start in enumerate(starts):
-        first = int(predicted[0]) if len(predicted) else total
-        end = int(predicted[-1]) + 1 if len(predicted) else total
+    for row, start in enumerate(_text_starts(step.mask, *state.tokens.values[:, 0, :, 0].shape)):
+        first = rows.first
         if first < start:
-            spans.append(Span(tokens[row, : min(start, end)], first, {}))
-            first = min(start, end)
-        if end > first:
-            past = {source: own.keys[row, 0, start:first] for source, own in state.keys.items() if own.keys is not None}
-            origins = None if state.all_given else state.tokens.keys[row, 0, start:end, 0]
-            span = Span(tokens[row, start:end], first - start, past, origins=origins)
-            spans.append(_with_state(span, state, layer, row, start=start) if layer.stateful else span)
+            spans.append(Span(rows.tokens[row][: min(start, rows.end)], first, {}))
+            first = min(start, rows.end)
+        if rows.end > first:
+            spans.append(rows.span(row, start, first))
     return spans
 
 
-def _with_state(span: Span, state: MemoryState, layer: OnlineLayer, row: int, *, start: int) -> Span:
-    """Return a span with the state of online weights at its first position; its text begins at `start` of the row."""
-    first = start + span.start  # among the padded tokens
-    known, pending = state.online.keys, state.pending.keys
-    length = state.online.get_seq_length()
-    if known is None or start >= length:  # nothing of the text was read before
-        return span
-    before = known[row, 0, min(first, length - 1)]  # (S,)
-    kept = first == length and pending is not None and bool(state.pending.get_seq_length())
-    if kept and (span.origins is None or bool(span.origins[span.start] == Origin.GIVEN)):
-        assert pending is not None
-        before = _after_pending(before, pending[row, 0, 0], span.tokens[span.start], layer)
-    return replace(span, state=before)
+@dataclass(frozen=True)
+class _StateRows:
+    """The texts of a batch, of which positions `first` … `end` - 1 are predicted; padding is counted."""
+
+    state: MemoryState
+    layer: OnlineLayer
+    first: int
+    end: int
+    tokens: Sequence[Tensor]  # (end,) of each row
+    origins: Sequence[Tensor] | None  # (end,) of each row; None: all are given
+    past: Mapping[Source, Sequence[Tensor]]  # (first, D) keys of each row
+    online: Sequence[Tensor] | None  # (S,) states of the online weights at `first`; None: without any
+    known: int  # positions that have such a state
+    pending: Tensor | None  # (B, 1, 1, …) see `MemoryState`; None: there is none
+
+    @classmethod
+    def of(cls, state: MemoryState, step: ForwardStep, layer: OnlineLayer) -> _StateRows:
+        """Split the tensors of all rows at once: an operation for each row and tensor would take most of a step."""
+        assert state.tokens.keys is not None
+        assert state.tokens.values is not None
+        total, new = state.tokens.get_seq_length(), step.tokens.shape[1]
+        places = range(new)[step.kept] if isinstance(step.kept, slice) else torch.arange(new)[step.kept.cpu()].tolist()
+        if any(later - earlier != 1 for earlier, later in pairwise(places)):
+            raise ModelError("With a memory, logits_to_keep must be a number or consecutive positions.")
+        first = total - new + places[0] if places else total
+        end = total - new + places[-1] + 1 if places else total
+        online, known = state.online.keys, state.online.get_seq_length()
+        return cls(
+            state,
+            layer,
+            first,
+            end,
+            tokens=state.tokens.values[:, 0, :end, 0].long().unbind(),
+            origins=None if state.all_given else state.tokens.keys[:, 0, :end, 0].unbind(),
+            past={
+                source: own.keys[:, 0, :first].unbind() for source, own in state.keys.items() if own.keys is not None
+            },
+            online=online[:, 0, min(first, known - 1)].unbind() if layer.stateful and online is not None else None,
+            known=known,
+            pending=state.pending.keys if state.pending.get_seq_length() else None,
+        )
+
+    def span(self, row: int, start: int, first: int) -> Span:
+        """Return the span of a text that begins at `start`, from position `first` on."""
+        tokens = self.tokens[row][start:] if start else self.tokens[row]
+        origins = None if self.origins is None else self.origins[row]
+        if origins is not None and start:
+            origins = origins[start:]
+        if first == self.first:
+            past = {source: own[row][start:] if start else own[row] for source, own in self.past.items()}
+        else:  # after padding
+            past = {source: own[row][:0] for source, own in self.past.items()}
+        return Span(tokens, first - start, past, self._state(row, start, first, tokens, origins), origins)
+
+    def _state(self, row: int, start: int, first: int, tokens: Tensor, origins: Tensor | None) -> Tensor | None:
+        """Return the state of online weights at position `first`; None where nothing of the text was read before."""
+        if self.online is None or start >= self.known:
+            return None
+        before = self.online[row]
+        if first != self.first:  # after padding
+            assert self.state.online.keys is not None
+            before = self.state.online.keys[row, 0, min(first, self.known - 1)]
+        kept = first == self.known and self.pending is not None
+        if kept and (origins is None or bool(origins[first - start] == Origin.GIVEN)):
+            assert self.pending is not None
+            before = _after_pending(before, self.pending[row, 0, 0], tokens[first - start], self.layer)
+        return before
 
 
 def _after_pending(before: Tensor, pending: Tensor, token: Tensor, layer: OnlineLayer) -> Tensor:

@@ -12,7 +12,6 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
 
 from knnlm.errors import ParameterError
 from knnlm.index.base import check_metric
@@ -103,33 +102,36 @@ class CacheMemory(NeighbourMemory):
         if not any(map(len, pasts)):
             return
         device = keys.device
-        lengths = torch.tensor([len(past) for past in pasts], device=device)
-        stored = pad_sequence(list(pasts), batch_first=True)  # (B, S, D)
-        begins = [span.start - len(past) + 1 for span, past in zip(spans, pasts, strict=True)]
-        pairs = list(zip(spans, begins, strict=True))
-        # The token that followed each stored position, up to the one at the span's position.
-        values = pad_sequence(
-            [span.tokens[begin : span.start + 1].to(device) for span, begin in pairs], batch_first=True
-        )
-        hidden = torch.arange(stored.shape[1], device=device) >= lengths[:, None]
+        counts = [len(past) for past in pasts]
+        begins = [span.start - count + 1 for span, count in zip(spans, counts, strict=True)]
+        lengths, first = torch.tensor([counts, begins], device=device)
+        columns = torch.arange(max(counts), device=device)
+        hidden = columns >= lengths[:, None]  # (B, S)
+        places = (columns + (lengths.cumsum(0) - lengths)[:, None]).clamp_(max=sum(counts) - 1)  # in what is joined
+        stored = torch.cat(list(pasts))[places].masked_fill_(hidden[:, :, None], 0)  # (B, S, D)
+
+        def following(rows: Sequence[Tensor]) -> Tensor:
+            """Return what is after each stored position, (B, S)."""
+            own = [row[begin : begin + count] for row, begin, count in zip(rows, begins, counts, strict=True)]
+            return torch.cat(own).to(device)[places]
+
+        values = following([span.tokens for span in spans])
         if any(span.origins is not None for span in spans):
-            given = [
-                span.tokens.new_zeros(len(span.tokens)) if span.origins is None else span.origins for span in spans
-            ]
-            following = [each[begin:].to(device) for each, begin in zip(given, begins, strict=True)]
-            hidden |= pad_sequence(following, batch_first=True) > (Origin.GENERATED if self.generated else Origin.GIVEN)
+            origins = [torch.zeros_like(span.tokens) if span.origins is None else span.origins for span in spans]
+            hidden |= following(origins) > (Origin.GENERATED if self.generated else Origin.GIVEN)
         centres = stored.sum(1, keepdim=True) / lengths.clamp(min=1)[:, None, None]
         distances = self._distances(keys[:, None], stored, centres)[:, 0].masked_fill_(hidden, torch.inf)  # (B, S)
         k = min(out.ids.shape[1], stored.shape[1])
-        nearest, columns = distances.topk(k, largest=False)
+        nearest, nearest_columns = distances.topk(k, largest=False)
         there = nearest.isfinite()
         out.distances[:, :k] = nearest
-        out.ids[:, :k] = (columns + (torch.tensor(begins, device=device) - 1)[:, None]).masked_fill(~there, -1)
-        out.values[:, :k] = values.gather(1, columns).masked_fill(~there, -1)
+        out.ids[:, :k] = (nearest_columns + (first - 1)[:, None]).masked_fill(~there, -1)
+        out.values[:, :k] = values.gather(1, nearest_columns).masked_fill(~there, -1)
 
     def _past(self, span: Span, keys: Tensor) -> Tensor:
         """Return the (P, D) keys of the positions before a span that are in the window."""
-        return span.past.get(self.source, keys[:0])[-self.history_length :].to(keys)
+        past = span.past.get(self.source, keys[:0])
+        return (past if len(past) <= self.history_length else past[-self.history_length :]).to(keys)
 
     def _distances(self, queries: Tensor, stored: Tensor, centre: Tensor) -> Tensor:
         """Return the (…, n, S) distances of (…, n, D) queries to (…, S, D) stored keys, with their mean."""

@@ -62,7 +62,8 @@ class LMOutput:
         for rows in self.logits.split(ROWS):
             log_p = rows.float().log_softmax(1)
             best, tokens = log_p.topk(min(2, log_p.shape[1]), 1)
-            entropy = -(log_p.exp() * log_p.clamp(min=-1e9)).sum(1)
+            # In place: a new tensor of this size takes longer than the arithmetic, on a CPU.
+            entropy = -log_p.exp().mul_(log_p.clamp_(min=-1e9)).sum(1)
             features.append(torch.stack([best[:, 0], best[:, -1], entropy], 1))
             top.append(tokens[:, 0])
         if not features:

@@ -11,6 +11,7 @@ Where not even the last token occurs, the memory abstains.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -29,14 +30,48 @@ from knnlm.progress import Progress, silent
 
 Floats: TypeAlias = NDArray[np.float64]
 
+_KNOWN = 4  # predictions whose matches are kept: a server may predict several groups of texts in turn
+_MAX_KEPT = 1 << 21  # followers of frequent matches that are kept, 16 bytes each
 _ROWS = 1024  # positions at a time, to bound the size of intermediate arrays
+
+
+class _FollowerCounts:
+    """The followers of frequent matches, kept because most steps of a generation need the same ones."""
+
+    def __init__(self, suffixes: SuffixArray) -> None:
+        self.suffixes = suffixes
+        self._known: dict[tuple[int, int], tuple[Ints, Floats]] = {}  # by the first suffix and the length
+        self._size = 0  # tokens in it
+
+    def count(self, low: Ints, count: Ints, length: Ints) -> list[tuple[Ints, Floats]]:
+        """Return the distinct tokens that follow in ranges of `count` suffixes from `low` on, and their shares."""
+        keys, known = list(zip(low.tolist(), length.tolist(), strict=True)), self._known
+        missing = np.array([number for number, key in enumerate(keys) if key not in known], np.int64)
+        found = {}
+        if len(missing):
+            begin, sizes = low[missing], count[missing]
+            owner, numbers, counts = self.suffixes.count_followers(begin, begin + sizes, length[missing])
+            cuts = np.searchsorted(owner, np.arange(1, len(missing)))
+            parts = zip(np.split(_token(numbers), cuts), np.split(counts / sizes[owner], cuts), strict=True)
+            found = {keys[number]: part for number, part in zip(missing.tolist(), parts, strict=True)}
+            self._keep(found, len(numbers))
+        return [found[key] if key in found else known[key] for key in keys]
+
+    def _keep(self, found: dict[tuple[int, int], tuple[Ints, Floats]], size: int) -> None:
+        """Keep what was counted; where it would be too much, in place of all the rest."""
+        if size > _MAX_KEPT:
+            return
+        if self._size + size > _MAX_KEPT:
+            self._known, self._size = {}, 0  # not cleared: another thread may read it
+        self._known.update(found)
+        self._size += size
 
 
 @dataclass(frozen=True)
 class _Ranges:
     """Ranges of the suffix array, whose suffixes begin with the same tokens; positions share them."""
 
-    suffixes: SuffixArray
+    counts: _FollowerCounts
     blocks: Sequence[_Block]
     device: torch.device
 
@@ -68,12 +103,11 @@ class _Ranges:
         size[self.length == 0] = 0
         # A tally is exact unless the range was sampled.
         (sampled,) = np.nonzero((self.length > 0) & np.concatenate([block.range_sampled for block in self.blocks]))
-        low, count = self.low[sampled], self.count[sampled]
-        owner, number, occurrences = self.suffixes.count_followers(low, low + count, self.length[sampled])
-        begin = np.searchsorted(owner, np.arange(len(sampled) + 1))
-        first[sampled], size[sampled] = begins[-1] + begin[:-1], np.diff(begin)
-        tokens = np.concatenate([*(tally.tokens for tally in tallies), _token(number)])
-        shares = np.concatenate([*(tally.shares for tally in tallies), occurrences / count[owner]])
+        counted = self.counts.count(self.low[sampled], self.count[sampled], self.length[sampled])
+        size[sampled] = [len(tokens) for tokens, _ in counted]
+        first[sampled] = begins[-1] + np.cumsum(size[sampled]) - size[sampled]
+        tokens = np.concatenate([*(tally.tokens for tally in tallies), *(tokens for tokens, _ in counted)])
+        shares = np.concatenate([*(tally.shares for tally in tallies), *(shares for _, shares in counted)])
         return first, size, torch.from_numpy(tokens).to(self.device), _float(shares, self.device)
 
 
@@ -135,10 +169,10 @@ class Backoff:
         begin = np.searchsorted(self.row, np.arange(self.size + 1))
         asked, step = _ragged(np.diff(begin)[rows])
         pair = begin[rows][asked] + step
-        numbers = self.ranges.suffixes.encode(tokens, begins=False)[asked]
+        numbers = self.ranges.counts.suffixes.encode(tokens, begins=False)[asked]
         match = self.match[pair]
         first, count = self.ranges.low[match], self.ranges.count[match]
-        low, high = self.ranges.suffixes.extend_match(first, first + count, numbers, self.ranges.length[match])
+        low, high = self.ranges.counts.suffixes.extend_match(first, first + count, numbers, self.ranges.length[match])
         return _sum(asked, self.weight[pair] * (high - low) / count, len(rows))
 
     def only(self, row: int) -> Backoff:
@@ -174,7 +208,10 @@ class NgramMemory:
         self.vocab_size = vocab_size
         self.longest = longest
         self.cap = cap
+        self._counts = _FollowerCounts(suffixes)
         self._unigrams_on: dict[torch.device, Tensor] = {}
+        # Matches of the last predictions: the row of each text by its last numbers; (texts, longest + 1) low and high.
+        self._known: deque[tuple[dict[bytes, int], Ints, Ints]] = deque(maxlen=_KNOWN)
 
     @classmethod
     def open(cls, store: Datastore, *, longest: int = 32, cap: int = 256, progress: Progress = silent) -> NgramMemory:
@@ -189,12 +226,13 @@ class NgramMemory:
 
     def predict(self, context: Context) -> NgramOutput:
         """Look up the tokens that followed the last tokens of each position."""
-        numbers, places = self._read(context)
-        low, high = self.suffixes.match(numbers, self.longest)
+        numbers, places, last = self._read(context)
+        low, high = self._match(numbers, places, last)
         cuts = range(_ROWS, len(places), _ROWS)
-        blocks = [_Block(self, low[rows], high[rows], numbers[rows]) for rows in np.split(places, cuts)]
+        parts = zip(*(np.split(each, cuts) for each in (low, high, numbers[places])), strict=True)
+        blocks = [_Block(self, *part) for part in parts]
         device = next((span.tokens.device for span in context.spans), torch.device("cpu"))
-        ranges = _Ranges(self.suffixes, blocks, device)
+        ranges = _Ranges(self._counts, blocks, device)
         return NgramOutput(self._backoff(ranges), self._backoff(ranges, longest=True), blocks)
 
     def _backoff(self, ranges: _Ranges, *, longest: bool = False) -> Backoff:
@@ -222,19 +260,52 @@ class NgramMemory:
             self._unigrams_on[device] = _float(shares, device)
         return self._unigrams_on[device]
 
-    def _read(self, context: Context) -> tuple[Ints, Ints]:
-        """Return the encoded tokens of all spans, one after another, and the places of the predicted positions."""
-        pieces: list[Ints] = []
-        places: list[Ints] = [np.empty(0, np.int64)]
-        size = 0
-        border = np.array([self.suffixes.vocab_size + 1])  # between two spans: no match reaches across it
-        for _, span in context.each_span():
-            begin = max(0, span.start - self.longest + 1)
-            tokens = span.tokens[begin:].cpu().numpy()
-            pieces += [self.suffixes.encode(tokens, begins=begin == 0), border]
-            places.append(np.arange(span.start - begin, len(tokens)) + size)
-            size += len(tokens) + 1
-        return np.concatenate(pieces or [border]), np.concatenate(places)
+    def _read(self, context: Context) -> tuple[Ints, Ints, Ints]:
+        """Return the encoded tokens of all spans, one after another; the places of the predicted positions, (N,); and
+        the first and the last place of each span in which anything is predicted, (spans, 2).
+        """
+        spans = [span for span in context.spans if len(span)]
+        begins = np.array([max(0, span.start - self.longest) for span in spans], np.int64)
+        tails = [span.tokens[max(0, span.start - self.longest) :] for span in spans]
+        sizes = np.array([len(tail) for tail in tails], np.int64)
+        predicted = np.array([len(span) for span in spans], np.int64)
+        tokens = torch.cat(tails).cpu().numpy() if tails else np.empty(0, np.int64)  # one copy from the device
+        numbers = self.suffixes.encode(tokens, begins=False)
+        ends = np.cumsum(sizes)
+        first = (ends - sizes)[begins == 0]
+        numbers[first[tokens[first] == self.suffixes.start_token]] = 0  # the border before a document
+        # Between two spans, and after the last one: no match reaches across it.
+        numbers = np.insert(numbers, ends, self.suffixes.vocab_size + 1)
+        ends += np.arange(len(spans))
+        owner, step = _ragged(predicted)
+        return numbers, (ends - predicted)[owner] + step, np.column_stack([ends - sizes, ends - 1])
+
+    def _match(self, numbers: Ints, places: Ints, ends: Ints) -> tuple[Ints, Ints]:
+        """Return the rows of the suffix array where the last 0 … `longest` numbers up to each place occur.
+
+        A text that is generated is read one token further at each step, and its matches are those of the step before
+        that continue; these are found by their last tokens.
+        """
+        tails = [(max(begin, end - self.longest + 1), end + 1) for begin, end in ends.tolist()]
+        keys = [numbers[begin:end].tobytes() for begin, end in tails]
+        matches = None
+        if len(places) == len(keys):  # one position of each text
+            before = [numbers[max(begin, end - self.longest) : end].tobytes() for begin, end in ends.tolist()]
+            matches = self._continue(before, numbers[places])
+        if matches is None:
+            low, high = self.suffixes.match(numbers, self.longest)
+            matches = low[places], high[places]
+        rows = np.searchsorted(places, ends[:, 1])
+        self._known.append(({key: row for row, key in enumerate(keys)}, matches[0][rows], matches[1][rows]))
+        return matches
+
+    def _continue(self, before: Sequence[bytes], numbers: Ints) -> tuple[Ints, Ints] | None:
+        """Return the matches that one more number continues; None if those of one of the texts are not known."""
+        for rows, low, high in reversed(self._known.copy()):
+            found = [rows.get(key, -1) for key in before]
+            if min(found, default=-1) >= 0 and low.shape[1] == self.longest + 1:
+                return self.suffixes.continue_match(low[found], high[found], numbers)
+        return None
 
     def tally(self, low: Ints, counts: Ints, lengths: Ints) -> _Followers:
         """Count the followers in ranges of `counts` suffixes from `low` on, whose first `lengths` tokens are equal."""
@@ -387,7 +458,7 @@ class _Block:
         entry = begin[pair] + step
         weights = self.tally.shares[entry] * self.weight[pair]
         keys = self.row[pair] * self._vocab_size + self.tally.tokens[entry]
-        order = np.argsort(keys)
+        order = np.argsort(keys, kind="stable")  # ascending within each pair, which this algorithm makes use of
         keys = keys[order]
         heads = np.flatnonzero(np.diff(keys, prepend=-1))
         sums = np.add.reduceat(weights[order], heads) if len(heads) else weights

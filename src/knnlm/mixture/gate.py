@@ -303,10 +303,13 @@ def memory_features(output: MemoryOutput, lm: MemoryOutput) -> MemoryFeatures:
 
 def place(context: Context) -> Positions:
     """Return the positions of a context in their texts."""
-    positions = [torch.arange(span.start, len(span.tokens)) for span in context.spans]
+    # In Python: a tensor for each span would take longer in generation, where most spans have one position.
+    positions = [number for span in context.spans for number in range(span.start, len(span.tokens))]
     tokens = [span.tokens[span.start :] for span in context.spans]
     empty = torch.zeros(0, dtype=torch.long)
-    return Positions(torch.cat([empty, *positions]), torch.cat([empty.to(tokens[0]) if tokens else empty, *tokens]))
+    return Positions(
+        torch.tensor(positions, dtype=torch.long), torch.cat([empty.to(tokens[0]) if tokens else empty, *tokens])
+    )
 
 
 def feature_names(memories: Sequence[tuple[str, Sequence[str]]], *, evidence: bool = False) -> list[str]:

@@ -43,6 +43,8 @@ class SpanTexts:
     def of(cls, spans: Sequence[Span]) -> SpanTexts:
         """Group spans by their texts; the origins of tokens are copied from the device here, and once."""
         texts = _texts(spans)
+        if all(len(text[-1].tokens) - text[0].start == 1 for text in texts):  # a step of generation
+            return cls(texts, torch.zeros(len(texts), dtype=torch.bool))
         return cls(texts, torch.cat([torch.zeros(0, dtype=torch.bool), *map(_evident, texts)]))
 
     @property
@@ -209,8 +211,8 @@ def _texts(spans: Sequence[Span]) -> list[list[Span]]:
     """Join spans that continue the span before them: windows of one text."""
     texts: list[list[Span]] = []
     for span in spans:
-        before = texts[-1][-1] if texts else None
-        if before is not None and span.state is None and span.start == len(before.tokens):
+        before = texts[-1][-1] if texts and span.state is None else None
+        if before is not None and span.start == len(before.tokens):
             same = span.tokens.data_ptr() == before.tokens.data_ptr()  # views of one tensor
             if same and len(before.tokens):
                 texts[-1].append(span)
