@@ -4,16 +4,31 @@ from __future__ import annotations
 
 import argparse
 import copy
-from collections.abc import Iterable
+import tempfile
+from collections.abc import Iterable, Sequence
+from functools import lru_cache
 from pathlib import Path
 
 import knnlm
 from knnlm.corpus import Document
 from knnlm.datastore.schema import DECODER_FOLDER
 from knnlm.datastore.store import Datastore
+from knnlm.evaluation.samples import sample_documents
+from knnlm.evaluation.sweep import KS
+from knnlm.evaluation.trace import Trace
+from knnlm.evaluation.tune import (
+    MAX_SAMPLES,
+    choose_online,
+    choose_settings,
+    fit_weights,
+    sweep_all,
+    tabulate,
+    token_frequencies,
+)
 from knnlm.lm.causal import CausalLM
 from knnlm.memories.base import Source
 from knnlm.memories.cache import CacheMemory
+from knnlm.memories.voting import VoteParams
 from knnlm.mixture.mixture import Mixture
 from knnlm.training.decoder import DecoderConfig, train_decoder
 from knnlm.training.initial_model import open_initial_model
@@ -38,22 +53,62 @@ def model_alone(lm: CausalLM) -> Mixture:
 
 
 def build_mixtures(
-    corpus: Path, folder: Path, lm: CausalLM, *, store_tokens: int | None, limit: int | None
+    corpus: Path,
+    folder: Path,
+    lm: CausalLM,
+    *,
+    store_tokens: int | None,
+    limit: int | None,
+    names: Sequence[str] = MIXTURES,
 ) -> tuple[Datastore, dict[str, Mixture]]:
-    """Build a store of train and tune each kind of mixture on valid; the keys are loaded once.
+    """Build a store of train and tune each kind of mixture on valid; keys are loaded and valid is read once.
 
     "one λ" is the kNN-LM of the paper, "gate" has a cache and n-grams too, and "default" is what `tune` chooses.
     """
     store = knnlm.build(first(split(corpus, "train"), lm, store_tokens), folder, lm=lm)
     opened = Mixture.open(store, lm, memories=MEMORIES, use_tuned=False)
-    assert opened.knn is not None
-    valid = list(first(split(corpus, "valid"), lm, limit))
-    one = Mixture(lm, copy.copy(opened.knn), labels=["knn"], store=opened.store, path=opened.path)
-    gate, default = _with_own_settings(opened), _with_own_settings(opened)
-    one.tune(valid, weights="fixed", online=False)
-    gate.tune(valid, online=False)
-    default.tune(valid)  # last: its result is the one that the store keeps
-    return store, dict(zip(MIXTURES, (one, gate, default), strict=True))
+    with tempfile.TemporaryDirectory() as traces:
+        valid = opened.record(first(split(corpus, "valid"), lm, limit), Path(traces) / "valid", k=max(KS))
+        written = None
+        if "default" in names:
+            count = min(len(valid), MAX_SAMPLES)
+            samples = sampled_text(lm, MAX_SAMPLES if limit is None else min(limit, MAX_SAMPLES))
+            if samples:
+                written = opened.record(first(iter(samples), lm, count), Path(traces) / "written", k=max(KS))
+        return store, fit_mixtures(opened, valid, written, names)
+
+
+@lru_cache(maxsize=1)
+def sampled_text(lm: CausalLM, tokens: int) -> list[Document]:
+    """Return documents that the model writes; the same ones serve every store."""
+    return sample_documents(lm, tokens)
+
+
+def fit_mixtures(opened: Mixture, valid: Trace, written: Trace | None, names: Sequence[str]) -> dict[str, Mixture]:
+    """Fit each kind of mixture to one trace of valid; "default" also to that of a text that the model wrote."""
+    store, device = opened.store, str(opened.lm.device)
+    assert store is not None
+    sweeps = sweep_all(valid, device=device)
+    settings = choose_settings(valid, sweeps, several=True)
+    table, frequencies = tabulate(valid, settings, device=device), token_frequencies(store)
+    mixtures = {}
+    for name in names:
+        if name == "one λ":
+            assert sweeps[0] is not None
+            k, temperature, lmbda, _ = sweeps[0].best
+            knn = copy.copy(opened.memories[0])
+            knn.settings = (VoteParams(k, temperature),)  # type: ignore[attr-defined]
+            mixtures[name] = Mixture(opened.lm, knn, lmbda=lmbda, labels=["knn"], store=store, path=opened.path)
+            continue
+        samples = None if name == "gate" or written is None else tabulate(written, settings, device=device)
+        mixture = _with_own_settings(opened)
+        for memory, own in zip(mixture.memories, settings, strict=True):
+            if own:
+                memory.settings = own  # type: ignore[attr-defined]
+        mixture.weights = fit_weights(table, "gated", frequencies=frequencies, samples=samples, device=device).weights
+        mixture.online = choose_online(table, mixture.weights, samples)[0] if name == "default" else None
+        mixtures[name] = mixture
+    return mixtures
 
 
 def _with_own_settings(mixture: Mixture) -> Mixture:

@@ -64,7 +64,7 @@ from knnlm.mixture.weights import (
 )
 from knnlm.progress import Progress, silent
 
-_MAX_SAMPLES = 60_000  # tokens that the model writes for the training of a gate
+MAX_SAMPLES = 60_000  # tokens that the model writes for the training of a gate
 
 _Columns = TypeVar("_Columns", MemoryFeatures, Positions)
 SettingsByMemory = Sequence[Sequence[VoteParams]]  # for each memory; empty where it has no neighbours
@@ -138,7 +138,7 @@ def tune(
             progress=progress,
         )
         written = None
-        count = min(len(trace), _MAX_SAMPLES) if samples is None else samples
+        count = min(len(trace), MAX_SAMPLES) if samples is None else samples
         if count and online and weights == "gated":
             documents = sample_documents(mixture.lm, count, progress=progress)
             if documents:
