@@ -51,12 +51,16 @@ _Count: TypeAlias = Callable[[int], None]
 
 @dataclass(frozen=True)
 class Document:
-    """A text with its id, its source for a person to find it, and the other fields of its record."""
+    """A text with its id, its source for a person to find it, and the other fields of its record.
+
+    A pair has a `source_text`, of which the text is the target: its translation, for example.
+    """
 
     id: str
     source: str
     text: str
     fields: Fields = field(default_factory=dict, hash=False)
+    source_text: str | None = None
 
     def __post_init__(self) -> None:
         if self.fields and (problem := invalid_fields(self.fields)) is not None:

@@ -6,13 +6,15 @@ that no two norms agree and no norm is close to the identity.
 
 from __future__ import annotations
 
+import json
+import string
 from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
 
 import torch
 import transformers as hf
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
 VOCABULARY = 320
 WIDTH = 32
@@ -107,6 +109,9 @@ FAMILIES: dict[str, Callable[[], hf.PreTrainedModel]] = {
 }
 
 
+_PAIR_IDS = {"bos_token_id": 0, "pad_token_id": 1, "eos_token_id": 2}  # as fairseq numbers them
+
+
 def _pair(name: str, **options: object) -> Callable[[], hf.PreTrainedModel]:
     """An encoder-decoder family of BART's kind: 2 layers of the encoder, 3 of the decoder."""
     shape = {
@@ -118,7 +123,7 @@ def _pair(name: str, **options: object) -> Callable[[], hf.PreTrainedModel]:
         "encoder_ffn_dim": 80,
         "decoder_ffn_dim": 80,
         "max_position_embeddings": 128,
-        "decoder_start_token_id": 0,
+        **_PAIR_IDS,
         "forced_eos_token_id": None,
     }
     return lambda: hf.AutoModelForSeq2SeqLM.from_config(_config(name, **{**shape, **options}))
@@ -126,7 +131,7 @@ def _pair(name: str, **options: object) -> Callable[[], hf.PreTrainedModel]:
 
 def _t5(name: str, **options: object) -> Callable[[], hf.PreTrainedModel]:
     shape = {"d_model": WIDTH, "d_kv": 8, "d_ff": 80, "num_layers": 4, "num_decoder_layers": LAYERS, "num_heads": 4}
-    options = {"decoder_start_token_id": 0, **options}
+    options = {"decoder_start_token_id": 1, **_PAIR_IDS, **options}
     return lambda: hf.AutoModelForSeq2SeqLM.from_config(_config(name, **shape, **options))
 
 
@@ -140,14 +145,14 @@ def _whisper() -> hf.PreTrainedModel:
 
 # Every encoder-decoder family; the encoder has another number of layers than the decoder.
 SEQ2SEQ_FAMILIES: dict[str, Callable[[], hf.PreTrainedModel]] = {
-    "marian": _pair("marian"),
-    "m2m_100": _pair("m2m_100"),
+    "marian": _pair("marian", decoder_start_token_id=1),
+    "m2m_100": _pair("m2m_100", decoder_start_token_id=2),
     "t5": _t5("t5"),
     "t5_gated": _t5("t5", feed_forward_proj="gated-gelu"),
     "mt5": _t5("mt5"),
-    "bart": _pair("bart"),
+    "bart": _pair("bart", decoder_start_token_id=2),
     "mbart": _pair("mbart"),
-    "pegasus": _pair("pegasus"),
+    "pegasus": _pair("pegasus", decoder_start_token_id=1),
     "whisper": _whisper,
 }
 
@@ -194,6 +199,39 @@ def tiny_tokenizer(*, bos: bool = True) -> hf.PreTrainedTokenizerFast:
         pad_token=EOS,
         clean_up_tokenization_spaces=False,
     )
+
+
+LANGUAGES = {"m2m_100": ("deu_Latn", "eng_Latn"), "mbart": ("de_DE", "en_XX")}
+_PAIR_TOKENS = ["<s>", "<pad>", "</s>", "<unk>"]
+
+
+@lru_cache
+def _trained_pairs(*, bytes_: bool) -> str:
+    tokenizer = Tokenizer(models.BPE(unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False) if bytes_ else pre_tokenizers.Metaspace()
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet() if bytes_ else list(string.printable)
+    trainer = trainers.BpeTrainer(
+        vocab_size=300, special_tokens=_PAIR_TOKENS, initial_alphabet=alphabet, show_progress=False
+    )
+    tokenizer.train_from_iterator([TEXT], trainer)
+    return tokenizer.to_str()
+
+
+def pair_tokenizer(family: str = "marian") -> hf.PreTrainedTokenizerBase:
+    """A tokenizer for pairs, with the special tokens of its family: M2M-100 has NLLB's tokenizer, mBART its own."""
+    if family == "m2m_100":
+        model = json.loads(_trained_pairs(bytes_=False))["model"]
+        merges = [tuple(pair) for pair in model["merges"]]
+        return hf.NllbTokenizer(vocab=model["vocab"], merges=merges, extra_special_tokens=list(LANGUAGES[family]))
+    if family == "mbart":
+        pieces = {*string.printable, "▁", *(f"▁{word}" for word in TEXT.split())} - {*string.whitespace}
+        return hf.MBartTokenizer(vocab=[(token, 0.0) for token in _PAIR_TOKENS] + [(piece, -9.0) for piece in pieces])
+    tokenizer = Tokenizer.from_str(_trained_pairs(bytes_=True))
+    single = "<s> $A </s>" if family == "bart" else "$A </s>"
+    tokenizer.post_processor = processors.TemplateProcessing(single=single, special_tokens=[("<s>", 0), ("</s>", 2)])
+    names = {"bos_token": "<s>", "pad_token": "<pad>", "eos_token": "</s>", "unk_token": "<unk>"}
+    return hf.PreTrainedTokenizerFast(tokenizer_object=tokenizer, clean_up_tokenization_spaces=False, **names)
 
 
 def logits_in_steps(model: Any, ids: torch.Tensor) -> torch.Tensor:

@@ -7,12 +7,12 @@ logits come from one forward pass with ordinary hooks; the model itself is not c
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
@@ -43,8 +43,26 @@ class KeyBatch:
     logits: Tensor | None  # (N, V)
 
 
+class TextDocument(Protocol):
+    """What a model reads of a document: its text and, for an encoder-decoder model, the text that it translates."""
+
+    @property
+    def source(self) -> str:
+        """Where the document comes from, for messages."""
+
+    @property
+    def text(self) -> str:
+        """The text, of a pair the target."""
+
+    @property
+    def source_text(self) -> str | None:
+        """The source of a pair; None otherwise."""
+
+
 class CausalLM:
     """A decoder, its tokenizer, and the place where its keys are captured."""
+
+    has_encoder = False  # whether documents are pairs of a source and a target
 
     def __init__(
         self,
@@ -55,13 +73,18 @@ class CausalLM:
         key_layer: str | None = None,
         layer: int = -1,
     ) -> None:
-        check_causal(model)
+        self._check(model)
         self.model = model
         self.tokenizer = tokenizer
         self.name = name or getattr(model.config, "_name_or_path", "") or type(model).__name__
         self.key_layer = find_key_layer(model, key_layer, layer)
         self.vocab_size: int = model.config.get_text_config().vocab_size
         self.start_token = _start_token(tokenizer)
+
+    @staticmethod
+    def _check(model: PreTrainedModel) -> None:
+        """Raise an error for a model of another kind."""
+        check_causal(model)
 
     @classmethod
     def open(
@@ -143,31 +166,43 @@ class CausalLM:
 
     def encode(self, text: str) -> list[int]:
         """Return the tokens of a text, without special ones."""
-        _check_text(text)
+        check_text(text)
         # verbose=False: a document may be longer than the model reads at once, since it is cut into windows.
         return self._checked(list(self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]))
 
+    def encode_document(self, document: TextDocument) -> list[int]:
+        """Return the tokens of a document that `read` takes."""
+        _refuse_source(document, self.name)
+        return self.encode(document.text)
+
+    def encode_documents(self, documents: Sequence[TextDocument]) -> list[list[int]]:
+        """Return the tokens of many documents, each as by `encode_document`."""
+        for document in documents:
+            _refuse_source(document, self.name)
+        return self.encode_all([document.text for document in documents])
+
     def encode_with_offsets(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
         """Return the tokens of a text as by `encode`, and the characters that each stands for: begin and end."""
-        _check_text(text)
+        check_text(text)
         tokens, offsets = token_offsets(self.tokenizer, text)
         return self._checked(tokens), offsets
 
     def encode_all(self, texts: Sequence[str]) -> list[list[int]]:
         """Return the tokens of many texts, each as by `encode`, on all cores where the tokenizer supports it."""
         for text in texts:
-            _check_text(text)
+            check_text(text)
         if not texts:
             return []
         encoded = self.tokenizer(list(texts), add_special_tokens=False, verbose=False)["input_ids"]
         return [self._checked(list(tokens)) for tokens in encoded]
 
-    def _checked(self, tokens: list[int]) -> list[int]:
+    def _checked(self, tokens: list[int], size: int | None = None) -> list[int]:
+        size = self.vocab_size if size is None else size
         # Some tokenizers have a few more tokens than their model, for images say, which do no harm until they are used.
-        if tokens and max(tokens) >= self.vocab_size:
+        if tokens and max(tokens) >= size:
             raise ModelError(
                 f"The tokenizer of {self.name} produced token {max(tokens):,}, but the model has only "
-                f"{self.vocab_size:,}: they do not belong together."
+                f"{size:,}: they do not belong together."
             )
         return tokens
 
@@ -217,31 +252,50 @@ class CausalLM:
         self, batch: Sequence[Window], layers: Sequence[KeyLayer], *, logits: bool
     ) -> tuple[list[Tensor], Tensor | None]:
         """Return the (N, D) keys of each layer and the (N, V) logits at the scored positions of windows."""
-        length = len(batch[0])  # the longest comes first
+        length = max(len(window) + len(self.prefix(window)) for window in batch)
         # Padding is on the right, where no earlier position attends, so no mask is needed.
         ids = torch.full((len(batch), length), self.start_token)
         scored = torch.zeros(len(batch), length, dtype=torch.bool)
         for i, window in enumerate(batch):
-            ids[i, : len(window)] = torch.as_tensor(window.tokens)
-            scored[i, window.scored - window.begin : len(window)] = True
+            tokens = [*self.prefix(window), *window.tokens]
+            ids[i, : len(tokens)] = torch.as_tensor(tokens)
+            scored[i, len(tokens) - (window.end - window.scored) : len(tokens)] = True
         scored = scored.to(self.device)
-        keys, output = self.forward(ids.to(self.device), layers, logits=logits)
+        keys, output = self.forward(ids.to(self.device), layers, logits=logits, sources=self.sources(batch))
         return [key[scored].float() for key in keys], None if output is None else output[scored]
 
+    def prefix(self, window: Window) -> Sequence[int]:  # noqa: ARG002  (of the subclass)
+        """Return the tokens that the decoder reads before a window, and that are no part of the text."""
+        return ()
+
+    def sources(self, batch: Sequence[Window]) -> dict[str, Tensor]:  # noqa: ARG002
+        """Return the inputs of the encoder for windows; none without an encoder."""
+        return {}
+
     def forward(
-        self, ids: Tensor, layers: Sequence[KeyLayer] | None = None, *, logits: bool = True
+        self,
+        ids: Tensor,
+        layers: Sequence[KeyLayer] | None = None,
+        *,
+        logits: bool = True,
+        sources: Mapping[str, Tensor] | None = None,
     ) -> tuple[list[Tensor], Tensor | None]:
         """Return the (B, T, D) keys of each layer and the (B, T, V) logits of a batch.
 
-        Without logits, the pass ends at the key layer if there is only one, and the LM head does not run.
+        `sources` are the inputs of an encoder. Without logits, the pass ends at the key layer if there is only one, and
+        the LM head does not run.
         """
         layers = [self.key_layer] if layers is None else layers
         kept: list[list[Tensor]] = []
         output = None
         with eval_mode(self.model), ExitStack() as hooks:
             kept.extend(hooks.enter_context(layer.capture(stop=not logits and len(layers) == 1)) for layer in layers)
-            output = self.model(input_ids=ids, use_cache=False)
+            output = self._run(ids, sources or {})
         return [keys[-1] for keys in kept], output.logits if logits and output is not None else None
+
+    def _run(self, ids: Tensor, sources: Mapping[str, Tensor]) -> Any:  # noqa: ARG002
+        """Run the model on (B, T) tokens of texts."""
+        return self.model(input_ids=ids, use_cache=False)
 
 
 def token_offsets(tokenizer: PreTrainedTokenizerBase, text: str) -> tuple[list[int], list[tuple[int, int]]]:
@@ -254,12 +308,20 @@ def token_offsets(tokenizer: PreTrainedTokenizerBase, text: str) -> tuple[list[i
     return tokens, list(encoding["offset_mapping"]) if "offset_mapping" in encoding else [(0, 0)] * len(tokens)
 
 
-def _check_text(text: str) -> None:
+def check_text(text: str) -> None:
     """Raise an error if a text contains half of a surrogate pair, which is not Unicode."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
         raise ParameterError(f"The text is not Unicode at character {error.start}: give it as UTF-8.") from None
+
+
+def _refuse_source(document: TextDocument, name: str) -> None:
+    if document.source_text is not None:
+        raise ModelError(
+            f"{document.source} has a source text, which {name} would not read: it is a decoder-only model. Use an "
+            "encoder-decoder model such as Marian or T5, or read the text without --source and --source-field."
+        )
 
 
 def scored_targets(batch: Sequence[Window]) -> tuple[Tensor, Tensor]:

@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 VOCABULARY_FIELDS = ("tokenizer", "vocab_size", "start_token")  # the same for all models of a mixture
+# Of encoder-decoder models: the languages, and the special tokens around source and target.
+PAIR_FIELDS = ("encoder_decoder", "src_lang", "tgt_lang", "prefix_tokens", "end_tokens")
 
 _DTYPES = ("float32", "bfloat16", "float16")
 _SAMPLES_PER_WEIGHT = 4096
@@ -96,6 +98,9 @@ def identity_difference(stored: Mapping[str, Any], loaded: Mapping[str, Any]) ->
     for name in VOCABULARY_FIELDS:
         if stored.get(name) != loaded[name]:
             return name, stored.get(name), loaded[name]
+    for name in PAIR_FIELDS:
+        if stored.get(name) != loaded.get(name):
+            return name, stored.get(name), loaded.get(name)
     if (field := config_difference(stored["config"], loaded["config"])) is not None:
         return f"config's {field}", stored["config"][field], loaded["config"][field]
     if not same_weights(stored["weights"], loaded["weights"]):

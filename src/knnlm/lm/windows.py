@@ -3,14 +3,36 @@
 A document is its start token and then its tokens; its targets are all its tokens. The first window of a document
 scores every target in it. Each later window scores the next `stride` targets and reads at least `context - stride`
 earlier tokens, which it does not score again.
+
+The document of an encoder-decoder model is the target of a pair; each of its windows is read with the whole source.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from knnlm.errors import ParameterError
+
+
+class PairTokens(list[int]):
+    """The tokens of a target, and the `source` that an encoder reads: tokens, or an array of features."""
+
+    def __init__(self, target: Iterable[int], source: Sequence[Any]) -> None:
+        super().__init__(target)
+        self.source = source
+
+
+def source_of(document: Sequence[int]) -> Sequence[Any] | None:
+    """Return the source of a tokenised document; None where it is no pair."""
+    return document.source if isinstance(document, PairTokens) else None
+
+
+def first_tokens(document: Sequence[int], count: int) -> Sequence[int]:
+    """Return the first tokens of a document; those of a pair with its source."""
+    source = source_of(document)
+    return document[:count] if source is None else PairTokens(document[:count], source)
 
 
 @dataclass(frozen=True)
@@ -40,6 +62,7 @@ class Window:
     scored: int
     end: int
     row: int
+    source: Sequence[Any] | None = None  # of a pair
 
     def __len__(self) -> int:
         return self.end - self.begin
@@ -56,25 +79,44 @@ class Window:
         """The tokens that the scored positions predict."""
         return self.document[self.scored : self.end]
 
+    @property
+    def source_length(self) -> int:
+        """The length of the source; 0 without one."""
+        return 0 if self.source is None else len(self.source)
 
-def windows(document: Sequence[int], shape: WindowShape, *, start_token: int, row: int = 0) -> Iterator[Window]:
-    """Cut one document into windows; `row` is the number of its first target."""
+
+def windows(
+    document: Sequence[int],
+    shape: WindowShape,
+    *,
+    start_token: int,
+    row: int = 0,
+    source: Sequence[Any] | None = None,
+) -> Iterator[Window]:
+    """Cut one document into windows; `row` is the number of its first target, `source` by default that of a pair."""
+    source = source_of(document) if source is None else source
     scored = 0
     begin = 0
     while scored < len(document):
         end = min(begin + shape.context, len(document))
-        yield Window(document, start_token, begin, scored, end, row + scored)
+        yield Window(document, start_token, begin, scored, end, row + scored, source)
         scored = end
         begin += shape.stride
 
 
 def batches(ready: Sequence[Window], batch_tokens: int) -> Iterator[list[Window]]:
-    """Group windows of similar length, longest first, so that batches have little padding; deterministic."""
+    """Group windows of similar length, longest first, so that batches have little padding; deterministic.
+
+    Sources count as well, each as long as the longest of its batch.
+    """
     batch: list[Window] = []
-    for window in sorted(ready, key=len, reverse=True):
-        if batch and (len(batch) + 1) * len(batch[0]) > batch_tokens:
+    longest = 0  # source of the batch
+    for window in sorted(ready, key=lambda each: (len(each), each.source_length), reverse=True):
+        wider = max(longest, window.source_length)
+        if batch and (len(batch) + 1) * (len(batch[0]) + wider) > batch_tokens:
             yield batch
-            batch = []
+            batch, wider = [], window.source_length
         batch.append(window)
+        longest = wider
     if batch:
         yield batch
