@@ -751,3 +751,129 @@ def test_check_first_reads_standard_input_once() -> None:
     assert [document.text for document in reader] == ["text"]
     with pytest.raises(CorpusError, match="standard input"):
         read_documents("-", stdin=io.BytesIO(b"")).check_first()
+
+
+def pairs_of(*inputs, **options):
+    return [(each.id, each.source_text, each.text) for each in read_documents(*map(str, inputs), **options)]
+
+
+def test_record_with_a_source_field_is_a_pair(tmp_path):
+    file = tmp_path / "p.jsonl"
+    records = [
+        {"id": "a", "source": "Guten Tag", "text": "Good day\r\nto you", "domain": "talk"},
+        {"source": "Ja", "text": "Yes"},
+        {"source": "", "text": ""},
+    ]
+    file.write_text("\n".join(map(json.dumps, records)))
+    documents = list(read_documents(str(file), source_field="source"))
+    assert [(each.id, each.source_text, each.text) for each in documents] == [
+        ("a", "Guten Tag", "Good day\nto you"),
+        (f"{file}:2", "Ja", "Yes"),
+    ]
+    assert documents[0].fields == {"domain": "talk"}
+    # Without the option, the source is a field like any other, as before.
+    plain = list(read_documents(str(file)))
+    assert plain[0].source_text is None
+    assert plain[0].fields == {"source": "Guten Tag", "domain": "talk"}
+    renamed = tmp_path / "r.jsonl"
+    renamed.write_text(json.dumps({"de": "Ja", "en": "Yes"}))
+    assert pairs_of(renamed, source_field="de", text_field="en") == [(f"{renamed}:1", "Ja", "Yes")]
+
+
+def test_parquet_file_with_a_source_field_has_pairs(tmp_path):
+    table = pa.table({"de": ["Ja", "Nein"], "en": ["Yes", "No"], "id": ["1", "2"], "note": ["x", None]})
+    pq.write_table(table, tmp_path / "p.parquet")
+    found = list(read_documents(str(tmp_path / "p.parquet"), source_field="de", text_field="en"))
+    assert [(each.id, each.source_text, each.text) for each in found] == [("1", "Ja", "Yes"), ("2", "Nein", "No")]
+    assert found[0].fields == {"note": "x"}
+    with pytest.raises(CorpusError, match=r"no field 'src' among 'de', 'en'.*--source-field"):
+        list(read_documents(str(tmp_path / "p.parquet"), source_field="src", text_field="en"))
+
+
+def test_tsv_file_has_a_pair_on_each_line(tmp_path):
+    file = tmp_path / "p.tsv"
+    file.write_text("Ja\tYes\n\nNein\tNo\r\n")
+    expected = [(f"{file}:1", "Ja", "Yes"), (f"{file}:3", "Nein", "No")]
+    assert pairs_of(file, source_field="source") == expected
+    assert pairs_of(tmp_path, source_field="source") == expected  # a folder
+    with gzip.open(tmp_path / "z.tsv.gz", "wt") as packed:
+        packed.write("Ja\tYes")
+    assert pairs_of(tmp_path / "z.tsv.gz", source_field="source")[0][1:] == ("Ja", "Yes")
+    stream = io.BytesIO(b"Ja\tYes\nNein\tNo\n")
+    assert [pair[1:] for pair in pairs_of("-", source_field="source", stdin=stream)] == [("Ja", "Yes"), ("Nein", "No")]
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_lines_of_two_files_are_pairs(tmp_path, packed):
+    target, source = tmp_path / "t.en", tmp_path / "t.de"
+    target.write_text("Yes\n\nNo\n")
+    source.write_text("Ja\n\nNein")
+    if packed:
+        for path in (target, source):
+            path.with_name(path.name + ".gz").write_bytes(gzip.compress(path.read_bytes()))
+        target, source = tmp_path / "t.en.gz", tmp_path / "t.de.gz"
+    reader = read_documents(str(target), source=str(source))
+    assert [(each.id, each.source_text, each.text) for each in reader] == [
+        (f"{target}:1", "Ja", "Yes"),
+        (f"{target}:3", "Nein", "No"),
+    ]
+    assert reader.bytes_read == reader.total_bytes == target.stat().st_size + source.stat().st_size
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("a.tsv", "Ja\n", r"a.tsv:1: 1 columns instead of two: write source, tab, target"),
+        ("a.tsv", "Ja\tYes\tx\n", r"a.tsv:1: 3 columns"),
+        ("a.tsv", "Ja\tYes\n\tNo\n", r"a.tsv:2: the source is empty, but its target is not"),
+        ("a.tsv", "Ja\t\n", r"a.tsv:1: the target is empty, but its source is not"),
+        ("a.jsonl", '{"text": "Yes"}', r"a.jsonl:1: no field 'source' among 'text'. Name one with --source-field"),
+        ("a.jsonl", '{"source": "Ja"}', r"a.jsonl:1: no field 'text' among 'source'. Name one with --text-field"),
+        ("a.jsonl", '{"source": null, "text": "Yes"}', r"the field 'source' is empty, so the text has no source"),
+        ("a.jsonl", '{"source": " ", "text": "Yes"}', r"the field 'source' is empty, so the text has no source"),
+        ("a.jsonl", '{"source": 7, "text": "Yes"}', r"the field 'source' is not a string but int.*--source-field"),
+        ("a.txt", "Yes", r"a.txt: a text without a source, but an encoder-decoder model reads pairs.*--source"),
+        ("a.csv", "Yes", r"unknown suffix .csv. Known suffixes: .jsonl, .parquet, .tsv"),
+    ],
+)
+def test_wrong_pairs_are_errors_that_name_the_place(tmp_path, name, text, message):
+    (tmp_path / name).write_text(text)
+    with pytest.raises(CorpusError, match=message) as caught:
+        list(read_documents(str(tmp_path / name), source_field="source"))
+    assert "\n" not in str(caught.value)
+
+
+def test_files_of_different_lengths_are_no_pairs(tmp_path):
+    target, source = tmp_path / "t.txt", tmp_path / "s.txt"
+    target.write_text("Yes\nNo\n")
+    source.write_text("Ja\nNein\nVielleicht\n")
+    with pytest.raises(CorpusError, match=r"s.txt has more lines than .*t.txt, which has 2\."):
+        list(read_documents(str(target), source=str(source)))
+    with pytest.raises(CorpusError, match=r"s.txt has more lines than .*t.txt, which has 2\."):
+        list(read_documents(str(source), source=str(target)))
+    source.write_text("Ja\n\n")
+    with pytest.raises(CorpusError, match=r"t.txt:2: the source is empty"):
+        list(read_documents(str(target), source=str(source)))
+    target.write_text("Yes\n\n")
+    source.write_text("Ja\nNein\n")
+    with pytest.raises(CorpusError, match=r"t.txt:2: the target is empty"):
+        list(read_documents(str(target), source=str(source)))
+
+
+def test_source_file_needs_one_plain_text_file(tmp_path):
+    (tmp_path / "t.txt").write_text("Yes")
+    (tmp_path / "s.jsonl").write_text("{}")
+    with pytest.raises(CorpusError, match=r"sources of one text file, but 2 are given"):
+        read_documents(str(tmp_path / "t.txt"), str(tmp_path / "t.txt"), source=str(tmp_path / "t.txt"))
+    with pytest.raises(CorpusError, match=r"s.jsonl: --source needs two plain text files"):
+        read_documents(str(tmp_path / "t.txt"), source=str(tmp_path / "s.jsonl"))
+    with pytest.raises(CorpusError, match=r"nowhere: cannot read it"):
+        read_documents(str(tmp_path / "t.txt"), source=str(tmp_path / "nowhere"))
+
+
+def test_tsv_file_is_not_read_as_plain_text(tmp_path):
+    (tmp_path / "p.tsv").write_text("Ja\tYes\n")
+    (tmp_path / "a.txt").write_text("A text.")
+    with pytest.raises(CorpusError, match=r"p.tsv: a .tsv file has pairs .* encoder-decoder model"):
+        read_documents(str(tmp_path / "p.tsv"))
+    assert [each.text for each in read_documents(str(tmp_path))] == ["A text."]

@@ -1,5 +1,8 @@
 """Read files, folders, standard input and datasets as documents.
 
+A document is a text or, for an encoder-decoder model, a pair: a record with a field of its source, a line of a .tsv
+file (source, tab, target), or a line of a text file and the line of the same number of its source file.
+
 Everything is streamed: memory use is bounded by one document (jsonl: one line), not by the corpus. Text that is not
 clean UTF-8 is an error that names the file and the line.
 """
@@ -21,7 +24,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from importlib import import_module
-from itertools import chain, islice
+from itertools import chain, islice, zip_longest
 from pathlib import Path, PurePath
 from typing import Any, BinaryIO, TypeAlias
 
@@ -39,9 +42,9 @@ MAX_DOCUMENT_LENGTH = 1 << 20  # characters; a longer text becomes several docum
 MAX_LINE_LENGTH = 1 << 28  # characters in one line of jsonl, which is parsed as a whole
 
 SUFFIXES = (".txt", ".md", ".jsonl", ".parquet")
+PAIR_SUFFIXES = (".jsonl", ".parquet", ".tsv")  # of files whose documents are pairs
 COMPRESSIONS = (".gz", ".xz", ".zst")
 
-_KNOWN_SUFFIXES = f"{', '.join(SUFFIXES)}; all except .parquet may also end in {', '.join(COMPRESSIONS)}"
 _CHUNK_BYTES = 1 << 14  # read at a time; small, since `bytes_read` advances by chunks
 _PARQUET_BUFFER_BYTES = 1 << 18
 _PARQUET_BATCH_ROWS = 64
@@ -120,13 +123,41 @@ def _as_utf8(text: str) -> str:
 
 
 def read_documents(
-    *inputs: str | os.PathLike[str], text_field: str = "text", stdin: BinaryIO | None = None
+    *inputs: str | os.PathLike[str],
+    text_field: str = "text",
+    source_field: str | None = None,
+    source: str | os.PathLike[str] | None = None,
+    stdin: BinaryIO | None = None,
 ) -> DocumentReader:
     """Open files, folders, `-` (standard input) and `hf:NAME[:SPLIT]` and return a reader of their documents.
 
+    With `source_field` or `source`, documents are pairs: `source_field` names the field of the source in records, and
+    makes .tsv files and standard input lines of source, tab and target; `source` is a file whose lines are the sources
+    of the lines of one text file.
+
     A missing file, an unknown suffix or a missing package raises here; errors in the text raise while it is read.
     """
-    return DocumentReader([os.fspath(name) for name in inputs], text_field=text_field, stdin=stdin)
+    return DocumentReader(
+        [os.fspath(name) for name in inputs],
+        text_field=text_field,
+        source_field=source_field,
+        source=None if source is None else os.fspath(source),
+        stdin=stdin,
+    )
+
+
+@dataclass(frozen=True)
+class _FieldNames:
+    """The fields of a record that contain its text and, for pairs, its source."""
+
+    text: str = "text"
+    source: str | None = None
+
+    @property
+    def options(self) -> dict[str, str]:
+        """The names, each with the option that changes it."""
+        named = {self.text: "--text-field"}
+        return named if self.source is None else {**named, self.source: "--source-field"}
 
 
 @dataclass(frozen=True)
@@ -142,17 +173,30 @@ class _File:
 class DocumentReader(Iterator[Document]):
     """The documents of some inputs, each read once, in order."""
 
-    def __init__(self, inputs: Sequence[str], *, text_field: str = "text", stdin: BinaryIO | None = None) -> None:
+    def __init__(
+        self,
+        inputs: Sequence[str],
+        *,
+        text_field: str = "text",
+        source_field: str | None = None,
+        source: str | None = None,
+        stdin: BinaryIO | None = None,
+    ) -> None:
         if not inputs or not all(inputs):
             raise CorpusError("Nothing to read. Name at least one file or folder, or - for standard input.")
         self.bytes_read = 0  # of the files as they are on disk, compressed or not
         self.bytes_returned = 0  # read up to the end of the last document that was returned
-        self._text_field, self._stdin = text_field, stdin
-        opened = [(name, _check_input(name, stdin)) for name in inputs]
+        self._names, self._stdin = _FieldNames(text_field, source_field), stdin
+        if source is not None:
+            parallel = _check_parallel(inputs, source)
+            opened: list[tuple[str, list[_File] | None]] = [("", parallel)]
+            documents: Iterable[Document] = self._read_parallel(*parallel)
+        else:
+            opened = [(name, _check_input(name, stdin, pairs=source_field is not None)) for name in inputs]
+            documents = (document for name, files in opened for document in self._read(name, files))
         sizes = [file.size for _, files in opened for file in files or ()]
         known = all(files is not None for _, files in opened) and None not in sizes
         self.total_bytes: int | None = sum(size or 0 for size in sizes) if known else None
-        documents = (document for name, files in opened for document in self._read(name, files))
         self._documents: Iterator[Document] = _with_unique_ids(documents)
 
     def __next__(self) -> Document:
@@ -174,23 +218,40 @@ class DocumentReader(Iterator[Document]):
             documents = (document for file in files for document in self._read_file(file))
             yield from _not_empty(documents, _as_utf8(name))
         elif name == "-":
-            yield from _read_stdin(self._stdin or sys.stdin.buffer, self._count)
+            pairs = self._names.source is not None
+            yield from _read_stdin(self._stdin or sys.stdin.buffer, self._count, pairs=pairs)
         else:
-            yield from _read_dataset(name, self._text_field, self._count)
+            yield from _read_dataset(name, self._names, self._count)
 
     def _read_file(self, file: _File) -> Iterator[Document]:
         begin = self.bytes_read
         with _translate_errors(file.name):
             if _suffix(file.path) == ".parquet":
-                yield from _read_parquet(file, self._text_field, self._count)
+                yield from _read_parquet(file, self._names, self._count)
             else:
                 pieces = _decode(_read_chunks(file, self._count), file.name)
                 if _suffix(file.path) == ".jsonl":
-                    yield from _read_jsonl(pieces, file.name, self._text_field)
+                    yield from _read_jsonl(pieces, file.name, self._names)
+                elif _suffix(file.path) == ".tsv":
+                    yield from _read_tsv(pieces, file.name)
                 else:
                     yield from _cut(pieces, file.name, file.name)
         if file.size is not None:
             self.bytes_read = begin + file.size
+
+    def _read_parallel(self, target: _File, source: _File) -> Iterator[Document]:
+        """Read one pair from each line of two files."""
+
+        def lines(file: _File) -> Iterator[str]:
+            with _translate_errors(file.name):
+                held: str | None = None  # the line before, since nothing behind the last newline is no line
+                for line in _lines(_decode(_read_chunks(file, self._count), file.name)):
+                    yield from () if held is None else (held,)
+                    held = line
+                yield from (held,) if held else ()
+
+        yield from _not_empty(_pair_lines(lines(target), lines(source), target.name, source.name), target.name)
+        self.bytes_read = self.total_bytes or self.bytes_read
 
 
 class DocumentMeter(Iterator[Document]):
@@ -235,10 +296,27 @@ class DocumentMeter(Iterator[Document]):
 
 
 def _text_bytes(document: Document) -> int:
-    return len(document.text.encode("utf-8", "surrogatepass"))
+    return len((document.text + (document.source_text or "")).encode("utf-8", "surrogatepass"))
 
 
-def _check_input(name: str, stdin: BinaryIO | None) -> list[_File] | None:
+def _check_parallel(inputs: Sequence[str], source: str) -> list[_File]:
+    """Return the file of targets and that of their sources; both have one text on each line."""
+    if len(inputs) != 1:
+        raise CorpusError(f"--source {_as_utf8(source)} has the sources of one text file, but {len(inputs)} are given.")
+    files = []
+    for path in (inputs[0], source):
+        name = _as_utf8(path)
+        if path == "-" or path.startswith("hf:") or _suffix(path) in PAIR_SUFFIXES or Path(path).is_dir():
+            raise CorpusError(f"{name}: --source needs two plain text files, with a text on each line.")
+        files.append(_open_file(path, name))
+    return files
+
+
+def _known_suffixes(suffixes: Sequence[str]) -> str:
+    return f"{', '.join(suffixes)}; all except .parquet may also end in {', '.join(COMPRESSIONS)}"
+
+
+def _check_input(name: str, stdin: BinaryIO | None, *, pairs: bool) -> list[_File] | None:
     """Return the files of an input, None where it has none; raise an error if it cannot be read."""
     if name == "-":
         if stdin is None and sys.stdin is None:
@@ -251,33 +329,53 @@ def _check_input(name: str, stdin: BinaryIO | None) -> list[_File] | None:
         return None
     with _translate_errors(_as_utf8(name)):
         folder = stat.S_ISDIR(Path(name).stat().st_mode)  # is_dir would return False on any error
-        paths = _list_files(name) if folder else [name]
-    return [_check_file(path) for path in paths]
+        paths = _list_files(name, PAIR_SUFFIXES if pairs else SUFFIXES) if folder else [name]
+    return [_check_file(path, pairs=pairs) for path in paths]
 
 
-def _check_file(path: str) -> _File:
+def _check_file(path: str, *, pairs: bool) -> _File:
     """Return a file whose type and permissions allow reading it."""
     name, compressed = _as_utf8(path), path.lower().endswith(COMPRESSIONS)
     with _translate_errors(name):
-        status = Path(path).stat()
-        regular = stat.S_ISREG(status.st_mode)
-    if (kind := _suffix(path)) is None:
-        suffix = "".join(PurePath(name).suffixes[-2 if compressed else -1 :])
-        raise CorpusError(f"{name}: unknown suffix {suffix or '(none)'}. Known suffixes: {_KNOWN_SUFFIXES}.")
+        Path(path).stat()
+    known = PAIR_SUFFIXES if pairs else SUFFIXES
+    if (kind := _suffix(path)) not in known:
+        raise _unknown_suffix(name, kind, known, compressed=compressed)
     if kind == ".parquet" and compressed:
         raise CorpusError(f"{name}: compressed parquet files are not supported. Decompress the file first.")
     if kind == ".parquet":
         _import("pyarrow", "parquet", name)
-    elif path.lower().endswith(".zst"):
+    return _open_file(path, name)
+
+
+def _unknown_suffix(name: str, kind: str | None, known: Sequence[str], *, compressed: bool) -> CorpusError:
+    """Return the error for a file that is not read, or not by this kind of model."""
+    if kind is None:
+        suffix = "".join(PurePath(name).suffixes[-2 if compressed else -1 :]) or "(none)"
+        return CorpusError(f"{name}: unknown suffix {suffix}. Known suffixes: {_known_suffixes(known)}.")
+    if kind == ".tsv":
+        return CorpusError(f"{name}: a .tsv file has pairs of source and target, which an encoder-decoder model reads.")
+    return CorpusError(
+        f"{name}: a text without a source, but an encoder-decoder model reads pairs. Name the file with the sources of "
+        f"its lines with --source, or give pairs: {_known_suffixes(known)}."
+    )
+
+
+def _open_file(path: str, name: str) -> _File:
+    """Return a file that can be opened."""
+    if path.lower().endswith(".zst"):
         _import("zstandard", "zstd", name)
+    with _translate_errors(name):
+        status = Path(path).stat()
+        regular = stat.S_ISREG(status.st_mode)
     if regular:  # to open and close a pipe would end its writer
         with _translate_errors(name), Path(path).open("rb"):
             pass
     return _File(path, status.st_size if regular else None)
 
 
-def _list_files(folder: str) -> list[str]:
-    """Return the readable files below a folder, sorted by relative path."""
+def _list_files(folder: str, suffixes: Sequence[str]) -> list[str]:
+    """Return the files below a folder that have one of these suffixes, sorted by relative path."""
     visited: set[tuple[int, int]] = set()
     relative: list[str] = []
 
@@ -295,10 +393,11 @@ def _list_files(folder: str) -> list[str]:
         for name in files:
             path = Path(here, name)
             # A broken link is kept, so that it is reported; a pipe is left out, since reading it may block.
-            if not name.startswith(".") and _suffix(name) and (path.is_file() or not path.exists()):
+            if not name.startswith(".") and _suffix(name) in suffixes and (path.is_file() or not path.exists()):
                 relative.append(path.relative_to(folder).as_posix())
     if not relative:
-        raise CorpusError(f"{_as_utf8(folder)}: no readable file in this folder. Known suffixes: {_KNOWN_SUFFIXES}.")
+        known = _known_suffixes(suffixes)
+        raise CorpusError(f"{_as_utf8(folder)}: no readable file in this folder. Known suffixes: {known}.")
     return [(PurePath(folder) / path).as_posix() for path in sorted(relative)]
 
 
@@ -307,7 +406,7 @@ def _suffix(path: str) -> str | None:
     name = path.lower()
     if name.endswith(COMPRESSIONS):
         name = name.rpartition(".")[0]
-    return next((suffix for suffix in SUFFIXES if name.endswith(suffix)), None)
+    return next((suffix for suffix in (*SUFFIXES, ".tsv") if name.endswith(suffix)), None)
 
 
 class _CountedFile:
@@ -322,12 +421,12 @@ class _CountedFile:
         return data
 
 
-def _read_stdin(stream: BinaryIO, count: _Count) -> Iterator[Document]:
-    """Read standard input as one text."""
+def _read_stdin(stream: BinaryIO, count: _Count, *, pairs: bool) -> Iterator[Document]:
+    """Read standard input as one text, or as lines of source, tab and target."""
     name = "standard input"
     with _translate_errors(name):
-        chunks = iter(_CountedFile(stream, count).read, b"")
-        yield from _not_empty(_cut(_decode(chunks, name), "-", "-"), name)
+        pieces = _decode(iter(_CountedFile(stream, count).read, b""), name)
+        yield from _not_empty(_read_tsv(pieces, "-") if pairs else _cut(pieces, "-", "-"), name)
 
 
 def _read_chunks(file: _File, count: _Count) -> Iterator[bytes]:
@@ -385,7 +484,45 @@ def _decode(chunks: Iterable[bytes], name: str) -> Iterator[str]:
         yield piece.removesuffix(held).replace("\r\n", "\n")
 
 
-def _read_jsonl(pieces: Iterable[str], name: str, text_field: str) -> Iterator[Document]:
+def _read_tsv(pieces: Iterable[str], name: str) -> Iterator[Document]:
+    """Read one pair from each line: source, tab, target."""
+    for number, line in enumerate(_lines(pieces), start=1):
+        if not line.strip():
+            continue
+        columns = line.split("\t")
+        if len(columns) != 2:
+            raise CorpusError(f"{name}:{number}: {len(columns)} columns instead of two: write source, tab, target.")
+        yield from _pair(columns[1], columns[0], f"{name}:{number}")
+
+
+def _pair_lines(targets: Iterator[str], sources: Iterator[str], name: str, source_name: str) -> Iterator[Document]:
+    """Read one pair from the lines of the same number; raise an error if one file is longer."""
+    for number, (target, source) in enumerate(zip_longest(targets, sources), start=1):
+        if target is None or source is None:
+            longer, shorter = (source_name, name) if target is None else (name, source_name)
+            raise CorpusError(
+                f"{longer} has more lines than {shorter}, which has {number - 1:,}. Pair them line by line."
+            )
+        yield from _pair(target, source, f"{name}:{number}")
+
+
+def _pair(target: str, source: str, where: str) -> Iterator[Document]:
+    """Return the pair of a line, none where both are empty."""
+    if not target.strip() and not source.strip():
+        return
+    if not target.strip() or not source.strip():
+        empty, other = ("source", "target") if target.strip() else ("target", "source")
+        raise CorpusError(f"{where}: the {empty} is empty, but its {other} is not. Remove the pair.")
+    yield _whole_pair(where, where, target, source, {})
+
+
+def _whole_pair(name: str, where: str, target: str, source: str, fields: Fields) -> Document:
+    if max(len(target), len(source)) > MAX_DOCUMENT_LENGTH:
+        raise CorpusError(f"{where}: a pair of more than {MAX_DOCUMENT_LENGTH:,} characters. Split it into sentences.")
+    return Document(name, where, target, fields, source)
+
+
+def _read_jsonl(pieces: Iterable[str], name: str, names: _FieldNames) -> Iterator[Document]:
     """Read one document from each line."""
     for number, line in enumerate(_lines(pieces), start=1):
         where = f"{name}:{number}"
@@ -399,7 +536,7 @@ def _read_jsonl(pieces: Iterable[str], name: str, text_field: str) -> Iterator[D
             raise CorpusError(f"{where}: not valid JSON ({_reason(error)}). Write one object per line.") from error
         if not isinstance(record, dict):
             raise CorpusError(f"{where}: {type(record).__name__}, not an object. Write one object per line.")
-        yield from _read_record(record, text_field, where)
+        yield from _read_record(record, names, where)
 
 
 def _lines(pieces: Iterable[str]) -> Iterator[str]:
@@ -418,7 +555,7 @@ def _lines(pieces: Iterable[str]) -> Iterator[str]:
     yield "".join(held)
 
 
-def _read_parquet(file: _File, text_field: str, count: _Count) -> Iterator[Document]:
+def _read_parquet(file: _File, fields: _FieldNames, count: _Count) -> Iterator[Document]:
     """Read one document from each row, by small batches of rows."""
     pa = _import("pyarrow", "parquet", file.name)
     from pyarrow.parquet import ParquetFile
@@ -429,17 +566,17 @@ def _read_parquet(file: _File, text_field: str, count: _Count) -> Iterator[Docum
             # Buffered and not pre-buffered: otherwise a row group, often the whole file, is in memory.
             table = ParquetFile(opened, buffer_size=_PARQUET_BUFFER_BYTES, pre_buffer=False)
             names, rows = table.schema_arrow.names, table.metadata.num_rows
-            _check_text_field(names, text_field, file.name)
+            _check_fields(names, fields, file.name)
             # Lists and objects cannot be fields and may be large; two columns of one name are ambiguous.
             scalars = {each.name for each in table.schema_arrow if _is_scalar_column(pa, each)}
-            wanted = {text_field, "id"} | {name for name in scalars if names.count(name) == 1}
+            wanted = {*fields.options, "id"} | {name for name in scalars if names.count(name) == 1}
             columns = [name for name in names if name in wanted]
             for batch in table.iter_batches(batch_size=_PARQUET_BATCH_ROWS, columns=columns):
                 for i in range(batch.num_rows):
                     row += 1
                     count(size * row // rows - size * (row - 1) // rows)
                     record = {column: batch.column(column)[i].as_py() for column in columns}
-                    yield from _read_record(record, text_field, f"{file.name}:{row}", null_is_empty=True)
+                    yield from _read_record(record, fields, f"{file.name}:{row}", null_is_empty=True)
         except (pa.ArrowException, UnicodeDecodeError) as error:
             raise _corrupt(f"{file.name}:{row}" if row else file.name, error) from error
 
@@ -457,7 +594,7 @@ def _dataset_name(name: str) -> tuple[str, str]:
     return dataset, split or "train"
 
 
-def _read_dataset(name: str, text_field: str, count: _Count) -> Iterator[Document]:
+def _read_dataset(name: str, names: _FieldNames, count: _Count) -> Iterator[Document]:
     """Read one document from each row of a dataset of the hub, streamed."""
     dataset, split = _dataset_name(name)
     label = f"hf:{dataset}:{split}"
@@ -465,7 +602,7 @@ def _read_dataset(name: str, text_field: str, count: _Count) -> Iterator[Documen
     def documents() -> Iterator[Document]:
         rows = _import("datasets", "datasets", name).load_dataset(dataset, split=split, streaming=True)
         for number, row in enumerate(rows, start=1):
-            for document in _read_record(row, text_field, f"{label}:{number}", null_is_empty=True):
+            for document in _read_record(row, names, f"{label}:{number}", null_is_empty=True):
                 count(_text_bytes(document))
                 yield document
 
@@ -478,30 +615,46 @@ def _read_dataset(name: str, text_field: str, count: _Count) -> Iterator[Documen
 
 
 def _read_record(
-    record: Mapping[str, Any], text_field: str, where: str, *, null_is_empty: bool = False
+    record: Mapping[str, Any], names: _FieldNames, where: str, *, null_is_empty: bool = False
 ) -> Iterator[Document]:
     """Turn a record into documents: none when its text is empty, several when it is long."""
-    _check_text_field(record, text_field, where)
-    text = record[text_field]
-    if text is None and null_is_empty:  # a missing value of a table
+    _check_fields(record, names, where)
+    if record[names.text] is None and null_is_empty:  # a missing value of a table
         return
+    text = _text_of(record, names.text, names, where)
+    own = record.get("id") if "id" not in names.options else None
+    has_own = isinstance(own, str | int) and not isinstance(own, bool) and own != ""
+    name = _as_utf8(str(own)) if has_own else where
+    fields = select_fields(record, exclude=(*names.options, "id"))
+    if names.source is None:
+        yield from _cut([text], name, where, fields)
+    elif text.strip():
+        if record[names.source] is None or not str(record[names.source]).strip():
+            raise CorpusError(
+                f"{where}: the field {names.source!r} is empty, so the text has no source. Remove the record."
+            )
+        yield _whole_pair(name, where, text, _text_of(record, names.source, names, where), fields)
+
+
+def _text_of(record: Mapping[str, Any], field: str, names: _FieldNames, where: str) -> str:
+    """Return the text in a field of a record."""
+    text = record[field]
     if not isinstance(text, str):
-        problem = f"{where}: the field {text_field!r} is not a string but {type(text).__name__}"
-        raise CorpusError(f"{problem}. Name another with --text-field.")
+        problem = f"{where}: the field {field!r} is not a string but {type(text).__name__}"
+        raise CorpusError(f"{problem}. Name another with {names.options[field]}.")
     if "\0" in text:
         raise CorpusError(f"{where}: the text looks like a binary file (it contains NUL). Remove the record.")
     if _as_utf8(text) != text:
         raise CorpusError(f"{where}: the text contains half a surrogate pair, not UTF-8. Remove the record.")
-    own = record.get("id") if text_field != "id" else None
-    has_own = isinstance(own, str | int) and not isinstance(own, bool) and own != ""
-    name = _as_utf8(str(own)) if has_own else where
-    yield from _cut([text.replace("\r\n", "\n")], name, where, select_fields(record, exclude=(text_field, "id")))
+    return text.replace("\r\n", "\n")
 
 
-def _check_text_field(fields: Iterable[str], text_field: str, where: str) -> None:
-    if text_field not in fields:
-        names = ", ".join(repr(name) for name in fields) or "none"
-        raise CorpusError(f"{where}: no field {text_field!r} among {names}. Name one with --text-field.")
+def _check_fields(fields: Iterable[str], names: _FieldNames, where: str) -> None:
+    fields = list(fields)
+    for wanted, option in names.options.items():
+        if wanted not in fields:
+            known = ", ".join(repr(name) for name in fields) or "none"
+            raise CorpusError(f"{where}: no field {wanted!r} among {known}. Name one with {option}.")
 
 
 def _cut(pieces: Iterable[str], name: str, source: str, fields: Fields | None = None) -> Iterator[Document]:

@@ -16,6 +16,7 @@ import sqlite3
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
@@ -24,6 +25,8 @@ from knnlm.datastore.digests import DigestUpdates, VerifiedTables, mismatched_pa
 from knnlm.datastore.schema import (
     PARTIAL_CATALOG_FILES,
     SCHEMA,
+    SOURCES_SCHEMA,
+    SOURCES_TABLE,
     VERSION,
     IndexRow,
     RemovedRow,
@@ -68,17 +71,37 @@ def check_fields(fields: Any) -> dict[str, Scalar]:
     return dict(fields)
 
 
+def sources_by_number(connection: sqlite3.Connection) -> Callable[[Any], str | None]:
+    """Return a function from the number of a document to its source text, None where it has none."""
+
+    def find(number: Any) -> str | None:
+        row = connection.execute(f"SELECT text FROM {SOURCES_TABLE} WHERE number = ?", (number,)).fetchone()  # noqa: S608
+        return None if row is None else row[0]
+
+    return find
+
+
+def put_sources(connection: sqlite3.Connection, documents: Iterable[StoredDocument]) -> None:
+    """Write the source texts of pairs."""
+    rows = [(document.number, document.source_text) for document in documents if document.source_text is not None]
+    if rows:
+        connection.executemany(f"INSERT INTO {SOURCES_TABLE} VALUES (?, ?)", rows)  # noqa: S608
+
+
 def put_fields(connection: sqlite3.Connection, documents: Iterable[StoredDocument]) -> None:
+    """Write the fields of documents."""
     rows = [(document.number, canonical_json(dict(document.fields))) for document in documents if document.fields]
     connection.executemany("INSERT INTO fields VALUES (?, ?)", rows)
 
 
 def drop_fields(connection: sqlite3.Connection, numbers: Iterable[int] | None = None) -> None:
-    """Delete the fields of these documents, or of all."""
-    if numbers is None:
-        connection.execute("DELETE FROM fields")
-    else:
-        connection.executemany("DELETE FROM fields WHERE number = ?", ((number,) for number in numbers))
+    """Delete the fields and source texts of these documents, or of all."""
+    numbers = None if numbers is None else list(numbers)
+    for table in ("fields", *({SOURCES_TABLE} & set(table_names(connection)))):
+        if numbers is None:
+            connection.execute(f"DELETE FROM {table}")  # noqa: S608  (ours)
+        else:
+            connection.executemany(f"DELETE FROM {table} WHERE number = ?", ((number,) for number in numbers))  # noqa: S608
 
 
 def other_fields(connection: sqlite3.Connection, name: str) -> list[str] | None:
@@ -119,7 +142,8 @@ class Catalog:
         with translate_sqlite_errors(path):
             catalog = cls(sqlite3.connect(partial, isolation_level=None), partial)
             catalog._connection.execute("PRAGMA journal_mode=WAL")
-            catalog._connection.executescript(SCHEMA)
+            paired = isinstance(model := meta.get("model"), dict) and model.get("encoder_decoder")
+            catalog._connection.executescript(SCHEMA + (SOURCES_SCHEMA if paired else ""))
             catalog.put(format=VERSION, **meta)
             catalog.close()
         partial.rename(path)
@@ -200,6 +224,14 @@ class Catalog:
         """Check documents and fields, or the part with one document."""
         self._verify("documents", number)
         self._verify("fields", number)
+        if self.has_sources:
+            self._verify(SOURCES_TABLE, number)
+
+    @cached_property
+    def has_sources(self) -> bool:
+        """Whether documents may have source texts: the store is one of an encoder-decoder model."""
+        with translate_sqlite_errors(self.path):
+            return SOURCES_TABLE in table_names(self._connection)
 
     def put(self, **metadata: Any) -> None:
         """Write metadata in one transaction."""
@@ -266,9 +298,10 @@ class Catalog:
     def _parse_documents(self, rows: Iterable[Any]) -> Iterator[StoredDocument]:
         """Yield documents with their fields from rows of the table."""
         with translate_sqlite_errors(self.path):
-            fields_of = fields_by_number(self._connection)
+            fields_of, source_of = fields_by_number(self._connection), sources_by_number(self._connection)
             for row in rows:
-                yield parse_row(StoredDocument, (*row, fields_of(row[0])), self.path)
+                source = source_of(row[0]) if self.has_sources else None
+                yield parse_row(StoredDocument, (*row, fields_of(row[0]), source), self.path)
 
     def documents_of(self, segment: int) -> list[StoredDocument]:
         """Return the documents of one segment."""
@@ -337,12 +370,13 @@ class Catalog:
             self.write_metadata(**metadata)
 
     def put_documents(self, documents: Iterable[StoredDocument]) -> None:
-        """Write documents and their fields, within the caller's transaction if there is one."""
+        """Write documents, their fields and source texts, within the caller's transaction if there is one."""
         documents = list(documents)
-        rows = (_values(document)[:-1] for document in documents)
+        rows = (_values(document)[:-2] for document in documents)
         with nullcontext() if self._connection.in_transaction else self._transaction():
             self._connection.executemany("INSERT INTO documents VALUES (?, ?, ?, ?, ?, ?, ?)", rows)
             put_fields(self._connection, documents)
+            put_sources(self._connection, documents)
 
     def put_removed(self, removed: Iterable[RemovedRow]) -> None:
         """Record the entries of removed documents, within the caller's transaction."""

@@ -20,7 +20,7 @@ DIGESTS_TABLE = "digests"
 ROWS_PER_BLOCK = 1024  # document numbers in one part
 DIGEST_MODULUS = 1 << 256
 
-_PARTITIONED_TABLES = ("documents", "fields")  # divided into parts by the number of a document
+_PARTITIONED_TABLES = ("documents", "fields", "sources")  # divided into parts by the number of a document
 _ZERO_DIGEST = f"{0:064x}"
 _HASH_INDEX = "documents_by_hash"
 _NOT_INDEXED = f"""

@@ -69,6 +69,9 @@ CREATE TABLE fields (number INTEGER PRIMARY KEY, record TEXT NOT NULL);
 CREATE TABLE digests (part TEXT PRIMARY KEY, digest TEXT NOT NULL) WITHOUT ROWID;
 """
 TABLES = frozenset(re.findall(r"CREATE TABLE (\w+)", SCHEMA))
+# In a store of an encoder-decoder model only: the source texts of its documents.
+SOURCES_TABLE = "sources"
+SOURCES_SCHEMA = f"CREATE TABLE {SOURCES_TABLE} (number INTEGER PRIMARY KEY, text TEXT NOT NULL);"
 
 
 def segment_folder(path: Path, number: int) -> Path:
@@ -133,6 +136,7 @@ class StoredDocument:
     entries: int
     sha256: str
     fields: Fields = field(default_factory=dict, hash=False)  # of the user's record, in the table `fields`
+    source_text: str | None = None  # of a pair, in the table `sources`
 
 
 @dataclass(frozen=True)

@@ -113,7 +113,10 @@ class StagedAddition:
         relative = [replace(one, first_entry=one.first_entry - segment.first_entry) for one in documents]
         names = ("id", "entries", "scale", "keys_sha256", "values_sha256")
         kept = {name: getattr(segment, name) for name in names}
-        listed = [[one.id, one.source, one.entries, one.sha256, dict(one.fields)] for one in relative]
+        listed = [
+            [one.id, one.source, one.entries, one.sha256, dict(one.fields), *filter(None, [one.source_text])]
+            for one in relative
+        ]
         self._append({"segment": kept, "documents": listed, "metadata": metadata})
         self._register(replace(segment, first_entry=0), relative, metadata)
         self._claimed |= {(segment.id, place) for place in range(len(relative))}
@@ -256,9 +259,9 @@ class StagedAddition:
         values = (about["id"], 0, about["entries"], float(about["scale"]), about["keys_sha256"], about["values_sha256"])
         segment = parse_row(SegmentRow, values, self._file)
         documents, total = list[StoredDocument](), 0
-        for name, source, entries, sha256, fields in entry["documents"]:
-            one = (0, name, source, segment.id, total, entries, sha256)
-            documents.append(replace(parse_row(StoredDocument, one, self._file), fields=check_fields(fields)))
+        for name, source, entries, sha256, fields, *source_text in entry["documents"]:
+            one = (0, name, source, segment.id, total, entries, sha256, check_fields(fields), *source_text)
+            documents.append(parse_row(StoredDocument, one, self._file))
             total += entries
         if total != segment.entries or total < 1 or not 0 < segment.scale < math.inf or segment.id in self._segments:
             raise ValueError("the entries of the documents do not add up to those of the segment")

@@ -479,9 +479,9 @@ class Datastore:
         if values.max(initial=-1) >= self.model["vocab_size"] or values.min(initial=0) < -1:
             raise DatastoreCorrupt(f"{self.path} contains a token that its model does not have. Build the store again.")
 
-    def holds(self, text: str) -> bool:
-        """Whether a document with exactly this text is stored."""
-        return self.catalog.has_text(text_hash(text))
+    def holds(self, text: str, source_text: str | None = None) -> bool:
+        """Whether a document with exactly this text, of a pair with this source text, is stored."""
+        return self.catalog.has_text(text_hash(text, source_text))
 
     def documents(self) -> Iterator[StoredDocument]:
         """Return the documents in the order of their entries, without holding them all in memory."""
@@ -618,9 +618,10 @@ def _starts(sizes: list[int]) -> NDArray[np.int64]:
     return np.cumsum([0, *sizes], dtype=np.int64)
 
 
-def text_hash(text: str) -> str:
-    """Return the SHA-256 by which a document's text is recognised."""
-    return hashlib.sha256(text.encode()).hexdigest()
+def text_hash(text: str, source_text: str | None = None) -> str:
+    """Return the SHA-256 by which a document's text, or a pair, is recognised."""
+    # No text contains NUL, so two different pairs are different texts.
+    return hashlib.sha256((text if source_text is None else f"{source_text}\0{text}").encode()).hexdigest()
 
 
 def check_folder(folder: Path) -> None:

@@ -309,9 +309,9 @@ def _groups(
     """Tokenise documents and collect them into groups of at least `size` tokens."""
     group: list[list[int]] = []
     for document in documents:
-        tokens = mixture.lm.encode(document.text)
+        tokens = mixture.lm.encode_document(document)
         group.append(tokens)
-        leaked = mixture.store is not None and mixture.store.holds(document.text)
+        leaked = mixture.store is not None and mixture.store.holds(document.text, document.source_text)
         totals.add(document, len(tokens), leaked=leaked)
         enough = limit is not None and totals.tokens >= limit
         if enough or sum(map(len, group)) >= size:

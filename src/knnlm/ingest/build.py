@@ -21,10 +21,10 @@ from knnlm.datastore.encoder import DeferredEncoder, storage_of
 from knnlm.datastore.locks import purge, writer_lock
 from knnlm.datastore.schema import CATALOG_FILE, segment_folder
 from knnlm.datastore.staging import StagedAddition
-from knnlm.datastore.store import Datastore, check_folder, metadata_of, text_hash
+from knnlm.datastore.store import Datastore, check_folder, metadata_of
 from knnlm.errors import CorpusError, DatastoreError, ModelMismatch, ParameterError
 from knnlm.ingest.pipeline import tokenise
-from knnlm.ingest.segment_builder import SegmentBuilder, batch_documents, default_batch_tokens
+from knnlm.ingest.segment_builder import SegmentBuilder, batch_documents, default_batch_tokens, document_hash
 from knnlm.io import remove_unlisted
 from knnlm.lm.causal import CausalLM
 from knnlm.lm.fingerprint import identity_difference
@@ -204,7 +204,7 @@ def _skip_stored(documents: DocumentMeter, catalog: Catalog, advance: Advance) -
                 f"{catalog.path.parent} is an unfinished build of more text: it already contains {stored.source}, "
                 f"which is missing from the text now. {advice}"
             )
-        if (stored.id, stored.sha256) != (document.id, text_hash(document.text)):
+        if (stored.id, stored.sha256) != (document.id, document_hash(document)):
             raise DatastoreError(
                 f"{catalog.path.parent} is an unfinished build of other text: document {stored.number + 1} was "
                 f"{stored.source}, now it is {document.source} or its text has changed. {advice}"
@@ -222,7 +222,7 @@ class _NewDocuments:
     def __iter__(self) -> Iterator[Document]:
         hashes: set[str] = set()  # of this addition, which is not in the catalog yet
         for document in self._documents:
-            sha256 = text_hash(document.text)
+            sha256 = document_hash(document)
             if sha256 in hashes or self._catalog.has_text(sha256):
                 self.skipped += 1
                 self._advance(self._documents.drop_last())

@@ -28,7 +28,7 @@ from knnlm.datastore.segments import ArrayWriter, write_header
 from knnlm.errors import KnnlmError
 from knnlm.io import commit_folder, create_partial_folder
 from knnlm.lm.causal import CausalLM
-from knnlm.lm.windows import Window, WindowShape, batches, windows
+from knnlm.lm.windows import Window, WindowShape, batches, source_of, windows
 
 PIPELINED_DEVICES = {"cuda"}
 
@@ -54,7 +54,7 @@ def tokenise(documents: Iterable[Document], lm: CausalLM) -> Generator[Tokenised
         yield from tokenise_ahead(documents, lm)
     else:
         for document in documents:
-            yield document, lm.encode(document.text)
+            yield document, lm.encode_document(document)
 
 
 def tokenise_ahead(documents: Iterable[Document], lm: CausalLM) -> Iterator[Tokenised]:
@@ -75,7 +75,7 @@ def tokenise_ahead(documents: Iterable[Document], lm: CausalLM) -> Iterator[Toke
                 batch, failure = None, error
             if batch is None:
                 break
-            pending.append((batch, pool.submit(lm.encode_all, [document.text for document in batch])))
+            pending.append((batch, pool.submit(lm.encode_documents, batch)))
             if len(pending) > _CALLS_AHEAD:
                 yield from _result(*pending.popleft(), lm)
         while pending:
@@ -93,7 +93,7 @@ def _tokenizer_calls(documents: Iterable[Document]) -> Iterator[list[Document]]:
     try:
         for document in documents:
             batch.append(document)
-            characters += len(document.text)
+            characters += len(document.text) + len(document.source_text or "")
             if characters >= _MAX_CALL_CHARACTERS or len(batch) >= _MAX_CALL_DOCUMENTS:
                 yield batch
                 batch, characters = [], 0
@@ -111,7 +111,7 @@ def _result(batch: list[Document], future: Future[list[list[int]]], lm: CausalLM
     except KnnlmError:
         # One after another, so that those before the bad one are kept, and the error is about that one.
         for document in batch:
-            yield document, lm.encode(document.text)
+            yield document, lm.encode_document(document)
         return
     yield from zip(batch, tokens, strict=True)
 
@@ -139,15 +139,16 @@ def collect_keys(
     row, ready = 0, list[Window]()
     for document in documents:
         tokens = np.asarray(document, np.int64)
-        ready.extend(windows(tokens, shape, start_token=lm.start_token, row=row))  # type: ignore[arg-type]
+        source = source_of(document)
+        ready.extend(windows(tokens, shape, start_token=lm.start_token, row=row, source=source))  # type: ignore[arg-type]
         row += len(tokens)
     keys = torch.empty(row, lm.width, dtype=torch.float16, device=device)
     largest = torch.zeros((), device=device)
     offset = None if offset is None else offset.to(device)
     for batch in batches(ready, batch_tokens):
-        ids, places, rows = (_send(array, device) for array in _layout(batch))
+        ids, places, rows = (_send(array, device) for array in _layout(batch, lm))
         with torch.inference_mode():
-            (hidden,), _ = lm.forward(ids, logits=False)  # (B, T, D)
+            (hidden,), _ = lm.forward(ids, logits=False, sources=lm.sources(batch))  # (B, T, D)
             found = hidden.flatten(0, 1).index_select(0, places).float()  # (n, D)
             found = found if offset is None else found - offset
             torch.maximum(largest, found.abs().amax(), out=largest)
@@ -160,17 +161,19 @@ def collect_keys(
     return CollectedKeys(keys, largest, done)
 
 
-def _layout(batch: Sequence[Window]) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
+def _layout(batch: Sequence[Window], lm: CausalLM) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
     """Return the model's input (B, T), the flat places of the scored positions in it, and their rows."""
-    length = len(batch[0])  # the longest comes first
+    length = max(len(window) + len(lm.prefix(window)) for window in batch)
     ids = np.full((len(batch), length), batch[0].start_token, np.int64)
     places, rows = [], []
     for number, window in enumerate(batch):
         # The token before each position; before the first one it is the start token, which is filled in already.
-        first = 0 if window.begin else 1
-        ids[number, first : len(window)] = window.document[window.begin + first - 1 : window.end - 1]
+        prefix, first = lm.prefix(window), 0 if window.begin else 1
+        ids[number, : len(prefix)] = prefix
+        text = ids[number, len(prefix) :]
+        text[first : len(window)] = window.document[window.begin + first - 1 : window.end - 1]
         count = window.end - window.scored
-        begin = number * length + window.scored - window.begin
+        begin = number * length + len(prefix) + window.scored - window.begin
         places.append(np.arange(begin, begin + count))
         rows.append(np.arange(window.row, window.row + count))
     return ids, np.concatenate(places), np.concatenate(rows)

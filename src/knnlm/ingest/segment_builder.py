@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -33,7 +33,7 @@ from knnlm.ingest.pipeline import SegmentWriter, Tokenised, WrittenSegment, coll
 from knnlm.io import checksum, commit_folder, create_partial_folder
 from knnlm.lm.causal import CausalLM
 from knnlm.lm.compile import CompileStatus, compiled
-from knnlm.lm.windows import WindowShape
+from knnlm.lm.windows import WindowShape, first_tokens
 from knnlm.progress import Advance
 
 _MAX_PENDING_SEGMENTS = 3  # that are being written while the model continues
@@ -45,6 +45,11 @@ _FIRST_SAMPLE, _CALIBRATION_SAMPLE = 256, 2048  # tokens; the second is read onl
 
 _BATCH_TOKENS = {"cpu": 1024, "cuda": 65_536}  # on a GPU, for a model of this width; fewer for a wider one
 _OTHER_BATCH_TOKENS, _MIN_BATCH_TOKENS, _BATCH_WIDTH = 16_384, 4096, 576
+
+
+def document_hash(document: Document) -> str:
+    """Return the SHA-256 by which a document is recognised."""
+    return text_hash(document.text, document.source_text)
 
 
 def default_batch_tokens(lm: CausalLM) -> int:
@@ -68,11 +73,11 @@ class DocumentBatch:
         self.tokens.append(tokens)
         self.entries += len(tokens)
 
-    def sample(self, count: int) -> list[list[int]]:
+    def sample(self, count: int) -> list[Sequence[int]]:
         """Return the tokens of the first documents, at most `count` in all."""
-        sample: list[list[int]] = []
+        sample: list[Sequence[int]] = []
         for tokens in self.tokens:
-            sample.append(tokens[:count])
+            sample.append(first_tokens(tokens, count))
             count -= len(sample[-1])
             if count <= 0:
                 break
@@ -97,9 +102,16 @@ class DocumentBatch:
     def stored(self, segment: int, *, first_entry: int, number: int) -> Iterator[StoredDocument]:
         """Yield the catalog entries of the documents."""
         for document, tokens in zip(self.documents, self.tokens, strict=True):
-            sha256, fields = text_hash(document.text), document.fields
             yield StoredDocument(
-                number, document.id, document.source, segment, first_entry, len(tokens), sha256, fields
+                number,
+                document.id,
+                document.source,
+                segment,
+                first_entry,
+                len(tokens),
+                document_hash(document),
+                document.fields,
+                document.source_text,
             )
             number += 1
             first_entry += len(tokens)

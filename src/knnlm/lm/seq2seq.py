@@ -143,7 +143,8 @@ class Seq2SeqLM(CausalLM):
         if limit is not None and longest > limit:
             encoded = self.tokenizer(list(texts), truncation=True, max_length=limit, verbose=False)["input_ids"]
             self._warn_of_truncation(longest, limit)
-        size = self.model.get_input_embeddings().weight.shape[0]
+        embeddings: Any = self.model.get_input_embeddings()
+        size = int(embeddings.weight.shape[0])
         return [self._checked(list(tokens), size) for tokens in encoded]
 
     def _warn_of_truncation(self, longest: int, limit: int) -> None:
