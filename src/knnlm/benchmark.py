@@ -53,6 +53,7 @@ FULL = Size(characters=60_000, keys=300_000, queries=1024, generated=48, repeats
 
 def bench(lm: CausalLM, folder: Path, *, size: Size = QUICK, progress: Progress = silent) -> dict[str, Any]:
     """Measure a model with and without a store, which is built in this folder."""
+    lm.require_text("The benchmark")
     parts = split_topics(size.characters, max(2000, size.characters // 4))
     figures: dict[str, Any] = {"machine": machine()}
     with progress("measuring", total=4, unit="parts") as advance:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import tempfile
 import time
 from contextlib import closing
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -27,7 +27,7 @@ from knnlm.cli.options import (
     Store,
     StoreModel,
     Text,
-    TextField,
+    TextFlags,
     Wait,
     command,
     open_mixture,
@@ -51,6 +51,20 @@ def register(app: typer.Typer) -> None:
     command(app, MAKE, "Import the arrays of knn-transformers or fairseq.", name="import")(import_arrays)
 
 
+@dataclass(frozen=True)
+class LanguageFlags:
+    """The languages of a model of many, such as NLLB or mBART."""
+
+    src_lang: Annotated[
+        str | None,
+        typer.Option(help="The language of the sources, as the model's tokenizer writes it.", show_default=False),
+    ] = None
+    tgt_lang: Annotated[
+        str | None,
+        typer.Option(help="The language of the targets, as the model's tokenizer writes it.", show_default=False),
+    ] = None
+
+
 def build(
     text: Text,
     out: Out,
@@ -67,7 +81,8 @@ def build(
     compile: Annotated[  # noqa: A002
         bool | None, typer.Option("--compile/--no-compile", show_default="on a GPU, for much text")
     ] = None,
-    text_field: TextField = "text",
+    fields: TextFlags = TextFlags(),
+    languages: LanguageFlags = LanguageFlags(),
     machine: MachineFlags = MachineFlags(),
     json: Json = False,
 ) -> None:
@@ -75,14 +90,15 @@ def build(
 
     Read every document once with the model and store, for each token, the context vector and the token that followed.
     A build that was interrupted resumes when the same command is run again, at the last complete segment (16,384 tokens
-    on a CPU, a million on a GPU).
+    on a CPU, a million on a GPU). An encoder-decoder model reads pairs of a source and a target.
     """
     import knnlm
+    from knnlm.lm.loading import has_encoder
 
     begin = time.perf_counter()
-    documents = knnlm.read_documents(*text, text_field=text_field)
+    documents = fields.read(text, pairs=has_encoder(model), model=model)
     documents.check_first()  # before the model is opened, which may take half a minute
-    lm = open_model(model, key_layer=key_layer, layer=layer, **asdict(machine))
+    lm = open_model(model, key_layer=key_layer, layer=layer, **asdict(languages), **asdict(machine))
     options: dict[str, Any] = {"window": lm.window(context, stride), "key_format": key_format, "compile": compile}
     store = knnlm.build(documents, out, lm=lm, progress=bar, **options)
     _show_built(store, out, time.perf_counter() - begin, json=json)
@@ -103,7 +119,7 @@ def add(
     text: Text,
     model: StoreModel = None,
     wait: Wait = 0.0,
-    text_field: TextField = "text",
+    fields: TextFlags = TextFlags(),
     machine: MachineFlags = MachineFlags(),
     json: Json = False,
 ) -> None:
@@ -116,7 +132,7 @@ def add(
     import knnlm
 
     begin = time.perf_counter()
-    documents = knnlm.read_documents(*text, text_field=text_field)
+    documents = fields.read_for(store, text)
     documents.check_first()
     with closing(knnlm.Datastore.open(store)) as opened:
         lm = _open_reader(opened, model, machine)
@@ -134,7 +150,8 @@ def _open_reader(store: Datastore, model: str | None, machine: MachineFlags) -> 
     from knnlm.mixture.loader import reader_name
 
     place, layer = store.model["key_layer"], int(store.model["layer"])
-    return open_model(model or reader_name(store), key_layer=place, layer=layer, **asdict(machine))
+    languages = {name: store.model.get(name) for name in ("src_lang", "tgt_lang")}
+    return open_model(model or reader_name(store), key_layer=place, layer=layer, **languages, **asdict(machine))
 
 
 def index(

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import closing
 from dataclasses import dataclass, fields, is_dataclass
 from functools import wraps
 from pathlib import Path
@@ -11,7 +12,10 @@ from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import typer
 
+from knnlm.errors import ParameterError
+
 if TYPE_CHECKING:
+    from knnlm.corpus import DocumentReader
     from knnlm.mixture.mixture import Mixture
 
 # Help panels, in the order in which `knnlm --help` lists them.
@@ -29,9 +33,15 @@ Text = Annotated[
     list[str],
     typer.Argument(
         metavar="TEXT",
-        help="Files and folders (.txt .md .jsonl .parquet, also .gz .xz .zst), - for standard input, or "
-        "hf:NAME[:SPLIT] for a dataset of the datasets package.",
+        help="Files and folders (.txt .md .jsonl .parquet, also .gz .xz .zst; for an encoder-decoder model .jsonl "
+        ".parquet .tsv), - for standard input, or hf:NAME[:SPLIT] for a dataset of the datasets package.",
         show_default=False,
+    ),
+]
+SourceText = Annotated[
+    str | None,
+    typer.Option(
+        "--source", help="For an encoder-decoder model: the source of which TEXT is the target.", show_default=False
     ),
 ]
 TextField = Annotated[str, typer.Option(help="The field of .jsonl and .parquet records that contains the text.")]
@@ -166,6 +176,57 @@ class MixtureFlags:
             rerank=not self.no_rerank,
             key_dtype=self.key_dtype,
         )
+
+
+@dataclass(frozen=True)
+class TextFlags:
+    """Where the text of a document is and, for an encoder-decoder model, its source."""
+
+    text_field: TextField = "text"
+    source_field: Annotated[
+        str | None,
+        typer.Option(
+            help="The field of records that contains the source of a pair.",
+            show_default="source, with an encoder-decoder model",
+        ),
+    ] = None
+    source: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FILE", help="The sources of the lines of TEXT, one on each line.", show_default="TEXT has pairs"
+        ),
+    ] = None
+
+    def read(self, text: Sequence[str], *, pairs: bool, model: str) -> DocumentReader:
+        """Open text as documents; pairs are those of an encoder-decoder model."""
+        from knnlm.corpus import read_documents
+
+        if pairs:
+            field = self.source_field or "source"
+            return read_documents(*text, text_field=self.text_field, source_field=field, source=self.source)
+        if self.source_field is not None or self.source is not None:
+            raise ParameterError(
+                f"{model} is a decoder-only model, which would not read the sources: leave out --source and "
+                "--source-field, or use an encoder-decoder model such as Marian or T5."
+            )
+        return read_documents(*text, text_field=self.text_field)
+
+    def read_for(self, store: Path, text: Sequence[str]) -> DocumentReader:
+        """Open text as documents of a store's model."""
+        model = stored_model(store)
+        return self.read(text, pairs=model.get("encoder_decoder") is True, model=str(model.get("name")))
+
+
+def stored_model(store: Path) -> dict[str, Any]:
+    """Return what a store records of its model; nothing where it is no store, such as a decoder."""
+    from knnlm.datastore.catalog import Catalog
+    from knnlm.datastore.schema import CATALOG_FILE
+
+    if not (store / CATALOG_FILE).is_file():
+        return {}
+    with closing(Catalog.open(store / CATALOG_FILE)) as catalog:
+        model = catalog.get("model")
+    return model if isinstance(model, dict) else {}
 
 
 @dataclass(frozen=True)

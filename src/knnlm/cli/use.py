@@ -23,13 +23,16 @@ from knnlm.cli.options import (
     MixtureFlags,
     NoOnline,
     NoRerank,
+    SourceText,
     Store,
     StoreModel,
     Text,
     TextField,
+    TextFlags,
     TopP,
     command,
     open_mixture,
+    stored_model,
 )
 from knnlm.cli.output import (
     bar,
@@ -56,6 +59,7 @@ if TYPE_CHECKING:
     from knnlm.mixture.online import OnlineConfig
 
 DEFAULT_MEMORIES = "knn,cache,ngram"
+PAIR_MEMORIES = "knn,ngram"  # a single sentence is too short for a cache
 
 HeldOutText = Annotated[list[str] | None, typer.Argument(metavar="TEXT", help="Held-out text.", show_default=False)]
 TraceFolder = Annotated[
@@ -139,7 +143,7 @@ def tune(
     limit: Limit = None,
     no_rerank: NoRerank = False,
     key_dtype: KeyDtype = "float16",
-    text_field: TextField = "text",
+    fields: TextFlags = TextFlags(),
     model: StoreModel = None,
     machine: MachineFlags = MachineFlags(),
     json: Json = False,
@@ -155,7 +159,7 @@ def tune(
     searching = {"metric": metric, "rerank": not no_rerank, "key_dtype": key_dtype}
     if is_decoder(store):
         _refuse_for_decoder(store, grid, trace, searching)
-        _tune_decoder(store, text, text_field, limit, model, machine, json=json)
+        _tune_decoder(store, text, fields, limit, model, machine, json=json)
         return
     grid.check()
     if (trace is None) == (not text):
@@ -168,10 +172,11 @@ def tune(
         chosen_on, result = _tune_trace(store, trace, grid)
     else:
         chosen_on = text or []
+        documents = fields.read_for(store, chosen_on)
         mixture = open_mixture(store, model, machine, memories=_memories(store, grid), use_tuned=False, **searching)
         options = {"weights": grid.weights or "gated", "online": not grid.no_online, "limit": limit, **grid.values}
         options["samples"] = grid.samples
-        result = mixture.tune(_documents(chosen_on, text_field), sources=chosen_on, progress=bar, **options)
+        result = mixture.tune(documents, sources=chosen_on, progress=bar, **options)
     _show_tuning(store, chosen_on, result, json=json)
 
 
@@ -187,6 +192,8 @@ def _memories(store: Path, grid: GridFlags) -> str:
 
     if grid.memories is not None:
         return grid.memories
+    if stored_model(store).get("encoder_decoder"):
+        return PAIR_MEMORIES
     return f"{DEFAULT_MEMORIES},decoder={DECODER_FOLDER}" if is_decoder(store / DECODER_FOLDER) else DEFAULT_MEMORIES
 
 
@@ -221,7 +228,7 @@ def _refuse_for_decoder(folder: Path, grid: GridFlags, trace: Path | None, searc
 def _tune_decoder(
     folder: Path,
     text: list[str] | None,
-    text_field: str,
+    fields: TextFlags,
     limit: int | None,
     model: str | None,
     machine: MachineFlags,
@@ -233,7 +240,7 @@ def _tune_decoder(
     if not text:
         raise ParameterError("Give TEXT to tune the decoder on.")
     mixture = open_mixture(folder, model, machine)
-    card = tune_decoder(mixture, _documents(text, text_field), sources=text, limit=limit, progress=bar)
+    card = tune_decoder(mixture, fields.read_for(folder, text), sources=text, limit=limit, progress=bar)
     result = {"decoder": str(folder), "lambda": card.lmbda, **(card.lmbda_metadata or {})}
     figures = f"{result['base_perplexity']:.3f} → {result['perplexity']:.3f}"
     show(result, f"{folder}: λ = {card.lmbda:.2f} with {result['model']}, perplexity {figures}", json=json)
@@ -289,14 +296,15 @@ def evaluate(
     save_trace: Annotated[
         Path | None, typer.Option(help="Also record a trace, for tune --trace.", show_default=False)
     ] = None,
-    text_field: TextField = "text",
+    fields: TextFlags = TextFlags(),
     model: StoreModel = None,
     machine: MachineFlags = MachineFlags(),
     json: Json = False,
 ) -> None:
     """knnlm eval docs.store held-out.txt
 
-    Score every token of the text with the model alone and with its memories. With --each, --limit applies to each TEXT
+    Score every token of the text, or of the targets of pairs given their sources, with the model alone and with its
+    memories. With --each, --limit applies to each TEXT
     and --json prints a list.
     """
     if each and support:
@@ -304,12 +312,12 @@ def evaluate(
     if each and save_trace is not None:
         raise ParameterError("--save-trace records one text; leave out --each.")
     # Inputs are opened before the model, so that a missing file is found at once.
-    readers = [_documents(names, text_field) for names in ([[name] for name in text] if each else [text])]
+    readers = [fields.read_for(store, names) for names in ([[name] for name in text] if each else [text])]
     opened = mixture.open(store, model, machine)
     if each:
         _show_each(text, [opened.evaluate(reader, limit=limit, progress=bar) for reader in readers], json=json)
         return
-    figures = opened.measure_support(_documents(text, text_field), limit=limit, progress=bar) if support else None
+    figures = opened.measure_support(fields.read_for(store, text), limit=limit, progress=bar) if support else None
     if save_trace is None:
         result = opened.evaluate(readers[0], limit=limit, progress=bar)
     else:
@@ -473,6 +481,7 @@ def explain(
     text: Annotated[
         str, typer.Argument(metavar="TEXT", help="The text, a file, or - for standard input.", show_default=False)
     ],
+    source: SourceText = None,
     top: Annotated[int, typer.Option(min=0, help="Number of neighbours to show for each token.")] = 3,
     mixture: MixtureFlags = MixtureFlags(),
     model: StoreModel = None,
@@ -487,9 +496,11 @@ def explain(
 
     opened = mixture.open(store, model, machine)
     text = _text(text)
-    explained = opened.explain(text, top=top)
+    source = None if source is None else _text(source)
+    explained = opened.explain(text, source=source, top=top)
     if json:
-        print_json({"text": text, "tokens": [asdict(token) for token in explained]})
+        given = {"text": text} if source is None else {"source": source, "text": text}
+        print_json({**given, "tokens": [asdict(token) for token in explained]})
         return
     for token in explained:
         console.print(explanation_table(token))
@@ -514,8 +525,16 @@ def explanation_table(token: TokenExplanation) -> Table:
     title = f"[bold]{safe(token.token)}[/bold]   p_LM {token.p_lm:.3g}   {safe(shares)}   p {token.p:.3g}"
     if token.support is not None:
         title += f"   support {token.support:.2f}"
-    rows = [(one.weight, one.before, one.token, one.after, one.agrees, one.source) for one in token.neighbours]
+    rows = [
+        (one.weight, one.before, one.token, one.after, one.agrees, _origin(one.source, one.source_text))
+        for one in token.neighbours
+    ]
     return neighbour_table(title, rows)
+
+
+def _origin(source: str, source_text: str | None) -> str:
+    """Return where a neighbour comes from; of a pair, with the beginning of its source text."""
+    return source if source_text is None else f"{source}: {source_text[:80]}"
 
 
 def _short(memory: str) -> str:

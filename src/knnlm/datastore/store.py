@@ -479,6 +479,11 @@ class Datastore:
         if values.max(initial=-1) >= self.model["vocab_size"] or values.min(initial=0) < -1:
             raise DatastoreCorrupt(f"{self.path} contains a token that its model does not have. Build the store again.")
 
+    @property
+    def has_pairs(self) -> bool:
+        """Whether its documents are pairs of a source and a target, read by an encoder-decoder model."""
+        return self.model.get("encoder_decoder") is True
+
     def holds(self, text: str, source_text: str | None = None) -> bool:
         """Whether a document with exactly this text, of a pair with this source text, is stored."""
         return self.catalog.has_text(text_hash(text, source_text))

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from knnlm.corpus import Document
 from knnlm.errors import CorpusError, ParameterError
 from knnlm.evaluation.evaluate import component_scores, join_scores
 from knnlm.memories.knn import KnnMemory, StoredPassage, stored_passage
@@ -31,6 +32,7 @@ class NeighbourVote:
     source: str
     before: str
     after: str
+    source_text: str | None = None  # of the neighbour's document, where it is a pair
 
 
 @dataclass(frozen=True)
@@ -55,11 +57,11 @@ class TokenExplanation:
     support: float | None = None  # the calibrated probability that the token is right; None: not tuned
 
 
-def explain(mixture: Mixture, text: str, *, top: int = 3) -> list[TokenExplanation]:
-    """Explain every token of a text by its nearest neighbours, `top` of each memory."""
+def explain(mixture: Mixture, text: str, *, source: str | None = None, top: int = 3) -> list[TokenExplanation]:
+    """Explain every token of a text by its nearest neighbours, `top` of each memory; `source` is that of a pair."""
     if top < 0:
         raise ParameterError(f"top must be at least 0, not {top}.")
-    tokens = mixture.lm.encode(text)
+    tokens = mixture.lm.encode_document(Document("text", "The text", text, source_text=source)) if text else []
     if not tokens:
         raise CorpusError("The text is empty: there is nothing to explain.")
     explainers = [_Explainer(mixture, tokens, batch, top) for batch in mixture.read([tokens])]
@@ -167,4 +169,5 @@ class _Explainer:
             source=passage.source,
             before=passage.before,
             after=passage.after,
+            source_text=passage.source_text,
         )

@@ -237,7 +237,7 @@ def _read_whole(
     group: list[list[int]] = []
     total = 0
     for document in documents:
-        tokens = mixture.lm.encode(document.text)
+        tokens = mixture.lm.encode_document(document)
         total += len(tokens)
         if len(tokens) > mixture.window.context:
             yield from mixture.read([tokens], batch_tokens=max(size, min(len(tokens), _MAX_TEXT)))

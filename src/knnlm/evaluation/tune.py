@@ -138,8 +138,11 @@ def tune(
             progress=progress,
         )
         written = None
-        count = min(len(trace), MAX_SAMPLES) if samples is None else samples
+        # A model with an encoder writes nothing without a source.
+        most = 0 if mixture.lm.has_encoder else MAX_SAMPLES
+        count = min(len(trace), most) if samples is None else samples
         if count and online and weights == "gated":
+            mixture.lm.require_text("A gate that is trained on --samples")
             documents = sample_documents(mixture.lm, count, progress=progress)
             if documents:
                 reading: dict[str, Any] = {"batch_tokens": batch_tokens, "progress": progress}

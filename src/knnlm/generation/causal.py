@@ -137,6 +137,7 @@ class KnnForCausalLM(PreTrainedModel, GenerationMixin):
     _supports_attention_backend = True
 
     def __init__(self, mixture: Mixture) -> None:
+        mixture.lm.require_text("KnnForCausalLM")
         base = mixture.lm.model
         super().__init__(_config(mixture))
         self.base = base

@@ -82,6 +82,7 @@ class KnnLM(TemplateLM):
             options = MixtureOptions(model=model, device=device or "auto", dtype=dtype)
             settings: dict[str, Any] = {"k": k, "knn_temperature": knn_temperature, "lmbda": lmbda}
             store = Mixture.open(store, memories=memories, options=options, **settings)
+        store.lm.require_text("The harness")
         self.mixture = store
         self.tokenizer = store.lm.tokenizer
         self.add_bos_token = add_bos_token

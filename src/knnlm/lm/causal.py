@@ -181,6 +181,13 @@ class CausalLM:
             _refuse_source(document, self.name)
         return self.encode_all([document.text for document in documents])
 
+    def stored_document(self, tokens: list[int], source_text: str | None) -> list[int]:  # noqa: ARG002
+        """Return stored tokens of a document as `read` takes them."""
+        return tokens
+
+    def require_text(self, what: str) -> None:
+        """Raise an error if `what`, which continues or reads plain text, is impossible with this model."""
+
     def encode_with_offsets(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
         """Return the tokens of a text as by `encode`, and the characters that each stands for: begin and end."""
         check_text(text)

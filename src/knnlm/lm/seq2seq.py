@@ -178,6 +178,14 @@ class Seq2SeqLM(CausalLM):
             )
         return document.source_text
 
+    def stored_document(self, tokens: list[int], source_text: str | None) -> list[int]:
+        """Return stored tokens of a target with the tokens of its source."""
+        return PairTokens(tokens, self.encode_sources([source_text or ""])[0])
+
+    def require_text(self, what: str) -> None:
+        """Raise an error: a model with an encoder reads pairs."""
+        raise ModelError(f"{what} needs a decoder-only model, but {self.name} is an encoder-decoder model.")
+
     def prompt(self, text: str, *, room: int = 0, max_length: int | None = None) -> list[int]:  # noqa: ARG002
         """Raise an error: a model with an encoder does not continue texts."""
         raise ParameterError(f"{self.name} is an encoder-decoder model: it translates a source, with knnlm translate.")

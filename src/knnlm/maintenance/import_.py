@@ -81,6 +81,7 @@ def import_arrays(
     `entries` is the number that was written, where the files are larger. Types are derived from the lengths of the
     files where only one fits. With `check` the model reads a sample again.
     """
+    lm.require_text("An import")
     begin, folder = time.perf_counter(), Path(out)
     dtypes = {"key_dtype": key_dtype, "value_dtype": value_dtype}
     arrays = open_arrays(Path(keys), Path(values), width=lm.width, format=format, entries=entries, **dtypes)

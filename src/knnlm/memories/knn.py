@@ -109,6 +109,7 @@ class StoredPassage:
     token: str
     before: str
     after: str
+    source_text: str | None = None  # of the document, where it is a pair
 
 
 def stored_passage(
@@ -125,4 +126,5 @@ def stored_passage(
         token=decode(following[:1]),
         before=decode(preceding),
         after=decode(following[1:]),
+        source_text=document.source_text,
     )

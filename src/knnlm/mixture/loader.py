@@ -16,6 +16,7 @@ from knnlm.datastore.store import Datastore
 from knnlm.errors import DatastoreCorrupt, DatastoreError, ModelError, ModelMismatch, ParameterError
 from knnlm.lm.causal import CausalLM
 from knnlm.lm.fingerprint import VOCABULARY_FIELDS, identity_difference
+from knnlm.lm.seq2seq import open_lm
 from knnlm.memories.base import Memory, Source
 from knnlm.memories.cache import WINDOW, CacheMemory
 from knnlm.memories.decoder import CARD, DecoderCard, DecoderMemory, load_card
@@ -193,6 +194,11 @@ class _Loader:
         )
 
     def _cache(self, spec: MemorySpec) -> CacheMemory:
+        if self.lm.has_encoder:
+            raise ParameterError(
+                f"The cache looks for earlier positions of the same text, and the texts of {self.lm.name} are single "
+                "targets such as sentences, too short for that. Leave it out: --memories knn,ngram"
+            )
         main, *others = spec.settings or [VoteParams(DEFAULTS["k"], DEFAULTS["knn_temperature"])]
         place = self.lm.key_layer
         return CacheMemory(
@@ -298,12 +304,14 @@ def open_reader(store: Datastore, *, name: str | None = None, device: str = "aut
     """Open the model that a store was built with, at its key layer, or another model by name."""
     # A model given by name need not be the store's reader, and may have fewer layers.
     layer = store.model["layer"] if name is None else -1
-    return CausalLM.open(
+    return open_lm(
         reader_name(store) if name is None else name,
         key_layer=store.model["key_layer"],
         layer=layer,
         device=device,
         dtype=dtype,
+        src_lang=store.model.get("src_lang"),
+        tgt_lang=store.model.get("tgt_lang"),
     )
 
 

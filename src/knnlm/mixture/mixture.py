@@ -423,11 +423,14 @@ class Mixture:
         reading: dict[str, Any] = {"limit": limit, "batch_tokens": batch_tokens, "progress": progress}
         return record(self, documents, path, k=k, sources=sources, **reading)
 
-    def explain(self, text: str, *, top: int = 3) -> list[TokenExplanation]:
-        """Return the probability of every token of a text, and the `top` nearest neighbours of each memory."""
+    def explain(self, text: str, *, source: str | None = None, top: int = 3) -> list[TokenExplanation]:
+        """Return the probability of every token of a text, and the `top` nearest neighbours of each memory.
+
+        `source` is the source of a pair, of which the text is the target.
+        """
         from knnlm.evaluation.explain import explain
 
-        return explain(self, text, top=top)
+        return explain(self, text, source=source, top=top)
 
     def generate(self, prompt: str, *, max_new_tokens: int = 60, seed: int | None = None, **settings: Any) -> str:
         """Return the continuation of a prompt; settings are those of transformers' `generate`."""

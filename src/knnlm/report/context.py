@@ -30,7 +30,7 @@ from torch import Tensor
 from knnlm.corpus import Document
 from knnlm.datastore.segments import ArrayWriter
 from knnlm.datastore.store import Datastore
-from knnlm.errors import CorpusError, ParameterError
+from knnlm.errors import CorpusError, ModelError, ParameterError
 from knnlm.evaluation.sweep import Sweep
 from knnlm.evaluation.trace import Trace, record
 from knnlm.evaluation.tune import (
@@ -205,6 +205,8 @@ class ReportContext:
         self.options = options
         self.progress = progress
         self.store = Datastore.open(options.store)
+        if self.store.has_pairs:
+            raise ModelError(f"A report needs a decoder-only model, but {options.store} is a store of pairs.")
         self.labels = _memory_labels(self.store, options)
         self.device = str(lm.device) if lm is not None else str(choose_device(options.device))
         self.work = options.out / "work"

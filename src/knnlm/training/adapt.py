@@ -109,6 +109,7 @@ def adapt(
     model. The seed of `config` also chooses the held-out documents. At most `limit` tokens are held out and tuned on.
     """
     begin, folder, config = time.perf_counter(), Path(out), config or DecoderConfig()
+    lm.require_text("adapt")
     if limit < 1:
         raise ParameterError(f"limit must be at least 1 token, not {limit}.")
     _check_folder(folder)

@@ -54,6 +54,7 @@ def open_initial_model(spec: str, *, like: CausalLM, layers: int | None = None, 
     `layers` keeps that many layers of a pretrained model: a quarter of them the first, the rest the last.
     """
     path = Path(spec)
+    like.require_text("A decoder")
     if path.suffix == ".json":
         if layers is not None:
             raise ParameterError(f"{spec} determines how many layers the decoder has. Leave layers out.")

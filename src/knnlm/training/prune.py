@@ -204,7 +204,7 @@ def store_log_p(
     batch_tokens = batch_tokens or (1024 if lm.device.type == "cpu" else 16_384)
     log_p = torch.full((store.entry_count,), -math.inf)
     with progress("reading the stored text", total=store.entry_count, unit="tokens") as advance:
-        for first, tokens in _stored_text(store, max(_MIN_TOKENS_PER_READ, 4 * batch_tokens)):
+        for first, tokens in _stored_text(store, lm, max(_MIN_TOKENS_PER_READ, 4 * batch_tokens)):
             for reading in lm.read(tokens, window, batch_tokens=batch_tokens):
                 assert reading.logits is not None
                 log_p[reading.rows + first] = _log_p(reading.logits, reading.targets).cpu()
@@ -212,12 +212,12 @@ def store_log_p(
     return log_p
 
 
-def _stored_text(store: Datastore, group: int) -> Iterator[tuple[int, list[list[int]]]]:
+def _stored_text(store: Datastore, lm: CausalLM, group: int) -> Iterator[tuple[int, list[list[int]]]]:
     """Yield (first row, tokens of each document) of some whole documents at a time."""
-    sizes = [document.entries for document in store.documents()]
+    documents = [(document.entries, document.source_text) for document in store.documents()]
     first, tokens, row = 0, list[list[int]](), 0
-    for size in sizes:
-        tokens.append(store.values(torch.arange(row, row + size)).tolist())
+    for size, source_text in documents:
+        tokens.append(lm.stored_document(store.values(torch.arange(row, row + size)).tolist(), source_text))
         row += size
         if row - first >= group:
             yield first, tokens

@@ -1,0 +1,181 @@
+"""Commands on pairs: build, add, remove, index, tune, eval, explain, and errors of one line."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from helpers.cli import failure, knnlm
+from helpers.models import pair_tokenizer, tiny
+from helpers.pairs import BruteForce, pairs
+from knnlm.cli.app import run
+from knnlm.datastore.store import Datastore
+from knnlm.lm.seq2seq import Seq2SeqLM
+
+STORED, VALID, TEST = pairs(30), pairs(10, start=60), pairs(8, start=90)
+
+
+def write_jsonl(path, documents, source="source", text="text"):
+    records = ({"id": each.id, source: each.source_text, text: each.text} for each in documents)
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return path
+
+
+def write_tsv(path, documents):
+    path.write_text("".join(f"{each.source_text}\t{each.text}\n" for each in documents))
+    return path
+
+
+@pytest.fixture(scope="module", params=["marian", "t5"])
+def family(request):
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def folder(family, tmp_path_factory):
+    """A model, pairs in every format, and a store of them."""
+    folder = tmp_path_factory.mktemp(family)
+    tiny(family).save_pretrained(folder / "model")
+    pair_tokenizer(family).save_pretrained(folder / "model")
+    write_jsonl(folder / "stored.jsonl", STORED)
+    write_tsv(folder / "valid.tsv", VALID)
+    (folder / "test.en").write_text("".join(f"{each.text}\n" for each in TEST))
+    (folder / "test.de").write_text("".join(f"{each.source_text}\n" for each in TEST))
+    (folder / "plain.txt").write_text("A text without a source.")
+    build = ["build", folder / "stored.jsonl", "--out", folder / "pairs.store", "--model", folder / "model"]
+    assert run([str(argument) for argument in build]) == 0
+    return folder
+
+
+def test_eval_of_two_files_agrees_with_brute_force(family, folder, capfd):
+    arguments = ["--k", 4, "--knn-temperature", 3, "--lambda", 0.5, "--json"]
+    code, out, _ = knnlm(
+        capfd, "eval", folder / "pairs.store", folder / "test.en", "--source", folder / "test.de", *arguments
+    )
+    assert code == 0
+    result = json.loads(out)
+    # Opened from the folder: positions of Marian are not saved.
+    brute_force = BruteForce(Seq2SeqLM.open(str(folder / "model")), family, STORED)
+    settings = {"k": 4, "knn_temperature": 3.0}
+    assert result["perplexity"] == pytest.approx(brute_force.perplexity(TEST, lmbda=0.5, **settings), rel=2e-3)
+    assert result["base_perplexity"] == pytest.approx(brute_force.perplexity(TEST, lmbda=0.0, **settings), rel=1e-4)
+    assert result["documents"] == len(TEST)
+
+
+def test_all_formats_give_the_same_figures(folder, tmp_path, capfd):
+    write_tsv(tmp_path / "t.tsv", TEST)
+    write_jsonl(tmp_path / "t.jsonl", TEST, source="german", text="english")
+    inputs = [
+        [tmp_path / "t.tsv"],
+        [tmp_path / "t.jsonl", "--source-field", "german", "--text-field", "english"],
+        [folder / "test.en", "--source", folder / "test.de"],
+    ]
+    figures = set()
+    for given in inputs:
+        code, out, _ = knnlm(capfd, "eval", folder / "pairs.store", *given, "--json")
+        assert code == 0
+        figures.add(json.loads(out)["perplexity"])
+    assert len(figures) == 1
+
+
+def test_store_of_pairs_is_changed_indexed_tuned_and_evaluated(folder, tmp_path, capfd):
+    store = tmp_path / "living.store"
+    code, _, _ = knnlm(
+        capfd, "build", write_tsv(tmp_path / "a.tsv", STORED), "--out", store, "--model", folder / "model"
+    )
+    assert code == 0
+    code, out, _ = knnlm(capfd, "add", store, write_jsonl(tmp_path / "b.jsonl", [*STORED[:2], *VALID[:3]]), "--json")
+    assert code == 0
+    assert (json.loads(out)["documents"], json.loads(out)["skipped"]) == (3, 2)
+    code, out, _ = knnlm(capfd, "remove", store, "--document", VALID[0].id, "--json")
+    assert code == 0
+    code, out, _ = knnlm(capfd, "documents", store, "--document", VALID[1].id, "--json")
+    assert json.loads(out)["documents"][0]["source_text"] == VALID[1].source_text
+    for command in (["compact"], ["index"], ["verify", "--deep"]):
+        code, _, _ = knnlm(capfd, command[0], store, *command[1:])
+        assert code == 0
+    code, out, err = knnlm(capfd, "tune", store, folder / "valid.tsv", "--k", "1,4", "--json")
+    assert code == 0, err
+    assert [memory["kind"] for memory in json.loads(out)["memories"]] == ["knn", "ngram"]
+    code, out, _ = knnlm(capfd, "eval", store, folder / "test.en", "--source", folder / "test.de")
+    assert code == 0
+    assert "gated" in out
+    code, out, _ = knnlm(capfd, "info", store)
+    assert code == 0
+
+
+def test_explain_shows_sources(folder, capfd):
+    pair = TEST[0]
+    arguments = ["explain", folder / "pairs.store", pair.text, "--source", pair.source_text, "--top", 1]
+    code, out, _ = knnlm(capfd, *arguments, "--json")
+    assert code == 0
+    result = json.loads(out)
+    assert result["source"] == pair.source_text
+    stored = list(Datastore.open(folder / "pairs.store").documents())
+    sources = {each.source_text for each in stored}
+    assert all(neighbour["source_text"] in sources for token in result["tokens"] for neighbour in token["neighbours"])
+    code, out, _ = knnlm(capfd, *arguments)
+    assert code == 0
+    shown = "".join(out.split())
+    assert any("".join(f"{each.source}: {each.source_text}".split()) in shown for each in stored)
+
+
+@pytest.mark.parametrize(
+    ("text", "arguments", "message"),
+    [
+        ("plain.txt", [], "plain.txt: a text without a source, but an encoder-decoder model reads pairs."),
+        ("stored.jsonl", ["--source-field", "src"], "no field 'src' among 'id', 'source', 'text'"),
+        ("stored.jsonl", ["--text-field", "target"], "no field 'target' among 'id', 'source', 'text'"),
+        ("test.en", ["--source", "valid.de"], "valid.de: cannot read it"),
+        ("test.en", ["--source", "plain.txt"], "test.en has more lines than"),
+        ("stored.jsonl", ["--memories", "knn,cache"], "The cache looks for earlier positions of the same text"),
+    ],
+)
+def test_wrong_pairs_are_errors_of_one_line(folder, capfd, monkeypatch, text, arguments, message):
+    monkeypatch.chdir(folder)
+    assert message in failure(capfd, "eval", "pairs.store", text, *arguments)
+
+
+def test_decoder_only_model_refuses_pairs(folder, model_folder, store, tmp_path, capfd):
+    build = ["build", "--out", tmp_path / "m", "--model", model_folder]
+    line = failure(capfd, *build, folder / "test.en", "--source", folder / "test.de")
+    assert "is a decoder-only model, which would not read the sources" in line
+    assert "would not read the sources" in failure(capfd, *build, folder / "stored.jsonl", "--source-field", "source")
+    assert "a .tsv file has pairs" in failure(capfd, *build, folder / "valid.tsv")
+    line = failure(capfd, "eval", store.path, folder / "stored.jsonl", "--source-field", "source")
+    assert "would not read the sources" in line
+    # Without the option, a field of the record named source stays an ordinary field.
+    assert knnlm(capfd, *build, folder / "stored.jsonl")[0] == 0
+    assert next(Datastore.open(tmp_path / "m").documents()).fields["source"] == STORED[0].source_text
+
+
+def test_languages_are_stored_and_used_again(tmp_path, capfd):
+    tiny("m2m_100").save_pretrained(tmp_path / "nllb")
+    pair_tokenizer("m2m_100").save_pretrained(tmp_path / "nllb")
+    text, out = write_tsv(tmp_path / "a.tsv", STORED), tmp_path / "m"
+    build = ["build", text, "--out", out, "--model", tmp_path / "nllb"]
+    assert "--tgt-lang is missing" in failure(capfd, *build)
+    assert "has no language 'Klingon'" in failure(capfd, *build, "--src-lang", "deu_Latn", "--tgt-lang", "Klingon")
+    assert knnlm(capfd, *build, "--src-lang", "deu_Latn", "--tgt-lang", "eng_Latn")[0] == 0
+    model = Datastore.open(out).model
+    assert (model["src_lang"], model["tgt_lang"]) == ("deu_Latn", "eng_Latn")
+    assert knnlm(capfd, "eval", out, write_tsv(tmp_path / "b.tsv", TEST))[0] == 0
+    assert knnlm(capfd, "add", out, write_tsv(tmp_path / "c.tsv", VALID))[0] == 0
+    lm = Seq2SeqLM.open(str(tmp_path / "nllb"), src_lang="deu_Latn", tgt_lang="eng_Latn")
+    assert Datastore.open(out).model["start_token"] == lm.start_token
+
+
+@pytest.mark.parametrize(
+    ("command", "message"),
+    [
+        (["generate", "pairs.store", "Hello"], "it translates a source"),
+        (["report", "pairs.store", "plain.txt", "--out", "r"], "store of pairs"),
+        (["distill", "pairs.store", "--into", "decoder", "--out", "d"], "A decoder needs a decoder-only model"),
+        (["bench", "--quick", "--model", "model"], "The benchmark needs a decoder-only model"),
+        (["adapt", "plain.txt", "--out", "x", "--model", "model"], "adapt needs a decoder-only model"),
+    ],
+)
+def test_commands_without_a_meaning_for_pairs_say_so(folder, capfd, monkeypatch, command, message):
+    monkeypatch.chdir(folder)
+    assert message in failure(capfd, *command)

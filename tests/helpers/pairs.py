@@ -1,0 +1,87 @@
+"""Pairs of a source and a target, tiny encoder-decoder models that read them, and kNN-MT by brute force."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from helpers import oracle
+from helpers.models import LANGUAGES, TEXT, pair_tokenizer, tiny
+from knnlm.corpus import Document
+from knnlm.lm.seq2seq import Seq2SeqLM
+
+WORDS = TEXT.split()
+FFN = {"marian": "model.decoder.layers.2.fc1", "t5": "decoder.block.2.layer.2.DenseReluDense"}
+
+
+def languages(family: str) -> dict[str, str]:
+    """The languages of a family that has some."""
+    return dict(zip(("src_lang", "tgt_lang"), LANGUAGES[family], strict=True)) if family in LANGUAGES else {}
+
+
+def pair_lm(family: str, *, name: str | None = None) -> Seq2SeqLM:
+    """A tiny random model of a family."""
+    return Seq2SeqLM(tiny(family), pair_tokenizer(family), name=name or family, **languages(family))
+
+
+def pairs(count: int, *, start: int = 0, name: str = "pairs.tsv") -> list[Document]:
+    """Different pairs of a few words each; many targets begin alike."""
+    made = []
+    for number in range(start, start + count):
+        target = [WORDS[(number * 3 + step) % len(WORDS)] for step in range(2 + number % 4)]
+        source = [WORDS[(number * 5 + 2 * step) % len(WORDS)] for step in range(1 + number % 5)]
+        made.append(
+            Document(
+                f"p{number}", f"{name}:{number + 1}", " ".join(target), source_text=" ".join(source) + f" {number}"
+            )
+        )
+    return made
+
+
+@torch.no_grad()
+def read_prefixes(lm: Seq2SeqLM, family: str, document: Document) -> tuple[Any, Any, list[int]]:
+    """Keys, probabilities and targets of one pair: each from a pass over one prefix, by plain hooks."""
+    tokenizer: Any = lm.tokenizer
+    source = torch.tensor([tokenizer(document.source_text)["input_ids"]])
+    target = [*tokenizer(text_target=document.text, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
+    keys, probs = [], []
+    for position in range(len(target)):
+        seen: list[Any] = []
+
+        def hook(_: nn.Module, args: Any, seen: list[Any] = seen) -> None:
+            seen.append(args[0])
+
+        handle = lm.model.get_submodule(FFN[family]).register_forward_pre_hook(hook)
+        prefix = torch.tensor([[lm.model.config.decoder_start_token_id, *target[:position]]])
+        logits = lm.model(input_ids=source, decoder_input_ids=prefix).logits[0, -1]
+        handle.remove()
+        keys.append(seen[0][0, -1].numpy())
+        probs.append(oracle.softmax(logits.double().numpy()))
+    return np.array(keys), np.array(probs), target
+
+
+class BruteForce:
+    """kNN-MT in NumPy: p = (1-λ)·p_NMT + λ·p_kNN at each position of a target."""
+
+    def __init__(self, lm: Seq2SeqLM, family: str, stored: list[Document]) -> None:
+        self.lm, self.family = lm, family
+        read = [read_prefixes(lm, family, document) for document in stored]
+        self.keys = np.concatenate([keys for keys, _, _ in read])
+        self.values = np.concatenate([np.array(target) for _, _, target in read])
+
+    def distribution(self, key: Any, p_lm: Any, *, k: int, knn_temperature: float, lmbda: float) -> Any:
+        """The mixture's distribution at one position."""
+        settings = {"k": k, "knn_temperature": knn_temperature}
+        return oracle.mix(p_lm, oracle.knn_distribution(key, self.keys, self.values, len(p_lm), **settings), lmbda)
+
+    def perplexity(self, documents: list[Document], **settings: Any) -> float:
+        """The perplexity of targets given their sources."""
+        log_p = []
+        for document in documents:
+            for key, p_lm, target in zip(*read_prefixes(self.lm, self.family, document), strict=True):
+                log_p.append(math.log(self.distribution(key, p_lm, **settings)[target]))
+        return math.exp(-np.mean(log_p))

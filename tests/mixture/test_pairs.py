@@ -1,0 +1,230 @@
+"""Stores of pairs: built, changed, evaluated, tuned and explained with encoder-decoder models, against brute force."""
+
+from __future__ import annotations
+
+import sqlite3
+from contextlib import closing
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from helpers.models import SEQ2SEQ_FAMILIES, tiny
+from helpers.pairs import BruteForce, pair_lm, pairs, read_prefixes
+from knnlm.corpus import Document
+from knnlm.datastore.store import Datastore, text_hash
+from knnlm.errors import CorpusError, DatastoreCorrupt, ModelError, ModelMismatch, ParameterError
+from knnlm.generation.causal import KnnForCausalLM
+from knnlm.ingest import pipeline
+from knnlm.ingest.build import add, build
+from knnlm.lm.causal import CausalLM
+from knnlm.maintenance.merge import merge
+from knnlm.maintenance.verify import verify
+from knnlm.mixture.mixture import Mixture
+from knnlm.training.output_matrix import OutputConfig, train_output
+from knnlm.training.prune import store_log_p
+
+STORED, HELD_OUT = pairs(30), pairs(8, start=60)
+SETTINGS = {"k": 6, "knn_temperature": 5.0, "lmbda": 0.4}
+FAMILIES = sorted(SEQ2SEQ_FAMILIES.keys() - {"whisper"})
+
+
+@pytest.fixture(scope="module", params=["marian", "t5"])
+def family(request):
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def lm(family):
+    return pair_lm(family)
+
+
+@pytest.fixture(scope="module")
+def store(family, lm, tmp_path_factory):
+    path = tmp_path_factory.mktemp("pairs") / f"{family}.store"
+    return build(STORED, path, lm=lm, segment_entries=40, key_format="float32")
+
+
+@pytest.fixture(scope="module")
+def brute_force(family, lm):
+    return BruteForce(lm, family, STORED)
+
+
+def test_store_contains_keys_targets_and_sources_of_every_pair(family, lm, store):
+    assert store.has_pairs
+    assert store.catalog.segments()[-1].id > 1
+    row = 0
+    for stored, document in zip(store.documents(), STORED, strict=True):
+        keys, _, target = read_prefixes(lm, family, document)
+        rows = torch.arange(row, row + len(target))
+        assert store.values(rows).tolist() == target
+        np.testing.assert_allclose(store.take(rows).numpy(), keys, rtol=1e-4, atol=1e-4)
+        assert (stored.id, stored.source_text, stored.entries) == (document.id, document.source_text, len(target))
+        assert stored.sha256 == text_hash(document.text, document.source_text) != text_hash(document.text)
+        row += len(target)
+    assert row == store.entry_count
+    assert store.verify(deep=True).problems == ()
+
+
+def test_perplexity_of_targets_given_their_sources_is_that_of_brute_force(family, lm, store, brute_force):
+    mixture = Mixture.open(store.path, lm, **SETTINGS)
+    result = mixture.evaluate(HELD_OUT)
+    assert result.perplexity == pytest.approx(brute_force.perplexity(HELD_OUT, **SETTINGS), rel=1e-4)
+    alone = brute_force.perplexity(HELD_OUT, **{**SETTINGS, "lmbda": 0.0})
+    assert result.base_perplexity == pytest.approx(alone, rel=1e-4)
+    assert result.tokens == sum(len(read_prefixes(lm, family, document)[2]) for document in HELD_OUT)
+    assert result.leaked_documents == 0
+    assert mixture.evaluate(STORED[:3]).leaked_documents == 3
+    # The same target with another source is another document.
+    assert mixture.evaluate([replace(STORED[0], source_text="Other")]).leaked_documents == 0
+
+
+def test_store_is_opened_with_its_own_kind_of_model(lm, store, tmp_path):
+    lm.model.save_pretrained(tmp_path / "model")
+    lm.tokenizer.save_pretrained(tmp_path / "model")
+    path = tmp_path / "own.store"
+    opened = type(lm).open(str(tmp_path / "model"))
+    build(STORED[:5], path, lm=opened)
+    mixture = Mixture.open(path)
+    assert mixture.lm.has_encoder
+    assert mixture.evaluate(HELD_OUT).tokens
+    with pytest.raises(ModelMismatch, match="was built with"):
+        Mixture.open(path, CausalLM(tiny("llama"), lm.tokenizer))
+    with pytest.raises(ModelError, match="KnnForCausalLM needs a decoder-only model"):
+        KnnForCausalLM(mixture)
+
+
+@pytest.mark.parametrize("weights", ["fixed", "gated"])
+def test_tuned_memories_of_pairs_lower_the_perplexity_of_similar_pairs(lm, tmp_path, weights):
+    path = tmp_path / "tuned.store"
+    build(STORED, path, lm=lm)
+    similar = [replace(each, id=f"s{each.id}", source_text=f"{each.source_text}!") for each in STORED]
+    memories = "knn" if weights == "fixed" else "knn,ngram"
+    result = Mixture.open(path, lm, memories=memories).tune(similar[:20], weights=weights, ks=[1, 4, 8])
+    assert result.perplexity < result.base_perplexity
+    measured = Mixture.open(path, lm).evaluate(similar[20:])
+    assert measured.perplexity < measured.base_perplexity
+
+
+def test_output_matrix_is_trained_on_the_entries_of_pairs(lm, tmp_path):
+    path = tmp_path / "output.store"
+    store = build(STORED, path, lm=lm)
+    log_p = store_log_p(store, lm)
+    mixture = Mixture.open(path, lm, lmbda=0.0)
+    assert float(log_p.double().mean().neg().exp()) == pytest.approx(mixture.evaluate(STORED).base_perplexity, rel=1e-4)
+    train_output(store, path / "output", OutputConfig(epochs=2, interpolate=0.5), log_p_lm=log_p)
+    with_output = Mixture.open(path, lm, memories="knn,output,ngram")
+    assert with_output.evaluate(HELD_OUT).perplexity > 0
+    assert [memory.name for memory in with_output.memories] == ["knn", "output", "ngram"]
+
+
+def test_added_and_removed_pairs_appear_and_disappear_with_their_sources(lm, tmp_path):
+    path = tmp_path / "living.store"
+    build(STORED[:10], path, lm=lm)
+    again = replace(STORED[0], id="again", source_text="Another source")
+    added = add([*STORED[8:12], again], path, lm=lm)
+    assert (added.documents, added.skipped) == (3, 2)
+    with closing(Datastore.open(path)) as store:
+        assert [each.source_text for each in store.documents()] == [
+            *(each.source_text for each in STORED[:12]),
+            "Another source",
+        ]
+        store.remove(document=STORED[3].id)
+        assert STORED[3].source_text not in [each.source_text for each in store.documents()]
+        store.compact()
+        texts = [each.source_text for each in store.documents()]
+        assert texts == [*(each.source_text for each in (*STORED[:3], *STORED[4:12])), "Another source"]
+        assert store.verify(deep=True).problems == ()
+    assert STORED[3].source_text.encode() not in (path / "catalog.db").read_bytes()
+    result = Mixture.open(path, lm, **SETTINGS).evaluate(HELD_OUT)
+    rest = [*STORED[:3], *STORED[4:12], again]
+    right = BruteForce(lm, lm.name, rest).perplexity(HELD_OUT, **SETTINGS)
+    assert result.perplexity == pytest.approx(right, rel=2e-3)  # keys are float16
+
+
+def test_interrupted_addition_of_pairs_resumes_with_their_sources(lm, tmp_path):
+    path = tmp_path / "staged.store"
+    build(STORED[:4], path, lm=lm, segment_entries=8)
+
+    def failing():
+        yield from STORED[4:9]
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        add(failing(), path, lm=lm)
+    added = add(STORED[4:9], path, lm=lm)
+    assert added.resumed
+    assert [each.source_text for each in Datastore.open(path).documents()] == [each.source_text for each in STORED[:9]]
+
+
+def test_merged_stores_keep_their_sources(lm, tmp_path):
+    build(STORED[:6], tmp_path / "a", lm=lm)
+    build(STORED[4:9], tmp_path / "b", lm=lm)
+    merged = merge([tmp_path / "a", tmp_path / "b"], tmp_path / "m")
+    assert (merged.documents, merged.duplicates) == (9, 2)
+    store = Datastore.open(tmp_path / "m")
+    assert [each.source_text for each in store.documents()] == [each.source_text for each in STORED[:9]]
+    small = store.compress(tmp_path / "c", key_format="int8")
+    assert [each.source_text for each in small.documents()] == [each.source_text for each in STORED[:9]]
+    store.build_index("exact")
+
+
+def test_explanation_shows_the_source_of_each_neighbour(lm, store):
+    mixture = Mixture.open(store.path, lm, **SETTINGS)
+    document = HELD_OUT[1]
+    explained = mixture.explain(document.text, source=document.source_text, top=2)
+    assert "".join(token.token for token in explained[:-1]).strip() == document.text
+    assert explained[-1].token == "</s>"
+    sources = {each.source: each.source_text for each in STORED}
+    for token in explained:
+        assert len(token.neighbours) == 2
+        for neighbour in token.neighbours:
+            assert neighbour.source_text == sources[neighbour.source]
+    with pytest.raises(CorpusError, match="The text has no source text"):
+        mixture.explain(document.text)
+
+
+def test_cache_is_refused_with_a_reason(lm, store):
+    with pytest.raises(ParameterError, match=r"earlier positions of the same text.*--memories knn,ngram"):
+        Mixture.open(store.path, lm, memories="knn,cache")
+
+
+def test_pairs_and_texts_are_not_mixed(lm, tmp_path):
+    with pytest.raises(CorpusError, match=r"notes.txt has no source text"):
+        build([Document("n", "notes.txt", "A note.")], tmp_path / "n", lm=lm)
+    assert not (tmp_path / "n").exists()
+    with pytest.raises(ModelError, match="has a source text, which tiny would not read"):
+        build(STORED, tmp_path / "m", lm=CausalLM(tiny("llama"), lm.tokenizer, name="tiny"))
+
+
+@pytest.mark.parametrize("other", FAMILIES)
+def test_pipelined_build_writes_the_same_keys(other, tmp_path, monkeypatch):
+    lm = pair_lm(other)
+    plain = build(STORED, tmp_path / "plain", lm=lm, segment_entries=60)
+    monkeypatch.setattr(pipeline, "PIPELINED_DEVICES", {"cpu"})
+    fast = build(STORED, tmp_path / "fast", lm=lm, segment_entries=60)
+    rows = torch.arange(plain.entry_count)
+    assert fast.values(rows).equal(plain.values(rows))
+    torch.testing.assert_close(fast.take(rows), plain.take(rows), rtol=2e-3, atol=2e-3)
+    assert [each.source_text for each in fast.documents()] == [each.source_text for each in STORED]
+
+
+def test_long_targets_are_read_in_windows(lm, tmp_path):
+    long = [Document("l", "l", " ".join(each.text for each in STORED), source_text="A source")]
+    store = build(long, tmp_path / "long", lm=lm, window=lm.window(24, 12))
+    assert store.entry_count > 60
+    assert Mixture.open(tmp_path / "long", lm).evaluate(long).tokens == store.entry_count
+
+
+def test_changed_source_text_is_a_checksum_mismatch(lm, tmp_path):
+    path = tmp_path / "damaged.store"
+    build(STORED[:4], path, lm=lm)
+    with closing(sqlite3.connect(path / "catalog.db")) as connection, connection:
+        connection.execute("UPDATE sources SET text = 'Something else' WHERE number = 2")
+    with (
+        closing(Datastore.open(path)) as store,
+        pytest.raises(DatastoreCorrupt, match=r"checksum mismatch.* in sources"),
+    ):
+        list(store.documents())
+    assert any("sources" in problem.message for problem in verify(path).problems)
