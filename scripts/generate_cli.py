@@ -21,6 +21,7 @@ LONG = {
     "chat": "reads-until-Ctrl-D",
     "import": "needs-files-of-another-program",
     "lm-eval": "needs-an-extra",
+    "translate": "needs-a-store-of-pairs",
     "serve": "runs-until-Ctrl-C",
 }
 

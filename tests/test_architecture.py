@@ -37,7 +37,7 @@ UPWARD = {
     ("datastore/store.py", "ingest"),  # Datastore.add
     ("datastore/store.py", "maintenance"),  # Datastore.verify, Datastore.export
     ("mixture/mixture.py", "evaluation"),  # Mixture.evaluate, tune, record, explain
-    ("mixture/mixture.py", "generation"),  # Mixture.generate
+    ("mixture/mixture.py", "generation"),  # Mixture.generate, translate
 }
 ROW_OF = {name: number for number, row in enumerate(ROWS) for name in row}
 # Inside a package, each module may import those before it.
@@ -51,7 +51,7 @@ ORDER = {
     "memories": "base decoder ngram output voting cache knn",
     "mixture": "em readers evidence gate online weights layer repetition support spec saved loader mixture",
     "evaluation": "evaluate continuations overlap samples explain trace sweep support tune",
-    "generation": "cache causal chat",
+    "generation": "cache causal chat seq2seq",
     "training": "initial_model prune trainer data metric_learning output_matrix teacher decoder adapt",
     "maintenance": "export import_ merge verify repair",
     "integrations": "lm_eval",

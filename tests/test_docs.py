@@ -13,7 +13,8 @@ from typing import NamedTuple
 
 import pytest
 
-from helpers.models import FAMILIES, SEQ2SEQ_FAMILIES
+from helpers.models import FAMILIES, SEQ2SEQ_FAMILIES, pair_tokenizer, tiny
+from helpers.pairs import pairs
 from helpers.stores import documents
 from knnlm.cli.app import run
 from knnlm.lm import loading
@@ -74,6 +75,12 @@ def workspace(tmp_path, model_folder, monkeypatch):
     (tmp_path / "notes.jsonl").write_text("\n".join(map(json.dumps, notes)))
     letter = {"id": "n1", "text": "Acme asked for a quote.", "customer": "acme", "year": 2026}
     (tmp_path / "letters.jsonl").write_text(json.dumps(letter))
+    for name, start in (("pairs.tsv", 0), ("valid.tsv", 60), ("test.tsv", 90)):
+        lines = (f"{each.source_text}\t{each.text}\n" for each in pairs(12, start=start))
+        (tmp_path / name).write_text("".join(lines))
+    (tmp_path / "letter.de").write_text("".join(f"{each.source_text}\n" for each in pairs(3, start=90)))
+    tiny("marian").save_pretrained(tmp_path / "opus-mt-de-en")
+    pair_tokenizer("marian").save_pretrained(tmp_path / "opus-mt-de-en")
     monkeypatch.setattr(loading, "bundled_folder", lambda: model_folder)
     monkeypatch.chdir(tmp_path)
     return tmp_path

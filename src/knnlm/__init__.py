@@ -42,9 +42,11 @@ if TYPE_CHECKING:
     from knnlm.evaluation.tune import Tuning
     from knnlm.generation.causal import KnnConfig, KnnForCausalLM
     from knnlm.generation.chat import EncodedChat, encode_chat
+    from knnlm.generation.seq2seq import KnnForSeq2SeqLM
     from knnlm.index.base import Index, Neighbours, Vectors
     from knnlm.ingest.build import Added, build
     from knnlm.lm.causal import CausalLM
+    from knnlm.lm.seq2seq import Seq2SeqLM, open_lm
     from knnlm.lm.windows import WindowShape
     from knnlm.maintenance.export import ExportResult
     from knnlm.maintenance.import_ import ImportResult, import_arrays
@@ -107,6 +109,7 @@ _HOMES = {
     "KeyMetricConfig": "training.metric_learning",
     "KnnConfig": "generation.causal",
     "KnnForCausalLM": "generation.causal",
+    "KnnForSeq2SeqLM": "generation.seq2seq",
     "KnnMemory": "memories",
     "KnnlmError": "errors",
     "KnnlmWarning": "errors",
@@ -136,6 +139,7 @@ _HOMES = {
     "RepairResult": "maintenance.repair",
     "Retrieved": "mixture",
     "RetrievedNeighbours": "memories",
+    "Seq2SeqLM": "lm.seq2seq",
     "Source": "memories",
     "Span": "memories",
     "StoredDocument": "datastore.schema",
@@ -153,6 +157,7 @@ _HOMES = {
     "encode_chat": "generation.chat",
     "import_arrays": "maintenance.import_",
     "merge": "maintenance.merge",
+    "open_lm": "lm.seq2seq",
     "prune": "training.prune",
     "read_documents": "corpus",
     "repair": "maintenance.repair",
@@ -189,6 +194,7 @@ __all__ = [
     "KeyMetricConfig",
     "KnnConfig",
     "KnnForCausalLM",
+    "KnnForSeq2SeqLM",
     "KnnMemory",
     "KnnlmError",
     "KnnlmWarning",
@@ -218,6 +224,7 @@ __all__ = [
     "RepairResult",
     "Retrieved",
     "RetrievedNeighbours",
+    "Seq2SeqLM",
     "Source",
     "Span",
     "StoredDocument",
@@ -235,6 +242,7 @@ __all__ = [
     "encode_chat",
     "import_arrays",
     "merge",
+    "open_lm",
     "prune",
     "read_documents",
     "repair",

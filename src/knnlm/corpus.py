@@ -241,16 +241,8 @@ class DocumentReader(Iterator[Document]):
 
     def _read_parallel(self, target: _File, source: _File) -> Iterator[Document]:
         """Read one pair from each line of two files."""
-
-        def lines(file: _File) -> Iterator[str]:
-            with _translate_errors(file.name):
-                held: str | None = None  # the line before, since nothing behind the last newline is no line
-                for line in _lines(_decode(_read_chunks(file, self._count), file.name)):
-                    yield from () if held is None else (held,)
-                    held = line
-                yield from (held,) if held else ()
-
-        yield from _not_empty(_pair_lines(lines(target), lines(source), target.name, source.name), target.name)
+        targets, sources = (_file_lines(file, self._count) for file in (target, source))
+        yield from _not_empty(_pair_lines(targets, sources, target.name, source.name), target.name)
         self.bytes_read = self.total_bytes or self.bytes_read
 
 
@@ -482,6 +474,32 @@ def _decode(chunks: Iterable[bytes], name: str) -> Iterator[str]:
         offset += undecoded + len(chunk) - len(decoder.getstate()[0])
         held = "\r" if chunk and piece.endswith("\r") else ""
         yield piece.removesuffix(held).replace("\r\n", "\n")
+
+
+def read_lines(name: str | os.PathLike[str]) -> list[str]:
+    """Return the lines of a text file of any suffix, or of standard input (-), without the newlines."""
+    path = os.fspath(name)
+    if path != "-":
+        return list(_file_lines(_open_file(path, _as_utf8(path)), lambda _: None))
+    pieces = _decode(iter(partial(sys.stdin.buffer.read, _CHUNK_BYTES), b""), "standard input")
+    return list(_whole_lines(pieces))
+
+
+def _file_lines(file: _File, count: _Count) -> Iterator[str]:
+    """Yield the lines of a text file."""
+    with _translate_errors(file.name):
+        yield from _whole_lines(_decode(_read_chunks(file, count), file.name))
+
+
+def _whole_lines(pieces: Iterable[str]) -> Iterator[str]:
+    """Yield the lines of a text; what follows the last newline is a line only if it is not empty."""
+    held: str | None = None
+    for line in _lines(pieces):
+        if held is not None:
+            yield held
+        held = line
+    if held:
+        yield held
 
 
 def _read_tsv(pieces: Iterable[str], name: str) -> Iterator[Document]:

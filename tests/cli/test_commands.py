@@ -32,6 +32,7 @@ COMMANDS = [
     "eval",
     "generate",
     "explain",
+    "translate",
     "lm-eval",
     "info",
     "distill",

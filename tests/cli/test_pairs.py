@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 
 import pytest
@@ -12,6 +13,7 @@ from helpers.pairs import BruteForce, pairs
 from knnlm.cli.app import run
 from knnlm.datastore.store import Datastore
 from knnlm.lm.seq2seq import Seq2SeqLM
+from knnlm.mixture.mixture import Mixture
 
 STORED, VALID, TEST = pairs(30), pairs(10, start=60), pairs(8, start=90)
 
@@ -179,3 +181,31 @@ def test_languages_are_stored_and_used_again(tmp_path, capfd):
 def test_commands_without_a_meaning_for_pairs_say_so(folder, capfd, monkeypatch, command, message):
     monkeypatch.chdir(folder)
     assert message in failure(capfd, *command)
+
+
+def test_translate_reads_a_text_a_file_or_standard_input(folder, tmp_path, capfd, monkeypatch):
+    store, options = folder / "pairs.store", ["--k", 1, "--lambda", 0.99, "--max-new-tokens", 20]
+    code, out, _ = knnlm(capfd, "translate", store, STORED[2].source_text, *options)
+    assert code == 0
+    mixture = Mixture.open(store, k=1, lmbda=0.99)
+    right = mixture.translate([each.source_text for each in STORED[:4]], max_new_tokens=20)
+    assert out == f"{right[2]}\n"
+    lines = "\n".join([STORED[0].source_text, "", *(each.source_text for each in STORED[1:4])])
+    (tmp_path / "text.de").write_text(lines + "\n")
+    code, out, _ = knnlm(capfd, "translate", store, tmp_path / "text.de", *options, "--batch-size", 2)
+    assert code == 0
+    assert out.split("\n") == [right[0], "", *right[1:], ""]
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(lines.encode())))
+    code, out, _ = knnlm(capfd, "translate", store, "-", *options, "--json")
+    assert code == 0
+    translations = json.loads(out)["translations"]
+    assert [pair["text"] for pair in translations] == [right[0], "", *right[1:]]
+    assert translations[0]["source"] == STORED[0].source_text
+    code, out, _ = knnlm(capfd, "translate", store, STORED[0].source_text, "--no-memory", "--beams", 2, "--json")
+    assert code == 0
+    assert json.loads(out)["memory"] is False
+
+
+def test_translate_needs_a_store_of_pairs(store, model_folder, capfd):
+    line = failure(capfd, "translate", store.path, "A text", "--model", model_folder)
+    assert "Only an encoder-decoder model translates" in line

@@ -15,7 +15,19 @@ from knnlm.corpus import Document
 from knnlm.lm.seq2seq import Seq2SeqLM
 
 WORDS = TEXT.split()
-FFN = {"marian": "model.decoder.layers.2.fc1", "t5": "decoder.block.2.layer.2.DenseReluDense"}
+# What the decoder reads before the target, by hand; elsewhere the padding token.
+START = {"bart": [2, 0], "m2m_100": [2, "eng_Latn"], "mbart": ["en_XX"]}
+
+
+def ffn(family: str) -> str:
+    """The path of the module whose input is the default key."""
+    return "decoder.block.2.layer.2.DenseReluDense" if "t5" in family else "model.decoder.layers.2.fc1"
+
+
+def start_tokens(family: str, tokenizer: Any) -> list[int]:
+    """What the decoder reads before the target."""
+    start = START.get(family, [1])
+    return [token if isinstance(token, int) else tokenizer.convert_tokens_to_ids(token) for token in start]
 
 
 def languages(family: str) -> dict[str, str]:
@@ -43,25 +55,28 @@ def pairs(count: int, *, start: int = 0, name: str = "pairs.tsv") -> list[Docume
 
 
 @torch.no_grad()
+def read_last(lm: Seq2SeqLM, family: str, source: list[int], decoder_input: list[int]) -> tuple[Any, Any]:
+    """The key and the probabilities at the last position of one pass, by a plain hook."""
+    seen: list[Any] = []
+
+    def hook(_: nn.Module, args: Any) -> None:
+        seen.append(args[0])
+
+    handle = lm.model.get_submodule(ffn(family)).register_forward_pre_hook(hook)
+    prefix = torch.tensor([decoder_input])
+    logits = lm.model(input_ids=torch.tensor([source]), decoder_input_ids=prefix).logits[0, -1]
+    handle.remove()
+    return seen[0][0, -1].numpy(), oracle.softmax(logits.double().numpy())
+
+
 def read_prefixes(lm: Seq2SeqLM, family: str, document: Document) -> tuple[Any, Any, list[int]]:
     """Keys, probabilities and targets of one pair: each from a pass over one prefix, by plain hooks."""
     tokenizer: Any = lm.tokenizer
-    source = torch.tensor([tokenizer(document.source_text)["input_ids"]])
+    source = tokenizer(document.source_text)["input_ids"]
     target = [*tokenizer(text_target=document.text, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
-    keys, probs = [], []
-    for position in range(len(target)):
-        seen: list[Any] = []
-
-        def hook(_: nn.Module, args: Any, seen: list[Any] = seen) -> None:
-            seen.append(args[0])
-
-        handle = lm.model.get_submodule(FFN[family]).register_forward_pre_hook(hook)
-        prefix = torch.tensor([[lm.model.config.decoder_start_token_id, *target[:position]]])
-        logits = lm.model(input_ids=source, decoder_input_ids=prefix).logits[0, -1]
-        handle.remove()
-        keys.append(seen[0][0, -1].numpy())
-        probs.append(oracle.softmax(logits.double().numpy()))
-    return np.array(keys), np.array(probs), target
+    start = start_tokens(family, tokenizer)
+    read = [read_last(lm, family, source, [*start, *target[:position]]) for position in range(len(target))]
+    return np.array([key for key, _ in read]), np.array([probs for _, probs in read]), target
 
 
 class BruteForce:

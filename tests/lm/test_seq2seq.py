@@ -13,6 +13,8 @@ import transformers as hf
 from torch import Tensor, nn
 
 from helpers.models import LANGUAGES, SEQ2SEQ_FAMILIES, TEXT, VOCABULARY, pair_tokenizer, tiny
+from helpers.pairs import ffn, languages
+from helpers.pairs import start_tokens as start_of
 from knnlm.corpus import Document
 from knnlm.errors import CorpusError, KnnlmWarning, ModelError, ParameterError
 from knnlm.lm.causal import CausalLM, KeyBatch
@@ -23,17 +25,6 @@ from knnlm.lm.windows import PairTokens, WindowShape, batches, first_tokens, win
 TEXT_FAMILIES = sorted(SEQ2SEQ_FAMILIES.keys() - {"whisper"})
 families = pytest.mark.parametrize("family", TEXT_FAMILIES)
 
-# What the decoder reads before the target, and what ends a target, by hand.
-START = {"bart": [2, 0], "m2m_100": [2, "eng_Latn"], "mbart": ["en_XX"]}
-
-
-def ffn(family: str) -> str:
-    return "decoder.block.2.layer.2.DenseReluDense" if "t5" in family else "model.decoder.layers.2.fc1"
-
-
-def languages(family: str) -> dict[str, str]:
-    return dict(zip(("src_lang", "tgt_lang"), LANGUAGES[family], strict=True)) if family in LANGUAGES else {}
-
 
 @lru_cache
 def shared(family: str) -> Seq2SeqLM:
@@ -41,9 +32,7 @@ def shared(family: str) -> Seq2SeqLM:
 
 
 def start_tokens(family: str) -> list[int]:
-    tokenizer = shared(family).tokenizer
-    start = START.get(family, [1])
-    return [token if isinstance(token, int) else tokenizer.convert_tokens_to_ids(token) for token in start]
+    return start_of(family, shared(family).tokenizer)
 
 
 def pairs(count: int = 7) -> list[Document]:

@@ -33,9 +33,10 @@ from knnlm.cli.options import (
     open_mixture,
 )
 from knnlm.cli.output import bar, count, open_model, quiet, show, waiting
-from knnlm.errors import ParameterError
+from knnlm.errors import ModelError, ParameterError
 
 if TYPE_CHECKING:
+    from knnlm.corpus import DocumentReader
     from knnlm.datastore.store import Datastore
     from knnlm.lm.causal import CausalLM
 
@@ -93,15 +94,29 @@ def build(
     on a CPU, a million on a GPU). An encoder-decoder model reads pairs of a source and a target.
     """
     import knnlm
-    from knnlm.lm.loading import has_encoder
 
     begin = time.perf_counter()
-    documents = fields.read(text, pairs=has_encoder(model), model=model)
-    documents.check_first()  # before the model is opened, which may take half a minute
+    documents = _open_text(text, fields, model)
     lm = open_model(model, key_layer=key_layer, layer=layer, **asdict(languages), **asdict(machine))
     options: dict[str, Any] = {"window": lm.window(context, stride), "key_format": key_format, "compile": compile}
     store = knnlm.build(documents, out, lm=lm, progress=bar, **options)
     _show_built(store, out, time.perf_counter() - begin, json=json)
+
+
+def _open_text(text: list[str], fields: TextFlags, model: str) -> DocumentReader:
+    """Open text as documents of a model, and read the first: before the model, which may take half a minute."""
+    from knnlm.lm.loading import has_encoder
+
+    unknown: ModelError | None = None
+    try:
+        pairs = has_encoder(model)
+    except ModelError as error:  # unreadable text is reported first
+        unknown, pairs = error, fields.names_pairs(text)
+    documents = fields.read(text, pairs=pairs, model=model)
+    documents.check_first()
+    if unknown is not None:
+        raise unknown
+    return documents
 
 
 def _show_built(store: Datastore, out: Path, seconds: float, *, json: bool) -> None:

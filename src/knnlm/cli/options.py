@@ -197,6 +197,10 @@ class TextFlags:
         ),
     ] = None
 
+    def names_pairs(self, text: Sequence[str]) -> bool:
+        """Whether options or file names show that the documents are pairs."""
+        return self.source_field is not None or self.source is not None or any(".tsv" in name for name in text)
+
     def read(self, text: Sequence[str], *, pairs: bool, model: str) -> DocumentReader:
         """Open text as documents; pairs are those of an encoder-decoder model."""
         from knnlm.corpus import read_documents

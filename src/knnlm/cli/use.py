@@ -72,6 +72,7 @@ def register(app: typer.Typer) -> None:
     command(app, USE, "Choose settings and weights on held-out text.")(tune)
     command(app, USE, "Measure perplexity without and with the memories.", name="eval")(evaluate)
     command(app, USE, "Continue a prompt.")(generate)
+    command(app, USE, "Translate with an encoder-decoder model.")(translate)
     command(app, USE, "Show the documents behind each token of a text.")(explain)
     command(app, USE, "Run tasks of lm-evaluation-harness.", name="lm-eval")(lm_eval)
     command(app, USE, "Run the papers' studies and write an HTML page.")(report)
@@ -476,6 +477,50 @@ def continue_text(
     return str(tokenizer.decode(tokens, skip_special_tokens=True)), len(tokens)
 
 
+def translate(
+    store: Store,
+    text: Annotated[
+        str,
+        typer.Argument(
+            metavar="TEXT",
+            help="The text, a file with a text on each line, or - for standard input.",
+            show_default=False,
+        ),
+    ],
+    max_new_tokens: MaxNewTokens = 256,
+    sampling: SamplingFlags = SamplingFlags(),
+    seed: Annotated[
+        int | None, typer.Option(min=0, max=2**63 - 1, help="Seed of the sampling.", show_default=False)
+    ] = None,
+    batch_size: Annotated[int, typer.Option(min=1, help="Texts that are translated together.")] = 32,
+    no_memory: Annotated[bool, typer.Option("--no-memory", help="Use the model alone.")] = False,
+    mixture: MixtureFlags = MixtureFlags(),
+    model: StoreModel = None,
+    machine: MachineFlags = MachineFlags(),
+    json: Json = False,
+) -> None:
+    """knnlm translate pairs.store "Guten Tag"
+
+    Translate a text, or each line of a file, with an encoder-decoder model and the memories of a store of pairs; print
+    one translation on each line. Empty lines stay empty.
+    """
+    from knnlm.corpus import read_lines
+
+    settings = sampling.settings | {"max_new_tokens": max_new_tokens, "seed": seed, "batch_size": batch_size}
+    lines = read_lines(text) if _is_input(text) else [text]
+    opened = mixture.open(store, model, machine)
+    begin = time.perf_counter()
+    sources = [line for line in lines if line.strip()]
+    written = iter(opened.translate(sources, use_memory=not no_memory, **settings))
+    translations = [next(written) if line.strip() else "" for line in lines]
+    if json:
+        pairs = [{"source": one, "text": other} for one, other in zip(lines, translations, strict=True)]
+        print_json({"translations": pairs, "memory": not no_memory, "seconds": time.perf_counter() - begin})
+    else:
+        for translation in translations:
+            console.print(visible(translation), markup=False, highlight=False, soft_wrap=True)
+
+
 def explain(
     store: Store,
     text: Annotated[
@@ -510,13 +555,17 @@ def _text(argument: str) -> str:
     """Return the text of an argument: the argument itself, unless it names a file."""
     from knnlm.corpus import read_documents
 
-    if argument != "-":
-        try:
-            if not Path(argument).is_file():
-                return argument
-        except (OSError, ValueError):  # too long for a file name, or with a null character
-            return argument
+    if not _is_input(argument):
+        return argument
     return "\n\n".join(document.text for document in read_documents(argument))
+
+
+def _is_input(argument: str) -> bool:
+    """Whether an argument is a file or standard input, and not a text."""
+    try:
+        return argument == "-" or Path(argument).is_file()
+    except (OSError, ValueError):  # too long for a file name, or with a null character
+        return False
 
 
 def explanation_table(token: TokenExplanation) -> Table:

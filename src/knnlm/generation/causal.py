@@ -10,7 +10,8 @@ import copy
 import inspect
 import os
 import shutil
-from contextlib import ExitStack, closing
+from collections.abc import Iterator
+from contextlib import ExitStack, closing, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from functools import partial
@@ -22,6 +23,7 @@ from torch import Tensor
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
+    AutoModelForSeq2SeqLM,
     AutoTokenizer,
     GenerationMixin,
     PreTrainedConfig,
@@ -48,6 +50,7 @@ from knnlm.generation.cache import (
 )
 from knnlm.index.gpu.deferred import defer_checks
 from knnlm.lm.causal import CausalLM, dynamic_shape_attention
+from knnlm.lm.seq2seq import wrap_model
 from knnlm.memories.base import LM_LOGITS, Context, Origin, Source
 from knnlm.mixture.loader import is_decoder, language_model
 from knnlm.mixture.mixture import Mixture
@@ -94,6 +97,16 @@ class _Prompts:
 _prompts: ContextVar[_Prompts | None] = ContextVar("prompts", default=None)  # None: outside of `generate`
 
 
+@contextmanager
+def prompt_length(length: int) -> Iterator[None]:
+    """Generate after so many given tokens, which are evidence, inside the context."""
+    token = _prompts.set(_Prompts(length))
+    try:
+        yield
+    finally:
+        _prompts.reset(token)
+
+
 class KnnConfig(PreTrainedConfig):
     """Configuration of the base model, path of the store, and settings of the mixture."""
 
@@ -137,9 +150,9 @@ class KnnForCausalLM(PreTrainedModel, GenerationMixin):
     _supports_attention_backend = True
 
     def __init__(self, mixture: Mixture) -> None:
-        mixture.lm.require_text("KnnForCausalLM")
+        self._check_kind(mixture)
         base = mixture.lm.model
-        super().__init__(_config(mixture))
+        super().__init__(self._make_config(mixture))
         self.base = base
         self.mixture = mixture
         self.generation_config = copy.deepcopy(base.generation_config)
@@ -151,6 +164,21 @@ class KnnForCausalLM(PreTrainedModel, GenerationMixin):
     def from_store(cls, path: str | os.PathLike[str], lm: CausalLM | None = None, **settings: Any) -> KnnForCausalLM:
         """Open a store with the model it was built with; settings as for `Mixture.open`."""
         return cls(Mixture.open(Path(path), lm, **settings))
+
+    @staticmethod
+    def _check_kind(mixture: Mixture) -> None:
+        """Raise an error for a language model of another kind."""
+        mixture.lm.require_text("KnnForCausalLM")
+
+    @classmethod
+    def _make_config(cls, mixture: Mixture) -> KnnConfig:
+        """Return the configuration of a mixture."""
+        return _config(mixture, cls.config_class)
+
+    @staticmethod
+    def _state_cache(cache: Any) -> Any:
+        """Return the part of a cache that carries the state of the memories."""
+        return cache
 
     @property
     def tokenizer(self) -> PreTrainedTokenizerBase:
@@ -241,7 +269,8 @@ class KnnForCausalLM(PreTrainedModel, GenerationMixin):
             assert state is not None
             assert step is not None
             kept = None if wide is logits_to_keep else _places(logits_to_keep)
-            mixed = self._remember(mixed, context, state, step, kept, cache=getattr(output, "past_key_values", None))
+            cache = self._state_cache(getattr(output, "past_key_values", None))
+            mixed = self._remember(mixed, context, state, step, kept, cache=cache)
             output["logits"] = output.logits if kept is None else output.logits[:, kept]
             mixed = self._damp(mixed, state)
         log_p = mixed.log_probs().unflatten(0, output.logits.shape[:2])
@@ -300,7 +329,7 @@ class KnnForCausalLM(PreTrainedModel, GenerationMixin):
         }
         inputs = {name: value for name, value in named.items() if name in self._base_arguments and value is not None}
         # Before the forward pass, because the base model fills the cache.
-        state = memory_state(past_key_values) if self.mixture.needs_history else None
+        state = memory_state(self._state_cache(past_key_values)) if self.mixture.needs_history else None
         output, keys = self._run_base(input_ids=input_ids, **inputs, **others)
         length = (input_ids if input_ids is not None else inputs["inputs_embeds"]).shape[1]
         if output.logits.shape[1] == length and isinstance(logits_to_keep, int):
@@ -315,7 +344,8 @@ class KnnForCausalLM(PreTrainedModel, GenerationMixin):
             if origins is None and (prompts := _prompts.get()) is not None:
                 origins = prompts.origins(input_ids, state.tokens.get_seq_length())
             step = ForwardStep(input_ids, attention_mask, position_ids, kept, origins)
-            context = advance(self.mixture, step, keys, state=state, cache=getattr(output, "past_key_values", None))
+            cache = self._state_cache(getattr(output, "past_key_values", None))
+            context = advance(self.mixture, step, keys, state=state, cache=cache)
         states = {**context.states, LM_LOGITS: output.logits.flatten(0, 1)}
         return output, replace(context, states=states), state, step
 
@@ -326,7 +356,7 @@ class KnnForCausalLM(PreTrainedModel, GenerationMixin):
         if not isinstance(logits_to_keep, int):
             return 0
         new = input_ids.shape[1]
-        before = memory_state(cache).tokens.get_seq_length()
+        before = memory_state(self._state_cache(cache)).tokens.get_seq_length()
         prompts = _prompts.get()
         if not logits_to_keep or new == 1 or (prompts is not None and before >= prompts.length):
             return logits_to_keep
@@ -400,7 +430,7 @@ class KnnForCausalLM(PreTrainedModel, GenerationMixin):
         self.base.save_pretrained(folder / _BASE_FOLDER, **kwargs)
         self.tokenizer.save_pretrained(folder / _BASE_FOLDER)
         self.tokenizer.save_pretrained(folder)
-        config = _config(self.mixture)  # the mixture may have changed since this object was made
+        config = self._make_config(self.mixture)  # the mixture may have changed since this object was made
         config.mixture = _write_mixture(self.mixture, folder, copy_store=copy_store)
         config.architectures = [type(self).__name__]
         source, copied = _folder(self.mixture).resolve(), (folder / _STORE_FOLDER).resolve()
@@ -419,16 +449,17 @@ class KnnForCausalLM(PreTrainedModel, GenerationMixin):
     ) -> KnnForCausalLM:
         """Open a folder of `save_pretrained`; other arguments (dtype, device_map, …) go to the base model."""
         folder = Path(pretrained_model_name_or_path)
-        config = kwargs.pop("config", None) or KnnConfig.from_pretrained(folder)
+        config = kwargs.pop("config", None) or cls.config_class.from_pretrained(folder)
         if not isinstance(config, KnnConfig) or config.store is None:
-            raise ModelError(f"{folder}: names no store. Write it with KnnForCausalLM.save_pretrained.")
+            raise ModelError(f"{folder}: names no store. Write it with {cls.__name__}.save_pretrained.")
         store = folder / config.store  # an absolute path stays as it is
         if not store.exists():
             raise DatastoreError(
                 f"{folder}: its store {store} does not exist. Restore it, or save the model with copy_store=True."
             )
         kwargs.setdefault("dtype", "auto")
-        base = AutoModelForCausalLM.from_pretrained(folder / _BASE_FOLDER, *model_args, **_for_base(kwargs))
+        auto: Any = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
+        base = auto.from_pretrained(folder / _BASE_FOLDER, *model_args, **_for_base(kwargs))
         tokenizer = AutoTokenizer.from_pretrained(folder / _BASE_FOLDER)
         return cls(_open_mixture(store, base, tokenizer, config=config, folder=folder))
 
@@ -493,11 +524,11 @@ def _purge(path: Path) -> None:
             purge(path, catalog, keep_pending=False)
 
 
-def _config(mixture: Mixture) -> KnnConfig:
+def _config(mixture: Mixture, kind: type[KnnConfig]) -> KnnConfig:
     """Return the configuration of a mixture; the base model's is copied, because transformers modifies it."""
     base = mixture.lm.model.config
     knn = mixture.knn
-    return KnnConfig(
+    return kind(
         copy.deepcopy(base),
         store=str(_folder(mixture).resolve()),
         k=knn.k if knn else DEFAULTS["k"],
@@ -524,15 +555,17 @@ def _open_mixture(
     path: Path, base: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, *, config: KnnConfig, folder: Path
 ) -> Mixture:
     if is_decoder(path):
-        return Mixture.open(path, CausalLM(base, tokenizer), lmbda=config.lmbda)
+        return Mixture.open(path, wrap_model(base, tokenizer), lmbda=config.lmbda)
     store = Datastore.open(path)
     name = language_model(store)  # which need not have as many layers as the model that reads the store
-    lm = CausalLM(
+    lm = wrap_model(
         base,
         tokenizer,
         name=name or store.model["name"],
         key_layer=store.model["key_layer"],
         layer=-1 if name else store.model["layer"],
+        src_lang=store.model.get("src_lang"),
+        tgt_lang=store.model.get("tgt_lang"),
     )
     if config.mixture is None:
         settings: dict[str, Any] = {"k": config.k, "knn_temperature": config.knn_temperature, "lmbda": config.lmbda}

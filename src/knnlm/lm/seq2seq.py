@@ -90,6 +90,11 @@ class Seq2SeqLM(CausalLM):
         check_seq2seq(model)
 
     @property
+    def start_tokens(self) -> tuple[int, ...]:
+        """All tokens that the decoder reads before a target; the last is the start token of the text."""
+        return (*self.prefix_tokens, self.start_token)
+
+    @property
     def max_length(self) -> int | None:
         """The maximal number of tokens of a target, None where positions are unlimited."""
         config = self.model.config.get_text_config()
@@ -228,6 +233,20 @@ def open_lm(
             f"{name} is a decoder-only model, which has no languages: leave out --src-lang, --tgt-lang."
         )
     return CausalLM.open(name, **settings)
+
+
+def wrap_model(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    src_lang: str | None = None,
+    tgt_lang: str | None = None,
+    **settings: Any,
+) -> CausalLM:
+    """Return a loaded model as a `CausalLM` or, where it has an encoder, as a `Seq2SeqLM`."""
+    if model.config.is_encoder_decoder:
+        return Seq2SeqLM(model, tokenizer, src_lang=src_lang, tgt_lang=tgt_lang, **settings)
+    return CausalLM(model, tokenizer, **settings)
 
 
 def _set_languages(

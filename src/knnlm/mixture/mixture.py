@@ -438,6 +438,14 @@ class Mixture:
 
         return generate_text(self, prompt, max_new_tokens=max_new_tokens, seed=seed, **settings)
 
+    def translate(
+        self, sources: Sequence[str], *, max_new_tokens: int = 256, seed: int | None = None, **settings: Any
+    ) -> list[str]:
+        """Return the translations of texts by an encoder-decoder model; settings are those of `generate`."""
+        from knnlm.generation.seq2seq import translate
+
+        return translate(self, sources, max_new_tokens=max_new_tokens, seed=seed, **settings)
+
     def _predict_weighted(
         self, context: Context, retrieved: Retrieved | None, lm: MemoryOutput, weights: Sequence[float]
     ) -> MixturePrediction:

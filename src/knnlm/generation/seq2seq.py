@@ -1,0 +1,225 @@
+"""A mixture of an encoder-decoder model and its memories as a transformers model: kNN-MT.
+
+The text of the mixture is what the decoder writes after its start tokens. The encoder reads the source once; from then
+on, a step is one of `KnnForCausalLM`: keys and logits of the decoder's new positions, one search for all sentences and
+beams, and the mixture's log-probabilities as logits. Tokens before the start token, such as the one that NLLB's decoder
+reads before the language, are read by the decoder and not by the memories.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForSeq2SeqLM, GenerationMixin, PreTrainedConfig
+from transformers.cache_utils import Cache, EncoderDecoderCache
+from transformers.utils.generic import ModelOutput
+
+from knnlm.errors import ModelError, ParameterError
+from knnlm.generation.cache import memory_state
+from knnlm.generation.causal import KnnConfig, KnnForCausalLM, prompt_length
+from knnlm.lm.seq2seq import Seq2SeqLM
+from knnlm.memories.base import Source
+from knnlm.mixture.mixture import Mixture
+
+_BATCH_SIZE = 32  # sources that are translated together
+_IGNORED_LABEL = -100  # of transformers
+
+
+class KnnSeq2SeqConfig(KnnConfig):
+    """Configuration of an encoder-decoder model, path of the store, and settings of the mixture."""
+
+    model_type = "knnlm_seq2seq"
+
+    def __init__(self, *args: Any, is_encoder_decoder: bool = True, **kwargs: Any) -> None:
+        super().__init__(*args, is_encoder_decoder=is_encoder_decoder, **kwargs)
+
+    def get_text_config(self, decoder: bool | None = None, encoder: bool | None = None) -> PreTrainedConfig:
+        """Return the base model's configuration, of its decoder or encoder."""
+        if self.text_config is None:
+            return self
+        return self.text_config.get_text_config(decoder=decoder, encoder=encoder)
+
+
+@dataclass
+class _PairInputs:
+    """The inputs of one pass of the base model that are no part of the text."""
+
+    decoder_input_ids: Tensor  # (B, T) with the tokens before the text
+    before: int  # how many of the T are before the text
+    source: dict[str, Any]  # of the encoder
+    logits: Tensor | None = field(default=None)  # (B, before, V) of the positions before the text
+
+
+class KnnForSeq2SeqLM(KnnForCausalLM):
+    """A mixture of an encoder-decoder model as a transformers model: p = w_0·p_NMT + Σ_m w_m·p_m."""
+
+    config: KnnSeq2SeqConfig
+    config_class = KnnSeq2SeqConfig
+
+    def __init__(self, mixture: Mixture) -> None:
+        super().__init__(mixture)
+        assert self.generation_config is not None
+        self.generation_config.decoder_start_token_id = self._lm.start_tokens[0]
+
+    @staticmethod
+    def _check_kind(mixture: Mixture) -> None:
+        if not mixture.lm.has_encoder:
+            raise ModelError(f"KnnForSeq2SeqLM needs an encoder-decoder model, but {mixture.lm.name} has no encoder.")
+        others = [
+            model.name for model, _, _ in mixture.readers.wanted(mixture.history_lengths)[1:] if model.has_encoder
+        ]
+        if others:
+            raise ModelError(f"Generation with a second encoder-decoder model ({others[0]}) is not supported.")
+
+    @staticmethod
+    def _state_cache(cache: Any) -> Any:
+        return cache.self_attention_cache if isinstance(cache, EncoderDecoderCache) else cache
+
+    @property
+    def _lm(self) -> Seq2SeqLM:
+        return cast(Seq2SeqLM, self.mixture.lm)
+
+    def get_encoder(self, modality: str | None = None) -> torch.nn.Module:  # noqa: ARG002  (transformers passes it)
+        """The base model's encoder."""
+        return cast(torch.nn.Module, self.base.get_encoder())
+
+    def prepare_decoder_input_ids_from_labels(self, labels: Tensor) -> Tensor:
+        """Return labels (B, T) shifted by one, with the decoder's first token before them."""
+        first = labels.new_full((len(labels), 1), self._lm.start_tokens[0])
+        pad = self.tokenizer.pad_token_id
+        shifted = torch.cat([first, labels[:, :-1]], 1)
+        return shifted.masked_fill(shifted == _IGNORED_LABEL, pad if isinstance(pad, int) else self._lm.start_token)
+
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        """Generate as transformers does; every target begins with the start tokens of the model's languages."""
+        forced = kwargs.pop("forced_bos_token_id", None)
+        if forced not in (None, self._lm.start_token):
+            raise ParameterError(
+                f"forced_bos_token_id {forced} is another target language than that of the store, "
+                f"{self._lm.tgt_lang or self._lm.start_token}."
+            )
+        if kwargs.get("decoder_input_ids") is None:
+            given = [*args[:1], kwargs.get("inputs"), kwargs.get("input_ids"), kwargs.get("encoder_outputs")]
+            source = next((value for value in given if value is not None), None)
+            if source is None:
+                raise ParameterError("generate needs input_ids: the source to translate.")
+            rows = len(source if isinstance(source, Tensor) else source[0])
+            start = torch.tensor([self._lm.start_tokens], device=self.device)
+            kwargs["decoder_input_ids"] = start.expand(rows, -1).contiguous()
+        return super().generate(*args, **kwargs)
+
+    def _generate_from(self, *args: Any, readable_mask: Tensor | None, **kwargs: Any) -> Any:
+        """Generate; only the tokens that are given to the decoder are evidence."""
+        if readable_mask is not None:
+            raise ParameterError("readable_mask is for the prompts of a decoder-only model.")
+        with prompt_length(kwargs["decoder_input_ids"].shape[1] - len(self._lm.prefix_tokens)):
+            return GenerationMixin.generate(cast(Any, self), *args, **kwargs)
+
+    def forward(  # type: ignore[override]
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        decoder_input_ids: Tensor | None = None,
+        decoder_attention_mask: Tensor | None = None,  # noqa: ARG002  (targets are padded on the right)
+        encoder_outputs: Any = None,
+        past_key_values: Any = None,
+        inputs_embeds: Tensor | None = None,
+        labels: Tensor | None = None,
+        use_cache: bool | None = None,
+        logits_to_keep: int | Tensor = 0,
+        return_dict: bool | None = None,  # noqa: ARG002  (the output is always a dictionary)
+        **others: Any,
+    ) -> ModelOutput:
+        """Run the base model once, and return its output with the mixture's log-probabilities as logits."""
+        if decoder_input_ids is None:
+            if labels is None:
+                raise ModelError("Give decoder_input_ids or labels: the target, which the memories predict.")
+            decoder_input_ids = self.prepare_decoder_input_ids_from_labels(labels)
+        encoder = {"input_ids": input_ids, "attention_mask": attention_mask, "inputs_embeds": inputs_embeds}
+        source = {**encoder, "encoder_outputs": encoder_outputs, **others}
+        source = {name: value for name, value in source.items() if value is not None}
+        done = past_key_values.get_seq_length() if isinstance(past_key_values, Cache) else 0
+        before = min(decoder_input_ids.shape[1], max(0, len(self._lm.prefix_tokens) - done))
+        pair = _PairInputs(decoder_input_ids, before, source)
+        output: Any
+        reading = {"past_key_values": past_key_values, "use_cache": use_cache}
+        if before == decoder_input_ids.shape[1]:
+            output = self._read_prefix(pair, reading)
+        else:
+            text = decoder_input_ids[:, before:]
+            output = super().forward(text, **reading, logits_to_keep=logits_to_keep, pair=pair)
+            if pair.logits is not None:
+                output["logits"] = torch.cat([pair.logits.float().log_softmax(-1), output.logits], 1)
+        if labels is not None:
+            # The logits are normalised already, so their cross entropy is -log p of the label.
+            output["loss"] = torch.nn.functional.cross_entropy(output.logits.flatten(0, 1), labels.flatten())
+        return cast(ModelOutput, output)
+
+    def _read_prefix(self, pair: _PairInputs, reading: dict[str, Any]) -> ModelOutput:
+        """Read only tokens before the text, which the model alone predicts."""
+        state = memory_state(self._state_cache(reading["past_key_values"])) if self.mixture.needs_history else None
+        given = {name: value for name, value in reading.items() if value is not None}
+        output: Any = self.base(**pair.source, decoder_input_ids=pair.decoder_input_ids, return_dict=True, **given)
+        output["logits"] = output.logits.float().log_softmax(-1)
+        cache = self._state_cache(getattr(output, "past_key_values", None))
+        if state is not None and isinstance(cache, Cache):
+            state.attach(cache)
+        return cast(ModelOutput, output)
+
+    def _run_base(self, **inputs: Any) -> tuple[Any, dict[Source, Tensor]]:
+        """Run the base model on source and target, and return its output and keys at the positions of the text."""
+        pair: _PairInputs = inputs.pop("pair")
+        length = inputs.pop("input_ids").shape[1]
+        output, keys = super()._run_base(decoder_input_ids=pair.decoder_input_ids, **pair.source, **inputs)
+        if pair.before and output.logits.shape[1] > length:
+            pair.logits, output["logits"] = output.logits[:, : pair.before], output.logits[:, pair.before :]
+        return output, {source: own[:, pair.before :] for source, own in keys.items()}
+
+
+def translate(
+    mixture: Mixture,
+    sources: Sequence[str],
+    *,
+    max_new_tokens: int = 256,
+    batch_size: int = _BATCH_SIZE,
+    seed: int | None = None,
+    use_memory: bool = True,
+    **settings: Any,
+) -> list[str]:
+    """Return the translation of each source, by the mixture or, without `use_memory`, by the model alone.
+
+    Sources of similar length are translated together. Other settings are those of transformers' `generate`.
+    """
+    if not isinstance(mixture.lm, Seq2SeqLM):
+        raise ModelError(f"Only an encoder-decoder model translates, and {mixture.lm.name} has no encoder.")
+    if batch_size < 1 or max_new_tokens < 1:
+        raise ParameterError("The batch size and the number of new tokens must be at least 1.")
+    if empty := next((number for number, text in enumerate(sources, 1) if not text.strip()), None):
+        raise ParameterError(f"Text {empty} is empty: there is nothing to translate.")
+    lm, model = mixture.lm, KnnForSeq2SeqLM(mixture)
+    if mixture.max_length is not None:
+        max_new_tokens = min(max_new_tokens, mixture.max_length - 1)
+    if seed is not None:
+        torch.manual_seed(seed)
+    start = torch.tensor([lm.start_tokens], device=lm.device)
+    tokens = lm.encode_sources(sources)
+    order = sorted(range(len(tokens)), key=lambda number: len(tokens[number]), reverse=True)
+    written = [""] * len(tokens)
+    for begin in range(0, len(order), batch_size):
+        batch = order[begin : begin + batch_size]
+        inputs: dict[str, Any] = {**lm.pad_sources([tokens[number] for number in batch]), **settings}
+        inputs |= {"decoder_input_ids": start.expand(len(batch), -1).contiguous(), "max_new_tokens": max_new_tokens}
+        chosen: Any = model if use_memory else lm.model
+        output = chosen.generate(**inputs)
+        texts = lm.tokenizer.batch_decode(output[:, start.shape[1] :].tolist(), skip_special_tokens=True)
+        for number, text in zip(batch, texts, strict=True):
+            written[number] = str(text).strip()
+    return written
+
+
+AutoConfig.register(KnnSeq2SeqConfig.model_type, KnnSeq2SeqConfig)
+AutoModelForSeq2SeqLM.register(KnnSeq2SeqConfig, KnnForSeq2SeqLM)

@@ -1,0 +1,251 @@
+"""Translation with memories: transformers' generate against brute force, which reads every prefix by itself."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+
+from helpers.models import SEQ2SEQ_FAMILIES
+from helpers.pairs import BruteForce, pair_lm, pairs, read_last, start_tokens
+from knnlm.errors import ModelError, ParameterError
+from knnlm.generation.seq2seq import KnnForSeq2SeqLM, translate
+from knnlm.ingest.build import build
+from knnlm.mixture.mixture import Mixture
+
+FAMILIES = sorted(SEQ2SEQ_FAMILIES.keys() - {"whisper"})
+STORED = pairs(24)
+SOURCES = [each.source_text or "" for each in (*STORED[:3], *pairs(3, start=70))]
+SETTINGS = {"k": 5, "knn_temperature": 4.0, "lmbda": 0.6}
+NEW_TOKENS = 9
+
+
+class Case:
+    """A model of a family, a store, its mixture and its brute force."""
+
+    def __init__(self, family: str, folder: Path) -> None:
+        self.family, self.lm = family, pair_lm(family)
+        self.path = folder / "pairs.store"
+        build(STORED, self.path, lm=self.lm, key_format="float32")
+        self.brute_force = BruteForce(self.lm, family, STORED)
+        self.start = start_tokens(family, self.lm.tokenizer)
+        self.sources = [self.lm.tokenizer(source)["input_ids"] for source in SOURCES]
+
+    def model(self, **settings: Any) -> KnnForSeq2SeqLM:
+        return KnnForSeq2SeqLM(Mixture.open(self.path, self.lm, **{**SETTINGS, **settings}))
+
+    def next_distribution(self, source: list[int], written: list[int]) -> np.ndarray:
+        key, p_lm = read_last(self.lm, self.family, source, written)
+        return self.brute_force.distribution(key, p_lm, **SETTINGS)
+
+    def inputs(self, rows: slice = slice(None)) -> dict[str, torch.Tensor]:
+        return self.lm.pad_sources(self.sources[rows])
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def every(request, tmp_path_factory):
+    return Case(request.param, tmp_path_factory.mktemp(request.param))
+
+
+@pytest.fixture(scope="module")
+def marian(tmp_path_factory):
+    return Case("marian", tmp_path_factory.mktemp("one"))
+
+
+@pytest.fixture(scope="module")
+def nllb(tmp_path_factory):
+    return Case("m2m_100", tmp_path_factory.mktemp("two"))
+
+
+class BruteForceScores(transformers.LogitsProcessor):
+    """Replaces the scores of the plain model by the mixture's, computed for each row from its prefix alone."""
+
+    def __init__(self, case: Case, beams: int) -> None:
+        self.case, self.beams = case, beams
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        rows = []
+        for row, written in enumerate(input_ids.tolist()):
+            source = self.case.sources[row // self.beams]
+            rows.append(np.log(np.maximum(self.case.next_distribution(source, written), 1e-300)))
+        return torch.tensor(np.array(rows), dtype=scores.dtype)
+
+
+def reference(case: Case, *, beams: int = 1, rows: slice = slice(None), **settings: Any) -> torch.Tensor:
+    """What the plain model generates with scores by brute force."""
+    inputs = case.inputs(rows)
+    start = torch.tensor([case.start]).expand(len(inputs["input_ids"]), -1)
+    return case.lm.model.generate(
+        **inputs,
+        decoder_input_ids=start,
+        decoder_start_token_id=case.start[0],
+        num_beams=beams,
+        max_new_tokens=NEW_TOKENS,
+        logits_processor=transformers.LogitsProcessorList([BruteForceScores(case, beams)]),
+        **settings,
+    )
+
+
+def test_greedy_translation_is_that_of_brute_force_token_by_token(every):
+    model = every.model()
+    for number, source in enumerate(every.sources[:4]):
+        written = list(every.start)
+        for _ in range(NEW_TOKENS):
+            token = int(every.next_distribution(source, written).argmax())
+            written.append(token)
+            if token == every.lm.tokenizer.eos_token_id:
+                break
+        row = every.inputs(slice(number, number + 1))
+        assert model.generate(**row, max_new_tokens=NEW_TOKENS)[0].tolist() == written
+
+
+def test_batch_of_sources_is_translated_as_each_alone(every):
+    model = every.model()
+    together = model.generate(**every.inputs(), max_new_tokens=NEW_TOKENS)
+    end = every.lm.tokenizer.eos_token_id
+    for number in range(len(SOURCES)):
+        alone = model.generate(**every.inputs(slice(number, number + 1)), max_new_tokens=NEW_TOKENS)[0].tolist()
+        row = together[number].tolist()[: len(alone)]
+        assert row == alone
+        assert alone[-1] == end or len(alone) == len(every.start) + NEW_TOKENS
+
+
+def test_beams_are_those_of_brute_force(every):
+    found = every.model().generate(**every.inputs(slice(0, 3)), num_beams=3, max_new_tokens=NEW_TOKENS)
+    right = reference(every, beams=3, rows=slice(0, 3))
+    assert found.tolist() == right.tolist()
+
+
+def test_samples_are_those_of_brute_force(marian, nllb):
+    for case in (marian, nllb):
+        torch.manual_seed(3)
+        found = case.model().generate(**case.inputs(), do_sample=True, max_new_tokens=NEW_TOKENS)
+        torch.manual_seed(3)
+        assert found.tolist() == reference(case, do_sample=True).tolist()
+
+
+@pytest.mark.parametrize("beams", [1, 3])
+def test_memories_that_read_tokens_follow_their_beams(every, beams):
+    model = every.model(memories="knn,ngram", k=None, knn_temperature=None)
+    options = {"num_beams": beams, "max_new_tokens": NEW_TOKENS}
+    with_cache = model.generate(**every.inputs(), **options)
+    without = model.generate(**every.inputs(), **options, use_cache=False)
+    assert with_cache.tolist() == without.tolist()
+
+
+@pytest.mark.parametrize("weights", ["gated", "fixed"])
+def test_tuned_mixture_with_online_weights_translates(nllb, tmp_path, weights):
+    path = tmp_path / "tuned.store"
+    build(STORED, path, lm=nllb.lm)
+    similar = [replace(each, id=f"s{each.id}", source_text=f"{each.source_text}!") for each in STORED]
+    Mixture.open(path, nllb.lm, memories="knn,ngram").tune(similar, weights=weights, ks=[1, 4])
+    mixture = Mixture.open(path, nllb.lm)
+    assert mixture.online is not None
+    model = KnnForSeq2SeqLM(mixture)
+    for options in ({}, {"num_beams": 3}):
+        found, plain = (
+            model.generate(**nllb.inputs(), max_new_tokens=NEW_TOKENS, use_cache=cached, **options)
+            for cached in (True, False)
+        )
+        assert found.tolist() == plain.tolist()
+
+
+def test_forward_gives_the_distributions_of_brute_force_and_the_loss_of_labels(every):
+    model, source = every.model(), every.sources[1]
+    target = every.lm.encode(STORED[4].text)
+    ids = [*every.start, *target]
+    output = model(input_ids=torch.tensor([source]), decoder_input_ids=torch.tensor([ids]))
+    assert output.logits.shape == (1, len(ids), every.lm.vocab_size)
+    for position in range(len(every.start), len(ids) + 1):
+        right = every.next_distribution(source, ids[:position])
+        np.testing.assert_allclose(output.logits[0, position - 1].exp().detach(), right, rtol=1e-3, atol=1e-6)
+    labels = torch.tensor([[*ids[1:], every.lm.tokenizer.eos_token_id]])
+    loss = model(input_ids=torch.tensor([source]), labels=labels).loss.detach()
+    picked = output.logits[0].detach().gather(1, labels[0, :, None])
+    assert float(loss) == pytest.approx(-float(picked.mean()), rel=1e-5)
+
+
+@pytest.mark.parametrize("memories", ["knn", "knn,ngram"])
+def test_steps_with_a_cache_give_the_same_distributions(every, memories):
+    model = every.model(memories=memories, k=None, knn_temperature=None)
+    source = torch.tensor([every.sources[0]])
+    ids = torch.tensor([[*every.start, *every.lm.encode(STORED[5].text)]])
+    whole = model(input_ids=source, decoder_input_ids=ids).logits
+    past, steps = None, []
+    for position in range(ids.shape[1]):
+        step = ids[:, position : position + 1]
+        output = model(input_ids=source, decoder_input_ids=step, past_key_values=past, use_cache=True)
+        past = output.past_key_values
+        steps.append(output.logits)
+    torch.testing.assert_close(torch.cat(steps, 1), whole, rtol=1e-4, atol=1e-4)
+
+
+def test_deferred_checks_do_not_change_a_translation(marian):
+    model = marian.model()
+    plain = model.generate(**marian.inputs(), max_new_tokens=NEW_TOKENS)
+    model.deferred_checks = True
+    assert model.generate(**marian.inputs(), max_new_tokens=NEW_TOKENS).tolist() == plain.tolist()
+
+
+@pytest.mark.parametrize("copy_store", [False, True])
+def test_saved_model_translates_the_same(nllb, tmp_path, copy_store):
+    model = nllb.model()
+    model.save_pretrained(tmp_path / "saved", copy_store=copy_store)
+    # Positions of these models are not saved, so the saved base model is the reference.
+    for opened in (
+        KnnForSeq2SeqLM.from_pretrained(tmp_path / "saved"),
+        transformers.AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "saved"),
+    ):
+        assert type(opened) is KnnForSeq2SeqLM
+        assert opened.mixture.lm.tgt_lang == "eng_Latn"
+        assert opened.config.is_encoder_decoder
+        assert opened.mixture.lmbda == pytest.approx(0.6)
+        translated = opened.generate(**nllb.inputs(), max_new_tokens=NEW_TOKENS)
+        assert translated[:, :2].tolist() == [nllb.start] * len(SOURCES)
+
+
+def test_texts_are_translated_in_their_order_whatever_the_batch(marian):
+    mixture = Mixture.open(marian.path, marian.lm, **SETTINGS)
+    options = {"max_new_tokens": NEW_TOKENS}
+    found = translate(mixture, SOURCES, batch_size=2, **options)
+    assert found == mixture.translate(SOURCES, **options)
+    assert found == [translate(mixture, [source], **options)[0] for source in SOURCES]
+    alone = translate(mixture, SOURCES, use_memory=False, **options)
+    lm = marian.lm
+    plain = lm.model.generate(**marian.inputs(), **options)
+    assert alone == [text.strip() for text in lm.tokenizer.batch_decode(plain, skip_special_tokens=True)]
+    assert translate(mixture, [], **options) == []
+
+
+def test_store_with_a_large_weight_translates_its_own_sources(tmp_path):
+    case = Case("t5", tmp_path)
+    mixture = Mixture.open(case.path, case.lm, k=1, lmbda=0.99)
+    assert mixture.translate([each.source_text for each in STORED]) == [each.text for each in STORED]
+
+
+def test_wrong_uses_are_errors_in_words(marian, nllb, store, lm):
+    with pytest.raises(ModelError, match="KnnForSeq2SeqLM needs an encoder-decoder model, but tiny-llama"):
+        KnnForSeq2SeqLM(Mixture.open(store.path, lm))
+    with pytest.raises(ModelError, match="Only an encoder-decoder model translates"):
+        Mixture.open(store.path, lm).translate(["A text"])
+    mixture = Mixture.open(marian.path, marian.lm)
+    with pytest.raises(ParameterError, match="it translates a source, with knnlm translate"):
+        mixture.generate("Hello")
+    with pytest.raises(ParameterError, match="Text 2 is empty"):
+        mixture.translate(["A", " "])
+    with pytest.raises(ParameterError, match="at least 1"):
+        mixture.translate(["A"], max_new_tokens=0)
+    model = nllb.model()
+    with pytest.raises(ParameterError, match="another target language than that of the store, eng_Latn"):
+        model.generate(**nllb.inputs(), forced_bos_token_id=5)
+    own = nllb.lm.start_token
+    assert model.generate(**nllb.inputs(), forced_bos_token_id=own, max_new_tokens=2)[:, 1].tolist() == [own] * 6
+    with pytest.raises(ParameterError, match="generate needs input_ids"):
+        model.generate()
+    with pytest.raises(ModelError, match="Give decoder_input_ids or labels"):
+        model(**nllb.inputs())
