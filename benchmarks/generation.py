@@ -10,7 +10,7 @@ Instructions (instructions.jsonl) are answered greedily through the chat templat
 them, so the answers should be those of the model. Continuations, greedy and sampled, begin with tokens of test text and
 use the store of the same corpus. "copy" is the longest run of tokens of a text that a document of the store contains;
 "area" is the area under the divergence curve against the real continuations (1: the same distribution); see
-text_measures.py. All texts are written to a file.
+text_measures.py. All texts are written to a file, and each row is printed as a line of JSON as soon as it is known.
 """
 
 from __future__ import annotations
@@ -21,6 +21,8 @@ import math
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +38,7 @@ from knnlm.generation.chat import encode_chat
 from knnlm.lm.causal import CausalLM
 from knnlm.mixture.mixture import Mixture
 from perplexity import parser_for, split
-from systems import add_student_options, build_mixtures, model_alone, open_student
+from systems import MIXTURES, add_student_options, build_mixtures, model_alone, open_student
 from text_measures import LOOP, Floats, distinct_ratio, divergence_score, longest_copies
 
 INSTRUCTIONS = Path(__file__).with_name("instructions.jsonl")
@@ -52,43 +54,80 @@ def main() -> None:
     lm = CausalLM.open(options.model, device=options.device, dtype=options.dtype)
     instructions = [json.loads(line) for line in INSTRUCTIONS.read_text(encoding="utf-8").splitlines()]
     instructions = instructions[:: max(1, len(instructions) // max(1, options.instructions))][: options.instructions]
-    answers: list[dict[str, Any]] = []
-    continuations: list[dict[str, Any]] = []
-    expected = answer(lm, instructions, options)
+    rows: dict[str, list[dict[str, Any]]] = {"answers": [], "continuations": []}
+    expected = answer(lm, instructions, options) if "instructions" in options.families else []
     with options.texts.open("w", encoding="utf-8") as texts:
         for corpus in options.corpus:
             with tempfile.TemporaryDirectory() as folder:
-                begin = time.perf_counter()
-                built = build_mixtures(
-                    corpus, Path(folder) / "store", lm, store_tokens=options.store, limit=options.limit
-                )
-                seconds = {"build": time.perf_counter() - begin}
-                answers += compare_answers(corpus.name, built[1], instructions, expected, texts, options)
-                seconds["instructions"] = time.perf_counter() - begin - sum(seconds.values())
-                student = open_student(corpus, Path(folder) / "student", lm, options)
-                seconds["student"] = time.perf_counter() - begin - sum(seconds.values())
-                array = open_suffix_array(built[0])
-                continuations += measure(corpus, lm, built[1], array, student, texts, options)
-                seconds["continuations"] = time.perf_counter() - begin - sum(seconds.values())
-                built[0].close()
-            print(json.dumps({"store": corpus.name, "seconds": seconds}), flush=True)
-    if options.json:
-        rows = {"answers": answers, "continuations": continuations}
-        options.json.write_text(json.dumps(rows, indent=2, ensure_ascii=False))
-    show("Answers to instructions with a store that has nothing to do with them", answers)
-    show("Continuations with the store of the corpus", continuations)
+                for kind, row in measure_corpus(corpus, Path(folder), lm, (instructions, expected), texts, options):
+                    print(json.dumps(row, ensure_ascii=False), flush=True)  # a run that is cut keeps these
+                    texts.flush()
+                    if kind in rows:
+                        rows[kind].append(row)
+                    if options.json:
+                        options.json.write_text(json.dumps(rows, indent=2, ensure_ascii=False))
+    show("Answers to instructions with a store that has nothing to do with them", rows["answers"])
+    show("Continuations with the store of the corpus", rows["continuations"])
+
+
+def measure_corpus(
+    corpus: Path,
+    folder: Path,
+    lm: CausalLM,
+    questions: tuple[Sequence[Mapping[str, Any]], Sequence[Tokens]],
+    texts: Any,
+    options: argparse.Namespace,
+) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Build a store, and yield the rows of each table and the seconds of each part as soon as they are known.
+
+    `questions` are the instructions and the model's own answers.
+    """
+    begin = time.perf_counter()
+
+    def seconds(part: str) -> tuple[str, dict[str, Any]]:
+        nonlocal begin
+        spent, begin = time.perf_counter() - begin, time.perf_counter()
+        return "seconds", {"corpus": corpus.name, "part": part, "seconds": round(spent, 1)}
+
+    names = [name for name in MIXTURES if name in options.systems]
+    store, mixtures = build_mixtures(
+        corpus, folder / "store", lm, store_tokens=options.store, limit=options.limit, names=names
+    )
+    yield seconds("build")
+    if "instructions" in options.families:
+        for row in compare_answers(corpus.name, lm, mixtures, *questions, texts, options):
+            yield "answers", row
+        yield seconds("instructions")
+    if "related" in options.families:
+        student = open_student(corpus, folder / "student", lm, options)
+        yield seconds("student")
+        for row in measure(corpus, lm, mixtures, open_suffix_array(store), student, texts, options):
+            yield "continuations", row
+        yield seconds("continuations")
+    store.close()
 
 
 def parse() -> argparse.Namespace:
     parser = parser_for(__doc__)
     parser.set_defaults(limit=20_000)
+    parser.add_argument(
+        "--families",
+        nargs="+",
+        choices=["instructions", "related"],
+        default=["instructions", "related"],
+        help="instructions, which the stores have nothing to do with, and continuations with the related store",
+    )
+    parser.add_argument("--systems", nargs="+", choices=["model", *MIXTURES], default=["model", *MIXTURES])
+    parser.add_argument("--decodings", nargs="+", choices=list(DECODINGS), default=list(DECODINGS))
     parser.add_argument("--instructions", type=int, default=100, help="number of instructions, at most 100")
     parser.add_argument("--answer-tokens", type=int, default=96)
     parser.add_argument("--prompts", type=int, default=200, help="continuations of each corpus")
     parser.add_argument("--prompt-tokens", type=int, default=32)
     parser.add_argument("--new-tokens", type=int, default=256, help="tokens of a continuation")
-    parser.add_argument("--decodings", nargs="+", choices=list(DECODINGS), default=list(DECODINGS))
     parser.add_argument("--batch", type=int, default=100, help="texts that are generated together")
+    parser.add_argument(
+        "--batch-tokens", type=int, default=16_384, help="tokens that are read together for mean states"
+    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--texts", type=Path, default=Path("generated.jsonl"), help="file for all generated texts")
     parser.add_argument("--json", type=Path, help="also write the rows into this file")
@@ -153,15 +192,14 @@ def answer(
 
 def compare_answers(
     store: str,
+    lm: CausalLM,
     mixtures: Mapping[str, Mixture],
     instructions: Sequence[Mapping[str, Any]],
     expected: Sequence[Tokens],
     texts: Any,
     options: argparse.Namespace,
-) -> list[dict[str, Any]]:
-    """Answer instructions with every mixture of a store, and return a row for the model and for each of them."""
-    lm = next(iter(mixtures.values())).lm
-    rows = []
+) -> Iterator[dict[str, Any]]:
+    """Answer instructions with every mixture of a store, and yield a row for the model and for each of them."""
     for name, answers in [("model", expected), *((name, None) for name in mixtures)]:
         found = answer(mixtures[name], instructions, options) if answers is None else answers
         shown = [str(lm.tokenizer.decode(tokens, skip_special_tokens=True)).strip() for tokens in found]
@@ -170,21 +208,18 @@ def compare_answers(
             for each, text in zip(instructions, shown, strict=True)
             for result in check(text, each["constraints"])
         ]
-        rows.append(
-            {
-                "store": store,
-                "system": name,
-                "answers": len(found),
-                "identical": float(np.mean([own == other for own, other in zip(found, expected, strict=True)])),
-                "constraints": len(met),
-                "met": float(np.mean(met)) if met else math.nan,
-                "loops": float(np.mean([distinct_ratio(tokens) < LOOP for tokens in found])),
-            }
-        )
         for each, text in zip(instructions, shown, strict=True):
             line = {"store": store, "system": name, "prompt": each["prompt"], "text": text}
             texts.write(json.dumps(line, ensure_ascii=False) + "\n")
-    return rows
+        yield {
+            "store": store,
+            "system": name,
+            "answers": len(found),
+            "identical": float(np.mean([own == other for own, other in zip(found, expected, strict=True)])),
+            "constraints": len(met),
+            "met": float(np.mean(met)) if met else math.nan,
+            "loops": float(np.mean([distinct_ratio(tokens) < LOOP for tokens in found])),
+        }
 
 
 def passages(documents: Sequence[Document], lm: CausalLM, length: int, count: int) -> list[Tokens]:
@@ -214,72 +249,86 @@ def measure(
     student: CausalLM | None,
     texts: Any,
     options: argparse.Namespace,
-) -> list[dict[str, Any]]:
-    """Continue passages of the test text with every system, and return a row for each and for the real text."""
+) -> Iterator[dict[str, Any]]:
+    """Continue passages of the test text with every system, and yield a row for each and for the real text."""
     cut = options.prompt_tokens
     real = passages(list(split(corpus, "test")), lm, cut + options.new_tokens, options.prompts)
     prompts = [[lm.start_token, *passage[:cut]] for passage in real]
-    expected = [passage[cut:] for passage in real]
-    vectors = mean_states(lm, prompts, expected)
-    rows = []
-    for decoding in ["real", *options.decodings]:
-        for name in ["text"] if decoding == "real" else ["model", *mixtures]:
-            if decoding == "real":
-                found = expected
-            else:
-                found = generate(
-                    mixtures.get(name, lm),
-                    prompts,
-                    new_tokens=options.new_tokens,
-                    min_new_tokens=options.new_tokens,
-                    batch=options.batch,
-                    seed=options.seed,
-                    **DECODINGS[decoding],
-                )
-            row = {"corpus": corpus.name, "decoding": decoding, "system": name, "texts": len(found)}
-            rows.append(row | measure_texts(lm, prompts, found, vectors, array, student))
-            for prompt, tokens in zip(prompts, found, strict=True):
-                line = {"corpus": corpus.name, "decoding": decoding, "system": name, "prompt": lm.decode(prompt[1:])}
-                texts.write(json.dumps({**line, "text": lm.decode(tokens)}, ensure_ascii=False) + "\n")
-            texts.flush()
-    return rows
+    measures = Measures(lm, prompts, [passage[cut:] for passage in real], array, student, options.batch_tokens)
+    runs = [("real", "text"), *((decoding, name) for decoding in options.decodings for name in options.systems)]
+    for decoding, name in runs:
+        begin = time.perf_counter()
+        if decoding == "real":
+            found = measures.real
+        else:
+            found = generate(
+                mixtures.get(name, lm),
+                prompts,
+                new_tokens=options.new_tokens,
+                min_new_tokens=options.new_tokens,
+                batch=options.batch,
+                seed=options.seed,
+                **DECODINGS[decoding],
+            )
+        seconds = time.perf_counter() - begin
+        for prompt, tokens in zip(prompts, found, strict=True):
+            line = {"corpus": corpus.name, "decoding": decoding, "system": name, "prompt": lm.decode(prompt[1:])}
+            texts.write(json.dumps({**line, "text": lm.decode(tokens)}, ensure_ascii=False) + "\n")
+        row = {"corpus": corpus.name, "decoding": decoding, "system": name, "texts": len(found), "seconds": seconds}
+        yield row | measures.of(found)
 
 
-def measure_texts(
-    lm: CausalLM,
-    prompts: Sequence[Tokens],
-    found: Sequence[Tokens],
-    real: Floats,
-    array: SuffixArray,
-    student: CausalLM | None,
-) -> dict[str, Any]:
-    """Return the figures of generated texts."""
-    ratios = [distinct_ratio(tokens) for tokens in found]
-    copies = longest_copies(array, found)
-    figures = {
-        "distinct 4-grams": float(np.mean(ratios)),
-        "loops": float(np.mean([ratio < LOOP for ratio in ratios])),
-        "copy, mean": float(np.mean(copies)),
-        "copy, max": max(copies),
-        "area": divergence_score(real, mean_states(lm, prompts, found)),
-    }
-    if student is not None:
-        figures["perplexity, student"] = perplexity(student, prompts, found)
-    return figures
+@dataclass(frozen=True)
+class Measures:
+    """The figures of texts that continue the same prompts."""
+
+    lm: CausalLM
+    prompts: Sequence[Tokens]
+    real: Sequence[Tokens]  # the real continuations
+    array: SuffixArray  # of the store
+    student: CausalLM | None
+    batch_tokens: int
+
+    @cached_property
+    def real_states(self) -> Floats:
+        """The (N, D) mean states of the real continuations."""
+        return mean_states(self.lm, self.prompts, self.real, batch_tokens=self.batch_tokens)
+
+    def of(self, found: Sequence[Tokens]) -> dict[str, Any]:
+        """Return the figures of generated texts."""
+        ratios = [distinct_ratio(tokens) for tokens in found]
+        copies = longest_copies(self.array, found)
+        states = self.real_states
+        if found is not self.real:
+            states = mean_states(self.lm, self.prompts, found, batch_tokens=self.batch_tokens)
+        figures = {
+            "distinct 4-grams": float(np.mean(ratios)),
+            "loops": float(np.mean([ratio < LOOP for ratio in ratios])),
+            "copy, mean": float(np.mean(copies)),
+            "copy, max": max(copies),
+            "area": divergence_score(self.real_states, states),
+        }
+        if self.student is not None:
+            figures["perplexity, student"] = perplexity(self.student, self.prompts, found)
+        return figures
 
 
-def mean_states(lm: CausalLM, prompts: Sequence[Tokens], found: Sequence[Tokens]) -> Floats:
+def mean_states(
+    lm: CausalLM, prompts: Sequence[Tokens], found: Sequence[Tokens], *, batch_tokens: int = 2048
+) -> Floats:
     """Return the (N, D) means of the key layer's states at the positions that predict the tokens of each text."""
     documents = [[*prompt[1:], *tokens] for prompt, tokens in zip(prompts, found, strict=True)]  # read adds the start
     lengths = np.array([len(document) for document in documents])
-    owners = torch.from_numpy(np.repeat(np.arange(len(documents)), lengths))
+    owners = torch.from_numpy(np.repeat(np.arange(len(documents)), lengths)).to(lm.device)
     starts = np.array([len(prompt) - 1 for prompt in prompts])
     own = torch.from_numpy(np.concatenate([np.arange(n) >= start for n, start in zip(lengths, starts, strict=True)]))
-    sums = torch.zeros(len(documents), lm.width, dtype=torch.float64)
-    for batch in lm.read(documents, lm.window(), logits=False):
-        kept = own[batch.rows]
-        sums.index_add_(0, owners[batch.rows[kept]], batch.keys.cpu()[kept].double())
-    return sums.numpy() / np.maximum(lengths - starts, 1)[:, None]
+    own = own.to(lm.device)
+    sums = torch.zeros(len(documents), lm.width, dtype=torch.float64, device=lm.device)
+    for batch in lm.read(documents, lm.window(), logits=False, batch_tokens=batch_tokens):
+        rows = batch.rows.to(lm.device)
+        kept = own[rows]
+        sums.index_add_(0, owners[rows[kept]], batch.keys[kept].double())
+    return sums.cpu().numpy() / np.maximum(lengths - starts, 1)[:, None]
 
 
 def perplexity(student: CausalLM, prompts: Sequence[Tokens], found: Sequence[Tokens]) -> float:

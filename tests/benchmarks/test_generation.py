@@ -90,14 +90,8 @@ def test_passages_are_consecutive_tokens_of_joined_or_divided_documents(lm):
 
 
 def test_whole_run_prints_both_tables_and_writes_all_texts(tmp_path, monkeypatch, capsys):
-    tiny("bloom").save_pretrained(tmp_path / "bloom")
-    tiny_tokenizer().save_pretrained(tmp_path / "bloom")
-    corpus = corpus_folder(tmp_path / "notes", documents=6)
-    arguments = ["generation.py", str(corpus), "--model", str(tmp_path / "bloom"), "--instructions", "5"]
-    arguments += ["--answer-tokens", "6", "--prompts", "4", "--prompt-tokens", "8", "--new-tokens", "8", "--batch", "3"]
-    arguments += ["--train-student", "--student-tokens", "300", "--student-epochs", "1"]
-    arguments += ["--texts", str(tmp_path / "texts.jsonl"), "--json", str(tmp_path / "rows.json")]
-    monkeypatch.setattr(sys, "argv", arguments)
+    student = ["--train-student", "--student-tokens", "300", "--student-epochs", "1"]
+    monkeypatch.setattr(sys, "argv", _arguments(tmp_path, *student))
     generation.main()
     rows = json.loads((tmp_path / "rows.json").read_text())
     systems = ["model", "one λ", "gate", "default"]
@@ -112,4 +106,50 @@ def test_whole_run_prints_both_tables_and_writes_all_texts(tmp_path, monkeypatch
     assert all(row["perplexity, student"] > 1 and 0 <= row["copy, max"] <= 8 for row in rows["continuations"])
     lines = [json.loads(line) for line in (tmp_path / "texts.jsonl").read_text(encoding="utf-8").splitlines()]
     assert len(lines) == 4 * 5 + 9 * 4
-    assert "| corpus | decoding | system |" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert "| corpus | decoding | system |" in shown
+    # Every row is also a line of its own, in the order in which rows become known.
+    printed = [json.loads(line) for line in shown.splitlines() if line.startswith("{")]
+    assert [row for row in printed if "part" not in row] == [*rows["answers"], *rows["continuations"]]
+    assert [row["part"] for row in printed if "part" in row] == ["build", "instructions", "student", "continuations"]
+
+
+def test_run_that_is_cut_keeps_its_rows_and_texts(tmp_path, monkeypatch, capsys):
+    run = _arguments(tmp_path, "--systems", "one λ", "model", "--families", "related", "--decodings", "greedy")
+    texts = []
+
+    def generate(system, prompts, **_):
+        if texts:
+            raise KeyboardInterrupt
+        texts.extend(prompts)
+        return [[5] * 8 for _ in prompts]
+
+    monkeypatch.setattr(generation, "generate", generate)
+    monkeypatch.setattr(sys, "argv", run)
+    with pytest.raises(KeyboardInterrupt):
+        generation.main()
+    printed = [json.loads(line) for line in capsys.readouterr().out.splitlines() if line.startswith("{")]
+    assert [row["system"] for row in printed if "system" in row] == ["text", "one λ"]
+    rows = json.loads((tmp_path / "rows.json").read_text())
+    assert rows == {"answers": [], "continuations": [row for row in printed if "system" in row]}
+    lines = (tmp_path / "texts.jsonl").read_text(encoding="utf-8").splitlines()
+    assert [json.loads(line)["system"] for line in lines] == ["text"] * 4 + ["one λ"] * 4
+
+
+def test_chosen_family_and_systems_are_measured_alone(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "argv", _arguments(tmp_path, "--systems", "gate", "--families", "instructions"))
+    monkeypatch.setattr(generation, "open_student", lambda *_: pytest.fail("no student is needed"))
+    generation.main()
+    rows = json.loads((tmp_path / "rows.json").read_text())
+    assert [row["system"] for row in rows["answers"]] == ["model", "gate"]  # answers are compared with the model's
+    assert not rows["continuations"]
+
+
+def _arguments(folder, *more):
+    """Return the arguments of a run on a tiny model and corpus."""
+    tiny("bloom").save_pretrained(folder / "bloom")
+    tiny_tokenizer().save_pretrained(folder / "bloom")
+    corpus = corpus_folder(folder / "notes", documents=6)
+    arguments = ["generation.py", str(corpus), "--model", str(folder / "bloom"), "--instructions", "5", "--batch", "3"]
+    arguments += ["--answer-tokens", "6", "--prompts", "4", "--prompt-tokens", "8", "--new-tokens", "8"]
+    return [*arguments, "--texts", str(folder / "texts.jsonl"), "--json", str(folder / "rows.json"), *more]

@@ -257,7 +257,8 @@ class NgramMemory:
             counts = np.diff(self.suffixes.first)[1 : self.vocab_size + 1]
             shares = np.zeros(self.vocab_size)
             shares[: len(counts)] = counts / max(1, len(self.suffixes.order) - int(self.suffixes.first[1]))
-            self._unigrams_on[device] = _float(shares, device)
+            with torch.inference_mode(False):  # it is kept, and may be used where gradients are computed
+                self._unigrams_on[device] = _float(shares, device)
         return self._unigrams_on[device]
 
     def _read(self, context: Context) -> tuple[Ints, Ints, Ints]:
