@@ -186,7 +186,7 @@ def test_text_of_another_kind_chooses_among_configurations_that_cost_little():
     helped = ExpertScores(np.stack([np.full(2_000, -2.5), np.full(2_000, -2.0)], 1), short)
     assert choose_config(own, helped)[0].prior == 0.002
     harmed = ExpertScores(np.stack([np.full(2_000, -2.0), np.full(2_000, -2.5)], 1), short)
-    assert choose_config(own, harmed)[0].prior == 0.2  # in 500 tokens, -log 0.8 is 0.045 %, -log 0.7 is above 0.05 %
+    assert choose_config(own, harmed)[0].prior == 0.3  # in 500 tokens, -log 0.7 is 0.071 %, -log 0.5 is above 0.1 %
 
 
 def test_state_is_the_same_for_windows_in_one_batch_and_in_several(lm, path):

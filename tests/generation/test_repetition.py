@@ -51,7 +51,8 @@ def greedy_by_hand(mixture, ids, count, *, damping=True):
                 _, context = model.read(torch.tensor([[*ids, *generated]]), logits_to_keep=0)
                 mixed = mixture.predict(context)
                 # The experts' weights are those at the end of the prompt.
-                state = mixed.states[len(ids) - 1].exp() if state is None else state
+                experts = mixed.by_expert.shape[1]
+                state = mixed.states[len(ids) - 1, :experts].exp() if state is None else state
                 own = (state @ mixed.by_expert[-1].double()).numpy()  # (M,)
                 dense = (
                     torch.stack([component.log_probs()[-1].exp() for component in mixed.components]).double().numpy()

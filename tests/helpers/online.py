@@ -32,6 +32,7 @@ class OnlineByHand:
         self.prior = prior_by_hand(mixture.online, len(self.stores), len(self.caches))
         self.weights = self.prior
         self.evidence = np.zeros((len(named), 3))
+        self.gain, self.tokens = 0.0, 0
 
     def component_weights(self, inputs, abstains):
         """Return the (E, M) weights of the components by each expert at a position with these inputs."""
@@ -68,6 +69,8 @@ class OnlineByHand:
         probs = np.where(abstains, 0, probs)
         experts = by_expert @ probs
         rate = 0.0 if self.mixture.online is None else self.mixture.online.switch_rate
+        self.gain += min(2.0, math.log((self.weights @ experts) / probs[0]))
+        self.tokens += 1
         self.weights = (1 - rate) * self.weights * experts / (self.weights @ experts) + rate * self.prior
         for memory, own in enumerate(self.mixture.component_slices):
             gain = 0.0 if abstains[own.start] else min(3.0, math.log(0.5 + 0.5 * probs[own.start] / probs[0]))

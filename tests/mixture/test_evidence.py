@@ -5,11 +5,22 @@ from __future__ import annotations
 import math
 
 import numpy as np
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from knnlm.mixture.evidence import DECAYS, EVIDENCE, evidence_before, evidence_features, gains, update_evidence
+from knnlm.mixture.evidence import (
+    DECAYS,
+    EVIDENCE,
+    evidence_before,
+    evidence_features,
+    gains,
+    in_domain,
+    mixture_gains,
+    sums_before,
+    update_evidence,
+)
 
 
 def one_at_a_time(gained, begins, starts, evident):
@@ -68,3 +79,42 @@ def test_features_are_averages_and_the_logarithm_of_the_sum():
 def test_token_that_model_and_memory_give_the_probability_zero_is_no_evidence():
     logs = torch.tensor([[-math.inf, -math.inf, -1.0]])
     assert gains(logs, torch.zeros(1, 3, dtype=torch.bool), [1, 2]).tolist() == [[0.0, 3.0]]
+
+
+@given(
+    seed=st.integers(0, 10_000), lengths=st.lists(st.integers(1, 20), min_size=1, max_size=5), width=st.integers(1, 3)
+)
+@settings(max_examples=100, deadline=None)
+def test_sums_before_equal_a_loop(seed, lengths, width):
+    random = np.random.default_rng(seed)
+    values = random.normal(size=(sum(lengths), width))
+    begins = np.concatenate([np.arange(length) == 0 for length in lengths])
+    starts = random.normal(size=values.shape)
+    expected, total = [], np.zeros(width)
+    for row, value in enumerate(values):
+        total = starts[row] if begins[row] else total
+        expected.append(total)
+        total = total + value
+    np.testing.assert_allclose(sums_before(values, begins, starts), expected, atol=1e-12)
+
+
+def test_gain_of_the_mixture_is_limited_and_0_where_both_are_impossible():
+    never = -torch.inf
+    mixed, lm = torch.tensor([-1.0, -1.0, never, never, -0.5]), torch.tensor([-1.5, -9.0, never, -1.0, never])
+    assert mixture_gains(mixed, lm).tolist() == [0.5, 2.0, 0.0, -100.0, 2.0]
+
+
+@pytest.mark.parametrize(
+    ("gain", "tokens", "expected"),
+    [
+        (0, 0, True),
+        (-0.1, 0, False),
+        (0.2, 1, False),
+        (0.25, 1, True),
+        (1.9, 8, False),
+        (2.0, 8, True),
+        (2.0, 900, True),
+    ],
+)
+def test_short_texts_need_less_gain(gain, tokens, expected):
+    assert in_domain(torch.tensor([gain]), torch.tensor([tokens])).item() is expected

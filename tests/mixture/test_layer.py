@@ -77,6 +77,7 @@ def test_only_given_tokens_update_the_states(seed, lengths, memories, config, ev
         if random.random() < 0.5:
             by_hand.weights = random.dirichlet(np.ones(len(by_hand.prior)))
             by_hand.evidence = random.normal(size=(memories, 3)) * evidence
+            by_hand.gain, by_hand.tokens = random.normal(), int(random.integers(0, 9))
             known = torch.from_numpy(state_of(by_hand, evidence=evidence))
         tokens = torch.zeros(start + length, dtype=torch.long)
         spans.append(Span(tokens, start, {}, state=known, origins=torch.from_numpy(origins)))
@@ -99,7 +100,9 @@ def test_only_given_tokens_update_the_states(seed, lengths, memories, config, ev
 
 
 def state_of(by_hand, *, evidence):
-    return np.concatenate([np.log(by_hand.weights), by_hand.evidence.flatten() if evidence else []])
+    return np.concatenate(
+        [np.log(by_hand.weights), [by_hand.gain, by_hand.tokens], by_hand.evidence.flatten() if evidence else []]
+    )
 
 
 @pytest.mark.parametrize("evidence", [False, True])

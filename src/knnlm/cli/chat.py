@@ -22,6 +22,7 @@ from knnlm.cli.options import (
     MachineFlags,
     MaxNewTokens,
     MixtureFlags,
+    NoDomainCheck,
     Store,
     StoreModel,
     TopP,
@@ -61,6 +62,7 @@ def chat(
     top_p: TopP = 1.0,
     seed: Annotated[int | None, typer.Option(min=0, help="Seed of the sampling.", show_default=False)] = None,
     mixture: MixtureFlags = MixtureFlags(),
+    no_domain_check: NoDomainCheck = False,
     model: StoreModel = None,
     machine: MachineFlags = MachineFlags(),
     json: Json = False,
@@ -74,7 +76,7 @@ def chat(
     from knnlm.server.engine.scheduler import Scheduler
 
     check_top_p(top_p)
-    opened = mixture.open(store, model, machine)
+    opened = mixture.open(store, model, machine, domain_check=not no_domain_check)
     engine = Scheduler(opened, slots=1, queue=16, traces=TraceCache(max_bytes=1 << 20))
     sampling = {"temperature": temperature, "top_p": top_p, "seed": seed}
     conversation = Conversation(engine, system=system, max_tokens=max_new_tokens, sampling=sampling)
@@ -339,10 +341,17 @@ def reply_as_dict(message: str, reply: Reply) -> dict[str, Any]:
     ]  # fmt: skip
     result = {"message": message, "answer": reply.text, "finish_reason": reply.reason, "tokens": tokens}
     shares = {"supported_share": supported_share(reply.tokens), "documents": document_shares(reply.tokens)}
-    return {**result, **shares}
+    return {**result, "memory_used": any(token.weight for token in reply.tokens), **shares}
 
 
 def _print_documents(tokens: Sequence[ScoredToken]) -> None:
+    if not any(token.weight for token in tokens):
+        console.print(
+            "The memories were left out: they predict the messages no better than the model does. "
+            "Use them everywhere with --no-domain-check.",
+            markup=False,
+        )
+        return
     mean = sum(memory_share(token) for token in tokens) / len(tokens)
     larger = sum(memory_share(token) >= 0.5 for token in tokens)
     console.print(

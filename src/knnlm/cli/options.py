@@ -73,6 +73,13 @@ NoOnline = Annotated[
         "trained with evidence of the text so far still uses it.",
     ),
 ]
+NoDomainCheck = Annotated[
+    bool,
+    typer.Option(
+        "--no-domain-check",
+        help="Use the memories also after a prompt that they predict no better than the model does.",
+    ),
+]
 MEMORIES_HELP = (
     "Memories to mix, separated by commas: knn, cache, ngram, output, knn=STORE, decoder=FOLDER, cache=POSITIONS"
 )
@@ -160,12 +167,13 @@ class MixtureFlags:
     no_rerank: NoRerank = False
     key_dtype: KeyDtype = "float16"
 
-    def open(self, store: Path, model: str | None, machine: MachineFlags) -> Mixture:
+    def open(self, store: Path, model: str | None, machine: MachineFlags, *, domain_check: bool = True) -> Mixture:
         """Open the mixture of a store with these options."""
         return open_mixture(
             store,
             model,
             machine,
+            domain_check=domain_check,
             memories=self.memories,
             k=self.k,
             knn_temperature=self.knn_temperature,

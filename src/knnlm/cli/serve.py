@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from knnlm.cli.options import SERVE, MachineFlags, MixtureFlags, Store, StoreModel, command
+from knnlm.cli.options import SERVE, MachineFlags, MixtureFlags, NoDomainCheck, Store, StoreModel, command
 from knnlm.cli.output import err, print_json
 from knnlm.errors import MissingExtra
 
@@ -48,6 +48,7 @@ def serve(
     name: Annotated[str | None, typer.Option(help="The model name in the API.", show_default="the folder's")] = None,
     limits: LimitFlags = LimitFlags(),
     mixture: MixtureFlags = MixtureFlags(),
+    no_domain_check: NoDomainCheck = False,
     model: StoreModel = None,
     machine: MachineFlags = MachineFlags(),
     json: Annotated[bool, typer.Option("--json", help="Print the address as one JSON object.")] = False,
@@ -64,7 +65,8 @@ def serve(
 
     keys = ApiKeys.read(api_key_file, admin_key_file)
     bound = run.bind(host, port, keys=keys)
-    service = Service(mixture.open(store, model, machine), name=name or store.resolve().name, limits=_limits(limits))
+    opened = mixture.open(store, model, machine, domain_check=not no_domain_check)
+    service = Service(opened, name=name or store.resolve().name, limits=_limits(limits))
 
     def ready() -> None:
         _announce({"store": str(store), "model": service.name, "url": run.server_url(bound)}, json=json)

@@ -21,6 +21,7 @@ from knnlm.cli.options import (
     MaxNewTokens,
     Metric,
     MixtureFlags,
+    NoDomainCheck,
     NoOnline,
     NoRerank,
     SourceText,
@@ -444,6 +445,7 @@ def generate(
         int | None, typer.Option(min=0, max=2**63 - 1, help="Seed of the sampling.", show_default=False)
     ] = None,
     no_memory: Annotated[bool, typer.Option("--no-memory", help="Use the model alone.")] = False,
+    no_domain_check: NoDomainCheck = False,
     mixture: MixtureFlags = MixtureFlags(),
     model: StoreModel = None,
     machine: MachineFlags = MachineFlags(),
@@ -454,7 +456,7 @@ def generate(
     Continue a prompt with the memories, or without them for comparison.
     """
     settings = sampling.settings | {"max_new_tokens": max_new_tokens}
-    opened = mixture.open(store, model, machine)
+    opened = mixture.open(store, model, machine, domain_check=not no_domain_check)
     begin = time.perf_counter()
     stream = not json and sampling.beams == 1
     text, tokens = continue_text(opened, prompt, memory=not no_memory, seed=seed, stream=stream, **settings)

@@ -272,7 +272,8 @@ class KnnForCausalLM(PreTrainedModel, GenerationMixin):
             cache = self._state_cache(getattr(output, "past_key_values", None))
             mixed = self._remember(mixed, context, state, step, kept, cache=cache)
             output["logits"] = output.logits if kept is None else output.logits[:, kept]
-            mixed = self._damp(mixed, state)
+            if _prompts.get() is not None:
+                mixed = self._damp(self.mixture.restrict_to_domain(mixed), state)
         log_p = mixed.log_probs().unflatten(0, output.logits.shape[:2])
         # The output object is the base model's own, so its cache is kept, whatever its class.
         output["logits"] = log_p

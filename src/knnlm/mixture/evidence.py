@@ -3,6 +3,10 @@
 The gain of memory m at a token y is g = log(½ + ½ · p_m(y) / p_LM(y)), at most 3 nats; 0 where the memory abstains. The
 state of a memory is two moving averages of its gains, e ← d · e + (1 - d) · g for each decay d, and their sum. A state
 depends only on tokens that came before, and not on the weights.
+
+The gain of the whole mixture at a token is log p(y) / p_LM(y), at most 2 nats. A text is in the domain of the memories
+if the gains of its tokens sum to at least 2 nats, or ¼ nat for each token of a text with fewer than 8: a text without
+tokens is, so that memories are used where nothing is known about a text.
 """
 
 from __future__ import annotations
@@ -15,10 +19,16 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+_Floats = NDArray[np.float64]
+
 DECAYS = (0.8, 0.97)  # of the moving averages: of about the last 5 and 33 tokens
 EVIDENCE = ("mean gain of 5 tokens", "mean gain of 33 tokens", "gain of the text")  # features of each memory
 
-_MAX_GAIN = 3.0  # nats
+_MAX_GAIN = 3.0  # nats, of a memory at a token
+_MAX_MIXTURE_GAIN = 2.0  # nats, so that no single token decides
+_MIN_MIXTURE_GAIN = -100.0  # nats, so that sums are finite
+_DOMAIN_GAIN = 2.0  # nats that a text in the domain gains
+_DOMAIN_GAIN_PER_TOKEN = 0.25  # of a short text
 _KEEP = np.array([*DECAYS, 1.0])  # the share of each value that stays
 _ADD = np.array([*(1 - decay for decay in DECAYS), 1.0])  # the factor of a new gain
 
@@ -34,6 +44,31 @@ def gains(log_probs: Tensor, abstains: Tensor, first_components: Sequence[int]) 
     change = change.masked_fill(change.isnan(), 0.0)  # both give the token the probability 0
     gained = torch.logaddexp(change, torch.zeros_like(change)) - math.log(2)
     return gained.clamp(max=_MAX_GAIN).masked_fill(abstains[:, first_components], 0.0)
+
+
+def mixture_gains(mixed: Tensor, lm: Tensor) -> Tensor:
+    """Return the (N,) gains of a mixture at tokens, from their log-probabilities by it and by the language model."""
+    change = (mixed - lm).double()
+    return change.masked_fill(change.isnan(), 0.0).clamp(_MIN_MIXTURE_GAIN, _MAX_MIXTURE_GAIN)  # NaN: both are 0
+
+
+def sums_before(values: NDArray[np.float64], begins: NDArray[np.bool_], starts: NDArray[np.float64]) -> _Floats:
+    """Return the (N, n) sums of values before each of N tokens, in the order of the texts.
+
+    `begins` marks the first tokens of texts, whose (N, n) sums are in `starts`.
+    """
+    if not len(values):
+        return values
+    before = np.zeros_like(values)
+    np.cumsum(values[:-1], axis=0, out=before[1:])
+    first = np.concatenate([[0], np.flatnonzero(begins[1:]) + 1])  # the row of the first token of each text
+    first = np.repeat(first, np.diff(first, append=len(values)))
+    return np.asarray(starts[first] + before - before[first])
+
+
+def in_domain(gain: Tensor, tokens: Tensor) -> Tensor:
+    """Whether texts with these (N,) gains and numbers of tokens are in the domain of the memories."""
+    return gain >= (_DOMAIN_GAIN_PER_TOKEN * tokens).clamp(max=_DOMAIN_GAIN)
 
 
 def update_evidence(states: Tensor, gained: Tensor) -> Tensor:

@@ -1,7 +1,8 @@
 """Weights that depend on the tokens of the text so far: evidence for a gate, and a posterior over experts.
 
 The state of a text is one vector in float64, which evaluation, generation and the server carry along: the log-weights
-of the E experts, then the evidence of each memory, if the gate uses it. Both depend only on tokens that came before.
+of the E experts, the gain of the mixture and the number of tokens, then the evidence of each memory, if the gate uses
+it. All depend only on tokens that came before.
 """
 
 from __future__ import annotations
@@ -15,9 +16,20 @@ import torch
 from torch import Tensor
 
 from knnlm.memories.base import Origin, Span
-from knnlm.mixture.evidence import EVIDENCE, evidence_features, gains, text_evidence, update_evidence
-from knnlm.mixture.online import OnlineConfig, expert_log_probs, expert_weights, posterior, update
+from knnlm.mixture.evidence import (
+    EVIDENCE,
+    evidence_features,
+    gains,
+    in_domain,
+    mixture_gains,
+    sums_before,
+    text_evidence,
+    update_evidence,
+)
+from knnlm.mixture.online import OnlineConfig, expert_log_probs, expert_weights, mixed_log_probs, posterior, update
 from knnlm.mixture.weights import Weights
+
+_TOTALS = 2  # values of a state that are summed over a text: the gain of the mixture, the number of tokens
 
 
 @dataclass(frozen=True)
@@ -109,11 +121,26 @@ class OnlineLayer:
     def first(self) -> tuple[float, ...]:
         """The (S,) state at the beginning of a text."""
         evidence = len(EVIDENCE) * len(self.slices) if self.weights.uses_evidence else 0
-        return (*self.log_prior.tolist(), *[0.0] * evidence)
+        return (*self.log_prior.tolist(), *[0.0] * (_TOTALS + evidence))
+
+    @property
+    def _totals(self) -> slice:
+        """The places of the totals in a state."""
+        return slice(self.experts, self.experts + _TOTALS)
+
+    @property
+    def _evidence(self) -> slice:
+        """The places of the evidence in a state."""
+        return slice(self.experts + _TOTALS, None)
+
+    def in_domain(self, states: Tensor) -> Tensor:
+        """Whether texts with these (N, S) states are in the domain of the memories; see `knnlm.mixture.evidence`."""
+        gain, tokens = states[:, self._totals].T
+        return in_domain(gain, tokens)
 
     def by_expert(self, states: Tensor, given: PositionInputs) -> Tensor:
         """Return the (N, E, M) component weights of each expert at positions with these (N, S) states."""
-        evidence = evidence_features(states[:, self.experts :]) if self.weights.uses_evidence else None
+        evidence = evidence_features(states[:, self._evidence]) if self.weights.uses_evidence else None
         weights = self.weights.compute(given.inputs, given.abstains, evidence)
         if self.config is None:
             return weights[:, None]
@@ -128,12 +155,17 @@ class OnlineLayer:
     def after(self, states: Tensor, by_expert: Tensor, log_probs: Tensor, abstains: Tensor) -> Tensor:
         """Return the (N, S) states after tokens with these (N, M) log-probabilities by each component."""
         count = by_expert.shape[1]
-        log_prior = _on_device(self.first, states.device)[:count]
-        experts = update(states[:, :count], expert_log_probs(by_expert, log_probs), log_prior, self.switch_rate)
-        if not self.weights.uses_evidence:
-            return experts
-        gained = gains(log_probs, abstains, self._first_components)
-        return torch.cat([experts, update_evidence(states[:, count:], gained)], 1)
+        log_prior, log_weights = _on_device(self.first, states.device)[:count], states[:, :count]
+        by_token = expert_log_probs(by_expert, log_probs)
+        gain = mixture_gains((log_weights + by_token).logsumexp(1), log_probs[:, 0])
+        after = [
+            update(log_weights, by_token, log_prior, self.switch_rate),
+            states[:, self._totals] + torch.stack([gain, torch.ones_like(gain)], 1),
+        ]
+        if self.weights.uses_evidence:
+            gained = gains(log_probs, abstains, self._first_components)
+            after.append(update_evidence(states[:, self._evidence], gained))
+        return torch.cat(after, 1)
 
     @property
     def _first_components(self) -> list[int]:
@@ -161,18 +193,20 @@ class OnlineLayer:
         starts_ = starts.double().cpu().numpy()
         states = torch.empty(starts_.shape, dtype=torch.float64, device=device)
         if self.weights.uses_evidence:
-            rest = {"starts": starts_[:, count:], "evident": evident_}
+            rest = {"starts": starts_[:, self._evidence], "evident": evident_}
             before = text_evidence(log_probs, given.abstains, self._first_components, begins_, **rest)
-            states[:, count:] = torch.from_numpy(before).to(device)
+            states[:, self._evidence] = torch.from_numpy(before).to(device)
         by_expert = self.by_expert(states, given)
-        if count == 1:
-            states[:, 0] = 0
-        else:
-            by_token = expert_log_probs(by_expert, log_probs).cpu().numpy()
-            log_weights = posterior(
-                by_token, begins_, self.log_prior, self.switch_rate, starts=starts_[:, :count], evident=evident_
-            )
-            states[:, :count] = torch.from_numpy(log_weights).to(device)
+        by_token = expert_log_probs(by_expert, log_probs).cpu().numpy()
+        log_weights = posterior(
+            by_token, begins_, self.log_prior, self.switch_rate, starts=starts_[:, :count], evident=evident_
+        )
+        states[:, :count] = torch.from_numpy(log_weights).to(device)
+        gain = mixture_gains(torch.from_numpy(mixed_log_probs(log_weights, by_token)), log_probs[:, 0].cpu()).numpy()
+        both = np.stack([gain, np.ones_like(gain)], 1)
+        if evident_ is not None:
+            both[~evident_] = 0.0
+        states[:, self._totals] = torch.from_numpy(sums_before(both, begins_, starts_[:, self._totals])).to(device)
         return states, by_expert
 
     def given_states(self, spans: Sequence[Span], rows: int, device: torch.device) -> Tensor:

@@ -106,6 +106,7 @@ class Mixture:
         lmbda: float | None = None,
         weights: Weights | None = None,
         online: OnlineConfig | None = None,
+        domain_check: bool = True,
         damping: bool = True,
         support: SupportModel | None = None,
         readers: Readers | None = None,
@@ -125,6 +126,7 @@ class Mixture:
         self.path = path or (self.store.path if self.store else None)  # that it was opened from
         self.weights = weights or equal_weights(self.memories, DEFAULTS["lambda"] if lmbda is None else lmbda)
         self.online = online  # None: without online weights
+        self.domain_check = domain_check  # in generation with online weights; see `restrict_to_domain`
         self.damping = damping  # in generation with online weights, of memories that repeat what was generated
         self.support = support  # of tokens; None: not tuned, or with other weights than the tuned ones
         for each in self.memories:
@@ -171,6 +173,7 @@ class Mixture:
             loaded.memories,
             weights=loaded.weights,
             online=loaded.online,
+            domain_check=request.options.domain_check,
             damping=request.options.damping,
             support=loaded.support,
             readers=loaded.readers,
@@ -328,6 +331,16 @@ class Mixture:
             states = layer.given_states(spans, len(given.abstains), device)
             by_expert = layer.by_expert(states, given)
         return found.mixed(layer.mixed(states, by_expert), states, by_expert)
+
+    def restrict_to_domain(self, mixed: MixturePrediction, rows: Tensor | None = None) -> MixturePrediction:
+        """Return a prediction of generated tokens: the language model's alone where the text is not in the domain.
+
+        The (N,) rows are those to check; None: all. Without online weights, nothing is checked.
+        """
+        if mixed.states is None or not self.domain_check:
+            return mixed
+        outside = ~self.layer.in_domain(mixed.states)
+        return mixed.without_memories(outside if rows is None else outside & rows)
 
     def predict_components(
         self, context: Context, retrieved: Retrieved | None = None, *, lm: MemoryOutput | None = None

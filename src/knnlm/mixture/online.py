@@ -37,7 +37,7 @@ _RATES = (0.0, 0.001, 0.003, 0.01, 0.03)
 # What a larger prior of the model alone may cost on the text it is chosen on, nats per token: more where nothing else
 # protects text of another domain.
 _MAX_COST = math.log(1.002)
-_MAX_COST_WITH_OTHER_TEXT = math.log(1.0005)
+_MAX_COST_WITH_OTHER_TEXT = math.log(1.001)
 
 Array = NDArray[np.float64]
 Mask = NDArray[np.bool_]
@@ -228,7 +228,7 @@ def choose_config(
 
     Such text does not show what a larger prior of the model alone is good for. So the largest prior is chosen whose
     perplexity is within 0.2 % of the smallest one, with or without online weights. With `other` text, on which the
-    memories should not be used, the choice is that with the smallest loss there among those within 0.05 %. None: no
+    memories should not be used, the choice is that with the smallest loss there among those within 0.1 %. None: no
     configuration is within the limit, because texts are too short.
     """
     without = -float(own.log_probs[:, 1].mean())  # the loss of the mixture without online weights

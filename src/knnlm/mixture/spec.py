@@ -36,6 +36,7 @@ class MixtureOptions:
     skip_fraction: float | None = None  # of the searches that a gate skips; None: as tuned
     online: bool = True  # with the online weights that were tuned; False: without
     cache_generated: bool = False  # the cache also votes for tokens that the mixture generated in this text
+    domain_check: bool = True  # with online weights, memories are left out of text that follows a prompt unlike theirs
     damping: bool = True  # with online weights, generation damps memories that repeat what was generated
     rerank: bool = True  # vote with distances to the stored keys instead of the index's own
     key_dtype: str = "float16"  # of keys on a GPU

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from itertools import accumulate, pairwise
 from typing import Any, ClassVar, Protocol
@@ -84,6 +84,12 @@ class MixturePrediction:
         votes = [(component, weights) for component, weights in added if isinstance(component, Votes)]
         sparse = len(votes) == len(added) and total.device.type == "cpu" and not total.requires_grad
         return _add_sparse(total, votes) if sparse else _add_dense(total, added)
+
+    def without_memories(self, rows: Tensor) -> MixturePrediction:
+        """Return the prediction with all weight on the language model at the (N,) marked rows."""
+        weights = self.weights.masked_fill(rows[:, None], 0.0)
+        weights[:, 0].masked_fill_(rows, 1.0)
+        return replace(self, weights=weights)
 
     def abstains(self) -> Tensor:
         """Mark the (N,) rows where every component abstains."""

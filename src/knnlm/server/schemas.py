@@ -63,6 +63,9 @@ class MemorySettings(Body):
         None, ge=1e-9, le=1e9, description="τ, the temperature of the neighbours' votes."
     )
     memories: list[Name] | None = Field(None, min_length=1, max_length=16, description="Names of the memories to use.")
+    domain_check: bool | None = Field(
+        None, description="False: use the memories also after a prompt that they predict no better than the model does."
+    )
 
 
 class StreamOptions(Body):

@@ -512,4 +512,5 @@ def _overrides(settings: MemorySettings | None) -> MemoryOverrides:
     if settings is None:
         return MemoryOverrides()
     memories = None if settings.memories is None else tuple(sorted(set(settings.memories)))
-    return MemoryOverrides(settings.off, settings.lmbda, settings.k, settings.knn_temperature, memories)
+    own = (settings.off, settings.lmbda, settings.k, settings.knn_temperature)
+    return MemoryOverrides(*own, memories, settings.domain_check)

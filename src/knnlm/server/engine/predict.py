@@ -78,6 +78,7 @@ class MixtureCache:
             # λ, k and τ in a request are those of the paper's kNN-LM, as in rescoring.
             online=base.online if _as_tuned(overrides) else None,
             support=base.support if len(chosen) == len(base.memories) and _as_tuned(overrides) else None,
+            domain_check=base.domain_check and overrides.domain_check is not False,
             damping=base.damping,
             readers=base.readers,
             labels=[base.labels[number] for number in chosen],
@@ -281,6 +282,10 @@ class _GroupPredictor:
             retrieved.only([served.index(label) for label in self.mixture.labels]), group.rows
         )
         self.mixed = self.mixture.predict(context, self.retrieved)
+        sampled = [bool(position.samplers) for position in self.positions]
+        if any(sampled):
+            rows = None if all(sampled) else torch.tensor(sampled, device=self.logits.device)
+            self.mixed = self.mixture.restrict_to_domain(self.mixed, rows)
         if self.mixture.damps and any(position.generated for position in self.positions):
             self.mixed = damp(self.mixed, self._generated())
 

@@ -23,6 +23,7 @@ class MemoryOverrides:
     k: int | None = None
     knn_temperature: float | None = None  # τ
     memories: tuple[str, ...] | None = None
+    domain_check: bool | None = None
 
 
 @dataclass(frozen=True)
