@@ -7,8 +7,9 @@ CORPUS is a folder with train, valid and test .jsonl (also .gz, .xz, .zst), a do
 train and tuned on valid of its own corpus; then it predicts the test text of every corpus.
 One pass over each text records the probability of every target by every component; the rows of the table are arithmetic
 on that. "gated" is trained on valid alone; "default" is what `knnlm tune` chooses: a gate with evidence, trained also
-on text that the model writes, and online weights. The last table is the time of whole evaluations with and without
-these, in turns.
+on text that the model writes, and online weights. Then the time of whole
+evaluations with and without these, in turns, and that of their arithmetic alone: the share of an evaluation that the
+layer takes.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from knnlm.evaluation.tune import (
     TraceTable,
     choose_online,
     choose_settings,
+    component_table,
     evaluate_table,
     fit_weights,
     sweep_all,
@@ -81,9 +83,11 @@ def measure(
     some = list(first(samples, lm, min(len(valid), options.samples)))
     written = tabulate(mixture.record(some, folder / "written", k=1024), settings, device=device)
     fitted = fit_all(table, written, token_frequencies(store), device)
-    rows = []
+    rows, own_table = [], table
     for name, documents in texts.items():
         own = tabulate(mixture.record(documents, folder / name, k=1024), settings, device=device)
+        if name == corpus.name:
+            own_table = own
         row: dict[str, object] = {"store": corpus.name, "text": name, "tokens": len(own.lm_log_probs)}
         for kind, (weights, labels, config) in fitted.items():
             scores = evaluate_table(own.select(*labels), weights, config)
@@ -93,7 +97,8 @@ def measure(
     for memory, chosen in zip(mixture.memories, settings, strict=True):
         if chosen:
             memory.settings = chosen  # type: ignore[attr-defined]
-    print(json.dumps({"store": corpus.name, **overhead(mixture, texts[corpus.name], fitted, options)}), flush=True)
+    times = overhead(mixture, texts[corpus.name], own_table, fitted, options)
+    print(json.dumps({"store": corpus.name, **times}), flush=True)
     store.close()
     return rows
 
@@ -114,18 +119,36 @@ def fit_all(table: TraceTable, written: TraceTable, frequencies: Tensor, device:
 
 
 def overhead(
-    mixture: Mixture, text: list[Document], fitted: dict[str, Fitted], options: argparse.Namespace
+    mixture: Mixture, text: list[Document], table: TraceTable, fitted: dict[str, Fitted], options: argparse.Namespace
 ) -> dict[str, float]:
-    """Return the ratio of the times of evaluations with the default weights and with the gate alone, in turns."""
-    seconds: dict[str, list[float]] = {"gated": [], "default": []}
+    """Return the times of evaluations of a text with the default weights and with the gate alone, in turns.
+
+    The difference of these varies with the machine's load. "layer" is that of computing the weights of the same text
+    from its table, which is all that the default adds to an evaluation, and "share" is the layer's of an evaluation.
+    """
+    whole: dict[str, list[float]] = {"gated": [], "default": []}
+    weighing: dict[str, list[float]] = {"gated": [], "default": []}
     for _ in range(options.repeats):
-        for kind, times in seconds.items():
-            mixture.weights, _, mixture.online = fitted[kind]
-            begin = time.perf_counter()
+        for kind in whole:
+            weights, _, mixture.online = fitted[kind]
+            mixture.weights = weights
+            scores, layer = component_table(table, weights), table.layer(weights, mixture.online)
+            times = [time.perf_counter()]
             mixture.evaluate(text)
-            times.append(time.perf_counter() - begin)
-    without, with_online = (statistics.median(times) for times in seconds.values())
-    return {"seconds": without, "seconds_online": with_online, "ratio": with_online / without}
+            times.append(time.perf_counter())
+            scores.weigh(layer, table.begins)
+            times.append(time.perf_counter())
+            whole[kind].append(times[1] - times[0])
+            weighing[kind].append(times[2] - times[1])
+    gated, default = (statistics.median(times) for times in whole.values())
+    layer_seconds = statistics.median(weighing["default"]) - statistics.median(weighing["gated"])
+    return {
+        "seconds": gated,
+        "seconds_default": default,
+        "ratio": default / gated,
+        "layer": layer_seconds,
+        "share": layer_seconds / gated,
+    }
 
 
 def show(rows: list[dict[str, object]]) -> None:
