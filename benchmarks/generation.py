@@ -35,7 +35,7 @@ from knnlm.datastore.suffix_array import SuffixArray, open_suffix_array
 from knnlm.evaluation.continuations import score_continuations
 from knnlm.generation.causal import KnnForCausalLM
 from knnlm.generation.chat import encode_chat
-from knnlm.lm.causal import CausalLM
+from knnlm.lm.causal import CausalLM, dynamic_shape_attention
 from knnlm.mixture.mixture import Mixture
 from perplexity import parser_for, split
 from systems import MIXTURES, add_student_options, build_mixtures, model_alone, open_student
@@ -162,7 +162,8 @@ def generate(
             rows = readable[begin : begin + batch]
             marks["readable_mask"] = torch.tensor([[False] * (width - len(row)) + list(row) for row in rows])
         inputs = {name: tensor.to(lm.device) for name, tensor in {"attention_mask": mask, **marks}.items()}
-        output = model.generate(ids.to(lm.device), **inputs, **settings)
+        with dynamic_shape_attention(lm.device):  # that of mixtures: another kernel rounds, and then writes, otherwise
+            output = model.generate(ids.to(lm.device), **inputs, **settings)
         generated += [_until_end(row, model) for row in output[:, width:].tolist()]
     return generated
 

@@ -7,7 +7,9 @@ CORPUS is a folder with train, valid and test .jsonl (also .gz, .xz, .zst), a do
 train and tuned on valid of its own corpus. Tasks are made from the test text of every corpus (last word, a name among
 four, and one that suits the corpus) and from general material (sums, copying, Python, words). All systems read the same
 contexts. Figures are accuracies, or log-likelihoods where that is named, with standard errors; "in store" is the share
-of the items that share 13 consecutive tokens with the store.
+of the items that share 13 consecutive tokens with the store. Of choices that are sentences, the most probable one per
+character is chosen, and, by mutual information, the one whose log-probability the context raises most: a sentence that
+is probable without any context wins only the former.
 """
 
 from __future__ import annotations
@@ -17,9 +19,11 @@ import json
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 
 import numpy as np
+from numpy.typing import NDArray
 
 from knnlm.evaluation.continuations import ContinuationScore, Pair, score_continuations
 from knnlm.evaluation.overlap import find_overlap
@@ -30,7 +34,7 @@ from systems import MIXTURES, add_student_options, build_mixtures, model_alone, 
 from task_items import GENERAL, Item, corpus_tasks
 
 SYSTEMS = ("model", *MIXTURES, "student")
-PER_CHARACTER = ("next sentence", "text of a title")  # choices of different lengths
+SENTENCES = ("next sentence", "text of a title")  # tasks whose choices are sentences of different lengths
 
 TaskName = tuple[str, str]  # the corpus, or "general", and the task
 
@@ -88,34 +92,46 @@ def score(
     mixture: Mixture, tasks: Mapping[TaskName, Sequence[Item]], pairs: Mapping[TaskName, Sequence[Pair]]
 ) -> dict[TaskName, dict[str, Figure]]:
     """Return the accuracy of every task, and of cloze without choices the log-likelihood of the answers too."""
-    flat = score_continuations(mixture, [pair for own in pairs.values() for pair in own])
-    results, begin = {}, 0
+    flat = iter(score_continuations(mixture, [pair for own in pairs.values() for pair in own]))
+    sentences = [name for name in tasks if name[1] in SENTENCES]
+    # The same choices after the start token alone.
+    without = [(context[:1], choice) for name in sentences for context, choice in pairs[name]]
+    alone = iter(score_continuations(mixture, without))
+    results = {}
     for name, items in tasks.items():
-        end = begin + len(pairs[name])
-        results[name] = grade(items, flat[begin:end], per_character=name[1] in PER_CHARACTER)
-        begin = end
+        scores = list(islice(flat, len(pairs[name])))
+        prior = list(islice(alone, len(scores))) if name in sentences else None
+        results[name] = grade(items, scores, prior)
     return results
 
 
-def grade(items: Sequence[Item], scores: Sequence[ContinuationScore], *, per_character: bool) -> dict[str, Figure]:
-    """Return the figures of one task from the scores of the choices of its items, one item after the other."""
-    correct, likelihoods, begin = [], [], 0
-    for item in items:
-        own = scores[begin : begin + len(item.choices)]
-        begin += len(item.choices)
-        likelihoods.append(own[item.answer].log_prob)
-        if len(own) == 1:
-            correct.append(own[0].is_greedy)
-            continue
-        values = [
-            each.log_prob / (len(choice) if per_character else 1)
-            for each, choice in zip(own, item.choices, strict=True)
-        ]
-        correct.append(int(np.argmax(values)) == item.answer)
-    figures = {"accuracy": figure(correct)}
+def grade(
+    items: Sequence[Item], scores: Sequence[ContinuationScore], alone: Sequence[ContinuationScore] | None = None
+) -> dict[str, Figure]:
+    """Return the figures of one task from the scores of the choices of its items, one item after the other.
+
+    `alone` are the scores of the choices without a context, of a task whose choices are sentences.
+    """
+    values = np.array([score.log_prob for score in scores])
     if all(len(item.choices) == 1 for item in items):
-        figures["log-likelihood"] = figure(likelihoods)
-    return figures
+        return {"accuracy": figure([score.is_greedy for score in scores]), "log-likelihood": figure(values.tolist())}
+    if alone is None:
+        return {"accuracy": figure(chosen(items, values))}
+    characters = [len(choice) for item in items for choice in item.choices]
+    gained = values - np.array([score.log_prob for score in alone])
+    return {
+        "accuracy": figure(chosen(items, values / characters)),
+        "accuracy by mutual information": figure(chosen(items, gained)),
+    }
+
+
+def chosen(items: Sequence[Item], values: NDArray[np.float64]) -> list[bool]:
+    """Return whether the choice of each item with the largest value is the right one."""
+    begins = np.cumsum([0, *(len(item.choices) for item in items)])
+    return [
+        int(values[begin : begin + len(item.choices)].argmax()) == item.answer
+        for begin, item in zip(begins, items, strict=False)
+    ]
 
 
 def figure(values: Sequence[float]) -> Figure:

@@ -18,19 +18,29 @@ from task_items import Item
 def test_grade_counts_the_largest_likelihood_and_its_standard_error():
     items = [Item("a", (" x", " yy"), 0), Item("b", (" x", " yyyy"), 0), Item("c", (" xx", " y"), 1)]
     scores = [ContinuationScore(value, False) for value in (-1.0, -2.0, -3.0, -2.0, -1.0, -4.0)]
-    found = tasks.grade(items, scores, per_character=False)
+    found = tasks.grade(items, scores)
     correct = np.array([1, 0, 0])
     assert found == {"accuracy": tasks.Figure(pytest.approx(correct.mean()), pytest.approx(correct.std() / 3**0.5))}
     # By character: -0.5 > -0.67; -1.5 < -0.4; -0.33 > -2.
-    assert tasks.grade(items, scores, per_character=True)["accuracy"].mean == pytest.approx(1 / 3)
+    assert tasks.grade(items, scores, scores)["accuracy"].mean == pytest.approx(1 / 3)
     longer = [ContinuationScore(value, False) for value in (-1.0, -1.2)]
-    assert tasks.grade([Item("a", (" x", " yyyy"), 1)], longer, per_character=True)["accuracy"].mean == 1.0
-    assert tasks.grade([Item("a", (" x", " yyyy"), 1)], longer, per_character=False)["accuracy"].mean == 0.0
+    item = Item("a", (" x", " yyyy"), 1)
+    assert tasks.grade([item], longer, longer)["accuracy"].mean == 1.0
+    assert tasks.grade([item], longer)["accuracy"].mean == 0.0
+
+
+def test_mutual_information_is_what_the_context_adds():
+    item = Item("a", (" xxxx", " y", " z"), 2)
+    scores = [ContinuationScore(value, False) for value in (-1.0, -3.0, -2.0)]
+    alone = [ContinuationScore(value, False) for value in (-1.5, -3.0, -4.0)]  # the context adds 0.5, 0 and 2 nats
+    found = tasks.grade([item], scores, alone)
+    assert found["accuracy"].mean == 0.0
+    assert found["accuracy by mutual information"].mean == 1.0
 
 
 def test_grade_of_cloze_is_greedy_and_has_a_likelihood():
     scores = [ContinuationScore(-1.0, True), ContinuationScore(-3.0, False)]
-    found = tasks.grade([Item("a", (" x",)), Item("b", (" y",))], scores, per_character=False)
+    found = tasks.grade([Item("a", (" x",)), Item("b", (" y",))], scores)
     assert found["accuracy"].mean == 0.5
     assert found["log-likelihood"] == tasks.Figure(-2.0, pytest.approx(1 / 2**0.5))
 
@@ -59,7 +69,9 @@ def test_whole_run_prints_a_row_for_each_store_and_task(long_model_folder, tmp_p
     tasks.main()
     shown = capsys.readouterr().out.splitlines()
     rows = json.loads((tmp_path / "rows.json").read_text())
-    assert len(rows) == 2 * (2 * 4 + 4)  # two stores; three tasks and a likelihood for each corpus; general tasks
+    assert len(rows) == 2 * (
+        5 + 4 + 4
+    )  # two stores; three tasks and a likelihood, also by information (acl); general ones
     assert all(set(tasks.SYSTEMS) <= set(row) for row in rows)
     accuracies = [row[system][0] for row in rows for system in tasks.SYSTEMS if "likelihood" not in row["task"]]
     assert all(0 <= value <= 1 for value in accuracies)

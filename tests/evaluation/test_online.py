@@ -57,7 +57,7 @@ def test_gate_sees_evidence_if_it_is_trained_on_text_that_the_model_wrote(lm, pa
     mixture = Mixture.open(path, lm, memories="knn,cache,ngram", use_tuned=False)
     mixture.tune(VALID, weights="gated", samples=600)
     assert mixture.weights.uses_evidence
-    assert len(mixture.layer.first) == 4 + 3 * 3
+    assert len(mixture.layer.first) == 4 + 2 + 3 * 3
     assert Mixture.open(path, lm).weights.uses_evidence
     mixture.tune(VALID, weights="gated", samples=0)
     assert not mixture.weights.uses_evidence

@@ -202,3 +202,18 @@ def test_configuration_is_stored_and_read():
     for wrong in (None, {}, {"prior": 2, "switch_rate": 0}, {"prior": "x", "switch_rate": 0}):
         with pytest.raises(DatastoreCorrupt, match="Tune again"):
             OnlineConfig.from_dict(wrong)
+
+
+@given(seed=st.integers(0, 10_000), spread=st.sampled_from((1.0, 100.0, 1e4)))
+@settings(max_examples=100, deadline=None)
+def test_expert_log_probs_equal_sums_in_the_log_domain(seed, spread):
+    random = np.random.default_rng(seed)
+    logs = -random.exponential(spread, (6, 4))
+    logs[random.random((6, 4)) < 0.2] = -np.inf
+    logs[random.random((6, 4)) < 0.1] = np.nan
+    weights = random.dirichlet(np.ones(4), (6, 3)) * (random.random((6, 3, 4)) < 0.7)
+    with np.errstate(divide="ignore"):
+        terms = np.nan_to_num(logs, nan=-np.inf, neginf=-np.inf)[:, None] + np.log(weights)
+    expected = np.logaddexp.reduce(terms, -1)
+    found = expert_log_probs(torch.from_numpy(weights), torch.from_numpy(logs)).numpy()
+    np.testing.assert_allclose(found, expected, rtol=1e-12, atol=1e-12)

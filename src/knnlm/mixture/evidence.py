@@ -29,6 +29,7 @@ _MAX_MIXTURE_GAIN = 2.0  # nats, so that no single token decides
 _MIN_MIXTURE_GAIN = -100.0  # nats, so that sums are finite
 _DOMAIN_GAIN = 2.0  # nats that a text in the domain gains
 _DOMAIN_GAIN_PER_TOKEN = 0.25  # of a short text
+_NEGLIGIBLE = 1e-20  # share of a state that is taken for 0
 _KEEP = np.array([*DECAYS, 1.0])  # the share of each value that stays
 _ADD = np.array([*(1 - decay for decay in DECAYS), 1.0])  # the factor of a new gain
 
@@ -108,20 +109,28 @@ def evidence_before(
     `begins` marks the first tokens of texts, whose (N, 3·m) states are in `starts`. Tokens that are not `evident`
     change nothing.
     """
-    keep = np.tile(_KEEP, gained.shape)
-    added = (gained[:, :, None] * _ADD).reshape(keep.shape)
+    rows, memories = gained.shape
+    first = starts.reshape(rows, memories, len(_KEEP))
+    before = np.empty_like(first)
     if evident is not None:
-        keep[~evident], added[~evident] = 1.0, 0.0
-    # The state before token t + 1 is keep_t · state_t + added_t, or that of a beginning.
-    keep, added = np.roll(keep, 1, 0), np.roll(added, 1, 0)
-    keep[begins], added[begins] = 0.0, starts[begins]
-    return _scan(keep, added)
+        gained = np.where(evident[:, None], gained, 0.0)
+    before[..., -1] = sums_before(gained, begins, first[..., -1])
+    for column, decay in enumerate(DECAYS):
+        keep = np.full((rows, 1), decay)
+        added = (1 - decay) * gained
+        if evident is not None:
+            keep[~evident] = 1.0
+        # The state before token t + 1 is keep_t · state_t + added_t, or that of a beginning.
+        keep, added = np.roll(keep, 1, 0), np.roll(added, 1, 0)
+        keep[begins], added[begins] = 0.0, first[begins, :, column]
+        before[..., column] = _scan(keep, added)
+    return before.reshape(rows, -1)
 
 
 def _scan(keep: NDArray[np.float64], added: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Return s_t = keep_t · s_{t-1} + added_t for all rows, in log₂ N steps over all of them."""
+    """Return s_t = keep_t · s_{t-1} + added_t for all rows, from (N, 1) and (N, m), in at most log₂ N steps."""
     shift = 1
-    while shift < len(added) and keep.any():
+    while shift < len(added) and keep.max() > _NEGLIGIBLE:
         added[shift:] += keep[shift:] * added[:-shift].copy()
         keep[shift:] *= keep[:-shift].copy()
         keep[:shift] = 0.0

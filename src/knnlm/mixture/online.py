@@ -39,6 +39,9 @@ _RATES = (0.0, 0.001, 0.003, 0.01, 0.03)
 _MAX_COST = math.log(1.002)
 _MAX_COST_WITH_OTHER_TEXT = math.log(1.001)
 
+_LOWEST = -1e300  # stands for log 0
+_UNDERFLOW = 1e-280  # below, probabilities in float64 lose digits
+
 Array = NDArray[np.float64]
 Mask = NDArray[np.bool_]
 Rows = NDArray[np.int64]
@@ -114,8 +117,21 @@ def expert_weights(weights: Tensor, stores: Sequence[slice], caches: Sequence[sl
 
 def expert_log_probs(weights: Tensor, component_log_probs: Tensor) -> Tensor:
     """Return the (N, E) log-probabilities of tokens by each expert, in float64, from the (N, M) of the components."""
-    logs = component_log_probs.double().nan_to_num(nan=-torch.inf, neginf=-torch.inf)[:, None, :]
-    return (logs + weights.double().log()).logsumexp(-1)
+    logs = component_log_probs.double().nan_to_num(nan=-torch.inf, neginf=-torch.inf)
+    if logs.device.type != "cpu":  # where a check would wait for the device, and logarithms cost little
+        return _log_mixed_each(logs, weights)
+    top = logs.amax(1, keepdim=True).clamp(min=_LOWEST)
+    mixed = (weights.double() @ (logs - top).exp()[:, :, None])[..., 0]  # (N, E)
+    result = mixed.log() + top
+    lost = (mixed < _UNDERFLOW).any(1)  # an expert without the most probable component: in the log domain
+    if bool(lost.any()):
+        result[lost] = _log_mixed_each(logs[lost], weights[lost])
+    return result
+
+
+def _log_mixed_each(logs: Tensor, weights: Tensor) -> Tensor:
+    """Return the (N, E) logarithms of weighted sums, from (N, M) logarithms and (N, E, M) weights."""
+    return (logs[:, None, :] + weights.double().log()).logsumexp(-1)
 
 
 def update(log_weights: Tensor, log_probs: Tensor, log_prior: Tensor, switch_rate: float) -> Tensor:
