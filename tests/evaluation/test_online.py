@@ -11,9 +11,18 @@ import torch
 from helpers.online import log_probs_by_hand
 from helpers.stores import documents
 from knnlm.corpus import Document
-from knnlm.evaluation.tune import _units, evaluate_trace
+from knnlm.evaluation.tune import (
+    TraceTable,
+    _units,
+    choose_online,
+    evaluate_trace,
+    fit_weights,
+    tabulate,
+    token_frequencies,
+)
 from knnlm.generation.causal import KnnForCausalLM
 from knnlm.ingest.build import build
+from knnlm.mixture.em import fit
 from knnlm.mixture.mixture import Mixture
 from knnlm.mixture.online import ExpertScores, OnlineConfig, choose_config
 from knnlm.mixture.spec import MixtureOptions
@@ -63,6 +72,26 @@ def test_gate_sees_evidence_if_it_is_trained_on_text_that_the_model_wrote(lm, pa
     assert not mixture.weights.uses_evidence
     mixture.tune(VALID, weights="gated", online=False)
     assert not mixture.weights.uses_evidence
+
+
+def test_fixed_weights_of_a_gate_and_its_experts_come_from_the_text_alone(lm, path, tmp_path, monkeypatch):
+    """Samples of the model would move the weights to the model, in its own domain too."""
+    mixture = Mixture.open(path, lm, memories="knn,cache,ngram", use_tuned=False)
+    valid, written = (
+        mixture.record(each, tmp_path / name)
+        for name, each in (("valid", VALID), ("written", documents(20, start=700)))
+    )
+    settings = [getattr(memory, "settings", ()) for memory in mixture.memories]
+    text, samples = tabulate(valid, settings), tabulate(written, settings)
+    frequencies = token_frequencies(mixture.store)
+    weights = fit_weights(text, "gated", frequencies=frequencies, samples=samples).weights
+    expected = fit(text.log_probs, prior=torch.ones(len(text.component_names))).weights
+    torch.testing.assert_close(weights.gate.fitted.double(), expected, atol=1e-5, rtol=0)
+    layers, layer = [], TraceTable.layer
+    monkeypatch.setattr(TraceTable, "layer", lambda *arguments: layers.append(arguments) or layer(*arguments))
+    found = choose_online(text, weights, samples)
+    assert len(layers) == 2  # one for each text
+    assert found[0] is None or isinstance(found[0], OnlineConfig)
 
 
 def test_one_long_document_is_held_out_in_blocks_beside_samples():

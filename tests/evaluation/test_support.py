@@ -16,8 +16,10 @@ from knnlm.evaluation.support import FEWEST, auroc, expected_calibration_error, 
 from knnlm.evaluation.trace import Trace
 from knnlm.evaluation.tune import score_table, tabulate, tune_trace
 from knnlm.ingest.build import build
+from knnlm.memories.base import LM_LOGITS
 from knnlm.memories.decoder import LMOutput
 from knnlm.mixture.mixture import Mixture
+from knnlm.mixture.online import OnlineConfig
 
 MEMORIES = "knn,cache,ngram"
 
@@ -148,6 +150,30 @@ def test_measured_figures_are_those_of_each_position_alone(lm, path):
     assert figures.auroc == pytest.approx(auroc(np.array(support), right), abs=0.01)
     assert figures.auroc_entropy == pytest.approx(auroc(-np.array(entropy), right), abs=0.01)
     assert figures.auroc_probability == pytest.approx(auroc(np.array(log_p), right), abs=0.01)
+
+
+def test_long_document_is_measured_in_batches_with_the_state_of_the_whole(lm, tmp_path, monkeypatch):
+    path = build(documents(20), tmp_path / "docs.store", lm=lm, window=lm.window(32, 16)).path
+    mixture = Mixture.open(path, lm, memories=MEMORIES, use_tuned=False)
+    mixture.tune(documents(10, start=100), weights="fitted")
+    mixture.online = OnlineConfig(0.1, 0.01)
+    text = [Document("long", "made", " ".join(document.text for document in documents(12, start=200)))]
+    text += documents(2, start=300)
+    sizes, predict = [], Mixture.predict
+
+    def counted(self, context, *arguments, **options):
+        sizes.append(len(context.states[LM_LOGITS]))
+        return predict(self, context, *arguments, **options)
+
+    monkeypatch.setattr(Mixture, "predict", counted)
+    whole = measure_support(mixture, text, batch_tokens=100_000)
+    assert max(sizes) > 300
+    sizes.clear()
+    in_batches = measure_support(mixture, text, batch_tokens=64)
+    assert max(sizes) <= 64
+    assert in_batches.tokens == whole.tokens
+    for name, figure in whole.as_dict().items():
+        assert in_batches.as_dict()[name] == pytest.approx(figure, abs=1e-5), name
 
 
 def test_without_support_there_are_no_figures(lm, path):

@@ -13,8 +13,9 @@ from knnlm.ingest.build import build
 from knnlm.lm.causal import CausalLM
 from knnlm.mixture.mixture import Mixture
 from knnlm.mixture.online import OnlineConfig
-from knnlm.mixture.repetition import MAX_REPEAT
+from knnlm.mixture.repetition import MAX_REPEAT, MIN_REPEAT, NO_TOKEN, damp
 from knnlm.mixture.spec import MixtureOptions
+from knnlm.server.engine import predict
 from knnlm.server.engine.requests import GenerationRequest, MemoryOverrides, TokensEvent
 from knnlm.server.engine.scheduler import Scheduler
 
@@ -118,8 +119,15 @@ def test_given_text_is_not_damped(mixture, tmp_path):
         assert torch.equal(KnnForCausalLM(mixture)(ids).logits, KnnForCausalLM(without)(ids).logits)
 
 
-def test_server_damps_like_generate(mixture):
+def test_server_damps_like_generate(mixture, monkeypatch):
     ids = mixture.lm.prompt(PROMPT)
+    damped = []
+
+    def recorded(mixed, generated, rows):
+        damped.append((len(mixed.weights), generated.tolist()))
+        return damp(mixed, generated, rows)
+
+    monkeypatch.setattr(predict, "damp", recorded)
     expected, weights = greedy_by_hand(mixture, ids, TOKENS)
     scheduler = Scheduler(mixture)
     scheduler.start()
@@ -149,6 +157,9 @@ def test_server_damps_like_generate(mixture):
     assert [token.id for token in found[0]] == expected
     np.testing.assert_allclose([token.weight for token in found[0]], weights, atol=1e-4)
     assert min(weights) < 0.1 * max(weights)
+    # Only texts that repeat are looked at.
+    assert any(len(generated) < positions for positions, generated in damped)
+    assert all(sum(token != NO_TOKEN for token in row) > MIN_REPEAT for _, generated in damped for row in generated)
     short, _ = greedy_by_hand(mixture, ids[:2], TOKENS)
     assert [token.id for token in found[2]] == short
     # λ in a request is that of the paper's kNN-LM.

@@ -80,6 +80,14 @@ def test_weight_of_a_repeating_memory_is_halved_for_each_token(rows, seed):
     expected[:, 0] = 1 - expected[:, 1:].sum(1)
     np.testing.assert_allclose(damp(mixed, padded(rows)).weights.numpy(), expected, atol=1e-12)
     np.testing.assert_array_equal(mixed.weights.numpy(), weights)
+    # Of some rows alone: the others stay as they are.
+    some = np.flatnonzero(random.random(len(rows)) < 0.5)
+    if len(some):
+        found = damp(mixed, padded([rows[row] for row in some]), torch.from_numpy(some)).weights.numpy()
+        rest = np.setdiff1d(np.arange(len(rows)), some)
+        np.testing.assert_allclose(found[some], expected[some], atol=1e-12)
+        np.testing.assert_array_equal(found[rest], weights[rest])
+    np.testing.assert_array_equal(mixed.weights.numpy(), weights)
 
 
 def test_loop_is_damped_more_with_each_round():

@@ -258,6 +258,24 @@ def test_weights_of_a_fold_are_fitted_to_the_other_folds():
         torch.testing.assert_close(others[number], alone, atol=1e-3, rtol=0)
 
 
+def test_weights_of_marked_rows_are_fitted_to_these_alone():
+    logs, groups = columns(2, 500, 3), torch.arange(500) // 10
+    marked = torch.arange(500) < 300
+    fold, whole, others = fit_folds(logs, groups, folds=4, fitted=marked)
+    one = torch.ones(3)
+    torch.testing.assert_close(whole, fit(logs[marked], prior=one).weights)
+    for number in range(4):
+        alone = fit(logs[(fold != number) & marked], prior=one, tolerance=1e-10).weights
+        torch.testing.assert_close(others[number], alone, atol=1e-3, rtol=0)
+    gate = train_gate(torch.zeros(500, 1), logs, groups, fitted=marked, config=QUICK)
+    torch.testing.assert_close(gate.fitted.double(), whole, atol=1e-6, rtol=0)
+    # Where one fold has all of the marked rows, their weights are used there too.
+    _, whole, others = fit_folds(
+        logs, torch.cat([torch.zeros(250), torch.arange(250) + 1]), folds=2, fitted=torch.arange(500) < 250
+    )
+    torch.testing.assert_close(others, whole.expand(2, -1), atol=1e-3, rtol=0)
+
+
 # Buckets
 
 

@@ -35,7 +35,6 @@ BINS = 15  # of the calibration error
 FEWEST = 256  # positions: with fewer, no support is trained
 
 _MAX_POSITIONS = 30_000  # for training, which takes longer with more
-_MAX_TEXT = 8192  # tokens of one document that are read at once
 
 Array = NDArray[np.float64]
 
@@ -212,15 +211,21 @@ def measure_support(
 ) -> SupportFigures:
     """Return the figures of support on documents.
 
-    `limit` stops after the document that reaches so many tokens. The state of online weights follows a document, up to
-    8,192 tokens of it; then it begins again.
+    `limit` stops after the document that reaches so many tokens. The state of online weights follows a document, whose
+    windows are read `batch_tokens` at a time.
     """
     if mixture.support is None:
         raise ParameterError("The mixture has no support of tokens. Tune the store on text of at least 256 tokens.")
     rows = []
+    state: Tensor | None = None
     with progress("measuring support", total=limit, unit="tokens") as advance:
-        for batch in _read_whole(mixture, documents, limit, batch_tokens):
-            rows.append(_measure_batch(mixture, batch))
+        for batch, continues in _read_in_order(mixture, documents, limit, batch_tokens):
+            if continues:
+                first, *others = batch.context.spans
+                spans = [replace(first, state=state), *others]
+                batch = replace(batch, context=replace(batch.context, spans=spans))
+            measured, state = _measure_batch(mixture, batch)
+            rows.append(measured)
             advance(len(batch.targets))
     if not rows:
         raise CorpusError("There is no text to evaluate on: no document has a token.")
@@ -229,10 +234,13 @@ def measure_support(
     return replace(figures, text_support=float(of_text.double().mean()))
 
 
-def _read_whole(
+def _read_in_order(
     mixture: Mixture, documents: Iterable[Document], limit: int | None, batch_tokens: int | None
-) -> Iterator[ReadBatch]:
-    """Read documents in batches that contain all of a document, if it is not too long."""
+) -> Iterator[tuple[ReadBatch, bool]]:
+    """Read documents in batches; yield each, and whether it continues the document of the one before.
+
+    A batch has windows of one document, in their order, or whole documents.
+    """
     size = default_batch_tokens(mixture) if batch_tokens is None else batch_tokens
     group: list[list[int]] = []
     total = 0
@@ -240,21 +248,25 @@ def _read_whole(
         tokens = mixture.lm.encode_document(document)
         total += len(tokens)
         if len(tokens) > mixture.window.context:
-            yield from mixture.read([tokens], batch_tokens=max(size, min(len(tokens), _MAX_TEXT)))
+            for number, batch in enumerate(mixture.read([tokens], batch_tokens=size)):
+                yield batch, number > 0
         else:
             group.append(tokens)
         if sum(map(len, group)) >= size:
-            yield from mixture.read(group, batch_tokens=size)
+            yield from ((batch, False) for batch in mixture.read(group, batch_tokens=size))
             group = []
         if limit is not None and total >= limit:
             break
     if any(group):
-        yield from mixture.read(group, batch_tokens=size)
+        yield from ((batch, False) for batch in mixture.read(group, batch_tokens=size))
 
 
 @torch.no_grad()
-def _measure_batch(mixture: Mixture, batch: ReadBatch) -> tuple[Tensor, ...]:
-    """Return of N positions: support and log p of the top token, whether it is right, entropy, the target's support."""
+def _measure_batch(mixture: Mixture, batch: ReadBatch) -> tuple[tuple[Tensor, ...], Tensor | None]:
+    """Return of N positions: support and log p of the top token, whether it is right, entropy, the target's support.
+
+    Also return the state of online weights after the last target; None: there are no such weights.
+    """
     assert mixture.support is not None
     prediction = mixture.predict(batch.context)
     tops, entropies = [], []
@@ -266,4 +278,9 @@ def _measure_batch(mixture: Mixture, batch: ReadBatch) -> tuple[Tensor, ...]:
     token = token.long()
     support, of_text = (mixture.support.of(prediction, each) for each in (token, batch.targets))
     right = token == batch.targets
-    return tuple(each.cpu() for each in (support, log_p, right, torch.cat(entropies), of_text))
+    state = None
+    if prediction.states is not None and prediction.by_expert is not None:
+        before, by_expert = prediction.states[-1:], prediction.by_expert[-1:]
+        log_probs, abstains = prediction.component_log_probs(batch.targets), prediction.component_abstains()
+        state = mixture.layer.after(before, by_expert, log_probs[-1:], abstains[-1:])[0]
+    return tuple(each.cpu() for each in (support, log_p, right, torch.cat(entropies), of_text)), state

@@ -576,6 +576,7 @@ def _fit_gate(
             groups,
             feature_names=names,
             component_names=table.component_names,
+            fitted=torch.arange(len(groups)) < len(table.documents),  # the text alone, not what the model wrote
             device=device,
             progress=progress,
         )
@@ -635,8 +636,8 @@ def choose_online(
     other = None
     if samples is not None:
         other = _expert_scores(samples, weights, None if held_out is None else held_out[count:])
-    layer = table.layer(weights, OnlineConfig())
-    config, loss = choose_config(own, other, stores=len(layer.stores), caches=len(layer.caches))
+    kinds = [memory.kind for memory in table.memories]
+    config, loss = choose_config(own, other, stores=kinds.count("knn"), caches=kinds.count("cache"))
     return config, math.exp(loss)
 
 

@@ -72,9 +72,12 @@ def fit(
 
 
 def fit_folds(
-    logs: Tensor, groups: Tensor, *, folds: int, seed: int = 0, fewest: int = 0
+    logs: Tensor, groups: Tensor, *, folds: int, seed: int = 0, fewest: int = 0, fitted: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the (N,) folds of `folds_of`, the weights fitted to all rows, and (K, M) fitted to all but each fold."""
+    """Return the (N,) folds of `folds_of`, the weights fitted to all rows, and (K, M) fitted to all but each fold.
+
+    `fitted` marks the (N,) rows that weights are fitted to; None: all of them.
+    """
     one = torch.ones(
         logs.shape[1]
     )  # token per component: negligible in a text, but keeps weights of a few rows above 0
@@ -82,9 +85,11 @@ def fit_folds(
         raise ParameterError(
             f"Each of the {len(logs)} rows needs the number of its document, not {tuple(groups.shape)}."
         )
-    whole = fit(logs, prior=one).weights
+    used = torch.ones(len(logs), dtype=torch.bool) if fitted is None else fitted.cpu()
+    whole = fit(logs[used.to(logs.device)], prior=one).weights
     fold = folds_of(groups, folds, seed=seed, fewest=fewest)
-    kept = [(fold != number).to(logs.device) for number in range(folds)]
+    kept = [((fold != number) & used).to(logs.device) for number in range(folds)]
+    kept = [rows if bool(rows.any()) else used.to(logs.device) for rows in kept]  # all of them may be in one fold
     return fold, whole, torch.stack([fit(logs[rows], start=whole, prior=one).weights for rows in kept])
 
 

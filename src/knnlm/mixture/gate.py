@@ -419,18 +419,23 @@ def train_gate(
     *,
     feature_names: Sequence[str] | None = None,
     component_names: Sequence[str] | None = None,
+    fitted: Tensor | None = None,
     config: NetworkConfig = DEFAULT_CONFIG,
     device: str | torch.device = "cpu",
     progress: Progress = silent,
 ) -> Gate:
-    """Train a gate on (N, F) features, (N, M) log-probabilities and the (N,) numbers of their documents."""
+    """Train a gate on (N, F) features, (N, M) log-probabilities and the (N,) numbers of their documents.
+
+    `fitted` marks the (N,) rows that its fixed weights, beside the networks, are fitted to; None: all of them.
+    """
     check_logs(logs)
     names = (
         _check_features(features, len(logs), feature_names),
         _name_columns(component_names, logs.shape[1], "components"),
     )
     config = fewer_folds(config, groups)
-    fold, whole, others = fit_folds(logs, groups, folds=config.folds, seed=config.seed, fewest=FEWEST)
+    folds: dict[str, Any] = {"folds": config.folds, "seed": config.seed, "fewest": FEWEST}
+    fold, whole, others = fit_folds(logs, groups, fitted=fitted, **folds)
     fold, others = fold.to(device), others.to(device, torch.float32)
     starts = (1 - _INSIDE) * others + _INSIDE / logs.shape[1]  # (K, M)
     logs = logs.to(device, torch.float32)

@@ -21,20 +21,22 @@ NO_TOKEN = -1  # padding of generated tokens
 _FACTOR = 0.5  # for each token from MIN_REPEAT on
 
 
-def damp(mixed: MixturePrediction, generated: Tensor) -> MixturePrediction:
+def damp(mixed: MixturePrediction, generated: Tensor, rows: Tensor | None = None) -> MixturePrediction:
     """Return a prediction with the weights of repeating memories damped.
 
-    `generated` are the (N, G) tokens that were generated before each position, padded with NO_TOKEN on the left.
+    `generated` are the (n, G) tokens that were generated before some positions, the (n,) `rows` of the prediction, or
+    before all of them; padded with NO_TOKEN on the left.
     """
     if generated.shape[1] <= MIN_REPEAT or not mixed.outputs:  # too few for a repetition
         return mixed
     tops = torch.stack([output.top() for output in mixed.outputs], 1)  # (N, memories)
-    excess = (repeat_lengths(generated, tops) - (MIN_REPEAT - 1)).clamp(min=0)
-    weights = mixed.weights.clone()
+    before = mixed.weights if rows is None else mixed.weights[rows]
+    excess = (repeat_lengths(generated, tops if rows is None else tops[rows]) - (MIN_REPEAT - 1)).clamp(min=0)
+    weights = before.clone()
     for own, number in zip(component_slices_of(len(each.components) for each in mixed.outputs), excess.T, strict=True):
         weights[:, own] *= (_FACTOR**number)[:, None]
-    weights[:, 0] += (mixed.weights[:, 1:] - weights[:, 1:]).sum(1)
-    return replace(mixed, weights=weights)
+    weights[:, 0] += (before[:, 1:] - weights[:, 1:]).sum(1)
+    return replace(mixed, weights=weights if rows is None else mixed.weights.index_copy(0, rows, weights))
 
 
 def repeat_lengths(generated: Tensor, tops: Tensor) -> Tensor:

@@ -26,7 +26,7 @@ from knnlm.memories.base import LM_LOGITS, Context, Logits, Memory, MemoryOutput
 from knnlm.memories.knn import KnnMemory, stored_passage
 from knnlm.memories.voting import NeighbourMemory, SearchMemory, VoteOutput, VoteParams, searches
 from knnlm.mixture.mixture import Mixture, Retrieved
-from knnlm.mixture.repetition import NO_TOKEN, damp
+from knnlm.mixture.repetition import MIN_REPEAT, NO_TOKEN, damp
 from knnlm.mixture.spec import DEFAULTS
 from knnlm.mixture.weights import FixedWeights, MixturePrediction, Weights, equal_weights, first_components
 from knnlm.server.engine.requests import (
@@ -286,14 +286,17 @@ class _GroupPredictor:
         if any(sampled):
             rows = None if all(sampled) else torch.tensor(sampled, device=self.logits.device)
             self.mixed = self.mixture.restrict_to_domain(self.mixed, rows)
-        if self.mixture.damps and any(position.generated for position in self.positions):
-            self.mixed = damp(self.mixed, self._generated())
+        if self.mixture.damps:
+            self._damp()
 
-    def _generated(self) -> Tensor:
-        """Return the (N, G) tokens that were generated before each position, if they repeat."""
-        rows = [torch.tensor(position.generated, dtype=torch.long) for position in self.positions]
-        padded = pad_sequence(rows, batch_first=True, padding_value=NO_TOKEN, padding_side="left")
-        return padded.to(self.logits.device)
+    def _damp(self) -> None:
+        """Damp memories at the positions before which generated tokens repeat."""
+        rows = [row for row, position in enumerate(self.positions) if len(position.generated) > MIN_REPEAT]
+        if rows:
+            texts = [torch.tensor(self.positions[row].generated, dtype=torch.long) for row in rows]
+            padded = pad_sequence(texts, batch_first=True, padding_value=NO_TOKEN, padding_side="left")
+            device = self.logits.device
+            self.mixed = damp(self.mixed, padded.to(device), torch.tensor(rows, device=device))
 
     def predict(self) -> Iterator[PredictedPosition]:
         """Yield the next tokens of each position, and the states of the online weights."""
