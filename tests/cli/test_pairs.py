@@ -164,6 +164,8 @@ def test_languages_are_stored_and_used_again(tmp_path, capfd):
     assert (model["src_lang"], model["tgt_lang"]) == ("deu_Latn", "eng_Latn")
     assert knnlm(capfd, "eval", out, write_tsv(tmp_path / "b.tsv", TEST))[0] == 0
     assert knnlm(capfd, "add", out, write_tsv(tmp_path / "c.tsv", VALID))[0] == 0
+    assert "pairs of a source and a target, deu_Latn → eng_Latn" in knnlm(capfd, "info", out)[1]
+    assert f"← {STORED[0].source_text}" in " ".join(knnlm(capfd, "documents", out, "--limit", 1)[1].split())
     lm = Seq2SeqLM.open(str(tmp_path / "nllb"), src_lang="deu_Latn", tgt_lang="eng_Latn")
     assert Datastore.open(out).model["start_token"] == lm.start_token
 
@@ -172,6 +174,11 @@ def test_languages_are_stored_and_used_again(tmp_path, capfd):
     ("command", "message"),
     [
         (["generate", "pairs.store", "Hello"], "it translates a source"),
+        (["chat", "pairs.store"], "Text generation (generate, chat, serve, KnnForCausalLM) needs a decoder-only model"),
+        (
+            ["tune", "pairs.store", "valid.tsv", "--samples", "50"],
+            "A gate that is trained on --samples needs a decoder",
+        ),
         (["report", "pairs.store", "plain.txt", "--out", "r"], "store of pairs"),
         (["distill", "pairs.store", "--into", "decoder", "--out", "d"], "A decoder needs a decoder-only model"),
         (["bench", "--quick", "--model", "model"], "The benchmark needs a decoder-only model"),

@@ -7,6 +7,7 @@ from contextlib import closing
 from dataclasses import replace
 
 import numpy as np
+import pyarrow.parquet as pq
 import pytest
 import torch
 
@@ -91,7 +92,7 @@ def test_store_is_opened_with_its_own_kind_of_model(lm, store, tmp_path):
     assert mixture.evaluate(HELD_OUT).tokens
     with pytest.raises(ModelMismatch, match="was built with"):
         Mixture.open(path, CausalLM(tiny("llama"), lm.tokenizer))
-    with pytest.raises(ModelError, match="KnnForCausalLM needs a decoder-only model"):
+    with pytest.raises(ModelError, match=r"KnnForCausalLM\) needs a decoder-only model"):
         KnnForCausalLM(mixture)
 
 
@@ -168,6 +169,14 @@ def test_merged_stores_keep_their_sources(lm, tmp_path):
     small = store.compress(tmp_path / "c", key_format="int8")
     assert [each.source_text for each in small.documents()] == [each.source_text for each in STORED[:9]]
     store.build_index("exact")
+
+
+def test_exported_entries_of_pairs_have_their_source_texts(lm, store, tmp_path):
+    store.export(tmp_path / "exported")
+    table = pq.read_table(next((tmp_path / "exported").glob("*.parquet")))
+    texts = {each.source: each.source_text for each in STORED}
+    columns = zip(table["source"].to_pylist(), table["source_text"].to_pylist(), strict=True)
+    assert {(source, texts[source]) for source in texts} == set(columns)
 
 
 def test_explanation_shows_the_source_of_each_neighbour(lm, store):

@@ -108,6 +108,7 @@ def _info_rows(store: Datastore, metadata: dict[str, Any]) -> list[tuple[str, st
         rows.append(("for", metadata["language_model"]))
     rows += [
         ("model", f"{model['name']} ({model['class']}, weights {model['weights']['float32']})"),
+        *([("reads", _describe_pairs(model))] if store.has_pairs else []),
         ("keys", f"{model['key_layer']} of layer {model['layer']} of {model['layers']} ({model['key_module']})"),
         ("", f"{store.width} dimensions as {store.storage}, scale {metadata['keys']['largest_scale']:g}"),
         ("window", f"{store.window['context']} tokens, stride {store.window['stride']}"),
@@ -118,6 +119,12 @@ def _info_rows(store: Datastore, metadata: dict[str, Any]) -> list[tuple[str, st
         rows.append(("adapted", f"perplexity of {count(adapted.held_out_tokens, 'held-out token')}"))
         rows += [(f"  {name}", figure) for name, figure in adaptation_rows(adapted)]
     return rows
+
+
+def _describe_pairs(model: dict[str, Any]) -> str:
+    """Return what an encoder-decoder model reads."""
+    languages = f", {model['src_lang']} → {model['tgt_lang']}" if model.get("src_lang") else ""
+    return f"pairs of a source and a target{languages}"
 
 
 def _load_adaptation(store: Path) -> Adaptation | None:
@@ -220,7 +227,8 @@ def _print_documents(listed: list[dict[str, Any]]) -> None:
             f"  {name}={value if isinstance(value, str) else dumps(value)}"
             for name, value in document["fields"].items()
         )
-        text = f"{document['id']}  {document['tokens']:,} tokens  {document['source']}{fields}"
+        translated = "" if document["source_text"] is None else f"  ← {document['source_text'][:80]}"
+        text = f"{document['id']}  {document['tokens']:,} tokens  {document['source']}{fields}{translated}"
         rows.append((str(document["number"]), visible(text)))
     print_table(rows)
 

@@ -289,13 +289,12 @@ def _best_perplexity(
     store: Path, text: list[str], limit: int | None, model: str | None, machine: MachineFlags
 ) -> float:
     """Return the lowest perplexity of one λ over the store's neighbours on a text."""
-    from knnlm.corpus import read_documents
     from knnlm.evaluation.sweep import KS
 
     mixture = open_mixture(store, model, machine, memories="knn", use_tuned=False)
     with tempfile.TemporaryDirectory(prefix="knnlm-prune-") as folder:
         place = Path(folder) / "trace"
-        trace = mixture.record(read_documents(*text), place, k=max(KS), limit=limit, progress=bar)
+        trace = mixture.record(TextFlags().read_for(store, text), place, k=max(KS), limit=limit, progress=bar)
         return float(trace.sweep(device=str(mixture.lm.device)).best[3])
 
 

@@ -413,7 +413,7 @@ class SamplingFlags:
     top_p: TopP = 1.0
     top_k: Annotated[int, typer.Option(min=0, help="Sample from this many tokens; 0 is all.")] = 0
     repetition_penalty: Annotated[float, typer.Option(help="Above 1 makes repetitions less probable.")] = 1.0
-    beams: Annotated[int, typer.Option(min=1, help="Number of beams.")] = 1
+    beams: Annotated[int | None, typer.Option(min=1, help="Number of beams.")] = 1
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -428,6 +428,20 @@ class SamplingFlags:
             check_top_p(self.top_p)
             chosen |= {"temperature": self.temperature, "top_p": self.top_p, "top_k": self.top_k}
         return chosen
+
+
+@dataclass(frozen=True)
+class TranslationFlags(SamplingFlags):
+    """How tokens of translations are chosen; the number of beams is by default the model's own."""
+
+    beams: Annotated[
+        int | None, typer.Option(min=1, help="Number of beams.", show_default="as the model's configuration says")
+    ] = None
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The keyword arguments of transformers' `generate`."""
+        return {name: value for name, value in super().settings.items() if value is not None}
 
 
 def check_top_p(top_p: float) -> None:
@@ -490,7 +504,7 @@ def translate(
         ),
     ],
     max_new_tokens: MaxNewTokens = 256,
-    sampling: SamplingFlags = SamplingFlags(),
+    sampling: TranslationFlags = TranslationFlags(),
     seed: Annotated[
         int | None, typer.Option(min=0, max=2**63 - 1, help="Seed of the sampling.", show_default=False)
     ] = None,

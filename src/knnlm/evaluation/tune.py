@@ -123,6 +123,8 @@ def tune(
         raise ParameterError("Only a mixture with a store can be tuned. Open it with Mixture.open.")
     check_weights(weights)
     check_sample_count(samples or 0)
+    if samples:
+        mixture.lm.require_text("A gate that is trained on --samples")
     specs = mixture.specs
     grid = grid or Grid.of()
     # Locked before the text is read, so that the time is not lost where the result cannot be saved.
@@ -142,7 +144,6 @@ def tune(
         most = 0 if mixture.lm.has_encoder else MAX_SAMPLES
         count = min(len(trace), most) if samples is None else samples
         if count and online and weights == "gated":
-            mixture.lm.require_text("A gate that is trained on --samples")
             documents = sample_documents(mixture.lm, count, progress=progress)
             if documents:
                 reading: dict[str, Any] = {"batch_tokens": batch_tokens, "progress": progress}

@@ -213,6 +213,7 @@ def translate(
         batch = order[begin : begin + batch_size]
         inputs: dict[str, Any] = {**lm.pad_sources([tokens[number] for number in batch]), **settings}
         inputs |= {"decoder_input_ids": start.expand(len(batch), -1).contiguous(), "max_new_tokens": max_new_tokens}
+        inputs["decoder_start_token_id"] = lm.start_tokens[0]
         chosen: Any = model if use_memory else lm.model
         output = chosen.generate(**inputs)
         texts = lm.tokenizer.batch_decode(output[:, start.shape[1] :].tolist(), skip_special_tokens=True)

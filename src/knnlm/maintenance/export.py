@@ -129,6 +129,7 @@ class _Export:
         ]
         columns += [("count", arrow.float32())] if self._has_counts else []
         columns += [("fields", arrow.string())] if self._has_fields else []
+        columns += [("source_text", arrow.string())] if store.has_pairs else []
         metadata = {
             "model": store.model,
             "window": store.window,
@@ -145,7 +146,7 @@ class _Export:
         keys = self._key_numbers(entries)  # (n,) -1 where there is no key
         missing = keys.numpy() < 0
         flat = store.take(keys).numpy().reshape(-1)
-        ids, sources, fields, positions = documents.columns(begin, stop)
+        (ids, sources, fields, source_texts), positions = documents.columns(begin, stop)
         arrays = {
             "entry": arrow.array(entries.numpy()),
             "token": arrow.array(store.values(entries).numpy().astype(np.int32)),
@@ -160,6 +161,8 @@ class _Export:
             arrays["count"] = arrow.array(counts.numpy(), mask=missing)
         if self._has_fields:
             arrays["fields"] = arrow.array(fields, arrow.string())
+        if store.has_pairs:
+            arrays["source_text"] = arrow.array(source_texts, arrow.string())
         return arrow.table(arrays, schema=schema)
 
     def _key_numbers(self, entries: torch.Tensor) -> torch.Tensor:
@@ -180,17 +183,17 @@ class _Documents:
     def __init__(self, store: Datastore) -> None:
         self._documents = store.documents()
         self._begin, self._end = 0, 0  # the entries of the current document
-        self._current = ("", "", "")
+        self._current: tuple[str | None, ...] = ("", "", "", None)
 
-    def columns(self, begin: int, stop: int) -> tuple[list[str], list[str], list[str], NDArray[np.int64]]:
-        """Return id, source, fields as JSON, and position in the document of every entry."""
-        texts: list[tuple[str, str, str]] = []
+    def columns(self, begin: int, stop: int) -> tuple[list[list[str | None]], NDArray[np.int64]]:
+        """Return id, source, fields as JSON and source text, and position in the document, of every entry."""
+        texts: list[tuple[str | None, ...]] = []
         positions = []
         for first, count, document_begin in self._ranges(begin, stop):
             texts += [self._current] * count
             positions.append(np.arange(first - document_begin, first - document_begin + count))
-        ids, sources, fields = ([text[column] for text in texts] for column in range(3))
-        return ids, sources, fields, np.concatenate(positions) if positions else np.zeros(0, np.int64)
+        columns = [[text[column] for text in texts] for column in range(4)]
+        return columns, np.concatenate(positions) if positions else np.zeros(0, np.int64)
 
     def _ranges(self, begin: int, stop: int) -> Iterator[tuple[int, int, int]]:
         """Yield (first entry, entries, first entry of the document) for each document."""
@@ -198,7 +201,8 @@ class _Documents:
             while self._end <= begin:
                 document = next(self._documents)
                 self._begin, self._end = self._end, self._end + document.entries
-                self._current = (document.id, document.source, json.dumps(dict(document.fields), sort_keys=True))
+                fields = json.dumps(dict(document.fields), sort_keys=True)
+                self._current = (document.id, document.source, fields, document.source_text)
             count = min(stop, self._end) - begin
             yield begin, count, self._begin
             begin += count
