@@ -130,7 +130,9 @@ class CacheMemory(NeighbourMemory):
 
     def _past(self, span: Span, keys: Tensor) -> Tensor:
         """Return the (P, D) keys of the positions before a span that are in the window."""
-        past = span.past.get(self.source, keys[:0])
+        past = span.past.get(self.source)
+        if past is None:
+            return keys[:0]
         return (past if len(past) <= self.history_length else past[-self.history_length :]).to(keys)
 
     def _distances(self, queries: Tensor, stored: Tensor, centre: Tensor) -> Tensor:
