@@ -107,6 +107,18 @@ def test_store_of_pairs_is_changed_indexed_tuned_and_evaluated(folder, tmp_path,
     assert code == 0
 
 
+def test_store_of_pairs_is_tuned_on_a_trace(folder, tmp_path, capfd):
+    trace, valid = tmp_path / "trace", write_tsv(tmp_path / "valid.tsv", pairs(40, start=120))
+    arguments = ["--memories", "knn,ngram", "--save-trace", trace, "--json"]
+    code, out, _ = knnlm(capfd, "eval", folder / "pairs.store", valid, *arguments)
+    assert code == 0
+    code, _, err = knnlm(capfd, "tune", folder / "pairs.store", "--trace", trace, "--weights", "fitted", "--k", "1,4")
+    assert code == 0, err
+    code, out, err = knnlm(capfd, "eval", folder / "pairs.store", valid, "--support", "--json")
+    assert code == 0, err
+    assert json.loads(out)["weights"] == "fitted"
+
+
 def test_explain_shows_sources(folder, capfd):
     pair = TEST[0]
     arguments = ["explain", folder / "pairs.store", pair.text, "--source", pair.source_text, "--top", 1]

@@ -11,15 +11,17 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
-from helpers.models import SEQ2SEQ_FAMILIES, tiny
+from helpers.models import SEQ2SEQ_FAMILIES, pair_tokenizer, tiny
 from helpers.pairs import BruteForce, pair_lm, pairs, read_prefixes
 from knnlm.corpus import Document
 from knnlm.datastore.store import Datastore, text_hash
 from knnlm.errors import CorpusError, DatastoreCorrupt, ModelError, ModelMismatch, ParameterError
 from knnlm.generation.causal import KnnForCausalLM
+from knnlm.generation.seq2seq import KnnForSeq2SeqLM
 from knnlm.ingest import pipeline
 from knnlm.ingest.build import add, build
 from knnlm.lm.causal import CausalLM
+from knnlm.lm.seq2seq import Seq2SeqLM
 from knnlm.maintenance.merge import merge
 from knnlm.maintenance.verify import verify
 from knnlm.mixture.mixture import Mixture
@@ -94,6 +96,35 @@ def test_store_is_opened_with_its_own_kind_of_model(lm, store, tmp_path):
         Mixture.open(path, CausalLM(tiny("llama"), lm.tokenizer))
     with pytest.raises(ModelError, match=r"KnnForCausalLM\) needs a decoder-only model"):
         KnnForCausalLM(mixture)
+
+
+def test_store_of_another_model_with_the_same_tokenizer_is_read_by_that_model(lm, store, tmp_path):
+    other = Seq2SeqLM(tiny(lm.name, seed=5), lm.tokenizer, name=lm.name)
+    other.model.save_pretrained(tmp_path / "other")
+    other.tokenizer.save_pretrained(tmp_path / "other")
+    reader = Seq2SeqLM.open(str(tmp_path / "other"))
+    build(STORED, tmp_path / "other.store", lm=reader, key_format="float32")
+    mixture = Mixture.open(tmp_path / "other.store", lm, **SETTINGS)
+    assert [model.name for model in mixture.readers.models] == [lm.name, reader.name]
+    result = mixture.evaluate(HELD_OUT)
+    log_p = []
+    brute_force = BruteForce(reader, lm.name, STORED)
+    for document in HELD_OUT:
+        (keys, _, targets), (_, p_lm, _) = (read_prefixes(model, lm.name, document) for model in (reader, lm))
+        for key, probs, target in zip(keys, p_lm, targets, strict=True):
+            log_p.append(np.log(brute_force.distribution(key, probs, **SETTINGS)[target]))
+    assert result.perplexity == pytest.approx(np.exp(-np.mean(log_p)), rel=1e-3)
+    with pytest.raises(ModelError, match="second encoder-decoder model"):
+        KnnForSeq2SeqLM(mixture)
+
+
+def test_store_of_other_languages_is_refused(tmp_path):
+    nllb = pair_lm("m2m_100")
+    build(STORED[:4], tmp_path / "s", lm=nllb)
+    languages = {"src_lang": "eng_Latn", "tgt_lang": "eng_Latn"}
+    other = Seq2SeqLM(nllb.model, pair_tokenizer("m2m_100"), name="other", **languages)
+    with pytest.raises(ModelMismatch, match=r"src lang deu_Latn\).*src lang eng_Latn"):
+        Mixture.open(tmp_path / "s", other)
 
 
 @pytest.mark.parametrize("weights", ["fixed", "gated"])

@@ -73,6 +73,12 @@ def config_difference(one: dict[str, Any], other: dict[str, Any]) -> str | None:
     return next((name for name in one if name in other and one[name] != other[name]), None)
 
 
+def token_fields(one: Mapping[str, Any], other: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return the fields in which two models must agree to read the same tokens."""
+    both = one.get("encoder_decoder") and other.get("encoder_decoder")
+    return (*VOCABULARY_FIELDS, *PAIR_FIELDS) if both else VOCABULARY_FIELDS
+
+
 def _survives_json(value: Any) -> bool:
     """Whether a value is the same after a round trip through JSON."""
     if isinstance(value, dict):

@@ -12,6 +12,7 @@ a store. The last of them is the start token of the text; those before it are th
 
 from __future__ import annotations
 
+import threading
 import warnings
 from collections.abc import Mapping, Sequence
 from functools import cached_property
@@ -56,6 +57,7 @@ class Seq2SeqLM(CausalLM):
         start, self.end_tokens = _frame(model, tokenizer, self.name)
         self.prefix_tokens, self.start_token = start[:-1], start[-1]
         self._truncated = False
+        self._lock = threading.Lock()  # some tokenizers change their state between sources and targets
 
     @classmethod
     def open(
@@ -133,7 +135,8 @@ class Seq2SeqLM(CausalLM):
             check_text(text)
         if not texts:
             return []
-        encoded = self.tokenizer(text_target=list(texts), add_special_tokens=False, verbose=False)["input_ids"]
+        with self._lock:
+            encoded = self.tokenizer(text_target=list(texts), add_special_tokens=False, verbose=False)["input_ids"]
         return [self._checked(list(tokens)) for tokens in encoded]
 
     def encode_sources(self, texts: Sequence[str]) -> list[list[int]]:
@@ -143,11 +146,12 @@ class Seq2SeqLM(CausalLM):
         if not texts:
             return []
         limit = self.max_source_length
-        encoded = self.tokenizer(list(texts), verbose=False)["input_ids"]
-        longest = max(map(len, encoded))
-        if limit is not None and longest > limit:
-            encoded = self.tokenizer(list(texts), truncation=True, max_length=limit, verbose=False)["input_ids"]
-            self._warn_of_truncation(longest, limit)
+        with self._lock:
+            encoded = self.tokenizer(list(texts), verbose=False)["input_ids"]
+            longest = max(map(len, encoded))
+            if limit is not None and longest > limit:
+                encoded = self.tokenizer(list(texts), truncation=True, max_length=limit, verbose=False)["input_ids"]
+                self._warn_of_truncation(longest, limit)
         embeddings: Any = self.model.get_input_embeddings()
         size = int(embeddings.weight.shape[0])
         return [self._checked(list(tokens), size) for tokens in encoded]

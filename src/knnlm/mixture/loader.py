@@ -15,7 +15,7 @@ from knnlm.datastore.indexes import open_index
 from knnlm.datastore.store import Datastore
 from knnlm.errors import DatastoreCorrupt, DatastoreError, ModelError, ModelMismatch, ParameterError
 from knnlm.lm.causal import CausalLM
-from knnlm.lm.fingerprint import VOCABULARY_FIELDS, identity_difference
+from knnlm.lm.fingerprint import identity_difference, token_fields
 from knnlm.lm.seq2seq import open_lm
 from knnlm.memories.base import Memory, Source
 from knnlm.memories.cache import WINDOW, CacheMemory
@@ -260,7 +260,7 @@ class _Loader:
         if number is None:
             wrong = identity_difference(store.model, self.lm.identity)
             assert wrong is not None
-            if wrong[0] in VOCABULARY_FIELDS:
+            if wrong[0] in token_fields(store.model, self.lm.identity):
                 raise _mismatch(store, self.lm, *wrong)
             try:
                 reader = open_reader(store, device=str(self.lm.device), dtype=self.options.dtype)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from knnlm.errors import ModelMismatch, ParameterError
 from knnlm.lm.causal import CausalLM, scored_targets
-from knnlm.lm.fingerprint import VOCABULARY_FIELDS, identity_difference
+from knnlm.lm.fingerprint import identity_difference, token_fields
 from knnlm.lm.key_layers import KeyLayer, find_key_layer
 from knnlm.lm.windows import Window, WindowShape, batches, windows
 from knnlm.memories.base import LM_LOGITS, LOGITS, Context, Source, Span
@@ -47,7 +47,7 @@ class Readers:
         if (number := self.find(model.identity)) is not None:
             return number
         lm = self.models[0]
-        for what in VOCABULARY_FIELDS:
+        for what in token_fields(model.identity, lm.identity):
             if model.identity[what] != lm.identity[what]:
                 raise ModelMismatch(
                     f"{model.name} has another tokenizer or vocabulary ({what.replace('_', ' ')} "
