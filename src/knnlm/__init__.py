@@ -46,7 +46,8 @@ if TYPE_CHECKING:
     from knnlm.index.base import Index, Neighbours, Vectors
     from knnlm.ingest.build import Added, build
     from knnlm.lm.causal import CausalLM
-    from knnlm.lm.seq2seq import Seq2SeqLM, open_lm
+    from knnlm.lm.seq2seq import Seq2SeqLM
+    from knnlm.lm.speech import SpeechLM, open_lm
     from knnlm.lm.windows import WindowShape
     from knnlm.maintenance.export import ExportResult
     from knnlm.maintenance.import_ import ImportResult, import_arrays
@@ -146,6 +147,7 @@ _HOMES = {
     "Sweep": "evaluation.sweep",
     "TokenExplanation": "evaluation.explain",
     "Trace": "evaluation.trace",
+    "SpeechLM": "lm.speech",
     "SupportFigures": "evaluation.support",
     "SupportModel": "mixture.support",
     "Tuning": "evaluation.tune",
@@ -157,7 +159,7 @@ _HOMES = {
     "encode_chat": "generation.chat",
     "import_arrays": "maintenance.import_",
     "merge": "maintenance.merge",
-    "open_lm": "lm.seq2seq",
+    "open_lm": "lm.speech",
     "prune": "training.prune",
     "read_documents": "corpus",
     "repair": "maintenance.repair",
@@ -227,6 +229,7 @@ __all__ = [
     "Seq2SeqLM",
     "Source",
     "Span",
+    "SpeechLM",
     "StoredDocument",
     "SupportFigures",
     "SupportModel",

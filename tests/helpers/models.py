@@ -138,7 +138,7 @@ def _t5(name: str, **options: object) -> Callable[[], hf.PreTrainedModel]:
 def _whisper() -> hf.PreTrainedModel:
     shape = {"encoder_layers": 2, "decoder_layers": LAYERS, "encoder_attention_heads": 4, "decoder_attention_heads": 4}
     width = {"d_model": WIDTH, "encoder_ffn_dim": 80, "decoder_ffn_dim": 80, "num_mel_bins": 6}
-    lengths = {"max_source_positions": 12, "max_target_positions": 128, "decoder_start_token_id": 0}
+    lengths = {"max_source_positions": 12, "max_target_positions": 128, "decoder_start_token_id": 1}
     config = _config("whisper", **shape, **width, **lengths, suppress_tokens=None, begin_suppress_tokens=None)
     return hf.WhisperForConditionalGeneration(config)
 
@@ -216,6 +216,30 @@ def _trained_pairs(*, bytes_: bool) -> str:
     )
     tokenizer.train_from_iterator([TEXT], trainer)
     return tokenizer.to_str()
+
+
+_WHISPER_TOKENS = ["startoftranscript", "en", "translate", "transcribe", "notimestamps"]
+SAMPLING_RATE = 3840  # 24 frames, as many as the tiny encoder reads, take a second
+
+
+def whisper_tokenizer() -> hf.PreTrainedTokenizerBase:
+    """Whisper's tokenizer with few tokens and one language; its end token has the number 0."""
+    special = [f"<|{name}|>" for name in ("endoftext", *_WHISPER_TOKENS)]
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=300, special_tokens=special, initial_alphabet=alphabet, show_progress=False
+    )
+    tokenizer.train_from_iterator([TEXT], trainer)
+    model = json.loads(tokenizer.to_str())["model"]
+    merges = [tuple(pair) for pair in model["merges"]]
+    return hf.WhisperTokenizer(vocab=model["vocab"], merges=merges, extra_special_tokens=special[1:])
+
+
+def whisper_extractor() -> hf.WhisperFeatureExtractor:
+    """A feature extractor for the tiny Whisper."""
+    return hf.WhisperFeatureExtractor(feature_size=6, sampling_rate=SAMPLING_RATE, hop_length=160, chunk_length=1)
 
 
 def pair_tokenizer(family: str = "marian") -> hf.PreTrainedTokenizerBase:

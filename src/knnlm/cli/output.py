@@ -79,7 +79,7 @@ def waiting(what: str) -> Iterator[None]:
 
 def open_model(name: str, **settings: Any) -> CausalLM:
     """Open a model with a spinner, and without the log messages of the libraries below."""
-    from knnlm.lm.seq2seq import open_lm
+    from knnlm.lm.speech import open_lm
 
     quiet()
     with waiting(f"opening the model {name} (the first time takes longer)"):

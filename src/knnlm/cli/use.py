@@ -523,8 +523,8 @@ def translate(
     from knnlm.corpus import read_lines
 
     settings = sampling.settings | {"max_new_tokens": max_new_tokens, "seed": seed, "batch_size": batch_size}
-    lines = read_lines(text) if _is_input(text) else [text]
     opened = mixture.open(store, model, machine)
+    lines = read_lines(text) if _is_input(text) and not opened.lm.reads_audio else [text]
     begin = time.perf_counter()
     sources = [line for line in lines if line.strip()]
     written = iter(opened.translate(sources, use_memory=not no_memory, **settings))
@@ -557,7 +557,7 @@ def explain(
 
     opened = mixture.open(store, model, machine)
     text = _text(text)
-    source = None if source is None else _text(source)
+    source = source if source is None or opened.lm.reads_audio else _text(source)
     explained = opened.explain(text, source=source, top=top)
     if json:
         given = {"text": text} if source is None else {"source": source, "text": text}

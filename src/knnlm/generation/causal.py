@@ -23,7 +23,6 @@ from torch import Tensor
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
-    AutoModelForSeq2SeqLM,
     AutoTokenizer,
     GenerationMixin,
     PreTrainedConfig,
@@ -50,7 +49,8 @@ from knnlm.generation.cache import (
 )
 from knnlm.index.gpu.deferred import defer_checks
 from knnlm.lm.causal import CausalLM, dynamic_shape_attention
-from knnlm.lm.seq2seq import wrap_model
+from knnlm.lm.loading import auto_class, load_feature_extractor, reads_audio
+from knnlm.lm.speech import wrap_model
 from knnlm.memories.base import LM_LOGITS, Context, Origin, Source
 from knnlm.mixture.loader import is_decoder, language_model
 from knnlm.mixture.mixture import Mixture
@@ -61,7 +61,7 @@ from knnlm.mixture.weights import MixturePrediction
 
 EVIDENCE_TOKENS = 1024  # of a prompt, its last ones, update the online weights
 
-_BASE_FOLDER, _STORE_FOLDER = "base", "store"
+BASE_FOLDER, _STORE_FOLDER = "base", "store"
 
 # Arguments of `generate` that it modifies or calls at every token, so that it cannot be run twice with them.
 _STATEFUL_ARGUMENTS = (
@@ -428,8 +428,8 @@ class KnnForCausalLM(PreTrainedModel, GenerationMixin):
     ) -> None:
         """Write the base model into a sub-folder, and the path of the store or, with `copy_store`, a copy of it."""
         folder = Path(save_directory)
-        self.base.save_pretrained(folder / _BASE_FOLDER, **kwargs)
-        self.tokenizer.save_pretrained(folder / _BASE_FOLDER)
+        self.base.save_pretrained(folder / BASE_FOLDER, **kwargs)
+        self.tokenizer.save_pretrained(folder / BASE_FOLDER)
         self.tokenizer.save_pretrained(folder)
         config = self._make_config(self.mixture)  # the mixture may have changed since this object was made
         config.mixture = _write_mixture(self.mixture, folder, copy_store=copy_store)
@@ -459,9 +459,8 @@ class KnnForCausalLM(PreTrainedModel, GenerationMixin):
                 f"{folder}: its store {store} does not exist. Restore it, or save the model with copy_store=True."
             )
         kwargs.setdefault("dtype", "auto")
-        auto: Any = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
-        base = auto.from_pretrained(folder / _BASE_FOLDER, *model_args, **_for_base(kwargs))
-        tokenizer = AutoTokenizer.from_pretrained(folder / _BASE_FOLDER)
+        base = auto_class(config.text_config).from_pretrained(folder / BASE_FOLDER, *model_args, **_for_base(kwargs))
+        tokenizer = AutoTokenizer.from_pretrained(folder / BASE_FOLDER)
         return cls(_open_mixture(store, base, tokenizer, config=config, folder=folder))
 
 
@@ -565,6 +564,7 @@ def _open_mixture(
         name=name or store.model["name"],
         key_layer=store.model["key_layer"],
         layer=-1 if name else store.model["layer"],
+        extractor=load_feature_extractor(str(folder / BASE_FOLDER)) if reads_audio(base.config) else None,
         src_lang=store.model.get("src_lang"),
         tgt_lang=store.model.get("tgt_lang"),
     )

@@ -8,8 +8,10 @@ reads before the language, are read by the decoder and not by the memories.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -20,8 +22,9 @@ from transformers.utils.generic import ModelOutput
 
 from knnlm.errors import ModelError, ParameterError
 from knnlm.generation.cache import memory_state
-from knnlm.generation.causal import KnnConfig, KnnForCausalLM, prompt_length
+from knnlm.generation.causal import BASE_FOLDER, KnnConfig, KnnForCausalLM, prompt_length
 from knnlm.lm.seq2seq import Seq2SeqLM
+from knnlm.lm.speech import SpeechLM
 from knnlm.memories.base import Source
 from knnlm.mixture.mixture import Mixture
 
@@ -64,6 +67,7 @@ class KnnForSeq2SeqLM(KnnForCausalLM):
         super().__init__(mixture)
         assert self.generation_config is not None
         self.generation_config.decoder_start_token_id = self._lm.start_tokens[0]
+        self.main_input_name = self.base.main_input_name  # tokens, or the features of sounds
 
     @staticmethod
     def _check_kind(mixture: Mixture) -> None:
@@ -94,6 +98,12 @@ class KnnForSeq2SeqLM(KnnForCausalLM):
         shifted = torch.cat([first, labels[:, :-1]], 1)
         return shifted.masked_fill(shifted == _IGNORED_LABEL, pad if isinstance(pad, int) else self._lm.start_token)
 
+    def save_pretrained(self, save_directory: str | os.PathLike[str], **kwargs: Any) -> None:  # type: ignore[override]
+        """Write the base model into a sub-folder, and the path of the store or, with `copy_store`, a copy of it."""
+        super().save_pretrained(save_directory, **kwargs)
+        if isinstance(self._lm, SpeechLM):
+            self._lm.extractor.save_pretrained(Path(save_directory) / BASE_FOLDER)
+
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         """Generate as transformers does; every target begins with the start tokens of the model's languages."""
         forced = kwargs.pop("forced_bos_token_id", None)
@@ -103,10 +113,11 @@ class KnnForSeq2SeqLM(KnnForCausalLM):
                 f"{self._lm.tgt_lang or self._lm.start_token}."
             )
         if kwargs.get("decoder_input_ids") is None:
-            given = [*args[:1], kwargs.get("inputs"), kwargs.get("input_ids"), kwargs.get("encoder_outputs")]
+            names = ("inputs", "input_ids", "input_features", "encoder_outputs")
+            given = [*args[:1], *(kwargs.get(name) for name in names)]
             source = next((value for value in given if value is not None), None)
             if source is None:
-                raise ParameterError("generate needs input_ids: the source to translate.")
+                raise ParameterError(f"generate needs {self.main_input_name}: the source to translate.")
             rows = len(source if isinstance(source, Tensor) else source[0])
             start = torch.tensor([self._lm.start_tokens], device=self.device)
             kwargs["decoder_input_ids"] = start.expand(rows, -1).contiguous()
@@ -131,6 +142,7 @@ class KnnForSeq2SeqLM(KnnForCausalLM):
         labels: Tensor | None = None,
         use_cache: bool | None = None,
         logits_to_keep: int | Tensor = 0,
+        input_features: Tensor | None = None,
         return_dict: bool | None = None,  # noqa: ARG002  (the output is always a dictionary)
         **others: Any,
     ) -> ModelOutput:
@@ -140,7 +152,7 @@ class KnnForSeq2SeqLM(KnnForCausalLM):
                 raise ModelError("Give decoder_input_ids or labels: the target, which the memories predict.")
             decoder_input_ids = self.prepare_decoder_input_ids_from_labels(labels)
         encoder = {"input_ids": input_ids, "attention_mask": attention_mask, "inputs_embeds": inputs_embeds}
-        source = {**encoder, "encoder_outputs": encoder_outputs, **others}
+        source = {**encoder, "input_features": input_features, "encoder_outputs": encoder_outputs, **others}
         source = {name: value for name, value in source.items() if value is not None}
         done = past_key_values.get_seq_length() if isinstance(past_key_values, Cache) else 0
         before = min(decoder_input_ids.shape[1], max(0, len(self._lm.prefix_tokens) - done))
@@ -214,8 +226,8 @@ def translate(
         inputs: dict[str, Any] = {**lm.pad_sources([tokens[number] for number in batch]), **settings}
         inputs |= {"decoder_input_ids": start.expand(len(batch), -1).contiguous(), "max_new_tokens": max_new_tokens}
         inputs["decoder_start_token_id"] = lm.start_tokens[0]
-        chosen: Any = model if use_memory else lm.model
-        output = chosen.generate(**inputs)
+        # Not the model's own method: Whisper's cuts sounds into pieces by itself.
+        output = model.generate(**inputs) if use_memory else GenerationMixin.generate(cast(Any, lm.model), **inputs)
         texts = lm.tokenizer.batch_decode(output[:, start.shape[1] :].tolist(), skip_special_tokens=True)
         for number, text in zip(batch, texts, strict=True):
             written[number] = str(text).strip()

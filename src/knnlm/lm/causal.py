@@ -63,6 +63,7 @@ class CausalLM:
     """A decoder, its tokenizer, and the place where its keys are captured."""
 
     has_encoder = False  # whether documents are pairs of a source and a target
+    reads_audio = False  # whether the sources of pairs are sound files
 
     def __init__(
         self,

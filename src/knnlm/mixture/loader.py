@@ -16,7 +16,7 @@ from knnlm.datastore.store import Datastore
 from knnlm.errors import DatastoreCorrupt, DatastoreError, ModelError, ModelMismatch, ParameterError
 from knnlm.lm.causal import CausalLM
 from knnlm.lm.fingerprint import identity_difference, token_fields
-from knnlm.lm.seq2seq import open_lm
+from knnlm.lm.speech import open_lm
 from knnlm.memories.base import Memory, Source
 from knnlm.memories.cache import WINDOW, CacheMemory
 from knnlm.memories.decoder import CARD, DecoderCard, DecoderMemory, load_card
