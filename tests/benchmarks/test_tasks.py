@@ -80,6 +80,6 @@ def test_whole_run_prints_a_row_for_each_store_and_task(long_model_folder, tmp_p
     for row in rows:
         by_task.setdefault((row["corpus"], row["task"]), []).append(row["model"])
     assert all(first == second for first, second in by_task.values())
-    assert sum(line.startswith("| acl |") for line in shown) == sum(line.startswith("| aws |") for line in shown) == 12
+    assert sum(line.startswith("| acl |") for line in shown) == sum(line.startswith("| aws |") for line in shown) == 13
     assert shown[-2].startswith("The default weights raise")
     assert shown[-1].startswith("The default weights lower")
