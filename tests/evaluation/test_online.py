@@ -74,8 +74,8 @@ def test_gate_sees_evidence_if_it_is_trained_on_text_that_the_model_wrote(lm, pa
     assert not mixture.weights.uses_evidence
 
 
-def test_fixed_weights_of_a_gate_and_its_experts_come_from_the_text_alone(lm, path, tmp_path, monkeypatch):
-    """Samples of the model would move the weights to the model, in its own domain too."""
+def test_weights_beside_networks_are_fitted_to_samples_too(lm, path, tmp_path, monkeypatch):
+    """Else they would add memories to text of another domain; without networks, they are fitted to the text alone."""
     mixture = Mixture.open(path, lm, memories="knn,cache,ngram", use_tuned=False)
     valid, written = (
         mixture.record(each, tmp_path / name)
@@ -85,7 +85,9 @@ def test_fixed_weights_of_a_gate_and_its_experts_come_from_the_text_alone(lm, pa
     text, samples = tabulate(valid, settings), tabulate(written, settings)
     frequencies = token_frequencies(mixture.store)
     weights = fit_weights(text, "gated", frequencies=frequencies, samples=samples).weights
-    expected = fit(text.log_probs, prior=torch.ones(len(text.component_names))).weights
+    assert weights.gate.trust > 0
+    both = torch.cat([text.log_probs, samples.log_probs])
+    expected = fit(both, prior=torch.ones(len(text.component_names))).weights
     torch.testing.assert_close(weights.gate.fitted.double(), expected, atol=1e-5, rtol=0)
     layers, layer = [], TraceTable.layer
     monkeypatch.setattr(TraceTable, "layer", lambda *arguments: layers.append(arguments) or layer(*arguments))

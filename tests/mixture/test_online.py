@@ -160,24 +160,30 @@ def test_right_store_wins_within_a_few_dozen_tokens():
 
 
 def test_experts_are_the_model_the_mixture_and_each_store():
-    weights = torch.tensor([[0.4, 0.1, 0.1, 0.3, 0.1]])
+    weights = torch.tensor([[0.4, 0.1, 0.1, 0.3, 0.1]], dtype=torch.float64)
     abstains = torch.zeros(1, 5, dtype=torch.bool)
     single = expert_weights(weights, [slice(1, 3)], [], abstains)
-    torch.testing.assert_close(single[0], torch.tensor([[1.0, 0, 0, 0, 0], [0.4, 0.1, 0.1, 0.3, 0.1]]))
+    torch.testing.assert_close(
+        single[0], torch.tensor([[1.0, 0, 0, 0, 0], [0.4, 0.1, 0.1, 0.3, 0.1]], dtype=torch.float64)
+    )
     several = expert_weights(weights, [slice(1, 3), slice(3, 4)], [], abstains)
-    torch.testing.assert_close(several[0, 2:], torch.tensor([[0.4, 0.5, 0, 0, 0.1], [0.4, 0, 0, 0.5, 0.1]]))
+    torch.testing.assert_close(
+        several[0, 2:], torch.tensor([[0.4, 0.5, 0, 0, 0.1], [0.4, 0, 0, 0.5, 0.1]], dtype=torch.float64)
+    )
     assert several.shape[1] == 4
     abstains[0, 3] = True
     several = expert_weights(weights, [slice(1, 3), slice(3, 4)], [], abstains)
-    torch.testing.assert_close(several[0, 3], torch.tensor([0.9, 0, 0, 0, 0.1]))
+    torch.testing.assert_close(several[0, 3], torch.tensor([0.9, 0, 0, 0, 0.1], dtype=torch.float64))
 
 
 def test_cache_is_an_expert_beside_the_model_alone():
-    weights = torch.tensor([[0.4, 0.2, 0.3, 0.1]]).repeat(2, 1)
+    weights = torch.tensor([[0.4, 0.2, 0.3, 0.1]], dtype=torch.float64).repeat(2, 1)
     abstains = torch.tensor([[False, False, False, False], [False, False, True, False]])
     found = expert_weights(weights, [slice(1, 2)], [slice(2, 4)], abstains)
-    torch.testing.assert_close(found[0, 2:], torch.tensor([[0.98, 0, 0.01, 0.01], [0.8, 0, 0.1, 0.1]]))
-    torch.testing.assert_close(found[1, 2:], torch.tensor([[0.99, 0, 0, 0.01], [0.9, 0, 0, 0.1]]))
+    torch.testing.assert_close(
+        found[0, 2:], torch.tensor([[0.98, 0, 0.01, 0.01], [0.8, 0, 0.1, 0.1]], dtype=torch.float64)
+    )
+    torch.testing.assert_close(found[1, 2:], torch.tensor([[0.99, 0, 0, 0.01], [0.9, 0, 0, 0.1]], dtype=torch.float64))
 
 
 def test_expert_log_probs_are_those_of_the_weighted_sum():

@@ -426,7 +426,7 @@ def train_gate(
 ) -> Gate:
     """Train a gate on (N, F) features, (N, M) log-probabilities and the (N,) numbers of their documents.
 
-    `fitted` marks the (N,) rows that its fixed weights, beside the networks, are fitted to; None: all of them.
+    `fitted` marks the (N,) rows that its weights are fitted to if the networks are not used; None: all of them.
     """
     check_logs(logs)
     names = (
@@ -435,7 +435,8 @@ def train_gate(
     )
     config = fewer_folds(config, groups)
     folds: dict[str, Any] = {"folds": config.folds, "seed": config.seed, "fewest": FEWEST}
-    fold, whole, others = fit_folds(logs, groups, fitted=fitted, **folds)
+    given = logs
+    fold, whole, others = fit_folds(given, groups, **folds)
     fold, others = fold.to(device), others.to(device, torch.float32)
     starts = (1 - _INSIDE) * others + _INSIDE / logs.shape[1]  # (K, M)
     logs = logs.to(device, torch.float32)
@@ -451,10 +452,16 @@ def train_gate(
     both = torch.stack([plain, -losses if epochs else plain], 1)
     if epochs and not _sure(both[:, 1] - both[:, 0], groups.to(device) if len(groups.unique()) > 1 else fold):
         epochs = 0
+    if not epochs and fitted is not None:
+        _, whole, others = fit_folds(given, groups, fitted=fitted, **folds)
+        both[:] = log_mixed(logs, renormalise(others.to(device, torch.float32)[fold.clamp(min=0)], abstains))[:, None]
     chosen = fit(both, prior=torch.tensor([_PRIOR, 0.0])).weights.to(both) if epochs else both.new_tensor([1.0, 0.0])
     together = log_mixed(both, chosen.expand(both.shape))
     metadata: dict[str, Any] = {"config": asdict(config), "rows": len(logs), "epochs": epochs}
-    for name, found in (("fitted_perplexity", plain), ("perplexity", together)):  # both of rows not seen in training
+    for name, found in (
+        ("fitted_perplexity", both[:, 0]),
+        ("perplexity", together),
+    ):  # both of rows not seen in training
         metadata[name] = math.exp(-float(found.double().mean()))
     return Gate(nets, starts, whole.to(starts), float(chosen[1]), *names, metadata, together)
 

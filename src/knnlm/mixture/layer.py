@@ -150,7 +150,7 @@ class OnlineLayer:
         """Return the (N, M) weights of the components for all experts together, in float64 if there are several."""
         if by_expert.shape[1] == 1:
             return by_expert[:, 0]
-        return (states[:, : by_expert.shape[1], None].exp() * by_expert.double()).sum(1)
+        return (states[:, None, : by_expert.shape[1]].exp() @ by_expert)[:, 0]
 
     def after(self, states: Tensor, by_expert: Tensor, log_probs: Tensor, abstains: Tensor) -> Tensor:
         """Return the (N, S) states after tokens with these (N, M) log-probabilities by each component."""

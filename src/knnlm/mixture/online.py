@@ -90,29 +90,28 @@ class OnlineConfig:
 
 
 def expert_weights(weights: Tensor, stores: Sequence[slice], caches: Sequence[slice], abstains: Tensor) -> Tensor:
-    """Return the (N, E, M) component weights of each expert, from the (N, M) weights of the mixture.
+    """Return the (N, E, M) component weights of each expert in float64, from the (N, M) weights of the mixture.
 
     `stores` and `caches` are the components of each store and cache. With several stores, each is an expert whose first
     component has the weight of all stores. Where a component abstains, its weight goes to the language model.
     """
-    alone = torch.zeros_like(weights)
-    alone[:, 0] = 1
-    experts = [alone, weights]
-    if len(stores) > 1:
-        without, total = weights.clone(), weights.new_zeros(len(weights))
-        for own in stores:
-            total = total + weights[:, own].sum(1)
-            without[:, own] = 0
-        for own in stores:
-            one = without.clone()
-            one[:, own.start] = total
-            experts.append(renormalise(one, abstains))
-    for own in caches:
-        for weight in _CACHE_WEIGHTS:
-            one = (1 - weight) * alone
-            one[:, own] = weight / (own.stop - own.start)
-            experts.append(renormalise(one, abstains))
-    return torch.stack(experts, 1)
+    several = stores if len(stores) > 1 else ()
+    count = 2 + len(several) + len(caches) * len(_CACHE_WEIGHTS)
+    experts = weights.new_zeros(len(weights), count, weights.shape[1], dtype=torch.float64)
+    experts[:, 0, 0] = 1
+    experts[:, 1] = weights
+    for number, own in enumerate(several, 2):
+        one = weights.to(torch.float64, copy=True)
+        for other in several:
+            one[:, other] = 0
+        one[:, own.start] = sum(weights[:, other].sum(1).double() for other in several)
+        experts[:, number] = renormalise(one, abstains)
+    beside = [(own, weight) for own in caches for weight in _CACHE_WEIGHTS]
+    for number, (own, weight) in enumerate(beside, 2 + len(several)):
+        votes = (~abstains[:, own]).double() * (weight / (own.stop - own.start))
+        experts[:, number, own] = votes
+        experts[:, number, 0] = 1 - votes.sum(1)
+    return experts
 
 
 def expert_log_probs(weights: Tensor, component_log_probs: Tensor) -> Tensor:
