@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     )
     from knnlm.evaluation.evaluate import Evaluation
     from knnlm.evaluation.explain import Contribution, NeighbourVote, TokenExplanation
+    from knnlm.evaluation.quality import TranslationQuality
     from knnlm.evaluation.support import SupportFigures
     from knnlm.evaluation.sweep import Sweep
     from knnlm.evaluation.trace import MemoryTrace, Trace
@@ -149,6 +150,7 @@ _HOMES = {
     "Trace": "evaluation.trace",
     "SpeechLM": "lm.speech",
     "SupportFigures": "evaluation.support",
+    "TranslationQuality": "evaluation.quality",
     "SupportModel": "mixture.support",
     "Tuning": "evaluation.tune",
     "Vectors": "index.base",
@@ -236,6 +238,7 @@ __all__ = [
     "Sweep",
     "TokenExplanation",
     "Trace",
+    "TranslationQuality",
     "Tuning",
     "Vectors",
     "Verification",

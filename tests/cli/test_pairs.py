@@ -228,3 +228,17 @@ def test_translate_reads_a_text_a_file_or_standard_input(folder, tmp_path, capfd
 def test_translate_needs_a_store_of_pairs(store, model_folder, capfd):
     line = failure(capfd, "translate", store.path, "A text", "--model", model_folder)
     assert "Only an encoder-decoder model translates" in line
+
+
+def test_eval_measures_the_quality_of_translations(folder, capfd):
+    given = ["eval", folder / "pairs.store", folder / "valid.tsv", "--limit", 20, "--k", 1, "--lambda", 0.9]
+    code, out, err = knnlm(capfd, *given, "--quality", "--json")
+    assert code == 0, err
+    quality = json.loads(out)["quality"]
+    assert 0 < quality["sentences"] < len(VALID)
+    assert quality["bleu_signature"].startswith("nrefs:1")
+    code, out, _ = knnlm(capfd, *given, "--quality")
+    assert code == 0
+    assert "BLEU" in out
+    assert "chrF" in out
+    assert "leave out --each" in failure(capfd, *given, "--quality", "--each")

@@ -54,6 +54,7 @@ if TYPE_CHECKING:
     from knnlm.corpus import Document
     from knnlm.evaluation.evaluate import Evaluation
     from knnlm.evaluation.explain import TokenExplanation
+    from knnlm.evaluation.quality import TranslationQuality
     from knnlm.evaluation.support import SupportFigures
     from knnlm.evaluation.tune import Tuning
     from knnlm.mixture.mixture import Mixture
@@ -293,6 +294,9 @@ def evaluate(
     support: Annotated[
         bool, typer.Option("--support", help="Also measure the support of tokens, in a second pass.")
     ] = False,
+    quality: Annotated[
+        bool, typer.Option("--quality", help="Also translate the sources of pairs, and measure BLEU and chrF.")
+    ] = False,
     mixture: MixtureFlags = MixtureFlags(),
     limit: Limit = None,
     save_trace: Annotated[
@@ -309,8 +313,9 @@ def evaluate(
     memories. With --each, --limit applies to each TEXT
     and --json prints a list.
     """
-    if each and support:
-        raise ParameterError("--support measures all texts together; leave out --each.")
+    for name, given in (("--support", support), ("--quality", quality)):
+        if each and given:
+            raise ParameterError(f"{name} measures all texts together; leave out --each.")
     if each and save_trace is not None:
         raise ParameterError("--save-trace records one text; leave out --each.")
     # Inputs are opened before the model, so that a missing file is found at once.
@@ -320,14 +325,27 @@ def evaluate(
         _show_each(text, [opened.evaluate(reader, limit=limit, progress=bar) for reader in readers], json=json)
         return
     figures = opened.measure_support(fields.read_for(store, text), limit=limit, progress=bar) if support else None
+    written = opened.measure_quality(fields.read_for(store, text), limit=limit, progress=bar) if quality else None
     if save_trace is None:
         result = opened.evaluate(readers[0], limit=limit, progress=bar)
     else:
         result = _record(opened, readers[0], save_trace, sources=text, limit=limit)
     if json:
-        print_json(result.as_dict() | ({"support": figures.as_dict()} if figures else {}))
+        more = {"support": figures.as_dict()} if figures else {}
+        print_json(result.as_dict() | more | ({"quality": written.as_dict()} if written else {}))
     else:
-        print_table([*_evaluation_rows(result), *support_rows(figures)])
+        print_table([*_evaluation_rows(result), *support_rows(figures), *quality_rows(written)])
+
+
+def quality_rows(written: TranslationQuality | None) -> list[tuple[str, str]]:
+    """Return the rows of a table that describe the quality of translations; none without it."""
+    if written is None:
+        return []
+    return [
+        ("BLEU", f"{written.base_bleu:.2f} → {written.bleu:.2f}   ({written.bleu_signature})"),
+        ("chrF", f"{written.base_chrf:.2f} → {written.chrf:.2f}   ({written.chrf_signature})"),
+        ("  time", f"{written.seconds / max(written.base_seconds, 1e-9):.2f} times that of the model alone"),
+    ]
 
 
 def support_rows(figures: SupportFigures | None) -> list[tuple[str, str]]:

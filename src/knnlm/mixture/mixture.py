@@ -39,6 +39,7 @@ from knnlm.progress import Progress, silent
 if TYPE_CHECKING:
     from knnlm.evaluation.evaluate import Evaluation
     from knnlm.evaluation.explain import TokenExplanation
+    from knnlm.evaluation.quality import TranslationQuality
     from knnlm.evaluation.support import SupportFigures
     from knnlm.evaluation.trace import Trace
     from knnlm.evaluation.tune import Tuning
@@ -389,6 +390,14 @@ class Mixture:
         from knnlm.evaluation.support import measure_support
 
         return measure_support(self, documents, limit=limit, progress=progress)
+
+    def measure_quality(
+        self, pairs: Iterable[Document], *, limit: int | None = None, progress: Progress = silent, **settings: Any
+    ) -> TranslationQuality:
+        """Return BLEU and chrF of the translations of pairs' sources, by the model alone and by the mixture."""
+        from knnlm.evaluation.quality import measure_quality
+
+        return measure_quality(self, pairs, limit=limit, progress=progress, **settings)
 
     def tune(
         self,
