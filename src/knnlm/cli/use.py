@@ -544,15 +544,14 @@ def translate(
     opened = mixture.open(store, model, machine)
     lines = read_lines(text) if _is_input(text) and not opened.lm.reads_audio else [text]
     begin = time.perf_counter()
-    sources = [line for line in lines if line.strip()]
-    written = iter(opened.translate(sources, use_memory=not no_memory, **settings))
-    translations = [next(written) if line.strip() else "" for line in lines]
-    if json:
-        pairs = [{"source": one, "text": other} for one, other in zip(lines, translations, strict=True)]
-        print_json({"translations": pairs, "memory": not no_memory, "seconds": time.perf_counter() - begin})
-    else:
-        for translation in translations:
+    written = iter(opened.translate([line for line in lines if line.strip()], use_memory=not no_memory, **settings))
+    pairs = [(line, next(written) if line.strip() else "") for line in lines]
+    if not json:
+        for _, translation in pairs:
             console.print(visible(translation), markup=False, highlight=False, soft_wrap=True)
+        return
+    translations = [{"source": source, "text": translation} for source, translation in pairs]
+    print_json({"translations": translations, "memory": not no_memory, "seconds": time.perf_counter() - begin})
 
 
 def explain(

@@ -180,6 +180,10 @@ class KnnForCausalLM(PreTrainedModel, GenerationMixin):
         """Return the part of a cache that carries the state of the memories."""
         return cache
 
+    def _filled_cache(self, output: Any) -> Any:
+        """Return that part of the cache in the base model's output."""
+        return self._state_cache(getattr(output, "past_key_values", None))
+
     @property
     def tokenizer(self) -> PreTrainedTokenizerBase:
         """The base model's tokenizer."""
@@ -269,8 +273,7 @@ class KnnForCausalLM(PreTrainedModel, GenerationMixin):
             assert state is not None
             assert step is not None
             kept = None if wide is logits_to_keep else _places(logits_to_keep)
-            cache = self._state_cache(getattr(output, "past_key_values", None))
-            mixed = self._remember(mixed, context, state, step, kept, cache=cache)
+            mixed = self._remember(mixed, context, state, step, kept, cache=self._filled_cache(output))
             output["logits"] = output.logits if kept is None else output.logits[:, kept]
             if _prompts.get() is not None:
                 mixed = self._damp(self.mixture.restrict_to_domain(mixed), state)
@@ -345,8 +348,7 @@ class KnnForCausalLM(PreTrainedModel, GenerationMixin):
             if origins is None and (prompts := _prompts.get()) is not None:
                 origins = prompts.origins(input_ids, state.tokens.get_seq_length())
             step = ForwardStep(input_ids, attention_mask, position_ids, kept, origins)
-            cache = self._state_cache(getattr(output, "past_key_values", None))
-            context = advance(self.mixture, step, keys, state=state, cache=cache)
+            context = advance(self.mixture, step, keys, state=state, cache=self._filled_cache(output))
         states = {**context.states, LM_LOGITS: output.logits.flatten(0, 1)}
         return output, replace(context, states=states), state, step
 

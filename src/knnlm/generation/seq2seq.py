@@ -177,8 +177,7 @@ class KnnForSeq2SeqLM(KnnForCausalLM):
         given = {name: value for name, value in reading.items() if value is not None}
         output: Any = self.base(**pair.source, decoder_input_ids=pair.decoder_input_ids, return_dict=True, **given)
         output["logits"] = output.logits.float().log_softmax(-1)
-        cache = self._state_cache(getattr(output, "past_key_values", None))
-        if state is not None and isinstance(cache, Cache):
+        if state is not None and isinstance(cache := self._filled_cache(output), Cache):
             state.attach(cache)
         return cast(ModelOutput, output)
 
