@@ -187,10 +187,6 @@ def test_languages_are_stored_and_used_again(tmp_path, capfd):
     [
         (["generate", "pairs.store", "Hello"], "it translates a source"),
         (["chat", "pairs.store"], "Text generation (generate, chat, serve, KnnForCausalLM) needs a decoder-only model"),
-        (
-            ["tune", "pairs.store", "valid.tsv", "--samples", "50"],
-            "A gate that is trained on --samples needs a decoder",
-        ),
         (["report", "pairs.store", "plain.txt", "--out", "r"], "store of pairs"),
         (["distill", "pairs.store", "--into", "decoder", "--out", "d"], "A decoder needs a decoder-only model"),
         (["bench", "--quick", "--model", "model"], "The benchmark needs a decoder-only model"),

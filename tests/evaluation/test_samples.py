@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from helpers.pairs import pair_lm
 from knnlm.errors import ParameterError
 from knnlm.evaluation import samples
 from knnlm.evaluation.samples import sample_documents, sample_tokens
@@ -62,3 +63,26 @@ def test_smaller_batches_follow_where_memory_is_short(lm, monkeypatch):
 def test_negative_number_of_tokens_is_refused(lm):
     with pytest.raises(ParameterError, match="at least 0, not -5"):
         sample_documents(lm, -5)
+
+
+@pytest.mark.parametrize("family", ["marian", "m2m_100"])
+def test_encoder_decoder_model_writes_targets_of_random_sources(family):
+    lm = pair_lm(family)
+    documents = sample_documents(lm, 300)
+    assert sum(len(lm.encode(document.text)) for document in documents) >= 240
+    assert all(document.source_text and document.source_text.strip() for document in documents)
+    assert len({document.source_text for document in documents}) == len(documents)
+    assert documents == sample_documents(lm, 300)
+    # Many targets of one source follow the model's distribution, within four standard errors.
+    source = documents[0].source_text
+    assert source is not None
+    inputs = lm.pad_sources(lm.encode_sources([source]))
+    with torch.no_grad():
+        logits = lm.model(**inputs, decoder_input_ids=torch.tensor([lm.start_tokens])).logits[0, -1]
+    probs = logits.float().softmax(0)
+    torch.manual_seed(0)
+    tokens = sample_tokens(lm, 2_000, 1, [source] * 2_000)[:, 0]
+    for count in (1, 10, len(probs) // 2):
+        likely = probs.argsort(descending=True)[:count]
+        expected, found = float(probs[likely].sum()), float(torch.isin(tokens, likely).float().mean())
+        assert abs(found - expected) < 4 * (expected * (1 - expected) / len(tokens)) ** 0.5

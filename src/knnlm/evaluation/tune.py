@@ -123,8 +123,8 @@ def tune(
         raise ParameterError("Only a mixture with a store can be tuned. Open it with Mixture.open.")
     check_weights(weights)
     check_sample_count(samples or 0)
-    if samples:
-        mixture.lm.require_text("A gate that is trained on --samples")
+    if samples and mixture.lm.reads_audio:
+        raise ParameterError(f"{mixture.lm.name} reads sounds, of which none can be made up: leave out --samples.")
     specs = mixture.specs
     grid = grid or Grid.of()
     # Locked before the text is read, so that the time is not lost where the result cannot be saved.
@@ -140,8 +140,7 @@ def tune(
             progress=progress,
         )
         written = None
-        # A model with an encoder writes nothing without a source.
-        most = 0 if mixture.lm.has_encoder else MAX_SAMPLES
+        most = 0 if mixture.lm.reads_audio else MAX_SAMPLES
         count = min(len(trace), most) if samples is None else samples
         if count and online and weights == "gated":
             documents = sample_documents(mixture.lm, count, progress=progress)
