@@ -15,7 +15,7 @@ from helpers.models import SEQ2SEQ_FAMILIES, pair_tokenizer, tiny
 from helpers.pairs import BruteForce, pair_lm, pairs, read_prefixes
 from knnlm.corpus import Document
 from knnlm.datastore.store import Datastore, text_hash
-from knnlm.errors import CorpusError, DatastoreCorrupt, ModelError, ModelMismatch, ParameterError
+from knnlm.errors import CorpusError, DatastoreCorrupt, DatastoreError, ModelError, ModelMismatch, ParameterError
 from knnlm.generation.causal import KnnForCausalLM
 from knnlm.generation.seq2seq import KnnForSeq2SeqLM
 from knnlm.ingest import pipeline
@@ -23,6 +23,7 @@ from knnlm.ingest.build import add, build
 from knnlm.lm.causal import CausalLM
 from knnlm.lm.seq2seq import Seq2SeqLM
 from knnlm.maintenance.merge import merge
+from knnlm.maintenance.repair import repair
 from knnlm.maintenance.verify import verify
 from knnlm.mixture.mixture import Mixture
 from knnlm.training.output_matrix import OutputConfig, train_output
@@ -268,3 +269,36 @@ def test_changed_source_text_is_a_checksum_mismatch(lm, tmp_path):
     ):
         list(store.documents())
     assert any("sources" in problem.message for problem in verify(path).problems)
+
+
+def test_repaired_store_keeps_the_sources_of_the_pairs_that_are_left(lm, tmp_path):
+    path = tmp_path / "lost.store"
+    store = build(STORED, path, lm=lm, segment_entries=60)
+    lost = [each.id for each in store.documents() if each.segment == 1]
+    store.close()
+    keys = path / "segments" / "000001" / "keys.npy"
+    content = bytearray(keys.read_bytes())
+    content[-5] ^= 0xFF
+    keys.write_bytes(bytes(content))
+    assert verify(path, deep=True).problems
+    repair(path)
+    assert verify(path, deep=True).problems == ()
+    with closing(Datastore.open(path)) as repaired:
+        left = {each.id: each.source_text for each in repaired.documents()}
+    assert left == {each.id: each.source_text for each in STORED if each.id not in lost}
+    with closing(sqlite3.connect(path / "catalog.db")) as connection:
+        assert connection.execute("SELECT COUNT(*) FROM sources").fetchone() == (len(left),)
+
+
+def test_interrupted_build_of_pairs_resumes(lm, tmp_path):
+    def failing():
+        yield from STORED[:20]
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        build(failing(), tmp_path / "s", lm=lm, segment_entries=40)
+    changed = [replace(STORED[0], source_text="Another source"), *STORED[1:]]
+    with pytest.raises(DatastoreError, match="its text has changed"):
+        build(changed, tmp_path / "s", lm=lm, segment_entries=40)
+    store = build(STORED, tmp_path / "s", lm=lm, segment_entries=40)
+    assert [each.source_text for each in store.documents()] == [each.source_text for each in STORED]

@@ -19,6 +19,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -216,12 +217,15 @@ class Seq2SeqLM(CausalLM):
     def pad_sources(self, sources: Sequence[Any]) -> dict[str, Tensor]:
         """Return (B, S) tokens of sources and their mask, on the model's device."""
         pad = self.tokenizer.pad_token_id
-        ids = torch.full((len(sources), max(map(len, sources))), pad if isinstance(pad, int) else 0)
-        mask = torch.zeros_like(ids)
-        for row, source in enumerate(sources):
-            ids[row, : len(source)] = torch.as_tensor(source)
-            mask[row, : len(source)] = 1
-        return {"input_ids": ids.to(self.device), "attention_mask": mask.to(self.device)}
+        lengths = np.array([len(source) for source in sources])
+        ids = np.full((len(sources), lengths.max()), pad if isinstance(pad, int) else 0, np.int64)
+        for row, source in enumerate(sources):  # in NumPy: a batch of a GPU has a thousand rows
+            ids[row, : len(source)] = source
+        mask = (np.arange(ids.shape[1]) < lengths[:, None]).astype(np.int64)
+        return {
+            "input_ids": torch.from_numpy(ids).to(self.device),
+            "attention_mask": torch.from_numpy(mask).to(self.device),
+        }
 
     def _run(self, ids: Tensor, sources: Mapping[str, Tensor]) -> Any:
         return self.model(**sources, decoder_input_ids=ids, use_cache=False)
