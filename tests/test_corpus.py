@@ -877,3 +877,21 @@ def test_tsv_file_is_not_read_as_plain_text(tmp_path):
     with pytest.raises(CorpusError, match=r"p.tsv: a .tsv file has pairs .* encoder-decoder model"):
         read_documents(str(tmp_path / "p.tsv"))
     assert [each.text for each in read_documents(str(tmp_path))] == ["A text."]
+
+
+def test_members_of_a_field_are_named_with_a_dot(tmp_path):
+    records = [
+        {"id": "1", "translation": {"de": "Ja", "en": "Yes"}},
+        {"id": "2", "translation": {"de": "x", "en": "y"}},
+    ]
+    (tmp_path / "p.jsonl").write_text("\n".join(map(json.dumps, records)))
+    pq.write_table(pa.Table.from_pylist(records), tmp_path / "p.parquet")
+    names = {"source_field": "translation.de", "text_field": "translation.en"}
+    for file in ("p.jsonl", "p.parquet"):
+        assert pairs_of(tmp_path / file, **names) == [("1", "Ja", "Yes"), ("2", "x", "y")]
+        with pytest.raises(CorpusError, match=r"no field 'translation.fr' among 'id', 'translation'.*--source-field"):
+            pairs_of(tmp_path / file, **{**names, "source_field": "translation.fr"})
+        with pytest.raises(CorpusError, match=r"no field 'other.de' among 'id', 'translation'"):
+            pairs_of(tmp_path / file, **{**names, "source_field": "other.de"})
+    plain = [document.text for document in read_documents(str(tmp_path / "p.jsonl"), text_field="translation.de")]
+    assert plain == ["Ja", "x"]

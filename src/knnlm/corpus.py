@@ -159,6 +159,18 @@ class _FieldNames:
         named = {self.text: "--text-field"}
         return named if self.source is None else {**named, self.source: "--source-field"}
 
+    def columns(self, names: Collection[str]) -> set[str]:
+        """Return the columns of a table that contain the fields; `translation.de` is the member `de` of a column."""
+        return {name if name in names else name.partition(".")[0] for name in self.options}
+
+    def flattened(self, record: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return a record with such a member as a field."""
+        for name in self.options:
+            outer, dot, inner = name.partition(".")
+            if dot and name not in record and isinstance(member := record.get(outer), Mapping) and inner in member:
+                record = {**record, name: member[inner]}
+        return record
+
 
 @dataclass(frozen=True)
 class _File:
@@ -584,10 +596,10 @@ def _read_parquet(file: _File, fields: _FieldNames, count: _Count) -> Iterator[D
             # Buffered and not pre-buffered: otherwise a row group, often the whole file, is in memory.
             table = ParquetFile(opened, buffer_size=_PARQUET_BUFFER_BYTES, pre_buffer=False)
             names, rows = table.schema_arrow.names, table.metadata.num_rows
-            _check_fields(names, fields, file.name)
+            _check_fields(names, fields, file.name, members=True)
             # Lists and objects cannot be fields and may be large; two columns of one name are ambiguous.
             scalars = {each.name for each in table.schema_arrow if _is_scalar_column(pa, each)}
-            wanted = {*fields.options, "id"} | {name for name in scalars if names.count(name) == 1}
+            wanted = {*fields.columns(names), "id"} | {name for name in scalars if names.count(name) == 1}
             columns = [name for name in names if name in wanted]
             for batch in table.iter_batches(batch_size=_PARQUET_BATCH_ROWS, columns=columns):
                 for i in range(batch.num_rows):
@@ -636,6 +648,7 @@ def _read_record(
     record: Mapping[str, Any], names: _FieldNames, where: str, *, null_is_empty: bool = False
 ) -> Iterator[Document]:
     """Turn a record into documents: none when its text is empty, several when it is long."""
+    record = names.flattened(record)
     _check_fields(record, names, where)
     if record[names.text] is None and null_is_empty:  # a missing value of a table
         return
@@ -667,10 +680,11 @@ def _text_of(record: Mapping[str, Any], field: str, names: _FieldNames, where: s
     return text.replace("\r\n", "\n")
 
 
-def _check_fields(fields: Iterable[str], names: _FieldNames, where: str) -> None:
+def _check_fields(fields: Iterable[str], names: _FieldNames, where: str, *, members: bool = False) -> None:
+    """Raise an error if a field is missing; with `members`, those inside of a column are not checked yet."""
     fields = list(fields)
     for wanted, option in names.options.items():
-        if wanted not in fields:
+        if wanted not in fields and not (members and wanted.partition(".")[0] in fields):
             known = ", ".join(repr(name) for name in fields) or "none"
             raise CorpusError(f"{where}: no field {wanted!r} among {known}. Name one with {option}.")
 
