@@ -43,12 +43,12 @@ ROW_OF = {name: number for number, row in enumerate(ROWS) for name in row}
 # Inside a package, each module may import those before it.
 ORDER = {
     "lm": "detokenizer fingerprint hooks windows loading key_layers causal seq2seq speech compile",
-    "index": "base exact gpu.deferred gpu.keys gpu.kernels gpu.search gpu.streaming faiss rerank composite "
+    "index": "base bm25 exact gpu.deferred gpu.keys gpu.kernels gpu.search gpu.streaming faiss rerank composite "
     "blocks.kernels blocks.file blocks.index blocks.build validation factory",
     "datastore": "validation codecs schema digests integrity catalog segments live_numbers staging locks remove store "
     "encoder suffix_array rewrite indexes compact",
     "ingest": "pipeline segment_builder build",
-    "memories": "base decoder ngram output voting cache knn",
+    "memories": "base decoder ngram output voting cache subset knn",
     "mixture": "em readers evidence gate online weights layer repetition support spec saved loader mixture",
     "evaluation": "evaluate continuations overlap samples explain quality trace sweep support tune",
     "generation": "cache causal chat seq2seq",

@@ -143,6 +143,7 @@ def test_explain_shows_sources(folder, capfd):
         ("stored.jsonl", ["--text-field", "target"], "no field 'target' among 'id', 'source', 'text'"),
         ("test.en", ["--source", "valid.de"], "valid.de: cannot read it"),
         ("test.en", ["--source", "plain.txt"], "test.en has more lines than"),
+        ("stored.jsonl", ["--subset", "0"], "subset must be at least 1 sentence, not 0."),
         ("stored.jsonl", ["--memories", "knn,cache"], "The cache looks for earlier positions of the same text"),
     ],
 )
@@ -238,3 +239,31 @@ def test_eval_measures_the_quality_of_translations(folder, capfd):
     assert "BLEU" in out
     assert "chrF" in out
     assert "leave out --each" in failure(capfd, *given, "--quality", "--each")
+
+
+def test_commands_search_a_subset(folder, store, model_folder, tmp_path, capfd):
+    pairs_store, pair = folder / "pairs.store", STORED[4]
+    sure = ["--k", 4, "--lambda", 0.99]
+    code, out, err = knnlm(
+        capfd, "translate", pairs_store, pair.source_text, *sure, "--subset", 1, "--max-new-tokens", 20
+    )
+    assert code == 0, err
+    assert out.strip() == pair.text
+    arguments = ["explain", pairs_store, pair.text, "--source", pair.source_text, "--subset", 1, *sure, "--json"]
+    code, out, err = knnlm(capfd, *arguments)
+    assert code == 0, err
+    found = {each["source_text"] for token in json.loads(out)["tokens"] for each in token["neighbours"]}
+    assert found == {pair.source_text}
+    figures = []
+    for subset in ([], ["--subset", 1], ["--subset", len(STORED)]):
+        code, out, err = knnlm(capfd, "eval", pairs_store, folder / "valid.tsv", *sure, *subset, "--json")
+        assert code == 0, err
+        figures.append(json.loads(out)["perplexity"])
+    assert figures[0] == figures[2] != figures[1]
+    living = tmp_path / "s"
+    build = ["build", folder / "stored.jsonl", "--out", living, "--model", folder / "model"]
+    assert knnlm(capfd, *build)[0] == 0
+    code, _, err = knnlm(capfd, "tune", living, folder / "valid.tsv", "--k", "1,4", "--subset", 3)
+    assert code == 0, err
+    line = failure(capfd, "eval", store.path, folder / "plain.txt", "--model", model_folder, "--subset", 3)
+    assert "is a store of texts, which have no sources" in line

@@ -15,8 +15,10 @@ from helpers.models import SEQ2SEQ_FAMILIES
 from helpers.pairs import BruteForce, pair_lm, pairs, read_last, start_tokens
 from knnlm.errors import ModelError, ParameterError
 from knnlm.generation.seq2seq import KnnForSeq2SeqLM, translate
+from knnlm.index.bm25 import BM25
 from knnlm.ingest.build import build
 from knnlm.mixture.mixture import Mixture
+from knnlm.mixture.spec import MixtureOptions
 
 FAMILIES = sorted(SEQ2SEQ_FAMILIES.keys() - {"whisper"})
 STORED = pairs(24)
@@ -207,6 +209,71 @@ def test_saved_model_translates_the_same(nllb, tmp_path, copy_store):
         assert opened.mixture.lmbda == pytest.approx(0.6)
         translated = opened.generate(**nllb.inputs(), max_new_tokens=NEW_TOKENS)
         assert translated[:, :2].tolist() == [nllb.start] * len(SOURCES)
+
+
+class SubsetCase(Case):
+    """Brute force over the pairs whose sources are nearest to the one that is translated."""
+
+    def __init__(self, case: Case, sentences: int) -> None:
+        vars(self).update(vars(case))
+        special = set(self.lm.tokenizer.all_special_ids)
+        words = [
+            [token for token in tokens if token not in special]
+            for tokens in self.lm.tokenizer([each.source_text for each in STORED])["input_ids"]
+        ]
+        self.bm25, self.special, self.sentences = BM25(words), special, sentences
+
+    def model(self, **settings: Any) -> KnnForSeq2SeqLM:
+        return super().model(options=MixtureOptions(subset=self.sentences), **settings)
+
+    def next_distribution(self, source: list[int], written: list[int]) -> np.ndarray:
+        key, p_lm = read_last(self.lm, self.family, source, written)
+        words = [token for token in source if token not in self.special]
+        nearest = self.brute_force.only(self.bm25.nearest(words, self.sentences))
+        return nearest.distribution(key, p_lm, **SETTINGS)
+
+
+@pytest.mark.parametrize("beams", [1, 3])
+def test_subset_search_translates_as_brute_force_over_the_nearest_pairs(every, beams):
+    case = SubsetCase(every, 3)
+    model = case.model()
+    found = model.generate(**case.inputs(), num_beams=beams, max_new_tokens=NEW_TOKENS)
+    assert found.tolist() == reference(case, beams=beams).tolist()
+    assert model.mixture.needs_sources
+    several = {"num_return_sequences": 3, "num_beams": 3, "max_new_tokens": 4}
+    assert model.generate(**case.inputs(slice(0, 2)), **several).shape[0] == 6
+
+
+def test_subset_search_with_online_weights_and_tokens_follows_its_beams(nllb, tmp_path):
+    path = tmp_path / "tuned.store"
+    build(STORED, path, lm=nllb.lm)
+    similar = [replace(each, id=f"s{each.id}", source_text=f"{each.source_text}!") for each in STORED]
+    options = MixtureOptions(subset=4)
+    Mixture.open(path, nllb.lm, memories="knn,ngram", options=options).tune(similar, ks=[1, 4])
+    model = KnnForSeq2SeqLM(Mixture.open(path, nllb.lm, options=options))
+    for beams in (1, 3):
+        found, plain = (
+            model.generate(**nllb.inputs(), max_new_tokens=NEW_TOKENS, use_cache=cached, num_beams=beams)
+            for cached in (True, False)
+        )
+        assert found.tolist() == plain.tolist()
+
+
+def test_forward_of_a_subset_search_reads_the_sources(marian):
+    case = SubsetCase(marian, 2)
+    model = case.model()
+    inputs = case.inputs(slice(0, 3))
+    ids = torch.tensor([[*case.start, *case.lm.encode(STORED[4].text)]]).expand(3, -1)
+    with torch.no_grad():
+        log_p = model(**inputs, decoder_input_ids=ids).logits
+        for row, source in enumerate(case.sources[:3]):
+            for position in range(len(case.start), ids.shape[1] + 1):
+                right = case.next_distribution(source, ids[row, :position].tolist())
+                np.testing.assert_allclose(log_p[row, position - 1].exp(), right, rtol=1e-3, atol=1e-6)
+        encoded = case.lm.model.get_encoder()(**inputs)
+        mask = inputs["attention_mask"]
+        with pytest.raises(ModelError, match="needs the sources: give their tokens as input_ids"):
+            model(encoder_outputs=encoded, attention_mask=mask, decoder_input_ids=ids)
 
 
 def test_texts_are_translated_in_their_order_whatever_the_batch(marian):

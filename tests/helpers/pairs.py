@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from typing import Any
 
@@ -87,6 +88,14 @@ class BruteForce:
         read = [read_prefixes(lm, family, document) for document in stored]
         self.keys = np.concatenate([keys for keys, _, _ in read])
         self.values = np.concatenate([np.array(target) for _, _, target in read])
+        self.documents = np.repeat(np.arange(len(stored)), [len(target) for _, _, target in read])
+
+    def only(self, documents: Any) -> BruteForce:
+        """The same with only some of the stored documents, by their places."""
+        kept = np.isin(self.documents, documents)
+        fewer = copy.copy(self)
+        fewer.keys, fewer.values = self.keys[kept], self.values[kept]
+        return fewer
 
     def distribution(self, key: Any, p_lm: Any, *, k: int, knn_temperature: float, lmbda: float) -> Any:
         """The mixture's distribution at one position."""

@@ -25,6 +25,7 @@ from knnlm.lm.seq2seq import Seq2SeqLM
 from knnlm.lm.speech import SpeechLM, open_lm
 from knnlm.lm.windows import WindowShape
 from knnlm.mixture.mixture import Mixture
+from knnlm.mixture.spec import MixtureOptions
 
 FFN = "model.decoder.layers.2.fc1"
 START = [1, 2, 4, 5]  # start of transcript, English, transcribe, no timestamps
@@ -117,6 +118,8 @@ def test_perplexity_and_transcripts_are_those_of_brute_force(
     stored, held_out = documents[:6], documents[6:]
     build(stored, tmp_path / "s", lm=lm, key_format="float32")
     mixture = Mixture.open(tmp_path / "s", lm, **SETTINGS)
+    with pytest.raises(ParameterError, match="are sounds, but --subset compares the words of sources"):
+        Mixture.open(tmp_path / "s", lm, options=MixtureOptions(subset=2))
     keys, values = [], []
     for document in stored:
         wanted = targets(lm, document)

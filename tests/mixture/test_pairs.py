@@ -18,6 +18,7 @@ from knnlm.datastore.store import Datastore, text_hash
 from knnlm.errors import CorpusError, DatastoreCorrupt, DatastoreError, ModelError, ModelMismatch, ParameterError
 from knnlm.generation.causal import KnnForCausalLM
 from knnlm.generation.seq2seq import KnnForSeq2SeqLM
+from knnlm.index.bm25 import BM25
 from knnlm.ingest import pipeline
 from knnlm.ingest.build import add, build
 from knnlm.lm.causal import CausalLM
@@ -26,6 +27,7 @@ from knnlm.maintenance.merge import merge
 from knnlm.maintenance.repair import repair
 from knnlm.maintenance.verify import verify
 from knnlm.mixture.mixture import Mixture
+from knnlm.mixture.spec import MixtureOptions
 from knnlm.training.output_matrix import OutputConfig, train_output
 from knnlm.training.prune import store_log_p
 
@@ -82,6 +84,67 @@ def test_perplexity_of_targets_given_their_sources_is_that_of_brute_force(family
     assert mixture.evaluate(STORED[:3]).leaked_documents == 3
     # The same target with another source is another document.
     assert mixture.evaluate([replace(STORED[0], source_text="Other")]).leaked_documents == 0
+
+
+@pytest.mark.parametrize("sentences", [1, 5])
+@pytest.mark.parametrize("read_ahead", [False, True])
+def test_perplexity_of_a_subset_search_is_that_of_brute_force(family, lm, store, brute_force, sentences, read_ahead):
+    mixture = Mixture.open(store.path, lm, options=MixtureOptions(subset=sentences), **SETTINGS)
+    special = set(lm.tokenizer.all_special_ids)
+    texts = [each.source_text for each in (*STORED, *HELD_OUT)]
+    words = [[token for token in tokens if token not in special] for tokens in lm.tokenizer(texts)["input_ids"]]
+    bm25 = BM25(words[: len(STORED)])
+    log_p = []
+    for document, query in zip(HELD_OUT, words[len(STORED) :], strict=True):
+        nearest = brute_force.only(bm25.nearest(query, sentences))
+        count = len(read_prefixes(lm, family, document)[2])
+        log_p += [np.log(nearest.perplexity([document], **SETTINGS))] * count
+    result = mixture.evaluate(HELD_OUT, read_ahead=read_ahead)
+    assert result.perplexity == pytest.approx(np.exp(np.mean(log_p)), rel=1e-4)
+
+
+def test_subset_of_all_pairs_is_the_whole_store(lm, store):
+    whole = Mixture.open(store.path, lm, **SETTINGS).evaluate(HELD_OUT)
+    every = Mixture.open(store.path, lm, options=MixtureOptions(subset=len(STORED)), **SETTINGS)
+    assert every.evaluate(HELD_OUT).perplexity == whole.perplexity
+
+
+def test_explanation_of_a_subset_search_shows_only_the_nearest_pairs(lm, store):
+    mixture = Mixture.open(store.path, lm, options=MixtureOptions(subset=1), **SETTINGS)
+    pair = STORED[7]
+    explained = mixture.explain(pair.text, source=pair.source_text, top=6)
+    assert {each.source for token in explained for each in token.neighbours} == {pair.source}
+
+
+def test_subset_search_skips_what_a_gate_skips(lm, tmp_path):
+    path = tmp_path / "gated.store"
+    build(STORED, path, lm=lm)
+    similar = [replace(each, id=f"s{each.id}", source_text=f"{each.source_text}!") for each in STORED]
+    options = MixtureOptions(subset=4)
+    tuned = Mixture.open(path, lm, memories="knn,ngram", options=options).tune(similar, ks=[1, 4])
+    assert tuned.perplexity < tuned.base_perplexity
+    for skip in (0.0, 0.5, 1.0):
+        mixture = Mixture.open(path, lm, options=replace(options, skip_fraction=skip))
+        assert mixture.evaluate(HELD_OUT).perplexity > 0
+
+
+def test_reopened_mixture_searches_the_pairs_that_were_added(lm, tmp_path):
+    path = tmp_path / "living.store"
+    build(STORED[:10], path, lm=lm)
+    mixture = Mixture.open(path, lm, options=MixtureOptions(subset=1), **SETTINGS)
+    pair = HELD_OUT[3]
+    add([pair], path, lm=lm)
+    explained = mixture.reopen().explain(pair.text, source=pair.source_text, top=1)
+    assert {each.source for token in explained for each in token.neighbours} == {pair.source}
+
+
+def test_subset_needs_pairs_of_texts(lm, store, tmp_path):
+    with pytest.raises(ParameterError, match="subset must be at least 1 sentence, not 0"):
+        MixtureOptions(subset=0)
+    texts = CausalLM(tiny("llama"), lm.tokenizer, name="tiny")
+    build([Document("n", "notes.txt", "A note.")], tmp_path / "n", lm=texts)
+    with pytest.raises(ParameterError, match=r"is a store of texts, which have no sources: --subset is for stores of"):
+        Mixture.open(tmp_path / "n", texts, options=MixtureOptions(subset=3))
 
 
 def test_store_is_opened_with_its_own_kind_of_model(lm, store, tmp_path):

@@ -116,6 +116,13 @@ KeyDtype = Annotated[
     str,
     typer.Option(help="Keys in GPU memory: float16 (as stored) or int8 (half the memory, distances to rounded keys)."),
 ]
+Subset = Annotated[
+    int | None,
+    typer.Option(
+        help="For a store of pairs: search only so many pairs, those with the sources nearest to the given one.",
+        show_default="all",
+    ),
+]
 MaxNewTokens = Annotated[int, typer.Option(min=1, help="The maximum number of new tokens.")]
 TopP = Annotated[float, typer.Option(help="Sample from the most probable tokens that have this total probability.")]
 
@@ -166,6 +173,7 @@ class MixtureFlags:
     no_online: NoOnline = False
     no_rerank: NoRerank = False
     key_dtype: KeyDtype = "float16"
+    subset: Subset = None
 
     def open(self, store: Path, model: str | None, machine: MachineFlags, *, domain_check: bool = True) -> Mixture:
         """Open the mixture of a store with these options."""
@@ -183,6 +191,7 @@ class MixtureFlags:
             online=not self.no_online,
             rerank=not self.no_rerank,
             key_dtype=self.key_dtype,
+            subset=self.subset,
         )
 
 

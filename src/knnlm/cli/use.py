@@ -27,6 +27,7 @@ from knnlm.cli.options import (
     SourceText,
     Store,
     StoreModel,
+    Subset,
     Text,
     TextField,
     TextFlags,
@@ -146,6 +147,7 @@ def tune(
     limit: Limit = None,
     no_rerank: NoRerank = False,
     key_dtype: KeyDtype = "float16",
+    subset: Subset = None,
     fields: TextFlags = TextFlags(),
     model: StoreModel = None,
     machine: MachineFlags = MachineFlags(),
@@ -159,7 +161,7 @@ def tune(
     """
     from knnlm.mixture.loader import is_decoder
 
-    searching = {"metric": metric, "rerank": not no_rerank, "key_dtype": key_dtype}
+    searching = {"metric": metric, "rerank": not no_rerank, "key_dtype": key_dtype, "subset": subset}
     if is_decoder(store):
         _refuse_for_decoder(store, grid, trace, searching)
         _tune_decoder(store, text, fields, limit, model, machine, json=json)
@@ -167,9 +169,10 @@ def tune(
     grid.check()
     if (trace is None) == (not text):
         raise ParameterError("Give either TEXT or --trace to tune on.")
-    if trace is not None and (metric, limit, model, grid.samples) != (None,) * 4:
+    if trace is not None and (metric, subset, limit, model, grid.samples) != (None,) * 5:
         raise ParameterError(
-            "--metric, --limit and --model are those of the trace, and --samples needs the model; leave them out."
+            "--metric, --subset, --limit and --model are those of the trace, and --samples needs the model; leave them "
+            "out."
         )
     if trace:
         chosen_on, result = _tune_trace(store, trace, grid)
@@ -219,7 +222,7 @@ def _tune_trace(store: Path, path: Path, grid: GridFlags) -> tuple[list[str], Tu
 
 
 def _refuse_for_decoder(folder: Path, grid: GridFlags, trace: Path | None, searching: dict[str, Any]) -> None:
-    plain = {"metric": None, "rerank": True, "key_dtype": "float16"}
+    plain = {"metric": None, "rerank": True, "key_dtype": "float16", "subset": None}
     if trace is not None or searching != plain or replace(grid, weights=None) != GridFlags():
         raise ParameterError(
             f"{folder} is a decoder without a store: only λ is chosen. Give TEXT, --model and --limit."

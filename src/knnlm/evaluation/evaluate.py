@@ -20,7 +20,7 @@ from torch import Tensor
 
 from knnlm.corpus import Document, DocumentMeter
 from knnlm.errors import CorpusError, ParameterError
-from knnlm.memories.base import LM_LOGITS, Context, Logits, SimpleOutput
+from knnlm.memories.base import LM_LOGITS, Context, Logits, SimpleOutput, join_contexts
 from knnlm.memories.voting import NeighbourMemory
 from knnlm.mixture.em import log_mixed
 from knnlm.mixture.gate import place
@@ -475,7 +475,8 @@ class _PendingScores:
 def _strip(batch: ReadBatch) -> _PendingScores:
     """Drop the logits of a batch."""
     keys = {source: states for source, states in batch.context.states.items() if source != LM_LOGITS}
-    return _PendingScores(Context(keys), batch.targets, Logits(batch.logits).log_prob(batch.targets))
+    context = Context(keys, source_tokens=batch.context.source_tokens)
+    return _PendingScores(context, batch.targets, Logits(batch.logits).log_prob(batch.targets))
 
 
 def _coalesce(batches: Iterable[_PendingScores]) -> Iterator[_PendingScores]:
@@ -491,10 +492,8 @@ def _coalesce(batches: Iterable[_PendingScores]) -> Iterator[_PendingScores]:
 
 
 def _join(batches: Sequence[_PendingScores]) -> _PendingScores:
-    sources = batches[0].context.states
-    keys = {source: torch.cat([batch.context.states[source] for batch in batches]) for source in sources}
     targets, log_p = (torch.cat([getattr(batch, name) for batch in batches]) for name in ("targets", "log_p"))
-    return _PendingScores(Context(keys), targets, log_p)
+    return _PendingScores(join_contexts([batch.context for batch in batches]), targets, log_p)
 
 
 def _search(mixture: Mixture, pending: _PendingScores) -> ComponentScores:

@@ -10,7 +10,7 @@ import copy
 import inspect
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
@@ -51,7 +51,7 @@ from knnlm.index.gpu.deferred import defer_checks
 from knnlm.lm.causal import CausalLM, dynamic_shape_attention
 from knnlm.lm.loading import auto_class, load_feature_extractor, reads_audio
 from knnlm.lm.speech import wrap_model
-from knnlm.memories.base import LM_LOGITS, Context, Origin, Source
+from knnlm.memories.base import LM_LOGITS, Context, Origin, Source, SourceTokens
 from knnlm.mixture.loader import is_decoder, language_model
 from knnlm.mixture.mixture import Mixture
 from knnlm.mixture.repetition import NO_TOKEN, damp
@@ -413,7 +413,8 @@ class KnnForCausalLM(PreTrainedModel, GenerationMixin):
             source: own.unflatten(0, (batch, -1))[:, kept].flatten(0, 1) for source, own in context.states.items()
         }
         spans = spans_of(state, replace(step, kept=kept), self.mixture.layer)
-        return self.mixture.predict(Context(states, spans), all_components=False)
+        again = Context(states, spans, source_tokens=_sources_again(context, states))
+        return self.mixture.predict(again, all_components=False)
 
     def _run_base(self, **inputs: Any) -> tuple[Any, dict[Source, Tensor]]:
         """Run the base model, and return its output and the (B, T, D) keys of each source."""
@@ -494,6 +495,14 @@ def generate_tokens(
     settings.setdefault("pad_token_id", lm.model.config.pad_token_id or lm.start_token)
     output = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=max_new_tokens, **settings)
     return list(output[0, ids.shape[1] :].tolist())
+
+
+def _sources_again(context: Context, states: Mapping[Source, Tensor]) -> list[SourceTokens] | None:
+    """Return the sources of some positions of each text: those of all its positions."""
+    if context.source_tokens is None:
+        return None
+    before, count = (len(next(iter(each.values()))) for each in (context.states, states))
+    return [context.source_tokens[row * before // count] for row in range(count)]
 
 
 def _places(logits_to_keep: int | Tensor) -> slice | Tensor:

@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from contextvars import ContextVar
+from dataclasses import dataclass, field, replace
+from itertools import compress
 from pathlib import Path
 from typing import Any, cast
 
@@ -25,8 +27,11 @@ from knnlm.generation.cache import memory_state
 from knnlm.generation.causal import BASE_FOLDER, KnnConfig, KnnForCausalLM, prompt_length
 from knnlm.lm.seq2seq import Seq2SeqLM
 from knnlm.lm.speech import SpeechLM
-from knnlm.memories.base import Source
+from knnlm.memories.base import Context, Source, SourceTokens
 from knnlm.mixture.mixture import Mixture
+
+# The sources that `generate` translates, because it gives only the encoder's output to each step.
+_sources: ContextVar[list[SourceTokens] | None] = ContextVar("sources", default=None)
 
 _BATCH_SIZE = 32  # sources that are translated together
 _IGNORED_LABEL = -100  # of transformers
@@ -54,6 +59,7 @@ class _PairInputs:
     decoder_input_ids: Tensor  # (B, T) with the tokens before the text
     before: int  # how many of the T are before the text
     source: dict[str, Any]  # of the encoder
+    source_tokens: list[SourceTokens] | None = None  # B, without padding; None: not needed
     logits: Tensor | None = field(default=None)  # (B, before, V) of the positions before the text
 
 
@@ -127,8 +133,22 @@ class KnnForSeq2SeqLM(KnnForCausalLM):
         """Generate; only the tokens that are given to the decoder are evidence."""
         if readable_mask is not None:
             raise ParameterError("readable_mask is for the prompts of a decoder-only model.")
-        with prompt_length(kwargs["decoder_input_ids"].shape[1] - len(self._lm.prefix_tokens)):
-            return GenerationMixin.generate(cast(Any, self), *args, **kwargs)
+        given = [*args[:1], kwargs.get("inputs"), kwargs.get("input_ids")]
+        tokens = next((value for value in given if isinstance(value, Tensor)), None)
+        token = _sources.set(self._source_tokens(tokens, kwargs.get("attention_mask")))
+        try:
+            with prompt_length(kwargs["decoder_input_ids"].shape[1] - len(self._lm.prefix_tokens)):
+                return GenerationMixin.generate(cast(Any, self), *args, **kwargs)
+        finally:
+            _sources.reset(token)
+
+    def _source_tokens(self, tokens: Tensor | None, mask: Tensor | None) -> list[SourceTokens] | None:
+        """Return the sources (B, S) without padding, where a memory searches by them; None: unknown or not needed."""
+        if tokens is None or not self.mixture.needs_sources:
+            return None
+        masks = [None] * len(tokens) if mask is None else mask.tolist()
+        rows = zip(tokens.tolist(), masks, strict=True)
+        return [tuple(row if own is None else compress(row, own)) for row, own in rows]
 
     def forward(  # type: ignore[override]
         self,
@@ -156,7 +176,8 @@ class KnnForSeq2SeqLM(KnnForCausalLM):
         source = {name: value for name, value in source.items() if value is not None}
         done = past_key_values.get_seq_length() if isinstance(past_key_values, Cache) else 0
         before = min(decoder_input_ids.shape[1], max(0, len(self._lm.prefix_tokens) - done))
-        pair = _PairInputs(decoder_input_ids, before, source)
+        sources = _sources.get() if input_ids is None else self._source_tokens(input_ids, attention_mask)
+        pair = _PairInputs(decoder_input_ids, before, source, sources)
         output: Any
         reading = {"past_key_values": past_key_values, "use_cache": use_cache}
         if before == decoder_input_ids.shape[1]:
@@ -180,6 +201,15 @@ class KnnForSeq2SeqLM(KnnForCausalLM):
         if state is not None and isinstance(cache := self._filled_cache(output), Cache):
             state.attach(cache)
         return cast(ModelOutput, output)
+
+    def _read(self, input_ids: Tensor | None, **inputs: Any) -> tuple[Any, Context, Any, Any]:
+        """Read a step, with the source of each position in the context; beams have the source of their text."""
+        output, context, state, step = super()._read(input_ids, **inputs)
+        if (sources := inputs["pair"].source_tokens) is not None:
+            positions = output.logits.shape[0] * output.logits.shape[1]
+            every = [sources[row * len(sources) // positions] for row in range(positions)]
+            context = replace(context, source_tokens=every)
+        return output, context, state, step
 
     def _run_base(self, **inputs: Any) -> tuple[Any, dict[Source, Tensor]]:
         """Run the base model on source and target, and return its output and keys at the positions of the text."""

@@ -117,7 +117,7 @@ class BruteForceSearch:
         self.metric = metric
         self._vectors = vectors
         self._device = torch.device(device)
-        self._centre = self._find_centre()
+        self._centre = find_centre(vectors, metric).to(self._device)
         self._max_square = torch.zeros((), device=self._device)  # largest |k|² read so far
         self._resident: list[tuple[int, Tensor, Tensor]] | None = None
         if keep and vectors.rows * vectors.width * 4 <= self._max_resident():
@@ -158,16 +158,10 @@ class BruteForceSearch:
         return Neighbours(ids, distances.float())
 
     def _imprecise(self, distances: Tensor, queries: Tensor) -> Tensor:
-        """Mark the (N,) queries for which rounding exceeds a thousandth of their median distance.
-
-        |q|² + |k|² - 2q·k has an error proportional to its terms, and these can be a million times the distance where
-        groups of keys share some enormous value. Then both distances and neighbours would be wrong.
-        """
+        """Mark the (N,) queries whose distances are imprecise."""
         if self.metric == "ip" or not self._vectors.rows or not len(queries):
             return torch.zeros(len(queries), dtype=torch.bool, device=self._device)
-        squares = (queries - self._centre).square().sum(1)
-        median = distances.masked_fill(distances == torch.inf, torch.nan).nanmedian(1).values
-        return _ROUNDING * (squares + self._max_square) > 1e-3 * median.nan_to_num(posinf=0)
+        return imprecise((queries - self._centre).square().sum(1), self._max_square, distances)
 
     def _compare(self, queries: Tensor, keys: Tensor, squares: Tensor) -> Tensor:
         """Return (n, R) distances less the query's own square, which does not change the order."""
@@ -183,15 +177,27 @@ class BruteForceSearch:
             self._max_square = torch.maximum(self._max_square, squares.max())
             yield first, keys, squares
 
-    def _find_centre(self) -> Tensor:
-        """Return what is subtracted from keys and queries: |q|² + |k|² - 2q·k loses digits far from zero.
 
-        Inner products change under a shift, so their centre is zero.
-        """
-        if self.metric == "l2":
-            for _, block in self._vectors.chunks(_BLOCK):
-                return block.mean(0).to(self._device)
-        return torch.zeros(self._vectors.width, device=self._device)
+def find_centre(vectors: Vectors, metric: str) -> Tensor:
+    """Return the (D,) vector that is subtracted from keys and queries: |q|² + |k|² - 2q·k loses digits far from zero.
+
+    Inner products change under a shift, so their centre is zero.
+    """
+    if metric == "l2":
+        for _, block in vectors.chunks(_BLOCK):
+            return block.mean(0)
+    return torch.zeros(vectors.width)
+
+
+def imprecise(squares: Tensor, max_square: Tensor, distances: Tensor) -> Tensor:
+    """Mark the (N,) queries for which rounding exceeds a thousandth of their median distance.
+
+    |q|² + |k|² - 2q·k has an error proportional to its terms, and these can be a million times the distance where
+    groups of keys share some enormous value. Then both distances and neighbours would be wrong. `squares` are the |q|²,
+    `max_square` the largest |k|².
+    """
+    median = distances.masked_fill(distances == torch.inf, torch.nan).nanmedian(1).values
+    return _ROUNDING * (squares + max_square) > 1e-3 * median.nan_to_num(posinf=0)
 
 
 def _merge(best: Tensor, ids: Tensor, distances: Tensor, first: int) -> None:

@@ -17,6 +17,8 @@ from torch import Tensor
 
 ROWS = 128  # of an (N, V) tensor that are processed at a time, so that no second tensor of that size is made
 
+SourceTokens = tuple[int, ...]  # of the source of a pair, as the encoder reads them
+
 LOGITS = "logits"  # the place of a source whose states are the model's logits
 
 
@@ -140,6 +142,7 @@ class Context:
     states: Mapping[Source, Tensor]  # (N, D) keys, or (N, V) logits, at the positions of all spans, in their order
     spans: Sequence[Span] = ()
     search_mask: Tensor | None = None  # (N,) False where an expensive memory need not search; None: nowhere
+    source_tokens: Sequence[SourceTokens] | None = None  # N: of the pair that each position belongs to; None: unknown
 
     def each_span(self) -> Iterator[tuple[slice, Span]]:
         """Yield each span with the rows of its positions."""
@@ -154,7 +157,10 @@ def join_contexts(contexts: Sequence[Context]) -> Context:
     if len(contexts) == 1:
         return contexts[0]
     states = {source: torch.cat([context.states[source] for context in contexts]) for source in contexts[0].states}
-    return Context(states, [span for context in contexts for span in context.spans])
+    spans = [span for context in contexts for span in context.spans]
+    sources = [context.source_tokens for context in contexts if context.source_tokens is not None]
+    every = [source for own in sources for source in own] if len(sources) == len(contexts) else None
+    return Context(states, spans, source_tokens=every)
 
 
 class MemoryOutput(Protocol):

@@ -12,7 +12,8 @@ from knnlm.datastore.store import Datastore
 from knnlm.errors import ModelError
 from knnlm.index.base import Index
 from knnlm.index.gpu.deferred import check_flag
-from knnlm.memories.base import Context, Source
+from knnlm.memories.base import Context, Source, SourceTokens
+from knnlm.memories.subset import SubsetIndex
 from knnlm.memories.voting import NeighbourMemory, RetrievedNeighbours, VoteParams
 
 
@@ -26,7 +27,7 @@ class KnnMemory(NeighbourMemory):
     def __init__(
         self,
         store: Datastore,
-        index: Index,
+        index: Index | SubsetIndex,
         *,
         k: int,
         knn_temperature: float,
@@ -50,8 +51,15 @@ class KnnMemory(NeighbourMemory):
         """τ of the softmax over negative distances."""
         return self.settings[0].knn_temperature
 
-    def search(self, keys: Tensor, k: int | None = None) -> RetrievedNeighbours:
-        """Return the nearest stored contexts of (N, D) keys."""
+    @property
+    def needs_sources(self) -> bool:
+        """Whether a search depends on the source of a pair: only part of the store is searched."""
+        return isinstance(self.index, SubsetIndex)
+
+    def search(
+        self, keys: Tensor, k: int | None = None, source_tokens: Sequence[SourceTokens] | None = None
+    ) -> RetrievedNeighbours:
+        """Return the nearest stored contexts of (N, D) keys, in a subset search among those of their N sources."""
         if check_flag(~keys.isfinite()):
             raise ModelError(
                 "The model returns infinite or undefined hidden states, which have no neighbours. Try float32."
@@ -59,7 +67,11 @@ class KnnMemory(NeighbourMemory):
         queries = self.store.project(keys, metric=self.metric)
         k = k or self.max_k
         # Fewer columns than k if the store is smaller; an empty store has none.
-        neighbours = self.index.search(queries, max(1, min(k, self.store.key_count)))
+        k = max(1, min(k, self.store.key_count))
+        if isinstance(self.index, SubsetIndex):
+            neighbours = self.index.search(queries, k, source_tokens)
+        else:
+            neighbours = self.index.search(queries, k)
         distances = neighbours.distances.to(keys.device)
         if self.metric == "ip" and (origin := self.store.origin) is not None:
             distances = distances - (queries @ origin.to(queries))[:, None]
@@ -78,23 +90,27 @@ class KnnMemory(NeighbourMemory):
         if mask is not None and bool(mask.all()):
             mask = None
         if mask is None and not isinstance(k, Sequence):
-            return self.search(keys, k)
+            return self.search(keys, k, context.source_tokens)
         ks = list(k) if isinstance(k, Sequence) else [k or self.max_k] * len(keys)
         if mask is not None:
             ks = [each if wanted else 0 for each, wanted in zip(ks, mask.tolist(), strict=True)]
-        return self._search_each(keys, ks)
+        return self._search_each(keys, ks, context.source_tokens)
 
-    def _search_each(self, keys: Tensor, ks: Sequence[int]) -> RetrievedNeighbours:
+    def _search_each(
+        self, keys: Tensor, ks: Sequence[int], sources: Sequence[SourceTokens] | None
+    ) -> RetrievedNeighbours:
         """Search once for each distinct number of neighbours; 0: no search."""
         depths = sorted(set(ks) - {0})
         if not depths:
             return RetrievedNeighbours.empty(len(keys), device=keys.device)
         if len(depths) == 1 and all(ks):
-            return self.search(keys, depths[0])
+            return self.search(keys, depths[0], sources)
         blocks = []
         for depth in depths:
-            rows = torch.tensor([row for row, k in enumerate(ks) if k == depth], device=keys.device)
-            blocks.append((rows, self.search(keys[rows], depth)))
+            chosen = [row for row, k in enumerate(ks) if k == depth]
+            rows = torch.tensor(chosen, device=keys.device)
+            own = None if sources is None else [sources[row] for row in chosen]
+            blocks.append((rows, self.search(keys[rows], depth, own)))
         return RetrievedNeighbours.gather(len(keys), blocks)
 
 

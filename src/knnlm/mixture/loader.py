@@ -14,15 +14,18 @@ from knnlm.datastore.catalog import LANGUAGE_MODEL
 from knnlm.datastore.indexes import open_index
 from knnlm.datastore.store import Datastore
 from knnlm.errors import DatastoreCorrupt, DatastoreError, ModelError, ModelMismatch, ParameterError
+from knnlm.index.base import Index
 from knnlm.lm.causal import CausalLM
 from knnlm.lm.fingerprint import identity_difference, token_fields
-from knnlm.lm.speech import open_lm
+from knnlm.lm.seq2seq import Seq2SeqLM
+from knnlm.lm.speech import SpeechLM, open_lm
 from knnlm.memories.base import Memory, Source
 from knnlm.memories.cache import WINDOW, CacheMemory
 from knnlm.memories.decoder import CARD, DecoderCard, DecoderMemory, load_card
 from knnlm.memories.knn import KnnMemory
 from knnlm.memories.ngram import NgramMemory
 from knnlm.memories.output import OUTPUT_FILE, OutputMemory
+from knnlm.memories.subset import SubsetIndex
 from knnlm.memories.voting import VoteParams
 from knnlm.mixture.online import OnlineConfig
 from knnlm.mixture.readers import Readers
@@ -181,17 +184,26 @@ class _Loader:
                 "--context and --stride."
             )
         main, *others = spec.settings or [VoteParams(DEFAULTS["k"], DEFAULTS["knn_temperature"])]
-        metric = self.options.metric or spec.metric or "l2"
-        index = open_index(
-            store,
-            metric=metric,
-            rerank=self.options.rerank,
-            device=str(self.lm.device),
-            key_dtype=self.options.key_dtype,
-        )
+        index = self._index(store, self.options.metric or spec.metric or "l2")
         return KnnMemory(
             store, index, k=main.k, knn_temperature=main.knn_temperature, others=others, source=self._source(store)
         )
+
+    def _index(self, store: Datastore, metric: str) -> Index | SubsetIndex:
+        """Open the index of a store, or one over the pairs nearest to each source."""
+        options = self.options
+        searching: dict[str, Any] = {"metric": metric, "device": str(self.lm.device), "key_dtype": options.key_dtype}
+        if options.subset is None:
+            return open_index(store, rerank=options.rerank, **searching)
+        if not store.has_pairs or not isinstance(self.lm, Seq2SeqLM):
+            raise ParameterError(
+                f"{store.path} is a store of texts, which have no sources: --subset is for stores of pairs."
+            )
+        if isinstance(self.lm, SpeechLM):
+            raise ParameterError(f"The sources of {store.path} are sounds, but --subset compares the words of sources.")
+        special = self.lm.tokenizer.all_special_ids
+        encode = self.lm.encode_sources
+        return SubsetIndex(store, options.subset, encode=encode, special_tokens=special, **searching)
 
     def _cache(self, spec: MemorySpec) -> CacheMemory:
         if self.lm.has_encoder:
@@ -356,7 +368,7 @@ def is_decoder(path: Path) -> bool:
 def load_decoder(folder: Path, lm: CausalLM | None, request: MixtureRequest) -> LoadedMixture:
     """Open a decoder and the language model that it is mixed with."""
     card, options = load_card(folder), request.options
-    unused = request.memories, request.k, request.knn_temperature, options.metric, options.skip_fraction
+    unused = request.memories, request.k, request.knn_temperature, options.metric, options.skip_fraction, options.subset
     if any(value is not None for value in unused) or not options.rerank or options.key_dtype != "float16":
         raise ParameterError(
             f"{folder} is a decoder, which has no store: only --lambda and --model apply. To mix it with other "

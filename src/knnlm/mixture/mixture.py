@@ -230,6 +230,11 @@ class Mixture:
         return self.needs_tokens or any(source.reader for source in self.history_lengths)
 
     @property
+    def needs_sources(self) -> bool:
+        """Whether a memory searches only the pairs whose sources are nearest to that of a text."""
+        return any(isinstance(memory, KnnMemory) and memory.needs_sources for memory in self.memories)
+
+    @property
     def needs_tokens(self) -> bool:
         """Whether a component or the weights need the tokens of the text, or earlier keys."""
         return self.layer.stateful or self.components_need_tokens

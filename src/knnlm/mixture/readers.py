@@ -18,7 +18,7 @@ from knnlm.lm.causal import CausalLM, scored_targets
 from knnlm.lm.fingerprint import identity_difference, token_fields
 from knnlm.lm.key_layers import KeyLayer, find_key_layer
 from knnlm.lm.windows import Window, WindowShape, batches, windows
-from knnlm.memories.base import LM_LOGITS, LOGITS, Context, Source, Span
+from knnlm.memories.base import LM_LOGITS, LOGITS, Context, Source, SourceTokens, Span
 
 
 @dataclass(frozen=True)
@@ -107,7 +107,8 @@ class Readers:
             states = self.states(batch, history_lengths)
             rows, targets = scored_targets(batch)
             spans = past.spans(batch, states)
-            yield ReadBatch(rows, targets.to(states[LM_LOGITS].device), Context(states, spans))
+            context = Context(states, spans, source_tokens=_source_tokens(batch))
+            yield ReadBatch(rows, targets.to(states[LM_LOGITS].device), context)
 
     def states(self, batch: Sequence[Window], sources: Iterable[Source]) -> dict[Source, Tensor]:
         """Read a batch of windows once with each model that is needed, and return keys and logits where it scores."""
@@ -118,6 +119,17 @@ class Readers:
             if logits is not None:
                 states[Source(self.models.index(model), LOGITS)] = logits
         return states
+
+
+def _source_tokens(batch: Sequence[Window]) -> list[SourceTokens] | None:
+    """Return the source of each scored position; None where windows have none, or sounds."""
+    if not all(isinstance(window.source, list) for window in batch):
+        return None
+    sources = []
+    for window in batch:
+        assert isinstance(window.source, list)
+        sources += [tuple(window.source)] * (window.end - window.scored)
+    return sources
 
 
 class _Past:

@@ -17,6 +17,7 @@ from typing import Any
 from knnlm.errors import DatastoreCorrupt, ParameterError
 from knnlm.index.base import check_metric
 from knnlm.index.exact import check_key_dtype
+from knnlm.memories.subset import check_subset
 from knnlm.memories.voting import VoteParams, check_vote
 from knnlm.mixture.weights import check_lambda
 
@@ -40,6 +41,7 @@ class MixtureOptions:
     damping: bool = True  # with online weights, generation damps memories that repeat what was generated
     rerank: bool = True  # vote with distances to the stored keys instead of the index's own
     key_dtype: str = "float16"  # of keys on a GPU
+    subset: int | None = None  # stored pairs, those with the nearest sources, that are searched; None: all
     model: str | None = None  # the language model; None: the one that the store was built with
     device: str = "auto"
     dtype: str = "auto"  # of the language model
@@ -47,6 +49,7 @@ class MixtureOptions:
     def __post_init__(self) -> None:
         check_metric(self.metric or "l2")
         check_key_dtype(self.key_dtype)
+        check_subset(self.subset)
         if self.skip_fraction is not None and not 0 <= self.skip_fraction <= 1:
             raise ParameterError(f"skip must be a fraction from 0 to 1, not {self.skip_fraction}.")
 
