@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import shutil
 
 import pytest
 
@@ -267,3 +268,14 @@ def test_commands_search_a_subset(folder, store, model_folder, tmp_path, capfd):
     assert code == 0, err
     line = failure(capfd, "eval", store.path, folder / "plain.txt", "--model", model_folder, "--subset", 3)
     assert "is a store of texts, which have no sources" in line
+
+
+def test_tune_of_pairs_with_text_of_another_domain(folder, tmp_path, capfd):
+    store = tmp_path / "other.store"
+    shutil.copytree(folder / "pairs.store", store)
+    other = write_tsv(tmp_path / "other.tsv", pairs(30, start=200))
+    code, _, err = knnlm(capfd, "tune", store, folder / "valid.tsv", "--other", other, "--memories", "knn")
+    assert code == 0, err
+    weights = Mixture.open(store, Seq2SeqLM.open(str(folder / "model"))).weights
+    assert not weights.uses_evidence  # no token of a translation is given
+    assert "cannot read it" in failure(capfd, "tune", store, folder / "valid.tsv", "--other", tmp_path / "missing.tsv")

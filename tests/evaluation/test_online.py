@@ -231,3 +231,15 @@ def test_state_is_the_same_for_windows_in_one_batch_and_in_several(lm, path):
     torch.testing.assert_close(
         together.double()[batch.rows.argsort()], torch.tensor(expected, dtype=torch.float64), rtol=1e-4, atol=1e-4
     )
+
+
+def test_text_of_another_domain_trains_the_gate(lm, path):
+    mixture = Mixture.open(path, lm, memories="knn,ngram", use_tuned=False)
+    tuned = mixture.tune(VALID, weights="gated", samples=0)
+    rows = tuned.weights.gate.metadata["rows"]
+    assert not tuned.weights.uses_evidence
+    other = documents(12, start=900)
+    tuned = mixture.tune(VALID, weights="gated", samples=0, other=iter(other))
+    assert tuned.weights.uses_evidence
+    assert tuned.weights.gate.metadata["rows"] == rows + sum(len(lm.encode(each.text)) for each in other)
+    assert tuned.tokens == rows  # the figures are those of the text alone

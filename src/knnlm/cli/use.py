@@ -117,6 +117,14 @@ class GridFlags:
             show_default="as many as TEXT has, at most 60,000",
         ),
     ] = None
+    other: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Text of another domain, as TEXT: a gate with online weights is trained also on it, and learns where "
+            "not to use the memories. Can be repeated.",
+            show_default=False,
+        ),
+    ] = None
 
     @property
     def values(self) -> dict[str, Any]:
@@ -169,19 +177,20 @@ def tune(
     grid.check()
     if (trace is None) == (not text):
         raise ParameterError("Give either TEXT or --trace to tune on.")
-    if trace is not None and (metric, subset, limit, model, grid.samples) != (None,) * 5:
+    if trace is not None and (metric, subset, limit, model, grid.samples, grid.other) != (None,) * 6:
         raise ParameterError(
-            "--metric, --subset, --limit and --model are those of the trace, and --samples needs the model; leave them "
-            "out."
+            "--metric, --subset, --limit and --model are those of the trace; --samples and --other need the model. Omit "
+            "them."
         )
     if trace:
         chosen_on, result = _tune_trace(store, trace, grid)
     else:
         chosen_on = text or []
         documents = fields.read_for(store, chosen_on)
+        other = fields.read_for(store, grid.other) if grid.other else ()
         mixture = open_mixture(store, model, machine, memories=_memories(store, grid), use_tuned=False, **searching)
         options = {"weights": grid.weights or "gated", "online": not grid.no_online, "limit": limit, **grid.values}
-        options["samples"] = grid.samples
+        options |= {"samples": grid.samples, "other": other}
         result = mixture.tune(documents, sources=chosen_on, progress=bar, **options)
     _show_tuning(store, chosen_on, result, json=json)
 

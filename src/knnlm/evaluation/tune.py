@@ -108,13 +108,14 @@ def tune(
     grid: Grid | None = None,
     online: bool = True,
     samples: int | None = None,
+    other: Iterable[Document] = (),
     batch_tokens: int | None = None,
     progress: Progress = silent,
 ) -> Tuning:
     """Read a text once, choose settings and weights on it, save them in the store and apply them to the mixture.
 
-    A gate with online weights is trained also on `samples` tokens that the model writes; None: as many as the text has,
-    at most 60,000.
+    A gate with online weights is trained also on `samples` tokens that the model writes (None: as many as the text has,
+    at most 60,000; none with an encoder) and on `other` documents, of other domains than the store's.
     """
     store = mixture.store
     if store is None and mixture.path is not None and is_decoder(mixture.path):
@@ -139,17 +140,19 @@ def tune(
             batch_tokens=batch_tokens,
             progress=progress,
         )
-        written = None
+        elsewhere = None
         most = 0 if mixture.lm.reads_audio else MAX_SAMPLES
         count = min(len(trace), most) if samples is None else samples
-        if count and online and weights == "gated":
-            documents = sample_documents(mixture.lm, count, progress=progress)
-            if documents:
+        if online and weights == "gated":
+            written = sample_documents(mixture.lm, count, progress=progress) if count else []
+            if negative := [*written, *other]:
                 reading: dict[str, Any] = {"batch_tokens": batch_tokens, "progress": progress}
-                written = record(mixture, documents, folder / "samples", k=max(grid.ks or KS), **reading)
+                elsewhere = record(mixture, negative, folder / "samples", k=max(grid.ks or KS), **reading)
         options: dict[str, Any] = {"device": str(mixture.lm.device), "progress": progress}
+        # Of a translation, no token is given, so that evidence would be missing where it is generated.
+        options["evidence"] = not mixture.lm.has_encoder
         result = tune_trace(
-            trace, store, weights=weights, grid=grid, specs=specs, online=online, samples=written, **options
+            trace, store, weights=weights, grid=grid, specs=specs, online=online, samples=elsewhere, **options
         )
         save_result(store.path, result, trace)
     apply_tuning(mixture, result)
@@ -165,12 +168,14 @@ def tune_trace(
     specs: Sequence[MemorySpec] | None = None,
     online: bool = True,
     samples: Trace | None = None,
+    evidence: bool = True,
     device: str = "cpu",
     progress: Progress = silent,
 ) -> Tuning:
     """Choose settings and weights on a trace; nothing is saved. `online`: with online weights.
 
-    `samples` is the trace of a text that the model wrote; a gate is trained also on it, with evidence.
+    `samples` is the trace of text that the memories should not be used for: the model wrote it, or it is of another
+    domain. A gate is trained also on it, by default with evidence.
     """
     begin = time.perf_counter()
     check_weights(weights)
@@ -183,7 +188,13 @@ def tune_trace(
         fitted = _best_lambda(sweeps[0])
     else:
         fitted = fit_weights(
-            table, weights, frequencies=token_frequencies(store), samples=written, device=device, progress=progress
+            table,
+            weights,
+            frequencies=token_frequencies(store),
+            samples=written,
+            evidence=evidence,
+            device=device,
+            progress=progress,
         )
     perplexity, config = fitted.perplexity, None
     if online:
@@ -522,12 +533,14 @@ def fit_weights(
     *,
     frequencies: Tensor,
     samples: TraceTable | None = None,
+    evidence: bool = True,
     device: str = "cpu",
     progress: Progress = silent,
 ) -> FittedWeights:
     """Fit weights of one kind; `fixed` weights only the first component of each memory, the others all of them.
 
-    A gate is trained also on `samples`, the table of a text that the model wrote, and then sees evidence.
+    A gate is trained also on `samples`, the table of text that the memories should not be used for, and then sees
+    `evidence` of the text so far.
     """
     check_weights(kind)
     if kind in ("fixed", "fitted"):
@@ -539,7 +552,7 @@ def fit_weights(
         return FittedWeights(FixedWeights(tuple(values.tolist()), kind), math.exp(estimate.loss))
     if kind == "buckets":
         return _fit_buckets(table)
-    gated = _fit_gate(table, samples, frequencies, device, progress)
+    gated = _fit_gate(table, samples, frequencies, device, progress, with_evidence=evidence and samples is not None)
     assert gated.gate.out_of_fold is not None
     own = gated.gate.out_of_fold[: len(table.lm_log_probs)]
     return FittedWeights(gated, math.exp(-float(own.double().mean())))
@@ -557,17 +570,21 @@ def _fit_buckets(table: TraceTable) -> FittedWeights:
 
 
 def _fit_gate(
-    table: TraceTable, samples: TraceTable | None, frequencies: Tensor, device: str, progress: Progress
+    table: TraceTable,
+    samples: TraceTable | None,
+    frequencies: Tensor,
+    device: str,
+    progress: Progress,
+    *,
+    with_evidence: bool,
 ) -> GatedWeights:
     """Train a gate, a second one for positions without a search, and the network that skips searches."""
     every, groups = table, table.documents
     if samples is not None:
         every = table.join(samples)
         groups = torch.cat([_units(table.documents), samples.documents + len(table.documents)])
-    evidence = every.evidence if samples is not None else torch.empty(len(every.documents), 0)
-    names = feature_names(
-        [(memory.kind, memory.feature_names) for memory in table.memories], evidence=samples is not None
-    )
+    evidence = every.evidence if with_evidence else torch.empty(len(every.documents), 0)
+    names = feature_names([(memory.kind, memory.feature_names) for memory in table.memories], evidence=with_evidence)
 
     def train(inputs: Tensor, log_probs: Tensor) -> Gate:
         return train_gate(

@@ -414,6 +414,7 @@ class Mixture:
         lambdas: Sequence[float] | None = None,
         online: bool = True,
         samples: int | None = None,
+        other: Iterable[Document] = (),
         sources: Sequence[str] = (),
         limit: int | None = None,
         batch_tokens: int | None = None,
@@ -423,7 +424,8 @@ class Mixture:
 
         `weights` is fixed, fitted, buckets or gated. `ks`, `knn_temperatures` and `lambdas` are the values to try.
         `online` adds online weights, which return to the language model in a text that the memories predict worse; a
-        gate is then trained also on `samples` tokens that the model writes, by default as many as the documents have.
+        gate is then trained also on `samples` tokens that the model writes, by default as many as the documents have,
+        and on `other` documents, which should be predicted as by the model alone.
         """
         from knnlm.evaluation.sweep import Grid
         from knnlm.evaluation.tune import tune
@@ -431,6 +433,7 @@ class Mixture:
         grid = Grid.of(ks, knn_temperatures, lambdas)
         reading: dict[str, Any] = {"limit": limit, "batch_tokens": batch_tokens, "progress": progress}
         chosen: dict[str, Any] = {"weights": weights, "grid": grid, "online": online, "samples": samples}
+        chosen["other"] = other
         return tune(self, documents, sources=sources, **chosen, **reading)
 
     def record(

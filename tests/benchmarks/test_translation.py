@@ -1,0 +1,94 @@
+"""The benchmark of translation: its training, its brute force, and the table of a whole run with a tiny model."""
+
+from __future__ import annotations
+
+import json
+import random
+import sys
+
+import pytest
+import torch
+
+import translation
+from helpers.pairs import pairs
+from knnlm.lm.seq2seq import Seq2SeqLM
+from marian import TrainingConfig, batches, encode_pairs, new_model, smoothed_loss, train, train_tokenizer
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    texts = [text for pair in pairs(40) for text in (pair.source_text, pair.text)]
+    return train_tokenizer(texts, 300)
+
+
+def test_tokenizer_ends_texts_and_restores_them(tokenizer):
+    ids = tokenizer("Größe, naïve — 7 %")["input_ids"]
+    assert ids[-1] == tokenizer.eos_token_id
+    assert tokenizer.decode(ids, skip_special_tokens=True) == "Größe, naïve — 7 %"
+
+
+def test_batches_hold_all_pairs_within_the_limit(tokenizer):
+    encoded = encode_pairs(tokenizer, pairs(50))
+    stream, seen = batches(encoded, 200, random.Random(0)), []
+    while len(seen) < len(encoded):
+        batch = next(stream)
+        assert len(batch) == 1 or len(batch) * max(len(side) for pair in batch for side in pair) <= 200
+        seen += batch
+    assert sorted(seen) == sorted(encoded)
+
+
+def test_loss_equals_one_pair_at_a_time(tokenizer):
+    torch.manual_seed(0)
+    model = new_model(len(tokenizer), width=16, layers=1).eval()
+    encoded = encode_pairs(tokenizer, pairs(5))
+    together = smoothed_loss(model, encoded, 0.0, "cpu")
+    losses, count = 0.0, 0
+    for source, target in encoded:
+        read = torch.tensor([[0, *target[:-1]]])
+        logits = model(input_ids=torch.tensor([source]), decoder_input_ids=read).logits[0]
+        losses -= logits.log_softmax(1)[range(len(target)), target].sum().item()
+        count += len(target)
+    assert together.item() == pytest.approx(losses / count, rel=1e-5)
+
+
+def test_training_lowers_the_loss(tokenizer):
+    torch.manual_seed(0)
+    model = new_model(len(tokenizer), width=16, layers=1, dropout=0.0)
+    encoded = encode_pairs(tokenizer, pairs(5))
+    before = float(smoothed_loss(model.eval(), encoded, 0.1, "cpu"))
+    train(model, encoded, TrainingConfig(2.0, learning_rate=3e-3), "cpu")
+    assert not model.training
+    assert float(smoothed_loss(model, encoded, 0.1, "cpu")) < before - 0.5
+
+
+@pytest.fixture
+def corpora(tmp_path):
+    folders = []
+    for number, name in enumerate(("general", "it", "koran")):
+        folder = tmp_path / name
+        folder.mkdir()
+        for part, (split, count) in enumerate((("train", 30), ("valid", 12), ("test", 5))):
+            own = pairs(count, start=300 * number + 100 * part)
+            lines = (json.dumps({"id": each.id, "text": each.text, "source": each.source_text}) for each in own)
+            (folder / f"{split}.jsonl").write_text("\n".join(lines))
+        folders.append(folder)
+    return folders
+
+
+def test_whole_run_has_a_row_for_each_system_and_text(corpora, tmp_path, monkeypatch, capsys):
+    sizes = ["--width", "16", "--layers", "1", "--vocabulary", "300", "--train-seconds", "1", "--tune-seconds", "1"]
+    arguments = ["translation.py", *map(str, corpora), *sizes, "--model", str(tmp_path / "model"), "--k", "4"]
+    monkeypatch.setattr(sys, "argv", [*arguments, "--json", str(tmp_path / "rows.json")])
+    monkeypatch.setattr(translation, "NEW_TOKENS", 12)
+    translation.main()
+    shown = capsys.readouterr().out
+    rows = json.loads((tmp_path / "rows.json").read_text())
+    # The model on three texts; five systems of each domain on two; both stores on three.
+    assert len(rows) == 3 + 2 * 5 * 2 + 3
+    assert "tok:13a" in shown.splitlines()[-2]
+    by = {(row["store"], row["system"], row["text"]): row for row in rows}
+    for domain in ("it", "koran"):
+        for text in (domain, "general"):
+            vanilla, brute_force = (by[domain, system, text] for system in ("vanilla", "brute force"))
+            assert vanilla["chrf"] == pytest.approx(brute_force["chrf"], abs=0.2)
+    assert Seq2SeqLM.open(str(tmp_path / "model"), device="cpu").vocab_size <= 300
