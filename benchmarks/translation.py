@@ -33,7 +33,7 @@ from knnlm.lm.seq2seq import Seq2SeqLM
 from knnlm.mixture.mixture import Mixture
 from marian import TrainingConfig, fine_tune, open_or_train
 
-NEW_TOKENS = 128
+NEW_TOKENS = 128  # of a translation, at most
 
 
 def main() -> None:

@@ -5,13 +5,18 @@ from __future__ import annotations
 import json
 import random
 import sys
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 
 import translation
-from helpers.pairs import pairs
+from helpers import oracle
+from helpers.pairs import BruteForce, pair_lm, pairs
+from knnlm.ingest.build import build
 from knnlm.lm.seq2seq import Seq2SeqLM
+from knnlm.mixture.mixture import Mixture
 from marian import TrainingConfig, batches, encode_pairs, new_model, smoothed_loss, train, train_tokenizer
 
 
@@ -55,10 +60,30 @@ def test_training_lowers_the_loss(tokenizer):
     torch.manual_seed(0)
     model = new_model(len(tokenizer), width=16, layers=1, dropout=0.0)
     encoded = encode_pairs(tokenizer, pairs(5))
-    before = float(smoothed_loss(model.eval(), encoded, 0.1, "cpu"))
+    before = smoothed_loss(model.eval(), encoded, 0.1, "cpu").item()
     train(model, encoded, TrainingConfig(2.0, learning_rate=3e-3), "cpu")
     assert not model.training
-    assert float(smoothed_loss(model, encoded, 0.1, "cpu")) < before - 0.5
+    assert smoothed_loss(model, encoded, 0.1, "cpu").item() < before - 0.5
+
+
+def test_brute_force_equals_numpy(tmp_path):
+    lm, stored = pair_lm("marian"), pairs(24)
+    build(stored, tmp_path / "pairs.store", lm=lm).close()
+    vanilla = Mixture.open(tmp_path / "pairs.store", lm, memories="knn", k=4, knn_temperature=3.0, lmbda=0.6)
+    brute_force = translation.BruteForce(vanilla, stored, SimpleNamespace(batch=3))
+    expected = BruteForce(lm, "marian", stored)
+    np.testing.assert_allclose(brute_force.keys.numpy(), expected.keys, atol=2e-3)  # rounded to float16
+    assert brute_force.values.tolist() == expected.values.tolist()
+    keys = torch.randn(5, brute_force.keys.shape[1])
+    probs = torch.rand(5, lm.vocab_size).softmax(1)
+    found = brute_force._mixed(keys, probs)
+    for row, key, p_lm in zip(found.numpy(), keys.numpy(), probs.numpy(), strict=True):
+        knn = oracle.knn_distribution(
+            key, brute_force.keys.numpy(), expected.values, lm.vocab_size, k=4, knn_temperature=3.0
+        )
+        np.testing.assert_allclose(row, 0.4 * p_lm + 0.6 * knn, atol=1e-5)
+    sources = [pair.source_text for pair in stored[:6]]
+    assert brute_force.translate(sources) == vanilla.translate(sources, max_new_tokens=translation.NEW_TOKENS)
 
 
 @pytest.fixture
@@ -86,9 +111,5 @@ def test_whole_run_has_a_row_for_each_system_and_text(corpora, tmp_path, monkeyp
     # The model on three texts; five systems of each domain on two; both stores on three.
     assert len(rows) == 3 + 2 * 5 * 2 + 3
     assert "tok:13a" in shown.splitlines()[-2]
-    by = {(row["store"], row["system"], row["text"]): row for row in rows}
-    for domain in ("it", "koran"):
-        for text in (domain, "general"):
-            vanilla, brute_force = (by[domain, system, text] for system in ("vanilla", "brute force"))
-            assert vanilla["chrf"] == pytest.approx(brute_force["chrf"], abs=0.2)
+    assert len({(row["store"], row["system"], row["text"]) for row in rows}) == len(rows)
     assert Seq2SeqLM.open(str(tmp_path / "model"), device="cpu").vocab_size <= 300

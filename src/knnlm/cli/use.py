@@ -179,8 +179,8 @@ def tune(
         raise ParameterError("Give either TEXT or --trace to tune on.")
     if trace is not None and (metric, subset, limit, model, grid.samples, grid.other) != (None,) * 6:
         raise ParameterError(
-            "--metric, --subset, --limit and --model are those of the trace; --samples and --other need the model. Omit "
-            "them."
+            "--metric, --subset, --limit and --model are those of the trace; --samples and --other need the model. "
+            "Leave them out."
         )
     if trace:
         chosen_on, result = _tune_trace(store, trace, grid)
