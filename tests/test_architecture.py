@@ -58,7 +58,7 @@ ORDER = {
     "report": "study search context html plots studies.breakdown studies.gains studies.layers studies.memories "
     "studies.output studies.store studies.votes studies.compression report",
     "server": "limits schemas documents engine.requests engine.batching engine.predict engine.history engine.sequence "
-    "engine.scheduler metrics responses auth service routes app run",
+    "engine.scheduler engine.translator metrics responses auth service translation routes app run",
     "cli": "output options make use train maintain serve chat start app",
 }
 # Functions that forward to a later module of their package, and import it when they are called.

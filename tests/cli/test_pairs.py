@@ -188,7 +188,10 @@ def test_languages_are_stored_and_used_again(tmp_path, capfd):
     ("command", "message"),
     [
         (["generate", "pairs.store", "Hello"], "it translates a source"),
-        (["chat", "pairs.store"], "Text generation (generate, chat, serve, KnnForCausalLM) needs a decoder-only model"),
+        (
+            ["chat", "pairs.store"],
+            "pairs.store has pairs, which are translated and not chatted with. Use knnlm translate.",
+        ),
         (["report", "pairs.store", "plain.txt", "--out", "r"], "store of pairs"),
         (["distill", "pairs.store", "--into", "decoder", "--out", "d"], "A decoder needs a decoder-only model"),
         (["bench", "--quick", "--model", "model"], "The benchmark needs a decoder-only model"),

@@ -77,6 +77,8 @@ def chat(
 
     check_top_p(top_p)
     opened = mixture.open(store, model, machine, domain_check=not no_domain_check)
+    if opened.lm.has_encoder:
+        raise ParameterError(f"{store} has pairs, which are translated and not chatted with. Use knnlm translate.")
     engine = Scheduler(opened, slots=1, queue=16, traces=TraceCache(max_bytes=1 << 20))
     sampling = {"temperature": temperature, "top_p": top_p, "seed": seed}
     conversation = Conversation(engine, system=system, max_tokens=max_new_tokens, sampling=sampling)

@@ -61,12 +61,12 @@ def serve(
     check_installed()
     from knnlm.server import run
     from knnlm.server.auth import ApiKeys
-    from knnlm.server.service import Service
+    from knnlm.server.translation import make_service
 
     keys = ApiKeys.read(api_key_file, admin_key_file)
     bound = run.bind(host, port, keys=keys)
     opened = mixture.open(store, model, machine, domain_check=not no_domain_check)
-    service = Service(opened, name=name or store.resolve().name, limits=_limits(limits))
+    service = make_service(opened, name=name or store.resolve().name, limits=_limits(limits))
 
     def ready() -> None:
         _announce({"store": str(store), "model": service.name, "url": run.server_url(bound)}, json=json)

@@ -168,7 +168,7 @@ class KnnForCausalLM(PreTrainedModel, GenerationMixin):
     @staticmethod
     def _check_kind(mixture: Mixture) -> None:
         """Raise an error for a language model of another kind."""
-        mixture.lm.require_text("Text generation (generate, chat, serve, KnnForCausalLM)")
+        mixture.lm.require_text("Text generation (generate, chat, KnnForCausalLM)")
 
     @classmethod
     def _make_config(cls, mixture: Mixture) -> KnnConfig:

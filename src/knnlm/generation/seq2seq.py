@@ -9,7 +9,7 @@ reads before the language, are read by the decoder and not by the memories.
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from itertools import compress
@@ -27,7 +27,7 @@ from knnlm.generation.cache import memory_state
 from knnlm.generation.causal import BASE_FOLDER, KnnConfig, KnnForCausalLM, prompt_length
 from knnlm.lm.seq2seq import Seq2SeqLM
 from knnlm.lm.speech import SpeechLM
-from knnlm.memories.base import Context, Source, SourceTokens
+from knnlm.memories.base import Context, Origin, Source, SourceTokens
 from knnlm.mixture.mixture import Mixture
 
 # The sources that `generate` translates, because it gives only the encoder's output to each step.
@@ -192,6 +192,18 @@ class KnnForSeq2SeqLM(KnnForCausalLM):
             output["loss"] = torch.nn.functional.cross_entropy(output.logits.flatten(0, 1), labels.flatten())
         return cast(ModelOutput, output)
 
+    def read_target(self, source: Mapping[str, Tensor], target: Sequence[int]) -> tuple[Tensor, Context]:
+        """Read one source and a generated target, and return (T, V) logits and the memories' context of its tokens."""
+        ids = torch.tensor([[*self._lm.start_tokens, *target[:-1]]], device=self.device)
+        before = len(self._lm.prefix_tokens)
+        text = ids[:, before:]
+        origins = torch.full_like(text, Origin.GENERATED)
+        origins[:, 0] = Origin.GIVEN
+        sources = self._source_tokens(source.get("input_ids"), source.get("attention_mask"))
+        pair = _PairInputs(ids, before, dict(source), sources)
+        output, context = self.read(text, origins=origins, use_cache=False, pair=pair)
+        return output.logits[0], context
+
     def _read_prefix(self, pair: _PairInputs, reading: dict[str, Any]) -> ModelOutput:
         """Read only tokens before the text, which the model alone predicts."""
         state = memory_state(self._state_cache(reading["past_key_values"])) if self.mixture.needs_history else None
@@ -246,21 +258,41 @@ def translate(
         max_new_tokens = min(max_new_tokens, mixture.max_length - 1)
     if seed is not None:
         torch.manual_seed(seed)
-    start = torch.tensor([lm.start_tokens], device=lm.device)
     tokens = lm.encode_sources(sources)
     order = sorted(range(len(tokens)), key=lambda number: len(tokens[number]), reverse=True)
     written = [""] * len(tokens)
     for begin in range(0, len(order), batch_size):
         batch = order[begin : begin + batch_size]
-        inputs: dict[str, Any] = {**lm.pad_sources([tokens[number] for number in batch]), **settings}
-        inputs |= {"decoder_input_ids": start.expand(len(batch), -1).contiguous(), "max_new_tokens": max_new_tokens}
-        inputs["decoder_start_token_id"] = lm.start_tokens[0]
-        # Not the model's own method: Whisper's cuts sounds into pieces by itself.
-        output = model.generate(**inputs) if use_memory else GenerationMixin.generate(cast(Any, lm.model), **inputs)
-        texts = lm.tokenizer.batch_decode(output[:, start.shape[1] :].tolist(), skip_special_tokens=True)
-        for number, text in zip(batch, texts, strict=True):
-            written[number] = str(text).strip()
+        output = generate_targets(
+            model,
+            [tokens[number] for number in batch],
+            max_new_tokens=max_new_tokens,
+            use_memory=use_memory,
+            **settings,
+        )
+        for number, text in zip(batch, target_texts(lm, output), strict=True):
+            written[number] = text
     return written
+
+
+def generate_targets(
+    model: KnnForSeq2SeqLM, sources: Sequence[Any], *, max_new_tokens: int, use_memory: bool = True, **settings: Any
+) -> list[list[int]]:
+    """Return the target tokens of one batch of tokenised sources, with the end token and padding."""
+    lm = cast(Seq2SeqLM, model.mixture.lm)
+    start = torch.tensor([lm.start_tokens], device=lm.device)
+    inputs: dict[str, Any] = {**lm.pad_sources(sources), **settings}
+    inputs |= {"decoder_input_ids": start.expand(len(sources), -1).contiguous(), "max_new_tokens": max_new_tokens}
+    inputs["decoder_start_token_id"] = lm.start_tokens[0]
+    # Not the model's own method: Whisper's cuts sounds into pieces by itself.
+    output = model.generate(**inputs) if use_memory else GenerationMixin.generate(cast(Any, lm.model), **inputs)
+    return cast(list[list[int]], output[:, start.shape[1] :].tolist())
+
+
+def target_texts(lm: Seq2SeqLM, targets: Sequence[Sequence[int]]) -> list[str]:
+    """Return the texts of target tokens."""
+    texts = lm.tokenizer.batch_decode([list(target) for target in targets], skip_special_tokens=True)
+    return [str(text).strip() for text in texts]
 
 
 AutoConfig.register(KnnSeq2SeqConfig.model_type, KnnSeq2SeqConfig)

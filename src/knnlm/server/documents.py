@@ -76,6 +76,7 @@ class DocumentService:
             place = len(tokens) if entry is None else entry - begin
             return {
                 **_metadata(document),
+                "source_text": document.source_text,
                 "offset": begin - document.first_entry,
                 "before": self.lm.decode(tokens[:place]),
                 "token": self.lm.decode(tokens[place : place + 1]),

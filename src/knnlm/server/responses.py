@@ -110,7 +110,7 @@ def _token(token: ScoredToken) -> dict[str, Any]:
         "p_lm": _finite(token.p_lm),
         "p_knn": _finite(token.p_knn),
         "p": _finite(token.p),
-        "weight": token.weight,
+        "weight": _finite(token.weight),
         "sources": token.sources,
     }
     if token.support is not None:
@@ -132,6 +132,18 @@ def score_body(trace_id: str, k: int, tokens: Sequence[ScoredToken]) -> dict[str
     share = SupportedShare()
     share.add(tokens)
     return {**body, "knnlm": {**provenance(trace_id, k, tokens), **share.as_dict()}}
+
+
+def translation_body(completion: dict[str, Any], *, tokens: bool) -> dict[str, Any]:
+    """Return the response to a request for translations, from that for completions of the same sources."""
+    translations = [
+        {name: choice[name] for name in ("index", "text", "finish_reason")}
+        | {"knnlm": choice["knnlm"] if tokens else None}
+        for choice in completion["choices"]
+    ]
+    head = {"id": f"trans-{secrets.token_hex(12)}", "object": "translation"}
+    shared = {name: completion[name] for name in ("created", "model")}
+    return {**head, **shared, "translations": translations, "usage": completion["usage"]}
 
 
 def _finite(number: float | None) -> float | None:

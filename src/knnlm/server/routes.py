@@ -12,7 +12,7 @@ from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
 
 from knnlm.server.metrics import CONTENT_TYPE
-from knnlm.server.responses import EventStream, JsonResponse, ResponseWriter, score_body
+from knnlm.server.responses import EventStream, JsonResponse, ResponseWriter, score_body, translation_body
 from knnlm.server.schemas import (
     AddedDocuments,
     AddRequest,
@@ -32,6 +32,8 @@ from knnlm.server.schemas import (
     SamplingRequest,
     ScoreRequest,
     ScoreResponse,
+    TranslateRequest,
+    TranslateResponse,
 )
 from knnlm.server.service import PreparedRequest, Service
 
@@ -88,11 +90,16 @@ def _add_completions(app: FastAPI, service: Service) -> None:
         prepared = await run_in_threadpool(service.prepare_chat, body)
         return await _complete(service, request, prepared, body, chat=True)
 
+    @app.post("/v1/translate", response_model=TranslateResponse, responses=_ERRORS)
+    async def translate(body: TranslateRequest, request: Request) -> JsonResponse:
+        prepared = await run_in_threadpool(service.prepare_translation, body)
+        work = _writer(service, prepared, chat=False).body(service.generate(prepared.requests))
+        completion = await _while_connected(request, work)
+        return JsonResponse(translation_body(completion, tokens=bool(body.sources or body.tokens)))
 
-async def _complete(
-    service: Service, request: Request, prepared: PreparedRequest, body: SamplingRequest, *, chat: bool
-) -> Response:
-    writer = ResponseWriter(
+
+def _writer(service: Service, prepared: PreparedRequest, *, chat: bool) -> ResponseWriter:
+    return ResponseWriter(
         service.name,
         service.token_texts,
         chat=chat,
@@ -101,6 +108,12 @@ async def _complete(
         alternatives=prepared.alternatives,
         max_k=prepared.max_k,
     )
+
+
+async def _complete(
+    service: Service, request: Request, prepared: PreparedRequest, body: SamplingRequest, *, chat: bool
+) -> Response:
+    writer = _writer(service, prepared, chat=chat)
     events = service.generate(prepared.requests)
     if not body.stream:
         return JsonResponse(await _while_connected(request, writer.body(events)))

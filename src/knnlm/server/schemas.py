@@ -15,6 +15,7 @@ from knnlm.corpus import INTEGER_LIMIT, MAX_FIELD_LENGTH, MAX_FIELDS, invalid_fi
 
 _MAX_COPIES = 16
 _MAX_PROMPTS = 64
+_MAX_BEAMS = 16
 _MAX_K = 16_384
 _MAX_SOURCES = 64
 
@@ -177,6 +178,34 @@ class ChatRequest(SamplingRequest):
     web_search_options: None = None
 
 
+def _check_texts(texts: str | list[str]) -> str | list[str]:
+    """Raise for a list of none or too many texts."""
+    if isinstance(texts, list) and not 1 <= len(texts) <= _MAX_PROMPTS:
+        problem = f"a list of 1 to {_MAX_PROMPTS} texts is allowed, not {len(texts):,}."
+        raise PydanticCustomError("texts", "{problem}", {"problem": problem})
+    return texts
+
+
+_TEXT: dict[str, Any] = {"type": "string"}
+_TEXTS: dict[str, Any] = {"type": "array", "items": _TEXT, "minItems": 1, "maxItems": _MAX_PROMPTS}
+
+
+class TranslateRequest(Body):
+    """Translate a text or several, each on its own."""
+
+    model: Name | None = None
+    # Checked after the union, so that the message is not that of its first member.
+    text: Annotated[str | list[str], AfterValidator(_check_texts), WithJsonSchema({"anyOf": [_TEXT, _TEXTS]})]
+    beams: int | None = Field(None, ge=1, le=_MAX_BEAMS, description="Default: as the model's configuration says.")
+    max_tokens: int | None = Field(None, ge=1, le=2**31 - 1, description="Of each translation. Default: 256.")
+    temperature: float | None = Field(None, ge=0, le=2, description="Default: 0, the most probable translation.")
+    top_p: float | None = Field(None, gt=0, le=1)
+    seed: Seed | None = None
+    memory: MemorySettings | None = None
+    sources: int = Field(0, ge=0, le=_MAX_SOURCES, description="Sources to return for each token.")
+    tokens: bool | None = Field(None, description="Return the tokens with their probabilities. Default: with sources.")
+
+
 class ScoreRequest(Body):
     """Score each token of a text."""
 
@@ -220,7 +249,7 @@ class ErrorBody(BaseModel):
 
 
 class TokenSource(BaseModel):
-    """A neighbour of a token's context: where it is stored, and its weight."""
+    """A neighbour of a token's context: where it is stored, and its weight; `source_text` is the source of a pair."""
 
     memory: str
     document: str
@@ -232,6 +261,7 @@ class TokenSource(BaseModel):
     token: str
     before: str
     after: str
+    source_text: str | None = None
 
 
 class MemoryShare(BaseModel):
@@ -243,14 +273,17 @@ class MemoryShare(BaseModel):
 
 
 class TokenProvenance(BaseModel):
-    """A token with its probabilities: p = (1 - weight) · p_lm + weight · p_knn."""
+    """A token with its probabilities: p = (1 - weight) · p_lm + weight · p_knn.
+
+    They are null in a translation that was requested without sources and without logprobs.
+    """
 
     id: int
     text: str
     p_lm: float | None
     p_knn: float | None
     p: float | None
-    weight: float
+    weight: float | None
     support: float | None = None
     sources: list[TokenSource] = []
     shares: list[MemoryShare] | None = None
@@ -328,6 +361,26 @@ class ChatResponse(BaseModel):
     usage: Usage
 
 
+class Translation(BaseModel):
+    """One translation; `knnlm` is null if its tokens were not requested."""
+
+    index: int
+    text: str
+    finish_reason: str | None
+    knnlm: Provenance | None
+
+
+class TranslateResponse(BaseModel):
+    """The translations of texts, in their order."""
+
+    id: str
+    object: Literal["translation"]
+    created: int
+    model: str
+    translations: list[Translation]
+    usage: Usage
+
+
 class ScoreResponse(BaseModel):
     """The score of a text, as a whole and token by token."""
 
@@ -392,11 +445,12 @@ DocumentFields = Annotated[dict[str, Any], AfterValidator(_check_fields), WithJs
 
 
 class NewDocument(Body):
-    """A document to add."""
+    """A document to add; in a store of pairs, `text` is the translation of `source_text`."""
 
     id: Annotated[str, StringConstraints(min_length=1, max_length=512)]
     text: Annotated[str, StringConstraints(min_length=1)]
     source: Name | None = None
+    source_text: Annotated[str, StringConstraints(min_length=1)] | None = None
     fields: DocumentFields | None = None
 
 
@@ -426,8 +480,9 @@ class DocumentList(BaseModel):
 
 
 class Passage(DocumentMetadata):
-    """A passage of a document from token `offset` on; `token` is the requested one."""
+    """A passage of a document from token `offset` on; `token` is the requested one, `source_text` that of a pair."""
 
+    source_text: str | None = None
     offset: int
     before: str
     token: str

@@ -43,9 +43,11 @@ from knnlm.server.schemas import (
     CompletionRequest,
     MemorySettings,
     NeighboursRequest,
+    NewDocument,
     RescoreRequest,
     SamplingRequest,
     ScoreRequest,
+    TranslateRequest,
 )
 
 DEFAULT_MAX_TOKENS = 16  # of completions, as in OpenAI's API
@@ -105,11 +107,13 @@ class ScoredText:
 class Service:
     """A served mixture with its scheduler, documents and limits."""
 
+    scheduler_class: type[Scheduler] = Scheduler
+
     def __init__(self, mixture: Mixture, *, name: str, limits: Limits | None = None) -> None:
         self.limits = limits or Limits()
         self.name = name
         traces = TraceCache(max_bytes=self.limits.trace_bytes)
-        self.scheduler = Scheduler(mixture, slots=self.limits.slots, queue=self.limits.queue, traces=traces)
+        self.scheduler = self.scheduler_class(mixture, slots=self.limits.slots, queue=self.limits.queue, traces=traces)
         self.documents = None if mixture.store is None else DocumentService(mixture.store.path, mixture.lm)
         self.metrics = Metrics(self.scheduler)
         self.started = int(time.time())
@@ -175,6 +179,7 @@ class Service:
                 "max_prompt_tokens": self.limits.prompt_tokens,
                 "max_output_tokens": self.limits.output_tokens,
                 "max_body_bytes": self.limits.body_bytes,
+                "pairs": mixture.lm.has_encoder,
             },
         }
 
@@ -217,6 +222,10 @@ class Service:
             origins=tuple(origins),
         )
         return self._prepared([request], len(tokens), (body.top_logprobs or 0) if body.logprobs else None)
+
+    def prepare_translation(self, body: TranslateRequest) -> PreparedRequest:  # noqa: ARG002  (see TranslationService)
+        """Raise an error: a decoder-only model does not translate."""
+        raise ParameterError("/v1/translate needs a store of pairs, but this one has texts. Use /v1/completions.")
 
     async def generate(self, requests: Sequence[GenerationRequest]) -> AsyncGenerator[list[OutputEvent], None]:
         """Run requests, and yield their events as they arrive, in groups; raise RequestFailed for an ErrorEvent.
@@ -278,7 +287,7 @@ class Service:
             tuple(tokens),
             1,
             sources=body.k,
-            overrides=_overrides(body.memory),
+            overrides=overrides_of(body.memory),
             deadline=self._deadline(),
             start_added=start_added,
             ignore_eos=True,
@@ -299,8 +308,16 @@ class Service:
     async def add_documents(self, body: AddRequest) -> dict[str, Any]:
         """Add documents to the store."""
         assert self.documents is not None
-        new = [Document(each.id, each.source or each.id, each.text, each.fields or {}) for each in body.documents]
+        new = [self._new_document(number, each) for number, each in enumerate(body.documents)]
         return await self._run_limited(self._write_slots, self.documents.add, new)
+
+    def _new_document(self, number: int, body: NewDocument) -> Document:
+        """Return a document to add; raise for a source text with a store of texts, and for a pair without one."""
+        pairs = self.mixture.lm.has_encoder
+        if pairs != (body.source_text is not None):
+            problem = "missing: this store has pairs of a source and its translation." if pairs else "only for pairs."
+            raise Unsupported(f"documents.{number}.source_text", problem)
+        return Document(body.id, body.source or body.id, body.text, body.fields or {}, source_text=body.source_text)
 
     async def remove_document(self, number: int) -> dict[str, Any]:
         """Remove a document from the store."""
@@ -334,12 +351,18 @@ class Service:
         if name is not None and name != self.name:
             raise UnknownModel(f"There is no model {name!r}. There is: {self.name}.")
 
-    def _generation_request(self, tokens: list[int], body: SamplingRequest, **options: Any) -> GenerationRequest:
+    def _generation_request(
+        self,
+        tokens: list[int],
+        body: SamplingRequest,
+        kind: type[GenerationRequest] = GenerationRequest,
+        **options: Any,
+    ) -> GenerationRequest:
         stop = [body.stop] if isinstance(body.stop, str) else body.stop or []
         copies = body.n or 1
         if copies > self.limits.slots:
             raise ParameterError(f"n is {copies}, but this server has {self.limits.slots} slots.")
-        return GenerationRequest(
+        return kind(
             tokens=tuple(tokens),
             copies=copies,
             temperature=1.0 if body.temperature is None else body.temperature,
@@ -348,7 +371,7 @@ class Service:
             seed=body.seed,
             stop=tuple(stop),
             sources=body.sources,
-            overrides=_overrides(body.memory),
+            overrides=overrides_of(body.memory),
             deadline=self._deadline(),
             support=self._wants_support(body),
             min_support=body.min_support,
@@ -362,7 +385,7 @@ class Service:
         logprobs = getattr(body, "logprobs", None)  # 0 is a number of alternatives
         shown = body.sources > 0 or not (logprobs is None or logprobs is False)
         if asked:
-            mixture = self.scheduler.mixtures.get(_overrides(body.memory))
+            mixture = self.scheduler.mixtures.get(overrides_of(body.memory))
             if mixture is None or mixture.support is None:
                 name = "min_support" if body.min_support is not None else "support"
                 raise Unsupported(name, "the store was not tuned with support, or memory settings are not as tuned.")
@@ -398,7 +421,7 @@ class Service:
             0,
             echo=True,
             sources=body.sources,
-            overrides=_overrides(body.memory),
+            overrides=overrides_of(body.memory),
             deadline=self._deadline(),
             start_added=start_added,
             windowed=length > window,
@@ -508,7 +531,7 @@ class Service:
             return token_offsets(self._tokenizer, text)
 
 
-def _overrides(settings: MemorySettings | None) -> MemoryOverrides:
+def overrides_of(settings: MemorySettings | None) -> MemoryOverrides:
     if settings is None:
         return MemoryOverrides()
     memories = None if settings.memories is None else tuple(sorted(set(settings.memories)))

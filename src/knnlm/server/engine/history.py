@@ -98,9 +98,8 @@ class TraceCache:
 def _size(token: ScoredToken) -> int:
     """Return an estimate of a token's bytes."""
     others = _SHARE_BYTES * len(token.shares) + _SHARE_BYTES // 4 * len(token.top)
-    texts = sum(
-        _SOURCE_BYTES + 2 * len(source["before"] + source["after"] + source["source"]) for source in token.sources
-    )
+    names = ("before", "after", "source", "source_text")
+    texts = sum(_SOURCE_BYTES + 2 * sum(len(source.get(name) or "") for name in names) for source in token.sources)
     arrays = 0
     if token.neighbours is not None:
         counts = token.neighbours.counts

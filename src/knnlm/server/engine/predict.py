@@ -254,7 +254,12 @@ def _retrieve(
         ks.append(wanted)
     began = perf_counter()
     sources = {memory.source for memory in base.memories if memory.expensive and memory.source is not None}
-    contexts = [Context({source: result.context.states[source] for source in sources}) for result in results]
+    contexts = [
+        Context(
+            {source: result.context.states[source] for source in sources}, source_tokens=result.context.source_tokens
+        )
+        for result in results
+    ]
     retrieved = base.retrieve(join_contexts(contexts), ks)
     if searched := sum(k > 0 for wanted in ks for k in wanted):
         times.search += perf_counter() - began

@@ -63,6 +63,15 @@ class GenerationRequest:
 
 
 @dataclass(frozen=True)
+class TranslationRequest(GenerationRequest):
+    """One source, and how to translate it; `tokens` are empty."""
+
+    source: tuple[int, ...] = ()  # its tokens, with special ones
+    beams: int | None = None  # None: as the model's configuration says
+    scored: bool = False  # return the probabilities of tokens, which needs another pass and another search
+
+
+@dataclass(frozen=True)
 class KeptNeighbours:
     """The data that rescoring needs of a token's neighbours: no text, and nothing of the vocabulary's size."""
 

@@ -117,7 +117,7 @@ class Scheduler:
     def __init__(
         self, mixture: Mixture, *, slots: int = 64, queue: int = 256, traces: TraceCache | None = None
     ) -> None:
-        self.model = KnnForCausalLM(mixture)
+        self.model = self._make_model(mixture)
         self.model.train(False)
         self.mixtures = MixtureCache(mixture)
         self.traces = TraceCache() if traces is None else traces
@@ -139,6 +139,10 @@ class Scheduler:
         self._thread = threading.Thread(target=self._run, name="knnlm-engine", daemon=True)
         eos = self.model.generation_config.eos_token_id
         self._eos = set(eos if isinstance(eos, list) else [] if eos is None else [eos])
+
+    def _make_model(self, mixture: Mixture) -> KnnForCausalLM:
+        """Return the model that the thread runs."""
+        return KnnForCausalLM(mixture)
 
     @property
     def mixture(self) -> Mixture:
@@ -195,7 +199,7 @@ class Scheduler:
     @torch.inference_mode()
     def _run(self) -> None:
         try:
-            self._cache = choose_cache(self.model)
+            self._prepare()
             self.ready.set()
             while self._wait():
                 self._step()
@@ -205,6 +209,10 @@ class Scheduler:
         finally:
             self._fail_all(503, "The server has stopped.")
             self.events.flush(force=True)
+
+    def _prepare(self) -> None:
+        """Prepare the model for the first step."""
+        self._cache = choose_cache(self.model)
 
     def _wait(self) -> bool:
         """Wait for work, and return whether to continue."""
@@ -235,9 +243,7 @@ class Scheduler:
                 self._advance_prompt(pending, [next(predicted) for _ in range(positions)])
             self._keep([row for row, sequence in enumerate(self._sequences) if sequence.reason is None])
         except Exception as error:
-            _log.exception("a step of the scheduler failed")
-            message = str(error) if isinstance(error, KnnlmError) else "Internal server error. See the server's log."
-            self._fail_all(500, message, waiting=False)
+            self._fail_all(500, step_failed(error), waiting=False)
         self.steps += 1
         self.events.flush(force=not self._sequences)
 
@@ -440,6 +446,12 @@ class Scheduler:
         for handle in dict.fromkeys(handles):
             handle.cancel()
             self.events.add(handle, ErrorEvent(status, message), urgent=True)
+
+
+def step_failed(error: Exception) -> str:
+    """Log the error of a step, and return its message for clients."""
+    _log.exception("a step of the scheduler failed")
+    return str(error) if isinstance(error, KnnlmError) else "Internal server error. See the server's log."
 
 
 def reload_if_stale(mixture: Mixture) -> Mixture | None:

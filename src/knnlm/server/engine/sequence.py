@@ -17,7 +17,7 @@ from knnlm.server.engine.requests import Penalties, RequestHandle, ScoredToken
 
 SUPPORT_TOKENS = 8  # whose mean support is compared with a request's min_support
 
-_GREEDY_TEMPERATURE = 1e-4  # at and below it, the most probable token is taken
+GREEDY_TEMPERATURE = 1e-4  # at and below it, the most probable token is taken
 
 
 class GeneratedSequence:
@@ -154,7 +154,7 @@ class Sampler:
         self.counts: Counter[int] = Counter()
         self.generator: torch.Generator | None = None
         self._penalised = bool(self.penalties.presence or self.penalties.frequency or self.penalties.bias)
-        if temperature > _GREEDY_TEMPERATURE:
+        if temperature > GREEDY_TEMPERATURE:
             self.generator = torch.Generator()
             self.generator.manual_seed(seed) if seed is not None else self.generator.seed()
 
