@@ -15,6 +15,7 @@ from schemathesis.specs.openapi.checks import (
 )
 
 from helpers.models import tiny, tiny_tokenizer
+from helpers.pairs import pair_lm, pairs
 from helpers.server import serving
 from helpers.stores import documents
 from knnlm.ingest.build import build
@@ -89,6 +90,7 @@ def test_openapi_document_has_all_routes(schema):
     assert {
         ("POST", "/v1/completions"),
         ("POST", "/v1/chat/completions"),
+        ("POST", "/v1/translate"),
         ("POST", "/v1/score"),
         ("POST", "/v1/rescore"),
         ("POST", "/v1/neighbours"),
@@ -156,6 +158,18 @@ def test_generated_documents_and_streams_cause_no_server_error(writable_server, 
 def test_many_generated_documents_and_streams_cause_no_server_error(writable_server, server, schema):
     change(writable_server, examples=200)
     streams(server, schema, examples=500)
+
+
+def test_generated_requests_to_a_store_of_pairs_cause_no_server_error(tmp_path):
+    lm = pair_lm("marian")
+    build(pairs(6), tmp_path / "store", lm=lm).close()
+    keys = ApiKeys((b"user-key-1234",), (ADMIN.encode(),))
+    with serving(Mixture.open(tmp_path / "store", lm, k=4), keys=keys, output_tokens=8) as running:
+        made = schemathesis.openapi.from_url(f"{running.url}/openapi.json")
+        for operation in operations(made.exclude(method=["DELETE"])):
+            run(made, operation, examples=10, seed=5)
+        assert running.service.ready
+        assert running.client(ADMIN).post("/v1/translate", json={"text": "The memory"}).status_code == 200
 
 
 def test_generated_requests_cause_no_server_error(schema, server):
