@@ -12,6 +12,7 @@ import pytest
 from playwright.sync_api import Browser, Page, expect, sync_playwright
 
 from helpers.models import tiny, tiny_tokenizer
+from helpers.pairs import pair_lm, pairs
 from helpers.server import Running, serving
 from helpers.stores import documents
 from knnlm.corpus import Document
@@ -707,3 +708,83 @@ def test_support_is_shown_until_a_slider_changes_the_weights(browser, tuned_serv
     plain = checked(open_page(browser, server), server)
     generate(plain)
     expect(plain.locator("#legend-support")).to_be_hidden()
+
+
+PAIRS = pairs(24)
+
+
+@pytest.fixture
+def pair_server(tmp_path):
+    lm = pair_lm("marian")
+    build(PAIRS, tmp_path / "pairs.store", lm=lm).close()
+    mixture = Mixture.open(tmp_path / "pairs.store", lm, k=8, knn_temperature=4.0, lmbda=0.6)
+    with serving(mixture, keys=ApiKeys((), (ADMIN.encode(),)), output_tokens=40) as running:
+        yield running
+
+
+def translation(server: Running, source: str, **options) -> dict:
+    return server.post("/v1/translate", text=source, **options)["translations"][0]
+
+
+def test_store_of_pairs_is_translated_and_shows_the_pairs_behind_each_token(browser, pair_server, checked):
+    page = checked(open_page(browser, pair_server, "score"), pair_server)
+    assert page.inner_text("#tab-generate") == page.inner_text("#go") == "Translate"
+    assert not page.is_visible("#tab-score")
+    assert not page.is_visible("#score")
+    assert page.inner_text("#prompt-label") == "Source text"
+    assert page.input_value("#length") == "40"
+    source = PAIRS[3].source_text
+    generate(page, source)
+    right, alone = (
+        translation(pair_server, source, sources=8, max_tokens=12),
+        translation(pair_server, source, tokens=True, memory={"off": True}, max_tokens=12),
+    )
+    tokens = right["knnlm"]["tokens"]
+    assert token_texts(page, "text-with") == [token["text"] for token in tokens]
+    assert page.locator("#text-with").text_content() == right["text"]
+    assert page.locator("#text-without").text_content() == alone["text"]
+    shares = [token["weight"] * token["p_knn"] / token["p"] for token in tokens]
+    np.testing.assert_allclose(shown(page, "text-with", "share"), shares, atol=6e-4)
+    page.locator("#text-with .token").nth(1).click()
+    found = page.eval_on_selector_all(".neighbours .pair-source", "all => all.map(one => one.textContent)")
+    assert found == [each["source_text"] for each in tokens[1]["sources"]]
+    contexts = page.eval_on_selector_all(".neighbours .context mark", "all => all.map(one => one.textContent)")
+    assert contexts == [each["token"].strip() for each in tokens[1]["sources"]]
+    page.locator(".neighbours .document").first.click()
+    expect(page.locator("#passage")).to_be_visible()
+    assert page.inner_text("#passage-pair") == tokens[1]["sources"][0]["source_text"]
+    page.keyboard.press("Escape")
+    page.fill("#beams", "3")
+    generate(page, source)
+    assert page.locator("#text-with").text_content() == translation(pair_server, source, beams=3, max_tokens=12)["text"]
+
+
+def test_sliders_rescore_a_translation(browser, pair_server, checked):
+    page = checked(open_page(browser, pair_server), pair_server)
+    generate(page, PAIRS[3].source_text)
+    before = shown(page, "text-with", "share")
+    assert max(before) > 0.2
+    with page.expect_response("**/v1/rescore"):
+        slide(page, "lambda", 0)
+    page.wait_for_function(
+        "() => [...document.querySelectorAll('#text-with .token')].every(one => one.dataset.share === '0.000')"
+    )
+    assert ("POST", f"{pair_server.url}/v1/rescore") in page.requested
+
+
+def test_pairs_are_added_from_a_file(browser, pair_server, checked, tmp_path):
+    page = checked(open_page(browser, pair_server, "documents"), pair_server, errors=True)
+    page.fill("#admin", ADMIN)
+    (tmp_path / "new.tsv").write_text("das Zebra\tthe zebra\n\ndie Anna\tAnna sleeps\n")
+    page.set_input_files("#files", tmp_path / "new.tsv")
+    expect(page.locator("#added li").first).to_contain_text("new.tsv: 2 pairs with")
+    page.fill("#search", "DIE ANNA")
+    expect(page.locator("#document-list .document")).to_have_count(1)
+    assert page.inner_text("#document-list small") == "die Anna"
+    page.click("#document-list .document")
+    assert page.inner_text("#passage-pair") == "die Anna"
+    assert page.inner_text("#passage-text").startswith("Anna sleeps")
+    page.keyboard.press("Escape")
+    (tmp_path / "bad.tsv").write_text("das Zebra\n")
+    page.set_input_files("#files", tmp_path / "bad.tsv")
+    expect(page.locator("#added li").first).to_contain_text("bad.tsv, line 1: a pair is a source, one tab")

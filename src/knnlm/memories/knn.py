@@ -134,13 +134,28 @@ def stored_passage(
     """Return the passage around an entry with this many tokens before it, and after it with its own."""
     document = store.document_at(entry)
     preceding, following = store.around(entry, before=before, after=after)
+    texts = passage_texts(preceding, following, decode)
     return StoredPassage(
         document=document.id,
         number=document.number,
         source=document.source,
         entry=entry,
-        token=decode(following[:1]),
-        before=decode(preceding),
-        after=decode(following[1:]),
+        token=texts[1],
+        before=texts[0],
+        after=texts[2],
         source_text=document.source_text,
     )
+
+
+def passage_texts(
+    preceding: list[int], following: list[int], decode: Callable[[list[int]], str]
+) -> tuple[str, str, str]:
+    """Return the texts before a token, of it, and after it; `following` begins with it.
+
+    Some tokenizers drop the space before the first token of a text, so the texts are parts of the whole one, except
+    where a character ends in the middle.
+    """
+    before, known, whole = decode(preceding), decode(preceding + following[:1]), decode(preceding + following)
+    if known.startswith(before) and whole.startswith(known):
+        return before, known[len(before) :], whole[len(known) :]
+    return before, decode(following[:1]), decode(following[1:])

@@ -17,6 +17,7 @@ from knnlm.datastore.store import Datastore
 from knnlm.errors import KnnlmError
 from knnlm.ingest.build import add
 from knnlm.lm.causal import CausalLM
+from knnlm.memories.knn import passage_texts
 
 _PASSAGE_TOKENS = 400
 _LOCK_SECONDS = 20.0  # to wait for another writer
@@ -42,7 +43,7 @@ class DocumentService:
         self._store.close()
 
     def list(self, *, query: str = "", offset: int = 0, limit: int = 50) -> dict[str, Any]:
-        """Return a page of the documents whose id or source contains the query, and their total number."""
+        """Return a page of the documents whose id, source or source text contains the query, and their total number."""
         with self._lock:
             store = self._current()
             if not query:
@@ -74,13 +75,13 @@ class DocumentService:
             stop = min(begin + limit, end)
             tokens = store.values(torch.arange(begin, stop)).tolist()
             place = len(tokens) if entry is None else entry - begin
+            before, token, after = passage_texts(tokens[:place], tokens[place:], self.lm.decode)
             return {
                 **_metadata(document),
-                "source_text": document.source_text,
                 "offset": begin - document.first_entry,
-                "before": self.lm.decode(tokens[:place]),
-                "token": self.lm.decode(tokens[place : place + 1]),
-                "after": self.lm.decode(tokens[place + 1 :]),
+                "before": before,
+                "token": token,
+                "after": after,
                 "more": stop < end,
             }
 
@@ -107,7 +108,8 @@ class DocumentService:
 
 
 def _matches(document: StoredDocument, query: str) -> bool:
-    return query in document.id.casefold() or query in document.source.casefold()
+    texts = (document.id, document.source, document.source_text or "")
+    return any(query in text.casefold() for text in texts)
 
 
 def _document(store: Datastore, number: int) -> StoredDocument:
@@ -132,4 +134,5 @@ def _metadata(document: StoredDocument) -> dict[str, Any]:
         "tokens": document.entries,
         "first_entry": document.first_entry,
         "fields": dict(document.fields),
+        "source_text": document.source_text,
     }

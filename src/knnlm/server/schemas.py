@@ -461,7 +461,7 @@ class AddRequest(Body):
 
 
 class DocumentMetadata(BaseModel):
-    """A document of the store."""
+    """A document of the store; `source_text` is the source of a pair."""
 
     number: int
     id: str
@@ -469,6 +469,7 @@ class DocumentMetadata(BaseModel):
     tokens: int
     first_entry: int
     fields: dict[str, str | int | float | bool | None]
+    source_text: str | None = None
 
 
 class DocumentList(BaseModel):
@@ -480,9 +481,8 @@ class DocumentList(BaseModel):
 
 
 class Passage(DocumentMetadata):
-    """A passage of a document from token `offset` on; `token` is the requested one, `source_text` that of a pair."""
+    """A passage of a document from token `offset` on; `token` is the requested one."""
 
-    source_text: str | None = None
     offset: int
     before: str
     token: str

@@ -7,11 +7,15 @@ import { openPassage } from "./inspector.js";
 const PAGE = 50;
 let shown = 0;
 let requests = 0;
+const REQUEST_PAIRS = 256; // in one request
 let maxBytes = Infinity; // of a request
+let pairs = false;
 
 /** Set the limits of the server. */
 export function prepare(metadata) {
   maxBytes = metadata.max_body_bytes;
+  pairs = Boolean(metadata.pairs);
+  if (pairs) find("drop-what").textContent = "Drop .tsv files here: source, tab, translation on each line";
 }
 
 /** Add the listeners of the tab. */
@@ -65,7 +69,7 @@ export async function list({ more = false } = {}) {
 function row(document) {
   const name = make("button", { type: "button", class: "document", onclick: () => openPassage(document.number) },
     make("span", { text: document.id }));
-  const where = document.source === document.id ? "" : document.source;
+  const where = document.source_text ?? (document.source === document.id ? "" : document.source);
   return make("li", {}, make("div", { class: "title" }, name, make("small", { text: where })),
     make("span", { class: "size", text: plural(document.tokens, "token") }),
     make("button", {
@@ -80,15 +84,12 @@ async function add(files) {
     find("added").prepend(line);
     try {
       const text = await readText(file);
-      const body = { documents: [{ id: file.name, source: file.name, text }] };
-      if (new Blob([JSON.stringify(body)]).size > maxBytes) {
-        // A browser does not show the error of a server that rejects a body while it arrives.
-        throw new Error(`${file.name} is larger than the limit of ${count(maxBytes)} bytes. Split it.`);
-      }
-      const result = await post("/v1/documents", body, { admin: find("admin").value });
+      const documents = pairs ? readPairs(file.name, text) : [{ id: file.name, source: file.name, text }];
+      const result = await send(file.name, documents);
+      const added = pairs ? `${plural(result.added, "pair")} with ${plural(result.tokens, "token")}` : plural(result.tokens, "token");
       line.textContent = result.added
-        ? `${file.name}: ${plural(result.tokens, "token")} added.`
-        : `${file.name}: this text is in the store already.`;
+        ? `${file.name}: ${added} added.`
+        : `${file.name}: ${pairs ? "these pairs are" : "this text is"} in the store already.`;
       line.className = "done";
       await list();
     } catch (error) {
@@ -99,6 +100,37 @@ async function add(files) {
       return;
     }
   }
+}
+
+/** Add documents, in several requests where there are many, and return the totals. */
+async function send(name, documents) {
+  const totals = { added: 0, tokens: 0 };
+  for (let begin = 0; begin < documents.length; begin += REQUEST_PAIRS) {
+    const body = { documents: documents.slice(begin, begin + REQUEST_PAIRS) };
+    if (new Blob([JSON.stringify(body)]).size > maxBytes) {
+      // A browser does not show the error of a server that rejects a body while it arrives.
+      throw new Error(`${name} is larger than the limit of ${count(maxBytes)} bytes. Split it.`);
+    }
+    const result = await post("/v1/documents", body, { admin: find("admin").value });
+    totals.added += result.added;
+    totals.tokens += result.tokens;
+  }
+  return totals;
+}
+
+/** Return the pairs of a file with a source, a tab and a translation on each line. */
+function readPairs(name, text) {
+  const found = [];
+  for (const [number, line] of text.split(/\r?\n/).entries()) {
+    if (!line.trim()) continue;
+    const [source, target, ...others] = line.split("\t");
+    if (!source.trim() || !target?.trim() || others.length) {
+      throw new Error(`${name}, line ${number + 1}: a pair is a source, one tab and a translation.`);
+    }
+    const id = `${name}:${number + 1}`;
+    found.push({ id, source: id, text: target, source_text: source });
+  }
+  return found;
 }
 
 async function readText(file) {

@@ -1,6 +1,6 @@
-// Generate with memory and by the language model alone, side by side, and rescore the text.
+// Generate or translate with memory and by the language model alone, side by side, and rescore the text.
 
-import { stream } from "./api.js";
+import { post, stream } from "./api.js";
 import { Rescorer } from "./rescore.js";
 import { showError, clearErrors, find, perplexity, plural } from "./dom.js";
 import { clear, inspect, refresh } from "./inspector.js";
@@ -8,7 +8,24 @@ import * as settings from "./settings.js";
 import { byShare, TokenText, unsupported } from "./tokens.js";
 
 const SOURCES = 8;
+const MAX_TRANSLATION = 256; // tokens, as the server's default
 let stopping = null;
+let pairs = false; // whether the store has pairs: the prompt is a source, and is translated
+
+/** Set the tab to what the served model does. */
+export function prepare(metadata) {
+  pairs = Boolean(metadata.pairs);
+  if (!pairs) return;
+  const languages = metadata.src_lang && metadata.tgt_lang ? ` (${metadata.src_lang} → ${metadata.tgt_lang})` : "";
+  find("tab-generate").textContent = "Translate";
+  find("prompt-label").textContent = `Source text${languages}`;
+  find("prompt").placeholder = "The text to translate…";
+  find("welcome-what").textContent = "Enter a text";
+  find("title-without").textContent = "Model alone";
+  find("length").value = Math.min(MAX_TRANSLATION, metadata.max_output_tokens, (metadata.max_length ?? Infinity) - 1);
+  find("beams-field").hidden = false;
+  busy(false);
+}
 
 /** Add the listeners of the tab. */
 export function begin() {
@@ -32,14 +49,16 @@ export function begin() {
 async function generate({ alone, withMemory, rescorer }) {
   const compare = find("compare").checked;
   const requested = settings.chosen();
+  const prompt = find("prompt").value;
   const body = {
-    prompt: find("prompt").value,
+    ...(pairs ? { text: prompt, tokens: true } : { prompt }),
+    ...(pairs && find("beams").value ? { beams: Number(find("beams").value) } : {}),
     max_tokens: Number(find("length").value),
     temperature: Number(find("sampling").value),
     seed: Number(find("seed").value),
     sources: SOURCES,
   };
-  prepare(compare, [alone, withMemory], body.prompt, rescorer);
+  start(compare, [alone, withMemory], pairs ? "" : prompt, rescorer);
   const { signal } = stopping;
   const texts = [generateOne(withMemory, { ...body, memory: requested }, find("figures-with"), signal)];
   if (compare) texts.push(generateOne(alone, { ...body, sources: 0, memory: { off: true } }, find("figures-without"), signal));
@@ -56,7 +75,7 @@ async function generate({ alone, withMemory, rescorer }) {
   }
 }
 
-function prepare(compare, texts, prompt, rescorer) {
+function start(compare, texts, prompt, rescorer) {
   clearErrors();
   rescorer.end();
   for (const text of texts) {
@@ -78,16 +97,20 @@ async function generateOne(text, body, figures, signal) {
   const pane = text.root.closest(".pane");
   pane.classList.add("loading");
   try {
-    for await (const chunk of stream("/v1/completions", body, { signal })) {
-      for (const choice of chunk.choices) {
-        text.trace = choice.knnlm;
-        text.add(choice.knnlm.tokens);
-      }
+    for await (const choice of choices(body, signal)) {
+      text.trace = choice.knnlm;
+      text.add(choice.knnlm.tokens);
     }
   } finally {
     pane.classList.remove("loading");
     summarise(text, figures);
   }
+}
+
+/** Yield the translation, or the parts of a completion as they arrive. */
+async function* choices(body, signal) {
+  if (pairs) yield* (await post("/v1/translate", body, { signal })).translations;
+  else for await (const chunk of stream("/v1/completions", body, { signal })) yield* chunk.choices;
 }
 
 /** Show the length and perplexity of a text. */
@@ -114,7 +137,8 @@ function supported(tokens) {
 
 function busy(on) {
   find("go").disabled = on;
-  find("go").textContent = on ? "Generating…" : "Generate";
+  const verb = pairs ? "Translat" : "Generat";
+  find("go").textContent = on ? `${verb}ing…` : `${verb}e`;
   find("stop").hidden = !on;
   if (!on) stopping = null;
 }

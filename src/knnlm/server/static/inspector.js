@@ -98,7 +98,9 @@ function shares(given) {
 }
 
 function neighbour(source, token) {
-  const agrees = source.token === token.text;
+  const pair = typeof source.source_text === "string";
+  // Tokenizers of translation models write no space before the first token of a text.
+  const agrees = pair ? source.token.trim() === token.text.trim() : source.token === token.text;
   const context = make("p", { class: "context" },
     `…${source.before.replace(/^[\s.,;:!?]+/, "")}`,
     ...marked(source.token, agrees ? "agrees" : ""), `${source.after.trimEnd()}…`);
@@ -110,7 +112,8 @@ function neighbour(source, token) {
   const read = make("button", {
     type: "button", class: "document", title: "Open the document", onclick: () => openPassage(source.number, source.entry),
   }, make("span", { text: source.document }));
-  return make("li", { class: agrees ? "agrees" : "differs" }, head, context, read);
+  const given = pair ? [make("p", { class: "pair-source", text: source.source_text })] : [];
+  return make("li", { class: agrees ? "agrees" : "differs" }, head, ...given, context, read);
 }
 
 // The dialog with a passage of a document.
@@ -127,6 +130,8 @@ export async function openPassage(number, entry = null) {
     open = { number, begin: passage.offset, end: passage.offset + length, tokens: passage.tokens };
     find("passage-title").textContent = passage.id;
     find("passage-source").textContent = passage.source === passage.id ? "" : passage.source;
+    find("passage-pair").textContent = passage.source_text ?? "";
+    find("passage-pair").hidden = !passage.source_text;
     const mark = passage.token ? marked(passage.token) : [];
     find("passage-text").replaceChildren(passage.before, ...mark, passage.after);
     place();

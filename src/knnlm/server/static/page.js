@@ -8,7 +8,7 @@ import * as generation from "./generation.js";
 import * as score from "./score.js";
 import * as settings from "./settings.js";
 
-const TABS = ["generate", "score", "documents"];
+let TABS = ["generate", "score", "documents"];
 
 function show(name) {
   for (const tab of TABS) {
@@ -83,6 +83,11 @@ async function loadModel() {
     find("served").textContent = `${model.id} · ${name}${size}`;
     document.title = `${model.id} · knnlm`;
     find("length").max = metadata.max_output_tokens;
+    if (metadata.pairs) {
+      TABS = ["generate", "documents"]; // a text without its source cannot be scored
+      find("tab-score").hidden = find("score").hidden = true;
+    }
+    generation.prepare(metadata);
     settings.prepare(metadata);
     documents.prepare(metadata);
     show(TABS.includes(location.hash.slice(1)) ? location.hash.slice(1) : "generate");
