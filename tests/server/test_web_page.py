@@ -782,7 +782,7 @@ def test_pairs_are_added_from_a_file(browser, pair_server, checked, tmp_path):
     expect(page.locator("#document-list .document")).to_have_count(1)
     assert page.inner_text("#document-list small") == "die Anna"
     page.click("#document-list .document")
-    assert page.inner_text("#passage-pair") == "die Anna"
+    expect(page.locator("#passage-pair")).to_have_text("die Anna")
     assert page.inner_text("#passage-text").startswith("Anna sleeps")
     page.keyboard.press("Escape")
     (tmp_path / "bad.tsv").write_text("das Zebra\n")
