@@ -120,7 +120,7 @@ def test_context_of_several_continuations_is_searched_once_with_online_weights(l
 def searched(mixture, monkeypatch):
     """A list to which every search adds its number of positions."""
     counts, search = [], mixture.knn.search
-    monkeypatch.setattr(mixture.knn, "search", lambda keys, k=None: counts.append(len(keys)) or search(keys, k))
+    monkeypatch.setattr(mixture.knn, "search", lambda keys, *others: counts.append(len(keys)) or search(keys, *others))
     return counts
 
 

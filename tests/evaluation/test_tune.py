@@ -97,8 +97,8 @@ def test_skipped_searches_are_skipped_in_the_trace(lm, path, recorded):
         opened = Mixture.open(path, lm, options=MixtureOptions(skip_fraction=fraction))
         searched = []
         search = opened.knn.search
-        opened.knn.search = lambda keys, k=None, search=search, searched=searched: (
-            searched.append(len(keys)) or search(keys, k)
+        opened.knn.search = lambda keys, *others, search=search, searched=searched: (
+            searched.append(len(keys)) or search(keys, *others)
         )
         measured = opened.evaluate(TEST)
         replayed = evaluate_trace(recorded, settings(opened), opened.weights)

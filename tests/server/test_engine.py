@@ -212,7 +212,7 @@ def test_batch_is_searched_once_per_step_for_all_k(mixture):
     scheduler = Scheduler(mixture)
     searches = []
     memory, search = scheduler.mixture.knn, scheduler.mixture.knn.search
-    memory.search = lambda keys, k: searches.append((len(keys), k)) or search(keys, k)
+    memory.search = lambda keys, k, *others: searches.append((len(keys), k)) or search(keys, k, *others)
     try:
         for k in (5, 9, 2):
             scheduler._waiting.append(RequestHandle(make_request(scheduler, "When", 3, overrides=MemoryOverrides(k=k))))

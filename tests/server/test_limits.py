@@ -41,9 +41,9 @@ def slow(mixture, monkeypatch):
     memory = mixture.knn
     search = memory.search
 
-    def later(keys, k=None):
+    def later(*args):
         time.sleep(0.03)
-        return search(keys, k)
+        return search(*args)
 
     monkeypatch.setattr(memory, "search", later)
     return mixture
@@ -209,7 +209,7 @@ def test_request_times_out_during_an_endless_step(mixture, monkeypatch):
     with serving(mixture, seconds=0.3) as running:
         free = threading.Event()
         memory, search = mixture.knn, mixture.knn.search
-        monkeypatch.setattr(memory, "search", lambda keys, k=None: free.wait(20) and search(keys, k))
+        monkeypatch.setattr(memory, "search", lambda *args: free.wait(20) and search(*args))
         try:
             with running.client() as client:
                 began = time.monotonic()

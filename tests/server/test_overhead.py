@@ -148,7 +148,7 @@ def test_buffered_tokens_are_sent_before_an_error(mixture, monkeypatch):
     """A stream that a timeout ends contains all tokens generated before it."""
     monkeypatch.setattr(scheduler_module, "FLUSH_SECONDS", NEVER)
     search = mixture.knn.search
-    monkeypatch.setattr(mixture.knn, "search", lambda keys, k=None: time.sleep(0.02) or search(keys, k))
+    monkeypatch.setattr(mixture.knn, "search", lambda *args: time.sleep(0.02) or search(*args))
     with serving(mixture, seconds=0.6) as running:
         stream = asyncio.run(read_stream(running.port, {"prompt": PROMPT, "max_tokens": 100, "temperature": 0}))
         assert "longer than the server allows" in stream.error
