@@ -153,6 +153,10 @@ class _FieldNames:
     text: str = "text"
     source: str | None = None
 
+    def __post_init__(self) -> None:
+        if self.text == self.source:
+            raise CorpusError(f"The field {self.text!r} cannot be both text and source. Name two fields.")
+
     @property
     def options(self) -> dict[str, str]:
         """The names, each with the option that changes it."""
@@ -493,6 +497,8 @@ def read_lines(name: str | os.PathLike[str]) -> list[str]:
     path = os.fspath(name)
     if path != "-":
         return list(_file_lines(_open_file(path, _as_utf8(path)), lambda _: None))
+    if sys.stdin is None:
+        raise CorpusError("standard input: it is closed. Give a file instead.")
     pieces = _decode(iter(partial(sys.stdin.buffer.read, _CHUNK_BYTES), b""), "standard input")
     return list(_whole_lines(pieces))
 

@@ -281,4 +281,15 @@ def test_tune_of_pairs_with_text_of_another_domain(folder, tmp_path, capfd):
     assert code == 0, err
     weights = Mixture.open(store, Seq2SeqLM.open(str(folder / "model"))).weights
     assert not weights.uses_evidence  # no token of a translation is given
-    assert "cannot read it" in failure(capfd, "tune", store, folder / "valid.tsv", "--other", tmp_path / "missing.tsv")
+    valid = ["tune", store, folder / "valid.tsv", "--other"]
+    assert "cannot read it" in failure(capfd, *valid, tmp_path / "missing.tsv")
+    assert "trains a gate" in failure(capfd, *valid, other, "--weights", "fixed")
+    given = ["tune", store, folder / "test.en", "--source", folder / "test.de", "--other", other]
+    assert "--source has the sources of TEXT alone" in failure(capfd, *given)
+    assert Mixture.open(store, Seq2SeqLM.open(str(folder / "model"))).online is None  # translations have no evidence
+
+
+def test_texts_that_cannot_be_read_twice_are_refused(folder, capfd):
+    assert "standard input" in failure(capfd, "eval", folder / "pairs.store", "-", "--quality")
+    given = ["eval", folder / "pairs.store", folder / "stored.jsonl", "--source-field", "text"]
+    assert "cannot be both text and source" in failure(capfd, *given)

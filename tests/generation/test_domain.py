@@ -131,3 +131,9 @@ def test_server_decides_like_generate(mixture):
     assert [token.id for token in found[1]] == greedy(mixture, OUTSIDE, 10, use_memory=False)
     assert all(token.weight == 0 for token in found[1])
     assert all(token.weight > 0 for token in found[2])
+
+
+def test_without_online_weights_nothing_is_checked(tmp_path):
+    mixture = opened(tmp_path, online=False)
+    assert not mixture.domain_check
+    assert not mixture.damping

@@ -316,3 +316,11 @@ def test_wrong_uses_are_errors_in_words(marian, nllb, store, lm):
         model.generate()
     with pytest.raises(ModelError, match="Give decoder_input_ids or labels"):
         model(**nllb.inputs())
+
+
+def test_targets_padded_on_the_left_and_single_texts_are_refused(marian):
+    model, ids = marian.model(), torch.tensor([[1, 5, 6]])
+    with pytest.raises(ModelError, match="padded on the left"):
+        model(**marian.inputs(slice(1)), decoder_input_ids=ids, decoder_attention_mask=torch.tensor([[0, 1, 1]]))
+    with pytest.raises(ParameterError, match="list of texts"):
+        model.mixture.translate(SOURCES[0])

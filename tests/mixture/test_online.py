@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 
 import numpy as np
 import pytest
@@ -223,3 +224,11 @@ def test_expert_log_probs_equal_sums_in_the_log_domain(seed, spread):
     expected = np.logaddexp.reduce(terms, -1)
     found = expert_log_probs(torch.from_numpy(weights), torch.from_numpy(logs)).numpy()
     np.testing.assert_allclose(found, expected, rtol=1e-12, atol=1e-12)
+
+
+def test_token_that_is_impossible_for_all_experts_has_no_probability():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        found = mixed_log_probs(np.log(np.full((2, 3), 1 / 3)), np.array([[-np.inf] * 3, [-1.0, -1.0, -1.0]]))
+    assert found[0] == -np.inf
+    assert found[1] == pytest.approx(-1.0)

@@ -349,8 +349,8 @@ def reply_as_dict(message: str, reply: Reply) -> dict[str, Any]:
 def _print_documents(tokens: Sequence[ScoredToken]) -> None:
     if not any(token.weight for token in tokens):
         console.print(
-            "The memories were left out: they predict the messages no better than the model does. "
-            "Use them everywhere with --no-domain-check.",
+            "The memories have no weight in this reply. After messages that they predict no better than the model "
+            "does, they are left out; --no-domain-check uses them everywhere.",
             markup=False,
         )
         return

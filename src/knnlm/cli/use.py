@@ -186,6 +186,10 @@ def tune(
         chosen_on, result = _tune_trace(store, trace, grid)
     else:
         chosen_on = text or []
+        if grid.other and fields.source is not None:
+            raise ParameterError(
+                "--source has the sources of TEXT alone. With --other, give all pairs as .tsv or .jsonl."
+            )
         documents = fields.read_for(store, chosen_on)
         other = fields.read_for(store, grid.other) if grid.other else ()
         mixture = open_mixture(store, model, machine, memories=_memories(store, grid), use_tuned=False, **searching)
@@ -330,6 +334,8 @@ def evaluate(
             raise ParameterError(f"{name} measures all texts together; leave out --each.")
     if each and save_trace is not None:
         raise ParameterError("--save-trace records one text; leave out --each.")
+    if "-" in text and (support or quality):
+        raise ParameterError("--support and --quality read the text twice: give a file instead of standard input.")
     # Inputs are opened before the model, so that a missing file is found at once.
     readers = [fields.read_for(store, names) for names in ([[name] for name in text] if each else [text])]
     opened = mixture.open(store, model, machine)

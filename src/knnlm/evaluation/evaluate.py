@@ -20,6 +20,7 @@ from torch import Tensor
 
 from knnlm.corpus import Document, DocumentMeter
 from knnlm.errors import CorpusError, ParameterError
+from knnlm.lm.causal import CausalLM
 from knnlm.memories.base import LM_LOGITS, Context, Logits, SimpleOutput, join_contexts
 from knnlm.memories.voting import NeighbourMemory
 from knnlm.mixture.em import log_mixed
@@ -255,6 +256,16 @@ def summarise(
         online=online,
         seconds=seconds,
     )
+
+
+def first_documents(lm: CausalLM, documents: Iterable[Document], tokens: int | None) -> Iterator[Document]:
+    """Yield documents up to the one that reaches a number of tokens."""
+    count = 0
+    for document in documents:
+        yield document
+        count += len(lm.encode(document.text)) if tokens is not None else 0
+        if tokens is not None and count >= tokens:
+            return
 
 
 def read_batches(

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from knnlm.corpus import Document
 from knnlm.errors import CorpusError, MissingExtra
-from knnlm.lm.causal import CausalLM
+from knnlm.evaluation.evaluate import first_documents
 from knnlm.mixture.mixture import Mixture
 from knnlm.progress import Progress, silent
 
@@ -75,7 +75,7 @@ def measure_quality(
     `limit` stops after the pair that reaches so many tokens of targets. Other settings are those of `translate`.
     """
     score_translations(["a"], ["a"])  # raises before the translations if the package is missing
-    pairs = list(_first(mixture.lm, documents, limit))
+    pairs = list(first_documents(mixture.lm, documents, limit))
     if not pairs:
         raise CorpusError("There are no pairs to translate.")
     sources, expected = [pair.source_text or "" for pair in pairs], [pair.text for pair in pairs]
@@ -100,14 +100,3 @@ def measure_quality(
         base_seconds=seconds[False],
         seconds=seconds[True],
     )
-
-
-def _first(lm: CausalLM, documents: Iterable[Document], tokens: int | None) -> Iterator[Document]:
-    """Yield whole pairs until their targets have this many tokens."""
-    count = 0
-    for document in documents:
-        yield document
-        if tokens is not None:
-            count += len(lm.encode(document.text))
-            if count >= tokens:
-                return

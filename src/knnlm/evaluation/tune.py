@@ -24,7 +24,15 @@ from knnlm.corpus import Document
 from knnlm.datastore.locks import writer_lock
 from knnlm.datastore.store import Datastore
 from knnlm.errors import DatastoreError, ParameterError
-from knnlm.evaluation.evaluate import ComponentScores, Evaluation, TokenScores, Totals, score_sums, summarise
+from knnlm.evaluation.evaluate import (
+    ComponentScores,
+    Evaluation,
+    TokenScores,
+    Totals,
+    first_documents,
+    score_sums,
+    summarise,
+)
 from knnlm.evaluation.samples import check_sample_count, sample_documents
 from knnlm.evaluation.support import SupportFigures, fit_support
 from knnlm.evaluation.sweep import KS, Grid, Sweep, sweep, totals_of
@@ -115,7 +123,7 @@ def tune(
     """Read a text once, choose settings and weights on it, save them in the store and apply them to the mixture.
 
     A gate with online weights is trained also on `samples` tokens that the model writes (None: as many as the text has,
-    at most 60,000; none with an encoder) and on `other` documents, of other domains than the store's.
+    at most 60,000) and on `other` documents, of other domains than the store's, with at most `limit` tokens.
     """
     store = mixture.store
     if store is None and mixture.path is not None and is_decoder(mixture.path):
@@ -124,6 +132,8 @@ def tune(
         raise ParameterError("Only a mixture with a store can be tuned. Open it with Mixture.open.")
     check_weights(weights)
     check_sample_count(samples or 0)
+    if other and not (online and weights == "gated"):
+        raise ParameterError("Text of another domain trains a gate with online weights; other weights do not use it.")
     if samples and mixture.lm.reads_audio:
         raise ParameterError(f"{mixture.lm.name} reads sounds, of which none can be made up: leave out --samples.")
     specs = mixture.specs
@@ -145,7 +155,7 @@ def tune(
         count = min(len(trace), most) if samples is None else samples
         if online and weights == "gated":
             written = sample_documents(mixture.lm, count, progress=progress) if count else []
-            if negative := [*written, *other]:
+            if negative := [*written, *first_documents(mixture.lm, other, limit)]:
                 reading: dict[str, Any] = {"batch_tokens": batch_tokens, "progress": progress}
                 elsewhere = record(mixture, negative, folder / "samples", k=max(grid.ks or KS), **reading)
         options: dict[str, Any] = {"device": str(mixture.lm.device), "progress": progress}
@@ -197,7 +207,7 @@ def tune_trace(
             progress=progress,
         )
     perplexity, config = fitted.perplexity, None
-    if online:
+    if online and evidence:  # without evidence, the experts of a text keep their prior
         config, perplexity = choose_online(table, fitted.weights, written)
     mixed = score_table(table, fitted.weights, config).weights
     supported = fit_support(trace, table, settings, mixed, device=device, progress=progress) or (None, None)

@@ -155,7 +155,7 @@ class KnnForSeq2SeqLM(KnnForCausalLM):
         input_ids: Tensor | None = None,
         attention_mask: Tensor | None = None,
         decoder_input_ids: Tensor | None = None,
-        decoder_attention_mask: Tensor | None = None,  # noqa: ARG002  (targets are padded on the right)
+        decoder_attention_mask: Tensor | None = None,
         encoder_outputs: Any = None,
         past_key_values: Any = None,
         inputs_embeds: Tensor | None = None,
@@ -167,6 +167,8 @@ class KnnForSeq2SeqLM(KnnForCausalLM):
         **others: Any,
     ) -> ModelOutput:
         """Run the base model once, and return its output with the mixture's log-probabilities as logits."""
+        if decoder_attention_mask is not None and not bool(decoder_attention_mask[:, 0].all()):
+            raise ModelError("Targets are padded on the left. Give decoder_input_ids that are padded on the right.")
         if decoder_input_ids is None:
             if labels is None:
                 raise ModelError("Give decoder_input_ids or labels: the target, which the memories predict.")
@@ -251,6 +253,8 @@ def translate(
         raise ModelError(f"Only an encoder-decoder model translates, and {mixture.lm.name} has no encoder.")
     if batch_size < 1 or max_new_tokens < 1:
         raise ParameterError("The batch size and the number of new tokens must be at least 1.")
+    if isinstance(sources, str):
+        raise ParameterError("translate takes a list of texts. Put the text in brackets.")
     if empty := next((number for number, text in enumerate(sources, 1) if not text.strip()), None):
         raise ParameterError(f"Text {empty} is empty: there is nothing to translate.")
     lm, model = mixture.lm, KnnForSeq2SeqLM(mixture)

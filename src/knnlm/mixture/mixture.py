@@ -174,8 +174,8 @@ class Mixture:
             loaded.memories,
             weights=loaded.weights,
             online=loaded.online,
-            domain_check=request.options.domain_check,
-            damping=request.options.damping,
+            domain_check=request.options.domain_check and request.options.online,
+            damping=request.options.damping and request.options.online,
             support=loaded.support,
             readers=loaded.readers,
             labels=loaded.labels,
@@ -341,7 +341,7 @@ class Mixture:
     def restrict_to_domain(self, mixed: MixturePrediction, rows: Tensor | None = None) -> MixturePrediction:
         """Return a prediction of generated tokens: the language model's alone where the text is not in the domain.
 
-        The (N,) rows are those to check; None: all. Without online weights, nothing is checked.
+        The (N,) rows are those to check; None: all. Where weights do not depend on the text, nothing is checked.
         """
         if mixed.states is None or not self.domain_check:
             return mixed

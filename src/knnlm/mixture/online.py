@@ -219,8 +219,9 @@ def _fixed_share(
 
 
 def _logsumexp(values: Array) -> Array:
-    top = values.max(1)
-    return np.asarray(top + np.log(np.exp(values - top[:, None]).sum(1)))
+    top = np.maximum(values.max(1), _LOWEST)
+    with np.errstate(divide="ignore"):
+        return np.asarray(top + np.log(np.exp(values - top[:, None]).sum(1)))  # -inf: all values are
 
 
 @dataclass(frozen=True)
