@@ -411,7 +411,14 @@ class _GroupPredictor:
 def _gather(context: Context, rows: Tensor) -> Context:
     """Return some rows of a context; if it has spans, each must have one row."""
     spans = [context.spans[row] for row in rows.tolist()] if context.spans else ()
-    return replace(context, states={source: states[rows] for source, states in context.states.items()}, spans=spans)
+    states = {source: states[rows] for source, states in context.states.items()}
+    known = context.source_tokens
+    return replace(
+        context,
+        states=states,
+        spans=spans,
+        source_tokens=None if known is None else [known[row] for row in rows.tolist()],
+    )
 
 
 def _select_rows(retrieved: Retrieved, rows: Sequence[int]) -> Retrieved:
