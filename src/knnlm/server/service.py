@@ -30,6 +30,7 @@ from knnlm.server.engine.requests import (
     OutputEvent,
     Penalties,
     RequestFailed,
+    RequestHandle,
     ScoredToken,
     TokensEvent,
 )
@@ -237,10 +238,9 @@ class Service:
         wait = min(request.deadline or math.inf for request in requests) - time.monotonic() + _GRACE_SECONDS
         timeout = ErrorEvent(504, TIMEOUT_MESSAGE)
         timer = asyncio.get_running_loop().call_later(wait, queue.put_nowait, timeout) if wait < math.inf else None
-        handles = []
+        handles: list[RequestHandle] = []
         try:
-            for request in requests:
-                handles.append(self.scheduler.submit(request, queue.put_nowait))
+            handles = self.scheduler.submit_all(requests, queue.put_nowait)
             left = sum(request.copies for request in requests)
             while left:
                 events: list[OutputEvent] = []

@@ -183,16 +183,23 @@ class Scheduler:
 
     def submit(self, request: GenerationRequest, put: Callable[[Event], None] | None = None) -> RequestHandle:
         """Queue a request; its events go to `put`, or to the handle. Raise Busy or Stopped where that is impossible."""
-        self.mixtures.get(request.overrides)  # raises for invalid overrides
-        handle = RequestHandle(request, put)
+        return self.submit_all([request], put)[0]
+
+    def submit_all(
+        self, requests: Sequence[GenerationRequest], put: Callable[[Event], None] | None = None
+    ) -> list[RequestHandle]:
+        """Queue requests together, all or none; see `submit`."""
+        for request in requests:
+            self.mixtures.get(request.overrides)  # raises for invalid overrides
+        handles = [RequestHandle(request, put) for request in requests]
         with self._wake:
             if not self.alive:
                 raise Stopped("The server is stopping.")
-            if len(self._waiting) >= self.queue:
+            if len(self._waiting) + len(handles) > self.queue:
                 raise Busy(f"{len(self._waiting):,} requests are waiting already.")
-            self._waiting.append(handle)
+            self._waiting.extend(handles)
             self._wake.notify()
-        return handle
+        return handles
 
     # The methods below run in the scheduler's thread.
 
