@@ -19,6 +19,7 @@ from knnlm.errors import ModelError
 from knnlm.ingest.build import build
 from knnlm.lm.causal import CausalLM
 from knnlm.mixture.mixture import Mixture
+from knnlm.mixture.online import OnlineConfig
 from knnlm.mixture.spec import MixtureOptions
 from knnlm.server.auth import ApiKeys
 from knnlm.server.engine import translator
@@ -170,6 +171,7 @@ def test_provenance_of_online_weights_is_that_of_generation(tmp_path):
     mixture = marian_mixture(tmp_path / "pairs.store")
     mixture.tune(pairs(12, start=40), ks=[4], knn_temperatures=[4.0])
     tuned = Mixture.open(mixture.path, mixture.lm)
+    tuned.online = OnlineConfig(0.1, 0.01)  # tune chooses none for pairs, whose targets are not given
     assert tuned.layer.stateful
     from knnlm.generation.seq2seq import KnnForSeq2SeqLM
 
