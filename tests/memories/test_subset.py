@@ -15,7 +15,7 @@ from knnlm.index.bm25 import BM25
 from knnlm.index.exact import ExactIndex
 from knnlm.ingest.build import build
 from knnlm.memories import subset as subset_module
-from knnlm.memories.subset import SubsetIndex
+from knnlm.memories.subset import PairSubsetIndex
 from knnlm.training.prune import prune
 
 STORED = pairs(30)
@@ -35,7 +35,7 @@ def store(lm, tmp_path_factory):
 
 def open_subset(store, lm, sentences, **settings):
     special = lm.tokenizer.all_special_ids
-    return SubsetIndex(store, sentences, encode=lm.encode_sources, special_tokens=special, **settings)
+    return PairSubsetIndex(store, sentences, encode=lm.encode_sources, special_tokens=special, **settings)
 
 
 def sources_of(lm, documents):

@@ -13,7 +13,7 @@ from knnlm.errors import ModelError
 from knnlm.index.base import Index
 from knnlm.index.gpu.deferred import check_flag
 from knnlm.memories.base import Context, Source, SourceTokens
-from knnlm.memories.subset import SubsetIndex
+from knnlm.memories.subset import PairSubsetIndex
 from knnlm.memories.voting import NeighbourMemory, RetrievedNeighbours, VoteParams
 
 
@@ -27,7 +27,7 @@ class KnnMemory(NeighbourMemory):
     def __init__(
         self,
         store: Datastore,
-        index: Index | SubsetIndex,
+        index: Index | PairSubsetIndex,
         *,
         k: int,
         knn_temperature: float,
@@ -54,7 +54,7 @@ class KnnMemory(NeighbourMemory):
     @property
     def needs_sources(self) -> bool:
         """Whether a search depends on the source of a pair: only part of the store is searched."""
-        return isinstance(self.index, SubsetIndex)
+        return isinstance(self.index, PairSubsetIndex)
 
     def search(
         self, keys: Tensor, k: int | None = None, source_tokens: Sequence[SourceTokens] | None = None
@@ -68,7 +68,7 @@ class KnnMemory(NeighbourMemory):
         k = k or self.max_k
         # Fewer columns than k if the store is smaller; an empty store has none.
         k = max(1, min(k, self.store.key_count))
-        if isinstance(self.index, SubsetIndex):
+        if isinstance(self.index, PairSubsetIndex):
             neighbours = self.index.search(queries, k, source_tokens)
         else:
             neighbours = self.index.search(queries, k)

@@ -58,7 +58,7 @@ class _Piece:
     rows: Sequence[int]
 
 
-class SubsetIndex:
+class PairSubsetIndex:
     """Exact search among the stored pairs with the sources nearest to that of each query; all of them if there are few.
 
     `encode` returns the tokens of source texts; `special_tokens` are those of every source, which are not compared.

@@ -25,7 +25,7 @@ from knnlm.memories.decoder import CARD, DecoderCard, DecoderMemory, load_card
 from knnlm.memories.knn import KnnMemory
 from knnlm.memories.ngram import NgramMemory
 from knnlm.memories.output import OUTPUT_FILE, OutputMemory
-from knnlm.memories.subset import SubsetIndex
+from knnlm.memories.subset import PairSubsetIndex
 from knnlm.memories.voting import VoteParams
 from knnlm.mixture.online import OnlineConfig
 from knnlm.mixture.readers import Readers
@@ -189,7 +189,7 @@ class _Loader:
             store, index, k=main.k, knn_temperature=main.knn_temperature, others=others, source=self._source(store)
         )
 
-    def _index(self, store: Datastore, metric: str) -> Index | SubsetIndex:
+    def _index(self, store: Datastore, metric: str) -> Index | PairSubsetIndex:
         """Open the index of a store, or one over the pairs nearest to each source."""
         options = self.options
         searching: dict[str, Any] = {"metric": metric, "device": str(self.lm.device), "key_dtype": options.key_dtype}
@@ -203,7 +203,7 @@ class _Loader:
             raise ParameterError(f"The sources of {store.path} are sounds, but --subset compares the words of sources.")
         special = self.lm.tokenizer.all_special_ids
         encode = self.lm.encode_sources
-        return SubsetIndex(store, options.subset, encode=encode, special_tokens=special, **searching)
+        return PairSubsetIndex(store, options.subset, encode=encode, special_tokens=special, **searching)
 
     def _cache(self, spec: MemorySpec) -> CacheMemory:
         if self.lm.has_encoder:
