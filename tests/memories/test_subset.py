@@ -19,7 +19,7 @@ from knnlm.memories.subset import PairSubsetIndex
 from knnlm.training.prune import prune
 
 STORED = pairs(30)
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU"))]
+DEVICES = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
 
 
 @pytest.fixture(scope="module")
