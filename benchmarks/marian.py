@@ -128,7 +128,7 @@ def train(model: Any, pairs: Sequence[Pair], config: TrainingConfig, device: str
         optimiser.step()
         steps += 1
         if steps % 50 == 1:
-            mean = float(loss)
+            mean = loss.item()
     model.eval()
     return {"steps": steps, "loss": mean, "seconds": time.perf_counter() - begin}
 
