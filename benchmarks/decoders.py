@@ -24,6 +24,7 @@ from typing import Any
 import torch
 
 import knnlm
+from knnlm.evaluation.evaluate import first_documents
 from knnlm.evaluation.tune import (
     TraceTable,
     choose_settings,
@@ -38,7 +39,7 @@ from knnlm.mixture.mixture import Mixture
 from knnlm.training.decoder import DecoderConfig, train_decoder
 from knnlm.training.initial_model import open_initial_model
 from knnlm.training.teacher import Targets, TeacherConfig, make_targets
-from perplexity import first, parser_for, split
+from perplexity import parser_for, split
 
 STUDENT, SMALL = "decoder=student", "decoder=small"
 BASE_KNN, STUDENT_KNN, SMALL_KNN = "knn=base.store", "knn", "knn=small.store"
@@ -100,7 +101,7 @@ class Study:
 
     def run(self) -> dict[str, tuple[float, float]]:
         options = self.options
-        documents = list(first(split(self.corpus, "train"), self.lm, options.store))
+        documents = list(first_documents(split(self.corpus, "train"), self.lm, options.store))
         self.tokens = self.lm.encode_all([document.text for document in documents])
         self.train("student", options.layers, options.learning_rate, options.epochs)
         if options.table:
@@ -193,7 +194,7 @@ class Study:
     def plug_in(self) -> None:
         """Combine a second model, fine-tuned on another text, with the same student."""
         options = self.options
-        documents = first(split(options.other, "train"), self.lm, options.other_store)
+        documents = first_documents(split(options.other, "train"), self.lm, options.other_store)
         tokens = self.lm.encode_all([document.text for document in documents])
         train_decoder(
             tokens,

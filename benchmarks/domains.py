@@ -25,6 +25,7 @@ from torch import Tensor
 
 import knnlm
 from knnlm.corpus import Document
+from knnlm.evaluation.evaluate import first_documents
 from knnlm.evaluation.samples import sample_documents
 from knnlm.evaluation.tune import (
     TraceTable,
@@ -41,7 +42,7 @@ from knnlm.lm.causal import CausalLM
 from knnlm.mixture.mixture import Mixture
 from knnlm.mixture.online import OnlineConfig
 from knnlm.mixture.weights import Weights
-from perplexity import add_store_options, first, measure_stores, parser_for, split
+from perplexity import add_store_options, measure_stores, parser_for, split
 
 Fitted: TypeAlias = tuple[Weights, tuple[str, ...], OnlineConfig | None]  # with the memories that are weighted
 
@@ -53,7 +54,7 @@ def main() -> None:
     options = parse()
     lm = CausalLM.open(options.model, device=options.device, dtype=options.dtype)
     samples = sample_documents(lm, options.samples)
-    texts = {corpus.name: list(first(split(corpus, "test"), lm, options.limit)) for corpus in options.corpus}
+    texts = {corpus.name: list(first_documents(split(corpus, "test"), lm, options.limit)) for corpus in options.corpus}
     show(measure_stores(options, lambda corpus, folder: measure(corpus, folder, lm, texts, samples, options)))
 
 
@@ -75,12 +76,12 @@ def measure(
 ) -> list[dict[str, object]]:
     """Build and tune the store of one corpus; return a row for the test text of each corpus."""
     device = str(lm.device)
-    store = knnlm.build(first(split(corpus, "train"), lm, options.store), folder / "store", lm=lm)
+    store = knnlm.build(first_documents(split(corpus, "train"), lm, options.store), folder / "store", lm=lm)
     mixture = Mixture.open(folder / "store", lm, memories=MEMORIES, use_tuned=False)
-    valid = mixture.record(first(split(corpus, "valid"), lm, options.limit), folder / "valid", k=1024)
+    valid = mixture.record(first_documents(split(corpus, "valid"), lm, options.limit), folder / "valid", k=1024)
     settings = choose_settings(valid, sweep_all(valid, device=device), several=True)
     table = tabulate(valid, settings, device=device)
-    some = list(first(samples, lm, min(len(valid), options.samples)))
+    some = list(first_documents(samples, lm, min(len(valid), options.samples)))
     written = tabulate(mixture.record(some, folder / "written", k=1024), settings, device=device)
     fitted = fit_all(table, written, token_frequencies(store), device)
     rows, own_table = [], table

@@ -23,7 +23,7 @@ import torch
 
 import knnlm
 from knnlm.datastore.rewrite import derive
-from knnlm.evaluation.evaluate import Totals
+from knnlm.evaluation.evaluate import Totals, first_documents
 from knnlm.evaluation.tune import (
     MemoryColumns,
     TraceTable,
@@ -39,7 +39,7 @@ from knnlm.mixture.gate import MemoryFeatures, Positions
 from knnlm.mixture.mixture import Mixture
 from knnlm.training.metric_learning import KeyMetricConfig, train_key_map
 from knnlm.training.output_matrix import OutputConfig, train_output
-from perplexity import first, parser_for, split
+from perplexity import parser_for, split
 
 KNN, MAPPED, CACHE, NGRAM = "knn", "trained keys", "cache", "ngram"
 WORDS, BEST = "W_ds r={}", "the best W_ds"
@@ -106,7 +106,7 @@ def trace_corpus(
     """Build, train the memories, and read valid and test once."""
     clock = Clock(corpus.name)
     device = str(lm.device)
-    train = list(first(split(corpus, "train"), lm, options.store))
+    train = list(first_documents(split(corpus, "train"), lm, options.store))
     store = knnlm.build(train, folder / "store", lm=lm, batch_tokens=options.build_batch)
     clock.log("built", store.entry_count)
     labels = {"knn": KNN, "cache": CACHE, "ngram": NGRAM}

@@ -21,12 +21,11 @@ import torch
 
 import knnlm
 from knnlm.datastore.store import Datastore
-from knnlm.evaluation.evaluate import Evaluation
+from knnlm.evaluation.evaluate import Evaluation, first_documents
 from knnlm.generation.causal import KnnForCausalLM
 from knnlm.lm.causal import CausalLM
 from knnlm.memories.base import Logits
 from knnlm.mixture.mixture import Mixture
-from perplexity import first
 
 
 def main() -> None:
@@ -35,7 +34,7 @@ def main() -> None:
     lm = CausalLM.open(options.model, device="cpu", dtype=options.dtype)
     store = Datastore.open(options.store)
     mixture = Mixture.open(store, lm, k=options.k, knn_temperature=options.knn_temperature, lmbda=options.lmbda)
-    documents = list(first(knnlm.read_documents(options.text), lm, options.limit))
+    documents = list(first_documents(knnlm.read_documents(options.text), lm, options.limit))
     texts = [lm.encode(document.text) for document in documents]
     tokens = sum(map(len, texts))
     print(f"{store.key_count:,} keys, {tokens:,} tokens, k={options.k}, {options.threads} threads, {lm.model.dtype}")

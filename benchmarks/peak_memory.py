@@ -19,9 +19,10 @@ from pathlib import Path
 
 import knnlm
 from knnlm.datastore.store import Datastore
+from knnlm.evaluation.evaluate import first_documents
 from knnlm.lm.causal import CausalLM
 from knnlm.mixture.mixture import Mixture
-from perplexity import first, split
+from perplexity import split
 
 
 def main() -> None:
@@ -53,7 +54,7 @@ def build(options: argparse.Namespace) -> None:
     list(lm.read([lm.encode("A few words, so that the model has run once. " * 200)], lm.window(), logits=False))
     before = peak()
     with tempfile.TemporaryDirectory() as folder:
-        documents = first(split(options.corpus, "train"), lm, options.store[0])
+        documents = first_documents(split(options.corpus, "train"), lm, options.store[0])
         store = knnlm.build(documents, Path(folder) / "store", lm=lm, segment_entries=options.segment_entries)
         show(store, before)
 
@@ -61,7 +62,7 @@ def build(options: argparse.Namespace) -> None:
 def evaluate(options: argparse.Namespace) -> None:
     """Evaluate, and print the growth of the peak."""
     lm = CausalLM.open("bundled", device="cpu")
-    documents = list(first(knnlm.read_documents(options.text), lm, options.limit))
+    documents = list(first_documents(knnlm.read_documents(options.text), lm, options.limit))
     for reading in lm.read([lm.encode(document.text) for document in documents], lm.window(), batch_tokens=1024):
         assert reading.logits is not None
         reading.logits.float().logsumexp(1)

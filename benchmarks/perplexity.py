@@ -22,7 +22,7 @@ import torch
 
 import knnlm
 from knnlm.corpus import Document
-from knnlm.evaluation.evaluate import Evaluation
+from knnlm.evaluation.evaluate import Evaluation, first_documents
 from knnlm.lm.causal import CausalLM
 from knnlm.mixture.mixture import Mixture
 
@@ -80,7 +80,7 @@ def parse() -> argparse.Namespace:
 def measure(corpus: Path, path: Path, lm: CausalLM, options: argparse.Namespace) -> dict[str, object]:
     """Build, tune, evaluate; return one row of the table."""
     begin = time.perf_counter()
-    train = list(first(split(corpus, "train"), lm, options.store))
+    train = list(first_documents(split(corpus, "train"), lm, options.store))
     store = knnlm.build(train, path, lm=lm, batch_tokens=options.build_batch)
     built = time.perf_counter()
     settings = {}
@@ -90,7 +90,7 @@ def measure(corpus: Path, path: Path, lm: CausalLM, options: argparse.Namespace)
     else:
         Mixture.open(path, lm).tune(split(corpus, "valid"), weights="fixed", sources=["valid"], limit=options.limit)
     tuned = time.perf_counter()
-    test = list(first(split(corpus, "test"), lm, options.limit))
+    test = list(first_documents(split(corpus, "test"), lm, options.limit))
     evaluation = Mixture.open(path, lm, **settings).evaluate(test, batch_tokens=options.batch)
     row: dict[str, object] = {
         "corpus": corpus.name,
@@ -116,19 +116,6 @@ def split(corpus: Path, name: str) -> Iterator[Document]:
     if not files:
         sys.exit(f"{corpus} has no {name}.jsonl")
     return knnlm.read_documents(files[0])
-
-
-def first(documents: Iterator[Document], lm: CausalLM, tokens: int | None) -> Iterator[Document]:
-    """Yield whole documents until this many tokens are reached."""
-    if tokens is None:
-        yield from documents
-        return
-    count = 0
-    for document in documents:
-        yield document
-        count += len(lm.encode(document.text))
-        if count >= tokens:
-            return
 
 
 def by_numpy(lm: CausalLM, train: list[Document], test: list[Document], evaluation: Evaluation) -> dict[str, object]:

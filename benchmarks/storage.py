@@ -24,11 +24,12 @@ from torch import Tensor
 import knnlm
 from knnlm.datastore.indexes import open_index
 from knnlm.datastore.store import Datastore
+from knnlm.evaluation.evaluate import first_documents
 from knnlm.lm.causal import CausalLM
 from knnlm.memories.base import Logits
 from knnlm.memories.knn import KnnMemory
 from knnlm.memories.voting import RetrievedNeighbours, vote
-from perplexity import first, parser_for, split
+from perplexity import parser_for, split
 
 FORMATS = ("float16", "int8", "pca256-int8", "pca128-int8", "codes96", "codes64", "codes48", "codes32")
 TEMPERATURES = (0.5, 0.7, 1, 1.4, 2, 2.8, 4, 5.6, 8)
@@ -46,8 +47,11 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         plain = options.float16_store or Path(folder) / "plain"
         if options.float16_store is None:
-            knnlm.build(first(split(options.corpus, "train"), lm, options.store), plain, lm=lm)
-        texts = [read(lm, list(first(split(options.corpus, name), lm, options.limit))) for name in ("valid", "test")]
+            knnlm.build(first_documents(split(options.corpus, "train"), lm, options.store), plain, lm=lm)
+        texts = [
+            read(lm, list(first_documents(split(options.corpus, name), lm, options.limit)))
+            for name in ("valid", "test")
+        ]
         against = None
         for key_format in options.formats:
             row = measure(plain, Path(folder) / key_format, key_format, texts, options)

@@ -20,10 +20,11 @@ from typing import Any
 
 import knnlm
 from knnlm.corpus import Document
+from knnlm.evaluation.evaluate import first_documents
 from knnlm.evaluation.support import measure_support
 from knnlm.lm.causal import CausalLM
 from knnlm.mixture.mixture import Mixture
-from perplexity import add_store_options, first, measure_stores, parser_for, split
+from perplexity import add_store_options, measure_stores, parser_for, split
 
 COLUMNS = (
     *("tokens", "right", "support", "ece", "ece_probability"),
@@ -34,7 +35,7 @@ COLUMNS = (
 def main() -> None:
     options = parse()
     lm = CausalLM.open(options.model, device=options.device, dtype=options.dtype)
-    texts = {corpus.name: list(first(split(corpus, "test"), lm, options.limit)) for corpus in options.corpus}
+    texts = {corpus.name: list(first_documents(split(corpus, "test"), lm, options.limit)) for corpus in options.corpus}
     show(measure_stores(options, lambda corpus, folder: measure(corpus, folder / "store", lm, texts, options)))
 
 
@@ -52,9 +53,9 @@ def measure(
     corpus: Path, path: Path, lm: CausalLM, texts: dict[str, list[Document]], options: argparse.Namespace
 ) -> list[dict[str, Any]]:
     """Build and tune the store of one corpus; return a row for the text it was tuned on and the test text of each."""
-    store = knnlm.build(first(split(corpus, "train"), lm, options.store), path, lm=lm)
+    store = knnlm.build(first_documents(split(corpus, "train"), lm, options.store), path, lm=lm)
     mixture = Mixture.open(path, lm, memories=options.memories, use_tuned=False)
-    valid = first(split(corpus, "valid"), lm, options.valid or options.limit)
+    valid = first_documents(split(corpus, "valid"), lm, options.valid or options.limit)
     tuning = mixture.tune(valid, weights=options.weights)
     if tuning.support_figures is None:
         raise SystemExit(f"{corpus}: {tuning.tokens} tokens are too few to train support. Use a larger --valid.")

@@ -13,6 +13,7 @@ import knnlm
 from knnlm.corpus import Document
 from knnlm.datastore.schema import DECODER_FOLDER
 from knnlm.datastore.store import Datastore
+from knnlm.evaluation.evaluate import first_documents
 from knnlm.evaluation.samples import sample_documents
 from knnlm.evaluation.sweep import KS
 from knnlm.evaluation.trace import Trace
@@ -32,7 +33,7 @@ from knnlm.memories.voting import VoteParams
 from knnlm.mixture.mixture import Mixture
 from knnlm.training.decoder import DecoderConfig, train_decoder
 from knnlm.training.initial_model import open_initial_model
-from perplexity import first, split
+from perplexity import split
 
 MEMORIES = "knn,cache,ngram"
 MIXTURES = ("one λ", "gate", "default")  # of one store
@@ -65,16 +66,16 @@ def build_mixtures(
 
     "one λ" is the kNN-LM of the paper, "gate" has a cache and n-grams too, and "default" is what `tune` chooses.
     """
-    store = knnlm.build(first(split(corpus, "train"), lm, store_tokens), folder, lm=lm)
+    store = knnlm.build(first_documents(split(corpus, "train"), lm, store_tokens), folder, lm=lm)
     opened = Mixture.open(store, lm, memories=MEMORIES, use_tuned=False)
     with tempfile.TemporaryDirectory() as traces:
-        valid = opened.record(first(split(corpus, "valid"), lm, limit), Path(traces) / "valid", k=max(KS))
+        valid = opened.record(first_documents(split(corpus, "valid"), lm, limit), Path(traces) / "valid", k=max(KS))
         written = None
         if "default" in names:
             count = min(len(valid), MAX_SAMPLES)
             samples = sampled_text(lm, MAX_SAMPLES if limit is None else min(limit, MAX_SAMPLES))
             if samples:
-                written = opened.record(first(iter(samples), lm, count), Path(traces) / "written", k=max(KS))
+                written = opened.record(first_documents(iter(samples), lm, count), Path(traces) / "written", k=max(KS))
         return store, fit_mixtures(opened, valid, written, names)
 
 
@@ -131,7 +132,7 @@ def open_student(corpus: Path, folder: Path, lm: CausalLM, options: argparse.Nam
         return CausalLM.open(str(inside if inside.is_dir() else given), device=str(lm.device), dtype=lm.dtype)
     if not options.train_student:
         return None
-    documents = first(split(corpus, "train"), lm, options.student_tokens)
+    documents = first_documents(split(corpus, "train"), lm, options.student_tokens)
     return train_student(documents, folder, lm, tokens=options.student_tokens, epochs=options.student_epochs)
 
 

@@ -8,9 +8,10 @@ import torch
 import systems
 from helpers.corpora import corpus_folder
 from helpers.models import tiny, tiny_tokenizer
+from knnlm.evaluation.evaluate import first_documents
 from knnlm.lm.causal import CausalLM
 from knnlm.mixture.mixture import Mixture
-from perplexity import first, split
+from perplexity import split
 
 
 @pytest.fixture
@@ -30,7 +31,7 @@ def test_mixtures_of_one_trace_are_those_of_three_tunings(long_lm, tmp_path):
     corpus = corpus_folder(tmp_path / "notes", documents=6)
     store, found = systems.build_mixtures(corpus, tmp_path / "store", long_lm, store_tokens=None, limit=600)
     assert list(found) == list(systems.MIXTURES)
-    valid = list(first(split(corpus, "valid"), long_lm, 600))
+    valid = list(first_documents(split(corpus, "valid"), long_lm, 600))
 
     one = Mixture.open(store, long_lm, memories="knn", use_tuned=False)
     one.tune(valid, weights="fixed", online=False)

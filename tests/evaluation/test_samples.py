@@ -52,7 +52,7 @@ def test_smaller_batches_follow_where_memory_is_short(lm, monkeypatch):
         sizes.append(count)
         if count > 4:
             raise torch.cuda.OutOfMemoryError
-        return ["a text of the model " * 40] * count
+        return [("a text of the model " * 40, None)] * count
 
     monkeypatch.setattr(samples, "_sample", sample)
     documents = sample_documents(lm, 40 * 256)

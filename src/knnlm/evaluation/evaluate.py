@@ -258,7 +258,7 @@ def summarise(
     )
 
 
-def first_documents(lm: CausalLM, documents: Iterable[Document], tokens: int | None) -> Iterator[Document]:
+def first_documents(documents: Iterable[Document], lm: CausalLM, tokens: int | None) -> Iterator[Document]:
     """Yield documents up to the one that reaches a number of tokens."""
     count = 0
     for document in documents:

@@ -75,7 +75,7 @@ def measure_quality(
     `limit` stops after the pair that reaches so many tokens of targets. Other settings are those of `translate`.
     """
     score_translations(["a"], ["a"])  # raises before the translations if the package is missing
-    pairs = list(first_documents(mixture.lm, documents, limit))
+    pairs = list(first_documents(documents, mixture.lm, limit))
     if not pairs:
         raise CorpusError("There are no pairs to translate.")
     sources, expected = [pair.source_text or "" for pair in pairs], [pair.text for pair in pairs]

@@ -45,14 +45,12 @@ def sample_documents(lm: CausalLM, tokens: int, *, seed: int = 0, progress: Prog
         while done < _ENOUGH * tokens and rounds:
             rounds -= 1
             try:
-                count = min(batch, math.ceil((tokens - done) / length))
-                texts = _sample_pairs(lm, count, length) if isinstance(lm, Seq2SeqLM) else _sample(lm, count, length)
+                texts = _sample(lm, min(batch, math.ceil((tokens - done) / length)), length)
             except torch.cuda.OutOfMemoryError:
                 if batch == 1:
                     raise
                 batch, rounds, texts = batch // 2, 2 * rounds + 2, []
-            for each in texts:
-                text, source_text = (each, None) if isinstance(each, str) else each
+            for text, source_text in texts:
                 count = len(lm.encode(text))
                 advance(min(count, tokens - done))
                 done = min(tokens, done + count)
@@ -66,19 +64,13 @@ def check_sample_count(tokens: int) -> None:
         raise ParameterError(f"The number of sampled tokens must be at least 0, not {tokens}.")
 
 
-def _sample(lm: CausalLM, count: int, length: int) -> Sequence[str | tuple[str, str]]:
-    """Return the texts of one batch that are not empty."""
-    rows = sample_tokens(lm, count, length).tolist()
-    texts = [str(lm.tokenizer.decode(row, skip_special_tokens=True)) for row in rows]
-    return [text for text in texts if text.strip()]
-
-
-def _sample_pairs(lm: Seq2SeqLM, count: int, length: int) -> Sequence[str | tuple[str, str]]:
-    """Return the texts of one batch that are not empty, each with its random source."""
-    sources = _random_sources(lm, count)
+def _sample(lm: CausalLM, count: int, length: int) -> list[tuple[str, str | None]]:
+    """Return the texts of one batch that are not empty, each with its random source if the model has an encoder."""
+    sources = _random_sources(lm, count) if isinstance(lm, Seq2SeqLM) else []
     rows = sample_tokens(lm, count, length, sources).tolist()
     texts = [str(lm.tokenizer.decode(row, skip_special_tokens=True)) for row in rows]
-    return [(text, source) for text, source in zip(texts, sources, strict=True) if text.strip()]
+    given: Sequence[str | None] = sources or [None] * count
+    return [(text, source) for text, source in zip(texts, given, strict=True) if text.strip()]
 
 
 def _random_sources(lm: Seq2SeqLM, count: int) -> list[str]:

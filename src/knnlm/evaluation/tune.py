@@ -155,7 +155,7 @@ def tune(
         count = min(len(trace), most) if samples is None else samples
         if online and weights == "gated":
             written = sample_documents(mixture.lm, count, progress=progress) if count else []
-            if negative := [*written, *first_documents(mixture.lm, other, limit)]:
+            if negative := [*written, *first_documents(other, mixture.lm, limit)]:
                 reading: dict[str, Any] = {"batch_tokens": batch_tokens, "progress": progress}
                 elsewhere = record(mixture, negative, folder / "samples", k=max(grid.ks or KS), **reading)
         options: dict[str, Any] = {"device": str(mixture.lm.device), "progress": progress}

@@ -98,13 +98,8 @@ class CausalLM:
         dtype: str = "auto",
     ) -> CausalLM:
         """Open the bundled model, a local folder, a .gguf file or a hub name."""
-        target = choose_device(device)
-        precision = choose_dtype(dtype, target)
-        if Path(name).exists():
-            # A store records this name, and may be opened from another folder.
-            name = str(Path(name).resolve())
-        model, tokenizer = load_model(name, dtype=precision)
-        return cls(model.to(target), tokenizer, name=name, key_layer=key_layer, layer=layer)  # type: ignore[arg-type]
+        name, model, tokenizer = open_on_device(name, device, dtype)
+        return cls(model, tokenizer, name=name, key_layer=key_layer, layer=layer)
 
     @property
     def device(self) -> torch.device:
@@ -349,6 +344,17 @@ def eval_mode(model: PreTrainedModel) -> Iterator[None]:
     finally:
         for module in training:
             module.training = True
+
+
+def open_on_device(
+    name: str, device: str, dtype: str, *, encoder: bool = False
+) -> tuple[str, PreTrainedModel, PreTrainedTokenizerBase]:
+    """Load a model and its tokenizer, and return them with the name that a store records."""
+    target = choose_device(device)
+    if Path(name).exists():
+        name = str(Path(name).resolve())  # the store may be opened from another folder
+    model, tokenizer = load_model(name, dtype=choose_dtype(dtype, target), encoder=encoder)
+    return name, model.to(target), tokenizer  # type: ignore[arg-type]
 
 
 def dynamic_shape_attention(device: torch.device) -> AbstractContextManager[None]:

@@ -16,7 +16,6 @@ import threading
 import warnings
 from collections.abc import Mapping, Sequence
 from functools import cached_property
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -24,9 +23,9 @@ import torch
 from torch import Tensor
 
 from knnlm.errors import CorpusError, KnnlmWarning, ModelError, ParameterError
-from knnlm.lm.causal import CausalLM, TextDocument, check_text
+from knnlm.lm.causal import CausalLM, TextDocument, check_text, open_on_device
 from knnlm.lm.key_layers import check_seq2seq
-from knnlm.lm.loading import BUNDLED, choose_device, choose_dtype, load_model
+from knnlm.lm.loading import BUNDLED
 from knnlm.lm.windows import PairTokens, Window
 
 if TYPE_CHECKING:
@@ -73,20 +72,9 @@ class Seq2SeqLM(CausalLM):
         tgt_lang: str | None = None,
     ) -> Seq2SeqLM:
         """Open a local folder or a hub name; a model of many languages needs those of source and target."""
-        target = choose_device(device)
-        precision = choose_dtype(dtype, target)
-        if Path(name).exists():
-            name = str(Path(name).resolve())
-        model, tokenizer = load_model(name, dtype=precision, encoder=True)
+        name, model, tokenizer = open_on_device(name, device, dtype, encoder=True)
         languages = {"src_lang": src_lang, "tgt_lang": tgt_lang}
-        return cls(
-            model.to(target),  # type: ignore[arg-type]
-            tokenizer,
-            name=name,
-            key_layer=key_layer,
-            layer=layer,
-            **languages,
-        )
+        return cls(model, tokenizer, name=name, key_layer=key_layer, layer=layer, **languages)
 
     @staticmethod
     def _check(model: PreTrainedModel) -> None:

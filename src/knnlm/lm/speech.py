@@ -9,7 +9,6 @@ from __future__ import annotations
 import wave
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -17,15 +16,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from knnlm.errors import CorpusError, ParameterError
-from knnlm.lm.causal import CausalLM
+from knnlm.lm.causal import CausalLM, open_on_device
 from knnlm.lm.loading import (
     BUNDLED,
-    choose_device,
-    choose_dtype,
     has_encoder,
     load_config,
     load_feature_extractor,
-    load_model,
     reads_audio,
 )
 from knnlm.lm.seq2seq import Seq2SeqLM
@@ -68,13 +64,8 @@ class SpeechLM(Seq2SeqLM):
 
         `tgt_lang` is the language of the transcripts, as in `en`; a model of one language needs none.
         """
-        target = choose_device(device)
-        precision = choose_dtype(dtype, target)
-        if Path(name).exists():
-            name = str(Path(name).resolve())
-        model, tokenizer = load_model(name, dtype=precision, encoder=True)
-        placed: Any = model.to(target)  # type: ignore[arg-type]
-        return cls(placed, tokenizer, load_feature_extractor(name), name=name, **settings)
+        name, model, tokenizer = open_on_device(name, device, dtype, encoder=True)
+        return cls(model, tokenizer, load_feature_extractor(name), name=name, **settings)
 
     def _set_languages(self, src_lang: str | None, tgt_lang: str | None) -> tuple[str | None, str | None]:
         if src_lang is not None:

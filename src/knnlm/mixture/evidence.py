@@ -19,8 +19,6 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-_Floats = NDArray[np.float64]
-
 DECAYS = (0.8, 0.97)  # of the moving averages: of about the last 5 and 33 tokens
 EVIDENCE = ("mean gain of 5 tokens", "mean gain of 33 tokens", "gain of the text")  # features of each memory
 
@@ -53,7 +51,14 @@ def mixture_gains(mixed: Tensor, lm: Tensor) -> Tensor:
     return change.masked_fill(change.isnan(), 0.0).clamp(_MIN_MIXTURE_GAIN, _MAX_MIXTURE_GAIN)  # NaN: both are 0
 
 
-def sums_before(values: NDArray[np.float64], begins: NDArray[np.bool_], starts: NDArray[np.float64]) -> _Floats:
+def first_rows(begins: NDArray[np.bool_]) -> NDArray[np.int64]:
+    """Return the row of the first token of each text, from the marks of first tokens; the first row is one."""
+    return np.concatenate([[0], np.flatnonzero(begins[1:]) + 1])
+
+
+def sums_before(
+    values: NDArray[np.float64], begins: NDArray[np.bool_], starts: NDArray[np.float64]
+) -> NDArray[np.float64]:
     """Return the (N, n) sums of values before each of N tokens, in the order of the texts.
 
     `begins` marks the first tokens of texts, whose (N, n) sums are in `starts`.
@@ -62,7 +67,7 @@ def sums_before(values: NDArray[np.float64], begins: NDArray[np.bool_], starts: 
         return values
     before = np.zeros_like(values)
     np.cumsum(values[:-1], axis=0, out=before[1:])
-    first = np.concatenate([[0], np.flatnonzero(begins[1:]) + 1])  # the row of the first token of each text
+    first = first_rows(begins)
     first = np.repeat(first, np.diff(first, append=len(values)))
     return np.asarray(starts[first] + before - before[first])
 

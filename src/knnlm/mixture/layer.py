@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -27,7 +27,7 @@ from knnlm.mixture.evidence import (
     update_evidence,
 )
 from knnlm.mixture.online import OnlineConfig, expert_log_probs, expert_weights, mixed_log_probs, posterior, update
-from knnlm.mixture.weights import Weights
+from knnlm.mixture.weights import Weights, on_device
 
 _TOTALS = 2  # values of a state that are summed over a text: the gain of the mixture, the number of tokens
 
@@ -155,7 +155,7 @@ class OnlineLayer:
     def after(self, states: Tensor, by_expert: Tensor, log_probs: Tensor, abstains: Tensor) -> Tensor:
         """Return the (N, S) states after tokens with these (N, M) log-probabilities by each component."""
         count = by_expert.shape[1]
-        log_prior, log_weights = _on_device(self.first, states.device)[:count], states[:, :count]
+        log_prior, log_weights = on_device(self.first, states.device, torch.float64)[:count], states[:, :count]
         by_token = expert_log_probs(by_expert, log_probs)
         gain = mixture_gains((log_weights + by_token).logsumexp(1), log_probs[:, 0])
         after = [
@@ -189,7 +189,7 @@ class OnlineLayer:
         begins_, evident_ = begins.cpu().numpy(), None if evident is None else evident.cpu().numpy()
         count, device = self.experts, log_probs.device
         if starts is None:
-            starts = _on_device(self.first, torch.device("cpu")).expand(len(begins), -1)
+            starts = on_device(self.first, torch.device("cpu"), torch.float64).expand(len(begins), -1)
         starts_ = starts.double().cpu().numpy()
         states = torch.empty(starts_.shape, dtype=torch.float64, device=device)
         if self.weights.uses_evidence:
@@ -214,7 +214,7 @@ class OnlineLayer:
 
         Without spans, all of the N rows are the beginnings of texts.
         """
-        first = _on_device(self.first, device)
+        first = on_device(self.first, device, torch.float64)
         if not spans:
             return first.expand(rows, -1)
         given = [first if span.state is None else span.state.to(device) for span in spans]
@@ -230,15 +230,9 @@ class OnlineLayer:
         for text in texts.texts:
             first, length = text[0], sum(map(len, text))
             begins.append(torch.arange(length) == 0)
-            start = _on_device(self.first, cpu) if first.state is None else first.state.double().cpu()
+            start = on_device(self.first, cpu, torch.float64) if first.state is None else first.state.double().cpu()
             starts.append(start.expand(length, -1))
         return self.states_before(given, log_probs, torch.cat(begins), starts=torch.cat(starts), evident=texts.evident)
-
-
-@lru_cache(maxsize=64)
-def _on_device(values: tuple[float, ...], device: torch.device) -> Tensor:
-    """Return a state on a device; cached, since the host would wait for the copy."""
-    return torch.tensor(values, dtype=torch.float64, device=device)
 
 
 def _texts(spans: Sequence[Span]) -> list[list[Span]]:

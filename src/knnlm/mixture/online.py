@@ -26,6 +26,7 @@ from torch import Tensor
 
 from knnlm.errors import DatastoreCorrupt, ParameterError
 from knnlm.mixture.em import renormalise
+from knnlm.mixture.evidence import first_rows, sums_before
 
 _MIXTURE_SHARE = 0.9  # of the prior of stores and mixture together; the stores share the rest, if they are experts
 _CACHE_WEIGHTS = (0.02, 0.2)  # of a cache beside the language model alone, one expert for each
@@ -163,22 +164,21 @@ def posterior(
     if impossible.any():
         evident = ~impossible if evident is None else evident & ~impossible
         log_probs = np.where(impossible[:, None], 0.0, log_probs)
-    first = np.concatenate([[0], np.flatnonzero(begins[1:]) + 1])  # the row of the first token of each text
-    before = np.repeat(log_prior[None], len(first), 0) if starts is None else starts[first]  # (texts, E)
+    if starts is None:
+        starts = np.broadcast_to(log_prior, log_probs.shape)
     if not switch_rate:
-        return _bayes(log_probs if evident is None else np.where(evident[:, None], log_probs, 0.0), first, before)
-    return np.log(_fixed_share(log_probs, first, before, np.exp(log_prior), switch_rate, evident))
+        return _bayes(log_probs if evident is None else np.where(evident[:, None], log_probs, 0.0), begins, starts)
+    first = first_rows(begins)
+    return np.log(_fixed_share(log_probs, first, starts[first], np.exp(log_prior), switch_rate, evident))
 
 
-def _bayes(log_probs: Array, first: Rows, starts: Array) -> Array:
+def _bayes(log_probs: Array, begins: Mask, starts: Array) -> Array:
     """Return log-weights without switching: sums of logarithms, in which no weight underflows."""
     impossible = np.isneginf(log_probs)
-    before, dead = np.zeros_like(log_probs), np.zeros(log_probs.shape, np.int64)
-    np.cumsum(np.where(impossible, 0, log_probs)[:-1], axis=0, out=before[1:])
-    np.cumsum(impossible[:-1], axis=0, out=dead[1:])
-    text = np.repeat(np.arange(len(first)), np.diff(first, append=len(log_probs)))  # of each token
-    weights = starts[text] + before - before[first[text]]
-    weights[dead > dead[first[text]]] = -np.inf  # an expert that gave a token of the text the probability 0
+    weights = sums_before(np.where(impossible, 0.0, log_probs), begins, starts)
+    if impossible.any():  # an expert that gave a token of the text the probability 0
+        dead = sums_before(impossible.astype(np.float64), begins, np.zeros_like(log_probs))
+        weights[dead > 0] = -np.inf
     return np.asarray(weights - _logsumexp(weights)[:, None])
 
 
