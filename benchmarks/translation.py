@@ -1,29 +1,45 @@
 """Translation with stores of pairs: BLEU and chrF in and outside of their domains, and the time of a sentence.
 
-    python benchmarks/translation.py GENERAL DOMAIN... --model FOLDER --train-seconds 180 --device cuda
+    python benchmarks/translation.py GENERAL DOMAIN... --model FOLDER --train-seconds 180 --device cuda --batch 256
+    python benchmarks/translation.py GENERAL DOMAIN... --model FOLDER --systems gated,ivf-pq --sentences 200
     python benchmarks/translation.py GENERAL DOMAIN --width 64 --layers 1 --train-seconds 60 --pairs 300 --sentences 50
 
 GENERAL and DOMAIN are folders with train, valid and test .jsonl (also .gz, .xz, .zst), a pair a line: the translation
 in `text`, its source in `source`. A small Marian model is trained on the train pairs of GENERAL for a time, or opened
 from --model where it was saved before, and then stays as it is. A store of each DOMAIN is built from train and tuned on
-valid. Systems, all greedy: the model; vanilla, the kNN-MT of the paper with one λ; the same by brute force, from the
-formula; gated, what `tune` chooses; the same with the valid pairs of GENERAL as text of another domain; all stores at
-once, so too; and the model after fine-tuning on the domain's train pairs. Each translates test sentences of its own
-domain and of GENERAL. Scores are those of sacreBLEU, whose signatures are printed.
+valid. Systems, all greedy, each on the test sentences of its own domain and of GENERAL:
+
+- model: without a store.
+- vanilla: the kNN-MT of the paper, with one λ.
+- brute-force: the same from the formula, without the library's search and votes.
+- gated: what `tune` chooses; gated-other: with the valid pairs of GENERAL as text of another domain.
+- subset: as gated-other, but each sentence searches only the pairs with the nearest sources (--subset).
+- together: all stores at once, tuned as gated-other.
+- fine-tuned: the model after training on the domain's train pairs.
+- ivf-pq: the recipe of knn-transformers, an IVF4096,PQ64 index of FAISS with 32 probes and distances from the codes,
+  with k, τ and λ of vanilla; ivf-pq-1024: the same with k = 1024, τ = 100 and λ = 0.25, its default and its README's.
+
+Scores are those of sacreBLEU, whose signatures are printed. Times are of the first --timed test sentences of each
+domain in batches of --timed-batch, the systems in turns: a sentence as it is translated, and a step when all write 32
+tokens.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import statistics
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 import knnlm
@@ -31,9 +47,26 @@ from knnlm.corpus import Document, read_documents
 from knnlm.evaluation.quality import TextScores, score_translations
 from knnlm.lm.seq2seq import Seq2SeqLM
 from knnlm.mixture.mixture import Mixture
+from knnlm.mixture.spec import MixtureOptions
 from marian import TrainingConfig, fine_tune, open_or_train
 
 NEW_TOKENS = 128  # of a translation, at most
+TIMED_TOKENS = 32  # of a translation whose steps are timed
+SYSTEMS = (
+    "vanilla",
+    "brute-force",
+    "gated",
+    "gated-other",
+    "subset",
+    "together",
+    "fine-tuned",
+    "ivf-pq",
+    "ivf-pq-1024",
+)
+DEFAULT_SYSTEMS = SYSTEMS[:7]
+IVF_PQ = "IVF4096,PQ64"
+Translate = Callable[[Sequence[str]], list[str]]
+Row = dict[str, Any]
 
 
 def main() -> None:
@@ -45,10 +78,11 @@ def main() -> None:
         lm = open_or_train(
             options.model or Path(folder) / "model", general.train, config, device=options.device, **size
         )
-        rows = list(measure(lm, general, [Corpus(path, options) for path in options.domain], Path(folder), options))
+        run = Run(lm, general, [Corpus(path, options) for path in options.domain], Path(folder), options)
+        rows, times = list(run.qualities()), run.times
     if options.json:
-        options.json.write_text(json.dumps(rows, indent=2, ensure_ascii=False))
-    show(rows)
+        options.json.write_text(json.dumps({"quality": rows, "times": times}, indent=2, ensure_ascii=False))
+    show(rows, times)
 
 
 def parse() -> argparse.Namespace:
@@ -56,8 +90,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("general", type=Path, metavar="GENERAL")
     parser.add_argument("domain", type=Path, nargs="+", metavar="DOMAIN")
     parser.add_argument("--model", type=Path, help="folder of the base model; it is trained and saved there if missing")
+    parser.add_argument("--systems", default=",".join(DEFAULT_SYSTEMS), help=f"some of {','.join(SYSTEMS)}")
     parser.add_argument("--train-seconds", type=float, default=180)
-    parser.add_argument("--tune-seconds", type=float, default=60, help="of fine-tuning on each domain; 0: without it")
+    parser.add_argument("--tune-seconds", type=float, default=60, help="of fine-tuning on each domain")
     parser.add_argument("--batch-tokens", type=int, default=16_384, help="tokens of a training batch")
     parser.add_argument("--vocabulary", type=int, default=12_000)
     parser.add_argument("--width", type=int, default=512)
@@ -67,9 +102,17 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--sentences", type=int, help="sentences of test (default: all)")
     parser.add_argument("--batch", type=int, default=32, help="sentences that are translated together")
     parser.add_argument("--k", type=int, default=16, help="neighbours of vanilla kNN-MT")
+    parser.add_argument("--subset", type=int, default=512, help="pairs that a sentence of subset searches")
+    parser.add_argument("--timed", type=int, default=256, help="sentences that are timed; 0: none")
+    parser.add_argument("--timed-batch", type=int, default=32, help="sentences of a batch that is timed")
+    parser.add_argument("--repeats", type=int, default=3, help="turns of the timing")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--json", type=Path, help="also write the rows into this file")
-    return parser.parse_args()
+    options = parser.parse_args()
+    options.systems = options.systems.split(",")
+    if unknown := sorted(set(options.systems) - set(SYSTEMS)):
+        parser.error(f"no system is named {unknown[0]}; there are {', '.join(SYSTEMS)}")
+    return options
 
 
 class Corpus:
@@ -81,6 +124,11 @@ class Corpus:
         self.valid = list(islice(self._split(path, "valid"), options.valid))
         self.test = list(islice(self._split(path, "test"), options.sentences))
 
+    @property
+    def test_sources(self) -> list[str]:
+        """The sources of the test pairs."""
+        return [pair.source_text or "" for pair in self.test]
+
     @staticmethod
     def _split(path: Path, name: str) -> Iterator[Document]:
         files = sorted(path.glob(f"{name}.jsonl*"))
@@ -89,74 +137,152 @@ class Corpus:
         return read_documents(files[0], source_field="source")
 
 
-def measure(
-    lm: Seq2SeqLM, general: Corpus, domains: Sequence[Corpus], folder: Path, options: argparse.Namespace
-) -> Iterator[dict[str, Any]]:
-    """Yield a row for each system and test text, as soon as it is known."""
-    plain = Mixture.open(knnlm.build(general.train[:4], folder / "plain", lm=lm), lm, lmbda=0.0)
-    base: dict[str, tuple[TextScores, float]] = {}
-    for corpus in (general, *domains):
-        base[corpus.name] = translate(plain, corpus, options, use_memory=False)
-        yield row("model", "–", corpus, base[corpus.name], base[corpus.name][1])
-    for domain in domains:
-        store = folder / f"{domain.name}.store"
-        knnlm.build(domain.train, store, lm=lm).close()
-        vanilla = Mixture.open(store, lm, memories="knn", use_tuned=False)
-        tuned = vanilla.tune(domain.valid, weights="fixed", ks=[options.k], online=False)
-        print(f"{domain.name}: {tuned.sweep.best if tuned.sweep else None}", flush=True)
-        gated = Mixture.open(store, lm, memories="knn", use_tuned=False)
-        gated.tune(domain.valid)
-        protected = Mixture.open(store, lm, memories="knn", use_tuned=False)
-        protected.tune(domain.valid, other=general.valid)
-        systems = {"vanilla": vanilla, "gated": gated, "gated, other text": protected}
-        for name, mixture in systems.items():
-            for corpus in (domain, general):
-                yield row(name, domain.name, corpus, translate(mixture, corpus, options), base[corpus.name][1])
-        brute_force = BruteForce(vanilla, domain.train, options)
-        for corpus in (domain, general):
-            begin = time.perf_counter()
-            scores = score(brute_force.translate([pair.source_text or "" for pair in corpus.test]), corpus)
-            yield row("brute force", domain.name, corpus, (scores, time.perf_counter() - begin), base[corpus.name][1])
-        if options.tune_seconds:
-            config = TrainingConfig(options.tune_seconds, learning_rate=2e-4, batch_tokens=options.batch_tokens)
-            tuned_lm = fine_tune(lm, folder / f"{domain.name}.tuned", domain.train, config, device=options.device)
-            alone = Mixture.open(knnlm.build(domain.train[:4], folder / f"{domain.name}.alone", lm=tuned_lm), tuned_lm)
-            for corpus in (domain, general):
-                found = translate(alone, corpus, options, use_memory=False)
-                yield row("fine-tuned", domain.name, corpus, found, base[corpus.name][1])
-    if len(domains) > 1:
-        yield from measure_together(lm, general, domains, folder, base, options)
+@dataclass
+class Run:
+    """A base model, its corpora, and what was measured."""
+
+    lm: Seq2SeqLM
+    general: Corpus
+    domains: Sequence[Corpus]
+    folder: Path
+    options: argparse.Namespace
+
+    def __post_init__(self) -> None:
+        self.times: list[Row] = []
+        store = knnlm.build(self.general.train[:4], self.folder / "plain", lm=self.lm)
+        self.plain = Mixture.open(store, self.lm, lmbda=0.0)
+
+    def qualities(self) -> Iterator[Row]:
+        """Yield a row for each system and test text, and keep the rows of the times."""
+        for corpus in (self.general, *self.domains):
+            yield self.row("model", "–", corpus, self.translator(self.plain, use_memory=False))
+        for domain in self.domains:
+            yield from self.qualities_of(domain)
+        if "together" in self.options.systems and len(self.domains) > 1:
+            together = self.together()
+            names = " and ".join(domain.name for domain in self.domains)
+            for corpus in (*self.domains, self.general):
+                yield self.row("together", names, corpus, self.translator(together))
+
+    def qualities_of(self, domain: Corpus) -> Iterator[Row]:
+        """Yield the rows of the systems of one domain."""
+        knnlm.build(domain.train, self.store(domain), lm=self.lm).close()
+        mixtures = self.mixtures(domain)
+        systems = {name: self.translator(mixture) for name, mixture in mixtures.items()}
+        for name, (index, settings) in self.recipes(mixtures.get("vanilla")).items():
+            systems[name] = BruteForce(self.lm, domain.train, settings, batch=self.options.batch, index=index).translate
+        if "fine-tuned" in self.options.systems:
+            systems["fine-tuned"] = self.translator(self.fine_tuned(domain), use_memory=False)
+        for name, translate in systems.items():
+            if name in self.options.systems:
+                for corpus in (domain, self.general):
+                    yield self.row(name, domain.name, corpus, translate)
+        if self.options.timed:
+            self.times += self.times_of(domain, mixtures)
+
+    def mixtures(self, domain: Corpus) -> dict[str, Mixture]:
+        """Return the tuned mixtures of a domain's store."""
+        wanted, made = self.options.systems, {}
+        if {"vanilla", "brute-force", "ivf-pq", "ivf-pq-1024"} & set(wanted):
+            made["vanilla"] = self.opened(domain)
+            tuned = made["vanilla"].tune(domain.valid, weights="fixed", ks=[self.options.k], online=False)
+            print(f"{domain.name}: {tuned.sweep.best if tuned.sweep else None}", flush=True)
+        if "gated" in wanted:
+            made["gated"] = self.opened(domain)
+            made["gated"].tune(domain.valid)
+        for name, subset in (("gated-other", None), ("subset", self.options.subset)):
+            if name in wanted:
+                made[name] = self.opened(domain, subset)
+                made[name].tune(domain.valid, other=self.general.valid)
+        return made
+
+    def opened(self, domain: Corpus, subset: int | None = None) -> Mixture:
+        """Return a mixture of a domain's store that is not tuned."""
+        config = MixtureOptions(subset=subset)
+        return Mixture.open(self.store(domain), self.lm, memories="knn", use_tuned=False, options=config)
+
+    def recipes(self, vanilla: Mixture | None) -> dict[str, tuple[str | None, VoteSettings]]:
+        """Return the index and the settings of the systems that are computed from the formula."""
+        if vanilla is None or vanilla.knn is None or vanilla.lmbda is None:
+            return {}
+        tuned = VoteSettings(vanilla.knn.k, vanilla.knn.knn_temperature, vanilla.lmbda)
+        every = {
+            "brute-force": (None, tuned),
+            "ivf-pq": (IVF_PQ, tuned),
+            "ivf-pq-1024": (IVF_PQ, VoteSettings(1024, 100.0, 0.25)),
+        }
+        return {name: own for name, own in every.items() if name in self.options.systems}
+
+    def together(self) -> Mixture:
+        """Return the mixture of all stores, tuned on the valid pairs of all domains, beside general ones."""
+        first, *others = [self.store(domain) for domain in self.domains]
+        memories = ",".join(["knn", *(f"knn={other}" for other in others)])
+        mixture = Mixture.open(first, self.lm, memories=memories, use_tuned=False)
+        mixture.tune([pair for domain in self.domains for pair in domain.valid], other=self.general.valid)
+        return mixture
+
+    def fine_tuned(self, domain: Corpus) -> Mixture:
+        """Return the model after training on the pairs of a domain."""
+        config = TrainingConfig(self.options.tune_seconds, learning_rate=2e-4, batch_tokens=self.options.batch_tokens)
+        folder = self.folder / f"{domain.name}.tuned"
+        lm = fine_tune(self.lm, folder, domain.train, config, device=self.options.device)
+        return Mixture.open(knnlm.build(domain.train[:4], self.folder / f"{domain.name}.alone", lm=lm), lm)
+
+    def store(self, domain: Corpus) -> Path:
+        """Return the path of a domain's store."""
+        return self.folder / f"{domain.name}.store"
+
+    def translator(self, mixture: Mixture, **settings: Any) -> Translate:
+        """Return greedy translation by a mixture."""
+        settings = {"batch_size": self.options.batch, "max_new_tokens": NEW_TOKENS, **settings}
+        return lambda sources: mixture.translate(sources, num_beams=1, do_sample=False, **settings)
+
+    def row(self, system: str, store: str, corpus: Corpus, translate: Translate) -> Row:
+        """Translate a test text, and return the row of it, and print it."""
+        begin = time.perf_counter()
+        scores = score(translate(corpus.test_sources), corpus)
+        made = {
+            "system": system,
+            "store": store,
+            "text": corpus.name,
+            "sentences": len(corpus.test),
+            "bleu": scores.bleu,
+            "chrf": scores.chrf,
+            "seconds": time.perf_counter() - begin,
+            "signatures": [scores.bleu_signature, scores.chrf_signature],
+        }
+        print(json.dumps(made, ensure_ascii=False), flush=True)
+        return made
+
+    def times_of(self, domain: Corpus, mixtures: dict[str, Mixture]) -> list[Row]:
+        """Return the times of a sentence and of a step by the model and each mixture, in turns."""
+        sources = domain.test_sources[: self.options.timed]
+        batch = {"batch_size": self.options.timed_batch}
+        fixed = {**batch, "max_new_tokens": TIMED_TOKENS, "min_new_tokens": TIMED_TOKENS}
+        steps = -(-len(sources) // self.options.timed_batch) * TIMED_TOKENS
+        systems = {"model": (self.plain, False), **{name: (mixture, True) for name, mixture in mixtures.items()}}
+        sentence: dict[str, list[float]] = {name: [] for name in systems}
+        step: dict[str, list[float]] = {name: [] for name in systems}
+        for _ in range(self.options.repeats + 1):  # the first one compiles kernels
+            for name, (mixture, use_memory) in systems.items():
+                as_it_is = self.translator(mixture, use_memory=use_memory, **batch)
+                sentence[name].append(seconds_of(as_it_is, sources) / len(sources))
+                step[name].append(seconds_of(self.translator(mixture, use_memory=use_memory, **fixed), sources) / steps)
+        made = []
+        for name in systems:
+            own = statistics.median(sentence[name][1:]), statistics.median(step[name][1:])
+            base = statistics.median(sentence["model"][1:]), statistics.median(step["model"][1:])
+            ratios = {"sentence of the model": own[0] / base[0], "step of the model": own[1] / base[1]}
+            made.append({"store": domain.name, "system": name, "sentence": own[0], "step": own[1], **ratios})
+            print(json.dumps(made[-1]), flush=True)
+        return made
 
 
-def measure_together(
-    lm: Seq2SeqLM,
-    general: Corpus,
-    domains: Sequence[Corpus],
-    folder: Path,
-    base: dict[str, tuple[TextScores, float]],
-    options: argparse.Namespace,
-) -> Iterator[dict[str, Any]]:
-    """Yield the rows of all stores at once, gated, tuned on the valid pairs of all domains, beside general ones."""
-    first, *others = [folder / f"{domain.name}.store" for domain in domains]
-    memories = ",".join(["knn", *(f"knn={other}" for other in others)])
-    together = Mixture.open(first, lm, memories=memories, use_tuned=False)
-    together.tune([pair for domain in domains for pair in domain.valid], other=general.valid)
-    names = " and ".join(domain.name for domain in domains)
-    for corpus in (*domains, general):
-        yield row("gated, other text", names, corpus, translate(together, corpus, options), base[corpus.name][1])
-
-
-def translate(
-    mixture: Mixture, corpus: Corpus, options: argparse.Namespace, *, use_memory: bool = True
-) -> tuple[TextScores, float]:
-    """Return the scores of greedy translations of test sentences, and the seconds that they took."""
-    sources = [pair.source_text or "" for pair in corpus.test]
-    settings: dict[str, Any] = {"batch_size": options.batch, "max_new_tokens": NEW_TOKENS, "num_beams": 1}
-    mixture.translate(sources[: options.batch], use_memory=use_memory, **settings)  # so that kernels are compiled
+def seconds_of(translate: Translate, sources: Sequence[str]) -> float:
+    """Return the seconds of translating sources."""
     begin = time.perf_counter()
-    found = mixture.translate(sources, use_memory=use_memory, do_sample=False, **settings)
-    seconds = time.perf_counter() - begin
-    return score(found, corpus), seconds
+    translate(sources)
+    return time.perf_counter() - begin
 
 
 def score(found: Sequence[str], corpus: Corpus) -> TextScores:
@@ -164,24 +290,13 @@ def score(found: Sequence[str], corpus: Corpus) -> TextScores:
     return score_translations(found, [pair.text for pair in corpus.test])
 
 
-def row(
-    system: str, store: str, corpus: Corpus, found: tuple[TextScores, float], base_seconds: float
-) -> dict[str, Any]:
-    """Return the row of a system on a test text, and print it."""
-    scores, seconds = found
-    made = {
-        "system": system,
-        "store": store,
-        "text": corpus.name,
-        "sentences": len(corpus.test),
-        "bleu": scores.bleu,
-        "chrf": scores.chrf,
-        "seconds": seconds,
-        "of the model": seconds / base_seconds,
-        "signatures": [scores.bleu_signature, scores.chrf_signature],
-    }
-    print(json.dumps(made, ensure_ascii=False), flush=True)
-    return made
+@dataclass(frozen=True)
+class VoteSettings:
+    """Neighbours, temperature and weight of the store in vanilla kNN-MT."""
+
+    k: int
+    knn_temperature: float
+    lmbda: float
 
 
 class BruteForce:
@@ -191,20 +306,28 @@ class BruteForce:
     last decoder layer's first FFN matrix, read with plain hooks.
     """
 
-    def __init__(self, vanilla: Mixture, pairs: Sequence[Document], options: argparse.Namespace) -> None:
-        assert isinstance(vanilla.lm, Seq2SeqLM)
-        assert vanilla.knn is not None
-        assert vanilla.lmbda is not None
-        self.lm, self.lmbda, self.batch = vanilla.lm, vanilla.lmbda, options.batch
-        self.k, self.knn_temperature = vanilla.knn.k, vanilla.knn.knn_temperature
+    def __init__(
+        self,
+        lm: Seq2SeqLM,
+        pairs: Sequence[Document],
+        settings: VoteSettings,
+        *,
+        batch: int,
+        index: str | None = None,  # of FAISS; None: every key is compared
+    ) -> None:
+        self.lm, self.settings, self.batch = lm, settings, batch
         self.model: Any = self.lm.model
         self.tokenizer: Any = self.lm.tokenizer
         self.captured: list[Tensor] = []
         layer = self.model.get_decoder().layers[-1].fc1
-        layer.register_forward_pre_hook(lambda _, inputs: self.captured.append(inputs[0]))
+        layer.register_forward_pre_hook(lambda _, inputs: self._capture(inputs[0]))
         keys, values = zip(*self._read(pairs), strict=True)
         self.keys = torch.cat(keys).half().float()  # rounded, as they are stored
         self.values, self.squares = torch.cat(values), self.keys.square().sum(1)
+        self.index = None if index is None else faiss_index(self.keys.cpu().numpy(), index)
+
+    def _capture(self, keys: Tensor) -> None:
+        self.captured[:] = [keys]  # the last ones alone: other systems run the same model
 
     @torch.no_grad()
     def _read(self, pairs: Sequence[Document]) -> Iterator[tuple[Tensor, Tensor]]:
@@ -254,21 +377,43 @@ class BruteForce:
         return [str(text).strip() for text in texts]
 
     def _mixed(self, queries: Tensor, probabilities: Tensor) -> Tensor:
-        distances = self.squares - 2 * queries @ self.keys.T + queries.square().sum(1)[:, None]
-        nearest = distances.topk(min(self.k, len(self.keys)), largest=False)
-        votes = torch.softmax(-nearest.values / self.knn_temperature, 1)
-        by_token = torch.zeros_like(probabilities).scatter_add_(1, self.values[nearest.indices], votes)
-        return (1 - self.lmbda) * probabilities + self.lmbda * by_token
+        distances, nearest = self._search(queries, min(self.settings.k, len(self.keys)))
+        votes = torch.softmax(-distances / self.settings.knn_temperature, 1)
+        by_token = torch.zeros_like(probabilities).scatter_add_(1, self.values[nearest], votes)
+        return (1 - self.settings.lmbda) * probabilities + self.settings.lmbda * by_token
+
+    def _search(self, queries: Tensor, k: int) -> tuple[Tensor, Tensor]:
+        """Return the (B, k) distances and numbers of the nearest keys."""
+        if self.index is not None:
+            distances, nearest = self.index.search(queries.cpu().numpy(), k)  # -1 and a huge distance: none was found
+            return torch.from_numpy(distances).to(queries.device), torch.from_numpy(nearest).to(queries.device)
+        every = self.squares - 2 * queries @ self.keys.T + queries.square().sum(1)[:, None]
+        found = every.topk(k, largest=False)
+        return found.values, found.indices
 
 
-def show(rows: Sequence[dict[str, Any]]) -> None:
-    """Print the table and the signatures."""
-    print("\n| store | system | text | sentences | BLEU | chrF | seconds | of the model |")
-    print("|---|---|---|---|---|---|---|---|")
+def faiss_index(keys: NDArray[np.float32], spec: str) -> Any:
+    """Return a FAISS index of keys."""
+    from baselines import usual_index  # FAISS is not on every machine that translates
+
+    return usual_index(keys, spec).index
+
+
+def show(rows: Sequence[Row], times: Sequence[Row]) -> None:
+    """Print the tables and the signatures."""
+    print("\n| store | system | text | sentences | BLEU | chrF | seconds |")
+    print("|---|---|---|---|---|---|---|")
     for each in rows:
-        figures = f"{each['bleu']:.2f} | {each['chrf']:.2f} | {each['seconds']:.1f} | {each['of the model']:.2f}"
+        figures = f"{each['bleu']:.2f} | {each['chrf']:.2f} | {each['seconds']:.1f}"
         print(f"| {each['store']} | {each['system']} | {each['text']} | {each['sentences']:,} | {figures} |")
     print("\n".join(rows[0]["signatures"] if rows else []))
+    if times:
+        print("\n| store | system | ms a sentence | of the model | ms a step | of the model |")
+        print("|---|---|---|---|---|---|")
+    for each in times:
+        sentence = f"{1000 * each['sentence']:.2f} | {each['sentence of the model']:.2f}"
+        step = f"{1000 * each['step']:.2f} | {each['step of the model']:.2f}"
+        print(f"| {each['store']} | {each['system']} | {sentence} | {step} |")
 
 
 if __name__ == "__main__":

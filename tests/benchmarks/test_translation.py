@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import random
 import sys
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -70,7 +69,8 @@ def test_brute_force_equals_numpy(tmp_path):
     lm, stored = pair_lm("marian"), pairs(24)
     build(stored, tmp_path / "pairs.store", lm=lm).close()
     vanilla = Mixture.open(tmp_path / "pairs.store", lm, memories="knn", k=4, knn_temperature=3.0, lmbda=0.6)
-    brute_force = translation.BruteForce(vanilla, stored, SimpleNamespace(batch=3))
+    settings = translation.VoteSettings(4, 3.0, 0.6)
+    brute_force = translation.BruteForce(lm, stored, settings, batch=3)
     expected = BruteForce(lm, "marian", stored)
     np.testing.assert_allclose(brute_force.keys.numpy(), expected.keys, atol=2e-3)  # rounded to float16
     assert brute_force.values.tolist() == expected.values.tolist()
@@ -83,7 +83,10 @@ def test_brute_force_equals_numpy(tmp_path):
         )
         np.testing.assert_allclose(row, 0.4 * p_lm + 0.6 * knn, atol=1e-5)
     sources = [pair.source_text for pair in stored[:6]]
-    assert brute_force.translate(sources) == vanilla.translate(sources, max_new_tokens=translation.NEW_TOKENS)
+    expected_texts = vanilla.translate(sources, max_new_tokens=translation.NEW_TOKENS)
+    assert brute_force.translate(sources) == expected_texts
+    # One list whose keys are stored whole: FAISS finds the same neighbours.
+    assert translation.BruteForce(lm, stored, settings, batch=3, index="IVF1,Flat").translate(sources) == expected_texts
 
 
 @pytest.fixture
@@ -102,14 +105,19 @@ def corpora(tmp_path):
 
 def test_whole_run_has_a_row_for_each_system_and_text(corpora, tmp_path, monkeypatch, capsys):
     sizes = ["--width", "16", "--layers", "1", "--vocabulary", "300", "--train-seconds", "1", "--tune-seconds", "1"]
+    sizes += ["--systems", ",".join(translation.DEFAULT_SYSTEMS), "--timed", "4", "--repeats", "1", "--subset", "8"]
     arguments = ["translation.py", *map(str, corpora), *sizes, "--model", str(tmp_path / "model"), "--k", "4"]
     monkeypatch.setattr(sys, "argv", [*arguments, "--json", str(tmp_path / "rows.json")])
     monkeypatch.setattr(translation, "NEW_TOKENS", 12)
     translation.main()
     shown = capsys.readouterr().out
-    rows = json.loads((tmp_path / "rows.json").read_text())
-    # The model on three texts; five systems of each domain on two; both stores on three.
-    assert len(rows) == 3 + 2 * 5 * 2 + 3
-    assert "tok:13a" in shown.splitlines()[-2]
+    found = json.loads((tmp_path / "rows.json").read_text())
+    rows, times = found["quality"], found["times"]
+    # The model on three texts; six systems of each domain on two; both stores on three.
+    assert len(rows) == 3 + 2 * 6 * 2 + 3
+    assert "tok:13a" in shown
+    # The model and four mixtures of each domain.
+    assert [row["system"] for row in times] == 2 * ["model", "vanilla", "gated", "gated-other", "subset"]
+    assert all(row["step of the model"] > 0 for row in times)
     assert len({(row["store"], row["system"], row["text"]) for row in rows}) == len(rows)
     assert Seq2SeqLM.open(str(tmp_path / "model"), device="cpu").vocab_size <= 300
