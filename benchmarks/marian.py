@@ -29,8 +29,8 @@ class TrainingConfig:
     """How a model is trained, within a time."""
 
     seconds: float
-    learning_rate: float = 7e-4
-    warmup: float = 0.06  # share of the time
+    learning_rate: float = 5e-4
+    warmup: float = 0.2  # share of the time
     batch_tokens: int = 16_384  # of padded targets
     label_smoothing: float = 0.1
     seed: int = 0
