@@ -8,6 +8,7 @@ import torch
 from helpers.models import tiny, tiny_tokenizer
 from helpers.online import OnlineByHand
 from knnlm.corpus import Document
+from knnlm.errors import ModelError
 from knnlm.generation.causal import KnnForCausalLM, generate_tokens
 from knnlm.ingest.build import build
 from knnlm.lm.causal import CausalLM
@@ -108,6 +109,21 @@ def test_evaluation_uses_the_memories_everywhere(mixture, tmp_path):
     text = [Document("other", "other", OUTSIDE)]
     everywhere = opened(tmp_path, mixture.lm.name, domain_check=False)
     assert mixture.evaluate(text).perplexity == everywhere.evaluate(text).perplexity
+
+
+def test_saved_model_checks_and_damps_as_before(tmp_path):
+    mixture = opened(tmp_path, memories="knn:0.4,cache:0.1,ngram:0.4", domain_check=False, cache_generated=True)
+    mixture.damping = False  # after it was opened
+    model = KnnForCausalLM(mixture)
+    model.save_pretrained(tmp_path / "saved")
+    again = KnnForCausalLM.from_pretrained(tmp_path / "saved").mixture
+    assert (again.domain_check, again.damping) == (False, False)
+    assert again.options.cache_generated
+    assert greedy(again, OUTSIDE, 20) == greedy(mixture, OUTSIDE, 20)
+    config = tmp_path / "saved" / "config.json"
+    config.write_text(config.read_text().replace('"damping": false', '"damping": "no"'))
+    with pytest.raises(ModelError, match="option damping is 'no'"):
+        KnnForCausalLM.from_pretrained(tmp_path / "saved")
 
 
 def test_server_decides_like_generate(mixture):

@@ -213,6 +213,23 @@ def test_saved_model_translates_the_same(nllb, tmp_path, copy_store):
         assert translated[:, :2].tolist() == [nllb.start] * len(SOURCES)
 
 
+def test_saved_model_searches_the_same_subset(nllb, tmp_path):
+    options = MixtureOptions(subset=1)
+    nllb.model(options=options, lmbda=0.9).save_pretrained(tmp_path / "saved")
+    opened = KnnForSeq2SeqLM.from_pretrained(tmp_path / "saved")
+    assert opened.mixture.options == options
+    lm = opened.mixture.lm  # the saved base model is the reference, as above
+    subset, whole = (
+        KnnForSeq2SeqLM(Mixture.open(nllb.path, lm, **{**SETTINGS, "lmbda": 0.9}, options=each))
+        for each in (options, MixtureOptions())
+    )
+    found, right, other = (
+        each.generate(**nllb.inputs(), max_new_tokens=NEW_TOKENS).tolist() for each in (opened, subset, whole)
+    )
+    assert found == right
+    assert found != other  # so that the test above can fail
+
+
 class SubsetCase(Case):
     """Brute force over the pairs whose sources are nearest to the one that is translated."""
 

@@ -583,7 +583,11 @@ def _open_mixture(
         settings: dict[str, Any] = {"k": config.k, "knn_temperature": config.knn_temperature, "lmbda": config.lmbda}
         return Mixture.open(path, lm, memories="knn", options=MixtureOptions(metric=config.metric), **settings)
     try:
-        saved = SavedMixture(*read_mixture(config.mixture, str(folder)), folder)
+        saved = SavedMixture(
+            *read_mixture(config.mixture, str(folder)),
+            folder,
+            MixtureOptions.from_dict(config.mixture.get("options", {})),
+        )
     except (KeyError, TypeError) as error:
         raise ModelError(f"{folder}: its mixture cannot be read ({error}). Save the model again.") from None
     return Mixture.open_saved(path, lm, saved)
@@ -597,7 +601,8 @@ def _write_mixture(mixture: Mixture, folder: Path, *, copy_store: bool) -> dict[
         raise ModelError(
             f"{outside[0]}: lies outside the store, and copy_store copies the store only. Copy it by hand."
         )
-    return write_mixture(folder, specs, *weights_state(mixture.weights, mixture.online, mixture.support))
+    written = write_mixture(folder, specs, *weights_state(mixture.weights, mixture.online, mixture.support))
+    return {**written, "options": mixture.options.as_dict()}
 
 
 AutoConfig.register(KnnConfig.model_type, KnnConfig)

@@ -15,8 +15,10 @@ from knnlm.errors import ParameterError
 from knnlm.lm.causal import CausalLM
 from knnlm.lm.windows import WindowShape
 from knnlm.memories.base import LM_LOGITS, LOGITS, Context, Memory, MemoryOutput, Prediction, Source
+from knnlm.memories.cache import CacheMemory
 from knnlm.memories.decoder import LMOutput
 from knnlm.memories.knn import KnnMemory
+from knnlm.memories.subset import PairSubsetIndex
 from knnlm.memories.voting import RetrievedNeighbours, searches
 from knnlm.mixture.layer import OnlineLayer, PositionInputs, SpanTexts
 from knnlm.mixture.loader import check_model, load_mixture, specs_of
@@ -164,7 +166,7 @@ class Mixture:
     @classmethod
     def open_saved(cls, path: Path, lm: CausalLM, saved: SavedMixture) -> Mixture:
         """Open a store with the memories and weights that were saved with a model, instead of its own."""
-        return cls._load(path, lm, MixtureRequest(saved=saved))
+        return cls._load(path, lm, MixtureRequest(options=saved.options, saved=saved))
 
     @classmethod
     def _load(cls, path: Path | Datastore, lm: CausalLM | None, request: MixtureRequest) -> Mixture:
@@ -269,6 +271,19 @@ class Mixture:
     def specs(self) -> list[MemorySpec]:
         """The specs that these memories can be opened from."""
         return specs_of(self.memories, self.labels, self.lm)
+
+    @property
+    def options(self) -> MixtureOptions:
+        """The options that this mixture can be opened with, also where it was changed after it was opened."""
+        given = MixtureOptions() if self._request is None else self._request.options
+        indexes = [memory.index for memory in self.memories if isinstance(memory, KnnMemory)]
+        return replace(
+            given,
+            domain_check=self.domain_check,
+            damping=self.damping,
+            cache_generated=any(memory.generated for memory in self.memories if isinstance(memory, CacheMemory)),
+            subset=next((index.sentences for index in indexes if isinstance(index, PairSubsetIndex)), None),
+        )
 
     @property
     def window(self) -> WindowShape:

@@ -29,6 +29,9 @@ TUNE_AGAIN = "Tune the store again: knnlm tune STORE TEXT"
 DEFAULTS: dict[str, Any] = {"k": 1024, "knn_temperature": 2.0, "lambda": 0.25}
 
 
+_SAVED_OPTIONS = ("cache_generated", "domain_check", "damping", "rerank", "key_dtype", "subset")
+
+
 @dataclass(frozen=True)
 class MixtureOptions:
     """How a mixture is opened, besides the paper's settings."""
@@ -53,6 +56,20 @@ class MixtureOptions:
         if self.skip_fraction is not None and not 0 <= self.skip_fraction <= 1:
             raise ParameterError(f"skip must be a fraction from 0 to 1, not {self.skip_fraction}.")
 
+    def as_dict(self) -> dict[str, Any]:
+        """Return, as JSON types, the options that are saved with a model and not with its memories or weights."""
+        return {name: getattr(self, name) for name in _SAVED_OPTIONS}
+
+    @classmethod
+    def from_dict(cls, stored: dict[str, Any]) -> MixtureOptions:
+        """Validate and read what `as_dict` returned; options that are not there keep their defaults."""
+        given = {name: stored[name] for name in _SAVED_OPTIONS if name in stored}
+        for name, value in given.items():
+            kinds = (int, type(None)) if name == "subset" else (type(getattr(cls, name)),)
+            if type(value) not in kinds:
+                raise TypeError(f"option {name} is {value!r}")
+        return cls(**given)
+
 
 @dataclass(frozen=True)
 class SavedMixture:
@@ -61,6 +78,7 @@ class SavedMixture:
     specs: list[MemorySpec]
     weights: dict[str, Any]
     folder: Path  # with the tensors of the weights
+    options: MixtureOptions = field(default_factory=MixtureOptions)
 
 
 @dataclass(frozen=True)
