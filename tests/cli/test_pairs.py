@@ -134,6 +134,9 @@ def test_explain_shows_sources(folder, capfd):
     assert code == 0
     shown = "".join(out.split())
     assert any("".join(f"{each.source}: {each.source_text}".split()) in shown for each in stored)
+    for empty in ("", " \n"):
+        line = failure(capfd, "explain", folder / "pairs.store", pair.text, "--source", empty)
+        assert "The text has an empty source. Give the text of which it is the target." in line
 
 
 @pytest.mark.parametrize(

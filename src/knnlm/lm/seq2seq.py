@@ -178,6 +178,8 @@ class Seq2SeqLM(CausalLM):
                 f"{document.source} has no source text, and {self.name} is an encoder-decoder model, which reads one. "
                 "Give pairs: jsonl or parquet with the fields source and text, a .tsv file, or --source FILE."
             )
+        if not document.source_text.strip():
+            raise CorpusError(f"{document.source} has an empty source. Give the text of which it is the target.")
         return document.source_text
 
     def stored_document(self, tokens: list[int], source_text: str | None) -> list[int]:
