@@ -126,23 +126,37 @@ def test_saved_model_checks_and_damps_as_before(tmp_path):
         KnnForCausalLM.from_pretrained(tmp_path / "saved")
 
 
-def test_server_decides_like_generate(mixture):
+def serve_texts(mixture, *wanted):
+    """Return the tokens that a server generates after each text with its overrides."""
     scheduler = Scheduler(mixture)
     scheduler.start()
     try:
         assert scheduler.ready.wait(30)
-        everywhere = MemoryOverrides(domain_check=False)
         requests = [
             GenerationRequest(tuple(mixture.lm.prompt(text)), 10, ignore_eos=True, overrides=overrides)
-            for text, overrides in ((INSIDE, MemoryOverrides()), (OUTSIDE, MemoryOverrides()), (OUTSIDE, everywhere))
+            for text, overrides in wanted
         ]
         handles = [scheduler.submit(request) for request in requests]
-        found = [
+        return [
             [token for event in handle.events() if isinstance(event, TokensEvent) for token in event.tokens]
             for handle in handles
         ]
     finally:
         scheduler.stop()
+
+
+def test_request_switches_the_check_of_a_server_on(tmp_path):
+    mixture = opened(tmp_path, domain_check=False)
+    own, checked = MemoryOverrides(), MemoryOverrides(domain_check=True)
+    found = serve_texts(mixture, (OUTSIDE, own), (OUTSIDE, checked), (INSIDE, checked))
+    assert all(token.weight > 0 for token in found[0])
+    assert all(token.weight == 0 for token in found[1])
+    assert all(token.weight > 0 for token in found[2])
+
+
+def test_server_decides_like_generate(mixture):
+    own, everywhere = MemoryOverrides(), MemoryOverrides(domain_check=False)
+    found = serve_texts(mixture, (INSIDE, own), (OUTSIDE, own), (OUTSIDE, everywhere))
     assert [token.id for token in found[0]] == greedy(mixture, INSIDE, 10)
     assert [token.id for token in found[1]] == greedy(mixture, OUTSIDE, 10, use_memory=False)
     assert all(token.weight == 0 for token in found[1])

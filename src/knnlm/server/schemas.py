@@ -65,7 +65,9 @@ class MemorySettings(Body):
     )
     memories: list[Name] | None = Field(None, min_length=1, max_length=16, description="Names of the memories to use.")
     domain_check: bool | None = Field(
-        None, description="False: use the memories also after a prompt that they predict no better than the model does."
+        None,
+        description="Leave the memories out after a prompt that they predict no better than the model does; False: use "
+        "them after every prompt.",
     )
 
 
