@@ -331,10 +331,21 @@ def test_wrong_uses_are_errors_in_words(marian, nllb, store, lm):
         model.generate(**nllb.inputs(), forced_bos_token_id=5)
     own = nllb.lm.start_token
     assert model.generate(**nllb.inputs(), forced_bos_token_id=own, max_new_tokens=2)[:, 1].tolist() == [own] * 6
+    with pytest.raises(ParameterError, match="another target language than that of the store, eng_Latn"):
+        model.generate(**nllb.inputs(), generation_config=transformers.GenerationConfig(forced_bos_token_id=5))
     with pytest.raises(ParameterError, match="generate needs input_ids"):
         model.generate()
     with pytest.raises(ModelError, match="Give decoder_input_ids or labels"):
         model(**nllb.inputs())
+
+
+def test_forced_language_of_a_generation_config_is_written_once(every):
+    model = every.model()
+    config = transformers.GenerationConfig(forced_bos_token_id=every.lm.start_token, max_new_tokens=4)
+    config.eos_token_id = model.generation_config.eos_token_id
+    plain = model.generate(**every.inputs(), max_new_tokens=4)
+    assert model.generate(**every.inputs(), generation_config=config).tolist() == plain.tolist()
+    assert config.forced_bos_token_id == every.lm.start_token
 
 
 def test_targets_padded_on_the_left_and_single_texts_are_refused(marian):

@@ -8,6 +8,7 @@ reads before the language, are read by the decoder and not by the memories.
 
 from __future__ import annotations
 
+import copy
 import os
 from collections.abc import Mapping, Sequence
 from contextvars import ContextVar
@@ -112,12 +113,12 @@ class KnnForSeq2SeqLM(KnnForCausalLM):
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         """Generate as transformers does; every target begins with the start tokens of the model's languages."""
-        forced = kwargs.pop("forced_bos_token_id", None)
-        if forced not in (None, self._lm.start_token):
-            raise ParameterError(
-                f"forced_bos_token_id {forced} is another target language than that of the store, "
-                f"{self._lm.tgt_lang or self._lm.start_token}."
-            )
+        self._check_language(kwargs.pop("forced_bos_token_id", None))
+        if (config := kwargs.get("generation_config")) is not None:
+            self._check_language(config.forced_bos_token_id)
+            if config.forced_bos_token_id == self._lm.start_token:  # which the decoder reads already
+                kwargs["generation_config"] = copy.deepcopy(config)
+                kwargs["generation_config"].forced_bos_token_id = None
         if kwargs.get("decoder_input_ids") is None:
             names = ("inputs", "input_ids", "input_features", "encoder_outputs")
             given = [*args[:1], *(kwargs.get(name) for name in names)]
@@ -128,6 +129,15 @@ class KnnForSeq2SeqLM(KnnForCausalLM):
             start = torch.tensor([self._lm.start_tokens], device=self.device)
             kwargs["decoder_input_ids"] = start.expand(rows, -1).contiguous()
         return super().generate(*args, **kwargs)
+
+    def _check_language(self, forced: int | None) -> None:
+        """Raise ParameterError for a first token of targets that is neither the store's language nor the model's own."""
+        own: Any = self.base.generation_config
+        if forced not in (None, self._lm.start_token, own.forced_bos_token_id):
+            raise ParameterError(
+                f"forced_bos_token_id {forced} is another target language than that of the store, "
+                f"{self._lm.tgt_lang or self._lm.start_token}."
+            )
 
     def _generate_from(self, *args: Any, readable_mask: Tensor | None, **kwargs: Any) -> Any:
         """Generate; only the tokens that are given to the decoder are evidence."""
