@@ -650,6 +650,29 @@ def test_rescoring_with_another_k_equals_a_request_with_it(online_mixture):
         assert rescored[0].log_p == pytest.approx(fresh.tokens[0].log_p, rel=1e-4)
 
 
+def test_reload_with_other_memories_waits_for_running_requests(lm, tmp_path):
+    store = build(documents(8), tmp_path / "store", lm=lm)
+    tuned = {"weights": "fixed", "ks": [4], "knn_temperatures": [10.0]}
+    Mixture.open(store.path, lm, memories="knn,ngram", use_tuned=False).tune(documents(3, start=50), **tuned)
+    mixture = Mixture.open(store.path, lm)
+    scheduler = start_scheduler(mixture)
+    try:
+        only = MemoryOverrides(memories=("ngram",))
+        running = scheduler.submit(make_request(scheduler, PROMPTS[0], 200, overrides=only))
+        while not scheduler.tokens_generated:
+            time.sleep(0.001)
+        Mixture.open(store.path, lm, memories="knn", use_tuned=False).tune(documents(3, start=50), **tuned)
+        Datastore.open(store.path).add(documents(1, start=70), lm=lm)
+        following = scheduler.submit(make_request(scheduler, PROMPTS[1], 5))
+        assert len(tokens_of(running)) == 200
+        assert len(tokens_of(following)) == 5
+        assert scheduler.mixture.labels == ["knn"]
+    finally:
+        scheduler.stop()
+    # The states of both mixtures have the same length.
+    assert len(mixture.layer.first) == len(scheduler.mixture.layer.first)
+
+
 def test_reload_that_changes_online_weights_waits_for_running_requests(lm, tmp_path):
     store = build(documents(8), tmp_path / "store", lm=lm)
     Mixture.open(store.path, lm, use_tuned=False).tune(documents(3, start=50), weights="fixed", online=False)

@@ -468,11 +468,15 @@ def reload_if_stale(mixture: Mixture) -> Mixture | None:
 
 def _same_state(before: Mixture, after: Mixture) -> bool:
     """Whether the state of running sequences fits a reopened mixture."""
-    layouts = [
-        (each.layer.stateful, len(each.layer.first), each.needs_history, each.history_lengths)
-        for each in (before, after)
-    ]
-    return layouts[0] == layouts[1]
+    return _state_layout(before) == _state_layout(after)
+
+
+def _state_layout(mixture: Mixture) -> tuple[Any, ...]:
+    """Return what the numbers in the state of a sequence belong to: experts, memories and models."""
+    layer, history = mixture.layer, mixture.history_lengths
+    experts = layer.config is None, layer.weights.uses_evidence
+    readers = [model.identity for model, _, _ in mixture.readers.wanted(history)]
+    return experts, mixture.labels, mixture.needs_history, history, readers
 
 
 def _stores(mixture: Mixture) -> set[Datastore]:
