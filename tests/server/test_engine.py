@@ -637,6 +637,37 @@ def test_evidence_of_a_long_prompt_does_not_depend_on_chunks(online_mixture, mon
     assert [token.log_p for token in found] == pytest.approx(expected, rel=1e-3, abs=1e-4)
 
 
+@pytest.mark.parametrize("echo", [False, True])
+@pytest.mark.parametrize("hidden", [False, True])
+def test_evidence_of_a_model_without_a_cache_is_that_of_generate(tmp_path, monkeypatch, echo, hidden):
+    for module in (scheduler_module, causal_module):
+        monkeypatch.setattr(module, "EVIDENCE_TOKENS", 7)
+    config = transformers.MambaConfig(vocab_size=320, hidden_size=32, num_hidden_layers=2, state_size=4)
+    torch.manual_seed(0)
+    lm = CausalLM(transformers.MambaForCausalLM(config), tiny_tokenizer(), key_layer="output", name="mamba")
+    build(documents(3), tmp_path / "store", lm=lm, window=lm.window(64))
+    settings = {"memories": "knn:0.5,cache:0.3", "k": 8, "knn_temperature": 4.0, "use_tuned": False}
+    mixture = Mixture.open(tmp_path / "store", lm, **settings)
+    mixture.online = OnlineConfig(0.5, 0.0)
+    scheduler = start_scheduler(mixture)
+    try:
+        request = make_request(scheduler, PROMPTS[2], 4, echo=echo)
+        readable = torch.ones(1, len(request.tokens), dtype=torch.bool)
+        if hidden:
+            readable[0, -4:] = False
+            request = replace(request, origins=tuple((Origin.HIDDEN * ~readable[0]).tolist()))
+        found = tokens_of(scheduler.submit(request))[-4:]
+    finally:
+        scheduler.stop()
+    settings = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0, "return_dict_in_generate": True}
+    alone = KnnForCausalLM(mixture).generate(
+        torch.tensor([request.tokens]), max_new_tokens=4, output_logits=True, readable_mask=readable, **settings
+    )
+    assert ids(found) == alone.sequences[0, -4:].tolist()
+    expected = [float(logits[0, token.id]) for logits, token in zip(alone.logits, found, strict=True)]
+    assert [token.log_p for token in found] == pytest.approx(expected, rel=1e-4, abs=1e-5)
+
+
 def test_rescoring_with_another_k_equals_a_request_with_it(online_mixture):
     scheduler = start_scheduler(online_mixture)
     try:

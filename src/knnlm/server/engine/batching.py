@@ -87,13 +87,12 @@ def read_prompt(model: KnnForCausalLM, prompt: Prompt, *, max_tokens: int, all_l
     if isinstance(prompt, WindowedPrompt):
         return prompt.read(model.mixture)
     if not supports_cache(model):
-        # The whole prompt at once, so that each position is read once.
-        prompt.done = len(prompt.tokens)
-        output, context = model.read(
-            _ids(model, prompt.tokens),
+        before, prompt.done = prompt.done, min(len(prompt.tokens), prompt.done + max_tokens)
+        output, context = model.read(  # from the beginning of the text, whatever was read before
+            _ids(model, prompt.tokens[: prompt.done]),
             use_cache=False,
-            logits_to_keep=0 if all_logits else 1,
-            origins=None if prompt.origins is None else _ids(model, prompt.origins),
+            logits_to_keep=prompt.done - before if all_logits else 1,
+            origins=None if prompt.origins is None else _ids(model, prompt.origins[: prompt.done]),
         )
         return output.logits[0], context
     chunk = prompt.tokens[prompt.done : prompt.done + max_tokens]

@@ -325,15 +325,14 @@ class Scheduler:
         for pending in list(self._prompts):
             if room <= 0:
                 break
-            request, prompt, first = pending.handle.request, pending.prompt, pending.prompt.done
+            request, prompt = pending.handle.request, pending.prompt
             count = 0
             if prompt.remaining:
                 cost = 1 + request.sources // _SOURCES_PER_TOKEN if request.echo else 1
                 begin = self._evidence_begin(pending)
+                max_tokens = self._chunk_tokens(pending, begin, max(1, room // cost))
+                first = prompt.done
                 evidence = begin is not None and first >= begin
-                max_tokens = max(1, room // cost)
-                if begin is not None and first < begin:
-                    max_tokens = min(max_tokens, begin - first)  # evidence is the same whatever the chunks are
                 logits, context = read_prompt(
                     self.model, prompt, max_tokens=max_tokens, all_logits=request.echo or evidence
                 )
@@ -356,14 +355,25 @@ class Scheduler:
         mixture = self.mixtures.get(request.overrides)
         if mixture is None or not mixture.layer.stateful or not request.max_tokens:
             return None
-        if not supports_cache(self.model):
-            return 0  # the whole prompt is read at once
         begin = max(0, len(pending.prompt.tokens) - EVIDENCE_TOKENS)
         if request.origins is None:
             return begin
         # Positions before the first token of evidence need no search.
         given = [place for place, origin in enumerate(request.origins) if origin == Origin.GIVEN and place > begin]
         return given[0] - 1 if given else None
+
+    def _chunk_tokens(self, pending: _PendingPrompt, begin: int | None, room: int) -> int:
+        """Return how many tokens of a prompt to read: at most up to `begin`, so that chunks do not change evidence.
+
+        Without a cache, the tokens before `begin` are passed over if they are not scored.
+        """
+        prompt = pending.prompt
+        cached = supports_cache(self.model)
+        if begin is not None and prompt.done < begin:
+            if cached or pending.handle.request.echo:
+                return min(room, begin - prompt.done) if cached else begin - prompt.done
+            prompt.done = begin  # a model without a cache reads them with those that follow
+        return room if cached else prompt.remaining
 
     def _advance_prompt(self, pending: _PendingPrompt, predicted: Sequence[PredictedPosition]) -> None:
         """Emit the tokens of a chunk of a prompt; after the last chunk, its sequences start."""
