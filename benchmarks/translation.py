@@ -344,7 +344,9 @@ class BruteForce:
             yield self.captured.pop().float()[real], targets[real]
 
     def _encode(self, texts: Sequence[str]) -> dict[str, Tensor]:
-        rows = self.tokenizer(list(texts), padding=True, truncation=True, return_tensors="pt", return_token_type_ids=False)
+        rows = self.tokenizer(
+            list(texts), padding=True, truncation=True, return_tensors="pt", return_token_type_ids=False
+        )
         return {name: tensor.to(self.lm.device) for name, tensor in rows.items()}
 
     def translate(self, sources: Sequence[str]) -> list[str]:

@@ -131,7 +131,7 @@ class KnnForSeq2SeqLM(KnnForCausalLM):
         return super().generate(*args, **kwargs)
 
     def _check_language(self, forced: int | None) -> None:
-        """Raise ParameterError for a first token of targets that is neither the store's language nor the model's own."""
+        """Raise ParameterError for a first token that is neither the store's target language nor the model's own."""
         own: Any = self.base.generation_config
         if forced not in (None, self._lm.start_token, own.forced_bos_token_id):
             raise ParameterError(
