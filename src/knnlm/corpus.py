@@ -64,6 +64,7 @@ class Document:
     text: str
     fields: Fields = field(default_factory=dict, hash=False)
     source_text: str | None = None
+    cut_off: bool = False  # the text goes on, so that no end token follows a target
 
     def __post_init__(self) -> None:
         if self.fields and (problem := invalid_fields(self.fields)) is not None:

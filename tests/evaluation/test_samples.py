@@ -52,7 +52,7 @@ def test_smaller_batches_follow_where_memory_is_short(lm, monkeypatch):
         sizes.append(count)
         if count > 4:
             raise torch.cuda.OutOfMemoryError
-        return [("a text of the model " * 40, None)] * count
+        return [("a text of the model " * 40, None, False)] * count
 
     monkeypatch.setattr(samples, "_sample", sample)
     documents = sample_documents(lm, 40 * 256)
@@ -63,6 +63,18 @@ def test_smaller_batches_follow_where_memory_is_short(lm, monkeypatch):
 def test_negative_number_of_tokens_is_refused(lm):
     with pytest.raises(ParameterError, match="at least 0, not -5"):
         sample_documents(lm, -5)
+
+
+def test_targets_that_are_cut_off_have_no_end_token(monkeypatch):
+    lm = pair_lm("marian")
+    monkeypatch.setattr(samples, "_LENGTH", 20)
+    documents = sample_documents(lm, 2_000)
+    ended = [lm.encode_document(document)[-1:] == list(lm.end_tokens) for document in documents]
+    assert ended == [not document.cut_off for document in documents]
+    # Below 20 tokens, all texts of the tiny model end; some tokens are encoded differently than they were sampled.
+    lengths = [len(lm.encode(document.text)) for document in documents]
+    assert all(end for end, length in zip(ended, lengths, strict=True) if length < 10)
+    assert {True, False} == set(ended)
 
 
 @pytest.mark.parametrize("family", ["marian", "m2m_100"])

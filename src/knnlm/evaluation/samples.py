@@ -50,11 +50,12 @@ def sample_documents(lm: CausalLM, tokens: int, *, seed: int = 0, progress: Prog
                 if batch == 1:
                     raise
                 batch, rounds, texts = batch // 2, 2 * rounds + 2, []
-            for text, source_text in texts:
+            for text, source_text, cut_off in texts:
                 count = len(lm.encode(text))
                 advance(min(count, tokens - done))
                 done = min(tokens, done + count)
-                documents.append(Document(f"sample-{len(documents)}", "sampled", text, source_text=source_text))
+                name = f"sample-{len(documents)}"
+                documents.append(Document(name, "sampled", text, source_text=source_text, cut_off=cut_off))
     return documents
 
 
@@ -64,13 +65,19 @@ def check_sample_count(tokens: int) -> None:
         raise ParameterError(f"The number of sampled tokens must be at least 0, not {tokens}.")
 
 
-def _sample(lm: CausalLM, count: int, length: int) -> list[tuple[str, str | None]]:
-    """Return the texts of one batch that are not empty, each with its random source if the model has an encoder."""
+def _sample(lm: CausalLM, count: int, length: int) -> list[tuple[str, str | None, bool]]:
+    """Return the texts of one batch that are not empty, their random sources, and whether the length cuts them off.
+
+    A model without an encoder has no sources.
+    """
     sources = _random_sources(lm, count) if isinstance(lm, Seq2SeqLM) else []
     rows = sample_tokens(lm, count, length, sources).tolist()
     texts = [str(lm.tokenizer.decode(row, skip_special_tokens=True)) for row in rows]
     given: Sequence[str | None] = sources or [None] * count
-    return [(text, source) for text, source in zip(texts, given, strict=True) if text.strip()]
+    end: Any = lm.model.generation_config.eos_token_id
+    ends = set(end if isinstance(end, list) else [end])
+    cut_off = [ends.isdisjoint(row) for row in rows]
+    return [sample for sample in zip(texts, given, cut_off, strict=True) if sample[0].strip()]
 
 
 def _random_sources(lm: Seq2SeqLM, count: int) -> list[str]:

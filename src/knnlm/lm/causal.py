@@ -58,6 +58,10 @@ class TextDocument(Protocol):
     def source_text(self) -> str | None:
         """The source of a pair; None otherwise."""
 
+    @property
+    def cut_off(self) -> bool:
+        """Whether the text goes on, so that no end token follows a target."""
+
 
 class CausalLM:
     """A decoder, its tokenizer, and the place where its keys are captured."""

@@ -161,16 +161,16 @@ class Seq2SeqLM(CausalLM):
         self._truncated = True
 
     def encode_document(self, document: TextDocument) -> list[int]:
-        """Return the tokens of a target with the end token, and of its source."""
+        """Return the tokens of a target with the end token, unless it is cut off, and of its source."""
         return self.encode_documents([document])[0]
 
     def encode_documents(self, documents: Sequence[TextDocument]) -> list[list[int]]:
         """Return the tokens of many pairs, each as by `encode_document`."""
         sources = self.encode_sources([self._source(document) for document in documents])
         targets = self.encode_all([document.text for document in documents])
-        return [
-            PairTokens([*target, *self.end_tokens], source) for target, source in zip(targets, sources, strict=True)
-        ]
+        ends = [() if document.cut_off else self.end_tokens for document in documents]
+        every = zip(targets, ends, sources, strict=True)
+        return [PairTokens([*target, *end], source) for target, end, source in every]
 
     def _source(self, document: TextDocument) -> str:
         if document.source_text is None:
