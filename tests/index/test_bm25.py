@@ -43,6 +43,20 @@ def test_nearest_documents_have_the_largest_scores_and_of_equal_ones_the_smalles
     assert bm25.nearest(query, count).tolist() == sorted(order[:count])
 
 
+@given(corpora, st.lists(st.booleans(), max_size=9), corpora, tokens)
+def test_changed_index_equals_one_that_is_built(corpus, kept, added, query):
+    kept = [*kept, *[True] * len(corpus)][: len(corpus)]
+    changed = BM25(corpus).changed(np.array(kept, bool), added)
+    rest = [document for document, keeps in zip(corpus, kept, strict=True) if keeps]
+    built = BM25([*rest, *added])
+    assert changed.count == built.count
+    assert changed.scores(query).tolist() == built.scores(query).tolist()
+    # Once more: a server changes its index many times.
+    again = changed.changed(np.arange(changed.count) % 2 == 0, corpus)
+    built = BM25([*[*rest, *added][::2], *corpus])
+    assert again.scores(query).tolist() == built.scores(query).tolist()
+
+
 def test_rare_tokens_and_short_documents_count_more():
     corpus = [[1, 2], [1, 3], [1, 2, 4, 4, 4, 4], [5]]
     scores = BM25(corpus).scores([1, 2])

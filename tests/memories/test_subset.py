@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import closing
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -16,6 +17,8 @@ from knnlm.index.exact import ExactIndex
 from knnlm.ingest.build import build
 from knnlm.memories import subset as subset_module
 from knnlm.memories.subset import PairSubsetIndex
+from knnlm.mixture.mixture import Mixture
+from knnlm.mixture.spec import MixtureOptions
 from knnlm.training.prune import prune
 
 STORED = pairs(30)
@@ -155,6 +158,38 @@ def test_removed_and_added_pairs_disappear_and_appear(lm, tmp_path):
     documents = list(store.documents())
     nearest = open_subset(store, lm, 1).documents(sources[2])
     assert [documents[number].id for number in nearest] == [STORED[25].id]
+
+
+def test_reopened_mixture_tokenises_only_added_sources(lm, tmp_path, monkeypatch):
+    path = tmp_path / "s"
+    build(STORED[:20], path, lm=lm, segment_entries=30).close()
+    options = {"k": 3, "knn_temperature": 4.0, "lmbda": 0.5, "options": MixtureOptions(subset=4)}
+    mixture = Mixture.open(path, lm, **options)
+    source = sources_of(lm, [STORED[25]])[0]
+    encoded, plain = [], lm.encode_sources
+    with monkeypatch.context() as patch:
+        patch.setattr(lm, "encode_sources", lambda texts: encoded.extend(texts) or plain(texts))
+        with closing(Datastore.open(path)) as store:
+            store.add(STORED[20:26], lm=lm)
+            encoded.clear()
+            mixture = mixture.reopen()
+            assert encoded == [each.source_text for each in STORED[20:26]]
+            store.remove(document=STORED[3].id)
+            store.remove(document=STORED[25].id)
+            store.compact()
+            encoded.clear()
+            mixture = mixture.reopen()
+            assert encoded == []
+            store.add([replace(STORED[29], id="last")], lm=lm)  # may get the number of the one that was removed
+            encoded.clear()
+            mixture = mixture.reopen()
+            assert encoded == [STORED[29].source_text]
+    fresh = Mixture.open(path, lm, **options)
+    found, right = (each.knn.index for each in (mixture, fresh))
+    for each in (source, *sources_of(lm, STORED)):
+        assert found.documents(each).tolist() == right.documents(each).tolist()
+    queries = some_queries(fresh.store, 6)
+    assert found.search(queries, 3, [source] * 6).ids.equal(right.search(queries, 3, [source] * 6).ids)
 
 
 def test_pruned_store_is_searched_by_its_keys(lm, store, tmp_path):

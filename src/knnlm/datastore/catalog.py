@@ -295,13 +295,13 @@ class Catalog:
         with translate_sqlite_errors(self.path):
             yield from self._parse_documents(self._connection.execute("SELECT * FROM documents ORDER BY number"))
 
-    def source_texts(self) -> list[tuple[int, int, str]]:
-        """Return (first entry, number of entries, source text) of every document, in the order of their entries."""
+    def source_texts(self) -> list[tuple[int, int, int, str]]:
+        """Return (number, first entry, entries, source text) of every document, in the order of their entries."""
         self._verify_documents()
         if not self.has_sources:
             return []
         return self._all(
-            "SELECT first_entry, entries, COALESCE(text, '') FROM documents NOT INDEXED "  # noqa: S608  (constant)
+            "SELECT number, first_entry, entries, COALESCE(text, '') FROM documents NOT INDEXED "  # noqa: S608  (constant)
             f"LEFT JOIN {SOURCES_TABLE} USING (number) ORDER BY number"
         )
 

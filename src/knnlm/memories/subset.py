@@ -11,6 +11,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import TypeAlias
 
 import numpy as np
 import torch
@@ -29,6 +30,8 @@ _MAX_KEPT = 1 << 31  # bytes of gathered keys that are kept for the next positio
 _ENCODED = 1024  # source texts that are tokenised at a time
 
 Ints = NDArray[np.int64]
+_Encode: TypeAlias = Callable[[Sequence[str]], Sequence[Sequence[int]]]
+_Pair: TypeAlias = tuple[int, int, int, str]  # number, first entry, entries, source text
 
 
 def check_subset(sentences: int | None) -> None:
@@ -62,6 +65,7 @@ class PairSubsetIndex:
     """Exact search among the stored pairs with the sources nearest to that of each query; all of them if there are few.
 
     `encode` returns the tokens of source texts; `special_tokens` are those of every source, which are not compared.
+    `previous` is the index of the store before documents were added or removed: only added sources are tokenised.
     """
 
     def __init__(
@@ -69,11 +73,12 @@ class PairSubsetIndex:
         store: Datastore,
         sentences: int,
         *,
-        encode: Callable[[Sequence[str]], Sequence[Sequence[int]]],
+        encode: _Encode,
         special_tokens: Sequence[int] = (),
         metric: str = "l2",
         device: torch.device | str = "cpu",
         key_dtype: str = "float16",
+        previous: PairSubsetIndex | None = None,
     ) -> None:
         check_subset(sentences)
         check_metric(metric)
@@ -86,17 +91,25 @@ class PairSubsetIndex:
         self._special = frozenset(special_tokens)
         pairs = store.catalog.source_texts()
         self._ranges = _key_ranges(store, pairs)  # (2, documents): first key, and the one behind the last
-        self._bm25 = BM25(self._words(pairs, encode)) if sentences < len(pairs) else None
+        self._documents = np.array([hash((number, text)) for number, _, _, text in pairs], np.int64)
+        self._bm25 = self._index_sources(pairs, encode, previous) if sentences < len(pairs) else None
         self._kept: dict[SourceTokens, _Subset] = {}  # the least recently used first
         self._kept_bytes = 0
         self._lock = threading.Lock()
 
-    def _words(
-        self, pairs: Sequence[tuple[int, int, str]], encode: Callable[[Sequence[str]], Sequence[Sequence[int]]]
-    ) -> Iterator[list[int]]:
-        """Tokenise all sources."""
+    def _index_sources(self, pairs: Sequence[_Pair], encode: _Encode, previous: PairSubsetIndex | None) -> BM25:
+        """Index all sources, or change the previous index where new documents follow those that are kept."""
+        if previous is not None and previous._bm25 is not None:
+            kept = np.isin(previous._documents, self._documents)
+            count = int(kept.sum())
+            if np.array_equal(previous._documents[kept], self._documents[:count]):
+                return previous._bm25.changed(kept, self._words(pairs[count:], encode))
+        return BM25(self._words(pairs, encode))
+
+    def _words(self, pairs: Sequence[_Pair], encode: _Encode) -> Iterator[list[int]]:
+        """Tokenise sources."""
         for begin in range(0, len(pairs), _ENCODED):
-            for tokens in encode([text for _, _, text in pairs[begin : begin + _ENCODED]]):
+            for tokens in encode([text for *_, text in pairs[begin : begin + _ENCODED]]):
                 yield [token for token in tokens if token not in self._special]
 
     def documents(self, source: SourceTokens) -> Ints:
@@ -224,9 +237,9 @@ class PairSubsetIndex:
         return _Subset(numbers.to(self._device), keys, squares)
 
 
-def _key_ranges(store: Datastore, pairs: Sequence[tuple[int, int, str]]) -> Ints:
+def _key_ranges(store: Datastore, pairs: Sequence[_Pair]) -> Ints:
     """Return the (2, documents) numbers of the first key of each document and of the key behind its last."""
-    stored = np.array([(first, count) for first, count, _ in pairs], np.int64).reshape(-1, 2)
+    stored = np.array([(first, count) for _, first, count, _ in pairs], np.int64).reshape(-1, 2)
     counts = stored[:, 1]
     first = store.entry_numbers.to_live(stored[:, 0])
     if ((counts > 0) & ((first < 0) | (counts < 0) | (first + counts > store.entry_count))).any():

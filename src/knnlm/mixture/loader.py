@@ -51,8 +51,13 @@ class LoadedMixture:
     path: Path  # that all of it was opened from
 
 
-def load_mixture(path: Path | Datastore, lm: CausalLM | None, request: MixtureRequest) -> LoadedMixture:
-    """Open a store or a decoder, the models it needs, and every memory."""
+def load_mixture(
+    path: Path | Datastore, lm: CausalLM | None, request: MixtureRequest, before: Sequence[Memory] = ()
+) -> LoadedMixture:
+    """Open a store or a decoder, the models it needs, and every memory.
+
+    `before` are the memories that were opened with the same model before the store changed.
+    """
     if not isinstance(path, Datastore) and is_decoder(path):
         return load_decoder(path, lm, request)
     store = path if isinstance(path, Datastore) else Datastore.open(path)
@@ -62,7 +67,7 @@ def load_mixture(path: Path | Datastore, lm: CausalLM | None, request: MixtureRe
     if lm is None:
         name = options.model or language_model(store)
         lm = open_reader(store, name=name, device=options.device, dtype=options.dtype)
-    loader = _Loader(store, Readers(lm), request)
+    loader = _Loader(store, Readers(lm), request, before)
     memories = [loader.open(spec) for spec in specs]
     weights = _weights(store, specs, memories, stored_weights, request, vocab_size=lm.vocab_size)
     online = None
@@ -153,8 +158,11 @@ def _override(specs: list[MemorySpec], request: MixtureRequest) -> list[MemorySp
 class _Loader:
     """Opens one memory after another; a model that several of them need is opened once."""
 
-    def __init__(self, store: Datastore, readers: Readers, request: MixtureRequest) -> None:
+    def __init__(
+        self, store: Datastore, readers: Readers, request: MixtureRequest, before: Sequence[Memory] = ()
+    ) -> None:
         self.store = store
+        self.before = before
         self.readers = readers
         self.options = request.options
 
@@ -203,7 +211,10 @@ class _Loader:
             raise ParameterError(f"The sources of {store.path} are sounds, but --subset compares the words of sources.")
         special = self.lm.tokenizer.all_special_ids
         encode = self.lm.encode_sources
-        return PairSubsetIndex(store, options.subset, encode=encode, special_tokens=special, **searching)
+        opened = (memory for memory in self.before if isinstance(memory, KnnMemory) and memory.store.path == store.path)
+        indexes = (memory.index for memory in opened if isinstance(memory.index, PairSubsetIndex))
+        searching |= {"special_tokens": special, "previous": next(indexes, None)}
+        return PairSubsetIndex(store, options.subset, encode=encode, **searching)
 
     def _cache(self, spec: MemorySpec) -> CacheMemory:
         if self.lm.has_encoder:

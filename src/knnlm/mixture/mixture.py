@@ -169,8 +169,10 @@ class Mixture:
         return cls._load(path, lm, MixtureRequest(options=saved.options, saved=saved))
 
     @classmethod
-    def _load(cls, path: Path | Datastore, lm: CausalLM | None, request: MixtureRequest) -> Mixture:
-        loaded = load_mixture(path, lm, request)
+    def _load(
+        cls, path: Path | Datastore, lm: CausalLM | None, request: MixtureRequest, before: Sequence[Memory] = ()
+    ) -> Mixture:
+        loaded = load_mixture(path, lm, request, before)
         mixture = cls(
             loaded.readers.models[0],
             loaded.memories,
@@ -191,7 +193,7 @@ class Mixture:
         """Open the store in its present state, with the same model and arguments; this mixture stays as it is."""
         if self._request is None or self.path is None:
             raise ParameterError("Only a mixture that was opened from a store can be opened again.")
-        return self._load(self.path, self.lm, self._request)
+        return self._load(self.path, self.lm, self._request, self.memories)
 
     @property
     def knn(self) -> KnnMemory | None:
