@@ -1,7 +1,11 @@
-"""Every place, in every family, against explicit module paths that were read from the models by hand."""
+"""Every place, in every family, against explicit module paths that were read from the models by hand.
+
+The families of encoder-decoder models have their places in the decoder.
+"""
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -11,12 +15,13 @@ import torch
 import transformers as hf
 from torch import Tensor, nn
 
-from helpers.models import FAMILIES, LAYERS, VOCABULARY, WIDTH, randomise, tiny, tiny_tokenizer
+from helpers.models import FAMILIES, LAYERS, SEQ2SEQ_FAMILIES, VOCABULARY, WIDTH, randomise, tiny, tiny_tokenizer
 from knnlm.errors import KeyLayerError, ModelError
 from knnlm.lm.causal import CausalLM
-from knnlm.lm.key_layers import PLACES, KeyLayer, check_causal, find_key_layer
+from knnlm.lm.key_layers import PLACES, KeyLayer, check_causal, check_seq2seq, find_key_layer
 
 IDS = torch.tensor([[7, 31, 5, 90, 12, 44, 201], [3, 8, 250, 17, 19, 64, 2]])
+SOURCE = torch.tensor([[7, 31, 5, 90, 12, 44, 201, 4, 9], [3, 8, 250, 17, 19, 64, 2, 33, 6]])
 
 
 class Paths(NamedTuple):
@@ -55,6 +60,23 @@ OPT = Paths(
     "fc1",
     "final_layer_norm",
     "model.decoder.final_layer_norm",
+)
+POST_NORM = Paths("model.decoder.layers", "self_attn", None, "fc1", "encoder_attn_layer_norm", None)
+PRE_NORM = Paths(
+    "model.decoder.layers",
+    "self_attn",
+    "self_attn_layer_norm",
+    "fc1",
+    "final_layer_norm",
+    "model.decoder.layer_norm",
+)
+T5 = Paths(
+    "decoder.block",
+    "layer.0.SelfAttention",
+    "layer.0.layer_norm",
+    "layer.2.DenseReluDense",
+    "layer.2.layer_norm",
+    "decoder.final_layer_norm",
 )
 SHARED = {"feed_forward_norm": "input_layernorm"}  # one norm for attention and feed-forward net
 
@@ -95,10 +117,20 @@ ORACLE = {
         "transformer.norm_f",
     ),
     "bert_decoder": Paths("bert.encoder.layer", "attention", None, "intermediate", "attention.output.LayerNorm", None),
+    "marian": POST_NORM,
+    "bart": POST_NORM,
+    "m2m_100": PRE_NORM,
+    "mbart": PRE_NORM,
+    "pegasus": PRE_NORM,
+    "whisper": PRE_NORM,
+    "t5": T5,
+    "t5_gated": T5,
+    "mt5": T5,
 }
 
 # What HF calls the last hidden state is the final norm's output; bert and opt_post_norm have no final norm.
 families = pytest.mark.parametrize("family", sorted(FAMILIES))
+pair_families = pytest.mark.parametrize("family", sorted(SEQ2SEQ_FAMILIES))
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -113,6 +145,16 @@ def _one_thread() -> Iterator[None]:
 @lru_cache
 def shared(family: str) -> hf.PreTrainedModel:
     return tiny(family)
+
+
+def inputs(model: hf.PreTrainedModel, ids: Tensor = IDS) -> dict[str, Any]:
+    """The arguments of one pass over tokens; an encoder-decoder model reads a source as well."""
+    if not model.config.is_encoder_decoder:
+        return {"input_ids": ids, "use_cache": False}
+    if model.main_input_name == "input_features":
+        features = torch.randn(2, 6, 24, generator=torch.Generator().manual_seed(0))
+        return {"input_features": features, "decoder_input_ids": ids, "use_cache": False}
+    return {"input_ids": SOURCE, "decoder_input_ids": ids, "use_cache": False}
 
 
 def hooks(model: nn.Module) -> int:
@@ -130,7 +172,7 @@ def watch(model: hf.PreTrainedModel, path: str, ids: Tensor) -> tuple[Tensor, Te
 
     handle = model.get_submodule(path).register_forward_hook(hook, with_kwargs=True)
     with torch.no_grad():
-        model(ids, use_cache=False)
+        model(**inputs(model, ids))
     handle.remove()
     assert len(seen) == 1
     return seen[0]
@@ -156,7 +198,7 @@ def expected(family: str, place: str, layer: int, ids: Tensor = IDS) -> Tensor:
 
 def keys(layer: KeyLayer, model: hf.PreTrainedModel, ids: Tensor = IDS, **options: Any) -> Tensor:
     with torch.no_grad(), layer.capture() as kept:
-        model(ids, **{"use_cache": False, **options})
+        model(**{**inputs(model, ids), **options})
     assert len(kept) == 1
     return kept[0]
 
@@ -165,7 +207,7 @@ def lacks(family: str, place: str) -> bool:
     return place == "output_normed" and ORACLE[family].final_norm is None
 
 
-@families
+@pytest.mark.parametrize("family", sorted(ORACLE))
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("layer", [0, 1, -1])
 def test_key_is_the_input_or_output_of_the_expected_module(family: str, place: str, layer: int) -> None:
@@ -444,3 +486,67 @@ def test_tiny_tokenizer_reads_any_text_back() -> None:
         assert tokenizer.decode(ids) == text
         assert max(ids) < len(tokenizer) <= VOCABULARY
         assert (tokenizer.bos_token_id is not None) is bos
+
+
+@pair_families
+def test_default_of_a_decoder_is_what_enters_the_last_feed_forward_net(family: str) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        found = find_key_layer(shared(family), None)
+    paths = ORACLE[family]
+    assert (found.place, found.module) == ("ffn_input", f"{paths.blocks}.{LAYERS - 1}.{paths.feed_forward}")
+
+
+@pair_families
+def test_stopped_pass_of_a_decoder_gives_the_same_key(family: str) -> None:
+    model = shared(family)
+    found = find_key_layer(model)
+    with torch.no_grad(), found.capture(stop=True) as kept:
+        model(**inputs(model))
+        pytest.fail("the pass went on")
+    torch.testing.assert_close(kept[0], keys(found, model), rtol=0, atol=0)
+
+
+@pair_families
+def test_encoder_decoder_families_are_accepted_as_such_only(family: str) -> None:
+    check_seq2seq(shared(family))
+    with pytest.raises(ModelError, match=r"encoder-decoder model.*decoder-only"):
+        check_causal(shared(family))
+
+
+@pytest.mark.parametrize("family", ["t5", "marian", "m2m_100"])
+def test_decoder_in_half_precision_has_the_same_places(family: str) -> None:
+    model = tiny(family).bfloat16()
+    check_seq2seq(model)
+    for place in ("ffn_input", "attention_input", "output"):
+        assert find_key_layer(model, place).module == find_key_layer(shared(family), place).module
+
+
+def test_decoder_only_model_is_no_seq2seq_model() -> None:
+    with pytest.raises(ModelError, match=r"LlamaForCausalLM has no encoder.*Marian or T5"):
+        check_seq2seq(tiny("llama"))
+
+
+def without_ffn(name: str) -> hf.PreTrainedModel:
+    config = {"vocab_size": VOCABULARY, "hidden_size": WIDTH, "num_hidden_layers": LAYERS}
+    own = {
+        "mamba": {"state_size": 8},
+        "mamba2": {"state_size": 8, "num_heads": 8, "head_dim": 8, "n_groups": 1, "chunk_size": 8},
+        "rwkv": {"attention_hidden_size": WIDTH, "context_length": 128},
+    }[name]
+    return randomise(lambda: hf.AutoModelForCausalLM.from_config(hf.CONFIG_MAPPING[name](**config, **own)))
+
+
+@pytest.mark.parametrize("name", ["mamba", "mamba2", "rwkv"])
+def test_model_without_a_feed_forward_net_has_another_default_place_with_one_warning(name: str) -> None:
+    model = without_ffn(name)
+    with pytest.warns(UserWarning, match=r"keys are read at attention_input.*--key-layer") as caught:
+        lm = CausalLM(model, tiny_tokenizer(), name=name)
+    assert len(caught) == 1
+    assert lm.key_layer.place == lm.identity["key_layer"] == "attention_input"
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        named = CausalLM(model, tiny_tokenizer(), name=name, key_layer="attention_input")
+    assert named.key_layer == lm.key_layer
+    with pytest.raises(KeyLayerError, match="ffn_input was not found"):
+        CausalLM(model, tiny_tokenizer(), name=name, key_layer="ffn_input")
