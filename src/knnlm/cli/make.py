@@ -147,7 +147,7 @@ def add(
     import knnlm
 
     begin = time.perf_counter()
-    documents = fields.read_for(store, text)
+    documents = fields.reader_for(store)(text)
     documents.check_first()
     with closing(knnlm.Datastore.open(store)) as opened:
         lm = _open_reader(opened, model, machine)
@@ -294,7 +294,7 @@ def _best_perplexity(
     mixture = open_mixture(store, model, machine, memories="knn", use_tuned=False)
     with tempfile.TemporaryDirectory(prefix="knnlm-prune-") as folder:
         place = Path(folder) / "trace"
-        trace = mixture.record(TextFlags().read_for(store, text), place, k=max(KS), limit=limit, progress=bar)
+        trace = mixture.record(TextFlags().reader_for(store)(text), place, k=max(KS), limit=limit, progress=bar)
         return float(trace.sweep(device=str(mixture.lm.device)).best[3])
 
 

@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import dataclass, fields, is_dataclass
-from functools import wraps
+from functools import partial, wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
@@ -232,10 +232,10 @@ class TextFlags:
             )
         return read_documents(*text, text_field=self.text_field)
 
-    def read_for(self, store: Path, text: Sequence[str]) -> DocumentReader:
-        """Open text as documents of a store's model."""
+    def reader_for(self, store: Path) -> Callable[[Sequence[str]], DocumentReader]:
+        """Return a function that opens text as documents of a store's model."""
         model = stored_model(store)
-        return self.read(text, pairs=model.get("encoder_decoder") is True, model=str(model.get("name")))
+        return partial(self.read, pairs=model.get("encoder_decoder") is True, model=str(model.get("name")))
 
 
 def stored_model(store: Path) -> dict[str, Any]:

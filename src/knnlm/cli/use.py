@@ -190,8 +190,9 @@ def tune(
             raise ParameterError(
                 "--source has the sources of TEXT alone. With --other, give all pairs as .tsv or .jsonl."
             )
-        documents = fields.read_for(store, chosen_on)
-        other = fields.read_for(store, grid.other) if grid.other else ()
+        read = fields.reader_for(store)
+        documents = read(chosen_on)
+        other = read(grid.other) if grid.other else ()
         mixture = open_mixture(store, model, machine, memories=_memories(store, grid), use_tuned=False, **searching)
         options = {"weights": grid.weights or "gated", "online": not grid.no_online, "limit": limit, **grid.values}
         options |= {"samples": grid.samples, "other": other}
@@ -259,7 +260,7 @@ def _tune_decoder(
     if not text:
         raise ParameterError("Give TEXT to tune the decoder on.")
     mixture = open_mixture(folder, model, machine)
-    card = tune_decoder(mixture, fields.read_for(folder, text), sources=text, limit=limit, progress=bar)
+    card = tune_decoder(mixture, fields.reader_for(folder)(text), sources=text, limit=limit, progress=bar)
     result = {"decoder": str(folder), "lambda": card.lmbda, **(card.lmbda_metadata or {})}
     figures = f"{result['base_perplexity']:.3f} → {result['perplexity']:.3f}"
     show(result, f"{folder}: λ = {card.lmbda:.2f} with {result['model']}, perplexity {figures}", json=json)
@@ -337,13 +338,14 @@ def evaluate(
     if "-" in text and (support or quality):
         raise ParameterError("--support and --quality read the text twice: give a file instead of standard input.")
     # Inputs are opened before the model, so that a missing file is found at once.
-    readers = [fields.read_for(store, names) for names in ([[name] for name in text] if each else [text])]
+    read = fields.reader_for(store)
+    readers = [read(names) for names in ([[name] for name in text] if each else [text])]
     opened = mixture.open(store, model, machine)
     if each:
         _show_each(text, [opened.evaluate(reader, limit=limit, progress=bar) for reader in readers], json=json)
         return
-    figures = opened.measure_support(fields.read_for(store, text), limit=limit, progress=bar) if support else None
-    written = opened.measure_quality(fields.read_for(store, text), limit=limit, progress=bar) if quality else None
+    figures = opened.measure_support(read(text), limit=limit, progress=bar) if support else None
+    written = opened.measure_quality(read(text), limit=limit, progress=bar) if quality else None
     if save_trace is None:
         result = opened.evaluate(readers[0], limit=limit, progress=bar)
     else:

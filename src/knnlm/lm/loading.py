@@ -130,9 +130,10 @@ def _check_kind(name: str, config: PreTrainedConfig, *, encoder: bool) -> None:
     """Raise an error for a model that does not predict tokens, or is of another kind than wanted."""
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING
 
-    kind = "an encoder-decoder model" if getattr(config, "is_encoder_decoder", False) else "a decoder-only model"
-    if encoder != bool(getattr(config, "is_encoder_decoder", False)):
-        wanted = "an encoder-decoder model" if encoder else "a decoder-only model"
+    has_encoder = bool(getattr(config, "is_encoder_decoder", False))
+    if encoder != has_encoder:
+        kinds = ("a decoder-only model", "an encoder-decoder model")
+        kind, wanted = kinds[has_encoder], kinds[encoder]
         raise ModelError(f"{name} ({config.model_type}) is {kind}, but {wanted} is needed. knnlm.open_lm opens either.")
     known = MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING if encoder else MODEL_FOR_CAUSAL_LM_MAPPING
     if type(config) not in known and not (encoder and reads_audio(config)):
