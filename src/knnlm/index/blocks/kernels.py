@@ -30,8 +30,8 @@ MAX_INT8 = 127
 
 _MIN_SCALE = 1e-30  # of a vector that is all zeros
 _MAX_EXACT_FLOAT = 1 << 24  # float32 represents all integers up to here
-_TRIAL_SHAPE = (64, 256, 512)  # rows, other rows and columns of the int8 trial
-_TRIAL_REPEATS = 5
+_TRIAL_SHAPE = (4, 256, 512)  # rows, other rows and columns of the int8 trial: too few for a second thread
+_TRIAL_REPEATS = 30
 _ASSIGN_BATCH = 1024  # vectors that are compared with all centroids
 
 _SAMPLE_STEP = 16  # one in this many columns is in the sample
@@ -91,7 +91,11 @@ def _matmul_float(rows: Tensor, others: Tensor, out: Tensor | None) -> Tensor:
 
 @cache
 def int8_is_faster() -> bool:
-    """Whether int8 products are right and faster than float32 on this processor; measured once."""
+    """Whether int8 products are right and faster than float32 on this processor; measured once.
+
+    The times are those of one thread, in turns, and the shortest ones count: on a machine with other work, threads wait
+    for each other, which would say nothing about the products.
+    """
     if not hasattr(torch, "_int_mm"):
         return False
     count, others, width = _TRIAL_SHAPE
@@ -102,19 +106,17 @@ def int8_is_faster() -> bool:
     rows[:2], keys[:2] = MAX_INT8, torch.tensor([[MAX_INT8], [-MAX_INT8]])  # the largest sums of either sign
     try:
         right = torch.equal(_matmul_int8(rows, keys, None), _matmul_float(rows, keys, None))
-        return right and _seconds(_matmul_int8, rows, keys) < _seconds(_matmul_float, rows, keys)
+        both = _matmul_int8, _matmul_float
+        times = [[_seconds(matmul, rows, keys) for matmul in both] for _ in range(_TRIAL_REPEATS)]
+        return right and min(own for own, _ in times) < min(own for _, own in times)
     except (RuntimeError, NotImplementedError):
         return False
 
 
 def _seconds(matmul: Callable[[Tensor, Tensor, Tensor | None], Tensor], rows: Tensor, others: Tensor) -> float:
-    """Return the shortest of a few measured times."""
-    times = []
-    for _ in range(_TRIAL_REPEATS):
-        begin = time.perf_counter()
-        matmul(rows, others, None)
-        times.append(time.perf_counter() - begin)
-    return min(times)
+    begin = time.perf_counter()
+    matmul(rows, others, None)
+    return time.perf_counter() - begin
 
 
 class Centroids:
