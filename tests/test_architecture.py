@@ -45,9 +45,9 @@ ORDER = {
     "lm": "detokenizer fingerprint hooks windows loading key_layers causal seq2seq speech compile",
     "index": "base bm25 exact gpu.deferred gpu.keys gpu.kernels gpu.search gpu.streaming faiss rerank composite "
     "blocks.kernels blocks.file blocks.index blocks.build validation factory",
-    "datastore": "validation codecs schema digests integrity catalog segments live_numbers staging locks remove store "
-    "encoder suffix_array rewrite indexes compact",
-    "ingest": "pipeline segment_builder build",
+    "datastore": "validation codecs schema manifest digests integrity catalog sharded_catalog segments live_numbers "
+    "staging locks remove store encoder suffix_array rewrite indexes compact shards",
+    "ingest": "pipeline segment_builder shards build",
     "memories": "base decoder ngram output voting cache subset knn",
     "mixture": "em readers evidence gate online weights layer repetition support spec saved loader mixture",
     "evaluation": "evaluate continuations overlap samples explain quality trace sweep support tune",
@@ -64,6 +64,8 @@ ORDER = {
 # Functions that forward to a later module of their package, and import it when they are called.
 FORWARD = {
     ("index.exact", "index.gpu.streaming"),
+    ("datastore.compact", "datastore.shards"),
+    ("datastore.remove", "datastore.shards"),
     ("datastore.store", "datastore.compact"),
     ("datastore.store", "datastore.indexes"),
     ("datastore.store", "datastore.rewrite"),

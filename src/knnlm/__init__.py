@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from knnlm.datastore.compact import Compacted
     from knnlm.datastore.remove import Removed
     from knnlm.datastore.schema import StoredDocument
+    from knnlm.datastore.shards import Joined, join_shards
     from knnlm.datastore.store import Datastore
     from knnlm.errors import (
         CorpusError,
@@ -45,7 +46,7 @@ if TYPE_CHECKING:
     from knnlm.generation.chat import EncodedChat, encode_chat
     from knnlm.generation.seq2seq import KnnForSeq2SeqLM
     from knnlm.index.base import Index, Neighbours, Vectors
-    from knnlm.ingest.build import Added, build
+    from knnlm.ingest.build import Added, build, build_shard
     from knnlm.lm.causal import CausalLM
     from knnlm.lm.seq2seq import Seq2SeqLM
     from knnlm.lm.speech import SpeechLM, open_lm
@@ -107,6 +108,7 @@ _HOMES = {
     "ImportResult": "maintenance.import_",
     "Index": "index.base",
     "IndexInvalid": "errors",
+    "Joined": "datastore.shards",
     "KeyLayerError": "errors",
     "KeyMetricConfig": "training.metric_learning",
     "KnnConfig": "generation.causal",
@@ -158,8 +160,10 @@ _HOMES = {
     "WindowShape": "lm.windows",
     "adapt": "training.adapt",
     "build": "ingest.build",
+    "build_shard": "ingest.build",
     "encode_chat": "generation.chat",
     "import_arrays": "maintenance.import_",
+    "join_shards": "datastore.shards",
     "merge": "maintenance.merge",
     "open_lm": "lm.speech",
     "prune": "training.prune",
@@ -194,6 +198,7 @@ __all__ = [
     "ImportResult",
     "Index",
     "IndexInvalid",
+    "Joined",
     "KeyLayerError",
     "KeyMetricConfig",
     "KnnConfig",
@@ -245,8 +250,10 @@ __all__ = [
     "WindowShape",
     "adapt",
     "build",
+    "build_shard",
     "encode_chat",
     "import_arrays",
+    "join_shards",
     "merge",
     "open_lm",
     "prune",

@@ -42,6 +42,7 @@ COMMANDS = [
     "verify",
     "repair",
     "merge",
+    "shards",
     "import",
     "export",
     "report",

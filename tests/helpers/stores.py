@@ -50,12 +50,19 @@ def documents(count: int, *, words: int = 30, start: int = 0) -> list[Document]:
     return made
 
 
-def made_store(path, keys, values, *, sizes=None, texts=None, segments=2, dtype="float32", offset=None):
+def made_store(
+    path, keys, values, *, sizes=None, texts=None, segments=2, dtype="float32", offset=None, vocab_size=None, first_id=0
+):
     """A store of these keys, in documents of these sizes and hashes of texts, without any model."""
     keys, values = np.asarray(keys, np.float32), np.asarray(values)
     sizes = [len(values)] if sizes is None else list(sizes)
     path.mkdir(parents=True)
-    model = {"name": "none", "tokenizer": "none", "width": keys.shape[1], "vocab_size": int(values.max()) + 1}
+    model = {
+        "name": "none",
+        "tokenizer": "none",
+        "width": keys.shape[1],
+        "vocab_size": vocab_size or int(values.max()) + 1,
+    }
     metadata = {"model": model, "window": {"context": 8, "stride": 4}, "key_dtype": dtype}
     given_offset = None if offset is None else np.asarray(offset, np.float32).tolist()
     catalog = Catalog.create(path / CATALOG_FILE, {"state": "building", "offset": given_offset, **metadata})
@@ -64,8 +71,9 @@ def made_store(path, keys, values, *, sizes=None, texts=None, segments=2, dtype=
         first = row
         stored = []
         for size in group.tolist():
-            text = str(number if texts is None else texts[number])
-            stored.append(StoredDocument(number, f"d{number}", f"t:{number}", segment, row, size, text))
+            text = str(first_id + number if texts is None else texts[number])
+            name = f"d{first_id + number}"
+            stored.append(StoredDocument(number, name, f"t:{first_id + number}", segment, row, size, text))
             row, number = row + size, number + 1
         folder = segment_folder(path, segment)
         folder.mkdir(parents=True)

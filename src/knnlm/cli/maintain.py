@@ -64,13 +64,18 @@ def _metadata(store: Datastore) -> dict[str, Any]:
     from knnlm.mixture.loader import language_model
 
     adapted, tokens = _load_adaptation(store.path), store.entry_count
-    index = [{"spec": one.spec, "metric": one.metric} for one, _ in stored_indexes(store)]
+    kinds = dict.fromkeys((one.spec, one.metric) for one, _ in stored_indexes(store))
+    index = [{"spec": spec, "metric": metric} for spec, metric in kinds]
     scale = max((segment.scale for segment in store.segments), default=1.0)
     return {
         "store": str(store.path),
         "documents": store.catalog.document_count(),
         "tokens": tokens,
         "segments": len(store.segments),
+        "shards": [
+            {"path": str(shard.path), "documents": shard.catalog.document_count(), "tokens": shard.entry_count}
+            for shard in store.shards
+        ],
         "generation": store.generation,
         "removed_tokens": store.entry_numbers.total - tokens,
         "bytes": store.bytes,
@@ -101,6 +106,9 @@ def _info_rows(store: Datastore, metadata: dict[str, Any]) -> list[tuple[str, st
         f"{metadata['bytes_per_token']:,.1f} bytes per token, {store.index_bytes / 1e6:,.1f} MB of index included"
     )
     rows = [("store", f"{store.path}"), ("size", size), ("", per_token)]
+    for shard in metadata["shards"]:
+        figures = f"{shard['tokens']:,} tokens of {count(shard['documents'], 'document')}"
+        rows.append(("shard", f"{shard['path']}: {figures}"))
     if metadata["removed_tokens"]:
         removed = f"{metadata['removed_tokens']:,} tokens, erased by: knnlm compact {store.path}"
         rows.append(("removed", removed))

@@ -1,4 +1,4 @@
-"""Commands that make a store: build, add, index, compress, prune, merge, import."""
+"""Commands that make a store: build, add, index, compress, prune, merge, shards, import."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import tempfile
 import time
 from contextlib import closing
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -49,6 +50,7 @@ def register(app: typer.Typer) -> None:
     command(app, MAKE, "Copy a store with keys in fewer bytes.")(compress)
     command(app, MAKE, "Copy a store with fewer keys or dimensions.")(prune)
     command(app, MAKE, "Merge several stores into one.")(merge)
+    command(app, MAKE, "Make one sharded store of several stores.")(shards)
     command(app, MAKE, "Import the arrays of knn-transformers or fairseq.", name="import")(import_arrays)
 
 
@@ -64,6 +66,38 @@ class LanguageFlags:
         str | None,
         typer.Option(help="The language of the targets, as the model's tokenizer writes it.", show_default=False),
     ] = None
+
+
+@dataclass(frozen=True)
+class ShardFlags:
+    """Which part of a text is built."""
+
+    shard: Annotated[
+        str | None, typer.Option(metavar="I/N", help="Build part I of N of the text.", show_default="all of it")
+    ] = None
+    like: Annotated[
+        Path | None,
+        typer.Option(metavar="STORE", help="With --shard: use the offset and codec of this store.", show_default=False),
+    ] = None
+
+    def check(self, text: list[str]) -> None:
+        """Raise for options that do not fit together, before the model is opened."""
+        from knnlm.ingest.shards import parse_shard
+
+        if self.shard is None:
+            if self.like is not None:
+                raise ParameterError("--like is for --shard only.")
+            return
+        parse_shard(self.shard)
+        if "-" in text:
+            raise ParameterError("--shard reads the text several times: name files instead of standard input.")
+
+    @property
+    def opened(self) -> dict[str, Any]:
+        """The keyword arguments of the library's function."""
+        from knnlm.datastore.store import Datastore
+
+        return {"shard": self.shard, "like": None if self.like is None else Datastore.open(self.like)}
 
 
 def build(
@@ -84,6 +118,7 @@ def build(
     ] = None,
     fields: TextFlags = TextFlags(),
     languages: LanguageFlags = LanguageFlags(),
+    shard: ShardFlags = ShardFlags(),
     machine: MachineFlags = MachineFlags(),
     json: Json = False,
 ) -> None:
@@ -96,10 +131,15 @@ def build(
     import knnlm
 
     begin = time.perf_counter()
+    shard.check(text)
     documents = _open_text(text, fields, model)
     lm = open_model(model, key_layer=key_layer, layer=layer, **asdict(languages), **asdict(machine))
     options: dict[str, Any] = {"window": lm.window(context, stride), "key_format": key_format, "compile": compile}
-    store = knnlm.build(documents, out, lm=lm, progress=bar, **options)
+    if shard.shard is None:
+        store = knnlm.build(documents, out, lm=lm, progress=bar, **options)
+    else:
+        read = partial(_open_text, text, fields, model)
+        store = knnlm.build_shard(read, out, lm=lm, progress=bar, **shard.opened, **options)
     _show_built(store, out, time.perf_counter() - begin, json=json)
 
 
@@ -344,6 +384,31 @@ def merge(
         f"left out, {merged.seconds:.1f} s. Next: knnlm tune {out} TEXT",
         json=json,
     )
+
+
+def shards(
+    action: Annotated[str, typer.Argument(metavar="join", help="The action: join.", show_default=False)],
+    stores: Annotated[list[Path], typer.Argument(metavar="SHARD", help="The folders of shards.", show_default=False)],
+    out: Out,
+    replace: Annotated[bool, typer.Option("--replace", help="Replace the manifest of a sharded store.")] = False,
+    wait: Wait = 0.0,
+    json: Json = False,
+) -> None:
+    """knnlm shards join docs.store --out joined.store
+
+    Make one store of several without copying them: a small file that lists them in order. Shards that were built with
+    build --shard are joined in the order of their parts. Every command opens the new store like an ordinary one.
+    """
+    import knnlm
+
+    if action != "join":
+        raise ParameterError(f"Unknown action {action!r}: knnlm shards join SHARD... --out STORE")
+    joined = knnlm.join_shards(stores, out, replace_manifest=replace, wait=wait)
+    text = (
+        f"{out}: {joined.tokens:,} tokens of {count(joined.documents, 'document')} in "
+        f"{count(len(joined.shards), 'shard')}. Next: knnlm tune {out} TEXT"
+    )
+    show(asdict(joined), text, json=json)
 
 
 def import_arrays(

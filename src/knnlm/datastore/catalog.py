@@ -505,6 +505,11 @@ class SegmentSink(Protocol):
 
 def check_complete(catalog: Catalog) -> None:
     """Raise if the build of a store is not complete."""
+    if catalog.get("state") == "sharded":
+        raise DatastoreError(
+            f"{catalog.path.parent} is a sharded store, for which this operation does not exist. Use its shards, which "
+            "are ordinary stores."
+        )
     if catalog.get("state") != "complete":
         raise DatastoreError(
             f"{catalog.path.parent} is an unfinished build. Resume it first, with the command that started it."

@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from knnlm.datastore.catalog import LAYOUT, Catalog, check_complete, drop_fields
 from knnlm.datastore.indexes import choose_spec, make_index, stored_indexes
 from knnlm.datastore.locks import purge, writer_lock
+from knnlm.datastore.manifest import is_sharded
 from knnlm.datastore.schema import CATALOG_FILE, COUNTS_FILE, KEPT_FILE, KEYS_FILE, VALUES_FILE, IndexRow, SegmentRow
 from knnlm.datastore.segments import NewSegment, array_shapes
 from knnlm.datastore.store import Datastore, next_segment
@@ -51,6 +52,10 @@ def compact(
     folder = Path(path)
     if segment_entries is not None and segment_entries < 1:
         raise ParameterError(f"segment entries must be at least 1, not {segment_entries}.")
+    if is_sharded(folder):
+        from knnlm.datastore.shards import compact_shards
+
+        return compact_shards(folder, segment_entries=segment_entries, wait=wait, progress=progress)
     with writer_lock(folder, wait=wait), closing(Catalog.open(folder / CATALOG_FILE, write=True)) as catalog:
         check_complete(catalog)
         purge(folder, catalog, keep_pending=False)

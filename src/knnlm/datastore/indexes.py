@@ -22,7 +22,7 @@ from knnlm.index.base import Index, check_metric
 from knnlm.index.blocks import is_blocks
 from knnlm.index.blocks.build import write_blocks
 from knnlm.index.blocks.index import BlockIndex
-from knnlm.index.composite import ConcatenatedIndex, FilteredIndex
+from knnlm.index.composite import ConcatenatedIndex, FilteredIndex, ShardedIndex
 from knnlm.index.exact import ExactIndex, fits_on_device, has_kernels
 from knnlm.index.factory import compressed_spec, default_spec, fallback_spec
 from knnlm.index.faiss import FaissIndex
@@ -39,6 +39,9 @@ def build_index(
 ) -> str:
     """Build an index over the current keys of a store and return its spec, `exact` where none is needed."""
     check_metric(metric)
+    if store.shards:
+        specs = [build_index(shard, spec, metric=metric, wait=wait, progress=progress) for shard in store.shards]
+        return ", ".join(dict.fromkeys(specs))
     with writer_lock(store.path, wait=wait), closing(Catalog.open(store.path / CATALOG_FILE, write=True)) as catalog:
         current = store.reopen() if store.stale else store
         try:
@@ -118,7 +121,12 @@ def open_index(
     store.pinned = True
     if (rerank or key_dtype == "int8") and has_kernels(device) and fits_on_device(store.keys, device, key_dtype):
         return ExactIndex(store.keys, metric=metric, device=device, key_dtype=key_dtype)
-    for row, covered in stored_indexes(store) if store.trust_index else []:
+    if store.shards and store.trust_index and any(row.metric == metric for row, _ in stored_indexes(store)):
+        options: dict[str, Any] = {"metric": metric, "rerank": rerank, "device": device, "key_dtype": key_dtype}
+        firsts = np.cumsum([0, *(shard.key_count for shard in store.shards[:-1])]).tolist()
+        return ShardedIndex([open_index(shard, **options) for shard in store.shards], firsts)
+    # All shards at once: distances then are those of one store, to the last bit.
+    for row, covered in stored_indexes(store) if store.trust_index and not store.shards else []:
         if row.metric == metric:
             return _join(store, _load_checked(store, row, covered), covered, rerank=rerank)
     return ExactIndex(store.keys, metric=metric, device=device, key_dtype=key_dtype)
@@ -128,8 +136,11 @@ def stored_indexes(store: Datastore) -> list[tuple[IndexRow, LiveNumbers]]:
     """Return the indexes of a store and the stored keys that each covers.
 
     An index built after the store was opened is used if keys have the same numbers and it lacks none of this store's
-    keys; otherwise those from the time of opening, whose files the reader's lock keeps on disk.
+    keys; otherwise those from the time of opening, whose files the reader's lock keeps on disk. Those of a sharded
+    store are the indexes of its shards, each over the keys of its shard.
     """
+    if store.shards:
+        return [found for shard in store.shards for found in stored_indexes(shard)]
     with closing(store.catalog.reopen()) as now, now.snapshot():
         newest = _coverage(store, now) if now.layout == store.layout else None
     live = store.key_numbers

@@ -13,14 +13,15 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from knnlm.datastore.catalog import Catalog, check_complete, drop_fields, field_condition
 from knnlm.datastore.locks import has_stale_suffix_array, purge, writer_lock
+from knnlm.datastore.manifest import is_sharded
 from knnlm.datastore.schema import (
     CATALOG_FILE,
     CODEC_FILE,
@@ -109,6 +110,18 @@ class Selection:
             values.append(_GLOB_SPECIAL.sub(r"[\g<0>]", self.source) if pattern else self.source)
         return " AND ".join(parts), values
 
+    def with_numbers(self, find: Callable[[int], int | None]) -> Selection | None:
+        """Return the selection with other numbers of documents; None if `find` returns None for one of them."""
+        where = []
+        for text, name, value in self._conditions():
+            if name == "number":
+                _built_in_condition(text, name, value)  # raises for a value that is no number
+                if (number := find(int(value))) is None:
+                    return None
+                text = f"number={number}"
+            where.append(text)
+        return replace(self, where=tuple(where))
+
     def _conditions(self) -> Iterator[tuple[str, str, str]]:
         """Yield the text, field and value of each condition of `where`."""
         for text in self.where:
@@ -160,6 +173,10 @@ def list_documents(
     """Return a page of the selected documents, by default of all, and the number of selected documents."""
     if not 0 <= first < MAX_INTEGER or not 0 <= (limit or 0) < MAX_INTEGER:
         raise ParameterError(f"first ({first}) and limit ({limit}) must be from 0 to {MAX_INTEGER - 1}.")
+    if is_sharded(Path(path)):
+        from knnlm.datastore.shards import list_sharded_documents
+
+        return list_sharded_documents(Path(path), selection or Selection(), first=first, limit=limit)
     with closing(Catalog.open(Path(path) / CATALOG_FILE)) as catalog, catalog.snapshot():
         check_complete(catalog)
         selection = selection or Selection()
@@ -182,16 +199,20 @@ def remove(
     selection = Selection(document, source, (where,) if isinstance(where, str) else tuple(where))
     if selection.empty:
         raise ParameterError("No documents are selected. Use --document ID, --source PATTERN or --where FIELD=VALUE.")
+    if is_sharded(folder):
+        from knnlm.datastore.shards import remove_from_shards
+
+        return remove_from_shards(folder, selection, dry_run=dry_run, wait=wait)
     if dry_run:
         found, _ = list_documents(folder, selection)
         with closing(Catalog.open(folder / CATALOG_FILE)) as catalog:
-            _check_not_empty(catalog, selection, found)
+            check_selected(catalog, selection, found)
             return Removed(tuple(found), sum(one.entries for one in found), catalog.generation, True)
     with writer_lock(folder, wait=wait), closing(Catalog.open(folder / CATALOG_FILE, write=True)) as catalog:
         check_complete(catalog)
         selection.check(catalog)
         found = catalog.select(*selection.condition())
-        _check_not_empty(catalog, selection, found)
+        check_selected(catalog, selection, found)
         _remove_from_catalog(folder, catalog, found)
         purge(folder, catalog)
         return Removed(tuple(found), sum(one.entries for one in found), catalog.generation, False)
@@ -199,6 +220,16 @@ def remove(
 
 def _remove_from_catalog(folder: Path, catalog: Catalog, documents: list[StoredDocument]) -> None:
     """Delete documents from the catalog, and record their entries and the files that may be trained on them."""
+    trained = _trained_before_removal(folder, catalog)
+    with catalog.change() as connection:
+        catalog.write_metadata(next_document=catalog.next_document(), **trained, **_without_file_names(catalog))
+        catalog.put_removed(RemovedRow(one.number, one.segment, one.first_entry, one.entries) for one in documents)
+        connection.executemany("DELETE FROM documents WHERE number = ?", ((one.number,) for one in documents))
+        drop_fields(connection, (one.number for one in documents))
+
+
+def _trained_before_removal(folder: Path, catalog: Catalog) -> dict[str, Any]:
+    """Return the metadata that recognises files trained on what is removed now, or was removed before."""
     hashes = _trained_hashes(folder)
     # A deleted gate does not return, since its file is named by its content.
     earlier = {
@@ -206,12 +237,19 @@ def _remove_from_catalog(folder: Path, catalog: Catalog, documents: list[StoredD
         for name, value in (catalog.get(TRAINED_BEFORE_REMOVAL) or {}).items()
         if "/" not in name or name in hashes
     }
-    trained = {TRAINED_BEFORE_REMOVAL: {**earlier, **hashes}}
-    with catalog.change() as connection:
-        catalog.write_metadata(next_document=catalog.next_document(), **trained, **_without_file_names(catalog))
-        catalog.put_removed(RemovedRow(one.number, one.segment, one.first_entry, one.entries) for one in documents)
-        connection.executemany("DELETE FROM documents WHERE number = ?", ((one.number,) for one in documents))
-        drop_fields(connection, (one.number for one in documents))
+    return {TRAINED_BEFORE_REMOVAL: {**earlier, **hashes}}
+
+
+def remember_trained(folder: Path) -> None:
+    """Record the trained files of a sharded store before documents are removed; the caller holds its writer lock."""
+    with closing(Catalog.open(folder / CATALOG_FILE, write=True)) as catalog:
+        catalog.put(**_trained_before_removal(folder, catalog))
+
+
+def trained_remnants(folder: Path) -> list[Remnant]:
+    """Return the trained files of a sharded store that are unchanged since documents were removed."""
+    with closing(Catalog.open(folder / CATALOG_FILE)) as catalog:
+        return list(_trained(folder, catalog))
 
 
 def _without_file_names(catalog: Catalog) -> dict[str, Any]:
@@ -223,7 +261,8 @@ def _without_file_names(catalog: Catalog) -> dict[str, Any]:
     return {"derived": {"import": {name: about[name] for name in about if name not in ("keys", "values")}}}
 
 
-def _check_not_empty(catalog: Catalog, selection: Selection, found: list[StoredDocument]) -> None:
+def check_selected(catalog: Catalog, selection: Selection, found: list[StoredDocument]) -> None:
+    """Raise if no document is selected."""
     if not found:
         raise DatastoreError(
             f"{catalog.path.parent} has no document for {selection.text}; nothing was removed. "
@@ -234,6 +273,10 @@ def _check_not_empty(catalog: Catalog, selection: Selection, found: list[StoredD
 def removal_report(path: str | Path) -> RemovalReport:
     """Return the files that still contain bytes of removed documents, and those that were trained on them."""
     folder = Path(path)
+    if is_sharded(folder):
+        from knnlm.datastore.shards import sharded_removal_report
+
+        return sharded_removal_report(folder)
     with closing(Catalog.open(folder / CATALOG_FILE)) as catalog, catalog.snapshot():
         gone = catalog.removed()
         files = [*_segments(folder, gone), *_derived(folder, catalog, gone), *_replaced(folder, catalog)]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from functools import lru_cache, partial
 from itertools import pairwise
@@ -55,6 +55,9 @@ _MIN_DIVISOR = 2.0**-100  # so that float32 can undo the division
 _SCALED_BYTES = 1 << 24  # scaled at a time
 _COPIED_BYTES = 1 << 22  # copied at a time
 _MAX_MAPPINGS = 256  # files that are mapped at the same time
+
+# From the number of a segment to the folder of the store that contains it, and its number there.
+Locate = Callable[[int], tuple[Path, int]]
 
 _Writer = TypeVar("_Writer", bound="ArrayWriter")
 
@@ -285,25 +288,29 @@ class NewSegment:
 
 
 class Arrays:
-    """The arrays of a store; with `check` False their checksums are not compared."""
+    """The arrays of a store, at the places that `locate` returns; with `check` False checksums are not compared."""
 
-    def __init__(self, path: Path, codec: Codec, *, check: bool = True) -> None:
-        self._path, self._codec = path, codec
+    def __init__(self, locate: Locate, codec: Codec, *, check: bool = True) -> None:
+        self._locate, self._codec = locate, codec
         self._row_bytes = row_bytes(codec)
         self.sums = BlockChecksums(enabled=check)
-        self._keys_file = lru_cache(maxsize=_MAX_MAPPINGS)(partial(_keys_file, path))  # building a path is slow
+        self._keys_file = lru_cache(maxsize=_MAX_MAPPINGS)(partial(_keys_file, locate))  # building a path is slow
         # Each mapping holds a file handle, and their number is limited. The cache has no reference to this object, so
         # that the files are closed as soon as the store is garbage-collected.
-        self.mapped = lru_cache(maxsize=_MAX_MAPPINGS)(partial(_open_checked, path, codec, self.sums))
+        self.mapped = lru_cache(maxsize=_MAX_MAPPINGS)(partial(_open_checked, locate, codec, self.sums))
+
+    def folder(self, segment: SegmentRow) -> Path:
+        """Return the folder of a segment."""
+        return segment_folder(*self._locate(segment.id))
 
     def check(self, segment: SegmentRow) -> None:
         """Raise unless all arrays of a segment exist, with the dtype, shape and size of the catalog."""
         for name in array_shapes(segment, self._codec):
-            _open(self._path, self._codec, segment, name)
+            _open(self._locate, self._codec, segment, name)
 
     def open(self, segment: SegmentRow, name: str) -> NDArray[Any]:
         """Map an array without caching the mapping."""
-        return _open_checked(self._path, self._codec, self.sums, segment, name)
+        return _open_checked(self._locate, self._codec, self.sums, segment, name)
 
     def keys(self, segment: SegmentRow, numbers: NDArray[np.int64]) -> NDArray[Any]:
         """Map the keys of a segment, after comparing the checksums of those with these numbers."""
@@ -327,8 +334,9 @@ class Arrays:
 
         The checksum of the whole file is compared first, as the copy gets a checksum of its own.
         """
-        path = segment_folder(self._path, segment.id) / name
-        check_regular_file(self._path, path)
+        store, number = self._locate(segment.id)
+        path = segment_folder(store, number) / name
+        check_regular_file(store, path)
         if checksum(path) != array_checksums(segment)[name]:
             raise checksum_mismatch(path)
         dtype, shape = array_shapes(segment, self._codec)[name]
@@ -346,8 +354,8 @@ class Arrays:
             self.sums.check_keys(self._keys_file(segment.id), segment, keys, self._row_bytes)
 
 
-def _keys_file(path: Path, number: int) -> Path:
-    return segment_folder(path, number) / KEYS_FILE
+def _keys_file(locate: Locate, number: int) -> Path:
+    return segment_folder(*locate(number)) / KEYS_FILE
 
 
 def _pieces(stretches: Iterable[tuple[int, int]], step: int) -> Iterator[tuple[int, int]]:
@@ -356,14 +364,15 @@ def _pieces(stretches: Iterable[tuple[int, int]], step: int) -> Iterator[tuple[i
             yield begin, min(step, first + count - begin)
 
 
-def _open(path: Path, codec: Codec, segment: SegmentRow, name: str) -> NDArray[Any]:
-    file = segment_folder(path, segment.id) / name
-    check_regular_file(path, file)
+def _open(locate: Locate, codec: Codec, segment: SegmentRow, name: str) -> NDArray[Any]:
+    store, number = locate(segment.id)
+    file = segment_folder(store, number) / name
+    check_regular_file(store, file)
     # As a plain array: np.memmap makes every small look-up slower.
     return np.asarray(open_array(file, *array_shapes(segment, codec)[name]))
 
 
-def _open_checked(path: Path, codec: Codec, sums: BlockChecksums, segment: SegmentRow, name: str) -> NDArray[Any]:
+def _open_checked(locate: Locate, codec: Codec, sums: BlockChecksums, segment: SegmentRow, name: str) -> NDArray[Any]:
     """Map an array after comparing its checksum; keys are compared when they are read."""
-    sums.check_array(segment_folder(path, segment.id), segment, name)
-    return _open(path, codec, segment, name)
+    sums.check_array(segment_folder(*locate(segment.id)), segment, name)
+    return _open(locate, codec, segment, name)

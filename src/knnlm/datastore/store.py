@@ -22,7 +22,7 @@ without an active or interrupted writer.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -39,6 +39,7 @@ from knnlm.datastore.codecs import Codec, KeyMap, Plain, load_codec, row_bytes
 from knnlm.datastore.integrity import BlockChecksums
 from knnlm.datastore.live_numbers import LiveNumbers, by_segment, check_removed
 from knnlm.datastore.locks import READERS_LOCK, WRITER_LOCK, ReaderLock
+from knnlm.datastore.manifest import MANIFEST_FILE, Manifest, Shard, is_sharded, read_manifest
 from knnlm.datastore.schema import (
     CATALOG_FILE,
     CODEC_FILE,
@@ -51,10 +52,10 @@ from knnlm.datastore.schema import (
     SegmentRow,
     StoredDocument,
     index_folder,
-    segment_folder,
 )
-from knnlm.datastore.segments import BULK_READ_KEYS, Arrays, array_shapes, check_metadata, check_segments
-from knnlm.errors import DatastoreCorrupt, DatastoreError
+from knnlm.datastore.segments import BULK_READ_KEYS, Arrays, Locate, array_shapes, check_metadata, check_segments
+from knnlm.datastore.sharded_catalog import ShardedCatalog, locate
+from knnlm.errors import DatastoreCorrupt, DatastoreError, ModelMismatch
 from knnlm.index.gpu.deferred import check_flag
 from knnlm.io import as_tensor
 from knnlm.progress import Progress, silent
@@ -214,27 +215,30 @@ class Datastore:
         reader_lock: ReaderLock | None = None,
         trust_index: bool = True,
         check: bool = True,
+        shards: Sequence[Datastore] = (),
     ) -> None:
         self.path = path
         self.catalog = catalog
+        self.shards = list(shards)  # of a sharded store, whose entries are those of the shards, one after another
         self.reader_lock, self.trust_index = reader_lock, trust_index
         self.generation, self.layout = catalog.generation, catalog.layout
-        self.model: dict[str, Any] = metadata_of(catalog, "model", dict)
-        self.window: dict[str, int] = metadata_of(catalog, "window", dict)
-        self.key_dtype: str = metadata_of(catalog, "key_dtype", str)
+        common = shards[0].catalog if shards else catalog  # the files of map and codec are beside it
+        self.model: dict[str, Any] = metadata_of(common, "model", dict)
+        self.window: dict[str, int] = metadata_of(common, "window", dict)
+        self.key_dtype: str = metadata_of(common, "key_dtype", str)
         self._segments = catalog.segments()
-        self.offset = stored_offset(catalog)
-        self.map = stored_map(catalog, reader_width(catalog))
-        self.codec = stored_codec(catalog, self.width)
+        self.offset = stored_offset(common)
+        self.map = stored_map(common, reader_width(common))
+        self.codec = stored_codec(common, self.width)
         check_metadata(catalog.path, self.model, self.window, self.codec)
         check_segments(catalog.path, self._segments)
-        self.arrays = Arrays(path, self.codec, check=check)
+        self.arrays = Arrays(_locator(path, catalog, self.shards), self.codec, check=check)
         self._starts = _starts([segment.entries for segment in self._segments])
         self._key_starts = _starts([segment.keys for segment in self._segments])
         self._pruned = any(segment.kept is not None for segment in self._segments)
         self._counted = any(segment.counts_sha256 is not None for segment in self._segments)
         self.entry_numbers = LiveNumbers(int(self._starts[-1]), check_removed(catalog, self._segments))
-        for segment in self._segments:
+        for segment in [] if shards else self._segments:
             self.arrays.check(segment)
         self.key_numbers = self._number_keys()
         self._values: dict[torch.device, Tensor] = {}
@@ -250,8 +254,15 @@ class Datastore:
         With `trust_index` False no file of FAISS is read. With `check` False checksums are not compared.
         """
         folder = Path(path)
+        if is_sharded(folder):
+            return cls._open_shards(folder, trust_index=trust_index, check=check)
         reader_lock = ReaderLock(folder)  # first, so that no writer removes files that the catalog names
         catalog = Catalog.open(folder / CATALOG_FILE, hold=True, compare=check)
+        if catalog.get("state") == "sharded":
+            raise DatastoreError(
+                f"{folder} is a sharded store without its {MANIFEST_FILE}. Write it again: knnlm shards join SHARD... "
+                f"--out {folder}"
+            )
         if catalog.get("state") != "complete":
             what = "copy of another store" if catalog.get("derived") else "build"
             raise DatastoreError(
@@ -259,6 +270,25 @@ class Datastore:
                 "Run the same command again to finish it."
             )
         return cls(folder, catalog, reader_lock=reader_lock, trust_index=trust_index, check=check)
+
+    @classmethod
+    def _open_shards(cls, folder: Path, *, trust_index: bool, check: bool) -> Datastore:
+        """Open a sharded store, after checking that all shards are those of its manifest."""
+        manifest, shards = read_manifest(folder), list[Datastore]()
+        try:
+            for listed, place in zip(manifest.shards, manifest.folders(folder), strict=True):
+                check_place(folder, place)
+                shards.append(cls.open(place, trust_index=trust_index, check=check))
+                check_shard(folder, manifest, listed, shards[-1])
+            catalog = ShardedCatalog.join(
+                folder / CATALOG_FILE, manifest, [shard.catalog for shard in shards], compare=check
+            )
+            reader_lock = ReaderLock(folder)
+            return cls(folder, catalog, reader_lock=reader_lock, trust_index=trust_index, check=check, shards=shards)
+        except BaseException:
+            for shard in shards:
+                shard.close()
+            raise
 
     @property
     def stale(self) -> bool:
@@ -317,6 +347,8 @@ class Datastore:
     @property
     def index_bytes(self) -> int:
         """The size of the index on disk."""
+        if self.shards:
+            return sum(shard.index_bytes for shard in self.shards)
         folders = [index_folder(self.path, row.id) for row in self.catalog.indexes()]
         return sum(file.stat().st_size for folder in folders for file in folder.glob("*"))
 
@@ -361,12 +393,19 @@ class Datastore:
 
     def chunks(self, size: int, *, begin: int = 0) -> Iterator[tuple[int, Tensor]]:
         """Return (number of the first key, (n, D) float32 keys) of the keys from `begin` on."""
-        number = begin
+        number, waiting, rows = begin, list[Tensor](), 0
         for segment, local, count in self._stretches(begin, size):
             stored = np.empty((count, self.codec.columns), self.codec.dtype)
             self.arrays.read(segment, local, stored)
-            yield number, self.codec.decode(torch.from_numpy(stored), segment.scale)
-            number += count
+            waiting.append(self.codec.decode(torch.from_numpy(stored), segment.scale))
+            rows += count
+            # Blocks do not depend on the segments, so that equal keys are compared in equal matrix products.
+            if rows >= size:
+                block = torch.cat(waiting) if len(waiting) > 1 else waiting[0]
+                yield number, block[:size]
+                number, waiting, rows = number + size, [block[size:]] if rows > size else [], rows - size
+        if rows:
+            yield number, torch.cat(waiting)
 
     def _stretches(self, begin: int, size: int) -> Iterator[tuple[SegmentRow, int, int]]:
         """Return (segment, first key in it, count) of the live keys from `begin` on, at most `size` at a time."""
@@ -421,7 +460,7 @@ class Datastore:
             kept = local if segment.kept is None else self.arrays.mapped(segment, KEPT_FILE)[local].astype(np.int64)
             if kept.min(initial=0) < 0 or kept.max(initial=0) >= segment.entries:
                 raise DatastoreCorrupt(
-                    f"{segment_folder(self.path, segment.id) / KEPT_FILE} names an entry beyond the "
+                    f"{self.arrays.folder(segment) / KEPT_FILE} names an entry beyond the "
                     f"{segment.entries:,} of the segment. Build the store again."
                 )
             entries[places] = kept + segment.first_entry
@@ -439,7 +478,7 @@ class Datastore:
             weights = np.ones(1) if segment.counts_sha256 is None else self.arrays.mapped(segment, COUNTS_FILE)[local]
             if not (np.isfinite(weights) & (weights > 0)).all():
                 raise DatastoreCorrupt(
-                    f"{segment_folder(self.path, segment.id) / COUNTS_FILE} contains counts that are not finite and "
+                    f"{self.arrays.folder(segment) / COUNTS_FILE} contains counts that are not finite and "
                     "above 0. Build the store again, or restore the file."
                 )
             counts[places] = weights
@@ -501,6 +540,28 @@ class Datastore:
                 f"{self.catalog.path} has no document of entry {entry}. Run knnlm repair {self.path}"
             )
         return self._renumbered(document)
+
+    def document_numbered(self, number: int) -> StoredDocument | None:
+        """Return the document with this number by a binary search, None where there is none with entries."""
+        if isinstance(self.catalog, ShardedCatalog):
+            if (place := self.catalog.locate_document(number)) is None:
+                return None
+            shard, local = place
+            if (found := self.shards[shard].document_numbered(local)) is None:
+                return None
+            first = found.first_entry + sum(before.entry_count for before in self.shards[:shard])
+            segment = found.segment + self.catalog.segment_starts[shard]
+            return replace(found, number=number, segment=segment, first_entry=first)
+        low, high = 0, self.entry_count - 1
+        while low <= high:  # numbers ascend with entries
+            document = self.document_at((low + high) // 2)
+            if document.number == number:
+                return document
+            if document.number < number:
+                low = document.first_entry + document.entries
+            else:
+                high = document.first_entry - 1
+        return None
 
     def _renumbered(self, document: StoredDocument) -> StoredDocument:
         """Return the document with the live number of its first entry."""
@@ -599,9 +660,10 @@ class Datastore:
 
     def close(self) -> None:
         """Close the files, so that writers can remove those that were replaced."""
-        self.catalog.close()
-        if self.reader_lock is not None:
-            self.reader_lock.close()
+        for store in (self, *self.shards):
+            store.catalog.close()
+            if store.reader_lock is not None:
+                store.reader_lock.close()
 
     def _number_keys(self) -> LiveNumbers:
         """Return the numbers of keys without those of removed entries."""
@@ -616,6 +678,53 @@ class Datastore:
                     low, high = np.searchsorted(kept, [local, local + count]).tolist()
                     gaps.append((first + low, high - low))
         return LiveNumbers(int(self._key_starts[-1]), gaps)
+
+
+def _locator(path: Path, catalog: Catalog, shards: Sequence[Datastore]) -> Locate:
+    """Return a function from the number of a segment to its place; it has no reference to the store."""
+    if not isinstance(catalog, ShardedCatalog):
+        return lambda number: (path, number)
+    starts, folders = catalog.segment_starts, [shard.path for shard in shards]
+
+    def find(number: int) -> tuple[Path, int]:
+        shard, local = locate(starts, number)
+        return folders[shard], local
+
+    return find
+
+
+def key_identity(store: Datastore) -> dict[str, Any]:
+    """Return what shards must have in common beside the reader and its windows: the form of their keys."""
+    hashes = {name: (store.catalog.get(name) or {}).get("sha256") for name in ("map", "codec")}
+    offset = None if store.offset is None else hashlib.sha256(store.offset.numpy().tobytes()).hexdigest()
+    return {"format": store.storage, "dtype": store.key_dtype, "offset": offset, **hashes}
+
+
+def check_place(folder: Path, place: Path) -> None:
+    """Raise if a shard of a sharded store is not at its place, or not an ordinary store."""
+    if not (place / CATALOG_FILE).is_file():
+        raise DatastoreError(
+            f"{folder}: its shard {place} is missing. If it was moved, name the new places: knnlm shards join SHARD... "
+            f"--out {folder} --replace"
+        )
+    if is_sharded(place):
+        raise DatastoreCorrupt(f"{folder}: its shard {place} is a sharded store itself. Join the shards of both.")
+
+
+def check_shard(folder: Path, manifest: Manifest, listed: Shard, shard: Datastore) -> None:
+    """Raise if a shard is not the one that the manifest lists; documents may have been added to it or removed."""
+    again = f"If this is intended, join again: knnlm shards join SHARD... --out {folder} --replace"
+    found = {"model": shard.model, "window": shard.window, "keys": key_identity(shard)}
+    for name, value in found.items():
+        if (expected := getattr(manifest, name)) != value:
+            part = next(key for key in {**expected, **value} if expected.get(key) != value.get(key))
+            raise ModelMismatch(
+                f"{shard.path} is no shard of {folder}: its {name} ({part.replace('_', ' ')}) is {value.get(part)}, "
+                f"not {expected.get(part)}. {again}"
+            )
+    same = shard.generation == listed.generation
+    if shard.generation < listed.generation or (same and shard.fingerprint != listed.fingerprint):
+        raise DatastoreError(f"{shard.path} is another store than the shard of {folder} at this place. {again}")
 
 
 def _starts(sizes: list[int]) -> NDArray[np.int64]:
@@ -633,6 +742,8 @@ def check_folder(folder: Path) -> None:
     """Raise for a folder that contains anything but a store."""
     if folder.exists() and not folder.is_dir():
         raise DatastoreError(f"{folder} is a file. Choose another --out.")
+    if is_sharded(folder):
+        raise DatastoreError(f"{folder} is a sharded store already. Choose another --out.")
     ours = {WRITER_LOCK, READERS_LOCK, *PARTIAL_CATALOG_FILES, DECODER_FOLDER, f"{DECODER_FOLDER}.partial"}
     ours |= {MAP_FILE, CODEC_FILE}
     ours |= {Path(file).with_suffix(".partial").name for file in (MAP_FILE, CODEC_FILE)}

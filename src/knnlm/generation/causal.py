@@ -35,6 +35,7 @@ from transformers.utils.generic import ModelOutput
 from knnlm.datastore.catalog import Catalog
 from knnlm.datastore.compact import compact
 from knnlm.datastore.locks import purge, writer_lock
+from knnlm.datastore.manifest import is_sharded
 from knnlm.datastore.schema import CATALOG_FILE, LOST_FOLDER
 from knnlm.datastore.store import Datastore
 from knnlm.errors import DatastoreError, ModelError, ParameterError
@@ -597,6 +598,11 @@ def _write_mixture(mixture: Mixture, folder: Path, *, copy_store: bool) -> dict[
     """Write the networks of the weights into the folder, and return the rest of the mixture as JSON."""
     specs = mixture.specs
     outside = [spec.label for spec in specs if spec.path and spec.kind != "cache" and Path(spec.path).is_absolute()]
+    if copy_store and mixture.path is not None and is_sharded(mixture.path):
+        raise ModelError(
+            f"{mixture.path} is a sharded store, which copy_store does not copy. Make one store of it: knnlm merge "
+            f"{mixture.path} --out STORE"
+        )
     if copy_store and outside:
         raise ModelError(
             f"{outside[0]}: lies outside the store, and copy_store copies the store only. Copy it by hand."

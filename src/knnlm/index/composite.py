@@ -2,12 +2,14 @@
 
 An approximate index is built once and cannot drop vectors. `FilteredIndex` searches for more neighbours than needed
 and leaves removed ones out, widening the search until there are enough; where the index does not reach enough, it falls
-back to exact search. `ConcatenatedIndex` searches two indexes, one over the first vectors and one over the rest.
+back to exact search. `ConcatenatedIndex` searches two indexes, one over the first vectors and one over the rest;
+`ShardedIndex` searches one index for each shard of a store.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Protocol
 
 import numpy as np
@@ -119,3 +121,30 @@ class ConcatenatedIndex:
         old, new = self.index.search(queries, k), self.newer.search(queries, k)
         new_ids = torch.where(new.ids < 0, new.ids, new.ids + self._first).to(old.ids.device)
         return merge(old, Neighbours(new_ids, new.distances.to(old.distances.device)), k)
+
+
+class ShardedIndex:
+    """The indexes of shards: the ids of each begin at its number in `firsts`."""
+
+    def __init__(self, indexes: Sequence[Index], firsts: Sequence[int]) -> None:
+        self.metric = indexes[0].metric
+        self.indexes, self._firsts = list(indexes), list(firsts)
+
+    def search(self, queries: Tensor, k: int) -> Neighbours:
+        """Return the k nearest vectors of each of (N, D) queries."""
+        found = [index.search(queries, k) for index in self.indexes]
+        return merge_shards(found, self._firsts, k)
+
+
+def merge_shards(found: Sequence[Neighbours], firsts: Sequence[int], k: int) -> Neighbours:
+    """Return the k nearest of all shards by (distance, id), given the k nearest of each and its first id."""
+    device = found[0].ids.device
+    ids = [
+        torch.where(one.ids < 0, one.ids, one.ids + first).to(device) for one, first in zip(found, firsts, strict=True)
+    ]
+    all_ids, all_distances = torch.cat(ids, 1), torch.cat([one.distances.to(device) for one in found], 1)
+    order = all_ids.sort(dim=1, stable=True).indices
+    # Stable: of equal distances, the lower id is first. An id of -1 has the distance inf.
+    nearest = all_distances.gather(1, order).sort(dim=1, stable=True)
+    order = order.gather(1, nearest.indices[:, :k])
+    return Neighbours(all_ids.gather(1, order), nearest.values[:, :k])

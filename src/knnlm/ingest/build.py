@@ -8,9 +8,9 @@ touched, so the time depends only on what is added. Documents whose text is alre
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import closing, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +19,14 @@ from knnlm.datastore.catalog import LANGUAGE_MODEL, Catalog, check_complete
 from knnlm.datastore.codecs import Storage, parse_storage
 from knnlm.datastore.encoder import DeferredEncoder, storage_of
 from knnlm.datastore.locks import purge, writer_lock
+from knnlm.datastore.manifest import is_sharded
 from knnlm.datastore.schema import CATALOG_FILE, segment_folder
 from knnlm.datastore.staging import StagedAddition
 from knnlm.datastore.store import Datastore, check_folder, metadata_of
 from knnlm.errors import CorpusError, DatastoreError, ModelMismatch, ParameterError
 from knnlm.ingest.pipeline import tokenise
 from knnlm.ingest.segment_builder import SegmentBuilder, batch_documents, default_batch_tokens, document_hash
+from knnlm.ingest.shards import ShardText, add_to_shard, parse_shard, split_text
 from knnlm.io import remove_unlisted
 from knnlm.lm.causal import CausalLM
 from knnlm.lm.fingerprint import identity_difference
@@ -57,11 +59,65 @@ def build(
     `keep_on_device` also leaves the keys on the device, as `resident_keys` of the store, where that is possible.
     `language_model` names the model that the store is for, if it is not the reader.
     """
+    return _build(
+        documents,
+        Path(path),
+        lm,
+        window=window,
+        key_format=key_format,
+        segment_entries=segment_entries,
+        batch_tokens=batch_tokens,
+        compile=compile,
+        keep_on_device=keep_on_device,
+        language_model=language_model,
+        progress=progress,
+    )
+
+
+def build_shard(
+    read: Callable[[], Iterable[Document]],
+    path: str | Path,
+    *,
+    shard: str,
+    lm: CausalLM,
+    like: Datastore | None = None,
+    **options: Any,
+) -> Datastore:
+    """Build one shard of a text, such as `2/5`; `knnlm.join_shards` makes one store of all.
+
+    `read` returns all documents of the text at each call. `like` is a store whose offset, map and codec the keys get,
+    which shards after the first need where keys are stored with a fitted codec. `options` are those of `build`.
+    """
+    part = split_text(read, *parse_shard(shard), like=like)
+    return _build(part.documents(), Path(path), lm, shard=part, **options)
+
+
+def _build(
+    documents: Iterable[Document],
+    folder: Path,
+    lm: CausalLM,
+    *,
+    window: WindowShape | None = None,
+    key_format: str = "float16",
+    segment_entries: int | None = None,
+    batch_tokens: int | None = None,
+    compile: bool | None = None,  # noqa: A002
+    keep_on_device: bool = False,
+    language_model: str | None = None,
+    shard: ShardText | None = None,
+    progress: Progress = silent,
+) -> Datastore:
+    """Build a store of documents, which are those of one shard where one is given."""
     storage = parse_storage(key_format, width=lm.width)
-    settings = _settings(lm, window or lm.window(), storage, segment_entries, batch_tokens)
-    folder = Path(path)
+    window = window or lm.window()
+    settings = _settings(lm, window, storage, segment_entries, batch_tokens)
     check_folder(folder)
+    if shard is not None:
+        shard.check(lm, storage)
+        settings |= shard.metadata
     with _open_catalog(folder, settings) as catalog:
+        if shard is not None:
+            shard.prepare(catalog, lm, window, settings["segment_entries"])
         source = DocumentMeter(documents)
         encoder = DeferredEncoder(folder, catalog, storage, width=lm.width)
         with progress("reading", total=source.total_bytes, unit="bytes") as advance:
@@ -101,6 +157,26 @@ def add(
     Documents that a stopped addition had read are not read again; those that are missing now are dropped.
     """
     folder = Path(path)
+    if is_sharded(folder):
+
+        def add_here(place: Path, stored: Callable[[str], bool]) -> Added:
+            return _add(documents, place, lm, stored, wait=wait, progress=progress)
+
+        added, generation = add_to_shard(folder, add_here, wait=wait)
+        return replace(added, generation=generation)
+    return _add(documents, folder, lm, lambda _: False, wait=wait, progress=progress)
+
+
+def _add(
+    documents: Iterable[Document],
+    folder: Path,
+    lm: CausalLM,
+    stored_elsewhere: Callable[[str], bool],
+    *,
+    wait: float,
+    progress: Progress,
+) -> Added:
+    """Add documents to an ordinary store, except those whose hash is stored elsewhere."""
     with writer_lock(folder, wait=wait), closing(Catalog.open(folder / CATALOG_FILE, write=True)) as catalog:
         check_complete(catalog)
         _check_model(catalog, lm)
@@ -110,7 +186,7 @@ def add(
         encoder = DeferredEncoder(folder, staged, storage_of(catalog), width=lm.width)
         source = DocumentMeter(documents)
         with progress("reading", total=source.total_bytes, unit="bytes") as advance:
-            new = _NewDocuments(source, catalog, staged, advance)
+            new = _NewDocuments(source, catalog, staged, advance, stored_elsewhere)
             builder = SegmentBuilder(folder, staged, lm, encoder, source, advance, compile=False, keep_on_device=False)
             _read(new, builder, lm, catalog.get("segment_entries") or default_segment_entries(lm))
             advance(source.take_rest())
@@ -215,15 +291,23 @@ def _skip_stored(documents: DocumentMeter, catalog: Catalog, advance: Advance) -
 class _NewDocuments:
     """The documents that are neither stored nor staged, each text once."""
 
-    def __init__(self, documents: DocumentMeter, catalog: Catalog, staged: StagedAddition, advance: Advance) -> None:
+    def __init__(
+        self,
+        documents: DocumentMeter,
+        catalog: Catalog,
+        staged: StagedAddition,
+        advance: Advance,
+        stored_elsewhere: Callable[[str], bool],
+    ) -> None:
         self.skipped = self.resumed = 0
+        self._stored_elsewhere = stored_elsewhere
         self._documents, self._catalog, self._staged, self._advance = documents, catalog, staged, advance
 
     def __iter__(self) -> Iterator[Document]:
         hashes: set[str] = set()  # of this addition, which is not in the catalog yet
         for document in self._documents:
             sha256 = document_hash(document)
-            if sha256 in hashes or self._catalog.has_text(sha256):
+            if sha256 in hashes or self._catalog.has_text(sha256) or self._stored_elsewhere(sha256):
                 self.skipped += 1
                 self._advance(self._documents.drop_last())
                 continue

@@ -27,6 +27,7 @@ from knnlm.datastore.codecs import Plain
 from knnlm.datastore.encoder import DeferredEncoder
 from knnlm.datastore.schema import VALUES_FILE, SegmentRow, StoredDocument, segment_folder
 from knnlm.datastore.segments import ArrayWriter
+from knnlm.datastore.shards import CALIBRATED
 from knnlm.datastore.store import next_segment, stored_offset, text_hash
 from knnlm.errors import DatastoreError, ModelError
 from knnlm.ingest.pipeline import SegmentWriter, Tokenised, WrittenSegment, collect_keys, free_bytes, is_pipelined
@@ -192,7 +193,8 @@ class SegmentBuilder:
         """Choose offset and compilation by the first batch; a resumed build has chosen them."""
         window = self._window
         if self._first:
-            self._offset = _calibrate(self._lm, batch, window)
+            if self._catalog.get(CALIBRATED) is None:
+                self._offset = calibrate(self._lm, batch, window)
             compiling = self._compiling_pays(batch) if self._compile is None else self._compile
         else:
             compiling = bool(self._catalog.get("compile")) and not self._growing
@@ -318,7 +320,7 @@ class SegmentBuilder:
         self._first = False
 
 
-def _calibrate(lm: CausalLM, batch: DocumentBatch, window: WindowShape) -> Tensor | None:
+def calibrate(lm: CausalLM, batch: DocumentBatch, window: WindowShape) -> Tensor | None:
     """Return the mean of the keys where some are too large for the precision of float16; otherwise None.
 
     Some models have a few dimensions that are thousands of times larger than the rest and hardly vary. Without their

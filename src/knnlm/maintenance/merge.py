@@ -35,6 +35,7 @@ from knnlm.datastore.schema import (
     segment_folder,
 )
 from knnlm.datastore.segments import NewSegment, array_shapes
+from knnlm.datastore.shards import CALIBRATED, SHARD
 from knnlm.datastore.store import Datastore
 from knnlm.errors import DatastoreCorrupt, DatastoreError, ModelMismatch, ParameterError
 from knnlm.index.base import check_metric
@@ -47,7 +48,7 @@ _POSITION = "merged"  # the metadata that holds how far a merge has come
 _MAY_DIFFER = {
     "format", "state", "tunings", "active_tuning", "derived", "segment_entries", "batch_tokens", "compile",
     "generation", "layout", "index_skipped", "next_segment", "next_document", "trained_before_removal", LANGUAGE_MODEL,
-    _POSITION, "offset", "map", "model", REQUESTED_INDEX,
+    _POSITION, "offset", "map", "model", REQUESTED_INDEX, SHARD, CALIBRATED,
 }  # fmt: skip
 
 
@@ -83,7 +84,9 @@ def merge(
         raise ParameterError("Nothing to merge. Name the stores.")
     check_metric(metric)
     with ExitStack() as stack:
-        sources = [stack.enter_context(closing(Datastore.open(path, trust_index=False))) for path in stores]
+        opened = [stack.enter_context(closing(Datastore.open(path, trust_index=False))) for path in stores]
+        # A sharded store is merged as its shards are, one after another.
+        sources = [source for store in opened for source in store.shards or [store]]
         for source in sources:
             check_compatible(sources[0], source)
         if index is None or not _lacks_only_index(folder, sources):
@@ -95,7 +98,7 @@ def merge(
         documents = merged.catalog.document_count()
         return MergeResult(
             store=folder,
-            stores=len(sources),
+            stores=len(stores),
             documents=documents,
             duplicates=read - documents,
             tokens=merged.entry_count,

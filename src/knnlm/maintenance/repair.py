@@ -25,6 +25,7 @@ from knnlm.datastore.catalog import REQUESTED_INDEX, Catalog, drop_fields
 from knnlm.datastore.digests import DigestUpdates, recompute_digests
 from knnlm.datastore.indexes import build_requested_index, cancel_requested_index, request_index, requested_index
 from knnlm.datastore.locks import without_readers, writer_lock
+from knnlm.datastore.manifest import is_sharded
 from knnlm.datastore.schema import (
     CATALOG_FILE,
     GATES_FOLDER,
@@ -85,6 +86,8 @@ def repair(
     """
     folder, begin = Path(path), time.perf_counter()
     _check_catalog_exists(folder)
+    if is_sharded(folder):
+        raise DatastoreError(f"{folder} is a sharded store. Repair its shards, each with: knnlm repair SHARD")
     with writer_lock(folder, wait=wait):
         before = verify(folder, deep=True, progress=progress)
         plan = _plan(folder, before, index=index)

@@ -9,7 +9,7 @@ import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from knnlm.datastore.catalog import Catalog
 from knnlm.datastore.codecs import Codec
 from knnlm.datastore.indexes import open_index
 from knnlm.datastore.integrity import verify_checksum
+from knnlm.datastore.manifest import MANIFEST_FILE, MANIFEST_VERSION, is_sharded, read_manifest
 from knnlm.datastore.schema import (
     ADAPTED_FILE,
     CATALOG_FILE,
@@ -133,6 +134,8 @@ def verify(
     if not (folder / CATALOG_FILE).exists():
         message = f"not a store: it has no {CATALOG_FILE}" if folder.is_dir() else "does not exist"
         raise DatastoreError(f"{folder}: {message}. See knnlm build and knnlm repair.")
+    if is_sharded(folder):
+        return _verify_shards(folder, deep=deep, trust_index=trust_index, progress=progress)
     for _ in range(_MAX_ATTEMPTS):
         before = _contents(folder)
         verification = _Verifier(folder, deep, trust_index).run(progress)
@@ -140,6 +143,45 @@ def verify(
         if verification.sound or before == _contents(folder):
             break
     return verification
+
+
+def _verify_shards(folder: Path, *, deep: bool, trust_index: bool, progress: Progress) -> Verification:
+    """Check every shard of a sharded store, its manifest and what was derived from all of them."""
+    begin = time.perf_counter()
+    own = _Verifier(folder, deep, trust_index)
+    own.files.append(folder / MANIFEST_FILE)
+    found: list[Verification] = []
+    for place in _shard_folders(own):
+        if not (place / CATALOG_FILE).exists():
+            own.problems.append(Problem(str(place), "the shard is missing"))
+            continue
+        one = verify(place, deep=deep, trust_index=trust_index, progress=progress)
+        own.problems += [replace(problem, file=str(place / problem.file)) for problem in one.problems]
+        own.notes += [f"{place}: {note}" for note in one.notes]
+        found.append(one)
+    if all(one.sound for one in found) and not own.problems:
+        own.check_sharded()
+    return Verification(
+        store=folder,
+        deep=deep,
+        format=MANIFEST_VERSION,
+        state="sharded",
+        documents=sum(one.documents for one in found),
+        tokens=sum(one.tokens for one in found),
+        files=len(own.files) + sum(one.files for one in found),
+        bytes=sum(file.stat().st_size for file in own.files if file.is_file()) + sum(one.bytes for one in found),
+        problems=tuple(own.problems),
+        notes=tuple(own.notes),
+        seconds=time.perf_counter() - begin,
+    )
+
+
+def _shard_folders(verifier: _Verifier) -> list[Path]:
+    try:
+        return read_manifest(verifier.folder).folders(verifier.folder)
+    except KnnlmError as error:
+        verifier.problems.append(Problem(MANIFEST_FILE, str(error)))
+        return []
 
 
 def _contents(folder: Path) -> Any:
@@ -198,6 +240,17 @@ class _Verifier:
             notes=tuple(self.notes),
             seconds=time.perf_counter() - self.begin,
         )
+
+    def check_sharded(self) -> None:
+        """Check the manifest of a sharded store, and the files in its own folder; its shards are sound."""
+        with self._collect(CATALOG_FILE), closing(Catalog.open(self.folder / CATALOG_FILE, compare=False)) as catalog:
+            self.problems += [Problem(CATALOG_FILE, f"{SQLITE_ERROR}{line}") for line in catalog.integrity()]
+            self._check_tables(catalog)
+            self._check_missing_gates(catalog)
+        with self._collect(MANIFEST_FILE):
+            Datastore.open(self.folder, trust_index=False).close()
+        self._check_derived()
+        self._check_decoder()
 
     @contextmanager
     def _collect(self, file: str, kind: str = CATALOG) -> Iterator[None]:

@@ -113,17 +113,9 @@ def _matches(document: StoredDocument, query: str) -> bool:
 
 
 def _document(store: Datastore, number: int) -> StoredDocument:
-    """Return a document by a binary search: numbers ascend with entries."""
-    low, high = 0, store.entry_count - 1
-    while low <= high:
-        document = store.document_at((low + high) // 2)
-        if document.number == number:
-            return document
-        if document.number < number:
-            low = document.first_entry + document.entries
-        else:
-            high = document.first_entry - 1
-    raise UnknownDocument(f"The store has no document {number}.")
+    if (document := store.document_numbered(number)) is None:
+        raise UnknownDocument(f"The store has no document {number}.")
+    return document
 
 
 def _metadata(document: StoredDocument) -> dict[str, Any]:

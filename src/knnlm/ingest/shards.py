@@ -1,0 +1,156 @@
+"""Build one shard of a text on each of several machines, and add documents to a sharded store.
+
+The text is split into consecutive parts of whole documents with about as many characters each. Every machine reads all
+of the text to find its part, which is quick beside the model; so the parts depend on the text only, and the documents
+of all shards, one after another, are those of a build on one machine.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, closing
+from dataclasses import asdict, dataclass
+from itertools import accumulate, islice
+from pathlib import Path
+from typing import Any, TypeVar
+
+from knnlm.corpus import Document
+from knnlm.datastore.catalog import Catalog
+from knnlm.datastore.codecs import Storage
+from knnlm.datastore.locks import writer_lock
+from knnlm.datastore.schema import CATALOG_FILE
+from knnlm.datastore.shards import CALIBRATED, SHARD, ShardPart, update_manifest
+from knnlm.datastore.staging import StagedAddition
+from knnlm.datastore.store import Datastore
+from knnlm.errors import CorpusError, ModelMismatch, ParameterError
+from knnlm.ingest.pipeline import tokenise
+from knnlm.ingest.segment_builder import batch_documents, calibrate
+from knnlm.lm.causal import CausalLM
+from knnlm.lm.fingerprint import identity_difference
+from knnlm.lm.windows import WindowShape
+
+_Result = TypeVar("_Result")
+
+ReadText = Callable[[], Iterable[Document]]
+
+
+@dataclass(frozen=True)
+class ShardText:
+    """One part of a text. `like` is a store whose offset, map and codec the keys of the shard get."""
+
+    read: ReadText  # all documents of the text, each time from the first on
+    part: ShardPart
+    like: Datastore | None = None
+
+    def documents(self) -> Iterator[Document]:
+        """Return the documents of the part."""
+        return islice(iter(self.read()), self.part.first, self.part.end)
+
+    @property
+    def metadata(self) -> dict[str, Any]:
+        """The metadata of the shard."""
+        return {SHARD: asdict(self.part)}
+
+    def check(self, lm: CausalLM, storage: Storage) -> None:
+        """Raise if the shard would not fit beside the others."""
+        name = f"{self.part.number}/{self.part.of}"
+        if self.like is None:
+            if storage.fitted and self.part.number > 1:
+                raise ParameterError(
+                    f"All shards need one codec, and keys as {storage} have a fitted one. Build --shard "
+                    f"1/{self.part.of} first, then --shard {name} --like FOLDER with the folder of the first."
+                )
+            return
+        if (change := identity_difference(self.like.model, lm.identity)) is not None:
+            raise ModelMismatch(
+                f"{self.like.path} was built with {self.like.model.get('name')} ({change[0]} {change[1]}), but the "
+                f"loaded model is {lm.name} ({change[0]} {change[2]}). Build --shard {name} with the same model."
+            )
+        if self.like.storage != str(storage):
+            raise ParameterError(
+                f"{self.like.path} has keys as {self.like.storage}, not {storage}. Build --shard {name} with "
+                f"--key-format {self.like.storage}"
+            )
+
+    def prepare(self, catalog: Catalog, lm: CausalLM, window: WindowShape, segment_entries: int) -> None:
+        """Write the offset, map and codec of the keys to the catalog of a new shard."""
+        if catalog.get(CALIBRATED) is not None:
+            return
+        metadata: dict[str, Any] = {CALIBRATED: True}
+        if self.like is None:
+            # By the first documents of the whole text, as a build on one machine does.
+            with closing(tokenise(self.read(), lm)) as tokenised:
+                batch = next(batch_documents(tokenised, segment_entries), None)
+            offset = None if batch is None else calibrate(lm, batch, window)
+            metadata["offset"] = None if offset is None else offset.tolist()
+        else:
+            metadata |= {name: self.like.catalog.get(name) for name in ("offset", "map", "codec")}
+            source = (self.like.shards or [self.like])[0].path
+            for name in ("map", "codec"):
+                if metadata[name] is not None:
+                    file = f"{name}.safetensors"
+                    catalog.path.with_name(file).write_bytes((source / file).read_bytes())
+        catalog.put(**{name: value for name, value in metadata.items() if value is not None})
+
+
+def split_text(read: ReadText, number: int, of: int, *, like: Datastore | None = None) -> ShardText:
+    """Return part `number`, from 1 to `of`, of a text; `read` returns all of its documents at each call."""
+    if not 1 <= number <= of:
+        raise ParameterError(f"There is no shard {number}/{of}: write 1/{of} to {of}/{of}.")
+    sizes = array("q", (len(document.text) + len(document.source_text or "") for document in read()))
+    if len(sizes) < of:
+        raise CorpusError(f"The text has {len(sizes):,} documents, which are too few for {of} shards.")
+    cuts = _cuts(sizes, of)
+    return ShardText(read, ShardPart(number, of, cuts[number - 1], cuts[number], len(sizes)), like)
+
+
+def _cuts(sizes: array[int], of: int) -> list[int]:
+    """Return the first document of each part, followed by the number of documents; no part is empty."""
+    ends = list(accumulate(sizes))
+    cuts, place = [0], 0
+    for part in range(1, of):
+        target = ends[-1] * part // of
+        while place < len(ends) and ends[place] <= target:
+            place += 1
+        # The document across the target belongs to the side on which most of it is.
+        nearer = place < len(ends) and ends[place] - target < target - (ends[place - 1] if place else 0)
+        cuts.append(min(max(place + nearer, cuts[-1] + 1), len(sizes) - (of - part)))
+    return [*cuts, len(sizes)]
+
+
+def parse_shard(text: str) -> tuple[int, int]:
+    """Return the two numbers of `2/5`."""
+    number, slash, of = text.partition("/")
+    if not slash or not number.isdecimal() or not of.isdecimal() or not 1 <= int(number) <= int(of):
+        raise ParameterError(f"Invalid shard {text!r}: write i/n, from 1/n to n/n, such as 2/5.")
+    return int(number), int(of)
+
+
+def choose_shard(store: Datastore) -> int:
+    """Return the shard that documents are added to: that of an interrupted addition, otherwise the smallest."""
+    for number, shard in enumerate(store.shards):
+        if StagedAddition(shard.path, shard.catalog).folders:
+            return number
+    return min(range(len(store.shards)), key=lambda number: store.shards[number].entry_count)
+
+
+def add_to_shard(
+    folder: Path, add: Callable[[Path, Callable[[str], bool]], _Result], *, wait: float
+) -> tuple[_Result, int]:
+    """Call `add` with a shard's folder and whether another shard has a text's hash; also return the new generation."""
+    with writer_lock(folder, wait=wait):
+        with closing(update_manifest(folder)) as store:
+            number, paths = choose_shard(store), [shard.path for shard in store.shards]
+        with ExitStack() as stack:
+            others = [
+                stack.enter_context(closing(Catalog.open(path / CATALOG_FILE)))
+                for place, path in enumerate(paths)
+                if place != number
+            ]
+            try:
+                added = add(paths[number], lambda sha256: any(other.has_text(sha256) for other in others))
+            finally:
+                with closing(update_manifest(folder)) as store:
+                    generation = store.generation
+        return added, generation
