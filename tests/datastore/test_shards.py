@@ -16,6 +16,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 
+from helpers.pairs import pair_lm, pairs
 from helpers.stores import documents, made_store
 from knnlm.datastore.catalog import Catalog
 from knnlm.datastore.compact import compact
@@ -33,6 +34,7 @@ from knnlm.maintenance.export import export
 from knnlm.maintenance.merge import merge
 from knnlm.maintenance.repair import repair
 from knnlm.maintenance.verify import verify
+from knnlm.memories.subset import PairSubsetIndex
 from knnlm.mixture.mixture import Mixture
 from knnlm.server.documents import DocumentService
 
@@ -424,3 +426,22 @@ def test_manifest_with_two_documents_of_one_number_is_corrupt(store_path):
     write_manifest(store_path, replace(manifest, shards=(first, replace(second, documents=first.documents), *rest)))
     with pytest.raises(DatastoreCorrupt, match="two documents have the number 0"):
         Datastore.open(store_path)
+
+
+def test_shards_of_pairs_have_the_subsets_of_one_store(tmp_path):
+    lm, read = pair_lm("marian"), lambda: iter(pairs(12))
+    paths = [tmp_path / "1", tmp_path / "2"]
+    for number, path in enumerate(paths, 1):
+        build_shard(read, path, shard=f"{number}/2", lm=lm).close()
+    join_shards(paths, tmp_path / "sharded")
+    merge(paths, tmp_path / "one")
+    remove(tmp_path / "sharded", where="number=1")
+    remove(tmp_path / "one", where="number=1")
+    sharded, one = Datastore.open(tmp_path / "sharded"), Datastore.open(tmp_path / "one")
+    assert sharded.catalog.source_texts() == one.catalog.source_texts()
+    assert [each.source_text for each in sharded.documents()] == [each.source_text for each in one.documents()]
+    tokens = [tuple(lm.encode_sources([each.source_text])[0]) for each in pairs(12)[4:7]]
+    queries = one.take(torch.tensor([3, 20, 40]))
+    found = [PairSubsetIndex(each, 3, encode=lm.encode_sources).search(queries, 4, tokens) for each in (sharded, one)]
+    assert torch.equal(found[0].ids, found[1].ids)
+    assert torch.equal(found[0].distances, found[1].distances)

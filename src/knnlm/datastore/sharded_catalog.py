@@ -141,12 +141,12 @@ class ShardedCatalog(Catalog):
         """Iterate over the documents in the order of their entries, without loading all."""
         return self._each(lambda catalog: catalog.documents())
 
-    def source_texts(self) -> list[tuple[int, int, str]]:
-        """Return (first entry, number of entries, source text) of every document, in the order of their entries."""
+    def source_texts(self) -> list[tuple[int, int, int, str]]:
+        """Return (number, first entry, entries, source text) of every document, in the order of their entries."""
         return [
-            (first + begin, entries, text)
-            for catalog, begin in zip(self.shards, self._entry_starts, strict=False)
-            for first, entries, text in catalog.source_texts()
+            (_number(listed.documents, number), first + begin, entries, text)
+            for catalog, listed, begin in zip(self.shards, self.manifest.shards, self._entry_starts, strict=False)
+            for number, first, entries, text in catalog.source_texts()
         ]
 
     def documents_of(self, segment: int) -> list[StoredDocument]:
