@@ -7,7 +7,8 @@
 GENERAL and DOMAIN are folders with train, valid and test .jsonl (also .gz, .xz, .zst), a pair a line: the translation
 in `text`, its source in `source`. A small Marian model is trained on the train pairs of GENERAL for a time, or opened
 from --model where it was saved before, and then stays as it is. A store of each DOMAIN is built from train and tuned on
-valid. Systems, all greedy, each on the test sentences of its own domain and of GENERAL:
+valid, the weight of the store by the BLEU of --quality translations. Systems, all greedy, each on the test sentences of
+its own domain and of GENERAL:
 
 - model: without a store.
 - vanilla: the kNN-MT of the paper, with one λ.
@@ -45,6 +46,7 @@ from torch import Tensor
 import knnlm
 from knnlm.corpus import Document, read_documents
 from knnlm.evaluation.quality import TextScores, score_translations
+from knnlm.evaluation.tune import Tuning
 from knnlm.lm.seq2seq import Seq2SeqLM
 from knnlm.mixture.mixture import Mixture
 from knnlm.mixture.spec import MixtureOptions
@@ -57,13 +59,13 @@ SYSTEMS = (
     "brute-force",
     "gated",
     "gated-other",
-    "subset",
     "together",
     "fine-tuned",
+    "subset",
     "ivf-pq",
     "ivf-pq-1024",
 )
-DEFAULT_SYSTEMS = SYSTEMS[:7]
+DEFAULT_SYSTEMS = SYSTEMS[:6]
 IVF_PQ = "IVF4096,PQ64"
 Translate = Callable[[Sequence[str]], list[str]]
 Row = dict[str, Any]
@@ -99,6 +101,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--layers", type=int, default=4, help="of the encoder, and as many of the decoder")
     parser.add_argument("--pairs", type=int, help="pairs of train, of each corpus (default: all)")
     parser.add_argument("--valid", type=int, default=1000, help="pairs of valid to tune on")
+    parser.add_argument("--quality", type=int, default=300, help="of these, translated to choose the stores' weight")
     parser.add_argument("--sentences", type=int, help="sentences of test (default: all)")
     parser.add_argument("--batch", type=int, default=32, help="sentences that are translated together")
     parser.add_argument("--k", type=int, default=16, help="neighbours of vanilla kNN-MT")
@@ -185,15 +188,19 @@ class Run:
         wanted, made = self.options.systems, {}
         if {"vanilla", "brute-force", "ivf-pq", "ivf-pq-1024"} & set(wanted):
             made["vanilla"] = self.opened(domain)
-            tuned = made["vanilla"].tune(domain.valid, weights="fixed", ks=[self.options.k], online=False)
-            print(f"{domain.name}: {tuned.sweep.best if tuned.sweep else None}", flush=True)
+            tuned = made["vanilla"].tune(
+                domain.valid, weights="fixed", ks=[self.options.k], online=False, quality=self.options.quality
+            )
+            print(f"{domain.name}: {tuned.sweep.best if tuned.sweep else None}, {odds_of(tuned)}", flush=True)
         if "gated" in wanted:
             made["gated"] = self.opened(domain)
-            made["gated"].tune(domain.valid)
+            tuned = made["gated"].tune(domain.valid, quality=self.options.quality)
+            print(f"{domain.name}, gated: {odds_of(tuned)}", flush=True)
         for name, subset in (("gated-other", None), ("subset", self.options.subset)):
             if name in wanted:
                 made[name] = self.opened(domain, subset)
-                made[name].tune(domain.valid, other=self.general.valid)
+                tuned = made[name].tune(domain.valid, other=self.general.valid, quality=self.options.quality)
+                print(f"{domain.name}, {name}: {odds_of(tuned)}", flush=True)
         return made
 
     def opened(self, domain: Corpus, subset: int | None = None) -> Mixture:
@@ -218,7 +225,10 @@ class Run:
         first, *others = [self.store(domain) for domain in self.domains]
         memories = ",".join(["knn", *(f"knn={other}" for other in others)])
         mixture = Mixture.open(first, self.lm, memories=memories, use_tuned=False)
-        mixture.tune([pair for domain in self.domains for pair in domain.valid], other=self.general.valid)
+        # In turns, so that the pairs that are translated are of all domains.
+        valid = [pair for pairs in zip(*(domain.valid for domain in self.domains), strict=False) for pair in pairs]
+        tuned = mixture.tune(valid, other=self.general.valid, quality=self.options.quality)
+        print(f"together: {odds_of(tuned)}", flush=True)
         return mixture
 
     def fine_tuned(self, domain: Corpus) -> Mixture:
@@ -276,6 +286,13 @@ class Run:
             made.append({"store": domain.name, "system": name, "sentence": own[0], "step": own[1], **ratios})
             print(json.dumps(made[-1]), flush=True)
         return made
+
+
+def odds_of(tuned: Tuning) -> str:
+    """Describe the choice of the odds by BLEU."""
+    if tuned.odds is None:
+        return "as fitted"
+    return f"odds × {tuned.odds.factor:g} of {[(own.factor, round(own.bleu, 2)) for own in tuned.odds.figures]}"
 
 
 def seconds_of(translate: Translate, sources: Sequence[str]) -> float:

@@ -50,7 +50,7 @@ ORDER = {
     "ingest": "pipeline segment_builder shards build",
     "memories": "base decoder ngram output voting cache subset knn",
     "mixture": "em readers evidence gate online weights layer repetition support spec saved loader mixture",
-    "evaluation": "evaluate continuations overlap samples explain quality trace sweep support tune",
+    "evaluation": "evaluate continuations overlap samples explain quality odds trace sweep support tune",
     "generation": "cache causal chat seq2seq",
     "training": "initial_model prune trainer data metric_learning output_matrix teacher decoder adapt",
     "maintenance": "export import_ merge verify repair",

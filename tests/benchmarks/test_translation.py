@@ -105,7 +105,18 @@ def corpora(tmp_path):
 
 def test_whole_run_has_a_row_for_each_system_and_text(corpora, tmp_path, monkeypatch, capsys):
     sizes = ["--width", "16", "--layers", "1", "--vocabulary", "300", "--train-seconds", "1", "--tune-seconds", "1"]
-    sizes += ["--systems", ",".join(translation.DEFAULT_SYSTEMS), "--timed", "4", "--repeats", "1", "--subset", "8"]
+    sizes += [
+        "--systems",
+        ",".join([*translation.DEFAULT_SYSTEMS, "subset"]),
+        "--timed",
+        "4",
+        "--repeats",
+        "1",
+        "--quality",
+        "2",
+        "--subset",
+        "8",
+    ]
     arguments = ["translation.py", *map(str, corpora), *sizes, "--model", str(tmp_path / "model"), "--k", "4"]
     monkeypatch.setattr(sys, "argv", [*arguments, "--json", str(tmp_path / "rows.json")])
     monkeypatch.setattr(translation, "NEW_TOKENS", 12)

@@ -296,3 +296,18 @@ def test_texts_that_cannot_be_read_twice_are_refused(folder, capfd):
     assert "standard input" in failure(capfd, "eval", folder / "pairs.store", "-", "--quality")
     given = ["eval", folder / "pairs.store", folder / "stored.jsonl", "--source-field", "text"]
     assert "cannot be both text and source" in failure(capfd, *given)
+
+
+def test_tune_by_the_quality_of_translations(folder, tmp_path, capfd):
+    store = tmp_path / "quality.store"
+    shutil.copytree(folder / "pairs.store", store)
+    arguments = ["tune", store, folder / "valid.tsv", "--memories", "knn", "--weights", "fixed", "--quality", 4]
+    code, out, err = knnlm(capfd, *arguments, "--json")
+    assert code == 0, err
+    found = json.loads(out)
+    assert [own["factor"] for own in found["odds"][:3]] == [0, 1, 2]
+    best = max(found["odds"][1:], key=lambda own: own["bleu"])
+    code, out, _ = knnlm(capfd, *arguments)
+    assert f"BLEU {best['bleu']:.2f}, chrF {best['chrf']:.2f}, chosen" in " ".join(out.split())
+    trace = ["tune", store, "--trace", tmp_path / "trace", "--quality", 4]
+    assert "need the model" in failure(capfd, *trace)

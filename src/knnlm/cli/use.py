@@ -55,6 +55,7 @@ if TYPE_CHECKING:
     from knnlm.corpus import Document
     from knnlm.evaluation.evaluate import Evaluation
     from knnlm.evaluation.explain import TokenExplanation
+    from knnlm.evaluation.odds import ChosenOdds
     from knnlm.evaluation.quality import TranslationQuality
     from knnlm.evaluation.support import SupportFigures
     from knnlm.evaluation.tune import Tuning
@@ -125,6 +126,15 @@ class GridFlags:
             show_default=False,
         ),
     ] = None
+    quality: Annotated[
+        int,
+        typer.Option(
+            help="Of pairs: also translate this many sentences, several times, and choose the weight of the memories "
+            "by their BLEU.",
+            min=0,
+            show_default="0: the weights that predict the targets best",
+        ),
+    ] = 0
 
     @property
     def values(self) -> dict[str, Any]:
@@ -177,10 +187,13 @@ def tune(
     grid.check()
     if (trace is None) == (not text):
         raise ParameterError("Give either TEXT or --trace to tune on.")
-    if trace is not None and (metric, subset, limit, model, grid.samples, grid.other) != (None,) * 6:
+    if trace is not None and (metric, subset, limit, model, grid.samples, grid.other, grid.quality) != (
+        *(None,) * 6,
+        0,
+    ):
         raise ParameterError(
-            "--metric, --subset, --limit and --model are those of the trace; --samples and --other need the model. "
-            "Leave them out."
+            "--metric, --subset, --limit and --model are those of the trace; --samples, --other and --quality need the "
+            "model. Leave them out."
         )
     if trace:
         chosen_on, result = _tune_trace(store, trace, grid)
@@ -195,7 +208,7 @@ def tune(
         other = read(grid.other) if grid.other else ()
         mixture = open_mixture(store, model, machine, memories=_memories(store, grid), use_tuned=False, **searching)
         options = {"weights": grid.weights or "gated", "online": not grid.no_online, "limit": limit, **grid.values}
-        options |= {"samples": grid.samples, "other": other}
+        options |= {"samples": grid.samples, "other": other, "quality": grid.quality}
         result = mixture.tune(documents, sources=chosen_on, progress=bar, **options)
     _show_tuning(store, chosen_on, result, json=json)
 
@@ -282,6 +295,7 @@ def _show_tuning(store: Path, chosen_on: list[str], result: Tuning, *, json: boo
         mixed: dict[str, Any] = {"memories": [spec.as_dict() for spec in result.specs]}
         mixed |= {"weights": result.weights.kind, "online": result.online.as_dict() if result.online else None}
         mixed["support"] = result.support_figures.as_dict() if result.support_figures else None
+        mixed["odds"] = [own.as_dict() for own in result.odds.figures] if result.odds else None
         texts |= {"leaked_documents": result.leaked_documents, "sweep_seconds": result.seconds}
         print_json({"store": str(store), **texts, **mixed, **figures})
         return
@@ -297,11 +311,23 @@ def _show_tuning(store: Path, chosen_on: list[str], result: Tuning, *, json: boo
         *online_rows(result.online),
         ("perplexity", f"{figures_shown} on that text; measure on another with knnlm eval"),
         *support_rows(result.support_figures),
+        *_odds_rows(result.odds),
         ("time", f"{tried:,} settings and the weights in {result.seconds:.1f} s"),
     ]
     if at_edge:
         rows.append(("note", f"the best value is the last one tried of: {', '.join(at_edge)}"))
     print_table([*rows, *leak_warning(result.leaked_documents, result.documents, "the choice does not generalise")])
+
+
+def _odds_rows(odds: ChosenOdds | None) -> list[tuple[str, str]]:
+    """Return a row for each factor of the odds that was tried."""
+    rows = []
+    for own in odds.figures if odds else ():
+        name = f"odds × {own.factor:g}" if own.factor else "model alone"
+        other = "" if own.other_bleu is None else f"; other text: BLEU {own.other_bleu:.2f}"
+        chosen = ", chosen" if odds and own.factor == odds.factor else ""
+        rows.append((name, f"BLEU {own.bleu:.2f}, chrF {own.chrf:.2f}{other}{chosen}"))
+    return rows
 
 
 def evaluate(

@@ -13,6 +13,7 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields, replace
+from itertools import islice
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -33,11 +34,13 @@ from knnlm.evaluation.evaluate import (
     score_sums,
     summarise,
 )
+from knnlm.evaluation.odds import ChosenOdds, choose_odds
 from knnlm.evaluation.samples import check_sample_count, sample_documents
 from knnlm.evaluation.support import SupportFigures, fit_support
 from knnlm.evaluation.sweep import KS, Grid, Sweep, sweep, totals_of
 from knnlm.evaluation.trace import MemoryTrace, Trace, record, to_tensor
 from knnlm.io import translate_os_errors
+from knnlm.lm.causal import CausalLM
 from knnlm.memories.decoder import DecoderCard, set_lambda
 from knnlm.memories.voting import NeighbourMemory, VoteParams
 from knnlm.mixture.em import fit, log_mixed
@@ -94,6 +97,7 @@ class Tuning:
     online: OnlineConfig | None = None  # None: without online weights
     support: SupportModel | None = None  # None: too few tokens to train it
     support_figures: SupportFigures | None = None  # of documents that the support was not trained on
+    odds: ChosenOdds | None = None  # None: not chosen by the quality of translations
 
     @property
     def lmbda(self) -> float | None:
@@ -117,13 +121,15 @@ def tune(
     online: bool = True,
     samples: int | None = None,
     other: Iterable[Document] = (),
+    quality: int = 0,
     batch_tokens: int | None = None,
     progress: Progress = silent,
 ) -> Tuning:
     """Read a text once, choose settings and weights on it, save them in the store and apply them to the mixture.
 
     A gate with online weights is trained also on `samples` tokens that the model writes (None: as many as the text has,
-    at most 60,000) and on `other` documents, of other domains than the store's, with at most `limit` tokens.
+    at most 60,000) and on `other` documents, of other domains than the store's, with at most `limit` tokens. The weight
+    of memories of pairs is then chosen by the BLEU of `quality` translations; 0: as fitted.
     """
     store = mixture.store
     if store is None and mixture.path is not None and is_decoder(mixture.path):
@@ -131,42 +137,48 @@ def tune(
     if store is None:
         raise ParameterError("Only a mixture with a store can be tuned. Open it with Mixture.open.")
     check_weights(weights)
-    check_sample_count(samples or 0)
+    _check_texts(mixture.lm, samples=samples, quality=quality)
     if other and not (online and weights == "gated"):
         raise ParameterError("Text of another domain trains a gate with online weights; other weights do not use it.")
-    if samples and mixture.lm.reads_audio:
-        raise ParameterError(f"{mixture.lm.name} reads sounds, of which none can be made up: leave out --samples.")
-    specs = mixture.specs
-    grid = grid or Grid.of()
+    if quality:
+        documents, other = list(documents), list(other)
+    specs, grid = mixture.specs, grid or Grid.of()
+    reading: dict[str, Any] = {"k": max(grid.ks or KS), "batch_tokens": batch_tokens, "progress": progress}
     # Locked before the text is read, so that the time is not lost where the result cannot be saved.
     with writer_lock(store.path), scratch(store.path) as folder:
-        trace = record(
-            mixture,
-            documents,
-            folder / "trace",
-            k=max(grid.ks or KS),
-            sources=sources,
-            limit=limit,
-            batch_tokens=batch_tokens,
-            progress=progress,
-        )
+        trace = record(mixture, documents, folder / "trace", sources=sources, limit=limit, **reading)
         elsewhere = None
-        most = 0 if mixture.lm.reads_audio else MAX_SAMPLES
-        count = min(len(trace), most) if samples is None else samples
         if online and weights == "gated":
+            most = 0 if mixture.lm.reads_audio else MAX_SAMPLES
+            count = min(len(trace), most) if samples is None else samples
             written = sample_documents(mixture.lm, count, progress=progress) if count else []
             if negative := [*written, *first_documents(other, mixture.lm, limit)]:
-                reading: dict[str, Any] = {"batch_tokens": batch_tokens, "progress": progress}
-                elsewhere = record(mixture, negative, folder / "samples", k=max(grid.ks or KS), **reading)
+                elsewhere = record(mixture, negative, folder / "samples", **reading)
         options: dict[str, Any] = {"device": str(mixture.lm.device), "progress": progress}
         # Of a translation, no token is given, so that evidence would be missing where it is generated.
         options["evidence"] = not mixture.lm.has_encoder
         result = tune_trace(
             trace, store, weights=weights, grid=grid, specs=specs, online=online, samples=elsewhere, **options
         )
+        if quality:
+            apply_tuning(mixture, result)
+            some, others = list(islice(documents, quality)), list(islice(other, quality))
+            odds = choose_odds(mixture, some, other=others, progress=progress)
+            result = replace(result, weights=odds.weights, odds=odds)
         save_result(store.path, result, trace)
     apply_tuning(mixture, result)
     return result
+
+
+def _check_texts(lm: CausalLM, *, samples: int | None, quality: int) -> None:
+    """Raise ParameterError where a model can neither write nor translate the texts that are asked for."""
+    check_sample_count(samples or 0)
+    if samples and lm.reads_audio:
+        raise ParameterError(f"{lm.name} reads sounds, of which none can be made up: leave out --samples.")
+    if quality < 0:
+        raise ParameterError(f"The number of translations must be at least 0, not {quality}.")
+    if quality and (lm.reads_audio or not lm.has_encoder):
+        raise ParameterError(f"{lm.name} does not translate texts, so it has no quality of translations.")
 
 
 def tune_trace(
@@ -331,6 +343,7 @@ def save_result(path: Path, result: Tuning, trace: Trace) -> None:
                 "tokens": result.tokens,
                 "base_perplexity": result.base_perplexity,
                 "perplexity": result.perplexity,
+                "odds": [own.as_dict() for own in result.odds.figures] if result.odds else None,
             },
         ),
         tensors,

@@ -432,6 +432,7 @@ class Mixture:
         online: bool = True,
         samples: int | None = None,
         other: Iterable[Document] = (),
+        quality: int = 0,
         sources: Sequence[str] = (),
         limit: int | None = None,
         batch_tokens: int | None = None,
@@ -442,7 +443,8 @@ class Mixture:
         `weights` is fixed, fitted, buckets or gated. `ks`, `knn_temperatures` and `lambdas` are the values to try.
         `online` adds online weights, which return to the language model in a text that the memories predict worse; a
         gate is then trained also on `samples` tokens that the model writes, by default as many as the documents have,
-        and on `other` documents, which should be predicted as by the model alone.
+        and on `other` documents, which should be predicted as by the model alone. Of an encoder-decoder model, the
+        weight of the memories is then chosen by the BLEU of the first `quality` translations; 0: as fitted.
         """
         from knnlm.evaluation.sweep import Grid
         from knnlm.evaluation.tune import tune
@@ -450,7 +452,7 @@ class Mixture:
         grid = Grid.of(ks, knn_temperatures, lambdas)
         reading: dict[str, Any] = {"limit": limit, "batch_tokens": batch_tokens, "progress": progress}
         chosen: dict[str, Any] = {"weights": weights, "grid": grid, "online": online, "samples": samples}
-        chosen["other"] = other
+        chosen |= {"other": other, "quality": quality}
         return tune(self, documents, sources=sources, **chosen, **reading)
 
     def record(

@@ -389,3 +389,31 @@ def equal_weights(memories: Sequence[Memory], lmbda: float) -> FixedWeights:
 def nearest(distances: Tensor) -> Tensor:
     """Return the (N,) distance of the nearest neighbour; inf = none."""
     return distances[:, 0] if distances.shape[1] else distances.new_full((len(distances),), torch.inf)
+
+
+def multiply_odds(weights: Weights, factor: float) -> Weights:
+    """Return weights whose odds of memories against the language model are multiplied; of a gate, each network's."""
+    if not (math.isfinite(factor) and factor > 0):
+        raise ParameterError(f"odds are multiplied by a number above 0, not {factor}.")
+    if factor == 1:
+        return weights
+    if isinstance(weights, FixedWeights):
+        values = _multiplied(torch.tensor(weights.values, dtype=torch.float64), factor)
+        return replace(weights, values=tuple(values.tolist()))
+    if isinstance(weights, BucketWeights):
+        table = _multiplied(weights.buckets.table, factor)
+        return replace(weights, buckets=replace(weights.buckets, table=table))
+    if isinstance(weights, GatedWeights):
+        cheap = None if weights.cheap is None else _multiply_gate(weights.cheap, factor)
+        return replace(weights, gate=_multiply_gate(weights.gate, factor), cheap=cheap)
+    raise ParameterError(f"The odds of {weights.kind} weights cannot be multiplied.")
+
+
+def _multiply_gate(gate: Gate, factor: float) -> Gate:
+    return replace(gate, starts=_multiplied(gate.starts, factor), fitted=_multiplied(gate.fitted, factor))
+
+
+def _multiplied(weights: Tensor, factor: float) -> Tensor:
+    """Multiply all but the first of (..., M) weights, so that they sum to 1 again."""
+    scaled = torch.cat([weights[..., :1], factor * weights[..., 1:]], -1)
+    return scaled / scaled.sum(-1, keepdim=True)

@@ -1,0 +1,94 @@
+"""Choose by the quality of translations how far the memories are trusted.
+
+Weights are fitted to the probabilities of the tokens of held-out targets, where every earlier token is right. A model
+that knows a domain badly writes better translations with a larger weight of its memories than these probabilities
+suggest, because its own choices lead it away from the domain. So the odds of the memories against the model are
+multiplied by a few factors, and the one with the best BLEU of held-out translations is taken. Text of another domain
+must not lose by it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from knnlm.corpus import Document
+from knnlm.errors import CorpusError
+from knnlm.evaluation.quality import TextScores, score_translations
+from knnlm.mixture.mixture import Mixture
+from knnlm.mixture.weights import Weights, multiply_odds
+from knnlm.progress import Progress, silent
+
+FACTORS = (1.0, 2.0, 4.0, 8.0, 16.0)
+MAX_LOSS = 0.25  # BLEU that text of another domain may lose against the model alone
+
+
+@dataclass(frozen=True)
+class OddsFigures:
+    """The quality of translations with one factor of the odds."""
+
+    factor: float  # 0: the model alone
+    bleu: float
+    chrf: float
+    other_bleu: float | None = None  # of text of another domain; None: there is none
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the figures as JSON types."""
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class ChosenOdds:
+    """Weights with the best factor, and the figures of all that were tried, the model alone first."""
+
+    weights: Weights
+    factor: float
+    figures: tuple[OddsFigures, ...]
+
+
+def choose_odds(
+    mixture: Mixture, pairs: Sequence[Document], *, other: Sequence[Document] = (), progress: Progress = silent
+) -> ChosenOdds:
+    """Translate pairs with each factor, and return the weights with the best BLEU; larger factors end with two losses.
+
+    `other` are pairs of another domain. The mixture keeps its weights.
+    """
+    if not pairs:
+        raise CorpusError("There are no pairs to translate.")
+    score_translations(["a"], ["a"])  # raises before the translations if the package is missing
+    fitted, figures = mixture.weights, list[OddsFigures]()
+    with progress("translating", total=(1 + len(FACTORS)) * (len(pairs) + len(other)), unit="sentences") as advance:
+        for factor in (0.0, *FACTORS):
+            mixture.weights = multiply_odds(fitted, factor or 1.0)
+            try:
+                own = _translate(mixture, pairs, use_memory=factor > 0)
+                elsewhere = _translate(mixture, other, use_memory=factor > 0) if other else None
+            finally:
+                mixture.weights = fitted
+            figures.append(OddsFigures(factor, own.bleu, own.chrf, elsewhere.bleu if elsewhere else None))
+            advance(len(pairs) + len(other))
+            if factor and _ended(figures):
+                break
+    best = best_factor(figures)
+    return ChosenOdds(multiply_odds(fitted, best), best, tuple(figures))
+
+
+def best_factor(figures: Sequence[OddsFigures]) -> float:
+    """Return the factor with the best BLEU among those that keep other text; the smallest one if none does."""
+    alone, *tried = figures
+    kept = [own for own in tried if own.other_bleu is None or own.other_bleu >= (alone.other_bleu or 0) - MAX_LOSS]
+    return max(kept, key=lambda own: own.bleu).factor if kept else tried[0].factor
+
+
+def _ended(figures: Sequence[OddsFigures]) -> bool:
+    """Whether the last two factors were each worse than the one before, or the last one loses other text."""
+    alone, *tried = figures
+    worse = len(tried) > 2 and tried[-1].bleu < tried[-2].bleu < tried[-3].bleu
+    lost = (tried[-1].other_bleu or 0) < (alone.other_bleu or 0) - MAX_LOSS
+    return worse or lost
+
+
+def _translate(mixture: Mixture, pairs: Sequence[Document], *, use_memory: bool) -> TextScores:
+    found = mixture.translate([pair.source_text or "" for pair in pairs], use_memory=use_memory, num_beams=1)
+    return score_translations(found, [pair.text for pair in pairs])

@@ -1,0 +1,108 @@
+"""The odds of memories: multiplied by hand, and chosen by the BLEU of translations."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from helpers.pairs import pair_lm, pairs
+from knnlm.errors import CorpusError, ParameterError
+from knnlm.evaluation.odds import OddsFigures, best_factor, choose_odds
+from knnlm.evaluation.quality import score_translations
+from knnlm.ingest.build import build
+from knnlm.mixture.mixture import Mixture
+from knnlm.mixture.weights import Buckets, BucketWeights, FixedWeights, multiply_odds
+
+VALID = pairs(12, start=60)
+
+
+@pytest.fixture(scope="module")
+def lm():
+    return pair_lm("marian")
+
+
+@pytest.fixture(scope="module")
+def path(lm, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("odds") / "pairs.store"
+    build(pairs(24), folder, lm=lm).close()
+    return folder
+
+
+@given(st.lists(st.floats(0.01, 1), min_size=2, max_size=4), st.floats(0.1, 20))
+def test_odds_of_fixed_weights_are_multiplied(values, factor):
+    before = [value / sum(values) for value in values]
+    after = multiply_odds(FixedWeights(tuple(before)), factor).values
+    assert sum(after) == pytest.approx(1)
+    for one, other in zip(before[1:], after[1:], strict=True):
+        assert other / after[0] == pytest.approx(factor * one / before[0])
+
+
+def test_odds_of_buckets_are_multiplied():
+    table = torch.tensor([[0.5, 0.5], [0.9, 0.1], [1.0, 0.0]], dtype=torch.float64)
+    weights = multiply_odds(BucketWeights(Buckets(torch.tensor([2.0], dtype=torch.float64), table), 0), 3)
+    found = weights.compute(torch.tensor([[1.0], [3.0], [torch.inf]]), torch.zeros(3, 2, dtype=torch.bool))
+    torch.testing.assert_close(found, torch.tensor([[0.25, 0.75], [0.75, 0.25], [1.0, 0.0]]))
+
+
+def test_odds_of_each_network_of_a_gate_are_multiplied(lm, path):
+    mixture = Mixture.open(path, lm, memories="knn", use_tuned=False)
+    weights = mixture.tune(VALID).weights
+    nets = weights.gate.nets.each(lambda tensor: tensor[:1])
+    single = replace(weights, gate=replace(weights.gate, nets=nets, starts=weights.gate.starts[:1], trust=1.0))
+    features = torch.randn(5, len(weights.gate.feature_names))
+    abstains = torch.zeros(5, weights.gate.starts.shape[1], dtype=torch.bool)
+    before, after = (each.gate.weights(features, abstains) for each in (single, multiply_odds(single, 4)))
+    torch.testing.assert_close(after[:, 1:] / after[:, :1], 4 * before[:, 1:] / before[:, :1])
+
+
+@pytest.mark.parametrize("factor", [0, -1, float("nan"), float("inf")])
+def test_odds_are_multiplied_by_a_positive_number_only(factor):
+    with pytest.raises(ParameterError, match="above 0"):
+        multiply_odds(FixedWeights((0.5, 0.5)), factor)
+
+
+def figures(*rows):
+    return [OddsFigures(factor, bleu, 0.0, other) for factor, bleu, other in rows]
+
+
+def test_best_factor_keeps_text_of_another_domain():
+    assert best_factor(figures((0, 1, None), (1, 5, None), (2, 7, None), (4, 6, None))) == 2
+    assert best_factor(figures((0, 1, 40), (1, 5, 40.1), (2, 7, 39.7), (4, 8, 39))) == 1
+    assert best_factor(figures((0, 1, 40), (1, 5, 39.8), (2, 7, 39.8))) == 2
+    assert best_factor(figures((0, 1, 40), (1, 5, 30), (2, 7, 20))) == 1
+
+
+def test_figures_equal_translations_with_the_multiplied_weights(lm, path):
+    mixture = Mixture.open(path, lm, memories="knn", lmbda=0.2, k=4, knn_temperature=10.0)
+    other = pairs(5, start=90)
+    chosen = choose_odds(mixture, VALID, other=other)
+    assert mixture.lmbda == pytest.approx(0.2)
+    assert [own.factor for own in chosen.figures[:2]] == [0, 1]
+    for own in chosen.figures:
+        lmbda = own.factor * 0.2 / (0.8 + own.factor * 0.2)
+        single = Mixture.open(path, lm, memories="knn", lmbda=lmbda, k=4, knn_temperature=10.0)
+        for documents, found in ((VALID, own.bleu), (other, own.other_bleu)):
+            texts = single.translate([pair.source_text for pair in documents])
+            assert found == pytest.approx(score_translations(texts, [pair.text for pair in documents]).bleu)
+    assert chosen.factor == best_factor(chosen.figures)
+
+
+def test_tuning_by_quality_is_saved_with_its_figures(lm, path):
+    result = Mixture.open(path, lm, memories="knn", use_tuned=False).tune(VALID, weights="fixed", quality=6)
+    fitted = Mixture.open(path, lm, memories="knn", use_tuned=False).tune(VALID, weights="fixed")
+    odds = result.lmbda / (1 - result.lmbda)
+    assert odds == pytest.approx(result.odds.factor * fitted.lmbda / (1 - fitted.lmbda))
+    again = Mixture.open(path, lm, memories="knn", use_tuned=False).tune(VALID, weights="fixed", quality=6)
+    assert Mixture.open(path, lm).lmbda == pytest.approx(again.lmbda)
+
+
+def test_quality_without_translations_is_refused(lm, path):
+    mixture = Mixture.open(path, lm, memories="knn", use_tuned=False)
+    with pytest.raises(ParameterError, match="at least 0, not -1"):
+        mixture.tune(VALID, quality=-1)
+    with pytest.raises(CorpusError, match="no pairs"):
+        choose_odds(mixture, [])
