@@ -270,20 +270,20 @@ class DocumentMeter(Iterator[Document]):
     by `take`, which is called when a document has been processed, possibly long after it was read.
     """
 
-    def __init__(self, documents: Iterable[Document]) -> None:
+    def __init__(self, documents: Iterable[Document], *, total_bytes: int | None = None) -> None:
         self._documents = iter(documents)
         self._reader = documents if isinstance(documents, DocumentReader) else None
         self._counted = 0 if self._reader is None else self._reader.bytes_returned
         self._sizes: deque[int] = deque()
-        self.total_bytes: int | None = None
+        self.total_bytes = total_bytes
         if self._reader is not None:
             self.total_bytes = self._reader.total_bytes
         elif isinstance(documents, Sequence):
-            self.total_bytes = sum(map(_text_bytes, documents))
+            self.total_bytes = sum(map(text_bytes, documents))
 
     def __next__(self) -> Document:
         document = next(self._documents)
-        self._sizes.append(_text_bytes(document) if self._reader is None else self._new_bytes(self._reader))
+        self._sizes.append(text_bytes(document) if self._reader is None else self._new_bytes(self._reader))
         return document
 
     def take(self, count: int) -> int:
@@ -304,7 +304,8 @@ class DocumentMeter(Iterator[Document]):
         return self._counted - before
 
 
-def _text_bytes(document: Document) -> int:
+def text_bytes(document: Document) -> int:
+    """Return the UTF-8 bytes of a document's text, and of its source text."""
     return len((document.text + (document.source_text or "")).encode("utf-8", "surrogatepass"))
 
 
@@ -640,7 +641,7 @@ def _read_dataset(name: str, names: _FieldNames, count: _Count) -> Iterator[Docu
         rows = _import("datasets", "datasets", name).load_dataset(dataset, split=split, streaming=True)
         for number, row in enumerate(rows, start=1):
             for document in _read_record(row, names, f"{label}:{number}", null_is_empty=True):
-                count(_text_bytes(document))
+                count(text_bytes(document))
                 yield document
 
     try:

@@ -188,6 +188,36 @@ def check_by_brute_force(found, queries, keys, metric, k) -> None:
     assert (found.ids[:, count:] == -1).all()
 
 
+@pytest.mark.slow
+@settings(max_examples=15)
+@given(data=st.data())
+def test_any_changes_leave_the_neighbours_of_one_store(lm, joined, data):
+    """Additions, removals, compactions and indexes, of the sharded store and of single shards."""
+    with tempfile.TemporaryDirectory() as place:
+        path, start = shutil.copytree(joined, Path(place) / "whole"), 100
+        numbers = {document.id: document.number for document in Datastore.open(path).documents()}
+        for step in range(data.draw(st.integers(1, 6))):
+            target = data.draw(st.sampled_from([path, path, path / "shard-1", path / "shard-4"]))
+            action = data.draw(st.sampled_from(["add", "add", "remove", "compact"]))
+            stored = [document.id for document in Datastore.open(target).documents()]
+            if action == "add":
+                count = data.draw(st.integers(1, 3))
+                add(documents(count, start=start), target, lm=lm)
+                start += count
+            elif action == "remove" and stored:
+                remove(target, document=data.draw(st.sampled_from(stored)))
+            elif action == "compact":
+                compact(target)
+            merge([path], Path(place) / f"one-{step}")
+            check_equal(path, Path(place) / f"one-{step}")
+            if target == path and action != "compact":  # numbers are final from here on
+                now = {document.id: document.number for document in Datastore.open(path).documents()}
+                assert all(numbers.get(name, number) == number for name, number in now.items())
+                numbers |= now
+        assert len(set(numbers.values())) == len(numbers)
+        assert verify(path, deep=True).sound
+
+
 def test_indexes_of_shards_are_searched_and_merged(store_path):
     with closing(Datastore.open(store_path)) as store:
         exact = open_index(store).search(store.take(torch.arange(0, store.key_count, 5)), 10)

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from helpers import oracle
 from helpers.vectors import Array
 from knnlm.index.base import Neighbours
+from knnlm.index.composite import merge_shards
 from knnlm.index.faiss import FaissIndex
 from knnlm.index.rerank import RerankedIndex, exact_distances, merge, rerank
 
@@ -183,3 +184,37 @@ def test_merge_equals_sorting(data):
         approximate = dict(zip(names[row].tolist(), both[row].tolist(), strict=True))
         assert [approximate[name] for name in merged.ids[row].tolist()] == merged.distances[row].tolist()
         assert len(set(merged.ids[row].tolist())) == merged.ids.shape[1]
+
+
+@given(st.integers(0, 2**32 - 1), st.integers(1, 9), st.lists(st.integers(0, 12), min_size=1, max_size=4))
+def test_shards_are_merged_by_distance_and_number(seed, k, sizes):
+    """Few different distances, so that most are ties; against a sort of all in NumPy."""
+    generator = np.random.default_rng(seed)
+    firsts = [0, *np.cumsum(sizes).tolist()][:-1]
+    all_distances = [generator.integers(0, 4, (3, size)).astype(np.float32) for size in sizes]
+    found = []
+    for distances in all_distances:
+        # An index may return equal distances in any order.
+        order = np.lexsort((generator.random(distances.shape), distances), axis=1)[:, :k]
+        kept = np.sort(distances, 1)[:, :k]
+        allowed = np.stack([_first_of_ties(row, order_row) for row, order_row in zip(distances, order, strict=True)])
+        missing = ((0, 0), (0, k - kept.shape[1]))
+        ids = torch.from_numpy(np.pad(allowed, missing, constant_values=-1))
+        found.append(Neighbours(ids, torch.from_numpy(np.pad(kept, missing, constant_values=np.inf))))
+    merged = merge_shards(found, firsts, k)
+    whole = np.concatenate(all_distances, 1)
+    expected = np.argsort(whole, axis=1, kind="stable")[:, :k]
+    count = expected.shape[1]
+    np.testing.assert_array_equal(merged.ids[:, :count], expected)
+    np.testing.assert_array_equal(merged.distances[:, :count], np.take_along_axis(whole, expected, 1))
+    assert (merged.ids[:, count:] == -1).all()
+
+
+def _first_of_ties(distances, order):
+    """Return the ids of an order with those of equal distances replaced by the first ones, in the given order."""
+    chosen = order.copy()
+    for value in np.unique(distances[order]):
+        places = np.flatnonzero(distances[order] == value)
+        first = np.flatnonzero(distances == value)[: len(places)]
+        chosen[places] = first[np.argsort(np.argsort(order[places]))]
+    return chosen

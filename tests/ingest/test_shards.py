@@ -38,7 +38,7 @@ def test_parts_are_consecutive_and_not_empty(sizes, count):
 
 
 @given(st.lists(st.integers(1, 50), min_size=40, max_size=80), st.integers(1, 5))
-def test_parts_have_about_as_many_characters_each(sizes, count):
+def test_parts_have_about_as_many_bytes_each(sizes, count):
     cuts = _cuts(array("q", sizes), count)
     parts = [sum(sizes[begin:end]) for begin, end in itertools.pairwise(cuts)]
     assert max(abs(part - sum(sizes) / count) for part in parts) <= max(sizes) + 1

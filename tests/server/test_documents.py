@@ -14,8 +14,9 @@ from helpers.stores import documents
 from knnlm import corpus
 from knnlm.corpus import Document
 from knnlm.datastore.remove import remove
+from knnlm.datastore.shards import join_shards
 from knnlm.errors import CorpusError
-from knnlm.ingest.build import add, build
+from knnlm.ingest.build import add, build, build_shard
 from knnlm.lm.causal import CausalLM
 from knnlm.mixture.mixture import Mixture
 from knnlm.server.auth import ApiKeys
@@ -49,7 +50,7 @@ def nearest(client):
     return client.post("/v1/neighbours", json={"prompt": prompt, "k": 1}).json()["neighbours"][0]
 
 
-def test_added_document_is_retrieved_by_the_next_request_and_removed_document_by_none(server):
+def check_changes(server):
     with server.client(ADMIN) as client:
         assert nearest(client)["document"] != "zebra"
         before = client.post("/v1/score", json={"text": NEW}).json()
@@ -71,6 +72,20 @@ def test_added_document_is_retrieved_by_the_next_request_and_removed_document_by
         after = client.post("/v1/score", json={"text": NEW}).json()
         assert after["perplexity"] == pytest.approx(before["perplexity"], rel=1e-4)
     assert server.service.scheduler.reloads == 2
+
+
+def test_added_document_is_retrieved_by_the_next_request_and_removed_document_by_none(server):
+    check_changes(server)
+
+
+def test_changes_of_a_sharded_store_are_served_like_those_of_one(lm, tmp_path):
+    shards = [tmp_path / "1", tmp_path / "2"]
+    for number, path in enumerate(shards, 1):
+        build_shard(lambda: iter(documents(10)), path, shard=f"{number}/2", lm=lm).close()
+    join_shards(shards, tmp_path / "store")
+    options = {"memories": "knn:0.3,cache:0.1,ngram:0.3", "k": 4, "knn_temperature": 1.0, "use_tuned": False}
+    with serving(Mixture.open(tmp_path / "store", lm, **options), keys=ApiKeys((), (ADMIN.encode(),))) as running:
+        check_changes(running)
 
 
 FIELDS = {"customer": "acme", "year": 2024, "open": True, "share": 0.5, "note": "naïve, 水", "until": None}

@@ -118,7 +118,7 @@ def _build(
     with _open_catalog(folder, settings) as catalog:
         if shard is not None:
             shard.prepare(catalog, lm, window, settings["segment_entries"])
-        source = DocumentMeter(documents)
+        source = DocumentMeter(documents, total_bytes=None if shard is None else shard.bytes)
         encoder = DeferredEncoder(folder, catalog, storage, width=lm.width)
         with progress("reading", total=source.total_bytes, unit="bytes") as advance:
             _skip_stored(source, catalog, advance)

@@ -1,6 +1,6 @@
 """Build one shard of a text on each of several machines, and add documents to a sharded store.
 
-The text is split into consecutive parts of whole documents with about as many characters each. Every machine reads all
+The text is split into consecutive parts of whole documents with about as many bytes each. Every machine reads all
 of the text to find its part, which is quick beside the model; so the parts depend on the text only, and the documents
 of all shards, one after another, are those of a build on one machine.
 """
@@ -15,7 +15,7 @@ from itertools import accumulate, islice
 from pathlib import Path
 from typing import Any, TypeVar
 
-from knnlm.corpus import Document
+from knnlm.corpus import Document, text_bytes
 from knnlm.datastore.catalog import Catalog
 from knnlm.datastore.codecs import Storage
 from knnlm.datastore.locks import writer_lock
@@ -41,6 +41,7 @@ class ShardText:
 
     read: ReadText  # all documents of the text, each time from the first on
     part: ShardPart
+    bytes: int  # of its documents
     like: Datastore | None = None
 
     def documents(self) -> Iterator[Document]:
@@ -98,11 +99,12 @@ def split_text(read: ReadText, number: int, of: int, *, like: Datastore | None =
     """Return part `number`, from 1 to `of`, of a text; `read` returns all of its documents at each call."""
     if not 1 <= number <= of:
         raise ParameterError(f"There is no shard {number}/{of}: write 1/{of} to {of}/{of}.")
-    sizes = array("q", (len(document.text) + len(document.source_text or "") for document in read()))
+    sizes = array("q", map(text_bytes, read()))
     if len(sizes) < of:
         raise CorpusError(f"The text has {len(sizes):,} documents, which are too few for {of} shards.")
     cuts = _cuts(sizes, of)
-    return ShardText(read, ShardPart(number, of, cuts[number - 1], cuts[number], len(sizes)), like)
+    first, end = cuts[number - 1 : number + 1]
+    return ShardText(read, ShardPart(number, of, first, end, len(sizes)), sum(sizes[first:end]), like)
 
 
 def _cuts(sizes: array[int], of: int) -> list[int]:
