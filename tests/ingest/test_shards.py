@@ -70,6 +70,15 @@ def test_joined_shards_equal_a_build_on_one_machine(lm, tmp_path):
     assert max(sizes) - min(sizes) < one.entry_count / 5
 
 
+def test_joined_shards_have_the_bytes_of_a_build_with_the_same_segments(lm, tmp_path):
+    one = build(DOCUMENTS, tmp_path / "one", lm=lm, segment_entries=1)  # a segment for each document
+    paths = [tmp_path / f"part-{number}" for number in (1, 2)]
+    for number, path in enumerate(paths, 1):
+        build_shard(read, path, shard=f"{number}/2", lm=lm, segment_entries=1).close()
+    join_shards(paths, tmp_path / "joined")
+    assert Datastore.open(tmp_path / "joined").fingerprint == one.fingerprint
+
+
 def test_an_interrupted_shard_resumes_with_the_same_bytes(lm, tmp_path):
     build_shard(read, tmp_path / "whole", shard="2/3", lm=lm, segment_entries=100).close()
 
