@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 import torch
 
+from helpers.cli import knnlm
 from helpers.models import tiny, tiny_tokenizer
 from helpers.stores import documents
 from knnlm.cli.app import run
@@ -139,19 +140,24 @@ def test_model_without_a_chat_template_continues_the_text(home, talk):
     assert [turn["content"] for turn in begun.messages[:3]] == ["The memory of a model", answer, "is"]
 
 
-def test_invalid_input_is_a_one_line_error(home):
-    command = [sys.executable, "-m", "knnlm", "chat", str(home / "docs.store"), *CHOSEN, "--max-new-tokens", "3"]
-    environment = {**os.environ, "PYTHONUTF8": "1", "PYTHONIOENCODING": "utf-8:strict"}
-    done = subprocess.run(command, input=b"\xff\xfe\n", capture_output=True, timeout=120, env=environment)
-    assert done.returncode == 2
-    assert b"UTF-8" in done.stderr
-    assert b"Traceback" not in done.stderr
-    environment["PYTHONIOENCODING"] = "utf-8:surrogateescape"
-    done = subprocess.run(command, input=b"\xff\nWhen\n", capture_output=True, timeout=120, env=environment)
-    assert done.returncode == 0
-    assert b"not Unicode" in done.stderr
-    assert b"Traceback" not in done.stderr
-    assert done.stdout.strip()
+def test_invalid_input_is_a_one_line_error(home, capfd, monkeypatch):
+    command = ["chat", home / "docs.store", *CHOSEN, "--max-new-tokens", "3"]
+
+    def piped(given: bytes, errors: str) -> io.TextIOWrapper:
+        """Standard input as with PYTHONIOENCODING=utf-8:ERRORS."""
+        return io.TextIOWrapper(io.BytesIO(given), encoding="utf-8", errors=errors)
+
+    monkeypatch.setattr("sys.stdin", piped(b"\xff\xfe\n", "strict"))
+    code, _, err = knnlm(capfd, *command)
+    assert code == 2
+    assert "UTF-8" in err
+    assert "Traceback" not in err
+    monkeypatch.setattr("sys.stdin", piped(b"\xff\nWhen\n", "surrogateescape"))
+    code, out, err = knnlm(capfd, *command)
+    assert code == 0
+    assert "not Unicode" in err
+    assert "Traceback" not in err
+    assert out.strip()
 
 
 def test_rejected_message_is_not_part_of_the_conversation(talk):
