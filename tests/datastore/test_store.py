@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import os
-import signal
 import sqlite3
 import subprocess
 import sys
@@ -82,43 +81,48 @@ def test_missing_neighbours_have_no_key_and_no_value(store):
         store.take(torch.tensor([store.entry_count]))
 
 
-# A build that stops itself with SIGKILL when it has written so many arrays.
+# Builds, each in a process that stops itself with SIGKILL when it has written so many arrays.
 KILLED = """
-    import sys
+    import os, signal, sys
     sys.path.insert(0, {here!r})
     from helpers.stores import BESIDE, documents
     from helpers.kill import Dying
     from helpers.models import tiny, tiny_tokenizer
     from knnlm import CausalLM, build, io
     from knnlm.datastore import catalog, segments
-    dying = Dying(int(sys.argv[2]))
-    segments.ArrayWriter.write = dying(segments.ArrayWriter.write)
-    io.sync_folder = dying(io.sync_folder)
-    catalog.Catalog.add_segment = dying(catalog.Catalog.add_segment)
-    catalog.Catalog._put = dying(catalog.Catalog._put)
     lm = CausalLM(tiny("llama"), tiny_tokenizer(), name="tiny-llama")
-    build(documents(12), sys.argv[1], lm=lm, segment_entries=150)
+    for writes in map(int, sys.argv[2:]):
+        if os.fork() == 0:
+            dying = Dying(writes)
+            segments.ArrayWriter.write = dying(segments.ArrayWriter.write)
+            io.sync_folder = dying(io.sync_folder)
+            catalog.Catalog.add_segment = dying(catalog.Catalog.add_segment)
+            catalog.Catalog._put = dying(catalog.Catalog._put)
+            build(documents(12), sys.argv[1] + "/killed" + str(writes), lm=lm, segment_entries=150)
+            os._exit(3)
+        assert os.wait()[1] == signal.SIGKILL
 """
+WRITES = [3, 12, 20, 33, 40]
 
 
-def run_killed(path: Path, writes: int) -> int:
+@pytest.fixture(scope="module")
+def killed_builds(lm, tmp_path_factory):
+    """A folder with a finished build, and one that was killed after each number of writes."""
+    folder = tmp_path_factory.mktemp("killed")
+    assert len(build(documents(12), folder / "whole", lm=lm, segment_entries=150).segments) >= 3
     script = textwrap.dedent(KILLED).format(here=str(HERE))
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    return subprocess.run(
-        [sys.executable, "-c", script, str(path), str(writes)], env=environment, check=False
-    ).returncode
+    subprocess.run([sys.executable, "-c", script, str(folder), *map(str, WRITES)], env=environment, check=True)
+    return folder
 
 
-@pytest.mark.parametrize("writes", [3, 12, 20, 33, 40])
-def test_build_killed_at_any_write_resumes_and_ends_with_the_same_bytes(lm, tmp_path, writes):
-    whole = build(documents(12), tmp_path / "whole", lm=lm, segment_entries=150)
-    assert len(whole.segments) >= 3
-    killed = tmp_path / "killed"
-    assert run_killed(killed, writes) == -signal.SIGKILL
+@pytest.mark.parametrize("writes", WRITES)
+def test_build_killed_at_any_write_resumes_and_ends_with_the_same_bytes(lm, killed_builds, writes):
+    killed = killed_builds / f"killed{writes}"
     with pytest.raises(DatastoreError, match=r"unfinished build|corrupt|not a store|not a knnlm catalog"):
         Datastore.open(killed)
     build(documents(12), killed, lm=lm, segment_entries=150)
-    assert contents(killed) == contents(tmp_path / "whole")
+    assert contents(killed) == contents(killed_builds / "whole")
 
 
 def test_resumed_build_reads_only_what_is_missing(lm, tmp_path):
@@ -423,9 +427,9 @@ RSS = """
             for number in range(count):
                 file.write(json.dumps({{"text": documents(1, words=200, start=number)[0].text}}) + chr(10))
         return read_documents(sys.argv[1] + "/text.jsonl")
-    build(many(100), sys.argv[1] + "/warm", lm=lm, segment_entries=2000)
+    build(many(100), sys.argv[1] + "/warm", lm=lm, segment_entries=2000, key_format="float32")
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    store = build(many(int(sys.argv[2])), sys.argv[1] + "/store", lm=lm, segment_entries=2000)
+    store = build(many(int(sys.argv[2])), sys.argv[1] + "/store", lm=lm, segment_entries=2000, key_format="float32")
     after = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     print(store.bytes, (after - before) * 1024)
 """
@@ -435,7 +439,7 @@ def test_peak_memory_does_not_grow_with_the_corpus(tmp_path):
     script = textwrap.dedent(RSS).format(here=str(HERE))
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     result = subprocess.run(
-        [sys.executable, "-c", script, str(tmp_path), "1200"],
+        [sys.executable, "-c", script, str(tmp_path), "640"],
         capture_output=True,
         text=True,
         check=True,
