@@ -146,8 +146,7 @@ def test_memories_with_history_work_in_a_batch(memories, lm, tmp_path):
 def test_gate_that_skips_searches_works_in_a_batch(lm, tmp_path):
     build(documents(10), tmp_path / "store", lm=lm)
     Mixture.open(tmp_path / "store", lm, memories="knn,ngram", use_tuned=False).tune(
-        documents(6, start=30),
-        weights="gated",
+        documents(6, start=30), weights="gated", ks=[4, 16], knn_temperatures=[4.0, 16.0]
     )
     mixture = Mixture.open(tmp_path / "store", lm, options=MixtureOptions(skip_fraction=0.5))
     scheduler = start_scheduler(mixture)
@@ -706,13 +705,14 @@ def test_reload_with_other_memories_waits_for_running_requests(lm, tmp_path):
 
 def test_reload_that_changes_online_weights_waits_for_running_requests(lm, tmp_path):
     store = build(documents(8), tmp_path / "store", lm=lm)
-    Mixture.open(store.path, lm, use_tuned=False).tune(documents(3, start=50), weights="fixed", online=False)
+    tuned = {"ks": [4], "knn_temperatures": [10.0]}
+    Mixture.open(store.path, lm, use_tuned=False).tune(documents(3, start=50), weights="fixed", online=False, **tuned)
     scheduler = start_scheduler(Mixture.open(store.path, lm))
     try:
         running = scheduler.submit(make_request(scheduler, PROMPTS[0], 200))
         while not scheduler.tokens_generated:
             time.sleep(0.001)
-        Mixture.open(store.path, lm, use_tuned=False).tune(documents(3, start=50), weights="fixed")
+        Mixture.open(store.path, lm, use_tuned=False).tune(documents(3, start=50), weights="fixed", **tuned)
         Datastore.open(store.path).add(documents(1, start=70), lm=lm)
         following = scheduler.submit(make_request(scheduler, PROMPTS[1], 5))
         assert len(tokens_of(running)) == 200

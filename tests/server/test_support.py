@@ -18,7 +18,8 @@ GREEDY = {"prompt": PROMPT, "max_tokens": 20, "temperature": 0}
 @pytest.fixture(scope="module")
 def mixture(tmp_path_factory):
     made = chat_mixture(tmp_path_factory.mktemp("support") / "store", TEMPLATE)
-    Mixture.open(made.path, made.lm, memories="knn,cache,ngram", use_tuned=False).tune(documents(10, start=100))
+    untuned = Mixture.open(made.path, made.lm, memories="knn,cache,ngram", use_tuned=False)
+    untuned.tune(documents(10, start=100), ks=[8, 32], knn_temperatures=[4.0, 16.0])
     return Mixture.open(made.path, made.lm)
 
 

@@ -684,7 +684,8 @@ def test_wrong_key_is_reported_for_every_file(browser, writable_server, checked)
 def tuned_server(lm, tmp_path_factory):
     """A server whose store was tuned, so that tokens have a support."""
     path = build(documents(20), tmp_path_factory.mktemp("tuned") / "docs.store", lm=lm).path
-    Mixture.open(path, lm, memories="knn,cache,ngram", use_tuned=False).tune(documents(10, start=100))
+    untuned = Mixture.open(path, lm, memories="knn,cache,ngram", use_tuned=False)
+    untuned.tune(documents(10, start=100), ks=[8, 32], knn_temperatures=[4.0, 16.0])
     with serving(Mixture.open(path, lm)) as running:
         yield running
 
