@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import math
+from functools import cache
 
 import numpy as np
 import pytest
@@ -28,6 +30,7 @@ from knnlm.mixture.online import ExpertScores, OnlineConfig, choose_config
 from knnlm.mixture.spec import MixtureOptions
 
 VALID, TEST = documents(8, start=100), documents(6, start=130, words=90)
+GRID = {"ks": [2, 16], "knn_temperatures": [4.0, 20.0]}  # all values would take most of the time
 KINDS = ["fixed", "fitted", "buckets", "gated"]
 CONFIGS = [OnlineConfig(0.3, 0.0), OnlineConfig(0.2, 0.02)]
 
@@ -45,11 +48,23 @@ def other(lm, tmp_path_factory):
     return build(documents(20, start=400), folder / "docs.store", lm=lm, window=lm.window(32, 16)).path
 
 
+@pytest.fixture(scope="module")
+def tuned(lm, path):
+    """Return a copy of a mixture of these memories and weights, which is tuned once."""
+
+    @cache
+    def tune_once(memories, kind):
+        mixture = Mixture.open(path, lm, memories=memories, use_tuned=False)
+        mixture.tune(VALID, weights=kind, **GRID)
+        return mixture
+
+    return lambda memories, kind: copy.copy(tune_once(memories, kind))
+
+
 @pytest.mark.parametrize("config", CONFIGS)
 @pytest.mark.parametrize("kind", KINDS)
-def test_evaluation_equals_one_token_at_a_time(lm, path, kind, config, tmp_path):
-    mixture = Mixture.open(path, lm, memories="knn,cache,ngram", use_tuned=False)
-    mixture.tune(VALID, weights=kind)
+def test_evaluation_equals_one_token_at_a_time(tuned, kind, config, tmp_path):
+    mixture = tuned("knn,cache,ngram", kind)
     mixture.online = config
     expected = math.exp(-np.mean(np.concatenate(log_probs_by_hand(mixture, TEST))))
     evaluation = mixture.evaluate(TEST, batch_tokens=64)
@@ -64,13 +79,13 @@ def test_evaluation_equals_one_token_at_a_time(lm, path, kind, config, tmp_path)
 
 def test_gate_sees_evidence_if_it_is_trained_on_text_that_the_model_wrote(lm, path):
     mixture = Mixture.open(path, lm, memories="knn,cache,ngram", use_tuned=False)
-    mixture.tune(VALID, weights="gated", samples=600)
+    mixture.tune(VALID, weights="gated", samples=600, **GRID)
     assert mixture.weights.uses_evidence
     assert len(mixture.layer.first) == 4 + 2 + 3 * 3
     assert Mixture.open(path, lm).weights.uses_evidence
-    mixture.tune(VALID, weights="gated", samples=0)
+    mixture.tune(VALID, weights="gated", samples=0, **GRID)
     assert not mixture.weights.uses_evidence
-    mixture.tune(VALID, weights="gated", online=False)
+    mixture.tune(VALID, weights="gated", online=False, **GRID)
     assert not mixture.weights.uses_evidence
 
 
@@ -104,19 +119,17 @@ def test_one_long_document_is_held_out_in_blocks_beside_samples():
     assert _units(several).tolist() == several.tolist()
 
 
-def test_evidence_without_experts_equals_one_token_at_a_time(lm, path):
-    mixture = Mixture.open(path, lm, memories="knn,cache", use_tuned=False)
-    mixture.tune(VALID, weights="gated")
+def test_evidence_without_experts_equals_one_token_at_a_time(tuned):
+    mixture = tuned("knn,cache", "gated")
     mixture.online = None
     assert mixture.layer.stateful
     expected = math.exp(-np.mean(np.concatenate(log_probs_by_hand(mixture, TEST))))
     assert mixture.evaluate(TEST, batch_tokens=64).perplexity == pytest.approx(expected, rel=1e-4)
 
 
-def test_evidence_changes_the_weights_of_a_trained_gate(lm, path):
+def test_evidence_changes_the_weights_of_a_trained_gate(lm, tuned):
     """Networks that ignore evidence would make every comparison with the oracle pass."""
-    mixture = Mixture.open(path, lm, memories="knn,cache", use_tuned=False)
-    mixture.tune(VALID, weights="gated")
+    mixture = tuned("knn,cache", "gated")
     (batch,) = mixture.read([lm.encode(TEST[0].text)], batch_tokens=10_000)
     given = mixture.predict_components(batch.context).given
     evidence = torch.randn(len(batch.rows), 6)
@@ -170,7 +183,7 @@ def test_explanation_has_the_online_weights(lm, path):
 @pytest.mark.parametrize("kind", KINDS)
 def test_tuned_online_weights_are_saved_opened_and_left_out(lm, path, kind, tmp_path):
     mixture = Mixture.open(path, lm, memories="knn,cache,ngram", use_tuned=False)
-    result = mixture.tune(VALID, weights=kind)
+    result = mixture.tune(VALID, weights=kind, **GRID)
     assert result.online is not None
     assert mixture.online == result.online
     assert Mixture.open(path, lm).online == result.online
@@ -179,13 +192,13 @@ def test_tuned_online_weights_are_saved_opened_and_left_out(lm, path, kind, tmp_
     model = KnnForCausalLM(mixture)
     model.save_pretrained(tmp_path / "saved")
     assert KnnForCausalLM.from_pretrained(tmp_path / "saved").mixture.online == result.online
-    assert mixture.tune(VALID, weights=kind, online=False).online is None
+    assert mixture.tune(VALID, weights=kind, online=False, **GRID).online is None
     assert Mixture.open(path, lm).online is None
 
 
 def test_tuning_reports_the_perplexity_with_online_weights(lm, path):
     mixture = Mixture.open(path, lm, memories="knn,ngram", use_tuned=False)
-    result = mixture.tune(VALID, weights="fitted")
+    result = mixture.tune(VALID, weights="fitted", **GRID)
     assert mixture.evaluate(VALID).perplexity == pytest.approx(result.perplexity, rel=1e-3)
 
 
@@ -235,11 +248,11 @@ def test_state_is_the_same_for_windows_in_one_batch_and_in_several(lm, path):
 
 def test_text_of_another_domain_trains_the_gate(lm, path):
     mixture = Mixture.open(path, lm, memories="knn,ngram", use_tuned=False)
-    tuned = mixture.tune(VALID, weights="gated", samples=0)
+    tuned = mixture.tune(VALID, weights="gated", samples=0, **GRID)
     rows = tuned.weights.gate.metadata["rows"]
     assert not tuned.weights.uses_evidence
     other = documents(12, start=900)
-    tuned = mixture.tune(VALID, weights="gated", samples=0, other=iter(other))
+    tuned = mixture.tune(VALID, weights="gated", samples=0, other=iter(other), **GRID)
     assert tuned.weights.uses_evidence
     assert tuned.weights.gate.metadata["rows"] == rows + sum(len(lm.encode(each.text)) for each in other)
     assert tuned.tokens == rows  # the figures are those of the text alone

@@ -22,6 +22,7 @@ from knnlm.mixture.mixture import Mixture
 from knnlm.mixture.online import OnlineConfig
 
 MEMORIES = "knn,cache,ngram"
+GRID = {"ks": [4, 32], "knn_temperatures": [4.0, 16.0]}  # all values would take most of the time
 
 
 def test_calibration_error_is_that_of_bins_with_equal_numbers():
@@ -112,7 +113,7 @@ def test_sampled_candidates_follow_the_language_model():
 
 def test_tuning_reports_held_out_figures_and_evaluation_measures_them(lm, path):
     mixture = Mixture.open(path, lm, memories=MEMORIES, use_tuned=False)
-    result = mixture.tune(documents(30, start=100))
+    result = mixture.tune(documents(30, start=100), **GRID)
     figures = result.support_figures
     assert figures.tokens == result.tokens
     assert 0 < figures.right < 1
@@ -130,7 +131,7 @@ def test_tuning_reports_held_out_figures_and_evaluation_measures_them(lm, path):
 
 def test_measured_figures_are_those_of_each_position_alone(lm, path):
     """The most probable token of the mixture and its entropy, from the text read token by token."""
-    Mixture.open(path, lm, memories=MEMORIES, use_tuned=False).tune(documents(10, start=100), weights="fitted")
+    Mixture.open(path, lm, memories=MEMORIES, use_tuned=False).tune(documents(10, start=100), weights="fitted", **GRID)
     mixture = Mixture.open(path, lm)
     text = documents(3, start=200)
     right, support, entropy, log_p = [], [], [], []
@@ -155,7 +156,7 @@ def test_measured_figures_are_those_of_each_position_alone(lm, path):
 def test_long_document_is_measured_in_batches_with_the_state_of_the_whole(lm, tmp_path, monkeypatch):
     path = build(documents(20), tmp_path / "docs.store", lm=lm, window=lm.window(32, 16)).path
     mixture = Mixture.open(path, lm, memories=MEMORIES, use_tuned=False)
-    mixture.tune(documents(10, start=100), weights="fitted")
+    mixture.tune(documents(10, start=100), weights="fitted", **GRID)
     mixture.online = OnlineConfig(0.1, 0.01)
     text = [Document("long", "made", " ".join(document.text for document in documents(12, start=200)))]
     text += documents(2, start=300)
@@ -180,10 +181,10 @@ def test_without_support_there_are_no_figures(lm, path):
     mixture = Mixture.open(path, lm, memories="knn", use_tuned=False)
     with pytest.raises(ParameterError, match="Tune"):
         measure_support(mixture, documents(1))
-    short = mixture.tune(documents(2, start=100), weights="fixed")
+    short = mixture.tune(documents(2, start=100), weights="fixed", **GRID)
     assert short.tokens < FEWEST
     assert (short.support, short.support_figures, mixture.support) == (None, None, None)
-    mixture.tune(documents(10, start=100), weights="fixed")
+    mixture.tune(documents(10, start=100), weights="fixed", **GRID)
     with pytest.raises(CorpusError, match="no text"):
         measure_support(mixture, [])
 
@@ -219,7 +220,7 @@ def test_removed_document_loses_its_support(lm, tmp_path):
     path = build([*kept, *removed], tmp_path / "docs.store", lm=lm).path
     # Half of the text to tune on is in the store: there the neighbours are right.
     valid = [*kept[:3], *(text(300 + number) for number in range(3))]
-    Mixture.open(path, lm, memories="knn,ngram", use_tuned=False).tune(valid)
+    Mixture.open(path, lm, memories="knn,ngram", use_tuned=False).tune(valid, **GRID)
 
     def mean_support(documents):
         return measure_support(Mixture.open(path, lm), documents).text_support
