@@ -305,7 +305,8 @@ def _show_tuning(store: Path, chosen_on: list[str], result: Tuning, *, json: boo
         others = f", and {len(spec.settings) - 1} other pairs of k and τ" if len(spec.settings) > 1 else ""
         rows.append((spec.label, f"{votes}{others}"))
     kind = result.weights.kind if result.lmbda is None else f"{result.weights.kind}, λ {result.lmbda:.3g}"
-    figures_shown = f"{result.base_perplexity:.3f} → {result.perplexity:.3f}"
+    as_fitted = "" if result.odds is None else ", before the odds are multiplied"
+    figures_shown = f"{result.base_perplexity:.3f} → {result.perplexity:.3f}{as_fitted}"
     rows += [
         ("weights", kind),
         *online_rows(result.online),

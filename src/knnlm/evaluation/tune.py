@@ -10,9 +10,10 @@ import math
 import shutil
 import tempfile
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields, replace
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any, TypeVar
@@ -92,7 +93,7 @@ class Tuning:
     documents: int
     leaked_documents: int  # documents of the text that are in the store: settings chosen on them suit no other text
     base_perplexity: float
-    perplexity: float  # of a gate: by networks that were not trained on the document
+    perplexity: float  # of the weights as fitted; of a gate: by networks that were not trained on the document
     seconds: float
     online: OnlineConfig | None = None  # None: without online weights
     support: SupportModel | None = None  # None: too few tokens to train it
@@ -157,17 +158,28 @@ def tune(
         options: dict[str, Any] = {"device": str(mixture.lm.device), "progress": progress}
         # Of a translation, no token is given, so that evidence would be missing where it is generated.
         options["evidence"] = not mixture.lm.has_encoder
+        if quality:
+            some, others = list(islice(documents, quality)), list(islice(other, quality))
+            options["choose"] = partial(_choose_odds, mixture, some, others, progress)
         result = tune_trace(
             trace, store, weights=weights, grid=grid, specs=specs, online=online, samples=elsewhere, **options
         )
-        if quality:
-            apply_tuning(mixture, result)
-            some, others = list(islice(documents, quality)), list(islice(other, quality))
-            odds = choose_odds(mixture, some, other=others, progress=progress)
-            result = replace(result, weights=odds.weights, odds=odds)
         save_result(store.path, result, trace)
     apply_tuning(mixture, result)
     return result
+
+
+def _choose_odds(
+    mixture: Mixture,
+    pairs: Sequence[Document],
+    other: Sequence[Document],
+    progress: Progress,
+    settings: Sequence[tuple[VoteParams, ...]],
+    weights: Weights,
+) -> ChosenOdds:
+    """Choose the odds of a mixture with these settings and weights, which it keeps."""
+    _apply(mixture, settings, weights)
+    return choose_odds(mixture, pairs, other=other, progress=progress)
 
 
 def _check_texts(lm: CausalLM, *, samples: int | None, quality: int) -> None:
@@ -191,13 +203,14 @@ def tune_trace(
     online: bool = True,
     samples: Trace | None = None,
     evidence: bool = True,
+    choose: Callable[[Sequence[tuple[VoteParams, ...]], Weights], ChosenOdds] | None = None,
     device: str = "cpu",
     progress: Progress = silent,
 ) -> Tuning:
     """Choose settings and weights on a trace; nothing is saved. `online`: with online weights.
 
     `samples` is the trace of text that the memories should not be used for: the model wrote it, or it is of another
-    domain. A gate is trained also on it, by default with evidence.
+    domain. A gate is trained also on it, by default with evidence. `choose` multiplies the odds of the fitted weights.
     """
     begin = time.perf_counter()
     check_weights(weights)
@@ -221,13 +234,15 @@ def tune_trace(
     perplexity, config = fitted.perplexity, None
     if online and evidence:  # without evidence, the experts of a text keep their prior
         config, perplexity = choose_online(table, fitted.weights, written)
-    mixed = score_table(table, fitted.weights, config).weights
+    odds = None if choose is None else choose(settings, fitted.weights)
+    chosen = fitted.weights if odds is None else odds.weights
+    mixed = score_table(table, chosen, config).weights
     supported = fit_support(trace, table, settings, mixed, device=device, progress=progress) or (None, None)
     known = specs or [_spec(metadata) for metadata in trace.metadata["memories"]]
     specs = [replace(spec, settings=tuple(own)) for spec, own in zip(known, settings, strict=True)]
     return Tuning(
         specs=specs,
-        weights=fitted.weights,
+        weights=chosen,
         sweeps=sweeps,
         tokens=len(trace),
         documents=trace.metadata["documents"],
@@ -238,6 +253,7 @@ def tune_trace(
         online=config,
         support=supported[0],
         support_figures=supported[1],
+        odds=odds,
     )
 
 
@@ -249,12 +265,16 @@ def _best_lambda(swept: Sweep) -> FittedWeights:
 
 def apply_tuning(mixture: Mixture, tuning: Tuning) -> None:
     """Set the weights of a mixture and the settings of its memories to tuned ones."""
-    for memory, spec in zip(mixture.memories, tuning.specs, strict=True):
-        if isinstance(memory, NeighbourMemory):
-            memory.settings = spec.settings
-    mixture.weights = tuning.weights
+    _apply(mixture, [spec.settings for spec in tuning.specs], tuning.weights)
     mixture.online = tuning.online
     mixture.support = tuning.support
+
+
+def _apply(mixture: Mixture, settings: Sequence[tuple[VoteParams, ...]], weights: Weights) -> None:
+    for memory, own in zip(mixture.memories, settings, strict=True):
+        if isinstance(memory, NeighbourMemory):
+            memory.settings = own
+    mixture.weights = weights
 
 
 def save_trace_tuning(path: Path, result: Tuning, trace: Trace) -> None:
