@@ -258,6 +258,15 @@ def test_numbers_of_documents_stay_when_documents_are_added_and_removed(store_pa
         list_documents(store_path, Selection(where=("number=x",)))
 
 
+def test_consecutive_additions_share_a_span_of_numbers(store_path, lm):
+    for number in (44, 55, 66):  # of one word each, so that the smallest shard stays the smallest
+        add(documents(1, start=number, words=1), store_path, lm=lm)
+    spans = [len(shard.documents) for shard in read_manifest(store_path).shards]
+    assert sorted(spans) == [1, 1, 1, 1, 2]
+    numbers = {one.id: one.number for one in Datastore.open(store_path).documents()}
+    assert [numbers[f"d{number}"] for number in (44, 55, 66)] == [15, 16, 17]
+
+
 def test_a_shard_that_was_changed_directly_is_read_as_it_is(store_path, lm):
     add(documents(1, start=40), store_path / "shard-2", lm=lm)
     with closing(Datastore.open(store_path)) as store:

@@ -92,6 +92,10 @@ class ShardFlags:
         if "-" in text:
             raise ParameterError("--shard reads the text several times: name files instead of standard input.")
 
+    def following(self, out: Path) -> str:
+        """Return the command that follows the build."""
+        return f"knnlm tune {out} TEXT" if self.shard is None else "knnlm shards join SHARD... --out STORE"
+
     @property
     def opened(self) -> dict[str, Any]:
         """The keyword arguments of the library's function."""
@@ -138,9 +142,9 @@ def build(
     if shard.shard is None:
         store = knnlm.build(documents, out, lm=lm, progress=bar, **options)
     else:
-        read = partial(_open_text, text, fields, model)
-        store = knnlm.build_shard(read, out, lm=lm, progress=bar, **shard.opened, **options)
-    _show_built(store, out, time.perf_counter() - begin, json=json)
+        options |= shard.opened
+        store = knnlm.build_shard(partial(_open_text, text, fields, model), out, lm=lm, progress=bar, **options)
+    _show_built(store, out, time.perf_counter() - begin, following=shard.following(out), json=json)
 
 
 def _open_text(text: list[str], fields: TextFlags, model: str) -> DocumentReader:
@@ -159,12 +163,12 @@ def _open_text(text: list[str], fields: TextFlags, model: str) -> DocumentReader
     return documents
 
 
-def _show_built(store: Datastore, out: Path, seconds: float, *, json: bool) -> None:
+def _show_built(store: Datastore, out: Path, seconds: float, *, following: str, json: bool) -> None:
     tokens, documents = store.entry_count, store.catalog.document_count()
     result = {"store": str(out), "documents": documents, "tokens": tokens, "bytes": store.bytes, "seconds": seconds}
     text = (
         f"{out}: {tokens:,} tokens of {count(documents, 'document')} in {seconds:.0f} s, {store.bytes / 1e6:,.1f} MB. "
-        f"Next: knnlm tune {out} TEXT"
+        f"Next: {following}"
     )
     show(result | {"tokens_per_second": tokens / seconds}, text, json=json)
 

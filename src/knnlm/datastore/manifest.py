@@ -73,11 +73,14 @@ class Manifest:
         """Return the manifest with numbers for documents added since it was written, given the next of each shard."""
         number, shards = self.next_number, []
         for shard, end in zip(self.shards, next_documents, strict=True):
-            known = max((span.local + span.count for span in shard.documents), default=0)
-            if end > known:
-                shard = replace(shard, documents=(*shard.documents, NumberSpan(known, number, end - known)))
-                number += end - known
-            shards.append(shard)
+            spans = list(shard.documents)
+            known = spans[-1].local + spans[-1].count if spans else 0
+            if end > known and spans and spans[-1].number + spans[-1].count == number:
+                spans[-1] = replace(spans[-1], count=spans[-1].count + end - known)
+            elif end > known:
+                spans.append(NumberSpan(known, number, end - known))
+            number += max(0, end - known)
+            shards.append(replace(shard, documents=tuple(spans)))
         return replace(self, shards=tuple(shards))
 
 

@@ -214,7 +214,7 @@ def open_shard(folder: Path, *, compare: bool = True) -> Catalog:
 
 def _number(spans: Sequence[NumberSpan], local: int) -> int:
     """Return the number of a shard's document in the sharded store."""
-    for span in spans:
-        if span.local <= local < span.local + span.count:
-            return local - span.local + span.number
+    place = bisect_right(spans, local, key=lambda span: span.local) - 1
+    if place >= 0 and local < spans[place].local + spans[place].count:
+        return local - spans[place].local + spans[place].number
     raise DatastoreCorrupt(f"A document with the number {local} of a shard has no number in the sharded store.")

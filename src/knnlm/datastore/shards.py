@@ -90,7 +90,8 @@ def join_shards(
     with ExitStack() as stack:
         stores: list[Datastore] = []
         for path in map(Path, shards):
-            check_place(folder, path) if path.exists() else None
+            if path.exists():
+                check_place(folder, path)
             stores.append(stack.enter_context(closing(Datastore.open(path, trust_index=False))))
         stores = _ordered(stores)
         _check_common(stores)
