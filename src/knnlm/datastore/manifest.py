@@ -67,7 +67,8 @@ class Manifest:
 
     def folders(self, folder: Path) -> list[Path]:
         """Return the folders of the shards of the store at `folder`."""
-        return [folder / shard.path for shard in self.shards]  # an absolute path stays as it is
+        # Without .. in messages; an absolute path stays as it is.
+        return [Path(os.path.normpath(folder.resolve() / shard.path)) for shard in self.shards]
 
     def numbered(self, next_documents: Sequence[int]) -> Manifest:
         """Return the manifest with numbers for documents added since it was written, given the next of each shard."""
