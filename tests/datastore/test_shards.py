@@ -23,6 +23,7 @@ from knnlm.datastore.compact import compact
 from knnlm.datastore.indexes import build_index, open_index
 from knnlm.datastore.manifest import MANIFEST_FILE, read_manifest, write_manifest
 from knnlm.datastore.remove import Selection, list_documents, removal_report, remove
+from knnlm.datastore.rewrite import derive
 from knnlm.datastore.schema import CATALOG_FILE
 from knnlm.datastore.shards import join_shards
 from knnlm.datastore.store import Datastore
@@ -82,6 +83,12 @@ def check_equal(path: Path, one_path: Path, *, metrics=("l2", "ip")) -> None:
         assert torch.equal(sharded.values(numbers), one.values(numbers))
         keys = one.take(torch.arange(one.key_count))
         assert torch.equal(sharded.take(torch.arange(one.key_count)), keys)
+        assert sharded.keys.half == one.keys.half
+        if one.keys.half and len(keys) > 5:  # as a GPU reads them
+            read = torch.empty(len(keys) - 5, one.width, dtype=torch.float16)
+            sharded.keys.read(5, read)
+            assert torch.equal(read, keys[5:].half())
+        assert torch.equal(sharded.entries_of(torch.arange(one.key_count)), one.entries_of(torch.arange(one.key_count)))
         assert described(sharded) == described(one)
         for entry in range(0, one.entry_count, 97):
             assert sharded.document_at(entry).id == one.document_at(entry).id
@@ -90,8 +97,9 @@ def check_equal(path: Path, one_path: Path, *, metrics=("l2", "ip")) -> None:
             assert sharded.document_numbered(document.number) == document
         queries = keys[::9] + torch.tensor([0.0, 0.25]).repeat(len(keys[::9]) // 2 + 1)[: len(keys[::9]), None]
         for metric in metrics:
+            indexes = [open_index(each, metric=metric) for each in (sharded, one)]
             for k in (1, 13, 5000):
-                ours, theirs = (open_index(each, metric=metric).search(queries, k) for each in (sharded, one))
+                ours, theirs = (index.search(queries, k) for index in indexes)
                 assert torch.equal(ours.ids, theirs.ids)
                 assert torch.equal(ours.distances, theirs.distances)
 
@@ -484,3 +492,21 @@ def test_shards_of_pairs_have_the_subsets_of_one_store(tmp_path):
     found = [PairSubsetIndex(each, 3, encode=lm.encode_sources).search(queries, 4, tokens) for each in (sharded, one)]
     assert torch.equal(found[0].ids, found[1].ids)
     assert torch.equal(found[0].distances, found[1].distances)
+
+
+def test_pruned_shards_have_the_keys_and_counts_of_one_store(joined, tmp_path):
+    generator, paths = np.random.default_rng(0), [tmp_path / "1", tmp_path / "2"]
+    for number, path in enumerate(paths, 1):
+        with closing(Datastore.open(joined / f"shard-{number}")) as shard:
+            keep = torch.from_numpy(generator.random(shard.key_count) < 0.6)
+            counts = torch.from_numpy(generator.integers(1, 9, shard.key_count).astype(np.float32))
+            derive(shard, path, keep=keep, counts=counts).close()
+    join_shards(paths, tmp_path / "sharded")
+    merge(paths, tmp_path / "one")
+    remove(tmp_path / "sharded", where="number=4")
+    remove(tmp_path / "one", where="number=4")
+    check_equal(tmp_path / "sharded", tmp_path / "one")
+    sharded, one = Datastore.open(tmp_path / "sharded"), Datastore.open(tmp_path / "one")
+    assert sharded.key_count < sharded.entry_count
+    numbers = torch.arange(one.key_count)
+    assert torch.equal(sharded.counts(numbers), one.counts(numbers))
