@@ -6,15 +6,16 @@ The width is fixed, so that the page does not depend on the terminal. The layout
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
+from contextlib import redirect_stdout
 from importlib.metadata import version
+from io import StringIO
 from pathlib import Path
 
-from knnlm.cli.app import app
+from knnlm.cli.app import app, run
 
 PAGE = Path(__file__).parent.parent / "docs" / "reference" / "cli.md"
-ENVIRONMENT = {"COLUMNS": "80", "PYTHONUTF8": "1", "NO_COLOR": "1", "TERM": "dumb"}
+ENVIRONMENT = {"COLUMNS": "80", "NO_COLOR": "1", "TERM": "dumb"}
 # Commands that the test of this page's examples does not run.
 LONG = {
     "demo": "takes-minutes",
@@ -45,10 +46,10 @@ Results go to standard output, progress and errors to standard error. With `--js
 
 def help_of(*command: str) -> str:
     """Return the help of a command at a width of 80 columns."""
-    arguments = [sys.executable, "-m", "knnlm", *command, "--help"]
-    environment = {**os.environ, **ENVIRONMENT}
-    shown = subprocess.run(arguments, capture_output=True, encoding="utf-8", check=True, env=environment)
-    return "\n".join(line.rstrip() for line in shown.stdout.splitlines()).strip()
+    shown = StringIO()
+    with redirect_stdout(shown):
+        assert run([*command, "--help"]) == 0
+    return "\n".join(line.rstrip() for line in shown.getvalue().splitlines()).strip()
 
 
 def page() -> str:
@@ -66,6 +67,7 @@ def page() -> str:
 
 def main(arguments: list[str]) -> int:
     """Write the page, or compare it; return the exit code."""
+    os.environ.update(ENVIRONMENT)
     made = page()
     if arguments == ["--check"]:
         if PAGE.exists() and PAGE.read_text(encoding="utf-8") == made:
