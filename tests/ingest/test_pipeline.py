@@ -7,7 +7,6 @@ import gzip
 import hashlib
 import json
 import os
-import signal
 import subprocess
 import sys
 import textwrap
@@ -275,9 +274,9 @@ def test_full_disk_is_an_error_and_the_build_resumes_when_there_is_space(
         assert "partial" in name or whole[name] == data
 
 
-# A build that stops itself with SIGKILL, in any thread, after a number of writes.
+# Builds, each in a process that stops itself with SIGKILL, in any thread, after a number of writes.
 KILLED = """
-    import sys
+    import os, signal, sys
     sys.path.insert(0, {here!r})
     from helpers.stores import documents
     from helpers.kill import Dying
@@ -286,23 +285,35 @@ KILLED = """
     from knnlm.datastore import catalog, segments
     from knnlm.ingest import pipeline
     pipeline.PIPELINED_DEVICES, pipeline._COPY_BYTES = {{"cpu"}}, 1000
-    dying = Dying(int(sys.argv[2]))
-    segments.ArrayWriter.write = dying(segments.ArrayWriter.write)
-    io.sync_folder = dying(io.sync_folder)
-    catalog.Catalog.add_segment = dying(catalog.Catalog.add_segment)
     lm = CausalLM(tiny("llama"), tiny_tokenizer(), name="tiny-llama")
-    build(documents(12), sys.argv[1], lm=lm, segment_entries=150)
+    for writes in map(int, sys.argv[2:]):
+        if os.fork() == 0:
+            dying = Dying(writes)
+            segments.ArrayWriter.write = dying(segments.ArrayWriter.write)
+            io.sync_folder = dying(io.sync_folder)
+            catalog.Catalog.add_segment = dying(catalog.Catalog.add_segment)
+            build(documents(12), sys.argv[1] + "/killed" + str(writes), lm=lm, segment_entries=150)
+            os._exit(3)
+        assert os.wait()[1] == signal.SIGKILL
 """
+WRITES = [9, 25, 41]
 
 
-@pytest.mark.parametrize("writes", [9, 25, 41])
-def test_build_killed_at_any_write_resumes_and_ends_with_the_same_bytes(lm, tmp_path, piped, whole, writes):
+@pytest.fixture(scope="module")
+def killed_builds(tmp_path_factory):
+    """A folder with one build that was killed after each number of writes."""
+    folder = tmp_path_factory.mktemp("killed")
     script = textwrap.dedent(KILLED).format(here=str(HERE))
-    arguments = [sys.executable, "-c", script, str(tmp_path / "killed"), str(writes)]
-    assert subprocess.run(arguments, check=False).returncode == -signal.SIGKILL
+    subprocess.run([sys.executable, "-c", script, str(folder), *map(str, WRITES)], check=True)
+    return folder
+
+
+@pytest.mark.parametrize("writes", WRITES)
+def test_build_killed_at_any_write_resumes_and_ends_with_the_same_bytes(lm, killed_builds, piped, whole, writes):
+    killed = killed_builds / f"killed{writes}"
     piped()
-    build(documents(12), tmp_path / "killed", lm=lm, segment_entries=150)
-    assert contents(tmp_path / "killed") == whole
+    build(documents(12), killed, lm=lm, segment_entries=150)
+    assert contents(killed) == whole
 
 
 def test_nan_keys_are_an_error_that_names_the_place(tmp_path, piped):
