@@ -49,7 +49,9 @@ ORDER = {
     "staging locks remove store encoder suffix_array rewrite indexes compact shards",
     "ingest": "pipeline segment_builder shards build",
     "memories": "base decoder ngram output voting cache subset knn",
-    "mixture": "em readers evidence gate online weights layer repetition support spec saved loader mixture",
+    "mixture": (
+        "em readers evidence gate online weights layer repetition support source_domain spec saved loader mixture"
+    ),
     "evaluation": "evaluate continuations overlap samples explain quality odds trace sweep support tune",
     "generation": "cache causal chat seq2seq",
     "training": "initial_model prune trainer data metric_learning output_matrix teacher decoder adapt",

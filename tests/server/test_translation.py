@@ -20,6 +20,7 @@ from knnlm.ingest.build import build
 from knnlm.lm.causal import CausalLM
 from knnlm.mixture.mixture import Mixture
 from knnlm.mixture.online import OnlineConfig
+from knnlm.mixture.source_domain import SourceDomain
 from knnlm.mixture.spec import MixtureOptions
 from knnlm.server.auth import ApiKeys
 from knnlm.server.engine import translator
@@ -195,6 +196,22 @@ def test_a_subset_search_is_that_of_translate(tmp_path):
     for each in answer["translations"]:
         found = {source["document"] for token in each["knnlm"]["tokens"] for source in token["sources"]}
         assert 0 < len(found) <= 3
+
+
+def test_sources_outside_the_domain_are_translated_by_the_model_alone(tmp_path):
+    mixture = marian_mixture(tmp_path / "pairs.store")
+    alone = mixture.translate(SOURCES, max_new_tokens=TOKENS, use_memory=False)
+    right = mixture.translate(SOURCES, max_new_tokens=TOKENS)
+    assert right != alone
+    width = mixture.lm.model.config.d_model
+    mixture.source_domain = SourceDomain(torch.zeros(width), torch.zeros(width), torch.tensor(-1.0))  # none is inside
+    with serving(mixture) as served:
+        answers = translate(served, SOURCES, sources=2)["translations"]
+        unchecked = translate(served, SOURCES, memory={"domain_check": False})["translations"]
+    assert [each["text"] for each in answers] == alone
+    assert [each["text"] for each in unchecked] == right
+    for each in answers:
+        assert all(token["sources"] == [] and token["p"] == token["p_lm"] for token in each["knnlm"]["tokens"])
 
 
 def test_memory_settings_are_those_of_the_request(marian, mixture):

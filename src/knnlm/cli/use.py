@@ -61,6 +61,7 @@ if TYPE_CHECKING:
     from knnlm.evaluation.tune import Tuning
     from knnlm.mixture.mixture import Mixture
     from knnlm.mixture.online import OnlineConfig
+    from knnlm.mixture.source_domain import SourceDomain
 
 DEFAULT_MEMORIES = "knn,cache,ngram"
 PAIR_MEMORIES = "knn,ngram"  # a single sentence is too short for a cache
@@ -295,6 +296,7 @@ def _show_tuning(store: Path, chosen_on: list[str], result: Tuning, *, json: boo
         mixed: dict[str, Any] = {"memories": [spec.as_dict() for spec in result.specs]}
         mixed |= {"weights": result.weights.kind, "online": result.online.as_dict() if result.online else None}
         mixed["support"] = result.support_figures.as_dict() if result.support_figures else None
+        mixed["source_domain"] = dict(result.source_domain.metadata) if result.source_domain else None
         mixed["odds"] = [own.as_dict() for own in result.odds.figures] if result.odds else None
         texts |= {"leaked_documents": result.leaked_documents, "sweep_seconds": result.seconds}
         print_json({"store": str(store), **texts, **mixed, **figures})
@@ -312,12 +314,21 @@ def _show_tuning(store: Path, chosen_on: list[str], result: Tuning, *, json: boo
         *online_rows(result.online),
         ("perplexity", f"{figures_shown} on that text; measure on another with knnlm eval"),
         *support_rows(result.support_figures),
+        *_source_rows(result.source_domain),
         *_odds_rows(result.odds),
         ("time", f"{tried:,} settings and the weights in {result.seconds:.1f} s"),
     ]
     if at_edge:
         rows.append(("note", f"the best value is the last one tried of: {', '.join(at_edge)}"))
     print_table([*rows, *leak_warning(result.leaked_documents, result.documents, "the choice does not generalise")])
+
+
+def _source_rows(domain: SourceDomain | None) -> list[tuple[str, str]]:
+    """Return a row about the sources that are translated with the memories."""
+    if domain is None:
+        return []
+    own, other = (f"{100 * domain.metadata[name]:.1f} %" for name in ("own", "other"))
+    return [("sources", f"{own} of the domain's and {other} of the others are translated with the memories")]
 
 
 def _odds_rows(odds: ChosenOdds | None) -> list[tuple[str, str]]:
@@ -575,6 +586,10 @@ def translate(
     ] = None,
     batch_size: Annotated[int, typer.Option(min=1, help="Texts that are translated together.")] = 32,
     no_memory: Annotated[bool, typer.Option("--no-memory", help="Use the model alone.")] = False,
+    no_domain_check: Annotated[
+        bool,
+        typer.Option("--no-domain-check", help="Use the memories also for sources that are not in their domain."),
+    ] = False,
     mixture: MixtureFlags = MixtureFlags(),
     model: StoreModel = None,
     machine: MachineFlags = MachineFlags(),
@@ -588,7 +603,7 @@ def translate(
     from knnlm.corpus import read_lines
 
     settings = sampling.settings | {"max_new_tokens": max_new_tokens, "seed": seed, "batch_size": batch_size}
-    opened = mixture.open(store, model, machine)
+    opened = mixture.open(store, model, machine, domain_check=not no_domain_check)
     lines = read_lines(text) if _is_input(text) and not opened.lm.reads_audio else [text]
     begin = time.perf_counter()
     written = iter(opened.translate([line for line in lines if line.strip()], use_memory=not no_memory, **settings))

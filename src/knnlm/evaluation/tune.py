@@ -42,6 +42,7 @@ from knnlm.evaluation.sweep import KS, Grid, Sweep, sweep, totals_of
 from knnlm.evaluation.trace import MemoryTrace, Trace, record, to_tensor
 from knnlm.io import translate_os_errors
 from knnlm.lm.causal import CausalLM
+from knnlm.lm.seq2seq import Seq2SeqLM
 from knnlm.memories.decoder import DecoderCard, set_lambda
 from knnlm.memories.voting import NeighbourMemory, VoteParams
 from knnlm.mixture.em import fit, log_mixed
@@ -62,6 +63,7 @@ from knnlm.mixture.loader import is_decoder
 from knnlm.mixture.mixture import Mixture
 from knnlm.mixture.online import ExpertScores, OnlineConfig, choose_config, expert_log_probs
 from knnlm.mixture.saved import SavedTuning, save_tuning, weights_state
+from knnlm.mixture.source_domain import SourceDomain
 from knnlm.mixture.spec import MemorySpec, parse_memories
 from knnlm.mixture.support import SupportModel
 from knnlm.mixture.weights import (
@@ -77,6 +79,7 @@ from knnlm.mixture.weights import (
 from knnlm.progress import Progress, silent
 
 MAX_SAMPLES = 60_000  # tokens that the model writes for the training of a gate
+MAX_SOURCES = 4000  # of each kind, that the domain of sources is fitted to
 
 _Columns = TypeVar("_Columns", MemoryFeatures, Positions)
 SettingsByMemory = Sequence[Sequence[VoteParams]]  # for each memory; empty where it has no neighbours
@@ -98,6 +101,7 @@ class Tuning:
     online: OnlineConfig | None = None  # None: without online weights
     support: SupportModel | None = None  # None: too few tokens to train it
     support_figures: SupportFigures | None = None  # of documents that the support was not trained on
+    source_domain: SourceDomain | None = None  # None: the store has no sources, or there is no text of another domain
     odds: ChosenOdds | None = None  # None: not chosen by the quality of translations
 
     @property
@@ -141,7 +145,7 @@ def tune(
     _check_texts(mixture.lm, samples=samples, quality=quality)
     if other and not (online and weights == "gated"):
         raise ParameterError("Text of another domain trains a gate with online weights; other weights do not use it.")
-    if quality:
+    if quality or (other and mixture.lm.has_encoder):
         documents, other = list(documents), list(other)
     specs, grid = mixture.specs, grid or Grid.of()
     reading: dict[str, Any] = {"k": max(grid.ks or KS), "batch_tokens": batch_tokens, "progress": progress}
@@ -158,15 +162,32 @@ def tune(
         options: dict[str, Any] = {"device": str(mixture.lm.device), "progress": progress}
         # Of a translation, no token is given, so that evidence would be missing where it is generated.
         options["evidence"] = not mixture.lm.has_encoder
+        source_domain = _fit_source_domain(mixture.lm, store, documents, other) if other else None
+        mixture.source_domain = source_domain
         if quality:
             some, others = list(islice(documents, quality)), list(islice(other, quality))
             options["choose"] = partial(_choose_odds, mixture, some, others, progress)
         result = tune_trace(
             trace, store, weights=weights, grid=grid, specs=specs, online=online, samples=elsewhere, **options
         )
+        result = replace(result, source_domain=source_domain)
         save_result(store.path, result, trace)
     apply_tuning(mixture, result)
     return result
+
+
+def _fit_source_domain(
+    lm: CausalLM, store: Datastore, documents: Iterable[Document], other: Iterable[Document]
+) -> SourceDomain | None:
+    """Fit the domain of the sources of a store against sources of another domain; None for a model without sources."""
+    if not isinstance(lm, Seq2SeqLM) or lm.reads_audio:
+        return None
+    given = [document.source_text or "" for document in documents][:MAX_SOURCES]
+    stored = [text for *_, text in store.catalog.source_texts()]
+    step = max(1, len(stored) // MAX_SOURCES)
+    elsewhere = [document.source_text or "" for document in other][:MAX_SOURCES]
+    own = [*given, *stored[::step]]
+    return SourceDomain.fit(lm.mean_source_states(own), lm.mean_source_states(elsewhere))
 
 
 def _choose_odds(
@@ -267,7 +288,7 @@ def apply_tuning(mixture: Mixture, tuning: Tuning) -> None:
     """Set the weights of a mixture and the settings of its memories to tuned ones."""
     _apply(mixture, [spec.settings for spec in tuning.specs], tuning.weights)
     mixture.online = tuning.online
-    mixture.support = tuning.support
+    mixture.support, mixture.source_domain = tuning.support, tuning.source_domain
 
 
 def _apply(mixture: Mixture, settings: Sequence[tuple[VoteParams, ...]], weights: Weights) -> None:
@@ -352,7 +373,7 @@ def scratch(path: Path) -> Iterator[Path]:
 
 def save_result(path: Path, result: Tuning, trace: Trace) -> None:
     """Save a tuning in a store, whose writer lock the caller holds."""
-    weights, tensors = weights_state(result.weights, result.online, result.support)
+    weights, tensors = weights_state(result.weights, result.online, result.support, result.source_domain)
     save_tuning(
         path,
         SavedTuning(

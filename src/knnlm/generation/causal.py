@@ -278,6 +278,8 @@ class KnnForCausalLM(PreTrainedModel, GenerationMixin):
             output["logits"] = output.logits if kept is None else output.logits[:, kept]
             if _prompts.get() is not None:
                 mixed = self._damp(self.mixture.restrict_to_domain(mixed), state)
+        if _prompts.get() is not None and (outside := self._outside_domain(output.logits.shape, **others)) is not None:
+            mixed = mixed.without_memories(outside)
         log_p = mixed.log_probs().unflatten(0, output.logits.shape[:2])
         # The output object is the base model's own, so its cache is kept, whatever its class.
         output["logits"] = log_p
@@ -285,6 +287,10 @@ class KnnForCausalLM(PreTrainedModel, GenerationMixin):
             # The logits are normalised already, so their cross entropy is -log p of the label.
             output["loss"] = torch.nn.functional.cross_entropy(log_p[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
         return cast(ModelOutput, output)
+
+    def _outside_domain(self, shape: torch.Size, **inputs: Any) -> Tensor | None:  # noqa: ARG002  (for subclasses)
+        """Mark the positions of (B, T, V) logits whose source is outside the domain; None: there are no sources."""
+        return None
 
     def read(
         self,
@@ -607,7 +613,8 @@ def _write_mixture(mixture: Mixture, folder: Path, *, copy_store: bool) -> dict[
         raise ModelError(
             f"{outside[0]}: lies outside the store, and copy_store copies the store only. Copy it by hand."
         )
-    written = write_mixture(folder, specs, *weights_state(mixture.weights, mixture.online, mixture.support))
+    state = weights_state(mixture.weights, mixture.online, mixture.support, mixture.source_domain)
+    written = write_mixture(folder, specs, *state)
     return {**written, "options": mixture.options.as_dict()}
 
 

@@ -26,7 +26,7 @@ from transformers.utils.generic import ModelOutput
 from knnlm.errors import ModelError, ParameterError
 from knnlm.generation.cache import memory_state
 from knnlm.generation.causal import BASE_FOLDER, KnnConfig, KnnForCausalLM, prompt_length
-from knnlm.lm.seq2seq import Seq2SeqLM
+from knnlm.lm.seq2seq import Seq2SeqLM, mean_states
 from knnlm.lm.speech import SpeechLM
 from knnlm.memories.base import Context, Origin, Source, SourceTokens
 from knnlm.mixture.mixture import Mixture
@@ -234,6 +234,15 @@ class KnnForSeq2SeqLM(KnnForCausalLM):
             every = [sources[row * len(sources) // positions] for row in range(positions)]
             context = replace(context, source_tokens=every)
         return output, context, state, step
+
+    def _outside_domain(self, shape: torch.Size, **inputs: Any) -> Tensor | None:
+        """Mark the (B·T,) positions of sources outside the domain of the store; None: there is no such check."""
+        source = inputs["pair"].source
+        if self.mixture.source_domain is None or source.get("encoder_outputs") is None:
+            return None
+        states = mean_states(source["encoder_outputs"][0], source.get("attention_mask"))
+        outside = self.mixture.outside_domain(states)
+        return None if outside is None else outside.repeat_interleave(shape[1])
 
     def _run_base(self, **inputs: Any) -> tuple[Any, dict[Source, Tensor]]:
         """Run the base model on source and target, and return its output and keys at the positions of the text."""

@@ -16,7 +16,7 @@ import threading
 import warnings
 from collections.abc import Mapping, Sequence
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import torch
@@ -217,8 +217,34 @@ class Seq2SeqLM(CausalLM):
             "attention_mask": torch.from_numpy(mask).to(self.device),
         }
 
+    @torch.no_grad()
+    def mean_source_states(self, texts: Sequence[str], *, batch_size: int = 64) -> Tensor:
+        """Return the (N, D) mean encoder states of source texts, in float32 on the CPU."""
+        tokens = self.encode_sources(texts)
+        order = sorted(range(len(tokens)), key=lambda number: len(tokens[number]))
+        found: list[Tensor] = []
+        for begin in range(0, len(order), batch_size):
+            inputs = self.pad_sources([tokens[number] for number in order[begin : begin + batch_size]])
+            found.append(self.mean_states(inputs).cpu())
+        places = torch.empty(len(order), dtype=torch.long).scatter_(0, torch.tensor(order), torch.arange(len(order)))
+        return torch.cat(found)[places]
+
+    @torch.no_grad()
+    def mean_states(self, sources: Mapping[str, Tensor]) -> Tensor:
+        """Return the (B, D) mean encoder states of padded sources."""
+        hidden = cast(Any, self.model).get_encoder()(**sources).last_hidden_state
+        return mean_states(hidden, sources["attention_mask"])
+
     def _run(self, ids: Tensor, sources: Mapping[str, Tensor]) -> Any:
         return self.model(**sources, decoder_input_ids=ids, use_cache=False)
+
+
+def mean_states(hidden: Tensor, mask: Tensor | None) -> Tensor:
+    """Return the (B, D) means of (B, S, D) encoder states over the tokens that a (B, S) mask marks; None: all."""
+    if mask is None:
+        return hidden.float().mean(1)
+    kept = mask.to(hidden.device).float()[..., None]
+    return (hidden.float() * kept).sum(1) / kept.sum(1).clamp(min=1)
 
 
 def _set_languages(

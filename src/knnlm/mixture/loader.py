@@ -29,7 +29,8 @@ from knnlm.memories.subset import PairSubsetIndex
 from knnlm.memories.voting import VoteParams
 from knnlm.mixture.online import OnlineConfig
 from knnlm.mixture.readers import Readers
-from knnlm.mixture.saved import load_support, load_tuning, load_weights, tuned_settings
+from knnlm.mixture.saved import load_source_domain, load_support, load_tuning, load_weights, tuned_settings
+from knnlm.mixture.source_domain import SourceDomain
 from knnlm.mixture.spec import DEFAULTS, MemorySpec, MixtureRequest, parse_memories, resolve
 from knnlm.mixture.support import SupportModel
 from knnlm.mixture.weights import Weights, equal_weights, first_components
@@ -47,6 +48,7 @@ class LoadedMixture:
     weights: Weights
     online: OnlineConfig | None
     support: SupportModel | None
+    source_domain: SourceDomain | None
     store: Datastore | None  # with the windows that texts are read in, and the saved tuning
     path: Path  # that all of it was opened from
 
@@ -73,9 +75,12 @@ def load_mixture(
     online = None
     if stored_weights and stored_weights.get("online") is not None and request.options.online:
         online = OnlineConfig.from_dict(stored_weights["online"])
-    support = None if stored_weights is None else load_support(stored_weights, _folder(store, request), memories)
+    support = source_domain = None
+    if stored_weights is not None:
+        support = load_support(stored_weights, _folder(store, request), memories)
+        source_domain = load_source_domain(stored_weights, _folder(store, request))
     labels = [spec.label for spec in specs]
-    return LoadedMixture(loader.readers, memories, labels, weights, online, support, store, store.path)
+    return LoadedMixture(loader.readers, memories, labels, weights, online, support, source_domain, store, store.path)
 
 
 def _folder(store: Datastore, request: MixtureRequest) -> Path:
@@ -393,7 +398,7 @@ def load_decoder(folder: Path, lm: CausalLM | None, request: MixtureRequest) -> 
     lmbda = next(lmbda for lmbda in (request.lmbda, tuned, _DECODER_LAMBDA) if lmbda is not None)
     # The folder is known, so its last name is enough, also where it is copied; commas and colons separate specs.
     label = f"decoder={re.sub('[,:]', '_', folder.resolve().name)}"
-    return LoadedMixture(readers, [memory], [label], equal_weights([memory], lmbda), None, None, None, folder)
+    return LoadedMixture(readers, [memory], [label], equal_weights([memory], lmbda), None, None, None, None, folder)
 
 
 def _language_model(folder: Path, card: DecoderCard, model: str | None) -> str:

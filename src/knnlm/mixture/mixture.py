@@ -24,6 +24,7 @@ from knnlm.mixture.layer import OnlineLayer, PositionInputs, SpanTexts
 from knnlm.mixture.loader import check_model, load_mixture, specs_of
 from knnlm.mixture.online import OnlineConfig
 from knnlm.mixture.readers import ReadBatch, Readers
+from knnlm.mixture.source_domain import SourceDomain
 from knnlm.mixture.spec import DEFAULTS, MemorySpec, MixtureOptions, MixtureRequest, SavedMixture
 from knnlm.mixture.support import SupportModel
 from knnlm.mixture.weights import (
@@ -112,6 +113,7 @@ class Mixture:
         domain_check: bool = True,
         damping: bool = True,
         support: SupportModel | None = None,
+        source_domain: SourceDomain | None = None,
         readers: Readers | None = None,
         labels: Sequence[str] | None = None,
         store: Datastore | None = None,
@@ -132,6 +134,7 @@ class Mixture:
         self.domain_check = domain_check  # in generation with online weights; see `restrict_to_domain`
         self.damping = damping  # in generation with online weights, of memories that repeat what was generated
         self.support = support  # of tokens; None: not tuned, or with other weights than the tuned ones
+        self.source_domain = source_domain  # of pairs; None: sources of all domains are translated with the memories
         for each in self.memories:
             if isinstance(each, KnnMemory):
                 check_model(each.store, self.readers.models[each.source.reader], place=each.source)
@@ -181,6 +184,7 @@ class Mixture:
             domain_check=request.options.domain_check and request.options.online,
             damping=request.options.damping and request.options.online,
             support=loaded.support,
+            source_domain=loaded.source_domain,
             readers=loaded.readers,
             labels=loaded.labels,
             store=loaded.store,
@@ -216,7 +220,8 @@ class Mixture:
 
     @lmbda.setter
     def lmbda(self, lmbda: float) -> None:
-        self.weights, self.online, self.support = equal_weights(self.memories, lmbda), None, None
+        self.weights, self.online = equal_weights(self.memories, lmbda), None
+        self.support = self.source_domain = None
 
     @property
     def lm_sources(self) -> list[Source]:
@@ -364,6 +369,12 @@ class Mixture:
             return mixed
         outside = ~self.layer.in_domain(mixed.states)
         return mixed.without_memories(outside if rows is None else outside & rows)
+
+    def outside_domain(self, states: Tensor) -> Tensor | None:
+        """Mark the (B,) sources, by their (B, D) mean encoder states, outside the domain of the store; None: unknown."""
+        if self.source_domain is None or not self.domain_check:
+            return None
+        return ~self.source_domain.in_domain(states)
 
     def predict_components(
         self, context: Context, retrieved: Retrieved | None = None, *, lm: MemoryOutput | None = None

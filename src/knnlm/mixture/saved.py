@@ -26,6 +26,7 @@ from knnlm.io import atomic_write, translate_os_errors
 from knnlm.memories.base import Memory
 from knnlm.mixture.gate import Gate, SearchSkipper, feature_names
 from knnlm.mixture.online import OnlineConfig
+from knnlm.mixture.source_domain import SourceDomain
 from knnlm.mixture.spec import TUNE_AGAIN, MemorySpec, key_of
 from knnlm.mixture.support import SupportModel, support_names
 from knnlm.mixture.weights import KINDS, Buckets, BucketWeights, FixedWeights, GatedWeights, Weights
@@ -137,14 +138,20 @@ def gate_of(stored: Any) -> str | None:
 
 
 def weights_state(
-    weights: Weights, online: OnlineConfig | None, support: SupportModel | None = None
+    weights: Weights,
+    online: OnlineConfig | None,
+    support: SupportModel | None = None,
+    source_domain: SourceDomain | None = None,
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Return weights as JSON types for the catalog, and the tensors of their networks and of the support."""
+    """Return weights as JSON types for the catalog, and the tensors of their networks and of what belongs to them."""
     common: dict[str, Any] = {"kind": weights.kind, "online": online.as_dict() if online else None}
     tensors: dict[str, Tensor] = {}
     if support is not None:
         state, common["support"] = support.state()
         tensors |= {f"support.{key}": value for key, value in state.items()}
+    if source_domain is not None:
+        state, common["source_domain"] = source_domain.state()
+        tensors |= {f"source_domain.{key}": value for key, value in state.items()}
     if isinstance(weights, FixedWeights):
         return {**common, "values": list(weights.values)}, tensors
     if isinstance(weights, BucketWeights):
@@ -204,14 +211,28 @@ def load_support(metadata: dict[str, Any], path: Path, memories: Sequence[Memory
     if metadata.get("support") is None:
         return None
     try:
-        tensors = load_networks(path / GATES_FOLDER / Path(metadata["file"]).name)
-        own = {key.removeprefix("support."): value for key, value in tensors.items() if key.startswith("support.")}
-        support = SupportModel.load(own, metadata["support"])
+        support = SupportModel.load(_stored(metadata, path, "support"), metadata["support"])
         if support.feature_names != tuple(support_names((one.name, one.feature_names) for one in memories)):
             raise ValueError(f"it has {len(support.feature_names)} features, and these memories have others")
     except (KeyError, TypeError, ValueError, AttributeError, OSError, SafetensorError) as error:
         raise DatastoreCorrupt(f"{path}: the saved support cannot be read ({error}). {TUNE_AGAIN}") from None
     return support
+
+
+def load_source_domain(metadata: dict[str, Any], path: Path) -> SourceDomain | None:
+    """Validate and load the domain of sources that was stored with weights; None: there is none."""
+    if metadata.get("source_domain") is None:
+        return None
+    try:
+        return SourceDomain.load(_stored(metadata, path, "source_domain"), metadata["source_domain"])
+    except (KeyError, TypeError, ValueError, AttributeError, OSError, SafetensorError) as error:
+        raise DatastoreCorrupt(f"{path}: the saved domain of sources cannot be read ({error}). {TUNE_AGAIN}") from None
+
+
+def _stored(metadata: dict[str, Any], path: Path, name: str) -> dict[str, Tensor]:
+    """Return the tensors that were stored with weights under a name."""
+    tensors = load_networks(path / GATES_FOLDER / Path(metadata["file"]).name)
+    return {key.removeprefix(f"{name}."): value for key, value in tensors.items() if key.startswith(f"{name}.")}
 
 
 def load_networks(file: Path) -> dict[str, Tensor]:

@@ -78,6 +78,7 @@ class MixtureCache:
             # λ, k and τ in a request are those of the paper's kNN-LM, as in rescoring.
             online=base.online if _as_tuned(overrides) else None,
             support=base.support if len(chosen) == len(base.memories) and _as_tuned(overrides) else None,
+            source_domain=base.source_domain if _as_tuned(overrides) else None,
             domain_check=base.domain_check if overrides.domain_check is None else overrides.domain_check,
             damping=base.damping,
             readers=base.readers,

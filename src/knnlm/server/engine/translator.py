@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, cast
 
@@ -231,7 +232,13 @@ class Translator(Scheduler):
     def _score(self, request: TranslationRequest, target: list[int]) -> list[ScoredToken]:
         """Return the tokens of a target with their probabilities and sources, as they were when each was generated."""
         model = cast(KnnForSeq2SeqLM, self.model)
-        logits, context = model.read_target(self._lm.pad_sources([list(request.source)]), target)
+        source = self._lm.pad_sources([list(request.source)])
+        mixture = self.mixtures.get(request.overrides)
+        if mixture is not None and mixture.source_domain is not None:
+            outside = mixture.outside_domain(self._lm.mean_states(source))
+            if outside is not None and bool(outside.any()):
+                request = replace(request, overrides=replace(request.overrides, off=True))
+        logits, context = model.read_target(source, target)
         positions = [
             PositionRequest(request, [partial(_known, token)], generated=target[:place])
             for place, token in enumerate(target)
