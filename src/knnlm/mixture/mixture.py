@@ -371,7 +371,7 @@ class Mixture:
         return mixed.without_memories(outside if rows is None else outside & rows)
 
     def outside_domain(self, states: Tensor) -> Tensor | None:
-        """Mark the (B,) sources, by their (B, D) mean encoder states, outside the domain of the store; None: unknown."""
+        """Mark the (B,) sources, by their (B, D) mean encoder states, outside the domain of a store; None: unknown."""
         if self.source_domain is None or not self.domain_check:
             return None
         return ~self.source_domain.in_domain(states)
