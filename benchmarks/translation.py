@@ -34,7 +34,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import islice
+from itertools import islice, zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -226,7 +226,8 @@ class Run:
         memories = ",".join(["knn", *(f"knn={other}" for other in others)])
         mixture = Mixture.open(first, self.lm, memories=memories, use_tuned=False)
         # In turns, so that the pairs that are translated are of all domains.
-        valid = [pair for pairs in zip(*(domain.valid for domain in self.domains), strict=False) for pair in pairs]
+        turns = zip_longest(*(domain.valid for domain in self.domains))
+        valid = [pair for pairs in turns for pair in pairs if pair is not None]
         tuned = mixture.tune(valid, other=self.general.valid, quality=self.options.quality)
         print(f"together: {odds_of(tuned)}", flush=True)
         return mixture

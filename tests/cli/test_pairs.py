@@ -305,8 +305,9 @@ def test_tune_by_the_quality_of_translations(folder, tmp_path, capfd):
     code, out, err = knnlm(capfd, *arguments, "--json")
     assert code == 0, err
     found = json.loads(out)
-    assert [own["factor"] for own in found["odds"][:3]] == [0, 1, 2]
-    best = max(found["odds"][1:], key=lambda own: own["bleu"])
+    assert [own["factor"] for own in found["odds"]["tried"][:3]] == [0, 1, 2]
+    best = max(found["odds"]["tried"][1:], key=lambda own: own["bleu"])
+    assert found["odds"]["factor"] == best["factor"]
     code, out, _ = knnlm(capfd, *arguments)
     assert f"BLEU {best['bleu']:.2f}, chrF {best['chrf']:.2f}, chosen" in " ".join(out.split())
     trace = ["tune", store, "--trace", tmp_path / "trace", "--quality", 4]

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from helpers.pairs import pair_lm, pairs
 from knnlm.errors import CorpusError, ParameterError
-from knnlm.evaluation.odds import OddsFigures, best_factor, choose_odds
+from knnlm.evaluation.odds import OddsFigures, best_factor, choose_odds, is_past_best
 from knnlm.evaluation.quality import score_translations
 from knnlm.ingest.build import build
 from knnlm.mixture.mixture import Mixture
@@ -57,6 +57,12 @@ def test_odds_of_each_network_of_a_gate_are_multiplied(lm, path):
     abstains = torch.zeros(5, weights.gate.starts.shape[1], dtype=torch.bool)
     before, after = (each.gate.weights(features, abstains) for each in (single, multiply_odds(single, 4)))
     torch.testing.assert_close(after[:, 1:] / after[:, :1], 4 * before[:, 1:] / before[:, :1])
+    for gate in (weights.gate, weights.cheap):  # the weights that are the same everywhere
+        plain = replace(weights, gate=replace(gate, trust=0.0), cheap=gate)
+        moved = multiply_odds(plain, 4)
+        before, after = (each.gate.fitted for each in (plain, moved))
+        torch.testing.assert_close(after[1:] * before[0], 4 * before[1:] * after[0])
+        assert torch.equal(moved.cheap.fitted, moved.gate.fitted)
 
 
 @pytest.mark.parametrize("factor", [0, -1, float("nan"), float("inf")])
@@ -74,6 +80,15 @@ def test_best_factor_keeps_text_of_another_domain():
     assert best_factor(figures((0, 1, 40), (1, 5, 40.1), (2, 7, 39.7), (4, 8, 39))) == 1
     assert best_factor(figures((0, 1, 40), (1, 5, 39.8), (2, 7, 39.8))) == 2
     assert best_factor(figures((0, 1, 40), (1, 5, 30), (2, 7, 20))) == 1
+
+
+def test_larger_factors_end_after_two_losses_or_with_other_text():
+    assert not is_past_best(figures((0, 9, None), (1, 7, None)))
+    assert not is_past_best(figures((0, 9, None), (1, 7, None), (2, 6, None)))
+    assert is_past_best(figures((0, 9, None), (1, 7, None), (2, 6, None), (4, 5, None)))
+    assert not is_past_best(figures((0, 9, None), (1, 7, None), (2, 6, None), (4, 6.5, None)))
+    assert is_past_best(figures((0, 9, 40), (1, 10, 39.7)))
+    assert not is_past_best(figures((0, 9, 40), (1, 10, 39.8)))
 
 
 def test_figures_equal_translations_with_the_multiplied_weights(lm, path):

@@ -130,8 +130,8 @@ class GridFlags:
     quality: Annotated[
         int,
         typer.Option(
-            help="Of pairs: also translate this many sentences, several times, and choose the weight of the memories "
-            "by their BLEU.",
+            help="For pairs: also translate this many sentences of TEXT with several weights of the memories, and take "
+            "the weight with the best BLEU.",
             min=0,
             show_default="0: the weights that predict the targets best",
         ),
@@ -297,7 +297,7 @@ def _show_tuning(store: Path, chosen_on: list[str], result: Tuning, *, json: boo
         mixed |= {"weights": result.weights.kind, "online": result.online.as_dict() if result.online else None}
         mixed["support"] = result.support_figures.as_dict() if result.support_figures else None
         mixed["source_domain"] = dict(result.source_domain.metadata) if result.source_domain else None
-        mixed["odds"] = [own.as_dict() for own in result.odds.figures] if result.odds else None
+        mixed["odds"] = result.odds.as_dict() if result.odds else None
         texts |= {"leaked_documents": result.leaked_documents, "sweep_seconds": result.seconds}
         print_json({"store": str(store), **texts, **mixed, **figures})
         return

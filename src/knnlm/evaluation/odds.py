@@ -46,17 +46,21 @@ class ChosenOdds:
     factor: float
     figures: tuple[OddsFigures, ...]
 
+    def as_dict(self) -> dict[str, Any]:
+        """Return the factor and the figures as JSON types."""
+        return {"factor": self.factor, "tried": [own.as_dict() for own in self.figures]}
+
 
 def choose_odds(
     mixture: Mixture, pairs: Sequence[Document], *, other: Sequence[Document] = (), progress: Progress = silent
 ) -> ChosenOdds:
-    """Translate pairs with each factor, and return the weights with the best BLEU; larger factors end with two losses.
+    """Translate pairs with each factor, and return the weights with the best BLEU.
 
-    `other` are pairs of another domain. The mixture keeps its weights.
+    After two factors that were each worse than the one before, no larger one is tried. `other` are pairs of another
+    domain. The mixture keeps its weights.
     """
     if not pairs:
         raise CorpusError("There are no pairs to translate.")
-    score_translations(["a"], ["a"])  # raises before the translations if the package is missing
     fitted, figures = mixture.weights, list[OddsFigures]()
     with progress("translating", total=(1 + len(FACTORS)) * (len(pairs) + len(other)), unit="sentences") as advance:
         for factor in (0.0, *FACTORS):
@@ -68,7 +72,7 @@ def choose_odds(
                 mixture.weights = fitted
             figures.append(OddsFigures(factor, own.bleu, own.chrf, elsewhere.bleu if elsewhere else None))
             advance(len(pairs) + len(other))
-            if factor and _ended(figures):
+            if factor and is_past_best(figures):
                 break
     best = best_factor(figures)
     return ChosenOdds(multiply_odds(fitted, best), best, tuple(figures))
@@ -81,7 +85,7 @@ def best_factor(figures: Sequence[OddsFigures]) -> float:
     return max(kept, key=lambda own: own.bleu).factor if kept else tried[0].factor
 
 
-def _ended(figures: Sequence[OddsFigures]) -> bool:
+def is_past_best(figures: Sequence[OddsFigures]) -> bool:
     """Whether the last two factors were each worse than the one before, or the last one loses other text."""
     alone, *tried = figures
     worse = len(tried) > 2 and tried[-1].bleu < tried[-2].bleu < tried[-3].bleu

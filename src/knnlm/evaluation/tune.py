@@ -36,6 +36,7 @@ from knnlm.evaluation.evaluate import (
     summarise,
 )
 from knnlm.evaluation.odds import ChosenOdds, choose_odds
+from knnlm.evaluation.quality import score_translations
 from knnlm.evaluation.samples import check_sample_count, sample_documents
 from knnlm.evaluation.support import SupportFigures, fit_support
 from knnlm.evaluation.sweep import KS, Grid, Sweep, sweep, totals_of
@@ -165,7 +166,8 @@ def tune(
         source_domain = _fit_source_domain(mixture.lm, store, documents, other) if other else None
         mixture.source_domain = source_domain
         if quality:
-            some, others = list(islice(documents, quality)), list(islice(other, quality))
+            read = (islice(first_documents(each, mixture.lm, limit), quality) for each in (documents, other))
+            some, others = map(list, read)
             options["choose"] = partial(_choose_odds, mixture, some, others, progress)
         result = tune_trace(
             trace, store, weights=weights, grid=grid, specs=specs, online=online, samples=elsewhere, **options
@@ -204,14 +206,16 @@ def _choose_odds(
 
 
 def _check_texts(lm: CausalLM, *, samples: int | None, quality: int) -> None:
-    """Raise ParameterError where a model can neither write nor translate the texts that are asked for."""
+    """Raise where a model cannot write the samples or the translations that are asked for."""
     check_sample_count(samples or 0)
     if samples and lm.reads_audio:
         raise ParameterError(f"{lm.name} reads sounds, of which none can be made up: leave out --samples.")
     if quality < 0:
         raise ParameterError(f"The number of translations must be at least 0, not {quality}.")
     if quality and (lm.reads_audio or not lm.has_encoder):
-        raise ParameterError(f"{lm.name} does not translate texts, so it has no quality of translations.")
+        raise ParameterError(f"{lm.name} does not translate texts, so that no translations can be compared.")
+    if quality:
+        score_translations(["a"], ["a"])  # raises before the text is read if the package is missing
 
 
 def tune_trace(
@@ -384,7 +388,7 @@ def save_result(path: Path, result: Tuning, trace: Trace) -> None:
                 "tokens": result.tokens,
                 "base_perplexity": result.base_perplexity,
                 "perplexity": result.perplexity,
-                "odds": [own.as_dict() for own in result.odds.figures] if result.odds else None,
+                "odds": result.odds.as_dict() if result.odds else None,
             },
         ),
         tensors,
