@@ -21,6 +21,7 @@ from helpers.stores import documents, made_store
 from knnlm.datastore.catalog import Catalog
 from knnlm.datastore.compact import compact
 from knnlm.datastore.indexes import build_index, open_index
+from knnlm.datastore.locks import writer_lock
 from knnlm.datastore.manifest import MANIFEST_FILE, read_manifest, write_manifest
 from knnlm.datastore.remove import Selection, list_documents, removal_report, remove
 from knnlm.datastore.rewrite import derive
@@ -510,3 +511,87 @@ def test_pruned_shards_have_the_keys_and_counts_of_one_store(joined, tmp_path):
     assert sharded.key_count < sharded.entry_count
     numbers = torch.arange(one.key_count)
     assert torch.equal(sharded.counts(numbers), one.counts(numbers))
+
+
+def test_parts_of_different_texts_are_refused(joined, lm, tmp_path):
+    rotated = [replace(one, id=two.id) for one, two in zip([*DOCUMENTS[5:], *DOCUMENTS[:5]], DOCUMENTS, strict=True)]
+    same_sizes = [replace(one, text=one.text.swapcase()) for one in DOCUMENTS]
+    shards = [joined / f"shard-{number}" for number in range(1, 5)]
+    for name, text in (("rotated", rotated), ("same sizes", same_sizes)):
+        build_shard(lambda text=text: iter(text), tmp_path / name, shard="5/5", lm=lm).close()
+        with pytest.raises(DatastoreError, match="were built from different texts"):
+            join_shards([*shards, tmp_path / name], tmp_path / "out")
+
+
+def test_joining_again_keeps_the_numbers_of_documents_and_uses_none_again(joined, lm, tmp_path):
+    for number in (1, 2, 3):
+        build(DOCUMENTS[3 * number : 3 * number + 3], tmp_path / f"{number}", lm=lm).close()
+    first, second, third = (tmp_path / name for name in "123")
+    store = tmp_path / "whole"
+    join_shards([first, second], store)
+    add(documents(1, start=70), store, lm=lm)
+    open_before = Datastore.open(store)
+    numbers = {one.id: one.number for one in open_before.documents()}
+    add(documents(1, start=80), first, lm=lm)  # directly, after which `first` is known by its place
+    join_shards([third, first, second], store, replace_manifest=True)
+    assert open_before.stale
+    found = {one.id: one.number for one in Datastore.open(store).documents()}
+    assert numbers.items() <= found.items()
+    assert len(set(found.values())) == len(found) == 11
+    join_shards([first, second], store, replace_manifest=True)  # without the third
+    add(documents(1, start=90), store, lm=lm)
+    again = {one.id: one.number for one in Datastore.open(store).documents()}
+    new = again.pop("d90")
+    assert again.items() <= found.items()
+    assert new > max(found.values())
+    generations = [Datastore.open(store).generation]
+    join_shards([second], store, replace_manifest=True)
+    generations.append(Datastore.open(store).generation)
+    assert generations[0] < generations[1]
+
+
+def test_joining_again_refuses_shards_of_another_model(joined, tmp_path, lm):
+    store = shutil.copytree(joined, tmp_path / "whole")
+    other = tmp_path / "other"
+    build(DOCUMENTS[:3], other, lm=lm, key_format="float32").close()
+    with pytest.raises(ModelMismatch, match=r"cannot replace the shards of .*keys format"):
+        join_shards([other], store, replace_manifest=True)
+
+
+def test_a_text_may_have_an_id_twice(lm, tmp_path):
+    text = [replace(one, id="same") for one in DOCUMENTS[:4]]
+    for number in (1, 2):
+        build_shard(lambda: iter(text), tmp_path / str(number), shard=f"{number}/2", lm=lm).close()
+    assert join_shards([tmp_path / "1", tmp_path / "2"], tmp_path / "out").documents == 4
+
+
+def test_places_that_cannot_be_joined(joined, tmp_path, lm):
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(DatastoreError, match="is not a store, so it cannot be joined"):
+        join_shards([joined / "shard-1", tmp_path / "empty"], tmp_path / "out")
+    build(DOCUMENTS[:3], tmp_path / "a", lm=lm).close()
+    with pytest.raises(DatastoreError, match="is one of the shards, or inside of one"):
+        join_shards([tmp_path / "a"], tmp_path / "a" / "inside")
+    store = shutil.copytree(joined, tmp_path / "whole")
+    manifest = read_manifest(store)
+    write_manifest(store, replace(manifest, shards=(replace(manifest.shards[0], path="."), *manifest.shards[1:])))
+    assert [problem.message for problem in verify(store).problems] == ["the shard is a sharded store itself"]
+    with pytest.raises(DatastoreCorrupt, match="lists itself"):
+        Datastore.open(store)
+
+
+def test_same_model_at_another_place_fits(joined, lm, tmp_path):
+    renamed = [*joined.glob("shard-[12]")]
+    shutil.copytree(renamed[0], tmp_path / "1")
+    shutil.copytree(renamed[1], tmp_path / "2")
+    with closing(Catalog.open(tmp_path / "2" / CATALOG_FILE, write=True)) as catalog:
+        catalog.put(model={**catalog.get("model"), "name": "/another/folder"}, shard=None)
+    with closing(Catalog.open(tmp_path / "1" / CATALOG_FILE, write=True)) as catalog:
+        catalog.put(shard=None)
+    assert join_shards([tmp_path / "1", tmp_path / "2"], tmp_path / "out").documents == 6
+    Datastore.open(tmp_path / "out").close()
+
+
+def test_dry_run_of_a_removal_needs_no_lock(store_path):
+    with writer_lock(store_path):
+        assert len(remove(store_path, where="number=1", dry_run=True).documents) == 1

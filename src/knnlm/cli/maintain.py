@@ -324,6 +324,7 @@ def verify(
     Compare the catalog with the files and list every problem. Nothing is changed. The exit code is 1 if there is a
     problem.
     """
+    from knnlm.datastore.manifest import is_sharded
     from knnlm.maintenance.verify import verify
 
     found = verify(store, deep=deep, trust_index=trust_index, progress=bar)
@@ -337,7 +338,10 @@ def verify(
         text = f"{store}: {count(found.documents, 'document')}, {found.tokens:,} tokens, "
         text += f"{count(found.files, 'file')} of {found.bytes / 1e6:,.1f} MB checked in {found.seconds:.1f} s: "
         shallow = "" if deep else " (without checksums: --deep)"
-        wrong = f"{count(len(found.problems), 'problem')}. Run: knnlm repair {store}"
+        advice = (
+            "Run knnlm repair for each shard that is named above" if is_sharded(store) else f"Run: knnlm repair {store}"
+        )
+        wrong = f"{count(len(found.problems), 'problem')}. {advice}"
         console.print(text + (f"no problem{shallow}" if found.sound else wrong), markup=False)
     if not found.sound:
         raise typer.Exit(1)

@@ -59,11 +59,15 @@ class Manifest:
     window: dict[str, Any]
     keys: dict[str, Any]  # format and dtype; SHA-256 of offset, map and codec, None where there is none
     shards: tuple[Shard, ...]
+    joins: int = 1  # how often shards were joined here
+    generation: int = 0  # of the store, less those of its shards: joining again increases the generation
+    documents: int = 0  # numbers that documents had at the last change, also those of shards that are listed no more
 
     @property
     def next_number(self) -> int:
         """The number of the next document."""
-        return max((span.number + span.count for shard in self.shards for span in shard.documents), default=0)
+        ends = (span.number + span.count for shard in self.shards for span in shard.documents)
+        return max(self.documents, *ends, 0)
 
     def folders(self, folder: Path) -> list[Path]:
         """Return the folders of the shards of the store at `folder`."""
@@ -82,7 +86,7 @@ class Manifest:
                 spans.append(NumberSpan(known, number, end - known))
             number += max(0, end - known)
             shards.append(replace(shard, documents=tuple(spans)))
-        return replace(self, shards=tuple(shards))
+        return replace(self, shards=tuple(shards), documents=number)
 
 
 def is_sharded(folder: Path) -> bool:
@@ -102,7 +106,13 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
     for shard in content["shards"]:
         shard["documents"] = [list(span.values()) for span in shard["documents"]]
     with atomic_write(folder / MANIFEST_FILE) as partial:
-        partial.write_text(json.dumps(content, indent=1))
+        text = json.dumps(content)
+        if len(text) > _MAX_BYTES:
+            raise DatastoreError(
+                f"{folder}: the list of its documents' numbers is too long. Make one store of it: knnlm merge {folder} "
+                "--out STORE"
+            )
+        partial.write_text(text)
 
 
 def read_manifest(folder: Path) -> Manifest:
@@ -125,7 +135,8 @@ def read_manifest(folder: Path) -> Manifest:
             raise ValueError(f"format {version!r}, values {content['values']!r}")
         shards = tuple(_parse_shard(shard) for shard in content["shards"])
         model, window, keys = (_typed(content[name], dict) for name in ("model", "window", "keys"))
-        manifest = Manifest(model, window, keys, shards)
+        counts = {name: _count(content[name]) for name in ("joins", "generation", "documents")}
+        manifest = Manifest(model, window, keys, shards, **counts)
         _check_numbers(manifest)
     except OSError as error:
         raise DatastoreError(f"Cannot read {path}: {error.strerror}.") from None

@@ -20,6 +20,7 @@ from knnlm.datastore.schema import CATALOG_FILE, IndexRow, RemovedRow, SegmentRo
 from knnlm.errors import DatastoreCorrupt
 
 _MAX_FIELDS = 20
+_MAX_CHANGES = 1 << 40  # of one set of shards
 # Metadata that all shards have in common.
 _COMMON = ("model", "window", "key_dtype", "keys", "offset", "map", "codec", "segment_entries", "batch_tokens")
 
@@ -42,31 +43,32 @@ class ShardedCatalog(Catalog):
     def close(self) -> None:
         """Close the databases."""
         super().close()
-        for shard in getattr(self, "shards", []):
-            shard.close()
+        _close(getattr(self, "shards", []))
 
     def reopen(self) -> ShardedCatalog:
         """Open the present state of all catalogs; the caller closes it."""
-        manifest = read_manifest(self.path.parent)
-        shards: list[Catalog] = []
-        try:
-            for folder in manifest.folders(self.path.parent):
-                shards.append(open_shard(folder))
-            return ShardedCatalog.join(self.path, manifest, shards)
-        except BaseException:
-            for shard in shards:
-                shard.close()
-            raise
+        while True:
+            manifest, shards = read_manifest(self.path.parent), list[Catalog]()
+            try:
+                for folder in manifest.folders(self.path.parent):
+                    shards.append(open_shard(folder))
+                if read_manifest(self.path.parent) == manifest:
+                    return ShardedCatalog.join(self.path, manifest, shards)
+            except BaseException:
+                _close(shards)
+                raise
+            _close(shards)  # a writer has numbered documents since: read all of it again
 
     @property
     def generation(self) -> int:
-        """Number of changes of all shards."""
-        return sum(shard.generation for shard in self.shards)
+        """Number of changes of all shards, and of joins."""
+        return self.manifest.generation + sum(shard.generation for shard in self.shards)
 
     @property
     def layout(self) -> int:
-        """A number that increases whenever entries may be renumbered: a change of any shard renumbers later ones."""
-        return sum(shard.layout for shard in self.shards) + sum(shard.generation for shard in self.shards[:-1])
+        """A number that changes whenever entries may be renumbered: a change of any shard renumbers later ones."""
+        changes = sum(shard.layout for shard in self.shards) + sum(shard.generation for shard in self.shards[:-1])
+        return self.manifest.joins * _MAX_CHANGES + changes
 
     def get(self, key: str) -> Any:
         """Return one value of the metadata, or None."""
@@ -154,20 +156,6 @@ class ShardedCatalog(Catalog):
         shard, local = locate(self.segment_starts, segment)
         return [self.global_document(shard, document) for document in self.shards[shard].documents_of(local)]
 
-    def select(
-        self, condition: str, values: Sequence[Any], *, first: int = 0, limit: int | None = None
-    ) -> list[StoredDocument]:
-        """Return the documents that match an SQL condition without numbers, after skipping `first` of them."""
-        found: list[StoredDocument] = []
-        for shard, catalog in enumerate(self.shards):
-            left = None if limit is None else limit - len(found)
-            if left == 0:
-                break
-            matching = catalog.select(condition, values, first=first, limit=left)
-            found += [self.global_document(shard, document) for document in matching]
-            first = 0 if matching or not first else max(0, first - catalog.document_count(condition, values))
-        return found
-
     def document_count(self, condition: str = "1", values: Sequence[Any] = ()) -> int:
         """Return the number of documents, or of those that match an SQL condition."""
         return sum(shard.document_count(condition, values) for shard in self.shards)
@@ -199,6 +187,11 @@ class ShardedCatalog(Catalog):
     def has_sources(self) -> bool:
         """Whether documents may have source texts: the store is one of an encoder-decoder model."""
         return self.shards[0].has_sources
+
+
+def _close(catalogs: Sequence[Catalog]) -> None:
+    for catalog in catalogs:
+        catalog.close()
 
 
 def locate(starts: Sequence[int], number: int) -> tuple[int, int]:

@@ -7,9 +7,10 @@ directly is possible too; documents that were added so get their numbers with th
 from __future__ import annotations
 
 import hashlib
+import os
 import shutil
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, nullcontext
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from pathlib import Path
@@ -27,7 +28,6 @@ from knnlm.datastore.locks import (
 from knnlm.datastore.manifest import (
     MANIFEST_FILE,
     Manifest,
-    NumberSpan,
     Shard,
     is_sharded,
     read_manifest,
@@ -47,7 +47,7 @@ from knnlm.datastore.remove import (
 )
 from knnlm.datastore.schema import CATALOG_FILE, NGRAM_FOLDER, PARTIAL_CATALOG_FILES, StoredDocument
 from knnlm.datastore.sharded_catalog import ShardedCatalog
-from knnlm.datastore.store import Datastore, check_place, key_identity
+from knnlm.datastore.store import Datastore, check_place, form_difference, form_of, key_identity
 from knnlm.errors import DatastoreError, KnnlmError, ModelMismatch, ParameterError
 from knnlm.progress import Progress, silent
 
@@ -58,13 +58,14 @@ SHARDED = "sharded"  # the state of the catalog of a sharded store
 
 @dataclass(frozen=True)
 class ShardPart:
-    """Which part of a text a shard was built from: documents `first` to `end` - 1 of `total`."""
+    """Which part of a text a shard was built from: documents `first` to `end` - 1 of `total`, with a digest of all."""
 
     number: int  # from 1 on
     of: int
     first: int
     end: int
     total: int
+    text: str
 
 
 @dataclass(frozen=True)
@@ -90,14 +91,19 @@ def join_shards(
     with ExitStack() as stack:
         stores: list[Datastore] = []
         for path in map(Path, shards):
-            if path.exists():
+            if path.exists() and not (path / CATALOG_FILE).is_file():
+                raise DatastoreError(f"{path} is not a store, so it cannot be joined. Name the shards alone.")
+            if path.exists() and path.resolve() != folder.resolve():
                 check_place(folder, path)
             stores.append(stack.enter_context(closing(Datastore.open(path, trust_index=False))))
         stores = _ordered(stores)
         _check_common(stores)
-        _check_ids(stores)
         _check_out(folder, stores, replace_manifest=replace_manifest)
+        if not all(_known(_listed(folder), folder, stores)) and shard_part(stores[0].catalog) is None:
+            _check_ids(stores)
         with writer_lock(folder, create=True, wait=wait):
+            if changed := next((store for store in stores if store.stale), None):
+                raise DatastoreError(f"{changed.path} has changed meanwhile. Run the same command again.")
             _write_catalog(folder, stores)
             write_manifest(folder, _manifest(folder, stores))
         documents = sum(store.catalog.document_count() for store in stores)
@@ -121,6 +127,10 @@ def _ordered(stores: list[Datastore]) -> list[Datastore]:
     assert first is not None
     for store, part in found:
         assert part is not None
+        if (part.of, part.total) == (first.of, first.total) and part.text != first.text:
+            raise DatastoreError(
+                f"{store.path} and {found[0][0].path} were built from different texts. Build both from the same text."
+            )
         if (part.of, part.total) != (first.of, first.total) or parts[part.number][0] is not store:
             raise DatastoreError(
                 f"{store.path} is shard {part.number}/{part.of} of {part.total:,} documents, and {found[0][0].path} is "
@@ -155,26 +165,14 @@ def _check_common(stores: Sequence[Datastore]) -> None:
     """Raise unless all shards have the same reader, windows and form of keys."""
     first = stores[0]
     for store in stores[1:]:
-        for what, one, two in (
-            ("model", first.model, store.model),
-            ("window", first.window, store.window),
-            ("keys", key_identity(first), key_identity(store)),
-        ):
-            if one == two:
-                continue
-            part = next(key for key in {**one, **two} if one.get(key) != two.get(key))
+        if (difference := form_difference(form_of(first), form_of(store))) is not None:
+            what, one, two = difference
             advice = "Build all shards with the same model and options"
-            if part in ("offset", "map", "codec"):
+            if what.removeprefix("keys ") in ("offset", "map", "codec"):
                 advice = f"Build the other shards with --like {first.path}"
             raise ModelMismatch(
-                f"{first.path} and {store.path} cannot be shards of one store: {what} {part.replace('_', ' ')} "
-                f"{_shorten(one.get(part))} and {_shorten(two.get(part))}. {advice}."
+                f"{first.path} and {store.path} cannot be shards of one store: {what} {one} and {two}. {advice}."
             )
-
-
-def _shorten(value: Any) -> str:
-    text = str(value)
-    return text if len(text) <= 60 else f"{text[:57]}..."
 
 
 def _check_ids(stores: Sequence[Datastore]) -> None:
@@ -194,14 +192,15 @@ def _check_out(folder: Path, stores: Sequence[Datastore], *, replace_manifest: b
     """Raise unless a sharded store can be written to a folder, which may contain its shards."""
     if folder.exists() and not folder.is_dir():
         raise DatastoreError(f"{folder} is a file. Choose another --out.")
-    if not folder.exists():
-        return
     places = [store.path.resolve() for store in stores]
     if any(folder.resolve().is_relative_to(place) for place in places):
         raise DatastoreError(f"{folder} is one of the shards, or inside of one. Choose another --out.")
+    if not folder.exists():
+        return
     if is_sharded(folder):
         if not replace_manifest:
             raise DatastoreError(f"{folder} is a sharded store already. Choose another --out, or add --replace.")
+        _check_same_form(folder, stores[0])
         return
     if (folder / CATALOG_FILE).exists():
         with closing(Catalog.open(folder / CATALOG_FILE)) as catalog:
@@ -214,6 +213,19 @@ def _check_out(folder: Path, stores: Sequence[Datastore], *, replace_manifest: b
             raise DatastoreError(
                 f"{folder} is not empty (it contains {entry.name}) and is not a store. Choose another --out."
             )
+
+
+def _check_same_form(folder: Path, store: Datastore) -> None:
+    """Raise unless new shards have the model and the keys of a sharded store, whose tuning they get."""
+    with closing(Catalog.open(folder / CATALOG_FILE)) as catalog:
+        before = {"model": catalog.get("model"), "window": catalog.get("window"), "keys": key_identity(store)}
+    if (manifest := _listed(folder)) is not None:
+        before["keys"] = manifest.keys
+    if (difference := form_difference(before, form_of(store))) is not None:
+        what, one, two = difference
+        raise ModelMismatch(
+            f"{store.path} cannot replace the shards of {folder}: its {what} is {two}, not {one}. Choose another --out."
+        )
 
 
 def _write_catalog(folder: Path, stores: Sequence[Datastore]) -> None:
@@ -229,30 +241,47 @@ def _write_catalog(folder: Path, stores: Sequence[Datastore]) -> None:
 
 
 def _manifest(folder: Path, stores: Sequence[Datastore]) -> Manifest:
-    """Return the manifest of shards; those that the present manifest lists keep the numbers of their documents."""
-    first = stores[0]
-    known = {(one.generation, one.fingerprint): one.documents for one in _listed(folder)}
-    spans = [known.get((store.generation, store.fingerprint)) for store in stores]
-    if len(known) != len(stores) or None in spans:
-        counts = [store.catalog.next_document() for store in stores]
-        firsts = [0, *accumulate(counts)]
-        spans = [
-            (NumberSpan(0, number, count),) if count else () for number, count in zip(firsts, counts, strict=False)
-        ]
+    """Return the manifest of shards; those that the present manifest lists keep the numbers of their documents.
+
+    No number is used again, and the generation increases.
+    """
+    before = _listed(folder)
     shards = [
-        Shard(relative_path(store.path, folder), 0, 0, documents or (), store.generation, store.fingerprint)
-        for store, documents in zip(stores, spans, strict=True)
+        Shard(relative_path(store.path, folder), 0, 0, known.documents if known else (), 0, "")
+        for store, known in zip(stores, _known(before, folder, stores), strict=True)
     ]
-    return Manifest(first.model, first.window, key_identity(first), _counted(shards, stores))
+    form, new = form_of(stores[0]), sum(store.generation for store in stores)
+    joined = Manifest(form["model"], form["window"], form["keys"], _counted(shards, stores))
+    if before is not None:
+        old = before.generation + sum(shard.generation for shard in before.shards)
+        joined = replace(joined, joins=before.joins + 1, generation=max(0, old + 1 - new), documents=before.next_number)
+    return joined.numbered([store.catalog.next_document() for store in stores])
 
 
-def _listed(folder: Path) -> tuple[Shard, ...]:
+def _listed(folder: Path) -> Manifest | None:
+    """Return the present manifest of a sharded store; None where there is none that can be read."""
     if not is_sharded(folder):
-        return ()
+        return None
     try:
-        return read_manifest(folder).shards
+        return read_manifest(folder)
     except KnnlmError:
-        return ()
+        return None
+
+
+def _known(before: Manifest | None, folder: Path, stores: Sequence[Datastore]) -> list[Shard | None]:
+    """Return the shard that the present manifest lists for each store: the same one, or the one at the same place."""
+    if before is None:
+        return [None] * len(stores)
+    by_content = {(shard.generation, shard.fingerprint): shard for shard in before.shards}
+    by_place = dict(zip(before.folders(folder), before.shards, strict=True))
+    found: list[Shard | None] = []
+    for store in stores:
+        known = by_content.get((store.generation, store.fingerprint))
+        here = by_place.get(Path(os.path.normpath(store.path.resolve())))
+        if known is None and here is not None and store.generation > here.generation:
+            known = here  # it was changed since
+        found.append(None if known in found else known)
+    return found
 
 
 def _counted(shards: Sequence[Shard], stores: Sequence[Datastore]) -> tuple[Shard, ...]:
@@ -328,7 +357,7 @@ def list_sharded_documents(
 
 def remove_from_shards(folder: Path, selection: Selection, *, dry_run: bool, wait: float) -> Removed:
     """Remove documents from the shards that contain them: one transaction for each shard."""
-    with writer_lock(folder, wait=wait):
+    with nullcontext() if dry_run else writer_lock(folder, wait=wait):
         with closing(Datastore.open(folder, trust_index=False) if dry_run else update_manifest(folder)) as store:
             catalog, chosen = sharded_catalog(store), list[StoredDocument]()
             work: list[tuple[Path, Selection]] = []

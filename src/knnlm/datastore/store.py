@@ -58,6 +58,7 @@ from knnlm.datastore.sharded_catalog import ShardedCatalog, locate
 from knnlm.errors import DatastoreCorrupt, DatastoreError, ModelMismatch
 from knnlm.index.gpu.deferred import check_flag
 from knnlm.io import as_tensor
+from knnlm.lm.fingerprint import identity_difference
 from knnlm.progress import Progress, silent
 
 if TYPE_CHECKING:
@@ -74,6 +75,8 @@ _MAX_WIDTH = 1 << 24  # of a hidden state
 _MAX_RESIDENT_TOKENS = 1 << 26  # that are kept in memory: four bytes each
 _MAX_DEVICE_TOKENS = 1 << 31  # that are kept on a GPU, beside their keys, which are hundreds of times larger
 _BLOCK = 4096  # keys that are decoded at a time
+_SHOWN = 60  # characters of a value in a message
+_MAY_DIFFER = {("model", "name"), ("model", "weights"), ("model", "config")}  # of shards; see `form_difference`
 
 
 @dataclass(frozen=True)
@@ -280,6 +283,10 @@ class Datastore:
                 check_place(folder, place)
                 shards.append(cls.open(place, trust_index=trust_index, check=check))
                 check_shard(folder, manifest, listed, shards[-1])
+            if read_manifest(folder) != manifest:  # a writer has numbered documents since: open all of it again
+                while shards:
+                    shards.pop().close()
+                return cls._open_shards(folder, trust_index=trust_index, check=check)
             catalog = ShardedCatalog.join(
                 folder / CATALOG_FILE, manifest, [shard.catalog for shard in shards], compare=check
             )
@@ -393,19 +400,24 @@ class Datastore:
 
     def chunks(self, size: int, *, begin: int = 0) -> Iterator[tuple[int, Tensor]]:
         """Return (number of the first key, (n, D) float32 keys) of the keys from `begin` on."""
-        number, waiting, rows = begin, list[Tensor](), 0
-        for segment, local, count in self._stretches(begin, size):
-            stored = np.empty((count, self.codec.columns), self.codec.dtype)
-            self.arrays.read(segment, local, stored)
-            waiting.append(self.codec.decode(torch.from_numpy(stored), segment.scale))
-            rows += count
-            # Blocks do not depend on the segments, so that equal keys are compared in equal matrix products.
-            if rows >= size:
-                block = torch.cat(waiting) if len(waiting) > 1 else waiting[0]
-                yield number, block[:size]
-                number, waiting, rows = number + size, [block[size:]] if rows > size else [], rows - size
+        # Blocks do not depend on the segments, so that equal keys are compared in equal matrix products.
+        number, rows, block = begin, 0, torch.empty(0)
+        for segment, first, total in self._stretches(begin, size):
+            for local, count in ((first, min(total, size - rows)), (first + size - rows, total - size + rows)):
+                if count <= 0:
+                    continue
+                stored = np.empty((count, self.codec.columns), self.codec.dtype)
+                self.arrays.read(segment, local, stored)
+                keys = self.codec.decode(torch.from_numpy(stored), segment.scale)
+                if count < size:
+                    block = torch.empty(size, keys.shape[1]) if not rows else block
+                    block[rows : rows + count] = keys
+                rows += count
+                if rows == size:
+                    yield number, keys if count == size else block
+                    number, rows = number + size, 0
         if rows:
-            yield number, torch.cat(waiting)
+            yield number, block[:rows]
 
     def _stretches(self, begin: int, size: int) -> Iterator[tuple[SegmentRow, int, int]]:
         """Return (segment, first key in it, count) of the live keys from `begin` on, at most `size` at a time."""
@@ -700,8 +712,37 @@ def key_identity(store: Datastore) -> dict[str, Any]:
     return {"format": store.storage, "dtype": store.key_dtype, "offset": offset, **hashes}
 
 
+def form_of(store: Datastore) -> dict[str, dict[str, Any]]:
+    """Return what all shards of a store must have in common."""
+    return {"model": store.model, "window": store.window, "keys": key_identity(store)}
+
+
+def form_difference(one: dict[str, dict[str, Any]], two: dict[str, dict[str, Any]]) -> tuple[str, str, str] | None:
+    """Return the first difference of two stores that cannot be shards of one, with both values; None: there is none.
+
+    The name of a model is a path, and the digits of its weights depend on their precision: neither makes a difference.
+    """
+    whole = all("weights" in each["model"] for each in (one, two))  # not of imported arrays
+    if whole and (differing := identity_difference(one["model"], two["model"])) is not None:
+        return f"model {differing[0]}", shorten(differing[1]), shorten(differing[2])
+    for name in ("model", "window", "keys"):
+        for part in {**one[name], **two[name]}:
+            values = one[name].get(part), two[name].get(part)
+            if values[0] != values[1] and not (whole and (name, part) in _MAY_DIFFER):
+                return f"{name} {part.replace('_', ' ')}", shorten(values[0]), shorten(values[1])
+    return None
+
+
+def shorten(value: Any) -> str:
+    """Return a value for a message."""
+    text = str(value)
+    return text if len(text) <= _SHOWN else f"{text[: _SHOWN - 3]}..."
+
+
 def check_place(folder: Path, place: Path) -> None:
     """Raise if a shard of a sharded store is not at its place, or not an ordinary store."""
+    if place.resolve() == folder.resolve():
+        raise DatastoreCorrupt(f"{folder} lists itself as one of its shards. Join them again.")
     if not (place / CATALOG_FILE).is_file():
         raise DatastoreError(
             f"{folder}: its shard {place} is missing. If it was moved, name the new places: knnlm shards join SHARD... "
@@ -714,14 +755,10 @@ def check_place(folder: Path, place: Path) -> None:
 def check_shard(folder: Path, manifest: Manifest, listed: Shard, shard: Datastore) -> None:
     """Raise if a shard is not the one that the manifest lists; documents may have been added to it or removed."""
     again = f"If this is intended, join again: knnlm shards join SHARD... --out {folder} --replace"
-    found = {"model": shard.model, "window": shard.window, "keys": key_identity(shard)}
-    for name, value in found.items():
-        if (expected := getattr(manifest, name)) != value:
-            part = next(key for key in {**expected, **value} if expected.get(key) != value.get(key))
-            raise ModelMismatch(
-                f"{shard.path} is no shard of {folder}: its {name} ({part.replace('_', ' ')}) is {value.get(part)}, "
-                f"not {expected.get(part)}. {again}"
-            )
+    form = {"model": manifest.model, "window": manifest.window, "keys": manifest.keys}
+    if (difference := form_difference(form, form_of(shard))) is not None:
+        what, expected, value = difference
+        raise ModelMismatch(f"{shard.path} is no shard of {folder}: its {what} is {value}, not {expected}. {again}")
     same = shard.generation == listed.generation
     if shard.generation < listed.generation or (same and shard.fingerprint != listed.fingerprint):
         raise DatastoreError(f"{shard.path} is another store than the shard of {folder} at this place. {again}")

@@ -113,7 +113,7 @@ def _build(
     settings = _settings(lm, window, storage, segment_entries, batch_tokens)
     check_folder(folder)
     if shard is not None:
-        shard.check(lm, storage)
+        shard.check(lm, storage, window)
         settings |= shard.metadata
     with _open_catalog(folder, settings) as catalog:
         if shard is not None:

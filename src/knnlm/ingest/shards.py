@@ -7,6 +7,7 @@ of all shards, one after another, are those of a build on one machine.
 
 from __future__ import annotations
 
+import hashlib
 from array import array
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, closing
@@ -22,7 +23,7 @@ from knnlm.datastore.locks import writer_lock
 from knnlm.datastore.schema import CATALOG_FILE
 from knnlm.datastore.shards import CALIBRATED, SHARD, ShardPart, update_manifest
 from knnlm.datastore.staging import StagedAddition
-from knnlm.datastore.store import Datastore
+from knnlm.datastore.store import Datastore, text_hash
 from knnlm.errors import CorpusError, ModelMismatch, ParameterError
 from knnlm.ingest.pipeline import tokenise
 from knnlm.ingest.segment_builder import batch_documents, calibrate
@@ -53,7 +54,7 @@ class ShardText:
         """The metadata of the shard."""
         return {SHARD: asdict(self.part)}
 
-    def check(self, lm: CausalLM, storage: Storage) -> None:
+    def check(self, lm: CausalLM, storage: Storage, window: WindowShape) -> None:
         """Raise if the shard would not fit beside the others."""
         name = f"{self.part.number}/{self.part.of}"
         if self.like is None:
@@ -67,6 +68,11 @@ class ShardText:
             raise ModelMismatch(
                 f"{self.like.path} was built with {self.like.model.get('name')} ({change[0]} {change[1]}), but the "
                 f"loaded model is {lm.name} ({change[0]} {change[2]}). Build --shard {name} with the same model."
+            )
+        if self.like.window != asdict(window):
+            raise ParameterError(
+                f"{self.like.path} has windows of {self.like.window['context']:,} tokens, shifted by "
+                f"{self.like.window['stride']:,}. Build --shard {name} with the same --context and --stride."
             )
         if self.like.storage != str(storage):
             raise ParameterError(
@@ -99,12 +105,16 @@ def split_text(read: ReadText, number: int, of: int, *, like: Datastore | None =
     """Return part `number`, from 1 to `of`, of a text; `read` returns all of its documents at each call."""
     if not 1 <= number <= of:
         raise ParameterError(f"There is no shard {number}/{of}: write 1/{of} to {of}/{of}.")
-    sizes = array("q", map(text_bytes, read()))
+    sizes, digest = array("q"), hashlib.sha256()
+    for document in read():
+        sizes.append(text_bytes(document))
+        digest.update(f"{document.id}\0{text_hash(document.text, document.source_text)}\0".encode())
     if len(sizes) < of:
         raise CorpusError(f"The text has {len(sizes):,} documents, which are too few for {of} shards.")
     cuts = _cuts(sizes, of)
     first, end = cuts[number - 1 : number + 1]
-    return ShardText(read, ShardPart(number, of, first, end, len(sizes)), sum(sizes[first:end]), like)
+    part = ShardPart(number, of, first, end, len(sizes), digest.hexdigest())
+    return ShardText(read, part, sum(sizes[first:end]), like)
 
 
 def _cuts(sizes: array[int], of: int) -> list[int]:

@@ -36,7 +36,7 @@ from knnlm.datastore.schema import (
 )
 from knnlm.datastore.segments import NewSegment, array_shapes
 from knnlm.datastore.shards import CALIBRATED, SHARD
-from knnlm.datastore.store import Datastore
+from knnlm.datastore.store import Datastore, shorten
 from knnlm.errors import DatastoreCorrupt, DatastoreError, ModelMismatch, ParameterError
 from knnlm.index.base import check_metric
 from knnlm.io import atomic_write, checksum, remove_unlisted
@@ -140,7 +140,7 @@ def check_compatible(first: Datastore, other: Datastore) -> None:
         return
     name, one, two = difference
     raise ModelMismatch(
-        f"{first.path} and {other.path} cannot be merged: their {name} differs ({_shorten(one)} and {_shorten(two)}). "
+        f"{first.path} and {other.path} cannot be merged: their {name} differs ({shorten(one)} and {shorten(two)}). "
         "Build one of them again with the settings of the other."
     )
 
@@ -328,8 +328,3 @@ def _row_ranges(documents: Sequence[StoredDocument], base: int) -> Iterator[tupl
         end = first + document.entries
     if end > begin:
         yield begin, end - begin
-
-
-def _shorten(value: Any) -> str:
-    text = str(value)
-    return text if len(text) <= 60 else text[:57] + "…"

@@ -155,6 +155,9 @@ def _verify_shards(folder: Path, *, deep: bool, trust_index: bool, progress: Pro
         if not (place / CATALOG_FILE).exists():
             own.problems.append(Problem(str(place), "the shard is missing"))
             continue
+        if is_sharded(place):
+            own.problems.append(Problem(str(place), "the shard is a sharded store itself"))
+            continue
         one = verify(place, deep=deep, trust_index=trust_index, progress=progress)
         own.problems += [replace(problem, file=str(place / problem.file)) for problem in one.problems]
         own.notes += [f"{place}: {note}" for note in one.notes]
