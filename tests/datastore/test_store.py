@@ -17,6 +17,7 @@ import torch
 
 from helpers import oracle
 from helpers.checksums import seal
+from helpers.kill_builds import kill_builds
 from helpers.models import tiny, tiny_tokenizer
 from helpers.stores import contents, documents, large_model
 from knnlm.corpus import Document
@@ -81,27 +82,6 @@ def test_missing_neighbours_have_no_key_and_no_value(store):
         store.take(torch.tensor([store.entry_count]))
 
 
-# Builds, each in a process that stops itself with SIGKILL when it has written so many arrays.
-KILLED = """
-    import os, signal, sys
-    sys.path.insert(0, {here!r})
-    from helpers.stores import BESIDE, documents
-    from helpers.kill import Dying
-    from helpers.models import tiny, tiny_tokenizer
-    from knnlm import CausalLM, build, io
-    from knnlm.datastore import catalog, segments
-    lm = CausalLM(tiny("llama"), tiny_tokenizer(), name="tiny-llama")
-    for writes in map(int, sys.argv[2:]):
-        if os.fork() == 0:
-            dying = Dying(writes)
-            segments.ArrayWriter.write = dying(segments.ArrayWriter.write)
-            io.sync_folder = dying(io.sync_folder)
-            catalog.Catalog.add_segment = dying(catalog.Catalog.add_segment)
-            catalog.Catalog._put = dying(catalog.Catalog._put)
-            build(documents(12), sys.argv[1] + "/killed" + str(writes), lm=lm, segment_entries=150)
-            os._exit(3)
-        assert os.wait()[1] == signal.SIGKILL
-"""
 WRITES = [3, 12, 20, 33, 40]
 
 
@@ -110,9 +90,7 @@ def killed_builds(lm, tmp_path_factory):
     """A folder with a finished build, and one that was killed after each number of writes."""
     folder = tmp_path_factory.mktemp("killed")
     assert len(build(documents(12), folder / "whole", lm=lm, segment_entries=150).segments) >= 3
-    script = textwrap.dedent(KILLED).format(here=str(HERE))
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    subprocess.run([sys.executable, "-c", script, str(folder), *map(str, WRITES)], env=environment, check=True)
+    kill_builds(folder, WRITES)
     return folder
 
 

@@ -7,9 +7,6 @@ import gzip
 import hashlib
 import json
 import os
-import subprocess
-import sys
-import textwrap
 import threading
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,6 +16,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from helpers.kill_builds import kill_builds
 from helpers.models import tiny, tiny_tokenizer
 from helpers.stores import contents, documents, large_model
 from knnlm.corpus import Document, read_documents
@@ -274,28 +272,6 @@ def test_full_disk_is_an_error_and_the_build_resumes_when_there_is_space(
         assert "partial" in name or whole[name] == data
 
 
-# Builds, each in a process that stops itself with SIGKILL, in any thread, after a number of writes.
-KILLED = """
-    import os, signal, sys
-    sys.path.insert(0, {here!r})
-    from helpers.stores import documents
-    from helpers.kill import Dying
-    from helpers.models import tiny, tiny_tokenizer
-    from knnlm import CausalLM, build, io
-    from knnlm.datastore import catalog, segments
-    from knnlm.ingest import pipeline
-    pipeline.PIPELINED_DEVICES, pipeline._COPY_BYTES = {{"cpu"}}, 1000
-    lm = CausalLM(tiny("llama"), tiny_tokenizer(), name="tiny-llama")
-    for writes in map(int, sys.argv[2:]):
-        if os.fork() == 0:
-            dying = Dying(writes)
-            segments.ArrayWriter.write = dying(segments.ArrayWriter.write)
-            io.sync_folder = dying(io.sync_folder)
-            catalog.Catalog.add_segment = dying(catalog.Catalog.add_segment)
-            build(documents(12), sys.argv[1] + "/killed" + str(writes), lm=lm, segment_entries=150)
-            os._exit(3)
-        assert os.wait()[1] == signal.SIGKILL
-"""
 WRITES = [9, 25, 41]
 
 
@@ -303,8 +279,7 @@ WRITES = [9, 25, 41]
 def killed_builds(tmp_path_factory):
     """A folder with one build that was killed after each number of writes."""
     folder = tmp_path_factory.mktemp("killed")
-    script = textwrap.dedent(KILLED).format(here=str(HERE))
-    subprocess.run([sys.executable, "-c", script, str(folder), *map(str, WRITES)], check=True)
+    kill_builds(folder, WRITES, pipelined=True)
     return folder
 
 
