@@ -464,7 +464,7 @@ def test_ctrl_c_exits_with_130_and_the_build_resumes_afterwards(tmp_path, model_
     text = tmp_path / "long.jsonl"
     # Many segments; the first is finished well before the interrupt.
     with text.open("w") as file:
-        for number in range(800):
+        for number in range(300):
             file.write(json.dumps({"text": documents(1, words=120, start=number)[0].text}) + "\n")
     out = tmp_path / "m"
     command = [sys.executable, "-m", "knnlm", "build", str(text), "--out", str(out), "--model", str(model_folder)]
@@ -473,6 +473,7 @@ def test_ctrl_c_exits_with_130_and_the_build_resumes_afterwards(tmp_path, model_
     while not (out / "segments" / "000000").exists() and time.monotonic() < deadline:
         time.sleep(0.05)
         assert process.poll() is None, process.stderr.read()
+    time.sleep(0.3)
     process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=60)
     assert process.returncode == 130, err
