@@ -401,7 +401,7 @@ def shards(
     """knnlm shards join docs.store --out joined.store
 
     Make one store of several without copying them: a small file that lists them in order. Shards that were built with
-    build --shard are joined in the order of their parts. Every command opens the new store like an ordinary one.
+    build --shard are joined in the order of their parts. Commands open the new store like an ordinary one.
     """
     import knnlm
 

@@ -77,7 +77,7 @@ NoDomainCheck = Annotated[
     bool,
     typer.Option(
         "--no-domain-check",
-        help="Use the memories also after a prompt that they predict no better than the model does.",
+        help="Use the memories also after a prompt, or for a source, that is not in their domain.",
     ),
 ]
 MEMORIES_HELP = (

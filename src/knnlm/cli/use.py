@@ -188,10 +188,8 @@ def tune(
     grid.check()
     if (trace is None) == (not text):
         raise ParameterError("Give either TEXT or --trace to tune on.")
-    if trace is not None and (metric, subset, limit, model, grid.samples, grid.other, grid.quality) != (
-        *(None,) * 6,
-        0,
-    ):
+    given = (metric, subset, limit, model, grid.samples, grid.other, grid.quality or None)
+    if trace is not None and any(value is not None for value in given):
         raise ParameterError(
             "--metric, --subset, --limit and --model are those of the trace; --samples, --other and --quality need the "
             "model. Leave them out."
@@ -586,10 +584,7 @@ def translate(
     ] = None,
     batch_size: Annotated[int, typer.Option(min=1, help="Texts that are translated together.")] = 32,
     no_memory: Annotated[bool, typer.Option("--no-memory", help="Use the model alone.")] = False,
-    no_domain_check: Annotated[
-        bool,
-        typer.Option("--no-domain-check", help="Use the memories also for sources that are not in their domain."),
-    ] = False,
+    no_domain_check: NoDomainCheck = False,
     mixture: MixtureFlags = MixtureFlags(),
     model: StoreModel = None,
     machine: MachineFlags = MachineFlags(),

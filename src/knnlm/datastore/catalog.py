@@ -25,6 +25,7 @@ from knnlm.datastore.digests import DigestUpdates, VerifiedTables, mismatched_pa
 from knnlm.datastore.schema import (
     PARTIAL_CATALOG_FILES,
     SCHEMA,
+    SHARDED,
     SOURCES_SCHEMA,
     SOURCES_TABLE,
     VERSION,
@@ -505,7 +506,7 @@ class SegmentSink(Protocol):
 
 def check_complete(catalog: Catalog) -> None:
     """Raise if the build of a store is not complete."""
-    if catalog.get("state") == "sharded":
+    if catalog.get("state") == SHARDED:
         raise DatastoreError(
             f"{catalog.path.parent} is a sharded store, for which this operation does not exist. Use its shards, which "
             "are ordinary stores."

@@ -64,6 +64,11 @@ class Manifest:
     documents: int = 0  # numbers that documents had at the last change, also those of shards that are listed no more
 
     @property
+    def form(self) -> dict[str, dict[str, Any]]:
+        """What all shards have in common."""
+        return {"model": self.model, "window": self.window, "keys": self.keys}
+
+    @property
     def next_number(self) -> int:
         """The number of the next document."""
         ends = (span.number + span.count for shard in self.shards for span in shard.documents)

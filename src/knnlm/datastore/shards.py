@@ -45,7 +45,7 @@ from knnlm.datastore.remove import (
     remove,
     trained_remnants,
 )
-from knnlm.datastore.schema import CATALOG_FILE, NGRAM_FOLDER, PARTIAL_CATALOG_FILES, StoredDocument
+from knnlm.datastore.schema import CATALOG_FILE, NGRAM_FOLDER, PARTIAL_CATALOG_FILES, SHARDED, StoredDocument
 from knnlm.datastore.sharded_catalog import ShardedCatalog
 from knnlm.datastore.store import Datastore, check_place, form_difference, form_of, key_identity
 from knnlm.errors import DatastoreError, KnnlmError, ModelMismatch, ParameterError
@@ -53,7 +53,6 @@ from knnlm.progress import Progress, silent
 
 SHARD = "shard"  # metadata of a store that was built as one part of a text
 CALIBRATED = "calibrated"  # metadata of a shard: the offset of its keys was chosen before it was built
-SHARDED = "sharded"  # the state of the catalog of a sharded store
 
 
 @dataclass(frozen=True)

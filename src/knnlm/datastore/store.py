@@ -48,6 +48,7 @@ from knnlm.datastore.schema import (
     KEPT_FILE,
     MAP_FILE,
     PARTIAL_CATALOG_FILES,
+    SHARDED,
     VALUES_FILE,
     SegmentRow,
     StoredDocument,
@@ -261,7 +262,7 @@ class Datastore:
             return cls._open_shards(folder, trust_index=trust_index, check=check)
         reader_lock = ReaderLock(folder)  # first, so that no writer removes files that the catalog names
         catalog = Catalog.open(folder / CATALOG_FILE, hold=True, compare=check)
-        if catalog.get("state") == "sharded":
+        if catalog.get("state") == SHARDED:
             raise DatastoreError(
                 f"{folder} is a sharded store without its {MANIFEST_FILE}. Write it again: knnlm shards join SHARD... "
                 f"--out {folder}"
@@ -755,8 +756,7 @@ def check_place(folder: Path, place: Path) -> None:
 def check_shard(folder: Path, manifest: Manifest, listed: Shard, shard: Datastore) -> None:
     """Raise if a shard is not the one that the manifest lists; documents may have been added to it or removed."""
     again = f"If this is intended, join again: knnlm shards join SHARD... --out {folder} --replace"
-    form = {"model": manifest.model, "window": manifest.window, "keys": manifest.keys}
-    if (difference := form_difference(form, form_of(shard))) is not None:
+    if (difference := form_difference(manifest.form, form_of(shard))) is not None:
         what, expected, value = difference
         raise ModelMismatch(f"{shard.path} is no shard of {folder}: its {what} is {value}, not {expected}. {again}")
     same = shard.generation == listed.generation

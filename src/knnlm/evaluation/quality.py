@@ -62,6 +62,11 @@ def score_translations(found: Sequence[str], expected: Sequence[str]) -> TextSco
     )
 
 
+def check_metrics() -> None:
+    """Raise MissingExtra without sacreBLEU, before the time of translations is lost."""
+    score_translations(["a"], ["a"])
+
+
 def measure_quality(
     mixture: Mixture,
     documents: Iterable[Document],
@@ -74,7 +79,7 @@ def measure_quality(
 
     `limit` stops after the pair that reaches so many tokens of targets. Other settings are those of `translate`.
     """
-    score_translations(["a"], ["a"])  # raises before the translations if the package is missing
+    check_metrics()
     pairs = list(first_documents(documents, mixture.lm, limit))
     if not pairs:
         raise CorpusError("There are no pairs to translate.")
