@@ -23,7 +23,7 @@ ROWS = [
     {"memories"},
     {"mixture"},
     {"evaluation", "generation", "training", "maintenance"},
-    {"benchmark", "demo", "integrations", "report", "server"},
+    {"benchmark", "cluster", "demo", "integrations", "report", "server"},
     {"cli"},
 ]
 # Imports between packages of one row; no others are allowed.
@@ -56,6 +56,7 @@ ORDER = {
     "generation": "cache causal chat seq2seq",
     "training": "initial_model prune trainer data metric_learning output_matrix teacher decoder adapt",
     "maintenance": "export import_ merge verify repair",
+    "cluster": "connection",
     "integrations": "lm_eval",
     "report": "study search context html plots studies.breakdown studies.gains studies.layers studies.memories "
     "studies.output studies.store studies.votes studies.compression report",
@@ -162,6 +163,17 @@ def test_only_one_file_imports_a_package(package, user):
         or (isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == package)
     }
     assert users == {user}
+
+
+def test_only_one_package_imports_ray():
+    users = {
+        file.relative_to(SOURCE).parts[0]
+        for file in SOURCE.rglob("*.py")
+        for node in ast.walk(ast.parse(file.read_text()))
+        if (isinstance(node, ast.Import) and any(alias.name.split(".")[0] == "ray" for alias in node.names))
+        or (isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "ray")
+    }
+    assert users == {"cluster"}
 
 
 # What the commands that only look at a store or change its catalog import.

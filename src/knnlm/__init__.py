@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from knnlm.datastore.shards import Joined, join_shards
     from knnlm.datastore.store import Datastore
     from knnlm.errors import (
+        ClusterError,
         CorpusError,
         DatastoreBusy,
         DatastoreCorrupt,
@@ -90,6 +91,7 @@ _HOMES = {
     "Added": "ingest.build",
     "CacheMemory": "memories",
     "CausalLM": "lm.causal",
+    "ClusterError": "errors",
     "Compacted": "datastore.compact",
     "Context": "memories",
     "Contribution": "evaluation.explain",
@@ -180,6 +182,7 @@ __all__ = [
     "Added",
     "CacheMemory",
     "CausalLM",
+    "ClusterError",
     "Compacted",
     "Context",
     "Contribution",

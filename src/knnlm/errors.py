@@ -10,7 +10,8 @@
     ├── DatastoreError       a store cannot be opened, read or written
     │   ├── DatastoreCorrupt   its files contradict its catalog
     │   └── DatastoreBusy      another process is writing to it
-    └── IndexInvalid         an index fails its validation
+    ├── IndexInvalid         an index fails its validation
+    └── ClusterError         a Ray cluster cannot be reached, or its workers fail
     UserWarning
     └── KnnlmWarning         a result is valid, but not what was probably expected
 
@@ -70,3 +71,7 @@ class DatastoreBusy(DatastoreError):
 
 class IndexInvalid(KnnlmError):
     """An index fails its validation."""
+
+
+class ClusterError(KnnlmError):
+    """A Ray cluster cannot be reached, or its workers fail."""

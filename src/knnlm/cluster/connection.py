@@ -1,0 +1,108 @@
+"""The connection to Ray: a local one that is started for a task, or a running cluster.
+
+Ray unpickles what reaches its ports, so clusters belong into trusted networks.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from knnlm.errors import ClusterError, MissingExtra
+
+LOCAL = "local"  # the address of a Ray that is started for the task and stopped with it
+AUTO = "auto"  # the address of the cluster that runs on this machine
+NAMESPACE = "knnlm"  # of named actors
+
+_REACH_SECONDS = 3.0
+_SETTINGS, _FRAME_HEAD = b"\4", 9  # the type of the first frame of HTTP/2, and the bytes before its content
+_HTTP2_GREETING = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\0\0\0" + _SETTINGS + b"\0" * 5
+_OBJECT_STORE_BYTES = 1 << 28  # of a local Ray: keys do not travel through it
+# No statistics are sent, and nothing but results and progress is printed. Variables that are set stay as they are.
+_ENVIRONMENT = {
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+    "RAY_SCHEDULER_EVENTS": "0",
+    "RAY_enable_metrics_collection": "0",
+    "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0",
+}
+
+
+def import_ray() -> Any:
+    """Return the module ray; raise MissingExtra where it is not installed."""
+    for name, value in _ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+    try:
+        import ray
+    except ImportError:
+        raise MissingExtra("A cluster", "ray", "ray") from None
+    return ray
+
+
+@contextmanager
+def connected(
+    address: str = LOCAL, *, cores: float | None = None, object_store_bytes: int = _OBJECT_STORE_BYTES
+) -> Iterator[Any]:
+    """Connect to Ray and yield the module; what was started or connected here is stopped at the end.
+
+    `address` is `local` for a Ray on this machine with `cores` cores, which is started, `auto` for the cluster that runs
+    on this machine, or the address of a cluster, such as `10.0.0.1:6379`. A program that is connected already stays so.
+    """
+    ray = import_ray()
+    if ray.is_initialized():
+        yield ray
+        return
+    options: dict[str, Any] = {"namespace": NAMESPACE, "log_to_driver": False, "logging_level": logging.ERROR}
+    if address == LOCAL:
+        options |= {"include_dashboard": False, "object_store_memory": object_store_bytes}
+        options |= {} if cores is None else {"num_cpus": cores}
+    else:
+        _check_reachable(address)
+    try:
+        ray.init(address=address, **options)
+    except Exception as error:
+        raise ClusterError(_reason(address, error)) from error
+    try:
+        yield ray
+    finally:
+        ray.shutdown()
+
+
+def _reason(address: str, error: Exception) -> str:
+    """Return one line of why Ray did not start, or a cluster refused the connection."""
+    first = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+    if address == LOCAL:
+        return f"Ray did not start on this machine: {first}"
+    if address == AUTO:
+        return "No Ray cluster runs on this machine. Start one with ray start --head, or name its address."
+    return f"No connection to the Ray cluster at {address}: {first}"
+
+
+def _check_reachable(address: str) -> None:
+    """Raise if nothing listens at an address: Ray itself would try for ten minutes."""
+    if address == AUTO:
+        return
+    host, colon, port = address.removeprefix("ray://").rpartition(":")
+    if not colon or not host or not port.isdecimal():
+        raise ClusterError(f"Invalid address {address!r} of a Ray cluster: write HOST:PORT, such as 10.0.0.1:6379.")
+    try:
+        with socket.create_connection((host.strip("[]"), int(port)), timeout=_REACH_SECONDS) as connection:
+            _check_protocol(connection)
+    except (OSError, OverflowError) as error:
+        reason = getattr(error, "strerror", None) or str(error)
+        raise ClusterError(
+            f"No Ray cluster at {address} ({reason}). ray start --head prints the address of a new one."
+        ) from None
+
+
+def _check_protocol(connection: socket.socket) -> None:
+    """Raise OSError unless a server speaks HTTP/2, as Ray's do."""
+    if os.environ.get("RAY_USE_TLS", "0") != "0":
+        return
+    connection.sendall(_HTTP2_GREETING)
+    if connection.recv(_FRAME_HEAD, socket.MSG_WAITALL)[3:4] != _SETTINGS:
+        raise OSError("another server listens there")

@@ -1,0 +1,65 @@
+"""Connecting to Ray: a local one, errors in one line."""
+
+from __future__ import annotations
+
+import socket
+import sys
+
+import pytest
+
+import knnlm
+from knnlm.cluster import connection
+from knnlm.cluster.connection import connected, import_ray
+
+
+def test_missing_package_is_named_with_its_extra(monkeypatch):
+    monkeypatch.setitem(sys.modules, "ray", None)
+    with pytest.raises(knnlm.MissingExtra, match=r"pip install 'knnlm\[ray\]'"):
+        import_ray()
+
+
+@pytest.mark.parametrize("address", ["nonsense", "10.0.0.1:", ":6379", "host:port"])
+def test_invalid_address_is_an_error(address):
+    with pytest.raises(knnlm.ClusterError, match="HOST:PORT"), connected(address):
+        pass
+
+
+def test_address_without_a_cluster_is_an_error_at_once():
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{unused.getsockname()[1]}"
+        with pytest.raises(knnlm.ClusterError, match=f"No Ray cluster at {address}") as caught, connected(address):
+            pass
+    assert "\n" not in str(caught.value)
+
+
+def test_server_that_is_no_ray_cluster_is_an_error(monkeypatch):
+    monkeypatch.setattr(connection, "_REACH_SECONDS", 0.2)
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        address = f"127.0.0.1:{other.getsockname()[1]}"
+        with pytest.raises(knnlm.ClusterError, match=f"No Ray cluster at {address}"), connected(address):
+            pass
+
+
+def test_local_ray_is_started_quietly_and_stopped(capfd):
+    with connected(cores=1) as ray:
+        assert ray.cluster_resources()["CPU"] == 1
+        with connected("127.0.0.1:1") as same:  # connected already
+            assert same is ray
+        assert ray.is_initialized()
+    assert not ray.is_initialized()
+    assert capfd.readouterr() == ("", "")
+
+
+def test_running_cluster_is_used_and_stays(capfd):
+    from ray.cluster_utils import Cluster
+
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1})
+    try:
+        capfd.readouterr()
+        for _ in range(2):
+            with connected(cluster.address) as ray:
+                assert ray.cluster_resources()["CPU"] == 1
+        assert capfd.readouterr() == ("", "")
+    finally:
+        cluster.shutdown()
