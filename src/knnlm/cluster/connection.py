@@ -49,7 +49,7 @@ def connected(
 ) -> Iterator[Any]:
     """Connect to Ray and yield the module; what was started or connected here is stopped at the end.
 
-    `address` is `local` for a Ray on this machine with `cores` cores, which is started, `auto` for the cluster that runs
+    `address` is `local` for a Ray that is started here with `cores` cores, `auto` for the cluster that runs
     on this machine, or the address of a cluster, such as `10.0.0.1:6379`. A program that is connected already stays so.
     """
     ray = import_ray()
