@@ -30,7 +30,8 @@ from knnlm.datastore.shards import join_shards
 from knnlm.datastore.store import Datastore
 from knnlm.errors import DatastoreCorrupt, DatastoreError, ModelMismatch, ParameterError
 from knnlm.generation.causal import KnnForCausalLM
-from knnlm.index.composite import ShardedIndex
+from knnlm.index.composite import FilteredIndex, ShardedIndex
+from knnlm.index.exact import ExactIndex
 from knnlm.ingest.build import add, build, build_shard
 from knnlm.maintenance.export import export
 from knnlm.maintenance.merge import merge
@@ -243,6 +244,31 @@ def test_indexes_of_shards_are_searched_and_merged(store_path):
         assert store.index_bytes > 0
     with closing(Datastore.open(store_path, trust_index=False)) as store:
         assert not isinstance(open_index(store), ShardedIndex)
+
+
+def test_block_indexes_of_shards_are_searched_as_one(store_path, lm):
+    """As after a build, a removal, an addition, and a compaction; few keys, so that all blocks are searched."""
+
+    def check(kind: type) -> None:
+        with closing(Datastore.open(store_path)) as store:
+            queries = store.take(torch.arange(0, store.key_count, 5))
+            index = open_index(store)
+            assert isinstance(index, kind)
+            found, exact = index.search(queries, 10), ExactIndex(store.keys).search(queries, 10)
+            torch.testing.assert_close(found.distances, exact.distances, atol=0.05 * exact.distances.max(), rtol=0.05)
+            taken = store.take(found.ids)
+        measured = (taken - queries[:, None]).square().sum(2)
+        torch.testing.assert_close(found.distances, measured, atol=0.05 * exact.distances.max(), rtol=0.05)
+
+    with closing(Datastore.open(store_path)) as store:
+        build_index(store, "Lists4,Blocks64")
+    check(FilteredIndex)
+    remove(store_path, document="d3")
+    check(FilteredIndex)
+    add(documents(1, start=40), store_path, lm=lm)
+    check(ShardedIndex)
+    compact(store_path)
+    check(FilteredIndex)
 
 
 def test_numbers_of_documents_stay_when_documents_are_added_and_removed(store_path, lm):

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -32,7 +33,7 @@ from knnlm.index.blocks.build import balanced_split, build_blocks, kmeans, means
 from knnlm.index.blocks.file import read_blocks
 from knnlm.index.blocks.index import BlockIndex
 from knnlm.index.blocks.kernels import Centroids, int8_matmul, parallel_for, quantise, smallest_k
-from knnlm.index.composite import ConcatenatedIndex, FilteredIndex
+from knnlm.index.composite import ConcatenatedIndex, FilteredIndex, ShardedIndex
 from knnlm.index.exact import ExactIndex
 from knnlm.index.factory import build_approximate
 from knnlm.index.rerank import RerankedIndex
@@ -679,3 +680,85 @@ def test_balanced_split_separates_clusters():
         frozenset(range(0, 100, 2)),
         frozenset(range(1, 100, 2)),
     }
+
+
+def split_indexes(keys, *, metric="l2", cuts=(0, 900, 2100, 3000), spec="Lists8,Blocks64"):
+    return [build_blocks(RecordingArray(keys[begin:end]), spec, metric=metric) for begin, end in pairwise(cuts)]
+
+
+@pytest.mark.parametrize("metric", ["l2", "ip"])
+def test_joined_indexes_of_shards_equal_brute_force(metric):
+    keys, queries = clustered(3000, 24), clustered(40, 24, seed=1)
+    parts = split_indexes(keys, metric=metric)
+    joined = BlockIndex.join(parts)
+    assert joined.rows == 3000
+    true = np.concatenate([brute_force(part, queries) for part in parts], axis=1)
+    assert_nearest(joined.search(torch.from_numpy(queries), 70, effort=1e9), true, 70, near=1e-3)
+    assert BlockIndex.join([*parts[:2], *split_indexes(keys, metric=metric, spec="Lists8,Blocks32")]) is None
+
+
+@pytest.mark.parametrize("metric", ["l2", "ip"])
+def test_blocks_are_chosen_over_all_shards(metric, monkeypatch):
+    """Chosen together or searched after a choice: the same blocks. See the log for the recall of real keys."""
+    keys, queries = clustered(24_000, 32), clustered(100, 32, seed=1)
+    cuts = (0, 6000, 12_000, 18_000, 24_000)
+    parts = split_indexes(keys, metric=metric, cuts=cuts, spec="Lists32,Blocks64")
+    asked, joined, one = (
+        torch.from_numpy(queries),
+        BlockIndex.join(parts),
+        build_blocks(RecordingArray(keys), "Lists64,Blocks64", metric=metric),
+    )
+    sharded = ShardedIndex([FilteredIndex(part, None, None) for part in parts], cuts[:-1], rows=len(keys))
+    together, apart = joined.search(asked, 50), sharded.search(asked, 50)
+    torch.testing.assert_close(together.distances, apart.distances, atol=1e-3, rtol=1e-3)
+    assert np.mean([len({*a} & {*b}) for a, b in zip(together.ids.tolist(), apart.ids.tolist(), strict=True)]) > 48
+    true = np.stack([oracle.distances(query, keys, metric) for query in queries])
+    nearest = np.argsort(true, axis=1)[:, :50]
+
+    def recall(found):
+        return np.mean([len({*a} & {*b}) / 50 for a, b in zip(found.ids.tolist(), nearest.tolist(), strict=True)])
+
+    assert recall(together) > 0.9 * recall(one.search(asked, 50))
+    assert joined.probes(50) == 57
+    # Each shard searches only its own of the 57 blocks.
+    searched = []
+    original = BlockIndex.search_blocks
+    monkeypatch.setattr(
+        BlockIndex, "search_blocks", lambda *args: searched.append((args[3] >= 0).sum(1)) or original(*args)
+    )
+    sharded.search(asked, 50)
+    assert torch.stack(searched).sum(0).tolist() == [57] * 100
+
+
+def test_chosen_blocks_of_any_number_equal_brute_force():
+    keys, queries = clustered(2000, 16), clustered(30, 16, seed=1)
+    index = build_blocks(RecordingArray(keys), "Lists8,Blocks64")
+    generator = torch.Generator().manual_seed(0)
+    count = len(index._blocks.sizes)
+    blocks = torch.rand(30, count, generator=generator).argsort(1)
+    blocks[torch.rand(30, count, generator=generator) < torch.linspace(0, 1, 30)[:, None]] = -1
+    found = index.search_blocks(torch.from_numpy(queries), 40, blocks)
+    owner = np.empty(2000, np.int64)
+    owner[index._blocks.ids] = np.repeat(np.arange(count), index._blocks.sizes)
+    distances = brute_force(index, queries)
+    for row, (chosen, ids) in enumerate(zip(blocks.tolist(), found.ids.tolist(), strict=True)):
+        own = np.flatnonzero(np.isin(owner, [block for block in chosen if block >= 0]))
+        expected = np.sort(distances[row, own])[:40]
+        assert sum(number >= 0 for number in ids) == len(expected)
+        np.testing.assert_allclose(found.distances[row, : len(expected)], expected, atol=1e-2)
+        assert np.isin(ids[: len(expected)], own).all()
+
+
+def test_short_results_of_chosen_blocks_are_completed():
+    """Most keys are removed, so that the chosen blocks contain too few."""
+    keys = clustered(3000, 24)
+    cuts = (0, 900, 2100, 3000)
+    parts = []
+    for part, (begin, end) in zip(split_indexes(keys), pairwise(cuts), strict=True):
+        kept = np.arange(0, end - begin, 30)
+        new_ids = np.full(end - begin, -1)
+        new_ids[kept] = np.arange(len(kept))
+        parts.append(FilteredIndex(part, new_ids, RecordingArray(keys[begin:end][kept])))
+    sharded = ShardedIndex(parts, [0, 30, 70], rows=100)
+    found = sharded.search(torch.from_numpy(clustered(5, 24, seed=1)), 100)
+    assert found.ids.sort(1).values.tolist() == [list(range(100))] * 5

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from knnlm.datastore.catalog import INDEX_SKIPPED, REQUESTED_INDEX, Catalog
 from knnlm.datastore.codecs import Codes
@@ -122,9 +123,11 @@ def open_index(
     if (rerank or key_dtype == "int8") and has_kernels(device) and fits_on_device(store.keys, device, key_dtype):
         return ExactIndex(store.keys, metric=metric, device=device, key_dtype=key_dtype)
     if store.shards and store.trust_index and any(row.metric == metric for row, _ in stored_indexes(store)):
+        if (joined := _join_blocks(store, metric, rerank=rerank)) is not None:
+            return joined
         options: dict[str, Any] = {"metric": metric, "rerank": rerank, "device": device, "key_dtype": key_dtype}
         firsts = np.cumsum([0, *(shard.key_count for shard in store.shards[:-1])]).tolist()
-        return ShardedIndex([open_index(shard, **options) for shard in store.shards], firsts)
+        return ShardedIndex([open_index(shard, **options) for shard in store.shards], firsts, rows=store.key_count)
     # All shards at once: distances then are those of one store, to the last bit.
     for row, covered in stored_indexes(store) if store.trust_index and not store.shards else []:
         if row.metric == metric:
@@ -230,6 +233,33 @@ def _join(store: Datastore, index: FaissIndex | BlockIndex, covered: LiveNumbers
     if first == store.key_count:
         return older_index
     return ConcatenatedIndex(older_index, ExactIndex(Keys(store, first), metric=index.metric), first=first)
+
+
+def _join_blocks(store: Datastore, metric: str, *, rerank: bool) -> Index | None:
+    """Return the block indexes of all shards as one; None where a shard has none, or keys that its index lacks."""
+    indexes, numbers, whole = list[BlockIndex](), list[NDArray[np.int64]](), True
+    first = 0
+    for shard in store.shards:
+        row, covered = next(
+            ((row, covered) for row, covered in stored_indexes(shard) if row.metric == metric), (None, None)
+        )
+        if row is None or covered is None or not is_blocks(row.spec) or covered.total < shard.key_numbers.total:
+            return None
+        index = _load_checked(shard, row, covered)
+        assert isinstance(index, BlockIndex)
+        live = shard.key_numbers.to_live(covered.to_stored(np.arange(index.rows)))
+        whole = whole and shard.key_numbers.gaps == covered.gaps and shard.key_numbers.total == covered.total
+        indexes.append(index)
+        numbers.append(np.where(live < 0, -1, live + first))
+        first += shard.key_count
+    if (joined := BlockIndex.join(indexes)) is None:
+        return None
+    filtered, precise = (
+        FilteredIndex(joined, None if whole else np.concatenate(numbers), store.keys),
+        _is_precise(joined),
+    )
+    check_index(filtered, store.keys, what=f"The index of the shards of {store.path}", precise=precise)
+    return _reranked(filtered, store) if rerank and not precise else filtered
 
 
 def _is_precise(index: FaissIndex | BlockIndex) -> bool:

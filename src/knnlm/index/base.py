@@ -5,6 +5,7 @@ Distances are squared L2, or the negated inner product: in both, smaller is near
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Protocol
@@ -21,6 +22,7 @@ KMEANS_ROUNDS = 5  # the first rounds do nearly all of the work
 _SAMPLE_PER_LIST = 48  # training vectors for each centroid: fewer make lists uneven, more only take longer
 _MIN_SAMPLE = 20_000  # training vectors
 _ROTATION_SEED = 0
+_SHARD_EXPONENT = 0.25
 
 
 @dataclass(frozen=True)
@@ -70,6 +72,34 @@ class Index(Protocol):
 
     def search(self, queries: Tensor, k: int) -> Neighbours:
         """Return the k nearest vectors of each of (N, D) queries."""
+
+
+class BlockSearch(Index, Protocol):
+    """An index whose blocks can be chosen together with those of other shards, before any is searched."""
+
+    def probes(self, k: int) -> int | None:
+        """Return how many blocks a query searches for its k nearest; None where the index has no blocks."""
+
+    def nearest_blocks(self, queries: Tensor, count: int) -> Neighbours:
+        """Return the nearest blocks of each query, and distances that can be compared with those of other shards."""
+
+    def search_blocks(self, queries: Tensor, k: int, blocks: Tensor) -> Neighbours:
+        """Return the k nearest of each query in its own of the (N, p) blocks, -1 for none; or fewer."""
+
+
+def probes(index: object, k: int) -> int | None:
+    """Return how many blocks of an index a query searches for its k nearest; None where it has no blocks."""
+    count = getattr(index, "probes", None)
+    return None if count is None else count(k)
+
+
+def shard_probes(probes: float, shards: int) -> int:
+    """Return how many blocks of all shards a query searches, given how many of one store it would.
+
+    A block of a shard is as large as one of a whole store but contains fewer of a query's neighbours, so that more are
+    searched for the same recall; see docs/background/log.md.
+    """
+    return math.ceil(probes * math.pow(shards, _SHARD_EXPONENT))
 
 
 def no_neighbours(count: int, k: int, device: torch.device | str = "cpu") -> Neighbours:

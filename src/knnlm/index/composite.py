@@ -10,14 +10,24 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Protocol, cast
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from knnlm.index.base import Index, Neighbours, Vectors, check_search, no_neighbours, pad_neighbours
+from knnlm.index.base import (
+    BlockSearch,
+    Index,
+    Neighbours,
+    Vectors,
+    check_search,
+    no_neighbours,
+    pad_neighbours,
+    probes,
+    shard_probes,
+)
 from knnlm.index.exact import ExactIndex
 from knnlm.index.rerank import merge
 
@@ -62,9 +72,9 @@ class FilteredIndex:
         total, enough = self._index.rows, min(k, self.rows)
         if not enough:
             return no_neighbours(len(queries), k, queries.device)
-        wanted = enough if self._new_ids is None else math.ceil(enough * total / max(1, self.rows)) + _EXTRA
+        wanted = self._wanted(enough)
         best = self._search(queries, wanted, k, effort=1.0)
-        short = self._short(best, enough)
+        short = short_queries(best, enough)
         effort = 1.0
         while len(short) and wanted < total:  # rarely entered
             wanted, effort = wanted * _WIDENING, effort * _WIDENING
@@ -72,6 +82,25 @@ class FilteredIndex:
         if len(short):
             self._replace(best, short, self._search_exactly(queries[short], k), enough)
         return best
+
+    def probes(self, k: int) -> int | None:
+        """Return how many blocks a query searches; None where the index has no blocks."""
+        return probes(self._index, k)
+
+    def nearest_blocks(self, queries: Tensor, count: int) -> Neighbours:
+        """Return the nearest blocks of each of (N, D) queries, and the distances of their centroids."""
+        return cast(BlockSearch, self._index).nearest_blocks(queries, count)
+
+    def search_blocks(self, queries: Tensor, k: int, blocks: Tensor) -> Neighbours:
+        """Return the k nearest remaining vectors of each query in its own of the (N, p) blocks, or fewer."""
+        neighbours = cast(BlockSearch, self._index).search_blocks(queries, self._wanted(min(k, self.rows)), blocks)
+        return self._without_removed(neighbours, k)
+
+    def _wanted(self, enough: int) -> int:
+        """Return how many neighbours to search for, so that most probably this many of them are not removed."""
+        if self._new_ids is None:
+            return max(1, enough)
+        return max(1, min(self._index.rows, math.ceil(enough * self._index.rows / max(1, self.rows)) + _EXTRA))
 
     def _search(self, queries: Tensor, wanted: int, k: int, *, effort: float) -> Neighbours:
         """Search for `wanted` neighbours and keep at most k of the remaining vectors."""
@@ -81,15 +110,10 @@ class FilteredIndex:
         )
         return self._without_removed(neighbours, k)
 
-    @staticmethod
-    def _short(neighbours: Neighbours, enough: int) -> Tensor:
-        """Return the queries that have fewer neighbours than there are."""
-        return ((neighbours.ids >= 0).sum(1) < enough).nonzero()[:, 0]
-
     def _replace(self, best: Neighbours, queries: Tensor, by: Neighbours, enough: int) -> Tensor:
         """Replace the neighbours of some queries, and return which of these are still short."""
         best.ids[queries], best.distances[queries] = by.ids, by.distances
-        return queries[self._short(by, enough)]
+        return queries[short_queries(by, enough)]
 
     def _search_exactly(self, queries: Tensor, k: int) -> Neighbours:
         """Compare with every vector: lists may be short, and a graph need not reach all vectors."""
@@ -119,22 +143,78 @@ class ConcatenatedIndex:
 
     def search(self, queries: Tensor, k: int) -> Neighbours:
         """Return the k nearest vectors of each of (N, D) queries."""
-        old, new = self.index.search(queries, k), self.newer.search(queries, k)
+        return self._merge(self.index.search(queries, k), self.newer.search(queries, k), k)
+
+    def probes(self, k: int) -> int | None:
+        """Return how many blocks a query searches; None where the first index has no blocks."""
+        return probes(self.index, k)
+
+    def nearest_blocks(self, queries: Tensor, count: int) -> Neighbours:
+        """Return the nearest blocks of the first index."""
+        return cast(BlockSearch, self.index).nearest_blocks(queries, count)
+
+    def search_blocks(self, queries: Tensor, k: int, blocks: Tensor) -> Neighbours:
+        """Return the k nearest of each query in its own of the (N, p) blocks, and in all of the second index."""
+        old = cast(BlockSearch, self.index).search_blocks(queries, k, blocks)
+        return self._merge(old, self.newer.search(queries, k), k)
+
+    def _merge(self, old: Neighbours, new: Neighbours, k: int) -> Neighbours:
         new_ids = torch.where(new.ids < 0, new.ids, new.ids + self._first).to(old.ids.device)
         return merge(old, Neighbours(new_ids, new.distances.to(old.distances.device)), k)
 
 
 class ShardedIndex:
-    """The indexes of shards: the ids of each begin at its number in `firsts`."""
+    """The indexes of shards: the ids of each begin at its number in `firsts`.
 
-    def __init__(self, indexes: Sequence[Index], firsts: Sequence[int]) -> None:
+    Where shards have blocks, a query searches the nearest blocks of all shards, a few more than in one store.
+    """
+
+    def __init__(self, indexes: Sequence[Index], firsts: Sequence[int], *, rows: int) -> None:
         self.metric = indexes[0].metric
-        self.indexes, self._firsts = list(indexes), list(firsts)
+        self.indexes, self._firsts, self.rows = list(indexes), list(firsts), rows
 
     def search(self, queries: Tensor, k: int) -> Neighbours:
         """Return the k nearest vectors of each of (N, D) queries."""
-        found = [index.search(queries, k) for index in self.indexes]
-        return merge_shards(found, self._firsts, k)
+        counts = {number: count for number, index in enumerate(self.indexes) if (count := probes(index, k))}
+        if not len(queries) or len(counts) < 2:
+            return self._search_each(queries, k)
+        with_blocks = [cast(BlockSearch, self.indexes[number]) for number in counts]
+        count = shard_probes(max(counts.values()), len(counts))
+        nearest = [index.nearest_blocks(queries, count) for index in with_blocks]
+        chosen = dict(zip(counts, choose_blocks(nearest, count), strict=True))
+        found = [
+            cast(BlockSearch, index).search_blocks(queries, k, chosen[number])
+            if number in chosen
+            else index.search(queries, k)
+            for number, index in enumerate(self.indexes)
+        ]
+        best = merge_shards(found, self._firsts, k)
+        short = short_queries(best, min(k, self.rows))
+        if len(short):  # blocks with few vectors, or with many removed ones
+            more = self._search_each(queries[short], k)
+            best.ids[short], best.distances[short] = more.ids, more.distances
+        return best
+
+    def _search_each(self, queries: Tensor, k: int) -> Neighbours:
+        """Search every shard as thoroughly as if it were alone."""
+        return merge_shards([index.search(queries, k) for index in self.indexes], self._firsts, k)
+
+
+def short_queries(neighbours: Neighbours, enough: int) -> Tensor:
+    """Return the queries that have fewer neighbours than there are."""
+    return ((neighbours.ids >= 0).sum(1) < enough).nonzero()[:, 0]
+
+
+def choose_blocks(nearest: Sequence[Neighbours], count: int) -> list[Tensor]:
+    """Return the blocks of each shard, (N, p) with -1 for none, that are among the `count` nearest of all shards.
+
+    `nearest` are the nearest blocks of each shard with the distances of their centroids.
+    """
+    distances = torch.cat([one.distances for one in nearest], 1)
+    chosen = torch.zeros_like(distances, dtype=torch.bool)
+    chosen.scatter_(1, distances.topk(min(count, distances.shape[1]), largest=False, sorted=False).indices, True)
+    parts = chosen.split([one.ids.shape[1] for one in nearest], 1)
+    return [one.ids.where(part, -1) for one, part in zip(nearest, parts, strict=True)]
 
 
 def merge_shards(found: Sequence[Neighbours], firsts: Sequence[int], k: int) -> Neighbours:

@@ -7,10 +7,12 @@ vectors, and a few others that are spread over the rest of the list: their mean 
 
 from __future__ import annotations
 
+from typing import cast
+
 import torch
 from torch import Tensor
 
-from knnlm.index.base import Index, Neighbours, Vectors
+from knnlm.index.base import BlockSearch, Index, Neighbours, Vectors, probes
 from knnlm.index.faiss import pair_distances
 
 MEASURED = 128  # neighbours of a query that are measured
@@ -35,8 +37,27 @@ class RerankedIndex:
 
     def search(self, queries: Tensor, k: int) -> Neighbours:
         """Return the k nearest vectors of each of (N, D) queries."""
-        wanted = max(int(k * self._depth), self._measured or 0)
-        shortlist = self._index.search(queries, max(k, min(wanted, self._vectors.rows)))
+        return self._rerank(queries, self._index.search(queries, self._wanted(k)), k)
+
+    def probes(self, k: int) -> int | None:
+        """Return how many blocks a query searches; None where the index has no blocks."""
+        return probes(self._index, self._wanted(k))
+
+    def nearest_blocks(self, queries: Tensor, count: int) -> Neighbours:
+        """Return the nearest blocks of each of (N, D) queries, and the distances of their centroids."""
+        return cast(BlockSearch, self._index).nearest_blocks(queries, count)
+
+    def search_blocks(self, queries: Tensor, k: int, blocks: Tensor) -> Neighbours:
+        """Return the k nearest vectors of each query in its own of the (N, p) blocks, or fewer."""
+        shortlist = cast(BlockSearch, self._index).search_blocks(queries, self._wanted(k), blocks)
+        return self._rerank(queries, shortlist, k)
+
+    def _wanted(self, k: int) -> int:
+        """Return the length of the shortlist."""
+        return max(k, min(max(int(k * self._depth), self._measured or 0), self._vectors.rows))
+
+    def _rerank(self, queries: Tensor, shortlist: Neighbours, k: int) -> Neighbours:
+        """Measure a shortlist, in part or completely, and return the k nearest."""
         length = shortlist.ids.shape[1]
         if self._measured is None or self._measured >= length:
             reranked = rerank(self._vectors, queries, shortlist.ids, metric=self.metric)
