@@ -56,7 +56,7 @@ ORDER = {
     "generation": "cache causal chat seq2seq",
     "training": "initial_model prune trainer data metric_learning output_matrix teacher decoder adapt",
     "maintenance": "export import_ merge verify repair",
-    "cluster": "connection",
+    "cluster": "connection build_worker build_record build",
     "integrations": "lm_eval",
     "report": "study search context html plots studies.breakdown studies.gains studies.layers studies.memories "
     "studies.output studies.store studies.votes studies.compression report",

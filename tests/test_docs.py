@@ -16,7 +16,9 @@ import pytest
 from helpers.models import FAMILIES, SEQ2SEQ_FAMILIES, pair_tokenizer, tiny
 from helpers.pairs import pairs
 from helpers.stores import documents
+from helpers.thread_ray import ThreadRay
 from knnlm.cli.app import run
+from knnlm.cluster.build_worker import BuildWorker
 from knnlm.lm import loading
 
 ROOT = Path(__file__).parent.parent
@@ -82,6 +84,8 @@ def workspace(tmp_path, model_folder, monkeypatch):
     tiny("marian").save_pretrained(tmp_path / "opus-mt-de-en")
     pair_tokenizer("marian").save_pretrained(tmp_path / "opus-mt-de-en")
     monkeypatch.setattr(loading, "bundled_folder", lambda: model_folder)
+    # Workers as threads: those of Ray would open the real model.
+    monkeypatch.setattr("knnlm.cluster.build.connected", ThreadRay(BuildWorker).connected)
     monkeypatch.chdir(tmp_path)
     return tmp_path
 

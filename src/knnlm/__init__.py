@@ -15,6 +15,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from knnlm.cluster.build import build_on_ray
     from knnlm.corpus import Document, DocumentReader, read_documents
     from knnlm.datastore.compact import Compacted
     from knnlm.datastore.remove import Removed
@@ -162,6 +163,7 @@ _HOMES = {
     "WindowShape": "lm.windows",
     "adapt": "training.adapt",
     "build": "ingest.build",
+    "build_on_ray": "cluster.build",
     "build_shard": "ingest.build",
     "encode_chat": "generation.chat",
     "import_arrays": "maintenance.import_",
@@ -253,6 +255,7 @@ __all__ = [
     "WindowShape",
     "adapt",
     "build",
+    "build_on_ray",
     "build_shard",
     "encode_chat",
     "import_arrays",

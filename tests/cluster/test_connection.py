@@ -51,15 +51,9 @@ def test_local_ray_is_started_quietly_and_stopped(capfd):
     assert capfd.readouterr() == ("", "")
 
 
-def test_running_cluster_is_used_and_stays(capfd):
-    from ray.cluster_utils import Cluster
-
-    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1})
-    try:
-        capfd.readouterr()
-        for _ in range(2):
-            with connected(cluster.address) as ray:
-                assert ray.cluster_resources()["CPU"] == 1
-        assert capfd.readouterr() == ("", "")
-    finally:
-        cluster.shutdown()
+def test_running_cluster_is_used_and_stays(cluster, capfd):
+    capfd.readouterr()
+    for _ in range(2):
+        with connected(cluster.address) as ray:
+            assert ray.cluster_resources()["CPU"] == 2
+    assert capfd.readouterr() == ("", "")

@@ -12,7 +12,7 @@ import typer.core
 
 from knnlm import errors
 from knnlm.cli import chat, maintain, make, serve, start, train, use
-from knnlm.cli.options import PANELS
+from knnlm.cli.options import PANELS, with_ray_address
 
 
 class _Panels(typer.core.TyperGroup):
@@ -67,7 +67,7 @@ def run(arguments: list[str]) -> int:
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
     try:
-        result = app(arguments, standalone_mode=False, prog_name="knnlm")
+        result = app(with_ray_address(arguments), standalone_mode=False, prog_name="knnlm")
         sys.stdout.flush()
         return _interrupted() if result == 130 else int(result or 0)
     except errors.KnnlmError as error:

@@ -24,6 +24,7 @@ from knnlm.cli.options import (
     MachineFlags,
     Model,
     Out,
+    RayAddress,
     Seed,
     Store,
     StoreModel,
@@ -104,6 +105,45 @@ class ShardFlags:
         return {"shard": self.shard, "like": None if self.like is None else Datastore.open(self.like)}
 
 
+@dataclass(frozen=True)
+class RayFlags:
+    """Workers on Ray that build the shards of a text."""
+
+    ray: RayAddress = None
+    workers: Annotated[
+        int | None,
+        typer.Option(min=1, help="With --ray: number of workers.", show_default="one for each GPU, else each machine"),
+    ] = None
+    cores: Annotated[
+        int | None,
+        typer.Option(min=1, help="With --ray: cores of each worker.", show_default="its share of the cluster"),
+    ] = None
+    shards: Annotated[
+        int | None, typer.Option(min=1, help="With --ray: number of shards.", show_default="one for each worker")
+    ] = None
+    index: Annotated[
+        str | None,
+        typer.Option(help="With --ray: build an index of each shard too, such as auto.", show_default="none"),
+    ] = None
+
+    def check(self, text: list[str], shard: ShardFlags) -> None:
+        """Raise for options that do not fit together, before anything is opened."""
+        if self.ray is None:
+            given = next((name for name, value in asdict(self).items() if value is not None), None)
+            if given is not None:
+                raise ParameterError(f"--{given} is for --ray only.")
+            return
+        if shard.shard is not None or shard.like is not None:
+            raise ParameterError("--shard builds one part without Ray, and --ray builds all: leave out one of them.")
+        if "-" in text:
+            raise ParameterError("--ray reads the text on every worker: name files instead of standard input.")
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The keyword arguments of the library's function."""
+        return {"address": self.ray, **{name: value for name, value in asdict(self).items() if name != "ray"}}
+
+
 def build(
     text: Text,
     out: Out,
@@ -123,6 +163,7 @@ def build(
     fields: TextFlags = TextFlags(),
     languages: LanguageFlags = LanguageFlags(),
     shard: ShardFlags = ShardFlags(),
+    ray: RayFlags = RayFlags(),
     machine: MachineFlags = MachineFlags(),
     json: Json = False,
 ) -> None:
@@ -136,14 +177,22 @@ def build(
 
     begin = time.perf_counter()
     shard.check(text)
+    ray.check(text, shard)
     documents = _open_text(text, fields, model)
-    lm = open_model(model, key_layer=key_layer, layer=layer, **asdict(languages), **asdict(machine))
-    options: dict[str, Any] = {"window": lm.window(context, stride), "key_format": key_format, "compile": compile}
-    if shard.shard is None:
-        store = knnlm.build(documents, out, lm=lm, progress=bar, **options)
+    opening = {"key_layer": key_layer, "layer": layer, **asdict(languages), **asdict(machine)}
+    options: dict[str, Any] = {"key_format": key_format, "compile": compile, "progress": bar}
+    read = partial(_open_text, text, fields, model)
+    if ray.ray is not None:
+        options |= {"context": context, "stride": stride, "model": model, "model_options": opening}
+        store = knnlm.build_on_ray(read, out, **options, **ray.settings)
     else:
-        options |= shard.opened
-        store = knnlm.build_shard(partial(_open_text, text, fields, model), out, lm=lm, progress=bar, **options)
+        lm = open_model(model, **opening)
+        options |= {"window": lm.window(context, stride), "lm": lm}
+        store = (
+            knnlm.build(documents, out, **options)
+            if shard.shard is None
+            else knnlm.build_shard(read, out, **options, **shard.opened)
+        )
     _show_built(store, out, time.perf_counter() - begin, following=shard.following(out), json=json)
 
 

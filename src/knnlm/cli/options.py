@@ -123,6 +123,15 @@ Subset = Annotated[
         show_default="all",
     ),
 ]
+RayAddress = Annotated[
+    str | None,
+    typer.Option(
+        "--ray",
+        metavar="[ADDRESS]",
+        help="Use Ray: a local one that is started, auto for the cluster of this machine, or HOST:PORT.",
+        show_default="off; without an address local",
+    ),
+]
 MaxNewTokens = Annotated[int, typer.Option(min=1, help="The maximum number of new tokens.")]
 TopP = Annotated[float, typer.Option(help="Sample from the most probable tokens that have this total probability.")]
 
@@ -290,6 +299,18 @@ def open_mixture(store: Path, model: str | None, machine: MachineFlags, **settin
     with waiting(f"opening {store}"):
         own = MixtureOptions(model=model, device=machine.device, dtype=machine.dtype, **options)
         return Mixture.open(store, options=own, **settings)
+
+
+def with_ray_address(arguments: Sequence[str]) -> list[str]:
+    """Return arguments with the address `local` after an option --ray that has none."""
+    end = list(arguments).index("--") if "--" in arguments else len(arguments)
+    made: list[str] = []
+    for number, argument in enumerate(arguments):
+        made.append(argument)
+        if argument == "--ray" and number < end:
+            following = arguments[number + 1] if number + 1 < len(arguments) else "-"
+            made += ["local"] if following.startswith("-") else []
+    return made
 
 
 def command(app: typer.Typer, panel: str, summary: str, *, name: str | None = None) -> Callable[[Any], Any]:

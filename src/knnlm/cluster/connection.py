@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import os
 import socket
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -67,9 +68,24 @@ def connected(
     except Exception as error:
         raise ClusterError(_reason(address, error)) from error
     try:
-        yield ray
+        with _without_messages():
+            yield ray
     finally:
         ray.shutdown()
+
+
+@contextmanager
+def _without_messages() -> Iterator[None]:
+    """Keep Ray from printing the deaths of workers to standard output, between the results; errors name them."""
+    worker: Any = sys.modules.get("ray._private.worker")  # there is no public setting
+    if not hasattr(worker, "_worker_logs_enabled"):
+        yield
+        return
+    worker._worker_logs_enabled, before = False, worker._worker_logs_enabled
+    try:
+        yield
+    finally:
+        worker._worker_logs_enabled = before
 
 
 def _reason(address: str, error: Exception) -> str:
@@ -88,7 +104,9 @@ def _check_reachable(address: str) -> None:
         return
     host, colon, port = address.removeprefix("ray://").rpartition(":")
     if not colon or not host or not port.isdecimal():
-        raise ClusterError(f"Invalid address {address!r} of a Ray cluster: write HOST:PORT, such as 10.0.0.1:6379.")
+        raise ClusterError(
+            f"Invalid address {address!r} of a Ray cluster: write HOST:PORT, such as 10.0.0.1:6379, or local, or auto."
+        )
     try:
         with socket.create_connection((host.strip("[]"), int(port)), timeout=_REACH_SECONDS) as connection:
             _check_protocol(connection)

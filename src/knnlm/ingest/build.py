@@ -88,7 +88,11 @@ def build_shard(
     `read` returns all documents of the text at each call. `like` is a store whose offset, map and codec the keys get,
     which shards after the first need where keys are stored with a fitted codec. `options` are those of `build`.
     """
-    part = split_text(read, *parse_shard(shard), like=like)
+    return build_part(split_text(read, *parse_shard(shard), like=like), path, lm=lm, **options)
+
+
+def build_part(part: ShardText, path: str | Path, *, lm: CausalLM, **options: Any) -> Datastore:
+    """Build the shard of one part of a text; `options` are those of `build`."""
     return _build(part.documents(), Path(path), lm, shard=part, **options)
 
 

@@ -11,8 +11,8 @@ import hashlib
 from array import array
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, closing
-from dataclasses import asdict, dataclass
-from itertools import accumulate, islice
+from dataclasses import asdict, dataclass, replace
+from itertools import accumulate, islice, pairwise
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -37,13 +37,32 @@ ReadText = Callable[[], Iterable[Document]]
 
 
 @dataclass(frozen=True)
+class Calibration:
+    """Offset, map and codec of the keys of one shard, for the others."""
+
+    metadata: dict[str, Any]
+    files: dict[str, bytes]
+
+    @classmethod
+    def of(cls, catalog: Catalog) -> Calibration:
+        """Return the calibration of a shard, given its catalog."""
+        metadata = {name: catalog.get(name) for name in ("offset", "map", "codec")}
+        names = [f"{name}.safetensors" for name in ("map", "codec") if metadata[name] is not None]
+        return cls(metadata, {name: catalog.path.with_name(name).read_bytes() for name in names})
+
+
+@dataclass(frozen=True)
 class ShardText:
-    """One part of a text. `like` is a store whose offset, map and codec the keys of the shard get."""
+    """One part of a text. `like` is a store whose offset, map and codec the keys of the shard get.
+
+    `calibration` are the same of a shard that is still being built, and was checked before.
+    """
 
     read: ReadText  # all documents of the text, each time from the first on
     part: ShardPart
     bytes: int  # of its documents
     like: Datastore | None = None
+    calibration: Calibration | None = None
 
     def documents(self) -> Iterator[Document]:
         """Return the documents of the part."""
@@ -57,6 +76,8 @@ class ShardText:
     def check(self, lm: CausalLM, storage: Storage, window: WindowShape) -> None:
         """Raise if the shard would not fit beside the others."""
         name = f"{self.part.number}/{self.part.of}"
+        if self.calibration is not None:
+            return
         if self.like is None:
             if storage.fitted and self.part.number > 1:
                 raise ParameterError(
@@ -85,36 +106,60 @@ class ShardText:
         if catalog.get(CALIBRATED) is not None:
             return
         metadata: dict[str, Any] = {CALIBRATED: True}
-        if self.like is None:
+        if self.like is None and self.calibration is None:
             # By the first documents of the whole text, as a build on one machine does.
             with closing(tokenise(self.read(), lm)) as tokenised:
                 batch = next(batch_documents(tokenised, segment_entries), None)
             offset = None if batch is None else calibrate(lm, batch, window)
             metadata["offset"] = None if offset is None else offset.tolist()
         else:
-            metadata |= {name: self.like.catalog.get(name) for name in ("offset", "map", "codec")}
-            source = (self.like.shards or [self.like])[0].path
-            for name in ("map", "codec"):
-                if metadata[name] is not None:
-                    file = f"{name}.safetensors"
-                    catalog.path.with_name(file).write_bytes((source / file).read_bytes())
+            given = self.calibration or Calibration.of(first_catalog(self.like))
+            metadata |= given.metadata
+            for name, content in given.files.items():
+                catalog.path.with_name(name).write_bytes(content)
         catalog.put(**{name: value for name, value in metadata.items() if value is not None})
+
+
+def first_catalog(store: Datastore | None) -> Catalog:
+    """Return the catalog of a store, or that of the first of its shards, beside which its codec is."""
+    assert store is not None
+    return (store.shards or [store])[0].catalog
+
+
+@dataclass(frozen=True)
+class TextSizes:
+    """The sizes of all documents of a text, and a digest of them."""
+
+    read: ReadText
+    sizes: array[int]
+    digest: str
+
+    def parts(self, of: int) -> list[ShardText]:
+        """Return the parts of the text, of whole documents and about as many bytes each."""
+        total = len(self.sizes)
+        if total < of:
+            raise CorpusError(f"The text has {total:,} documents, which are too few for {of} shards.")
+        cuts = _cuts(self.sizes, of)
+        return [
+            ShardText(self.read, ShardPart(number, of, first, end, total, self.digest), sum(self.sizes[first:end]))
+            for number, (first, end) in enumerate(pairwise(cuts), 1)
+        ]
+
+
+def scan_text(read: ReadText) -> TextSizes:
+    """Read all of a text once; `read` returns all of its documents at each call."""
+    sizes, digest = array("q"), hashlib.sha256()
+    for document in read():
+        sizes.append(text_bytes(document))
+        digest.update(f"{document.id}\0{text_hash(document.text, document.source_text)}\0".encode())
+    return TextSizes(read, sizes, digest.hexdigest())
 
 
 def split_text(read: ReadText, number: int, of: int, *, like: Datastore | None = None) -> ShardText:
     """Return part `number`, from 1 to `of`, of a text; `read` returns all of its documents at each call."""
     if not 1 <= number <= of:
         raise ParameterError(f"There is no shard {number}/{of}: write 1/{of} to {of}/{of}.")
-    sizes, digest = array("q"), hashlib.sha256()
-    for document in read():
-        sizes.append(text_bytes(document))
-        digest.update(f"{document.id}\0{text_hash(document.text, document.source_text)}\0".encode())
-    if len(sizes) < of:
-        raise CorpusError(f"The text has {len(sizes):,} documents, which are too few for {of} shards.")
-    cuts = _cuts(sizes, of)
-    first, end = cuts[number - 1 : number + 1]
-    part = ShardPart(number, of, first, end, len(sizes), digest.hexdigest())
-    return ShardText(read, part, sum(sizes[first:end]), like)
+    return replace(scan_text(read).parts(of)[number - 1], like=like)
 
 
 def _cuts(sizes: array[int], of: int) -> list[int]:

@@ -1,0 +1,67 @@
+"""Builds on Ray on the command line, with threads in place of Ray's actors."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from helpers.cli import failure, knnlm
+from helpers.stores import documents
+from helpers.thread_ray import ThreadRay
+from knnlm.cli.options import with_ray_address
+from knnlm.cluster.build_worker import BuildWorker
+
+
+@pytest.fixture
+def text(tmp_path):
+    path = tmp_path / "text.jsonl"
+    path.write_text("\n".join(json.dumps({"text": document.text}) for document in documents(6)))
+    return path
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ("build a --ray", "build a --ray local"),
+        ("build a --ray --workers 2", "build a --ray local --workers 2"),
+        ("build a --ray auto --workers 2", "build a --ray auto --workers 2"),
+        ("build a --ray=10.0.0.1:6379 b", "build a --ray=10.0.0.1:6379 b"),
+        ("build a -- --ray", "build a -- --ray"),
+    ],
+)
+def test_the_address_of_ray_may_be_left_out(given, expected):
+    assert with_ray_address(given.split()) == expected.split()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--workers", "2"], "--workers is for --ray only"),
+        (["--index", "auto"], "--index is for --ray only"),
+        (["--ray", "--shard", "1/2"], "leave out one of them"),
+        (["--ray", "nonsense"], "Invalid address 'nonsense'"),
+    ],
+)
+def test_options_that_do_not_fit_together(options, message, text, model_folder, tmp_path, capfd):
+    command = ("build", text, "--out", tmp_path / "out", "--model", model_folder)
+    assert message in failure(capfd, *command, *options)
+    assert not (tmp_path / "out").exists()
+
+
+def test_standard_input_is_not_read_by_workers(tmp_path, capfd):
+    assert "instead of standard input" in failure(capfd, "build", "-", "--out", tmp_path / "out", "--ray")
+
+
+def test_build_on_ray_prints_what_other_builds_print(text, model_folder, tmp_path, capfd, monkeypatch):
+    ray = ThreadRay(BuildWorker)
+    monkeypatch.setattr("knnlm.cluster.build.connected", ray.connected)
+    command = ("build", text, "--out", tmp_path / "out", "--model", model_folder, "--ray", "--workers", "2", "--json")
+    code, shown, _ = knnlm(capfd, *command)
+    assert code == 0
+    assert (ray.options["num_cpus"], ray.options["num_gpus"]) == (1, 0)
+    result = json.loads(shown)
+    assert result["documents"] == 6
+    assert result["store"] == str(tmp_path / "out")
+    assert knnlm(capfd, "verify", tmp_path / "out")[0] == 0
+    assert "finished store already" in failure(capfd, *command)

@@ -1,0 +1,28 @@
+"""A Ray cluster of several raylets on this machine."""
+
+from __future__ import annotations
+
+import pytest
+
+from knnlm.cluster.connection import import_ray
+
+# A dead machine is noticed within a second.
+HEALTH = {
+    "health_check_initial_delay_ms": 0,
+    "health_check_period_ms": 200,
+    "health_check_timeout_ms": 1000,
+    "health_check_failure_threshold": 3,
+}
+
+
+@pytest.fixture(scope="session")
+def cluster():
+    """A head without cores and two machines with one core each; tests connect to its address."""
+    import_ray()
+    from ray.cluster_utils import Cluster
+
+    made = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "_system_config": HEALTH})
+    for _ in range(2):
+        made.add_node(num_cpus=1)
+    yield made
+    made.shutdown()

@@ -1,0 +1,330 @@
+"""Builds with workers: what the driver decides, with threads in place of Ray's actors."""
+
+from __future__ import annotations
+
+import json
+from contextlib import contextmanager
+from functools import partial
+
+import pytest
+
+import knnlm
+from helpers.stores import contents, documents
+from helpers.thread_ray import ThreadRay
+from knnlm.cluster import build as driver
+from knnlm.cluster.build import build_on_ray, plan_workers
+from knnlm.cluster.build_worker import BuildWorker, Failure
+from knnlm.errors import ClusterError, CorpusError, DatastoreBusy, DatastoreError, MissingExtra, ParameterError
+
+OPTIONS = {"segment_entries": 200, "workers": 2, "shards": 3}
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory):
+    return write_text(tmp_path_factory.mktemp("text") / "text.jsonl", documents(30))
+
+
+def write_text(path, texts):
+    lines = [json.dumps({"id": document.id, "text": document.text}) for document in texts]
+    path.write_text("\n".join(lines) + "\n")
+    return path
+
+
+@pytest.fixture(scope="module")
+def one_machine(text, model_folder, tmp_path_factory):
+    """The shards of a build without Ray, by key format."""
+
+    def built(key_format):
+        folder = tmp_path_factory.mktemp("one-machine")
+        lm, like = knnlm.open_lm(str(model_folder)), None
+        for number in (1, 2, 3):
+            store = knnlm.build_shard(
+                partial(knnlm.read_documents, str(text)),
+                folder / f"{number:04}",
+                shard=f"{number}/3",
+                lm=lm,
+                like=like,
+                key_format=key_format,
+                segment_entries=200,
+            )
+            like = like or (store if key_format != "float16" else None)
+        return folder
+
+    return {key_format: built(key_format) for key_format in ("float16", "pca16-int8")}
+
+
+@pytest.fixture
+def start(text, model_folder, tmp_path, monkeypatch):
+    """Returns a function that builds with threads; `make` makes a worker."""
+    monkeypatch.setattr(driver, "_POLL_SECONDS", 0.01)
+
+    def build(make=BuildWorker, *, text=text, out=tmp_path / "out", model=model_folder, **options):
+        ray = ThreadRay(make)
+        monkeypatch.setattr(driver, "connected", ray.connected)
+        read = partial(knnlm.read_documents, str(text))
+        return build_on_ray(read, out, model=str(model), **{**OPTIONS, **options})
+
+    return build
+
+
+def shards_of(store):
+    return {shard.path.name: contents(shard.path) for shard in store.shards}
+
+
+class Dying(BuildWorker):
+    """Dies when it has read so many bytes of a shard, `times` times in all."""
+
+    times = 0
+    after = 600
+    units = None  # all
+
+    def _progress(self, *args, **options):
+        if (self.units is None or self._unit in self.units) and type(self).times:
+            return dying(self, super()._progress(*args, **options))
+        return super()._progress(*args, **options)
+
+
+class dying:  # noqa: N801  (a context manager)
+    def __init__(self, worker, progress):
+        self.worker, self.progress = worker, progress
+
+    def __enter__(self):
+        advance = self.progress.__enter__()
+
+        def advance_and_die(count):
+            advance(count)
+            if self.worker._bytes > self.worker.after and type(self.worker).times:
+                type(self.worker).times -= 1
+                raise SystemError("killed")
+
+        return advance_and_die
+
+    def __exit__(self, *args):
+        return self.progress.__exit__(*args)
+
+
+@pytest.mark.parametrize("key_format", ["float16", "pca16-int8"])
+def test_shards_have_the_bytes_of_a_build_without_ray(start, one_machine, key_format, tmp_path):
+    store = start(key_format=key_format)
+    expected = {folder.name: contents(folder) for folder in one_machine[key_format].iterdir()}
+    assert shards_of(store) == expected
+    assert [shard.path for shard in store.shards] == [tmp_path / "out" / "shards" / f"000{n}" for n in (1, 2, 3)]
+    assert not (tmp_path / "out" / "shards" / "build.json").exists()
+    assert knnlm.verify(tmp_path / "out", deep=True).problems == ()
+
+
+def test_shards_of_dead_workers_are_continued(start, one_machine):
+    made = []
+
+    class Counted(Dying):
+        times = 3
+
+        def __init__(self, job):
+            super().__init__(job)
+            made.append(self)
+
+    store = start(Counted)
+    assert Counted.times == 0
+    assert len(made) == 2 + 3  # a new worker for each dead one
+    assert shards_of(store) == {folder.name: contents(folder) for folder in one_machine["float16"].iterdir()}
+
+
+def test_finished_shards_are_not_built_again(start, tmp_path, one_machine):
+    class OnlyFirst(Dying):
+        times, after, units = 1000, -1, {2, 3}
+
+    with pytest.raises(ClusterError, match=r"5 workers in succession died at shard \d of 3: .*killed.*continues"):
+        start(OnlyFirst)
+    record = json.loads((tmp_path / "out" / "shards" / "build.json").read_text())
+    assert record["done"] == [1]
+    first = {
+        file: file.stat().st_mtime_ns
+        for file in (tmp_path / "out" / "shards" / "0001").rglob("*")
+        if file.name not in ("writer.lock", "readers.lock")
+    }
+    built = []
+
+    class Recorded(BuildWorker):
+        def build(self, unit, *args):
+            built.append(unit)
+            return super().build(unit, *args)
+
+    store = start(Recorded, workers=1, shards=None)  # as many as the unfinished build has
+    assert built == [2, 3]
+    assert {file: file.stat().st_mtime_ns for file in first} == first
+    assert shards_of(store) == {folder.name: contents(folder) for folder in one_machine["float16"].iterdir()}
+
+
+def test_other_options_or_another_text_do_not_continue_a_build(start, text, tmp_path):
+    class Stopped(Dying):
+        times, after, units = 1000, -1, {2, 3}
+
+    with pytest.raises(ClusterError):
+        start(Stopped)
+    with pytest.raises(DatastoreError, match=r"another key format \(float16, now float32\)"):
+        start(key_format="float32")
+    with pytest.raises(DatastoreError, match=r"another shards \(3, now 4\)"):
+        start(shards=4)
+    with pytest.raises(DatastoreError, match="another text, or the text has changed"):
+        start(text=write_text(tmp_path / "changed.jsonl", documents(31)))
+    with pytest.raises(DatastoreError, match="is an unfinished build with another model"):
+        start(model=tmp_path / "elsewhere")
+    (tmp_path / "out" / "shards" / "build.json").write_text("{}")
+    with pytest.raises(DatastoreError, match=r"build\.json is corrupt"):
+        start()
+
+
+def test_a_driver_that_died_before_the_shards_were_joined_joins_them(start, monkeypatch):
+    monkeypatch.setattr(driver, "join_shards", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        start()
+    monkeypatch.undo()
+
+    class Unwanted(BuildWorker):
+        def open(self):
+            raise AssertionError("no worker is needed")
+
+    assert len(start(Unwanted).shards) == 3
+
+
+def test_a_worker_that_died_after_its_shard_was_complete_is_not_repeated(start, one_machine):
+    class Unreported(BuildWorker):
+        times = 2
+
+        def build(self, *args):
+            result = super().build(*args)
+            if type(self).times:
+                type(self).times -= 1
+                raise SystemError("killed")
+            assert self._bytes == 0 or args[0] == 3  # nothing was read a second time
+            return result
+
+    store = start(Unreported)
+    assert shards_of(store) == {folder.name: contents(folder) for folder in one_machine["float16"].iterdir()}
+
+
+def test_a_finished_store_and_other_folders_are_not_overwritten(start, tmp_path):
+    start(shards=2, index="Flat")
+    with pytest.raises(DatastoreError, match="is a finished store already"):
+        start()
+    assert [row.spec for shard in knnlm.Datastore.open(tmp_path / "out").shards for row in shard.catalog.indexes()] == [
+        "Flat",
+        "Flat",
+    ]
+    (tmp_path / "photos").mkdir()
+    (tmp_path / "photos" / "cat.jpg").touch()
+    with pytest.raises(DatastoreError, match="not empty"):
+        start(out=tmp_path / "photos")
+    with pytest.raises(DatastoreError, match="begun without --ray"):
+        start(out=tmp_path / "out" / "shards" / "0001")
+    with pytest.raises(DatastoreError, match="is a file"):
+        start(out=tmp_path / "photos" / "cat.jpg")
+
+
+def test_errors_of_workers_name_the_machine_and_leave_nothing(start, tmp_path):
+    with pytest.raises(knnlm.ModelError, match=r"nowhere.* \(on "):
+        start(model=tmp_path / "nowhere")
+    assert not (tmp_path / "out").exists()
+    with pytest.raises(CorpusError, match="30 documents, which are too few for 31 shards"):
+        start(shards=31)
+    assert not (tmp_path / "out").exists()
+
+    class Elsewhere(BuildWorker):
+        def open(self):
+            self._job.__dict__["record"] = "another"
+            return super().open()
+
+    with pytest.raises(ClusterError, match="Use a shared folder as --out"):
+        start(Elsewhere)
+    assert not (tmp_path / "out").exists()
+
+
+def test_an_error_of_any_class_can_be_sent():
+    failure = Failure.of(MissingExtra("Reading", "pyarrow", "parquet"))
+    error = failure.error()
+    assert isinstance(error, MissingExtra)
+    assert str(error) == failure.message
+
+
+def test_workers_that_die_while_they_open_the_model_end_the_build(start, tmp_path):
+    class Unopened(BuildWorker):
+        def open(self):
+            raise MemoryError
+
+    with pytest.raises(ClusterError, match="5 workers in succession died at the opening of the model"):
+        start(Unopened)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_short_text_has_one_shard_for_each_document(start, tmp_path):
+    store = start(text=write_text(tmp_path / "short.jsonl", documents(2)), shards=None, workers=2)
+    assert len(store.shards) == 2
+    single = start(text=write_text(tmp_path / "one.jsonl", documents(1)), shards=None, out=tmp_path / "single")
+    assert len(single.shards) == 1
+
+
+def test_two_drivers_do_not_build_the_same_store(start, tmp_path):
+    class Second(BuildWorker):
+        def open(self):
+            with pytest.raises(DatastoreBusy):
+                start()
+            return super().open()
+
+    assert len(start(Second, workers=1).shards) == 3
+
+
+def test_progress_never_moves_back(start):
+    class Twice(Dying):
+        times = 2
+
+    advanced, totals = [], []
+
+    @contextmanager
+    def progress(what, *, total, unit):
+        totals.append((what, total, unit))
+        yield advanced.append
+
+    start(Twice, progress=progress)
+    assert min(advanced) > 0
+    assert [("reading", sum(advanced), "bytes")] == totals
+
+
+@pytest.mark.parametrize(
+    ("nodes", "device", "workers", "cores", "expected"),
+    [
+        ([{"CPU": 8}], "auto", None, None, (1, 8, 0, "cpu")),
+        ([{"CPU": 8}], "auto", 3, None, (3, 2, 0, "cpu")),
+        ([{"CPU": 8}, {"CPU": 4}], "auto", None, None, (2, 4, 0, "cpu")),
+        ([{"CPU": 8}, {"CPU": 4}], "auto", 3, None, (3, 4, 0, "cpu")),
+        ([{"CPU": 8}, {"CPU": 0}, {}], "auto", None, None, (1, 8, 0, "cpu")),
+        ([{"CPU": 8}], "cpu", 2, 1, (2, 1, 0, "cpu")),
+        ([{"CPU": 8, "GPU": 4}, {"CPU": 2, "GPU": 2}], "auto", None, None, (6, 1, 1, "cuda")),
+        ([{"CPU": 8, "GPU": 4}, {"CPU": 8}], "cuda", 2, None, (2, 2, 1, "cuda")),
+        ([{"CPU": 8, "GPU": 4}], "cpu", None, None, (1, 8, 0, "cpu")),
+    ],
+)
+def test_workers_get_their_share_of_the_cluster(nodes, device, workers, cores, expected):
+    plan = plan_workers(nodes, device, workers, cores)
+    assert (plan.count, plan.cores, plan.gpus, plan.device) == expected
+
+
+@pytest.mark.parametrize(
+    ("nodes", "device", "workers", "cores", "message"),
+    [
+        ([{"CPU": 2}], "auto", 3, None, "2 cores, which are too few for 3 workers"),
+        ([{"CPU": 2}, {"CPU": 2}], "auto", 2, 3, "4 cores, which are too few for 2 workers with 3 cores each"),
+        ([{"CPU": 2, "GPU": 1}], "auto", 2, None, "1 GPUs, which are too few for 2 workers"),
+        ([{"CPU": 2}], "cuda", None, None, "0 GPUs, which are too few for 1 workers"),
+        ([], "auto", None, None, "0 cores"),
+        ([{"GPU": 2}], "cuda:1", None, None, "Ray chooses a GPU"),
+    ],
+)
+def test_a_cluster_that_is_too_small_is_an_error(nodes, device, workers, cores, message):
+    with pytest.raises((ClusterError, ParameterError), match=message):
+        plan_workers(nodes, device, workers, cores)
+
+
+@pytest.mark.parametrize("name", ["workers", "cores", "shards"])
+def test_numbers_below_one_are_refused(start, name):
+    with pytest.raises(ParameterError, match=f"{name} is 0"):
+        start(**{name: 0})
