@@ -23,7 +23,7 @@ ROWS = [
     {"memories"},
     {"mixture"},
     {"evaluation", "generation", "training", "maintenance"},
-    {"benchmark", "cluster", "demo", "integrations", "report", "server"},
+    {"benchmark", "cluster", "demo", "integrations", "plan", "report", "server"},
     {"cli"},
 ]
 # Imports between packages of one row; no others are allowed.
@@ -31,6 +31,8 @@ WITHIN = {
     ("io", "errors"),
     ("training", "evaluation"),
     ("benchmark", "demo"),
+    ("plan", "benchmark"),
+    ("plan", "demo"),
 }
 # Methods that forward to a higher package, and import it when they are called: (file, package).
 UPWARD = {
@@ -58,11 +60,12 @@ ORDER = {
     "maintenance": "export import_ merge verify repair",
     "cluster": "connection build_worker build_record build",
     "integrations": "lm_eval",
+    "plan": "constants sizes cost tail layout model text plot system measure_gpu measure",
     "report": "study search context html plots studies.breakdown studies.gains studies.layers studies.memories "
     "studies.output studies.store studies.votes studies.compression report",
     "server": "limits schemas documents engine.requests engine.batching engine.predict engine.history engine.sequence "
     "engine.scheduler engine.translator metrics responses auth service translation routes app run",
-    "cli": "output options make use train maintain serve chat start app",
+    "cli": "output options make use train maintain serve chat start plan app",
 }
 # Functions that forward to a later module of their package, and import it when they are called.
 FORWARD = {

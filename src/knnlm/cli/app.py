@@ -11,7 +11,7 @@ import typer
 import typer.core
 
 from knnlm import errors
-from knnlm.cli import chat, maintain, make, serve, start, train, use
+from knnlm.cli import chat, maintain, make, plan, serve, start, train, use
 from knnlm.cli.options import PANELS, with_ray_address
 
 
@@ -41,7 +41,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
-for module in (start, make, use, train, maintain, serve, chat):
+for module in (start, plan, make, use, train, maintain, serve, chat):
     module.register(app)
 
 

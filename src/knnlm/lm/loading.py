@@ -50,7 +50,7 @@ def load_model(
     from transformers import AutoTokenizer
 
     try:
-        folder = _model_folder(name)
+        folder = model_folder(name)
         verify_checksums(Path(folder))
         if config is not None:
             _check_kind(name, config, encoder=encoder)
@@ -143,7 +143,7 @@ def _check_kind(name: str, config: PreTrainedConfig, *, encoder: bool) -> None:
         )
 
 
-def _model_folder(name: str) -> str | Path:
+def model_folder(name: str) -> str | Path:
     """Return what transformers can load: a folder or a hub name; a GGUF file is unpacked the first time."""
     if name == BUNDLED:
         return bundled_folder()

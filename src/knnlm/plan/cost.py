@@ -1,0 +1,302 @@
+"""Time and memory of building, indexing and searching: pure functions of sizes and constants.
+
+A cost has parts, of which a plan names the largest. On a CPU the parts follow one another; on a GPU, tokenising, the
+forward pass and writing overlap.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from knnlm.datastore.codecs import Storage
+from knnlm.datastore.encoder import CODEC_SAMPLE_KEYS
+from knnlm.index.base import KMEANS_ROUNDS
+from knnlm.io import MAX_RESIDENT_BYTES
+from knnlm.plan.constants import Constants, CpuConstants, GpuConstants
+from knnlm.plan.sizes import (
+    SEGMENT_ENTRIES,
+    IndexShape,
+    ModelShape,
+    TextShape,
+    key_bytes,
+    store_bytes,
+    stored_width,
+)
+
+K = 1024  # neighbours of a query
+BATCH = 1024  # queries of a batch, where many are searched
+MIN_COMPILED_TOKENS = 15_000_000  # tokens in full windows from which on a build on a GPU compiles the model
+
+_CALIBRATION_TOKENS = 256  # that a build reads twice
+_INDEX_PASSES = 4  # over all keys: lists, blocks, moves, and writing
+_MAPPINGS = 256  # files of keys that are mapped at the same time
+_MAX_PRODUCT_BYTES = 3 << 27  # of a search with blocks
+_QUERY_BATCH = 8192
+_MAX_CPU_RESIDENT = 1 << 29  # bytes of float32 keys up to which exact search keeps them
+_SHORTLIST = 3  # times k: neighbours of a search of codes that are measured
+_PROBED_LISTS = 64
+_PCA_WIDTH = 80
+_KEY_WORK = 48  # bytes for each key while an index is built: labels, gains and orders
+_DEVICE_SHARE = 0.8  # of free GPU memory that keys and scores may take
+_GROUP_SCORES = 32  # bytes of scores for each key on a GPU: 128 queries, 4 bytes, a sixteenth of the keys
+_PENDING_SEGMENTS = 4  # on a GPU: three that are being written, and the one that is computed
+_DEVICE_KEY = 4  # bytes for each key on a GPU beside its numbers
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Seconds by part."""
+
+    parts: Mapping[str, float]
+    overlapping: tuple[str, ...] = ()  # parts that run at the same time; the longest of them counts
+
+    @property
+    def seconds(self) -> float:
+        """The whole time."""
+        beside = max((self.parts[name] for name in self.overlapping), default=0.0)
+        return beside + sum(time for name, time in self.parts.items() if name not in self.overlapping)
+
+    @property
+    def bottleneck(self) -> str:
+        """The part that takes longest."""
+        return max(self.parts, key=lambda name: self.parts[name])
+
+    def faster(self, times: float) -> Cost:
+        """Return the cost on a machine that does all parts so many times as fast."""
+        return Cost({name: seconds / times for name, seconds in self.parts.items()}, self.overlapping)
+
+
+def build_on_cpu(
+    text: TextShape, model: ModelShape, storage: Storage, constants: Constants, *, times: float = 1.0
+) -> Cost:
+    """Return the time to read a text and write its store, on `times` as many cores as were measured.
+
+    More cores do not make the disk faster.
+    """
+    cpu, tokens = constants.cpu, text.tokens
+    numbers = stored_width(storage, model.width) if storage.kind == "int8" else model.width
+    number = {"int8": cpu.store_int8, "codes": cpu.store_codes}.get(storage.kind, cpu.store_plain)
+    segments = math.ceil(tokens / SEGMENT_ENTRIES["cpu"])
+    forward = forward_seconds(model, text, constants, "cpu")
+    parts = {
+        "forward pass": text.read_tokens(model.window) * forward,
+        "tokenising": tokens * cpu.tokenise,
+        "writing keys": tokens * (numbers * number + cpu.store_key)
+        + segments * cpu.segment
+        + text.documents * cpu.document,
+        "starting": cpu.start + min(tokens, _CALIBRATION_TOKENS) * forward,
+    }
+    if storage.fitted:
+        parts["fitting the codec"] = fit_seconds(tokens, model.width, storage, cpu)
+        if storage.kind == "int8" and storage.components:  # the map of keys to components
+            parts["writing keys"] += tokens * model.width * storage.components * cpu.product
+    made = Cost(parts).faster(times)
+    disk = store_bytes(text, model, storage) * constants.disk.write
+    return Cost({**made.parts, "writing keys": max(made.parts["writing keys"], disk)})
+
+
+def fit_seconds(tokens: float, width: int, storage: Storage, cpu: CpuConstants) -> float:
+    """Return the time to fit a codec to the first keys."""
+    numbers = min(tokens, CODEC_SAMPLE_KEYS) * width
+    if storage.kind == "codes":
+        return numbers * cpu.fit_codes
+    return numbers * (cpu.fit_int8 + (cpu.fit_components if storage.components else 0.0))
+
+
+def forward_seconds(model: ModelShape, text: TextShape, constants: Constants, device: str) -> float:
+    """Return the time for one token that the model reads: measured for this model, else by its operations."""
+    measured = constants.models.get(model.name, {}).get(device)
+    if measured is not None:
+        return measured
+    flop = {"cpu": constants.cpu.flop}
+    if constants.gpu is not None:
+        flop |= {"cuda": constants.gpu.flop, "cuda-compiled": constants.gpu.compiled_flop}
+    return model.flops(text.document_tokens) * flop[device]
+
+
+def build_on_gpu(
+    text: TextShape, model: ModelShape, storage: Storage, constants: Constants, *, workers: int = 1
+) -> Cost:
+    """Return the time to read a text and write its store with one of the GPUs that share a disk."""
+    gpu = _gpu(constants)
+    read = text.read_tokens(model.window)
+    compiled = _full_window_tokens(text, model)
+    compiling = compiled >= MIN_COMPILED_TOKENS
+    compiled = compiled if compiling else 0.0
+    forward = (read - compiled) * forward_seconds(model, text, constants, "cuda")
+    forward += compiled * forward_seconds(model, text, constants, "cuda-compiled")
+    parts = {
+        "forward pass": forward,
+        "tokenising": text.tokens * gpu.tokenise,
+        "writing keys": store_bytes(text, model, storage, device="cuda")
+        * max(gpu.store, workers * constants.disk.write),
+        "starting": gpu.start + (gpu.compile if compiling else 0.0),
+    }
+    return Cost(parts, overlapping=("forward pass", "tokenising", "writing keys"))
+
+
+def _full_window_tokens(text: TextShape, model: ModelShape) -> float:
+    window, length = model.window, min(text.document_tokens, text.tokens)
+    if length < window.context:
+        return 0.0
+    return text.documents * ((length - window.context) // window.stride + 1) * window.context
+
+
+def index_cost(index: IndexShape, constants: Constants, *, times: float = 1.0, cold_bytes: float = 0.0) -> Cost:
+    """Return the time to build an index on `times` as many cores as were measured.
+
+    `cold_bytes` are those of the keys that do not fit into memory, and are read from the disk in every pass.
+    """
+    passes = _INDEX_PASSES if index.kind == "blocks" else 1
+    made = Cost(_index_parts(index, constants.cpu)).faster(times)
+    return Cost({**made.parts, "reading the disk": passes * cold_bytes * constants.disk.read})
+
+
+def _index_parts(index: IndexShape, cpu: CpuConstants) -> dict[str, float]:
+    keys = index.keys
+    if index.kind == "exact":
+        return {}
+    if index.kind == "codes":
+        # A multiplication and an addition for each dimension of each centroid.
+        coarse = index.lists * _PCA_WIDTH * cpu.product
+        training = index.sample * (coarse * KMEANS_ROUNDS + index.width * cpu.train)
+        return {"training": training, "adding keys": keys * (cpu.codes_add + coarse)}
+    numbers = keys * index.code_width
+    training = index.sample * index.code_width * (cpu.train + KMEANS_ROUNDS * index.lists * cpu.nearest)
+    return {
+        "training": training,
+        "sorting keys into lists": numbers * (cpu.assign + index.lists * cpu.nearest),
+        "splitting lists": numbers * (cpu.split_read + index.split_levels * cpu.split_level),
+        "moving keys": numbers * (cpu.move + index.near_blocks * cpu.product),
+        "writing blocks": numbers * cpu.fill + keys * cpu.index_key,
+    }
+
+
+def search_on_cpu(index: IndexShape, constants: Constants, *, queries: float, cached: float = 1.0) -> Cost:
+    """Return the time of one batch of queries; `cached` is the share of the searched files that is in memory."""
+    if index.kind == "exact":
+        return _exact_on_cpu(index, constants, queries)
+    if index.kind == "codes":
+        return _search_codes(index, constants, queries, cached)
+    cpu, width = constants.cpu, index.code_width
+    steps = max(1.0, math.ceil(queries / block_batch(index)))
+    each = queries / steps
+    touched = index.touched_blocks(each) * index.block * width  # bytes, one for each number
+    file = index.keys * width
+    unmapped = max(0.0, 1 - MAX_RESIDENT_BYTES / file) if file else 0.0
+    parts = {
+        "calls": cpu.search + each * index.width * width * cpu.product,
+        "comparing centroids": index.blocks * width * (cpu.centroid_read + each * cpu.centroid),
+        "comparing keys": each * index.probes * index.block * cpu.scan,
+        "reading blocks": touched * (cpu.block_read + unmapped * cpu.fault),
+        "reading the disk": touched * (1 - cached) * constants.disk.read,
+    }
+    return Cost({name: steps * seconds for name, seconds in parts.items()})
+
+
+def block_batch(index: IndexShape) -> float:
+    """Return how many queries a search with blocks takes at once."""
+    return max(1.0, min(_QUERY_BATCH, _MAX_PRODUCT_BYTES // (4 * index.block * max(1.0, index.probes))))
+
+
+def _exact_on_cpu(index: IndexShape, constants: Constants, queries: float) -> Cost:
+    cpu, keys = constants.cpu, index.keys
+    parts = {
+        "calls": cpu.exact + queries * cpu.exact_query,
+        "comparing keys": keys * queries * cpu.exact_key,
+        "reading keys": keys * cpu.exact_read,
+    }
+    if keys * index.width * 4 > _MAX_CPU_RESIDENT:
+        parts["decoding keys"] = keys * index.width * cpu.assign
+    return Cost(parts)
+
+
+def _search_codes(index: IndexShape, constants: Constants, queries: float, cached: float) -> Cost:
+    cpu = constants.cpu
+    scanned = index.keys * min(1.0, _PROBED_LISTS / index.lists)
+    shortlist = _SHORTLIST * K
+    return Cost(
+        {
+            "calls": cpu.codes_one if queries == 1 else queries * cpu.codes_query,
+            "comparing centroids": queries * index.lists * _PCA_WIDTH * cpu.product,
+            "comparing codes": queries * (scanned * cpu.codes_scan + min(_PROBED_LISTS, index.lists) * cpu.codes_list),
+            "measuring the shortlist": queries * shortlist * cpu.rerank,
+            "reading the disk": queries * shortlist * (1 - cached) * constants.disk.page,
+        }
+    )
+
+
+def search_on_gpu(keys: float, width: int, constants: Constants, *, queries: float, key_dtype: str) -> Cost:
+    """Return the time of one batch of queries over keys in the memory of one GPU, by exact search."""
+    gpu, numbers = _gpu(constants), keys * _padded(width)
+    read, product = (gpu.int8_read, gpu.int8) if key_dtype == "int8" else (gpu.half_read, gpu.half)
+    parts = {
+        "calls": gpu.search + queries * gpu.query,
+        "reading keys": numbers * read,
+        "comparing keys": numbers * queries * product,
+    }
+    return Cost(parts, overlapping=("reading keys", "comparing keys"))
+
+
+def _gpu(constants: Constants) -> GpuConstants:
+    assert constants.gpu is not None
+    return constants.gpu
+
+
+def _padded(width: int) -> int:
+    return -(-width // 64) * 64
+
+
+def gpu_bytes(keys: float, width: int, key_dtype: str) -> float:
+    """Return the GPU memory that keys need to be searched, with the scores of the smallest batch."""
+    return keys * (_padded(width) * (1 if key_dtype == "int8" else 2) + _DEVICE_KEY + _GROUP_SCORES)
+
+
+def gpu_capacity(memory_bytes: float) -> float:
+    """Return the bytes of a GPU's memory that keys and scores may take."""
+    return memory_bytes * _DEVICE_SHARE
+
+
+def build_memory(model: ModelShape, constants: Constants) -> float:
+    """Return the peak memory of a build on a CPU: it does not depend on the text."""
+    return constants.cpu.base_bytes + 4 * model.parameters
+
+
+def gpu_build_memory(text: TextShape, model: ModelShape, constants: Constants) -> float:
+    """Return the peak GPU memory of a build: weights, activations, and the segments that are being written."""
+    segment = min(text.tokens, SEGMENT_ENTRIES["cuda"]) * 2 * model.width
+    segments = min(_PENDING_SEGMENTS, math.ceil(text.tokens / SEGMENT_ENTRIES["cuda"]))
+    return _gpu(constants).work_bytes + 2 * model.parameters + segments * segment
+
+
+def index_memory(index: IndexShape, storage: Storage, constants: Constants) -> float:
+    """Return the peak memory of building an index, in a process that has no model."""
+    cpu = constants.cpu
+    if index.kind == "exact":
+        return cpu.idle_bytes
+    # Keys are read from all over the store, so that their files stay mapped.
+    mapped = min(index.keys, _MAPPINGS * SEGMENT_ENTRIES["cpu"]) * key_bytes(storage, index.width)
+    sample = 3 * 4 * index.sample * index.width
+    if index.kind == "codes":
+        return cpu.idle_bytes + cpu.index_bytes + sample + mapped + index.bytes
+    arrays = index.bytes - index.keys * index.code_width  # all but the keys themselves
+    return cpu.idle_bytes + cpu.index_bytes + max(sample, index.keys * _KEY_WORK + arrays) + mapped
+
+
+def search_memory(index: IndexShape, storage: Storage, constants: Constants, *, queries: float = BATCH) -> float:
+    """Return the peak memory of searching, in a process that has no model."""
+    cpu = constants.cpu
+    results = queries * K * 12 * 2
+    if index.kind == "exact":
+        whole = index.keys * index.width * 4
+        return cpu.idle_bytes + cpu.search_bytes + results + (whole if whole <= _MAX_CPU_RESIDENT else 0.0)
+    if index.kind == "codes":
+        measured = queries * _SHORTLIST * K * 24
+        mapped = min(MAX_RESIDENT_BYTES, index.keys * key_bytes(storage, index.width))
+        return cpu.idle_bytes + cpu.search_bytes + results + measured + index.bytes + mapped
+    products = 4 * index.block * index.probes * min(queries, block_batch(index))
+    arrays = index.bytes - index.keys * index.code_width + index.blocks * index.code_width
+    mapped = min(MAX_RESIDENT_BYTES, index.keys * index.code_width)
+    return cpu.idle_bytes + cpu.search_bytes + results + products + arrays + mapped
