@@ -174,6 +174,15 @@ def test_other_options_or_another_text_do_not_continue_a_build(start, text, tmp_
         start()
 
 
+def test_a_build_continues_with_another_index(start, one_machine):
+    with pytest.raises(ParameterError, match="does not understand the index"):
+        start(index="nonsense")
+    store = start(index="Flat")
+    assert [[row.spec for row in shard.catalog.indexes()] for shard in store.shards] == [["Flat"]] * 3
+    expected = [knnlm.Datastore.open(folder).fingerprint for folder in sorted(one_machine["float16"].iterdir())]
+    assert [shard.fingerprint for shard in store.shards] == expected
+
+
 def test_a_driver_that_died_before_the_shards_were_joined_joins_them(start, monkeypatch):
     monkeypatch.setattr(driver, "join_shards", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
@@ -316,12 +325,22 @@ def test_workers_get_their_share_of_the_cluster(nodes, device, workers, cores, e
         ([{"CPU": 2, "GPU": 1}], "auto", 2, None, "1 GPUs, which are too few for 2 workers"),
         ([{"CPU": 2}], "cuda", None, None, "0 GPUs, which are too few for 1 workers"),
         ([], "auto", None, None, "0 cores"),
+        ([{"CPU": 4, "GPU": 2}], "auto", None, 3, "2 cores for each GPU"),
         ([{"GPU": 2}], "cuda:1", None, None, "Ray chooses a GPU"),
     ],
 )
 def test_a_cluster_that_is_too_small_is_an_error(nodes, device, workers, cores, message):
     with pytest.raises((ClusterError, ParameterError), match=message):
         plan_workers(nodes, device, workers, cores)
+
+
+def test_options_that_every_worker_would_refuse(start):
+    with pytest.raises(ParameterError, match="Unknown key format"):
+        start(key_format="float8")
+    with pytest.raises(ParameterError, match="metric"):
+        start(metric="cosine")
+    with pytest.raises(TypeError, match="unexpected keyword argument 'window'"):
+        start(window=None)
 
 
 @pytest.mark.parametrize("name", ["workers", "cores", "shards"])

@@ -7,6 +7,7 @@ from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 
 class RayError(Exception):
@@ -74,4 +75,5 @@ class ThreadRay:
     @contextmanager
     def connected(self, address: str):
         assert address == "local"
-        yield self
+        with patch("torch.set_num_threads"):  # that of the process, which other tests use
+            yield self

@@ -36,15 +36,18 @@ from knnlm.cluster.build_worker import (
     Status,
 )
 from knnlm.cluster.connection import LOCAL, connected
+from knnlm.datastore.codecs import parse_storage
 from knnlm.datastore.locks import WRITER_LOCK, writer_lock
 from knnlm.datastore.schema import CATALOG_FILE
 from knnlm.datastore.shards import join_shards
 from knnlm.datastore.store import Datastore
 from knnlm.errors import ClusterError, DatastoreError, ParameterError
+from knnlm.index.base import check_metric
 from knnlm.ingest.shards import Calibration, ReadText, ShardText, scan_text
 from knnlm.lm.loading import BUNDLED
 from knnlm.progress import Advance, Progress, note, silent
 
+_OPTIONS = {"key_format", "segment_entries", "batch_tokens", "compile", "language_model"}  # of `build`
 _POLL_SECONDS = 0.25
 _MAX_DEATHS = 5  # of workers with the same shard, without reading further than the worker before
 
@@ -79,13 +82,12 @@ def build_on_ray(
     """Build a sharded store with workers on Ray, or resume an unfinished build of the same text.
 
     `read` returns all documents of the text at each call, on every machine; `path` is a folder that all machines share.
-    `model_options` are those of `knnlm.open_lm`, `options` those of `knnlm.build`. `address` is `local`, `auto` or that
-    of a cluster. By default there is a worker for each GPU, otherwise for each machine, and a shard for each worker.
-    `index` also builds an index of each shard, such as `auto`.
+    `model_options` are those of `knnlm.open_lm`, and `options` are `key_format`, `segment_entries`, `batch_tokens`,
+    `compile` and `language_model` of `knnlm.build`. `address` is `local`, `auto` or that of a cluster. By default there
+    is a worker for each GPU, otherwise for each machine, and a shard for each worker. `index` also builds an index of
+    each shard, such as `auto`.
     """
-    for name, value in (("workers", workers), ("cores", cores), ("shards", shards)):
-        if value is not None and value < 1:
-            raise ParameterError(f"{name} is {value}, and must be at least 1.")
+    _check_options(options, metric, workers=workers, cores=cores, shards=shards)
     out = Path(path).absolute()
     job = BuildJob(
         read,
@@ -112,6 +114,17 @@ def build_on_ray(
     return Datastore.open(out)
 
 
+def _check_options(options: Mapping[str, Any], metric: str, **counts: int | None) -> None:
+    """Raise for what every worker would refuse."""
+    if unknown := sorted(options.keys() - _OPTIONS):
+        raise TypeError(f"build_on_ray() got an unexpected keyword argument {unknown[0]!r}")
+    for name, value in counts.items():
+        if value is not None and value < 1:
+            raise ParameterError(f"{name} is {value}, and must be at least 1.")
+    parse_storage(options.get("key_format", "float16"))
+    check_metric(metric)
+
+
 def plan_workers(
     nodes: Sequence[Mapping[str, float]], device: str, workers: int | None, cores: int | None
 ) -> WorkerPlan:
@@ -124,6 +137,8 @@ def plan_workers(
         if not gpus or count > gpus:
             raise ClusterError(f"The cluster has {gpus} GPUs, which are too few for {max(1, count)} workers.")
         share = min(int(node.get("CPU", 0)) // int(node["GPU"]) for node in nodes if int(node.get("GPU", 0)))
+        if cores is not None and cores > share and workers is None:
+            raise ClusterError(f"The cluster has {share} cores for each GPU, which are less than {cores} for a worker.")
         return WorkerPlan(count, share if cores is None else cores, 1, "cuda")
     found = [int(node.get("CPU", 0)) for node in nodes]
     count = workers if workers is not None else max(1, sum(have > 0 for have in found))
@@ -153,7 +168,12 @@ def _run(ray: Any, job: BuildJob, plan: WorkerPlan, *, shards: int | None, progr
         parts = text.parts(record.shards)
         write_record(folder, record)
         with progress("reading", total=sum(part.bytes for part in parts), unit="bytes") as advance:
-            return driver.run(record, parts, advance)
+            try:
+                return driver.run(record, parts, advance)
+            except ray.exceptions.RayError as error:  # of the cluster; those of workers are handled
+                raise ClusterError(
+                    f"The connection to Ray was lost: {_cause(error)}. Run the same command again."
+                ) from error
 
 
 def _remove_unused(out: Path, *, created: bool) -> None:
@@ -166,9 +186,9 @@ def _remove_unused(out: Path, *, created: bool) -> None:
         for shard in folder.glob("[0-9]*"):
             (shard / WRITER_LOCK).unlink(missing_ok=True)
             shard.rmdir()
+        (folder / WRITER_LOCK).unlink(missing_ok=True)
+        folder.rmdir()
         if created:
-            (folder / WRITER_LOCK).unlink(missing_ok=True)
-            folder.rmdir()
             out.rmdir()
 
 
@@ -266,6 +286,8 @@ class _Driver:
             if worker.unit:
                 self._record = self._record.finished(worker.unit)
                 write_record(Path(self._job.folder), self._record)
+            else:
+                self._deaths[0] = 0
             worker.task, worker.unit, worker.status = None, 0, None
 
     def _lose(self, worker: _Worker, error: Exception) -> None:
@@ -315,7 +337,7 @@ class _Driver:
         busy = [worker.unit for worker in self._workers if worker.unit]
         indexing = sum(self._steps.get(unit) == INDEXING for unit in busy) if self._job.index is not None else 0
         if self._record.pending:
-            text = f"{len(busy)} of {self._plan.count} workers"
+            text = f"{len(busy)} of {min(self._plan.count, len(self._record.pending))} workers"
             note(advance, f"{text}, {indexing} indexing" if indexing else text)
         if reached > self._shown:
             advance(reached - self._shown)
@@ -328,6 +350,8 @@ def _cause(error: Exception) -> str:
     if isinstance(cause, Exception):
         return f"{type(cause).__name__}: {' '.join(str(cause).split())[:200]}"
     text = " ".join(str(error).split())
-    if "OOM" in text or "memory" in text:
-        return "the machine has too little memory for its workers"
+    if "running low on memory" in text:
+        return "too little memory on its machine"
+    if "worker process has died" in text or "unexpectedly" in text:
+        return "the process ended unexpectedly, as it does when memory runs out"
     return text[:200]

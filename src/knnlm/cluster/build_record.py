@@ -29,6 +29,8 @@ from knnlm.io import atomic_write
 
 SHARDS_FOLDER = "shards"
 
+INDEX_SETTINGS = ("index", "metric")  # which may change
+
 _VERSION = 1
 
 
@@ -75,22 +77,23 @@ def check_out(out: Path) -> None:
 
 def open_record(folder: Path, settings: Mapping[str, Any], shards: int | None, default_shards: int) -> BuildRecord:
     """Return the record in a folder after comparing its settings, or a new one, whose text is not yet known."""
-    present = json.loads(json.dumps(dict(settings)))  # as they are read
+    present = json.loads(json.dumps(dict(settings), default=str))  # as they are read
     stored = _read(folder)
     if stored is None or not any(folder.glob(f"*/{CATALOG_FILE}")):  # nothing was built
         return BuildRecord(present, default_shards if shards is None else shards, "")
-    if shards is not None:
-        present["shards"] = shards
+    wanted = present if shards is None else {**present, "shards": shards}
     before = {**stored.settings, "shards": stored.shards}
-    for name, value in present.items():
-        if before.get(name) != value:
+    for name, value in wanted.items():
+        if name not in INDEX_SETTINGS and before.get(name) != value:
             raise DatastoreError(
                 f"{folder.parent} is an unfinished build with another {name.replace('_', ' ')} ({before.get(name)}, "
                 f"now {value}). Finish it with the same options, or remove it."
             )
-    # A folder that was removed by hand is built again.
+    # A folder that was removed by hand is built again; finished shards only get another index, if that is wanted.
     done = [number for number in stored.done if (shard_folder(folder, number) / CATALOG_FILE).is_file()]
-    return replace(stored, done=tuple(done))
+    if any(before.get(name) != present[name] for name in INDEX_SETTINGS):
+        done = []
+    return replace(stored, settings=present, done=tuple(done))
 
 
 def with_text(record: BuildRecord, folder: Path, text: TextSizes, *, fixed: bool) -> BuildRecord:

@@ -15,6 +15,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
+
 import knnlm
 from knnlm.datastore.catalog import Catalog
 from knnlm.datastore.codecs import parse_storage
@@ -124,9 +126,7 @@ class BuildWorker:
 
     def build(self, unit: int, of: int, text: str, calibration: Calibration | None) -> Failure | None:
         """Build one of `of` shards, and its index; `text` is the digest of all documents."""
-        import torch
-
-        torch.set_num_threads(self._job.threads)
+        torch.set_num_threads(self._job.threads)  # of this thread, too
         self._unit, self._bytes, self._step = unit, 0, READING
         try:
             if self._sizes.digest != text:
@@ -153,6 +153,7 @@ class BuildWorker:
     def _prepare_process(self) -> None:
         """Make relative paths those of the driver, and check what has to be the same on every machine."""
         job = self._job
+        torch.set_num_threads(job.threads)
         if Path(job.working_folder).is_dir():
             os.chdir(job.working_folder)
         if job.version != knnlm.__version__:
@@ -200,5 +201,6 @@ def _is_finished(folder: Path, part: ShardText) -> bool:
 def _index(folder: Path, spec: str, metric: str) -> None:
     """Build the index of a shard, unless it was built by a worker that could not report it."""
     with closing(Datastore.open(folder)) as store:
-        if not any(row.metric == metric for row, _ in stored_indexes(store)):
+        found = [row.spec for row, _ in stored_indexes(store) if row.metric == metric]
+        if not found or spec not in ("auto", *found):
             build_index(store, spec, metric=metric, wait=_LOCK_SECONDS)
