@@ -32,6 +32,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import psutil
+
+WORKER = "ray::BuildWorker"  # the name of the processes of workers
+
 
 def main() -> None:
     options = parse()
@@ -95,8 +99,6 @@ def limited_text(options: argparse.Namespace, folder: Path) -> tuple[Path, int]:
 
 
 def wait_until_idle(seconds: float) -> None:
-    import psutil
-
     until = time.monotonic() + seconds
     while time.monotonic() < until and psutil.cpu_percent(2.0) > 10:
         pass
@@ -131,7 +133,7 @@ def run_side(options: argparse.Namespace) -> dict[str, float]:
     read = partial(knnlm.read_documents, options.text)
     kind, _, number = options.side.partition(" ")
     if kind == "ray":
-        watch = Watch(int(number))
+        watch = Watch()
         given: dict[str, Any] = {"model": options.model, "model_options": {"device": options.device}}
         given |= {"workers": int(number), "cores": options.cores, "progress": watch.progress}
         knnlm.build_on_ray(read, options.out, **given)
@@ -147,13 +149,15 @@ def run_side(options: argparse.Namespace) -> dict[str, float]:
 
 
 class Watch:
-    """A progress bar that measures the time from when all workers have a shard."""
+    """A progress bar that measures the time from when the first worker has a shard."""
 
-    def __init__(self, workers: int) -> None:
-        self._begin, self._workers, self._seconds = 0.0, workers, 0.0
+    def __init__(self) -> None:
+        self._begin, self._seconds = 0.0, 0.0
         self._first: dict[int, float] = {}  # CPU seconds by process
         self._last: dict[int, float] = {}
         self._names: dict[int, str] = {}
+        self._processes: list[psutil.Process] = []
+        self._sampled = 0.0
 
     @contextmanager
     def progress(self, what: str, *, total: int | None = None, unit: str = "") -> Any:
@@ -165,27 +169,30 @@ class Watch:
         del count
 
     def note(self, text: str) -> None:
-        if not self._begin and text.startswith(f"{self._workers} of "):
+        if not self._begin and not text.startswith("0 of "):
             self._begin = time.perf_counter()
-            self._sample()
+            own = psutil.Process()
+            self._processes = [own, *own.children(recursive=True)]
+            self._names = {process.pid: (process.cmdline() or [""])[0] for process in self._processes}
+            self._sample(self._processes)
             self._first = dict(self._last)
-        if self._begin:
-            self._sample()
+        if self._begin:  # the processes of Ray seldom, since looking takes time too
+            workers = [one for one in self._processes if self._names[one.pid].startswith(WORKER)]
+            all_of_them = time.perf_counter() - self._sampled > 3
+            self._sample(self._processes if all_of_them else workers)
 
-    def _sample(self) -> None:
-        import psutil
-
-        own = psutil.Process()
-        for process in [own, *own.children(recursive=True)]:
+    def _sample(self, processes: list[psutil.Process]) -> None:
+        if len(processes) == len(self._processes):
+            self._sampled = time.perf_counter()
+        for process in processes:
             with suppress(psutil.Error):
                 times = process.cpu_times()
                 self._last[process.pid] = times.user + times.system
-                self._names[process.pid] = (process.cmdline() or [""])[0]
 
     def result(self) -> dict[str, float]:
         """Return the seconds of reading, and the CPU seconds of workers and of the rest."""
         used = {number: cpu - self._first.get(number, 0.0) for number, cpu in self._last.items()}
-        workers = [cpu for number, cpu in used.items() if self._names[number].startswith("ray::BuildWorker")]
+        workers = [cpu for number, cpu in used.items() if self._names[number].startswith(WORKER)]
         return {"reading": self._seconds, "cpu": max(workers), "beside": sum(used.values()) - sum(workers)}
 
 
@@ -194,7 +201,7 @@ def show(best: dict[str, dict[str, float]], tokens: int, workers: int) -> None:
     for side, found in best.items():
         print(f"{side:10}{found['total']:8.1f}s{found['reading']:8.1f}s{tokens / found['reading']:10.0f}", end="")
         print(f"{found['cpu']:8.1f}s{found['beside']:8.1f}s")
-        found["cpu"] += found["beside"] / workers
+        found["cpu"] += found["beside"] / (workers if str(workers) in side else 1)
     plain, one, many = best["plain"], best["ray 1"], best[f"ray {workers}"]
     rows = [("time with Ray over time without", one, plain), (f"speed of {workers} workers over 1", one, many)]
     if machine := best.get(f"{workers} plain"):

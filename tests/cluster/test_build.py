@@ -272,6 +272,18 @@ def test_a_short_text_has_one_shard_for_each_document(start, tmp_path):
     assert len(single.shards) == 1
 
 
+def test_shards_without_tokens(start, tmp_path, monkeypatch):
+    encode = knnlm.CausalLM.encode_document
+    monkeypatch.setattr(
+        knnlm.CausalLM, "encode_document", lambda lm, document: encode(lm, document) if document.id == "d1" else []
+    )
+    text = write_text(tmp_path / "short.jsonl", documents(3))
+    store = start(text=text, index="auto")
+    assert [shard.entry_count > 0 for shard in store.shards] == [False, True, False]
+    with pytest.raises(DatastoreError, match="no tokens that a codec could be fitted to"):
+        start(text=text, key_format="int8", out=tmp_path / "small")
+
+
 def test_two_drivers_do_not_build_the_same_store(start, tmp_path):
     class Second(BuildWorker):
         def open(self):

@@ -65,8 +65,9 @@ def start(cluster, text, model_folder):
 
     yield start_driver
     for process in started:
-        process.kill()
-        process.communicate()
+        if process.poll() is None:
+            process.kill()
+            process.communicate()
 
 
 def raylet_of(node):

@@ -48,7 +48,7 @@ from knnlm.lm.loading import BUNDLED
 from knnlm.progress import Advance, Progress, note, silent
 
 _OPTIONS = {"key_format", "segment_entries", "batch_tokens", "compile", "language_model"}  # of `build`
-_POLL_SECONDS = 0.25
+_POLL_SECONDS = 0.5
 _MAX_DEATHS = 5  # of workers with the same shard, without reading further than the worker before
 
 
@@ -268,7 +268,9 @@ class _Driver:
             with closing(Datastore.open(folder, trust_index=False)) as store:
                 self._calibration = Calibration.of(store.catalog)
                 if self._job.fits_codec and store.catalog.get("codec") is None:
-                    raise DatastoreError(f"{folder} has no tokens that a codec could be fitted to. Use fewer shards.")
+                    raise DatastoreError(
+                        f"{folder} has no tokens that a codec could be fitted to. Remove the store, and use fewer shards."
+                    )
 
     def _collect(self) -> None:
         """Wait a moment for calls that return."""
