@@ -269,7 +269,7 @@ class _Driver:
                 self._calibration = Calibration.of(store.catalog)
                 if self._job.fits_codec and store.catalog.get("codec") is None:
                     raise DatastoreError(
-                        f"{folder} has no tokens that a codec could be fitted to. Remove the store, and use fewer shards."
+                        f"{folder} has no tokens that a codec could be fitted to. Remove the store; use fewer shards."
                     )
 
     def _collect(self) -> None:
