@@ -48,7 +48,7 @@ ORDER = {
     "index": "base bm25 exact gpu.deferred gpu.keys gpu.kernels gpu.search gpu.streaming faiss rerank composite "
     "blocks.kernels blocks.file blocks.index blocks.build validation factory",
     "datastore": "validation codecs schema manifest digests integrity catalog sharded_catalog segments live_numbers "
-    "staging locks remove store encoder suffix_array rewrite indexes compact shards",
+    "staging locks remote remove store encoder suffix_array rewrite indexes compact shards",
     "ingest": "pipeline segment_builder shards build",
     "memories": "base decoder ngram output voting cache subset knn",
     "mixture": (
@@ -155,7 +155,13 @@ def test_small_files_have_several_importers():
 
 
 @pytest.mark.parametrize(
-    ("package", "user"), [("faiss", "index/faiss.py"), ("lm_eval", "integrations/lm_eval.py")], ids=["faiss", "lm_eval"]
+    ("package", "user"),
+    [
+        ("faiss", "index/faiss.py"),
+        ("fsspec", "datastore/remote.py"),
+        ("lm_eval", "integrations/lm_eval.py"),
+    ],
+    ids=["faiss", "fsspec", "lm_eval"],
 )
 def test_only_one_file_imports_a_package(package, user):
     users = {

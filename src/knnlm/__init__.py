@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from knnlm.cluster.build import build_on_ray
     from knnlm.corpus import Document, DocumentReader, read_documents
     from knnlm.datastore.compact import Compacted
+    from knnlm.datastore.remote import Pushed, push_shard
     from knnlm.datastore.remove import Removed
     from knnlm.datastore.schema import StoredDocument
     from knnlm.datastore.shards import Joined, join_shards
@@ -142,6 +143,7 @@ _HOMES = {
     "Prediction": "memories",
     "Problem": "maintenance.verify",
     "Progress": "progress",
+    "Pushed": "datastore.remote",
     "Removed": "datastore.remove",
     "RepairResult": "maintenance.repair",
     "Retrieved": "mixture",
@@ -171,6 +173,7 @@ _HOMES = {
     "merge": "maintenance.merge",
     "open_lm": "lm.speech",
     "prune": "training.prune",
+    "push_shard": "datastore.remote",
     "read_documents": "corpus",
     "repair": "maintenance.repair",
     "train_decoder": "training.decoder",
@@ -234,6 +237,7 @@ __all__ = [
     "Prediction",
     "Problem",
     "Progress",
+    "Pushed",
     "Removed",
     "RepairResult",
     "Retrieved",
@@ -263,6 +267,7 @@ __all__ = [
     "merge",
     "open_lm",
     "prune",
+    "push_shard",
     "read_documents",
     "repair",
     "train_decoder",

@@ -1,4 +1,4 @@
-"""Atomic writes, fsync, checksums and memory maps."""
+"""Atomic writes, fsync, checksums, memory maps and the cache folder."""
 
 from __future__ import annotations
 
@@ -26,6 +26,12 @@ _CHUNK_BYTES = 1 << 24
 _STATM = Path("/proc/self/statm")  # Linux; elsewhere pages are left to the system
 
 _least_resident: int | None = None  # the fewest bytes of mapped files that were resident so far
+
+
+def cache_folder() -> Path:
+    """Return the folder of unpacked models, fetched shards and measured constants."""
+    home = os.environ.get("KNNLM_CACHE")
+    return Path(home) if home else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "knnlm"
 
 
 def checksum(path: Path) -> str:

@@ -61,6 +61,7 @@ def info(store: Store, json: Json = False) -> None:
 
 def _metadata(store: Datastore) -> dict[str, Any]:
     from knnlm.datastore.indexes import stored_indexes
+    from knnlm.datastore.manifest import remote_url
     from knnlm.mixture.loader import language_model
 
     adapted, tokens = _load_adaptation(store.path), store.entry_count
@@ -73,7 +74,11 @@ def _metadata(store: Datastore) -> dict[str, Any]:
         "tokens": tokens,
         "segments": len(store.segments),
         "shards": [
-            {"path": str(shard.path), "documents": shard.catalog.document_count(), "tokens": shard.entry_count}
+            {
+                "path": remote_url(shard.path) or str(shard.path),
+                "documents": shard.catalog.document_count(),
+                "tokens": shard.entry_count,
+            }
             for shard in store.shards
         ],
         "generation": store.generation,

@@ -440,28 +440,62 @@ def merge(
 
 
 def shards(
-    action: Annotated[str, typer.Argument(metavar="join", help="The action: join.", show_default=False)],
-    stores: Annotated[list[Path], typer.Argument(metavar="SHARD", help="The folders of shards.", show_default=False)],
-    out: Out,
-    replace: Annotated[bool, typer.Option("--replace", help="Replace the manifest of a sharded store.")] = False,
+    action: Annotated[str, typer.Argument(metavar="join|push", help="The action.", show_default=False)],
+    stores: Annotated[
+        list[str], typer.Argument(metavar="SHARD", help="Folders of shards; for join, also URLs.", show_default=False)
+    ],
+    out: Annotated[
+        str, typer.Option(metavar="FOLDER", help="The folder to create; for push, a URL.", show_default=False)
+    ],
+    replace: Annotated[
+        bool, typer.Option("--replace", help="Replace the manifest of a sharded store, or shards at the URL.")
+    ] = False,
     wait: Wait = 0.0,
     json: Json = False,
 ) -> None:
     """knnlm shards join docs.store --out joined.store
 
-    Make one store of several without copying them: a small file that lists them in order. Shards that were built with
-    build --shard are joined in the order of their parts. Commands open the new store like an ordinary one.
+    join makes one store of several without copying them: a small file that lists them in order. Shards that were built
+    with build --shard are joined in the order of their parts. Commands open the new store like an ordinary one. push
+    uploads shards to a URL such as s3://bucket/parts, where join finds them: s3://bucket/parts/part-1.store.
     """
-    import knnlm
+    if action == "push":
+        _push(stores, out, replace=replace, json=json)
+    elif action == "join":
+        _join(stores, Path(out), replace=replace, wait=wait, json=json)
+    else:
+        raise ParameterError(f"Unknown action {action!r}: knnlm shards join SHARD... --out STORE, or push --out URL.")
 
-    if action != "join":
-        raise ParameterError(f"Unknown action {action!r}: knnlm shards join SHARD... --out STORE")
-    joined = knnlm.join_shards(stores, out, replace_manifest=replace, wait=wait)
+
+def _join(stores: list[str], out: Path, *, replace: bool, wait: float, json: bool) -> None:
+    import knnlm
+    from knnlm.datastore.manifest import is_url
+
+    if is_url(str(out)) or str(out).startswith("s3:"):
+        raise ParameterError(f"{out}: a sharded store is a folder on this machine; only its shards can be at URLs.")
+    joined = knnlm.join_shards(stores, out, replace_manifest=replace, wait=wait, progress=bar)
     text = (
         f"{out}: {joined.tokens:,} tokens of {count(joined.documents, 'document')} in "
         f"{count(len(joined.shards), 'shard')}. Next: knnlm tune {out} TEXT"
     )
     show(asdict(joined), text, json=json)
+
+
+def _push(stores: list[str], out: str, *, replace: bool, json: bool) -> None:
+    import knnlm
+
+    names = [Path(store).resolve().name for store in stores]
+    if len(set(names)) < len(names):
+        raise ParameterError("Two of the shards have the same name. Push them to different URLs.")
+    pushed = [
+        knnlm.push_shard(store, f"{out.rstrip('/')}/{name}", replace=replace, progress=bar)
+        for store, name in zip(stores, names, strict=True)
+    ]
+    lines = [
+        f"{one.url}: {count(one.files, 'file')} of {one.bytes / 1e6:,.1f} MB uploaded, {one.unchanged:,} unchanged"
+        for one in pushed
+    ]
+    show({"pushed": [asdict(one) for one in pushed]}, "\n".join(lines), json=json)
 
 
 def import_arrays(

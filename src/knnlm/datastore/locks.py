@@ -24,7 +24,15 @@ from pathlib import Path
 from filelock import FileLock, Timeout
 
 from knnlm.datastore.catalog import Catalog
-from knnlm.datastore.schema import CATALOG_FILE, CODEC_FILE, MAP_FILE, NGRAM_FOLDER, index_folder, segment_folder
+from knnlm.datastore.schema import (
+    CATALOG_FILE,
+    CODEC_FILE,
+    MAP_FILE,
+    NGRAM_FOLDER,
+    REMOTE_FILE,
+    index_folder,
+    segment_folder,
+)
 from knnlm.datastore.staging import StagedAddition
 from knnlm.datastore.validation import check_links
 from knnlm.errors import DatastoreBusy, DatastoreError
@@ -49,6 +57,11 @@ def writer_lock(folder: Path, *, create: bool = False, wait: float = 0.0) -> Ite
     elif not (folder / CATALOG_FILE).is_file():
         raise DatastoreError(f"{folder} is not a store: it has no {CATALOG_FILE}. Make one with: knnlm build")
     check_links(folder)
+    if (folder / REMOTE_FILE).exists():
+        raise DatastoreError(
+            f"{folder} is a copy of a store at a URL, which is read-only. Change that store where it was built, and "
+            "push it again: knnlm shards push"
+        )
     lock = FileLock(folder / WRITER_LOCK, timeout=max(0.0, wait))
     try:
         lock.acquire()

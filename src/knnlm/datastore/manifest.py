@@ -8,26 +8,35 @@ The catalog of each shard is the source of truth for its entries and documents. 
 contain: where the shards are, their order, and the numbers of their documents. A shard numbers its documents from 0;
 `NumberSpan` maps a stretch of these numbers to the numbers in the sharded store, which are never reused. The counts are
 those of the last change through the sharded store.
+
+A shard may be listed by a URL; then the folder of the shard is that of its copy on this machine (`remote.py`).
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
+import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from knnlm.datastore.schema import REMOTE_FILE
 from knnlm.datastore.validation import MAX_INTEGER, check_regular_file
 from knnlm.errors import DatastoreCorrupt, DatastoreError
-from knnlm.io import atomic_write
+from knnlm.io import atomic_write, cache_folder
 
 MANIFEST_FILE = "shards.json"
 MANIFEST_VERSION = 1
 VALUES = "tokens"  # what the values of entries are
 
+CURRENT_FILE = "current.json"  # of the copies of a shard at a URL
+
 _MAX_BYTES = 1 << 26
+_URL = re.compile(r"[a-z][a-z0-9+.-]*://.+", re.DOTALL)
+_VERSION = re.compile(r"[0-9a-f]{32}")
 
 
 @dataclass(frozen=True)
@@ -43,7 +52,7 @@ class NumberSpan:
 class Shard:
     """One shard, as it was at the last change through the sharded store."""
 
-    path: str  # absolute, or relative to the folder of the sharded store
+    path: str  # absolute, or relative to the folder of the sharded store, or a URL
     first_entry: int
     entries: int
     documents: tuple[NumberSpan, ...]
@@ -77,7 +86,15 @@ class Manifest:
     def folders(self, folder: Path) -> list[Path]:
         """Return the folders of the shards of the store at `folder`."""
         # Without .. in messages; an absolute path stays as it is.
-        return [Path(os.path.normpath(folder.resolve() / shard.path)) for shard in self.shards]
+        return [
+            _copy_of(shard.path) if is_url(shard.path) else Path(os.path.normpath(folder.resolve() / shard.path))
+            for shard in self.shards
+        ]
+
+    @property
+    def urls(self) -> list[str]:
+        """The URLs of the shards that are not folders."""
+        return [shard.path for shard in self.shards if is_url(shard.path)]
 
     def numbered(self, next_documents: Sequence[int]) -> Manifest:
         """Return the manifest with numbers for documents added since it was written, given the next of each shard."""
@@ -100,9 +117,57 @@ def is_sharded(folder: Path) -> bool:
 
 
 def relative_path(shard: Path, folder: Path) -> str:
-    """Return the path of a shard for the manifest: relative where it lies beside or inside of the sharded store."""
+    """Return the place of a shard for the manifest: its URL where it is a copy of one, else its path.
+
+    The path is relative where the shard lies beside or inside of the sharded store.
+    """
+    if (url := remote_url(shard)) is not None:
+        return url
     shard, folder = shard.resolve(), folder.resolve()
     return os.path.relpath(shard, folder) if shard.is_relative_to(folder.parent) else str(shard)
+
+
+def is_url(place: str | Path) -> bool:
+    """Whether a place is a URL such as s3://bucket/part-1.store."""
+    return isinstance(place, str) and _URL.fullmatch(place) is not None
+
+
+def shard_cache(url: str) -> Path:
+    """Return the folder of the copies of a shard at a URL."""
+    return cache_folder() / "shards" / hashlib.sha256(url.rstrip("/").encode()).hexdigest()[:32]
+
+
+@dataclass(frozen=True)
+class CurrentCopy:
+    """The copy of a shard at a URL that was fetched last, and what identified the catalog there."""
+
+    folder: Path
+    key: str
+
+
+def read_current(url: str) -> CurrentCopy | None:
+    """Return the current copy of a shard at a URL; None where there is none."""
+    home = shard_cache(url)
+    try:
+        record = json.loads((home / CURRENT_FILE).read_bytes())
+        key, version = str(record["key"]), str(record["version"])
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return None
+    return CurrentCopy(home / version, key) if _VERSION.fullmatch(version) else None
+
+
+def _copy_of(url: str) -> Path:
+    current = read_current(url)
+    return shard_cache(url) / "not-fetched" if current is None else current.folder
+
+
+def remote_url(folder: Path) -> str | None:
+    """Return the URL of which a folder is a copy; None where it is none."""
+    try:
+        url = json.loads((folder / REMOTE_FILE).read_bytes())["url"]
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return None
+    return url if is_url(url) else None
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:

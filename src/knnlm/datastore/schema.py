@@ -26,6 +26,7 @@ LOST_FOLDER = "lost"  # what a repair has taken out
 GATES_FOLDER = "mixtures"
 DECODER_FOLDER = "decoder"
 ADAPTED_FILE = "adapted.json"
+REMOTE_FILE = "remote.json"  # of a copy of a store at a URL, which is read-only
 
 VERSION = 1
 

@@ -30,10 +30,13 @@ from knnlm.datastore.manifest import (
     Manifest,
     Shard,
     is_sharded,
+    is_url,
     read_manifest,
     relative_path,
+    remote_url,
     write_manifest,
 )
+from knnlm.datastore.remote import fetch_shard
 from knnlm.datastore.remove import (
     Remnant,
     RemovalReport,
@@ -78,10 +81,16 @@ class Joined:
 
 
 def join_shards(
-    shards: Sequence[str | Path], out: str | Path, *, replace_manifest: bool = False, wait: float = 0.0
+    shards: Sequence[str | Path],
+    out: str | Path,
+    *,
+    replace_manifest: bool = False,
+    wait: float = 0.0,
+    progress: Progress = silent,
 ) -> Joined:
     """Write the manifest of a sharded store over ordinary stores, which stay where they are.
 
+    A shard is a folder, or a URL such as s3://bucket/part-1.store, of which a copy is fetched.
     Shards that were built as parts of one text are joined in the order of the parts, all others in the given order.
     """
     folder = Path(out)
@@ -89,7 +98,8 @@ def join_shards(
         raise ParameterError("Nothing to join. Name the shards.")
     with ExitStack() as stack:
         stores: list[Datastore] = []
-        for path in map(Path, shards):
+        for place in shards:
+            path = fetch_shard(place, progress=progress) if isinstance(place, str) and is_url(place) else Path(place)
             if path.exists() and not (path / CATALOG_FILE).is_file():
                 raise DatastoreError(f"{path} is not a store, so it cannot be joined. Name the shards alone.")
             if path.exists() and path.resolve() != folder.resolve():
@@ -272,11 +282,14 @@ def _known(before: Manifest | None, folder: Path, stores: Sequence[Datastore]) -
     if before is None:
         return [None] * len(stores)
     by_content = {(shard.generation, shard.fingerprint): shard for shard in before.shards}
-    by_place = dict(zip(before.folders(folder), before.shards, strict=True))
+    places = (str(place) for place in before.folders(folder))
+    by_place = {
+        shard.path if is_url(shard.path) else place: shard for place, shard in zip(places, before.shards, strict=True)
+    }
     found: list[Shard | None] = []
     for store in stores:
         known = by_content.get((store.generation, store.fingerprint))
-        here = by_place.get(Path(os.path.normpath(store.path.resolve())))
+        here = by_place.get(remote_url(store.path) or os.path.normpath(store.path.resolve()))
         if known is None and here is not None and store.generation > here.generation:
             known = here  # it was changed since
         found.append(None if known in found else known)
@@ -300,6 +313,11 @@ def _counted(shards: Sequence[Shard], stores: Sequence[Datastore]) -> tuple[Shar
 
 def update_manifest(folder: Path) -> Datastore:
     """Write the present state of the shards to the manifest and return the open store; the caller holds the lock."""
+    if urls := read_manifest(folder).urls:
+        raise DatastoreError(
+            f"{folder} has shards at URLs, such as {urls[0]}, so it is read-only. Change the shard where it was built, "
+            "and push it again: knnlm shards push"
+        )
     store = Datastore.open(folder)
     catalog = sharded_catalog(store)
     present = replace(catalog.manifest, shards=_counted(catalog.manifest.shards, store.shards))

@@ -39,7 +39,8 @@ from knnlm.datastore.codecs import Codec, KeyMap, Plain, load_codec, row_bytes
 from knnlm.datastore.integrity import BlockChecksums
 from knnlm.datastore.live_numbers import LiveNumbers, by_segment, check_removed
 from knnlm.datastore.locks import READERS_LOCK, WRITER_LOCK, ReaderLock
-from knnlm.datastore.manifest import MANIFEST_FILE, Manifest, Shard, is_sharded, read_manifest
+from knnlm.datastore.manifest import MANIFEST_FILE, Manifest, Shard, is_sharded, is_url, read_manifest
+from knnlm.datastore.remote import fetch_shard
 from knnlm.datastore.schema import (
     CATALOG_FILE,
     CODEC_FILE,
@@ -253,11 +254,11 @@ class Datastore:
 
     @classmethod
     def open(cls, path: str | Path, *, trust_index: bool = True, check: bool = True) -> Datastore:
-        """Open a finished store for reading.
+        """Open a finished store for reading: a folder, or a URL such as s3://bucket/part-1.store, which is fetched.
 
         With `trust_index` False no file of FAISS is read. With `check` False checksums are not compared.
         """
-        folder = Path(path)
+        folder = fetch_shard(path) if isinstance(path, str) and is_url(path) else Path(path)
         if is_sharded(folder):
             return cls._open_shards(folder, trust_index=trust_index, check=check)
         reader_lock = ReaderLock(folder)  # first, so that no writer removes files that the catalog names
@@ -279,6 +280,8 @@ class Datastore:
     def _open_shards(cls, folder: Path, *, trust_index: bool, check: bool) -> Datastore:
         """Open a sharded store, after checking that all shards are those of its manifest."""
         manifest, shards = read_manifest(folder), list[Datastore]()
+        for url in manifest.urls:
+            fetch_shard(url)
         try:
             for listed, place in zip(manifest.shards, manifest.folders(folder), strict=True):
                 check_place(folder, place)

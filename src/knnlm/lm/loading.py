@@ -10,7 +10,6 @@ line. A model without this file is loaded unchecked.
 from __future__ import annotations
 
 import importlib.util
-import os
 import re
 import shutil
 import tempfile
@@ -20,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from knnlm.errors import KnnlmError, MissingExtra, ModelError, ParameterError
-from knnlm.io import checksum
+from knnlm.io import cache_folder, checksum
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase, SequenceFeatureExtractor
@@ -154,12 +153,6 @@ def model_folder(name: str) -> str | Path:
     if not folder.exists():
         unpack_gguf(file, folder)
     return folder
-
-
-def cache_folder() -> Path:
-    """Return the folder of unpacked models."""
-    home = os.environ.get("KNNLM_CACHE")
-    return Path(home) if home else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "knnlm"
 
 
 def bundled_folder() -> Path:

@@ -21,6 +21,7 @@ from knnlm.datastore.codecs import Codec
 from knnlm.datastore.indexes import open_index
 from knnlm.datastore.integrity import verify_checksum
 from knnlm.datastore.manifest import MANIFEST_FILE, MANIFEST_VERSION, is_sharded, read_manifest
+from knnlm.datastore.remote import fetch_shard
 from knnlm.datastore.schema import (
     ADAPTED_FILE,
     CATALOG_FILE,
@@ -182,7 +183,10 @@ def _verify_shards(folder: Path, *, deep: bool, trust_index: bool, progress: Pro
 
 def _shard_folders(verifier: _Verifier) -> list[Path]:
     try:
-        return read_manifest(verifier.folder).folders(verifier.folder)
+        manifest = read_manifest(verifier.folder)
+        for url in manifest.urls:
+            fetch_shard(url)
+        return manifest.folders(verifier.folder)
     except KnnlmError as error:
         verifier.problems.append(Problem(MANIFEST_FILE, str(error)))
         return []

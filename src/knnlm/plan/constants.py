@@ -15,8 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from knnlm.errors import ParameterError
-from knnlm.io import atomic_write
-from knnlm.lm.loading import cache_folder
+from knnlm.io import atomic_write, cache_folder
 
 FORMAT = 1
 CONSTANTS_FILE = "plan.json"

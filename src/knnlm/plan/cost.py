@@ -39,6 +39,7 @@ _SHORTLIST = 3  # times k: neighbours of a search of codes that are measured
 _PROBED_LISTS = 64
 _PCA_WIDTH = 80
 _KEY_WORK = 48  # bytes for each key while an index is built: labels, gains and orders
+_VALIDATION_BYTES = 1 << 28  # of stored keys that the validation of an index maps: 8,192 places, 64 KiB for each two
 _DEVICE_SHARE = 0.8  # of free GPU memory that keys and scores may take
 _GROUP_SCORES = 32  # bytes of scores for each key on a GPU: 128 queries, 4 bytes, a sixteenth of the keys
 _PENDING_SEGMENTS = 4  # on a GPU: three that are being written, and the one that is computed
@@ -299,4 +300,5 @@ def search_memory(index: IndexShape, storage: Storage, constants: Constants, *, 
     products = 4 * index.block * index.probes * min(queries, block_batch(index))
     arrays = index.bytes - index.keys * index.code_width + index.blocks * index.code_width
     mapped = min(MAX_RESIDENT_BYTES, index.keys * index.code_width)
+    mapped += min(_VALIDATION_BYTES, index.keys * key_bytes(storage, index.width))
     return cpu.idle_bytes + cpu.search_bytes + results + products + arrays + mapped
