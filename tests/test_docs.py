@@ -84,6 +84,7 @@ def workspace(tmp_path, model_folder, monkeypatch):
     tiny("marian").save_pretrained(tmp_path / "opus-mt-de-en")
     pair_tokenizer("marian").save_pretrained(tmp_path / "opus-mt-de-en")
     monkeypatch.setattr(loading, "bundled_folder", lambda: model_folder)
+    monkeypatch.setenv("KNNLM_CACHE", str(tmp_path / "cache"))
     # Workers as threads: those of Ray would open the real model.
     monkeypatch.setattr("knnlm.cluster.build.connected", ThreadRay(BuildWorker).connected)
     monkeypatch.chdir(tmp_path)
