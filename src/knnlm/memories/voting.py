@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Protocol, TypeGuard
 
 import torch
@@ -111,13 +111,24 @@ def check_vote(k: int, knn_temperature: float) -> None:
 
 def vote(neighbours: RetrievedNeighbours, *, knn_temperature: float, vocab_size: int) -> Votes:
     """Return the votes of neighbours, weighted by softmax(-distance / τ)."""
+    return Votes(neighbours.values, _log_weights(neighbours, (knn_temperature,))[0], vocab_size)
+
+
+def _log_weights(neighbours: RetrievedNeighbours, temperatures: tuple[float, ...]) -> Tensor:
+    """Return the (S, N, k) log-weights of neighbours by each of S temperatures; -inf where there is no neighbour."""
+    distances = neighbours.distances
     # Relative to the nearest: the weights are the same, and a tiny τ cannot make the largest score infinite.
-    scores = (neighbours.distances[:, :1] - neighbours.distances) / knn_temperature
+    scores = (distances[:, :1] - distances) / _constants(temperatures, distances.device, distances.dtype)[:, None, None]
     if neighbours.counts is not None:
         scores = scores + neighbours.counts.log()
-    log_weights = scores.log_softmax(1)
     # A row without any neighbour is -inf everywhere, and its softmax is undefined.
-    return Votes(neighbours.values, log_weights.masked_fill(neighbours.ids < 0, -torch.inf), vocab_size)
+    return scores.log_softmax(-1).masked_fill(neighbours.ids < 0, -torch.inf)
+
+
+@lru_cache(maxsize=256)
+def _constants(values: tuple[float, ...], device: torch.device, dtype: torch.dtype) -> Tensor:
+    """Return numbers on a device; cached, since the host would wait for the copy at every token."""
+    return torch.tensor(values, device=device, dtype=dtype)
 
 
 @dataclass(frozen=True)
@@ -130,13 +141,17 @@ class VoteOutput:
 
     @cached_property
     def components(self) -> Sequence[Votes]:
-        """The votes by each of the settings."""
-        return [
-            vote(
-                self.neighbours.nearest(setting.k), knn_temperature=setting.knn_temperature, vocab_size=self.vocab_size
-            )
-            for setting in self.settings
-        ]
+        """The votes by each of the settings; those of the same neighbours share one tensor of values."""
+        made: dict[VoteParams, Votes] = {}
+        for k in dict.fromkeys(setting.k for setting in self.settings):
+            own = [setting for setting in self.settings if setting.k == k]
+            nearest = self.neighbours.nearest(k)
+            weights = _log_weights(nearest, tuple(setting.knn_temperature for setting in own))
+            made |= {
+                setting: Votes(nearest.values, each, self.vocab_size)
+                for setting, each in zip(own, weights, strict=True)
+            }
+        return [made[setting] for setting in self.settings]
 
     def features(self) -> Tensor:
         """Return (N, F): distances of the neighbours, numbers of distinct tokens, agreement of the votes."""
@@ -153,22 +168,30 @@ class VoteOutput:
         if not width:
             return distances.new_zeros(rows, len(FEATURES))
         present = (votes.values >= 0).sum(1)  # (N,)
+        device, whole = distances.device, torch.long
         # arcsinh: a logarithm that also takes inner products, which can be negative.
-        ranks = [(present.clamp(max=depth) - 1).clamp(min=0) for depth in (*_DEPTHS, width)]
-        far = distances.gather(1, torch.stack(ranks, 1)).asinh().nan_to_num(posinf=0.0)
-        groups = _group(votes.values, votes.log_weights.exp())
-        distinct = [(groups.first < crowd).sum(1).float().log1p() for crowd in (*_CROWDS, width)]
+        depths = _constants((*_DEPTHS, width), device, whole)
+        ranks = (torch.minimum(present[:, None], depths) - 1).clamp(min=0)
+        far = distances.gather(1, ranks).asinh().nan_to_num(posinf=0.0)
+        groups = self._groups
+        crowds = _constants((*_CROWDS, width), device, whole)
+        distinct = (groups.first[:, None] < crowds[:, None]).sum(2).float().log1p()  # (N, crowds)
         entropy = -torch.xlogy(groups.shares, groups.shares).sum(1)
         largest = groups.shares.amax(1).clamp(min=1e-9).log()
-        features = torch.cat([far, torch.stack([*distinct, entropy, largest], 1)], 1)
+        features = torch.cat([far, distinct, torch.stack([entropy, largest], 1)], 1)
         return features.masked_fill((present == 0)[:, None], 0.0)
+
+    @cached_property
+    def _groups(self) -> _Groups:
+        return _group(self.components[0].values, self.components[0].log_weights.exp())
 
     @cached_property
     def _top(self) -> Tensor:
         values = self.components[0].values[:, :NEAR]
         if not values.shape[1]:
             return values.new_full((len(values),), -1)
-        groups = _group(values, self.components[0].log_weights[:, :NEAR].exp())
+        near = values.shape[1] == self.components[0].values.shape[1]
+        groups = self._groups if near else _group(values, self.components[0].log_weights[:, :NEAR].exp())
         best = groups.shares.argmax(1, keepdim=True)
         top = values.gather(1, groups.first.gather(1, best).clamp(max=values.shape[1] - 1))[:, 0]
         return top.masked_fill((values < 0).all(1), -1)

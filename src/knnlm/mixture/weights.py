@@ -13,7 +13,7 @@ the weights of the whole text by a prior. Positions without any neighbour have a
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from itertools import accumulate, pairwise
@@ -107,15 +107,39 @@ def component_log_probs(components: Sequence[Prediction], targets: Tensor) -> Te
 
 def abstain_mask(components: Sequence[Prediction]) -> Tensor:
     """Mark the (N, M) components that abstain."""
-    return torch.stack([component.abstains() for component in components], 1)
+    known: dict[int, Tensor] = {}  # votes by the same neighbours abstain together
+    for component in components:
+        if _shared(component) not in known:
+            known[_shared(component)] = component.abstains()
+    return torch.stack([known[_shared(component)] for component in components], 1)
+
+
+def _shared(component: Prediction) -> int:
+    """Return what identifies the neighbours of votes; other predictions share nothing."""
+    return id(component.values if isinstance(component, Votes) else component)
 
 
 def _add_dense(total: Tensor, added: Sequence[tuple[AdditivePrediction, Tensor]]) -> Tensor:
     """Add weighted predictions to (N, V) log-probabilities through one dense tensor, in few steps."""
     probs = torch.zeros_like(total)
+    votes = [(component, weights) for component, weights in added if isinstance(component, Votes)]
+    for values, shares in _sum_shares(votes):
+        probs.scatter_add_(1, values.clamp(min=0), shares)  # a missing neighbour adds nothing to token 0
     for component, weights in added:
-        component.add_to(probs, weights)
+        if not isinstance(component, Votes):
+            component.add_to(probs, weights)
     return torch.logaddexp(total, _log(probs))
+
+
+def _sum_shares(votes: Sequence[tuple[Votes, Tensor]]) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield (N, k) values and the sums of their weighted votes, once for all votes by the same neighbours."""
+    alike: dict[int, list[tuple[Votes, Tensor]]] = {}
+    for component, weights in votes:
+        alike.setdefault(_shared(component), []).append((component, weights))
+    for own in alike.values():
+        logs = torch.stack([component.log_weights for component, _ in own])  # (S, N, k)
+        weights = torch.stack([weights for _, weights in own])  # (S, N)
+        yield own[0][0].values, (logs.exp() * weights[..., None]).sum(0)
 
 
 def _log(probs: Tensor) -> Tensor:
@@ -129,10 +153,10 @@ def _log(probs: Tensor) -> Tensor:
 
 def _add_sparse(total: Tensor, votes: Sequence[tuple[Votes, Tensor]]) -> Tensor:
     """Add weighted votes to (N, V) log-probabilities in place, only at the tokens that have votes."""
-    values = torch.cat([component.values for component, _ in votes], 1)  # (N, k)
+    summed = list(_sum_shares(votes))
+    values, shares = (torch.cat([own[place] for own in summed], 1) for place in (0, 1))  # (N, k) each
     if not values.shape[1]:
         return total
-    shares = torch.cat([component.log_weights.exp() * weights[:, None] for component, weights in votes], 1)
     tokens, order, group = by_token(values)
     sums = torch.zeros_like(shares).scatter_add_(1, group, shares.gather(1, order))
     # Pad with the last valid token: an element that is written twice must get the same value.
