@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 
 from helpers.pairs import pair_lm, pairs
 from knnlm.errors import CorpusError, ParameterError
-from knnlm.evaluation.odds import OddsFigures, best_factor, choose_odds, is_past_best
+from knnlm.evaluation.odds import ChosenOdds, OddsFigures, best_choice, best_factor, choose_odds, is_past_best
 from knnlm.evaluation.quality import score_translations
+from knnlm.evaluation.tune import FEW_KS
 from knnlm.ingest.build import build
 from knnlm.mixture.mixture import Mixture
 from knnlm.mixture.weights import Buckets, BucketWeights, FixedWeights, multiply_odds
@@ -106,13 +107,67 @@ def test_figures_equal_translations_with_the_multiplied_weights(lm, path):
     assert chosen.factor == best_factor(chosen.figures)
 
 
+def test_figures_of_the_model_alone_are_not_computed_again(lm, path):
+    mixture = Mixture.open(path, lm, memories="knn", lmbda=0.2, k=4, knn_temperature=10.0)
+    chosen = choose_odds(mixture, VALID)
+    again = choose_odds(mixture, VALID, alone=replace(chosen.alone, bleu=77.0))
+    assert again.alone.bleu == 77.0
+    assert again.figures[1:] == chosen.figures[1:]
+    assert {own.max_k for own in chosen.figures[1:]} == {4}
+    assert chosen.alone.max_k is None
+
+
+def test_best_choice_has_the_best_bleu_of_those_that_keep_other_text():
+    def chosen(*rows):
+        return ChosenOdds(FixedWeights((0.5, 0.5)), best_factor(figures(*rows)), tuple(figures(*rows)))
+
+    small, large = chosen((0, 1, 40), (1, 5, 40)), chosen((0, 1, 40), (1, 7, 39))
+    assert best_choice([small, large]) == 0
+    assert best_choice([chosen((0, 1, 40), (1, 5, 38)), large]) == 1
+    assert best_choice([chosen((0, 1, None), (1, 5, None)), chosen((0, 1, None), (1, 4, None), (2, 6, None))]) == 1
+
+
 def test_tuning_by_quality_is_saved_with_its_figures(lm, path):
+    """The last third is translated; settings and weights are those of a tuning on the rest, with these odds."""
     result = Mixture.open(path, lm, memories="knn", use_tuned=False).tune(VALID, weights="fixed", quality=6)
-    fitted = Mixture.open(path, lm, memories="knn", use_tuned=False).tune(VALID, weights="fixed")
+    few = result.odds.best.max_k <= 16
+    grid = {"ks": FEW_KS} if few else {}
+    fitted = Mixture.open(path, lm, memories="knn", use_tuned=False).tune(VALID[:8], weights="fixed", **grid)
     odds = result.lmbda / (1 - result.lmbda)
     assert odds == pytest.approx(result.odds.factor * fitted.lmbda / (1 - fitted.lmbda))
+    assert result.specs[0].settings == fitted.specs[0].settings
+    texts = Mixture.open(path, lm, memories="knn", lmbda=result.lmbda, **vars_of(result)).translate(
+        [pair.source_text for pair in VALID[8:]]
+    )
+    assert result.odds.best.bleu == pytest.approx(score_translations(texts, [pair.text for pair in VALID[8:]]).bleu)
     again = Mixture.open(path, lm, memories="knn", use_tuned=False).tune(VALID, weights="fixed", quality=6)
     assert Mixture.open(path, lm).lmbda == pytest.approx(again.lmbda)
+
+
+def vars_of(result):
+    """The k and τ of a tuning with one setting."""
+    ((setting,),) = (spec.settings for spec in result.specs)
+    return {"k": setting.k, "knn_temperature": setting.knn_temperature}
+
+
+def test_few_neighbours_are_tried_beside_many(lm, path):
+    mixture = Mixture.open(path, lm, memories="knn", use_tuned=False)
+    result = mixture.tune(VALID, quality=4, samples=0)
+    tried = {own.max_k for own in result.odds.figures[1:]}
+    assert len(tried) == 2
+    assert min(tried) <= 16 < max(tried)
+    assert result.odds.as_dict()["max_k"] == max(setting.k for setting in result.specs[0].settings)
+    assert result.odds.best.bleu == max(own.bleu for own in result.odds.figures[1:])
+    given = Mixture.open(path, lm, memories="knn", use_tuned=False).tune(VALID, quality=4, samples=0, ks=[32])
+    assert {own.max_k for own in given.odds.figures[1:]} == {32}
+
+
+def test_held_out_pairs_are_at_most_a_third(lm, path):
+    mixture = Mixture.open(path, lm, memories="knn", use_tuned=False)
+    assert mixture.tune(VALID, weights="fixed", quality=100).documents == 8
+    assert mixture.tune(VALID, weights="fixed", quality=2).documents == 10
+    with pytest.raises(CorpusError, match="at least 3"):
+        mixture.tune(VALID[:2], weights="fixed", quality=1)
 
 
 def test_quality_without_translations_is_refused(lm, path):

@@ -204,7 +204,8 @@ def test_sources_outside_the_domain_are_translated_by_the_model_alone(tmp_path):
     right = mixture.translate(SOURCES, max_new_tokens=TOKENS)
     assert right != alone
     width = mixture.lm.model.config.d_model
-    mixture.source_domain = SourceDomain(torch.zeros(width), torch.zeros(width), torch.tensor(-1.0))  # none is inside
+    none = (torch.zeros(width), torch.zeros(width), torch.tensor(-1.0), torch.zeros(3))  # no source is inside
+    mixture.source_domain = SourceDomain(*none)
     with serving(mixture) as served:
         answers = translate(served, SOURCES, sources=2)["translations"]
         unchecked = translate(served, SOURCES, memory={"domain_check": False})["translations"]

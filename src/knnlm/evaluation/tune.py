@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
-from itertools import islice
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -25,7 +24,7 @@ from torch import Tensor
 from knnlm.corpus import Document
 from knnlm.datastore.locks import writer_lock
 from knnlm.datastore.store import Datastore
-from knnlm.errors import DatastoreError, ParameterError
+from knnlm.errors import CorpusError, DatastoreError, ParameterError
 from knnlm.evaluation.evaluate import (
     ComponentScores,
     Evaluation,
@@ -35,7 +34,7 @@ from knnlm.evaluation.evaluate import (
     score_sums,
     summarise,
 )
-from knnlm.evaluation.odds import ChosenOdds, choose_odds
+from knnlm.evaluation.odds import ChosenOdds, OddsFigures, best_choice, choose_odds
 from knnlm.evaluation.quality import check_metrics
 from knnlm.evaluation.samples import check_sample_count, sample_documents
 from knnlm.evaluation.support import SupportFigures, fit_support
@@ -64,7 +63,7 @@ from knnlm.mixture.loader import is_decoder
 from knnlm.mixture.mixture import Mixture
 from knnlm.mixture.online import ExpertScores, OnlineConfig, choose_config, expert_log_probs
 from knnlm.mixture.saved import SavedTuning, save_tuning, weights_state
-from knnlm.mixture.source_domain import SourceDomain
+from knnlm.mixture.source_domain import SourceDomain, Sources
 from knnlm.mixture.spec import MemorySpec, parse_memories
 from knnlm.mixture.support import SupportModel
 from knnlm.mixture.weights import (
@@ -80,10 +79,12 @@ from knnlm.mixture.weights import (
 from knnlm.progress import Progress, silent
 
 MAX_SAMPLES = 60_000  # tokens that the model writes for the training of a gate
+FEW_KS = (1, 4, 8, 16)  # tried beside the usual ones where translations decide
 MAX_SOURCES = 4000  # of each kind, that the domain of sources is fitted to
 
 _Columns = TypeVar("_Columns", MemoryFeatures, Positions)
 SettingsByMemory = Sequence[Sequence[VoteParams]]  # for each memory; empty where it has no neighbours
+Choose = Callable[[Sequence[tuple[VoteParams, ...]], Weights, OddsFigures | None], ChosenOdds]
 
 
 @dataclass(frozen=True)
@@ -135,7 +136,8 @@ def tune(
 
     A gate with online weights is trained also on `samples` tokens that the model writes (None: as many as the text has,
     at most 60,000) and on `other` documents, of other domains than the store's, with at most `limit` tokens. The weight
-    of memories of pairs is then chosen by the BLEU of `quality` translations; 0: as fitted.
+    of memories of pairs, and whether few neighbours vote or many, are then chosen by the BLEU of `quality` translations
+    of pairs that are held out, at most a third of them; 0: as fitted.
     """
     store = mixture.store
     if store is None and mixture.path is not None and is_decoder(mixture.path):
@@ -147,7 +149,10 @@ def tune(
     if other and not (online and weights == "gated"):
         raise ParameterError("Text of another domain trains a gate with online weights; other weights do not use it.")
     if quality or (other and mixture.lm.has_encoder):
-        documents, other = list(documents), list(other)
+        documents, other = (list(first_documents(each, mixture.lm, limit)) for each in (documents, other))
+    (documents, some), (other, others) = (_hold_out(each, quality) for each in (documents, other))
+    if quality and not some:
+        raise CorpusError("A third of the pairs is held out to be translated, so that at least 3 are needed.")
     specs, grid = mixture.specs, grid or Grid.of()
     reading: dict[str, Any] = {"k": max(grid.ks or KS), "batch_tokens": batch_tokens, "progress": progress}
     # Locked before the text is read, so that the time is not lost where the result cannot be saved.
@@ -155,7 +160,7 @@ def tune(
         trace = record(mixture, documents, folder / "trace", sources=sources, limit=limit, **reading)
         elsewhere = None
         if online and weights == "gated":
-            most = 0 if mixture.lm.reads_audio else MAX_SAMPLES
+            most = MAX_SAMPLES if _writes_samples(mixture.lm, other) else 0
             count = min(len(trace), most) if samples is None else samples
             written = sample_documents(mixture.lm, count, progress=progress) if count else []
             if negative := [*written, *first_documents(other, mixture.lm, limit)]:
@@ -166,8 +171,6 @@ def tune(
         source_domain = _fit_source_domain(mixture.lm, store, documents, other) if other else None
         mixture.source_domain = source_domain
         if quality:
-            read = (islice(first_documents(each, mixture.lm, limit), quality) for each in (documents, other))
-            some, others = map(list, read)
             options["choose"] = partial(_choose_odds, mixture, some, others, progress)
         result = tune_trace(
             trace, store, weights=weights, grid=grid, specs=specs, online=online, samples=elsewhere, **options
@@ -176,6 +179,23 @@ def tune(
         save_result(store.path, result, trace)
     apply_tuning(mixture, result)
     return result
+
+
+def _hold_out(documents: Iterable[Document], count: int) -> tuple[Iterable[Document], list[Document]]:
+    """Return the documents without the last ones, and these: so many, but at most a third; of 0, as they are."""
+    if not count:
+        return documents, []
+    every = list(documents)
+    held_out = min(count, len(every) // 3)
+    return every[: len(every) - held_out], every[len(every) - held_out :]
+
+
+def _writes_samples(lm: CausalLM, other: Iterable[Document]) -> bool:
+    """Whether the model writes text for the gate by default: not of sounds, and of pairs only without other ones.
+
+    Sources of random words are a poor substitute for those of another domain, and cost quality in the store's own.
+    """
+    return not lm.reads_audio and not (lm.has_encoder and other)
 
 
 def _fit_source_domain(
@@ -189,7 +209,11 @@ def _fit_source_domain(
     step = max(1, len(stored) // MAX_SOURCES)
     elsewhere = [document.source_text or "" for document in other][:MAX_SOURCES]
     own = [*given, *stored[::step]]
-    return SourceDomain.fit(lm.mean_source_states(own), lm.mean_source_states(elsewhere))
+    read = (
+        Sources(lm.mean_source_states(texts), [tuple(row) for row in lm.encode_sources(texts)])
+        for texts in (own, elsewhere)
+    )
+    return SourceDomain.fit(*read)
 
 
 def _choose_odds(
@@ -199,10 +223,11 @@ def _choose_odds(
     progress: Progress,
     settings: Sequence[tuple[VoteParams, ...]],
     weights: Weights,
+    alone: OddsFigures | None,
 ) -> ChosenOdds:
     """Choose the odds of a mixture with these settings and weights, which it keeps."""
     _apply(mixture, settings, weights)
-    return choose_odds(mixture, pairs, other=other, progress=progress)
+    return choose_odds(mixture, pairs, other=other, alone=alone, progress=progress)
 
 
 def _check_texts(lm: CausalLM, *, samples: int | None, quality: int) -> None:
@@ -228,7 +253,7 @@ def tune_trace(
     online: bool = True,
     samples: Trace | None = None,
     evidence: bool = True,
-    choose: Callable[[Sequence[tuple[VoteParams, ...]], Weights], ChosenOdds] | None = None,
+    choose: Choose | None = None,
     device: str = "cpu",
     progress: Progress = silent,
 ) -> Tuning:
@@ -239,40 +264,30 @@ def tune_trace(
     """
     begin = time.perf_counter()
     check_weights(weights)
-    sweeps = sweep_all(trace, grid=grid, device=device)
-    settings = choose_settings(trace, sweeps, several=weights != "fixed")
-    base = math.exp(-float(np.asarray(trace.lm_log_probs, dtype=np.float64).mean()))
-    table = tabulate(trace, settings, device=device)
-    written = None if samples is None else tabulate(samples, settings, device=device)
-    if weights == "fixed" and len(sweeps) == 1 and sweeps[0] is not None:
-        fitted = _best_lambda(sweeps[0])
-    else:
-        fitted = fit_weights(
-            table,
-            weights,
-            frequencies=token_frequencies(store),
-            samples=written,
-            evidence=evidence,
-            device=device,
-            progress=progress,
-        )
+    grid = grid or Grid.of()
+    fit = partial(_fit_settings, trace, store, weights, samples, evidence=evidence, device=device, progress=progress)
+    found, odds = fit(grid), None
+    if choose is not None:
+        # Many neighbours have the better probabilities, and few often the better translations.
+        few = [] if grid.ks or found.max_k <= max(FEW_KS) else [fit(replace(grid, ks=FEW_KS))]
+        found, odds = _choose_by_quality([found, *few], choose)
+    table, fitted, written = found.table, found.fitted, found.samples
     perplexity, config = fitted.perplexity, None
     if online and evidence:  # without evidence, the experts of a text keep their prior
         config, perplexity = choose_online(table, fitted.weights, written)
-    odds = None if choose is None else choose(settings, fitted.weights)
     chosen = fitted.weights if odds is None else odds.weights
     mixed = score_table(table, chosen, config).weights
-    supported = fit_support(trace, table, settings, mixed, device=device, progress=progress) or (None, None)
+    supported = fit_support(trace, table, found.settings, mixed, device=device, progress=progress) or (None, None)
     known = specs or [_spec(metadata) for metadata in trace.metadata["memories"]]
-    specs = [replace(spec, settings=tuple(own)) for spec, own in zip(known, settings, strict=True)]
+    specs = [replace(spec, settings=tuple(own)) for spec, own in zip(known, found.settings, strict=True)]
     return Tuning(
         specs=specs,
         weights=chosen,
-        sweeps=sweeps,
+        sweeps=found.sweeps,
         tokens=len(trace),
         documents=trace.metadata["documents"],
         leaked_documents=trace.metadata["leaked_documents"],
-        base_perplexity=base,
+        base_perplexity=math.exp(-float(np.asarray(trace.lm_log_probs, dtype=np.float64).mean())),
         perplexity=perplexity,
         seconds=time.perf_counter() - begin,
         online=config,
@@ -280,6 +295,48 @@ def tune_trace(
         support_figures=supported[1],
         odds=odds,
     )
+
+
+@dataclass(frozen=True)
+class _FittedSettings:
+    """Settings of the memories from one grid, and weights fitted to them."""
+
+    sweeps: list[Sweep | None]
+    settings: list[tuple[VoteParams, ...]]
+    table: TraceTable
+    samples: TraceTable | None
+    fitted: FittedWeights
+
+    @property
+    def max_k(self) -> int:
+        """The largest k of the settings; 0 where no memory has neighbours."""
+        return max((setting.k for own in self.settings for setting in own), default=0)
+
+
+def _fit_settings(
+    trace: Trace, store: Datastore, weights: str, samples: Trace | None, grid: Grid, *, evidence: bool, **how: Any
+) -> _FittedSettings:
+    """Choose settings from a grid, and fit weights to them."""
+    sweeps = sweep_all(trace, grid=grid, device=how["device"])
+    settings = choose_settings(trace, sweeps, several=weights != "fixed")
+    table = tabulate(trace, settings, device=how["device"])
+    written = None if samples is None else tabulate(samples, settings, device=how["device"])
+    if weights == "fixed" and len(sweeps) == 1 and sweeps[0] is not None:
+        fitted = _best_lambda(sweeps[0])
+    else:
+        frequencies = token_frequencies(store)
+        fitted = fit_weights(table, weights, frequencies=frequencies, samples=written, evidence=evidence, **how)
+    return _FittedSettings(sweeps, settings, table, written, fitted)
+
+
+def _choose_by_quality(found: Sequence[_FittedSettings], choose: Choose) -> tuple[_FittedSettings, ChosenOdds]:
+    """Return the settings with the best translations, and their odds with the figures of all."""
+    chosen: list[ChosenOdds] = []
+    for own in found:
+        chosen.append(choose(own.settings, own.fitted.weights, chosen[0].alone if chosen else None))
+    place = best_choice(chosen)
+    others = [figures for number, own in enumerate(chosen) if number != place for figures in own.figures[1:]]
+    return found[place], replace(chosen[place], figures=(*chosen[place].figures, *others))
 
 
 def _best_lambda(swept: Sweep) -> FittedWeights:

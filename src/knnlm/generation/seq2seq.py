@@ -32,7 +32,7 @@ from knnlm.memories.base import Context, Origin, Source, SourceTokens
 from knnlm.mixture.mixture import Mixture
 
 # The sources that `generate` translates, because it gives only the encoder's output to each step.
-_sources: ContextVar[list[SourceTokens] | None] = ContextVar("sources", default=None)
+_sources: ContextVar[_Sources | None] = ContextVar("sources", default=None)
 
 _BATCH_SIZE = 32  # sources that are translated together
 _IGNORED_LABEL = -100  # of transformers
@@ -54,13 +54,25 @@ class KnnSeq2SeqConfig(KnnConfig):
 
 
 @dataclass
+class _Sources:
+    """The sources of a batch, and what is known of them as long as they are translated."""
+
+    tokens: list[SourceTokens]  # B, without padding
+    outside: Tensor | None = None  # (B or B·beams,) those outside the domain of the store; None: not checked yet
+
+    def of_rows(self, rows: int) -> list[SourceTokens]:
+        """Return the source of each of some rows; beams and positions of one source follow one another."""
+        return [self.tokens[row * len(self.tokens) // rows] for row in range(rows)]
+
+
+@dataclass
 class _PairInputs:
     """The inputs of one pass of the base model that are no part of the text."""
 
     decoder_input_ids: Tensor  # (B, T) with the tokens before the text
     before: int  # how many of the T are before the text
     source: dict[str, Any]  # of the encoder
-    source_tokens: list[SourceTokens] | None = None  # B, without padding; None: not needed
+    sources: _Sources | None = None  # None: unknown or not needed
     logits: Tensor | None = field(default=None)  # (B, before, V) of the positions before the text
 
 
@@ -145,20 +157,20 @@ class KnnForSeq2SeqLM(KnnForCausalLM):
             raise ParameterError("readable_mask is for the prompts of a decoder-only model.")
         given = [*args[:1], kwargs.get("inputs"), kwargs.get("input_ids")]
         tokens = next((value for value in given if isinstance(value, Tensor)), None)
-        token = _sources.set(self._source_tokens(tokens, kwargs.get("attention_mask")))
+        token = _sources.set(self._sources(tokens, kwargs.get("attention_mask")))
         try:
             with prompt_length(kwargs["decoder_input_ids"].shape[1] - len(self._lm.prefix_tokens)):
                 return GenerationMixin.generate(cast(Any, self), *args, **kwargs)
         finally:
             _sources.reset(token)
 
-    def _source_tokens(self, tokens: Tensor | None, mask: Tensor | None) -> list[SourceTokens] | None:
-        """Return the sources (B, S) without padding, where a memory searches by them; None: unknown or not needed."""
-        if tokens is None or not self.mixture.needs_sources:
+    def _sources(self, tokens: Tensor | None, mask: Tensor | None) -> _Sources | None:
+        """Return the sources (B, S) without padding, where something depends on them; None: unknown or not needed."""
+        if tokens is None or not (self.mixture.needs_sources or self.mixture.checks_sources):
             return None
         masks = [None] * len(tokens) if mask is None else mask.tolist()
         rows = zip(tokens.tolist(), masks, strict=True)
-        return [tuple(row if own is None else compress(row, own)) for row, own in rows]
+        return _Sources([tuple(row if own is None else compress(row, own)) for row, own in rows])
 
     def forward(  # type: ignore[override]
         self,
@@ -188,7 +200,7 @@ class KnnForSeq2SeqLM(KnnForCausalLM):
         source = {name: value for name, value in source.items() if value is not None}
         done = past_key_values.get_seq_length() if isinstance(past_key_values, Cache) else 0
         before = min(decoder_input_ids.shape[1], max(0, len(self._lm.prefix_tokens) - done))
-        sources = _sources.get() if input_ids is None else self._source_tokens(input_ids, attention_mask)
+        sources = _sources.get() if input_ids is None else self._sources(input_ids, attention_mask)
         pair = _PairInputs(decoder_input_ids, before, source, sources)
         output: Any
         reading = {"past_key_values": past_key_values, "use_cache": use_cache}
@@ -211,7 +223,7 @@ class KnnForSeq2SeqLM(KnnForCausalLM):
         text = ids[:, before:]
         origins = torch.full_like(text, Origin.GENERATED)
         origins[:, 0] = Origin.GIVEN
-        sources = self._source_tokens(source.get("input_ids"), source.get("attention_mask"))
+        sources = self._sources(source.get("input_ids"), source.get("attention_mask"))
         pair = _PairInputs(ids, before, dict(source), sources)
         output, context = self.read(text, origins=origins, use_cache=False, pair=pair)
         return output.logits[0], context
@@ -229,20 +241,25 @@ class KnnForSeq2SeqLM(KnnForCausalLM):
     def _read(self, input_ids: Tensor | None, **inputs: Any) -> tuple[Any, Context, Any, Any]:
         """Read a step, with the source of each position in the context; beams have the source of their text."""
         output, context, state, step = super()._read(input_ids, **inputs)
-        if (sources := inputs["pair"].source_tokens) is not None:
+        sources: _Sources | None = inputs["pair"].sources
+        if sources is not None and self.mixture.needs_sources:
             positions = output.logits.shape[0] * output.logits.shape[1]
-            every = [sources[row * len(sources) // positions] for row in range(positions)]
-            context = replace(context, source_tokens=every)
+            context = replace(context, source_tokens=sources.of_rows(positions))
         return output, context, state, step
 
     def _outside_domain(self, shape: torch.Size, **inputs: Any) -> Tensor | None:
         """Mark the (B·T,) positions of sources outside the domain of the store; None: there is no such check."""
-        source = inputs["pair"].source
-        if self.mixture.source_domain is None or source.get("encoder_outputs") is None:
+        pair: _PairInputs = inputs["pair"]
+        if not self.mixture.checks_sources or pair.source.get("encoder_outputs") is None:
             return None
-        states = mean_states(source["encoder_outputs"][0], source.get("attention_mask"))
-        outside = self.mixture.outside_domain(states)
-        return None if outside is None else outside.repeat_interleave(shape[1])
+        sources = pair.sources
+        if sources is None or sources.outside is None or len(sources.outside) != shape[0]:
+            states = mean_states(pair.source["encoder_outputs"][0], pair.source.get("attention_mask"))
+            outside = self.mixture.outside_domain(states, None if sources is None else sources.of_rows(shape[0]))
+            if sources is None:
+                return outside.repeat_interleave(shape[1])
+            sources.outside = outside
+        return sources.outside.repeat_interleave(shape[1])
 
     def _run_base(self, **inputs: Any) -> tuple[Any, dict[Source, Tensor]]:
         """Run the base model on source and target, and return its output and keys at the positions of the text."""

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 
 from knnlm.corpus import Document
@@ -14,7 +15,7 @@ from knnlm.datastore.store import Datastore
 from knnlm.errors import ParameterError
 from knnlm.lm.causal import CausalLM
 from knnlm.lm.windows import WindowShape
-from knnlm.memories.base import LM_LOGITS, LOGITS, Context, Memory, MemoryOutput, Prediction, Source
+from knnlm.memories.base import LM_LOGITS, LOGITS, Context, Memory, MemoryOutput, Prediction, Source, SourceTokens
 from knnlm.memories.cache import CacheMemory
 from knnlm.memories.decoder import LMOutput
 from knnlm.memories.knn import KnnMemory
@@ -370,11 +371,16 @@ class Mixture:
         outside = ~self.layer.in_domain(mixed.states)
         return mixed.without_memories(outside if rows is None else outside & rows)
 
-    def outside_domain(self, states: Tensor) -> Tensor | None:
-        """Mark the (B,) sources, by their (B, D) mean encoder states, outside the domain of a store; None: unknown."""
+    @property
+    def checks_sources(self) -> bool:
+        """Whether translation depends on the domain of the source."""
+        return self.source_domain is not None and self.domain_check
+
+    def outside_domain(self, states: Tensor, tokens: Sequence[SourceTokens] | None) -> Tensor:
+        """Mark the (B,) sources outside the domain of a store, by (B, D) mean encoder states and tokens, if known."""
         if self.source_domain is None or not self.domain_check:
-            return None
-        return ~self.source_domain.in_domain(states)
+            return torch.zeros(len(states), dtype=torch.bool, device=states.device)
+        return ~self.source_domain.in_domain(states, tokens)
 
     def predict_components(
         self, context: Context, retrieved: Retrieved | None = None, *, lm: MemoryOutput | None = None

@@ -1,13 +1,16 @@
-"""Whether a source is like the sources of a store of pairs, by logistic regression over mean encoder states.
+"""Whether a source is like the sources of a store of pairs, by its mean encoder state and its tokens.
 
 Of a translation no token is given, so that the text itself holds no evidence of its domain. Its source does: it is
 compared before the first token is written. A source outside the domain is translated by the model alone.
+
+Two classifiers of sources, a logistic regression over mean encoder states and naive Bayes over tokens, are combined by
+a second logistic regression, which is fitted to what both find in folds that they were not fitted to.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,74 +18,159 @@ import torch
 from torch import Tensor
 
 from knnlm.errors import DatastoreCorrupt, ParameterError
+from knnlm.memories.base import SourceTokens
 from knnlm.mixture.gate import stored_tensor
 
 FEWEST = 50  # sources of either kind
 FOLDS = 5
 _RIDGE = 0.01  # per squared weight of a standardised dimension, beside a mean loss
+_COMBINING_RIDGE = 1e-6
+_PRIOR_TOKENS = 100.0  # that either kind of sources is smoothed with, distributed as the tokens of both
 _ITERATIONS = 100
 
 
 @dataclass(frozen=True)
+class Sources:
+    """Some sources, as a classifier sees them."""
+
+    states: Tensor  # (N, D) mean encoder states
+    tokens: Sequence[SourceTokens]  # N
+
+    def __post_init__(self) -> None:
+        if self.states.ndim != 2 or len(self.states) != len(self.tokens):
+            raise ParameterError(f"{len(self.tokens)} sources need a matrix of mean states, not {self.states.shape}.")
+
+
+@dataclass(frozen=True)
 class SourceDomain:
-    """A linear classifier of mean encoder states."""
+    """A linear classifier of mean encoder states and counts of tokens."""
 
     mean: Tensor  # (D,)
     weight: Tensor  # (D,)
     bias: Tensor  # ()
+    token_weights: Tensor  # (V,)
     metadata: Mapping[str, Any] = field(default_factory=dict)  # the sources it was fitted to, and its figures
 
     @classmethod
-    def fit(cls, own: Tensor, other: Tensor) -> SourceDomain | None:
-        """Fit (N, D) mean states of sources of the domain against (M, D) others; None: too few, or not separable.
+    def fit(cls, own: Sources, other: Sources) -> SourceDomain | None:
+        """Fit sources of the domain against others; None: there are too few, or they cannot be separated.
 
-        The figures are those of folds that the classifier was not fitted to.
+        The figures are those of folds that no part of the classifier was fitted to.
         """
-        if own.ndim != 2 or other.ndim != 2 or own.shape[1] != other.shape[1]:
-            raise ParameterError(f"States must be matrices of one width, not {own.shape} and {other.shape}.")
-        if min(len(own), len(other)) < FEWEST:
+        if own.states.shape[1] != other.states.shape[1]:
+            raise ParameterError(f"States must have one width, not {own.states.shape[1]} and {other.states.shape[1]}.")
+        if min(len(own.tokens), len(other.tokens)) < FEWEST:
             return None
-        states = torch.cat([own, other]).double().cpu()
-        labels = torch.cat([torch.ones(len(own)), torch.zeros(len(other))]).double()
-        folds = torch.cat([torch.arange(len(own)), torch.arange(len(other))]) % FOLDS
-        held_out = torch.empty_like(labels)
-        for fold in range(FOLDS):
-            outside = folds == fold
-            held_out[outside] = _logits(states[outside], *_fit(states[~outside], labels[~outside]))
-        figures = {
-            "own": float((held_out[labels == 1] >= 0).double().mean()),
-            "other": float((held_out[labels == 0] >= 0).double().mean()),
+        states = torch.cat([own.states, other.states]).double().cpu()
+        tokens = [*own.tokens, *other.tokens]
+        labels = torch.cat([torch.ones(len(own.tokens)), torch.zeros(len(other.tokens))]).double()
+        folds = torch.cat([torch.arange(len(own.tokens)), torch.arange(len(other.tokens))]) % FOLDS
+        found, passes = _out_of_fold(states, tokens, labels, folds)
+        shares = [float(passes[labels == label].double().mean()) for label in (1, 0)]
+        if shares[0] <= shares[1]:
+            return None
+        metadata = {
+            "sources": len(own.tokens),
+            "other_sources": len(other.tokens),
+            "own": shares[0],
+            "other": shares[1],
         }
-        if figures["own"] <= figures["other"]:
-            return None
-        sizes = {"sources": len(own), "other_sources": len(other)}
-        mean, weight, bias = _fit(states, labels)
-        return cls(mean.float(), weight.float(), bias.float(), {**sizes, **figures})
+        parts = _Parts.fit(states, tokens, labels, torch.ones_like(passes))
+        centre, (by_states, by_tokens), bias = _fit(found, labels, _COMBINING_RIDGE)
+        constant = bias + by_states * (parts.bias - centre[0]) - by_tokens * centre[1]
+        weight, token_weights = by_states * parts.weight, by_tokens * parts.token_weights
+        return cls(parts.mean.float(), weight.float(), constant.float(), token_weights.float(), metadata)
 
-    def in_domain(self, states: Tensor) -> Tensor:
-        """Mark the (N,) sources with (N, D) mean states that are in the domain."""
-        tensors = (tensor.to(states.device) for tensor in (self.mean, self.weight, self.bias))
-        return _logits(states.float(), *tensors) >= 0
+    def in_domain(self, states: Tensor, tokens: Sequence[SourceTokens] | None) -> Tensor:
+        """Mark the (N,) sources with (N, D) mean states and N rows of tokens that are in the domain; None: unknown."""
+        mean, weight, bias = (tensor.to(states.device) for tensor in (self.mean, self.weight, self.bias))
+        logits = _logits(states.float(), mean, weight, bias)
+        if tokens is not None:
+            logits = logits + _sum_weights(self.token_weights, tokens).to(states.device)
+        return logits >= 0
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """Return the classifier as named tensors and JSON types."""
-        return {"mean": self.mean, "weight": self.weight, "bias": self.bias}, dict(self.metadata)
+        names = ("mean", "weight", "bias", "token_weights")
+        return {name: getattr(self, name) for name in names}, dict(self.metadata)
 
     @classmethod
     def load(cls, tensors: Mapping[str, Tensor], metadata: Mapping[str, Any]) -> SourceDomain:
         """Validate and load what `state` returned."""
-        mean = tensors.get("mean")
-        if mean is None or mean.ndim != 1:
-            raise DatastoreCorrupt("The stored domain of sources has no mean state. Tune again.")
+        mean, token_weights = tensors.get("mean"), tensors.get("token_weights")
+        if mean is None or mean.ndim != 1 or token_weights is None or token_weights.ndim != 1:
+            raise DatastoreCorrupt("The stored domain of sources has no mean state or no tokens. Tune again.")
         weight, bias = stored_tensor(tensors, "weight", (len(mean),)), stored_tensor(tensors, "bias", ())
-        return cls(stored_tensor(tensors, "mean", (len(mean),)), weight, bias, dict(metadata))
+        by_token = stored_tensor(tensors, "token_weights", (len(token_weights),))
+        return cls(stored_tensor(tensors, "mean", (len(mean),)), weight, bias, by_token, dict(metadata))
+
+
+@dataclass(frozen=True)
+class _Parts:
+    """The two classifiers, in float64."""
+
+    mean: Tensor  # (D,)
+    weight: Tensor  # (D,)
+    bias: Tensor  # ()
+    token_weights: Tensor  # (V,)
+
+    @classmethod
+    def fit(cls, states: Tensor, tokens: Sequence[SourceTokens], labels: Tensor, mask: Tensor) -> _Parts:
+        """Fit both to the sources that the (N,) mask marks."""
+        by_token = _log_ratios(tokens, labels, mask)
+        return cls(*_fit(states[mask], labels[mask], _RIDGE), by_token)
+
+    def logits(self, states: Tensor, tokens: Sequence[SourceTokens], mask: Tensor) -> Tensor:
+        """Return (M, 2): what either finds of the M sources that the (N,) mask marks."""
+        by_states = _logits(states[mask], self.mean, self.weight, self.bias)
+        own = [row for row, marked in zip(tokens, mask.tolist(), strict=True) if marked]
+        return torch.stack([by_states, _sum_weights(self.token_weights, own)], 1)
+
+
+def _out_of_fold(
+    states: Tensor, tokens: Sequence[SourceTokens], labels: Tensor, folds: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Return what both classifiers find of each source (N, 2), and whether it passes (N,), fitted to other folds."""
+    found = torch.empty(len(labels), 2, dtype=torch.float64)
+    passes = torch.empty(len(labels), dtype=torch.bool)
+    for fold in range(FOLDS):
+        outside = folds == fold
+        found[outside] = _Parts.fit(states, tokens, labels, ~outside).logits(states, tokens, outside)
+    for fold in range(FOLDS):
+        outside = folds == fold
+        combined = _fit(found[~outside], labels[~outside], _COMBINING_RIDGE)
+        passes[outside] = _logits(found[outside], *combined) >= 0
+    return found, passes
+
+
+def _log_ratios(tokens: Sequence[SourceTokens], labels: Tensor, mask: Tensor) -> Tensor:
+    """Return (V,) log p(token | own) / p(token | other) over the sources that the (N,) mask marks, smoothed."""
+    size = 1 + max((max(row) for row in tokens if row), default=0)
+    counts = torch.zeros(2, size, dtype=torch.float64)
+    for label, row, marked in zip(labels.tolist(), tokens, mask.tolist(), strict=True):
+        if marked and row:
+            ids = torch.tensor(row)
+            counts[int(label)].scatter_add_(0, ids, torch.ones(len(ids), dtype=torch.float64))
+    shared = counts.sum(0) + 0.1
+    smoothed = counts + _PRIOR_TOKENS * shared / shared.sum()
+    logs = (smoothed / smoothed.sum(1, keepdim=True)).log()
+    return logs[1] - logs[0]
+
+
+def _sum_weights(weights: Tensor, tokens: Sequence[SourceTokens]) -> Tensor:
+    """Return the (N,) sums of the (V,) weights of tokens; a token that has none counts 0."""
+    sums = torch.zeros(len(tokens), dtype=weights.dtype)
+    for number, row in enumerate(tokens):
+        ids = torch.tensor(row, dtype=torch.long)
+        sums[number] = weights[ids[ids < len(weights)]].sum()
+    return sums
 
 
 def _logits(states: Tensor, mean: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     return (states - mean) @ weight + bias
 
 
-def _fit(states: Tensor, labels: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _fit(states: Tensor, labels: Tensor, ridge: float) -> tuple[Tensor, Tensor, Tensor]:
     """Return mean, weight and bias of a regression with a ridge, in which both kinds of sources count the same."""
     mean, deviation = states.mean(0), states.std(0, correction=0)
     scale = (1 / deviation).masked_fill(deviation <= 1e-6 * (1 + mean.abs()), 0)
@@ -96,7 +184,7 @@ def _fit(states: Tensor, labels: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         losses = torch.nn.functional.binary_cross_entropy_with_logits(
             inputs @ values[:-1] + values[-1], labels, reduction="none"
         )
-        total: Tensor = (balance * losses).sum() + _RIDGE * values[:-1].square().sum()
+        total: Tensor = (balance * losses).sum() + ridge * values[:-1].square().sum()
         total.backward()
         return total
 

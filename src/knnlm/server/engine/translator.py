@@ -234,9 +234,9 @@ class Translator(Scheduler):
         model = cast(KnnForSeq2SeqLM, self.model)
         source = self._lm.pad_sources([list(request.source)])
         mixture = self.mixtures.get(request.overrides)
-        if mixture is not None and mixture.source_domain is not None:
-            outside = mixture.outside_domain(self._lm.mean_states(source))
-            if outside is not None and bool(outside.any()):
+        if mixture is not None and mixture.checks_sources:
+            outside = mixture.outside_domain(self._lm.mean_states(source), [tuple(request.source)])
+            if bool(outside.any()):
                 request = replace(request, overrides=replace(request.overrides, off=True))
         logits, context = model.read_target(source, target)
         positions = [
