@@ -201,13 +201,15 @@ def show(best: dict[str, dict[str, float]], tokens: int, workers: int) -> None:
     for side, found in best.items():
         print(f"{side:10}{found['total']:8.1f}s{found['reading']:8.1f}s{tokens / found['reading']:10.0f}", end="")
         print(f"{found['cpu']:8.1f}s{found['beside']:8.1f}s")
-        found["cpu"] += found["beside"] / (workers if str(workers) in side else 1)
+        found["cpu and beside"] = found["cpu"] + found["beside"] / (workers if str(workers) in side else 1)
     plain, one, many = best["plain"], best["ray 1"], best[f"ray {workers}"]
     rows = [("time with Ray over time without", one, plain), (f"speed of {workers} workers over 1", one, many)]
     if machine := best.get(f"{workers} plain"):
         rows.append((f"speed of {workers} plain processes over 1", plain, machine))
     for name, first, second in rows:
-        ratios = ", ".join(f"{key} {first[key] / second[key]:.3f}" for key in ("total", "reading", "cpu"))
+        ratios = ", ".join(
+            f"{key} {first[key] / second[key]:.3f}" for key in ("total", "reading", "cpu", "cpu and beside")
+        )
         print(f"{name}: {ratios}")
 
 

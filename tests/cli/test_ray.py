@@ -61,7 +61,7 @@ def test_build_on_ray_prints_what_other_builds_print(text, model_folder, tmp_pat
     assert code == 0
     assert (ray.options["num_cpus"], ray.options["num_gpus"]) == (1, 0)
     result = json.loads(shown)
-    assert result["documents"] == 6
+    assert (result["documents"], result["shards"]) == (6, 2)
     assert result["store"] == str(tmp_path / "out")
     assert knnlm(capfd, "verify", tmp_path / "out")[0] == 0
     assert "finished store already" in failure(capfd, *command)

@@ -219,6 +219,7 @@ def _show_built(store: Datastore, out: Path, seconds: float, *, following: str, 
         f"{out}: {tokens:,} tokens of {count(documents, 'document')} in {seconds:.0f} s, {store.bytes / 1e6:,.1f} MB. "
         f"Next: {following}"
     )
+    result |= {"shards": len(store.shards)} if store.shards else {}
     show(result | {"tokens_per_second": tokens / seconds}, text, json=json)
 
 

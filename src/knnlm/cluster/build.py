@@ -275,7 +275,9 @@ class _Driver:
     def _collect(self) -> None:
         """Wait a moment for calls that return."""
         calls = {worker.task: worker for worker in self._workers if worker.task is not None}
-        returned, _ = self._ray.wait(list(calls), timeout=_POLL_SECONDS)
+        # Other workers wait for the calibration.
+        seconds = _POLL_SECONDS if self._calibration is not None else _POLL_SECONDS / 5
+        returned, _ = self._ray.wait(list(calls), timeout=seconds)
         for call in returned:
             worker = calls[call]
             try:
