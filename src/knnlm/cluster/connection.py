@@ -1,6 +1,6 @@
 """The connection to Ray: a local one that is started for a task, or a running cluster.
 
-Ray unpickles what reaches its ports, so clusters belong into trusted networks.
+Ray unpickles what reaches its ports, so clusters belong into trusted networks; recent versions also ask for a token.
 """
 
 from __future__ import annotations
@@ -95,7 +95,8 @@ def _reason(address: str, error: Exception) -> str:
         return f"Ray did not start on this machine: {first}"
     if address == AUTO:
         return "No Ray cluster runs on this machine. Start one with ray start --head, or name its address."
-    return f"No connection to the Ray cluster at {address}: {first}"
+    token = "" if os.environ.get("RAY_AUTH_MODE") else " If the cluster wants a token, set RAY_AUTH_MODE=token."
+    return f"No connection to the Ray cluster at {address}: {first.rstrip('.')}.{token}"
 
 
 def _check_reachable(address: str) -> None:
