@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -22,6 +23,7 @@ KMEANS_ROUNDS = 5  # the first rounds do nearly all of the work
 _SAMPLE_PER_LIST = 48  # training vectors for each centroid: fewer make lists uneven, more only take longer
 _MIN_SAMPLE = 20_000  # training vectors
 _ROTATION_SEED = 0
+_MAX_IDS = 1 << 40  # vectors of all shards
 _SHARD_EXPONENT = 0.25
 
 
@@ -105,6 +107,22 @@ def shard_probes(probes: float, shards: int) -> int:
 def no_neighbours(count: int, k: int, device: torch.device | str = "cpu") -> Neighbours:
     """Return the result of a search without any vectors."""
     return Neighbours(torch.full((count, k), -1, device=device), torch.full((count, k), torch.inf, device=device))
+
+
+def order_ties(neighbours: Neighbours) -> Neighbours:
+    """Return neighbours, nearest first, with those of equal distances in the order of their ids."""
+    ids, distances = neighbours.ids, neighbours.distances
+    farther = distances[:, 1:] != distances[:, :-1]
+    rows = (~farther & (ids[:, 1:] < ids[:, :-1]) & (ids[:, 1:] >= 0)).any(1)
+    if not rows.any():
+        return neighbours
+    # The place among different distances and the id as one number; NumPy sorts integers faster than torch.
+    places = torch.nn.functional.pad(farther[rows], (1, 0)).cumsum(1)
+    keys = torch.where(ids[rows] < 0, _MAX_IDS - 1, ids[rows]) + places * _MAX_IDS
+    ordered = torch.from_numpy(np.sort(keys.cpu().numpy(), axis=1)).to(ids.device).remainder_(_MAX_IDS)
+    result = ids.clone()
+    result[rows] = torch.where(ordered == _MAX_IDS - 1, -1, ordered)
+    return Neighbours(result, distances)
 
 
 def pad_neighbours(neighbours: Neighbours, k: int) -> Neighbours:

@@ -24,6 +24,7 @@ from knnlm.index.base import (
     Vectors,
     check_search,
     no_neighbours,
+    order_ties,
     pad_neighbours,
     probes,
     shard_probes,
@@ -32,7 +33,6 @@ from knnlm.index.exact import ExactIndex
 from knnlm.index.rerank import merge
 
 _EXTRA = 16  # neighbours searched for beside the share that is expected to be removed
-_MAX_IDS = 1 << 40  # vectors of all shards
 _WIDENING = 4  # times as many neighbours when there were not enough
 
 
@@ -223,20 +223,8 @@ def merge_shards(found: Sequence[Neighbours], firsts: Sequence[int], k: int) -> 
     best: Neighbours | None = None
     for one, first in zip(found, firsts, strict=True):
         ids, distances = torch.where(one.ids < 0, one.ids, one.ids + first).to(device), one.distances.to(device)
-        own = _with_ordered_ties(Neighbours(ids, distances))
+        own = order_ties(Neighbours(ids, distances))
         # Of equal distances, those of the earlier shard come first: its ids are lower.
         best = own if best is None else merge(best, own, k)
     assert best is not None
     return Neighbours(best.ids[:, :k], best.distances[:, :k])
-
-
-def _with_ordered_ties(neighbours: Neighbours) -> Neighbours:
-    """Return neighbours, nearest first, with those of equal distances in the order of their ids."""
-    ids, distances = neighbours.ids, neighbours.distances
-    farther = distances[:, 1:] != distances[:, :-1]
-    if not (~farther & (ids[:, 1:] < ids[:, :-1])).any():
-        return neighbours
-    # The place among different distances and the id as one number; NumPy sorts integers faster than torch.
-    keys = torch.nn.functional.pad(farther, (1, 0)).cumsum(1).mul_(_MAX_IDS).add_(ids + 1)
-    ordered = torch.from_numpy(np.sort(keys.cpu().numpy(), axis=1)).to(ids.device)
-    return Neighbours(ordered.remainder_(_MAX_IDS).sub_(1), distances)

@@ -10,7 +10,8 @@ comparison are sorted.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from importlib.util import find_spec
 
 import torch
@@ -25,6 +26,7 @@ from knnlm.index.base import (
     check_metric,
     check_search,
     no_neighbours,
+    order_ties,
     pad_neighbours,
 )
 
@@ -32,7 +34,7 @@ DEVICE_KEY_DTYPES = ("float16", "int8")
 
 _MIN_CAPABILITY = (8, 0)  # GPUs whose tensor cores multiply int8
 _BLOCK = 8192  # keys at a time
-_QUERY_BATCH = 512  # (512, 8192) float32 distances are 16 MB
+QUERY_BATCH = 512  # (512, 8192) float32 distances are 16 MB
 _ROUNDING = 1e-6  # relative error of a float32 sum of some hundred squares
 _MAX_CPU_RESIDENT = 1 << 29  # bytes of float32 keys that stay in RAM
 
@@ -107,19 +109,39 @@ class ExactIndex:
         return pad_neighbours(self.searcher.search(queries.to(self._device, torch.float32), available), k)
 
 
+@dataclass(frozen=True)
+class Whole:
+    """What the vectors of one shard are a part of: all vectors, in which they begin at `first`."""
+
+    first: int
+    rows: int
+    centre: Tensor  # (D,) of all vectors, see `find_centre`
+
+
 class BruteForceSearch:
-    """Compares every query with every vector."""
+    """Compares every query with every vector.
+
+    Distances of float32 depend in their last bits on the matrix product that they are computed in. A shard, whose
+    `whole` is given, therefore computes the products of all vectors, with zeros in place of those of other shards.
+    """
 
     def __init__(
-        self, vectors: Vectors, *, metric: str = "l2", device: torch.device | str = "cpu", keep: bool = True
+        self,
+        vectors: Vectors,
+        *,
+        metric: str = "l2",
+        device: torch.device | str = "cpu",
+        keep: bool = True,
+        whole: Whole | None = None,
     ) -> None:
         check_metric(metric)
         self.metric = metric
         self._vectors = vectors
         self._device = torch.device(device)
-        self._centre = find_centre(vectors, metric).to(self._device)
-        self._max_square = torch.zeros((), device=self._device)  # largest |k|² read so far
-        self._resident: list[tuple[int, Tensor, Tensor]] | None = None
+        self._whole = Whole(0, vectors.rows, find_centre(vectors, metric)) if whole is None else whole
+        self._centre = self._whole.centre.to(self._device)
+        self.max_square = torch.zeros((), device=self._device)  # largest |k|² read so far
+        self._resident: list[_Block] | None = None
         if keep and vectors.rows * vectors.width * 4 <= self._max_resident():
             self._resident = list(self._blocks())
 
@@ -133,35 +155,28 @@ class BruteForceSearch:
         """Return the k nearest vectors of each of (N, D) queries."""
         check_search(queries, k, self._vectors.width)
         queries = queries.to(self._device, torch.float32)
-        neighbours = self._search(queries, k, torch.float32)
-        imprecise = self._imprecise(neighbours.distances, queries)
-        if imprecise.any():
-            precise = self._search(queries[imprecise], k, torch.float64)
-            neighbours.ids[imprecise], neighbours.distances[imprecise] = precise.ids, precise.distances
-        return neighbours
+        return search_precisely(
+            lambda own, dtype: (self.nearest(own, k, dtype), self.max_square), queries, self._centre, metric=self.metric
+        )
 
-    def _search(self, queries: Tensor, k: int, dtype: torch.dtype) -> Neighbours:
-        queries = queries.to(dtype) - self._centre
+    def nearest(self, queries: Tensor, k: int, dtype: torch.dtype) -> Neighbours:
+        """Return the k nearest of all vectors by (distance, id), with distances of `dtype` less the query's square."""
+        queries = queries.to(self._device, dtype) - self._centre
         distances = torch.full((len(queries), k), torch.inf, dtype=dtype, device=self._device)
         ids = torch.full((len(queries), k), -1, device=self._device)
-        for first, keys, squares in self._resident if self._resident is not None else self._blocks():
+        for block in self._resident if self._resident is not None else self._blocks():
+            keys, squares = block.keys, block.squares
             if keys.dtype != dtype:
                 keys = keys.to(dtype)
                 squares = keys.square().sum(1)
-            for begin in range(0, len(queries), _QUERY_BATCH):
-                batch = slice(begin, begin + _QUERY_BATCH)
-                _merge(distances[batch], ids[batch], self._compare(queries[batch], keys, squares), first)
+            for begin in range(0, len(queries), QUERY_BATCH):
+                batch = slice(begin, begin + QUERY_BATCH)
+                compared = self._compare(queries[batch], keys, squares)
+                compared[:, : block.begin] = torch.inf
+                compared[:, block.end :] = torch.inf
+                _merge(distances[batch], ids[batch], compared, block.first)
         ids[distances == torch.inf] = -1
-        if self.metric == "l2":
-            distances += queries.square().sum(1, keepdim=True)
-            distances.clamp_(min=0)  # a key that equals its query may be a rounding error below
-        return Neighbours(ids, distances.float())
-
-    def _imprecise(self, distances: Tensor, queries: Tensor) -> Tensor:
-        """Mark the (N,) queries whose distances are imprecise."""
-        if self.metric == "ip" or not self._vectors.rows or not len(queries):
-            return torch.zeros(len(queries), dtype=torch.bool, device=self._device)
-        return imprecise((queries - self._centre).square().sum(1), self._max_square, distances)
+        return Neighbours(ids, distances)
 
     def _compare(self, queries: Tensor, keys: Tensor, squares: Tensor) -> Tensor:
         """Return (n, R) distances less the query's own square, which does not change the order."""
@@ -169,13 +184,74 @@ class BruteForceSearch:
             return -(queries @ keys.T)
         return torch.addmm(squares, queries, keys.T, alpha=-2)
 
-    def _blocks(self) -> Iterator[tuple[int, Tensor, Tensor]]:
-        for first, block in self._vectors.chunks(_BLOCK):
+    def _blocks(self) -> Iterator[_Block]:
+        for first, begin, block in _aligned(self._vectors, self._whole):
+            end = min(self._whole.first + self._vectors.rows - first, len(block))
             keys = block.to(self._device) - self._centre
             squares = keys.square().sum(1)
-            check_finite(squares, first)
-            self._max_square = torch.maximum(self._max_square, squares.max())
-            yield first, keys, squares
+            check_finite(squares[begin:end], first + begin - self._whole.first)
+            self.max_square = torch.maximum(self.max_square, squares[begin:end].max())
+            yield _Block(first, keys, squares, begin, end)
+
+
+@dataclass(frozen=True)
+class _Block:
+    """Vectors that are compared in one matrix product; those from `begin` to `end` are the searched ones."""
+
+    first: int  # id of the first one
+    keys: Tensor  # (R, D)
+    squares: Tensor  # (R,)
+    begin: int
+    end: int
+
+
+def _aligned(vectors: Vectors, whole: Whole) -> Iterator[tuple[int, int, Tensor]]:
+    """Yield the blocks of all vectors that contain some of these: (first id, place of the first of these, (R, D))."""
+    if (whole.first, whole.rows) == (0, vectors.rows):
+        yield from ((first, 0, block) for first, block in vectors.chunks(_BLOCK))
+        return
+    block, number = torch.empty(0), -1
+    for first, chunk in vectors.chunks(_BLOCK):
+        done = 0
+        while done < len(chunk):
+            place = whole.first + first + done
+            if place // _BLOCK != number:
+                if number >= 0:
+                    yield number * _BLOCK, max(0, whole.first - number * _BLOCK), block
+                number = place // _BLOCK
+                block = torch.zeros(min(_BLOCK, whole.rows - number * _BLOCK), vectors.width)
+            begin = place % _BLOCK
+            count = min(len(chunk) - done, _BLOCK - begin)
+            block[begin : begin + count] = chunk[done : done + count]
+            done += count
+    if number >= 0:
+        yield number * _BLOCK, max(0, whole.first - number * _BLOCK), block
+
+
+# Returns the nearest of some queries with distances of a dtype less the query's square, and the largest |k|².
+Nearest = Callable[[Tensor, torch.dtype], tuple[Neighbours, Tensor]]
+
+
+def search_precisely(nearest: Nearest, queries: Tensor, centre: Tensor, *, metric: str) -> Neighbours:
+    """Search in float32, and again in float64 for those queries whose distances are imprecise."""
+    found, max_square = nearest(queries, torch.float32)
+    neighbours = _finished(found, queries, centre, metric=metric)
+    if metric == "ip" or not len(queries):
+        return neighbours
+    unsure = imprecise((queries - centre).square().sum(1), max_square, neighbours.distances)
+    if unsure.any():
+        precise = _finished(nearest(queries[unsure], torch.float64)[0], queries[unsure], centre, metric=metric)
+        neighbours.ids[unsure], neighbours.distances[unsure] = precise.ids, precise.distances
+    return neighbours
+
+
+def _finished(nearest: Neighbours, queries: Tensor, centre: Tensor, *, metric: str) -> Neighbours:
+    """Add the squares of the queries to the distances, and round these to float32."""
+    distances = nearest.distances
+    if metric == "l2":
+        distances = distances + (queries.to(distances.dtype) - centre).square().sum(1, keepdim=True)
+        distances.clamp_(min=0)  # a key that equals its query may be a rounding error below
+    return order_ties(Neighbours(nearest.ids, distances.float()))
 
 
 def find_centre(vectors: Vectors, metric: str) -> Tensor:
@@ -201,21 +277,38 @@ def imprecise(squares: Tensor, max_square: Tensor, distances: Tensor) -> Tensor:
 
 
 def _merge(best: Tensor, ids: Tensor, distances: Tensor, first: int) -> None:
-    """Merge the (n, R) distances of a block into `best` and `ids`, (n, k) each, in place."""
+    """Merge the (n, R) distances of a block into `best` and `ids`, (n, k) each, in place.
+
+    Of equal distances, those with lower ids come first; the ids of later blocks are higher.
+    """
     k = best.shape[1]
     nearer = distances < best[:, -1:]
     max_nearer = int(nearer.sum(1).max())
     if max_nearer == 0:
         return
     if max_nearer > distances.shape[1] // 4:
-        candidates, columns = distances.topk(min(k, distances.shape[1]), largest=False)
+        columns = _smallest(distances, min(k, distances.shape[1]))
+        candidates = distances.gather(1, columns)
     else:
         candidates, columns = _pack(distances, nearer, max_nearer)
     merged = torch.cat([best, candidates], 1)
     merged_ids = torch.cat([ids, columns + first], 1)
-    order = merged.topk(k, largest=False, sorted=True).indices
+    order = _smallest(merged, k)
     best.copy_(merged.gather(1, order))
     ids.copy_(merged_ids.gather(1, order))
+
+
+def _smallest(values: Tensor, k: int) -> Tensor:
+    """Return the columns of the k smallest values of each row, ascending; of equal ones, the first columns."""
+    smallest = values.topk(k, largest=False, sorted=True)
+    columns, last = smallest.indices, smallest.values[:, -1:]
+    tied = (values <= last).sum(1) > k  # top-k takes any of them
+    tied &= last[:, 0] < torch.inf
+    equal = (smallest.values[:, 1:] == smallest.values[:, :-1]) & (columns[:, 1:] < columns[:, :-1])
+    tied |= (equal & (smallest.values[:, 1:] < torch.inf)).any(1)
+    if tied.any():
+        columns[tied] = values[tied].sort(dim=1, stable=True).indices[:, :k]
+    return columns
 
 
 def _pack(distances: Tensor, nearer: Tensor, count: int) -> tuple[Tensor, Tensor]:
