@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import numpy as np
@@ -87,6 +87,35 @@ class BlockSearch(Index, Protocol):
 
     def search_blocks(self, queries: Tensor, k: int, blocks: Tensor) -> Neighbours:
         """Return the k nearest of each query in its own of the (N, p) blocks, -1 for none; or fewer."""
+
+
+@dataclass
+class RemoteStatus:
+    """Counters of the searches of shards that other processes hold."""
+
+    shards: int = 0
+    searches: int = 0
+    retries: int = 0  # calls that were repeated because a process had died
+    timeouts: int = 0
+    degraded: int = 0  # searches that were answered without some of the shards
+    unreachable: set[str] = field(default_factory=set)  # shards that are not searched at present
+    _missing: set[str] = field(default_factory=set)
+
+    def add_missing(self, shards: set[str]) -> None:
+        """Count a search that was answered without these shards."""
+        self.degraded += 1
+        self._missing |= shards
+
+    def take_missing(self) -> tuple[str, ...]:
+        """Return the shards that searches since the last call have lacked."""
+        missing, self._missing = self._missing, set()
+        return tuple(sorted(missing))
+
+
+def remote_status(index: object) -> RemoteStatus | None:
+    """Return the counters of an index whose shards other processes hold; None for other indexes."""
+    status: RemoteStatus | None = getattr(index, "remote", None)
+    return status
 
 
 def probes(index: object, k: int) -> int | None:

@@ -9,8 +9,8 @@ back to exact search. `ConcatenatedIndex` searches two indexes, one over the fir
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import Protocol, cast
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol, cast
 
 import numpy as np
 import torch
@@ -171,33 +171,46 @@ class ShardedIndex:
 
     def __init__(self, indexes: Sequence[Index], firsts: Sequence[int], *, rows: int) -> None:
         self.metric = indexes[0].metric
-        self.indexes, self._firsts, self.rows = list(indexes), list(firsts), rows
+        self.indexes, self._firsts, self._rows = list(indexes), list(firsts), rows
 
     def search(self, queries: Tensor, k: int) -> Neighbours:
         """Return the k nearest vectors of each of (N, D) queries."""
-        counts = {number: count for number, index in enumerate(self.indexes) if (count := probes(index, k))}
+        counts = {number: count for number, count in enumerate(self._probes(k)) if count}
         if not len(queries) or len(counts) < 2:
             return self._search_each(queries, k)
-        with_blocks = [cast(BlockSearch, self.indexes[number]) for number in counts]
         count = shard_probes(max(counts.values()), len(counts))
-        nearest = [index.nearest_blocks(queries, count) for index in with_blocks]
-        chosen = dict(zip(counts, choose_blocks(nearest, count), strict=True))
-        found = [
-            cast(BlockSearch, index).search_blocks(queries, k, chosen[number])
-            if number in chosen
-            else index.search(queries, k)
-            for number, index in enumerate(self.indexes)
-        ]
-        best = merge_shards(found, self._firsts, k)
+        nearest = self._scatter("nearest_blocks", dict.fromkeys(counts, (queries, count)))
+        chosen = dict(zip(counts, choose_blocks(list(nearest.values()), count), strict=True))
+        found = self._scatter("search_blocks", {number: (queries, k, blocks) for number, blocks in chosen.items()})
+        others = [number for number in range(len(self._firsts)) if number not in counts]
+        found |= self._scatter("search", dict.fromkeys(others, (queries, k)))
+        best = self._merge(found, k)
         short = short_queries(best, min(k, self.rows))
         if len(short):  # blocks with few vectors, or with many removed ones
             more = self._search_each(queries[short], k)
             best.ids[short], best.distances[short] = more.ids, more.distances
         return best
 
+    @property
+    def rows(self) -> int:
+        """The number of vectors."""
+        return self._rows
+
+    def _probes(self, k: int) -> list[int | None]:
+        """Return how many blocks of each shard a query would search if it were alone; None where it has none."""
+        return [probes(index, k) for index in self.indexes]
+
+    def _scatter(self, method: str, calls: Mapping[int, tuple[Any, ...]]) -> dict[int, Neighbours]:
+        """Call a method of the indexes of some shards with arguments of their own."""
+        return {number: getattr(self.indexes[number], method)(*args) for number, args in calls.items()}
+
     def _search_each(self, queries: Tensor, k: int) -> Neighbours:
         """Search every shard as thoroughly as if it were alone."""
-        return merge_shards([index.search(queries, k) for index in self.indexes], self._firsts, k)
+        calls = dict.fromkeys(range(len(self._firsts)), (queries, k))
+        return self._merge(self._scatter("search", calls), k)
+
+    def _merge(self, found: Mapping[int, Neighbours], k: int) -> Neighbours:
+        return merge_shards([found[number] for number in sorted(found)], [self._firsts[n] for n in sorted(found)], k)
 
 
 def short_queries(neighbours: Neighbours, enough: int) -> Tensor:

@@ -1,0 +1,458 @@
+"""Search of shards that actors on Ray hold: queries are scattered, and the results are merged.
+
+Each shard has one actor or several, which Ray restarts where their process or machine dies. A call that is lost with an
+actor is repeated. A shard that does not answer in time is an error, or, where that is allowed, a search without it,
+which is counted and named. It is asked in the background until it answers again, so that other searches do not wait for
+it.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+import warnings
+import weakref
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from knnlm.cluster.connection import LOCAL, connected
+from knnlm.cluster.search_actor import SearchSettings, ShardActor, ShardBehind, ShardState, WholeStore
+from knnlm.datastore.indexes import stored_indexes
+from knnlm.datastore.store import Datastore
+from knnlm.errors import ClusterError, KnnlmError, KnnlmWarning, ParameterError
+from knnlm.index.base import Index, Neighbours, RemoteStatus, check_search, no_neighbours, pad_neighbours
+from knnlm.index.composite import ShardedIndex
+from knnlm.index.exact import QUERY_BATCH, find_centre, search_precisely
+from knnlm.index.rerank import merge
+
+_RETRY_SECONDS = 0.1  # before a call is repeated
+_MAX_DEATHS = 5  # of one actor in a row, before another one takes its place
+_QUERIES_PER_CALL = 32 * QUERY_BATCH  # so that products are the same as in one process
+_CORES = 1.0  # of an actor, or its share of the cluster where there are fewer
+
+
+@dataclass(frozen=True)
+class RemoteSearchOptions:
+    """How the shards of a store are searched on Ray."""
+
+    replicas: int = 1  # actors that hold each shard
+    timeout: float = 60.0  # seconds of one search, with its retries
+    allow_missing: bool = False  # answer without shards that cannot be reached
+    in_flight: int = 4  # searches at the same time; others wait
+    gpus: float = 0.0  # of each actor; above 0, keys are searched on a GPU
+
+    def __post_init__(self) -> None:
+        if self.replicas < 1 or self.in_flight < 1:
+            raise ParameterError("A shard needs at least one replica, and at least one search must run at a time.")
+        if not self.timeout > 0 or not self.gpus >= 0:
+            raise ParameterError("The timeout of a search must be above 0 seconds, and the number of GPUs at least 0.")
+
+
+@contextmanager
+def remote_search(address: str = LOCAL, options: RemoteSearchOptions | None = None) -> Iterator[RemoteShards]:
+    """Connect to Ray and yield actors for shards; they end with the context."""
+    with connected(address) as ray:
+        shards = RemoteShards(ray, options or RemoteSearchOptions())
+        try:
+            yield shards
+        finally:
+            shards.close()
+
+
+@dataclass
+class _Replica:
+    """One actor of a shard."""
+
+    actor: Any
+    deaths: int = 0  # in a row
+
+
+class RemoteShards:
+    """Actors that hold the shards of stores: the n-th shard of each store is held by the n-th group of actors."""
+
+    def __init__(self, ray: Any, options: RemoteSearchOptions) -> None:
+        self.ray, self.options = ray, options
+        self.status = RemoteStatus()
+        self._groups: list[list[_Replica]] = []
+        self._down: dict[int, Any] = {}  # groups that have not answered in time, and the call that asks them
+        self._turn = 0
+        self._lock = threading.Lock()
+        self._in_flight = threading.BoundedSemaphore(options.in_flight)
+        self._unused: deque[tuple[int, ShardState]] = deque()
+        self._warned: set[str] = set()
+
+    def open_index(
+        self,
+        store: Datastore,
+        *,
+        metric: str = "l2",
+        rerank: bool = True,
+        device: str = "cpu",
+        key_dtype: str = "float16",
+    ) -> Index:
+        """Open the shards of a store in their actors; an ordinary store is one shard."""
+        store.pinned = True
+        shards = store.shards or [store]
+        self._start(len(shards))
+        own = SearchSettings(metric, rerank, key_dtype, store.trust_index, torch.get_num_threads())
+        firsts = np.cumsum([0, *(shard.key_count for shard in shards[:-1])]).tolist()
+        with_index = store.trust_index and any(row.metric == metric for row, _ in stored_indexes(store))
+        index: RemoteIndex | RemoteExactIndex
+        if with_index or self.options.gpus or not store.key_count:
+            places = [_Place(number, shard, own) for number, shard in enumerate(shards)]
+            index = RemoteIndex(self, places, firsts, device=device)
+        else:
+            centre = find_centre(store.keys, metric)
+            packed = centre.numpy().tobytes()
+            wholes = [replace(own, whole=WholeStore(first, store.key_count, packed)) for first in firsts]
+            places = [_Place(number, shard, wholes[number]) for number, shard in enumerate(shards) if shard.key_count]
+            index = RemoteExactIndex(self, places, centre, device=device)
+        states = [(place.number, place.state) for place in places]
+        # A finaliser may run anywhere, also within Ray, so it only notes what is to be released.
+        weakref.finalize(index, self._unused.extend, states)
+        # Opens all shards, and raises for one that cannot be opened.
+        self.scatter(places, "probes", {place.number: (1,) for place in places}, complete=True)
+        return index
+
+    def scatter(
+        self, places: Sequence[_Place], method: str, calls: Mapping[int, tuple[Any, ...]], *, complete: bool = False
+    ) -> dict[int, Any]:
+        """Call a method for some shards, each with arguments of its own, and return the results that arrive.
+
+        A shard without a result was missing, which is possible only where that is allowed and not `complete`.
+        """
+        options = self.options
+        if not self._in_flight.acquire(timeout=options.timeout):
+            raise ClusterError(f"{options.in_flight} searches of the cluster take too long. Try again later.")
+        try:
+            self._release()
+            by_number = {place.number: place for place in places}
+            missing_allowed = options.allow_missing and not complete
+            return _Scatter(self, by_number, method, calls, missing_allowed=missing_allowed).run()
+        finally:
+            self._in_flight.release()
+
+    def close(self) -> None:
+        """End the actors."""
+        for replica in (replica for group in self._groups for replica in group):
+            self.ray.kill(replica.actor)
+        self._groups.clear()
+
+    def pids(self) -> list[list[int]]:
+        """Return the process ids of the actors of each group."""
+        return [[self.ray.get(replica.actor.ping.remote()) for replica in group] for group in self._groups]
+
+    def _start(self, count: int) -> None:
+        """Start actors for so many shards."""
+        with self._lock:
+            while len(self._groups) < count:
+                self._groups.append([_Replica(self._actor(count)) for _ in range(self.options.replicas)])
+            self.status.shards = len(self._groups)
+
+    def _actor(self, shards: int) -> Any:
+        cores = self.ray.cluster_resources().get("CPU", 1.0) / (shards * self.options.replicas)
+        return (
+            self.ray.remote(ShardActor)
+            .options(
+                num_cpus=min(_CORES, int(cores * 50) / 100),  # half of the cluster at most: other work needs some too
+                num_gpus=self.options.gpus,
+                max_restarts=-1,
+                max_concurrency=self.options.in_flight + 1,
+                scheduling_strategy="SPREAD",
+            )
+            .remote("cuda" if self.options.gpus else "cpu")
+        )
+
+    def choose(self, number: int) -> _Replica:
+        """Return the next actor of a group."""
+        with self._lock:
+            self._turn += 1
+            return self._groups[number][self._turn % self.options.replicas]
+
+    def died(self, replica: _Replica, *, dead: bool) -> None:
+        """Count a call that was lost with its actor; one that is not restarted is replaced."""
+        with self._lock:
+            self.status.retries += 1
+            replica.deaths += dead
+            if replica.deaths >= _MAX_DEATHS:
+                replica.actor, replica.deaths = self._actor(len(self._groups)), 0
+
+    def hangs(self, place: _Place, replica: _Replica) -> None:
+        """Restart an actor that has not answered in time."""
+        self.status.timeouts += 1
+        try:
+            self.ray.kill(replica.actor, no_restart=False)
+        except Exception as error:  # it may have died since
+            warnings.warn(f"{place.state.path}: its actor cannot be restarted ({error}).", KnnlmWarning, stacklevel=2)
+
+    def is_down(self, place: _Place) -> bool:
+        """Whether a shard has not answered in time and does not answer yet."""
+        with self._lock:
+            asked = self._down.get(place.number)
+            if asked is None:
+                return False
+            if not self.ray.wait([asked], timeout=0)[0]:
+                return True
+            try:
+                self.ray.get(asked)
+            except Exception:
+                self._down[place.number] = self._groups[place.number][0].actor.ping.remote()
+                return True
+            del self._down[place.number]
+            self.status.unreachable.discard(place.state.path)
+            return False
+
+    def set_down(self, place: _Place) -> None:
+        """Leave a shard out of searches until it answers."""
+        with self._lock:
+            self._down[place.number] = self._groups[place.number][0].actor.ping.remote()
+            self.status.unreachable.add(place.state.path)
+
+    def warn_missing(self, paths: set[str]) -> None:
+        """Count a search without some shards, and warn of each shard once."""
+        self.status.add_missing(paths)
+        for path in sorted(paths - self._warned):
+            self._warned.add(path)
+            warnings.warn(f"{path} cannot be reached: searches do without its entries.", KnnlmWarning, stacklevel=2)
+
+    def _release(self) -> None:
+        """Close the states of shards that no index uses any more."""
+        while self._unused:
+            number, state = self._unused.popleft()
+            for replica in self._groups[number] if number < len(self._groups) else ():
+                replica.actor.release.remote(state)
+
+
+class _Place:
+    """A shard of an open store: its group of actors, its state, and how it is searched."""
+
+    def __init__(self, number: int, shard: Datastore, settings: SearchSettings) -> None:
+        self.number, self.rows, self.settings = number, shard.key_count, settings
+        self.state = ShardState.of(shard)
+
+
+@dataclass
+class _Call:
+    """A call that has not returned."""
+
+    number: int
+    replica: _Replica
+    deadline: float
+
+
+class _Scatter:
+    """One call to some shards, until all of them have answered or are given up."""
+
+    def __init__(
+        self,
+        shards: RemoteShards,
+        places: Mapping[int, _Place],
+        method: str,
+        calls: Mapping[int, tuple[Any, ...]],
+        *,
+        missing_allowed: bool,
+    ) -> None:
+        self._shards, self._places, self._method = shards, places, method
+        self._missing_allowed = missing_allowed
+        self._args = _stored_once(shards.ray, calls)
+        self._end = time.monotonic() + shards.options.timeout
+        self._pending: dict[Any, _Call] = {}
+        self._again: dict[int, float] = {}  # when to repeat the calls of shards whose actor has died
+        self._results: dict[int, Any] = {}
+        self._missing: set[str] = set()
+
+    def run(self) -> dict[int, Any]:
+        """Return the results by shard."""
+        for number in self._args:
+            if self._shards.is_down(self._places[number]):
+                self._give_up(number)
+            else:
+                self._submit(number)
+        while self._pending or self._again:
+            self._wait()
+            now = time.monotonic()
+            for number in [number for number, at in self._again.items() if at <= now]:
+                del self._again[number]
+                self._submit(number)
+            for reference, call in list(self._pending.items()):
+                if now >= call.deadline:
+                    del self._pending[reference]
+                    self._late(call)
+        if self._missing:
+            self._shards.warn_missing(self._missing)
+        return self._results
+
+    def _submit(self, number: int) -> None:
+        place, replica, now = self._places[number], self._shards.choose(number), time.monotonic()
+        if now >= self._end:
+            self._shards.set_down(place)
+            self._give_up(number)
+            return
+        each = self._shards.options.timeout / self._shards.options.replicas
+        reference = replica.actor.call.remote(place.state, place.settings, self._method, *self._args[number])
+        self._pending[reference] = _Call(number, replica, min(self._end, now + each))
+
+    def _wait(self) -> None:
+        """Wait for the next result, or for the next call that is late or is to be repeated."""
+        moments = [*self._again.values(), *(call.deadline for call in self._pending.values())]
+        seconds = max(0.0, min(moments) - time.monotonic())
+        if not self._pending:
+            time.sleep(seconds)
+            return
+        for reference in self._shards.ray.wait(list(self._pending), num_returns=1, timeout=seconds)[0]:
+            self._take(reference, self._pending.pop(reference))
+
+    def _take(self, reference: Any, call: _Call) -> None:
+        """Take a result, or arrange that the call is repeated."""
+        errors = self._shards.ray.exceptions
+        try:
+            self._results[call.number] = self._shards.ray.get(reference)
+            call.replica.deaths = 0
+        except errors.RayTaskError as error:
+            cause = error.cause
+            if isinstance(cause, ShardBehind):
+                self._again[call.number] = time.monotonic() + _RETRY_SECONDS
+            elif isinstance(cause, KnnlmError):
+                raise cause from None
+            else:
+                path = self._places[call.number].state.path
+                raise ClusterError(f"The search of {path} failed: {type(cause).__name__}: {cause}") from error
+        except errors.RayError as error:
+            dead = isinstance(error, errors.ActorDiedError)
+            self._shards.died(call.replica, dead=dead)
+            self._again[call.number] = time.monotonic() + _RETRY_SECONDS
+
+    def _late(self, call: _Call) -> None:
+        """Restart an actor that is late, and ask another one, if there is time."""
+        self._shards.hangs(self._places[call.number], call.replica)
+        self._submit(call.number)
+
+    def _give_up(self, number: int) -> None:
+        path = self._places[number].state.path
+        if not self._missing_allowed:
+            raise ClusterError(
+                f"The shard {path} cannot be reached: it has not answered within {self._shards.options.timeout:g} "
+                "seconds. With --allow-missing-shards, searches do without it."
+            )
+        self._missing.add(path)
+
+
+def _stored_once(ray: Any, calls: Mapping[int, tuple[Any, ...]]) -> dict[int, list[Any]]:
+    """Return arguments as arrays; one that several shards get is put into Ray's object store once."""
+    counts: dict[int, int] = {}
+    for args in calls.values():
+        for arg in args:
+            counts[id(arg)] = counts.get(id(arg), 0) + 1
+    stored: dict[int, Any] = {}
+
+    def place(arg: Any) -> Any:
+        if not isinstance(arg, Tensor):
+            return arg
+        if id(arg) not in stored:
+            array = arg.detach().cpu().numpy()
+            stored[id(arg)] = ray.put(array) if counts[id(arg)] > 1 else array
+        return stored[id(arg)]
+
+    return {number: [place(arg) for arg in args] for number, args in calls.items()}
+
+
+class RemoteIndex(ShardedIndex):
+    """The indexes of shards in their actors."""
+
+    def __init__(
+        self, shards: RemoteShards, places: Sequence[_Place], firsts: Sequence[int], *, device: str = "cpu"
+    ) -> None:
+        self.metric, self.remote = places[0].settings.metric, shards.status
+        self.indexes = []
+        self._shards, self._places, self._firsts = shards, list(places), list(firsts)
+        self._device = torch.device(device)
+        self._known_probes: dict[int, list[int | None]] = {}
+
+    @property
+    def rows(self) -> int:
+        """The number of vectors in shards that can be reached."""
+        return sum(place.rows for place in self._places if place.state.path not in self.remote.unreachable)
+
+    def search(self, queries: Tensor, k: int) -> Neighbours:
+        """Return the k nearest vectors of each of (N, D) queries."""
+        self.remote.searches += 1
+        queries_ = queries.detach().float().cpu()
+        found = [super(RemoteIndex, self).search(part, k) for part in queries_.split(_QUERIES_PER_CALL)]
+        return _joined(found, len(queries_), k, self._device)
+
+    def _probes(self, k: int) -> list[int | None]:
+        if k not in self._known_probes:
+            calls = {place.number: (k,) for place in self._places}
+            found = self._shards.scatter(self._places, "probes", calls)
+            if len(found) < len(calls):
+                return [found.get(place.number) for place in self._places]
+            self._known_probes[k] = [found[place.number] for place in self._places]
+        return self._known_probes[k]
+
+    def _scatter(self, method: str, calls: Mapping[int, tuple[Any, ...]]) -> dict[int, Neighbours]:
+        results = self._shards.scatter(self._places, method, calls) if calls else {}
+        return {
+            number: _neighbours(results[number]) if number in results else _nothing(method, args)
+            for number, args in calls.items()
+        }
+
+
+def _nothing(method: str, args: tuple[Any, ...]) -> Neighbours:
+    """Return the result of a shard that is missing."""
+    queries, count = args[:2]
+    return no_neighbours(len(queries), 0 if method == "nearest_blocks" else count)
+
+
+class RemoteExactIndex:
+    """Exact search of shards in their actors: neighbours and distances are those of one store, to the last bit."""
+
+    def __init__(self, shards: RemoteShards, places: Sequence[_Place], centre: Tensor, *, device: str = "cpu") -> None:
+        self.metric, self.remote = places[0].settings.metric, shards.status
+        self._shards, self._places, self._centre = shards, list(places), centre
+        self._rows, self._device = sum(place.rows for place in places), torch.device(device)
+
+    def search(self, queries: Tensor, k: int) -> Neighbours:
+        """Return the k nearest vectors of each of (N, D) queries."""
+        check_search(queries, k, len(self._centre))
+        self.remote.searches += 1
+        queries_ = queries.detach().float().cpu()
+        count = min(k, self._rows)
+        found = [
+            search_precisely(
+                lambda own, dtype: self._nearest(own, count, dtype), part, self._centre, metric=self.metric
+            )
+            for part in queries_.split(_QUERIES_PER_CALL)
+        ]
+        return _joined(found, len(queries_), k, self._device)
+
+    def _nearest(self, queries: Tensor, k: int, dtype: torch.dtype) -> tuple[Neighbours, Tensor]:
+        """Return the k nearest of all shards by (distance, id), and the largest |k|²."""
+        name = str(dtype).removeprefix("torch.")
+        calls = {place.number: (queries, k, name) for place in self._places}
+        results = self._shards.scatter(self._places, "nearest", calls)
+        best = Neighbours(torch.full((len(queries), k), -1), torch.full((len(queries), k), torch.inf, dtype=dtype))
+        for number in sorted(results):
+            best = merge(best, _neighbours(results[number][:2]), k)
+        best.ids[best.distances == torch.inf] = -1
+        return best, torch.tensor(max((square for *_, square in results.values()), default=0.0))
+
+
+def _neighbours(arrays: tuple[Any, Any]) -> Neighbours:
+    ids, distances = arrays
+    return Neighbours(torch.from_numpy(ids.astype(np.int64)), torch.from_numpy(np.array(distances)))
+
+
+def _joined(found: Sequence[Neighbours], count: int, k: int, device: torch.device) -> Neighbours:
+    """Return the results of several batches of queries on the device of the model."""
+    if not count:
+        return no_neighbours(0, k, device)
+    both = Neighbours(torch.cat([one.ids for one in found]), torch.cat([one.distances for one in found]))
+    padded = pad_neighbours(both, k)
+    return Neighbours(padded.ids.to(device), padded.distances.to(device))
