@@ -58,7 +58,7 @@ ORDER = {
     "generation": "cache causal chat seq2seq",
     "training": "initial_model prune trainer data metric_learning output_matrix teacher decoder adapt",
     "maintenance": "export import_ merge verify repair",
-    "cluster": "connection build_worker build_record build",
+    "cluster": "connection build_worker build_record build search_actor search",
     "integrations": "lm_eval",
     "plan": "constants sizes cost tail layout model text plot system measure_gpu measure",
     "report": "study search context html plots studies.breakdown studies.gains studies.layers studies.memories "

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
-from contextlib import closing
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, fields, is_dataclass
 from functools import partial, wraps
 from pathlib import Path
@@ -17,6 +17,7 @@ from knnlm.errors import ParameterError
 if TYPE_CHECKING:
     from knnlm.corpus import DocumentReader
     from knnlm.mixture.mixture import Mixture
+    from knnlm.mixture.spec import IndexOpener
 
 # Help panels, in the order in which `knnlm --help` lists them.
 START = "Start here"
@@ -184,13 +185,22 @@ class MixtureFlags:
     key_dtype: KeyDtype = "float16"
     subset: Subset = None
 
-    def open(self, store: Path, model: str | None, machine: MachineFlags, *, domain_check: bool = True) -> Mixture:
+    def open(
+        self,
+        store: Path,
+        model: str | None,
+        machine: MachineFlags,
+        *,
+        domain_check: bool = True,
+        open_index: IndexOpener | None = None,
+    ) -> Mixture:
         """Open the mixture of a store with these options."""
         return open_mixture(
             store,
             model,
             machine,
             domain_check=domain_check,
+            open_index=open_index,
             memories=self.memories,
             k=self.k,
             knn_temperature=self.knn_temperature,
@@ -202,6 +212,52 @@ class MixtureFlags:
             key_dtype=self.key_dtype,
             subset=self.subset,
         )
+
+
+@dataclass(frozen=True)
+class RaySearchFlags:
+    """Where the shards of a store are searched."""
+
+    ray: RayAddress = None
+    shard_workers: Annotated[
+        int | None,
+        typer.Option(min=1, help="With --ray: processes that hold the shards.", show_default="one for each shard"),
+    ] = None
+    shard_replicas: Annotated[int, typer.Option(min=1, help="With --ray: copies of each of these processes.")] = 1
+    shard_gpus: Annotated[
+        float, typer.Option(min=0, help="With --ray: GPUs of each of these processes; 0 searches on CPUs.")
+    ] = 0.0
+    search_timeout: Annotated[
+        float, typer.Option(min=0.1, help="With --ray: seconds of a search, with its retries.")
+    ] = 30.0
+    allow_missing_shards: Annotated[
+        bool,
+        typer.Option(
+            "--allow-missing-shards",
+            help="With --ray: search without shards that cannot be reached, with a warning, instead of an error.",
+        ),
+    ] = False
+
+    @contextmanager
+    def opener(self) -> Iterator[IndexOpener | None]:
+        """Connect to Ray and yield the function that opens indexes there; None without --ray."""
+        if self.ray is None:
+            for field in fields(self):
+                if getattr(self, field.name) != field.default:
+                    raise ParameterError(f"--{field.name.replace('_', '-')} is for --ray only.")
+            yield None
+            return
+        from knnlm.cluster.search import RemoteSearchOptions, remote_search
+
+        options = RemoteSearchOptions(
+            workers=self.shard_workers,
+            replicas=self.shard_replicas,
+            timeout=self.search_timeout,
+            allow_missing=self.allow_missing_shards,
+            gpus=self.shard_gpus,
+        )
+        with remote_search(self.ray, options) as shards:
+            yield shards.open_index
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,16 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from knnlm.cli.options import SERVE, MachineFlags, MixtureFlags, NoDomainCheck, Store, StoreModel, command
+from knnlm.cli.options import (
+    SERVE,
+    MachineFlags,
+    MixtureFlags,
+    NoDomainCheck,
+    RaySearchFlags,
+    Store,
+    StoreModel,
+    command,
+)
 from knnlm.cli.output import err, print_json
 from knnlm.errors import MissingExtra
 
@@ -51,6 +60,7 @@ def serve(
     no_domain_check: NoDomainCheck = False,
     model: StoreModel = None,
     machine: MachineFlags = MachineFlags(),
+    remote: RaySearchFlags = RaySearchFlags(),
     json: Annotated[bool, typer.Option("--json", help="Print the address as one JSON object.")] = False,
 ) -> None:
     """knnlm serve docs.store --port 8000
@@ -65,14 +75,15 @@ def serve(
 
     keys = ApiKeys.read(api_key_file, admin_key_file)
     bound = run.bind(host, port, keys=keys)
-    opened = mixture.open(store, model, machine, domain_check=not no_domain_check)
-    service = make_service(opened, name=name or store.resolve().name, limits=_limits(limits))
+    with remote.opener() as open_index:
+        opened = mixture.open(store, model, machine, domain_check=not no_domain_check, open_index=open_index)
+        service = make_service(opened, name=name or store.resolve().name, limits=_limits(limits))
 
-    def ready() -> None:
-        _announce({"store": str(store), "model": service.name, "url": run.server_url(bound)}, json=json)
+        def ready() -> None:
+            _announce({"store": str(store), "model": service.name, "url": run.server_url(bound)}, json=json)
 
-    with suppress(KeyboardInterrupt):  # the usual way to stop the server
-        run.serve(service, bound, keys=keys, ready=ready)
+        with suppress(KeyboardInterrupt):  # the usual way to stop the server
+            run.serve(service, bound, keys=keys, ready=ready)
 
 
 def _limits(flags: LimitFlags) -> Limits:

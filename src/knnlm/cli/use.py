@@ -24,6 +24,7 @@ from knnlm.cli.options import (
     NoDomainCheck,
     NoOnline,
     NoRerank,
+    RaySearchFlags,
     SourceText,
     Store,
     StoreModel,
@@ -359,6 +360,7 @@ def evaluate(
     fields: TextFlags = TextFlags(),
     model: StoreModel = None,
     machine: MachineFlags = MachineFlags(),
+    remote: RaySearchFlags = RaySearchFlags(),
     json: Json = False,
 ) -> None:
     """knnlm eval docs.store held-out.txt
@@ -377,16 +379,17 @@ def evaluate(
     # Inputs are opened before the model, so that a missing file is found at once.
     read = fields.reader_for(store)
     readers = [read(names) for names in ([[name] for name in text] if each else [text])]
-    opened = mixture.open(store, model, machine)
-    if each:
-        _show_each(text, [opened.evaluate(reader, limit=limit, progress=bar) for reader in readers], json=json)
-        return
-    figures = opened.measure_support(read(text), limit=limit, progress=bar) if support else None
-    written = opened.measure_quality(read(text), limit=limit, progress=bar) if quality else None
-    if save_trace is None:
-        result = opened.evaluate(readers[0], limit=limit, progress=bar)
-    else:
-        result = _record(opened, readers[0], save_trace, sources=text, limit=limit)
+    with remote.opener() as open_index:
+        opened = mixture.open(store, model, machine, open_index=open_index)
+        if each:
+            _show_each(text, [opened.evaluate(reader, limit=limit, progress=bar) for reader in readers], json=json)
+            return
+        figures = opened.measure_support(read(text), limit=limit, progress=bar) if support else None
+        written = opened.measure_quality(read(text), limit=limit, progress=bar) if quality else None
+        if save_trace is None:
+            result = opened.evaluate(readers[0], limit=limit, progress=bar)
+        else:
+            result = _record(opened, readers[0], save_trace, sources=text, limit=limit)
     if json:
         more = {"support": figures.as_dict()} if figures else {}
         print_json(result.as_dict() | more | ({"quality": written.as_dict()} if written else {}))
@@ -538,6 +541,7 @@ def generate(
     mixture: MixtureFlags = MixtureFlags(),
     model: StoreModel = None,
     machine: MachineFlags = MachineFlags(),
+    remote: RaySearchFlags = RaySearchFlags(),
     json: Json = False,
 ) -> None:
     """knnlm generate docs.store "The with statement" --max-new-tokens 20
@@ -545,10 +549,11 @@ def generate(
     Continue a prompt with the memories, or without them for comparison.
     """
     settings = sampling.settings | {"max_new_tokens": max_new_tokens}
-    opened = mixture.open(store, model, machine, domain_check=not no_domain_check)
-    begin = time.perf_counter()
-    stream = not json and sampling.beams == 1
-    text, tokens = continue_text(opened, prompt, memory=not no_memory, seed=seed, stream=stream, **settings)
+    with remote.opener() as open_index:
+        opened = mixture.open(store, model, machine, domain_check=not no_domain_check, open_index=open_index)
+        begin = time.perf_counter()
+        stream = not json and sampling.beams == 1
+        text, tokens = continue_text(opened, prompt, memory=not no_memory, seed=seed, stream=stream, **settings)
     result = {"prompt": prompt, "text": text, "tokens": tokens, "memory": not no_memory}
     if not stream:
         show(result | {"seconds": time.perf_counter() - begin}, prompt + text, json=json)

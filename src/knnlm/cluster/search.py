@@ -12,7 +12,7 @@ import threading
 import time
 import warnings
 import weakref
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -35,22 +35,24 @@ from knnlm.index.rerank import merge
 _RETRY_SECONDS = 0.1  # before a call is repeated
 _MAX_DEATHS = 5  # of one actor in a row, before another one takes its place
 _QUERIES_PER_CALL = 32 * QUERY_BATCH  # so that products are the same as in one process
-_CORES = 1.0  # of an actor, or its share of the cluster where there are fewer
+_CORES = 0.1  # that an actor reserves: it waits most of the time, and must fit beside other work
+_START_SECONDS = 300.0  # for a process to start and to open its shards
 
 
 @dataclass(frozen=True)
 class RemoteSearchOptions:
     """How the shards of a store are searched on Ray."""
 
-    replicas: int = 1  # actors that hold each shard
-    timeout: float = 60.0  # seconds of one search, with its retries
+    workers: int | None = None  # groups of actors, which share the shards; None: one for each shard
+    replicas: int = 1  # actors in a group: each holds the shards of the group
+    timeout: float = 30.0  # seconds of one search, with its retries
     allow_missing: bool = False  # answer without shards that cannot be reached
     in_flight: int = 4  # searches at the same time; others wait
     gpus: float = 0.0  # of each actor; above 0, keys are searched on a GPU
 
     def __post_init__(self) -> None:
-        if self.replicas < 1 or self.in_flight < 1:
-            raise ParameterError("A shard needs at least one replica, and at least one search must run at a time.")
+        if min(self.replicas, self.in_flight, 1 if self.workers is None else self.workers) < 1:
+            raise ParameterError("A shard needs at least one worker and replica, and one search must run at a time.")
         if not self.timeout > 0 or not self.gpus >= 0:
             raise ParameterError("The timeout of a search must be above 0 seconds, and the number of GPUs at least 0.")
 
@@ -75,17 +77,19 @@ class _Replica:
 
 
 class RemoteShards:
-    """Actors that hold the shards of stores: the n-th shard of each store is held by the n-th group of actors."""
+    """Groups of actors that hold the shards of stores: shard n of each store is in group n, modulo their number."""
 
     def __init__(self, ray: Any, options: RemoteSearchOptions) -> None:
         self.ray, self.options = ray, options
         self.status = RemoteStatus()
         self._groups: list[list[_Replica]] = []
         self._down: dict[int, Any] = {}  # groups that have not answered in time, and the call that asks them
+        self._lost: set[tuple[int, str]] = set()  # groups and shards that have not answered in time
         self._turn = 0
         self._lock = threading.Lock()
         self._in_flight = threading.BoundedSemaphore(options.in_flight)
-        self._unused: deque[tuple[int, ShardState]] = deque()
+        self._used: Counter[tuple[int, ShardState]] = Counter()  # by how many indexes
+        self._unused: deque[tuple[int, ShardState]] = deque()  # by indexes that have ended
         self._warned: set[str] = set()
 
     def open_index(
@@ -100,33 +104,42 @@ class RemoteShards:
         """Open the shards of a store in their actors; an ordinary store is one shard."""
         store.pinned = True
         shards = store.shards or [store]
-        self._start(len(shards))
+        self.status.shards = len(shards)
+        groups = min(len(shards), self.options.workers or len(shards))
+        self._start(groups)
         own = SearchSettings(metric, rerank, key_dtype, store.trust_index, torch.get_num_threads())
         firsts = np.cumsum([0, *(shard.key_count for shard in shards[:-1])]).tolist()
         with_index = store.trust_index and any(row.metric == metric for row, _ in stored_indexes(store))
         index: RemoteIndex | RemoteExactIndex
         if with_index or self.options.gpus or not store.key_count:
-            places = [_Place(number, shard, own) for number, shard in enumerate(shards)]
+            places = [_Place(number, number % groups, shard, own) for number, shard in enumerate(shards)]
             index = RemoteIndex(self, places, firsts, device=device)
         else:
             centre = find_centre(store.keys, metric)
             packed = centre.numpy().tobytes()
             wholes = [replace(own, whole=WholeStore(first, store.key_count, packed)) for first in firsts]
-            places = [_Place(number, shard, wholes[number]) for number, shard in enumerate(shards) if shard.key_count]
+            places = [
+                _Place(number, number % groups, shard, wholes[number])
+                for number, shard in enumerate(shards)
+                if shard.key_count
+            ]
             index = RemoteExactIndex(self, places, centre, device=device)
-        states = [(place.number, place.state) for place in places]
+        states = [(place.group, place.state) for place in places]
+        with self._lock:
+            self._used.update(states)
         # A finaliser may run anywhere, also within Ray, so it only notes what is to be released.
         weakref.finalize(index, self._unused.extend, states)
         # Opens all shards, and raises for one that cannot be opened.
-        self.scatter(places, "probes", {place.number: (1,) for place in places}, complete=True)
+        self.scatter(places, "probes", {place.number: (1,) for place in places}, opening=True)
         return index
 
     def scatter(
-        self, places: Sequence[_Place], method: str, calls: Mapping[int, tuple[Any, ...]], *, complete: bool = False
+        self, places: Sequence[_Place], method: str, calls: Mapping[int, tuple[Any, ...]], *, opening: bool = False
     ) -> dict[int, Any]:
         """Call a method for some shards, each with arguments of its own, and return the results that arrive.
 
-        A shard without a result was missing, which is possible only where that is allowed and not `complete`.
+        A shard without a result was missing, which is possible only where that is allowed. `opening`: the processes may
+        not have started yet.
         """
         options = self.options
         if not self._in_flight.acquire(timeout=options.timeout):
@@ -134,8 +147,8 @@ class RemoteShards:
         try:
             self._release()
             by_number = {place.number: place for place in places}
-            missing_allowed = options.allow_missing and not complete
-            return _Scatter(self, by_number, method, calls, missing_allowed=missing_allowed).run()
+            seconds = max(options.timeout, _START_SECONDS) if opening else options.timeout
+            return _Scatter(self, by_number, method, calls, seconds=seconds).run()
         finally:
             self._in_flight.release()
 
@@ -150,18 +163,16 @@ class RemoteShards:
         return [[self.ray.get(replica.actor.ping.remote()) for replica in group] for group in self._groups]
 
     def _start(self, count: int) -> None:
-        """Start actors for so many shards."""
+        """Start actors until there are so many groups."""
         with self._lock:
             while len(self._groups) < count:
-                self._groups.append([_Replica(self._actor(count)) for _ in range(self.options.replicas)])
-            self.status.shards = len(self._groups)
+                self._groups.append([_Replica(self._actor()) for _ in range(self.options.replicas)])
 
-    def _actor(self, shards: int) -> Any:
-        cores = self.ray.cluster_resources().get("CPU", 1.0) / (shards * self.options.replicas)
+    def _actor(self) -> Any:
         return (
             self.ray.remote(ShardActor)
             .options(
-                num_cpus=min(_CORES, int(cores * 50) / 100),  # half of the cluster at most: other work needs some too
+                num_cpus=_CORES,
                 num_gpus=self.options.gpus,
                 max_restarts=-1,
                 max_concurrency=self.options.in_flight + 1,
@@ -170,11 +181,11 @@ class RemoteShards:
             .remote("cuda" if self.options.gpus else "cpu")
         )
 
-    def choose(self, number: int) -> _Replica:
-        """Return the next actor of a group."""
+    def choose(self, place: _Place) -> _Replica:
+        """Return the next actor that holds a shard."""
         with self._lock:
             self._turn += 1
-            return self._groups[number][self._turn % self.options.replicas]
+            return self._groups[place.group][self._turn % self.options.replicas]
 
     def died(self, replica: _Replica, *, dead: bool) -> None:
         """Count a call that was lost with its actor; one that is not restarted is replaced."""
@@ -182,7 +193,7 @@ class RemoteShards:
             self.status.retries += 1
             replica.deaths += dead
             if replica.deaths >= _MAX_DEATHS:
-                replica.actor, replica.deaths = self._actor(len(self._groups)), 0
+                replica.actor, replica.deaths = self._actor(), 0
 
     def hangs(self, place: _Place, replica: _Replica) -> None:
         """Restart an actor that has not answered in time."""
@@ -195,7 +206,7 @@ class RemoteShards:
     def is_down(self, place: _Place) -> bool:
         """Whether a shard has not answered in time and does not answer yet."""
         with self._lock:
-            asked = self._down.get(place.number)
+            asked = self._down.get(place.group)
             if asked is None:
                 return False
             if not self.ray.wait([asked], timeout=0)[0]:
@@ -203,16 +214,18 @@ class RemoteShards:
             try:
                 self.ray.get(asked)
             except Exception:
-                self._down[place.number] = self._groups[place.number][0].actor.ping.remote()
+                self._down[place.group] = self._groups[place.group][0].actor.ping.remote()
                 return True
-            del self._down[place.number]
-            self.status.unreachable.discard(place.state.path)
+            del self._down[place.group]
+            self.status.unreachable.clear()
+            self.status.unreachable.update(path for group, path in self._lost if group in self._down)
             return False
 
     def set_down(self, place: _Place) -> None:
         """Leave a shard out of searches until it answers."""
         with self._lock:
-            self._down[place.number] = self._groups[place.number][0].actor.ping.remote()
+            self._down[place.group] = self._groups[place.group][0].actor.ping.remote()
+            self._lost.add((place.group, place.state.path))
             self.status.unreachable.add(place.state.path)
 
     def warn_missing(self, paths: set[str]) -> None:
@@ -224,17 +237,21 @@ class RemoteShards:
 
     def _release(self) -> None:
         """Close the states of shards that no index uses any more."""
-        while self._unused:
-            number, state = self._unused.popleft()
-            for replica in self._groups[number] if number < len(self._groups) else ():
-                replica.actor.release.remote(state)
+        with self._lock:
+            while self._unused:
+                group, state = self._unused.popleft()
+                self._used[group, state] -= 1
+                if not self._used[group, state]:
+                    del self._used[group, state]
+                    for replica in self._groups[group]:
+                        replica.actor.release.remote(state)
 
 
 class _Place:
     """A shard of an open store: its group of actors, its state, and how it is searched."""
 
-    def __init__(self, number: int, shard: Datastore, settings: SearchSettings) -> None:
-        self.number, self.rows, self.settings = number, shard.key_count, settings
+    def __init__(self, number: int, group: int, shard: Datastore, settings: SearchSettings) -> None:
+        self.number, self.group, self.rows, self.settings = number, group, shard.key_count, settings
         self.state = ShardState.of(shard)
 
 
@@ -257,12 +274,12 @@ class _Scatter:
         method: str,
         calls: Mapping[int, tuple[Any, ...]],
         *,
-        missing_allowed: bool,
+        seconds: float,
     ) -> None:
         self._shards, self._places, self._method = shards, places, method
-        self._missing_allowed = missing_allowed
+        self._seconds = seconds
         self._args = _stored_once(shards.ray, calls)
-        self._end = time.monotonic() + shards.options.timeout
+        self._end = time.monotonic() + seconds
         self._pending: dict[Any, _Call] = {}
         self._again: dict[int, float] = {}  # when to repeat the calls of shards whose actor has died
         self._results: dict[int, Any] = {}
@@ -290,12 +307,13 @@ class _Scatter:
         return self._results
 
     def _submit(self, number: int) -> None:
-        place, replica, now = self._places[number], self._shards.choose(number), time.monotonic()
+        place, now = self._places[number], time.monotonic()
+        replica = self._shards.choose(place)
         if now >= self._end:
             self._shards.set_down(place)
             self._give_up(number)
             return
-        each = self._shards.options.timeout / self._shards.options.replicas
+        each = self._seconds / self._shards.options.replicas
         reference = replica.actor.call.remote(place.state, place.settings, self._method, *self._args[number])
         self._pending[reference] = _Call(number, replica, min(self._end, now + each))
 
@@ -336,10 +354,10 @@ class _Scatter:
 
     def _give_up(self, number: int) -> None:
         path = self._places[number].state.path
-        if not self._missing_allowed:
+        if not self._shards.options.allow_missing:
             raise ClusterError(
-                f"The shard {path} cannot be reached: it has not answered within {self._shards.options.timeout:g} "
-                "seconds. With --allow-missing-shards, searches do without it."
+                f"The shard {path} cannot be reached: it has not answered within {self._seconds:g} seconds. With "
+                "--allow-missing-shards, searches do without it."
             )
         self._missing.add(path)
 

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from knnlm.datastore.indexes import open_index
+from knnlm.datastore.manifest import remote_url
 from knnlm.datastore.store import Datastore
 from knnlm.errors import ClusterError
 from knnlm.index.base import Index, Neighbours, probes
@@ -37,14 +38,15 @@ class ShardChanged(ClusterError):
 class ShardState:
     """A shard at one moment."""
 
-    path: str
+    path: str  # or its URL, from which each machine fetches a copy
     generation: int
     fingerprint: str
 
     @classmethod
     def of(cls, store: Datastore) -> ShardState:
         """Return the state of an open store."""
-        return cls(str(store.path.resolve()), store.generation, store.fingerprint)
+        path = remote_url(store.path) or str(store.path.resolve())
+        return cls(path, store.generation, store.fingerprint)
 
 
 @dataclass(frozen=True)
@@ -90,14 +92,13 @@ class ShardActor:
 
     def call(self, state: ShardState, settings: SearchSettings, method: str, *args: Any) -> Any:
         """Call a method of the index of a shard; arrays are tensors for it."""
-        index = self._index(state, settings)
+        store, index = self._opened(state, settings)
         if method == "probes":
             return probes(index, *args)
         tensors: list[Any] = [torch.from_numpy(np.array(arg)) if isinstance(arg, np.ndarray) else arg for arg in args]
         if method == "nearest":
             queries, k, dtype = tensors
-            k = min(k, self._shards[state].store.key_count)
-            found = index.nearest(queries, k, getattr(torch, dtype))
+            found = index.nearest(queries, min(k, store.key_count), getattr(torch, dtype))
             return (*_arrays(found), float(index.max_square))
         return _arrays(getattr(index, method)(*tensors))
 
@@ -107,8 +108,8 @@ class ShardActor:
             if (shard := self._shards.pop(state, None)) is not None:
                 shard.store.close()
 
-    def _index(self, state: ShardState, settings: SearchSettings) -> Any:
-        """Return the index of a shard in one state."""
+    def _opened(self, state: ShardState, settings: SearchSettings) -> tuple[Datastore, Any]:
+        """Return a shard in one state, and its index."""
         with self._lock:
             if torch.get_num_threads() != settings.threads:
                 torch.set_num_threads(settings.threads)
@@ -120,7 +121,7 @@ class ShardActor:
                     self._shards.pop(other).store.close()
             if settings not in shard.indexes:
                 shard.indexes[settings] = self._open_index(shard.store, settings)
-            return shard.indexes[settings]
+            return shard.store, shard.indexes[settings]
 
     def _open_index(self, store: Datastore, settings: SearchSettings) -> Index | BruteForceSearch:
         if settings.whole is None:

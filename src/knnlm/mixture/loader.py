@@ -207,7 +207,7 @@ class _Loader:
         options = self.options
         searching: dict[str, Any] = {"metric": metric, "device": str(self.lm.device), "key_dtype": options.key_dtype}
         if options.subset is None:
-            return open_index(store, rerank=options.rerank, **searching)
+            return (options.open_index or open_index)(store, rerank=options.rerank, **searching)
         if not store.has_pairs or not isinstance(self.lm, Seq2SeqLM):
             raise ParameterError(
                 f"{store.path} is a store of texts, which have no sources: --subset is for stores of pairs."
@@ -385,7 +385,8 @@ def load_decoder(folder: Path, lm: CausalLM | None, request: MixtureRequest) -> 
     """Open a decoder and the language model that it is mixed with."""
     card, options = load_card(folder), request.options
     unused = request.memories, request.k, request.knn_temperature, options.metric, options.skip_fraction, options.subset
-    if any(value is not None for value in unused) or not options.rerank or options.key_dtype != "float16":
+    given = any(value is not None for value in (*unused, options.open_index))
+    if given or not options.rerank or options.key_dtype != "float16":
         raise ParameterError(
             f"{folder} is a decoder, which has no store: only --lambda and --model apply. To mix it with other "
             f"memories, name it beside them: knnlm eval STORE TEXT --memories knn,decoder={folder}"

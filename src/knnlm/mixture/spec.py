@@ -8,14 +8,14 @@ knn,cache=2000                    the last 2,000 positions of the text instead o
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from knnlm.errors import DatastoreCorrupt, ParameterError
-from knnlm.index.base import check_metric
+from knnlm.index.base import Index, check_metric
 from knnlm.index.exact import check_key_dtype
 from knnlm.memories.subset import check_subset
 from knnlm.memories.voting import VoteParams, check_vote
@@ -28,6 +28,8 @@ TUNE_AGAIN = "Tune the store again: knnlm tune STORE TEXT"
 # The settings of a store until it is tuned.
 DEFAULTS: dict[str, Any] = {"k": 1024, "knn_temperature": 2.0, "lambda": 0.25}
 
+
+IndexOpener = Callable[..., Index]  # with the arguments of `knnlm.datastore.indexes.open_index`
 
 _SAVED_OPTIONS = ("cache_generated", "domain_check", "damping", "rerank", "key_dtype", "subset")
 
@@ -45,6 +47,7 @@ class MixtureOptions:
     rerank: bool = True  # vote with distances to the stored keys instead of the index's own
     key_dtype: str = "float16"  # of keys on a GPU
     subset: int | None = None  # stored pairs, those with the nearest sources, that are searched; None: all
+    open_index: IndexOpener | None = None  # opens the index of a store, such as one on Ray; None: in this process
     model: str | None = None  # the language model; None: the one that the store was built with
     device: str = "auto"
     dtype: str = "auto"  # of the language model
@@ -53,6 +56,8 @@ class MixtureOptions:
         check_metric(self.metric or "l2")
         check_key_dtype(self.key_dtype)
         check_subset(self.subset)
+        if self.subset is not None and self.open_index is not None:
+            raise ParameterError("--subset gathers keys in one process, so it does not search shards on Ray.")
         if self.skip_fraction is not None and not 0 <= self.skip_fraction <= 1:
             raise ParameterError(f"skip must be a fraction from 0 to 1, not {self.skip_fraction}.")
 

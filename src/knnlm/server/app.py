@@ -13,7 +13,7 @@ from fastapi.openapi.utils import get_openapi
 from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
 
-from knnlm.errors import DatastoreBusy, KnnlmError, ModelError, ParameterError
+from knnlm.errors import ClusterError, DatastoreBusy, KnnlmError, ModelError, ParameterError
 from knnlm.server.auth import ApiKeys, RequestGuard
 from knnlm.server.documents import UnknownDocument
 from knnlm.server.engine.requests import Busy, RequestFailed, Stopped
@@ -29,6 +29,7 @@ _STATUS_CODES: dict[type[KnnlmError], tuple[int, str | None]] = {
     Busy: (429, "rate_limit_exceeded"),
     Stopped: (503, None),
     DatastoreBusy: (503, None),
+    ClusterError: (503, None),
     ParameterError: (400, None),
     ModelError: (400, None),
     KnnlmError: (500, None),

@@ -9,6 +9,8 @@ from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, H
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
+from knnlm.index.base import RemoteStatus, remote_status
+
 if TYPE_CHECKING:
     from knnlm.server.engine.scheduler import Scheduler
 
@@ -42,10 +44,23 @@ class _SchedulerCollector(Collector):
             "knnlm_searches": ("Contexts searched for.", scheduler.times.searched),
             "knnlm_reloads": ("Reloads of the store after a change.", scheduler.reloads),
         }
+        for status in _remote_statuses(scheduler):
+            gauges["knnlm_shards"] = ("Shards that other processes hold.", status.shards)
+            gauges["knnlm_shards_unreachable"] = ("Shards that are not searched.", len(status.unreachable))
+            counters["knnlm_degraded_searches"] = ("Searches without some of the shards.", status.degraded)
+            counters["knnlm_shard_retries"] = ("Calls of shards that were repeated.", status.retries)
+            counters["knnlm_shard_timeouts"] = ("Calls of shards that took too long.", status.timeouts)
         for name, (description, value) in gauges.items():
             yield GaugeMetricFamily(name, description, value=value)
         for name, (description, value) in counters.items():
             yield CounterMetricFamily(name, description, value=value)
+
+
+def _remote_statuses(scheduler: Scheduler) -> list[RemoteStatus]:
+    """Return the counters of searches in other processes: one, as all stores share them, or none."""
+    indexes = [getattr(memory, "index", None) for memory in scheduler.mixture.memories]
+    found = [status for index in indexes if (status := remote_status(index)) is not None]
+    return found[:1]
 
 
 class Metrics:

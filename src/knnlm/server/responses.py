@@ -120,7 +120,14 @@ def _token(token: ScoredToken) -> dict[str, Any]:
     return body
 
 
-def score_body(trace_id: str, k: int, tokens: Sequence[ScoredToken]) -> dict[str, Any]:
+def missing_body(shards: Sequence[str]) -> dict[str, Any]:
+    """Return the field of a response that names the shards that its searches lacked; none where they lacked none."""
+    return {"missing_shards": list(shards)} if shards else {}
+
+
+def score_body(
+    trace_id: str, k: int, tokens: Sequence[ScoredToken], missing_shards: Sequence[str] = ()
+) -> dict[str, Any]:
     """Return log-probability and perplexity of a text, by the language model and by the mixture, and its tokens."""
     scored = [token for token in tokens if token.components is not None]
     lm = sum(token.components.log_probs[0] for token in scored if token.components is not None)
@@ -131,7 +138,8 @@ def score_body(trace_id: str, k: int, tokens: Sequence[ScoredToken]) -> dict[str
         body[name] = _finite(math.exp(loss)) if loss < 700 else None
     share = SupportedShare()
     share.add(tokens)
-    return {**body, "knnlm": {**provenance(trace_id, k, tokens), **share.as_dict()}}
+    more = share.as_dict() | missing_body(missing_shards)
+    return {**body, "knnlm": {**provenance(trace_id, k, tokens), **more}}
 
 
 def translation_body(completion: dict[str, Any], *, tokens: bool) -> dict[str, Any]:
@@ -139,6 +147,7 @@ def translation_body(completion: dict[str, Any], *, tokens: bool) -> dict[str, A
     translations = [
         {name: choice[name] for name in ("index", "text", "finish_reason")}
         | {"knnlm": choice["knnlm"] if tokens else None}
+        | missing_body(choice["knnlm"].get("missing_shards", ()))
         for choice in completion["choices"]
     ]
     head = {"id": f"trans-{secrets.token_hex(12)}", "object": "translation"}
@@ -162,6 +171,7 @@ class _Choice:
     reason: str | None = None
     started: bool = False
     low_support: bool | None = None
+    missing_shards: tuple[str, ...] = ()
     share: SupportedShare = field(default_factory=SupportedShare)
 
 
@@ -223,6 +233,7 @@ class ResponseWriter:
             choice.share.add(event.tokens)
             return choice, event.tokens
         choice.reason, choice.low_support = event.reason, event.low_support
+        choice.missing_shards = event.missing_shards
         self._generated += event.generated
         return choice, []
 
@@ -238,7 +249,7 @@ class ResponseWriter:
         body["logprobs"] = self._logprobs(tokens, choice.length) if tokens else None
         body["knnlm"] = provenance(choice.trace_id, self.max_k, tokens)
         if choice.reason is not None:
-            body["knnlm"] |= choice.share.as_dict(low_support=choice.low_support)
+            body["knnlm"] |= choice.share.as_dict(low_support=choice.low_support) | missing_body(choice.missing_shards)
         choice.started = True
         choice.length += len(text)
         return {**self._head, "choices": [body]}
@@ -252,7 +263,8 @@ class ResponseWriter:
             body["text"] = text
         body["logprobs"] = self._logprobs(choice.tokens, 0)
         share = choice.share.as_dict(low_support=choice.low_support)
-        body["knnlm"] = {**provenance(choice.trace_id, self.max_k, choice.tokens), **share}
+        missing = missing_body(choice.missing_shards)
+        body["knnlm"] = {**provenance(choice.trace_id, self.max_k, choice.tokens), **share, **missing}
         return body
 
     def _usage(self) -> dict[str, int]:

@@ -148,7 +148,7 @@ def _add_scores(app: FastAPI, service: Service) -> None:
     @app.post("/v1/score", response_model=ScoreResponse, responses=_ERRORS)
     async def score(body: ScoreRequest, request: Request) -> JsonResponse:
         scored = await _while_connected(request, service.score(body))
-        return JsonResponse(score_body(scored.trace_id, scored.max_k, scored.tokens))
+        return JsonResponse(score_body(scored.trace_id, scored.max_k, scored.tokens, scored.missing_shards))
 
     @app.post("/v1/rescore", response_model=ScoreResponse, responses=_ERRORS)
     async def rescore(body: RescoreRequest) -> JsonResponse:
@@ -157,7 +157,7 @@ def _add_scores(app: FastAPI, service: Service) -> None:
 
     @app.post("/v1/neighbours", response_model=NeighboursResponse, responses=_ERRORS)
     async def neighbours(body: NeighboursRequest, request: Request) -> JsonResponse:
-        return JsonResponse({"neighbours": await _while_connected(request, service.neighbours(body))})
+        return JsonResponse(await _while_connected(request, service.neighbours(body)))
 
 
 def _add_documents(app: FastAPI, service: Service) -> None:

@@ -295,7 +295,8 @@ class Provenance(BaseModel):
     """The tokens with their sources; `id` names the trace, which can be rescored with at most `k` neighbours.
 
     `supported_share` is the share of the tokens with a support of at least 0.5, and `low_support` whether support fell
-    below the request's min_support. In a stream, both are in the last chunk.
+    below the request's min_support. `missing_shards` names the shards that a search on Ray has lacked. In a stream, all
+    of them are in the last chunk.
     """
 
     id: str
@@ -303,6 +304,7 @@ class Provenance(BaseModel):
     tokens: list[TokenProvenance]
     supported_share: float | None = None
     low_support: bool | None = None
+    missing_shards: list[str] | None = None
 
 
 class Usage(BaseModel):
@@ -370,6 +372,7 @@ class Translation(BaseModel):
     text: str
     finish_reason: str | None
     knnlm: Provenance | None
+    missing_shards: list[str] | None = None
 
 
 class TranslateResponse(BaseModel):
@@ -398,6 +401,7 @@ class NeighboursResponse(BaseModel):
     """The neighbours of a context, the largest weight first."""
 
     neighbours: list[TokenSource]
+    missing_shards: list[str] | None = None
 
 
 class ModelMetadata(BaseModel):

@@ -37,7 +37,7 @@ from knnlm.server.engine.requests import (
 from knnlm.server.engine.scheduler import TIMEOUT_MESSAGE, Scheduler, deliver_events
 from knnlm.server.limits import Limits
 from knnlm.server.metrics import Metrics
-from knnlm.server.responses import TokenTexts
+from knnlm.server.responses import TokenTexts, missing_body
 from knnlm.server.schemas import (
     AddRequest,
     ChatRequest,
@@ -103,6 +103,7 @@ class ScoredText:
     trace_id: str
     max_k: int  # neighbours that rescoring can use
     tokens: list[ScoredToken]
+    missing_shards: tuple[str, ...] = ()
 
 
 class Service:
@@ -278,8 +279,8 @@ class Service:
         rescored = await self._run_limited(self._read_slots, rescore, self.scheduler.mixtures, trace, changes)
         return ScoredText(body.id, max_k, rescored)
 
-    async def neighbours(self, body: NeighboursRequest) -> list[dict[str, Any]]:
-        """Return the neighbours of a context, the largest weight first."""
+    async def neighbours(self, body: NeighboursRequest) -> dict[str, Any]:
+        """Return the neighbours of a context, the largest weight first, and the shards that were missing."""
         self._check_model(body.model)
         tokens, start_added = await run_in_threadpool(self._encode_prompt, body.prompt)
         self._max_new_tokens(len(tokens), 1, default=1)
@@ -293,7 +294,8 @@ class Service:
             ignore_eos=True,
         )
         scored = await self._generate_one(request)
-        return scored.tokens[0].sources if scored.tokens else []
+        sources = scored.tokens[0].sources if scored.tokens else []
+        return {"neighbours": sources, **missing_body(scored.missing_shards)}
 
     async def list_documents(self, **options: Any) -> dict[str, Any]:
         """Return a page of the list of documents."""
@@ -339,13 +341,15 @@ class Service:
 
     async def _generate_one(self, request: GenerationRequest) -> ScoredText:
         """Return all tokens of a request with one continuation."""
-        trace_id, tokens = "", []
+        trace_id, tokens, missing = "", list[ScoredToken](), tuple[str, ...]()
         async for events in self.generate([request]):
             for event in events:
                 trace_id = event.trace_id
                 if isinstance(event, TokensEvent):
                     tokens += event.tokens
-        return ScoredText(trace_id, self._max_k(request.overrides), tokens)
+                else:
+                    missing = event.missing_shards
+        return ScoredText(trace_id, self._max_k(request.overrides), tokens, missing)
 
     def _check_model(self, name: str | None) -> None:
         if name is not None and name != self.name:

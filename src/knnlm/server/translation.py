@@ -114,7 +114,7 @@ class TranslationService(Service):
         """Raise an error: a text without its source cannot be scored."""
         self._refuse("/v1/score", body.model)
 
-    async def neighbours(self, body: NeighboursRequest) -> list[dict[str, Any]]:
+    async def neighbours(self, body: NeighboursRequest) -> dict[str, Any]:
         """Raise an error: a text without its source has no neighbours."""
         self._refuse("/v1/neighbours", body.model)
 

@@ -130,6 +130,7 @@ class FinishEvent:
     reason: str
     generated: int  # sampled tokens, whether or not their text is shown
     low_support: bool | None = None  # whether support fell below the request's min_support; None: it has none
+    missing_shards: tuple[str, ...] = ()  # shards of the store that some of its searches lacked
 
 
 @dataclass(frozen=True)

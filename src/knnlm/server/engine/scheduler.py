@@ -14,14 +14,17 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from knnlm.datastore.store import Datastore
-from knnlm.errors import KnnlmError
+from knnlm.errors import ClusterError, KnnlmError
 from knnlm.generation.causal import EVIDENCE_TOKENS, KnnForCausalLM
+from knnlm.index.base import remote_status
 from knnlm.memories.base import Origin
+from knnlm.memories.knn import KnnMemory
 from knnlm.mixture.mixture import Mixture
 from knnlm.server.engine.batching import (
     BatchedCache,
@@ -244,15 +247,23 @@ class Scheduler:
             results += prompt_results
             self.forward_seconds += time.perf_counter() - began
             predicted = iter(predict_batch(self.mixtures, results, self.times) if results else [])
+            self._mark_missing([pending for pending, _ in prompts])
             for sequence in self._sequences:
                 self._advance(sequence, next(predicted).tokens[0])
             for pending, positions in prompts:
                 self._advance_prompt(pending, [next(predicted) for _ in range(positions)])
             self._keep([row for row, sequence in enumerate(self._sequences) if sequence.reason is None])
         except Exception as error:
-            self._fail_all(500, step_failed(error), waiting=False)
+            self._fail_all(failure_status(error), step_failed(error), waiting=False)
         self.steps += 1
         self.events.flush(force=not self._sequences)
+
+    def _mark_missing(self, prompts: Sequence[_PendingPrompt]) -> None:
+        """Mark what was predicted in this step where searches lacked some shards."""
+        if missing := missing_shards(self.mixture):
+            read = (sequence for pending in prompts for sequence in pending.sequences)
+            for sequence in (*self._sequences, *read):
+                sequence.missing_shards |= missing
 
     def _reload(self) -> bool:
         """Reopen the mixture if its store has changed, and return whether requests can be admitted.
@@ -409,7 +420,8 @@ class Scheduler:
 
     def _finish(self, sequence: GeneratedSequence) -> None:
         reason, low = sequence.reason or "", sequence.low_support
-        event = FinishEvent(sequence.choice, sequence.trace.id, reason, sequence.generated, low)
+        missing = tuple(sorted(sequence.missing_shards))
+        event = FinishEvent(sequence.choice, sequence.trace.id, reason, sequence.generated, low, missing)
         self.events.add(sequence.handle, event, urgent=True)
         self.mean_seconds += 0.1 * (time.monotonic() - sequence.handle.submitted - self.mean_seconds)
 
@@ -463,6 +475,17 @@ class Scheduler:
         for handle in dict.fromkeys(handles):
             handle.cancel()
             self.events.add(handle, ErrorEvent(status, message), urgent=True)
+
+
+def missing_shards(mixture: Mixture) -> set[str]:
+    """Return the names of shards that the searches since the last call have lacked."""
+    found = (remote_status(memory.index) for memory in mixture.memories if isinstance(memory, KnnMemory))
+    return {Path(path).name for status in found if status is not None for path in status.take_missing()}
+
+
+def failure_status(error: Exception) -> int:
+    """Return the HTTP status of a step that failed."""
+    return 503 if isinstance(error, ClusterError) else 500
 
 
 def step_failed(error: Exception) -> str:

@@ -30,7 +30,7 @@ from knnlm.server.engine.requests import (
     TokensEvent,
     TranslationRequest,
 )
-from knnlm.server.engine.scheduler import TIMEOUT_MESSAGE, Scheduler, step_failed
+from knnlm.server.engine.scheduler import TIMEOUT_MESSAGE, Scheduler, failure_status, missing_shards, step_failed
 from knnlm.server.engine.sequence import GREEDY_TEMPERATURE
 
 WINDOW_SECONDS = 0.005  # from the first request that waits to the beginning of its batch
@@ -62,6 +62,7 @@ class Translator(Scheduler):
     def __init__(self, mixture: Mixture, **settings: Any) -> None:
         super().__init__(mixture, **settings)
         self._running: list[RequestHandle] = []
+        self._missing: set[str] = set()  # shards that searches of this batch lacked
 
     def _make_model(self, mixture: Mixture) -> KnnForSeq2SeqLM:
         if mixture.lm.reads_audio:
@@ -113,13 +114,13 @@ class Translator(Scheduler):
         try:
             if arrived and self._reload():
                 # A request that arrives during the reload may follow a later change: it waits for the next batch.
-                self._running = self._take_batch(arrived)
+                self._running, self._missing = self._take_batch(arrived), set()
                 self._translate(self._running)
         except _Aborted:
             status, message = (503, "The server has stopped.") if self._stopping else (504, TIMEOUT_MESSAGE)
             self._fail([handle for handle in self._running if not handle.cancelled], status, message)
         except Exception as error:
-            self._fail(self._running, 500, step_failed(error))
+            self._fail(self._running, failure_status(error), step_failed(error))
         finally:
             self._running = []
             self.model.mixture = self.mixture
@@ -209,7 +210,7 @@ class Translator(Scheduler):
         except _Aborted:
             raise
         except Exception as error:
-            self._fail([handle], 500, step_failed(error))
+            self._fail([handle], failure_status(error), step_failed(error))
             return
         for token, text in zip(tokens, piece_texts(self._lm, shown), strict=True):
             token.text = text
@@ -218,7 +219,9 @@ class Translator(Scheduler):
         trace_id = "" if trace is None else trace.id
         if tokens:
             self.events.add(handle, TokensEvent(choice, trace_id, tokens), urgent=True)
-        event = FinishEvent(choice, trace_id, self._reason(request, target), len(target))
+        self._missing |= missing_shards(self.mixture)
+        missing = tuple(sorted(self._missing))
+        event = FinishEvent(choice, trace_id, self._reason(request, target), len(target), None, missing)
         self.events.add(handle, event, urgent=True)
         if request.scored:  # scoring the next one takes time
             self.events.flush(force=True)
