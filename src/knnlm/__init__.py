@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from knnlm.cluster.build import build_on_ray
+    from knnlm.cluster.search import RemoteSearchOptions, RemoteShards, remote_search
     from knnlm.corpus import Document, DocumentReader, read_documents
     from knnlm.datastore.compact import Compacted
     from knnlm.datastore.remote import Pushed, push_shard
@@ -144,6 +145,8 @@ _HOMES = {
     "Problem": "maintenance.verify",
     "Progress": "progress",
     "Pushed": "datastore.remote",
+    "RemoteSearchOptions": "cluster.search",
+    "RemoteShards": "cluster.search",
     "Removed": "datastore.remove",
     "RepairResult": "maintenance.repair",
     "Retrieved": "mixture",
@@ -151,14 +154,14 @@ _HOMES = {
     "Seq2SeqLM": "lm.seq2seq",
     "Source": "memories",
     "Span": "memories",
+    "SpeechLM": "lm.speech",
     "StoredDocument": "datastore.schema",
+    "SupportFigures": "evaluation.support",
+    "SupportModel": "mixture.support",
     "Sweep": "evaluation.sweep",
     "TokenExplanation": "evaluation.explain",
     "Trace": "evaluation.trace",
-    "SpeechLM": "lm.speech",
-    "SupportFigures": "evaluation.support",
     "TranslationQuality": "evaluation.quality",
-    "SupportModel": "mixture.support",
     "Tuning": "evaluation.tune",
     "Vectors": "index.base",
     "Verification": "maintenance.verify",
@@ -175,6 +178,7 @@ _HOMES = {
     "prune": "training.prune",
     "push_shard": "datastore.remote",
     "read_documents": "corpus",
+    "remote_search": "cluster.search",
     "repair": "maintenance.repair",
     "train_decoder": "training.decoder",
     "train_key_metric": "training.metric_learning",
@@ -238,6 +242,8 @@ __all__ = [
     "Problem",
     "Progress",
     "Pushed",
+    "RemoteSearchOptions",
+    "RemoteShards",
     "Removed",
     "RepairResult",
     "Retrieved",
@@ -269,6 +275,7 @@ __all__ = [
     "prune",
     "push_shard",
     "read_documents",
+    "remote_search",
     "repair",
     "train_decoder",
     "train_key_metric",
