@@ -65,11 +65,13 @@ def sums_before(
     """
     if not len(values):
         return values
-    before = np.zeros_like(values)
-    np.cumsum(values[:-1], axis=0, out=before[1:])
+    # Columns are contiguous here, which is several times as fast as short rows.
+    before = np.zeros(values.shape[::-1])
+    np.cumsum(values.T[:, :-1], axis=1, out=before[:, 1:])
     first = first_rows(begins)
-    first = np.repeat(first, np.diff(first, append=len(values)))
-    return np.asarray(starts[first] + before - before[first])
+    offsets = starts[first].T - before[:, first]
+    before += np.repeat(offsets, np.diff(first, append=len(values)), axis=1)
+    return before.T
 
 
 def in_domain(gain: Tensor, tokens: Tensor) -> Tensor:
