@@ -28,13 +28,13 @@ from knnlm.datastore.indexes import stored_indexes
 from knnlm.datastore.store import Datastore
 from knnlm.errors import ClusterError, KnnlmError, KnnlmWarning, ParameterError
 from knnlm.index.base import Index, Neighbours, RemoteStatus, check_search, no_neighbours, pad_neighbours
-from knnlm.index.composite import ShardedIndex
+from knnlm.index.composite import ShardedIndex, merge_shards
 from knnlm.index.exact import QUERY_BATCH, find_centre, search_precisely
-from knnlm.index.rerank import merge
 
 _RETRY_SECONDS = 0.1  # before a call is repeated
 _MAX_DEATHS = 5  # of one actor in a row, before another one takes its place
-_QUERIES_PER_CALL = 32 * QUERY_BATCH  # so that products are the same as in one process
+_QUERIES_PER_CALL = 4 * QUERY_BATCH  # a multiple, so that matrix products are the same as in one process
+_PING_SECONDS = 2.0  # in which a process answers that works
 _CORES = 0.1  # that an actor reserves: it waits most of the time, and must fit beside other work
 _START_SECONDS = 300.0  # for a process to start and to open its shards
 
@@ -83,9 +83,8 @@ class RemoteShards:
         self.ray, self.options = ray, options
         self.status = RemoteStatus()
         self._groups: list[list[_Replica]] = []
-        self._down: dict[int, Any] = {}  # groups that have not answered in time, and the call that asks them
-        self._lost: set[tuple[int, str]] = set()  # groups and shards that have not answered in time
-        self._turn = 0
+        self._turns: Counter[int] = Counter()  # of each group
+        self._down: dict[ShardState, Any] = {}  # shards that have not answered in time, and the call that opens them
         self._lock = threading.Lock()
         self._in_flight = threading.BoundedSemaphore(options.in_flight)
         self._used: Counter[tuple[int, ShardState]] = Counter()  # by how many indexes
@@ -181,11 +180,12 @@ class RemoteShards:
             .remote("cuda" if self.options.gpus else "cpu")
         )
 
-    def choose(self, place: _Place) -> _Replica:
-        """Return the next actor that holds a shard."""
+    def choose(self, place: _Place, *, other_than: _Replica | None = None) -> _Replica:
+        """Return the next actor that holds a shard; another one than the last, if there are several."""
         with self._lock:
-            self._turn += 1
-            return self._groups[place.group][self._turn % self.options.replicas]
+            group = [replica for replica in self._groups[place.group] if replica is not other_than]
+            self._turns[place.group] += 1
+            return (group or self._groups[place.group])[self._turns[place.group] % max(1, len(group))]
 
     def died(self, replica: _Replica, *, dead: bool) -> None:
         """Count a call that was lost with its actor; one that is not restarted is replaced."""
@@ -195,38 +195,45 @@ class RemoteShards:
             if replica.deaths >= _MAX_DEATHS:
                 replica.actor, replica.deaths = self._actor(), 0
 
-    def hangs(self, place: _Place, replica: _Replica) -> None:
-        """Restart an actor that has not answered in time."""
+    def check_late(self, replica: _Replica) -> None:
+        """Restart an actor that is late, unless it works: it may be opening a large shard."""
         self.status.timeouts += 1
-        try:
+        answer = replica.actor.ping.remote()
+        if not self.ray.wait([answer], timeout=_PING_SECONDS)[0]:
             self.ray.kill(replica.actor, no_restart=False)
-        except Exception as error:  # it may have died since
-            warnings.warn(f"{place.state.path}: its actor cannot be restarted ({error}).", KnnlmWarning, stacklevel=2)
 
     def is_down(self, place: _Place) -> bool:
-        """Whether a shard has not answered in time and does not answer yet."""
+        """Whether a shard has not answered in time and is not open yet."""
         with self._lock:
-            asked = self._down.get(place.group)
+            asked = self._down.get(place.state)
             if asked is None:
                 return False
             if not self.ray.wait([asked], timeout=0)[0]:
                 return True
             try:
                 self.ray.get(asked)
-            except Exception:
-                self._down[place.group] = self._groups[place.group][0].actor.ping.remote()
+            except self.ray.exceptions.RayTaskError:
+                pass  # it answers, with an error that the search will raise
+            except self.ray.exceptions.RayError:
+                self._down[place.state] = self._ask(place)
                 return True
-            del self._down[place.group]
-            self.status.unreachable.clear()
-            self.status.unreachable.update(path for group, path in self._lost if group in self._down)
+            del self._down[place.state]
+            self.status.unreachable.discard(place.state.path)
+            self._warned.discard(place.state.path)
             return False
 
     def set_down(self, place: _Place) -> None:
-        """Leave a shard out of searches until it answers."""
+        """Leave a shard out of searches until it is open again."""
         with self._lock:
-            self._down[place.group] = self._groups[place.group][0].actor.ping.remote()
-            self._lost.add((place.group, place.state.path))
+            self._down[place.state] = self._ask(place)
             self.status.unreachable.add(place.state.path)
+
+    def _ask(self, place: _Place) -> Any:
+        """Call a shard in the background, which opens it."""
+        replicas = self._groups[place.group]
+        self._turns[place.group] += 1
+        actor = replicas[self._turns[place.group] % len(replicas)].actor
+        return actor.call.remote(place.state, place.settings, "probes", 1)
 
     def warn_missing(self, paths: set[str]) -> None:
         """Count a search without some shards, and warn of each shard once."""
@@ -306,9 +313,9 @@ class _Scatter:
             self._shards.warn_missing(self._missing)
         return self._results
 
-    def _submit(self, number: int) -> None:
+    def _submit(self, number: int, last: _Replica | None = None) -> None:
         place, now = self._places[number], time.monotonic()
-        replica = self._shards.choose(place)
+        replica = self._shards.choose(place, other_than=last)
         if now >= self._end:
             self._shards.set_down(place)
             self._give_up(number)
@@ -348,9 +355,9 @@ class _Scatter:
             self._again[call.number] = time.monotonic() + _RETRY_SECONDS
 
     def _late(self, call: _Call) -> None:
-        """Restart an actor that is late, and ask another one, if there is time."""
-        self._shards.hangs(self._places[call.number], call.replica)
-        self._submit(call.number)
+        """Restart an actor that hangs, and ask another one, if there is time."""
+        self._shards.check_late(call.replica)
+        self._submit(call.number, call.replica)
 
     def _give_up(self, number: int) -> None:
         path = self._places[number].state.path
@@ -455,11 +462,12 @@ class RemoteExactIndex:
         name = str(dtype).removeprefix("torch.")
         calls = {place.number: (queries, k, name) for place in self._places}
         results = self._shards.scatter(self._places, "nearest", calls)
-        best = Neighbours(torch.full((len(queries), k), -1), torch.full((len(queries), k), torch.inf, dtype=dtype))
-        for number in sorted(results):
-            best = merge(best, _neighbours(results[number][:2]), k)
-        best.ids[best.distances == torch.inf] = -1
-        return best, torch.tensor(max((square for *_, square in results.values()), default=0.0))
+        found = [_neighbours(results[number][:2]) for number in sorted(results)]
+        best = merge_shards(found, [0] * len(found), k) if found else no_neighbours(len(queries), k)
+        best = pad_neighbours(best, k)
+        return Neighbours(best.ids, best.distances.to(dtype)), torch.tensor(
+            max((square for *_, square in results.values()), default=0.0)
+        )
 
 
 def _neighbours(arrays: tuple[Any, Any]) -> Neighbours:

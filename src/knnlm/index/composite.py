@@ -29,7 +29,7 @@ from knnlm.index.base import (
     probes,
     shard_probes,
 )
-from knnlm.index.exact import ExactIndex
+from knnlm.index.exact import ExactIndex, smallest_columns
 from knnlm.index.rerank import merge
 
 _EXTRA = 16  # neighbours searched for beside the share that is expected to be removed
@@ -233,11 +233,11 @@ def choose_blocks(nearest: Sequence[Neighbours], count: int) -> list[Tensor]:
 def merge_shards(found: Sequence[Neighbours], firsts: Sequence[int], k: int) -> Neighbours:
     """Return the k nearest of all shards by (distance, id), given the k nearest of each and its first id."""
     device = found[0].ids.device
-    best: Neighbours | None = None
-    for one, first in zip(found, firsts, strict=True):
-        ids, distances = torch.where(one.ids < 0, one.ids, one.ids + first).to(device), one.distances.to(device)
-        own = order_ties(Neighbours(ids, distances))
-        # Of equal distances, those of the earlier shard come first: its ids are lower.
-        best = own if best is None else merge(best, own, k)
-    assert best is not None
-    return Neighbours(best.ids[:, :k], best.distances[:, :k])
+    parts = [
+        order_ties(Neighbours(torch.where(one.ids < 0, one.ids, one.ids + first).to(device), one.distances.to(device)))
+        for one, first in zip(found, firsts, strict=True)
+    ]
+    # Of equal distances, those of the earlier shard come first: its ids are lower.
+    ids, distances = torch.cat([one.ids for one in parts], 1), torch.cat([one.distances for one in parts], 1)
+    columns = smallest_columns(distances, min(k, distances.shape[1]))
+    return Neighbours(ids.gather(1, columns), distances.gather(1, columns))

@@ -287,18 +287,18 @@ def _merge(best: Tensor, ids: Tensor, distances: Tensor, first: int) -> None:
     if max_nearer == 0:
         return
     if max_nearer > distances.shape[1] // 4:
-        columns = _smallest(distances, min(k, distances.shape[1]))
+        columns = smallest_columns(distances, min(k, distances.shape[1]))
         candidates = distances.gather(1, columns)
     else:
         candidates, columns = _pack(distances, nearer, max_nearer)
     merged = torch.cat([best, candidates], 1)
     merged_ids = torch.cat([ids, columns + first], 1)
-    order = _smallest(merged, k)
+    order = smallest_columns(merged, k)
     best.copy_(merged.gather(1, order))
     ids.copy_(merged_ids.gather(1, order))
 
 
-def _smallest(values: Tensor, k: int) -> Tensor:
+def smallest_columns(values: Tensor, k: int) -> Tensor:
     """Return the columns of the k smallest values of each row, ascending; of equal ones, the first columns."""
     smallest = values.topk(k, largest=False, sorted=True)
     columns, last = smallest.indices, smallest.values[:, -1:]

@@ -153,7 +153,7 @@ def _add_scores(app: FastAPI, service: Service) -> None:
     @app.post("/v1/rescore", response_model=ScoreResponse, responses=_ERRORS)
     async def rescore(body: RescoreRequest) -> JsonResponse:
         scored = await service.rescore(body)
-        return JsonResponse(score_body(scored.trace_id, scored.max_k, scored.tokens))
+        return JsonResponse(score_body(scored.trace_id, scored.max_k, scored.tokens, scored.missing_shards))
 
     @app.post("/v1/neighbours", response_model=NeighboursResponse, responses=_ERRORS)
     async def neighbours(body: NeighboursRequest, request: Request) -> JsonResponse:

@@ -277,7 +277,7 @@ class Service:
             raise ParameterError(f"k can be {max_k:,} at most: no more neighbours were retrieved.")
         changes = MemoryOverrides(lmbda=body.lmbda, k=body.k, knn_temperature=body.knn_temperature)
         rescored = await self._run_limited(self._read_slots, rescore, self.scheduler.mixtures, trace, changes)
-        return ScoredText(body.id, max_k, rescored)
+        return ScoredText(body.id, max_k, rescored, tuple(sorted(trace.missing_shards)))
 
     async def neighbours(self, body: NeighboursRequest) -> dict[str, Any]:
         """Return the neighbours of a context, the largest weight first, and the shards that were missing."""

@@ -38,6 +38,7 @@ class TraceEntry:
     tokens: list[ScoredToken] = field(default_factory=list)
     neighbours: list[KeptNeighbours | None] = field(default_factory=list)  # of the tokens
     bytes: int = 0
+    missing_shards: set[str] = field(default_factory=set)  # shards of the store that its searches lacked
 
 
 class TraceCache:

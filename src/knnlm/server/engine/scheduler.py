@@ -263,7 +263,7 @@ class Scheduler:
         if missing := missing_shards(self.mixture):
             read = (sequence for pending in prompts for sequence in pending.sequences)
             for sequence in (*self._sequences, *read):
-                sequence.missing_shards |= missing
+                sequence.trace.missing_shards |= missing
 
     def _reload(self) -> bool:
         """Reopen the mixture if its store has changed, and return whether requests can be admitted.
@@ -420,7 +420,7 @@ class Scheduler:
 
     def _finish(self, sequence: GeneratedSequence) -> None:
         reason, low = sequence.reason or "", sequence.low_support
-        missing = tuple(sorted(sequence.missing_shards))
+        missing = tuple(sorted(sequence.trace.missing_shards))
         event = FinishEvent(sequence.choice, sequence.trace.id, reason, sequence.generated, low, missing)
         self.events.add(sequence.handle, event, urgent=True)
         self.mean_seconds += 0.1 * (time.monotonic() - sequence.handle.submitted - self.mean_seconds)

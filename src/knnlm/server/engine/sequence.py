@@ -24,7 +24,6 @@ class GeneratedSequence:
     """One continuation: samples tokens, sets their text, and holds them back while they may begin a stop string."""
 
     def __init__(self, handle: RequestHandle, copy: int, trace: TraceEntry, decode: Callable[[list[int]], str]) -> None:
-        self.missing_shards: set[str] = set()  # shards of the store that searches for it lacked
         request = handle.request
         self.handle = handle
         self.choice = request.first_choice + copy  # index in the response

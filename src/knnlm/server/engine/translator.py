@@ -214,12 +214,13 @@ class Translator(Scheduler):
             return
         for token, text in zip(tokens, piece_texts(self._lm, shown), strict=True):
             token.text = text
+        self._missing |= missing_shards(self.mixture)
         if trace is not None:
+            trace.missing_shards |= self._missing
             self.traces.add(trace, tokens)
         trace_id = "" if trace is None else trace.id
         if tokens:
             self.events.add(handle, TokensEvent(choice, trace_id, tokens), urgent=True)
-        self._missing |= missing_shards(self.mixture)
         missing = tuple(sorted(self._missing))
         event = FinishEvent(choice, trace_id, self._reason(request, target), len(target), None, missing)
         self.events.add(handle, event, urgent=True)
