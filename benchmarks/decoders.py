@@ -36,7 +36,8 @@ from knnlm.evaluation.tune import (
 )
 from knnlm.lm.causal import CausalLM
 from knnlm.mixture.mixture import Mixture
-from knnlm.training.decoder import DecoderConfig, train_decoder
+from knnlm.training.decoder import train_decoder
+from knnlm.training.decoder_trainer import DecoderConfig
 from knnlm.training.initial_model import open_initial_model
 from knnlm.training.teacher import Targets, TeacherConfig, make_targets
 from perplexity import parser_for, split

@@ -31,7 +31,8 @@ from knnlm.memories.base import Source
 from knnlm.memories.cache import CacheMemory
 from knnlm.memories.voting import VoteParams
 from knnlm.mixture.mixture import Mixture
-from knnlm.training.decoder import DecoderConfig, train_decoder
+from knnlm.training.decoder import train_decoder
+from knnlm.training.decoder_trainer import DecoderConfig
 from knnlm.training.initial_model import open_initial_model
 from perplexity import split
 

@@ -80,7 +80,8 @@ if TYPE_CHECKING:
     from knnlm.mixture.support import SupportModel
     from knnlm.progress import Progress
     from knnlm.training.adapt import Adaptation, adapt
-    from knnlm.training.decoder import DecoderConfig, train_decoder
+    from knnlm.training.decoder import train_decoder
+    from knnlm.training.decoder_trainer import DecoderConfig
     from knnlm.training.metric_learning import KeyMetricConfig, train_key_metric
     from knnlm.training.output_matrix import OutputConfig, train_output
     from knnlm.training.prune import prune
@@ -103,7 +104,7 @@ _HOMES = {
     "DatastoreBusy": "errors",
     "DatastoreCorrupt": "errors",
     "DatastoreError": "errors",
-    "DecoderConfig": "training.decoder",
+    "DecoderConfig": "training.decoder_trainer",
     "DecoderMemory": "memories",
     "Document": "corpus",
     "DocumentReader": "corpus",

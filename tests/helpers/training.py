@@ -6,7 +6,8 @@ from dataclasses import fields
 from typing import Any
 
 from knnlm.training.adapt import adapt
-from knnlm.training.decoder import DecoderConfig, train_decoder
+from knnlm.training.decoder import train_decoder
+from knnlm.training.decoder_trainer import DecoderConfig
 from knnlm.training.metric_learning import KeyMetricConfig, train_key_map, train_key_metric
 from knnlm.training.output_matrix import OutputConfig, train_output
 from knnlm.training.teacher import TeacherConfig, make_targets

@@ -22,7 +22,8 @@ from knnlm.maintenance.verify import verify
 from knnlm.memories.decoder import load_card, set_lambda
 from knnlm.mixture.mixture import Mixture
 from knnlm.training.adapt import load_adaptation
-from knnlm.training.decoder import DecoderConfig, train_decoder
+from knnlm.training.decoder import train_decoder
+from knnlm.training.decoder_trainer import DecoderConfig
 from knnlm.training.initial_model import open_initial_model
 
 FIXED = {"suppress_health_check": [HealthCheck.function_scoped_fixture]}

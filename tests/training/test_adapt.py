@@ -425,7 +425,7 @@ def test_one_document_and_an_occupied_folder_are_one_line_errors(texts, model_fo
 
 
 def test_message_after_ctrl_c_names_the_command_that_resumes(texts, model_folder, capfd, monkeypatch):
-    from knnlm.training.decoder import DecoderTrainer
+    from knnlm.training.decoder_trainer import DecoderTrainer
 
     def interrupted(*_, **__):
         raise KeyboardInterrupt
@@ -482,3 +482,20 @@ def test_store_with_an_invalid_language_model_is_corrupt(copied, base, value):
 @pytest.mark.parametrize(("value", "words"), [(21.88049, "21.880"), (999_999.0, "999999.000"), (1.7e15, "1.7e+15")])
 def test_perplexity_is_formatted_without_meaningless_digits(value, words):
     assert perplexity(value) == words
+
+
+def test_selection_is_shown_recorded_and_chosen_on_the_held_out_text(texts, model_folder, capfd):
+    out = texts / "out"
+    arguments = ("adapt", texts / "docs", "--out", out, "--model", model_folder, "--select", *OPTIONS)
+    status, shown, _ = knnlm(capfd, *arguments)
+    assert status == 0
+    selection = load_card(out / DECODER_FOLDER).selection
+    tried = [trial for trial in selection["trials"] if trial["learning_rate"] is not None]
+    assert [trial["learning_rate"] for trial in tried[:3]] == pytest.approx([0.003, 0.0015, 0.006])
+    for trial in tried:
+        assert perplexity(math.exp(trial["loss"])) in shown
+    assert "chosen" in shown
+    result = json.loads(knnlm(capfd, *arguments, "--json")[1])
+    assert result["selection"] == selection
+    best = min(loss for _, loss in selection["interpolations"])
+    assert result["fine_tuned"] == pytest.approx(math.exp(best), rel=0.05)  # read in other windows

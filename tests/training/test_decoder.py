@@ -36,7 +36,7 @@ from knnlm.lm.windows import windows as cut
 from knnlm.memories.decoder import CARD, load_card, save_card, set_lambda
 from knnlm.memories.output import load_tensors
 from knnlm.progress import note, silent
-from knnlm.training import decoder, trainer
+from knnlm.training import decoder, decoder_trainer, trainer
 from knnlm.training.data import TokenStream, TrainingBatches, count_targets, join_groups
 from knnlm.training.initial_model import first_and_last, keep_layers, open_initial_model
 from knnlm.training.teacher import RetrievalTeacher, TeacherConfig
@@ -517,7 +517,7 @@ def test_joined_groups_are_the_same_batch(small, initial, tmp_path, monkeypatch)
     counts = []
     for number, room in enumerate((0, 4 * 512)):
         passes.clear()
-        monkeypatch.setattr(decoder, "_max_positions", lambda *_, room=room: room)
+        monkeypatch.setattr(decoder_trainer, "_max_positions", lambda *_, room=room: room)
         fit_decoder(store, initial, tmp_path / str(number), targets=targets, beta=0.5, **QUICK)
         counts.append(len(passes))
     apart, together = (losses(tmp_path / str(number)) for number in range(2))
@@ -623,7 +623,7 @@ def test_interruption_anywhere_leaves_a_consistent_state(small, initial, tmp_pat
     owner, name, call = {
         "optimiser": (torch.optim.AdamW, "step", 5),
         "curve": (trainer.LossCurve, "_append", 3),  # the first one is at the beginning
-        "held out": (decoder.DecoderTrainer, "_evaluate", 2),
+        "held out": (decoder_trainer.DecoderTrainer, "_evaluate", 2),
     }[where]
     original, calls = getattr(owner, name), []
 
@@ -639,7 +639,7 @@ def test_interruption_anywhere_leaves_a_consistent_state(small, initial, tmp_pat
 
     with monkeypatch.context() as patch:
         patch.setattr(owner, name, breaking)
-        patch.setattr(decoder, "_STEPS_PER_FLUSH", 2)
+        patch.setattr(decoder_trainer, "STEPS_PER_FLUSH", 2)
         with pytest.raises(KeyboardInterrupt):
             fit_decoder(store, initial, tmp_path / "out", checkpoint_every=1e9, **options)
     assert len(calls) == call
@@ -680,7 +680,8 @@ def test_killed_training_resumes_with_the_same_curve(small, lm, initial, model_f
         import conftest, torch
         from contextlib import contextmanager
         from knnlm import CausalLM, Datastore
-        from knnlm.training.decoder import DecoderConfig, train_decoder
+        from knnlm.training.decoder import train_decoder
+        from knnlm.training.decoder_trainer import DecoderConfig
         from knnlm.training.initial_model import open_initial_model
         from knnlm.training.teacher import Targets
 
@@ -882,7 +883,7 @@ def test_invalid_settings_and_texts_are_refused(small, lm, initial, tmp_path):
 )  # fmt: skip
 def test_default_batch_size_gives_three_hundred_steps(tokens, epochs, right):
     text = TokenStream(np.zeros(tokens, np.int8), np.array([0, tokens]))
-    assert decoder.default_batch_tokens(text, epochs) == right
+    assert decoder_trainer.default_batch_tokens(text, epochs) == right
     assert right == 2048 or tokens * epochs / right >= 300
     assert right == 16_384 or tokens * epochs / (2 * right) < 300
 

@@ -40,6 +40,14 @@ class TrainingFlags:
 
     epochs: Annotated[int, typer.Option(min=1, help="Passes over the text.")] = 3
     learning_rate: Annotated[float, typer.Option(help="The peak learning rate, after a warm-up.")] = 2e-4
+    select: Annotated[
+        bool,
+        typer.Option(
+            "--select",
+            help="Choose the learning rate (half, once or twice the given one) and the epochs (at most the given ones) "
+            "on held-out text.",
+        ),
+    ] = False
     batch_tokens: BatchTokens = None
     accumulate: Annotated[int, typer.Option(min=1, help="Gradient-accumulation steps.")] = 1
 
@@ -74,7 +82,7 @@ def adapt(
     """
     from knnlm.corpus import read_documents
     from knnlm.training.adapt import adapt
-    from knnlm.training.decoder import DecoderConfig
+    from knnlm.training.decoder_trainer import DecoderConfig
 
     check_learning_rate(training.learning_rate)
     documents = read_documents(*text, text_field=text_field)
@@ -87,10 +95,14 @@ def adapt(
 
 
 def _show_adapted(out: Path, result: Adaptation, *, json: bool) -> None:
+    from knnlm.datastore.schema import DECODER_FOLDER
+    from knnlm.memories.decoder import load_card
+
+    selection = load_card(out / DECODER_FOLDER).selection
     if json:
-        print_json({"out": str(out), **asdict(result)})
+        print_json({"out": str(out), **asdict(result), "selection": selection})
         return
-    rows = adaptation_rows(result)
+    rows = [*adaptation_rows(result), *_selection_rows(selection)]
     rows += leak_warning(result.leaked_documents, result.held_out_documents, "their figures are too good")
     rows.append(("next", f"knnlm eval {out} TEXT, or the decoder without a store: knnlm eval {out}/decoder TEXT"))
     print_table(rows, title=f"perplexity of {count(result.held_out_tokens, 'held-out token')}")
@@ -105,6 +117,20 @@ def adaptation_rows(result: Adaptation) -> list[tuple[str, str]]:
         ("model + decoder", f"{perplexity(result.decoder)}  (λ = {result.decoder_lambda:.2f})"),
         ("all, gated", perplexity(result.everything)),
     ]
+
+
+def _selection_rows(selection: dict[str, Any] | None) -> list[tuple[str, str]]:
+    """Return a row for each training that was tried, and what was chosen."""
+    if selection is None:
+        return []
+    rows = [
+        (f"rate {trial['learning_rate']:g}, {trial['epochs']:g} epochs", perplexity(math.exp(min(trial["loss"], 100))))
+        for trial in selection["trials"]
+        if trial["learning_rate"] is not None
+    ]
+    chosen = selection["chosen"]
+    found = f"rate {chosen['learning_rate']:g}, {chosen['epochs']:g} epochs, {chosen['interpolation']:g} of the change"
+    return [*rows, ("chosen", found)]
 
 
 def perplexity(value: float) -> str:
@@ -303,7 +329,8 @@ def _train_decoder(
     from knnlm.corpus import read_documents
     from knnlm.evaluation.tune import tune_decoder
     from knnlm.mixture.mixture import Mixture
-    from knnlm.training.decoder import DecoderConfig, train_decoder
+    from knnlm.training.decoder import train_decoder
+    from knnlm.training.decoder_trainer import DecoderConfig
     from knnlm.training.initial_model import open_initial_model
 
     beta, seed, valid = settings.pop("beta", 0.0), settings.pop("seed"), settings.pop("valid", None)

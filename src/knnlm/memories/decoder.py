@@ -113,6 +113,7 @@ class DecoderCard:
     losses: dict[str, float | None]  # the means of the last epoch: loss, kl, ce
     held_out: list[dict[str, Any]]  # the same on held-out text, before training and after each epoch
     notes: list[str]
+    selection: dict[str, Any] | None = None  # trials on held-out text, and what was chosen; None: nothing was
     lmbda: float | None = None  # λ, once it is tuned
     lmbda_metadata: dict[str, Any] | None = None
 
@@ -154,6 +155,7 @@ def set_lambda(folder: str | Path, value: float, metadata: Mapping[str, Any] | N
 
 
 _KINDS: dict[str, tuple[type, ...]] = {
+    "selection": (dict, _NONE),
     "initial_model": (dict,),
     "tokenizer": (str,),
     "vocab_size": (int,),

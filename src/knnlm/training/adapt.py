@@ -28,6 +28,7 @@ from knnlm.datastore.locks import writer_lock
 from knnlm.datastore.schema import ADAPTED_FILE, CATALOG_FILE, DECODER_FOLDER
 from knnlm.datastore.store import Datastore, check_folder, text_hash
 from knnlm.errors import CorpusError, DatastoreCorrupt, DatastoreError, ParameterError
+from knnlm.evaluation.evaluate import first_documents
 from knnlm.evaluation.sweep import KS
 from knnlm.evaluation.tune import (
     fit_decoder,
@@ -46,7 +47,8 @@ from knnlm.mixture.loader import check_model, is_decoder, language_model
 from knnlm.mixture.mixture import Mixture
 from knnlm.mixture.spec import MixtureOptions
 from knnlm.progress import Progress, silent
-from knnlm.training.decoder import DecoderConfig, train_decoder
+from knnlm.training.decoder import train_decoder
+from knnlm.training.decoder_trainer import DecoderConfig
 from knnlm.training.initial_model import open_initial_model
 from knnlm.training.trainer import select_held_out
 
@@ -107,6 +109,7 @@ def adapt(
     `held_out` is the text to tune on; None holds out a tenth of the text, in whole documents. The decoder is trained
     from `initial_model`, by default the model itself, of which `layers` keeps some, on `device`, by default that of the
     model. The seed of `config` also chooses the held-out documents. At most `limit` tokens are held out and tuned on.
+    With `select` of `config`, the decoder's learning rate and epochs are chosen on them too.
     """
     begin, folder, config = time.perf_counter(), Path(out), config or DecoderConfig()
     lm.require_text("adapt")
@@ -116,6 +119,9 @@ def adapt(
     splits = _split(documents, lm, config.seed, limit) if held_out is None else _given(documents, held_out, lm)
     initial = open_initial_model(initial_model or lm.name, like=lm, layers=layers, seed=config.seed)
     run: dict[str, Any] = {"checkpoint_every": checkpoint_every, "progress": progress}
+    if config.select:
+        held = first_documents(splits.held_out, lm, limit)
+        run["held_out_text"] = lm.encode_all([document.text for document in held])
     train_decoder(splits.tokens, initial, folder / DECODER_FOLDER, config, device=device or str(lm.device), **run)
     del initial
     store = _build_store(splits.training, folder, lm, progress)

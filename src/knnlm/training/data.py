@@ -95,16 +95,36 @@ class TrainingBatches:
     position and end within the document.
     """
 
-    def __init__(self, text: TokenStream, shape: WindowShape, *, start_token: int, held_out: float, seed: int) -> None:
+    def __init__(
+        self,
+        text: TokenStream,
+        shape: WindowShape,
+        *,
+        start_token: int,
+        held_out: float,
+        seed: int,
+        held_out_text: TokenStream | None = None,
+    ) -> None:
+        """Hold out a share of the text, or another text instead."""
         self.text, self._shape, self._start_token, self._seed = text, shape, start_token, seed
-        borders = zip(text.starts[:-1].tolist(), text.starts[1:].tolist(), strict=True)
-        table = _table([cut for start, end in borders for cut in self._cut(start, 0, end - start, shape.context)])
-        held = self._mark_held_out(held_out, table)
+        self._tokens = text.tokens
+        table = self._table_of(text)
+        held = self._mark_held_out(held_out if held_out_text is None else 0.0, table)
         self.held_out = table[held]
+        if held_out_text is not None:
+            self._tokens = np.concatenate([text.tokens, held_out_text.tokens])
+            self.held_out = self._table_of(held_out_text)
+            self.held_out[:, 0] += len(text.tokens)
         self._short, self._long = self._split_by_length(table[~held])
-        self.tokens = len(text.tokens) - count_targets(self.held_out)  # trained on in each epoch
+        self.tokens = count_targets(table[~held])  # trained on in each epoch
         if not self.tokens:
             raise ParameterError("There is no text to train on. Give more text, or hold less of it out.")
+
+    def _table_of(self, text: TokenStream) -> NDArray[np.int64]:
+        """Return the windows of whole documents."""
+        borders = zip(text.starts[:-1].tolist(), text.starts[1:].tolist(), strict=True)
+        context = self._shape.context
+        return _table([cut for start, end in borders for cut in self._cut(start, 0, end - start, context)])
 
     def windows(self, epoch: int) -> NDArray[np.int64]:
         """Return the training windows of an epoch; long documents are cut at different places in each epoch."""
@@ -143,9 +163,9 @@ class TrainingBatches:
         targets, positions = np.full(shape, -1, dtype=np.int64), np.full(shape, -1, dtype=np.int64)
         for row, (first, begin, scored, end) in enumerate(windows.tolist()):
             before = max(1, begin)  # the first token of a document follows the start token
-            ids[row, before - begin : end - begin] = self.text.tokens[first + before - 1 : first + end - 1]
+            ids[row, before - begin : end - begin] = self._tokens[first + before - 1 : first + end - 1]
             counted = slice(scored - begin, end - begin)
-            targets[row, counted] = self.text.tokens[first + scored : first + end]
+            targets[row, counted] = self._tokens[first + scored : first + end]
             positions[row, counted] = np.arange(first + scored, first + end)
         return TrainingBatch(
             torch.from_numpy(ids), torch.from_numpy(targets).reshape(-1), torch.from_numpy(positions).reshape(-1)

@@ -1,0 +1,187 @@
+"""The choice of the learning rate and the epochs: which pieces are trained, their steps, and the weights at the end."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors.torch import load_file
+
+from helpers.stores import documents
+from knnlm.errors import ParameterError
+from knnlm.training import selecting_trainer
+from knnlm.training.decoder import train_decoder
+from knnlm.training.decoder_trainer import DecoderConfig
+from knnlm.training.initial_model import open_initial_model
+from knnlm.training.selection import Piece, Trial, cooldown_steps, next_piece, piece_rates
+
+RATES = (2e-3, 1e-3, 4e-3)
+CONFIG = DecoderConfig(select=True, epochs=3, batch_tokens=256, learning_rate=2e-3, context=64)
+
+
+@pytest.fixture(scope="module")
+def texts(lm):
+    every = lm.encode_all([document.text for document in documents(16, words=24)])
+    return every[:12], every[12:]
+
+
+@pytest.fixture
+def initial(model_folder, lm):
+    return open_initial_model(str(model_folder), like=lm)
+
+
+def trials(*rows):
+    return [Trial(None, 0.0, 9.0), *(Trial(*row) for row in rows)]
+
+
+def test_every_rate_is_tried_for_half_an_epoch():
+    for count, rate in enumerate(RATES):
+        tried = trials(*((earlier, 0.5, 5.0) for earlier in RATES[:count]))
+        assert next_piece(RATES, 3, tried) == Piece(rate, 0.0, 0.5)
+
+
+def test_best_rate_goes_on_until_an_epoch_does_not_help():
+    first = [(2e-3, 0.5, 5.0), (1e-3, 0.5, 4.5), (4e-3, 0.5, 6.0)]
+    assert next_piece(RATES, 3, trials(*first)) == Piece(1e-3, 0.5, 1.0)
+    assert next_piece(RATES, 3, trials(*first, (1e-3, 1.0, 4.0))) == Piece(1e-3, 1.0, 2.0)
+    assert next_piece(RATES, 3, trials(*first, (1e-3, 1.0, 4.5))) is None
+    assert next_piece(RATES, 1, trials(*first, (1e-3, 1.0, 4.0))) is None
+    assert next_piece(RATES, 3, trials(*first, (1e-3, 1.0, 4.0), (1e-3, 2.0, 4.1))) is None
+    assert next_piece(RATES, 3, trials(*first, (1e-3, 1.0, 4.0), (1e-3, 2.0, 3.9), (1e-3, 3.0, 3.8))) is None
+    assert next_piece(RATES, 3, trials(*((rate, 0.5, math.inf) for rate in RATES))) is None
+
+
+@given(st.integers(1, 300), st.integers(0, 40), st.integers(0, 500))
+def test_rates_rise_stay_and_fall_to_nearly_zero(count, warm_up, before):
+    constant = list(piece_rates(Piece(0.5, 0.0, 1.0), before, count, warm_up))
+    assert constant == [0.5 * min(1.0, (before + step + 1) / warm_up) if warm_up else 0.5 for step in range(count)]
+    falling = list(piece_rates(Piece(0.5, 1.0, 1.0), before, count, warm_up))
+    differences = [one - other for one, other in zip([0.5, *falling], [*falling, 0.0], strict=True)]
+    assert differences == pytest.approx([0.5 / (count + 1)] * (count + 1))
+    assert cooldown_steps(before) == max(1, math.ceil(0.2 * before))
+
+
+def plain(initial, texts, rate: float, epochs: float) -> tuple[dict[str, torch.Tensor], float]:
+    """The weights and the held-out loss after a constant rate and a cooldown, in a loop of torch's own AdamW."""
+    import copy
+
+    from knnlm.training.data import TokenStream, TrainingBatches
+
+    lm = initial.lm
+    config = CONFIG.resolve(TokenStream.from_documents(texts[0]), initial, torch.device("cpu"))
+    batches = TrainingBatches(
+        TokenStream.from_documents(texts[0]),
+        config.window,
+        start_token=lm.start_token,
+        held_out=0.0,
+        held_out_text=TokenStream.from_documents(texts[1]),
+        seed=0,
+    )
+    model = copy.deepcopy(lm.model).float().train()
+    matrices = [weight for weight in model.parameters() if weight.dim() > 1]
+    vectors = [weight for weight in model.parameters() if weight.dim() <= 1]
+    groups = [{"params": matrices, "weight_decay": 0.01}, {"params": vectors, "weight_decay": 0.0}]
+    optimiser = torch.optim.AdamW(groups)
+    steps = [step for epoch in range(4) for step in batches.steps(epoch, 256)]
+    count = sum(len(batches.steps(epoch, 256)) for epoch in range(math.floor(epochs)))
+    count += math.ceil((epochs % 1) * len(batches.steps(math.floor(epochs), 256)))
+    warm_up, cooling = math.ceil(0.05 * len(batches.steps(0, 256))), max(1, math.ceil(0.2 * count))
+    rates = [rate * min(1, (step + 1) / warm_up) for step in range(count)]
+    rates += [rate * (cooling - step) / (cooling + 1) for step in range(cooling)]
+    for step, own in zip(steps, rates, strict=False):
+        read = [batches.read(group) for group in step]
+        counted = sum(int((batch.targets >= 0).sum()) for batch in read)
+        for batch in read:
+            logits = model(input_ids=batch.ids).logits.flatten(0, 1)
+            kept = batch.targets >= 0
+            loss = torch.nn.functional.cross_entropy(logits[kept], batch.targets[kept], reduction="sum") / counted
+            loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        for group in optimiser.param_groups:
+            group["lr"] = own
+        optimiser.step()
+        optimiser.zero_grad()
+    return dict(model.named_parameters()), held_out_loss(model.eval(), lm, texts[1])
+
+
+@torch.no_grad()
+def held_out_loss(model, lm, rows) -> float:
+    total = count = 0
+    for tokens in rows:
+        for begin in range(0, len(tokens), 64):
+            window = tokens[begin : begin + 64]
+            ids = torch.tensor([[lm.start_token if begin == 0 else tokens[begin - 1], *window[:-1]]])
+            log_p = model(input_ids=ids).logits[0].log_softmax(-1)
+            total -= float(log_p[torch.arange(len(window)), torch.tensor(window)].sum())
+            count += len(window)
+    return total / count
+
+
+def test_trials_equal_trainings_that_end_there(texts, lm, initial, tmp_path):
+    card = train_decoder(texts[0], initial, tmp_path / "out", CONFIG, held_out_text=texts[1], device="cpu")
+    found = [Trial(**trial) for trial in card.selection["trials"]]
+    assert found[0].loss == pytest.approx(held_out_loss(lm.model, lm, texts[1]), rel=1e-4)
+    assert [trial.learning_rate for trial in found[1:4]] == list(CONFIG.learning_rates)
+    assert len(found) > 4
+    for trial in found[1:]:
+        _, loss = plain(initial, texts, trial.learning_rate, trial.epochs)
+        assert trial.loss == pytest.approx(loss, rel=2e-3)
+    assert next_piece(CONFIG.learning_rates, 3, found) is None
+
+
+def test_result_is_the_best_point_between_the_initial_and_the_best_weights(texts, lm, initial, tmp_path):
+    card = train_decoder(texts[0], initial, tmp_path / "out", CONFIG, held_out_text=texts[1], device="cpu")
+    chosen = card.selection["chosen"]
+    best, loss = plain(initial, texts, chosen["learning_rate"], chosen["epochs"])
+    weights = load_file(tmp_path / "out" / "model.safetensors")
+    for name, tensor in weights.items():
+        base = dict(initial.lm.model.named_parameters())[name].float()
+        torch.testing.assert_close(tensor, torch.lerp(base, best[name], chosen["interpolation"]), atol=2e-3, rtol=2e-2)
+    shares = dict(map(tuple, card.selection["interpolations"]))
+    assert shares[1.0] == pytest.approx(loss, rel=2e-3)
+    assert shares[0.0] == pytest.approx(card.selection["trials"][0]["loss"], rel=1e-4)
+    assert shares[chosen["interpolation"]] == min(shares.values()) <= shares[0.0]
+
+
+def test_text_that_teaches_nothing_leaves_the_model_as_it_is(texts, lm, initial, tmp_path):
+    """No token of the held-out text occurs in the training text: every trial is worse than the model."""
+    others = sorted(set(range(lm.vocab_size)) - {token for row in texts[1] for token in row})
+    noise = [[others[(7 * place + 3 * row) % len(others)] for place in range(60)] for row in range(12)]
+    config = DecoderConfig(select=True, epochs=2, batch_tokens=256, learning_rate=0.05, context=64)
+    card = train_decoder(noise, initial, tmp_path / "out", config, held_out_text=texts[1], device="cpu")
+    assert card.selection["chosen"]["interpolation"] == 0.0
+    weights = load_file(tmp_path / "out" / "model.safetensors")
+    for name, weight in initial.lm.model.named_parameters():
+        if name in weights:
+            assert torch.equal(weights[name], weight.float())
+
+
+@pytest.mark.parametrize("stop_at", [2, 9, 16, 23])
+def test_interrupted_selection_resumes_with_the_same_result(texts, initial, tmp_path, monkeypatch, stop_at):
+    whole = train_decoder(texts[0], initial, tmp_path / "whole", CONFIG, held_out_text=texts[1], device="cpu")
+    taken = 0
+    step = selecting_trainer.SelectingTrainer._step
+
+    def interrupted(self, *args):
+        nonlocal taken
+        taken += 1
+        if taken == stop_at:
+            raise KeyboardInterrupt
+        return step(self, *args)
+
+    monkeypatch.setattr(selecting_trainer.SelectingTrainer, "_step", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        train_decoder(texts[0], initial, tmp_path / "out", CONFIG, held_out_text=texts[1], device="cpu")
+    resumed = train_decoder(texts[0], initial, tmp_path / "out", CONFIG, held_out_text=texts[1], device="cpu")
+    assert taken >= whole.steps
+    assert resumed.selection == whole.selection
+    one, other = (load_file(tmp_path / name / "model.safetensors") for name in ("whole", "out"))
+    assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+def test_selection_without_held_out_text_is_refused(texts, initial, tmp_path):
+    with pytest.raises(ParameterError, match="held-out text"):
+        train_decoder(texts[0], initial, tmp_path / "out", CONFIG, device="cpu")
