@@ -36,6 +36,7 @@ COMMANDS = [
     "lm-eval",
     "info",
     "distill",
+    "plan",
     "prune",
     "compress",
     "adapt",
