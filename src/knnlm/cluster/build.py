@@ -251,7 +251,7 @@ class _Driver:
             self._workers.append(_Worker(actor, actor.open.remote()))
 
     def _assign(self) -> None:
-        """Give each idle worker the next shard; only the first one until its calibration is known."""
+        """Assign the next shard to each idle worker; only the first one until its calibration is known."""
         busy = {worker.unit for worker in self._workers}
         waiting = [number for number in self._record.pending if number not in busy]
         self._find_calibration()
