@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from helpers.vectors import RecordingArray
 from knnlm.index import exact
 from knnlm.index.base import Neighbours, order_ties
+from knnlm.index.composite import merge_shards
 from knnlm.index.exact import BruteForceSearch, ExactIndex, Whole, find_centre, search_precisely
-from knnlm.index.rerank import merge
 
 
 @pytest.mark.parametrize("metric", ["l2", "ip"])
@@ -58,11 +58,9 @@ def test_shards_compute_the_bits_of_the_whole(metric, data):
         ]
 
         def nearest(own, dtype):
-            best = None
-            for part, (begin, end) in zip(parts, pairwise(cuts), strict=True):
-                found = part.nearest(own, min(count, end - begin), dtype)
-                best = found if best is None else merge(best, found, count)
-            return best, max(part.max_square for part in parts)
+            own_cuts = zip(parts, pairwise(cuts), strict=True)
+            found = [part.nearest(own, min(count, end - begin), dtype) for part, (begin, end) in own_cuts]
+            return merge_shards(found, [0] * len(found), count), max(part.max_square for part in parts)
 
         found = search_precisely(nearest, queries, centre, metric=metric)
     finally:

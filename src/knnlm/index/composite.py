@@ -240,4 +240,4 @@ def merge_shards(found: Sequence[Neighbours], firsts: Sequence[int], k: int) -> 
     # Of equal distances, those of the earlier shard come first: its ids are lower.
     ids, distances = torch.cat([one.ids for one in parts], 1), torch.cat([one.distances for one in parts], 1)
     columns = smallest_columns(distances, min(k, distances.shape[1]))
-    return Neighbours(ids.gather(1, columns), distances.gather(1, columns))
+    return order_ties(Neighbours(ids.gather(1, columns), distances.gather(1, columns)))

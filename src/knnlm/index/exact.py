@@ -160,7 +160,10 @@ class BruteForceSearch:
         )
 
     def nearest(self, queries: Tensor, k: int, dtype: torch.dtype) -> Neighbours:
-        """Return the k nearest of all vectors by (distance, id), with distances of `dtype` less the query's square."""
+        """Return the k nearest of all vectors by (distance, id), with distances of `dtype` less the query's square.
+
+        Equal distances are in any order.
+        """
         queries = queries.to(self._device, dtype) - self._centre
         distances = torch.full((len(queries), k), torch.inf, dtype=dtype, device=self._device)
         ids = torch.full((len(queries), k), -1, device=self._device)
@@ -279,7 +282,7 @@ def imprecise(squares: Tensor, max_square: Tensor, distances: Tensor) -> Tensor:
 def _merge(best: Tensor, ids: Tensor, distances: Tensor, first: int) -> None:
     """Merge the (n, R) distances of a block into `best` and `ids`, (n, k) each, in place.
 
-    Of equal distances, those with lower ids come first; the ids of later blocks are higher.
+    Of distances that equal the k-th, those with the lowest ids are kept.
     """
     k = best.shape[1]
     nearer = distances < best[:, -1:]
@@ -293,21 +296,24 @@ def _merge(best: Tensor, ids: Tensor, distances: Tensor, first: int) -> None:
         candidates, columns = _pack(distances, nearer, max_nearer)
     merged = torch.cat([best, candidates], 1)
     merged_ids = torch.cat([ids, columns + first], 1)
-    order = smallest_columns(merged, k)
+    order = smallest_columns(merged, k, merged_ids)
     best.copy_(merged.gather(1, order))
     ids.copy_(merged_ids.gather(1, order))
 
 
-def smallest_columns(values: Tensor, k: int) -> Tensor:
-    """Return the columns of the k smallest values of each row, ascending; of equal ones, the first columns."""
+def smallest_columns(values: Tensor, k: int, ids: Tensor | None = None) -> Tensor:
+    """Return the columns of the k smallest values of each row, ascending, those of equal values in any order.
+
+    Of several that equal the k-th, those with the lowest ids are returned; None: the ids ascend with the columns.
+    """
     smallest = values.topk(k, largest=False, sorted=True)
     columns, last = smallest.indices, smallest.values[:, -1:]
-    tied = (values <= last).sum(1) > k  # top-k takes any of them
-    tied &= last[:, 0] < torch.inf
-    equal = (smallest.values[:, 1:] == smallest.values[:, :-1]) & (columns[:, 1:] < columns[:, :-1])
-    tied |= (equal & (smallest.values[:, 1:] < torch.inf)).any(1)
+    tied = ((values <= last).sum(1) > k) & (last[:, 0] < torch.inf)  # top-k takes any of them
     if tied.any():
-        columns[tied] = values[tied].sort(dim=1, stable=True).indices[:, :k]
+        by_id = None if ids is None else ids[tied].argsort(dim=1)
+        own = values[tied] if by_id is None else values[tied].gather(1, by_id)
+        chosen = own.sort(dim=1, stable=True).indices[:, :k]
+        columns[tied] = chosen if by_id is None else by_id.gather(1, chosen)
     return columns
 
 
