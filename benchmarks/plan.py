@@ -196,6 +196,7 @@ def search_phase(options: argparse.Namespace) -> dict[str, Any]:
     clock, rounds = clock_of(options), 4
     with closing(Datastore.open(options.store)) as store:
         queries = moved_keys(store, rounds * BATCH).to(options.device)
+    with closing(Datastore.open(options.store)) as store:
         index = open_index(store, device=options.device)
         reset_peak()
         index.search(queries[:BATCH], K)
@@ -209,8 +210,8 @@ def search_phase(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def moved_keys(store: Datastore, count: int) -> torch.Tensor:
-    """Return some of the first stored keys, each moved by half the difference of two others, (n, D)."""
-    numbers = torch.randint(min(store.key_count, 8192), (3, count), generator=torch.Generator().manual_seed(1))
+    """Return stored keys, each moved by half the difference of two others, (n, D)."""
+    numbers = torch.randint(store.key_count, (3, count), generator=torch.Generator().manual_seed(1))
     base, plus, minus = (store.take(each) for each in numbers)
     return base + 0.5 * (plus - minus)
 
@@ -277,7 +278,7 @@ def predict(text: TextShape, model: ModelShape, name: str, constants: Constants,
         )
     else:
         found["build_s"] = build_on_cpu(text, model, storage, constants).seconds
-        found["build_mb"] = build_memory(model, constants) / 1e6
+        found["build_mb"] = build_memory(text, model, storage, constants) / 1e6
         one, many = (search_on_cpu(index, constants, queries=count).seconds for count in (1, BATCH))
     return found | {"batch_ms": many / BATCH * 1e3, "one_ms": one * 1e3}
 

@@ -25,6 +25,7 @@ from knnlm.plan import cost, sizes
 from knnlm.plan.constants import Constants, CpuConstants, DiskConstants, GpuConstants
 from knnlm.plan.cost import (
     Cost,
+    build_memory,
     build_on_cpu,
     build_on_gpu,
     gpu_build_memory,
@@ -143,8 +144,28 @@ def test_index_of_codes_is_searched_by_lists_and_shortlist():
     scanned = 1e6 * 64 / 2048
     assert search_on_cpu(index, unit_constants(codes_scan=1.0), queries=3).seconds == 3 * scanned
     assert search_on_cpu(index, unit_constants(codes_list=1.0), queries=3).seconds == 3 * 64
-    assert search_on_cpu(index, unit_constants(rerank=1.0), queries=1).seconds == 3 * 1024
+    assert search_on_cpu(index, unit_constants(rerank=1.0), queries=1).seconds == 3 * 1024 * 128
+    segments = math.ceil(1e6 / 16_384)
+    few = search_on_cpu(index, unit_constants(segment_take=1.0, segment_open=50.0), queries=1).seconds
+    assert few == pytest.approx(segments, rel=1e-6)
+    many = search_on_cpu(automatic_index(1e9, 128, parse_storage("codes")), unit_constants(segment_open=1.0), queries=1)
+    assert 2900 < many.seconds < 3 * 1024  # nearly every key of the shortlist is in a segment of its own
     assert index_cost(index, unit_constants(codes_add=1.0)).seconds == 1e6
+
+
+def test_shortlist_of_wide_keys_is_measured():
+    wide = automatic_index(1e6, 2048, parse_storage("float16"))
+    assert search_on_cpu(wide, unit_constants(rerank=1.0), queries=2).seconds == 2 * 128 * 2048
+    narrow = automatic_index(1e6, 1024, parse_storage("float16"))
+    assert search_on_cpu(narrow, unit_constants(rerank=1.0), queries=2).seconds == 0
+
+
+def test_memory_of_a_build_grows_with_the_sample_of_a_codec_only():
+    plain, int8 = parse_storage("float16"), parse_storage("int8")
+    constants = unit_constants(base_bytes=100.0)
+    assert build_memory(TextShape(1e9), MODEL, plain, constants) == 100 + 4000
+    assert build_memory(TextShape(1000.0), MODEL, int8, constants) == 4100 + 2 * 1000 * 64 * 4
+    assert build_memory(TextShape(1e9), MODEL, int8, constants) == 4100 + 2 * 65_536 * 64 * 4
 
 
 def test_time_of_an_index_is_the_sum_of_its_stages():

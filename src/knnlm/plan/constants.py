@@ -69,7 +69,10 @@ class CpuConstants:
     codes_one: float  # a single query
     codes_list: float  # a searched list, for each query
     codes_scan: float  # a key of a searched list, for each query
-    rerank: float  # a key of a shortlist
+    rerank: float  # a number of a key of a shortlist
+    segment_take: float  # a segment from which some keys are read
+    segment_open: float  # the same, where there are too many segments to keep them mapped
+    codes_train: float  # a key of the training sample
     codes_add: float  # a key
     # Memory, bytes
     base_bytes: float  # a process that has opened a model, without its weights

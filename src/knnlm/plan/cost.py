@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from knnlm.datastore.codecs import Storage
 from knnlm.datastore.encoder import CODEC_SAMPLE_KEYS
 from knnlm.index.base import KMEANS_ROUNDS
+from knnlm.index.rerank import MEASURED
 from knnlm.io import MAX_RESIDENT_BYTES
 from knnlm.plan.constants import Constants, CpuConstants, GpuConstants
 from knnlm.plan.sizes import (
@@ -34,6 +35,7 @@ _INDEX_PASSES = 4  # over all keys: lists, blocks, moves, and writing
 _MAPPINGS = 256  # files of keys that are mapped at the same time
 _MAX_PRODUCT_BYTES = 3 << 27  # of a search with blocks
 _QUERY_BATCH = 8192
+_MAX_CODEC_SAMPLE = 1 << 27  # bytes of the keys that a codec is fitted to
 _MAX_CPU_RESIDENT = 1 << 29  # bytes of float32 keys up to which exact search keeps them
 _SHORTLIST = 3  # times k: neighbours of a search of codes that are measured
 _PROBED_LISTS = 64
@@ -162,7 +164,7 @@ def _index_parts(index: IndexShape, cpu: CpuConstants) -> dict[str, float]:
     if index.kind == "codes":
         # A multiplication and an addition for each dimension of each centroid.
         coarse = index.lists * _PCA_WIDTH * cpu.product
-        training = index.sample * (coarse * KMEANS_ROUNDS + index.width * cpu.train)
+        training = index.sample * (coarse * KMEANS_ROUNDS + cpu.codes_train)
         return {"training": training, "adding keys": keys * (cpu.codes_add + coarse)}
     numbers = keys * index.code_width
     training = index.sample * index.code_width * (cpu.train + KMEANS_ROUNDS * index.lists * cpu.nearest)
@@ -194,7 +196,11 @@ def search_on_cpu(index: IndexShape, constants: Constants, *, queries: float, ca
         "reading blocks": touched * (cpu.block_read + unmapped * cpu.fault),
         "reading the disk": touched * (1 - cached) * constants.disk.read,
     }
-    return Cost({name: steps * seconds for name, seconds in parts.items()})
+    whole = {name: steps * seconds for name, seconds in parts.items()}
+    if index.width > width:  # of wide keys, the index has some dimensions only
+        shortlist = _measure_shortlist(index, constants, queries=queries, length=MEASURED, cached=cached)
+        whole = {name: whole.get(name, 0.0) + shortlist.get(name, 0.0) for name in {**whole, **shortlist}}
+    return Cost(whole)
 
 
 def block_batch(index: IndexShape) -> float:
@@ -217,16 +223,30 @@ def _exact_on_cpu(index: IndexShape, constants: Constants, queries: float) -> Co
 def _search_codes(index: IndexShape, constants: Constants, queries: float, cached: float) -> Cost:
     cpu = constants.cpu
     scanned = index.keys * min(1.0, _PROBED_LISTS / index.lists)
-    shortlist = _SHORTLIST * K
+    lists = min(_PROBED_LISTS, index.lists)
     return Cost(
         {
             "calls": cpu.codes_one if queries == 1 else queries * cpu.codes_query,
             "comparing centroids": queries * index.lists * _PCA_WIDTH * cpu.product,
-            "comparing codes": queries * (scanned * cpu.codes_scan + min(_PROBED_LISTS, index.lists) * cpu.codes_list),
-            "measuring the shortlist": queries * shortlist * cpu.rerank,
-            "reading the disk": queries * shortlist * (1 - cached) * constants.disk.page,
+            "comparing codes": queries * (scanned * cpu.codes_scan + lists * cpu.codes_list),
+            **_measure_shortlist(index, constants, queries=queries, length=_SHORTLIST * K, cached=cached),
         }
     )
+
+
+def _measure_shortlist(
+    index: IndexShape, constants: Constants, *, queries: float, length: float, cached: float
+) -> dict[str, float]:
+    """Return the time to read the stored keys of shortlists, from many segments, and to measure them."""
+    cpu, keys = constants.cpu, queries * length
+    segments = math.ceil(index.keys / SEGMENT_ENTRIES["cpu"])
+    touched = -segments * math.expm1(-keys / segments)
+    each = cpu.segment_take if segments <= _MAPPINGS else cpu.segment_open
+    return {
+        "measuring the shortlist": keys * index.width * cpu.rerank,
+        "opening segments": touched * each,
+        "reading the disk": keys * (1 - cached) * constants.disk.page,
+    }
 
 
 def search_on_gpu(keys: float, width: int, constants: Constants, *, queries: float, key_dtype: str) -> Cost:
@@ -260,9 +280,10 @@ def gpu_capacity(memory_bytes: float) -> float:
     return memory_bytes * _DEVICE_SHARE
 
 
-def build_memory(model: ModelShape, constants: Constants) -> float:
-    """Return the peak memory of a build on a CPU: it does not depend on the text."""
-    return constants.cpu.base_bytes + 4 * model.parameters
+def build_memory(text: TextShape, model: ModelShape, storage: Storage, constants: Constants) -> float:
+    """Return the peak memory of a build on a CPU: that of the model, and of the sample that a codec is fitted to."""
+    sample = min(text.tokens, CODEC_SAMPLE_KEYS) * model.width * 4 if storage.fitted else 0.0
+    return constants.cpu.base_bytes + 4 * model.parameters + 2 * min(sample, _MAX_CODEC_SAMPLE)
 
 
 def gpu_build_memory(text: TextShape, model: ModelShape, constants: Constants) -> float:
@@ -279,11 +300,11 @@ def index_memory(index: IndexShape, storage: Storage, constants: Constants) -> f
         return cpu.idle_bytes
     # Keys are read from all over the store, so that their files stay mapped.
     mapped = min(index.keys, _MAPPINGS * SEGMENT_ENTRIES["cpu"]) * key_bytes(storage, index.width)
-    sample = 3 * 4 * index.sample * index.width
+    sample = 4 * index.sample * index.width
     if index.kind == "codes":
         return cpu.idle_bytes + cpu.index_bytes + sample + mapped + index.bytes
     arrays = index.bytes - index.keys * index.code_width  # all but the keys themselves
-    return cpu.idle_bytes + cpu.index_bytes + max(sample, index.keys * _KEY_WORK + arrays) + mapped
+    return cpu.idle_bytes + cpu.index_bytes + max(3 * sample, index.keys * _KEY_WORK + arrays) + mapped
 
 
 def search_memory(index: IndexShape, storage: Storage, constants: Constants, *, queries: float = BATCH) -> float:
@@ -294,7 +315,7 @@ def search_memory(index: IndexShape, storage: Storage, constants: Constants, *, 
         whole = index.keys * index.width * 4
         return cpu.idle_bytes + cpu.search_bytes + results + (whole if whole <= _MAX_CPU_RESIDENT else 0.0)
     if index.kind == "codes":
-        measured = queries * _SHORTLIST * K * 24
+        measured = queries * _SHORTLIST * K * 64
         mapped = min(MAX_RESIDENT_BYTES, index.keys * key_bytes(storage, index.width))
         return cpu.idle_bytes + cpu.search_bytes + results + measured + index.bytes + mapped
     products = 4 * index.block * index.probes * min(queries, block_batch(index))

@@ -168,7 +168,7 @@ def format_row(
         index_bytes=hardware.nodes * index.bytes,
         build=build,
         index_time=index_cost(index, constants, times=cores, cold_bytes=(1 - cached) * keys),
-        build_memory=build_memory(model, constants),
+        build_memory=build_memory(part, model, storage, constants),
         index_memory=index_memory(index, storage, constants),
     )
 

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import combinations
 from pathlib import Path
 from types import SimpleNamespace
@@ -471,8 +472,9 @@ def _codes(work: _Measurement) -> None:
     queries = key_map.apply(synthetic_keys(256, width, seed=2).float())
     shortlist = torch.randint(count, (64, 3 * K), generator=torch.Generator().manual_seed(0))
     seconds = work.shortest(lambda: rerank(vectors, queries[:64], shortlist, metric="l2"), repeats=2)
-    work.found["rerank"] = seconds / shortlist.numel()
+    work.found["rerank"] = seconds / (shortlist.numel() * vectors.width)
     _code_search(work, vectors, queries)
+    _segments(work)
 
 
 def _code_search(work: _Measurement, vectors: MemoryVectors, queries: Tensor) -> None:
@@ -480,22 +482,43 @@ def _code_search(work: _Measurement, vectors: MemoryVectors, queries: Tensor) ->
     count, lists = vectors.rows, inverted_lists(vectors.rows)
     spec = compressed_spec(200_001, vectors.width).replace(f"IVF{inverted_lists(200_001)}", f"IVF{lists}")
     probed, coarse = min(64, lists), lists * 80 * work.found["product"]
-    half = FaissIndex.build(MemoryVectors(vectors.keys[: count // 2], vectors.codec, vectors.width), spec)
+    some = training_sample_size(lists) if training_sample_size(lists) < count else count // 2
+    begin = work.clock()
+    half = FaissIndex.build(MemoryVectors(vectors.keys[:some], vectors.codec, vectors.width), spec)
+    first = work.clock() - begin
     begin = work.clock()
     index = FaissIndex.build(vectors, spec)
-    training = min(count, training_sample_size(lists)) * KMEANS_ROUNDS * coarse
-    work.found["codes_add"] = max(0.0, (work.clock() - begin - training) / count - coarse)
+    # Both are trained on as many keys.
+    add = max(0.0, (work.clock() - begin - first) / (count - some))
+    training = max(0.0, first - some * add) / some - KMEANS_ROUNDS * coarse
+    work.found |= {"codes_add": max(0.0, add - coarse), "codes_train": max(0.0, training)}
 
     def seconds(index: FaissIndex, effort: float = 1.0) -> float:
         return work.shortest(lambda: index.search(queries, 3 * K, effort=effort)) / len(queries)
 
     short, once, twice = seconds(half), seconds(index), seconds(index, 2.0)
     single = work.shortest(lambda: index.search(queries[:1], 3 * K), repeats=20)
-    scan = max(0.0, once - short) / ((count - count // 2) * probed / lists)
+    scan = max(0.0, once - short) / ((count - some) * probed / lists)
     each = max(0.0, twice - once) / max(1, min(2 * probed, lists) - probed) - scan * count / lists
     work.found |= {"codes_scan": scan, "codes_list": max(0.0, each)}
     known = coarse + scan * count * probed / lists + probed * max(0.0, each)
     work.found |= {"codes_query": max(0.0, once - known), "codes_one": max(0.0, single - known)}
+
+
+def _segments(work: _Measurement) -> None:
+    """Measure reading keys from all over a store: for each segment, mapped already or not."""
+    keys = synthetic_keys(320 * 64, 16, seed=0)
+    ids = torch.randint(len(keys), (3 * K,), generator=torch.Generator().manual_seed(0)).sort().values
+    seconds = {}
+    for entries in (len(keys), 512, 64):
+        store = build_instantly(work.lm, keys, work.folder / "segments", segment_entries=entries, document_tokens=64)
+        with closing(store):
+            count = len(store.segments)
+            seconds[count] = work.shortest(partial(store.take, ids))
+        _remove(work.folder / "segments")
+    (_, one), (few, some), (many, all_) = sorted(seconds.items())
+    work.found["segment_take"] = max(0.0, some - one) / few
+    work.found["segment_open"] = max(work.found["segment_take"], (all_ - one) / many)
 
 
 def _remove(path: Path) -> None:
