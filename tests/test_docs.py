@@ -131,6 +131,12 @@ def test_cli_reference_page_is_current():
     assert result.returncode == 0, result.stderr
 
 
+def test_page_of_plans_is_current():
+    check = [sys.executable, ROOT / "scripts" / "generate_plans.py", "--check"]
+    result = subprocess.run(check, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
+
+
 def anchors(page: Path) -> set[str]:
     """What a link can point to within a page, as GitHub names it."""
     headings = re.findall(r"^#+ (.+)$", prose(page.read_text()), re.MULTILINE)

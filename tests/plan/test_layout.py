@@ -10,8 +10,10 @@ import numpy as np
 import pytest
 
 from helpers.cli import failure, knnlm
+from knnlm.datastore.codecs import parse_storage
 from knnlm.errors import ParameterError
 from knnlm.plan.constants import Constants, load_constants, parse_constants, user_constants
+from knnlm.plan.cost import build_on_gpu, search_on_gpu
 from knnlm.plan.layout import Hardware, make_plan, recommend
 from knnlm.plan.sizes import ModelShape, TextShape
 from knnlm.plan.tail import slowest_of, slowest_quantile, tail_table
@@ -80,6 +82,39 @@ def test_more_tokens_than_gpus_hold_are_split_over_gpus(constants):
     assert int8.fits
     assert int8.shards == math.ceil(3e9 / (80e9 * 0.8 / (576 + 36)))
     assert plan.recommended is int8
+
+
+# Queries per second on one H200, from docs/background/results.md: millions of keys, key type, batch.
+H200 = {
+    (20, "float16", 1): 166,
+    (20, "float16", 16): 2599,
+    (20, "float16", 32): 4844,
+    (20, "float16", 256): 16_937,
+    (20, "float16", 1024): 19_912,
+    (20, "float16", 4096): 19_523,
+    (1, "float16", 1): 816,
+    (1, "float16", 1024): 113_900,
+    (1, "float16", 4096): 123_883,
+    (100, "int8", 1): 53,
+    (100, "int8", 16): 805,
+    (100, "int8", 32): 1562,
+    (100, "int8", 256): 5744,
+    (100, "int8", 1024): 6066,
+    (100, "int8", 4096): 6242,
+}
+
+
+@pytest.mark.parametrize("row", H200, ids=str)
+def test_search_on_the_gpu_of_the_package_is_predicted(constants, row):
+    millions, key_dtype, queries = row
+    seconds = search_on_gpu(millions * 1e6, 576, constants, queries=queries, key_dtype=key_dtype).seconds
+    assert queries / seconds == pytest.approx(H200[row], rel=0.25)
+
+
+def test_build_on_the_gpu_of_the_package_is_predicted(constants):
+    text = TextShape(15.7e6, 15_700.0)  # 999 court opinions, in 31.6 s
+    made = build_on_gpu(text, MODEL, parse_storage("float16"), constants)
+    assert made.seconds == pytest.approx(31.6, rel=0.25)
 
 
 def test_queries_make_replicas_and_replicas_need_hardware(constants):

@@ -19,7 +19,15 @@ from knnlm.plan.model import describe_model, shape_of
 from knnlm.plan.system import measure_disk, page_fault_seconds, peak_memory, reset_peak, resident_memory
 
 SMALL = Effort(
-    keys=21_000, stored=2048, forward=128, code_keys=6000, singles=8, batches=(1, 4, 16), repeats=1, disk_bytes=1 << 22
+    keys=21_000,
+    stored=2048,
+    forward=128,
+    code_keys=4000,
+    segments=16,
+    singles=8,
+    batches=(1, 4, 16),
+    repeats=1,
+    disk_bytes=1 << 22,
 )
 
 

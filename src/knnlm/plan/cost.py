@@ -239,7 +239,7 @@ def _measure_shortlist(
 ) -> dict[str, float]:
     """Return the time to read the stored keys of shortlists, from many segments, and to measure them."""
     cpu, keys = constants.cpu, queries * length
-    segments = math.ceil(index.keys / SEGMENT_ENTRIES["cpu"])
+    segments = math.ceil(index.keys / index.segment)
     touched = -segments * math.expm1(-keys / segments)
     each = cpu.segment_take if segments <= _MAPPINGS else cpu.segment_open
     return {
@@ -299,7 +299,7 @@ def index_memory(index: IndexShape, storage: Storage, constants: Constants) -> f
     if index.kind == "exact":
         return cpu.idle_bytes
     # Keys are read from all over the store, so that their files stay mapped.
-    mapped = min(index.keys, _MAPPINGS * SEGMENT_ENTRIES["cpu"]) * key_bytes(storage, index.width)
+    mapped = min(index.keys, _MAPPINGS * index.segment) * key_bytes(storage, index.width)
     sample = 4 * index.sample * index.width
     if index.kind == "codes":
         return cpu.idle_bytes + cpu.index_bytes + sample + mapped + index.bytes

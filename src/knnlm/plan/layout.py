@@ -157,13 +157,14 @@ def format_row(
         if on_gpu
         else build_on_cpu(part, model, storage, constants, times=cores)
     )
-    index = automatic_index(text.tokens / hardware.nodes, model.width, storage)
+    device = "cuda" if on_gpu else "cpu"
+    index = automatic_index(text.tokens / hardware.nodes, model.width, storage, device=device)
     keys = index.keys * key_bytes(storage, model.width)
     cached = min(1.0, RAM_SHARE * hardware.ram / keys)
     return FormatRow(
         storage=str(storage),
         key_bytes=key_bytes(storage, model.width),
-        store_bytes=store_bytes(text, model, storage, device="cuda" if on_gpu else "cpu"),
+        store_bytes=store_bytes(text, model, storage, device=device),
         index=index.spec,
         index_bytes=hardware.nodes * index.bytes,
         build=build,
@@ -233,10 +234,11 @@ def _on_nodes(
 ) -> Layout:
     """Return the layout with search on the cores of nodes: as many shards as keep the searched files in memory."""
     room, cores = RAM_SHARE * hardware.ram, hardware.cores / constants.cpu.threads
-    shards, index = 1, automatic_index(text.tokens, model.width, storage)
+    device = "cuda" if hardware.gpus and constants.gpu is not None else "cpu"
+    shards, index = 1, automatic_index(text.tokens, model.width, storage, device=device)
     while shards < hardware.nodes and search_memory(index, storage, constants) + _files(index, storage) > room:
         shards = min(hardware.nodes, shards * 2)
-        index = automatic_index(text.tokens / shards, model.width, storage)
+        index = automatic_index(text.tokens / shards, model.width, storage, device=device)
     needed = search_memory(index, storage, constants)
     cached = min(1.0, max(0.0, room - needed) / max(1.0, _files(index, storage)))
     one, many = (search_on_cpu(index, constants, queries=queries, cached=cached) for queries in (1, BATCH))

@@ -71,7 +71,8 @@ class Effort:
     stored: int = 32_768  # keys of each build
     forward: int = 1024  # tokens of a forward pass
     code_keys: int = 40_000  # of the index of codes
-    singles: int = 400  # single queries
+    segments: int = 320  # of a store: more than are mapped at the same time
+    singles: int = 1000  # single queries
     batches: tuple[int, ...] = (1, 16, 256, 1024, 4096)
     repeats: int = 3
     disk_bytes: int = 1 << 27
@@ -232,7 +233,7 @@ def _forward(work: _Measurement) -> None:
     begin = work.clock()
     read()
     first = work.clock() - begin
-    seconds = min(work.times(read, work.effort.repeats)) / count
+    seconds = min(work.times(read, 2)) / count
     work.found["start"] = max(0.0, first - seconds * count)
     work.found |= {"forward": seconds, "flop": seconds / shape.flops(min(count, window.context))}
     weights = sum(each.nbytes for each in lm.model.parameters()) if lm.device.type == "cpu" else 0
@@ -272,7 +273,7 @@ def _store(work: _Measurement) -> None:
 def _codecs(work: _Measurement) -> None:
     """Measure the fitting of codecs, and encoding beyond what storing plain numbers takes."""
     width = work.lm.width
-    count = min(CODEC_SAMPLE_KEYS, 2 * work.effort.stored)
+    count = min(CODEC_SAMPLE_KEYS, work.effort.stored)
     sample = synthetic_keys(count, width, seed=4).float()
     fewer = min(width, 256)
     numbers = count * width
@@ -478,36 +479,39 @@ def _codes(work: _Measurement) -> None:
 
 
 def _code_search(work: _Measurement, vectors: MemoryVectors, queries: Tensor) -> None:
-    """Measure two indexes with as many lists, of which one has lists that are twice as long."""
-    count, lists = vectors.rows, inverted_lists(vectors.rows)
-    spec = compressed_spec(200_001, vectors.width).replace(f"IVF{inverted_lists(200_001)}", f"IVF{lists}")
-    probed, coarse = min(64, lists), lists * 80 * work.found["product"]
-    some = training_sample_size(lists) if training_sample_size(lists) < count else count // 2
-    begin = work.clock()
-    half = FaissIndex.build(MemoryVectors(vectors.keys[:some], vectors.codec, vectors.width), spec)
-    first = work.clock() - begin
-    begin = work.clock()
-    index = FaissIndex.build(vectors, spec)
-    # Both are trained on as many keys.
-    add = max(0.0, (work.clock() - begin - first) / (count - some))
-    training = max(0.0, first - some * add) / some - KMEANS_ROUNDS * coarse
+    """Measure an index with long lists, one with short lists, and one with fewer keys."""
+    count = vectors.rows
+    few, many = inverted_lists(count) // 4, inverted_lists(count)
+    sample = min(training_sample_size(few), count // 2)
+    fewer = MemoryVectors(vectors.keys[:sample], vectors.codec, vectors.width)
+
+    def built(keys: MemoryVectors, lists: int) -> tuple[FaissIndex, float]:
+        begin = work.clock()
+        spec = compressed_spec(200_001, keys.width).replace(f"IVF{inverted_lists(200_001)}", f"IVF{lists}")
+        return FaissIndex.build(keys, spec), work.clock() - begin
+
+    (_, first), (long, second), (short, _) = built(fewer, few), built(vectors, few), built(vectors, many)
+    coarse = few * 80 * work.found["product"]
+    add = max(0.0, second - first) / (count - sample)  # both are trained on as many keys
+    training = max(0.0, first - sample * add) / sample - KMEANS_ROUNDS * coarse
     work.found |= {"codes_add": max(0.0, add - coarse), "codes_train": max(0.0, training)}
 
     def seconds(index: FaissIndex, effort: float = 1.0) -> float:
         return work.shortest(lambda: index.search(queries, 3 * K, effort=effort)) / len(queries)
 
-    short, once, twice = seconds(half), seconds(index), seconds(index, 2.0)
-    single = work.shortest(lambda: index.search(queries[:1], 3 * K), repeats=20)
-    scan = max(0.0, once - short) / ((count - some) * probed / lists)
-    each = max(0.0, twice - once) / max(1, min(2 * probed, lists) - probed) - scan * count / lists
-    work.found |= {"codes_scan": scan, "codes_list": max(0.0, each)}
-    known = coarse + scan * count * probed / lists + probed * max(0.0, each)
+    once, twice = seconds(short), seconds(short, 2.0)
+    probed, more, each = min(64, many), min(128, many), count / many  # lists, and keys of a short list
+    scan = max(0.0, seconds(long) - once) / max(1.0, min(64, few) * count / few - probed * each)
+    per_list = max(0.0, (twice - once) / max(1, more - probed) - scan * each)
+    known = many * 80 * work.found["product"] + probed * (per_list + scan * each)
+    single = work.shortest(lambda: short.search(queries[:1], 3 * K), repeats=20)
+    work.found |= {"codes_scan": scan, "codes_list": per_list}
     work.found |= {"codes_query": max(0.0, once - known), "codes_one": max(0.0, single - known)}
 
 
 def _segments(work: _Measurement) -> None:
     """Measure reading keys from all over a store: for each segment, mapped already or not."""
-    keys = synthetic_keys(320 * 64, 16, seed=0)
+    keys = synthetic_keys(work.effort.segments * 64, 16, seed=0)
     ids = torch.randint(len(keys), (3 * K,), generator=torch.Generator().manual_seed(0)).sort().values
     seconds = {}
     for entries in (len(keys), 512, 64):

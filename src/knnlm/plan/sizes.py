@@ -111,6 +111,7 @@ class IndexShape:
     width: int  # of a key
     lists: int = 0
     block: int = 0  # keys of a full block
+    segment: int = SEGMENT_ENTRIES["cpu"]  # keys of a segment of the store
 
     @property
     def kind(self) -> str:
@@ -174,16 +175,17 @@ class IndexShape:
         return self.keys * (_PCA_CODE_BYTES + _ID_BYTES) + padding + centroids + 4 * self.width * _PCA_WIDTH
 
 
-def automatic_index(keys: float, width: int, storage: Storage) -> IndexShape:
-    """Return the index that `knnlm index --index auto` builds."""
+def automatic_index(keys: float, width: int, storage: Storage, *, device: str = "cpu") -> IndexShape:
+    """Return the index that `knnlm index --index auto` builds over a store that was built on a device."""
+    segment = SEGMENT_ENTRIES[device]
     width = stored_width(storage, width)
     count = max(1, round(keys))
     if storage.kind == "codes":
         spec = compressed_spec(count, width)
-        return IndexShape(spec, keys, width, 0 if spec == "exact" else inverted_lists(count))
+        return IndexShape(spec, keys, width, 0 if spec == "exact" else inverted_lists(count), segment=segment)
     spec = default_spec(count)
-    numbers = [] if spec == "exact" else [int(number) for number in re.findall(r"\d+", spec)]
-    return IndexShape(spec, keys, width, *numbers)
+    lists, block = (0, 0) if spec == "exact" else (int(number) for number in re.findall(r"\d+", spec))
+    return IndexShape(spec, keys, width, lists, block, segment)
 
 
 def formats(width: int) -> list[Storage]:

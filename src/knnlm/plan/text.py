@@ -195,9 +195,8 @@ def _assumptions(plan: Plan) -> Section:
         "from the disk each time.",
         f"Throughput is that of batches of {BATCH:,} queries; every shard answers every query.",
         f"A request to another shard and its answer take {1e3 * NETWORK_SECONDS:g} ms.",
-        f"The latency of a shard varies as that of {len(plan.constants.latencies)} single queries on the measured "
-        "machine, independently of the other shards; an estimate beyond 99 % of many shards is as long as the longest "
-        "measured one.",
+        f"The latency of a shard varies as that of {len(plan.constants.latencies):,} single queries on the measured "
+        "machine, independently of the other shards, and is never longer than the longest of them.",
     ]
     if plan.hardware.gpus:
         lines.append(
