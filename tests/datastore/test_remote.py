@@ -326,6 +326,14 @@ def test_server_that_does_not_answer_is_one_line(s3, monkeypatch, tmp_path):
     fsspec.filesystem("s3").clear_instance_cache()
 
 
+def test_copy_without_its_catalog_is_fetched_again(parts, tmp_path):
+    url = push_both(parts, f"file://{tmp_path}/remote")[0]
+    folder = fetch_shard(url)
+    (folder / "catalog.db").unlink()
+    assert fetch_shard(url) == folder
+    assert verify(folder, deep=True).sound
+
+
 def test_forged_pointer_does_not_leave_the_cache(parts, tmp_path, cache):
     url = push_both(parts, f"file://{tmp_path}/remote")[0]
     folder = fetch_shard(url)

@@ -176,13 +176,20 @@ def test_slow_disk_is_the_bottleneck_of_what_is_not_in_memory(constants):
 
 
 def test_hardware_must_exist():
-    for wrong in ({"nodes": 0}, {"cores": 0}, {"ram": 0.0}, {"gpus": -1}, {"disk_bytes_per_second": 0.0}):
+    for wrong in (
+        {"nodes": 0},
+        {"cores": 0},
+        {"ram": 0.0},
+        {"gpus": -1},
+        {"disk_bytes_per_second": 0.0},
+        {"ram": math.inf},
+    ):
         with pytest.raises(ParameterError):
             Hardware(**wrong)
 
 
 def test_plan_needs_a_text_and_queries(constants):
-    for tokens, rate in ((0.0, 1.0), (math.nan, 1.0), (1e16, 1.0), (1e6, 0.0)):
+    for tokens, rate in ((0.0, 1.0), (math.nan, 1.0), (1e16, 1.0), (1e6, 0.0), (1e6, math.inf)):
         with pytest.raises(ParameterError):
             make_plan(TextShape(tokens), MODEL, Hardware(), constants, queries_per_second=rate)
 

@@ -463,16 +463,16 @@ def shards(
     if action == "push":
         _push(stores, out, replace=replace, json=json)
     elif action == "join":
-        _join(stores, Path(out), replace=replace, wait=wait, json=json)
+        _join(stores, out, replace=replace, wait=wait, json=json)
     else:
         raise ParameterError(f"Unknown action {action!r}: knnlm shards join SHARD... --out STORE, or push --out URL.")
 
 
-def _join(stores: list[str], out: Path, *, replace: bool, wait: float, json: bool) -> None:
+def _join(stores: list[str], out: str, *, replace: bool, wait: float, json: bool) -> None:
     import knnlm
     from knnlm.datastore.manifest import is_url
 
-    if is_url(str(out)) or str(out).startswith("s3:"):
+    if is_url(out):
         raise ParameterError(f"{out}: a sharded store is a folder on this machine; only its shards can be at URLs.")
     joined = knnlm.join_shards(stores, out, replace_manifest=replace, wait=wait, progress=bar)
     text = (

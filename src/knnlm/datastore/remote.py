@@ -162,6 +162,7 @@ def _fetch(remote: _Remote, home: Path, version: str, progress: Progress) -> Pat
         with progress(f"fetching {remote.url}", total=len(files), unit="files") as advance:
             _fetch_files(remote, home, files, advance)
         _remove_others(partial, files)
+        shutil.rmtree(final, ignore_errors=True)  # a copy whose catalog was removed
         (partial / REMOTE_FILE).write_text(json.dumps({"url": remote.url}), encoding="utf-8")
         commit_folder(partial, final)
     with atomic_write(home / CURRENT_FILE) as pointer:
@@ -302,16 +303,14 @@ def _copy_catalog(folder: Path, target: Path) -> None:
 
 def _present_files(remote: _Remote, folder: Path, *, replace: bool) -> dict[str, str]:
     """Return the files of the store that is at the URL, with their SHA-256."""
-    folder.mkdir()
-    try:
-        remote.download(CATALOG_FILE, folder / CATALOG_FILE)
-    except FileNotFoundError:
+    if remote.size(CATALOG_FILE) is None:
         return {}
     if not replace:
         raise DatastoreError(f"{remote.url} is a store already. Choose another --out, or add --replace.")
     try:
+        remote.download(CATALOG_FILE, folder / CATALOG_FILE)
         return listed_files(folder)
-    except KnnlmError:  # damaged: all files are uploaded
+    except (KnnlmError, FileNotFoundError):  # damaged: all files are uploaded
         return {}
 
 

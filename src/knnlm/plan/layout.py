@@ -52,8 +52,8 @@ class Hardware:
         if self.nodes < 1 or self.cores < 1 or self.gpus < 0:
             raise ParameterError("A plan needs at least one node and one core, and no negative number of GPUs.")
         speed = 1.0 if self.disk_bytes_per_second is None else self.disk_bytes_per_second
-        if not (self.ram > 0 and self.gpu_memory > 0 and speed > 0):
-            raise ParameterError("Memory and the speed of the disk must be above 0.")
+        if not all(0 < number < math.inf for number in (self.ram, self.gpu_memory, speed)):
+            raise ParameterError("Memory and the speed of the disk must be finite numbers above 0.")
 
     def __str__(self) -> str:
         gpus = f", {self.gpus} GPU{'s' if self.gpus > 1 else ''} of {self.gpu_memory / 1e9:g} GB" if self.gpus else ""
@@ -125,7 +125,7 @@ def make_plan(
     origin: str = "",
 ) -> Plan:
     """Return the costs of every key format and layout, and the recommended layout."""
-    if not (1 <= text.tokens <= 1e15 and text.document_tokens >= 1 and queries_per_second > 0):
+    if not (1 <= text.tokens <= 1e15 and 1 <= text.document_tokens <= 1e15 and 0 < queries_per_second <= 1e12):
         raise ParameterError("A plan is for 1 to 1e15 tokens, documents of at least one, and some queries per second.")
     constants = _with_disk(constants, hardware)
     rows = [format_row(text, model, storage, hardware, constants) for storage in formats(model.width)]
