@@ -186,7 +186,8 @@ def _assumptions(plan: Plan) -> Section:
         f"{plan.text.read_tokens(plan.model.window) / plan.text.tokens:.2f} times as many tokens.",
         "The forward pass was measured with this model."
         if own
-        else "The forward pass was not measured with this model: its time is in proportion to its operations.",
+        else "The forward pass was not measured with this model: its time is in proportion to its operations. All "
+        "parameters but embeddings count, also those of experts that a token does not use.",
         f"Times of a CPU were measured on {cpu.threads:g} thread{'' if cpu.threads == 1 else 's'} and are divided by "
         "the cores of a node; a single query uses no more than those threads.",
         "Nodes and GPUs build with no loss: each reads its share of the text. A node has one disk, which its GPUs "
@@ -194,6 +195,7 @@ def _assumptions(plan: Plan) -> Section:
         f"Files that a search reads stay in {RAM_SHARE:.0%} of a node's memory as far as they fit; the rest is read "
         "from the disk each time.",
         f"Throughput is that of batches of {BATCH:,} queries; every shard answers every query.",
+        "Key formats are ordered by precision; their effect on perplexity is not estimated.",
         f"A request to another shard and its answer take {1e3 * NETWORK_SECONDS:g} ms.",
         f"The latency of a shard varies as that of {len(plan.constants.latencies):,} single queries on the measured "
         "machine, independently of the other shards, and is never longer than the longest of them.",
