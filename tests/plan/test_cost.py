@@ -15,6 +15,7 @@ from knnlm.datastore.indexes import build_index
 from knnlm.datastore.store import Datastore
 from knnlm.errors import ParameterError
 from knnlm.index.blocks import index as block_index
+from knnlm.index.faiss import FaissIndex
 from knnlm.index.gpu import keys as gpu_keys
 from knnlm.index.gpu import streaming
 from knnlm.ingest import build as ingest
@@ -34,7 +35,7 @@ from knnlm.plan.cost import (
     search_on_cpu,
     search_on_gpu,
 )
-from knnlm.plan.measure import build_instantly, synthetic_keys
+from knnlm.plan.measure import MemoryVectors, build_instantly, synthetic_keys
 from knnlm.plan.sizes import IndexShape, ModelShape, TextShape, automatic_index, formats, key_bytes, store_bytes
 
 MODEL = ModelShape("m", width=64, parameters=1000, body_parameters=400, layers=2, attention_width=64)
@@ -145,6 +146,9 @@ def test_index_of_codes_is_searched_by_lists_and_shortlist():
     assert search_on_cpu(index, unit_constants(codes_scan=1.0), queries=3).seconds == 3 * scanned
     assert search_on_cpu(index, unit_constants(codes_list=1.0), queries=3).seconds == 3 * 64
     assert search_on_cpu(index, unit_constants(rerank=1.0), queries=1).seconds == 3 * 1024 * 128
+    one = search_on_cpu(index, unit_constants(rerank_read=1.0), queries=1).seconds
+    assert one == pytest.approx(3 * 1024 * 128, rel=0.002)
+    assert search_on_cpu(index, unit_constants(rerank_read=1.0), queries=1e6).seconds == pytest.approx(1e6 * 128)
     segments = math.ceil(1e6 / 16_384)
     few = search_on_cpu(index, unit_constants(segment_take=1.0, segment_open=50.0), queries=1).seconds
     assert few == pytest.approx(segments, rel=1e-6)
@@ -241,6 +245,14 @@ def test_predicted_index_is_that_of_a_store(lm, tmp_path):
         text = TextShape(store.entry_count, 1000.0)
         predicted = store_bytes(text, ModelShape("m", 32, 0, 0), parse_storage("float16")) + index.bytes
         assert predicted == pytest.approx(real, rel=0.03)
+
+
+def test_predicted_index_of_codes_is_that_of_faiss(tmp_path):
+    keys = MemoryVectors(synthetic_keys(6000, 128, seed=0))
+    built = FaissIndex.build(keys, "PCAR80,IVF64,PQ40x4fsr")
+    built.save(tmp_path / "index.faiss")
+    predicted = IndexShape("PCAR80,IVF64,PQ40x4fsr", 6000, 128, 64).bytes
+    assert predicted == pytest.approx((tmp_path / "index.faiss").stat().st_size, rel=0.03)
 
 
 def test_formats_are_those_that_the_width_allows():

@@ -69,7 +69,8 @@ class CpuConstants:
     codes_one: float  # a single query
     codes_list: float  # a searched list, for each query
     codes_scan: float  # a key of a searched list, for each query
-    rerank: float  # a number of a key of a shortlist
+    rerank: float  # a number of a key of a shortlist, for each query
+    rerank_read: float  # a number of a key of any shortlist, once for all queries of a batch
     segment_take: float  # a segment from which some keys are read
     segment_open: float  # the same, where there are too many segments to keep them mapped
     codes_train: float  # a key of the training sample

@@ -241,11 +241,12 @@ def _measure_shortlist(
     cpu, keys = constants.cpu, queries * length
     segments = math.ceil(index.keys / index.segment)
     touched = -segments * math.expm1(-keys / segments)
+    different = -index.keys * math.expm1(-keys / index.keys)
     each = cpu.segment_take if segments <= _MAPPINGS else cpu.segment_open
     return {
-        "measuring the shortlist": keys * index.width * cpu.rerank,
+        "measuring the shortlist": index.width * (keys * cpu.rerank + different * cpu.rerank_read),
         "opening segments": touched * each,
-        "reading the disk": keys * (1 - cached) * constants.disk.page,
+        "reading the disk": different * (1 - cached) * constants.disk.page,
     }
 
 

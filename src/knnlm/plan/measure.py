@@ -472,8 +472,15 @@ def _codes(work: _Measurement) -> None:
     vectors.width = codec.width
     queries = key_map.apply(synthetic_keys(256, width, seed=2).float())
     shortlist = torch.randint(count, (64, 3 * K), generator=torch.Generator().manual_seed(0))
-    seconds = work.shortest(lambda: rerank(vectors, queries[:64], shortlist, metric="l2"), repeats=2)
-    work.found["rerank"] = seconds / (shortlist.numel() * vectors.width)
+    numbers = 3 * K * vectors.width
+    one, many = (
+        work.shortest(partial(rerank, vectors, queries[:size], shortlist[:size], metric="l2"), repeats=4) / numbers
+        for size in (1, len(shortlist))
+    )
+    # Of many queries, each key is read once: as many numbers as all keys have, at most.
+    different = min(len(shortlist) - 1.0, count / (3 * K))
+    pair = max(0.0, many - one * different) / (len(shortlist) - different)
+    work.found |= {"rerank": pair, "rerank_read": max(0.0, one - pair)}
     _code_search(work, vectors, queries)
     _segments(work)
 

@@ -172,7 +172,8 @@ class IndexShape:
             return self.keys * ids + (self.keys + self.block) * self.code_width + arrays + frame + 9 * _HEADER_BYTES
         padding = self.lists * _FAISS_BLOCK / 2 * _PCA_CODE_BYTES
         centroids = self.lists * _PCA_WIDTH * 4
-        return self.keys * (_PCA_CODE_BYTES + _ID_BYTES) + padding + centroids + 4 * self.width * _PCA_WIDTH
+        frame = 4 * self.width * (self.width + _PCA_WIDTH + 2)  # all components are stored, not only those in use
+        return self.keys * (_PCA_CODE_BYTES + _ID_BYTES) + padding + centroids + frame
 
 
 def automatic_index(keys: float, width: int, storage: Storage, *, device: str = "cpu") -> IndexShape:
