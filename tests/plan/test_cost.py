@@ -14,6 +14,7 @@ from knnlm.datastore.codecs import parse_storage
 from knnlm.datastore.indexes import build_index
 from knnlm.datastore.store import Datastore
 from knnlm.errors import ParameterError
+from knnlm.index import exact
 from knnlm.index.blocks import index as block_index
 from knnlm.index.faiss import FaissIndex
 from knnlm.index.gpu import keys as gpu_keys
@@ -201,6 +202,8 @@ def test_constants_of_the_code_are_those_of_the_plan():
     assert cost.MIN_COMPILED_TOKENS == segment_builder._MIN_COMPILED_TOKENS
     assert cost._QUERY_BATCH == block_index._QUERY_BATCH
     assert cost._MAX_PRODUCT_BYTES == block_index._MAX_PRODUCT_BYTES
+    assert (cost._EXACT_QUERIES, cost._EXACT_KEYS) == (exact.QUERY_BATCH, exact._BLOCK)
+    assert cost._MAX_CPU_RESIDENT == exact._MAX_CPU_RESIDENT
     assert cost._DEVICE_SHARE == streaming._DEVICE_SHARE
     assert cost._PENDING_SEGMENTS == segment_builder._MAX_PENDING_SEGMENTS + 1
     assert cost._padded(100) == gpu_keys.padded(100, gpu_keys.WIDTH_MULTIPLE)

@@ -37,6 +37,7 @@ _MAX_PRODUCT_BYTES = 3 << 27  # of a search with blocks
 _QUERY_BATCH = 8192
 _MAX_CODEC_SAMPLE = 1 << 27  # bytes of the keys that a codec is fitted to
 _MAX_CPU_RESIDENT = 1 << 29  # bytes of float32 keys up to which exact search keeps them
+_EXACT_QUERIES, _EXACT_KEYS = 512, 8192  # that exact search compares at once
 _SHORTLIST = 3  # times k: neighbours of a search of codes that are measured
 _PROBED_LISTS = 64
 _PCA_WIDTH = 80
@@ -314,7 +315,8 @@ def search_memory(index: IndexShape, storage: Storage, constants: Constants, *, 
     results = queries * K * 12 * 2
     if index.kind == "exact":
         whole = index.keys * index.width * 4
-        return cpu.idle_bytes + cpu.search_bytes + results + (whole if whole <= _MAX_CPU_RESIDENT else 0.0)
+        products = 5 * 4 * min(queries, _EXACT_QUERIES) * min(index.keys, _EXACT_KEYS)  # and what is sorted of them
+        return cpu.idle_bytes + cpu.search_bytes + results + products + (whole if whole <= _MAX_CPU_RESIDENT else 0.0)
     if index.kind == "codes":
         measured = queries * _SHORTLIST * K * 64
         mapped = min(MAX_RESIDENT_BYTES, index.keys * key_bytes(storage, index.width))
