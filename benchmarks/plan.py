@@ -1,15 +1,16 @@
 """Predictions of `knnlm plan` against real runs: build time, disk, memory and search time.
 
     python benchmarks/plan.py --sizes 10000 100000 1000000 --threads 2          # minutes; two idle cores
-    python benchmarks/plan.py --sizes 1000000 15700000 --device cuda --model bundled --text FOLDER
+    python benchmarks/plan.py --sizes 1000000 15700000 --device cuda --model bundled --text FOLDER --characters 0
     python benchmarks/plan.py --sizes 10000 --formats float16 int8 codes --clock cpu --threads 1   # a busy machine
 
 The constants are measured first (`measure`), then every size is built, indexed and searched, each in a process of its
 own, so that its peak memory is its own. By default the model is a small one from a configuration (one layer of width
 576) with the tokenizer of the bundled model, since the forward pass is a constant of its own; --model names another.
-TEXT is that of Python's standard library, in documents of 3,000 characters, or of the files of --text, cut likewise.
-Queries are stored keys, each moved by half the difference of two others. `--clock cpu` counts processor time, which
-other work on the machine changes less; it misses waiting for the disk.
+The text is that of Python's standard library, in documents of 3,000 characters, or of the files of --text, cut
+likewise; with --characters 0, documents as they are. Queries are stored keys, each moved by half the difference of two
+others. `--clock cpu` counts processor time, which other work on the machine changes less; it misses waiting for the
+disk.
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ from knnlm.plan.cost import (
     build_memory,
     build_on_cpu,
     build_on_gpu,
+    gpu_build_memory,
     index_cost,
     index_memory,
     search_memory,
@@ -47,7 +49,6 @@ from knnlm.plan.cost import (
 from knnlm.plan.sizes import ModelShape, TextShape, automatic_index, store_bytes
 from knnlm.plan.system import peak_memory, reset_peak
 
-CHARACTERS = 3000
 FIGURES = {
     "build_s": "build, s",
     "build_mb": "its memory, MB",
@@ -58,6 +59,7 @@ FIGURES = {
     "batch_ms": "search, ms per query",
     "one_ms": "one query, ms",
     "search_mb": "its memory, MB",
+    "gpu_mb": "GPU memory of the build, MB",
 }
 
 
@@ -87,6 +89,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--clock", choices=["wall", "cpu"], default="wall")
     parser.add_argument("--model", help="default: a small one from a configuration")
     parser.add_argument("--text", nargs="*", help="files and folders")
+    parser.add_argument("--characters", type=int, default=3000, help="of a document; 0: documents as they are")
     parser.add_argument("--constants", type=Path, help="use these instead of measuring first")
     parser.add_argument("--folder", type=Path, help="where stores are written (default: the temporary folder)")
     parser.add_argument("--json", type=Path, help="also write all figures to this file")
@@ -122,13 +125,14 @@ def small_model(folder: Path) -> Path:
 def documents(options: argparse.Namespace) -> Iterator[Document]:
     """Yield the text, in documents of the same length."""
     if options.text:
-        texts = ((document.id, document.text) for document in read_documents(options.text))
+        texts = ((document.id, document.text) for document in read_documents(*options.text))
     else:
         files = sorted(Path(json.__file__).parent.parent.rglob("*.py"))
         texts = ((str(path), path.read_text(encoding="utf-8", errors="ignore")) for path in files)
     for name, text in texts:
-        for at in range(0, len(text) - CHARACTERS + 1, CHARACTERS):
-            yield Document(f"{name}:{at}", name, text[at : at + CHARACTERS])
+        step = options.characters or max(1, len(text))
+        for at in range(0, len(text) - step + 1, step):
+            yield Document(f"{name}:{at}", name, text[at : at + step])
 
 
 def clock_of(options: argparse.Namespace) -> Any:
@@ -231,7 +235,7 @@ def phase(options: argparse.Namespace, name: str, store: Path, storage: str, siz
     """Run one phase in a process of its own."""
     command = [sys.executable, __file__, "--phase", name, "--store", str(store), "--format", storage]
     command += ["--sizes", str(size), "--device", options.device, "--threads", str(options.threads)]
-    command += ["--clock", options.clock, "--model", options.model]
+    command += ["--clock", options.clock, "--model", options.model, "--characters", str(options.characters)]
     command += ["--text", *options.text] if options.text else []
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
     found = json.loads(done.stdout.splitlines()[-1])
@@ -248,13 +252,12 @@ def compare(size: int, storage: str, constants: Constants, options: argparse.Nam
         real |= phase(options, name, store, storage, size)
     subprocess.run(["rm", "-r", str(store)], check=True)
     shape = ModelShape(**{key: value for key, value in real.pop("shape").items() if key != "window"})
-    text = TextShape(real["tokens"], real["tokens"] / real["documents"], equal=True)
+    text = TextShape(real["tokens"], real["tokens"] / real["documents"], equal=options.characters > 0)
     found = predict(text, shape, storage, constants, options.device)
     return {
         "tokens": real["tokens"],
         "format": storage,
         **{name: {"predicted": found[name], "real": real[name]} for name in FIGURES if name in real and name in found},
-        "gpu_mb": real.get("gpu_mb"),
     }
 
 
@@ -271,6 +274,7 @@ def predict(text: TextShape, model: ModelShape, name: str, constants: Constants,
     }
     if device == "cuda":
         found["build_s"] = build_on_gpu(text, model, storage, constants).seconds
+        found["gpu_mb"] = gpu_build_memory(text, model, constants) / 1e6
         del found["search_mb"]
         one, many = (
             search_on_gpu(text.tokens, model.width, constants, queries=count, key_dtype="float16").seconds

@@ -7,10 +7,9 @@ bundled model, which need not be installed.
 from __future__ import annotations
 
 import sys
-from importlib.resources import files
 from pathlib import Path
 
-from knnlm.plan.constants import Constants, parse_constants
+from knnlm.plan.constants import Constants, packaged_constants
 from knnlm.plan.layout import Hardware, make_plan
 from knnlm.plan.sizes import ModelShape, TextShape
 from knnlm.plan.text import as_markdown, plan_sections
@@ -69,8 +68,7 @@ def page(constants: Constants) -> str:
 
 def main(arguments: list[str]) -> int:
     """Write the page, or compare it; return the exit code."""
-    text = (files("knnlm.plan") / "defaults.json").read_text(encoding="utf-8")
-    made = page(parse_constants(text, "defaults.json"))
+    made = page(packaged_constants())
     if arguments == ["--check"]:
         if PAGE.exists() and PAGE.read_text(encoding="utf-8") == made:
             return 0

@@ -12,7 +12,7 @@ import torch
 
 from helpers.cli import knnlm
 from knnlm.plan import measure as module
-from knnlm.plan.constants import parse_constants
+from knnlm.plan.constants import packaged_constants, parse_constants
 from knnlm.plan.measure import Effort, InstantModel, build_instantly, measure, non_negative_fit, synthetic_keys
 from knnlm.plan.measure_gpu import GpuEffort, measure_gpu
 from knnlm.plan.model import describe_model, shape_of
@@ -47,6 +47,16 @@ def test_measurement_is_complete_and_can_be_read_again(constants, lm):
         assert getattr(constants.cpu, name) > 0, name
     assert len(constants.latencies) == 8
     assert float(np.median(constants.latencies)) == pytest.approx(1.0, abs=0.01)
+
+
+def test_machine_without_faiss_gets_the_constants_of_searches_from_the_package(lm, tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "find_spec", lambda name: None if name == "faiss" else 1)
+    found = measure(lm, tmp_path, effort=SMALL)
+    packaged = packaged_constants()
+    assert found.cpu.scan == packaged.cpu.scan
+    assert found.latencies == packaged.latencies
+    assert found.cpu.tokenise != packaged.cpu.tokenise
+    assert parse_constants(found.as_json(), "c.json") == found
 
 
 def test_keys_of_the_instant_model_are_stored_as_they_are(lm, tmp_path):

@@ -156,14 +156,19 @@ def user_constants() -> Path:
 def load_constants(path: Path | None = None) -> tuple[Constants, str]:
     """Return constants and their origin: those of a file, else those of this machine, else the package's."""
     if path is None and not user_constants().exists():
-        text = (files("knnlm.plan") / _DEFAULTS).read_text(encoding="utf-8")
-        return parse_constants(text, f"knnlm's {_DEFAULTS}"), "the package"
+        return packaged_constants(), "the package"
     path = user_constants() if path is None else path
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ParameterError(f"{path}: the constants cannot be read ({error}). {_ADVICE}") from None
     return parse_constants(text, str(path)), str(path)
+
+
+def packaged_constants() -> Constants:
+    """Return the constants of the package."""
+    text = (files("knnlm.plan") / _DEFAULTS).read_text(encoding="utf-8")
+    return parse_constants(text, f"knnlm's {_DEFAULTS}")
 
 
 def parse_constants(text: str, name: str) -> Constants:

@@ -12,8 +12,9 @@ import shutil
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import partial
+from importlib.util import find_spec
 from itertools import combinations
 from pathlib import Path
 from types import SimpleNamespace
@@ -42,7 +43,7 @@ from knnlm.index.rerank import rerank
 from knnlm.ingest.build import build
 from knnlm.lm.causal import CausalLM, KeyBatch
 from knnlm.lm.windows import WindowShape
-from knnlm.plan.constants import Constants, CpuConstants, DiskConstants, GpuConstants
+from knnlm.plan.constants import Constants, CpuConstants, DiskConstants, GpuConstants, packaged_constants
 from knnlm.plan.cost import K, index_memory, search_memory
 from knnlm.plan.model import shape_of
 from knnlm.plan.sizes import IndexShape, automatic_index
@@ -118,7 +119,9 @@ def measure(
     """Measure this machine with a model; files are written to a folder, which the caller removes."""
     lm.require_text("A measurement")
     work = _Measurement(lm, folder, effort, clock)
-    steps = (_forward, _store, _codecs, _blocks, _exact, _codes)
+    # Without FAISS, no index can be built or checked.
+    searching = (_codecs, _blocks, _exact, _codes) if find_spec("faiss") is not None else (_use_defaults,)
+    steps = (_forward, _store, *searching)
     with progress("measuring", total=len(steps) + 2, unit="parts") as advance:
         for step in steps:
             step(work)
@@ -132,12 +135,22 @@ def measure(
 
             figures, gpu = measure_gpu(lm, folder)
             models = {lm.name: figures}
+            # The forward pass was that of the GPU. On a CPU it is as fast as a product of matrices.
+            work.found["flop"] = work.found["product"] / 2
         advance(1)
     about = {**machine(), "date": time.strftime("%Y-%m-%d", time.gmtime())}
     about["gpu"] = torch.cuda.get_device_name(lm.device) if lm.device.type == "cuda" else None
     about["processor"] = processor_name() or about["processor"]
     cpu = CpuConstants(threads=torch.get_num_threads(), **work.found)
     return Constants(about, cpu, gpu, disk, models, work.latencies)
+
+
+def _use_defaults(work: _Measurement) -> None:
+    """Take the constants that cannot be measured without FAISS from the package."""
+    for name, value in asdict(packaged_constants().cpu).items():
+        if name not in ("threads", "fault"):
+            work.found.setdefault(name, value)
+    work.latencies = packaged_constants().latencies
 
 
 def processor_name() -> str:

@@ -115,13 +115,15 @@ def _store(lm: CausalLM, folder: Path, effort: GpuEffort) -> float:
     """Measure what copying a byte of keys from the device, hashing and writing it takes."""
     keys = torch.randn(effort.segment_keys, lm.width, device=lm.device).half()
     values = np.zeros(len(keys), np.int32)
+    collected = CollectedKeys(keys, keys.abs().amax().float(), None)
+    _synchronise(lm.device)  # threads copy on streams of their own
     taken = []
     for _ in range(2):
         begin = time.perf_counter()
         with SegmentWriter() as writer:
-            for number in range(effort.segments):
-                collected = CollectedKeys(keys, keys.abs().amax().float(), None)
-                writer.submit(folder / f"segment-{number}", collected, values)
+            places = [folder / f"segment-{number}" for number in range(effort.segments)]
+            for written in [writer.submit(place, collected, values) for place in places]:
+                written.result()
         taken.append(time.perf_counter() - begin)
         for number in range(effort.segments):
             shutil.rmtree(folder / f"segment-{number}")

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
@@ -40,7 +41,8 @@ def reset_peak() -> None:
 
 def idle_memory() -> float:
     """Return the bytes of a new process that can search and has no model."""
-    script = "import knnlm.datastore.indexes, faiss, knnlm.plan.system as m; print(m.resident_memory())"
+    faiss = ", faiss" if find_spec("faiss") is not None else ""
+    script = f"import knnlm.datastore.indexes{faiss}, knnlm.plan.system as m; print(m.resident_memory())"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)  # noqa: S603
     return float(done.stdout)
 
