@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import sys
+from collections import Counter
 
 import pytest
 
@@ -41,13 +43,20 @@ def test_server_that_is_no_ray_cluster_is_an_error(monkeypatch):
             pass
 
 
-def test_local_ray_is_started_quietly_and_stopped(capfd):
+def test_local_ray_is_started_quietly_and_stopped(capfd, cluster):
+    before = os.environ.get("RAY_AUTH_MODE")
+    capfd.readouterr()
     with connected(cores=1) as ray:
         assert ray.cluster_resources()["CPU"] == 1
         with connected("127.0.0.1:1") as same:  # connected already
             assert same is ray
         assert ray.is_initialized()
     assert not ray.is_initialized()
+    # A local Ray may ask for a token, which the cluster does not have.
+    assert os.environ.get("RAY_AUTH_MODE") == before
+    with connected(cluster.address):
+        actor = ray.remote(Counter).options(num_cpus=0.1).remote("abc")
+        assert ray.get(actor.total.remote(), timeout=60) == 3
     assert capfd.readouterr() == ("", "")
 
 

@@ -19,6 +19,7 @@ LOCAL = "local"  # the address of a Ray that is started for the task and stopped
 AUTO = "auto"  # the address of the cluster that runs on this machine
 NAMESPACE = "knnlm"  # of named actors
 
+_AUTH_MODE = "RAY_AUTH_MODE"
 _REACH_SECONDS = 3.0
 _SETTINGS, _FRAME_HEAD = b"\4", 9  # the type of the first frame of HTTP/2, and the bytes before its content
 _HTTP2_GREETING = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\0\0\0" + _SETTINGS + b"\0" * 5
@@ -63,15 +64,32 @@ def connected(
         options |= {} if cores is None else {"num_cpus": cores}
     else:
         _check_reachable(address)
+    mode = os.environ.get(_AUTH_MODE)
     try:
         ray.init(address=address, **options)
     except Exception as error:
+        _restore_auth_mode(mode)
         raise ClusterError(_reason(address, error)) from error
     try:
         with _without_messages():
             yield ray
     finally:
         ray.shutdown()
+        _restore_auth_mode(mode)
+
+
+def _restore_auth_mode(mode: str | None) -> None:
+    """Undo that Ray asks for a token from now on: it sets the variable when it starts a local Ray with one.
+
+    The processes of another cluster, which has no token, would refuse this program.
+    """
+    if os.environ.get(_AUTH_MODE) == mode:
+        return
+    os.environ.pop(_AUTH_MODE) if mode is None else os.environ.update({_AUTH_MODE: mode})
+    raylet: Any = sys.modules.get("ray._raylet")  # there is no public function
+    if hasattr(raylet, "Config") and hasattr(raylet, "AuthenticationTokenLoader"):
+        raylet.Config.initialize("")
+        raylet.AuthenticationTokenLoader.instance().reset_cache()
 
 
 @contextmanager
