@@ -11,7 +11,6 @@ All shards have the offset, map and codec of the first one. The others begin whe
 
 from __future__ import annotations
 
-import pickle
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import closing, suppress
@@ -245,8 +244,10 @@ class _Driver:
         for _ in range(len(self._workers), min(self._plan.count, len(self._record.pending))):
             try:
                 actor = self._kind.remote(self._job)
-            except (TypeError, AttributeError, pickle.PicklingError) as error:
-                reason = str(error).splitlines()[0]
+            except self._ray.exceptions.RayError:
+                raise
+            except Exception as error:  # of any kind, of what cannot be sent
+                reason = (str(error).splitlines() or [type(error).__name__])[0]
                 raise ParameterError(f"The text cannot be read on other machines: {reason}") from error
             self._workers.append(_Worker(actor, actor.open.remote()))
 
