@@ -12,6 +12,7 @@ from importlib.metadata import version
 from io import StringIO
 from pathlib import Path
 
+from generated_page import write_or_check
 from knnlm.cli.app import app, run
 
 PAGE = Path(__file__).parent.parent / "docs" / "reference" / "cli.md"
@@ -68,17 +69,8 @@ def page() -> str:
 def main(arguments: list[str]) -> int:
     """Write the page, or compare it; return the exit code."""
     os.environ.update(ENVIRONMENT)
-    made = page()
-    if arguments == ["--check"]:
-        if PAGE.exists() and PAGE.read_text(encoding="utf-8") == made:
-            return 0
-        sys.stderr.write(f"{PAGE} is not current (typer {version('typer')}). Run: python scripts/generate_cli.py\n")
-        return 1
-    if arguments:
-        sys.stderr.write(f"Unknown arguments {' '.join(arguments)}: give none, or --check.\n")
-        return 2
-    PAGE.write_text(made, encoding="utf-8")
-    return 0
+    command = f"python scripts/generate_cli.py (with typer {version('typer')})"
+    return write_or_check(PAGE, page(), arguments, command)
 
 
 if __name__ == "__main__":

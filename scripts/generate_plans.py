@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+from generated_page import write_or_check
 from knnlm.plan.constants import Constants, packaged_constants
 from knnlm.plan.layout import Hardware, make_plan
 from knnlm.plan.sizes import ModelShape, TextShape
@@ -68,17 +69,7 @@ def page(constants: Constants) -> str:
 
 def main(arguments: list[str]) -> int:
     """Write the page, or compare it; return the exit code."""
-    made = page(packaged_constants())
-    if arguments == ["--check"]:
-        if PAGE.exists() and PAGE.read_text(encoding="utf-8") == made:
-            return 0
-        sys.stderr.write(f"{PAGE} is not current. Run: python scripts/generate_plans.py\n")
-        return 1
-    if arguments:
-        sys.stderr.write(f"Unknown arguments {' '.join(arguments)}: give none, or --check.\n")
-        return 2
-    PAGE.write_text(made, encoding="utf-8")
-    return 0
+    return write_or_check(PAGE, page(packaged_constants()), arguments, "python scripts/generate_plans.py")
 
 
 if __name__ == "__main__":

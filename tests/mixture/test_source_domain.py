@@ -167,7 +167,7 @@ def tuned(lm, tmp_path_factory):
 
 def test_mean_states_equal_one_source_at_a_time(lm):
     texts = [pair.source_text for pair in pairs(7)]
-    found = lm.mean_source_states(texts, batch_size=3)
+    found = lm.mean_source_states(lm.encode_sources(texts), batch_size=3)
     for text, row in zip(texts, found, strict=True):
         (tokens,) = lm.encode_sources([text])
         hidden = lm.model.get_encoder()(input_ids=torch.tensor([tokens])).last_hidden_state
@@ -180,7 +180,8 @@ def test_source_outside_the_domain_is_translated_by_the_model_alone(lm, tuned):
     opened = Mixture.open(folder, lm)
     unchecked = Mixture.open(folder, lm, options=MixtureOptions(domain_check=False))
     texts = [pair.source_text for pair in [*marked(6, 400, "with"), *marked(6, 500, "model")]]
-    inside = opened.source_domain.in_domain(lm.mean_source_states(texts), lm.encode_sources(texts)).tolist()
+    encoded = lm.encode_sources(texts)
+    inside = opened.source_domain.in_domain(lm.mean_source_states(encoded), encoded).tolist()
     assert 0 < sum(inside) < len(texts)
     settings = {"max_new_tokens": 12, "batch_size": 5}
     alone = opened.translate(texts, use_memory=False, **settings)

@@ -124,8 +124,7 @@ def is_past_best(figures: Sequence[OddsFigures]) -> bool:
     """Whether the last two factors were each worse than the one before, or the last one loses other text."""
     alone, *tried = figures
     worse = len(tried) > 2 and tried[-1].bleu < tried[-2].bleu < tried[-3].bleu
-    lost = (tried[-1].other_bleu or 0) < (alone.other_bleu or 0) - MAX_LOSS
-    return worse or lost
+    return worse or not _keeps(tried[-1], alone)
 
 
 def _translate(mixture: Mixture, pairs: Sequence[Document], *, use_memory: bool) -> TextScores:

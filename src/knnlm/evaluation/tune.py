@@ -209,11 +209,8 @@ def _fit_source_domain(
     step = max(1, len(stored) // MAX_SOURCES)
     elsewhere = [document.source_text or "" for document in other][:MAX_SOURCES]
     own = [*given, *stored[::step]]
-    read = (
-        Sources(lm.mean_source_states(texts), [tuple(row) for row in lm.encode_sources(texts)])
-        for texts in (own, elsewhere)
-    )
-    return SourceDomain.fit(*read)
+    encoded = ([tuple(row) for row in lm.encode_sources(texts)] for texts in (own, elsewhere))
+    return SourceDomain.fit(*(Sources(lm.mean_source_states(tokens), tokens) for tokens in encoded))
 
 
 def _choose_odds(

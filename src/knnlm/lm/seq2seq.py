@@ -218,9 +218,8 @@ class Seq2SeqLM(CausalLM):
         }
 
     @torch.no_grad()
-    def mean_source_states(self, texts: Sequence[str], *, batch_size: int = 64) -> Tensor:
-        """Return the (N, D) mean encoder states of source texts, in float32 on the CPU."""
-        tokens = self.encode_sources(texts)
+    def mean_source_states(self, tokens: Sequence[Sequence[int]], *, batch_size: int = 64) -> Tensor:
+        """Return the (N, D) mean encoder states of sources, given their tokens, in float32 on the CPU."""
         order = sorted(range(len(tokens)), key=lambda number: len(tokens[number]))
         found: list[Tensor] = []
         for begin in range(0, len(order), batch_size):

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Protocol, runtime_checkable
 
 import torch
@@ -150,6 +150,12 @@ class Context:
         for span in self.spans:
             yield slice(row, row + len(span)), span
             row += len(span)
+
+
+@lru_cache(maxsize=256)
+def on_device(values: tuple[float, ...], device: torch.device, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Return numbers on a device; cached, since the host would wait for the copy at every token."""
+    return torch.tensor(values, device=device, dtype=dtype)
 
 
 def join_contexts(contexts: Sequence[Context]) -> Context:

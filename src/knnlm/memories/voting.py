@@ -8,14 +8,14 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property
 from typing import Protocol, TypeGuard
 
 import torch
 from torch import Tensor
 
 from knnlm.errors import ParameterError
-from knnlm.memories.base import Context, Memory, MemoryOutput, Source, Votes
+from knnlm.memories.base import Context, Memory, MemoryOutput, Source, Votes, on_device
 
 NEAR = 64  # neighbours among which the token with the largest vote is searched
 
@@ -118,17 +118,11 @@ def _log_weights(neighbours: RetrievedNeighbours, temperatures: tuple[float, ...
     """Return the (S, N, k) log-weights of neighbours by each of S temperatures; -inf where there is no neighbour."""
     distances = neighbours.distances
     # Relative to the nearest: the weights are the same, and a tiny τ cannot make the largest score infinite.
-    scores = (distances[:, :1] - distances) / _constants(temperatures, distances.device, distances.dtype)[:, None, None]
+    scores = (distances[:, :1] - distances) / on_device(temperatures, distances.device, distances.dtype)[:, None, None]
     if neighbours.counts is not None:
         scores = scores + neighbours.counts.log()
     # A row without any neighbour is -inf everywhere, and its softmax is undefined.
     return scores.log_softmax(-1).masked_fill(neighbours.ids < 0, -torch.inf)
-
-
-@lru_cache(maxsize=256)
-def _constants(values: tuple[float, ...], device: torch.device, dtype: torch.dtype) -> Tensor:
-    """Return numbers on a device; cached, since the host would wait for the copy at every token."""
-    return torch.tensor(values, device=device, dtype=dtype)
 
 
 @dataclass(frozen=True)
@@ -170,11 +164,11 @@ class VoteOutput:
         present = (votes.values >= 0).sum(1)  # (N,)
         device, whole = distances.device, torch.long
         # arcsinh: a logarithm that also takes inner products, which can be negative.
-        depths = _constants((*_DEPTHS, width), device, whole)
+        depths = on_device((*_DEPTHS, width), device, whole)
         ranks = (torch.minimum(present[:, None], depths) - 1).clamp(min=0)
         far = distances.gather(1, ranks).asinh().nan_to_num(posinf=0.0)
         groups = self._groups
-        crowds = _constants((*_CROWDS, width), device, whole)
+        crowds = on_device((*_CROWDS, width), device, whole)
         distinct = (groups.first[:, None] < crowds[:, None]).sum(2).float().log1p()  # (N, crowds)
         entropy = -torch.xlogy(groups.shares, groups.shares).sum(1)
         largest = groups.shares.amax(1).clamp(min=1e-9).log()

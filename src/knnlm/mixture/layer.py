@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from knnlm.memories.base import Origin, Span
+from knnlm.memories.base import Origin, Span, on_device
 from knnlm.mixture.evidence import (
     EVIDENCE,
     evidence_features,
@@ -27,7 +27,7 @@ from knnlm.mixture.evidence import (
     update_evidence,
 )
 from knnlm.mixture.online import OnlineConfig, expert_log_probs, expert_weights, mixed_log_probs, posterior, update
-from knnlm.mixture.weights import Weights, on_device
+from knnlm.mixture.weights import Weights
 
 _TOTALS = 2  # values of a state that are summed over a text: the gain of the mixture, the number of tokens
 

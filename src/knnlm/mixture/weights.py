@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
+from functools import cached_property
 from itertools import accumulate, pairwise
 from typing import Any, ClassVar, Protocol
 
@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from knnlm.errors import DatastoreCorrupt, ParameterError
-from knnlm.memories.base import AdditivePrediction, Context, Memory, MemoryOutput, Prediction, Votes
+from knnlm.memories.base import AdditivePrediction, Context, Memory, MemoryOutput, Prediction, Votes, on_device
 from knnlm.memories.voting import VoteOutput, by_token
 from knnlm.mixture.em import check_logs, fit, renormalise
 from knnlm.mixture.evidence import EVIDENCE
@@ -170,12 +170,6 @@ def check_lambda(lmbda: float) -> None:
     """Raise ParameterError for a λ that is not a probability."""
     if not (math.isfinite(lmbda) and 0 <= lmbda <= 1):
         raise ParameterError(f"lambda must be from 0 to 1, not {lmbda}.")
-
-
-@lru_cache(maxsize=64)
-def on_device(values: tuple[float, ...], device: torch.device, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Return weights on a device; cached, since the host would wait for the copy at every token."""
-    return torch.tensor(values, device=device, dtype=dtype)
 
 
 @dataclass(frozen=True)
