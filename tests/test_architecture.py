@@ -63,7 +63,7 @@ ORDER = {
     "integrations": "lm_eval",
     "plan": "constants sizes cost tail layout model text plot system measure_gpu measure",
     "report": "study search context html plots studies.breakdown studies.gains studies.layers studies.memories "
-    "studies.output studies.store studies.votes studies.compression report",
+    "studies.output studies.selection studies.store studies.votes studies.compression report",
     "server": "limits schemas documents engine.requests engine.batching engine.predict engine.history engine.sequence "
     "engine.scheduler engine.translator metrics responses auth service translation routes app run",
     "cli": "output options make use train maintain serve chat start plan app",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+import math
 import re
 import shlex
 import shutil
@@ -42,6 +43,7 @@ from knnlm.evaluation.tune import (
 )
 from knnlm.ingest.build import build
 from knnlm.lm.causal import CausalLM
+from knnlm.memories.decoder import load_card
 from knnlm.mixture.mixture import Mixture
 from knnlm.mixture.spec import MixtureOptions
 from knnlm.mixture.weights import Buckets
@@ -52,6 +54,9 @@ from knnlm.report.report import STUDIES, report
 from knnlm.report.studies.compression import recall
 from knnlm.report.studies.memories import name_memories
 from knnlm.report.study import Example, ExampleNeighbour, Line, Plot, Study, Table
+from knnlm.training.decoder import train_decoder
+from knnlm.training.decoder_trainer import DecoderConfig
+from knnlm.training.initial_model import open_initial_model
 from knnlm.training.output_matrix import train_output
 from knnlm.training.prune import prune
 
@@ -76,13 +81,18 @@ class Forwards:
 
 @pytest.fixture(scope="module")
 def place(lm, tmp_path_factory):
-    """A folder with a store, its trained output matrix, and a second model."""
+    """A folder with a store, its trained output matrix, and a decoder whose settings were chosen on other text."""
     folder = tmp_path_factory.mktemp("report")
     store = build(STORED, folder / "store", lm=lm, segment_entries=500)
     train_output(store, folder / "store" / "output", device="cpu")
     second = CausalLM(tiny("llama", seed=1), tiny_tokenizer(), name="second")
-    second.model.save_pretrained(folder / "second")
-    second.tokenizer.save_pretrained(folder / "second")
+    second.model.save_pretrained(folder / "initial")
+    second.tokenizer.save_pretrained(folder / "initial")
+    config = DecoderConfig(epochs=2, learning_rate=1e-3, batch_tokens=256, select=True)
+    initial = open_initial_model(str(folder / "initial"), like=lm)
+    text = lm.encode_all([document.text for document in STORED])
+    held_out = lm.encode_all([document.text for document in TEXT])
+    train_decoder(text, initial, folder / "second", config, held_out_text=held_out, device="cpu")
     return folder
 
 
@@ -191,6 +201,48 @@ def test_settings_are_chosen_on_one_text_and_measured_on_the_other(studies, vali
         assert test.perplexity(test.vote(k, temperature), weight) == pytest.approx(on_test, rel=1e-4)
     for temperature, weight, _, on_test in studies["knn_temperature"].tables[0].rows:
         assert test.perplexity(test.vote(made.metadata["k"], temperature), weight) == pytest.approx(on_test, rel=1e-4)
+
+
+def test_training_study_lists_what_was_tried_on_held_out_text(studies, place, lm):
+    study = studies["training"]
+    card = load_card(place / "second")
+    decoder, initial = (CausalLM.open(str(place / name)) for name in ("second", "initial"))
+    texts = lm.encode_all([document.text for document in TEXT])
+
+    def loss(reader):
+        found = []
+        for tokens in texts:  # all at once: each text fits into the window
+            logits = reader.model(torch.tensor([[reader.start_token, *tokens[:-1]]])).logits[0]
+            found.append(torch.nn.functional.cross_entropy(logits.double(), torch.tensor(tokens), reduction="none"))
+        return torch.cat(found).mean().item()
+
+    trials, shares = study.tables
+    assert study.numbers["before"] == pytest.approx(math.exp(loss(initial)), rel=1e-4)
+    assert study.plots[0].levels == {"before training": study.numbers["before"]}
+    assert min(row[1] for row in shares.rows) == shares.rows[shares.best][1] == pytest.approx(loss(decoder), rel=1e-4)
+    assert [row[:2] for row in trials.rows[:3]] == [[1e-3, 0.5], [5e-4, 0.5], [2e-3, 0.5]]
+    chosen = card.selection["chosen"]
+    assert trials.rows[trials.best][:2] == [chosen["learning_rate"], chosen["epochs"]]
+    assert shares.rows[shares.best][0] == chosen["interpolation"]
+    tried = [math.exp(trial["loss"]) for trial in card.selection["trials"][1:]]
+    assert [row[2] for row in trials.rows] == pytest.approx(tried)
+    assert trials.rows[trials.best][2] == pytest.approx(min(tried))
+    assert [line.name for line in study.plots[0].lines] == ["rate 0.0005", "rate 0.001", "rate 0.002"]
+    assert sum(len(line.x) for line in study.plots[0].lines) == len(tried)
+
+
+def test_training_without_selection_lists_epochs_and_an_untrained_model_is_skipped(place, lm, model_folder, tmp_path):
+    initial = open_initial_model(str(place / "initial"), like=lm)
+    text = lm.encode_all([document.text for document in STORED])
+    config = DecoderConfig(epochs=2, learning_rate=1e-3, batch_tokens=256, held_out=0.2)
+    card = train_decoder(text, initial, tmp_path / "plain", config, device="cpu")
+    few = {"studies": ["training"], "memories": "knn", "out": tmp_path / "one"}
+    (study,) = make(place, lm, model_folder, second_lm=str(tmp_path / "plain"), **few).studies
+    assert study.tables[0].rows == [[1e-3, line["epoch"], math.exp(line["ce"])] for line in card.held_out[1:]]
+    assert len(study.tables) == 1
+    for second, reason in ((str(place / "initial"), "no decoder"), (None, "no decoder")):
+        found = make(place, lm, model_folder, second_lm=second, **{**few, "out": tmp_path / f"no-{second is None}"})
+        assert reason in found.skipped["training"]
 
 
 def documents_of(place, name):
@@ -1000,4 +1052,4 @@ def test_plots_are_deterministic():
 
 
 def test_work_of_a_report_stays_in_its_folder(made, place):
-    assert {path.name for path in Path(place).iterdir()} == {"store", "second", "report"}
+    assert {path.name for path in Path(place).iterdir()} == {"store", "initial", "second", "report"}

@@ -28,6 +28,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from knnlm.corpus import Document
+from knnlm.datastore.schema import DECODER_FOLDER
 from knnlm.datastore.segments import ArrayWriter
 from knnlm.datastore.store import Datastore
 from knnlm.errors import CorpusError, ModelError, ParameterError
@@ -51,7 +52,7 @@ from knnlm.memories.output import OUTPUT_FILE
 from knnlm.memories.voting import VoteParams
 from knnlm.mixture.em import fit_folds, folds_of, log_mixed, renormalise
 from knnlm.mixture.gate import DEFAULT_CONFIG, FEWEST, fewer_folds
-from knnlm.mixture.loader import open_reader
+from knnlm.mixture.loader import is_decoder, open_reader
 from knnlm.mixture.mixture import Mixture
 from knnlm.mixture.readers import ReadBatch
 from knnlm.mixture.spec import MixtureOptions, parse_memories
@@ -422,6 +423,8 @@ def _memory_labels(store: Datastore, options: ReportOptions) -> list[str]:
         labels = ["knn", "cache", "ngram"]
         if (store.path / "output" / OUTPUT_FILE).is_file():  # interrupted training leaves the folder without the file
             labels.append("output")
+        if is_decoder(store.path / DECODER_FOLDER):
+            labels.append(f"decoder={DECODER_FOLDER}")
     if options.second_lm is not None and (label := f"decoder={options.second_lm}") not in labels:
         labels.append(label)
     return labels

@@ -30,6 +30,7 @@ from knnlm.report.studies.gains import study_gains
 from knnlm.report.studies.layers import study_layer
 from knnlm.report.studies.memories import study_baselines, study_memories, study_oracle, study_skip
 from knnlm.report.studies.output import study_output
+from knnlm.report.studies.selection import study_training
 from knnlm.report.studies.store import study_metric, study_size
 from knnlm.report.studies.votes import study_k, study_lambda, study_temperature
 from knnlm.report.study import Study, finite
@@ -49,6 +50,7 @@ STUDIES: dict[str, Callable[[ReportContext], Study]] = {
     "pruning": study_pruning,
     "baselines": study_baselines,
     "output": study_output,
+    "training": study_training,
     "oracle": study_oracle,
     "skip": study_skip,
     "where": study_where,
