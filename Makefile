@@ -10,11 +10,11 @@ demo: $(VENV)/.ready
 
 # Lint, types and tests, in the order of how fast they fail.
 test: check docs browser
-	$(BIN)/python -m pytest -n 2 -m "not slow and not lm_eval"
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not slow and not lm_eval"
 
 # Without the server, the browser, training, crashes and the bundled model: below two minutes.
 test-fast: $(VENV)/.ready
-	$(BIN)/python -m pytest -n 2 -m "not slow and not lm_eval" -q --ignore=tests/lm/test_loading.py \
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not slow and not lm_eval" -q --ignore=tests/lm/test_loading.py \
 	  tests/index tests/lm tests/memories tests/mixture tests/evaluation \
 	  tests/test_architecture.py tests/test_corpus.py tests/test_vocabulary.py
 
