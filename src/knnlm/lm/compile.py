@@ -7,7 +7,7 @@ any other runs uncompiled, and so does the block of the key layer, which has hoo
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from threading import get_ident
@@ -51,11 +51,28 @@ def compiled(
     model: PreTrainedModel, key_layer: KeyLayer, shape: tuple[int, int], *, backend: str | Call = "inductor"
 ) -> Iterator[CompileStatus]:
     """Compile the blocks before the key layer for this thread and ids of this (B, T), until the context exits."""
+    with compiled_blocks(blocks_before(model, key_layer), key_layer.width, shape, backend=backend) as status:
+        yield status
+
+
+@contextmanager
+def compiled_blocks(
+    blocks: Sequence[nn.Module],
+    width: int,
+    shape: tuple[int, int],
+    *,
+    training: bool = False,
+    backend: str | Call = "inductor",
+) -> Iterator[CompileStatus]:
+    """Compile blocks for this thread and (B, T, D) hidden states of this shape, until the context exits.
+
+    With `training`, only passes with gradients are compiled.
+    """
     status = CompileStatus()
     with ExitStack() as undo:
-        for block in blocks_before(model, key_layer):
+        for block in blocks:
             if block._compiled_call_impl is None:  # otherwise the caller has compiled it already
-                block._compiled_call_impl = _dispatch(block, key_layer.width, shape, backend, status)
+                block._compiled_call_impl = _dispatch(block, width, shape, backend, status, training)
                 undo.callback(delattr, block, "_compiled_call_impl")
         yield status
 
@@ -72,7 +89,9 @@ def blocks_before(model: PreTrainedModel, key_layer: KeyLayer) -> list[nn.Module
     return []
 
 
-def _dispatch(block: nn.Module, width: int, shape: tuple[int, int], backend: str | Call, status: CompileStatus) -> Call:
+def _dispatch(
+    block: nn.Module, width: int, shape: tuple[int, int], backend: str | Call, status: CompileStatus, training: bool
+) -> Call:
     """Return a call of the block that is compiled for this shape and thread, and the block's own otherwise."""
     owner = get_ident()
     plain: Call = block._call_impl
@@ -80,6 +99,8 @@ def _dispatch(block: nn.Module, width: int, shape: tuple[int, int], backend: str
 
     def call(*args: Any, **kwargs: Any) -> Any:
         nonlocal fast
+        if training and not torch.is_grad_enabled():
+            return plain(*args, **kwargs)
         hidden = hidden_states((*args, *kwargs.values()), width)
         if status.failed or get_ident() != owner or hidden is None or hidden.shape[:-1] != shape:
             return plain(*args, **kwargs)

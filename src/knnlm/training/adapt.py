@@ -12,6 +12,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import re
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, fields, replace
@@ -57,6 +58,8 @@ MEMORIES = f"knn,decoder={DECODER_FOLDER},cache,ngram"
 _HELD_OUT_DIVISOR = 10  # one token in ten is held out if no held-out text is given
 _MAX_EXCESS = 1.5  # times the wanted number of tokens may be held out, since documents stay whole
 _MAX_HELD_OUT_TOKENS = 60_000
+_MIN_TOKENS_TO_SPLIT = 640  # of a single document: fewer would leave too little to tune on
+_MAX_WORD = 100  # characters
 
 
 @dataclass(frozen=True)
@@ -184,7 +187,8 @@ def _given(documents: Iterable[Document], held_out: Iterable[Document], lm: Caus
 def _split(documents: Iterable[Document], lm: CausalLM, seed: int, limit: int) -> _Splits:
     """Hold out random documents with their copies: about a tenth of the text, at most the limit.
 
-    A document that is most of the text is better trained on: if none is short enough, the shortest is held out.
+    A document that is most of the text is better trained on: if none is short enough, the shortest is held out. Of a
+    single document, a part is.
     """
     everything = list(documents)
     tokens = lm.encode_all([document.text for document in everything])
@@ -194,9 +198,9 @@ def _split(documents: Iterable[Document], lm: CausalLM, seed: int, limit: int) -
             copies.setdefault(text_hash(document.text), []).append(number)
     if not copies:
         raise CorpusError("There is no text to learn: no document has a token.")
-    if len(copies) < 2:
-        raise ParameterError("One document alone cannot be split: give text to tune on with --valid.")
     groups = list(copies.values())
+    if len(groups) < 2:
+        return _split_document([everything[number] for number in groups[0]], lm, seed, limit)
     sizes = [sum(len(tokens[number]) for number in group) for group in groups]
     order = np.random.default_rng(seed).permutation(len(groups)).tolist()
     wanted = min(sum(sizes) / _HELD_OUT_DIVISOR, limit)
@@ -210,6 +214,33 @@ def _split(documents: Iterable[Document], lm: CausalLM, seed: int, limit: int) -
         [everything[number] for number in sorted(held)],
         sum(sizes[place] for place in places),
     )
+
+
+def _split_document(copies: Sequence[Document], lm: CausalLM, seed: int, limit: int) -> _Splits:
+    """Hold out a part of the only document, a tenth of it and at most the limit; what surrounds it is trained on."""
+    text = copies[0].text
+    size = len(lm.encode(text))
+    if size < _MIN_TOKENS_TO_SPLIT:
+        raise ParameterError("One document alone cannot be split: give text to tune on with --valid.")
+    length = int(len(text) * min(1 / _HELD_OUT_DIVISOR, limit / size))
+    # Not the beginning, which is unlike the rest of most documents.
+    wanted = int(np.random.default_rng(seed).integers(length, len(text) - length + 1))
+    begin = _next_space(text, wanted)
+    end = _next_space(text, begin + length)
+    parts = [text[:begin], text[end:]]
+    training = [
+        replace(document, id=f"{document.id}#{number}", text=part)
+        for document in copies
+        for number, part in enumerate(parts, 1)
+    ]
+    held_out = [replace(copies[0], id=f"{copies[0].id}#held-out", text=text[begin:end])]
+    return _given([document for document in training if document.text], held_out, lm)
+
+
+def _next_space(text: str, place: int) -> int:
+    """Return the place of the next white space, so that words stay whole; without one nearby, the place itself."""
+    found = re.compile(r"\s").search(text, place, place + _MAX_WORD)
+    return found.start() if found else min(place, len(text))
 
 
 def _build_store(documents: Sequence[Document], folder: Path, lm: CausalLM, progress: Progress) -> Datastore:

@@ -1,8 +1,9 @@
 """Training data: token windows of documents for decoders, (key, value) entries of a store for output matrices.
 
-Documents are kept apart: a window never reaches into the next document. The order of windows and entries, and where
-long documents are cut, differ between epochs but depend only on the seed and the epoch, so a run that was stopped can
-resume anywhere.
+Documents are kept apart: a window never reaches into the next document. Windows are read padded, in groups of similar
+length, or packed: several windows in a row of fixed length, with positions that begin at 0 in each window. The order of
+windows and entries, and where long documents are cut, differ between epochs but depend only on the seed and the epoch,
+so a run that was stopped can resume anywhere.
 """
 
 from __future__ import annotations
@@ -81,11 +82,23 @@ def tokens_hash(tokens: NDArray[np.int32]) -> str:
 
 @dataclass(frozen=True)
 class TrainingBatch:
-    """Padded windows; N = B·T, row-major."""
+    """Padded windows, one in a row, or packed ones; N = B·T, row-major."""
 
     ids: Tensor  # (B, T) input tokens
     targets: Tensor  # (N,) next tokens; -1 where the position does not count
     positions: Tensor  # (N,) positions of the targets in the token stream; -1 where they do not count
+    position_ids: Tensor | None = None  # (B, T) positions in the windows of packed rows; padding is a window of its own
+
+    def rows(self, begin: int, end: int) -> TrainingBatch:
+        """Return some of the rows."""
+        flat = slice(begin * self.ids.shape[1], end * self.ids.shape[1])
+        restarts = None if self.position_ids is None else self.position_ids[begin:end]
+        return TrainingBatch(self.ids[begin:end], self.targets[flat], self.positions[flat], restarts)
+
+    def pin_memory(self) -> TrainingBatch:
+        """Return a copy in page-locked memory, from which copies to a GPU do not block."""
+        restarts = None if self.position_ids is None else self.position_ids.pin_memory()
+        return TrainingBatch(self.ids.pin_memory(), self.targets.pin_memory(), self.positions, restarts)
 
 
 class TrainingBatches:
@@ -104,9 +117,10 @@ class TrainingBatches:
         held_out: float,
         seed: int,
         held_out_text: TokenStream | None = None,
+        packed: bool = False,
     ) -> None:
-        """Hold out a share of the text, or another text instead."""
-        self.text, self._shape, self._start_token, self._seed = text, shape, start_token, seed
+        """Hold out a share of the text, or another text instead. `packed` puts several windows in a row."""
+        self.text, self.packed, self._shape, self._start_token, self._seed = text, packed, shape, start_token, seed
         self._tokens = text.tokens
         table = self._table_of(text)
         held = self._mark_held_out(held_out if held_out_text is None else 0.0, table)
@@ -116,6 +130,7 @@ class TrainingBatches:
             self.held_out = self._table_of(held_out_text)
             self.held_out[:, 0] += len(text.tokens)
         self._short, self._long = self._split_by_length(table[~held])
+        self.longest = max(map(_max_length, (part for part in (table, self.held_out) if len(part))), default=0)
         self.tokens = count_targets(table[~held])  # trained on in each epoch
         if not self.tokens:
             raise ParameterError("There is no text to train on. Give more text, or hold less of it out.")
@@ -137,8 +152,14 @@ class TrainingBatches:
         return np.concatenate([self._short, _table(cuts)])
 
     def steps(self, epoch: int, batch_tokens: int) -> list[list[NDArray[np.int64]]]:
-        """Return the windows of an epoch in steps of about `batch_tokens`; a step is a few groups of similar length."""
+        """Return the windows of an epoch in steps of about `batch_tokens`.
+
+        A step is a few groups of windows of similar length, or, if packed, rows of windows.
+        """
         random = np.random.default_rng([self._seed, epoch])
+        if self.packed:
+            rows = self._pack_rows(random.permutation(self.windows(epoch)), batch_tokens)
+            return self._split_rows([rows[place] for place in random.permutation(len(rows))], batch_tokens)
         packed = self._pack(random.permutation(self.windows(epoch)), batch_tokens, random)
         # Interleave long and short groups, so that every step has several lengths.
         kinds = [random.permutation(kind) for kind in np.array_split(np.arange(len(packed)), _groups(batch_tokens))]
@@ -155,6 +176,52 @@ class TrainingBatches:
     def held_out_groups(self, batch_tokens: int) -> list[NDArray[np.int64]]:
         """Return the held-out windows in groups of similar length."""
         return self._pack(self.held_out, batch_tokens)
+
+    def held_out_steps(self, batch_tokens: int) -> list[list[NDArray[np.int64]]]:
+        """Return the held-out windows in what is read at once: a group of windows, or rows of them."""
+        if self.packed:
+            return self._split_rows(self._pack_rows(self.held_out, batch_tokens), batch_tokens)
+        return [[group] for group in self.held_out_groups(batch_tokens)]
+
+    def row_length(self, batch_tokens: int) -> int:
+        """Return the length of packed rows: that of the longest window, or the context if a step has room for it."""
+        return max(self.longest, min(self._shape.context, batch_tokens))
+
+    def rows_per_step(self, batch_tokens: int) -> int:
+        """Return the maximal number of packed rows of a step."""
+        return max(1, batch_tokens // self.row_length(batch_tokens))
+
+    def read_rows(self, rows: Sequence[NDArray[np.int64]], length: int, *, count: int | None = None) -> TrainingBatch:
+        """Return the tokens of packed rows; what remains of a row is padded on the right, and so are missing rows."""
+        rows = [*rows, *([_table([])] * ((count or 0) - len(rows)))]
+        windows = np.concatenate(rows)
+        first, begin, scored, end = windows.T
+        sizes = end - begin
+        # Where each window begins in the flat (N,) rows.
+        ends = np.cumsum(sizes)
+        used = np.array([int((row[:, 3] - row[:, 1]).sum()) for row in rows])
+        skipped = np.repeat(np.cumsum([0, *(length - used[:-1])]), [len(row) for row in rows])
+        places = np.repeat(ends - sizes + skipped, sizes)  # (n,) of the window of each token
+        offsets = np.arange(ends[-1]) - np.repeat(ends - sizes, sizes)  # within its window
+        flat, local = places + offsets, np.repeat(begin, sizes) + offsets
+        sources = np.repeat(first, sizes) + local
+        shape = len(rows) * length
+        ids = np.full(shape, self._start_token, dtype=np.int64)
+        targets, positions = np.full(shape, -1, dtype=np.int64), np.full(shape, -1, dtype=np.int64)
+        inside = local > 0  # the first token of a document follows the start token
+        ids[flat[inside]] = self._tokens[sources[inside] - 1]
+        counted = local >= np.repeat(scored, sizes)
+        targets[flat[counted]] = self._tokens[sources[counted]]
+        positions[flat[counted]] = sources[counted]
+        restarts = np.maximum(np.tile(np.arange(length), (len(rows), 1)) - used[:, None], 0).reshape(-1)
+        restarts[flat] = offsets
+        grid = len(rows), length
+        return TrainingBatch(
+            torch.from_numpy(ids).view(grid),
+            torch.from_numpy(targets),
+            torch.from_numpy(positions),
+            torch.from_numpy(restarts).view(grid),
+        )
 
     def read(self, windows: NDArray[np.int64]) -> TrainingBatch:
         """Return the tokens of windows, padded on the right, where no earlier position attends to."""
@@ -214,6 +281,16 @@ class TrainingBatches:
             begin += count
         return packed
 
+    def _pack_rows(self, windows: NDArray[np.int64], batch_tokens: int) -> list[NDArray[np.int64]]:
+        places = pack_rows((windows[:, 3] - windows[:, 1]).tolist(), self.row_length(batch_tokens))
+        return [windows[place] for place in places]
+
+    def _split_rows(self, rows: list[NDArray[np.int64]], batch_tokens: int) -> list[list[NDArray[np.int64]]]:
+        """Split rows into steps of similar numbers of rows."""
+        count = -(-len(rows) // self.rows_per_step(batch_tokens))
+        borders = np.linspace(0, len(rows), count + 1).round().astype(int).tolist()
+        return [rows[begin:end] for begin, end in itertools.pairwise(borders)]
+
     def _mark_held_out(self, share: float, table: NDArray[np.int64]) -> NDArray[np.bool_]:
         """Mark the held-out windows: whole documents, or windows if there are few, ordered by the hash of their tokens.
 
@@ -239,6 +316,28 @@ class TrainingBatches:
         for chosen in select_held_out((count_targets(table[group]) for group in groups), wanted, max_size=largest):
             marked[groups[chosen]] = True
         return marked
+
+
+def pack_rows(lengths: Sequence[int], row_length: int) -> list[list[int]]:
+    """Return the numbers of the items in each row: the longest first, each in the fullest row with room for it."""
+    rows: list[list[int]] = []
+    by_room: list[list[int]] = [[] for _ in range(row_length + 1)]  # rows by the room that is left in them
+    rooms = 0  # bit r is set if there is a row with room r
+    for number in sorted(range(len(lengths)), key=lambda place: -lengths[place]):
+        length = lengths[number]
+        fitting = rooms >> length
+        if fitting:
+            room = length + (fitting & -fitting).bit_length() - 1
+            row = by_room[room].pop()
+            if not by_room[room]:
+                rooms ^= 1 << room
+        else:
+            room, row = row_length, len(rows)
+            rows.append([])
+        rows[row].append(number)
+        by_room[room - length].append(row)
+        rooms |= 1 << (room - length)
+    return rows
 
 
 def join_groups(groups: Sequence[NDArray[np.int64]], max_positions: int) -> list[NDArray[np.int64]]:

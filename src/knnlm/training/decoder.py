@@ -11,9 +11,9 @@ from __future__ import annotations
 
 import copy
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -46,6 +46,7 @@ from knnlm.training.trainer import (
 PLOT = "learning.png"
 
 _FINISHED = "finished"
+_OMITTED = ("select", "packed", "compile")  # from the settings, where they are not set
 # Settings of targets that do not depend on when they are computed.
 _TARGET_SETTINGS = ("teacher", "k", "knn_temperature", "exclude", "top", "mass")
 
@@ -72,7 +73,9 @@ def train_decoder(
         raise MissingExtra("tensorboard=True", "tensorboard", "tensorboard")
     where = choose_device(device)
     config = config or DecoderConfig()
-    any_precision = config.precision == "auto"
+    automatic = {
+        name for name, value in (("precision", config.precision), ("packed", config.packed)) if value in ("auto", None)
+    }
     stream = TokenStream.from_store(text) if isinstance(text, Datastore) else TokenStream.from_documents(text)
     config = config.resolve(stream, initial, where)
     _check_teacher(targets, stream, config.beta)
@@ -85,16 +88,16 @@ def train_decoder(
         settings["held_out_text"] = held_out.fingerprint
     folder = Path(out).absolute()
     work = folder.with_name(f"{folder.name}.partial")
-    if _is_finished(folder, settings, any_precision) and not work.exists():
+    if _is_finished(folder, settings, automatic) and not work.exists():
         return load_card(folder)
     with writer_lock(work, create=True):
-        if not _is_finished(folder, settings, any_precision):
+        if not _is_finished(folder, settings, automatic):
             trainer = _make_trainer(stream, held_out, initial, targets, config, where)
             checkpoint = Checkpoint(work / CHECKPOINT, settings, every=checkpoint_every)
             with _scalar_writer(work, tensorboard) as watch:
                 trainer.run(checkpoint, work / CURVE, progress=progress, watch=watch)
             card = _card(initial, trainer, targets, settings, read_curve(work / CURVE))
-            _publish(work, folder, trainer.model, initial, card)
+            _publish(work, folder, trainer.finish(), initial, card)
         shutil.rmtree(work)
     return load_card(folder)
 
@@ -114,10 +117,12 @@ def _make_trainer(
         held_out=config.held_out,
         held_out_text=held_out,
         seed=config.seed,
+        packed=bool(config.packed),
     )
     model = copy.deepcopy(initial.lm.model).float().to(device)
     kind = SelectingTrainer if config.select else DecoderTrainer
-    return kind(model, batches, targets, config, device=device)
+    weights = {name: weight.detach() for name, weight in initial.lm.model.named_parameters()}
+    return kind(model, batches, targets, config, device=device, initial=weights)
 
 
 def _settings(
@@ -125,13 +130,14 @@ def _settings(
 ) -> dict[str, Any]:
     """Return everything the result depends on."""
     metadata = {} if targets is None else targets.metadata
+    config = replace(config, compile=None)  # changes the result by rounding only
     return {
         "text": text.fingerprint,
         "document_boundaries": text.boundaries_fingerprint,
         "initial_model": initial.lm.identity["weights"],
         "tokenizer": initial.lm.identity["tokenizer"],
         "targets": None if targets is None else {name: metadata.get(name) for name in _TARGET_SETTINGS},
-        **{name: value for name, value in asdict(config).items() if value or name != "select"},
+        **{name: value for name, value in asdict(config).items() if value or name not in _OMITTED},
     }
 
 
@@ -168,16 +174,16 @@ def _check_tokens(source: Datastore | Iterable[Sequence[int]], text: TokenStream
         )
 
 
-def _is_finished(folder: Path, settings: dict[str, Any], any_precision: bool) -> bool:
+def _is_finished(folder: Path, settings: dict[str, Any], automatic: Set[str]) -> bool:
     """Whether the decoder exists. Raise if the folder holds anything else, or a decoder with other settings.
 
-    With any precision, a decoder that was trained on a GPU is found on a machine without one.
+    Automatic settings may differ, so that a decoder that was trained on a GPU is found on a machine without one.
     """
     if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
         return False
     if not (folder / CARD).exists():
         raise DatastoreError(f"{folder} is not empty and is not a decoder. Choose another --out.")
-    wanted = {name: value for name, value in settings.items() if not any_precision or name != "precision"}
+    wanted = {name: value for name, value in settings.items() if name not in automatic}
     check_same_settings(folder, load_card(folder).settings, wanted)
     return True
 
@@ -237,7 +243,7 @@ def _card(
         losses=losses,
         held_out=state.held_out,
         selection=trainer.selection,
-        notes=[],
+        notes=list(trainer.notes),
     )
 
 

@@ -1,16 +1,19 @@
 """The configuration and the steps of a decoder's training, from a checkpoint to the end.
 
 What a step does depends only on the seed and its number, so a killed run resumes from its checkpoint. The host waits
-for the device once per forward pass, in transformers' check for a mask, and every few steps for the losses.
+for the device every few steps for the losses, and without packed rows once per forward pass, in transformers' check for
+a mask. A step that does not fit in the memory of the GPU is read in smaller parts, with the same gradient. A training
+whose loss is not finite goes back to its last checkpoint and on with half the learning rate.
 """
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+import warnings
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -21,10 +24,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from knnlm.lm.causal import dynamic_shape_attention
+from knnlm.errors import KnnlmWarning, ParameterError
 from knnlm.lm.windows import WindowShape
 from knnlm.progress import Advance, Progress, note
 from knnlm.training.data import TokenStream, TrainingBatch, TrainingBatches, count_targets, join_groups
+from knnlm.training.decoder_pass import DecoderPass, split_rows
 from knnlm.training.initial_model import InitialModel
 from knnlm.training.teacher import SparseTargets, Teacher
 from knnlm.training.trainer import (
@@ -34,12 +38,12 @@ from knnlm.training.trainer import (
     Losses,
     Schedule,
     StepLosses,
+    TrainingDiverged,
     TrainState,
     check_choices,
     check_fraction,
     check_minimum,
     check_positive,
-    distillation_loss,
     make_adamw,
     mean_losses,
     optimiser_tensors,
@@ -52,6 +56,8 @@ STEPS_PER_FLUSH = 20  # between two reads of the losses from the device
 _MIN_STEPS = 300  # if the text is long enough
 _MIN_BATCH_TOKENS, _MAX_BATCH_TOKENS = 2_048, 16_384  # of the default batch size
 _MAX_PADDED_POSITIONS = 4  # per token on a GPU, where fewer passes are worth more padding
+_MIN_TOKENS_TO_COMPILE = 4_000_000  # trained on in all; below, compilation takes longer than it saves
+_MAX_DIVERGENCES = 3  # after which a training is given up
 
 _Item = TypeVar("_Item")
 _Result = TypeVar("_Result")
@@ -64,7 +70,8 @@ class DecoderConfig:
 
     The loss is β·KL to the targets + (1-β)·CE. A step has about `batch_tokens`, by default the number that gives 300
     steps, from 2,048 to 16,384, in at least `accumulate` forward passes. Windows have `context` tokens and advance by
-    `stride`, by default the whole context.
+    `stride`, by default the whole context. `packed` puts several windows in a row, by default on a GPU; `compile`
+    compiles the blocks, by default on a GPU for at least 4 million tokens, and changes the result by rounding only.
     """
 
     beta: float = 0.0
@@ -81,6 +88,8 @@ class DecoderConfig:
     held_out: float = 0.0
     context: int | None = None
     stride: int | None = None
+    packed: bool | None = None
+    compile: bool | None = None
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -98,7 +107,12 @@ class DecoderConfig:
         context = initial.lm.window(self.context, None).context
         shape = WindowShape(context, self.stride if self.stride is not None else context)
         size = self.batch_tokens if self.batch_tokens is not None else default_batch_tokens(text, self.epochs)
-        return replace(self, precision=precision, context=shape.context, stride=shape.stride, batch_tokens=size)
+        on_gpu = device.type == "cuda"
+        packed = self.packed if self.packed is not None else on_gpu
+        worth = on_gpu and packed and len(text.tokens) * self.epochs >= _MIN_TOKENS_TO_COMPILE
+        compile_ = on_gpu and packed and self.compile if self.compile is not None else worth
+        options: dict[str, Any] = {"precision": precision, "batch_tokens": size, "packed": packed, "compile": compile_}
+        return replace(self, context=shape.context, stride=shape.stride, **options)
 
     @property
     def learning_rates(self) -> list[float]:
@@ -124,6 +138,8 @@ class DecoderState(TrainState):
     """Position of a training, and the losses on held-out text so far."""
 
     held_out: list[dict[str, Any]] = field(default_factory=list)  # before training and after each epoch
+    halvings: int = 0  # of the rows that are read at once, for lack of memory
+    divergences: int = 0  # each of which halved the learning rate
 
 
 class DecoderTrainer:
@@ -137,12 +153,22 @@ class DecoderTrainer:
         config: DecoderConfig,
         *,
         device: torch.device,
+        initial: Mapping[str, Tensor] | None = None,
     ) -> None:
-        self.model, self.batches, self.config, self.state = model, batches, config, DecoderState()
+        """Train a model in float32 on its device. `initial` are the weights that a training without a checkpoint that
+        diverges begins with again, by default copies of those of the model."""
+        self.batches, self.config, self.state = batches, config, DecoderState()
+        self.notes: list[str] = []  # for the card
         self._teacher, self._device = teacher, device
         assert config.batch_tokens is not None
         self._batch_tokens = config.batch_tokens
-        self._trained = {name: weight for name, weight in model.named_parameters() if weight.requires_grad}
+        row_length = batches.row_length(self._batch_tokens) if batches.packed else None
+        self._pass = DecoderPass(model, precision=config.precision, row_length=row_length, longest=batches.longest)
+        if batches.packed and not self._pass.is_packed:
+            batches.packed = False
+            self.notes.append(f"{type(model).__name__} cannot read packed rows, so windows were padded.")
+        self._trained = self._pass.weights
+        self._initial = initial or {name: weight.detach().clone() for name, weight in self._trained.items()}
         matrices = [weight for weight in self._trained.values() if weight.dim() > 1]
         vectors = [weight for weight in self._trained.values() if weight.dim() <= 1]  # norms and biases: no decay
         self._optimiser = make_adamw(
@@ -154,6 +180,17 @@ class DecoderTrainer:
         self._schedule = Schedule(config.learning_rate, math.ceil(config.warm_up * self.steps), config.schedule)
         self._max_positions = _max_positions(model, self._batch_tokens, device)
         self._is_torn = False
+        self._said: set[str] = set()
+        self._reported = 0  # tokens of the progress bar
+
+    @property
+    def model(self) -> PreTrainedModel:
+        """The model that is trained."""
+        return self._pass.model
+
+    def finish(self) -> PreTrainedModel:
+        """Return the trained model in float32, after which it cannot be trained further."""
+        return self._pass.finish()
 
     @property
     def selection(self) -> dict[str, Any] | None:
@@ -164,40 +201,97 @@ class DecoderTrainer:
         self, checkpoint: Checkpoint, curve_path: Path, *, progress: Progress, watch: Callable[[dict[str, Any]], None]
     ) -> None:
         """Train from the checkpoint to the end, or to Ctrl-C, which saves a checkpoint too."""
-        self.state = state = checkpoint.restore(self._checkpointed(), self.state)
-        begun = time.monotonic() - state.seconds
-        curve = LossCurve(curve_path, state.step, watch)
+        self.state = checkpoint.restore(self._checkpointed(), self.state)
+        begun = time.monotonic() - self.state.seconds
+        curve = LossCurve(curve_path, self.state.step, watch)
 
         def save() -> None:
             with self._no_checkpoint_inside():
                 curve.flush()
-            state.seconds = time.monotonic() - begun
-            checkpoint.save(self._checkpointed(), asdict(state))
+                self._check_weights()
+            self.state.seconds = time.monotonic() - begun
+            checkpoint.save(self._checkpointed(), asdict(self.state))
+
+        def train(advance: Advance) -> bool:
+            try:
+                with closing(self._steps(curve, advance)) as steps:
+                    for _ in steps:
+                        if checkpoint.is_due:
+                            save()
+                save()
+            except TrainingDiverged as error:
+                self._recover(checkpoint, curve, error)
+                return False
+            return True
 
         devices = [self._device] if self._device.type == "cuda" else []
         try:
             total = self.config.epochs * self.batches.tokens
-            with torch.random.fork_rng(devices), progress("training", total=total) as advance:
-                for _ in self._steps(curve, advance):
-                    if checkpoint.is_due:
-                        save()
-            save()
+            with torch.random.fork_rng(devices), self._compiled(), progress("training", total=total) as advance:
+                while not train(advance):
+                    pass
         except KeyboardInterrupt:
             if not self._is_torn:
                 save()
             raise
 
-    def _steps(self, curve: LossCurve, advance: Advance) -> Iterator[int]:
+    def _recover(self, checkpoint: Checkpoint, curve: LossCurve, error: TrainingDiverged) -> None:
+        """Go back to the last checkpoint, or to the beginning, with half the learning rate; raise if it was in vain."""
+        divergences, halvings = self.state.divergences + 1, self.state.halvings
+        if divergences > _MAX_DIVERGENCES:
+            raise error
+        with self._no_checkpoint_inside():
+            self._pass.drop_gradients()
+            state = checkpoint.restore(self._checkpointed(), type(self.state)())
+            if not checkpoint.path.exists():
+                self._reset()
+            state.divergences, state.halvings, self.state = divergences, halvings, state
+            curve.rewind(state.step)
+        self._say(
+            f"The loss was not finite at step {error.step}: the training went back to step {state.step} and on with "
+            "half the learning rate.",
+            once="diverged",
+        )
+
+    @torch.no_grad()
+    def _reset(self) -> None:
+        """Return to the initial weights, with an optimiser that has seen nothing."""
+        for name, weight in self._trained.items():
+            weight.copy_(self._initial[name])
+        for tensor in optimiser_tensors(self._optimiser, self._trained).values():
+            tensor.zero_()
+
+    def _check_weights(self) -> None:
+        """Raise if a weight is not finite, so that no checkpoint has it."""
+        finite = torch.stack([weight.detach().isfinite().all() for weight in self._trained.values()]).all()
+        if not finite:
+            raise TrainingDiverged(self.state.step, self.config.learning_rate)
+
+    def _say(self, text: str, *, once: str) -> None:
+        """Warn of something the first time that it happens, and note it for the card."""
+        if once not in self._said:
+            warnings.warn(text, KnnlmWarning, stacklevel=2)
+            self.notes.append(text)
+        self._said.add(once)
+
+    def _compiled(self) -> AbstractContextManager[None]:
+        if not (self.config.compile and self.batches.packed):
+            return nullcontext()
+        rows = math.ceil(self.batches.rows_per_step(self._batch_tokens) / self.config.accumulate)
+        return self._pass.compiled((rows, self.batches.row_length(self._batch_tokens)))
+
+    def _steps(self, curve: LossCurve, advance: Advance) -> Generator[int]:
         """Take all remaining steps, and evaluate on held-out text before the first and after each epoch."""
         state = self.state
-        advance(state.tokens)
+        self._report(advance)
         if not state.held_out:
             state.held_out = self._evaluate(0)
         self.model.train()
         while state.epoch < self.config.epochs:
             groups = self.batches.steps(state.epoch, self._batch_tokens)[state.batch :]
             for parts in prefetch(groups, self._read):
-                advance(self._step(parts, curve, self._schedule.rate_of_step(state.step, self.steps)))
+                self._step(parts, curve, self._schedule.rate_of_step(state.step, self.steps) / 2**state.divergences)
+                self._report(advance)
                 if curve.pending >= STEPS_PER_FLUSH or state.step == self.steps:
                     with self._no_checkpoint_inside():
                         loss = curve.flush()
@@ -215,51 +309,98 @@ class DecoderTrainer:
         yield
         self._is_torn = False
 
-    def _step(self, parts: list[_Part], curve: LossCurve, rate: float) -> int:
-        """Update the weights from windows that are read in several parts, and return how many tokens they have."""
-        state, config = self.state, self.config
-        torch.manual_seed((config.seed * 1_000_003 + state.step) % (1 << 63))  # of dropout
+    def _report(self, advance: Advance) -> None:
+        """Advance the progress bar, which does not go back where the training does."""
+        advance(max(0, self.state.tokens - self._reported))
+        self._reported = max(self._reported, self.state.tokens)
+
+    def _step(self, parts: list[_Part], curve: LossCurve, rate: float) -> None:
+        """Update the weights from windows that are read in several parts."""
+        state = self.state
         count = sum(int((batch.targets >= 0).sum()) for batch, _ in parts)
+        sums = self._in_memory(parts, lambda fitting: self._accumulate(fitting, count))
+        with self._no_checkpoint_inside():
+            self._update(rate)
+            state.step, state.batch, state.tokens = state.step + 1, state.batch + 1, state.tokens + count
+            curve.add(StepLosses(state.step, state.epoch, count, rate, sums))
+        self._optimiser.zero_grad(set_to_none=True)
+
+    def _accumulate(self, parts: Sequence[_Part], count: int) -> Tensor:
+        """Compute the gradients of all parts, and return the sums of their losses."""
+        torch.manual_seed((self.config.seed * 1_000_003 + self.state.step) % (1 << 63))  # of dropout
+        self._pass.load()
         sums = []
         for batch, sparse in parts:
             losses = self._losses(batch, sparse, count)
             losses.total.backward()
+            self._pass.collect()
             sums.append(torch.stack([loss.detach().float() for loss in losses]))
-        if config.clip:
-            torch.nn.utils.clip_grad_norm_(self._trained.values(), config.clip)
+        return torch.stack(sums).sum(0)
+
+    def _update(self, rate: float) -> None:
+        """Take a step of the optimiser."""
+        if self.config.clip:
+            torch.nn.utils.clip_grad_norm_(self._trained.values(), self.config.clip)
         for group in self._optimiser.param_groups:
             group["lr"] = rate
-        with self._no_checkpoint_inside():
-            self._optimiser.step()
-            state.step, state.batch, state.tokens = state.step + 1, state.batch + 1, state.tokens + count
-            curve.add(StepLosses(state.step, state.epoch, count, rate, torch.stack(sums).sum(0)))
-        self._optimiser.zero_grad(set_to_none=True)
-        return count
+        self._optimiser.step()
+
+    def _in_memory(self, parts: Sequence[_Part], compute: Callable[[Sequence[_Part]], _Result]) -> _Result:
+        """Return `compute(parts)`; where the memory is too small for that, of parts with half as many rows."""
+        while True:
+            try:
+                return compute([own for part in parts for own in self._fitting(*part)])
+            except torch.OutOfMemoryError:
+                self._pass.drop_gradients()
+            rows = max(len(batch.ids) for batch, _ in parts)
+            if rows <= 1 << self.state.halvings:
+                raise ParameterError(
+                    f"The memory of {self._device} is too small to train on {parts[0][0].ids.shape[1]:,} tokens at "
+                    "once. Use a smaller context or model."
+                )
+            self.state.halvings += 1
+            if self._device.type == "cuda":
+                torch.cuda.empty_cache()
+            self._say(
+                f"The memory of {self._device} is too small for a step at once: it is read in smaller parts, with the "
+                "same gradient.",
+                once="memory",
+            )
+
+    def _fitting(self, batch: TrainingBatch, sparse: SparseTargets | None) -> Sequence[_Part]:
+        rows = math.ceil(len(batch.ids) / (1 << self.state.halvings))
+        return split_rows(batch, sparse, rows) if rows < len(batch.ids) else [(batch, sparse)]
 
     def _losses(self, batch: TrainingBatch, sparse: SparseTargets | None, count: int) -> Losses:
-        input_ids, targets = self._to_device(batch.ids), self._to_device(batch.targets)
-        ids, probs = (None, None) if sparse is None else (self._to_device(sparse.ids), self._to_device(sparse.probs))
-        half = self.config.precision == "bfloat16"
-        with dynamic_shape_attention(self._device), torch.autocast(self._device.type, torch.bfloat16, enabled=half):
-            # Padding is on the right, so no mask is needed, and attention can use its fastest kernel.
-            logits = self.model(input_ids=input_ids, use_cache=False).logits  # (B, T, V)
-        return distillation_loss(logits.flatten(0, 1), targets, ids, probs, beta=self.config.beta, positions=count)
+        return self._pass.losses(batch, sparse, beta=self.config.beta, positions=count)
 
     def _read(self, groups: Sequence[NDArray[np.int64]]) -> list[_Part]:
         """Return the windows of groups, in at least `accumulate` parts, and their targets."""
-        groups = join_groups(groups, self._max_positions)
-        parts_per_group = math.ceil(self.config.accumulate / len(groups))
         parts = []
-        for group in groups:
-            for windows in np.array_split(group, min(parts_per_group, len(group))):
-                batch = self.batches.read(windows)
-                parts.append((batch, None if self._teacher is None else self._teacher.lookup(batch.positions)))
+        for batch in self._read_rows(groups) if self.batches.packed else self._read_padded(groups):
+            sparse = None if self._teacher is None else self._teacher.lookup(batch.positions)
+            if self._device.type == "cuda":  # here, in the thread that reads ahead
+                parts.append((batch.pin_memory(), None if sparse is None else _pinned(sparse)))
+            else:
+                parts.append((batch, sparse))
         return parts
 
-    def _to_device(self, tensor: Tensor) -> Tensor:
-        if self._device.type == "cuda" and not tensor.is_cuda:
-            tensor = tensor.pin_memory()
-        return tensor.to(self._device, non_blocking=True)
+    def _read_padded(self, groups: Sequence[NDArray[np.int64]]) -> list[TrainingBatch]:
+        groups = join_groups(groups, self._max_positions)
+        parts_per_group = math.ceil(self.config.accumulate / len(groups))
+        return [
+            self.batches.read(windows)
+            for group in groups
+            for windows in np.array_split(group, min(parts_per_group, len(group)))
+        ]
+
+    def _read_rows(self, rows: Sequence[NDArray[np.int64]]) -> list[TrainingBatch]:
+        length, whole = self.batches.row_length(self._batch_tokens), self.batches.rows_per_step(self._batch_tokens)
+        # Compiled blocks are for one number of rows: what is missing is filled with rows that do not count.
+        count = whole if self.config.compile else len(rows)
+        batch = self.batches.read_rows(rows, length, count=count)
+        size = math.ceil(count / self.config.accumulate)
+        return [part for part, _ in split_rows(batch, None, size)]
 
     @torch.no_grad()
     def _evaluate(self, epoch: int) -> list[dict[str, Any]]:
@@ -268,16 +409,22 @@ class DecoderTrainer:
         if not len(windows):
             return []
         count = count_targets(windows)
-        groups = [[group] for group in self.batches.held_out_groups(self._batch_tokens)]
+        groups = self.batches.held_out_steps(self._batch_tokens)
+        self._pass.load()
         self.model.eval()
         sums = [
-            torch.stack([loss.float() for loss in self._losses(batch, sparse, count)])
+            own
             for parts in prefetch(groups, self._read)
-            for batch, sparse in parts
+            for own in self._in_memory(
+                parts, lambda fitting: [self._sums(batch, sparse, count) for batch, sparse in fitting]
+            )
         ]
         self.model.train()
         means = mean_losses(torch.stack(sums).double().sum(0).tolist(), count)
         return [{"epoch": epoch, "step": self.state.step, **means}]
+
+    def _sums(self, batch: TrainingBatch, sparse: SparseTargets | None, count: int) -> Tensor:
+        return torch.stack([loss.float() for loss in self._losses(batch, sparse, count)])
 
     def _checkpointed(self) -> dict[str, Tensor]:
         """Return what a checkpoint stores; dropout needs nothing, as it is seeded by the number of the step."""
@@ -287,6 +434,10 @@ class DecoderTrainer:
         """Return the weights and the optimiser's moments."""
         weights = {f"weight.{name}": weight.detach() for name, weight in self._trained.items()}
         return weights | optimiser_tensors(self._optimiser, self._trained)
+
+
+def _pinned(sparse: SparseTargets) -> SparseTargets:
+    return SparseTargets(*(tensor if tensor.is_cuda else tensor.pin_memory() for tensor in sparse))
 
 
 def _max_positions(model: PreTrainedModel, batch_tokens: int, device: torch.device) -> int:

@@ -86,7 +86,7 @@ def keep_layers(model: PreTrainedModel, layers: int) -> tuple[PreTrainedModel, t
     if not 1 <= layers <= count:
         raise ParameterError(f"layers must be from 1 to {count}, the number of layers of the model, not {layers}.")
     kept = first_and_last(count, layers)
-    stack = _layer_list(model, count)
+    stack = _layer_list_path(model, count)
     smaller = _shorten(config, count, kept)
     try:
         # As transformers will read it back; a family that stores its layers in another way fails here.
@@ -116,7 +116,14 @@ def first_and_last(count: int, wanted: int) -> tuple[int, ...]:
     return (*range(first), *range(count - wanted + first, count))
 
 
-def _layer_list(model: PreTrainedModel, count: int) -> str:
+def layer_list(model: PreTrainedModel) -> nn.ModuleList:
+    """Return the layers of a model."""
+    layers = model.get_submodule(_layer_list_path(model, model.config.get_text_config().num_hidden_layers))
+    assert isinstance(layers, nn.ModuleList)
+    return layers
+
+
+def _layer_list_path(model: PreTrainedModel, count: int) -> str:
     """Return the path of the list of layers: the largest list of `count` modules."""
     lists = {
         path: sum(parameter.numel() for parameter in module.parameters())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -19,7 +19,7 @@ from knnlm.training.data import TrainingBatches
 from knnlm.training.decoder_trainer import STEPS_PER_FLUSH, DecoderConfig, DecoderState, DecoderTrainer, prefetch
 from knnlm.training.selection import INTERPOLATIONS, Piece, Trial, cooldown_steps, next_piece, piece_rates
 from knnlm.training.teacher import Teacher
-from knnlm.training.trainer import LossCurve
+from knnlm.training.trainer import Checkpoint, LossCurve, TrainingDiverged
 
 Tensors = dict[str, Tensor]
 
@@ -30,6 +30,8 @@ class SelectionState(DecoderState):
 
     trials: list[dict[str, Any]] = field(default_factory=list)  # the initial model first
     in_cooldown: bool = False
+    piece_step: int = 0  # the step and the tokens at which the present piece began
+    piece_tokens: int = 0
 
 
 class SelectingTrainer(DecoderTrainer):
@@ -49,8 +51,9 @@ class SelectingTrainer(DecoderTrainer):
         config: DecoderConfig,
         *,
         device: torch.device,
+        initial: Mapping[str, Tensor] | None = None,
     ) -> None:
-        super().__init__(model, batches, teacher, config, device=device)
+        super().__init__(model, batches, teacher, config, device=device, initial=initial)
         if not len(batches.held_out):
             raise ParameterError("Settings are chosen on held-out text: give some, or hold some out.")
         self.state = SelectionState()
@@ -76,10 +79,10 @@ class SelectingTrainer(DecoderTrainer):
         others = {f"{name}.{key}": tensor for name, own in kept.items() for key, tensor in own.items()}
         return self._present | others
 
-    def _steps(self, curve: LossCurve, advance: Advance) -> Iterator[int]:
+    def _steps(self, curve: LossCurve, advance: Advance) -> Generator[int]:
         """Take all remaining steps of all pieces, and set the weights to the best ones."""
         state = self.state
-        advance(state.tokens)
+        self._report(advance)
         if not state.held_out:
             state.held_out = self._evaluate(0)
             state.trials = [Trial(None, 0.0, state.held_out[0]["loss"]).as_dict()]
@@ -94,6 +97,11 @@ class SelectingTrainer(DecoderTrainer):
             with self._no_checkpoint_inside():
                 self._finish(piece)
             yield state.step
+        if not any(math.isfinite(trial.loss) for trial in self._trials if trial.learning_rate is not None):
+            raise ParameterError(
+                f"The training diverged with every learning rate that was tried ({', '.join(map(str, self._rates))}): "
+                "the loss is not finite. Use a smaller learning_rate."
+            )
         self._interpolate()
 
     @property
@@ -107,26 +115,41 @@ class SelectingTrainer(DecoderTrainer):
         rates = list(piece_rates(piece, before, count, self._warm_up))[state.batch :]
         groups = self._groups(before + state.batch, count - state.batch)
         for parts, rate in zip(prefetch(groups, self._read), rates, strict=True):
-            advance(self._step(parts, curve, rate))
+            self._step(parts, curve, rate)
+            self._report(advance)
             if curve.pending >= STEPS_PER_FLUSH or state.batch == count:
                 with self._no_checkpoint_inside():
                     loss = curve.flush()
                 note(advance, f"loss {loss:.3f}, rate {piece.learning_rate:g}")
             yield state.step
 
+    def _recover(self, checkpoint: Checkpoint, curve: LossCurve, error: TrainingDiverged) -> None:  # noqa: ARG002
+        """Record that the present piece diverged, and go on with the next one: other rates are tried anyway."""
+        piece, state = next_piece(self._rates, self.config.epochs, self._trials), self.state
+        if piece is None:
+            raise error
+        self._say(f"The training diverged with the learning rate {piece.learning_rate:g}.", once="diverged")
+        with self._no_checkpoint_inside():
+            self._pass.drop_gradients()
+            state.step, state.tokens = state.piece_step, state.piece_tokens
+            curve.rewind(state.step)
+            self._record(piece, math.inf)
+
     def _finish(self, piece: Piece) -> None:
         """Record the loss after a cooldown, and return to the weights that the next piece begins with."""
-        state = self.state
         evaluation = self._evaluate(math.ceil(piece.end))
         loss = evaluation[0]["loss"]
-        loss = loss if math.isfinite(loss) else math.inf
+        self.state.held_out += evaluation
+        self._record(piece, loss if math.isfinite(loss) else math.inf)
+
+    def _record(self, piece: Piece, loss: float) -> None:
+        state = self.state
         earlier = [trial for trial in self._trials if trial.learning_rate is not None]
-        is_best = all(loss < trial.loss for trial in earlier)
+        is_best = loss < min([trial.loss for trial in earlier], default=math.inf)
         if is_best:
             _copy(self._best, {name: weight.detach() for name, weight in self._trained.items()})
-        if is_best or len(earlier) >= len(self._rates):  # the rate that goes on
+        if is_best or (len(earlier) >= len(self._rates) and math.isfinite(loss)):  # the rate that goes on
             _copy(self._best_constant, self._before_cooldown)
-        state.held_out += evaluation
         state.trials.append(Trial(piece.learning_rate, piece.end, loss).as_dict())
         following = next_piece(self._rates, self.config.epochs, self._trials)
         if following is not None and not following.begin:
@@ -136,7 +159,7 @@ class SelectingTrainer(DecoderTrainer):
                     tensor.zero_()
         else:
             _copy(self._present, self._best_constant)
-        state.in_cooldown, state.batch = False, 0
+        state.in_cooldown, state.batch, state.piece_step, state.piece_tokens = False, 0, state.step, state.tokens
 
     @torch.no_grad()
     def _interpolate(self) -> None:

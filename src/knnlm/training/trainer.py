@@ -29,7 +29,7 @@ CHECKPOINT, CURVE = "checkpoint.safetensors", "losses.jsonl"
 SCHEDULES = ("linear", "cosine")
 MIN_DOCUMENTS = 16  # with fewer distinct documents, parts of documents are held out instead of whole ones
 _CURVE_COLOURS = {"loss": "#1f6feb", "kl": "#d9480f", "ce": "#2b8a3e"}
-_MAX_LOGITS = 1 << 26  # processed at a time: 256 MB in float32
+MAX_LOGITS = 1 << 26  # processed at a time: 256 MB in float32
 
 
 @dataclass
@@ -188,13 +188,21 @@ def optimiser_tensors(optimiser: torch.optim.AdamW, parameters: Mapping[str, Ten
     }
 
 
-def check_finite(loss: float | None, *, step: int, learning_rate: float) -> None:
-    """Raise if the training diverged."""
-    if loss is not None and not math.isfinite(loss):
-        raise ParameterError(
+class TrainingDiverged(ParameterError):
+    """A loss is not finite."""
+
+    def __init__(self, step: int, learning_rate: float) -> None:
+        super().__init__(
             f"The training diverged at step {step}: the loss is not finite. Use a smaller learning_rate than "
             f"{learning_rate:g}."
         )
+        self.step = step
+
+
+def check_finite(loss: float | None, *, step: int, learning_rate: float) -> None:
+    """Raise if the training diverged."""
+    if loss is not None and not math.isfinite(loss):
+        raise TrainingDiverged(step, learning_rate)
 
 
 def check_choices(config: Any, choices: Mapping[str, Sequence[str]]) -> None:
@@ -245,18 +253,23 @@ class LossCurve:
     def __init__(self, path: Path, step: int, watch: Callable[[dict[str, Any]], None]) -> None:
         """Open the curve of a run that is at `step`: later lines are cut, earlier ones passed to `watch` again."""
         self._path, self._watch = path, watch
-        known = [line for line in read_curve(path) if line["step"] <= step]
-        self._append(known, mode="w")
-        for line in known:
-            watch(line)
         self._pending: list[StepLosses] = []
         self._since = time.monotonic()
         self._loss = math.nan
+        for line in self.rewind(step):
+            watch(line)
 
     @property
     def pending(self) -> int:
         """The number of steps that are not written yet."""
         return len(self._pending)
+
+    def rewind(self, step: int) -> list[dict[str, Any]]:
+        """Cut the lines after `step`, drop the pending ones, and return the remaining ones."""
+        known = [line for line in read_curve(self._path) if line["step"] <= step]
+        self._append(known, mode="w")
+        self._pending, self._since = [], time.monotonic()
+        return known
 
     def add(self, losses: StepLosses) -> None:
         """Keep the losses of a step until the next `flush`."""
@@ -363,12 +376,21 @@ def distillation_loss(
     A target below 0 does not count. A row without probabilities has the cross-entropy alone. `positions` is the divisor
     of the sum, for a batch that is part of a larger one; `rows` is how many rows are processed at a time.
     """
-    if ids is None or probs is None or not beta:
-        ids, probs, beta = targets.new_zeros(len(targets), 0), logits.new_zeros(len(targets), 0), 0.0
+    ids, probs, beta = sparse_targets(targets, ids, probs, beta)
     divisor = (targets >= 0).sum().clamp(min=1) if positions is None else torch.tensor(positions)
-    rows = rows or max(1, _MAX_LOGITS // max(1, logits.shape[1]))
+    rows = rows or max(1, MAX_LOGITS // max(1, logits.shape[1]))
     losses = _Distillation.apply(logits, targets, ids, probs, beta, divisor, rows)  # type: ignore[no-untyped-call]
     return Losses(*losses)
+
+
+def sparse_targets(
+    targets: Tensor, ids: Tensor | None, probs: Tensor | None, beta: float
+) -> tuple[Tensor, Tensor, float]:
+    """Return target distributions of no tokens, and β = 0, where there are none or they do not count."""
+    if ids is None or probs is None or not beta:
+        nothing = targets.new_zeros(len(targets), 0)
+        return nothing, nothing.float(), 0.0
+    return ids, probs, beta
 
 
 class _Distillation(torch.autograd.Function):
@@ -376,44 +398,84 @@ class _Distillation(torch.autograd.Function):
     def forward(
         ctx: Any, logits: Tensor, targets: Tensor, ids: Tensor, probs: Tensor, beta: float, divisor: Tensor, rows: int
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        dtype = torch.float64 if logits.dtype == torch.float64 else torch.float32
-        normaliser = torch.empty(len(logits), dtype=dtype, device=logits.device)
+        goal = Goal.build(targets, ids, probs, beta, divisor, logits.dtype)
+        normaliser = torch.empty(len(logits), dtype=goal.probs.dtype, device=logits.device)
         kl, ce = torch.zeros_like(normaliser), torch.zeros_like(normaliser)
-        wanted = probs.to(dtype)
-        for part in _slices(len(logits), rows):
-            scores = logits[part].to(dtype)  # (n, V)
-            normaliser[part] = scores.logsumexp(1)
-            ce[part] = normaliser[part] - scores.gather(1, targets[part].clamp(min=0)[:, None])[:, 0]
-            log_q = scores.gather(1, ids[part]) - normaliser[part][:, None]
-            # Where p is 0 the product is 0, even if log q is -inf.
-            cross = (wanted[part] * log_q).masked_fill(wanted[part] == 0, 0.0)
-            kl[part] = (torch.xlogy(wanted[part], wanted[part]) - cross).sum(1)
-        counted = targets >= 0
-        with_target = counted & (probs > 0).any(1)
-        kl, ce = kl.masked_fill(~with_target, 0.0), ce.masked_fill(~counted, 0.0)
-        share = beta * with_target.to(dtype)
-        total = (share * kl + (1 - share) * ce).sum() / divisor
-        ctx.save_for_backward(logits, targets, ids, wanted, normaliser, share, divisor)
+        for part in slices(len(logits), rows):
+            normaliser[part], kl[part], ce[part] = row_losses(logits[part], goal.rows(part))
+        ctx.save_for_backward(logits, normaliser, *goal)
         ctx.rows = rows
-        out = total, kl.sum(), ce.sum(), with_target.sum()
+        out = goal.sum(kl, ce, divisor)
         ctx.mark_non_differentiable(*out[1:])
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, outer: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
-        logits, targets, ids, wanted, normaliser, share, divisor = ctx.saved_tensors
-        weight = (targets >= 0) * (outer.to(wanted.dtype) / divisor)  # (N,)
+        logits, normaliser, *saved = ctx.saved_tensors
+        goal = Goal(*saved)
+        goal = goal._replace(weight=goal.weight * outer.to(goal.weight.dtype))
         gradient = torch.empty_like(logits)
-        for part in _slices(len(logits), ctx.rows):
-            own, kl, ce = weight[part], share[part] * weight[part], (1 - share[part]) * weight[part]
-            scores = (logits[part].to(wanted.dtype) - normaliser[part][:, None]).exp_()
-            scores *= (own + kl * (wanted[part].sum(1) - 1))[:, None]
-            scores.scatter_add_(1, ids[part], -kl[:, None] * wanted[part])
-            scores.scatter_add_(1, targets[part].clamp(min=0)[:, None], -ce[:, None])
-            gradient[part] = scores
+        for part in slices(len(logits), ctx.rows):
+            gradient[part] = row_gradient(logits[part], normaliser[part], goal.rows(part))
         return gradient, None, None, None, None, None, None
 
 
-def _slices(count: int, size: int) -> Iterator[slice]:
+class Goal(NamedTuple):
+    """What the logits of N positions are compared with."""
+
+    targets: Tensor  # (N,) next tokens; 0 where the position does not count
+    ids: Tensor  # (N, m) tokens of the target distributions
+    probs: Tensor  # (N, m) their probabilities, in float32 or float64
+    with_target: Tensor  # (N,) whether the position counts and has a target distribution
+    counted: Tensor  # (N,) whether the position counts
+    share: Tensor  # (N,) the weight of the KL beside the cross-entropy
+    weight: Tensor  # (N,) of the position in the total; 0 where it does not count
+
+    @classmethod
+    def build(
+        cls, targets: Tensor, ids: Tensor, probs: Tensor, beta: float, divisor: Tensor, logits: torch.dtype
+    ) -> Goal:
+        """Return the goal of logits of this dtype; the total is divided by `divisor`."""
+        dtype = torch.float64 if logits == torch.float64 else torch.float32
+        counted = targets >= 0
+        with_target = counted & (probs > 0).any(1)
+        weight = counted.to(dtype) / divisor
+        return cls(
+            targets.clamp(min=0), ids, probs.to(dtype), with_target, counted, beta * with_target.to(dtype), weight
+        )
+
+    def rows(self, part: slice) -> Goal:
+        """Return the goal of some positions."""
+        return Goal(*(tensor[part] for tensor in self))
+
+    def sum(self, kl: Tensor, ce: Tensor, divisor: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Return the total, the sums of (N,) KL and cross-entropy, and the number of positions with a target."""
+        total = (self.share * kl + (1 - self.share) * ce).sum() / divisor
+        return total, kl.sum(), ce.sum(), self.with_target.sum()
+
+
+def row_losses(logits: Tensor, goal: Goal) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the log normaliser, the KL and the cross-entropy of (n, V) logits, each (n,)."""
+    scores = logits.to(goal.probs.dtype)
+    normaliser = scores.logsumexp(1)
+    ce = normaliser - scores.gather(1, goal.targets[:, None])[:, 0]
+    log_q = scores.gather(1, goal.ids) - normaliser[:, None]
+    # Where p is 0 the product is 0, even if log q is -inf.
+    cross = (goal.probs * log_q).masked_fill(goal.probs == 0, 0.0)
+    kl = (torch.xlogy(goal.probs, goal.probs) - cross).sum(1)
+    return normaliser, kl.masked_fill(~goal.with_target, 0.0), ce.masked_fill(~goal.counted, 0.0)
+
+
+def row_gradient(logits: Tensor, normaliser: Tensor, goal: Goal) -> Tensor:
+    """Return the gradient of the total with respect to (n, V) logits, in the dtype of the probabilities."""
+    kl, ce = goal.share * goal.weight, (1 - goal.share) * goal.weight
+    gradient = (logits.to(goal.probs.dtype) - normaliser[:, None]).exp_()
+    gradient *= (goal.weight + kl * (goal.probs.sum(1) - 1))[:, None]
+    gradient.scatter_add_(1, goal.ids, -kl[:, None] * goal.probs)
+    return gradient.scatter_add_(1, goal.targets[:, None], -ce[:, None])
+
+
+def slices(count: int, size: int) -> Iterator[slice]:
+    """Yield consecutive slices of at most `size` of `count` rows."""
     return (slice(begin, begin + size) for begin in range(0, count, size))

@@ -1,0 +1,201 @@
+"""The passes of a decoder's training: attention over packed rows, precision, loss and compiled blocks.
+
+In bfloat16 the model computes with a copy of its weights in half precision; the weights that are trained, and the sums
+of gradients, are in float32. A model that cannot do this runs with torch's autocast. Which way a model takes is decided
+by what it computes, not by its name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import linear
+from transformers import PreTrainedModel
+
+from knnlm.lm.causal import dynamic_shape_attention, eval_mode
+from knnlm.lm.compile import compiled_blocks
+from knnlm.training.data import TrainingBatch
+from knnlm.training.head_loss import RowPass, head_loss, losses_and_gradient
+from knnlm.training.initial_model import layer_list
+from knnlm.training.packed_attention import (
+    MASK,
+    VARLEN,
+    choose_attention,
+    packed_attention,
+    packed_inputs,
+    supports_packing,
+)
+from knnlm.training.teacher import SparseTargets
+from knnlm.training.trainer import Losses, distillation_loss
+
+_PROBE = 8  # tokens
+_LENGTH_MULTIPLE = 128  # of the longest window; a block of the kernel
+
+
+class DecoderPass:
+    """A model on its device, and how its losses and gradients are computed."""
+
+    def __init__(self, model: PreTrainedModel, *, precision: str, row_length: int | None, longest: int) -> None:
+        """Take a model in float32. `row_length` is that of packed rows, None: rows are padded windows."""
+        self.model, self.device = model, model.device
+        self.attention = None if row_length is None else choose_attention(model, row_length, precision=precision)
+        self._longest = -(-longest // _LENGTH_MULTIPLE) * _LENGTH_MULTIPLE
+        self._head = plain_head(model)
+        self._half = precision == "bfloat16"
+        self._copies: list[tuple[Tensor, Tensor]] = []  # the float32 weights and those that the model computes with
+        self.weights = {name: weight for name, weight in model.named_parameters() if weight.requires_grad}
+        if self._half:
+            self._use_half_precision()
+        if self.attention == VARLEN and not self._runs(VARLEN):
+            self.attention = MASK if row_length and supports_packing(model, row_length, MASK) else None
+        self._row_pass: RowPass | None = None
+
+    @property
+    def is_packed(self) -> bool:
+        """Whether the model can read packed rows."""
+        return self.attention is not None
+
+    def losses(self, batch: TrainingBatch, sparse: SparseTargets | None, *, beta: float, positions: int) -> Losses:
+        """Return the losses of a batch, divided by this number of positions."""
+        ids, targets = self._to_device(batch.ids), self._to_device(batch.targets)
+        found = (None, None) if sparse is None else (self._to_device(sparse.ids), self._to_device(sparse.probs))
+        inputs: dict[str, Any] = {"input_ids": ids, "use_cache": False}
+        if batch.position_ids is not None:
+            assert self.attention is not None
+            inputs |= packed_inputs(batch.position_ids, self._longest, self.attention, self.device)
+        options: dict[str, Any] = {"beta": beta, "positions": positions}
+        with self._kernels(), self._autocast():
+            # Padding is on the right, so no mask is needed, and attention can use its fastest kernel.
+            if self._head is None:
+                logits = self.model(**inputs).logits  # (B, T, V)
+                return distillation_loss(logits.flatten(0, 1), targets, *found, **options)
+            hidden = self.model.base_model(**inputs)[0].flatten(0, 1)  # (N, D)
+        hidden = hidden.bfloat16() if self._half else hidden
+        return head_loss(
+            hidden, self._head.weight, self._head.bias, targets, *found, **options, row_pass=self._row_pass
+        )
+
+    def load(self) -> None:
+        """Copy the float32 weights to those that the model computes with."""
+        if self._copies:
+            with torch.no_grad():
+                torch._foreach_copy_([copy for _, copy in self._copies], [weight for weight, _ in self._copies])
+
+    def collect(self) -> None:
+        """Add the gradients of the last backward pass to those of the float32 weights."""
+        into: list[Tensor] = []
+        found: list[Tensor] = []
+        for weight, copy in self._copies:
+            if copy.grad is None:
+                continue
+            if weight.grad is None:
+                weight.grad = torch.zeros_like(weight)
+            into.append(weight.grad)
+            found.append(copy.grad)
+            copy.grad = None
+        if into:
+            torch._foreach_add_(into, found)
+
+    def drop_gradients(self) -> None:
+        """Forget all gradients, also incomplete ones."""
+        for weight in (*self.weights.values(), *self.model.parameters()):
+            weight.grad = None
+
+    def finish(self) -> PreTrainedModel:
+        """Return the model with the float32 weights; no more passes can be run."""
+        for weight, copy in self._copies:
+            copy.data = weight.data
+        self._copies = []
+        self.model.float()
+        return self.model
+
+    @contextmanager
+    def compiled(self, shape: tuple[int, int], *, backend: Any = "inductor") -> Iterator[None]:
+        """Compile the blocks for batches of this (B, T), and the loss, until the context exits."""
+        blocks = list(layer_list(self.model))
+        width = self.model.config.get_text_config().hidden_size
+        self._row_pass = torch.compile(losses_and_gradient, dynamic=False, backend=backend)
+        try:
+            with compiled_blocks(blocks, width, shape, training=True, backend=backend) as status:
+                yield
+                if status.failed:
+                    self._row_pass = None
+        finally:
+            self._row_pass = None
+
+    @contextmanager
+    def _kernels(self) -> Iterator[None]:
+        with ExitStack() as stack:
+            stack.enter_context(packed_attention(self.model, self.attention))
+            if not self.is_packed:
+                stack.enter_context(dynamic_shape_attention(self.device))
+            yield
+
+    def _autocast(self) -> Any:
+        is_needed = self._half and not self._copies
+        return torch.autocast(self.device.type, torch.bfloat16) if is_needed else nullcontext()
+
+    def _to_device(self, tensor: Tensor) -> Tensor:
+        return tensor.to(self.device, non_blocking=True)
+
+    def _use_half_precision(self) -> None:
+        """Let the model compute in half precision, with the float32 weights beside it, if it can."""
+        before = {name: weight.data for name, weight in self.model.named_parameters()}
+        # Not the buffers: the frequencies of rotary positions need their precision.
+        for weight in self.model.parameters():
+            weight.data = weight.data.bfloat16()
+        if not self._runs(None):
+            for name, weight in self.model.named_parameters():
+                weight.data = before[name]
+            return
+        own = dict(self.model.named_parameters())
+        self.weights = {name: nn.Parameter(before[name]) for name in self.weights}
+        self._copies = [(weight, own[name]) for name, weight in self.weights.items()]
+
+    def _runs(self, attention: str | None) -> bool:
+        """Whether a pass with gradients works."""
+        ids = torch.full((1, _PROBE), 3, device=self.device)
+        positions = torch.arange(_PROBE)[None]
+        try:
+            with eval_mode(self.model), packed_attention(self.model, attention), self._autocast():
+                inputs = {} if attention is None else packed_inputs(positions, self._longest, attention, self.device)
+                self.model.base_model(input_ids=ids, use_cache=False, **inputs)[0].float().sum().backward()
+        except torch.OutOfMemoryError:
+            raise
+        except Exception:  # of any family; they have no common base class
+            return False
+        finally:
+            self.drop_gradients()
+        return True
+
+
+def plain_head(model: PreTrainedModel) -> nn.Linear | None:
+    """Return the linear layer that makes the logits of hidden states; None if something else happens to them too."""
+    head = model.get_output_embeddings()
+    if not isinstance(head, nn.Linear):
+        return None
+    ids = torch.arange(3, 3 + _PROBE, device=model.device)[None]
+    with torch.no_grad(), eval_mode(model):
+        try:
+            logits = model(input_ids=ids, use_cache=False).logits
+            found = linear(model.base_model(input_ids=ids, use_cache=False)[0], head.weight, head.bias)
+        except (TypeError, ValueError, AttributeError, RuntimeError):
+            return None
+    return head if found.shape == logits.shape and torch.equal(found, logits) else None
+
+
+def split_rows(
+    batch: TrainingBatch, sparse: SparseTargets | None, rows: int
+) -> Sequence[tuple[TrainingBatch, SparseTargets | None]]:
+    """Return a batch in parts of at most this number of rows."""
+    count, length = batch.ids.shape
+    parts = []
+    for begin in range(0, count, rows):
+        flat = slice(begin * length, (begin + rows) * length)
+        own = None if sparse is None else SparseTargets(sparse.ids[flat], sparse.probs[flat], sparse.lengths[flat])
+        parts.append((batch.rows(begin, begin + rows), own))
+    return parts

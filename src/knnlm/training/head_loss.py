@@ -1,0 +1,137 @@
+"""The loss of hidden states through the output matrix of a model, without the logits of all positions at once.
+
+The logits of a few positions are computed, compared and turned into gradients, then overwritten by those of the next
+positions. The loss is a scalar, so its gradient is known in the forward pass up to a factor: no logits are computed
+twice, and none are kept.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.nn.functional import linear
+
+from knnlm.training.trainer import (
+    MAX_LOGITS,
+    Goal,
+    Losses,
+    row_gradient,
+    row_losses,
+    slices,
+    sparse_targets,
+)
+
+RowPass = Callable[[Tensor, Goal], tuple[Tensor, Tensor, Tensor]]
+
+
+def head_loss(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    targets: Tensor,
+    ids: Tensor | None = None,
+    probs: Tensor | None = None,
+    *,
+    beta: float = 0.0,
+    positions: int | None = None,
+    rows: int | None = None,
+    row_pass: RowPass | None = None,
+) -> Losses:
+    """Return `distillation_loss` of the logits of (N, D) hidden states, with the (V, D) weight and the bias of a head.
+
+    Products are computed in the dtype of the hidden states, losses in float32 or float64. `row_pass` replaces
+    `losses_and_gradient`, for example by a compiled one.
+    """
+    ids, probs, beta = sparse_targets(targets, ids, probs, beta)
+    divisor = (targets >= 0).sum().clamp(min=1) if positions is None else torch.tensor(positions)
+    rows = rows or even_rows(len(hidden), max(1, MAX_LOGITS // len(weight)))
+    compute = row_pass or losses_and_gradient
+    losses = _HeadLoss.apply(  # type: ignore[no-untyped-call]
+        hidden, weight, bias, targets, ids, probs, beta, divisor, rows, compute, torch.is_grad_enabled()
+    )
+    return Losses(*losses)
+
+
+def losses_and_gradient(logits: Tensor, goal: Goal) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the KL and the cross-entropy of (n, V) logits, each (n,), and the gradient in the dtype of the logits."""
+    normaliser, kl, ce = row_losses(logits, goal)
+    return kl, ce, row_gradient(logits, normaliser, goal).to(logits.dtype)
+
+
+def even_rows(count: int, limit: int) -> int:
+    """Return how many of `count` rows to process at a time, at most `limit`: parts of one size if possible."""
+    parts = math.ceil(count / limit)
+    even = next((number for number in range(parts, 2 * parts) if count % number == 0), None)
+    return max(1, count // even if even else min(count, limit))
+
+
+class _HeadLoss(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        targets: Tensor,
+        ids: Tensor,
+        probs: Tensor,
+        beta: float,
+        divisor: Tensor,
+        rows: int,
+        row_pass: RowPass,
+        is_training: bool,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        goal = Goal.build(targets, ids, probs, beta, divisor, hidden.dtype)
+        matrix, shift = weight.to(hidden.dtype), None if bias is None else bias.to(hidden.dtype)
+        kl = torch.zeros(len(hidden), dtype=goal.probs.dtype, device=hidden.device)
+        ce = torch.zeros_like(kl)
+        into = _Gradients(hidden, weight, bias) if is_training else None
+        for part in slices(len(hidden), rows):
+            logits = linear(hidden[part], matrix, shift)  # (n, V)
+            if into is None:
+                _, kl[part], ce[part] = row_losses(logits, goal.rows(part))
+            else:
+                kl[part], ce[part], gradient = row_pass(logits, goal.rows(part))
+                into.add(part, gradient, matrix)
+        ctx.save_for_backward(*(into.tensors if into is not None else ()))
+        out = goal.sum(kl, ce, divisor)
+        ctx.mark_non_differentiable(*out[1:])
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, outer: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
+        hidden, weight, *bias = (tensor * outer.to(tensor.dtype) for tensor in ctx.saved_tensors)
+        return hidden, weight, bias[0] if bias else None, *([None] * 8)
+
+
+class _Gradients:
+    """The gradients of hidden states, weight and bias, collected part by part."""
+
+    def __init__(self, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+        self._from = hidden
+        self._hidden = torch.empty_like(hidden)
+        # Parts are summed in float32, also if the weights are in half precision.
+        wide = torch.float64 if weight.dtype == torch.float64 else torch.float32
+        self._weight = torch.zeros_like(weight, dtype=wide)
+        self._bias = None if bias is None else torch.zeros_like(bias, dtype=wide)
+
+    def add(self, part: slice, gradient: Tensor, matrix: Tensor) -> None:
+        """Add the gradients of some positions, from that of their (n, V) logits."""
+        torch.mm(gradient, matrix, out=self._hidden[part])
+        if gradient.dtype == self._weight.dtype:
+            self._weight.addmm_(gradient.T, self._from[part])
+        else:
+            self._weight += gradient.T @ self._from[part]
+        if self._bias is not None:
+            self._bias += gradient.sum(0, dtype=self._bias.dtype)
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """Those of the hidden states, of the weight and, if there is one, of the bias."""
+        return [self._hidden, self._weight, *([] if self._bias is None else [self._bias])]
