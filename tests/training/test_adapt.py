@@ -7,6 +7,7 @@ import math
 import resource
 import shutil
 from contextlib import contextmanager
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -32,6 +33,7 @@ from knnlm.lm.causal import CausalLM
 from knnlm.lm.fingerprint import tokenizer_fingerprint
 from knnlm.memories.decoder import load_card
 from knnlm.mixture.mixture import Mixture
+from knnlm.training import adapt as adapt_module
 from knnlm.training.adapt import MEMORIES, load_adaptation
 from knnlm.training.data import TokenStream
 
@@ -150,6 +152,51 @@ def test_document_that_is_most_of_the_text_is_trained_on(base, tmp_path):
         result = fit_adaptation([long, empty, short], out, lm=base, seed=seed, layers=1, **{**QUICK, "epochs": 1})
         assert result.held_out_tokens == len(base.encode(short.text))
         assert Datastore.open(out).holds(long.text)
+
+
+BOOK = Document(id="book", source="book.txt", text="\n".join(document.text for document in documents(24)))
+LINES = [replace(line, id=f"line {number}") for number, line in enumerate(documents(60, words=3))]
+
+
+@pytest.mark.parametrize(
+    ("corpus", "select"), [(documents(10), False), ([BOOK], True), (LINES, True)], ids=["ten", "one", "lines"]
+)
+def test_corpora_of_any_shape_are_split_trained_on_and_tuned(base, tmp_path, corpus, select):
+    out, options = tmp_path / "out", {**QUICK, "epochs": 1, "layers": 1, "select": select}
+    result = fit_adaptation(corpus, out, lm=base, **options)
+    assert all(math.isfinite(value) for value in vars(result).values() if isinstance(value, float))
+    assert result.leaked_documents == 0
+    everything = sum(map(len, base.encode_all([document.text for document in corpus])))
+    assert 0.05 <= result.held_out_tokens / everything <= 0.2
+    stored = [document.id for document in Datastore.open(out).documents()]
+    if corpus == [BOOK]:
+        assert stored == ["book#1", "book#2"]
+        assert result.tokens + result.held_out_tokens == pytest.approx(everything, abs=10)
+    assert fit_adaptation(corpus, out, lm=base, **options) == result  # the split is the same: the run is finished
+
+
+def test_part_of_one_document_that_is_held_out_depends_on_the_seed_and_the_limit(base):
+    text = "".join(chr(97 + number % 26) * (number % 9 + 1) + " " * (number % 4 > 0) for number in range(600))
+    book = Document(id="book", source="book.txt", text=text)
+    held = set()
+    for seed in range(5):
+        splits = adapt_module._split([book], base, seed, 60_000)
+        parts = [document.text for document in splits.training]
+        (out,) = splits.held_out
+        assert parts[0] + out.text + (parts[1] if len(parts) > 1 else "") == text
+        assert parts[0]
+        assert 0.05 < len(out.text) / len(text) < 0.2
+        assert out.text[0].isspace()
+        held.add(out.text)
+        few = adapt_module._split([book], base, seed, 30)
+        assert 0 < few.held_out_tokens < 150
+    assert len(held) == 5
+    copied = adapt_module._split([BOOK, replace(BOOK, id="copy")], base, 0, 60_000)
+    assert [document.id for document in copied.training] == ["book#1", "book#2", "copy#1", "copy#2"]
+    assert [document.text for document in copied.training[:2]] == [document.text for document in copied.training[2:]]
+    assert len(copied.held_out) == 1
+    without_spaces = Document(id="x", source="x", text="xyz" * 2000)
+    assert len(adapt_module._split([without_spaces], base, 0, 60_000).training) == 2
 
 
 # --------------------------------------------------------------------------------------------------------- resuming

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import warnings
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,7 +13,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 
 from helpers.stores import documents
-from knnlm.errors import ParameterError
+from knnlm.errors import KnnlmWarning, ParameterError
 from knnlm.training import selecting_trainer
 from knnlm.training.decoder import train_decoder
 from knnlm.training.decoder_trainer import DecoderConfig
@@ -180,6 +182,78 @@ def test_interrupted_selection_resumes_with_the_same_result(texts, initial, tmp_
     assert resumed.selection == whole.selection
     one, other = (load_file(tmp_path / name / "model.safetensors") for name in ("whole", "out"))
     assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+def diverge_at(monkeypatch, rates, *, from_step=2):
+    """Make the losses of these rates NaN, from some step of each piece on."""
+    trainer = selecting_trainer.SelectingTrainer
+    original = trainer._step
+
+    def diverging(self, parts, curve, rate):
+        original(self, parts, curve, rate)
+        piece = next_piece(self._rates, self.config.epochs, self._trials)
+        if piece.learning_rate in rates and self.state.batch >= from_step:
+            curve._pending[-1] = replace(curve._pending[-1], sums=curve._pending[-1].sums * math.nan)
+
+    monkeypatch.setattr(trainer, "_step", diverging)
+
+
+def test_rate_that_diverges_is_left_out_also_if_the_run_is_killed_afterwards(texts, initial, tmp_path, monkeypatch):
+    run, config = {"held_out_text": texts[1], "device": "cpu"}, replace(CONFIG, epochs=1)
+    rate = config.learning_rates[2]
+    diverge_at(monkeypatch, {rate})
+    with pytest.warns(KnnlmWarning, match=f"diverged with the learning rate {rate:g}"):
+        card = train_decoder(texts[0], initial, tmp_path / "out", config, **run)
+    trials = [Trial(**trial) for trial in card.selection["trials"]]
+    assert (trials[3].learning_rate, trials[3].loss) == (rate, math.inf)
+    assert len(trials) == 5
+    assert all(math.isfinite(trial.loss) for trial in (*trials[:3], trials[4]))
+    assert card.selection["chosen"]["learning_rate"] == trials[4].learning_rate != rate
+    assert all(torch.isfinite(tensor).all() for tensor in load_file(tmp_path / "out" / "model.safetensors").values())
+    step = selecting_trainer.SelectingTrainer._step
+
+    def interrupted(self, *args):
+        if len(self.state.trials) == 4 and self.state.in_cooldown:
+            raise KeyboardInterrupt
+        return step(self, *args)
+
+    with monkeypatch.context() as patch, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        patch.setattr(selecting_trainer.SelectingTrainer, "_step", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            train_decoder(texts[0], initial, tmp_path / "killed", config, **run)
+    resumed = train_decoder(texts[0], initial, tmp_path / "killed", config, **run)
+    assert resumed.selection == card.selection
+    assert resumed.steps == card.steps
+
+
+def test_best_rate_that_diverges_later_ends_with_its_best_weights(texts, initial, tmp_path, monkeypatch):
+    run = {"held_out_text": texts[1], "device": "cpu"}
+    trainer = selecting_trainer.SelectingTrainer
+    original = trainer._step
+
+    def diverging(self, parts, curve, rate):
+        original(self, parts, curve, rate)
+        if len(self.state.trials) == 4:
+            curve._pending[-1] = replace(curve._pending[-1], sums=curve._pending[-1].sums * math.nan)
+
+    monkeypatch.setattr(trainer, "_step", diverging)
+    with pytest.warns(KnnlmWarning, match="diverged"):
+        card = train_decoder(texts[0], initial, tmp_path / "out", replace(CONFIG, epochs=1), **run)
+    losses = [trial["loss"] for trial in card.selection["trials"]]
+    assert len(losses) == 5
+    assert losses[4] == math.inf
+    assert dict(card.selection["interpolations"])[1.0] == pytest.approx(min(losses[1:4]), rel=1e-6)
+
+
+def test_text_that_diverges_with_every_rate_is_one_clear_error(texts, initial, tmp_path, monkeypatch):
+    diverge_at(monkeypatch, set(CONFIG.learning_rates))
+    with (
+        pytest.warns(KnnlmWarning) as caught,
+        pytest.raises(ParameterError, match="every learning rate that was tried"),
+    ):
+        train_decoder(texts[0], initial, tmp_path / "out", CONFIG, held_out_text=texts[1], device="cpu")
+    assert len(caught) == 1
 
 
 def test_selection_without_held_out_text_is_refused(texts, initial, tmp_path):
