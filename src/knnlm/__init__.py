@@ -38,6 +38,7 @@ if TYPE_CHECKING:
         ModelError,
         ModelMismatch,
         ParameterError,
+        ShardChanged,
     )
     from knnlm.evaluation.evaluate import Evaluation
     from knnlm.evaluation.explain import Contribution, NeighbourVote, TokenExplanation
@@ -153,6 +154,7 @@ _HOMES = {
     "Retrieved": "mixture",
     "RetrievedNeighbours": "memories",
     "Seq2SeqLM": "lm.seq2seq",
+    "ShardChanged": "errors",
     "Source": "memories",
     "Span": "memories",
     "SpeechLM": "lm.speech",
@@ -250,6 +252,7 @@ __all__ = [
     "Retrieved",
     "RetrievedNeighbours",
     "Seq2SeqLM",
+    "ShardChanged",
     "Source",
     "Span",
     "SpeechLM",

@@ -215,11 +215,20 @@ class DocumentReader(Iterator[Document]):
         known = all(files is not None for _, files in opened) and None not in sizes
         self.total_bytes: int | None = sum(size or 0 for size in sizes) if known else None
         self._documents: Iterator[Document] = _with_unique_ids(documents)
+        options: dict[str, Any] = {"text_field": text_field, "source_field": source_field, "source": source}
+        once = "-" in inputs or None in sizes  # standard input and pipes
+        self._again, self._begun = None if once else partial(DocumentReader, list(inputs), **options), False
 
     def __next__(self) -> Document:
+        self._begun = True
         document = next(self._documents)
         self.bytes_returned = self.bytes_read
         return document
+
+    @property
+    def again(self) -> Callable[[], DocumentReader] | None:
+        """A function that opens the same inputs; None for pipes, and for a reader that has been read from."""
+        return None if self._begun else self._again
 
     def check_first(self) -> None:
         """Raise the error of the first document, if it cannot be read; it is still returned by the iteration."""

@@ -12,6 +12,7 @@
     │   └── DatastoreBusy      another process is writing to it
     ├── IndexInvalid         an index fails its validation
     └── ClusterError         a Ray cluster cannot be reached, or its workers fail
+        └── ShardChanged     a shard has changed, and the state that a search names is not open any more
     UserWarning
     └── KnnlmWarning         a result is valid, but not what was probably expected
 
@@ -75,3 +76,7 @@ class IndexInvalid(KnnlmError):
 
 class ClusterError(KnnlmError):
     """A Ray cluster cannot be reached, or its workers fail."""
+
+
+class ShardChanged(ClusterError):
+    """A shard was changed after the state that a search names, and no process has that state open."""

@@ -5,88 +5,21 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import closing
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
+from helpers.search_ray import ActorDiedError, FakeRay, RayTaskError
 from helpers.stores import made_store
 from knnlm.cluster import search as module
 from knnlm.cluster.search import RemoteSearchOptions, RemoteShards
-from knnlm.cluster.search_actor import ShardActor, ShardBehind
+from knnlm.cluster.search_actor import ShardBehind
 from knnlm.datastore.indexes import open_index
 from knnlm.datastore.shards import join_shards
 from knnlm.datastore.store import Datastore
 from knnlm.errors import ClusterError, DatastoreCorrupt
-
-
-class RayError(Exception):
-    """The loss of a call."""
-
-
-class ActorDiedError(RayError):
-    """The death of an actor."""
-
-
-class RayTaskError(RayError):
-    """An error that a method has raised."""
-
-    def __init__(self, cause):
-        super().__init__(str(cause))
-        self.cause = cause
-
-
-class Actor:
-    """A `ShardActor` in threads; `fail` is called before each search with the number of the call."""
-
-    def __init__(self, ray, *args):
-        self.ray, self.inner, self.pool = ray, ShardActor(*args), ThreadPoolExecutor(8)
-        self.calls, self.stopped = 0, threading.Event()
-        ray.actors.append(self)
-
-    def __getattr__(self, name):
-        return SimpleNamespace(remote=lambda *args: self.pool.submit(self.run, name, args))
-
-    def run(self, name, args):
-        if name == "call":
-            self.calls += 1
-            self.ray.fail(self, args[2])
-        elif name == "ping" and self.stopped.is_set():
-            time.sleep(0.5)
-        try:
-            return getattr(self.inner, name)(*args)
-        except Exception as error:
-            raise RayTaskError(error) from None
-
-
-class FakeRay:
-    """The part of the module ray that searches use."""
-
-    exceptions = SimpleNamespace(RayError=RayError, ActorDiedError=ActorDiedError, RayTaskError=RayTaskError)
-
-    def __init__(self):
-        self.actors, self.killed, self.fail = [], [], lambda _actor, _method: None
-
-    def remote(self, _):
-        return SimpleNamespace(options=lambda **_: SimpleNamespace(remote=lambda *args: Actor(self, *args)))
-
-    def put(self, value):
-        return value
-
-    def wait(self, references, *, timeout, num_returns=1):
-        assert num_returns == 1
-        done, _ = wait(references, timeout=timeout, return_when=FIRST_COMPLETED)
-        return list(done)[:1], []
-
-    def get(self, reference):
-        return reference.result() if isinstance(reference, Future) else reference
-
-    def kill(self, actor, *, no_restart=True):
-        self.killed.append((actor, no_restart))
-        actor.stopped.clear()
 
 
 @pytest.fixture(scope="module")

@@ -15,7 +15,7 @@ from helpers.models import tiny, tiny_tokenizer
 from helpers.pairs import BruteForce, pair_lm, pairs, read_last, start_tokens
 from helpers.server import serving
 from helpers.stores import documents
-from knnlm.errors import ModelError
+from knnlm.errors import ModelError, ShardChanged
 from knnlm.ingest.build import build
 from knnlm.lm.causal import CausalLM
 from knnlm.mixture.mixture import Mixture
@@ -421,6 +421,25 @@ def test_a_failed_batch_fails_its_requests_alone(tmp_path, monkeypatch):
         failing.clear()
         assert translate(served, SOURCES[0])["translations"][0]["text"] == right[0]
         assert client.get("/healthz").status_code == 200
+
+
+def test_batch_is_repeated_where_a_shard_has_changed(marian, monkeypatch):
+    whole, failures = translator.Translator._generate, [2]
+
+    def generate(this, requests):
+        if failures[0]:
+            failures[0] -= 1
+            raise ShardChanged("part-1 was changed. Repeat it.")
+        return whole(this, requests)
+
+    expected = translate(marian, SOURCES[0])
+    monkeypatch.setattr(translator.Translator, "_generate", generate)
+    assert translate(marian, SOURCES[0])["translations"] == expected["translations"]
+    assert failures == [0]
+    failures[0] = 100
+    with marian.client() as client:
+        refused = client.post("/v1/translate", json={"text": SOURCES[0]})
+    assert (refused.status_code, "was changed" in refused.text, failures[0]) == (503, True, 100 - 4)
 
 
 def test_added_pairs_are_found_and_removed_ones_are_not(tmp_path):

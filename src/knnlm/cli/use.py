@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -50,7 +51,7 @@ from knnlm.cli.output import (
     show,
     visible,
 )
-from knnlm.errors import ParameterError
+from knnlm.errors import KnnlmWarning, ParameterError
 
 if TYPE_CHECKING:
     from knnlm.corpus import Document
@@ -568,8 +569,18 @@ def continue_text(
     from knnlm.generation.causal import generate_tokens
 
     tokenizer = mixture.lm.tokenizer
-    streamer = TextStreamer(tokenizer, skip_special_tokens=True) if stream else None
-    tokens = generate_tokens(mixture, prompt, seed=seed, use_memory=memory, streamer=streamer, **settings)
+    begun = False
+
+    def write(own: Mixture, _: Any) -> list[int]:
+        nonlocal begun
+        if begun and stream:
+            console.print()
+            warnings.warn("The store has changed, so the text is written again.", KnnlmWarning, stacklevel=2)
+        begun = True
+        streamer = TextStreamer(tokenizer, skip_special_tokens=True) if stream else None
+        return generate_tokens(own, prompt, seed=seed, use_memory=memory, streamer=streamer, **settings)
+
+    tokens = mixture.answer(write)
     return str(tokenizer.decode(tokens, skip_special_tokens=True)), len(tokens)
 
 

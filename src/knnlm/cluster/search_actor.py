@@ -19,7 +19,7 @@ from torch import Tensor
 from knnlm.datastore.indexes import open_index
 from knnlm.datastore.manifest import remote_url
 from knnlm.datastore.store import Datastore
-from knnlm.errors import ClusterError
+from knnlm.errors import ClusterError, ShardChanged
 from knnlm.index.base import Index, Neighbours, probes
 from knnlm.index.exact import BruteForceSearch, Whole
 
@@ -28,10 +28,6 @@ _KEPT_STATES = 2  # of each shard
 
 class ShardBehind(ClusterError):
     """The shard is not yet in the state that a query names."""
-
-
-class ShardChanged(ClusterError):
-    """The shard was changed after the state that a query names, which is not open here."""
 
 
 @dataclass(frozen=True)

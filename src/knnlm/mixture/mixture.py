@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+import copy
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor
 
-from knnlm.corpus import Document
+from knnlm.corpus import Document, DocumentReader
 from knnlm.datastore.store import Datastore
-from knnlm.errors import ParameterError
+from knnlm.errors import ParameterError, ShardChanged
+from knnlm.index.base import remote_status
 from knnlm.lm.causal import CausalLM
 from knnlm.lm.windows import WindowShape
 from knnlm.memories.base import LM_LOGITS, LOGITS, Context, Memory, MemoryOutput, Prediction, Source, SourceTokens
@@ -20,7 +22,7 @@ from knnlm.memories.cache import CacheMemory
 from knnlm.memories.decoder import LMOutput
 from knnlm.memories.knn import KnnMemory
 from knnlm.memories.subset import PairSubsetIndex
-from knnlm.memories.voting import RetrievedNeighbours, searches
+from knnlm.memories.voting import NeighbourMemory, RetrievedNeighbours, searches
 from knnlm.mixture.layer import OnlineLayer, PositionInputs, SpanTexts
 from knnlm.mixture.loader import check_model, load_mixture, specs_of
 from knnlm.mixture.online import OnlineConfig
@@ -47,6 +49,10 @@ if TYPE_CHECKING:
     from knnlm.evaluation.support import SupportFigures
     from knnlm.evaluation.trace import Trace
     from knnlm.evaluation.tune import Tuning
+
+MAX_REPEATS = 3  # of an answer whose store changes meanwhile
+
+_Result = TypeVar("_Result")
 
 
 @dataclass(frozen=True)
@@ -122,6 +128,7 @@ class Mixture:
     ) -> None:
         self.lm = lm
         self._request: MixtureRequest | None = None
+        self._repeats = True  # whether `answer` repeats an action
         self._layer: OnlineLayer | None = None  # of the present weights
         self.memories: list[Memory] = list(memory) if isinstance(memory, Sequence) else [memory]
         if not self.memories:
@@ -176,7 +183,13 @@ class Mixture:
     def _load(
         cls, path: Path | Datastore, lm: CausalLM | None, request: MixtureRequest, before: Sequence[Memory] = ()
     ) -> Mixture:
-        loaded = load_mixture(path, lm, request, before)
+        for repeats in range(MAX_REPEATS, -1, -1):
+            try:
+                loaded = load_mixture(path, lm, request, before)
+                break
+            except ShardChanged:  # between the opening of the store here and that of the shard on Ray
+                if not repeats or isinstance(path, Datastore):
+                    raise
         mixture = cls(
             loaded.readers.models[0],
             loaded.memories,
@@ -199,6 +212,42 @@ class Mixture:
         if self._request is None or self.path is None:
             raise ParameterError("Only a mixture that was opened from a store can be opened again.")
         return self._load(self.path, self.lm, self._request, self.memories)
+
+    def answer(
+        self, action: Callable[[Mixture, Iterable[Document]], _Result], documents: Iterable[Document] = ()
+    ) -> _Result:
+        """Return the result of an action, all of it from one state of the store.
+
+        Where a shard on Ray has changed and no process has its former state any more, the action is repeated with the
+        reopened store; this mixture stays as it is. Documents that can be read only once are not read again.
+        """
+        indexes = [memory.index for memory in self.memories if isinstance(memory, KnnMemory)]
+        if not self._repeats or self._request is None or all(remote_status(index) is None for index in indexes):
+            return action(self, documents)
+        mixture, again = self, _opener(documents)
+        for repeats in range(MAX_REPEATS, -1, -1):
+            # An action within the action is not repeated alone.
+            own = copy.copy(mixture)
+            own._repeats = False
+            try:
+                return action(own, documents)
+            except ShardChanged:
+                if not repeats or again is None:
+                    raise
+                mixture, documents = self._reopened_alike(), again()
+        raise AssertionError
+
+    def _reopened_alike(self) -> Mixture:
+        """Open the store in its present state, with the settings that this mixture has now."""
+        after = self.reopen()
+        if after.labels != self.labels:
+            raise ShardChanged(f"{self.path} was changed, and has other memories now. Open it again.")
+        for name in ("weights", "online", "domain_check", "damping", "support", "source_domain"):
+            setattr(after, name, getattr(self, name))
+        for new, old in zip(after.memories, self.memories, strict=True):
+            if isinstance(new, NeighbourMemory) and isinstance(old, NeighbourMemory):
+                new.settings = old.settings
+        return after
 
     @property
     def knn(self) -> KnnMemory | None:
@@ -418,9 +467,8 @@ class Mixture:
         """
         from knnlm.evaluation.evaluate import evaluate
 
-        return evaluate(
-            self, documents, limit=limit, batch_tokens=batch_tokens, read_ahead=read_ahead, progress=progress
-        )
+        options: dict[str, Any] = {"batch_tokens": batch_tokens, "read_ahead": read_ahead, "progress": progress}
+        return self.answer(lambda mixture, read: evaluate(mixture, read, limit=limit, **options), documents)
 
     def measure_support(
         self, documents: Iterable[Document], *, limit: int | None = None, progress: Progress = silent
@@ -428,7 +476,9 @@ class Mixture:
         """Return how well the support of tokens predicts which of the mixture's most probable tokens are right."""
         from knnlm.evaluation.support import measure_support
 
-        return measure_support(self, documents, limit=limit, progress=progress)
+        return self.answer(
+            lambda mixture, read: measure_support(mixture, read, limit=limit, progress=progress), documents
+        )
 
     def measure_quality(
         self, pairs: Iterable[Document], *, limit: int | None = None, progress: Progress = silent, **settings: Any
@@ -436,7 +486,9 @@ class Mixture:
         """Return BLEU and chrF of the translations of pairs' sources, by the model alone and by the mixture."""
         from knnlm.evaluation.quality import measure_quality
 
-        return measure_quality(self, pairs, limit=limit, progress=progress, **settings)
+        return self.answer(
+            lambda mixture, read: measure_quality(mixture, read, limit=limit, progress=progress, **settings), pairs
+        )
 
     def tune(
         self,
@@ -487,7 +539,9 @@ class Mixture:
         from knnlm.evaluation.trace import record
 
         reading: dict[str, Any] = {"limit": limit, "batch_tokens": batch_tokens, "progress": progress}
-        return record(self, documents, path, k=k, sources=sources, **reading)
+        return self.answer(
+            lambda mixture, read: record(mixture, read, path, k=k, sources=sources, **reading), documents
+        )
 
     def explain(self, text: str, *, source: str | None = None, top: int = 3) -> list[TokenExplanation]:
         """Return the probability of every token of a text, and the `top` nearest neighbours of each memory.
@@ -496,13 +550,14 @@ class Mixture:
         """
         from knnlm.evaluation.explain import explain
 
-        return explain(self, text, source=source, top=top)
+        return self.answer(lambda mixture, _: explain(mixture, text, source=source, top=top))
 
     def generate(self, prompt: str, *, max_new_tokens: int = 60, seed: int | None = None, **settings: Any) -> str:
         """Return the continuation of a prompt; settings are those of transformers' `generate`."""
         from knnlm.generation.causal import generate_text
 
-        return generate_text(self, prompt, max_new_tokens=max_new_tokens, seed=seed, **settings)
+        settings |= {"max_new_tokens": max_new_tokens, "seed": seed}
+        return self.answer(lambda mixture, _: generate_text(mixture, prompt, **settings))
 
     def translate(
         self, sources: Sequence[str], *, max_new_tokens: int = 256, seed: int | None = None, **settings: Any
@@ -510,7 +565,8 @@ class Mixture:
         """Return the translations of texts by an encoder-decoder model; settings are those of `generate`."""
         from knnlm.generation.seq2seq import translate
 
-        return translate(self, sources, max_new_tokens=max_new_tokens, seed=seed, **settings)
+        settings |= {"max_new_tokens": max_new_tokens, "seed": seed}
+        return self.answer(lambda mixture, _: translate(mixture, sources, **settings))
 
     def _predict_weighted(
         self, context: Context, retrieved: Retrieved | None, lm: MemoryOutput, weights: Sequence[float]
@@ -542,3 +598,10 @@ class Mixture:
             return memory.predict(context)
         mask = context.search_mask
         return memory.output(neighbours if mask is None else neighbours.masked(mask))
+
+
+def _opener(documents: Iterable[Document]) -> Callable[[], Iterable[Document]] | None:
+    """Return a function that returns the same documents once more; None where they can be read only once."""
+    if isinstance(documents, DocumentReader):
+        return documents.again
+    return None if isinstance(documents, Iterator) else lambda: documents

@@ -168,6 +168,7 @@ class RequestHandle:
     request: GenerationRequest
     put: Callable[[Event], None] | None = None  # None: `events` yields the events
     cancelled: bool = False  # whether the scheduler is to drop the request at its next step
+    repeats: int = 0  # how often it began again, because the store had changed
     submitted: float = field(default_factory=time.monotonic)
     queue: SimpleQueue[Event] = field(default_factory=SimpleQueue)
 

@@ -20,12 +20,12 @@ from typing import Any
 import torch
 
 from knnlm.datastore.store import Datastore
-from knnlm.errors import ClusterError, KnnlmError
+from knnlm.errors import ClusterError, KnnlmError, ShardChanged
 from knnlm.generation.causal import EVIDENCE_TOKENS, KnnForCausalLM
 from knnlm.index.base import remote_status
 from knnlm.memories.base import Origin
 from knnlm.memories.knn import KnnMemory
-from knnlm.mixture.mixture import Mixture
+from knnlm.mixture.mixture import MAX_REPEATS, Mixture
 from knnlm.server.engine.batching import (
     BatchedCache,
     Prompt,
@@ -246,7 +246,7 @@ class Scheduler:
             prompt_results, prompts = self._read_prompts()
             results += prompt_results
             self.forward_seconds += time.perf_counter() - began
-            predicted = iter(predict_batch(self.mixtures, results, self.times) if results else [])
+            predicted = iter(self._predict(results) if results else [])
             self._mark_missing([pending for pending, _ in prompts])
             for sequence in self._sequences:
                 self._advance(sequence, next(predicted).tokens[0])
@@ -257,6 +257,16 @@ class Scheduler:
             self._fail_all(failure_status(error), step_failed(error), waiting=False)
         self.steps += 1
         self.events.flush(force=not self._sequences)
+
+    def _predict(self, results: Sequence[ForwardResult]) -> list[PredictedPosition]:
+        """Predict the next tokens; from the reopened store where a shard has changed and its former state is lost."""
+        for repeats in range(MAX_REPEATS, -1, -1):
+            try:
+                return predict_batch(self.mixtures, results, self.times)
+            except ShardChanged:
+                if not repeats or not self._reload():
+                    raise
+        raise AssertionError
 
     def _mark_missing(self, prompts: Sequence[_PendingPrompt]) -> None:
         """Mark what was predicted in this step where searches lacked some shards."""
@@ -287,7 +297,7 @@ class Scheduler:
             self.model.mixture = after
             self.mixtures = MixtureCache(after)
             self.reloads += 1
-            for store in _stores(before) - _stores(after):
+            for store in open_stores(before) - open_stores(after):
                 store.close()
         return True
 
@@ -512,7 +522,7 @@ def _state_layout(mixture: Mixture) -> tuple[Any, ...]:
     return experts, mixture.labels, mixture.needs_history, history, readers
 
 
-def _stores(mixture: Mixture) -> set[Datastore]:
+def open_stores(mixture: Mixture) -> set[Datastore]:
     """Return the stores that a mixture holds open."""
     stores = {store for memory in mixture.memories if isinstance(store := getattr(memory, "store", None), Datastore)}
     return stores | ({mixture.store} if mixture.store is not None else set())
@@ -520,7 +530,7 @@ def _stores(mixture: Mixture) -> set[Datastore]:
 
 def _removed_entries(mixture: Mixture) -> list[tuple[str, int, list[tuple[int, int]]]]:
     """Return the layout version and the removed entries of each store."""
-    return sorted((str(store.path), store.layout, store.entry_numbers.gaps) for store in _stores(mixture))
+    return sorted((str(store.path), store.layout, store.entry_numbers.gaps) for store in open_stores(mixture))
 
 
 def _prompt(request: GenerationRequest) -> Prompt:

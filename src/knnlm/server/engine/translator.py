@@ -16,12 +16,12 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from knnlm.errors import ModelError
+from knnlm.errors import ModelError, ShardChanged
 from knnlm.generation.seq2seq import KnnForSeq2SeqLM, generate_targets, target_texts
 from knnlm.lm.detokenizer import token_texts
 from knnlm.lm.seq2seq import Seq2SeqLM
 from knnlm.memories.base import Source
-from knnlm.mixture.mixture import Mixture
+from knnlm.mixture.mixture import MAX_REPEATS, Mixture
 from knnlm.server.engine.predict import ForwardResult, PositionRequest, predict_batch
 from knnlm.server.engine.requests import (
     FinishEvent,
@@ -62,6 +62,7 @@ class Translator(Scheduler):
     def __init__(self, mixture: Mixture, **settings: Any) -> None:
         super().__init__(mixture, **settings)
         self._running: list[RequestHandle] = []
+        self._answered: list[RequestHandle] = []  # of those, or in part
         self._missing: set[str] = set()  # shards that searches of this batch lacked
 
     def _make_model(self, mixture: Mixture) -> KnnForSeq2SeqLM:
@@ -114,11 +115,13 @@ class Translator(Scheduler):
         try:
             if arrived and self._reload():
                 # A request that arrives during the reload may follow a later change: it waits for the next batch.
-                self._running, self._missing = self._take_batch(arrived), set()
+                self._running, self._answered, self._missing = self._take_batch(arrived), [], set()
                 self._translate(self._running)
         except _Aborted:
             status, message = (503, "The server has stopped.") if self._stopping else (504, TIMEOUT_MESSAGE)
             self._fail([handle for handle in self._running if not handle.cancelled], status, message)
+        except ShardChanged as error:
+            self._repeat(error)
         except Exception as error:
             self._fail(self._running, failure_status(error), step_failed(error))
         finally:
@@ -126,6 +129,17 @@ class Translator(Scheduler):
             self.model.mixture = self.mixture
         self.steps += 1
         self.events.flush(force=True)
+
+    def _repeat(self, error: ShardChanged) -> None:
+        """Put requests without an answer back, for the next batch, which is searched in the reopened store."""
+        left = [handle for handle in self._running if handle not in self._answered]
+        again = [handle for handle in left if handle.repeats < MAX_REPEATS]
+        if failed := [handle for handle in left if handle not in again]:
+            self._fail(failed, failure_status(error), step_failed(error))
+        for handle in again:
+            handle.repeats += 1
+        with self._wake:
+            self._waiting.extendleft(reversed(again))
 
     def _take_batch(self, limit: int) -> list[RequestHandle]:
         """Return the first request and those with equal settings among the first `limit`, while there are slots."""
@@ -210,10 +224,14 @@ class Translator(Scheduler):
         except _Aborted:
             raise
         except Exception as error:
+            if isinstance(error, ShardChanged) and handle not in self._answered:
+                raise
+            self._answered.append(handle)
             self._fail([handle], failure_status(error), step_failed(error))
             return
         for token, text in zip(tokens, piece_texts(self._lm, shown), strict=True):
             token.text = text
+        self._answered.append(handle)
         self._missing |= missing_shards(self.mixture)
         if trace is not None:
             trace.missing_shards |= self._missing
