@@ -16,13 +16,23 @@ HEALTH = {
 
 
 @pytest.fixture(scope="session")
-def cluster():
-    """A head without cores and two machines with one core each; tests connect to its address."""
+def cluster(tmp_path_factory):
+    """A head without cores and two machines with one core each; tests connect to its address.
+
+    The machines have another cache folder than the tests.
+    """
     import_ray()
     from ray.cluster_utils import Cluster
 
-    made = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "_system_config": HEALTH})
-    for _ in range(2):
-        made.add_node(num_cpus=1)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("KNNLM_CACHE", str(tmp_path_factory.mktemp("machines")))
+        made = _start(Cluster)
     yield made
     made.shutdown()
+
+
+def _start(kind):
+    made = kind(initialize_head=True, head_node_args={"num_cpus": 0, "_system_config": HEALTH})
+    for _ in range(2):
+        made.add_node(num_cpus=1)
+    return made

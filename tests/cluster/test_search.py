@@ -6,6 +6,7 @@ import os
 import random
 import shutil
 import signal
+import sys
 import threading
 import time
 from collections import Counter
@@ -14,12 +15,15 @@ from contextlib import closing, contextmanager
 from dataclasses import replace
 from itertools import pairwise
 
+import fsspec
 import httpx
 import numpy as np
 import pytest
 import torch
+from ray import cloudpickle
 
 from helpers.cli import failure, knnlm
+from helpers.s3 import BUCKET, s3_server
 from helpers.server import serving
 from helpers.stores import documents, made_store
 from knnlm.cluster.connection import connected
@@ -27,10 +31,11 @@ from knnlm.cluster.search import RemoteExactIndex, RemoteIndex, RemoteSearchOpti
 from knnlm.corpus import Document
 from knnlm.datastore.compact import compact
 from knnlm.datastore.indexes import build_index, open_index
+from knnlm.datastore.remote import push_shard
 from knnlm.datastore.remove import remove
 from knnlm.datastore.shards import join_shards
 from knnlm.datastore.store import Datastore
-from knnlm.errors import ClusterError, KnnlmWarning, ParameterError
+from knnlm.errors import ClusterError, DatastoreCorrupt, KnnlmWarning, ParameterError, ShardChanged
 from knnlm.index.composite import ShardedIndex
 from knnlm.ingest.build import add, build_shard
 from knnlm.maintenance.merge import merge
@@ -184,9 +189,21 @@ def test_search_is_answered_from_the_generation_that_it_names(shards, store_path
         assert torch.equal(index.search(queries, 20).ids, expected.ids)
         # A process that has not opened that generation before does not answer from another one.
         os.kill(shards.pids()[0][0], signal.SIGKILL)
-        with pytest.raises(ClusterError, match="was changed: it is in generation 1"):
+        with pytest.raises(ShardChanged, match="was changed: it is in generation 1"):
             index.search(queries, 20)
         assert newer.search(queries, 5000).ids.max() == after.key_count - 1
+
+
+def test_answer_is_repeated_where_a_shard_has_changed_and_its_process_was_killed(shards, store_path, lm):
+    options = MixtureOptions(open_index=shards.open_index)
+    mixture = Mixture.open(store_path, lm, memories="knn,ngram", options=options)
+    before = mixture.evaluate(HELD_OUT).perplexity
+    add(documents(2, start=40), store_path, lm=lm)
+    assert mixture.evaluate(HELD_OUT).perplexity == before  # from the state that it has opened
+    for pids in shards.pids():
+        os.kill(pids[0], signal.SIGKILL)
+    after = mixture.evaluate(HELD_OUT).perplexity
+    assert after == Mixture.open(store_path, lm, memories="knn,ngram").evaluate(HELD_OUT).perplexity != before
 
 
 def test_killed_process_is_restarted_and_the_search_repeated(shards, store_path):
@@ -342,7 +359,44 @@ def test_document_added_through_a_server_is_found_in_the_next_request(shards, st
         assert "new" in {one["document"] for one in after} - {one["document"] for one in before}
 
 
-def test_commands_search_on_ray(cluster, ray, parts, lm, model_folder, tmp_path, capfd):
+def run_in_processes(shards, function, *args):
+    """Call a function of this module in the processes that hold shards."""
+    cloudpickle.register_pickle_by_value(sys.modules[__name__])
+    for group in shards._groups:
+        for replica in group:
+            shards.ray.get(replica.actor.__ray_call__.remote(function, *args))
+
+
+def set_environment(_, names):
+    os.environ.update(names)
+
+
+def close_shards(actor):
+    actor._shards.clear()
+
+
+def test_shards_at_urls_are_fetched_by_the_processes_that_hold_them(shards, parts, lm, tmp_path, monkeypatch):
+    join_shards(parts, tmp_path / "local")
+    with closing(Datastore.open(tmp_path / "local")) as store:
+        shards.open_index(store)  # starts the processes
+    monkeypatch.setenv("KNNLM_CACHE", str(tmp_path / "driver"))
+    with s3_server() as names:
+        run_in_processes(shards, set_environment, {**names, "KNNLM_CACHE": str(tmp_path / "machine")})
+        urls = [push_shard(part, f"{BUCKET}/{tmp_path.name}/{part.name}").url for part in parts]
+        join_shards(urls, tmp_path / "remote")
+        assert not (tmp_path / "machine").exists()
+        check_equal(shards, tmp_path / "remote", tmp_path / "local", lm)
+        assert len(list((tmp_path / "machine" / "shards").iterdir())) == len(parts)
+        # A file that is damaged at its URL is an error of the process that fetches it.
+        shutil.rmtree(tmp_path / "machine")
+        fsspec.filesystem("s3").pipe_file(f"{urls[3]}/segments/000000/keys.npy", b"damaged")
+        run_in_processes(shards, close_shards)
+        options = MixtureOptions(open_index=shards.open_index)
+        with pytest.raises(DatastoreCorrupt, match=r"part-4/segments/000000/keys.npy: checksum mismatch \(SHA-256\)"):
+            Mixture.open(tmp_path / "remote", lm, memories="knn", options=options)
+
+
+def test_commands_search_on_ray(cluster, ray, parts, model_folder, tmp_path, capfd, monkeypatch):
     join_shards(parts, tmp_path / "whole")
     (tmp_path / "text.txt").write_text(HELD_OUT[0].text)
     command = ["eval", tmp_path / "whole", tmp_path / "text.txt", "--model", model_folder, "--json"]
@@ -351,6 +405,13 @@ def test_commands_search_on_ray(cluster, ray, parts, lm, model_folder, tmp_path,
     code, remote, _ = knnlm(capfd, *command, "--ray", cluster.address, "--shard-workers", "1")
     assert code == 0
     drop = [line for line in plain.splitlines() if "second" not in line]
+    assert [line for line in remote.splitlines() if "second" not in line] == drop
+    monkeypatch.setenv("KNNLM_CACHE", str(tmp_path / "cache"))
+    urls = [push_shard(part, f"file://{tmp_path}/bucket/{part.name}").url for part in parts]
+    join_shards(urls, tmp_path / "at-urls")
+    command[1] = tmp_path / "at-urls"
+    code, remote, _ = knnlm(capfd, *command, "--ray", cluster.address, "--shard-workers", "1")
+    assert code == 0
     assert [line for line in remote.splitlines() if "second" not in line] == drop
     assert "--allow-missing-shards is for --ray only" in failure(capfd, *command, "--allow-missing-shards")
 

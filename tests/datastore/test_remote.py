@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import subprocess
 import sys
@@ -18,6 +17,7 @@ import torch
 import knnlm
 from helpers.cli import failure
 from helpers.cli import knnlm as command
+from helpers.s3 import BUCKET, s3_server
 from helpers.stores import documents
 from knnlm.datastore import remote
 from knnlm.datastore.indexes import build_index, open_index
@@ -27,8 +27,6 @@ from knnlm.datastore.store import Datastore
 from knnlm.errors import DatastoreCorrupt, DatastoreError, MissingExtra, ParameterError
 from knnlm.ingest.build import add
 from knnlm.maintenance.verify import verify
-
-BUCKET = "s3://knnlm"
 
 
 @pytest.fixture(scope="module")
@@ -52,24 +50,8 @@ def parts(lm, tmp_path_factory):
 @pytest.fixture(scope="module")
 def s3():
     """A local S3 server with a bucket."""
-    from moto.server import ThreadedMotoServer
-
-    server = ThreadedMotoServer(port=0, verbose=False)
-    server.start()
-    host, port = server.get_host_and_port()
-    names = {
-        "AWS_ENDPOINT_URL": f"http://{host}:{port}",
-        "AWS_ACCESS_KEY_ID": "test",
-        "AWS_SECRET_ACCESS_KEY": "test",
-        "AWS_DEFAULT_REGION": "us-east-1",
-    }
-    before = {name: os.environ.get(name) for name in names}
-    os.environ.update(names)
-    fsspec.filesystem("s3").mkdir("knnlm")
-    yield BUCKET
-    server.stop()
-    for name, value in before.items():
-        os.environ.pop(name) if value is None else os.environ.update({name: value})
+    with s3_server():
+        yield BUCKET
 
 
 @pytest.fixture(autouse=True)

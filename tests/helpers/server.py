@@ -22,7 +22,7 @@ from knnlm.mixture.mixture import Mixture
 from knnlm.server.auth import ApiKeys
 from knnlm.server.limits import Limits
 from knnlm.server.run import Server, bind, make_server, server_url
-from knnlm.server.service import Service
+from knnlm.server.service import REFRESH_SECONDS, Service
 from knnlm.server.translation import make_service
 
 
@@ -69,9 +69,11 @@ def chat_mixture(path: Path, template: str) -> Mixture:
 
 
 @contextmanager
-def serving(mixture: Mixture, *, keys: ApiKeys | None = None, **limits: Any) -> Iterator[Running]:
+def serving(
+    mixture: Mixture, *, keys: ApiKeys | None = None, refresh: float = REFRESH_SECONDS, **limits: Any
+) -> Iterator[Running]:
     """Serve a mixture within the context."""
-    service = make_service(mixture, name="docs", limits=Limits(**limits))
+    service = make_service(mixture, name="docs", limits=Limits(**limits), refresh=refresh)
     taken = bind("127.0.0.1", 0, keys=keys or ApiKeys())
     begun = threading.Event()
     server = make_server(service, taken, keys=keys, ready=begun.set)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import logging
+import shutil
 import threading
 import time
 
@@ -13,6 +15,7 @@ from helpers.server import serving
 from helpers.stores import documents
 from knnlm import corpus
 from knnlm.corpus import Document
+from knnlm.datastore.remote import push_shard
 from knnlm.datastore.remove import remove
 from knnlm.datastore.shards import join_shards
 from knnlm.errors import CorpusError
@@ -311,3 +314,29 @@ def test_failed_reload_fails_only_new_requests_and_is_retried(server, lm, monkey
         assert scheduler.steps < turns + 200
     thread.join(60)
     assert found["answer"]["usage"]["completion_tokens"] == 100
+
+
+def test_shard_that_changes_at_its_url_is_fetched_and_opened(lm, tmp_path, monkeypatch, caplog):
+    monkeypatch.setenv("KNNLM_CACHE", str(tmp_path / "cache"))
+    shards = [tmp_path / "one.store", tmp_path / "two.store"]
+    for number, path in enumerate(shards, 1):
+        build_shard(lambda: documents(6), path, shard=f"{number}/2", lm=lm).close()
+    urls = [push_shard(path, f"file://{tmp_path}/bucket/{path.name}").url for path in shards]
+    join_shards(urls, tmp_path / "store")
+    mixture = Mixture.open(tmp_path / "store", lm, memories="knn", k=4, knn_temperature=1.0, use_tuned=False)
+    with serving(mixture, refresh=0.05) as running, running.client() as client:
+        assert nearest(client)["document"] != "zebra"
+        add([Document("zebra", "notes", NEW)], shards[1], lm=lm)
+        push_shard(shards[1], urls[1], replace=True)
+        until = time.monotonic() + 20
+        while nearest(client)["document"] != "zebra":
+            assert time.monotonic() < until
+            time.sleep(0.02)
+        assert running.service.scheduler.reloads == 1
+        # While the bucket is away, the server answers from its copies.
+        with caplog.at_level(logging.WARNING, "knnlm.server.service"):
+            shutil.rmtree(tmp_path / "bucket")
+            while "the copies of shards at URLs are kept" not in caplog.text:
+                assert time.monotonic() < until
+                time.sleep(0.02)
+        assert nearest(client)["document"] == "zebra"

@@ -56,6 +56,9 @@ def serve(
     ] = None,
     name: Annotated[str | None, typer.Option(help="The model name in the API.", show_default="the folder's")] = None,
     limits: LimitFlags = LimitFlags(),
+    refresh: Annotated[
+        float, typer.Option(min=0.1, help="Seconds between two looks for changed shards at URLs.")
+    ] = 30.0,
     mixture: MixtureFlags = MixtureFlags(),
     no_domain_check: NoDomainCheck = False,
     model: StoreModel = None,
@@ -77,7 +80,8 @@ def serve(
     bound = run.bind(host, port, keys=keys)
     with remote.opener() as open_index:
         opened = mixture.open(store, model, machine, domain_check=not no_domain_check, open_index=open_index)
-        service = make_service(opened, name=name or store.resolve().name, limits=_limits(limits))
+        name = name or store.resolve().name
+        service = make_service(opened, name=name, limits=_limits(limits), refresh=refresh)
 
         def ready() -> None:
             _announce({"store": str(store), "model": service.name, "url": run.server_url(bound)}, json=json)

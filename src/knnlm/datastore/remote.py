@@ -29,7 +29,7 @@ from filelock import FileLock
 
 from knnlm.datastore.catalog import Catalog, check_complete
 from knnlm.datastore.locks import ReaderLock, without_readers
-from knnlm.datastore.manifest import CURRENT_FILE, is_sharded, is_url, read_current, shard_cache
+from knnlm.datastore.manifest import CURRENT_FILE, is_sharded, is_url, read_current, read_manifest, shard_cache
 from knnlm.datastore.schema import (
     CATALOG_FILE,
     CODEC_FILE,
@@ -149,6 +149,30 @@ def fetch_shard(url: str, *, progress: Progress = silent) -> Path:
             if remote.version() == version:
                 break  # otherwise it was replaced meanwhile: fetch the new one
         raise DatastoreError(f"{url} is incomplete or is being replaced: {missing}. Push the shard again.")
+
+
+def has_store(url: str) -> bool:
+    """Whether there is a store at a URL."""
+    return _Remote(url).size(CATALOG_FILE) is not None
+
+
+def fetch_catalog(url: str, folder: Path) -> Path:
+    """Fetch the catalog of the store at a URL, with its map and codec, to a folder and return that."""
+    remote = _Remote(url)
+    try:
+        remote.download(CATALOG_FILE, folder / CATALOG_FILE)
+        for name, sha256 in listed_files(folder).items():
+            if name in (MAP_FILE, CODEC_FILE):
+                _fetch_file(remote, name, folder / name, sha256)
+    except FileNotFoundError as error:
+        raise DatastoreError(f"{url} is incomplete: {error}. Push the shard again.") from None
+    return folder
+
+
+def fetch_shards(folder: Path) -> None:
+    """Fetch the shards of a sharded store that are at URLs and have changed there."""
+    for url in read_manifest(folder).urls if is_sharded(folder) else ():
+        fetch_shard(url)
 
 
 def _fetch(remote: _Remote, home: Path, version: str, progress: Progress) -> Path:
@@ -288,6 +312,18 @@ def push_shard(store: str | Path, url: str, *, replace: bool = False, progress: 
         for name in present.keys() - files.keys():
             remote.remove(name)
     return Pushed(remote.url, count + 1, size, len(files) - count)
+
+
+def copy_shard(store: Path, partial: Path, final: Path) -> None:
+    """Copy an ordinary store to another disk; the copy has the name `partial` until it is complete and checked."""
+    with translate_os_errors(partial), closing(ReaderLock(store)):
+        _copy_catalog(store, partial)
+        for name, sha256 in listed_files(partial).items():
+            (partial / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(store / name, partial / name)
+            if checksum(partial / name) != sha256:
+                raise DatastoreCorrupt(f"{partial / name}: checksum mismatch (SHA-256). Run the same command again.")
+        commit_folder(partial, final)
 
 
 def _copy_catalog(folder: Path, target: Path) -> None:

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import logging
 import math
 import threading
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any, TypeVar
 
 from starlette.concurrency import run_in_threadpool
 
 from knnlm.corpus import Document
+from knnlm.datastore.manifest import is_sharded, read_manifest
+from knnlm.datastore.remote import fetch_shards
 from knnlm.errors import KnnlmError, ParameterError
 from knnlm.generation.chat import has_template, render_chat
 from knnlm.lm.causal import token_offsets
@@ -34,7 +38,7 @@ from knnlm.server.engine.requests import (
     ScoredToken,
     TokensEvent,
 )
-from knnlm.server.engine.scheduler import TIMEOUT_MESSAGE, Scheduler, deliver_events
+from knnlm.server.engine.scheduler import TIMEOUT_MESSAGE, Scheduler, deliver_events, open_stores
 from knnlm.server.limits import Limits
 from knnlm.server.metrics import Metrics
 from knnlm.server.responses import TokenTexts, missing_body
@@ -51,6 +55,7 @@ from knnlm.server.schemas import (
     TranslateRequest,
 )
 
+REFRESH_SECONDS = 30.0  # between two looks for changed shards at URLs
 DEFAULT_MAX_TOKENS = 16  # of completions, as in OpenAI's API
 DEFAULT_MAX_CHAT_TOKENS = 512
 
@@ -63,6 +68,8 @@ _PREVIEW_CHARACTERS = 16
 _PREVIEW_SLACK = 64  # tokens that may depend on where the text is cut
 
 T = TypeVar("T")
+
+_log = logging.getLogger(__name__)
 
 
 class UnknownModel(KnnlmError):
@@ -111,7 +118,9 @@ class Service:
 
     scheduler_class: type[Scheduler] = Scheduler
 
-    def __init__(self, mixture: Mixture, *, name: str, limits: Limits | None = None) -> None:
+    def __init__(
+        self, mixture: Mixture, *, name: str, limits: Limits | None = None, refresh: float = REFRESH_SECONDS
+    ) -> None:
         self.limits = limits or Limits()
         self.name = name
         traces = TraceCache(max_bytes=self.limits.trace_bytes)
@@ -123,6 +132,7 @@ class Service:
         self._tokenizer = copy.deepcopy(mixture.lm.tokenizer)
         self._tokenizer_lock = threading.Lock()
         self.token_texts = TokenTexts(copy.deepcopy(mixture.lm.tokenizer))
+        self._refresh_seconds, self._stopped = refresh, threading.Event()
         self._read_slots, self._write_slots = asyncio.Semaphore(_READ_THREADS), asyncio.Semaphore(_WRITE_THREADS)
 
     @property
@@ -145,9 +155,23 @@ class Service:
         call_soon: Any = asyncio.get_running_loop().call_soon_threadsafe
         self.scheduler.events.deliver = partial(call_soon, deliver_events)
         self.scheduler.start()
+        folders = [store.path for store in open_stores(self.mixture) if is_sharded(store.path)]
+        if any(read_manifest(folder).urls for folder in folders):
+            # A daemon: a copy that is interrupted by the end of the server is continued by the next one.
+            threading.Thread(target=self._refresh_shards, args=(folders,), daemon=True).start()
+
+    def _refresh_shards(self, folders: Sequence[Path]) -> None:
+        """Fetch shards that were changed at their URLs, so that the scheduler finds the new copies."""
+        while not self._stopped.wait(self._refresh_seconds):
+            try:
+                for folder in folders:
+                    fetch_shards(folder)
+            except (KnnlmError, OSError) as error:
+                _log.warning("the copies of shards at URLs are kept: %s", error)
 
     def stop(self) -> None:
         """Stop the scheduler, and close the documents."""
+        self._stopped.set()
         self.scheduler.events.deliver = lambda _: None
         self.scheduler.stop()
         if self.documents is not None:

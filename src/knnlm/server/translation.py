@@ -10,7 +10,6 @@ from knnlm.mixture.mixture import Mixture
 from knnlm.server.engine.requests import TranslationRequest
 from knnlm.server.engine.sequence import GREEDY_TEMPERATURE
 from knnlm.server.engine.translator import Translator
-from knnlm.server.limits import Limits
 from knnlm.server.schemas import (
     ChatRequest,
     CompletionRequest,
@@ -30,10 +29,10 @@ _PREVIEW_SLACK = 64  # tokens that may depend on where the text is cut
 _UNSUPPORTED = ("stop", "presence_penalty", "frequency_penalty", "logit_bias", "echo", "min_support")
 
 
-def make_service(mixture: Mixture, *, name: str, limits: Limits | None = None) -> Service:
+def make_service(mixture: Mixture, *, name: str, **options: Any) -> Service:
     """Build the service of a mixture: completions with a decoder-only model, translations with an encoder-decoder."""
     kind = TranslationService if mixture.lm.has_encoder else Service
-    return kind(mixture, name=name, limits=limits)
+    return kind(mixture, name=name, **options)
 
 
 class TranslationService(Service):
@@ -41,8 +40,8 @@ class TranslationService(Service):
 
     scheduler_class = Translator
 
-    def __init__(self, mixture: Mixture, *, name: str, limits: Limits | None = None) -> None:
-        super().__init__(mixture, name=name, limits=limits)
+    def __init__(self, mixture: Mixture, *, name: str, **options: Any) -> None:
+        super().__init__(mixture, name=name, **options)
         # Tokenizers are not thread-safe: this one is for request threads, which hold the lock.
         own = mixture.lm.with_own_tokenizer()
         assert isinstance(own, Seq2SeqLM)
