@@ -46,13 +46,6 @@ STATES = {
 
 
 @pytest.fixture(scope="module")
-def zygote():
-    made = Zygote()
-    yield made
-    made.close()
-
-
-@pytest.fixture(scope="module")
 def templates(lm, tmp_path_factory):
     """Return, for each key format, a store with a removed document, an added one and an index built before both."""
     made = {}

@@ -181,7 +181,10 @@ def add_documents(path: Path, order: dict[str, Any]) -> None:
 def remove_document(path: Path, order: dict[str, Any]) -> None:
     from knnlm.datastore.remove import remove
 
-    remove(path, document=order.get("remove", "d3"))
+    if "source" in order:
+        remove(path, source=order["source"])
+    else:
+        remove(path, document=order.get("remove", "d3"))
 
 
 def make_index(path: Path, order: dict[str, Any]) -> None:
@@ -197,6 +200,12 @@ def compact_store(path: Path, order: dict[str, Any]) -> None:
     from knnlm.datastore.compact import compact
 
     compact(path)
+
+
+def merge_store(path: Path, order: dict[str, Any]) -> None:
+    from knnlm.maintenance.merge import merge
+
+    merge([path], order["out"])
 
 
 def _serve() -> None:
@@ -232,6 +241,7 @@ ACTIONS: dict[str, Callable[[Path, dict[str, Any]], None]] = {
     "remove": remove_document,
     "index": make_index,
     "compact": compact_store,
+    "merge": merge_store,
 }
 
 if __name__ == "__main__":

@@ -153,3 +153,23 @@ def test_an_interrupted_addition_resumes_in_its_shard(lm, tmp_path):
     store = Datastore.open(tmp_path / "joined")
     assert {one.id for one in store.shards[chosen].documents()} >= {one.id for one in new}
     assert add([Document(id="x", source="x", text=DOCUMENTS[0].text)], tmp_path / "joined", lm=lm).skipped == 1
+
+
+def test_unfinished_shard_is_not_resumed_with_the_codec_of_another_store(lm, tmp_path):
+    options = {"key_format": "int8", "segment_entries": 100}
+    first = build_shard(read, tmp_path / "1", shard="1/2", lm=lm, **options)
+    other = build(DOCUMENTS[6:], tmp_path / "other", lm=lm, **options)
+    part = split_text(read, 2, 2, like=first)
+
+    def fail():
+        yield from list(part.documents())[:4]
+        raise CorpusError("gone")
+
+    with pytest.raises(CorpusError, match="gone"):
+        _build(fail(), tmp_path / "2", lm, shard=part, **options)
+    with pytest.raises(
+        DatastoreError, match=r"2 is an unfinished build with another codec than .*other.*the same --like"
+    ):
+        build_shard(read, tmp_path / "2", shard="2/2", lm=lm, like=other, **options)
+    second = build_shard(read, tmp_path / "2", shard="2/2", lm=lm, like=first, **options)
+    assert torch.equal(second.codec.step, first.codec.step)

@@ -24,7 +24,7 @@ from knnlm.datastore.schema import CATALOG_FILE
 from knnlm.datastore.shards import CALIBRATED, SHARD, ShardPart, update_manifest
 from knnlm.datastore.staging import StagedAddition
 from knnlm.datastore.store import Datastore, text_hash
-from knnlm.errors import CorpusError, ModelMismatch, ParameterError
+from knnlm.errors import CorpusError, DatastoreError, ModelMismatch, ParameterError
 from knnlm.ingest.pipeline import tokenise
 from knnlm.ingest.segment_builder import batch_documents, calibrate
 from knnlm.lm.causal import CausalLM
@@ -104,6 +104,7 @@ class ShardText:
     def prepare(self, catalog: Catalog, lm: CausalLM, window: WindowShape, segment_entries: int) -> None:
         """Write the offset, map and codec of the keys to the catalog of a new shard."""
         if catalog.get(CALIBRATED) is not None:
+            self._check_resumed(catalog)
             return
         metadata: dict[str, Any] = {CALIBRATED: True}
         if self.like is None and self.calibration is None:
@@ -118,6 +119,17 @@ class ShardText:
             for name, content in given.files.items():
                 catalog.path.with_name(name).write_bytes(content)
         catalog.put(**{name: value for name, value in metadata.items() if value is not None})
+
+    def _check_resumed(self, catalog: Catalog) -> None:
+        """Raise if an unfinished shard has the offset or codec of another store than that which is named now."""
+        if self.like is None:
+            return
+        wanted, folder = Calibration.of(first_catalog(self.like)).metadata, catalog.path.parent
+        if differing := [name for name, value in wanted.items() if catalog.get(name) != value]:
+            raise DatastoreError(
+                f"{folder} is an unfinished build with another {differing[0]} than {self.like.path}. Finish it with "
+                "the same --like, or remove it."
+            )
 
 
 def first_catalog(store: Datastore | None) -> Catalog:
