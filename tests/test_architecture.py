@@ -59,7 +59,7 @@ ORDER = {
     "training": "initial_model prune trainer data metric_learning output_matrix teacher "
     "packed_attention head_loss decoder_pass decoder_trainer selection selecting_trainer decoder adapt",
     "maintenance": "export import_ merge verify repair",
-    "cluster": "connection build_worker build_record build search_actor search",
+    "cluster": "connection build_places build_worker build_record build search_actor search",
     "integrations": "lm_eval",
     "plan": "constants sizes cost tail layout model text plot system measure_gpu measure",
     "report": "study search context html plots studies.breakdown studies.gains studies.layers studies.memories "

@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import json
+import shutil
+from collections import Counter
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
+from pathlib import Path
+from typing import ClassVar
 
 import pytest
 
@@ -13,7 +18,11 @@ from helpers.stores import contents, documents
 from helpers.thread_ray import ThreadRay
 from knnlm.cluster import build as driver
 from knnlm.cluster.build import build_on_ray, plan_workers
+from knnlm.cluster.build_places import ShardPlaces
 from knnlm.cluster.build_worker import BuildWorker, Failure
+from knnlm.datastore import remote
+from knnlm.datastore.manifest import remote_url
+from knnlm.datastore.remote import push_shard
 from knnlm.errors import ClusterError, CorpusError, DatastoreBusy, DatastoreError, MissingExtra, ParameterError
 
 OPTIONS = {"segment_entries": 200, "workers": 2, "shards": 3}
@@ -184,7 +193,7 @@ def test_a_build_continues_with_another_index(start, one_machine):
 
 
 def test_a_driver_that_died_before_the_shards_were_joined_joins_them(start, monkeypatch):
-    monkeypatch.setattr(driver, "join_shards", lambda *_: 1 / 0)
+    monkeypatch.setattr(driver, "join_shards", lambda *_, **__: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         start()
     monkeypatch.undo()
@@ -240,7 +249,7 @@ def test_errors_of_workers_name_the_machine_and_leave_nothing(start, tmp_path):
 
     class Elsewhere(BuildWorker):
         def open(self):
-            self._job.__dict__["record"] = "another"
+            self._job.__dict__["places"] = replace(self._job.places, build="another")
             return super().open()
 
     with pytest.raises(ClusterError, match="Use a shared folder as --out"):
@@ -359,3 +368,142 @@ def test_options_that_every_worker_would_refuse(start):
 def test_numbers_below_one_are_refused(start, name):
     with pytest.raises(ParameterError, match=f"{name} is 0"):
         start(**{name: 0})
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("KNNLM_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+def places_of(tmp_path, where):
+    """The options of a build whose shards are copied to a folder or a URL."""
+    return {"work_folder": tmp_path / "disk"} if where == "folder" else {"push": f"file://{tmp_path}/bucket"}
+
+
+def check_copied(store, expected, tmp_path, where):
+    """Compare copied shards with those of a build without Ray; nothing else is left of them."""
+    found = [contents(shard.path) for shard in store.shards]
+    for content in found:
+        content.pop("remote.json", None)
+    assert found == [contents(folder) for folder in sorted(expected.iterdir())]
+    places = [tmp_path / ("out/shards" if where == "folder" else "bucket") / f"000{number}" for number in (1, 2, 3)]
+    assert [Path(remote_url(shard.path)[7:]) if where == "url" else shard.path for shard in store.shards] == places
+    left = [path for path in (tmp_path / "disk", tmp_path / "cache" / "builds") for path in path.rglob("*")]
+    assert [path for path in left if path.is_file()] == []
+    names = {path.name for path in (tmp_path / "out" / "shards").iterdir()} - {"writer.lock"}
+    assert names == ({"0001", "0002", "0003"} if where == "folder" else set())
+    assert knnlm.verify(store.path, deep=True).problems == ()
+
+
+@pytest.mark.parametrize("where", ["folder", "url"])
+def test_shards_are_built_on_the_disk_of_a_worker_and_copied(start, one_machine, cache, tmp_path, where):
+    places, folders = places_of(tmp_path, where), set()
+
+    class Watched(BuildWorker):
+        def _read(self, part, folder, calibration):
+            folders.add(folder)
+            super()._read(part, folder, calibration)
+
+    store = start(Watched, key_format="pca16-int8", **places)
+    work = tmp_path / "disk" if where == "folder" else cache / "builds"
+    assert len(folders) == 3
+    assert all(folder.is_relative_to(work) for folder in folders)
+    check_copied(store, one_machine["pca16-int8"], tmp_path, where)
+    with pytest.raises(DatastoreError, match="is a finished store already"):
+        start(**places)
+
+
+class Interrupted(BuildWorker):
+    """Dies before, while and after it copies a shard."""
+
+    deaths = ()
+    read: ClassVar = Counter()
+
+    def _read(self, part, folder, calibration):
+        type(self).read[part.part.number] += 1
+        super()._read(part, folder, calibration)
+
+    def build(self, unit, *args):
+        with pytest.MonkeyPatch.context() as patch:
+            if self.deaths and self.deaths[0] != "after":
+                patch.setattr(*self._fault())
+            result = super().build(unit, *args)
+        if self.deaths:
+            self._die()
+        return result
+
+    def _fault(self):
+        whole, files = remote._Remote.upload, []
+        if self.deaths[0] == "before":
+            return ShardPlaces, "copy", lambda *_: self._die()
+
+        def upload(this, name, source):
+            files.append(name)
+            return self._die() if len(files) == 3 else whole(this, name, source)
+
+        def copy(source, target):
+            files.append(source)
+            return self._die() if len(files) == 3 else target.write_bytes(source.read_bytes())
+
+        return (remote._Remote, "upload", upload) if self._job.places.url else (remote.shutil, "copyfile", copy)
+
+    def _die(self):
+        type(self).deaths = type(self).deaths[1:]
+        raise SystemError("killed")
+
+
+@pytest.mark.parametrize("where", ["folder", "url"])
+def test_shard_whose_worker_dies_while_it_copies_is_copied_again(start, one_machine, cache, tmp_path, where):
+    class Dying(Interrupted):
+        deaths = ("before", "while", "after")
+        read: ClassVar = Counter()
+
+    store = start(Dying, workers=1, **places_of(tmp_path, where))
+    assert Dying.deaths == ()
+    assert Dying.read == {1: 1, 2: 1, 3: 1}  # no text was read a second time
+    check_copied(store, one_machine["float16"], tmp_path, where)
+
+
+@pytest.mark.parametrize("where", ["folder", "url"])
+def test_killed_driver_continues_a_build_whose_shards_are_copied(start, one_machine, cache, tmp_path, where):
+    places = places_of(tmp_path, where)
+
+    class Stopped(Dying):
+        times, after, units = 1000, 600, {2}
+
+    with pytest.raises(ClusterError, match="5 workers in succession died at shard 2 of 3"):
+        start(Stopped, workers=1, **places)
+    with pytest.raises(DatastoreError, match="another key format"):
+        start(key_format="float32", **places)
+    built = Counter()
+
+    class Watched(BuildWorker):
+        def _read(self, part, folder, calibration):
+            built[part.part.number, (folder / "catalog.db").exists()] += 1
+            super()._read(part, folder, calibration)
+
+    store = start(Watched, workers=1, **places)
+    assert built == {(2, True): 1, (3, False): 1}  # the first is done, and the second is continued
+    check_copied(store, one_machine["float16"], tmp_path, where)
+
+
+def test_urls_of_other_stores_are_not_overwritten(start, one_machine, cache, tmp_path):
+    push_shard(one_machine["float16"] / "0001", f"file://{tmp_path}/bucket/0002")
+    with pytest.raises(DatastoreError, match="bucket/0002 is a store already"):
+        start(push=f"file://{tmp_path}/bucket")
+    assert not (tmp_path / "out").exists()
+    with pytest.raises(ParameterError, match="bucket is no URL"):
+        start(push="bucket")
+
+
+def test_unfinished_builds_of_the_same_store_are_removed_from_work_folders(start, tmp_path):
+    class Stopped(Dying):
+        times, after = 1000, 600
+
+    with pytest.raises(ClusterError):
+        start(Stopped, work_folder=tmp_path / "disk")
+    (left,) = (tmp_path / "disk").glob("*/*")
+    shutil.rmtree(tmp_path / "out")
+    start(work_folder=tmp_path / "disk")
+    assert not left.exists()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from concurrent.futures import ALL_COMPLETED, FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
@@ -61,8 +61,11 @@ class ThreadRay:
 
         return SimpleNamespace(options=options)
 
-    def wait(self, calls: list[Future[Any]], timeout: float) -> tuple[list[Future[Any]], list[Future[Any]]]:
-        done, rest = wait(calls, timeout=timeout, return_when=FIRST_COMPLETED)
+    def wait(
+        self, calls: list[Future[Any]], timeout: float, num_returns: int = 1
+    ) -> tuple[list[Future[Any]], list[Future[Any]]]:
+        when = FIRST_COMPLETED if num_returns == 1 else ALL_COMPLETED
+        done, rest = wait(calls, timeout=timeout, return_when=when)
         return list(done), list(rest)
 
     def get(self, call: Future[Any]) -> Any:

@@ -125,13 +125,26 @@ class RayFlags:
         str | None,
         typer.Option(help="With --ray: build an index of each shard too, such as auto.", show_default="none"),
     ] = None
+    push: Annotated[
+        str | None,
+        typer.Option(
+            metavar="URL", help="With --ray: upload the shards, such as to s3://bucket/parts.", show_default="none"
+        ),
+    ] = None
+    work_folder: Annotated[
+        Path | None,
+        typer.Option(
+            help="With --ray: a folder on the disk of each machine, in which shards are built and then copied.",
+            show_default="none",
+        ),
+    ] = None
 
     def check(self, text: list[str], shard: ShardFlags) -> None:
         """Raise for options that do not fit together, before anything is opened."""
         if self.ray is None:
             given = next((name for name, value in asdict(self).items() if value is not None), None)
             if given is not None:
-                raise ParameterError(f"--{given} is for --ray only.")
+                raise ParameterError(f"--{given.replace('_', '-')} is for --ray only.")
             return
         if shard.shard is not None or shard.like is not None:
             raise ParameterError("--shard builds one part without Ray, and --ray builds all: leave out one of them.")

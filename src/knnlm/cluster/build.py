@@ -18,10 +18,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from knnlm.cluster.build_places import ShardPlaces
 from knnlm.cluster.build_record import (
     SHARDS_FOLDER,
     BuildRecord,
     check_out,
+    is_begun,
     open_record,
     with_text,
     write_record,
@@ -37,7 +39,7 @@ from knnlm.cluster.build_worker import (
 from knnlm.cluster.connection import LOCAL, connected
 from knnlm.datastore.codecs import parse_storage
 from knnlm.datastore.locks import WRITER_LOCK, writer_lock
-from knnlm.datastore.schema import CATALOG_FILE
+from knnlm.datastore.manifest import is_url
 from knnlm.datastore.shards import join_shards
 from knnlm.datastore.store import Datastore
 from knnlm.errors import ClusterError, DatastoreError, ParameterError
@@ -48,6 +50,7 @@ from knnlm.progress import Advance, Progress, note, silent
 
 _OPTIONS = {"key_format", "segment_entries", "batch_tokens", "compile", "language_model"}  # of `build`
 _POLL_SECONDS = 0.5
+_CLEAN_SECONDS = 60.0  # for workers to remove what is left in their work folders
 _MAX_DEATHS = 5  # of workers with the same shard, without reading further than the worker before
 
 
@@ -75,6 +78,8 @@ def build_on_ray(
     stride: int | None = None,
     index: str | None = None,
     metric: str = "l2",
+    push: str | None = None,
+    work_folder: str | Path | None = None,
     progress: Progress = silent,
     **options: Any,
 ) -> Datastore:
@@ -84,7 +89,8 @@ def build_on_ray(
     `model_options` are those of `knnlm.open_lm`, and `options` are `key_format`, `segment_entries`, `batch_tokens`,
     `compile` and `language_model` of `knnlm.build`. `address` is `local`, `auto` or that of a cluster. By default there
     is a worker for each GPU, otherwise for each machine, and a shard for each worker. `index` also builds an index of
-    each shard, such as `auto`.
+    each shard, such as `auto`. With `work_folder`, each worker builds in this folder of its machine, and copies a shard
+    when it is finished: to `path`, or to the URL `push`, such as s3://bucket/parts; then `path` need not be shared.
     """
     _check_options(options, metric, workers=workers, cores=cores, shards=shards)
     out = Path(path).absolute()
@@ -96,11 +102,11 @@ def build_on_ray(
         options={"key_format": "float16", **options},
         index=index,
         metric=metric,
-        folder=str(out / SHARDS_FOLDER),
+        places=_places(out, push, work_folder),
     )
     check_out(out)
     created = not out.exists()
-    with writer_lock(Path(job.folder), create=True):
+    with writer_lock(out / SHARDS_FOLDER, create=True):
         try:
             with connected(address) as ray:
                 plan = plan_workers(_nodes(ray), str(job.model_options.get("device", "auto")), workers, cores)
@@ -108,9 +114,18 @@ def build_on_ray(
         except BaseException:
             _remove_unused(out, created=created)
             raise
-        join_shards([job.shard_folder(number + 1) for number in range(record.shards)], out)
+        job.places.remove_partial()
+        join_shards([job.places.final(number + 1) for number in range(record.shards)], out, beside=[SHARDS_FOLDER])
         (out / SHARDS_FOLDER / RECORD_FILE).unlink(missing_ok=True)
     return Datastore.open(out)
+
+
+def _places(out: Path, push: str | None, work_folder: str | Path | None) -> ShardPlaces:
+    """Return where shards are built, and where they are in the end."""
+    if push is not None and not is_url(push):
+        raise ParameterError(f"{push} is no URL: write it as s3://bucket/parts.")
+    work = None if work_folder is None else str(Path(work_folder).absolute())
+    return ShardPlaces(str(out / SHARDS_FOLDER), push, work)
 
 
 def _check_options(options: Mapping[str, Any], metric: str, **counts: int | None) -> None:
@@ -155,16 +170,20 @@ def _nodes(ray: Any) -> list[Mapping[str, float]]:
 
 def _run(ray: Any, job: BuildJob, plan: WorkerPlan, *, shards: int | None, progress: Progress) -> BuildRecord:
     """Build the shards that are not finished, and return the record when all are."""
-    folder = Path(job.folder)
-    record = open_record(folder, job.settings, shards, plan.count)
+    folder = Path(job.places.folder)
+    record = open_record(job.places, job.settings, shards, plan.count)
     write_record(folder, record)
     options = {**job.model_options, "device": plan.device}
-    job = replace(job, model_options=options, record=record.id, threads=max(1, plan.cores))
+    places = replace(job.places, build=record.id)
+    job = replace(job, model_options=options, places=places, threads=max(1, plan.cores))
     with closing(_Driver(ray, job, plan, record)) as driver:
         driver.start_workers()  # which open their models meanwhile
         text = scan_text(job.read)
         record = with_text(record, folder, text, fixed=shards is not None)
         parts = text.parts(record.shards)
+        if not record.begun:
+            _check_free(places, record.shards)
+        record = replace(record, begun=places.copies)
         write_record(folder, record)
         with progress("reading", total=sum(part.bytes for part in parts), unit="bytes") as advance:
             try:
@@ -175,10 +194,17 @@ def _run(ray: Any, job: BuildJob, plan: WorkerPlan, *, shards: int | None, progr
                 ) from error
 
 
+def _check_free(places: ShardPlaces, shards: int) -> None:
+    """Raise if there is a store at a URL of a new build."""
+    taken = (number for number in range(1, shards + 1) if places.url is not None and places.exists(number))
+    if (number := next(taken, None)) is not None:
+        raise DatastoreError(f"{places.final(number)} is a store already. Choose another --push, or remove it.")
+
+
 def _remove_unused(out: Path, *, created: bool) -> None:
     """Remove the record of a build that has failed before anything was built; other options can be tried then."""
     folder = out / SHARDS_FOLDER
-    if any(folder.glob(f"*/{CATALOG_FILE}")):
+    if is_begun(folder):
         return
     with suppress(OSError):
         (folder / RECORD_FILE).unlink(missing_ok=True)
@@ -237,6 +263,9 @@ class _Driver:
             self._ask_status()
             self._show(advance)
         self._show(advance)
+        if self._job.places.copies and self._workers:
+            calls = [worker.actor.clean.remote() for worker in self._workers]
+            self._ray.wait(calls, num_returns=len(calls), timeout=_CLEAN_SECONDS)
         return self._record
 
     def start_workers(self) -> None:
@@ -265,12 +294,12 @@ class _Driver:
     def _find_calibration(self) -> None:
         """Read the calibration of the first shard if that is finished."""
         if self._calibration is None and 1 in self._record.done:
-            folder = self._job.shard_folder(1)
-            with closing(Datastore.open(folder, trust_index=False)) as store:
-                self._calibration = Calibration.of(store.catalog)
-                if self._job.fits_codec and store.catalog.get("codec") is None:
+            place = self._job.places.final(1)
+            with self._job.places.catalog(1) as catalog:
+                self._calibration = Calibration.of(catalog)
+                if self._job.fits_codec and catalog.get("codec") is None:
                     raise DatastoreError(
-                        f"{folder} has no tokens that a codec could be fitted to. Remove the store; use fewer shards."
+                        f"{place} has no tokens that a codec could be fitted to. Remove the store; use fewer shards."
                     )
 
     def _collect(self) -> None:
@@ -290,7 +319,7 @@ class _Driver:
                 raise result.error()
             if worker.unit:
                 self._record = self._record.finished(worker.unit)
-                write_record(Path(self._job.folder), self._record)
+                write_record(Path(self._job.places.folder), self._record)
             else:
                 self._deaths[0] = 0
             worker.task, worker.unit, worker.status = None, 0, None

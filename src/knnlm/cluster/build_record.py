@@ -19,7 +19,8 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from knnlm.cluster.build_worker import RECORD_FILE, shard_folder
+from knnlm.cluster.build_places import ShardPlaces
+from knnlm.cluster.build_worker import RECORD_FILE
 from knnlm.datastore.locks import WRITER_LOCK
 from knnlm.datastore.manifest import is_sharded
 from knnlm.datastore.schema import CATALOG_FILE
@@ -43,6 +44,7 @@ class BuildRecord:
     text: str  # digest of all documents
     done: tuple[int, ...] = ()  # numbers of finished shards, from 1 on
     id: str = field(default_factory=lambda: uuid.uuid4().hex)
+    begun: bool = False  # whether workers may have built shards elsewhere than in the folder of the record
 
     @property
     def pending(self) -> list[int]:
@@ -75,25 +77,37 @@ def check_out(out: Path) -> None:
         )
 
 
-def open_record(folder: Path, settings: Mapping[str, Any], shards: int | None, default_shards: int) -> BuildRecord:
+def open_record(
+    places: ShardPlaces, settings: Mapping[str, Any], shards: int | None, default_shards: int
+) -> BuildRecord:
     """Return the record in a folder after comparing its settings, or a new one, whose text is not yet known."""
     present = json.loads(json.dumps(dict(settings), default=str))  # as they are read
+    folder = Path(places.folder)
     stored = _read(folder)
-    if stored is None or not any(folder.glob(f"*/{CATALOG_FILE}")):  # nothing was built
+    if stored is None or not is_begun(folder, stored):
         return BuildRecord(present, default_shards if shards is None else shards, "")
     wanted = present if shards is None else {**present, "shards": shards}
     before = {**stored.settings, "shards": stored.shards}
     for name, value in wanted.items():
-        if name not in INDEX_SETTINGS and before.get(name) != value:
+        # An index of a shard at a URL cannot be added there.
+        if (name not in INDEX_SETTINGS or places.url is not None) and before.get(name) != value:
             raise DatastoreError(
                 f"{folder.parent} is an unfinished build with another {name.replace('_', ' ')} ({before.get(name)}, "
                 f"now {value}). Finish it with the same options, or remove it."
             )
     # A folder that was removed by hand is built again; finished shards only get another index, if that is wanted.
-    done = [number for number in stored.done if (shard_folder(folder, number) / CATALOG_FILE).is_file()]
+    done = [number for number in stored.done if places.exists(number)]
     if any(before.get(name) != present[name] for name in INDEX_SETTINGS):
         done = []
     return replace(stored, settings=present, done=tuple(done))
+
+
+def is_begun(folder: Path, record: BuildRecord | None = None) -> bool:
+    """Whether anything was built."""
+    if any(folder.glob(f"*/{CATALOG_FILE}")):
+        return True
+    record = _read(folder) if record is None else record
+    return record is not None and record.begun
 
 
 def with_text(record: BuildRecord, folder: Path, text: TextSizes, *, fixed: bool) -> BuildRecord:

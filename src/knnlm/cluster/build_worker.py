@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 import knnlm
+from knnlm.cluster.build_places import ShardPlaces
 from knnlm.datastore.catalog import Catalog
 from knnlm.datastore.codecs import parse_storage
 from knnlm.datastore.indexes import build_index, stored_indexes
@@ -48,8 +49,7 @@ class BuildJob:
     options: dict[str, Any]  # of `build`
     index: str | None
     metric: str
-    folder: str  # of the shards and the record
-    record: str = ""  # the id of the record
+    places: ShardPlaces
     threads: int = 1
     working_folder: str = field(default_factory=os.getcwd)
     version: str = field(default_factory=lambda: str(knnlm.__version__))
@@ -59,21 +59,12 @@ class BuildJob:
         """What a resumed build must have in common with the unfinished one."""
         context, stride = self.window
         settings = {"model": self.model, "model_options": self.model_options, "context": context, "stride": stride}
-        return {**settings, "index": self.index, "metric": self.metric, **self.options}
+        return {**settings, "index": self.index, "metric": self.metric, "push": self.places.url, **self.options}
 
     @property
     def fits_codec(self) -> bool:
         """Whether the first shard has to fit a codec for the others."""
         return parse_storage(self.options["key_format"]).fitted
-
-    def shard_folder(self, number: int) -> Path:
-        """Return the folder of a shard."""
-        return shard_folder(Path(self.folder), number)
-
-
-def shard_folder(folder: Path, number: int) -> Path:
-    """Return the folder of a shard among those of a build."""
-    return folder / f"{number:04}"
 
 
 @dataclass(frozen=True)
@@ -131,8 +122,10 @@ class BuildWorker:
         try:
             if self._sizes.digest != text:
                 raise DatastoreError("The text is not the same on all machines, or changed during the build.")
-            part = self._sizes.parts(of)[unit - 1]
-            folder = self._job.shard_folder(unit)
+            part, places = self._sizes.parts(of)[unit - 1], self._job.places
+            if places.url is not None and places.is_finished(unit, part.part):
+                return None  # it was copied by a worker that could not report it
+            folder = places.build_folder(unit)
             with writer_lock(folder, create=True, wait=_LOCK_SECONDS):
                 pass
             if not _is_finished(folder, part):
@@ -140,6 +133,7 @@ class BuildWorker:
             self._step = INDEXING
             if self._job.index is not None:
                 _index(folder, self._job.index, self._job.metric)
+            places.copy(unit)
         except KnnlmError as error:
             return Failure.of(error)
         return None
@@ -149,6 +143,10 @@ class BuildWorker:
         unit = self._unit
         found = self._calibration(unit) if calibration and unit else None
         return Status(unit, self._bytes, self._step, found)
+
+    def clean(self) -> None:
+        """Remove what the build has left on the disk of this machine."""
+        self._job.places.remove_work()
 
     def _prepare_process(self) -> None:
         """Make relative paths those of the driver, and check what has to be the same on every machine."""
@@ -160,12 +158,18 @@ class BuildWorker:
             raise ClusterError(
                 f"The version of knnlm is {knnlm.__version__}, and that of the driver {job.version}. Install the same."
             )
+        job.places.remove_others()
+        if job.places.url is not None:
+            return
         try:
-            same = job.record in (Path(job.folder) / RECORD_FILE).read_text()
+            same = job.places.build in (Path(job.places.folder) / RECORD_FILE).read_text()
         except OSError:
             same = False
         if not same:
-            raise ClusterError(f"{job.folder} is another folder than that of the driver. Use a shared folder as --out.")
+            raise ClusterError(
+                f"{job.places.folder} is another folder than that of the driver. Use a shared folder as --out, or add "
+                "--push."
+            )
 
     def _read(self, part: ShardText, folder: Path, calibration: Calibration | None) -> None:
         text = ShardText(part.read, part.part, part.bytes, calibration=calibration)
@@ -181,8 +185,8 @@ class BuildWorker:
 
     def _calibration(self, unit: int) -> Calibration | None:
         """Return the calibration of a shard that is being built; None as long as it has none."""
-        file = self._job.shard_folder(unit) / CATALOG_FILE
         try:
+            file = self._job.places.build_folder(unit) / CATALOG_FILE
             with closing(Catalog.open(file)) as catalog:
                 ready = catalog.get(CALIBRATED) and not (self._job.fits_codec and catalog.get("codec") is None)
                 return Calibration.of(catalog) if ready else None

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import os
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, closing, nullcontext
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
@@ -85,6 +85,7 @@ def join_shards(
     out: str | Path,
     *,
     replace_manifest: bool = False,
+    beside: Collection[str] = (),
     wait: float = 0.0,
     progress: Progress = silent,
 ) -> Joined:
@@ -92,6 +93,7 @@ def join_shards(
 
     A shard is a folder, or a URL such as s3://bucket/part-1.store, of which a copy is fetched.
     Shards that were built as parts of one text are joined in the order of the parts, all others in the given order.
+    `beside` are names of other files that a new store may have in its folder.
     """
     folder = Path(out)
     if not shards:
@@ -107,7 +109,7 @@ def join_shards(
             stores.append(stack.enter_context(closing(Datastore.open(path, trust_index=False))))
         stores = _ordered(stores)
         _check_common(stores)
-        _check_out(folder, stores, replace_manifest=replace_manifest)
+        _check_out(folder, stores, replace_manifest=replace_manifest, beside=beside)
         if not all(_known(_listed(folder), folder, stores)) and shard_part(stores[0].catalog) is None:
             _check_ids(stores)
         with writer_lock(folder, create=True, wait=wait):
@@ -197,7 +199,9 @@ def _check_ids(stores: Sequence[Datastore]) -> None:
                 )
 
 
-def _check_out(folder: Path, stores: Sequence[Datastore], *, replace_manifest: bool) -> None:
+def _check_out(
+    folder: Path, stores: Sequence[Datastore], *, replace_manifest: bool, beside: Collection[str] = ()
+) -> None:
     """Raise unless a sharded store can be written to a folder, which may contain its shards."""
     if folder.exists() and not folder.is_dir():
         raise DatastoreError(f"{folder} is a file. Choose another --out.")
@@ -216,7 +220,13 @@ def _check_out(folder: Path, stores: Sequence[Datastore], *, replace_manifest: b
             if catalog.get("state") != SHARDED:
                 raise DatastoreError(f"{folder} is a store already. Choose another --out.")
         return
-    ours = {WRITER_LOCK, READERS_LOCK, *PARTIAL_CATALOG_FILES, Path(MANIFEST_FILE).with_suffix(".partial").name}
+    ours = {
+        WRITER_LOCK,
+        READERS_LOCK,
+        *beside,
+        *PARTIAL_CATALOG_FILES,
+        Path(MANIFEST_FILE).with_suffix(".partial").name,
+    }
     for entry in sorted(folder.iterdir()):
         if entry.name not in ours and not any(place.is_relative_to(entry.resolve()) for place in places):
             raise DatastoreError(
