@@ -39,6 +39,8 @@ def test_the_address_of_ray_may_be_left_out(given, expected):
     [
         (["--workers", "2"], "--workers is for --ray only"),
         (["--index", "auto"], "--index is for --ray only"),
+        (["--work-folder", "disk"], "--work-folder is for --ray only"),
+        (["--ray", "--push", "bucket"], "bucket is no URL"),
         (["--ray", "--shard", "1/2"], "leave out one of them"),
         (["--ray", "nonsense"], "Invalid address 'nonsense'"),
     ],

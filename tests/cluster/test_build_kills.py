@@ -20,16 +20,19 @@ import pytest
 import knnlm
 from helpers.stores import contents, documents
 from knnlm.cluster.build import build_on_ray
+from knnlm.datastore.manifest import remote_url
 from knnlm.datastore.shards import shard_part
 
 DOCUMENTS, SEGMENT, SHARDS = 400, 500, 4
 KILLS = int(os.environ.get("KNNLM_KILLS", "100"))  # of the random ones
 DRIVER = """
+import json
 import sys
 from functools import partial
 import knnlm
-address, text, out, model, shards, segment = sys.argv[1:]
+address, text, out, model, shards, segment, places = sys.argv[1:]
 options = {"model": model, "workers": 2, "shards": int(shards), "segment_entries": int(segment), "index": "Flat"}
+options |= json.loads(places)
 knnlm.build_on_ray(partial(knnlm.read_documents, text), out, address=address, **options)
 """
 
@@ -57,8 +60,8 @@ def start(cluster, text, model_folder):
     """Returns a function that starts the process of a driver."""
     started = []
 
-    def start_driver(out):
-        arguments = [cluster.address, text, out, model_folder, SHARDS, SEGMENT]
+    def start_driver(out, places=None):
+        arguments = [cluster.address, text, out, model_folder, SHARDS, SEGMENT, json.dumps(places or {})]
         command = [sys.executable, "-c", DRIVER, *map(str, arguments)]
         started.append(subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True))
         return started[-1]
@@ -102,11 +105,12 @@ def wait_for_segments(out, count, has_ended, *, seconds=120):
 
 def check(store, expected, *, index=None):
     """Compare a store with the shards of a build without Ray: every byte, except those of indexes."""
-    assert [shard.path.name for shard in store.shards] == sorted(place.name for place in expected.iterdir())
-    for shard in store.shards:
+    names = [(remote_url(shard.path) or shard.path.as_posix()).rpartition("/")[2] for shard in store.shards]
+    assert names == sorted(place.name for place in expected.iterdir())
+    for name, shard in zip(names, store.shards, strict=True):
         assert {row.spec for row in shard.catalog.indexes()} == (set() if index is None else {index})
         assert {row.entries for row in shard.catalog.indexes()} <= {shard.entry_count}
-        assert described(shard.path) == described(expected / shard.path.name)
+        assert described(shard.path) == described(expected / name)
     ids = [document.id for document in store.documents()]
     assert ids == [f"d{number}" for number in range(DOCUMENTS)]
     assert knnlm.verify(store.path, deep=True).problems == ()
@@ -118,6 +122,7 @@ def described(path):
         catalog = store.catalog
         files = {name: content for name, content in contents(path).items() if not name.startswith("index/")}
         files.pop("catalog.db")
+        files.pop("remote.json", None)
         return files, catalog.segments(), list(catalog.documents()), store.fingerprint, shard_part(catalog)
 
 
@@ -169,9 +174,16 @@ def kill_machine(cluster):
     nodes = [node for node in cluster.list_all_nodes() if node is not cluster.head_node]
     cluster.remove_node(random.choice(nodes), allow_graceful=False)
     cluster.add_node(num_cpus=1)
+    cluster.wait_for_nodes(timeout=60)  # a new driver counts the machines
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("KNNLM_CACHE", str(tmp_path / "cache"))
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("cache")
 def test_kills_at_random_moments_lose_nothing_and_repeat_nothing(cluster, start, expected, tmp_path):
     seed = int(os.environ.get("KNNLM_SEED", random.randrange(1 << 32)))
     random.seed(seed)
@@ -179,12 +191,20 @@ def test_kills_at_random_moments_lose_nothing_and_repeat_nothing(cluster, start,
     while left > 0:
         out = tmp_path / f"out{builds}"
         builds += 1
-        left -= build_with_kills(cluster, start, out, random.randint(1, min(3, left)), made)
+        where = random.choice(["shared", "work folder", "url"])
+        places = {"shared": {}, "work folder": {"work_folder": str(tmp_path / "disk")}}
+        places["url"] = {"push": f"file://{out}-bucket", **random.choice(list(places.values()))}
+        made[where] += 1
+        left -= build_with_kills(
+            cluster, partial(start, places=places[where]), out, min(left, random.randint(1, 3)), made
+        )
         try:
             check(knnlm.Datastore.open(out), expected, index="Flat")
         except AssertionError as error:
             raise AssertionError(f"seed {seed}, build {builds}") from error
-        shutil.rmtree(out)
+        assert not list(out.glob("shards/*.partial"))
+        for place in (out, tmp_path / f"{out.name}-bucket", tmp_path / "cache", tmp_path / "disk"):
+            shutil.rmtree(place, ignore_errors=True)
     print(f"{dict(made)} in {builds} builds")  # noqa: T201
 
 

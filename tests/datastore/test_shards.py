@@ -18,6 +18,7 @@ from hypothesis import given, settings
 
 from helpers.pairs import pair_lm, pairs
 from helpers.stores import documents, made_store
+from knnlm.datastore import sharded_catalog
 from knnlm.datastore.catalog import Catalog
 from knnlm.datastore.compact import compact
 from knnlm.datastore.indexes import build_index, open_index
@@ -26,6 +27,7 @@ from knnlm.datastore.manifest import MANIFEST_FILE, read_manifest, write_manifes
 from knnlm.datastore.remove import Selection, list_documents, removal_report, remove
 from knnlm.datastore.rewrite import derive
 from knnlm.datastore.schema import CATALOG_FILE
+from knnlm.datastore.sharded_catalog import ShardedCatalog
 from knnlm.datastore.shards import join_shards
 from knnlm.datastore.store import Datastore
 from knnlm.errors import DatastoreCorrupt, DatastoreError, ModelMismatch, ParameterError
@@ -332,6 +334,26 @@ def test_an_interrupted_change_of_several_shards_is_finished_by_the_same_command
     assert 0 < left < 15
     assert len(remove(store_path, source="text*").documents) == left
     assert Datastore.open(store_path).entry_count == 0
+
+
+def test_unchanged_shards_are_not_opened_again(store_path, lm, monkeypatch):
+    reopen, opened = ShardedCatalog.reopen, []
+    monkeypatch.setattr(ShardedCatalog, "reopen", lambda catalog: opened.append(catalog) or reopen(catalog))
+    changes = [
+        lambda: add(documents(1, start=40), store_path, lm=lm),
+        lambda: remove(store_path / "shard-2", document="d4"),
+        lambda: join_shards([store_path / f"shard-{n}" for n in range(1, 6)], store_path, replace_manifest=True),
+    ]
+    for change in changes:
+        with closing(Datastore.open(store_path)) as store:
+            opened.clear()
+            with monkeypatch.context() as patch:
+                patch.setattr(sharded_catalog, "_SETTLED_NS", 3600 * 10**9)  # the files were written a moment ago
+                assert [store.stale, store.stale, len(opened)] == [False, False, 2]
+                patch.setattr(sharded_catalog, "_SETTLED_NS", 0)
+                assert [store.stale, store.stale, len(opened)] == [False, False, 3]
+                change()
+                assert store.stale
 
 
 def test_open_store_is_a_snapshot(store_path, lm):

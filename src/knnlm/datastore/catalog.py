@@ -257,6 +257,10 @@ class Catalog:
         """Open the catalog again, to read its present state; the caller closes it."""
         return Catalog.open(self.path)
 
+    def file_state(self) -> object | None:
+        """Return a value that changes with the files, where that is faster than to open them; None: it is not known."""
+        return None
+
     @property
     def generation(self) -> int:
         """Number of changes of the content since the store was built."""

@@ -85,9 +85,10 @@ class Manifest:
 
     def folders(self, folder: Path) -> list[Path]:
         """Return the folders of the shards of the store at `folder`."""
+        root = folder.resolve()
         # Without .. in messages; an absolute path stays as it is.
         return [
-            _copy_of(shard.path) if is_url(shard.path) else Path(os.path.normpath(folder.resolve() / shard.path))
+            _copy_of(shard.path) if is_url(shard.path) else Path(os.path.normpath(root / shard.path))
             for shard in self.shards
         ]
 

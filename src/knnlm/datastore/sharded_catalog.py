@@ -12,15 +12,17 @@ from dataclasses import replace
 from functools import cached_property
 from itertools import accumulate
 from pathlib import Path
+from time import time_ns
 from typing import Any
 
 from knnlm.datastore.catalog import Catalog
-from knnlm.datastore.manifest import Manifest, NumberSpan, read_manifest
+from knnlm.datastore.manifest import MANIFEST_FILE, Manifest, NumberSpan, read_manifest
 from knnlm.datastore.schema import CATALOG_FILE, IndexRow, RemovedRow, SegmentRow, StoredDocument
 from knnlm.errors import DatastoreCorrupt
 
 _MAX_FIELDS = 20
 _MAX_CHANGES = 1 << 40  # of one set of shards
+_SETTLED_NS = 2_000_000_000  # since the last write, beyond the resolution of any file system
 # Metadata that all shards have in common.
 _COMMON = ("model", "window", "key_dtype", "keys", "offset", "map", "codec", "segment_entries", "batch_tokens")
 
@@ -58,6 +60,23 @@ class ShardedCatalog(Catalog):
                 _close(shards)
                 raise
             _close(shards)  # a writer has numbered documents since: read all of it again
+
+    def file_state(self) -> object | None:
+        """Return the manifest, and the sizes and times of all catalogs; None if one was written a moment ago.
+
+        A second write within the resolution of the clock would not show. The manifest is read, since a network file
+        system may return old times of files that it has not opened.
+        """
+        folder = self.path.parent
+        try:
+            content = (folder / MANIFEST_FILE).read_bytes()
+        except OSError:
+            return None
+        places = [folder, *self.manifest.folders(folder)]
+        files = [place / name for place in places for name in (CATALOG_FILE, f"{CATALOG_FILE}-wal")]
+        states = {file: _size_and_time(file) for file in files}
+        latest = max((time for _, _, time in states.values()), default=0)
+        return None if latest > time_ns() - _SETTLED_NS else (content, states)
 
     @property
     def generation(self) -> int:
@@ -187,6 +206,14 @@ class ShardedCatalog(Catalog):
     def has_sources(self) -> bool:
         """Whether documents may have source texts: the store is one of an encoder-decoder model."""
         return self.shards[0].has_sources
+
+
+def _size_and_time(file: Path) -> tuple[int, int, int]:
+    try:
+        found = file.stat()
+    except OSError:
+        return 0, 0, 0
+    return found.st_ino, found.st_size, found.st_mtime_ns
 
 
 def _close(catalogs: Sequence[Catalog]) -> None:

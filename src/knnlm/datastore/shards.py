@@ -10,7 +10,7 @@ import hashlib
 import os
 import shutil
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import ExitStack, closing, nullcontext
+from contextlib import ExitStack, closing, nullcontext, suppress
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from pathlib import Path
@@ -272,9 +272,20 @@ def _manifest(folder: Path, stores: Sequence[Datastore]) -> Manifest:
     form, new = form_of(stores[0]), sum(store.generation for store in stores)
     joined = Manifest(form["model"], form["window"], form["keys"], _counted(shards, stores))
     if before is not None:
-        old = before.generation + sum(shard.generation for shard in before.shards)
+        old = before.generation + _listed_generations(before, folder)
         joined = replace(joined, joins=before.joins + 1, generation=max(0, old + 1 - new), documents=before.next_number)
     return joined.numbered([store.catalog.next_document() for store in stores])
+
+
+def _listed_generations(manifest: Manifest, folder: Path) -> int:
+    """Return the sum of the generations of listed shards, which may have been changed directly since."""
+    total = 0
+    for shard, place in zip(manifest.shards, manifest.folders(folder), strict=True):
+        present = shard.generation
+        with suppress(KnnlmError), closing(Catalog.open(place / CATALOG_FILE)) as catalog:
+            present = max(present, catalog.generation)
+        total += present
+    return total
 
 
 def _listed(folder: Path) -> Manifest | None:

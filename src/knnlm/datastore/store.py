@@ -251,6 +251,7 @@ class Datastore:
         self.resident_keys: list[Tensor] | None = None
         # Whether an index or a mixture was opened on this object, and relies on the numbers of its entries.
         self.pinned = False
+        self._unchanged: object | None = None  # the state of the files when `stale` was False last
 
     @classmethod
     def open(cls, path: str | Path, *, trust_index: bool = True, check: bool = True) -> Datastore:
@@ -304,8 +305,13 @@ class Datastore:
     @property
     def stale(self) -> bool:
         """Whether documents were added or removed since the store was opened."""
+        state = self.catalog.file_state()
+        if state is not None and state == self._unchanged:
+            return False
         with closing(self.catalog.reopen()) as now:
-            return now.generation != self.generation
+            changed = now.generation != self.generation
+        self._unchanged = None if changed else state
+        return changed
 
     def reopen(self) -> Datastore:
         """Open the current state of the store; this object does not change."""
