@@ -39,7 +39,14 @@ class TrainingFlags:
     """How a decoder is trained by `adapt`."""
 
     epochs: Annotated[int, typer.Option(min=1, help="Passes over the text.")] = 3
-    learning_rate: Annotated[float, typer.Option(help="The peak learning rate, after a warm-up.")] = 2e-4
+    learning_rate: Annotated[
+        float | None,
+        typer.Option(help="The peak learning rate, after a warm-up.", show_default="2e-4, with --lora 1e-3"),
+    ] = None
+    lora: Annotated[
+        int,
+        typer.Option(min=0, help="Train adapters of this rank instead of all weights; 0: all weights."),
+    ] = 0
     select: Annotated[
         bool,
         typer.Option(

@@ -32,6 +32,7 @@ from knnlm.progress import Progress, silent
 from knnlm.training.data import TokenStream, TrainingBatches, count_targets
 from knnlm.training.decoder_trainer import DecoderConfig, DecoderTrainer
 from knnlm.training.initial_model import InitialModel
+from knnlm.training.lora import ADAPTER, Adapters, require_peft
 from knnlm.training.selecting_trainer import SelectingTrainer
 from knnlm.training.teacher import Teacher
 from knnlm.training.trainer import (
@@ -46,7 +47,7 @@ from knnlm.training.trainer import (
 PLOT = "learning.png"
 
 _FINISHED = "finished"
-_OMITTED = ("select", "packed", "compile")  # from the settings, where they are not set
+_OMITTED = ("select", "packed", "compile", "lora")  # from the settings, where they are not set
 # Settings of targets that do not depend on when they are computed.
 _TARGET_SETTINGS = ("teacher", "k", "knn_temperature", "exclude", "top", "mass")
 
@@ -71,6 +72,8 @@ def train_decoder(
     """
     if tensorboard and find_spec("tensorboard") is None:
         raise MissingExtra("tensorboard=True", "tensorboard", "tensorboard")
+    if config is not None and config.lora:
+        require_peft()
     where = choose_device(device)
     config = config or DecoderConfig()
     automatic = {
@@ -92,12 +95,12 @@ def train_decoder(
         return load_card(folder)
     with writer_lock(work, create=True):
         if not _is_finished(folder, settings, automatic):
-            trainer = _make_trainer(stream, held_out, initial, targets, config, where)
+            trainer, adapters = _make_trainer(stream, held_out, initial, targets, config, where)
             checkpoint = Checkpoint(work / CHECKPOINT, settings, every=checkpoint_every)
             with _scalar_writer(work, tensorboard) as watch:
                 trainer.run(checkpoint, work / CURVE, progress=progress, watch=watch)
             card = _card(initial, trainer, targets, settings, read_curve(work / CURVE))
-            _publish(work, folder, trainer.finish(), initial, card)
+            _publish(work, folder, trainer.finish(), initial, card, adapters)
         shutil.rmtree(work)
     return load_card(folder)
 
@@ -109,7 +112,7 @@ def _make_trainer(
     targets: Teacher | None,
     config: DecoderConfig,
     device: torch.device,
-) -> DecoderTrainer:
+) -> tuple[DecoderTrainer, Adapters | None]:
     batches = TrainingBatches(
         text,
         config.window,
@@ -121,8 +124,11 @@ def _make_trainer(
     )
     model = copy.deepcopy(initial.lm.model).float().to(device)
     kind = SelectingTrainer if config.select else DecoderTrainer
+    if config.lora:
+        adapters = Adapters(model, rank=config.lora, seed=config.seed)
+        return kind(model, batches, targets, config, device=device), adapters
     weights = {name: weight.detach() for name, weight in initial.lm.model.named_parameters()}
-    return kind(model, batches, targets, config, device=device, initial=weights)
+    return kind(model, batches, targets, config, device=device, initial=weights), None
 
 
 def _settings(
@@ -247,12 +253,22 @@ def _card(
     )
 
 
-def _publish(work: Path, folder: Path, model: PreTrainedModel, initial: InitialModel, card: DecoderCard) -> None:
+def _publish(
+    work: Path,
+    folder: Path,
+    model: PreTrainedModel,
+    initial: InitialModel,
+    card: DecoderCard,
+    adapters: Adapters | None,
+) -> None:
     """Write the finished decoder into the work folder and move it into place in one step."""
     finished = work / _FINISHED
     shutil.rmtree(finished, ignore_errors=True)
     with translate_os_errors(folder):
         finished.mkdir()
+        if adapters is not None:
+            adapters.save(finished / ADAPTER, initial.spec)
+            model = adapters.merge()
         try:
             model.eval().save_pretrained(finished)
         except SafetensorError as error:

@@ -47,6 +47,7 @@ class DecoderPass:
         self._head = plain_head(model)
         self._half = precision == "bfloat16"
         self._copies: list[tuple[Tensor, Tensor]] = []  # the float32 weights and those that the model computes with
+        self._fixed: list[tuple[Tensor, Tensor]] = []  # the same of weights that are not trained
         self.weights = {name: weight for name, weight in model.named_parameters() if weight.requires_grad}
         if self._half:
             self._use_half_precision()
@@ -107,9 +108,9 @@ class DecoderPass:
 
     def finish(self) -> PreTrainedModel:
         """Return the model with the float32 weights; no more passes can be run."""
-        for weight, copy in self._copies:
+        for weight, copy in (*self._copies, *self._fixed):
             copy.data = weight.data
-        self._copies = []
+        self._copies, self._fixed = [], []
         self.model.float()
         return self.model
 
@@ -155,6 +156,7 @@ class DecoderPass:
         own = dict(self.model.named_parameters())
         self.weights = {name: nn.Parameter(before[name]) for name in self.weights}
         self._copies = [(weight, own[name]) for name, weight in self.weights.items()]
+        self._fixed = [(before[name], weight) for name, weight in own.items() if name not in self.weights]
 
     def _runs(self, attention: str | None) -> bool:
         """Whether a pass with gradients works."""

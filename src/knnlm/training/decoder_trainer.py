@@ -57,6 +57,7 @@ _MIN_STEPS = 300  # if the text is long enough
 _MIN_BATCH_TOKENS, _MAX_BATCH_TOKENS = 2_048, 16_384  # of the default batch size
 _MAX_PADDED_POSITIONS = 4  # per token on a GPU, where fewer passes are worth more padding
 _MIN_TOKENS_TO_COMPILE = 4_000_000  # trained on in all; below, compilation takes longer than it saves
+_RATE, _LORA_RATE = 2e-4, 1e-3
 _MAX_DIVERGENCES = 3  # after which a training is given up
 
 _Item = TypeVar("_Item")
@@ -78,7 +79,8 @@ class DecoderConfig:
     select: bool = False  # learning rate and epochs on held-out text, at most `epochs`
     epochs: int = 3
     batch_tokens: int | None = None
-    learning_rate: float = 2e-4
+    learning_rate: float | None = None  # 2e-4, with lora 1e-3
+    lora: int = 0  # the rank of adapters that are trained instead of all weights
     warm_up: float = 0.05  # fraction of the steps
     schedule: str = "linear"
     weight_decay: float = 0.01
@@ -94,7 +96,7 @@ class DecoderConfig:
 
     def __post_init__(self) -> None:
         check_choices(self, {"schedule": SCHEDULES, "precision": PRECISIONS})
-        check_minimum(self, {"epochs": 1, "batch_tokens": 1, "accumulate": 1, "seed": 0})
+        check_minimum(self, {"epochs": 1, "batch_tokens": 1, "accumulate": 1, "seed": 0, "lora": 0})
         check_fraction(self, {"beta": 1.0, "warm_up": 1.0, "held_out": 0.5})
         check_positive(self, ["learning_rate"])
         check_positive(self, ["weight_decay", "clip"], zero=True)
@@ -112,12 +114,20 @@ class DecoderConfig:
         worth = on_gpu and packed and len(text.tokens) * self.epochs >= _MIN_TOKENS_TO_COMPILE
         compile_ = on_gpu and packed and self.compile if self.compile is not None else worth
         options: dict[str, Any] = {"precision": precision, "batch_tokens": size, "packed": packed, "compile": compile_}
+        options["learning_rate"] = self.peak_rate
         return replace(self, context=shape.context, stride=shape.stride, **options)
+
+    @property
+    def peak_rate(self) -> float:
+        """The learning rate, or its default: adapters begin at zero and need larger steps."""
+        if self.learning_rate is not None:
+            return self.learning_rate
+        return _LORA_RATE if self.lora else _RATE
 
     @property
     def learning_rates(self) -> list[float]:
         """The rates that a selection tries: half of the configured one, itself and twice."""
-        return [factor * self.learning_rate for factor in SELECTED_FACTORS]
+        return [factor * self.peak_rate for factor in SELECTED_FACTORS]
 
     @property
     def window(self) -> WindowShape:
@@ -177,7 +187,7 @@ class DecoderTrainer:
         )
         # Documents are cut at different places in each epoch, so the number of steps may differ too.
         self.steps = sum(len(batches.steps(epoch, self._batch_tokens)) for epoch in range(config.epochs))
-        self._schedule = Schedule(config.learning_rate, math.ceil(config.warm_up * self.steps), config.schedule)
+        self._schedule = Schedule(config.peak_rate, math.ceil(config.warm_up * self.steps), config.schedule)
         self._max_positions = _max_positions(model, self._batch_tokens, device)
         self._is_torn = False
         self._said: set[str] = set()
@@ -265,7 +275,7 @@ class DecoderTrainer:
         """Raise if a weight is not finite, so that no checkpoint has it."""
         finite = torch.stack([weight.detach().isfinite().all() for weight in self._trained.values()]).all()
         if not finite:
-            raise TrainingDiverged(self.state.step, self.config.learning_rate)
+            raise TrainingDiverged(self.state.step, self.config.peak_rate)
 
     def _say(self, text: str, *, once: str) -> None:
         """Warn of something the first time that it happens, and note it for the card."""

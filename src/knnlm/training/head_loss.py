@@ -90,7 +90,8 @@ class _HeadLoss(torch.autograd.Function):
         matrix, shift = weight.to(hidden.dtype), None if bias is None else bias.to(hidden.dtype)
         kl = torch.zeros(len(hidden), dtype=goal.probs.dtype, device=hidden.device)
         ce = torch.zeros_like(kl)
-        into = _Gradients(hidden, weight, bias) if is_training else None
+        needs_weight = any(ctx.needs_input_grad[1:3])
+        into = _Gradients(hidden, weight, bias, needs_weight=needs_weight) if is_training else None
         for part in slices(len(hidden), rows):
             logits = linear(hidden[part], matrix, shift)  # (n, V)
             if into is None:
@@ -106,24 +107,29 @@ class _HeadLoss(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, outer: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
-        hidden, weight, *bias = (tensor * outer.to(tensor.dtype) for tensor in ctx.saved_tensors)
-        return hidden, weight, bias[0] if bias else None, *([None] * 8)
+        hidden, *others = (tensor * outer.to(tensor.dtype) for tensor in ctx.saved_tensors)
+        weight, bias = (*others, None, None)[:2]
+        return hidden, weight, bias, *([None] * 8)
 
 
 class _Gradients:
-    """The gradients of hidden states, weight and bias, collected part by part."""
+    """The gradients of hidden states and, if they are trained, of weight and bias, collected part by part."""
 
-    def __init__(self, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+    def __init__(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, *, needs_weight: bool) -> None:
         self._from = hidden
+        self._needs_weight = needs_weight
         self._hidden = torch.empty_like(hidden)
         # Parts are summed in float32, also if the weights are in half precision.
         wide = torch.float64 if weight.dtype == torch.float64 else torch.float32
-        self._weight = torch.zeros_like(weight, dtype=wide)
+        size = weight.shape if needs_weight else (0,)
+        self._weight = torch.zeros(size, dtype=wide, device=weight.device)
         self._bias = None if bias is None else torch.zeros_like(bias, dtype=wide)
 
     def add(self, part: slice, gradient: Tensor, matrix: Tensor) -> None:
         """Add the gradients of some positions, from that of their (n, V) logits."""
         torch.mm(gradient, matrix, out=self._hidden[part])
+        if not self._needs_weight:
+            return
         if gradient.dtype == self._weight.dtype:
             self._weight.addmm_(gradient.T, self._from[part])
         else:
@@ -134,4 +140,6 @@ class _Gradients:
     @property
     def tensors(self) -> list[Tensor]:
         """Those of the hidden states, of the weight and, if there is one, of the bias."""
+        if not self._needs_weight:
+            return [self._hidden]
         return [self._hidden, self._weight, *([] if self._bias is None else [self._bias])]

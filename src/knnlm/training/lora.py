@@ -1,0 +1,73 @@
+"""Low-rank adapters (LoRA, Hu et al. 2021) on all linear layers of a model, by the package peft.
+
+Only the adapters are trained, so that no gradients and moments of the other weights are computed and kept. The finished
+decoder is an ordinary model, with the adapters added to its weights; the adapters alone are saved beside it.
+"""
+
+from __future__ import annotations
+
+import warnings
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from transformers import PreTrainedModel
+
+from knnlm.errors import MissingExtra, ModelError
+
+if TYPE_CHECKING:
+    from peft.tuners.lora import LoraModel
+
+ADAPTER = "adapter"  # the folder of the adapters in that of a decoder
+
+_ALPHA = 2  # of the rank: the factor by which the product of both matrices is multiplied
+_NAME = "default"
+
+
+def require_peft() -> None:
+    """Raise MissingExtra if peft is not installed."""
+    if find_spec("peft") is None:
+        raise MissingExtra("Training with lora", "peft", "lora")
+
+
+class Adapters:
+    """The adapters of a model, which is changed in place: its linear layers have them, and other weights are fixed."""
+
+    def __init__(self, model: PreTrainedModel, *, rank: int, seed: int) -> None:
+        """Add adapters of this rank, which do not change what the model computes before they are trained."""
+        require_peft()
+        from peft import LoraConfig
+        from peft.tuners.lora import LoraModel
+
+        config = LoraConfig(r=rank, lora_alpha=_ALPHA * rank, lora_dropout=0.0, target_modules="all-linear")
+        with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="fan_in_fan_out")  # of layers that are stored transposed
+            torch.manual_seed(seed)
+            try:
+                self._tuner: LoraModel = LoraModel(model, config, _NAME)
+            except (ValueError, NotImplementedError, RuntimeError) as error:
+                raise ModelError(
+                    f"{type(model).__name__} cannot be trained with lora ({error}). Train all of its weights."
+                ) from None
+
+    def save(self, folder: Path, base_model: str) -> None:
+        """Write the adapters in the format of peft, with the name of the model that they belong to."""
+        from peft import get_peft_model_state_dict
+        from safetensors.torch import save_file
+
+        folder.mkdir()
+        config = self._tuner.peft_config[_NAME]
+        config.base_model_name_or_path, config.task_type, config.inference_mode = base_model, "CAUSAL_LM", True
+        config.save_pretrained(str(folder))
+        tensors: dict[str, Any] = get_peft_model_state_dict(self._tuner, adapter_name=_NAME)
+        named = {f"base_model.model.{name.removeprefix('model.')}": value for name, value in tensors.items()}
+        save_file(
+            {name: value.contiguous().cpu() for name, value in named.items()}, folder / "adapter_model.safetensors"
+        )
+
+    def merge(self) -> PreTrainedModel:
+        """Return the model with the adapters added to its weights."""
+        merged = self._tuner.merge_and_unload()
+        assert isinstance(merged, PreTrainedModel)
+        return merged
