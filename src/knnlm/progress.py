@@ -1,4 +1,4 @@
-"""Progress callbacks."""
+"""Progress callbacks, and times in words."""
 
 from __future__ import annotations
 
@@ -35,3 +35,11 @@ def note(advance: Advance, text: str) -> None:
 def silent(what: str, *, total: int | None = None, unit: str = "tokens") -> Iterator[Advance]:  # noqa: ARG001
     """Show no progress, the default of the library."""
     yield lambda _: None
+
+
+def duration(seconds: float) -> str:
+    """Return a time in words."""
+    for unit, length in (("years", 365.25 * 86400), ("days", 86400.0), ("h", 3600.0), ("min", 60.0), ("s", 1.0)):
+        if seconds >= (2 if unit == "years" else 1) * 0.9995 * length:
+            return f"{seconds / length:.3g} {unit}"
+    return f"{1e3 * seconds:.3g} ms" if seconds >= 1e-3 else f"{1e6 * seconds:.3g} µs"

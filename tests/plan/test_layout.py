@@ -17,7 +17,8 @@ from knnlm.plan.cost import build_on_gpu, search_on_gpu
 from knnlm.plan.layout import Hardware, make_plan, recommend
 from knnlm.plan.sizes import ModelShape, TextShape
 from knnlm.plan.tail import slowest_of, slowest_quantile, tail_table
-from knnlm.plan.text import as_markdown, as_record, duration, plan_sections, quantity, size
+from knnlm.plan.text import as_markdown, as_record, plan_sections, quantity, size
+from knnlm.progress import duration
 
 MODEL = ModelShape("bundled", 576, 134_000_000, 106_000_000, 30, 576)
 CLUSTER = Hardware(nodes=4, cores=64, ram=512e9, gpus=8, gpu_memory=80e9, disk_bytes_per_second=2e9)

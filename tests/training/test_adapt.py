@@ -546,3 +546,11 @@ def test_selection_is_shown_recorded_and_chosen_on_the_held_out_text(texts, mode
     assert result["selection"] == selection
     best = min(loss for _, loss in selection["interpolations"])
     assert result["fine_tuned"] == pytest.approx(math.exp(best), rel=0.05)  # read in other windows
+    decoder = texts / "distilled"
+    flags = ("--into", "decoder", "--out", decoder, "--select", "--lora", 2, "--epochs", 1, "--model", model_folder)
+    found = json.loads(knnlm(capfd, "distill", out, *flags, "--json")[1])
+    assert found["selection"] == load_card(decoder).selection
+    assert [trial["learning_rate"] for trial in found["selection"]["trials"][1:4]] == [1e-3, 5e-4, 2e-3]
+    assert found["settings"]["lora"] == 2
+    assert 0 < found["held_out_tokens"] < found["tokens"] / 4
+    assert (decoder / "adapter" / "adapter_model.safetensors").is_file()

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import copy
+import itertools
+import time
+from contextlib import contextmanager
 from dataclasses import replace
 
 import pytest
@@ -13,8 +16,9 @@ from torch.func import functional_call
 
 from helpers.models import tiny
 from helpers.stores import documents
-from knnlm.errors import MissingExtra, ModelError
+from knnlm.errors import KnnlmWarning, MissingExtra, ModelError
 from knnlm.lm.causal import CausalLM
+from knnlm.training import decoder, decoder_trainer
 from knnlm.training import lora as module
 from knnlm.training.data import TokenStream, TrainingBatches
 from knnlm.training.decoder import train_decoder
@@ -194,3 +198,52 @@ def test_model_without_linear_layers_is_refused():
         block.self_attn, block.mlp = torch.nn.Identity(), torch.nn.Identity()
     with pytest.raises(ModelError, match="LlamaForCausalLM cannot be trained with lora"):
         Adapters(model, rank=2, seed=0)
+
+
+def test_long_training_is_announced_with_its_time(initial, texts, tmp_path, monkeypatch):
+    shown = []
+
+    class Bar:
+        def __call__(self, _):
+            pass
+
+        def note(self, text):
+            shown.append(text)
+
+    @contextmanager
+    def progress(*_, **__):
+        yield Bar()
+
+    monkeypatch.setattr(decoder_trainer, "_PROBE", 16)
+    monkeypatch.setattr(decoder_trainer, "_MIN_PROBES", 2)
+    monkeypatch.setattr(decoder_trainer, "_LONG", 0.0)
+    begin = time.perf_counter()
+    options = {"device": "cpu", "progress": progress}
+    with pytest.warns(KnnlmWarning, match=r"takes about .* here\. lora=16") as warned:
+        card = train_decoder(texts[0], initial, tmp_path / "all", replace(CONFIG, lora=0), **options)
+    assert time.perf_counter() - begin < 60
+    assert len(warned) == 1
+    assert shown[0].startswith("about ")
+    assert any(note.startswith("Training all weights takes") for note in card.notes)
+    monkeypatch.undo()
+    quiet = train_decoder(texts[0], initial, tmp_path / "plain", replace(CONFIG, lora=0), device="cpu")
+    assert quiet.held_out == card.held_out
+    weights = [load_file(tmp_path / name / "model.safetensors") for name in ("all", "plain")]
+    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
+
+
+@pytest.mark.parametrize("select", [False, True])
+def test_estimate_is_the_time_of_a_token_times_the_tokens_that_remain(initial, texts, monkeypatch, select):
+    config = replace(CONFIG, select=select, epochs=3).resolve(
+        TokenStream.from_documents(texts[0]), initial, torch.device("cpu")
+    )
+    held_out = TokenStream.from_documents(texts[1])
+    stream = TokenStream.from_documents(texts[0])
+    trainer, _ = decoder._make_trainer(stream, held_out, initial, None, config, torch.device("cpu"))
+    ticks = itertools.count(0.0, 0.5)
+    monkeypatch.setattr(decoder_trainer.time, "perf_counter", lambda: next(ticks))
+    monkeypatch.setattr(decoder_trainer, "_PROBE", 10)
+    # With a selection two more halves for other rates, and cooldowns of a fifth: 3 · 0.1 + 0.2 + 0.4 + 0.6.
+    epochs = 3 + 2 * 0.5 + 1.5 if select else 3
+    assert trainer.estimate() == pytest.approx(0.5 / 10 * epochs * sum(map(len, texts[0])))
+    assert all(weight.grad is None for weight in trainer.model.parameters())

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from knnlm.training.adapt import Adaptation
     from knnlm.training.teacher import Teacher
 
+_SELECTION_SHARE = 0.1  # of the text that is held out by `distill --select`
 _TEACHER_OPTIONS = ("teacher", "k", "knn_temperature", "exclude")  # they apply only with --beta above 0
 
 BatchTokens = Annotated[
@@ -217,7 +218,21 @@ class DecoderFlags:
         typer.Option(help="decoder: entries hidden from a position: self, or its document.", show_default="self"),
     ] = None
     learning_rate: Annotated[
-        float | None, typer.Option(help="decoder: the peak, after a warm-up.", show_default="0.0002")
+        float | None, typer.Option(help="decoder: the peak, after a warm-up.", show_default="2e-4, with --lora 1e-3")
+    ] = None
+    select: Annotated[
+        bool | None,
+        typer.Option(
+            "--select",
+            help="decoder: choose the learning rate and the epochs on a tenth of the text, which is held out.",
+            show_default=False,
+        ),
+    ] = None
+    lora: Annotated[
+        int | None,
+        typer.Option(
+            min=0, help="decoder: train adapters of this rank instead of all weights.", show_default="0, all weights"
+        ),
     ] = None
     batch_tokens: BatchTokens = None
     accumulate: Annotated[
@@ -349,6 +364,8 @@ def _train_decoder(
     initial = open_initial_model(init or lm.name, like=lm, layers=layers, seed=seed)
     initial.lm.window(settings.get("context"), None)  # raises if the window is too long
     targets = _targets(store, out, device, **teaching) if beta else None
+    if settings.get("select"):
+        settings["held_out"] = _SELECTION_SHARE
     config = DecoderConfig(beta=beta, seed=seed, **settings)
     card = train_decoder(store, initial, out, config, targets=targets, device=device, progress=bar)
     if held_out and card.lmbda is None:  # a decoder that was tuned before keeps its λ

@@ -9,6 +9,7 @@ from typing import Any
 from knnlm.plan.cost import BATCH, MIN_COMPILED_TOKENS, Cost, K
 from knnlm.plan.layout import NETWORK_SECONDS, RAM_SHARE, Layout, Plan
 from knnlm.plan.tail import QUANTILES
+from knnlm.progress import duration
 
 
 @dataclass(frozen=True)
@@ -224,11 +225,3 @@ def quantity(count: float) -> str:
         if count >= 0.9995 * value:
             return f"{count / value:.3g}{unit}"
     return f"{count:.3g}"
-
-
-def duration(seconds: float) -> str:
-    """Return a time in words."""
-    for unit, length in (("years", 365.25 * 86400), ("days", 86400.0), ("h", 3600.0), ("min", 60.0), ("s", 1.0)):
-        if seconds >= (2 if unit == "years" else 1) * 0.9995 * length:
-            return f"{seconds / length:.3g} {unit}"
-    return f"{1e3 * seconds:.3g} ms" if seconds >= 1e-3 else f"{1e6 * seconds:.3g} µs"

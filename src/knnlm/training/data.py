@@ -95,6 +95,12 @@ class TrainingBatch:
         restarts = None if self.position_ids is None else self.position_ids[begin:end]
         return TrainingBatch(self.ids[begin:end], self.targets[flat], self.positions[flat], restarts)
 
+    def columns(self, end: int) -> TrainingBatch:
+        """Return the beginning of the first row."""
+        end = min(end, self.ids.shape[1])
+        restarts = None if self.position_ids is None else self.position_ids[:1, :end]
+        return TrainingBatch(self.ids[:1, :end], self.targets[:end], self.positions[:end], restarts)
+
     def pin_memory(self) -> TrainingBatch:
         """Return a copy in page-locked memory, from which copies to a GPU do not block."""
         restarts = None if self.position_ids is None else self.position_ids.pin_memory()

@@ -26,7 +26,7 @@ from transformers import PreTrainedModel
 
 from knnlm.errors import KnnlmWarning, ParameterError
 from knnlm.lm.windows import WindowShape
-from knnlm.progress import Advance, Progress, note
+from knnlm.progress import Advance, Progress, duration, note
 from knnlm.training.data import TokenStream, TrainingBatch, TrainingBatches, count_targets, join_groups
 from knnlm.training.decoder_pass import DecoderPass, split_rows
 from knnlm.training.initial_model import InitialModel
@@ -57,6 +57,9 @@ _MIN_STEPS = 300  # if the text is long enough
 _MIN_BATCH_TOKENS, _MAX_BATCH_TOKENS = 2_048, 16_384  # of the default batch size
 _MAX_PADDED_POSITIONS = 4  # per token on a GPU, where fewer passes are worth more padding
 _MIN_TOKENS_TO_COMPILE = 4_000_000  # trained on in all; below, compilation takes longer than it saves
+_PROBE = 128  # tokens of the pass that is timed
+_MIN_PROBES = 100  # passes of that length from which a training is announced
+_LONG = 600.0  # seconds
 _RATE, _LORA_RATE = 2e-4, 1e-3
 _MAX_DIVERGENCES = 3  # after which a training is given up
 
@@ -238,12 +241,48 @@ class DecoderTrainer:
         try:
             total = self.config.epochs * self.batches.tokens
             with torch.random.fork_rng(devices), self._compiled(), progress("training", total=total) as advance:
+                self._announce(advance)
                 while not train(advance):
                     pass
         except KeyboardInterrupt:
             if not self._is_torn:
                 save()
             raise
+
+    @property
+    def _planned_epochs(self) -> float:
+        """How many passes over the text are trained at most."""
+        return self.config.epochs
+
+    def estimate(self) -> float:
+        """Return about how many seconds of training remain, from a pass over the beginning of one window."""
+        batch, sparse = self._read(self.batches.steps(0, self._batch_tokens)[0])[0]
+        begin = time.perf_counter()
+        self._pass.load()
+        short = batch.columns(_PROBE)
+        part = None if sparse is None else SparseTargets(*(tensor[: len(short.targets)] for tensor in sparse))
+        self._losses(short, part, len(short.targets)).total.backward()
+        seconds = time.perf_counter() - begin
+        self._pass.drop_gradients()
+        return seconds / short.ids.numel() * self._remaining_tokens
+
+    @property
+    def _remaining_tokens(self) -> float:
+        return self._planned_epochs * self.batches.tokens - self.state.tokens
+
+    def _announce(self, advance: Advance) -> None:
+        """Show how long a training on a CPU takes about, and what would be faster."""
+        if self._device.type != "cpu" or self._remaining_tokens < _MIN_PROBES * _PROBE:
+            return
+        with torch.random.fork_rng():
+            seconds = self.estimate()
+        note(advance, f"about {duration(seconds)}")
+        if seconds > _LONG and not self.config.lora:
+            self._say(
+                f"Training all weights takes about {duration(seconds)} here. lora=16 (--lora 16) trains adapters in "
+                "0.7 of the time.",
+                once="long",
+            )
 
     def _recover(self, checkpoint: Checkpoint, curve: LossCurve, error: TrainingDiverged) -> None:
         """Go back to the last checkpoint, or to the beginning, with half the learning rate; raise if it was in vain."""

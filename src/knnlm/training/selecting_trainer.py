@@ -17,7 +17,16 @@ from knnlm.errors import ParameterError
 from knnlm.progress import Advance, note
 from knnlm.training.data import TrainingBatches
 from knnlm.training.decoder_trainer import STEPS_PER_FLUSH, DecoderConfig, DecoderState, DecoderTrainer, prefetch
-from knnlm.training.selection import INTERPOLATIONS, Piece, Trial, cooldown_steps, next_piece, piece_rates
+from knnlm.training.selection import (
+    COOLDOWN,
+    FIRST,
+    INTERPOLATIONS,
+    Piece,
+    Trial,
+    cooldown_steps,
+    next_piece,
+    piece_rates,
+)
 from knnlm.training.teacher import Teacher
 from knnlm.training.trainer import Checkpoint, LossCurve, TrainingDiverged
 
@@ -65,6 +74,12 @@ class SelectingTrainer(DecoderTrainer):
         self._before_cooldown, self._best_constant = _copies(self._present), _copies(self._present)
         weights = {name: weight.detach() for name, weight in self._trained.items()}
         self._initial, self._best = _copies(weights), _copies(weights)
+
+    @property
+    def _planned_epochs(self) -> float:
+        epochs, rates = self.config.epochs, len(self._rates)
+        halves = FIRST * rates
+        return epochs + halves - FIRST + COOLDOWN * (halves + epochs * (epochs + 1) / 2)
 
     @property
     def selection(self) -> dict[str, Any]:
