@@ -14,6 +14,7 @@ from typing import ClassVar
 import pytest
 
 import knnlm
+from helpers.s3 import BUCKET, s3_server
 from helpers.stores import contents, documents
 from helpers.thread_ray import ThreadRay
 from knnlm.cluster import build as driver
@@ -412,6 +413,16 @@ def test_shards_are_built_on_the_disk_of_a_worker_and_copied(start, one_machine,
     check_copied(store, one_machine["pca16-int8"], tmp_path, where)
     with pytest.raises(DatastoreError, match="is a finished store already"):
         start(**places)
+
+
+def test_shards_are_pushed_to_s3(start, one_machine, cache, tmp_path):
+    with s3_server():
+        store = start(push=f"{BUCKET}/{tmp_path.name}")
+        urls = [remote_url(shard.path) for shard in store.shards]
+        assert urls == [f"{BUCKET}/{tmp_path.name}/000{number}" for number in (1, 2, 3)]
+        expected = [knnlm.Datastore.open(folder).fingerprint for folder in sorted(one_machine["float16"].iterdir())]
+        assert [shard.fingerprint for shard in store.shards] == expected
+        assert knnlm.verify(store.path, deep=True).problems == ()
 
 
 class Interrupted(BuildWorker):

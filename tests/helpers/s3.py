@@ -27,8 +27,11 @@ def s3_server() -> Iterator[dict[str, str]]:
     }
     before = {name: os.environ.get(name) for name in names}
     os.environ.update(names)
-    fsspec.filesystem("s3", skip_instance_cache=True).mkdir("knnlm")
+    kind = fsspec.get_filesystem_class("s3")
+    kind.clear_instance_cache()  # one of an earlier server
+    fsspec.filesystem("s3").makedirs("knnlm", exist_ok=True)  # the servers of a process have the same buckets
     yield names
+    kind.clear_instance_cache()
     server.stop()
     for name, value in before.items():
         os.environ.pop(name) if value is None else os.environ.update({name: value})
