@@ -552,5 +552,30 @@ def test_selection_is_shown_recorded_and_chosen_on_the_held_out_text(texts, mode
     assert found["selection"] == load_card(decoder).selection
     assert [trial["learning_rate"] for trial in found["selection"]["trials"][1:4]] == [1e-3, 5e-4, 2e-3]
     assert found["settings"]["lora"] == 2
+    assert not (texts / "out.first").exists()
     assert 0 < found["held_out_tokens"] < found["tokens"] / 4
     assert (decoder / "adapter" / "adapter_model.safetensors").is_file()
+
+
+def test_store_of_the_models_own_keys_can_be_used_during_the_training(texts, base, model_folder, capfd, monkeypatch):
+    out, first = texts / "out", texts / "out.first"
+    arguments = ("adapt", texts / "docs", "--out", out, "--model", model_folder, "--store-first", *OPTIONS)
+    seen = []
+
+    def train(*_, **__):
+        mixture = Mixture.open(first)
+        seen.append(mixture.evaluate([Document("one", "", "The memory of a model is read.")], limit=20).perplexity)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("knnlm.training.adapt.train_decoder", train)
+    status, _, _ = knnlm(capfd, *arguments)
+    assert status == 130
+    assert seen[0] > 1
+    monkeypatch.undo()
+    fingerprint = Datastore.open(first).fingerprint
+    status, _, _ = knnlm(capfd, *arguments)
+    assert status == 0
+    assert Datastore.open(first).fingerprint == fingerprint
+    stored, own = Datastore.open(out), Datastore.open(first)
+    assert [document.sha256 for document in stored.documents()] == [document.sha256 for document in own.documents()]
+    assert own.model["weights"] == base.identity["weights"] != stored.model["weights"]

@@ -76,6 +76,10 @@ def adapt(
     ] = None,
     layers: Annotated[int | None, typer.Option(min=1, help="Blocks to keep.", show_default="all")] = None,
     training: TrainingFlags = TrainingFlags(),
+    store_first: Annotated[
+        bool,
+        typer.Option("--store-first", help="First build OUT.first, a store that can be used during the training."),
+    ] = False,
     limit: Annotated[int, typer.Option(min=1, help="Maximum number of tokens to tune on.")] = 60_000,
     seed: Seed = 0,
     text_field: TextField = "text",
@@ -97,6 +101,7 @@ def adapt(
     held_out = read_documents(*valid, text_field=text_field) if valid else None
     lm = open_model(model, **asdict(machine))
     options: dict[str, Any] = {"initial_model": init, "layers": layers, "limit": limit, "device": machine.device}
+    options["store_first"] = store_first
     config = DecoderConfig(seed=seed, **asdict(training))
     result = adapt(documents, out, lm=lm, held_out=held_out, config=config, progress=bar, **options)
     _show_adapted(out, result, json=json)

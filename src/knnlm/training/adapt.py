@@ -3,6 +3,7 @@
 OUT/                a store whose keys are the decoder's hidden states
 OUT/decoder/        the decoder, an ordinary model that can also be used alone
 OUT/adapted.json    the perplexity of each memory on the held-out text
+OUT.first/          by option, a store of the language model's own keys, which can be used during the training
 
 The language model itself is not changed. A run that was stopped resumes when it is called again.
 """
@@ -104,6 +105,7 @@ def adapt(
     config: DecoderConfig | None = None,
     limit: int = _MAX_HELD_OUT_TOKENS,
     device: str | None = None,
+    store_first: bool = False,
     checkpoint_every: float = 120.0,
     progress: Progress = silent,
 ) -> Adaptation:
@@ -112,7 +114,8 @@ def adapt(
     `held_out` is the text to tune on; None holds out a tenth of the text, in whole documents. The decoder is trained
     from `initial_model`, by default the model itself, of which `layers` keeps some, on `device`, by default that of the
     model. The seed of `config` also chooses the held-out documents. At most `limit` tokens are held out and tuned on.
-    With `select` of `config`, the decoder's learning rate and epochs are chosen on them too.
+    With `select` of `config`, the decoder's learning rate and epochs are chosen on them too. With `store_first`, a
+    store of the model's own keys is built before the training; it can be used meanwhile, and stays.
     """
     begin, folder, config = time.perf_counter(), Path(out), config or DecoderConfig()
     lm.require_text("adapt")
@@ -120,6 +123,8 @@ def adapt(
         raise ParameterError(f"limit must be at least 1 token, not {limit}.")
     _check_folder(folder)
     splits = _split(documents, lm, config.seed, limit) if held_out is None else _given(documents, held_out, lm)
+    if store_first:
+        _build_or_open(splits.training, first_store(folder), lm, progress).close()
     initial = open_initial_model(initial_model or lm.name, like=lm, layers=layers, seed=config.seed)
     run: dict[str, Any] = {"checkpoint_every": checkpoint_every, "progress": progress}
     if config.select:
@@ -136,6 +141,11 @@ def adapt(
     result = replace(_tune(store, lm, splits, limit, progress), seconds=time.perf_counter() - begin)
     _save_adaptation(folder, result, tuned_on)
     return result
+
+
+def first_store(out: Path) -> Path:
+    """Return the folder of the store that is built before the training."""
+    return out.with_name(f"{out.name}.first")
 
 
 def _save_adaptation(folder: Path, result: Adaptation, tuned_on: dict[str, Any]) -> None:
@@ -248,17 +258,9 @@ def _build_store(documents: Sequence[Document], folder: Path, lm: CausalLM, prog
     if torch.cuda.is_available():
         torch.cuda.empty_cache()  # of the training: what follows decides by the free memory
     reader = CausalLM.open(str(folder / DECODER_FOLDER), device=str(lm.device), dtype=lm.dtype)
-    if _is_complete(folder):
-        store = Datastore.open(folder)
-        stored = [document.sha256 for document in store.documents()]
-        if stored != [text_hash(document.text) for document in documents]:
-            raise DatastoreError(f"{folder} was built from other text. Choose another --out, or remove it.")
-        check_model(store, reader)
-    else:
-        # Both models read the same windows, and one of them may have a shorter context.
-        window = min(reader.window(), lm.window(), key=lambda shape: shape.context)
-        options: dict[str, Any] = {"window": window, "language_model": lm.name}
-        store = build(documents, folder, lm=reader, progress=progress, **options)
+    # Both models read the same windows, and one of them may have a shorter context.
+    window = min(reader.window(), lm.window(), key=lambda shape: shape.context)
+    store = _build_or_open(documents, folder, reader, progress, window=window, language_model=lm.name)
     if language_model(store) != lm.name:
         with writer_lock(folder):
             catalog = Catalog.open(folder / CATALOG_FILE, write=True)
@@ -266,6 +268,19 @@ def _build_store(documents: Sequence[Document], folder: Path, lm: CausalLM, prog
                 catalog.put(**{LANGUAGE_MODEL: lm.name})
             finally:
                 catalog.close()
+    return store
+
+
+def _build_or_open(
+    documents: Sequence[Document], folder: Path, reader: CausalLM, progress: Progress, **options: Any
+) -> Datastore:
+    """Build a store, or open it if it is complete; raise if it has other text or another reader."""
+    if not _is_complete(folder):
+        return build(documents, folder, lm=reader, progress=progress, **options)
+    store = Datastore.open(folder)
+    if [document.sha256 for document in store.documents()] != [text_hash(document.text) for document in documents]:
+        raise DatastoreError(f"{folder} was built from other text. Choose another --out, or remove it.")
+    check_model(store, reader)
     return store
 
 
