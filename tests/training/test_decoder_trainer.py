@@ -264,6 +264,26 @@ def test_compiled_passes_have_the_same_losses_and_gradients():
     torch.testing.assert_close(*found, rtol=1e-4, atol=1e-6)
 
 
+def test_passes_run_uncompiled_with_one_warning_if_the_compiler_fails():
+    torch._dynamo.reset()
+
+    def backend(*_):
+        raise RuntimeError("no compiler")
+
+    batches = TrainingBatches(
+        TokenStream.from_documents([[5] * 9, [7] * 7]), WindowShape(16, 16), start_token=1, held_out=0.0, seed=0,
+        packed=True,
+    )  # fmt: skip
+    passes = DecoderPass(tiny("llama"), precision="bfloat16", row_length=16, longest=16)
+    batch = batches.read_rows(batches.steps(0, 16)[0], 16)
+    right = passes.losses(batch, None, beta=0.0, positions=16).total
+    with passes.compiled((1, 16), backend=backend), pytest.warns(KnnlmWarning, match="no compiler") as caught:
+        found = passes.losses(batch, None, beta=0.0, positions=16).total
+    assert len(caught) == 1
+    assert "compile=False skips" in str(caught[0].message)
+    assert torch.equal(found, right)
+
+
 # ------------------------------------------------------------------------------------------------- too little memory
 
 

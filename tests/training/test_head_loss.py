@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from helpers.models import tiny
 from knnlm.training import head_loss as module
 from knnlm.training.decoder_pass import plain_head
-from knnlm.training.head_loss import even_rows, head_loss, losses_and_gradient
-from knnlm.training.trainer import distillation_loss
+from knnlm.training.head_loss import default_row_pass, even_rows, head_loss, losses_and_gradient
+from knnlm.training.trainer import Goal, distillation_loss
 
 
 def case(seed, *, rows=9, words=13, width=5, dtype=torch.float64):
@@ -82,16 +82,38 @@ def test_parts_have_one_size_where_it_divides(count, limit):
     assert count % rows == 0 or rows == limit
 
 
-def test_parts_of_half_precision_are_summed_in_float32():
-    hidden, weight, _, targets, _, _ = case(3, rows=512, dtype=torch.float32)
+@pytest.mark.parametrize("beta", [0.0, 0.4])
+def test_half_precision_has_the_gradients_of_its_values(beta):
+    """Parts of two positions are summed in float32; positions that do not count have no gradient."""
+    hidden, weight, bias, targets, ids, probs = case(3, rows=512, dtype=torch.float32)
     half = hidden.detach().bfloat16().requires_grad_()
     exact = hidden.detach().bfloat16().double().requires_grad_()
-    matrix = weight.detach().bfloat16().double().requires_grad_()
-    right = gradients(head_loss(exact, matrix, None, targets).total, [exact, matrix])
-    found = gradients(head_loss(half, weight, None, targets, rows=2).total, [half, weight])
-    assert [gradient.dtype for gradient in found] == [torch.bfloat16, torch.float32]
-    for one, other in zip(found, right, strict=True):
+    matrix, shift = (tensor.detach().bfloat16().double().requires_grad_() for tensor in (weight, bias))
+    options = {"beta": beta, "positions": 700}
+    right = head_loss(exact, matrix, shift, targets, ids, probs, **options)
+    found = head_loss(half, weight, bias, targets, ids, probs, rows=2, **options)
+    torch.testing.assert_close([part.item() for part in found], [part.item() for part in right], rtol=0.01, atol=0)
+    wanted = gradients(right.total, [exact, matrix, shift])
+    taken = gradients(found.total, [half, weight, bias])
+    assert [gradient.dtype for gradient in taken] == [torch.bfloat16, torch.float32, torch.float32]
+    for one, other in zip(taken, wanted, strict=True):
         assert float((one.double() - other).norm() / other.norm()) < 0.02
+    assert not taken[0][targets < 0].any()
+
+
+@pytest.mark.parametrize("columns", [0, 4])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_compiled_comparison_is_the_same(monkeypatch, columns, dtype):
+    """Traced, without a compiler."""
+    hidden, weight, _, targets, ids, probs = case(2, dtype=torch.float32)
+    logits = (hidden @ weight.T).detach().to(dtype)
+    share = 0.5 if columns else 0.0
+    goal = Goal.build(targets, ids[:, :columns], probs[:, :columns], share, torch.tensor(9), dtype)
+    compare = default_row_pass(dtype)
+    right = compare(logits.clone(), goal)
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.compiler, "is_compiling", lambda: True)
+        torch.testing.assert_close(compare(logits.clone(), goal), right)
 
 
 def test_head_is_plain_only_if_nothing_else_happens_to_the_logits():

@@ -32,14 +32,14 @@ class CompileStatus:
     """Whether compilation failed, so that blocks run uncompiled."""
 
     failed: bool = False
+    advice: str = "--no-compile skips the attempt."
 
     def report(self, error: Exception) -> None:
         """Warn once that blocks cannot be compiled."""
         if not self.failed:
             reason = " ".join(str(error).split()) or type(error).__name__
             warnings.warn(
-                f"The model cannot be compiled ({reason[:200]}) and runs uncompiled, at half the speed. "
-                "--no-compile skips the attempt.",
+                f"The model cannot be compiled ({reason[:200]}) and runs uncompiled, at half the speed. {self.advice}",
                 KnnlmWarning,
                 stacklevel=2,
             )
@@ -69,6 +69,8 @@ def compiled_blocks(
     With `training`, only passes with gradients are compiled.
     """
     status = CompileStatus()
+    if training:
+        status.advice = "compile=False skips the attempt."
     with ExitStack() as undo:
         for block in blocks:
             if block._compiled_call_impl is None:  # otherwise the caller has compiled it already

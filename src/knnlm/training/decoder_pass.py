@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 from knnlm.lm.causal import dynamic_shape_attention, eval_mode
 from knnlm.lm.compile import compiled_blocks
 from knnlm.training.data import TrainingBatch
-from knnlm.training.head_loss import RowPass, head_loss, losses_and_gradient
+from knnlm.training.head_loss import RowPass, default_row_pass, head_loss
 from knnlm.training.initial_model import layer_list
 from knnlm.training.packed_attention import (
     MASK,
@@ -30,7 +30,7 @@ from knnlm.training.packed_attention import (
     supports_packing,
 )
 from knnlm.training.teacher import SparseTargets
-from knnlm.training.trainer import Losses, distillation_loss
+from knnlm.training.trainer import Goal, Losses, distillation_loss
 
 _PROBE = 8  # tokens
 _LENGTH_MULTIPLE = 128  # of the longest window; a block of the kernel
@@ -117,16 +117,26 @@ class DecoderPass:
     @contextmanager
     def compiled(self, shape: tuple[int, int], *, backend: Any = "inductor") -> Iterator[None]:
         """Compile the blocks for batches of this (B, T), and the loss, until the context exits."""
-        blocks = list(layer_list(self.model))
         width = self.model.config.get_text_config().hidden_size
-        self._row_pass = torch.compile(losses_and_gradient, dynamic=False, backend=backend)
-        try:
-            with compiled_blocks(blocks, width, shape, training=True, backend=backend) as status:
+        plain = default_row_pass(torch.bfloat16 if self._half else torch.float32)
+        fast = torch.compile(plain, dynamic=False, backend=backend)
+
+        def row_pass(logits: Tensor, goal: Goal) -> tuple[Tensor, Tensor, Tensor]:
+            if not status.failed:
+                try:
+                    return fast(logits, goal)
+                except torch.OutOfMemoryError:
+                    raise
+                except Exception as error:  # as in blocks, errors of the compilers have no common root
+                    status.report(error)
+            return plain(logits, goal)
+
+        with compiled_blocks(list(layer_list(self.model)), width, shape, training=True, backend=backend) as status:
+            self._row_pass = row_pass
+            try:
                 yield
-                if status.failed:
-                    self._row_pass = None
-        finally:
-            self._row_pass = None
+            finally:
+                self._row_pass = None
 
     @contextmanager
     def _kernels(self) -> Iterator[None]:

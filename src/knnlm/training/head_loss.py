@@ -2,7 +2,8 @@
 
 The logits of a few positions are computed, compared and turned into gradients, then overwritten by those of the next
 positions. The loss is a scalar, so its gradient is known in the forward pass up to a factor: no logits are computed
-twice, and none are kept.
+twice, and none are kept. In half precision most of the time is memory traffic of the logits, so few passes are made
+over them, and positions are weighted where gradients have the width of the model, not of the vocabulary.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
-from torch.nn.functional import linear
+from torch.nn.functional import linear, log_softmax
 
 from knnlm.training.trainer import (
     MAX_LOGITS,
@@ -27,6 +28,9 @@ from knnlm.training.trainer import (
 )
 
 RowPass = Callable[[Tensor, Goal], tuple[Tensor, Tensor, Tensor]]
+
+_HALF = (torch.bfloat16, torch.float16)
+_GPU_FACTOR = 4  # times as many logits at a time on a GPU, where few large products are faster
 
 
 def head_loss(
@@ -45,22 +49,44 @@ def head_loss(
     """Return `distillation_loss` of the logits of (N, D) hidden states, with the (V, D) weight and the bias of a head.
 
     Products are computed in the dtype of the hidden states, losses in float32 or float64. `row_pass` replaces
-    `losses_and_gradient`, for example by a compiled one.
+    `default_row_pass`, for example by a compiled one.
     """
     ids, probs, beta = sparse_targets(targets, ids, probs, beta)
     divisor = (targets >= 0).sum().clamp(min=1) if positions is None else torch.tensor(positions)
-    rows = rows or even_rows(len(hidden), max(1, MAX_LOGITS // len(weight)))
-    compute = row_pass or losses_and_gradient
+    limit = MAX_LOGITS * (_GPU_FACTOR if hidden.is_cuda else 1)
+    rows = rows or even_rows(len(hidden), max(1, limit // len(weight)))
+    compute = row_pass or default_row_pass(hidden.dtype)
     losses = _HeadLoss.apply(  # type: ignore[no-untyped-call]
         hidden, weight, bias, targets, ids, probs, beta, divisor, rows, compute, torch.is_grad_enabled()
     )
     return Losses(*losses)
 
 
+def default_row_pass(dtype: torch.dtype) -> RowPass:
+    """Return what compares the logits of hidden states of this dtype."""
+    return half_losses_and_gradient if dtype in _HALF else losses_and_gradient
+
+
 def losses_and_gradient(logits: Tensor, goal: Goal) -> tuple[Tensor, Tensor, Tensor]:
     """Return the KL and the cross-entropy of (n, V) logits, each (n,), and the gradient in the dtype of the logits."""
     normaliser, kl, ce = row_losses(logits, goal)
     return kl, ce, row_gradient(logits, normaliser, goal).to(logits.dtype)
+
+
+def half_losses_and_gradient(logits: Tensor, goal: Goal) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the KL and the cross-entropy of (n, V) logits, each (n,), and the gradient of their sum, not weighted."""
+    log_q = log_softmax(logits, 1, dtype=torch.float32)
+    ce = -log_q.gather(1, goal.targets[:, None])[:, 0]
+    cross = (goal.probs * log_q.gather(1, goal.ids)).masked_fill(goal.probs == 0, 0.0)
+    kl = (torch.xlogy(goal.probs, goal.probs) - cross).sum(1)
+    losses = kl.masked_fill(~goal.with_target, 0.0), ce.masked_fill(~goal.counted, 0.0)
+    if torch.compiler.is_compiling() and not goal.ids.shape[1]:  # all of it in one pass over the logits
+        wanted = torch.arange(logits.shape[1], device=logits.device) == goal.targets[:, None]
+        return *losses, (log_q.exp() - wanted.float()).to(logits.dtype)
+    gradient = log_q.exp_()  # probabilities of target distributions sum to 1
+    gradient.scatter_add_(1, goal.ids, -goal.share[:, None] * goal.probs)
+    gradient.scatter_add_(1, goal.targets[:, None], goal.share[:, None] - 1)
+    return *losses, gradient.to(logits.dtype)
 
 
 def even_rows(count: int, limit: int) -> int:
@@ -98,7 +124,7 @@ class _HeadLoss(torch.autograd.Function):
                 _, kl[part], ce[part] = row_losses(logits, goal.rows(part))
             else:
                 kl[part], ce[part], gradient = row_pass(logits, goal.rows(part))
-                into.add(part, gradient, matrix)
+                into.add(part, gradient, matrix, goal.weight[part] if hidden.dtype in _HALF else None)
         ctx.save_for_backward(*(into.tensors if into is not None else ()))
         out = goal.sum(kl, ce, divisor)
         ctx.mark_non_differentiable(*out[1:])
@@ -125,17 +151,25 @@ class _Gradients:
         self._weight = torch.zeros(size, dtype=wide, device=weight.device)
         self._bias = None if bias is None else torch.zeros_like(bias, dtype=wide)
 
-    def add(self, part: slice, gradient: Tensor, matrix: Tensor) -> None:
-        """Add the gradients of some positions, from that of their (n, V) logits."""
-        torch.mm(gradient, matrix, out=self._hidden[part])
+    def add(self, part: slice, gradient: Tensor, matrix: Tensor, weight: Tensor | None) -> None:
+        """Add the gradients of some positions, from that of their (n, V) logits, which is multiplied by (n,) weights.
+
+        None: it is weighted already.
+        """
+        own, hidden = self._hidden[part], self._from[part]
+        torch.mm(gradient, matrix, out=own)
+        if weight is not None:
+            own *= weight[:, None]
+            hidden = (hidden * weight[:, None]).to(own.dtype)
         if not self._needs_weight:
             return
         if gradient.dtype == self._weight.dtype:
-            self._weight.addmm_(gradient.T, self._from[part])
+            self._weight.addmm_(gradient.T, hidden)
         else:
-            self._weight += gradient.T @ self._from[part]
+            self._weight += gradient.T @ hidden
         if self._bias is not None:
-            self._bias += gradient.sum(0, dtype=self._bias.dtype)
+            wide = gradient.to(self._bias.dtype)
+            self._bias += (wide if weight is None else wide * weight[:, None]).sum(0)
 
     @property
     def tensors(self) -> list[Tensor]:

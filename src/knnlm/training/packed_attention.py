@@ -102,7 +102,11 @@ def flash_varlen(
     """Return the (N, H, D) causal attention within windows by torch's kernel; `window` is that of sliding attention."""
     if varlen_attn is None:
         raise NotImplementedError("torch.nn.attention.varlen")
-    options: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in _OPTIONS else {}
+    options: dict[str, Any] = {}
+    if "enable_gqa" in _OPTIONS:
+        options["enable_gqa"] = True
+    elif key.shape[1] != query.shape[1]:
+        key, value = (each.repeat_interleave(query.shape[1] // each.shape[1], 1) for each in (key, value))
     if "window_size" in _OPTIONS:
         options["window_size"] = (-1 if window is None else window - 1, 0)
     elif window is None or window >= longest:
@@ -160,7 +164,7 @@ def supports_packing(model: PreTrainedModel, row_length: int, attention: str) ->
             inputs = packed_inputs(position_ids, row_length, attention, device)
             with packed_attention(model, attention):
                 together = model.base_model(input_ids=ids, use_cache=False, **inputs)[0][0]
-        if attention == VARLEN and not (_has_no_dropout(model) and _kernel_is_right(device)):
+        if attention == VARLEN and not (_has_no_dropout(model) and kernel_change(device) <= _MAX_KERNEL_CHANGE):
             return False
     except torch.OutOfMemoryError:
         raise
@@ -189,11 +193,11 @@ def _devices(device: torch.device) -> list[torch.device]:
     return [device] if device.type == "cuda" else []
 
 
-def _kernel_is_right(device: torch.device) -> bool:
-    """Whether the kernel gives the same output and gradients as the reference, up to rounding; True without a GPU."""
+def kernel_change(device: torch.device) -> float:
+    """Return how much the kernel's output or gradients differ from those of the reference; 0 without a GPU."""
     if device.type != "cuda":
-        return True
-    generator = torch.Generator(device).manual_seed(0)
+        return 0.0
+    generator = torch.Generator(device)
     starts = torch.tensor([0, 100, 131, 160, 160], dtype=torch.int32, device=device)
     found = []
     for call in (flash_varlen, reference_varlen):
@@ -205,7 +209,7 @@ def _kernel_is_right(device: torch.device) -> bool:
         output = call(q, k, v, starts, 128, None, 24)
         output.square().sum().backward()
         found.append([output.detach(), *(part.grad for part in parts if part.grad is not None)])
-    return all(_change(one, other) <= _MAX_KERNEL_CHANGE for one, other in zip(*found, strict=True))
+    return max(_change(one, other) for one, other in zip(*found, strict=True))
 
 
 def _change(found: Tensor, right: Tensor) -> float:
