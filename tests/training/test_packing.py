@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from helpers.models import tiny
 from knnlm.lm.windows import WindowShape
-from knnlm.training import packed_attention
+from knnlm.training import decoder_pass, packed_attention
 from knnlm.training.data import TokenStream, TrainingBatches, count_targets, pack_rows
 from knnlm.training.decoder_pass import DecoderPass, split_rows
 from knnlm.training.packed_attention import (
@@ -173,6 +173,14 @@ def test_model_with_a_recurrent_state_is_not_packed():
 @pytest.mark.parametrize("family", ["bloom", "mpt"])
 def test_model_without_restarting_positions_is_not_packed(family):
     assert choose_attention(tiny(family), CONTEXT, precision="float32") is None
+
+
+def test_mask_is_used_if_the_kernel_fails_for_a_model(monkeypatch):
+    monkeypatch.setattr(decoder_pass, "choose_attention", lambda *_, **__: VARLEN)
+    for works, right in ((True, VARLEN), (False, MASK)):
+        monkeypatch.setattr(DecoderPass, "_runs", lambda _, attention, works=works: attention is None or works)
+        passes = DecoderPass(tiny("llama"), precision="bfloat16", row_length=CONTEXT, longest=CONTEXT)
+        assert passes.attention == right
 
 
 def test_model_is_left_as_it_was():

@@ -43,6 +43,7 @@ class DecoderPass:
         """Take a model in float32. `row_length` is that of packed rows, None: rows are padded windows."""
         self.model, self.device = model, model.device
         self.attention = None if row_length is None else choose_attention(model, row_length, precision=precision)
+        is_masked = self.attention == VARLEN and row_length is not None and supports_packing(model, row_length, MASK)
         self._longest = -(-longest // _LENGTH_MULTIPLE) * _LENGTH_MULTIPLE
         self._head = plain_head(model)
         self._half = precision == "bfloat16"
@@ -52,7 +53,7 @@ class DecoderPass:
         if self._half:
             self._use_half_precision()
         if self.attention == VARLEN and not self._runs(VARLEN):
-            self.attention = MASK if row_length and supports_packing(model, row_length, MASK) else None
+            self.attention = MASK if is_masked else None  # found in float32: half precision is too coarse
         self._row_pass: RowPass | None = None
 
     @property
