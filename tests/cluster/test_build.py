@@ -415,6 +415,7 @@ def test_shards_are_built_on_the_disk_of_a_worker_and_copied(start, one_machine,
         start(**places)
 
 
+@pytest.mark.slow  # the start of the S3 server
 def test_shards_are_pushed_to_s3(start, one_machine, cache, tmp_path):
     with s3_server():
         store = start(push=f"{BUCKET}/{tmp_path.name}")
