@@ -208,8 +208,18 @@ def test_kills_at_random_moments_lose_nothing_and_repeat_nothing(cluster, start,
     print(f"{dict(made)} in {builds} builds")  # noqa: T201
 
 
+def replace_dead_machines(cluster):
+    """Add a machine for each that has ended by itself, as raylets do that get no processor for seconds."""
+    for node in [node for node in cluster.list_all_nodes() if node is not cluster.head_node]:
+        if "raylet" not in node.all_processes or not raylet_of(node).is_running():
+            cluster.remove_node(node, allow_graceful=False)
+            cluster.add_node(num_cpus=1)
+    cluster.wait_for_nodes(timeout=60)
+
+
 def build_with_kills(cluster, start, out, kills, made):
     """Build, and kill so many processes on the way; return how many there were."""
+    replace_dead_machines(cluster)
     done, driver = 0, start(out)
     while done < kills:
         until = time.monotonic() + random.uniform(0.0, 9.0)
@@ -227,6 +237,7 @@ def build_with_kills(cluster, start, out, kills, made):
         else:
             driver.kill()
             driver.communicate()
+            replace_dead_machines(cluster)
             driver = start(out)
         done, made[target] = done + 1, made[target] + 1
     finish(driver)
